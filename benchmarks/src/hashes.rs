@@ -1,9 +1,9 @@
 //! The fingerprint against the common fast hashes, page by page, where a census has its pages: in a buffer that
 //! `process_vm_readv` has just filled. And once more on pages that stay in the cache.
 
-use crate::Effort;
-use crate::report::{Findings, Spread, Table};
-use crate::target::{Layout, Targets};
+use crate::BenchmarkEffort;
+use crate::findings::{Findings, MarkdownTable, SampleSpread};
+use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::{Result, ensure};
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use pagefold_linux::BATCH_BYTES;
@@ -14,51 +14,51 @@ use std::io::IoSliceMut;
 use std::time::{Duration, Instant};
 
 /// A hash of a page.
-struct Candidate {
+struct HashCandidate {
     name: &'static str,
     /// What it promises, and with which instructions it was built.
     note: String,
-    hash: Hash,
+    hash: HashFn,
 }
 
-type Hash = Box<dyn Fn(&[u8]) -> u64>;
+type HashFn = Box<dyn Fn(&[u8]) -> u64>;
 
-const NO_GXHASH: &str = "gxhash is not in this table: it compiles only where the compiler may use AES instructions \
+const GXHASH_ABSENT_NOTE: &str = "gxhash is not in this table: it compiles only where the compiler may use AES instructions \
                          everywhere (`RUSTFLAGS=\"-C target-feature=+aes\"`, which `make bench` sets where the CPU has \
                          them).";
 
-fn candidates() -> Result<Vec<Candidate>> {
-    let ours = Hasher::random(page_size())?;
+fn hash_candidates() -> Result<Vec<HashCandidate>> {
+    let ours = Hasher::with_random_key(page_size())?;
     let instructions = ours.implementation();
     let static_width = if cfg!(target_feature = "avx2") { "256 bit" } else { "128 bit" };
     Ok(vec![
-        Candidate {
+        HashCandidate {
             name: "pagefold",
             note: format!("64 bit, keyed, collisions proven 2^-64 a pair; {instructions}"),
             hash: Box::new(move |page| ours.fingerprint(page)),
         },
-        Candidate {
+        HashCandidate {
             name: "XXH3 (xxhash-rust)",
             note: format!("64 bit; {static_width}, chosen when built"),
             hash: Box::new(xxhash_rust::xxh3::xxh3_64),
         },
-        Candidate {
+        HashCandidate {
             name: "XXH3 (twox-hash)",
             note: "64 bit; widest of up to 256 bit, chosen at run time".to_owned(),
             hash: Box::new(twox_hash::XxHash3_64::oneshot),
         },
-        Candidate {
+        HashCandidate {
             name: "rapidhash",
             note: "64 bit; scalar multiplications".to_owned(),
             hash: Box::new(rapidhash::v3::rapidhash_v3),
         },
         #[cfg(target_feature = "aes")]
-        Candidate {
+        HashCandidate {
             name: "gxhash",
             note: "64 bit; AES rounds, 128 bit wide (256 wants a nightly compiler)".to_owned(),
             hash: Box::new(|page| gxhash::gxhash64(page, 0)),
         },
-        Candidate {
+        HashCandidate {
             name: "blake3",
             note: "cryptographic, cut to 64 bit; widest vectors, chosen at run time".to_owned(),
             hash: Box::new(|page| {
@@ -70,12 +70,12 @@ fn candidates() -> Result<Vec<Candidate>> {
 }
 
 /// Measure all of them.
-pub fn measure(effort: Effort) -> Result<Findings> {
+pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let (bytes, rounds) = if effort.quick { (16 << 20, 3) } else { (256 << 20, 15) };
-    let targets = Targets::start([Layout { bytes, seed: 2, ..Layout::default() }])?;
+    let targets = TargetProcesses::start([TargetLayout { bytes, seed: 2, ..TargetLayout::default() }])?;
     let (pid, address) = (nix::unistd::Pid::from_raw(targets.pids()[0].try_into()?), targets.addresses()[0]);
     let mut buffer = Mapping::anonymous(BATCH_BYTES)?;
-    let candidates = candidates()?;
+    let candidates = hash_candidates()?;
     let mut findings = Findings::new("hash,round,bytes,seconds_read,seconds_hash_after_read,seconds_hash_in_cache");
     let mut fresh: Vec<Vec<f64>> = vec![Vec::new(); candidates.len()];
     let mut with_read = fresh.clone();
@@ -84,7 +84,7 @@ pub fn measure(effort: Effort) -> Result<Findings> {
     for round in 0..=rounds {
         for position in 0..candidates.len() {
             let chosen = (position + round) % candidates.len();
-            let Candidate { name, hash, .. } = &candidates[chosen];
+            let HashCandidate { name, hash, .. } = &candidates[chosen];
             let (mut reading, mut hashing, mut in_cache) = (Duration::ZERO, Duration::ZERO, Duration::ZERO);
             for offset in (0..bytes).step_by(BATCH_BYTES) {
                 let remote = RemoteIoVec { base: address as usize + offset, len: BATCH_BYTES };
@@ -108,21 +108,22 @@ pub fn measure(effort: Effort) -> Result<Findings> {
             }
         }
     }
-    let mut table = Table::new(
+    let mut table = MarkdownTable::new(
         format!("Hashing pages of {} bytes in a buffer of {} KiB", page_size(), BATCH_BYTES >> 10),
         &["hash", "what it is", "just read GB/s", "in cache GB/s", "read and hash GB/s", "rate against ours"],
     );
-    table.texts = 2;
+    table.text_columns = 2;
     for (i, candidate) in candidates.iter().enumerate() {
-        let against = Spread::of(with_read[i].iter().zip(&with_read[0]).map(|(theirs, ours)| theirs / ours));
-        let median = |samples: &[f64]| format!("{:.1}", Spread::of(samples.iter().copied()).median);
+        let against =
+            SampleSpread::from_samples(with_read[i].iter().zip(&with_read[0]).map(|(theirs, ours)| theirs / ours));
+        let median = |samples: &[f64]| format!("{:.1}", SampleSpread::from_samples(samples.iter().copied()).median);
         table.rows.push(vec![
             candidate.name.to_owned(),
             candidate.note.clone(),
             median(&fresh[i]),
             median(&cached[i]),
             median(&with_read[i]),
-            if i == 0 { "1".to_owned() } else { against.percent() },
+            if i == 0 { "1".to_owned() } else { against.format_percent() },
         ]);
     }
     table.notes.push(
@@ -132,7 +133,7 @@ pub fn measure(effort: Effort) -> Result<Findings> {
             .to_owned(),
     );
     if cfg!(not(target_feature = "aes")) {
-        table.notes.push(NO_GXHASH.to_owned());
+        table.notes.push(GXHASH_ABSENT_NOTE.to_owned());
     }
     findings.tables.push(table);
     Ok(findings)

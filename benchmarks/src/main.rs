@@ -5,29 +5,29 @@
 //! which is also printed. Exit status: 0 all bars are met, 1 one is missed, 2 it could not be measured. A quick run is
 //! too short to judge.
 //!
-//! What is measured are children of this program ([`target`]), and whole censuses run in children too ([`measure`]).
+//! What is measured are children of this program ([`target_process`]), and whole censuses run in children too ([`census_process`]).
 //! Memory is asked for only as far as it is available. Started with the word `merge` it measures merging instead
 //! ([`merge`]), with `daemon` the daemon ([`daemon`]).
 
 #![forbid(unsafe_code)]
 
-mod again;
+mod census_process;
 mod chart;
 mod daemon;
+mod findings;
 mod hashes;
-mod measure;
+mod memory_shapes;
 mod merge;
-mod rates;
-mod report;
+mod read_rates;
+mod rescan;
+mod run_settings;
 mod scaling;
-mod settings;
-mod shapes;
-mod target;
+mod target_process;
 mod threads;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Parser, ValueEnum};
-use report::Findings;
+use findings::Findings;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -35,9 +35,9 @@ use std::time::Instant;
 
 /// Measure what Pagefold claims about its speed.
 #[derive(Debug, Parser)]
-struct Arguments {
+struct BenchmarkArguments {
     /// What to measure; everything if nothing is named
-    sections: Vec<Section>,
+    sections: Vec<BenchmarkSection>,
     /// Small sizes and few rounds: shows that it works, not how fast
     #[arg(long)]
     quick: bool,
@@ -47,7 +47,7 @@ struct Arguments {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Section {
+enum BenchmarkSection {
     /// Hashing against reading alone
     ReadRate,
     /// The fingerprint against common hashes
@@ -62,7 +62,7 @@ enum Section {
     Again,
 }
 
-impl Section {
+impl BenchmarkSection {
     fn name(self) -> &'static str {
         match self {
             Self::ReadRate => "read-rate",
@@ -74,38 +74,38 @@ impl Section {
         }
     }
 
-    fn measure(self, effort: Effort) -> Result<Findings> {
+    fn measure(self, effort: BenchmarkEffort) -> Result<Findings> {
         match self {
-            Self::ReadRate => rates::measure(effort),
+            Self::ReadRate => read_rates::measure(effort),
             Self::Hashes => hashes::measure(effort),
             Self::Threads => threads::measure(effort),
             Self::Scaling => scaling::measure(effort),
-            Self::Shapes => shapes::measure(effort),
-            Self::Again => again::measure(effort),
+            Self::Shapes => memory_shapes::measure(effort),
+            Self::Again => rescan::measure(effort),
         }
     }
 }
 
 /// How much is to be done.
 #[derive(Clone, Copy, Debug)]
-pub struct Effort {
+pub struct BenchmarkEffort {
     /// Small sizes and few rounds.
     pub quick: bool,
 }
 
-impl Effort {
+impl BenchmarkEffort {
     /// How many processes of `bytes` each, at most `most` and a power of two, the machine can hold besides a quarter of
     /// what is available now.
-    pub fn affordable_count(self, bytes: usize, most: usize) -> Result<usize> {
-        let available = settings::meminfo("MemAvailable:")? << 10;
+    pub fn max_processes(self, bytes: usize, limit: usize) -> Result<usize> {
+        let available = run_settings::meminfo_kib("MemAvailable:")? << 10;
         let fits = usize::try_from(available / 4 * 3)? / bytes;
         ensure!(fits > 0, "{available} bytes of memory are available: too little for {bytes}");
-        Ok(most.min(1 << fits.ilog2()))
+        Ok(limit.min(1 << fits.ilog2()))
     }
 
     /// How many bytes `processes` may have each: `bytes`, or halved until they fit.
-    pub fn affordable(self, mut bytes: usize, processes: usize) -> Result<usize> {
-        while self.affordable_count(bytes, processes)? < processes {
+    pub fn max_bytes_per_process(self, mut bytes: usize, processes: usize) -> Result<usize> {
+        while self.max_processes(bytes, processes)? < processes {
             bytes /= 2;
         }
         Ok(bytes)
@@ -126,38 +126,40 @@ fn main() -> ExitCode {
 fn run() -> Result<bool> {
     let words: Vec<String> = std::env::args().collect();
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        [_, "hold", layout] => target::hold(serde_json::from_str(layout)?).map(|()| true),
+        [_, "hold", layout] => target_process::run_target(serde_json::from_str(layout)?).map(|()| true),
         [_, "measure", order] => {
-            let outcome = serde_json::from_str::<measure::Order>(order)?.carry_out()?;
+            let outcome = serde_json::from_str::<census_process::CensusJob>(order)?.run_here()?;
             println!("{}", serde_json::to_string(&outcome)?);
             Ok(true)
         }
-        [_, "held", how, program, ref arguments @ ..] => merge::hold(how, program, arguments).map(|()| true),
-        [_, "probe"] => merge::work().map(|()| true),
-        [_, "merge", ..] => merge::benchmark(&merge::Arguments::parse_from(&words[1..])),
-        [_, "daemon", ..] => daemon::benchmark(&daemon::Arguments::parse_from(&words[1..])),
-        _ => benchmark(&Arguments::parse()),
+        [_, "held", how, program, ref arguments @ ..] => {
+            merge::exec_as_first_oom_victim(how, program, arguments).map(|()| true)
+        }
+        [_, "probe"] => merge::run_probe().map(|()| true),
+        [_, "merge", ..] => merge::run_benchmark(&merge::MergeBenchmarkArguments::parse_from(&words[1..])),
+        [_, "daemon", ..] => daemon::run_benchmark(&daemon::DaemonBenchmarkArguments::parse_from(&words[1..])),
+        _ => run_benchmark(&BenchmarkArguments::parse()),
     }
 }
 
-fn benchmark(arguments: &Arguments) -> Result<bool> {
-    let all = Section::value_variants();
-    let chosen = |section: &&Section| arguments.sections.is_empty() || arguments.sections.contains(section);
-    let sections: Vec<Section> = all.iter().filter(chosen).copied().collect();
+fn run_benchmark(arguments: &BenchmarkArguments) -> Result<bool> {
+    let all = BenchmarkSection::value_variants();
+    let chosen = |section: &&BenchmarkSection| arguments.sections.is_empty() || arguments.sections.contains(section);
+    let sections: Vec<BenchmarkSection> = all.iter().filter(chosen).copied().collect();
     if !arguments.quick && cfg!(debug_assertions) {
         bail!("built without optimisation: use `make bench`, or --quick to see that it works");
     }
     // Children inherit it. Without the permission it stays as it is.
     let nice = rustix::process::nice(-5).or_else(|_| rustix::process::nice(0)).context("cannot tell the priority")?;
     let names = sections.iter().map(|section| section.name().to_owned()).collect();
-    let settings = settings::Settings::observe(arguments.quick, names, nice)?;
+    let settings = run_settings::RunSettings::observe(arguments.quick, names, nice)?;
     let folder = match &arguments.out {
         Some(folder) => folder.clone(),
-        None => vacant(&settings.date, &settings.revision),
+        None => new_run_folder(&settings.date, &settings.revision),
     };
     fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
     let settings = toml::to_string(&settings)?;
-    write(&folder, "settings.toml", &settings)?;
+    write_file(&folder, "settings.toml", &settings)?;
 
     let mut summary = "# Benchmarks\n".to_owned();
     if arguments.quick {
@@ -166,29 +168,30 @@ fn benchmark(arguments: &Arguments) -> Result<bool> {
     let mut met = true;
     for section in sections {
         let started = Instant::now();
-        let findings = section.measure(Effort { quick: arguments.quick }).with_context(|| section.name().to_owned())?;
-        met &= findings.bars.iter().all(|bar| bar.met);
-        let text = findings.markdown(section.name(), !arguments.quick);
+        let findings =
+            section.measure(BenchmarkEffort { quick: arguments.quick }).with_context(|| section.name().to_owned())?;
+        met &= findings.checks.iter().all(|bar| bar.met);
+        let text = findings.to_markdown(section.name(), !arguments.quick);
         println!("{text}");
         eprintln!("{} took {:.0} s\n", section.name(), started.elapsed().as_secs_f64());
-        write(&folder, &format!("{}.csv", section.name()), &format!("{}\n", findings.samples.join("\n")))?;
+        write_file(&folder, &format!("{}.csv", section.name()), &format!("{}\n", findings.samples.join("\n")))?;
         summary.push('\n');
         summary.push_str(&text);
-        write(&folder, "summary.md", &summary)?;
+        write_file(&folder, "summary.md", &summary)?;
     }
     eprintln!("kept in {}", folder.display());
     Ok(met || arguments.quick)
 }
 
 /// A folder for this run that is not there yet.
-fn vacant(date: &str, revision: &str) -> PathBuf {
+fn new_run_folder(date: &str, revision: &str) -> PathBuf {
     let runs = Path::new(env!("CARGO_MANIFEST_DIR")).join("runs");
     let numbered = (2..).map(|number| runs.join(format!("{date}-{revision}-{number}")));
     let first = runs.join(format!("{date}-{revision}"));
     std::iter::once(first).chain(numbered).find(|folder| !folder.exists()).expect("numbers do not end")
 }
 
-fn write(folder: &Path, name: &str, text: &str) -> Result<()> {
+fn write_file(folder: &Path, name: &str, text: &str) -> Result<()> {
     let path = folder.join(name);
     fs::write(&path, text).with_context(|| format!("cannot write {}", path.display()))
 }

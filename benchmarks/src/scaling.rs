@@ -3,33 +3,34 @@
 //! The memory is that of a fleet of equal processes; a census of the first few of them is one of less memory. So all
 //! sizes are measured in each round, and a drift of the machine falls on all of them alike.
 
-use crate::Effort;
-use crate::measure::{Order, Outcome};
-use crate::report::{Bar, Findings, Line, Spread, Table};
-use crate::target::{Layout, Targets};
+use crate::BenchmarkEffort;
+use crate::census_process::{CensusJob, CensusMeasurement};
+use crate::findings::{Findings, LinearFit, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::Result;
 
 /// Bytes of index that a page may take.
-const INDEX_BAR: f64 = 24.0;
+const MAX_INDEX_BYTES_PER_PAGE: f64 = 24.0;
 
 /// What counts as a straight line.
-const LINEAR_BAR: f64 = 0.98;
+const MIN_LINEAR_R_SQUARED: f64 = 0.98;
 
 /// Measure.
-pub fn measure(effort: Effort) -> Result<Findings> {
+pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let (unit, most, rounds) = if effort.quick { (16 << 20, 4, 2) } else { (1 << 30, 16, 3) };
-    let most = effort.affordable_count(unit, most)?;
+    let most = effort.max_processes(unit, most)?;
     let sizes: Vec<usize> = [1, 2, 4, 8, 16].into_iter().filter(|&size| size <= most).collect();
-    let layouts = (0..most as u64).map(|seed| Layout { bytes: unit, copies: true, seed, ..Layout::default() });
-    let targets = Targets::start(layouts)?;
+    let layouts =
+        (0..most as u64).map(|seed| TargetLayout { bytes: unit, copies: true, seed, ..TargetLayout::default() });
+    let targets = TargetProcesses::start(layouts)?;
     let pids = targets.pids();
     let mut findings = Findings::new("round,threads,processes,pages,seconds,cpu_seconds,index_bytes,peak_bytes");
-    let mut outcomes: Vec<(usize, usize, Outcome)> = Vec::new();
+    let mut outcomes: Vec<(usize, usize, CensusMeasurement)> = Vec::new();
     for round in 1..=rounds {
         for &size in &sizes {
             for threads in if round % 2 == 1 { [1, 2] } else { [2, 1] } {
-                let outcome = Order { pids: pids[..size].to_vec(), threads, phases: false }.run()?;
-                let Outcome { seconds, cpu_seconds, pages, index_bytes, peak_bytes, .. } = outcome;
+                let outcome = CensusJob { pids: pids[..size].to_vec(), threads, phases: false }.run_in_child()?;
+                let CensusMeasurement { seconds, cpu_seconds, pages, index_bytes, peak_bytes, .. } = outcome;
                 findings.samples.push(format!(
                     "{round},{threads},{size},{pages},{seconds:.4},{cpu_seconds:.4},{index_bytes},{peak_bytes}"
                 ));
@@ -37,16 +38,17 @@ pub fn measure(effort: Effort) -> Result<Findings> {
             }
         }
     }
-    let mut table = Table::new(
+    let mut table = MarkdownTable::new(
         format!("Census by resident memory, base pages, medians of {rounds} rounds"),
         &["MiB", "1 thread s", "2 threads s", "GB/s of 2 threads", "index bytes a page", "peak bytes a page"],
     );
     let page = pagefold_sys::mapping::page_size() as f64;
-    let median = |size: usize, threads: usize, value: &dyn Fn(&Outcome) -> f64| {
-        Spread::of(outcomes.iter().filter(|o| (o.0, o.1) == (size, threads)).map(|o| value(&o.2))).median
+    let median = |size: usize, threads: usize, value: &dyn Fn(&CensusMeasurement) -> f64| {
+        SampleSpread::from_samples(outcomes.iter().filter(|o| (o.0, o.1) == (size, threads)).map(|o| value(&o.2)))
+            .median
     };
-    let index_bytes = |o: &Outcome| o.index_bytes as f64 / o.pages as f64;
-    let peak_bytes = |o: &Outcome| o.peak_bytes as f64 / o.pages as f64;
+    let index_bytes = |o: &CensusMeasurement| o.index_bytes as f64 / o.pages as f64;
+    let peak_bytes = |o: &CensusMeasurement| o.peak_bytes as f64 / o.pages as f64;
     for &size in &sizes {
         let seconds = [1, 2].map(|threads| median(size, threads, &|o| o.seconds));
         table.rows.push(vec![
@@ -58,11 +60,11 @@ pub fn measure(effort: Effort) -> Result<Findings> {
             format!("{:.2}", median(size, 1, &peak_bytes)),
         ]);
     }
-    let widest = Spread::of(outcomes.iter().map(|o| index_bytes(&o.2))).max;
-    findings.bars.push(Bar {
-        claim: format!("the index takes at most {INDEX_BAR} bytes a page"),
+    let widest = SampleSpread::from_samples(outcomes.iter().map(|o| index_bytes(&o.2))).max;
+    findings.checks.push(ThresholdCheck {
+        claim: format!("the index takes at most {MAX_INDEX_BYTES_PER_PAGE} bytes a page"),
         measured: format!("{widest:.2}"),
-        met: widest <= INDEX_BAR,
+        met: widest <= MAX_INDEX_BYTES_PER_PAGE,
     });
     if sizes.len() > 2 {
         for threads in [1, 2] {
@@ -70,7 +72,7 @@ pub fn measure(effort: Effort) -> Result<Findings> {
                 .iter()
                 .map(|&size| (median(size, threads, &|o| o.pages as f64) * page, median(size, threads, &|o| o.seconds)))
                 .collect();
-            let line = Line::through(&points);
+            let line = LinearFit::from_points(&points);
             let tebibyte = line.slope * (1u64 << 40) as f64 + line.intercept;
             table.notes.push(format!(
                 "{threads} thread{}: {:.1} ms for each GiB, R² = {:.4}. Extrapolated to 1 TiB of resident memory: {:.0} \
@@ -80,10 +82,12 @@ pub fn measure(effort: Effort) -> Result<Findings> {
                 line.r_squared,
                 tebibyte
             ));
-            findings.bars.push(Bar {
-                claim: format!("time grows linearly with memory, R² at least {LINEAR_BAR} ({threads} thread(s))"),
+            findings.checks.push(ThresholdCheck {
+                claim: format!(
+                    "time grows linearly with memory, R² at least {MIN_LINEAR_R_SQUARED} ({threads} thread(s))"
+                ),
                 measured: format!("{:.4}", line.r_squared),
-                met: line.r_squared >= LINEAR_BAR,
+                met: line.r_squared >= MIN_LINEAR_R_SQUARED,
             });
         }
         let largest = sizes.last().copied().unwrap_or(1);

@@ -3,26 +3,27 @@
 //! Beside them the same memory is only read, in equal portions and with nothing to do before or after. What two threads
 //! do not gain there, the machine does not give: its memory is too slow for both, or others use its CPUs.
 
-use crate::Effort;
-use crate::measure::Order;
-use crate::report::{Bar, Findings, Spread, Table};
-use crate::target::{Layout, Targets};
+use crate::BenchmarkEffort;
+use crate::census_process::CensusJob;
+use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::Result;
 use pagefold_base::{AddressRange, Pid, Reading};
-use pagefold_host::{Host, Way};
+use pagefold_host::{Host, ReadMethod};
 use pagefold_linux::LiveHost;
 use rayon::prelude::*;
 use std::time::Instant;
 
 /// What two threads must bring at least; "near-linear".
-const BAR: f64 = 1.8;
+const MIN_TWO_THREAD_SPEEDUP: f64 = 1.8;
 
 /// Measure.
-pub fn measure(effort: Effort) -> Result<Findings> {
+pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let (bytes, processes, rounds) = if effort.quick { (32 << 20, 2, 2) } else { (1 << 30, 4, 7) };
-    let bytes = effort.affordable(bytes, processes)?;
-    let layouts = (0..processes as u64).map(|seed| Layout { bytes, copies: true, seed, ..Layout::default() });
-    let targets = Targets::start(layouts)?;
+    let bytes = effort.max_bytes_per_process(bytes, processes)?;
+    let layouts =
+        (0..processes as u64).map(|seed| TargetLayout { bytes, copies: true, seed, ..TargetLayout::default() });
+    let targets = TargetProcesses::start(layouts)?;
     let mut findings = Findings::new("round,threads,kind,pages,seconds,cpu_seconds,survey,list,read,group,tally");
     let mut whole = [Vec::new(), Vec::new()];
     let mut phases: [Vec<Vec<f64>>; 2] = Default::default();
@@ -33,7 +34,7 @@ pub fn measure(effort: Effort) -> Result<Findings> {
             // 1, 2, 2, 1 and 2, 1, 1, 2 in turns, so that a drift does not favour either.
             let second = (position == 1 || position == 2) == (round % 2 == 1);
             let (threads, timed) = (1 + usize::from(second), position >= 2);
-            let outcome = Order { pids: targets.pids(), threads, phases: timed }.run()?;
+            let outcome = CensusJob { pids: targets.pids(), threads, phases: timed }.run_in_child()?;
             let steps: Vec<f64> = outcome.phases.iter().map(|(_, seconds)| *seconds).collect();
             let cells = if timed { steps.iter().map(|s| format!("{s:.4}")).collect() } else { vec![String::new(); 5] };
             findings.samples.push(format!(
@@ -49,52 +50,52 @@ pub fn measure(effort: Effort) -> Result<Findings> {
                 phases[threads - 1].push(steps);
             } else {
                 whole[threads - 1].push(outcome.seconds);
-                let seconds = read_alone(&targets, bytes, threads)?;
+                let seconds = read_without_hashing(&targets, bytes, threads)?;
                 alone[threads - 1].push(seconds);
                 findings.samples.push(format!("{round},{threads},reading,{},{seconds:.4},,,,,,", outcome.pages));
             }
         }
     }
     let gigabytes = (bytes * processes) as f64 / 1e9;
-    let mut table = Table::new(
+    let mut table = MarkdownTable::new(
         format!("Census of {processes} processes with {gigabytes:.1} GB of base pages, {rounds} rounds"),
         &["step", "1 thread s", "2 threads s", "speed-up"],
     );
-    let speed_up = Spread::of(whole[0].iter().zip(&whole[1]).map(|(one, two)| one / two));
-    let median = |samples: &[f64]| format!("{:.3}", Spread::of(samples.iter().copied()).median);
-    table.rows.push(vec!["whole census".to_owned(), median(&whole[0]), median(&whole[1]), speed_up.factor()]);
+    let speed_up = SampleSpread::from_samples(whole[0].iter().zip(&whole[1]).map(|(one, two)| one / two));
+    let median = |samples: &[f64]| format!("{:.3}", SampleSpread::from_samples(samples.iter().copied()).median);
+    table.rows.push(vec!["whole census".to_owned(), median(&whole[0]), median(&whole[1]), speed_up.format_factor()]);
     for (step, name) in names.iter().enumerate() {
         let [one, two] = [0, 1].map(|t: usize| phases[t].iter().map(|steps| steps[step]).collect::<Vec<f64>>());
-        let factor = Spread::of(one.iter().zip(&two).map(|(one, two)| one / two)).factor();
+        let factor = SampleSpread::from_samples(one.iter().zip(&two).map(|(one, two)| one / two)).format_factor();
         table.rows.push(vec![format!("of it {name}"), median(&one), median(&two), factor]);
     }
-    let machine = Spread::of(alone[0].iter().zip(&alone[1]).map(|(one, two)| one / two));
-    table.rows.push(vec!["reading alone".to_owned(), median(&alone[0]), median(&alone[1]), machine.factor()]);
+    let machine = SampleSpread::from_samples(alone[0].iter().zip(&alone[1]).map(|(one, two)| one / two));
+    table.rows.push(vec!["reading alone".to_owned(), median(&alone[0]), median(&alone[1]), machine.format_factor()]);
     let cpus = std::thread::available_parallelism()?.get();
     table.notes.push(format!(
         "{cpus} CPUs. The steps were timed in censuses of their own. \"Reading alone\" is the same memory read without a \
          census: what the machine gives."
     ));
-    findings.bars.push(Bar {
-        claim: format!("two threads are near-linear, at least {BAR} times as fast as one"),
-        measured: speed_up.factor(),
-        met: speed_up.median >= BAR,
+    findings.checks.push(ThresholdCheck {
+        claim: format!("two threads are near-linear, at least {MIN_TWO_THREAD_SPEEDUP} times as fast as one"),
+        measured: speed_up.format_factor(),
+        met: speed_up.median >= MIN_TWO_THREAD_SPEEDUP,
     });
     findings.tables.push(table);
     Ok(findings)
 }
 
 /// Seconds of reading all memory of the targets and doing nothing with it.
-fn read_alone(targets: &Targets, bytes: usize, threads: usize) -> Result<f64> {
-    const PORTION: usize = 16 << 20;
+fn read_without_hashing(targets: &TargetProcesses, bytes: usize, threads: usize) -> Result<f64> {
+    const BYTES_PER_PORTION: usize = 16 << 20;
     let host = LiveHost::new();
     let portions: Vec<(u32, AddressRange)> = targets
         .pids()
         .into_iter()
         .zip(targets.addresses())
         .flat_map(|(pid, &address)| {
-            (0..bytes as u64).step_by(PORTION).map(move |offset| {
-                let end = (offset + PORTION as u64).min(bytes as u64);
+            (0..bytes as u64).step_by(BYTES_PER_PORTION).map(move |offset| {
+                let end = (offset + BYTES_PER_PORTION as u64).min(bytes as u64);
                 (pid, AddressRange { start: address + offset, end: address + end })
             })
         })
@@ -104,7 +105,7 @@ fn read_alone(targets: &Targets, bytes: usize, threads: usize) -> Result<f64> {
     pool.install(|| {
         portions.par_iter().with_max_len(1).try_for_each(|&(pid, range)| -> Reading<()> {
             let process = host.open(Pid(pid))?;
-            process.contents(Way::Remote, &process.resident(&[range])?, &mut |_, _| {})
+            process.contents(ReadMethod::ProcessVmReadv, &process.resident(&[range])?, &mut |_, _| {})
         })
     })?;
     Ok(started.elapsed().as_secs_f64())

@@ -4,7 +4,7 @@ use std::fs;
 use std::process::Command;
 
 #[test]
-fn bounds_hold_beside_hostile_programs() {
+fn daemon_stays_within_bounds_beside_hostile_programs() {
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: only root drives KSM");
     }

@@ -1,7 +1,7 @@
 //! The benchmark program works: a quick run of its sections says what it found and keeps it. How fast, nobody asks
 //! here.
 
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::ksm::KsmTestGuard;
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,7 +9,7 @@ use std::path::Path;
 use std::process::Command;
 
 #[test]
-fn a_quick_run_is_told_and_kept() {
+fn quick_run_is_printed_and_saved() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("run");
     let output = Command::new(env!("CARGO_BIN_EXE_pagefold-benchmarks"))
@@ -35,7 +35,7 @@ fn a_quick_run_is_told_and_kept() {
 }
 
 /// Whether a control group that tells its memory can be made, as each run of the simulation is given one.
-fn is_memory_told_of_groups() -> bool {
+fn can_read_cgroup_memory() -> bool {
     let first = Path::new("/sys/fs/cgroup/memory");
     let root = if first.exists() { first } else { Path::new("/sys/fs/cgroup") };
     let group = root.join(format!("pagefold-quick-{}", std::process::id()));
@@ -45,7 +45,7 @@ fn is_memory_told_of_groups() -> bool {
 }
 
 #[test]
-fn a_quick_run_of_a_simulation_is_of_all_modes() {
+fn quick_simulation_run_covers_all_modes() {
     let program = Path::new(env!("CARGO_BIN_EXE_pagefold-benchmarks"));
     let library = program.with_file_name("libpagefold_engine.so");
     if !library.exists() || !program.with_file_name("pagefold").exists() {
@@ -55,10 +55,10 @@ fn a_quick_run_of_a_simulation_is_of_all_modes() {
         return println!("skipped: no C++ compiler");
     }
     // The benchmark takes KSM for each run.
-    if let Err(why) = Ksm::take() {
+    if let Err(why) = KsmTestGuard::acquire() {
         return println!("skipped: {why}");
     }
-    if !is_memory_told_of_groups() {
+    if !can_read_cgroup_memory() {
         return println!("skipped: no memory cgroup can be made");
     }
     let folder = tempfile::tempdir().unwrap();

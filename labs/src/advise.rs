@@ -3,20 +3,20 @@
 use anyhow::{Context, Result, anyhow};
 use clap::{Args, ValueEnum};
 use pagefold_base::{AddressRange, Pid, ProcessId};
-use pagefold_host::act::{Action, Advice};
+use pagefold_host::action::{Action, MergeAdvice};
 use pagefold_host::{Host, observe};
 use pagefold_linux::LiveHost;
 use std::time::Duration;
 
 /// Regions that are taken when no range is given are no smaller.
-const SMALLEST: u64 = 64 << 10;
+const MIN_REGION_BYTES: u64 = 64 << 10;
 
 #[derive(Args)]
-pub struct Arguments {
+pub struct AdviseArguments {
     /// The process
     pid: u32,
     /// What is done
-    what: What,
+    what: AdviseOperation,
     /// Where: START-END in hexadecimal [default: private writable anonymous regions of at least 64 KiB, no stack]
     #[arg(value_parser = parse_range)]
     ranges: Vec<AddressRange>,
@@ -32,7 +32,7 @@ pub struct Arguments {
 }
 
 #[derive(Clone, Copy, ValueEnum)]
-enum What {
+enum AdviseOperation {
     /// Enrol ranges
     Mergeable,
     /// Withdraw ranges
@@ -51,15 +51,15 @@ fn parse_range(text: &str) -> Result<AddressRange> {
 }
 
 /// Carry it out, and print the stops in microseconds: their number, median, 99th percentile, the longest.
-pub fn run(arguments: &Arguments) -> Result<()> {
+pub fn run(arguments: &AdviseArguments) -> Result<()> {
     let host = LiveHost::new();
     let handle = host.open(Pid(arguments.pid)).map_err(|why| anyhow!("{why}"))?;
     let process = handle.id();
     let mut ranges = arguments.ranges.clone();
-    if ranges.is_empty() && !matches!(arguments.what, What::Whole | What::Unwhole) {
+    if ranges.is_empty() && !matches!(arguments.what, AdviseOperation::Whole | AdviseOperation::Unwhole) {
         let regions = observe::regions(&*handle).map_err(|why| anyhow!("{why}"))?;
         let own = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
-        let large = own.filter(|region| region.range.bytes().0 >= SMALLEST && region.name != "[stack]");
+        let large = own.filter(|region| region.range.bytes().0 >= MIN_REGION_BYTES && region.name != "[stack]");
         ranges = large.map(|region| region.range).collect();
     }
     if let Some(pages) = arguments.comb {
@@ -71,15 +71,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         });
         ranges = teeth.collect();
     }
-    let action = action(arguments.what, process, &ranges);
+    let action = build_action(arguments.what, process, &ranges);
     let back = match arguments.what {
-        What::Mergeable => Some(What::Unmergeable),
-        What::Unmergeable => Some(What::Mergeable),
-        What::Whole => Some(What::Unwhole),
-        What::Unwhole => Some(What::Whole),
-        What::Collapse => None,
+        AdviseOperation::Mergeable => Some(AdviseOperation::Unmergeable),
+        AdviseOperation::Unmergeable => Some(AdviseOperation::Mergeable),
+        AdviseOperation::Whole => Some(AdviseOperation::Unwhole),
+        AdviseOperation::Unwhole => Some(AdviseOperation::Whole),
+        AdviseOperation::Collapse => None,
     };
-    let back = back.filter(|_| arguments.cycles.is_some()).map(|back| self::action(back, process, &ranges));
+    let back = back.filter(|_| arguments.cycles.is_some()).map(|back| self::build_action(back, process, &ranges));
     let mut stops: Vec<Duration> = Vec::new();
     for cycle in 0..arguments.cycles.unwrap_or(1) {
         for (place, action) in [Some(&action), back.as_ref()].into_iter().flatten().enumerate() {
@@ -87,10 +87,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 std::thread::sleep(Duration::from_millis(arguments.pause));
             }
             let effect = host.apply(action).with_context(|| format!("cycle {cycle}"))?;
-            for (range, why) in &effect.missed {
+            for (range, why) in &effect.missed_ranges {
                 println!("missed {range}: {why}");
             }
-            stops.extend(effect.stops);
+            stops.extend(effect.stop_durations);
         }
     }
     stops.sort();
@@ -100,13 +100,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     Ok(())
 }
 
-fn action(what: What, process: ProcessId, ranges: &[AddressRange]) -> Action {
+fn build_action(what: AdviseOperation, process: ProcessId, ranges: &[AddressRange]) -> Action {
     let advise = |advice| Action::Advise { process, advice, ranges: ranges.to_vec() };
     match what {
-        What::Mergeable => advise(Advice::Mergeable),
-        What::Unmergeable => advise(Advice::Unmergeable),
-        What::Whole => Action::MergeAny { process, on: true },
-        What::Unwhole => Action::MergeAny { process, on: false },
-        What::Collapse => Action::Collapse { process, ranges: ranges.to_vec() },
+        AdviseOperation::Mergeable => advise(MergeAdvice::Mergeable),
+        AdviseOperation::Unmergeable => advise(MergeAdvice::Unmergeable),
+        AdviseOperation::Whole => Action::MergeAny { process, enable: true },
+        AdviseOperation::Unwhole => Action::MergeAny { process, enable: false },
+        AdviseOperation::Collapse => Action::Collapse { process, ranges: ranges.to_vec() },
     }
 }

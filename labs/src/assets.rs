@@ -6,11 +6,11 @@ use std::process::{Command, Stdio};
 use thiserror::Error;
 
 /// The program that runs a guest.
-pub const QEMU: &str = "qemu-system-x86_64";
+pub const QEMU_PROGRAM: &str = "qemu-system-x86_64";
 
 /// The files of a guest.
 #[derive(Clone, Debug)]
-pub struct Assets {
+pub struct GuestAssets {
     /// The kernel.
     pub kernel: PathBuf,
     /// The initial memory file system: all that the guest has.
@@ -19,33 +19,33 @@ pub struct Assets {
 
 /// Something is not there. Both say what to do.
 #[derive(Debug, Error)]
-pub enum Missing {
+pub enum MissingAsset {
     /// A file.
     #[error("{0} is not there: run labs/setup.sh")]
     File(PathBuf),
     /// QEMU.
-    #[error("{QEMU} cannot be run: run labs/setup.sh as root, or install qemu-system-x86")]
+    #[error("{QEMU_PROGRAM} cannot be run: run labs/setup.sh as root, or install qemu-system-x86")]
     Qemu(#[source] std::io::Error),
 }
 
-impl Assets {
+impl GuestAssets {
     /// Where `labs/setup.sh` puts them in this source tree.
     #[must_use]
-    pub fn directory() -> PathBuf {
+    pub fn default_directory() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(".cache").join("fleet")
     }
 
     /// Those in `directory`, when they and QEMU are there.
     ///
     /// # Errors
-    /// [`Missing`] for the first that is not.
-    pub fn find(directory: &Path) -> Result<Self, Missing> {
+    /// [`MissingAsset`] for the first that is not.
+    pub fn find(directory: &Path) -> Result<Self, MissingAsset> {
         let file = |name| {
             let path = directory.join(name);
-            if path.is_file() { Ok(path) } else { Err(Missing::File(path)) }
+            if path.is_file() { Ok(path) } else { Err(MissingAsset::File(path)) }
         };
         let assets = Self { kernel: file("vmlinuz")?, initramfs: file("initramfs.cpio")? };
-        Command::new(QEMU).arg("--version").stdout(Stdio::null()).status().map_err(Missing::Qemu)?;
+        Command::new(QEMU_PROGRAM).arg("--version").stdout(Stdio::null()).status().map_err(MissingAsset::Qemu)?;
         Ok(assets)
     }
 }
@@ -55,12 +55,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_directory_without_them_is_told_with_the_remedy() {
+    fn missing_assets_error_names_the_remedy() {
         let directory = tempfile::tempdir().unwrap();
-        let missing = Assets::find(directory.path()).unwrap_err().to_string();
+        let missing = GuestAssets::find(directory.path()).unwrap_err().to_string();
         assert!(missing.contains("vmlinuz is not there: run labs/setup.sh"), "{missing}");
         std::fs::write(directory.path().join("vmlinuz"), "").unwrap();
-        let missing = Assets::find(directory.path()).unwrap_err().to_string();
+        let missing = GuestAssets::find(directory.path()).unwrap_err().to_string();
         assert!(missing.contains("initramfs.cpio"), "{missing}");
     }
 }

@@ -1,5 +1,5 @@
-//! Starting `pagefold-lab` from a test: it is ready when [`Lab::start`] returns, and gone when the [`Lab`] is dropped.
-//! What else a test makes to have it executed, it has put in its place by [`install`].
+//! Starting `pagefold-lab` from a test: it is ready when [`RunningLab::start`] returns, and gone when the [`RunningLab`] is dropped.
+//! What else a test makes to have it executed, it has put in its place by [`install_executable`].
 
 use std::fs::{self, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -11,21 +11,21 @@ use std::time::Duration;
 
 use serde::de::DeserializeOwned;
 
-use crate::lines::{Guest, READY, Region};
+use crate::output_lines::{GuestLine, READY_PREFIX, RegionLine};
 
 /// A running lab that holds until it is dropped.
 #[derive(Debug)]
-pub struct Lab<Line> {
+pub struct RunningLab<Line> {
     child: Child,
     lines: Vec<Line>,
 }
 
-impl Lab<Region> {
+impl RunningLab<RegionLine> {
     /// Start `pagefold-lab layout` with these arguments.
     ///
     /// # Errors
-    /// As [`Lab::start`].
-    pub fn layout(arguments: &[&str]) -> io::Result<Self> {
+    /// As [`RunningLab::start`].
+    pub fn start_layout(arguments: &[&str]) -> io::Result<Self> {
         Self::start("layout", arguments)
     }
 
@@ -34,36 +34,36 @@ impl Lab<Region> {
     /// # Panics
     /// When the layout has none.
     #[must_use]
-    pub fn region(&self, kind: &str) -> &Region {
+    pub fn first_region(&self, kind: &str) -> &RegionLine {
         self.lines.iter().find(|region| region.kind == kind).expect("a region of a kind that was asked for")
     }
 }
 
-impl Lab<Guest> {
+impl RunningLab<GuestLine> {
     /// Start `pagefold-lab fleet` with these arguments, without a COMMAND.
     ///
     /// # Errors
-    /// As [`Lab::start`].
-    pub fn fleet(arguments: &[&str]) -> io::Result<Self> {
+    /// As [`RunningLab::start`].
+    pub fn start_fleet(arguments: &[&str]) -> io::Result<Self> {
         Self::start("fleet", arguments)
     }
 }
 
-impl<Line: DeserializeOwned> Lab<Line> {
+impl<Line: DeserializeOwned> RunningLab<Line> {
     /// Start a subcommand and wait until it is ready.
     ///
     /// # Errors
     /// When the binary cannot be started, ends before it is ready (it has said why on standard error), or prints what
     /// is not understood.
     pub fn start(subcommand: &str, arguments: &[&str]) -> io::Result<Self> {
-        Self::started_by(Command::new(binary()?).arg(subcommand).args(arguments))
+        Self::start_with(Command::new(lab_binary()?).arg(subcommand).args(arguments))
     }
 
-    /// The same by a command that becomes the [`binary`] with all its arguments.
+    /// The same by a command that becomes the [`lab_binary`] with all its arguments.
     ///
     /// # Errors
-    /// As [`Lab::start`].
-    pub fn started_by(command: &mut Command) -> io::Result<Self> {
+    /// As [`RunningLab::start`].
+    pub fn start_with(command: &mut Command) -> io::Result<Self> {
         let child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -73,7 +73,7 @@ impl<Line: DeserializeOwned> Lab<Line> {
         let output = lab.child.stdout.take().expect("standard output was piped");
         for line in BufReader::new(output).lines() {
             let line = line?;
-            if line.starts_with(READY) {
+            if line.starts_with(READY_PREFIX) {
                 return Ok(lab);
             }
             lab.lines.push(serde_json::from_str(&line)?);
@@ -83,7 +83,7 @@ impl<Line: DeserializeOwned> Lab<Line> {
     }
 }
 
-impl<Line> Lab<Line> {
+impl<Line> RunningLab<Line> {
     /// The lab's own process.
     #[must_use]
     pub fn pid(&self) -> u32 {
@@ -94,7 +94,7 @@ impl<Line> Lab<Line> {
     ///
     /// # Errors
     /// Those of waiting for it.
-    pub fn end(mut self) -> io::Result<ExitStatus> {
+    pub fn stop(mut self) -> io::Result<ExitStatus> {
         drop(self.child.stdin.take());
         self.child.wait()
     }
@@ -106,7 +106,7 @@ impl<Line> Lab<Line> {
     }
 }
 
-impl<Line> Drop for Lab<Line> {
+impl<Line> Drop for RunningLab<Line> {
     fn drop(&mut self) {
         // It ends by itself, and tidies up, when its standard input closes.
         drop(self.child.stdin.take());
@@ -118,7 +118,7 @@ impl<Line> Drop for Lab<Line> {
 ///
 /// # Errors
 /// Those of its serial line; `WouldBlock` when it does not answer within two minutes.
-pub fn ask(guest: &Guest, line: &str) -> io::Result<String> {
+pub fn query_guest(guest: &GuestLine, line: &str) -> io::Result<String> {
     let mut serial = UnixStream::connect(&guest.serial)?;
     serial.set_read_timeout(Some(Duration::from_secs(120)))?;
     serial.write_all(format!("{line}; echo end\n").as_bytes())?;
@@ -139,7 +139,7 @@ pub fn ask(guest: &Guest, line: &str) -> io::Result<String> {
 ///
 /// # Errors
 /// Those of starting cp(1) and of chmod(2), and when cp fails, which has said why on standard error.
-pub fn install(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
+pub fn install_executable(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
     let status = Command::new("cp").arg(from).arg(to).status()?;
     if !status.success() {
         return Err(io::Error::other(format!("cp {} {}: {status}", from.display(), to.display())));
@@ -151,7 +151,7 @@ pub fn install(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
 ///
 /// # Errors
 /// `NotFound` when it is not there: `cargo build -p pagefold-labs` makes it.
-pub fn binary() -> io::Result<PathBuf> {
+pub fn lab_binary() -> io::Result<PathBuf> {
     if let Some(path) = std::env::var_os("PAGEFOLD_LAB") {
         return Ok(path.into());
     }

@@ -20,58 +20,58 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
-use pagefold_labs::assets::{Assets, QEMU};
-use pagefold_labs::lines;
+use pagefold_labs::assets::{GuestAssets, QEMU_PROGRAM};
+use pagefold_labs::output_lines;
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 /// How often guests, COMMAND and signals are looked at.
-const TICK: Duration = Duration::from_millis(20);
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The time COMMAND has to end after it was asked to.
-const GRACE: Duration = Duration::from_secs(5);
+const COMMAND_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The least memory with which Debian's cloud kernel boots, and what it and the init need of it, in MiB.
-const LEAST_MEMORY: u32 = 96;
-const BESIDES_DATA: u32 = 72;
+const MIN_GUEST_MIB: u32 = 96;
+const GUEST_OVERHEAD_MIB: u32 = 72;
 
 /// At fixed addresses, without timer checks that an emulated clock fails, gone after a panic. The last two save a sixth
 /// of a boot each: patching its own code makes QEMU translate it again, and the self-tests of the ciphers are of no
 /// use.
-const KERNEL_OPTIONS: &str = "console=ttyS0 nokaslr mitigations=off no_timer_check panic=-1 quiet \
+const GUEST_KERNEL_OPTIONS: &str = "console=ttyS0 nokaslr mitigations=off no_timer_check panic=-1 quiet \
                               noreplace-smp cryptomgr.notests";
 
 /// What fleet to boot.
 #[derive(Debug)]
-pub struct Options {
+pub struct FleetOptions {
     /// How many guests.
     pub guests: u32,
     /// Memory of each, in MiB.
     pub memory_mib: u32,
     /// Data that all hold, in MiB.
-    pub same_mib: u32,
+    pub shared_mib: u32,
     /// Data that only one holds, in MiB.
-    pub own_mib: u32,
+    pub unique_mib: u32,
     /// Whether the first 4,086 bytes of all pages of data are equal.
     pub equal_start: bool,
     /// What their names begin with.
-    pub names: String,
+    pub name_prefix: String,
     /// Whether their memory is mergeable.
-    pub merge: bool,
+    pub mergeable: bool,
     /// Kernel and initramfs.
-    pub assets: Assets,
+    pub assets: GuestAssets,
     /// How long all of them together may take to be ready.
     pub timeout: Duration,
 }
 
 /// Boot a fleet, run `command` or wait until standard input closes, and end the fleet. The exit code is COMMAND's, or
 /// 128 and the number of the signal that interrupted it.
-pub fn run(options: &Options, command: &[OsString]) -> Result<ExitCode> {
-    let (memory, data) = (options.memory_mib, options.same_mib.saturating_add(options.own_mib));
-    ensure!(memory >= LEAST_MEMORY, "a guest needs at least {LEAST_MEMORY} MiB of memory");
+pub fn run(options: &FleetOptions, command: &[OsString]) -> Result<ExitCode> {
+    let (memory, data) = (options.memory_mib, options.shared_mib.saturating_add(options.unique_mib));
+    ensure!(memory >= MIN_GUEST_MIB, "a guest needs at least {MIN_GUEST_MIB} MiB of memory");
     ensure!(
-        data <= memory - BESIDES_DATA,
-        "{data} MiB of data do not fit into guests of {memory} MiB, which need {BESIDES_DATA} MiB for themselves"
+        data <= memory - GUEST_OVERHEAD_MIB,
+        "{data} MiB of data do not fit into guests of {memory} MiB, which need {GUEST_OVERHEAD_MIB} MiB for themselves"
     );
     // Before the first guest, so that no signal finds the lab unprepared.
     let signal = Arc::new(AtomicUsize::new(0));
@@ -84,13 +84,13 @@ pub fn run(options: &Options, command: &[OsString]) -> Result<ExitCode> {
     };
 
     let directory = tempfile::Builder::new().prefix("pagefold-fleet-").tempdir().context("a directory for sockets")?;
-    let mut fleet = Fleet { guests: Vec::new() };
+    let mut fleet = GuestFleet { guests: Vec::new() };
     let begin = Instant::now();
     eprintln!("fleet: booting {} guests of {memory} MiB without KVM", options.guests);
     for number in 0..options.guests {
-        fleet.guests.push(Guest::boot(options, number, directory.path())?);
+        fleet.guests.push(FleetGuest::boot(options, number, directory.path())?);
     }
-    while let Some(waiting) = fleet.first_not_ready()? {
+    while let Some(waiting) = fleet.find_unready_guest()? {
         if let Some(code) = interrupted() {
             return Ok(code);
         }
@@ -100,36 +100,36 @@ pub fn run(options: &Options, command: &[OsString]) -> Result<ExitCode> {
             options.timeout.as_secs_f64(),
             last_lines(&directory.path().join(format!("{waiting}.log")))
         );
-        thread::sleep(TICK);
+        thread::sleep(POLL_INTERVAL);
     }
     eprintln!("fleet: all {} guests are ready after {:.1} s", options.guests, begin.elapsed().as_secs_f64());
 
-    let mut work = Work::start(command, &fleet, directory.path())?;
+    let mut work = FleetTask::start(command, &fleet, directory.path())?;
     loop {
         if let Some(code) = interrupted() {
             return Ok(code);
         }
         fleet.check_alive()?;
-        if let Some(code) = work.ended()? {
+        if let Some(code) = work.exit_code_if_ended()? {
             return Ok(code);
         }
-        thread::sleep(TICK);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 
 /// The guests. Killed and reaped when dropped.
 #[derive(Debug)]
-struct Fleet {
-    guests: Vec<Guest>,
+struct GuestFleet {
+    guests: Vec<FleetGuest>,
 }
 
-impl Fleet {
+impl GuestFleet {
     /// Look for READY on the serial lines, and tell one guest that has not said it.
-    fn first_not_ready(&mut self) -> Result<Option<String>> {
+    fn find_unready_guest(&mut self) -> Result<Option<String>> {
         self.check_alive()?;
         let mut waiting = None;
         for guest in &mut self.guests {
-            if !guest.ready && !guest.look()? && waiting.is_none() {
+            if !guest.is_ready && !guest.check_ready()? && waiting.is_none() {
                 waiting = Some(guest.line.name.clone());
             }
         }
@@ -146,7 +146,7 @@ impl Fleet {
     }
 }
 
-impl Drop for Fleet {
+impl Drop for GuestFleet {
     fn drop(&mut self) {
         eprintln!("fleet: ending {} guests", self.guests.len());
         // All are killed before the first is waited for: freeing their memory takes a while.
@@ -160,23 +160,23 @@ impl Drop for Fleet {
 }
 
 #[derive(Debug)]
-struct Guest {
-    line: lines::Guest,
+struct FleetGuest {
+    line: output_lines::GuestLine,
     process: Child,
     log: PathBuf,
-    ready: bool,
-    begin: Instant,
+    is_ready: bool,
+    started_at: Instant,
 }
 
-impl Guest {
-    fn boot(options: &Options, number: u32, directory: &Path) -> Result<Self> {
-        let name = format!("{}-{number}", options.names);
+impl FleetGuest {
+    fn boot(options: &FleetOptions, number: u32, directory: &Path) -> Result<Self> {
+        let name = format!("{}-{number}", options.name_prefix);
         let file = |extension| directory.join(format!("{name}.{extension}"));
         let (qmp, serial, log) = (file("qmp"), file("serial"), file("log"));
-        let machine = if options.merge { "pc" } else { "pc,mem-merge=off" };
-        let (same, own) = (options.same_mib, options.own_mib);
+        let machine = if options.mergeable { "pc" } else { "pc,mem-merge=off" };
+        let (same, own) = (options.shared_mib, options.unique_mib);
         let start = if options.equal_start { "equal" } else { "different" };
-        let process = bound(QEMU.as_ref())?
+        let process = command_killed_with_parent(QEMU_PROGRAM.as_ref())?
             .args(["-name", &name, "-accel", "tcg,thread=single,tb-size=32", "-M", machine])
             .args(["-m", &format!("{}M", options.memory_mib)])
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-nic", "none"])
@@ -186,29 +186,33 @@ impl Guest {
             .arg(&options.assets.initramfs)
             .args([
                 "-append",
-                &format!("{KERNEL_OPTIONS} lab.name={name} lab.same={same} lab.own={own} lab.start={start}"),
+                &format!("{GUEST_KERNEL_OPTIONS} lab.name={name} lab.same={same} lab.own={own} lab.start={start}"),
             ])
             .arg("-chardev")
-            .arg(format!("socket,id=serial,path={},server=on,wait=off,logfile={}", escaped(&serial)?, escaped(&log)?))
+            .arg(format!(
+                "socket,id=serial,path={},server=on,wait=off,logfile={}",
+                escape_qemu_option(&serial)?,
+                escape_qemu_option(&log)?
+            ))
             .args(["-serial", "chardev:serial", "-qmp"])
-            .arg(format!("unix:{},server=on,wait=off", escaped(&qmp)?))
+            .arg(format!("unix:{},server=on,wait=off", escape_qemu_option(&qmp)?))
             .stdin(Stdio::null())
             // A group of its own: the lab ends the guests, not the terminal.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {name}"))?;
-        let line = lines::Guest {
+        let line = output_lines::GuestLine {
             pid: process.id(),
             memory_mib: options.memory_mib,
             qmp: qmp.display().to_string(),
             serial: serial.display().to_string(),
             name,
         };
-        Ok(Self { line, process, log, ready: false, begin: Instant::now() })
+        Ok(Self { line, process, log, is_ready: false, started_at: Instant::now() })
     }
 
     /// Look at the serial line: whether the guest is ready, or says that it failed.
-    fn look(&mut self) -> Result<bool> {
+    fn check_ready(&mut self) -> Result<bool> {
         let log = match fs::read(&self.log) {
             Ok(log) => log,
             // QEMU has not opened it yet.
@@ -220,33 +224,33 @@ impl Guest {
             if let Some(reason) = line.strip_prefix("FAILED ") {
                 bail!("{name} failed: {reason}");
             }
-            self.ready |= line == "READY";
+            self.is_ready |= line == "READY";
         }
-        if self.ready {
-            let seconds = self.begin.elapsed().as_secs_f64();
+        if self.is_ready {
+            let seconds = self.started_at.elapsed().as_secs_f64();
             eprintln!("fleet: {name} (pid {}) is ready after {seconds:.1} s", self.line.pid);
         }
-        Ok(self.ready)
+        Ok(self.is_ready)
     }
 }
 
 /// What the fleet is there for.
 #[derive(Debug)]
-enum Work {
+enum FleetTask {
     /// Until standard input closes.
-    Hold(Arc<AtomicBool>),
+    UntilStdinCloses(Arc<AtomicBool>),
     /// Until a program ends.
-    Run(Child),
+    UntilExit(Child),
 }
 
-impl Work {
-    fn start(command: &[OsString], fleet: &Fleet, directory: &Path) -> Result<Self> {
+impl FleetTask {
+    fn start(command: &[OsString], fleet: &GuestFleet, directory: &Path) -> Result<Self> {
         let Some((program, arguments)) = command.split_first() else {
             let mut output = io::stdout().lock();
             for guest in &fleet.guests {
                 writeln!(output, "{}", serde_json::to_string(&guest.line)?)?;
             }
-            writeln!(output, "{}guests={}", lines::READY, fleet.guests.len())?;
+            writeln!(output, "{}guests={}", output_lines::READY_PREFIX, fleet.guests.len())?;
             output.flush()?;
             let closed = Arc::new(AtomicBool::new(false));
             let seen = Arc::clone(&closed);
@@ -255,36 +259,36 @@ impl Work {
                 let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
                 seen.store(true, Ordering::Relaxed);
             });
-            return Ok(Self::Hold(closed));
+            return Ok(Self::UntilStdinCloses(closed));
         };
         let pids: Vec<_> = fleet.guests.iter().map(|guest| guest.line.pid.to_string()).collect();
         eprintln!("fleet: running {}", program.to_string_lossy());
-        let child = bound(program)?
+        let child = command_killed_with_parent(program)?
             .args(arguments)
             .env("PAGEFOLD_FLEET_PIDS", pids.join(" "))
             .env("PAGEFOLD_FLEET_DIR", directory)
             .spawn()
             .with_context(|| format!("starting {}", program.to_string_lossy()))?;
-        Ok(Self::Run(child))
+        Ok(Self::UntilExit(child))
     }
 
-    fn ended(&mut self) -> Result<Option<ExitCode>> {
+    fn exit_code_if_ended(&mut self) -> Result<Option<ExitCode>> {
         Ok(match self {
-            Self::Hold(closed) => closed.load(Ordering::Relaxed).then_some(ExitCode::SUCCESS),
-            Self::Run(child) => child.try_wait()?.map(exit_code),
+            Self::UntilStdinCloses(closed) => closed.load(Ordering::Relaxed).then_some(ExitCode::SUCCESS),
+            Self::UntilExit(child) => child.try_wait()?.map(exit_code),
         })
     }
 }
 
-impl Drop for Work {
+impl Drop for FleetTask {
     fn drop(&mut self) {
-        let Self::Run(child) = self else { return };
-        let deadline = Instant::now() + GRACE;
+        let Self::UntilExit(child) = self else { return };
+        let deadline = Instant::now() + COMMAND_EXIT_TIMEOUT;
         if let (Ok(None), Some(pid)) = (child.try_wait(), Pid::from_raw(child.id().cast_signed())) {
             // Not waited for yet, so the number is still the program's.
             let _ = rustix::process::kill_process(pid, Signal::TERM);
             while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
-                thread::sleep(TICK);
+                thread::sleep(POLL_INTERVAL);
             }
             let _ = child.kill();
             let _ = child.wait();
@@ -298,14 +302,14 @@ fn exit_code(status: ExitStatus) -> ExitCode {
 }
 
 /// A program that is killed when this process ends: see `run_bound` in the main module.
-fn bound(program: &std::ffi::OsStr) -> Result<Command> {
+fn command_killed_with_parent(program: &std::ffi::OsStr) -> Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("the path of pagefold-lab")?);
     command.arg("bound").arg(std::process::id().to_string()).arg("--").arg(program);
     Ok(command)
 }
 
 /// A path as a value among QEMU's comma-separated options, where a comma is doubled.
-fn escaped(path: &Path) -> Result<String> {
+fn escape_qemu_option(path: &Path) -> Result<String> {
     let path = path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))?;
     Ok(path.replace(',', ",,"))
 }

@@ -5,14 +5,14 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-const ROOT: &str = "/sys/kernel/mm/ksm";
+const KSM_DIRECTORY: &str = "/sys/kernel/mm/ksm";
 
 /// Whoever drives ksmd holds this file.
-pub const LOCK: &str = "/run/pagefold-test.lock";
+pub const KSM_LOCK_FILE: &str = "/run/pagefold-test.lock";
 
 /// The settings that are put back, in an order in which the kernel takes them: `max_page_sharing` and
 /// `merge_across_nodes` only while nothing is merged, `pages_to_scan` only while no advisor is on.
-const SETTINGS: &[&str] = &[
+const RESTORED_SETTINGS: &[&str] = &[
     "advisor_mode",
     "advisor_target_scan_time",
     "advisor_max_cpu",
@@ -29,54 +29,56 @@ const SETTINGS: &[&str] = &[
 
 /// What others may have set of what Pagefold writes: not what it writes there. A merge may set `smart_scan` to 0 where
 /// it is 1, and leaves it alone where it is 0.
-const OTHERS: &[(&str, &str)] =
+const FOREIGN_SETTINGS: &[(&str, &str)] =
     &[("run", "0"), ("pages_to_scan", "123"), ("sleep_millisecs", "77"), ("use_zero_pages", "0"), ("smart_scan", "1")];
 
 /// KSM, held by one test. Dropping it, also in a panic, puts the settings back.
 #[derive(Debug)]
-pub struct Ksm {
-    before: Vec<(&'static str, String)>,
+pub struct KsmTestGuard {
+    saved_settings: Vec<(&'static str, String)>,
     _lock: File,
 }
 
-impl Ksm {
+impl KsmTestGuard {
     /// Wait for KSM and take it.
     ///
     /// # Errors
     /// What a test says it is skipped for: not root, no KSM on this kernel.
-    pub fn take() -> Result<Self, String> {
-        let lock = File::create(LOCK).map_err(|error| format!("cannot open {LOCK}: {error} (run as root)"))?;
+    pub fn acquire() -> Result<Self, String> {
+        let lock = File::create(KSM_LOCK_FILE)
+            .map_err(|error| format!("cannot open {KSM_LOCK_FILE}: {error} (run as root)"))?;
         if lock.try_lock().is_err() {
-            eprintln!("waiting for {LOCK}: somebody else drives ksmd");
-            lock.lock().map_err(|error| format!("cannot lock {LOCK}: {error}"))?;
+            eprintln!("waiting for {KSM_LOCK_FILE}: somebody else drives ksmd");
+            lock.lock().map_err(|error| format!("cannot lock {KSM_LOCK_FILE}: {error}"))?;
         }
-        let readable = |name: &&str| Path::new(ROOT).join(name).exists();
+        let readable = |name: &&str| Path::new(KSM_DIRECTORY).join(name).exists();
         let mut before = Vec::new();
-        for &name in SETTINGS.iter().filter(|name| readable(name)) {
-            let value = fs::read_to_string(Path::new(ROOT).join(name)).map_err(|error| error.to_string())?;
-            before.push((name, chosen(&value)));
+        for &name in RESTORED_SETTINGS.iter().filter(|name| readable(name)) {
+            let value = fs::read_to_string(Path::new(KSM_DIRECTORY).join(name)).map_err(|error| error.to_string())?;
+            before.push((name, parse_chosen(&value)));
         }
         let run = before.iter().find(|(name, _)| *name == "run");
-        let (_, run) = run.ok_or_else(|| format!("{ROOT}/run is missing: a kernel without KSM"))?;
-        fs::write(Path::new(ROOT).join("run"), run).map_err(|error| format!("cannot write {ROOT}/run: {error}"))?;
-        Ok(Self { before, _lock: lock })
+        let (_, run) = run.ok_or_else(|| format!("{KSM_DIRECTORY}/run is missing: a kernel without KSM"))?;
+        fs::write(Path::new(KSM_DIRECTORY).join("run"), run)
+            .map_err(|error| format!("cannot write {KSM_DIRECTORY}/run: {error}"))?;
+        Ok(Self { saved_settings: before, _lock: lock })
     }
 
     /// KSM for one test, stopped and with settings that Pagefold does not write. `None`, once it has said why, where
     /// the test is to be skipped.
     #[must_use]
-    pub fn take_as_others_set_it() -> Option<Self> {
-        let ksm = Self::take().inspect_err(|why| println!("skipped: {why}")).ok()?;
-        for (name, value) in OTHERS.iter().filter(|(name, _)| ksm.value(name).is_some()) {
-            ksm.set(name, value);
+    pub fn acquire_with_foreign_settings() -> Option<Self> {
+        let ksm = Self::acquire().inspect_err(|why| println!("skipped: {why}")).ok()?;
+        for (name, value) in FOREIGN_SETTINGS.iter().filter(|(name, _)| ksm.read_setting(name).is_some()) {
+            ksm.write_setting(name, value);
         }
         Some(ksm)
     }
 
-    /// The settings that are not, or not any more, as [`Ksm::take_as_others_set_it`] leaves them, and what they are.
+    /// The settings that are not, or not any more, as [`KsmTestGuard::acquire_with_foreign_settings`] leaves them, and what they are.
     #[must_use]
-    pub fn changed(&self) -> Vec<(&'static str, String)> {
-        let found = OTHERS.iter().filter_map(|&(name, value)| Some((name, value, self.value(name)?)));
+    pub fn changed_settings(&self) -> Vec<(&'static str, String)> {
+        let found = FOREIGN_SETTINGS.iter().filter_map(|&(name, value)| Some((name, value, self.read_setting(name)?)));
         found.filter(|(_, value, found)| found != value).map(|(name, _, found)| (name, found)).collect()
     }
 
@@ -85,18 +87,18 @@ impl Ksm {
     ///
     /// # Panics
     /// If the kernel refuses.
-    pub fn set(&self, name: &str, value: impl ToString) {
-        if name == "pages_to_scan" && self.value("advisor_mode").is_some_and(|mode| mode != "none") {
-            self.set("advisor_mode", "none");
+    pub fn write_setting(&self, name: &str, value: impl ToString) {
+        if name == "pages_to_scan" && self.read_setting("advisor_mode").is_some_and(|mode| mode != "none") {
+            self.write_setting("advisor_mode", "none");
         }
-        let path = Path::new(ROOT).join(name);
+        let path = Path::new(KSM_DIRECTORY).join(name);
         fs::write(&path, value.to_string()).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     }
 
     /// The value of a setting, if this kernel has it.
     #[must_use]
-    pub fn value(&self, name: &str) -> Option<String> {
-        fs::read_to_string(Path::new(ROOT).join(name)).ok().map(|text| chosen(&text))
+    pub fn read_setting(&self, name: &str) -> Option<String> {
+        fs::read_to_string(Path::new(KSM_DIRECTORY).join(name)).ok().map(|text| parse_chosen(&text))
     }
 
     /// Read a counter.
@@ -104,8 +106,8 @@ impl Ksm {
     /// # Panics
     /// If it is not there or no number.
     #[must_use]
-    pub fn counter(&self, name: &str) -> i64 {
-        let path = Path::new(ROOT).join(name);
+    pub fn read_counter(&self, name: &str) -> i64 {
+        let path = Path::new(KSM_DIRECTORY).join(name);
         let text = fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         text.trim().parse().unwrap_or_else(|_| panic!("{}: {text:?}", path.display()))
     }
@@ -114,11 +116,11 @@ impl Ksm {
     ///
     /// # Panics
     /// If that takes longer than three minutes.
-    pub fn settle(&self) {
-        let (sharing, scans) = (|| self.counter("pages_sharing"), || self.counter("full_scans"));
-        self.set("pages_to_scan", 20_000);
-        self.set("sleep_millisecs", 1);
-        self.set("run", 1);
+    pub fn scan_until_settled(&self) {
+        let (sharing, scans) = (|| self.read_counter("pages_sharing"), || self.read_counter("full_scans"));
+        self.write_setting("pages_to_scan", 20_000);
+        self.write_setting("sleep_millisecs", 1);
+        self.write_setting("run", 1);
         let started = Instant::now();
         let mut last = (sharing(), scans());
         // A page merges on the second scan at the earliest.
@@ -130,27 +132,27 @@ impl Ksm {
                 last = (sharing(), scans());
             }
         }
-        self.set("run", 0);
+        self.write_setting("run", 0);
     }
 }
 
-impl Drop for Ksm {
+impl Drop for KsmTestGuard {
     fn drop(&mut self) {
-        for (name, value) in &self.before {
-            if let Err(error) = put(name, value) {
-                eprintln!("{ROOT}/{name} could not be set back to {value}: {error}");
+        for (name, value) in &self.saved_settings {
+            if let Err(error) = write_ksm_file(name, value) {
+                eprintln!("{KSM_DIRECTORY}/{name} could not be set back to {value}: {error}");
             }
         }
     }
 }
 
-fn put(name: &str, value: &str) -> io::Result<()> {
-    let path = Path::new(ROOT).join(name);
-    if chosen(&fs::read_to_string(&path)?) == value { Ok(()) } else { fs::write(path, value) }
+fn write_ksm_file(name: &str, value: &str) -> io::Result<()> {
+    let path = Path::new(KSM_DIRECTORY).join(name);
+    if parse_chosen(&fs::read_to_string(&path)?) == value { Ok(()) } else { fs::write(path, value) }
 }
 
 /// The value of a setting: the bracketed word of a choice, otherwise all of it.
-fn chosen(text: &str) -> String {
+fn parse_chosen(text: &str) -> String {
     let text = text.trim();
     match text.split_once('[').and_then(|(_, rest)| rest.split_once(']')) {
         Some((word, _)) => word.to_owned(),

@@ -13,31 +13,31 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
-use pagefold_labs::content::{self, Origin};
-use pagefold_labs::lines::Region;
+use pagefold_labs::content::{self, ContentOrigin};
+use pagefold_labs::layout_spec::{RegionKind, SpecItem};
 use pagefold_labs::mixture::Mixture;
-use pagefold_labs::spec::{Item, Kind};
-use pagefold_sys::forked::ForkedCopy;
-use pagefold_sys::mapping::{self, Access, Advice, Mapping};
+use pagefold_labs::output_lines::RegionLine;
+use pagefold_sys::forked_copy::ForkedCopy;
+use pagefold_sys::mapping::{self, Access, MadviseAdvice, Mapping};
 use rustix::process::DumpableBehavior;
 use rustix::thread::{Gid, Uid};
 
-const HUGE_PAGE_SIZE: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
+const HUGE_PAGE_SIZE_FILE: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
 
 /// How regions are cut into VMAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cut {
+pub enum VmaSplit {
     /// Not at all.
-    Whole,
+    Unsplit,
     /// Into this many each, at most one for each page.
-    Regions(u64),
+    Count(u64),
     /// One for each page.
-    Pages,
+    PerPage,
 }
 
 /// What holds for the layout as a whole.
 #[derive(Debug)]
-pub struct Options {
+pub struct LayoutOptions {
     /// Processes of different salts have no unique content in common.
     pub salt: String,
     /// Advise the kernel that all regions are mergeable.
@@ -47,57 +47,59 @@ pub struct Options {
     /// Become this user once everything is set up.
     pub uid: Option<u32>,
     /// How regions are cut. Huge and volatile ones stay whole.
-    pub cut: Cut,
+    pub vma_split: VmaSplit,
     /// The time between two rewritings of volatile pages.
-    pub interval: Duration,
+    pub rewrite_interval: Duration,
     /// Where the files of file mappings are made.
-    pub directory: PathBuf,
+    pub file_directory: PathBuf,
 }
 
 /// Memory that was laid out. It stays as it is until this is dropped.
 #[derive(Debug)]
-pub struct Layout {
+pub struct MemoryLayout {
     /// The regions, in the order of the SPEC.
-    pub regions: Vec<Region>,
-    _still: Vec<Mapping>,
-    _volatile: Option<Rewriter>,
+    pub regions: Vec<RegionLine>,
+    _static_mappings: Vec<Mapping>,
+    _rewriter: Option<Rewriter>,
     _child: Option<ForkedCopy>,
 }
 
 /// Lay out memory. To be called on the main thread while it is the only one: changing the user and forking concern the
 /// calling thread.
-pub fn lay_out(items: &[Item], options: &Options) -> Result<Layout> {
+pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<MemoryLayout> {
     if options.merge_any {
-        mapping::merge_any(true).context("prctl(PR_SET_MEMORY_MERGE): it needs Linux 6.4 with KSM")?;
+        mapping::set_merge_any(true).context("prctl(PR_SET_MEMORY_MERGE): it needs Linux 6.4 with KSM")?;
     }
-    let forks = items.iter().any(|item| item.kind == Kind::ForkShared);
+    let forks = items.iter().any(|item| item.kind == RegionKind::ForkShared);
     let mut still = Vec::new();
     let mut volatile = Vec::new();
     let mut regions = Vec::new();
     for (place, item) in items.iter().enumerate() {
         let region = format!("{}={}", item.kind.name(), item.pages);
-        let origin = origin(item, place, &options.salt);
-        let mut mapping = map(item, origin, options).with_context(|| format!("mapping {region}"))?;
+        let origin = content_origin(item, place, &options.salt);
+        let mut mapping = map_item(item, origin, options).with_context(|| format!("mapping {region}"))?;
         let whole = 0..mapping.len();
-        let advice = if item.kind.is_huge() { Advice::HugePage } else { Advice::NoHugePage };
-        advise_if_known(&mut mapping, advice)?;
+        let advice = if item.kind.is_huge() { MadviseAdvice::HugePage } else { MadviseAdvice::NoHugePage };
+        advise_if_supported(&mut mapping, advice)?;
         if options.mergeable {
-            mapping.advise(whole.clone(), Advice::Mergeable).context("MADV_MERGEABLE: it needs a kernel with KSM")?;
+            mapping
+                .advise(whole.clone(), MadviseAdvice::Mergeable)
+                .context("MADV_MERGEABLE: it needs a kernel with KSM")?;
         }
-        if forks && item.kind != Kind::ForkShared {
-            mapping.advise(whole, Advice::DontFork).context("MADV_DONTFORK")?;
+        if forks && item.kind != RegionKind::ForkShared {
+            mapping.advise(whole, MadviseAdvice::DontFork).context("MADV_DONTFORK")?;
         }
-        fill(item, origin, &mut mapping);
+        fill_item(item, origin, &mut mapping);
         if item.kind.is_huge() {
-            advise_if_known(&mut mapping, Advice::Collapse)?;
+            advise_if_supported(&mut mapping, MadviseAdvice::Collapse)?;
         }
-        let vmas = cut(item, &mut mapping, options.cut).with_context(|| {
+        let vmas = split_vmas(item, &mut mapping, options.vma_split).with_context(|| {
             format!("cutting {region} into VMAs: vm.max_map_count limits how many a process may have")
         })?;
-        let truth = item.truth();
-        regions.push(Region {
+        let truth = item.expected_pages();
+        regions.push(RegionLine {
             kind: item.kind.name().to_owned(),
-            name: if let Kind::SharedContent { name } = &item.kind { Some(name.clone()) } else { None },
+            name: if let RegionKind::SharedContent { name } = &item.kind { Some(name.clone()) } else { None },
             start: mapping.address(),
             pages: item.pages,
             page_size: mapping::page_size() as u64,
@@ -118,57 +120,57 @@ pub fn lay_out(items: &[Item], options: &Options) -> Result<Layout> {
     }
     // Last of all, so that the child has the user too, and before there are other threads.
     let child = if forks { Some(ForkedCopy::new().context("forking the child that shares pages")?) } else { None };
-    for region in regions.iter_mut().filter(|region| region.kind == Kind::ForkShared.name()) {
+    for region in regions.iter_mut().filter(|region| region.kind == RegionKind::ForkShared.name()) {
         region.child = child.as_ref().map(ForkedCopy::pid);
     }
-    let volatile = (!volatile.is_empty()).then(|| Rewriter::start(volatile, options.interval));
-    Ok(Layout { regions, _still: still, _volatile: volatile, _child: child })
+    let volatile = (!volatile.is_empty()).then(|| Rewriter::start(volatile, options.rewrite_interval));
+    Ok(MemoryLayout { regions, _static_mappings: still, _rewriter: volatile, _child: child })
 }
 
 /// Lay out a mixture.
-pub fn mix(mixture: &Mixture, huge: bool, seed: &str, salt: &str) -> Result<Mapping> {
+pub fn create_mixture(mixture: &Mixture, huge_pages: bool, seed: &str, salt: &str) -> Result<Mapping> {
     let page = mapping::page_size();
     let bytes = usize::try_from(mixture.pages)? * page;
     let mut memory =
-        if huge { Mapping::anonymous_aligned(bytes, huge_page_size()?)? } else { Mapping::anonymous(bytes)? };
-    advise_if_known(&mut memory, if huge { Advice::HugePage } else { Advice::NoHugePage })?;
+        if huge_pages { Mapping::anonymous_aligned(bytes, huge_page_bytes()?)? } else { Mapping::anonymous(bytes)? };
+    advise_if_supported(&mut memory, if huge_pages { MadviseAdvice::HugePage } else { MadviseAdvice::NoHugePage })?;
     mixture.fill(memory.as_mut_slice(), page, seed, salt);
-    if huge {
-        advise_if_known(&mut memory, Advice::Collapse)?;
+    if huge_pages {
+        advise_if_supported(&mut memory, MadviseAdvice::Collapse)?;
     }
     Ok(memory)
 }
 
 /// The size of a transparent huge page, in bytes.
-fn huge_page_size() -> Result<usize> {
-    let huge = fs::read_to_string(HUGE_PAGE_SIZE).with_context(|| format!("reading {HUGE_PAGE_SIZE}"))?;
-    huge.trim().parse().with_context(|| format!("{HUGE_PAGE_SIZE} says {huge:?}"))
+fn huge_page_bytes() -> Result<usize> {
+    let huge = fs::read_to_string(HUGE_PAGE_SIZE_FILE).with_context(|| format!("reading {HUGE_PAGE_SIZE_FILE}"))?;
+    huge.trim().parse().with_context(|| format!("{HUGE_PAGE_SIZE_FILE} says {huge:?}"))
 }
 
 /// Where a region's content comes from. Content that is equal between processes knows neither the salt nor the place
 /// of the region in the SPEC.
-fn origin(item: &Item, place: usize, salt: &str) -> Origin {
+fn content_origin(item: &SpecItem, position: usize, salt: &str) -> ContentOrigin {
     match &item.kind {
-        Kind::SharedContent { name } => Origin::of(&["shared-content", name]),
-        kind => Origin::of(&[salt, kind.name(), &place.to_string()]),
+        RegionKind::SharedContent { name } => ContentOrigin::from_names(&["shared-content", name]),
+        kind => ContentOrigin::from_names(&[salt, kind.name(), &position.to_string()]),
     }
 }
 
-fn map(item: &Item, origin: Origin, options: &Options) -> Result<Mapping> {
+fn map_item(item: &SpecItem, origin: ContentOrigin, options: &LayoutOptions) -> Result<Mapping> {
     let page = mapping::page_size();
     let bytes = usize::try_from(item.pages)?.checked_mul(page).context("more than can be addressed")?;
     Ok(match item.kind {
-        Kind::SharedMemory => Mapping::shared(bytes)?,
-        Kind::File | Kind::FileWritten => {
+        RegionKind::SharedMemory => Mapping::shared(bytes)?,
+        RegionKind::File | RegionKind::FileWritten => {
             let mut contents = vec![0; bytes];
             // What is written privately, from number 0 on, differs from what the file holds.
-            write_all(origin, item.pages, &mut contents);
-            let directory = &options.directory;
-            Mapping::file(directory, &contents)
+            fill_pages(origin, item.pages, &mut contents);
+            let directory = &options.file_directory;
+            Mapping::private_file(directory, &contents)
                 .with_context(|| format!("a file without a name (O_TMPFILE) in {}", directory.display()))?
         }
-        Kind::Huge | Kind::HugeZero => {
-            let huge = huge_page_size()?;
+        RegionKind::Huge | RegionKind::HugeZero => {
+            let huge = huge_page_bytes()?;
             ensure!(bytes.is_multiple_of(huge), "huge pages must be filled: ask for a multiple of {}", huge / page);
             Mapping::anonymous_aligned(bytes, huge)?
         }
@@ -178,55 +180,57 @@ fn map(item: &Item, origin: Origin, options: &Options) -> Result<Mapping> {
 
 /// Give advice that a kernel without transparent huge pages answers with `EINVAL`, which is all right: there it means
 /// nothing.
-fn advise_if_known(mapping: &mut Mapping, advice: Advice) -> Result<()> {
+fn advise_if_supported(mapping: &mut Mapping, advice: MadviseAdvice) -> Result<()> {
     match mapping.advise(0..mapping.len(), advice) {
         Err(error) if error.kind() != io::ErrorKind::InvalidInput => Err(error).with_context(|| format!("{advice:?}")),
         _ => Ok(()),
     }
 }
 
-fn fill(item: &Item, origin: Origin, mapping: &mut Mapping) {
+fn fill_item(item: &SpecItem, origin: ContentOrigin, mapping: &mut Mapping) {
     let page = mapping::page_size();
     match item.kind {
-        Kind::Untouched => {}
-        Kind::ReadZero | Kind::File => {
+        RegionKind::Untouched => {}
+        RegionKind::ReadZero | RegionKind::File => {
             for page in mapping.as_slice().chunks(page) {
                 black_box(page[0]);
             }
         }
-        Kind::Zero | Kind::HotZero | Kind::HugeZero => mapping.as_mut_slice().fill(0),
-        Kind::Text | Kind::HotText => mapping.as_mut_slice().chunks_mut(page).for_each(content::text),
-        Kind::Pattern => mapping.as_mut_slice().chunks_mut(page).for_each(content::pattern),
-        Kind::Elf => mapping.as_mut_slice().chunks_mut(page).for_each(content::elf),
-        Kind::Within { copies } => {
+        RegionKind::Zero | RegionKind::RewrittenZero | RegionKind::HugeZero => mapping.as_mut_slice().fill(0),
+        RegionKind::Text | RegionKind::RewrittenText => {
+            mapping.as_mut_slice().chunks_mut(page).for_each(content::fill_text)
+        }
+        RegionKind::Pattern => mapping.as_mut_slice().chunks_mut(page).for_each(content::fill_pattern),
+        RegionKind::Elf => mapping.as_mut_slice().chunks_mut(page).for_each(content::fill_elf_header),
+        RegionKind::Within { copies } => {
             // The copies of a content are spread over the region.
             let groups = item.pages / copies;
             for (number, page) in (0..).zip(mapping.as_mut_slice().chunks_mut(page)) {
-                origin.write(page, number % groups);
+                origin.fill_page(page, number % groups);
             }
         }
-        Kind::Unique
-        | Kind::SharedContent { .. }
-        | Kind::Volatile
-        | Kind::Huge
-        | Kind::SharedMemory
-        | Kind::FileWritten
-        | Kind::ForkShared => write_all(origin, 0, mapping.as_mut_slice()),
+        RegionKind::Unique
+        | RegionKind::SharedContent { .. }
+        | RegionKind::Volatile
+        | RegionKind::Huge
+        | RegionKind::SharedMemory
+        | RegionKind::FileWritten
+        | RegionKind::ForkShared => fill_pages(origin, 0, mapping.as_mut_slice()),
     }
 }
 
-fn write_all(origin: Origin, first: u64, bytes: &mut [u8]) {
-    for (number, page) in (first..).zip(bytes.chunks_mut(mapping::page_size())) {
-        origin.write(page, number);
+fn fill_pages(origin: ContentOrigin, first_number: u64, bytes: &mut [u8]) {
+    for (number, page) in (first_number..).zip(bytes.chunks_mut(mapping::page_size())) {
+        origin.fill_page(page, number);
     }
 }
 
 /// Cut a region into VMAs by making every other piece read-only, and tell how many there are.
-fn cut(item: &Item, mapping: &mut Mapping, cut: Cut) -> io::Result<u64> {
+fn split_vmas(item: &SpecItem, mapping: &mut Mapping, cut: VmaSplit) -> io::Result<u64> {
     let pieces = match cut {
-        Cut::Whole => 1,
-        Cut::Regions(regions) => regions.clamp(1, item.pages),
-        Cut::Pages => item.pages,
+        VmaSplit::Unsplit => 1,
+        VmaSplit::Count(regions) => regions.clamp(1, item.pages),
+        VmaSplit::PerPage => item.pages,
     };
     if item.kind.is_huge() || item.kind.is_rewritten() {
         return Ok(1);
@@ -254,12 +258,12 @@ fn become_user(uid: u32) -> io::Result<()> {
 #[derive(Debug)]
 struct Rewriter {
     /// The thread ends once there is none.
-    goes_on: Option<Sender<()>>,
+    stop_on_drop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Rewriter {
-    fn start(mut mappings: Vec<(Kind, Origin, Mapping)>, interval: Duration) -> Self {
+    fn start(mut mappings: Vec<(RegionKind, ContentOrigin, Mapping)>, interval: Duration) -> Self {
         let (goes_on, ended) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             let page = mapping::page_size();
@@ -269,22 +273,22 @@ impl Rewriter {
                 for ((kind, origin, mapping), written) in mappings.iter_mut().zip(&mut written) {
                     for page in mapping.as_mut_slice().chunks_mut(page) {
                         match kind {
-                            Kind::HotZero => black_box(&mut *page).fill(0),
-                            Kind::HotText => content::text(black_box(page)),
-                            _ => origin.write(page, *written),
+                            RegionKind::RewrittenZero => black_box(&mut *page).fill(0),
+                            RegionKind::RewrittenText => content::fill_text(black_box(page)),
+                            _ => origin.fill_page(page, *written),
                         }
                         *written += 1;
                     }
                 }
             }
         });
-        Self { goes_on: Some(goes_on), thread: Some(thread) }
+        Self { stop_on_drop: Some(goes_on), thread: Some(thread) }
     }
 }
 
 impl Drop for Rewriter {
     fn drop(&mut self) {
-        drop(self.goes_on.take());
+        drop(self.stop_on_drop.take());
         if let Some(thread) = self.thread.take() {
             let _ = thread.join();
         }

@@ -2,7 +2,7 @@
 //!
 //! Its initramfs has the init, busybox, and programs of this machine with the libraries that they need.
 
-use crate::assets::QEMU;
+use crate::assets::QEMU_PROGRAM;
 use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
@@ -10,11 +10,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Between two looks whether it is off.
-const TICK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What a machine consists of.
 #[derive(Clone, Debug)]
-pub struct Machine<'a> {
+pub struct EmulatedMachine<'a> {
     /// The kernel.
     pub kernel: &'a Path,
     /// The init: a script for busybox's shell.
@@ -26,22 +26,22 @@ pub struct Machine<'a> {
     /// More of QEMU's options: memory, CPUs.
     pub options: &'a [&'a str],
     /// What is added to the kernel's command line.
-    pub words: &'a str,
+    pub kernel_arguments: &'a str,
 }
 
 /// The kernel's options: no timer checks that an emulated clock fails, gone after a panic.
-const KERNEL_OPTIONS: &str = "console=ttyS0 mitigations=off no_timer_check panic=-1 quiet cryptomgr.notests";
+const MACHINE_KERNEL_OPTIONS: &str = "console=ttyS0 mitigations=off no_timer_check panic=-1 quiet cryptomgr.notests";
 
 /// Where busybox is.
 ///
 /// # Errors
 /// If it is not there.
-pub fn busybox() -> io::Result<&'static Path> {
+pub fn find_busybox() -> io::Result<&'static Path> {
     let there = ["/bin/busybox", "/usr/bin/busybox"].map(Path::new).into_iter().find(|path| path.exists());
     there.ok_or_else(|| io::Error::new(ErrorKind::NotFound, "busybox is not there: run labs/setup.sh"))
 }
 
-impl Machine<'_> {
+impl EmulatedMachine<'_> {
     /// Run it until it is off, or for so long at most: what it has said on its serial line. `work` is a folder for its
     /// files; `meanwhile` is called again and again, and ends it by an error.
     ///
@@ -49,13 +49,13 @@ impl Machine<'_> {
     /// If it cannot be made or started.
     pub fn run(
         &self,
-        work: &Path,
-        limit: Duration,
-        meanwhile: &mut dyn FnMut() -> io::Result<()>,
+        work_directory: &Path,
+        timeout: Duration,
+        poll: &mut dyn FnMut() -> io::Result<()>,
     ) -> io::Result<String> {
-        let (initramfs, log) = (self.initramfs(work)?, work.join("log"));
-        let mut running = Running(
-            Command::new(QEMU)
+        let (initramfs, log) = (self.build_initramfs(work_directory)?, work_directory.join("log"));
+        let mut running = QemuProcess(
+            Command::new(QEMU_PROGRAM)
                 .args(["-accel", "tcg", "-M", "pc", "-nodefaults", "-no-user-config"])
                 .args(["-display", "none", "-no-reboot", "-nic", "none"])
                 .args(self.options)
@@ -63,38 +63,38 @@ impl Machine<'_> {
                 .arg(self.kernel)
                 .arg("-initrd")
                 .arg(&initramfs)
-                .args(["-append", &format!("{KERNEL_OPTIONS} {}", self.words)])
+                .args(["-append", &format!("{MACHINE_KERNEL_OPTIONS} {}", self.kernel_arguments)])
                 .arg("-serial")
                 .arg(format!("file:{}", log.display()))
                 .stdin(Stdio::null())
                 .spawn()?,
         );
         let began = Instant::now();
-        while running.0.try_wait()?.is_none() && began.elapsed() < limit {
-            std::thread::sleep(TICK);
-            meanwhile()?;
+        while running.0.try_wait()?.is_none() && began.elapsed() < timeout {
+            std::thread::sleep(POLL_INTERVAL);
+            poll()?;
         }
         drop(running);
         Ok(String::from_utf8_lossy(&fs::read(log).unwrap_or_default()).replace('\r', ""))
     }
 
-    fn initramfs(&self, work: &Path) -> io::Result<PathBuf> {
-        let root = work.join("root");
+    fn build_initramfs(&self, work_directory: &Path) -> io::Result<PathBuf> {
+        let root = work_directory.join("root");
         for directory in ["dev", "proc", "sys", "run", "tmp"] {
             fs::create_dir_all(root.join(directory))?;
         }
-        put(self.init, &root.join("init"))?;
-        put(busybox()?, &root.join("bin/busybox"))?;
+        copy_into_root(self.init, &root.join("init"))?;
+        copy_into_root(find_busybox()?, &root.join("bin/busybox"))?;
         for (program, place) in self.programs {
-            put(program, &inside(&root, place))?;
-            for library in libraries(program)? {
-                put(&library, &inside(&root, &library.display().to_string()))?;
+            copy_into_root(program, &path_inside(&root, place))?;
+            for library in needed_libraries(program)? {
+                copy_into_root(&library, &path_inside(&root, &library.display().to_string()))?;
             }
         }
         for (place, text) in self.files {
-            fs::write(inside(&root, place), text)?;
+            fs::write(path_inside(&root, place), text)?;
         }
-        let archive = work.join("initramfs.cpio");
+        let archive = work_directory.join("initramfs.cpio");
         let packed = Command::new("sh")
             .args(["-c", "find . | cpio --quiet -o -H newc -R 0:0"])
             .current_dir(&root)
@@ -105,20 +105,20 @@ impl Machine<'_> {
 }
 
 /// Ended when dropped.
-struct Running(Child);
+struct QemuProcess(Child);
 
-impl Drop for Running {
+impl Drop for QemuProcess {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
 }
 
-fn inside(root: &Path, place: &str) -> PathBuf {
-    root.join(place.trim_start_matches('/'))
+fn path_inside(root: &Path, path: &str) -> PathBuf {
+    root.join(path.trim_start_matches('/'))
 }
 
-fn put(from: &Path, to: &Path) -> io::Result<()> {
+fn copy_into_root(from: &Path, to: &Path) -> io::Result<()> {
     if let Some(folder) = to.parent() {
         fs::create_dir_all(folder)?;
     }
@@ -127,7 +127,7 @@ fn put(from: &Path, to: &Path) -> io::Result<()> {
 }
 
 /// What a program needs by ldd(1): nothing where it is linked statically.
-fn libraries(program: &Path) -> io::Result<Vec<PathBuf>> {
+fn needed_libraries(program: &Path) -> io::Result<Vec<PathBuf>> {
     let needs = Command::new("ldd").arg(program).output()?;
     let needs = String::from_utf8_lossy(&needs.stdout).into_owned();
     Ok(needs.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())

@@ -3,10 +3,10 @@
 #![forbid(unsafe_code)]
 
 mod advise;
-mod busy;
 mod fleet;
 mod layout;
-mod refuse;
+mod seccomp_refusal;
+mod self_checking_threads;
 
 use std::ffi::OsString;
 use std::io::{self, Write};
@@ -17,27 +17,27 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail, ensure};
 use clap::{Args, Parser, Subcommand};
-use pagefold_labs::assets::Assets;
-use pagefold_labs::lines::{READY, Region};
-use pagefold_labs::mixture::{Mixture, checksum};
-use pagefold_labs::spec::{self, Item, SpecError};
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::layout_spec::{self, SpecError, SpecItem};
+use pagefold_labs::mixture::{Mixture, memory_checksum};
+use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
 use pagefold_sys::mapping;
 use rustix::process::Signal;
 
 /// Workloads against which Pagefold is tested and demonstrated
 #[derive(Parser)]
 #[command(name = "pagefold-lab", version)]
-struct Lab {
+struct LabCommandLine {
     #[command(subcommand)]
-    workload: Workload,
+    command: LabCommand,
 }
 
 #[derive(Subcommand)]
-enum Workload {
+enum LabCommand {
     /// Lay out memory with exactly known content in this process, and hold it until standard input closes
     ///
     /// Prints one line of JSON for each region, in the order asked for, then `READY pid=PID`.
-    #[command(after_help = spec::HELP)]
+    #[command(after_help = layout_spec::SPEC_HELP)]
     Layout(LayoutArguments),
     /// Lay out memory in which runs of duplicates lie among unique pages, and hold it until standard input closes
     ///
@@ -61,9 +61,9 @@ enum Workload {
     /// Work on several threads, checking all that is computed, until standard input closes
     ///
     /// Prints `READY pid=PID`, and ends with how many rounds were made and found right; a wrong one ends it at once.
-    Busy(busy::Arguments),
+    Busy(self_checking_threads::BusyArguments),
     /// Enrol, withdraw or collapse memory of a process, and print for how long it was stopped
-    Advise(advise::Arguments),
+    Advise(advise::AdviseArguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     Bound {
@@ -78,8 +78,8 @@ enum Workload {
 #[derive(Args)]
 struct LayoutArguments {
     /// What to lay out: kind=pages,... (see below)
-    #[arg(required = true, value_parser = parse_spec)]
-    spec: Vec<Spec>,
+    #[arg(required = true, value_parser = parse_spec_argument)]
+    spec: Vec<SpecArgument>,
     /// Two processes have unique content in common only if they are given the same salt [default: the process number]
     #[arg(long)]
     salt: Option<String>,
@@ -151,7 +151,7 @@ struct FleetArguments {
     #[arg(long)]
     equal_start: bool,
     /// The guests are named PREFIX-0, PREFIX-1, ...
-    #[arg(long, value_name = "PREFIX", default_value = "lab", value_parser = parse_names)]
+    #[arg(long, value_name = "PREFIX", default_value = "lab", value_parser = parse_name_prefix)]
     names: String,
     /// Do not let the guests' memory be merged (QEMU's mem-merge=off)
     #[arg(long)]
@@ -172,10 +172,10 @@ struct FleetArguments {
 
 /// The regions of one argument.
 #[derive(Clone)]
-struct Spec(Vec<Item>);
+struct SpecArgument(Vec<SpecItem>);
 
-fn parse_spec(text: &str) -> Result<Spec, SpecError> {
-    spec::parse(text).map(Spec)
+fn parse_spec_argument(text: &str) -> Result<SpecArgument, SpecError> {
+    layout_spec::parse_spec(text).map(SpecArgument)
 }
 
 fn parse_share(text: &str) -> Result<f64, &'static str> {
@@ -184,7 +184,7 @@ fn parse_share(text: &str) -> Result<f64, &'static str> {
 }
 
 /// A name ends up in QEMU's options, on the kernel's command line and in file names.
-fn parse_names(text: &str) -> Result<String, &'static str> {
+fn parse_name_prefix(text: &str) -> Result<String, &'static str> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     if !text.is_empty() && text.len() <= 32 && text.bytes().all(plain) {
         Ok(text.to_owned())
@@ -194,14 +194,14 @@ fn parse_names(text: &str) -> Result<String, &'static str> {
 }
 
 fn main() -> ExitCode {
-    let outcome = match Lab::parse().workload {
-        Workload::Layout(arguments) => run_layout(arguments),
-        Workload::Mixture(arguments) => run_mixture(&arguments),
-        Workload::Fleet(arguments) => run_fleet(arguments),
-        Workload::RefusePrctl { errno, command } => run_refused(errno, &command),
-        Workload::Busy(arguments) => busy::run(&arguments).map(|()| ExitCode::SUCCESS),
-        Workload::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
-        Workload::Bound { parent, command } => run_bound(parent, &command),
+    let outcome = match LabCommandLine::parse().command {
+        LabCommand::Layout(arguments) => run_layout(arguments),
+        LabCommand::Mixture(arguments) => run_mixture(&arguments),
+        LabCommand::Fleet(arguments) => run_fleet(arguments),
+        LabCommand::RefusePrctl { errno, command } => run_refused(errno, &command),
+        LabCommand::Busy(arguments) => self_checking_threads::run(&arguments).map(|()| ExitCode::SUCCESS),
+        LabCommand::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
+        LabCommand::Bound { parent, command } => run_killed_with_parent(parent, &command),
     };
     outcome.unwrap_or_else(|error| {
         eprintln!("pagefold-lab: {error:#}");
@@ -210,26 +210,26 @@ fn main() -> ExitCode {
 }
 
 fn run_layout(arguments: LayoutArguments) -> Result<ExitCode> {
-    let items: Vec<Item> = arguments.spec.into_iter().flat_map(|spec| spec.0).collect();
-    let options = layout::Options {
+    let items: Vec<SpecItem> = arguments.spec.into_iter().flat_map(|spec| spec.0).collect();
+    let options = layout::LayoutOptions {
         salt: arguments.salt.unwrap_or_else(|| std::process::id().to_string()),
         mergeable: arguments.mergeable,
         merge_any: arguments.merge_any,
         uid: arguments.uid,
-        cut: match arguments.regions {
-            Some(regions) => layout::Cut::Regions(regions),
-            None if arguments.fragment => layout::Cut::Pages,
-            None => layout::Cut::Whole,
+        vma_split: match arguments.regions {
+            Some(regions) => layout::VmaSplit::Count(regions),
+            None if arguments.fragment => layout::VmaSplit::PerPage,
+            None => layout::VmaSplit::Unsplit,
         },
-        interval: Duration::from_millis(arguments.interval),
-        directory: arguments.directory.unwrap_or_else(std::env::temp_dir),
+        rewrite_interval: Duration::from_millis(arguments.interval),
+        file_directory: arguments.directory.unwrap_or_else(std::env::temp_dir),
     };
-    let layout = layout::lay_out(&items, &options)?;
+    let layout = layout::create_layout(&items, &options)?;
     let mut output = io::stdout().lock();
     for region in &layout.regions {
         writeln!(output, "{}", serde_json::to_string(region)?)?;
     }
-    writeln!(output, "{READY}pid={}", std::process::id())?;
+    writeln!(output, "{READY_PREFIX}pid={}", std::process::id())?;
     output.flush()?;
     io::copy(&mut io::stdin().lock(), &mut io::sink()).context("waiting for standard input to close")?;
     Ok(ExitCode::SUCCESS)
@@ -239,15 +239,20 @@ fn run_mixture(arguments: &MixtureArguments) -> Result<ExitCode> {
     let page_size = mapping::page_size();
     let mixture = Mixture {
         pages: (arguments.mib << 20) / page_size as u64,
-        run: arguments.run,
-        duplicate: arguments.duplicate,
-        stray: arguments.stray,
+        run_pages: arguments.run,
+        duplicate_share: arguments.duplicate,
+        stray_share: arguments.stray,
     };
-    ensure!(mixture.pages.is_multiple_of(mixture.run), "{} MiB are not whole runs of {}", arguments.mib, mixture.run);
-    ensure!(mixture.duplicate + mixture.stray <= 1.0, "--duplicate and --stray are more than all");
+    ensure!(
+        mixture.pages.is_multiple_of(mixture.run_pages),
+        "{} MiB are not whole runs of {}",
+        arguments.mib,
+        mixture.run_pages
+    );
+    ensure!(mixture.duplicate_share + mixture.stray_share <= 1.0, "--duplicate and --stray are more than all");
     let salt = arguments.salt.clone().unwrap_or_else(|| std::process::id().to_string());
-    let memory = layout::mix(&mixture, arguments.huge, &arguments.seed, &salt)?;
-    let region = Region {
+    let memory = layout::create_mixture(&mixture, arguments.huge, &arguments.seed, &salt)?;
+    let region = RegionLine {
         kind: "mixture".to_owned(),
         name: Some(arguments.seed.clone()),
         start: memory.address(),
@@ -260,26 +265,26 @@ fn run_mixture(arguments: &MixtureArguments) -> Result<ExitCode> {
         child: None,
     };
     println!("{}", serde_json::to_string(&region)?);
-    println!("{READY}pid={}", std::process::id());
+    println!("{READY_PREFIX}pid={}", std::process::id());
     for line in io::stdin().lines() {
         line.context("waiting for standard input to close")?;
-        println!("{:016x}", checksum(memory.as_slice()));
+        println!("{:016x}", memory_checksum(memory.as_slice()));
     }
     Ok(ExitCode::SUCCESS)
 }
 
 fn run_fleet(arguments: FleetArguments) -> Result<ExitCode> {
-    let directory = arguments.assets.unwrap_or_else(Assets::directory);
+    let directory = arguments.assets.unwrap_or_else(GuestAssets::default_directory);
     let timeout = arguments.timeout.unwrap_or(60 + 10 * u64::from(arguments.guests));
-    let options = fleet::Options {
+    let options = fleet::FleetOptions {
         guests: arguments.guests,
         memory_mib: arguments.memory,
-        same_mib: arguments.same,
-        own_mib: arguments.own,
+        shared_mib: arguments.same,
+        unique_mib: arguments.own,
         equal_start: arguments.equal_start,
-        names: arguments.names,
-        merge: !arguments.no_mem_merge,
-        assets: Assets::find(&directory)?,
+        name_prefix: arguments.names,
+        mergeable: !arguments.no_mem_merge,
+        assets: GuestAssets::find(&directory)?,
         timeout: Duration::from_secs(timeout),
     };
     fleet::run(&options, &arguments.command)
@@ -287,11 +292,11 @@ fn run_fleet(arguments: FleetArguments) -> Result<ExitCode> {
 
 fn run_refused(errno: u32, command: &[OsString]) -> Result<ExitCode> {
     let (program, arguments) = command.split_first().context("no program")?;
-    refuse::prctl(errno).context("seccomp")?;
+    seccomp_refusal::refuse_merge_any(errno).context("seccomp")?;
     Err(Command::new(program).args(arguments).exec()).with_context(|| format!("starting {}", program.to_string_lossy()))
 }
 
-fn run_bound(parent: i32, command: &[OsString]) -> Result<ExitCode> {
+fn run_killed_with_parent(parent: i32, command: &[OsString]) -> Result<ExitCode> {
     let (program, arguments) = command.split_first().context("no program")?;
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).context("PR_SET_PDEATHSIG")?;
     // A parent that ended before the signal was asked for sends none.

@@ -4,7 +4,7 @@
 //! places of its own; some are unique but for one such page, astray among them; all others are unique. Everything here
 //! is pure; the binary's `mixture` lays it out.
 
-use crate::content::Origin;
+use crate::content::ContentOrigin;
 
 /// What a mixture is made of.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -12,76 +12,77 @@ pub struct Mixture {
     /// Base pages in all, a multiple of `run`.
     pub pages: u64,
     /// Base pages of a run.
-    pub run: u64,
+    pub run_pages: u64,
     /// The share of the runs whose pages all have copies in the other processes.
-    pub duplicate: f64,
+    pub duplicate_share: f64,
     /// The share of the runs of which one page has.
-    pub stray: f64,
+    pub stray_share: f64,
 }
 
 /// What a run holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Run {
+pub enum MixtureRun {
     /// Content of this process alone.
-    Own,
+    Unique,
     /// The shared contents from this number on.
     Duplicate(u64),
     /// Own content, but for the shared content of this number at this page of the run.
-    Stray(u64, u64),
+    UniqueButOne(u64, u64),
 }
 
 impl Mixture {
     /// Runs whose pages all have copies.
     #[must_use]
     pub fn duplicate_runs(&self) -> u64 {
-        (self.duplicate * (self.pages / self.run) as f64).round() as u64
+        (self.duplicate_share * (self.pages / self.run_pages) as f64).round() as u64
     }
 
     /// Runs of which one page has.
     #[must_use]
     pub fn stray_runs(&self) -> u64 {
-        (self.stray * (self.pages / self.run) as f64).round() as u64
+        (self.stray_share * (self.pages / self.run_pages) as f64).round() as u64
     }
 
     /// Pages of one process that every other process of the seed holds too.
     #[must_use]
     pub fn duplicate_pages(&self) -> u64 {
-        self.duplicate_runs() * self.run + self.stray_runs()
+        self.duplicate_runs() * self.run_pages + self.stray_runs()
     }
 
     /// The runs in their order, which depends on the salt, so that copies lie elsewhere in each process.
     #[must_use]
-    pub fn runs(&self, salt: &str) -> Vec<Run> {
-        let order = Origin::of(&[salt, "order"]);
+    pub fn run_order(&self, salt: &str) -> Vec<MixtureRun> {
+        let order = ContentOrigin::from_names(&[salt, "order"]);
         let (duplicate, stray) = (self.duplicate_runs(), self.stray_runs());
-        let mut runs: Vec<Run> = (0..self.pages / self.run)
+        let mut runs: Vec<MixtureRun> = (0..self.pages / self.run_pages)
             .map(|number| match number {
-                _ if number < duplicate => Run::Duplicate(number * self.run),
-                _ if number < duplicate + stray => {
-                    Run::Stray(duplicate * self.run + number - duplicate, order.number(!number) % self.run)
-                }
-                _ => Run::Own,
+                _ if number < duplicate => MixtureRun::Duplicate(number * self.run_pages),
+                _ if number < duplicate + stray => MixtureRun::UniqueButOne(
+                    duplicate * self.run_pages + number - duplicate,
+                    order.random_number(!number) % self.run_pages,
+                ),
+                _ => MixtureRun::Unique,
             })
             .collect();
         // R. Durstenfeld, "Algorithm 235: Random permutation", CACM 1964.
         for last in (1..runs.len()).rev() {
-            runs.swap(last, (order.number(last as u64) % (last as u64 + 1)) as usize);
+            runs.swap(last, (order.random_number(last as u64) % (last as u64 + 1)) as usize);
         }
         runs
     }
 
     /// Fill memory of `pages` pages.
     pub fn fill(&self, memory: &mut [u8], page_size: usize, seed: &str, salt: &str) {
-        let (shared, own) = (Origin::of(&["mixture", seed]), Origin::of(&[salt, "own"]));
-        let run_bytes = self.run as usize * page_size;
+        let (shared, own) = (ContentOrigin::from_names(&["mixture", seed]), ContentOrigin::from_names(&[salt, "own"]));
+        let run_bytes = self.run_pages as usize * page_size;
         let mut numbers = 0..;
-        for (run, bytes) in self.runs(salt).into_iter().zip(memory.chunks_mut(run_bytes)) {
+        for (run, bytes) in self.run_order(salt).into_iter().zip(memory.chunks_mut(run_bytes)) {
             for (i, page) in (0..).zip(bytes.chunks_mut(page_size)) {
                 let number = numbers.next().expect("numbers do not end");
                 match run {
-                    Run::Duplicate(first) => shared.write(page, first + i),
-                    Run::Stray(content, place) if place == i => shared.write(page, content),
-                    Run::Stray(..) | Run::Own => own.write(page, number),
+                    MixtureRun::Duplicate(first) => shared.fill_page(page, first + i),
+                    MixtureRun::UniqueButOne(content, place) if place == i => shared.fill_page(page, content),
+                    MixtureRun::UniqueButOne(..) | MixtureRun::Unique => own.fill_page(page, number),
                 }
             }
         }
@@ -90,7 +91,7 @@ impl Mixture {
 
 /// A number that changes with every bit of memory: the words, weighted by the powers of an odd number.
 #[must_use]
-pub fn checksum(memory: &[u8]) -> u64 {
+pub fn memory_checksum(memory: &[u8]) -> u64 {
     let word = |bytes: &[u8; 8]| u64::from_ne_bytes(*bytes);
     memory
         .as_chunks::<8>()
@@ -104,24 +105,28 @@ mod tests {
     use super::*;
     use std::collections::{HashMap, HashSet};
 
-    const PAGE: usize = 64;
+    const PAGE_BYTES: usize = 64;
 
-    fn filled(mixture: &Mixture, salt: &str) -> Vec<u8> {
-        let mut memory = vec![0; mixture.pages as usize * PAGE];
-        mixture.fill(&mut memory, PAGE, "seed", salt);
+    fn filled_memory(mixture: &Mixture, salt: &str) -> Vec<u8> {
+        let mut memory = vec![0; mixture.pages as usize * PAGE_BYTES];
+        mixture.fill(&mut memory, PAGE_BYTES, "seed", salt);
         memory
     }
 
     #[test]
-    fn processes_have_in_common_exactly_what_the_mixture_says() {
+    fn processes_share_exactly_the_mixture_duplicates() {
         let shapes = [(1024, 16, 0.1, 0.0), (1024, 1, 0.1, 0.0), (512, 64, 0.95, 0.0), (1024, 32, 0.06, 0.45)];
         for (pages, run, duplicate, stray) in shapes {
-            let mixture = Mixture { pages, run, duplicate, stray };
-            let memories = ["a", "b", "c"].map(|salt| filled(&mixture, salt));
+            let mixture = Mixture { pages, run_pages: run, duplicate_share: duplicate, stray_share: stray };
+            let memories = ["a", "b", "c"].map(|salt| filled_memory(&mixture, salt));
             let mut holders: HashMap<&[u8], HashSet<usize>> = HashMap::new();
             for (process, memory) in memories.iter().enumerate() {
-                assert_eq!(memory.chunks(PAGE).collect::<HashSet<_>>().len() as u64, pages, "no copies within one");
-                memory.chunks(PAGE).for_each(|page| {
+                assert_eq!(
+                    memory.chunks(PAGE_BYTES).collect::<HashSet<_>>().len() as u64,
+                    pages,
+                    "no copies within one"
+                );
+                memory.chunks(PAGE_BYTES).for_each(|page| {
                     holders.entry(page).or_default().insert(process);
                 });
             }
@@ -131,17 +136,18 @@ mod tests {
     }
 
     #[test]
-    fn duplicates_lie_elsewhere_in_each_process() {
-        let mixture = Mixture { pages: 4096, run: 64, duplicate: 0.3, stray: 0.0 };
-        assert_ne!(mixture.runs("a"), mixture.runs("b"));
-        assert_eq!(mixture.runs("a").iter().filter(|run| **run != Run::Own).count(), 19);
+    fn duplicates_have_different_offsets_per_process() {
+        let mixture = Mixture { pages: 4096, run_pages: 64, duplicate_share: 0.3, stray_share: 0.0 };
+        assert_ne!(mixture.run_order("a"), mixture.run_order("b"));
+        assert_eq!(mixture.run_order("a").iter().filter(|run| **run != MixtureRun::Unique).count(), 19);
     }
 
     #[test]
-    fn a_changed_bit_changes_the_checksum() {
-        let mut memory = filled(&Mixture { pages: 8, run: 4, duplicate: 0.5, stray: 0.0 }, "a");
-        let before = checksum(&memory);
+    fn bit_flip_changes_the_checksum() {
+        let mut memory =
+            filled_memory(&Mixture { pages: 8, run_pages: 4, duplicate_share: 0.5, stray_share: 0.0 }, "a");
+        let before = memory_checksum(&memory);
         memory[300] ^= 1;
-        assert_ne!(checksum(&memory), before);
+        assert_ne!(memory_checksum(&memory), before);
     }
 }

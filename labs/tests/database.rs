@@ -9,8 +9,8 @@
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagefold_host::act::NOT_MAPPED;
-use pagefold_labs::ksm::Ksm;
+use pagefold_host::action::NOT_MAPPED_REASON;
+use pagefold_labs::ksm::KsmTestGuard;
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::unix::fs::chown;
@@ -22,11 +22,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const LAB: &str = env!("CARGO_BIN_EXE_pagefold-lab");
-const CYCLES: u32 = 60;
+const SQLITE_CYCLES: u32 = 60;
 
 /// Each row lies in a page of the database of its own, which holds whole pages of memory with zeros in them: these
 /// merge, and a transaction that moves something writes to them.
-const SCHEMA: &str = "\
+const SQLITE_SETUP: &str = "\
 PRAGMA page_size = 65536;
 PRAGMA journal_mode = MEMORY;
 PRAGMA synchronous = OFF;
@@ -36,40 +36,40 @@ WITH RECURSIVE number(n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM number WHERE n
 SELECT 'ready';
 ";
 
-const CHECK: &str = "\
+const SQLITE_CHECK: &str = "\
 PRAGMA integrity_check;
 SELECT sum(balance), sum(moves), count(*) FROM account;
 SELECT count(*) FROM account WHERE padding <> zeroblob(50000);
 ";
 
-fn merging(pid: u32) -> u64 {
+fn count_merged_pages(pid: u32) -> u64 {
     // Page tables, not `ksm_merging_pages`, which says what ksmd saw last.
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it runs");
     let line = text.lines().find_map(|line| line.strip_prefix("KSM:")).expect("a kernel from 6.6 on");
     line.trim().trim_end_matches(" kB").trim().parse::<u64>().expect("a number") / 4
 }
 
-fn advise(pid: u32, what: &str) {
-    let output = Command::new(LAB).args(["advise", &pid.to_string(), what]).output().expect("the lab runs");
+fn advise(pid: u32, advice: &str) {
+    let output = Command::new(LAB).args(["advise", &pid.to_string(), advice]).output().expect("the lab runs");
     let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success() && !said.contains("missed"), "{what}: {output:?}");
+    assert!(output.status.success() && !said.contains("missed"), "{advice}: {output:?}");
 }
 
 /// KSM, with ksmd merging without a pause; `None` says why the test is skipped.
-fn merging_hard() -> Option<Ksm> {
-    let ksm = Ksm::take().inspect_err(|why| println!("skipped: {why}")).ok()?;
+fn start_merging_without_pause() -> Option<KsmTestGuard> {
+    let ksm = KsmTestGuard::acquire().inspect_err(|why| println!("skipped: {why}")).ok()?;
     for (name, value) in [("use_zero_pages", 0), ("pages_to_scan", 20_000), ("sleep_millisecs", 0), ("run", 1)] {
-        ksm.set(name, value);
+        ksm.write_setting(name, value);
     }
     Some(ksm)
 }
 
 #[test]
-fn a_database_that_is_enrolled_and_withdrawn_at_work_stays_whole() {
+fn sqlite_survives_enroll_unenroll_cycles() {
     if Command::new("sqlite3").arg("--version").output().is_err() {
         return println!("skipped: needs sqlite3 (`sudo make setup`)");
     }
-    let Some(_ksm) = merging_hard() else { return };
+    let Some(_ksm) = start_merging_without_pause() else { return };
     let folder = tempfile::tempdir().unwrap();
     let mut database = Command::new("sqlite3")
         .arg("-bail")
@@ -80,7 +80,7 @@ fn a_database_that_is_enrolled_and_withdrawn_at_work_stays_whole() {
         .unwrap();
     let pid = database.id();
     let (mut input, mut output) = (database.stdin.take().unwrap(), database.stdout.take().unwrap());
-    input.write_all(SCHEMA.as_bytes()).unwrap();
+    input.write_all(SQLITE_SETUP.as_bytes()).unwrap();
     // The mode of the journal comes first.
     let mut ready = [0; "memory\nready\n".len()];
     output.read_exact(&mut ready).unwrap();
@@ -97,23 +97,23 @@ fn a_database_that_is_enrolled_and_withdrawn_at_work_stays_whole() {
                 writeln!(input, "BEGIN; {} {} COMMIT;", step(from, -1), step(to, 1)).expect("it takes statements");
                 moves += 1;
             }
-            input.write_all(CHECK.as_bytes()).expect("it takes statements");
+            input.write_all(SQLITE_CHECK.as_bytes()).expect("it takes statements");
             drop(input);
             moves
         });
         let cycles = || {
-            for cycle in 0..CYCLES {
+            for cycle in 0..SQLITE_CYCLES {
                 advise(pid, "mergeable");
                 let started = Instant::now();
-                while merging(pid) == 0 {
+                while count_merged_pages(pid) == 0 {
                     if started.elapsed() > Duration::from_secs(60) {
                         return Err(format!("cycle {cycle}: nothing merges"));
                     }
                     thread::sleep(Duration::from_millis(1));
                 }
                 advise(pid, "unmergeable");
-                if merging(pid) > 0 {
-                    return Err(format!("cycle {cycle}: {} pages are merged still", merging(pid)));
+                if count_merged_pages(pid) > 0 {
+                    return Err(format!("cycle {cycle}: {} pages are merged still", count_merged_pages(pid)));
                 }
             }
             Ok(())
@@ -127,27 +127,27 @@ fn a_database_that_is_enrolled_and_withdrawn_at_work_stays_whole() {
     let mut said = String::new();
     output.read_to_string(&mut said).unwrap();
     assert!(database.wait().unwrap().success(), "{said}");
-    assert!(moves > u64::from(CYCLES), "it was at work: {moves}");
+    assert!(moves > u64::from(SQLITE_CYCLES), "it was at work: {moves}");
     assert_eq!(said, format!("ok\n64000|{}|64\n0\n", 2 * moves));
 }
 
 /// Who runs the server, which refuses root: `nobody`.
-const NOBODY: u32 = 65534;
+const NOBODY_UID: u32 = 65534;
 
 /// Cycles of one visit to a process of the server, and of the short form in all.
-const AT_ONCE: u64 = 5;
-const SHORT: u64 = 50;
+const CYCLES_PER_VISIT: u64 = 5;
+const DEFAULT_POSTGRES_CYCLES: u64 = 50;
 
 /// A PostgreSQL server with a database of its own. Dropped while it runs, it is ended at once.
 struct Postgres {
-    programs: PathBuf,
+    program_directory: PathBuf,
     folder: tempfile::TempDir,
     server: Child,
 }
 
 impl Postgres {
     /// The newest version's programs that Debian has installed.
-    fn programs() -> Option<PathBuf> {
+    fn find_program_directory() -> Option<PathBuf> {
         let versions = fs::read_dir("/usr/lib/postgresql").ok()?.flatten().map(|version| version.path().join("bin"));
         let number = |path: &PathBuf| path.parent()?.file_name()?.to_str()?.parse::<u32>().ok();
         versions.filter(|path| path.join("pg_amcheck").exists()).max_by_key(number)
@@ -155,9 +155,9 @@ impl Postgres {
 
     fn start(programs: PathBuf) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        chown(folder.path(), Some(NOBODY), Some(NOBODY)).expect("root may");
+        chown(folder.path(), Some(NOBODY_UID), Some(NOBODY_UID)).expect("root may");
         let command = |program| Self::command(&programs, &folder, program);
-        said(command("initdb").args(["--data-checksums", "--auth=trust", "--no-sync", "--username=postgres"]));
+        run_checked(command("initdb").args(["--data-checksums", "--auth=trust", "--no-sync", "--username=postgres"]));
         let log = File::create(folder.path().join("log")).expect("a file");
         let socket = format!("unix_socket_directories={}", folder.path().display());
         let server = command("postgres")
@@ -165,10 +165,10 @@ impl Postgres {
             .stderr(log)
             .spawn()
             .expect("it starts");
-        let postgres = Self { programs, folder, server };
+        let postgres = Self { program_directory: programs, folder, server };
         let started = Instant::now();
-        while !postgres.log().contains("ready to accept connections") {
-            assert!(started.elapsed() < Duration::from_secs(60), "{}", postgres.log());
+        while !postgres.read_log().contains("ready to accept connections") {
+            assert!(started.elapsed() < Duration::from_secs(60), "{}", postgres.read_log());
             thread::sleep(Duration::from_millis(10));
         }
         postgres
@@ -176,17 +176,17 @@ impl Postgres {
 
     fn command(programs: &std::path::Path, folder: &tempfile::TempDir, program: &str) -> Command {
         let mut command = Command::new(programs.join(program));
-        command.uid(NOBODY).gid(NOBODY).current_dir(folder.path()).stdin(Stdio::null());
+        command.uid(NOBODY_UID).gid(NOBODY_UID).current_dir(folder.path()).stdin(Stdio::null());
         command.env("PGDATA", folder.path().join("data")).env("PGHOST", folder.path());
         command.env("PGUSER", "postgres").env("PGDATABASE", "postgres");
         command
     }
 
-    fn program(&self, program: &str) -> Command {
-        Self::command(&self.programs, &self.folder, program)
+    fn command_of(&self, program: &str) -> Command {
+        Self::command(&self.program_directory, &self.folder, program)
     }
 
-    fn log(&self) -> String {
+    fn read_log(&self) -> String {
         fs::read_to_string(self.folder.path().join("log")).expect("its log")
     }
 
@@ -195,7 +195,7 @@ impl Postgres {
     }
 
     /// Its processes but the first.
-    fn backends(&self) -> Vec<u32> {
+    fn backend_pids(&self) -> Vec<u32> {
         let pid = self.server.id();
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).expect("it runs");
         children.split_whitespace().map(|pid| pid.parse().expect("a number")).collect()
@@ -212,21 +212,21 @@ impl Drop for Postgres {
 }
 
 /// What a program says that has to succeed.
-fn said(command: &mut Command) -> String {
+fn run_checked(command: &mut Command) -> String {
     let output = command.output().expect("it starts");
     assert!(output.status.success(), "{command:?}: {output:?}");
     String::from_utf8(output.stdout).expect("text")
 }
 
 /// Merged pages that got copies of their own, for a write or a withdrawal, since boot.
-fn copies() -> u64 {
+fn count_cow_ksm() -> u64 {
     let vmstat = fs::read_to_string("/proc/vmstat").expect("vmstat");
     let copies = vmstat.lines().find_map(|line| line.strip_prefix("cow_ksm "));
     copies.expect("a kernel from 5.19 on").parse().expect("a number")
 }
 
 /// Enrol and withdraw a process of the server some times; not all of them if it ends meanwhile.
-fn visit(pid: u32) -> bool {
+fn enroll_and_unenroll(pid: u32) -> bool {
     // When it started, while it lives: it may have ended and not be reaped yet.
     let start = || {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
@@ -235,13 +235,13 @@ fn visit(pid: u32) -> bool {
     };
     let before = start();
     let output = Command::new(LAB)
-        .args(["advise", &pid.to_string(), "mergeable", "--cycles", &AT_ONCE.to_string(), "--pause", "8"])
+        .args(["advise", &pid.to_string(), "mergeable", "--cycles", &CYCLES_PER_VISIT.to_string(), "--pause", "8"])
         .output()
         .expect("the lab runs");
     if output.status.success() {
         let said = String::from_utf8_lossy(&output.stdout);
         // Memory comes and goes while a query runs.
-        let refused = said.lines().find(|line| line.starts_with("missed ") && !line.contains(NOT_MAPPED));
+        let refused = said.lines().find(|line| line.starts_with("missed ") && !line.contains(NOT_MAPPED_REASON));
         assert_eq!(refused, None, "process {pid}");
         return true;
     }
@@ -256,19 +256,20 @@ fn visit(pid: u32) -> bool {
 }
 
 #[test]
-fn a_server_under_load_whose_processes_are_enrolled_and_withdrawn_stays_whole() {
-    let Some(programs) = Postgres::programs() else {
+fn a_server_survives_enroll_unenroll_cycles() {
+    let Some(programs) = Postgres::find_program_directory() else {
         return println!("skipped: needs PostgreSQL, from 14 on (`sudo make setup`)");
     };
-    let Some(_ksm) = merging_hard() else { return };
-    let wanted = std::env::var("PAGEFOLD_SOAK_CYCLES").map_or(SHORT, |text| text.parse().expect("a number"));
+    let Some(_ksm) = start_merging_without_pause() else { return };
+    let wanted =
+        std::env::var("PAGEFOLD_SOAK_CYCLES").map_or(DEFAULT_POSTGRES_CYCLES, |text| text.parse().expect("a number"));
     let mut postgres = Postgres::start(programs);
-    said(postgres.program("pgbench").args(["--initialize", "--scale=3", "--quiet"]));
-    let copies_before = copies();
+    run_checked(postgres.command_of("pgbench").args(["--initialize", "--scale=3", "--quiet"]));
+    let copies_before = count_cow_ksm();
     let (mut cycles, mut ended, mut transactions) = (0, 0, 0);
     while cycles < wanted {
         // Without its vacuum, which empties the history that the balances are held against.
-        let mut load = postgres.program("pgbench");
+        let mut load = postgres.command_of("pgbench");
         let mut load = load
             .args(["--no-vacuum", "-c", "4", "-j", "2", "-T", "3"])
             .stdout(Stdio::piped())
@@ -276,24 +277,24 @@ fn a_server_under_load_whose_processes_are_enrolled_and_withdrawn_stays_whole() 
             .spawn()
             .expect("pgbench starts");
         while cycles < wanted && load.try_wait().expect("its status").is_none() {
-            for pid in postgres.backends() {
+            for pid in postgres.backend_pids() {
                 if cycles >= wanted {
                     break;
                 }
-                if visit(pid) {
-                    cycles += AT_ONCE;
+                if enroll_and_unenroll(pid) {
+                    cycles += CYCLES_PER_VISIT;
                 } else {
                     ended += 1;
                 }
             }
         }
         let output = load.wait_with_output().expect("its output");
-        assert!(output.status.success(), "{output:?}\n{}", postgres.log());
+        assert!(output.status.success(), "{output:?}\n{}", postgres.read_log());
         let text = String::from_utf8_lossy(&output.stdout);
         let done = text.lines().find_map(|line| line.strip_prefix("number of transactions actually processed: "));
         transactions += done.expect("a count").parse::<u64>().expect("a number");
     }
-    let copied = copies() - copies_before;
+    let copied = count_cow_ksm() - copies_before;
     println!("{cycles} cycles, {transactions} transactions, {ended} processes that ended meanwhile, {copied} copies");
     assert!(transactions > 0 && copied > 0, "nothing was at work, or nothing merged");
 
@@ -301,13 +302,13 @@ fn a_server_under_load_whose_processes_are_enrolled_and_withdrawn_stays_whole() 
     let balanced = "select (select sum(abalance) from pgbench_accounts) = (select sum(delta) from pgbench_history) \
                     and (select sum(tbalance) from pgbench_tellers) = (select sum(bbalance) from pgbench_branches) \
                     and (select sum(tbalance) from pgbench_tellers) = (select sum(delta) from pgbench_history)";
-    assert_eq!(said(postgres.program("psql").args(["-X", "-q", "-t", "-A", "-c", balanced])), "t\n");
-    said(postgres.program("pg_amcheck").args(["--install-missing", "--heapallindexed", "postgres"]));
+    assert_eq!(run_checked(postgres.command_of("psql").args(["-X", "-q", "-t", "-A", "-c", balanced])), "t\n");
+    run_checked(postgres.command_of("pg_amcheck").args(["--install-missing", "--heapallindexed", "postgres"]));
     postgres.signal(Signal::SIGINT);
     let status = postgres.server.wait().expect("its end");
-    let log = postgres.log();
+    let log = postgres.read_log();
     let bad = ["PANIC", "FATAL", "terminated by signal"];
     assert!(status.success() && !bad.iter().any(|bad| log.contains(bad)), "{status}: {log}");
-    let checked = said(postgres.program("pg_checksums").arg("--check"));
+    let checked = run_checked(postgres.command_of("pg_checksums").arg("--check"));
     assert!(checked.lines().any(|line| line.split_whitespace().eq(["Bad", "checksums:", "0"])), "{checked}");
 }

@@ -6,15 +6,15 @@ use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::Command;
 
-const NOBODY: u32 = 65534;
+const NOBODY_UID: u32 = 65534;
 
-fn succeeds(command: &mut Command) {
+fn run_checked(command: &mut Command) {
     let status = command.status().expect("it is there");
     assert!(status.success(), "{command:?}: {status}");
 }
 
 #[test]
-fn a_user_is_shown_what_merging_saves_in_a_simulation() {
+fn demo_simulation_reports_savings_without_root() {
     let tests = std::env::current_exe().expect("a test is a program");
     let target = tests.parent().and_then(Path::parent).expect("target/PROFILE/deps");
     let library = target.join("libpagefold_engine.so");
@@ -33,8 +33,8 @@ fn a_user_is_shown_what_merging_saves_in_a_simulation() {
     fs::copy(library, built.join("release/libpagefold_engine.so")).unwrap();
     let mut copy = Command::new("cp");
     copy.args(["-r", "--parents", "labs/demo.sh", "labs/hera", "crates/engine/include"]).arg(folder.path());
-    succeeds(copy.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")));
-    succeeds(Command::new("chmod").args(["-R", "a+rX"]).arg(folder.path()));
+    run_checked(copy.current_dir(Path::new(env!("CARGO_MANIFEST_DIR")).join("..")));
+    run_checked(Command::new("chmod").args(["-R", "a+rX"]).arg(folder.path()));
 
     let mut demo = Command::new(folder.path().join("labs/demo.sh"));
     // A tiny case in which all is merged that can be.
@@ -43,8 +43,8 @@ fn a_user_is_shown_what_merging_saves_in_a_simulation() {
     let path = std::env::var("PATH").expect("programs are found");
     demo.env("PATH", format!("{}:{path}", programs.display())).env("CARGO_TARGET_DIR", &built);
     if rustix::process::geteuid().is_root() {
-        chown(&built, Some(NOBODY), Some(NOBODY)).unwrap();
-        demo.uid(NOBODY).gid(NOBODY);
+        chown(&built, Some(NOBODY_UID), Some(NOBODY_UID)).unwrap();
+        demo.uid(NOBODY_UID).gid(NOBODY_UID);
     }
     let output = demo.output().unwrap();
     let (told, complaints) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));

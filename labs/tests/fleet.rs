@@ -7,14 +7,14 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use pagefold_labs::assets::Assets;
-use pagefold_labs::client::{Lab, ask, binary};
-use pagefold_labs::lines::Guest;
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::client::{RunningLab, lab_binary, query_guest};
+use pagefold_labs::output_lines::GuestLine;
 use rustix::process::{Pid, Signal};
 
 /// Whether this machine can run guests; says why not.
-fn skipped() -> bool {
-    let missing = Assets::find(&Assets::directory()).err();
+fn is_skipped() -> bool {
+    let missing = GuestAssets::find(&GuestAssets::default_directory()).err();
     if let Some(why) = &missing {
         println!("skipped: {why}");
     }
@@ -23,23 +23,23 @@ fn skipped() -> bool {
 
 /// When a process started, in clock ticks after boot: with its number, who it is. `None` when it has ended, be it that
 /// nobody has waited for it yet.
-fn started(pid: u32) -> Option<String> {
+fn start_time(pid: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is in parentheses and may contain anything; the third is the state, the 22nd the time.
     let fields: Vec<_> = stat.rsplit_once(')')?.1.split_whitespace().collect();
     if fields[0] == "Z" { None } else { Some(fields[19].to_owned()) }
 }
 
-fn wait_until(what: &str, mut holds: impl FnMut() -> bool) {
+fn wait_until(event: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);
     while !holds() {
-        assert!(Instant::now() < deadline, "it never came to be: {what}");
+        assert!(Instant::now() < deadline, "it never came to be: {event}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
 /// The flags of the VMA that holds a guest's memory: the only one of exactly that size.
-fn memory_flags(guest: &Guest) -> Vec<String> {
+fn memory_flags(guest: &GuestLine) -> Vec<String> {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", guest.pid)).unwrap();
     let size = (guest.memory_mib * 1024).to_string();
     let mut lines = smaps.lines();
@@ -51,12 +51,12 @@ fn memory_flags(guest: &Guest) -> Vec<String> {
 }
 
 #[test]
-fn two_guests_hold_their_data_and_are_gone_afterwards() {
-    if skipped() {
+fn guests_hold_their_data_and_end_with_the_lab() {
+    if is_skipped() {
         return;
     }
     let arguments = ["--guests", "2", "--memory", "96", "--same", "4", "--own", "3", "--names", "pair"];
-    let lab = Lab::fleet(&arguments).unwrap();
+    let lab = RunningLab::start_fleet(&arguments).unwrap();
     let guests = lab.lines().to_vec();
     let names: Vec<_> = guests.iter().map(|guest| guest.name.as_str()).collect();
     assert_eq!(names, ["pair-0", "pair-1"]);
@@ -66,8 +66,11 @@ fn two_guests_hold_their_data_and_are_gone_afterwards() {
             let command = fs::read_to_string(format!("/proc/{}/cmdline", guest.pid)).unwrap();
             assert!(command.contains(&format!("\0-name\0{}\0", guest.name)), "{command:?}");
             assert!(memory_flags(guest).contains(&"mg".to_owned()), "its memory is mergeable");
-            assert_eq!(ask(guest, "stat -c %s /data/same /data/own").unwrap(), format!("{}\n{}\n", 4 << 20, 3 << 20));
-            ["sha1sum /data/same", "sha1sum /data/own"].map(|line| ask(guest, line).unwrap())
+            assert_eq!(
+                query_guest(guest, "stat -c %s /data/same /data/own").unwrap(),
+                format!("{}\n{}\n", 4 << 20, 3 << 20)
+            );
+            ["sha1sum /data/same", "sha1sum /data/own"].map(|line| query_guest(guest, line).unwrap())
         })
         .collect();
     assert_eq!(sums[0][0], sums[1][0]);
@@ -87,12 +90,12 @@ fn two_guests_hold_their_data_and_are_gone_afterwards() {
 }
 
 #[test]
-fn a_command_runs_beside_the_fleet_and_its_exit_code_is_the_labs() {
-    if skipped() {
+fn lab_returns_exit_code_of_its_command() {
+    if is_skipped() {
         return;
     }
     let script = r#"echo "$PAGEFOLD_FLEET_PIDS"; ls "$PAGEFOLD_FLEET_DIR"; kill -0 $PAGEFOLD_FLEET_PIDS && exit 7"#;
-    let output = Command::new(binary().unwrap())
+    let output = Command::new(lab_binary().unwrap())
         .args(["fleet", "--guests", "1", "--memory", "96", "--same", "1", "--own", "1", "--no-mem-merge", "--"])
         .args(["sh", "-c", script])
         .output()
@@ -106,14 +109,14 @@ fn a_command_runs_beside_the_fleet_and_its_exit_code_is_the_labs() {
 }
 
 #[test]
-fn no_guest_outlives_a_lab_that_is_killed_or_interrupted() {
-    if skipped() {
+fn guests_end_when_the_lab_is_killed() {
+    if is_skipped() {
         return;
     }
     for (signal, code) in [(Signal::KILL, None), (Signal::TERM, Some(143))] {
         // A lab that is killed leaves its directory of sockets.
         let temporary = tempfile::tempdir().unwrap();
-        let mut lab = Command::new(binary().unwrap())
+        let mut lab = Command::new(lab_binary().unwrap())
             .args(["fleet", "--guests", "1", "--memory", "96", "--same", "1", "--own", "1"])
             .env("TMPDIR", temporary.path())
             .stdin(Stdio::piped())
@@ -133,16 +136,16 @@ fn no_guest_outlives_a_lab_that_is_killed_or_interrupted() {
             })
         });
         let guest = guest.unwrap();
-        let identity = started(guest).unwrap();
+        let identity = start_time(guest).unwrap();
         rustix::process::kill_process(Pid::from_raw(lab.id().cast_signed()).unwrap(), signal).unwrap();
         assert_eq!(lab.wait().unwrap().code(), code);
-        wait_until("the guest is gone", || started(guest).as_ref() != Some(&identity));
+        wait_until("the guest is gone", || start_time(guest).as_ref() != Some(&identity));
     }
 }
 
 #[test]
-fn fleets_that_cannot_be_are_refused_before_anything_is_started() {
-    if skipped() {
+fn impossible_fleets_are_rejected_before_start() {
+    if is_skipped() {
         return;
     }
     for (arguments, reason) in [
@@ -151,7 +154,8 @@ fn fleets_that_cannot_be_are_refused_before_anything_is_started() {
         (["--names", "a,b"], "letters, digits"),
         (["--assets", "/nowhere"], "run labs/setup.sh"),
     ] {
-        let output = Command::new(binary().unwrap()).args(["fleet", "--guests", "1"]).args(arguments).output().unwrap();
+        let output =
+            Command::new(lab_binary().unwrap()).args(["fleet", "--guests", "1"]).args(arguments).output().unwrap();
         let message = String::from_utf8(output.stderr).unwrap();
         assert_eq!(output.status.code(), Some(2), "{message}");
         assert!(message.contains(reason) && !message.contains("booting"), "{message}");

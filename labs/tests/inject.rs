@@ -12,8 +12,8 @@ use nix::sys::ptrace;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use pagefold_host::Host;
-use pagefold_labs::client::{self, Lab};
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::client::{self, RunningLab};
+use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_linux::LiveHost;
 use std::fs;
 use std::io::Read;
@@ -27,21 +27,21 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// `pagefold-lab`, wherever these tests run.
-fn lab() -> PathBuf {
-    client::binary().expect("cargo has built it")
+fn lab_binary() -> PathBuf {
+    client::lab_binary().expect("cargo has built it")
 }
 
 /// Where programs are made, or, if `PAGEFOLD_TARGETS` says where, lie made for a machine that has no compiler.
-fn targets() -> (PathBuf, bool) {
+fn target_directory() -> (PathBuf, bool) {
     let made = std::env::var_os("PAGEFOLD_TARGETS").map(PathBuf::from);
     (made.clone().unwrap_or_else(|| env!("CARGO_TARGET_TMPDIR").into()), made.is_some())
 }
 
 /// The program, dynamically or statically linked; nothing if it cannot be had.
-fn program(kind: &str) -> Option<PathBuf> {
+fn build_target(kind: &str) -> Option<PathBuf> {
     static PROGRAMS: OnceLock<[Option<PathBuf>; 2]> = OnceLock::new();
     let build = |name: &str, more: &[&str]| {
-        let (directory, made) = targets();
+        let (directory, made) = target_directory();
         if made {
             return Some(directory.join(name)).filter(|file| file.exists());
         }
@@ -60,12 +60,12 @@ fn program(kind: &str) -> Option<PathBuf> {
 }
 
 /// Whether these tests can run; says why not.
-fn possible() -> bool {
+fn can_run() -> bool {
     let why = if !nix::unistd::geteuid().is_root() {
         "needs root: a container may forbid its users to trace"
     } else if !cfg!(any(target_arch = "x86_64", target_arch = "aarch64")) {
         "the targets are written for x86-64 and 64-bit Arm"
-    } else if program("dynamic").is_none() {
+    } else if build_target("dynamic").is_none() {
         "needs a C compiler"
     } else if !Path::new("/sys/kernel/mm/ksm").exists() {
         "this kernel has no KSM"
@@ -77,7 +77,7 @@ fn possible() -> bool {
 }
 
 /// Whether what is left of a time limit is known when a call is stopped; says so if not.
-fn limits_are_kept() -> bool {
+fn timeouts_survive_stops() -> bool {
     let kept = cfg!(target_arch = "x86_64");
     if !kept {
         println!("skipped: this processor's kernel does not tell why it winds a call back, which then begins anew");
@@ -86,22 +86,22 @@ fn limits_are_kept() -> bool {
 }
 
 /// A program that checks itself.
-struct Victim {
+struct SelfCheckingTarget {
     child: Child,
-    output: Option<std::process::ChildStdout>,
+    stdout: Option<std::process::ChildStdout>,
 }
 
-impl Victim {
+impl SelfCheckingTarget {
     /// In one of the states of `states.c`, entered.
     fn start(state: &str) -> Self {
-        Self::of(&program("dynamic").expect("a compiler"), state)
+        Self::start_program(&build_target("dynamic").expect("a compiler"), state)
     }
 
-    fn of(program: &Path, state: &str) -> Self {
-        Self::by(Command::new(program), state)
+    fn start_program(program: &Path, state: &str) -> Self {
+        Self::start_command(Command::new(program), state)
     }
 
-    fn by(mut program: Command, state: &str) -> Self {
+    fn start_command(mut program: Command, state: &str) -> Self {
         let mut child =
             program.arg(state).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("the target starts");
         let mut output = child.stdout.take().expect("piped");
@@ -110,13 +110,13 @@ impl Victim {
         if &said != b"READY\n" {
             let mut rest = String::new();
             output.read_to_string(&mut rest).expect("why it is not");
-            panic!("{state}: {}{rest}", text(&said));
+            panic!("{state}: {}{rest}", lossy_text(&said));
         }
         // It says so right before it enters the state.
         thread::sleep(Duration::from_millis(10));
-        let victim = Self { child, output: Some(output) };
-        if WAITING.contains(&state) {
-            eventually("it waits", || victim.status("State").starts_with('S'));
+        let victim = Self { child, stdout: Some(output) };
+        if SLEEPING_STATES.contains(&state) {
+            wait_until("it waits", || victim.status_field("State").starts_with('S'));
         }
         victim
     }
@@ -125,30 +125,30 @@ impl Victim {
         self.child.id()
     }
 
-    fn signal(&self, signal: Signal) {
+    fn send_signal(&self, signal: Signal) {
         kill(Pid::from_raw(self.pid().cast_signed()), signal).expect("it lives");
     }
 
     /// A line of its status.
-    fn status(&self, field: &str) -> String {
+    fn status_field(&self, field: &str) -> String {
         let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("it lives");
         let line = status.lines().find_map(|line| line.strip_prefix(field)).expect("a field of the status");
         line.trim_start_matches(':').trim().to_owned()
     }
 
     /// Have it finish and check itself.
-    fn finish(mut self) -> String {
-        self.signal(Signal::SIGUSR1);
+    fn finish_and_check(mut self) -> String {
+        self.send_signal(Signal::SIGUSR1);
         drop(self.child.stdin.take());
         let mut said = String::new();
-        self.output.take().expect("taken once").read_to_string(&mut said).expect("its output");
+        self.stdout.take().expect("taken once").read_to_string(&mut said).expect("its output");
         let status = self.child.wait().expect("its end");
         assert!(status.success() && said.contains("OK\n"), "{status}: {said}");
         said
     }
 }
 
-impl Drop for Victim {
+impl Drop for SelfCheckingTarget {
     fn drop(&mut self) {
         // Whatever a failed test left. Ours until it is waited for.
         let _ = self.child.kill();
@@ -157,52 +157,52 @@ impl Drop for Victim {
 }
 
 /// Run `pagefold-lab advise` on a process.
-fn advise(pid: u32, arguments: &[&str], fault: &str) -> Output {
-    let mut command = Command::new(lab());
+fn run_advise(pid: u32, arguments: &[&str], fault_point: &str) -> Output {
+    let mut command = Command::new(lab_binary());
     command.args(["advise", &pid.to_string()]).args(arguments);
-    if !fault.is_empty() {
-        command.env("PAGEFOLD_FAULT_POINT", fault);
+    if !fault_point.is_empty() {
+        command.env("PAGEFOLD_FAULT_POINT", fault_point);
     }
     command.output().expect("the lab runs")
 }
 
-fn text(bytes: &[u8]) -> String {
+fn lossy_text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
 /// Advise, and expect it to be done.
-fn done(pid: u32, arguments: &[&str]) -> String {
-    let output = advise(pid, arguments, "");
-    assert!(output.status.success(), "{arguments:?}: {}", text(&output.stderr));
-    text(&output.stdout)
+fn advise_successfully(pid: u32, arguments: &[&str]) -> String {
+    let output = run_advise(pid, arguments, "");
+    assert!(output.status.success(), "{arguments:?}: {}", lossy_text(&output.stderr));
+    lossy_text(&output.stdout)
 }
 
 /// Advise, and expect a refusal.
-fn refused(pid: u32, arguments: &[&str]) -> String {
-    let output = advise(pid, arguments, "");
-    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stdout));
-    text(&output.stderr)
+fn advise_expecting_refusal(pid: u32, arguments: &[&str]) -> String {
+    let output = run_advise(pid, arguments, "");
+    assert_eq!(output.status.code(), Some(2), "{}", lossy_text(&output.stdout));
+    lossy_text(&output.stderr)
 }
 
-fn enrolled(pid: u32) -> usize {
+fn count_enrolled_regions(pid: u32) -> usize {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("smaps");
     smaps.lines().filter(|line| line.starts_with("VmFlags:") && line.contains(" mg")).count()
 }
 
 /// Wait until something holds, at most for seconds.
-fn eventually(what: &str, holds: impl Fn() -> bool) {
+fn wait_until(condition: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !holds() {
-        assert!(Instant::now() < deadline, "{what}");
+        assert!(Instant::now() < deadline, "{condition}");
         thread::sleep(Duration::from_millis(1));
     }
 }
 
 /// In these the main thread sleeps.
-const WAITING: &[&str] =
+const SLEEPING_STATES: &[&str] =
     &["sleep", "futex", "without_vdso", "pipe", "receive", "epoll", "epoll_again", "epoll_beside", "ppoll", "poll"];
 
-const STATES: &[&str] = &[
+const TARGET_STATES: &[&str] = &[
     "spin",
     "recurse",
     "futex",
@@ -230,47 +230,47 @@ const STATES: &[&str] = &[
 ];
 
 /// Those that there are where the kernel has poll(2): 64-bit Arm has ppoll(2) alone.
-const POLL: &[&str] = if cfg!(target_arch = "x86_64") { &["poll"] } else { &[] };
+const POLL_STATES: &[&str] = if cfg!(target_arch = "x86_64") { &["poll"] } else { &[] };
 
 /// States of an x86-64 processor.
-const X86: &[&str] = if cfg!(target_arch = "x86_64") { &["single_step"] } else { &[] };
+const X86_STATES: &[&str] = if cfg!(target_arch = "x86_64") { &["single_step"] } else { &[] };
 
 #[test]
-fn a_target_in_any_state_is_enrolled_and_withdrawn_and_goes_on() {
-    if !possible() {
+fn target_in_any_state_survives_enroll_and_unenroll() {
+    if !can_run() {
         return;
     }
-    for state in STATES.iter().chain(POLL).chain(X86) {
-        let victim = Victim::start(state);
+    for state in TARGET_STATES.iter().chain(POLL_STATES).chain(X86_STATES) {
+        let victim = SelfCheckingTarget::start(state);
         if *state == "without_vdso" && cfg!(target_arch = "aarch64") {
             // There the code that ends signal handlers is nowhere else.
-            assert!(refused(victim.pid(), &["mergeable"]).contains("no return from signal handlers"));
-            victim.finish();
+            assert!(advise_expecting_refusal(victim.pid(), &["mergeable"]).contains("no return from signal handlers"));
+            victim.finish_and_check();
             continue;
         }
         for _ in 0..3 {
-            done(victim.pid(), &["mergeable"]);
-            assert_ne!(enrolled(victim.pid()), 0, "{state}");
-            done(victim.pid(), &["unmergeable"]);
-            assert_eq!(enrolled(victim.pid()), 0, "{state}");
+            advise_successfully(victim.pid(), &["mergeable"]);
+            assert_ne!(count_enrolled_regions(victim.pid()), 0, "{state}");
+            advise_successfully(victim.pid(), &["unmergeable"]);
+            assert_eq!(count_enrolled_regions(victim.pid()), 0, "{state}");
         }
         let host = LiveHost::new();
         let handle = host.open(pagefold_base::Pid(victim.pid())).expect("it runs");
         for (what, whole) in [("unmergeable", false), ("whole", true), ("unwhole", false)] {
-            done(victim.pid(), &[what]);
+            advise_successfully(victim.pid(), &[what]);
             assert_eq!(handle.ask_merge_any(), Ok(whole), "{state}: {what}");
             // What the kernel says of it from outside (6.14).
             let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", victim.pid())).expect("ksm_stat");
             let told = stat.lines().find_map(|line| line.strip_prefix("ksm_merge_any: "));
             assert!(told.is_none_or(|told| (told == "yes") == whole), "{state}: {what}: {stat}");
         }
-        victim.finish();
+        victim.finish_and_check();
     }
 }
 
 #[test]
-fn a_program_is_visited_at_the_same_place_each_time() {
-    if !possible() {
+fn repeated_visits_do_not_grow_the_stack() {
+    if !can_run() {
         return;
     }
     for state in [
@@ -283,266 +283,267 @@ fn a_program_is_visited_at_the_same_place_each_time() {
         "stack_in_untouched_pieces",
         "stack_in_big_pieces",
     ] {
-        let victim = Victim::start(state);
-        done(victim.pid(), &["mergeable"]);
-        let stack = victim.status("VmStk");
-        done(victim.pid(), &["mergeable", "--cycles", "20"]);
-        assert_eq!(victim.status("VmStk"), stack, "{state}");
-        victim.finish();
+        let victim = SelfCheckingTarget::start(state);
+        advise_successfully(victim.pid(), &["mergeable"]);
+        let stack = victim.status_field("VmStk");
+        advise_successfully(victim.pid(), &["mergeable", "--cycles", "20"]);
+        assert_eq!(victim.status_field("VmStk"), stack, "{state}");
+        victim.finish_and_check();
     }
 }
 
 #[test]
-fn a_stack_that_is_not_writable_throughout_is_refused() {
-    if !possible() {
+fn stack_with_guard_page_is_refused() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("stack_with_guard");
-    let said = refused(victim.pid(), &["mergeable"]);
+    let victim = SelfCheckingTarget::start("stack_with_guard");
+    let said = advise_expecting_refusal(victim.pid(), &["mergeable"]);
     assert!(said.contains("no main stack that is readable and writable throughout"), "{said}");
-    victim.finish();
+    victim.finish_and_check();
 }
 
 #[test]
-fn memory_below_a_stack_is_left_alone() {
-    if !possible() {
+fn memory_below_the_stack_is_not_written() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("stack_above_memory");
-    let said = refused(victim.pid(), &["mergeable"]);
+    let victim = SelfCheckingTarget::start("stack_above_memory");
+    let said = advise_expecting_refusal(victim.pid(), &["mergeable"]);
     assert!(said.contains("its main stack"), "{said}");
-    victim.finish();
-    let victim = Victim::start("stack_near_memory");
-    done(victim.pid(), &["mergeable", "--cycles", "20"]);
-    victim.finish();
+    victim.finish_and_check();
+    let victim = SelfCheckingTarget::start("stack_near_memory");
+    advise_successfully(victim.pid(), &["mergeable", "--cycles", "20"]);
+    victim.finish_and_check();
 }
 
 #[test]
-fn a_static_program_is_enrolled() {
-    let Some(program) = program("static").filter(|_| possible()) else {
+fn static_program_is_enrolled() {
+    let Some(program) = build_target("static").filter(|_| can_run()) else {
         println!("skipped: needs a C library to link statically");
         return;
     };
-    let victim = Victim::of(&program, "threads");
-    done(victim.pid(), &["mergeable", "--cycles", "20"]);
-    victim.finish();
+    let victim = SelfCheckingTarget::start_program(&program, "threads");
+    advise_successfully(victim.pid(), &["mergeable", "--cycles", "20"]);
+    victim.finish_and_check();
 }
 
-#[path = "inject/busy.rs"]
-mod busy;
-#[path = "inject/changing.rs"]
-mod changing;
-#[path = "inject/identity.rs"]
-mod identity;
+#[path = "inject/busy_host.rs"]
+mod busy_host;
+#[path = "inject/changing_targets.rs"]
+mod changing_targets;
 #[cfg(feature = "fault-points")]
-#[path = "inject/killed.rs"]
-mod killed;
-#[path = "inject/stops.rs"]
-mod stops;
+#[path = "inject/killed_injector.rs"]
+mod killed_injector;
+#[path = "inject/stopped_injector.rs"]
+mod stopped_injector;
+#[path = "inject/target_identity.rs"]
+mod target_identity;
 
 #[test]
-fn a_stopped_target_stays_stopped() {
-    if !possible() {
+fn stopped_target_stays_stopped() {
+    if !can_run() {
         return;
     }
     for state in ["spin", "futex", "threads"] {
-        let victim = Victim::start(state);
-        for _ in 0..cycles(10).div_ceil(10) {
-            victim.signal(Signal::SIGSTOP);
-            eventually("it stops", || victim.status("State").starts_with('T'));
+        let victim = SelfCheckingTarget::start(state);
+        for _ in 0..cycle_count(10).div_ceil(10) {
+            victim.send_signal(Signal::SIGSTOP);
+            wait_until("it stops", || victim.status_field("State").starts_with('T'));
             for (action, enrols) in [("mergeable", true), ("unmergeable", false)] {
-                done(victim.pid(), &[action]);
-                eventually("it is stopped again", || victim.status("State").starts_with('T'));
-                assert_eq!(enrolled(victim.pid()) > 0, enrols);
+                advise_successfully(victim.pid(), &[action]);
+                wait_until("it is stopped again", || victim.status_field("State").starts_with('T'));
+                assert_eq!(count_enrolled_regions(victim.pid()) > 0, enrols);
             }
-            victim.signal(Signal::SIGCONT);
-            eventually("it goes on", || !victim.status("State").starts_with('T'));
+            victim.send_signal(Signal::SIGCONT);
+            wait_until("it goes on", || !victim.status_field("State").starts_with('T'));
         }
-        victim.finish();
+        victim.finish_and_check();
     }
 }
 
 #[test]
-fn stops_and_continues_during_injection_are_obeyed() {
-    if !possible() {
+fn stop_and_continue_signals_work_during_injection() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("threads");
+    let victim = SelfCheckingTarget::start("threads");
     let pid = victim.pid();
-    let injector = thread::spawn(move || done(pid, &["mergeable", "--cycles", &cycles(60).to_string()]));
+    let injector =
+        thread::spawn(move || advise_successfully(pid, &["mergeable", "--cycles", &cycle_count(60).to_string()]));
     while !injector.is_finished() {
-        victim.signal(Signal::SIGSTOP);
+        victim.send_signal(Signal::SIGSTOP);
         thread::sleep(Duration::from_micros(700));
-        victim.signal(Signal::SIGCONT);
+        victim.send_signal(Signal::SIGCONT);
         thread::sleep(Duration::from_micros(300));
     }
     injector.join().expect("every cycle is done");
-    victim.finish();
+    victim.finish_and_check();
 }
 
 #[test]
-fn threads_and_children_come_and_go_meanwhile() {
-    if !possible() {
+fn injection_survives_thread_and_child_churn() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("storm");
-    done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
-    victim.finish();
+    let victim = SelfCheckingTarget::start("storm");
+    advise_successfully(victim.pid(), &["mergeable", "--cycles", &cycle_count(60).to_string()]);
+    victim.finish_and_check();
 }
 
 #[test]
-fn no_signal_is_lost_or_doubled() {
-    if !possible() {
+fn signals_are_neither_lost_nor_duplicated() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("signals");
-    done(victim.pid(), &["mergeable", "--cycles", &cycles(300).to_string()]);
-    let said = victim.finish();
+    let victim = SelfCheckingTarget::start("signals");
+    advise_successfully(victim.pid(), &["mergeable", "--cycles", &cycle_count(300).to_string()]);
+    let said = victim.finish_and_check();
     let count: u64 = said.lines().find_map(|line| line.strip_prefix("signals ")).expect("a count").parse().unwrap();
     assert!(count > 300, "{count} signals only");
 }
 
 #[test]
-fn a_wait_takes_the_time_that_is_left() {
-    if !possible() || !limits_are_kept() {
+fn interrupted_wait_takes_its_remaining_time() {
+    if !can_run() || !timeouts_survive_stops() {
         return;
     }
     for (state, says) in [("sleep", "slept "), ("poll_fully", "waited ")] {
-        let victim = Victim::start(state);
+        let victim = SelfCheckingTarget::start(state);
         // Begun anew at each stop it would never end, nor would this.
         let begun = Instant::now();
-        while advise(victim.pid(), &["mergeable", "--cycles", "20"], "").status.success() {
+        while run_advise(victim.pid(), &["mergeable", "--cycles", "20"], "").status.success() {
             assert!(begun.elapsed() < Duration::from_secs(30), "{state}: it waits for ever");
         }
         // It has ended, and checks itself that it did not wait too little.
-        let said = victim.finish();
+        let said = victim.finish_and_check();
         assert!(said.contains(says), "{said}");
     }
 }
 
 #[test]
-fn a_timeout_comes_in_time_however_often_its_wait_is_stopped() {
-    if !possible() || !limits_are_kept() {
+fn timeouts_expire_on_time_despite_stops() {
+    if !can_run() || !timeouts_survive_stops() {
         return;
     }
-    let victim = Victim::start("ticks");
+    let victim = SelfCheckingTarget::start("ticks");
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_secs(1) {
-        done(victim.pid(), &["mergeable", "--cycles", "50"]);
+        advise_successfully(victim.pid(), &["mergeable", "--cycles", "50"]);
     }
-    let said = victim.finish();
+    let said = victim.finish_and_check();
     let ticks: u32 = said.lines().find_map(|line| line.strip_prefix("ticks ")).expect("a count").parse().unwrap();
     // Undisturbed there would be twenty. Begun anew at each stop it would never end.
     assert!(ticks >= 5, "{ticks} timeouts only");
 }
 
 #[test]
-fn what_the_kernel_writes_to_the_stack_of_another_thread_is_not_undone() {
-    if !possible() {
+fn kernel_writes_to_other_stacks_are_kept() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("array");
-    done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
-    victim.finish();
+    let victim = SelfCheckingTarget::start("array");
+    advise_successfully(victim.pid(), &["mergeable", "--cycles", &cycle_count(60).to_string()]);
+    victim.finish_and_check();
 }
 
 #[test]
-fn a_filter_holds_while_its_thread_runs_code_of_its_own() {
-    if !possible() {
+fn seccomp_filter_stays_in_force_for_own_calls() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("forbidden");
-    done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
-    victim.finish();
+    let victim = SelfCheckingTarget::start("forbidden");
+    advise_successfully(victim.pid(), &["mergeable", "--cycles", &cycle_count(60).to_string()]);
+    victim.finish_and_check();
 }
 
 #[test]
-fn a_filter_that_comes_while_a_thread_is_traced_does_not_judge_what_is_injected() {
-    if !possible() {
+fn seccomp_filter_added_meanwhile_spares_injection() {
+    if !can_run() {
         return;
     }
     for _ in 0..10 {
-        let victim = Victim::start("filtered_by_another");
-        eventually("the filter comes", || {
-            done(victim.pid(), &["mergeable", "--cycles", "3"]);
-            victim.status("Seccomp") == "2"
+        let victim = SelfCheckingTarget::start("filtered_by_another");
+        wait_until("the filter comes", || {
+            advise_successfully(victim.pid(), &["mergeable", "--cycles", "3"]);
+            victim.status_field("Seccomp") == "2"
         });
-        done(victim.pid(), &["mergeable"]);
-        victim.finish();
+        advise_successfully(victim.pid(), &["mergeable"]);
+        victim.finish_and_check();
     }
 }
 
 #[test]
-fn a_process_with_all_the_regions_it_may_have_is_told_so() {
+fn max_map_count_is_reported() {
     let limit = fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
-    if !possible() {
+    if !can_run() {
         return;
     }
     if limit.trim().parse::<u64>().expect("a number") > 1 << 17 {
         println!("skipped: vm.max_map_count is {}", limit.trim());
         return;
     }
-    let victim = Victim::start("regions");
-    let said = done(victim.pid(), &["mergeable", "--comb", "16"]);
+    let victim = SelfCheckingTarget::start("regions");
+    let said = advise_successfully(victim.pid(), &["mergeable", "--comb", "16"]);
     assert!(said.contains("vm.max_map_count"), "{said}");
-    victim.finish();
+    victim.finish_and_check();
 }
 
 #[test]
-fn whoever_is_traced_is_refused() {
-    if !possible() {
+fn traced_process_is_refused() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("futex");
+    let victim = SelfCheckingTarget::start("futex");
     let pid = Pid::from_raw(victim.pid().cast_signed());
     ptrace::seize(pid, ptrace::Options::empty()).expect("we may trace it");
-    let said = refused(victim.pid(), &["mergeable"]);
+    let said = advise_expecting_refusal(victim.pid(), &["mergeable"]);
     assert!(said.contains("traces it"), "{said}");
     ptrace::interrupt(pid).expect("it can be interrupted");
     nix::sys::wait::waitpid(pid, None).expect("it stops");
     ptrace::detach(pid, None).expect("it is let go");
-    done(victim.pid(), &["mergeable"]);
-    victim.finish();
+    advise_successfully(victim.pid(), &["mergeable"]);
+    victim.finish_and_check();
 }
 
 #[test]
-fn two_at_once_take_turns() {
-    if !possible() {
+fn concurrent_injectors_take_turns() {
+    if !can_run() {
         return;
     }
-    let victim = Victim::start("threads");
+    let victim = SelfCheckingTarget::start("threads");
     let successes = AtomicU32::new(0);
     thread::scope(|scope| {
         for _ in 0..2 {
             scope.spawn(|| {
-                let output = advise(victim.pid(), &["mergeable", "--cycles", &cycles(40).to_string()], "");
-                let said = text(&output.stderr);
+                let output = run_advise(victim.pid(), &["mergeable", "--cycles", &cycle_count(40).to_string()], "");
+                let said = lossy_text(&output.stderr);
                 assert!(output.status.success() || said.contains("busy") || said.contains("traces it"), "{said}");
                 successes.fetch_add(u32::from(output.status.success()), Ordering::Relaxed);
             });
         }
     });
     assert_ne!(successes.into_inner(), 0, "both failed");
-    victim.finish();
+    victim.finish_and_check();
 }
 
 #[test]
 fn strict_seccomp_is_refused() {
-    if !possible() {
+    if !can_run() {
         return;
     }
-    let mut victim = Victim::start("strict");
-    assert!(refused(victim.pid(), &["mergeable"]).contains("strict seccomp"));
+    let mut victim = SelfCheckingTarget::start("strict");
+    assert!(advise_expecting_refusal(victim.pid(), &["mergeable"]).contains("strict seccomp"));
     drop(victim.child.stdin.take());
     assert!(victim.child.wait().expect("its end").success());
 }
 
 /// Who has no privilege: `nobody`.
-const NOBODY: u32 = 65534;
+const NOBODY_UID: u32 = 65534;
 
 #[test]
-fn without_privilege_a_filtered_program_is_refused_and_goes_on() {
-    if !possible() {
+fn unprivileged_injection_refuses_seccomp_filter() {
+    if !can_run() {
         return;
     }
     if fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() != "0") {
@@ -551,54 +552,54 @@ fn without_privilege_a_filtered_program_is_refused_and_goes_on() {
     // Where a user may run them.
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("a mode");
-    let program = program("dynamic").expect("a compiler");
+    let program = build_target("dynamic").expect("a compiler");
     let place = |file: &Path| folder.path().join(file.file_name().expect("a file"));
-    for file in [&program, &lab()] {
-        client::install(file, &place(file), 0o755).expect("a copy");
+    for file in [&program, &lab_binary()] {
+        client::install_executable(file, &place(file), 0o755).expect("a copy");
     }
     let own = |file: &Path| {
         let mut command = Command::new(place(file));
-        command.uid(NOBODY).gid(NOBODY).current_dir("/");
+        command.uid(NOBODY_UID).gid(NOBODY_UID).current_dir("/");
         command
     };
     // Where one thread has no filter, that one is taken.
     for (state, refusal) in [("filtered_throughout", Some("only CAP_SYS_ADMIN may suspend")), ("filtered", None)] {
-        let victim = Victim::by(own(&program), state);
-        let mut advise = own(&lab());
+        let victim = SelfCheckingTarget::start_command(own(&program), state);
+        let mut advise = own(&lab_binary());
         let output = advise.args(["advise", &victim.pid().to_string(), "mergeable"]).output().expect("the lab runs");
-        let said = text(&output.stderr);
+        let said = lossy_text(&output.stderr);
         assert_eq!(output.status.code(), Some(if refusal.is_some() { 2 } else { 0 }), "{state}: {said}");
         assert!(said.contains(refusal.unwrap_or_default()), "{state}: {said}");
-        assert_eq!(enrolled(victim.pid()) == 0, refusal.is_some(), "{state}");
-        assert_eq!(victim.status("TracerPid"), "0");
-        victim.finish();
+        assert_eq!(count_enrolled_regions(victim.pid()) == 0, refusal.is_some(), "{state}");
+        assert_eq!(victim.status_field("TracerPid"), "0");
+        victim.finish_and_check();
     }
 }
 
 #[test]
-fn kernel_threads_are_refused_and_processes_without_a_leader_live_on() {
-    if !possible() {
+fn kernel_threads_are_refused_zombie_leaders_live() {
+    if !can_run() {
         return;
     }
-    let said = refused(2, &["whole"]);
+    let said = advise_expecting_refusal(2, &["whole"]);
     assert!(said.contains("kernel"), "{said}");
-    let victim = Victim::start("zombie");
-    let output = advise(victim.pid(), &["whole"], "");
-    assert!(matches!(output.status.code(), Some(0 | 2)), "{}", text(&output.stderr));
-    victim.finish();
+    let victim = SelfCheckingTarget::start("zombie");
+    let output = run_advise(victim.pid(), &["whole"], "");
+    assert!(matches!(output.status.code(), Some(0 | 2)), "{}", lossy_text(&output.stderr));
+    victim.finish_and_check();
 }
 
 #[test]
-fn a_32_bit_program_is_refused() {
+fn program_of_32_bits_is_refused() {
     for waits in [true, false] {
-        if possible() {
-            refuse_32_bit_program(waits);
+        if can_run() {
+            check_32_bit_program_is_refused(waits);
         }
     }
 }
 
 /// A program that waits in `pause` again and again, or one that runs in a loop.
-fn refuse_32_bit_program(waits: bool) {
+fn check_32_bit_program_is_refused(waits: bool) {
     // Behind it, never run, 64-bit code that ends signal handlers: for want of that it would be refused, too.
     let (machine, flags, pause, restorer) = if cfg!(target_arch = "x86_64") {
         // mov $29, %eax; int $0x80; jmp
@@ -626,7 +627,7 @@ fn refuse_32_bit_program(waits: bool) {
     let folder = tempfile::tempdir().expect("a folder");
     let [image, file] = ["image", "pause32"].map(|name| folder.path().join(name));
     fs::write(&image, elf).expect("a file");
-    client::install(&image, &file, 0o755).expect("a copy");
+    client::install_executable(&image, &file, 0o755).expect("a copy");
     let child = match Command::new(&file).spawn() {
         Ok(child) => child,
         Err(error) if error.raw_os_error() == Some(Errno::ENOEXEC as i32) => {
@@ -634,40 +635,40 @@ fn refuse_32_bit_program(waits: bool) {
         }
         Err(error) => panic!("{error}"),
     };
-    let victim = Victim { child, output: None };
+    let victim = SelfCheckingTarget { child, stdout: None };
     thread::sleep(Duration::from_millis(50));
-    let said = refused(victim.pid(), &["whole"]);
+    let said = advise_expecting_refusal(victim.pid(), &["whole"]);
     assert!(said.contains("32-bit"), "{said}");
     // Its pause was cut short, and it is on its way to the next.
-    eventually("it goes on", || victim.status("State").starts_with(if waits { 'S' } else { 'R' }));
+    wait_until("it goes on", || victim.status_field("State").starts_with(if waits { 'S' } else { 'R' }));
 }
 
 #[test]
-fn calls_of_32_bit_programs_from_64_bit_code_are_restarted() {
-    if !possible() {
+fn int80_calls_from_64_bit_code_are_restarted() {
+    if !can_run() {
         return;
     }
     if !cfg!(target_arch = "x86_64") {
         return println!("skipped: 64-bit code makes calls of 32-bit programs on x86-64 alone");
     }
-    let mut probe = Command::new(program("dynamic").expect("a compiler"));
+    let mut probe = Command::new(build_target("dynamic").expect("a compiler"));
     let probe = probe.arg("compat_probe").stdin(Stdio::null()).output().expect("the target starts");
-    if !text(&probe.stdout).contains("OK") {
+    if !lossy_text(&probe.stdout).contains("OK") {
         return println!("skipped: this kernel runs no calls of 32-bit programs (CONFIG_IA32_EMULATION)");
     }
     for state in ["compat_sleep", "compat_read"] {
-        let victim = Victim::start(state);
-        done(victim.pid(), &["mergeable", "--cycles", &cycles(60).to_string()]);
-        victim.finish();
+        let victim = SelfCheckingTarget::start(state);
+        advise_successfully(victim.pid(), &["mergeable", "--cycles", &cycle_count(60).to_string()]);
+        victim.finish_and_check();
     }
 }
 
 #[test]
-fn a_busy_program_survives_many_cycles() {
-    if !possible() {
+fn busy_program_survives_many_cycles() {
+    if !can_run() {
         return;
     }
-    let mut busy = Command::new(lab())
+    let mut busy = Command::new(lab_binary())
         .args(["busy", "--threads", "3", "--memory", "2"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -676,7 +677,7 @@ fn a_busy_program_survives_many_cycles() {
     let mut output = busy.stdout.take().expect("piped");
     let mut ready = [0; 6];
     output.read_exact(&mut ready).expect("it is ready");
-    done(busy.id(), &["mergeable", "--cycles", &cycles(300).to_string()]);
+    advise_successfully(busy.id(), &["mergeable", "--cycles", &cycle_count(300).to_string()]);
     drop(busy.stdin.take());
     let mut said = String::new();
     output.read_to_string(&mut said).expect("its output");
@@ -684,37 +685,37 @@ fn a_busy_program_survives_many_cycles() {
 }
 
 /// How many cycles: `PAGEFOLD_SOAK_CYCLES` for the long form, and for a shorter one on a machine that is emulated.
-fn cycles(short: u32) -> u32 {
-    std::env::var("PAGEFOLD_SOAK_CYCLES").map_or(short, |text| text.parse().expect("a number"))
+fn cycle_count(default_count: u32) -> u32 {
+    std::env::var("PAGEFOLD_SOAK_CYCLES").map_or(default_count, |text| text.parse().expect("a number"))
 }
 
 #[test]
-fn what_is_not_as_it_was_is_named_and_the_rest_is_done() {
-    if !possible() {
+fn changed_ranges_are_reported_and_others_enrolled() {
+    if !can_run() {
         return;
     }
-    let lab = Lab::layout(&["unique=64"]).expect("a layout");
-    let region = lab.region("unique");
-    let range = format!("{:x}-{:x}", region.start, region.end());
-    let said = done(lab.pid(), &["mergeable", "1000-3000", &range]);
+    let lab = RunningLab::start_layout(&["unique=64"]).expect("a layout");
+    let region = lab.first_region("unique");
+    let range = format!("{:x}-{:x}", region.start, region.end_address());
+    let said = advise_successfully(lab.pid(), &["mergeable", "1000-3000", &range]);
     assert!(said.contains("missed 00001000-00003000: not mapped any more\n"), "{said}");
-    assert_eq!(enrolled(lab.pid()), 1);
+    assert_eq!(count_enrolled_regions(lab.pid()), 1);
     // Nothing is left to do: nobody is stopped.
-    assert!(done(lab.pid(), &["mergeable", &range]).contains("stops 0 "));
+    assert!(advise_successfully(lab.pid(), &["mergeable", &range]).contains("stops 0 "));
 }
 
 #[test]
-fn huge_pages_are_put_back_together() {
+fn split_huge_pages_are_collapsed() {
     let Some(huge) = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
         .ok()
         .and_then(|text| text.trim().parse::<u64>().ok())
-        .filter(|_| possible())
+        .filter(|_| can_run())
     else {
         println!("skipped: needs root and transparent huge pages");
         return;
     };
     // Its memory is 4 MiB, wherever it lies.
-    let victim = Victim::start("futex");
+    let victim = SelfCheckingTarget::start("futex");
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", victim.pid())).expect("smaps");
     let mut range = "";
     for line in smaps.lines() {
@@ -744,7 +745,7 @@ fn huge_pages_are_put_back_together() {
         println!("skipped: huge pages come by themselves here (transparent_hugepage/enabled)");
         return;
     }
-    let said = done(victim.pid(), &["collapse", &format!("{start:x}-{:x}", start + huge)]);
+    let said = advise_successfully(victim.pid(), &["collapse", &format!("{start:x}-{:x}", start + huge)]);
     if said.contains("no huge page was to be had") {
         println!("skipped: this machine's memory is too fragmented for a huge page");
         return;
@@ -752,36 +753,36 @@ fn huge_pages_are_put_back_together() {
     assert!(!said.contains("missed"), "{said}");
     assert!(count() > before, "{before} bytes before, {} after", count());
     assert!(said.contains("stops 0 "), "{said}");
-    let said = done(victim.pid(), &["collapse", &format!("{huge:x}-{:x}", 2 * huge)]);
+    let said = advise_successfully(victim.pid(), &["collapse", &format!("{huge:x}-{:x}", 2 * huge)]);
     assert!(said.contains("missed"), "{said}");
-    victim.finish();
+    victim.finish_and_check();
 }
 
 #[test]
-fn merged_memory_is_unmerged_in_short_stops_and_stays_what_it_was() {
-    if !possible() {
+fn unmerge_preserves_memory_contents() {
+    if !can_run() {
         return;
     }
-    let ksm = match Ksm::take() {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => {
             println!("skipped: {why}");
             return;
         }
     };
-    let victim = Victim::start("futex");
+    let victim = SelfCheckingTarget::start("futex");
     // The counters of KSM itself stay until ksmd comes by again; smaps looks at the pages.
     let merged = || {
         let smaps = fs::read_to_string(format!("/proc/{}/smaps", victim.pid())).expect("smaps");
         let kib = smaps.lines().filter_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB"));
         kib.map(|kib| kib.parse::<u64>().expect("a number") / 4).sum::<u64>()
     };
-    done(victim.pid(), &["mergeable"]);
-    ksm.settle();
+    advise_successfully(victim.pid(), &["mergeable"]);
+    ksm.scan_until_settled();
     // Its 4 MiB hold sixteen different pages.
     assert!(merged() > 500, "{} pages", merged());
-    let said = done(victim.pid(), &["unmergeable"]);
+    let said = advise_successfully(victim.pid(), &["unmergeable"]);
     println!("{said}");
     assert_eq!(merged(), 0, "{said}");
-    victim.finish();
+    victim.finish_and_check();
 }

@@ -4,33 +4,33 @@
 #![forbid(unsafe_code)]
 
 use pagefold_base::{AddressRange, Pid};
-use pagefold_host::{Host, PageContent, PageView, Way};
-use pagefold_labs::look::{COMPACT, amid_compaction};
+use pagefold_host::{Host, PageContent, PageView, ReadMethod};
+use pagefold_labs::process_checks::{COMPACT_MEMORY_FILE, during_compaction};
 use pagefold_linux::LiveHost;
-use pagefold_sys::pagemap::{Holds, Own};
+use pagefold_sys::pagemap::{OwnPagemap, RangeContents};
 use std::fs;
 use std::sync::Mutex;
 use std::time::Duration;
 
-const PAGES: usize = 4096;
+const BLOCK_PAGES: usize = 4096;
 
 /// One at a time: two that have memory moved leave each other less to move.
-static ONE: Mutex<()> = Mutex::new(());
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 /// Pages that `missing` does not see of memory that is all written, looked at again and again. Nothing where it cannot
 /// be told.
-fn missed(missing: impl Fn(AddressRange) -> usize) -> Option<usize> {
-    if let Err(error) = fs::write(COMPACT, "1") {
-        println!("skipped: {COMPACT}: {error}");
+fn count_missed_during_compaction(count_missing: impl Fn(AddressRange) -> usize) -> Option<usize> {
+    if let Err(error) = fs::write(COMPACT_MEMORY_FILE, "1") {
+        println!("skipped: {COMPACT_MEMORY_FILE}: {error}");
         return None;
     }
-    let _one = ONE.lock();
+    let _one = ONE_AT_A_TIME.lock();
     let page = rustix::param::page_size();
-    let missed = amid_compaction(|| {
+    let missed = during_compaction(|| {
         let mut blocks: Vec<Vec<u8>> = Vec::new();
         let mut missed = 0;
         for round in 1..=150_u8 {
-            blocks.push(vec![round; PAGES * page]);
+            blocks.push(vec![round; BLOCK_PAGES * page]);
             // Compaction fills the frames that are given back.
             match round % 12 {
                 0 => blocks.truncate(4),
@@ -39,7 +39,7 @@ fn missed(missing: impl Fn(AddressRange) -> usize) -> Option<usize> {
             }
             for block in &blocks {
                 let start = block.as_ptr().addr().next_multiple_of(page) as u64;
-                missed += missing(AddressRange { start, end: start + ((PAGES - 1) * page) as u64 });
+                missed += count_missing(AddressRange { start, end: start + ((BLOCK_PAGES - 1) * page) as u64 });
             }
         }
         missed
@@ -54,7 +54,7 @@ fn missed(missing: impl Fn(AddressRange) -> usize) -> Option<usize> {
 
 /// Each time with all the patience there is. As anybody but root it cannot be told that private memory is being moved.
 #[test]
-fn what_another_maps_is_present() {
+fn pages_of_live_process_stay_present() {
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: needs root");
     }
@@ -63,13 +63,13 @@ fn what_another_maps_is_present() {
         let process = host.open(Pid(std::process::id())).unwrap();
         process.mappings(range).unwrap().iter().filter(|mapping| !mapping.present).count()
     };
-    if let Some(missed) = missed(absent) {
+    if let Some(missed) = count_missed_during_compaction(absent) {
         assert_eq!(missed, 0);
     }
 }
 
 #[test]
-fn what_another_has_is_resident_and_read() {
+fn pages_of_live_process_stay_resident_and_readable() {
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: needs root");
     }
@@ -79,23 +79,23 @@ fn what_another_has_is_resident_and_read() {
         let runs = process.resident(&[range]).unwrap();
         let resident: usize = runs.iter().map(|run| run.pages as usize).sum();
         let mut gone = 0;
-        let mut each = |_, page: PageView<'_>| gone += usize::from(matches!(page.content, PageContent::Gone));
-        process.contents(Way::Remote, &runs, &mut each).unwrap();
-        PAGES - 1 - resident + gone
+        let mut each = |_, page: PageView<'_>| gone += usize::from(matches!(page.content, PageContent::NotResident));
+        process.contents(ReadMethod::ProcessVmReadv, &runs, &mut each).unwrap();
+        BLOCK_PAGES - 1 - resident + gone
     };
-    if let Some(missed) = missed(missing) {
+    if let Some(missed) = count_missed_during_compaction(missing) {
         assert_eq!(missed, 0);
     }
 }
 
 #[test]
-fn what_is_mapped_here_is_not_swapped_out() {
+fn own_migrating_pages_are_not_reported_swapped() {
     let swapped = |range: AddressRange| {
-        let mut own = Own::open(Duration::from_secs(1)).unwrap();
-        let found = own.mapped(range.start..range.end, Holds::Anonymous).unwrap();
+        let mut own = OwnPagemap::open(Duration::from_secs(1)).unwrap();
+        let found = own.scan_mapped(range.start..range.end, RangeContents::OnlyAnonymous).unwrap();
         found.iter().filter(|found| found.swapped).count()
     };
-    if let Some(missed) = missed(swapped) {
+    if let Some(missed) = count_missed_during_compaction(swapped) {
         assert_eq!(missed, 0);
     }
 }

@@ -4,23 +4,23 @@
 use std::path::Path;
 use std::time::Duration;
 
-use pagefold_labs::assets::Assets;
-use pagefold_labs::machine::{self, Machine};
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::machine::{self, EmulatedMachine};
 
 #[test]
-fn merged_memory_stays_on_its_node() {
-    let assets = match Assets::find(&Assets::directory()) {
+fn merged_memory_stays_on_its_numa_node() {
+    let assets = match GuestAssets::find(&GuestAssets::default_directory()) {
         Ok(assets) => assets,
         Err(why) => return println!("skipped: {why}"),
     };
-    if let Err(why) = machine::busybox() {
+    if let Err(why) = machine::find_busybox() {
         return println!("skipped: {why}");
     }
     let member = std::env::current_exe().unwrap().parent().unwrap().with_file_name("examples").join("member");
     assert!(member.exists(), "{}: cargo build -p pagefold-engine --examples", member.display());
 
     let folder = tempfile::tempdir().unwrap();
-    let machine = Machine {
+    let machine = EmulatedMachine {
         kernel: &assets.kernel,
         init: &Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/init-nodes"),
         programs: &[(&member, "member")],
@@ -31,7 +31,7 @@ fn merged_memory_stays_on_its_node() {
             ["-numa", "node,nodeid=0,cpus=0,memdev=m0", "-numa", "node,nodeid=1,cpus=1,memdev=m1"],
         ]
         .concat(),
-        words: "",
+        kernel_arguments: "",
     };
     let said = machine.run(folder.path(), Duration::from_secs(120), &mut || Ok(())).expect("a machine");
     assert!(said.lines().any(|line| line == "ENDED"), "{said}");

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
 /// Two programs of tests: in the first both pass and say why they skip something, in the second one fails.
-const PRINTED: &str = "
+const RUNNER_OUTPUT: &str = "
 running 2 tests
 test one ... ok
 test two ... ok
@@ -46,7 +46,7 @@ test result: FAILED. 0 passed; 1 failed
 
 ";
 
-fn told(printed: &str) -> Output {
+fn summarize(printed: &str) -> Output {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.ci/skipped");
     let mut script = Command::new(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
     script.stdin.take().expect("a pipe").write_all(printed.as_bytes()).expect("it reads");
@@ -54,8 +54,8 @@ fn told(printed: &str) -> Output {
 }
 
 #[test]
-fn what_was_skipped_is_told_with_why_before_the_last_result() {
-    let output = told(PRINTED);
+fn skip_reasons_are_printed_before_the_last_result() {
+    let output = summarize(RUNNER_OUTPUT);
     let said = String::from_utf8(output.stdout).unwrap();
     assert!(output.status.success(), "{said}");
     let end = "skipped: this kernel has no KSM (2x)\n2 skipped\n\ntest result: FAILED. 0 passed; 1 failed\n";
@@ -66,19 +66,19 @@ fn what_was_skipped_is_told_with_why_before_the_last_result() {
 }
 
 #[test]
-fn it_does_not_wait_for_what_tests_have_left_behind() {
+fn summary_ends_while_the_pipe_is_still_open() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.ci/skipped");
     let mut script = Command::new(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
     let mut pipe = script.stdin.take().expect("a pipe");
-    pipe.write_all([PRINTED, "tests: all done\n"].concat().as_bytes()).expect("it reads");
+    pipe.write_all([RUNNER_OUTPUT, "tests: all done\n"].concat().as_bytes()).expect("it reads");
     let output = script.wait_with_output().expect("it ends while the pipe is open");
     drop(pipe);
     assert!(String::from_utf8(output.stdout).unwrap().ends_with("test result: FAILED. 0 passed; 1 failed\n"));
 }
 
 #[test]
-fn root_may_skip_nothing_but_what_the_machine_lacks() {
-    let output = told(&PRINTED.replace("this kernel has no KSM", "needs a C compiler"));
+fn root_may_skip_only_for_missing_kernel_features() {
+    let output = summarize(&RUNNER_OUTPUT.replace("this kernel has no KSM", "needs a C compiler"));
     let said = String::from_utf8(output.stdout).unwrap();
     let root = nix::unistd::geteuid().is_root();
     assert_eq!(output.status.code(), Some(root.into()), "{said}");

@@ -3,12 +3,12 @@
 //! All ways have the same to merge: for the policies, QEMU's whole process is enrolled from its beginning. What was
 //! merged before READY counts from READY on; how that is told from what was never written is said in [`guest`].
 
-use super::driver::{Cpu, Driver, Way};
-use super::guest::{self, Guest, NAMES, Ready};
-use crate::merge::trial::pause_for;
-use crate::report::{Bar, Findings, Table};
+use super::driver::{DriverCpuSeconds, KsmDriver, KsmDriverKind};
+use super::guest::{self, ChurnGuest, GUEST_NAME_PREFIX, ReadyGuest};
+use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
+use crate::merge::trial::sleep_unless_signaled;
 use anyhow::Result;
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_linux::LiveHost;
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
@@ -16,27 +16,27 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Within which 90 % of what a new machine can share is merged, for nine machines out of ten: seconds from READY.
-const SOON: f64 = 10.0;
+const MAX_MERGE_SECONDS: f64 = 10.0;
 
 /// The share of one core that this may cost on average, all included.
-const SHARE: f64 = 0.1;
+const MAX_CPU_SHARE: f64 = 0.1;
 
 /// Between two turns of the loop.
-const TICK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Between two looks at machines that are not merged yet, and at all of them.
-const LOOK: Duration = Duration::from_millis(400);
-const SURVEY: Duration = Duration::from_secs(2);
+const UNMERGED_SCAN_INTERVAL: Duration = Duration::from_millis(400);
+const FULL_SCAN_INTERVAL: Duration = Duration::from_secs(2);
 
 /// What comes and goes.
 #[derive(Clone, Debug)]
-pub struct Churn {
+pub struct ChurnBenchmark {
     /// How long it goes on.
-    pub length: Duration,
+    pub duration: Duration,
     /// A machine comes so often,
-    pub every: Duration,
+    pub arrival_interval: Duration,
     /// and stays for so long.
-    pub life: Duration,
+    pub guest_lifetime: Duration,
     /// Memory of each, in MiB.
     pub mib: u32,
     /// The binary.
@@ -45,189 +45,200 @@ pub struct Churn {
 
 /// A look at all of them.
 #[derive(Clone, Copy, Debug)]
-pub struct Sample {
+pub struct ChurnSample {
     /// Since the beginning.
     pub seconds: f64,
     /// Machines that are ready.
     pub guests: usize,
     /// Pages that are saved among them.
-    pub saved: u64,
+    pub saved_pages: u64,
     /// What it has cost so far.
-    pub cpu: Cpu,
+    pub cpu: DriverCpuSeconds,
 }
 
 /// What became of a machine.
 #[derive(Clone, Debug)]
-pub struct Fate {
+pub struct GuestRecord {
     /// When it came, seconds since the beginning.
-    pub arrived: f64,
+    pub arrived_seconds: f64,
     /// Seconds until it was ready.
-    pub boot: f64,
+    pub boot_seconds: f64,
     /// Pages that it could share then.
-    pub shareable: u64,
+    pub shareable_pages: u64,
     /// Pages that it shared at the end.
-    pub shared: u64,
+    pub shared_pages: u64,
     /// Seconds for which it was watched after it was ready.
-    pub watched: f64,
+    pub watched_seconds: f64,
     /// Seconds until nine tenths were merged.
-    pub merged: Option<f64>,
+    pub merged_seconds: Option<f64>,
 }
 
 /// What came of a way.
 #[derive(Clone, Debug)]
-pub struct Run {
+pub struct ChurnRun {
     /// Which.
-    pub way: Way,
+    pub driver_kind: KsmDriverKind,
     /// Pages that a machine never wrote when it is ready, by a reference.
-    pub unwritten: u64,
+    pub unwritten_pages: u64,
     /// Looks at all of them.
-    pub samples: Vec<Sample>,
+    pub samples: Vec<ChurnSample>,
     /// In the order in which they came.
-    pub fates: Vec<Fate>,
+    pub guests: Vec<GuestRecord>,
 }
 
-impl Run {
+impl ChurnRun {
     /// Seconds until nine tenths were merged of those that were watched for long enough to tell, ascending. Without end
     /// for those that never were.
-    fn seconds(&self) -> Vec<f64> {
-        let told = |fate: &&Fate| fate.merged.is_some() || fate.watched >= SOON;
+    fn merge_times(&self) -> Vec<f64> {
+        let told = |fate: &&GuestRecord| fate.merged_seconds.is_some() || fate.watched_seconds >= MAX_MERGE_SECONDS;
         let mut seconds: Vec<f64> =
-            self.fates.iter().filter(told).map(|fate| fate.merged.unwrap_or(f64::INFINITY)).collect();
+            self.guests.iter().filter(told).map(|fate| fate.merged_seconds.unwrap_or(f64::INFINITY)).collect();
         seconds.sort_by(f64::total_cmp);
         seconds
     }
 
     /// Seconds within which a share of the machines were merged: the nearest rank.
-    pub fn quantile(&self, share: f64) -> Option<f64> {
-        let seconds = self.seconds();
+    pub fn merge_time_quantile(&self, share: f64) -> Option<f64> {
+        let seconds = self.merge_times();
         seconds.get(((share * seconds.len() as f64).ceil() as usize).max(1) - 1).copied()
     }
 
     /// The share of one core, on average.
-    pub fn share(&self) -> f64 {
-        self.samples.last().map_or(0.0, |last| last.cpu.all() / last.seconds)
+    pub fn mean_cpu_share(&self) -> f64 {
+        self.samples.last().map_or(0.0, |last| last.cpu.total() / last.seconds)
     }
 
     /// Bytes that were saved times the seconds for which they were.
-    pub fn byte_seconds(&self) -> f64 {
+    pub fn saved_byte_seconds(&self) -> f64 {
         let page = pagefold_sys::mapping::page_size() as f64;
-        let between =
-            |pair: &[Sample]| (pair[1].seconds - pair[0].seconds) * (pair[0].saved + pair[1].saved) as f64 / 2.0 * page;
+        let between = |pair: &[ChurnSample]| {
+            (pair[1].seconds - pair[0].seconds) * (pair[0].saved_pages + pair[1].saved_pages) as f64 / 2.0 * page
+        };
         self.samples.windows(2).map(between).sum()
     }
 }
 
 /// The configuration of the daemon: machines of the churn alone, which trust each other, at the default bounds.
-fn config() -> String {
-    format!("[[domain]]\nname = \"churn\"\nusers = [0]\nvms = [\"{NAMES}-*\"]\n[daemon.only]\nvms = [\"{NAMES}-*\"]\n")
+fn daemon_config() -> String {
+    format!(
+        "[[domain]]\nname = \"churn\"\nusers = [0]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n[daemon.only]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n"
+    )
 }
 
-impl Churn {
+impl ChurnBenchmark {
     /// Let it go on under a way. KSM is held meanwhile.
-    pub fn run(&self, way: Way, log: &Path) -> Result<Run> {
-        let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
+    pub fn run(&self, driver_kind: KsmDriverKind, log: &Path) -> Result<ChurnRun> {
+        let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         // The reference is gone before anything is driven or timed.
-        ksm.set("run", 0);
-        let unwritten = guest::unwritten(self.mib, way.enrols())?;
-        let mut driver = match way {
-            Way::Policy(policy) => Driver::policy(policy, &ksm)?,
-            Way::Daemon => Driver::daemon(&self.pagefold, &config(), log, &ksm)?,
+        ksm.write_setting("run", 0);
+        let unwritten = guest::measure_unwritten_pages(self.mib, driver_kind.enrolls_whole_qemu())?;
+        let mut driver = match driver_kind {
+            KsmDriverKind::Policy(policy) => KsmDriver::start_policy(policy, &ksm)?,
+            KsmDriverKind::Daemon => KsmDriver::start_daemon(&self.pagefold, &daemon_config(), log, &ksm)?,
         };
-        let mut run = Run { way, unwritten, samples: Vec::new(), fates: Vec::new() };
+        let mut run = ChurnRun { driver_kind, unwritten_pages: unwritten, samples: Vec::new(), guests: Vec::new() };
         let (guests, leaving) = (Vec::new(), Vec::new());
-        let mut street = Street { host: LiveHost::new(), began: Instant::now(), unwritten, guests, leaving };
+        let mut street = GuestPopulation {
+            host: LiveHost::new(),
+            started_at: Instant::now(),
+            unwritten_pages: unwritten,
+            guests,
+            ending_guests: leaving,
+        };
         let (mut looked, mut surveyed, mut come) = (Duration::ZERO, Duration::ZERO, 0);
         loop {
-            let now = street.began.elapsed();
-            if now >= self.length {
+            let now = street.started_at.elapsed();
+            if now >= self.duration {
                 break;
             }
-            if now >= self.every * come {
-                street.guests.push(Guest::start(come as usize, self.mib, way.enrols())?);
+            if now >= self.arrival_interval * come {
+                street.guests.push(ChurnGuest::start(come as usize, self.mib, driver_kind.enrolls_whole_qemu())?);
                 come += 1;
             }
-            street.dismiss(&mut run, |guest| guest.arrived.elapsed() >= self.life);
-            street.greet()?;
-            driver.follow(now.as_secs_f64())?;
-            if now >= surveyed + SURVEY {
-                let (guests, saved) = street.survey()?;
-                let seconds = street.began.elapsed().as_secs_f64();
-                run.samples.push(Sample { seconds, guests, saved, cpu: driver.cpu()? });
+            street.end_due_guests(&mut run, |guest| guest.started_at.elapsed() >= self.guest_lifetime);
+            street.count_ready_guests()?;
+            driver.poll(now.as_secs_f64())?;
+            if now >= surveyed + FULL_SCAN_INTERVAL {
+                let (guests, saved) = street.scan_all()?;
+                let seconds = street.started_at.elapsed().as_secs_f64();
+                run.samples.push(ChurnSample { seconds, guests, saved_pages: saved, cpu: driver.read_cpu_seconds()? });
                 (surveyed, looked) = (now, now);
-            } else if now >= looked + LOOK {
-                street.look()?;
+            } else if now >= looked + UNMERGED_SCAN_INTERVAL {
+                street.scan_unmerged()?;
                 looked = now;
             }
-            pause_for(TICK)?;
+            sleep_unless_signaled(POLL_INTERVAL)?;
         }
-        street.dismiss(&mut run, |_| true);
-        driver.end()?;
-        street.leaving.into_iter().for_each(|gone| drop(gone.join()));
-        run.fates.sort_by(|one, other| one.arrived.total_cmp(&other.arrived));
+        street.end_due_guests(&mut run, |_| true);
+        driver.stop()?;
+        street.ending_guests.into_iter().for_each(|gone| drop(gone.join()));
+        run.guests.sort_by(|one, other| one.arrived_seconds.total_cmp(&other.arrived_seconds));
         Ok(run)
     }
 }
 
 /// The machines that are there.
-struct Street {
+struct GuestPopulation {
     host: LiveHost,
-    began: Instant,
-    unwritten: u64,
-    guests: Vec<Guest>,
-    leaving: Vec<JoinHandle<()>>,
+    started_at: Instant,
+    unwritten_pages: u64,
+    guests: Vec<ChurnGuest>,
+    ending_guests: Vec<JoinHandle<()>>,
 }
 
-impl Street {
+impl GuestPopulation {
     /// Those that become ready are counted.
-    fn greet(&mut self) -> Result<()> {
+    fn count_ready_guests(&mut self) -> Result<()> {
         for position in 0..self.guests.len() {
-            let Some(ready) = self.guests[position].becomes_ready()? else { continue };
+            let Some(ready) = self.guests[position].poll_ready()? else { continue };
             let (before, rest) = self.guests.split_at_mut(position);
             let Some((guest, after)) = rest.split_first_mut() else { continue };
-            let others: Vec<&Ready> =
+            let others: Vec<&ReadyGuest> =
                 before.iter().chain(after.iter()).filter_map(|guest| guest.ready.as_ref()).collect();
-            guest.count(ready, &others, self.unwritten)?;
+            guest.count_shareable_with(ready, &others, self.unwritten_pages)?;
         }
         Ok(())
     }
 
     /// Look at those that are not merged yet.
-    fn look(&mut self) -> Result<()> {
+    fn scan_unmerged(&mut self) -> Result<()> {
         let young = self.guests.iter_mut().filter_map(|guest| guest.ready.as_mut());
-        young.filter(|ready| ready.reached.is_none()).try_for_each(|ready| ready.look(&self.host, &mut HashSet::new()))
+        young
+            .filter(|ready| ready.nine_tenths_merged_at.is_none())
+            .try_for_each(|ready| ready.scan(&self.host, &mut HashSet::new()))
     }
 
     /// Look at all of them: how many there are, and pages that they save.
-    fn survey(&mut self) -> Result<(usize, u64)> {
+    fn scan_all(&mut self) -> Result<(usize, u64)> {
         let (mut count, mut shared, mut frames) = (0, 0, HashSet::new());
         for ready in self.guests.iter_mut().filter_map(|guest| guest.ready.as_mut()) {
-            ready.look(&self.host, &mut frames)?;
+            ready.scan(&self.host, &mut frames)?;
             count += 1;
-            shared += ready.shared;
+            shared += ready.shared_pages;
         }
         Ok((count, shared.saturating_sub(frames.len() as u64)))
     }
 
     /// Have those end whose time has come.
-    fn dismiss(&mut self, run: &mut Run, is_due: impl Fn(&Guest) -> bool) {
+    fn end_due_guests(&mut self, run: &mut ChurnRun, is_due: impl Fn(&ChurnGuest) -> bool) {
         for guest in self.guests.extract_if(.., |guest| is_due(guest)) {
             if let Some(ready) = &guest.ready {
-                run.fates.push(Fate {
-                    arrived: (guest.arrived - self.began).as_secs_f64(),
-                    boot: (ready.at - guest.arrived).as_secs_f64(),
-                    shareable: ready.shareable,
-                    shared: ready.shared,
-                    watched: ready.at.elapsed().as_secs_f64(),
-                    merged: ready.seconds(),
+                run.guests.push(GuestRecord {
+                    arrived_seconds: (guest.started_at - self.started_at).as_secs_f64(),
+                    boot_seconds: (ready.ready_at - guest.started_at).as_secs_f64(),
+                    shareable_pages: ready.shareable_pages,
+                    shared_pages: ready.shared_pages,
+                    watched_seconds: ready.ready_at.elapsed().as_secs_f64(),
+                    merged_seconds: ready.merge_seconds(),
                 });
             }
             // To free its memory takes a while.
-            self.leaving.push(std::thread::spawn(move || drop(guest)));
+            self.ending_guests.push(std::thread::spawn(move || drop(guest)));
         }
     }
 }
 
-fn seconds(seconds: Option<f64>) -> String {
+fn format_seconds(seconds: Option<f64>) -> String {
     match seconds {
         Some(seconds) if seconds.is_finite() => format!("{seconds:.1}"),
         Some(_) => "never".to_owned(),
@@ -236,37 +247,37 @@ fn seconds(seconds: Option<f64>) -> String {
 }
 
 /// What came of all ways, side by side.
-pub fn findings(churn: &Churn, runs: &[Run]) -> Findings {
+pub fn build_findings(churn: &ChurnBenchmark, runs: &[ChurnRun]) -> Findings {
     let mut findings = Findings::new("way,seconds,guests,saved_pages,ksmd_seconds,driver_seconds");
-    let (every, life) = (churn.every.as_secs(), churn.life.as_secs());
+    let (every, life) = (churn.arrival_interval.as_secs(), churn.guest_lifetime.as_secs());
     let title = format!(
         "A guest of {} MiB comes every {every} s and lives for {life} s, for {} s",
         churn.mib,
-        churn.length.as_secs()
+        churn.duration.as_secs()
     );
     let head = ["way", "guests", "90 % after s", "p90", "saved GiB s", "MiB on average", "CPU %", "ksmd s", "driver s"];
-    let mut table = Table::new(title, &head);
+    let mut table = MarkdownTable::new(title, &head);
     for run in runs {
         let last = run.samples.last().copied();
-        let (length, cpu) = last.map_or((1.0, Cpu::default()), |last| (last.seconds, last.cpu));
+        let (length, cpu) = last.map_or((1.0, DriverCpuSeconds::default()), |last| (last.seconds, last.cpu));
         table.rows.push(vec![
-            run.way.name().to_owned(),
-            run.fates.len().to_string(),
-            seconds(run.quantile(0.5)),
-            seconds(run.quantile(0.9)),
-            format!("{:.1}", run.byte_seconds() / f64::from(1 << 30)),
-            format!("{:.0}", run.byte_seconds() / length / f64::from(1 << 20)),
-            format!("{:.1}", run.share() * 100.0),
+            run.driver_kind.name().to_owned(),
+            run.guests.len().to_string(),
+            format_seconds(run.merge_time_quantile(0.5)),
+            format_seconds(run.merge_time_quantile(0.9)),
+            format!("{:.1}", run.saved_byte_seconds() / f64::from(1 << 30)),
+            format!("{:.0}", run.saved_byte_seconds() / length / f64::from(1 << 20)),
+            format!("{:.1}", run.mean_cpu_share() * 100.0),
             format!("{:.2}", cpu.ksmd),
             format!("{:.2}", cpu.driver),
         ]);
         for sample in &run.samples {
             findings.samples.push(format!(
                 "{},{:.3},{},{},{:.4},{:.4}",
-                run.way.name(),
+                run.driver_kind.name(),
                 sample.seconds,
                 sample.guests,
-                sample.saved,
+                sample.saved_pages,
                 sample.cpu.ksmd,
                 sample.cpu.driver
             ));
@@ -279,47 +290,48 @@ pub fn findings(churn: &Churn, runs: &[Run]) -> Findings {
          QEMU's whole process is enrolled, and ksmtuned as if memory were short."
             .to_owned(),
     );
-    let unwritten: Vec<String> = runs.iter().map(|run| format!("{} ({})", run.unwritten, run.way.name())).collect();
+    let unwritten: Vec<String> =
+        runs.iter().map(|run| format!("{} ({})", run.unwritten_pages, run.driver_kind.name())).collect();
     table.notes.push(format!(
         "Never written when READY, by a reference guest that boots with KSM off before each way, and neither shareable \
          nor shared in any guest of it, in pages: {}.",
         unwritten.join(", ")
     ));
     findings.tables.push(table);
-    if let Some(run) = runs.iter().find(|run| run.way == Way::Daemon) {
-        let soon = run.quantile(0.9);
-        findings.bars.push(Bar {
+    if let Some(run) = runs.iter().find(|run| run.driver_kind == KsmDriverKind::Daemon) {
+        let soon = run.merge_time_quantile(0.9);
+        findings.checks.push(ThresholdCheck {
             claim: format!(
-                "90 % of what a new guest can share is merged within {SOON} s of READY, at the 90th percentile"
+                "90 % of what a new guest can share is merged within {MAX_MERGE_SECONDS} s of READY, at the 90th percentile"
             ),
-            measured: format!("{} s", seconds(soon)),
-            met: soon.is_some_and(|soon| soon <= SOON),
+            measured: format!("{} s", format_seconds(soon)),
+            met: soon.is_some_and(|soon| soon <= MAX_MERGE_SECONDS),
         });
-        findings.bars.push(Bar {
-            claim: format!("at no more than {:.0} % of one core on average, all included", SHARE * 100.0),
-            measured: format!("{:.1} %", run.share() * 100.0),
-            met: run.share() <= SHARE,
+        findings.checks.push(ThresholdCheck {
+            claim: format!("at no more than {:.0} % of one core on average, all included", MAX_CPU_SHARE * 100.0),
+            measured: format!("{:.1} %", run.mean_cpu_share() * 100.0),
+            met: run.mean_cpu_share() <= MAX_CPU_SHARE,
         });
     }
     findings
 }
 
 /// Every machine, as CSV.
-pub fn fates(runs: &[Run]) -> String {
+pub fn guests_csv(runs: &[ChurnRun]) -> String {
     let mut text =
         "way,arrived_seconds,boot_seconds,shareable_pages,shared_pages,watched_seconds,merged_after_seconds\n"
             .to_owned();
     for run in runs {
-        for fate in &run.fates {
-            let merged = fate.merged.map(|seconds| format!("{seconds:.2}")).unwrap_or_default();
+        for fate in &run.guests {
+            let merged = fate.merged_seconds.map(|seconds| format!("{seconds:.2}")).unwrap_or_default();
             text.push_str(&format!(
                 "{},{:.2},{:.2},{},{},{:.2},{merged}\n",
-                run.way.name(),
-                fate.arrived,
-                fate.boot,
-                fate.shareable,
-                fate.shared,
-                fate.watched
+                run.driver_kind.name(),
+                fate.arrived_seconds,
+                fate.boot_seconds,
+                fate.shareable_pages,
+                fate.shared_pages,
+                fate.watched_seconds
             ));
         }
     }
@@ -330,33 +342,55 @@ pub fn fates(runs: &[Run]) -> String {
 mod tests {
     use super::*;
 
-    fn run(merged: &[Option<f64>]) -> Run {
-        let fate = |&merged| Fate { arrived: 0.0, boot: 9.0, shareable: 10, shared: 9, watched: 60.0, merged };
-        let sample =
-            |seconds: f64, saved| Sample { seconds, guests: 1, saved, cpu: Cpu { ksmd: seconds / 20.0, driver: 0.0 } };
+    fn run_with_merge_times(merged: &[Option<f64>]) -> ChurnRun {
+        let fate = |&merged| GuestRecord {
+            arrived_seconds: 0.0,
+            boot_seconds: 9.0,
+            shareable_pages: 10,
+            shared_pages: 9,
+            watched_seconds: 60.0,
+            merged_seconds: merged,
+        };
+        let sample = |seconds: f64, saved| ChurnSample {
+            seconds,
+            guests: 1,
+            saved_pages: saved,
+            cpu: DriverCpuSeconds { ksmd: seconds / 20.0, driver: 0.0 },
+        };
         let samples = vec![sample(0.0, 0), sample(10.0, 100), sample(20.0, 100)];
-        Run { way: Way::Daemon, unwritten: 0, samples, fates: merged.iter().map(fate).collect() }
+        ChurnRun {
+            driver_kind: KsmDriverKind::Daemon,
+            unwritten_pages: 0,
+            samples,
+            guests: merged.iter().map(fate).collect(),
+        }
     }
 
     #[test]
-    fn nine_of_ten_decide() {
+    fn ninth_of_ten_decides() {
         let seconds: Vec<Option<f64>> = (1..=10).map(|seconds| Some(f64::from(seconds))).collect();
-        assert_eq!((run(&seconds).quantile(0.9), run(&seconds).quantile(0.5)), (Some(9.0), Some(5.0)));
-        assert_eq!(run(&[Some(1.0), None]).quantile(0.9), Some(f64::INFINITY));
-        assert_eq!(run(&[]).quantile(0.9), None);
+        assert_eq!(
+            (
+                run_with_merge_times(&seconds).merge_time_quantile(0.9),
+                run_with_merge_times(&seconds).merge_time_quantile(0.5)
+            ),
+            (Some(9.0), Some(5.0))
+        );
+        assert_eq!(run_with_merge_times(&[Some(1.0), None]).merge_time_quantile(0.9), Some(f64::INFINITY));
+        assert_eq!(run_with_merge_times(&[]).merge_time_quantile(0.9), None);
     }
 
     #[test]
-    fn who_was_not_watched_for_long_tells_nothing() {
-        let mut short = run(&[Some(1.0), None]);
-        short.fates[1].watched = SOON / 2.0;
-        assert_eq!(short.quantile(0.9), Some(1.0));
+    fn briefly_watched_guest_is_ignored() {
+        let mut short = run_with_merge_times(&[Some(1.0), None]);
+        short.guests[1].watched_seconds = MAX_MERGE_SECONDS / 2.0;
+        assert_eq!(short.merge_time_quantile(0.9), Some(1.0));
     }
 
     #[test]
-    fn what_is_saved_counts_for_as_long_as_it_is() {
+    fn byte_seconds_integrate_savings_over_time() {
         let page = pagefold_sys::mapping::page_size() as f64;
-        assert_eq!(run(&[]).byte_seconds(), (500.0 + 1000.0) * page);
-        assert!((run(&[]).share() - 0.05).abs() < 1e-9);
+        assert_eq!(run_with_merge_times(&[]).saved_byte_seconds(), (500.0 + 1000.0) * page);
+        assert!((run_with_merge_times(&[]).mean_cpu_share() - 0.05).abs() < 1e-9);
     }
 }

@@ -5,43 +5,43 @@
 //! `benchmarks/runs/DATE-REVISION/`: settings.toml, every sample as CSV, summary.md, pictures and the daemon's log.
 //! Before anything is measured it is seen that nothing else works on the machine. As root.
 
-mod alike;
 mod churn;
 mod driver;
 mod guest;
-mod hostile;
+mod hostile_mix;
 mod oom;
 mod plot;
-mod quiet;
+mod quiet_host;
+mod similar_programs;
 
-use crate::merge::policies::Pagefold;
+use crate::findings::Findings;
+use crate::merge::policies::PagefoldProgram;
 use crate::merge::trial;
-use crate::report::Findings;
-use crate::settings::Settings;
-use crate::write;
-use alike::Alike;
+use crate::run_settings::RunSettings;
+use crate::write_file;
 use anyhow::{Context, Result, bail, ensure};
-use churn::Churn;
+use churn::ChurnBenchmark;
 use clap::{Parser, ValueEnum};
-use driver::Way;
-use hostile::Hostile;
-use oom::Limit;
-use quiet::Quiet;
+use driver::KsmDriverKind;
+use hostile_mix::HostileMixBenchmark;
+use oom::OomBenchmark;
+use quiet_host::QuietHostBenchmark;
 use serde::Serialize;
+use similar_programs::SimilarProgramsBenchmark;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// The share of one CPU that others may use while something is measured.
-const OTHERS: f64 = 0.1;
+const MAX_FOREIGN_CPU_SHARE: f64 = 0.1;
 
 /// Measure what the daemon brings and costs.
 #[derive(Debug, Parser)]
 #[command(name = "bench-daemon")]
-pub struct Arguments {
+pub struct DaemonBenchmarkArguments {
     /// What to measure; everything if nothing is named
-    sections: Vec<Section>,
+    sections: Vec<DaemonSection>,
     /// Short and small: shows that it works, not how well
     #[arg(long)]
     quick: bool,
@@ -87,7 +87,7 @@ pub struct Arguments {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Section {
+enum DaemonSection {
     /// QEMU guests that come and go
     Churn,
     /// Programs that look alike, of which few hold the same
@@ -100,7 +100,7 @@ enum Section {
     Oom,
 }
 
-impl Section {
+impl DaemonSection {
     fn name(self) -> &'static str {
         match self {
             Self::Churn => "churn",
@@ -112,16 +112,16 @@ impl Section {
     }
 
     /// Whether a short form is long enough to judge by.
-    fn is_judged(self, quick: bool) -> bool {
+    fn is_judged_when_quick(self, quick: bool) -> bool {
         !quick || self == Self::Hostile
     }
 }
 
 /// What `settings.toml` says beside what holds for every benchmark.
 #[derive(Debug, Serialize)]
-struct DaemonSettings {
+struct DaemonRunSettings {
     #[serde(flatten)]
-    common: Settings,
+    common: RunSettings,
     churn_seconds: u64,
     every_seconds: u64,
     life_seconds: u64,
@@ -133,7 +133,7 @@ struct DaemonSettings {
 }
 
 /// Measure; whether all bars are met.
-pub fn benchmark(arguments: &Arguments) -> Result<bool> {
+pub fn run_benchmark(arguments: &DaemonBenchmarkArguments) -> Result<bool> {
     if !arguments.quick && cfg!(debug_assertions) {
         bail!("built without optimisation: use `make bench-daemon`, or --quick to see that it works");
     }
@@ -142,124 +142,161 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
         None => std::env::current_exe()?.with_file_name("pagefold"),
     };
     let program = program.canonicalize().with_context(|| format!("no {}", program.display()))?;
-    trial::note_signals()?;
-    let all = Section::value_variants();
-    let chosen = |section: &&Section| arguments.sections.is_empty() || arguments.sections.contains(section);
+    trial::install_signal_handlers()?;
+    let all = DaemonSection::value_variants();
+    let chosen = |section: &&DaemonSection| arguments.sections.is_empty() || arguments.sections.contains(section);
     let mut met = true;
     for section in all.iter().filter(chosen).copied() {
-        let others = others(Duration::from_secs(if arguments.quick { 1 } else { 5 }))?;
+        let others = measure_foreign_cpu(Duration::from_secs(if arguments.quick { 1 } else { 5 }))?;
         ensure!(
-            arguments.quick || arguments.regardless || others <= OTHERS,
+            arguments.quick || arguments.regardless || others <= MAX_FOREIGN_CPU_SHARE,
             "others use {:.0} % of a CPU: measure when they have ended, or give --regardless",
             others * 100.0
         );
-        let settings = settings(section, arguments, &program, others)?;
-        let folder = crate::merge::vacant(arguments.out.as_deref(), &settings.common, "daemon", section.name())?;
-        write(&folder, "settings.toml", &toml::to_string(&settings)?)?;
+        let settings = collect_settings(section, arguments, &program, others)?;
+        let folder =
+            crate::merge::new_section_folder(arguments.out.as_deref(), &settings.common, "daemon", section.name())?;
+        write_file(&folder, "settings.toml", &toml::to_string(&settings)?)?;
         let started = Instant::now();
-        let findings = measure(section, arguments, &program, &folder).with_context(|| section.name())?;
-        keep(&folder, section, &findings, arguments.quick)?;
-        println!("{}", findings.markdown(section.name(), section.is_judged(arguments.quick)));
-        met &= !section.is_judged(arguments.quick) || findings.bars.iter().all(|bar| bar.met);
+        let findings = measure_section(section, arguments, &program, &folder).with_context(|| section.name())?;
+        write_findings(&folder, section, &findings, arguments.quick)?;
+        println!("{}", findings.to_markdown(section.name(), section.is_judged_when_quick(arguments.quick)));
+        met &= !section.is_judged_when_quick(arguments.quick) || findings.checks.iter().all(|bar| bar.met);
         eprintln!("{} took {:.0} s, kept in {}\n", section.name(), started.elapsed().as_secs_f64(), folder.display());
     }
     Ok(met)
 }
 
-fn settings(section: Section, arguments: &Arguments, program: &Path, others: f64) -> Result<DaemonSettings> {
+fn collect_settings(
+    section: DaemonSection,
+    arguments: &DaemonBenchmarkArguments,
+    program: &Path,
+    others: f64,
+) -> Result<DaemonRunSettings> {
     let nice = rustix::process::nice(0).context("cannot tell the priority")?;
     let ksm = {
-        let _held = pagefold_labs::ksm::Ksm::take().map_err(anyhow::Error::msg)?;
-        crate::merge::ksm_settings()
+        let _held = pagefold_labs::ksm::KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+        crate::merge::writable_ksm_settings()
     };
-    Ok(DaemonSettings {
-        common: Settings::observe(arguments.quick, vec![format!("daemon-{}", section.name())], nice)?,
+    Ok(DaemonRunSettings {
+        common: RunSettings::observe(arguments.quick, vec![format!("daemon-{}", section.name())], nice)?,
         churn_seconds: arguments.churn.as_secs(),
         every_seconds: arguments.every.as_secs(),
         life_seconds: arguments.life.as_secs(),
         memory_mib: arguments.memory,
         others_percent: others * 100.0,
         ksm,
-        versions: crate::merge::versions(&Pagefold { program: program.to_owned() }),
+        versions: crate::merge::program_versions(&PagefoldProgram { program: program.to_owned() }),
     })
 }
 
-fn measure(section: Section, arguments: &Arguments, program: &Path, folder: &Path) -> Result<Findings> {
+fn measure_section(
+    section: DaemonSection,
+    arguments: &DaemonBenchmarkArguments,
+    program: &Path,
+    folder: &Path,
+) -> Result<Findings> {
     match section {
-        Section::Churn => {
-            let churn = Churn {
-                length: arguments.churn,
-                every: arguments.every,
-                life: arguments.life,
+        DaemonSection::Churn => {
+            let churn = ChurnBenchmark {
+                duration: arguments.churn,
+                arrival_interval: arguments.every,
+                guest_lifetime: arguments.life,
                 mib: arguments.memory,
                 pagefold: program.to_owned(),
             };
-            let ways = Way::ALL.into_iter().filter(|way| !arguments.alone || *way == Way::Daemon);
+            let ways =
+                KsmDriverKind::COMPARED.into_iter().filter(|way| !arguments.alone || *way == KsmDriverKind::Daemon);
             let mut runs = Vec::new();
             for way in ways {
-                eprintln!("churn: {} for {} s", way.name(), churn.length.as_secs());
+                eprintln!("churn: {} for {} s", way.name(), churn.duration.as_secs());
                 runs.push(churn.run(way, &folder.join("daemon.log"))?);
-                write(folder, "guests.csv", &churn::fates(&runs))?;
-                plot::draw("Guests that come and go", &runs, &folder.join("churn.svg"))?;
-                keep(folder, section, &churn::findings(&churn, &runs), arguments.quick)?;
+                write_file(folder, "guests.csv", &churn::guests_csv(&runs))?;
+                plot::draw_chart("Guests that come and go", &runs, &folder.join("churn.svg"))?;
+                write_findings(folder, section, &churn::build_findings(&churn, &runs), arguments.quick)?;
             }
-            Ok(churn::findings(&churn, &runs))
+            Ok(churn::build_findings(&churn, &runs))
         }
-        Section::Alike => {
+        DaemonSection::Alike => {
             let (templates, mib, patience) = if arguments.quick { (2, 16, 60) } else { (8, 64, 300) };
             let [burst, patience] = [Duration::from_millis(200), Duration::from_secs(patience)];
-            let alike = Alike { templates, mib, burst, patience, pagefold: program.to_owned() };
+            let alike =
+                SimilarProgramsBenchmark { templates, mib, burst, timeout: patience, pagefold: program.to_owned() };
             let mut runs = Vec::new();
-            for way in Way::ALL.into_iter().filter(|way| !arguments.alone || *way == Way::Daemon) {
+            for way in
+                KsmDriverKind::COMPARED.into_iter().filter(|way| !arguments.alone || *way == KsmDriverKind::Daemon)
+            {
                 eprintln!("alike: {}", way.name());
                 runs.push(alike.run(way, &folder.join("daemon.log"))?);
-                keep(folder, section, &alike::findings(&alike, &runs), arguments.quick)?;
+                write_findings(folder, section, &similar_programs::build_findings(&alike, &runs), arguments.quick)?;
             }
-            Ok(alike::findings(&alike, &runs))
+            Ok(similar_programs::build_findings(&alike, &runs))
         }
-        Section::Quiet => {
+        DaemonSection::Quiet => {
             let (length, calm) = (arguments.quiet, Duration::from_secs(if arguments.quick { 5 } else { 60 }));
             let mib = if arguments.quick { 32 } else { arguments.quiet_memory };
             let (guests, guest_mib) = if arguments.quick { (1, 128) } else { (4, 512) };
             let (restless, pagefold) = (arguments.restless, program.to_owned());
-            let quiet = Quiet { length, calm, processes: 4, mib, guests, guest_mib, restless, pagefold };
+            let quiet = QuietHostBenchmark {
+                duration: length,
+                settle_time: calm,
+                processes: 4,
+                process_mib: mib,
+                guests,
+                guest_mib,
+                with_busy_process: restless,
+                pagefold,
+            };
             quiet.measure(&folder.join("daemon.log"))
         }
-        Section::Hostile => {
+        DaemonSection::Hostile => {
             let (regions, writers, burst) = if arguments.quick { (20_000, 1, 5) } else { (60_000, 2, 10) };
             let [burst, tide] = [burst, 20].map(Duration::from_secs);
             let (length, brief, pagefold) = (arguments.hostile, arguments.quick, program.to_owned());
-            let hostile = Hostile { length, brief, regions, writers, burst, tide, pagefold };
+            let hostile = HostileMixBenchmark {
+                duration: length,
+                is_brief: brief,
+                region_count: regions,
+                writer_threads: writers,
+                burst,
+                rewrite_interval: tide,
+                pagefold,
+            };
             hostile.measure(&folder.join("daemon.log"))
         }
-        Section::Oom => {
-            let limit =
-                Limit { memory: 384, mib: 24, duplicate: 50, pause: arguments.pause, pagefold: program.to_owned() };
+        DaemonSection::Oom => {
+            let limit = OomBenchmark {
+                host_mib: 384,
+                program_mib: 24,
+                duplicate_percent: 50,
+                start_interval_seconds: arguments.pause,
+                pagefold: program.to_owned(),
+            };
             limit.measure(folder)
         }
     }
 }
 
 /// Write what was found.
-fn keep(folder: &Path, section: Section, findings: &Findings, quick: bool) -> Result<()> {
+fn write_findings(folder: &Path, section: DaemonSection, findings: &Findings, quick: bool) -> Result<()> {
     let mut summary = format!("# The daemon: {}\n", section.name());
     if quick {
         summary.push_str("\nA quick run: it shows that the benchmark works, and its figures mean little.\n");
     }
-    let text = findings.markdown(section.name(), section.is_judged(quick));
-    write(folder, "summary.md", &format!("{summary}\n{text}"))?;
-    write(folder, "samples.csv", &format!("{}\n", findings.samples.join("\n")))
+    let text = findings.to_markdown(section.name(), section.is_judged_when_quick(quick));
+    write_file(folder, "summary.md", &format!("{summary}\n{text}"))?;
+    write_file(folder, "samples.csv", &format!("{}\n", findings.samples.join("\n")))
 }
 
 /// What others use of one CPU, over some time in which this program only waits.
-fn others(time: Duration) -> Result<f64> {
-    let before = busy()?;
-    trial::pause_for(time)?;
-    Ok((busy()? - before) / time.as_secs_f64())
+fn measure_foreign_cpu(time: Duration) -> Result<f64> {
+    let before = busy_cpu_seconds()?;
+    trial::sleep_unless_signaled(time)?;
+    Ok((busy_cpu_seconds()? - before) / time.as_secs_f64())
 }
 
 /// CPU seconds that were not idle, of all CPUs: the first line of `/proc/stat` (proc_stat(5)), without idle and iowait.
-fn busy() -> Result<f64> {
+fn busy_cpu_seconds() -> Result<f64> {
     let stat = fs::read_to_string("/proc/stat")?;
     let line = stat.lines().next().context("an empty /proc/stat")?;
     let ticks = line.split_ascii_whitespace().skip(1).take(8).enumerate();

@@ -6,50 +6,50 @@
 //! them walk the same pages in the same order. What each does to a probe beside it is measured in rounds of their own:
 //! of the slow ones in the first of these.
 
-use super::bars::{self, Measure};
-use super::policies::{Beyond, Policy};
-use super::readings::Sample;
-use super::reports::Report;
-use super::trial::{Conditions, Trial, run};
-use super::workloads::{Gauge, Workload};
-use crate::report::{Findings, Spread, Table};
+use super::command_reports::MergeCommandReport;
+use super::policies::{MergePolicy, PolicyExtrapolation};
+use super::readings::KsmSample;
+use super::thresholds::{self, MergeMeasure};
+use super::trial::{PolicyTrial, TrialConditions, run_trial};
+use super::workloads::{MergeWorkload, SavingsGauge};
+use crate::findings::{Findings, MarkdownTable, SampleSpread};
 use anyhow::Result;
-use pagefold_labs::content::Origin;
-use pagefold_merge::decide::policy::Observation;
+use pagefold_labs::content::ContentOrigin;
+use pagefold_merge::decide::policy::HostObservation;
 use std::collections::BTreeMap;
 use std::time::SystemTime;
 
-const MIB: f64 = (1 << 20) as f64;
-const GIB: f64 = (1 << 30) as f64;
+const BYTES_PER_MIB: f64 = (1 << 20) as f64;
+const BYTES_PER_GIB: f64 = (1 << 30) as f64;
 
 /// Rounds with the probe beside. Guided merging takes a second, in which a single figure says little.
 const PROBE_ROUNDS: usize = 3;
 
 /// All trials of a workload.
 #[derive(Debug)]
-pub struct Comparison {
+pub struct PolicyComparison {
     /// The workload.
-    pub workload: Workload,
+    pub workload: MergeWorkload,
     /// In the order in which they were made.
-    pub trials: Vec<Trial>,
+    pub trials: Vec<PolicyTrial>,
     /// What policies went by.
-    host: Observation,
+    host: HostObservation,
 }
 
 /// When a share of the savings was reached, and at what cost.
 #[derive(Clone, Copy, Debug)]
-pub struct Reached {
+pub struct SavingsMilestone {
     /// Seconds since the policy began.
     pub seconds: f64,
     /// CPU seconds, ksmd's and pagefold's.
-    pub cpu: f64,
+    pub cpu_seconds: f64,
     /// Whether it was measured; otherwise extrapolated.
-    pub measured: bool,
+    pub is_measured: bool,
 }
 
-impl Comparison {
+impl PolicyComparison {
     /// Measure.
-    pub fn make(workload: Workload, rounds: usize, conditions: &Conditions) -> Result<Self> {
+    pub fn measure_all(workload: MergeWorkload, rounds: usize, conditions: &TrialConditions) -> Result<Self> {
         let mut trials = Vec::new();
         // The last rounds are the probe's, which would slow the others.
         let probes = match (workload.all_policies, conditions.quick) {
@@ -59,18 +59,19 @@ impl Comparison {
         };
         for round in 1..=rounds + probes {
             let all = workload.all_policies && (round == 1 || round == rounds + 1);
-            let policies: Vec<Policy> = Policy::ALL.into_iter().filter(|policy| all || !policy.is_slow()).collect();
-            for policy in shuffled(policies) {
+            let policies: Vec<MergePolicy> =
+                MergePolicy::SLOW_FIRST.into_iter().filter(|policy| all || !policy.is_slow()).collect();
+            for policy in shuffle(policies) {
                 eprint!("{} round {round}: {} ... ", workload.name, policy.name());
-                let trial = run(&workload, policy, round, round > rounds, conditions)?;
-                let last = trial.last();
+                let trial = run_trial(&workload, policy, round, round > rounds, conditions)?;
+                let last = trial.last_sample();
                 eprintln!(
                     "{:.0} MiB in {:.1} s, {:.2} CPU s",
-                    trial.exact as f64 / MIB,
+                    trial.exact_saved_bytes as f64 / BYTES_PER_MIB,
                     last.seconds,
-                    last.ksmd + last.pagefold
+                    last.ksmd_seconds + last.pagefold_seconds
                 );
-                for missed in trial.report.iter().flat_map(Report::missed) {
+                for missed in trial.report.iter().flat_map(MergeCommandReport::missed_reasons) {
                     eprintln!("  missed: {missed}");
                 }
                 trials.push(trial);
@@ -80,66 +81,73 @@ impl Comparison {
     }
 
     /// Trials without the probe.
-    pub fn of(&self, policy: Policy) -> impl Iterator<Item = &Trial> {
-        self.trials.iter().filter(move |trial| trial.policy == policy && trial.slow_down.is_none())
+    pub fn trials_of(&self, policy: MergePolicy) -> impl Iterator<Item = &PolicyTrial> {
+        self.trials.iter().filter(move |trial| trial.policy == policy && trial.probe_slowdown.is_none())
     }
 
     /// Bytes that can be saved, in the middle of all trials: programs are not quite the same each time.
-    pub fn reachable(&self) -> f64 {
+    pub fn reachable_bytes(&self) -> f64 {
         let page = pagefold_sys::mapping::page_size() as f64;
-        Spread::of(self.trials.iter().map(|trial| trial.truth.redundant as f64 * page)).median
+        SampleSpread::from_samples(self.trials.iter().map(|trial| trial.mergeable.redundant_pages as f64 * page)).median
     }
 
     /// When a trial had reached a share of what can be saved.
-    pub fn reached(&self, trial: &Trial, share: f64) -> Option<Reached> {
-        let bytes = share * self.reachable();
-        let cpu = |sample: Sample| sample.ksmd + sample.pagefold;
-        if let Some(sample) = trial.reached(bytes) {
-            return Some(Reached { seconds: sample.seconds, cpu: cpu(sample), measured: true });
+    pub fn milestone(&self, trial: &PolicyTrial, share: f64) -> Option<SavingsMilestone> {
+        let bytes = share * self.reachable_bytes();
+        let cpu = |sample: KsmSample| sample.ksmd_seconds + sample.pagefold_seconds;
+        if let Some(sample) = trial.first_sample_at(bytes) {
+            return Some(SavingsMilestone { seconds: sample.seconds, cpu_seconds: cpu(sample), is_measured: true });
         }
-        let (last, whole) = (trial.last(), self.of(Policy::Whole).next()?);
-        if trial.complete || last.scanned == 0 {
+        let (last, whole) = (trial.last_sample(), self.trials_of(MergePolicy::Whole).next()?);
+        if trial.is_complete || last.scanned_pages == 0 {
             return None;
         }
         // Where it has scanned as many pages and has not saved as much, it is not like flat-out merging.
-        let then = whole.reached(bytes).filter(|then| then.scanned > last.scanned)?;
-        let alike = whole.samples.iter().find(|sample| sample.scanned >= last.scanned)?;
-        let scans = full_scans(&whole.samples);
-        let beyond = Beyond { policy: trial.policy, host: &self.host, watched: &trial.samples, scans: &scans };
-        Some(Reached {
-            seconds: beyond.seconds_to_scan(then.scanned as f64)?,
-            cpu: cpu(then) * (last.ksmd / alike.ksmd).max(1.0),
-            measured: false,
+        let then = whole.first_sample_at(bytes).filter(|then| then.scanned_pages > last.scanned_pages)?;
+        let alike = whole.samples.iter().find(|sample| sample.scanned_pages >= last.scanned_pages)?;
+        let scans = full_scan_page_counts(&whole.samples);
+        let beyond = PolicyExtrapolation {
+            policy: trial.policy,
+            host: &self.host,
+            window_samples: &trial.samples,
+            full_scan_page_counts: &scans,
+        };
+        Some(SavingsMilestone {
+            seconds: beyond.seconds_to_scan(then.scanned_pages as f64)?,
+            cpu_seconds: cpu(then) * (last.ksmd_seconds / alike.ksmd_seconds).max(1.0),
+            is_measured: false,
         })
     }
 
     /// A measure in each round that has both policies.
-    pub fn measured(&self, measure: Measure) -> Vec<f64> {
-        let pairs = self.of(Policy::Whole).filter_map(|whole| {
-            let guided = self.of(Policy::Guided).find(|guided| guided.round == whole.round)?;
+    pub fn measure_by_round(&self, measure: MergeMeasure) -> Vec<f64> {
+        let pairs = self.trials_of(MergePolicy::Whole).filter_map(|whole| {
+            let guided = self.trials_of(MergePolicy::Guided).find(|guided| guided.round == whole.round)?;
             Some((whole, guided))
         });
-        let at = |trial| self.reached(trial, 0.9);
+        let at = |trial| self.milestone(trial, 0.9);
         // What is never reached takes for ever.
         let ratio = |whole: Option<f64>, guided: Option<f64>| Some(whole? / guided.unwrap_or(f64::INFINITY));
         pairs
             .filter_map(|(whole, guided)| match measure {
-                Measure::LessCpu => ratio(at(whole).map(|at| at.cpu), at(guided).map(|at| at.cpu)),
-                Measure::LessCpuInAll => {
-                    let bytes = 0.99 * whole.exact.min(guided.exact) as f64;
-                    let cpu = |sample: Sample| sample.ksmd + sample.pagefold;
-                    Some(cpu(whole.reached(bytes)?) / cpu(guided.last()))
+                MergeMeasure::CpuRatio => {
+                    ratio(at(whole).map(|at| at.cpu_seconds), at(guided).map(|at| at.cpu_seconds))
                 }
-                Measure::Sooner => ratio(at(whole).map(|at| at.seconds), at(guided).map(|at| at.seconds)),
-                Measure::Net => Some(guided.net() / guided.reachable_net()),
-                Measure::HugeKept => guided.huge_kept(),
-                Measure::HugeKeptByWhole => whole.huge_kept(),
+                MergeMeasure::LessCpuInAll => {
+                    let bytes = 0.99 * whole.exact_saved_bytes.min(guided.exact_saved_bytes) as f64;
+                    let cpu = |sample: KsmSample| sample.ksmd_seconds + sample.pagefold_seconds;
+                    Some(cpu(whole.first_sample_at(bytes)?) / cpu(guided.last_sample()))
+                }
+                MergeMeasure::TimeRatio => ratio(at(whole).map(|at| at.seconds), at(guided).map(|at| at.seconds)),
+                MergeMeasure::NetSavingsShare => Some(guided.net_bytes() / guided.reachable_net_bytes()),
+                MergeMeasure::HugePagesKept => guided.huge_pages_kept(),
+                MergeMeasure::HugePagesKeptByWhole => whole.huge_pages_kept(),
             })
             .collect()
     }
 
     /// The table, the bars and the samples.
-    pub fn findings(&self) -> Findings {
+    pub fn build_findings(&self) -> Findings {
         let mut findings = Findings::new(
             "workload,round,policy,probe,seconds,saved_pages,ksmd_cpu_seconds,pagefold_cpu_seconds,\
              pages_scanned,full_scans,pages_to_scan",
@@ -151,24 +159,24 @@ impl Comparison {
                     self.workload.name,
                     trial.round,
                     trial.policy.name(),
-                    u8::from(trial.slow_down.is_some()),
+                    u8::from(trial.probe_slowdown.is_some()),
                     sample.seconds,
-                    sample.saved,
-                    sample.ksmd,
-                    sample.pagefold,
-                    sample.scanned,
+                    sample.saved_pages,
+                    sample.ksmd_seconds,
+                    sample.pagefold_seconds,
+                    sample.scanned_pages,
                     sample.full_scans,
                     sample.pages_to_scan
                 ));
             }
         }
-        findings.tables.push(self.table());
-        findings.bars = bars::of(self.workload.name, |measure| self.measured(measure));
+        findings.tables.push(self.build_table());
+        findings.checks = thresholds::evaluate(self.workload.name, |measure| self.measure_by_round(measure));
         findings
     }
 
-    fn table(&self) -> Table {
-        let mut table = Table::new(
+    fn build_table(&self) -> MarkdownTable {
+        let mut table = MarkdownTable::new(
             self.workload.title.clone(),
             &[
                 "policy",
@@ -188,110 +196,124 @@ impl Comparison {
             ],
         );
         let none = || "-".to_owned();
-        for policy in Policy::ALL {
-            let trials: Vec<&Trial> = self.of(policy).collect();
+        for policy in MergePolicy::SLOW_FIRST {
+            let trials: Vec<&PolicyTrial> = self.trials_of(policy).collect();
             if trials.is_empty() {
                 continue;
             }
             // Of all trials, or of none.
-            let median = |value: &dyn Fn(&Trial) -> Option<f64>| {
+            let median = |value: &dyn Fn(&PolicyTrial) -> Option<f64>| {
                 let values: Option<Vec<f64>> = trials.iter().map(|trial| value(trial)).collect();
-                values.map(|values| Spread::of(values).median)
+                values.map(|values| SampleSpread::from_samples(values).median)
             };
             let cell = |value: Option<f64>, digits: usize| match value {
                 None => none(),
                 Some(value) if value.is_infinite() => "never".to_owned(),
                 Some(value) => format!("{value:.digits$}"),
             };
-            let level = |share: f64, value: &dyn Fn(Reached) -> f64| {
-                let measured = trials.iter().all(|trial| self.reached(trial, share).is_none_or(|at| at.measured));
-                let never = |trial: &Trial| trial.complete.then_some(f64::INFINITY);
-                let text = cell(median(&|trial| self.reached(trial, share).map(value).or(never(trial))), 2);
+            let level = |share: f64, value: &dyn Fn(SavingsMilestone) -> f64| {
+                let measured = trials.iter().all(|trial| self.milestone(trial, share).is_none_or(|at| at.is_measured));
+                let never = |trial: &PolicyTrial| trial.is_complete.then_some(f64::INFINITY);
+                let text = cell(median(&|trial| self.milestone(trial, share).map(value).or(never(trial))), 2);
                 if measured { text } else { format!("~{text}") }
             };
             // The tail of flat-out merging is this program's way to see that nothing more comes; it is not charged.
-            let cpu = |trial: &Trial| match policy {
-                Policy::Guided => Some(trial.last().ksmd + trial.last().pagefold),
-                _ => self.reached(trial, 0.99).map(|at| at.cpu),
+            let cpu = |trial: &PolicyTrial| match policy {
+                MergePolicy::Guided => Some(trial.last_sample().ksmd_seconds + trial.last_sample().pagefold_seconds),
+                _ => self.milestone(trial, 0.99).map(|at| at.cpu_seconds),
             };
-            let saved = |trial: &Trial| if trial.complete { trial.exact as f64 } else { self.reachable() };
+            let saved = |trial: &PolicyTrial| {
+                if trial.is_complete { trial.exact_saved_bytes as f64 } else { self.reachable_bytes() }
+            };
             // Of a policy that was still at it, the end is not known.
-            let complete = trials.iter().all(|trial| trial.complete);
+            let complete = trials.iter().all(|trial| trial.is_complete);
             let finished = |value: Option<f64>| if complete { cell(value, 0) } else { none() };
-            let per_gib = median(&|trial| Some(cpu(trial)? / (saved(trial) / GIB)));
+            let per_gib = median(&|trial| Some(cpu(trial)? / (saved(trial) / BYTES_PER_GIB)));
             let tilde = if per_gib.is_some() && !complete { "~" } else { "" };
             table.rows.push(vec![
                 policy.name().to_owned(),
                 trials.len().to_string(),
-                finished(median(&|trial| Some(trial.exact as f64 / MIB))),
-                finished(median(&|trial| Some(trial.net() / MIB))),
+                finished(median(&|trial| Some(trial.exact_saved_bytes as f64 / BYTES_PER_MIB))),
+                finished(median(&|trial| Some(trial.net_bytes() / BYTES_PER_MIB))),
                 level(0.5, &|at| at.seconds),
                 level(0.9, &|at| at.seconds),
                 level(0.99, &|at| at.seconds),
-                level(0.9, &|at| at.cpu),
+                level(0.9, &|at| at.cpu_seconds),
                 format!("{tilde}{}", cell(per_gib, 2)),
-                cell(median(&|trial| Some(trial.last().pagefold)), 2),
-                finished(median(&|trial| Some((trial.after.rmap_items - trial.before.rmap_items) as f64 * 64.0 / MIB))),
-                finished(median(&|trial| Some((trial.after.regions - trial.before.regions) as f64))),
-                median(&Trial::huge_kept)
+                cell(median(&|trial| Some(trial.last_sample().pagefold_seconds)), 2),
+                finished(median(&|trial| {
+                    Some((trial.memory_after.rmap_items - trial.memory_before.rmap_items) as f64 * 64.0 / BYTES_PER_MIB)
+                })),
+                finished(median(&|trial| {
+                    Some((trial.memory_after.region_count - trial.memory_before.region_count) as f64)
+                })),
+                median(&PolicyTrial::huge_pages_kept)
                     .filter(|_| complete)
                     .map_or_else(none, |kept| format!("{:.1} %", kept * 100.0)),
-                self.slower(policy),
+                self.format_slowdown(policy),
             ]);
         }
-        table.notes.push(self.explanation());
-        table.notes.extend(self.missed());
+        table.notes.push(self.explain_columns());
+        table.notes.extend(self.missed_notes());
         table
     }
 
     /// How much slower the probe was, with the range where that was measured more than once.
-    fn slower(&self, policy: Policy) -> String {
-        let all: Vec<f64> =
-            self.trials.iter().filter(|trial| trial.policy == policy).filter_map(|trial| trial.slow_down).collect();
+    fn format_slowdown(&self, policy: MergePolicy) -> String {
+        let all: Vec<f64> = self
+            .trials
+            .iter()
+            .filter(|trial| trial.policy == policy)
+            .filter_map(|trial| trial.probe_slowdown)
+            .collect();
         match all[..] {
             [] => "-".to_owned(),
             [once] => format!("{:.1} %", once * 100.0),
-            _ => Spread::of(all).percent(),
+            _ => SampleSpread::from_samples(all).format_percent(),
         }
     }
 
     /// A note for each trial in which pagefold missed something.
-    fn missed(&self) -> impl Iterator<Item = String> {
+    fn missed_notes(&self) -> impl Iterator<Item = String> {
         self.trials.iter().filter_map(|trial| {
             let report = trial.report.as_ref()?;
-            let missed = report.missed();
+            let missed = report.missed_reasons();
             (!missed.is_empty()).then(|| {
-                let (name, round, exit) = (trial.policy.name(), trial.round, report.exit);
+                let (name, round, exit) = (trial.policy.name(), trial.round, report.exit_status);
                 format!("Missed by {name} in round {round} (exit status {exit}): {}.", missed.join("; "))
             })
         })
     }
 
     /// What pagefold said in each trial, as lines of JSON.
-    pub fn reports(&self) -> impl Iterator<Item = String> {
+    pub fn report_lines(&self) -> impl Iterator<Item = String> {
         self.trials.iter().filter_map(|trial| {
-            let probed = trial.slow_down.is_some();
-            Some(trial.report.as_ref()?.line(self.workload.name, trial.round, probed))
+            let probed = trial.probe_slowdown.is_some();
+            Some(trial.report.as_ref()?.to_json_line(self.workload.name, trial.round, probed))
         })
     }
 
-    fn explanation(&self) -> String {
-        let of_all = self.reachable() / MIB;
-        let origin =
-            if self.workload.is_known() { "known" } else { "counted by a hash of every page before each trial" };
+    fn explain_columns(&self) -> String {
+        let of_all = self.reachable_bytes() / BYTES_PER_MIB;
+        let origin = if self.workload.is_mergeable_known() {
+            "known"
+        } else {
+            "counted by a hash of every page before each trial"
+        };
         let quotients: Vec<f64> = self
             .trials
             .iter()
-            .filter(|trial| trial.complete && trial.exact > 0)
-            .map(|trial| trial.counted as f64 / trial.exact as f64)
+            .filter(|trial| trial.is_complete && trial.exact_saved_bytes > 0)
+            .map(|trial| trial.counted_saved_bytes as f64 / trial.exact_saved_bytes as f64)
             .collect();
-        let calibration = if quotients.is_empty() { "-".to_owned() } else { Spread::of(quotients).percent() };
+        let calibration =
+            if quotients.is_empty() { "-".to_owned() } else { SampleSpread::from_samples(quotients).format_percent() };
         let gauge = match self.workload.gauge() {
-            Gauge::Counters => format!(
+            SavingsGauge::Counters => format!(
                 "Times are read from KSM's counters; at the end, ksmd frozen, they were {calibration} of what the page \
                  tables say, and \"saved\" is the latter;"
             ),
-            Gauge::Memory => format!(
+            SavingsGauge::Memory => format!(
                 "Times are those at which the processes' memory (Pss_Anon) had fallen so far, looked at every 250 ms; \
                  KSM's counters, which do not see zeros that a split huge page gives back, were {calibration} of that \
                  at the end;"
@@ -305,9 +327,9 @@ impl Comparison {
              \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %. \
              The bound on CPU is the same for \"{}\" and \"{}\": pagefold takes its census on one thread (`--threads 1`) \
              before ksmd begins.",
-            Spread::of(self.trials.iter().map(Trial::reachable_net)).median / MIB,
-            Policy::Whole.name(),
-            Policy::Guided.name(),
+            SampleSpread::from_samples(self.trials.iter().map(PolicyTrial::reachable_net_bytes)).median / BYTES_PER_MIB,
+            MergePolicy::Whole.name(),
+            MergePolicy::Guided.name(),
         );
         if self.workload.all_policies {
             text.push_str(&format!(
@@ -320,18 +342,18 @@ impl Comparison {
                  CPU before. CPU of these is that of flat-out merging after as many pages, and more by what they took \
                  more in that time. \"Probe slower\": a program of one thread beside it, in rounds of their own, over the \
                  time that merging took: the median and its range, or once and over 10 s at most for the slow policies.",
-                self.windows()
+                self.describe_windows()
             ));
         }
         text
     }
 
     /// For how long slow policies are watched: `10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)`.
-    fn windows(&self) -> String {
+    fn describe_windows(&self) -> String {
         let mut given: BTreeMap<u64, Vec<&str>> = BTreeMap::new();
-        let slow = Policy::ALL.into_iter().filter(|policy| policy.is_slow());
-        for trial in slow.filter_map(|policy| self.of(policy).next()) {
-            given.entry(trial.window.as_secs()).or_default().push(trial.policy.name());
+        let slow = MergePolicy::SLOW_FIRST.into_iter().filter(|policy| policy.is_slow());
+        for trial in slow.filter_map(|policy| self.trials_of(policy).next()) {
+            given.entry(trial.max_window.as_secs()).or_default().push(trial.policy.name());
         }
         given
             .iter()
@@ -342,47 +364,47 @@ impl Comparison {
 
     /// A line for each trial.
     pub fn trials_csv(&self) -> Vec<String> {
-        let line = |trial: &Trial| {
+        let line = |trial: &PolicyTrial| {
             format!(
                 "{},{},{},{},{},{},{},{},{},{},{},{}",
                 self.workload.name,
                 trial.round,
                 trial.policy.name(),
-                trial.exact,
-                trial.counted,
-                trial.net(),
-                trial.after.rmap_items,
-                trial.before.huge,
-                trial.after.huge,
-                trial.before.regions,
-                trial.after.regions,
-                trial.slow_down.map(|slow| format!("{slow:.4}")).unwrap_or_default()
+                trial.exact_saved_bytes,
+                trial.counted_saved_bytes,
+                trial.net_bytes(),
+                trial.memory_after.rmap_items,
+                trial.memory_before.huge_bytes,
+                trial.memory_after.huge_bytes,
+                trial.memory_before.region_count,
+                trial.memory_after.region_count,
+                trial.probe_slowdown.map(|slow| format!("{slow:.4}")).unwrap_or_default()
             )
         };
         self.trials.iter().map(line).collect()
     }
 }
 
-/// The columns of [`Comparison::trials_csv`].
-pub const TRIALS: &str = "workload,round,policy,saved_bytes,counted_bytes,net_bytes,rmap_items,huge_bytes_before,\
+/// The columns of [`PolicyComparison::trials_csv`].
+pub const TRIALS_CSV_HEADER: &str = "workload,round,policy,saved_bytes,counted_bytes,net_bytes,rmap_items,huge_bytes_before,\
                           huge_bytes_after,regions_before,regions_after,probe_slow_down";
 
 /// After how many scanned pages each full scan had ended.
-fn full_scans(samples: &[Sample]) -> Vec<f64> {
+fn full_scan_page_counts(samples: &[KsmSample]) -> Vec<f64> {
     let mut ends = Vec::new();
     for sample in samples {
         while (ends.len() as i64) < sample.full_scans {
-            ends.push(sample.scanned as f64);
+            ends.push(sample.scanned_pages as f64);
         }
     }
     ends
 }
 
 /// In an order drawn anew each time.
-pub fn shuffled<T>(items: Vec<T>) -> Vec<T> {
+pub fn shuffle<T>(items: Vec<T>) -> Vec<T> {
     let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_nanos());
-    let order = Origin::of(&[&now.to_string()]);
-    let mut drawn: Vec<(u64, T)> = (0..).map(|place| order.number(place)).zip(items).collect();
+    let order = ContentOrigin::from_names(&[&now.to_string()]);
+    let mut drawn: Vec<(u64, T)> = (0..).map(|place| order.random_number(place)).zip(items).collect();
     drawn.sort_by_key(|(number, _)| *number);
     drawn.into_iter().map(|(_, item)| item).collect()
 }
@@ -390,146 +412,154 @@ pub fn shuffled<T>(items: Vec<T>) -> Vec<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::merge::readings::Exact;
-    use crate::merge::trial::Trial;
-    use crate::merge::truth::Truth;
+    use crate::merge::mergeable_pages::MergeablePages;
+    use crate::merge::readings::ExactMemory;
+    use crate::merge::trial::PolicyTrial;
 
     /// A trial in which `pages` are saved evenly over `seconds`, after `idle` of them without any; looked at for
     /// `seen`.
-    fn trial(policy: Policy, idle: f64, seconds: f64, seen: f64, pages: f64) -> Trial {
+    fn sample_trial(policy: MergePolicy, idle: f64, seconds: f64, seen: f64, pages: f64) -> PolicyTrial {
         let saved = |at: f64| ((at - idle) / seconds).clamp(0.0, 1.0) * pages;
-        let sample = |at: f64| Sample {
+        let sample = |at: f64| KsmSample {
             seconds: at,
-            saved: saved(at) as i64,
-            ksmd: at,
-            pagefold: 0.0,
-            scanned: (at / (idle + seconds) * 10_000.0) as i64,
+            saved_pages: saved(at) as i64,
+            ksmd_seconds: at,
+            pagefold_seconds: 0.0,
+            scanned_pages: (at / (idle + seconds) * 10_000.0) as i64,
             full_scans: 0,
             pages_to_scan: 100,
         };
         let complete = !policy.is_slow();
-        let samples: Vec<Sample> = (0..=100).map(|step| sample(seen * f64::from(step) / 100.0)).collect();
+        let samples: Vec<KsmSample> = (0..=100).map(|step| sample(seen * f64::from(step) / 100.0)).collect();
         let page = pagefold_sys::mapping::page_size() as f64;
         let exact = (saved(seen) * page) as i64;
-        let (before, after) = (Exact::default(), Exact { rmap_items: 2000, ..Exact::default() });
-        let truth = Truth { redundant: 1000, merged: 2000 };
-        Trial {
+        let (before, after) = (ExactMemory::default(), ExactMemory { rmap_items: 2000, ..ExactMemory::default() });
+        let truth = MergeablePages { redundant_pages: 1000, mapped_to_shared: 2000 };
+        PolicyTrial {
             policy,
             round: 1,
             samples,
-            window: policy.window(false, false),
-            complete,
+            max_window: policy.max_window(false, false),
+            is_complete: complete,
             report: None,
-            exact,
-            counted: exact,
-            truth,
-            before,
-            after,
-            slow_down: None,
+            exact_saved_bytes: exact,
+            counted_saved_bytes: exact,
+            mergeable: truth,
+            memory_before: before,
+            memory_after: after,
+            probe_slowdown: None,
         }
     }
 
-    fn comparison() -> Comparison {
+    fn sample_comparison() -> PolicyComparison {
         let trials = vec![
-            trial(Policy::Whole, 5.0, 5.0, 10.0, 1000.0),
-            trial(Policy::Guided, 0.5, 0.5, 1.0, 1000.0),
-            trial(Policy::Default, 500.0, 500.0, 20.0, 1000.0),
+            sample_trial(MergePolicy::Whole, 5.0, 5.0, 10.0, 1000.0),
+            sample_trial(MergePolicy::Guided, 0.5, 0.5, 1.0, 1000.0),
+            sample_trial(MergePolicy::Default, 500.0, 500.0, 20.0, 1000.0),
         ];
-        let workload = Workload::synthetic(true).swap_remove(0);
-        let host = pagefold_merge::policy::observe(&pagefold_linux::LiveHost::new());
-        Comparison { workload, trials, host }
+        let workload = MergeWorkload::synthetic_workloads(true).swap_remove(0);
+        let host = pagefold_merge::policy::observe_host(&pagefold_linux::LiveHost::new());
+        PolicyComparison { workload, trials, host }
     }
 
-    fn row(comparison: &Comparison, policy: Policy) -> Vec<String> {
-        let table = comparison.table();
+    fn table_row(comparison: &PolicyComparison, policy: MergePolicy) -> Vec<String> {
+        let table = comparison.build_table();
         table.rows.into_iter().find(|row| row[0] == policy.name()).unwrap()
     }
 
     #[test]
-    fn guided_is_compared_with_whole_and_the_slow_are_extrapolated() {
-        let comparison = comparison();
-        for (measure, expected) in [(Measure::Sooner, 10.0), (Measure::LessCpu, 10.0), (Measure::Net, 1.0)] {
-            let measured = comparison.measured(measure);
+    fn guided_is_compared_and_slow_policies_are_extrapolated() {
+        let comparison = sample_comparison();
+        for (measure, expected) in
+            [(MergeMeasure::TimeRatio, 10.0), (MergeMeasure::CpuRatio, 10.0), (MergeMeasure::NetSavingsShare, 1.0)]
+        {
+            let measured = comparison.measure_by_round(measure);
             assert!(measured.len() == 1 && (measured[0] / expected - 1.0).abs() < 0.02, "{measure:?}: {measured:?}");
         }
-        let slow = comparison.reached(&comparison.trials[2], 0.9).unwrap();
-        assert!(!slow.measured && (slow.seconds / 950.0 - 1.0).abs() < 0.02, "{slow:?}");
+        let slow = comparison.milestone(&comparison.trials[2], 0.9).unwrap();
+        assert!(!slow.is_measured && (slow.seconds / 950.0 - 1.0).abs() < 0.02, "{slow:?}");
         // Its CPU time is flat-out merging's, and more by what it took more for the pages of the window.
-        assert!(slow.cpu > 9.0, "{slow:?}");
-        let text = comparison.findings().markdown("tenth", true);
+        assert!(slow.cpu_seconds > 9.0, "{slow:?}");
+        let text = comparison.build_findings().to_markdown("tenth", true);
         assert!(text.contains("~95") && text.contains("- met: a tenth is duplicate: 5 times less CPU"), "{text}");
     }
 
     #[test]
-    fn a_slow_policy_that_came_to_its_end_is_measured() {
-        let mut comparison = comparison();
+    fn completed_slow_policy_is_measured() {
+        let mut comparison = sample_comparison();
         let cells = |row: &[String]| [2, 3, 5, 8, 10].map(|column| row[column].clone());
-        let unfinished = row(&comparison, Policy::Default);
+        let unfinished = table_row(&comparison, MergePolicy::Default);
         assert_eq!([2, 3, 10].map(|column| unfinished[column].as_str()), ["-", "-", "-"]);
         assert!(unfinished[5].starts_with('~') && unfinished[8].starts_with('~'), "{unfinished:?}");
-        comparison.trials[2] = Trial { complete: true, ..trial(Policy::Default, 10.0, 90.0, 99.5, 1000.0) };
-        let measured = cells(&row(&comparison, Policy::Default));
+        comparison.trials[2] =
+            PolicyTrial { is_complete: true, ..sample_trial(MergePolicy::Default, 10.0, 90.0, 99.5, 1000.0) };
+        let measured = cells(&table_row(&comparison, MergePolicy::Default));
         assert!(measured.iter().all(|cell| cell.parse::<f64>().is_ok()), "{measured:?}");
         // One that ends with less is not extrapolated either.
-        comparison.trials[2] = Trial { complete: true, ..trial(Policy::Default, 10.0, 90.0, 60.0, 1000.0) };
-        assert_eq!(row(&comparison, Policy::Default)[5], "never");
+        comparison.trials[2] =
+            PolicyTrial { is_complete: true, ..sample_trial(MergePolicy::Default, 10.0, 90.0, 60.0, 1000.0) };
+        assert_eq!(table_row(&comparison, MergePolicy::Default)[5], "never");
     }
 
     #[test]
-    fn what_scanned_as_many_pages_and_saved_less_is_not_extrapolated() {
-        let mut comparison = comparison();
-        let idle = trial(Policy::Default, 500.0, 500.0, 20.0, 1000.0);
-        let samples = idle.samples.iter().map(|sample| Sample { scanned: sample.scanned * 100, ..*sample }).collect();
-        comparison.trials[2] = Trial { samples, ..idle };
-        assert!(comparison.reached(&comparison.trials[2], 0.9).is_none());
-        assert_eq!(row(&comparison, Policy::Default)[5], "-");
+    fn policy_that_scanned_enough_is_not_extrapolated() {
+        let mut comparison = sample_comparison();
+        let idle = sample_trial(MergePolicy::Default, 500.0, 500.0, 20.0, 1000.0);
+        let samples = idle
+            .samples
+            .iter()
+            .map(|sample| KsmSample { scanned_pages: sample.scanned_pages * 100, ..*sample })
+            .collect();
+        comparison.trials[2] = PolicyTrial { samples, ..idle };
+        assert!(comparison.milestone(&comparison.trials[2], 0.9).is_none());
+        assert_eq!(table_row(&comparison, MergePolicy::Default)[5], "-");
     }
 
     #[test]
-    fn windows_are_told_with_who_was_given_them() {
-        let mut comparison = comparison();
-        comparison.trials.push(trial(Policy::Ksmtuned, 500.0, 500.0, 20.0, 1000.0));
-        comparison.trials.push(trial(Policy::Advisor20, 500.0, 500.0, 20.0, 1000.0));
-        assert_eq!(comparison.windows(), "10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)");
+    fn windows_name_their_policies() {
+        let mut comparison = sample_comparison();
+        comparison.trials.push(sample_trial(MergePolicy::Ksmtuned, 500.0, 500.0, 20.0, 1000.0));
+        comparison.trials.push(sample_trial(MergePolicy::Advisor20, 500.0, 500.0, 20.0, 1000.0));
+        assert_eq!(comparison.describe_windows(), "10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)");
     }
 
     #[test]
-    fn the_probe_is_told_with_its_range() {
-        let mut comparison = comparison();
+    fn probe_slowdown_is_reported_with_its_range() {
+        let mut comparison = sample_comparison();
         for slow_down in [0.1, 0.3, 0.2] {
-            let probed = trial(Policy::Guided, 0.5, 0.5, 1.0, 1000.0);
-            comparison.trials.push(Trial { slow_down: Some(slow_down), ..probed });
+            let probed = sample_trial(MergePolicy::Guided, 0.5, 0.5, 1.0, 1000.0);
+            comparison.trials.push(PolicyTrial { probe_slowdown: Some(slow_down), ..probed });
         }
-        let guided = row(&comparison, Policy::Guided);
+        let guided = table_row(&comparison, MergePolicy::Guided);
         assert_eq!((guided[1].as_str(), guided[13].as_str()), ("1", "20.0 % (10.0 to 30.0)"));
-        assert_eq!(row(&comparison, Policy::Whole)[13], "-");
+        assert_eq!(table_row(&comparison, MergePolicy::Whole)[13], "-");
     }
 
     #[test]
-    fn a_trial_that_missed_something_has_a_note() {
-        let mut comparison = comparison();
+    fn trial_with_missed_processes_has_a_note() {
+        let mut comparison = sample_comparison();
         let text = r#"{"plan":{"targets":[],"left_alone":[]},"not_seen":[],"outcome":{"end":"settled","missed":[
             {"pid":7,"comm":"sqlite3","why":"it is stopped"}]}}"#;
-        comparison.trials[1].report = Some(Report::parse(3, text).unwrap());
+        comparison.trials[1].report = Some(MergeCommandReport::parse(3, text).unwrap());
         let note = "Missed by guided in round 1 (exit status 3): not enrolled: 7 (sqlite3): it is stopped.";
-        assert_eq!(comparison.table().notes[1..], [note]);
-        assert_eq!(comparison.reports().count(), 1);
+        assert_eq!(comparison.build_table().notes[1..], [note]);
+        assert_eq!(comparison.report_lines().count(), 1);
     }
 
     #[test]
-    fn what_is_never_reached_is_no_success() {
-        let mut comparison = comparison();
-        comparison.trials[1] = trial(Policy::Guided, 0.5, 0.5, 0.6, 1000.0);
-        assert_eq!(comparison.measured(Measure::Sooner), [0.0]);
-        assert!(comparison.measured(Measure::Net)[0] < 0.2);
-        assert!(comparison.findings().markdown("tenth", true).contains("never"));
+    fn unreached_savings_fail() {
+        let mut comparison = sample_comparison();
+        comparison.trials[1] = sample_trial(MergePolicy::Guided, 0.5, 0.5, 0.6, 1000.0);
+        assert_eq!(comparison.measure_by_round(MergeMeasure::TimeRatio), [0.0]);
+        assert!(comparison.measure_by_round(MergeMeasure::NetSavingsShare)[0] < 0.2);
+        assert!(comparison.build_findings().to_markdown("tenth", true).contains("never"));
     }
 
     #[test]
-    fn the_picture_names_every_policy_at_its_curve() {
+    fn chart_labels_every_policy() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("plot.svg");
-        crate::merge::plot::draw(&comparison(), &path).unwrap();
+        crate::merge::plot::draw_chart(&sample_comparison(), &path).unwrap();
         let picture = std::fs::read_to_string(&path).unwrap();
         for words in ["guided", "whole process flat out", "default 100/20", "saved, MiB", "can be saved"] {
             assert!(picture.contains(words), "{words} is not in {picture}");

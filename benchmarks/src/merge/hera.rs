@@ -11,18 +11,18 @@
 //! messages of ranks, the store of the user engine, its index and the directory of its domain count. To that comes what
 //! ksmd keeps for each page it has seen (`struct ksm_rmap_item`, 64 bytes; mm/ksm.c, 6.18), which is no group's.
 
-use super::compare::shuffled;
-use super::holder::held;
-use super::hot::{Beside, Group, geometric_mean};
-use super::ksm_settings;
-use super::policies::Pagefold;
-use super::readings::{Counters, ksmd};
-use super::trial::{forget, pause_for};
-use crate::chart::{self, letters};
-use crate::report::{Bar, Findings, Spread, Table};
+use super::compare::shuffle;
+use super::policies::PagefoldProgram;
+use super::readings::{KsmCounters, ksmd_pid};
+use super::running_program::command_through_hold;
+use super::simulations::{BenchmarkCgroup, CompanionMeter, geometric_mean};
+use super::trial::{sleep_unless_signaled, wait_until_ksmd_forgets};
+use super::writable_ksm_settings;
+use crate::chart::{self, text_style};
+use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
 use anyhow::{Context, Result, anyhow, ensure};
 use pagefold_base::ksm::{DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS};
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::ksm::KsmTestGuard;
 use plotters::prelude::*;
 use rustix::process::{Pid, Signal};
 use std::fs::{self, File};
@@ -30,24 +30,24 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-const MIB: f64 = (1 << 20) as f64;
-const TICK: Duration = Duration::from_millis(100);
+const BYTES_PER_MIB: f64 = (1 << 20) as f64;
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// By so many points the user engine may gain less than the indirection does.
-const BEHIND: f64 = 0.02;
+const MAX_GAIN_DEFICIT: f64 = 0.02;
 
 /// By so much the user engine may slow the code down.
-const SLOW_DOWN: f64 = 0.03;
+const MAX_ENGINE_SLOWDOWN: f64 = 0.03;
 
 /// For how many seconds the user engine is told that the code runs at least.
-const LIFETIME: f64 = 10.0;
+const ENGINE_MIN_RUNTIME_SECONDS: f64 = 10.0;
 
 /// Bytes that ksmd keeps for a page.
-const RMAP_ITEM: f64 = 64.0;
+const RMAP_ITEM_BYTES: f64 = 64.0;
 
 /// A case.
 #[derive(Clone, Copy, Debug)]
-pub struct Case {
+pub struct HeraCase {
     /// What it is called.
     pub name: &'static str,
     title: &'static str,
@@ -55,137 +55,151 @@ pub struct Case {
 }
 
 /// Six materials each.
-const CASES: &[Case] = &[
-    Case { name: "ranks4", title: "6 materials on 4 ranks", arguments: "--ranks 4 --steps 100" },
-    Case {
+const HERA_CASES: &[HeraCase] = &[
+    HeraCase { name: "ranks4", title: "6 materials on 4 ranks", arguments: "--ranks 4 --steps 100" },
+    HeraCase {
         name: "changed",
         title: "The same, with nothing written over what is the same",
         arguments: "--ranks 4 --steps 100 --writes changed",
     },
-    Case { name: "ranks8", title: "6 materials on 8 ranks", arguments: "--ranks 8 --steps 100" },
-    Case { name: "bigger", title: "A bigger case on 8 ranks", arguments: "--ranks 8 --roots 3 --levels 3 --steps 60" },
-    Case { name: "slow", title: "The slowed code on 4 ranks", arguments: "--ranks 4 --slow --steps 40" },
+    HeraCase { name: "ranks8", title: "6 materials on 8 ranks", arguments: "--ranks 8 --steps 100" },
+    HeraCase {
+        name: "bigger",
+        title: "A bigger case on 8 ranks",
+        arguments: "--ranks 8 --roots 3 --levels 3 --steps 60",
+    },
+    HeraCase { name: "slow", title: "The slowed code on 4 ranks", arguments: "--ranks 4 --slow --steps 40" },
 ];
 
 /// What a quick run has besides: later options count.
-const QUICK: &str = " --roots 2 --levels 2 --steps 4";
+const QUICK_ARGUMENTS: &str = " --roots 2 --levels 2 --steps 4";
 
 /// Those that are named, or all.
-pub fn chosen(names: &[String]) -> Result<Vec<Case>> {
-    let unknown = names.iter().find(|name| CASES.iter().all(|case| case.name != **name));
-    let all = || CASES.iter().map(|case| case.name).collect::<Vec<_>>().join(", ");
+pub fn select_cases(names: &[String]) -> Result<Vec<HeraCase>> {
+    let unknown = names.iter().find(|name| HERA_CASES.iter().all(|case| case.name != **name));
+    let all = || HERA_CASES.iter().map(|case| case.name).collect::<Vec<_>>().join(", ");
     ensure!(unknown.is_none(), "there is no case {unknown:?}; there are {}", all());
-    Ok(CASES.iter().copied().filter(|case| names.is_empty() || names.iter().any(|name| name == case.name)).collect())
+    Ok(HERA_CASES
+        .iter()
+        .copied()
+        .filter(|case| names.is_empty() || names.iter().any(|name| name == case.name))
+        .collect())
 }
 
 /// Who saves memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Mode {
+enum HeraMode {
     Plain,
     /// The code itself, by an indirection in the index operator of its arrays.
-    Blocks,
+    BlockIndirection,
     /// ksmd, of all memory, with this `pages_to_scan` and `sleep_millisecs` 20.
-    Whole(u32),
+    WholeProcessKsm(u32),
     /// ksmd, as `pagefold run --policy guided` drives it.
-    Guided,
+    GuidedMerge,
     /// The user engine, at the end of steps.
-    Engine,
+    UserEngine,
 }
 
-impl Mode {
-    const ALL: [Self; 6] =
-        [Self::Plain, Self::Blocks, Self::Whole(2000), Self::Whole(20_000), Self::Guided, Self::Engine];
+impl HeraMode {
+    const EVERY_MODE: [Self; 6] = [
+        Self::Plain,
+        Self::BlockIndirection,
+        Self::WholeProcessKsm(2000),
+        Self::WholeProcessKsm(20_000),
+        Self::GuidedMerge,
+        Self::UserEngine,
+    ];
 
     fn name(self) -> String {
         match self {
             Self::Plain => "plain".to_owned(),
-            Self::Blocks => "blocks".to_owned(),
-            Self::Whole(pages) => format!("ksm whole {pages}/20"),
-            Self::Guided => "ksm guided".to_owned(),
-            Self::Engine => "engine".to_owned(),
+            Self::BlockIndirection => "blocks".to_owned(),
+            Self::WholeProcessKsm(pages) => format!("ksm whole {pages}/20"),
+            Self::GuidedMerge => "ksm guided".to_owned(),
+            Self::UserEngine => "engine".to_owned(),
         }
     }
 
-    fn is_kernel(self) -> bool {
-        matches!(self, Self::Whole(_) | Self::Guided)
+    fn uses_ksmd(self) -> bool {
+        matches!(self, Self::WholeProcessKsm(_) | Self::GuidedMerge)
     }
 
     /// A middle brightness of the colours of M. Okabe and K. Ito, "Color Universal Design" (2008).
-    fn colour(self) -> RGBColor {
+    fn color(self) -> RGBColor {
         match self {
-            Self::Plain => chart::LIGHT_GREY,
-            Self::Blocks => chart::OCHRE,
-            Self::Whole(2000) => chart::BLUE,
-            Self::Whole(_) => chart::VERMILION,
-            Self::Guided => chart::PINK,
-            Self::Engine => chart::GREEN,
+            Self::Plain => chart::LIGHT_GRAY,
+            Self::BlockIndirection => chart::OCHRE,
+            Self::WholeProcessKsm(2000) => chart::BLUE,
+            Self::WholeProcessKsm(_) => chart::VERMILION,
+            Self::GuidedMerge => chart::PINK,
+            Self::UserEngine => chart::GREEN,
         }
     }
 }
 
 /// How runs are made.
 #[derive(Debug)]
-pub struct Conditions {
+pub struct HeraConditions {
     /// The code.
     pub program: PathBuf,
     /// How pagefold is called.
-    pub pagefold: Pagefold,
+    pub pagefold: PagefoldProgram,
     /// Bound on CPU of guided merging, in percent of one.
-    pub cpu: u32,
+    pub cpu_percent: u32,
     /// Bound on the slow-down that the user engine is given.
     pub max_slowdown: f64,
     /// Rounds of the plain code and the user engine alone, after the others.
-    pub pairs: usize,
+    pub extra_rounds: usize,
     /// Tiny runs.
     pub quick: bool,
 }
 
-impl Conditions {
-    fn lifetime(&self) -> f64 {
-        if self.quick { 0.0 } else { LIFETIME }
+impl HeraConditions {
+    fn min_runtime_seconds(&self) -> f64 {
+        if self.quick { 0.0 } else { ENGINE_MIN_RUNTIME_SECONDS }
     }
 }
 
 /// A look at a run.
 #[derive(Clone, Copy, Debug, Default)]
-struct Look {
+struct HeraSample {
     seconds: f64,
     /// Of the control group, in bytes.
-    memory: f64,
+    memory_bytes: f64,
     /// Of ksmd, in bytes.
-    metadata: f64,
+    metadata_bytes: f64,
     faults: u64,
-    ksmd: f64,
-    pagefold: f64,
+    ksmd_seconds: f64,
+    pagefold_seconds: f64,
 }
 
 /// One run.
 #[derive(Debug)]
-pub struct Run {
-    mode: Mode,
+pub struct HeraRun {
+    mode: HeraMode,
     round: usize,
     seconds: f64,
-    looks: Vec<Look>,
+    samples: Vec<HeraSample>,
     /// CPU seconds of ksmd, to the end.
-    ksmd: f64,
+    ksmd_seconds: f64,
     /// The time that the user engine took of the slowest rank, in seconds, as it says.
-    engine: f64,
+    engine_seconds: f64,
     result: String,
 }
 
-impl Run {
+impl HeraRun {
     /// Mean over the run, with metadata, in bytes.
-    fn memory(&self) -> f64 {
-        mean(self.looks.iter().map(|look| look.memory + look.metadata))
+    fn mean_memory(&self) -> f64 {
+        mean(self.samples.iter().map(|look| look.memory_bytes + look.metadata_bytes))
     }
 
     /// Mean over its second half.
-    fn later(&self) -> f64 {
-        mean(self.looks[self.looks.len() / 2..].iter().map(|look| look.memory + look.metadata))
+    fn mean_later_memory(&self) -> f64 {
+        mean(self.samples[self.samples.len() / 2..].iter().map(|look| look.memory_bytes + look.metadata_bytes))
     }
 
-    fn last(&self) -> Look {
-        self.looks.last().copied().unwrap_or_default()
+    fn last_sample(&self) -> HeraSample {
+        self.samples.last().copied().unwrap_or_default()
     }
 }
 
@@ -195,14 +209,15 @@ fn mean(values: impl ExactSizeIterator<Item = f64>) -> f64 {
 }
 
 /// Run a case in all modes, round by round.
-pub fn measure(case: Case, rounds: usize, conditions: &Conditions) -> Result<Vec<Run>> {
-    let mut runs: Vec<Run> = Vec::new();
-    for round in 1..=rounds + conditions.pairs {
-        let modes = if round <= rounds { Mode::ALL.to_vec() } else { vec![Mode::Plain, Mode::Engine] };
-        for mode in shuffled(modes) {
+pub fn measure_case(case: HeraCase, rounds: usize, conditions: &HeraConditions) -> Result<Vec<HeraRun>> {
+    let mut runs: Vec<HeraRun> = Vec::new();
+    for round in 1..=rounds + conditions.extra_rounds {
+        let modes =
+            if round <= rounds { HeraMode::EVERY_MODE.to_vec() } else { vec![HeraMode::Plain, HeraMode::UserEngine] };
+        for mode in shuffle(modes) {
             eprint!("{} round {round}: {} ... ", case.name, mode.name());
-            let run = run(case, mode, round, conditions)?;
-            eprintln!("{:.1} s, {:.0} MiB", run.seconds, run.memory() / MIB);
+            let run = run_mode(case, mode, round, conditions)?;
+            eprintln!("{:.1} s, {:.0} MiB", run.seconds, run.mean_memory() / BYTES_PER_MIB);
             let first = runs.first().map_or(&run.result, |first| &first.result);
             ensure!(*first == run.result, "{} computed {first:?} and then {:?}", case.name, run.result);
             runs.push(run);
@@ -211,92 +226,92 @@ pub fn measure(case: Case, rounds: usize, conditions: &Conditions) -> Result<Vec
     Ok(runs)
 }
 
-fn run(case: Case, mode: Mode, round: usize, conditions: &Conditions) -> Result<Run> {
-    let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
-    let ksmd = ksmd()?;
-    forget(&ksm, ksmd)?;
-    let group = Group::create()?;
+fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraConditions) -> Result<HeraRun> {
+    let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+    let ksmd = ksmd_pid()?;
+    wait_until_ksmd_forgets(&ksm, ksmd)?;
+    let group = BenchmarkCgroup::create()?;
     let folder = tempfile::tempdir().context("a folder for the run")?;
     // On a tmpfs, as domains want it, and of this run alone.
     let domains = tempfile::tempdir_in("/dev/shm").context("a folder for domains")?;
     let state = tempfile::tempdir().context("a folder for pagefold's state")?;
-    let whole = if let Mode::Whole(pages) = mode { Some(u64::from(pages)) } else { None };
-    ksm.set("pages_to_scan", whole.unwrap_or(DEFAULT_PAGES_TO_SCAN));
-    ksm.set("sleep_millisecs", DEFAULT_SLEEP_MILLISECS);
-    ksm.set("run", u8::from(whole.is_some()));
-    let settings = ksm_settings();
+    let whole = if let HeraMode::WholeProcessKsm(pages) = mode { Some(u64::from(pages)) } else { None };
+    ksm.write_setting("pages_to_scan", whole.unwrap_or(DEFAULT_PAGES_TO_SCAN));
+    ksm.write_setting("sleep_millisecs", DEFAULT_SLEEP_MILLISECS);
+    ksm.write_setting("run", u8::from(whole.is_some()));
+    let settings = writable_ksm_settings();
 
     let mut command = match mode {
-        Mode::Guided => {
-            let guided = conditions.pagefold.run_guided(state.path(), conditions.cpu);
-            let mut command = held(guided.get_program(), false)?;
+        HeraMode::GuidedMerge => {
+            let guided = conditions.pagefold.run_guided_command(state.path(), conditions.cpu_percent);
+            let mut command = command_through_hold(guided.get_program(), false)?;
             command.args(guided.get_args()).arg(&conditions.program);
             command
         }
-        _ => held(&conditions.program, whole.is_some())?,
+        _ => command_through_hold(&conditions.program, whole.is_some())?,
     };
-    let quick = if conditions.quick { QUICK } else { "" };
+    let quick = if conditions.quick { QUICK_ARGUMENTS } else { "" };
     // It takes no samples of its own, which cost time, after the first.
     let memory = match mode {
-        Mode::Blocks => "blocks",
-        Mode::Engine => "engine",
-        Mode::Plain | Mode::Whole(_) | Mode::Guided => "plain",
+        HeraMode::BlockIndirection => "blocks",
+        HeraMode::UserEngine => "engine",
+        HeraMode::Plain | HeraMode::WholeProcessKsm(_) | HeraMode::GuidedMerge => "plain",
     };
     command.args(case.arguments.split(' ')).args(quick.split_ascii_whitespace());
     command.args(["--sample", "1000000", "--memory", memory, "--max-slowdown", &conditions.max_slowdown.to_string()]);
-    command.args(["--lifetime", &conditions.lifetime().to_string()]);
+    command.args(["--lifetime", &conditions.min_runtime_seconds().to_string()]);
     let (output, complaints) = (folder.path().join("output"), folder.path().join("complaints"));
-    let before = Counters::read(ksmd)?;
+    let before = KsmCounters::read(ksmd)?;
     let begin = Instant::now();
     let mut program = group
-        .command(&command)
+        .command_in_group(&command)
         .env("PAGEFOLD_RUNTIME", domains.path())
         .stdin(Stdio::null())
         .stdout(File::create(&output)?)
         .stderr(File::create(&complaints)?)
         .spawn()
         .context("cannot start a run")?;
-    let mut beside = (mode == Mode::Guided).then(|| Beside::new(program.id(), state.path()));
+    let mut beside = (mode == HeraMode::GuidedMerge).then(|| CompanionMeter::new(program.id(), state.path()));
     let mut looks = Vec::new();
-    let watched = watch(&mut program, &mut looks, &group, beside.as_mut(), || {
-        let metadata = if mode.is_kernel() { rmap_items(&ksm) as f64 * RMAP_ITEM } else { 0.0 };
-        Ok((begin.elapsed().as_secs_f64(), metadata, Counters::read(ksmd)?.ksmd - before.ksmd))
+    let watched = watch_run(&mut program, &mut looks, &group, beside.as_mut(), || {
+        let metadata = if mode.uses_ksmd() { count_rmap_items(&ksm) as f64 * RMAP_ITEM_BYTES } else { 0.0 };
+        Ok((begin.elapsed().as_secs_f64(), metadata, KsmCounters::read(ksmd)?.ksmd_seconds - before.ksmd_seconds))
     });
     let seconds = begin.elapsed().as_secs_f64();
-    let lasted = seconds >= conditions.lifetime();
+    let lasted = seconds >= conditions.min_runtime_seconds();
     ensure!(lasted || watched.is_err(), "{} took {seconds:.1} s: less than the engine was told", case.name);
     if watched.is_err() {
         let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::KILL);
         let _ = program.wait();
     }
-    let put_back = beside.as_mut().map_or(Ok(()), Beside::end);
+    let put_back = beside.as_mut().map_or(Ok(()), CompanionMeter::wait_for_exit);
     watched.with_context(|| fs::read_to_string(&complaints).unwrap_or_default())?;
     put_back?;
-    if mode == Mode::Guided {
-        let after = ksm_settings();
+    if mode == HeraMode::GuidedMerge {
+        let after = writable_ksm_settings();
         ensure!(after == settings, "pagefold left KSM with {after:?} instead of {settings:?}");
     }
     let said = fs::read_to_string(&output)?;
     let result = said.lines().find(|line| line.starts_with("result ")).context("the code printed no result")?;
     let engine = said.split_whitespace().filter_map(|word| word.strip_prefix("engine_s=")?.parse::<f64>().ok());
-    Ok(Run {
+    Ok(HeraRun {
         mode,
         round,
         seconds,
-        looks,
-        ksmd: Counters::read(ksmd)?.ksmd - before.ksmd,
-        engine: engine.fold(0.0, f64::max),
+        samples: looks,
+        ksmd_seconds: KsmCounters::read(ksmd)?.ksmd_seconds - before.ksmd_seconds,
+        engine_seconds: engine.fold(0.0, f64::max),
         result: result.to_owned(),
     })
 }
 
 /// Look at a run until it has ended, and see that it went well. What is read besides: seconds since the beginning,
 /// ksmd's metadata and its CPU time.
-fn watch(
+fn watch_run(
     program: &mut Child,
-    looks: &mut Vec<Look>,
-    group: &Group,
-    mut beside: Option<&mut Beside>,
+    samples: &mut Vec<HeraSample>,
+    group: &BenchmarkCgroup,
+    mut companion: Option<&mut CompanionMeter>,
     read: impl Fn() -> Result<(f64, f64, f64)>,
 ) -> Result<()> {
     loop {
@@ -304,47 +319,60 @@ fn watch(
             ensure!(status.success(), "the code failed: {status}");
             return Ok(());
         }
-        let usage = group.read()?;
+        let usage = group.read_usage()?;
         let (seconds, metadata, ksmd) = read()?;
-        if let Some(beside) = &mut beside {
-            beside.look()?;
+        if let Some(beside) = &mut companion {
+            beside.read_cpu()?;
         }
-        let memory = (usage.anonymous + usage.shared) as f64;
-        let pagefold = beside.as_ref().map_or(0.0, |beside| beside.cpu);
-        looks.push(Look { seconds, memory, metadata, faults: usage.faults, ksmd, pagefold });
-        pause_for(TICK)?;
+        let memory = (usage.anonymous_bytes + usage.shared_bytes) as f64;
+        let pagefold = companion.as_ref().map_or(0.0, |beside| beside.cpu_seconds);
+        samples.push(HeraSample {
+            seconds,
+            memory_bytes: memory,
+            metadata_bytes: metadata,
+            faults: usage.page_faults,
+            ksmd_seconds: ksmd,
+            pagefold_seconds: pagefold,
+        });
+        sleep_unless_signaled(POLL_INTERVAL)?;
     }
 }
 
 /// Pages that ksmd keeps something for: the four counters are of these, each in one of them (mm/ksm.c, 6.18).
-fn rmap_items(ksm: &Ksm) -> i64 {
-    ["pages_shared", "pages_sharing", "pages_unshared", "pages_volatile"].iter().map(|name| ksm.counter(name)).sum()
+fn count_rmap_items(ksm: &KsmTestGuard) -> i64 {
+    ["pages_shared", "pages_sharing", "pages_unshared", "pages_volatile"]
+        .iter()
+        .map(|name| ksm.read_counter(name))
+        .sum()
 }
 
 /// Each run with the plain one of its round.
-fn pairs(runs: &[Run], mode: Mode) -> Vec<(&Run, &Run)> {
-    let plain = |round| runs.iter().find(move |run| run.mode == Mode::Plain && run.round == round);
+fn pairs_with_plain(runs: &[HeraRun], mode: HeraMode) -> Vec<(&HeraRun, &HeraRun)> {
+    let plain = |round| runs.iter().find(move |run| run.mode == HeraMode::Plain && run.round == round);
     runs.iter().filter(|run| run.mode == mode).filter_map(|run| Some((run, plain(run.round)?))).collect()
 }
 
 /// The share of memory that a mode gains against plain, and by how much it is slower, over all rounds.
-fn gain(runs: &[Run], mode: Mode) -> Spread {
-    Spread::of(pairs(runs, mode).iter().map(|(run, plain)| 1.0 - run.memory() / plain.memory()))
+fn memory_gain(runs: &[HeraRun], mode: HeraMode) -> SampleSpread {
+    SampleSpread::from_samples(
+        pairs_with_plain(runs, mode).iter().map(|(run, plain)| 1.0 - run.mean_memory() / plain.mean_memory()),
+    )
 }
 
-fn slow_down(runs: &[Run], mode: Mode) -> (f64, Option<(f64, f64)>) {
-    let ratios: Vec<f64> = pairs(runs, mode).iter().map(|(run, plain)| run.seconds / plain.seconds).collect();
+fn slowdown(runs: &[HeraRun], mode: HeraMode) -> (f64, Option<(f64, f64)>) {
+    let ratios: Vec<f64> =
+        pairs_with_plain(runs, mode).iter().map(|(run, plain)| run.seconds / plain.seconds).collect();
     let (mean, interval) = geometric_mean(&ratios);
     (mean - 1.0, interval.map(|(low, high)| (low - 1.0, high - 1.0)))
 }
 
 /// The table, the bars and the samples of a case.
-pub fn findings(case: Case, runs: &[Run], conditions: &Conditions) -> Findings {
+pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditions) -> Findings {
     let mut findings = Findings::new(
         "case,round,mode,seconds,memory_bytes,metadata_bytes,faults,ksmd_cpu_seconds,pagefold_cpu_seconds",
     );
     let percent = |share: f64| format!("{:+.1} %", share * 100.0);
-    let mut table = Table::new(
+    let mut table = MarkdownTable::new(
         case.title,
         &[
             "mode",
@@ -360,24 +388,29 @@ pub fn findings(case: Case, runs: &[Run], conditions: &Conditions) -> Findings {
             "engine s",
         ],
     );
-    for mode in Mode::ALL {
-        let median =
-            |value: &dyn Fn(&Run) -> f64| Spread::of(pairs(runs, mode).iter().map(|(run, _)| value(run))).median;
-        let later = Spread::of(pairs(runs, mode).iter().map(|(run, plain)| 1.0 - run.later() / plain.later()));
-        let (slower, interval) = slow_down(runs, mode);
-        let told = |words: String| if mode == Mode::Plain { "-".to_owned() } else { words };
+    for mode in HeraMode::EVERY_MODE {
+        let median = |value: &dyn Fn(&HeraRun) -> f64| {
+            SampleSpread::from_samples(pairs_with_plain(runs, mode).iter().map(|(run, _)| value(run))).median
+        };
+        let later = SampleSpread::from_samples(
+            pairs_with_plain(runs, mode)
+                .iter()
+                .map(|(run, plain)| 1.0 - run.mean_later_memory() / plain.mean_later_memory()),
+        );
+        let (slower, interval) = slowdown(runs, mode);
+        let told = |words: String| if mode == HeraMode::Plain { "-".to_owned() } else { words };
         table.rows.push(vec![
             mode.name(),
-            format!("{:.0}", median(&Run::memory) / MIB),
-            told(gain(runs, mode).percent()),
-            told(later.percent()),
+            format!("{:.0}", median(&HeraRun::mean_memory) / BYTES_PER_MIB),
+            told(memory_gain(runs, mode).format_percent()),
+            told(later.format_percent()),
             format!("{:.1}", median(&|run| run.seconds)),
             told(percent(slower)),
             told(interval.map_or("-".to_owned(), |(low, high)| format!("{} to {}", percent(low), percent(high)))),
-            format!("{:.0}", median(&|run| run.last().faults as f64)),
-            format!("{:.2}", median(&|run| run.ksmd)),
-            format!("{:.2}", median(&|run| run.last().pagefold)),
-            format!("{:.2}", median(&|run| run.engine)),
+            format!("{:.0}", median(&|run| run.last_sample().faults as f64)),
+            format!("{:.2}", median(&|run| run.ksmd_seconds)),
+            format!("{:.2}", median(&|run| run.last_sample().pagefold_seconds)),
+            format!("{:.2}", median(&|run| run.engine_seconds)),
         ]);
     }
     table.notes.push(format!(
@@ -388,52 +421,60 @@ pub fn findings(case: Case, runs: &[Run], conditions: &Conditions) -> Findings {
          modes computed the same to the last bit.",
         case.arguments,
         conditions.max_slowdown * 100.0,
-        conditions.lifetime(),
-        conditions.cpu,
-        conditions.pairs,
-        pairs(runs, Mode::Plain).len()
+        conditions.min_runtime_seconds(),
+        conditions.cpu_percent,
+        conditions.extra_rounds,
+        pairs_with_plain(runs, HeraMode::Plain).len()
     ));
     findings.tables.push(table);
-    findings.bars = bars(case, runs);
+    findings.checks = evaluate_thresholds(case, runs);
     for run in runs {
-        findings.samples.extend(run.looks.iter().map(|look| {
+        findings.samples.extend(run.samples.iter().map(|look| {
             format!(
                 "{},{},{},{:.2},{:.0},{:.0},{},{:.3},{:.2}",
                 case.name,
                 run.round,
                 run.mode.name(),
                 look.seconds,
-                look.memory,
-                look.metadata,
+                look.memory_bytes,
+                look.metadata_bytes,
                 look.faults,
-                look.ksmd,
-                look.pagefold
+                look.ksmd_seconds,
+                look.pagefold_seconds
             )
         }));
     }
     findings
 }
 
-fn bars(case: Case, runs: &[Run]) -> Vec<Bar> {
+fn evaluate_thresholds(case: HeraCase, runs: &[HeraRun]) -> Vec<ThresholdCheck> {
     let percent = |share: f64| format!("{:.1} %", share * 100.0);
     let name = case.name;
-    let (engine, blocks) = (gain(runs, Mode::Engine).median, gain(runs, Mode::Blocks).median);
-    let slower = slow_down(runs, Mode::Engine).0;
+    let (engine, blocks) =
+        (memory_gain(runs, HeraMode::UserEngine).median, memory_gain(runs, HeraMode::BlockIndirection).median);
+    let slower = slowdown(runs, HeraMode::UserEngine).0;
     let mut bars = vec![
-        Bar {
-            claim: format!("{name}: the engine gains what the indirection does, within {:.0} points", BEHIND * 100.0),
+        ThresholdCheck {
+            claim: format!(
+                "{name}: the engine gains what the indirection does, within {:.0} points",
+                MAX_GAIN_DEFICIT * 100.0
+            ),
             measured: format!("{} against {}", percent(engine), percent(blocks)),
-            met: engine >= blocks - BEHIND,
+            met: engine >= blocks - MAX_GAIN_DEFICIT,
         },
-        Bar {
-            claim: format!("{name}: the engine slows the code down by at most {:.0} %", SLOW_DOWN * 100.0),
-            measured: format!("{}; the indirection by {}", percent(slower), percent(slow_down(runs, Mode::Blocks).0)),
-            met: slower <= SLOW_DOWN,
+        ThresholdCheck {
+            claim: format!("{name}: the engine slows the code down by at most {:.0} %", MAX_ENGINE_SLOWDOWN * 100.0),
+            measured: format!(
+                "{}; the indirection by {}",
+                percent(slower),
+                percent(slowdown(runs, HeraMode::BlockIndirection).0)
+            ),
+            met: slower <= MAX_ENGINE_SLOWDOWN,
         },
     ];
-    for mode in Mode::ALL.into_iter().filter(|mode| mode.is_kernel()) {
-        let (theirs, their_slower) = (gain(runs, mode).median, slow_down(runs, mode).0);
-        bars.push(Bar {
+    for mode in HeraMode::EVERY_MODE.into_iter().filter(|mode| mode.uses_ksmd()) {
+        let (theirs, their_slower) = (memory_gain(runs, mode).median, slowdown(runs, mode).0);
+        bars.push(ThresholdCheck {
             claim: format!("{name}: the engine gains more than {} and slows down less", mode.name()),
             measured: format!(
                 "{} against {}, slower by {} against {}",
@@ -449,32 +490,35 @@ fn bars(case: Case, runs: &[Run]) -> Vec<Bar> {
 }
 
 /// Draw memory over time, of the first round.
-pub fn draw(case: Case, runs: &[Run], path: &Path) -> Result<()> {
-    paint(case, runs, path).map_err(|error| anyhow!("cannot draw: {error}"))
+pub fn draw_chart(case: HeraCase, runs: &[HeraRun], path: &Path) -> Result<()> {
+    paint_chart(case, runs, path).map_err(|error| anyhow!("cannot draw: {error}"))
 }
 
-fn paint(case: Case, runs: &[Run], path: &Path) -> Result<(), Box<dyn std::error::Error>> {
+fn paint_chart(case: HeraCase, runs: &[HeraRun], path: &Path) -> Result<(), Box<dyn std::error::Error>> {
     let first = || runs.iter().filter(|run| run.round == 1);
-    let points = |run: &Run| {
-        run.looks.iter().map(|look| (look.seconds, (look.memory + look.metadata) / MIB)).collect::<Vec<_>>()
+    let points = |run: &HeraRun| {
+        run.samples
+            .iter()
+            .map(|look| (look.seconds, (look.memory_bytes + look.metadata_bytes) / BYTES_PER_MIB))
+            .collect::<Vec<_>>()
     };
     let all: Vec<(f64, f64)> = first().flat_map(points).collect();
     let latest = all.iter().map(|point| point.0).fold(1.0, f64::max);
     let highest = all.iter().map(|point| point.1).fold(1.0, f64::max) * 1.25;
     let area = SVGBackend::new(path, (960, 480)).into_drawing_area();
     let mut chart = ChartBuilder::on(&area)
-        .caption(case.title, letters(17, chart::GREY))
+        .caption(case.title, text_style(17, chart::GRAY))
         .margin(12)
         .x_label_area_size(44)
         .y_label_area_size(64)
         .build_cartesian_2d(0.0..latest, 0.0..highest)?;
-    chart::axes(&mut chart).x_desc("seconds").y_desc("memory of the job, MiB").draw()?;
-    for (place, mode) in Mode::ALL.into_iter().enumerate() {
+    chart::configure_axes(&mut chart).x_desc("seconds").y_desc("memory of the job, MiB").draw()?;
+    for (place, mode) in HeraMode::EVERY_MODE.into_iter().enumerate() {
         let Some(run) = first().find(|run| run.mode == mode) else { continue };
-        chart.draw_series(LineSeries::new(points(run), mode.colour().stroke_width(2)))?;
+        chart.draw_series(LineSeries::new(points(run), mode.color().stroke_width(2)))?;
         // Above the highest curve, side by side.
         let at = (latest * (0.02 + 0.16 * place as f64), highest * 0.97);
-        let style = letters(15, mode.colour());
+        let style = text_style(15, mode.color());
         chart.draw_series([Text::new(mode.name(), at, style)])?;
     }
     area.present()?;
@@ -485,35 +529,44 @@ fn paint(case: Case, runs: &[Run], path: &Path) -> Result<(), Box<dyn std::error
 mod tests {
     use super::*;
 
-    fn run(mode: Mode, round: usize, seconds: f64, memory: f64) -> Run {
-        let look = |at: f64, memory: f64| Look { seconds: at, memory, metadata: 64.0, ..Look::default() };
+    fn sample_run(mode: HeraMode, round: usize, seconds: f64, memory: f64) -> HeraRun {
+        let look = |at: f64, memory: f64| HeraSample {
+            seconds: at,
+            memory_bytes: memory,
+            metadata_bytes: 64.0,
+            ..HeraSample::default()
+        };
         let looks = vec![look(0.0, 1000.0 - 64.0), look(seconds, 2.0 * memory - 1000.0 - 64.0)];
-        Run { mode, round, seconds, looks, ksmd: 0.0, engine: 0.0, result: String::new() }
+        HeraRun { mode, round, seconds, samples: looks, ksmd_seconds: 0.0, engine_seconds: 0.0, result: String::new() }
     }
 
-    fn met(engine: (f64, f64), blocks: f64, kernel: (f64, f64)) -> Vec<bool> {
-        let mut runs = vec![run(Mode::Plain, 1, 100.0, 1000.0)];
-        runs.push(run(Mode::Engine, 1, engine.0, engine.1));
-        runs.push(run(Mode::Blocks, 1, 110.0, blocks));
-        let kernels = Mode::ALL.into_iter().filter(|mode| mode.is_kernel());
-        runs.extend(kernels.map(|mode| run(mode, 1, kernel.0, kernel.1)));
-        bars(CASES[0], &runs).iter().map(|bar| bar.met).collect()
-    }
-
-    #[test]
-    fn bars_are_met_and_missed() {
-        assert_eq!(met((102.0, 760.0), 750.0, (105.0, 800.0)), [true; 5]);
-        assert_eq!(met((104.0, 780.0), 750.0, (105.0, 800.0)), [false, false, true, true, true]);
-        assert_eq!(met((102.0, 760.0), 750.0, (101.0, 800.0))[2..], [false; 3], "it is slower");
-        assert_eq!(met((102.0, 760.0), 750.0, (105.0, 700.0))[2..], [false; 3], "it gains less");
+    fn evaluate_sample(engine: (f64, f64), blocks: f64, kernel: (f64, f64)) -> Vec<bool> {
+        let mut runs = vec![sample_run(HeraMode::Plain, 1, 100.0, 1000.0)];
+        runs.push(sample_run(HeraMode::UserEngine, 1, engine.0, engine.1));
+        runs.push(sample_run(HeraMode::BlockIndirection, 1, 110.0, blocks));
+        let kernels = HeraMode::EVERY_MODE.into_iter().filter(|mode| mode.uses_ksmd());
+        runs.extend(kernels.map(|mode| sample_run(mode, 1, kernel.0, kernel.1)));
+        evaluate_thresholds(HERA_CASES[0], &runs).iter().map(|bar| bar.met).collect()
     }
 
     #[test]
-    fn a_gain_is_against_the_plain_run_of_the_round() {
-        let mut runs = vec![run(Mode::Plain, 1, 100.0, 1000.0), run(Mode::Plain, 2, 200.0, 2000.0)];
-        runs.extend([run(Mode::Engine, 1, 101.0, 750.0), run(Mode::Engine, 2, 202.0, 1500.0)]);
-        let gain = gain(&runs, Mode::Engine);
+    fn thresholds_are_met_and_missed() {
+        assert_eq!(evaluate_sample((102.0, 760.0), 750.0, (105.0, 800.0)), [true; 5]);
+        assert_eq!(evaluate_sample((104.0, 780.0), 750.0, (105.0, 800.0)), [false, false, true, true, true]);
+        assert_eq!(evaluate_sample((102.0, 760.0), 750.0, (101.0, 800.0))[2..], [false; 3], "it is slower");
+        assert_eq!(evaluate_sample((102.0, 760.0), 750.0, (105.0, 700.0))[2..], [false; 3], "it gains less");
+    }
+
+    #[test]
+    fn gain_is_relative_to_plain_run_of_same_round() {
+        let mut runs =
+            vec![sample_run(HeraMode::Plain, 1, 100.0, 1000.0), sample_run(HeraMode::Plain, 2, 200.0, 2000.0)];
+        runs.extend([
+            sample_run(HeraMode::UserEngine, 1, 101.0, 750.0),
+            sample_run(HeraMode::UserEngine, 2, 202.0, 1500.0),
+        ]);
+        let gain = memory_gain(&runs, HeraMode::UserEngine);
         assert!((gain.min - 0.25).abs() < 1e-9 && (gain.max - 0.25).abs() < 1e-9, "{gain:?}");
-        assert!((slow_down(&runs, Mode::Engine).0 - 0.01).abs() < 1e-9);
+        assert!((slowdown(&runs, HeraMode::UserEngine).0 - 0.01).abs() < 1e-9);
     }
 }

@@ -1,53 +1,53 @@
 //! What merging brings and costs: `pagefold merge` against the ways in which ksmd is driven today.
 //!
 //! Everything is measured from outside and in the same way for every policy ([`readings`]); of what pagefold
-//! says only what it missed is looked at, and no figure taken ([`reports`]). KSM is held and put back around each trial
+//! says only what it missed is looked at, and no figure taken ([`command_reports`]). KSM is held and put back around each trial
 //! ([`pagefold_labs::ksm`]). A section keeps its run in a folder below `benchmarks/runs/DATE-REVISION/`: settings.toml,
 //! samples.csv, trials.csv, reports.jsonl, summary.md, and a picture for each workload. As root.
 
-mod bars;
+mod command_reports;
 mod compare;
 mod hera;
-pub(crate) mod holder;
-mod hot;
+pub(crate) mod mergeable_pages;
 mod plot;
 pub(crate) mod policies;
-mod probe;
 pub(crate) mod readings;
-mod reports;
-mod stops;
+pub(crate) mod running_program;
+mod simulations;
+mod slowdown_probe;
+mod stop_durations;
+mod thresholds;
 mod throughput;
 pub(crate) mod trial;
-pub(crate) mod truth;
 mod workloads;
 
-pub use holder::hold;
-pub use probe::work;
+pub use running_program::exec_as_first_oom_victim;
+pub use slowdown_probe::run_probe;
 
-use crate::report::Findings;
-use crate::settings::Settings;
-use crate::write;
+use crate::findings::Findings;
+use crate::run_settings::RunSettings;
+use crate::write_file;
 use anyhow::{Context, Result, bail};
 use clap::{Parser, ValueEnum};
-use compare::Comparison;
-use pagefold_labs::ksm::Ksm;
+use compare::PolicyComparison;
+use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_linux::LiveHost;
-use policies::Pagefold;
+use policies::PagefoldProgram;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Instant;
-use workloads::Workload;
+use workloads::MergeWorkload;
 pub(crate) use workloads::lab_file;
 
 /// Measure what merging brings and costs, under all policies.
 #[derive(Debug, Parser)]
 #[command(name = "bench-merge")]
-pub struct Arguments {
+pub struct MergeBenchmarkArguments {
     /// What to measure; everything if nothing is named
-    sections: Vec<Section>,
+    sections: Vec<MergeSection>,
     /// Small sizes and one round: shows that it works, not how well
     #[arg(long)]
     quick: bool,
@@ -87,7 +87,7 @@ pub struct Arguments {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Section {
+enum MergeSection {
     /// Memory of known content
     Synthetic,
     /// QEMU guests
@@ -108,7 +108,7 @@ enum Section {
     Throughput,
 }
 
-impl Section {
+impl MergeSection {
     fn name(self) -> &'static str {
         match self {
             Self::Synthetic => "synthetic",
@@ -126,9 +126,9 @@ impl Section {
 
 /// What `settings.toml` says beside what holds for every benchmark.
 #[derive(Debug, Serialize)]
-struct MergeSettings {
+struct MergeRunSettings {
     #[serde(flatten)]
-    common: Settings,
+    common: RunSettings,
     cpu_percent: u32,
     hot_cpu_percent: u32,
     rounds: u8,
@@ -140,7 +140,7 @@ struct MergeSettings {
 }
 
 /// Measure; whether all bars are met.
-pub fn benchmark(arguments: &Arguments) -> Result<bool> {
+pub fn run_benchmark(arguments: &MergeBenchmarkArguments) -> Result<bool> {
     if !arguments.quick && cfg!(debug_assertions) {
         bail!("built without optimisation: use `make bench-merge`, or --quick to see that it works");
     }
@@ -148,33 +148,37 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
         Some(path) => path.clone(),
         None => std::env::current_exe()?.with_file_name("pagefold"),
     };
-    let pagefold = Pagefold { program: program.canonicalize().with_context(|| format!("no {}", program.display()))? };
-    let chosen = |section: &&Section| match arguments.sections.is_empty() {
-        true => !matches!(section, Section::BigFleet | Section::Debian | Section::Hera | Section::Throughput),
+    let pagefold =
+        PagefoldProgram { program: program.canonicalize().with_context(|| format!("no {}", program.display()))? };
+    let chosen = |section: &&MergeSection| match arguments.sections.is_empty() {
+        true => !matches!(
+            section,
+            MergeSection::BigFleet | MergeSection::Debian | MergeSection::Hera | MergeSection::Throughput
+        ),
         false => arguments.sections.contains(section),
     };
-    trial::note_signals()?;
+    trial::install_signal_handlers()?;
     let mut met = true;
-    for section in Section::value_variants().iter().filter(chosen).copied() {
+    for section in MergeSection::value_variants().iter().filter(chosen).copied() {
         let nice = rustix::process::nice(0).context("cannot tell the priority")?;
         let ksm = {
-            let _held = Ksm::take().map_err(anyhow::Error::msg)?;
-            ksm_settings()
+            let _held = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+            writable_ksm_settings()
         };
-        let settings = MergeSettings {
-            common: Settings::observe(arguments.quick, vec![format!("merge-{}", section.name())], nice)?,
+        let settings = MergeRunSettings {
+            common: RunSettings::observe(arguments.quick, vec![format!("merge-{}", section.name())], nice)?,
             cpu_percent: arguments.cpu,
             hot_cpu_percent: arguments.hot_cpu,
             rounds: arguments.rounds,
             hot_rounds: arguments.hot_rounds,
             ksm,
-            versions: versions(&pagefold),
+            versions: program_versions(&pagefold),
         };
-        let folder = vacant(arguments.out.as_deref(), &settings.common, "merge", section.name())?;
-        write(&folder, "settings.toml", &toml::to_string(&settings)?)?;
+        let folder = new_section_folder(arguments.out.as_deref(), &settings.common, "merge", section.name())?;
+        write_file(&folder, "settings.toml", &toml::to_string(&settings)?)?;
         let started = Instant::now();
-        met &= Kept { folder: &folder, arguments, pagefold: &pagefold }
-            .measure(section)
+        met &= SectionRecorder { folder: &folder, arguments, pagefold: &pagefold }
+            .measure_section(section)
             .with_context(|| section.name())?;
         eprintln!("{} took {:.0} s, kept in {}\n", section.name(), started.elapsed().as_secs_f64(), folder.display());
     }
@@ -182,113 +186,128 @@ pub fn benchmark(arguments: &Arguments) -> Result<bool> {
 }
 
 /// A section that is measured and kept.
-struct Kept<'a> {
+struct SectionRecorder<'a> {
     folder: &'a Path,
-    arguments: &'a Arguments,
-    pagefold: &'a Pagefold,
+    arguments: &'a MergeBenchmarkArguments,
+    pagefold: &'a PagefoldProgram,
 }
 
-impl Kept<'_> {
-    fn measure(&self, section: Section) -> Result<bool> {
+impl SectionRecorder<'_> {
+    fn measure_section(&self, section: MergeSection) -> Result<bool> {
         let quick = self.arguments.quick;
         let rounds = |rounds: u8| if quick { 1 } else { usize::from(rounds) };
         let mut all = Vec::new();
-        let (mut trials, mut reports) = (vec![compare::TRIALS.to_owned()], String::new());
+        let (mut trials, mut reports) = (vec![compare::TRIALS_CSV_HEADER.to_owned()], String::new());
         let workloads = match section {
-            Section::Synthetic => Workload::synthetic(quick),
-            Section::Fleet => Workload::fleet(quick),
-            Section::BigFleet => Workload::big_fleet(quick),
-            Section::Program => Workload::program(quick),
-            Section::Hot | Section::Debian => {
-                let codes = if section == Section::Hot { hot::CODES } else { hot::FURTHER };
-                let conditions =
-                    hot::Conditions { pagefold: self.pagefold.clone(), cpu: self.arguments.hot_cpu, quick };
-                for code in hot::chosen(codes, &self.arguments.codes)? {
-                    all.push((code.name, hot::measure(code, rounds(self.arguments.hot_rounds), &conditions)?));
-                    self.keep(section, &all)?;
+            MergeSection::Synthetic => MergeWorkload::synthetic_workloads(quick),
+            MergeSection::Fleet => MergeWorkload::fleet_workload(quick),
+            MergeSection::BigFleet => MergeWorkload::big_fleet(quick),
+            MergeSection::Program => MergeWorkload::database_workload(quick),
+            MergeSection::Hot | MergeSection::Debian => {
+                let codes = if section == MergeSection::Hot {
+                    simulations::SIMULATION_CODES
+                } else {
+                    simulations::DEBIAN_CODES
+                };
+                let conditions = simulations::SimulationConditions {
+                    pagefold: self.pagefold.clone(),
+                    cpu_percent: self.arguments.hot_cpu,
+                    quick,
+                };
+                for code in simulations::select_codes(codes, &self.arguments.codes)? {
+                    all.push((
+                        code.name,
+                        simulations::measure_code(code, rounds(self.arguments.hot_rounds), &conditions)?,
+                    ));
+                    self.write_findings(section, &all)?;
                 }
-                return Ok(are_met(&all));
+                return Ok(are_checks_met(&all));
             }
-            Section::Hera => {
+            MergeSection::Hera => {
                 let program = match &self.arguments.hera {
                     Some(path) => path.clone(),
                     None => Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/hera/hera"),
                 };
-                let conditions = hera::Conditions {
+                let conditions = hera::HeraConditions {
                     program,
                     pagefold: self.pagefold.clone(),
-                    cpu: self.arguments.hot_cpu,
+                    cpu_percent: self.arguments.hot_cpu,
                     max_slowdown: self.arguments.max_slowdown / 100.0,
-                    pairs: if quick { 0 } else { self.arguments.pairs },
+                    extra_rounds: if quick { 0 } else { self.arguments.pairs },
                     quick,
                 };
-                for case in hera::chosen(&self.arguments.cases)? {
-                    let runs = hera::measure(case, rounds(self.arguments.rounds), &conditions)?;
-                    hera::draw(case, &runs, &self.folder.join(format!("{}.svg", case.name)))?;
-                    all.push((case.name, hera::findings(case, &runs, &conditions)));
-                    self.keep(section, &all)?;
+                for case in hera::select_cases(&self.arguments.cases)? {
+                    let runs = hera::measure_case(case, rounds(self.arguments.rounds), &conditions)?;
+                    hera::draw_chart(case, &runs, &self.folder.join(format!("{}.svg", case.name)))?;
+                    all.push((case.name, hera::build_findings(case, &runs, &conditions)));
+                    self.write_findings(section, &all)?;
                 }
-                return Ok(are_met(&all));
+                return Ok(are_checks_met(&all));
             }
-            Section::Throughput => {
+            MergeSection::Throughput => {
                 all.push(("throughput", throughput::measure(rounds(self.arguments.rounds), quick)?));
-                self.keep(section, &all)?;
-                return Ok(are_met(&all));
+                self.write_findings(section, &all)?;
+                return Ok(are_checks_met(&all));
             }
-            Section::Stops => {
-                all.push(("stops", stops::measure(quick)?));
-                self.keep(section, &all)?;
-                return Ok(are_met(&all));
+            MergeSection::Stops => {
+                all.push(("stops", stop_durations::measure(quick)?));
+                self.write_findings(section, &all)?;
+                return Ok(are_checks_met(&all));
             }
         };
-        let conditions = trial::Conditions {
+        let conditions = trial::TrialConditions {
             pagefold: self.pagefold.clone(),
             quick,
-            cpu: self.arguments.cpu,
-            host: pagefold_merge::policy::observe(&LiveHost::new()),
+            cpu_percent: self.arguments.cpu,
+            host: pagefold_merge::policy::observe_host(&LiveHost::new()),
         };
         for workload in workloads {
             let name = workload.name;
-            let comparison = Comparison::make(workload, rounds(self.arguments.rounds), &conditions)?;
+            let comparison = PolicyComparison::measure_all(workload, rounds(self.arguments.rounds), &conditions)?;
             trials.extend(comparison.trials_csv());
-            write(self.folder, "trials.csv", &format!("{}\n", trials.join("\n")))?;
-            reports.extend(comparison.reports().map(|line| line + "\n"));
-            write(self.folder, "reports.jsonl", &reports)?;
-            plot::draw(&comparison, &self.folder.join(format!("{name}.svg")))?;
-            all.push((name, comparison.findings()));
-            self.keep(section, &all)?;
+            write_file(self.folder, "trials.csv", &format!("{}\n", trials.join("\n")))?;
+            reports.extend(comparison.report_lines().map(|line| line + "\n"));
+            write_file(self.folder, "reports.jsonl", &reports)?;
+            plot::draw_chart(&comparison, &self.folder.join(format!("{name}.svg")))?;
+            all.push((name, comparison.build_findings()));
+            self.write_findings(section, &all)?;
         }
-        Ok(are_met(&all))
+        Ok(are_checks_met(&all))
     }
 
     /// Write what there is so far, and print the latest.
-    fn keep(&self, section: Section, all: &[(&str, Findings)]) -> Result<()> {
+    fn write_findings(&self, section: MergeSection, section_findings: &[(&str, Findings)]) -> Result<()> {
         let mut summary = format!("# Merging: {}\n", section.name());
         if self.arguments.quick {
             summary.push_str("\nA quick run: it shows that the benchmark works, and its figures mean little.\n");
         }
         let mut samples: Vec<&str> = Vec::new();
-        for (name, findings) in all {
+        for (name, findings) in section_findings {
             summary.push('\n');
-            summary.push_str(&findings.markdown(name, !self.arguments.quick));
+            summary.push_str(&findings.to_markdown(name, !self.arguments.quick));
             // One header for all.
             let header = usize::from(!samples.is_empty());
             samples.extend(findings.samples.iter().skip(header).map(String::as_str));
         }
-        if let Some((name, findings)) = all.last() {
-            println!("{}", findings.markdown(name, !self.arguments.quick));
+        if let Some((name, findings)) = section_findings.last() {
+            println!("{}", findings.to_markdown(name, !self.arguments.quick));
         }
-        write(self.folder, "summary.md", &summary)?;
-        write(self.folder, "samples.csv", &format!("{}\n", samples.join("\n")))
+        write_file(self.folder, "summary.md", &summary)?;
+        write_file(self.folder, "samples.csv", &format!("{}\n", samples.join("\n")))
     }
 }
 
-fn are_met(all: &[(&str, Findings)]) -> bool {
-    all.iter().flat_map(|(_, findings)| &findings.bars).all(|bar| bar.met)
+fn are_checks_met(all: &[(&str, Findings)]) -> bool {
+    all.iter().flat_map(|(_, findings)| &findings.checks).all(|bar| bar.met)
 }
 
 /// A folder for a section that is not there yet.
-pub(crate) fn vacant(out: Option<&Path>, settings: &Settings, kind: &str, section: &str) -> Result<PathBuf> {
+pub(crate) fn new_section_folder(
+    out: Option<&Path>,
+    settings: &RunSettings,
+    kind: &str,
+    section: &str,
+) -> Result<PathBuf> {
     let run = match out {
         Some(folder) => folder.to_owned(),
         None => {
@@ -303,8 +322,8 @@ pub(crate) fn vacant(out: Option<&Path>, settings: &Settings, kind: &str, sectio
 }
 
 /// What can be written, as the host has it. To be called by who holds KSM, for others may be changing it.
-pub(crate) fn ksm_settings() -> BTreeMap<String, String> {
-    let files = pagefold_base::ksm::Setting::ALL.map(|setting| setting.file());
+pub(crate) fn writable_ksm_settings() -> BTreeMap<String, String> {
+    let files = pagefold_base::ksm::Setting::ALL.map(|setting| setting.file_name());
     let read = |file: &str| {
         let text = fs::read_to_string(format!("/sys/kernel/mm/ksm/{file}")).ok()?;
         Some((file.to_owned(), text.trim().to_owned()))
@@ -313,7 +332,7 @@ pub(crate) fn ksm_settings() -> BTreeMap<String, String> {
 }
 
 /// Of what takes part and is there.
-pub(crate) fn versions(pagefold: &Pagefold) -> BTreeMap<String, String> {
+pub(crate) fn program_versions(pagefold: &PagefoldProgram) -> BTreeMap<String, String> {
     let pagefold = pagefold.program.display().to_string();
     let programs = [
         ("pagefold", vec![pagefold.as_str(), "--version"]),

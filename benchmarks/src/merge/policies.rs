@@ -3,18 +3,18 @@
 //! What a policy writes is computed by the functions that the product itself drives KSM with. Here is only which of
 //! them take part, and how they go on beyond the window that they are given.
 
-use super::readings::Sample;
+use super::readings::KsmSample;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Bytes, Reading};
-use pagefold_labs::ksm::Ksm;
-use pagefold_merge::decide::policy::{Advisor, Observation, Policy as Rule, State};
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_merge::decide::policy::{Advisor, HostObservation, Policy as Rule, PolicyState};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// A way to merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Policy {
+pub enum MergePolicy {
     /// `pages_to_scan` 100, `sleep_millisecs` 20.
     Default,
     /// ksmtuned, as if memory were short: otherwise it starts nothing at all.
@@ -29,9 +29,9 @@ pub enum Policy {
     Guided,
 }
 
-impl Policy {
+impl MergePolicy {
     /// All, the slow ones first.
-    pub const ALL: [Self; 6] =
+    pub const SLOW_FIRST: [Self; 6] =
         [Self::Default, Self::Ksmtuned, Self::Advisor200, Self::Advisor20, Self::Whole, Self::Guided];
 
     /// Its name, as it stands in tables and in lines of CSV.
@@ -53,7 +53,7 @@ impl Policy {
 
     /// What a slow policy is given at most: enough for all but the kernel's default, which takes many minutes. Beside
     /// the probe, and for a quick run, a glance.
-    pub fn window(self, probed: bool, quick: bool) -> Duration {
+    pub fn max_window(self, probed: bool, quick: bool) -> Duration {
         Duration::from_secs(match self {
             _ if quick => 2,
             Self::Default => 10,
@@ -63,12 +63,12 @@ impl Policy {
     }
 
     /// Whether the workload is to enrol itself.
-    pub fn enrols(self) -> bool {
+    pub fn enrolls_whole_process(self) -> bool {
         self != Self::Guided
     }
 
     /// The rule that it sets KSM by. Guided merging begins with the kernel's default and sets its own pace.
-    fn rule(self) -> Rule {
+    fn policy_rule(self) -> Rule {
         let name = match self {
             Self::Default | Self::Guided => "default",
             Self::Ksmtuned => "ksmtuned",
@@ -76,174 +76,174 @@ impl Policy {
             Self::Advisor20 => "advisor:20",
             Self::Whole => "flat-out",
         };
-        Rule::named(name).and_then(Result::ok).expect("a name of the model's")
+        Rule::from_name(name).and_then(Result::ok).expect("a name of the model's")
     }
 
     /// Its rule at its beginning.
-    pub fn steps(self, host: &Observation) -> Reading<Steps> {
-        Steps::begin(self.rule(), short_of_memory(host))
+    pub fn schedule(self, host: &HostObservation) -> Reading<PolicySchedule> {
+        PolicySchedule::start(self.policy_rule(), without_free_memory(host))
     }
 }
 
 /// A rule whose steps are taken as they come due, by the clock or in thought.
 #[derive(Clone, Debug)]
-pub struct Steps {
+pub struct PolicySchedule {
     rule: Rule,
-    host: Observation,
-    state: State,
+    host: HostObservation,
+    state: PolicyState,
     /// Of the beginning, until they were asked for.
     settings: Settings,
     /// When the next step is due, in seconds since the beginning. The first is taken at once.
-    next: f64,
+    next_step_at: f64,
 }
 
-impl Steps {
-    fn begin(rule: Rule, host: Observation) -> Reading<Self> {
+impl PolicySchedule {
+    fn start(rule: Rule, host: HostObservation) -> Reading<Self> {
         let (state, settings) = rule.start(&host)?;
-        Ok(Self { rule, host, state, settings, next: 0.0 })
+        Ok(Self { rule, host, state, settings, next_step_at: 0.0 })
     }
 
     /// What the steps change that are due after so many seconds and were not taken yet.
-    pub fn until(&mut self, seconds: f64) -> Reading<Settings> {
+    pub fn settings_due(&mut self, seconds: f64) -> Reading<Settings> {
         let mut changed = std::mem::take(&mut self.settings);
-        while self.next <= seconds {
+        while self.next_step_at <= seconds {
             let (state, settings) = self.rule.step(self.state.clone(), &self.host)?;
             self.state = state;
             changed.extend(settings);
-            self.next += self.rule.interval().as_secs_f64();
+            self.next_step_at += self.rule.interval().as_secs_f64();
         }
         Ok(changed)
     }
 
     /// Write what is due after so many seconds, `run` not among it. What is prepared is written with the advisor off.
-    pub fn write(&mut self, ksm: &Ksm, seconds: f64) -> Reading<()> {
-        for (setting, value) in self.until(seconds)?.iter().filter(|(setting, _)| **setting != Setting::Run) {
-            ksm.set(setting.file(), value);
+    pub fn write_due_settings(&mut self, ksm: &KsmTestGuard, seconds: f64) -> Reading<()> {
+        for (setting, value) in self.settings_due(seconds)?.iter().filter(|(setting, _)| **setting != Setting::Run) {
+            ksm.write_setting(setting.file_name(), value);
         }
         Ok(())
     }
 }
 
 /// The same host without free memory: ksmtuned merges nothing before.
-fn short_of_memory(host: &Observation) -> Observation {
-    Observation { free: Ok(Bytes::ZERO), ..host.clone() }
+fn without_free_memory(host: &HostObservation) -> HostObservation {
+    HostObservation { free: Ok(Bytes::ZERO), ..host.clone() }
 }
 
 /// A policy beyond the window in which it was watched.
 #[derive(Clone, Copy, Debug)]
-pub struct Beyond<'a> {
+pub struct PolicyExtrapolation<'a> {
     /// The policy.
-    pub policy: Policy,
+    pub policy: MergePolicy,
     /// The host that it is used on.
-    pub host: &'a Observation,
+    pub host: &'a HostObservation,
     /// The looks in the window, from its beginning.
-    pub watched: &'a [Sample],
+    pub window_samples: &'a [KsmSample],
     /// After how many scanned pages full scans end.
-    pub scans: &'a [f64],
+    pub full_scan_page_counts: &'a [f64],
 }
 
-impl Beyond<'_> {
+impl PolicyExtrapolation<'_> {
     /// After how many seconds it has scanned so many pages.
     ///
     /// Its rule takes the steps that are due; a page takes ksmd as long as in the window, and so does what lies between
     /// two batches.
     pub fn seconds_to_scan(&self, pages: f64) -> Option<f64> {
-        let pace = Pace::of(self.watched)?;
-        match self.policy.rule() {
-            Rule::Advisor(rule) => self.advised(&rule, pace, pages),
-            rule => self.stepped(rule, pace, pages),
+        let pace = ScanPace::from_samples(self.window_samples)?;
+        match self.policy.policy_rule() {
+            Rule::Advisor(rule) => self.seconds_with_advisor(&rule, pace, pages),
+            rule => self.seconds_with_interval_steps(rule, pace, pages),
         }
     }
 
     /// Steps are due after intervals.
-    fn stepped(&self, rule: Rule, pace: Pace, pages: f64) -> Option<f64> {
-        let last = self.watched.last()?;
-        let mut steps = Steps::begin(rule, short_of_memory(self.host)).ok()?;
+    fn seconds_with_interval_steps(&self, rule: Rule, pace: ScanPace, pages: f64) -> Option<f64> {
+        let last = self.window_samples.last()?;
+        let mut steps = PolicySchedule::start(rule, without_free_memory(self.host)).ok()?;
         let mut batch = last.pages_to_scan as f64;
-        let (mut at, mut left) = (last.seconds, (pages - last.scanned as f64).max(0.0));
+        let (mut at, mut left) = (last.seconds, (pages - last.scanned_pages as f64).max(0.0));
         loop {
             // Those of the window were taken in it: here they bring the rule to where it is.
-            let settings = steps.until(at).ok()?;
+            let settings = steps.settings_due(at).ok()?;
             if let Some(pages) = settings.get(&Setting::PagesToScan).and_then(|pages| pages.parse().ok()) {
                 batch = pages;
             }
-            let rate = pace.rate(batch);
-            if left <= rate * (steps.next - at) {
+            let rate = pace.pages_per_second(batch);
+            if left <= rate * (steps.next_step_at - at) {
                 return Some(at + left / rate);
             }
-            left -= rate * (steps.next - at);
-            at = steps.next;
+            left -= rate * (steps.next_step_at - at);
+            at = steps.next_step_at;
         }
     }
 
     /// A step is due at the end of each full scan. ksmd is taken to have used no CPU before the window, as on a host
     /// that was just booted; what the kernel did in the window itself, it did with what ksmd had used since boot.
-    fn advised(&self, rule: &Advisor, pace: Pace, pages: f64) -> Option<f64> {
-        let (first, last) = (self.watched.first()?, self.watched.last()?);
+    fn seconds_with_advisor(&self, rule: &Advisor, pace: ScanPace, pages: f64) -> Option<f64> {
+        let (first, last) = (self.window_samples.first()?, self.window_samples.last()?);
         let seconds = |seconds: f64| Duration::from_secs_f64(seconds.max(0.0));
         let (mut context, mut began) = (rule.start(), first.seconds);
-        for pair in self.watched.windows(2).filter(|pair| pair[1].full_scans > pair[0].full_scans) {
-            context = context.step(rule, seconds(pair[1].seconds - began), seconds(pair[1].ksmd));
+        for pair in self.window_samples.windows(2).filter(|pair| pair[1].full_scans > pair[0].full_scans) {
+            context = context.step(rule, seconds(pair[1].seconds - began), seconds(pair[1].ksmd_seconds));
             began = pair[1].seconds;
         }
         context.pages_to_scan = last.pages_to_scan;
-        let (mut at, mut scanned) = (last.seconds, last.scanned as f64);
+        let (mut at, mut scanned) = (last.seconds, last.scanned_pages as f64);
         let ended = usize::try_from(last.full_scans).unwrap_or(0);
-        for &end in self.scans.iter().skip(ended).take_while(|&&end| end < pages) {
-            at += (end - scanned).max(0.0) / pace.rate(context.pages_to_scan as f64);
+        for &end in self.full_scan_page_counts.iter().skip(ended).take_while(|&&end| end < pages) {
+            at += (end - scanned).max(0.0) / pace.pages_per_second(context.pages_to_scan as f64);
             scanned = scanned.max(end);
-            context = context.step(rule, seconds(at - began), seconds(pace.cost * scanned));
+            context = context.step(rule, seconds(at - began), seconds(pace.cpu_seconds_per_page * scanned));
             began = at;
         }
-        Some(at + (pages - scanned).max(0.0) / pace.rate(context.pages_to_scan as f64))
+        Some(at + (pages - scanned).max(0.0) / pace.pages_per_second(context.pages_to_scan as f64))
     }
 }
 
 /// How ksmd gets on.
 #[derive(Clone, Copy, Debug)]
-struct Pace {
+struct ScanPace {
     /// Seconds between two batches: it sleeps, and waits for a CPU.
-    gap: f64,
+    batch_gap_seconds: f64,
     /// CPU seconds for a page.
-    cost: f64,
+    cpu_seconds_per_page: f64,
 }
 
-impl Pace {
+impl ScanPace {
     /// In a window; nothing where it scanned nothing.
-    fn of(watched: &[Sample]) -> Option<Self> {
+    fn from_samples(watched: &[KsmSample]) -> Option<Self> {
         let (first, last) = (watched.first()?, watched.last()?);
-        let scanned = |from: &Sample, to: &Sample| (to.scanned - from.scanned) as f64;
+        let scanned = |from: &KsmSample, to: &KsmSample| (to.scanned_pages - from.scanned_pages) as f64;
         let batches: f64 =
             watched.windows(2).map(|pair| scanned(&pair[0], &pair[1]) / pair[1].pages_to_scan as f64).sum();
-        let used = last.ksmd - first.ksmd;
+        let used = last.ksmd_seconds - first.ksmd_seconds;
         (batches > 0.0).then(|| Self {
-            gap: ((last.seconds - first.seconds - used) / batches).max(0.0),
-            cost: used / scanned(first, last),
+            batch_gap_seconds: ((last.seconds - first.seconds - used) / batches).max(0.0),
+            cpu_seconds_per_page: used / scanned(first, last),
         })
     }
 
     /// Pages a second, in batches of so many.
-    fn rate(self, batch: f64) -> f64 {
-        batch / (self.gap + batch * self.cost)
+    fn pages_per_second(self, batch_pages: f64) -> f64 {
+        batch_pages / (self.batch_gap_seconds + batch_pages * self.cpu_seconds_per_page)
     }
 }
 
 /// The pause after a batch that took so long, for ksmd to take this share of a CPU, in milliseconds.
-pub fn pause(batch_seconds: f64, share: f64) -> u64 {
+pub fn pause_millis(batch_seconds: f64, share: f64) -> u64 {
     if share >= 1.0 { 0 } else { (batch_seconds * 1000.0 * (1.0 - share) / share).round() as u64 }
 }
 
 /// How pagefold is called. The only place that knows.
 #[derive(Clone, Debug)]
-pub struct Pagefold {
+pub struct PagefoldProgram {
     /// The binary.
     pub program: PathBuf,
 }
 
-impl Pagefold {
+impl PagefoldProgram {
     /// One merge of these processes, within a bound on CPU in percent of one. On one thread: `--cpu` bounds ksmd, and
     /// a census on several would take more than one CPU. Standard output is the report.
-    pub fn merge(&self, pids: &[u32], percent: u32) -> Command {
+    pub fn merge_command(&self, pids: &[u32], percent: u32) -> Command {
         let mut command = Command::new(&self.program);
         command.arg("merge");
         for pid in pids {
@@ -257,7 +257,7 @@ impl Pagefold {
 
     /// A program started with guided merging beside it, with a folder of its own for pagefold's state. The program and
     /// its arguments are to follow.
-    pub fn run_guided(&self, state: &Path, percent: u32) -> Command {
+    pub fn run_guided_command(&self, state: &Path, percent: u32) -> Command {
         let mut command = Command::new(&self.program);
         command.arg("--state").arg(state);
         command.args(["run", "--policy", "guided", "--cpu", &percent.to_string(), "--"]);
@@ -270,9 +270,9 @@ mod tests {
     use super::*;
     use pagefold_base::Absent;
 
-    fn host() -> Observation {
+    fn sample_host() -> HostObservation {
         let unknown = || Absent::NotOnThisKernel;
-        Observation {
+        HostObservation {
             total: Ok(Bytes::from_kib(16 << 20)),
             free: Err(unknown()),
             committed: Ok(Bytes::ZERO),
@@ -283,23 +283,25 @@ mod tests {
 
     /// A window of 10 s in which ksmd scanned batches of so many pages at 1000 pages a second, half of the time on a
     /// CPU.
-    fn window(batch: u64) -> Vec<Sample> {
+    fn sample_window(batch: u64) -> Vec<KsmSample> {
         (0..=10)
-            .map(|at| Sample {
+            .map(|at| KsmSample {
                 seconds: f64::from(at),
-                saved: 0,
-                ksmd: f64::from(at) / 2.0,
-                pagefold: 0.0,
-                scanned: i64::from(at) * 1000,
+                saved_pages: 0,
+                ksmd_seconds: f64::from(at) / 2.0,
+                pagefold_seconds: 0.0,
+                scanned_pages: i64::from(at) * 1000,
                 full_scans: 0,
                 pages_to_scan: batch,
             })
             .collect()
     }
 
-    fn seconds(policy: Policy, batch: u64, scans: &[f64], pages: f64) -> f64 {
-        let (host, watched) = (host(), window(batch));
-        Beyond { policy, host: &host, watched: &watched, scans }.seconds_to_scan(pages).unwrap()
+    fn extrapolated_seconds(policy: MergePolicy, batch: u64, scans: &[f64], pages: f64) -> f64 {
+        let (host, watched) = (sample_host(), sample_window(batch));
+        PolicyExtrapolation { policy, host: &host, window_samples: &watched, full_scan_page_counts: scans }
+            .seconds_to_scan(pages)
+            .unwrap()
     }
 
     fn is_near(value: f64, expected: f64) -> bool {
@@ -307,91 +309,103 @@ mod tests {
     }
 
     #[test]
-    fn what_was_scanned_in_the_window_takes_no_longer() {
-        assert!(is_near(seconds(Policy::Ksmtuned, 300, &[], 5000.0), 10.0));
-        assert!(is_near(seconds(Policy::Advisor20, 500, &[], 5000.0), 10.0));
+    fn pages_scanned_in_the_window_are_not_extrapolated() {
+        assert!(is_near(extrapolated_seconds(MergePolicy::Ksmtuned, 300, &[], 5000.0), 10.0));
+        assert!(is_near(extrapolated_seconds(MergePolicy::Advisor20, 500, &[], 5000.0), 10.0));
     }
 
     #[test]
     fn ksmtuned_boosts_after_each_interval() {
-        assert!(is_near(seconds(Policy::Ksmtuned, 300, &[], 60_000.0), 60.0));
+        assert!(is_near(extrapolated_seconds(MergePolicy::Ksmtuned, 300, &[], 60_000.0), 60.0));
         // 300 pages took 0.15 s on a CPU and 0.15 s beside it; 600 take 0.45 s.
-        assert!(is_near(seconds(Policy::Ksmtuned, 300, &[], 140_000.0), 120.0));
+        assert!(is_near(extrapolated_seconds(MergePolicy::Ksmtuned, 300, &[], 140_000.0), 120.0));
     }
 
     #[test]
-    fn steps_of_a_window_are_taken_by_the_clock_and_not_again() {
+    fn window_steps_are_taken_once_by_the_clock() {
         let batch = |settings: &Settings| settings.get(&Setting::PagesToScan).cloned();
-        let mut steps = Policy::Ksmtuned.steps(&host()).unwrap();
-        assert_eq!(batch(&steps.until(0.0).unwrap()).as_deref(), Some("300"));
-        assert_eq!(steps.until(59.9).unwrap(), Settings::new());
-        assert_eq!(batch(&steps.until(60.0).unwrap()).as_deref(), Some("600"));
-        assert_eq!(steps.until(60.0).unwrap(), Settings::new());
-        let mut still = Policy::Advisor20.steps(&host()).unwrap();
-        assert_eq!(still.until(0.0).unwrap().get(&Setting::AdvisorMode).map(String::as_str), Some("scan-time"));
-        assert_eq!(still.until(1000.0).unwrap(), Settings::new());
+        let mut steps = MergePolicy::Ksmtuned.schedule(&sample_host()).unwrap();
+        assert_eq!(batch(&steps.settings_due(0.0).unwrap()).as_deref(), Some("300"));
+        assert_eq!(steps.settings_due(59.9).unwrap(), Settings::new());
+        assert_eq!(batch(&steps.settings_due(60.0).unwrap()).as_deref(), Some("600"));
+        assert_eq!(steps.settings_due(60.0).unwrap(), Settings::new());
+        let mut still = MergePolicy::Advisor20.schedule(&sample_host()).unwrap();
+        assert_eq!(still.settings_due(0.0).unwrap().get(&Setting::AdvisorMode).map(String::as_str), Some("scan-time"));
+        assert_eq!(still.settings_due(1000.0).unwrap(), Settings::new());
     }
 
     #[test]
-    fn what_is_beyond_a_window_with_a_step_begins_with_what_that_set() {
-        let sample = |seconds: f64, scanned: i64, ksmd: f64, pages_to_scan: u64| Sample {
-            scanned,
-            ksmd,
+    fn extrapolation_starts_with_settings_of_last_step() {
+        let sample = |seconds: f64, scanned: i64, ksmd: f64, pages_to_scan: u64| KsmSample {
+            scanned_pages: scanned,
+            ksmd_seconds: ksmd,
             pages_to_scan,
             seconds,
-            ..window(300)[0]
+            ..sample_window(300)[0]
         };
         // 200 batches of 300 pages until 60 s, then 100 of 600 until 105: 0.15 s beside a CPU between two, 0.5 ms a
         // page.
         let watched = [sample(0.0, 0, 0.0, 300), sample(60.0, 60_000, 30.0, 300), sample(105.0, 120_000, 60.0, 600)];
-        let host = host();
-        let beyond = Beyond { policy: Policy::Ksmtuned, host: &host, watched: &watched, scans: &[] };
+        let host = sample_host();
+        let beyond = PolicyExtrapolation {
+            policy: MergePolicy::Ksmtuned,
+            host: &host,
+            window_samples: &watched,
+            full_scan_page_counts: &[],
+        };
         // In steps of 600 for 15 s, then of 900 every 0.6 s.
         assert!(is_near(beyond.seconds_to_scan(140_000.0).unwrap(), 120.0));
         assert!(is_near(beyond.seconds_to_scan(155_000.0).unwrap(), 130.0));
     }
 
     #[test]
-    fn names_are_single_cells_of_csv() {
-        assert!(Policy::ALL.iter().all(|policy| !policy.name().contains([',', '"'])));
+    fn policy_names_are_single_csv_cells() {
+        assert!(MergePolicy::SLOW_FIRST.iter().all(|policy| !policy.name().contains([',', '"'])));
     }
 
     #[test]
-    fn only_the_default_is_left_to_extrapolation() {
-        let given = |policy: Policy| policy.window(false, false).as_secs();
+    fn only_default_policy_is_extrapolated() {
+        let given = |policy: MergePolicy| policy.max_window(false, false).as_secs();
         assert_eq!(
-            [Policy::Default, Policy::Ksmtuned, Policy::Advisor200, Policy::Advisor20].map(given),
+            [MergePolicy::Default, MergePolicy::Ksmtuned, MergePolicy::Advisor200, MergePolicy::Advisor20].map(given),
             [10, 120, 120, 120]
         );
         assert_eq!(
-            (Policy::Ksmtuned.window(true, false).as_secs(), Policy::Ksmtuned.window(false, true).as_secs()),
+            (
+                MergePolicy::Ksmtuned.max_window(true, false).as_secs(),
+                MergePolicy::Ksmtuned.max_window(false, true).as_secs()
+            ),
             (10, 2)
         );
     }
 
     #[test]
-    fn the_census_keeps_to_one_thread() {
-        let command = Pagefold { program: PathBuf::from("pagefold") }.merge(&[7], 100);
+    fn merge_command_uses_one_census_thread() {
+        let command = PagefoldProgram { program: PathBuf::from("pagefold") }.merge_command(&[7], 100);
         let words: Vec<_> = command.get_args().filter_map(|word| word.to_str()).collect();
         assert!(words.windows(2).any(|pair| pair == ["--threads", "1"]), "{words:?}");
     }
 
     #[test]
-    fn the_advisor_takes_a_step_after_each_scan() {
+    fn advisor_steps_after_each_scan() {
         // 500 pages took 0.25 s on a CPU and 0.25 s beside it.
-        assert!(is_near(seconds(Policy::Advisor20, 500, &[60_000.0], 40_000.0), 40.0));
+        assert!(is_near(extrapolated_seconds(MergePolicy::Advisor20, 500, &[60_000.0], 40_000.0), 40.0));
         // 40 s for a scan that is to take 20: its first change counts by 30 % only, and of 500 pages at 50 % of a CPU
         // there are 10 for each percent, 100 at the least.
         let rule = Advisor { target_scan_time: 20, ..Advisor::default() };
         let next = rule.start().step(&rule, Duration::from_secs(40), Duration::from_secs(20)).pages_to_scan as f64;
         let rate = next / (0.25 + next / 2000.0);
         assert!(
-            next != 500.0 && is_near(seconds(Policy::Advisor20, 500, &[40_000.0], 50_000.0), 40.0 + 10_000.0 / rate)
+            next != 500.0
+                && is_near(
+                    extrapolated_seconds(MergePolicy::Advisor20, 500, &[40_000.0], 50_000.0),
+                    40.0 + 10_000.0 / rate
+                )
         );
     }
 
     #[test]
-    fn a_pause_keeps_to_a_share() {
-        assert_eq!((pause(0.1, 1.0), pause(0.1, 0.5), pause(0.1, 0.2)), (0, 100, 400));
+    fn pause_keeps_the_cpu_share() {
+        assert_eq!((pause_millis(0.1, 1.0), pause_millis(0.1, 0.5), pause_millis(0.1, 0.2)), (0, 100, 400));
     }
 }

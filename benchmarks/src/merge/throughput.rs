@@ -12,52 +12,53 @@
 //! The processes are the engine's `examples/member`, which fill their memory as they are told; the time of a merge that
 //! is alone is what it says of itself.
 
-use super::compare::shuffled;
-use super::holder::held;
-use super::readings::{Counters, ksmd};
-use super::trial::{forget, pause_for};
-use crate::report::{Bar, Findings, Spread, Table};
+use super::compare::shuffle;
+use super::readings::{KsmCounters, ksmd_pid};
+use super::running_program::command_through_hold;
+use super::trial::{sleep_unless_signaled, wait_until_ksmd_forgets};
+use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
 use anyhow::{Context, Result, ensure};
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::ksm::KsmTestGuard;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// Pages of a run.
-const LENGTHS: [u64; 6] = [1, 4, 16, 64, 256, 1024];
+const RUN_LENGTHS_PAGES: [u64; 6] = [1, 4, 16, 64, 256, 1024];
 
 /// How many processes hold the same.
-const PROCESSES: [u64; 3] = [2, 4, 8];
+const PROCESS_COUNTS: [u64; 3] = [2, 4, 8];
 
 /// From this length on the engine is to be so many times as fast as ksmd, which is one thread: members that merge all at
 /// once, and on two threads one after another.
-const LONG: u64 = 64;
-const TIMES: f64 = 5.0;
+const MIN_JUDGED_RUN_PAGES: u64 = 64;
+const MIN_ENGINE_TO_KSMD_RATIO: f64 = 5.0;
 
 /// So many times all merge at most: at the second everybody knows what everybody has.
-const TIMES_TOGETHER: usize = 4;
+const MAX_CONCURRENT_MERGES: usize = 4;
 
 /// ksmd has what it can get once nothing is merged for so long.
-const QUIET: Duration = Duration::from_secs(3);
+const KSMD_SETTLE_TIME: Duration = Duration::from_secs(3);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum ThroughputMethod {
     /// Members that merge one after another.
     Engine {
         threads: usize,
     },
     /// Members that merge all at once, on one thread each.
-    Together,
+    ConcurrentEngine,
     Ksmd,
 }
 
-impl Way {
-    const ALL: [Self; 4] = [Self::Engine { threads: 1 }, Self::Engine { threads: 2 }, Self::Together, Self::Ksmd];
+impl ThroughputMethod {
+    const EVERY_METHOD: [Self; 4] =
+        [Self::Engine { threads: 1 }, Self::Engine { threads: 2 }, Self::ConcurrentEngine, Self::Ksmd];
 
     fn name(self) -> String {
         match self {
-            Self::Together => "engine, all at once".to_owned(),
+            Self::ConcurrentEngine => "engine, all at once".to_owned(),
             Self::Engine { threads } => format!("engine, {threads} thread{}", if threads == 1 { "" } else { "s" }),
             Self::Ksmd => "ksmd".to_owned(),
         }
@@ -66,42 +67,44 @@ impl Way {
 
 /// What processes hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Held {
+struct ThroughputMemory {
     processes: u64,
-    run: u64,
+    run_pages: u64,
     zeros: bool,
     /// In each process, without the gaps.
-    pages: u64,
+    pages_per_process: u64,
 }
 
-impl Held {
+impl ThroughputMemory {
     /// In all processes.
-    fn all(self) -> u64 {
-        self.processes * self.pages
+    fn total_pages(self) -> u64 {
+        self.processes * self.pages_per_process
     }
 
     /// What is measured: zeros of two processes only, which have nothing to do with each other.
-    fn each(pages: u64) -> Vec<Self> {
-        let lengths = |processes, zeros| LENGTHS.map(|run| Self { processes, run, zeros, pages });
-        PROCESSES.iter().flat_map(|&processes| lengths(processes, false)).chain(lengths(2, true)).collect()
+    fn all_shapes(pages: u64) -> Vec<Self> {
+        let lengths = |processes, zeros| {
+            RUN_LENGTHS_PAGES.map(|run| Self { processes, run_pages: run, zeros, pages_per_process: pages })
+        };
+        PROCESS_COUNTS.iter().flat_map(|&processes| lengths(processes, false)).chain(lengths(2, true)).collect()
     }
 }
 
 #[derive(Debug)]
-struct Trial {
-    held: Held,
-    way: Way,
+struct ThroughputTrial {
+    memory: ThroughputMemory,
+    method: ThroughputMethod,
     round: usize,
     /// Of all processes.
-    merged: u64,
+    merged_pages: u64,
     seconds: f64,
 }
 
-impl Trial {
+impl ThroughputTrial {
     /// Bytes in a second; nothing if not nearly everything was merged.
-    fn rate(&self) -> Option<f64> {
-        let bytes = self.merged as f64 * pagefold_sys::mapping::page_size() as f64;
-        (self.merged as f64 >= 0.99 * self.held.all() as f64).then(|| bytes / self.seconds)
+    fn bytes_per_second(&self) -> Option<f64> {
+        let bytes = self.merged_pages as f64 * pagefold_sys::mapping::page_size() as f64;
+        (self.merged_pages as f64 >= 0.99 * self.memory.total_pages() as f64).then(|| bytes / self.seconds)
     }
 }
 
@@ -110,52 +113,54 @@ pub fn measure(rounds: usize, quick: bool) -> Result<Findings> {
     let pages = if quick { 2048 } else { 16_384 };
     let mut trials = Vec::new();
     for round in 1..=rounds {
-        for held in Held::each(pages) {
-            for way in shuffled(Way::ALL.to_vec()) {
-                let trial = trial(held, way, round)?;
+        for held in ThroughputMemory::all_shapes(pages) {
+            for way in shuffle(ThroughputMethod::EVERY_METHOD.to_vec()) {
+                let trial = run_trial(held, way, round)?;
                 eprintln!(
                     "round {round}: {} processes, {} pages{}, {}: {:.2} GB/s",
                     held.processes,
-                    held.run,
+                    held.run_pages,
                     if held.zeros { " of zeros" } else { "" },
                     way.name(),
-                    trial.rate().unwrap_or(0.0) / 1e9
+                    trial.bytes_per_second().unwrap_or(0.0) / 1e9
                 );
                 trials.push(trial);
             }
         }
     }
-    Ok(findings(&trials, pages))
+    Ok(build_findings(&trials, pages))
 }
 
-fn findings(trials: &[Trial], pages: u64) -> Findings {
+fn build_findings(trials: &[ThroughputTrial], pages: u64) -> Findings {
     let mut findings = Findings::new("round,processes,run_pages,zeros,way,held_pages,merged_pages,seconds");
     findings.samples.extend(trials.iter().map(|trial| {
-        let Held { processes, run, zeros, .. } = trial.held;
+        let ThroughputMemory { processes, run_pages: run, zeros, .. } = trial.memory;
         format!(
             "{},{processes},{run},{zeros},{},{},{},{:.6}",
             trial.round,
-            trial.way.name().replace(',', ""),
-            trial.held.all(),
-            trial.merged,
+            trial.method.name().replace(',', ""),
+            trial.memory.total_pages(),
+            trial.merged_pages,
             trial.seconds
         )
     }));
-    let of = |held: Held, way: Way| trials.iter().filter(move |trial| trial.held == held && trial.way == way);
+    let of = |held: ThroughputMemory, way: ThroughputMethod| {
+        trials.iter().filter(move |trial| trial.memory == held && trial.method == way)
+    };
     // Within rounds.
-    let ratios = |held: Held, over: Way, under: Way| {
-        let pair = |one: &Trial| {
+    let ratios = |held: ThroughputMemory, over: ThroughputMethod, under: ThroughputMethod| {
+        let pair = |one: &ThroughputTrial| {
             let other = of(held, under).find(|other| other.round == one.round)?;
-            Some(one.rate()? / other.rate()?)
+            Some(one.bytes_per_second()? / other.bytes_per_second()?)
         };
         of(held, over).filter_map(pair).collect::<Vec<f64>>()
     };
-    let spread = |values: Vec<f64>| (!values.is_empty()).then(|| Spread::of(values));
-    let [one, two, together, ksmd] = Way::ALL;
-    let kinds = Held::each(pages);
+    let spread = |values: Vec<f64>| (!values.is_empty()).then(|| SampleSpread::from_samples(values));
+    let [one, two, together, ksmd] = ThroughputMethod::EVERY_METHOD;
+    let kinds = ThroughputMemory::all_shapes(pages);
     for kinds in kinds.chunk_by(|one, next| (one.processes, one.zeros) == (next.processes, next.zeros)) {
-        let Held { processes, zeros, .. } = kinds[0];
-        let mut table = Table::new(
+        let ThroughputMemory { processes, zeros, .. } = kinds[0];
+        let mut table = MarkdownTable::new(
             format!(
                 "{} in {processes} processes of {:.0} MiB",
                 if zeros { "Zeros" } else { "Equal memory" },
@@ -173,12 +178,13 @@ fn findings(trials: &[Trial], pages: u64) -> Findings {
             ],
         );
         for &held in kinds {
-            let run = held.run;
+            let run = held.run_pages;
             let rate = |way| {
-                let rates: Vec<f64> = of(held, way).filter_map(Trial::rate).collect();
+                let rates: Vec<f64> = of(held, way).filter_map(ThroughputTrial::bytes_per_second).collect();
                 spread(rates).map_or("not all".to_owned(), |rates| format!("{:.2}", rates.median / 1e9))
             };
-            let factor = |over, under| spread(ratios(held, over, under)).map_or("-".to_owned(), Spread::factor);
+            let factor =
+                |over, under| spread(ratios(held, over, under)).map_or("-".to_owned(), SampleSpread::format_factor);
             table.rows.push(vec![
                 run.to_string(),
                 rate(one),
@@ -189,16 +195,16 @@ fn findings(trials: &[Trial], pages: u64) -> Findings {
                 factor(two, one),
                 factor(together, ksmd),
             ]);
-            if run >= LONG && !zeros {
+            if run >= MIN_JUDGED_RUN_PAGES && !zeros {
                 let claims = [(together, "all at once"), (two, "one after another on two threads")];
-                findings.bars.extend(claims.map(|(way, how)| {
+                findings.checks.extend(claims.map(|(way, how)| {
                     let ratio = spread(ratios(held, way, ksmd));
-                    Bar {
+                    ThresholdCheck {
                         claim: format!(
-                            "{processes} processes, runs of {run} pages, {how}: at least {TIMES} times ksmd flat out"
+                            "{processes} processes, runs of {run} pages, {how}: at least {MIN_ENGINE_TO_KSMD_RATIO} times ksmd flat out"
                         ),
-                        measured: ratio.map_or("not all was merged".to_owned(), Spread::factor),
-                        met: ratio.is_some_and(|ratio| ratio.median >= TIMES),
+                        measured: ratio.map_or("not all was merged".to_owned(), SampleSpread::format_factor),
+                        met: ratio.is_some_and(|ratio| ratio.median >= MIN_ENGINE_TO_KSMD_RATIO),
                     }
                 }));
             }
@@ -215,94 +221,95 @@ fn findings(trials: &[Trial], pages: u64) -> Findings {
     findings
 }
 
-fn trial(held: Held, way: Way, round: usize) -> Result<Trial> {
-    let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
-    let ksmd = ksmd()?;
-    forget(&ksm, ksmd)?;
+fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -> Result<ThroughputTrial> {
+    let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+    let ksmd = ksmd_pid()?;
+    wait_until_ksmd_forgets(&ksm, ksmd)?;
     let domains = tempfile::tempdir_in("/dev/shm").context("a folder for domains")?;
-    let start = || Member::start(held, way, domains.path());
-    let mut members = (0..held.processes).map(|_| start()).collect::<Result<Vec<_>>>()?;
+    let start = || ThroughputMember::start(memory, method, domains.path());
+    let mut members = (0..memory.processes).map(|_| start()).collect::<Result<Vec<_>>>()?;
     let (mut merged, mut seconds) = (0, 0.0);
-    match way {
-        Way::Engine { .. } => {
+    match method {
+        ThroughputMethod::Engine { .. } => {
             for member in (0..members.len()).chain([0]) {
-                let told = members[member].tell("merge")?;
-                merged += field(&told, "merged: Pages(")? + field(&told, "zeros: Pages(")?;
-                seconds += duration(&told)?;
+                let told = members[member].run_command("merge")?;
+                merged += parse_field(&told, "merged: Pages(")? + parse_field(&told, "zeros: Pages(")?;
+                seconds += parse_merge_seconds(&told)?;
             }
         }
-        Way::Together => {
-            for _ in 0..TIMES_TOGETHER {
+        ThroughputMethod::ConcurrentEngine => {
+            for _ in 0..MAX_CONCURRENT_MERGES {
                 let began = Instant::now();
-                members.iter_mut().try_for_each(|member| member.say("merge"))?;
-                let told = members.iter_mut().map(Member::answer).collect::<Result<Vec<_>>>()?;
+                members.iter_mut().try_for_each(|member| member.send_command("merge"))?;
+                let told = members.iter_mut().map(ThroughputMember::read_answer).collect::<Result<Vec<_>>>()?;
                 seconds += began.elapsed().as_secs_f64();
                 for told in &told {
-                    merged += field(told, "merged: Pages(")? + field(told, "zeros: Pages(")?;
+                    merged += parse_field(told, "merged: Pages(")? + parse_field(told, "zeros: Pages(")?;
                 }
-                if merged >= held.all() {
+                if merged >= memory.total_pages() {
                     break;
                 }
             }
         }
-        Way::Ksmd => {
-            let (before, quiet) = (Counters::read(ksmd)?, Instant::now());
-            ksm.set("use_zero_pages", 1);
-            ksm.set("pages_to_scan", 20_000);
-            ksm.set("sleep_millisecs", 0);
-            ksm.set("run", 1);
+        ThroughputMethod::Ksmd => {
+            let (before, quiet) = (KsmCounters::read(ksmd)?, Instant::now());
+            ksm.write_setting("use_zero_pages", 1);
+            ksm.write_setting("pages_to_scan", 20_000);
+            ksm.write_setting("sleep_millisecs", 0);
+            ksm.write_setting("run", 1);
             // Of equal pages one is kept.
-            let saved = |now: Counters| (now.saved - before.saved).unsigned_abs();
+            let saved = |now: KsmCounters| (now.saved_pages - before.saved_pages).unsigned_abs();
             let (mut best, mut since) = (0, quiet);
-            let most = if held.zeros { held.all() } else { held.all() - held.pages };
-            while since.elapsed() < QUIET && best < most {
-                pause_for(Duration::from_millis(2))?;
-                let now = Counters::read(ksmd)?;
+            let most =
+                if memory.zeros { memory.total_pages() } else { memory.total_pages() - memory.pages_per_process };
+            while since.elapsed() < KSMD_SETTLE_TIME && best < most {
+                sleep_unless_signaled(Duration::from_millis(2))?;
+                let now = KsmCounters::read(ksmd)?;
                 if saved(now) > best {
-                    (best, since, seconds) = (saved(now), Instant::now(), now.ksmd - before.ksmd);
+                    (best, since, seconds) = (saved(now), Instant::now(), now.ksmd_seconds - before.ksmd_seconds);
                 }
             }
-            ksm.set("run", 0);
-            merged = if held.zeros { best } else { best * held.processes / (held.processes - 1) };
+            ksm.write_setting("run", 0);
+            merged = if memory.zeros { best } else { best * memory.processes / (memory.processes - 1) };
         }
     }
     for member in &mut members {
-        let checked = member.tell("check")?;
+        let checked = member.run_command("check")?;
         ensure!(checked == "same", "after merging, {checked}");
     }
     // Other memory of the processes is merged by ksmd, too.
-    Ok(Trial { held, way, round, merged: merged.min(held.all()), seconds })
+    Ok(ThroughputTrial { memory, method, round, merged_pages: merged.min(memory.total_pages()), seconds })
 }
 
 /// A number in what a member says.
-fn field(told: &str, name: &str) -> Result<u64> {
-    let number = told.split_once(name).and_then(|(_, rest)| rest.split_once(')')?.0.parse().ok());
-    number.with_context(|| format!("no {name:?} in {told:?}"))
+fn parse_field(output: &str, name: &str) -> Result<u64> {
+    let number = output.split_once(name).and_then(|(_, rest)| rest.split_once(')')?.0.parse().ok());
+    number.with_context(|| format!("no {name:?} in {output:?}"))
 }
 
 /// Seconds of a merge, from how Rust prints a duration.
-fn duration(told: &str) -> Result<f64> {
-    let words = told.split_once("time: ").and_then(|(_, rest)| rest.split_once(','));
-    let word = words.with_context(|| format!("no time in {told:?}"))?.0;
+fn parse_merge_seconds(output: &str) -> Result<f64> {
+    let words = output.split_once("time: ").and_then(|(_, rest)| rest.split_once(','));
+    let word = words.with_context(|| format!("no time in {output:?}"))?.0;
     let units = [("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)];
     let seconds = units.iter().find_map(|(unit, factor)| Some(word.strip_suffix(unit)?.parse::<f64>().ok()? * factor));
     seconds.with_context(|| format!("{word:?} is no time"))
 }
 
 /// A process that holds memory.
-struct Member {
+struct ThroughputMember {
     child: Child,
-    says: ChildStdin,
-    tells: BufReader<ChildStdout>,
+    commands: ChildStdin,
+    answers: BufReader<ChildStdout>,
 }
 
-impl Member {
-    fn start(memory: Held, way: Way, domains: &Path) -> Result<Self> {
+impl ThroughputMember {
+    fn start(memory: ThroughputMemory, method: ThroughputMethod, domains: &Path) -> Result<Self> {
         let program = std::env::current_exe()?.with_file_name("examples").join("member");
-        let runs = memory.pages / memory.run;
-        let mut command = held(&program, way == Way::Ksmd)?;
-        command.arg("throughput").arg((runs * (memory.run + 1)).to_string());
-        if let Way::Engine { threads } = way {
+        let runs = memory.pages_per_process / memory.run_pages;
+        let mut command = command_through_hold(&program, method == ThroughputMethod::Ksmd)?;
+        command.arg("throughput").arg((runs * (memory.run_pages + 1)).to_string());
+        if let ThroughputMethod::Engine { threads } = method {
             command.args(["--threads", &threads.to_string()]);
         }
         let mut child = Command::new(command.get_program())
@@ -314,33 +321,33 @@ impl Member {
             .with_context(|| format!("cannot start {}", program.display()))?;
         let says = child.stdin.take().context("no input")?;
         let tells = BufReader::new(child.stdout.take().context("no output")?);
-        let mut member = Self { child, says, tells };
-        ensure!(member.answer()? == "ready", "a member is not ready");
+        let mut member = Self { child, commands: says, answers: tells };
+        ensure!(member.read_answer()? == "ready", "a member is not ready");
         let seed = u64::from(!memory.zeros);
         for run in 0..runs {
-            member.tell(&format!("fill {} {} {seed}", run * (memory.run + 1), memory.run))?;
+            member.run_command(&format!("fill {} {} {seed}", run * (memory.run_pages + 1), memory.run_pages))?;
         }
         Ok(member)
     }
 
-    fn answer(&mut self) -> Result<String> {
+    fn read_answer(&mut self) -> Result<String> {
         let mut line = String::new();
-        let read = self.tells.read_line(&mut line)?;
+        let read = self.answers.read_line(&mut line)?;
         ensure!(read > 0, "a member has ended: {}", self.child.wait()?);
         Ok(line.trim_end().to_owned())
     }
 
-    fn say(&mut self, line: &str) -> Result<()> {
-        writeln!(self.says, "{line}").context("a member does not listen")
+    fn send_command(&mut self, line: &str) -> Result<()> {
+        writeln!(self.commands, "{line}").context("a member does not listen")
     }
 
-    fn tell(&mut self, line: &str) -> Result<String> {
-        self.say(line)?;
-        self.answer()
+    fn run_command(&mut self, line: &str) -> Result<String> {
+        self.send_command(line)?;
+        self.read_answer()
     }
 }
 
-impl Drop for Member {
+impl Drop for ThroughputMember {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -352,25 +359,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_member_says_is_understood() {
+    fn member_output_is_parsed() {
         let told = "Merged { looked_at: Pages(10), zeros: Pages(3), merged: Pages(7), time: 1.5ms, cut_short: 0 }";
-        assert_eq!(field(told, "merged: Pages(").unwrap(), 7);
-        assert!((duration(told).unwrap() - 0.0015).abs() < 1e-12);
-        assert!((duration("time: 20µs, x").unwrap() - 2e-5).abs() < 1e-12);
-        assert!((duration("time: 2s, x").unwrap() - 2.0).abs() < 1e-12);
-        assert!(duration("the store is full").is_err());
+        assert_eq!(parse_field(told, "merged: Pages(").unwrap(), 7);
+        assert!((parse_merge_seconds(told).unwrap() - 0.0015).abs() < 1e-12);
+        assert!((parse_merge_seconds("time: 20µs, x").unwrap() - 2e-5).abs() < 1e-12);
+        assert!((parse_merge_seconds("time: 2s, x").unwrap() - 2.0).abs() < 1e-12);
+        assert!(parse_merge_seconds("the store is full").is_err());
     }
 
     #[test]
-    fn bars_are_judged_within_rounds() {
-        let held = Held { processes: 2, run: 64, zeros: false, pages: 100 };
-        let trial = |way, seconds, merged| Trial { held, way, round: 1, merged, seconds };
+    fn thresholds_are_judged_within_rounds() {
+        let held = ThroughputMemory { processes: 2, run_pages: 64, zeros: false, pages_per_process: 100 };
+        let trial = |way, seconds, merged| ThroughputTrial {
+            memory: held,
+            method: way,
+            round: 1,
+            merged_pages: merged,
+            seconds,
+        };
         let met = |way, seconds: f64, merged: u64| {
-            let trials = [trial(Way::ALL[0], 5.0, 200), trial(way, seconds, merged), trial(Way::Ksmd, 5.0, 200)];
-            let bars = findings(&trials, 100).bars;
+            let trials = [
+                trial(ThroughputMethod::EVERY_METHOD[0], 5.0, 200),
+                trial(way, seconds, merged),
+                trial(ThroughputMethod::Ksmd, 5.0, 200),
+            ];
+            let bars = build_findings(&trials, 100).checks;
             [bars[0].met, bars[1].met]
         };
-        let [_, two, together, _] = Way::ALL;
+        let [_, two, together, _] = ThroughputMethod::EVERY_METHOD;
         assert_eq!(met(together, 0.9, 200), [true, false]);
         assert_eq!(met(two, 0.9, 200), [false, true]);
         assert_eq!([met(together, 1.1, 200), met(together, 0.9, 100)], [[false; 2]; 2]);

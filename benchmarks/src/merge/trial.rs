@@ -1,14 +1,14 @@
 //! One policy on one workload, from fresh processes to the truth about what came of it.
 
-use super::policies::{Pagefold, Policy, Steps, pause};
-use super::probe::Probe;
-use super::readings::{Counters, Exact, Sample, cpu_seconds, ksmd, resident};
-use super::reports::Report;
-use super::truth::Truth;
-use super::workloads::{Gauge, Workload};
+use super::command_reports::MergeCommandReport;
+use super::mergeable_pages::MergeablePages;
+use super::policies::{MergePolicy, PagefoldProgram, PolicySchedule, pause_millis};
+use super::readings::{ExactMemory, KsmCounters, KsmSample, cpu_seconds, ksmd_pid, resident_anonymous};
+use super::slowdown_probe::SlowdownProbe;
+use super::workloads::{MergeWorkload, SavingsGauge};
 use anyhow::{Context, Result, anyhow, ensure};
-use pagefold_labs::ksm::Ksm;
-use pagefold_merge::decide::policy::Observation;
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_merge::decide::policy::HostObservation;
 use rustix::process::{Pid, WaitId, WaitIdOptions};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -19,147 +19,161 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 /// Between two samples, while nobody wants the benchmark to end.
-const TICK: Duration = Duration::from_millis(25);
+const SAMPLE_INTERVAL: Duration = Duration::from_millis(25);
 
 /// The same where a look walks through page tables: 12 ms of a CPU for a fleet of 8 guests, so a twentieth of one.
-const SLOW_TICK: Duration = Duration::from_millis(250);
+const PAGE_TABLE_SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Nothing is given longer.
-const LIMIT: Duration = Duration::from_secs(180);
+const TRIAL_TIMEOUT: Duration = Duration::from_secs(180);
 
 /// Batches of a bounded ksmd: short, so that it keeps to the bound within a tenth of a second.
-const BOUNDED_BATCH: u64 = 2000;
+const BOUNDED_BATCH_PAGES: u64 = 2000;
 
 /// How trials are made.
 #[derive(Debug)]
-pub struct Conditions {
+pub struct TrialConditions {
     /// How pagefold is called.
-    pub pagefold: Pagefold,
+    pub pagefold: PagefoldProgram,
     /// Whether it is to be over soon.
     pub quick: bool,
     /// The bound on CPU, in percent of one, for pagefold and for whole-process merging.
-    pub cpu: u32,
+    pub cpu_percent: u32,
     /// What policies go by.
-    pub host: Observation,
+    pub host: HostObservation,
 }
 
 /// What came of it.
 #[derive(Clone, Debug)]
-pub struct Trial {
+pub struct PolicyTrial {
     /// The policy.
-    pub policy: Policy,
+    pub policy: MergePolicy,
     /// From 1.
     pub round: usize,
     /// Every look while it went on.
-    pub samples: Vec<Sample>,
+    pub samples: Vec<KsmSample>,
     /// What it was given at most, if its policy is slow.
-    pub window: Duration,
+    pub max_window: Duration,
     /// Whether it came to its end; otherwise the window of a slow policy was over before.
-    pub complete: bool,
+    pub is_complete: bool,
     /// What pagefold said, of guided merging.
-    pub report: Option<Report>,
+    pub report: Option<MergeCommandReport>,
     /// Bytes saved, by the page tables.
-    pub exact: i64,
+    pub exact_saved_bytes: i64,
     /// Bytes saved, by the counters at the same moment.
-    pub counted: i64,
+    pub counted_saved_bytes: i64,
     /// What is known.
-    pub truth: Truth,
+    pub mergeable: MergeablePages,
     /// Before.
-    pub before: Exact,
+    pub memory_before: ExactMemory,
     /// After.
-    pub after: Exact,
+    pub memory_after: ExactMemory,
     /// The probe's, if it ran beside.
-    pub slow_down: Option<f64>,
+    pub probe_slowdown: Option<f64>,
 }
 
-impl Trial {
+impl PolicyTrial {
     /// Bytes saved less ksmd's metadata.
-    pub fn net(&self) -> f64 {
-        (self.exact - (self.after.rmap_items - self.before.rmap_items) * 64) as f64
+    pub fn net_bytes(&self) -> f64 {
+        (self.exact_saved_bytes - (self.memory_after.rmap_items - self.memory_before.rmap_items) * 64) as f64
     }
 
     /// What is reachable of that: all that can be saved less the least metadata.
-    pub fn reachable_net(&self) -> f64 {
+    pub fn reachable_net_bytes(&self) -> f64 {
         let page = pagefold_sys::mapping::page_size() as f64;
-        self.truth.redundant as f64 * page - self.truth.merged as f64 * 64.0
+        self.mergeable.redundant_pages as f64 * page - self.mergeable.mapped_to_shared as f64 * 64.0
     }
 
     /// The last look.
-    pub fn last(&self) -> Sample {
+    pub fn last_sample(&self) -> KsmSample {
         self.samples.last().copied().expect("a trial has samples")
     }
 
     /// The first look at which so many bytes were saved.
-    pub fn reached(&self, bytes: f64) -> Option<Sample> {
+    pub fn first_sample_at(&self, bytes: f64) -> Option<KsmSample> {
         let page = pagefold_sys::mapping::page_size() as f64;
-        self.samples.iter().find(|sample| sample.saved as f64 * page >= bytes).copied()
+        self.samples.iter().find(|sample| sample.saved_pages as f64 * page >= bytes).copied()
     }
 
     /// The share of huge pages that are left; nothing where there were none.
-    pub fn huge_kept(&self) -> Option<f64> {
-        (self.before.huge > 0).then(|| self.after.huge as f64 / self.before.huge as f64)
+    pub fn huge_pages_kept(&self) -> Option<f64> {
+        (self.memory_before.huge_bytes > 0)
+            .then(|| self.memory_after.huge_bytes as f64 / self.memory_before.huge_bytes as f64)
     }
 }
 
 /// Make one. KSM is held throughout and put back.
-pub fn run(workload: &Workload, policy: Policy, round: usize, probed: bool, conditions: &Conditions) -> Result<Trial> {
-    let ksm = Ksm::take().map_err(anyhow::Error::msg)?;
-    let ksmd = ksmd()?;
-    forget(&ksm, ksmd)?;
-    let mut running = workload.start(policy.enrols())?;
-    let checks = running.checks()?;
-    let probe = probed.then(|| Probe::start(Duration::from_secs(2))).transpose()?;
-    let before = Exact::read(&running.pids)?;
-    let mut steps = policy.steps(&conditions.host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
-    write_due(&mut steps, &ksm, 0.0)?;
+pub fn run_trial(
+    workload: &MergeWorkload,
+    policy: MergePolicy,
+    round: usize,
+    probed: bool,
+    conditions: &TrialConditions,
+) -> Result<PolicyTrial> {
+    let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+    let ksmd = ksmd_pid()?;
+    wait_until_ksmd_forgets(&ksm, ksmd)?;
+    let mut running = workload.start(policy.enrolls_whole_process())?;
+    let checks = running.read_checksums()?;
+    let probe = probed.then(|| SlowdownProbe::start(Duration::from_secs(2))).transpose()?;
+    let before = ExactMemory::read(&running.pids)?;
+    let mut steps = policy.schedule(&conditions.host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
+    write_due_settings(&mut steps, &ksm, 0.0)?;
     let memory = match workload.gauge() {
-        Gauge::Counters => None,
-        Gauge::Memory => Some((running.pids.as_slice(), before.resident)),
+        SavingsGauge::Counters => None,
+        SavingsGauge::Memory => Some((running.pids.as_slice(), before.resident_bytes)),
     };
-    let watch = Watch { ksm: &ksm, ksmd, memory, before: Counters::read(ksmd)?, begin: Instant::now() };
-    let progress = Progress::new(running.truth);
-    let window = policy.window(probed, conditions.quick);
+    let watch = TrialMeter {
+        ksm: &ksm,
+        ksmd,
+        memory_baseline: memory,
+        counters_before: KsmCounters::read(ksmd)?,
+        started_at: Instant::now(),
+    };
+    let progress = SavingsProgress::new(running.mergeable);
+    let window = policy.max_window(probed, conditions.quick);
     let (mut complete, mut report) = (true, None);
     let samples = match policy {
-        Policy::Guided => {
-            let (samples, said) = watch.pagefold(&mut conditions.pagefold.merge(&running.pids, conditions.cpu))?;
+        MergePolicy::Guided => {
+            let (samples, said) =
+                watch.watch_pagefold(&mut conditions.pagefold.merge_command(&running.pids, conditions.cpu_percent))?;
             report = Some(said);
             samples
         }
-        Policy::Whole => watch.whole(progress, f64::from(conditions.cpu) / 100.0)?,
+        MergePolicy::Whole => watch.watch_whole_process(progress, f64::from(conditions.cpu_percent) / 100.0)?,
         _ => {
             let samples;
-            (samples, complete) = watch.window(window, progress, &mut steps)?;
+            (samples, complete) = watch.watch_slow_policy(window, progress, &mut steps)?;
             samples
         }
     };
     let end = Instant::now();
-    let slow_down = probe.as_ref().map(|probe| probe.slow_down(watch.begin, end)).transpose()?;
+    let slow_down = probe.as_ref().map(|probe| probe.slowdown(watch.started_at, end)).transpose()?;
     drop(probe);
     // Frozen: what is read now holds.
-    ksm.set("run", 0);
-    let counted = Counters::read(ksmd)?.saved - watch.before.saved;
-    let after = Exact::read(&running.pids)?;
+    ksm.write_setting("run", 0);
+    let counted = KsmCounters::read(ksmd)?.saved_pages - watch.counters_before.saved_pages;
+    let after = ExactMemory::read(&running.pids)?;
     ensure!(
-        running.checks()? == checks,
+        running.read_checksums()? == checks,
         "{} under {}: its own check fails after merging",
         workload.name,
         policy.name()
     );
     let page = pagefold_sys::mapping::page_size() as i64;
-    Ok(Trial {
+    Ok(PolicyTrial {
         policy,
         round,
         samples,
-        window,
-        complete,
+        max_window: window,
+        is_complete: complete,
         report,
-        exact: before.resident - after.resident,
-        counted: counted * page,
-        truth: running.truth,
-        before,
-        after,
-        slow_down,
+        exact_saved_bytes: before.resident_bytes - after.resident_bytes,
+        counted_saved_bytes: counted * page,
+        mergeable: running.mergeable,
+        memory_before: before,
+        memory_after: after,
+        probe_slowdown: slow_down,
     })
 }
 
@@ -167,156 +181,166 @@ pub fn run(workload: &Workload, policy: Policy, round: usize, probed: bool, cond
 ///
 /// # Errors
 /// When interrupted.
-pub fn pause_for(moment: Duration) -> Result<()> {
+pub fn sleep_unless_signaled(moment: Duration) -> Result<()> {
     sleep(moment);
-    let signal = SIGNAL.load(Ordering::Relaxed);
+    let signal = RECEIVED_SIGNAL.load(Ordering::Relaxed);
     ensure!(signal == 0, "interrupted by signal {signal}");
     Ok(())
 }
 
 /// The signal that asked the benchmark to end, or 0.
-static SIGNAL: AtomicUsize = AtomicUsize::new(0);
+static RECEIVED_SIGNAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Note signals that would end the benchmark at once, for [`pause_for`].
-pub fn note_signals() -> Result<()> {
+/// Note signals that would end the benchmark at once, for [`sleep_unless_signaled`].
+pub fn install_signal_handlers() -> Result<()> {
     let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot note signals")?;
     std::thread::spawn(move || {
         for signal in signals.forever() {
-            SIGNAL.store(signal.unsigned_abs() as usize, Ordering::Relaxed);
+            RECEIVED_SIGNAL.store(signal.unsigned_abs() as usize, Ordering::Relaxed);
         }
     });
     Ok(())
 }
 
 /// Let ksmd forget the processes that have ended: until it comes by they still count.
-pub fn forget(ksm: &Ksm, ksmd: u32) -> Result<()> {
-    ksm.set("advisor_mode", "none");
-    ksm.set("pages_to_scan", 20_000);
-    ksm.set("sleep_millisecs", 0);
-    ksm.set("run", 1);
-    let (begin, mut last, mut since) = (Instant::now(), Counters::default(), Instant::now());
+pub fn wait_until_ksmd_forgets(ksm: &KsmTestGuard, ksmd: u32) -> Result<()> {
+    ksm.write_setting("advisor_mode", "none");
+    ksm.write_setting("pages_to_scan", 20_000);
+    ksm.write_setting("sleep_millisecs", 0);
+    ksm.write_setting("run", 1);
+    let (begin, mut last, mut since) = (Instant::now(), KsmCounters::default(), Instant::now());
     // With nothing left to scan it sleeps and no scan is counted; so what is waited for is that counters stand still.
     while since.elapsed() < Duration::from_millis(300) && begin.elapsed() < Duration::from_secs(20) {
-        pause_for(TICK)?;
-        let now = Counters::read(ksmd)?;
-        if now.saved != last.saved {
+        sleep_unless_signaled(SAMPLE_INTERVAL)?;
+        let now = KsmCounters::read(ksmd)?;
+        if now.saved_pages != last.saved_pages {
             (last, since) = (now, Instant::now());
         }
     }
-    ksm.set("run", 0);
+    ksm.write_setting("run", 0);
     Ok(())
 }
 
-fn write_due(steps: &mut Steps, ksm: &Ksm, seconds: f64) -> Result<()> {
-    steps.write(ksm, seconds).map_err(|why| anyhow!("a step of a policy: {why}"))
+fn write_due_settings(steps: &mut PolicySchedule, ksm: &KsmTestGuard, seconds: f64) -> Result<()> {
+    steps.write_due_settings(ksm, seconds).map_err(|why| anyhow!("a step of a policy: {why}"))
 }
 
 /// Full scans without progress after which there is none to come: with `smart_scan` ksmd may leave a page out of eight
 /// in a row (mm/ksm.c, `skip_age`, 6.18), and then looks at it twice before it merges it.
-const QUIET: i64 = 10;
+const MAX_SCANS_WITHOUT_PROGRESS: i64 = 10;
 
 /// Whether merging that goes on by itself has come to its end.
-struct Progress {
-    truth: Truth,
+struct SavingsProgress {
+    mergeable: MergeablePages,
     /// Pages saved when last there was progress.
-    most: i64,
+    max_saved_pages: i64,
     /// Full scans then.
-    scans: i64,
+    scans_at_progress: i64,
 }
 
-impl Progress {
-    fn new(truth: Truth) -> Self {
-        Self { truth, most: 0, scans: 0 }
+impl SavingsProgress {
+    fn new(truth: MergeablePages) -> Self {
+        Self { mergeable: truth, max_saved_pages: 0, scans_at_progress: 0 }
     }
 
-    /// What can be saved is, or nothing has come in [`QUIET`] full scans.
-    fn is_over(&mut self, sample: &Sample) -> bool {
-        if sample.saved as f64 >= 0.998 * self.truth.redundant as f64 {
+    /// What can be saved is, or nothing has come in [`MAX_SCANS_WITHOUT_PROGRESS`] full scans.
+    fn has_converged(&mut self, sample: &KsmSample) -> bool {
+        if sample.saved_pages as f64 >= 0.998 * self.mergeable.redundant_pages as f64 {
             return true;
         }
         // Less than a hundredth more is not progress: a guest that runs always has something.
-        if sample.saved as f64 > self.most as f64 * 1.01 {
-            (self.most, self.scans) = (sample.saved, sample.full_scans);
+        if sample.saved_pages as f64 > self.max_saved_pages as f64 * 1.01 {
+            (self.max_saved_pages, self.scans_at_progress) = (sample.saved_pages, sample.full_scans);
         }
-        sample.full_scans >= self.scans + QUIET
+        sample.full_scans >= self.scans_at_progress + MAX_SCANS_WITHOUT_PROGRESS
     }
 }
 
-struct Watch<'a> {
-    ksm: &'a Ksm,
+struct TrialMeter<'a> {
+    ksm: &'a KsmTestGuard,
     ksmd: u32,
     /// The processes and what they took before, where their memory tells what is saved.
-    memory: Option<(&'a [u32], i64)>,
-    before: Counters,
-    begin: Instant,
+    memory_baseline: Option<(&'a [u32], i64)>,
+    counters_before: KsmCounters,
+    started_at: Instant,
 }
 
-impl Watch<'_> {
-    fn look(&self, pagefold: f64) -> Result<(Sample, Counters)> {
+impl TrialMeter<'_> {
+    fn take_sample(&self, pagefold: f64) -> Result<(KsmSample, KsmCounters)> {
         // This may wait for ksmd: what it finds was saved at the moment that is noted after it, or before.
-        let fallen = match self.memory {
+        let fallen = match self.memory_baseline {
             None => None,
-            Some((pids, before)) => Some((before - resident(pids)?) / pagefold_sys::mapping::page_size() as i64),
+            Some((pids, before)) => {
+                Some((before - resident_anonymous(pids)?) / pagefold_sys::mapping::page_size() as i64)
+            }
         };
-        let now = Counters::read(self.ksmd)?;
-        let sample = Sample {
-            seconds: self.begin.elapsed().as_secs_f64(),
-            saved: fallen.unwrap_or(now.saved - self.before.saved),
-            ksmd: now.ksmd - self.before.ksmd,
-            pagefold,
-            scanned: now.scanned - self.before.scanned,
-            full_scans: now.full_scans - self.before.full_scans,
+        let now = KsmCounters::read(self.ksmd)?;
+        let sample = KsmSample {
+            seconds: self.started_at.elapsed().as_secs_f64(),
+            saved_pages: fallen.unwrap_or(now.saved_pages - self.counters_before.saved_pages),
+            ksmd_seconds: now.ksmd_seconds - self.counters_before.ksmd_seconds,
+            pagefold_seconds: pagefold,
+            scanned_pages: now.scanned_pages - self.counters_before.scanned_pages,
+            full_scans: now.full_scans - self.counters_before.full_scans,
             pages_to_scan: now.pages_to_scan,
         };
         Ok((sample, now))
     }
 
-    fn tick(&self) -> Duration {
-        if self.memory.is_some() { SLOW_TICK } else { TICK }
+    fn sample_interval(&self) -> Duration {
+        if self.memory_baseline.is_some() { PAGE_TABLE_SAMPLE_INTERVAL } else { SAMPLE_INTERVAL }
     }
 
     /// A slow policy until its end, or for as long as it is given. Whether it came to its end.
-    fn window(&self, window: Duration, mut progress: Progress, steps: &mut Steps) -> Result<(Vec<Sample>, bool)> {
-        self.ksm.set("run", 1);
+    fn watch_slow_policy(
+        &self,
+        window: Duration,
+        mut progress: SavingsProgress,
+        steps: &mut PolicySchedule,
+    ) -> Result<(Vec<KsmSample>, bool)> {
+        self.ksm.write_setting("run", 1);
         let mut samples = Vec::new();
         loop {
-            write_due(steps, self.ksm, self.begin.elapsed().as_secs_f64())?;
-            let (sample, _) = self.look(0.0)?;
+            write_due_settings(steps, self.ksm, self.started_at.elapsed().as_secs_f64())?;
+            let (sample, _) = self.take_sample(0.0)?;
             samples.push(sample);
-            let is_over = progress.is_over(&sample);
-            if is_over || self.begin.elapsed() >= window {
+            let is_over = progress.has_converged(&sample);
+            if is_over || self.started_at.elapsed() >= window {
                 return Ok((samples, is_over));
             }
-            pause_for(self.tick())?;
+            sleep_unless_signaled(self.sample_interval())?;
         }
     }
 
     /// Everything enrolled, until its end.
-    fn whole(&self, mut progress: Progress, share: f64) -> Result<Vec<Sample>> {
-        if share < 1.0 {
-            self.ksm.set("pages_to_scan", BOUNDED_BATCH);
+    fn watch_whole_process(&self, mut progress: SavingsProgress, cpu_share: f64) -> Result<Vec<KsmSample>> {
+        if cpu_share < 1.0 {
+            self.ksm.write_setting("pages_to_scan", BOUNDED_BATCH_PAGES);
         }
-        self.ksm.set("run", 1);
+        self.ksm.write_setting("run", 1);
         let mut samples = Vec::new();
-        let mut paced = self.before;
+        let mut paced = self.counters_before;
         loop {
-            pause_for(self.tick())?;
-            let (sample, now) = self.look(0.0)?;
+            sleep_unless_signaled(self.sample_interval())?;
+            let (sample, now) = self.take_sample(0.0)?;
             samples.push(sample);
-            if progress.is_over(&sample) {
+            if progress.has_converged(&sample) {
                 return Ok(samples);
             }
-            ensure!(self.begin.elapsed() < LIMIT, "ksmd did not come to an end within {LIMIT:?}");
-            if share < 1.0 && now.scanned - paced.scanned >= 5 * BOUNDED_BATCH as i64 {
-                let batches = (now.scanned - paced.scanned) as f64 / BOUNDED_BATCH as f64;
-                self.ksm.set("sleep_millisecs", pause((now.ksmd - paced.ksmd) / batches, share));
+            ensure!(self.started_at.elapsed() < TRIAL_TIMEOUT, "ksmd did not come to an end within {TRIAL_TIMEOUT:?}");
+            if cpu_share < 1.0 && now.scanned_pages - paced.scanned_pages >= 5 * BOUNDED_BATCH_PAGES as i64 {
+                let batches = (now.scanned_pages - paced.scanned_pages) as f64 / BOUNDED_BATCH_PAGES as f64;
+                self.ksm.write_setting(
+                    "sleep_millisecs",
+                    pause_millis((now.ksmd_seconds - paced.ksmd_seconds) / batches, cpu_share),
+                );
                 paced = now;
             }
         }
     }
 
     /// pagefold, until it has ended, and what it said.
-    fn pagefold(&self, command: &mut Command) -> Result<(Vec<Sample>, Report)> {
+    fn watch_pagefold(&self, command: &mut Command) -> Result<(Vec<KsmSample>, MergeCommandReport)> {
         // A file takes everything; a pipe that nobody reads meanwhile does not.
         let mut said = tempfile::tempfile().context("no file for what pagefold says")?;
         command.stdout(said.try_clone()?);
@@ -324,11 +348,11 @@ impl Watch<'_> {
         let mut samples = Vec::new();
         let pid = child.id();
         while !has_ended(pid)? {
-            samples.push(self.look(cpu_seconds(pid)?)?.0);
-            let in_time = if self.begin.elapsed() > LIMIT {
-                Err(anyhow!("pagefold merge did not end within {LIMIT:?}"))
+            samples.push(self.take_sample(cpu_seconds(pid)?)?.0);
+            let in_time = if self.started_at.elapsed() > TRIAL_TIMEOUT {
+                Err(anyhow!("pagefold merge did not end within {TRIAL_TIMEOUT:?}"))
             } else {
-                pause_for(self.tick())
+                sleep_unless_signaled(self.sample_interval())
             };
             if in_time.is_err() {
                 // It puts back what it changed when it is asked to end.
@@ -338,7 +362,7 @@ impl Watch<'_> {
             }
         }
         // Not waited for yet: its times can still be read.
-        samples.push(self.look(cpu_seconds(pid)?)?.0);
+        samples.push(self.take_sample(cpu_seconds(pid)?)?.0);
         let status = child.wait()?;
         // 1: the result is not what it predicted; 3: something was not seen. Both are results, and are measured.
         let exit = status.code().filter(|code| matches!(code, 0 | 1 | 3));
@@ -346,7 +370,7 @@ impl Watch<'_> {
         let mut text = String::new();
         said.rewind()?;
         said.read_to_string(&mut text)?;
-        Ok((samples, Report::parse(exit, &text)?))
+        Ok((samples, MergeCommandReport::parse(exit, &text)?))
     }
 }
 
@@ -361,32 +385,41 @@ pub fn has_ended(pid: u32) -> Result<bool> {
 mod tests {
     use super::*;
 
-    fn over(progress: &mut Progress, looks: &[(i64, i64)]) -> Vec<bool> {
-        let sample = |&(full_scans, saved): &(i64, i64)| Sample {
+    fn has_converged_after(progress: &mut SavingsProgress, looks: &[(i64, i64)]) -> Vec<bool> {
+        let sample = |&(full_scans, saved): &(i64, i64)| KsmSample {
             seconds: 0.0,
-            saved,
-            ksmd: 0.0,
-            pagefold: 0.0,
-            scanned: 0,
+            saved_pages: saved,
+            ksmd_seconds: 0.0,
+            pagefold_seconds: 0.0,
+            scanned_pages: 0,
             full_scans,
             pages_to_scan: 100,
         };
-        looks.iter().map(|look| progress.is_over(&sample(look))).collect()
+        looks.iter().map(|look| progress.has_converged(&sample(look))).collect()
     }
 
     #[test]
-    fn it_is_over_when_nearly_all_that_is_known_is_saved() {
-        let mut progress = Progress::new(Truth { redundant: 1000, merged: 1500 });
-        assert_eq!(over(&mut progress, &[(0, 500), (2, 997), (2, 998)]), [false, false, true]);
+    fn converges_when_nearly_all_known_pages_are_saved() {
+        let mut progress = SavingsProgress::new(MergeablePages { redundant_pages: 1000, mapped_to_shared: 1500 });
+        assert_eq!(has_converged_after(&mut progress, &[(0, 500), (2, 997), (2, 998)]), [false, false, true]);
     }
 
     #[test]
-    fn it_is_over_so_many_full_scans_after_the_last_progress() {
-        let mut progress = Progress::new(Truth { redundant: 1_000_000, merged: 2_000_000 });
-        assert_eq!(over(&mut progress, &[(1, 0), (QUIET - 1, 0), (QUIET, 0)]), [false, false, true]);
-        let mut progress = Progress::new(Truth { redundant: 1_000_000, merged: 2_000_000 });
+    fn converges_after_full_scans_without_progress() {
+        let mut progress =
+            SavingsProgress::new(MergeablePages { redundant_pages: 1_000_000, mapped_to_shared: 2_000_000 });
+        assert_eq!(
+            has_converged_after(
+                &mut progress,
+                &[(1, 0), (MAX_SCANS_WITHOUT_PROGRESS - 1, 0), (MAX_SCANS_WITHOUT_PROGRESS, 0)]
+            ),
+            [false, false, true]
+        );
+        let mut progress =
+            SavingsProgress::new(MergeablePages { redundant_pages: 1_000_000, mapped_to_shared: 2_000_000 });
         // The second of these is a hundredth more and no progress.
-        let looks = [(5, 1000), (6, 1010), (QUIET + 4, 1010), (QUIET + 5, 1010)];
-        assert_eq!(over(&mut progress, &looks), [false, false, false, true]);
+        let looks =
+            [(5, 1000), (6, 1010), (MAX_SCANS_WITHOUT_PROGRESS + 4, 1010), (MAX_SCANS_WITHOUT_PROGRESS + 5, 1010)];
+        assert_eq!(has_converged_after(&mut progress, &looks), [false, false, false, true]);
     }
 }

@@ -1,24 +1,24 @@
 //! What is merged: memory of known content, a fleet of virtual machines, databases with their data.
 
-use super::holder::{Holder, held};
+use super::mergeable_pages::{self, MergeablePages};
 use super::readings::is_enrolled;
-use super::truth::{self, Truth};
+use super::running_program::{RunningProgram, command_through_hold};
 use anyhow::{Context, Result, ensure};
-use pagefold_labs::assets::Assets;
-use pagefold_labs::lines::{Guest, Region};
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::output_lines::{GuestLine, RegionLine};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// A workload, not yet started.
 #[derive(Clone, Debug)]
-pub struct Workload {
+pub struct MergeWorkload {
     /// Its name in tables, bars and files.
     pub name: &'static str,
     /// What it is, for people.
     pub title: String,
     /// What it consists of.
-    pub kind: Kind,
+    pub setup: WorkloadSetup,
     /// Whether every policy is measured, and in further rounds what each does to the probe beside it; or only those the
     /// bars compare.
     pub all_policies: bool,
@@ -26,7 +26,7 @@ pub struct Workload {
 
 /// Where a look while merging goes on finds what is saved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Gauge {
+pub enum SavingsGauge {
     /// In KSM's counters, at no cost.
     Counters,
     /// In the memory of the processes, by their page tables: it costs, and is looked at less often.
@@ -35,7 +35,7 @@ pub enum Gauge {
 
 /// What a workload consists of.
 #[derive(Clone, Debug)]
-pub enum Kind {
+pub enum WorkloadSetup {
     /// Processes of `pagefold-lab mixture`.
     Mixture {
         /// How many.
@@ -75,23 +75,23 @@ pub enum Kind {
 
 /// A workload that runs.
 #[derive(Debug)]
-pub struct Running {
-    holders: Vec<Holder>,
+pub struct RunningWorkload {
+    processes: Vec<RunningProgram>,
     /// The processes whose memory is merged.
     pub pids: Vec<u32>,
-    question: Option<&'static str>,
+    checksum_query: Option<&'static str>,
     /// What can be saved: known where the memory is, and counted where it is a program's.
-    pub truth: Truth,
+    pub mergeable: MergeablePages,
 }
 
-impl Workload {
+impl MergeWorkload {
     /// Those of the section `synthetic`.
-    pub fn synthetic(quick: bool) -> Vec<Self> {
+    pub fn synthetic_workloads(quick: bool) -> Vec<Self> {
         let mib = if quick { 64 } else { 1024 };
         let one = |name, what: &str, duplicate, stray, run, huge| Self {
             name,
             title: format!("Memory of known content, 4 x {mib} MiB: {what}"),
-            kind: Kind::Mixture { processes: 4, mib, duplicate, stray, run, huge },
+            setup: WorkloadSetup::Mixture { processes: 4, mib, duplicate, stray, run, huge },
             all_policies: name == "tenth",
         };
         vec![
@@ -105,11 +105,11 @@ impl Workload {
     }
 
     /// That of the section `fleet`.
-    pub fn fleet(quick: bool) -> Vec<Self> {
+    pub fn fleet_workload(quick: bool) -> Vec<Self> {
         let guests = if quick { 2 } else { 8 };
         let title = format!("{guests} QEMU guests of 128 MiB: 16 MiB of the same and 16 MiB of own data in each");
-        let kind = Kind::Fleet { guests, mib: 128, same: 16, own: 16, equal_start: false };
-        vec![Self { name: "fleet", title, kind, all_policies: true }]
+        let setup = WorkloadSetup::Fleet { guests, mib: 128, same: 16, own: 16, equal_start: false };
+        vec![Self { name: "fleet", title, setup, all_policies: true }]
     }
 
     /// Those of the section `big-fleet`: guests in which much is duplicate.
@@ -120,7 +120,7 @@ impl Workload {
             title: format!(
                 "{guests} QEMU guests of {mib} MiB: {same} MiB of the same and {own} MiB of own data in each, {pages}"
             ),
-            kind: Kind::Fleet { guests, mib, same, own, equal_start },
+            setup: WorkloadSetup::Fleet { guests, mib, same, own, equal_start },
             all_policies: false,
         };
         vec![
@@ -130,100 +130,106 @@ impl Workload {
     }
 
     /// That of the section `program`.
-    pub fn program(quick: bool) -> Vec<Self> {
+    pub fn database_workload(quick: bool) -> Vec<Self> {
         let rows = if quick { 100_000 } else { 600_000 };
         let processes = if quick { 2 } else { 6 };
         let title = format!("{processes} SQLite shells in memory: a common database of {rows} rows and own tables");
-        vec![Self { name: "program", title, kind: Kind::Databases { processes, rows }, all_policies: true }]
+        vec![Self { name: "program", title, setup: WorkloadSetup::Databases { processes, rows }, all_policies: true }]
     }
 
     /// Whether what can be saved is known, because it was laid out; otherwise it is counted.
-    pub fn is_known(&self) -> bool {
-        matches!(self.kind, Kind::Mixture { .. })
+    pub fn is_mergeable_known(&self) -> bool {
+        matches!(self.setup, WorkloadSetup::Mixture { .. })
     }
 
     /// Where savings are looked up. Guests have huge pages with zeros in them, which are saved by a split alone.
-    pub fn gauge(&self) -> Gauge {
-        match self.kind {
-            Kind::Fleet { .. } => Gauge::Memory,
-            Kind::Mixture { .. } | Kind::Databases { .. } => Gauge::Counters,
+    pub fn gauge(&self) -> SavingsGauge {
+        match self.setup {
+            WorkloadSetup::Fleet { .. } => SavingsGauge::Memory,
+            WorkloadSetup::Mixture { .. } | WorkloadSetup::Databases { .. } => SavingsGauge::Counters,
         }
     }
 
     /// Start it, and wait until it holds what it shall.
-    pub fn start(&self, enrolled: bool) -> Result<Running> {
-        let lab = pagefold_labs::client::binary()?;
-        let (holders, pids, question, truth) = match self.kind {
-            Kind::Mixture { processes, mib, duplicate, stray, run, huge } => {
+    pub fn start(&self, enrolled: bool) -> Result<RunningWorkload> {
+        let lab = pagefold_labs::client::lab_binary()?;
+        let (holders, pids, question, truth) = match self.setup {
+            WorkloadSetup::Mixture { processes, mib, duplicate, stray, run, huge } => {
                 let mut holders = Vec::new();
                 for salt in 0..processes {
-                    let mut command = held(&lab, enrolled)?;
+                    let mut command = command_through_hold(&lab, enrolled)?;
                     command.args(["mixture", "--mib", &mib.to_string(), "--run", &run.to_string()]);
                     command.args(["--duplicate", &duplicate.to_string(), "--stray", &stray.to_string()]);
                     command.args(["--salt", &salt.to_string()]);
                     command.args(huge.then_some("--huge"));
-                    holders.push(Holder::start(command)?);
+                    holders.push(RunningProgram::start(command)?);
                 }
                 let mut pages = 0;
                 for holder in &mut holders {
-                    let region = holder.ready()?;
-                    pages = serde_json::from_str::<Region>(region.first().context("no region")?)?.pages;
+                    let region = holder.wait_until_ready()?;
+                    pages = serde_json::from_str::<RegionLine>(region.first().context("no region")?)?.pages;
                 }
                 let share = |percent: u32| f64::from(percent) / 100.0;
-                let mixture =
-                    pagefold_labs::mixture::Mixture { pages, run, duplicate: share(duplicate), stray: share(stray) };
+                let mixture = pagefold_labs::mixture::Mixture {
+                    pages,
+                    run_pages: run,
+                    duplicate_share: share(duplicate),
+                    stray_share: share(stray),
+                };
                 let (each, processes) = (mixture.duplicate_pages(), u64::from(processes));
-                let truth = Truth { redundant: each * (processes - 1), merged: each * processes };
-                let pids = holders.iter().map(Holder::pid).collect::<Vec<_>>();
+                let truth =
+                    MergeablePages { redundant_pages: each * (processes - 1), mapped_to_shared: each * processes };
+                let pids = holders.iter().map(RunningProgram::pid).collect::<Vec<_>>();
                 (holders, pids, Some("checksum"), truth)
             }
-            Kind::Fleet { guests, mib, same, own, equal_start } => {
-                Assets::find(&Assets::directory())?;
+            WorkloadSetup::Fleet { guests, mib, same, own, equal_start } => {
+                GuestAssets::find(&GuestAssets::default_directory())?;
                 // QEMU enrols the guests' memory itself, as it does anywhere.
-                let mut command = held(&lab, false)?;
+                let mut command = command_through_hold(&lab, false)?;
                 command.args(["fleet", "--guests", &guests.to_string(), "--memory", &mib.to_string()]);
                 command.args(["--same", &same.to_string(), "--own", &own.to_string(), "--timeout", "600"]);
                 command.args(equal_start.then_some("--equal-start"));
                 command.stderr(Stdio::null());
-                let mut holder = Holder::start(command)?;
-                let guests = holder.ready()?;
-                let pids = guests.iter().map(|line| Ok(serde_json::from_str::<Guest>(line)?.pid));
+                let mut holder = RunningProgram::start(command)?;
+                let guests = holder.wait_until_ready()?;
+                let pids = guests.iter().map(|line| Ok(serde_json::from_str::<GuestLine>(line)?.pid));
                 let pids = pids.collect::<Result<Vec<_>>>()?;
-                let truth = truth::count(&pids)?;
+                let truth = mergeable_pages::count_mergeable(&pids)?;
                 (vec![holder], pids, None, truth)
             }
-            Kind::Databases { processes, rows } => {
-                let database = database(rows)?;
+            WorkloadSetup::Databases { processes, rows } => {
+                let database = create_database(rows)?;
                 let mut holders = Vec::new();
                 for _ in 0..processes {
-                    let mut command = held("sqlite3", enrolled)?;
+                    let mut command = command_through_hold("sqlite3", enrolled)?;
                     command.args(["-batch", "-bail"]).stderr(Stdio::inherit());
-                    let mut holder = Holder::start(command)?;
-                    holder.tell(&format!(".open --deserialize \"{}\"", database.display()))?;
-                    holder.tell(&format!(".read \"{}\"", lab_file("program/own.sql").display()))?;
-                    holder.tell(&format!("INSERT INTO own SELECT key, randomblob(160) FROM data LIMIT {rows};"))?;
-                    holder.tell(".print READY")?;
+                    let mut holder = RunningProgram::start(command)?;
+                    holder.send_line(&format!(".open --deserialize \"{}\"", database.display()))?;
+                    holder.send_line(&format!(".read \"{}\"", lab_file("program/own.sql").display()))?;
+                    holder
+                        .send_line(&format!("INSERT INTO own SELECT key, randomblob(160) FROM data LIMIT {rows};"))?;
+                    holder.send_line(".print READY")?;
                     holders.push(holder);
                 }
                 for holder in &mut holders {
-                    holder.ready()?;
+                    holder.wait_until_ready()?;
                 }
-                let pids = holders.iter().map(Holder::pid).collect::<Vec<_>>();
-                let truth = truth::count(&pids)?;
-                (holders, pids, Some(CHECK), truth)
+                let pids = holders.iter().map(RunningProgram::pid).collect::<Vec<_>>();
+                let truth = mergeable_pages::count_mergeable(&pids)?;
+                (holders, pids, Some(DATABASE_CHECK_SQL), truth)
             }
         };
-        if enrolled && !matches!(self.kind, Kind::Fleet { .. }) {
+        if enrolled && !matches!(self.setup, WorkloadSetup::Fleet { .. }) {
             for &pid in &pids {
                 ensure!(is_enrolled(pid)?, "process {pid} was to be enrolled and is not");
             }
         }
-        Ok(Running { holders, pids, question, truth })
+        Ok(RunningWorkload { processes: holders, pids, checksum_query: question, mergeable: truth })
     }
 }
 
 /// SQLite checks that all pages of the database are sound, and sums the data up.
-const CHECK: &str = "SELECT (SELECT group_concat(integrity_check) FROM pragma_integrity_check) || ' ' || \
+const DATABASE_CHECK_SQL: &str = "SELECT (SELECT group_concat(integrity_check) FROM pragma_integrity_check) || ' ' || \
                      (SELECT sum(key) FROM data) || ' ' || (SELECT sum(length(value) + unicode(hex(value))) FROM own);";
 
 /// A file of `labs/`.
@@ -232,7 +238,7 @@ pub fn lab_file(name: &str) -> PathBuf {
 }
 
 /// The common database, made once.
-fn database(rows: u64) -> Result<PathBuf> {
+fn create_database(rows: u64) -> Result<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(".cache").join("bench");
     let path = folder.join(format!("data-{rows}.db"));
     if !path.exists() {
@@ -252,11 +258,11 @@ fn database(rows: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
-impl Running {
+impl RunningWorkload {
     /// What it says about its own memory: the same before and after, or merging broke something.
-    pub fn checks(&mut self) -> Result<Vec<String>> {
-        self.holders.iter_mut().try_for_each(Holder::check_alive)?;
-        let Some(question) = self.question else { return Ok(Vec::new()) };
-        self.holders.iter_mut().map(|holder| holder.ask(question)).collect()
+    pub fn read_checksums(&mut self) -> Result<Vec<String>> {
+        self.processes.iter_mut().try_for_each(RunningProgram::check_alive)?;
+        let Some(question) = self.checksum_query else { return Ok(Vec::new()) };
+        self.processes.iter_mut().map(|holder| holder.query(question)).collect()
     }
 }

@@ -1,34 +1,37 @@
 //! The account for people.
 
-use crate::wire::{AccountReport, FootprintReport, GroupAccount, LineReport, ProcessAccount, ReconciliationReport};
+use crate::wire::{
+    AccountReport, CounterComparisonReport, FootprintReport, GroupAccount, ProcessAccount, ReconciliationReport,
+};
 use comfy_table::{Cell, CellAlignment, Color};
 use pagefold_base::Bytes;
 use pagefold_census::text::unseen;
 use pagefold_output::text::{
-    Style, ZEROS_BY_SPLITTING, bar, by_splitting, bytes, coloured, cut, net, number, printable,
+    TextStyle, ZEROS_IN_SPLIT_HUGE_PAGES, colored_cell, cut_end, escape_unprintable, format_bar, format_bytes,
+    format_net, format_number, format_split_zeros,
 };
 use std::fmt::Write;
 
 /// Columns of the bar.
-const BAR: usize = 12;
+const BAR_COLUMNS: usize = 12;
 
 /// The whole report. Tables have `top` rows; columns that do not fit are left out, the least telling first.
-pub fn render(report: &AccountReport, top: usize, remedy: &str, style: Style) -> String {
-    let mut text = style.paragraph(&title(report), 0);
-    text.push_str(&table(report, top, style));
+pub fn render(report: &AccountReport, max_rows: usize, remedy: &str, style: TextStyle) -> String {
+    let mut text = style.format_paragraph(&render_title(report), 0);
+    text.push_str(&render_account_table(report, max_rows, style));
     if let Some(whole) = &report.reconciliation {
-        text.push_str(&reconciliation(whole, report.page_size, style));
+        text.push_str(&render_reconciliation(whole, report.page_size, style));
     }
-    text.push_str(&notes(report, remedy, style));
+    text.push_str(&render_notes(report, remedy, style));
     text
 }
 
-fn title(report: &AccountReport) -> String {
+fn render_title(report: &AccountReport) -> String {
     let total = &report.total;
     if report.processes.is_empty() {
         return format!("Account of {}: no process could be looked at.", report.host);
     }
-    let estimated = report.estimated();
+    let estimated = report.estimated_count();
     let exactness = match estimated {
         0 => "Every frame was looked at.".to_owned(),
         _ if estimated == report.processes.len() => "All of it is an estimate.".to_owned(),
@@ -36,8 +39,8 @@ fn title(report: &AccountReport) -> String {
     };
     let saved = match total.profit {
         Some(profit) => {
-            let by_splitting = by_splitting(total.split_zero_pages.unwrap_or(0) * report.page_size);
-            format!("merging saves them {} net{by_splitting}", net(profit))
+            let by_splitting = format_split_zeros(total.split_zero_pages.unwrap_or(0) * report.page_size);
+            format!("merging saves them {} net{by_splitting}", format_net(profit))
         }
         None => "what merging saves them is not known".to_owned(),
     };
@@ -48,131 +51,151 @@ fn title(report: &AccountReport) -> String {
     format!(
         "Account of {}: {} {} {}, by RSS {}; {saved}{engine}. {exactness}",
         report.host,
-        processes(report.processes.len() as u64),
+        format_process_count(report.processes.len() as u64),
         if report.processes.len() == 1 { "costs" } else { "cost" },
         Bytes(total.fair_share),
         Bytes(total.rss),
     )
 }
 
-fn processes(count: u64) -> String {
-    format!("{} process{}", number(count), if count == 1 { "" } else { "es" })
+fn format_process_count(count: u64) -> String {
+    format!("{} process{}", format_number(count), if count == 1 { "" } else { "es" })
 }
 
 /// A line of the table.
-struct Row<'a> {
+struct AccountRow<'a> {
     /// The process's number, or how many processes it sums.
     number: u64,
     name: String,
     footprint: &'a FootprintReport,
 }
 
-impl<'a> Row<'a> {
+impl<'a> AccountRow<'a> {
     fn new((number, name): (u64, String), footprint: &'a FootprintReport) -> Self {
         Self { number, name, footprint }
     }
 }
 
 /// A column of figures.
-struct Column {
+struct AccountColumn {
     heading: &'static str,
     /// Columns of low rank are left out first.
-    rank: u8,
+    priority: u8,
     /// Where all cells are one of these, the column is not there at all.
-    silent: &'static [&'static str],
+    empty_values: &'static [&'static str],
     cell: fn(&FootprintReport, u64) -> String,
 }
 
-const COLUMNS: [Column; 12] = [
-    Column { heading: "RSS", rank: 7, silent: &[], cell: |footprint, _| bytes(footprint.rss) },
-    Column { heading: "PSS", rank: 3, silent: &[], cell: |footprint, _| known(footprint.pss) },
-    Column { heading: "private", rank: 4, silent: &[], cell: |footprint, _| bytes(footprint.private) },
-    Column { heading: "KSM", rank: 5, silent: &[], cell: |footprint, page| bytes(footprint.ksm_pages * page) },
-    Column {
+const ACCOUNT_COLUMNS: [AccountColumn; 12] = [
+    AccountColumn { heading: "RSS", priority: 7, empty_values: &[], cell: |footprint, _| format_bytes(footprint.rss) },
+    AccountColumn {
+        heading: "PSS",
+        priority: 3,
+        empty_values: &[],
+        cell: |footprint, _| format_optional_bytes(footprint.pss),
+    },
+    AccountColumn {
+        heading: "private",
+        priority: 4,
+        empty_values: &[],
+        cell: |footprint, _| format_bytes(footprint.private),
+    },
+    AccountColumn {
+        heading: "KSM",
+        priority: 5,
+        empty_values: &[],
+        cell: |footprint, page| format_bytes(footprint.ksm_pages * page),
+    },
+    AccountColumn {
         heading: "KSM zero",
-        rank: 1,
-        silent: &["·"],
-        cell: |footprint, page| known(footprint.ksm_zero_pages.map(|n| n * page)),
+        priority: 1,
+        empty_values: &["·"],
+        cell: |footprint, page| format_optional_bytes(footprint.ksm_zero_pages.map(|n| n * page)),
     },
-    Column {
+    AccountColumn {
         heading: "split zero",
-        rank: 1,
-        silent: &["·", "?"],
-        cell: |footprint, page| known(footprint.split_zero_pages.map(|n| n * page)),
+        priority: 1,
+        empty_values: &["·", "?"],
+        cell: |footprint, page| format_optional_bytes(footprint.split_zero_pages.map(|n| n * page)),
     },
-    Column {
+    AccountColumn {
         heading: "fair share",
-        rank: 9,
-        silent: &[],
-        cell: |footprint, _| about(footprint, bytes(footprint.fair_share)),
+        priority: 9,
+        empty_values: &[],
+        cell: |footprint, _| mark_estimate(footprint, format_bytes(footprint.fair_share)),
     },
-    Column {
+    AccountColumn {
         heading: "unmerged",
-        rank: 6,
-        silent: &[],
-        cell: |footprint, _| about(footprint, known(footprint.unmerged)),
+        priority: 6,
+        empty_values: &[],
+        cell: |footprint, _| mark_estimate(footprint, format_optional_bytes(footprint.unmerged)),
     },
-    Column {
+    AccountColumn {
         heading: "saved, net",
-        rank: 8,
-        silent: &[],
-        cell: |footprint, _| about(footprint, known_net(footprint.profit)),
+        priority: 8,
+        empty_values: &[],
+        cell: |footprint, _| mark_estimate(footprint, format_optional_net(footprint.profit)),
     },
-    Column {
+    AccountColumn {
         heading: "engine",
-        rank: 8,
-        silent: &["·", "?"],
-        cell: |footprint, page| known(footprint.engine_pages.map(|n| n * page)),
+        priority: 8,
+        empty_values: &["·", "?"],
+        cell: |footprint, page| format_optional_bytes(footprint.engine_pages.map(|n| n * page)),
     },
-    Column {
+    AccountColumn {
         heading: "engine saves",
-        rank: 8,
-        silent: &["·", "?"],
-        cell: |footprint, _| known(footprint.engine_saved),
+        priority: 8,
+        empty_values: &["·", "?"],
+        cell: |footprint, _| format_optional_bytes(footprint.engine_saved),
     },
-    Column { heading: "swap", rank: 2, silent: &["·"], cell: |footprint, _| known(footprint.swap) },
+    AccountColumn {
+        heading: "swap",
+        priority: 2,
+        empty_values: &["·"],
+        cell: |footprint, _| format_optional_bytes(footprint.swap),
+    },
 ];
 
-fn known(figure: Option<u64>) -> String {
-    figure.map_or_else(|| "?".to_owned(), bytes)
+fn format_optional_bytes(figure: Option<u64>) -> String {
+    figure.map_or_else(|| "?".to_owned(), format_bytes)
 }
 
-fn known_net(figure: Option<i64>) -> String {
+fn format_optional_net(figure: Option<i64>) -> String {
     match figure {
         None => "?".to_owned(),
         Some(0) => "·".to_owned(),
-        Some(figure) => net(figure),
+        Some(figure) => format_net(figure),
     }
 }
 
 /// A figure that is an estimate is marked as one; nothing and unknown are what they are.
-fn about(footprint: &FootprintReport, figure: String) -> String {
+fn mark_estimate(footprint: &FootprintReport, figure: String) -> String {
     let plain = footprint.estimated.is_none() || figure == "·" || figure == "?";
     if plain { figure } else { format!("~{figure}") }
 }
 
-fn table(report: &AccountReport, top: usize, style: Style) -> String {
+fn render_account_table(report: &AccountReport, top: usize, style: TextStyle) -> String {
     let by_process = report.by == "process";
-    let rows: Vec<Row<'_>> = if by_process {
-        let row = |process: &'_ ProcessAccount| (u64::from(process.who.pid), process.who.label());
-        report.processes.iter().map(|process| Row::new(row(process), &process.footprint)).collect()
+    let rows: Vec<AccountRow<'_>> = if by_process {
+        let row = |process: &'_ ProcessAccount| (u64::from(process.process.pid), process.process.label());
+        report.processes.iter().map(|process| AccountRow::new(row(process), &process.footprint)).collect()
     } else {
         let row = |group: &'_ GroupAccount| (group.processes, group.name.clone());
-        report.groups.iter().map(|group| Row::new(row(group), &group.footprint)).collect()
+        report.groups.iter().map(|group| AccountRow::new(row(group), &group.footprint)).collect()
     };
     if rows.is_empty() {
         return String::new();
     }
-    let mut shown: Vec<&Row<'_>> = rows.iter().take(top).collect();
-    let total = Row::new((report.processes.len() as u64, "total".to_owned()), &report.total);
+    let mut shown: Vec<&AccountRow<'_>> = rows.iter().take(top).collect();
+    let total = AccountRow::new((report.processes.len() as u64, "total".to_owned()), &report.total);
     shown.push(&total);
 
     let width = usize::from(style.width);
     let longest = (width / 4).clamp(14, 40);
     let count = if by_process { "pid" } else { "processes" };
-    let names: Vec<String> = shown.iter().map(|row| short(&row.name, longest)).collect();
+    let names: Vec<String> = shown.iter().map(|row| shorten_name(&row.name, longest)).collect();
     let fixed = [count.len().max(6), names.iter().map(|name| name.chars().count()).max().unwrap_or(0)];
-    let (columns, left_out, with_bar) = fitting(&shown, report.page_size, width, &fixed);
+    let (columns, left_out, with_bar) = choose_columns(&shown, report.page_size, width, &fixed);
 
     let count_heading = format!(">{count}");
     let headings: Vec<String> = columns.iter().map(|column| format!(">{}", column.heading)).collect();
@@ -182,7 +205,7 @@ fn table(report: &AccountReport, top: usize, style: Style) -> String {
     if with_bar {
         all.push("share");
     }
-    let mut table = style.table(&all);
+    let mut table = style.new_table(&all);
     for (i, (row, name)) in shown.iter().zip(names).enumerate() {
         let is_total = i + 1 == shown.len();
         let number = if is_total && by_process { String::new() } else { row.number.to_string() };
@@ -192,11 +215,11 @@ fn table(report: &AccountReport, top: usize, style: Style) -> String {
         cells.extend(columns.iter().map(|column| Cell::new((column.cell)(row.footprint, report.page_size))));
         if with_bar && !is_total {
             let share = row.footprint.fair_share as f64 / report.total.fair_share.max(1) as f64;
-            cells.push(coloured(bar(share, BAR), Color::Green));
+            cells.push(colored_cell(format_bar(share, BAR_COLUMNS), Color::Green));
         }
         table.add_row(cells);
     }
-    let mut text = format!("\n{}", style.render(&table));
+    let mut text = format!("\n{}", style.render_table(&table));
     if rows.len() > top {
         let _ = writeln!(text, "… and {} more (--top {} shows all)", rows.len() - top, rows.len());
     }
@@ -207,53 +230,54 @@ fn table(report: &AccountReport, top: usize, style: Style) -> String {
 }
 
 /// A name that fits. Of a path the end tells more.
-fn short(name: &str, longest: usize) -> String {
-    let name = &printable(name);
+fn shorten_name(name: &str, longest: usize) -> String {
+    let name = &escape_unprintable(name);
     let length = name.chars().count();
     if length > longest && name.starts_with('/') {
         return ['…'].into_iter().chain(name.chars().skip(length + 1 - longest)).collect();
     }
-    cut(name, longest)
+    cut_end(name, longest)
 }
 
 /// The columns of figures that fit, the headings of those that do not, and whether there is room for the bar. Columns
 /// that say nothing in every row are not there at all.
-fn fitting(
-    rows: &[&Row<'_>],
+fn choose_columns(
+    rows: &[&AccountRow<'_>],
     page: u64,
     width: usize,
     fixed: &[usize],
-) -> (Vec<&'static Column>, Vec<&'static str>, bool) {
-    const GAP: usize = 2;
-    let says_nothing =
-        |column: &Column| rows.iter().all(|row| column.silent.contains(&(column.cell)(row.footprint, page).as_str()));
-    let wide = |column: &Column| {
-        let cells = rows.iter().map(|row| (column.cell)(row.footprint, page).chars().count());
-        cells.chain([column.heading.len()]).max().unwrap_or(0) + GAP
+) -> (Vec<&'static AccountColumn>, Vec<&'static str>, bool) {
+    const COLUMN_GAP: usize = 2;
+    let says_nothing = |column: &AccountColumn| {
+        rows.iter().all(|row| column.empty_values.contains(&(column.cell)(row.footprint, page).as_str()))
     };
-    let mut columns: Vec<&Column> = COLUMNS.iter().filter(|column| !says_nothing(column)).collect();
+    let wide = |column: &AccountColumn| {
+        let cells = rows.iter().map(|row| (column.cell)(row.footprint, page).chars().count());
+        cells.chain([column.heading.len()]).max().unwrap_or(0) + COLUMN_GAP
+    };
+    let mut columns: Vec<&AccountColumn> = ACCOUNT_COLUMNS.iter().filter(|column| !says_nothing(column)).collect();
     let mut left_out = Vec::new();
     loop {
-        let needed: usize = fixed.iter().map(|width| width + GAP).sum::<usize>()
+        let needed: usize = fixed.iter().map(|width| width + COLUMN_GAP).sum::<usize>()
             + columns.iter().map(|column| wide(column)).sum::<usize>();
-        let least = columns.iter().enumerate().min_by_key(|(_, column)| column.rank).map(|(i, _)| i);
+        let least = columns.iter().enumerate().min_by_key(|(_, column)| column.priority).map(|(i, _)| i);
         match least {
             Some(least) if needed > width => left_out.push(columns.remove(least).heading),
-            _ => return (columns, left_out, needed + BAR + GAP <= width),
+            _ => return (columns, left_out, needed + BAR_COLUMNS + COLUMN_GAP <= width),
         }
     }
 }
 
-fn reconciliation(whole: &ReconciliationReport, page: u64, style: Style) -> String {
-    let mut text = style.heading("The fair shares of all processes against the frames in use");
+fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextStyle) -> String {
+    let mut text = style.format_heading("The fair shares of all processes against the frames in use");
     if whole.processes == 0 {
         text.push_str("There is nothing to compare: no frame could be looked at. Run as root.\n");
         return text;
     }
     let balance = &whole.balance;
-    let mut table = style.table(&["", ">bytes", ">"]);
+    let mut table = style.new_table(&["", ">bytes", ">"]);
     let signed = |value: u64| i64::try_from(value).unwrap_or(i64::MAX);
-    let fair = format!("fair shares of {}", processes(whole.processes));
+    let fair = format!("fair shares of {}", format_process_count(whole.processes));
     let parts = [
         (fair.as_str(), signed(balance.fair), true),
         ("+ shares of mappers that were not seen", signed(balance.unseen), false),
@@ -264,11 +288,11 @@ fn reconciliation(whole: &ReconciliationReport, page: u64, style: Style) -> Stri
     ];
     for (what, value, always) in parts {
         if always || value != 0 {
-            table.add_row(vec![what.to_owned(), grouped(value), net(value)]);
+            table.add_row(vec![what.to_owned(), format_grouped(value), format_net(value)]);
         }
     }
-    text.push_str(&style.render(&table));
-    text.push_str(&style.paragraph(
+    text.push_str(&style.render_table(&table));
+    text.push_str(&style.format_paragraph(
         if balance.exact {
             "They add up exactly, in integers."
         } else {
@@ -278,13 +302,15 @@ fn reconciliation(whole: &ReconciliationReport, page: u64, style: Style) -> Stri
         0,
     ));
 
-    text.push_str(&style.heading("The account against the kernel's counters"));
-    text.push_str(&lines(&whole.lines, style));
-    text.push_str(&style.heading("Why they differ"));
+    text.push_str(&style.format_heading("The account against the kernel's counters"));
+    text.push_str(&render_comparisons(&whole.lines, style));
+    text.push_str(&style.format_heading("Why they differ"));
     for line in whole.lines.iter().filter(|line| !line.explanation.starts_with("agrees")) {
         let meaningless = line.account == 0 && line.kernel.is_none();
         if !meaningless {
-            text.push_str(&style.paragraph(&format!("{}: {}.", line.source_or_what(), line.explanation), 2));
+            text.push_str(
+                &style.format_paragraph(&format!("{}: {}.", line.counter_or_figure_name(), line.explanation), 2),
+            );
         }
     }
     let _ = writeln!(text, "A page is {}.", Bytes(page));
@@ -292,14 +318,14 @@ fn reconciliation(whole: &ReconciliationReport, page: u64, style: Style) -> Stri
 }
 
 /// The figures of both sides. Where there is no room for two names of the same thing, the kernel's is enough.
-fn lines(lines: &[LineReport], style: Style) -> String {
-    let cells = |line: &LineReport| {
+fn render_comparisons(lines: &[CounterComparisonReport], style: TextStyle) -> String {
+    let cells = |line: &CounterComparisonReport| {
         let difference = match line.difference {
             Some(0) => "·".to_owned(),
-            Some(value) if value > 0 => format!("+{}", figure(line, Some(value))),
-            value => figure(line, value),
+            Some(value) if value > 0 => format!("+{}", format_figure(line, Some(value))),
+            value => format_figure(line, value),
         };
-        let figures = [figure(line, Some(line.account)), figure(line, line.kernel), difference];
+        let figures = [format_figure(line, Some(line.account)), format_figure(line, line.kernel), difference];
         [vec![line.what.to_owned()], figures.to_vec(), vec![line.source.to_owned()]].concat()
     };
     let headings = ["what", ">account", ">kernel", ">difference", "the kernel's counter"];
@@ -308,47 +334,47 @@ fn lines(lines: &[LineReport], style: Style) -> String {
         .map(|i| rows.iter().map(|row| row[i].chars().count()).chain([headings[i].len()]).max().unwrap_or(0) + 2)
         .sum();
     let both = wide <= usize::from(style.width);
-    let mut table = style.table(if both { &headings } else { &headings[..4] });
+    let mut table = style.new_table(if both { &headings } else { &headings[..4] });
     for (mut row, line) in rows.into_iter().zip(lines) {
         if !both {
             row.truncate(4);
-            row[0] = line.source_or_what().to_owned();
+            row[0] = line.counter_or_figure_name().to_owned();
         }
         table.add_row(row);
     }
-    style.render(&table)
+    style.render_table(&table)
 }
 
-impl LineReport {
+impl CounterComparisonReport {
     /// What a line is called by where it is explained: by the kernel's name, if it has one.
-    fn source_or_what(&self) -> &'static str {
+    fn counter_or_figure_name(&self) -> &'static str {
         if self.source == "no counter" { self.what } else { self.source }
     }
 }
 
 /// A figure in the unit of its line; pages as numbers, bytes with units.
-fn figure(line: &LineReport, value: Option<i64>) -> String {
+fn format_figure(line: &CounterComparisonReport, value: Option<i64>) -> String {
     match value {
         None => "-".to_owned(),
-        Some(value) if line.unit == "pages" => grouped(value),
+        Some(value) if line.unit == "pages" => format_grouped(value),
         Some(0) => "0 B".to_owned(),
-        Some(value) => net(value),
+        Some(value) => format_net(value),
     }
 }
 
-fn grouped(value: i64) -> String {
-    format!("{}{}", if value < 0 { "-" } else { "" }, number(value.unsigned_abs()))
+fn format_grouped(value: i64) -> String {
+    format!("{}{}", if value < 0 { "-" } else { "" }, format_number(value.unsigned_abs()))
 }
 
 /// What is estimated and why, who was not seen.
-fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
+fn render_notes(report: &AccountReport, remedy: &str, style: TextStyle) -> String {
     let mut text = String::new();
     if let Some(why) = report.processes.iter().find_map(|process| process.footprint.estimated.as_ref()) {
-        text.push_str(&style.paragraph(
+        text.push_str(&style.format_paragraph(
             &format!(
                 "~ marks estimates ({} of {} processes): the frames could not be looked at ({why}), so the fair share \
                  is Pss, and what KSM saves is taken as the host's mean for each merged page. {}",
-                report.estimated(),
+                report.estimated_count(),
                 report.processes.len(),
                 if why == "permission denied" { "Run as root for exact figures." } else { "" },
             ),
@@ -357,9 +383,9 @@ fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
     }
     if report.total.split_zero_pages.is_none() && report.processes.iter().any(|process| process.footprint.ksm_pages > 0)
     {
-        text.push_str(&style.paragraph(
+        text.push_str(&style.format_paragraph(
             &format!(
-                "The figures lack {ZEROS_BY_SPLITTING}, which KSM does not count: what merges noted of them cannot be \
+                "The figures lack {ZEROS_IN_SPLIT_HUGE_PAGES}, which KSM does not count: what merges noted of them cannot be \
                  read. They are told on a live host, to root, with the --state of the merge."
             ),
             0,
@@ -371,8 +397,11 @@ fn notes(report: &AccountReport, remedy: &str, style: Style) -> String {
             whole.not_seen.iter().filter(|other| !report.not_seen.contains(other)).cloned().collect::<Vec<_>>();
         text.push_str(&unseen(&others, remedy));
         if whole.estimated > 0 && whole.processes > 0 {
-            let _ =
-                writeln!(text, "Neither in the balance nor in the lines: {} by estimate.", processes(whole.estimated));
+            let _ = writeln!(
+                text,
+                "Neither in the balance nor in the lines: {} by estimate.",
+                format_process_count(whole.estimated)
+            );
         }
     }
     if text.is_empty() { text } else { format!("\n{text}") }

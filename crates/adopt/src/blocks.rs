@@ -1,80 +1,82 @@
 //! Which memory of the program is ours to merge: large allocations, each a mapping of its own, and large mappings that
 //! the program has made itself.
 
-use crate::lock::Locked;
+use crate::lock::ForkSafeLock;
 use pagefold_base::{AddressRange, Bytes};
 use std::collections::BTreeMap;
 
 /// All of them. Taken after the lock of the engine, never before.
-pub static BLOCKS: Locked<Blocks> = Locked::new(Blocks { blocks: BTreeMap::new(), spare: Vec::new() });
+pub static BLOCKS: ForkSafeLock<BlockTable> =
+    ForkSafeLock::new(BlockTable { blocks: BTreeMap::new(), spare_ranges: Vec::new() });
 
 /// How a block stands with the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum BlockState {
     /// The engine has not heard of it: all of it is as the kernel gave it.
-    New,
+    Unknown,
     /// The engine has it, and may have merged parts.
     Adopted,
     /// The engine leaves it alone, and may have merged parts before.
-    Left,
+    Excluded,
 }
 
 /// Memory of whole pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Block {
+pub struct AdoptableBlock {
     /// Where.
     pub range: AddressRange,
     /// How it stands.
-    pub state: State,
+    pub state: BlockState,
     /// Whether it is of malloc(3) and its like, and ends with free(3).
-    pub heap: bool,
+    pub is_heap: bool,
 }
 
 /// Freed memory that is kept for the next who asks, as the C library's heap keeps some: bytes of all together, and of
 /// one (`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of mallopt(3) grow to these).
-const SPARE: u64 = 64 << 20;
-const LARGEST_SPARE: u64 = 32 << 20;
+const MAX_SPARE_BYTES: u64 = 64 << 20;
+const MAX_SPARE_BLOCK_BYTES: u64 = 32 << 20;
 
 /// Blocks by their addresses.
 #[derive(Debug)]
-pub struct Blocks {
-    blocks: BTreeMap<u64, Block>,
-    spare: Vec<AddressRange>,
+pub struct BlockTable {
+    blocks: BTreeMap<u64, AdoptableBlock>,
+    spare_ranges: Vec<AddressRange>,
 }
 
-impl Blocks {
+impl BlockTable {
     /// There is a new one.
-    pub fn insert(&mut self, block: Block) {
+    pub fn insert(&mut self, block: AdoptableBlock) {
         self.blocks.insert(block.range.start, block);
     }
 
     /// The one of malloc(3) that begins at an address.
-    pub fn heap(&self, address: u64) -> Option<Block> {
-        self.blocks.get(&address).copied().filter(|block| block.heap)
+    pub fn heap_block_at(&self, address: u64) -> Option<AdoptableBlock> {
+        self.blocks.get(&address).copied().filter(|block| block.is_heap)
     }
 
     /// The one of malloc(3) that begins at an address is no more, if the engine does not know it; whether that was so.
-    pub fn end_new(&mut self, address: u64) -> bool {
-        let new = self.heap(address).is_some_and(|block| block.state == State::New);
+    pub fn remove_unknown(&mut self, address: u64) -> bool {
+        let new = self.heap_block_at(address).is_some_and(|block| block.state == BlockState::Unknown);
         new && self.blocks.remove(&address).is_some()
     }
 
     /// Those that have part in a range, ascending.
-    pub fn touching(&self, range: AddressRange) -> Vec<Block> {
+    pub fn blocks_in(&self, range: AddressRange) -> Vec<AdoptableBlock> {
         let below = self.blocks.range(..range.end).rev();
-        let mut found: Vec<Block> = below.map(|(_, block)| *block).take_while(|b| b.range.end > range.start).collect();
+        let mut found: Vec<AdoptableBlock> =
+            below.map(|(_, block)| *block).take_while(|b| b.range.end > range.start).collect();
         found.reverse();
         found
     }
 
     /// From an address in a block to the end of what a buffer that begins there can lie in: of malloc(3) that one, of
     /// mmap(2) with those that adjoin it, which the program may take for one.
-    pub fn from(&self, address: u64) -> AddressRange {
+    pub fn buffer_range(&self, address: u64) -> AddressRange {
         let start = address;
         let mut end = start.saturating_add(1);
-        for block in self.touching(AddressRange { start, end }) {
+        for block in self.blocks_in(AddressRange { start, end }) {
             end = block.range.end;
-            while let Some(next) = self.blocks.get(&end).filter(|next| !block.heap && !next.heap) {
+            while let Some(next) = self.blocks.get(&end).filter(|next| !block.is_heap && !next.is_heap) {
                 end = next.range.end;
             }
         }
@@ -82,23 +84,23 @@ impl Blocks {
     }
 
     /// Whether any has part in a range, and whether the engine knows one of those.
-    pub fn touches(&self, range: AddressRange) -> Option<bool> {
+    pub fn has_known_block(&self, range: AddressRange) -> Option<bool> {
         let below = self.blocks.range(..range.end).rev();
         let touching = below.map(|(_, block)| block).take_while(|block| block.range.end > range.start);
-        touching.map(|block| block.state != State::New).reduce(|known, next| known || next)
+        touching.map(|block| block.state != BlockState::Unknown).reduce(|known, next| known || next)
     }
 
     /// Take a range out: what is left of blocks that have part in it stays. The parts that were taken out.
-    pub fn cut(&mut self, range: AddressRange) -> Vec<Block> {
+    pub fn remove_range(&mut self, range: AddressRange) -> Vec<AdoptableBlock> {
         let mut taken = Vec::new();
-        for block in self.touching(range) {
+        for block in self.blocks_in(range) {
             self.blocks.remove(&block.range.start);
-            let part_of = |part: AddressRange| Block {
+            let part_of = |part: AddressRange| AdoptableBlock {
                 range: part,
-                heap: block.heap && part.start == block.range.start,
+                is_heap: block.is_heap && part.start == block.range.start,
                 ..block
             };
-            for left in block.range.outside(&[range]) {
+            for left in block.range.subtract(&[range]) {
                 self.insert(part_of(left));
             }
             taken.extend(block.range.overlap(range).map(part_of));
@@ -107,40 +109,40 @@ impl Blocks {
     }
 
     /// Let a block stand otherwise with the engine.
-    pub fn set(&mut self, block: Block, state: State) {
-        self.insert(Block { state, ..block });
+    pub fn set_state(&mut self, block: AdoptableBlock, state: BlockState) {
+        self.insert(AdoptableBlock { state, ..block });
     }
 
     /// Whether any stands in a way with the engine.
-    pub fn has(&self, state: State) -> bool {
+    pub fn has_any(&self, state: BlockState) -> bool {
         self.blocks.values().any(|block| block.state == state)
     }
 
     /// Those that stand in a way with the engine.
-    pub fn all(&self, state: State) -> Vec<Block> {
+    pub fn blocks_in_state(&self, state: BlockState) -> Vec<AdoptableBlock> {
         self.blocks.values().copied().filter(|block| block.state == state).collect()
     }
 
     /// How large those are together.
-    pub fn bytes(&self, state: State) -> Bytes {
+    pub fn bytes_in_state(&self, state: BlockState) -> Bytes {
         self.blocks.values().filter(|block| block.state == state).map(|block| block.range.bytes()).sum()
     }
 
     /// Keep freed memory for the next who asks; whether there is room for it.
-    pub fn keep(&mut self, range: AddressRange) -> bool {
-        let kept: u64 = self.spare.iter().map(|spare| spare.bytes().0).sum();
-        let fits = range.bytes().0 <= LARGEST_SPARE && kept + range.bytes().0 <= SPARE;
+    pub fn keep_spare(&mut self, range: AddressRange) -> bool {
+        let kept: u64 = self.spare_ranges.iter().map(|spare| spare.bytes().0).sum();
+        let fits = range.bytes().0 <= MAX_SPARE_BLOCK_BYTES && kept + range.bytes().0 <= MAX_SPARE_BYTES;
         if fits {
-            self.spare.push(range);
+            self.spare_ranges.push(range);
         }
         fits
     }
 
     /// Freed memory of so many bytes, or a quarter more.
-    pub fn reuse(&mut self, bytes: u64) -> Option<AddressRange> {
+    pub fn take_spare(&mut self, bytes: u64) -> Option<AddressRange> {
         let fits = |range: &&AddressRange| (bytes..=bytes + bytes / 4).contains(&range.bytes().0);
-        let best = *self.spare.iter().filter(fits).min_by_key(|range| range.bytes().0)?;
-        self.spare.retain(|range| *range != best);
+        let best = *self.spare_ranges.iter().filter(fits).min_by_key(|range| range.bytes().0)?;
+        self.spare_ranges.retain(|range| *range != best);
         Some(best)
     }
 }
@@ -149,56 +151,65 @@ impl Blocks {
 /// taken out. Both with the lock, without which no merge adopts a block, and which is held over a fork: a child finds
 /// both done, or neither. If `refuse` fails, the blocks are as before, and the answer is `None`.
 pub fn cut_and_refuse(
-    blocks: &Locked<Blocks>,
+    blocks: &ForkSafeLock<BlockTable>,
     range: AddressRange,
     refuse: impl FnOnce() -> bool,
-) -> Option<Vec<Block>> {
+) -> Option<Vec<AdoptableBlock>> {
     let mut blocks = blocks.lock()?;
-    refuse().then(|| blocks.cut(range))
+    refuse().then(|| blocks.remove_range(range))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn block(start: u64, end: u64, state: State) -> Block {
-        Block { range: AddressRange { start, end }, state, heap: false }
+    fn test_block(start: u64, end: u64, state: BlockState) -> AdoptableBlock {
+        AdoptableBlock { range: AddressRange { start, end }, state, is_heap: false }
     }
 
-    fn two_blocks() -> Locked<Blocks> {
-        let blocks = Locked::new(Blocks { blocks: BTreeMap::new(), spare: Vec::new() });
+    fn table_of_two_blocks() -> ForkSafeLock<BlockTable> {
+        let blocks = ForkSafeLock::new(BlockTable { blocks: BTreeMap::new(), spare_ranges: Vec::new() });
         let mut held = blocks.lock().expect("this thread does not have it");
-        held.insert(block(0x1000, 0x3000, State::Adopted));
-        held.insert(block(0x3000, 0x5000, State::New));
+        held.insert(test_block(0x1000, 0x3000, BlockState::Adopted));
+        held.insert(test_block(0x3000, 0x5000, BlockState::Unknown));
         drop(held);
         blocks
     }
 
-    fn in_state(blocks: &Locked<Blocks>, state: State) -> Vec<Block> {
-        blocks.lock().expect("this thread does not have it").all(state)
+    fn ranges_in_state(blocks: &ForkSafeLock<BlockTable>, state: BlockState) -> Vec<AdoptableBlock> {
+        blocks.lock().expect("this thread does not have it").blocks_in_state(state)
     }
 
     #[test]
     fn no_merge_and_no_fork_comes_between_the_blocks_and_the_engine() {
-        let blocks = two_blocks();
+        let blocks = table_of_two_blocks();
         let range = AddressRange { start: 0x2000, end: 0x4000 };
         // A merge that adopts new blocks takes this lock, and so does a fork.
-        let taken = cut_and_refuse(&blocks, range, || blocks.is_own());
-        assert_eq!(taken, Some(vec![block(0x2000, 0x3000, State::Adopted), block(0x3000, 0x4000, State::New)]));
-        assert!(!blocks.is_own(), "whoever waits for a merge does so without it");
-        assert_eq!(in_state(&blocks, State::Adopted), [block(0x1000, 0x2000, State::Adopted)]);
-        assert_eq!(in_state(&blocks, State::New), [block(0x4000, 0x5000, State::New)]);
+        let taken = cut_and_refuse(&blocks, range, || blocks.is_held_by_this_thread());
+        assert_eq!(
+            taken,
+            Some(vec![
+                test_block(0x2000, 0x3000, BlockState::Adopted),
+                test_block(0x3000, 0x4000, BlockState::Unknown)
+            ])
+        );
+        assert!(!blocks.is_held_by_this_thread(), "whoever waits for a merge does so without it");
+        assert_eq!(ranges_in_state(&blocks, BlockState::Adopted), [test_block(0x1000, 0x2000, BlockState::Adopted)]);
+        assert_eq!(ranges_in_state(&blocks, BlockState::Unknown), [test_block(0x4000, 0x5000, BlockState::Unknown)]);
     }
 
     #[test]
     fn blocks_are_as_before_if_the_engine_does_not_refuse_their_range() {
-        let blocks = two_blocks();
-        let heap = Block { heap: true, ..block(0x6000, 0x9000, State::Adopted) };
+        let blocks = table_of_two_blocks();
+        let heap = AdoptableBlock { is_heap: true, ..test_block(0x6000, 0x9000, BlockState::Adopted) };
         blocks.lock().expect("this thread does not have it").insert(heap);
         for range in [AddressRange { start: 0x1000, end: 0x5000 }, AddressRange { start: 0x7000, end: 0x8000 }] {
             assert_eq!(cut_and_refuse(&blocks, range, || false), None);
         }
-        assert_eq!(in_state(&blocks, State::Adopted), [block(0x1000, 0x3000, State::Adopted), heap]);
-        assert_eq!(in_state(&blocks, State::New), [block(0x3000, 0x5000, State::New)]);
+        assert_eq!(
+            ranges_in_state(&blocks, BlockState::Adopted),
+            [test_block(0x1000, 0x3000, BlockState::Adopted), heap]
+        );
+        assert_eq!(ranges_in_state(&blocks, BlockState::Unknown), [test_block(0x3000, 0x5000, BlockState::Unknown)]);
     }
 }

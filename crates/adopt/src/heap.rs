@@ -3,9 +3,9 @@
 //! A block begins at a page, and so do equal arrays of equal programs, whose pages are then equal, too. Few other
 //! allocations do, so that free(3) seldom has to look further than at the address.
 
-use crate::blocks::{BLOCKS, Block, State};
-use crate::merge::{self, MERGER};
-use crate::{beside, mappings, mpi, next, settings};
+use crate::blocks::{AdoptableBlock, BLOCKS, BlockState};
+use crate::merger::{self, MERGER};
+use crate::{mappings, merge_thread, mpi, next, settings};
 use pagefold_base::AddressRange;
 use std::ffi::{c_int, c_void};
 use std::ptr;
@@ -14,58 +14,58 @@ fn pointer(address: u64) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
 }
 
-fn is_block(bytes: usize) -> bool {
-    settings::is_large(bytes) && mpi::may_adopt() && bytes < isize::MAX as usize / 2
+fn is_block_size(bytes: usize) -> bool {
+    settings::is_block_size(bytes) && mpi::may_adopt() && bytes < isize::MAX as usize / 2
 }
 
 /// A new block; its memory holds zeros if it has to. `None` if there is none to be had, or this is no time for it.
-fn block(bytes: usize, alignment: usize, zeros: bool) -> Option<*mut c_void> {
-    let page = mappings::page();
+fn allocate_block(bytes: usize, alignment: usize, zeroed: bool) -> Option<*mut c_void> {
+    let page = mappings::page_bytes();
     let (bytes, alignment) = ((bytes as u64).next_multiple_of(page), alignment as u64);
-    let reused = if alignment <= page { BLOCKS.lock()?.reuse(bytes) } else { None };
+    let reused = if alignment <= page { BLOCKS.lock()?.take_spare(bytes) } else { None };
     let range = match reused {
         Some(range) => {
-            if zeros {
+            if zeroed {
                 // SAFETY: spare blocks are mapped writable, and nobody's.
                 unsafe { ptr::write_bytes(pointer(range.start).cast::<u8>(), 0, range.bytes().0 as usize) };
             }
             range
         }
-        None => mappings::aligned(bytes, alignment)?,
+        None => mappings::map_aligned(bytes, alignment)?,
     };
     let Some(mut blocks) = BLOCKS.lock() else {
-        mappings::unmap(range);
+        mappings::unmap_range(range);
         return None;
     };
-    blocks.insert(Block { range, state: State::New, heap: true });
+    blocks.insert(AdoptableBlock { range, state: BlockState::Unknown, is_heap: true });
     drop(blocks);
-    beside::begin();
+    merge_thread::start();
     Some(pointer(range.start))
 }
 
 /// The block that an address was given out for.
-fn block_at(address: *mut c_void) -> Option<Block> {
+fn block_at(address: *mut c_void) -> Option<AdoptableBlock> {
     let address = address as u64;
-    if address == 0 || !address.is_multiple_of(mappings::page()) {
+    if address == 0 || !address.is_multiple_of(mappings::page_bytes()) {
         return None;
     }
-    BLOCKS.lock()?.heap(address)
+    BLOCKS.lock()?.heap_block_at(address)
 }
 
 /// malloc(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc(bytes: usize) -> *mut c_void {
-    beside::resume();
-    let large = if is_block(bytes) { block(bytes, 1, false) } else { None };
+    merge_thread::restart_on_allocation();
+    let large = if is_block_size(bytes) { allocate_block(bytes, 1, false) } else { None };
     large.unwrap_or_else(|| next::malloc(bytes))
 }
 
 /// calloc(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_void {
-    beside::resume();
-    let all = count.checked_mul(bytes).filter(|&all| is_block(all));
-    all.and_then(|all| block(all, 1, true)).unwrap_or_else(|| next::calloc(count, bytes))
+    merge_thread::restart_on_allocation();
+    let all = count.checked_mul(bytes).filter(|&all| is_block_size(all));
+    all.and_then(|all| allocate_block(all, 1, true)).unwrap_or_else(|| next::calloc(count, bytes))
 }
 
 /// free(3).
@@ -75,7 +75,7 @@ pub extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(address: *mut c_void) {
     match block_at(address) {
-        Some(block) => mappings::keeping_errno(|| give_back(block)),
+        Some(block) => mappings::keeping_errno(|| free_block(block)),
         // SAFETY: the caller's promise, and it is not a block.
         None => unsafe { next::free(address) },
     }
@@ -101,22 +101,22 @@ pub unsafe extern "C" fn free_aligned_sized(address: *mut c_void, _: usize, _: u
     unsafe { free(address) };
 }
 
-fn give_back(block: Block) {
+fn free_block(block: AdoptableBlock) {
     let Some(mut blocks) = BLOCKS.lock() else { return };
     // What the engine has not seen needs no word to it.
-    if blocks.end_new(block.range.start) {
-        if blocks.keep(block.range) {
+    if blocks.remove_unknown(block.range.start) {
+        if blocks.keep_spare(block.range) {
             return;
         }
         drop(blocks);
-        return mappings::unmap(block.range);
+        return mappings::unmap_range(block.range);
     }
     drop(blocks);
-    if merge::cut_beside(block.range).is_none() {
+    if merger::remove_without_waiting(block.range).is_none() {
         let Some(mut merger) = MERGER.lock() else { return };
-        merger.cut(block.range);
+        merger.remove_blocks(block.range);
     }
-    mappings::unmap(block.range);
+    mappings::unmap_range(block.range);
 }
 
 /// realloc(3).
@@ -128,16 +128,16 @@ pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_v
     if address.is_null() {
         return malloc(bytes);
     }
-    beside::resume();
+    merge_thread::restart_on_allocation();
     let Some(block) = block_at(address) else {
-        if !is_block(bytes) {
+        if !is_block_size(bytes) {
             // SAFETY: the caller's promise, and it is not a block.
             return unsafe { next::realloc(address, bytes) };
         }
         // SAFETY: as above.
         let former = unsafe { next::usable_size(address) };
         // What is large already, as before there were blocks, stays whose it is.
-        let new = if settings::is_large(former) { None } else { self::block(bytes, 1, false) };
+        let new = if settings::is_block_size(former) { None } else { self::allocate_block(bytes, 1, false) };
         let Some(new) = new else {
             // SAFETY: as above.
             return unsafe { next::realloc(address, bytes) };
@@ -149,20 +149,20 @@ pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_v
         return new;
     };
     if bytes == 0 {
-        give_back(block);
+        free_block(block);
         return ptr::null_mut();
     }
     let length = block.range.bytes().0 as usize;
-    if !settings::is_large(bytes) && bytes < length {
+    if !settings::is_block_size(bytes) && bytes < length {
         let new = next::malloc(bytes);
         if !new.is_null() {
             // SAFETY: both are that long, and the new one is nobody else's.
             unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), new.cast::<u8>(), bytes) };
-            give_back(block);
+            free_block(block);
         }
         return new;
     }
-    let wanted = (bytes as u64).next_multiple_of(mappings::page());
+    let wanted = (bytes as u64).next_multiple_of(mappings::page_bytes());
     if bytes > isize::MAX as usize / 2 {
         mappings::set_errno(libc::ENOMEM);
         return ptr::null_mut();
@@ -170,14 +170,14 @@ pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_v
     if wanted == block.range.bytes().0 {
         return address;
     }
-    mappings::resize(block.range, wanted, libc::MREMAP_MAYMOVE, None).map_or(ptr::null_mut(), pointer)
+    mappings::remap_blocks(block.range, wanted, libc::MREMAP_MAYMOVE, None).map_or(ptr::null_mut(), pointer)
 }
 
 /// memalign(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn memalign(alignment: usize, bytes: usize) -> *mut c_void {
-    let large = is_block(bytes) && alignment.is_power_of_two() && alignment < isize::MAX as usize / 2;
-    let large = if large { block(bytes, alignment, false) } else { None };
+    let large = is_block_size(bytes) && alignment.is_power_of_two() && alignment < isize::MAX as usize / 2;
+    let large = if large { allocate_block(bytes, alignment, false) } else { None };
     large.unwrap_or_else(|| next::memalign(alignment, bytes))
 }
 
@@ -194,8 +194,8 @@ pub extern "C" fn aligned_alloc(alignment: usize, bytes: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_memalign(into: *mut *mut c_void, alignment: usize, bytes: usize) -> c_int {
     let sound = alignment.is_power_of_two() && alignment.is_multiple_of(size_of::<usize>());
-    let large = is_block(bytes) && sound && alignment < isize::MAX as usize / 2;
-    match if large { block(bytes, alignment, false) } else { None } {
+    let large = is_block_size(bytes) && sound && alignment < isize::MAX as usize / 2;
+    match if large { allocate_block(bytes, alignment, false) } else { None } {
         Some(block) => {
             // SAFETY: the caller's promise.
             unsafe { into.write(block) };
@@ -209,13 +209,13 @@ pub unsafe extern "C" fn posix_memalign(into: *mut *mut c_void, alignment: usize
 /// valloc(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn valloc(bytes: usize) -> *mut c_void {
-    memalign(mappings::page() as usize, bytes)
+    memalign(mappings::page_bytes() as usize, bytes)
 }
 
 /// pvalloc(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn pvalloc(bytes: usize) -> *mut c_void {
-    let page = mappings::page() as usize;
+    let page = mappings::page_bytes() as usize;
     match bytes.checked_next_multiple_of(page) {
         Some(bytes) => memalign(page, bytes),
         None => {
@@ -232,7 +232,7 @@ pub extern "C" fn pvalloc(bytes: usize) -> *mut c_void {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn malloc_usable_size(address: *mut c_void) -> usize {
     match block_at(address) {
-        Some(Block { range: AddressRange { start, end }, .. }) => (end - start) as usize,
+        Some(AdoptableBlock { range: AddressRange { start, end }, .. }) => (end - start) as usize,
         // SAFETY: the caller's promise, and it is not a block.
         None => unsafe { next::usable_size(address) },
     }

@@ -47,14 +47,14 @@
 //! For glibc alone. Of each page that is in a block the engine keeps some bytes (see its documentation). A thread is in
 //! each process that has blocks and is not MPI's (`beside`).
 
-mod beside;
 mod blocks;
-mod guest;
 mod heap;
 mod lock;
+mod mapping_pieces;
 mod mappings;
-mod maps;
-mod merge;
+mod merge_thread;
+mod merger;
 mod mpi;
 mod next;
+mod process_hooks;
 mod settings;

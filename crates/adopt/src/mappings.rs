@@ -5,10 +5,10 @@
 //! place of what is merged, or there would not be zeros afterwards, and mremap(2), which moves one mapping, is done
 //! mapping by mapping.
 
-use crate::blocks::{BLOCKS, Block, State};
-use crate::merge::{self, MERGER, Merger};
+use crate::blocks::{AdoptableBlock, BLOCKS, BlockState};
+use crate::merger::{self, MERGER, ProcessMerger};
 use crate::next::next;
-use crate::{beside, guest, maps, mpi, settings};
+use crate::{mapping_pieces, merge_thread, mpi, process_hooks, settings};
 use pagefold_base::AddressRange;
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -17,29 +17,29 @@ use std::ptr;
 const MADV_GUARD_INSTALL: c_int = 102;
 const MADV_GUARD_REMOVE: c_int = 103;
 
-type Mmap = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, c_int, i64) -> *mut c_void;
-type Mremap = unsafe extern "C" fn(*mut c_void, usize, usize, c_int, *mut c_void) -> *mut c_void;
-type OfRange = unsafe extern "C" fn(*mut c_void, usize) -> c_int;
-type OfRangeAnd = unsafe extern "C" fn(*mut c_void, usize, c_int) -> c_int;
+type MmapFn = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, c_int, i64) -> *mut c_void;
+type MremapFn = unsafe extern "C" fn(*mut c_void, usize, usize, c_int, *mut c_void) -> *mut c_void;
+type RangeFn = unsafe extern "C" fn(*mut c_void, usize) -> c_int;
+type RangeAndFlagsFn = unsafe extern "C" fn(*mut c_void, usize, c_int) -> c_int;
 
-fn next_mmap() -> Option<Mmap> {
-    next!(c"mmap", Mmap)
+fn next_mmap() -> Option<MmapFn> {
+    next!(c"mmap", MmapFn)
 }
 
-fn next_munmap() -> Option<OfRange> {
-    next!(c"munmap", OfRange)
+fn next_munmap() -> Option<RangeFn> {
+    next!(c"munmap", RangeFn)
 }
 
-fn next_mremap() -> Option<Mremap> {
-    next!(c"mremap", Mremap)
+fn next_mremap() -> Option<MremapFn> {
+    next!(c"mremap", MremapFn)
 }
 
-fn next_mprotect() -> Option<OfRangeAnd> {
-    next!(c"mprotect", OfRangeAnd)
+fn next_mprotect() -> Option<RangeAndFlagsFn> {
+    next!(c"mprotect", RangeAndFlagsFn)
 }
 
 /// Look up what is called with a lock held, of this library or of an allocator.
-pub fn look_up() {
+pub fn resolve_functions() {
     next_mmap();
     next_munmap();
     next_mremap();
@@ -47,7 +47,7 @@ pub fn look_up() {
 }
 
 /// Bytes of a page.
-pub fn page() -> u64 {
+pub fn page_bytes() -> u64 {
     // SAFETY: it only asks.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as u64 }
 }
@@ -72,8 +72,8 @@ fn pointer(address: u64) -> *mut c_void {
 }
 
 /// The whole pages that hold so many bytes.
-fn whole(address: *mut c_void, bytes: usize) -> AddressRange {
-    let (start, page) = (address as u64 / page() * page(), page());
+fn page_range(address: *mut c_void, bytes: usize) -> AddressRange {
+    let (start, page) = (address as u64 / page_bytes() * page_bytes(), page_bytes());
     let end = (address as u64).saturating_add(bytes as u64).checked_next_multiple_of(page).unwrap_or(u64::MAX);
     AddressRange { start, end: end.max(start) }
 }
@@ -82,29 +82,29 @@ fn whole(address: *mut c_void, bytes: usize) -> AddressRange {
 ///
 /// # Safety
 /// With `MAP_FIXED`, nobody needs what is in the place.
-unsafe fn map(start: u64, bytes: u64, access: c_int, flags: c_int) -> Option<u64> {
+unsafe fn map_ordinary(start: u64, bytes: u64, protection: c_int, flags: c_int) -> Option<u64> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let next = next_mmap()?;
     // SAFETY: the caller's promise; in other places nothing is replaced.
-    let start = unsafe { next(pointer(start), bytes as usize, access, flags, -1, 0) };
+    let start = unsafe { next(pointer(start), bytes as usize, protection, flags, -1, 0) };
     (start != libc::MAP_FAILED).then(|| start.expose_provenance() as u64)
 }
 
-const BOTH: c_int = libc::PROT_READ | libc::PROT_WRITE;
+const PROT_READ_WRITE: c_int = libc::PROT_READ | libc::PROT_WRITE;
 
 /// New memory of whole pages at a multiple of a number.
-pub fn aligned(bytes: u64, alignment: u64) -> Option<AddressRange> {
-    let more = if alignment > page() { alignment } else { 0 };
+pub fn map_aligned(bytes: u64, alignment: u64) -> Option<AddressRange> {
+    let more = if alignment > page_bytes() { alignment } else { 0 };
     // SAFETY: nothing is replaced.
-    let start = unsafe { map(0, bytes.checked_add(more)?, BOTH, 0) }?;
+    let start = unsafe { map_ordinary(0, bytes.checked_add(more)?, PROT_READ_WRITE, 0) }?;
     let first = start.next_multiple_of(alignment.max(1));
-    unmap(AddressRange { start, end: first });
-    unmap(AddressRange { start: first + bytes, end: start + bytes + more });
+    unmap_range(AddressRange { start, end: first });
+    unmap_range(AddressRange { start: first + bytes, end: start + bytes + more });
     Some(AddressRange { start: first, end: first + bytes })
 }
 
 /// Unmap a range that is ours, if it is any.
-pub fn unmap(range: AddressRange) {
+pub fn unmap_range(range: AddressRange) {
     if let Some(munmap) = next_munmap()
         && range.start < range.end
     {
@@ -114,50 +114,51 @@ pub fn unmap(range: AddressRange) {
 }
 
 /// Put memory of zeros in a place, of some access; whether that could be done.
-fn zeros_at(range: AddressRange, access: c_int) -> bool {
+fn map_zeros_at(range: AddressRange, protection: c_int) -> bool {
     // SAFETY: whoever calls wants what is there no more.
-    unsafe { map(range.start, range.bytes().0, access, libc::MAP_FIXED) }.is_some()
+    unsafe { map_ordinary(range.start, range.bytes().0, protection, libc::MAP_FIXED) }.is_some()
 }
 
 /// Have zeros where a range is merged; whether that could be done.
-fn zero(range: AddressRange) -> bool {
+fn zero_merged(range: AddressRange) -> bool {
     let Some(blocks) = BLOCKS.lock() else { return true };
-    let known: Vec<Block> = blocks.touching(range).into_iter().filter(|block| block.state != State::New).collect();
+    let known: Vec<AdoptableBlock> =
+        blocks.blocks_in(range).into_iter().filter(|block| block.state != BlockState::Unknown).collect();
     drop(blocks);
-    let parts = known.iter().filter_map(|block| block.range.overlap(range)).flat_map(maps::parts);
-    parts.filter(|part| part.file).all(|part| zeros_at(part.range, part.access))
+    let parts = known.iter().filter_map(|block| block.range.overlap(range)).flat_map(mapping_pieces::read_pieces);
+    parts.filter(|part| part.is_file).all(|part| map_zeros_at(part.range, part.protection))
 }
 
 /// What has part in a range: nothing, blocks that the engine does not know, or one that it does.
-fn touches(range: AddressRange) -> Option<bool> {
-    BLOCKS.lock()?.touches(range)
+fn has_known_block(range: AddressRange) -> Option<bool> {
+    BLOCKS.lock()?.has_known_block(range)
 }
 
 /// Do what unmaps or replaces a range, and take that out of blocks. If it fails, according to `is_done`, what was
 /// known to the engine is left alone from then on.
-fn ending<T>(range: AddressRange, work: impl FnOnce() -> T, is_done: impl FnOnce(&T) -> bool) -> T {
-    let Some(mut blocks) = BLOCKS.lock() else { return work() };
-    match blocks.touches(range) {
+fn remove_while<T>(range: AddressRange, syscall: impl FnOnce() -> T, succeeded: impl FnOnce(&T) -> bool) -> T {
+    let Some(mut blocks) = BLOCKS.lock() else { return syscall() };
+    match blocks.has_known_block(range) {
         None => {}
-        Some(false) => drop(blocks.cut(range)),
+        Some(false) => drop(blocks.remove_range(range)),
         Some(true) => {
             drop(blocks);
             let mut held = None;
-            let taken = match merge::cut_beside(range) {
+            let taken = match merger::remove_without_waiting(range) {
                 Some(taken) => taken,
                 None => {
-                    let Some(mut merger) = MERGER.lock() else { return work() };
-                    let taken = merger.cut(range);
+                    let Some(mut merger) = MERGER.lock() else { return syscall() };
+                    let taken = merger.remove_blocks(range);
                     held = Some(merger);
                     taken
                 }
             };
-            let answer = work();
-            if !is_done(&answer)
+            let answer = syscall();
+            if !succeeded(&answer)
                 && let Some(mut blocks) = BLOCKS.lock()
             {
-                for part in taken.into_iter().filter(|part| part.state != State::New) {
-                    blocks.set(part, State::Left);
+                for part in taken.into_iter().filter(|part| part.state != BlockState::Unknown) {
+                    blocks.set_state(part, BlockState::Excluded);
                 }
             }
             drop(held);
@@ -165,13 +166,13 @@ fn ending<T>(range: AddressRange, work: impl FnOnce() -> T, is_done: impl FnOnce
         }
     }
     drop(blocks);
-    work()
+    syscall()
 }
 
 /// Do something while no block is merged that has part in a range; with the engine, where it knows one of those.
-fn between_merges<T>(range: AddressRange, work: impl FnOnce(Option<&mut Merger>) -> T) -> T {
+fn without_merge_in<T>(range: AddressRange, work: impl FnOnce(Option<&mut ProcessMerger>) -> T) -> T {
     let blocks = BLOCKS.lock();
-    match blocks.as_ref().and_then(|blocks| blocks.touches(range)) {
+    match blocks.as_ref().and_then(|blocks| blocks.has_known_block(range)) {
         // With this lock no new block becomes one that may be merged.
         Some(false) => work(None),
         touches => {
@@ -183,8 +184,8 @@ fn between_merges<T>(range: AddressRange, work: impl FnOnce(Option<&mut Merger>)
 }
 
 /// Whether a range may be unmapped or replaced, as far as is seen before: it is of whole pages.
-fn is_sound(start: u64, bytes: usize) -> bool {
-    start.is_multiple_of(page()) && bytes > 0 && start.checked_add(bytes as u64).is_some()
+fn can_unmap_or_replace(start: u64, bytes: usize) -> bool {
+    start.is_multiple_of(page_bytes()) && bytes > 0 && start.checked_add(bytes as u64).is_some()
 }
 
 /// mmap(2).
@@ -207,18 +208,22 @@ pub unsafe extern "C" fn mmap(
     // SAFETY: the caller's promise.
     let call = || unsafe { next(start, bytes, access, flags, file, offset) };
     let replaces = flags & (libc::MAP_FIXED | libc::MAP_FIXED_NOREPLACE) == libc::MAP_FIXED;
-    let mapped = if replaces && is_sound(start as u64, bytes) {
-        ending(whole(start, bytes), call, |mapped| *mapped != libc::MAP_FAILED)
+    let mapped = if replaces && can_unmap_or_replace(start as u64, bytes) {
+        remove_while(page_range(start, bytes), call, |mapped| *mapped != libc::MAP_FAILED)
     } else {
         call()
     };
-    let ordinary = flags & !libc::MAP_POPULATE == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS && access == BOTH;
-    if mapped != libc::MAP_FAILED && ordinary && settings::is_large(bytes) && mpi::may_adopt() {
+    let ordinary = flags & !libc::MAP_POPULATE == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS && access == PROT_READ_WRITE;
+    if mapped != libc::MAP_FAILED && ordinary && settings::is_block_size(bytes) && mpi::may_adopt() {
         if let Some(mut blocks) = BLOCKS.lock() {
-            blocks.insert(Block { range: whole(mapped, bytes), state: State::New, heap: false });
+            blocks.insert(AdoptableBlock {
+                range: page_range(mapped, bytes),
+                state: BlockState::Unknown,
+                is_heap: false,
+            });
         }
-        if guest::is_plain() {
-            beside::begin();
+        if process_hooks::uses_libc_allocator() {
+            merge_thread::start();
         }
     }
     mapped
@@ -247,13 +252,17 @@ pub unsafe extern "C" fn mmap64(
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(start: *mut c_void, bytes: usize) -> c_int {
-    let Some(next) = next_munmap() else { return refused(libc::ENOSYS) };
+    let Some(next) = next_munmap() else { return fail_with(libc::ENOSYS) };
     // SAFETY: the caller's promise.
     let call = || unsafe { next(start, bytes) };
-    if is_sound(start as u64, bytes) { ending(whole(start, bytes), call, |answer| *answer == 0) } else { call() }
+    if can_unmap_or_replace(start as u64, bytes) {
+        remove_while(page_range(start, bytes), call, |answer| *answer == 0)
+    } else {
+        call()
+    }
 }
 
-fn refused(errno: c_int) -> c_int {
+fn fail_with(errno: c_int) -> c_int {
     set_errno(errno);
     -1
 }
@@ -270,14 +279,17 @@ pub unsafe extern "C" fn mremap(
     flags: c_int,
     target: *mut c_void,
 ) -> *mut c_void {
-    let range = whole(start, bytes);
+    let range = page_range(start, bytes);
     let fixed = flags & libc::MREMAP_FIXED != 0;
-    let place = whole(target, wanted);
+    let place = page_range(target, wanted);
     let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
     // What the kernel refuses it does so before it unmaps anything.
     let fits = !fixed
-        || (flags & libc::MREMAP_MAYMOVE != 0 && is_sound(target as u64, wanted) && place.overlap(range).is_none());
-    let sound = is_sound(start as u64, bytes) && wanted > 0 && wanted <= isize::MAX as usize && flags & !known == 0;
+        || (flags & libc::MREMAP_MAYMOVE != 0
+            && can_unmap_or_replace(target as u64, wanted)
+            && place.overlap(range).is_none());
+    let sound =
+        can_unmap_or_replace(start as u64, bytes) && wanted > 0 && wanted <= isize::MAX as usize && flags & !known == 0;
     let call = || {
         let Some(next) = next_mremap() else {
             set_errno(libc::ENOSYS);
@@ -289,56 +301,60 @@ pub unsafe extern "C" fn mremap(
     if !sound || !fits {
         return call();
     }
-    if touches(range).is_none() {
-        return if fixed { ending(place, call, |moved| *moved != libc::MAP_FAILED) } else { call() };
+    if has_known_block(range).is_none() {
+        return if fixed { remove_while(place, call, |moved| *moved != libc::MAP_FAILED) } else { call() };
     }
     if fixed {
         // Moving takes the same lock.
-        ending(place, || (), |()| true);
+        remove_while(place, || (), |()| true);
     }
-    let wanted = (wanted as u64).next_multiple_of(page());
-    resize(range, wanted, flags, fixed.then_some(target as u64)).map_or(libc::MAP_FAILED, pointer)
+    let wanted = (wanted as u64).next_multiple_of(page_bytes());
+    remap_blocks(range, wanted, flags, fixed.then_some(target as u64)).map_or(libc::MAP_FAILED, pointer)
 }
 
 /// Give a range of blocks another length, and perhaps another place, as mremap(2) does; where it is then. Without,
 /// the error number says why.
-pub fn resize(range: AddressRange, wanted: u64, flags: c_int, target: Option<u64>) -> Option<u64> {
+pub fn remap_blocks(range: AddressRange, new_bytes: u64, flags: c_int, target: Option<u64>) -> Option<u64> {
     let Some(mut blocks) = BLOCKS.lock() else {
         set_errno(libc::ENOMEM);
         return None;
     };
-    if blocks.touches(range) == Some(true) {
+    if blocks.has_known_block(range) == Some(true) {
         drop(blocks);
-        return resize_in_parts(range, wanted, flags, target);
+        return remap_by_mapping(range, new_bytes, flags, target);
     }
-    let before = blocks.touching(range);
-    blocks.cut(range);
-    let moved = move_mapping(range, wanted, flags, target.unwrap_or(0));
+    let before = blocks.blocks_in(range);
+    blocks.remove_range(range);
+    let moved = move_mapping(range, new_bytes, flags, target.unwrap_or(0));
     match moved {
         Some(start) if flags & libc::MREMAP_DONTUNMAP == 0 => {
-            let heap = before.first().is_some_and(|block| block.heap);
-            blocks.insert(Block { range: AddressRange { start, end: start + wanted }, state: State::New, heap });
+            let heap = before.first().is_some_and(|block| block.is_heap);
+            blocks.insert(AdoptableBlock {
+                range: AddressRange { start, end: start + new_bytes },
+                state: BlockState::Unknown,
+                is_heap: heap,
+            });
         }
         _ => before.into_iter().for_each(|block| blocks.insert(block)),
     }
     // The program has made several mappings of it.
     if moved.is_none() && std::io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT) {
         drop(blocks);
-        return resize_in_parts(range, wanted, flags, target);
+        return remap_by_mapping(range, new_bytes, flags, target);
     }
     moved
 }
 
-fn move_mapping(range: AddressRange, wanted: u64, flags: c_int, target: u64) -> Option<u64> {
+fn move_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: u64) -> Option<u64> {
     let next = next_mremap()?;
     let (start, bytes) = (pointer(range.start), range.bytes().0 as usize);
     // SAFETY: the range is the caller's to move, and nothing else of ours knows where it is.
-    let moved = unsafe { next(start, bytes, wanted as usize, flags, pointer(target)) };
+    let moved = unsafe { next(start, bytes, new_bytes as usize, flags, pointer(target)) };
     (moved != libc::MAP_FAILED).then(|| moved.expose_provenance() as u64)
 }
 
 /// The same for what is more than one mapping.
-fn resize_in_parts(range: AddressRange, wanted: u64, flags: c_int, target: Option<u64>) -> Option<u64> {
+fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: Option<u64>) -> Option<u64> {
     let failed = |errno| {
         set_errno(errno);
         None
@@ -348,25 +364,28 @@ fn resize_in_parts(range: AddressRange, wanted: u64, flags: c_int, target: Optio
         // MREMAP_DONTUNMAP is for one mapping of ordinary memory, which this need not be.
         return failed(libc::EINVAL);
     }
-    let touched = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.touching(range));
-    let heap = touched.iter().any(|block| block.heap && block.range.start == range.start);
-    let state = touched.iter().map(|block| block.state).reduce(|all, next| if all == next { all } else { State::Left });
-    let state = state.unwrap_or(State::Left);
-    let kept = AddressRange { start: range.start, end: range.end.min(range.start + wanted) };
-    let parts = maps::parts(kept);
+    let touched = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.blocks_in(range));
+    let heap = touched.iter().any(|block| block.is_heap && block.range.start == range.start);
+    let state = touched
+        .iter()
+        .map(|block| block.state)
+        .reduce(|all, next| if all == next { all } else { BlockState::Excluded });
+    let state = state.unwrap_or(BlockState::Excluded);
+    let kept = AddressRange { start: range.start, end: range.end.min(range.start + new_bytes) };
+    let parts = mapping_pieces::read_pieces(kept);
     if parts.iter().map(|part| part.range.bytes().0).sum::<u64>() != kept.bytes().0 {
         return failed(libc::EFAULT);
     }
-    if target.is_none() && kept.bytes().0 == wanted {
+    if target.is_none() && kept.bytes().0 == new_bytes {
         let tail = AddressRange { start: kept.end, end: range.end };
-        merger.cut(tail);
-        unmap(tail);
+        merger.remove_blocks(tail);
+        unmap_range(tail);
         return Some(range.start);
     }
-    let access = parts.last().map_or(BOTH, |part| part.access);
-    if target.is_none() && grow(range.end, wanted - kept.bytes().0, access) {
-        merger.cut(range);
-        merger.insert(AddressRange { start: range.start, end: range.start + wanted }, heap, state);
+    let access = parts.last().map_or(PROT_READ_WRITE, |part| part.protection);
+    if target.is_none() && map_behind(range.end, new_bytes - kept.bytes().0, access) {
+        merger.remove_blocks(range);
+        merger.insert_moved(AddressRange { start: range.start, end: range.start + new_bytes }, heap, state);
         return Some(range.start);
     }
     if flags & libc::MREMAP_MAYMOVE == 0 {
@@ -374,29 +393,31 @@ fn resize_in_parts(range: AddressRange, wanted: u64, flags: c_int, target: Optio
     }
     let fixed = if target.is_some() { libc::MAP_FIXED } else { 0 };
     // SAFETY: where a place was named, what is there is to be replaced.
-    let Some(start) = (unsafe { map(target.unwrap_or(0), wanted, access, fixed) }) else { return failed(libc::ENOMEM) };
-    merger.cut(range);
+    let Some(start) = (unsafe { map_ordinary(target.unwrap_or(0), new_bytes, access, fixed) }) else {
+        return failed(libc::ENOMEM);
+    };
+    merger.remove_blocks(range);
     for part in parts {
         let to = start + (part.range.start - range.start);
         let both = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        if move_mapping(part.range, part.range.bytes().0, both, to).is_none() && !copy(part, to) {
-            guest::tell("no memory to move a block of the program");
+        if move_mapping(part.range, part.range.bytes().0, both, to).is_none() && !copy_mapping(part, to) {
+            process_hooks::write_to_stderr("no memory to move a block of the program");
             std::process::abort();
         }
     }
-    unmap(range);
-    merger.insert(AddressRange { start, end: start + wanted }, heap, state);
+    unmap_range(range);
+    merger.insert_moved(AddressRange { start, end: start + new_bytes }, heap, state);
     Some(start)
 }
 
 /// Map so many bytes more at an address, if nothing is there; whether that could be done.
-fn grow(at: u64, bytes: u64, access: c_int) -> bool {
+fn map_behind(address: u64, bytes: u64, protection: c_int) -> bool {
     // SAFETY: nothing is replaced.
-    match unsafe { map(at, bytes, access, libc::MAP_FIXED_NOREPLACE) } {
-        Some(start) if start == at => true,
+    match unsafe { map_ordinary(address, bytes, protection, libc::MAP_FIXED_NOREPLACE) } {
+        Some(start) if start == address => true,
         // Before 4.17 the flag is not known, and an address is a hint.
         Some(start) => {
-            unmap(AddressRange { start, end: start + bytes });
+            unmap_range(AddressRange { start, end: start + bytes });
             false
         }
         None => false,
@@ -404,20 +425,21 @@ fn grow(at: u64, bytes: u64, access: c_int) -> bool {
 }
 
 /// Copy what cannot be moved for want of mappings.
-fn copy(part: maps::Part, to: u64) -> bool {
-    let bytes = part.range.bytes().0;
-    let readable = part.access & libc::PROT_READ != 0;
+fn copy_mapping(source: mapping_pieces::MappingPiece, target: u64) -> bool {
+    let bytes = source.range.bytes().0;
+    let readable = source.protection & libc::PROT_READ != 0;
     // The kernel may have unmapped the place before it failed.
-    if !readable || !zeros_at(AddressRange { start: to, end: to + bytes }, BOTH) {
+    if !readable || !map_zeros_at(AddressRange { start: target, end: target + bytes }, PROT_READ_WRITE) {
         return false;
     }
     // SAFETY: both are mapped, of the same length, and the new place is nobody else's yet.
     unsafe {
-        ptr::copy_nonoverlapping(pointer(part.range.start).cast::<u8>(), pointer(to).cast::<u8>(), bytes as usize)
+        ptr::copy_nonoverlapping(pointer(source.range.start).cast::<u8>(), pointer(target).cast::<u8>(), bytes as usize)
     };
     let protect = next_mprotect();
     // SAFETY: it is mapped, and gets the access that the program has given it.
-    part.access == BOTH || protect.is_some_and(|next| unsafe { next(pointer(to), bytes as usize, part.access) } == 0)
+    source.protection == PROT_READ_WRITE
+        || protect.is_some_and(|next| unsafe { next(pointer(target), bytes as usize, source.protection) } == 0)
 }
 
 /// madvise(2).
@@ -426,8 +448,8 @@ fn copy(part: maps::Part, to: u64) -> bool {
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int) -> c_int {
-    let range = whole(start, bytes);
-    let Some(next) = next!(c"madvise", OfRangeAnd) else { return refused(libc::ENOSYS) };
+    let range = page_range(start, bytes);
+    let Some(next) = next!(c"madvise", RangeAndFlagsFn) else { return fail_with(libc::ENOSYS) };
     // SAFETY: the caller's promise.
     let call = || unsafe { next(start, bytes, advice) };
     if range.start != start as u64 {
@@ -436,12 +458,12 @@ pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int
     match advice {
         libc::MADV_DONTNEED | libc::MADV_FREE | libc::MADV_DONTNEED_LOCKED | MADV_GUARD_INSTALL => {
             if advice == MADV_GUARD_INSTALL {
-                merge::leave(range);
+                merger::exclude_blocks_in(range);
             }
-            between_merges(range, |merger| {
-                let answer = if zero(range) { call() } else { refused(libc::ENOMEM) };
+            without_merge_in(range, |merger| {
+                let answer = if zero_merged(range) { call() } else { fail_with(libc::ENOMEM) };
                 if let Some(merger) = merger {
-                    keeping_errno(|| merger.forget(range));
+                    keeping_errno(|| merger.forget_pages(range));
                 }
                 answer
             })
@@ -454,7 +476,7 @@ pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int
         | libc::MADV_HWPOISON
         | libc::MADV_SOFT_OFFLINE
         | MADV_GUARD_REMOVE => {
-            merge::leave(range);
+            merger::exclude_blocks_in(range);
             call()
         }
         _ => call(),
@@ -467,16 +489,18 @@ pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mprotect(start: *mut c_void, bytes: usize, access: c_int) -> c_int {
-    let Some(next) = next_mprotect() else { return refused(libc::ENOSYS) };
-    let range = whole(start, bytes);
+    let Some(next) = next_mprotect() else { return fail_with(libc::ENOSYS) };
+    let range = page_range(start, bytes);
     // Freed, it would be spare as it is.
     if let Some(mut blocks) = BLOCKS.lock() {
-        for block in blocks.touching(range).into_iter().filter(|block| block.heap && block.state == State::New) {
-            blocks.set(block, State::Left);
+        for block in
+            blocks.blocks_in(range).into_iter().filter(|block| block.is_heap && block.state == BlockState::Unknown)
+        {
+            blocks.set_state(block, BlockState::Excluded);
         }
     }
     // SAFETY: the caller's promise.
-    between_merges(range, |_| unsafe { next(start, bytes, access) })
+    without_merge_in(range, |_| unsafe { next(start, bytes, access) })
 }
 
 /// pkey_mprotect(2).
@@ -485,11 +509,11 @@ pub unsafe extern "C" fn mprotect(start: *mut c_void, bytes: usize, access: c_in
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pkey_mprotect(start: *mut c_void, bytes: usize, access: c_int, key: c_int) -> c_int {
-    merge::leave(whole(start, bytes));
+    merger::exclude_blocks_in(page_range(start, bytes));
     match next!(c"pkey_mprotect", unsafe extern "C" fn(*mut c_void, usize, c_int, c_int) -> c_int) {
         // SAFETY: the caller's promise.
         Some(next) => unsafe { next(start, bytes, access, key) },
-        None => refused(libc::ENOSYS),
+        None => fail_with(libc::ENOSYS),
     }
 }
 
@@ -499,11 +523,11 @@ pub unsafe extern "C" fn pkey_mprotect(start: *mut c_void, bytes: usize, access:
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock(start: *mut c_void, bytes: usize) -> c_int {
-    merge::leave(whole(start, bytes));
-    match next!(c"mlock", OfRange) {
+    merger::exclude_blocks_in(page_range(start, bytes));
+    match next!(c"mlock", RangeFn) {
         // SAFETY: the caller's promise.
         Some(next) => unsafe { next(start, bytes) },
-        None => refused(libc::ENOSYS),
+        None => fail_with(libc::ENOSYS),
     }
 }
 
@@ -513,11 +537,11 @@ pub unsafe extern "C" fn mlock(start: *mut c_void, bytes: usize) -> c_int {
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock2(start: *mut c_void, bytes: usize, flags: c_uint) -> c_int {
-    merge::leave(whole(start, bytes));
+    merger::exclude_blocks_in(page_range(start, bytes));
     match next!(c"mlock2", unsafe extern "C" fn(*mut c_void, usize, c_uint) -> c_int) {
         // SAFETY: the caller's promise.
         Some(next) => unsafe { next(start, bytes, flags) },
-        None => refused(libc::ENOSYS),
+        None => fail_with(libc::ENOSYS),
     }
 }
 
@@ -525,12 +549,12 @@ pub unsafe extern "C" fn mlock2(start: *mut c_void, bytes: usize, flags: c_uint)
 #[unsafe(no_mangle)]
 pub extern "C" fn mlockall(flags: c_int) -> c_int {
     if settings::settings().is_some() {
-        merge::give_up("it locks all of its memory (mlockall)");
+        merger::stop_merging("it locks all of its memory (mlockall)");
     }
     match next!(c"mlockall", unsafe extern "C" fn(c_int) -> c_int) {
         // SAFETY: any flags may be given.
         Some(next) => unsafe { next(flags) },
-        None => refused(libc::ENOSYS),
+        None => fail_with(libc::ENOSYS),
     }
 }
 
@@ -540,7 +564,7 @@ pub extern "C" fn mlockall(flags: c_int) -> c_int {
 /// As its manual says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pthread_attr_setstack(attributes: *mut c_void, start: *mut c_void, bytes: usize) -> c_int {
-    merge::leave(whole(start, bytes));
+    merger::exclude_blocks_in(page_range(start, bytes));
     match next!(c"pthread_attr_setstack", unsafe extern "C" fn(*mut c_void, *mut c_void, usize) -> c_int) {
         // SAFETY: the caller's promise.
         Some(next) => unsafe { next(attributes, start, bytes) },
@@ -556,7 +580,7 @@ pub extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_in
     match next {
         // SAFETY: any numbers may be given.
         Some(next) => unsafe { next(first, last, flags) },
-        None => refused(libc::ENOSYS),
+        None => fail_with(libc::ENOSYS),
     }
 }
 

@@ -11,19 +11,19 @@
 //!
 //! What is not seen: a buffer that a datatype with absolute addresses (`MPI_BOTTOM`) names, or that begins outside of
 //! blocks and reaches into one; descriptors of `mpi_f08` in MPICH (`MPI_Irecv_f08ts`), and Fortran's names of large
-//! counts (`MPI_Irecv_c_f08`); calls of a tool that comes before this library, which is said ([`taken_by_tool`]); large
+//! counts (`MPI_Irecv_c_f08`); calls of a tool that comes before this library, which is said ([`function_of_tool`]); large
 //! memory that MPI asks for in other functions, as for the pool of a first message,
 //! and to which a thread of its own writes.
 
 use crate::blocks::BLOCKS;
-use crate::{guest, merge, settings};
+use crate::{merger, process_hooks, settings};
 use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
 /// As many words as the function with the most arguments has (`MPI_Rget_accumulate` in Fortran).
-type Words = [usize; 14];
-type Function = unsafe extern "C" fn(
+type MpiArguments = [usize; 14];
+type MpiFunction = unsafe extern "C" fn(
     usize,
     usize,
     usize,
@@ -42,119 +42,124 @@ type Function = unsafe extern "C" fn(
 
 /// So many first words hold the address of what is handed over, whatever the function (`MPI_Isendrecv`). Of those with
 /// fewer arguments, some of these words are chance, and a block may be left alone for nothing.
-const BUFFERS: usize = 6;
+const MAX_BUFFER_ARGUMENTS: usize = 6;
 
 /// What is answered where there is no MPI: no implementation has it for success.
 const NO_MPI: c_int = 16;
 
 /// How many functions of MPI the main thread is in, one within another. What is allocated there may be MPI's threads'.
 /// Only the main thread changes it.
-static DEPTH: AtomicUsize = AtomicUsize::new(0);
+static MPI_CALL_DEPTH: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether the program was linked with MPI.
 pub fn is_linked() -> bool {
-    static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
-    !crate::next::find(&FOUND, c"MPI_Init").is_null()
+    static MPI_INITIALIZED: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+    !crate::next::find(&MPI_INITIALIZED, c"MPI_Init").is_null()
 }
 
 /// A function of MPI that the program calls from another library than this one, and that library: a tool which is linked
 /// with the program, or is preloaded ahead, and calls MPI by the names that are there for tools (`PMPI_Barrier`).
-pub fn taken_by_tool() -> Option<String> {
+pub fn function_of_tool() -> Option<String> {
     let lists = [BEGINNINGS, SAFE_POINTS, SAFE_POINTS_IN_C, HANDOVERS, HANDOVERS_IN_C, ALLOCATIONS, ALLOCATIONS_IN_C];
-    let name = lists.concat().into_iter().find(|name| !crate::next::is_own(name))?;
-    Some(format!("{} of {}", name.to_string_lossy(), crate::next::library_that_has(name)))
+    let name = lists.concat().into_iter().find(|name| !crate::next::resolves_to_this_library(name))?;
+    Some(format!("{} of {}", name.to_string_lossy(), crate::next::library_providing(name)))
 }
 
 /// Whether memory that this thread asks for now may be a block. In an MPI program only the main thread's: MPI's own
 /// threads write whenever they like.
 pub fn may_adopt() -> bool {
-    !guest::is_by_mpi() || (guest::is_main() && DEPTH.load(Ordering::Relaxed) == 0)
+    !process_hooks::is_merged_at_safe_points()
+        || (process_hooks::is_main_thread() && MPI_CALL_DEPTH.load(Ordering::Relaxed) == 0)
 }
 
 /// Look a function of MPI up: as the next library has it, or in any that was loaded later for itself, as interpreters
 /// do, by the name that is there for tools.
-fn find(found: &AtomicPtr<c_void>, name: &'static CStr, for_tools: &'static CStr) -> Option<Function> {
+fn find(found: &AtomicPtr<c_void>, name: &'static CStr, for_tools: &'static CStr) -> Option<MpiFunction> {
     let mut address = crate::next::find(found, name);
     if address.is_null() {
-        let mut search = Search { name: for_tools, found: ptr::null_mut() };
+        let mut search = SymbolSearch { name: for_tools, address: ptr::null_mut() };
         // SAFETY: `look_into` takes what it is given here, which outlives the call.
-        unsafe { libc::dl_iterate_phdr(Some(look_into), (&raw mut search).cast()) };
-        crate::next::forget_error();
-        address = search.found;
+        unsafe { libc::dl_iterate_phdr(Some(find_in_library), (&raw mut search).cast()) };
+        crate::next::clear_dlerror();
+        address = search.address;
         found.store(address, Ordering::Relaxed);
     }
     // SAFETY: MPI has functions of words by these names; null is `None`.
-    unsafe { std::mem::transmute::<*mut c_void, Option<Function>>(address) }
+    unsafe { std::mem::transmute::<*mut c_void, Option<MpiFunction>>(address) }
 }
 
-struct Search {
+struct SymbolSearch {
     name: &'static CStr,
-    found: *mut c_void,
+    address: *mut c_void,
 }
 
 /// Look into one library that is loaded.
-unsafe extern "C" fn look_into(library: *mut libc::dl_phdr_info, _: usize, search: *mut c_void) -> c_int {
+unsafe extern "C" fn find_in_library(library: *mut libc::dl_phdr_info, _: usize, search: *mut c_void) -> c_int {
     // SAFETY: the loader gives a valid one.
     let library = unsafe { &*library };
     // SAFETY: `find` gives one that nobody else uses meanwhile.
-    let search = unsafe { &mut *search.cast::<Search>() };
+    let search = unsafe { &mut *search.cast::<SymbolSearch>() };
     // SAFETY: it is loaded, and the name is the loader's; nothing is loaded by this.
     let handle = unsafe { libc::dlopen(library.dlpi_name, libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
     if handle.is_null() {
         return 0;
     }
     // SAFETY: the handle is of a library, and the name ends in NUL.
-    search.found = unsafe { libc::dlsym(handle, search.name.as_ptr()) };
+    search.address = unsafe { libc::dlsym(handle, search.name.as_ptr()) };
     // SAFETY: it was opened above; the library stays loaded by whoever loaded it.
     unsafe { libc::dlclose(handle) };
-    c_int::from(!search.found.is_null())
+    c_int::from(!search.address.is_null())
 }
 
 /// Memory that is asked for within is MPI's.
-fn asks_for_memory(call: impl FnOnce() -> c_int, _: &Words) -> c_int {
-    if !guest::is_main() {
+fn on_memory_request(call: impl FnOnce() -> c_int, _: &MpiArguments) -> c_int {
+    if !process_hooks::is_main_thread() {
         return call();
     }
-    let depth = DEPTH.load(Ordering::Relaxed);
-    DEPTH.store(depth + 1, Ordering::Relaxed);
+    let depth = MPI_CALL_DEPTH.load(Ordering::Relaxed);
+    MPI_CALL_DEPTH.store(depth + 1, Ordering::Relaxed);
     let result = call();
-    DEPTH.store(depth, Ordering::Relaxed);
+    MPI_CALL_DEPTH.store(depth, Ordering::Relaxed);
     result
 }
 
 /// MPI begins: from here on it is merged at its safe points.
-fn begins(call: impl FnOnce() -> c_int, words: &Words) -> c_int {
+fn on_init(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
     // Fortran's calls C's.
-    if settings::settings().is_none() || DEPTH.load(Ordering::Relaxed) > 0 {
+    if settings::settings().is_none() || MPI_CALL_DEPTH.load(Ordering::Relaxed) > 0 {
         return call();
     }
-    guest::leave_to_mpi();
-    let alone = guest::threads().len() == 1;
-    let result = asks_for_memory(call, words);
-    merge::mpi_began(alone);
+    process_hooks::merge_at_safe_points_only();
+    let alone = process_hooks::thread_ids().len() == 1;
+    let result = on_memory_request(call, words);
+    merger::record_mpi_threads(alone);
     result
 }
 
 /// When this returns, no rank computes.
-fn is_safe_point(call: impl FnOnce() -> c_int, words: &Words) -> c_int {
-    let result = asks_for_memory(call, words);
+fn on_synchronization(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
+    let result = on_memory_request(call, words);
     // Fortran's calls C's, and MPI its own.
-    let outermost = DEPTH.load(Ordering::Relaxed) == 0;
-    if outermost && settings::settings().is_some() && guest::is_by_mpi() && guest::is_main() {
-        merge::safe_point();
+    let outermost = MPI_CALL_DEPTH.load(Ordering::Relaxed) == 0;
+    if outermost
+        && settings::settings().is_some()
+        && process_hooks::is_merged_at_safe_points()
+        && process_hooks::is_main_thread()
+    {
+        merger::on_safe_point();
     }
     result
 }
 
 /// Somebody may write to what it is given after this has returned.
-fn hands_over(call: impl FnOnce() -> c_int, words: &Words) -> c_int {
+fn on_buffer_handover(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
     if settings::settings().is_some() {
-        for &word in &words[..BUFFERS] {
-            let buffer = BLOCKS.lock().map(|blocks| blocks.from(word as u64));
-            buffer.into_iter().for_each(merge::leave);
+        for &word in &words[..MAX_BUFFER_ARGUMENTS] {
+            let buffer = BLOCKS.lock().map(|blocks| blocks.buffer_range(word as u64));
+            buffer.into_iter().for_each(merger::exclude_blocks_in);
         }
     }
-    asks_for_memory(call, words)
+    on_memory_request(call, words)
 }
 
 /// Functions of MPI, with what is done around them: by their names in C, in Fortran, and in Fortran of 2008; or in C
@@ -216,17 +221,17 @@ const fn name(text: &'static str) -> &'static CStr {
     }
 }
 
-around! { begins, BEGINNINGS:
+around! { on_init, BEGINNINGS:
     MPI_Init mpi_init_ mpi_init_f08_,
     MPI_Init_thread mpi_init_thread_ mpi_init_thread_f08_,
 }
 
-around! { is_safe_point, SAFE_POINTS:
+around! { on_synchronization, SAFE_POINTS:
     MPI_Barrier mpi_barrier_ mpi_barrier_f08_,
     MPI_Allreduce mpi_allreduce_ mpi_allreduce_f08_,
 }
 
-around! { hands_over, HANDOVERS:
+around! { on_buffer_handover, HANDOVERS:
     MPI_Irecv mpi_irecv_ mpi_irecv_f08_,
     MPI_Imrecv mpi_imrecv_ mpi_imrecv_f08_,
     MPI_Recv_init mpi_recv_init_ mpi_recv_init_f08_,
@@ -293,9 +298,9 @@ around! { hands_over, HANDOVERS:
     MPI_File_read_ordered_begin mpi_file_read_ordered_begin_ mpi_file_read_ordered_begin_f08_,
 }
 
-around! { is_safe_point in C, SAFE_POINTS_IN_C: MPI_Allreduce_c }
+around! { on_synchronization in C, SAFE_POINTS_IN_C: MPI_Allreduce_c }
 
-around! { hands_over in C, HANDOVERS_IN_C:
+around! { on_buffer_handover in C, HANDOVERS_IN_C:
     MPI_Irecv_c, MPI_Imrecv_c, MPI_Recv_init_c, MPI_Isendrecv_c, MPI_Isendrecv_replace_c, MPI_Ibcast_c, MPI_Igather_c,
     MPI_Igatherv_c, MPI_Iscatter_c, MPI_Iscatterv_c, MPI_Iallgather_c, MPI_Iallgatherv_c, MPI_Ialltoall_c,
     MPI_Ialltoallv_c, MPI_Ialltoallw_c, MPI_Ireduce_c, MPI_Iallreduce_c, MPI_Ireduce_scatter_c,
@@ -311,7 +316,7 @@ around! { hands_over in C, HANDOVERS_IN_C:
     MPI_File_read_ordered_begin_c,
 }
 
-around! { asks_for_memory, ALLOCATIONS:
+around! { on_memory_request, ALLOCATIONS:
     MPI_Alloc_mem mpi_alloc_mem_ mpi_alloc_mem_f08_,
     MPI_Win_allocate mpi_win_allocate_ mpi_win_allocate_f08_,
     MPI_Win_allocate_shared mpi_win_allocate_shared_ mpi_win_allocate_shared_f08_,
@@ -331,4 +336,4 @@ around! { asks_for_memory, ALLOCATIONS:
     MPI_Alltoall mpi_alltoall_ mpi_alltoall_f08_,
 }
 
-around! { asks_for_memory in C, ALLOCATIONS_IN_C: MPI_Win_allocate_c, MPI_Win_allocate_shared_c }
+around! { on_memory_request in C, ALLOCATIONS_IN_C: MPI_Win_allocate_c, MPI_Win_allocate_shared_c }

@@ -26,7 +26,7 @@ pub(crate) use next;
 thread_local! {
     /// How many functions this thread is looking up, one within another. In a library that is loaded with the program
     /// it is there without being allocated.
-    static SEEKING: Cell<u32> = const { Cell::new(0) };
+    static LOOKUP_DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
 /// What tells the calling thread from others that live.
@@ -41,41 +41,41 @@ pub fn find(found: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
     if !known.is_null() {
         return known;
     }
-    SEEKING.set(SEEKING.get() + 1);
+    LOOKUP_DEPTH.set(LOOKUP_DEPTH.get() + 1);
     // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
     let address = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
     if address.is_null() {
-        forget_error();
+        clear_dlerror();
     }
-    SEEKING.set(SEEKING.get() - 1);
+    LOOKUP_DEPTH.set(LOOKUP_DEPTH.get() - 1);
     found.store(address, Ordering::Relaxed);
     address
 }
 
 /// The program is not to find an error that is ours.
-pub fn forget_error() {
+pub fn clear_dlerror() {
     // SAFETY: what it gives is not looked at.
     unsafe { libc::dlerror() };
 }
 
 /// Whether malloc(3) is this library's, and the one behind it the C library's.
-pub fn is_plain() -> bool {
+pub fn has_libc_malloc_next() -> bool {
     // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
     let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"malloc".as_ptr()) };
-    is_own(c"malloc") && ptr::eq(next, __libc_malloc as *const c_void)
+    resolves_to_this_library(c"malloc") && ptr::eq(next, __libc_malloc as *const c_void)
 }
 
 /// Whether the program finds this library's function by a name. Where a program at a fixed address compares the function
 /// with others, its address is that of the program's own jump to it (the System V ABI has an undefined symbol with a
 /// value for that), which leads to whichever library comes first.
-pub fn is_own(name: &CStr) -> bool {
-    let (found, is_jump) = library_of(called_by(name));
-    is_jump || found.dli_fbase == library_of(MEMORY.0.get().cast()).0.dli_fbase
+pub fn resolves_to_this_library(name: &CStr) -> bool {
+    let (found, is_jump) = library_at_address(function_called_by(name));
+    is_jump || found.dli_fbase == library_at_address(LOADER_ARENA.0.get().cast()).0.dli_fbase
 }
 
 /// The path of the library, or of the program, whose function the program finds by a name.
-pub fn library_that_has(name: &CStr) -> String {
-    let path = library_of(called_by(name)).0.dli_fname;
+pub fn library_providing(name: &CStr) -> String {
+    let path = library_at_address(function_called_by(name)).0.dli_fname;
     if path.is_null() {
         return "another library".to_owned();
     }
@@ -84,13 +84,13 @@ pub fn library_that_has(name: &CStr) -> String {
 }
 
 /// What the program calls by a name.
-fn called_by(name: &CStr) -> *const c_void {
+fn function_called_by(name: &CStr) -> *const c_void {
     // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
     unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
 }
 
 /// The library that has an address, and whether what it has there is a symbol that it does not define.
-fn library_of(address: *const c_void) -> (libc::Dl_info, bool) {
+fn library_at_address(address: *const c_void) -> (libc::Dl_info, bool) {
     let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
     let mut symbol: *const libc::Elf64_Sym = ptr::null();
     let into = (&raw mut symbol).cast::<*mut c_void>();
@@ -111,46 +111,50 @@ unsafe extern "C" {
 }
 
 /// Whether the calling thread is looking a function up just now.
-pub fn is_seeking() -> bool {
-    SEEKING.get() > 0
+pub fn is_in_lookup() -> bool {
+    LOOKUP_DEPTH.get() > 0
 }
 
-const ARENA: usize = 1 << 16;
+const ARENA_BYTES: usize = 1 << 16;
 
 /// Memory for the loader.
 #[repr(align(64))]
-struct Arena(UnsafeCell<[u8; ARENA]>);
+struct LoaderArena(UnsafeCell<[u8; ARENA_BYTES]>);
 
 // SAFETY: each byte is given to one caller, as `USED` counts.
-unsafe impl Sync for Arena {}
+unsafe impl Sync for LoaderArena {}
 
-static MEMORY: Arena = Arena(UnsafeCell::new([0; ARENA]));
-static USED: AtomicUsize = AtomicUsize::new(0);
+static LOADER_ARENA: LoaderArena = LoaderArena(UnsafeCell::new([0; ARENA_BYTES]));
+static LOADER_ARENA_USED: AtomicUsize = AtomicUsize::new(0);
 
 fn from_arena(bytes: usize) -> *mut c_void {
     let bytes = bytes.next_multiple_of(16);
-    let at = USED.fetch_add(bytes, Ordering::Relaxed);
-    if at.saturating_add(bytes) > ARENA { ptr::null_mut() } else { MEMORY.0.get().cast::<u8>().wrapping_add(at).cast() }
+    let at = LOADER_ARENA_USED.fetch_add(bytes, Ordering::Relaxed);
+    if at.saturating_add(bytes) > ARENA_BYTES {
+        ptr::null_mut()
+    } else {
+        LOADER_ARENA.0.get().cast::<u8>().wrapping_add(at).cast()
+    }
 }
 
-fn is_of_arena(pointer: *mut c_void) -> bool {
-    (pointer as usize).wrapping_sub(MEMORY.0.get() as usize) < ARENA
+fn is_in_arena(pointer: *mut c_void) -> bool {
+    (pointer as usize).wrapping_sub(LOADER_ARENA.0.get() as usize) < ARENA_BYTES
 }
 
-type Malloc = unsafe extern "C" fn(usize) -> *mut c_void;
-type Calloc = unsafe extern "C" fn(usize, usize) -> *mut c_void;
-type Realloc = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
-type Free = unsafe extern "C" fn(*mut c_void);
-type Memalign = unsafe extern "C" fn(usize, usize) -> *mut c_void;
-type PosixMemalign = unsafe extern "C" fn(*mut *mut c_void, usize, usize) -> c_int;
-type UsableSize = unsafe extern "C" fn(*mut c_void) -> usize;
+type MallocFn = unsafe extern "C" fn(usize) -> *mut c_void;
+type CallocFn = unsafe extern "C" fn(usize, usize) -> *mut c_void;
+type ReallocFn = unsafe extern "C" fn(*mut c_void, usize) -> *mut c_void;
+type FreeFn = unsafe extern "C" fn(*mut c_void);
+type MemalignFn = unsafe extern "C" fn(usize, usize) -> *mut c_void;
+type PosixMemalignFn = unsafe extern "C" fn(*mut *mut c_void, usize, usize) -> c_int;
+type UsableSizeFn = unsafe extern "C" fn(*mut c_void) -> usize;
 
 /// malloc(3) of the next library.
 pub fn malloc(bytes: usize) -> *mut c_void {
-    if is_seeking() {
+    if is_in_lookup() {
         return from_arena(bytes);
     }
-    match next!(c"malloc", Malloc) {
+    match next!(c"malloc", MallocFn) {
         // SAFETY: any size may be asked for.
         Some(malloc) => unsafe { malloc(bytes) },
         None => ptr::null_mut(),
@@ -159,11 +163,11 @@ pub fn malloc(bytes: usize) -> *mut c_void {
 
 /// calloc(3) of the next library.
 pub fn calloc(count: usize, bytes: usize) -> *mut c_void {
-    if is_seeking() {
+    if is_in_lookup() {
         // The arena is zeros, and nothing of it is given out twice.
         return count.checked_mul(bytes).map_or(ptr::null_mut(), from_arena);
     }
-    match next!(c"calloc", Calloc) {
+    match next!(c"calloc", CallocFn) {
         // SAFETY: any size may be asked for.
         Some(calloc) => unsafe { calloc(count, bytes) },
         None => ptr::null_mut(),
@@ -175,16 +179,16 @@ pub fn calloc(count: usize, bytes: usize) -> *mut c_void {
 /// # Safety
 /// The pointer is null or of one of these functions, and used no more.
 pub unsafe fn realloc(pointer: *mut c_void, bytes: usize) -> *mut c_void {
-    if is_of_arena(pointer) {
+    if is_in_arena(pointer) {
         let new = malloc(bytes);
         if !new.is_null() {
-            let behind = MEMORY.0.get() as usize + ARENA - pointer as usize;
+            let behind = LOADER_ARENA.0.get() as usize + ARENA_BYTES - pointer as usize;
             // SAFETY: within the arena, and within what is new; how long the old one was is not known.
             unsafe { ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), bytes.min(behind)) };
         }
         return new;
     }
-    match next!(c"realloc", Realloc) {
+    match next!(c"realloc", ReallocFn) {
         // SAFETY: the caller's promise.
         Some(realloc) => unsafe { realloc(pointer, bytes) },
         None => ptr::null_mut(),
@@ -197,10 +201,10 @@ pub unsafe fn realloc(pointer: *mut c_void, bytes: usize) -> *mut c_void {
 /// As for [`realloc`].
 pub unsafe fn free(pointer: *mut c_void) {
     // What the loader frees meanwhile, an error's text, is not freed.
-    if is_of_arena(pointer) || is_seeking() {
+    if is_in_arena(pointer) || is_in_lookup() {
         return;
     }
-    if let Some(free) = next!(c"free", Free) {
+    if let Some(free) = next!(c"free", FreeFn) {
         // SAFETY: the caller's promise.
         unsafe { free(pointer) };
     }
@@ -208,7 +212,7 @@ pub unsafe fn free(pointer: *mut c_void) {
 
 /// memalign(3) of the next library.
 pub fn memalign(alignment: usize, bytes: usize) -> *mut c_void {
-    match next!(c"memalign", Memalign) {
+    match next!(c"memalign", MemalignFn) {
         // SAFETY: what alignment there is not is refused.
         Some(memalign) => unsafe { memalign(alignment, bytes) },
         None => ptr::null_mut(),
@@ -220,7 +224,7 @@ pub fn memalign(alignment: usize, bytes: usize) -> *mut c_void {
 /// # Safety
 /// `into` is there to be written.
 pub unsafe fn posix_memalign(into: *mut *mut c_void, alignment: usize, bytes: usize) -> c_int {
-    match next!(c"posix_memalign", PosixMemalign) {
+    match next!(c"posix_memalign", PosixMemalignFn) {
         // SAFETY: the caller's promise; what alignment there is not is refused.
         Some(posix_memalign) => unsafe { posix_memalign(into, alignment, bytes) },
         None => libc::ENOMEM,
@@ -232,16 +236,16 @@ pub unsafe fn posix_memalign(into: *mut *mut c_void, alignment: usize, bytes: us
 /// # Safety
 /// The pointer is null or of one of these functions.
 pub unsafe fn usable_size(pointer: *mut c_void) -> usize {
-    match next!(c"malloc_usable_size", UsableSize) {
+    match next!(c"malloc_usable_size", UsableSizeFn) {
         // SAFETY: the caller's promise.
-        Some(usable) if !is_of_arena(pointer) => unsafe { usable(pointer) },
+        Some(usable) if !is_in_arena(pointer) => unsafe { usable(pointer) },
         _ => 0,
     }
 }
 
 /// What this library itself allocates: the C library's heap, whatever allocator the program has. One of the program's
 /// own may have its memory from mmap(2), and so in blocks, to which no merge may write.
-struct Own;
+struct OwnAllocator;
 
 unsafe extern "C" {
     fn __libc_malloc(bytes: usize) -> *mut c_void;
@@ -250,12 +254,12 @@ unsafe extern "C" {
 }
 
 /// What malloc(3) aligns to at least.
-const ALIGNED: usize = 16;
+const MALLOC_ALIGNMENT: usize = 16;
 
 // SAFETY: these functions of glibc are an allocator.
-unsafe impl GlobalAlloc for Own {
+unsafe impl GlobalAlloc for OwnAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        if layout.align() <= ALIGNED {
+        if layout.align() <= MALLOC_ALIGNMENT {
             // SAFETY: any size may be asked for.
             unsafe { __libc_malloc(layout.size()) }.cast()
         } else {
@@ -271,4 +275,4 @@ unsafe impl GlobalAlloc for Own {
 }
 
 #[global_allocator]
-static ALLOCATOR: Own = Own;
+static ALLOCATOR: OwnAllocator = OwnAllocator;

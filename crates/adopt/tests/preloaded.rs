@@ -6,7 +6,7 @@ use std::process::{Command, Output};
 use tempfile::TempDir;
 
 /// A directory for programs and domains, in memory as by default.
-fn place() -> TempDir {
+fn runtime_directory() -> TempDir {
     use std::os::unix::fs::PermissionsExt;
     let place = tempfile::tempdir_in("/dev/shm").unwrap();
     std::fs::set_permissions(place.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
@@ -14,7 +14,7 @@ fn place() -> TempDir {
 }
 
 /// The library, where cargo has left it.
-fn library() -> PathBuf {
+fn library_path() -> PathBuf {
     let tests = std::env::current_exe().unwrap();
     let library = tests.with_file_name("libpagefold_adopt.so");
     assert!(library.exists(), "{} is built with this test", library.display());
@@ -31,9 +31,9 @@ fn has_compiler() -> bool {
 }
 
 /// Compile a program, or a library. `source` is the name of one in `labs/run`, or a path.
-fn compile(place: &TempDir, source: &str, flags: &[&str]) -> PathBuf {
+fn compile(directory: &TempDir, source: &str, flags: &[&str]) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/run").join(source);
-    let program = place.path().join(source.file_stem().unwrap());
+    let program = directory.path().join(source.file_stem().unwrap());
     let mut command = Command::new("gcc");
     command.args(["-O1", "-Wall", "-Werror", "-pthread", "-o"]).arg(&program).arg(source).args(flags);
     assert!(command.status().unwrap().success());
@@ -41,33 +41,33 @@ fn compile(place: &TempDir, source: &str, flags: &[&str]) -> PathBuf {
 }
 
 /// Compile a program of which only `main` is given.
-fn compile_text(place: &TempDir, name: &str, text: &str, flags: &[&str]) -> PathBuf {
-    let source = place.path().join(name);
-    std::fs::write(&source, format!("{HEAD}{text}")).unwrap();
-    compile(place, source.to_str().unwrap(), flags)
+fn compile_text(directory: &TempDir, name: &str, text: &str, flags: &[&str]) -> PathBuf {
+    let source = directory.path().join(name);
+    std::fs::write(&source, format!("{TEST_PROGRAM_HEAD_C}{text}")).unwrap();
+    compile(directory, source.to_str().unwrap(), flags)
 }
 
 /// A program with the library ahead, in the domain `x`, as fast as may be; ended after minutes if it hangs.
-fn preloaded(place: &TempDir, program: &Path) -> Command {
-    preloaded_by(place, library().to_str().unwrap(), program)
+fn preloaded_command(directory: &TempDir, program: &Path) -> Command {
+    command_with_preload(directory, library_path().to_str().unwrap(), program)
 }
 
 /// The same with more libraries. Nothing but the program loads them.
-fn preloaded_by(place: &TempDir, libraries: &str, program: &Path) -> Command {
+fn command_with_preload(directory: &TempDir, libraries: &str, program: &Path) -> Command {
     let mut command = Command::new("timeout");
     command.args(["--signal=KILL", "300", "env", &format!("LD_PRELOAD={libraries}")]).arg(program);
-    command.env("PAGEFOLD_RUNTIME", place.path().join("domains")).env("PAGEFOLD_DOMAIN", "x");
+    command.env("PAGEFOLD_RUNTIME", directory.path().join("domains")).env("PAGEFOLD_DOMAIN", "x");
     command.env("PAGEFOLD_MAX_SLOWDOWN", "100").env("PAGEFOLD_THRESHOLD", "65536").env("PAGEFOLD_REPORT", "1");
     command
 }
 
-fn text(bytes: &[u8]) -> String {
+fn lossy_text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
 /// What the program exited with. `None` if it may not merge beside itself here, which says that the test is skipped.
-fn code(output: &Output) -> Option<i32> {
-    if text(&output.stderr).contains("needs Linux 6.4 and userfaultfd") {
+fn exit_code(output: &Output) -> Option<i32> {
+    if lossy_text(&output.stderr).contains("needs Linux 6.4 and userfaultfd") {
         println!("skipped: userfaultfd is not permitted");
         return None;
     }
@@ -75,14 +75,14 @@ fn code(output: &Output) -> Option<i32> {
 }
 
 /// What the library reports of itself: the number before some words.
-fn reported(said: &str, words: &str) -> u64 {
-    let before = said.split_once(words).unwrap_or_else(|| panic!("{words} in {said}")).0;
+fn reported_number(stderr: &str, label: &str) -> u64 {
+    let before = stderr.split_once(label).unwrap_or_else(|| panic!("{label} in {stderr}")).0;
     before.trim_end().rsplit(' ').next().unwrap().parse().unwrap()
 }
 
 /// `threads` reads how many threads the kernel counts, and allocates nothing, as `num_threads` in proc_pid_stat(5).
 /// `becomes` waits for a number of them. `merged` waits until anything is merged.
-const HEAD: &str = r#"#define _GNU_SOURCE
+const TEST_PROGRAM_HEAD_C: &str = r#"#define _GNU_SOURCE
 #include <fcntl.h>
 #include <sched.h>
 #include <stdio.h>
@@ -133,38 +133,38 @@ static char *fill(void) { return memset(block = malloc(8 << 20), 3, 8 << 20); }
 "#;
 
 #[test]
-fn a_barrier_costs_a_look_at_the_clock_where_nothing_is_due() {
+fn idle_barrier_only_reads_the_clock() {
     if !has_compiler() {
         return;
     }
-    let place = place();
+    let place = runtime_directory();
     let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
     let program = compile(&place, "barriers.c", &[mpi.to_str().unwrap()]);
     let barriers = 1_000_000;
-    let output = preloaded(&place, &program).args([&barriers.to_string(), "1000"]).output().unwrap();
-    let said = text(&output.stderr);
+    let output = preloaded_command(&place, &program).args([&barriers.to_string(), "1000"]).output().unwrap();
+    let said = lossy_text(&output.stderr);
     assert!(output.status.success() && !said.contains("had 0 B merged"), "{output:?}");
     // All others took no lock and made no system call. One asks each 5 ms at most, and a few for each merge.
-    let milliseconds: u64 = text(&output.stdout).trim().parse().unwrap();
-    let (asked, merges) = (reported(&said, " safe points asked"), reported(&said, " merges took"));
+    let milliseconds: u64 = lossy_text(&output.stdout).trim().parse().unwrap();
+    let (asked, merges) = (reported_number(&said, " safe points asked"), reported_number(&said, " merges took"));
     assert!(asked <= milliseconds / 5 + 4 * merges + 10 && asked < barriers / 2, "{milliseconds} ms: {said}");
 }
 
 #[test]
-fn a_tool_that_has_mpi_before_the_library_is_named() {
+fn tool_that_intercepts_mpi_is_named() {
     if !has_compiler() {
         return;
     }
-    let place = place();
+    let place = runtime_directory();
     let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
     let tool = compile(&place, "pmpi_tool.c", &["-shared", "-fPIC"]);
     let run = |program: &Path, preloads: &str| {
-        let output = preloaded_by(&place, preloads, program).args(["100000", "4"]).output().unwrap();
+        let output = command_with_preload(&place, preloads, program).args(["100000", "4"]).output().unwrap();
         assert!(output.status.success(), "{output:?}");
-        text(&output.stderr)
+        lossy_text(&output.stderr)
     };
     let program = compile(&place, "barriers.c", &[mpi.to_str().unwrap()]);
-    let (ours, theirs) = (library(), tool.to_str().unwrap());
+    let (ours, theirs) = (library_path(), tool.to_str().unwrap());
     let ours = ours.to_str().unwrap();
     let said = run(&program, &format!("{theirs}:{ours}"));
     assert!(said.contains(&format!("not merged: MPI_Barrier of {theirs} is called in place")), "{said}");
@@ -181,11 +181,11 @@ fn a_tool_that_has_mpi_before_the_library_is_named() {
 }
 
 #[test]
-fn a_program_that_is_merged_may_change_its_user_namespace() {
+fn merged_program_can_change_its_user_namespace() {
     if !has_compiler() {
         return;
     }
-    let place = place();
+    let place = runtime_directory();
     let main = r#"int main(int count, char **words)
 {
 	fill();
@@ -202,16 +202,16 @@ fn a_program_that_is_merged_may_change_its_user_namespace() {
         println!("skipped: user namespaces are not permitted");
         return;
     }
-    let output = preloaded(&place, &program).arg("merged").output().unwrap();
-    assert_eq!(code(&output).unwrap_or(0), 0, "{output:?}");
+    let output = preloaded_command(&place, &program).arg("merged").output().unwrap();
+    assert_eq!(exit_code(&output).unwrap_or(0), 0, "{output:?}");
 }
 
 #[test]
-fn a_program_that_forks_sees_its_own_threads_alone() {
+fn forking_program_sees_only_its_own_threads() {
     if !has_compiler() {
         return;
     }
-    let place = place();
+    let place = runtime_directory();
     let main = r#"int main(void)
 {
 	fill();
@@ -230,16 +230,16 @@ fn a_program_that_forks_sees_its_own_threads_alone() {
 	return block[77] != 3;
 }
 "#;
-    let output = preloaded(&place, &compile_text(&place, "forks.c", main, &[])).output().unwrap();
-    assert_eq!(code(&output).unwrap_or(0), 0, "{output:?}");
+    let output = preloaded_command(&place, &compile_text(&place, "forks.c", main, &[])).output().unwrap();
+    assert_eq!(exit_code(&output).unwrap_or(0), 0, "{output:?}");
 }
 
 #[test]
-fn a_program_without_large_memory_has_no_thread_of_the_library() {
+fn program_without_blocks_has_no_merge_thread() {
     if !has_compiler() {
         return;
     }
-    let place = place();
+    let place = runtime_directory();
     let main = r#"int main(void)
 {
 	usleep(500000);
@@ -256,13 +256,13 @@ fn a_program_without_large_memory_has_no_thread_of_the_library() {
 	return 0;
 }
 "#;
-    let output = preloaded(&place, &compile_text(&place, "idles.c", main, &[])).output().unwrap();
-    assert_eq!(code(&output).unwrap_or(0), 0, "{output:?}");
+    let output = preloaded_command(&place, &compile_text(&place, "idles.c", main, &[])).output().unwrap();
+    assert_eq!(exit_code(&output).unwrap_or(0), 0, "{output:?}");
 }
 
 /// A rank that goes from barrier to barrier until it is merged, says so, and ends when its input does; or kills itself
 /// at once. Or what starts such ranks, and outlives them.
-const RANKS: &str = r#"#include <signal.h>
+const RANK_PROGRAM_C: &str = r#"#include <signal.h>
 int MPI_Init(int *count, char ***words);
 int MPI_Barrier(void *comm);
 int main(int count, char **words)
@@ -287,19 +287,19 @@ int main(int count, char **words)
 "#;
 
 #[test]
-fn the_directory_of_a_domain_goes_with_ranks_that_end_at_once() {
+fn domain_directory_is_removed_with_simultaneous_exits() {
     if !has_compiler() {
         return;
     }
-    let place = place();
+    let place = runtime_directory();
     let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
-    let program = compile_text(&place, "ranks.c", RANKS, &[mpi.to_str().unwrap()]);
+    let program = compile_text(&place, "ranks.c", RANK_PROGRAM_C, &[mpi.to_str().unwrap()]);
     let domain = place.path().join("domains/x");
     for round in 0..3 {
         let ((wait, ends), (merged, says)) = (std::io::pipe().unwrap(), std::io::pipe().unwrap());
         let rank = || {
             let (input, output) = (wait.try_clone().unwrap(), says.try_clone().unwrap());
-            preloaded(&place, &program).stdin(input).stdout(output).spawn().unwrap()
+            preloaded_command(&place, &program).stdin(input).stdout(output).spawn().unwrap()
         };
         let mut ranks: Vec<_> = (0..6).map(|_| rank()).collect();
         drop((wait, says));
@@ -313,14 +313,14 @@ fn the_directory_of_a_domain_goes_with_ranks_that_end_at_once() {
 }
 
 #[test]
-fn a_launcher_that_outlives_killed_ranks_removes_the_directory_of_their_domain() {
+fn surviving_launcher_removes_domain_of_killed_ranks() {
     if !has_compiler() {
         return;
     }
-    let place = place();
+    let place = runtime_directory();
     let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
-    let program = compile_text(&place, "ranks.c", RANKS, &[mpi.to_str().unwrap()]);
-    let output = preloaded(&place, &program).arg("launch").output().unwrap();
+    let program = compile_text(&place, "ranks.c", RANK_PROGRAM_C, &[mpi.to_str().unwrap()]);
+    let output = preloaded_command(&place, &program).arg("launch").output().unwrap();
     assert!(output.status.success(), "{output:?}");
     assert!(place.path().join("domains").exists(), "there was a domain");
     assert!(!place.path().join("domains/x").exists());

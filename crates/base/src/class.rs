@@ -50,7 +50,7 @@ impl PageClass {
 /// Resident private anonymous pages by class. Every resident page is in exactly one field except `redundant`, which
 /// is the part of the duplicates beyond the copy that each group keeps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counts {
+pub struct PageCounts {
     /// Already shared by KSM.
     pub merged: Pages,
     /// Changed between the passes.
@@ -69,7 +69,7 @@ pub struct Counts {
     pub redundant: Pages,
 }
 
-impl Counts {
+impl PageCounts {
     /// Count one page; `redundant` says that it is not the copy its group keeps.
     pub fn count(&mut self, class: PageClass, redundant: bool) {
         let field = match class {
@@ -96,7 +96,7 @@ impl Counts {
     }
 }
 
-impl AddAssign for Counts {
+impl AddAssign for PageCounts {
     fn add_assign(&mut self, other: Self) {
         self.merged += other.merged;
         self.volatile += other.volatile;
@@ -115,7 +115,7 @@ mod tests {
 
     #[test]
     fn every_page_is_counted_once() {
-        let mut counts = Counts::default();
+        let mut counts = PageCounts::default();
         for class in PageClass::ALL {
             counts.count(class, true);
         }

@@ -11,21 +11,21 @@ impl Fingerprint {
 
     /// Half of it, for where room is short: equal for equal contents, and for two different ones with a probability of
     /// one in four billion. Spread first, because fingerprints of a recording may be small numbers.
-    pub const fn half(self) -> u32 {
-        (self.0.wrapping_mul(SPREAD) >> 32) as u32
+    pub const fn to_half(self) -> u32 {
+        (self.0.wrapping_mul(SPREAD_MULTIPLIER) >> 32) as u32
     }
 
     /// The fingerprint that stands for a content of which only half a fingerprint is known.
-    pub const fn of_half(half: u32) -> Self {
-        Self(((half as u64) << 32).wrapping_mul(GATHER))
+    pub const fn from_half(half: u32) -> Self {
+        Self(((half as u64) << 32).wrapping_mul(SPREAD_INVERSE))
     }
 }
 
 /// What fingerprints are multiplied by to spread them (Fibonacci hashing: D. Knuth, The Art of Computer Programming 3,
 /// 6.4), and what undoes that modulo 2^64.
-const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
-const GATHER: u64 = 0xf1de_83e1_9937_733d;
-const _: () = assert!(SPREAD.wrapping_mul(GATHER) == 1);
+const SPREAD_MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;
+const SPREAD_INVERSE: u64 = 0xf1de_83e1_9937_733d;
+const _: () = assert!(SPREAD_MULTIPLIER.wrapping_mul(SPREAD_INVERSE) == 1);
 
 /// An upper bound of the probability that any two different contents among `distinct` share a fingerprint.
 ///
@@ -53,7 +53,7 @@ pub enum ContentKind {
 
 impl ContentKind {
     /// The kind of a page's bytes.
-    pub fn of(page: &[u8]) -> Self {
+    pub fn classify(page: &[u8]) -> Self {
         if page.iter().all(|&byte| byte == 0) {
             return Self::Zero;
         }
@@ -90,14 +90,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_half_stands_for_itself(half: u32) {
-            prop_assert_eq!(Fingerprint::of_half(half).half(), half);
+        fn half_fingerprint_round_trips(half: u32) {
+            prop_assert_eq!(Fingerprint::from_half(half).to_half(), half);
         }
     }
 
     #[test]
-    fn kinds() {
-        let check = |page: &[u8], kind| assert_eq!(ContentKind::of(page), kind);
+    fn content_kinds_are_classified() {
+        let check = |page: &[u8], kind| assert_eq!(ContentKind::classify(page), kind);
         check(&[0; 4096], ContentKind::Zero);
         check(&[0x5a; 4096], ContentKind::Pattern(0x5a5a_5a5a_5a5a_5a5a));
         let mut elf = [1u8; 4096];

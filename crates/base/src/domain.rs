@@ -4,12 +4,12 @@
 //! than one to a page of one's own, so sharing tells a neighbour what one's memory holds. A census therefore counts
 //! what lies within a domain and what crosses domains apart.
 //!
-//! A [`DomainRule`] sorts all processes; a configuration may put some into [`Group`]s before it is applied.
+//! A [`DomainRule`] sorts all processes; a configuration may put some into [`TrustGroup`]s before it is applied.
 //!
 //! - Each virtual machine is a domain of its own by default, whichever user runs it: libvirt runs all of them as one.
 //! - Names of programs, virtual machines, containers and jobs are self-declared: a process chooses its name and
 //!   environment, and a user with a delegated cgroup may name a cgroup below it after any container. Such a name counts
-//!   only beside a user, a cgroup or a label: a group that gives names alone is not applied ([`Group::is_attested`]).
+//!   only beside a user, a cgroup or a label: a group that gives names alone is not applied ([`TrustGroup::is_attested`]).
 //! - A setuid program is started and fed by another user than its effective one: no group by users has it, and without
 //!   a group it is a domain of its own.
 //!
@@ -37,7 +37,7 @@ pub enum DomainRule {
 
 /// A trust domain.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Domain {
+pub enum TrustDomain {
     /// All of it.
     Host,
     /// The processes of a user.
@@ -52,22 +52,22 @@ pub enum Domain {
     Group(String),
     /// Those of a domain whose memory is bound to certain NUMA nodes, by the list of these: on a host where KSM merges
     /// across nodes, a merge with others would move their pages to another node.
-    Bound(Box<Domain>, String),
+    NumaBound(Box<TrustDomain>, String),
 }
 
 /// How processes are sorted into trust domains: by the first group that they belong to, otherwise by the rule.
 #[derive(Clone, Debug, Default)]
-pub struct Domains {
+pub struct DomainConfig {
     /// For whoever is in no group.
     pub rule: DomainRule,
     /// In the order in which they are tried.
-    pub groups: Vec<Group>,
+    pub groups: Vec<TrustGroup>,
 }
 
 /// Processes that trust each other. Kinds of conditions narrow each other down; within a kind any one is enough. A
 /// group without a condition has nobody in it.
 #[derive(Clone, Debug, Default)]
-pub struct Group {
+pub struct TrustGroup {
     /// What the domain is called.
     pub name: String,
     /// Effective users.
@@ -77,7 +77,7 @@ pub struct Group {
     /// Names of virtual machines.
     pub vms: Vec<GlobMatcher>,
     /// The kernel's names of programs.
-    pub names: Vec<GlobMatcher>,
+    pub program_names: Vec<GlobMatcher>,
     /// Containers, as `docker:4c01db0b339c` or `lxc:web`.
     pub containers: Vec<GlobMatcher>,
     /// Labels of containers, as `com.docker.compose.project=shop`.
@@ -86,26 +86,26 @@ pub struct Group {
     pub jobs: Vec<GlobMatcher>,
 }
 
-impl From<DomainRule> for Domains {
+impl From<DomainRule> for DomainConfig {
     fn from(rule: DomainRule) -> Self {
         Self { rule, groups: Vec::new() }
     }
 }
 
-impl Domains {
+impl DomainConfig {
     /// The domain of a process.
-    pub fn domain(&self, process: &Process) -> Domain {
+    pub fn domain(&self, process: &Process) -> TrustDomain {
         match self.groups.iter().find(|group| group.is_attested() && group.trusts(process)) {
-            Some(group) => Domain::Group(group.name.clone()),
+            Some(group) => TrustDomain::Group(group.name.clone()),
             None => self.rule.domain(process),
         }
     }
 }
 
-impl Group {
+impl TrustGroup {
     /// Whether it says who belongs to it.
     pub fn has_condition(&self) -> bool {
-        let Self { name: _, users, cgroups, vms, names, containers, labels, jobs } = self;
+        let Self { name: _, users, cgroups, vms, program_names: names, containers, labels, jobs } = self;
         let patterns = [cgroups, vms, names, containers, labels, jobs];
         !users.is_empty() || patterns.iter().any(|patterns| !patterns.is_empty())
     }
@@ -113,7 +113,7 @@ impl Group {
     /// Whether one of its conditions is about what a process cannot choose for itself. Names of programs, virtual
     /// machines, containers and jobs are self-declared.
     pub fn is_attested(&self) -> bool {
-        let Self { name: _, users, cgroups, vms: _, names: _, containers: _, labels, jobs: _ } = self;
+        let Self { name: _, users, cgroups, vms: _, program_names: _, containers: _, labels, jobs: _ } = self;
         !users.is_empty() || !cgroups.is_empty() || !labels.is_empty()
     }
 
@@ -124,7 +124,7 @@ impl Group {
 
     /// Whether a process belongs to it. What cannot be read of a process fits nothing.
     pub fn has(&self, process: &Process) -> bool {
-        let Self { name: _, users, cgroups, vms, names, containers, labels, jobs } = self;
+        let Self { name: _, users, cgroups, vms, program_names: names, containers, labels, jobs } = self;
         let fits = |patterns: &[GlobMatcher], text: Option<&str>| {
             patterns.is_empty() || text.is_some_and(|text| patterns.iter().any(|pattern| pattern.is_match(text)))
         };
@@ -132,7 +132,8 @@ impl Group {
         let vm = identity.vm.as_ref().and_then(|vm| vm.name.as_deref());
         self.has_condition()
             && (users.is_empty() || process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
-            && (cgroups.is_empty() || process.cgroup.as_ref().is_ok_and(|path| fits_above(cgroups, path)))
+            && (cgroups.is_empty()
+                || process.cgroup.as_ref().is_ok_and(|path| matches_cgroup_or_ancestor(cgroups, path)))
             && fits(vms, vm)
             && fits(names, Some(&process.comm))
             && fits(containers, identity.container.as_deref())
@@ -142,41 +143,41 @@ impl Group {
 }
 
 /// Whether a cgroup or one that it is below fits.
-fn fits_above(patterns: &[GlobMatcher], path: &str) -> bool {
+fn matches_cgroup_or_ancestor(patterns: &[GlobMatcher], path: &str) -> bool {
     let ends = path.match_indices('/').map(|(end, _)| end).filter(|&end| end > 0).chain([path.len()]);
     ends.map(|end| &path[..end]).any(|above| patterns.iter().any(|pattern| pattern.is_match(above)))
 }
 
 impl DomainRule {
     /// The domain of a process. A process whose users or cgroup cannot be read is a domain of its own.
-    pub fn domain(self, process: &Process) -> Domain {
+    pub fn domain(self, process: &Process) -> TrustDomain {
         let pid = process.id.pid.0;
         let alone = match &process.identity.vm {
-            Some(vm) => Domain::Vm(vm.name.clone(), pid),
-            None => Domain::Process(pid),
+            Some(vm) => TrustDomain::Vm(vm.name.clone(), pid),
+            None => TrustDomain::Process(pid),
         };
         match self {
-            Self::Host => Domain::Host,
+            Self::Host => TrustDomain::Host,
             Self::Process => alone,
-            Self::Cgroup => process.cgroup.clone().map_or(alone, Domain::Cgroup),
+            Self::Cgroup => process.cgroup.clone().map_or(alone, TrustDomain::Cgroup),
             Self::User => match process.uid {
-                Ok(uid) if process.identity.vm.is_none() && !process.setuid => Domain::User(uid),
+                Ok(uid) if process.identity.vm.is_none() && !process.setuid => TrustDomain::User(uid),
                 Ok(_) | Err(_) => alone,
             },
         }
     }
 }
 
-impl Domain {
+impl TrustDomain {
     /// Whether it is that of one process alone.
-    pub fn is_alone(&self) -> bool {
-        matches!(self.trust(), Self::Vm(..) | Self::Process(_))
+    pub fn is_single_process(&self) -> bool {
+        matches!(self.without_nodes(), Self::Vm(..) | Self::Process(_))
     }
 
     /// The domain without what nodes its memory is bound to, which is no question of trust.
-    pub fn trust(&self) -> &Self {
+    pub fn without_nodes(&self) -> &Self {
         match self {
-            Self::Bound(domain, _) => domain.trust(),
+            Self::NumaBound(domain, _) => domain.without_nodes(),
             domain => domain,
         }
     }
@@ -184,22 +185,22 @@ impl Domain {
     /// The nodes that its memory is bound to, if it is kept apart for that.
     pub fn nodes(&self) -> Option<&str> {
         match self {
-            Self::Bound(_, nodes) => Some(nodes),
+            Self::NumaBound(_, nodes) => Some(nodes),
             _ => None,
         }
     }
 
     /// Kept apart for the nodes that its memory is bound to, if it is to any.
     #[must_use]
-    pub fn bound(self, nodes: Option<String>) -> Self {
+    pub fn with_nodes(self, nodes: Option<String>) -> Self {
         match nodes {
-            Some(nodes) => Self::Bound(Box::new(self), nodes),
+            Some(nodes) => Self::NumaBound(Box::new(self), nodes),
             None => self,
         }
     }
 }
 
-impl fmt::Display for Domain {
+impl fmt::Display for TrustDomain {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Host => f.write_str("host"),
@@ -209,7 +210,7 @@ impl fmt::Display for Domain {
             Self::Vm(None, pid) => write!(f, "vm of process {pid}"),
             Self::Process(pid) => write!(f, "process {pid}"),
             Self::Group(name) => write!(f, "group {name}"),
-            Self::Bound(domain, nodes) => write!(f, "{domain} on node {nodes}"),
+            Self::NumaBound(domain, nodes) => write!(f, "{domain} on node {nodes}"),
         }
     }
 }
@@ -231,7 +232,7 @@ mod tests {
             uid: Ok(uid),
             setuid: false,
             cgroup: Ok(cgroup.to_owned()),
-            identity: Identity::of(&arguments, &job, Some(cgroup)),
+            identity: Identity::new(&arguments, &job, Some(cgroup)),
             arguments: Ok(arguments),
             ..Process::absent(ProcessId { pid: Pid(7), start_time: 1 }, &Absent::Denied)
         }
@@ -241,22 +242,22 @@ mod tests {
         patterns.iter().map(|pattern| Glob::new(pattern).unwrap().compile_matcher()).collect()
     }
 
-    fn group(name: &str) -> Group {
-        Group { name: name.to_owned(), ..Group::default() }
+    fn group(name: &str) -> TrustGroup {
+        TrustGroup { name: name.to_owned(), ..TrustGroup::default() }
     }
 
     #[test]
-    fn the_first_group_that_fits_is_the_domain() {
+    fn first_matching_group_is_the_domain() {
         let groups = vec![
-            Group { users: vec![0], vms: globs(&["web-*"]), ..group("web") },
-            Group { users: vec![1000, 1001], names: globs(&["solver"]), ..group("solvers") },
-            Group { cgroups: globs(&["/machine.slice"]), ..group("machines") },
-            Group { users: vec![5], containers: globs(&["docker:*"]), ..group("containers") },
-            Group { users: vec![5], jobs: globs(&["slurm:7"]), names: globs(&["rank"]), ..group("job") },
-            Group { labels: globs(&["com.docker.compose.project=shop", "tenant=a*"]), ..group("labelled") },
+            TrustGroup { users: vec![0], vms: globs(&["web-*"]), ..group("web") },
+            TrustGroup { users: vec![1000, 1001], program_names: globs(&["solver"]), ..group("solvers") },
+            TrustGroup { cgroups: globs(&["/machine.slice"]), ..group("machines") },
+            TrustGroup { users: vec![5], containers: globs(&["docker:*"]), ..group("containers") },
+            TrustGroup { users: vec![5], jobs: globs(&["slurm:7"]), program_names: globs(&["rank"]), ..group("job") },
+            TrustGroup { labels: globs(&["com.docker.compose.project=shop", "tenant=a*"]), ..group("labelled") },
             group("nobody"),
         ];
-        let domains = Domains { rule: DomainRule::User, groups };
+        let domains = DomainConfig { rule: DomainRule::User, groups };
         let check = |process: Process, expected: &str| assert_eq!(domains.domain(&process).to_string(), expected);
         let qemu = |name: &str, cgroup: &str| process(0, cgroup, &["qemu-system-x86_64", "-name", name]);
         check(qemu("web-1", "/machine.slice/web"), "group web");
@@ -283,7 +284,7 @@ mod tests {
     #[test]
     fn without_groups_the_rule_decides() {
         let check = |rule: DomainRule, process: &Process, expected: &str| {
-            assert_eq!(Domains::from(rule).domain(process).to_string(), expected);
+            assert_eq!(DomainConfig::from(rule).domain(process).to_string(), expected);
         };
         let vm = process(0, "/machine.slice/web", &["qemu-system-x86_64", "-name", "web"]);
         check(DomainRule::User, &vm, "vm web");
@@ -302,36 +303,36 @@ mod tests {
             let cgroup = format!("/machine.slice/machine-qemu\\x2d1\\x2d{name}.scope/libvirt/emulator");
             let vm = process(uid, &cgroup, &["qemu-system-x86_64", "-name", &format!("guest={name}")]);
             let id = ProcessId { pid: Pid(pid), start_time: 1 };
-            Domains::default().domain(&Process { id, ..vm })
+            DomainConfig::default().domain(&Process { id, ..vm })
         };
         for uid in [0, 1000, 64055] {
             let domains = [domain(uid, 7, "web-0"), domain(uid, 8, "web-1"), domain(uid, 9, "web-1")];
-            assert!(domains.iter().all(Domain::is_alone), "user {uid}: {domains:?}");
+            assert!(domains.iter().all(TrustDomain::is_single_process), "user {uid}: {domains:?}");
             assert!(domains[0] != domains[1] && domains[1] != domains[2], "user {uid}: {domains:?}");
         }
         let helper = process(64055, "/machine.slice", &["swtpm"]);
-        assert_eq!(Domains::default().domain(&helper), Domain::User(64055));
+        assert_eq!(DomainConfig::default().domain(&helper), TrustDomain::User(64055));
     }
 
     #[test]
     fn a_group_by_self_declared_names_alone_has_no_process() {
         let evil = process(65534, "/user.slice", &["qemu-system-x86_64", "-name", "web-evil"]);
         let good = process(0, "/machine.slice/web", &["qemu-system-x86_64", "-name", "web-1"]);
-        let domain = |group: Group, process: &Process| {
-            let domains = Domains { rule: DomainRule::User, groups: vec![group] };
+        let domain = |group: TrustGroup, process: &Process| {
+            let domains = DomainConfig { rule: DomainRule::User, groups: vec![group] };
             domains.domain(process).to_string()
         };
-        let names = || Group { vms: globs(&["web-*"]), names: globs(&["qemu-*"]), ..group("web") };
-        let job = || Group { jobs: globs(&["slurm:*"]), ..group("web") };
+        let names = || TrustGroup { vms: globs(&["web-*"]), program_names: globs(&["qemu-*"]), ..group("web") };
+        let job = || TrustGroup { jobs: globs(&["slurm:*"]), ..group("web") };
         for alone in [names, job] {
             assert!(alone().has_condition() && !alone().is_attested());
             assert!(alone().has(&evil), "it still selects what is managed or left alone");
             assert_eq!(domain(alone(), &good), "vm web-1");
             assert_eq!(domain(alone(), &evil), "vm web-evil");
-            assert_eq!(domain(Group { users: vec![0], ..alone() }, &good), "group web");
-            assert_eq!(domain(Group { users: vec![0], ..alone() }, &evil), "vm web-evil");
-            assert_eq!(domain(Group { cgroups: globs(&["/machine.slice"]), ..alone() }, &good), "group web");
-            assert_eq!(domain(Group { cgroups: globs(&["/machine.slice"]), ..alone() }, &evil), "vm web-evil");
+            assert_eq!(domain(TrustGroup { users: vec![0], ..alone() }, &good), "group web");
+            assert_eq!(domain(TrustGroup { users: vec![0], ..alone() }, &evil), "vm web-evil");
+            assert_eq!(domain(TrustGroup { cgroups: globs(&["/machine.slice"]), ..alone() }, &good), "group web");
+            assert_eq!(domain(TrustGroup { cgroups: globs(&["/machine.slice"]), ..alone() }, &evil), "vm web-evil");
         }
     }
 
@@ -342,14 +343,14 @@ mod tests {
         let delegated = "/user.slice/user-1000.slice/user@1000.service";
         let scopes = [format!("docker-{id}.scope"), "docker-4c01db0b339c.scope".to_owned()];
         let forged = scopes.map(|scope| process(1000, &format!("{delegated}/{scope}"), &["probe"]));
-        let alone = || Group { containers: globs(&["docker:4c01*"]), ..group("shop") };
-        let domain = |group: Group, process: &Process| {
-            let domains = Domains { rule: DomainRule::User, groups: vec![group] };
+        let alone = || TrustGroup { containers: globs(&["docker:4c01*"]), ..group("shop") };
+        let domain = |group: TrustGroup, process: &Process| {
+            let domains = DomainConfig { rule: DomainRule::User, groups: vec![group] };
             domains.domain(process).to_string()
         };
         assert_eq!(domain(alone(), &victim), "user 0");
-        let beside_users = Group { users: vec![0], ..alone() };
-        let beside_cgroups = Group { cgroups: globs(&["/system.slice"]), ..alone() };
+        let beside_users = TrustGroup { users: vec![0], ..alone() };
+        let beside_cgroups = TrustGroup { cgroups: globs(&["/system.slice"]), ..alone() };
         for forged in &forged {
             assert!(alone().has(forged), "it has the name of the container: {:?}", forged.cgroup);
             assert_eq!(domain(alone(), forged), "user 1000");
@@ -361,24 +362,26 @@ mod tests {
     }
 
     #[test]
-    fn nodes_keep_apart_what_trusts_each_other() {
-        let domain = Domain::User(7).bound(Some("0".to_owned()));
+    fn numa_binding_separates_trusted_processes() {
+        let domain = TrustDomain::User(7).with_nodes(Some("0".to_owned()));
         assert_eq!((domain.to_string().as_str(), domain.nodes()), ("user 7 on node 0", Some("0")));
-        assert_eq!(domain.trust(), &Domain::User(7));
-        assert_ne!(domain, Domain::User(7).bound(Some("1".to_owned())));
-        assert_ne!(domain, Domain::User(7).bound(None));
-        assert!(!domain.is_alone() && Domain::Process(7).bound(Some("0".to_owned())).is_alone());
+        assert_eq!(domain.without_nodes(), &TrustDomain::User(7));
+        assert_ne!(domain, TrustDomain::User(7).with_nodes(Some("1".to_owned())));
+        assert_ne!(domain, TrustDomain::User(7).with_nodes(None));
+        assert!(
+            !domain.is_single_process() && TrustDomain::Process(7).with_nodes(Some("0".to_owned())).is_single_process()
+        );
     }
 
     #[test]
     fn a_setuid_program_is_a_domain_of_its_own() {
-        let group = Group { users: vec![0], ..group("admins") };
-        let domains = Domains { rule: DomainRule::User, groups: vec![group] };
+        let group = TrustGroup { users: vec![0], ..group("admins") };
+        let domains = DomainConfig { rule: DomainRule::User, groups: vec![group] };
         let root = process(0, "/", &["su"]);
         assert_eq!(domains.domain(&root).to_string(), "group admins");
         let setuid = Process { setuid: true, ..root };
         assert_eq!(domains.domain(&setuid).to_string(), "process 7");
-        assert_eq!(Domains::default().domain(&setuid).to_string(), "process 7");
+        assert_eq!(DomainConfig::default().domain(&setuid).to_string(), "process 7");
         assert!(domains.groups[0].has(&setuid), "an exclusion by its effective user still holds");
     }
 }

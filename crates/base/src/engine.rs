@@ -13,17 +13,17 @@ use std::ops::AddAssign;
 use std::time::Duration;
 
 /// What the memfd of a store is called. Anybody may call his so.
-pub const STORE: &str = "pagefold-store";
+pub const STORE_MEMFD_NAME: &str = "pagefold-store";
 
 /// Whether a region, by its name in `/proc/PID/maps`, maps a store.
-pub fn is_store(name: &str) -> bool {
+pub fn is_store_mapping(name: &str) -> bool {
     // A memfd has no path, and reads as one that was removed (mm/memfd.c).
-    name.strip_prefix("/memfd:").and_then(|name| name.strip_suffix(" (deleted)")) == Some(STORE)
+    name.strip_prefix("/memfd:").and_then(|name| name.strip_suffix(" (deleted)")) == Some(STORE_MEMFD_NAME)
 }
 
 /// Pages of a region or of several.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Tally {
+pub struct PageTally {
     /// All, resident or not.
     pub pages: Pages,
     /// Those that map the store and were not written since.
@@ -31,15 +31,15 @@ pub struct Tally {
     /// Pages of zeros that were given back and not written since: they take no memory.
     pub zeros: Pages,
     /// Those that are left alone, because they were written too soon after they were merged.
-    pub hot: Pages,
+    pub volatile_pages: Pages,
 }
 
-impl AddAssign for Tally {
+impl AddAssign for PageTally {
     fn add_assign(&mut self, other: Self) {
         self.pages += other.pages;
         self.merged += other.merged;
         self.zeros += other.zeros;
-        self.hot += other.hot;
+        self.volatile_pages += other.volatile_pages;
     }
 }
 
@@ -49,21 +49,21 @@ pub struct RegionTally {
     /// Where it is.
     pub range: AddressRange,
     /// What it holds.
-    pub tally: Tally,
+    pub tally: PageTally,
 }
 
 /// The time that an engine takes from its program, against what it may.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Spending {
+pub struct EngineTimeUse {
     /// Since the member joined.
     pub elapsed: Duration,
     /// Of it: the engine's own work, and the faults of writes to what it had merged.
     pub spent: Duration,
     /// The share of the program's own time that it may take; `None` for no bound.
-    pub bound: Option<f64>,
+    pub max_slowdown: Option<f64>,
 }
 
-impl Spending {
+impl EngineTimeUse {
     /// By how much the program was slowed down, as a share of the time that it would have taken by itself.
     pub fn slowdown(&self) -> f64 {
         let own = self.elapsed.saturating_sub(self.spent).as_secs_f64();
@@ -73,23 +73,23 @@ impl Spending {
 
 /// What a member tells of itself.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Member {
+pub struct EngineMember {
     /// Who.
     pub process: ProcessId,
     /// When it told this, since the host was booted (CLOCK_BOOTTIME).
-    pub told: Duration,
+    pub reported_at: Duration,
     /// When it has merged last, since the host was booted.
     pub last_merge: Option<Duration>,
     /// Merges so far.
     pub merges: u64,
     /// The time that they took.
-    pub time: Duration,
+    pub merge_time: Duration,
     /// The time that it takes from its program.
-    pub spending: Spending,
+    pub time_use: EngineTimeUse,
     /// The memory in which it remembers its pages.
     pub notes: Bytes,
     /// Over all regions.
-    pub tally: Tally,
+    pub tally: PageTally,
     /// How many regions it has.
     pub region_count: u64,
     /// The regions, or as many of them as there was room for.
@@ -98,19 +98,19 @@ pub struct Member {
 
 /// A domain, as its directory shows it.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Domain {
+pub struct EngineDomain {
     /// Its name.
     pub name: String,
     /// Whose processes its members are.
     pub owner: u32,
     /// The size of its pages.
-    pub page: PageSize,
+    pub page_size: PageSize,
     /// Those that live and tell of themselves, by process.
-    pub members: Vec<Member>,
+    pub members: Vec<EngineMember>,
     /// Of how many processes there are figures that cannot be counted: they have ended, and nobody has cleaned up yet.
-    pub ended: u64,
+    pub ended_members: u64,
     /// Of how many the figures could not be read, or make no sense.
-    pub unread: u64,
+    pub unreadable_members: u64,
     /// Contents in the store, a page each.
     pub stored: Pages,
     /// Memory of the index.
@@ -119,10 +119,10 @@ pub struct Domain {
     pub files: Bytes,
 }
 
-impl Domain {
+impl EngineDomain {
     /// The sum over the members.
-    pub fn tally(&self) -> Tally {
-        let mut sum = Tally::default();
+    pub fn tally(&self) -> PageTally {
+        let mut sum = PageTally::default();
         self.members.iter().for_each(|member| sum += member.tally);
         sum
     }
@@ -133,9 +133,9 @@ impl Domain {
     }
 
     /// What pages of members save, gross: of the store those frames that are not there more than once, and zeros.
-    pub fn saved(&self, tally: &Tally) -> NetBytes {
+    pub fn saved(&self, tally: &PageTally) -> NetBytes {
         let (merged, all) = (i128::from(tally.merged.0), i128::from(self.tally().merged.0));
-        let page = i128::from(self.page.bytes());
+        let page = i128::from(self.page_size.bytes());
         let shared = match all {
             0 => 0,
             all => page * merged * (all - i128::from(self.stored.0)) / all,
@@ -145,8 +145,11 @@ impl Domain {
 
     /// What all members save, gross. What lies in the store and nobody maps is paid for in it.
     pub fn saved_by_all(&self) -> NetBytes {
-        let Tally { merged, zeros, .. } = self.tally();
-        NetBytes((self.page.of(merged + zeros).0).cast_signed() - self.page.of(self.stored).0.cast_signed())
+        let PageTally { merged, zeros, .. } = self.tally();
+        NetBytes(
+            (self.page_size.bytes_of(merged + zeros).0).cast_signed()
+                - self.page_size.bytes_of(self.stored).0.cast_signed(),
+        )
     }
 
     /// What the engine keeps for that: the files of the domain, and each member's notes.
@@ -165,20 +168,20 @@ mod tests {
     use super::*;
     use crate::units::Pid;
 
-    fn tally(pages: u64, merged: u64, zeros: u64) -> Tally {
-        Tally { pages: Pages(pages), merged: Pages(merged), zeros: Pages(zeros), hot: Pages(1) }
+    fn tally(pages: u64, merged: u64, zeros: u64) -> PageTally {
+        PageTally { pages: Pages(pages), merged: Pages(merged), zeros: Pages(zeros), volatile_pages: Pages(1) }
     }
 
-    fn member(pid: u32, tally: Tally) -> Member {
+    fn member(pid: u32, tally: PageTally) -> EngineMember {
         let process = ProcessId { pid: Pid(pid), start_time: 1 };
         let region = RegionTally { range: AddressRange { start: 0, end: tally.pages.0 * 4096 }, tally };
-        Member {
+        EngineMember {
             process,
-            told: Duration::ZERO,
+            reported_at: Duration::ZERO,
             last_merge: None,
             merges: 0,
-            time: Duration::ZERO,
-            spending: Spending::default(),
+            merge_time: Duration::ZERO,
+            time_use: EngineTimeUse::default(),
             notes: Bytes(4 * tally.pages.0),
             tally,
             region_count: 1,
@@ -186,14 +189,14 @@ mod tests {
         }
     }
 
-    fn domain(members: Vec<Member>, stored: u64) -> Domain {
-        Domain {
+    fn domain(members: Vec<EngineMember>, stored: u64) -> EngineDomain {
+        EngineDomain {
             name: "x".to_owned(),
             owner: 0,
-            page: PageSize::new(4096).unwrap(),
+            page_size: PageSize::new(4096).unwrap(),
             members,
-            ended: 0,
-            unread: 0,
+            ended_members: 0,
+            unreadable_members: 0,
             stored: Pages(stored),
             index: Bytes(10),
             files: Bytes(100),
@@ -201,9 +204,9 @@ mod tests {
     }
 
     #[test]
-    fn what_regions_save_adds_up_to_what_the_domain_saves() {
+    fn region_savings_add_up_to_domain_savings() {
         let domain = domain(vec![member(1, tally(1000, 300, 50)), member(2, tally(500, 100, 0))], 100);
-        assert_eq!(domain.tally(), Tally { hot: Pages(2), ..tally(1500, 400, 50) });
+        assert_eq!(domain.tally(), PageTally { volatile_pages: Pages(2), ..tally(1500, 400, 50) });
         assert_eq!(domain.sharing(), Some(4.0));
         let saved: Vec<i64> = domain.members.iter().map(|member| domain.saved(&member.tally).0 / 4096).collect();
         assert_eq!(saved, [225 + 50, 75]);
@@ -213,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_maps_costs() {
+    fn unmapped_store_pages_cost_memory() {
         let nobody = domain(vec![member(1, tally(10, 0, 0))], 7);
         assert_eq!((nobody.sharing(), nobody.saved_by_all()), (Some(0.0), NetBytes(-7 * 4096)));
         assert_eq!(nobody.saved(&nobody.members[0].tally), NetBytes(0), "nobody's");
@@ -222,18 +225,19 @@ mod tests {
 
     #[test]
     fn stores_are_known_by_name() {
-        assert!(is_store("/memfd:pagefold-store (deleted)"));
+        assert!(is_store_mapping("/memfd:pagefold-store (deleted)"));
         for name in
             ["", "/memfd:pagefold-store", "/memfd:pagefold-stores (deleted)", "/tmp/memfd:pagefold-store (deleted)"]
         {
-            assert!(!is_store(name), "{name}");
+            assert!(!is_store_mapping(name), "{name}");
         }
     }
 
     #[test]
-    fn a_slow_down_is_a_share_of_the_programs_own_time() {
+    fn slowdown_is_a_share_of_own_run_time() {
         let seconds = Duration::from_secs;
-        let spending = |elapsed, spent| Spending { elapsed: seconds(elapsed), spent: seconds(spent), bound: None };
+        let spending =
+            |elapsed, spent| EngineTimeUse { elapsed: seconds(elapsed), spent: seconds(spent), max_slowdown: None };
         assert_eq!(spending(102, 2).slowdown(), 0.02);
         assert_eq!(spending(0, 0).slowdown(), 0.0);
     }

@@ -9,17 +9,17 @@
 //! likes, so the list protects programs that do not hide, and keys are in many others: web servers that end TLS,
 //! browsers, databases. Such are for the configuration.
 
-use crate::domain::Group;
+use crate::domain::TrustGroup;
 #[cfg(doc)]
 use crate::identity::Vm;
-use crate::identity::confidential_guest;
+use crate::identity::confidential_guest_technique;
 use crate::process::Process;
-use crate::tuner::program;
+use crate::tuner::program_name;
 use globset::{Glob, GlobMatcher};
 
 /// Programs that hold private keys, passwords or sealed secrets in memory for as long as they run, with what of. Names
 /// may have `*`.
-pub const KEY_HOLDERS: [(&str, &str); 32] = [
+pub const KEY_HOLDING_PROGRAMS: [(&str, &str); 32] = [
     ("1password", "passwords"),
     ("bao", "secrets of OpenBao"),
     ("bitwarden", "passwords"),
@@ -58,11 +58,11 @@ pub const KEY_HOLDERS: [(&str, &str); 32] = [
 #[derive(Clone, Debug)]
 pub struct Exclusions {
     /// Programs, each with why.
-    names: Vec<Name>,
+    programs: Vec<ProgramPattern>,
     /// Virtual machines, by name.
     vms: Vec<GlobMatcher>,
     /// Whoever else, by user, cgroup, label and the like.
-    groups: Vec<Group>,
+    groups: Vec<TrustGroup>,
     /// Whether confidential virtual machines are.
     confidential: bool,
     /// Whether virtual machines are whose owner forbids merging.
@@ -70,26 +70,26 @@ pub struct Exclusions {
 }
 
 #[derive(Clone, Debug)]
-struct Name {
+struct ProgramPattern {
     pattern: GlobMatcher,
     why: String,
 }
 
 impl Default for Exclusions {
-    /// [`KEY_HOLDERS`], confidential virtual machines and those whose owner forbids merging.
+    /// [`KEY_HOLDING_PROGRAMS`], confidential virtual machines and those whose owner forbids merging.
     fn default() -> Self {
-        let known = KEY_HOLDERS.iter().map(|(name, what)| Name {
+        let known = KEY_HOLDING_PROGRAMS.iter().map(|(name, what)| ProgramPattern {
             pattern: Glob::new(name).expect("the patterns above are well-formed").compile_matcher(),
             why: format!("it holds {what}"),
         });
-        Self { names: known.collect(), confidential: true, opted_out: true, ..Self::none() }
+        Self { programs: known.collect(), confidential: true, opted_out: true, ..Self::none() }
     }
 }
 
 impl Exclusions {
     /// Nobody.
     pub fn none() -> Self {
-        Self { names: Vec::new(), vms: Vec::new(), groups: Vec::new(), confidential: false, opted_out: false }
+        Self { programs: Vec::new(), vms: Vec::new(), groups: Vec::new(), confidential: false, opted_out: false }
     }
 
     /// Whether confidential virtual machines are left alone, too.
@@ -107,8 +107,8 @@ impl Exclusions {
     /// Leave programs alone whose name fits one of the patterns, too.
     #[must_use]
     pub fn programs(mut self, patterns: impl IntoIterator<Item = GlobMatcher>) -> Self {
-        let name = |pattern| Name { pattern, why: "the configuration excludes its program".to_owned() };
-        self.names.extend(patterns.into_iter().map(name));
+        let name = |pattern| ProgramPattern { pattern, why: "the configuration excludes its program".to_owned() };
+        self.programs.extend(patterns.into_iter().map(name));
         self
     }
 
@@ -121,7 +121,7 @@ impl Exclusions {
 
     /// Leave alone whoever is in one of the groups, too.
     #[must_use]
-    pub fn groups(mut self, groups: impl IntoIterator<Item = Group>) -> Self {
+    pub fn groups(mut self, groups: impl IntoIterator<Item = TrustGroup>) -> Self {
         self.groups.extend(groups);
         self
     }
@@ -129,7 +129,7 @@ impl Exclusions {
     /// Why a process is left alone, in one phrase.
     pub fn reason(&self, process: &Process) -> Option<String> {
         let arguments = process.arguments.as_deref().unwrap_or_default();
-        if let Some(name) = self.names.iter().find(|name| name.fits(&process.comm, program(arguments))) {
+        if let Some(name) = self.programs.iter().find(|name| name.fits(&process.comm, program_name(arguments))) {
             return Some(name.why.clone());
         }
         if let Some(group) = self.groups.iter().find(|group| group.has(process)) {
@@ -142,12 +142,12 @@ impl Exclusions {
         if let Some(setting) = vm.opt_out().filter(|_| self.opted_out) {
             return Some(format!("its owner forbids merging: {setting}"));
         }
-        let technique = confidential_guest(arguments).filter(|_| self.confidential)?;
+        let technique = confidential_guest_technique(arguments).filter(|_| self.confidential)?;
         Some(format!("the memory of a confidential guest is encrypted ({technique})"))
     }
 }
 
-impl Name {
+impl ProgramPattern {
     /// By the arguments or by the kernel's name, which is cut at 15 bytes (`TASK_COMM_LEN`): either is enough.
     fn fits(&self, comm: &str, program: Option<&str>) -> bool {
         let cut = || comm.len() == 15 && self.pattern.glob().glob().starts_with(comm);
@@ -171,14 +171,14 @@ mod tests {
             line.split('|').filter(|argument| !argument.is_empty()).map(str::to_owned).collect();
         Process {
             comm: comm.to_owned(),
-            identity: Identity::of(&arguments, &std::collections::BTreeMap::new(), None),
+            identity: Identity::new(&arguments, &std::collections::BTreeMap::new(), None),
             arguments: Ok(arguments),
             ..Process::absent(ProcessId { pid: Pid(7), start_time: 1 }, &Absent::Denied)
         }
     }
 
     #[test]
-    fn programs_that_hold_keys_are_left_alone() {
+    fn key_holding_programs_are_excluded() {
         let exclusions = Exclusions::default();
         let check = |comm: &str, line: &str, expected: Option<&str>| {
             assert_eq!(exclusions.reason(&process(comm, line)).as_deref(), expected, "{comm} {line}");
@@ -200,12 +200,12 @@ mod tests {
     }
 
     #[test]
-    fn the_list_is_in_order() {
-        assert!(KEY_HOLDERS.windows(2).all(|pair| pair[0].0 < pair[1].0));
+    fn key_holding_programs_are_sorted() {
+        assert!(KEY_HOLDING_PROGRAMS.windows(2).all(|pair| pair[0].0 < pair[1].0));
     }
 
     #[test]
-    fn confidential_guests_are_left_alone() {
+    fn confidential_guests_are_excluded() {
         let check = |line: &str, expected: bool| {
             let process = process("qemu-system-x86", line);
             assert_eq!(Exclusions::default().reason(&process).is_some(), expected, "{line}");
@@ -219,7 +219,7 @@ mod tests {
     }
 
     #[test]
-    fn vms_are_left_alone_whose_owner_forbids_merging() {
+    fn vms_that_forbid_merging_are_excluded() {
         let check = |line: &str, expected: Option<&str>| {
             let process = process("qemu-system-x86", line);
             let expected = expected.map(|setting| format!("its owner forbids merging: {setting}"));
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn the_configuration_replaces_and_extends() {
+    fn configuration_replaces_or_extends_exclusions() {
         let vm = process("qemu-system-x86", "qemu-system-x86_64|-name|guest=db-7");
         let key = process("vault", "vault");
         let own = process("tls-proxy-of-ou", "tls-proxy-of-ours");
@@ -247,8 +247,8 @@ mod tests {
         assert_eq!(replaced.reason(&key), None);
         assert_eq!(replaced.reason(&own).unwrap(), "the configuration excludes its program");
         assert_eq!(replaced.reason(&vm).unwrap(), "the configuration excludes this virtual machine");
-        let group = Group { name: "keys".to_owned(), vms: vec![glob("db-*")], ..Group::default() };
-        let grouped = Exclusions::default().groups([group, Group::default()]);
+        let group = TrustGroup { name: "keys".to_owned(), vms: vec![glob("db-*")], ..TrustGroup::default() };
+        let grouped = Exclusions::default().groups([group, TrustGroup::default()]);
         assert_eq!(grouped.reason(&vm).unwrap(), "the configuration excludes the group keys");
         assert_eq!(grouped.reason(&own), None, "nobody is in a group without a condition");
         let extended = Exclusions::default().programs([glob("tls-proxy-of-ours")]);

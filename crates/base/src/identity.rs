@@ -12,8 +12,8 @@ use std::collections::BTreeMap;
 
 /// How the memory of the virtual machine that a command line starts is kept from its host, if it is: the name of the
 /// technique, as its monitor has it.
-pub fn confidential_guest(arguments: &[String]) -> Option<String> {
-    vm::confidential(arguments)
+pub fn confidential_guest_technique(arguments: &[String]) -> Option<String> {
+    vm::confidential_technique(arguments)
 }
 
 /// The virtual machine monitors that are recognised.
@@ -36,9 +36,9 @@ pub struct Vm {
     /// cgroup of libvirt gives one.
     pub name: Option<String>,
     /// Guest RAM in bytes, if the command line gives it.
-    pub memory: Option<u64>,
+    pub memory_bytes: Option<u64>,
     /// Memory backends by id, with what keeps or lets KSM merge them.
-    pub backends: Vec<Backend>,
+    pub backends: Vec<VmMemoryBackend>,
     /// Whether the monitor marks guest RAM for KSM: QEMU's `mem-merge`, on by default; cloud-hypervisor's `mergeable`,
     /// off by default; Firecracker never does.
     pub mem_merge: bool,
@@ -46,7 +46,7 @@ pub struct Vm {
     pub vfio: bool,
     /// The control socket that the monitor listens on (`-qmp unix:PATH`, `--api-sock`), if the command line gives one;
     /// as given there, so possibly relative to the monitor's directory or root.
-    pub control: Option<String>,
+    pub control_socket: Option<String>,
 }
 
 impl Vm {
@@ -68,7 +68,7 @@ impl Vm {
 
 /// A memory backend of a virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Backend {
+pub struct VmMemoryBackend {
     /// The object's id.
     pub id: String,
     /// The object's type, such as `memory-backend-memfd`.
@@ -118,9 +118,14 @@ pub const JOB_VARIABLES: &[&str] = &[
 
 impl Identity {
     /// From the arguments, the [`JOB_VARIABLES`] and the cgroup path of a process; without labels.
-    pub fn of(arguments: &[String], environment: &BTreeMap<String, String>, cgroup: Option<&str>) -> Self {
-        let container = cgroup.and_then(container::of);
-        Self { vm: vm::of(arguments, cgroup), container, job: job::of(environment), labels: Vec::new() }
+    pub fn new(arguments: &[String], environment: &BTreeMap<String, String>, cgroup: Option<&str>) -> Self {
+        let container = cgroup.and_then(container::container_name);
+        Self {
+            vm: vm::identify_vm(arguments, cgroup),
+            container,
+            job: job::identify_job(environment),
+            labels: Vec::new(),
+        }
     }
 }
 
@@ -205,21 +210,21 @@ mod tests {
             let environment = JOB_VARIABLES.iter().map(|name| (*name).to_owned()).zip(values).collect();
             let named = |program: &str| [vec![program.to_owned()], arguments.clone()].concat();
             for program in ["qemu-kvm", "firecracker", "cloud-hypervisor"] {
-                prop_assert!(Identity::of(&named(program), &environment, cgroup.as_deref()).vm.is_some());
+                prop_assert!(Identity::new(&named(program), &environment, cgroup.as_deref()).vm.is_some());
             }
-            let _ = Identity::of(&arguments, &environment, cgroup.as_deref());
+            let _ = Identity::new(&arguments, &environment, cgroup.as_deref());
         }
     }
 
     #[test]
-    fn a_process_may_be_several_things() {
+    fn process_can_be_vm_container_and_job() {
         let arguments = ["/usr/bin/qemu-system-x86_64", "-name", "db"].map(String::from);
         let environment = BTreeMap::from([("SLURM_JOB_ID".to_owned(), "7".to_owned())]);
         let cgroup = format!("/docker/{}", "ab".repeat(32));
-        let identity = Identity::of(&arguments, &environment, Some(&cgroup));
+        let identity = Identity::new(&arguments, &environment, Some(&cgroup));
         assert_eq!(identity.vm.and_then(|vm| vm.name).as_deref(), Some("db"));
         assert_eq!(identity.container.as_deref(), Some("docker:abababababab"));
         assert_eq!(identity.job.map(|job| job.name).as_deref(), Some("slurm:7"));
-        assert_eq!(Identity::of(&[], &BTreeMap::new(), None), Identity::default());
+        assert_eq!(Identity::new(&[], &BTreeMap::new(), None), Identity::default());
     }
 }

@@ -145,7 +145,7 @@ impl Setting {
     ];
 
     /// The name of its file.
-    pub fn file(self) -> &'static str {
+    pub fn file_name(self) -> &'static str {
         match self {
             Self::AdvisorMode => "advisor_mode",
             Self::AdvisorTargetScanTime => "advisor_target_scan_time",
@@ -163,8 +163,8 @@ impl Setting {
     }
 
     /// The setting of a file's name.
-    pub fn of_file(file: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|setting| setting.file() == file)
+    pub fn from_file_name(file: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|setting| setting.file_name() == file)
     }
 }
 
@@ -174,7 +174,7 @@ impl Setting {
 /// Until 6.10 the stable tree was searched before anything else. Since 6.11 a page must have kept its checksum since an
 /// earlier look first (mm/ksm.c, `cmp_and_merge_page`; "mm/ksm: don't waste time searching stable tree for fast
 /// changing page").
-pub fn merges_at_first_look(release: &str) -> bool {
+pub fn merges_at_first_scan(release: &str) -> bool {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|part| part.parse::<u32>().ok());
     matches!((numbers.next(), numbers.next()), (Some(major), Some(minor)) if (major, minor) < (6, 11))
 }
@@ -188,12 +188,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kernels_before_6_11_merge_at_first_look() {
+    fn kernels_before_6_11_merge_at_first_scan() {
         for release in ["2.6.32-754.el6.x86_64", "5.14.0-427.el9", "6.1.0-26-amd64", "6.8.0-45-generic", "6.10.11"] {
-            assert!(merges_at_first_look(release), "{release}");
+            assert!(merges_at_first_scan(release), "{release}");
         }
         for release in ["6.11.0", "6.12-rc1", "6.18.44", "7.0.0-rc2+", "", "unknown", "6"] {
-            assert!(!merges_at_first_look(release), "{release}");
+            assert!(!merges_at_first_scan(release), "{release}");
         }
     }
 }

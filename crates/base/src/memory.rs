@@ -6,11 +6,11 @@ use crate::units::Bytes;
 /// The part of all memory, or of a limit, from which on less is short whoever waits for it. Without swap nobody waits
 /// for anonymous memory until there is none and the OOM killer comes. Unmerging is refused in the last hundredth anyway
 /// ([`crate::guard::reserve`]); this is early enough to have something merged before.
-const SHORT: f64 = 0.05;
+const LOW_MEMORY_SHARE: f64 = 0.05;
 
 /// The lines of `/proc/meminfo` that Pagefold uses.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Memory {
+pub struct MemInfo {
     /// `MemTotal`.
     pub total: Reading<Bytes>,
     /// `MemFree`.
@@ -52,38 +52,39 @@ pub struct Pressure {
 }
 
 /// Percent of the time in which some task waits for memory from which on it counts as short, unless said otherwise.
-pub const PRESSURE: f64 = 10.0;
+pub const DEFAULT_PRESSURE_PERCENT: f64 = 10.0;
 
 /// How short memory is, on a host or in a cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shortage {
     /// Percent of the last ten seconds in which some task waited for memory.
-    pub waited: Option<f64>,
+    pub pressure_percent: Option<f64>,
     /// The part that is left, where that is to count.
-    pub left: Option<f64>,
+    pub left_share: Option<f64>,
 }
 
 impl Shortage {
     /// Of a host, where `MemAvailable` counts if nothing tells how long it is waited for (`psi=0`): it is an estimate.
-    pub fn of_host(waited: Option<f64>, available: Option<Bytes>, total: Option<Bytes>) -> Self {
-        let left = available.zip(total).filter(|_| waited.is_none());
-        Self { waited, left: left.map(|(left, of)| part(left, of)) }
+    pub fn for_host(pressure_percent: Option<f64>, available: Option<Bytes>, total: Option<Bytes>) -> Self {
+        let left = available.zip(total).filter(|_| pressure_percent.is_none());
+        Self { pressure_percent, left_share: left.map(|(left, of)| share_left(left, of)) }
     }
 
     /// Of a cgroup, with what is left of each limit that counts for it.
-    pub fn of_cgroup(waited: Option<f64>, limits: impl IntoIterator<Item = (Bytes, Bytes)>) -> Self {
-        let left = limits.into_iter().map(|(left, limit)| part(left, limit));
-        Self { waited, left: left.min_by(f64::total_cmp) }
+    pub fn for_cgroup(pressure_percent: Option<f64>, limits: impl IntoIterator<Item = (Bytes, Bytes)>) -> Self {
+        let left = limits.into_iter().map(|(left, limit)| share_left(left, limit));
+        Self { pressure_percent, left_share: left.min_by(f64::total_cmp) }
     }
 
     /// Whether it counts as short where waiting for this percentage does.
     pub fn is_short(self, percent: f64) -> bool {
-        self.waited.is_some_and(|waited| waited >= percent) || self.left.is_some_and(|left| left < SHORT)
+        self.pressure_percent.is_some_and(|waited| waited >= percent)
+            || self.left_share.is_some_and(|left| left < LOW_MEMORY_SHARE)
     }
 }
 
 /// A part of a whole. Nothing has nothing left.
-fn part(left: Bytes, whole: Bytes) -> f64 {
+fn share_left(left: Bytes, whole: Bytes) -> f64 {
     left.0 as f64 / whole.0.max(1) as f64
 }
 
@@ -92,17 +93,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_short_where_it_is_waited_for_or_nothing_is_left() {
+    fn memory_is_short_under_pressure_or_when_little_is_left() {
         let mib = |mib: u64| Some(Bytes(mib << 20));
-        let host = |waited, available| Shortage::of_host(waited, mib(available), mib(1000)).is_short(10.0);
+        let host = |waited, available| Shortage::for_host(waited, mib(available), mib(1000)).is_short(10.0);
         assert!(host(Some(10.0), 900) && !host(Some(9.9), 900));
         assert!(!host(Some(0.0), 1), "where waiting is known it counts alone");
         assert!(host(None, 49) && !host(None, 51), "and else what is left");
-        assert!(!Shortage::of_host(None, None, mib(1000)).is_short(10.0), "what is not known is not short");
+        assert!(!Shortage::for_host(None, None, mib(1000)).is_short(10.0), "what is not known is not short");
 
         let cgroup = |waited, limits: &[(u64, u64)]| {
             let limits = limits.iter().map(|&(left, limit)| (Bytes(left), Bytes(limit)));
-            Shortage::of_cgroup(waited, limits).is_short(10.0)
+            Shortage::for_cgroup(waited, limits).is_short(10.0)
         };
         assert!(cgroup(Some(10.0), &[]) && !cgroup(Some(0.0), &[]) && !cgroup(None, &[]));
         assert!(cgroup(Some(0.0), &[(90, 100), (4, 100)]), "any limit is enough");

@@ -66,7 +66,7 @@ impl Process {
 
 /// `/proc/PID/smaps_rollup`: sums over all regions, as of now and not as of ksmd's last scan.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rollup {
+pub struct SmapsRollup {
     /// Resident bytes; blind to merging.
     pub rss: Reading<Bytes>,
     /// Each page divided by its mappings.

@@ -68,7 +68,7 @@ impl VmFlags {
 
 /// Where a region is, and of what: a line of `/proc/PID/maps`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Mapped {
+pub struct MapsEntry {
     /// Its addresses.
     pub range: AddressRange,
     /// `r`, `w`, `x` and `s` or `p`, as printed.
@@ -172,7 +172,7 @@ impl Region {
     }
 
     /// Whether the region may hold KSM pages now: it is enrolled, or the kernel counts some.
-    pub fn may_hold_merged(&self) -> bool {
+    pub fn may_have_merged_pages(&self) -> bool {
         self.flags.has(VmFlags::MERGEABLE) || matches!(&self.ksm, Ok(bytes) if bytes.0 > 0)
     }
 

@@ -10,7 +10,7 @@ use std::ops::AddAssign;
 
 /// The settings of KSM that decide what merging reaches.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sharing {
+pub struct SharingSettings {
     /// Mappings of one frame at most.
     pub max_page_sharing: u64,
     /// Whether pages of zeros are mapped to the kernel's zero page, which has no limit and no copy to keep.
@@ -19,9 +19,9 @@ pub struct Sharing {
     pub across_nodes: bool,
 }
 
-impl Sharing {
+impl SharingSettings {
     /// From the host's settings; a setting that cannot be read takes the kernel's default.
-    pub fn of(ksm: &Ksm) -> Self {
+    pub fn from_ksm(ksm: &Ksm) -> Self {
         Self {
             max_page_sharing: ksm.max_page_sharing.clone().unwrap_or(DEFAULT_MAX_PAGE_SHARING).max(2),
             use_zero_pages: ksm.use_zero_pages == Ok(1),
@@ -47,7 +47,7 @@ impl Sharing {
     }
 }
 
-impl Default for Sharing {
+impl Default for SharingSettings {
     /// The kernel's defaults.
     fn default() -> Self {
         Self { max_page_sharing: DEFAULT_MAX_PAGE_SHARING, use_zero_pages: false, across_nodes: true }
@@ -56,24 +56,24 @@ impl Default for Sharing {
 
 /// What one way of enrolling would reach.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Reach {
+pub struct MergeEffect {
     /// Frames that come back.
-    pub freed: Pages,
+    pub freed_frames: Pages,
     /// Pages that ksmd would have to scan and keep metadata for.
-    pub scanned: Pages,
+    pub scanned_pages: Pages,
     /// Huge pages that would be split because a part of them merges.
-    pub huge_split: Pages,
+    pub split_huge_pages: Pages,
 }
 
-impl Reach {
+impl MergeEffect {
     /// Bytes that come back.
     pub fn gross(&self, page_size: PageSize) -> Bytes {
-        page_size.of(self.freed)
+        page_size.bytes_of(self.freed_frames)
     }
 
     /// Bytes of metadata.
     pub fn metadata(&self) -> Bytes {
-        Bytes(self.scanned.0 * RMAP_ITEM_BYTES)
+        Bytes(self.scanned_pages.0 * RMAP_ITEM_BYTES)
     }
 
     /// Bytes that come back less the metadata.
@@ -82,50 +82,50 @@ impl Reach {
     }
 }
 
-impl AddAssign for Reach {
+impl AddAssign for MergeEffect {
     fn add_assign(&mut self, other: Self) {
-        self.freed += other.freed;
-        self.scanned += other.scanned;
-        self.huge_split += other.huge_split;
+        self.freed_frames += other.freed_frames;
+        self.scanned_pages += other.scanned_pages;
+        self.split_huge_pages += other.split_huge_pages;
     }
 }
 
 /// Costs by which guided enrolment chooses its ranges, in bytes.
 ///
 /// CPU time is priced by the memory it could have won elsewhere: a second is taken to be worth 100 MiB
-/// ([`CPU_SECOND_BYTES`]).
+/// ([`BYTES_PER_CPU_SECOND`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Costs {
+pub struct EnrollCostBytes {
     /// A page that is scanned: its metadata, and ksmd's time for it.
-    pub scan: i64,
+    pub per_scanned_page: i64,
     /// A range: splitting a region adds up to two `vm_area_struct`s (184 bytes in slabs of 192 to 256 on 64-bit
     /// kernels, /proc/slabinfo) with an `anon_vma_chain` (64 bytes) each and their maple tree slots.
-    pub range: i64,
+    pub per_range: i64,
     /// A page that is not resident and lies within a range: the metadata it costs if it fills while ksmd runs. There is
     /// nothing to scan of it now.
-    pub hole: i64,
+    pub per_hole_page: i64,
     /// A huge page that is kept whole.
-    pub huge_page: i64,
+    pub per_split_huge_page: i64,
 }
 
 /// What a second of CPU time is taken to be worth, in bytes of memory. A page that merges takes ksmd some 6 us, so
 /// merging wins some 600 MiB in a second: at a sixth of that price it stays worth its while, and scanning some ten
 /// unique pages for each that merges does not.
-pub const CPU_SECOND_BYTES: i64 = 100 << 20;
+pub const BYTES_PER_CPU_SECOND: i64 = 100 << 20;
 
-impl Costs {
+impl EnrollCostBytes {
     /// The costs by which a range is chosen where nothing else is said, for pages of a size.
     ///
     /// A unique page takes ksmd some 5 us until it has stood in the unstable tree once, half a KiB at the price of CPU
     /// time. A huge page is worth 16 base pages: one that has less than a 32nd of itself to give back stays whole, so
     /// that stray duplicates split none, and one that is rich in duplicates, of which keeping would cost much more than
     /// that, is split.
-    pub fn of(page_size: PageSize) -> Self {
+    pub fn for_page_size(page_size: PageSize) -> Self {
         Self {
-            scan: RMAP_ITEM_BYTES as i64 + 5 * CPU_SECOND_BYTES / 1_000_000,
-            range: 1024,
-            hole: RMAP_ITEM_BYTES as i64,
-            huge_page: 16 * page_size.bytes() as i64,
+            per_scanned_page: RMAP_ITEM_BYTES as i64 + 5 * BYTES_PER_CPU_SECOND / 1_000_000,
+            per_range: 1024,
+            per_hole_page: RMAP_ITEM_BYTES as i64,
+            per_split_huge_page: 16 * page_size.bytes() as i64,
         }
     }
 }
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn one_copy_stays_for_each_chain_link() {
-        let sharing = Sharing { max_page_sharing: 4, ..Sharing::default() };
+        let sharing = SharingSettings { max_page_sharing: 4, ..SharingSettings::default() };
         let check = |copies, merged, freed| assert_eq!(sharing.freed(copies, merged), Pages(freed));
         check(1, 0, 0);
         check(2, 0, 1);
@@ -150,20 +150,20 @@ mod tests {
         assert_eq!(sharing.freed_frames(2, 4, 0), Pages(1));
         assert_eq!(sharing.freed_frames(1, 3, 0), Pages(0));
         assert_eq!(sharing.freed_frames(1, 6, 0), Pages(0), "never less than nothing");
-        assert_eq!(Sharing { use_zero_pages: true, ..sharing }.freed_zero(5, 0), Pages(5));
+        assert_eq!(SharingSettings { use_zero_pages: true, ..sharing }.freed_zero(5, 0), Pages(5));
     }
 
     #[test]
     fn metadata_can_cost_more_than_merging_saves() {
         let page_size = PageSize::new(4096).unwrap();
-        let reach = Reach { freed: Pages(1), scanned: Pages(100), huge_split: Pages(0) };
+        let reach = MergeEffect { freed_frames: Pages(1), scanned_pages: Pages(100), split_huge_pages: Pages(0) };
         assert_eq!(reach.net(page_size), NetBytes(4096 - 6400));
     }
 
     proptest! {
         #[test]
         fn the_order_of_joining_does_not_matter(first in 0u64..2000, second in 0u64..2000, max in 2u64..300) {
-            let sharing = Sharing { max_page_sharing: max, ..Sharing::default() };
+            let sharing = SharingSettings { max_page_sharing: max, ..SharingSettings::default() };
             prop_assert_eq!(sharing.freed(first, 0) + sharing.freed(second, first), sharing.freed(first + second, 0));
         }
     }

@@ -9,7 +9,7 @@
 use crate::ksm::Setting;
 
 /// Whether a policy may write a value, as the kernel prints it back; otherwise what the setting takes.
-pub fn check(setting: Setting, value: &str) -> Result<(), String> {
+pub fn check_setting_value(setting: Setting, value: &str) -> Result<(), String> {
     let within = |least: u64, most: u64| {
         // As the kernel prints it back, since that is compared: no sign, no leading zero.
         let plain = value.bytes().all(|byte| byte.is_ascii_digit()) && (value == "0" || !value.starts_with('0'));
@@ -17,10 +17,10 @@ pub fn check(setting: Setting, value: &str) -> Result<(), String> {
             Ok(number) if plain && (least..=most).contains(&number) => Ok(()),
             _ if most <= 3 => Err(format!(
                 "{} takes {}",
-                setting.file(),
+                setting.file_name(),
                 (least..=most).map(|n| n.to_string()).collect::<Vec<_>>().join(", ")
             )),
-            _ => Err(format!("{} takes a number from {least} to {most}", setting.file())),
+            _ => Err(format!("{} takes a number from {least} to {most}", setting.file_name())),
         }
     };
     match setting {

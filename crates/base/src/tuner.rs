@@ -28,7 +28,7 @@ pub enum Tuner {
     Tuned,
 }
 
-const NAMES: [(&str, Tuner); 9] = [
+const TUNER_PROGRAMS: [(&str, Tuner); 9] = [
     ("ksmtuned", Tuner::Ksmtuned),
     ("ksmctl", Tuner::Ksmctl),
     ("virt-handler", Tuner::VirtHandler),
@@ -41,24 +41,24 @@ const NAMES: [(&str, Tuner); 9] = [
 ];
 
 /// Which tuner a process is, by the kernel's name of it and its arguments.
-pub fn tuner(comm: &str, arguments: &[String]) -> Option<Tuner> {
-    NAMES.iter().find(|(name, _)| runs(name, comm, arguments)).map(|&(_, tuner)| tuner)
+pub fn identify_tuner(comm: &str, arguments: &[String]) -> Option<Tuner> {
+    TUNER_PROGRAMS.iter().find(|(name, _)| runs(name, comm, arguments)).map(|&(_, tuner)| tuner)
 }
 
 /// Which tuner a process is, if it can write KSM's settings: any user may call a program ksmtuned, but the settings are
 /// root's. A setuid program is not heeded either, since the user that starts it chooses its arguments.
 ///
 /// Users are as this process sees them, so root of another user namespace is none.
-pub fn root_tuner(process: &Process) -> Option<Tuner> {
+pub fn identify_root_tuner(process: &Process) -> Option<Tuner> {
     let is_root = process.uid == Ok(0) && !process.setuid && !process.kernel_thread;
     let arguments = process.arguments.as_deref().unwrap_or_default();
-    tuner(&process.comm, arguments).filter(|_| is_root)
+    identify_tuner(&process.comm, arguments).filter(|_| is_root)
 }
 
 /// Whether a process runs the program of that name: by its arguments, where it has any, and also when an interpreter
 /// runs it as a script; otherwise by `comm`, which the kernel cuts at 15 bytes (`TASK_COMM_LEN`).
 pub fn runs(name: &str, comm: &str, arguments: &[String]) -> bool {
-    match program(arguments) {
+    match program_name(arguments) {
         Some(program) => program == name,
         None => comm == name || (comm.len() == 15 && name.starts_with(comm)),
     }
@@ -66,7 +66,7 @@ pub fn runs(name: &str, comm: &str, arguments: &[String]) -> bool {
 
 /// The base name of the program that arguments start, of the script where an interpreter runs it. `None` where there
 /// are no arguments; empty for an interpreter without a script.
-pub(crate) fn program(arguments: &[String]) -> Option<&str> {
+pub(crate) fn program_name(arguments: &[String]) -> Option<&str> {
     let (first, rest) = arguments.split_first()?;
     let base = |path: &str| path.rfind('/').map_or(0, |slash| slash + 1);
     // A server may rewrite its arguments to one title: `sshd: user [priv]`.
@@ -102,7 +102,7 @@ impl Tuner {
     }
 
     /// The commands that end its writing. KubeVirt and Harvester write run=0 as their last act.
-    pub fn stop(self) -> &'static [&'static str] {
+    pub fn stop_commands(self) -> &'static [&'static str] {
         match self {
             Self::Ksmtuned => &["systemctl disable --now ksmtuned.service"],
             // Stopping the unit would run `ksmctl stop`, which writes run=0.
@@ -131,7 +131,7 @@ mod tests {
     fn tuners_are_known_by_name_and_command_line() {
         let check = |comm: &str, line: &str, expected| {
             let arguments: Vec<String> = line.split('|').filter(|a| !a.is_empty()).map(str::to_owned).collect();
-            assert_eq!(tuner(comm, &arguments), expected, "{comm} {line}");
+            assert_eq!(identify_tuner(comm, &arguments), expected, "{comm} {line}");
         };
         check("ksmtuned", "/bin/bash|/usr/sbin/ksmtuned", Some(Tuner::Ksmtuned));
         check("ksmctl", "/usr/sbin/ksmctl|start", Some(Tuner::Ksmctl));
@@ -149,18 +149,18 @@ mod tests {
     }
 
     #[test]
-    fn only_programs_of_root_are_heeded() {
+    fn only_root_programs_count_as_tuners() {
         let id = ProcessId { pid: Pid(7), start_time: 1 };
         let (comm, arguments) = ("ksmtuned".to_owned(), Ok(vec!["./ksmtuned".to_owned()]));
         let root = Process { comm, arguments, uid: Ok(0), setuid: false, ..Process::absent(id, &Absent::Denied) };
-        assert_eq!(root_tuner(&root), Some(Tuner::Ksmtuned));
+        assert_eq!(identify_root_tuner(&root), Some(Tuner::Ksmtuned));
         for other in [
             Process { uid: Ok(65534), ..root.clone() },
             Process { uid: Err(Absent::Denied), ..root.clone() },
             Process { setuid: true, ..root.clone() },
             Process { kernel_thread: true, ..root },
         ] {
-            assert_eq!(root_tuner(&other), None, "{other:?}");
+            assert_eq!(identify_root_tuner(&other), None, "{other:?}");
         }
     }
 

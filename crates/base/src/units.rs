@@ -125,7 +125,7 @@ impl PageSize {
     }
 
     /// The bytes of so many pages.
-    pub fn of(self, pages: Pages) -> Bytes {
+    pub fn bytes_of(self, pages: Pages) -> Bytes {
         Bytes(pages.0 * self.bytes())
     }
 
@@ -162,7 +162,7 @@ impl AddressRange {
     }
 
     /// The parts that lie outside of others, which are ascending and disjoint.
-    pub fn outside(self, others: &[Self]) -> Vec<Self> {
+    pub fn subtract(self, others: &[Self]) -> Vec<Self> {
         let mut parts = Vec::new();
         let mut start = self.start;
         for other in &others[others.partition_point(|other| other.end <= self.start)..] {
@@ -248,18 +248,18 @@ mod tests {
     }
 
     #[test]
-    fn ranges_are_joined_and_cut_out() {
+    fn ranges_are_united_and_subtracted() {
         let range = |start, end| AddressRange { start, end };
         let known = AddressRange::union(vec![range(14, 15), range(18, 30), range(0, 10), range(12, 14), range(20, 25)]);
         assert_eq!(known, [range(0, 10), range(12, 15), range(18, 30)]);
-        assert_eq!(range(5, 20).outside(&known), [range(10, 12), range(15, 18)]);
-        assert_eq!(range(12, 14).outside(&known), []);
-        assert_eq!(range(30, 40).outside(&known), [range(30, 40)]);
-        assert_eq!(range(5, 20).outside(&[]), [range(5, 20)]);
+        assert_eq!(range(5, 20).subtract(&known), [range(10, 12), range(15, 18)]);
+        assert_eq!(range(12, 14).subtract(&known), []);
+        assert_eq!(range(30, 40).subtract(&known), [range(30, 40)]);
+        assert_eq!(range(5, 20).subtract(&[]), [range(5, 20)]);
     }
 
     #[test]
-    fn bytes_keep_three_digits() {
+    fn bytes_print_three_digits() {
         let check = |bytes, text: &str| assert_eq!(Bytes(bytes).to_string(), text);
         check(0, "0 B");
         check(999, "999 B");

@@ -13,7 +13,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 /// Addresses are of 64 bits in signed columns, as Parquet has them everywhere; `density` is the mergeable share.
-const SCHEMA: &str = "message extents {
+const EXTENTS_SCHEMA: &str = "message extents {
     required int64 pid;
     required int64 start_time;
     required binary comm (UTF8);
@@ -31,8 +31,8 @@ const SCHEMA: &str = "message extents {
 ///
 /// # Panics
 /// Never: the schema is a constant that parses.
-pub fn write(census: &Census, page_size: PageSize, path: &Path) -> Result<()> {
-    let schema = Arc::new(parse_message_type(SCHEMA).expect("the schema parses"));
+pub fn write_extents(census: &Census, page_size: PageSize, path: &Path) -> Result<()> {
+    let schema = Arc::new(parse_message_type(EXTENTS_SCHEMA).expect("the schema parses"));
     let properties = Arc::new(WriterProperties::builder().set_compression(Compression::SNAPPY).build());
     let mut file = SerializedFileWriter::new(File::create(path)?, schema, properties)?;
     let extents = &census.extents;
@@ -70,20 +70,20 @@ pub fn column<T: DataType>(rows: &mut SerializedRowGroupWriter<'_, File>, values
 mod tests {
     use super::*;
     use crate::results::{Extent, SubjectCensus};
-    use pagefold_base::domain::Domain;
+    use pagefold_base::domain::TrustDomain;
     use pagefold_base::process::Process;
-    use pagefold_base::{Absent, AddressRange, Counts, Pages, Pid, ProcessId};
+    use pagefold_base::{Absent, AddressRange, PageCounts, Pages, Pid, ProcessId};
     use parquet::file::reader::SerializedFileReader;
 
     #[test]
-    fn every_extent_is_a_row_that_comes_back() {
+    fn every_extent_is_read_back() {
         let id = ProcessId { pid: Pid(7), start_time: 99 };
         let process = Process { comm: "lab".to_owned(), ..Process::absent(id, &Absent::Denied) };
         let subject = SubjectCensus {
             process,
-            domain: Domain::User(1000),
-            witness: false,
-            counts: Counts::default(),
+            domain: TrustDomain::User(1000),
+            is_foreign: false,
+            counts: PageCounts::default(),
             regions: Vec::new(),
         };
         let extent = |start: u64| Extent {
@@ -100,7 +100,7 @@ mod tests {
         };
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("extents.parquet");
-        write(&census, PageSize::new(4096).unwrap(), &path).unwrap();
+        write_extents(&census, PageSize::new(4096).unwrap(), &path).unwrap();
         let rows: Vec<String> = SerializedFileReader::try_from(path.as_path())
             .unwrap()
             .into_iter()

@@ -1,35 +1,35 @@
 //! The result of a census: what the memory of some processes holds twice, and what merging would give back.
 
-use pagefold_base::Counts;
+use pagefold_base::PageCounts;
 use pagefold_base::content::{ContentKind, Fingerprint};
-use pagefold_base::domain::Domain;
+use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
 use pagefold_base::reading::Absent;
 use pagefold_base::region::{Ineligible, Region};
-use pagefold_base::savings::{Reach, Sharing};
+use pagefold_base::savings::{MergeEffect, SharingSettings};
 use pagefold_base::units::{AddressRange, Bytes, PageSize, Pages, Pid};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 /// Pages without a copy that an extent bridges.
-pub const EXTENT_GAP: u64 = 16;
+pub const MAX_EXTENT_GAP_PAGES: u64 = 16;
 
 /// The result of a census.
 #[derive(Clone, Debug, Default)]
 pub struct Census {
     /// All pages that were read.
-    pub counts: Counts,
+    pub counts: PageCounts,
     /// Pages that left memory while the census was taken.
     pub gone: Pages,
     /// Pages that were not read, because the census was stopped or the reading failed.
     pub unread: Pages,
     /// Pages left out of the sample.
-    pub skipped: Pages,
+    pub not_sampled: Pages,
     /// Bytes that drivers hold pinned (`VmPin`), among the classified pages: KSM passes over them until they are let
     /// go.
     pub pinned: Bytes,
     /// Pages that others map too, as after a fork, and whose frames may not be known: each is taken for a copy.
-    pub indistinct: Pages,
+    pub unknown_shared_frames: Pages,
     /// Whether pages of different NUMA nodes stay apart (`merge_across_nodes` is 0) and it is not known which node each
     /// is on: the savings then take all for one node's.
     pub nodes_unknown: bool,
@@ -38,7 +38,7 @@ pub struct Census {
     /// By process.
     pub subjects: Vec<SubjectCensus>,
     /// Processes that were chosen and not seen.
-    pub unseen: Vec<Unseen>,
+    pub unscanned: Vec<UnscannedProcess>,
     /// Resident bytes that KSM cannot take, by reason.
     pub ineligible: BTreeMap<Ineligible, Bytes>,
     /// What merging would reach.
@@ -49,7 +49,7 @@ pub struct Census {
     /// reach.
     pub ranges: Vec<GuidedRange>,
     /// Ranges of regions that are enrolled already in which nothing is merged and nothing pays, in the same order.
-    pub idle: Vec<IdleRange>,
+    pub idle_ranges: Vec<IdleRange>,
     /// Whether guided enrolment may merge pages of different trust domains.
     pub across_domains: bool,
     /// Pages that the second pass looked at: all, or only those with anything to gain.
@@ -59,38 +59,38 @@ pub struct Census {
     /// Who shares with whom.
     pub matrix: Matrix,
     /// Different contents other than zero.
-    pub distinct: u64,
+    pub distinct_contents: u64,
     /// How many contents were seen on how many pages.
-    pub seen: BTreeMap<u64, u64>,
+    pub contents_by_page_count: BTreeMap<u64, u64>,
     /// KSM's settings that the savings assume.
-    pub sharing: Sharing,
+    pub sharing: SharingSettings,
     /// The pause between the passes, if there were two.
-    pub settle: Option<Duration>,
+    pub pass_interval: Option<Duration>,
     /// Whether it was stopped early.
     pub partial: bool,
     /// The probability with which pages were looked at, if not all were.
-    pub sample: Option<f64>,
+    pub sample_probability: Option<f64>,
     /// Wall time.
-    pub seconds: f64,
+    pub wall_seconds: f64,
     /// Bytes of page contents read.
     pub bytes_read: u64,
     /// Bytes of memory the index took.
     pub index_bytes: usize,
     /// Instructions the fingerprint was computed with.
-    pub implementation: &'static str,
+    pub fingerprint_implementation: &'static str,
 }
 
 /// What merging would reach, in four ways.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Savings {
     /// Every copy but one of each content, every page of zeros, and no cost.
-    pub upper_bound: Reach,
+    pub upper_bound: MergeEffect,
     /// Every process enrolled whole.
-    pub whole: Reach,
+    pub whole_processes: MergeEffect,
     /// Every process enrolled whole, if only pages within a trust domain were merged.
-    pub within_domains: Reach,
+    pub within_domains: MergeEffect,
     /// Only ranges that pay, within trust domains unless asked for across them ([`Census::across_domains`]).
-    pub guided: Reach,
+    pub guided: MergeEffect,
     /// How many ranges those are.
     pub guided_ranges: u64,
 }
@@ -101,11 +101,11 @@ pub struct SubjectCensus {
     /// Who it is.
     pub process: Process,
     /// Its trust domain.
-    pub domain: Domain,
+    pub domain: TrustDomain,
     /// Whether it was not chosen, and looked at only for what it has enrolled, which others must not be merged with.
-    pub witness: bool,
+    pub is_foreign: bool,
     /// Its pages.
-    pub counts: Counts,
+    pub counts: PageCounts,
     /// Its regions with anything resident, in address order.
     pub regions: Vec<RegionCensus>,
 }
@@ -118,10 +118,10 @@ pub struct RegionCensus {
     /// Why KSM cannot take its pages.
     pub ineligible: Option<Ineligible>,
     /// Its pages.
-    pub counts: Counts,
+    pub counts: PageCounts,
 }
 
-/// A run of mergeable pages, gaps of at most [`EXTENT_GAP`] pages included.
+/// A run of mergeable pages, gaps of at most [`MAX_EXTENT_GAP_PAGES`] pages included.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Position of the process in [`Census::subjects`].
@@ -157,10 +157,10 @@ pub struct GuidedRange {
     /// Those of them that hold zeros.
     pub zero: Pages,
     /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were covered.
-    pub freed: Bytes,
+    pub freed_bytes: Bytes,
     /// Huge pages that are split because a part of them merges or it begins or ends in them; one that lies in several
     /// ranges counts in the first.
-    pub huge_split: Pages,
+    pub split_huge_pages: Pages,
     /// Whether its region is enrolled already.
     pub enrolled: bool,
 }
@@ -202,7 +202,7 @@ pub struct Matrix {
 
 /// A process that was chosen and could not be looked at, or not wholly.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unseen {
+pub struct UnscannedProcess {
     /// Its number.
     pub pid: Pid,
     /// Its name, where that much could be read.

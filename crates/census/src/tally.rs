@@ -1,22 +1,24 @@
 //! Counting: by region, process, extent and content, and what each way of enrolling would reach.
 
-use crate::choose::{self, Chosen, Terms, each_page};
-use crate::group::{self, Content, Groups};
-use crate::index::{Index, Mark, RegionPages};
-use crate::results::{Census, EXTENT_GAP, Extent, Matrix, RegionCensus, Savings, SubjectCensus, TopContent, Unseen};
-use crate::survey::{Subject, Survey};
+use crate::content_groups::{self, ContentGroup, GroupSummary};
+use crate::index::{PageIndex, PageMark, RegionPages};
+use crate::range_selection::{self, SelectedRanges, SelectionCriteria, each_page};
+use crate::results::{
+    Census, Extent, MAX_EXTENT_GAP_PAGES, Matrix, RegionCensus, Savings, SubjectCensus, TopContent, UnscannedProcess,
+};
+use crate::scan_scope::{ScanScope, Subject};
 use pagefold_base::content::ContentKind;
 use pagefold_base::process::Process;
 use pagefold_base::region::Ineligible;
-use pagefold_base::savings::{Reach, Sharing};
-use pagefold_base::{Absent, AddressRange, Bytes, Counts, Fingerprint, PageClass, Pages};
-use pagefold_host::{Host, PageContent, Run};
+use pagefold_base::savings::{MergeEffect, SharingSettings};
+use pagefold_base::{Absent, AddressRange, Bytes, Fingerprint, PageClass, PageCounts, Pages};
+use pagefold_host::{Host, PageContent, PageRun};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::BTreeMap;
 
 /// Who the rows of a sharing matrix are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Party {
+pub enum MatrixRowKind {
     /// Each virtual machine by its name, and each other process.
     #[default]
     Process,
@@ -30,51 +32,61 @@ pub enum Party {
 
 /// How the counting is done.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan {
+pub struct TallyOptions {
     /// By what guided enrolment chooses.
-    pub terms: Terms,
+    pub criteria: SelectionCriteria,
     /// Rows of the sharing matrix at most.
-    pub rows: usize,
+    pub max_matrix_rows: usize,
     /// Who they are.
-    pub matrix: Party,
+    pub matrix_row_kind: MatrixRowKind,
 }
 
 /// Count everything. Marks the pages that a guided enrolment would cover.
-pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Census {
-    let sharing = plan.terms.sharing;
-    let Chosen { ranges, idle } = choose::choose(&survey, index, &plan.terms);
-    let mut counter = Counter::new(&survey.subjects, index, plan);
+pub fn tally_census(scope: ScanScope, index: &PageIndex, groups: &GroupSummary, options: &TallyOptions) -> Census {
+    let sharing = options.criteria.sharing;
+    let SelectedRanges { ranges, idle_ranges: idle } = range_selection::select_ranges(&scope, index, &options.criteria);
+    let mut counter = PageCounter::new(&scope.subjects, index, options);
     for pages in index.regions() {
-        counter.region(&pages);
+        counter.count_region(&pages);
     }
-    let Counter { counts, regions, zeros, extents, mut savings, gone, unread, skipped, .. } = counter;
+    let PageCounter {
+        counts,
+        regions,
+        zeros,
+        extents,
+        mut savings,
+        not_resident: gone,
+        unread,
+        not_sampled: skipped,
+        ..
+    } = counter;
 
-    let total: Counts = counts.iter().copied().fold(Counts::default(), |mut sum, counts| {
+    let total: PageCounts = counts.iter().copied().fold(PageCounts::default(), |mut sum, counts| {
         sum += counts;
         sum
     });
-    let zero = |zeros: &Zeros, merged| zeros.freed(sharing, merged);
-    let merged_zero = groups.merged_zero.values().sum();
-    savings.upper_bound.freed = Pages(zeros.all.0.values().sum()) + total.redundant;
-    savings.whole.freed = groups.freed + zero(&zeros.all, merged_zero);
-    savings.whole.scanned = total.resident().saturating_sub(total.merged);
-    savings.within_domains = Reach {
-        freed: groups.freed_within_domains + zeros.domains.iter().map(|zeros| zero(zeros, 0)).sum(),
-        ..savings.whole
+    let zero = |zeros: &ZeroPagesByNode, merged| zeros.freed_frames(sharing, merged);
+    let merged_zero = groups.merged_zero_pages.values().sum();
+    savings.upper_bound.freed_frames = Pages(zeros.all.0.values().sum()) + total.redundant;
+    savings.whole_processes.freed_frames = groups.freed_frames + zero(&zeros.all, merged_zero);
+    savings.whole_processes.scanned_pages = total.resident().saturating_sub(total.merged);
+    savings.within_domains = MergeEffect {
+        freed_frames: groups.freed_frames_within_domains + zeros.domains.iter().map(|zeros| zero(zeros, 0)).sum(),
+        ..savings.whole_processes
     };
-    let covered = group::walk(index, &survey.domains(), |sum: &mut Pages, _, members| {
-        *sum += group::freed(index, sharing, members, |member| index.mark(member.ordinal).is_covered());
+    let covered = content_groups::fold_groups(index, &scope.domain_numbers(), |sum: &mut Pages, _, members| {
+        *sum += content_groups::freed_frames(index, sharing, members, |member| index.mark(member.ordinal).is_covered());
     });
-    savings.guided.freed = covered.into_iter().sum::<Pages>() + zero(&zeros.covered, merged_zero);
+    savings.guided.freed_frames = covered.into_iter().sum::<Pages>() + zero(&zeros.covered, merged_zero);
 
-    savings.guided.scanned = ranges.iter().map(|range| range.pages).sum();
+    savings.guided.scanned_pages = ranges.iter().map(|range| range.pages).sum();
     savings.guided_ranges = ranges.len() as u64;
 
-    let matrix = matrix(&survey, index, &counts, plan);
+    let matrix = sharing_matrix(&scope, index, &counts, options);
     let mut ineligible: BTreeMap<Ineligible, Bytes> = BTreeMap::new();
     let mut swapped = Bytes::ZERO;
-    let pinned = survey.subjects.iter().filter_map(|subject| subject.process.pinned.clone().ok()).sum();
-    for (region, reason) in survey.subjects.iter().flat_map(|subject| &subject.regions) {
+    let pinned = scope.subjects.iter().filter_map(|subject| subject.process.pinned.clone().ok()).sum();
+    for (region, reason) in scope.subjects.iter().flat_map(|subject| &subject.regions) {
         swapped += region.swap;
         let (bytes, reason) = match reason {
             Some(reason) => (region.rss + region.hugetlb, *reason),
@@ -84,7 +96,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
             *ineligible.entry(reason).or_default() += bytes;
         }
     }
-    let subjects = survey
+    let subjects = scope
         .subjects
         .into_iter()
         .zip(counts)
@@ -92,7 +104,7 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         .map(|((subject, counts), pages)| SubjectCensus {
             process: subject.process,
             domain: subject.domain,
-            witness: subject.witness,
+            is_foreign: subject.is_foreign,
             counts,
             regions: subject
                 .regions
@@ -107,97 +119,97 @@ pub fn tally(survey: Survey, index: &Index, groups: &Groups, plan: &Plan) -> Cen
         counts: total,
         gone,
         unread,
-        skipped,
+        not_sampled: skipped,
         pinned,
         nodes_unknown: false,
-        indistinct: Pages(index.indistinct),
+        unknown_shared_frames: Pages(index.unknown_shared_frames),
         swapped,
         subjects,
-        unseen: survey.unseen,
+        unscanned: scope.unscanned,
         ineligible,
         savings,
         extents,
         ranges,
-        idle,
-        across_domains: plan.terms.across_domains,
+        idle_ranges: idle,
+        across_domains: options.criteria.across_domains,
         reread: Pages::ZERO,
         contents: Vec::new(),
         matrix,
-        distinct: groups.distinct,
-        seen: groups.seen.clone(),
+        distinct_contents: groups.distinct_contents,
+        contents_by_page_count: groups.contents_by_page_count.clone(),
         sharing,
-        settle: None,
+        pass_interval: None,
         partial: false,
-        sample: None,
-        seconds: 0.0,
+        sample_probability: None,
+        wall_seconds: 0.0,
         bytes_read: 0,
-        index_bytes: index.bytes(),
-        implementation: "",
+        index_bytes: index.memory_bytes(),
+        fingerprint_implementation: "",
     }
 }
 
 /// Pages of zeros by NUMA node (all on node 0 where nodes do not matter).
 #[derive(Clone, Default)]
-struct Zeros(BTreeMap<u8, u64>);
+struct ZeroPagesByNode(BTreeMap<u8, u64>);
 
-impl Zeros {
-    fn freed(&self, sharing: Sharing, merged: u64) -> Pages {
+impl ZeroPagesByNode {
+    fn freed_frames(&self, sharing: SharingSettings, merged: u64) -> Pages {
         // Merged pages of zeros are known in sum; they only decide where in a chain the new ones begin.
         self.0.values().map(|&copies| sharing.freed_zero(copies, merged)).sum()
     }
 }
 
 #[derive(Default)]
-struct ZeroSums {
-    all: Zeros,
-    covered: Zeros,
-    domains: Vec<Zeros>,
+struct ZeroPageSums {
+    all: ZeroPagesByNode,
+    covered: ZeroPagesByNode,
+    domains: Vec<ZeroPagesByNode>,
 }
 
-struct Counter<'a> {
-    index: &'a Index,
-    plan: &'a Plan,
+struct PageCounter<'a> {
+    index: &'a PageIndex,
+    options: &'a TallyOptions,
     domains: Vec<usize>,
-    counts: Vec<Counts>,
-    regions: Vec<Vec<Counts>>,
-    zeros: ZeroSums,
+    counts: Vec<PageCounts>,
+    regions: Vec<Vec<PageCounts>>,
+    zeros: ZeroPageSums,
     extents: Vec<Extent>,
     savings: Savings,
-    gone: Pages,
+    not_resident: Pages,
     unread: Pages,
-    skipped: Pages,
+    not_sampled: Pages,
 }
 
-impl<'a> Counter<'a> {
-    fn new(subjects: &[Subject], index: &'a Index, plan: &'a Plan) -> Self {
+impl<'a> PageCounter<'a> {
+    fn new(subjects: &[Subject], index: &'a PageIndex, options: &'a TallyOptions) -> Self {
         let mut domains = Vec::with_capacity(subjects.len());
         for (i, subject) in subjects.iter().enumerate() {
             let new = i > 0 && subjects[i - 1].domain != subject.domain;
             domains.push(domains.last().copied().unwrap_or(0) + usize::from(new));
         }
-        let zeros = ZeroSums {
-            domains: vec![Zeros::default(); domains.last().map_or(0, |last| last + 1)],
+        let zeros = ZeroPageSums {
+            domains: vec![ZeroPagesByNode::default(); domains.last().map_or(0, |last| last + 1)],
             ..Default::default()
         };
         Self {
             index,
-            plan,
+            options,
             domains,
-            counts: vec![Counts::default(); subjects.len()],
-            regions: subjects.iter().map(|subject| vec![Counts::default(); subject.regions.len()]).collect(),
+            counts: vec![PageCounts::default(); subjects.len()],
+            regions: subjects.iter().map(|subject| vec![PageCounts::default(); subject.regions.len()]).collect(),
             zeros,
             extents: Vec::new(),
             savings: Savings::default(),
-            gone: Pages::ZERO,
+            not_resident: Pages::ZERO,
             unread: Pages::ZERO,
-            skipped: Pages::ZERO,
+            not_sampled: Pages::ZERO,
         }
     }
 
     /// Count the pages of one region.
-    fn region(&mut self, pages: &RegionPages) {
+    fn count_region(&mut self, pages: &RegionPages) {
         let &RegionPages { subject, region, ref ordinals } = pages;
-        let mut counts = Counts::default();
+        let mut counts = PageCounts::default();
         let mut extent: Option<Extent> = None;
         // The last huge page of which a part would merge, under whole and under guided enrolment.
         let (mut split, mut split_guided) = (None, None);
@@ -205,8 +217,8 @@ impl<'a> Counter<'a> {
             let mark = self.index.mark(ordinal);
             let Some(class) = mark.class() else {
                 match mark {
-                    Mark::GONE => self.gone.0 += 1,
-                    Mark::SKIPPED => self.skipped.0 += 1,
+                    PageMark::NOT_RESIDENT => self.not_resident.0 += 1,
+                    PageMark::NOT_SAMPLED => self.not_sampled.0 += 1,
                     _ => self.unread.0 += 1,
                 }
                 continue;
@@ -216,7 +228,7 @@ impl<'a> Counter<'a> {
                 continue;
             }
             // A frame of zeros that processes share since a fork counts once.
-            if class == PageClass::Zero && self.index.frame(ordinal) == ordinal {
+            if class == PageClass::Zero && self.index.first_page_of_frame(ordinal) == ordinal {
                 let node = self.index.node(ordinal);
                 *self.zeros.all.0.entry(node).or_default() += 1;
                 *self.zeros.domains[self.domains[subject]].0.entry(node).or_default() += 1;
@@ -225,28 +237,35 @@ impl<'a> Counter<'a> {
                 }
             }
             if run.huge {
-                let huge_page = Some(address / self.plan.terms.huge_pages.bytes());
+                let huge_page = Some(address / self.options.criteria.huge_page_size.bytes());
                 if split != huge_page {
                     split = huge_page;
-                    self.savings.whole.huge_split.0 += 1;
+                    self.savings.whole_processes.split_huge_pages.0 += 1;
                 }
                 if mark.is_covered() && !mark.is_forbidden() && split_guided != huge_page {
                     split_guided = huge_page;
-                    self.savings.guided.huge_split.0 += 1;
+                    self.savings.guided.split_huge_pages.0 += 1;
                 }
             }
-            self.extend(&mut extent, subject, address, class, mark.is_redundant());
+            self.add_to_extent(&mut extent, subject, address, class, mark.is_redundant());
         }
         self.extents.extend(extent);
-        self.savings.upper_bound.huge_split = self.savings.whole.huge_split;
+        self.savings.upper_bound.split_huge_pages = self.savings.whole_processes.split_huge_pages;
         self.regions[subject][region] = counts;
         self.counts[subject] += counts;
     }
 
     /// Add a mergeable page to the extent it continues, or begin a new one.
-    fn extend(&mut self, extent: &mut Option<Extent>, subject: usize, address: u64, class: PageClass, redundant: bool) {
-        let page_len = self.index.page_len();
-        if extent.as_ref().is_none_or(|extent| address > extent.range.end + EXTENT_GAP * page_len) {
+    fn add_to_extent(
+        &mut self,
+        extent: &mut Option<Extent>,
+        subject: usize,
+        address: u64,
+        class: PageClass,
+        redundant: bool,
+    ) {
+        let page_len = self.index.page_bytes();
+        if extent.as_ref().is_none_or(|extent| address > extent.range.end + MAX_EXTENT_GAP_PAGES * page_len) {
             self.extents.extend(extent.take());
         }
         let extent = extent.get_or_insert(Extent {
@@ -264,11 +283,12 @@ impl<'a> Counter<'a> {
 }
 
 /// Who shares with whom. Nothing is counted where there are no rows.
-fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Matrix {
-    if plan.rows == 0 {
+fn sharing_matrix(scope: &ScanScope, index: &PageIndex, counts: &[PageCounts], options: &TallyOptions) -> Matrix {
+    if options.max_matrix_rows == 0 {
         return Matrix::default();
     }
-    let names: Vec<Option<String>> = survey.subjects.iter().map(|subject| plan.matrix.name(&subject.process)).collect();
+    let names: Vec<Option<String>> =
+        scope.subjects.iter().map(|subject| options.matrix_row_kind.row_name(&subject.process)).collect();
     let mut shares: BTreeMap<&str, Pages> = BTreeMap::new();
     for (name, counts) in names.iter().zip(counts) {
         if let Some(name) = name {
@@ -278,8 +298,9 @@ fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Mat
     shares.retain(|_, pages| pages.0 > 0);
     let mut order: Vec<(&str, Pages)> = shares.into_iter().collect();
     order.sort_by_key(|&(name, pages)| (std::cmp::Reverse(pages), name));
-    let rest = order.len() > plan.rows;
-    let mut parties: Vec<String> = order.iter().take(plan.rows).map(|&(name, _)| name.to_owned()).collect();
+    let rest = order.len() > options.max_matrix_rows;
+    let mut parties: Vec<String> =
+        order.iter().take(options.max_matrix_rows).map(|&(name, _)| name.to_owned()).collect();
     let rows: BTreeMap<&str, usize> =
         order.iter().enumerate().map(|(i, &(name, _))| (name, i.min(parties.len()))).collect();
     let row: Vec<Option<usize>> =
@@ -288,22 +309,27 @@ fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Mat
         parties.push("others".to_owned());
     }
     let size = parties.len();
-    let sums = group::walk(index, &survey.domains(), |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
-        let alone = |member: &group::Member| index.mark(member.ordinal).class() == Some(PageClass::Unique);
-        if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE || members.iter().all(alone) {
-            return;
-        }
-        let (shared, have) = sum;
-        shared.resize(size * size, 0);
-        have.clear();
-        have.resize(size, 0);
-        members.iter().filter_map(|member| row[member.subject]).for_each(|party| have[party] += 1);
-        for a in (0..size).filter(|&a| have[a] > 0) {
-            for b in (0..size).filter(|&b| have[b] > u64::from(a == b)) {
-                shared[a * size + b] += have[a];
+    let sums = content_groups::fold_groups(
+        index,
+        &scope.domain_numbers(),
+        |sum: &mut (Vec<u64>, Vec<u64>), start, members| {
+            let alone =
+                |member: &content_groups::GroupPage| index.mark(member.ordinal).class() == Some(PageClass::Unique);
+            if index.entries[start].fingerprint() == Fingerprint::ZERO_PAGE || members.iter().all(alone) {
+                return;
             }
-        }
-    });
+            let (shared, have) = sum;
+            shared.resize(size * size, 0);
+            have.clear();
+            have.resize(size, 0);
+            members.iter().filter_map(|member| row[member.subject]).for_each(|party| have[party] += 1);
+            for a in (0..size).filter(|&a| have[a] > 0) {
+                for b in (0..size).filter(|&b| have[b] > u64::from(a == b)) {
+                    shared[a * size + b] += have[a];
+                }
+            }
+        },
+    );
     let mut shared = vec![vec![Pages::ZERO; size]; size];
     for (sum, _) in sums {
         for (position, pages) in sum.into_iter().enumerate() {
@@ -313,9 +339,9 @@ fn matrix(survey: &Survey, index: &Index, counts: &[Counts], plan: &Plan) -> Mat
     Matrix { parties, shared }
 }
 
-impl Party {
+impl MatrixRowKind {
     /// What it calls a process; `None` where it leaves it out.
-    pub fn name(self, process: &Process) -> Option<String> {
+    pub fn row_name(self, process: &Process) -> Option<String> {
         let vm = process.identity.vm.as_ref().map(|vm| vm.name.clone());
         match self {
             Self::Process => Some(match vm {
@@ -331,31 +357,40 @@ impl Party {
 
 /// Find out what the most frequent contents are by reading one page of each again. A page that has changed meanwhile
 /// does not count; a few others of its group are tried.
-pub fn contents(host: &dyn Host, index: &Index, hasher: &Hasher, groups: &Groups, census: &Census) -> Vec<TopContent> {
-    const TRIES: usize = 8;
-    let kind = |content: &Content| {
-        index.entries[content.start..].iter().take((content.pages as usize).min(TRIES)).find_map(|entry| {
-            let (subject, _, address) = index.place(entry.ordinal)?;
-            let SubjectCensus { process, regions, .. } = &census.subjects[subject];
-            let region = regions.iter().find(|known| known.region.range.contains(address))?;
-            let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id)?;
-            let mut kind = None;
-            let run = Run { address, pages: 1, huge: false };
-            let outcome = handle.contents(crate::survey::way(&region.region), &[run], &mut |_, page| {
-                kind = match page.content {
-                    PageContent::Bytes(bytes) => {
-                        let same = Fingerprint(hasher.fingerprint(bytes)) == content.fingerprint;
-                        same.then(|| ContentKind::of(bytes))
-                    }
-                    PageContent::Fingerprint(_, kind) => kind,
-                    PageContent::Volatile | PageContent::Gone => None,
-                };
-            });
-            outcome.ok().and(kind)
-        })
+pub fn identify_top_contents(
+    host: &dyn Host,
+    index: &PageIndex,
+    hasher: &Hasher,
+    groups: &GroupSummary,
+    census: &Census,
+) -> Vec<TopContent> {
+    const MAX_PAGES_TRIED: usize = 8;
+    let kind = |content: &ContentGroup| {
+        index.entries[content.first_entry..].iter().take((content.pages as usize).min(MAX_PAGES_TRIED)).find_map(
+            |entry| {
+                let (subject, _, address) = index.locate(entry.ordinal)?;
+                let SubjectCensus { process, regions, .. } = &census.subjects[subject];
+                let region = regions.iter().find(|known| known.region.range.contains(address))?;
+                let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id)?;
+                let mut kind = None;
+                let run = PageRun { address, pages: 1, huge: false };
+                let outcome =
+                    handle.contents(crate::scan_scope::read_method(&region.region), &[run], &mut |_, page| {
+                        kind = match page.content {
+                            PageContent::Bytes(bytes) => {
+                                let same = Fingerprint(hasher.fingerprint(bytes)) == content.fingerprint;
+                                same.then(|| ContentKind::classify(bytes))
+                            }
+                            PageContent::Fingerprint(_, kind) => kind,
+                            PageContent::Volatile | PageContent::NotResident => None,
+                        };
+                    });
+                outcome.ok().and(kind)
+            },
+        )
     };
     groups
-        .top
+        .top_contents
         .iter()
         .map(|content| TopContent {
             fingerprint: content.fingerprint,
@@ -369,13 +404,13 @@ pub fn contents(host: &dyn Host, index: &Index, hasher: &Hasher, groups: &Groups
 }
 
 /// Note subjects that were not read as unseen. Those that merely went away are not.
-pub fn note_unread(survey: &mut Survey, failures: Vec<(usize, Absent)>) {
+pub fn record_unread(scope: &mut ScanScope, failures: Vec<(usize, Absent)>) {
     for (subject, why) in failures {
-        let process = &survey.subjects[subject].process;
-        let unseen = Unseen { pid: process.id.pid, comm: Some(process.comm.clone()), why };
-        if unseen.why != Absent::Vanished && !survey.unseen.contains(&unseen) {
-            survey.unseen.push(unseen);
+        let process = &scope.subjects[subject].process;
+        let unseen = UnscannedProcess { pid: process.id.pid, comm: Some(process.comm.clone()), why };
+        if unseen.why != Absent::Vanished && !scope.unscanned.contains(&unseen) {
+            scope.unscanned.push(unseen);
         }
     }
-    survey.unseen.sort_by_key(|unseen| unseen.pid);
+    scope.unscanned.sort_by_key(|unseen| unseen.pid);
 }

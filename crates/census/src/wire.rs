@@ -1,13 +1,13 @@
 //! The census on the wire.
 
 use crate::decide::estimate;
-use crate::decide::estimate::{Interval, Sample};
+use crate::decide::estimate::{Interval, PageSample};
 use crate::results::{Census, Extent, SubjectCensus};
 use pagefold_base::content::{ContentKind, collision_probability};
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
-use pagefold_base::savings::Reach;
-use pagefold_base::{Counts, PageSize};
-use pagefold_output::wire::{Classes, NotSeen, Who};
+use pagefold_base::savings::MergeEffect;
+use pagefold_base::{PageCounts, PageSize};
+use pagefold_output::wire::{PageClasses, ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -22,11 +22,11 @@ pub struct CensusReport {
     /// Bytes of a base page.
     pub page_size: u64,
     /// Resident private anonymous pages by class.
-    pub pages: Classes,
+    pub pages: PageClasses,
     /// The same in bytes.
-    pub bytes: Classes,
+    pub bytes: PageClasses,
     /// What merging everything would give back.
-    pub bytes_reclaimable: Reclaimable,
+    pub bytes_reclaimable: ReclaimableReport,
     /// What the ways of enrolling would reach; with `--sample`, among the pages of the sample.
     pub savings: SavingsReport,
     /// Wall time in seconds.
@@ -48,7 +48,7 @@ pub struct CensusReport {
     /// How sure it is that equal fingerprints are equal pages.
     pub exactness: Exactness,
     /// Memory that is not among `pages`.
-    pub not_counted: NotCounted,
+    pub not_counted: UncountedReport,
     /// The processes.
     pub processes: Vec<ProcessReport>,
     /// The same by virtual machine.
@@ -68,13 +68,13 @@ pub struct CensusReport {
     /// Who shares with whom.
     pub matrix: MatrixReport,
     /// What it took.
-    pub cost: Cost,
+    pub cost: CensusCostReport,
 }
 
 /// Bytes that merging everything would give back. With `--sample` the likely values for the whole, from `estimate`;
 /// `net` then pays for metadata alone.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct Reclaimable {
+pub struct ReclaimableReport {
     /// Every redundant page and every page of zeros; of a page that processes share since a fork, one mapping.
     pub gross: u64,
     /// The same less what KSM keeps with every process enrolled whole: 64 bytes of metadata for each page scanned, and
@@ -86,20 +86,20 @@ pub struct Reclaimable {
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct SavingsReport {
     /// Every copy but one of each content and every page of zeros, at no cost.
-    pub upper_bound: ReachReport,
+    pub upper_bound: MergeEffectReport,
     /// KSM with every process enrolled whole.
-    pub whole: ReachReport,
+    pub whole: MergeEffectReport,
     /// The same, if only pages within a trust domain merged.
-    pub within_domains: ReachReport,
+    pub within_domains: MergeEffectReport,
     /// KSM with only the ranges enrolled that pay.
-    pub guided: ReachReport,
+    pub guided: MergeEffectReport,
     /// How many ranges those are.
     pub guided_ranges: u64,
 }
 
 /// What one way of enrolling would reach.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct ReachReport {
+pub struct MergeEffectReport {
     /// Bytes of frames that come back.
     pub gross: u64,
     /// Bytes that come back less metadata.
@@ -163,7 +163,7 @@ pub struct Exactness {
 
 /// Memory that is not among the classified pages.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct NotCounted {
+pub struct UncountedReport {
     /// Resident bytes that KSM cannot take, by reason.
     pub ineligible: Vec<IneligibleReport>,
     /// Bytes that drivers hold pinned (RDMA, VFIO, io_uring), which are among `pages`: KSM passes over them meanwhile.
@@ -177,7 +177,7 @@ pub struct NotCounted {
     /// Pages left out of the sample.
     pub pages_skipped: u64,
     /// Processes that were chosen and not seen.
-    pub processes: Vec<NotSeen>,
+    pub processes: Vec<UnscannedProcessReport>,
 }
 
 /// Resident memory that KSM cannot take.
@@ -194,19 +194,19 @@ pub struct IneligibleReport {
 pub struct ProcessReport {
     /// Who it is.
     #[serde(flatten)]
-    pub who: Who,
+    pub process: ProcessInfo,
     /// Its pages by class. `redundant` counts its pages that are not the copy their content keeps; the kept copy is the
     /// first in the order of trust domains and processes.
-    pub pages: Classes,
+    pub pages: PageClasses,
     /// The same in bytes.
-    pub bytes: Classes,
+    pub bytes: PageClasses,
     /// Its regions with anything resident or swapped out.
-    pub regions: Vec<RegionReport>,
+    pub regions: Vec<CensusRegionReport>,
 }
 
 /// A region in the census.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct RegionReport {
+pub struct CensusRegionReport {
     /// First address, hexadecimal.
     pub start: String,
     /// First address after it, hexadecimal.
@@ -221,9 +221,9 @@ pub struct RegionReport {
     /// Whether KSM was told of it.
     pub mergeable: bool,
     /// Its pages by class.
-    pub pages: Classes,
+    pub pages: PageClasses,
     /// The same in bytes.
-    pub bytes: Classes,
+    pub bytes: PageClasses,
 }
 
 /// Processes that belong together.
@@ -234,9 +234,9 @@ pub struct GroupReport {
     /// How many processes.
     pub processes: u64,
     /// Their pages by class.
-    pub pages: Classes,
+    pub pages: PageClasses,
     /// The same in bytes.
-    pub bytes: Classes,
+    pub bytes: PageClasses,
 }
 
 /// A run of mergeable pages with small gaps.
@@ -293,7 +293,7 @@ pub struct MatrixReport {
 
 /// What the census took.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct Cost {
+pub struct CensusCostReport {
     /// Bytes of memory of the index.
     pub index_bytes: u64,
     /// Bytes of page contents read for each second of wall time, pause and counting included.
@@ -304,56 +304,59 @@ pub struct Cost {
 
 /// What a report needs beside the census.
 #[derive(Clone, Debug)]
-pub struct Context {
+pub struct CensusContext {
     /// What was looked at.
     pub host: String,
     /// The size of its pages.
     pub page_size: PageSize,
     /// How many extents to tell.
-    pub top: usize,
+    pub max_extents: usize,
 }
 
 /// The confidence of the intervals that a sample gives.
-const CONFIDENCE: f64 = 0.95;
+const CONFIDENCE_LEVEL: f64 = 0.95;
 
 impl CensusReport {
     /// From a census.
-    pub fn of(census: &Census, context: &Context) -> Self {
+    pub fn from_census(census: &Census, context: &CensusContext) -> Self {
         let page_size = context.page_size;
-        let reach = |reach: &Reach| ReachReport::of(reach, page_size);
+        let reach = |reach: &MergeEffect| MergeEffectReport::from_effect(reach, page_size);
         let upper = census.savings.upper_bound;
-        let estimate = census.sample.map(|_| EstimateReport::of(census));
+        let estimate = census.sample_probability.map(|_| EstimateReport::from_census(census));
         Self {
             schema: "pagefold.census/1",
             host: context.host.clone(),
             page_size: page_size.bytes(),
-            pages: Classes::pages(&census.counts),
-            bytes: Classes::bytes(&census.counts, page_size),
+            pages: PageClasses::from_counts_in_pages(&census.counts),
+            bytes: PageClasses::from_counts_in_bytes(&census.counts, page_size),
             bytes_reclaimable: estimate.map_or_else(
-                || Reclaimable { gross: upper.gross(page_size).0, net: census.savings.whole.net(page_size).0 },
+                || ReclaimableReport {
+                    gross: upper.gross(page_size).0,
+                    net: census.savings.whole_processes.net(page_size).0,
+                },
                 |estimate| estimate.reclaimable(page_size),
             ),
             savings: SavingsReport {
-                upper_bound: ReachReport { metadata: 0, ..reach(&upper) },
-                whole: reach(&census.savings.whole),
+                upper_bound: MergeEffectReport { metadata: 0, ..reach(&upper) },
+                whole: reach(&census.savings.whole_processes),
                 within_domains: reach(&census.savings.within_domains),
                 guided: reach(&census.savings.guided),
                 guided_ranges: census.savings.guided_ranges,
             },
-            seconds: census.seconds,
+            seconds: census.wall_seconds,
             bytes_read: census.bytes_read,
-            settle_seconds: census.settle.map(|settle| settle.as_secs_f64()),
+            settle_seconds: census.pass_interval.map(|settle| settle.as_secs_f64()),
             partial: census.partial,
-            sample: census.sample,
+            sample: census.sample_probability,
             estimate,
             exactness: Exactness {
                 fingerprint_bits: 64,
                 nodes_unknown: census.nodes_unknown,
-                distinct_contents: census.distinct,
-                pages_indistinct: census.indistinct.0,
-                collision_probability: collision_probability(census.distinct),
+                distinct_contents: census.distinct_contents,
+                pages_indistinct: census.unknown_shared_frames.0,
+                collision_probability: collision_probability(census.distinct_contents),
             },
-            not_counted: NotCounted {
+            not_counted: UncountedReport {
                 ineligible: census
                     .ineligible
                     .iter()
@@ -363,34 +366,34 @@ impl CensusReport {
                 swapped_bytes: census.swapped.0,
                 pages_gone: census.gone.0,
                 pages_unread: census.unread.0,
-                pages_skipped: census.skipped.0,
+                pages_skipped: census.not_sampled.0,
                 processes: census
-                    .unseen
+                    .unscanned
                     .iter()
-                    .map(|unseen| NotSeen::of(unseen.pid.0, unseen.comm.clone(), &unseen.why))
+                    .map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why))
                     .collect(),
             },
-            processes: census.subjects.iter().map(|subject| ProcessReport::of(subject, page_size)).collect(),
-            vms: groups(census, page_size, |subject| {
+            processes: census.subjects.iter().map(|subject| ProcessReport::from_subject(subject, page_size)).collect(),
+            vms: sum_by_name(census, page_size, |subject| {
                 let vm = subject.process.identity.vm.as_ref()?;
                 Some(vm.name.clone().unwrap_or_else(|| format!("pid {}", subject.process.id.pid)))
             }),
-            cgroups: groups(census, page_size, |subject| subject.process.cgroup.clone().ok()),
-            jobs: groups(census, page_size, |subject| {
+            cgroups: sum_by_name(census, page_size, |subject| subject.process.cgroup.clone().ok()),
+            jobs: sum_by_name(census, page_size, |subject| {
                 subject.process.identity.job.as_ref().map(|job| job.name.clone())
             }),
-            domains: groups(census, page_size, |subject| Some(subject.domain.to_string())),
-            extents: extents(census, page_size, context.top),
+            domains: sum_by_name(census, page_size, |subject| Some(subject.domain.to_string())),
+            extents: largest_extents(census, page_size, context.max_extents),
             extents_total: census.extents.len() as u64,
-            contents: contents(census),
+            contents: content_reports(census),
             matrix: MatrixReport {
                 parties: census.matrix.parties.clone(),
                 pages: census.matrix.shared.iter().map(|row| row.iter().map(|pages| pages.0).collect()).collect(),
             },
-            cost: Cost {
+            cost: CensusCostReport {
                 index_bytes: census.index_bytes as u64,
-                bytes_per_second: census.bytes_read as f64 / census.seconds.max(f64::MIN_POSITIVE),
-                fingerprint: census.implementation,
+                bytes_per_second: census.bytes_read as f64 / census.wall_seconds.max(f64::MIN_POSITIVE),
+                fingerprint: census.fingerprint_implementation,
             },
         }
     }
@@ -402,22 +405,22 @@ impl CensusReport {
 }
 
 impl EstimateReport {
-    fn of(census: &Census) -> Self {
-        let Counts { zero, merged, volatile, .. } = census.counts;
-        let resident = (census.counts.resident() + census.skipped).0;
-        let sample = Sample {
+    fn from_census(census: &Census) -> Self {
+        let PageCounts { zero, merged, volatile, .. } = census.counts;
+        let resident = (census.counts.resident() + census.not_sampled).0;
+        let sample = PageSample {
             population: resident,
             zero: zero.0,
             merged: merged.0,
             volatile: volatile.0,
-            seen: census.seen.clone(),
+            contents_by_sightings: census.contents_by_page_count.clone(),
         };
-        let estimate = estimate::estimate(&sample, CONFIDENCE);
+        let estimate = estimate::estimate(&sample, CONFIDENCE_LEVEL);
         let interval =
             |interval: Interval| IntervalReport { low: interval.low, estimate: interval.estimate, high: interval.high };
         Self {
             resident,
-            confidence: CONFIDENCE,
+            confidence: CONFIDENCE_LEVEL,
             zero: interval(estimate.zero),
             merged: interval(estimate.merged),
             volatile: interval(estimate.volatile),
@@ -428,44 +431,44 @@ impl EstimateReport {
     }
 
     /// What merging the whole would likely give back. Further copies cannot be told from a sample.
-    fn reclaimable(&self, page_size: PageSize) -> Reclaimable {
+    fn reclaimable(&self, page_size: PageSize) -> ReclaimableReport {
         let bytes = |pages: f64, each: u64| (pages.max(0.0) * each as f64) as u64;
         let gross = bytes(self.zero.estimate + self.redundant.estimate, page_size.bytes());
         let scanned = self.resident as f64 - self.merged.estimate;
-        Reclaimable { gross, net: gross as i64 - bytes(scanned, RMAP_ITEM_BYTES) as i64 }
+        ReclaimableReport { gross, net: gross as i64 - bytes(scanned, RMAP_ITEM_BYTES) as i64 }
     }
 }
 
-impl ReachReport {
-    fn of(reach: &Reach, page_size: PageSize) -> Self {
+impl MergeEffectReport {
+    fn from_effect(reach: &MergeEffect, page_size: PageSize) -> Self {
         Self {
             gross: reach.gross(page_size).0,
             net: reach.net(page_size).0,
             metadata: reach.metadata().0,
-            pages_scanned: reach.scanned.0,
-            huge_pages_split: reach.huge_split.0,
+            pages_scanned: reach.scanned_pages.0,
+            huge_pages_split: reach.split_huge_pages.0,
         }
     }
 }
 
 impl ProcessReport {
-    fn of(subject: &SubjectCensus, page_size: PageSize) -> Self {
+    fn from_subject(subject: &SubjectCensus, page_size: PageSize) -> Self {
         Self {
-            who: Who::of(&subject.process, Some(&subject.domain)),
-            pages: Classes::pages(&subject.counts),
-            bytes: Classes::bytes(&subject.counts, page_size),
+            process: ProcessInfo::from_process(&subject.process, Some(&subject.domain)),
+            pages: PageClasses::from_counts_in_pages(&subject.counts),
+            bytes: PageClasses::from_counts_in_bytes(&subject.counts, page_size),
             regions: subject
                 .regions
                 .iter()
-                .map(|known| RegionReport {
+                .map(|known| CensusRegionReport {
                     start: format!("{:x}", known.region.range.start),
                     end: format!("{:x}", known.region.range.end),
                     name: known.region.name.clone(),
                     rss: known.region.rss.0,
                     ineligible: known.ineligible.map(|reason| reason.phrase()),
                     mergeable: known.region.flags.has(pagefold_base::region::VmFlags::MERGEABLE),
-                    pages: Classes::pages(&known.counts),
-                    bytes: Classes::bytes(&known.counts, page_size),
+                    pages: PageClasses::from_counts_in_pages(&known.counts),
+                    bytes: PageClasses::from_counts_in_bytes(&known.counts, page_size),
                 })
                 .collect(),
         }
@@ -473,8 +476,12 @@ impl ProcessReport {
 }
 
 /// Sum the processes by a name; those without one are left out. Largest first.
-fn groups(census: &Census, page_size: PageSize, name: impl Fn(&SubjectCensus) -> Option<String>) -> Vec<GroupReport> {
-    let mut sums: BTreeMap<String, (u64, Counts)> = BTreeMap::new();
+fn sum_by_name(
+    census: &Census,
+    page_size: PageSize,
+    name: impl Fn(&SubjectCensus) -> Option<String>,
+) -> Vec<GroupReport> {
+    let mut sums: BTreeMap<String, (u64, PageCounts)> = BTreeMap::new();
     for subject in &census.subjects {
         if let Some(name) = name(subject) {
             let (processes, counts) = sums.entry(name).or_default();
@@ -487,8 +494,8 @@ fn groups(census: &Census, page_size: PageSize, name: impl Fn(&SubjectCensus) ->
         .map(|(name, (processes, counts))| GroupReport {
             name,
             processes,
-            pages: Classes::pages(&counts),
-            bytes: Classes::bytes(&counts, page_size),
+            pages: PageClasses::from_counts_in_pages(&counts),
+            bytes: PageClasses::from_counts_in_bytes(&counts, page_size),
         })
         .collect();
     groups.sort_by_key(|group| std::cmp::Reverse(group.pages.resident));
@@ -496,7 +503,7 @@ fn groups(census: &Census, page_size: PageSize, name: impl Fn(&SubjectCensus) ->
 }
 
 /// The extents with the most mergeable pages.
-fn extents(census: &Census, page_size: PageSize, top: usize) -> Vec<ExtentReport> {
+fn largest_extents(census: &Census, page_size: PageSize, top: usize) -> Vec<ExtentReport> {
     let mut extents: Vec<_> = census.extents.iter().collect();
     extents
         .sort_by_key(|extent| (std::cmp::Reverse(extent.duplicate + extent.zero), extent.subject, extent.range.start));
@@ -520,7 +527,7 @@ pub fn extent_report(census: &Census, page_size: PageSize, extent: &Extent) -> E
 }
 
 /// The pages of zeros, where there are any, and the most frequent other contents.
-fn contents(census: &Census) -> Vec<ContentReport> {
+fn content_reports(census: &Census) -> Vec<ContentReport> {
     let zero = (census.counts.zero.0 > 0).then_some(ContentReport {
         kind: "zero",
         pattern: None,

@@ -5,70 +5,74 @@
 
 #![forbid(unsafe_code)]
 
-mod arguments;
 mod command;
+mod command_line;
 mod config;
+mod host_selection;
 #[cfg(test)]
-mod faults;
+mod injected_faults;
 mod output;
 mod progress;
-mod source;
 
-use arguments::{Arguments, Command};
 use clap::Parser;
-use command::daemon::control::Request;
+use command::daemon::control_socket::ControlRequest;
+use command_line::{CommandLine, PagefoldCommand};
 use std::process::ExitCode;
 
 /// How a command ended, short of failing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Outcome {
+enum CommandOutcome {
     Done,
-    VerdictNo,
+    NegativeVerdict,
     Partial,
 }
 
 fn main() -> ExitCode {
-    let arguments = Arguments::parse();
-    match run(&arguments) {
-        Ok(Outcome::Done) => ExitCode::SUCCESS,
-        Ok(Outcome::VerdictNo) => ExitCode::from(1),
-        Ok(Outcome::Partial) => ExitCode::from(3),
+    let arguments = CommandLine::parse();
+    match run_command(&arguments) {
+        Ok(CommandOutcome::Done) => ExitCode::SUCCESS,
+        Ok(CommandOutcome::NegativeVerdict) => ExitCode::from(1),
+        Ok(CommandOutcome::Partial) => ExitCode::from(3),
         Err(error) if output::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("pagefold: {error:#}");
-            ExitCode::from(command::recover::status(&error))
+            ExitCode::from(command::recover::exit_status(&error))
         }
     }
 }
 
-fn run(arguments: &Arguments) -> anyhow::Result<Outcome> {
+fn run_command(arguments: &CommandLine) -> anyhow::Result<CommandOutcome> {
     // Before there are threads. What `run` starts is to see of cgroups what it would see without Pagefold. Where it is
     // not permitted, limits are unknown, and said to be so.
-    if !matches!(arguments.command, Command::Run(_)) {
+    if !matches!(arguments.command, PagefoldCommand::Run(_)) {
         let _ = pagefold_linux::enter_initial_cgroup_namespace();
     }
     match &arguments.command {
-        Command::Census(options) => command::census::run(options, &arguments.global),
-        Command::Record(options) => command::record::run(options, &arguments.global),
-        Command::Doctor(options) => command::doctor::run(options, &arguments.global),
-        Command::Account(options) => command::account::run(options, &arguments.global),
-        Command::Merge(options) => command::merge::run(options, &arguments.global),
-        Command::Run(options) => command::run::run(options, &arguments.global),
-        Command::Daemon(options) => command::daemon::run(options, &arguments.global),
-        Command::Status(options) => command::daemon::show(options, &arguments.global),
-        Command::Top(options) => command::top::run(options, &arguments.global),
-        Command::Report(options) => command::report::run(options, &arguments.global),
-        Command::Pause => command::daemon::tell(Request::Pause, &arguments.global),
-        Command::Resume => command::daemon::tell(Request::Resume, &arguments.global),
-        Command::Enrol(which) => command::daemon::tell(which.enrol(), &arguments.global),
-        Command::Withdraw(which) => command::daemon::tell(which.withdraw(), &arguments.global),
-        Command::Policy(options) => command::policy::run(options, &arguments.global),
-        Command::Recover(options) => command::recover::run(options, &arguments.global),
-        Command::Config(options) => command::config::run(options, &arguments.global),
-        Command::Unmerge(options) => command::unmerge::run(options, &arguments.global),
-        Command::Engine(options) => command::engine::run(options, &arguments.global),
-        Command::Schema(options) => command::schema::run(options),
-        Command::Completions(options) => command::completions::run(options),
-        Command::Man(options) => command::man::run(options),
+        PagefoldCommand::Census(options) => command::census::run(options, &arguments.global),
+        PagefoldCommand::Record(options) => command::record::run(options, &arguments.global),
+        PagefoldCommand::Doctor(options) => command::doctor::run(options, &arguments.global),
+        PagefoldCommand::Account(options) => command::account::run(options, &arguments.global),
+        PagefoldCommand::Merge(options) => command::merge::run(options, &arguments.global),
+        PagefoldCommand::Run(options) => command::run::run(options, &arguments.global),
+        PagefoldCommand::Daemon(options) => command::daemon::run(options, &arguments.global),
+        PagefoldCommand::Status(options) => command::daemon::show_status(options, &arguments.global),
+        PagefoldCommand::Top(options) => command::top::run(options, &arguments.global),
+        PagefoldCommand::Report(options) => command::report::run(options, &arguments.global),
+        PagefoldCommand::Pause => command::daemon::send_control_request(ControlRequest::Pause, &arguments.global),
+        PagefoldCommand::Resume => command::daemon::send_control_request(ControlRequest::Resume, &arguments.global),
+        PagefoldCommand::Enrol(which) => {
+            command::daemon::send_control_request(which.enroll_request(), &arguments.global)
+        }
+        PagefoldCommand::Withdraw(which) => {
+            command::daemon::send_control_request(which.unenroll_request(), &arguments.global)
+        }
+        PagefoldCommand::Policy(options) => command::policy::run(options, &arguments.global),
+        PagefoldCommand::Recover(options) => command::recover::run(options, &arguments.global),
+        PagefoldCommand::Config(options) => command::config::run(options, &arguments.global),
+        PagefoldCommand::Unmerge(options) => command::unmerge::run(options, &arguments.global),
+        PagefoldCommand::Engine(options) => command::engine::run(options, &arguments.global),
+        PagefoldCommand::Schema(options) => command::schema::run(options),
+        PagefoldCommand::Completions(options) => command::completions::run(options),
+        PagefoldCommand::Man(options) => command::man::run(options),
     }
 }

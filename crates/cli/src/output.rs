@@ -1,25 +1,25 @@
 //! Where reports go.
 
-use crate::arguments::{Global, When};
+use crate::command_line::{ColorChoice, GlobalOptions};
 use anyhow::Context;
-use pagefold_output::text::Style;
+use pagefold_output::text::TextStyle;
 use std::io::{self, IsTerminal, Write};
 
 /// The style that fits standard output.
-pub fn style(global: &Global) -> Style {
+pub fn stdout_style(global: &GlobalOptions) -> TextStyle {
     let terminal = io::stdout().is_terminal();
     let colour = match global.color {
-        When::Always => true,
-        When::Never => false,
+        ColorChoice::Always => true,
+        ColorChoice::Never => false,
         // https://no-color.org: any value but an empty one.
-        When::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
+        ColorChoice::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
     };
     let width = terminal_size::terminal_size().map(|(width, _)| width.0).filter(|_| terminal);
-    Style { width: width.unwrap_or(160).max(60), colour }
+    TextStyle { width: width.unwrap_or(160).max(60), color: colour }
 }
 
 /// Write to standard output.
-pub fn print(text: &str) -> anyhow::Result<()> {
+pub fn print_stdout(text: &str) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).context("cannot write to standard output")
 }

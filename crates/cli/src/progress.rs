@@ -2,7 +2,7 @@
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pagefold_base::PageSize;
-use pagefold_census::Progress;
+use pagefold_census::ScanProgress;
 use pagefold_merge::execute as merge;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use std::io::IsTerminal;
@@ -14,7 +14,7 @@ use std::time::Duration;
 /// without a handler. A SIGHUP or SIGQUIT that is ignored, as nohup(1) has it, stays ignored.
 pub fn stop_on_signal() -> std::io::Result<Arc<AtomicBool>> {
     let (stop, asked) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    let ignored = ignored(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
+    let ignored = ignored_signal_mask(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
     let heeded = |signal| ignored & (1_u64 << (signal - 1)) == 0;
     for signal in [SIGINT, SIGTERM, SIGQUIT].into_iter().filter(|&signal| signal != SIGQUIT || heeded(signal)) {
         // The order matters: the conditional handler sees the flag as the signal before left it.
@@ -31,40 +31,48 @@ pub fn stop_on_signal() -> std::io::Result<Arc<AtomicBool>> {
 }
 
 /// The signals that this process ignores, of proc_pid_status(5): bit 0 is signal 1. None where that cannot be told.
-fn ignored(status: &str) -> u64 {
+fn ignored_signal_mask(status: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 /// Run a census with its progress shown on standard error, if that is a terminal.
-pub fn show<T: Send>(page_size: PageSize, stop: &AtomicBool, work: impl FnOnce(&Progress) -> T + Send) -> T {
-    let progress = Progress::default();
-    watch("listing pages", |bar| draw(bar, &progress, page_size, stop), || work(&progress))
+pub fn run_census_with_progress<T: Send>(
+    page_size: PageSize,
+    stop: &AtomicBool,
+    work: impl FnOnce(&ScanProgress) -> T + Send,
+) -> T {
+    let progress = ScanProgress::default();
+    run_with_bar("listing pages", |bar| draw_census_progress(bar, &progress, page_size, stop), || work(&progress))
 }
 
 /// Run a merge with its progress shown in the same way.
-pub fn show_merge<T: Send>(
+pub fn run_merge_with_progress<T: Send>(
     page_size: PageSize,
     stop: &AtomicBool,
-    work: impl FnOnce(&merge::Progress) -> T + Send,
+    work: impl FnOnce(&merge::MergeProgress) -> T + Send,
 ) -> T {
-    let progress = merge::Progress::default();
+    let progress = merge::MergeProgress::default();
     let draw = |bar: &ProgressBar| {
         let (merged, expected) = progress.merged();
         let what = match progress.stage() {
             _ if stop.load(Ordering::Relaxed) => "stopping",
-            merge::Stage::Waiting | merge::Stage::Enrolling => "enrolling",
-            merge::Stage::Merging => "merging",
-            merge::Stage::Verifying => "verifying",
+            merge::MergeStage::Waiting | merge::MergeStage::Enrolling => "enrolling",
+            merge::MergeStage::Merging => "merging",
+            merge::MergeStage::Verifying => "verifying",
         };
-        bar.set_message(format!("{what}: {} of {} merged", page_size.of(merged), page_size.of(expected)));
+        bar.set_message(format!("{what}: {} of {} merged", page_size.bytes_of(merged), page_size.bytes_of(expected)));
         bar.tick();
     };
-    watch("enrolling", draw, || work(&progress))
+    run_with_bar("enrolling", draw, || work(&progress))
 }
 
 /// Run `work`, and `draw` ten times a second meanwhile if standard error is a terminal.
-fn watch<T: Send>(first: &'static str, draw: impl Fn(&ProgressBar) + Sync, work: impl FnOnce() -> T + Send) -> T {
+fn run_with_bar<T: Send>(
+    first: &'static str,
+    draw: impl Fn(&ProgressBar) + Sync,
+    work: impl FnOnce() -> T + Send,
+) -> T {
     if !std::io::stderr().is_terminal() {
         return work();
     }
@@ -86,8 +94,8 @@ fn watch<T: Send>(first: &'static str, draw: impl Fn(&ProgressBar) + Sync, work:
     })
 }
 
-fn draw(bar: &ProgressBar, progress: &Progress, page_size: PageSize, stop: &AtomicBool) {
-    let expected = progress.expected() * page_size.bytes();
+fn draw_census_progress(bar: &ProgressBar, progress: &ScanProgress, page_size: PageSize, stop: &AtomicBool) {
+    let expected = progress.expected_pages() * page_size.bytes();
     if expected > 0 && bar.length().is_none() {
         bar.set_length(expected);
         bar.reset_eta();
@@ -98,7 +106,7 @@ fn draw(bar: &ProgressBar, progress: &Progress, page_size: PageSize, stop: &Atom
     if stop.load(Ordering::Relaxed) {
         bar.set_message("stopping");
     }
-    bar.set_position(progress.done() * page_size.bytes());
+    bar.set_position(progress.scanned_pages() * page_size.bytes());
     bar.tick();
 }
 
@@ -108,8 +116,11 @@ mod tests {
 
     #[test]
     fn ignored_signals_are_read_from_their_mask() {
-        assert_eq!(ignored("SigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n"), (1 << 12) | (1 << (SIGHUP - 1)));
-        assert_eq!(ignored("SigBlk:\t0000000000000001\n"), 0);
-        assert_eq!(ignored("SigIgn:\tnone\n"), 0);
+        assert_eq!(
+            ignored_signal_mask("SigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n"),
+            (1 << 12) | (1 << (SIGHUP - 1))
+        );
+        assert_eq!(ignored_signal_mask("SigBlk:\t0000000000000001\n"), 0);
+        assert_eq!(ignored_signal_mask("SigIgn:\tnone\n"), 0);
     }
 }

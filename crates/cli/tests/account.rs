@@ -5,12 +5,12 @@
 
 use pagefold_account::decide::reconcile::{Balance, reconcile};
 use pagefold_account::decide::{Account, Footprint, Frames};
-use pagefold_account::footprint::Ledger;
+use pagefold_account::footprint::FrameLedger;
 use pagefold_base::{Bytes, Pages, Pid, region};
 use pagefold_host::{Host, observe};
 use pagefold_labs::client;
-use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::{READY, Region};
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
 use pagefold_linux::LiveHost;
 use serde_json::Value;
 use std::error::Error;
@@ -23,27 +23,27 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-type Outcome = Result<(), Box<dyn Error>>;
+type AccountTestResult = Result<(), Box<dyn Error>>;
 
-const ZERO_PAGES: &str = "/sys/kernel/mm/ksm/ksm_zero_pages";
+const KSM_ZERO_PAGES_FILE: &str = "/sys/kernel/mm/ksm/ksm_zero_pages";
 
 /// How long the kernel may take for something it does in its own time.
-const PATIENCE: Duration = Duration::from_secs(30);
+const KERNEL_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
 /// What the kernel counts as merged.
-fn merged(ksm: &Ksm) -> [i64; 3] {
-    ["pages_shared", "pages_sharing", "ksm_zero_pages"].map(|name| ksm.counter(name))
+fn merged_counters(ksm: &KsmTestGuard) -> [i64; 3] {
+    ["pages_shared", "pages_sharing", "ksm_zero_pages"].map(|name| ksm.read_counter(name))
 }
 
 /// Wait until something holds, and tell whether it does.
-fn eventually(mut holds: impl FnMut() -> bool) -> bool {
+fn wait_until(mut holds: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
     while !holds() {
-        if start.elapsed() > PATIENCE {
+        if start.elapsed() > KERNEL_TIMEOUT {
             return false;
         }
         sleep(Duration::from_millis(20));
@@ -52,56 +52,56 @@ fn eventually(mut holds: impl FnMut() -> bool) -> bool {
 }
 
 /// Let ksmd forget processes that ended. Where nobody else is enrolled it makes no full scan any more.
-fn forget(ksm: &Ksm) {
-    let end = ksm.counter("full_scans") + 2;
-    ksm.set("run", 1);
-    let forgotten = eventually(|| merged(ksm) == [0; 3] || ksm.counter("full_scans") >= end);
-    ksm.set("run", 0);
-    assert!(forgotten, "what ended is still counted: {:?}", merged(ksm));
+fn wait_until_ksmd_forgets(ksm: &KsmTestGuard) {
+    let end = ksm.read_counter("full_scans") + 2;
+    ksm.write_setting("run", 1);
+    let forgotten = wait_until(|| merged_counters(ksm) == [0; 3] || ksm.read_counter("full_scans") >= end);
+    ksm.write_setting("run", 0);
+    assert!(forgotten, "what ended is still counted: {:?}", merged_counters(ksm));
 }
 
 /// A memory cgroup of its own. Dropped after the processes in it.
-struct Cgroup {
+struct AccountCgroup {
     directory: PathBuf,
     /// In `memory.stat`: anonymous memory of its own processes.
-    field: &'static str,
+    stat_field: &'static str,
 }
 
-impl Cgroup {
+impl AccountCgroup {
     /// In the v1 hierarchy of the memory controller if there is one, else in the unified one.
     fn new() -> Option<Self> {
         let name = format!("pagefold-account-{}", std::process::id());
         [("/sys/fs/cgroup/memory", "rss"), ("/sys/fs/cgroup", "anon")].into_iter().find_map(|(top, field)| {
             let directory = Path::new(top).join(&name);
             fs::create_dir(&directory).ok()?;
-            let cgroup = Self { directory, field };
-            cgroup.anonymous().map(|_| cgroup)
+            let cgroup = Self { directory, stat_field: field };
+            cgroup.anonymous_bytes().map(|_| cgroup)
         })
     }
 
-    fn anonymous(&self) -> Option<u64> {
+    fn anonymous_bytes(&self) -> Option<u64> {
         let stat = fs::read_to_string(self.directory.join("memory.stat")).ok()?;
-        stat.lines().find_map(|line| line.strip_prefix(self.field)?.strip_prefix(' ')?.parse().ok())
+        stat.lines().find_map(|line| line.strip_prefix(self.stat_field)?.strip_prefix(' ')?.parse().ok())
     }
 }
 
-impl Drop for Cgroup {
+impl Drop for AccountCgroup {
     fn drop(&mut self) {
-        if !eventually(|| fs::remove_dir(&self.directory).is_ok()) {
+        if !wait_until(|| fs::remove_dir(&self.directory).is_ok()) {
             eprintln!("{} is left behind", self.directory.display());
         }
     }
 }
 
 /// A process with a known layout.
-struct Laid {
+struct LayoutProcess {
     child: Child,
-    regions: Vec<Region>,
+    regions: Vec<RegionLine>,
 }
 
-impl Laid {
+impl LayoutProcess {
     /// Start it in the cgroup, so that all its memory is charged there.
-    fn out(lab: &Path, cgroup: &Cgroup, arguments: &[&str]) -> Result<Self, Box<dyn Error>> {
+    fn start(lab: &Path, cgroup: &AccountCgroup, arguments: &[&str]) -> Result<Self, Box<dyn Error>> {
         let child = Command::new("sh")
             .args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""])
             .args([cgroup.directory.as_os_str(), lab.as_os_str()])
@@ -114,7 +114,7 @@ impl Laid {
         let output = laid.child.stdout.take().ok_or("standard output was piped")?;
         for line in BufReader::new(output).lines() {
             let line = line?;
-            if line.starts_with(READY) {
+            if line.starts_with(READY_PREFIX) {
                 return Ok(laid);
             }
             laid.regions.push(serde_json::from_str(&line)?);
@@ -127,12 +127,12 @@ impl Laid {
     }
 
     /// Whether an address is of the layout.
-    fn holds(&self, address: u64) -> bool {
-        self.regions.iter().any(|region| (region.start..region.end()).contains(&address))
+    fn contains(&self, address: u64) -> bool {
+        self.regions.iter().any(|region| (region.start..region.end_address()).contains(&address))
     }
 
     /// Write a byte into each of some pages of a region, as the process itself would.
-    fn write(&self, kind: &str, pages: impl IntoIterator<Item = u64>) {
+    fn write_pages(&self, kind: &str, pages: impl IntoIterator<Item = u64>) {
         let region = self.regions.iter().find(|region| region.kind == kind).expect("a kind that was laid out");
         let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", self.pid())).unwrap();
         for page in pages {
@@ -141,7 +141,7 @@ impl Laid {
     }
 }
 
-impl Drop for Laid {
+impl Drop for LayoutProcess {
     fn drop(&mut self) {
         // It ends when its standard input closes.
         drop(self.child.stdin.take());
@@ -150,7 +150,7 @@ impl Drop for Laid {
 }
 
 /// Run `pagefold account --json`, and give its exit status and its report.
-fn account(arguments: &[&str]) -> (i32, Value) {
+fn run_account(arguments: &[&str]) -> (i32, Value) {
     let output =
         Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["account", "--json"]).args(arguments).output().unwrap();
     let error = String::from_utf8_lossy(&output.stderr);
@@ -159,22 +159,25 @@ fn account(arguments: &[&str]) -> (i32, Value) {
     (status, report)
 }
 
-fn of(report: &Value, pid: u32) -> &Value {
+fn find_account(report: &Value, pid: u32) -> &Value {
     let processes = report["processes"].as_array().unwrap();
     processes.iter().find(|process| process["pid"] == pid).unwrap_or_else(|| panic!("{pid} is not in {report}"))
 }
 
-fn line<'a>(report: &'a Value, source: &str) -> &'a Value {
+fn find_comparison<'a>(report: &'a Value, source: &str) -> &'a Value {
     let lines = report["reconciliation"]["lines"].as_array().unwrap();
     lines.iter().find(|line| line["source"] == source).unwrap_or_else(|| panic!("no line of {source}"))
 }
 
 /// Account for parts of some processes and hold their shares, with those of everybody who maps the same frames, against
 /// the frames.
-fn balance(helpers: &[Laid], part: impl Fn(&Laid, &region::Region) -> bool) -> (Balance, Frames) {
+fn account_parts(
+    helpers: &[LayoutProcess],
+    part: impl Fn(&LayoutProcess, &region::Region) -> bool,
+) -> (Balance, Frames) {
     let host = LiveHost::new();
     let page = host.page_size();
-    let mut ledger = Ledger::new(&host);
+    let mut ledger = FrameLedger::new(&host);
     let accounts: Vec<Account> = helpers
         .iter()
         .map(|helper| {
@@ -182,139 +185,146 @@ fn balance(helpers: &[Laid], part: impl Fn(&Laid, &region::Region) -> bool) -> (
             let process = observe::process(&host, &*handle).unwrap();
             let mut regions = observe::regions(&*handle).unwrap();
             regions.retain(|region| part(helper, region));
-            let mapped = ledger.enter(&*handle, &regions).unwrap();
+            let mapped = ledger.add_process(&*handle, &regions).unwrap();
             let footprint = Footprint::exact(page, mapped, Ok(Bytes::ZERO), Ok(Bytes::ZERO), &process.ksm);
             Account { process, footprint }
         })
         .collect();
-    let frames = ledger.close();
+    let frames = ledger.finish();
     let (ksm, memory) = (observe::ksm(&host).unwrap(), observe::memory(&host).unwrap());
     (reconcile(page, &accounts, &frames, &ksm, &memory).balance, frames)
 }
 
-const SHARED: u64 = 200;
-const WITHIN: u64 = 60;
-const ZERO: u64 = 64;
-const UNIQUE: u64 = 50;
+const SHARED_PAGES: u64 = 200;
+const WITHIN_PAGES: u64 = 60;
+const ZERO_PAGES_LAID_OUT: u64 = 64;
+const UNIQUE_PAGES: u64 = 50;
 /// KSM pages of each process: what all three share, and 20 contents of its own with three copies.
-const MERGED: u64 = SHARED + WITHIN;
+const KSM_PAGES_PER_PROCESS: u64 = SHARED_PAGES + WITHIN_PAGES;
 /// KSM frames of all three.
-const FRAMES: u64 = SHARED + 3 * (WITHIN / 3);
+const KSM_FRAMES: u64 = SHARED_PAGES + 3 * (WITHIN_PAGES / 3);
 
 /// One test, because its parts follow one another on the same merged memory.
 #[test]
-fn shares_of_merged_memory_are_the_frames_in_use() -> Outcome {
-    let lab = match client::binary() {
-        _ if !is_root() => return skip("only root sees frames and drives ksmd"),
-        _ if !Path::new(ZERO_PAGES).exists() => return skip("no KSM with ksm_zero_pages (Linux 6.6)"),
-        Err(missing) => return skip(&missing.to_string()),
+fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
+    let lab = match client::lab_binary() {
+        _ if !is_root() => return skip_test("only root sees frames and drives ksmd"),
+        _ if !Path::new(KSM_ZERO_PAGES_FILE).exists() => return skip_test("no KSM with ksm_zero_pages (Linux 6.6)"),
+        Err(missing) => return skip_test(&missing.to_string()),
         Ok(lab) => lab,
     };
-    let ksm = match Ksm::take() {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skip(&why),
+        Err(why) => return skip_test(&why),
     };
-    ksm.set("use_zero_pages", 1);
-    let Some(cgroup) = Cgroup::new() else { return skip("no memory cgroup can be made") };
+    ksm.write_setting("use_zero_pages", 1);
+    let Some(cgroup) = AccountCgroup::new() else { return skip_test("no memory cgroup can be made") };
     let spec = format!(
-        "shared-content=account-{}:{SHARED},within={WITHIN},copies=3,zero={ZERO},unique={UNIQUE}",
+        "shared-content=account-{}:{SHARED_PAGES},within={WITHIN_PAGES},copies=3,zero={ZERO_PAGES_LAID_OUT},unique={UNIQUE_PAGES}",
         std::process::id()
     );
     let helpers = ["a", "b", "c"]
-        .map(|salt| Laid::out(&lab, &cgroup, &["--mergeable", "--salt", salt, &spec]))
+        .map(|salt| LayoutProcess::start(&lab, &cgroup, &["--mergeable", "--salt", salt, &spec]))
         .into_iter()
         .collect::<Result<Vec<_>, _>>()?;
-    let pids: Vec<u32> = helpers.iter().map(Laid::pid).collect();
-    ksm.settle();
+    let pids: Vec<u32> = helpers.iter().map(LayoutProcess::pid).collect();
+    ksm.scan_until_settled();
 
     let named: Vec<String> = pids.iter().flat_map(|pid| ["--pid".to_owned(), pid.to_string()]).collect();
     let mut explained: Vec<&str> = named.iter().map(String::as_str).collect();
     explained.push("--explain");
-    let (_, report) = account(&explained);
+    let (_, report) = run_account(&explained);
     let page = report["page_size"].as_u64().unwrap();
     for &pid in &pids {
-        let process = of(&report, pid);
-        assert_eq!(process["ksm_pages"], MERGED, "{process}");
-        assert_eq!(process["ksm_zero_pages"], ZERO, "{process}");
+        let process = find_account(&report, pid);
+        assert_eq!(process["ksm_pages"], KSM_PAGES_PER_PROCESS, "{process}");
+        assert_eq!(process["ksm_zero_pages"], ZERO_PAGES_LAID_OUT, "{process}");
         // Every frame has three mappings.
-        let fair = (MERGED * page + 1) / 3;
+        let fair = (KSM_PAGES_PER_PROCESS * page + 1) / 3;
         assert_eq!(process["ksm_fair_share"], fair, "{process}");
-        assert_eq!(process["saved"], MERGED * page - fair + ZERO * page, "{process}");
-        assert_eq!(process["ksm_merging_pages"], MERGED, "{process}");
+        assert_eq!(process["saved"], KSM_PAGES_PER_PROCESS * page - fair + ZERO_PAGES_LAID_OUT * page, "{process}");
+        assert_eq!(process["ksm_merging_pages"], KSM_PAGES_PER_PROCESS, "{process}");
         assert!(process.get("estimated").is_none(), "{process}");
         let (fair, saved, unmerged) =
             (&process["fair_share"], &process["saved"], process["unmerged"].as_u64().unwrap());
         assert_eq!(fair.as_u64().unwrap() + saved.as_u64().unwrap(), unmerged, "{process}");
     }
-    let saved = 3 * MERGED - FRAMES;
+    let saved = 3 * KSM_PAGES_PER_PROCESS - KSM_FRAMES;
     // Others may be enrolled on the machine this runs on, and go on writing what ksmd merged of theirs.
-    let alone = others_enrolled(&pids)?.is_empty();
+    let alone = other_enrolled_processes(&pids)?.is_empty();
     if alone {
         assert_agreement(&report, saved);
     }
-    let (laid, frames) = balance(&helpers, |helper, region| helper.holds(region.range.start));
-    assert!(laid.exact && laid.moved.0 == 0 && laid.unseen == Bytes::ZERO, "{laid:?}");
-    assert_eq!((frames.distinct, frames.ksm), (Pages(FRAMES + 3 * UNIQUE), Pages(FRAMES)));
-    assert_eq!(frames.ksm_mappings, Pages(3 * MERGED));
-    assert_eq!(laid.fair, Bytes((FRAMES + 3 * UNIQUE) * page));
+    let (laid, frames) = account_parts(&helpers, |helper, region| helper.contains(region.range.start));
+    assert!(laid.exact && laid.changed_mappings.0 == 0 && laid.unseen == Bytes::ZERO, "{laid:?}");
+    assert_eq!((frames.distinct, frames.ksm), (Pages(KSM_FRAMES + 3 * UNIQUE_PAGES), Pages(KSM_FRAMES)));
+    assert_eq!(frames.ksm_mappings, Pages(3 * KSM_PAGES_PER_PROCESS));
+    assert_eq!(laid.fair, Bytes((KSM_FRAMES + 3 * UNIQUE_PAGES) * page));
     // Libraries are mapped more and less often while programs of others come and go.
-    let whole = || balance(&helpers, |_, _| true);
-    assert!(eventually(|| whole().0.exact), "the shares of three quiet processes never add up: {:?}", whole().0);
-    let anonymous = || (Some(whole().1.anonymous.0 * page), cgroup.anonymous());
-    let agrees = eventually(|| anonymous().0 == anonymous().1);
+    let whole = || account_parts(&helpers, |_, _| true);
+    assert!(wait_until(|| whole().0.exact), "the shares of three quiet processes never add up: {:?}", whole().0);
+    let anonymous = || (Some(whole().1.anonymous.0 * page), cgroup.anonymous_bytes());
+    let agrees = wait_until(|| anonymous().0 == anonymous().1);
     assert!(agrees, "anonymous frames and what the cgroup is charged: {:?}", anonymous());
 
     // Ten pages of one process are written, five of its zeros, and all copies of one content of another process.
-    helpers[0].write("shared-content", 0..10);
-    helpers[0].write("zero", 0..5);
-    helpers[1].write("within", [0, WITHIN / 3, 2 * WITHIN / 3]);
-    let (_, report) = account(&explained);
-    assert_eq!(of(&report, pids[0])["ksm_pages"], MERGED - 10);
-    assert_eq!(of(&report, pids[0])["ksm_merging_pages"], MERGED, "ksmd did not run");
-    assert_eq!(of(&report, pids[0])["ksm_zero_pages"], ZERO - 5);
-    assert_eq!(of(&report, pids[1])["ksm_pages"], MERGED - 3);
+    helpers[0].write_pages("shared-content", 0..10);
+    helpers[0].write_pages("zero", 0..5);
+    helpers[1].write_pages("within", [0, WITHIN_PAGES / 3, 2 * WITHIN_PAGES / 3]);
+    let (_, report) = run_account(&explained);
+    assert_eq!(find_account(&report, pids[0])["ksm_pages"], KSM_PAGES_PER_PROCESS - 10);
+    assert_eq!(find_account(&report, pids[0])["ksm_merging_pages"], KSM_PAGES_PER_PROCESS, "ksmd did not run");
+    assert_eq!(find_account(&report, pids[0])["ksm_zero_pages"], ZERO_PAGES_LAID_OUT - 5);
+    assert_eq!(find_account(&report, pids[1])["ksm_pages"], KSM_PAGES_PER_PROCESS - 3);
     if alone {
         assert_explanation(&report);
     } else {
-        println!("skipped: the host's counters, because others are enrolled: {:?}", others_enrolled(&pids)?);
+        println!("skipped: the host's counters, because others are enrolled: {:?}", other_enrolled_processes(&pids)?);
     }
 
     drop(helpers);
-    forget(&ksm);
+    wait_until_ksmd_forgets(&ksm);
     Ok(())
 }
 
 /// What is merged is known to the last page, and the kernel counts the same.
 fn assert_agreement(report: &Value, saved: u64) {
-    for (source, figure) in
-        [("pages_shared", FRAMES), ("pages_sharing", saved), ("sum of ksm_merging_pages", 3 * MERGED)]
-    {
-        let line = line(report, source);
+    for (source, figure) in [
+        ("pages_shared", KSM_FRAMES),
+        ("pages_sharing", saved),
+        ("sum of ksm_merging_pages", 3 * KSM_PAGES_PER_PROCESS),
+    ] {
+        let line = find_comparison(report, source);
         assert_eq!((&line["account"], &line["kernel"]), (&figure.into(), &figure.into()), "{line}");
     }
-    assert_eq!(line(report, "ksm_zero_pages")["kernel"], 3 * ZERO);
-    assert_eq!(line(report, "general_profit")["difference"], 0, "{}", line(report, "general_profit"));
+    assert_eq!(find_comparison(report, "ksm_zero_pages")["kernel"], 3 * ZERO_PAGES_LAID_OUT);
+    assert_eq!(
+        find_comparison(report, "general_profit")["difference"],
+        0,
+        "{}",
+        find_comparison(report, "general_profit")
+    );
     let drift = report["reconciliation"]["drift"].as_object().unwrap();
     assert!(drift.values().all(|part| part == 0), "{drift:?}");
 }
 
 /// 13 pages on KSM frames and five zero pages were written while ksmd was stopped, and one frame with them is gone.
 fn assert_explanation(report: &Value) {
-    let shared = line(report, "pages_shared");
-    assert_eq!((&shared["account"], &shared["kernel"]), (&(FRAMES - 1).into(), &FRAMES.into()), "{shared}");
+    let shared = find_comparison(report, "pages_shared");
+    assert_eq!((&shared["account"], &shared["kernel"]), (&(KSM_FRAMES - 1).into(), &KSM_FRAMES.into()), "{shared}");
     assert!(shared["explanation"].as_str().unwrap().contains("stale"), "{shared}");
-    let sharing = line(report, "pages_sharing");
+    let sharing = find_comparison(report, "pages_sharing");
     assert_eq!(sharing["difference"], -12, "{sharing}");
     let explanation = sharing["explanation"].as_str().unwrap();
     assert!(explanation.contains("-13 pages written or unmapped"), "{explanation}");
     assert!(explanation.contains("+1 frames"), "{explanation}");
     let drift = &report["reconciliation"]["drift"];
     assert_eq!((&drift["stale"], &drift["frames"], &drift["unvisited"]), (&13.into(), &1.into(), &0.into()));
-    assert_eq!(line(report, "ksm_zero_pages")["kernel"], 3 * ZERO - 5);
+    assert_eq!(find_comparison(report, "ksm_zero_pages")["kernel"], 3 * ZERO_PAGES_LAID_OUT - 5);
 }
 
 /// Other processes of which ksmd keeps anything.
-fn others_enrolled(pids: &[u32]) -> Result<Vec<String>, Box<dyn Error>> {
+fn other_enrolled_processes(pids: &[u32]) -> Result<Vec<String>, Box<dyn Error>> {
     let mut others = Vec::new();
     for entry in fs::read_dir("/proc")? {
         let path = entry?.path();
@@ -328,20 +338,20 @@ fn others_enrolled(pids: &[u32]) -> Result<Vec<String>, Box<dyn Error>> {
     Ok(others)
 }
 
-fn skip(why: &str) -> Outcome {
+fn skip_test(why: &str) -> AccountTestResult {
     println!("skipped: {why}");
     Ok(())
 }
 
 /// A process of an ordinary user, the test's own if that is one.
-struct Ordinary {
+struct UnprivilegedProcess {
     directory: tempfile::TempDir,
     child: Child,
 }
 
-impl Ordinary {
+impl UnprivilegedProcess {
     /// The user that owns nothing, where the test is root.
-    const NOBODY: u32 = 65534;
+    const NOBODY_UID: u32 = 65534;
 
     fn new() -> Result<Self, Box<dyn Error>> {
         let directory = tempfile::tempdir()?;
@@ -357,18 +367,18 @@ impl Ordinary {
     fn command(program: &Path) -> Command {
         let mut command = Command::new(program);
         if is_root() {
-            command.uid(Self::NOBODY).gid(Self::NOBODY);
+            command.uid(Self::NOBODY_UID).gid(Self::NOBODY_UID);
         }
         command
     }
 
-    fn account(&self, arguments: &[&str]) -> Result<(Option<i32>, String), Box<dyn Error>> {
+    fn run_account(&self, arguments: &[&str]) -> Result<(Option<i32>, String), Box<dyn Error>> {
         let output = Self::command(&self.directory.path().join("pagefold")).arg("account").args(arguments).output()?;
         Ok((output.status.code(), String::from_utf8(output.stdout)?))
     }
 }
 
-impl Drop for Ordinary {
+impl Drop for UnprivilegedProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -377,9 +387,9 @@ impl Drop for Ordinary {
 
 /// The files below `/proc` of a main thread that has ended have no content, or zeros: its process has memory all the same.
 #[test]
-fn a_process_whose_main_thread_has_ended_is_told_with_its_memory() -> Outcome {
+fn process_with_ended_main_thread_is_accounted() -> AccountTestResult {
     if Command::new("gcc").arg("--version").stdout(Stdio::null()).status().is_err() {
-        return skip("gcc is not installed");
+        return skip_test("gcc is not installed");
     }
     let folder = tempfile::tempdir()?;
     let (source, program) = (folder.path().join("leave.c"), folder.path().join("leave"));
@@ -393,7 +403,7 @@ fn a_process_whose_main_thread_has_ended_is_told_with_its_memory() -> Outcome {
     let mut child = Command::new(&program).arg("an argument").stdin(Stdio::piped()).spawn()?;
     let pid = child.id().to_string();
     let ended = || fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "));
-    assert!(eventually(ended), "its main thread does not end");
+    assert!(wait_until(ended), "its main thread does not end");
     let run = |command: &str| -> Result<Value, Box<dyn Error>> {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args([command, "--json", "--pid", &pid]).output()?;
         Ok(serde_json::from_slice(&output.stdout).map_err(|_| String::from_utf8_lossy(&output.stderr).into_owned())?)
@@ -408,14 +418,14 @@ fn a_process_whose_main_thread_has_ended_is_told_with_its_memory() -> Outcome {
 }
 
 #[test]
-fn an_ordinary_user_gets_estimates_and_hears_what_was_not_seen() -> Outcome {
-    let ordinary = Ordinary::new()?;
+fn unprivileged_user_gets_estimates_and_unseen_processes() -> AccountTestResult {
+    let ordinary = UnprivilegedProcess::new()?;
     let own = ordinary.child.id().to_string();
     // It is `sleep` only once it has called exec.
     let comm = format!("/proc/{own}/comm");
-    assert!(eventually(|| fs::read_to_string(&comm).is_ok_and(|comm| comm == "sleep\n")));
+    assert!(wait_until(|| fs::read_to_string(&comm).is_ok_and(|comm| comm == "sleep\n")));
 
-    let (status, json) = ordinary.account(&["--json", "--pid", &own])?;
+    let (status, json) = ordinary.run_account(&["--json", "--pid", &own])?;
     let report: Value = serde_json::from_str(&json)?;
     let process = &report["processes"][0];
     assert_eq!(status, Some(0), "{report}");
@@ -424,26 +434,26 @@ fn an_ordinary_user_gets_estimates_and_hears_what_was_not_seen() -> Outcome {
     assert!(process["rss"].as_u64() > Some(0));
     assert!(process.get("hugetlb").is_none(), "unknown is not 0");
 
-    let (status, text) = ordinary.account(&["--pid", &own])?;
+    let (status, text) = ordinary.run_account(&["--pid", &own])?;
     assert_eq!(status, Some(0));
     assert!(text.contains("All of it is an estimate.") && text.contains("~ marks estimates"), "{text}");
 
     // Process 1 is root's, or at least not this user's.
-    let (status, json) = ordinary.account(&["--json", "--pid", &own, "--pid", "1"])?;
+    let (status, json) = ordinary.run_account(&["--json", "--pid", &own, "--pid", "1"])?;
     let report: Value = serde_json::from_str(&json)?;
     assert_eq!(status, Some(3));
     assert_eq!((&report["not_seen"][0]["pid"], &report["not_seen"][0]["reason"]), (&1.into(), &"denied".into()));
     assert_eq!(report["processes"].as_array().map(Vec::len), Some(1));
 
     // Nothing can be held against the counters without frames.
-    let (status, text) = ordinary.account(&["--pid", &own, "--explain"])?;
+    let (status, text) = ordinary.run_account(&["--pid", &own, "--explain"])?;
     assert_eq!(status, Some(3));
     assert!(text.contains("There is nothing to compare"), "{text}");
     Ok(())
 }
 
 /// Write a recording by hand: two machines that share KSM frames, and a process whose pages were not recorded.
-fn recording(root: &Path) -> std::io::Result<()> {
+fn write_recording(root: &Path) -> std::io::Result<()> {
     let write = |path: &str, text: &str| {
         let path = root.join(path);
         fs::create_dir_all(path.parent().expect("a path below the root"))?;
@@ -504,9 +514,9 @@ fn recording(root: &Path) -> std::io::Result<()> {
 }
 
 #[test]
-fn a_recording_is_accounted_for_as_the_host_was() -> Outcome {
+fn recording_gives_the_account_of_its_host() -> AccountTestResult {
     let folder = tempfile::tempdir()?;
-    recording(folder.path())?;
+    write_recording(folder.path())?;
     let host = format!("recording:{}", folder.path().display());
     let run = |arguments: &[&str]| -> Result<(Option<i32>, String), Box<dyn Error>> {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["--host", &host]).args(arguments).output()?;

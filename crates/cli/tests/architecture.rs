@@ -22,7 +22,7 @@ use proc_macro2::{TokenStream, TokenTree};
 
 /// What each crate may import of ours: exactly the edges that exist. `labs` and `benchmarks` may import everything, and
 /// nothing imports them.
-const MAY_IMPORT: &[(&str, &[&str])] = &[
+const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
     ("base", &[]),
     ("sys", &[]),
     ("output", &["base"]),
@@ -60,10 +60,10 @@ const MAY_IMPORT: &[(&str, &[&str])] = &[
 ];
 
 /// The rooms beside the product: they stand on it and may use each other, and it does not know them.
-const BESIDE: &[&str] = &["labs", "benchmarks"];
+const NON_PRODUCT_CRATES: &[&str] = &["labs", "benchmarks"];
 
 /// The rooms that may contain `unsafe`.
-const UNSAFE_ROOMS: &[&str] = &["sys", "engine", "preload", "adopt"];
+const UNSAFE_CRATES: &[&str] = &["sys", "engine", "preload", "adopt"];
 
 /// External crates that `base` may import: derives, patterns of names, and the grammar of JSON command lines.
 const BASE_MAY_USE: &[&str] = &["globset", "serde_json", "thiserror"];
@@ -77,26 +77,26 @@ const IMPURE_NAMES: &[&str] =
 
 /// One import: the room that imports, and the room (`ours`) or the external crate that it imports.
 #[derive(Clone, Debug)]
-struct Edge {
-    from: String,
-    to: String,
-    ours: bool,
+struct CrateImport {
+    importer: String,
+    imported: String,
+    is_workspace_crate: bool,
 }
 
 /// What is wrong with an import, if anything is.
-fn fault(edge: &Edge) -> Option<String> {
-    let Edge { from, to, ours } = edge;
+fn import_violation(edge: &CrateImport) -> Option<String> {
+    let CrateImport { importer: from, imported: to, is_workspace_crate: ours } = edge;
     if !ours {
         let pure = from != "base" || BASE_MAY_USE.contains(&to.as_str());
         return (!pure).then(|| format!("base imports {to}, which is not on its list of pure dependencies"));
     }
-    if BESIDE.contains(&to.as_str()) && !BESIDE.contains(&from.as_str()) {
+    if NON_PRODUCT_CRATES.contains(&to.as_str()) && !NON_PRODUCT_CRATES.contains(&from.as_str()) {
         return Some(format!("{from} imports {to}, which nothing may import"));
     }
-    if BESIDE.contains(&from.as_str()) {
+    if NON_PRODUCT_CRATES.contains(&from.as_str()) {
         return None;
     }
-    match MAY_IMPORT.iter().find(|(room, _)| room == from) {
+    match ALLOWED_IMPORTS.iter().find(|(room, _)| room == from) {
         None => Some(format!("{from} is a room that this test does not know: give it its place in the direction")),
         Some((_, allowed)) if allowed.contains(&to.as_str()) => None,
         Some(_) => Some(format!("{from} imports {to}, against the direction")),
@@ -104,40 +104,40 @@ fn fault(edge: &Edge) -> Option<String> {
 }
 
 /// The room of a crate, by the folder of its manifest: `crates/NAME` or the first folder below the root.
-fn room(root: &Path, folder: &Path) -> String {
+fn crate_name_of_folder(root: &Path, folder: &Path) -> String {
     let below = folder.strip_prefix(root).expect("every crate of the workspace lies below its root");
     let mut parts = below.iter().map(|part| part.to_string_lossy().into_owned());
     let first = parts.next().unwrap_or_default();
     if first == "crates" { parts.next().unwrap_or_default() } else { first }
 }
 
-fn metadata() -> Metadata {
+fn read_metadata() -> Metadata {
     let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
     MetadataCommand::new().manifest_path(manifest).no_deps().exec().expect("cargo metadata runs in the workspace")
 }
 
-fn room_of(metadata: &Metadata, package: &Package) -> String {
+fn crate_name_of_package(metadata: &Metadata, package: &Package) -> String {
     let folder = package.manifest_path.parent().expect("a manifest lies in a folder");
-    room(metadata.workspace_root.as_std_path(), folder.as_std_path())
+    crate_name_of_folder(metadata.workspace_root.as_std_path(), folder.as_std_path())
 }
 
 /// The imports that the manifests declare.
-fn edges(metadata: &Metadata) -> Vec<Edge> {
+fn declared_imports(metadata: &Metadata) -> Vec<CrateImport> {
     let packages = metadata.workspace_packages();
     let mut edges = Vec::new();
     for package in &packages {
-        let from = room_of(metadata, package);
+        let from = crate_name_of_package(metadata, package);
         for dependency in package.dependencies.iter().filter(|d| d.kind != DependencyKind::Development) {
             let ours = packages.iter().find(|p| p.name.as_str() == dependency.name);
-            let to = ours.map_or_else(|| dependency.name.clone(), |p| room_of(metadata, p));
-            edges.push(Edge { from: from.clone(), to, ours: ours.is_some() });
+            let to = ours.map_or_else(|| dependency.name.clone(), |p| crate_name_of_package(metadata, p));
+            edges.push(CrateImport { importer: from.clone(), imported: to, is_workspace_crate: ours.is_some() });
         }
     }
     edges
 }
 
 /// Every Rust file of the repository with the room it belongs to.
-fn sources(root: &Path) -> Vec<(String, PathBuf)> {
+fn rust_files_by_crate(root: &Path) -> Vec<(String, PathBuf)> {
     let mut found = Vec::new();
     let mut folders = vec![root.to_path_buf()];
     while let Some(folder) = folders.pop() {
@@ -148,23 +148,23 @@ fn sources(root: &Path) -> Vec<(String, PathBuf)> {
             if kind.is_dir() && name != "target" && !name.to_string_lossy().starts_with('.') {
                 folders.push(path);
             } else if kind.is_file() && path.extension().is_some_and(|e| e == "rs") {
-                found.push((room(root, &path), path));
+                found.push((crate_name_of_folder(root, &path), path));
             }
         }
     }
     found
 }
 
-fn tokens(text: &str) -> TokenStream {
+fn parse_tokens(text: &str) -> TokenStream {
     text.parse().expect("a Rust file consists of Rust tokens")
 }
 
 /// Whether a file forbids unsafe code in its inner attributes.
 fn forbids_unsafe(text: &str) -> bool {
-    let trees: Vec<TokenTree> = tokens(text).into_iter().collect();
+    let trees: Vec<TokenTree> = parse_tokens(text).into_iter().collect();
     trees.windows(3).any(|w| match w {
         [TokenTree::Punct(hash), TokenTree::Punct(bang), TokenTree::Group(attribute)] => {
-            let words = words(attribute.stream());
+            let words = flatten_tokens(attribute.stream());
             hash.as_char() == '#'
                 && bang.as_char() == '!'
                 && words.first().is_some_and(|w| w == "forbid")
@@ -175,13 +175,13 @@ fn forbids_unsafe(text: &str) -> bool {
 }
 
 /// The identifiers and punctuation of a token stream in order, groups opened. Comments and literals are not among them.
-fn words(stream: TokenStream) -> Vec<String> {
+fn flatten_tokens(stream: TokenStream) -> Vec<String> {
     let mut words = Vec::new();
     for tree in stream {
         match tree {
             TokenTree::Group(group) => {
                 words.push("(".to_owned());
-                words.extend(self::words(group.stream()));
+                words.extend(self::flatten_tokens(group.stream()));
                 words.push(")".to_owned());
             }
             TokenTree::Ident(word) => words.push(word.to_string()),
@@ -194,12 +194,12 @@ fn words(stream: TokenStream) -> Vec<String> {
 
 /// Whether a file contains the keyword `unsafe`.
 fn has_unsafe(text: &str) -> bool {
-    words(tokens(text)).iter().any(|word| word == "unsafe")
+    flatten_tokens(parse_tokens(text)).iter().any(|word| word == "unsafe")
 }
 
 /// The impure things that a file names.
-fn impurities(text: &str) -> Vec<String> {
-    let words = words(tokens(text));
+fn impure_names(text: &str) -> Vec<String> {
+    let words = flatten_tokens(parse_tokens(text));
     let mut found: Vec<String> = words.iter().filter(|w| IMPURE_NAMES.contains(&w.as_str())).cloned().collect();
     for (at, word) in words.iter().enumerate() {
         let rest = &words[at + 1..];
@@ -207,14 +207,16 @@ fn impurities(text: &str) -> Vec<String> {
             found.push("static mut".to_owned());
         }
         if word == "std" && rest.len() > 2 && rest[0] == ":" && rest[1] == ":" {
-            found.extend(heads(&rest[2..]).filter(|m| IMPURE_MODULES.contains(m)).map(|m| format!("std::{m}")));
+            found.extend(
+                first_path_names(&rest[2..]).filter(|m| IMPURE_MODULES.contains(m)).map(|m| format!("std::{m}")),
+            );
         }
     }
     found
 }
 
 /// The first names of a path's continuation: `fs` of `fs::read`, `fs` and `io` of `{fs, io::Read}`.
-fn heads(rest: &[String]) -> impl Iterator<Item = &str> {
+fn first_path_names(rest: &[String]) -> impl Iterator<Item = &str> {
     let mut depth = 0_usize;
     let mut group = Vec::new();
     let opens = rest[0] == "(";
@@ -234,34 +236,39 @@ fn heads(rest: &[String]) -> impl Iterator<Item = &str> {
 
 #[test]
 fn crates_import_exactly_the_listed_crates() {
-    let edges = edges(&metadata());
-    assert!(edges.iter().any(|e| e.from == "host" && e.to == "base" && e.ours), "the edges are not read: {edges:?}");
-    let faults: Vec<String> = edges.iter().filter_map(fault).collect();
+    let edges = declared_imports(&read_metadata());
+    assert!(
+        edges.iter().any(|e| e.importer == "host" && e.imported == "base" && e.is_workspace_crate),
+        "the edges are not read: {edges:?}"
+    );
+    let faults: Vec<String> = edges.iter().filter_map(import_violation).collect();
     assert!(faults.is_empty(), "{}", faults.join("\n"));
-    for (from, listed) in MAY_IMPORT {
+    for (from, listed) in ALLOWED_IMPORTS {
         for to in *listed {
-            let exists = edges.iter().any(|edge| edge.ours && edge.from == *from && edge.to == *to);
+            let exists =
+                edges.iter().any(|edge| edge.is_workspace_crate && edge.importer == *from && edge.imported == *to);
             assert!(exists, "{from} -> {to} is listed and does not exist");
         }
     }
 }
 
 #[test]
-fn every_crate_has_a_place_in_the_direction() {
-    let metadata = metadata();
+fn every_crate_is_listed_in_allowed_imports() {
+    let metadata = read_metadata();
     for package in metadata.workspace_packages() {
-        let room = room_of(&metadata, package);
-        let known = BESIDE.contains(&room.as_str()) || MAY_IMPORT.iter().any(|(name, _)| *name == room);
+        let room = crate_name_of_package(&metadata, package);
+        let known =
+            NON_PRODUCT_CRATES.contains(&room.as_str()) || ALLOWED_IMPORTS.iter().any(|(name, _)| *name == room);
         assert!(known, "{} lies in {room}, which has no place in the direction", package.name);
     }
 }
 
 #[test]
-fn unsafe_stays_in_its_rooms() {
-    let metadata = metadata();
+fn unsafe_code_stays_in_its_crates() {
+    let metadata = read_metadata();
     let root = metadata.workspace_root.as_std_path();
     for package in metadata.workspace_packages() {
-        if UNSAFE_ROOMS.contains(&room_of(&metadata, package).as_str()) {
+        if UNSAFE_CRATES.contains(&crate_name_of_package(&metadata, package).as_str()) {
             continue;
         }
         for target in package.targets.iter().filter(|t| t.is_lib() || t.is_bin() || t.is_proc_macro()) {
@@ -269,26 +276,26 @@ fn unsafe_stays_in_its_rooms() {
             assert!(forbids_unsafe(&text), "{} lacks #![forbid(unsafe_code)]", target.src_path);
         }
     }
-    let sources = sources(root);
+    let sources = rust_files_by_crate(root);
     assert!(sources.iter().any(|(room, _)| room == "base"), "the sources are not found below {}", root.display());
     for (room, path) in sources {
         let text = fs::read_to_string(&path).expect("a source file is readable");
-        assert!(UNSAFE_ROOMS.contains(&room.as_str()) || !has_unsafe(&text), "unsafe in {}", path.display());
+        assert!(UNSAFE_CRATES.contains(&room.as_str()) || !has_unsafe(&text), "unsafe in {}", path.display());
     }
 }
 
 #[test]
 fn decisions_are_pure() {
-    let metadata = metadata();
+    let metadata = read_metadata();
     let root = metadata.workspace_root.as_std_path();
     let is_pure = |room: &str, path: &Path| {
         let source = root.join("crates").join(room).join("src");
         path.starts_with(if room == "base" { source } else { source.join("decide") })
     };
     let mut subjects = std::collections::BTreeSet::new();
-    for (room, path) in sources(root).iter().filter(|(room, path)| is_pure(room, path)) {
+    for (room, path) in rust_files_by_crate(root).iter().filter(|(room, path)| is_pure(room, path)) {
         subjects.insert(room.clone());
-        let found = impurities(&fs::read_to_string(path).expect("a source file is readable"));
+        let found = impure_names(&fs::read_to_string(path).expect("a source file is readable"));
         assert!(found.is_empty(), "{} names {}", path.display(), found.join(", "));
     }
     let expected = ["account", "base", "census", "daemon", "doctor", "engine", "merge"];
@@ -296,9 +303,13 @@ fn decisions_are_pure() {
 }
 
 #[test]
-fn forged_imports_are_caught() {
-    let ours = |from: &str, to: &str| fault(&Edge { from: from.to_owned(), to: to.to_owned(), ours: true });
-    let external = |from: &str, to: &str| fault(&Edge { from: from.to_owned(), to: to.to_owned(), ours: false });
+fn violating_imports_are_detected() {
+    let ours = |from: &str, to: &str| {
+        import_violation(&CrateImport { importer: from.to_owned(), imported: to.to_owned(), is_workspace_crate: true })
+    };
+    let external = |from: &str, to: &str| {
+        import_violation(&CrateImport { importer: from.to_owned(), imported: to.to_owned(), is_workspace_crate: false })
+    };
     for (from, to) in [
         ("base", "host"),
         ("host", "linux"),
@@ -336,7 +347,7 @@ fn forged_imports_are_caught() {
 }
 
 #[test]
-fn forged_sources_are_caught() {
+fn violating_sources_are_detected() {
     assert!(has_unsafe("fn f() { m!{ unsafe { g() } } }"));
     assert!(!has_unsafe("//! unsafe\n/* unsafe */ #![forbid(unsafe_code)] const S: &str = \"unsafe\";"));
     assert!(forbids_unsafe("//! Doc.\n#![forbid(unsafe_code)]\nfn main() {}"));
@@ -345,17 +356,17 @@ fn forged_sources_are_caught() {
     assert!(!forbids_unsafe("// #![forbid(unsafe_code)]\nfn main() {}"));
     assert!(!forbids_unsafe("#[forbid(unsafe_code)] fn f() {}"));
 
-    assert_eq!(impurities("use std::fs;"), ["std::fs"]);
-    assert_eq!(impurities("use std::{fmt, io::{self, Read}, thread};"), ["std::io", "std::thread"]);
-    assert_eq!(impurities("fn f() { let _ = ::std::env::var(\"A\"); }"), ["std::env"]);
-    assert_eq!(impurities("use std::time::Instant; static mut N: u8 = 0;"), ["Instant", "static mut"]);
-    assert!(impurities("use std::{fmt::{self, io}, time::Duration}; fn f(s: &'static str) {}").is_empty());
+    assert_eq!(impure_names("use std::fs;"), ["std::fs"]);
+    assert_eq!(impure_names("use std::{fmt, io::{self, Read}, thread};"), ["std::io", "std::thread"]);
+    assert_eq!(impure_names("fn f() { let _ = ::std::env::var(\"A\"); }"), ["std::env"]);
+    assert_eq!(impure_names("use std::time::Instant; static mut N: u8 = 0;"), ["Instant", "static mut"]);
+    assert!(impure_names("use std::{fmt::{self, io}, time::Duration}; fn f(s: &'static str) {}").is_empty());
 }
 
 #[test]
-fn rooms_are_read_from_folders() {
+fn crate_names_are_read_from_folders() {
     let root = Path::new("/r");
-    assert_eq!(room(root, Path::new("/r/crates/sys/src/lib.rs")), "sys");
-    assert_eq!(room(root, Path::new("/r/labs/tenants")), "labs");
-    assert_eq!(room(root, Path::new("/r/fuzz/fuzz_targets/smaps.rs")), "fuzz");
+    assert_eq!(crate_name_of_folder(root, Path::new("/r/crates/sys/src/lib.rs")), "sys");
+    assert_eq!(crate_name_of_folder(root, Path::new("/r/labs/tenants")), "labs");
+    assert_eq!(crate_name_of_folder(root, Path::new("/r/fuzz/fuzz_targets/smaps.rs")), "fuzz");
 }

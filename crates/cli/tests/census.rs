@@ -4,9 +4,9 @@
 //! that need root or KSM say `skipped: ` and why where they have not.
 
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
-use pagefold_labs::client::{Lab, install};
-use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::Region;
+use pagefold_labs::client::{RunningLab, install_executable};
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_labs::output_lines::RegionLine;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -15,28 +15,29 @@ use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Output};
 
-fn pagefold(arguments: &[&str]) -> Output {
+fn run_pagefold(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).output().expect("the binary runs")
 }
 
 /// A census of some processes as JSON. Fails the test if it is not complete.
-fn census(pids: &[u32], more: &[&str]) -> Value {
+fn census_json(pids: &[u32], options: &[&str]) -> Value {
     let pids: Vec<String> = pids.iter().map(|pid| format!("--pid={pid}")).collect();
     let mut arguments = vec!["census", "--json"];
     arguments.extend(pids.iter().map(String::as_str));
-    arguments.extend(more);
-    let output = pagefold(&arguments);
+    arguments.extend(options);
+    let output = run_pagefold(&arguments);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
 /// The classes of a lab's region: the non-zero figures of `pages`, summed over the VMAs it consists of.
-fn classes(report: &Value, lab: &Lab<Region>, region: &Region) -> BTreeMap<String, u64> {
-    let process = array(&report["processes"]).iter().find(|process| process["pid"] == lab.pid()).expect("the process");
+fn classes_of_region(report: &Value, lab: &RunningLab<RegionLine>, region: &RegionLine) -> BTreeMap<String, u64> {
+    let process =
+        as_array(&report["processes"]).iter().find(|process| process["pid"] == lab.pid()).expect("the process");
     let mut sums: BTreeMap<String, u64> = BTreeMap::new();
-    for part in array(&process["regions"]) {
+    for part in as_array(&process["regions"]) {
         let start = u64::from_str_radix(part["start"].as_str().unwrap(), 16).unwrap();
-        if (region.start..region.end()).contains(&start) {
+        if (region.start..region.end_address()).contains(&start) {
             for (class, pages) in part["pages"].as_object().unwrap() {
                 *sums.entry(class.clone()).or_default() += pages.as_u64().unwrap();
             }
@@ -46,19 +47,19 @@ fn classes(report: &Value, lab: &Lab<Region>, region: &Region) -> BTreeMap<Strin
     sums
 }
 
-fn array(value: &Value) -> &Vec<Value> {
+fn as_array(value: &Value) -> &Vec<Value> {
     value.as_array().expect("an array")
 }
 
-fn expect(report: &Value, lab: &Lab<Region>, region: &Region, expected: &[(&str, u64)]) {
+fn expect_classes(report: &Value, lab: &RunningLab<RegionLine>, region: &RegionLine, expected: &[(&str, u64)]) {
     let mut expected: BTreeMap<String, u64> =
         expected.iter().map(|&(class, pages)| (class.to_owned(), pages)).collect();
     expected.retain(|_, pages| *pages > 0);
-    assert_eq!(classes(report, lab, region), expected, "{region:?}");
+    assert_eq!(classes_of_region(report, lab, region), expected, "{region:?}");
 }
 
 /// Why a live test cannot run.
-fn missing_root() -> bool {
+fn skip_reason_without_root() -> bool {
     let root = nix::unistd::geteuid().is_root();
     if !root {
         println!("skipped: needs root to read processes of several users");
@@ -67,8 +68,8 @@ fn missing_root() -> bool {
 }
 
 #[test]
-fn every_class_is_counted_exactly() {
-    if missing_root() {
+fn every_page_class_is_counted_exactly() {
+    if skip_reason_without_root() {
         return;
     }
     let specs = |rest: &'static [&str]| {
@@ -86,34 +87,35 @@ fn every_class_is_counted_exactly() {
         specs.extend(rest);
         specs
     };
-    let first = Lab::layout(&specs(&["shared-content=domain:80", "shared-content=foreign:50"])).unwrap();
-    let second = Lab::layout(&specs(&["shared-content=domain:80"])).unwrap();
-    let third = Lab::layout(&[&["--uid", "65534"], &specs(&["shared-content=foreign:50"])[..]].concat()).unwrap();
+    let first = RunningLab::start_layout(&specs(&["shared-content=domain:80", "shared-content=foreign:50"])).unwrap();
+    let second = RunningLab::start_layout(&specs(&["shared-content=domain:80"])).unwrap();
+    let third =
+        RunningLab::start_layout(&[&["--uid", "65534"], &specs(&["shared-content=foreign:50"])[..]].concat()).unwrap();
     let labs = [&first, &second, &third];
     let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
-    let report = census(&pids, &[]);
+    let report = census_json(&pids, &[]);
 
     for lab in labs {
-        let region = |kind| lab.region(kind);
-        expect(&report, lab, region("zero"), &[("resident", 100), ("zero", 100)]);
-        expect(&report, lab, region("unique"), &[("resident", 300), ("unique", 300)]);
-        expect(&report, lab, region("volatile"), &[("resident", 40), ("volatile", 40)]);
+        let region = |kind| lab.first_region(kind);
+        expect_classes(&report, lab, region("zero"), &[("resident", 100), ("zero", 100)]);
+        expect_classes(&report, lab, region("unique"), &[("resident", 300), ("unique", 300)]);
+        expect_classes(&report, lab, region("volatile"), &[("resident", 40), ("volatile", 40)]);
         for kind in ["shared-memory", "file", "untouched", "read-zero"] {
-            expect(&report, lab, region(kind), &[]);
+            expect_classes(&report, lab, region(kind), &[]);
         }
-        expect(&report, lab, region("file-written"), &[("resident", 25), ("unique", 25)]);
+        expect_classes(&report, lab, region("file-written"), &[("resident", 25), ("unique", 25)]);
         // The contents of `within` depend on the salt, so each process has its own.
         let redundant = [("redundant", 40), ("duplicate_within_process", 60), ("duplicate", 60), ("resident", 60)];
-        expect(&report, lab, region("within"), &redundant);
+        expect_classes(&report, lab, region("within"), &redundant);
     }
-    let named = |lab: &'_ Lab<Region>, name: &str| {
+    let named = |lab: &'_ RunningLab<RegionLine>, name: &str| {
         lab.lines().iter().find(|region| region.name.as_deref() == Some(name)).expect("laid out").clone()
     };
     for (name, class, pages, holders) in [
         ("domain", "duplicate_within_domain", 80, [&first, &second]),
         ("foreign", "duplicate_across_domains", 50, [&first, &third]),
     ] {
-        let found: Vec<_> = holders.iter().map(|lab| classes(&report, lab, &named(lab, name))).collect();
+        let found: Vec<_> = holders.iter().map(|lab| classes_of_region(&report, lab, &named(lab, name))).collect();
         for classes in &found {
             assert_eq!((classes.get(class), classes.get("duplicate")), (Some(&pages), Some(&pages)), "{name}");
         }
@@ -121,18 +123,18 @@ fn every_class_is_counted_exactly() {
         assert_eq!(redundant, pages, "one of the two copies of {name} is kept");
     }
     let reason = |kind: &str| {
-        let process = array(&report["processes"]).iter().find(|process| process["pid"] == first.pid()).unwrap();
-        let start = format!("{:x}", first.region(kind).start);
-        let region = array(&process["regions"]).iter().find(|region| region["start"] == start.as_str());
+        let process = as_array(&report["processes"]).iter().find(|process| process["pid"] == first.pid()).unwrap();
+        let start = format!("{:x}", first.first_region(kind).start);
+        let region = as_array(&process["regions"]).iter().find(|region| region["start"] == start.as_str());
         region.map(|region| region["ineligible"].clone())
     };
     assert_eq!(reason("shared-memory"), Some(Value::from("shared memory")));
     assert_eq!(reason("unique"), Some(Value::Null));
-    sums_hold(&report);
+    assert_sums(&report);
 }
 
 /// Every page is in one class, and processes and domains add up to the host.
-fn sums_hold(report: &Value) {
+fn assert_sums(report: &Value) {
     let count = |pages: &Value, class: &str| pages[class].as_u64().unwrap();
     let classes = ["zero", "duplicate", "unique", "merged", "volatile"];
     let check = |pages: &Value| {
@@ -142,13 +144,13 @@ fn sums_hold(report: &Value) {
     check(&report["pages"]);
     for part in ["processes", "domains", "cgroups"] {
         for class in classes.iter().chain(&["resident", "redundant"]) {
-            let sum: u64 = array(&report[part]).iter().map(|part| count(&part["pages"], class)).sum();
+            let sum: u64 = as_array(&report[part]).iter().map(|part| count(&part["pages"], class)).sum();
             assert_eq!(sum, count(&report["pages"], class), "{part}: {class}");
         }
     }
     let gross = count(&report["pages"], "zero") + count(&report["pages"], "redundant");
     assert_eq!(report["bytes_reclaimable"]["gross"], gross * report["page_size"].as_u64().unwrap());
-    let schema = pagefold(&["schema", "census"]);
+    let schema = run_pagefold(&["schema", "census"]);
     let schema: Value = serde_json::from_slice(&schema.stdout).unwrap();
     let errors: Vec<_> =
         jsonschema::validator_for(&schema).unwrap().iter_errors(report).map(|e| e.to_string()).collect();
@@ -156,26 +158,26 @@ fn sums_hold(report: &Value) {
 }
 
 #[test]
-fn huge_pages_are_read_whole_and_counted_when_merging_would_split_them() {
-    if missing_root() {
+fn huge_pages_are_counted_where_merging_would_split_them() {
+    if skip_reason_without_root() {
         return;
     }
-    let lab = Lab::layout(&["huge=1024", "huge-zero=512"]).unwrap();
-    let huge_bytes = || rollup(lab.pid())["AnonHugePages"];
+    let lab = RunningLab::start_layout(&["huge=1024", "huge-zero=512"]).unwrap();
+    let huge_bytes = || anonymous_rollup(lab.pid())["AnonHugePages"];
     if huge_bytes() < 3 << 20 {
         println!("skipped: the kernel gave no huge pages");
         return;
     }
     let before = huge_bytes();
-    let report = census(&[lab.pid()], &[]);
-    expect(&report, &lab, lab.region("huge"), &[("resident", 1024), ("unique", 1024)]);
-    expect(&report, &lab, lab.region("huge-zero"), &[("resident", 512), ("zero", 512)]);
+    let report = census_json(&[lab.pid()], &[]);
+    expect_classes(&report, &lab, lab.first_region("huge"), &[("resident", 1024), ("unique", 1024)]);
+    expect_classes(&report, &lab, lab.first_region("huge-zero"), &[("resident", 512), ("zero", 512)]);
     assert_eq!(report["savings"]["whole"]["huge_pages_split"], 1);
     assert_eq!(huge_bytes(), before, "huge pages stay whole");
 }
 
 /// The figures of smaps_rollup that belong to a process's anonymous memory, in bytes.
-fn rollup(pid: u32) -> BTreeMap<String, u64> {
+fn anonymous_rollup(pid: u32) -> BTreeMap<String, u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
     let fields = ["Rss", "Pss_Anon", "Anonymous", "KSM", "AnonHugePages", "Swap"];
     text.lines()
@@ -188,30 +190,31 @@ fn rollup(pid: u32) -> BTreeMap<String, u64> {
         .collect()
 }
 
-fn cow_ksm() -> u64 {
+fn read_cow_ksm() -> u64 {
     let text = fs::read_to_string("/proc/vmstat").unwrap();
     text.lines().find_map(|line| line.strip_prefix("cow_ksm ")?.parse().ok()).expect("cow_ksm")
 }
 
 #[test]
-fn a_census_leaves_merged_memory_as_it_is() {
-    let ksm = match Ksm::take() {
+fn census_leaves_merged_memory_unchanged() {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => return println!("skipped: {why}"),
     };
-    let labs: Vec<_> =
-        (0..2).map(|_| Lab::layout(&["--mergeable", "shared-content=merged:400", "unique=200"]).unwrap()).collect();
-    ksm.settle();
-    let merged = labs[0].region("shared-content");
-    let state = || (labs.iter().map(|lab| rollup(lab.pid())).collect::<Vec<_>>(), cow_ksm());
+    let labs: Vec<_> = (0..2)
+        .map(|_| RunningLab::start_layout(&["--mergeable", "shared-content=merged:400", "unique=200"]).unwrap())
+        .collect();
+    ksm.scan_until_settled();
+    let merged = labs[0].first_region("shared-content");
+    let state = || (labs.iter().map(|lab| anonymous_rollup(lab.pid())).collect::<Vec<_>>(), read_cow_ksm());
     let before = state();
     assert_eq!(before.0[0]["KSM"], 400 * merged.page_size, "ksmd merged what was laid out");
 
-    let report = census(&[labs[0].pid(), labs[1].pid()], &[]);
+    let report = census_json(&[labs[0].pid(), labs[1].pid()], &[]);
     assert_eq!(state(), before, "the census left a trace");
     for lab in &labs {
-        expect(&report, lab, lab.region("shared-content"), &[("resident", 400), ("merged", 400)]);
-        expect(&report, lab, lab.region("unique"), &[("resident", 200), ("unique", 200)]);
+        expect_classes(&report, lab, lab.first_region("shared-content"), &[("resident", 400), ("merged", 400)]);
+        expect_classes(&report, lab, lab.first_region("unique"), &[("resident", 200), ("unique", 200)]);
     }
 
     // That the state would tell: the other way of reading breaks the sharing of the pages it reads.
@@ -219,65 +222,67 @@ fn a_census_leaves_merged_memory_as_it_is() {
     let remote = [RemoteIoVec { base: merged.start as usize, len: page.len() }];
     let pid = nix::unistd::Pid::from_raw(labs[0].pid() as i32);
     process_vm_readv(pid, &mut [IoSliceMut::new(&mut page)], &remote).unwrap();
-    assert_eq!(cow_ksm(), before.1 + 1);
-    assert_eq!(rollup(labs[0].pid())["KSM"], 399 * merged.page_size);
+    assert_eq!(read_cow_ksm(), before.1 + 1);
+    assert_eq!(anonymous_rollup(labs[0].pid())["KSM"], 399 * merged.page_size);
 }
 
 #[test]
-fn an_unmerged_copy_of_merged_pages_needs_no_copy_of_its_own() {
-    let ksm = match Ksm::take() {
+fn unmerged_copy_of_merged_pages_counts_as_duplicate() {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => return println!("skipped: {why}"),
     };
-    let merged: Vec<_> = (0..2).map(|_| Lab::layout(&["--mergeable", "shared-content=later:150"]).unwrap()).collect();
-    ksm.settle();
-    let late = Lab::layout(&["shared-content=later:150"]).unwrap();
-    let report = census(&[merged[0].pid(), merged[1].pid(), late.pid()], &[]);
+    let merged: Vec<_> =
+        (0..2).map(|_| RunningLab::start_layout(&["--mergeable", "shared-content=later:150"]).unwrap()).collect();
+    ksm.scan_until_settled();
+    let late = RunningLab::start_layout(&["shared-content=later:150"]).unwrap();
+    let report = census_json(&[merged[0].pid(), merged[1].pid(), late.pid()], &[]);
     let expected = [("resident", 150), ("duplicate", 150), ("duplicate_within_domain", 150), ("redundant", 150)];
-    expect(&report, &late, late.region("shared-content"), &expected);
+    expect_classes(&report, &late, late.first_region("shared-content"), &expected);
 }
 
 /// Bytes of a region that are dirty and mapped more than once.
-fn shared_dirty(pid: u32, region: &Region) -> u64 {
+fn shared_dirty_bytes(pid: u32, region: &RegionLine) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
-    let entry = text.split_once(&format!("{:x}-{:x} ", region.start, region.end())).expect("the region").1;
+    let entry = text.split_once(&format!("{:x}-{:x} ", region.start, region.end_address())).expect("the region").1;
     let value = entry.lines().find_map(|line| line.strip_prefix("Shared_Dirty:")).unwrap();
     value.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
 }
 
 #[test]
 fn pages_shared_by_fork_stay_shared() {
-    if missing_root() {
+    if skip_reason_without_root() {
         return;
     }
-    let lab = Lab::layout(&["fork-shared=512"]).unwrap();
-    let region = lab.region("fork-shared");
+    let lab = RunningLab::start_layout(&["fork-shared=512"]).unwrap();
+    let region = lab.first_region("fork-shared");
     let child = region.child.expect("a child");
-    let shared = || [lab.pid(), child].map(|pid| shared_dirty(pid, region));
+    let shared = || [lab.pid(), child].map(|pid| shared_dirty_bytes(pid, region));
     let all = 512 * region.page_size;
     assert_eq!(shared(), [all, all], "the lab shares what it says");
-    let report = census(&[lab.pid()], &[]);
-    expect(&report, &lab, region, &[("resident", 512), ("unique", 512)]);
+    let report = census_json(&[lab.pid()], &[]);
+    expect_classes(&report, &lab, region, &[("resident", 512), ("unique", 512)]);
     assert_eq!(shared(), [all, all], "the census broke the sharing");
     // Both together still hold everything once, and merging it would give nothing back.
-    let both = census(&[lab.pid(), child], &[]);
-    expect(&both, &lab, region, &[("resident", 512), ("unique", 512)]);
+    let both = census_json(&[lab.pid(), child], &[]);
+    expect_classes(&both, &lab, region, &[("resident", 512), ("unique", 512)]);
     let gross = |report: &Value| report["bytes_reclaimable"]["gross"].as_u64().unwrap();
     assert!(gross(&both) < gross(&report) + all / 2, "{} and {}", gross(&both), gross(&report));
 }
 
 #[test]
-fn a_page_shared_by_fork_and_its_copy_are_two_pages() {
-    if missing_root() {
+fn fork_shared_page_and_its_copy_are_two_pages() {
+    if skip_reason_without_root() {
         return;
     }
-    let labs: Vec<_> = (0..2).map(|_| Lab::layout(&["--salt", "same", "fork-shared=300"]).unwrap()).collect();
-    let children = labs.iter().map(|lab| lab.region("fork-shared").child.expect("a child"));
+    let labs: Vec<_> =
+        (0..2).map(|_| RunningLab::start_layout(&["--salt", "same", "fork-shared=300"]).unwrap()).collect();
+    let children = labs.iter().map(|lab| lab.first_region("fork-shared").child.expect("a child"));
     let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).chain(children).collect();
-    let report = census(&pids, &[]);
+    let report = census_json(&pids, &[]);
     let within = [("resident", 300), ("duplicate", 300), ("duplicate_within_domain", 300)];
-    let first = classes(&report, &labs[0], labs[0].region("fork-shared"));
-    let second = classes(&report, &labs[1], labs[1].region("fork-shared"));
+    let first = classes_of_region(&report, &labs[0], labs[0].first_region("fork-shared"));
+    let second = classes_of_region(&report, &labs[1], labs[1].first_region("fork-shared"));
     for classes in [&first, &second] {
         assert!(within.iter().all(|(class, pages)| classes[*class] == *pages), "{classes:?}");
     }
@@ -290,26 +295,26 @@ fn a_page_shared_by_fork_and_its_copy_are_two_pages() {
 
 #[test]
 fn fragmented_memory_is_counted_page_by_page() {
-    if missing_root() {
+    if skip_reason_without_root() {
         return;
     }
-    let lab = Lab::layout(&["--fragment", "within=2000", "unique=999", "zero=64"]).unwrap();
-    assert!(lab.region("unique").vmas >= 999);
-    let report = census(&[lab.pid()], &[]);
+    let lab = RunningLab::start_layout(&["--fragment", "within=2000", "unique=999", "zero=64"]).unwrap();
+    assert!(lab.first_region("unique").vmas >= 999);
+    let report = census_json(&[lab.pid()], &[]);
     let half = [("resident", 2000), ("duplicate", 2000), ("duplicate_within_process", 2000), ("redundant", 1000)];
-    expect(&report, &lab, lab.region("within"), &half);
-    expect(&report, &lab, lab.region("unique"), &[("resident", 999), ("unique", 999)]);
-    expect(&report, &lab, lab.region("zero"), &[("resident", 64), ("zero", 64)]);
+    expect_classes(&report, &lab, lab.first_region("within"), &half);
+    expect_classes(&report, &lab, lab.first_region("unique"), &[("resident", 999), ("unique", 999)]);
+    expect_classes(&report, &lab, lab.first_region("zero"), &[("resident", 64), ("zero", 64)]);
 }
 
 #[test]
-fn the_most_frequent_contents_are_known_for_what_they_are() {
-    if missing_root() {
+fn most_frequent_contents_are_classified() {
+    if skip_reason_without_root() {
         return;
     }
-    let lab = Lab::layout(&["text=301", "pattern=302", "elf=303", "within=900,copies=300"]).unwrap();
-    let report = census(&[lab.pid()], &["--top", "6"]);
-    let found: Vec<_> = array(&report["contents"])
+    let lab = RunningLab::start_layout(&["text=301", "pattern=302", "elf=303", "within=900,copies=300"]).unwrap();
+    let report = census_json(&[lab.pid()], &["--top", "6"]);
+    let found: Vec<_> = as_array(&report["contents"])
         .iter()
         .map(|content| (content["kind"].as_str().unwrap(), content["pages"].as_u64().unwrap()))
         .filter(|&(kind, pages)| kind != "zero" && pages >= 300)
@@ -318,22 +323,22 @@ fn the_most_frequent_contents_are_known_for_what_they_are() {
 }
 
 #[test]
-fn without_two_passes_nothing_is_volatile() {
-    if missing_root() {
+fn single_pass_reports_no_volatile_pages() {
+    if skip_reason_without_root() {
         return;
     }
-    let lab = Lab::layout(&["volatile=64"]).unwrap();
-    let report = census(&[lab.pid()], &["--settle", "0"]);
-    expect(&report, &lab, lab.region("volatile"), &[("resident", 64), ("unique", 64)]);
+    let lab = RunningLab::start_layout(&["volatile=64"]).unwrap();
+    let report = census_json(&[lab.pid()], &["--settle", "0"]);
+    expect_classes(&report, &lab, lab.first_region("volatile"), &[("resident", 64), ("unique", 64)]);
 }
 
 #[test]
-fn a_sample_speaks_of_the_whole() {
-    if missing_root() {
+fn sample_estimates_the_whole() {
+    if skip_reason_without_root() {
         return;
     }
-    let lab = Lab::layout(&["zero=8000", "within=8000,copies=8", "unique=8000"]).unwrap();
-    let report = census(&[lab.pid()], &["--sample", "30%", "--seed", "7"]);
+    let lab = RunningLab::start_layout(&["zero=8000", "within=8000,copies=8", "unique=8000"]).unwrap();
+    let report = census_json(&[lab.pid()], &["--sample", "30%", "--seed", "7"]);
     let looked_at = report["pages"]["resident"].as_f64().unwrap();
     let resident = report["estimate"]["resident"].as_f64().unwrap();
     assert!((0.27..0.33).contains(&(looked_at / resident)), "{looked_at} of {resident}");
@@ -348,42 +353,49 @@ fn a_sample_speaks_of_the_whole() {
 }
 
 #[test]
-fn a_recording_tells_the_same_as_the_host() {
-    if missing_root() {
+fn recording_gives_the_census_of_its_host() {
+    if skip_reason_without_root() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("host");
     let (lab, other) = (
-        Lab::layout(&["zero=70", "unique=90", "within=40", "volatile=16", "huge=512", "shared-content=both:33"])
-            .unwrap(),
-        Lab::layout(&["shared-content=both:33", "shared-memory=9", "read-zero=12"]).unwrap(),
+        RunningLab::start_layout(&[
+            "zero=70",
+            "unique=90",
+            "within=40",
+            "volatile=16",
+            "huge=512",
+            "shared-content=both:33",
+        ])
+        .unwrap(),
+        RunningLab::start_layout(&["shared-content=both:33", "shared-memory=9", "read-zero=12"]).unwrap(),
     );
     let pids = [format!("--pid={}", lab.pid()), format!("--pid={}", other.pid())];
-    let output = pagefold(&["record", path.to_str().unwrap(), &pids[0], &pids[1]]);
+    let output = run_pagefold(&["record", path.to_str().unwrap(), &pids[0], &pids[1]]);
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
-    let live = census(&[lab.pid(), other.pid()], &[]);
+    let live = census_json(&[lab.pid(), other.pid()], &[]);
     let host = format!("--host=recording:{}", path.display());
-    let recorded = census(&[lab.pid(), other.pid()], &[&host]);
+    let recorded = census_json(&[lab.pid(), other.pid()], &[&host]);
     for lab in [&lab, &other] {
         for region in lab.lines() {
-            assert_eq!(classes(&recorded, lab, region), classes(&live, lab, region), "{region:?}");
+            assert_eq!(classes_of_region(&recorded, lab, region), classes_of_region(&live, lab, region), "{region:?}");
         }
     }
-    assert!(array(&recorded["contents"]).iter().all(|content| content["kind"] != "changed"));
-    sums_hold(&recorded);
+    assert!(as_array(&recorded["contents"]).iter().all(|content| content["kind"] != "changed"));
+    assert_sums(&recorded);
 }
 
 #[test]
-fn a_recording_holds_those_who_were_chosen_and_is_closed_to_others() {
-    if missing_root() {
+fn recording_contains_only_chosen_processes_and_is_private() {
+    if skip_reason_without_root() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("host");
     // A copy under a name of its own, and a title with what nobody else should learn.
     let program = folder.path().join("pagefold-titled");
-    install("/bin/sleep".as_ref(), &program, 0o755).unwrap();
+    install_executable("/bin/sleep".as_ref(), &program, 0o755).unwrap();
     let mut chosen = Command::new(&program)
         .arg0("server: secret-of-the-title")
         .arg("600")
@@ -391,7 +403,7 @@ fn a_recording_holds_those_who_were_chosen_and_is_closed_to_others() {
         .env("TOKEN", "secret-of-the-environment")
         .spawn()
         .unwrap();
-    let output = pagefold(&["record", "--name", "pagefold-titled", path.to_str().unwrap()]);
+    let output = run_pagefold(&["record", "--name", "pagefold-titled", path.to_str().unwrap()]);
     let pid = chosen.id().to_string();
     chosen.kill().unwrap();
     chosen.wait().unwrap();
@@ -410,7 +422,7 @@ fn a_recording_holds_those_who_were_chosen_and_is_closed_to_others() {
     let trap = folder.path().join("trap");
     fs::create_dir(&trap).unwrap();
     chown(&trap, Some(65534), None).unwrap();
-    let output = pagefold(&["record", &format!("--pid={ours}"), trap.to_str().unwrap()]);
+    let output = run_pagefold(&["record", &format!("--pid={ours}"), trap.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("belongs to another user"));
     assert_eq!(fs::read_dir(&trap).unwrap().count(), 0);
@@ -440,11 +452,11 @@ fn wait_until_idle(pid: u32) {
 }
 
 #[test]
-fn an_interrupted_census_tells_what_it_saw() {
-    if missing_root() {
+fn interrupted_census_reports_what_it_scanned() {
+    if skip_reason_without_root() {
         return;
     }
-    let lab = Lab::layout(&["unique=500"]).unwrap();
+    let lab = RunningLab::start_layout(&["unique=500"]).unwrap();
     let interrupted = |options: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
         // A pause long enough to be interrupted for certain.

@@ -2,7 +2,7 @@
 //! tried in a guest by `make test-deb`.
 
 use pagefold_labs::client;
-use pagefold_labs::look::until;
+use pagefold_labs::process_checks::wait_until;
 use serde_json::Value;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,26 +10,26 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-fn deploy(path: &str) -> PathBuf {
+fn deploy_path(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy").join(path)
 }
 
-fn unit() -> String {
-    fs::read_to_string(deploy("systemd/pagefold.service")).unwrap()
+fn unit_text() -> String {
+    fs::read_to_string(deploy_path("systemd/pagefold.service")).unwrap()
 }
 
 /// The words of a setting of the unit.
-fn words<'a>(unit: &'a str, setting: &str) -> Vec<&'a str> {
+fn setting_words<'a>(unit: &'a str, setting: &str) -> Vec<&'a str> {
     let value = |line: &'a str| line.strip_prefix(setting)?.strip_prefix('=');
     unit.lines().filter_map(value).flat_map(str::split_whitespace).collect()
 }
 
 #[test]
-fn the_unit_is_well_formed() {
+fn systemd_unit_is_well_formed() {
     let directory = tempfile::tempdir().unwrap();
     // It is verified with the program that it starts, which need not be installed.
     let path = directory.path().join("pagefold.service");
-    fs::write(&path, unit().replace("/usr/bin/pagefold", env!("CARGO_BIN_EXE_pagefold"))).unwrap();
+    fs::write(&path, unit_text().replace("/usr/bin/pagefold", env!("CARGO_BIN_EXE_pagefold"))).unwrap();
     let verify = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output();
     let Ok(Output { status, stderr, .. }) = verify else {
         return println!("skipped: needs systemd-analyze (systemd)");
@@ -41,7 +41,7 @@ fn the_unit_is_well_formed() {
 }
 
 #[test]
-fn the_unit_sets_no_seccomp_filter() {
+fn systemd_unit_has_no_seccomp_filter() {
     // systemd.exec(5), systemd 257: what is carried out by a filter, in part or whole.
     let by_filters = [
         "SystemCallFilter",
@@ -62,18 +62,22 @@ fn the_unit_sets_no_seccomp_filter() {
         "DynamicUser",
     ];
     for setting in by_filters {
-        assert_eq!(words(&unit(), setting), [""; 0], "{setting}: the kernel would not let it suspend others' filters");
+        assert_eq!(
+            setting_words(&unit_text(), setting),
+            [""; 0],
+            "{setting}: the kernel would not let it suspend others' filters"
+        );
     }
 }
 
 /// The process connector speaks to the network namespace of the host alone, which a pod is not in.
 #[test]
-fn pods_have_the_capabilities_of_the_unit_but_for_the_connector() {
-    let manifest = fs::read_to_string(deploy("kubernetes/daemonset.yaml")).unwrap();
+fn pod_capabilities_match_the_unit_without_connector() {
+    let manifest = fs::read_to_string(deploy_path("kubernetes/daemonset.yaml")).unwrap();
     let list = manifest.lines().find_map(|line| line.trim().strip_prefix("add: [")?.strip_suffix(']')).expect("them");
     let pod: Vec<String> = list.split(", ").map(|name| format!("CAP_{name}")).collect();
-    let unit = unit();
-    let service = words(&unit, "CapabilityBoundingSet");
+    let unit = unit_text();
+    let service = setting_words(&unit, "CapabilityBoundingSet");
     let of_pods: Vec<&str> = service.iter().copied().filter(|name| *name != "CAP_NET_ADMIN").collect();
     assert_eq!(pod, of_pods);
     for capability in service {
@@ -82,10 +86,10 @@ fn pods_have_the_capabilities_of_the_unit_but_for_the_connector() {
 }
 
 #[test]
-fn the_configuration_of_pods_is_taken() {
+fn pod_configuration_is_accepted() {
     let output = Command::new(env!("CARGO_BIN_EXE_pagefold"))
         .arg("--config")
-        .arg(deploy("kubernetes/pagefold.toml"))
+        .arg(deploy_path("kubernetes/pagefold.toml"))
         .args(["config", "check"])
         .output()
         .unwrap();
@@ -93,7 +97,7 @@ fn the_configuration_of_pods_is_taken() {
 }
 
 #[test]
-fn what_ksmtuned_was_told_becomes_a_configuration_that_is_taken() {
+fn imported_ksmtuned_configuration_is_accepted() {
     let directory = tempfile::tempdir().unwrap();
     let (before, after) = (directory.path().join("ksmtuned.conf"), directory.path().join("pagefold.toml"));
     fs::write(&before, "# For ksmtuned.\nKSM_MONITOR_INTERVAL=30\nKSM_NPAGES_MAX=1250\nKSM_THRES_COEF=30\n").unwrap();
@@ -113,10 +117,10 @@ fn what_ksmtuned_was_told_becomes_a_configuration_that_is_taken() {
 }
 
 #[test]
-fn no_script_for_slurm_fails() {
+fn slurm_scripts_always_succeed() {
     let nothing = tempfile::tempdir().unwrap();
     for (script, job) in [("prolog.sh", ""), ("prolog.sh", "../x"), ("epilog.sh", "7"), ("epilog.sh", "x")] {
-        let mut command = Command::new(deploy("slurm").join(script));
+        let mut command = Command::new(deploy_path("slurm").join(script));
         command.env("SLURM_JOB_ID", job).env("PAGEFOLD_JOBS", nothing.path()).env("PAGEFOLD_LOG", nothing.path());
         let output = command.stdin(Stdio::null()).output().unwrap();
         assert!(output.status.success() && output.stdout.is_empty(), "{script} {job:?}: {output:?}");
@@ -124,11 +128,11 @@ fn no_script_for_slurm_fails() {
 }
 
 #[test]
-fn tasks_get_what_their_job_asks_for() {
+fn slurm_tasks_get_the_job_settings() {
     let libraries = tempfile::tempdir().unwrap();
     let folder = libraries.path().display().to_string();
     let task = |asked: &str| {
-        let mut command = Command::new(deploy("slurm/task-prolog.sh"));
+        let mut command = Command::new(deploy_path("slurm/task-prolog.sh"));
         command.env("PAGEFOLD", asked).env("PAGEFOLD_LIBRARIES", libraries.path()).env("SLURM_JOB_ID", "7");
         let output = command.env("LD_PRELOAD", "").output().unwrap();
         assert!(output.status.success());
@@ -145,9 +149,9 @@ fn tasks_get_what_their_job_asks_for() {
 }
 
 /// A cgroup as slurmstepd makes it, which is gone with what was made for it when this is dropped.
-struct Cgroup(PathBuf);
+struct SlurmStepCgroup(PathBuf);
 
-impl Cgroup {
+impl SlurmStepCgroup {
     fn new(job: u32) -> Result<Self, String> {
         let roots = ["/sys/fs/cgroup/unified", "/sys/fs/cgroup/freezer", "/sys/fs/cgroup"].map(Path::new);
         let root = roots.into_iter().find(|root| root.join("cgroup.procs").exists()).ok_or("there are no cgroups")?;
@@ -156,12 +160,12 @@ impl Cgroup {
         Ok(Self(path))
     }
 
-    fn enter(&self, pid: u32) {
+    fn add_process(&self, pid: u32) {
         fs::write(self.0.join("step_0/cgroup.procs"), pid.to_string()).expect("it can be entered");
     }
 }
 
-impl Drop for Cgroup {
+impl Drop for SlurmStepCgroup {
     fn drop(&mut self) {
         // Who was in it may take a moment to leave; the common one above may have others.
         let started = Instant::now();
@@ -174,9 +178,9 @@ impl Drop for Cgroup {
 }
 
 /// A program that ends when this is dropped.
-struct Running(Child);
+struct KilledOnDrop(Child);
 
-impl Drop for Running {
+impl Drop for KilledOnDrop {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -184,37 +188,37 @@ impl Drop for Running {
 }
 
 #[test]
-fn a_job_of_slurm_is_accounted_for() {
+fn slurm_job_is_accounted() {
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: needs root to make cgroups and read other processes");
     }
     let job = std::process::id();
-    let cgroup = match Cgroup::new(job) {
+    let cgroup = match SlurmStepCgroup::new(job) {
         Ok(cgroup) => cgroup,
         Err(why) => return println!("skipped: {why}"),
     };
     let directory = tempfile::tempdir().unwrap();
     let (jobs, log) = (directory.path().join("jobs"), directory.path().join("log"));
     let script = |name: &str| {
-        let mut command = Command::new(deploy("slurm").join(name));
+        let mut command = Command::new(deploy_path("slurm").join(name));
         command.env("SLURM_JOB_ID", job.to_string()).env("PAGEFOLD_JOBS", &jobs).env("PAGEFOLD_LOG", &log);
         command.env("PAGEFOLD_BINARY", env!("CARGO_BIN_EXE_pagefold")).env("PAGEFOLD_PAUSE", "1");
         command.stdin(Stdio::null()).stdout(Stdio::null());
         command
     };
-    let mut watch = Running(script("watch.sh").arg(job.to_string()).spawn().unwrap());
-    let mut lab = Command::new(client::binary().expect("the lab"));
+    let mut watch = KilledOnDrop(script("watch.sh").arg(job.to_string()).spawn().unwrap());
+    let mut lab = Command::new(client::lab_binary().expect("the lab"));
     let lab = lab.args(["layout", "zero=2048"]).env("SLURM_JOB_ID", job.to_string());
-    let lab = Running(lab.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
-    cgroup.enter(lab.0.id());
+    let lab = KilledOnDrop(lab.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
+    cgroup.add_process(lab.0.id());
     let kept = jobs.join(format!("{job}.json"));
     let account = || -> Option<Value> { serde_json::from_slice(&fs::read(&kept).ok()?).ok() };
-    until("an account", || account().is_some());
+    wait_until("an account", || account().is_some());
     let told = account().unwrap().to_string();
     assert!(told.contains(&format!("slurm:{job}")), "{told}");
     drop(lab);
     drop(cgroup);
-    until("the end of who watches", || watch.0.try_wait().unwrap().is_some());
+    wait_until("the end of who watches", || watch.0.try_wait().unwrap().is_some());
     assert!(script("epilog.sh").status().unwrap().success());
     assert!(!kept.exists() && log.join(format!("{job}.json")).exists());
 }

@@ -5,8 +5,8 @@
 
 use pagefold_base::{Absent, Pid};
 use pagefold_doctor::decide::{Finding, Verdict, examine_host, examine_process};
-use pagefold_doctor::examine;
-use pagefold_host::faulty::{Fault, Faulty};
+use pagefold_doctor::doctor_facts;
+use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use pagefold_recording::Recording;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +16,7 @@ use std::process::{Command, Output};
 use std::sync::Mutex;
 use tempfile::TempDir;
 
-const KSM: [(&str, &str); 20] = [
+const KSM_FILES: [(&str, &str); 20] = [
     ("run", "1"),
     ("pages_to_scan", "5000"),
     ("sleep_millisecs", "20"),
@@ -39,7 +39,7 @@ const KSM: [(&str, &str); 20] = [
     ("advisor_target_scan_time", "200"),
 ];
 
-const MEMINFO: &str = "\
+const MEMINFO_TEXT: &str = "\
 MemTotal:       67108864 kB
 MemFree:        20971520 kB
 MemAvailable:   31457280 kB
@@ -51,40 +51,40 @@ Hugetlb:               0 kB
 ";
 
 /// A host that was recorded, in the making.
-struct Host {
+struct RecordedHostBuilder {
     files: BTreeMap<String, Vec<u8>>,
-    absent: String,
+    absent_lines: String,
 }
 
-impl Host {
+impl RecordedHostBuilder {
     /// One process of user 1000 is enrolled, and nothing is wrong.
     fn healthy() -> Self {
-        let mut host = Self { files: BTreeMap::new(), absent: String::new() };
-        for (name, value) in KSM {
-            host.file(&format!("sys/kernel/mm/ksm/{name}"), &format!("{value}\n"));
+        let mut host = Self { files: BTreeMap::new(), absent_lines: String::new() };
+        for (name, value) in KSM_FILES {
+            host.put_file(&format!("sys/kernel/mm/ksm/{name}"), &format!("{value}\n"));
         }
-        host.file("proc/sys/kernel/osrelease", "6.18.44\n");
-        host.file("proc/meminfo", MEMINFO);
+        host.put_file("proc/sys/kernel/osrelease", "6.18.44\n");
+        host.put_file("proc/meminfo", MEMINFO_TEXT);
         let line = "avg10=0.00 avg60=0.00 avg300=0.00 total=0";
-        host.file("proc/pressure/memory", &format!("some {line}\nfull {line}\n"));
-        host.file("proc/vmstat", "cow_ksm 50\nksm_swpin_copy 0\nthp_split_page 3\n");
-        host.file("proc/uptime", "3600.00 7000.00\n");
-        host.file("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n");
-        host.file("sys/devices/system/node/has_memory", "0\n");
-        host.process(1, "init", 0, 0, "");
-        host.process(2, "kthreadd", 0, 0x0020_0000, "");
-        host.process(37, "ksmd", 2, 0x0020_0000, "");
-        host.process(100, "simulation", 1, 0, "mg");
+        host.put_file("proc/pressure/memory", &format!("some {line}\nfull {line}\n"));
+        host.put_file("proc/vmstat", "cow_ksm 50\nksm_swpin_copy 0\nthp_split_page 3\n");
+        host.put_file("proc/uptime", "3600.00 7000.00\n");
+        host.put_file("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n");
+        host.put_file("sys/devices/system/node/has_memory", "0\n");
+        host.put_process(1, "init", 0, 0, "");
+        host.put_process(2, "kthreadd", 0, 0x0020_0000, "");
+        host.put_process(37, "ksmd", 2, 0x0020_0000, "");
+        host.put_process(100, "simulation", 1, 0, "mg");
         host
     }
 
-    fn file(&mut self, path: &str, text: &str) {
+    fn put_file(&mut self, path: &str, text: &str) {
         self.files.insert(path.to_owned(), text.as_bytes().to_vec());
     }
 
     /// A process with 128 MiB of private anonymous memory, unless it is a kernel thread.
-    fn process(&mut self, pid: u32, comm: &str, parent: u32, flags: u32, vm_flags: &str) {
-        let mut file = |name: &str, text: &str| self.file(&format!("proc/{pid}/{name}"), text);
+    fn put_process(&mut self, pid: u32, comm: &str, parent: u32, flags: u32, vm_flags: &str) {
+        let mut file = |name: &str, text: &str| self.put_file(&format!("proc/{pid}/{name}"), text);
         let stat = format!("{pid} ({comm}) S {parent} 1 1 0 -1 {flags} 9 9 9 9 5 5 0 0 20 0 1 0 {pid} 0 0\n");
         file("stat", &stat);
         file("cgroup", "0::/user.slice\n");
@@ -104,16 +104,16 @@ impl Host {
             ),
         );
         file("ksm_merging_pages", &format!("{merged}\n"));
-        file("smaps", &region("7f0000000000-7f0008000000 rw-p", "", 128 << 10, 128 << 10, vm_flags));
+        file("smaps", &smaps_entry("7f0000000000-7f0008000000 rw-p", "", 128 << 10, 128 << 10, vm_flags));
     }
 
     /// A file that could not be read when the host was recorded.
-    fn absent(&mut self, path: &str, reason: &str) {
+    fn put_absent(&mut self, path: &str, reason: &str) {
         self.files.remove(path);
-        self.absent.push_str(&format!("{path}\t{reason}\n"));
+        self.absent_lines.push_str(&format!("{path}\t{reason}\n"));
     }
 
-    fn recorded(&self) -> TempDir {
+    fn write_recording(&self) -> TempDir {
         let folder = tempfile::tempdir().unwrap();
         let root = folder.path();
         let mut names = BTreeSet::new();
@@ -124,17 +124,17 @@ impl Host {
             names.extend(path.strip_prefix("proc/").and_then(|rest| Some(rest.split_once('/')?.0.to_owned())));
         }
         let names: Vec<_> = names.into_iter().collect();
-        if !self.absent.contains("proc\t") {
+        if !self.absent_lines.contains("proc\t") {
             fs::write(root.join("files/proc/.names"), names.join("\n")).unwrap();
         }
         fs::write(root.join("recording.toml"), "schema = \"pagefold.recording/1\"\npage_size = 4096\n").unwrap();
-        fs::write(root.join("absent.txt"), &self.absent).unwrap();
+        fs::write(root.join("absent.txt"), &self.absent_lines).unwrap();
         folder
     }
 }
 
 /// An entry of smaps; sizes in kB.
-fn region(head: &str, name: &str, rss: u64, anonymous: u64, flags: &str) -> String {
+fn smaps_entry(head: &str, name: &str, rss: u64, anonymous: u64, flags: &str) -> String {
     format!(
         "{head} 00000000 00:00 0 {name}\nSize: {rss} kB\nKernelPageSize: 4 kB\nMMUPageSize: 4 kB\nRss: {rss} kB\n\
          Pss: {rss} kB\nShared_Clean: 0 kB\nShared_Dirty: 0 kB\nPrivate_Clean: 0 kB\nPrivate_Dirty: {rss} kB\n\
@@ -144,7 +144,7 @@ fn region(head: &str, name: &str, rss: u64, anonymous: u64, flags: &str) -> Stri
     )
 }
 
-fn doctor(folder: &Path, arguments: &[&str]) -> Output {
+fn run_doctor(folder: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagefold"))
         .args(["--host", &format!("recording:{}", folder.display()), "doctor"])
         .args(arguments)
@@ -152,61 +152,61 @@ fn doctor(folder: &Path, arguments: &[&str]) -> Output {
         .unwrap()
 }
 
-fn json(folder: &Path, arguments: &[&str]) -> Value {
+fn doctor_json(folder: &Path, arguments: &[&str]) -> Value {
     let arguments: Vec<_> = arguments.iter().copied().chain(["--json"]).collect();
-    serde_json::from_slice(&doctor(folder, &arguments).stdout).expect("one JSON document")
+    serde_json::from_slice(&run_doctor(folder, &arguments).stdout).expect("one JSON document")
 }
 
 /// What the binary says of a host: its exit code must be the one expected, with and without `--json`.
-fn check(change: impl FnOnce(&mut Host), arguments: &[&str], code: i32) -> (Value, String) {
-    let mut host = Host::healthy();
+fn check_doctor(change: impl FnOnce(&mut RecordedHostBuilder), arguments: &[&str], code: i32) -> (Value, String) {
+    let mut host = RecordedHostBuilder::healthy();
     change(&mut host);
-    let folder = host.recorded();
-    let output = doctor(folder.path(), arguments);
+    let folder = host.write_recording();
+    let output = run_doctor(folder.path(), arguments);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(code), "{text}{}", String::from_utf8_lossy(&output.stderr));
-    (json(folder.path(), arguments), text)
+    (doctor_json(folder.path(), arguments), text)
 }
 
-fn verdict<'a>(report: &'a Value, rule: &str) -> &'a str {
+fn verdict_of_rule<'a>(report: &'a Value, rule: &str) -> &'a str {
     let findings = report["findings"].as_array().unwrap();
     let finding = findings.iter().find(|finding| finding["rule"] == rule);
     finding.unwrap_or_else(|| panic!("no {rule} in {report:#}"))["verdict"].as_str().unwrap()
 }
 
 #[test]
-fn nothing_wrong_is_0() {
-    let (report, text) = check(|_| (), &[], 0);
+fn healthy_host_exits_0() {
+    let (report, text) = check_doctor(|_| (), &[], 0);
     assert_eq!((&report["schema"], &report["verdict"]), (&"pagefold.doctor/1".into(), &"ok".into()));
     assert!(
         text.lines().all(|line| line.is_empty() || line.starts_with(['o', 'n']) || line.contains(" ok, ")),
         "{text}"
     );
-    let (report, _) = check(|_| (), &["--pid", "100"], 0);
+    let (report, _) = check_doctor(|_| (), &["--pid", "100"], 0);
     assert_eq!(report["processes"][0]["comm"], "simulation");
 }
 
 #[test]
-fn a_warning_is_0() {
-    let (report, text) = check(|host| host.file("sys/kernel/mm/ksm/smart_scan", "0\n"), &[], 0);
-    assert_eq!(verdict(&report, "ksm-smart-scan"), "warn");
+fn warning_exits_0() {
+    let (report, text) = check_doctor(|host| host.put_file("sys/kernel/mm/ksm/smart_scan", "0\n"), &[], 0);
+    assert_eq!(verdict_of_rule(&report, "ksm-smart-scan"), "warn");
     assert!(text.starts_with("warn "), "{text}");
     assert!(text.contains("remedy: echo 1 > /sys/kernel/mm/ksm/smart_scan\n"), "{text}");
 }
 
 #[test]
-fn a_failure_is_1() {
-    let (report, text) = check(|host| host.file("sys/kernel/mm/ksm/run", "0\n"), &[], 1);
-    assert_eq!(verdict(&report, "ksm-run"), "fail");
+fn failed_check_exits_1() {
+    let (report, text) = check_doctor(|host| host.put_file("sys/kernel/mm/ksm/run", "0\n"), &[], 1);
+    assert_eq!(verdict_of_rule(&report, "ksm-run"), "fail");
     assert_eq!(report["findings"][0]["rule"], "ksm-run", "worst first");
     assert!(text.starts_with("FAIL     ksmd is stopped while memory is enrolled"), "{text}");
 }
 
 #[test]
-fn no_such_process_is_2() {
-    let folder = Host::healthy().recorded();
+fn absent_process_exits_2() {
+    let folder = RecordedHostBuilder::healthy().write_recording();
     for pid in ["99", "0"] {
-        let output = doctor(folder.path(), &["--pid", "100", "--pid", pid]);
+        let output = run_doctor(folder.path(), &["--pid", "100", "--pid", pid]);
         assert_eq!(output.status.code(), Some(2));
         let error = String::from_utf8(output.stderr).unwrap();
         assert_eq!(error.lines().count(), 1, "{error}");
@@ -215,17 +215,17 @@ fn no_such_process_is_2() {
 }
 
 #[test]
-fn who_trusts_whom_and_who_is_left_alone_is_the_configuration_s() {
+fn domains_and_exclusions_follow_the_configuration() {
     let folder = tempfile::tempdir().unwrap();
-    let two = |host: &mut Host| {
-        host.process(101, "daemon", 1, 0, "mg");
-        host.file("proc/101/status", "Uid:\t7\t7\t7\t7\nVmPin:\t       0 kB\nSeccomp:\t0\nThreads:\t1\n");
+    let two = |host: &mut RecordedHostBuilder| {
+        host.put_process(101, "daemon", 1, 0, "mg");
+        host.put_file("proc/101/status", "Uid:\t7\t7\t7\t7\nVmPin:\t       0 kB\nSeccomp:\t0\nThreads:\t1\n");
     };
     let verdicts = |text: &str| {
         let file = folder.path().join("pagefold.toml");
         fs::write(&file, text).unwrap();
-        let (report, _) = check(two, &["--config", file.to_str().unwrap()], 0);
-        ["ksm-domains", "ksm-keys"].map(|rule| verdict(&report, rule).to_owned())
+        let (report, _) = check_doctor(two, &["--config", file.to_str().unwrap()], 0);
+        ["ksm-domains", "ksm-keys"].map(|rule| verdict_of_rule(&report, rule).to_owned())
     };
     assert_eq!(verdicts(""), ["warn", "ok"]);
     assert_eq!(verdicts("domains = \"host\""), ["ok", "ok"]);
@@ -234,37 +234,37 @@ fn who_trusts_whom_and_who_is_left_alone_is_the_configuration_s() {
 }
 
 #[test]
-fn what_was_not_seen_is_3_and_named() {
-    let (report, text) = check(|host| host.absent("proc/1/smaps", "denied"), &[], 3);
+fn unreadable_process_exits_3_and_is_named() {
+    let (report, text) = check_doctor(|host| host.put_absent("proc/1/smaps", "denied"), &[], 3);
     assert_eq!(report["not_seen"][0]["comm"], "init");
-    assert_eq!(verdict(&report, "ksm-ineligible"), "unknown");
+    assert_eq!(verdict_of_rule(&report, "ksm-ineligible"), "unknown");
     assert!(text.contains("Memory that was not seen: init (1, permission denied).\n"), "{text}");
     // A failure weighs more than what is unknown.
-    let change = |host: &mut Host| {
-        host.absent("proc/1/smaps", "denied");
-        host.file("sys/kernel/mm/ksm/run", "0\n");
+    let change = |host: &mut RecordedHostBuilder| {
+        host.put_absent("proc/1/smaps", "denied");
+        host.put_file("sys/kernel/mm/ksm/run", "0\n");
     };
-    check(change, &[], 1);
+    check_doctor(change, &[], 1);
 }
 
 #[test]
-fn processes_that_are_not_listed_are_not_taken_for_none() {
+fn hidden_processes_are_not_counted_as_zero() {
     // hidepid, or another PID namespace: no kernel thread is to be seen.
-    let (report, _) = check(|host| host.files.retain(|path, _| !path.starts_with("proc/37/")), &[], 3);
+    let (report, _) = check_doctor(|host| host.files.retain(|path, _| !path.starts_with("proc/37/")), &[], 3);
     assert_eq!(report["not_seen"][0]["pid"], 0);
     for rule in ["ksm-tuners", "ksm-domains", "ksm-keys", "ksmd-cpu", "ksm-ineligible"] {
-        assert_eq!(verdict(&report, rule), "unknown", "{rule}");
+        assert_eq!(verdict_of_rule(&report, rule), "unknown", "{rule}");
     }
-    let (report, _) = check(|host| host.absent("proc", "denied"), &[], 3);
+    let (report, _) = check_doctor(|host| host.put_absent("proc", "denied"), &[], 3);
     assert_eq!(report["not_seen"][0]["pid"], 0);
 }
 
 #[test]
-fn a_kernel_without_ksm_fails_and_nothing_else_is_said() {
-    let change = |host: &mut Host| host.files.retain(|path, _| !path.starts_with("sys/kernel/mm/ksm/"));
-    let (report, _) = check(change, &[], 1);
+fn kernel_without_ksm_is_the_only_failure() {
+    let change = |host: &mut RecordedHostBuilder| host.files.retain(|path, _| !path.starts_with("sys/kernel/mm/ksm/"));
+    let (report, _) = check_doctor(change, &[], 1);
     assert_eq!(report["counts"]["fail"], 1);
-    assert_eq!(verdict(&report, "ksm-kernel"), "fail");
+    assert_eq!(verdict_of_rule(&report, "ksm-kernel"), "fail");
     for finding in report["findings"].as_array().unwrap() {
         let rule = finding["rule"].as_str().unwrap();
         assert!(
@@ -272,61 +272,61 @@ fn a_kernel_without_ksm_fails_and_nothing_else_is_said() {
             "{finding}"
         );
     }
-    let (report, _) = check(change, &["--pid", "100"], 0);
+    let (report, _) = check_doctor(change, &["--pid", "100"], 0);
     assert_eq!(report["verdict"], "not_applicable");
 }
 
 #[test]
-fn a_tuner_is_found_by_its_command_line() {
-    let change = |host: &mut Host| {
-        host.process(200, "ksmtuned", 1, 0, "");
-        host.file("proc/200/cmdline", "/bin/bash\0/usr/sbin/ksmtuned\0");
+fn tuner_is_found_by_its_command_line() {
+    let change = |host: &mut RecordedHostBuilder| {
+        host.put_process(200, "ksmtuned", 1, 0, "");
+        host.put_file("proc/200/cmdline", "/bin/bash\0/usr/sbin/ksmtuned\0");
     };
-    let (report, _) = check(change, &[], 0);
-    assert_eq!(verdict(&report, "ksm-tuners"), "ok", "any user may give a program this name");
-    let of_root = |host: &mut Host| {
+    let (report, _) = check_doctor(change, &[], 0);
+    assert_eq!(verdict_of_rule(&report, "ksm-tuners"), "ok", "any user may give a program this name");
+    let of_root = |host: &mut RecordedHostBuilder| {
         change(host);
-        host.file("proc/200/status", "Uid:\t0\t0\t0\t0\nVmPin:\t       0 kB\nSeccomp:\t0\nThreads:\t1\n");
+        host.put_file("proc/200/status", "Uid:\t0\t0\t0\t0\nVmPin:\t       0 kB\nSeccomp:\t0\nThreads:\t1\n");
     };
-    let (report, _) = check(of_root, &[], 0);
-    assert_eq!(verdict(&report, "ksm-tuners"), "warn");
+    let (report, _) = check_doctor(of_root, &[], 0);
+    assert_eq!(verdict_of_rule(&report, "ksm-tuners"), "warn");
 }
 
 #[test]
-fn an_unknown_writer_is_caught_in_the_act() {
-    let folder = Host::healthy().recorded();
+fn unknown_settings_writer_is_detected() {
+    let folder = RecordedHostBuilder::healthy().write_recording();
     let recording = Recording::open(folder.path()).unwrap();
     let asked = Mutex::new(0);
-    let faulty = Faulty::new(&recording, |path| {
+    let faulty = FaultyHost::new(&recording, |path| {
         let mut asked = asked.lock().unwrap();
         *asked += u32::from(path == "sys/kernel/mm/ksm/pages_to_scan");
-        (path == "sys/kernel/mm/ksm/pages_to_scan" && *asked > 1).then(|| Fault::Replaced(b"64\n".to_vec()))
+        (path == "sys/kernel/mm/ksm/pages_to_scan" && *asked > 1).then(|| InjectedFault::Replaced(b"64\n".to_vec()))
     });
-    let facts = examine::facts(&faulty, &[], &Default::default());
-    assert_eq!(facts.rewritten, ["pages_to_scan: 5000, then 64"]);
+    let facts = doctor_facts::gather_host_facts(&faulty, &[], &Default::default());
+    assert_eq!(facts.rewritten_settings, ["pages_to_scan: 5000, then 64"]);
     let tuners = examine_host(&facts).into_iter().find(|finding| finding.rule == "ksm-tuners").unwrap();
     assert_eq!(tuners.verdict, Verdict::Warn, "{tuners:#?}");
 }
 
 #[test]
-fn a_flag_lost_at_exec_is_found_by_the_parent() {
-    let change = |host: &mut Host| {
+fn merge_flag_lost_at_exec_is_found_by_the_parent() {
+    let change = |host: &mut RecordedHostBuilder| {
         let path = "proc/1/ksm_stat";
         let text = String::from_utf8(host.files[path].clone()).unwrap().replace("merge_any: no", "merge_any: yes");
-        host.file(path, &text);
-        host.process(200, "worker", 1, 0, "");
-        host.process(300, "orphan", 0, 0, "");
+        host.put_file(path, &text);
+        host.put_process(200, "worker", 1, 0, "");
+        host.put_process(300, "orphan", 0, 0, "");
     };
-    let (report, _) = check(change, &["--pid", "200"], 1);
-    assert_eq!(verdict(&report, "process-prctl-exec"), "fail");
-    let (report, _) = check(change, &["--pid", "300"], 1);
-    assert_eq!(verdict(&report, "process-prctl-exec"), "ok");
+    let (report, _) = check_doctor(change, &["--pid", "200"], 1);
+    assert_eq!(verdict_of_rule(&report, "process-prctl-exec"), "fail");
+    let (report, _) = check_doctor(change, &["--pid", "300"], 1);
+    assert_eq!(verdict_of_rule(&report, "process-prctl-exec"), "ok");
 }
 
 #[test]
-fn several_processes_have_a_section_each() {
-    let change = |host: &mut Host| host.process(200, "worker", 1, 0, "");
-    let (report, text) = check(change, &["--pid", "200", "--pid", "100", "--pid", "200"], 1);
+fn several_processes_get_one_section_each() {
+    let change = |host: &mut RecordedHostBuilder| host.put_process(200, "worker", 1, 0, "");
+    let (report, text) = check_doctor(change, &["--pid", "200", "--pid", "100", "--pid", "200"], 1);
     assert_eq!(report["processes"].as_array().unwrap().len(), 2);
     let sections: Vec<_> = text.lines().filter(|line| line.starts_with("Process ")).collect();
     assert_eq!(
@@ -339,8 +339,8 @@ fn several_processes_have_a_section_each() {
 }
 
 /// Everything the rules find on a host, for the host and for a process, by rule: the best verdict of each.
-fn verdicts(host: &dyn pagefold_host::Host, pid: u32) -> BTreeMap<&'static str, Verdict> {
-    let facts = examine::facts(host, &[Pid(pid)], &Default::default());
+fn verdicts_by_rule(host: &dyn pagefold_host::Host, pid: u32) -> BTreeMap<&'static str, Verdict> {
+    let facts = doctor_facts::gather_host_facts(host, &[Pid(pid)], &Default::default());
     let process = facts.processes.iter().find(|facts| facts.process.id.pid == Pid(pid));
     let findings = process.into_iter().flat_map(|process| examine_process(&facts, process)).chain(examine_host(&facts));
     let mut best = BTreeMap::new();
@@ -351,23 +351,23 @@ fn verdicts(host: &dyn pagefold_host::Host, pid: u32) -> BTreeMap<&'static str, 
 }
 
 #[test]
-fn a_host_that_tells_nothing_is_not_healthy() {
-    let folder = Host::healthy().recorded();
+fn unreadable_host_is_not_healthy() {
+    let folder = RecordedHostBuilder::healthy().write_recording();
     let recording = Recording::open(folder.path()).unwrap();
     let junk: Vec<u8> = (0..4096_u32).map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8).collect();
     let faults = [
-        Fault::Absent(Absent::Denied),
-        Fault::Absent(Absent::Vanished),
-        Fault::Absent(Absent::Malformed("input/output error".into())),
-        Fault::Truncated(0),
-        Fault::Replaced(junk),
-        Fault::Replaced(b"-1\n".to_vec()),
-        Fault::Replaced(b"18446744073709551616\n".to_vec()),
-        Fault::Replaced(vec![b'\n'; 100]),
+        InjectedFault::Absent(Absent::Denied),
+        InjectedFault::Absent(Absent::Vanished),
+        InjectedFault::Absent(Absent::Malformed("input/output error".into())),
+        InjectedFault::Truncated(0),
+        InjectedFault::Replaced(junk),
+        InjectedFault::Replaced(b"-1\n".to_vec()),
+        InjectedFault::Replaced(b"18446744073709551616\n".to_vec()),
+        InjectedFault::Replaced(vec![b'\n'; 100]),
     ];
     for (i, fault) in faults.iter().enumerate() {
-        let faulty = Faulty::new(&recording, |_| Some(fault.clone()));
-        for (rule, verdict) in verdicts(&faulty, 100) {
+        let faulty = FaultyHost::new(&recording, |_| Some(fault.clone()));
+        for (rule, verdict) in verdicts_by_rule(&faulty, 100) {
             // That the folder is there is all that it takes.
             let fits = verdict == Verdict::Unknown || (rule == "ksm-kernel" && verdict == Verdict::Ok);
             assert!(fits, "fault {i}: {rule} is {verdict}");
@@ -376,8 +376,8 @@ fn a_host_that_tells_nothing_is_not_healthy() {
 }
 
 /// A host on which much is wrong.
-fn ill() -> Host {
-    let mut host = Host::healthy();
+fn unhealthy_host() -> RecordedHostBuilder {
+    let mut host = RecordedHostBuilder::healthy();
     for (name, value) in [
         ("run", "0"),
         ("pages_to_scan", "1"),
@@ -387,27 +387,27 @@ fn ill() -> Host {
         ("stable_node_dups", "20000"),
         ("advisor_mode", "none [scan-time]"),
     ] {
-        host.file(&format!("sys/kernel/mm/ksm/{name}"), &format!("{value}\n"));
+        host.put_file(&format!("sys/kernel/mm/ksm/{name}"), &format!("{value}\n"));
     }
-    host.file("proc/vmstat", "cow_ksm 50000000\nksm_swpin_copy 0\nthp_split_page 30000\n");
-    host.file("proc/meminfo", &MEMINFO.replace("SwapFree:        8", "SwapFree:        1"));
+    host.put_file("proc/vmstat", "cow_ksm 50000000\nksm_swpin_copy 0\nthp_split_page 30000\n");
+    host.put_file("proc/meminfo", &MEMINFO_TEXT.replace("SwapFree:        8", "SwapFree:        1"));
     let line = "avg10=20.00 avg60=20.00 avg300=20.00 total=9";
-    host.file("proc/pressure/memory", &format!("some {line}\nfull {line}\n"));
-    host.process(200, "sshd", 1, 0, "mg");
-    host.file("proc/200/status", "Uid:\t7\t7\t7\t7\nVmPin:\t   80000 kB\nSeccomp:\t2\nThreads:\t1\n");
-    let shared = region("7f1000000000-7f1008000000 rw-s", "/dev/zero (deleted)", 128 << 10, 0, "sh ms");
+    host.put_file("proc/pressure/memory", &format!("some {line}\nfull {line}\n"));
+    host.put_process(200, "sshd", 1, 0, "mg");
+    host.put_file("proc/200/status", "Uid:\t7\t7\t7\t7\nVmPin:\t   80000 kB\nSeccomp:\t2\nThreads:\t1\n");
+    let shared = smaps_entry("7f1000000000-7f1008000000 rw-s", "/dev/zero (deleted)", 128 << 10, 0, "sh ms");
     let smaps = String::from_utf8(host.files["proc/200/smaps"].clone()).unwrap() + &shared;
-    host.file("proc/200/smaps", &smaps);
+    host.put_file("proc/200/smaps", &smaps);
     host
 }
 
 #[test]
-fn no_single_fault_makes_an_ill_host_look_better() {
-    let folder = ill().recorded();
+fn no_single_fault_improves_a_verdict() {
+    let folder = unhealthy_host().write_recording();
     let recording = Recording::open(folder.path()).unwrap();
     let asked = Mutex::new(BTreeSet::new());
-    let truth = verdicts(
-        &Faulty::new(&recording, |path| {
+    let truth = verdicts_by_rule(
+        &FaultyHost::new(&recording, |path| {
             asked.lock().unwrap().insert(path.to_owned());
             None
         }),
@@ -422,16 +422,16 @@ fn no_single_fault_makes_an_ill_host_look_better() {
         let bytes = fs::read(folder.path().join("files").join(path)).unwrap_or_default();
         let cut = if bytes.len() < 20 { 0 } else { bytes.len() / 2 };
         let faults = [
-            Fault::Absent(Absent::Denied),
-            Fault::Absent(Absent::Malformed("input/output error".into())),
-            Fault::Truncated(cut),
-            Fault::Replaced(b"\xff\xfe\0".to_vec()),
+            InjectedFault::Absent(Absent::Denied),
+            InjectedFault::Absent(Absent::Malformed("input/output error".into())),
+            InjectedFault::Truncated(cut),
+            InjectedFault::Replaced(b"\xff\xfe\0".to_vec()),
         ];
         // Any bytes are somebody's command line, and as many as there are.
         let faults = if path.ends_with("cmdline") { &faults[..2] } else { &faults };
         for fault in faults {
-            let faulty = Faulty::new(&recording, |asked| (asked == path).then(|| fault.clone()));
-            for (rule, verdict) in verdicts(&faulty, 200) {
+            let faulty = FaultyHost::new(&recording, |asked| (asked == path).then(|| fault.clone()));
+            for (rule, verdict) in verdicts_by_rule(&faulty, 200) {
                 let healthy = truth[rule] <= Verdict::Ok;
                 assert!(healthy || verdict >= Verdict::Unknown, "{path} {fault:?}: {rule} is {verdict}");
             }

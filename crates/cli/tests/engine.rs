@@ -3,7 +3,7 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_labs::look::amid_compaction;
+use pagefold_labs::process_checks::during_compaction;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -13,29 +13,29 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Output, Stdio};
 use tempfile::TempDir;
 
-const PAGE: u64 = 4096;
-const NOBODY: u32 = 65534;
+const PAGE_BYTES: u64 = 4096;
+const NOBODY_UID: u32 = 65534;
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
 /// A directory for domains, in memory as by default.
-fn root() -> TempDir {
+fn domains_root() -> TempDir {
     let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
     fs::set_permissions(root.path(), fs::Permissions::from_mode(0o700)).expect("its owner may");
     root
 }
 
 /// A running `examples/member` of the engine.
-struct Member {
+struct EngineExampleMember {
     child: Child,
-    says: ChildStdin,
-    tells: BufReader<ChildStdout>,
+    commands: ChildStdin,
+    answers: BufReader<ChildStdout>,
 }
 
 /// The example, built as this test was.
-fn example() -> Option<PathBuf> {
+fn example_path() -> Option<PathBuf> {
     let tests = std::env::current_exe().expect("a test is a program");
     let member = tests.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples/member");
     if member.exists() {
@@ -45,31 +45,31 @@ fn example() -> Option<PathBuf> {
     None
 }
 
-impl Member {
+impl EngineExampleMember {
     fn start(mut command: Command) -> Self {
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
         let says = child.stdin.take().expect("a pipe");
         let tells = BufReader::new(child.stdout.take().expect("a pipe"));
-        let mut member = Self { child, says, tells };
-        assert_eq!(member.answer(), "ready");
+        let mut member = Self { child, commands: says, answers: tells };
+        assert_eq!(member.read_answer(), "ready");
         member
     }
 
-    fn of(member: &Path, root: &Path, pages: u64, more: &[&str]) -> Self {
+    fn start_member(member: &Path, root: &Path, pages: u64, options: &[&str]) -> Self {
         let mut command = Command::new(member);
-        command.args(["known", &pages.to_string()]).args(more).env("PAGEFOLD_RUNTIME", root);
+        command.args(["known", &pages.to_string()]).args(options).env("PAGEFOLD_RUNTIME", root);
         Self::start(command)
     }
 
-    fn answer(&mut self) -> String {
+    fn read_answer(&mut self) -> String {
         let mut line = String::new();
-        self.tells.read_line(&mut line).expect("text");
+        self.answers.read_line(&mut line).expect("text");
         line.trim_end().to_owned()
     }
 
-    fn tell(&mut self, line: &str) -> String {
-        writeln!(self.says, "{line}").expect("it lives");
-        self.answer()
+    fn run_command(&mut self, line: &str) -> String {
+        writeln!(self.commands, "{line}").expect("it lives");
+        self.read_answer()
     }
 
     fn pid(&self) -> u64 {
@@ -77,21 +77,21 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for EngineExampleMember {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-fn pagefold(root: &Path, arguments: &[&str]) -> Output {
+fn run_pagefold(root: &Path, arguments: &[&str]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
     command.env("PAGEFOLD_RUNTIME", root).args(arguments).output().expect("the binary runs")
 }
 
 /// A report of the schema that is published.
-fn report(root: &Path, schema: &str, arguments: &[&str]) -> Value {
-    let output = pagefold(root, arguments);
+fn report_json(root: &Path, schema: &str, arguments: &[&str]) -> Value {
+    let output = run_pagefold(root, arguments);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{schema}.json"));
     let schema = serde_json::from_slice(&fs::read(path).expect("a schema")).expect("JSON");
@@ -101,35 +101,38 @@ fn report(root: &Path, schema: &str, arguments: &[&str]) -> Value {
     report
 }
 
-fn pages(value: &Value, name: &str) -> u64 {
+fn pages_of(value: &Value, name: &str) -> u64 {
     let bytes = value[name].as_u64().unwrap_or_else(|| panic!("{name} in {value:#}"));
-    assert_eq!(bytes % PAGE, 0, "{name}");
-    bytes / PAGE
+    assert_eq!(bytes % PAGE_BYTES, 0, "{name}");
+    bytes / PAGE_BYTES
 }
 
 /// Two members of 2000 pages: 1500 that both hold, 300 of zeros in the first, and 100 of each one's own.
-fn two(member: &Path, root: &Path) -> [Member; 2] {
-    let mut members = [Member::of(member, root, 2000, &[]), Member::of(member, root, 2000, &[])];
+fn start_two_members(member: &Path, root: &Path) -> [EngineExampleMember; 2] {
+    let mut members = [
+        EngineExampleMember::start_member(member, root, 2000, &[]),
+        EngineExampleMember::start_member(member, root, 2000, &[]),
+    ];
     for (number, member) in members.iter_mut().enumerate() {
-        member.tell("fill 0 1500 7");
-        member.tell(&format!("fill 1500 100 {}", 20 + number));
+        member.run_command("fill 0 1500 7");
+        member.run_command(&format!("fill 1500 100 {}", 20 + number));
     }
-    members[0].tell("fill 1600 300 0");
+    members[0].run_command("fill 1600 300 0");
     for at in [0, 1, 0] {
-        members[at].tell("merge");
+        members[at].run_command("merge");
     }
     members
 }
 
 #[test]
-fn a_domain_is_shown_as_it_is() {
-    let Some(member) = example() else { return };
-    let root = root();
-    let [mut first, second] = two(&member, root.path());
-    let idle = Member::of(&member, root.path(), 10, &["--max-slowdown", "50"]);
-    let seen = report(root.path(), "engine", &["engine", "status", "known", "--json"]);
+fn domain_status_matches_its_memory() {
+    let Some(member) = example_path() else { return };
+    let root = domains_root();
+    let [mut first, second] = start_two_members(&member, root.path());
+    let idle = EngineExampleMember::start_member(&member, root.path(), 10, &["--max-slowdown", "50"]);
+    let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
     let domain = &seen["domains"][0];
-    let of = |name: &str| pages(domain, name);
+    let of = |name: &str| pages_of(domain, name);
     assert_eq!((of("adopted"), of("merged"), of("zeros"), of("hot")), (4010, 3000, 300, 0));
     assert_eq!((domain["references_pages"].as_u64(), domain["stored_pages"].as_u64()), (Some(3000), Some(1500)));
     assert_eq!((of("stored"), of("saved"), domain["sharing"].as_f64()), (1500, 1800, Some(2.0)));
@@ -141,21 +144,24 @@ fn a_domain_is_shown_as_it_is() {
         let members = domain["members"].as_array().unwrap();
         let told = members.iter().find(|member| member["pid"] == who.pid()).expect("the member");
         assert_eq!((told["comm"].as_str(), told["merges"].as_u64()), (Some("member"), Some(merges)));
-        assert_eq!((pages(told, "merged"), pages(told, "zeros"), pages(told, "saved")), (1500, zeros, 750 + zeros));
+        assert_eq!(
+            (pages_of(told, "merged"), pages_of(told, "zeros"), pages_of(told, "saved")),
+            (1500, zeros, 750 + zeros)
+        );
         assert_eq!((told.get("max_slowdown"), told["region_count"].as_u64()), (None, Some(1)));
         assert!(told["slowdown"].as_f64().unwrap() > 0.0 && told["merge_seconds"].as_f64().unwrap() > 0.0);
         assert!(told["last_merge_seconds_ago"].as_f64().unwrap() >= told["told_seconds_ago"].as_f64().unwrap());
-        assert_eq!(pages(&told["regions"][0], "saved"), 750 + zeros);
+        assert_eq!(pages_of(&told["regions"][0], "saved"), 750 + zeros);
     }
     let told = domain["members"].as_array().unwrap().iter().find(|member| member["pid"] == idle.pid());
     let told = told.expect("the one that has not merged");
     assert_eq!(
-        (told["merges"].as_u64(), told["max_slowdown"].as_f64(), pages(told, "adopted")),
+        (told["merges"].as_u64(), told["max_slowdown"].as_f64(), pages_of(told, "adopted")),
         (Some(0), Some(0.5), 10)
     );
     assert_eq!(told.get("last_merge_seconds_ago"), None);
 
-    let list = pagefold(root.path(), &["engine", "status"]);
+    let list = run_pagefold(root.path(), &["engine", "status"]);
     let text = String::from_utf8(list.stdout).expect("UTF-8");
     let line = text.lines().find(|line| line.trim_start().starts_with("known ")).unwrap_or_else(|| panic!("{text}"));
     for figure in ["15.7 MiB", "11.7 MiB", "1.17 MiB", "5.86 MiB", "7.03 MiB"] {
@@ -164,66 +170,66 @@ fn a_domain_is_shown_as_it_is() {
     // To root other users' domains are shown, too, and what of them could not be read.
     let missed = text.contains("Not seen") || text.contains("could not be read");
     assert_eq!(list.status.code(), Some(if missed { 3 } else { 0 }), "{text}");
-    let details = pagefold(root.path(), &["engine", "status", "known"]);
+    let details = run_pagefold(root.path(), &["engine", "status", "known"]);
     let text = String::from_utf8(details.stdout).expect("UTF-8");
     assert!(text.contains("1,500 pages, 5.86 MiB; mapped by 3,000 pages of members: 2.00 pages share one"), "{text}");
 
     // Looking left everything as it was.
-    assert_eq!(first.tell("check"), "same");
+    assert_eq!(first.run_command("check"), "same");
     let pid = second.pid();
     drop(second);
-    let seen = report(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
     let domain = &seen["domains"][0];
-    assert_eq!((domain["ended"].as_u64(), pages(domain, "merged")), (Some(1), 1500), "killed");
+    assert_eq!((domain["ended"].as_u64(), pages_of(domain, "merged")), (Some(1), 1500), "killed");
     assert!(domain["members"].as_array().unwrap().iter().all(|member| member["pid"] != pid));
     for _ in 0..3 {
-        first.tell("merge");
+        first.run_command("merge");
     }
-    let seen = report(root.path(), "engine", &["engine", "status", "known", "--json"]);
+    let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
     assert_eq!(seen["domains"][0]["ended"].as_u64(), Some(0), "what it told is gone once each has merged");
 }
 
 #[test]
-fn the_domains_of_its_nodes_are_shown_with_a_name() {
-    let Some(member) = example() else { return };
-    let root = root();
-    let _apart = Member::of(&member, root.path(), 10, &["--per-node"]);
-    let seen = report(root.path(), "engine", &["engine", "status", "known", "--json"]);
+fn domain_name_selects_its_node_domains() {
+    let Some(member) = example_path() else { return };
+    let root = domains_root();
+    let _apart = EngineExampleMember::start_member(&member, root.path(), 10, &["--per-node"]);
+    let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
     let name = seen["domains"][0]["name"].as_str().unwrap_or_else(|| panic!("{seen:#}"));
     assert!(name.strip_prefix("known.node").is_some_and(|node| node.parse::<u32>().is_ok()), "{name}");
-    assert_eq!(pagefold(root.path(), &["engine", "status", "know"]).status.code(), Some(2));
+    assert_eq!(run_pagefold(root.path(), &["engine", "status", "know"]).status.code(), Some(2));
 }
 
 #[test]
-fn there_may_be_no_such_domain() {
-    let root = root();
+fn absent_domain_is_reported() {
+    let root = domains_root();
     for name in ["nobody", "../x", "a\x1b[2Jb"] {
-        let output = pagefold(root.path(), &["engine", "status", name]);
+        let output = run_pagefold(root.path(), &["engine", "status", name]);
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
         assert_eq!(output.status.code(), Some(2), "{error}");
         assert!(error.contains("there is no domain") && error.contains("engine status") && !error.contains('\x1b'));
     }
-    let output = pagefold(root.path(), &["--host", "recording:/x", "engine", "status"]);
+    let output = run_pagefold(root.path(), &["--host", "recording:/x", "engine", "status"]);
     assert_eq!(output.status.code(), Some(2));
 }
 
 /// What root is shown of another user's directory is that user's doing, and leads nowhere else.
 #[test]
-fn root_sees_the_domains_of_all_users_and_trusts_none() {
-    let Some(member) = example() else { return };
+fn root_sees_all_domains_and_trusts_no_directory() {
+    let Some(member) = example_path() else { return };
     if !is_root() {
         return println!("skipped: needs root to become another user");
     }
     // So that two runs on one machine do not meet.
     let uid = 3_000_000_000 + std::process::id();
     let (theirs, name) = (PathBuf::from(format!("/dev/shm/pagefold-{uid}")), format!("theirs-{uid}"));
-    struct Removed(PathBuf);
-    impl Drop for Removed {
+    struct RemovedOnDrop(PathBuf);
+    impl Drop for RemovedOnDrop {
         fn drop(&mut self) {
             let _ = fs::remove_dir_all(&self.0);
         }
     }
-    let removed = Removed(theirs.clone());
+    let removed = RemovedOnDrop(theirs.clone());
     // What the user may execute, wherever this tree is.
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -232,17 +238,17 @@ fn root_sees_the_domains_of_all_users_and_trusts_none() {
     let copied = Command::new("install").args(["-m", "755"]).args([&member, &program]).status().unwrap();
     assert!(copied.success());
     let mut command = Command::new(&program);
-    command.args([&name, "100"]).current_dir("/").uid(uid).gid(NOBODY);
+    command.args([&name, "100"]).current_dir("/").uid(uid).gid(NOBODY_UID);
     command.env_remove("PAGEFOLD_RUNTIME");
-    let mut one = Member::start(command);
-    one.tell("fill 0 50 3");
-    one.tell("copy 50 50 0");
-    one.tell("merge");
-    let root = root();
-    let seen = || report(root.path(), "engine", &["engine", "status", &name, "--json"]);
+    let mut one = EngineExampleMember::start(command);
+    one.run_command("fill 0 50 3");
+    one.run_command("copy 50 50 0");
+    one.run_command("merge");
+    let root = domains_root();
+    let seen = || report_json(root.path(), "engine", &["engine", "status", &name, "--json"]);
     let domain = seen()["domains"][0].clone();
     assert_eq!(
-        (domain["uid"].as_u64(), pages(&domain, "merged"), pages(&domain, "stored")),
+        (domain["uid"].as_u64(), pages_of(&domain, "merged"), pages_of(&domain, "stored")),
         (Some(uid.into()), 100, 50)
     );
 
@@ -256,22 +262,22 @@ fn root_sees_the_domains_of_all_users_and_trusts_none() {
     forged[24..32].copy_from_slice(&start.to_ne_bytes());
     let forgery = theirs.join(&name).join("status-1-forged");
     fs::write(&forgery, forged).unwrap();
-    chown(&forgery, Some(uid), Some(NOBODY)).unwrap();
+    chown(&forgery, Some(uid), Some(NOBODY_UID)).unwrap();
     symlink("/etc/shadow", theirs.join(&name).join("status-1-link")).unwrap();
     symlink("/", theirs.join("elsewhere")).unwrap();
-    let output = pagefold(root.path(), &["engine", "status", &name]);
+    let output = run_pagefold(root.path(), &["engine", "status", &name]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(3), "{text}");
     assert!(text.contains("1 record of a member") && !text.contains("elsewhere"), "{text}");
     assert_eq!(seen()["domains"][0]["members"].as_array().map(Vec::len), Some(1));
 
     // A directory that is not that user's is refused whole.
-    chown(&theirs, Some(NOBODY), Some(NOBODY)).unwrap();
-    let output = pagefold(root.path(), &["engine", "status"]);
+    chown(&theirs, Some(NOBODY_UID), Some(NOBODY_UID)).unwrap();
+    let output = run_pagefold(root.path(), &["engine", "status"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(3), "{text}");
     assert!(text.contains(&format!("pagefold-{uid} is not a directory")), "{text}");
-    let output = pagefold(root.path(), &["engine", "status", &name]);
+    let output = run_pagefold(root.path(), &["engine", "status", &name]);
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains(&format!("pagefold-{uid} is not a directory")));
     drop(one);
@@ -281,35 +287,35 @@ fn root_sees_the_domains_of_all_users_and_trusts_none() {
 /// Shares of the store's pages are in the account, named, and add up: 1500 of two members, of which 40 were written by
 /// one of them since. None is missed because the kernel was moving it.
 #[test]
-fn an_account_names_what_members_share() {
-    let Some(member) = example() else { return };
-    let root = root();
-    let [first, mut second] = two(&member, root.path());
-    second.tell("fill 0 40 9");
+fn account_reports_engine_shares() {
+    let Some(member) = example_path() else { return };
+    let root = domains_root();
+    let [first, mut second] = start_two_members(&member, root.path());
+    second.run_command("fill 0 40 9");
     let pids: Vec<String> = [&first, &second].iter().map(|member| format!("--pid={}", member.pid())).collect();
     let arguments = ["account", "--json", &pids[0], &pids[1]];
-    let account = || report(root.path(), "account", &arguments);
+    let account = || report_json(root.path(), "account", &arguments);
     // On a machine that is busy with other things it may keep a page for longer than anybody waits.
     let exact = || account()["total"]["engine_pages"].as_u64() == Some(1500 + 1460);
-    assert!(amid_compaction(|| (0..5).any(|_| exact())), "none of five");
+    assert!(during_compaction(|| (0..5).any(|_| exact())), "none of five");
     let account = account();
     let of = |name: &str| account["total"][name].as_u64();
     assert_eq!(of("engine_pages"), Some(1500 + 1460), "{account:#}");
-    let text = String::from_utf8(pagefold(root.path(), &["account", &pids[0], &pids[1]]).stdout).expect("UTF-8");
+    let text = String::from_utf8(run_pagefold(root.path(), &["account", &pids[0], &pids[1]]).stdout).expect("UTF-8");
     assert!(text.contains("engine"), "{text}");
     if !is_root() {
         assert_eq!(of("engine_saved"), None, "shares are not known without the frames");
         return println!("skipped: needs root to look at frames");
     }
     // Each page of the store once, between both.
-    assert_eq!(of("engine_fair_share"), Some(1500 * PAGE), "{account:#}");
-    assert_eq!(of("engine_saved"), Some(1460 * PAGE));
+    assert_eq!(of("engine_fair_share"), Some(1500 * PAGE_BYTES), "{account:#}");
+    assert_eq!(of("engine_saved"), Some(1460 * PAGE_BYTES));
     assert!(text.contains("the user-space engine saves them 5.70 MiB"), "{text}");
     for (who, merged, fair) in [(&first, 1500, 1460 / 2 + 40), (&second, 1460, 1460 / 2)] {
         let process = account["processes"].as_array().unwrap().iter().find(|process| process["pid"] == who.pid());
         let process = process.expect("the process");
         assert_eq!(process["engine_pages"].as_u64(), Some(merged));
-        assert_eq!(pages(process, "engine_fair_share"), fair);
-        assert!(process["fair_share"].as_u64() >= Some(fair * PAGE), "it is a part of all");
+        assert_eq!(pages_of(process, "engine_fair_share"), fair);
+        assert!(process["fair_share"].as_u64() >= Some(fair * PAGE_BYTES), "it is a part of all");
     }
 }

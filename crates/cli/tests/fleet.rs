@@ -1,56 +1,60 @@
 //! The census of real virtual machines: who they are, what they hold alike, and that their memory is theirs to find.
 
-use pagefold_labs::assets::Assets;
-use pagefold_labs::client::Lab;
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::client::RunningLab;
 use serde_json::Value;
 use std::process::Command;
 
-fn report(arguments: &[&str]) -> Value {
+fn report_json(arguments: &[&str]) -> Value {
     let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).output().expect("the binary runs");
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
 #[test]
-fn guests_are_known_by_name_and_share_what_they_were_given() {
-    if let Err(why) = Assets::find(&Assets::directory()) {
+fn guests_are_named_and_share_their_common_data() {
+    if let Err(why) = GuestAssets::find(&GuestAssets::default_directory()) {
         return println!("skipped: {why}");
     }
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: needs root to read other processes");
     }
-    const MIB: u64 = 1 << 20;
+    const BYTES_PER_MIB: u64 = 1 << 20;
     let arguments = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8", "--names", "twin"];
-    let fleet = Lab::fleet(&arguments).expect("two guests");
-    let census = report(&["census", "--json", "--vm", "twin-0", "--vm", "twin-1"]);
+    let fleet = RunningLab::start_fleet(&arguments).expect("two guests");
+    let census = report_json(&["census", "--json", "--vm", "twin-0", "--vm", "twin-1"]);
     let vms = census["vms"].as_array().unwrap();
     assert_eq!(vms.len(), 2, "{vms:?}");
     for (process, guest) in census["processes"].as_array().unwrap().iter().zip(fleet.lines()) {
         assert_eq!(process["pid"], guest.pid);
         assert_eq!(process["vm"]["name"], guest.name.as_str());
         assert_eq!(process["vm"]["monitor"], "qemu");
-        assert_eq!(process["vm"]["memory"], 112 * MIB);
+        assert_eq!(process["vm"]["memory"], 112 * BYTES_PER_MIB);
         // Root's guests are trust domains of their own, so what they share crosses domains.
-        assert!(process["bytes"]["duplicate_across_domains"].as_u64().unwrap() >= 16 * MIB, "{}", process["bytes"]);
+        assert!(
+            process["bytes"]["duplicate_across_domains"].as_u64().unwrap() >= 16 * BYTES_PER_MIB,
+            "{}",
+            process["bytes"]
+        );
         let own = process["bytes"]["unique"].as_u64().unwrap();
-        assert!(own >= 8 * MIB, "{}", process["bytes"]);
+        assert!(own >= 8 * BYTES_PER_MIB, "{}", process["bytes"]);
         let ram = process["regions"].as_array().unwrap().iter().find(|region| {
             let end = |name: &str| u64::from_str_radix(region[name].as_str().unwrap(), 16).unwrap();
-            end("end") - end("start") == 112 * MIB
+            end("end") - end("start") == 112 * BYTES_PER_MIB
         });
         assert_eq!(ram.expect("guest RAM is a region")["mergeable"], true);
     }
     let matrix = &census["matrix"]["pages"];
     let shared = matrix[0][1].as_u64().unwrap() * census["page_size"].as_u64().unwrap();
-    assert!(shared >= 16 * MIB, "{matrix}");
+    assert!(shared >= 16 * BYTES_PER_MIB, "{matrix}");
     // Each copy but one of what is the same comes back: 16 MiB at least.
-    assert!(census["savings"]["whole"]["gross"].as_u64().unwrap() >= 16 * MIB);
+    assert!(census["savings"]["whole"]["gross"].as_u64().unwrap() >= 16 * BYTES_PER_MIB);
     // Guided figures keep to trust domains; as one domain the guests give more than enrolled whole.
-    let one = report(&["census", "--json", "--domains", "host", "--vm", "twin-0", "--vm", "twin-1"]);
+    let one = report_json(&["census", "--json", "--domains", "host", "--vm", "twin-0", "--vm", "twin-1"]);
     assert!(one["savings"]["guided"]["net"].as_i64() >= one["savings"]["whole"]["net"].as_i64(), "{}", one["savings"]);
     assert!(census["savings"]["guided"]["net"].as_i64() < one["savings"]["guided"]["net"].as_i64());
 
-    let account = report(&["account", "--json", "--by", "vm", "--vm", "twin-0", "--vm", "twin-1"]);
+    let account = report_json(&["account", "--json", "--by", "vm", "--vm", "twin-0", "--vm", "twin-1"]);
     let text = account.to_string();
     assert!(text.contains("twin-0") && text.contains("twin-1"), "{text}");
 }

@@ -3,8 +3,8 @@
 //!
 //! `labs/libvirt.sh` starts libvirt and its domains in namespaces of their own and ends them with the test.
 
-use pagefold_labs::assets::Assets;
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::ksm::KsmTestGuard;
 use serde_json::Value;
 use std::fs;
 use std::io::{BufRead, BufReader, Write};
@@ -17,25 +17,25 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// What each domain is: its name comes before it. All hold the same 24 MiB, and 4 MiB alone; the last is not to be merged.
-const WEB: &str = "112:24:4";
-const SEALED: &str = "112:24:4:<memoryBacking><nosharepages/></memoryBacking>";
+const SHARING_GUEST: &str = "112:24:4";
+const SEALED_GUEST: &str = "112:24:4:<memoryBacking><nosharepages/></memoryBacking>";
 
-const MIB: u64 = 1 << 20;
+const BYTES_PER_MIB: u64 = 1 << 20;
 
 /// How long anything may take that is waited for.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A libvirt with its domains.
-struct Libvirt {
+struct LibvirtSession {
     process: Child,
     shell: Option<ChildStdin>,
     lines: Receiver<String>,
     directory: TempDir,
     /// Two that are to share, and one that is not to be merged; no other test's guests have such names.
-    names: [String; 3],
+    domain_names: [String; 3],
 }
 
-impl Libvirt {
+impl LibvirtSession {
     /// Start it, and wait until its guests hold their data.
     fn start() -> Self {
         let directory = tempfile::Builder::new().prefix("pagefold-libvirt-").tempdir().unwrap();
@@ -45,8 +45,12 @@ impl Libvirt {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/libvirt.sh");
         let mut process = Command::new(script)
             .arg(directory.path())
-            .arg(Assets::directory())
-            .args([format!("{}:{WEB}", names[0]), format!("{}:{WEB}", names[1]), format!("{}:{SEALED}", names[2])])
+            .arg(GuestAssets::default_directory())
+            .args([
+                format!("{}:{SHARING_GUEST}", names[0]),
+                format!("{}:{SHARING_GUEST}", names[1]),
+                format!("{}:{SEALED_GUEST}", names[2]),
+            ])
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -59,31 +63,31 @@ impl Libvirt {
             }
         });
         let shell = process.stdin.take();
-        let libvirt = Self { process, shell, lines, directory, names };
-        libvirt.answer(|line| line == "READY");
+        let libvirt = Self { process, shell, lines, directory, domain_names: names };
+        libvirt.read_until(|line| line == "READY");
         let ready = |name: &String| {
             let serial = fs::read_to_string(libvirt.directory.path().join(format!("{name}.serial")));
             serial.is_ok_and(|text| text.lines().any(|line| line.trim() == "READY"))
         };
-        until("the guests are ready", || libvirt.names.iter().all(ready));
+        wait_until("the guests are ready", || libvirt.domain_names.iter().all(ready));
         libvirt
     }
 
     /// A pattern of the names of those that share.
-    fn webs(&self) -> String {
+    fn sharing_names_glob(&self) -> String {
         format!("web{}-*", std::process::id())
     }
 
     /// The configuration that has them share, by user and name.
-    fn group(&self) -> String {
-        format!("[[domain]]\nname = \"web\"\nusers = [\"libvirt-qemu\"]\nvms = [\"{}\"]\n", self.webs())
+    fn group_config(&self) -> String {
+        format!("[[domain]]\nname = \"web\"\nusers = [\"libvirt-qemu\"]\nvms = [\"{}\"]\n", self.sharing_names_glob())
     }
 
     /// What it says until a line that ends that.
-    fn answer(&self, is_end: impl Fn(&str) -> bool) -> Vec<String> {
+    fn read_until(&self, is_end: impl Fn(&str) -> bool) -> Vec<String> {
         let mut lines = Vec::new();
         loop {
-            let line = self.lines.recv_timeout(PATIENCE).expect("libvirt.sh answers; its standard error says more");
+            let line = self.lines.recv_timeout(TEST_TIMEOUT).expect("libvirt.sh answers; its standard error says more");
             lines.push(line);
             if lines.last().is_some_and(|line| is_end(line)) {
                 return lines;
@@ -92,17 +96,17 @@ impl Libvirt {
     }
 
     /// Run a command where libvirt is. It has to succeed.
-    fn run(&mut self, command: &str) -> String {
+    fn run_shell(&mut self, command: &str) -> String {
         writeln!(self.shell.as_mut().unwrap(), "{command}").unwrap();
-        let lines = self.answer(|line| line.starts_with("END "));
+        let lines = self.read_until(|line| line.starts_with("END "));
         assert_eq!(lines.last().map(String::as_str), Some("END 0"), "{command}: {lines:#?}");
         lines.join("\n")
     }
 
     /// That every domain still runs, and libvirt holds none for tampered with.
-    fn is_unharmed(&mut self) {
-        for name in self.names.clone() {
-            assert!(self.run(&format!("virsh domstate {name}")).contains("running"), "{name}");
+    fn assert_domains_unharmed(&mut self) {
+        for name in self.domain_names.clone() {
+            assert!(self.run_shell(&format!("virsh domstate {name}")).contains("running"), "{name}");
             let log = self.directory.path().join(format!("var/log/libvirt/qemu/{name}.log"));
             let log = fs::read_to_string(log).unwrap();
             assert!(log.contains("-sandbox on"), "{log}");
@@ -111,7 +115,7 @@ impl Libvirt {
     }
 }
 
-impl Drop for Libvirt {
+impl Drop for LibvirtSession {
     fn drop(&mut self) {
         // It ends with its standard input, and at the latest when it is killed; all that it started is in its namespace.
         drop(self.shell.take());
@@ -125,45 +129,45 @@ impl Drop for Libvirt {
 }
 
 /// A daemon behind timeout(1), which passes on a signal to end. Ended with the test.
-struct Daemon(Child);
+struct LibvirtDaemon(Child);
 
-impl Daemon {
-    fn end(&self) {
+impl LibvirtDaemon {
+    fn stop(&self) {
         let _ =
             nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.0.id() as i32), nix::sys::signal::Signal::SIGTERM);
     }
 }
 
-impl Drop for Daemon {
+impl Drop for LibvirtDaemon {
     fn drop(&mut self) {
         if matches!(self.0.try_wait(), Ok(None)) {
-            self.end();
+            self.stop();
             let _ = self.0.wait();
         }
     }
 }
 
-fn until(what: &str, mut holds: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !holds() {
-        assert!(Instant::now() < deadline, "it never came to be: {what}");
+fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while !is_met() {
+        assert!(Instant::now() < deadline, "it never came to be: {condition}");
         sleep(Duration::from_millis(100));
     }
 }
 
 /// Where the state of pagefold and its configuration are.
-struct Place(TempDir);
+struct LibvirtStateDirectory(TempDir);
 
-impl Place {
-    fn config(&self) -> PathBuf {
+impl LibvirtStateDirectory {
+    fn config_path(&self) -> PathBuf {
         self.0.path().join("pagefold.toml")
     }
 
     fn command(&self, config: &str, arguments: &[&str]) -> Command {
-        fs::write(self.config(), config).unwrap();
+        fs::write(self.config_path(), config).unwrap();
         let mut command = Command::new("timeout");
         command.args(["-k", "5", "110", env!("CARGO_BIN_EXE_pagefold"), "--state"]).arg(self.0.path().join("state"));
-        command.arg("--config").arg(self.config()).args(arguments);
+        command.arg("--config").arg(self.config_path()).args(arguments);
         command
     }
 
@@ -172,7 +176,7 @@ impl Place {
     }
 
     /// The report of a command that ends with one of these codes.
-    fn report(&self, config: &str, arguments: &[&str], codes: &[i32]) -> Value {
+    fn report_json(&self, config: &str, arguments: &[&str], codes: &[i32]) -> Value {
         let output = self.run(config, &[arguments, &["--json"]].concat());
         let code = output.status.code().unwrap_or(-1);
         assert!(codes.contains(&code), "{arguments:?}: {code}: {}", String::from_utf8_lossy(&output.stderr));
@@ -181,14 +185,14 @@ impl Place {
 }
 
 /// The number of the process that a census knows by a domain's name.
-fn pid_of(census: &Value, name: &str) -> u64 {
+fn pid_by_name(census: &Value, name: &str) -> u64 {
     let mut processes = census["processes"].as_array().unwrap().iter();
     let process = processes.find(|process| process["vm"]["name"] == name);
     process.unwrap_or_else(|| panic!("no {name} in {census}"))["pid"].as_u64().unwrap()
 }
 
 /// Merged memory of a process in bytes, and whether any of it is enrolled.
-fn merged(pid: u64) -> (u64, bool) {
+fn merged_bytes(pid: u64) -> (u64, bool) {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("it runs");
     let kib =
         smaps.lines().filter_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
@@ -197,8 +201,8 @@ fn merged(pid: u64) -> (u64, bool) {
 }
 
 #[test]
-fn domains_of_libvirt_are_kept_apart_and_unharmed() {
-    if let Err(why) = Assets::find(&Assets::directory()) {
+fn libvirt_domains_are_kept_apart_and_unharmed() {
+    if let Err(why) = GuestAssets::find(&GuestAssets::default_directory()) {
         return println!("skipped: {why}");
     }
     if !nix::unistd::geteuid().is_root() {
@@ -210,44 +214,46 @@ fn domains_of_libvirt_are_kept_apart_and_unharmed() {
     if !Command::new("unshare").args(["-mnip", "--fork", "true"]).status().is_ok_and(|status| status.success()) {
         return println!("skipped: needs namespaces of its own (unshare)");
     }
-    let place = Place(tempfile::tempdir().unwrap());
-    let mut libvirt = Libvirt::start();
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let place = LibvirtStateDirectory(tempfile::tempdir().unwrap());
+    let mut libvirt = LibvirtSession::start();
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     // QEMU has enrolled guest RAM itself, and another test may have had ksmd run since.
-    let (webs, names) = (libvirt.webs(), libvirt.names.clone());
+    let (webs, names) = (libvirt.sharing_names_glob(), libvirt.domain_names.clone());
     let sealed = names[2].clone();
-    let unmerged = place.report("", &["unmerge", "--vm", &webs], &[0]);
-    libvirt.is_unharmed();
+    let unmerged = place.report_json("", &["unmerge", "--vm", &webs], &[0]);
+    libvirt.assert_domains_unharmed();
 
-    let census = place.report("", &["census", "--vm", &webs, "--vm", &sealed], &[0]);
-    let pids: Vec<u64> = names.iter().map(|name| pid_of(&census, name)).collect();
+    let census = place.report_json("", &["census", "--vm", &webs, "--vm", &sealed], &[0]);
+    let pids: Vec<u64> = names.iter().map(|name| pid_by_name(&census, name)).collect();
     let processes = census["processes"].as_array().unwrap();
     let is_domain = |name: &String| processes.iter().any(|process| process["domain"] == format!("vm {name}"));
     assert!(names.iter().all(is_domain), "{processes:?}");
-    assert!(pids[..2].iter().all(|&pid| merged(pid) == (0, false)), "{unmerged}");
+    assert!(pids[..2].iter().all(|&pid| merged_bytes(pid) == (0, false)), "{unmerged}");
 
     // All run as one user, and are trust domains of their own all the same.
     let quick = ["--vm", &webs, "--settle", "0", "--cpu", "100", "--watch", "0"];
-    let merge = |config: &str, more: &[&str]| place.report(config, &[&["merge"], &quick[..], more].concat(), &[0, 1]);
+    let merge =
+        |config: &str, more: &[&str]| place.report_json(config, &[&["merge"], &quick[..], more].concat(), &[0, 1]);
     let gross = |report: &Value| report["plan"]["savings"]["gross"].as_u64().unwrap();
     let apart = merge("", &[]);
-    assert!(pids.iter().all(|&pid| merged(pid).0 < 16 * MIB), "{apart}");
+    assert!(pids.iter().all(|&pid| merged_bytes(pid).0 < 16 * BYTES_PER_MIB), "{apart}");
     // Nor does a group by names alone change that, which any process can take.
-    let names_alone = libvirt.group().replace("users = [\"libvirt-qemu\"]\n", "");
+    let names_alone = libvirt.group_config().replace("users = [\"libvirt-qemu\"]\n", "");
     let warned = place.run(&names_alone, &[&["merge", "--dry-run"], &quick[..]].concat());
     let said = String::from_utf8_lossy(&warned.stderr);
     assert!(said.contains("the domain \"web\" is not applied"), "{said}");
     let alone = merge(&names_alone, &["--dry-run"]);
-    let together = merge(&libvirt.group(), &[]);
-    assert!(gross(&together) >= gross(&alone) + 16 * MIB, "{together}");
-    assert!(pids[..2].iter().all(|&pid| merged(pid).0 >= 24 * MIB), "{together}");
-    libvirt.is_unharmed();
+    let together = merge(&libvirt.group_config(), &[]);
+    assert!(gross(&together) >= gross(&alone) + 16 * BYTES_PER_MIB, "{together}");
+    assert!(pids[..2].iter().all(|&pid| merged_bytes(pid).0 >= 24 * BYTES_PER_MIB), "{together}");
+    libvirt.assert_domains_unharmed();
 
     // What its owner forbids is not merged, unless that is asked for.
-    let left = place.report(&libvirt.group(), &["merge", "--vm", &sealed, "--dry-run", "--settle", "0"], &[0, 1]);
+    let left =
+        place.report_json(&libvirt.group_config(), &["merge", "--vm", &sealed, "--dry-run", "--settle", "0"], &[0, 1]);
     assert!(left["plan"]["left_alone"].to_string().contains("its owner forbids merging: mem-merge=off"), "{left}");
     let over = ["merge", "--vm", &sealed, "--dry-run", "--settle", "0", "--ignore-opt-out"];
-    let over = place.report(&libvirt.group(), &over, &[0, 1]);
+    let over = place.report_json(&libvirt.group_config(), &over, &[0, 1]);
     assert!(!over["plan"]["left_alone"].to_string().contains("mem-merge"), "{over}");
     let doctor = place.run("", &["doctor", "--json"]);
     let doctor: Value = serde_json::from_slice(&doctor.stdout).expect("JSON");
@@ -255,27 +261,28 @@ fn domains_of_libvirt_are_kept_apart_and_unharmed() {
     let opt_out = findings.find(|finding| finding["rule"] == "ksm-opt-out").expect("the rule");
     assert!(opt_out["value"].to_string().contains("mem-merge=off"), "{opt_out}");
 
-    let account = place.report(&libvirt.group(), &["account", "--by", "vm", "--vm", &webs], &[0]).to_string();
+    let account =
+        place.report_json(&libvirt.group_config(), &["account", "--by", "vm", "--vm", &webs], &[0]).to_string();
     assert!(names.iter().take(2).all(|name| account.contains(name.as_str())), "{account}");
-    place.report(&libvirt.group(), &["unmerge", "--vm", &webs], &[0]);
-    assert!(pids[..2].iter().all(|&pid| merged(pid) == (0, false)));
-    libvirt.is_unharmed();
+    place.report_json(&libvirt.group_config(), &["unmerge", "--vm", &webs], &[0]);
+    assert!(pids[..2].iter().all(|&pid| merged_bytes(pid) == (0, false)));
+    libvirt.assert_domains_unharmed();
 
     let config = format!(
         "{}[daemon]\nmode = \"act\"\ncpu = \"100%\"\nburst = \"5m\"\nprice = 1.0\nslowdown = \"100%\"\n\
          [daemon.only]\nvms = [\"{webs}\", \"{sealed}\"]\n",
-        libvirt.group()
+        libvirt.group_config()
     );
-    let mut daemon = Daemon(place.command(&config, &["daemon"]).stderr(Stdio::null()).spawn().unwrap());
-    until("the daemon merges the group", || {
+    let mut daemon = LibvirtDaemon(place.command(&config, &["daemon"]).stderr(Stdio::null()).spawn().unwrap());
+    wait_until("the daemon merges the group", || {
         assert!(matches!(daemon.0.try_wait(), Ok(None)), "the daemon runs");
-        pids[..2].iter().all(|&pid| merged(pid).0 >= 24 * MIB)
+        pids[..2].iter().all(|&pid| merged_bytes(pid).0 >= 24 * BYTES_PER_MIB)
     });
-    let status = place.report(&config, &["status"], &[0]).to_string();
+    let status = place.report_json(&config, &["status"], &[0]).to_string();
     assert!(status.contains("its owner forbids merging: mem-merge=off"), "{status}");
-    assert_eq!(merged(pids[2]), (0, false), "{status}");
-    daemon.end();
+    assert_eq!(merged_bytes(pids[2]), (0, false), "{status}");
+    daemon.stop();
     assert_eq!(daemon.0.wait().unwrap().code(), Some(0));
-    libvirt.is_unharmed();
-    assert_eq!(ksm.changed(), []);
+    libvirt.assert_domains_unharmed();
+    assert_eq!(ksm.changed_settings(), []);
 }

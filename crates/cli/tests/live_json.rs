@@ -3,20 +3,25 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_labs::client::Lab;
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::client::RunningLab;
+use pagefold_labs::ksm::KsmTestGuard;
 use serde_json::Value;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
 
 /// Run on these processes, expect success and a report of the command's schema, and give it.
-fn report(command: &str, state: &Path, labs: &[Lab<pagefold_labs::lines::Region>], more: &[&str]) -> Value {
+fn report_json(
+    command: &str,
+    state: &Path,
+    labs: &[RunningLab<pagefold_labs::output_lines::RegionLine>],
+    options: &[&str],
+) -> Value {
     let output = Command::new(env!("CARGO_BIN_EXE_pagefold"))
         .args([command, "--json", "--state"])
         .arg(state)
         .args(labs.iter().map(|lab| format!("--pid={}", lab.pid())))
-        .args(more)
+        .args(options)
         .output()
         .expect("the binary runs");
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
@@ -30,19 +35,19 @@ fn report(command: &str, state: &Path, labs: &[Lab<pagefold_labs::lines::Region>
 }
 
 #[test]
-fn reports_of_what_was_done_are_of_the_schema() {
-    let _ksm = match Ksm::take() {
+fn live_reports_match_their_schemas() {
+    let _ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => {
-            ksm.set("run", 0);
+            ksm.write_setting("run", 0);
             ksm
         }
         Err(why) => return println!("skipped: {why}"),
     };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=j:1000", "zero=400", "unique=200"];
-    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let merged = report("merge", state.path(), &labs, &["--cpu", "100"]);
+    let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let merged = report_json("merge", state.path(), &labs, &["--cpu", "100"]);
     assert!(merged["outcome"]["saved"].as_u64() > Some(0), "{merged}");
-    let unmerged = report("unmerge", state.path(), &labs, &[]);
+    let unmerged = report_json("unmerge", state.path(), &labs, &[]);
     assert!(unmerged["taken"]["withdrawn"].as_u64() > Some(0), "{unmerged}");
 }

@@ -1,9 +1,9 @@
 //! Merging on the live kernel: what is predicted comes, and everything else is as before.
 
-use pagefold_labs::assets::Assets;
-use pagefold_labs::client::Lab;
-use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::Region;
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::client::RunningLab;
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_labs::output_lines::RegionLine;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -15,24 +15,24 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-fn command(state: &Path, pids: &[u32], more: &[&str]) -> Command {
+fn merge_command(state: &Path, pids: &[u32], options: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
-    command.arg("merge").arg("--state").arg(state).args(pids.iter().map(|pid| format!("--pid={pid}"))).args(more);
+    command.arg("merge").arg("--state").arg(state).args(pids.iter().map(|pid| format!("--pid={pid}"))).args(options);
     command
 }
 
-fn merge(state: &Path, labs: &[&Lab<Region>], more: &[&str]) -> Output {
+fn run_merge(state: &Path, labs: &[&RunningLab<RegionLine>], options: &[&str]) -> Output {
     let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
-    command(state, &pids, more).output().expect("the binary runs")
+    merge_command(state, &pids, options).output().expect("the binary runs")
 }
 
-fn report(output: &Output, code: i32) -> Value {
+fn parse_report(output: &Output, code: i32) -> Value {
     assert_eq!(output.status.code(), Some(code), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
 /// Pages of a region that are enrolled.
-fn enrolled(lab: &Lab<Region>, region: &Region) -> u64 {
+fn enrolled_pages(lab: &RunningLab<RegionLine>, region: &RegionLine) -> u64 {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", lab.pid())).unwrap();
     let mut pages = 0;
     let mut inside = None;
@@ -40,7 +40,8 @@ fn enrolled(lab: &Lab<Region>, region: &Region) -> u64 {
         if let Some((start, end)) = line.split(' ').next().and_then(|range| range.split_once('-')) {
             let parse = |text| u64::from_str_radix(text, 16).ok();
             if let (Some(start), Some(end)) = (parse(start), parse(end)) {
-                inside = Some((start.max(region.start), end.min(region.end()))).filter(|(start, end)| start < end);
+                inside =
+                    Some((start.max(region.start), end.min(region.end_address()))).filter(|(start, end)| start < end);
             }
         } else if let (Some((start, end)), Some(flags)) = (inside, line.strip_prefix("VmFlags:")) {
             pages += if flags.split(' ').any(|flag| flag == "mg") { (end - start) / region.page_size } else { 0 };
@@ -50,73 +51,73 @@ fn enrolled(lab: &Lab<Region>, region: &Region) -> u64 {
 }
 
 /// Wait for something that is bound to come.
-fn until(what: &str, mut there: impl FnMut() -> bool) {
+fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
     let started = Instant::now();
-    while !there() {
-        assert!(started.elapsed() < Duration::from_secs(60), "{what} did not come within a minute");
+    while !is_met() {
+        assert!(started.elapsed() < Duration::from_secs(60), "{condition} did not come within a minute");
         sleep(Duration::from_millis(5));
     }
 }
 
 /// A merge in the background, so slow that it is still at it when a test acts.
-fn slow(state: &Path, labs: &[&Lab<Region>], more: &[&str]) -> Child {
+fn start_slow_merge(state: &Path, labs: &[&RunningLab<RegionLine>], options: &[&str]) -> Child {
     let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
-    let arguments = [&["--json", "--cpu", "0.1", "--settle", "0", "--watch", "0"], more].concat();
-    let child = command(state, &pids, &arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let arguments = [&["--json", "--cpu", "0.1", "--settle", "0", "--watch", "0"], options].concat();
+    let child = merge_command(state, &pids, &arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     child.expect("the binary runs")
 }
 
 /// ksmd looks at pages that found no partner in each ninth scan only, those of two programs not in the same ones.
 #[test]
-fn what_ksmd_skips_for_ever_is_merged_all_the_same() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
-    if ksm.value("smart_scan").is_none() {
+fn pages_skipped_by_smart_scan_are_merged() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    if ksm.read_setting("smart_scan").is_none() {
         return println!("skipped: this kernel skips nothing (before 6.7)");
     }
     let state = tempfile::tempdir().unwrap();
     let scans = |scans: i64| {
-        let last = ksm.counter("full_scans") + scans;
-        ksm.set("run", 1);
-        until("some full scans", || ksm.counter("full_scans") >= last);
-        ksm.set("run", 0);
+        let last = ksm.read_counter("full_scans") + scans;
+        ksm.write_setting("run", 1);
+        wait_until("some full scans", || ksm.read_counter("full_scans") >= last);
+        ksm.write_setting("run", 0);
     };
     for (name, value) in [("smart_scan", 1), ("pages_to_scan", 100), ("sleep_millisecs", 1)] {
-        ksm.set(name, value);
+        ksm.write_setting(name, value);
     }
     let specs = ["--mergeable", "shared-content=skipped:800"];
-    let merging = |lab: &Lab<Region>| -> u64 {
+    let merging = |lab: &RunningLab<RegionLine>| -> u64 {
         fs::read_to_string(format!("/proc/{}/ksm_merging_pages", lab.pid())).unwrap().trim().parse().unwrap()
     };
     // They may have been enrolled at times at which their scans are the same.
     let labs = (0..5).find_map(|more| {
-        let one = Lab::layout(&specs).unwrap();
+        let one = RunningLab::start_layout(&specs).unwrap();
         scans(12 + more);
-        let other = Lab::layout(&specs).unwrap();
+        let other = RunningLab::start_layout(&specs).unwrap();
         // The other is not new any more when it is enrolled: it has been scanned alone.
         scans(30);
         (merging(&other) < 100).then_some([one, other])
     });
     let Some(labs) = labs else { return println!("skipped: ksmd found all of it by itself") };
     for (name, value) in [("pages_to_scan", 123), ("sleep_millisecs", 77)] {
-        ksm.set(name, value);
+        ksm.write_setting(name, value);
     }
-    let labs: Vec<&Lab<Region>> = labs.iter().collect();
-    let merged = report(&merge(state.path(), &labs, &["--json"]), 0);
+    let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
+    let merged = parse_report(&run_merge(state.path(), &labs, &["--json"]), 0);
     assert!(labs.iter().all(|lab| merging(lab) >= 800), "{merged}");
-    assert_eq!(ksm.changed(), []);
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
-fn what_is_predicted_comes_and_settings_come_back() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn prediction_is_met_and_settings_are_restored() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=m:2000", "unique=3000", "zero=600", "within=300,copies=3"];
-    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let labs: Vec<&Lab<Region>> = labs.iter().collect();
+    let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
 
-    let planned = report(&merge(state.path(), &labs, &["--json", "--dry-run"]), 0);
+    let planned = parse_report(&run_merge(state.path(), &labs, &["--json", "--dry-run"]), 0);
     assert!(planned["outcome"].is_null());
-    assert!(labs.iter().all(|lab| lab.lines().iter().all(|region| enrolled(lab, region) == 0)), "a dry run");
+    assert!(labs.iter().all(|lab| lab.lines().iter().all(|region| enrolled_pages(lab, region) == 0)), "a dry run");
     assert!(fs::read_dir(state.path()).unwrap().next().is_none(), "a dry run keeps no journal");
     // One copy of each content stays; `within` has the same 100 contents three times, and unique to each process.
     let page = planned["page_size"].as_u64().unwrap();
@@ -124,39 +125,39 @@ fn what_is_predicted_comes_and_settings_come_back() {
     let gross = planned["plan"]["savings"]["gross"].as_u64().unwrap();
     assert!((freed..freed + 200 * page).contains(&gross), "{gross} of {freed}: the labs' own pages come on top");
 
-    let merged = report(&merge(state.path(), &labs, &["--json"]), 0);
+    let merged = parse_report(&run_merge(state.path(), &labs, &["--json"]), 0);
     let outcome = &merged["outcome"];
     assert_eq!(outcome["end"], "settled", "{outcome}");
     assert!(outcome["saved"].as_u64().unwrap() >= freed, "{outcome}");
     assert!(outcome["missed"].as_array().unwrap().is_empty(), "{outcome}");
     assert!(outcome["stops"].as_u64() >= Some(2), "each was stopped once at least");
-    explained(&merged);
-    assert_eq!(ksm.changed(), []);
+    assert_differences_explained(&merged);
+    assert_eq!(ksm.changed_settings(), []);
     for lab in &labs {
-        assert_eq!(enrolled(lab, lab.region("unique")), 0, "what does not pay is left alone");
-        assert_eq!(enrolled(lab, lab.region("shared-content")), 2000);
+        assert_eq!(enrolled_pages(lab, lab.first_region("unique")), 0, "what does not pay is left alone");
+        assert_eq!(enrolled_pages(lab, lab.first_region("shared-content")), 2000);
         let status = fs::read_to_string(format!("/proc/{}/status", lab.pid())).unwrap();
         assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "{status}");
     }
     // The kernel's own counters say the same: both labs map their 2000 pages to the same frames.
-    let sharing = ksm.counter("pages_sharing");
+    let sharing = ksm.read_counter("pages_sharing");
     assert!(sharing >= 2400, "{sharing}: {outcome}");
 
-    let again = report(&merge(state.path(), &labs, &["--json"]), 0);
+    let again = parse_report(&run_merge(state.path(), &labs, &["--json"]), 0);
     assert!(again["plan"]["savings"]["gross"].as_u64() <= Some(200 * page), "nothing is left to merge: {again}");
 }
 
 /// Zeros that the kernel frees as it splits a huge page are in no counter of KSM. Every command has them in its figure
 /// all the same, and names them.
 #[test]
-fn merge_and_account_tell_the_same_of_guests_with_huge_pages() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
-    ksm.set("run", 0);
+fn merge_and_account_agree_on_guests_with_huge_pages() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    ksm.write_setting("run", 0);
     let state = tempfile::tempdir().unwrap();
-    let layout = || Lab::layout(&["shared-content=split:600", "huge-zero=2048"]).unwrap();
+    let layout = || RunningLab::start_layout(&["shared-content=split:600", "huge-zero=2048"]).unwrap();
     let labs = [layout(), layout()];
-    let labs: Vec<&Lab<Region>> = labs.iter().collect();
-    let merged = report(&merge(state.path(), &labs, &["--json"]), 0);
+    let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
+    let merged = parse_report(&run_merge(state.path(), &labs, &["--json"]), 0);
     let (outcome, page) = (&merged["outcome"], merged["page_size"].as_u64().unwrap());
     if outcome["huge_before"].as_u64() < Some(8 << 20) {
         return println!("skipped: the kernel gave no huge pages");
@@ -183,7 +184,7 @@ fn merge_and_account_tell_the_same_of_guests_with_huge_pages() {
     // Both name it by the same words.
     let name = "zeros in split huge pages";
     assert!(account(&[], state.path()).contains(name));
-    let again = merge(state.path(), &labs, &[]);
+    let again = run_merge(state.path(), &labs, &[]);
     assert!(!String::from_utf8_lossy(&again.stdout).contains(name), "nothing is split a second time: {again:?}");
     // Where no merge has noted it, it is in no figure.
     let elsewhere: Value = serde_json::from_str(&account(&["--json"], &state.path().join("none"))).unwrap();
@@ -192,7 +193,7 @@ fn merge_and_account_tell_the_same_of_guests_with_huge_pages() {
 }
 
 /// What is told of the difference between what was reached and what was predicted is all of it.
-fn explained(merged: &Value) {
+fn assert_differences_explained(merged: &Value) {
     let (plan, outcome) = (&merged["plan"], &merged["outcome"]);
     let of = |value: &Value| value.as_f64().unwrap_or_default();
     let metadata = of(&outcome["saved"]) - of(&outcome["net"]);
@@ -220,45 +221,46 @@ fn explained(merged: &Value) {
 }
 
 #[test]
-fn huge_pages_that_programs_enrolled_themselves_stay_whole() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn self_enrolled_huge_pages_are_not_split() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["--mergeable", "huge=4096", "shared-content=h:600"];
-    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let merged = report(&merge(state.path(), &[&labs[0], &labs[1]], &["--json"]), 0);
+    let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let merged = parse_report(&run_merge(state.path(), &[&labs[0], &labs[1]], &["--json"]), 0);
     let outcome = &merged["outcome"];
-    let narrowed = narrowed(&merged);
+    let narrowed = temporary_unenrolls(&merged);
     assert!(narrowed.len() == 2 && narrowed.values().all(|&bytes| bytes >= 4096 * 4096), "{narrowed:?}");
     assert_eq!(outcome["huge_before"].as_u64(), Some(2 * 4096 * 4096), "{outcome}");
     assert_eq!(outcome["huge_after"], outcome["huge_before"], "{outcome}");
     assert!(outcome["saved"].as_u64() >= Some(600 * 4096), "{outcome}");
-    explained(&merged);
-    assert!(labs.iter().all(|lab| enrolled(lab, lab.region("huge")) == 4096), "it is enrolled again");
-    assert_eq!(ksm.changed(), []);
+    assert_differences_explained(&merged);
+    assert!(labs.iter().all(|lab| enrolled_pages(lab, lab.first_region("huge")) == 4096), "it is enrolled again");
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 /// Of whom nothing pays, or not enough.
 #[test]
-fn who_has_nothing_to_gain_is_kept_from_ksmd_all_the_same() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn unprofitable_processes_are_unenrolled() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let pair = ["shared-content=n:2000"];
     let labs = [
-        Lab::layout(&pair).unwrap(),
-        Lab::layout(&pair).unwrap(),
-        Lab::layout(&["--mergeable", "unique=6000"]).unwrap(),
-        Lab::layout(&["--mergeable", "unique=5000", "zero=100"]).unwrap(),
+        RunningLab::start_layout(&pair).unwrap(),
+        RunningLab::start_layout(&pair).unwrap(),
+        RunningLab::start_layout(&["--mergeable", "unique=6000"]).unwrap(),
+        RunningLab::start_layout(&["--mergeable", "unique=5000", "zero=100"]).unwrap(),
         // Who must not be enrolled is not touched at all.
-        Lab::started_by(Command::new(pagefold_labs::client::binary().unwrap()).arg0("ssh-agent").args([
+        RunningLab::start_with(Command::new(pagefold_labs::client::lab_binary().unwrap()).arg0("ssh-agent").args([
             "layout",
             "--mergeable",
             "unique=4000",
         ]))
         .unwrap(),
     ];
-    let targets: Vec<&Lab<Region>> = labs.iter().collect();
-    let merged = report(&merge(state.path(), &targets, &["--json", "--cpu", "100", "--min-profit", "3MiB"]), 0);
-    let narrowed = narrowed(&merged);
+    let targets: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
+    let merged =
+        parse_report(&run_merge(state.path(), &targets, &["--json", "--cpu", "100", "--min-profit", "3MiB"]), 0);
+    let narrowed = temporary_unenrolls(&merged);
     assert_eq!(narrowed.keys().copied().collect::<Vec<_>>(), [labs[2].pid(), labs[3].pid()], "{merged}");
     assert!(narrowed[&labs[2].pid()] >= 6000 * 4096 && narrowed[&labs[3].pid()] >= 5000 * 4096, "{narrowed:?}");
     let chosen: Vec<u64> =
@@ -267,7 +269,7 @@ fn who_has_nothing_to_gain_is_kept_from_ksmd_all_the_same() {
     let left = merged["plan"]["left_alone"].as_array().unwrap().iter();
     let left: BTreeSet<u64> = left.map(|left| left["pid"].as_u64().unwrap()).collect();
     assert!(left.contains(&labs[3].pid().into()) && left.contains(&labs[4].pid().into()), "{left:?}");
-    let items = |lab: &Lab<Region>| {
+    let items = |lab: &RunningLab<RegionLine>| {
         let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", lab.pid())).unwrap();
         let items = stat.lines().find_map(|line| line.strip_prefix("ksm_rmap_items ")).unwrap();
         items.parse::<u64>().unwrap()
@@ -276,61 +278,65 @@ fn who_has_nothing_to_gain_is_kept_from_ksmd_all_the_same() {
     assert_eq!(items(&labs[2]), 0, "{merged}");
     assert!(items(&labs[3]) <= 100, "{merged}");
     for lab in &labs[2..] {
-        assert_eq!(enrolled(lab, lab.region("unique")), lab.region("unique").pages, "it is enrolled again");
+        assert_eq!(
+            enrolled_pages(lab, lab.first_region("unique")),
+            lab.first_region("unique").pages,
+            "it is enrolled again"
+        );
     }
-    explained(&merged);
-    assert_eq!(ksm.changed(), []);
+    assert_differences_explained(&merged);
+    assert_eq!(ksm.changed_settings(), []);
     // Nothing is withdrawn where nothing is merged.
-    let alone = report(&merge(state.path(), &[&labs[2]], &["--json"]), 0);
+    let alone = parse_report(&run_merge(state.path(), &[&labs[2]], &["--json"]), 0);
     assert_eq!((&alone["plan"]["narrowed"], &alone["outcome"]), (&Value::Array(Vec::new()), &Value::Null), "{alone}");
 }
 
 /// ksmd sleeps where nobody is enrolled, and what is waited for does not come.
 #[test]
-fn a_merge_ends_with_whom_it_is_about() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn merge_ends_when_its_processes_end() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
-    let lab = Lab::layout(&["within=8000,copies=4"]).unwrap();
-    let child = slow(state.path(), &[&lab], &[]);
-    until("ksmd", || ksm.counter("run") == 1);
-    assert!(lab.end().unwrap().success());
+    let lab = RunningLab::start_layout(&["within=8000,copies=4"]).unwrap();
+    let child = start_slow_merge(state.path(), &[&lab], &[]);
+    wait_until("ksmd", || ksm.read_counter("run") == 1);
+    assert!(lab.stop().unwrap().success());
     let output = child.wait_with_output().unwrap();
     assert!(matches!(output.status.code(), Some(0 | 1)), "{output:?}");
-    assert_eq!(ksm.changed(), []);
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
 fn whole_processes_are_enrolled_on_request() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=w:800", "unique=100"];
-    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let labs: Vec<&Lab<Region>> = labs.iter().collect();
-    let merged = report(&merge(state.path(), &labs, &["--json", "--whole"]), 0);
+    let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
+    let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--whole"]), 0);
     assert!(merged["outcome"]["saved"].as_u64().unwrap() >= 800 * 4096, "{merged}");
     for lab in &labs {
         let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", lab.pid())).unwrap();
         assert!(stat.contains("ksm_merge_any: yes"), "{stat}");
     }
-    assert_eq!(ksm.changed(), []);
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
-fn what_is_written_all_the_time_is_withdrawn() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn volatile_pages_are_unenrolled() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     // Where the machine is so busy that the lab wrote nothing while it was watched, some of it stays enrolled.
-    assert!((0..8).any(|_| is_withdrawn_as_it_is_told(&ksm)), "it was never written while it was watched");
+    assert!((0..8).any(|_| is_unenrolled_as_reported(&ksm)), "it was never written while it was watched");
 }
 
 /// Merge what is written all the time, and tell whether all of it was withdrawn. As much as was is told.
-fn is_withdrawn_as_it_is_told(ksm: &Ksm) -> bool {
+fn is_unenrolled_as_reported(ksm: &KsmTestGuard) -> bool {
     let state = tempfile::tempdir().unwrap();
-    let lab = Lab::layout(&["zero=4000", "hot-zero=4000", "--interval", "20"]).unwrap();
-    let output = merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]);
-    let merged = report(&output, output.status.code().expect("an end of its own"));
+    let lab = RunningLab::start_layout(&["zero=4000", "hot-zero=4000", "--interval", "20"]).unwrap();
+    let output = run_merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]);
+    let merged = parse_report(&output, output.status.code().expect("an end of its own"));
     assert_eq!(merged["outcome"]["end"], "settled", "{merged}");
-    assert_eq!(enrolled(&lab, lab.region("zero")), 4000, "{merged}");
-    let gone = 4000 - enrolled(&lab, lab.region("hot-zero"));
+    assert_eq!(enrolled_pages(&lab, lab.first_region("zero")), 4000, "{merged}");
+    let gone = 4000 - enrolled_pages(&lab, lab.first_region("hot-zero"));
     // The rest is the lab's own.
     let told = gone..gone + 400;
     let withdrawn = merged["outcome"]["watched"]["withdrawn_pages"].as_u64();
@@ -340,8 +346,8 @@ fn is_withdrawn_as_it_is_told(ksm: &Ksm) -> bool {
     let lost = differences.filter(|of| of["of"] == "saved" && why.iter().any(|why| of["why"] == *why));
     let bytes: f64 = lost.map(|of| -of["by"].as_f64().unwrap()).sum();
     assert!(told.contains(&((bytes / 4096.0) as u64)), "{gone}: {merged}");
-    explained(&merged);
-    assert_eq!(ksm.changed(), []);
+    assert_differences_explained(&merged);
+    assert_eq!(ksm.changed_settings(), []);
     if gone == 4000 {
         assert_eq!(output.status.code(), Some(1), "half of what was predicted did not come: {merged}");
     }
@@ -349,63 +355,66 @@ fn is_withdrawn_as_it_is_told(ksm: &Ksm) -> bool {
 }
 
 #[test]
-fn another_writer_is_yielded_to() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn merge_yields_to_another_settings_writer() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=y:8000"];
-    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let child = slow(state.path(), &labs.iter().collect::<Vec<_>>(), &[]);
-    until("ksmd", || ksm.counter("run") == 1);
-    ksm.set("sleep_millisecs", 4321);
-    let merged = report(&child.wait_with_output().unwrap(), 3);
+    let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let child = start_slow_merge(state.path(), &labs.iter().collect::<Vec<_>>(), &[]);
+    wait_until("ksmd", || ksm.read_counter("run") == 1);
+    ksm.write_setting("sleep_millisecs", 4321);
+    let merged = parse_report(&child.wait_with_output().unwrap(), 3);
     assert_eq!(merged["outcome"]["end"], "yielded", "{merged}");
     assert!(merged["outcome"]["yielded_to"].as_str().unwrap().contains("sleep_millisecs"), "{merged}");
-    assert_eq!(ksm.counter("sleep_millisecs"), 4321, "what somebody else wrote is theirs");
-    assert_eq!([ksm.counter("run"), ksm.counter("pages_to_scan"), ksm.counter("use_zero_pages")], [0, 123, 0]);
+    assert_eq!(ksm.read_counter("sleep_millisecs"), 4321, "what somebody else wrote is theirs");
+    assert_eq!(
+        [ksm.read_counter("run"), ksm.read_counter("pages_to_scan"), ksm.read_counter("use_zero_pages")],
+        [0, 123, 0]
+    );
 }
 
 #[test]
-fn an_interrupt_ends_it_early_with_a_report() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn interrupt_ends_merge_with_a_report() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     for more in [&[][..], &["--keep"]] {
         let specs = ["shared-content=i:8000"];
-        let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-        let child = slow(state.path(), &labs.iter().collect::<Vec<_>>(), more);
-        until("ksmd", || ksm.counter("run") == 1);
+        let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+        let child = start_slow_merge(state.path(), &labs.iter().collect::<Vec<_>>(), more);
+        wait_until("ksmd", || ksm.read_counter("run") == 1);
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
-        let merged = report(&child.wait_with_output().unwrap(), 3);
+        let merged = parse_report(&child.wait_with_output().unwrap(), 3);
         assert_eq!(merged["outcome"]["end"], "stopped", "{merged}");
-        assert_eq!(ksm.changed(), []);
+        assert_eq!(ksm.changed_settings(), []);
         // Pieces in which ksmd had not merged anything by then are as they were.
         let pages = merged["outcome"]["merged_pages"].as_u64().unwrap();
         for lab in &labs {
-            assert!(enrolled(lab, lab.region("shared-content")) <= pages * 512, "{merged}");
+            assert!(enrolled_pages(lab, lab.first_region("shared-content")) <= pages * 512, "{merged}");
         }
     }
 }
 
 #[test]
-fn what_a_killed_merge_left_is_put_back_by_the_next() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn next_merge_undoes_a_killed_merge() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=k:8000"];
-    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let labs: Vec<&Lab<Region>> = labs.iter().collect();
-    let mut child = slow(state.path(), &labs, &[]);
-    until("ksmd", || ksm.counter("run") == 1);
-    let busy = merge(state.path(), &labs, &[]);
+    let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
+    let mut child = start_slow_merge(state.path(), &labs, &[]);
+    wait_until("ksmd", || ksm.read_counter("run") == 1);
+    let busy = run_merge(state.path(), &labs, &[]);
     assert_eq!(busy.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&busy.stderr).contains(&child.id().to_string()), "it says who drives: {busy:?}");
     child.kill().unwrap();
     child.wait().unwrap();
-    assert_eq!(ksm.counter("run"), 1, "it had no chance to put anything back");
+    assert_eq!(ksm.read_counter("run"), 1, "it had no chance to put anything back");
     let recovered =
         Command::new(env!("CARGO_BIN_EXE_pagefold")).arg("recover").arg("--state").arg(state.path()).output();
     let recovered = recovered.unwrap();
     assert_eq!(recovered.status.code(), Some(0), "{recovered:?}");
-    assert_eq!(ksm.changed(), []);
+    assert_eq!(ksm.changed_settings(), []);
     for lab in &labs {
         let status = fs::read_to_string(format!("/proc/{}/status", lab.pid())).unwrap();
         assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "{status}");
@@ -413,12 +422,15 @@ fn what_a_killed_merge_left_is_put_back_by_the_next() {
 }
 
 #[test]
-fn ksmd_is_left_running_slowly_on_request() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn keep_leaves_ksmd_running_slowly() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
-    let lab = Lab::layout(&["zero=2000"]).unwrap();
-    report(&merge(state.path(), &[&lab], &["--json", "--keep"]), 0);
-    assert_eq!([ksm.counter("run"), ksm.counter("pages_to_scan"), ksm.counter("sleep_millisecs")], [1, 100, 1000]);
+    let lab = RunningLab::start_layout(&["zero=2000"]).unwrap();
+    parse_report(&run_merge(state.path(), &[&lab], &["--json", "--keep"]), 0);
+    assert_eq!(
+        [ksm.read_counter("run"), ksm.read_counter("pages_to_scan"), ksm.read_counter("sleep_millisecs")],
+        [1, 100, 1000]
+    );
     let pagefold = |arguments: &[&str]| {
         let output =
             Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).arg("--state").arg(state.path()).output();
@@ -426,67 +438,68 @@ fn ksmd_is_left_running_slowly_on_request() {
     };
     let restored = pagefold(&["policy", "restore"]);
     assert_eq!(restored.status.code(), Some(0), "{restored:?}");
-    assert_eq!(ksm.changed(), []);
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
-fn domains_stay_apart_unless_asked_for() {
-    let Some(_ksm) = Ksm::take_as_others_set_it() else { return };
+fn domains_are_merged_only_on_request() {
+    let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=d:800", "within=300,copies=3"];
-    let roots = Lab::layout(&specs).unwrap();
-    let his = Lab::layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap();
+    let roots = RunningLab::start_layout(&specs).unwrap();
+    let his = RunningLab::start_layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap();
     let labs = [&roots, &his];
-    let whole = merge(state.path(), &labs, &["--whole", "--min-profit", "0"]);
+    let whole = run_merge(state.path(), &labs, &["--whole", "--min-profit", "0"]);
     assert_eq!(whole.status.code(), Some(2), "{whole:?}");
     assert!(String::from_utf8_lossy(&whole.stderr).contains("--across-domains"), "{whole:?}");
-    let merged = report(&merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
+    let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
     assert!(merged["outcome"]["saved"].as_u64() < Some(800 * 4096), "{merged}");
     for lab in labs {
-        assert_eq!(enrolled(lab, lab.region("within")), 300, "each has copies of its own");
+        assert_eq!(enrolled_pages(lab, lab.first_region("within")), 300, "each has copies of its own");
     }
-    let foreign = [&roots, &his].map(|lab| enrolled(lab, lab.region("shared-content")));
+    let foreign = [&roots, &his].map(|lab| enrolled_pages(lab, lab.first_region("shared-content")));
     assert_eq!(foreign, [0, 0], "what only others have too is left alone");
-    let across = report(&merge(state.path(), &labs, &["--json", "--across-domains"]), 0);
+    let across = parse_report(&run_merge(state.path(), &labs, &["--json", "--across-domains"]), 0);
     assert!(across["outcome"]["saved"].as_u64() >= Some(800 * 4096), "{across}");
 }
 
 #[test]
-fn one_merge_after_another_keeps_domains_apart() {
-    let Some(_ksm) = Ksm::take_as_others_set_it() else { return };
+fn consecutive_merges_keep_domains_apart() {
+    let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=s:800", "within=300,copies=3"];
-    let roots = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let his: Vec<_> = (0..2).map(|_| Lab::layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap()).collect();
-    let merged = report(&merge(state.path(), &[&roots[0], &roots[1]], &["--json", "--min-profit", "0"]), 0);
-    assert_eq!(enrolled(&roots[0], roots[0].region("shared-content")), 800, "{merged}");
-    let labs: Vec<&Lab<Region>> = his.iter().collect();
-    let text = merge(state.path(), &labs, &["--dry-run", "--min-profit", "0"]);
+    let roots = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let his: Vec<_> =
+        (0..2).map(|_| RunningLab::start_layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap()).collect();
+    let merged = parse_report(&run_merge(state.path(), &[&roots[0], &roots[1]], &["--json", "--min-profit", "0"]), 0);
+    assert_eq!(enrolled_pages(&roots[0], roots[0].first_region("shared-content")), 800, "{merged}");
+    let labs: Vec<&RunningLab<RegionLine>> = his.iter().collect();
+    let text = run_merge(state.path(), &labs, &["--dry-run", "--min-profit", "0"]);
     let text = String::from_utf8_lossy(&text.stdout).into_owned();
     assert!(text.contains("processes of other trust domains are enrolled already"), "{text}");
-    let merged = report(&merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
+    let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
     // Whoever else on this machine is enrolled counts, too.
     assert!(merged["kept_apart_from"].as_u64() >= Some(2) && merged["processes"] == 2, "{merged}");
     for lab in labs {
-        assert_eq!(enrolled(lab, lab.region("shared-content")), 0, "root has it enrolled: {merged}");
+        assert_eq!(enrolled_pages(lab, lab.first_region("shared-content")), 0, "root has it enrolled: {merged}");
     }
-    let whole = merge(state.path(), &[&his[0], &his[1]], &["--whole"]);
+    let whole = run_merge(state.path(), &[&his[0], &his[1]], &["--whole"]);
     assert_eq!(whole.status.code(), Some(2), "{whole:?}");
     assert!(String::from_utf8_lossy(&whole.stderr).contains("--across-domains"), "{whole:?}");
-    let across = report(&merge(state.path(), &[&his[0], &his[1]], &["--json", "--across-domains"]), 0);
+    let across = parse_report(&run_merge(state.path(), &[&his[0], &his[1]], &["--json", "--across-domains"]), 0);
     assert!(across["outcome"]["saved"].as_u64() >= Some(800 * 4096), "{across}");
-    assert_eq!(enrolled(&his[0], his[0].region("shared-content")), 800);
+    assert_eq!(enrolled_pages(&his[0], his[0].first_region("shared-content")), 800);
 }
 
 #[test]
-fn that_others_cannot_be_seen_is_told() {
+fn hidden_processes_are_reported() {
     let state = tempfile::tempdir().unwrap();
     let script = "sleep 60 & \"$0\" merge --dry-run --json --pid $! --state \"$1\"; status=$?; kill $!; exit $status";
     let hidden = |within: &[&str], more: &str| {
         let mut command = Command::new(within.first().unwrap_or(&"env"));
         command.args(within.iter().skip(1)).args(["sh", "-c", &script.replace("--json", more)]);
         let output = command.arg(env!("CARGO_BIN_EXE_pagefold")).arg(state.path()).output().unwrap();
-        report(&output, 0)["others_hidden"].clone()
+        parse_report(&output, 0)["others_hidden"].clone()
     };
     let namespace = ["unshare", "--pid", "--fork", "--mount-proc"];
     if !nix::unistd::geteuid().is_root()
@@ -502,61 +515,64 @@ fn that_others_cannot_be_seen_is_told() {
 }
 
 #[test]
-fn a_deadline_ends_it_and_the_report_says_so() {
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+fn deadline_ends_merge_and_is_reported() {
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let specs = ["shared-content=t:8000"];
-    let labs = [Lab::layout(&specs).unwrap(), Lab::layout(&specs).unwrap()];
-    let labs: Vec<&Lab<Region>> = labs.iter().collect();
-    let output = merge(state.path(), &labs, &["--cpu", "0.1", "--settle", "0", "--deadline", "1s"]);
+    let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
+    let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
+    let output = run_merge(state.path(), &labs, &["--cpu", "0.1", "--settle", "0", "--deadline", "1s"]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("Ended by its deadline") && text.contains("not merged before it ended"), "{text}");
-    let all = |lab: &&&Lab<Region>| enrolled(lab, lab.region("shared-content")) == 8000;
+    let all = |lab: &&&RunningLab<RegionLine>| enrolled_pages(lab, lab.first_region("shared-content")) == 8000;
     assert_eq!(labs.iter().filter(all).count(), 0, "{text}");
-    assert_eq!(ksm.changed(), []);
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
-fn guests_are_narrowed_and_told_by_their_control_socket() {
-    if let Err(why) = Assets::find(&Assets::directory()) {
+fn guests_are_enrolled_by_control_socket() {
+    if let Err(why) = GuestAssets::find(&GuestAssets::default_directory()) {
         return println!("skipped: {why}");
     }
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     {
         // QEMU has enrolled all of its guests' memory itself.
-        let fleet = Lab::fleet(&[&GUESTS[..], &["--names", "self"]].concat()).expect("two guests");
+        let fleet =
+            RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "self"]].concat()).expect("two guests");
         let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
-        let output = command(state.path(), &pids, &["--json", "--across-domains", "--cpu", "100"]).output().unwrap();
-        let merged = report(&output, 0);
+        let output =
+            merge_command(state.path(), &pids, &["--json", "--across-domains", "--cpu", "100"]).output().unwrap();
+        let merged = parse_report(&output, 0);
         assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
-        let narrowed = narrowed(&merged).into_values().sum::<u64>();
+        let narrowed = temporary_unenrolls(&merged).into_values().sum::<u64>();
         assert!(narrowed >= 8 << 20, "what each guest holds alone is not scanned: {narrowed}");
         assert!(merged["outcome"]["not_put_back"].as_array().unwrap().is_empty(), "{merged}");
-        assert!(pids.iter().all(|&pid| is_marked(pid)), "the guest's memory is one enrolled region again");
+        assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)), "the guest's memory is one enrolled region again");
     }
-    let fleet = Lab::fleet(&[&GUESTS[..], &["--names", "told", "--no-mem-merge"]].concat()).expect("two guests");
+    let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "told", "--no-mem-merge"]].concat())
+        .expect("two guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
-    assert!(!pids.iter().any(|&pid| is_marked(pid)));
+    assert!(!pids.iter().any(|&pid| is_guest_memory_marked(pid)));
     let alone = ["--json", "--across-domains", "--dry-run", "--settle", "0"];
-    let planned = report(&command(state.path(), &pids, &alone).output().unwrap(), 0);
+    let planned = parse_report(&merge_command(state.path(), &pids, &alone).output().unwrap(), 0);
     assert!(planned["plan"]["targets"].as_array().unwrap().is_empty(), "{planned}");
     assert!(planned.to_string().contains("its owner forbids merging: mem-merge=off"), "{planned}");
     let whole = ["--json", "--across-domains", "--whole", "--cpu", "100", "--ignore-opt-out"];
-    let merged = report(&command(state.path(), &pids, &whole).output().unwrap(), 0);
+    let merged = parse_report(&merge_command(state.path(), &pids, &whole).output().unwrap(), 0);
     assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
     assert_eq!(merged["outcome"]["stops"], 0, "no thread was stopped: {merged}");
-    assert!(pids.iter().all(|&pid| is_marked(pid)));
-    assert_eq!(ways(&merged), BTreeMap::from_iter(pids.into_iter().map(|pid| (pid, "qmp".to_owned()))));
-    assert_eq!(ksm.changed(), []);
+    assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)));
+    assert_eq!(enroll_methods(&merged), BTreeMap::from_iter(pids.into_iter().map(|pid| (pid, "qmp".to_owned()))));
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 /// Guests of 112 MiB.
-const GUESTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
+const FLEET_ARGUMENTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
 
 /// Whether the memory of one of them, which is one region, is marked for KSM.
-fn is_marked(pid: u32) -> bool {
+fn is_guest_memory_marked(pid: u32) -> bool {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let (mut is_ram, mut found) = (false, Vec::new());
     for line in smaps.lines() {
@@ -571,65 +587,67 @@ fn is_marked(pid: u32) -> bool {
 }
 
 /// How much is withdrawn of whom while ksmd works.
-fn narrowed(merged: &Value) -> BTreeMap<u32, u64> {
+fn temporary_unenrolls(merged: &Value) -> BTreeMap<u32, u64> {
     let narrowed = merged["plan"]["narrowed"].as_array().unwrap().iter();
     let number = |of: &Value, field: &str| of[field].as_u64().unwrap();
     narrowed.map(|of| (number(of, "pid") as u32, number(of, "bytes"))).collect()
 }
 
 /// How each target of a merge was enrolled.
-fn ways(merged: &Value) -> BTreeMap<u32, String> {
+fn enroll_methods(merged: &Value) -> BTreeMap<u32, String> {
     let targets = merged["plan"]["targets"].as_array().unwrap().iter();
     let way = |target: &Value| (target["pid"].as_u64().unwrap() as u32, target["way"].as_str().unwrap().to_owned());
     targets.map(way).collect()
 }
 
 #[test]
-fn a_guest_whose_control_socket_is_held_is_left_as_it_is() {
-    if let Err(why) = Assets::find(&Assets::directory()) {
+fn guest_with_busy_control_socket_is_unchanged() {
+    if let Err(why) = GuestAssets::find(&GuestAssets::default_directory()) {
         return println!("skipped: {why}");
     }
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
-    let fleet = Lab::fleet(&[&GUESTS[..], &["--names", "held", "--no-mem-merge"]].concat()).expect("two guests");
+    let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "held", "--no-mem-merge"]].concat())
+        .expect("two guests");
     let [held, free] = fleet.lines() else { panic!("two guests") };
     let pids = [held.pid, free.pid];
     let holder = UnixStream::connect(&held.qmp).unwrap();
     BufReader::new(&holder).read_line(&mut String::new()).unwrap();
 
     let whole = ["--across-domains", "--whole", "--cpu", "100", "--settle", "0", "--ignore-opt-out"];
-    let merge = |more: &[&str]| command(state.path(), &pids, &[&whole[..], more].concat()).output().unwrap();
+    let merge = |more: &[&str]| merge_command(state.path(), &pids, &[&whole[..], more].concat()).output().unwrap();
     let dry = merge(&["--dry-run"]);
     let text = String::from_utf8_lossy(&dry.stdout);
     assert_eq!(dry.status.code(), Some(3), "{text}");
     assert!(text.contains(&format!("Would not be enrolled: {} (held-0): ", held.pid)), "{text}");
-    let merged = report(&merge(&["--json"]), 3);
-    assert_eq!(ways(&merged), BTreeMap::from([(held.pid, "none".to_owned()), (free.pid, "qmp".to_owned())]));
+    let merged = parse_report(&merge(&["--json"]), 3);
+    assert_eq!(enroll_methods(&merged), BTreeMap::from([(held.pid, "none".to_owned()), (free.pid, "qmp".to_owned())]));
     let missed = &merged["outcome"]["missed"];
     assert_eq!((missed.as_array().unwrap().len(), &missed[0]["pid"]), (1, &held.pid.into()), "{merged}");
     let why = missed[0]["why"].as_str().unwrap();
     assert!(why.contains("virsh qemu-monitor-command") && why.contains("`--inject`"), "{why}");
     assert_eq!(merged["outcome"]["stops"], 0, "no thread was stopped: {merged}");
-    assert_eq!(pids.map(is_marked), [false, true]);
+    assert_eq!(pids.map(is_guest_memory_marked), [false, true]);
     let named = merge(&["--qmp", &held.qmp]);
     assert_eq!(named.status.code(), Some(2), "{named:?}");
     let said = String::from_utf8_lossy(&named.stderr);
     assert!(said.contains("--qmp is of one virtual machine, and 2 are chosen"), "{said}");
-    let named = command(state.path(), &pids[..1], &[&whole[..], &["--qmp", &held.qmp]].concat()).output().unwrap();
+    let named =
+        merge_command(state.path(), &pids[..1], &[&whole[..], &["--qmp", &held.qmp]].concat()).output().unwrap();
     assert_eq!(named.status.code(), Some(2), "{named:?}");
     assert!(String::from_utf8_lossy(&named.stderr).contains("virsh qemu-monitor-command"), "{named:?}");
 
     let injected = merge(&["--json", "--inject"]);
     // How much that gives is not what this is about.
     assert!(matches!(injected.status.code(), Some(0 | 1)), "{injected:?}");
-    let merged = report(&injected, injected.status.code().unwrap());
-    assert!(ways(&merged).values().all(|way| way == "whole"), "{merged}");
-    assert!(is_marked(held.pid), "{merged}");
-    assert_eq!(ksm.changed(), []);
+    let merged = parse_report(&injected, injected.status.code().unwrap());
+    assert!(enroll_methods(&merged).values().all(|way| way == "whole"), "{merged}");
+    assert!(is_guest_memory_marked(held.pid), "{merged}");
+    assert_eq!(ksm.changed_settings(), []);
 }
 
 #[test]
-fn bad_input_is_one_clear_line_and_changes_nothing() {
+fn invalid_input_fails_with_one_line_and_no_change() {
     let refused = |output: &Output, said: &str| {
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{stderr}");
@@ -638,15 +656,15 @@ fn bad_input_is_one_clear_line_and_changes_nothing() {
     };
     let state = tempfile::tempdir().unwrap();
     let recording = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fixtures/recordings/linux-6.18");
-    let mut recorded = command(state.path(), &[], &[]);
+    let mut recorded = merge_command(state.path(), &[], &[]);
     recorded.args(["--host", &format!("recording:{recording}")]);
     refused(&recorded.output().unwrap(), "only the live host");
-    let Some(ksm) = Ksm::take_as_others_set_it() else { return };
-    let nobody = command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
+    let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    let nobody = merge_command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
     refused(&nobody, "there is no process");
     refused(&nobody, "run pagefold there");
-    let lab = Lab::layout(&["zero=2000"]).unwrap();
-    let no_guest = command(state.path(), &[lab.pid()], &["--whole", "--qmp", "/nowhere"]).output().unwrap();
+    let lab = RunningLab::start_layout(&["zero=2000"]).unwrap();
+    let no_guest = merge_command(state.path(), &[lab.pid()], &["--whole", "--qmp", "/nowhere"]).output().unwrap();
     refused(&no_guest, "is no virtual machine");
     // A namespace in which /sys is read-only.
     let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;
@@ -656,5 +674,5 @@ fn bad_input_is_one_clear_line_and_changes_nothing() {
         .output()
         .expect("unshare is part of util-linux");
     refused(&output, "Read-only file system");
-    assert_eq!(ksm.changed(), []);
+    assert_eq!(ksm.changed_settings(), []);
 }

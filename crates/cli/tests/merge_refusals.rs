@@ -4,27 +4,27 @@
 
 #![forbid(unsafe_code)]
 
-use pagefold_labs::client::{Lab, install};
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::client::{RunningLab, install_executable};
+use pagefold_labs::ksm::KsmTestGuard;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-const PAGEFOLD: &str = env!("CARGO_BIN_EXE_pagefold");
-const NOBODY: u32 = 65534;
+const PAGEFOLD_BINARY: &str = env!("CARGO_BIN_EXE_pagefold");
+const NOBODY_UID: u32 = 65534;
 
 /// KSM with settings that Pagefold does not write, and a directory that anybody may write into.
-fn take() -> Option<(Ksm, tempfile::TempDir)> {
-    let ksm = Ksm::take_as_others_set_it()?;
+fn acquire_ksm_and_directory() -> Option<(KsmTestGuard, tempfile::TempDir)> {
+    let ksm = KsmTestGuard::acquire_with_foreign_settings()?;
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o777)).unwrap();
     Some((ksm, folder))
 }
 
 /// Whether namespaces can be had; says that the test is skipped otherwise.
-fn namespaces(kinds: &[&str]) -> bool {
+fn can_unshare(kinds: &[&str]) -> bool {
     let made = Command::new("unshare").args(kinds).arg("true").output().is_ok_and(|output| output.status.success());
     if !made {
         println!("skipped: needs unshare {kinds:?}");
@@ -33,80 +33,81 @@ fn namespaces(kinds: &[&str]) -> bool {
 }
 
 /// Expect a refusal that says all of these, and KSM as it was.
-fn refused(ksm: &Ksm, output: &Output, says: &[&str]) {
+fn assert_refused(ksm: &KsmTestGuard, output: &Output, messages: &[&str]) {
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!((output.status.code(), &*out), (Some(2), ""), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
-    for says in says {
+    for says in messages {
         assert!(error.contains(says), "{says:?} is not in: {error}");
     }
-    assert_eq!(ksm.changed(), [], "{error}");
+    assert_eq!(ksm.changed_settings(), [], "{error}");
 }
 
 /// Where anybody may execute it.
-fn copy(folder: &Path) -> PathBuf {
+fn copy_binary(folder: &Path) -> PathBuf {
     let binary = folder.join("pagefold");
-    install(PAGEFOLD.as_ref(), &binary, 0o755).unwrap();
+    install_executable(PAGEFOLD_BINARY.as_ref(), &binary, 0o755).unwrap();
     binary
 }
 
 #[test]
-fn whoever_is_not_root_is_told_to_be() {
-    let Some((ksm, folder)) = take() else { return };
-    let binary = copy(folder.path());
-    let lab = Lab::layout(&["--uid", &NOBODY.to_string(), "within=2000,copies=4"]).unwrap();
+fn merge_without_root_asks_for_root() {
+    let Some((ksm, folder)) = acquire_ksm_and_directory() else { return };
+    let binary = copy_binary(folder.path());
+    let lab = RunningLab::start_layout(&["--uid", &NOBODY_UID.to_string(), "within=2000,copies=4"]).unwrap();
     let merge = |state: &str, pid: u32| {
         let mut command = Command::new(&binary);
         command.args(["merge", "--state", state, "--pid", &pid.to_string()]);
-        command.current_dir(folder.path()).uid(NOBODY).gid(NOBODY).output().unwrap()
+        command.current_dir(folder.path()).uid(NOBODY_UID).gid(NOBODY_UID).output().unwrap()
     };
-    refused(&ksm, &merge("/run/pagefold-of-nobody", lab.pid()), &["cannot use", "as root"]);
+    assert_refused(&ksm, &merge("/run/pagefold-of-nobody", lab.pid()), &["cannot use", "as root"]);
     // With a state directory of his own he gets as far as KSM's settings.
-    refused(&ksm, &merge("own", lab.pid()), &["run as root", "nothing was changed"]);
-    refused(&ksm, &merge("own", 1), &["run as root", "nothing was changed"]);
+    assert_refused(&ksm, &merge("own", lab.pid()), &["run as root", "nothing was changed"]);
+    assert_refused(&ksm, &merge("own", 1), &["run as root", "nothing was changed"]);
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", lab.pid())).unwrap();
     assert!(!smaps.lines().any(|line| line.starts_with("VmFlags:") && line.contains(" mg")), "it is not enrolled");
 }
 
 #[test]
-fn a_kernel_without_ksm_is_named() {
-    let Some((ksm, folder)) = take() else { return };
-    if !namespaces(&["--mount"]) {
+fn kernel_without_ksm_is_reported() {
+    let Some((ksm, folder)) = acquire_ksm_and_directory() else { return };
+    if !can_unshare(&["--mount"]) {
         return;
     }
     let script = r#"mount -t tmpfs none /sys/kernel/mm && exec "$0" merge --state "$1" --pid $$"#;
     let state = folder.path().join("state");
-    let output = Command::new("unshare").args(["--mount", "sh", "-c", script, PAGEFOLD]).arg(&state).output().unwrap();
-    refused(&ksm, &output, &["this kernel has no KSM", "CONFIG_KSM"]);
+    let output =
+        Command::new("unshare").args(["--mount", "sh", "-c", script, PAGEFOLD_BINARY]).arg(&state).output().unwrap();
+    assert_refused(&ksm, &output, &["this kernel has no KSM", "CONFIG_KSM"]);
     assert!(!state.exists(), "nothing was begun");
 }
 
 #[test]
-fn a_process_outside_the_pid_namespace_is_not_there() {
-    let Some((ksm, folder)) = take() else { return };
+fn process_outside_pid_namespace_is_not_found() {
+    let Some((ksm, folder)) = acquire_ksm_and_directory() else { return };
     let kinds = ["--pid", "--fork", "--mount-proc"];
-    if !namespaces(&kinds) {
+    if !can_unshare(&kinds) {
         return;
     }
-    let lab = Lab::layout(&["within=2000,copies=4"]).unwrap();
+    let lab = RunningLab::start_layout(&["within=2000,copies=4"]).unwrap();
     let merge = |pid: u32| {
         let mut command = Command::new("unshare");
-        command.args(kinds).arg(PAGEFOLD).args(["merge", "--cpu", "100", "--pid", &pid.to_string(), "--state"]);
+        command.args(kinds).arg(PAGEFOLD_BINARY).args(["merge", "--cpu", "100", "--pid", &pid.to_string(), "--state"]);
         command.arg(folder.path().join("state")).output().unwrap()
     };
-    refused(&ksm, &merge(lab.pid()), &[&format!("there is no process {}", lab.pid())]);
+    assert_refused(&ksm, &merge(lab.pid()), &[&format!("there is no process {}", lab.pid())]);
 }
 
 #[test]
-fn a_kernel_thread_has_no_memory_to_merge() {
-    let Some((ksm, folder)) = take() else { return };
+fn kernel_thread_is_refused() {
+    let Some((ksm, folder)) = acquire_ksm_and_directory() else { return };
     let ksmd = fs::read_dir("/proc").unwrap().find_map(|entry| {
         let path = entry.unwrap().path();
         let comm = fs::read_to_string(path.join("comm")).ok()?;
         (comm == "ksmd\n").then(|| path.file_name().unwrap().to_str().unwrap().to_owned())
     });
     let Some(ksmd) = ksmd else { return println!("skipped: ksmd is not in this pid namespace") };
-    let mut command = Command::new(PAGEFOLD);
+    let mut command = Command::new(PAGEFOLD_BINARY);
     command.args(["merge", "--pid", &ksmd, "--state"]).arg(folder.path().join("state"));
-    refused(&ksm, &command.output().unwrap(), &["no process with memory of its own fits", "kernel threads"]);
+    assert_refused(&ksm, &command.output().unwrap(), &["no process with memory of its own fits", "kernel threads"]);
 }

@@ -6,8 +6,8 @@
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagefold_labs::client::{Lab, install};
-use pagefold_labs::ksm::Ksm;
+use pagefold_labs::client::{RunningLab, install_executable};
+use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_merge::decide::policy::Advisor;
 use serde_json::Value;
 use std::fs;
@@ -17,49 +17,49 @@ use std::process::{Child, Command, Output, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-const ROOT: &str = "/sys/kernel/mm/ksm";
+const KSM_DIRECTORY: &str = "/sys/kernel/mm/ksm";
 
 /// KSM as it is after boot, for this test alone, and a directory for state.
-fn take(test: &str) -> Option<(Ksm, tempfile::TempDir)> {
-    match Ksm::take() {
+fn acquire_ksm_and_state(test: &str) -> Option<(KsmTestGuard, tempfile::TempDir)> {
+    match KsmTestGuard::acquire() {
         Err(why) => {
             println!("skipped: {test}: {why}");
             None
         }
         Ok(ksm) => {
             for (name, value) in [("run", 0), ("pages_to_scan", 777), ("sleep_millisecs", 20)] {
-                ksm.set(name, value);
+                ksm.write_setting(name, value);
             }
             Some((ksm, tempfile::tempdir().unwrap()))
         }
     }
 }
 
-fn value(name: &str) -> String {
-    let text = fs::read_to_string(Path::new(ROOT).join(name)).unwrap_or_default();
+fn read_setting(name: &str) -> String {
+    let text = fs::read_to_string(Path::new(KSM_DIRECTORY).join(name)).unwrap_or_default();
     let word = text.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(word, _)| word.to_owned());
     word.unwrap_or_else(|| text.trim().to_owned())
 }
 
-fn values() -> Vec<String> {
+fn read_settings() -> Vec<String> {
     let names =
         ["advisor_mode", "advisor_target_scan_time", "pages_to_scan", "sleep_millisecs", "use_zero_pages", "run"];
-    names.iter().map(|name| format!("{name}={}", value(name))).collect()
+    names.iter().map(|name| format!("{name}={}", read_setting(name))).collect()
 }
 
-fn command(state: &Path, arguments: &[&str]) -> Command {
+fn policy_command(state: &Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
     command.arg("--state").arg(state).args(arguments);
     command
 }
 
-fn pagefold(state: &Path, arguments: &[&str]) -> Output {
-    command(state, arguments).output().expect("the binary runs")
+fn run_pagefold(state: &Path, arguments: &[&str]) -> Output {
+    policy_command(state, arguments).output().expect("the binary runs")
 }
 
 /// Run, expect an exit status, and give what was printed.
-fn expect(status: i32, state: &Path, arguments: &[&str]) -> String {
-    let output = pagefold(state, arguments);
+fn expect_status(status: i32, state: &Path, arguments: &[&str]) -> String {
+    let output = run_pagefold(state, arguments);
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.status.code(), Some(status), "{arguments:?}\n{out}{error}");
     if status == 2 {
@@ -69,12 +69,12 @@ fn expect(status: i32, state: &Path, arguments: &[&str]) -> String {
 }
 
 /// For env(1): the signals that nohup(1) and shells have background jobs ignore, the tests among them.
-const DEFAULT_SIGNALS: &str = "--default-signal=HUP,INT,QUIT";
+const ENV_DEFAULT_SIGNALS: &str = "--default-signal=HUP,INT,QUIT";
 
 /// A follower that has said that it follows.
-fn follower(state: &Path) -> Child {
+fn start_follower(state: &Path) -> Child {
     let mut child = Command::new("env")
-        .args([DEFAULT_SIGNALS, env!("CARGO_BIN_EXE_pagefold"), "--state"])
+        .args([ENV_DEFAULT_SIGNALS, env!("CARGO_BIN_EXE_pagefold"), "--state"])
         .arg(state)
         .args(["policy", "set", "ksmtuned", "--follow"])
         .stderr(Stdio::piped())
@@ -88,8 +88,8 @@ fn follower(state: &Path) -> Child {
 
 #[test]
 fn policies_are_set_and_restored() {
-    let Some((_ksm, state)) = take("policies_are_set_and_restored") else { return };
-    let (state, before) = (state.path(), values());
+    let Some((_ksm, state)) = acquire_ksm_and_state("policies_are_set_and_restored") else { return };
+    let (state, before) = (state.path(), read_settings());
     let file = state.join("night.toml");
     fs::write(&file, "[ksm]\nuse_zero_pages = true\npages_to_scan = 321\n").unwrap();
     for (policy, expected) in [
@@ -99,86 +99,89 @@ fn policies_are_set_and_restored() {
         ("guided", ["none", "200", "100", "1000", "0", "1"]),
         ("default", ["none", "200", "100", "20", "0", "1"]),
     ] {
-        let said = expect(0, state, &["policy", "set", policy]);
+        let said = expect_status(0, state, &["policy", "set", policy]);
         assert!(said.contains("They stay until `pagefold policy restore`."), "{said}");
-        for (value, expected) in values().iter().zip(expected) {
+        for (value, expected) in read_settings().iter().zip(expected) {
             let value = value.split_once('=').unwrap().1;
-            assert!(expected.is_empty() || value == expected, "{policy}: {:?}", values());
+            assert!(expected.is_empty() || value == expected, "{policy}: {:?}", read_settings());
         }
-        let shown: Value = serde_json::from_str(&expect(0, state, &["policy", "show", "--json"])).unwrap();
+        let shown: Value = serde_json::from_str(&expect_status(0, state, &["policy", "show", "--json"])).unwrap();
         assert_eq!(shown["policy"], policy);
     }
-    let said = expect(0, state, &["policy", "restore"]);
+    let said = expect_status(0, state, &["policy", "restore"]);
     assert!(said.contains("Put back: /sys/kernel/mm/ksm/pages_to_scan was 777"), "{said}");
-    assert_eq!(values(), before);
-    assert!(expect(0, state, &["policy", "restore"]).contains("there is nothing to restore"));
-    let said = expect(0, state, &["policy", "set", "ksmtuned"]);
+    assert_eq!(read_settings(), before);
+    assert!(expect_status(0, state, &["policy", "restore"]).contains("there is nothing to restore"));
+    let said = expect_status(0, state, &["policy", "set", "ksmtuned"]);
     assert!(said.contains("needs --follow"), "{said}");
-    expect(0, state, &["policy", "restore"]);
-    assert_eq!(values(), before);
+    expect_status(0, state, &["policy", "restore"]);
+    assert_eq!(read_settings(), before);
 }
 
 #[test]
-fn what_somebody_else_wrote_is_left_to_them() {
-    let Some((ksm, state)) = take("what_somebody_else_wrote_is_left_to_them") else { return };
+fn foreign_settings_are_not_restored() {
+    let Some((ksm, state)) = acquire_ksm_and_state("what_somebody_else_wrote_is_left_to_them") else { return };
     let state = state.path();
-    expect(0, state, &["policy", "set", "flat-out"]);
-    ksm.set("sleep_millisecs", 33);
-    let said = expect(0, state, &["policy", "show"]);
+    expect_status(0, state, &["policy", "set", "flat-out"]);
+    ksm.write_setting("sleep_millisecs", 33);
+    let said = expect_status(0, state, &["policy", "show"]);
     assert!(said.contains("somebody else"), "{said}");
-    let said = expect(3, state, &["policy", "restore"]);
+    let said = expect_status(3, state, &["policy", "restore"]);
     assert!(said.contains("sleep_millisecs was 20: it is 33 now, which somebody else wrote"), "{said}");
-    assert_eq!([value("sleep_millisecs"), value("pages_to_scan"), value("run")], ["33", "777", "0"]);
+    assert_eq!(
+        [read_setting("sleep_millisecs"), read_setting("pages_to_scan"), read_setting("run")],
+        ["33", "777", "0"]
+    );
 }
 
 #[test]
-fn a_killed_follower_is_put_back_by_recover() {
-    let Some((ksm, state)) = take("a_killed_follower_is_put_back_by_recover") else { return };
-    let (state, before) = (state.path(), values());
-    assert!(expect(0, state, &["recover"]).contains("Nothing was left to put back."));
+fn recover_undoes_a_killed_follower() {
+    let Some((ksm, state)) = acquire_ksm_and_state("a_killed_follower_is_put_back_by_recover") else { return };
+    let (state, before) = (state.path(), read_settings());
+    assert!(expect_status(0, state, &["recover"]).contains("Nothing was left to put back."));
     // Killed at any moment of the changes: there are six of them, and none takes a millisecond.
     for micros in [0, 200, 500, 1000, 2000, 3000, 4000, 6000, 10_000, 50_000] {
-        let mut child = command(state, &["policy", "set", "flat-out"]).stdout(Stdio::null()).spawn().unwrap();
+        let mut child = policy_command(state, &["policy", "set", "flat-out"]).stdout(Stdio::null()).spawn().unwrap();
         sleep(Duration::from_micros(micros));
         child.kill().unwrap();
         child.wait().unwrap();
-        expect(0, state, &["recover"]);
-        expect(0, state, &["policy", "restore"]);
-        assert_eq!(values(), before, "killed after {micros} us");
+        expect_status(0, state, &["recover"]);
+        expect_status(0, state, &["policy", "restore"]);
+        assert_eq!(read_settings(), before, "killed after {micros} us");
     }
-    let mut child = follower(state);
-    let busy = expect(2, state, &["policy", "set", "default"]);
+    let mut child = start_follower(state);
+    let busy = expect_status(2, state, &["policy", "set", "default"]);
     assert!(busy.contains(&format!("(process {})", child.id())), "{busy}");
     child.kill().unwrap();
     child.wait().unwrap();
-    expect(0, state, &["recover"]);
-    assert_eq!(values(), before);
+    expect_status(0, state, &["recover"]);
+    assert_eq!(read_settings(), before);
     drop(ksm);
 }
 
 /// As a killed session leaves it: the settings written, and a journal that says what they were.
 #[test]
-fn recover_puts_back_and_says_what_it_did_not() {
-    let Some((ksm, state)) = take("recover_puts_back_and_says_what_it_did_not") else { return };
+fn recover_reports_failed_undos() {
+    let Some((ksm, state)) = acquire_ksm_and_state("recover_puts_back_and_says_what_it_did_not") else { return };
     let state = state.path();
-    expect(0, state, &["policy", "set", "flat-out"]);
+    expect_status(0, state, &["policy", "set", "flat-out"]);
     fs::rename(state.join("policy.json"), state.join("journal.json")).unwrap();
-    ksm.set("pages_to_scan", 5);
-    let said = expect(3, state, &["recover", "--json"]);
+    ksm.write_setting("pages_to_scan", 5);
+    let said = expect_status(3, state, &["recover", "--json"]);
     let report: Value = serde_json::from_str(&said).unwrap();
     assert_eq!(report["remains"].as_array().unwrap().len(), 1);
     assert_eq!(report["remains"][0]["was"], "/sys/kernel/mm/ksm/pages_to_scan was 777");
     assert_eq!(report["put_back"][0], "/sys/kernel/mm/ksm/run was 0");
-    assert_eq!([value("sleep_millisecs"), value("pages_to_scan"), value("run")], ["20", "5", "0"]);
-    assert!(expect(0, state, &["recover"]).contains("Nothing was left"));
+    assert_eq!([read_setting("sleep_millisecs"), read_setting("pages_to_scan"), read_setting("run")], ["20", "5", "0"]);
+    assert!(expect_status(0, state, &["recover"]).contains("Nothing was left"));
 }
 
 #[test]
-fn a_follower_ends_on_a_signal() {
-    let Some((_ksm, state)) = take("a_follower_ends_on_a_signal") else { return };
-    let before = values();
+fn follower_ends_on_a_signal() {
+    let Some((_ksm, state)) = acquire_ksm_and_state("a_follower_ends_on_a_signal") else { return };
+    let before = read_settings();
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGHUP] {
-        let mut child = follower(state.path());
+        let mut child = start_follower(state.path());
         // As a terminal that goes away: what is said there fails, and SIGHUP comes twice.
         drop(child.stderr.take());
         for _ in 0..if signal == Signal::SIGHUP { 2 } else { 1 } {
@@ -193,17 +196,17 @@ fn a_follower_ends_on_a_signal() {
             sleep(Duration::from_millis(10));
         };
         assert_eq!(status.code(), Some(0), "{signal}");
-        assert_eq!(values(), before, "{signal}");
+        assert_eq!(read_settings(), before, "{signal}");
     }
 }
 
 #[test]
-fn a_hangup_that_is_ignored_stays_ignored() {
-    let Some((_ksm, state)) = take("a_hangup_that_is_ignored_stays_ignored") else { return };
-    let before = values();
+fn ignored_sighup_stays_ignored() {
+    let Some((_ksm, state)) = acquire_ksm_and_state("a_hangup_that_is_ignored_stays_ignored") else { return };
+    let before = read_settings();
     let script = r#"trap '' HUP && exec "$0" --state "$1" policy set ksmtuned --follow"#;
     let mut child = Command::new("env")
-        .args([DEFAULT_SIGNALS, "sh", "-c", script, env!("CARGO_BIN_EXE_pagefold")])
+        .args([ENV_DEFAULT_SIGNALS, "sh", "-c", script, env!("CARGO_BIN_EXE_pagefold")])
         .arg(state.path())
         .stderr(Stdio::piped())
         .spawn()
@@ -222,21 +225,22 @@ fn a_hangup_that_is_ignored_stays_ignored() {
     kill(Pid::from_raw(child.id() as i32), Signal::SIGHUP).unwrap();
     kill(Pid::from_raw(child.id() as i32), Signal::SIGTERM).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
-    assert_eq!(values(), before);
+    assert_eq!(read_settings(), before);
 }
 
 /// Run in a mount namespace of its own, after a shell command there.
-fn beside(prepare: &str, state: &Path, arguments: &str) -> Output {
-    let script =
-        format!("{prepare} && exec {} --state {} {arguments}", env!("CARGO_BIN_EXE_pagefold"), state.display());
+fn run_in_mount_namespace(setup: &str, state: &Path, arguments: &str) -> Output {
+    let script = format!("{setup} && exec {} --state {} {arguments}", env!("CARGO_BIN_EXE_pagefold"), state.display());
     Command::new("unshare").args(["--mount", "sh", "-c", &script]).output().expect("unshare runs")
 }
 
 #[test]
-fn bad_hosts_are_named_in_one_line_and_nothing_is_changed() {
-    let Some((_ksm, state)) = take("bad_hosts_are_named_in_one_line_and_nothing_is_changed") else { return };
-    let before = values();
-    if !beside("true", state.path(), "--version").status.success() {
+fn unsuitable_hosts_fail_with_one_line_and_no_change() {
+    let Some((_ksm, state)) = acquire_ksm_and_state("bad_hosts_are_named_in_one_line_and_nothing_is_changed") else {
+        return;
+    };
+    let before = read_settings();
+    if !run_in_mount_namespace("true", state.path(), "--version").status.success() {
         return println!("skipped: needs mount namespaces");
     }
     for (prepare, arguments, says) in [
@@ -244,52 +248,54 @@ fn bad_hosts_are_named_in_one_line_and_nothing_is_changed() {
         ("mount -t tmpfs none /sys/kernel/mm/ksm", "policy set flat-out", "CONFIG_KSM"),
         ("mount -t tmpfs none /sys/kernel/mm/ksm", "policy show", "CONFIG_KSM"),
     ] {
-        let output = beside(prepare, state.path(), arguments);
+        let output = run_in_mount_namespace(prepare, state.path(), arguments);
         let error = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(2), "{prepare}: {error}");
         assert!(error.contains(says) && error.lines().count() == 1, "{prepare}: {error}");
-        assert_eq!(values(), before, "{prepare}");
+        assert_eq!(read_settings(), before, "{prepare}");
         assert!(!state.path().join("journal.json").exists());
     }
 }
 
 #[test]
-fn another_tuner_is_named_with_what_stops_it() {
-    let Some((_ksm, state)) = take("another_tuner_is_named_with_what_stops_it") else { return };
-    let (before, script) = (values(), state.path().join("ksmtuned"));
+fn other_tuner_is_named_with_its_stop_command() {
+    let Some((_ksm, state)) = acquire_ksm_and_state("another_tuner_is_named_with_what_stops_it") else { return };
+    let (before, script) = (read_settings(), state.path().join("ksmtuned"));
     fs::write(&script, "#!/bin/sh\nread line\n").unwrap();
     let mut tuner = Command::new("sh").arg(&script).stdin(Stdio::piped()).spawn().unwrap();
     let state = state.path().join("state");
-    let said = expect(2, &state, &["policy", "set", "default"]);
+    let said = expect_status(2, &state, &["policy", "set", "default"]);
     assert!(said.contains("ksmtuned tunes KSM") && said.contains("systemctl disable --now ksmtuned"), "{said}");
-    assert_eq!(values(), before);
-    expect(0, &state, &["policy", "set", "default", "--force"]);
-    expect(0, &state, &["policy", "restore"]);
+    assert_eq!(read_settings(), before);
+    expect_status(0, &state, &["policy", "set", "default", "--force"]);
+    expect_status(0, &state, &["policy", "restore"]);
     drop(tuner.stdin.take());
     tuner.wait().unwrap();
-    assert_eq!(values(), before);
+    assert_eq!(read_settings(), before);
 }
 
 #[test]
-fn a_program_of_another_user_is_no_tuner_whatever_its_name() {
+fn unprivileged_program_is_no_tuner() {
     use std::os::unix::process::CommandExt;
-    let Some((_ksm, state)) = take("a_program_of_another_user_is_no_tuner_whatever_its_name") else { return };
-    let before = values();
+    let Some((_ksm, state)) = acquire_ksm_and_state("a_program_of_another_user_is_no_tuner_whatever_its_name") else {
+        return;
+    };
+    let before = read_settings();
     let mut nobody = Command::new("sleep").arg0("ksmtuned").arg("60").uid(65534).gid(65534).spawn().unwrap();
     let state = state.path().join("state");
-    expect(0, &state, &["policy", "set", "default"]);
-    expect(0, &state, &["policy", "restore"]);
+    expect_status(0, &state, &["policy", "set", "default"]);
+    expect_status(0, &state, &["policy", "restore"]);
     nobody.kill().unwrap();
     nobody.wait().unwrap();
-    assert_eq!(values(), before);
+    assert_eq!(read_settings(), before);
 }
 
 #[test]
-fn what_is_no_policy_is_refused() {
+fn invalid_policy_is_refused() {
     let state = tempfile::tempdir().unwrap();
     let state = state.path();
     let check = |arguments: &[&str], says: &str| {
-        let said = expect(2, state, arguments);
+        let said = expect_status(2, state, arguments);
         assert!(said.contains(says), "{said}");
     };
     check(&["policy", "set", "flatout"], "did you mean flat-out?");
@@ -308,14 +314,14 @@ fn what_is_no_policy_is_refused() {
 }
 
 #[test]
-fn an_unprivileged_user_is_told_to_be_root() {
+fn policy_without_root_asks_for_root() {
     use std::os::unix::fs::PermissionsExt;
     use std::os::unix::process::CommandExt;
-    let Some((_ksm, folder)) = take("an_unprivileged_user_is_told_to_be_root") else { return };
+    let Some((_ksm, folder)) = acquire_ksm_and_state("an_unprivileged_user_is_told_to_be_root") else { return };
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let binary = folder.path().join("pagefold");
-    install(env!("CARGO_BIN_EXE_pagefold").as_ref(), &binary, 0o755).unwrap();
-    let before = values();
+    install_executable(env!("CARGO_BIN_EXE_pagefold").as_ref(), &binary, 0o755).unwrap();
+    let before = read_settings();
     for state in ["/run/pagefold-of-nobody", "/proc/self/state"] {
         let output = Command::new(&binary)
             .args(["--state", state, "policy", "set", "default", "--force"])
@@ -328,27 +334,27 @@ fn an_unprivileged_user_is_told_to_be_root() {
         assert_eq!(output.status.code(), Some(2), "{error}");
         assert!(error.contains("as root") && error.lines().count() == 1, "{error}");
     }
-    assert_eq!(values(), before);
+    assert_eq!(read_settings(), before);
 }
 
 /// The kernel's advisor against the model of it: what `pages_to_scan` was after each of the first scans. Scans of a few
 /// pages take less than a second and a percent of a CPU, so both compute with the same whole numbers.
 #[test]
-fn the_advisor_does_what_the_model_computes() {
-    let Some((ksm, _state)) = take("the_advisor_does_what_the_model_computes") else { return };
-    if !Path::new(ROOT).join("advisor_mode").exists() {
+fn kernel_advisor_matches_the_model() {
+    let Some((ksm, _state)) = acquire_ksm_and_state("the_advisor_does_what_the_model_computes") else { return };
+    if !Path::new(KSM_DIRECTORY).join("advisor_mode").exists() {
         return println!("skipped: needs a kernel with the advisor (6.8)");
     }
-    let _lab = Lab::layout(&["--mergeable", "unique=40"]).unwrap();
+    let _lab = RunningLab::start_layout(&["--mergeable", "unique=40"]).unwrap();
     // So that the next scan starts anew: with a batch longer than a scan, ksmd stops at the end of one.
-    let scans = ksm.counter("full_scans");
-    ksm.set("pages_to_scan", 1_000_000);
-    ksm.set("run", 1);
-    while ksm.counter("full_scans") < scans + 3 {
+    let scans = ksm.read_counter("full_scans");
+    ksm.write_setting("pages_to_scan", 1_000_000);
+    ksm.write_setting("run", 1);
+    while ksm.read_counter("full_scans") < scans + 3 {
         sleep(Duration::from_millis(1));
     }
-    ksm.set("run", 0);
-    let ksmd = pagefold_merge::policy::observe(&pagefold_linux::LiveHost::new()).ksmd_cpu.unwrap();
+    ksm.write_setting("run", 0);
+    let ksmd = pagefold_merge::policy::observe_host(&pagefold_linux::LiveHost::new()).ksmd_cpu.unwrap();
 
     let rule = Advisor::default();
     let mut context = rule.start();
@@ -359,17 +365,17 @@ fn the_advisor_does_what_the_model_computes() {
     }
     computed.dedup();
 
-    ksm.set("advisor_mode", "scan-time");
-    let mut seen = vec![ksm.counter("pages_to_scan") as u64];
-    let scans = ksm.counter("full_scans");
-    ksm.set("run", 1);
-    while ksm.counter("full_scans") < scans + 8 {
-        let pages = ksm.counter("pages_to_scan") as u64;
+    ksm.write_setting("advisor_mode", "scan-time");
+    let mut seen = vec![ksm.read_counter("pages_to_scan") as u64];
+    let scans = ksm.read_counter("full_scans");
+    ksm.write_setting("run", 1);
+    while ksm.read_counter("full_scans") < scans + 8 {
+        let pages = ksm.read_counter("pages_to_scan") as u64;
         if seen.last() != Some(&pages) {
             seen.push(pages);
         }
     }
-    ksm.set("run", 0);
-    ksm.set("advisor_mode", "none");
+    ksm.write_setting("run", 0);
+    ksm.write_setting("advisor_mode", "none");
     assert_eq!(seen, computed, "ksmd had used {ksmd:?}");
 }

@@ -1,10 +1,10 @@
 //! Advice that was given for the time of a merge, on the live kernel: it comes back, and only to what it was given
 //! about.
 
-use pagefold_labs::client::Lab;
-use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::Region;
-use pagefold_labs::look::{self, until};
+use pagefold_labs::client::RunningLab;
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_labs::output_lines::RegionLine;
+use pagefold_labs::process_checks::{self, wait_until};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader};
@@ -12,71 +12,73 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 /// Memory that a lab enrolled itself, most of which does not pay.
-const SPECS: [&str; 3] = ["--mergeable", "unique=3000", "shared-content=m:8000"];
+const LAYOUT_ARGUMENTS: [&str; 3] = ["--mergeable", "unique=3000", "shared-content=m:8000"];
 
-fn pagefold(state: &Path, command: &str) -> Command {
+fn pagefold_command(state: &Path, command: &str) -> Command {
     let mut pagefold = Command::new(env!("CARGO_BIN_EXE_pagefold"));
     pagefold.arg(command).arg("--state").arg(state).arg("--json");
     pagefold
 }
 
 /// The smallest page that there is.
-const PAGE: u64 = 4096;
+const MIN_PAGE_BYTES: u64 = 4096;
 
-fn enrolled(lab: &Lab<Region>) -> BTreeSet<u64> {
-    look::enrolled(lab.pid())
+fn enrolled_page_addresses(lab: &RunningLab<RegionLine>) -> BTreeSet<u64> {
+    process_checks::enrolled_page_addresses(lab.pid())
 }
 
 /// KSM for one test; `None` says why the test is skipped.
-fn ksm() -> Option<Ksm> {
-    Ksm::take().inspect_err(|why| println!("skipped: {why}")).ok()
+fn acquire_ksm() -> Option<KsmTestGuard> {
+    KsmTestGuard::acquire().inspect_err(|why| println!("skipped: {why}")).ok()
 }
 
-fn labs() -> [Lab<Region>; 2] {
-    [Lab::layout(&SPECS).unwrap(), Lab::layout(&SPECS).unwrap()]
+fn start_labs() -> [RunningLab<RegionLine>; 2] {
+    [RunningLab::start_layout(&LAYOUT_ARGUMENTS).unwrap(), RunningLab::start_layout(&LAYOUT_ARGUMENTS).unwrap()]
 }
 
 #[test]
-fn what_programs_enrolled_themselves_is_enrolled_again() {
-    let Some(_ksm) = ksm() else { return };
+fn self_enrolled_memory_is_enrolled_again_after_merge() {
+    let Some(_ksm) = acquire_ksm() else { return };
     let state = tempfile::tempdir().unwrap();
-    let labs = labs();
-    let before = labs.each_ref().map(enrolled);
+    let labs = start_labs();
+    let before = labs.each_ref().map(enrolled_page_addresses);
     let pids = labs.each_ref().map(|lab| format!("--pid={}", lab.pid()));
-    let output = pagefold(state.path(), "merge").args(&pids).output().unwrap();
+    let output = pagefold_command(state.path(), "merge").args(&pids).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     let narrowed = report["plan"]["narrowed"].as_array().unwrap();
-    assert!(narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(3000 * PAGE)), "{narrowed:?}");
+    assert!(narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(3000 * MIN_PAGE_BYTES)), "{narrowed:?}");
     assert_eq!(narrowed.len(), 2);
     assert_eq!(report["outcome"]["not_put_back"], Value::Array(Vec::new()));
     // What pays besides is enrolled by then too.
-    assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled(lab))));
+    assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab))));
 }
 
 #[test]
-fn what_a_killed_merge_withdrew_is_enrolled_again() {
-    let Some(_ksm) = ksm() else { return };
+fn memory_unenrolled_by_killed_merge_is_enrolled_again() {
+    let Some(_ksm) = acquire_ksm() else { return };
     let state = tempfile::tempdir().unwrap();
-    let labs = labs();
-    let before = labs.each_ref().map(enrolled);
+    let labs = start_labs();
+    let before = labs.each_ref().map(enrolled_page_addresses);
     let pids = labs.each_ref().map(|lab| format!("--pid={}", lab.pid()));
-    let mut merge = pagefold(state.path(), "merge");
+    let mut merge = pagefold_command(state.path(), "merge");
     merge.args(&pids).args(["--cpu", "0.1", "--settle", "0", "--watch", "0"]);
     let mut child = merge.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    until("a withdrawal", || !labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled(lab))));
+    wait_until("a withdrawal", || {
+        !labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab)))
+    });
     child.kill().unwrap();
     child.wait().unwrap();
-    assert!(!labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled(lab))));
-    let recovered = pagefold(state.path(), "recover").output().unwrap();
+    assert!(!labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab))));
+    let recovered = pagefold_command(state.path(), "recover").output().unwrap();
     assert_eq!(recovered.status.code(), Some(0), "{}", String::from_utf8_lossy(&recovered.stdout));
     // What pays besides is enrolled by then too.
-    assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled(lab))));
+    assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab))));
 }
 
 /// A policy that is followed, told to end and waited for when it is dropped.
-struct Follower(Child);
+struct PolicyFollower(Child);
 
-impl Drop for Follower {
+impl Drop for PolicyFollower {
     fn drop(&mut self) {
         if let Some(pid) = rustix::process::Pid::from_raw(self.0.id().cast_signed()) {
             let _ = rustix::process::kill_process(pid, rustix::process::Signal::TERM);
@@ -86,11 +88,11 @@ impl Drop for Follower {
 }
 
 #[test]
-fn second_pagefold_is_refused_whatever_its_state_directory_and_namespaces() {
-    let Some(_ksm) = ksm() else { return };
+fn second_pagefold_is_refused_across_state_dirs_and_namespaces() {
+    let Some(_ksm) = acquire_ksm() else { return };
     let [first, second] = [(); 2].map(|()| tempfile::tempdir().unwrap());
-    let mut follow = pagefold_with(first.path(), &["policy", "set", "ksmtuned", "--follow"]);
-    let mut follower = Follower(follow.stderr(Stdio::piped()).spawn().unwrap());
+    let mut follow = pagefold_command_with(first.path(), &["policy", "set", "ksmtuned", "--follow"]);
+    let mut follower = PolicyFollower(follow.stderr(Stdio::piped()).spawn().unwrap());
     let mut line = String::new();
     BufReader::new(follower.0.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("Following ksmtuned"), "{line}");
@@ -107,7 +109,7 @@ fn second_pagefold_is_refused_whatever_its_state_directory_and_namespaces() {
             println!("skipped in part: needs `unshare {}`", needs.join(" "));
             continue;
         }
-        let recover = pagefold_with(second.path(), &["recover"]);
+        let recover = pagefold_command_with(second.path(), &["recover"]);
         let mut inside = Command::new(namespaces[0]);
         inside.args(&namespaces[1..]).arg(recover.get_program()).args(recover.get_args());
         let output = inside.output().unwrap();
@@ -116,11 +118,11 @@ fn second_pagefold_is_refused_whatever_its_state_directory_and_namespaces() {
         assert!(said.contains(&named), "{namespaces:?}: {said}, not {named}");
     }
     drop(follower);
-    let output = pagefold_with(second.path(), &["recover"]).output().unwrap();
+    let output = pagefold_command_with(second.path(), &["recover"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
-fn pagefold_with(state: &Path, arguments: &[&str]) -> Command {
+fn pagefold_command_with(state: &Path, arguments: &[&str]) -> Command {
     let mut pagefold = Command::new(env!("CARGO_BIN_EXE_pagefold"));
     pagefold.arg("--state").arg(state).args(arguments);
     pagefold

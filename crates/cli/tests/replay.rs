@@ -1,29 +1,29 @@
 //! A recording of many moments: what does not change is kept once, each moment can be read by itself, and the daemon
 //! goes through all of them by the recorded clock.
 
-use pagefold_labs::client::Lab;
+use pagefold_labs::client::RunningLab;
 use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::process::{Command, Output};
 
-fn pagefold(arguments: &[&str]) -> Output {
+fn run_pagefold(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).output().expect("the binary runs")
 }
 
-fn text(output: &Output) -> String {
+fn stdout_text(output: &Output) -> String {
     assert_eq!(output.status.code(), Some(0), "{output:?}");
     String::from_utf8(output.stdout.clone()).unwrap()
 }
 
-fn copy(from: &Path, to: &Path) {
+fn copy_folder(from: &Path, to: &Path) {
     fs::create_dir_all(to).unwrap();
     for entry in fs::read_dir(from).unwrap() {
         let entry = entry.unwrap();
         let target = to.join(entry.file_name());
         if entry.file_type().unwrap().is_dir() {
-            copy(&entry.path(), &target);
+            copy_folder(&entry.path(), &target);
         } else {
             fs::copy(entry.path(), target).unwrap();
         }
@@ -31,39 +31,39 @@ fn copy(from: &Path, to: &Path) {
 }
 
 /// A host that stays as it was recorded, at some seconds from 2023-11-14 22:13:20 UTC on, with more of each moment.
-fn day(root: &Path, seconds: &[f64], more: &str) {
+fn write_trace(root: &Path, seconds: &[f64], extra_lines: &str) {
     let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
     fs::create_dir(root).unwrap();
     fs::write(root.join("recording.toml"), "schema = \"pagefold.recording.moments/1\"\n").unwrap();
     for (number, at) in seconds.iter().enumerate() {
         let moment = root.join(format!("{number:06}"));
-        copy(&recording, &moment);
+        copy_folder(&recording, &moment);
         let about = fs::read_to_string(moment.join("recording.toml")).unwrap();
-        let about = format!("{about}at_seconds = {at}\ntime = {}\n{more}", 1_700_000_000.0 + at);
+        let about = format!("{about}at_seconds = {at}\ntime = {}\n{extra_lines}", 1_700_000_000.0 + at);
         fs::write(moment.join("recording.toml"), about).unwrap();
     }
 }
 
 #[test]
-fn a_recorded_day_gives_the_same_decisions_each_time() {
+fn trace_replay_is_deterministic() {
     let folder = tempfile::tempdir().unwrap();
     let (root, config) = (folder.path().join("day"), folder.path().join("pagefold.toml"));
     // An hour, in which everybody comes at the beginning.
     let seconds: Vec<f64> = (0..20).map(f64::from).chain((1..=6).map(|tens| f64::from(tens) * 600.0)).collect();
-    day(&root, &seconds, "");
+    write_trace(&root, &seconds, "");
     fs::write(&config, "[daemon]\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\n").unwrap();
     let (host, config) = (format!("recording:{}", root.display()), config.display().to_string());
     let run = |more: &[&str]| {
         let arguments = ["--config", &config, "--host", &host, "daemon"];
-        pagefold(&[&arguments[..], more].concat())
+        run_pagefold(&[&arguments[..], more].concat())
     };
-    let said = text(&run(&[]));
-    assert_eq!(said, text(&run(&[])), "the same twice");
+    let said = stdout_text(&run(&[]));
+    assert_eq!(said, stdout_text(&run(&[])), "the same twice");
     assert!(said.contains("census") && said.contains("new here"), "{said}");
     assert!(said.contains("it should give back"), "{said}");
 
     let decisions: Vec<serde_json::Value> =
-        text(&run(&["--json"])).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
+        stdout_text(&run(&["--json"])).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert_eq!(decisions.len(), said.lines().count());
     let times: Vec<u64> = decisions.iter().map(|decision| decision["time_ms"].as_u64().unwrap()).collect();
     assert!(times.is_sorted() && times[0] >= 1_700_000_000_000, "{times:?}");
@@ -76,14 +76,14 @@ fn a_recorded_day_gives_the_same_decisions_each_time() {
 }
 
 #[test]
-fn quiet_hours_are_by_the_clock_of_the_host_that_was_recorded() {
+fn quiet_hours_use_the_recorded_clock() {
     let said = |more: &str, hours: &str| {
         let folder = tempfile::tempdir().unwrap();
         let (root, config) = (folder.path().join("day"), folder.path().join("pagefold.toml"));
-        day(&root, &(0..20).map(f64::from).collect::<Vec<_>>(), more);
+        write_trace(&root, &(0..20).map(f64::from).collect::<Vec<_>>(), more);
         fs::write(&config, format!("[daemon]\nmin_memory = \"4KiB\"\nquiet_hours = [{hours:?}]\n")).unwrap();
         let (host, config) = (format!("recording:{}", root.display()), config.display().to_string());
-        text(&pagefold(&["--config", &config, "--host", &host, "daemon"]))
+        stdout_text(&run_pagefold(&["--config", &config, "--host", &host, "daemon"]))
     };
     let ahead = "utc_offset_seconds = 7200\n";
     for (more, hours, quiet) in [
@@ -100,7 +100,7 @@ fn quiet_hours_are_by_the_clock_of_the_host_that_was_recorded() {
 }
 
 /// What a file of pages says of each but its frame: the kernel may move a page to another at any time.
-fn held(pages: &Path) -> BTreeSet<(u64, [String; 2])> {
+fn page_lines_without_frames(pages: &Path) -> BTreeSet<(u64, [String; 2])> {
     let text = fs::read_to_string(pages).unwrap();
     let of_line = |line: &str| {
         let words: Vec<_> = line.split(' ').collect();
@@ -113,13 +113,13 @@ fn held(pages: &Path) -> BTreeSet<(u64, [String; 2])> {
 }
 
 #[test]
-fn moments_of_a_host_are_recorded_until_their_time_is_over() {
-    let lab = Lab::layout(&["within=512", "zero=64"]).expect("the lab");
+fn trace_recording_ends_after_its_length() {
+    let lab = RunningLab::start_layout(&["within=512", "zero=64"]).expect("the lab");
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("moments");
     let (path, pid) = (root.display().to_string(), format!("--pid={}", lab.pid()));
-    let output = pagefold(&["record", "--every", "200ms", "--for", "500ms", "--settle", "0", &pid, &path]);
-    let said = text(&output);
+    let output = run_pagefold(&["record", "--every", "200ms", "--for", "500ms", "--settle", "0", &pid, &path]);
+    let said = stdout_text(&output);
     assert!(said.contains("its time is over"), "{said}");
     let pages = |number: u32| root.join(format!("{number:06}/pages/{}.txt", lab.pid()));
     // On a busy machine a moment takes longer, and there are fewer; the last has begun before its time was over.
@@ -128,29 +128,30 @@ fn moments_of_a_host_are_recorded_until_their_time_is_over() {
     let inode =
         |number: u32| fs::metadata(root.join(format!("{number:06}/files/proc/{}/cmdline", lab.pid()))).unwrap().ino();
     assert!((1..count as u32).all(|number| inode(number) == inode(0)), "what does not change is kept once");
-    let first = held(&pages(0));
+    let first = page_lines_without_frames(&pages(0));
     for number in 1..count as u32 {
-        let later = held(&pages(number));
+        let later = page_lines_without_frames(&pages(number));
         let changed: Vec<_> = first.symmetric_difference(&later).collect();
         assert!(changed.is_empty(), "pages of one who sleeps do not change, but in moment {number}: {changed:?}");
     }
 
     for host in [root.clone(), root.join("000000")] {
-        let census = text(&pagefold(&[&format!("--host=recording:{}", host.display()), "census", "--json"]));
+        let census = stdout_text(&run_pagefold(&[&format!("--host=recording:{}", host.display()), "census", "--json"]));
         let census: serde_json::Value = serde_json::from_str(&census).unwrap();
         assert_eq!(census["processes"].as_array().map(Vec::len), Some(1), "{census}");
     }
-    text(&pagefold(&[&format!("--host=recording:{path}"), "daemon"]));
-    let full = pagefold(&["record", "--every", "1s", &pid, &path]);
+    stdout_text(&run_pagefold(&[&format!("--host=recording:{path}"), "daemon"]));
+    let full = run_pagefold(&["record", "--every", "1s", &pid, &path]);
     assert_eq!(full.status.code(), Some(2), "what is there is not written over: {full:?}");
 }
 
 #[test]
-fn a_recording_ends_when_its_room_is_used_up() {
-    let lab = Lab::layout(&["unique=64"]).expect("the lab");
+fn trace_recording_ends_at_its_size_limit() {
+    let lab = RunningLab::start_layout(&["unique=64"]).expect("the lab");
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("moments").display().to_string();
     let pid = format!("--pid={}", lab.pid());
-    let said = text(&pagefold(&["record", "--every", "10ms", "--limit", "1KiB", "--settle", "0", &pid, &path]));
+    let said =
+        stdout_text(&run_pagefold(&["record", "--every", "10ms", "--limit", "1KiB", "--settle", "0", &pid, &path]));
     assert!(said.contains("Recorded 1 moments") && said.contains("--limit"), "{said}");
 }

@@ -1,87 +1,90 @@
 //! `pagefold report`: of histories of made-up hosts, held against `fixtures/expected/report` (`UPDATE_GOLDEN=1` writes
 //! it anew), and of one that a daemon keeps of a recorded host, which needs no privilege.
 
-use pagefold_daemon::wire::{Decision, Member, MemberState, Pass, Status};
-use pagefold_history::{Limits, Writer};
-use pagefold_labs::look::until;
+use pagefold_daemon::wire::{DecisionReport, PassReport, StatusReport, TrackedProcessReport, TrackingState};
+use pagefold_history::{HistoryLimits, HistoryWriter};
+use pagefold_labs::process_checks::wait_until;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::time::Duration;
 use tempfile::TempDir;
 
-fn repository(path: &str) -> PathBuf {
+fn repository_path(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
 /// The status that all faces are tested with.
-fn status() -> Status {
-    let text = std::fs::read(repository("fixtures/status.json")).expect("the fixture");
+fn fixture_status() -> StatusReport {
+    let text = std::fs::read(repository_path("fixtures/status.json")).expect("the fixture");
     serde_json::from_slice(&text).expect("a status")
 }
 
 /// 2026-11-20 08:00:00 UTC.
-const BEGIN: f64 = 1_795_161_600.0;
+const START_SECONDS: f64 = 1_795_161_600.0;
 
 /// A guest comes every so many seconds.
-const EVERY: u32 = 1200;
+const GUEST_INTERVAL_SECONDS: u32 = 1200;
 
 /// Three hours of a host: guests come, each shares `mib`, of which the most is merged `tau` seconds after its merge
 /// began. The daemon is started anew after two hours.
-fn keep(path: &Path, host: &str, mib: f64, tau: f64) {
-    let begin = |time| Writer::open(path, Limits::default(), host, "0.1.0", time).expect("a history");
-    let mut writer = begin(BEGIN);
-    let mut made = Made { status: status(), mib, tau, restarted: 0, decided: 0 };
+fn write_history(path: &Path, host: &str, mib: f64, tau: f64) {
+    let begin = |time| HistoryWriter::open(path, HistoryLimits::default(), host, "0.1.0", time).expect("a history");
+    let mut writer = begin(START_SECONDS);
+    let mut made = SyntheticStatus { status: fixture_status(), mib, tau, restarted_at: 0, decision_count: 0 };
     for second in 0..3 * 3600_u32 {
         if second == 7200 {
             writer.commit().expect("it is written");
-            writer = begin(BEGIN + f64::from(second));
-            made.restarted = second;
+            writer = begin(START_SECONDS + f64::from(second));
+            made.restarted_at = second;
         }
-        let since = second % EVERY;
+        let since = second % GUEST_INTERVAL_SECONDS;
         if since < 15 || second.is_multiple_of(10) {
-            writer.note(made.at(second));
+            writer.note_status(made.status_at(second));
         }
         if second.is_multiple_of(60) {
-            writer.note_members(made.status.time, &status().members);
+            writer.note_footprints(made.status.time, &fixture_status().members);
             writer.commit().expect("it is written");
         }
     }
     writer.commit().expect("it is written");
 }
 
-struct Made {
-    status: Status,
+struct SyntheticStatus {
+    status: StatusReport,
     mib: f64,
     tau: f64,
-    restarted: u32,
-    decided: u32,
+    restarted_at: u32,
+    decision_count: u32,
 }
 
-impl Made {
+impl SyntheticStatus {
     /// How it stands at a second: a guest comes, waits for two seconds, is looked at for one, and merged for eight.
-    fn at(&mut self, second: u32) -> &Status {
-        let (number, since) = (second / EVERY, f64::from(second % EVERY));
+    fn status_at(&mut self, second: u32) -> &StatusReport {
+        let (number, since) = (second / GUEST_INTERVAL_SECONDS, f64::from(second % GUEST_INTERVAL_SECONDS));
         let merged = |since: f64| if since < 3.0 { 0.0 } else { 1.0 - (-(since - 3.0) / self.tau).exp() };
         let saved = self.mib * (f64::from(number) + merged(since)) * f64::from(1 << 20);
         let status = &mut self.status;
-        status.time = BEGIN + f64::from(second);
+        status.time = START_SECONDS + f64::from(second);
         status.saved.gross = Some(saved as u64);
         status.saved.net = Some((saved * 0.985) as i64);
         let guests = f64::from(number + 1) * 900.0 * f64::from(1 << 20);
         status.memory.available = Some((30e9 - guests + saved) as u64);
-        let worked = f64::from(second - self.restarted) * 0.002 + f64::from(number) * 6.0;
+        let worked = f64::from(second - self.restarted_at) * 0.002 + f64::from(number) * 6.0;
         if let (Some(ksmd), Some(pagefold)) = (&mut status.cpu.ksmd, &mut status.cpu.pagefold) {
             (ksmd.seconds, pagefold.seconds) = (worked + merged(since) * 6.0, worked / 3.0);
         }
-        let newcomer =
-            Member { state: MemberState::Arriving, start_time: u64::from(number), ..status.members[0].clone() };
-        status.members = vec![Member { state: MemberState::Merged, ..newcomer.clone() }];
+        let newcomer = TrackedProcessReport {
+            state: TrackingState::Arriving,
+            start_time: u64::from(number),
+            ..status.members[0].clone()
+        };
+        status.members = vec![TrackedProcessReport { state: TrackingState::Merged, ..newcomer.clone() }];
         if since < 2.0 {
             status.members.push(newcomer);
         }
-        let ended = |after: f64, reached| Pass {
-            time: BEGIN + f64::from(number * EVERY) + after,
+        let ended = |after: f64, reached| PassReport {
+            time: START_SECONDS + f64::from(number * GUEST_INTERVAL_SECONDS) + after,
             seconds: after - 2.0,
             cpu_seconds: after / 1.5,
             processes: 1,
@@ -90,7 +93,7 @@ impl Made {
         };
         let reached = Some((self.mib * 0.985 * f64::from(1 << 20)) as i64);
         // Each daemon counts its own.
-        let passes = u64::from(number - self.restarted / EVERY) + u64::from(since >= 3.0);
+        let passes = u64::from(number - self.restarted_at / GUEST_INTERVAL_SECONDS) + u64::from(since >= 3.0);
         status.passes.passes = passes;
         status.passes.last = match since {
             _ if passes == 0 => None,
@@ -99,9 +102,9 @@ impl Made {
             _ => Some(ended(11.0, reached)),
         };
         status.decisions.clear();
-        if self.decided <= number && since >= 2.0 {
-            self.decided = number + 1;
-            status.decisions.push(Decision {
+        if self.decision_count <= number && since >= 2.0 {
+            self.decision_count = number + 1;
+            status.decisions.push(DecisionReport {
                 time_ms: (status.time * 1e3) as u64,
                 what: "census".to_owned(),
                 whom: format!("guest-{number}"),
@@ -111,21 +114,21 @@ impl Made {
                 acted: true,
             });
         }
-        let decided = u64::from(self.decided - self.restarted / EVERY);
+        let decided = u64::from(self.decision_count - self.restarted_at / GUEST_INTERVAL_SECONDS);
         status.decisions_by_reason = [("arrived".to_owned(), decided)].into();
         status
     }
 }
 
 /// A folder with the histories of two hosts.
-fn hosts() -> TempDir {
+fn write_two_histories() -> TempDir {
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
-    keep(&folder.path().join("a.db"), "node-a", 600.0, 1.0);
-    keep(&folder.path().join("b.db"), "node-b", 400.0, 2.5);
+    write_history(&folder.path().join("a.db"), "node-a", 600.0, 1.0);
+    write_history(&folder.path().join("b.db"), "node-b", 400.0, 2.5);
     folder
 }
 
-fn pagefold(folder: &Path, arguments: &[&str]) -> Output {
+fn run_pagefold(folder: &Path, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagefold"))
         .current_dir(folder)
         .env_remove("COLUMNS")
@@ -134,48 +137,51 @@ fn pagefold(folder: &Path, arguments: &[&str]) -> Output {
         .expect("the binary runs")
 }
 
-fn done(folder: &Path, arguments: &[&str]) -> String {
-    let output = pagefold(folder, arguments);
+fn run_successfully(folder: &Path, arguments: &[&str]) -> String {
+    let output = run_pagefold(folder, arguments);
     assert!(output.status.success(), "{arguments:?}: {output:?}");
     String::from_utf8(output.stdout).expect("UTF-8")
 }
 
-fn expect(name: &str, told: &str) {
-    let path = repository("fixtures/expected/report").join(name);
+fn expect_golden(name: &str, actual: &str) {
+    let path = repository_path("fixtures/expected/report").join(name);
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
         std::fs::create_dir_all(path.parent().expect("a folder")).expect("it is made");
-        std::fs::write(&path, told).expect("it is written");
+        std::fs::write(&path, actual).expect("it is written");
     }
     let expected = std::fs::read_to_string(&path).unwrap_or_default();
-    let differs = told.lines().zip(expected.lines()).find(|(told, expected)| told != expected);
-    assert!(told == expected, "{name} is not as expected (UPDATE_GOLDEN=1 writes it down): {differs:#?}");
+    let differs = actual.lines().zip(expected.lines()).find(|(told, expected)| told != expected);
+    assert!(actual == expected, "{name} is not as expected (UPDATE_GOLDEN=1 writes it down): {differs:#?}");
 }
 
-fn of_schema(report: &Value) {
-    let schema = std::fs::read(repository("docs/schema/report.json")).expect("the schema");
+fn assert_matches_schema(report: &Value) {
+    let schema = std::fs::read(repository_path("docs/schema/report.json")).expect("the schema");
     let validator = jsonschema::validator_for(&serde_json::from_slice(&schema).unwrap()).unwrap();
     let wrong: Vec<String> = validator.iter_errors(report).map(|error| error.to_string()).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
 /// So many lines from even places, so that what is expected stays short.
-fn some_lines(text: &str, count: usize) -> String {
+fn sample_lines(text: &str, count: usize) -> String {
     let every = text.lines().count().div_ceil(count);
     text.lines().step_by(every).flat_map(|line| [line, "\n"]).collect()
 }
 
 #[test]
-fn hosts_and_spans_of_time_are_put_side_by_side() {
-    let folder = hosts();
+fn hosts_and_time_spans_are_compared() {
+    let folder = write_two_histories();
     let folder = folder.path();
-    expect("two.txt", &done(folder, &["report", "a.db", "b.db", "-o", "two.html"]));
-    expect("compare.txt", &done(folder, &["report", "--compare", "a.db", "b.db", "-o", "compare.html"]));
+    expect_golden("two.txt", &run_successfully(folder, &["report", "a.db", "b.db", "-o", "two.html"]));
+    expect_golden(
+        "compare.txt",
+        &run_successfully(folder, &["report", "--compare", "a.db", "b.db", "-o", "compare.html"]),
+    );
     let spans = ["report", "a.db", "--compare", "2h..1h", "1h..", "-o", "spans.html"];
-    expect("spans.txt", &done(folder, &spans));
+    expect_golden("spans.txt", &run_successfully(folder, &spans));
 
-    let told = done(folder, &["report", "a.db", "b.db", "--json", "--csv", "all.csv", "--svg", "plots"]);
+    let told = run_successfully(folder, &["report", "a.db", "b.db", "--json", "--csv", "all.csv", "--svg", "plots"]);
     let mut report: Value = serde_json::from_str(&told).expect("JSON");
-    of_schema(&report);
+    assert_matches_schema(&report);
     let known = report["sides"][0]["figures"]["converge"].clone();
     assert_eq!(known["merges"], 9, "{known}");
     // What was made up: 90 % of an exponential rise are there after 2.3 of its time, and the census before it took one
@@ -187,22 +193,22 @@ fn hosts_and_spans_of_time_are_put_side_by_side() {
         assert!((900..=1010).contains(&points.len()), "{}", points.len());
         points.retain(|point| point["time"].as_f64().is_some_and(|time| time % 3600.0 < 10.0));
     }
-    expect("two.json", &(serde_json::to_string_pretty(&report).unwrap() + "\n"));
+    expect_golden("two.json", &(serde_json::to_string_pretty(&report).unwrap() + "\n"));
     let csv = std::fs::read_to_string(folder.join("all.csv")).unwrap();
     assert_eq!(csv.lines().count() as u64, 1 + 2 * report["sides"][0]["samples"].as_u64().unwrap());
-    expect("two.csv", &some_lines(&csv, 40));
+    expect_golden("two.csv", &sample_lines(&csv, 40));
     for name in ["memory", "saved", "cpu", "converge"] {
         let svg = std::fs::read_to_string(folder.join(format!("plots/{name}.svg"))).unwrap();
         assert!(svg.starts_with("<svg xmlns=") && svg.contains("node-a") && svg.ends_with("</svg>\n"), "{name}");
     }
-    let one = done(folder, &["report", "a.db", "--svg", "one.svg"]);
+    let one = run_successfully(folder, &["report", "a.db", "--svg", "one.svg"]);
     assert!(one.ends_with("\nWritten: one.svg\n"), "{one}");
 }
 
 #[test]
-fn the_page_stands_alone_and_takes_nothing_for_markup() {
-    let folder = hosts();
-    let told = done(folder.path(), &["report", "a.db", "--since", "90m"]);
+fn page_is_self_contained_and_escapes_markup() {
+    let folder = write_two_histories();
+    let told = run_successfully(folder.path(), &["report", "a.db", "--since", "90m"]);
     assert!(told.ends_with("\nWritten: pagefold-report.html\n"), "{told}");
     let page = std::fs::read_to_string(folder.path().join("pagefold-report.html")).unwrap();
     for elsewhere in ["http:", "https:", " src=", "@import", "url(", "<script", "<link rel=\"style"] {
@@ -214,17 +220,17 @@ fn the_page_stands_alone_and_takes_nothing_for_markup() {
 }
 
 #[test]
-fn what_cannot_be_reported_is_said() {
+fn unusable_histories_are_reported() {
     let folder = tempfile::tempdir().unwrap();
     let failed = |arguments: &[&str], code: i32, why: &str| {
-        let output = pagefold(folder.path(), arguments);
+        let output = run_pagefold(folder.path(), arguments);
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(output.status.code() == Some(code) && said.contains(why), "{arguments:?}: {said}");
     };
     failed(&["report", "none.db"], 2, "--history FILE");
     std::fs::write(folder.path().join("other"), "text").unwrap();
     failed(&["report", "other"], 2, "is no history of pagefold");
-    keep_nothing(&folder.path().join("empty.db"));
+    write_empty_history(&folder.path().join("empty.db"));
     failed(&["report", "empty.db"], 1, "nothing in that time");
     failed(&["report", "empty.db", "--since", "soon"], 2, "2026-11-20");
     failed(&["report", "empty.db", "--since", "1h", "--until", "2h"], 2, "ends before it begins");
@@ -232,17 +238,17 @@ fn what_cannot_be_reported_is_said() {
     assert!(!folder.path().join("pagefold-report.html").exists());
 }
 
-fn keep_nothing(path: &Path) {
-    Writer::open(path, Limits::default(), "node-c", "0.1.0", BEGIN).expect("a history");
+fn write_empty_history(path: &Path) {
+    HistoryWriter::open(path, HistoryLimits::default(), "node-c", "0.1.0", START_SECONDS).expect("a history");
 }
 
 /// A daemon of a recorded host that keeps its history, killed when it is dropped.
-struct Daemon<'a> {
+struct RecordingHistoryDaemon<'a> {
     child: Child,
     folder: &'a Path,
 }
 
-impl<'a> Daemon<'a> {
+impl<'a> RecordingHistoryDaemon<'a> {
     fn start(folder: &'a Path) -> Self {
         let config = folder.join("pagefold.toml");
         let section = "min_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\nhistory = \"off\"\n";
@@ -260,7 +266,7 @@ impl<'a> Daemon<'a> {
 
     fn pagefold(folder: &Path) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
-        let recording = repository("fixtures/recordings/linux-6.18");
+        let recording = repository_path("fixtures/recordings/linux-6.18");
         command
             .arg("--host")
             .arg(format!("recording:{}", recording.display()))
@@ -269,17 +275,17 @@ impl<'a> Daemon<'a> {
         command
     }
 
-    fn status(&self) -> Option<Value> {
+    fn read_status(&self) -> Option<Value> {
         let output = Self::pagefold(self.folder).args(["status", "--json"]).output().expect("the binary runs");
         output.status.success().then(|| serde_json::from_slice(&output.stdout).expect("JSON"))
     }
 
-    fn log(&self) -> String {
+    fn read_log(&self) -> String {
         std::fs::read_to_string(self.folder.join("log")).unwrap()
     }
 }
 
-impl Drop for Daemon<'_> {
+impl Drop for RecordingHistoryDaemon<'_> {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -287,25 +293,27 @@ impl Drop for Daemon<'_> {
 }
 
 /// What is reported of what a daemon keeps in a folder.
-fn kept_in(folder: &Path) -> Option<Value> {
-    let output = pagefold(folder, &["report", "kept/history.db", "--json"]);
+fn report_from_folder(folder: &Path) -> Option<Value> {
+    let output = run_pagefold(folder, &["report", "kept/history.db", "--json"]);
     let report = output.status.success().then(|| serde_json::from_slice(&output.stdout).expect("JSON"))?;
-    of_schema(&report);
+    assert_matches_schema(&report);
     Some(report)
 }
 
 #[test]
-fn a_daemon_keeps_what_it_sees_over_its_end_and_its_death() {
+fn history_survives_daemon_exit_and_kill() {
     let folder = tempfile::tempdir().unwrap();
-    let mut daemon = Daemon::start(folder.path());
+    let mut daemon = RecordingHistoryDaemon::start(folder.path());
     // The first is written at once; what has come since is written in the end.
-    until("a sample", || kept_in(folder.path()).is_some());
-    until("a census", || daemon.status().is_some_and(|status| status["passes"]["passes"].as_u64() >= Some(1)));
+    wait_until("a sample", || report_from_folder(folder.path()).is_some());
+    wait_until("a census", || {
+        daemon.read_status().is_some_and(|status| status["passes"]["passes"].as_u64() >= Some(1))
+    });
     // What work came to is noted a second later at most, if the machine has the time.
     std::thread::sleep(Duration::from_secs(4));
     assert!(Command::new("kill").arg(daemon.child.id().to_string()).status().unwrap().success());
-    assert!(daemon.child.wait().unwrap().success(), "{}", daemon.log());
-    let report = kept_in(folder.path()).expect("a report");
+    assert!(daemon.child.wait().unwrap().success(), "{}", daemon.read_log());
+    let report = report_from_folder(folder.path()).expect("a report");
     let side = &report["sides"][0];
     assert!(side["host"].as_str().is_some_and(|host| host.contains("linux-6.18")), "{}", side["host"]);
     assert!(side["members"].as_array().is_some_and(|members| !members.is_empty()), "{side}");
@@ -316,9 +324,10 @@ fn a_daemon_keeps_what_it_sees_over_its_end_and_its_death() {
     drop(daemon);
 
     // Killed, the next goes on where it was.
-    let mut daemon = Daemon::start(folder.path());
-    let more = || kept_in(folder.path()).filter(|report| report["sides"][0]["samples"].as_u64() > Some(samples));
-    until("another life", || more().is_some());
+    let mut daemon = RecordingHistoryDaemon::start(folder.path());
+    let more =
+        || report_from_folder(folder.path()).filter(|report| report["sides"][0]["samples"].as_u64() > Some(samples));
+    wait_until("another life", || more().is_some());
     daemon.child.kill().unwrap();
     daemon.child.wait().unwrap();
     assert!(more().is_some());
@@ -329,8 +338,8 @@ fn a_daemon_keeps_what_it_sees_over_its_end_and_its_death() {
     for log in ["kept/history.db-wal", "kept/history.db-shm"] {
         let _ = std::fs::remove_file(folder.path().join(log));
     }
-    let daemon = Daemon::start(folder.path());
-    until("an answer", || daemon.status().is_some());
-    let log = daemon.log();
+    let daemon = RecordingHistoryDaemon::start(folder.path());
+    wait_until("an answer", || daemon.read_status().is_some());
+    let log = daemon.read_log();
     assert!(log.contains("going on without a history") && log.contains("is no history of pagefold"), "{log}");
 }

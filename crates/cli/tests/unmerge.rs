@@ -2,10 +2,10 @@
 //!
 //! What needs root, KSM, QEMU or a memory cgroup prints `skipped: why` without.
 
-use pagefold_labs::assets::Assets;
-use pagefold_labs::client::{self, Lab};
-use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::{Guest, Region};
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::client::{self, RunningLab};
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_labs::output_lines::{GuestLine, RegionLine};
 use serde::de::DeserializeOwned;
 use serde_json::{Value, json};
 use std::error::Error;
@@ -20,70 +20,70 @@ use std::process::{Child, Command};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-type Outcome = Result<(), Box<dyn Error>>;
+type UnmergeTestResult = Result<(), Box<dyn Error>>;
 
-const MIB: u64 = 1 << 20;
+const BYTES_PER_MIB: u64 = 1 << 20;
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
 /// Say why a test, or the rest of it, is not run.
-fn skipped(why: &str) -> Outcome {
+fn skip_test(why: &str) -> UnmergeTestResult {
     println!("skipped: {why}");
     Ok(())
 }
 
 /// Run the command with a state directory of its own: exit status, standard output, standard error.
-fn unmerge(arguments: &[&str]) -> Result<(Option<i32>, String, String), Box<dyn Error>> {
+fn run_unmerge(arguments: &[&str]) -> Result<(Option<i32>, String, String), Box<dyn Error>> {
     let state = tempfile::tempdir()?;
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
     let output = command.arg("unmerge").arg("--state").arg(state.path().join("state")).args(arguments).output()?;
     Ok((output.status.code(), String::from_utf8(output.stdout)?, String::from_utf8(output.stderr)?))
 }
 
-fn report(arguments: &[&str]) -> Result<(Option<i32>, Value), Box<dyn Error>> {
-    let (status, json, error) = unmerge(&[arguments, &["--json"]].concat())?;
+fn unmerge_json(arguments: &[&str]) -> Result<(Option<i32>, Value), Box<dyn Error>> {
+    let (status, json, error) = run_unmerge(&[arguments, &["--json"]].concat())?;
     Ok((status, serde_json::from_str(&json).map_err(|why| format!("{why}: {json}{error}"))?))
 }
 
 /// A memory cgroup of its own. Dropped after the processes in it.
-struct Cgroup {
+struct UnmergeCgroup {
     directory: PathBuf,
-    v1: bool,
+    is_v1: bool,
 }
 
-impl Cgroup {
+impl UnmergeCgroup {
     fn new(name: &str) -> Option<Self> {
         let name = format!("pagefold-unmerge-{name}-{}", std::process::id());
         [("/sys/fs/cgroup/memory", true), ("/sys/fs/cgroup", false)].into_iter().find_map(|(top, v1)| {
             let directory = Path::new(top).join(&name);
             fs::create_dir(&directory).ok()?;
-            let cgroup = Self { directory, v1 };
-            cgroup.usage().map(|_| cgroup)
+            let cgroup = Self { directory, is_v1: v1 };
+            cgroup.used_bytes().map(|_| cgroup)
         })
     }
 
-    fn read(&self, v1: &str, v2: &str) -> Option<String> {
-        fs::read_to_string(self.directory.join(if self.v1 { v1 } else { v2 })).ok()
+    fn read_limit_file(&self, v1: &str, v2: &str) -> Option<String> {
+        fs::read_to_string(self.directory.join(if self.is_v1 { v1 } else { v2 })).ok()
     }
 
-    fn usage(&self) -> Option<u64> {
-        self.read("memory.usage_in_bytes", "memory.current")?.trim().parse().ok()
+    fn used_bytes(&self) -> Option<u64> {
+        self.read_limit_file("memory.usage_in_bytes", "memory.current")?.trim().parse().ok()
     }
 
-    fn limit(&self, bytes: u64) -> Outcome {
-        let file = if self.v1 { "memory.limit_in_bytes" } else { "memory.max" };
+    fn set_limit(&self, bytes: u64) -> UnmergeTestResult {
+        let file = if self.is_v1 { "memory.limit_in_bytes" } else { "memory.max" };
         Ok(fs::write(self.directory.join(file), bytes.to_string())?)
     }
 
-    fn killed(&self) -> Option<u64> {
-        let text = self.read("memory.oom_control", "memory.events")?;
+    fn oom_kills(&self) -> Option<u64> {
+        let text = self.read_limit_file("memory.oom_control", "memory.events")?;
         text.lines().find_map(|line| line.strip_prefix("oom_kill ")?.parse().ok())
     }
 }
 
-impl Drop for Cgroup {
+impl Drop for UnmergeCgroup {
     fn drop(&mut self) {
         let started = Instant::now();
         while fs::remove_dir(&self.directory).is_err() {
@@ -96,18 +96,22 @@ impl Drop for Cgroup {
 }
 
 /// A lab in a cgroup.
-fn start_in<Line: DeserializeOwned>(cgroup: &Cgroup, subcommand: &str, arguments: &[&str]) -> io::Result<Lab<Line>> {
+fn start_in<Line: DeserializeOwned>(
+    cgroup: &UnmergeCgroup,
+    subcommand: &str,
+    arguments: &[&str],
+) -> io::Result<RunningLab<Line>> {
     let mut shell = Command::new("sh");
     shell.args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""]).arg(&cgroup.directory);
-    Lab::started_by(shell.arg(client::binary()?).arg(subcommand).args(arguments))
+    RunningLab::start_with(shell.arg(client::lab_binary()?).arg(subcommand).args(arguments))
 }
 
 /// Where a region begins and ends, and whether it is marked for KSM.
-type Marked = (u64, u64, bool);
+type RegionMark = (u64, u64, bool);
 
 /// The regions of a process that are at least so large.
-fn regions(pid: u32, least: u64) -> Result<Vec<Marked>, Box<dyn Error>> {
-    let mut regions: Vec<Marked> = Vec::new();
+fn regions_of(pid: u32, min_bytes: u64) -> Result<Vec<RegionMark>, Box<dyn Error>> {
+    let mut regions: Vec<RegionMark> = Vec::new();
     for line in fs::read_to_string(format!("/proc/{pid}/smaps"))?.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
             regions.last_mut().ok_or("flags of nothing")?.2 = flags.split(' ').any(|flag| flag == "mg");
@@ -117,15 +121,15 @@ fn regions(pid: u32, least: u64) -> Result<Vec<Marked>, Box<dyn Error>> {
             regions.push((u64::from_str_radix(start, 16)?, u64::from_str_radix(end, 16)?, false));
         }
     }
-    regions.retain(|(start, end, _)| end - start >= least);
+    regions.retain(|(start, end, _)| end - start >= min_bytes);
     Ok(regions)
 }
 
 /// What a range of a process holds.
-fn checksum(pid: u32, start: u64, end: u64) -> Result<u64, Box<dyn Error>> {
+fn range_checksum(pid: u32, start: u64, end: u64) -> Result<u64, Box<dyn Error>> {
     let memory = File::open(format!("/proc/{pid}/mem"))?;
     let mut hasher = DefaultHasher::new();
-    let mut buffer = vec![0; MIB as usize];
+    let mut buffer = vec![0; BYTES_PER_MIB as usize];
     for address in (start..end).step_by(buffer.len()) {
         let length = buffer.len().min((end - address) as usize);
         memory.read_exact_at(&mut buffer[..length], address)?;
@@ -135,7 +139,7 @@ fn checksum(pid: u32, start: u64, end: u64) -> Result<u64, Box<dyn Error>> {
 }
 
 /// Give one command to a guest's monitor.
-fn qmp(guest: &Guest, command: &str) -> Result<Value, Box<dyn Error>> {
+fn run_qmp_command(guest: &GuestLine, command: &str) -> Result<Value, Box<dyn Error>> {
     let mut stream = UnixStream::connect(&guest.qmp)?;
     let mut lines = BufReader::new(stream.try_clone()?).lines();
     lines.next().ok_or("no greeting")??;
@@ -154,41 +158,43 @@ fn qmp(guest: &Guest, command: &str) -> Result<Value, Box<dyn Error>> {
 }
 
 /// What a test of guests is skipped for.
-fn missing() -> Option<String> {
-    match Assets::find(&Assets::directory()) {
+fn skip_reason() -> Option<String> {
+    match GuestAssets::find(&GuestAssets::default_directory()) {
         Err(why) => Some(why.to_string()),
         Ok(_) if !is_root() => Some("needs root".to_owned()),
         Ok(_) => None,
     }
 }
 
-const FLEET: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
+const FLEET_ARGUMENTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
 
 #[test]
-fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Outcome {
-    if let Some(why) = missing() {
-        return skipped(&why);
+fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
+    if let Some(why) = skip_reason() {
+        return skip_test(&why);
     }
     // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
-    let ksm = match Ksm::take() {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skipped(&why),
+        Err(why) => return skip_test(&why),
     };
-    let fleet: Lab<Guest> = Lab::fleet(&[&FLEET[..], &["--names", "apart"]].concat())?;
+    let fleet: RunningLab<GuestLine> =
+        RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "apart"]].concat())?;
     let [first, second] = fleet.lines() else { return Err("two guests".into()) };
     // So that what they hold stays what it is.
     for guest in [first, second] {
-        qmp(guest, "stop")?;
+        run_qmp_command(guest, "stop")?;
     }
-    ksm.settle();
-    let ram = regions(first.pid, 112 * MIB)?.into_iter().find(|region| region.2).ok_or("guest RAM is marked")?;
-    let before = checksum(first.pid, ram.0, ram.1)?;
+    ksm.scan_until_settled();
+    let ram =
+        regions_of(first.pid, 112 * BYTES_PER_MIB)?.into_iter().find(|region| region.2).ok_or("guest RAM is marked")?;
+    let before = range_checksum(first.pid, ram.0, ram.1)?;
 
-    let (status, dry) = report(&["--vm", "apart-0", "--vm", "apart-1", "--dry-run"])?;
+    let (status, dry) = unmerge_json(&["--vm", "apart-0", "--vm", "apart-1", "--dry-run"])?;
     assert_eq!((status, &dry["outcome"]), (Some(0), &"planned".into()), "{dry}");
-    assert!(regions(first.pid, 112 * MIB)?.contains(&ram), "a dry run changes nothing");
+    assert!(regions_of(first.pid, 112 * BYTES_PER_MIB)?.contains(&ram), "a dry run changes nothing");
 
-    let (status, done) = report(&["--vm", "apart-0"])?;
+    let (status, done) = unmerge_json(&["--vm", "apart-0"])?;
     assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
     let guest = &done["processes"][0];
     assert_eq!(
@@ -198,43 +204,47 @@ fn a_guest_is_withdrawn_by_its_socket_and_the_copies_are_those_predicted() -> Ou
     assert_eq!((&guest["merged_pages_after"], &guest["zero_pages_after"]), (&0.into(), &0.into()), "{guest}");
     assert!(guest["longest_stop_ms"].is_null(), "no thread was stopped");
     let merged = guest["merged_pages"].as_u64().ok_or("merged pages")?;
-    assert!(merged * 4096 >= 16 * MIB, "{guest}");
+    assert!(merged * 4096 >= 16 * BYTES_PER_MIB, "{guest}");
     // All counted ones were copied; KSM pages of other processes may have been written meanwhile.
     let copies = done["taken"]["copies"].as_u64().ok_or("copies")?;
     assert!((merged..merged + merged / 20).contains(&copies), "{merged} and {copies}");
 
-    let after = regions(first.pid, 112 * MIB)?;
+    let after = regions_of(first.pid, 112 * BYTES_PER_MIB)?;
     assert!(after.iter().any(|&(start, end, marked)| (start, end, marked) == (ram.0, ram.1, false)), "{after:?}");
-    assert_eq!(checksum(first.pid, ram.0, ram.1)?, before);
-    assert!(regions(second.pid, 112 * MIB)?.iter().any(|region| region.2), "the other guest stays enrolled");
+    assert_eq!(range_checksum(first.pid, ram.0, ram.1)?, before);
+    assert!(
+        regions_of(second.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2),
+        "the other guest stays enrolled"
+    );
 
     // Firmware and video memory are no backend's: they are told, and a second time reached from within.
     assert!(guest["beside_pages"].as_u64() > Some(0), "{guest}");
-    let (status, again) = report(&["--vm", "apart-0"])?;
+    let (status, again) = unmerge_json(&["--vm", "apart-0"])?;
     assert_eq!(
         (status, &again["outcome"], &again["processes"][0]["way"]),
         (Some(0), &"done".into(), &"regions".into()),
         "{again}"
     );
-    assert!(regions(first.pid, 0)?.iter().all(|region| !region.2));
-    assert_eq!(qmp(first, "query-status")?["return"]["status"], "paused");
+    assert!(regions_of(first.pid, 0)?.iter().all(|region| !region.2));
+    assert_eq!(run_qmp_command(first, "query-status")?["return"]["status"], "paused");
     Ok(())
 }
 
 #[cfg(feature = "fault-points")]
 #[test]
-fn killed_at_a_guest_s_socket_it_leaves_the_guest_running_and_the_next_ends_it() -> Outcome {
-    if let Some(why) = missing() {
-        return skipped(&why);
+fn unmerge_killed_at_guest_socket_is_finished_by_the_next() -> UnmergeTestResult {
+    if let Some(why) = skip_reason() {
+        return skip_test(&why);
     }
-    let _ksm = match Ksm::take() {
+    let _ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skipped(&why),
+        Err(why) => return skip_test(&why),
     };
     let alone = ["--guests", "1", "--memory", "112", "--same", "8", "--own", "8", "--names", "killed"];
-    let fleet: Lab<Guest> = Lab::fleet(&alone)?;
+    let fleet: RunningLab<GuestLine> = RunningLab::start_fleet(&alone)?;
     let [guest] = fleet.lines() else { return Err("one guest".into()) };
-    let is_marked = || -> Result<bool, Box<dyn Error>> { Ok(regions(guest.pid, 112 * MIB)?.iter().any(|r| r.2)) };
+    let is_marked =
+        || -> Result<bool, Box<dyn Error>> { Ok(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|r| r.2)) };
     for (point, name, marked) in [("1", "before switching a backend", true), ("2", "after switching a backend", false)]
     {
         let state = tempfile::tempdir()?;
@@ -244,71 +254,74 @@ fn killed_at_a_guest_s_socket_it_leaves_the_guest_running_and_the_next_ends_it()
         let said = String::from_utf8(output.stderr)?;
         assert_eq!(output.status.code(), None, "{said}");
         assert_eq!(said.trim(), format!("fault point {point}: {name}"));
-        assert_eq!(qmp(guest, "query-status")?["return"]["status"], "running");
+        assert_eq!(run_qmp_command(guest, "query-status")?["return"]["status"], "running");
         assert_eq!(is_marked()?, marked, "{name}");
     }
-    let (status, done) = report(&["--vm", "killed-0"])?;
+    let (status, done) = unmerge_json(&["--vm", "killed-0"])?;
     assert_eq!((status, &done["processes"][0]["state"]), (Some(0), &"withdrawn".into()), "{done}");
-    assert!(regions(guest.pid, 0)?.iter().all(|region| !region.2));
+    assert!(regions_of(guest.pid, 0)?.iter().all(|region| !region.2));
     Ok(())
 }
 
 #[test]
-fn a_socket_that_is_held_or_a_stranger_s_is_left_alone() -> Outcome {
-    if let Some(why) = missing() {
-        return skipped(&why);
+fn busy_or_foreign_socket_is_not_used() -> UnmergeTestResult {
+    if let Some(why) = skip_reason() {
+        return skip_test(&why);
     }
     // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
-    let _ksm = match Ksm::take() {
+    let _ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skipped(&why),
+        Err(why) => return skip_test(&why),
     };
-    let fleet: Lab<Guest> = Lab::fleet(&[&FLEET[..], &["--names", "held"]].concat())?;
+    let fleet: RunningLab<GuestLine> = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "held"]].concat())?;
     let [first, second] = fleet.lines() else { return Err("two guests".into()) };
-    let (status, _, error) = unmerge(&["--vm", "held-0", "--qmp", &second.qmp])?;
+    let (status, _, error) = run_unmerge(&["--vm", "held-0", "--qmp", &second.qmp])?;
     assert_eq!(status, Some(2));
     assert!(error.contains(&format!("is held by process {}, not by {}", second.pid, first.pid)), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
 
-    let (status, _, error) = unmerge(&["--vm", "held-0", "--vm", "held-1", "--qmp", &first.qmp])?;
+    let (status, _, error) = run_unmerge(&["--vm", "held-0", "--vm", "held-1", "--qmp", &first.qmp])?;
     assert_eq!(status, Some(2));
     assert!(error.contains("--qmp is of one virtual machine, and 2 are chosen"), "{error}");
 
     let held = UnixStream::connect(&first.qmp)?;
     BufReader::new(&held).read_line(&mut String::new())?;
-    let (status, _, error) = unmerge(&["--vm", "held-0", "--qmp", &first.qmp])?;
+    let (status, _, error) = run_unmerge(&["--vm", "held-0", "--qmp", &first.qmp])?;
     assert_eq!(status, Some(2));
     assert!(error.contains("virsh qemu-monitor-command"), "{error}");
     // A socket that nobody named is a matter of that guest, and the report tells.
-    let (status, report) = report(&["--vm", "held-0"])?;
+    let (status, report) = unmerge_json(&["--vm", "held-0"])?;
     assert_eq!((status, &report["processes"][0]["state"]), (Some(3), &"failed".into()), "{report}");
     for guest in [first, second] {
-        assert!(regions(guest.pid, 112 * MIB)?.iter().any(|region| region.2), "nothing was changed");
+        assert!(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2), "nothing was changed");
     }
     Ok(())
 }
 
 #[test]
-fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome {
-    if let Some(why) = missing() {
-        return skipped(&why);
+fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
+    if let Some(why) = skip_reason() {
+        return skip_test(&why);
     }
     // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
-    let ksm = match Ksm::take() {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skipped(&why),
+        Err(why) => return skip_test(&why),
     };
-    let Some(cgroup) = Cgroup::new("limit") else { return skipped("no memory cgroup can be made") };
-    let fleet: Lab<Guest> = start_in(&cgroup, "fleet", &[&FLEET[..], &["--names", "tight"]].concat())?;
+    let Some(cgroup) = UnmergeCgroup::new("limit") else { return skip_test("no memory cgroup can be made") };
+    let fleet: RunningLab<GuestLine> =
+        start_in(&cgroup, "fleet", &[&FLEET_ARGUMENTS[..], &["--names", "tight"]].concat())?;
     for guest in fleet.lines() {
-        qmp(guest, "stop")?;
+        run_qmp_command(guest, "stop")?;
     }
-    ksm.settle();
+    ksm.scan_until_settled();
     let sums = || -> Result<Vec<u64>, Box<dyn Error>> {
         let mut sums = Vec::new();
         for guest in fleet.lines() {
-            for (start, end, _) in regions(guest.pid, 112 * MIB)?.into_iter().filter(|r| r.1 - r.0 == 112 * MIB) {
-                sums.push(checksum(guest.pid, start, end)?);
+            for (start, end, _) in
+                regions_of(guest.pid, 112 * BYTES_PER_MIB)?.into_iter().filter(|r| r.1 - r.0 == 112 * BYTES_PER_MIB)
+            {
+                sums.push(range_checksum(guest.pid, start, end)?);
             }
         }
         Ok(sums)
@@ -316,21 +329,21 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
     let before = sums()?;
     assert!(before.len() >= 2);
     let chosen = ["--vm", "tight-0", "--vm", "tight-1"];
-    let (_, dry) = report(&[&chosen[..], &["--dry-run"]].concat())?;
+    let (_, dry) = unmerge_json(&[&chosen[..], &["--dry-run"]].concat())?;
     let pages = |process: usize| dry["processes"][process]["merged_pages"].as_u64().unwrap_or(0);
     let (least, most) = (pages(0) * 4096, pages(1) * 4096);
-    assert!(least >= 16 * MIB && most >= least, "{dry}");
+    assert!(least >= 16 * BYTES_PER_MIB && most >= least, "{dry}");
     // One fits, with some to spare for the page tables and sockets of a test; both do not.
-    cgroup.limit((cgroup.usage().ok_or("usage")? + least + least / 4) & !4095)?;
+    cgroup.set_limit((cgroup.used_bytes().ok_or("usage")? + least + least / 4) & !4095)?;
 
-    let (status, text, error) = unmerge(&chosen)?;
+    let (status, text, error) = run_unmerge(&chosen)?;
     assert_eq!((status, error.as_str()), (Some(1), ""), "{text}");
     assert!(text.starts_with("Refused on this host: ") && text.contains("binds"), "{text}");
     assert!(text.contains("`--staged` would withdraw 1 of 2 parts now"), "{text}");
     let all_at_once = "is reached by its control socket and goes all at once: `--staged --inject` withdraws";
     let flat = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(flat(&text).contains(all_at_once), "{text}");
-    let (status, refused) = report(&chosen)?;
+    let (status, refused) = unmerge_json(&chosen)?;
     assert_eq!(
         (status, &refused["outcome"], &refused["guard"]["verdict"]),
         (Some(1), &"refused".into(), &"short".into())
@@ -346,27 +359,27 @@ fn what_does_not_fit_into_a_cgroup_is_refused_and_nobody_is_killed() -> Outcome 
     let needed = binds["needed"].as_u64();
     assert_eq!(needed, Some(copies(0) + copies(1)), "no credit for frames that come free: {refused}");
     for guest in fleet.lines() {
-        assert!(regions(guest.pid, 112 * MIB)?.iter().any(|region| region.2), "refused and changed");
+        assert!(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2), "refused and changed");
     }
 
-    let (status, staged) = report(&[&chosen[..], &["--staged"]].concat())?;
+    let (status, staged) = unmerge_json(&[&chosen[..], &["--staged"]].concat())?;
     assert_eq!((status, &staged["outcome"]), (Some(3), &"partial".into()), "{staged}");
     let states: Vec<&str> = (0..2).filter_map(|n| staged["processes"][n]["state"].as_str()).collect();
     assert_eq!(states, ["withdrawn", "untouched"], "{staged}");
     assert_eq!(staged["stopped"]["verdict"], "short");
-    let (_, text, _) = unmerge(&[&chosen[..], &["--staged"]].concat())?;
+    let (_, text, _) = run_unmerge(&[&chosen[..], &["--staged"]].concat())?;
     assert!(flat(&text).contains(all_at_once), "{text}");
-    assert_eq!(cgroup.killed().unwrap_or(0), 0);
+    assert_eq!(cgroup.oom_kills().unwrap_or(0), 0);
     assert_eq!(sums()?, before);
     Ok(())
 }
 
 #[test]
-fn targets_must_be_named_and_exist() -> Outcome {
+fn unmerge_requires_existing_targets() -> UnmergeTestResult {
     // One pagefold at a time may begin to change this host; without root none can keep another out.
-    let _ksm = Ksm::take().ok();
-    let check = |arguments: &[&str], said: &str| -> Outcome {
-        let (status, text, error) = unmerge(arguments)?;
+    let _ksm = KsmTestGuard::acquire().ok();
+    let check = |arguments: &[&str], said: &str| -> UnmergeTestResult {
+        let (status, text, error) = run_unmerge(arguments)?;
         assert_eq!((status, text.as_str()), (Some(2), ""), "{arguments:?}");
         assert!(error.contains(said), "{arguments:?}: {error}");
         Ok(())
@@ -386,20 +399,20 @@ fn targets_must_be_named_and_exist() -> Outcome {
 }
 
 #[test]
-fn a_kernel_without_ksm_has_nothing_to_unmerge() -> Outcome {
+fn kernel_without_ksm_has_nothing_to_unmerge() -> UnmergeTestResult {
     let folder = tempfile::tempdir()?;
     fs::write(folder.path().join("recording.toml"), "schema = \"pagefold.recording/1\"\npage_size = 4096\n")?;
     let host = format!("recording:{}", folder.path().display());
-    let (status, text, error) = unmerge(&["--host", &host, "--all", "--dry-run"])?;
+    let (status, text, error) = run_unmerge(&["--host", &host, "--all", "--dry-run"])?;
     assert_eq!((status, text.as_str()), (Some(2), ""));
     assert!(error.contains("this kernel has no KSM"), "{error}");
     Ok(())
 }
 
 /// Kills and reaps.
-struct Sleeper(Child);
+struct KilledOnDropChild(Child);
 
-impl Drop for Sleeper {
+impl Drop for KilledOnDropChild {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -407,25 +420,25 @@ impl Drop for Sleeper {
 }
 
 #[test]
-fn a_process_that_is_not_enrolled_has_nothing_to_unmerge() -> Outcome {
+fn unenrolled_process_has_nothing_to_unmerge() -> UnmergeTestResult {
     if !Path::new("/sys/kernel/mm/ksm/run").exists() {
-        return skipped("this kernel has no KSM");
+        return skip_test("this kernel has no KSM");
     }
-    let _ksm = Ksm::take().ok();
-    let sleeper = Sleeper(Command::new("sleep").arg("600").spawn()?);
+    let _ksm = KsmTestGuard::acquire().ok();
+    let sleeper = KilledOnDropChild(Command::new("sleep").arg("600").spawn()?);
     let pid = sleeper.0.id().to_string();
-    let (status, text, error) = unmerge(&["--pid", &pid])?;
+    let (status, text, error) = run_unmerge(&["--pid", &pid])?;
     assert_eq!((status, error.as_str()), (Some(0), ""));
     assert!(text.starts_with("Nothing to unmerge on this host: none of 1 chosen processes is enrolled"), "{text}");
-    let (status, report) = report(&["--pid", &pid])?;
+    let (status, report) = unmerge_json(&["--pid", &pid])?;
     assert_eq!((status, &report["outcome"], &report["not_enrolled"]), (Some(0), &"nothing".into(), &1.into()));
     Ok(())
 }
 
 #[test]
-fn somebody_else_s_process_is_not_permitted() -> Outcome {
+fn process_of_another_user_is_not_permitted() -> UnmergeTestResult {
     if !is_root() || !Path::new("/sys/kernel/mm/ksm/run").exists() {
-        return skipped("needs root, to become somebody else, and KSM");
+        return skip_test("needs root, to become somebody else, and KSM");
     }
     let directory = tempfile::tempdir()?;
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777))?;
@@ -442,16 +455,17 @@ fn somebody_else_s_process_is_not_permitted() -> Outcome {
 }
 
 #[test]
-fn the_need_is_the_truth_to_the_page() -> Outcome {
-    let ksm = match Ksm::take() {
+fn predicted_memory_need_is_exact() -> UnmergeTestResult {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skipped(&why),
+        Err(why) => return skip_test(&why),
     };
-    ksm.set("use_zero_pages", 1);
-    let lab: Lab<Region> = Lab::layout(&["--mergeable", "within=400,copies=4,zero=100,unique=50"])?;
-    ksm.settle();
+    ksm.write_setting("use_zero_pages", 1);
+    let lab: RunningLab<RegionLine> =
+        RunningLab::start_layout(&["--mergeable", "within=400,copies=4,zero=100,unique=50"])?;
+    ksm.scan_until_settled();
     let pid = lab.pid().to_string();
-    let (status, dry) = report(&["--pid", &pid, "--dry-run"])?;
+    let (status, dry) = unmerge_json(&["--pid", &pid, "--dry-run"])?;
     assert_eq!(status, Some(0), "{dry}");
     let process = &dry["processes"][0];
     // 400 pages on 100 frames, each of which comes free with its last mapping; each page of zeros takes a frame.
@@ -465,31 +479,31 @@ fn the_need_is_the_truth_to_the_page() -> Outcome {
 }
 
 /// The lab's region of a kind, in bytes.
-fn range(region: &Region) -> (u64, u64) {
+fn region_range(region: &RegionLine) -> (u64, u64) {
     (region.start, region.start + region.pages * 4096)
 }
 
 #[test]
-fn a_process_gets_its_own_pages_back_from_within_as_it_was_enrolled() -> Outcome {
+fn injected_unmerge_restores_private_pages() -> UnmergeTestResult {
     if !is_root() {
-        return skipped("needs root");
+        return skip_test("needs root");
     }
     for enrolled in ["--mergeable", "--merge-any"] {
         let spec = "within=4000,copies=4,zero=1000,unique=500";
         // First, so that another test's ksmd has merged none of it by other rules.
-        let ksm = match Ksm::take() {
+        let ksm = match KsmTestGuard::acquire() {
             Ok(ksm) => ksm,
-            Err(why) => return skipped(&why),
+            Err(why) => return skip_test(&why),
         };
-        ksm.set("use_zero_pages", 1);
-        let lab: Lab<Region> = Lab::layout(&[enrolled, spec])?;
-        ksm.settle();
+        ksm.write_setting("use_zero_pages", 1);
+        let lab: RunningLab<RegionLine> = RunningLab::start_layout(&[enrolled, spec])?;
+        ksm.scan_until_settled();
         let pid = lab.pid();
         let sums = || -> Result<Vec<u64>, Box<dyn Error>> {
-            lab.lines().iter().map(range).map(|(start, end)| checksum(pid, start, end)).collect()
+            lab.lines().iter().map(region_range).map(|(start, end)| range_checksum(pid, start, end)).collect()
         };
         let before = sums()?;
-        let (status, done) = report(&["--pid", &pid.to_string()])?;
+        let (status, done) = unmerge_json(&["--pid", &pid.to_string()])?;
         assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
         let process = &done["processes"][0];
         assert_eq!(process["way"], if enrolled == "--mergeable" { "regions" } else { "whole" });
@@ -501,7 +515,7 @@ fn a_process_gets_its_own_pages_back_from_within_as_it_was_enrolled() -> Outcome
         let copies = done["taken"]["copies"].as_u64().ok_or("copies")?;
         assert!((merged..merged + merged / 20).contains(&copies), "{merged} and {copies}");
         assert_eq!(sums()?, before);
-        assert!(regions(pid, 0)?.iter().all(|region| !region.2), "nothing is marked any more");
+        assert!(regions_of(pid, 0)?.iter().all(|region| !region.2), "nothing is marked any more");
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
         assert!(status.contains("State:\tS") && status.contains("TracerPid:\t0"), "{status}");
     }
@@ -509,90 +523,91 @@ fn a_process_gets_its_own_pages_back_from_within_as_it_was_enrolled() -> Outcome
 }
 
 #[test]
-fn huge_pages_come_back_where_they_are_asked_for() -> Outcome {
+fn collapse_restores_huge_pages() -> UnmergeTestResult {
     if !is_root() {
-        return skipped("needs root");
+        return skip_test("needs root");
     }
     let mode = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
     if !mode.contains("[always]") && !mode.contains("[madvise]") {
-        return skipped("huge pages are not allowed on this host");
+        return skip_test("huge pages are not allowed on this host");
     }
     // Equal in both, so that huge pages are split to merge them.
-    let twin = || Lab::layout(&["--mergeable", "--salt", "twin", "huge=2048"]);
+    let twin = || RunningLab::start_layout(&["--mergeable", "--salt", "twin", "huge=2048"]);
     let (lab, _other) = (twin()?, twin()?);
-    let ksm = match Ksm::take() {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skipped(&why),
+        Err(why) => return skip_test(&why),
     };
-    ksm.set("use_zero_pages", 0);
-    ksm.settle();
-    let (status, done) = report(&["--pid", &lab.pid().to_string(), "--collapse"])?;
+    ksm.write_setting("use_zero_pages", 0);
+    ksm.scan_until_settled();
+    let (status, done) = unmerge_json(&["--pid", &lab.pid().to_string(), "--collapse"])?;
     assert_eq!(status, Some(0), "{done}");
     let huge = &done["processes"][0]["huge"];
     let [unmerged, collapsed] = ["unmerged", "collapsed"].map(|name| huge[name].as_u64().unwrap_or(0));
-    assert!(collapsed >= 8 * MIB && unmerged < collapsed, "{done}");
+    assert!(collapsed >= 8 * BYTES_PER_MIB && unmerged < collapsed, "{done}");
     Ok(())
 }
 
 #[test]
-fn a_process_is_withdrawn_part_by_part_until_its_cgroup_is_full() -> Outcome {
+fn staged_unmerge_stops_when_the_cgroup_is_full() -> UnmergeTestResult {
     if !is_root() {
-        return skipped("needs root");
+        return skip_test("needs root");
     }
-    let Some(cgroup) = Cgroup::new("parts") else { return skipped("no memory cgroup can be made") };
-    let lab: Lab<Region> = start_in(&cgroup, "layout", &["--mergeable", "within=32768,copies=64"])?;
-    let ksm = match Ksm::take() {
+    let Some(cgroup) = UnmergeCgroup::new("parts") else { return skip_test("no memory cgroup can be made") };
+    let lab: RunningLab<RegionLine> = start_in(&cgroup, "layout", &["--mergeable", "within=32768,copies=64"])?;
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skipped(&why),
+        Err(why) => return skip_test(&why),
     };
-    ksm.settle();
+    ksm.scan_until_settled();
     let pid = lab.pid();
-    let (start, end) = range(lab.lines().first().ok_or("a region")?);
-    let before = checksum(pid, start, end)?;
+    let (start, end) = region_range(lab.lines().first().ok_or("a region")?);
+    let before = range_checksum(pid, start, end)?;
     // Two of four parts of 32 MiB, and some.
-    cgroup.limit((cgroup.usage().ok_or("usage")? + 80 * MIB) & !4095)?;
+    cgroup.set_limit((cgroup.used_bytes().ok_or("usage")? + 80 * BYTES_PER_MIB) & !4095)?;
     let target = pid.to_string();
-    let (status, refused) = report(&["--pid", &target])?;
+    let (status, refused) = unmerge_json(&["--pid", &target])?;
     assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
-    let (status, staged) = report(&["--pid", &target, "--staged"])?;
+    let (status, staged) = unmerge_json(&["--pid", &target, "--staged"])?;
     assert_eq!((status, &staged["outcome"]), (Some(3), &"partial".into()), "{staged}");
     let process = &staged["processes"][0];
     assert_eq!((&process["parts_withdrawn"], &process["state"]), (&2.into(), &"partial".into()), "{process}");
     assert_eq!(process["merged_pages_after"].as_u64(), Some(32768 - 2 * 8192));
-    assert_eq!(cgroup.killed().unwrap_or(0), 0);
-    assert_eq!(checksum(pid, start, end)?, before);
+    assert_eq!(cgroup.oom_kills().unwrap_or(0), 0);
+    assert_eq!(range_checksum(pid, start, end)?, before);
     // With the limit gone the rest follows.
-    cgroup.limit(1 << 40)?;
-    let (status, rest) = report(&["--pid", &target, "--staged"])?;
+    cgroup.set_limit(1 << 40)?;
+    let (status, rest) = unmerge_json(&["--pid", &target, "--staged"])?;
     assert_eq!((status, &rest["outcome"]), (Some(0), &"done".into()), "{rest}");
-    assert_eq!(checksum(pid, start, end)?, before);
+    assert_eq!(range_checksum(pid, start, end)?, before);
     Ok(())
 }
 
 /// Runs its arguments as the container of `deploy/kubernetes/daemonset.yaml` runs: beside the host's processes and with
 /// its KSM and cgroups mounted, in a cgroup, mount and network namespace of its own, with four capabilities.
-const CONTAINER: &str = "echo $$ > \"$0/cgroup.procs\" && exec unshare --cgroup --mount --net setpriv --no-new-privs \
+const CONTAINER_SHELL_COMMAND: &str = "echo $$ > \"$0/cgroup.procs\" && exec unshare --cgroup --mount --net setpriv --no-new-privs \
                          --inh-caps=-all --bounding-set=-all,+sys_ptrace,+sys_admin,+dac_override,+sys_nice -- \"$@\"";
 
 #[test]
-fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> Outcome {
+fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> UnmergeTestResult {
     if !is_root() {
-        return skipped("needs root");
+        return skip_test("needs root");
     }
-    let (Some(pod), Some(own)) = (Cgroup::new("pod"), Cgroup::new("container")) else {
-        return skipped("no memory cgroup can be made");
+    let (Some(pod), Some(own)) = (UnmergeCgroup::new("pod"), UnmergeCgroup::new("container")) else {
+        return skip_test("no memory cgroup can be made");
     };
-    let inside =
-        |arguments: &[&str]| Command::new("sh").args(["-c", CONTAINER]).arg(&own.directory).args(arguments).output();
+    let inside = |arguments: &[&str]| {
+        Command::new("sh").args(["-c", CONTAINER_SHELL_COMMAND]).arg(&own.directory).args(arguments).output()
+    };
     if !inside(&["true"])?.status.success() {
-        return skipped("needs namespaces for cgroups, mounts and networks");
+        return skip_test("needs namespaces for cgroups, mounts and networks");
     }
-    let lab: Lab<Region> = start_in(&pod, "layout", &["--mergeable", "within=4096,copies=64"])?;
-    let ksm = match Ksm::take() {
+    let lab: RunningLab<RegionLine> = start_in(&pod, "layout", &["--mergeable", "within=4096,copies=64"])?;
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
-        Err(why) => return skipped(&why),
+        Err(why) => return skip_test(&why),
     };
-    ksm.settle();
+    ksm.scan_until_settled();
     let (pid, state) = (lab.pid().to_string(), tempfile::tempdir()?);
     let unmerge = |arguments: &[&str]| -> Result<(Option<i32>, Value), Box<dyn Error>> {
         let state = state.path().to_str().ok_or("a path")?;
@@ -602,14 +617,14 @@ fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> Outcome {
         let report = serde_json::from_slice(&output.stdout).map_err(|why| format!("{why}: {said}"))?;
         Ok((output.status.code(), report))
     };
-    pod.limit((pod.usage().ok_or("usage")? + MIB) & !4095)?;
+    pod.set_limit((pod.used_bytes().ok_or("usage")? + BYTES_PER_MIB) & !4095)?;
     let (status, refused) = unmerge(&[])?;
     assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
     assert_eq!(refused["guard"]["unknown"], json!([]), "{refused}");
     let name = pod.directory.file_name().and_then(|name| name.to_str()).ok_or("name")?;
     let binds = &refused["guard"]["limits"][0];
     assert!(binds["place"].as_str().is_some_and(|place| place.ends_with(name)), "{refused}");
-    pod.limit((pod.usage().ok_or("usage")? + 64 * MIB) & !4095)?;
+    pod.set_limit((pod.used_bytes().ok_or("usage")? + 64 * BYTES_PER_MIB) & !4095)?;
     let (status, done) = unmerge(&[])?;
     assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
     assert_eq!(done["processes"][0]["merged_pages_after"], 0, "{done}");

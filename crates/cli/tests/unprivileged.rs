@@ -1,8 +1,8 @@
 //! A census by somebody who may see his own processes alone, on the live kernel: what is his is counted exactly, and
 //! what is not is named.
 
-use pagefold_labs::client::{Lab, install};
-use pagefold_labs::lines::Region;
+use pagefold_labs::client::{RunningLab, install_executable};
+use pagefold_labs::output_lines::RegionLine;
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,10 +10,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
-const NOBODY: u32 = 65534;
+const NOBODY_UID: u32 = 65534;
 
 /// The non-zero classes of a lab's region, in pages.
-fn classes(report: &Value, lab: &Lab<Region>, region: &Region) -> BTreeMap<String, u64> {
+fn classes_of_region(report: &Value, lab: &RunningLab<RegionLine>, region: &RegionLine) -> BTreeMap<String, u64> {
     let processes = report["processes"].as_array().unwrap();
     let process = processes.iter().find(|process| process["pid"] == lab.pid()).expect("the process");
     let start = format!("{:x}", region.start);
@@ -29,7 +29,7 @@ fn classes(report: &Value, lab: &Lab<Region>, region: &Region) -> BTreeMap<Strin
 }
 
 #[test]
-fn a_user_counts_his_own_exactly_and_is_told_what_he_did_not_see() {
+fn unprivileged_census_is_exact_and_names_unseen_processes() {
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: needs root to become another user");
     }
@@ -37,16 +37,16 @@ fn a_user_counts_his_own_exactly_and_is_told_what_he_did_not_see() {
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let binary = folder.path().join("pagefold");
-    install(env!("CARGO_BIN_EXE_pagefold").as_ref(), &binary, 0o755).unwrap();
+    install_executable(env!("CARGO_BIN_EXE_pagefold").as_ref(), &binary, 0o755).unwrap();
 
     let spec = ["zero=31", "unique=47", "within=36,copies=3", "volatile=20", "shared-content=seen-by-one:15"];
-    let his = Lab::layout(&[&["--uid", "65534"], &spec[..]].concat()).unwrap();
-    let roots = Lab::layout(&["shared-content=seen-by-one:15"]).unwrap();
+    let his = RunningLab::start_layout(&[&["--uid", "65534"], &spec[..]].concat()).unwrap();
+    let roots = RunningLab::start_layout(&["shared-content=seen-by-one:15"]).unwrap();
     let output = Command::new(&binary)
         .args(["census", "--json", "--top", "1"])
         .current_dir("/")
-        .uid(NOBODY)
-        .gid(NOBODY)
+        .uid(NOBODY_UID)
+        .gid(NOBODY_UID)
         .output()
         .expect("the binary runs");
     assert_eq!(output.status.code(), Some(3), "{}", String::from_utf8_lossy(&output.stderr));
@@ -54,7 +54,7 @@ fn a_user_counts_his_own_exactly_and_is_told_what_he_did_not_see() {
 
     let expect = |kind: &str, expected: &[(&str, u64)]| {
         let expected: BTreeMap<String, u64> = expected.iter().map(|&(name, pages)| (name.to_owned(), pages)).collect();
-        assert_eq!(classes(&report, &his, his.region(kind)), expected, "{kind}");
+        assert_eq!(classes_of_region(&report, &his, his.first_region(kind)), expected, "{kind}");
     };
     expect("zero", &[("resident", 31), ("zero", 31)]);
     expect("unique", &[("resident", 47), ("unique", 47)]);

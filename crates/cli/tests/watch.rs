@@ -1,10 +1,10 @@
 //! What is seen of a daemon: its HTTP and `pagefold top`, of one that observes a recorded host and so needs no
 //! privilege.
 
-use pagefold_daemon::wire::{Mode, State, Status, sums};
+use pagefold_daemon::wire::{DaemonModeName, DaemonStateName, StatusReport, group_footprints};
 use pagefold_doctor::wire::VerdictName;
-use pagefold_history::points::{History, Point};
-use pagefold_history::{Limits, Writer};
+use pagefold_history::points::{HistoryPoint, HistoryResponse};
+use pagefold_history::{HistoryLimits, HistoryWriter};
 use std::fs::Permissions;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
@@ -16,61 +16,61 @@ use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
 /// How long anything may take here: far more than it does.
-const PATIENCE: Duration = Duration::from_secs(120);
+const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A daemon that is ended when it is dropped.
-struct Daemon {
+struct WatchedDaemon {
     child: Child,
     log: BufReader<ChildStderr>,
     state: TempDir,
 }
 
-fn pagefold(state: &Path, arguments: &[&str]) -> Command {
+fn pagefold_command(state: &Path, arguments: &[&str]) -> Command {
     let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
     command.arg("--host").arg(format!("recording:{}", recording.display())).arg("--state").arg(state).args(arguments);
     command
 }
 
-impl Daemon {
+impl WatchedDaemon {
     /// Start one with a configuration.
     fn start(section: &str, arguments: &[&str]) -> Self {
         let state = tempfile::tempdir().unwrap();
         let config = state.path().join("pagefold.toml");
         std::fs::write(&config, format!("[daemon]\nmin_memory = \"4KiB\"\n{section}\n")).unwrap();
-        let mut command = pagefold(state.path(), &["daemon", "--mode", "observe", "--config"]);
+        let mut command = pagefold_command(state.path(), &["daemon", "--mode", "observe", "--config"]);
         let mut child = command.arg(config).args(arguments).stderr(Stdio::piped()).spawn().expect("the binary runs");
         let log = BufReader::new(child.stderr.take().unwrap());
         Self { child, log, state }
     }
 
     /// The next line of its log with this in it, from there on.
-    fn says(&mut self, what: &str) -> String {
+    fn wait_for_log_line(&mut self, text: &str) -> String {
         for line in self.log.by_ref().lines() {
-            if let Some((_, rest)) = line.unwrap().split_once(what) {
+            if let Some((_, rest)) = line.unwrap().split_once(text) {
                 return rest.to_owned();
             }
         }
-        panic!("it ended without saying {what:?}");
+        panic!("it ended without saying {text:?}");
     }
 
     /// Where it shows itself.
-    fn address(&mut self) -> String {
-        let rest = self.says("shown at http://");
+    fn wait_for_http_address(&mut self) -> String {
+        let rest = self.wait_for_log_line("shown at http://");
         rest.split_once('/').expect("an address").0.to_owned()
     }
 }
 
-impl Drop for Daemon {
+impl Drop for WatchedDaemon {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-fn get(address: &str, host: &str, path: &str) -> (String, String) {
+fn http_get(address: &str, host: &str, path: &str) -> (String, String) {
     let mut stream = TcpStream::connect(address).expect("the daemon listens");
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
     stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
@@ -79,10 +79,10 @@ fn get(address: &str, host: &str, path: &str) -> (String, String) {
 }
 
 /// Ask until there is a status.
-fn status(address: &str) -> Status {
-    let end = Instant::now() + PATIENCE;
+fn wait_for_status(address: &str) -> StatusReport {
+    let end = Instant::now() + TEST_TIMEOUT;
     loop {
-        let (first, body) = get(address, "localhost", "/api/status");
+        let (first, body) = http_get(address, "localhost", "/api/status");
         if first.contains(" 200 ") {
             return serde_json::from_str(&body).expect("a status");
         }
@@ -92,13 +92,13 @@ fn status(address: &str) -> Status {
 }
 
 #[test]
-fn the_daemon_is_shown() {
+fn daemon_is_shown_over_http() {
     // The command line comes before the configuration.
     let section = "http = \"192.0.2.1:1\"\nhttp_names = [\"node17\"]";
-    let mut daemon = Daemon::start(section, &["--http", "127.0.0.1:0"]);
-    let address = daemon.address();
-    let status = status(&address);
-    assert_eq!((status.mode, status.pid), (Mode::Observe, daemon.child.id()));
+    let mut daemon = WatchedDaemon::start(section, &["--http", "127.0.0.1:0"]);
+    let address = daemon.wait_for_http_address();
+    let status = wait_for_status(&address);
+    assert_eq!((status.mode, status.pid), (DaemonModeName::Observe, daemon.child.id()));
     assert!(status.host.contains("linux-6.18") && status.ksm.is_some(), "{status:?}");
     // What is wrong is told, and what is in order is counted.
     let of = |verdict| status.findings.iter().filter(|finding| finding.verdict == verdict).count() as u64;
@@ -107,14 +107,14 @@ fn the_daemon_is_shown() {
         assert_eq!(of(verdict), if told { count } else { 0 }, "{verdict:?}");
     }
     assert!(status.findings_by_verdict[&VerdictName::Ok] > 0 && status.findings_by_verdict.len() == 5);
-    assert_eq!((&status.workloads, status.members_left_out), (&sums::workloads(&status.members), 0));
-    assert_eq!(status.cgroups, sums::cgroups(&status.members));
-    assert!(get(&address, "node17", "/metrics").1.contains("\npagefold_mode{mode=\"observe\"} 1\n"));
-    assert!(get(&address, "node18", "/metrics").0.contains(" 421 "));
-    assert!(get(&address, "localhost", "/").1.starts_with("<!doctype html>"));
+    assert_eq!((&status.workloads, status.members_left_out), (&group_footprints::sum_by_workload(&status.members), 0));
+    assert_eq!(status.cgroups, group_footprints::sum_by_cgroup(&status.members));
+    assert!(http_get(&address, "node17", "/metrics").1.contains("\npagefold_mode{mode=\"observe\"} 1\n"));
+    assert!(http_get(&address, "node18", "/metrics").0.contains(" 421 "));
+    assert!(http_get(&address, "localhost", "/").1.starts_with("<!doctype html>"));
     // Who follows it gets another before long.
     let mut stream = TcpStream::connect(&address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
     stream.write_all(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
     let events =
         BufReader::new(stream).lines().filter(|line| line.as_ref().is_ok_and(|line| line.starts_with("data: ")));
@@ -127,28 +127,29 @@ fn the_daemon_is_shown() {
 
 /// What an earlier daemon has kept is shown by the next, and nothing between the two.
 #[test]
-fn the_past_of_a_history_is_shown() {
+fn earlier_history_is_shown_with_a_gap() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("history.db");
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json");
-    let mut kept: Status = serde_json::from_slice(&std::fs::read(fixture).unwrap()).unwrap();
+    let mut kept: StatusReport = serde_json::from_slice(&std::fs::read(fixture).unwrap()).unwrap();
     let now = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
     // One run of long ago, of which nothing is shown, and one of five minutes.
     for (from, seconds) in [(now - 200_000.0, 100), (now - 4000.0, 300)] {
-        let mut writer = Writer::open(&path, Limits::default(), "node17", "0.1.0", from).expect("a history");
+        let mut writer =
+            HistoryWriter::open(&path, HistoryLimits::default(), "node17", "0.1.0", from).expect("a history");
         for second in (0..seconds).step_by(10) {
             kept.time = from + f64::from(second);
             kept.cpu.ksmd.as_mut().unwrap().seconds = f64::from(second) * 0.05;
-            writer.note(&kept);
+            writer.note_status(&kept);
         }
         writer.commit().unwrap();
     }
-    let mut daemon = Daemon::start("", &["--http", "127.0.0.1:0", "--history", path.to_str().unwrap()]);
-    let address = daemon.address();
-    status(&address);
-    let (_, body) = get(&address, "localhost", "/api/history");
-    let points = serde_json::from_str::<History>(&body).expect("a history").points;
-    let (before, after): (Vec<&Point>, Vec<&Point>) = points.iter().partition(|point| point.time < now);
+    let mut daemon = WatchedDaemon::start("", &["--http", "127.0.0.1:0", "--history", path.to_str().unwrap()]);
+    let address = daemon.wait_for_http_address();
+    wait_for_status(&address);
+    let (_, body) = http_get(&address, "localhost", "/api/history");
+    let points = serde_json::from_str::<HistoryResponse>(&body).expect("a history").points;
+    let (before, after): (Vec<&HistoryPoint>, Vec<&HistoryPoint>) = points.iter().partition(|point| point.time < now);
     assert!(before.len() == 31 && !after.is_empty(), "{points:#?}");
     assert!(before[..30].iter().all(|point| point.saved_net == kept.saved.net));
     assert!(before[1..30].iter().all(|point| point.ksmd_percent.is_some_and(|percent| (percent - 5.0).abs() < 0.1)));
@@ -156,28 +157,28 @@ fn the_past_of_a_history_is_shown() {
 }
 
 #[test]
-fn the_address_must_be_one_and_free() {
+fn http_address_must_be_valid_and_free() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = taken.local_addr().unwrap().to_string();
-    let mut daemon = Daemon::start(&format!("http = \"{address}\""), &[]);
-    assert!(daemon.says("cannot listen at ").starts_with(&address));
+    let mut daemon = WatchedDaemon::start(&format!("http = \"{address}\""), &[]);
+    assert!(daemon.wait_for_log_line("cannot listen at ").starts_with(&address));
     assert_eq!(daemon.child.wait().unwrap().code(), Some(2));
-    let mut daemon = Daemon::start("http = \"9750\"", &[]);
-    assert!(daemon.says("an address is needed").contains("127.0.0.1:9750"));
+    let mut daemon = WatchedDaemon::start("http = \"9750\"", &[]);
+    assert!(daemon.wait_for_log_line("an address is needed").contains("127.0.0.1:9750"));
     assert_eq!(daemon.child.wait().unwrap().code(), Some(2));
 }
 
 /// Who could open the socket, because somebody has given it to everybody, is refused by its user all the same.
 #[test]
-fn other_users_are_told_nothing_and_have_no_say() {
+fn other_users_are_refused_by_the_control_socket() {
     if !rustix::process::geteuid().is_root() {
         return println!("skipped: only root can ask as another user");
     }
-    let mut daemon = Daemon::start("", &["--http", "127.0.0.1:0"]);
-    let address = daemon.address();
+    let mut daemon = WatchedDaemon::start("", &["--http", "127.0.0.1:0"]);
+    let address = daemon.wait_for_http_address();
     let all = |path: &Path, mode| std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     let socket = daemon.state.path().join("control");
-    until_there(&socket);
+    wait_for_file(&socket);
     let ask = |request: &str, uid: u32| {
         // Perl is part of every Debian, and a program of root's folders may not be run by others.
         let program = "use IO::Socket::UNIX; $SIG{PIPE} = 'IGNORE'; my $s = IO::Socket::UNIX->new(Peer => $ARGV[0]) or die \"no: $!\";
@@ -194,13 +195,13 @@ fn other_users_are_told_nothing_and_have_no_say() {
         let answer = ask(request, 65534);
         assert_eq!(answer.trim(), "{\"refused\":\"only root and the daemon's user may ask\"}", "{request}");
     }
-    assert_eq!(status(&address).state, State::Resting, "nobody has paused it");
+    assert_eq!(wait_for_status(&address).state, DaemonStateName::Resting, "nobody has paused it");
     assert!(ask("status", 0).starts_with("{\"status\":"));
 }
 
 /// Wait for a file.
-fn until_there(path: &Path) {
-    let end = Instant::now() + PATIENCE;
+fn wait_for_file(path: &Path) {
+    let end = Instant::now() + TEST_TIMEOUT;
     while !path.exists() {
         assert!(Instant::now() < end, "{} is not there", path.display());
         std::thread::sleep(Duration::from_millis(20));
@@ -208,52 +209,52 @@ fn until_there(path: &Path) {
 }
 
 /// A terminal, ended when it is dropped.
-struct Screen(PathBuf);
+struct TerminalScreen(PathBuf);
 
-impl Screen {
-    fn tmux(&self, arguments: &[&str]) -> String {
+impl TerminalScreen {
+    fn run_tmux(&self, arguments: &[&str]) -> String {
         let output = Command::new("tmux").arg("-S").arg(&self.0).args(arguments).env("TERM", "screen").output();
         String::from_utf8_lossy(&output.expect("tmux runs").stdout).into_owned()
     }
 }
 
-impl Drop for Screen {
+impl Drop for TerminalScreen {
     fn drop(&mut self) {
-        self.tmux(&["kill-server"]);
+        self.run_tmux(&["kill-server"]);
     }
 }
 
 #[test]
-fn top_follows_the_daemon() {
+fn top_shows_the_daemon_until_it_ends() {
     let state = tempfile::tempdir().unwrap();
     // There is nobody to ask, or no terminal.
-    let output = pagefold(state.path(), &["top"]).output().unwrap();
+    let output = pagefold_command(state.path(), &["top"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("use `pagefold status`"), "{output:?}");
     if !Command::new("tmux").arg("-V").output().is_ok_and(|output| output.status.success()) {
         println!("skipped: tmux is not installed (labs/setup-watch.sh)");
         return;
     }
-    let screen = Screen(state.path().join("tmux"));
+    let screen = TerminalScreen(state.path().join("tmux"));
     let until = |what: &str| {
-        let end = Instant::now() + PATIENCE;
-        while !screen.tmux(&["capture-pane", "-p"]).contains(what) {
-            assert!(Instant::now() < end, "no {what:?} in:\n{}", screen.tmux(&["capture-pane", "-p"]));
+        let end = Instant::now() + TEST_TIMEOUT;
+        while !screen.run_tmux(&["capture-pane", "-p"]).contains(what) {
+            assert!(Instant::now() < end, "no {what:?} in:\n{}", screen.run_tmux(&["capture-pane", "-p"]));
             std::thread::sleep(Duration::from_millis(100));
         }
     };
-    let top = format!("{:?}", pagefold(state.path(), &["top"])).replace('"', "'");
-    screen.tmux(&["-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "30", &format!("{top}; exec sh")]);
+    let top = format!("{:?}", pagefold_command(state.path(), &["top"])).replace('"', "'");
+    screen.run_tmux(&["-f", "/dev/null", "new-session", "-d", "-x", "120", "-y", "30", &format!("{top}; exec sh")]);
     until("no pagefold daemon runs here");
 
-    let daemon = Daemon::start("", &[]);
-    let top = format!("{:?}", pagefold(daemon.state.path(), &["top", "--every", "200ms"])).replace('"', "'");
+    let daemon = WatchedDaemon::start("", &[]);
+    let top = format!("{:?}", pagefold_command(daemon.state.path(), &["top", "--every", "200ms"])).replace('"', "'");
     // It may be about to listen.
-    screen.tmux(&["send-keys", &format!("clear; until {top} && echo it ended; do sleep 0.2; done"), "Enter"]);
+    screen.run_tmux(&["send-keys", &format!("clear; until {top} && echo it ended; do sleep 0.2; done"), "Enter"]);
     until("observe, ");
     until("Footprint");
     drop(daemon);
     until("OLD: ");
-    screen.tmux(&["send-keys", "q"]);
+    screen.run_tmux(&["send-keys", "q"]);
     until("it ended");
 }

@@ -1,40 +1,40 @@
 //! How the daemon stands, for people.
 
-use crate::wire::{Arrivals, Member, MemberState, Status};
+use crate::wire::{ProcessDiscovery, StatusReport, TrackedProcessReport, TrackingState};
 use pagefold_base::Bytes;
-use pagefold_output::text::{Style, by_splitting, bytes, cut, net, printable};
+use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_net, format_split_zeros};
 
 /// All of it, with so many members and decisions at most.
-pub fn render(status: &Status, top: usize, style: Style) -> String {
-    let mut text = style.paragraph(
+pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> String {
+    let mut text = style.format_paragraph(
         &format!(
             "Daemon {} ({}), {}: {}.",
             status.pid,
-            word(&status.mode),
-            word(&status.state),
-            printable(&status.why)
+            json_word(&status.mode),
+            json_word(&status.state),
+            escape_unprintable(&status.why)
         ),
         2,
     );
     let known = |value: Option<u64>| value.map_or_else(|| "unknown".to_owned(), |value| Bytes(value).to_string());
     let saved = &status.saved;
-    text.push_str(&style.paragraph(
+    text.push_str(&style.format_paragraph(
         &format!(
             "Saved on this host: {} gross, {} of metadata, {} net{}. Available: {} of {}.",
             known(saved.gross),
             known(saved.metadata),
-            saved.net.map_or_else(|| "unknown".to_owned(), net),
-            by_splitting(saved.split_zero.unwrap_or(0)),
+            saved.net.map_or_else(|| "unknown".to_owned(), format_net),
+            format_split_zeros(saved.split_zero.unwrap_or(0)),
             known(status.memory.available),
             known(status.memory.total)
         ),
         2,
     ));
-    let used = |who: &str, used: Option<crate::wire::CpuUse>| match used {
+    let used = |who: &str, used: Option<crate::wire::CpuUsageReport>| match used {
         Some(used) => format!("{who} {:.1} s, {:.1} % of the last minute", used.seconds, used.percent),
         None => format!("{who} unknown"),
     };
-    text.push_str(&style.paragraph(
+    text.push_str(&style.format_paragraph(
         &format!(
             "CPU: {}; {}; bound {:.0} % on average, {:.1} of {:.0} s left for a burst.",
             used("ksmd", status.cpu.ksmd),
@@ -46,87 +46,87 @@ pub fn render(status: &Status, top: usize, style: Style) -> String {
         2,
     ));
     let passes = &status.passes;
-    text.push_str(&style.paragraph(
+    text.push_str(&style.format_paragraph(
         &format!(
             "Passes: {}, of which {} merged: {} net predicted, {} net reached. New programs are {}.",
             passes.passes,
             passes.merges,
             Bytes(passes.predicted),
-            net(passes.reached),
+            format_net(passes.reached),
             match status.arrivals {
-                Arrivals::ProcConnector => "told by the kernel",
-                Arrivals::Polling => "found by polling",
+                ProcessDiscovery::ProcConnector => "told by the kernel",
+                ProcessDiscovery::Polling => "found by polling",
             }
         ),
         2,
     ));
     if !status.members.is_empty() {
-        text.push_str(&style.heading("Members"));
+        text.push_str(&style.format_heading("Members"));
         let mut table =
-            style.table(&[">pid", "name", "trust domain", ">resident", ">merged", ">footprint", "state", "why"]);
-        for member in status.members.iter().take(top) {
-            table.add_row(row(member));
+            style.new_table(&[">pid", "name", "trust domain", ">resident", ">merged", ">footprint", "state", "why"]);
+        for member in status.members.iter().take(max_rows) {
+            table.add_row(process_row(member));
         }
-        text.push_str(&style.render(&table));
-        let left = status.members.len().saturating_sub(top) as u64 + status.members_left_out;
+        text.push_str(&style.render_table(&table));
+        let left = status.members.len().saturating_sub(max_rows) as u64 + status.members_left_out;
         if left > 0 {
             text.push_str(&format!("and {left} more\n"));
         }
-        text.push_str(&style.paragraph(FOOTPRINTS, 2));
+        text.push_str(&style.format_paragraph(FOOTPRINT_NOTE, 2));
     }
     if !status.decisions.is_empty() {
-        text.push_str(&style.heading("Latest decisions"));
-        let mut table = style.table(&[">ago", "what", "whom", "why"]);
-        for decision in status.decisions.iter().take(top) {
+        text.push_str(&style.format_heading("Latest decisions"));
+        let mut table = style.new_table(&[">ago", "what", "whom", "why"]);
+        for decision in status.decisions.iter().take(max_rows) {
             let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
             let acted = if decision.acted { "" } else { "not carried out: " };
             let what = decision.what.clone();
             let plain = matches!(what.as_str(), "leave" | "refuse" | "rest" | "yield");
-            let why = format!("{}{}", if plain { "" } else { acted }, printable(&decision.why));
-            table.add_row([format!("{ago:.0} s"), what, cut(&decision.whom, 40), why]);
+            let why = format!("{}{}", if plain { "" } else { acted }, escape_unprintable(&decision.why));
+            table.add_row([format!("{ago:.0} s"), what, cut_end(&decision.whom, 40), why]);
         }
-        text.push_str(&style.render(&table));
+        text.push_str(&style.render_table(&table));
     }
     text
 }
 
 /// What is to be known of footprints.
-const FOOTPRINTS: &str = "Footprints are fair shares: each page divided by those who map it. ~ marks those that were \
+const FOOTPRINT_NOTE: &str = "Footprints are fair shares: each page divided by those who map it. ~ marks those that were \
                           not read yet and are estimates: resident memory less what merging saves, by the host's mean \
                           for each merged page.";
 
-fn row(member: &Member) -> [String; 8] {
-    let known = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), bytes);
+fn process_row(member: &TrackedProcessReport) -> [String; 8] {
+    let known = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), format_bytes);
     [
         member.pid.to_string(),
-        cut(&member.label, 30),
-        cut(&member.domain, 24),
+        cut_end(&member.label, 30),
+        cut_end(&member.domain, 24),
         known(member.resident),
         known(member.merged),
-        member.footprint.map_or_else(|| "?".to_owned(), |value| footprint(value, member.footprint_age_seconds)),
-        state(member.state).to_owned(),
-        printable(&member.why).into_owned(),
+        member.footprint.map_or_else(|| "?".to_owned(), |value| format_footprint(value, member.footprint_age_seconds)),
+        state_label(member.state).to_owned(),
+        escape_unprintable(&member.why).into_owned(),
     ]
 }
 
 /// What something takes, marked where it is an estimate.
-pub fn footprint(value: u64, age_seconds: Option<u64>) -> String {
+pub fn format_footprint(value: u64, age_seconds: Option<u64>) -> String {
     let mark = if age_seconds.is_none() { "~" } else { "" };
-    format!("{mark}{}", bytes(value))
+    format!("{mark}{}", format_bytes(value))
 }
 
 /// The word on the wire.
-fn word<T: serde::Serialize>(value: &T) -> String {
+fn json_word<T: serde::Serialize>(value: &T) -> String {
     serde_json::to_value(value).ok().and_then(|value| Some(value.as_str()?.to_owned())).unwrap_or_default()
 }
 
-fn state(state: MemberState) -> &'static str {
+fn state_label(state: TrackingState) -> &'static str {
     match state {
-        MemberState::Arriving => "arriving",
-        MemberState::Followed => "followed",
-        MemberState::Merged => "merged",
-        MemberState::BackedOff => "backed off",
-        MemberState::Excluded => "excluded",
-        MemberState::Withdrawn => "withdrawn",
+        TrackingState::Arriving => "arriving",
+        TrackingState::Followed => "followed",
+        TrackingState::Merged => "merged",
+        TrackingState::BackedOff => "backed off",
+        TrackingState::Excluded => "excluded",
+        TrackingState::Withdrawn => "withdrawn",
     }
 }

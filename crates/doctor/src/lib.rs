@@ -1,10 +1,10 @@
 //! The audit of a host: facts in, findings out.
 //!
-//! [`examine`] collects the facts, [`decide`] has the rules; [`wire`] and [`text`] are the report.
+//! [`doctor_facts`] collects the facts, [`decide`] has the rules; [`wire`] and [`text`] are the report.
 
 #![forbid(unsafe_code)]
 
 pub mod decide;
-pub mod examine;
+pub mod doctor_facts;
 pub mod text;
 pub mod wire;

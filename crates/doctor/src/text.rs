@@ -2,36 +2,36 @@
 //! what the kernel refused to tell, for which one remedy at the end serves.
 
 use crate::wire::{DoctorReport, FindingReport, VerdictCounts, VerdictName};
-use pagefold_output::text::{Style, cut, printable, wrap};
-use pagefold_output::wire::{NotSeen, Who};
+use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, wrap};
+use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 
 /// Columns of the verdict, and of the indent below it.
-const VERDICT: usize = 9;
+const VERDICT_COLUMNS: usize = 9;
 /// Prose is hard to read in longer lines.
-const LONGEST_LINE: usize = 110;
+const MAX_LINE_COLUMNS: usize = 110;
 /// How many of those that were not seen are named; the others are counted.
-const NAMED: usize = 5;
+const MAX_NAMED_PROCESSES: usize = 5;
 
 /// The whole report; with `verbose` what is as it should be is shown in full, too.
-pub fn render(report: &DoctorReport, verbose: bool, style: Style) -> String {
-    let mut page = Page { style, text: String::new() };
+pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String {
+    let mut page = DoctorPage { style, text: String::new() };
     if report.processes.is_empty() {
-        page.findings(report.findings.iter(), verbose);
+        page.add_findings(report.findings.iter(), verbose);
     }
     for (i, who) in report.processes.iter().enumerate() {
         page.text.push_str(if i > 0 { "\n" } else { "" });
-        page.line(&page.bold(&heading(who)));
+        page.add_line(&page.format_bold(&render_heading(who)));
         let own = |finding: &&FindingReport| (finding.pid, finding.start_time) == (Some(who.pid), Some(who.start_time));
-        page.findings(report.findings.iter().filter(own), verbose);
+        page.add_findings(report.findings.iter().filter(own), verbose);
     }
     page.text.push('\n');
     if !report.not_seen.is_empty() {
-        page.paragraph(&printable(&not_seen(&report.not_seen)), 0);
+        page.add_paragraph(&escape_unprintable(&render_unscanned(&report.not_seen)), 0);
     }
     if let Some(finding) = report.findings.iter().find(|finding| is_refusal(finding)).filter(|_| !verbose) {
-        page.commands("To see it", &finding.remedy, 0);
+        page.add_commands("To see it", &finding.remedy, 0);
     }
-    page.line(&summary(&report.counts));
+    page.add_line(&render_summary(&report.counts));
     page.text
 }
 
@@ -41,26 +41,30 @@ fn is_refusal(finding: &FindingReport) -> bool {
 }
 
 /// Whose memory was not looked at: the first few by name.
-fn not_seen(unseen: &[NotSeen]) -> String {
-    let name = |one: &NotSeen| match (one.pid, &one.comm) {
+fn render_unscanned(unseen: &[UnscannedProcessReport]) -> String {
+    let name = |one: &UnscannedProcessReport| match (one.pid, &one.comm) {
         (0, _) => format!("processes that are hidden ({})", one.detail),
         (pid, Some(comm)) => format!("{comm} ({pid}, {})", one.detail),
         (pid, None) => format!("{pid} ({})", one.detail),
     };
-    let names: Vec<_> = unseen.iter().take(NAMED).map(name).collect();
-    let more = if unseen.len() > NAMED { format!(" and {} more", unseen.len() - NAMED) } else { String::new() };
+    let names: Vec<_> = unseen.iter().take(MAX_NAMED_PROCESSES).map(name).collect();
+    let more = if unseen.len() > MAX_NAMED_PROCESSES {
+        format!(" and {} more", unseen.len() - MAX_NAMED_PROCESSES)
+    } else {
+        String::new()
+    };
     format!("Memory that was not seen: {}{more}.", names.join(", "))
 }
 
-fn heading(who: &Who) -> String {
+fn render_heading(who: &ProcessInfo) -> String {
     let vm = who.vm.as_ref().and_then(|vm| vm.name.as_ref()).map(|name| format!(", machine {name}"));
     let domain = who.domain.as_ref().map(|domain| format!(", {domain}"));
     let cgroup = who.cgroup.as_ref().map(|path| format!(", cgroup {path}"));
     let parts = [vm, domain, cgroup].map(Option::unwrap_or_default).concat();
-    printable(&format!("Process {} ({}){parts}", who.pid, who.comm)).into_owned()
+    escape_unprintable(&format!("Process {} ({}){parts}", who.pid, who.comm)).into_owned()
 }
 
-fn summary(counts: &VerdictCounts) -> String {
+fn render_summary(counts: &VerdictCounts) -> String {
     let counts = [
         (counts.fail, "fail"),
         (counts.warn, "warn"),
@@ -74,91 +78,91 @@ fn summary(counts: &VerdictCounts) -> String {
 }
 
 /// What is written so far.
-struct Page {
-    style: Style,
+struct DoctorPage {
+    style: TextStyle,
     text: String,
 }
 
-impl Page {
-    fn findings<'a>(&mut self, findings: impl Iterator<Item = &'a FindingReport>, verbose: bool) {
+impl DoctorPage {
+    fn add_findings<'a>(&mut self, findings: impl Iterator<Item = &'a FindingReport>, verbose: bool) {
         let (full, brief): (Vec<_>, Vec<_>) =
             findings.partition(|finding| verbose || (finding.verdict >= VerdictName::Unknown && !is_refusal(finding)));
         for finding in full {
             self.text.push_str(if self.text.is_empty() { "" } else { "\n" });
-            self.full(finding);
+            self.add_full_finding(finding);
         }
         if !brief.is_empty() && !self.text.is_empty() {
             self.text.push('\n');
         }
         for finding in brief {
-            self.brief(finding);
+            self.add_brief_finding(finding);
         }
     }
 
-    fn full(&mut self, finding: &FindingReport) {
-        let title = format!("{} [{}]", printable(&finding.title), finding.rule);
-        for (i, line) in wrap(&title, self.columns(VERDICT)).into_iter().enumerate() {
-            let start = if i == 0 { self.verdict(finding.verdict) } else { " ".repeat(VERDICT) };
-            let line = self.bold(&line);
-            self.line(&format!("{start}{line}"));
+    fn add_full_finding(&mut self, finding: &FindingReport) {
+        let title = format!("{} [{}]", escape_unprintable(&finding.title), finding.rule);
+        for (i, line) in wrap(&title, self.columns_beside_indent(VERDICT_COLUMNS)).into_iter().enumerate() {
+            let start = if i == 0 { self.format_verdict(finding.verdict) } else { " ".repeat(VERDICT_COLUMNS) };
+            let line = self.format_bold(&line);
+            self.add_line(&format!("{start}{line}"));
         }
         let value = format!("{}: {}", finding.source, finding.value);
-        self.paragraph(&printable(&value), VERDICT);
-        self.paragraph(&finding.why, VERDICT);
-        self.commands("remedy", &finding.remedy, VERDICT);
-        self.commands("verify", finding.verify.as_slice(), VERDICT);
+        self.add_paragraph(&escape_unprintable(&value), VERDICT_COLUMNS);
+        self.add_paragraph(&finding.why, VERDICT_COLUMNS);
+        self.add_commands("remedy", &finding.remedy, VERDICT_COLUMNS);
+        self.add_commands("verify", finding.verify.as_slice(), VERDICT_COLUMNS);
     }
 
     /// Commands are never wrapped, so that they can be copied; what is said about them is.
-    fn commands(&mut self, name: &str, commands: &[String], indent: usize) {
+    fn add_commands(&mut self, name: &str, commands: &[String], indent: usize) {
         for (i, command) in commands.iter().enumerate() {
             let label = if i == 0 { format!("{name}:") } else { String::new() };
-            let command = printable(command);
+            let command = escape_unprintable(command);
             let start = format!("{:indent$}{label:<width$}", "", width = name.len() + 2);
-            match command.strip_prefix("# ").filter(|_| start.len() + command.len() > self.columns(0)) {
+            match command.strip_prefix("# ").filter(|_| start.len() + command.len() > self.columns_beside_indent(0)) {
                 Some(comment) => {
                     let indent = start.len();
-                    let lines = wrap(comment, self.columns(indent + 2));
+                    let lines = wrap(comment, self.columns_beside_indent(indent + 2));
                     for (i, line) in lines.iter().enumerate() {
                         let start = if i == 0 { start.clone() } else { " ".repeat(indent) };
-                        self.line(&format!("{start}# {line}"));
+                        self.add_line(&format!("{start}# {line}"));
                     }
                 }
-                None => self.line(&format!("{start}{command}")),
+                None => self.add_line(&format!("{start}{command}")),
             }
         }
     }
 
-    fn brief(&mut self, finding: &FindingReport) {
-        let columns = self.columns(VERDICT);
+    fn add_brief_finding(&mut self, finding: &FindingReport) {
+        let columns = self.columns_beside_indent(VERDICT_COLUMNS);
         let lines = if is_refusal(finding) {
-            wrap(&printable(&format!("{}: {}", finding.rule, finding.value)), columns)
+            wrap(&escape_unprintable(&format!("{}: {}", finding.rule, finding.value)), columns)
         } else {
-            vec![cut(&printable(&format!("{} ({})", finding.title, finding.value)), columns)]
+            vec![cut_end(&escape_unprintable(&format!("{} ({})", finding.title, finding.value)), columns)]
         };
         for (i, line) in lines.iter().enumerate() {
-            let start = if i == 0 { self.verdict(finding.verdict) } else { " ".repeat(VERDICT) };
-            self.line(&format!("{start}{line}"));
+            let start = if i == 0 { self.format_verdict(finding.verdict) } else { " ".repeat(VERDICT_COLUMNS) };
+            self.add_line(&format!("{start}{line}"));
         }
     }
 
-    fn paragraph(&mut self, text: &str, indent: usize) {
-        for line in wrap(text, self.columns(indent)) {
-            self.line(&format!("{:indent$}{line}", ""));
+    fn add_paragraph(&mut self, text: &str, indent: usize) {
+        for line in wrap(text, self.columns_beside_indent(indent)) {
+            self.add_line(&format!("{:indent$}{line}", ""));
         }
     }
 
-    fn line(&mut self, line: &str) {
+    fn add_line(&mut self, line: &str) {
         self.text.push_str(line.trim_end());
         self.text.push('\n');
     }
 
     /// Columns that are left beside an indent.
-    fn columns(&self, indent: usize) -> usize {
-        usize::from(self.style.width).min(LONGEST_LINE).saturating_sub(indent)
+    fn columns_beside_indent(&self, indent: usize) -> usize {
+        usize::from(self.style.width).min(MAX_LINE_COLUMNS).saturating_sub(indent)
     }
 
-    fn verdict(&self, verdict: VerdictName) -> String {
+    fn format_verdict(&self, verdict: VerdictName) -> String {
         let (word, colour) = match verdict {
             VerdictName::Fail => ("FAIL", "1;31"),
             VerdictName::Warn => ("warn", "1;33"),
@@ -166,12 +170,12 @@ impl Page {
             VerdictName::Ok => ("ok", "32"),
             VerdictName::NotApplicable => ("n/a", "2"),
         };
-        let padded = format!("{word:<VERDICT$}");
-        if self.style.colour { format!("\x1b[{colour}m{padded}\x1b[0m") } else { padded }
+        let padded = format!("{word:<VERDICT_COLUMNS$}");
+        if self.style.color { format!("\x1b[{colour}m{padded}\x1b[0m") } else { padded }
     }
 
-    fn bold(&self, text: &str) -> String {
-        if self.style.colour { format!("\x1b[1m{text}\x1b[0m") } else { text.to_owned() }
+    fn format_bold(&self, text: &str) -> String {
+        if self.style.color { format!("\x1b[1m{text}\x1b[0m") } else { text.to_owned() }
     }
 }
 
@@ -225,8 +229,8 @@ mod tests {
     }
 
     #[test]
-    fn what_needs_a_decision_is_told_in_full() {
-        let style = Style { width: 60, colour: false };
+    fn important_findings_are_shown_in_full() {
+        let style = TextStyle { width: 60, color: false };
         insta::assert_snapshot!(render(&sample(), false, style), @r"
         FAIL     ksmd is stopped while memory is enrolled [ksm-run]
                  /sys/kernel/mm/ksm/run: run = 0
@@ -247,39 +251,40 @@ mod tests {
     }
 
     #[test]
-    fn only_commands_are_wider_than_the_terminal() {
+    fn only_commands_exceed_the_terminal_width() {
         for width in [60, 80, 160] {
-            for line in render(&sample(), true, Style { width, colour: false }).lines() {
+            for line in render(&sample(), true, TextStyle { width, color: false }).lines() {
                 let command = line.trim_start().starts_with("echo 1 >");
-                assert!(command || line.chars().count() <= usize::from(width).min(LONGEST_LINE), "{width}: {line}");
+                assert!(command || line.chars().count() <= usize::from(width).min(MAX_LINE_COLUMNS), "{width}: {line}");
             }
         }
     }
 
     #[test]
-    fn colour_adds_nothing_but_colour() {
+    fn color_adds_only_escape_codes() {
         let colourless = |text: &str| {
             let mut parts = text.split("\x1b[");
             let first = parts.next().unwrap_or_default().to_owned();
             parts.fold(first, |text, part| text + part.split_once('m').map_or("", |(_, rest)| rest))
         };
-        let render = |colour| render(&sample(), false, Style { width: 80, colour });
+        let render = |colour| render(&sample(), false, TextStyle { width: 80, color: colour });
         assert!(render(true).contains("\x1b[1;31mFAIL"));
         assert_eq!(colourless(&render(true)), render(false));
     }
 
     #[test]
-    fn names_cannot_steer_the_terminal() {
+    fn terminal_escapes_in_names_are_removed() {
         let name = "\u{1b}[2J\u{202e}evil\r\n\u{9b}31m";
         let mut report = report(vec![finding(VerdictName::Fail, name), finding(VerdictName::Ok, name)]);
         report.findings[0].value = name.to_owned();
         report.findings[0].remedy = vec![format!("echo {name}"), format!("# {name}")];
-        report.not_seen = vec![NotSeen { pid: 7, comm: Some(name.to_owned()), reason: "denied", detail: "no".into() }];
+        report.not_seen =
+            vec![UnscannedProcessReport { pid: 7, comm: Some(name.to_owned()), reason: "denied", detail: "no".into() }];
         for width in [60, 160] {
-            let text = render(&report, false, Style { width, colour: false });
+            let text = render(&report, false, TextStyle { width, color: false });
             assert!(text.chars().all(|c| c == '\n' || !c.is_control()) && !text.contains('\u{202e}'), "{text:?}");
         }
-        report.processes = vec![Who {
+        report.processes = vec![ProcessInfo {
             pid: 7,
             start_time: 1,
             comm: name.to_owned(),
@@ -291,7 +296,7 @@ mod tests {
             job: None,
             rank: None,
         }];
-        let text = render(&report, false, Style::default());
+        let text = render(&report, false, TextStyle::default());
         assert!(text.starts_with("Process 7 (\\u{1b}[2J\\u{202e}evil\\r\\n\\u{9b}31m), "), "{text:?}");
     }
 }

@@ -1,7 +1,7 @@
 //! The findings of the doctor on the wire.
 
 use crate::decide::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
-use pagefold_output::wire::{NotSeen, Who};
+use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -19,12 +19,12 @@ pub struct DoctorReport {
     /// How many findings have which verdict.
     pub counts: VerdictCounts,
     /// The processes that were asked for. Without any the findings are the host's.
-    pub processes: Vec<Who>,
+    pub processes: Vec<ProcessInfo>,
     /// The findings, worst first.
     pub findings: Vec<FindingReport>,
     /// Processes whose memory could not be looked at; number 0 stands for processes that are not even listed. Findings
     /// that need them are `unknown`.
-    pub not_seen: Vec<NotSeen>,
+    pub not_seen: Vec<UnscannedProcessReport>,
 }
 
 /// How a rule judges.
@@ -122,29 +122,37 @@ impl From<Finding> for FindingReport {
 
 impl DoctorReport {
     /// Examine the host.
-    pub fn of_host(host: String, facts: &HostFacts) -> Self {
-        Self::new(host, Vec::new(), examine_host(facts), not_seen(facts.processes.iter()))
+    pub fn from_host(host: String, facts: &HostFacts) -> Self {
+        Self::new(host, Vec::new(), examine_host(facts), unscanned_processes(facts.processes.iter()))
     }
 
     /// Examine some of its processes.
-    pub fn of_processes(host: String, facts: &HostFacts, processes: &[&ProcessFacts]) -> Self {
-        let who = processes.iter().map(|process| Who::of(&process.process, Some(&process.domain))).collect();
+    pub fn from_processes(host: String, facts: &HostFacts, processes: &[&ProcessFacts]) -> Self {
+        let who = processes
+            .iter()
+            .map(|process| ProcessInfo::from_process(&process.process, Some(&process.domain)))
+            .collect();
         let findings = processes.iter().flat_map(|process| examine_process(facts, process)).collect();
-        Self::new(host, who, findings, not_seen(processes.iter().copied()))
+        Self::new(host, who, findings, unscanned_processes(processes.iter().copied()))
     }
 
     /// Where more privilege is not to be had: say `instead` what can be done about what was refused.
     #[must_use]
-    pub fn without_more_privilege(mut self, instead: &str) -> Self {
+    pub fn replace_privilege_remedies(mut self, remedy: &str) -> Self {
         for finding in &mut self.findings {
             if finding.verdict == VerdictName::Unknown && finding.remedy.iter().all(|line| line.starts_with("sudo ")) {
-                finding.remedy = finding.remedy.iter().map(|_| instead.to_owned()).collect();
+                finding.remedy = finding.remedy.iter().map(|_| remedy.to_owned()).collect();
             }
         }
         self
     }
 
-    fn new(host: String, processes: Vec<Who>, findings: Vec<Finding>, not_seen: Vec<NotSeen>) -> Self {
+    fn new(
+        host: String,
+        processes: Vec<ProcessInfo>,
+        findings: Vec<Finding>,
+        not_seen: Vec<UnscannedProcessReport>,
+    ) -> Self {
         let mut findings: Vec<FindingReport> = findings.into_iter().map(Into::into).collect();
         findings.sort_by_key(|finding| Reverse(finding.verdict));
         let mut counts = VerdictCounts::default();
@@ -162,12 +170,12 @@ impl DoctorReport {
     }
 }
 
-fn not_seen<'a>(processes: impl Iterator<Item = &'a ProcessFacts>) -> Vec<NotSeen> {
+fn unscanned_processes<'a>(processes: impl Iterator<Item = &'a ProcessFacts>) -> Vec<UnscannedProcessReport> {
     processes
         .filter_map(|facts| {
             let why = facts.regions.as_ref().err()?;
             let comm = Some(&facts.process.comm).filter(|_| facts.process.uid.is_ok());
-            Some(NotSeen::of(facts.process.id.pid.0, comm.cloned(), why))
+            Some(UnscannedProcessReport::new(facts.process.id.pid.0, comm.cloned(), why))
         })
         .collect()
 }

@@ -8,48 +8,48 @@
 //!
 //! Processes that merge with each other do the same in a domain of one name: see `c/ranks.c`.
 
-use pagefold_engine::{Engine, Error, Merged, Options, Region};
+use pagefold_engine::{AllocatedRegion, Engine, EngineOptions, Error, MergeCounters};
 
-const BYTES: usize = 16 << 20;
+const TABLE_BYTES: usize = 16 << 20;
 
-fn word(place: usize) -> [u8; 8] {
+fn table_word(place: usize) -> [u8; 8] {
     (place as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_ne_bytes()
 }
 
 /// A copy of the table, in memory that may be merged.
-fn table(engine: &Engine) -> Result<Region<'_>, Error> {
-    let mut memory = engine.allocate(BYTES)?;
+fn allocate_table(engine: &Engine) -> Result<AllocatedRegion<'_>, Error> {
+    let mut memory = engine.allocate(TABLE_BYTES)?;
     let words = memory.as_mut_slice().as_chunks_mut().0.iter_mut();
-    words.enumerate().for_each(|(place, bytes)| *bytes = word(place));
+    words.enumerate().for_each(|(place, bytes)| *bytes = table_word(place));
     Ok(memory)
 }
 
-fn tell(engine: &Engine, how: &str, merged: Merged) -> Result<(), Error> {
-    let standing = engine.standing()?;
+fn print_status(engine: &Engine, label: &str, merged: MergeCounters) -> Result<(), Error> {
+    let standing = engine.status()?;
     println!(
-        "{how}: {} pages merged in {:.1} ms; {} are, of {}, and the store takes {}",
-        merged.merged.0,
-        merged.time.as_secs_f64() * 1e3,
+        "{label}: {} pages merged in {:.1} ms; {} are, of {}, and the store takes {}",
+        merged.pages_merged.0,
+        merged.program_time.as_secs_f64() * 1e3,
         standing.merged.0,
         standing.pages.0,
-        standing.store,
+        standing.store_bytes,
     );
     Ok(())
 }
 
 fn main() -> Result<(), Error> {
     // Nothing else is done here that could be slowed down.
-    let options = Options { max_slowdown: None, ..Options::default() };
+    let options = EngineOptions { max_slowdown: None, ..EngineOptions::default() };
     let engine = Engine::join(&format!("copies-{}", std::process::id()), &options)?;
-    let mut copies = (0..4).map(|_| table(&engine)).collect::<Result<Vec<_>, _>>()?;
+    let mut copies = (0..4).map(|_| allocate_table(&engine)).collect::<Result<Vec<_>, _>>()?;
     // SAFETY: nobody writes to the copies until it is done.
-    tell(&engine, "at a safe point", unsafe { engine.merge() }?)?;
+    print_status(&engine, "at a safe point", unsafe { engine.merge() }?)?;
 
-    copies.push(table(&engine)?);
+    copies.push(allocate_table(&engine)?);
     // SAFETY: nobody unmaps or replaces the copies meanwhile, and no device has them.
     match unsafe { engine.merge_while_running() } {
-        Ok(merged) => tell(&engine, "while running", merged)?,
-        Err(error @ Error::NotPermitted(_)) => println!("{error}"),
+        Ok(merged) => print_status(&engine, "while running", merged)?,
+        Err(error @ Error::WriteProtectUnavailable(_)) => println!("{error}"),
         Err(error) => return Err(error),
     }
 
@@ -59,7 +59,7 @@ fn main() -> Result<(), Error> {
     for (number, copy) in copies.iter_mut().enumerate() {
         copy.as_mut_slice()[number] ^= 1;
         let mut words = copy.as_slice().as_chunks().0.iter().enumerate();
-        assert!(words.all(|(place, bytes)| *bytes == word(place)), "copy {number} is not as it was written");
+        assert!(words.all(|(place, bytes)| *bytes == table_word(place)), "copy {number} is not as it was written");
     }
     println!("all memory as it was written");
     Ok(())

@@ -2,12 +2,15 @@
 //! a failure for `pagefold_error`. No panic crosses into C.
 //!
 //! A structure that a caller has filled in may be of an older or a newer version than this library, and smaller or
-//! larger: the caller says its size ([`fill`]). Such structures only grow at their end, hold words alone, and no other
+//! larger: the caller says its size ([`fill_structure`]). Such structures only grow at their end, hold words alone, and no other
 //! structure.
 
-use crate::{Advice, Background, Engine, JOBS, Merged, Options, RegionStanding, Standing, of_job};
+use crate::{
+    BackgroundMerger, Engine, EngineOptions, JOB_ID_VARIABLES, MemberStatus, MergeCounters, PageAdvice, RegionStatus,
+    job_domain_name,
+};
 use pagefold_base::AddressRange;
-use pagefold_base::engine::Domain;
+use pagefold_base::engine::EngineDomain;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, OsStr, c_char, c_double, c_int, c_uint, c_void};
 use std::os::unix::ffi::OsStrExt;
@@ -90,68 +93,68 @@ pub struct pagefold_domain {
     overhead: u64,
 }
 
-impl From<Merged> for pagefold_merged {
-    fn from(merged: Merged) -> Self {
+impl From<MergeCounters> for pagefold_merged {
+    fn from(merged: MergeCounters) -> Self {
         Self {
-            looked_at: merged.looked_at.0,
-            zeros: merged.zeros.0,
-            merged: merged.merged.0,
-            retried: merged.retried.0,
-            stored: merged.stored.0,
-            runs: merged.runs,
-            not_worth: merged.not_worth.0,
-            broken: merged.broken.0,
-            short_lived: merged.short_lived.0,
-            read: merged.read.0,
-            left_alone: merged.left_alone.0,
-            failed: merged.failed.0,
-            cut_short: merged.cut_short,
-            held_up: merged.held_up,
-            nanoseconds: merged.time.as_nanos() as u64,
+            looked_at: merged.pages_scanned.0,
+            zeros: merged.zeros_freed.0,
+            merged: merged.pages_merged.0,
+            retried: merged.unlikely_to_last.0,
+            stored: merged.contents_stored.0,
+            runs: merged.runs_mapped,
+            not_worth: merged.unprofitable.0,
+            broken: merged.cow_breaks.0,
+            short_lived: merged.early_cow_breaks.0,
+            read: merged.zeros_read.0,
+            left_alone: merged.backed_off.0,
+            failed: merged.pages_failed.0,
+            cut_short: merged.incomplete_merges,
+            held_up: merged.blocked_merges,
+            nanoseconds: merged.program_time.as_nanos() as u64,
         }
     }
 }
 
-impl From<Standing> for pagefold_standing {
-    fn from(standing: Standing) -> Self {
+impl From<MemberStatus> for pagefold_standing {
+    fn from(standing: MemberStatus) -> Self {
         Self {
             pages: standing.pages.0,
             merged: standing.merged.0,
             zeros: standing.zeros.0,
-            hot: standing.hot.0,
-            store: standing.store.0,
-            pinned: standing.pinned.0,
-            mappings: standing.mappings,
-            notes: standing.notes.0,
-            merges: standing.merges,
-            elapsed: standing.spending.elapsed.as_nanos() as u64,
-            spent: standing.spending.spent.as_nanos() as u64,
+            hot: standing.volatile_pages.0,
+            store: standing.store_bytes.0,
+            pinned: standing.pinned_bytes.0,
+            mappings: standing.mapping_count,
+            notes: standing.note_bytes.0,
+            merges: standing.merge_count,
+            elapsed: standing.time_use.elapsed.as_nanos() as u64,
+            spent: standing.time_use.spent.as_nanos() as u64,
         }
     }
 }
 
-impl From<RegionStanding> for pagefold_region {
-    fn from(region: RegionStanding) -> Self {
+impl From<RegionStatus> for pagefold_region {
+    fn from(region: RegionStatus) -> Self {
         Self {
             memory: ptr::with_exposed_provenance_mut(region.range.start as usize),
             bytes: region.range.bytes().0 as usize,
             merged: region.tally.merged.0,
             zeros: region.tally.zeros.0,
-            hot: region.tally.hot.0,
+            hot: region.tally.volatile_pages.0,
             saved: region.saved.0,
         }
     }
 }
 
-impl From<Domain> for pagefold_domain {
-    fn from(domain: Domain) -> Self {
+impl From<EngineDomain> for pagefold_domain {
+    fn from(domain: EngineDomain) -> Self {
         let sum = domain.tally();
         Self {
             members: domain.members.len() as u64,
             pages: sum.pages.0,
             merged: sum.merged.0,
             zeros: sum.zeros.0,
-            hot: sum.hot.0,
+            hot: sum.volatile_pages.0,
             stored: domain.stored.0,
             saved: domain.saved_by_all().0,
             index: domain.index.0,
@@ -161,23 +164,23 @@ impl From<Domain> for pagefold_domain {
 }
 
 thread_local! {
-    static WHY: RefCell<CString> = RefCell::default();
+    static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
 /// Keep why something failed.
-fn keep(why: &str) {
-    let why = CString::new(why.replace('\0', "?")).unwrap_or_default();
-    WHY.with(|kept| kept.replace(why));
+fn set_last_error(message: &str) {
+    let why = CString::new(message.replace('\0', "?")).unwrap_or_default();
+    LAST_ERROR.with(|kept| kept.replace(why));
 }
 
 /// Do something whose failure is told.
-fn told<T>(work: impl FnOnce() -> Result<T, String>) -> Option<T> {
+fn keep_error<T>(work: impl FnOnce() -> Result<T, String>) -> Option<T> {
     let done = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("a defect in pagefold: it panicked".into()));
-    done.inspect_err(|why| keep(why)).ok()
+    done.inspect_err(|why| set_last_error(why)).ok()
 }
 
 /// An error with all its causes.
-fn chain(error: crate::Error) -> String {
+fn error_chain(error: crate::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(&error);
     while let Some(error) = cause {
@@ -187,7 +190,7 @@ fn chain(error: crate::Error) -> String {
     text
 }
 
-fn status(done: Option<()>) -> c_int {
+fn status_code(done: Option<()>) -> c_int {
     if done.is_some() { 0 } else { -1 }
 }
 
@@ -195,13 +198,13 @@ fn status(done: Option<()>) -> c_int {
 ///
 /// # Safety
 /// `engine` is null or of `pagefold_join`, and was not left.
-unsafe fn call<T>(engine: *const Engine, work: impl FnOnce(&Engine) -> Result<T, crate::Error>) -> Option<T> {
+unsafe fn call_engine<T>(engine: *const Engine, work: impl FnOnce(&Engine) -> Result<T, crate::Error>) -> Option<T> {
     // SAFETY: the caller's promise.
     let engine = unsafe { engine.as_ref() };
-    told(|| work(engine.ok_or("engine is NULL")?).map_err(chain))
+    keep_error(|| work(engine.ok_or("engine is NULL")?).map_err(error_chain))
 }
 
-fn range(memory: *mut c_void, bytes: usize) -> AddressRange {
+fn address_range(memory: *mut c_void, bytes: usize) -> AddressRange {
     let start = memory.expose_provenance() as u64;
     AddressRange { start, end: start.saturating_add(bytes as u64) }
 }
@@ -212,17 +215,18 @@ fn range(memory: *mut c_void, bytes: usize) -> AddressRange {
 /// `domain` is null or a string; `options` is null or of the size it says, and its root null or a string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pagefold_options) -> *mut Engine {
-    let joined = told(|| {
+    let joined = keep_error(|| {
         let name = if domain.is_null() {
-            let nameless = || format!("domain is NULL, and this is no rank of an MPI job ({})", JOBS.join(", "));
-            of_job().ok_or_else(nameless)?
+            let nameless =
+                || format!("domain is NULL, and this is no rank of an MPI job ({})", JOB_ID_VARIABLES.join(", "));
+            job_domain_name().ok_or_else(nameless)?
         } else {
             // SAFETY: not null, so a string by the caller's promise.
             let name = unsafe { CStr::from_ptr(domain) }.to_str();
             name.map_err(|_| "domain is no UTF-8".to_owned())?.to_owned()
         };
         let given = options;
-        let mut options = Options::default();
+        let mut options = EngineOptions::default();
         if !given.is_null() {
             // SAFETY: not null, so of the size it says, by the caller's promise, which is in its first word.
             if unsafe { given.cast::<usize>().read() } != size_of::<pagefold_options>() {
@@ -231,7 +235,7 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
             // SAFETY: it is of the size of the type, so all of it may be read.
             let given = unsafe { &*given };
             options.max_slowdown = (given.max_slowdown >= 0.0).then_some(given.max_slowdown);
-            options.lifetime = Duration::try_from_secs_f64(given.lifetime)
+            options.min_runtime = Duration::try_from_secs_f64(given.lifetime)
                 .map_err(|error| format!("a lifetime of {} s: {error}", given.lifetime))?;
             options.threads = given.threads as usize;
             options.per_node = given.per_node != 0;
@@ -243,7 +247,7 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
                 options.root = Some(OsStr::from_bytes(root.to_bytes()).into());
             }
         }
-        Engine::join(&name, &options).map_err(chain)
+        Engine::join(&name, &options).map_err(error_chain)
     });
     joined.map_or(ptr::null_mut(), |engine| Arc::into_raw(Arc::new(engine)).cast_mut())
 }
@@ -257,7 +261,7 @@ pub unsafe extern "C" fn pagefold_leave(engine: *mut Engine) {
     if !engine.is_null() {
         // SAFETY: it was made by `Arc::into_raw`, and nobody uses it any more but a thread that has its own.
         let engine = unsafe { Arc::from_raw(engine) };
-        told(|| {
+        keep_error(|| {
             drop(engine);
             Ok(())
         });
@@ -272,7 +276,7 @@ pub unsafe extern "C" fn pagefold_leave(engine: *mut Engine) {
 pub unsafe extern "C" fn pagefold_allocate(engine: *mut Engine, bytes: usize) -> *mut c_void {
     // SAFETY: the caller's promise.
     let start = unsafe {
-        call(engine, |engine| {
+        call_engine(engine, |engine| {
             let region = engine.allocate(bytes)?;
             let start = region.range().start;
             std::mem::forget(region);
@@ -290,9 +294,9 @@ pub unsafe extern "C" fn pagefold_allocate(engine: *mut Engine, bytes: usize) ->
 pub unsafe extern "C" fn pagefold_free(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     let bytes = bytes.checked_next_multiple_of(rustix::param::page_size()).unwrap_or(bytes);
     // SAFETY: the caller's promise.
-    let free = |engine: &Engine| unsafe { engine.release(range(memory, bytes)) };
+    let free = |engine: &Engine| unsafe { engine.disown_and_unmap(address_range(memory, bytes)) };
     // SAFETY: the caller's promise.
-    status(unsafe { call(engine, free) })
+    status_code(unsafe { call_engine(engine, free) })
 }
 
 /// See `pagefold.h`.
@@ -302,9 +306,9 @@ pub unsafe extern "C" fn pagefold_free(engine: *mut Engine, memory: *mut c_void,
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_adopt(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
-    let adopt = |engine: &Engine| unsafe { engine.adopt(range(memory, bytes)) };
+    let adopt = |engine: &Engine| unsafe { engine.adopt(address_range(memory, bytes)) };
     // SAFETY: the caller's promise.
-    status(unsafe { call(engine, adopt) })
+    status_code(unsafe { call_engine(engine, adopt) })
 }
 
 /// See `pagefold.h`.
@@ -314,7 +318,7 @@ pub unsafe extern "C" fn pagefold_adopt(engine: *mut Engine, memory: *mut c_void
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_forsake(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
-    status(unsafe { call(engine, |engine| engine.forsake(range(memory, bytes))) })
+    status_code(unsafe { call_engine(engine, |engine| engine.disown(address_range(memory, bytes))) })
 }
 
 /// See `pagefold.h`.
@@ -329,16 +333,16 @@ pub unsafe extern "C" fn pagefold_advise(
     advice: c_int,
 ) -> c_int {
     let advice = match advice {
-        0 => Advice::Mergeable,
-        1 => Advice::Unmergeable,
-        2 => Advice::Hot,
+        0 => PageAdvice::Mergeable,
+        1 => PageAdvice::Unmergeable,
+        2 => PageAdvice::Volatile,
         _ => {
-            keep("this version knows no such advice");
+            set_last_error("this version knows no such advice");
             return -1;
         }
     };
     // SAFETY: the caller's promise.
-    status(unsafe { call(engine, |engine| engine.advise(range(memory, bytes), advice)) })
+    status_code(unsafe { call_engine(engine, |engine| engine.advise(address_range(memory, bytes), advice)) })
 }
 
 /// See `pagefold.h`.
@@ -348,9 +352,9 @@ pub unsafe extern "C" fn pagefold_advise(
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_clear(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
-    let clear = |engine: &Engine| unsafe { engine.clear(range(memory, bytes)) };
+    let clear = |engine: &Engine| unsafe { engine.clear(address_range(memory, bytes)) };
     // SAFETY: the caller's promise.
-    status(unsafe { call(engine, clear) })
+    status_code(unsafe { call_engine(engine, clear) })
 }
 
 /// See `pagefold.h`.
@@ -360,15 +364,15 @@ pub unsafe extern "C" fn pagefold_clear(engine: *mut Engine, memory: *mut c_void
 /// bytes to be written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_merge_sized(engine: *mut Engine, merged: *mut pagefold_merged, size: usize) -> c_int {
-    if !is_size_of(merged, size) {
+    if !is_plausible_size(merged, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
     let merge = |engine: &Engine| unsafe { engine.merge() };
     // SAFETY: the caller's promise.
-    let done = unsafe { call(engine, merge) };
+    let done = unsafe { call_engine(engine, merge) };
     // SAFETY: the caller's promise.
-    unsafe { fill(done, merged, size) }
+    unsafe { fill_structure(done, merged, size) }
 }
 
 /// See `pagefold.h`.
@@ -382,26 +386,26 @@ pub unsafe extern "C" fn pagefold_merge_while_running_sized(
     merged: *mut pagefold_merged,
     size: usize,
 ) -> c_int {
-    if !is_size_of(merged, size) {
+    if !is_plausible_size(merged, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
     let merge = |engine: &Engine| unsafe { engine.merge_while_running() };
     // SAFETY: the caller's promise.
-    let done = unsafe { call(engine, merge) };
+    let done = unsafe { call_engine(engine, merge) };
     // SAFETY: the caller's promise.
-    unsafe { fill(done, merged, size) }
+    unsafe { fill_structure(done, merged, size) }
 }
 
 /// The largest structure of a caller that is believed.
-const LARGEST_STRUCTURE: usize = 4096;
+const MAX_STRUCTURE_BYTES: usize = 4096;
 
 /// Whether a caller's structure is null or has a size that a version of it may have; otherwise the reason is kept.
-fn is_size_of<T>(structure: *mut T, size: usize) -> bool {
-    let sizes = size_of::<u64>()..=LARGEST_STRUCTURE;
+fn is_plausible_size<T>(structure: *mut T, size: usize) -> bool {
+    let sizes = size_of::<u64>()..=MAX_STRUCTURE_BYTES;
     let sound = structure.is_null() || (sizes.contains(&size) && size.is_multiple_of(size_of::<u64>()));
     if !sound {
-        keep(&format!("{size} is no size of the structure to fill in: pass sizeof of it"));
+        set_last_error(&format!("{size} is no size of the structure to fill in: pass sizeof of it"));
     }
     sound
 }
@@ -411,8 +415,8 @@ fn is_size_of<T>(structure: *mut T, size: usize) -> bool {
 ///
 /// # Safety
 /// `structure` is null or so many bytes to be written.
-unsafe fn fill<V: Into<T>, T>(value: Option<V>, structure: *mut T, size: usize) -> c_int {
-    let told = status(value.as_ref().map(|_| ()));
+unsafe fn fill_structure<V: Into<T>, T>(value: Option<V>, structure: *mut T, size: usize) -> c_int {
+    let told = status_code(value.as_ref().map(|_| ()));
     if let Some(value) = value
         && !structure.is_null()
     {
@@ -433,7 +437,7 @@ unsafe fn fill<V: Into<T>, T>(value: Option<V>, structure: *mut T, size: usize) 
 /// # Safety
 /// As for `pagefold_allocate`, and what `Engine::merge_in_background` asks for.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share: c_double) -> *mut Background {
+pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share: c_double) -> *mut BackgroundMerger {
     let begin = |known: &Engine| {
         let engine = ptr::from_ref(known);
         // SAFETY: it was made by `Arc::into_raw`, and is there while it was not left.
@@ -444,7 +448,7 @@ pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share
         unsafe { engine.merge_in_background(share) }
     };
     // SAFETY: the caller's promise.
-    let background = unsafe { call(engine, begin) };
+    let background = unsafe { call_engine(engine, begin) };
     background.map_or(ptr::null_mut(), |background| Box::into_raw(Box::new(background)))
 }
 
@@ -453,13 +457,13 @@ pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share
 /// # Safety
 /// `background` is null or of `pagefold_merge_in_background`, and was not ended.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_end_background(background: *mut Background) -> c_int {
+pub unsafe extern "C" fn pagefold_end_background(background: *mut BackgroundMerger) -> c_int {
     if background.is_null() {
         return 0;
     }
     // SAFETY: it was made by `Box::into_raw`, and nobody uses it any more.
     let background = unsafe { Box::from_raw(background) };
-    status(told(|| background.wait(0, Duration::ZERO).map(|_| ()).map_err(chain)))
+    status_code(keep_error(|| background.wait_for_merges(0, Duration::ZERO).map(|_| ()).map_err(error_chain)))
 }
 
 /// See `pagefold.h`.
@@ -473,16 +477,16 @@ pub unsafe extern "C" fn pagefold_standing_of_sized(
     size: usize,
 ) -> c_int {
     if standing.is_null() {
-        keep("standing is NULL");
+        set_last_error("standing is NULL");
         return -1;
     }
-    if !is_size_of(standing, size) {
+    if !is_plausible_size(standing, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
-    let found = unsafe { call(engine, Engine::standing) };
+    let found = unsafe { call_engine(engine, Engine::status) };
     // SAFETY: the caller's promise.
-    unsafe { fill(found, standing, size) }
+    unsafe { fill_structure(found, standing, size) }
 }
 
 /// See `pagefold.h`.
@@ -496,16 +500,16 @@ pub unsafe extern "C" fn pagefold_so_far_of_sized(
     size: usize,
 ) -> c_int {
     if merged.is_null() {
-        keep("merged is NULL");
+        set_last_error("merged is NULL");
         return -1;
     }
-    if !is_size_of(merged, size) {
+    if !is_plausible_size(merged, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
-    let found = unsafe { call(engine, |engine| Ok(engine.standing()?.so_far)) };
+    let found = unsafe { call_engine(engine, |engine| Ok(engine.status()?.totals)) };
     // SAFETY: the caller's promise.
-    unsafe { fill(found, merged, size) }
+    unsafe { fill_structure(found, merged, size) }
 }
 
 /// See `pagefold.h`.
@@ -521,14 +525,14 @@ pub unsafe extern "C" fn pagefold_regions_of_sized(
     size: usize,
 ) -> c_int {
     if count.is_null() {
-        keep("count is NULL");
+        set_last_error("count is NULL");
         return -1;
     }
-    if !is_size_of(regions, size) {
+    if !is_plausible_size(regions, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
-    let found = unsafe { call(engine, Engine::regions) };
+    let found = unsafe { call_engine(engine, Engine::region_statuses) };
     let Some(found) = found else { return -1 };
     let all = found.len();
     // SAFETY: not null, so to be read, by the caller's promise.
@@ -537,7 +541,7 @@ pub unsafe extern "C" fn pagefold_regions_of_sized(
         // SAFETY: there is room for more than `at` of them, of that size, by the caller's promise.
         let place = unsafe { regions.cast::<u8>().add(at * size) };
         // SAFETY: it is to be written, by the caller's promise.
-        unsafe { fill(Some(region), place.cast::<pagefold_region>(), size) };
+        unsafe { fill_structure(Some(region), place.cast::<pagefold_region>(), size) };
     }
     // SAFETY: not null, so to be written, by the caller's promise.
     unsafe { count.write(all) };
@@ -555,20 +559,20 @@ pub unsafe extern "C" fn pagefold_domain_of_sized(
     size: usize,
 ) -> c_int {
     if domain.is_null() {
-        keep("domain is NULL");
+        set_last_error("domain is NULL");
         return -1;
     }
-    if !is_size_of(domain, size) {
+    if !is_plausible_size(domain, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
-    let found = unsafe { call(engine, Engine::domain) };
+    let found = unsafe { call_engine(engine, Engine::domain_status) };
     // SAFETY: the caller's promise.
-    unsafe { fill(found, domain, size) }
+    unsafe { fill_structure(found, domain, size) }
 }
 
 /// See `pagefold.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagefold_error() -> *const c_char {
-    WHY.with(|kept| kept.borrow().as_ptr())
+    LAST_ERROR.with(|kept| kept.borrow().as_ptr())
 }

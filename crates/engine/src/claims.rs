@@ -19,9 +19,9 @@ use std::time::Duration;
 
 /// How often a thread only lets others run before it sleeps: the lock is held for less than a microsecond, and claims
 /// for as long as it takes to compare, copy or map some pages.
-const YIELDS: u32 = 8;
+const MAX_YIELDS: u32 = 8;
 /// How long it sleeps then.
-const RETRY: Duration = Duration::from_micros(100);
+const RETRY_INTERVAL: Duration = Duration::from_micros(100);
 /// So often a thread asks for the lock, for some seconds, until it takes that for lost: the thread that it names is not in
 /// this process.
 const LOST_ATTEMPTS: u32 = 20_000;
@@ -30,30 +30,30 @@ const LOST: u64 = u64::MAX;
 
 /// The claims of one engine.
 #[derive(Debug, Default)]
-pub struct Claims {
+pub struct RangeClaims {
     /// The thread that has the lock ([`holder`]), or 0. In a child one of another process is named, if the lock was lost.
     holder: AtomicU64,
     /// Locked by the holder only, so nobody waits for it.
-    ranges: Mutex<Ranges>,
+    ranges: Mutex<ClaimedRanges>,
 }
 
 #[derive(Debug, Default)]
-struct Ranges {
+struct ClaimedRanges {
     /// The process that the claims are of.
-    process: u32,
+    owner_pid: u32,
     claimed: Vec<AddressRange>,
-    given_up: Vec<AddressRange>,
+    revoked: Vec<AddressRange>,
 }
 
 /// The lock of the ranges, until it is dropped.
 #[derive(Debug)]
-struct Locked<'c> {
+struct LockedClaims<'c> {
     /// `None` once it is unlocked.
-    ranges: Option<MutexGuard<'c, Ranges>>,
+    ranges: Option<MutexGuard<'c, ClaimedRanges>>,
     holder: &'c AtomicU64,
 }
 
-impl Drop for Locked<'_> {
+impl Drop for LockedClaims<'_> {
     fn drop(&mut self) {
         drop(self.ranges.take());
         self.holder.store(0, Ordering::Release);
@@ -62,20 +62,20 @@ impl Drop for Locked<'_> {
 
 /// A range that a merge works on, until it is dropped.
 #[derive(Debug)]
-pub struct Claim<'c> {
-    claims: &'c Claims,
+pub struct RangeClaim<'c> {
+    claims: &'c RangeClaims,
     /// The process that has made it.
-    process: u32,
+    owner_pid: u32,
     range: AddressRange,
 }
 
-fn overlaps(ranges: &[AddressRange], range: AddressRange) -> bool {
+fn overlaps_any(ranges: &[AddressRange], range: AddressRange) -> bool {
     ranges.iter().any(|other| other.overlap(range).is_some())
 }
 
 /// Wait for a moment, the longer the more often this was done before.
-fn wait_after(attempts: u32) {
-    if attempts < YIELDS { std::thread::yield_now() } else { std::thread::sleep(RETRY) }
+fn wait_between_tries(attempts: u32) {
+    if attempts < MAX_YIELDS { std::thread::yield_now() } else { std::thread::sleep(RETRY_INTERVAL) }
 }
 
 /// A thread of a process, as the holder of the lock.
@@ -83,11 +83,11 @@ fn holder(process: u32, thread: u32) -> u64 {
     u64::from(process) << 32 | u64::from(thread)
 }
 
-impl Claims {
+impl RangeClaims {
     /// Do something with the ranges. `None` if the lock was held by another thread when this process was forked, or if
     /// this thread has it, which a signal handler has interrupted; otherwise its holder is another thread of this process,
     /// and gives it back.
-    fn with<T>(&self, work: impl FnOnce(&mut Ranges) -> T) -> Option<T> {
+    fn with_ranges<T>(&self, work: impl FnOnce(&mut ClaimedRanges) -> T) -> Option<T> {
         let process = std::process::id();
         let this = holder(process, gettid().as_raw_pid().cast_unsigned());
         let mut attempts = 0;
@@ -100,33 +100,33 @@ impl Claims {
                 let _ = self.holder.compare_exchange(other, LOST, Ordering::Relaxed, Ordering::Relaxed);
                 return None;
             }
-            wait_after(attempts);
+            wait_between_tries(attempts);
             attempts = attempts.saturating_add(1);
         }
         let ranges = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
-        let mut locked = Locked { ranges: Some(ranges), holder: &self.holder };
+        let mut locked = LockedClaims { ranges: Some(ranges), holder: &self.holder };
         let ranges = locked.ranges.as_deref_mut()?;
-        if ranges.process != process {
-            ranges.process = process;
+        if ranges.owner_pid != process {
+            ranges.owner_pid = process;
             ranges.claimed.clear();
         }
         Some(work(ranges))
     }
 
     /// Claim a range to work on. `None` if the program has given up part of it.
-    pub fn claim(&self, range: AddressRange) -> Option<Claim<'_>> {
-        let is_claimed = self.with(|ranges| {
-            let is_free = !overlaps(&ranges.given_up, range);
+    pub fn claim(&self, range: AddressRange) -> Option<RangeClaim<'_>> {
+        let is_claimed = self.with_ranges(|ranges| {
+            let is_free = !overlaps_any(&ranges.revoked, range);
             ranges.claimed.extend(is_free.then_some(range));
             is_free
         })?;
-        is_claimed.then(|| Claim { claims: self, process: std::process::id(), range })
+        is_claimed.then(|| RangeClaim { claims: self, owner_pid: std::process::id(), range })
     }
 
     /// Let no merge claim part of a range from now on. Whether that was possible: `false` in a child that was forked at a
     /// moment at which another thread had the lock, and in a signal handler that has interrupted a thread which has it.
     pub fn refuse(&self, range: AddressRange) -> bool {
-        self.with(|ranges| ranges.given_up.push(range)).is_some()
+        self.with_ranges(|ranges| ranges.revoked.push(range)).is_some()
     }
 
     /// Wait until the work in hand on a refused range is done. What `lock` gives is held each time that this looks, and
@@ -135,25 +135,25 @@ impl Claims {
         let is_claimed = || {
             let _held = lock();
             // A child of vfork(2), which has the same memory, may have the lock for a moment.
-            self.with(|ranges| overlaps(&ranges.claimed, range)).unwrap_or(true)
+            self.with_ranges(|ranges| overlaps_any(&ranges.claimed, range)).unwrap_or(true)
         };
         let mut attempts = 0;
         while is_claimed() {
-            wait_after(attempts);
+            wait_between_tries(attempts);
             attempts = attempts.saturating_add(1);
         }
     }
 
     /// What was given up since the last call. For the holder of the engine's lock, outside of a merge. `None` in a child
     /// that was forked at a moment at which another thread had the lock: that is not known there.
-    pub fn take_given_up(&self) -> Option<Vec<AddressRange>> {
-        self.with(|ranges| std::mem::take(&mut ranges.given_up))
+    pub fn take_revoked(&self) -> Option<Vec<AddressRange>> {
+        self.with_ranges(|ranges| std::mem::take(&mut ranges.revoked))
     }
 }
 
-impl Drop for Claim<'_> {
+impl Drop for RangeClaim<'_> {
     fn drop(&mut self) {
-        let remove = |ranges: &mut Ranges| {
+        let remove = |ranges: &mut ClaimedRanges| {
             if let Some(at) = ranges.claimed.iter().position(|range| *range == self.range) {
                 ranges.claimed.swap_remove(at);
             }
@@ -161,8 +161,8 @@ impl Drop for Claim<'_> {
         // A claim that stayed would be waited for without end. In a child, all of its parent's are dropped by the first
         // call.
         let mut attempts = 0;
-        while self.process == std::process::id() && self.claims.with(remove).is_none() {
-            wait_after(attempts);
+        while self.owner_pid == std::process::id() && self.claims.with_ranges(remove).is_none() {
+            wait_between_tries(attempts);
             attempts = attempts.saturating_add(1);
         }
     }
@@ -180,7 +180,7 @@ mod tests {
     }
 
     /// Refuse a range and wait for what is claimed in it; whether the first was possible.
-    fn give_up(claims: &Claims, range: AddressRange) -> bool {
+    fn give_up(claims: &RangeClaims, range: AddressRange) -> bool {
         let refused = claims.refuse(range);
         if refused {
             claims.wait(range, || ());
@@ -189,8 +189,8 @@ mod tests {
     }
 
     #[test]
-    fn giving_up_waits_for_claims_in_the_range_and_for_no_others() {
-        let claims = Claims::default();
+    fn revoke_waits_only_for_claims_in_the_range() {
+        let claims = RangeClaims::default();
         let claim = claims.claim(range(0x1000, 0x3000)).expect("nothing is given up");
         let dropped = AtomicBool::new(false);
         assert!(give_up(&claims, range(0x3000, 0x4000)), "it is not claimed, so this does not wait");
@@ -209,13 +209,13 @@ mod tests {
         });
         assert!(claims.claim(range(0x0, 0x1000)).is_some());
         assert!(claims.claim(range(0x0, 0x4000)).is_none());
-        assert_eq!(claims.take_given_up(), Some(vec![range(0x3000, 0x4000), range(0x2000, 0x3000)]));
+        assert_eq!(claims.take_revoked(), Some(vec![range(0x3000, 0x4000), range(0x2000, 0x3000)]));
         assert!(claims.claim(range(0x0, 0x4000)).is_some(), "it may be used for other memory now");
     }
 
     #[test]
     fn who_waits_has_the_given_lock_when_it_looks_and_not_while_it_waits() {
-        let claims = Claims::default();
+        let claims = RangeClaims::default();
         let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is given up");
         assert!(claims.refuse(range(0x1000, 0x2000)));
         let (lock, looks) = (Mutex::new(()), AtomicU32::new(0));
@@ -232,12 +232,12 @@ mod tests {
                 thread::yield_now();
             }
             // Whoever looks waits here, and has it.
-            claims.with(|_| {
+            claims.with_ranges(|_| {
                 while lock.try_lock().is_ok() {
                     thread::yield_now();
                 }
                 (0..100).for_each(|_| {
-                    thread::sleep(RETRY);
+                    thread::sleep(RETRY_INTERVAL);
                     assert!(lock.try_lock().is_err());
                 });
             });
@@ -246,29 +246,29 @@ mod tests {
     }
 
     #[test]
-    fn a_claim_is_dropped_however_long_another_thread_has_the_lock() {
-        let claims = Claims::default();
+    fn claim_is_dropped_while_another_thread_holds_lock() {
+        let claims = RangeClaims::default();
         let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is given up");
         thread::scope(|scope| {
-            claims.with(|_| {
+            claims.with_ranges(|_| {
                 let dropper = scope.spawn(|| drop(claim));
                 // Longer than a thread tries for the lock which would give up.
                 thread::sleep(Duration::from_secs(3));
                 assert!(!dropper.is_finished());
             });
         });
-        assert_eq!(claims.with(|ranges| ranges.claimed.len()), Some(0));
+        assert_eq!(claims.with_ranges(|ranges| ranges.claimed.len()), Some(0));
     }
 
     #[test]
-    fn a_lock_that_was_lost_in_a_fork_fails_every_call_at_once() {
-        let claims = Claims::default();
+    fn lock_lost_in_fork_fails_every_call_at_once() {
+        let claims = RangeClaims::default();
         // As in the child, where the lock names a thread of the parent.
         claims.holder.store(holder(std::process::id() + 1, 1), Ordering::Relaxed);
         let began = std::time::Instant::now();
         (0..100).for_each(|_| assert!(claims.claim(range(0x1000, 0x2000)).is_none()));
         assert!(!give_up(&claims, range(0x1000, 0x2000)));
-        assert_eq!(claims.take_given_up(), None);
+        assert_eq!(claims.take_revoked(), None);
         // A call that waits to find that out takes two seconds, and 100 of them more than three minutes.
         assert!(began.elapsed() < Duration::from_secs(60), "{:?}", began.elapsed());
     }
@@ -278,9 +278,9 @@ mod tests {
         let (done, is_done) = std::sync::mpsc::channel();
         // Not joined: it would never return.
         thread::spawn(move || {
-            let claims = Claims::default();
+            let claims = RangeClaims::default();
             // As in a signal handler that interrupts the thread here.
-            let within = claims.with(|_| {
+            let within = claims.with_ranges(|_| {
                 let failed = claims.claim(range(0x1000, 0x2000)).is_none() && !claims.refuse(range(0, 0x1000));
                 (failed, claims.holder.load(Ordering::Relaxed) == LOST)
             });
@@ -292,7 +292,7 @@ mod tests {
 
     #[test]
     fn a_lock_that_was_lost_in_a_child_of_the_same_number_is_waited_for_once() {
-        let claims = Arc::new(Claims::default());
+        let claims = Arc::new(RangeClaims::default());
         // As in the child, which has its parent's number, and not the thread.
         claims.holder.store(holder(std::process::id(), u32::MAX), Ordering::Relaxed);
         let (done, is_done) = std::sync::mpsc::channel();
@@ -306,14 +306,14 @@ mod tests {
     }
 
     #[test]
-    fn claims_of_a_parent_are_dropped_in_its_child_and_what_was_given_up_is_kept() {
-        let claims = Claims::default();
+    fn child_drops_parent_claims_and_keeps_revoked_ranges() {
+        let claims = RangeClaims::default();
         let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is given up");
         assert!(give_up(&claims, range(0x3000, 0x4000)));
         // As in the child, which has another number.
-        claims.with(|ranges| ranges.process += 1);
+        claims.with_ranges(|ranges| ranges.owner_pid += 1);
         assert!(give_up(&claims, range(0x1000, 0x2000)), "this does not wait");
-        assert_eq!(claims.take_given_up(), Some(vec![range(0x3000, 0x4000), range(0x1000, 0x2000)]));
+        assert_eq!(claims.take_revoked(), Some(vec![range(0x3000, 0x4000), range(0x1000, 0x2000)]));
         drop(claim);
     }
 }

@@ -23,14 +23,14 @@ const SURVEY_BYTES_PER_PAGE: u64 = 32;
 const WINDOW_BYTES_PER_PAGE: u64 = 192;
 
 /// With less than this for its windows and batches a merge does nothing.
-const LEAST_BYTES: u64 = 256 << 10;
+const MIN_MERGE_BYTES: u64 = 256 << 10;
 
 /// What of the headroom all members of the domain together may use at a time.
-const SHARE: u64 = 2;
+const HEADROOM_DIVISOR: u64 = 2;
 
 /// What a merge may use at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Budget {
+pub struct MergeMemoryBudget {
     /// Pages that are looked at before what they hold is merged.
     pub window_pages: u64,
     /// Pages that are stored before they are mapped.
@@ -39,12 +39,12 @@ pub struct Budget {
     pub index_bytes: u64,
 }
 
-impl Budget {
+impl MergeMemoryBudget {
     /// What fits into a headroom that so many members share, for regions of so many pages; `None` if nothing does.
     pub fn new(headroom: Bytes, members: u64, region_pages: u64, page_bytes: u64) -> Option<Self> {
-        let share = headroom.0 / SHARE / members.max(1);
+        let share = headroom.0 / HEADROOM_DIVISOR / members.max(1);
         let left = share.saturating_sub(region_pages.saturating_mul(SURVEY_BYTES_PER_PAGE));
-        (left >= LEAST_BYTES).then(|| Self {
+        (left >= MIN_MERGE_BYTES).then(|| Self {
             window_pages: left / 4 / WINDOW_BYTES_PER_PAGE,
             batch_pages: left / 2 / page_bytes,
             index_bytes: left / 2,
@@ -52,7 +52,7 @@ impl Budget {
     }
 
     /// How many of the first chunks of so many pages each a window holds: one at least.
-    pub fn holds(self, chunk_pages: impl IntoIterator<Item = u64>) -> usize {
+    pub fn count_chunks_that_fit(self, chunk_pages: impl IntoIterator<Item = u64>) -> usize {
         let mut left = self.window_pages;
         let fit = chunk_pages.into_iter().take_while(|&pages| {
             let fits = pages <= left;
@@ -63,14 +63,14 @@ impl Budget {
     }
 
     /// The headroom from which on regions of so many pages are not merged any differently.
-    pub fn plenty(members: u64, region_pages: u64, batch_bytes: u64) -> Bytes {
+    pub fn ample_headroom(members: u64, region_pages: u64, batch_bytes: u64) -> Bytes {
         let each_page = SURVEY_BYTES_PER_PAGE + 4 * WINDOW_BYTES_PER_PAGE;
-        let one = region_pages.saturating_mul(each_page).saturating_add(2 * batch_bytes + LEAST_BYTES);
-        Bytes(one.saturating_mul(SHARE).saturating_mul(members.max(1)))
+        let one = region_pages.saturating_mul(each_page).saturating_add(2 * batch_bytes + MIN_MERGE_BYTES);
+        Bytes(one.saturating_mul(HEADROOM_DIVISOR).saturating_mul(members.max(1)))
     }
 }
 
-impl Default for Budget {
+impl Default for MergeMemoryBudget {
     /// Of a merge that has nothing to keep to.
     fn default() -> Self {
         Self { window_pages: u64::MAX, batch_pages: u64::MAX, index_bytes: u64::MAX }
@@ -79,56 +79,57 @@ impl Default for Budget {
 
 /// The limits that hold for this process.
 #[derive(Debug, Default)]
-pub struct Headroom {
+pub struct CgroupHeadroom {
     /// Of the merge that is under way.
-    pub budget: Budget,
+    pub budget: MergeMemoryBudget,
     /// `/proc/thread-self/cgroup`, when the others were found.
-    cgroups: String,
+    cgroup_file: String,
     /// The cgroup and those above it, as directories.
-    limits: Vec<PathBuf>,
-    version: Version,
+    limit_directories: Vec<PathBuf>,
+    version: CgroupVersion,
 }
 
 /// Which memory controller a cgroup has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Version {
-    One,
+enum CgroupVersion {
+    V1,
     #[default]
-    Two,
+    V2,
 }
 
-impl Headroom {
+impl CgroupHeadroom {
     /// What is left, by the limit of which least is left; at least `plenty` if it is more. What cannot be read is no
     /// limit.
-    pub fn left(&mut self, plenty: Bytes) -> Bytes {
+    pub fn available(&mut self, ample: Bytes) -> Bytes {
         let cgroups = std::fs::read_to_string("/proc/thread-self/cgroup").unwrap_or_default();
-        if cgroups != self.cgroups {
+        if cgroups != self.cgroup_file {
             let mounts = std::fs::read_to_string("/proc/thread-self/mountinfo").unwrap_or_default();
-            (self.version, self.limits) = find_limits(&cgroups, &mounts).unwrap_or_default();
-            self.cgroups = cgroups;
+            (self.version, self.limit_directories) = find_limit_directories(&cgroups, &mounts).unwrap_or_default();
+            self.cgroup_file = cgroups;
         }
         // Free memory alone is told at a tenth of the cost.
         let host = rustix::system::sysinfo();
         let (free, total) = (host.freeram as u64, host.totalram as u64);
         let unit = u64::from(host.mem_unit);
-        let is_free = free.saturating_sub(total / 100).saturating_mul(unit) >= plenty.0;
+        let is_free = free.saturating_sub(total / 100).saturating_mul(unit) >= ample.0;
         let meminfo = (!is_free).then(|| std::fs::read_to_string("/proc/meminfo").ok()).flatten();
-        let of_host = meminfo.and_then(|text| available(&text));
-        let of_cgroups = self.limits.iter().filter_map(|cgroup| left_in(cgroup, self.version, plenty));
-        of_host.into_iter().chain(of_cgroups).min().unwrap_or(plenty)
+        let of_host = meminfo.and_then(|text| host_available(&text));
+        let of_cgroups =
+            self.limit_directories.iter().filter_map(|cgroup| available_in_cgroup(cgroup, self.version, ample));
+        of_host.into_iter().chain(of_cgroups).min().unwrap_or(ample)
     }
 }
 
-impl Headroom {
+impl CgroupHeadroom {
     /// Whether so many members may each take so much now.
-    pub fn has_room_for(&mut self, bytes: Bytes, members: u64) -> bool {
-        let needed = Bytes(bytes.0.saturating_mul(SHARE).saturating_mul(members.max(1)));
-        self.left(needed) >= needed
+    pub fn can_members_take(&mut self, bytes: Bytes, members: u64) -> bool {
+        let needed = Bytes(bytes.0.saturating_mul(HEADROOM_DIVISOR).saturating_mul(members.max(1)));
+        self.available(needed) >= needed
     }
 
     /// Whether so many members may each take so much for good, and merges of regions of so many pages still have room
     /// for batches of so many pages.
-    pub fn leaves_batches(
+    pub fn leaves_memory_for_batches(
         &mut self,
         taken: Bytes,
         members: u64,
@@ -136,28 +137,28 @@ impl Headroom {
         (page_bytes, batch_pages): (u64, u64),
     ) -> bool {
         let taken = taken.0.saturating_mul(members.max(1));
-        let plenty = Budget::plenty(members, region_pages, batch_pages.saturating_mul(page_bytes));
-        let left = self.left(Bytes(plenty.0.saturating_add(taken))).0.saturating_sub(taken);
-        Budget::new(Bytes(left), members, region_pages, page_bytes)
+        let plenty = MergeMemoryBudget::ample_headroom(members, region_pages, batch_pages.saturating_mul(page_bytes));
+        let left = self.available(Bytes(plenty.0.saturating_add(taken))).0.saturating_sub(taken);
+        MergeMemoryBudget::new(Bytes(left), members, region_pages, page_bytes)
             .is_some_and(|budget| budget.batch_pages >= batch_pages)
     }
 }
 
 /// `MemAvailable`, but for a hundredth of all memory.
-fn available(meminfo: &str) -> Option<Bytes> {
-    let kibibytes = |name: &str| field(meminfo, name).map(|kibibytes| kibibytes << 10);
+fn host_available(meminfo: &str) -> Option<Bytes> {
+    let kibibytes = |name: &str| parse_number_after(meminfo, name).map(|kibibytes| kibibytes << 10);
     Some(Bytes(kibibytes("MemAvailable:")?.saturating_sub(kibibytes("MemTotal:")? / 100)))
 }
 
 /// The number behind a name, in lines of both.
-fn field(text: &str, name: &str) -> Option<u64> {
+fn parse_number_after(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(|c: char| c.is_whitespace()))?;
     line.split_ascii_whitespace().next()?.parse().ok()
 }
 
 /// The directories of the memory cgroup of a process and of all above it, by its `cgroup` and `mountinfo` (cgroups(7),
 /// proc_pid_mountinfo(5)).
-fn find_limits(cgroups: &str, mounts: &str) -> Option<(Version, Vec<PathBuf>)> {
+fn find_limit_directories(cgroups: &str, mounts: &str) -> Option<(CgroupVersion, Vec<PathBuf>)> {
     let path_of = |wanted: &dyn Fn(&str) -> bool| {
         cgroups.lines().find_map(|line| {
             let (_, rest) = line.split_once(':')?;
@@ -167,16 +168,16 @@ fn find_limits(cgroups: &str, mounts: &str) -> Option<(Version, Vec<PathBuf>)> {
     };
     let one = path_of(&|controllers| controllers.split(',').any(|name| name == "memory"));
     let (version, path) = match one {
-        Some(path) => (Version::One, path),
-        None => (Version::Two, path_of(&str::is_empty)?),
+        Some(path) => (CgroupVersion::V1, path),
+        None => (CgroupVersion::V2, path_of(&str::is_empty)?),
     };
     let (root, top) = mounts.lines().find_map(|line| {
         let (mount, kind) = line.split_once(" - ")?;
         let mut kind = kind.split(' ');
         let (name, options) = (kind.next()?, kind.nth(1)?);
         let wanted = match version {
-            Version::One => name == "cgroup" && options.split(',').any(|option| option == "memory"),
-            Version::Two => name == "cgroup2",
+            CgroupVersion::V1 => name == "cgroup" && options.split(',').any(|option| option == "memory"),
+            CgroupVersion::V2 => name == "cgroup2",
         };
         let mut words = mount.split(' ').skip(3);
         wanted.then_some((words.next()?, words.next()?))
@@ -191,25 +192,25 @@ fn find_limits(cgroups: &str, mounts: &str) -> Option<(Version, Vec<PathBuf>)> {
 
 /// What is left of the limits of a cgroup, if it has any and they can be read. File pages are counted only if less
 /// than `plenty` is left otherwise: their number is costly to the kernel.
-fn left_in(cgroup: &Path, version: Version, plenty: Bytes) -> Option<Bytes> {
+fn available_in_cgroup(cgroup: &Path, version: CgroupVersion, ample: Bytes) -> Option<Bytes> {
     let text = |file: &str| std::fs::read_to_string(cgroup.join(file)).ok();
     let number = |file: &str| text(file)?.trim().parse::<u64>().ok();
     let (limits, used, prefix): (&[&str], _, _) = match version {
-        Version::One => (&["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"),
-        Version::Two => (&["memory.max", "memory.high"], "memory.current", ""),
+        CgroupVersion::V1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"),
+        CgroupVersion::V2 => (&["memory.max", "memory.high"], "memory.current", ""),
     };
     // None is "max", which is no number.
     let limit = limits.iter().filter_map(|file| number(file)).min()?;
     let used = number(used)?;
     let left = limit.saturating_sub(used);
-    if left >= plenty.0 {
+    if left >= ample.0 {
         return Some(Bytes(left));
     }
     let stat = text("memory.stat").unwrap_or_default();
-    let bytes = |name: &str| field(&stat, &format!("{prefix}{name}")).unwrap_or(0);
+    let bytes = |name: &str| parse_number_after(&stat, &format!("{prefix}{name}")).unwrap_or(0);
     let (dirty, writeback) = match version {
-        Version::One => ("dirty", "writeback"),
-        Version::Two => ("file_dirty", "file_writeback"),
+        CgroupVersion::V1 => ("dirty", "writeback"),
+        CgroupVersion::V2 => ("file_dirty", "file_writeback"),
     };
     let clean = bytes("inactive_file").saturating_sub(bytes(dirty) + bytes(writeback));
     Some(Bytes(limit.saturating_sub(used.saturating_sub(clean))))
@@ -219,40 +220,40 @@ fn left_in(cgroup: &Path, version: Version, plenty: Bytes) -> Option<Bytes> {
 mod tests {
     use super::*;
 
-    const MIB: u64 = 1 << 20;
+    const BYTES_PER_MIB: u64 = 1 << 20;
 
     #[test]
-    fn the_memory_cgroup_is_found_with_all_above_it() {
-        let check = |cgroups: &str, mounts: &str, expected: Option<(Version, &[&str])>| {
+    fn memory_cgroup_is_found_with_its_ancestors() {
+        let check = |cgroups: &str, mounts: &str, expected: Option<(CgroupVersion, &[&str])>| {
             let expected =
                 expected.map(|(version, paths)| (version, paths.iter().map(PathBuf::from).collect::<Vec<_>>()));
-            assert_eq!(find_limits(cgroups, mounts), expected, "{cgroups} {mounts}");
+            assert_eq!(find_limit_directories(cgroups, mounts), expected, "{cgroups} {mounts}");
         };
         let two = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
         let all = ["/sys/fs/cgroup/a/b", "/sys/fs/cgroup/a", "/sys/fs/cgroup/"];
-        check("0::/a/b\n", two, Some((Version::Two, &all)));
-        check("0::/\n", two, Some((Version::Two, &["/sys/fs/cgroup/"])));
-        check("0::/../x\n", two, Some((Version::Two, &["/sys/fs/cgroup/"])));
+        check("0::/a/b\n", two, Some((CgroupVersion::V2, &all)));
+        check("0::/\n", two, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
+        check("0::/../x\n", two, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
         let one = "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
         let both = format!("{two}29 23 0:20 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n{one}");
         let cgroups = "5:cpu,cpuacct:/\n4:memory:/job\n0::/other\n";
         let found = ["/sys/fs/cgroup/memory/job", "/sys/fs/cgroup/memory/"];
-        check(cgroups, &both, Some((Version::One, &found)));
+        check(cgroups, &both, Some((CgroupVersion::V1, &found)));
         // In a container without a cgroup namespace.
         let bound = "31 23 0:27 /docker/7f /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
-        check("4:memory:/docker/7f\n", bound, Some((Version::One, &["/sys/fs/cgroup/memory/"])));
-        check("4:memory:/docker/7f/x\n", bound, Some((Version::One, &found_below("x"))));
+        check("4:memory:/docker/7f\n", bound, Some((CgroupVersion::V1, &["/sys/fs/cgroup/memory/"])));
+        check("4:memory:/docker/7f/x\n", bound, Some((CgroupVersion::V1, &find_limits_below("x"))));
         check("", two, None);
         check("0::/a\n", "", None);
         check("nonsense\n", "nonsense - \n", None);
     }
 
-    fn found_below(name: &str) -> [&str; 2] {
+    fn find_limits_below(name: &str) -> [&str; 2] {
         assert_eq!(name, "x");
         ["/sys/fs/cgroup/memory/x", "/sys/fs/cgroup/memory/"]
     }
 
-    fn cgroup(files: &[(&str, &str)]) -> tempfile::TempDir {
+    fn fake_cgroup(files: &[(&str, &str)]) -> tempfile::TempDir {
         let directory = tempfile::tempdir().unwrap();
         for (name, text) in files {
             std::fs::write(directory.path().join(name), text).unwrap();
@@ -261,51 +262,62 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_of_limits_counts_clean_file_pages_as_free() {
+    fn available_memory_counts_clean_file_pages() {
         let check = |version, files: &[(&str, &str)], expected: Option<u64>| {
-            let directory = cgroup(files);
-            assert_eq!(left_in(directory.path(), version, Bytes(MIB)).map(|left| left.0), expected, "{files:?}");
+            let directory = fake_cgroup(files);
+            assert_eq!(
+                available_in_cgroup(directory.path(), version, Bytes(BYTES_PER_MIB)).map(|left| left.0),
+                expected,
+                "{files:?}"
+            );
         };
         let stat = ("memory.stat", "inactive_file 5000\nactive_file 90000\nfile_dirty 300\nfile_writeback 200\n");
-        check(Version::Two, &[("memory.max", "100000\n"), ("memory.current", "90000\n"), stat], Some(14_500));
+        check(CgroupVersion::V2, &[("memory.max", "100000\n"), ("memory.current", "90000\n"), stat], Some(14_500));
         let high = [("memory.max", "max\n"), ("memory.high", "95000\n"), ("memory.current", "90000\n"), stat];
-        check(Version::Two, &high, Some(9_500));
-        check(Version::Two, &[("memory.max", "max\n"), ("memory.high", "max\n"), ("memory.current", "1\n")], None);
-        check(Version::Two, &[("memory.max", "8000000\n"), ("memory.current", "0\n"), stat], Some(8_000_000));
-        check(Version::Two, &[("memory.max", "10\n"), ("memory.current", "90\n")], Some(0));
-        check(Version::Two, &[], None);
+        check(CgroupVersion::V2, &high, Some(9_500));
+        check(CgroupVersion::V2, &[("memory.max", "max\n"), ("memory.high", "max\n"), ("memory.current", "1\n")], None);
+        check(CgroupVersion::V2, &[("memory.max", "8000000\n"), ("memory.current", "0\n"), stat], Some(8_000_000));
+        check(CgroupVersion::V2, &[("memory.max", "10\n"), ("memory.current", "90\n")], Some(0));
+        check(CgroupVersion::V2, &[], None);
         let stat = ("memory.stat", "inactive_file 1\ntotal_inactive_file 5000\ntotal_dirty 300\ntotal_writeback 200\n");
         let one = [("memory.limit_in_bytes", "100000\n"), ("memory.usage_in_bytes", "90000\n"), stat];
-        check(Version::One, &one, Some(14_500));
+        check(CgroupVersion::V1, &one, Some(14_500));
     }
 
     #[test]
-    fn a_window_holds_as_many_chunks_as_fit_and_one_at_least() {
-        let window = |window_pages: u64| Budget { window_pages, ..Budget::default() }.holds([2, 3, 1]);
+    fn window_holds_fitting_chunks_and_at_least_one() {
+        let window = |window_pages: u64| {
+            MergeMemoryBudget { window_pages, ..MergeMemoryBudget::default() }.count_chunks_that_fit([2, 3, 1])
+        };
         assert_eq!([0, 1, 2, 4, 5, 6, u64::MAX].map(window), [1, 1, 1, 1, 2, 3, 3]);
     }
 
     #[test]
-    fn the_host_counts_like_a_limit() {
+    fn host_available_memory_counts_as_a_limit() {
         let meminfo = "MemTotal:         100000 kB\nMemFree: 5 kB\nMemAvailable:  30000 kB\n";
-        assert_eq!(available(meminfo), Some(Bytes(29_000 << 10)));
-        assert_eq!(available("MemTotal: 5 kB\n"), None);
+        assert_eq!(host_available(meminfo), Some(Bytes(29_000 << 10)));
+        assert_eq!(host_available("MemTotal: 5 kB\n"), None);
     }
 
     #[test]
-    fn members_together_use_no_more_than_their_share() {
+    fn members_stay_within_shared_headroom() {
         for (headroom, members, pages) in [(16, 2, 50_000), (4, 1, 1000), (64, 4, 100_000), (1024, 2, 50_000)] {
-            let budget = Budget::new(Bytes(headroom * MIB), members, pages, 4096).expect("it fits");
+            let budget =
+                MergeMemoryBudget::new(Bytes(headroom * BYTES_PER_MIB), members, pages, 4096).expect("it fits");
             let one = pages * SURVEY_BYTES_PER_PAGE
                 + budget.window_pages * WINDOW_BYTES_PER_PAGE
                 // Before a batch it is asked again what is left once the index is there.
                 + (budget.batch_pages * 4096).max(budget.index_bytes);
-            assert!(members * one <= headroom * MIB / SHARE, "{budget:?}");
+            assert!(members * one <= headroom * BYTES_PER_MIB / HEADROOM_DIVISOR, "{budget:?}");
         }
-        assert_eq!(Budget::new(Bytes(MIB), 2, 1000, 4096), None);
-        assert_eq!(Budget::new(Bytes(16 * MIB), 2, 1 << 20, 4096), None, "it takes more to find out what there is");
-        let plenty = Budget::plenty(3, 50_000, 8 * MIB);
-        let budget = Budget::new(plenty, 3, 50_000, 4096).expect("it fits");
-        assert!(budget.window_pages >= 50_000 && budget.batch_pages * 4096 >= 8 * MIB, "{budget:?}");
+        assert_eq!(MergeMemoryBudget::new(Bytes(BYTES_PER_MIB), 2, 1000, 4096), None);
+        assert_eq!(
+            MergeMemoryBudget::new(Bytes(16 * BYTES_PER_MIB), 2, 1 << 20, 4096),
+            None,
+            "it takes more to find out what there is"
+        );
+        let plenty = MergeMemoryBudget::ample_headroom(3, 50_000, 8 * BYTES_PER_MIB);
+        let budget = MergeMemoryBudget::new(plenty, 3, 50_000, 4096).expect("it fits");
+        assert!(budget.window_pages >= 50_000 && budget.batch_pages * 4096 >= 8 * BYTES_PER_MIB, "{budget:?}");
     }
 }

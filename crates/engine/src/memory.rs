@@ -6,8 +6,8 @@
 //! and then fails for want of memory, what was to come is copied there; if there is no memory for that either the
 //! process must end.
 
-use crate::store::Store;
-use pagefold_base::lasting::BREAK;
+use crate::store::ContentStore;
+use pagefold_base::merge_lifetime::COW_BREAK_CPU_SECONDS;
 use pagefold_base::{AddressRange, Bytes};
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags, madvise, mmap, mmap_anonymous, mremap_fixed, munmap};
 use std::ffi::c_void;
@@ -24,30 +24,30 @@ fn pointer(address: u64) -> *mut c_void {
 ///
 /// # Safety
 /// All of it is mapped readable, and nobody writes or unmaps any of it while the borrow lives.
-pub unsafe fn bytes<'a>(range: AddressRange) -> &'a [u8] {
+pub unsafe fn range_bytes<'a>(range: AddressRange) -> &'a [u8] {
     // SAFETY: the caller's promise. Every value of a byte is a valid one.
     unsafe { slice::from_raw_parts(pointer(range.start).cast(), range.bytes().0 as usize) }
 }
 
 /// Memory that is on its way to another place. Unmapped when dropped on the way.
 #[derive(Debug)]
-pub struct Incoming {
+pub struct ReplacementMemory {
     start: *mut c_void,
     bytes: usize,
 }
 
-impl Incoming {
+impl ReplacementMemory {
     /// Slots of the store from one on, privately, with their page tables filled.
     ///
     /// # Errors
     /// Those of mmap(2) and of MADV_POPULATE_READ, which is 5.14's: without it pages are faulted in as they are
     /// compared.
-    pub fn of_store(store: &Store, slot: u32, bytes: u64) -> io::Result<Self> {
+    pub fn map_store(store: &ContentStore, slot: u32, bytes: u64) -> io::Result<Self> {
         let bytes = bytes as usize;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start =
-            unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::PRIVATE, store.file(), store.offset(slot)) }?;
+            unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::PRIVATE, store.file(), store.slot_offset(slot)) }?;
         let incoming = Self { start, bytes };
         // SAFETY: the range is this value's own; the advice changes no content.
         match unsafe { madvise(start, bytes, Advice::LinuxPopulateRead) } {
@@ -59,11 +59,11 @@ impl Incoming {
     /// Ordinary memory with the content of a range.
     ///
     /// # Safety
-    /// As for [`bytes`], until this returns.
+    /// As for [`range_bytes`], until this returns.
     ///
     /// # Errors
     /// Those of mmap(2).
-    pub unsafe fn copy_of(range: AddressRange) -> io::Result<Self> {
+    pub unsafe fn copy_range(range: AddressRange) -> io::Result<Self> {
         let bytes = range.bytes().0 as usize;
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
@@ -89,7 +89,7 @@ impl Incoming {
     ///
     /// # Errors
     /// Those of mremap(2), with the content as it was: `ENOMEM` where there would be too many mappings.
-    pub unsafe fn take_place_at(self, address: u64) -> io::Result<()> {
+    pub unsafe fn replace_at(self, address: u64) -> io::Result<()> {
         // Memory that is enrolled in KSM is withdrawn as it moves, which a signal may interrupt when it is too late.
         // SAFETY: the range is this value's own; the advice changes no content. Where there is no KSM it is refused.
         let _ = unsafe { madvise(self.start, self.bytes, Advice::LinuxUnmergeable) };
@@ -126,7 +126,7 @@ impl Incoming {
     }
 }
 
-impl Drop for Incoming {
+impl Drop for ReplacementMemory {
     fn drop(&mut self) {
         // SAFETY: the range is this value's own, and no borrow of it outlives it.
         let unmapped = unsafe { munmap(self.start, self.bytes) };
@@ -141,30 +141,30 @@ impl Drop for Incoming {
 ///
 /// # Errors
 /// Those of madvise(2).
-pub unsafe fn give_back_zeros(range: AddressRange) -> io::Result<()> {
+pub unsafe fn free_zero_pages(range: AddressRange) -> io::Result<()> {
     // SAFETY: the caller's promise makes the content afterwards what it was before.
     Ok(unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxDontNeed) }?)
 }
 
 /// What faults cost here that a program takes because its memory was merged.
 #[derive(Clone, Copy, Debug)]
-pub struct Faults {
+pub struct FaultCosts {
     /// A write that finds a page of zeros in the place of one of the program's own: the fault, a frame, and filling it.
-    /// No less than is known of such faults ([`BREAK`]).
-    pub write: Duration,
+    /// No less than is known of such faults ([`COW_BREAK_CPU_SECONDS`]).
+    pub after_merge_write: Duration,
     /// A read where nothing is, as where zeros were given back.
-    pub read: Duration,
+    pub after_free_read: Duration,
 }
 
 /// The median of a few tries.
 ///
 /// # Errors
 /// Those of mmap(2).
-pub fn faults() -> io::Result<Faults> {
-    const TRIES: usize = 5;
-    const PAGES: usize = 16;
+pub fn measure_fault_costs() -> io::Result<FaultCosts> {
+    const SAMPLE_COUNT: usize = 5;
+    const PAGES_PER_SAMPLE: usize = 16;
     let page = rustix::param::page_size();
-    let range = reserve((TRIES * PAGES * page) as u64)?;
+    let range = map_ordinary((SAMPLE_COUNT * PAGES_PER_SAMPLE * page) as u64)?;
     // SAFETY: the range is this function's own; the advice changes no content. Kernels without huge pages refuse it.
     let _ = unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxNoHugepage) };
     let each = (range.start..range.end).step_by(page).map(|address| pointer(address).cast::<u8>());
@@ -173,11 +173,11 @@ pub fn faults() -> io::Result<Faults> {
         let one = |pages: &[*mut u8]| {
             let began = Instant::now();
             pages.iter().copied().for_each(touch);
-            began.elapsed() / PAGES as u32
+            began.elapsed() / PAGES_PER_SAMPLE as u32
         };
-        let mut tries: Vec<Duration> = each.chunks(PAGES).map(one).collect();
+        let mut tries: Vec<Duration> = each.chunks(PAGES_PER_SAMPLE).map(one).collect();
         tries.sort_unstable();
-        tries[TRIES / 2]
+        tries[SAMPLE_COUNT / 2]
     };
     let read = each_takes(|page| {
         // SAFETY: it is mapped readable, and nobody else knows of it.
@@ -186,8 +186,11 @@ pub fn faults() -> io::Result<Faults> {
     // SAFETY: it is mapped writable, and nobody else knows of it.
     let write = each_takes(|page| unsafe { page.write_volatile(1) });
     // SAFETY: it is this function's own, and no borrow of it is left.
-    unsafe { release(range) }?;
-    Ok(Faults { read, write: write.max(Duration::from_secs_f64(BREAK)) })
+    unsafe { unmap_range(range) }?;
+    Ok(FaultCosts {
+        after_free_read: read,
+        after_merge_write: write.max(Duration::from_secs_f64(COW_BREAK_CPU_SECONDS)),
+    })
 }
 
 /// How much memory of this process is pinned for long, as for a device, io_uring's registered buffers, or perf's big ones
@@ -195,7 +198,7 @@ pub fn faults() -> io::Result<Faults> {
 ///
 /// # Errors
 /// Those of reading `/proc/thread-self/status`, `InvalidData` where it does not say.
-pub fn pinned() -> io::Result<Bytes> {
+pub fn pinned_bytes() -> io::Result<Bytes> {
     let status = std::fs::read_to_string("/proc/thread-self/status")?;
     let words = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
     let kibibytes: Option<u64> = words.and_then(|words| words.trim().strip_suffix(" kB")?.parse().ok());
@@ -206,7 +209,7 @@ pub fn pinned() -> io::Result<Bytes> {
 ///
 /// # Errors
 /// Those of mmap(2).
-pub fn reserve(bytes: u64) -> io::Result<AddressRange> {
+pub fn map_ordinary(bytes: u64) -> io::Result<AddressRange> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
     let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes as usize, access, MapFlags::PRIVATE) }?;
@@ -221,7 +224,7 @@ pub fn reserve(bytes: u64) -> io::Result<AddressRange> {
 ///
 /// # Errors
 /// Those of mmap(2).
-pub unsafe fn clear(range: AddressRange) -> io::Result<()> {
+pub unsafe fn clear_range(range: AddressRange) -> io::Result<()> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let flags = MapFlags::PRIVATE | MapFlags::FIXED;
     // SAFETY: the caller lets the range be replaced.
@@ -232,11 +235,11 @@ pub unsafe fn clear(range: AddressRange) -> io::Result<()> {
 /// Unmap a range.
 ///
 /// # Safety
-/// As for [`clear`].
+/// As for [`clear_range`].
 ///
 /// # Errors
 /// Those of munmap(2).
-pub unsafe fn release(range: AddressRange) -> io::Result<()> {
+pub unsafe fn unmap_range(range: AddressRange) -> io::Result<()> {
     // SAFETY: the caller lets the range go.
     Ok(unsafe { munmap(pointer(range.start), range.bytes().0 as usize) }?)
 }
@@ -245,17 +248,17 @@ pub unsafe fn release(range: AddressRange) -> io::Result<()> {
 ///
 /// # Safety
 /// All of it is mapped writable, and nobody else uses any of it while the borrow lives.
-pub unsafe fn bytes_to_write<'a>(range: AddressRange) -> &'a mut [u8] {
+pub unsafe fn range_bytes_mut<'a>(range: AddressRange) -> &'a mut [u8] {
     // SAFETY: the caller's promise. Every value of a byte is a valid one.
     unsafe { slice::from_raw_parts_mut(pointer(range.start).cast(), range.bytes().0 as usize) }
 }
 
 /// Have core dumps hold private mappings of files, which merged memory is. Where that cannot be, they do without.
-pub fn dump_merged() {
-    const MAPPED_PRIVATE: u64 = 1 << 2;
+pub fn include_merged_in_core_dumps() {
+    const FILE_BACKED_PRIVATE_BIT: u64 = 1 << 2;
     let path = "/proc/self/coredump_filter";
     let filter = std::fs::read_to_string(path).ok().and_then(|text| u64::from_str_radix(text.trim(), 16).ok());
     if let (Some(filter), Ok(mut file)) = (filter, std::fs::File::options().write(true).open(path)) {
-        let _ = io::Write::write_all(&mut file, format!("{:#x}", filter | MAPPED_PRIVATE).as_bytes());
+        let _ = io::Write::write_all(&mut file, format!("{:#x}", filter | FILE_BACKED_PRIVATE_BIT).as_bytes());
     }
 }

@@ -10,10 +10,10 @@
 
 #![forbid(unsafe_code)]
 
-use crate::domain::{Header, MAGIC};
-use crate::record::{self, MOST, VERSION};
-use crate::words::WORD;
-use pagefold_base::engine::{Domain, Member};
+use crate::domain::{DOMAIN_MAGIC, HeaderField};
+use crate::shared_words::WORD_BYTES;
+use crate::status_file::{self, MAX_STATUS_WORDS, VERSION_WORD};
+use pagefold_base::engine::{EngineDomain, EngineMember};
 use pagefold_base::{Bytes, PageSize, Pages};
 use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, fstat, openat, statat};
 use std::fs::File;
@@ -25,27 +25,27 @@ use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
 /// So many entries of a directory are looked at.
-const ENTRIES: usize = 1 << 16;
+const MAX_DIRECTORY_ENTRIES: usize = 1 << 16;
 
 /// So many members are counted.
-const MEMBERS: usize = 1 << 12;
+const MAX_MEMBERS: usize = 1 << 12;
 
 /// How often a record is read that changes while it is read, and how long after one another.
-const TRIES: usize = 50;
-const PAUSE: Duration = Duration::from_millis(1);
+const MAX_READ_TRIES: usize = 50;
+const READ_RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// How much is read at once of what may be long.
-const PIECE: u64 = 1 << 20;
+const READ_CHUNK_BYTES: u64 = 1 << 20;
 
 /// Why a domain cannot be looked at.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum ObserveError {
     /// It is not the user's alone, or no directory.
     #[error("{0} is not a directory that its user alone can change: what it says is not to be relied on")]
-    Exposed(PathBuf),
+    NotPrivate(PathBuf),
     /// It holds something else.
     #[error("{0} holds no domain of this version of pagefold")]
-    Foreign(PathBuf),
+    NotADomain(PathBuf),
     /// It cannot be read.
     #[error("cannot read {path}")]
     Io {
@@ -58,28 +58,28 @@ pub enum Error {
 
 /// Where domains are kept, and whose.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Root {
+pub struct DomainsRoot {
     /// The directory.
-    pub path: PathBuf,
+    pub directory: PathBuf,
     /// The only user who may own what is in it.
-    pub owner: u32,
+    pub owner_uid: u32,
 }
 
 /// Where domains may be kept that this process can look at: its own user's, and for root everybody's under `/dev/shm`.
 /// Those that are not there are not among them.
-pub fn roots() -> Vec<Root> {
+pub fn readable_roots() -> Vec<DomainsRoot> {
     let this = rustix::process::geteuid().as_raw();
-    let mut roots = vec![Root { path: crate::directory::root(), owner: this }];
+    let mut roots = vec![DomainsRoot { directory: crate::domain_directory::default_root(), owner_uid: this }];
     if this == 0 {
         let shared = Path::new("/dev/shm");
-        for entry in shared.read_dir().into_iter().flatten().flatten().take(ENTRIES) {
+        for entry in shared.read_dir().into_iter().flatten().flatten().take(MAX_DIRECTORY_ENTRIES) {
             let name = entry.file_name();
             let owner = name.to_str().and_then(|name| name.strip_prefix("pagefold-")?.parse().ok());
-            roots.extend(owner.map(|owner| Root { path: shared.join(name), owner }));
+            roots.extend(owner.map(|owner| DomainsRoot { directory: shared.join(name), owner_uid: owner }));
         }
     }
-    roots.retain(|root| root.path.symlink_metadata().is_ok());
-    roots.sort_by(|a, b| (a.owner, &a.path).cmp(&(b.owner, &b.path)));
+    roots.retain(|root| root.directory.symlink_metadata().is_ok());
+    roots.sort_by(|a, b| (a.owner_uid, &a.directory).cmp(&(b.owner_uid, &b.directory)));
     roots.dedup();
     roots
 }
@@ -87,12 +87,12 @@ pub fn roots() -> Vec<Root> {
 /// The names of the domains under a root.
 ///
 /// # Errors
-/// [`Error::Exposed`], [`Error::Io`].
-pub fn names(root: &Root) -> Result<Vec<String>, Error> {
+/// [`ObserveError::NotPrivate`], [`ObserveError::Io`].
+pub fn domain_names(root: &DomainsRoot) -> Result<Vec<String>, ObserveError> {
     let directory = open_root(root)?;
-    let mut names: Vec<String> = entries(&directory, &root.path)?
+    let mut names: Vec<String> = list_entries(&directory, &root.directory)?
         .into_iter()
-        .filter(|name| crate::directory::is_name(name))
+        .filter(|name| crate::domain_directory::is_valid_domain_name(name))
         .filter(|name| is_directory(&directory, name))
         .collect();
     names.sort();
@@ -102,55 +102,57 @@ pub fn names(root: &Root) -> Result<Vec<String>, Error> {
 /// A domain as it stands.
 ///
 /// # Errors
-/// [`Error::Io`] with `NotFound` if there is none of that name, and the others.
-pub fn domain(root: &Root, name: &str) -> Result<Domain, Error> {
-    let path = root.path.join(name);
-    let failed = |source: io::Error| Error::Io { path: path.clone(), source };
-    if !crate::directory::is_name(name) {
+/// [`ObserveError::Io`] with `NotFound` if there is none of that name, and the others.
+pub fn read_domain(root: &DomainsRoot, name: &str) -> Result<EngineDomain, ObserveError> {
+    let path = root.directory.join(name);
+    let failed = |source: io::Error| ObserveError::Io { path: path.clone(), source };
+    if !crate::domain_directory::is_valid_domain_name(name) {
         return Err(failed(io::ErrorKind::NotFound.into()));
     }
-    let directory = open_directory(open_root(root)?, name, root.owner, 0o077, &path)?;
+    let directory = open_private_directory(open_root(root)?, name, root.owner_uid, 0o077, &path)?;
     let page = rustix::param::page_size() as u64;
-    let size = PageSize::new(page).ok_or_else(|| Error::Foreign(path.clone()))?;
-    let file = |name: &str| open_file(&directory, name, root.owner);
-    let header = read(&file("domain").map_err(failed)?, 0, page / WORD).map_err(failed)?;
-    let number = |of: Header| header.get(of as usize).copied().unwrap_or(0);
-    if number(Header::Magic) != MAGIC || number(Header::Bound) > number(Header::Slots).min(u64::from(u32::MAX)) {
-        return Err(Error::Foreign(path));
+    let size = PageSize::new(page).ok_or_else(|| ObserveError::NotADomain(path.clone()))?;
+    let file = |name: &str| open_owned_file(&directory, name, root.owner_uid);
+    let header = read_words(&file("domain").map_err(failed)?, 0, page / WORD_BYTES).map_err(failed)?;
+    let number = |of: HeaderField| header.get(of as usize).copied().unwrap_or(0);
+    if number(HeaderField::Magic) != DOMAIN_MAGIC
+        || number(HeaderField::SlotBound) > number(HeaderField::SlotCount).min(u64::from(u32::MAX))
+    {
+        return Err(ObserveError::NotADomain(path));
     }
-    let stored = ones(&file("slots").map_err(failed)?, number(Header::Bound)).map_err(failed)?;
-    let index = format!("index-{}", number(Header::Generation));
-    let mut domain = Domain {
+    let stored = count_set_bits(&file("slots").map_err(failed)?, number(HeaderField::SlotBound)).map_err(failed)?;
+    let index = format!("index-{}", number(HeaderField::Generation));
+    let mut domain = EngineDomain {
         name: name.to_owned(),
-        owner: root.owner,
-        page: size,
+        owner: root.owner_uid,
+        page_size: size,
         members: Vec::new(),
-        ended: 0,
-        unread: 0,
+        ended_members: 0,
+        unreadable_members: 0,
         stored: Pages(stored),
         index: Bytes::ZERO,
         files: Bytes::ZERO,
     };
     let mut records = 0;
-    for name in entries(&directory, &path)? {
+    for name in list_entries(&directory, &path)? {
         // It may have gone meanwhile. What is not read is not opened either: closing any descriptor of `lock` would
         // give up the lock that a thread of this process may have (fcntl(2)).
-        let Some(bytes) = bytes(&directory, &name, root.owner) else { continue };
+        let Some(bytes) = allocated_bytes(&directory, &name, root.owner_uid) else { continue };
         domain.files += bytes;
         if name == index {
             domain.index = bytes;
         }
-        if !name.starts_with(record::PREFIX) {
+        if !name.starts_with(status_file::STATUS_FILE_PREFIX) {
             continue;
         }
         let Ok(file) = file(&name) else { continue };
         records += 1;
-        match told(&file, page) {
-            _ if records > MEMBERS => domain.unread += 1,
-            Ok(Told::Member(member)) if lives(&member) => domain.members.push(member),
-            Ok(Told::Member(_)) => domain.ended += 1,
-            Ok(Told::NothingYet) => {}
-            Ok(Told::Nonsense) | Err(_) => domain.unread += 1,
+        match read_status_file(&file, page) {
+            _ if records > MAX_MEMBERS => domain.unreadable_members += 1,
+            Ok(StatusFileContent::Member(member)) if is_alive(&member) => domain.members.push(member),
+            Ok(StatusFileContent::Member(_)) => domain.ended_members += 1,
+            Ok(StatusFileContent::NotWritten) => {}
+            Ok(StatusFileContent::Invalid) | Err(_) => domain.unreadable_members += 1,
         }
     }
     domain.members.sort_by_key(|member| member.process);
@@ -158,53 +160,53 @@ pub fn domain(root: &Root, name: &str) -> Result<Domain, Error> {
 }
 
 /// Whether a member has not ended.
-fn lives(member: &Member) -> bool {
-    record::start_time(member.process.pid.0).is_ok_and(|start| start == Some(member.process.start_time))
+fn is_alive(member: &EngineMember) -> bool {
+    status_file::process_start_time(member.process.pid.0).is_ok_and(|start| start == Some(member.process.start_time))
 }
 
-fn open_root(root: &Root) -> Result<OwnedFd, Error> {
-    open_directory(rustix::fs::CWD, &root.path, root.owner, 0o022, &root.path)
+fn open_root(root: &DomainsRoot) -> Result<OwnedFd, ObserveError> {
+    open_private_directory(rustix::fs::CWD, &root.directory, root.owner_uid, 0o022, &root.directory)
 }
 
 /// Open a directory that belongs to a user, and to which others have none of the forbidden rights.
-fn open_directory<P: rustix::path::Arg>(
-    above: impl AsFd,
+fn open_private_directory<P: rustix::path::Arg>(
+    parent: impl AsFd,
     name: P,
-    owner: u32,
-    forbidden: u32,
+    owner_uid: u32,
+    forbidden_mode: u32,
     path: &Path,
-) -> Result<OwnedFd, Error> {
-    let opened = crate::directory::open_private(above, name, owner, forbidden);
-    let opened = opened.map_err(|source| Error::Io { path: path.to_owned(), source })?;
-    opened.ok_or_else(|| Error::Exposed(path.to_owned()))
+) -> Result<OwnedFd, ObserveError> {
+    let opened = crate::domain_directory::open_private(parent, name, owner_uid, forbidden_mode);
+    let opened = opened.map_err(|source| ObserveError::Io { path: path.to_owned(), source })?;
+    opened.ok_or_else(|| ObserveError::NotPrivate(path.to_owned()))
 }
 
 /// Open a regular file of a user.
-fn open_file(directory: &OwnedFd, name: &str, owner: u32) -> io::Result<File> {
+fn open_owned_file(directory: &OwnedFd, name: &str, owner_uid: u32) -> io::Result<File> {
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let file = File::from(openat(directory, name, flags, Mode::empty())?);
     let status = fstat(&file)?;
-    let regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner;
+    let regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner_uid;
     if regular { Ok(file) } else { Err(io::ErrorKind::InvalidData.into()) }
 }
 
 /// What a regular file of a user takes, without opening it.
-fn bytes(directory: &OwnedFd, name: &str, owner: u32) -> Option<Bytes> {
+fn allocated_bytes(directory: &OwnedFd, name: &str, owner_uid: u32) -> Option<Bytes> {
     let status = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-    let regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner;
+    let regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner_uid;
     regular.then(|| Bytes(status.st_blocks.unsigned_abs().saturating_mul(512).min(1 << 48)))
 }
 
-fn is_directory(above: &OwnedFd, name: &str) -> bool {
-    statat(above, name, AtFlags::SYMLINK_NOFOLLOW)
+fn is_directory(parent: &OwnedFd, name: &str) -> bool {
+    statat(parent, name, AtFlags::SYMLINK_NOFOLLOW)
         .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::Directory)
 }
 
 /// The names in a directory that are text, but for its own and the one above.
-fn entries(directory: &OwnedFd, path: &Path) -> Result<Vec<String>, Error> {
-    let failed = |errno: rustix::io::Errno| Error::Io { path: path.to_owned(), source: errno.into() };
+fn list_entries(directory: &OwnedFd, path: &Path) -> Result<Vec<String>, ObserveError> {
+    let failed = |errno: rustix::io::Errno| ObserveError::Io { path: path.to_owned(), source: errno.into() };
     let mut names = Vec::new();
-    for entry in Dir::read_from(directory).map_err(failed)?.take(ENTRIES) {
+    for entry in Dir::read_from(directory).map_err(failed)?.take(MAX_DIRECTORY_ENTRIES) {
         let entry = entry.map_err(failed)?;
         names.extend(entry.file_name().to_str().ok().filter(|name| !name.starts_with('.')).map(str::to_owned));
     }
@@ -212,11 +214,11 @@ fn entries(directory: &OwnedFd, path: &Path) -> Result<Vec<String>, Error> {
 }
 
 /// So many words of a file from one on, or as many as there are.
-fn read(file: &File, from: u64, count: u64) -> io::Result<Vec<u64>> {
-    let mut bytes = vec![0; (count * WORD) as usize];
+fn read_words(file: &File, first_word: u64, word_count: u64) -> io::Result<Vec<u64>> {
+    let mut bytes = vec![0; (word_count * WORD_BYTES) as usize];
     let mut filled = 0;
     while filled < bytes.len() {
-        match file.read_at(&mut bytes[filled..], from * WORD + filled as u64) {
+        match file.read_at(&mut bytes[filled..], first_word * WORD_BYTES + filled as u64) {
             Ok(0) => break,
             Ok(more) => filled += more,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -224,15 +226,15 @@ fn read(file: &File, from: u64, count: u64) -> io::Result<Vec<u64>> {
         }
     }
     bytes.truncate(filled);
-    Ok(record::words(&bytes))
+    Ok(status_file::bytes_to_words(&bytes))
 }
 
 /// How many of the first bits of a file are set.
-fn ones(file: &File, bits: u64) -> io::Result<u64> {
+fn count_set_bits(file: &File, bits: u64) -> io::Result<u64> {
     let words = bits.div_ceil(64);
     let mut ones = 0;
-    for from in (0..words).step_by((PIECE / WORD) as usize) {
-        let found = read(file, from, (PIECE / WORD).min(words - from))?;
+    for from in (0..words).step_by((READ_CHUNK_BYTES / WORD_BYTES) as usize) {
+        let found = read_words(file, from, (READ_CHUNK_BYTES / WORD_BYTES).min(words - from))?;
         ones += found.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
     }
     Ok(ones.min(bits))
@@ -240,71 +242,78 @@ fn ones(file: &File, bits: u64) -> io::Result<u64> {
 
 /// What a record tells.
 #[derive(Debug, PartialEq)]
-enum Told {
+enum StatusFileContent {
     /// Its member is about to join.
-    NothingYet,
+    NotWritten,
     /// How the member stood at one moment.
-    Member(Member),
+    Member(EngineMember),
     /// It makes no sense, or changes all the time.
-    Nonsense,
+    Invalid,
 }
 
 /// What a record tells, as of one moment.
-fn told(file: &File, page: u64) -> io::Result<Told> {
+fn read_status_file(file: &File, page_bytes: u64) -> io::Result<StatusFileContent> {
     // A file that is still empty has version 0.
-    let version = || Ok::<_, io::Error>(read(file, VERSION as u64, 1)?.first().copied().unwrap_or(0));
-    for _ in 0..TRIES {
+    let version = || Ok::<_, io::Error>(read_words(file, VERSION_WORD as u64, 1)?.first().copied().unwrap_or(0));
+    for _ in 0..MAX_READ_TRIES {
         let before = version()?;
         // The words are read after the version before, and before the version after.
         fence(Ordering::SeqCst);
-        let words = read(file, 0, MOST as u64)?;
+        let words = read_words(file, 0, MAX_STATUS_WORDS as u64)?;
         fence(Ordering::SeqCst);
         if before % 2 == 0 && version()? == before {
             return Ok(match before {
-                0 => Told::NothingYet,
-                _ => record::member(&words, page).map_or(Told::Nonsense, Told::Member),
+                0 => StatusFileContent::NotWritten,
+                _ => status_file::decode_member(&words, page_bytes)
+                    .map_or(StatusFileContent::Invalid, StatusFileContent::Member),
             });
         }
-        std::thread::sleep(PAUSE);
+        std::thread::sleep(READ_RETRY_INTERVAL);
     }
-    Ok(Told::Nonsense)
+    Ok(StatusFileContent::Invalid)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::lock::Lock;
-    use crate::record::Record;
+    use crate::domain_lock::DomainLock;
+    use crate::status_file::StatusFile;
     use pagefold_base::AddressRange;
-    use pagefold_base::engine::{RegionTally, Spending, Tally};
+    use pagefold_base::engine::{EngineTimeUse, PageTally, RegionTally};
     use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, symlink};
     use std::sync::atomic::AtomicBool;
     use tempfile::TempDir;
 
-    fn root() -> (TempDir, Root) {
+    fn domains_root() -> (TempDir, DomainsRoot) {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
-        let root = Root { path: directory.path().to_owned(), owner: rustix::process::geteuid().as_raw() };
+        let root =
+            DomainsRoot { directory: directory.path().to_owned(), owner_uid: rustix::process::geteuid().as_raw() };
         (directory, root)
     }
 
-    fn make(root: &Root, name: &str) -> PathBuf {
-        let path = root.path.join(name);
+    fn make_domain(root: &DomainsRoot, name: &str) -> PathBuf {
+        let path = root.directory.join(name);
         std::fs::DirBuilder::new().mode(0o700).create(&path).unwrap();
         path
     }
 
     /// All figures follow from one number.
-    fn member(record: &Record, number: u64) -> Member {
-        let tally = Tally { pages: Pages(4 * number), merged: Pages(number), zeros: Pages(number), hot: Pages(number) };
+    fn member_from_number(record: &StatusFile, number: u64) -> EngineMember {
+        let tally = PageTally {
+            pages: Pages(4 * number),
+            merged: Pages(number),
+            zeros: Pages(number),
+            volatile_pages: Pages(number),
+        };
         let range = AddressRange { start: 0x1000, end: 0x1000 + 4 * number * 4096 };
-        Member {
-            process: record.process(),
-            told: Duration::from_nanos(number),
+        EngineMember {
+            process: record.owner(),
+            reported_at: Duration::from_nanos(number),
             last_merge: None,
             merges: number,
-            time: Duration::from_nanos(number),
-            spending: Spending::default(),
+            merge_time: Duration::from_nanos(number),
+            time_use: EngineTimeUse::default(),
             notes: Bytes(number),
             tally,
             region_count: 900,
@@ -313,18 +322,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_read_is_what_was_told_at_one_moment() {
-        let (_directory, root) = root();
-        let path = make(&root, "x");
-        let record = Record::new(&path).unwrap();
+    fn status_read_is_a_consistent_snapshot() {
+        let (_directory, root) = domains_root();
+        let path = make_domain(&root, "x");
+        let record = StatusFile::new(&path).unwrap();
         let file = File::open(path.read_dir().unwrap().next().unwrap().unwrap().path()).unwrap();
-        assert_eq!(told(&file, 4096).unwrap(), Told::NothingYet);
-        record.tell(&member(&record, 1));
+        assert_eq!(read_status_file(&file, 4096).unwrap(), StatusFileContent::NotWritten);
+        record.publish(&member_from_number(&record, 1));
         let (end, seen) = (AtomicBool::new(false), &mut std::collections::BTreeSet::new());
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for number in (1..1000).cycle() {
-                    record.tell(&member(&record, number));
+                    record.publish(&member_from_number(&record, number));
                     if end.load(Ordering::Relaxed) {
                         return;
                     }
@@ -333,8 +342,8 @@ mod tests {
             });
             while seen.len() < 20 {
                 // It may have changed whenever it was read.
-                let Told::Member(found) = told(&file, 4096).unwrap() else { continue };
-                assert_eq!(found, member(&record, found.merges));
+                let StatusFileContent::Member(found) = read_status_file(&file, 4096).unwrap() else { continue };
+                assert_eq!(found, member_from_number(&record, found.merges));
                 seen.insert(found.merges);
             }
             end.store(true, Ordering::Relaxed);
@@ -342,39 +351,39 @@ mod tests {
     }
 
     #[test]
-    fn what_others_could_have_put_there_is_not_read() {
-        let (_directory, root) = root();
-        let exposed = |name: &str| matches!(domain(&root, name), Err(Error::Exposed(_)));
-        make(&root, "open");
-        std::fs::set_permissions(root.path.join("open"), std::fs::Permissions::from_mode(0o755)).unwrap();
-        symlink(root.path.join("open"), root.path.join("link")).unwrap();
-        std::fs::write(root.path.join("file"), "").unwrap();
+    fn files_of_other_users_are_not_read() {
+        let (_directory, root) = domains_root();
+        let exposed = |name: &str| matches!(read_domain(&root, name), Err(ObserveError::NotPrivate(_)));
+        make_domain(&root, "open");
+        std::fs::set_permissions(root.directory.join("open"), std::fs::Permissions::from_mode(0o755)).unwrap();
+        symlink(root.directory.join("open"), root.directory.join("link")).unwrap();
+        std::fs::write(root.directory.join("file"), "").unwrap();
         assert!(exposed("open") && exposed("link") && exposed("file"));
-        assert_eq!(names(&root).unwrap(), ["open"]);
-        let other = Root { owner: root.owner + 1, ..root.clone() };
-        assert!(matches!(names(&other), Err(Error::Exposed(_))), "it is not that user's");
-        std::fs::set_permissions(&root.path, std::fs::Permissions::from_mode(0o770)).unwrap();
-        assert!(matches!(names(&root), Err(Error::Exposed(_))), "a group could change it");
+        assert_eq!(domain_names(&root).unwrap(), ["open"]);
+        let other = DomainsRoot { owner_uid: root.owner_uid + 1, ..root.clone() };
+        assert!(matches!(domain_names(&other), Err(ObserveError::NotPrivate(_))), "it is not that user's");
+        std::fs::set_permissions(&root.directory, std::fs::Permissions::from_mode(0o770)).unwrap();
+        assert!(matches!(domain_names(&root), Err(ObserveError::NotPrivate(_))), "a group could change it");
     }
 
     #[test]
-    fn names_lead_nowhere_else() {
-        let (_directory, root) = root();
+    fn domain_names_cannot_escape_the_root() {
+        let (_directory, root) = domains_root();
         for name in ["", ".", "..", "../x", "a/b", "nobody"] {
-            let missing =
-                |error: &Error| matches!(error, Error::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
-            assert!(domain(&root, name).is_err_and(|error| missing(&error)), "{name:?}");
+            let missing = |error: &ObserveError| matches!(error, ObserveError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
+            assert!(read_domain(&root, name).is_err_and(|error| missing(&error)), "{name:?}");
         }
     }
 
     #[test]
-    fn the_lock_of_the_domain_stays_with_who_has_it() {
-        let (_directory, root) = root();
-        let path = make(&root, "x");
-        let header = [MAGIC, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
+    fn observing_keeps_the_domain_lock_with_its_holder() {
+        let (_directory, root) = domains_root();
+        let path = make_domain(&root, "x");
+        let header = [DOMAIN_MAGIC, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
         std::fs::write(path.join("domain"), header).unwrap();
         std::fs::write(path.join("slots"), "").unwrap();
-        let _held = Lock::wait(&path.join("lock"), std::time::Instant::now() + Duration::from_secs(300)).unwrap();
+        let _held =
+            DomainLock::acquire(&path.join("lock"), std::time::Instant::now() + Duration::from_secs(300)).unwrap();
         // As the kernel lists it: type, kind, access, process, file (proc_locks(5)).
         let inode = format!(":{}", path.join("lock").metadata().unwrap().ino());
         let is_held = || {
@@ -382,7 +391,7 @@ mod tests {
             locks.lines().any(|line| line.contains("POSIX") && line.split(' ').any(|word| word.ends_with(&inode)))
         };
         assert!(is_held());
-        domain(&root, "x").unwrap();
+        read_domain(&root, "x").unwrap();
         assert!(is_held());
         // What this shows can be shown.
         drop(File::open(path.join("lock")).unwrap());
@@ -390,19 +399,19 @@ mod tests {
     }
 
     #[test]
-    fn files_of_any_content_are_refused_or_bounded() {
-        let (_directory, root) = root();
-        let path = make(&root, "x");
+    fn arbitrary_files_are_refused_or_bounded() {
+        let (_directory, root) = domains_root();
+        let path = make_domain(&root, "x");
         let header = |numbers: &[u64]| {
             let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_ne_bytes()).collect();
             std::fs::write(path.join("domain"), bytes).unwrap();
         };
-        assert!(matches!(domain(&root, "x"), Err(Error::Io { .. })), "no header");
+        assert!(matches!(read_domain(&root, "x"), Err(ObserveError::Io { .. })), "no header");
         header(&[]);
-        assert!(matches!(domain(&root, "x"), Err(Error::Foreign(_))));
-        header(&[MAGIC, 1, 0, 0, 0, u64::MAX, u64::MAX, 0, 0]);
-        assert!(matches!(domain(&root, "x"), Err(Error::Foreign(_))), "more slots than there may be");
-        header(&[MAGIC, 1, 0, 0, 0, 100, 1000, 0, 0]);
+        assert!(matches!(read_domain(&root, "x"), Err(ObserveError::NotADomain(_))));
+        header(&[DOMAIN_MAGIC, 1, 0, 0, 0, u64::MAX, u64::MAX, 0, 0]);
+        assert!(matches!(read_domain(&root, "x"), Err(ObserveError::NotADomain(_))), "more slots than there may be");
+        header(&[DOMAIN_MAGIC, 1, 0, 0, 0, 100, 1000, 0, 0]);
         // Shorter than the header says, and more bits than it says.
         std::fs::write(path.join("slots"), [0xff; 80]).unwrap();
         std::fs::write(path.join("index-1"), [1; 100]).unwrap();
@@ -411,13 +420,13 @@ mod tests {
         symlink("/dev/zero", path.join("status-1-link")).unwrap();
         File::create(path.join("status-1-long")).unwrap().set_len(1 << 50).unwrap();
         std::fs::write(path.join("status-1-text"), "\x1b[2J".repeat(10_000)).unwrap();
-        let ended = Record::new(&path).unwrap();
-        let mut stranger = member(&ended, 5);
+        let ended = StatusFile::new(&path).unwrap();
+        let mut stranger = member_from_number(&ended, 5);
         stranger.process.start_time += 1;
-        ended.tell(&stranger);
-        let found = domain(&root, "x").unwrap();
-        assert_eq!((found.members.len(), found.ended, found.unread), (0, 1, 1));
-        assert_eq!((found.stored, found.owner), (Pages(100), root.owner));
+        ended.publish(&stranger);
+        let found = read_domain(&root, "x").unwrap();
+        assert_eq!((found.members.len(), found.ended_members, found.unreadable_members), (0, 1, 1));
+        assert_eq!((found.stored, found.owner), (Pages(100), root.owner_uid));
         assert_eq!(found.index, Bytes(4096));
         assert!(found.files.0 > 4 * 4096, "{found:?}");
     }

@@ -8,10 +8,10 @@
 //! The memfd has no name. A new member gets it from the descriptor of one that is there (`/proc/PID/fd`), so that when
 //! the last one has ended or was killed its memory is free.
 
-use crate::fits::check_file_size;
-use crate::words::Words;
-use pagefold_base::engine::STORE;
-use pagefold_sys::node;
+use crate::file_limits::check_file_size;
+use crate::shared_words::SharedWords;
+use pagefold_base::engine::STORE_MEMFD_NAME;
+use pagefold_sys::numa;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, fstat, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::fs::File;
@@ -24,43 +24,43 @@ use std::ptr;
 use std::sync::atomic::Ordering;
 
 /// What tells a store apart from all other files while it lives: device and inode.
-pub type Identity = (u64, u64);
+pub type FileIdentity = (u64, u64);
 
 /// The store, as this process has it.
 #[derive(Debug)]
-pub struct Store {
+pub struct ContentStore {
     /// Always there, until it is dropped.
     file: Option<File>,
-    identity: Identity,
-    page: u64,
+    identity: FileIdentity,
+    page_bytes: u64,
 }
 
-impl Store {
+impl ContentStore {
     /// A new one, empty.
     ///
     /// # Errors
     /// Those of memfd_create(2); `FileTooLarge` where this process may have no file that large.
-    pub fn new(slots: u32, page: u64) -> io::Result<Self> {
-        check_file_size(u64::from(slots) * page)?;
+    pub fn new(slot_count: u32, page_bytes: u64) -> io::Result<Self> {
+        check_file_size(u64::from(slot_count) * page_bytes)?;
         let file = File::from(
-            memfd_create(STORE, MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)
+            memfd_create(STORE_MEMFD_NAME, MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)
                 // Before 6.3 there is no such flag.
-                .or_else(|_| memfd_create(STORE, MemfdFlags::CLOEXEC))?,
+                .or_else(|_| memfd_create(STORE_MEMFD_NAME, MemfdFlags::CLOEXEC))?,
         );
-        file.set_len(u64::from(slots) * page)?;
-        Self::of(file, page)
+        file.set_len(u64::from(slot_count) * page_bytes)?;
+        Self::from_file(file, page_bytes)
     }
 
     /// Have the memory of its slots taken from a NUMA node, while that has any.
     ///
     /// # Errors
     /// Those of mmap(2) and mbind(2).
-    pub fn stay_on(&self, slots: u32, node: u32) -> io::Result<()> {
-        let bytes = self.offset(slots) as usize;
+    pub fn prefer_node(&self, slot_count: u32, node: u32) -> io::Result<()> {
+        let bytes = self.slot_offset(slot_count) as usize;
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start = unsafe { mmap(ptr::null_mut(), bytes, ProtFlags::empty(), flags, self.file(), 0) }?;
-        let preferred = node::prefer(start.expose_provenance(), bytes, node);
+        let preferred = numa::prefer_node(start.expose_provenance(), bytes, node);
         // SAFETY: the range is this function's own, and nothing borrows from it.
         unsafe { munmap(start, bytes) }?;
         preferred
@@ -70,26 +70,26 @@ impl Store {
     ///
     /// # Errors
     /// Those of open(2): the member may have ended. `NotFound` if it is another file.
-    pub fn of_member(pid: u32, descriptor: u32, identity: Identity, page: u64) -> io::Result<Self> {
+    pub fn open_from_member(pid: u32, descriptor: u32, identity: FileIdentity, page_bytes: u64) -> io::Result<Self> {
         let path = PathBuf::from(format!("/proc/{pid}/fd/{descriptor}"));
         // Look before it is opened: opening somebody's pipe or device may do something.
         let link = rustix::fs::stat(&path)?;
         if (link.st_dev, link.st_ino) != identity {
             return Err(io::ErrorKind::NotFound.into());
         }
-        let store = Self::of(File::options().read(true).write(true).open(path)?, page)?;
+        let store = Self::from_file(File::options().read(true).write(true).open(path)?, page_bytes)?;
         if store.identity == identity { Ok(store) } else { Err(io::ErrorKind::NotFound.into()) }
     }
 
-    fn of(file: File, page: u64) -> io::Result<Self> {
+    fn from_file(file: File, page_bytes: u64) -> io::Result<Self> {
         let status = fstat(&file)?;
         // Or this member could not write to all of it.
         check_file_size(status.st_size.cast_unsigned())?;
-        Ok(Self { file: Some(file), identity: (status.st_dev, status.st_ino), page })
+        Ok(Self { file: Some(file), identity: (status.st_dev, status.st_ino), page_bytes })
     }
 
     /// What tells it apart.
-    pub fn identity(&self) -> Identity {
+    pub fn identity(&self) -> FileIdentity {
         self.identity
     }
 
@@ -99,12 +99,12 @@ impl Store {
     }
 
     /// Whether the descriptor still is of the store: programs close what they do not know.
-    pub fn is_open(&self) -> bool {
+    pub fn is_descriptor_valid(&self) -> bool {
         fstat(self.file()).is_ok_and(|status| (status.st_dev, status.st_ino) == self.identity)
     }
 
-    fn open(&self) -> io::Result<()> {
-        if self.is_open() { Ok(()) } else { Err(rustix::io::Errno::BADF.into()) }
+    fn check_descriptor(&self) -> io::Result<()> {
+        if self.is_descriptor_valid() { Ok(()) } else { Err(rustix::io::Errno::BADF.into()) }
     }
 
     /// The file.
@@ -113,44 +113,44 @@ impl Store {
     }
 
     /// Where a slot begins in the file.
-    pub fn offset(&self, slot: u32) -> u64 {
-        u64::from(slot) * self.page
+    pub fn slot_offset(&self, slot: u32) -> u64 {
+        u64::from(slot) * self.page_bytes
     }
 
     /// Fill slots one behind another from one on, which nobody else may map yet.
     ///
     /// # Errors
     /// `ENOSPC` and `ENOMEM` where there is no memory for it, `FileTooLarge`.
-    pub fn write(&self, slot: u32, pages: &[u8]) -> io::Result<()> {
-        self.open()?;
-        check_file_size(self.offset(slot) + pages.len() as u64)?;
-        self.file().write_all_at(pages, self.offset(slot))
+    pub fn write_slots(&self, slot: u32, pages: &[u8]) -> io::Result<()> {
+        self.check_descriptor()?;
+        check_file_size(self.slot_offset(slot) + pages.len() as u64)?;
+        self.file().write_all_at(pages, self.slot_offset(slot))
     }
 
     /// Give the memory of slots back.
     ///
     /// # Errors
     /// Those of fallocate(2).
-    pub fn punch(&self, slots: Range<u32>) -> io::Result<()> {
-        self.open()?;
+    pub fn punch_slots(&self, slots: Range<u32>) -> io::Result<()> {
+        self.check_descriptor()?;
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let bytes = u64::from(slots.end - slots.start) * self.page;
-        Ok(fallocate(self.file(), flags, self.offset(slots.start), bytes)?)
+        let bytes = u64::from(slots.end - slots.start) * self.page_bytes;
+        Ok(fallocate(self.file(), flags, self.slot_offset(slots.start), bytes)?)
     }
 
     /// Bytes of memory that it takes.
     ///
     /// # Errors
     /// Those of fstat(2).
-    pub fn bytes(&self) -> io::Result<u64> {
+    pub fn allocated_bytes(&self) -> io::Result<u64> {
         Ok(fstat(self.file())?.st_blocks.cast_unsigned() * 512)
     }
 }
 
-impl Drop for Store {
+impl Drop for ContentStore {
     fn drop(&mut self) {
         // The number may be of a file that the program has opened since, which is the program's to close.
-        if !self.is_open() {
+        if !self.is_descriptor_valid() {
             let _ = self.file.take().map(IntoRawFd::into_raw_fd);
         }
     }
@@ -158,18 +158,18 @@ impl Drop for Store {
 
 /// Which slots are taken. Changed under the domain's lock only.
 #[derive(Debug)]
-pub struct Slots {
-    words: Words,
-    count: u32,
+pub struct SlotBitmap {
+    words: SharedWords,
+    slot_count: u32,
 }
 
-impl Slots {
+impl SlotBitmap {
     /// Those of a file; of a new one none.
     ///
     /// # Errors
     /// Those of mapping it.
-    pub fn map(file: &File, count: u32) -> io::Result<Self> {
-        Ok(Self { words: Words::map(file, (count as usize).div_ceil(64))?, count })
+    pub fn map(file: &File, slot_count: u32) -> io::Result<Self> {
+        Ok(Self { words: SharedWords::map(file, (slot_count as usize).div_ceil(64))?, slot_count })
     }
 
     /// Whether a slot is taken.
@@ -179,10 +179,10 @@ impl Slots {
 
     /// Take so many slots below a bound, in as few ranges as may be had from the first gap on that holds all of them,
     /// or else from any. Fewer if there are no more. `words` of the file below the bound must have blocks.
-    pub fn find(&self, wanted: u32, bound: u32) -> Vec<Range<u32>> {
+    pub fn find_free(&self, slot_count: u32, bound: u32) -> Vec<Range<u32>> {
         let mut gaps: Vec<Range<u32>> = Vec::new();
         let mut slot = 0;
-        while slot < bound.min(self.count) {
+        while slot < bound.min(self.slot_count) {
             let word = self.words[slot as usize / 64].load(Ordering::Relaxed);
             if word == u64::MAX && slot.is_multiple_of(64) {
                 slot += 64;
@@ -196,12 +196,12 @@ impl Slots {
             }
             slot += 1;
         }
-        if let Some(at) = gaps.iter().position(|gap| gap.end - gap.start >= wanted) {
+        if let Some(at) = gaps.iter().position(|gap| gap.end - gap.start >= slot_count) {
             gaps = vec![gaps.swap_remove(at)];
         }
         // The largest first, so that what lies together is torn apart as little as may be.
         gaps.sort_by_key(|gap| std::cmp::Reverse(gap.end - gap.start));
-        let mut left = wanted;
+        let mut left = slot_count;
         let mut found = Vec::new();
         for gap in gaps {
             if left == 0 {
@@ -215,7 +215,7 @@ impl Slots {
     }
 
     /// Slots are taken, or free.
-    pub fn set(&self, slots: Range<u32>, taken: bool) {
+    pub fn set_taken(&self, slots: Range<u32>, taken: bool) {
         for slot in slots {
             let word = &self.words[slot as usize / 64];
             if taken {
@@ -231,41 +231,44 @@ impl Slots {
 mod tests {
     use super::*;
 
-    const PAGE: u64 = 4096;
+    const PAGE_BYTES: u64 = 4096;
 
     #[test]
-    fn what_is_written_is_there_until_it_is_punched() {
-        let store = Store::new(1000, PAGE).unwrap();
-        assert_eq!(store.bytes().unwrap(), 0);
-        store.write(7, &[1; 2 * PAGE as usize]).unwrap();
-        assert_eq!(store.bytes().unwrap(), 2 * PAGE);
-        store.punch(8..9).unwrap();
-        assert_eq!(store.bytes().unwrap(), PAGE);
-        let again = Store::of_member(std::process::id(), store.descriptor(), store.identity(), PAGE).unwrap();
+    fn slot_keeps_its_content_until_punched() {
+        let store = ContentStore::new(1000, PAGE_BYTES).unwrap();
+        assert_eq!(store.allocated_bytes().unwrap(), 0);
+        store.write_slots(7, &[1; 2 * PAGE_BYTES as usize]).unwrap();
+        assert_eq!(store.allocated_bytes().unwrap(), 2 * PAGE_BYTES);
+        store.punch_slots(8..9).unwrap();
+        assert_eq!(store.allocated_bytes().unwrap(), PAGE_BYTES);
+        let again =
+            ContentStore::open_from_member(std::process::id(), store.descriptor(), store.identity(), PAGE_BYTES)
+                .unwrap();
         let mut byte = [0];
-        again.file().read_exact_at(&mut byte, again.offset(7)).unwrap();
+        again.file().read_exact_at(&mut byte, again.slot_offset(7)).unwrap();
         assert_eq!(byte, [1]);
         let foreign = (store.identity().0, store.identity().1 + 1);
-        assert!(Store::of_member(std::process::id(), store.descriptor(), foreign, PAGE).is_err());
+        assert!(ContentStore::open_from_member(std::process::id(), store.descriptor(), foreign, PAGE_BYTES).is_err());
     }
 
     #[test]
-    fn slots_are_found_together_where_that_is_possible() {
-        let slots = Slots::map(&tempfile::tempfile().unwrap(), 1000).unwrap();
+    fn free_slots_are_contiguous_where_possible() {
+        let slots = SlotBitmap::map(&tempfile::tempfile().unwrap(), 1000).unwrap();
         let check = |wanted, bound, expected: &[(u32, u32)]| {
-            let found: Vec<_> = slots.find(wanted, bound).into_iter().map(|slots| (slots.start, slots.end)).collect();
+            let found: Vec<_> =
+                slots.find_free(wanted, bound).into_iter().map(|slots| (slots.start, slots.end)).collect();
             assert_eq!(found, expected, "{wanted} below {bound}");
         };
         check(10, 1000, &[(0, 10)]);
-        slots.set(0..10, true);
-        slots.set(15..700, true);
+        slots.set_taken(0..10, true);
+        slots.set_taken(15..700, true);
         assert!(slots.is_taken(699) && !slots.is_taken(700));
         check(5, 1000, &[(10, 15)]);
         check(6, 1000, &[(700, 706)]);
         check(303, 1000, &[(700, 1000), (10, 13)]);
         check(400, 1000, &[(700, 1000), (10, 15)]);
         check(6, 700, &[(10, 15)]);
-        slots.set(0..10, false);
+        slots.set_taken(0..10, false);
         check(6, 1000, &[(0, 6)]);
     }
 }

@@ -1,13 +1,13 @@
 //! Merging in the background of a program that goes on.
 
-use pagefold_engine::{Engine, Error, Options};
+use pagefold_engine::{Engine, EngineOptions, Error};
 use std::sync::Arc;
 use std::time::Duration;
 
 #[test]
-fn a_thread_merges_within_its_share() {
+fn background_merger_stays_within_its_cpu_share() {
     let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    let options = Options { root: Some(root.path().to_owned()), max_slowdown: None, ..Options::default() };
+    let options = EngineOptions { root: Some(root.path().to_owned()), max_slowdown: None, ..EngineOptions::default() };
     let engine = Arc::new(Engine::join("background", &options).expect("a domain"));
     let mut region = engine.allocate(1000 * 4096).expect("memory");
     for (number, page) in region.as_mut_slice().chunks_exact_mut(4096).enumerate() {
@@ -15,29 +15,29 @@ fn a_thread_merges_within_its_share() {
     }
     // SAFETY: nothing is unmapped until it is dropped, below.
     let background = match unsafe { engine.merge_in_background(0.5) } {
-        Err(Error::NotPermitted(error)) => {
+        Err(Error::WriteProtectUnavailable(error)) => {
             println!("skipped: userfaultfd is not permitted: {error}");
             return;
         }
         other => other.expect("a thread"),
     };
-    assert!(background.wait(2, Duration::from_secs(60)).expect("it works") >= 2);
+    assert!(background.wait_for_merges(2, Duration::from_secs(60)).expect("it works") >= 2);
     drop(background);
-    let standing = engine.standing().expect("it works");
-    assert_eq!((standing.merged.0, standing.so_far.zeros.0), (990, 10), "{standing:?}");
-    assert_eq!(standing.store.0, 99 * 4096, "one for each byte but zero");
+    let standing = engine.status().expect("it works");
+    assert_eq!((standing.merged.0, standing.totals.zeros_freed.0), (990, 10), "{standing:?}");
+    assert_eq!(standing.store_bytes.0, 99 * 4096, "one for each byte but zero");
     for (number, page) in region.as_slice().chunks_exact(4096).enumerate() {
         assert!(page.iter().all(|&byte| byte == (number / 2 % 100) as u8), "page {number}");
     }
     // SAFETY: it is unmapped next, where it is.
-    unsafe { engine.forsake_in_place(region.range()) }.expect("whole pages");
+    unsafe { engine.disown_in_place(region.range()) }.expect("whole pages");
     drop(region);
     for _ in 0..3 {
         // SAFETY: nothing is adopted any more.
         unsafe { engine.merge_while_running() }.expect("it works");
     }
-    assert_eq!(engine.standing().expect("it works").store.0, 0, "what is not mapped is not kept");
+    assert_eq!(engine.status().expect("it works").store_bytes.0, 0, "what is not mapped is not kept");
     assert!(root.path().join("background").exists());
-    engine.end();
+    engine.prepare_exit();
     assert!(!root.path().join("background").exists(), "nobody else is a member");
 }

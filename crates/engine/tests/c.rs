@@ -3,13 +3,13 @@
 
 mod library;
 
-use library::{built, root};
+use library::{build_directory, library_and_domains_root};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
 
 /// Whether a program is there; says what is skipped without it.
-fn is_there(program: &str, what: &str) -> bool {
+fn has_program(program: &str, what: &str) -> bool {
     let there = Command::new(program).arg("--version").output().is_ok();
     if !there {
         println!("skipped: no {what}");
@@ -17,13 +17,13 @@ fn is_there(program: &str, what: &str) -> bool {
     there
 }
 
-fn of_this_crate(path: &str) -> PathBuf {
+fn crate_path(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
 /// A C program that was compiled with some flags, ready to run with the library in a folder. `None` without a compiler.
-fn compiled_with(flags: &[String], library: &Path, root: &TempDir, source: &Path) -> Option<Command> {
-    if !is_there("cc", "C compiler") {
+fn compile_with_flags(flags: &[String], library: &Path, root: &TempDir, source: &Path) -> Option<Command> {
+    if !has_program("cc", "C compiler") {
         return None;
     }
     let program = root.path().join("program");
@@ -37,14 +37,14 @@ fn compiled_with(flags: &[String], library: &Path, root: &TempDir, source: &Path
 }
 
 /// The same with the header of this tree and the library of this build.
-fn compiled(root: &TempDir, source: &Path) -> Option<Command> {
-    let header = format!("-I{}", of_this_crate("include").display());
+fn compile_with_this_build(root: &TempDir, source: &Path) -> Option<Command> {
+    let header = format!("-I{}", crate_path("include").display());
     let library = format!("-L{}", root.path().display());
-    compiled_with(&[header, library, "-lpagefold".to_owned()], root.path(), root, source)
+    compile_with_flags(&[header, library, "-lpagefold".to_owned()], root.path(), root, source)
 }
 
 /// Run `examples/c/ranks`, and see that three ranks merge all that they share.
-fn merge_what_ranks_share(mut run: Command) {
+fn assert_ranks_merge_shared_memory(mut run: Command) {
     let output = run.args(["3", "16"]).output().expect("it runs");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && text.ends_with("all memory as it was written\n"), "{output:?}");
@@ -68,26 +68,26 @@ fn merge_what_ranks_share(mut run: Command) {
 }
 
 #[test]
-fn ranks_in_c_merge_what_they_share() {
-    let root = root();
-    let Some(run) = compiled(&root, &of_this_crate("examples/c/ranks.c")) else { return };
-    merge_what_ranks_share(run);
+fn c_ranks_merge_shared_memory() {
+    let root = library_and_domains_root();
+    let Some(run) = compile_with_this_build(&root, &crate_path("examples/c/ranks.c")) else { return };
+    assert_ranks_merge_shared_memory(run);
 }
 
 #[test]
-fn what_is_installed_is_found_by_pkg_config() {
-    if !is_there("make", "make") || !is_there("pkg-config", "pkg-config") {
+fn pkg_config_finds_the_installed_library() {
+    if !has_program("make", "make") || !has_program("pkg-config", "pkg-config") {
         return;
     }
-    let (root, folder) = (root(), tempfile::tempdir().expect("a directory"));
+    let (root, folder) = (library_and_domains_root(), tempfile::tempdir().expect("a directory"));
     // What there is to build was built with this test, whose library one of other features would take the place of.
     let cargo = folder.path().join("cargo");
     let pass_on = format!("[ \"$1\" = build ] || exec '{}' \"$@\"\n", env!("CARGO"));
     std::fs::write(&cargo, pass_on).expect("a file");
     let mut make = Command::new("make");
     make.args(["--no-print-directory", "install-library", "PREFIX=/opt/here", "LIBDIR=/opt/here/lib/there"]);
-    make.arg(format!("CARGO=sh {}", cargo.display())).arg(format!("BUILT={}", built().display()));
-    make.arg(format!("DESTDIR={}", folder.path().display())).current_dir(of_this_crate("../.."));
+    make.arg(format!("CARGO=sh {}", cargo.display())).arg(format!("BUILT={}", build_directory().display()));
+    make.arg(format!("DESTDIR={}", folder.path().display())).current_dir(crate_path("../.."));
     // An outer make has told its own.
     let output = make.env_remove("MAKEFLAGS").output().expect("it is there");
     assert!(output.status.success(), "{output:?}");
@@ -105,26 +105,26 @@ fn what_is_installed_is_found_by_pkg_config() {
     let flags = told(&["--cflags", "--libs"]);
     let paths = [format!("-I{}", prefix.join("include").display()), format!("-L{}", library.display())];
     assert_eq!(flags.split_last().map(|(last, paths)| (last.as_str(), paths)), Some(("-lpagefold", &paths[..])));
-    let Some(run) = compiled_with(&flags, &library, &root, &of_this_crate("examples/c/ranks.c")) else { return };
-    merge_what_ranks_share(run);
+    let Some(run) = compile_with_flags(&flags, &library, &root, &crate_path("examples/c/ranks.c")) else { return };
+    assert_ranks_merge_shared_memory(run);
     assert!(prefix.join("share/man/man3/pagefold.3").exists());
 }
 
 #[test]
-fn the_manual_page_is_well_formed() {
-    if !is_there("groff", "groff") {
+fn manual_page_is_well_formed() {
+    if !has_program("groff", "groff") {
         return;
     }
     // All warnings but those of lines that cannot be broken, which depend on the width.
     let mut groff = Command::new("groff");
-    groff.args(["-man", "-Tutf8", "-z", "-ww", "-Wbreak"]).arg(of_this_crate("man/pagefold.3"));
+    groff.args(["-man", "-Tutf8", "-z", "-ww", "-Wbreak"]).arg(crate_path("man/pagefold.3"));
     let output = groff.output().expect("it is there");
     assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
-fn the_manual_page_has_what_the_header_has() {
-    let read = |path: &str| std::fs::read_to_string(of_this_crate(path)).expect("it is there");
+fn manual_page_covers_the_header() {
+    let read = |path: &str| std::fs::read_to_string(crate_path(path)).expect("it is there");
     let (header, page) = (read("include/pagefold.h"), read("man/pagefold.3"));
     // Declarations begin in the first column.
     let declared = header.lines().filter(|line| line.starts_with(|first: char| first.is_ascii_alphabetic()));
@@ -148,53 +148,53 @@ fn the_manual_page_has_what_the_header_has() {
 }
 
 /// What a C program exits with: the number of what was wrong, 0 for nothing. `None` without a compiler.
-fn answer(name: &str, text: &str) -> Option<i32> {
-    let root = root();
+fn run_c_program(name: &str, text: &str) -> Option<i32> {
+    let root = library_and_domains_root();
     let source = root.path().join(name);
     std::fs::write(&source, text).expect("a file");
-    let status = compiled(&root, &source)?.status().expect("it runs");
+    let status = compile_with_this_build(&root, &source)?.status().expect("it runs");
     Some(status.code().unwrap_or_else(|| panic!("{name}: {status}")))
 }
 
 #[test]
-fn what_is_wrong_is_told_in_c() {
-    assert_eq!(answer("wrong.c", WRONG).unwrap_or(0), 0);
+fn c_errors_are_reported() {
+    assert_eq!(run_c_program("wrong.c", ERRORS_C).unwrap_or(0), 0);
 }
 
 #[test]
-fn what_is_merged_is_told_in_c() {
-    assert_eq!(answer("told.c", TOLD).unwrap_or(0), 0);
+fn c_status_reports_merged_pages() {
+    assert_eq!(run_c_program("told.c", STATUS_C).unwrap_or(0), 0);
 }
 
 #[test]
-fn structures_of_other_versions_are_filled_in_as_far_as_they_go() {
-    assert_eq!(answer("sizes.c", SIZES).unwrap_or(0), 0);
+fn c_structures_of_other_sizes_are_filled() {
+    assert_eq!(run_c_program("sizes.c", STRUCTURE_SIZES_C).unwrap_or(0), 0);
 }
 
 #[test]
-fn a_merge_is_refused_while_a_buffer_is_registered_and_a_fixed_read_arrives() {
-    match answer("pinned.c", PINNED) {
+fn merge_is_refused_while_an_io_uring_buffer_is_registered() {
+    match run_c_program("pinned.c", REGISTERED_BUFFER_C) {
         Some(77) => println!("skipped: the kernel lets nobody have io_uring"),
         other => assert_eq!(other.unwrap_or(0), 0),
     }
 }
 
 #[test]
-fn what_stays_merged_is_kept_when_the_main_thread_has_ended() {
-    assert_eq!(answer("ended.c", MAIN_ENDS).unwrap_or(0), 0);
+fn merged_memory_survives_the_main_thread() {
+    assert_eq!(run_c_program("ended.c", MAIN_THREAD_ENDS_C).unwrap_or(0), 0);
 }
 
 #[test]
-fn a_program_in_c_is_merged_while_it_runs() {
-    match answer("running.c", RUNNING) {
+fn c_program_is_merged_while_running() {
+    match run_c_program("running.c", MERGE_WHILE_RUNNING_C) {
         Some(77) => println!("skipped: userfaultfd is not permitted"),
         other => assert_eq!(other.unwrap_or(0), 0),
     }
 }
 
 #[test]
-fn a_signal_handler_may_write_to_memory_while_it_is_merged() {
-    match answer("handlers.c", HANDLERS) {
+fn signal_handler_can_write_during_a_merge() {
+    match run_c_program("handlers.c", SIGNAL_HANDLERS_C) {
         Some(77) => println!("skipped: userfaultfd is not permitted"),
         other => assert_eq!(other.unwrap_or(0), 0),
     }
@@ -202,7 +202,7 @@ fn a_signal_handler_may_write_to_memory_while_it_is_merged() {
 
 /// Every thread but the sender is signaled without end, and the handler writes to memory that is being merged: by a
 /// thread beside, then by the main thread itself. SIGALRM ends a program that hangs.
-const HANDLERS: &str = r#"#define _GNU_SOURCE
+const SIGNAL_HANDLERS_C: &str = r#"#define _GNU_SOURCE
 #include <pagefold.h>
 #include <dirent.h>
 #include <pthread.h>
@@ -307,7 +307,7 @@ int main(void)
 }
 "#;
 
-const RUNNING: &str = r#"#include <pagefold.h>
+const MERGE_WHILE_RUNNING_C: &str = r#"#include <pagefold.h>
 #include <string.h>
 #include <unistd.h>
 #define PAGE ((size_t)4096)
@@ -354,7 +354,7 @@ int main(void)
 }
 "#;
 
-const PINNED: &str = r#"#define _GNU_SOURCE
+const REGISTERED_BUFFER_C: &str = r#"#define _GNU_SOURCE
 #include <linux/io_uring.h>
 #include <pagefold.h>
 #include <stdlib.h>
@@ -435,7 +435,7 @@ int main(void)
 }
 "#;
 
-const MAIN_ENDS: &str = r#"#include <pagefold.h>
+const MAIN_THREAD_ENDS_C: &str = r#"#include <pagefold.h>
 #include <pthread.h>
 #include <stdlib.h>
 #include <string.h>
@@ -478,7 +478,7 @@ int main(void)
 }
 "#;
 
-const TOLD: &str = r#"#include <pagefold.h>
+const STATUS_C: &str = r#"#include <pagefold.h>
 #include <string.h>
 #define PAGE ((size_t)4096)
 int main(void)
@@ -532,7 +532,7 @@ int main(void)
 
 /// Of a program that was compiled with structures that end after their second word, and of one whose structures are
 /// larger than the library's.
-const SIZES: &str = r#"#include <pagefold.h>
+const STRUCTURE_SIZES_C: &str = r#"#include <pagefold.h>
 #include <string.h>
 #define PAGE ((size_t)4096)
 #define UNTOUCHED 0x5555555555555555u
@@ -596,7 +596,7 @@ int main(void)
 }
 "#;
 
-const WRONG: &str = r#"#include <pagefold.h>
+const ERRORS_C: &str = r#"#include <pagefold.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

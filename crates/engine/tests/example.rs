@@ -2,13 +2,13 @@
 
 mod member;
 
-use member::{program, root};
+use member::{domains_root, member_program};
 use std::process::Command;
 
 #[test]
-fn copies_are_merged_at_a_safe_point_and_while_the_program_runs() {
-    let root = root();
-    let program = program().with_file_name("copies");
+fn copies_example_merges_at_safe_point_and_while_running() {
+    let root = domains_root();
+    let program = member_program().with_file_name("copies");
     let output = Command::new(program).env("PAGEFOLD_RUNTIME", root.path()).output().expect("examples are built");
     let text = String::from_utf8_lossy(&output.stdout);
     let lines: Vec<&str> = text.lines().collect();

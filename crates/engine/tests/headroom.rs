@@ -2,21 +2,21 @@
 
 mod member;
 
-use member::{Member, PAGE, Told, root};
+use member::{MemberAnswer, MemberProcess, PAGE_BYTES, domains_root};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-const MIB: u64 = 1 << 20;
+const BYTES_PER_MIB: u64 = 1 << 20;
 
 /// A cgroup of the memory controller, v1 or v2. Removed when dropped.
-struct Cgroup {
+struct MemoryCgroup {
     path: PathBuf,
-    limit: &'static str,
-    used: &'static str,
+    limit_file: &'static str,
+    usage_file: &'static str,
 }
 
-impl Cgroup {
-    fn make(name: &str) -> Option<Self> {
+impl MemoryCgroup {
+    fn create(name: &str) -> Option<Self> {
         let (one, two) = (Path::new("/sys/fs/cgroup/memory"), Path::new("/sys/fs/cgroup"));
         let name = format!("pagefold-test-{name}-{}", std::process::id());
         let (path, limit, used) = if one.join("memory.limit_in_bytes").exists() {
@@ -25,26 +25,26 @@ impl Cgroup {
             (two.join(name), "memory.max", "memory.current")
         };
         std::fs::create_dir(&path).ok()?;
-        let cgroup = Self { path, limit, used };
+        let cgroup = Self { path, limit_file: limit, usage_file: used };
         cgroup.path.join(limit).exists().then_some(cgroup)
     }
 
-    fn take(&self, member: &Member) {
+    fn add_member(&self, member: &MemberProcess) {
         std::fs::write(self.path.join("cgroup.procs"), member.child.id().to_string()).expect("root may");
     }
 
-    fn used(&self) -> u64 {
-        let text = std::fs::read_to_string(self.path.join(self.used)).expect("it is there");
+    fn used_bytes(&self) -> u64 {
+        let text = std::fs::read_to_string(self.path.join(self.usage_file)).expect("it is there");
         text.trim().parse().expect("a number")
     }
 
-    fn leave(&self, headroom: u64) {
-        let limit = self.used() + headroom;
-        std::fs::write(self.path.join(self.limit), limit.to_string()).expect("root may");
+    fn set_headroom(&self, headroom: u64) {
+        let limit = self.used_bytes() + headroom;
+        std::fs::write(self.path.join(self.limit_file), limit.to_string()).expect("root may");
     }
 }
 
-impl Drop for Cgroup {
+impl Drop for MemoryCgroup {
     fn drop(&mut self) {
         // Members that were just killed are still in it for a moment.
         let end = Instant::now() + Duration::from_secs(5);
@@ -55,76 +55,82 @@ impl Drop for Cgroup {
 }
 
 #[test]
-fn members_with_little_headroom_are_not_killed_and_merge_what_fits() {
-    const PAGES: u64 = 20_000;
+fn members_with_little_headroom_survive_and_merge_what_fits() {
+    const MEMBER_PAGES: u64 = 20_000;
     for headroom in [1, 2, 4, 8, 16] {
-        let root = root();
-        let Some(cgroup) = Cgroup::make(&headroom.to_string()) else {
+        let root = domains_root();
+        let Some(cgroup) = MemoryCgroup::create(&headroom.to_string()) else {
             println!("skipped: no cgroup with a memory limit can be made here");
             return;
         };
-        let mut members = [0; 2].map(|_| Member::start(&root, PAGES, &[]));
+        let mut members = [0; 2].map(|_| MemberProcess::start(&root, MEMBER_PAGES, &[]));
         for member in &mut members {
-            cgroup.take(member);
-            member.tell(&format!("fill 0 {PAGES} 7"));
+            cgroup.add_member(member);
+            member.run_command(&format!("fill 0 {MEMBER_PAGES} 7"));
             // What the member itself remembers of each page that may be merged is there before.
-            member.tell(&format!("advise 0 {PAGES} 1"));
-            assert_eq!(member.merge().of("merged"), 0);
-            member.tell(&format!("advise 0 {PAGES} 0"));
+            member.run_command(&format!("advise 0 {MEMBER_PAGES} 1"));
+            assert_eq!(member.run_merge().number("merged"), 0);
+            member.run_command(&format!("advise 0 {MEMBER_PAGES} 0"));
         }
-        cgroup.leave(headroom * MIB);
+        cgroup.set_headroom(headroom * BYTES_PER_MIB);
         let mut merged = 0;
         for _ in 0..8 {
-            members.iter_mut().for_each(|member| member.say("merge"));
+            members.iter_mut().for_each(|member| member.send_command("merge"));
             for member in &mut members {
-                let told = member.answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom"));
-                merged += Told(told).of("merged");
+                let told = member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom"));
+                merged += MemberAnswer(told).number("merged");
             }
         }
-        members.iter_mut().for_each(Member::check);
-        let used = cgroup.used();
-        println!("{headroom} MiB of headroom: {merged} of {} pages merged, {} MiB in use", 2 * PAGES, used / MIB);
+        members.iter_mut().for_each(MemberProcess::check_memory);
+        let used = cgroup.used_bytes();
+        println!(
+            "{headroom} MiB of headroom: {merged} of {} pages merged, {} MiB in use",
+            2 * MEMBER_PAGES,
+            used / BYTES_PER_MIB
+        );
         if headroom >= 16 {
-            assert_eq!(merged, 2 * PAGES);
-            assert!(used < 2 * PAGES * PAGE * 3 / 4, "{used} bytes in use");
+            assert_eq!(merged, 2 * MEMBER_PAGES);
+            assert!(used < 2 * MEMBER_PAGES * PAGE_BYTES * 3 / 4, "{used} bytes in use");
         }
         drop(members);
     }
 }
 
 #[test]
-fn members_with_little_headroom_are_not_killed_while_written_pages_become_ordinary_memory() {
-    const PAGES: u64 = 12_000;
+fn members_with_little_headroom_survive_restoring_pages() {
+    const MEMBER_PAGES: u64 = 12_000;
     for headroom in [3, 4, 8] {
-        let root = root();
-        let Some(cgroup) = Cgroup::make(&format!("written-{headroom}")) else {
+        let root = domains_root();
+        let Some(cgroup) = MemoryCgroup::create(&format!("written-{headroom}")) else {
             println!("skipped: no cgroup with a memory limit can be made here");
             return;
         };
-        let mut members = [0; 2].map(|_| Member::start(&root, PAGES, &[]));
+        let mut members = [0; 2].map(|_| MemberProcess::start(&root, MEMBER_PAGES, &[]));
         for member in &mut members {
-            cgroup.take(member);
-            member.tell(&format!("fill 0 {PAGES} 7"));
-            member.merge();
+            cgroup.add_member(member);
+            member.run_command(&format!("fill 0 {MEMBER_PAGES} 7"));
+            member.run_merge();
         }
-        assert_eq!(members[0].merge().of("merged"), PAGES);
-        members.iter_mut().for_each(|member| drop(member.tell(&format!("fill 0 {PAGES} 8"))));
-        cgroup.leave(headroom * MIB);
+        assert_eq!(members[0].run_merge().number("merged"), MEMBER_PAGES);
+        members.iter_mut().for_each(|member| drop(member.run_command(&format!("fill 0 {MEMBER_PAGES} 8"))));
+        cgroup.set_headroom(headroom * BYTES_PER_MIB);
         let (mut broken, mut merged) = (0, 0);
         for _ in 0..12 {
-            members.iter_mut().for_each(|member| member.say("merge"));
+            members.iter_mut().for_each(|member| member.send_command("merge"));
             for member in &mut members {
-                let told = Told(member.answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom")));
-                (broken, merged) = (broken + told.of("broken"), merged + told.of("merged"));
+                let told = MemberAnswer(
+                    member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom")),
+                );
+                (broken, merged) = (broken + told.number("broken"), merged + told.number("merged"));
                 // Else pages that were written soon after a merge are left alone.
-                member.tell(&format!("advise 0 {PAGES} 0"));
+                member.run_command(&format!("advise 0 {MEMBER_PAGES} 0"));
             }
         }
-        members.iter_mut().for_each(Member::check);
+        members.iter_mut().for_each(MemberProcess::check_memory);
         println!("{headroom} MiB of headroom: {broken} pages written, {merged} merged again");
-        assert!(broken >= 2 * PAGES);
+        assert!(broken >= 2 * MEMBER_PAGES);
         if headroom >= 8 {
-            assert!(merged > PAGES, "{merged} of {} pages merged again", 2 * PAGES);
+            assert!(merged > MEMBER_PAGES, "{merged} of {} pages merged again", 2 * MEMBER_PAGES);
         }
     }
 }

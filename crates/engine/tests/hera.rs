@@ -2,17 +2,17 @@
 
 mod library;
 
-use library::root;
+use library::library_and_domains_root;
 use std::path::Path;
 use std::process::Command;
 
 #[test]
-fn a_simulation_comes_to_the_same_to_the_last_bit() {
+fn simulation_results_are_bit_identical() {
     if Command::new("g++").arg("--version").output().is_err() {
         println!("skipped: no C++ compiler");
         return;
     }
-    let library = root();
+    let library = library_and_domains_root();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/hera/check.sh");
     let output = Command::new(script).arg(library.path()).output().expect("it runs");
     let text = String::from_utf8_lossy(&output.stdout);

@@ -2,12 +2,12 @@
 
 mod member;
 
-use member::{Member, program, root};
+use member::{MemberProcess, domains_root, member_program};
 use std::process::{Command, Stdio};
 
 #[test]
-fn a_program_without_proc_is_told_at_once_that_it_cannot_join() {
-    let root = root();
+fn join_without_proc_fails_at_once() {
+    let root = domains_root();
     let without_proc = |program: &std::ffi::OsStr| {
         let mut command = Command::new("unshare");
         let script = "mount -t tmpfs none /proc && exec \"$@\"";
@@ -18,20 +18,20 @@ fn a_program_without_proc_is_told_at_once_that_it_cannot_join() {
         println!("skipped: unshare makes no mount namespace here");
         return;
     }
-    let output = without_proc(program().as_os_str()).expect("it is there");
+    let output = without_proc(member_program().as_os_str()).expect("it is there");
     let told = [output.stdout, output.stderr].concat();
     let told = String::from_utf8_lossy(&told);
     assert!(told.contains("cannot read /proc/thread-self/ns/pid"), "{told}");
 }
 
 #[test]
-fn members_of_another_pid_namespace_are_told_why_they_cannot_join() {
-    let root = root();
-    let mut first = Member::start(&root, 16, &[]);
-    first.tell("fill 0 16 3");
+fn join_from_other_pid_namespace_fails_with_reason() {
+    let root = domains_root();
+    let mut first = MemberProcess::start(&root, 16, &[]);
+    first.run_command("fill 0 16 3");
     let beside = || {
         let mut command = Command::new("unshare");
-        command.args(["--pid", "--fork", "--mount-proc"]).arg(program()).args(["test", "16"]);
+        command.args(["--pid", "--fork", "--mount-proc"]).arg(member_program()).args(["test", "16"]);
         command.env("PAGEFOLD_RUNTIME", root.path()).stdin(Stdio::null()).output()
     };
     let may = Command::new("unshare").args(["--pid", "--fork", "--mount-proc", "true"]).output();
@@ -43,7 +43,7 @@ fn members_of_another_pid_namespace_are_told_why_they_cannot_join() {
     let told = String::from_utf8_lossy(&output.stdout);
     assert!(told.contains("its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME"), "{told}");
     // They have harmed nobody, and may have the domain once it is theirs alone.
-    assert_eq!(first.merge().of("failed"), 0);
+    assert_eq!(first.run_merge().number("failed"), 0);
     drop(first);
     let output = beside().expect("it is there");
     assert!(!String::from_utf8_lossy(&output.stdout).contains("namespace"), "{output:?}");

@@ -3,7 +3,7 @@
 
 mod member;
 
-use member::{Member, PAGE, root};
+use member::{MemberProcess, PAGE_BYTES, domains_root};
 use std::collections::BTreeSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
@@ -11,62 +11,62 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-const PAGES: u64 = 600;
+const MEMBER_PAGES: u64 = 600;
 
-fn remove(root: &TempDir, names: &[&str]) {
+fn remove_files(root: &TempDir, names: &[&str]) {
     for name in names {
         std::fs::remove_file(root.path().join("test").join(name)).expect("it is there");
     }
 }
 
 /// Two members that have merged 500 pages of a seed.
-fn merged_pair(root: &TempDir, seed: u64) -> [Member; 2] {
-    let mut members = [0; 2].map(|_| Member::start(root, PAGES, &[]));
+fn merged_pair(root: &TempDir, seed: u64) -> [MemberProcess; 2] {
+    let mut members = [0; 2].map(|_| MemberProcess::start(root, MEMBER_PAGES, &[]));
     for member in &mut members {
-        member.tell(&format!("fill 0 500 {seed}"));
-        member.merge();
+        member.run_command(&format!("fill 0 500 {seed}"));
+        member.run_merge();
     }
-    members[0].merge();
+    members[0].run_merge();
     members
 }
 
 /// Members find each other again: what all hold is merged in all of them.
-fn all_merge_again(members: &mut [Member]) {
+fn assert_all_merge_again(members: &mut [MemberProcess]) {
     for member in members.iter_mut() {
-        member.tell("fill 0 600 99");
+        member.run_command("fill 0 600 99");
     }
     for _ in 0..4 {
         for member in members.iter_mut() {
             // What was written too soon after it was merged is left alone otherwise.
-            member.tell("advise 0 600 0");
-            member.merge();
+            member.run_command("advise 0 600 0");
+            member.run_merge();
         }
     }
-    let store = members[0].standing().of("store");
-    assert_eq!(store, PAGES * PAGE, "they share it");
+    let store = members[0].read_status().number("store");
+    assert_eq!(store, MEMBER_PAGES * PAGE_BYTES, "they share it");
     for member in members {
-        member.check();
-        assert_eq!(member.standing().of("merged"), PAGES);
+        member.check_memory();
+        assert_eq!(member.read_status().number("merged"), MEMBER_PAGES);
     }
 }
 
 /// Old members free what newcomers have stored, and these overwrite it, if the two share anything.
-fn newcomers_and_old_members_keep_their_memory(names: &[&str]) {
-    let root = root();
+fn assert_memory_survives_removal_of(names: &[&str]) {
+    let root = domains_root();
     let [a, b] = merged_pair(&root, 5);
-    remove(&root, names);
-    let [c, d] = [0; 2].map(|_| Member::start(&root, PAGES, &[]));
+    remove_files(&root, names);
+    let [c, d] = [0; 2].map(|_| MemberProcess::start(&root, MEMBER_PAGES, &[]));
     let mut members = [a, b, c, d];
     let mut step = |lines: &[(usize, String)]| {
         for (at, line) in lines {
-            members[*at].tell(line);
+            members[*at].run_command(line);
         }
         for _ in 0..3 {
             for at in lines.iter().map(|(at, _)| *at) {
                 // Or what was written too soon after it was merged is left alone.
-                members[at].tell("adopt 0 600");
-                members[at].merge();
-                members.iter_mut().for_each(Member::check);
+                members[at].run_command("adopt 0 600");
+                members[at].run_merge();
+                members.iter_mut().for_each(MemberProcess::check_memory);
             }
         }
     };
@@ -77,27 +77,27 @@ fn newcomers_and_old_members_keep_their_memory(names: &[&str]) {
     step(&[fill(2, 200, 7), fill(3, 200, 7)]);
     step(&[(0, "check".into()), (1, "check".into())]);
     step(&[fill(2, 400, 8), fill(3, 400, 8)]);
-    all_merge_again(&mut members);
+    assert_all_merge_again(&mut members);
 }
 
 /// What a cleaner removes that goes by the age of files: these keep the time of the last join.
 #[test]
-fn members_keep_their_memory_when_the_header_and_the_lock_are_removed() {
-    newcomers_and_old_members_keep_their_memory(&["domain", "lock"]);
+fn memory_survives_removal_of_header_and_lock() {
+    assert_memory_survives_removal_of(&["domain", "lock"]);
 }
 
 #[test]
-fn members_keep_their_memory_when_the_slots_are_removed() {
-    newcomers_and_old_members_keep_their_memory(&["slots"]);
+fn memory_survives_removal_of_slots() {
+    assert_memory_survives_removal_of(&["slots"]);
 }
 
 #[test]
-fn members_keep_their_memory_when_the_lock_is_removed() {
-    newcomers_and_old_members_keep_their_memory(&["lock"]);
+fn memory_survives_removal_of_lock() {
+    assert_memory_survives_removal_of(&["lock"]);
 }
 
 /// The stores that a member maps or has open, by their inodes.
-fn stores(member: &Member) -> BTreeSet<u64> {
+fn store_inodes(member: &MemberProcess) -> BTreeSet<u64> {
     let process = Path::new("/proc").join(member.child.id().to_string());
     let maps = std::fs::read_to_string(process.join("maps")).expect("it lives");
     let inode = |line: &str| line.split_ascii_whitespace().nth(4).and_then(|inode| inode.parse().ok());
@@ -111,22 +111,22 @@ fn stores(member: &Member) -> BTreeSet<u64> {
 
 /// The memory of a store is free once no process maps or opens it.
 #[test]
-fn unwritten_pages_leave_a_former_store_and_merge_anew() {
-    let root = root();
+fn unwritten_pages_move_to_the_new_store() {
+    let root = domains_root();
     let mut members = merged_pair(&root, 5);
-    let former = stores(&members[0]);
-    assert_eq!((former.len(), stores(&members[1])), (1, former.clone()));
-    remove(&root, &["domain", "lock"]);
+    let former = store_inodes(&members[0]);
+    assert_eq!((former.len(), store_inodes(&members[1])), (1, former.clone()));
+    remove_files(&root, &["domain", "lock"]);
     for _ in 0..4 {
-        members.iter_mut().for_each(|member| drop(member.merge()));
-        members.iter_mut().for_each(Member::check);
+        members.iter_mut().for_each(|member| drop(member.run_merge()));
+        members.iter_mut().for_each(MemberProcess::check_memory);
     }
-    let present = stores(&members[0]);
-    assert_eq!((present.len(), stores(&members[1])), (1, present.clone()));
+    let present = store_inodes(&members[0]);
+    assert_eq!((present.len(), store_inodes(&members[1])), (1, present.clone()));
     assert!(present.is_disjoint(&former), "the former store is still in use");
     for member in &mut members {
-        let standing = member.standing();
-        assert_eq!([standing.of("merged"), standing.of("store")], [500, 500 * PAGE]);
+        let standing = member.read_status();
+        assert_eq!([standing.number("merged"), standing.number("store")], [500, 500 * PAGE_BYTES]);
     }
 }
 
@@ -134,38 +134,38 @@ fn unwritten_pages_leave_a_former_store_and_merge_anew() {
 /// while another member is about to free what has no references.
 #[cfg(feature = "fault-points")]
 #[test]
-fn a_member_that_joins_anew_keeps_what_it_maps_of_the_former_store() {
-    let root = root();
-    let mut leaving = Member::start(&root, PAGES, &[]);
-    let mut freeing = Member::start_with(&root, PAGES, &[], Some("stop 3 before references are found"));
+fn rejoined_member_keeps_pages_of_former_store() {
+    let root = domains_root();
+    let mut leaving = MemberProcess::start(&root, MEMBER_PAGES, &[]);
+    let mut freeing = MemberProcess::start_with(&root, MEMBER_PAGES, &[], Some("stop 3 before references are found"));
     for member in [&mut leaving, &mut freeing] {
-        member.tell("fill 0 500 5");
-        member.merge();
+        member.run_command("fill 0 500 5");
+        member.run_merge();
     }
-    assert_eq!(leaving.merge().of("merged"), 500);
-    freeing.tell("fill 0 500 6");
+    assert_eq!(leaving.run_merge().number("merged"), 500);
+    freeing.run_command("fill 0 500 6");
     // It gives up its own references, frees what it can at the next merge, and tries again at the one after the next.
-    (0..3).for_each(|_| drop(freeing.merge()));
-    freeing.say("merge");
+    (0..3).for_each(|_| drop(freeing.run_merge()));
+    freeing.send_command("merge");
     assert!(!freeing.has_ended_or_stopped());
-    remove(&root, &["domain", "lock"]);
+    remove_files(&root, &["domain", "lock"]);
     // Of two members one merge does not free anything, nor remove the file of the references that were given up.
-    let _newcomer = Member::start(&root, PAGES, &[]);
-    leaving.merge();
-    freeing.go_on();
-    freeing.answer();
-    leaving.check();
+    let _newcomer = MemberProcess::start(&root, MEMBER_PAGES, &[]);
+    leaving.run_merge();
+    freeing.continue_process();
+    freeing.read_answer();
+    leaving.check_memory();
     // Nor does it overwrite anything.
-    freeing.tell("copy 300 200 0");
+    freeing.run_command("copy 300 200 0");
     for _ in 0..3 {
-        freeing.merge();
-        freeing.check();
-        leaving.check();
+        freeing.run_merge();
+        freeing.check_memory();
+        leaving.check_memory();
     }
 }
 
 /// Remove a file of the domain, those that a cleaner takes by their age, or all; how many were removed.
-fn clean(domain: &Path, random: &mut impl FnMut(u64) -> u64) -> u64 {
+fn remove_random_files(domain: &Path, random: &mut impl FnMut(u64) -> u64) -> u64 {
     let found: Vec<_> = domain.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     if found.is_empty() {
         return 0;
@@ -185,49 +185,49 @@ fn clean(domain: &Path, random: &mut impl FnMut(u64) -> u64) -> u64 {
 
 /// One member after another that fills, copies, merges, forks, checks, leaves and is killed at random until the end: how
 /// many merges there were, and how many pages they merged.
-fn storm(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + Sync)) -> (u64, u64) {
-    let mut random = generator(seed);
+fn run_random_members(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + Sync)) -> (u64, u64) {
+    let mut random = random_generator(seed);
     let (mut merges, mut merged) = (0, 0);
-    let mut member = Member::start(root, PAGES, &[]);
+    let mut member = MemberProcess::start(root, MEMBER_PAGES, &[]);
     while !is_over() {
-        let (from, count) = (random(PAGES), 1 + random(PAGES / 2));
-        let (to, count) = (random(PAGES - count), count.min(PAGES - from));
+        let (from, count) = (random(MEMBER_PAGES), 1 + random(MEMBER_PAGES / 2));
+        let (to, count) = (random(MEMBER_PAGES - count), count.min(MEMBER_PAGES - from));
         match random(16) {
-            0..5 => drop(member.tell(&format!("fill {from} {count} {}", random(4)))),
-            5 => drop(member.tell(&format!("copy {} {count} {from}", to.min(PAGES - count)))),
+            0..5 => drop(member.run_command(&format!("fill {from} {count} {}", random(4)))),
+            5 => drop(member.run_command(&format!("copy {} {count} {from}", to.min(MEMBER_PAGES - count)))),
             6..12 => {
                 // What was written too soon after it was merged is left alone otherwise.
-                member.tell("adopt 0 600");
-                let told = member.merge();
+                member.run_command("adopt 0 600");
+                let told = member.run_merge();
                 assert!(told.0.contains("looked_at"), "a merge failed: {told:?}");
-                (merges, merged) = (merges + 1, merged + told.of("merged"));
+                (merges, merged) = (merges + 1, merged + told.number("merged"));
             }
             12 => {
-                member.tell("fork");
-                member.tell(&format!("fill {from} {count} 3"));
-                member.merge();
+                member.run_command("fork");
+                member.run_command(&format!("fill {from} {count} 3"));
+                member.run_merge();
                 // It checks its memory, writes to it, merges and checks again.
-                assert_eq!(member.tell("child"), "same");
+                assert_eq!(member.run_command("child"), "same");
             }
             13 => {
-                let mut killed = std::mem::replace(&mut member, Member::start(root, PAGES, &[]));
+                let mut killed = std::mem::replace(&mut member, MemberProcess::start(root, MEMBER_PAGES, &[]));
                 // At work, unless that is done by then.
-                killed.say("merge");
+                killed.send_command("merge");
                 std::thread::sleep(Duration::from_micros(random(2000)));
                 killed.kill();
             }
             14 => {
-                assert_eq!(member.tell("leave"), "left");
-                member = Member::start(root, PAGES, &[]);
+                assert_eq!(member.run_command("leave"), "left");
+                member = MemberProcess::start(root, MEMBER_PAGES, &[]);
             }
             _ => {}
         }
-        member.check();
+        member.check_memory();
     }
     (merges, merged)
 }
 
-fn generator(seed: u64) -> impl FnMut(u64) -> u64 {
+fn random_generator(seed: u64) -> impl FnMut(u64) -> u64 {
     let mut state = seed;
     move |below| {
         // D. Knuth's MMIX generator (TAOCP 3.3.4).
@@ -238,12 +238,12 @@ fn generator(seed: u64) -> impl FnMut(u64) -> u64 {
 
 /// `PAGEFOLD_FUZZ` says for how many seconds, `PAGEFOLD_SEED` with which choices, which are printed.
 #[test]
-fn members_keep_their_memory_while_files_are_removed_at_random() {
+fn memory_survives_random_file_removal() {
     let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
     let seed = number("PAGEFOLD_SEED").unwrap_or_else(|| std::process::id().into());
     println!("PAGEFOLD_SEED={seed}");
     let end = Instant::now() + Duration::from_secs(number("PAGEFOLD_FUZZ").unwrap_or(8));
-    let root = root();
+    let root = domains_root();
     let (failed, removed) = (AtomicBool::new(false), AtomicU64::new(0));
     let is_over = || Instant::now() >= end || failed.load(Ordering::Relaxed);
     let (merges, merged) = std::thread::scope(|scope| {
@@ -252,17 +252,17 @@ fn members_keep_their_memory_while_files_are_removed_at_random() {
             .map(|at| {
                 scope.spawn(move || {
                     // A member that dies or differs ends the others, too.
-                    let done = std::panic::catch_unwind(|| storm(root, seed.wrapping_add(at), is_over));
+                    let done = std::panic::catch_unwind(|| run_random_members(root, seed.wrapping_add(at), is_over));
                     failed.fetch_or(done.is_err(), Ordering::Relaxed);
                     done.unwrap_or_else(|why| std::panic::resume_unwind(why))
                 })
             })
             .collect();
-        let mut random = generator(!seed);
+        let mut random = random_generator(!seed);
         while !is_over() {
             // Long enough at times for members to merge, and short enough to come between two of their steps.
             std::thread::sleep(Duration::from_micros([100, 3_000, 30_000, 300_000][random(4) as usize]));
-            removed.fetch_add(clean(&root.path().join("test"), &mut random), Ordering::Relaxed);
+            removed.fetch_add(remove_random_files(&root.path().join("test"), &mut random), Ordering::Relaxed);
         }
         let done = members.into_iter().map(|member| member.join().expect("its memory is right"));
         done.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1))

@@ -1,12 +1,12 @@
 //! Every sample as a row of comma-separated values (RFC 4180, lines end with LF): bytes and percent, times in seconds
 //! since 1970, nothing where nothing is known.
 
-use super::record::Kept;
-use super::series::{self, Point};
+use super::record::HistorySpan;
+use super::series::{self, SeriesPoint};
 use std::borrow::Cow;
 
 /// The names of the columns.
-pub const COLUMNS: [&str; 12] = [
+pub const CSV_COLUMNS: [&str; 12] = [
     "side",
     "host",
     "time",
@@ -22,18 +22,18 @@ pub const COLUMNS: [&str; 12] = [
 ];
 
 /// All samples of all sides.
-pub fn write(sides: &[(String, Kept)]) -> String {
-    let mut text = COLUMNS.join(",") + "\n";
+pub fn render_csv(sides: &[(String, HistorySpan)]) -> String {
+    let mut text = CSV_COLUMNS.join(",") + "\n";
     for (name, kept) in sides {
-        let who = format!("{},{}", quoted(name), quoted(&kept.host));
-        for point in series::points(&kept.samples) {
-            text.push_str(&row(&who, &point));
+        let who = format!("{},{}", quote_field(name), quote_field(&kept.host));
+        for point in series::points_from_samples(&kept.samples) {
+            text.push_str(&render_row(&who, &point));
         }
     }
     text
 }
 
-fn row(who: &str, point: &Point) -> String {
+fn render_row(who: &str, point: &SeriesPoint) -> String {
     let whole = |value: Option<u64>| value.map_or_else(String::new, |value| value.to_string());
     let part = |value: Option<f64>| value.map_or_else(String::new, |value| format!("{value:.4}"));
     let fields = [
@@ -51,7 +51,7 @@ fn row(who: &str, point: &Point) -> String {
     format!("{who},{}\n", fields.join(","))
 }
 
-fn quoted(text: &str) -> Cow<'_, str> {
+fn quote_field(text: &str) -> Cow<'_, str> {
     if text.contains(['"', ',', '\n', '\r']) {
         return format!("\"{}\"", text.replace('"', "\"\"")).into();
     }
@@ -61,16 +61,22 @@ fn quoted(text: &str) -> Cow<'_, str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::record::Sample;
+    use crate::record::HistorySample;
 
     #[test]
-    fn what_is_not_known_is_empty_and_what_would_split_is_quoted() {
-        let sample =
-            Sample { time: 1.5, run: 1, saved_net: Some(-7), bound_percent: 10.0, members: 3, ..Sample::default() };
-        let kept = Kept { host: "a \"b\", c".to_owned(), samples: vec![sample], ..Kept::default() };
-        let text = write(&[("plain".to_owned(), kept)]);
+    fn absent_is_empty_and_commas_are_quoted() {
+        let sample = HistorySample {
+            time: 1.5,
+            run_id: 1,
+            saved_net: Some(-7),
+            bound_percent: 10.0,
+            tracked_processes: 3,
+            ..HistorySample::default()
+        };
+        let kept = HistorySpan { host: "a \"b\", c".to_owned(), samples: vec![sample], ..HistorySpan::default() };
+        let text = render_csv(&[("plain".to_owned(), kept)]);
         let lines: Vec<&str> = text.lines().collect();
-        assert_eq!(lines[0].split(',').count(), COLUMNS.len());
+        assert_eq!(lines[0].split(',').count(), CSV_COLUMNS.len());
         assert_eq!(lines[1], "plain,\"a \"\"b\"\", c\",1.500,,-7,,,,,,10,3");
     }
 }

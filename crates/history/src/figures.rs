@@ -1,15 +1,15 @@
 //! What a span of time came to, in figures.
 
-use super::record::{Kept, Pass, Sample};
+use super::record::{HistoryPass, HistorySample, HistorySpan};
 use pagefold_base::Bytes;
-use pagefold_output::text::{net, number};
+use pagefold_output::text::{format_net, format_number};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// What a host's span of time came to. Means are over the time that was covered by samples. Absent where it is not
 /// known. Bytes and seconds, unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Figures {
+pub struct HistoryFigures {
     /// Time that was covered by samples.
     pub covered_seconds: f64,
     /// What merging saved less metadata, on average.
@@ -55,12 +55,12 @@ pub struct Figures {
     pub reached: i64,
     /// How long merges took to come to most of what they saved.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub converge: Option<Converge>,
+    pub converge: Option<ConvergenceReport>,
 }
 
 /// How long merges took to come to most of what they saved, in seconds; of those whose course is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Converge {
+pub struct ConvergenceReport {
     /// Merges whose course is known.
     pub merges: u64,
     /// From the start of the pass to 90 %, at the median.
@@ -80,15 +80,15 @@ pub struct Converge {
     pub arrival_to_90_high: Option<f64>,
 }
 
-impl Converge {
-    fn of(passes: &[Pass]) -> Option<Self> {
-        let sorted = |of: &dyn Fn(&Pass) -> Option<f64>| {
+impl ConvergenceReport {
+    fn from_passes(passes: &[HistoryPass]) -> Option<Self> {
+        let sorted = |of: &dyn Fn(&HistoryPass) -> Option<f64>| {
             let mut values: Vec<f64> = passes.iter().filter_map(of).collect();
             values.sort_by(f64::total_cmp);
             values
         };
-        let (to_90, to_99) = (sorted(&|pass| pass.to_90), sorted(&|pass| pass.to_99));
-        let arrival = sorted(&|pass| Some(pass.waited? + pass.to_90?));
+        let (to_90, to_99) = (sorted(&|pass| pass.seconds_to_90), sorted(&|pass| pass.seconds_to_99));
+        let arrival = sorted(&|pass| Some(pass.arrival_wait_seconds? + pass.seconds_to_90?));
         Some(Self {
             merges: to_90.len() as u64,
             to_90_median: quantile(&to_90, 0.5)?,
@@ -110,7 +110,7 @@ fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
 /// What an amount is counted in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Unit {
+pub enum FigureUnit {
     /// Bytes, which may be a loss.
     Bytes,
     /// Seconds.
@@ -121,38 +121,38 @@ pub enum Unit {
     Count,
 }
 
-impl Unit {
+impl FigureUnit {
     /// An amount for people; a dash for none.
-    pub fn tell(self, value: Option<f64>) -> String {
+    pub fn format_value(self, value: Option<f64>) -> String {
         let Some(value) = value else { return "–".to_owned() };
         match self {
             Self::Bytes if value >= 0.0 => Bytes(value as u64).to_string(),
-            Self::Bytes => net(value as i64),
+            Self::Bytes => format_net(value as i64),
             Self::Seconds if value.abs() >= 7200.0 => format!("{:.1} h", value / 3600.0),
             Self::Seconds => format!("{value:.*} s", usize::from(value.abs() < 100.0) * 2),
             Self::Percent => format!("{value:.2} %"),
-            Self::Count => number(value.max(0.0) as u64),
+            Self::Count => format_number(value.max(0.0) as u64),
         }
     }
 }
 
-impl Figures {
+impl HistoryFigures {
     /// Of what was kept.
-    pub fn of(kept: &Kept) -> Self {
-        let samples = &kept.samples;
-        let spent = |of: fn(&Sample) -> Option<f64>| spent(samples, of);
+    pub fn from_span(span: &HistorySpan) -> Self {
+        let samples = &span.samples;
+        let spent = |of: fn(&HistorySample) -> Option<f64>| counter_increase(samples, of);
         let (ksmd, pagefold) = (spent(|sample| sample.ksmd_seconds), spent(|sample| sample.pagefold_seconds));
         let cpu = ksmd.zip(pagefold).map(|(ksmd, pagefold)| ksmd + pagefold);
-        let covered: f64 = steps(samples).map(|(before, after)| after.time - before.time).sum();
-        let net = mean(samples, |sample| Some(sample.saved_net? as f64));
-        let merges = || kept.passes.iter().filter(|pass| pass.reached.is_some());
+        let covered: f64 = sample_pairs(samples).map(|(before, after)| after.time - before.time).sum();
+        let net = time_weighted_mean(samples, |sample| Some(sample.saved_net? as f64));
+        let merges = || span.passes.iter().filter(|pass| pass.measured.is_some());
         Self {
             covered_seconds: covered,
             saved_net_mean: net.map(|(mean, _)| mean),
             saved_net_highest: samples.iter().filter_map(|sample| sample.saved_net).max(),
             saved_net_last: samples.iter().rev().find_map(|sample| sample.saved_net),
-            in_use_mean: mean(samples, |sample| Some(sample.in_use()? as f64)).map(|(mean, _)| mean),
-            in_use_highest: samples.iter().filter_map(Sample::in_use).max(),
+            in_use_mean: time_weighted_mean(samples, |sample| Some(sample.in_use()? as f64)).map(|(mean, _)| mean),
+            in_use_highest: samples.iter().filter_map(HistorySample::in_use).max(),
             unmerged_highest: samples.iter().filter_map(|sample| Some(sample.in_use()? + sample.saved_gross?)).max(),
             available_lowest: samples.iter().filter_map(|sample| sample.available).min(),
             ksmd_seconds: ksmd,
@@ -162,20 +162,20 @@ impl Figures {
                 let gib_hours = mean / (1_u64 << 30) as f64 * seconds / 3600.0;
                 (gib_hours > 1e-6).then(|| cpu / gib_hours)
             }),
-            passes: kept.passes.len() as u64,
+            passes: span.passes.len() as u64,
             merges: merges().count() as u64,
             predicted: merges().map(|pass| pass.predicted).sum(),
-            reached: merges().filter_map(|pass| pass.reached).sum(),
-            converge: Converge::of(&kept.passes),
+            reached: merges().filter_map(|pass| pass.measured).sum(),
+            converge: ConvergenceReport::from_passes(&span.passes),
         }
     }
 
     /// Each by its name for people, in the order in which they are shown.
-    pub fn rows(&self) -> Vec<(&'static str, Unit, Option<f64>)> {
-        use Unit::{Bytes, Count, Percent, Seconds};
+    pub fn named_values(&self) -> Vec<(&'static str, FigureUnit, Option<f64>)> {
+        use FigureUnit::{Bytes, Count, Percent, Seconds};
         let whole = |value: Option<u64>| value.map(|value| value as f64);
         let signed = |value: Option<i64>| value.map(|value| value as f64);
-        let converge = |of: fn(&Converge) -> Option<f64>| self.converge.as_ref().and_then(of);
+        let converge = |of: fn(&ConvergenceReport) -> Option<f64>| self.converge.as_ref().and_then(of);
         let share = (self.predicted > 0).then(|| 100.0 * self.reached as f64 / self.predicted as f64);
         vec![
             ("saved net, on average", Bytes, self.saved_net_mean),
@@ -207,22 +207,22 @@ impl Figures {
 }
 
 /// Neighbours of one life of the daemon.
-fn steps(samples: &[Sample]) -> impl Iterator<Item = (&Sample, &Sample)> {
+fn sample_pairs(samples: &[HistorySample]) -> impl Iterator<Item = (&HistorySample, &HistorySample)> {
     let pairs = samples.windows(2).map(|pair| (&pair[0], &pair[1]));
-    pairs.filter(|(before, after)| before.run == after.run && after.time > before.time)
+    pairs.filter(|(before, after)| before.run_id == after.run_id && after.time > before.time)
 }
 
 /// How much a counter rose.
-fn spent(samples: &[Sample], of: fn(&Sample) -> Option<f64>) -> Option<f64> {
+fn counter_increase(samples: &[HistorySample], of: fn(&HistorySample) -> Option<f64>) -> Option<f64> {
     let rises: Vec<f64> =
-        steps(samples).filter_map(|(before, after)| Some((of(after)? - of(before)?).max(0.0))).collect();
+        sample_pairs(samples).filter_map(|(before, after)| Some((of(after)? - of(before)?).max(0.0))).collect();
     (!rises.is_empty()).then(|| rises.iter().sum())
 }
 
 /// The mean over time, by trapezia, and the seconds that it is over.
-fn mean(samples: &[Sample], of: fn(&Sample) -> Option<f64>) -> Option<(f64, f64)> {
+fn time_weighted_mean(samples: &[HistorySample], of: fn(&HistorySample) -> Option<f64>) -> Option<(f64, f64)> {
     let (mut sum, mut seconds) = (0.0, 0.0);
-    for (before, after) in steps(samples) {
+    for (before, after) in sample_pairs(samples) {
         if let (Some(low), Some(high)) = (of(before), of(after)) {
             let step = after.time - before.time;
             sum += (low + high) / 2.0 * step;
@@ -237,14 +237,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn means_are_over_time_and_leave_out_what_is_not_known() {
-        let sample = |time: f64, run, gib: i64, ksmd: f64| Sample {
+    fn means_are_time_weighted() {
+        let sample = |time: f64, run, gib: i64, ksmd: f64| HistorySample {
             time,
-            run,
+            run_id: run,
             saved_net: Some(gib << 30),
             ksmd_seconds: Some(ksmd),
             pagefold_seconds: Some(0.0),
-            ..Sample::default()
+            ..HistorySample::default()
         };
         // Half an hour at 2 GiB, a day without a daemon, half an hour that rises from 2 to 6.
         let samples = vec![
@@ -253,7 +253,7 @@ mod tests {
             sample(90_000.0, 2, 2, 0.5),
             sample(91_800.0, 2, 6, 3.5),
         ];
-        let figures = Figures::of(&Kept { samples, ..Kept::default() });
+        let figures = HistoryFigures::from_span(&HistorySpan { samples, ..HistorySpan::default() });
         let close = |value: Option<f64>, expect: f64| value.is_some_and(|value| (value - expect).abs() < 1e-9);
         assert!(close(figures.saved_net_mean.map(|bytes| bytes / (1_u64 << 30) as f64), 3.0), "{figures:?}");
         assert!(close(figures.ksmd_seconds, 12.0) && close(figures.cpu_seconds_per_gib_hour, 4.0), "{figures:?}");
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn quantiles_are_values_that_were() {
+    fn quantiles_are_observed_values() {
         assert_eq!(quantile(&[], 0.5), None);
         let ten: Vec<f64> = (1..=10).map(f64::from).collect();
         assert_eq!(
@@ -272,13 +272,13 @@ mod tests {
     }
 
     #[test]
-    fn amounts_have_their_units() {
-        let check = |unit: Unit, value, text: &str| assert_eq!(unit.tell(Some(value)), text);
-        check(Unit::Seconds, 1.234, "1.23 s");
-        check(Unit::Seconds, 123.4, "123 s");
-        check(Unit::Seconds, 7200.0, "2.0 h");
-        check(Unit::Bytes, 1536.0, "1.50 KiB");
-        check(Unit::Count, 1234.0, "1,234");
-        assert_eq!(Unit::Percent.tell(None), "–");
+    fn values_are_formatted_with_units() {
+        let check = |unit: FigureUnit, value, text: &str| assert_eq!(unit.format_value(Some(value)), text);
+        check(FigureUnit::Seconds, 1.234, "1.23 s");
+        check(FigureUnit::Seconds, 123.4, "123 s");
+        check(FigureUnit::Seconds, 7200.0, "2.0 h");
+        check(FigureUnit::Bytes, 1536.0, "1.50 KiB");
+        check(FigureUnit::Count, 1234.0, "1,234");
+        assert_eq!(FigureUnit::Percent.format_value(None), "–");
     }
 }

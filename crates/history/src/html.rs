@@ -2,35 +2,35 @@
 //! table beside it.
 
 use super::chart::{self, Chart};
-use super::figures::Unit;
-use super::report::{Difference, HistoryReport, MemberLine, PassLine, Side};
-use super::series::Point;
-use super::svg::{self, escape, moment, utc};
+use super::figures::FigureUnit;
+use super::report::{HistoryReport, PassRow, ProcessRow, SideDifference, SideReport};
+use super::series::SeriesPoint;
+use super::svg::{self, escape_markup, format_time, format_utc};
 use std::fmt::Write;
 
 /// Passes that are shown without being asked for.
-const SHOWN: usize = 12;
+const MAX_EXPANDED_PASSES: usize = 12;
 
 /// Rows of a table that stands for a picture, at most.
-const ROWS: usize = 24;
+const MAX_TABLE_ROWS: usize = 24;
 
 /// The document. `made` is when, in seconds since 1970.
-pub fn document(report: &HistoryReport, made: f64) -> String {
-    let charts = chart::all(report);
-    let names: Vec<String> = report.sides.iter().map(|side| escape(&side.name)).collect();
+pub fn render_document(report: &HistoryReport, created_at: f64) -> String {
+    let charts = chart::build_charts(report);
+    let names: Vec<String> = report.sides.iter().map(|side| escape_markup(&side.name)).collect();
     let title = format!("Memory over time: {}", names.join(", "));
-    let mut body = header(report, &title, made);
+    let mut body = render_header(report, &title, created_at);
     if let Some(differences) = &report.differences {
-        body.push_str(&section("differences", "What is different", &differences_table(differences, &names)));
+        body.push_str(&render_section("differences", "What is different", &render_differences(differences, &names)));
     }
     for chart in &charts {
-        body.push_str(&figure(chart, report));
+        body.push_str(&render_chart_section(chart, report));
     }
     if report.differences.is_none() {
-        body.push_str(&section("figures", "In figures", &figures(&report.sides)));
+        body.push_str(&render_section("figures", "In figures", &render_figures(&report.sides)));
     }
     for side in &report.sides {
-        body.push_str(&details(side, report.sides.len() > 1));
+        body.push_str(&render_side(side, report.sides.len() > 1));
     }
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -39,37 +39,42 @@ pub fn document(report: &HistoryReport, made: f64) -> String {
          <title>{title}</title>\n<link rel=\"icon\" href=\"data:,\">\n<style>\n{}{}</style>\n</head>\n<body>\n{body}</main>\n\
          </body>\n</html>\n",
         include_str!("page.css"),
-        svg::STYLE
+        svg::CHART_CSS
     )
 }
 
-fn header(report: &HistoryReport, title: &str, made: f64) -> String {
-    let mut text = format!("<header>\n<h1>{title}</h1>\n<p class=\"note\">Made by pagefold on {} UTC.", utc(made));
+fn render_header(report: &HistoryReport, title: &str, made: f64) -> String {
+    let mut text =
+        format!("<header>\n<h1>{title}</h1>\n<p class=\"note\">Made by pagefold on {} UTC.", format_utc(made));
     for side in &report.sides {
-        let host = if side.name == side.host { String::new() } else { format!(" (host {})", escape(&side.host)) };
-        let samples = Unit::Count.tell(Some(side.samples as f64));
-        let name = escape(&side.name);
-        let span = format!("{} to {} UTC, {samples} samples", utc(side.from), utc(side.to));
+        let host =
+            if side.name == side.host { String::new() } else { format!(" (host {})", escape_markup(&side.host)) };
+        let samples = FigureUnit::Count.format_value(Some(side.samples as f64));
+        let name = escape_markup(&side.name);
+        let span = format!("{} to {} UTC, {samples} samples", format_utc(side.from), format_utc(side.to));
         let _ = write!(text, "<br><b>{name}</b>{host}: {span}.");
     }
     text.push_str("</p>\n<ul>\n");
     for side in &report.sides {
-        let _ = writeln!(text, "<li>{}</li>", escape(&headline(side)));
+        let _ = writeln!(text, "<li>{}</li>", escape_markup(&render_headline(side)));
     }
     text.push_str("</ul>\n</header>\n<main>\n");
     text
 }
 
 /// What a side came to, in a sentence; what is not known is left out.
-fn headline(side: &Side) -> String {
+fn render_headline(side: &SideReport) -> String {
     let figures = &side.figures;
     let saved = figures.saved_net_mean.zip(figures.saved_net_highest).map(|(mean, most)| {
-        let (mean, most) = (Unit::Bytes.tell(Some(mean)), Unit::Bytes.tell(Some(most as f64)));
+        let (mean, most) =
+            (FigureUnit::Bytes.format_value(Some(mean)), FigureUnit::Bytes.format_value(Some(most as f64)));
         format!("{mean} saved on average, {most} at most, net of metadata")
     });
-    let cpu = figures.cpu_percent.map(|percent| format!("{} of one CPU for it", Unit::Percent.tell(Some(percent))));
+    let cpu = figures
+        .cpu_percent
+        .map(|percent| format!("{} of one CPU for it", FigureUnit::Percent.format_value(Some(percent))));
     let converge = figures.converge.map(|converge| {
-        let (merges, seconds) = (converge.merges, Unit::Seconds.tell(Some(converge.to_90_median)));
+        let (merges, seconds) = (converge.merges, FigureUnit::Seconds.format_value(Some(converge.to_90_median)));
         format!("90 % of what a merge saved was saved {seconds} after its pass began, at the median of {merges}")
     });
     let parts: Vec<String> = [saved, cpu, converge].into_iter().flatten().collect();
@@ -77,12 +82,12 @@ fn headline(side: &Side) -> String {
     format!("{}: {what}.", side.name)
 }
 
-fn section(id: &str, title: &str, body: &str) -> String {
+fn render_section(id: &str, title: &str, body: &str) -> String {
     format!("<section aria-labelledby=\"{id}-title\">\n<h2 id=\"{id}-title\">{title}</h2>\n{body}</section>\n")
 }
 
 /// A table. Headings that begin with `>` are of numbers. The first cell of each row is its heading. Cells are markup.
-fn table(name: &str, headings: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
+fn render_html_table(name: &str, headings: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let class = |i: usize| if headings[i].starts_with('>') { " class=\"n\"" } else { "" };
     let mut text = format!(
         "<div class=\"scroll\" tabindex=\"0\" role=\"region\" aria-label=\"{name}\"><table>\n<caption>{name}</caption>\n<thead><tr>"
@@ -105,75 +110,83 @@ fn table(name: &str, headings: &[&str], rows: impl IntoIterator<Item = Vec<Strin
     text
 }
 
-fn figures(sides: &[Side]) -> String {
-    let names: Vec<String> = sides.iter().map(|side| format!(">{}", escape(&side.name))).collect();
+fn render_figures(sides: &[SideReport]) -> String {
+    let names: Vec<String> = sides.iter().map(|side| format!(">{}", escape_markup(&side.name))).collect();
     let headings: Vec<&str> = std::iter::once("figure").chain(names.iter().map(String::as_str)).collect();
-    let columns: Vec<_> = sides.iter().map(|side| side.figures.rows()).collect();
+    let columns: Vec<_> = sides.iter().map(|side| side.figures.named_values()).collect();
     let Some(first) = columns.first() else { return String::new() };
     let rows = first.iter().enumerate().map(|(i, (name, unit, _))| {
-        let values = columns.iter().map(|column| unit.tell(column[i].2));
+        let values = columns.iter().map(|column| unit.format_value(column[i].2));
         std::iter::once((*name).to_owned()).chain(values).collect()
     });
-    table("Figures", &headings, rows)
+    render_html_table("Figures", &headings, rows)
 }
 
-fn differences_table(differences: &[Difference], names: &[String]) -> String {
+fn render_differences(differences: &[SideDifference], names: &[String]) -> String {
     let (first, second) = (format!(">{}", names[0]), format!(">{}", names[1]));
     let rows = differences.iter().map(|one| {
-        let by = one.by.map_or_else(|| "–".to_owned(), |by| signed(one.unit, by));
-        let percent = one.by_percent.map_or_else(String::new, percent);
-        vec![one.figure.clone(), one.unit.tell(one.first), one.unit.tell(one.second), by, percent]
+        let by = one.by.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
+        let percent = one.by_percent.map_or_else(String::new, format_signed_percent);
+        vec![one.figure.clone(), one.unit.format_value(one.first), one.unit.format_value(one.second), by, percent]
     });
-    table("Differences", &["figure", &first, &second, ">by", ">in percent"], rows)
+    render_html_table("Differences", &["figure", &first, &second, ">by", ">in percent"], rows)
 }
 
 /// An amount with its sign.
-pub(super) fn signed(unit: Unit, by: f64) -> String {
-    let text = unit.tell(Some(by.abs()));
-    match by {
+pub(super) fn format_signed(unit: FigureUnit, change: f64) -> String {
+    let text = unit.format_value(Some(change.abs()));
+    match change {
         // Less than is shown is nothing.
-        _ if text == unit.tell(Some(0.0)) => text,
+        _ if text == unit.format_value(Some(0.0)) => text,
         by if by > 0.0 => format!("+{text}"),
         _ => format!("-{text}"),
     }
 }
 
 /// A difference in percent, with its sign.
-pub(super) fn percent(by: f64) -> String {
-    if by.abs() < 0.05 { "0.0 %".to_owned() } else { format!("{by:+.1} %") }
+pub(super) fn format_signed_percent(change: f64) -> String {
+    if change.abs() < 0.05 { "0.0 %".to_owned() } else { format!("{change:+.1} %") }
 }
 
-fn figure(chart: &Chart, report: &HistoryReport) -> String {
-    let picture = format!("<figure class=\"scroll\">\n{}</figure>\n", svg::within(chart));
+fn render_chart_section(chart: &Chart, report: &HistoryReport) -> String {
+    let picture = format!("<figure class=\"scroll\">\n{}</figure>\n", svg::render_inline(chart));
     let rows = match chart.id {
-        "converge" => return section(chart.id, &chart.title, &(picture + CONVERGE)),
-        _ => report.sides.iter().map(|side| points(side, chart)).collect::<String>(),
+        "converge" => return render_section(chart.id, &chart.title, &(picture + CONVERGENCE_NOTE)),
+        _ => report.sides.iter().map(|side| render_point_table(side, chart)).collect::<String>(),
     };
     let numbers = format!("<details>\n<summary>The same as a table</summary>\n{rows}</details>\n");
-    section(chart.id, &chart.title, &(picture + &numbers))
+    render_section(chart.id, &chart.title, &(picture + &numbers))
 }
 
 /// What is meant by the time that a merge took.
-const CONVERGE: &str = "<p class=\"note\">From when the first was seen who came since the merge before, in the two \
+const CONVERGENCE_NOTE: &str = "<p class=\"note\">From when the first was seen who came since the merge before, in the two \
 minutes before the pass, otherwise from the start of the pass; the census is in it. Followed by the host's savings, \
 sampled four times a second while work is under way. The tables of passes below have the numbers.</p>\n";
 
 /// Points of a side at even distances, as a table.
-fn points(side: &Side, chart: &Chart) -> String {
-    let every = side.points.len().div_ceil(ROWS).max(1);
-    let bytes = |value: Option<u64>| Unit::Bytes.tell(value.map(|value| value as f64));
-    let row = |point: &Point| {
-        let since = if chart.clock == chart::Clock::SinceBeginning { side.from } else { 0.0 };
-        let time = moment(chart.clock, point.time - since);
+fn render_point_table(side: &SideReport, chart: &Chart) -> String {
+    let every = side.points.len().div_ceil(MAX_TABLE_ROWS).max(1);
+    let bytes = |value: Option<u64>| FigureUnit::Bytes.format_value(value.map(|value| value as f64));
+    let row = |point: &SeriesPoint| {
+        let since = if chart.clock == chart::ChartClock::SinceBeginning { side.from } else { 0.0 };
+        let time = format_time(chart.clock, point.time - since);
         match chart.id {
             "memory" => {
                 let in_use = point.total.zip(point.available).map(|(total, available)| total.saturating_sub(available));
                 vec![time, bytes(in_use), bytes(point.available), bytes(point.total)]
             }
             "saved" => {
-                vec![time, Unit::Bytes.tell(point.saved_net.map(|net| net as f64)), bytes(point.saved_gross)]
+                vec![
+                    time,
+                    FigureUnit::Bytes.format_value(point.saved_net.map(|net| net as f64)),
+                    bytes(point.saved_gross),
+                ]
             }
-            _ => vec![time, Unit::Percent.tell(point.ksmd_percent), Unit::Percent.tell(point.pagefold_percent)],
+            _ => vec![
+                time,
+                FigureUnit::Percent.format_value(point.ksmd_percent),
+                FigureUnit::Percent.format_value(point.pagefold_percent),
+            ],
         }
     };
     let headings: &[&str] = match chart.id {
@@ -181,21 +194,26 @@ fn points(side: &Side, chart: &Chart) -> String {
         "saved" => &["time", ">saved, net", ">saved, gross"],
         _ => &["time", ">ksmd", ">pagefold"],
     };
-    table(&escape(&side.name), headings, side.points.iter().rev().step_by(every).rev().map(row))
+    render_html_table(&escape_markup(&side.name), headings, side.points.iter().rev().step_by(every).rev().map(row))
 }
 
-fn details(side: &Side, several: bool) -> String {
-    let of = if several { format!(": {}", escape(&side.name)) } else { String::new() };
+fn render_side(side: &SideReport, several: bool) -> String {
+    let of = if several { format!(": {}", escape_markup(&side.name)) } else { String::new() };
     let id = |what: &str| {
         format!("{what}-{:x}", side.name.bytes().fold(7_u32, |sum, byte| sum.wrapping_mul(31) ^ u32::from(byte)))
     };
-    let mut text = section(&id("passes"), &format!("Passes, predicted against reached{of}"), &passes(side));
-    text.push_str(&section(&id("members"), &format!("Largest members by footprint{of}"), &members(side)));
-    text.push_str(&section(&id("decisions"), &format!("Decisions{of}"), &decisions(side)));
+    let mut text =
+        render_section(&id("passes"), &format!("Passes, predicted against reached{of}"), &render_passes(side));
+    text.push_str(&render_section(
+        &id("members"),
+        &format!("Largest members by footprint{of}"),
+        &render_processes(side),
+    ));
+    text.push_str(&render_section(&id("decisions"), &format!("Decisions{of}"), &render_decisions(side)));
     text
 }
 
-fn passes(side: &Side) -> String {
+fn render_passes(side: &SideReport) -> String {
     if side.passes.is_empty() {
         return "<p class=\"note\">None.</p>\n".to_owned();
     }
@@ -211,42 +229,42 @@ fn passes(side: &Side) -> String {
         ">to 90 %",
         ">to 99 %",
     ];
-    let row = |pass: &PassLine| {
-        let seconds = |value| Unit::Seconds.tell(value);
+    let row = |pass: &PassRow| {
+        let seconds = |value| FigureUnit::Seconds.format_value(value);
         let reached = pass.reached.map(|reached| reached as f64);
         let share = reached.filter(|_| pass.predicted > 0).map(|reached| 100.0 * reached / pass.predicted as f64);
         // A plan is made where something is to be merged alone.
         let predicted = pass.reached.map(|_| pass.predicted as f64);
         vec![
-            utc(pass.ended),
+            format_utc(pass.ended),
             seconds(Some(pass.seconds)),
             seconds(Some(pass.cpu_seconds)),
-            Unit::Count.tell(Some(pass.processes as f64)),
-            Unit::Bytes.tell(predicted),
-            Unit::Bytes.tell(reached),
+            FigureUnit::Count.format_value(Some(pass.processes as f64)),
+            FigureUnit::Bytes.format_value(predicted),
+            FigureUnit::Bytes.format_value(reached),
             share.map_or_else(|| "–".to_owned(), |share| format!("{share:.1} %")),
             seconds(pass.waited_seconds),
             seconds(pass.to_90_seconds),
             seconds(pass.to_99_seconds),
         ]
     };
-    let (shown, more) = side.passes.split_at(side.passes.len().min(SHOWN));
-    let mut text = table("Latest passes", &headings, shown.iter().map(row));
+    let (shown, more) = side.passes.split_at(side.passes.len().min(MAX_EXPANDED_PASSES));
+    let mut text = render_html_table("Latest passes", &headings, shown.iter().map(row));
     if !more.is_empty() {
-        let more = table("Passes before", &headings, more.iter().map(row));
+        let more = render_html_table("Passes before", &headings, more.iter().map(row));
         let _ = write!(text, "<details>\n<summary>Passes before</summary>\n{more}</details>\n");
     }
-    text + &left_out(side.passes_left_out, "earlier passes")
+    text + &render_omitted(side.passes_left_out, "earlier passes")
 }
 
-fn left_out(count: u64, what: &str) -> String {
+fn render_omitted(count: u64, what: &str) -> String {
     match count {
         0 => String::new(),
-        count => format!("<p class=\"note\">And {} {what}.</p>\n", Unit::Count.tell(Some(count as f64))),
+        count => format!("<p class=\"note\">And {} {what}.</p>\n", FigureUnit::Count.format_value(Some(count as f64))),
     }
 }
 
-fn members(side: &Side) -> String {
+fn render_processes(side: &SideReport) -> String {
     if side.members.is_empty() {
         return "<p class=\"note\">None.</p>\n".to_owned();
     }
@@ -260,38 +278,40 @@ fn members(side: &Side) -> String {
         ">saved, mean",
         "last seen, UTC",
     ];
-    let row = |member: &MemberLine| {
+    let row = |member: &ProcessRow| {
         vec![
-            escape(&member.label),
-            escape(&member.domain),
-            Unit::Count.tell(Some(member.processes as f64)),
-            Unit::Bytes.tell(member.footprint_mean),
-            Unit::Bytes.tell(member.footprint_highest.map(|bytes| bytes as f64)),
-            Unit::Bytes.tell(member.resident_mean),
-            Unit::Bytes.tell(member.saved_mean),
-            utc(member.last),
+            escape_markup(&member.label),
+            escape_markup(&member.domain),
+            FigureUnit::Count.format_value(Some(member.processes as f64)),
+            FigureUnit::Bytes.format_value(member.footprint_mean),
+            FigureUnit::Bytes.format_value(member.footprint_highest.map(|bytes| bytes as f64)),
+            FigureUnit::Bytes.format_value(member.resident_mean),
+            FigureUnit::Bytes.format_value(member.saved_mean),
+            format_utc(member.last),
         ]
     };
-    table("Members", &headings, side.members.iter().map(row)) + &left_out(side.members_left_out, "smaller ones")
+    render_html_table("Members", &headings, side.members.iter().map(row))
+        + &render_omitted(side.members_left_out, "smaller ones")
 }
 
-fn decisions(side: &Side) -> String {
+fn render_decisions(side: &SideReport) -> String {
     if side.decisions.is_empty() {
         return "<p class=\"note\">None.</p>\n".to_owned();
     }
     let reasons = side.decisions_by_reason.iter();
     let counts: Vec<String> =
-        reasons.map(|(reason, count)| format!("{} {count}", escape(&reason.replace('_', " ")))).collect();
-    let row = |one: &pagefold_daemon::wire::Decision| {
+        reasons.map(|(reason, count)| format!("{} {count}", escape_markup(&reason.replace('_', " ")))).collect();
+    let row = |one: &pagefold_daemon::wire::DecisionReport| {
         let undone = if one.acted || matches!(one.what.as_str(), "leave" | "refuse" | "rest" | "yield") {
             ""
         } else {
             " <i>not carried out</i>"
         };
-        let why = format!("{} ({}){undone}", escape(&one.why), escape(&one.reason.replace('_', " ")));
-        vec![utc(one.time_ms as f64 / 1e3), escape(&one.what), escape(&one.whom), why]
+        let why = format!("{} ({}){undone}", escape_markup(&one.why), escape_markup(&one.reason.replace('_', " ")));
+        vec![format_utc(one.time_ms as f64 / 1e3), escape_markup(&one.what), escape_markup(&one.whom), why]
     };
-    let latest = table("Latest decisions", &["time, UTC", "what", "whom", "why"], side.decisions.iter().map(row));
+    let latest =
+        render_html_table("Latest decisions", &["time, UTC", "what", "whom", "why"], side.decisions.iter().map(row));
     format!(
         "<p class=\"note\">By reason: {}.</p>\n<details>\n<summary>The latest</summary>\n{latest}</details>\n",
         counts.join(", ")

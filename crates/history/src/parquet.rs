@@ -1,8 +1,8 @@
 //! Every sample as a row of a Parquet file, for data frames: the columns of [`csv`](super::csv), null where nothing is
 //! known.
 
-use super::record::Kept;
-use super::series::{self, Point};
+use super::record::HistorySpan;
+use super::series::{self, SeriesPoint};
 use pagefold_census::parquet::column;
 use parquet::basic::Compression;
 use parquet::data_type::{ByteArray, ByteArrayType, DataType, DoubleType, Int64Type};
@@ -14,7 +14,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-const SCHEMA: &str = "message history {
+const SAMPLES_SCHEMA: &str = "message history {
     required binary side (UTF8);
     required binary host (UTF8);
     required double time;
@@ -33,31 +33,33 @@ const SCHEMA: &str = "message history {
 ///
 /// # Panics
 /// Never: the schema is a constant that parses.
-pub fn write(sides: &[(String, Kept)], path: &Path) -> Result<()> {
-    let schema = Arc::new(parse_message_type(SCHEMA).expect("the schema parses"));
+pub fn write_samples(sides: &[(String, HistorySpan)], path: &Path) -> Result<()> {
+    let schema = Arc::new(parse_message_type(SAMPLES_SCHEMA).expect("the schema parses"));
     let properties = Arc::new(WriterProperties::builder().set_compression(Compression::SNAPPY).build());
     let mut file = SerializedFileWriter::new(File::create(path)?, schema, properties)?;
-    let rows: Vec<(&str, &str, Point)> = sides
+    let rows: Vec<(&str, &str, SeriesPoint)> = sides
         .iter()
         .flat_map(|(name, kept)| {
-            series::points(&kept.samples).into_iter().map(|point| (name.as_str(), kept.host.as_str(), point))
+            series::points_from_samples(&kept.samples)
+                .into_iter()
+                .map(|point| (name.as_str(), kept.host.as_str(), point))
         })
         .collect();
     let mut group = file.next_row_group()?;
-    let text = |of: &dyn Fn(&(&str, &str, Point)) -> String| {
+    let text = |of: &dyn Fn(&(&str, &str, SeriesPoint)) -> String| {
         rows.iter().map(|row| ByteArray::from(of(row).into_bytes())).collect::<Vec<_>>()
     };
     column::<ByteArrayType>(&mut group, &text(&|row| row.0.to_owned()))?;
     column::<ByteArrayType>(&mut group, &text(&|row| row.1.to_owned()))?;
     let points = || rows.iter().map(|(_, _, point)| point);
     column::<DoubleType>(&mut group, &points().map(|point| point.time).collect::<Vec<_>>())?;
-    some::<Int64Type>(&mut group, points().map(|point| point.saved_gross.map(u64::cast_signed)))?;
-    some::<Int64Type>(&mut group, points().map(|point| point.saved_net))?;
-    some::<Int64Type>(&mut group, points().map(|point| point.total.map(u64::cast_signed)))?;
-    some::<Int64Type>(&mut group, points().map(|point| point.available.map(u64::cast_signed)))?;
-    some::<Int64Type>(&mut group, points().map(|point| point.keep_available.map(u64::cast_signed)))?;
-    some::<DoubleType>(&mut group, points().map(|point| point.ksmd_percent))?;
-    some::<DoubleType>(&mut group, points().map(|point| point.pagefold_percent))?;
+    write_optional_column::<Int64Type>(&mut group, points().map(|point| point.saved_gross.map(u64::cast_signed)))?;
+    write_optional_column::<Int64Type>(&mut group, points().map(|point| point.saved_net))?;
+    write_optional_column::<Int64Type>(&mut group, points().map(|point| point.total.map(u64::cast_signed)))?;
+    write_optional_column::<Int64Type>(&mut group, points().map(|point| point.available.map(u64::cast_signed)))?;
+    write_optional_column::<Int64Type>(&mut group, points().map(|point| point.keep_available.map(u64::cast_signed)))?;
+    write_optional_column::<DoubleType>(&mut group, points().map(|point| point.ksmd_percent))?;
+    write_optional_column::<DoubleType>(&mut group, points().map(|point| point.pagefold_percent))?;
     column::<DoubleType>(&mut group, &points().map(|point| point.bound_percent).collect::<Vec<_>>())?;
     column::<Int64Type>(&mut group, &points().map(|point| point.members.cast_signed()).collect::<Vec<_>>())?;
     group.close()?;
@@ -65,7 +67,7 @@ pub fn write(sides: &[(String, Kept)], path: &Path) -> Result<()> {
     Ok(())
 }
 
-fn some<T: DataType>(
+fn write_optional_column<T: DataType>(
     rows: &mut SerializedRowGroupWriter<'_, File>,
     values: impl Iterator<Item = Option<T::T>>,
 ) -> Result<()> {
@@ -80,18 +82,27 @@ fn some<T: DataType>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::csv::COLUMNS;
-    use crate::record::Sample;
+    use crate::csv::CSV_COLUMNS;
+    use crate::record::HistorySample;
     use parquet::file::reader::SerializedFileReader;
 
     #[test]
-    fn every_sample_is_a_row_that_comes_back() {
-        let known =
-            Sample { time: 2.0, run: 1, saved_net: Some(-7), total: Some(u64::from(u32::MAX)), ..Sample::default() };
-        let kept = Kept { host: "h".to_owned(), samples: vec![Sample::default(), known], ..Kept::default() };
+    fn every_sample_is_read_back() {
+        let known = HistorySample {
+            time: 2.0,
+            run_id: 1,
+            saved_net: Some(-7),
+            total: Some(u64::from(u32::MAX)),
+            ..HistorySample::default()
+        };
+        let kept = HistorySpan {
+            host: "h".to_owned(),
+            samples: vec![HistorySample::default(), known],
+            ..HistorySpan::default()
+        };
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("history.parquet");
-        write(&[("s".to_owned(), kept)], &path).unwrap();
+        write_samples(&[("s".to_owned(), kept)], &path).unwrap();
         let rows: Vec<String> = SerializedFileReader::try_from(path.as_path())
             .unwrap()
             .into_iter()
@@ -100,6 +111,6 @@ mod tests {
         assert_eq!(rows.len(), 2);
         assert!(rows[0].contains("saved_net: null") && rows[0].contains("ksmd_percent: null"), "{}", rows[0]);
         assert!(rows[1].contains("saved_net: -7, total: 4294967295"), "{}", rows[1]);
-        assert!(COLUMNS.iter().all(|column| rows[1].contains(&format!("{column}: "))), "{}", rows[1]);
+        assert!(CSV_COLUMNS.iter().all(|column| rows[1].contains(&format!("{column}: "))), "{}", rows[1]);
     }
 }

@@ -4,29 +4,29 @@
 //! arithmetic, `chart` and `svg` the pictures; `text`, `html`, `csv` and `parquet` are the document for people and
 //! programs.
 
-use pagefold_daemon::wire::Status;
+use pagefold_daemon::wire::StatusReport;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Points of the past: what `/api/history` of the daemon answers.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct History {
+pub struct HistoryResponse {
     /// `pagefold.history/1`.
     pub schema: String,
     /// The points, the oldest first.
-    pub points: Vec<Point>,
+    pub points: Vec<HistoryPoint>,
 }
 
-impl History {
+impl HistoryResponse {
     /// Of these points.
-    pub fn new(points: Vec<Point>) -> Self {
+    pub fn new(points: Vec<HistoryPoint>) -> Self {
         Self { schema: "pagefold.history/1".to_owned(), points }
     }
 }
 
 /// How a host stood at a moment. What could not be read is absent. Bytes, unless the name says otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Point {
+pub struct HistoryPoint {
     /// When: seconds since 1970.
     pub time: f64,
     /// What merging saved, gross.
@@ -51,7 +51,7 @@ pub struct Point {
     pub bound_percent: f64,
 }
 
-impl Point {
+impl HistoryPoint {
     /// A moment of which nothing is known.
     pub fn unknown(time: f64, bound_percent: f64) -> Self {
         Self {
@@ -72,7 +72,7 @@ impl Point {
     }
 
     /// Of a status.
-    pub fn of(status: &Status) -> Self {
+    pub fn from_status(status: &StatusReport) -> Self {
         Self {
             time: status.time,
             saved_gross: status.saved.gross,

@@ -1,59 +1,59 @@
 //! Reading a history.
 
 use crate::Error;
-use crate::open::{readable, refused};
-use crate::record::{Footprint, Kept, Pass, Sample};
-use pagefold_daemon::wire::{Decision, Kind};
+use crate::database::{database_error, open_readable};
+use crate::record::{FootprintSample, HistoryPass, HistorySample, HistorySpan};
+use pagefold_daemon::wire::{DecisionReport, WorkloadKind};
 use rusqlite::{Connection, Row, TransactionBehavior};
 use std::path::{Path, PathBuf};
 
 /// A history that is read.
-pub struct Reader {
+pub struct HistoryReader {
     path: PathBuf,
     connection: Connection,
 }
 
-impl Reader {
+impl HistoryReader {
     /// Open a file. The daemon may be writing to it.
     pub fn open(path: &Path) -> Result<Self, Error> {
-        Ok(Self { path: path.to_owned(), connection: readable(path)? })
+        Ok(Self { path: path.to_owned(), connection: open_readable(path)? })
     }
 
     /// When the last sample was taken, in seconds since 1970.
-    pub fn last(&self) -> Result<Option<f64>, Error> {
+    pub fn last_sample_time(&self) -> Result<Option<f64>, Error> {
         let last = self.connection.query_row("SELECT max(time_ms) FROM sample", [], |row| row.get::<_, Option<i64>>(0));
-        Ok(last.map_err(refused(&self.path, "read"))?.map(seconds))
+        Ok(last.map_err(database_error(&self.path, "read"))?.map(millis_to_seconds))
     }
 
     /// How the host stood within a span of time, in seconds since 1970.
-    pub fn samples(&self, since: f64, until: f64) -> Result<Vec<Sample>, Error> {
-        let span = (milliseconds(since), milliseconds(until));
-        rows(&self.connection, SAMPLES, span, sample).map_err(refused(&self.path, "read"))
+    pub fn samples(&self, since: f64, until: f64) -> Result<Vec<HistorySample>, Error> {
+        let span = (seconds_to_millis(since), seconds_to_millis(until));
+        query_rows(&self.connection, SELECT_SAMPLES, span, sample_from_row).map_err(database_error(&self.path, "read"))
     }
 
     /// What was kept within a span of time, in seconds since 1970, as it is at one moment.
-    pub fn load(&mut self, since: f64, until: f64) -> Result<Kept, Error> {
-        self.read(milliseconds(since), milliseconds(until)).map_err(refused(&self.path, "read"))
+    pub fn load_span(&mut self, since: f64, until: f64) -> Result<HistorySpan, Error> {
+        self.read_span(seconds_to_millis(since), seconds_to_millis(until)).map_err(database_error(&self.path, "read"))
     }
 
-    fn read(&mut self, since: i64, until: i64) -> rusqlite::Result<Kept> {
+    fn read_span(&mut self, since: i64, until: i64) -> rusqlite::Result<HistorySpan> {
         let transaction = self.connection.transaction_with_behavior(TransactionBehavior::Deferred)?;
         let span = (since, until);
         let host =
             transaction.query_row("SELECT host FROM run ORDER BY id DESC LIMIT 1", [], |row| row.get(0)).or_else(
                 |error| if error == rusqlite::Error::QueryReturnedNoRows { Ok(String::new()) } else { Err(error) },
             )?;
-        Ok(Kept {
+        Ok(HistorySpan {
             host,
-            samples: rows(&transaction, SAMPLES, span, sample)?,
-            passes: rows(&transaction, PASSES, span, pass)?,
-            decisions: rows(&transaction, DECISIONS, span, decision)?,
-            footprints: rows(&transaction, MEMBERS, span, footprint)?,
+            samples: query_rows(&transaction, SELECT_SAMPLES, span, sample_from_row)?,
+            passes: query_rows(&transaction, SELECT_PASSES, span, pass_from_row)?,
+            decisions: query_rows(&transaction, SELECT_DECISIONS, span, decision_from_row)?,
+            footprints: query_rows(&transaction, SELECT_FOOTPRINTS, span, footprint_from_row)?,
         })
     }
 }
 
-fn rows<T>(
+fn query_rows<T>(
     connection: &Connection,
     what: &str,
     span: (i64, i64),
@@ -63,88 +63,90 @@ fn rows<T>(
     connection.prepare(&text)?.query_map([span.0, span.1], of)?.collect()
 }
 
-const SAMPLES: &str = "SELECT time_ms, run, saved_gross, saved_net, total, available, keep_available, ksmd_seconds,
+const SELECT_SAMPLES: &str =
+    "SELECT time_ms, run, saved_gross, saved_net, total, available, keep_available, ksmd_seconds,
     pagefold_seconds, bound_percent, members FROM sample";
 
-fn sample(row: &Row<'_>) -> rusqlite::Result<Sample> {
-    Ok(Sample {
-        time: seconds(row.get(0)?),
-        run: row.get(1)?,
-        saved_gross: whole(row.get(2)?),
+fn sample_from_row(row: &Row<'_>) -> rusqlite::Result<HistorySample> {
+    Ok(HistorySample {
+        time: millis_to_seconds(row.get(0)?),
+        run_id: row.get(1)?,
+        saved_gross: to_optional_unsigned(row.get(2)?),
         saved_net: row.get(3)?,
-        total: whole(row.get(4)?),
-        available: whole(row.get(5)?),
-        keep_available: whole(row.get(6)?),
+        total: to_optional_unsigned(row.get(4)?),
+        available: to_optional_unsigned(row.get(5)?),
+        keep_available: to_optional_unsigned(row.get(6)?),
         ksmd_seconds: row.get(7)?,
         pagefold_seconds: row.get(8)?,
         bound_percent: row.get(9)?,
-        members: count(row.get(10)?),
+        tracked_processes: to_unsigned(row.get(10)?),
     })
 }
 
-const PASSES: &str = "SELECT run, number, time_ms, seconds, cpu_seconds, processes, predicted, reached, waited, to_90,
+const SELECT_PASSES: &str =
+    "SELECT run, number, time_ms, seconds, cpu_seconds, processes, predicted, reached, waited, to_90,
     to_99 FROM pass";
 
-fn pass(row: &Row<'_>) -> rusqlite::Result<Pass> {
-    Ok(Pass {
-        run: row.get(0)?,
-        number: count(row.get(1)?),
-        ended: seconds(row.get(2)?),
+fn pass_from_row(row: &Row<'_>) -> rusqlite::Result<HistoryPass> {
+    Ok(HistoryPass {
+        run_id: row.get(0)?,
+        number: to_unsigned(row.get(1)?),
+        ended_at: millis_to_seconds(row.get(2)?),
         seconds: row.get(3)?,
         cpu_seconds: row.get(4)?,
-        processes: count(row.get(5)?),
-        predicted: count(row.get(6)?),
-        reached: row.get(7)?,
-        waited: row.get(8)?,
-        to_90: row.get(9)?,
-        to_99: row.get(10)?,
+        processes: to_unsigned(row.get(5)?),
+        predicted: to_unsigned(row.get(6)?),
+        measured: row.get(7)?,
+        arrival_wait_seconds: row.get(8)?,
+        seconds_to_90: row.get(9)?,
+        seconds_to_99: row.get(10)?,
     })
 }
 
-const DECISIONS: &str = "SELECT time_ms, what, whom, reason, why, predicted, acted FROM decision";
+const SELECT_DECISIONS: &str = "SELECT time_ms, what, whom, reason, why, predicted, acted FROM decision";
 
-fn decision(row: &Row<'_>) -> rusqlite::Result<Decision> {
-    Ok(Decision {
-        time_ms: count(row.get(0)?),
+fn decision_from_row(row: &Row<'_>) -> rusqlite::Result<DecisionReport> {
+    Ok(DecisionReport {
+        time_ms: to_unsigned(row.get(0)?),
         what: row.get(1)?,
         whom: row.get(2)?,
         reason: row.get(3)?,
         why: row.get(4)?,
-        predicted: whole(row.get(5)?),
+        predicted: to_optional_unsigned(row.get(5)?),
         acted: row.get(6)?,
     })
 }
 
-const MEMBERS: &str = "SELECT time_ms, label, kind, domain, pid, resident, footprint, saved FROM member";
+const SELECT_FOOTPRINTS: &str = "SELECT time_ms, label, kind, domain, pid, resident, footprint, saved FROM member";
 
-fn footprint(row: &Row<'_>) -> rusqlite::Result<Footprint> {
+fn footprint_from_row(row: &Row<'_>) -> rusqlite::Result<FootprintSample> {
     let kind: String = row.get(2)?;
-    Ok(Footprint {
-        time: seconds(row.get(0)?),
+    Ok(FootprintSample {
+        time: millis_to_seconds(row.get(0)?),
         label: row.get(1)?,
-        kind: serde_json::from_value(kind.into()).unwrap_or(Kind::Process),
+        kind: serde_json::from_value(kind.into()).unwrap_or(WorkloadKind::Process),
         domain: row.get(3)?,
         pid: row.get(4)?,
-        resident: whole(row.get(5)?),
-        footprint: whole(row.get(6)?),
-        saved: whole(row.get(7)?),
+        resident: to_optional_unsigned(row.get(5)?),
+        footprint: to_optional_unsigned(row.get(6)?),
+        saved: to_optional_unsigned(row.get(7)?),
     })
 }
 
 /// What was written as unsigned.
-fn count(value: i64) -> u64 {
+fn to_unsigned(value: i64) -> u64 {
     value.max(0).unsigned_abs()
 }
 
-fn whole(value: Option<i64>) -> Option<u64> {
-    value.map(count)
+fn to_optional_unsigned(value: Option<i64>) -> Option<u64> {
+    value.map(to_unsigned)
 }
 
-fn seconds(milliseconds: i64) -> f64 {
+fn millis_to_seconds(milliseconds: i64) -> f64 {
     milliseconds as f64 / 1e3
 }
 
 /// Of seconds. Conversion saturates, so that infinities are the ends of time.
-pub fn milliseconds(seconds: f64) -> i64 {
+pub fn seconds_to_millis(seconds: f64) -> i64 {
     (seconds * 1e3).round() as i64
 }

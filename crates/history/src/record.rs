@@ -1,15 +1,15 @@
 //! What is kept of a host over time, as it comes from a database. Bytes, unless the name says otherwise; times are Unix
 //! times in seconds. What could not be read is absent.
 
-use pagefold_daemon::wire::{Decision, Kind, Status};
+use pagefold_daemon::wire::{DecisionReport, StatusReport, WorkloadKind};
 
 /// How a host stood at a moment.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Sample {
+pub struct HistorySample {
     /// When.
     pub time: f64,
     /// Which life of the daemon it belongs to.
-    pub run: i64,
+    pub run_id: i64,
     /// What merging saved, gross.
     pub saved_gross: Option<u64>,
     /// The same less metadata.
@@ -27,15 +27,15 @@ pub struct Sample {
     /// Percent of one CPU that both may use together on average.
     pub bound_percent: f64,
     /// Processes that were managed.
-    pub members: u64,
+    pub tracked_processes: u64,
 }
 
-impl Sample {
+impl HistorySample {
     /// Of a status, in a life of the daemon.
-    pub fn of(status: &Status, run: i64) -> Self {
+    pub fn from_status(status: &StatusReport, run_id: i64) -> Self {
         Self {
             time: status.time,
-            run,
+            run_id,
             saved_gross: status.saved.gross,
             saved_net: status.saved.net,
             total: status.memory.total,
@@ -44,7 +44,7 @@ impl Sample {
             ksmd_seconds: status.cpu.ksmd.map(|used| used.seconds),
             pagefold_seconds: status.cpu.pagefold.map(|used| used.seconds),
             bound_percent: status.bounds.cpu_percent,
-            members: status.members.len() as u64 + status.members_left_out,
+            tracked_processes: status.members.len() as u64 + status.members_left_out,
         }
     }
 
@@ -56,13 +56,13 @@ impl Sample {
 
 /// A pass of the daemon: a census, and the merge where anything paid.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Pass {
+pub struct HistoryPass {
     /// Which life of the daemon it belongs to.
-    pub run: i64,
+    pub run_id: i64,
     /// Its number there, from 1.
     pub number: u64,
     /// When it ended.
-    pub ended: f64,
+    pub ended_at: f64,
     /// How long it took.
     pub seconds: f64,
     /// CPU seconds of ksmd and pagefold together.
@@ -72,32 +72,32 @@ pub struct Pass {
     /// What its plan should save.
     pub predicted: u64,
     /// What it saved; absent where nothing was merged.
-    pub reached: Option<i64>,
+    pub measured: Option<i64>,
     /// Seconds before its start at which the first of those was seen who came since the merge before, two minutes
     /// before it at most. Absent where nobody came.
-    pub waited: Option<f64>,
+    pub arrival_wait_seconds: Option<f64>,
     /// Seconds from its start until 90 % of what was saved in the end was saved.
-    pub to_90: Option<f64>,
+    pub seconds_to_90: Option<f64>,
     /// Seconds from its start to 99 %.
-    pub to_99: Option<f64>,
+    pub seconds_to_99: Option<f64>,
 }
 
-impl Pass {
+impl HistoryPass {
     /// When it began.
-    pub fn began(&self) -> f64 {
-        self.ended - self.seconds
+    pub fn started_at(&self) -> f64 {
+        self.ended_at - self.seconds
     }
 }
 
 /// What a member took at a moment.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Footprint {
+pub struct FootprintSample {
     /// When.
     pub time: f64,
     /// The virtual machine's name, or the program's.
     pub label: String,
     /// What it is.
-    pub kind: Kind,
+    pub kind: WorkloadKind,
     /// Its trust domain.
     pub domain: String,
     /// Its number.
@@ -112,15 +112,15 @@ pub struct Footprint {
 
 /// What was kept of a host within a span of time, the oldest first.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Kept {
+pub struct HistorySpan {
     /// The host's name.
     pub host: String,
     /// Samples.
-    pub samples: Vec<Sample>,
+    pub samples: Vec<HistorySample>,
     /// Passes that ended in it.
-    pub passes: Vec<Pass>,
+    pub passes: Vec<HistoryPass>,
     /// Decisions.
-    pub decisions: Vec<Decision>,
+    pub decisions: Vec<DecisionReport>,
     /// Footprints of the largest members.
-    pub footprints: Vec<Footprint>,
+    pub footprints: Vec<FootprintSample>,
 }

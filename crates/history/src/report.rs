@@ -3,28 +3,28 @@
 //! It is bounded: few points stand for many, the latest passes and the largest members are named, and what is left out
 //! is counted. `--csv` and `--parquet` have every sample.
 
-use super::figures::{Figures, Unit};
-use super::record::{Footprint, Kept, Pass};
-use super::series::{self, Point};
-use pagefold_daemon::wire::{Decision, Kind};
+use super::figures::{FigureUnit, HistoryFigures};
+use super::record::{FootprintSample, HistoryPass, HistorySpan};
+use super::series::{self, SeriesPoint};
+use pagefold_daemon::wire::{DecisionReport, WorkloadKind};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The name of this document's form.
-pub const SCHEMA: &str = "pagefold.history-report/1";
+pub const HISTORY_REPORT_SCHEMA: &str = "pagefold.history-report/1";
 
 /// Points of a host at most, about.
-pub const POINTS: usize = 1000;
+pub const MAX_POINTS: usize = 1000;
 
 /// Passes of a host that are named at most.
-pub const PASSES: usize = 500;
+pub const MAX_PASSES: usize = 500;
 
 /// Members of a host that are named at most.
-pub const MEMBERS: usize = 20;
+pub const MAX_PROCESSES: usize = 20;
 
 /// Decisions of a host that are named at most.
-pub const DECISIONS: usize = 50;
+pub const MAX_DECISIONS: usize = 50;
 
 /// What the daemon kept of hosts over time: `pagefold report --json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -32,15 +32,15 @@ pub struct HistoryReport {
     /// `pagefold.history-report/1`.
     pub schema: String,
     /// The hosts, or the spans of time that are compared.
-    pub sides: Vec<Side>,
+    pub sides: Vec<SideReport>,
     /// What is different in the second side from the first, where two are compared.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub differences: Option<Vec<Difference>>,
+    pub differences: Option<Vec<SideDifference>>,
 }
 
 /// A host, or a span of its time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Side {
+pub struct SideReport {
     /// What it is called here.
     pub name: String,
     /// The host.
@@ -52,26 +52,26 @@ pub struct Side {
     /// Samples that it is made of.
     pub samples: u64,
     /// What it came to.
-    pub figures: Figures,
+    pub figures: HistoryFigures,
     /// How it stood, the oldest first.
-    pub points: Vec<Point>,
+    pub points: Vec<SeriesPoint>,
     /// The latest passes, the latest first.
-    pub passes: Vec<PassLine>,
+    pub passes: Vec<PassRow>,
     /// Passes that are not named.
     pub passes_left_out: u64,
     /// Decisions by the word of their reason.
     pub decisions_by_reason: BTreeMap<String, u64>,
     /// The latest decisions, the latest first.
-    pub decisions: Vec<Decision>,
+    pub decisions: Vec<DecisionReport>,
     /// The largest members by their mean footprint, of those that were among the largest when they were kept.
-    pub members: Vec<MemberLine>,
+    pub members: Vec<ProcessRow>,
     /// Members that are not named.
     pub members_left_out: u64,
 }
 
 /// A pass: a census, and the merge where anything paid. Bytes and seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct PassLine {
+pub struct PassRow {
     /// When it ended, in seconds since 1970.
     pub ended: f64,
     /// How long it took.
@@ -96,29 +96,29 @@ pub struct PassLine {
     pub to_99_seconds: Option<f64>,
 }
 
-impl PassLine {
-    fn of(pass: &Pass) -> Self {
+impl PassRow {
+    fn from_pass(pass: &HistoryPass) -> Self {
         Self {
-            ended: pass.ended,
+            ended: pass.ended_at,
             seconds: pass.seconds,
             cpu_seconds: pass.cpu_seconds,
             processes: pass.processes,
             predicted: pass.predicted,
-            reached: pass.reached,
-            waited_seconds: pass.waited,
-            to_90_seconds: pass.to_90,
-            to_99_seconds: pass.to_99,
+            reached: pass.measured,
+            waited_seconds: pass.arrival_wait_seconds,
+            to_90_seconds: pass.seconds_to_90,
+            to_99_seconds: pass.seconds_to_99,
         }
     }
 }
 
 /// A member over time. Bytes; means are over the moments at which it was kept.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct MemberLine {
+pub struct ProcessRow {
     /// The virtual machine's name, or the program's. Processes of one name and trust domain are one line.
     pub label: String,
     /// What it is.
-    pub kind: Kind,
+    pub kind: WorkloadKind,
     /// Its trust domain.
     pub domain: String,
     /// Processes of that name.
@@ -141,11 +141,11 @@ pub struct MemberLine {
 
 /// A figure on two sides.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Difference {
+pub struct SideDifference {
     /// What it is.
     pub figure: String,
     /// What it is counted in.
-    pub unit: Unit,
+    pub unit: FigureUnit,
     /// On the first side.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first: Option<f64>,
@@ -162,78 +162,78 @@ pub struct Difference {
 
 impl HistoryReport {
     /// Of what was kept, each under a name. Two sides that are compared have their differences told.
-    pub fn of(sides: &[(String, Kept)], compared: bool) -> Self {
-        let sides: Vec<Side> = sides.iter().map(|(name, kept)| Side::of(name, kept)).collect();
+    pub fn from_spans(sides: &[(String, HistorySpan)], compared: bool) -> Self {
+        let sides: Vec<SideReport> = sides.iter().map(|(name, kept)| SideReport::from_span(name, kept)).collect();
         let differences = match &sides[..] {
-            [first, second] if compared => Some(differences(&first.figures, &second.figures)),
+            [first, second] if compared => Some(compare_figures(&first.figures, &second.figures)),
             _ => None,
         };
-        Self { schema: SCHEMA.to_owned(), sides, differences }
+        Self { schema: HISTORY_REPORT_SCHEMA.to_owned(), sides, differences }
     }
 }
 
-impl Side {
-    fn of(name: &str, kept: &Kept) -> Self {
+impl SideReport {
+    fn from_span(name: &str, kept: &HistorySpan) -> Self {
         let mut decisions_by_reason = BTreeMap::new();
         for decision in &kept.decisions {
             *decisions_by_reason.entry(decision.reason.clone()).or_default() += 1;
         }
-        let mut members = members(&kept.footprints);
-        let members_left_out = members.len().saturating_sub(MEMBERS) as u64;
-        members.truncate(MEMBERS);
+        let mut members = summarize_processes(&kept.footprints);
+        let members_left_out = members.len().saturating_sub(MAX_PROCESSES) as u64;
+        members.truncate(MAX_PROCESSES);
         Self {
             name: name.to_owned(),
             host: kept.host.clone(),
             from: kept.samples.first().map_or(0.0, |sample| sample.time),
             to: kept.samples.last().map_or(0.0, |sample| sample.time),
             samples: kept.samples.len() as u64,
-            figures: Figures::of(kept),
-            points: series::points(&series::thinned(&kept.samples, POINTS)),
-            passes: kept.passes.iter().rev().take(PASSES).map(PassLine::of).collect(),
-            passes_left_out: kept.passes.len().saturating_sub(PASSES) as u64,
+            figures: HistoryFigures::from_span(kept),
+            points: series::points_from_samples(&series::thin_samples(&kept.samples, MAX_POINTS)),
+            passes: kept.passes.iter().rev().take(MAX_PASSES).map(PassRow::from_pass).collect(),
+            passes_left_out: kept.passes.len().saturating_sub(MAX_PASSES) as u64,
             decisions_by_reason,
-            decisions: kept.decisions.iter().rev().take(DECISIONS).cloned().collect(),
+            decisions: kept.decisions.iter().rev().take(MAX_DECISIONS).cloned().collect(),
             members,
             members_left_out,
         }
     }
 }
 
-fn differences(first: &Figures, second: &Figures) -> Vec<Difference> {
-    let pairs = first.rows().into_iter().zip(second.rows());
+fn compare_figures(first: &HistoryFigures, second: &HistoryFigures) -> Vec<SideDifference> {
+    let pairs = first.named_values().into_iter().zip(second.named_values());
     pairs
         .map(|((figure, unit, first), (_, _, second))| {
             let by = first.zip(second).map(|(first, second)| second - first);
             let by_percent = by.zip(first).filter(|(_, first)| *first > 0.0).map(|(by, first)| 100.0 * by / first);
-            Difference { figure: figure.to_owned(), unit, first, second, by, by_percent }
+            SideDifference { figure: figure.to_owned(), unit, first, second, by, by_percent }
         })
         .collect()
 }
 
 /// Footprints by name and trust domain, the largest mean first.
-fn members(footprints: &[Footprint]) -> Vec<MemberLine> {
-    let mut groups: BTreeMap<(&str, &str), Vec<&Footprint>> = BTreeMap::new();
+fn summarize_processes(footprints: &[FootprintSample]) -> Vec<ProcessRow> {
+    let mut groups: BTreeMap<(&str, &str), Vec<&FootprintSample>> = BTreeMap::new();
     for footprint in footprints {
         groups.entry((&footprint.label, &footprint.domain)).or_default().push(footprint);
     }
-    let mut members: Vec<MemberLine> = groups.into_values().map(|group| member(&group)).collect();
+    let mut members: Vec<ProcessRow> = groups.into_values().map(|group| summarize_process(&group)).collect();
     members.sort_by(|a, b| {
-        let mean = |member: &MemberLine| member.footprint_mean.or(member.resident_mean).unwrap_or(0.0);
+        let mean = |member: &ProcessRow| member.footprint_mean.or(member.resident_mean).unwrap_or(0.0);
         mean(b).total_cmp(&mean(a)).then_with(|| a.label.cmp(&b.label))
     });
     members
 }
 
-fn member(group: &[&Footprint]) -> MemberLine {
+fn summarize_process(group: &[&FootprintSample]) -> ProcessRow {
     let last = group[group.len() - 1];
-    let mean = |of: fn(&Footprint) -> Option<u64>| {
+    let mean = |of: fn(&FootprintSample) -> Option<u64>| {
         let values: Vec<f64> = group.iter().filter_map(|footprint| Some(of(footprint)? as f64)).collect();
         (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
     };
     let mut pids: Vec<u32> = group.iter().map(|footprint| footprint.pid).collect();
     pids.sort_unstable();
     pids.dedup();
-    MemberLine {
+    ProcessRow {
         label: last.label.clone(),
         kind: last.kind,
         domain: last.domain.clone(),

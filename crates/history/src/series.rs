@@ -1,12 +1,12 @@
 //! Samples as points that can be drawn: counters become rates, and few points stand for many.
 
-use super::record::Sample;
+use super::record::HistorySample;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// How a host stood at a moment. What could not be read is absent. Bytes, unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Point {
+pub struct SeriesPoint {
     /// When: seconds since 1970.
     pub time: f64,
     /// Which life of the daemon it belongs to: nothing is known of the time between two.
@@ -39,20 +39,20 @@ pub struct Point {
 }
 
 /// Every sample as a point.
-pub fn points(samples: &[Sample]) -> Vec<Point> {
+pub fn points_from_samples(samples: &[HistorySample]) -> Vec<SeriesPoint> {
     let before = std::iter::once(None).chain(samples.iter().map(Some));
-    before.zip(samples).map(|(before, sample)| point(before, sample)).collect()
+    before.zip(samples).map(|(before, sample)| point_from_samples(before, sample)).collect()
 }
 
-fn point(before: Option<&Sample>, sample: &Sample) -> Point {
-    let before = before.filter(|before| before.run == sample.run && before.time < sample.time);
-    let percent = |of: fn(&Sample) -> Option<f64>| {
+fn point_from_samples(before: Option<&HistorySample>, sample: &HistorySample) -> SeriesPoint {
+    let before = before.filter(|before| before.run_id == sample.run_id && before.time < sample.time);
+    let percent = |of: fn(&HistorySample) -> Option<f64>| {
         let before = before?;
         Some((100.0 * (of(sample)? - of(before)?) / (sample.time - before.time)).max(0.0))
     };
-    Point {
+    SeriesPoint {
         time: sample.time,
-        run: sample.run,
+        run: sample.run_id,
         saved_gross: sample.saved_gross,
         saved_net: sample.saved_net,
         total: sample.total,
@@ -61,20 +61,20 @@ fn point(before: Option<&Sample>, sample: &Sample) -> Point {
         ksmd_percent: percent(|sample| sample.ksmd_seconds),
         pagefold_percent: percent(|sample| sample.pagefold_seconds),
         bound_percent: sample.bound_percent,
-        members: sample.members,
+        members: sample.tracked_processes,
     }
 }
 
 /// At most about so many samples, at even distances in time: the last of each slice and of each life of the daemon
 /// within it. CPU time is counted up, so that none is lost between those that stay.
-pub fn thinned(samples: &[Sample], most: usize) -> Vec<Sample> {
+pub fn thin_samples(samples: &[HistorySample], max_samples: usize) -> Vec<HistorySample> {
     let (Some(first), Some(last)) = (samples.first(), samples.last()) else { return Vec::new() };
-    if samples.len() <= most {
+    if samples.len() <= max_samples {
         return samples.to_vec();
     }
-    let slice = (last.time - first.time) / most.max(1) as f64;
-    let slot = |sample: &Sample| (((sample.time - first.time) / slice) as u64, sample.run);
-    let mut kept: Vec<Sample> = vec![*first];
+    let slice = (last.time - first.time) / max_samples.max(1) as f64;
+    let slot = |sample: &HistorySample| (((sample.time - first.time) / slice) as u64, sample.run_id);
+    let mut kept: Vec<HistorySample> = vec![*first];
     for sample in &samples[1..] {
         match kept.last_mut() {
             // The first of all stays: it is where the time begins.
@@ -89,30 +89,33 @@ pub fn thinned(samples: &[Sample], most: usize) -> Vec<Sample> {
 mod tests {
     use super::*;
 
-    fn sample(time: f64, run: i64, ksmd: f64) -> Sample {
-        Sample { time, run, ksmd_seconds: Some(ksmd), ..Sample::default() }
+    fn sample(time: f64, run: i64, ksmd: f64) -> HistorySample {
+        HistorySample { time, run_id: run, ksmd_seconds: Some(ksmd), ..HistorySample::default() }
     }
 
     #[test]
-    fn rates_are_of_the_time_between_and_of_one_life() {
+    fn rates_do_not_span_two_runs() {
         let samples = [sample(0.0, 1, 0.0), sample(10.0, 1, 1.0), sample(20.0, 2, 0.5), sample(30.0, 2, 0.5)];
-        let percents: Vec<Option<f64>> = points(&samples).iter().map(|point| point.ksmd_percent).collect();
+        let percents: Vec<Option<f64>> = points_from_samples(&samples).iter().map(|point| point.ksmd_percent).collect();
         assert_eq!(percents, [None, Some(10.0), None, Some(0.0)]);
     }
 
     #[test]
-    fn few_stand_for_many_without_losing_cpu_time() {
-        let samples: Vec<Sample> =
+    fn thinning_keeps_cpu_time() {
+        let samples: Vec<HistorySample> =
             (0..10_000).map(|i| sample(f64::from(i), i64::from(i / 6000), f64::from(i % 6000) / 100.0)).collect();
-        let few = thinned(&samples, 100);
+        let few = thin_samples(&samples, 100);
         assert!((100..=103).contains(&few.len()), "{}", few.len());
         assert_eq!((few[0].time, few[few.len() - 1].time), (0.0, 9999.0));
-        let spent = |of: &[Sample]| -> f64 {
-            points(of).windows(2).filter_map(|w| Some(w[1].ksmd_percent? / 100.0 * (w[1].time - w[0].time))).sum()
+        let spent = |of: &[HistorySample]| -> f64 {
+            points_from_samples(of)
+                .windows(2)
+                .filter_map(|w| Some(w[1].ksmd_percent? / 100.0 * (w[1].time - w[0].time)))
+                .sum()
         };
         // The first of the second life is not the start of all, so its slice is all that is missing.
         assert!((spent(&samples) - spent(&few)).abs() < 1.1, "{} {}", spent(&samples), spent(&few));
-        assert_eq!(thinned(&samples[..7], 100), &samples[..7]);
-        assert!(thinned(&[], 100).is_empty());
+        assert_eq!(thin_samples(&samples[..7], 100), &samples[..7]);
+        assert!(thin_samples(&[], 100).is_empty());
     }
 }

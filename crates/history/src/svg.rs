@@ -1,33 +1,33 @@
 //! Charts as SVG: within the page, which brings the style, or as a file that brings its own. Light or dark is whatever
 //! the reader's system asks for.
 
-use super::chart::{Chart, Clock, Colour, Mark, Scale, Series, Spot};
-use super::figures::Unit;
-use pagefold_output::text::printable;
+use super::chart::{Chart, ChartClock, ChartPoint, ChartScale, ChartSeries, SeriesColor, SeriesStyle};
+use super::figures::FigureUnit;
+use pagefold_output::text::escape_unprintable;
 use std::fmt::Write;
 
 /// The style of charts, for a page or a file.
-pub const STYLE: &str = include_str!("chart.css");
+pub const CHART_CSS: &str = include_str!("chart.css");
 
-const WIDTH: f64 = 960.0;
-const HEIGHT: f64 = 250.0;
-const LEFT: f64 = 74.0;
-const RIGHT: f64 = 12.0;
-const BOTTOM: f64 = 26.0;
+const CHART_WIDTH: f64 = 960.0;
+const CHART_HEIGHT: f64 = 250.0;
+const LEFT_MARGIN: f64 = 74.0;
+const RIGHT_MARGIN: f64 = 12.0;
+const BOTTOM_MARGIN: f64 = 26.0;
 /// Above the legend is the title, in a file.
-const TITLE: f64 = 28.0;
-const LEGEND: f64 = 20.0;
+const TITLE_HEIGHT: f64 = 28.0;
+const LEGEND_ROW_HEIGHT: f64 = 20.0;
 
 /// About as wide as a character of the legend is.
-const CHARACTER: f64 = 6.6;
+const CHARACTER_WIDTH: f64 = 6.6;
 
 /// Ticks of the axis of time at most.
-const TICKS: f64 = 7.0;
+const MAX_TIME_TICKS: f64 = 7.0;
 
 /// Text as it may stand in markup.
-pub fn escape(text: &str) -> String {
+pub fn escape_markup(text: &str) -> String {
     let mut escaped = String::new();
-    for c in printable(text).chars() {
+    for c in escape_unprintable(text).chars() {
         match c {
             '&' => escaped.push_str("&amp;"),
             '<' => escaped.push_str("&lt;"),
@@ -41,161 +41,170 @@ pub fn escape(text: &str) -> String {
 }
 
 /// A chart for a page.
-pub fn within(chart: &Chart) -> String {
-    let (body, height) = drawn(chart);
+pub fn render_inline(chart: &Chart) -> String {
+    let (body, height) = render_chart_body(chart);
     format!(
-        "<svg class=\"chart\" viewBox=\"0 0 {WIDTH} {height}\" role=\"img\" aria-label=\"{}\">\n{body}</svg>\n",
-        escape(&summary(chart))
+        "<svg class=\"chart\" viewBox=\"0 0 {CHART_WIDTH} {height}\" role=\"img\" aria-label=\"{}\">\n{body}</svg>\n",
+        escape_markup(&describe_chart(chart))
     )
 }
 
 /// Charts one below the other as a file.
-pub fn file(charts: &[Chart]) -> String {
+pub fn render_file(charts: &[Chart]) -> String {
     let (mut body, mut top) = (String::new(), 8.0);
     for chart in charts {
-        let (inner, height) = drawn(chart);
-        let title = escape(&chart.title);
-        let _ = writeln!(body, "<g transform=\"translate(0 {top})\"><title>{}</title>", escape(&summary(chart)));
+        let (inner, height) = render_chart_body(chart);
+        let title = escape_markup(&chart.title);
+        let _ = writeln!(
+            body,
+            "<g transform=\"translate(0 {top})\"><title>{}</title>",
+            escape_markup(&describe_chart(chart))
+        );
         let _ = writeln!(body, "<text class=\"title\" x=\"12\" y=\"16\">{title}</text>");
-        let _ = writeln!(body, "<g transform=\"translate(0 {TITLE})\">\n{inner}</g></g>");
-        top += TITLE + height + 8.0;
+        let _ = writeln!(body, "<g transform=\"translate(0 {TITLE_HEIGHT})\">\n{inner}</g></g>");
+        top += TITLE_HEIGHT + height + 8.0;
     }
     format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"chart\" viewBox=\"0 0 {WIDTH} {top}\" width=\"{WIDTH}\" \
-         height=\"{top}\">\n<style>\n{STYLE}</style>\n<rect class=\"ground\" width=\"100%\" height=\"100%\"/>\n{body}</svg>\n"
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"chart\" viewBox=\"0 0 {CHART_WIDTH} {top}\" width=\"{CHART_WIDTH}\" \
+         height=\"{top}\">\n<style>\n{CHART_CSS}</style>\n<rect class=\"ground\" width=\"100%\" height=\"100%\"/>\n{body}</svg>\n"
     )
 }
 
 /// What a chart shows, in words.
-pub fn summary(chart: &Chart) -> String {
-    let highest = |series: &Series| spots(series).map(|spot| spot.high).reduce(f64::max);
-    let told = |series: &Series| Some(format!("{} at most {}", series.name, label(chart.scale, highest(series)?)));
+pub fn describe_chart(chart: &Chart) -> String {
+    let highest = |series: &ChartSeries| all_points(series).map(|spot| spot.high).reduce(f64::max);
+    let told =
+        |series: &ChartSeries| Some(format!("{} at most {}", series.name, tick_label(chart.scale, highest(series)?)));
     let named = chart.series.iter().filter(|series| !series.name.is_empty());
     let parts: Vec<String> = named.filter_map(told).collect();
     let (from, to) = chart.span;
     let what = if parts.is_empty() { "nothing is known".to_owned() } else { parts.join("; ") };
-    format!("{}, {} to {}: {what}", chart.title, moment(chart.clock, from), moment(chart.clock, to))
+    format!("{}, {} to {}: {what}", chart.title, format_time(chart.clock, from), format_time(chart.clock, to))
 }
 
 /// A time in words.
-pub fn moment(clock: Clock, time: f64) -> String {
+pub fn format_time(clock: ChartClock, time: f64) -> String {
     match clock {
-        Clock::Utc => utc(time),
-        Clock::SinceBeginning => elapsed(time),
+        ChartClock::Utc => format_utc(time),
+        ChartClock::SinceBeginning => format_elapsed(time),
     }
 }
 
 /// A Unix time as `2026-11-22 10:15:20`, UTC.
-pub fn utc(time: f64) -> String {
+pub fn format_utc(time: f64) -> String {
     // humantime ends with the year 9999.
     let time = std::time::Duration::from_secs_f64(time.clamp(0.0, 2.5e11).floor());
     let text = humantime::format_rfc3339_seconds(std::time::UNIX_EPOCH + time).to_string();
     text.trim_end_matches('Z').replace('T', " ")
 }
 
-fn elapsed(seconds: f64) -> String {
+fn format_elapsed(seconds: f64) -> String {
     match seconds.round() {
         s if s < 120.0 => format!("{s:.0} s"),
-        s if s < 7200.0 => format!("{} min", short(s / 60.0)),
-        s if s < 172_800.0 => format!("{} h", short(s / 3600.0)),
-        s => format!("{} d", short(s / 86_400.0)),
+        s if s < 7200.0 => format!("{} min", format_rounded(s / 60.0)),
+        s if s < 172_800.0 => format!("{} h", format_rounded(s / 3600.0)),
+        s => format!("{} d", format_rounded(s / 86_400.0)),
     }
 }
 
-fn short(value: f64) -> String {
+fn format_rounded(value: f64) -> String {
     format!("{}", (value * 10.0).round() / 10.0)
 }
 
-fn spots(series: &Series) -> impl Iterator<Item = &Spot> {
-    series.parts.iter().flatten()
+fn all_points(series: &ChartSeries) -> impl Iterator<Item = &ChartPoint> {
+    series.segments.iter().flatten()
 }
 
 /// From what is shown to where it is.
-struct Frame {
+struct PlotArea {
     span: (f64, f64),
     /// The lowest and highest of the upward axis, in its own measure.
-    range: (f64, f64),
+    value_range: (f64, f64),
     logarithmic: bool,
     top: f64,
 }
 
-impl Frame {
+impl PlotArea {
     fn x(&self, time: f64) -> f64 {
         let length = (self.span.1 - self.span.0).max(1e-9);
-        LEFT + (time - self.span.0) / length * (WIDTH - LEFT - RIGHT)
+        LEFT_MARGIN + (time - self.span.0) / length * (CHART_WIDTH - LEFT_MARGIN - RIGHT_MARGIN)
     }
 
     fn y(&self, value: f64) -> f64 {
         let measure = |value: f64| if self.logarithmic { value.max(1e-9).log10() } else { value };
-        let (low, high) = (measure(self.range.0), measure(self.range.1));
+        let (low, high) = (measure(self.value_range.0), measure(self.value_range.1));
         let share = ((measure(value) - low) / (high - low).max(1e-9)).clamp(0.0, 1.0);
-        self.top + (1.0 - share) * (HEIGHT - BOTTOM - LEGEND)
+        self.top + (1.0 - share) * (CHART_HEIGHT - BOTTOM_MARGIN - LEGEND_ROW_HEIGHT)
     }
 }
 
 /// The inside of a chart, and its height.
-fn drawn(chart: &Chart) -> (String, f64) {
-    let (legend, rows) = legend(&chart.series);
-    let top = rows * LEGEND + 6.0;
-    let ticks = ticks(chart);
+fn render_chart_body(chart: &Chart) -> (String, f64) {
+    let (legend, rows) = render_legend(&chart.series);
+    let top = rows * LEGEND_ROW_HEIGHT + 6.0;
+    let ticks = value_ticks(chart);
     let range = (ticks.first().copied().unwrap_or(0.0), ticks.last().copied().unwrap_or(1.0));
-    let frame = Frame { span: chart.span, range, logarithmic: chart.scale == Scale::Seconds, top };
+    let frame = PlotArea { span: chart.span, value_range: range, logarithmic: chart.scale == ChartScale::Seconds, top };
     let mut body = legend;
     for tick in ticks {
-        let (y, text) = (frame.y(tick), label(chart.scale, tick));
+        let (y, text) = (frame.y(tick), tick_label(chart.scale, tick));
         let _ = writeln!(
             body,
-            "<line class=\"grid\" x1=\"{LEFT}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>",
-            WIDTH - RIGHT
+            "<line class=\"grid\" x1=\"{LEFT_MARGIN}\" x2=\"{:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\"/>",
+            CHART_WIDTH - RIGHT_MARGIN
         );
-        let _ = writeln!(body, "<text class=\"end\" x=\"{:.1}\" y=\"{:.1}\">{text}</text>", LEFT - 8.0, y + 4.0);
+        let _ = writeln!(body, "<text class=\"end\" x=\"{:.1}\" y=\"{:.1}\">{text}</text>", LEFT_MARGIN - 8.0, y + 4.0);
     }
-    let height = top + HEIGHT - LEGEND;
-    for (time, text) in times(chart) {
+    let height = top + CHART_HEIGHT - LEGEND_ROW_HEIGHT;
+    for (time, text) in time_ticks(chart) {
         let x = frame.x(time);
         // At the right edge half of it would lie outside.
-        let anchor = if x + 4.0 * CHARACTER > WIDTH { "end" } else { "middle" };
+        let anchor = if x + 4.0 * CHARACTER_WIDTH > CHART_WIDTH { "end" } else { "middle" };
         let _ = writeln!(body, "<text class=\"{anchor}\" x=\"{x:.1}\" y=\"{:.1}\">{text}</text>", height - 8.0);
     }
     for series in &chart.series {
-        body.push_str(&marks(series, &frame, chart));
+        body.push_str(&render_marks(series, &frame, chart));
     }
     if chart.series.is_empty() {
         let _ = writeln!(
             body,
             "<text class=\"middle\" x=\"{:.1}\" y=\"{:.1}\">nothing is known</text>",
-            WIDTH / 2.0,
+            CHART_WIDTH / 2.0,
             top + 90.0
         );
     }
     (body, height)
 }
 
-fn marks(series: &Series, frame: &Frame, chart: &Chart) -> String {
-    let class = class(series.colour);
+fn render_marks(series: &ChartSeries, frame: &PlotArea, chart: &Chart) -> String {
+    let class = css_class(series.color);
     let mut marks = String::new();
-    for part in &series.parts {
-        let path = path(part.iter().map(|spot| (frame.x(spot.time), frame.y(spot.high))));
+    for part in &series.segments {
+        let path = path_data(part.iter().map(|spot| (frame.x(spot.time), frame.y(spot.high))));
         let _ = match series.mark {
-            Mark::Dots => part.iter().try_for_each(|spot| {
+            SeriesStyle::Dots => part.iter().try_for_each(|spot| {
                 let (x, y) = (frame.x(spot.time), frame.y(spot.high));
-                let title = format!("{}: {}", moment(chart.clock, spot.time), Unit::Seconds.tell(Some(spot.high)));
+                let title = format!(
+                    "{}: {}",
+                    format_time(chart.clock, spot.time),
+                    FigureUnit::Seconds.format_value(Some(spot.high))
+                );
                 writeln!(
                     marks,
                     "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.2\"><title>{title}</title></circle>"
                 )
             }),
             // One point has no length, and is shown all the same.
-            Mark::Line | Mark::Limit if part.len() == 1 => {
+            SeriesStyle::Line | SeriesStyle::Limit if part.len() == 1 => {
                 let (x, y) = (frame.x(part[0].time), frame.y(part[0].high));
                 writeln!(marks, "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"1.4\"/>")
             }
-            Mark::Line => writeln!(marks, "<path class=\"{class} curve\" d=\"{path}\"/>"),
-            Mark::Limit => writeln!(marks, "<path class=\"{class} curve limit\" d=\"{path}\"/>"),
-            Mark::Band | Mark::Pale => {
+            SeriesStyle::Line => writeln!(marks, "<path class=\"{class} curve\" d=\"{path}\"/>"),
+            SeriesStyle::Limit => writeln!(marks, "<path class=\"{class} curve limit\" d=\"{path}\"/>"),
+            SeriesStyle::Band | SeriesStyle::PaleBand => {
                 let back = part.iter().rev().map(|spot| (frame.x(spot.time), frame.y(spot.low)));
-                let back = self::path(back).replacen('M', "L", 1);
-                let pale = if series.mark == Mark::Pale { " pale" } else { "" };
+                let back = self::path_data(back).replacen('M', "L", 1);
+                let pale = if series.mark == SeriesStyle::PaleBand { " pale" } else { "" };
                 writeln!(marks, "<path class=\"{class} band{pale}\" d=\"{path}{back}Z\"/>")
             }
         };
@@ -203,7 +212,7 @@ fn marks(series: &Series, frame: &Frame, chart: &Chart) -> String {
     marks
 }
 
-fn path(points: impl Iterator<Item = (f64, f64)>) -> String {
+fn path_data(points: impl Iterator<Item = (f64, f64)>) -> String {
     let mut path = String::new();
     for (i, (x, y)) in points.enumerate() {
         let _ = write!(path, "{}{x:.1} {y:.1}", if i == 0 { 'M' } else { 'L' });
@@ -211,54 +220,56 @@ fn path(points: impl Iterator<Item = (f64, f64)>) -> String {
     path
 }
 
-fn class(colour: Colour) -> String {
+fn css_class(colour: SeriesColor) -> String {
     match colour {
-        Colour::Saved => "saved".to_owned(),
-        Colour::Used => "used".to_owned(),
-        Colour::Ksmd => "ksmd".to_owned(),
-        Colour::Pagefold => "pagefold".to_owned(),
-        Colour::Bound => "bound".to_owned(),
+        SeriesColor::Saved => "saved".to_owned(),
+        SeriesColor::InUse => "used".to_owned(),
+        SeriesColor::Ksmd => "ksmd".to_owned(),
+        SeriesColor::Pagefold => "pagefold".to_owned(),
+        SeriesColor::Bound => "bound".to_owned(),
         // Eight colours, and dashes that tell those apart whose colour is alike to somebody.
-        Colour::Side(number) => format!("side{} dash{}", number % 8, number % 4),
+        SeriesColor::Side(number) => format!("side{} dash{}", number % 8, number % 4),
     }
 }
 
 /// The names with their marks, and how many rows they take.
-fn legend(series: &[Series]) -> (String, f64) {
-    let (mut text, mut x, mut row) = (String::new(), LEFT, 0.0);
+fn render_legend(series: &[ChartSeries]) -> (String, f64) {
+    let (mut text, mut x, mut row) = (String::new(), LEFT_MARGIN, 0.0);
     for series in series.iter().filter(|series| !series.name.is_empty()) {
-        let width = 34.0 + series.name.chars().count() as f64 * CHARACTER;
-        if x > LEFT && x + width > WIDTH - RIGHT {
-            (x, row) = (LEFT, row + 1.0);
+        let width = 34.0 + series.name.chars().count() as f64 * CHARACTER_WIDTH;
+        if x > LEFT_MARGIN && x + width > CHART_WIDTH - RIGHT_MARGIN {
+            (x, row) = (LEFT_MARGIN, row + 1.0);
         }
-        let (class, y) = (class(series.colour), row * LEGEND + 12.0);
+        let (class, y) = (css_class(series.color), row * LEGEND_ROW_HEIGHT + 12.0);
         let _ = match series.mark {
-            Mark::Line => writeln!(text, "<path class=\"{class} curve\" d=\"M{x:.1} {:.1}h18\"/>", y - 4.0),
-            Mark::Limit => writeln!(text, "<path class=\"{class} curve limit\" d=\"M{x:.1} {:.1}h18\"/>", y - 4.0),
-            Mark::Dots => {
+            SeriesStyle::Line => writeln!(text, "<path class=\"{class} curve\" d=\"M{x:.1} {:.1}h18\"/>", y - 4.0),
+            SeriesStyle::Limit => {
+                writeln!(text, "<path class=\"{class} curve limit\" d=\"M{x:.1} {:.1}h18\"/>", y - 4.0)
+            }
+            SeriesStyle::Dots => {
                 writeln!(text, "<circle class=\"{class}\" cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.2\"/>", x + 9.0, y - 4.0)
             }
-            Mark::Band | Mark::Pale => {
-                let pale = if series.mark == Mark::Pale { " pale" } else { "" };
+            SeriesStyle::Band | SeriesStyle::PaleBand => {
+                let pale = if series.mark == SeriesStyle::PaleBand { " pale" } else { "" };
                 writeln!(text, "<path class=\"{class} band{pale}\" d=\"M{x:.1} {:.1}h18v11h-18z\"/>", y - 10.0)
             }
         };
-        let _ = writeln!(text, "<text x=\"{:.1}\" y=\"{y:.1}\">{}</text>", x + 23.0, escape(&series.name));
+        let _ = writeln!(text, "<text x=\"{:.1}\" y=\"{y:.1}\">{}</text>", x + 23.0, escape_markup(&series.name));
         x += width;
     }
     (text, row + 1.0)
 }
 
 /// Where the lines across are: round numbers from the lowest to above the highest.
-fn ticks(chart: &Chart) -> Vec<f64> {
-    let heights = || chart.series.iter().flat_map(spots).map(|spot| spot.high);
+fn value_ticks(chart: &Chart) -> Vec<f64> {
+    let heights = || chart.series.iter().flat_map(all_points).map(|spot| spot.high);
     let most = heights().fold(0.0, f64::max);
-    if chart.scale == Scale::Seconds {
+    if chart.scale == ChartScale::Seconds {
         let least = heights().fold(most, f64::min);
         let (low, high) = (least.max(0.01).log10().floor() as i32, most.max(0.1).log10().ceil() as i32);
         return (low..=high.max(low + 1)).map(|power| 10_f64.powi(power)).collect();
     }
-    let step = step(most, chart.scale == Scale::Bytes);
+    let step = tick_step(most, chart.scale == ChartScale::Bytes);
     let steps = (most / step - 1e-9).ceil().max(1.0) as u32;
     let below = heights().fold(0.0, f64::min);
     let under = (-below / step - 1e-9).ceil().max(0.0) as i32;
@@ -266,7 +277,7 @@ fn ticks(chart: &Chart) -> Vec<f64> {
 }
 
 /// The distance of lines for so much: a power of two of bytes, otherwise 1, 2 or 5 of a power of ten.
-fn step(most: f64, binary: bool) -> f64 {
+fn tick_step(most: f64, binary: bool) -> f64 {
     if most <= 0.0 {
         return 1.0;
     }
@@ -278,32 +289,32 @@ fn step(most: f64, binary: bool) -> f64 {
     power * [1.0, 2.0, 5.0].into_iter().find(|n| n * power >= rough).unwrap_or(10.0)
 }
 
-fn label(scale: Scale, value: f64) -> String {
+fn tick_label(scale: ChartScale, value: f64) -> String {
     match scale {
-        Scale::Bytes => Unit::Bytes.tell(Some(value)),
-        Scale::Percent => format!("{} %", (value * 100.0).round() / 100.0),
-        Scale::Seconds => format!("{} s", (value * 100.0).round() / 100.0),
+        ChartScale::Bytes => FigureUnit::Bytes.format_value(Some(value)),
+        ChartScale::Percent => format!("{} %", (value * 100.0).round() / 100.0),
+        ChartScale::Seconds => format!("{} s", (value * 100.0).round() / 100.0),
     }
 }
 
 /// Where the axis of time is marked, and with what.
-fn times(chart: &Chart) -> Vec<(f64, String)> {
-    const STEPS: [f64; 15] = [
+fn time_ticks(chart: &Chart) -> Vec<(f64, String)> {
+    const TIME_STEP_SECONDS: [f64; 15] = [
         1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 7200.0, 14_400.0, 21_600.0, 43_200.0, 86_400.0, 172_800.0,
         604_800.0,
     ];
     let (from, to) = chart.span;
     let length = (to - from).max(1.0);
-    let step = STEPS
+    let step = TIME_STEP_SECONDS
         .into_iter()
-        .find(|step| length / step <= TICKS)
-        .unwrap_or((length / TICKS / 604_800.0).ceil() * 604_800.0);
+        .find(|step| length / step <= MAX_TIME_TICKS)
+        .unwrap_or((length / MAX_TIME_TICKS / 604_800.0).ceil() * 604_800.0);
     let first = (from / step).ceil() as i64;
     let last = (to / step).floor() as i64;
     let name = |time: f64| match chart.clock {
-        Clock::SinceBeginning => elapsed(time),
-        Clock::Utc => {
-            let text = utc(time);
+        ChartClock::SinceBeginning => format_elapsed(time),
+        ChartClock::Utc => {
+            let text = format_utc(time);
             let part = match step {
                 step if step >= 86_400.0 => 5..10,
                 _ if length > 86_400.0 => 5..16,
@@ -320,34 +331,39 @@ fn times(chart: &Chart) -> Vec<(f64, String)> {
 mod tests {
     use super::*;
 
-    fn chart(scale: Scale, span: (f64, f64), heights: &[f64]) -> Chart {
+    fn chart(scale: ChartScale, span: (f64, f64), heights: &[f64]) -> Chart {
         let length = heights.len().max(2) - 1;
         let time = |i: usize| span.0 + (span.1 - span.0) * i as f64 / length as f64;
-        let part = heights.iter().enumerate().map(|(i, &high)| Spot { time: time(i), low: 0.0, high }).collect();
-        let series = Series { name: "a<b".to_owned(), colour: Colour::Saved, mark: Mark::Line, parts: vec![part] };
-        Chart { id: "x", title: "A & B".to_owned(), scale, clock: Clock::Utc, span, series: vec![series] }
+        let part = heights.iter().enumerate().map(|(i, &high)| ChartPoint { time: time(i), low: 0.0, high }).collect();
+        let series = ChartSeries {
+            name: "a<b".to_owned(),
+            color: SeriesColor::Saved,
+            mark: SeriesStyle::Line,
+            segments: vec![part],
+        };
+        Chart { id: "x", title: "A & B".to_owned(), scale, clock: ChartClock::Utc, span, series: vec![series] }
     }
 
     #[test]
-    fn ticks_are_round_and_reach_over_what_is_drawn() {
+    fn ticks_are_round_and_cover_the_values() {
         let check = |scale, heights: &[f64], expect: &[&str]| {
             let of: Vec<String> =
-                ticks(&chart(scale, (0.0, 1.0), heights)).iter().map(|tick| label(scale, *tick)).collect();
+                value_ticks(&chart(scale, (0.0, 1.0), heights)).iter().map(|tick| tick_label(scale, *tick)).collect();
             assert_eq!(of, expect, "{heights:?}");
         };
         let gib = (1_u64 << 30) as f64;
-        check(Scale::Bytes, &[3.0 * gib], &["0 B", "1.00 GiB", "2.00 GiB", "3.00 GiB"]);
-        check(Scale::Bytes, &[0.0], &["0 B", "1 B"]);
-        check(Scale::Bytes, &[1.5 * gib, -0.2 * gib], &["-512 MiB", "0 B", "512 MiB", "1.00 GiB", "1.50 GiB"]);
-        check(Scale::Percent, &[10.0], &["0 %", "5 %", "10 %"]);
-        check(Scale::Seconds, &[0.5, 20.0], &["0.1 s", "1 s", "10 s", "100 s"]);
+        check(ChartScale::Bytes, &[3.0 * gib], &["0 B", "1.00 GiB", "2.00 GiB", "3.00 GiB"]);
+        check(ChartScale::Bytes, &[0.0], &["0 B", "1 B"]);
+        check(ChartScale::Bytes, &[1.5 * gib, -0.2 * gib], &["-512 MiB", "0 B", "512 MiB", "1.00 GiB", "1.50 GiB"]);
+        check(ChartScale::Percent, &[10.0], &["0 %", "5 %", "10 %"]);
+        check(ChartScale::Seconds, &[0.5, 20.0], &["0.1 s", "1 s", "10 s", "100 s"]);
     }
 
     #[test]
-    fn the_axis_of_time_has_few_marks_whatever_the_span() {
+    fn time_axis_has_few_ticks_for_any_span() {
         for length in [0.5, 10.0, 100.0, 3e3, 2e4, 9e4, 1e6, 3e7, 1e9] {
             for start in [0.0, 1.795e9] {
-                let marks = times(&chart(Scale::Percent, (start, start + length), &[1.0]));
+                let marks = time_ticks(&chart(ChartScale::Percent, (start, start + length), &[1.0]));
                 assert!(marks.len() <= 8, "{length}: {marks:?}");
                 assert!(marks.windows(2).all(|pair| pair[0].1 != pair[1].1), "{length}: {marks:?}");
             }
@@ -355,19 +371,19 @@ mod tests {
     }
 
     #[test]
-    fn everything_lies_within_the_picture_and_names_are_no_markup() {
-        let text = file(&[chart(Scale::Bytes, (0.0, 100.0), &[0.0, 5e9, -1e9, 2e9])]);
+    fn chart_stays_in_frame_and_escapes_names() {
+        let text = render_file(&[chart(ChartScale::Bytes, (0.0, 100.0), &[0.0, 5e9, -1e9, 2e9])]);
         assert!(text.contains("a&lt;b") && text.contains("A &amp; B") && !text.contains("a<b"), "{text}");
         assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
         let curve = text.lines().find(|line| line.contains("curve\" d=\"M") && line.contains('L')).expect("a curve");
         let numbers =
             curve.split(|c: char| !c.is_ascii_digit() && c != '.' && c != '-').filter_map(|n| n.parse::<f64>().ok());
         for number in numbers {
-            assert!((0.0..=WIDTH).contains(&number), "{curve}");
+            assert!((0.0..=CHART_WIDTH).contains(&number), "{curve}");
         }
         // One that has no height or length at all.
         for heights in [&[][..], &[0.0], &[f64::MIN_POSITIVE]] {
-            let text = file(&[chart(Scale::Seconds, (5.0, 5.0), heights)]);
+            let text = render_file(&[chart(ChartScale::Seconds, (5.0, 5.0), heights)]);
             assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
         }
     }

@@ -1,71 +1,82 @@
 //! The report for the terminal: the figures, side by side.
 
-use super::figures::Unit;
-use super::html::{percent, signed};
-use super::report::{HistoryReport, Side};
-use super::svg::utc;
-use pagefold_output::text::{Style, cut, printable};
+use super::figures::FigureUnit;
+use super::html::{format_signed, format_signed_percent};
+use super::report::{HistoryReport, SideReport};
+use super::svg::format_utc;
+use pagefold_output::text::{TextStyle, cut_end, escape_unprintable};
 
 /// What it came to, with so many members at most.
-pub fn render(report: &HistoryReport, top: usize, style: Style) -> String {
+pub fn render(report: &HistoryReport, max_rows: usize, style: TextStyle) -> String {
     let mut text = String::new();
     for side in &report.sides {
-        let host = if side.name == side.host { String::new() } else { format!(" (host {})", printable(&side.host)) };
-        let samples = Unit::Count.tell(Some(side.samples as f64));
-        let line =
-            format!("{}{host}: {} to {} UTC, {samples} samples.", printable(&side.name), utc(side.from), utc(side.to));
-        text.push_str(&style.paragraph(&line, 2));
+        let host =
+            if side.name == side.host { String::new() } else { format!(" (host {})", escape_unprintable(&side.host)) };
+        let samples = FigureUnit::Count.format_value(Some(side.samples as f64));
+        let line = format!(
+            "{}{host}: {} to {} UTC, {samples} samples.",
+            escape_unprintable(&side.name),
+            format_utc(side.from),
+            format_utc(side.to)
+        );
+        text.push_str(&style.format_paragraph(&line, 2));
     }
     text.push('\n');
     match &report.differences {
-        Some(_) => text.push_str(&differences(report, style)),
-        None => text.push_str(&figures(&report.sides, style)),
+        Some(_) => text.push_str(&render_differences(report, style)),
+        None => text.push_str(&render_figures(&report.sides, style)),
     }
     for side in report.sides.iter().filter(|side| !side.members.is_empty()) {
-        let of = if report.sides.len() > 1 { format!(": {}", printable(&side.name)) } else { String::new() };
-        text.push_str(&style.heading(&format!("Largest members by footprint{of}")));
-        text.push_str(&members(side, top, style));
+        let of = if report.sides.len() > 1 { format!(": {}", escape_unprintable(&side.name)) } else { String::new() };
+        text.push_str(&style.format_heading(&format!("Largest members by footprint{of}")));
+        text.push_str(&render_processes(side, max_rows, style));
     }
     text
 }
 
-fn figures(sides: &[Side], style: Style) -> String {
-    let names: Vec<String> = sides.iter().map(|side| format!(">{}", cut(&side.name, 30))).collect();
+fn render_figures(sides: &[SideReport], style: TextStyle) -> String {
+    let names: Vec<String> = sides.iter().map(|side| format!(">{}", cut_end(&side.name, 30))).collect();
     let headings: Vec<&str> = std::iter::once("figure").chain(names.iter().map(String::as_str)).collect();
-    let mut table = style.table(&headings);
-    let columns: Vec<_> = sides.iter().map(|side| side.figures.rows()).collect();
+    let mut table = style.new_table(&headings);
+    let columns: Vec<_> = sides.iter().map(|side| side.figures.named_values()).collect();
     for (i, (name, unit, _)) in columns.first().into_iter().flatten().enumerate() {
-        let values = columns.iter().map(|column| unit.tell(column[i].2));
+        let values = columns.iter().map(|column| unit.format_value(column[i].2));
         table.add_row(std::iter::once((*name).to_owned()).chain(values));
     }
-    style.render(&table)
+    style.render_table(&table)
 }
 
-fn differences(report: &HistoryReport, style: Style) -> String {
-    let names: Vec<String> = report.sides.iter().map(|side| format!(">{}", cut(&side.name, 40))).collect();
-    let mut table = style.table(&["figure", &names[0], &names[1], ">by", ">in percent"]);
+fn render_differences(report: &HistoryReport, style: TextStyle) -> String {
+    let names: Vec<String> = report.sides.iter().map(|side| format!(">{}", cut_end(&side.name, 40))).collect();
+    let mut table = style.new_table(&["figure", &names[0], &names[1], ">by", ">in percent"]);
     for one in report.differences.iter().flatten() {
-        let by = one.by.map_or_else(|| "–".to_owned(), |by| signed(one.unit, by));
-        let percent = one.by_percent.map_or_else(String::new, percent);
-        table.add_row([one.figure.clone(), one.unit.tell(one.first), one.unit.tell(one.second), by, percent]);
+        let by = one.by.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
+        let percent = one.by_percent.map_or_else(String::new, format_signed_percent);
+        table.add_row([
+            one.figure.clone(),
+            one.unit.format_value(one.first),
+            one.unit.format_value(one.second),
+            by,
+            percent,
+        ]);
     }
-    style.render(&table)
+    style.render_table(&table)
 }
 
-fn members(side: &Side, top: usize, style: Style) -> String {
+fn render_processes(side: &SideReport, top: usize, style: TextStyle) -> String {
     let mut table =
-        style.table(&["member", "trust domain", ">processes", ">footprint, mean", ">at most", ">saved, mean"]);
+        style.new_table(&["member", "trust domain", ">processes", ">footprint, mean", ">at most", ">saved, mean"]);
     for member in side.members.iter().take(top) {
         table.add_row([
-            cut(&member.label, 30),
-            cut(&member.domain, 24),
-            Unit::Count.tell(Some(member.processes as f64)),
-            Unit::Bytes.tell(member.footprint_mean),
-            Unit::Bytes.tell(member.footprint_highest.map(|bytes| bytes as f64)),
-            Unit::Bytes.tell(member.saved_mean),
+            cut_end(&member.label, 30),
+            cut_end(&member.domain, 24),
+            FigureUnit::Count.format_value(Some(member.processes as f64)),
+            FigureUnit::Bytes.format_value(member.footprint_mean),
+            FigureUnit::Bytes.format_value(member.footprint_highest.map(|bytes| bytes as f64)),
+            FigureUnit::Bytes.format_value(member.saved_mean),
         ]);
     }
     let left = side.members.len().saturating_sub(top) as u64 + side.members_left_out;
     let more = if left > 0 { format!("and {left} more\n") } else { String::new() };
-    style.render(&table) + &more
+    style.render_table(&table) + &more
 }

@@ -1,20 +1,20 @@
 //! A full disk below the history: what cannot be written is an error that names it, nothing that was written is lost, and
 //! once there is room again it goes on. It takes root, to mount a small file system of its own.
 
-use pagefold_daemon::wire::Status;
-use pagefold_history::{Limits, Reader, Writer};
+use pagefold_daemon::wire::StatusReport;
+use pagefold_history::{HistoryLimits, HistoryReader, HistoryWriter};
 use std::fs::File;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// The time of the first sample, in seconds since 1970; others follow at seconds.
-const BEGIN: f64 = 1_795_000_000.0;
+const START_SECONDS: f64 = 1_795_000_000.0;
 
 /// A file system of a few megabytes, until it is dropped.
-struct Disk(PathBuf);
+struct SmallFilesystem(PathBuf);
 
-impl Disk {
+impl SmallFilesystem {
     fn mount(path: &Path) -> Option<Self> {
         let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=3m", "pagefold-test"]).arg(path).status();
         mounted.is_ok_and(|status| status.success()).then(|| Self(path.to_owned()))
@@ -33,63 +33,73 @@ impl Disk {
         }
     }
 
-    fn free(&self) {
+    fn free_space(&self) {
         std::fs::remove_file(self.0.join("filler")).expect("the filler goes");
     }
 }
 
-impl Drop for Disk {
+impl Drop for SmallFilesystem {
     fn drop(&mut self) {
         let _ = Command::new("umount").args(["--lazy"]).arg(&self.0).status();
     }
 }
 
-fn status() -> Status {
+fn status() -> StatusReport {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json");
     serde_json::from_slice(&std::fs::read(path).expect("the fixture")).expect("a status")
 }
 
 /// Note a second and commit it.
-fn commit(writer: &mut Writer, status: &mut Status, second: u32) -> Result<(), pagefold_history::Error> {
-    status.time = BEGIN + f64::from(second);
-    writer.note(status);
-    writer.note_members(status.time, &status.members);
+fn commit_second(
+    writer: &mut HistoryWriter,
+    status: &mut StatusReport,
+    second: u32,
+) -> Result<(), pagefold_history::Error> {
+    status.time = START_SECONDS + f64::from(second);
+    writer.note_status(status);
+    writer.note_footprints(status.time, &status.members);
     writer.commit()
 }
 
-fn seconds(path: &Path) -> Vec<u32> {
-    let samples = Reader::open(path).and_then(|reader| reader.samples(0.0, f64::INFINITY)).expect("it is read");
-    samples.iter().map(|sample| (sample.time - BEGIN) as u32).collect()
+fn committed_seconds(path: &Path) -> Vec<u32> {
+    let samples = HistoryReader::open(path).and_then(|reader| reader.samples(0.0, f64::INFINITY)).expect("it is read");
+    samples.iter().map(|sample| (sample.time - START_SECONDS) as u32).collect()
 }
 
 #[test]
-fn a_history_on_a_full_disk_loses_nothing_that_was_written_and_goes_on_once_there_is_room() {
+fn full_disk_loses_no_committed_rows() {
     let folder = tempfile::tempdir().unwrap();
-    let Some(disk) = Disk::mount(folder.path()) else {
+    let Some(disk) = SmallFilesystem::mount(folder.path()) else {
         return println!("skipped: no file system can be mounted here");
     };
     let path = disk.0.join("history.db");
     let (mut status, mut refused) = (status(), 0);
-    let mut writer = Writer::open(&path, Limits::default(), "host", "0", BEGIN).expect("it opens");
-    (0..20).for_each(|second| commit(&mut writer, &mut status, second).expect("there is room"));
+    let mut writer =
+        HistoryWriter::open(&path, HistoryLimits::default(), "host", "0", START_SECONDS).expect("it opens");
+    (0..20).for_each(|second| commit_second(&mut writer, &mut status, second).expect("there is room"));
     disk.fill();
     for second in 100..300 {
-        if let Err(error) = commit(&mut writer, &mut status, second) {
+        if let Err(error) = commit_second(&mut writer, &mut status, second) {
             refused += 1;
             assert!(error.to_string().contains("history.db"), "{error}");
         }
     }
     assert!(refused > 0, "the disk was not full");
     // A daemon that starts on a full disk is told so, or keeps its history.
-    if let Err(error) = Writer::open(&path, Limits::default(), "host", "0", BEGIN) {
+    if let Err(error) = HistoryWriter::open(&path, HistoryLimits::default(), "host", "0", START_SECONDS) {
         assert!(error.to_string().contains("history.db"), "{error}");
     }
-    assert!(seconds(&path).iter().filter(|second| **second < 20).count() >= 10, "{:?}", seconds(&path));
-    disk.free();
-    (400..420).for_each(|second| commit(&mut writer, &mut status, second).expect("there is room again"));
+    assert!(
+        committed_seconds(&path).iter().filter(|second| **second < 20).count() >= 10,
+        "{:?}",
+        committed_seconds(&path)
+    );
+    disk.free_space();
+    (400..420).for_each(|second| commit_second(&mut writer, &mut status, second).expect("there is room again"));
     drop(writer);
-    let kept = seconds(&path);
+    let kept = committed_seconds(&path);
     assert!((400..420).all(|second| kept.contains(&second)), "{kept:?}");
-    let mut again = Writer::open(&path, Limits::default(), "host", "0", BEGIN).expect("it is whole");
-    commit(&mut again, &mut status, 500).expect("it goes on");
+    let mut again =
+        HistoryWriter::open(&path, HistoryLimits::default(), "host", "0", START_SECONDS).expect("it is whole");
+    commit_second(&mut again, &mut status, 500).expect("it goes on");
 }

@@ -1,8 +1,8 @@
 //! A writer is killed with SIGKILL over and over, at any moment: the database opens, is whole, and has all that was
 //! said to be committed. It is run as a program of its own, which starts itself as the writer.
 
-use pagefold_daemon::wire::Status;
-use pagefold_history::{Limits, Reader, Writer};
+use pagefold_daemon::wire::StatusReport;
+use pagefold_history::{HistoryLimits, HistoryReader, HistoryWriter};
 use std::collections::BTreeSet;
 use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
@@ -10,40 +10,41 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 
 /// What names the file to the writer.
-const FILE: &str = "PAGEFOLD_TEST_HISTORY";
+const FILE_VARIABLE: &str = "PAGEFOLD_TEST_HISTORY";
 
 /// What names its bound in bytes.
-const BOUND: &str = "PAGEFOLD_TEST_BOUND";
+const BOUND_VARIABLE: &str = "PAGEFOLD_TEST_BOUND";
 
 /// How often it is killed.
-const ROUNDS: u64 = 40;
+const KILL_ROUNDS: u64 = 40;
 
 /// The time of the first sample, in seconds since 1970; others follow at seconds.
-const BEGIN: f64 = 1_795_000_000.0;
+const START_SECONDS: f64 = 1_795_000_000.0;
 
 fn main() {
-    if let Some(file) = std::env::var_os(FILE) {
-        write(Path::new(&file));
+    if let Some(file) = std::env::var_os(FILE_VARIABLE) {
+        commit_until_killed(Path::new(&file));
     }
     let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
-    let all = round(&folder.path().join("all.db"), Limits::default());
-    let few = round(&folder.path().join("few.db"), Limits { bytes: Limits::LEAST });
-    println!("killed {ROUNDS} times each: all of {all} commits are there, and the last of {few} under a bound");
+    let all = kill_writer(&folder.path().join("all.db"), HistoryLimits::default());
+    let few = kill_writer(&folder.path().join("few.db"), HistoryLimits { max_bytes: HistoryLimits::MIN_BYTES });
+    println!("killed {KILL_ROUNDS} times each: all of {all} commits are there, and the last of {few} under a bound");
 }
 
 /// Commit, say so, and again, until killed.
-fn write(file: &Path) -> ! {
+fn commit_until_killed(file: &Path) -> ! {
     let text =
         std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json")).expect("the fixture");
-    let mut status: Status = serde_json::from_slice(&text).expect("a status");
-    let bytes = std::env::var(BOUND).expect("a bound").parse().expect("a number");
-    let mut writer = Writer::open(file, Limits { bytes }, "host", "0", BEGIN).expect("it opens");
-    let last = Reader::open(file).expect("it opens").last().expect("it is read");
-    let mut second = last.map_or(0.0, |last| last - BEGIN + 1.0);
+    let mut status: StatusReport = serde_json::from_slice(&text).expect("a status");
+    let bytes = std::env::var(BOUND_VARIABLE).expect("a bound").parse().expect("a number");
+    let mut writer =
+        HistoryWriter::open(file, HistoryLimits { max_bytes: bytes }, "host", "0", START_SECONDS).expect("it opens");
+    let last = HistoryReader::open(file).expect("it opens").last_sample_time().expect("it is read");
+    let mut second = last.map_or(0.0, |last| last - START_SECONDS + 1.0);
     loop {
-        status.time = BEGIN + second;
-        writer.note(&status);
-        writer.note_members(status.time, &status.members);
+        status.time = START_SECONDS + second;
+        writer.note_status(&status);
+        writer.note_footprints(status.time, &status.members);
         writer.commit().expect("it is written");
         println!("{second}");
         std::io::stdout().flush().expect("somebody reads");
@@ -52,12 +53,12 @@ fn write(file: &Path) -> ! {
 }
 
 /// Kill a writer of a file over and over; how many commits it came to.
-fn round(file: &PathBuf, limits: Limits) -> usize {
+fn kill_writer(file: &PathBuf, limits: HistoryLimits) -> usize {
     let mut committed = BTreeSet::new();
-    for round in 0..ROUNDS {
+    for round in 0..KILL_ROUNDS {
         let mut child = Command::new(std::env::current_exe().expect("this program"))
-            .env(FILE, file)
-            .env(BOUND, limits.bytes.to_string())
+            .env(FILE_VARIABLE, file)
+            .env(BOUND_VARIABLE, limits.max_bytes.to_string())
             .stdout(Stdio::piped())
             .spawn()
             .expect("it starts");
@@ -65,23 +66,23 @@ fn round(file: &PathBuf, limits: Limits) -> usize {
         // In some rounds at once, in others after some commits and a moment.
         if !round.is_multiple_of(4) {
             let some = lines.by_ref().take(1 + (round * 7 % 23) as usize);
-            committed.extend(some.map(|line| second(&line.expect("a line"))));
+            committed.extend(some.map(|line| parse_second(&line.expect("a line"))));
         }
         std::thread::sleep(Duration::from_micros(round * 7919 % 5000));
         child.kill().expect("it is killed");
-        committed.extend(lines.map(|line| second(&line.expect("a line"))));
+        committed.extend(lines.map(|line| parse_second(&line.expect("a line"))));
         child.wait().expect("it has ended");
-        check(file, &committed, limits);
+        check_committed_rows(file, &committed, limits);
     }
-    assert!(committed.len() > ROUNDS as usize, "{} commits are too few to tell", committed.len());
+    assert!(committed.len() > KILL_ROUNDS as usize, "{} commits are too few to tell", committed.len());
     committed.len()
 }
 
-fn second(line: &str) -> u64 {
+fn parse_second(line: &str) -> u64 {
     line.parse::<f64>().expect("a number") as u64
 }
 
-fn check(file: &Path, committed: &BTreeSet<u64>, limits: Limits) {
+fn check_committed_rows(file: &Path, committed: &BTreeSet<u64>, limits: HistoryLimits) {
     if committed.is_empty() && !file.exists() {
         return;
     }
@@ -92,11 +93,11 @@ fn check(file: &Path, committed: &BTreeSet<u64>, limits: Limits) {
     if committed.is_empty() {
         return;
     }
-    let kept = Reader::open(file).expect("it opens").load(0.0, f64::INFINITY).expect("it is read");
-    let seconds: BTreeSet<u64> = kept.samples.iter().map(|sample| (sample.time - BEGIN) as u64).collect();
-    if limits == Limits::default() {
+    let kept = HistoryReader::open(file).expect("it opens").load_span(0.0, f64::INFINITY).expect("it is read");
+    let seconds: BTreeSet<u64> = kept.samples.iter().map(|sample| (sample.time - START_SECONDS) as u64).collect();
+    if limits == HistoryLimits::default() {
         assert!(seconds.is_superset(committed), "lost: {:?}", committed.difference(&seconds));
-        let whole: BTreeSet<u64> = kept.footprints.iter().map(|one| (one.time - BEGIN) as u64).collect();
+        let whole: BTreeSet<u64> = kept.footprints.iter().map(|one| (one.time - START_SECONDS) as u64).collect();
         assert_eq!(whole, seconds, "a commit is there as a whole or not at all");
     } else {
         assert!(seconds.contains(committed.last().expect("the last")), "the last is lost");

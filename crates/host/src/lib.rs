@@ -1,25 +1,25 @@
 //! The port: all that Pagefold asks of a host and does to it, and the adapters that need no privilege.
 //!
-//! [`Host`] and [`Process`] are the only way in which the rest of Pagefold sees a machine. There are three adapters:
-//! the live one (`pagefold-linux`), a [`recording`] read back from a folder, and a [`faulty`] one that wraps another
-//! and fails where a test tells it to; [`counted`] wraps one, too, for whoever wants to see it answer. Files are asked
+//! [`Host`] and [`ProcessHandle`] are the only way in which the rest of Pagefold sees a machine. There are three adapters:
+//! the live one (`pagefold-linux`), a recording read back from a folder, and a [`faulty_host`] one that wraps another
+//! and fails where a test tells it to; [`counting_host`] wraps one, too, for whoever wants to see it answer. Files are asked
 //! for by their path below the root, and parsed by [`parse`], whose functions take bytes and never touch a system;
 //! [`observe`] puts both together. Page contents cross the port as bytes (live) or as the fingerprint somebody took
 //! earlier (recording): see [`PageContent`].
 
 #![forbid(unsafe_code)]
 
-pub mod act;
-pub mod counted;
+pub mod action;
+pub mod counting_host;
 #[cfg(any(test, feature = "fake"))]
-pub mod fake;
-pub mod faulty;
+pub mod fake_host;
+pub mod faulty_host;
+pub mod memory_headroom;
 pub mod observe;
 pub mod parse;
-pub mod room;
 pub mod transaction;
 
-use act::{Action, Effect, Refusal};
+use action::{Action, ActionError, ActionOutcome};
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::collections::BTreeSet;
@@ -46,7 +46,7 @@ pub trait Host: Sync {
 
     /// Take hold of a process. What the handle reads is of that process or `Vanished`, also after its number has been
     /// given to another.
-    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>>;
+    fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>>;
 
     /// The flags of frames (`/proc/kpageflags`), in the order of `frames`, which is ascending. Needs root.
     fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>>;
@@ -56,7 +56,7 @@ pub trait Host: Sync {
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
 
     /// Follow from now on which programs begin. Absent where the host does not tell, or not everybody.
-    fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
+    fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
         Err(Absent::NotOnThisKernel)
     }
 
@@ -64,19 +64,19 @@ pub trait Host: Sync {
     ///
     /// # Errors
     /// The Pagefold that has it.
-    fn claim(&self) -> Result<Claim, Holder> {
-        Ok(Claim::Absent)
+    fn acquire_lock(&self) -> Result<HostLock, LockHolder> {
+        Ok(HostLock::Unavailable)
     }
 
     /// Carry out an action. The only way in which anything is changed.
-    fn apply(&self, action: &Action) -> Result<Effect, Refusal>;
+    fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError>;
 
     /// Carry out an action, and end the wait for a process that does not answer once `stop` is set. By default an
     /// action waits for no process.
     ///
     /// # Errors
     /// As [`Self::apply`]. An action that was stopped may have been carried out or may still be.
-    fn apply_until_stopped(&self, action: &Action, _stop: &AtomicBool) -> Result<Effect, Refusal> {
+    fn apply_until_stopped(&self, action: &Action, _stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
         self.apply(action)
     }
 }
@@ -85,48 +85,48 @@ pub trait Host: Sync {
 ///
 /// # Errors
 /// `Vanished` where the process has ended.
-pub fn hold(host: &dyn Host, process: ProcessId) -> Reading<Box<dyn Process + '_>> {
+pub fn hold(host: &dyn Host, process: ProcessId) -> Reading<Box<dyn ProcessHandle + '_>> {
     let handle = host.open(process.pid)?;
     if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) }
 }
 
 /// The lock that all Pagefolds on a host share.
 #[derive(Debug)]
-pub enum Claim {
+pub enum HostLock {
     /// It is held until this is dropped.
-    Held(OwnedFd),
+    Acquired(OwnedFd),
     /// There is none, or it takes more privilege than this process has, which then cannot change KSM's settings either.
-    Absent,
+    Unavailable,
     /// A program that is no Pagefold keeps it from being taken.
     Obstructed,
 }
 
 /// Which Pagefold changes a host, as far as that can be seen.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Holder {
+pub struct LockHolder {
     /// Its process.
     pub pid: Option<u32>,
     /// Its state directory, by the path that it has there.
-    pub state: Option<PathBuf>,
+    pub state_directory: Option<PathBuf>,
 }
 
 /// Programs as they begin.
-pub trait Programs {
+pub trait ExecEvents {
     /// Those that have begun since the last call, without waiting for any. An error where nothing more comes.
-    fn begun(&mut self) -> Reading<Begun>;
+    fn take_started(&mut self) -> Reading<StartedPrograms>;
 }
 
 /// Programs that have begun.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Begun {
+pub struct StartedPrograms {
     /// The processes that they begin in.
     pub pids: BTreeSet<Pid>,
     /// Whether there were more than could be told.
-    pub lost: bool,
+    pub overflowed: bool,
 }
 
 /// A process that is held. Dropping it lets go.
-pub trait Process: Send + Sync {
+pub trait ProcessHandle: Send + Sync {
     /// Which one.
     fn id(&self) -> ProcessId;
 
@@ -139,26 +139,26 @@ pub trait Process: Send + Sync {
     /// The resident anonymous pages of disjoint ascending ranges in address order, as runs that end where their range
     /// ends. The kernel's shared zero page, file pages and swapped-out pages are not among them. Costs nothing for what
     /// is not mapped.
-    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>>;
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>>;
 
     /// What each page of a range is mapped to, in address order (`/proc/PID/pagemap`).
-    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>>;
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
 
     /// Look at pages in the order of `runs`, each at most once: `sink` gets the position of each page in that order
-    /// and what was seen. Pages that are no longer resident are [`PageContent::Gone`], never faulted in. On an error
+    /// and what was seen. Pages that are no longer resident are [`PageContent::NotResident`], never faulted in. On an error
     /// the pages that `sink` was not called for were not seen.
-    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
 
     /// Have the process itself say whether it is enrolled whole (`PR_GET_MEMORY_MERGE`). A thread of it is stopped for
-    /// that, so it is for those who are about to change it: see [`act::merge_any`].
-    fn ask_merge_any(&self) -> Result<bool, Refusal> {
-        Err(Refusal::Unsupported("only a process of the live host can be asked what it is".to_owned()))
+    /// that, so it is for those who are about to change it: see [`action::query_merge_any`].
+    fn ask_merge_any(&self) -> Result<bool, ActionError> {
+        Err(ActionError::Unsupported("only a process of the live host can be asked what it is".to_owned()))
     }
 }
 
 /// A run of resident pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Run {
+pub struct PageRun {
     /// Address of the first page.
     pub address: u64,
     /// How many pages.
@@ -169,15 +169,15 @@ pub struct Run {
 
 /// How to read the pages of a region. See `docs/decisions/0031-read-pages-without-side-effects.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum ReadMethod {
     /// `process_vm_readv`: fastest, and only for pages that nobody else maps, because it pins the page and pinning
     /// breaks any sharing of it (mm/gup.c, `gup_must_unshare`). Pages that turn out to be shared are read as by
     /// `Memory`.
-    Remote,
+    ProcessVmReadv,
     /// `/proc/PID/mem`: takes a reference without pinning and leaves sharing as it is.
-    Memory {
+    ProcMem {
         /// Whether to find out which pages are KSM pages.
-        merged: bool,
+        detect_merged: bool,
     },
 }
 
@@ -204,12 +204,12 @@ pub enum PageContent<'a> {
     /// It changed while it was being recorded.
     Volatile,
     /// It is no longer resident.
-    Gone,
+    NotResident,
 }
 
 /// An entry of `/proc/PID/pagemap` (Documentation/admin-guide/mm/pagemap.rst).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Mapping {
+pub struct PagemapEntry {
     /// Bit 63: the page is in memory.
     pub present: bool,
     /// Bit 62: the page is swapped out.
@@ -222,9 +222,9 @@ pub struct Mapping {
     pub frame: Option<Pfn>,
 }
 
-impl Mapping {
+impl PagemapEntry {
     /// From the raw entry.
-    pub fn from_entry(entry: u64) -> Self {
+    pub fn from_raw(entry: u64) -> Self {
         let present = entry >> 63 & 1 == 1;
         let frame = entry & ((1 << 55) - 1);
         Self {
@@ -243,8 +243,8 @@ impl Mapping {
     /// fs/proc/task_mmu.c, `SWP_MIGRATION_READ` in include/linux/swap.h): one of 23 to 30 in nearly all configurations
     /// since 5.19, of which some may be poisoned pages or memory of devices instead. Without CAP_SYS_ADMIN these bits
     /// are 0, and only pages of files and of shared memory are known to be moved: they are never swapped out so.
-    pub fn is_moving(entry: u64) -> bool {
-        let seems = Self::from_entry(entry);
+    pub fn is_migrating(entry: u64) -> bool {
+        let seems = Self::from_raw(entry);
         seems.swapped && (seems.file || (23..=30).contains(&(entry & 31)))
     }
 }

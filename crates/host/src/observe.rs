@@ -1,13 +1,13 @@
 //! Typed observations of a host, read through the port and parsed.
 
-use crate::{Host, Process, parse};
+use crate::{Host, ProcessHandle, parse};
 use pagefold_base::identity;
 use pagefold_base::identity::Identity;
 use pagefold_base::ksm::Ksm;
-use pagefold_base::memory::{Memory, Pressure, PressureLine, Shortage};
-use pagefold_base::process::{Process as ProcessFacts, Rollup};
-use pagefold_base::region::{Mapped, Region};
-use pagefold_base::tuner::{Tuner, root_tuner};
+use pagefold_base::memory::{MemInfo, Pressure, PressureLine, Shortage};
+use pagefold_base::process::{Process as ProcessFacts, SmapsRollup};
+use pagefold_base::region::{MapsEntry, Region};
+use pagefold_base::tuner::{Tuner, identify_root_tuner};
 use pagefold_base::{Absent, Pfn, Pid, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ pub fn ksm(host: &dyn Host) -> Reading<Ksm> {
 }
 
 /// Memory totals.
-pub fn memory(host: &dyn Host) -> Reading<Memory> {
+pub fn memory(host: &dyn Host) -> Reading<MemInfo> {
     Ok(parse::meminfo(&host.read("proc/meminfo")?))
 }
 
@@ -32,7 +32,7 @@ pub fn shortage(host: &dyn Host) -> Shortage {
     let waited = pressure(host).ok().map(|pressure| pressure.some.avg10);
     let memory = waited.is_none().then(|| memory(host).ok()).flatten();
     let (available, total) = memory.map_or((None, None), |memory| (memory.available.ok(), memory.total.ok()));
-    Shortage::of_host(waited, available, total)
+    Shortage::for_host(waited, available, total)
 }
 
 /// Pressure on the CPUs: some task waits for one.
@@ -51,13 +51,13 @@ pub fn max_map_count(host: &dyn Host) -> Reading<u64> {
 }
 
 /// The kernel's release, as `uname -r`.
-pub fn kernel(host: &dyn Host) -> Reading<String> {
+pub fn kernel_release(host: &dyn Host) -> Reading<String> {
     Ok(String::from_utf8_lossy(&host.read("proc/sys/kernel/osrelease")?).trim().to_owned())
 }
 
 /// The mode of transparent huge pages: `always`, `madvise` or `never`.
-pub fn huge_page_mode(host: &dyn Host) -> Reading<String> {
-    parse::bracketed(&host.read("sys/kernel/mm/transparent_hugepage/enabled")?)
+pub fn thp_mode(host: &dyn Host) -> Reading<String> {
+    parse::bracketed_word(&host.read("sys/kernel/mm/transparent_hugepage/enabled")?)
 }
 
 /// The size in bytes of a huge page of the PMD level.
@@ -66,14 +66,14 @@ pub fn huge_page_bytes(host: &dyn Host) -> Reading<u64> {
 }
 
 /// What is known of a process before its memory is looked at.
-pub fn process(host: &dyn Host, handle: &dyn Process) -> Reading<ProcessFacts> {
+pub fn process(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<ProcessFacts> {
     let stat = parse::stat(&handle.read("stat")?)?;
     let status = handle.read("status").map(|bytes| parse::status(&bytes));
     let arguments = handle.read("cmdline").map(|bytes| parse::arguments(&bytes));
     let environment = handle.read("environ").map(|bytes| parse::job_environment(&bytes)).unwrap_or_default();
     let cgroup = handle.read("cgroup").and_then(|bytes| parse::cgroup(&bytes));
-    let labels = cgroup.as_deref().map_or_else(|_| Vec::new(), |cgroup| labels(host, cgroup));
-    let identity = Identity::of(arguments.as_deref().unwrap_or_default(), &environment, cgroup.as_deref().ok());
+    let labels = cgroup.as_deref().map_or_else(|_| Vec::new(), |cgroup| container_labels(host, cgroup));
+    let identity = Identity::new(arguments.as_deref().unwrap_or_default(), &environment, cgroup.as_deref().ok());
     let identity = Identity { labels, ..identity };
     Ok(ProcessFacts {
         id: handle.id(),
@@ -99,35 +99,35 @@ pub fn merging_nodes(host: &dyn Host) -> Vec<u32> {
 }
 
 /// The nodes that the memory of a process is bound to, of some. The kernel goes over all its pages for that.
-pub fn bound_nodes(handle: &dyn Process, nodes: &[u32]) -> Option<String> {
+pub fn bound_nodes(handle: &dyn ProcessHandle, nodes: &[u32]) -> Option<String> {
     let file = |name: &str| handle.read(name).unwrap_or_default();
     (nodes.len() > 1).then(|| parse::bound_nodes(&file("numa_maps"), &file("status"), nodes)).flatten()
 }
 
-/// Which program that writes KSM's settings a process is; [`root_tuner`] has the conditions. A program that was started
+/// Which program that writes KSM's settings a process is; [`identify_root_tuner`] has the conditions. A program that was started
 /// with more privileges than its caller had is none: its caller may have given it the name.
-pub fn tuner(host: &dyn Host, process: &ProcessFacts) -> Option<Tuner> {
-    let tuner = root_tuner(process)?;
+pub fn identify_tuner(host: &dyn Host, process: &ProcessFacts) -> Option<Tuner> {
+    let tuner = identify_root_tuner(process)?;
     let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id);
     match handle.map(|handle| handle.read("auxv")) {
-        Some(Ok(auxv)) => (parse::is_secure(&auxv) == Some(false)).then_some(tuner),
+        Some(Ok(auxv)) => (parse::is_at_secure(&auxv) == Some(false)).then_some(tuner),
         // Recordings do not have it.
         Some(Err(_)) | None => Some(tuner),
     }
 }
 
 /// The labels of the container that a cgroup is of; none where nobody keeps them, or they cannot be read.
-fn labels(host: &dyn Host, cgroup: &str) -> Vec<String> {
+fn container_labels(host: &dyn Host, cgroup: &str) -> Vec<String> {
     let mut files = identity::label_files(cgroup).into_iter();
     files.find_map(|file| host.read(&file).ok()).map(|bytes| parse::labels(&bytes)).unwrap_or_default()
 }
 
 /// The CPU time that all threads of a process have used, in nanoseconds (`schedstat`). `NotOnThisKernel` where the
 /// kernel does not keep it (CONFIG_SCHED_INFO). A figure that does not move tells that no thread ran.
-pub fn cpu_time(host: &dyn Host, handle: &dyn Process) -> Reading<u64> {
+pub fn cpu_time_ns(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<u64> {
     let mut sum = 0u64;
     for thread in host.list(&format!("proc/{}/task", handle.id().pid))? {
-        sum = sum.wrapping_add(parse::schedstat(&handle.read(&format!("task/{thread}/schedstat"))?)?.ran);
+        sum = sum.wrapping_add(parse::schedstat(&handle.read(&format!("task/{thread}/schedstat"))?)?.run_ns);
     }
     Ok(sum)
 }
@@ -137,7 +137,7 @@ pub fn cpu_time(host: &dyn Host, handle: &dyn Process) -> Reading<u64> {
 ///
 /// `Vanished` if there are none: the kernel shows nothing of an address space that was left, and of a living one at
 /// least the program. Each entry ends with its `VmFlags:` (fs/proc/task_mmu.c, `show_smap`).
-pub fn regions(handle: &dyn Process) -> Reading<Vec<Region>> {
+pub fn regions(handle: &dyn ProcessHandle) -> Reading<Vec<Region>> {
     let smaps = handle.read("smaps")?;
     if smaps.is_empty() {
         return Err(Absent::Vanished);
@@ -153,7 +153,7 @@ pub fn regions(handle: &dyn Process) -> Reading<Vec<Region>> {
 /// it takes the kernel to go over all its pages.
 ///
 /// `Vanished` if there are none.
-pub fn layout(handle: &dyn Process) -> Reading<Vec<Mapped>> {
+pub fn mapped_regions(handle: &dyn ProcessHandle) -> Reading<Vec<MapsEntry>> {
     let maps = handle.read("maps")?;
     if maps.is_empty() {
         return Err(Absent::Vanished);
@@ -162,12 +162,12 @@ pub fn layout(handle: &dyn Process) -> Reading<Vec<Mapped>> {
 }
 
 /// How many regions a process has (`vm.max_map_count` bounds them).
-pub fn region_count(handle: &dyn Process) -> Reading<u64> {
+pub fn region_count(handle: &dyn ProcessHandle) -> Reading<u64> {
     Ok(handle.read("maps")?.iter().filter(|&&byte| byte == b'\n').count() as u64)
 }
 
 /// The sums over the regions of a process.
-pub fn rollup(handle: &dyn Process) -> Reading<Rollup> {
+pub fn rollup(handle: &dyn ProcessHandle) -> Reading<SmapsRollup> {
     Ok(parse::rollup(&handle.read("smaps_rollup")?))
 }
 
@@ -178,26 +178,26 @@ pub fn processes(host: &dyn Host) -> Reading<Vec<(Pid, Reading<ProcessFacts>)>> 
 
 /// Which NUMA node a frame belongs to.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Nodes {
+pub struct NumaNodes {
     /// Frames of one memory block.
     block_frames: u64,
     /// Memory blocks with their node.
     blocks: BTreeMap<u64, u32>,
     /// How many nodes have memory.
-    count: usize,
+    node_count: usize,
 }
 
-impl Nodes {
+impl NumaNodes {
     /// From `/sys/devices/system/node`, where each node lists its memory blocks. A host without that directory has one
     /// node.
-    pub fn observe(host: &dyn Host) -> Reading<Self> {
+    pub fn read(host: &dyn Host) -> Reading<Self> {
         let names = match host.list("sys/devices/system/node") {
-            Err(Absent::NotOnThisKernel) => return Ok(Self { count: 1, ..Self::default() }),
+            Err(Absent::NotOnThisKernel) => return Ok(Self { node_count: 1, ..Self::default() }),
             names => names?,
         };
         let nodes: Vec<u32> = names.iter().filter_map(|name| name.strip_prefix("node")?.parse().ok()).collect();
         if nodes.len() <= 1 {
-            return Ok(Self { count: 1, ..Self::default() });
+            return Ok(Self { node_count: 1, ..Self::default() });
         }
         let block_bytes = host.read("sys/devices/system/memory/block_size_bytes")?;
         let text = String::from_utf8_lossy(&block_bytes);
@@ -213,23 +213,23 @@ impl Nodes {
         }
         let with_memory: BTreeSet<u32> = blocks.values().copied().collect();
         let block_frames = (block_bytes / host.page_size().bytes()).max(1);
-        Ok(Self { block_frames, blocks, count: with_memory.len().max(1) })
+        Ok(Self { block_frames, blocks, node_count: with_memory.len().max(1) })
     }
 
     /// How many nodes have memory.
-    pub fn count(&self) -> usize {
-        self.count
+    pub fn node_count(&self) -> usize {
+        self.node_count
     }
 
     /// The first frame of the memory block that a frame is in: no node begins or ends within a block. 0 on a host with
     /// one node.
     pub fn block_start(&self, frame: Pfn) -> Pfn {
-        if self.count <= 1 { Pfn(0) } else { Pfn(frame.0 - frame.0 % self.block_frames) }
+        if self.node_count <= 1 { Pfn(0) } else { Pfn(frame.0 - frame.0 % self.block_frames) }
     }
 
     /// The node of a frame; node 0 on a host with one node or for a frame of no known block.
-    pub fn of(&self, frame: Pfn) -> u32 {
-        if self.count <= 1 {
+    pub fn node_of_frame(&self, frame: Pfn) -> u32 {
+        if self.node_count <= 1 {
             return 0;
         }
         self.blocks.get(&(frame.0 / self.block_frames)).copied().unwrap_or(0)

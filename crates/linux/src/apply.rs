@@ -9,32 +9,34 @@ use crate::LiveHost;
 use crate::process::LiveProcess;
 use pagefold_base::ksm::Setting;
 use pagefold_base::{AddressRange, Pid, ProcessId};
-use pagefold_host::act::{Action, Effect, Refusal};
+use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_sys::{fault, inject};
 use std::fs;
 use std::io::{self, Write};
 use std::sync::atomic::AtomicBool;
 
 /// Carry out one action. Once `stop` is set, no answer of a guest is waited for.
-pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Effect, Refusal> {
+pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
     match action {
-        Action::Set { setting, value } => set(*setting, value).map(|()| Effect::default()),
+        Action::Set { setting, value } => write_setting(*setting, value).map(|()| ActionOutcome::default()),
         Action::Advise { process, advice, ranges } => {
-            upon(host, *process, |process| advise::advise(process, *advice, ranges))
+            with_process(host, *process, |process| advise::advise(process, *advice, ranges))
         }
-        Action::MergeAny { process, on } => upon(host, *process, |process| advise::merge_any(process, *on)),
-        Action::GuestMerge { process, socket, backend, on } => {
-            Ok(crate::qmp::set_merge(socket, *process, backend, *on, stop).map(|()| Effect::default())?)
+        Action::MergeAny { process, enable: on } => {
+            with_process(host, *process, |process| advise::set_merge_any(process, *on))
+        }
+        Action::GuestMerge { process, socket, backend, enable: on } => {
+            Ok(crate::qmp::set_merge(socket, *process, backend, *on, stop).map(|()| ActionOutcome::default())?)
         }
         Action::Collapse { process, ranges } => {
-            upon(host, *process, |process| collapse::collapse(host, process, ranges))
+            with_process(host, *process, |process| collapse::collapse(host, process, ranges))
         }
     }
 }
 
 /// Write a file of `/sys/kernel/mm/ksm`.
-fn set(setting: Setting, value: &str) -> Result<(), Refusal> {
-    let path = format!("/sys/kernel/mm/ksm/{}", setting.file());
+fn write_setting(setting: Setting, value: &str) -> Result<(), ActionError> {
+    let path = format!("/sys/kernel/mm/ksm/{}", setting.file_name());
     // Without O_CREAT, which sysfs answers with EACCES where there is no such file.
     let write = || fs::OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes());
     fault::point("before writing a setting");
@@ -43,10 +45,10 @@ fn set(setting: Setting, value: &str) -> Result<(), Refusal> {
     written.map_err(|error| {
         let said = format!("writing {value} to {path}: {error}");
         match error.kind() {
-            io::ErrorKind::NotFound => Refusal::Unsupported(format!("this kernel has no {path}")),
-            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => Refusal::Denied(said),
-            io::ErrorKind::ResourceBusy => Refusal::Busy(said),
-            _ => Refusal::Failed(said),
+            io::ErrorKind::NotFound => ActionError::Unsupported(format!("this kernel has no {path}")),
+            io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => ActionError::Denied(said),
+            io::ErrorKind::ResourceBusy => ActionError::Busy(said),
+            _ => ActionError::Failed(said),
         }
     })
 }
@@ -54,17 +56,17 @@ fn set(setting: Setting, value: &str) -> Result<(), Refusal> {
 /// Act on the very process that is meant. It has vanished once all of it has: while it lives, the threads that were
 /// tried may have ended and others not, and to another program it hands on that it is enrolled (`mm_init`,
 /// kernel/fork.c, 6.18).
-fn upon<'a>(
+fn with_process<'a>(
     host: &'a LiveHost,
     id: ProcessId,
-    act: impl FnOnce(&LiveProcess<'a>) -> Result<Effect, Refusal>,
-) -> Result<Effect, Refusal> {
+    apply_to: impl FnOnce(&LiveProcess<'a>) -> Result<ActionOutcome, ActionError>,
+) -> Result<ActionOutcome, ActionError> {
     let process = LiveProcess::open(host, id.pid)?;
-    if pagefold_host::Process::id(&process) != id {
-        return Err(Refusal::Vanished);
+    if pagefold_host::ProcessHandle::id(&process) != id {
+        return Err(ActionError::Vanished);
     }
-    act(&process).map_err(|refusal| match refusal {
-        Refusal::Vanished if process.lives() => Refusal::Busy(
+    apply_to(&process).map_err(|refusal| match refusal {
+        ActionError::Vanished if process.has_live_thread() => ActionError::Busy(
             "its main thread has ended, its threads come and go, or it has just begun another program".to_owned(),
         ),
         refusal => refusal,
@@ -72,7 +74,7 @@ fn upon<'a>(
 }
 
 /// Note a range that was missed, as one with the last where it goes on from it.
-fn miss(missed: &mut Vec<(AddressRange, String)>, range: AddressRange, why: String) {
+fn push_missed_range(missed: &mut Vec<(AddressRange, String)>, range: AddressRange, why: String) {
     match missed.last_mut() {
         Some((last, same)) if last.end == range.start && *same == why => last.end = range.end,
         _ => missed.push((range, why)),
@@ -80,13 +82,13 @@ fn miss(missed: &mut Vec<(AddressRange, String)>, range: AddressRange, why: Stri
 }
 
 /// Why nothing was injected, in the words of the port.
-fn refusal(error: inject::Error) -> Refusal {
+fn action_error(error: inject::InjectError) -> ActionError {
     match error {
-        inject::Error::Gone => Refusal::Vanished,
-        inject::Error::Denied(what) => Refusal::Denied(what),
-        inject::Error::Traced(tracer) => Refusal::Traced(Pid(tracer)),
-        inject::Error::Unsupported(what) => Refusal::Unsupported(what),
-        inject::Error::Busy(what) => Refusal::Busy(what),
-        inject::Error::Failed(what) => Refusal::Failed(what),
+        inject::InjectError::Vanished => ActionError::Vanished,
+        inject::InjectError::Denied(what) => ActionError::Denied(what),
+        inject::InjectError::Traced(tracer) => ActionError::Traced(Pid(tracer)),
+        inject::InjectError::Unsupported(what) => ActionError::Unsupported(what),
+        inject::InjectError::Busy(what) => ActionError::Busy(what),
+        inject::InjectError::Failed(what) => ActionError::Failed(what),
     }
 }

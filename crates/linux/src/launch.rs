@@ -1,7 +1,8 @@
 //! Starting a program in place of this one, enrolled: the system's part of `pagefold run`.
 
 pub use pagefold_sys::launch::{
-    Accompanied, Errors, accompany, become_program, fix_addresses, forget_children, has_no_reader,
+    CompanionHandle, StderrPolicy, disable_address_randomization, discard_pending_sigchld, exec_program, has_no_reader,
+    spawn_companion,
 };
-pub use pagefold_sys::mapping::merge_any;
-pub use pagefold_sys::userfault::UserFault;
+pub use pagefold_sys::mapping::set_merge_any;
+pub use pagefold_sys::userfault::UserfaultFd;

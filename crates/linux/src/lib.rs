@@ -3,21 +3,21 @@
 #![forbid(unsafe_code)]
 
 mod apply;
-mod claim;
-mod contents;
-mod frames;
+mod cgroup_namespace;
+mod frame_files;
+mod host_lock;
 pub mod launch;
-mod namespace;
+mod page_reader;
+mod proc_connector;
 mod process;
-mod programs;
 pub mod qmp;
 
-pub use contents::BATCH_BYTES;
-pub use namespace::enter_initial_cgroup_namespace;
+pub use cgroup_namespace::enter_initial_cgroup_namespace;
+pub use page_reader::BATCH_BYTES;
 
 use pagefold_base::{Absent, PageSize, Pfn, Pid, Reading};
-use pagefold_host::act::{Action, Effect, Refusal};
-use pagefold_host::{Claim, FrameFlags, Holder, Host, Process, Programs};
+use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::{ExecEvents, FrameFlags, Host, HostLock, LockHolder, ProcessHandle};
 use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::Path;
@@ -27,7 +27,7 @@ use std::sync::atomic::AtomicBool;
 #[derive(Debug)]
 pub struct LiveHost {
     page_size: PageSize,
-    frames: frames::FrameFiles,
+    frames: frame_files::FrameFiles,
 }
 
 impl LiveHost {
@@ -37,7 +37,7 @@ impl LiveHost {
     /// If the C library reports a page size that is no power of two.
     pub fn new() -> Self {
         let page_size = PageSize::new(rustix::param::page_size() as u64).expect("the kernel's page size");
-        Self { page_size, frames: frames::FrameFiles::open() }
+        Self { page_size, frames: frame_files::FrameFiles::open() }
     }
 }
 
@@ -57,14 +57,14 @@ impl Host for LiveHost {
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
-        File::open(Path::new("/").join(path)).and_then(whole).map_err(|error| absent(&error))
+        File::open(Path::new("/").join(path)).and_then(read_whole_file).map_err(|error| absence_reason(&error))
     }
 
     fn list(&self, path: &str) -> Reading<Vec<String>> {
-        let directory = fs::read_dir(Path::new("/").join(path)).map_err(|error| absent(&error))?;
+        let directory = fs::read_dir(Path::new("/").join(path)).map_err(|error| absence_reason(&error))?;
         let mut names = Vec::new();
         for entry in directory {
-            names.push(entry.map_err(|error| absent(&error))?.file_name().to_string_lossy().into_owned());
+            names.push(entry.map_err(|error| absence_reason(&error))?.file_name().to_string_lossy().into_owned());
         }
         names.sort();
         Ok(names)
@@ -72,15 +72,15 @@ impl Host for LiveHost {
 
     fn pids(&self) -> Reading<Vec<Pid>> {
         let mut pids = Vec::new();
-        for entry in fs::read_dir("/proc").map_err(|error| absent(&error))? {
-            let name = entry.map_err(|error| absent(&error))?.file_name();
+        for entry in fs::read_dir("/proc").map_err(|error| absence_reason(&error))? {
+            let name = entry.map_err(|error| absence_reason(&error))?.file_name();
             pids.extend(name.to_str().and_then(|name| name.parse().ok()).map(Pid));
         }
         pids.sort();
         Ok(pids)
     }
 
-    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
+    fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
         Ok(Box::new(process::LiveProcess::open(self, pid)?))
     }
 
@@ -92,37 +92,37 @@ impl Host for LiveHost {
         self.frames.mappings(frames)
     }
 
-    fn follow_programs(&self) -> Reading<Box<dyn Programs>> {
-        Ok(Box::new(programs::Connector::open()?))
+    fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
+        Ok(Box::new(proc_connector::ProcConnector::open()?))
     }
 
-    fn claim(&self) -> Result<Claim, Holder> {
-        claim::claim()
+    fn acquire_lock(&self) -> Result<HostLock, LockHolder> {
+        host_lock::acquire_host_lock()
     }
 
-    fn apply(&self, action: &Action) -> Result<Effect, Refusal> {
+    fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {
         apply::apply(self, action, &AtomicBool::new(false))
     }
 
-    fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<Effect, Refusal> {
+    fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
         apply::apply(self, action, stop)
     }
 }
 
 /// Bytes that are asked for at once: more than most files of the kernel have. Each read costs, and some of these files
 /// are made anew for each.
-const CHUNK: usize = 4096;
+const INITIAL_READ_BYTES: usize = 4096;
 
 /// All of a file of the kernel, whose size is not known before.
-fn whole(file: File) -> io::Result<Vec<u8>> {
-    let mut bytes = Vec::with_capacity(CHUNK);
+fn read_whole_file(file: File) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::with_capacity(INITIAL_READ_BYTES);
     // Without the limit the standard library would ask for the size first.
     file.take(u64::MAX).read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
 /// Why a file of the host could not be read.
-fn absent(error: &io::Error) -> Absent {
+fn absence_reason(error: &io::Error) -> Absent {
     match error.kind() {
         io::ErrorKind::NotFound => Absent::NotOnThisKernel,
         io::ErrorKind::PermissionDenied => Absent::Denied,

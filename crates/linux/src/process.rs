@@ -4,11 +4,11 @@
 //! `ENOENT`, also when its number has been given to another. `pagemap` and `mem` hold its address space in the same way
 //! and answer with nothing once it was left by exit or exec.
 
-use crate::{LiveHost, absent, apply, contents, whole};
+use crate::{LiveHost, absence_reason, apply, page_reader, read_whole_file};
 use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
-use pagefold_host::act::Refusal;
+use pagefold_host::action::ActionError;
 use pagefold_host::parse::{self, Stat};
-use pagefold_host::{Mapping, PageView, Process, Run, Way};
+use pagefold_host::{PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use pagefold_sys::pagemap::{self, MappedRange};
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
 use rustix::io::Errno;
@@ -21,17 +21,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// Pagemap entries read at once.
-const ENTRIES: usize = 1 << 16;
+const PAGEMAP_ENTRIES_PER_READ: usize = 1 << 16;
 /// How long pages that the kernel is moving are waited for in all while a process is held, and for how long at first
 /// and at most before they are looked at again. It moves up to 512 at once, in a millisecond or two if it has a CPU.
 /// Poisoned pages and memory of devices look the same and stay: then patience comes to an end.
-const PATIENCE: Duration = Duration::from_millis(500);
-const FIRST_WAIT: Duration = Duration::from_micros(50);
-const LONGEST_WAIT: Duration = Duration::from_millis(10);
+const MAX_MIGRATION_WAIT: Duration = Duration::from_millis(500);
+const FIRST_RETRY_DELAY: Duration = Duration::from_micros(50);
+const MAX_RETRY_DELAY: Duration = Duration::from_millis(10);
 /// How often threads are listed to find one that lives.
-const LOOKS: usize = 8;
+const MAX_THREAD_LISTINGS: usize = 8;
 /// Files that tell of the address space. Those of a main thread that has ended have no content, or zeros.
-const OF_MEMORY: [&str; 12] = [
+const ADDRESS_SPACE_FILES: [&str; 12] = [
     "cmdline",
     "environ",
     "ksm_merging_pages",
@@ -52,11 +52,11 @@ pub struct LiveProcess<'a> {
     id: ProcessId,
     directory: OwnedFd,
     /// Whether the main thread had ended when the process was taken hold of: then the other threads tell of its memory.
-    main_ended: bool,
+    main_thread_ended: bool,
     pagemap: OnceLock<Reading<File>>,
     memory: OnceLock<Reading<File>>,
     /// Microseconds that were waited for pages being moved.
-    waited: AtomicU64,
+    waited_us: AtomicU64,
 }
 
 impl<'a> LiveProcess<'a> {
@@ -64,26 +64,26 @@ impl<'a> LiveProcess<'a> {
     pub fn open(host: &'a LiveHost, pid: Pid) -> Reading<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = rustix::fs::open(format!("/proc/{pid}"), flags, Mode::empty())
-            .map_err(|errno| gone(&absent(&errno.into())))?;
+            .map_err(|errno| not_found_to_vanished(&absence_reason(&errno.into())))?;
         let mut process = Self {
             host,
             id: ProcessId { pid, start_time: 0 },
             directory,
-            main_ended: false,
+            main_thread_ended: false,
             pagemap: OnceLock::new(),
             memory: OnceLock::new(),
-            waited: AtomicU64::new(0),
+            waited_us: AtomicU64::new(0),
         };
         let stat = parse::stat(&process.read("stat")?)?;
         process.id.start_time = stat.start_time;
-        process.main_ended = matches!(stat.state, 'Z' | 'X');
+        process.main_thread_ended = matches!(stat.state, 'Z' | 'X');
         Ok(process)
     }
 
     fn open_file(&self, file: &str) -> Reading<File> {
         let open = |path: &str| openat(&self.directory, path, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-        if self.main_ended && OF_MEMORY.contains(&file) {
-            let found = self.living().and_then(|thread| open(&format!("{thread}/{file}")).ok());
+        if self.main_thread_ended && ADDRESS_SPACE_FILES.contains(&file) {
+            let found = self.find_live_thread().and_then(|thread| open(&format!("{thread}/{file}")).ok());
             if let Some(found) = found {
                 return Ok(found.into());
             }
@@ -91,15 +91,15 @@ impl<'a> LiveProcess<'a> {
         let found = match open(file) {
             // Its main thread has ended, and shows no memory any more: the others do, if there are any.
             Err(Errno::SRCH) => {
-                self.threads().find_map(|thread| open(&format!("{thread}/{file}")).ok()).ok_or(Errno::SRCH)
+                self.thread_directories().find_map(|thread| open(&format!("{thread}/{file}")).ok()).ok_or(Errno::SRCH)
             }
             found => found,
         };
-        found.map(File::from).map_err(|errno| self.why(&errno.into()))
+        found.map(File::from).map_err(|errno| self.absence_reason(&errno.into()))
     }
 
     /// The directories of its threads below its own. They may be gone at once.
-    fn threads(&self) -> impl Iterator<Item = String> {
+    fn thread_directories(&self) -> impl Iterator<Item = String> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let listing = openat(&self.directory, "task", flags, Mode::empty()).and_then(Dir::new);
         let names = listing.into_iter().flatten().flatten().map(|entry| entry.file_name().to_owned());
@@ -107,24 +107,24 @@ impl<'a> LiveProcess<'a> {
     }
 
     /// A thread that has not begun to end, by its directory.
-    fn living(&self) -> Option<String> {
+    fn find_live_thread(&self) -> Option<String> {
         let lives = |thread: &String| {
-            let stat = self.open_file(&format!("{thread}/stat")).ok().and_then(|file| whole(file).ok());
-            stat.and_then(|stat| parse::stat(&stat).ok()).is_some_and(|stat| lives(&stat))
+            let stat = self.open_file(&format!("{thread}/stat")).ok().and_then(|file| read_whole_file(file).ok());
+            stat.and_then(|stat| parse::stat(&stat).ok()).is_some_and(|stat| is_live_thread(&stat))
         };
-        self.threads().find(lives)
+        self.thread_directories().find(lives)
     }
 
     /// Whether the main thread had ended when the process was taken hold of.
-    pub(crate) fn main_ended(&self) -> bool {
-        self.main_ended
+    pub(crate) fn main_thread_ended(&self) -> bool {
+        self.main_thread_ended
     }
 
     /// Why a file of the process could not be read: a missing one is one that this kernel has not, unless the whole
     /// process is missing.
-    fn why(&self, error: &io::Error) -> Absent {
-        match absent(error) {
-            Absent::NotOnThisKernel if !self.is_alive() => Absent::Vanished,
+    fn absence_reason(&self, error: &io::Error) -> Absent {
+        match absence_reason(error) {
+            Absent::NotOnThisKernel if !self.exists() => Absent::Vanished,
             why => why,
         }
     }
@@ -135,14 +135,14 @@ impl<'a> LiveProcess<'a> {
     }
 
     /// Whether it is there, be it as a zombie.
-    pub(crate) fn is_alive(&self) -> bool {
+    pub(crate) fn exists(&self) -> bool {
         rustix::fs::statat(&self.directory, "stat", rustix::fs::AtFlags::empty()).is_ok()
     }
 
     /// Whether it has a thread that has not begun to end, be it in another program than before.
-    pub(crate) fn lives(&self) -> bool {
+    pub(crate) fn has_live_thread(&self) -> bool {
         // A thread that begins while they are listed is missed, and whoever began it may have ended since.
-        (0..LOOKS).any(|_| self.living().is_some())
+        (0..MAX_THREAD_LISTINGS).any(|_| self.find_live_thread().is_some())
     }
 
     pub(crate) fn pagemap(&self) -> Reading<&File> {
@@ -155,21 +155,26 @@ impl<'a> LiveProcess<'a> {
 
     /// The pagemap entries of so many pages from an address on, into `mappings`; whether the kernel was moving any of
     /// them. `Vanished` once the address space is gone.
-    pub(crate) fn read_mappings(&self, address: u64, pages: usize, mappings: &mut Vec<Mapping>) -> Reading<bool> {
+    pub(crate) fn read_pagemap_entries(
+        &self,
+        address: u64,
+        pages: usize,
+        mappings: &mut Vec<PagemapEntry>,
+    ) -> Reading<bool> {
         let pagemap = self.pagemap()?;
-        let mut bytes = vec![0; pages.min(ENTRIES) * 8];
+        let mut bytes = vec![0; pages.min(PAGEMAP_ENTRIES_PER_READ) * 8];
         let mut page = address / self.host.page_size.bytes();
         let (mut missing, mut moving) = (pages, false);
         while missing > 0 {
-            let wanted = missing.min(ENTRIES) * 8;
-            let count = pagemap.read_at(&mut bytes[..wanted], page * 8).map_err(|error| self.why(&error))?;
+            let wanted = missing.min(PAGEMAP_ENTRIES_PER_READ) * 8;
+            let count = pagemap.read_at(&mut bytes[..wanted], page * 8).map_err(|error| self.absence_reason(&error))?;
             if count < 8 {
                 return Err(Absent::Vanished);
             }
             let entries = bytes[..count].as_chunks::<8>().0;
             for entry in entries.iter().copied().map(u64::from_ne_bytes) {
-                moving |= Mapping::is_moving(entry);
-                mappings.push(Mapping::from_entry(entry));
+                moving |= PagemapEntry::is_migrating(entry);
+                mappings.push(PagemapEntry::from_raw(entry));
             }
             page += entries.len() as u64;
             missing -= entries.len();
@@ -179,44 +184,45 @@ impl<'a> LiveProcess<'a> {
 
     /// What a look tells once the kernel is moving none of the pages it looks at, or patience has come to an end. Each
     /// look is a new one: what is told is of one moment. A look also says whether it saw any being moved.
-    pub(crate) fn once_moved<T>(&self, mut look: impl FnMut() -> Reading<(T, bool)>) -> Reading<T> {
-        let mut wait = FIRST_WAIT;
+    pub(crate) fn retry_while_migrating<T>(&self, mut read: impl FnMut() -> Reading<(T, bool)>) -> Reading<T> {
+        let mut wait = FIRST_RETRY_DELAY;
         loop {
             let began = Instant::now();
-            let (told, moving) = look()?;
-            if !moving || !self.is_patient(wait + began.elapsed()) {
+            let (told, moving) = read()?;
+            if !moving || !self.spend_migration_wait(wait + began.elapsed()) {
                 return Ok(told);
             }
             std::thread::sleep(wait);
-            wait = LONGEST_WAIT.min(2 * wait);
+            wait = MAX_RETRY_DELAY.min(2 * wait);
         }
     }
 
     /// Resident pages in these ranges, and in which parts of them pages are swapped out, or being moved.
-    fn scan(&self, ranges: &[AddressRange]) -> Reading<(Vec<Run>, Vec<AddressRange>)> {
+    fn scan_resident(&self, ranges: &[AddressRange]) -> Reading<(Vec<PageRun>, Vec<AddressRange>)> {
         let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else {
             return Ok(Default::default());
         };
-        let mut clip = Clip { ranges, page_len: self.host.page_size.bytes(), runs: Vec::new(), away: Vec::new() };
-        match pagemap::anonymous(self.pagemap()?, first.start..last.end, |part| clip.take(part)) {
-            Ok(()) => Ok((clip.runs, clip.away)),
-            Err(error) if before_pagemap_scan(&error) => {
+        let mut clip =
+            RunClipper { ranges, page_len: self.host.page_size.bytes(), runs: Vec::new(), swapped_ranges: Vec::new() };
+        match pagemap::scan_anonymous(self.pagemap()?, first.start..last.end, |part| clip.add_part(part)) {
+            Ok(()) => Ok((clip.runs, clip.swapped_ranges)),
+            Err(error) if lacks_pagemap_scan(&error) => {
                 let runs = ranges.iter().map(|&range| self.resident_by_pagemap(range));
                 Ok((runs.collect::<Reading<Vec<_>>>()?.concat(), Vec::new()))
             }
-            Err(error) => Err(self.why(&error)),
+            Err(error) => Err(self.absence_reason(&error)),
         }
     }
 
     /// Whether the kernel is moving any page of a range that was swapped out or being moved, or has moved it since.
-    fn comes_back(&self, range: AddressRange) -> Reading<bool> {
+    fn is_migrating(&self, range: AddressRange) -> Reading<bool> {
         let mut mappings = Vec::new();
-        let chunk = ENTRIES as u64 * self.host.page_size.bytes();
+        let chunk = PAGEMAP_ENTRIES_PER_READ as u64 * self.host.page_size.bytes();
         for start in (range.start..range.end).step_by(chunk as usize) {
             let part = AddressRange { start, end: range.end.min(start + chunk) };
             mappings.clear();
             let moving =
-                self.read_mappings(start, self.host.page_size.pages_in(part.bytes()).0 as usize, &mut mappings)?;
+                self.read_pagemap_entries(start, self.host.page_size.pages_in(part.bytes()).0 as usize, &mut mappings)?;
             if moving || mappings.iter().any(|mapping| mapping.present) {
                 return Ok(true);
             }
@@ -225,20 +231,20 @@ impl<'a> LiveProcess<'a> {
     }
 
     /// Whether there is patience left after so long, which is less by it then.
-    fn is_patient(&self, after: Duration) -> bool {
-        let after = after.as_micros() as u64;
-        self.waited.fetch_add(after, Ordering::Relaxed) + after <= PATIENCE.as_micros() as u64
+    fn spend_migration_wait(&self, waited: Duration) -> bool {
+        let after = waited.as_micros() as u64;
+        self.waited_us.fetch_add(after, Ordering::Relaxed) + after <= MAX_MIGRATION_WAIT.as_micros() as u64
     }
 
     /// Resident pages as kernels before 6.7 tell them: from pagemap, with kpageflags to tell the kernel's page of zeros
     /// and huge pages. Without privilege a page that others map too cannot be told from the page of zeros and is taken
     /// for resident.
-    fn resident_by_pagemap(&self, range: AddressRange) -> Reading<Vec<Run>> {
+    fn resident_by_pagemap(&self, range: AddressRange) -> Reading<Vec<PageRun>> {
         let page_len = self.host.page_size.bytes();
-        let mut runs: Vec<Run> = Vec::new();
+        let mut runs: Vec<PageRun> = Vec::new();
         let mut address = range.start;
         while address < range.end {
-            let pages = ((range.end - address) / page_len).min(ENTRIES as u64) as usize;
+            let pages = ((range.end - address) / page_len).min(PAGEMAP_ENTRIES_PER_READ as u64) as usize;
             let mappings = self.mappings(AddressRange { start: address, end: address + pages as u64 * page_len })?;
             let mut frames: Vec<_> = mappings.iter().filter_map(|mapping| mapping.frame).collect();
             frames.sort_unstable();
@@ -260,7 +266,7 @@ impl<'a> LiveProcess<'a> {
                     Some(run) if run.huge == huge && run.address + u64::from(run.pages) * page_len == page => {
                         run.pages += 1;
                     }
-                    _ => runs.push(Run { address: page, pages: 1, huge }),
+                    _ => runs.push(PageRun { address: page, pages: 1, huge }),
                 }
             }
             address += pages as u64 * page_len;
@@ -269,31 +275,31 @@ impl<'a> LiveProcess<'a> {
     }
 }
 
-impl Process for LiveProcess<'_> {
+impl ProcessHandle for LiveProcess<'_> {
     fn id(&self) -> ProcessId {
         self.id
     }
 
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
-        let bytes = whole(self.open_file(file)?).map_err(|error| self.why(&error))?;
+        let bytes = read_whole_file(self.open_file(file)?).map_err(|error| self.absence_reason(&error))?;
         if file == "stat"
-            && self.main_ended
-            && let Some(thread) = self.living()
+            && self.main_thread_ended
+            && let Some(thread) = self.find_live_thread()
             && let Ok(stat) = self.open_file(&format!("{thread}/stat"))
-            && let Ok(of_thread) = whole(stat)
+            && let Ok(of_thread) = read_whole_file(stat)
         {
-            return Ok(with_state_of(&bytes, &of_thread));
+            return Ok(with_thread_state(&bytes, &of_thread));
         }
         Ok(bytes)
     }
 
     fn links(&self, directory: &str) -> Reading<Vec<String>> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let handle =
-            openat(&self.directory, directory, flags, Mode::empty()).map_err(|errno| self.why(&errno.into()))?;
+        let handle = openat(&self.directory, directory, flags, Mode::empty())
+            .map_err(|errno| self.absence_reason(&errno.into()))?;
         let mut targets = Vec::new();
-        for entry in Dir::read_from(&handle).map_err(|errno| self.why(&errno.into()))? {
-            let entry = entry.map_err(|errno| self.why(&errno.into()))?;
+        for entry in Dir::read_from(&handle).map_err(|errno| self.absence_reason(&errno.into()))? {
+            let entry = entry.map_err(|errno| self.absence_reason(&errno.into()))?;
             // An entry that is no link, or was closed meanwhile, has no target to tell.
             if let Ok(target) = readlinkat(&handle, entry.file_name(), Vec::new()) {
                 targets.push(target.to_string_lossy().into_owned());
@@ -303,19 +309,19 @@ impl Process for LiveProcess<'_> {
         Ok(targets)
     }
 
-    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
-        let (mut runs, away) = self.scan(ranges)?;
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
+        let (mut runs, away) = self.scan_resident(ranges)?;
         let coming_back = |away: Vec<AddressRange>| -> Reading<Vec<AddressRange>> {
-            let kept = away.into_iter().map(|part| Ok(self.comes_back(part)?.then_some(part)));
+            let kept = away.into_iter().map(|part| Ok(self.is_migrating(part)?.then_some(part)));
             kept.filter_map(Reading::transpose).collect()
         };
         let coming = coming_back(away)?;
         if !coming.is_empty() {
-            let mut back = self.once_moved(|| {
+            let mut back = self.retry_while_migrating(|| {
                 let (mut back, mut away) = (Vec::new(), Vec::new());
                 // One by one: a scan of all walks the page tables of what lies between them, too.
                 for part in &coming {
-                    let (runs, still) = self.scan(std::slice::from_ref(part))?;
+                    let (runs, still) = self.scan_resident(std::slice::from_ref(part))?;
                     back.extend(runs);
                     away.extend(still);
                 }
@@ -327,40 +333,40 @@ impl Process for LiveProcess<'_> {
         Ok(runs)
     }
 
-    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
         let pages = self.host.page_size.pages_in(range.bytes()).0 as usize;
-        self.once_moved(|| {
+        self.retry_while_migrating(|| {
             let mut mappings = Vec::new();
-            let moving = self.read_mappings(range.start, pages, &mut mappings)?;
+            let moving = self.read_pagemap_entries(range.start, pages, &mut mappings)?;
             Ok((mappings, moving))
         })
     }
 
-    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
-        contents::read(self, way, runs, sink)
+    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        page_reader::read_pages(self, way, runs, sink)
     }
 
-    fn ask_merge_any(&self) -> Result<bool, Refusal> {
+    fn ask_merge_any(&self) -> Result<bool, ActionError> {
         apply::ask_merge_any(self)
     }
 }
 
 /// Whether a thread has not begun to end.
-fn lives(stat: &Stat) -> bool {
+fn is_live_thread(stat: &Stat) -> bool {
     !matches!(stat.state, 'Z' | 'X') && stat.flags & parse::PF_EXITING == 0
 }
 
 /// The `stat` of a process with the state and the flags of one of its threads in place of its main thread's, which has
 /// ended.
-fn with_state_of(stat: &[u8], of_thread: &[u8]) -> Vec<u8> {
+fn with_thread_state(stat: &[u8], thread_stat: &[u8]) -> Vec<u8> {
     /// The positions of both among the fields after the name.
-    const STATE_AND_FLAGS: [usize; 2] = [0, 6];
+    const STATE_AND_FLAGS_FIELDS: [usize; 2] = [0, 6];
     let split = |bytes: &[u8]| -> Option<(usize, Vec<Vec<u8>>)> {
         let start = bytes.iter().rposition(|&byte| byte == b')')? + 2;
         Some((start, bytes.get(start..)?.split(|&byte| byte == b' ').map(<[u8]>::to_vec).collect()))
     };
-    let (Some((start, mut fields)), Some((_, other))) = (split(stat), split(of_thread)) else { return stat.to_vec() };
-    for position in STATE_AND_FLAGS {
+    let (Some((start, mut fields)), Some((_, other))) = (split(stat), split(thread_stat)) else { return stat.to_vec() };
+    for position in STATE_AND_FLAGS_FIELDS {
         if let (Some(field), Some(other)) = (fields.get_mut(position), other.get(position)) {
             field.clone_from(other);
         }
@@ -369,18 +375,18 @@ fn with_state_of(stat: &[u8], of_thread: &[u8]) -> Vec<u8> {
 }
 
 /// Collects what of mapped parts lies in the ranges; both ascend.
-struct Clip<'a> {
+struct RunClipper<'a> {
     /// Those that later parts may lie in.
     ranges: &'a [AddressRange],
     page_len: u64,
     /// What is resident.
-    runs: Vec<Run>,
+    runs: Vec<PageRun>,
     /// What is swapped out.
-    away: Vec<AddressRange>,
+    swapped_ranges: Vec<AddressRange>,
 }
 
-impl Clip<'_> {
-    fn take(&mut self, part: MappedRange) {
+impl RunClipper<'_> {
+    fn add_part(&mut self, part: MappedRange) {
         // A run counts its pages in 32 bits.
         let longest = u64::from(u32::MAX / 2) * self.page_len;
         let passed = self.ranges.iter().take_while(|range| range.end <= part.start).count();
@@ -388,12 +394,12 @@ impl Clip<'_> {
         for range in self.ranges.iter().take_while(|range| range.start < part.end) {
             let (mut start, end) = (part.start.max(range.start), part.end.min(range.end));
             if part.swapped {
-                self.away.push(AddressRange { start, end });
+                self.swapped_ranges.push(AddressRange { start, end });
                 continue;
             }
             while start < end {
                 let bytes = (end - start).min(longest);
-                self.runs.push(Run { address: start, pages: (bytes / self.page_len) as u32, huge: part.huge });
+                self.runs.push(PageRun { address: start, pages: (bytes / self.page_len) as u32, huge: part.huge });
                 start += bytes;
             }
         }
@@ -401,12 +407,12 @@ impl Clip<'_> {
 }
 
 /// Whether the kernel does not know PAGEMAP_SCAN.
-fn before_pagemap_scan(error: &io::Error) -> bool {
+fn lacks_pagemap_scan(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOTTY | Errno::INVAL))
 }
 
 /// A process that is not there has vanished; it is not a matter of the kernel's version.
-fn gone(why: &Absent) -> Absent {
+fn not_found_to_vanished(why: &Absent) -> Absent {
     match why {
         Absent::NotOnThisKernel => Absent::Vanished,
         why => why.clone(),
@@ -418,29 +424,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_state_of_a_living_thread_takes_the_place_of_an_ended_main_thread() {
+    fn state_comes_from_live_thread_if_main_ended() {
         let main = b"7 (a) Z b) Z 1 7 7 0 -1 4194316 55 0 0 0 3 4 0 0 20 0 2 0 123 0 0\n";
         let thread = b"9 (a) Z b) S 1 7 7 0 -1 4194368 1 0 0 0 0 0 0 0 20 0 2 0 456 9 9\n";
-        let stat = parse::stat(&with_state_of(main, thread)).unwrap();
+        let stat = parse::stat(&with_thread_state(main, thread)).unwrap();
         assert_eq!((stat.pid, stat.state, stat.flags, stat.start_time), (Pid(7), 'S', 4194368, 123));
-        assert_eq!((stat.faults, stat.utime, stat.stime), (55, 3, 4));
-        assert_eq!(with_state_of(b"torn", thread), b"torn");
-        assert_eq!(with_state_of(main, b"torn"), main);
+        assert_eq!((stat.page_faults, stat.utime, stat.stime), (55, 3, 4));
+        assert_eq!(with_thread_state(b"torn", thread), b"torn");
+        assert_eq!(with_thread_state(main, b"torn"), main);
     }
 
     #[test]
-    fn resident_parts_are_clipped_to_ranges() {
+    fn resident_runs_are_clipped_to_ranges() {
         let part = |start: u64, end: u64, huge| {
             let (file, zero, swapped) = (false, false, start == 41);
-            MappedRange { start: start * 4096, end: end * 4096, file, zero, huge, swapped }
+            MappedRange { start: start * 4096, end: end * 4096, file, zero_page: zero, huge, swapped }
         };
         let range = |start: u64, end: u64| AddressRange { start: start * 4096, end: end * 4096 };
         let found = [part(0, 10, false), part(10, 30, true), part(40, 41, false), part(41, 65, false)];
         let ranges = [range(2, 4), range(4, 12), range(20, 21), range(28, 50), range(60, 70)];
-        let mut clip = Clip { ranges: &ranges, page_len: 4096, runs: Vec::new(), away: Vec::new() };
-        found.into_iter().for_each(|part| clip.take(part));
+        let mut clip = RunClipper { ranges: &ranges, page_len: 4096, runs: Vec::new(), swapped_ranges: Vec::new() };
+        found.into_iter().for_each(|part| clip.add_part(part));
         let runs: Vec<_> = clip.runs.iter().map(|run| (run.address / 4096, run.pages, run.huge)).collect();
         assert_eq!(runs, [(2, 2, false), (4, 6, false), (10, 2, true), (20, 1, true), (28, 2, true), (40, 1, false)]);
-        assert_eq!(clip.away, [range(41, 50), range(60, 65)]);
+        assert_eq!(clip.swapped_ranges, [range(41, 50), range(60, 65)]);
     }
 }

@@ -1,52 +1,53 @@
 //! A plan with what it reaches counted from the groups, whoever is left alone.
 
-use crate::decide::plan::{Constraints, Plan};
+use crate::decide::plan::{MergePlan, PlanConstraints};
 use pagefold_base::process::Process;
 use pagefold_base::{PageClass, Pages};
-use pagefold_census::group;
-use pagefold_census::index::{Index, Mark};
+use pagefold_census::content_groups;
+use pagefold_census::index::{PageIndex, PageMark};
 use pagefold_census::results::Census;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Make a plan of a census and its index. See [`crate::decide::plan::plan`]; the frames that it should free are
+/// Make a plan of a census and its index. See [`crate::decide::plan::make_plan`]; the frames that it should free are
 /// counted here for the pages of its targets alone, as if ksmd found no others.
 ///
 /// Where some of the census are left alone, zeros that KSM merged with one another earlier are taken for none, so that
 /// of zeros one frame too few may be counted.
-pub fn plan(
+pub fn make_plan(
     census: &Census,
-    index: &Index,
-    constraints: &Constraints,
+    index: &PageIndex,
+    constraints: &PlanConstraints,
     excluded: &dyn Fn(&Process) -> Option<String>,
-) -> Plan {
-    let mut plan = crate::decide::plan::plan(census, constraints, excluded);
+) -> MergePlan {
+    let mut plan = crate::decide::plan::make_plan(census, constraints, excluded);
     let targets: BTreeSet<_> = plan.targets.iter().map(|target| target.process.id).collect();
     let kept: Vec<bool> = census.subjects.iter().map(|subject| targets.contains(&subject.process.id)).collect();
-    plan.predicted.reach.freed = if !constraints.whole && census.ranges.iter().all(|range| kept[range.subject]) {
-        census.savings.guided.freed
-    } else {
-        freed(census, index, constraints.whole, &kept)
-    };
-    if constraints.first_look && !constraints.whole {
-        let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
-        mark_late(&mut plan, census, index, &domains);
+    plan.predicted.effect.freed_frames =
+        if !constraints.whole_processes && census.ranges.iter().all(|range| kept[range.subject]) {
+            census.savings.guided.freed_frames
+        } else {
+            count_freed_frames(census, index, constraints.whole_processes, &kept)
+        };
+    if constraints.merges_at_first_scan && !constraints.whole_processes {
+        let domains = content_groups::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
+        mark_late_ranges(&mut plan, census, index, &domains);
     }
     plan
 }
 
 /// Frames that come back when those subjects that are `kept` are merged, whole or by their ranges.
-fn freed(census: &Census, index: &Index, whole: bool, kept: &[bool]) -> Pages {
+fn count_freed_frames(census: &Census, index: &PageIndex, whole: bool, is_kept: &[bool]) -> Pages {
     let sharing = census.sharing;
     let within_domains = !census.across_domains && whole;
-    let domains = group::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
-    let takes = |subject: usize, mark: Mark| kept[subject] && (whole || mark.is_covered());
+    let domains = content_groups::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
+    let takes = |subject: usize, mark: PageMark| is_kept[subject] && (whole || mark.is_covered());
 
-    let freed: Vec<Pages> = group::walk(index, &domains, |sum: &mut Pages, _, members| {
-        let freed = |members: &[group::Member]| {
-            let joins = |member: &group::Member| takes(member.subject, index.mark(member.ordinal));
-            group::freed(index, sharing, members, joins)
+    let freed: Vec<Pages> = content_groups::fold_groups(index, &domains, |sum: &mut Pages, _, members| {
+        let freed = |members: &[content_groups::GroupPage]| {
+            let joins = |member: &content_groups::GroupPage| takes(member.subject, index.mark(member.ordinal));
+            content_groups::freed_frames(index, sharing, members, joins)
         };
         *sum += if within_domains {
             members.chunk_by(|a, b| a.domain == b.domain).map(freed).sum()
@@ -55,11 +56,13 @@ fn freed(census: &Census, index: &Index, whole: bool, kept: &[bool]) -> Pages {
         };
     });
     let mut zeros: BTreeMap<(u32, u8), u64> = BTreeMap::new();
-    for (subject, &domain) in domains.iter().enumerate().filter(|&(subject, _)| kept[subject]) {
+    for (subject, &domain) in domains.iter().enumerate().filter(|&(subject, _)| is_kept[subject]) {
         let nodes: Vec<u8> = index
-            .pages_of(subject)
+            .subject_ordinals(subject)
             .into_par_iter()
-            .filter(|&page| index.mark(page).class() == Some(PageClass::Zero) && index.frame(page) == page)
+            .filter(|&page| {
+                index.mark(page).class() == Some(PageClass::Zero) && index.first_page_of_frame(page) == page
+            })
             .filter(|&page| takes(subject, index.mark(page)))
             .map(|page| index.node(page))
             .collect();
@@ -72,16 +75,16 @@ fn freed(census: &Census, index: &Index, whole: bool, kept: &[bool]) -> Pages {
 }
 
 /// Mark the ranges in which most of what merges are third and further copies.
-fn mark_late(plan: &mut Plan, census: &Census, index: &Index, domains: &[u32]) {
+fn mark_late_ranges(plan: &mut MergePlan, census: &Census, index: &PageIndex, domains: &[u32]) {
     let position = |id| plan.targets.iter().position(|target| target.process.id == id);
     let target_of: Vec<Option<usize>> = census.subjects.iter().map(|subject| position(subject.process.id)).collect();
     let further: Vec<Vec<AtomicU32>> =
         plan.targets.iter().map(|target| target.ranges.iter().map(|_| AtomicU32::new(0)).collect()).collect();
-    group::walk(index, domains, |(): &mut (), _, members| {
-        let covered = |member: &&group::Member| !member.merged && index.mark(member.ordinal).is_covered();
+    content_groups::fold_groups(index, domains, |(): &mut (), _, members| {
+        let covered = |member: &&content_groups::GroupPage| !member.merged && index.mark(member.ordinal).is_covered();
         for member in members.iter().filter(covered).skip(2) {
             let Some(target) = target_of[member.subject] else { continue };
-            let Some((.., address)) = index.place(member.ordinal) else { continue };
+            let Some((.., address)) = index.locate(member.ordinal) else { continue };
             let ranges = &plan.targets[target].ranges;
             let range = ranges.partition_point(|range| range.range.end <= address);
             if let Some(count) = further[target].get(range) {

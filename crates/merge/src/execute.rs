@@ -4,10 +4,10 @@
 //!    walk it; of those who have nothing else to gain, too.
 //! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On
 //!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged. Where that
-//!    falls short and ksmd has skipped pages, it goes on without skipping any ([`Settle::were_skipped`]). Where all
-//!    that was enrolled has ended, nothing is waited for ([`Walk`]).
+//!    falls short and ksmd has skipped pages, it goes on without skipping any ([`SettleDetector::may_be_skipped`]). Where all
+//!    that was enrolled has ended, nothing is waited for ([`StallDetector`]).
 //! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
-//!    withdrawn: see [`trial`].
+//!    withdrawn: see [`merge_monitor`](crate::merge_monitor).
 //! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
 //!    enrolled, because withdrawing them would unmerge. Where that is cut short, pieces of which nothing is merged yet
 //!    are withdrawn, unless ksmd is to go on with them.
@@ -15,22 +15,25 @@
 //! KSM has one tree and one ksmd: it also looks at what others have enrolled. The timeline is made of the targets' own
 //! counters, and the verdict of their page tables.
 
-use crate::Probes;
-use crate::decide::outcome::{Change, End, Fate, Missed, Outcome, Regions, Resident, Sample, Watched};
-use crate::decide::pace::{Pace, Settle};
-use crate::decide::plan::{Narrowed, Plan, Target, Way};
+use crate::MergeProbes;
+use crate::decide::outcome::{
+    EnrollChange, FailedChange, MergeEnd, MergeOutcome, MergedPagesWatch, PageFate, RegionCounts, Resident,
+    TimelinePoint,
+};
+use crate::decide::pace::{KsmdPace, SettleDetector};
+use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget, TemporaryUnenroll};
 use crate::decide::policy::GUIDED_SLEEP_MILLISECS;
-use crate::ksmd::{self, Gauge, Ksmd, Walk, full_scans, looks};
-use crate::recheck::{Moment, Whom};
-use crate::trial::{self, Trial, Withdrawn};
-use crate::{splitting, verify};
+use crate::ksmd::{self, KsmdThread, MergedPageCounter, StallDetector, read_full_scans, read_pages_scanned};
+use crate::merge_monitor::{self, MergeMonitor, UnenrolledRanges};
+use crate::recheck::{CheckScope, UnenrollPhase};
+use crate::{split_zeros, verify};
 use pagefold_base::ksm::DEFAULT_PAGES_TO_SCAN;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
-use pagefold_host::act::{self, Action, Advice};
+use pagefold_host::action::{self, Action, MergeAdvice};
 use pagefold_host::observe;
 use pagefold_host::transaction::session;
-use pagefold_host::transaction::session::{Session, Stays};
+use pagefold_host::transaction::session::{ChangeLifetime, Session};
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -38,52 +41,52 @@ use std::time::{Duration, Instant};
 
 /// How often the counters are read when what is waited for is near and nothing bounds ksmd: until it is seen, ksmd
 /// walks in vain. With a bound as much longer as ksmd is slower.
-const LOOK: Duration = Duration::from_millis(5);
+const NEAR_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
 /// How often before.
-const GLANCE: Duration = Duration::from_millis(20);
+const FAR_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The pause between looks in times of what a look takes: looking stays below a twentieth of one CPU.
-const LOOKING: u32 = 20;
+const POLL_PAUSE_FACTOR: u32 = 20;
 
 /// How often the speed is adapted and other writers are looked for.
-const ADAPT: Duration = Duration::from_millis(50);
+const PACE_UPDATE_INTERVAL: Duration = Duration::from_millis(50);
 
 /// How often merged pages are looked at again.
-const AGAIN: Duration = Duration::from_millis(200);
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
 /// The pause between such looks in times of what one takes.
-const WATCHING: u32 = 50;
+const CHECK_PAUSE_FACTOR: u32 = 50;
 
 /// How a plan is carried out.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct MergeOptions {
     /// ksmd's share of one CPU at most; 1 is no bound.
-    pub share: f64,
+    pub ksmd_cpu_share: f64,
     /// When to end, settled or not, from the start of the command.
     pub deadline: Option<Duration>,
     /// For how long merged pages of running targets are watched at least; zero for not at all.
-    pub watch: Duration,
+    pub watch_time: Duration,
     /// What becomes of what was changed for the time being.
-    pub after: After,
+    pub after_merge: AfterMerge,
 }
 
 /// What becomes of what was changed for the time being, once a plan is carried out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum After {
+pub enum AfterMerge {
     /// It is put back.
-    PutBack,
+    UndoChanges,
     /// It is put back, but for ksmd, which is left running slowly.
-    Slowly,
+    KeepKsmdRunning,
     /// It stays until the session ends: ksmd rests, and what does not pay stays withdrawn.
-    Resting,
+    KeepKsmdPaused,
 }
 
-impl After {
+impl AfterMerge {
     /// The same, by how it ended: who stops it does not want ksmd to go on, and who yields leaves nothing behind.
-    fn ended_by(self, end: &End) -> Self {
+    fn for_end(self, end: &MergeEnd) -> Self {
         match (end, self) {
-            (End::Yielded(_), _) | (End::Stopped, Self::Slowly) => Self::PutBack,
+            (MergeEnd::SettingsOverwritten(_), _) | (MergeEnd::Stopped, Self::KeepKsmdRunning) => Self::UndoChanges,
             _ => self,
         }
     }
@@ -91,7 +94,7 @@ impl After {
 
 /// What can be shown while it runs.
 #[derive(Debug, Default)]
-pub struct Progress {
+pub struct MergeProgress {
     stage: AtomicU64,
     merged: AtomicU64,
     expected: AtomicU64,
@@ -100,7 +103,7 @@ pub struct Progress {
 /// What is being done.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
-pub enum Stage {
+pub enum MergeStage {
     /// Nothing yet.
     Waiting,
     /// Ranges are being enrolled.
@@ -111,10 +114,11 @@ pub enum Stage {
     Verifying,
 }
 
-impl Progress {
+impl MergeProgress {
     /// What is being done.
-    pub fn stage(&self) -> Stage {
-        const STAGES: [Stage; 4] = [Stage::Waiting, Stage::Enrolling, Stage::Merging, Stage::Verifying];
+    pub fn stage(&self) -> MergeStage {
+        const STAGES: [MergeStage; 4] =
+            [MergeStage::Waiting, MergeStage::Enrolling, MergeStage::Merging, MergeStage::Verifying];
         STAGES[self.stage.load(Ordering::Relaxed) as usize % STAGES.len()]
     }
 
@@ -123,289 +127,307 @@ impl Progress {
         (Pages(self.merged.load(Ordering::Relaxed)), Pages(self.expected.load(Ordering::Relaxed)))
     }
 
-    fn enter(&self, stage: Stage) {
+    fn enter(&self, stage: MergeStage) {
         self.stage.store(stage as u64, Ordering::Relaxed);
     }
 }
 
 /// What is to be carried out.
-pub struct Planned {
+pub struct PreparedMerge {
     /// The plan.
-    pub plan: Plan,
+    pub plan: MergePlan,
     /// By what one can tell afterwards why it came out differently.
-    pub probes: Probes,
+    pub probes: MergeProbes,
     /// When the command began.
-    pub started: Instant,
+    pub started_at: Instant,
 }
 
 /// Carry out a plan, and put back what was changed for it alone. What does not stay merged is withdrawn by the `trial`,
 /// which is a new one unless something was merged before and is to be watched too.
 ///
 /// Targets that end meanwhile, or refuse, are told in the outcome and do not stop the others.
-pub fn carry_out<'h>(
+pub fn execute_plan<'h>(
     session: &mut Session<'h>,
-    planned: Planned,
-    options: &Options,
-    trial: &mut Trial<'h>,
-    progress: &Progress,
+    prepared: PreparedMerge,
+    options: &MergeOptions,
+    monitor: &mut MergeMonitor<'h>,
+    progress: &MergeProgress,
     stop: &AtomicBool,
-) -> Result<Outcome, session::Error> {
-    let Planned { plan, probes, started } = planned;
+) -> Result<MergeOutcome, session::Error> {
+    let PreparedMerge { plan, probes, started_at: started } = prepared;
     let host = session.host();
-    let unknown = session::Error::Unknown;
+    let unknown = session::Error::HostStateUnreadable;
     let available = observe::memory(host).and_then(|memory| memory.available);
-    let resident = verify::resident(host, &plan);
-    let huge: Bytes = plan.targets.iter().map(|target| target.huge).sum();
+    let resident = verify::resident_anonymous(host, &plan);
+    let huge: Bytes = plan.targets.iter().map(|target| target.huge_page_bytes).sum();
     // Whoever cannot see frames could not tell in the end what was reached.
     host.frame_flags(&[]).map_err(unknown)?;
-    let before = verify::found(host, &plan).map_err(unknown)?;
-    let (regions, looked) = (verify::regions(host, &plan), looks(host));
-    let mut work = Work {
+    let before = verify::measure_targets(host, &plan).map_err(unknown)?;
+    let (regions, looked) = (verify::region_starts(host, &plan), read_pages_scanned(host));
+    let mut work = MergeRun {
         plan: &plan,
-        trial,
-        withdrawn: Pages::ZERO,
-        withdrawn_from: BTreeSet::new(),
-        found_fleeting: started,
-        enrolled: false,
-        unskipping: false,
-        ksmd: Ksmd::find(host),
-        gauge: Gauge::new(host, &plan),
-        ksmd_before: Err(Absent::NotOnThisKernel),
-        pace: Pace::new(options.share),
+        monitor,
+        unenrolled_pages: Pages::ZERO,
+        unenrolled_processes: BTreeSet::new(),
+        volatile_found_at: started,
+        any_enrolled: false,
+        smart_scan_disabled: false,
+        ksmd: KsmdThread::find(host),
+        page_counter: MergedPageCounter::new(host, &plan),
+        ksmd_cpu_before: Err(Absent::NotOnThisKernel),
+        pace: KsmdPace::new(options.ksmd_cpu_share),
         session,
         options,
-        started,
+        started_at: started,
         progress,
         stop,
         timeline: Vec::new(),
-        missed: Vec::new(),
+        failed_changes: Vec::new(),
     };
-    work.ksmd_before = work.ksmd_cpu();
+    work.ksmd_cpu_before = work.ksmd_cpu();
     let census = started.elapsed();
     progress.expected.store(plan.predicted.merging.0, Ordering::Relaxed);
 
     let mut end = match work.merge() {
         Ok(end) => end,
-        Err(error @ session::Error::Contested { .. }) => End::Yielded(error.to_string()),
+        Err(error @ session::Error::SettingOverwritten { .. }) => MergeEnd::SettingsOverwritten(error.to_string()),
         Err(error) => return Err(error),
     };
-    progress.enter(Stage::Verifying);
-    if !matches!(end, End::Yielded(_)) {
-        match work.rest() {
-            Err(error @ session::Error::Contested { .. }) => end = End::Yielded(error.to_string()),
+    progress.enter(MergeStage::Verifying);
+    if !matches!(end, MergeEnd::SettingsOverwritten(_)) {
+        match work.pause_ksmd() {
+            Err(error @ session::Error::SettingOverwritten { .. }) => {
+                end = MergeEnd::SettingsOverwritten(error.to_string())
+            }
             rested => rested?,
         }
     }
-    let after = verify::found(host, &plan).map_err(unknown)?;
-    let nets = verify::nets(host, &plan, &before, &after);
-    let zeros_by_splitting = verify::zeros_by_splitting(&plan, host.page_size(), &before, &after);
+    let after = verify::measure_targets(host, &plan).map_err(unknown)?;
+    let nets = verify::net_savings(host, &plan, &before, &after);
+    let zeros_by_splitting = verify::split_zero_pages(&plan, host.page_size(), &before, &after);
     // What somebody had who has ended is no loss.
     let lives = |position: &usize| after[*position].is_some();
     let ended: Vec<usize> = (0..plan.targets.len()).filter(|position| !lives(position)).collect();
-    let before = verify::sum((0..before.len()).filter(lives).filter_map(|position| before[position].as_ref()));
-    let after = verify::sum(after.iter().flatten());
-    let bystanders = verify::bystanders(host, &plan);
-    let ksmd = work.ksmd_since();
-    let looks = looked.and_then(|before| Ok(looks(host)?.saturating_sub(before)));
-    let now = verify::regions(host, &plan);
-    let Work { timeline, mut missed, withdrawn, withdrawn_from: from, trial, .. } = work;
-    for refused in trial.refused() {
-        trial::note_once(&mut missed, refused.clone());
+    let before = verify::sum_targets((0..before.len()).filter(lives).filter_map(|position| before[position].as_ref()));
+    let after = verify::sum_targets(after.iter().flatten());
+    let bystanders = verify::count_unplanned_enrolled(host, &plan);
+    let ksmd = work.ksmd_cpu_used();
+    let looks = looked.and_then(|before| Ok(read_pages_scanned(host)?.saturating_sub(before)));
+    let now = verify::region_starts(host, &plan);
+    let MergeRun {
+        timeline,
+        failed_changes: mut missed,
+        unenrolled_pages: withdrawn,
+        unenrolled_processes: from,
+        monitor: trial,
+        ..
+    } = work;
+    for refused in trial.failed_changes() {
+        merge_monitor::push_failed_change(&mut missed, refused.clone());
     }
-    let (watched, withdrawn) = (Watched { seen: trial.seen(), withdrawn, from }, withdrawn_of(&plan, trial));
+    let (watched, withdrawn) = (
+        MergedPagesWatch { lifetime_stats: trial.lifetime_stats(), unenrolled_pages: withdrawn, unenrolled_from: from },
+        unenrolled_by_target(&plan, trial),
+    );
     let parts = |process| {
-        let lost = trial.withdrawn().get(&process).map(Withdrawn::ranges).unwrap_or_default();
-        [&lost[..], trial.idle(process)].concat()
+        let lost = trial.unenrolled().get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default();
+        [&lost[..], trial.unmerged(process)].concat()
     };
-    let regions = Regions::compare(&plan, &regions, &now, parts);
-    let given_up = |process: ProcessId| -> Vec<(AddressRange, Fate)> {
+    let regions = RegionCounts::compare(&plan, &regions, &now, parts);
+    let given_up = |process: ProcessId| -> Vec<(AddressRange, PageFate)> {
         let target = plan.targets.iter().filter(|target| target.process.id == process);
-        let beside = target.flat_map(|target| target.beside_its_guest(plan.whole)).map(|range| range.range);
-        let missed = missed.iter().filter(|missed| missed.pid == process.pid && missed.change == Change::Enrol);
+        let beside =
+            target.flat_map(|target| target.ranges_outside_guest(plan.whole_processes)).map(|range| range.range);
+        let missed = missed.iter().filter(|missed| missed.pid == process.pid && missed.change == EnrollChange::Enroll);
         let everything = AddressRange { start: 0, end: u64::MAX };
         let missed = missed.map(|missed| missed.range.unwrap_or(everything));
-        let withdrawn = trial.withdrawn().get(&process).map(Withdrawn::ranges).unwrap_or_default();
+        let withdrawn = trial.unenrolled().get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default();
         let named = |fate| move |range| (range, fate);
-        let given_up = beside.map(named(Fate::Beside)).chain(missed.map(named(Fate::Missed)));
-        let given_up = given_up.chain(withdrawn.into_iter().map(named(Fate::Withdrawn)));
-        given_up.chain(trial.idle(process).iter().copied().map(named(Fate::Idle))).collect()
+        let given_up = beside.map(named(PageFate::OutsideGuestMemory)).chain(missed.map(named(PageFate::NotEnrolled)));
+        let given_up = given_up.chain(withdrawn.into_iter().map(named(PageFate::Unenrolled)));
+        given_up.chain(trial.unmerged(process).iter().copied().map(named(PageFate::UnenrolledUnmerged))).collect()
     };
-    let fates = probes.look(host, given_up).map_err(unknown)?;
-    session.done()?;
+    let fates = probes.determine_fates(host, given_up).map_err(unknown)?;
+    session.commit()?;
     // Without the note later commands lack this part, and say so.
-    let unnoted = splitting::note(host, session.directory(), &zeros_by_splitting).err();
-    let unnoted = unnoted.map(|error| format!("what huge pages freed is not noted in {}: {error}", splitting::FILE));
-    if options.after.ended_by(&end) == After::Slowly {
-        let slowly = session.set(&Settings::from([
+    let unnoted = split_zeros::note(host, session.directory(), &zeros_by_splitting).err();
+    let unnoted = unnoted
+        .map(|error| format!("what huge pages freed is not noted in {}: {error}", split_zeros::SPLIT_ZEROS_FILE));
+    if options.after_merge.for_end(&end) == AfterMerge::KeepKsmdRunning {
+        let slowly = session.write_settings(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
             (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
             (Setting::Run, "1".to_owned()),
         ]));
         match slowly {
-            Err(error @ session::Error::Contested { .. }) => end = End::Yielded(error.to_string()),
+            Err(error @ session::Error::SettingOverwritten { .. }) => {
+                end = MergeEnd::SettingsOverwritten(error.to_string())
+            }
             set => set?,
         }
     }
-    let remains = match options.after.ended_by(&end) {
-        After::PutBack => session.finish()?,
-        After::Slowly => session.keep("guided")?,
-        After::Resting => Vec::new(),
+    let remains = match options.after_merge.for_end(&end) {
+        AfterMerge::UndoChanges => session.undo_all()?,
+        AfterMerge::KeepKsmdRunning => session.keep_as_policy("guided")?,
+        AfterMerge::KeepKsmdPaused => Vec::new(),
     };
-    let outcome = Outcome {
+    let outcome = MergeOutcome {
         end,
         before,
         after,
         nets,
         zeros_by_splitting,
         timeline,
-        census,
-        ksmd,
-        looks,
+        census_time: census,
+        ksmd_time: ksmd,
+        pages_scanned: looks,
         regions,
         fates,
-        own: own_cpu(),
+        own_cpu_time: own_cpu_time(),
         available: (available, observe::memory(host).and_then(|memory| memory.available)),
         resident: resident.and_then(|before| {
-            let after = verify::resident(host, &plan)?;
+            let after = verify::resident_anonymous(host, &plan)?;
             Ok(Resident { targets: (before.0, after.0), own: (before.1, after.1) })
         }),
-        huge: (huge, if huge.0 > 0 { verify::huge(host, &plan) } else { Ok(huge) }),
-        stops: session.stops().to_vec(),
-        watched,
-        withdrawn,
-        ended,
+        huge_page_bytes: (huge, if huge.0 > 0 { verify::targets_huge_bytes(host, &plan) } else { Ok(huge) }),
+        stops: session.stop_durations().to_vec(),
+        merged_watch: watched,
+        unenrolled: withdrawn,
+        ended_targets: ended,
         bystanders,
-        missed,
-        remains: remains.into_iter().map(|remains| remains.to_string()).chain(unnoted).collect(),
+        failed_changes: missed,
+        not_restored: remains.into_iter().map(|remains| remains.to_string()).chain(unnoted).collect(),
         plan,
     };
     Ok(outcome)
 }
 
 /// What a trial has withdrawn of the targets of a plan, by their positions.
-fn withdrawn_of(plan: &Plan, trial: &Trial<'_>) -> BTreeMap<usize, Vec<AddressRange>> {
-    let of = |target: &Target| Some(trial.withdrawn().get(&target.process.id)?.ranges());
+fn unenrolled_by_target(plan: &MergePlan, trial: &MergeMonitor<'_>) -> BTreeMap<usize, Vec<AddressRange>> {
+    let of = |target: &PlanTarget| Some(trial.unenrolled().get(&target.process.id)?.all_ranges());
     plan.targets.iter().enumerate().filter_map(|(position, target)| Some((position, of(target)?))).collect()
 }
 
 /// The CPU time of this process, all threads, and of the processes that traced targets for it.
-pub fn own_cpu() -> Duration {
+pub fn own_cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32) + pagefold_sys::inject::cpu_time()
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32) + pagefold_sys::inject::tracer_cpu_time()
 }
 
-struct Work<'w, 'h> {
-    plan: &'w Plan,
-    trial: &'w mut Trial<'h>,
-    withdrawn: Pages,
-    withdrawn_from: BTreeSet<ProcessId>,
-    found_fleeting: Instant,
+struct MergeRun<'w, 'h> {
+    plan: &'w MergePlan,
+    monitor: &'w mut MergeMonitor<'h>,
+    unenrolled_pages: Pages,
+    unenrolled_processes: BTreeSet<ProcessId>,
+    volatile_found_at: Instant,
     /// Whether anybody took anything that was to be enrolled.
-    enrolled: bool,
+    any_enrolled: bool,
     /// Whether ksmd was told to skip nothing.
-    unskipping: bool,
+    smart_scan_disabled: bool,
     session: &'w mut Session<'h>,
-    options: &'w Options,
-    started: Instant,
-    progress: &'w Progress,
+    options: &'w MergeOptions,
+    started_at: Instant,
+    progress: &'w MergeProgress,
     stop: &'w AtomicBool,
-    ksmd: Reading<Ksmd<'h>>,
-    ksmd_before: Reading<Duration>,
-    gauge: Gauge<'h>,
-    pace: Pace,
-    timeline: Vec<Sample>,
-    missed: Vec<Missed>,
+    ksmd: Reading<KsmdThread<'h>>,
+    ksmd_cpu_before: Reading<Duration>,
+    page_counter: MergedPageCounter<'h>,
+    pace: KsmdPace,
+    timeline: Vec<TimelinePoint>,
+    failed_changes: Vec<FailedChange>,
 }
 
-impl Work<'_, '_> {
-    fn merge(&mut self) -> Result<End, session::Error> {
-        self.progress.enter(Stage::Enrolling);
+impl MergeRun<'_, '_> {
+    fn merge(&mut self) -> Result<MergeEnd, session::Error> {
+        self.progress.enter(MergeStage::Enrolling);
         // What broke while ksmd rested would be merged again.
-        self.look_again(Moment::Meanwhile)?;
-        self.missed.extend(self.trial.withdraw_own(self.session)?);
-        self.narrow()?;
-        self.enrol(false)?;
+        self.check_and_unenroll(UnenrollPhase::DuringMerge)?;
+        self.failed_changes.extend(self.monitor.repeat_temporary_unenroll(self.session)?);
+        self.unenroll_unprofitable()?;
+        self.enroll_targets(false)?;
         let mut early = self.plan.merging_early();
-        let refused = |missed: &Missed| missed.change == Change::Enrol && missed.range.is_none();
-        if early.is_some() && self.missed.iter().any(refused) {
+        let refused = |missed: &FailedChange| missed.change == EnrollChange::Enroll && missed.range.is_none();
+        if early.is_some() && self.failed_changes.iter().any(refused) {
             // Nobody can wait for copies that are not enrolled.
-            self.enrol(true)?;
+            self.enroll_targets(true)?;
             early = None;
         }
         // Without anybody to look at ksmd sleeps, and what is waited for would never come.
         let before = self.plan.targets.iter().flat_map(|target| &target.ranges).any(|range| range.enrolled);
-        if !self.enrolled && (self.plan.whole || !before) {
-            return Ok(self.over().unwrap_or(End::Settled));
+        if !self.any_enrolled && (self.plan.whole_processes || !before) {
+            return Ok(self.early_end().unwrap_or(MergeEnd::Settled));
         }
         // Who enrols a process whole wants all of it.
-        if !self.options.watch.is_zero() && !self.plan.whole {
-            self.trial.add(self.plan);
+        if !self.options.watch_time.is_zero() && !self.plan.whole_processes {
+            self.monitor.add_plan(self.plan);
         }
-        self.progress.enter(Stage::Merging);
-        self.settle(early, self.plan.predicted.merging)
+        self.progress.enter(MergeStage::Merging);
+        self.wait_until_settled(early, self.plan.predicted.merging)
     }
 
     /// Withdraw for now what programs enrolled themselves and does not pay.
-    fn narrow(&mut self) -> Result<(), session::Error> {
-        if self.plan.narrowed.is_empty() {
+    fn unenroll_unprofitable(&mut self) -> Result<(), session::Error> {
+        if self.plan.temporary_unenrolls.is_empty() {
             return Ok(());
         }
         // What merged since the census would be unmerged: ksmd rests, and such ranges are left as they are.
         let host = self.session.host();
-        let ran = act::setting_now(host, Setting::Run).is_ok_and(|run| run == "1");
-        self.rest()?;
-        for Narrowed { process, comm, ranges, .. } in &self.plan.narrowed {
-            let merged = |range: &AddressRange| verify::look_at(host, *process, *range).map(|found| found.merged);
+        let ran = action::current_setting(host, Setting::Run).is_ok_and(|run| run == "1");
+        self.pause_ksmd()?;
+        for TemporaryUnenroll { process, comm, ranges, .. } in &self.plan.temporary_unenrolls {
+            let merged =
+                |range: &AddressRange| verify::count_range_pages(host, *process, *range).map(|found| found.merged);
             let untouched = |range: &AddressRange| !ran || merged(range) == Ok(Pages::ZERO);
             let ranges: Vec<AddressRange> = ranges.iter().copied().filter(untouched).collect();
-            if ranges.is_empty() || self.over().is_some() {
+            if ranges.is_empty() || self.early_end().is_some() {
                 continue;
             }
-            let action = Action::Advise { process: *process, advice: Advice::Unmergeable, ranges };
-            self.act(*process, comm, &action, Stays::ForNow)?;
+            let action = Action::Advise { process: *process, advice: MergeAdvice::Unmergeable, ranges };
+            self.act(*process, comm, &action, ChangeLifetime::Temporary)?;
         }
         Ok(())
     }
 
     /// Enrol what is to be enrolled first, or late.
-    fn enrol(&mut self, late: bool) -> Result<(), session::Error> {
+    fn enroll_targets(&mut self, late: bool) -> Result<(), session::Error> {
         for target in &self.plan.targets {
-            if self.over().is_some() {
+            if self.early_end().is_some() {
                 break;
             }
             let process = target.process.id;
-            let ranges = target.to_enrol(late);
-            let actions: Vec<Action> = match (&target.way, self.plan.whole) {
-                (Way::Unreachable(why), _) => {
+            let ranges = target.ranges_to_enroll(late);
+            let actions: Vec<Action> = match (&target.enroll_method, self.plan.whole_processes) {
+                (EnrollMethod::Unreachable(why), _) => {
                     let (pid, comm) = (process.pid, target.process.comm.clone());
-                    let missed = Missed { change: Change::Enrol, pid, comm, range: None, why: why.clone() };
-                    trial::note_once(&mut self.missed, missed);
+                    let missed =
+                        FailedChange { change: EnrollChange::Enroll, pid, comm, range: None, why: why.clone() };
+                    merge_monitor::push_failed_change(&mut self.failed_changes, missed);
                     continue;
                 }
                 // It may be enrolled already.
-                (Way::Guest(guest), true) if guest.backends.is_empty() => {
-                    self.enrolled = true;
+                (EnrollMethod::GuestControl(guest), true) if guest.backends.is_empty() => {
+                    self.any_enrolled = true;
                     continue;
                 }
-                (Way::Guest(guest), true) => guest
+                (EnrollMethod::GuestControl(guest), true) => guest
                     .backends
                     .iter()
                     .map(|backend| Action::GuestMerge {
                         process,
                         socket: guest.socket.clone(),
                         backend: backend.clone(),
-                        on: true,
+                        enable: true,
                     })
                     .collect(),
-                (Way::Within, true) => vec![Action::MergeAny { process, on: true }],
+                (EnrollMethod::InProcess, true) => vec![Action::MergeAny { process, enable: true }],
                 (_, false) if ranges.is_empty() => continue,
-                (_, false) => vec![Action::Advise { process, advice: Advice::Mergeable, ranges }],
+                (_, false) => vec![Action::Advise { process, advice: MergeAdvice::Mergeable, ranges }],
             };
             for action in actions {
-                if self.over().is_some() {
+                if self.early_end().is_some() {
                     break;
                 }
-                let is_busy = self.act(process, &target.process.comm, &action, Stays::OnceDone)?;
+                let is_busy = self.act(process, &target.process.comm, &action, ChangeLifetime::PermanentOnCommit)?;
                 // Each backend of a guest that hangs would take the whole time limit of its control socket.
                 if is_busy {
                     break;
@@ -416,102 +438,116 @@ impl Work<'_, '_> {
     }
 
     /// Act on a process. What it refuses is noted. Tells whether it was busy.
-    fn act(&mut self, process: ProcessId, comm: &str, action: &Action, stays: Stays) -> Result<bool, session::Error> {
-        let trial::Acted { missed, is_busy } = trial::act(self.session, process, comm, action, stays, self.stop)?;
-        self.enrolled |= stays == Stays::OnceDone && missed.iter().all(|missed| missed.range.is_some());
+    fn act(
+        &mut self,
+        process: ProcessId,
+        comm: &str,
+        action: &Action,
+        stays: ChangeLifetime,
+    ) -> Result<bool, session::Error> {
+        let merge_monitor::Acted { missed, is_busy } =
+            merge_monitor::apply_to_process(self.session, process, comm, action, stays, self.stop)?;
+        self.any_enrolled |=
+            stays == ChangeLifetime::PermanentOnCommit && missed.iter().all(|missed| missed.range.is_some());
         for missed in missed {
-            trial::note_once(&mut self.missed, missed);
+            merge_monitor::push_failed_change(&mut self.failed_changes, missed);
         }
         Ok(is_busy)
     }
 
     /// How it ends, if it was told to stop or its time is over.
-    fn over(&self) -> Option<End> {
-        let late = self.options.deadline.is_some_and(|deadline| self.started.elapsed() >= deadline);
-        let stopped = self.stop.load(Ordering::Relaxed).then_some(End::Stopped);
-        stopped.or(late.then_some(End::Deadline))
+    fn early_end(&self) -> Option<MergeEnd> {
+        let late = self.options.deadline.is_some_and(|deadline| self.started_at.elapsed() >= deadline);
+        let stopped = self.stop.load(Ordering::Relaxed).then_some(MergeEnd::Stopped);
+        stopped.or(late.then_some(MergeEnd::Deadline))
     }
 
     /// Let ksmd work until nothing more comes: first what is enrolled `early`, if anything is late, then all that is
     /// expected.
-    fn settle(&mut self, early: Option<Pages>, expected: Pages) -> Result<End, session::Error> {
-        let unknown = session::Error::Unknown;
+    fn wait_until_settled(&mut self, early: Option<Pages>, expected: Pages) -> Result<MergeEnd, session::Error> {
+        let unknown = session::Error::HostStateUnreadable;
         let host = self.session.host();
-        self.run()?;
+        self.run_ksmd()?;
         // Late ones merge at the first look, if the first two of each are in the stable tree by then.
         let early = early.map(|pages| Pages(pages.0 - pages.0 / 32));
         let mut late = early.is_some();
-        let mut settle = Settle::new(full_scans(host).map_err(unknown)?, Some(early.unwrap_or(expected)));
+        let mut settle = SettleDetector::new(read_full_scans(host).map_err(unknown)?, Some(early.unwrap_or(expected)));
         let mut adapted = (Instant::now(), self.ksmd_cpu());
         let (began, mut looked) = (Instant::now(), Instant::now());
         let mut settled: Option<Instant> = None;
-        let (mut pause, mut again) = (LOOK, AGAIN);
-        let (skipped, mut walk) = (ksmd::skipped(host), Walk::new(host));
+        let (mut pause, mut again) = (NEAR_POLL_INTERVAL, CHECK_INTERVAL);
+        let (skipped, mut walk) = (ksmd::read_pages_skipped(host), StallDetector::new(host));
         loop {
             std::thread::sleep(pause);
             let began_to_look = Instant::now();
-            let scans = full_scans(host).map_err(unknown)?;
-            let merged = self.gauge.merged();
-            let ksmd = self.ksmd_since().unwrap_or_default();
-            self.timeline.push(Sample { at: self.started.elapsed(), merged, ksmd });
+            let scans = read_full_scans(host).map_err(unknown)?;
+            let merged = self.page_counter.count_new();
+            let ksmd = self.ksmd_cpu_used().unwrap_or_default();
+            self.timeline.push(TimelinePoint { at: self.started_at.elapsed(), merged, ksmd_time: ksmd });
             self.progress.merged.store(merged.0, Ordering::Relaxed);
             let looking = began_to_look.elapsed();
-            if settled.is_none() && (settle.look(scans, merged) || walk.is_over(host, &self.gauge)) {
+            if settled.is_none() && (settle.update(scans, merged) || walk.has_nothing_to_scan(host, &self.page_counter))
+            {
                 if late {
                     late = false;
                     // An address space is enrolled behind ksmd's cursor, and waits for the next scan (mm/ksm.c,
                     // `__ksm_enter`). While ksmd rests, all of them wait for the same one.
-                    self.rest()?;
-                    self.enrol(true)?;
-                    self.run()?;
+                    self.pause_ksmd()?;
+                    self.enroll_targets(true)?;
+                    self.run_ksmd()?;
                     adapted = (Instant::now(), self.ksmd_cpu());
-                    settle = Settle::new(full_scans(host).map_err(unknown)?, Some(expected));
+                    settle = SettleDetector::new(read_full_scans(host).map_err(unknown)?, Some(expected));
                     continue;
                 }
-                let skips = !self.unskipping && act::setting_now(host, Setting::SmartScan).is_ok_and(|on| on == "1");
+                let skips = !self.smart_scan_disabled
+                    && action::current_setting(host, Setting::SmartScan).is_ok_and(|on| on == "1");
                 let passed_over = skipped.as_ref().is_ok_and(|before| {
-                    let now = ksmd::skipped(host).unwrap_or(*before);
-                    settle.were_skipped(merged, now.saturating_sub(*before))
+                    let now = ksmd::read_pages_skipped(host).unwrap_or(*before);
+                    settle.may_be_skipped(merged, now.saturating_sub(*before))
                 });
                 if skips && passed_over {
-                    self.unskipping = true;
-                    ksmd::skip(self.session, false)?;
-                    settle = Settle::new(scans, Some(expected));
+                    self.smart_scan_disabled = true;
+                    ksmd::set_smart_scan(self.session, false)?;
+                    settle = SettleDetector::new(scans, Some(expected));
                     continue;
                 }
                 // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks
                 // from here on is seen however few looks follow, in this round or the next.
-                self.rest()?;
-                self.trial.look(Whom::All);
+                self.pause_ksmd()?;
+                self.monitor.check_pages(CheckScope::All);
                 looked = Instant::now();
                 settled = Some(looked);
             }
             let near = settle.expected().is_none_or(|expected| merged.0 >= expected.0 / 8 * 7);
             // Many targets take longer to count.
-            let wanted = if near { LOOK } else { GLANCE }.div_f64(self.options.share.clamp(0.05, 1.0)).min(ADAPT);
-            pause = wanted.max(looking * LOOKING);
+            let wanted = if near { NEAR_POLL_INTERVAL } else { FAR_POLL_INTERVAL }
+                .div_f64(self.options.ksmd_cpu_share.clamp(0.05, 1.0))
+                .min(PACE_UPDATE_INTERVAL);
+            pause = wanted.max(looking * POLL_PAUSE_FACTOR);
             // What merged last is watched, too. While looks still find something that does not last, more may come.
-            let rested = settled.is_some_and(|rested| rested.elapsed() >= self.options.watch.min(3 * AGAIN));
-            let watched = began.elapsed() >= self.options.watch && self.found_fleeting.elapsed() >= 3 * AGAIN;
-            if rested && watched || settled.is_some() && !self.trial.ran() {
-                return self.close(End::Settled);
+            let rested =
+                settled.is_some_and(|rested| rested.elapsed() >= self.options.watch_time.min(3 * CHECK_INTERVAL));
+            let watched =
+                began.elapsed() >= self.options.watch_time && self.volatile_found_at.elapsed() >= 3 * CHECK_INTERVAL;
+            if rested && watched || settled.is_some() && !self.monitor.check_any_ran() {
+                return self.finish(MergeEnd::Settled);
             }
-            if let Some(end) = self.over() {
-                return self.close(end);
+            if let Some(end) = self.early_end() {
+                return self.finish(end);
             }
             if looked.elapsed() >= again {
                 let began = Instant::now();
-                self.look_again(Moment::Meanwhile)?;
+                self.check_and_unenroll(UnenrollPhase::DuringMerge)?;
                 looked = Instant::now();
-                again = AGAIN.max((looked - began) * WATCHING);
+                again = CHECK_INTERVAL.max((looked - began) * CHECK_PAUSE_FACTOR);
             }
             let elapsed = adapted.0.elapsed();
-            if elapsed >= ADAPT {
-                self.session.uncontested()?;
+            if elapsed >= PACE_UPDATE_INTERVAL {
+                self.session.check_not_overwritten()?;
                 let cpu = self.ksmd_cpu();
                 if let (None, Ok(then), Ok(now)) = (settled, &adapted.1, &cpu) {
                     self.pace.adapt(now.saturating_sub(*then), elapsed);
-                    self.run()?;
+                    self.run_ksmd()?;
                 }
                 adapted = (Instant::now(), cpu);
             }
@@ -519,22 +555,24 @@ impl Work<'_, '_> {
     }
 
     /// Withdraw what holds nothing merged; of a round that was cut short only where ksmd is not to go on with it.
-    fn close(&mut self, end: End) -> Result<End, session::Error> {
-        if end == End::Settled {
-            self.look_again(Moment::End)?;
-        } else if self.options.after.ended_by(&end) == After::PutBack && !self.plan.whole {
-            self.rest()?;
+    fn finish(&mut self, end: MergeEnd) -> Result<MergeEnd, session::Error> {
+        if end == MergeEnd::Settled {
+            self.check_and_unenroll(UnenrollPhase::AfterSettled)?;
+        } else if self.options.after_merge.for_end(&end) == AfterMerge::UndoChanges && !self.plan.whole_processes {
+            self.pause_ksmd()?;
             let page_size = self.session.host().page_size();
             // It may be that nothing was to be watched.
-            self.trial.add(self.plan);
-            self.trial.look(Whom::All);
-            for (process, pages) in self.trial.withdraw(self.session, Moment::Early)? {
+            self.monitor.add_plan(self.plan);
+            self.monitor.check_pages(CheckScope::All);
+            for (process, pages) in
+                self.monitor.unenroll_unprofitable(self.session, UnenrollPhase::AfterInterruption)?
+            {
                 // What had only not merged yet was not lost.
-                let idle = self.trial.idle(process).iter().map(|range| page_size.pages_in(range.bytes())).sum();
+                let idle = self.monitor.unmerged(process).iter().map(|range| page_size.pages_in(range.bytes())).sum();
                 let lost = pages.saturating_sub(idle);
                 if lost > Pages::ZERO {
-                    self.withdrawn += lost;
-                    self.withdrawn_from.insert(process);
+                    self.unenrolled_pages += lost;
+                    self.unenrolled_processes.insert(process);
                 }
             }
         }
@@ -542,35 +580,39 @@ impl Work<'_, '_> {
     }
 
     /// Withdraw what does not stay merged.
-    fn look_again(&mut self, moment: Moment) -> Result<(), session::Error> {
-        self.trial.look(if moment == Moment::Meanwhile { Whom::Ran } else { Whom::All });
-        let gone = self.trial.withdraw(self.session, moment)?;
+    fn check_and_unenroll(&mut self, moment: UnenrollPhase) -> Result<(), session::Error> {
+        self.monitor.check_pages(if moment == UnenrollPhase::DuringMerge {
+            CheckScope::RanSinceCheck
+        } else {
+            CheckScope::All
+        });
+        let gone = self.monitor.unenroll_unprofitable(self.session, moment)?;
         if !gone.is_empty() {
-            self.found_fleeting = Instant::now();
+            self.volatile_found_at = Instant::now();
         }
-        self.withdrawn += gone.values().copied().sum::<Pages>();
-        self.withdrawn_from.extend(gone.into_keys());
+        self.unenrolled_pages += gone.values().copied().sum::<Pages>();
+        self.unenrolled_processes.extend(gone.into_keys());
         Ok(())
     }
 
     /// Run ksmd at the present pace.
-    fn run(&mut self) -> Result<(), session::Error> {
-        ksmd::run(self.session, self.pace)
+    fn run_ksmd(&mut self) -> Result<(), session::Error> {
+        ksmd::run_at_pace(self.session, self.pace)
     }
 
     /// Stop ksmd, with what is merged kept.
-    fn rest(&mut self) -> Result<(), session::Error> {
-        ksmd::rest(self.session)?;
-        if std::mem::take(&mut self.unskipping) { ksmd::skip(self.session, true) } else { Ok(()) }
+    fn pause_ksmd(&mut self) -> Result<(), session::Error> {
+        ksmd::pause(self.session)?;
+        if std::mem::take(&mut self.smart_scan_disabled) { ksmd::set_smart_scan(self.session, true) } else { Ok(()) }
     }
 
     fn ksmd_cpu(&self) -> Reading<Duration> {
-        self.ksmd.as_ref().map_err(Absent::clone)?.cpu()
+        self.ksmd.as_ref().map_err(Absent::clone)?.cpu_time()
     }
 
     /// The CPU time that ksmd used since the start.
-    fn ksmd_since(&self) -> Reading<Duration> {
-        Ok(self.ksmd_cpu()?.saturating_sub(self.ksmd_before.clone()?))
+    fn ksmd_cpu_used(&self) -> Reading<Duration> {
+        Ok(self.ksmd_cpu()?.saturating_sub(self.ksmd_cpu_before.clone()?))
     }
 }
 

@@ -6,27 +6,27 @@
 
 #![forbid(unsafe_code)]
 
-mod ages;
-mod bound;
 mod candidates;
+pub mod continuous_merge;
 pub mod decide;
 pub mod execute;
-pub mod follow;
 pub mod ksmd;
+pub mod merge_monitor;
+mod merge_probes;
+mod metadata_limit;
+mod page_sample;
 pub mod policy;
 pub mod prepare;
-mod probes;
 pub mod recheck;
-mod sample;
-pub mod splitting;
+pub mod split_zeros;
+mod stable_ages;
 pub mod text;
-pub mod trial;
 pub mod unmerge;
 pub mod verify;
 pub mod wire;
 
-pub use ages::Ages;
-pub use bound::keep_within;
-pub use candidates::plan;
-pub use probes::Probes;
-pub use sample::sample_pages;
+pub use candidates::make_plan;
+pub use merge_probes::MergeProbes;
+pub use metadata_limit::limit_to_metadata;
+pub use page_sample::sample_pages;
+pub use stable_ages::StableAges;

@@ -2,13 +2,13 @@
 //!
 //! Limits: what ksmtuned takes for committed is the resident memory of all QEMU processes that this process may see.
 
-use crate::decide::policy::{Observation, Policy};
-use crate::ksmd::Ksmd;
+use crate::decide::policy::{HostObservation, Policy};
+use crate::ksmd::KsmdThread;
 use pagefold_base::identity::Monitor;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Absent, Bytes, Reading};
 use pagefold_host::transaction::journal;
-use pagefold_host::transaction::session::{Error, Remains, Session};
+use pagefold_host::transaction::session::{Error, FailedUndo, Session};
 use pagefold_host::{Host, observe, parse};
 use std::io;
 use std::path::Path;
@@ -16,24 +16,24 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// How soon somebody who follows a policy stops when told to.
-const HEED: Duration = Duration::from_millis(50);
+const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// What policies go by, as of now.
-pub fn observe(host: &dyn Host) -> Observation {
+pub fn observe_host(host: &dyn Host) -> HostObservation {
     let meminfo = host.read("proc/meminfo");
     let memory = meminfo.as_deref().map(parse::meminfo).map_err(Absent::clone);
-    let free = |bytes: &[u8]| Ok(parse::meminfo(bytes).free? + parse::cache(bytes)?);
-    Observation {
+    let free = |bytes: &[u8]| Ok(parse::meminfo(bytes).free? + parse::buffers_and_cached(bytes)?);
+    HostObservation {
         total: memory.and_then(|memory| memory.total),
         free: meminfo.as_deref().map_err(Absent::clone).and_then(free),
-        committed: committed(host),
+        committed: qemu_resident(host),
         ksm: observe::ksm(host),
-        ksmd_cpu: Ksmd::find(host).and_then(|ksmd| ksmd.cpu()),
+        ksmd_cpu: KsmdThread::find(host).and_then(|ksmd| ksmd.cpu_time()),
     }
 }
 
 /// Resident memory of all QEMU processes. Those that end meanwhile or cannot be read are left out, as `ps` does.
-fn committed(host: &dyn Host) -> Reading<Bytes> {
+fn qemu_resident(host: &dyn Host) -> Reading<Bytes> {
     let mut sum = Bytes::ZERO;
     for pid in host.pids()? {
         let Ok(handle) = host.open(pid) else { continue };
@@ -51,10 +51,10 @@ fn committed(host: &dyn Host) -> Reading<Bytes> {
 }
 
 /// Settings that cannot be had together, with what to do about it.
-pub fn conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
+pub fn find_conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
     let mode = match settings.get(&Setting::AdvisorMode) {
         Some(mode) => mode.clone(),
-        None => pagefold_host::act::setting_now(host, Setting::AdvisorMode).ok()?,
+        None => pagefold_host::action::current_setting(host, Setting::AdvisorMode).ok()?,
     };
     (mode == "scan-time" && settings.contains_key(&Setting::PagesToScan)).then(|| {
         "the kernel takes no pages_to_scan while advisor_mode is scan-time: leave it out, or add advisor_mode = \"none\""
@@ -64,10 +64,10 @@ pub fn conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
 
 /// What is to be written so that the host has a policy's settings: those, and for what only a former policy had set
 /// what there was before that one.
-pub fn wanted(session: &Session<'_>, settings: Settings) -> Result<Settings, Error> {
+pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Settings, Error> {
     let mut wanted = Settings::new();
-    for entry in session.policy()?.into_iter().flat_map(|policy| policy.entries) {
-        if let pagefold_host::act::Action::Set { setting, value } = entry.undo {
+    for entry in session.load_policy_journal()?.into_iter().flat_map(|policy| policy.entries) {
+        if let pagefold_host::action::Action::Set { setting, value } = entry.undo {
             wanted.insert(setting, value);
         }
     }
@@ -83,49 +83,57 @@ pub fn wanted(session: &Session<'_>, settings: Settings) -> Result<Settings, Err
 /// Tells them, and what else the session had changed and could not put back.
 ///
 /// # Errors
-/// The host has what it had then, but for what [`Error::Remains`] names.
-pub fn set(session: &mut Session<'_>, policy: &Policy, name: &str) -> Result<(Settings, Vec<Remains>), Error> {
-    let settings = policy.once(&observe(session.host())).map_err(Error::Unknown)?;
-    let wanted = wanted(session, settings.clone())?;
-    match session.set(&wanted).and_then(|()| session.keep(name)) {
+/// The host has what it had then, but for what [`SessionError::UndoFailed`] names.
+pub fn set_policy(
+    session: &mut Session<'_>,
+    policy: &Policy,
+    name: &str,
+) -> Result<(Settings, Vec<FailedUndo>), Error> {
+    let settings = policy.one_shot_settings(&observe_host(session.host())).map_err(Error::HostStateUnreadable)?;
+    let wanted = settings_to_write(session, settings.clone())?;
+    match session.write_settings(&wanted).and_then(|()| session.keep_as_policy(name)) {
         Ok(remains) => Ok((settings, remains)),
-        Err(error) => Err(session.give_up(error)),
+        Err(error) => Err(session.abort(error)),
     }
 }
 
 /// Follow a policy until told to stop: write its settings, and after each interval those of its next step. Policies
 /// that do not adapt are held and watched. The settings come back with the session.
 ///
-/// Another writer ends it with [`Error::Contested`]: then end the session, which leaves what the other wrote. Tells how
+/// Another writer ends it with [`SessionError::SettingOverwritten`]: then end the session, which leaves what the other wrote. Tells how
 /// many steps were taken.
-pub fn follow(session: &mut Session<'_>, policy: &Policy, mut until: impl FnMut() -> bool) -> Result<u64, Error> {
-    let (mut state, settings) = policy.start(&observe(session.host())).map_err(Error::Unknown)?;
-    session.set(&settings)?;
+pub fn follow_policy(
+    session: &mut Session<'_>,
+    policy: &Policy,
+    mut should_stop: impl FnMut() -> bool,
+) -> Result<u64, Error> {
+    let (mut state, settings) = policy.start(&observe_host(session.host())).map_err(Error::HostStateUnreadable)?;
+    session.write_settings(&settings)?;
     let mut steps = 0;
     loop {
         let next = Instant::now() + policy.interval();
         loop {
-            if until() {
+            if should_stop() {
                 return Ok(steps);
             }
             match next.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
-                Some(left) => thread::sleep(left.min(HEED)),
+                Some(left) => thread::sleep(left.min(STOP_POLL_INTERVAL)),
                 None => break,
             }
         }
-        session.uncontested()?;
+        session.check_not_overwritten()?;
         let settings;
-        (state, settings) = policy.step(state, &observe(session.host())).map_err(Error::Unknown)?;
-        session.set(&settings)?;
+        (state, settings) = policy.step(state, &observe_host(session.host())).map_err(Error::HostStateUnreadable)?;
+        session.write_settings(&settings)?;
         steps += 1;
     }
 }
 
 /// What was written down of the policy that is set, without taking the lock.
-pub fn current(host: &dyn Host, directory: &Path) -> Result<Option<journal::Journal>, journal::Error> {
-    let boot = pagefold_host::transaction::session::boot(host);
-    let policy = match journal::Directory::open(directory) {
-        Ok(directory) => journal::Journal::load(&directory, journal::POLICY)?,
+pub fn load_current_policy(host: &dyn Host, directory: &Path) -> Result<Option<journal::Journal>, journal::Error> {
+    let boot = pagefold_host::transaction::session::read_boot_id(host);
+    let policy = match journal::StateDirectory::open(directory) {
+        Ok(directory) => journal::Journal::load(&directory, journal::POLICY_FILE)?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(source) => return Err(journal::Error::Io { path: directory.to_owned(), source }),
     };
@@ -136,40 +144,43 @@ pub fn current(host: &dyn Host, directory: &Path) -> Result<Option<journal::Jour
 mod tests {
     use super::*;
     use crate::decide::policy::Ksmtuned;
-    use pagefold_host::fake::Fake;
-    use pagefold_host::faulty::{Fault, Faulty};
+    use pagefold_host::fake_host::FakeHost;
+    use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     fn begin<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
         Session::begin(host, directory).unwrap().0
     }
 
-    fn named(name: &str) -> Policy {
-        Policy::named(name).unwrap().unwrap()
+    fn named_policy(name: &str) -> Policy {
+        Policy::from_name(name).unwrap().unwrap()
     }
 
-    fn fast() -> Policy {
+    fn fast_ksmtuned() -> Policy {
         Policy::Ksmtuned(Ksmtuned { interval: Duration::from_millis(1), ..Ksmtuned::default() })
     }
 
     /// A guest with so many resident pages.
-    fn guest(host: &Fake, pid: u32, pages: u64) {
-        host.file(
+    fn put_guest(host: &FakeHost, pid: u32, pages: u64) {
+        host.put_file(
             &format!("proc/{pid}/stat"),
             &format!("{pid} (qemu) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1 0 0\n"),
         );
-        host.file(&format!("proc/{pid}/cmdline"), "/usr/bin/qemu-system-x86_64\0-enable-kvm\0");
-        host.file(&format!("proc/{pid}/statm"), &format!("9999999 {pages} 1 1 0 1 0\n"));
+        host.put_file(&format!("proc/{pid}/cmdline"), "/usr/bin/qemu-system-x86_64\0-enable-kvm\0");
+        host.put_file(&format!("proc/{pid}/statm"), &format!("9999999 {pages} 1 1 0 1 0\n"));
     }
 
     #[test]
-    fn what_a_policy_goes_by() {
-        let host = Fake::booted();
-        guest(&host, 7, 1000);
-        guest(&host, 8, 24);
-        host.file("proc/9/stat", "9 (ksmd) S 2 0 0 0 -1 2097216 0 0 0 0 0 250 0 0 25 5 1 0 30 0 0\n");
-        host.file("proc/meminfo", "MemTotal: 100 kB\nMemFree: 1 kB\nBuffers: 2 kB\nCached: 4 kB\nSwapCached: 8 kB\n");
-        let seen = observe(&host);
+    fn observation_has_guests_memory_and_ksmd() {
+        let host = FakeHost::booted();
+        put_guest(&host, 7, 1000);
+        put_guest(&host, 8, 24);
+        host.put_file("proc/9/stat", "9 (ksmd) S 2 0 0 0 -1 2097216 0 0 0 0 0 250 0 0 25 5 1 0 30 0 0\n");
+        host.put_file(
+            "proc/meminfo",
+            "MemTotal: 100 kB\nMemFree: 1 kB\nBuffers: 2 kB\nCached: 4 kB\nSwapCached: 8 kB\n",
+        );
+        let seen = observe_host(&host);
         assert_eq!((seen.total, seen.free), (Ok(Bytes::from_kib(100)), Ok(Bytes::from_kib(7))));
         assert_eq!(seen.committed, Ok(Bytes(1024 * 4096)));
         assert_eq!(seen.ksmd_cpu, Ok(Duration::from_millis(2500)));
@@ -177,17 +188,17 @@ mod tests {
     }
 
     #[test]
-    fn ksmtuned_is_followed_as_memory_gets_short() {
-        let (host, directory) = (Fake::booted(), tempfile::tempdir().unwrap());
-        let before = host.values();
+    fn ksmtuned_policy_follows_free_memory() {
+        let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+        let before = host.setting_values();
         let mut session = begin(&host, directory.path());
         let mut turn = 0;
-        let steps = follow(&mut session, &fast(), || {
-            let pace = (host.value("pages_to_scan"), host.value("run"));
+        let steps = follow_policy(&mut session, &fast_ksmtuned(), || {
+            let pace = (host.setting_value("pages_to_scan"), host.setting_value("run"));
             match turn {
                 0 => {
                     assert_eq!(pace, ("100".to_owned(), "0".to_owned()), "nothing before the first interval");
-                    host.free(1_000_000);
+                    host.set_free_kib(1_000_000);
                     turn = 1;
                 }
                 1 if pace.0 == "600" => turn = 2,
@@ -196,65 +207,73 @@ mod tests {
             turn == 2
         });
         assert_eq!(steps.unwrap(), 2);
-        assert_eq!((host.value("sleep_millisecs"), host.value("run")), ("16".to_owned(), "1".to_owned()));
-        assert_eq!(session.finish().unwrap(), Vec::new());
-        assert_eq!(host.values(), before);
+        assert_eq!(
+            (host.setting_value("sleep_millisecs"), host.setting_value("run")),
+            ("16".to_owned(), "1".to_owned())
+        );
+        assert_eq!(session.undo_all().unwrap(), Vec::new());
+        assert_eq!(host.setting_values(), before);
     }
 
     #[test]
-    fn another_writer_ends_it() {
-        for policy in [fast(), named("flat-out")] {
-            let (host, directory) = (Fake::booted(), tempfile::tempdir().unwrap());
-            host.free(1);
+    fn other_writer_ends_the_policy() {
+        for policy in [fast_ksmtuned(), named_policy("flat-out")] {
+            let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+            host.set_free_kib(1);
             let mut session = begin(&host, directory.path());
-            let error = follow(&mut session, &policy, || {
-                if host.value("run") == "1" {
-                    host.put("pages_to_scan", "55");
+            let error = follow_policy(&mut session, &policy, || {
+                if host.setting_value("run") == "1" {
+                    host.put_setting("pages_to_scan", "55");
                 }
                 false
             });
-            assert!(matches!(error, Err(Error::Contested { setting: Setting::PagesToScan, .. })), "{error:?}");
-            let remains = session.finish().unwrap();
+            assert!(matches!(error, Err(Error::SettingOverwritten { setting: Setting::PagesToScan, .. })), "{error:?}");
+            let remains = session.undo_all().unwrap();
             assert_eq!(remains.len(), 1, "{remains:?}");
-            assert_eq!((host.value("pages_to_scan"), host.value("run")), ("55".to_owned(), "0".to_owned()));
+            assert_eq!(
+                (host.setting_value("pages_to_scan"), host.setting_value("run")),
+                ("55".to_owned(), "0".to_owned())
+            );
         }
     }
 
     #[test]
-    fn what_only_a_former_policy_set_comes_back() {
-        let (host, directory) = (Fake::booted(), tempfile::tempdir().unwrap());
-        host.put("pages_to_scan", "777");
-        let before = host.values();
+    fn setting_of_the_former_policy_is_restored() {
+        let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+        host.put_setting("pages_to_scan", "777");
+        let before = host.setting_values();
         let zero = Policy::Fixed(Settings::from([(Setting::UseZeroPages, "1".to_owned())]));
-        for (policy, name) in [(zero, "file"), (named("flat-out"), "flat-out"), (named("advisor"), "advisor")] {
+        for (policy, name) in
+            [(zero, "file"), (named_policy("flat-out"), "flat-out"), (named_policy("advisor"), "advisor")]
+        {
             let mut session = begin(&host, directory.path());
-            set(&mut session, &policy, name).unwrap();
-            let seen = current(&host, directory.path()).unwrap().unwrap();
+            set_policy(&mut session, &policy, name).unwrap();
+            let seen = load_current_policy(&host, directory.path()).unwrap().unwrap();
             assert_eq!(seen.purpose.as_deref(), Some(name));
-            assert_eq!(host.value("use_zero_pages"), if name == "file" { "1" } else { "0" });
+            assert_eq!(host.setting_value("use_zero_pages"), if name == "file" { "1" } else { "0" });
         }
-        assert_eq!(host.value("advisor_mode"), "scan-time");
+        assert_eq!(host.setting_value("advisor_mode"), "scan-time");
         let (_, remains) = begin(&host, directory.path()).restore_policy().unwrap();
         assert_eq!(remains, Vec::new());
-        assert_eq!(host.values(), before);
-        assert_eq!(current(&host, directory.path()).unwrap(), None);
+        assert_eq!(host.setting_values(), before);
+        assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
     }
 
     #[test]
-    fn a_policy_that_cannot_be_set_changes_nothing() {
+    fn failed_policy_changes_nothing() {
         for setting in ["advisor_mode", "pages_to_scan", "sleep_millisecs", "run"] {
-            let (fake, directory) = (Fake::booted(), tempfile::tempdir().unwrap());
+            let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
             let wanted = format!("#set {setting}");
-            let refused = |path: &str| (path == wanted).then_some(Fault::Absent(Absent::Denied));
-            let host = Faulty::new(&fake, refused);
-            fake.put("advisor_mode", "scan-time");
-            let before = fake.values();
+            let refused = |path: &str| (path == wanted).then_some(InjectedFault::Absent(Absent::Denied));
+            let host = FaultyHost::new(&fake, refused);
+            fake.put_setting("advisor_mode", "scan-time");
+            let before = fake.setting_values();
             let mut session = begin(&host, directory.path());
-            let error = set(&mut session, &named("flat-out"), "flat-out").unwrap_err();
+            let error = set_policy(&mut session, &named_policy("flat-out"), "flat-out").unwrap_err();
             assert!(matches!(error, Error::Refused(_)), "{error}");
             drop(session);
-            assert_eq!(current(&host, directory.path()).unwrap(), None);
-            let moved: Vec<_> = fake.values().into_iter().filter(|value| !before.contains(value)).collect();
+            assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
+            let moved: Vec<_> = fake.setting_values().into_iter().filter(|value| !before.contains(value)).collect();
             // Where the advisor starts anew.
             assert!(moved.iter().all(|value| value.starts_with("pages_to_scan")), "{setting}: {moved:?}");
         }
@@ -262,9 +281,9 @@ mod tests {
 
     /// The last setting of a policy is refused, and then the way back of another one.
     #[test]
-    fn a_policy_that_can_neither_be_set_nor_taken_back_says_what_remains() {
-        let (fake, directory) = (Fake::booted(), tempfile::tempdir().unwrap());
-        let before = fake.values();
+    fn failed_undo_of_a_policy_is_reported() {
+        let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+        let before = fake.setting_values();
         let paces = AtomicUsize::new(0);
         let refused = |path: &str| {
             let fails = match path {
@@ -272,46 +291,49 @@ mod tests {
                 "#set pages_to_scan" => paces.fetch_add(1, Ordering::Relaxed) > 0,
                 _ => false,
             };
-            fails.then_some(Fault::Absent(Absent::Denied))
+            fails.then_some(InjectedFault::Absent(Absent::Denied))
         };
-        let host = Faulty::new(&fake, refused);
+        let host = FaultyHost::new(&fake, refused);
         let mut session = begin(&host, directory.path());
-        let error = set(&mut session, &named("flat-out"), "flat-out").unwrap_err();
+        let error = set_policy(&mut session, &named_policy("flat-out"), "flat-out").unwrap_err();
         let told = pagefold_host::transaction::session::chain(&error);
-        let Error::Remains { remains, source } = error else { panic!("{told}") };
+        let Error::UndoFailed { failed_undos: remains, source } = error else { panic!("{told}") };
         assert!(matches!(*source, Error::Refused(_)), "{told}");
         assert_eq!(remains.len(), 1, "{told}");
-        assert!(remains[0].kept && told.contains("(/sys/kernel/mm/ksm/pages_to_scan was 100: "), "{told}");
-        assert_eq!((fake.value("pages_to_scan"), fake.value("sleep_millisecs")), ("20000".to_owned(), "20".to_owned()));
+        assert!(remains[0].will_retry && told.contains("(/sys/kernel/mm/ksm/pages_to_scan was 100: "), "{told}");
+        assert_eq!(
+            (fake.setting_value("pages_to_scan"), fake.setting_value("sleep_millisecs")),
+            ("20000".to_owned(), "20".to_owned())
+        );
         drop(session);
-        assert_eq!(current(&host, directory.path()).unwrap(), None);
+        assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
         // It stays written down for the next one.
         begin(&fake, directory.path());
-        assert_eq!(fake.values(), before);
+        assert_eq!(fake.setting_values(), before);
     }
 
     #[test]
-    fn a_policy_that_cannot_be_written_down_is_taken_back() {
-        for file in [journal::POLICY, journal::SESSION] {
-            let (host, directory) = (Fake::booted(), tempfile::tempdir().unwrap());
-            let before = host.values();
+    fn unrecordable_policy_is_undone() {
+        for file in [journal::POLICY_FILE, journal::SESSION_FILE] {
+            let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+            let before = host.setting_values();
             let mut session = begin(&host, directory.path());
             // It is in the way of the file that is to replace another.
             std::fs::create_dir(directory.path().join(format!("{file}.new"))).unwrap();
-            let error = set(&mut session, &named("flat-out"), "flat-out").unwrap_err();
+            let error = set_policy(&mut session, &named_policy("flat-out"), "flat-out").unwrap_err();
             assert!(matches!(error, Error::Journal(_)), "{error}");
-            assert_eq!(host.values(), before);
+            assert_eq!(host.setting_values(), before);
         }
     }
 
     #[test]
-    fn settings_that_exclude_each_other_are_named() {
-        let host = Fake::booted();
+    fn conflicting_settings_are_reported() {
+        let host = FakeHost::booted();
         let pace = Settings::from([(Setting::PagesToScan, "9".to_owned())]);
-        assert_eq!(conflict(&host, &pace), None);
-        host.put("advisor_mode", "scan-time");
-        assert!(conflict(&host, &pace).unwrap().contains("advisor_mode = \"none\""));
+        assert_eq!(find_conflict(&host, &pace), None);
+        host.put_setting("advisor_mode", "scan-time");
+        assert!(find_conflict(&host, &pace).unwrap().contains("advisor_mode = \"none\""));
         let both = [(Setting::AdvisorMode, "none".to_owned())].into_iter().chain(pace).collect();
-        assert_eq!(conflict(&host, &both), None);
+        assert_eq!(find_conflict(&host, &both), None);
     }
 }

@@ -1,10 +1,10 @@
 //! Withdrawing processes from KSM, with the memory for it made sure of.
 //!
-//! [`plan`] counts what each process has merged and what it takes to give it pages of its own, exactly where frames may
-//! be looked at; [`carry_out`] withdraws part by part, and asks [`pagefold_base::guard`] before each part, since other
+//! [`make_plan`] counts what each process has merged and what it takes to give it pages of its own, exactly where frames may
+//! be looked at; [`execute_plan`] withdraws part by part, and asks [`pagefold_base::guard`] before each part, since other
 //! processes take memory meanwhile. Who needs least comes first: so most processes are through when memory runs out, and
 //! each of the others but one is as it was. Within a process parts go by address, which cuts at most one region in two
-//! at a time. A part is at most [`PART`] pages; a guest that is reached by its control socket is one part, whose backends are
+//! at a time. A part is at most [`MAX_PAGES_PER_BATCH`] pages; a guest that is reached by its control socket is one part, whose backends are
 //! withdrawn one by one, and the guard is asked before each for what is left of the guest.
 //!
 //! Unless it is staged, a process goes on only while all of the rest of it fits. So a neighbor that begins to grow finds
@@ -25,49 +25,49 @@
 //! be one, and no more than `ksm_zero_pages` of a process are. Where frames may not be looked at, which takes root, a
 //! process is one part.
 
-mod remains;
+mod still_merged;
 
-pub use remains::Remains;
+pub use still_merged::StillMerged;
 
 use pagefold_base::guard;
-use pagefold_base::guard::{Judgement, Need, Verdict};
+use pagefold_base::guard::{FrameNeed, MemoryCheck, MemoryVerdict};
 use pagefold_base::process::Process;
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
-use pagefold_census::results::Unseen;
-use pagefold_census::{Selection, survey};
-use pagefold_host::act::{Action, Advice};
+use pagefold_census::results::UnscannedProcess;
+use pagefold_census::{ProcessSelection, scan_scope};
+use pagefold_host::action::{Action, MergeAdvice};
 use pagefold_host::hold as held;
-use pagefold_host::transaction::session::{Error as SessionError, Session, Stays};
-use pagefold_host::{Host, Process as Handle, observe, parse, room};
+use pagefold_host::transaction::session::{ChangeLifetime, Error as SessionError, Session};
+use pagefold_host::{Host, ProcessHandle as Handle, memory_headroom, observe, parse};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Page table entries read at once.
-const BATCH: u64 = 64 * 1024;
+const PAGEMAP_ENTRIES_PER_READ: u64 = 64 * 1024;
 
 /// Merged pages of one part: 32 MiB of 4 KiB pages, some tens of milliseconds of copying.
-pub const PART: usize = 8192;
+pub const MAX_PAGES_PER_BATCH: usize = 8192;
 
 /// How often memory is looked at while it is waited for.
-const TICK: Duration = Duration::from_millis(200);
+const MEMORY_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// How long the memory backends of a guest may take in all, and how much longer for each GiB that is merged of it, which
 /// takes about 0.2 s.
-const GUEST: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(2));
+const GUEST_TIMEOUT_BASE_AND_PER_GIB: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(2));
 
 /// Huge pages put together between two looks at memory.
-const COLLAPSED_AT_ONCE: usize = 64;
+const HUGE_PAGES_PER_COLLAPSE: usize = 64;
 
 /// How a process is withdrawn.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum UnenrollMethod {
     /// It is enrolled whole: `PR_SET_MEMORY_MERGE`.
-    Whole,
+    WholeProcess,
     /// Its regions are marked: `MADV_UNMERGEABLE`. Also one that may be enrolled whole, where the kernel does not tell.
-    Regions,
+    MarkedRegions,
     /// Only these ranges are withdrawn, as far as they are marked: ascending.
     Ranges(Vec<AddressRange>),
     /// It is a guest whose control socket is known.
@@ -78,51 +78,51 @@ pub enum Way {
         backends: Vec<(String, Bytes)>,
     },
     /// It is a guest whose control socket is known and of no use, for this reason.
-    Unreachable(String),
+    UnreachableGuest(String),
 }
 
 /// Ranges of a process that are withdrawn together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Part {
+pub struct UnenrollBatch {
     /// Where: ascending.
     pub ranges: Vec<AddressRange>,
     /// Pages on KSM frames.
-    pub merged: Pages,
+    pub merged_pages: Pages,
     /// Pages of zeros that KSM may have placed.
-    pub zeros: Pages,
+    pub zero_pages: Pages,
     /// Frames that come free if what stands before it was withdrawn.
-    pub returned: Pages,
+    pub freed_frames: Pages,
 }
 
 /// A process that is enrolled.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Target {
+pub struct UnenrollTarget {
     /// Who it is.
     pub process: Process,
     /// How it is withdrawn.
-    pub way: Way,
+    pub method: UnenrollMethod,
     /// In the order in which they are withdrawn.
-    pub parts: Vec<Part>,
+    pub batches: Vec<UnenrollBatch>,
     /// Pages of zeros that KSM placed in them, at most.
-    pub zeros: Pages,
+    pub max_zero_pages: Pages,
     /// Anonymous memory in huge pages.
     pub anon_huge: Bytes,
     /// Whether frames could be looked at; otherwise the pages are an upper bound, and none comes free.
-    pub exact: Reading<()>,
+    pub frames_readable: Reading<()>,
 }
 
-impl Way {
+impl UnenrollMethod {
     /// Whether a region is reached in this way. Of a guest those are as large as a backend; what QEMU marks beside, its
     /// firmware and video memory, is smaller.
-    fn reaches(&self, region: &Region) -> bool {
+    fn covers(&self, region: &Region) -> bool {
         match self {
             Self::Guest { backends, .. } => backends.iter().any(|&(_, size)| region.range.bytes() >= size),
-            _ => !self.within(region).is_empty(),
+            _ => !self.covered_ranges(region).is_empty(),
         }
     }
 
     /// What of a region is withdrawn in this way.
-    fn within(&self, region: &Region) -> Vec<AddressRange> {
+    fn covered_ranges(&self, region: &Region) -> Vec<AddressRange> {
         match self {
             Self::Ranges(ranges) => {
                 let first = ranges.partition_point(|range| range.end <= region.range.start);
@@ -133,34 +133,38 @@ impl Way {
     }
 }
 
-impl Target {
+impl UnenrollTarget {
     /// Pages on KSM frames.
-    pub fn merged(&self) -> Pages {
-        self.parts.iter().map(|part| part.merged).sum()
+    pub fn merged_pages(&self) -> Pages {
+        self.batches.iter().map(|part| part.merged_pages).sum()
     }
 
     /// Pages that get a frame of their own.
-    pub fn copies(&self) -> Pages {
-        self.merged() + self.zeros
+    pub fn copied_pages(&self) -> Pages {
+        self.merged_pages() + self.max_zero_pages
     }
 
     /// Frames that come free.
-    pub fn returned(&self) -> Pages {
-        self.parts.iter().map(|part| part.returned).sum()
+    pub fn freed_frames(&self) -> Pages {
+        self.batches.iter().map(|part| part.freed_frames).sum()
     }
 
     /// The frames it takes to withdraw it after those before it.
-    pub fn need(&self) -> Need {
-        Need::of(self.cgroup(), self.copies(), self.returned())
+    pub fn frame_need(&self) -> FrameNeed {
+        FrameNeed::for_cgroup(self.cgroup(), self.copied_pages(), self.freed_frames())
     }
 
-    fn part_need(&self, part: &Part) -> Need {
-        Need::of(self.cgroup(), part.merged + part.zeros.min(self.zeros), part.returned)
+    fn batch_frame_need(&self, part: &UnenrollBatch) -> FrameNeed {
+        FrameNeed::for_cgroup(
+            self.cgroup(),
+            part.merged_pages + part.zero_pages.min(self.max_zero_pages),
+            part.freed_frames,
+        )
     }
 
     /// All that is marked, ascending.
-    fn ranges(&self) -> Vec<AddressRange> {
-        joined(self.parts.iter().flat_map(|part| part.ranges.clone()).collect())
+    fn marked_ranges(&self) -> Vec<AddressRange> {
+        joined(self.batches.iter().flat_map(|part| part.ranges.clone()).collect())
     }
 
     fn cgroup(&self) -> Option<&str> {
@@ -170,30 +174,30 @@ impl Target {
 
 /// Who is to be withdrawn.
 #[derive(Clone, Debug, Default)]
-pub struct Plan {
+pub struct UnenrollPlan {
     /// Those that are enrolled, who needs least first.
-    pub targets: Vec<Target>,
+    pub targets: Vec<UnenrollTarget>,
     /// How many of the chosen processes are not enrolled.
-    pub idle: usize,
+    pub not_enrolled: usize,
     /// Those that were asked for and not seen.
-    pub unseen: Vec<Unseen>,
+    pub unscanned: Vec<UnscannedProcess>,
 }
 
-impl Target {
+impl UnenrollTarget {
     /// The frames that its first parts take.
-    fn need_of(&self, parts: usize) -> Pages {
-        if parts == self.parts.len() {
-            return self.need().host;
+    fn frames_for_batches(&self, parts: usize) -> Pages {
+        if parts == self.batches.len() {
+            return self.frame_need().host;
         }
-        self.parts.iter().take(parts).map(|part| self.part_need(part).host).sum()
+        self.batches.iter().take(parts).map(|part| self.batch_frame_need(part).host).sum()
     }
 }
 
-impl Plan {
+impl UnenrollPlan {
     /// What all of it takes.
-    pub fn need(&self) -> Need {
-        let mut sum = Need::default();
-        self.targets.iter().for_each(|target| sum += &target.need());
+    pub fn frame_need(&self) -> FrameNeed {
+        let mut sum = FrameNeed::default();
+        self.targets.iter().for_each(|target| sum += &target.frame_need());
         sum
     }
 
@@ -203,28 +207,28 @@ impl Plan {
     }
 
     /// What there is, and whether a need fits.
-    pub fn judge(&self, host: &dyn Host, need: &Need) -> Judgement {
-        guard::judge(need, &self.room(host), host.page_size())
+    pub fn check_memory(&self, host: &dyn Host, need: &FrameNeed) -> MemoryCheck {
+        guard::check_memory(need, &self.measure_headroom(host), host.page_size())
     }
 
     /// How many parts, of how many, fit now one after the other.
-    pub fn affordable(&self, host: &dyn Host) -> (usize, usize) {
-        let needs: Vec<Need> = self
+    pub fn count_batches_that_fit(&self, host: &dyn Host) -> (usize, usize) {
+        let needs: Vec<FrameNeed> = self
             .targets
             .iter()
-            .flat_map(|target| target.parts.iter().map(move |part| target.part_need(part)))
+            .flat_map(|target| target.batches.iter().map(move |part| target.batch_frame_need(part)))
             .collect();
-        (guard::affordable(&needs, &self.room(host), host.page_size()), needs.len())
+        (guard::count_needs_that_fit(&needs, &self.measure_headroom(host), host.page_size()), needs.len())
     }
 
-    fn room(&self, host: &dyn Host) -> guard::Room {
-        let mut room = room::room(host, &self.cgroups());
-        for Target { process, .. } in &self.targets {
+    fn measure_headroom(&self, host: &dyn Host) -> guard::MemoryHeadroom {
+        let mut room = memory_headroom::measure_headroom(host, &self.cgroups());
+        for UnenrollTarget { process, .. } in &self.targets {
             if let Err(why) = &process.cgroup
                 && *why != Absent::NotOnThisKernel
             {
-                let place = guard::Place::Cgroup(format!("of process {}", process.id.pid));
-                room.unknown.push((place, why.clone()));
+                let place = guard::LimitScope::Cgroup(format!("of process {}", process.id.pid));
+                room.unreadable.push((place, why.clone()));
             }
         }
         room
@@ -233,38 +237,46 @@ impl Plan {
 
 /// Find out what is enrolled in the chosen processes, and what withdrawing it takes. `way` tells of a guest how it is
 /// reached; of those of which it tells nothing the enrolment does.
-pub fn plan(
+pub fn make_plan(
     host: &dyn Host,
-    selection: &Selection,
-    way: &(dyn Fn(&dyn Handle, &Process) -> Option<Way> + Sync),
-) -> Result<Plan, pagefold_census::Error> {
-    let (found, unseen) = survey::choose(host, selection, |handle, process| {
+    selection: &ProcessSelection,
+    method_for: &(dyn Fn(&dyn Handle, &Process) -> Option<UnenrollMethod> + Sync),
+) -> Result<UnenrollPlan, pagefold_census::Error> {
+    let (found, unseen) = scan_scope::inspect_selected(host, selection, |handle, process| {
         let regions: Vec<Region> = observe::regions(handle)?;
         let whole = process.ksm.merge_any == Ok(true);
         let merged: u64 = regions.iter().filter_map(|region| region.ksm.as_ref().ok()).map(|ksm| ksm.0).sum();
-        if !whole && merged == 0 && !regions.iter().any(is_marked) {
+        if !whole && merged == 0 && !regions.iter().any(is_mergeable) {
             return Ok(None);
         }
-        let way = way(handle, &process).unwrap_or(if whole { Way::Whole } else { Way::Regions });
-        examine(host, handle, process, &regions, way).map(Some)
+        let way = method_for(handle, &process).unwrap_or(if whole {
+            UnenrollMethod::WholeProcess
+        } else {
+            UnenrollMethod::MarkedRegions
+        });
+        plan_process(host, handle, process, &regions, way).map(Some)
     })?;
     let idle = found.iter().filter(|found| found.is_none()).count();
-    let mut found: Vec<(Target, Vec<Vec<Shared>>)> = found.into_iter().flatten().collect();
-    found.sort_by_key(|(target, _)| (target.copies(), target.process.id));
+    let mut found: Vec<(UnenrollTarget, Vec<Vec<KsmPageMappings>>)> = found.into_iter().flatten().collect();
+    found.sort_by_key(|(target, _)| (target.copied_pages(), target.process.id));
     let mut left: HashMap<Pfn, u64> = HashMap::new();
     for (target, frames) in &mut found {
-        for (part, frames) in target.parts.iter_mut().zip(frames) {
-            part.returned = withdraw(&mut left, frames);
+        for (part, frames) in target.batches.iter_mut().zip(frames) {
+            part.freed_frames = remove_mappings(&mut left, frames);
         }
     }
-    Ok(Plan { targets: found.into_iter().map(|(target, _)| target).collect(), idle, unseen })
+    Ok(UnenrollPlan {
+        targets: found.into_iter().map(|(target, _)| target).collect(),
+        not_enrolled: idle,
+        unscanned: unseen,
+    })
 }
 
 /// A merged page: its frame, with all mappings of it.
-type Shared = (Pfn, u64);
+type KsmPageMappings = (Pfn, u64);
 
 /// Take mappings away from frames, and tell how many frames have none left.
-fn withdraw(left: &mut HashMap<Pfn, u64>, pages: &[Shared]) -> Pages {
+fn remove_mappings(left: &mut HashMap<Pfn, u64>, pages: &[KsmPageMappings]) -> Pages {
     let mut returned = 0;
     for &(frame, mappings) in pages {
         let left = left.entry(frame).or_insert(mappings);
@@ -274,31 +286,35 @@ fn withdraw(left: &mut HashMap<Pfn, u64>, pages: &[Shared]) -> Pages {
     Pages(returned)
 }
 
-fn is_marked(region: &Region) -> bool {
+fn is_mergeable(region: &Region) -> bool {
     region.flags.has(VmFlags::MERGEABLE)
 }
 
 /// A process with its parts, and for each part its merged pages.
-fn examine(
+fn plan_process(
     host: &dyn Host,
     handle: &dyn Handle,
     process: Process,
     regions: &[Region],
-    way: Way,
-) -> Reading<(Target, Vec<Vec<Shared>>)> {
+    way: UnenrollMethod,
+) -> Reading<(UnenrollTarget, Vec<Vec<KsmPageMappings>>)> {
     // Before 6.6 there is no such counter, and zero pages are not brought back.
     let zeros = match &process.ksm.zero_pages {
         Ok(pages) => Pages(u64::try_from(*pages).unwrap_or(0)),
         Err(_) => Pages::ZERO,
     };
-    let marked: Vec<&Region> = regions.iter().filter(|region| is_marked(region) && way.reaches(region)).collect();
+    let marked: Vec<&Region> = regions.iter().filter(|region| is_mergeable(region) && way.covers(region)).collect();
     let anon_huge = regions.iter().map(|region| region.anon_huge).sum();
-    let at_most = if matches!(way, Way::Guest { .. }) { usize::MAX } else { PART };
-    let mut parts = Parts { at_most, parts: Vec::new(), frames: Vec::new() };
+    let at_most = if matches!(way, UnenrollMethod::Guest { .. }) { usize::MAX } else { MAX_PAGES_PER_BATCH };
+    let mut parts = BatchBuilder { max_pages: at_most, batches: Vec::new(), frames: Vec::new() };
     let exact = marked.iter().try_for_each(|region| {
-        way.within(region).into_iter().try_for_each(|range| {
-            let found = if may_hold(region, zeros) { count(host, handle, range)? } else { Found::default() };
-            parts.add(range, &found);
+        way.covered_ranges(region).into_iter().try_for_each(|range| {
+            let found = if may_have_ksm_pages(region, zeros) {
+                read_ksm_pages(host, handle, range)?
+            } else {
+                RangePages::default()
+            };
+            parts.add_range(range, &found);
             Ok(())
         })
     });
@@ -306,54 +322,76 @@ fn examine(
         return Err(Absent::Vanished);
     }
     if exact.is_err() {
-        parts = Parts { at_most, parts: vec![bound(host, &process, &way, &marked, zeros)?], frames: vec![Vec::new()] };
+        parts = BatchBuilder {
+            max_pages: at_most,
+            batches: vec![estimate_batch(host, &process, &way, &marked, zeros)?],
+            frames: vec![Vec::new()],
+        };
     }
-    let zeros = zeros.min(parts.parts.iter().map(|part| part.zeros).sum());
-    Ok((Target { process, way, parts: parts.parts, zeros, anon_huge, exact }, parts.frames))
+    let zeros = zeros.min(parts.batches.iter().map(|part| part.zero_pages).sum());
+    Ok((
+        UnenrollTarget {
+            process,
+            method: way,
+            batches: parts.batches,
+            max_zero_pages: zeros,
+            anon_huge,
+            frames_readable: exact,
+        },
+        parts.frames,
+    ))
 }
 
 /// All of a process as one part, by the kernel's sums.
-fn bound(host: &dyn Host, process: &Process, way: &Way, marked: &[&Region], zeros: Pages) -> Reading<Part> {
+fn estimate_batch(
+    host: &dyn Host,
+    process: &Process,
+    way: &UnenrollMethod,
+    marked: &[&Region],
+    zeros: Pages,
+) -> Reading<UnenrollBatch> {
     let by_smaps: Reading<Bytes> = marked.iter().map(|region| region.ksm.clone()).sum();
     let merged = match by_smaps {
         Ok(bytes) => host.page_size().pages_in(bytes),
         Err(_) => Pages(process.ksm.merging_pages.clone()?),
     };
-    let ranges = marked.iter().flat_map(|region| way.within(region)).collect();
-    Ok(Part { ranges, merged, zeros, returned: Pages::ZERO })
+    let ranges = marked.iter().flat_map(|region| way.covered_ranges(region)).collect();
+    Ok(UnenrollBatch { ranges, merged_pages: merged, zero_pages: zeros, freed_frames: Pages::ZERO })
 }
 
-fn may_hold(region: &Region, zeros: Pages) -> bool {
+fn may_have_ksm_pages(region: &Region, zeros: Pages) -> bool {
     zeros > Pages::ZERO || region.ksm.as_ref().is_ok_and(|ksm| *ksm > Bytes::ZERO) || region.ksm.is_err()
 }
 
 /// Regions put together to parts.
-struct Parts {
-    at_most: usize,
-    parts: Vec<Part>,
-    frames: Vec<Vec<Shared>>,
+struct BatchBuilder {
+    max_pages: usize,
+    batches: Vec<UnenrollBatch>,
+    frames: Vec<Vec<KsmPageMappings>>,
 }
 
-impl Parts {
-    fn add(&mut self, range: AddressRange, found: &Found) {
+impl BatchBuilder {
+    fn add_range(&mut self, range: AddressRange, found: &RangePages) {
         let addresses: Vec<u64> = found.pages.iter().map(|page| page.0).collect();
         let mut pages = found.pages.iter();
-        for (range, count) in guard::split(range, &addresses, self.at_most) {
-            let full =
-                self.parts.last().is_none_or(|part| part.merged.0 + part.zeros.0 + count as u64 > self.at_most as u64);
+        for (range, count) in guard::split_by_page_count(range, &addresses, self.max_pages) {
+            let full = self
+                .batches
+                .last()
+                .is_none_or(|part| part.merged_pages.0 + part.zero_pages.0 + count as u64 > self.max_pages as u64);
             if full {
-                self.parts.push(Part::default());
+                self.batches.push(UnenrollBatch::default());
                 self.frames.push(Vec::new());
             }
-            let (Some(part), Some(frames)) = (self.parts.last_mut(), self.frames.last_mut()) else { return };
+            let (Some(part), Some(frames)) = (self.batches.last_mut(), self.frames.last_mut()) else { return };
             part.ranges.push(range);
             for &(_, shared) in pages.by_ref().take(count) {
                 match shared {
                     Some(shared) => {
-                        part.merged += Pages(1);
+                        part.merged_pages += Pages(1);
                         frames.push(shared);
                     }
-                    None => part.zeros += Pages(1),
+                    None => part.zero_pages += Pages(1),
                 }
             }
         }
@@ -362,22 +400,22 @@ impl Parts {
 
 /// What was found in a range: pages by address, each on a KSM frame or on the kernel's page of zeros.
 #[derive(Default)]
-struct Found {
-    pages: Vec<(u64, Option<Shared>)>,
+struct RangePages {
+    pages: Vec<(u64, Option<KsmPageMappings>)>,
 }
 
 /// Look at the frames of a range.
-fn count(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> Reading<Found> {
+fn read_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> Reading<RangePages> {
     let page = host.page_size();
-    let mut found = Found::default();
+    let mut found = RangePages::default();
     let mut start = range.start;
     while start < range.end {
-        let end = range.end.min(start.saturating_add(page.of(Pages(BATCH)).0));
+        let end = range.end.min(start.saturating_add(page.bytes_of(Pages(PAGEMAP_ENTRIES_PER_READ)).0));
         let mut present = Vec::new();
         for (i, mapping) in handle.mappings(AddressRange { start, end })?.into_iter().enumerate() {
             if mapping.present {
                 // The kernel hides frame numbers from those without CAP_SYS_ADMIN.
-                present.push((start + page.of(Pages(i as u64)).0, mapping.frame.ok_or(Absent::Denied)?));
+                present.push((start + page.bytes_of(Pages(i as u64)).0, mapping.frame.ok_or(Absent::Denied)?));
             }
         }
         let mut frames: Vec<Pfn> = present.iter().map(|&(_, frame)| frame).collect();
@@ -410,75 +448,76 @@ fn count(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> Reading<F
 
 /// What may be done.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Limits {
+pub struct UnenrollLimits {
     /// Each part as soon as it fits, whether the rest does or not.
     pub staged: bool,
     /// Whatever the guard says.
     pub force: bool,
     /// How long memory may be waited for.
-    pub wait: Duration,
+    pub max_wait: Duration,
     /// Whether huge pages are put together afterwards.
-    pub collapse: bool,
+    pub collapse_huge_pages: bool,
     /// Percent of ten seconds in which some task waited for memory, from which on it is short and no further part of
     /// whom it is short for is withdrawn, whatever the guard says.
-    pub pressure: Option<f64>,
+    pub max_pressure_percent: Option<f64>,
 }
 
 /// What became of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Withdrawn {
+pub struct UnenrollResult {
     /// Parts that were withdrawn.
-    pub parts: usize,
+    pub batches_done: usize,
     /// Whether all of it was, as far as it was taken.
-    pub withdrawn: bool,
+    pub all_unenrolled: bool,
     /// For how long a thread of it was stopped, and how often.
-    pub stops: Vec<Duration>,
+    pub stop_durations: Vec<Duration>,
     /// Ranges that were not taken, and why.
-    pub missed: Vec<(AddressRange, String)>,
+    pub missed_ranges: Vec<(AddressRange, String)>,
     /// What went wrong.
     pub error: Option<String>,
     /// Whether it ended meanwhile.
     pub ended: bool,
     /// What is still merged.
-    pub remains: Option<Reading<Remains>>,
+    pub still_merged: Option<Reading<StillMerged>>,
     /// Memory of it in huge pages after unmerging and after putting them together.
-    pub huge: Option<(Bytes, Bytes)>,
+    pub huge_before_and_after_collapse: Option<(Bytes, Bytes)>,
 }
 
-impl Withdrawn {
+impl UnenrollResult {
     /// Whether nothing of it is enrolled or merged any more, also because it has ended.
-    pub fn is_whole(&self) -> bool {
-        let clean = self.error.is_none() && self.missed.is_empty();
-        let none = |remains: &Remains| remains.merged == Pages::ZERO && remains.zeros == Pages::ZERO;
-        self.ended || (self.withdrawn && clean && self.remains.as_ref().is_some_and(|r| r.as_ref().is_ok_and(none)))
+    pub fn is_complete(&self) -> bool {
+        let clean = self.error.is_none() && self.missed_ranges.is_empty();
+        let none = |remains: &StillMerged| remains.merged_pages == Pages::ZERO && remains.zero_pages == Pages::ZERO;
+        self.ended
+            || (self.all_unenrolled && clean && self.still_merged.as_ref().is_some_and(|r| r.as_ref().is_ok_and(none)))
     }
 }
 
 /// What was done.
 #[derive(Clone, Debug)]
-pub struct Done {
+pub struct UnenrollOutcome {
     /// In the order of the plan's targets.
-    pub targets: Vec<Withdrawn>,
+    pub targets: Vec<UnenrollResult>,
     /// Why it stopped before its end: the guard's word on the step that did not fit.
-    pub stopped: Option<Judgement>,
+    pub stopped_by_guard: Option<MemoryCheck>,
     /// Whether it was asked to stop.
     pub interrupted: bool,
     /// The kernel's figures before and after.
-    pub before: Figures,
+    pub before: HostCounters,
     /// See `before`.
-    pub after: Figures,
+    pub after: HostCounters,
 }
 
-impl Done {
+impl UnenrollOutcome {
     /// The frames that were planned for what was withdrawn.
-    pub fn planned(&self, plan: &Plan) -> Pages {
-        plan.targets.iter().zip(&self.targets).map(|(target, done)| target.need_of(done.parts)).sum()
+    pub fn planned_frames(&self, plan: &UnenrollPlan) -> Pages {
+        plan.targets.iter().zip(&self.targets).map(|(target, done)| target.frames_for_batches(done.batches_done)).sum()
     }
 }
 
 /// The host's figures that tell what was taken.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Figures {
+pub struct HostCounters {
     /// `MemAvailable`.
     pub available: Reading<Bytes>,
     /// `AnonPages`.
@@ -489,7 +528,7 @@ pub struct Figures {
     pub oom_kills: Reading<u64>,
 }
 
-impl Figures {
+impl HostCounters {
     /// As they are now.
     pub fn observe(host: &dyn Host) -> Self {
         let memory = observe::memory(host);
@@ -508,108 +547,112 @@ impl Figures {
 ///
 /// # Errors
 /// If the journal fails.
-pub fn carry_out(
+pub fn execute_plan(
     session: &mut Session<'_>,
-    plan: &Plan,
-    limits: Limits,
+    plan: &UnenrollPlan,
+    limits: UnenrollLimits,
     stop: &AtomicBool,
-) -> Result<Done, SessionError> {
+) -> Result<UnenrollOutcome, SessionError> {
     let host = session.host();
-    let mut work = Work { session, plan, limits, stop, deadline: Instant::now() + limits.wait, stopped: None };
-    let before = Figures::observe(host);
-    let mut targets = vec![Withdrawn::default(); plan.targets.len()];
+    let mut work =
+        UnenrollRun { session, plan, limits, stop, deadline: Instant::now() + limits.max_wait, stopped_by_guard: None };
+    let before = HostCounters::observe(host);
+    let mut targets = vec![UnenrollResult::default(); plan.targets.len()];
     for (target, done) in plan.targets.iter().zip(&mut targets) {
-        if work.is_over() {
+        if work.should_stop() {
             break;
         }
-        work.withdraw(target, done)?;
+        work.unenroll_target(target, done)?;
     }
     for (target, done) in plan.targets.iter().zip(&mut targets) {
         if !done.ended {
-            let remains = remains::remains(host, target);
-            done.ended = remains == Err(Absent::Vanished) || remains::has_ended(host, target.process.id);
-            done.remains = (!done.ended).then_some(remains);
+            let remains = still_merged::read_still_merged(host, target);
+            done.ended = remains == Err(Absent::Vanished) || still_merged::has_ended(host, target.process.id);
+            done.still_merged = (!done.ended).then_some(remains);
         }
     }
-    let after = Figures::observe(host);
-    if limits.collapse && work.stopped.is_none() {
+    let after = HostCounters::observe(host);
+    if limits.collapse_huge_pages && work.stopped_by_guard.is_none() {
         for (target, done) in plan.targets.iter().zip(&mut targets) {
-            if done.is_whole() && !done.ended && !stop.load(Ordering::Relaxed) {
-                work.collapse(target, done)?;
+            if done.is_complete() && !done.ended && !stop.load(Ordering::Relaxed) {
+                work.collapse_huge_pages(target, done)?;
             }
         }
     }
-    let (stopped, interrupted) = (work.stopped, stop.load(Ordering::Relaxed));
-    Ok(Done { targets, stopped, interrupted, before, after })
+    let (stopped, interrupted) = (work.stopped_by_guard, stop.load(Ordering::Relaxed));
+    Ok(UnenrollOutcome { targets, stopped_by_guard: stopped, interrupted, before, after })
 }
 
-struct Work<'w, 'h> {
+struct UnenrollRun<'w, 'h> {
     session: &'w mut Session<'h>,
-    plan: &'w Plan,
-    limits: Limits,
+    plan: &'w UnenrollPlan,
+    limits: UnenrollLimits,
     stop: &'w AtomicBool,
     deadline: Instant,
-    stopped: Option<Judgement>,
+    stopped_by_guard: Option<MemoryCheck>,
 }
 
-impl Work<'_, '_> {
-    fn is_over(&self) -> bool {
-        self.stopped.is_some() || self.stop.load(Ordering::Relaxed)
+impl UnenrollRun<'_, '_> {
+    fn should_stop(&self) -> bool {
+        self.stopped_by_guard.is_some() || self.stop.load(Ordering::Relaxed)
     }
 
-    fn withdraw(&mut self, target: &Target, done: &mut Withdrawn) -> Result<(), SessionError> {
+    fn unenroll_target(&mut self, target: &UnenrollTarget, done: &mut UnenrollResult) -> Result<(), SessionError> {
         let process = target.process.id;
-        if let Way::Unreachable(why) = &target.way {
+        if let UnenrollMethod::UnreachableGuest(why) = &target.method {
             done.error = Some(why.clone());
             return Ok(());
         }
-        match &target.way {
-            Way::Guest { socket, backends } if !self.withdraw_guest(target, socket, backends, done)? => return Ok(()),
-            Way::Guest { .. } => {}
-            _ if !self.withdraw_parts(target, done)? => return Ok(()),
-            Way::Whole => self.apply(&Action::MergeAny { process, on: false }, done)?,
-            Way::Regions | Way::Ranges(_) | Way::Unreachable(_) => {}
+        match &target.method {
+            UnenrollMethod::Guest { socket, backends } if !self.unenroll_guest(target, socket, backends, done)? => {
+                return Ok(());
+            }
+            UnenrollMethod::Guest { .. } => {}
+            _ if !self.unenroll_batches(target, done)? => return Ok(()),
+            UnenrollMethod::WholeProcess => self.apply(&Action::MergeAny { process, enable: false }, done)?,
+            UnenrollMethod::MarkedRegions | UnenrollMethod::Ranges(_) | UnenrollMethod::UnreachableGuest(_) => {}
         }
-        if target.way == Way::Regions && target.process.ksm.merge_any.is_err() {
-            self.apply(&Action::MergeAny { process, on: false }, done)?;
+        if target.method == UnenrollMethod::MarkedRegions && target.process.ksm.merge_any.is_err() {
+            self.apply(&Action::MergeAny { process, enable: false }, done)?;
         }
         if done.error.is_none() && !done.ended {
-            done.parts = target.parts.len();
-            done.withdrawn = true;
+            done.batches_done = target.batches.len();
+            done.all_unenrolled = true;
         }
         Ok(())
     }
 
     /// Withdraw the backends of a guest one after the other, each once the guard allows what is left of the guest. Tells
     /// whether all of them were tried.
-    fn withdraw_guest(
+    fn unenroll_guest(
         &mut self,
-        target: &Target,
+        target: &UnenrollTarget,
         socket: &Path,
         backends: &[(String, Bytes)],
-        done: &mut Withdrawn,
+        done: &mut UnenrollResult,
     ) -> Result<bool, SessionError> {
         let host = self.session.host();
-        let gib = u32::try_from(host.page_size().of(target.merged()).0 >> 30).unwrap_or(u32::MAX);
-        let (limit, mut spent) = (GUEST.0 + GUEST.1 * gib, Duration::ZERO);
+        let gib = u32::try_from(host.page_size().bytes_of(target.merged_pages()).0 >> 30).unwrap_or(u32::MAX);
+        let (limit, mut spent) =
+            (GUEST_TIMEOUT_BASE_AND_PER_GIB.0 + GUEST_TIMEOUT_BASE_AND_PER_GIB.1 * gib, Duration::ZERO);
         for (backend, _) in backends {
             if spent >= limit {
                 done.error = Some(format!("{} answers too slowly; `--inject` goes from within", socket.display()));
             }
-            if done.ended || done.error.is_some() || self.is_over() || self.is_pressed(target, done) {
+            if done.ended || done.error.is_some() || self.should_stop() || self.is_memory_short(target, done) {
                 return Ok(false);
             }
             // Where frames can be read, the guard counts them; otherwise the kernel's sums tell what is left.
-            let left = match &target.exact {
+            let left = match &target.frames_readable {
                 Ok(()) => Err(Absent::NotOnThisKernel),
-                Err(_) => remains::left_of_guest(host, target),
+                Err(_) => still_merged::guest_remainder_batch(host, target),
             };
-            let parts = left.map_or_else(|_| target.parts.clone(), |part| vec![part]);
-            if !self.allowed(target, &parts, &[])? {
+            let parts = left.map_or_else(|_| target.batches.clone(), |part| vec![part]);
+            if !self.wait_for_memory(target, &parts, &[])? {
                 return Ok(false);
             }
             let (socket, backend) = (socket.to_owned(), backend.clone());
-            let action = Action::GuestMerge { process: target.process.id, socket, backend, on: false };
+            let action = Action::GuestMerge { process: target.process.id, socket, backend, enable: false };
             let started = Instant::now();
             self.apply(&action, done)?;
             spent += started.elapsed();
@@ -619,34 +662,34 @@ impl Work<'_, '_> {
 
     /// Withdraw the parts of a process one after the other, each once the guard allows it. Tells whether all of them
     /// were tried.
-    fn withdraw_parts(&mut self, target: &Target, done: &mut Withdrawn) -> Result<bool, SessionError> {
-        for (position, part) in target.parts.iter().enumerate() {
-            let rest = if self.limits.staged { &[] } else { &target.parts[position + 1..] };
+    fn unenroll_batches(&mut self, target: &UnenrollTarget, done: &mut UnenrollResult) -> Result<bool, SessionError> {
+        for (position, part) in target.batches.iter().enumerate() {
+            let rest = if self.limits.staged { &[] } else { &target.batches[position + 1..] };
             if done.ended
                 || done.error.is_some()
-                || self.is_over()
-                || self.is_pressed(target, done)
-                || !self.allowed(target, std::slice::from_ref(part), rest)?
+                || self.should_stop()
+                || self.is_memory_short(target, done)
+                || !self.wait_for_memory(target, std::slice::from_ref(part), rest)?
             {
                 return Ok(false);
             }
             let (process, ranges) = (target.process.id, part.ranges.clone());
-            self.apply(&Action::Advise { process, advice: Advice::Unmergeable, ranges }, done)?;
-            done.parts += usize::from(done.error.is_none() && !done.ended);
+            self.apply(&Action::Advise { process, advice: MergeAdvice::Unmergeable, ranges }, done)?;
+            done.batches_done += usize::from(done.error.is_none() && !done.ended);
         }
         Ok(true)
     }
 
-    fn apply(&mut self, action: &Action, done: &mut Withdrawn) -> Result<(), SessionError> {
+    fn apply(&mut self, action: &Action, done: &mut UnenrollResult) -> Result<(), SessionError> {
         if done.ended || done.error.is_some() {
             return Ok(());
         }
-        match self.session.apply_until_stopped(action, Stays::ForGood, self.stop) {
+        match self.session.apply_until_stopped(action, ChangeLifetime::Permanent, self.stop) {
             Ok(effect) => {
-                done.stops.extend(effect.stops);
-                done.missed.extend(effect.missed);
+                done.stop_durations.extend(effect.stop_durations);
+                done.missed_ranges.extend(effect.missed_ranges);
             }
-            Err(SessionError::Refused(pagefold_host::act::Refusal::Vanished)) => done.ended = true,
+            Err(SessionError::Refused(pagefold_host::action::ActionError::Vanished)) => done.ended = true,
             Err(SessionError::Refused(why)) => done.error = Some(why.to_string()),
             Err(other) => return Err(other),
         }
@@ -654,9 +697,9 @@ impl Work<'_, '_> {
     }
 
     /// Whether memory is short for a process, and that is heeded. Notes it.
-    fn is_pressed(&self, target: &Target, done: &mut Withdrawn) -> bool {
-        let short = |percent| room::is_short(self.session.host(), target.cgroup(), percent);
-        let pressed = self.limits.pressure.is_some_and(short);
+    fn is_memory_short(&self, target: &UnenrollTarget, done: &mut UnenrollResult) -> bool {
+        let short = |percent| memory_headroom::is_memory_short(self.session.host(), target.cgroup(), percent);
+        let pressed = self.limits.max_pressure_percent.is_some_and(short);
         if pressed {
             done.error = Some("memory is short".to_owned());
         }
@@ -665,57 +708,62 @@ impl Work<'_, '_> {
 
     /// Whether parts of a process, as they are now, fit together with the rest as it was planned; waits as long as may be
     /// waited. Remembers why not.
-    fn allowed(&mut self, target: &Target, parts: &[Part], rest: &[Part]) -> Result<bool, SessionError> {
+    fn wait_for_memory(
+        &mut self,
+        target: &UnenrollTarget,
+        parts: &[UnenrollBatch],
+        rest: &[UnenrollBatch],
+    ) -> Result<bool, SessionError> {
         if self.limits.force {
             return Ok(true);
         }
         loop {
-            let need = self.need_now(target, parts, rest);
-            let judgement = self.plan.judge(self.session.host(), &need);
-            if judgement.verdict == Verdict::Fits {
+            let need = self.current_need(target, parts, rest);
+            let judgement = self.plan.check_memory(self.session.host(), &need);
+            if judgement.verdict == MemoryVerdict::Fits {
                 return Ok(true);
             }
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(false);
             }
             if Instant::now() >= self.deadline {
-                self.stopped = Some(judgement);
+                self.stopped_by_guard = Some(judgement);
                 return Ok(false);
             }
-            std::thread::sleep(TICK);
+            std::thread::sleep(MEMORY_POLL_INTERVAL);
         }
     }
 
     /// What parts of a process take now, since after the plan pages were merged, written and unmapped, with the rest of
     /// it as it was planned. What cannot be counted takes what was planned.
-    fn need_now(&self, target: &Target, parts: &[Part], rest: &[Part]) -> Need {
+    fn current_need(&self, target: &UnenrollTarget, parts: &[UnenrollBatch], rest: &[UnenrollBatch]) -> FrameNeed {
         let host = self.session.host();
-        let look = || -> Reading<Need> {
-            target.exact.clone()?;
+        let look = || -> Reading<FrameNeed> {
+            target.frames_readable.clone()?;
             let handle = held(host, target.process.id)?;
             let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
             let cap = ksm.zero_pages.map_or(0, |pages| u64::try_from(pages).unwrap_or(0));
-            let mut merged = rest.iter().map(|part| part.merged).sum::<Pages>().0;
-            let mut zeros = rest.iter().map(|part| part.zeros).sum::<Pages>().0;
-            let mut returned: Pages = rest.iter().map(|part| part.returned).sum();
+            let mut merged = rest.iter().map(|part| part.merged_pages).sum::<Pages>().0;
+            let mut zeros = rest.iter().map(|part| part.zero_pages).sum::<Pages>().0;
+            let mut returned: Pages = rest.iter().map(|part| part.freed_frames).sum();
             let mut left = HashMap::new();
             for part in parts {
                 for range in &part.ranges {
-                    let found = count(host, &*handle, *range)?;
-                    let shared: Vec<Shared> = found.pages.iter().filter_map(|page| page.1).collect();
-                    returned += withdraw(&mut left, &shared);
+                    let found = read_ksm_pages(host, &*handle, *range)?;
+                    let shared: Vec<KsmPageMappings> = found.pages.iter().filter_map(|page| page.1).collect();
+                    returned += remove_mappings(&mut left, &shared);
                     merged += shared.len() as u64;
                     zeros += (found.pages.len() - shared.len()) as u64;
                 }
             }
-            Ok(Need::of(target.cgroup(), Pages(merged + zeros.min(cap)), returned))
+            Ok(FrameNeed::for_cgroup(target.cgroup(), Pages(merged + zeros.min(cap)), returned))
         };
         match look() {
             Ok(need) => need,
-            Err(Absent::Vanished) => Need::default(),
+            Err(Absent::Vanished) => FrameNeed::default(),
             Err(_) => {
-                let mut sum = Need::default();
-                parts.iter().chain(rest).for_each(|part| sum += &target.part_need(part));
+                let mut sum = FrameNeed::default();
+                parts.iter().chain(rest).for_each(|part| sum += &target.batch_frame_need(part));
                 sum
             }
         }
@@ -723,21 +771,21 @@ impl Work<'_, '_> {
 
     /// Put huge pages together where all of one is resident and the host allows it. That takes one free huge page at a
     /// time, whose frames are given back by those it replaces; what is not resident would take memory for good.
-    fn collapse(&mut self, target: &Target, done: &mut Withdrawn) -> Result<(), SessionError> {
+    fn collapse_huge_pages(&mut self, target: &UnenrollTarget, done: &mut UnenrollResult) -> Result<(), SessionError> {
         let host = self.session.host();
-        let Ok((before, ranges)) = collapsible(host, target) else { return Ok(()) };
+        let Ok((before, ranges)) = find_collapsible(host, target) else { return Ok(()) };
         let huge = observe::huge_page_bytes(host).unwrap_or(0);
         // Two, since the pages that are replaced are freed in batches.
         let pages = host.page_size().pages_in(Bytes(2 * huge));
-        let need = Need::of(target.cgroup(), pages, Pages::ZERO);
-        for ranges in ranges.chunks(COLLAPSED_AT_ONCE) {
-            if self.stop.load(Ordering::Relaxed) || self.plan.judge(host, &need).verdict != Verdict::Fits {
+        let need = FrameNeed::for_cgroup(target.cgroup(), pages, Pages::ZERO);
+        for ranges in ranges.chunks(HUGE_PAGES_PER_COLLAPSE) {
+            if self.stop.load(Ordering::Relaxed) || self.plan.check_memory(host, &need).verdict != MemoryVerdict::Fits {
                 break;
             }
             let action = Action::Collapse { process: target.process.id, ranges: ranges.to_vec() };
-            match self.session.apply(&action, Stays::ForGood) {
+            match self.session.apply(&action, ChangeLifetime::Permanent) {
                 // What was not put together is seen by what came back.
-                Ok(effect) => done.stops.extend(effect.stops),
+                Ok(effect) => done.stop_durations.extend(effect.stop_durations),
                 Err(SessionError::Refused(why)) => {
                     done.error = Some(format!("huge pages could not be put together: {why}"));
                     break;
@@ -747,7 +795,7 @@ impl Work<'_, '_> {
         }
         let handle = held(host, target.process.id);
         let after = handle.and_then(|handle| observe::rollup(&*handle)).and_then(|rollup| rollup.anon_huge);
-        done.huge = after.ok().map(|after| (before, after));
+        done.huge_before_and_after_collapse = after.ok().map(|after| (before, after));
         Ok(())
     }
 }
@@ -767,11 +815,11 @@ pub fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
 
 /// Memory of a process in huge pages now, and the ranges that could be but are not: aligned, wholly resident, in what
 /// was withdrawn, where huge pages are allowed.
-fn collapsible(host: &dyn Host, target: &Target) -> Reading<(Bytes, Vec<AddressRange>)> {
+fn find_collapsible(host: &dyn Host, target: &UnenrollTarget) -> Reading<(Bytes, Vec<AddressRange>)> {
     let huge = observe::huge_page_bytes(host)?;
-    let mode = observe::huge_page_mode(host)?;
+    let mode = observe::thp_mode(host)?;
     let handle = held(host, target.process.id)?;
-    let withdrawn = target.ranges();
+    let withdrawn = target.marked_ranges();
     let regions = observe::regions(&*handle)?;
     let before = regions.iter().map(|region| region.anon_huge).sum();
     let allowed = |region: &&Region| mode == "always" || (mode == "madvise" && region.flags.has(VmFlags::HUGE_PAGE));
@@ -779,7 +827,7 @@ fn collapsible(host: &dyn Host, target: &Target) -> Reading<(Bytes, Vec<AddressR
     for region in regions.iter().filter(allowed) {
         for part in withdrawn.iter().filter_map(|range| range.overlap(region.range)) {
             for run in handle.resident(&[part])?.into_iter().filter(|run| !run.huge) {
-                let end = run.address + host.page_size().of(Pages(run.pages.into())).0;
+                let end = run.address + host.page_size().bytes_of(Pages(run.pages.into())).0;
                 let (mut start, end) = (run.address.next_multiple_of(huge), end - end % huge);
                 while start < end {
                     ranges.push(AddressRange { start, end: start + huge });

@@ -3,34 +3,39 @@
 //! KSM's counters are those of ksmd's last look: a page that was written since still counts as shared. Page tables tell
 //! the truth, and with ksmd stopped they tell one moment. It takes the privilege to see frames.
 
-use crate::decide::outcome::Found;
-use crate::decide::plan::{Plan, Target};
+use crate::decide::outcome::KsmPageCounts;
+use crate::decide::plan::{MergePlan, PlanTarget};
 use pagefold_base::ksm::{ProcessKsm, RMAP_ITEM_BYTES};
-use pagefold_base::region::{Mapped, VmFlags};
+use pagefold_base::region::{MapsEntry, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
-use pagefold_host::{Host, Process, hold, observe, parse};
+use pagefold_host::{Host, ProcessHandle, hold, observe, parse};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
 /// The most address space of one process in which zero pages are counted. Reading it takes about a second of CPU time,
 /// even where nothing is mapped.
-const MOST_WALKED: Bytes = Bytes(256 << 30);
+const MAX_WALKED_ADDRESS_SPACE: Bytes = Bytes(256 << 30);
 
 /// Resident memory of the largest process whose `smaps_rollup` is read beside its work: about a second of CPU time, for
 /// most of which it can map and unmap nothing.
 pub const LARGEST: Bytes = Bytes(64 << 30);
 
 /// Pages looked at at once.
-const BATCH: u64 = 1 << 16;
+const PAGES_PER_READ: u64 = 1 << 16;
 
 /// Pages of a range that are mapped to a KSM frame that others map too (one that nobody else maps saves nothing), pages
 /// that are mapped to the kernel's page of zeros, and all that are in memory. The KSM frames are added to `frames`.
-fn count(host: &dyn Host, handle: &dyn Process, range: AddressRange, frames: &mut Vec<Pfn>) -> Reading<Found> {
+fn count_ksm_pages(
+    host: &dyn Host,
+    handle: &dyn ProcessHandle,
+    range: AddressRange,
+    frames: &mut Vec<Pfn>,
+) -> Reading<KsmPageCounts> {
     let page_size = host.page_size().bytes();
-    let mut found = Found::default();
+    let mut found = KsmPageCounts::default();
     let mut start = range.start;
     while start < range.end {
-        let end = range.end.min(start + BATCH * page_size);
+        let end = range.end.min(start + PAGES_PER_READ * page_size);
         let mappings = handle.mappings(AddressRange { start, end })?;
         let present = || mappings.iter().filter(|mapping| mapping.present && !mapping.file);
         let shared = || present().filter(|mapping| !mapping.exclusive);
@@ -54,45 +59,45 @@ fn count(host: &dyn Host, handle: &dyn Process, range: AddressRange, frames: &mu
 }
 
 /// What KSM holds of a range of a process.
-pub fn look_at(host: &dyn Host, process: ProcessId, range: AddressRange) -> Reading<Found> {
-    count(host, &*hold(host, process)?, range, &mut Vec::new())
+pub fn count_range_pages(host: &dyn Host, process: ProcessId, range: AddressRange) -> Reading<KsmPageCounts> {
+    count_ksm_pages(host, &*hold(host, process)?, range, &mut Vec::new())
 }
 
 /// What is merged of a target, and the KSM frames that it is mapped to.
 #[derive(Debug)]
-pub struct Held {
-    found: Found,
+pub struct MergedTarget {
+    counts: KsmPageCounts,
     /// Pages of zeros that KSM has placed in the whole of the process, by its counter.
-    counted_zeros: Pages,
+    ksm_zero_pages: Pages,
     /// Huge pages in the whole of the process, zero where the plan knows of none in its regions; nothing where it is not
     /// known.
     huge: Option<Bytes>,
     /// Ascending, each once.
-    frames: Vec<Shared>,
+    frames: Vec<KsmFrame>,
 }
 
-impl Held {
+impl MergedTarget {
     /// Nothing is merged of a process with so much in huge pages.
     fn none(huge: Option<Bytes>) -> Self {
-        Self { found: Found::default(), counted_zeros: Pages::ZERO, huge, frames: Vec::new() }
+        Self { counts: KsmPageCounts::default(), ksm_zero_pages: Pages::ZERO, huge, frames: Vec::new() }
     }
 }
 
 /// A KSM frame.
 #[derive(Clone, Copy, Debug)]
-struct Shared {
+struct KsmFrame {
     frame: Pfn,
     /// How many pages of the target's ranges are mapped to it.
-    own: u64,
+    own_mappings: u64,
     /// How many pages of anybody are; 0 where the kernel does not tell.
-    all: u64,
+    all_mappings: u64,
 }
 
 /// Tell who of some has a part in each frame that would come free without them, frame by frame: one that others map as
 /// well is there anyway, and who joins it takes nothing for it.
-fn each_taken<'h>(held: impl Iterator<Item = (usize, &'h Held)>, mut tell: impl FnMut(&[usize])) {
-    let mut rests: Vec<(usize, &[Shared])> = held.map(|(position, held)| (position, &held.frames[..])).collect();
-    let first = |(at, (_, frames)): (usize, &(usize, &[Shared]))| Some(Reverse((frames.first()?.frame, at)));
+fn visit_taken_frames<'h>(held: impl Iterator<Item = (usize, &'h MergedTarget)>, mut tell: impl FnMut(&[usize])) {
+    let mut rests: Vec<(usize, &[KsmFrame])> = held.map(|(position, held)| (position, &held.frames[..])).collect();
+    let first = |(at, (_, frames)): (usize, &(usize, &[KsmFrame]))| Some(Reverse((frames.first()?.frame, at)));
     let mut next: BinaryHeap<Reverse<(Pfn, usize)>> = rests.iter().enumerate().filter_map(first).collect();
     let mut sharers = Vec::new();
     while let Some(&Reverse((frame, _))) = next.peek() {
@@ -101,7 +106,7 @@ fn each_taken<'h>(held: impl Iterator<Item = (usize, &'h Held)>, mut tell: impl 
         while let Some(Reverse((_, at))) = next.peek().copied().filter(|Reverse((other, _))| *other == frame) {
             next.pop();
             let (position, frames) = &mut rests[at];
-            (own, all) = (own + frames[0].own, all.max(frames[0].all));
+            (own, all) = (own + frames[0].own_mappings, all.max(frames[0].all_mappings));
             sharers.push(*position);
             *frames = &frames[1..];
             next.extend(frames.first().map(|shared| Reverse((shared.frame, at))));
@@ -116,8 +121,8 @@ fn each_taken<'h>(held: impl Iterator<Item = (usize, &'h Held)>, mut tell: impl 
 ///
 /// Pages of zeros are counted by page tables too: those that the kernel maps to its page of zeros when ksmd has a huge
 /// page split are in no counter of KSM (mm/migrate.c, `try_to_map_unused_to_zeropage`).
-pub fn found(host: &dyn Host, plan: &Plan) -> Reading<Vec<Option<Held>>> {
-    let held = |target| match look(host, target) {
+pub fn measure_targets(host: &dyn Host, plan: &MergePlan) -> Reading<Vec<Option<MergedTarget>>> {
+    let held = |target| match measure_target(host, target) {
         Ok(held) => Ok(Some(held)),
         Err(Absent::Vanished) => Ok(None),
         Err(why) => Err(why),
@@ -126,10 +131,10 @@ pub fn found(host: &dyn Host, plan: &Plan) -> Reading<Vec<Option<Held>>> {
 }
 
 /// The sum over some targets, in which each frame counts once that nobody else maps.
-pub fn sum<'f>(held: impl Iterator<Item = &'f Held> + Clone) -> Found {
-    let mut sum = Found::default();
-    each_taken(held.clone().enumerate(), |_| sum.frames += Pages(1));
-    for Held { found, .. } in held {
+pub fn sum_targets<'f>(targets: impl Iterator<Item = &'f MergedTarget> + Clone) -> KsmPageCounts {
+    let mut sum = KsmPageCounts::default();
+    visit_taken_frames(targets.clone().enumerate(), |_| sum.frames += Pages(1));
+    for MergedTarget { counts: found, .. } in targets {
         sum.merged += found.merged;
         sum.zero += found.zero;
         sum.present += found.present;
@@ -140,19 +145,19 @@ pub fn sum<'f>(held: impl Iterator<Item = &'f Held> + Clone) -> Found {
 
 /// What came back between two looks by each target that lives on, less ksmd's metadata for it. They add up to what all
 /// of them gave back.
-pub fn nets(
+pub fn net_savings(
     host: &dyn Host,
-    plan: &Plan,
-    before: &[Option<Held>],
-    after: &[Option<Held>],
+    plan: &MergePlan,
+    before: &[Option<MergedTarget>],
+    after: &[Option<MergedTarget>],
 ) -> BTreeMap<ProcessId, NetBytes> {
     // What is shared with somebody who has ended is the others' now.
-    let lived: Vec<Option<&Held>> =
+    let lived: Vec<Option<&MergedTarget>> =
         before.iter().zip(after).map(|(before, after)| before.as_ref().filter(|_| after.is_some())).collect();
-    let after: Vec<Option<&Held>> = after.iter().map(Option::as_ref).collect();
-    let (saved, saves) = (saved_by_each(&lived), saved_by_each(&after));
+    let after: Vec<Option<&MergedTarget>> = after.iter().map(Option::as_ref).collect();
+    let (saved, saves) = (pages_saved_per_target(&lived), pages_saved_per_target(&after));
     let net = |position: usize| {
-        let items = |held: Option<&Held>| held.map_or(Pages::ZERO, |held| held.found.rmap_items);
+        let items = |held: Option<&MergedTarget>| held.map_or(Pages::ZERO, |held| held.counts.rmap_items);
         let metadata = items(after[position]).saturating_sub(items(lived[position])).0 * RMAP_ITEM_BYTES;
         let pages = saves[position] - saved[position];
         NetBytes((pages * host.page_size().bytes() as f64) as i64 - metadata.cast_signed())
@@ -165,17 +170,17 @@ pub fn nets(
 /// kernel frees them when it splits a huge page. Reads of memory that was never written map the same page, so no more
 /// counts than the huge pages that the process lost meanwhile, and nothing where that cannot be read, or would take too
 /// long (`LARGEST`).
-pub fn zeros_by_splitting(
-    plan: &Plan,
+pub fn split_zero_pages(
+    plan: &MergePlan,
     page_size: PageSize,
-    before: &[Option<Held>],
-    after: &[Option<Held>],
+    before: &[Option<MergedTarget>],
+    after: &[Option<MergedTarget>],
 ) -> BTreeMap<ProcessId, Pages> {
     let looks = before.iter().zip(after).zip(&plan.targets);
     let freed = looks.filter_map(|((before, after), target)| {
         let (before, after) = (before.as_ref()?, after.as_ref()?);
-        let zeros = after.found.zero.saturating_sub(before.found.zero);
-        let uncounted = zeros.saturating_sub(after.counted_zeros.saturating_sub(before.counted_zeros));
+        let zeros = after.counts.zero.saturating_sub(before.counts.zero);
+        let uncounted = zeros.saturating_sub(after.ksm_zero_pages.saturating_sub(before.ksm_zero_pages));
         let split = before.huge?.saturating_sub(after.huge?);
         let freed = uncounted.min(page_size.pages_in(split));
         (freed > Pages::ZERO).then_some((target.process.id, freed))
@@ -184,36 +189,36 @@ pub fn zeros_by_splitting(
 }
 
 /// Pages of zeros that KSM has placed, by its counter, which is signed and below zero where it means none.
-fn counted_zeros(ksm: &ProcessKsm) -> Pages {
+fn ksm_zero_pages(ksm: &ProcessKsm) -> Pages {
     Pages(ksm.zero_pages.as_ref().map_or(0, |pages| (*pages).max(0).unsigned_abs()))
 }
 
 /// Pages mapped to the kernel's zero page that KSM does not count, in private memory: the most that splitting huge pages
 /// can have freed of those that are there still, enrolled or not by now. Memory that was read and never written is among
-/// them. Of a process with more than [`MOST_WALKED`] of accessible memory the rest is left out, so it may be too few.
-pub fn uncounted_zeros(host: &dyn Host, handle: &dyn Process) -> Reading<Pages> {
+/// them. Of a process with more than [`MAX_WALKED_ADDRESS_SPACE`] of accessible memory the rest is left out, so it may be too few.
+pub fn uncounted_zero_pages(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<Pages> {
     let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
     let mut zeros = Pages::ZERO;
     // `maps` and not `smaps`, for which the kernel walks all pages of a region under one lock.
-    for range in with_zeros(&observe::layout(handle)?, host.page_size()) {
-        zeros += count(host, handle, range, &mut Vec::new())?.zero;
+    for range in zero_page_ranges(&observe::mapped_regions(handle)?, host.page_size()) {
+        zeros += count_ksm_pages(host, handle, range, &mut Vec::new())?.zero;
     }
-    Ok(zeros.saturating_sub(counted_zeros(&ksm)))
+    Ok(zeros.saturating_sub(ksm_zero_pages(&ksm)))
 }
 
-/// Where zero pages are counted: in private regions with access rights, the smallest first, [`MOST_WALKED`] in all.
-fn with_zeros(layout: &[Mapped], page_size: PageSize) -> Vec<AddressRange> {
+/// Where zero pages are counted: in private regions with access rights, the smallest first, [`MAX_WALKED_ADDRESS_SPACE`] in all.
+fn zero_page_ranges(layout: &[MapsEntry], page_size: PageSize) -> Vec<AddressRange> {
     // The kernel's half has `[vsyscall]` alone.
-    let may_have = |mapped: &&Mapped| {
+    let may_have = |mapped: &&MapsEntry| {
         let [read, write, _, shared] = mapped.permissions;
         (read == b'r' || write == b'w') && shared == b'p' && mapped.range.end <= 1 << 63
     };
     let mut ranges: Vec<AddressRange> = layout.iter().filter(may_have).map(|mapped| mapped.range).collect();
     ranges.sort_unstable_by_key(|range| (range.bytes(), range.start));
-    let mut left = page_size.pages_in(MOST_WALKED);
+    let mut left = page_size.pages_in(MAX_WALKED_ADDRESS_SPACE);
     for range in &mut ranges {
         let pages = page_size.pages_in(range.bytes()).min(left);
-        range.end = range.start + page_size.of(pages).0;
+        range.end = range.start + page_size.bytes_of(pages).0;
         left = left.saturating_sub(pages);
     }
     ranges.retain(|range| range.start < range.end);
@@ -221,45 +226,48 @@ fn with_zeros(layout: &[Mapped], page_size: PageSize) -> Vec<AddressRange> {
 }
 
 /// Pages that each saves: a frame that several map, and nobody else, is a part of each.
-fn saved_by_each(held: &[Option<&Held>]) -> Vec<f64> {
-    let pages = |held: &Option<&Held>| held.map_or(0.0, |held| (held.found.merged + held.found.zero).0 as f64);
+fn pages_saved_per_target(held: &[Option<&MergedTarget>]) -> Vec<f64> {
+    let pages =
+        |held: &Option<&MergedTarget>| held.map_or(0.0, |held| (held.counts.merged + held.counts.zero).0 as f64);
     let mut saved: Vec<f64> = held.iter().map(pages).collect();
     let there = held.iter().enumerate().filter_map(|(position, held)| Some((position, (*held)?)));
-    each_taken(there, |sharers| sharers.iter().for_each(|position| saved[*position] -= 1.0 / sharers.len() as f64));
+    visit_taken_frames(there, |sharers| {
+        sharers.iter().for_each(|position| saved[*position] -= 1.0 / sharers.len() as f64)
+    });
     saved
 }
 
-fn look(host: &dyn Host, target: &Target) -> Reading<Held> {
+fn measure_target(host: &dyn Host, target: &PlanTarget) -> Reading<MergedTarget> {
     let handle = hold(host, target.process.id)?;
-    let huge = match target.huge {
+    let huge = match target.huge_page_bytes {
         Bytes::ZERO => Some(Bytes::ZERO),
         _ => huge_of(&*handle, host.page_size()),
     };
-    let (mut held, mut pages) = (Held::none(huge), Vec::new());
+    let (mut held, mut pages) = (MergedTarget::none(huge), Vec::new());
     for range in &target.ranges {
-        let found = count(host, &*handle, range.range, &mut pages)?;
-        held.found.merged += found.merged;
-        held.found.zero += found.zero;
-        held.found.present += found.present;
+        let found = count_ksm_pages(host, &*handle, range.range, &mut pages)?;
+        held.counts.merged += found.merged;
+        held.counts.zero += found.zero;
+        held.counts.present += found.present;
     }
     pages.sort_unstable();
-    let shared = |same: &[Pfn]| Shared { frame: same[0], own: same.len() as u64, all: 0 };
+    let shared = |same: &[Pfn]| KsmFrame { frame: same[0], own_mappings: same.len() as u64, all_mappings: 0 };
     held.frames = pages.chunk_by(|a, b| a == b).map(shared).collect();
     held.frames.shrink_to_fit();
     pages.dedup();
     if let Ok(mappings) = host.frame_mappings(&pages) {
-        held.frames.iter_mut().zip(mappings).for_each(|(shared, all)| shared.all = all);
+        held.frames.iter_mut().zip(mappings).for_each(|(shared, all)| shared.all_mappings = all);
     }
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-    held.counted_zeros = counted_zeros(&ksm);
-    held.found.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
+    held.ksm_zero_pages = ksm_zero_pages(&ksm);
+    held.counts.rmap_items.0 += ksm.rmap_items.unwrap_or(0);
     Ok(held)
 }
 
 /// Huge pages of a process; nothing where they cannot be read, or where it has more memory than [`LARGEST`].
-fn huge_of(handle: &dyn Process, page_size: PageSize) -> Option<Bytes> {
+fn huge_of(handle: &dyn ProcessHandle, page_size: PageSize) -> Option<Bytes> {
     let resident = parse::statm(&handle.read("statm").ok()?).ok()?.resident;
-    if page_size.of(resident) > LARGEST {
+    if page_size.bytes_of(resident) > LARGEST {
         return None;
     }
     observe::rollup(handle).ok()?.anon_huge.ok()
@@ -267,23 +275,23 @@ fn huge_of(handle: &dyn Process, page_size: PageSize) -> Option<Bytes> {
 
 /// Who is enrolled, as far as that can be seen.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Enrolled {
+pub struct EnrolledProcesses {
     /// Processes that are, wholly or in part. Before 6.14 those of which ksmd keeps track of something.
     pub processes: Vec<ProcessId>,
     /// Whether there are others of which it cannot be told: those of other users without root, and before 6.14 whoever
     /// ksmd keeps no track of.
-    pub hidden: bool,
+    pub may_be_incomplete: bool,
 }
 
 /// Who is enrolled. Of all others one file is read, on newer kernels.
-pub fn enrolled(host: &dyn Host) -> Reading<Enrolled> {
-    let mut enrolled = Enrolled::default();
+pub fn find_enrolled(host: &dyn Host) -> Reading<EnrolledProcesses> {
+    let mut enrolled = EnrolledProcesses::default();
     for pid in host.pids()? {
         // A number alone only rules out: who is found by it is held, and asked again.
         match is_enrolled(|file| host.read(&format!("proc/{pid}/{file}"))) {
             Ok(false) => continue,
             Err(why) => {
-                enrolled.hidden |= matches!(why, Absent::Denied | Absent::NotOnThisKernel);
+                enrolled.may_be_incomplete |= matches!(why, Absent::Denied | Absent::NotOnThisKernel);
                 continue;
             }
             Ok(true) => {}
@@ -313,7 +321,7 @@ fn is_enrolled(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Reading<bool> {
 }
 
 /// Whether a process has enrolled memory now. Before 6.14 its regions tell, which takes longer the more it has.
-pub fn has_enrolled(handle: &dyn Process) -> Reading<bool> {
+pub fn has_enrolled_memory(handle: &dyn ProcessHandle) -> Reading<bool> {
     let told = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
     match told.mergeable {
         Err(Absent::NotOnThisKernel) => {
@@ -324,13 +332,13 @@ pub fn has_enrolled(handle: &dyn Process) -> Reading<bool> {
 }
 
 /// How many processes outside of a plan are enrolled.
-pub fn bystanders(host: &dyn Host, plan: &Plan) -> Reading<u64> {
+pub fn count_unplanned_enrolled(host: &dyn Host, plan: &MergePlan) -> Reading<u64> {
     let planned = plan.processes();
-    Ok(enrolled(host)?.processes.iter().filter(|id| !planned.contains(id)).count() as u64)
+    Ok(find_enrolled(host)?.processes.iter().filter(|id| !planned.contains(id)).count() as u64)
 }
 
 /// Bytes of huge pages in the targets of a plan.
-pub fn huge(host: &dyn Host, plan: &Plan) -> Reading<Bytes> {
+pub fn targets_huge_bytes(host: &dyn Host, plan: &MergePlan) -> Reading<Bytes> {
     let mut sum = Bytes::ZERO;
     for target in &plan.targets {
         match hold(host, target.process.id).and_then(|handle| observe::rollup(&*handle)?.anon_huge) {
@@ -343,8 +351,8 @@ pub fn huge(host: &dyn Host, plan: &Plan) -> Reading<Bytes> {
 }
 
 /// Anonymous memory of the targets that live, and of this process.
-pub fn resident(host: &dyn Host, plan: &Plan) -> Reading<(Bytes, Bytes)> {
-    let of = |handle: &dyn Process| parse::status(&handle.read("status")?).anonymous;
+pub fn resident_anonymous(host: &dyn Host, plan: &MergePlan) -> Reading<(Bytes, Bytes)> {
+    let of = |handle: &dyn ProcessHandle| parse::status(&handle.read("status")?).rss_anon;
     let mut sum = Bytes::ZERO;
     for target in &plan.targets {
         match hold(host, target.process.id).and_then(|handle| of(&*handle)) {
@@ -358,7 +366,7 @@ pub fn resident(host: &dyn Host, plan: &Plan) -> Reading<(Bytes, Bytes)> {
 }
 
 /// Where the regions begin of each process of a plan that lives on: ascending.
-pub fn regions(host: &dyn Host, plan: &Plan) -> BTreeMap<ProcessId, Vec<u64>> {
+pub fn region_starts(host: &dyn Host, plan: &MergePlan) -> BTreeMap<ProcessId, Vec<u64>> {
     let starts = |id| {
         let maps = parse::maps(&hold(host, id).ok()?.read("maps").ok()?).ok()?;
         Some((id, maps.iter().map(|mapped| mapped.range.start).collect()))
@@ -368,80 +376,85 @@ pub fn regions(host: &dyn Host, plan: &Plan) -> BTreeMap<ProcessId, Vec<u64>> {
 
 /// What a process has done so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Done {
+pub struct ProcessActivity {
     /// The CPU time that it has used, in ticks.
-    pub ticks: u64,
+    pub cpu_ticks: u64,
     /// Its page faults.
-    pub faults: u64,
+    pub page_faults: u64,
 }
 
 /// What a process has done so far.
-pub fn done(host: &dyn Host, process: ProcessId) -> Reading<Done> {
+pub fn read_activity(host: &dyn Host, process: ProcessId) -> Reading<ProcessActivity> {
     let stat = parse::stat(&hold(host, process)?.read("stat")?)?;
-    Ok(Done { ticks: stat.utime.saturating_add(stat.stime), faults: stat.faults })
+    Ok(ProcessActivity { cpu_ticks: stat.utime.saturating_add(stat.stime), page_faults: stat.page_faults })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::decide::plan::Way;
-    use pagefold_base::domain::Domain;
+    use crate::decide::plan::EnrollMethod;
+    use pagefold_base::domain::TrustDomain;
     use pagefold_base::process::Process as Facts;
-    use pagefold_host::fake::Fake;
-    use pagefold_host::faulty::{Fault, Faulty};
+    use pagefold_host::fake_host::FakeHost;
+    use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 
     /// Somebody with so many merged pages, on these frames.
-    fn held(merged: u64, frames: &[u64], rmap_items: u64) -> Held {
-        held_among(merged, frames, rmap_items, 0)
+    fn merged_target(merged: u64, frames: &[u64], rmap_items: u64) -> MergedTarget {
+        merged_target_shared_by(merged, frames, rmap_items, 0)
     }
 
     /// The same, with each frame mapped so many times by all.
-    fn held_among(merged: u64, frames: &[u64], rmap_items: u64, all: u64) -> Held {
-        let found = Found { merged: Pages(merged), rmap_items: Pages(rmap_items), ..Found::default() };
+    fn merged_target_shared_by(merged: u64, frames: &[u64], rmap_items: u64, all: u64) -> MergedTarget {
+        let found = KsmPageCounts { merged: Pages(merged), rmap_items: Pages(rmap_items), ..KsmPageCounts::default() };
         let own = merged / (frames.len() as u64).max(1);
-        Held {
-            found,
-            frames: frames.iter().map(|&frame| Shared { frame: Pfn(frame), own, all }).collect(),
-            ..Held::none(Some(Bytes::ZERO))
+        MergedTarget {
+            counts: found,
+            frames: frames
+                .iter()
+                .map(|&frame| KsmFrame { frame: Pfn(frame), own_mappings: own, all_mappings: all })
+                .collect(),
+            ..MergedTarget::none(Some(Bytes::ZERO))
         }
     }
 
     /// Who comes after others have merged: the frames are theirs.
     #[test]
-    fn a_frame_that_others_map_too_costs_who_joins_it_nothing() {
-        let nothing = [Some(held(0, &[], 0)), Some(held(0, &[], 0))];
-        let gain =
-            |after: &[Option<Held>]| (net(&nothing[..after.len()], after)[&0], sum(after.iter().flatten()).frames);
+    fn frame_mapped_elsewhere_costs_nothing() {
+        let nothing = [Some(merged_target(0, &[], 0)), Some(merged_target(0, &[], 0))];
+        let gain = |after: &[Option<MergedTarget>]| {
+            (net_by_pid(&nothing[..after.len()], after)[&0], sum_targets(after.iter().flatten()).frames)
+        };
         // Two pages on two frames, each mapped by one more besides.
-        assert_eq!(gain(&[Some(held_among(2, &[1, 2], 2, 2))]), (2 * 4096 - 128, Pages(0)));
-        assert_eq!(gain(&[Some(held_among(2, &[1, 2], 2, 1))]), (-128, Pages(2)), "its own alone");
+        assert_eq!(gain(&[Some(merged_target_shared_by(2, &[1, 2], 2, 2))]), (2 * 4096 - 128, Pages(0)));
+        assert_eq!(gain(&[Some(merged_target_shared_by(2, &[1, 2], 2, 1))]), (-128, Pages(2)), "its own alone");
         // Two who are all that map it share it, and a third outside pays for it.
-        let two = |all| [Some(held_among(1, &[1], 1, all)), Some(held_among(1, &[1], 1, all))];
+        let two =
+            |all| [Some(merged_target_shared_by(1, &[1], 1, all)), Some(merged_target_shared_by(1, &[1], 1, all))];
         assert_eq!(gain(&two(2)), (2048 - 64, Pages(1)));
         assert_eq!(gain(&two(3)), (4096 - 64, Pages(0)));
     }
 
-    fn plan(targets: u32) -> Plan {
-        let target = |pid| Target {
+    fn plan(targets: u32) -> MergePlan {
+        let target = |pid| PlanTarget {
             process: Facts::absent(ProcessId { pid: Pid(pid), start_time: 1 }, &Absent::Denied),
-            domain: Domain::Host,
+            domain: TrustDomain::Host,
             ranges: Vec::new(),
-            huge: Bytes::ZERO,
-            way: Way::Within,
+            huge_page_bytes: Bytes::ZERO,
+            enroll_method: EnrollMethod::InProcess,
         };
-        Plan { targets: (0..targets).map(target).collect(), ..Plan::default() }
+        MergePlan { targets: (0..targets).map(target).collect(), ..MergePlan::default() }
     }
 
     #[test]
-    fn zeros_that_ksm_does_not_count_were_freed_by_splitting() {
+    fn uncounted_zeros_come_from_splits() {
         let page_size = PageSize::new(4096).unwrap();
         let look = |all: u64, counted: u64, huge: Option<u64>| {
-            let found = Found { zero: Pages(all), ..Found::default() };
-            let huge = huge.map(|pages| page_size.of(Pages(pages)));
-            Some(Held { found, counted_zeros: Pages(counted), ..Held::none(huge) })
+            let found = KsmPageCounts { zero: Pages(all), ..KsmPageCounts::default() };
+            let huge = huge.map(|pages| page_size.bytes_of(Pages(pages)));
+            Some(MergedTarget { counts: found, ksm_zero_pages: Pages(counted), ..MergedTarget::none(huge) })
         };
-        let freed = |before: Option<Held>, after: Option<Held>| {
-            let freed = zeros_by_splitting(&plan(1), page_size, &[before], &[after]);
+        let freed = |before: Option<MergedTarget>, after: Option<MergedTarget>| {
+            let freed = split_zero_pages(&plan(1), page_size, &[before], &[after]);
             freed.into_values().map(|pages| pages.0).sum::<u64>()
         };
         let before = |all, counted| look(all, counted, Some(1024));
@@ -461,79 +474,81 @@ mod tests {
 
     #[test]
     fn huge_pages_of_processes_that_are_too_large_are_not_asked_for() {
-        let fake = Fake::booted();
+        let fake = FakeHost::booted();
         let largest = LARGEST.0 / fake.page_size().bytes();
         let mut plan = plan(3);
         for (pid, pages, huge) in [(0, largest, 4), (1, largest + 1, 4), (2, largest + 1, 0)] {
-            fake.start(pid, pages);
-            fake.file(&format!("proc/{pid}/smaps_rollup"), "0-1 ---p 0 00:00 0 [rollup]\nAnonHugePages: 4096 kB\n");
-            plan.targets[pid as usize].huge = Bytes::from_kib(1024 * huge);
+            fake.start_process(pid, pages);
+            fake.put_file(&format!("proc/{pid}/smaps_rollup"), "0-1 ---p 0 00:00 0 [rollup]\nAnonHugePages: 4096 kB\n");
+            plan.targets[pid as usize].huge_page_bytes = Bytes::from_kib(1024 * huge);
         }
         let huge: Vec<Option<Bytes>> =
-            found(&fake, &plan).unwrap().into_iter().map(|held| held.unwrap().huge).collect();
+            measure_targets(&fake, &plan).unwrap().into_iter().map(|held| held.unwrap().huge).collect();
         assert_eq!(huge, [Some(Bytes::from_kib(4096)), None, Some(Bytes::ZERO)]);
     }
 
     /// Reserved address space has no pages, and a walk through a TiB of it takes seconds.
     #[test]
-    fn zeros_are_counted_in_a_bounded_part_of_the_address_space() {
+    fn zero_page_count_walks_bounded_space() {
         const TIB: u64 = 1 << 40;
         let page_size = PageSize::new(4096).unwrap();
         let mapped = |start: u64, bytes: u64, permissions: &[u8; 4]| {
             let range = AddressRange { start, end: start + bytes };
-            Mapped { range, permissions: *permissions, inode: 0, name: String::new() }
+            MapsEntry { range, permissions: *permissions, inode: 0, name: String::new() }
         };
-        let walked = |regions: &[Mapped]| -> Vec<(u64, u64)> {
-            with_zeros(regions, page_size).iter().map(|range| (range.start, range.bytes().0)).collect()
+        let walked = |regions: &[MapsEntry]| -> Vec<(u64, u64)> {
+            zero_page_ranges(regions, page_size).iter().map(|range| (range.start, range.bytes().0)).collect()
         };
         let many = |permissions| (1..=100).map(move |at| mapped(at * TIB, TIB, permissions));
         let small = || [mapped(200 * TIB, 8192, b"rw-p"), mapped(201 * TIB, 4096, b"r--p")].into_iter();
-        let reserved: Vec<Mapped> = many(b"---p").chain(small()).collect();
+        let reserved: Vec<MapsEntry> = many(b"---p").chain(small()).collect();
         assert_eq!(walked(&reserved), [(201 * TIB, 4096), (200 * TIB, 8192)]);
-        let readable: Vec<Mapped> = many(b"rw-p").chain(small()).collect();
+        let readable: Vec<MapsEntry> = many(b"rw-p").chain(small()).collect();
         let part = walked(&readable);
         assert_eq!(part[..2], [(201 * TIB, 4096), (200 * TIB, 8192)], "small regions first");
-        assert_eq!(part.iter().map(|(_, bytes)| bytes).sum::<u64>(), MOST_WALKED.0);
+        assert_eq!(part.iter().map(|(_, bytes)| bytes).sum::<u64>(), MAX_WALKED_ADDRESS_SPACE.0);
         assert_eq!(walked(&[mapped(TIB, 4096, b"rw-s"), mapped(0xffff_ffff_ff60_0000, 4096, b"r-xp")]), []);
     }
 
     /// A process with many large reserved regions is asked about none of them.
     #[test]
-    fn no_page_of_a_region_without_access_rights_is_looked_at() {
-        let fake = Fake::booted();
-        fake.start(1, 1);
+    fn inaccessible_regions_are_not_read() {
+        let fake = FakeHost::booted();
+        fake.start_process(1, 1);
         let reserved = |at: u64| format!("{:x}-{:x} ---p 00000000 00:00 0 \n", at << 40, (at + 1) << 40);
         let maps: String = (1..=100).map(reserved).collect();
-        fake.file("proc/1/maps", &maps);
+        fake.put_file("proc/1/maps", &maps);
         let smaps = maps.lines().map(|line| format!("{line}\nRss: 0 kB\nAnonymous: 0 kB\nVmFlags: mr mw\n"));
-        fake.file("proc/1/smaps", &smaps.collect::<String>());
+        fake.put_file("proc/1/smaps", &smaps.collect::<String>());
         // It has no page tables: a look at any page fails.
-        assert_eq!(uncounted_zeros(&fake, &*fake.open(Pid(1)).unwrap()), Ok(Pages::ZERO));
+        assert_eq!(uncounted_zero_pages(&fake, &*fake.open(Pid(1)).unwrap()), Ok(Pages::ZERO));
     }
 
     /// In bytes, by number.
-    fn net(before: &[Option<Held>], after: &[Option<Held>]) -> BTreeMap<u32, i64> {
-        let nets = nets(&Fake::booted(), &plan(after.len() as u32), before, after);
+    fn net_by_pid(before: &[Option<MergedTarget>], after: &[Option<MergedTarget>]) -> BTreeMap<u32, i64> {
+        let nets = net_savings(&FakeHost::booted(), &plan(after.len() as u32), before, after);
         nets.into_iter().map(|(process, net)| (process.pid.0, net.0)).collect()
     }
 
     #[test]
-    fn a_frame_is_a_part_of_each_who_maps_it() {
-        let nothing = || [Some(held(0, &[], 0)), Some(held(0, &[], 0)), Some(held(0, &[], 100))];
+    fn frame_is_split_among_its_targets() {
+        let nothing =
+            || [Some(merged_target(0, &[], 0)), Some(merged_target(0, &[], 0)), Some(merged_target(0, &[], 100))];
         // Ten pages on one frame, one on the same, and one who has nothing but metadata.
-        let after = [Some(held(10, &[1], 10)), Some(held(1, &[1], 1)), Some(held(0, &[], 200))];
+        let after =
+            [Some(merged_target(10, &[1], 10)), Some(merged_target(1, &[1], 1)), Some(merged_target(0, &[], 200))];
         assert_eq!(
-            net(&nothing(), &after),
+            net_by_pid(&nothing(), &after),
             BTreeMap::from([(0, 10 * 4096 - 2048 - 640), (1, 4096 - 2048 - 64), (2, -6400)])
         );
     }
 
     #[test]
-    fn each_kernel_tells_in_its_way_who_is_enrolled() {
-        let fake = Fake::booted();
+    fn enrollment_is_detected_on_each_kernel() {
+        let fake = FakeHost::booted();
         let process = |pid: u32, files: &[(&str, &str)]| {
-            fake.ran(pid, 0);
-            files.iter().for_each(|(name, text)| fake.file(&format!("proc/{pid}/{name}"), text));
+            fake.set_cpu_ticks(pid, 0);
+            files.iter().for_each(|(name, text)| fake.put_file(&format!("proc/{pid}/{name}"), text));
         };
         let newest = "ksm_rmap_items 0\nksm_merging_pages 0\nksm_merge_any: no\nksm_mergeable: ";
         process(2, &[("ksm_stat", &format!("{newest}no\n"))]);
@@ -549,16 +564,17 @@ mod tests {
         // A kernel thread.
         process(9, &[("ksm_stat", ""), ("ksm_merging_pages", "")]);
         let find = || {
-            let Enrolled { processes, hidden } = enrolled(&fake).unwrap();
+            let EnrolledProcesses { processes, may_be_incomplete: hidden } = find_enrolled(&fake).unwrap();
             (processes.len(), hidden)
         };
         assert_eq!(find(), (4, true));
         // Of all that are left it is told.
-        [4, 6, 7, 8].iter().for_each(|pid| fake.file(&format!("proc/{pid}/ksm_stat"), &format!("{newest}no\n")));
+        [4, 6, 7, 8].iter().for_each(|pid| fake.put_file(&format!("proc/{pid}/ksm_stat"), &format!("{newest}no\n")));
         assert_eq!(find(), (2, false));
         let found = |denied: &str| {
-            let host = Faulty::new(&fake, |path| path.contains(denied).then_some(Fault::Absent(Absent::Denied)));
-            let Enrolled { processes, hidden } = enrolled(&host).unwrap();
+            let host =
+                FaultyHost::new(&fake, |path| path.contains(denied).then_some(InjectedFault::Absent(Absent::Denied)));
+            let EnrolledProcesses { processes, may_be_incomplete: hidden } = find_enrolled(&host).unwrap();
             (processes.iter().map(|id| id.pid.0).collect::<Vec<_>>(), hidden)
         };
         assert_eq!(found("nothing"), (vec![3, 5], false));
@@ -566,16 +582,21 @@ mod tests {
     }
 
     #[test]
-    fn who_has_ended_takes_nothing_from_others() {
-        let before = [Some(held(2, &[1, 2], 2)), Some(held(2, &[1, 2], 2))];
-        let after = [Some(held(2, &[1, 2], 2)), None];
-        assert_eq!(net(&before, &after), BTreeMap::from([(0, 0)]));
+    fn ended_process_takes_no_savings() {
+        let before = [Some(merged_target(2, &[1, 2], 2)), Some(merged_target(2, &[1, 2], 2))];
+        let after = [Some(merged_target(2, &[1, 2], 2)), None];
+        assert_eq!(net_by_pid(&before, &after), BTreeMap::from([(0, 0)]));
     }
 
     #[test]
-    fn parts_add_up_to_what_all_save() {
-        let parties = [held(9, &[1, 2, 3], 0), held(3, &[2, 3, 4], 0), held(0, &[], 0), held(5, &[3, 9], 0)];
-        let parts: f64 = saved_by_each(&parties.iter().map(Some).collect::<Vec<_>>()).iter().sum();
-        assert!((parts - sum(parties.iter()).saved().0 as f64).abs() < 1e-9, "{parts}");
+    fn target_shares_sum_to_total_savings() {
+        let parties = [
+            merged_target(9, &[1, 2, 3], 0),
+            merged_target(3, &[2, 3, 4], 0),
+            merged_target(0, &[], 0),
+            merged_target(5, &[3, 9], 0),
+        ];
+        let parts: f64 = pages_saved_per_target(&parties.iter().map(Some).collect::<Vec<_>>()).iter().sum();
+        assert!((parts - sum_targets(parties.iter()).saved().0 as f64).abs() < 1e-9, "{parts}");
     }
 }

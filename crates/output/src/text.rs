@@ -7,26 +7,26 @@ use std::borrow::Cow;
 
 /// How wide and how colourful the output may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Style {
+pub struct TextStyle {
     /// Columns.
     pub width: u16,
     /// Whether to use colour.
-    pub colour: bool,
+    pub color: bool,
 }
 
-impl Default for Style {
+impl Default for TextStyle {
     /// For files and pipes.
     fn default() -> Self {
-        Self { width: 120, colour: false }
+        Self { width: 120, color: false }
     }
 }
 
-impl Style {
+impl TextStyle {
     /// An empty table with these column headings. Headings that begin with `>` are right-aligned, without the `>`.
-    pub fn table(self, headings: &[&str]) -> Table {
+    pub fn new_table(self, headings: &[&str]) -> Table {
         let mut table = Table::new();
         table.load_style(NOTHING).set_width(self.width).set_content_arrangement(ContentArrangement::Dynamic);
-        if self.colour {
+        if self.color {
             table.enforce_styling();
         } else {
             table.force_no_tty();
@@ -45,18 +45,18 @@ impl Style {
     }
 
     /// A heading above a table.
-    pub fn heading(self, text: &str) -> String {
-        if self.colour { format!("\n\x1b[1m{text}\x1b[0m\n") } else { format!("\n{text}\n") }
+    pub fn format_heading(self, text: &str) -> String {
+        if self.color { format!("\n\x1b[1m{text}\x1b[0m\n") } else { format!("\n{text}\n") }
     }
 
     /// A paragraph in lines that fit, all but the first indented.
-    pub fn paragraph(self, text: &str, indent: usize) -> String {
+    pub fn format_paragraph(self, text: &str, indent: usize) -> String {
         let indent = " ".repeat(indent);
-        textwrap::fill(text, broken_at_blanks(usize::from(self.width)).subsequent_indent(&indent)) + "\n"
+        textwrap::fill(text, wrap_options(usize::from(self.width)).subsequent_indent(&indent)) + "\n"
     }
 
     /// A table as text, without blanks at the ends of lines.
-    pub fn render(self, table: &Table) -> String {
+    pub fn render_table(self, table: &Table) -> String {
         let mut text = String::new();
         for line in table.lines() {
             text.push_str(line.trim_end());
@@ -68,10 +68,10 @@ impl Style {
 
 /// Text in lines of at most so many columns, broken at blanks. A longer word has a line of its own.
 pub fn wrap(text: &str, columns: usize) -> Vec<String> {
-    textwrap::wrap(text, broken_at_blanks(columns)).into_iter().map(Cow::into_owned).collect()
+    textwrap::wrap(text, wrap_options(columns)).into_iter().map(Cow::into_owned).collect()
 }
 
-fn broken_at_blanks<'a>(columns: usize) -> textwrap::Options<'a> {
+fn wrap_options<'a>(columns: usize) -> textwrap::Options<'a> {
     textwrap::Options::new(columns.max(1))
         .break_words(false)
         .word_separator(textwrap::WordSeparator::AsciiSpace)
@@ -80,7 +80,7 @@ fn broken_at_blanks<'a>(columns: usize) -> textwrap::Options<'a> {
 }
 
 /// A share of at most 1 as a bar of `width` columns, in eighths of a column.
-pub fn bar(share: f64, width: usize) -> String {
+pub fn format_bar(share: f64, width: usize) -> String {
     let eighths = (share.clamp(0.0, 1.0) * width as f64 * 8.0).round() as usize;
     let mut bar = "█".repeat(eighths / 8);
     if !eighths.is_multiple_of(8) {
@@ -91,12 +91,12 @@ pub fn bar(share: f64, width: usize) -> String {
 }
 
 /// A part of a whole in percent, `-` where there is no whole.
-pub fn percent(part: u64, whole: u64) -> String {
+pub fn format_percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".to_owned() } else { format!("{:.1} %", part as f64 * 100.0 / whole as f64) }
 }
 
 /// A number with a thin mark at every third digit.
-pub fn number(value: u64) -> String {
+pub fn format_number(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();
     for (i, digit) in digits.chars().enumerate() {
@@ -109,18 +109,18 @@ pub fn number(value: u64) -> String {
 }
 
 /// Bytes, or a dot for none, which keeps tables readable.
-pub fn bytes(value: u64) -> String {
+pub fn format_bytes(value: u64) -> String {
     if value == 0 { "·".to_owned() } else { Bytes(value).to_string() }
 }
 
 /// Bytes that may be a loss.
-pub fn net(value: i64) -> String {
+pub fn format_net(value: i64) -> String {
     pagefold_base::units::NetBytes(value).to_string()
 }
 
 /// Text without anything that could steer a terminal or reorder a line: control characters, and the invisible ones that
 /// Unicode has for direction and joining.
-pub fn printable(text: &str) -> Cow<'_, str> {
+pub fn escape_unprintable(text: &str) -> Cow<'_, str> {
     let steers = |c: char| {
         c.is_control()
             || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
@@ -142,19 +142,19 @@ pub fn printable(text: &str) -> Cow<'_, str> {
 /// What the parts of a saving are called in every report: what KSM's counters have, and what they do not have.
 pub const COUNTED_BY_KSM: &str = "counted by KSM";
 /// Pages of zeros that the kernel freed when it split huge pages for ksmd.
-pub const ZEROS_BY_SPLITTING: &str = "zeros in split huge pages";
+pub const ZEROS_IN_SPLIT_HUGE_PAGES: &str = "zeros in split huge pages";
 
 /// The part of a saving that KSM does not count, for the end of a sentence; nothing if there is none.
-pub fn by_splitting(bytes: u64) -> String {
+pub fn format_split_zeros(bytes: u64) -> String {
     match bytes {
         0 => String::new(),
-        bytes => format!(" ({} of it {ZEROS_BY_SPLITTING}, which KSM does not count)", Bytes(bytes)),
+        bytes => format!(" ({} of it {ZEROS_IN_SPLIT_HUGE_PAGES}, which KSM does not count)", Bytes(bytes)),
     }
 }
 
 /// Text cut to so many characters, with an ellipsis in the place of what is missing. Printable, whatever it was.
-pub fn cut(text: &str, width: usize) -> String {
-    let text = printable(text);
+pub fn cut_end(text: &str, width: usize) -> String {
+    let text = escape_unprintable(text);
     if text.chars().count() <= width {
         return text.into_owned();
     }
@@ -162,8 +162,8 @@ pub fn cut(text: &str, width: usize) -> String {
 }
 
 /// The end of a text if it is longer than so many characters: of paths, the end tells most. Printable, whatever it was.
-pub fn cut_front(text: &str, width: usize) -> String {
-    let text = printable(text);
+pub fn cut_start(text: &str, width: usize) -> String {
+    let text = escape_unprintable(text);
     let length = text.chars().count();
     if length <= width {
         return text.into_owned();
@@ -172,8 +172,8 @@ pub fn cut_front(text: &str, width: usize) -> String {
 }
 
 /// A cell in a colour.
-pub fn coloured(text: impl ToString, colour: Color) -> Cell {
-    Cell::new(text).fg(colour)
+pub fn colored_cell(text: impl ToString, color: Color) -> Cell {
+    Cell::new(text).fg(color)
 }
 
 #[cfg(test)]
@@ -181,8 +181,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bars_are_as_long_as_the_share() {
-        let check = |share, text: &str| assert_eq!(bar(share, 4), text);
+    fn bar_length_matches_share() {
+        let check = |share, text: &str| assert_eq!(format_bar(share, 4), text);
         check(0.0, "");
         check(0.001, "▏");
         check(0.5, "██");
@@ -193,21 +193,21 @@ mod tests {
 
     #[test]
     fn numbers_are_grouped() {
-        assert_eq!(number(0), "0");
-        assert_eq!(number(999), "999");
-        assert_eq!(number(1_234_567), "1,234,567");
+        assert_eq!(format_number(0), "0");
+        assert_eq!(format_number(999), "999");
+        assert_eq!(format_number(1_234_567), "1,234,567");
     }
 
     #[test]
     fn long_names_are_cut() {
-        assert_eq!(cut("short", 5), "short");
-        assert_eq!(cut("longer", 5), "long…");
-        assert_eq!(cut_front("/a/longer", 5), "…nger");
+        assert_eq!(cut_end("short", 5), "short");
+        assert_eq!(cut_end("longer", 5), "long…");
+        assert_eq!(cut_start("/a/longer", 5), "…nger");
     }
 
     #[test]
-    fn names_cannot_steer_the_terminal() {
-        assert_eq!(cut("a\x1b[2Jb", 40), "a\\u{1b}[2Jb");
-        assert_eq!(cut_front("a\u{202e}b", 40), "a\\u{202e}b");
+    fn terminal_escapes_are_escaped() {
+        assert_eq!(cut_end("a\x1b[2Jb", 40), "a\\u{1b}[2Jb");
+        assert_eq!(cut_start("a\u{202e}b", 40), "a\\u{202e}b");
     }
 }

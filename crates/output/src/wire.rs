@@ -1,16 +1,16 @@
 //! Parts that several reports have in common.
 
-use pagefold_base::domain::Domain;
+use pagefold_base::domain::TrustDomain;
 use pagefold_base::identity::Monitor;
 use pagefold_base::process::Process;
-use pagefold_base::{Absent, Counts, PageSize};
+use pagefold_base::{Absent, PageCounts, PageSize};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 /// Resident private anonymous pages, each in exactly one of `zero`, `duplicate`, `unique`, `merged` and `volatile`.
 /// The unit is pages in `pages` objects and bytes in `bytes` objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Classes {
+pub struct PageClasses {
     /// All of them: the sum of the next five.
     pub resident: u64,
     /// Pages of zeros.
@@ -34,18 +34,18 @@ pub struct Classes {
     pub duplicate_across_domains: u64,
 }
 
-impl Classes {
+impl PageClasses {
     /// In pages.
-    pub fn pages(counts: &Counts) -> Self {
-        Self::scaled(counts, 1)
+    pub fn from_counts_in_pages(counts: &PageCounts) -> Self {
+        Self::from_counts_scaled(counts, 1)
     }
 
     /// In bytes.
-    pub fn bytes(counts: &Counts, page_size: PageSize) -> Self {
-        Self::scaled(counts, page_size.bytes())
+    pub fn from_counts_in_bytes(counts: &PageCounts, page_size: PageSize) -> Self {
+        Self::from_counts_scaled(counts, page_size.bytes())
     }
 
-    fn scaled(counts: &Counts, unit: u64) -> Self {
+    fn from_counts_scaled(counts: &PageCounts, unit: u64) -> Self {
         Self {
             resident: counts.resident().0 * unit,
             zero: counts.zero.0 * unit,
@@ -63,7 +63,7 @@ impl Classes {
 
 /// Who a process is.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct Who {
+pub struct ProcessInfo {
     /// Its number.
     pub pid: u32,
     /// When it started, in clock ticks since boot: with `pid` it names the process for good.
@@ -81,7 +81,7 @@ pub struct Who {
     pub cgroup: Option<String>,
     /// The virtual machine it runs.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub vm: Option<VmName>,
+    pub vm: Option<VmInfo>,
     /// The container it belongs to.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub container: Option<String>,
@@ -95,7 +95,7 @@ pub struct Who {
 
 /// A virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct VmName {
+pub struct VmInfo {
     /// `qemu`, `firecracker` or `cloud-hypervisor`.
     pub monitor: &'static str,
     /// Its name.
@@ -106,9 +106,9 @@ pub struct VmName {
     pub memory: Option<u64>,
 }
 
-impl Who {
+impl ProcessInfo {
     /// From what is known of a process.
-    pub fn of(process: &Process, domain: Option<&Domain>) -> Self {
+    pub fn from_process(process: &Process, domain: Option<&TrustDomain>) -> Self {
         let identity = &process.identity;
         Self {
             pid: process.id.pid.0,
@@ -117,14 +117,14 @@ impl Who {
             uid: process.uid.clone().ok(),
             domain: domain.map(ToString::to_string),
             cgroup: process.cgroup.clone().ok(),
-            vm: identity.vm.as_ref().map(|vm| VmName {
+            vm: identity.vm.as_ref().map(|vm| VmInfo {
                 monitor: match vm.monitor {
                     Monitor::Qemu => "qemu",
                     Monitor::Firecracker => "firecracker",
                     Monitor::CloudHypervisor => "cloud-hypervisor",
                 },
                 name: vm.name.clone(),
-                memory: vm.memory,
+                memory: vm.memory_bytes,
             }),
             container: identity.container.clone(),
             job: identity.job.as_ref().map(|job| job.name.clone()),
@@ -144,7 +144,7 @@ impl Who {
 
 /// A process that could not be looked at, or not wholly.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct NotSeen {
+pub struct UnscannedProcessReport {
     /// Its number.
     pub pid: u32,
     /// Its name, where that much could be read.
@@ -156,9 +156,9 @@ pub struct NotSeen {
     pub detail: String,
 }
 
-impl NotSeen {
+impl UnscannedProcessReport {
     /// From a process's number, name and reason.
-    pub fn of(pid: u32, comm: Option<String>, why: &Absent) -> Self {
+    pub fn new(pid: u32, comm: Option<String>, why: &Absent) -> Self {
         let reason = match why {
             Absent::Denied => "denied",
             Absent::Vanished => "vanished",
@@ -173,7 +173,7 @@ impl NotSeen {
 ///
 /// # Panics
 /// Never: the wire types have string keys and finite numbers only.
-pub fn json<T: Serialize>(report: &T) -> String {
+pub fn to_json<T: Serialize>(report: &T) -> String {
     let mut text = serde_json::to_string_pretty(report).expect("wire types are serializable");
     text.push('\n');
     text
@@ -182,8 +182,8 @@ pub fn json<T: Serialize>(report: &T) -> String {
 /// The same in one line without a break.
 ///
 /// # Panics
-/// As [`json`].
-pub fn line<T: Serialize>(report: &T) -> String {
+/// As [`to_json`].
+pub fn to_json_line<T: Serialize>(report: &T) -> String {
     serde_json::to_string(report).expect("wire types are serializable")
 }
 
@@ -191,7 +191,7 @@ pub fn line<T: Serialize>(report: &T) -> String {
 ///
 /// # Panics
 /// Never: schemas have string keys.
-pub fn schema<T: JsonSchema>() -> String {
+pub fn json_schema<T: JsonSchema>() -> String {
     let mut text = serde_json::to_string_pretty(&schemars::schema_for!(T)).expect("schemas are serializable");
     text.push('\n');
     text

@@ -29,69 +29,69 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 /// All of the address space that mmap(2) gives out unless it is asked for more: 47 bits on x86-64, short of the last
 /// page (Documentation/arch/x86/x86_64/5level-paging.rst), 48 elsewhere (Documentation/arch/arm64/memory.rst).
-const ADDRESS_SPACE: usize = if cfg!(target_arch = "x86_64") { (1 << 47) - 4096 } else { 1 << 48 };
+const ADDRESS_SPACE_BYTES: usize = if cfg!(target_arch = "x86_64") { (1 << 47) - 4096 } else { 1 << 48 };
 
-/// Between the first two rounds, in nanoseconds; doubled until it is [`PAUSE`]. Programs map most when they start.
-const FIRST_PAUSE: i64 = 15_625_000;
+/// Between the first two rounds, in nanoseconds; doubled until it is [`MARK_INTERVAL_NS`]. Programs map most when they start.
+const FIRST_MARK_INTERVAL_NS: i64 = 15_625_000;
 /// Between later rounds, in nanoseconds.
-const PAUSE: i64 = 500_000_000;
+const MARK_INTERVAL_NS: i64 = 500_000_000;
 
 /// What the thread sleeps on: 1 when it is to end.
-static END: AtomicU32 = AtomicU32::new(0);
+static STOP_FUTEX: AtomicU32 = AtomicU32::new(0);
 /// Whether there is a thread.
-static RUNNING: AtomicBool = AtomicBool::new(false);
-/// The key of [`thread_ends`].
-static KEY: AtomicU32 = AtomicU32::new(0);
+static IS_MARKER_RUNNING: AtomicBool = AtomicBool::new(false);
+/// The key of [`on_thread_exit`].
+static THREAD_EXIT_KEY: AtomicU32 = AtomicU32::new(0);
 
 /// The loader calls it before the program begins.
 #[used]
 #[unsafe(link_section = ".init_array")]
-static LOADED: extern "C" fn() = loaded;
+static INIT_ARRAY_ENTRY: extern "C" fn() = on_load;
 
-extern "C" fn loaded() {
+extern "C" fn on_load() {
     let (yes, zero): (c_ulong, c_ulong) = (1, 0);
     // SAFETY: this option takes numbers only, and changes neither the content nor the access of memory.
     let inherited = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, yes, zero, zero, zero) } == 0;
-    if inherited || !mark() {
+    if inherited || !mark_address_space() {
         return;
     }
     let mut key = 0;
-    // SAFETY: `key` is there to be written, and `thread_ends` stays loaded: a preloaded library is never unloaded.
-    let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(thread_ends)) } == 0;
-    KEY.store(key, Ordering::Relaxed);
-    // SAFETY: `forked` stays loaded.
-    let followed = keyed && unsafe { libc::pthread_atfork(None, None, Some(forked)) } == 0;
+    // SAFETY: `key` is there to be written, and `on_thread_exit` stays loaded: a preloaded library is never unloaded.
+    let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(on_thread_exit)) } == 0;
+    THREAD_EXIT_KEY.store(key, Ordering::Relaxed);
+    // SAFETY: `on_fork_in_child` stays loaded.
+    let followed = keyed && unsafe { libc::pthread_atfork(None, None, Some(on_fork_in_child)) } == 0;
     if followed {
-        start();
+        start_marker_thread();
     }
 }
 
 /// In a forked child only the thread that forked is left. glibc calls this once its own locks are usable again.
-extern "C" fn forked() {
-    if RUNNING.load(Ordering::Relaxed) {
-        start();
+extern "C" fn on_fork_in_child() {
+    if IS_MARKER_RUNNING.load(Ordering::Relaxed) {
+        start_marker_thread();
     }
 }
 
 /// The calling thread, which loaded this library or forked, ends before its process does.
-extern "C" fn thread_ends(_: *mut c_void) {
-    END.store(1, Ordering::Relaxed);
+extern "C" fn on_thread_exit(_: *mut c_void) {
+    STOP_FUTEX.store(1, Ordering::Relaxed);
     let one: c_int = 1;
     // SAFETY: the futex is a static; waking reads and writes nothing.
-    unsafe { libc::syscall(libc::SYS_futex, END.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, one) };
+    unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, one) };
 }
 
 /// Mark everything that is mapped now; whether this kernel can.
-fn mark() -> bool {
+fn mark_address_space() -> bool {
     // SAFETY: this advice changes neither the content nor the access of memory, and holes are passed over.
-    let answer = unsafe { libc::madvise(ptr::null_mut(), ADDRESS_SPACE, libc::MADV_MERGEABLE) };
+    let answer = unsafe { libc::madvise(ptr::null_mut(), ADDRESS_SPACE_BYTES, libc::MADV_MERGEABLE) };
     answer == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM)
 }
 
 /// Start the thread, with every signal blocked in it from its beginning. Where there can be none, what was marked
 /// already stays marked.
-fn start() {
-    END.store(0, Ordering::Relaxed);
+fn start_marker_thread() {
+    STOP_FUTEX.store(0, Ordering::Relaxed);
     let mut all = MaybeUninit::uninit();
     let mut before = MaybeUninit::uninit();
     // SAFETY: `all` is there to be written.
@@ -102,34 +102,35 @@ fn start() {
     }
     let mut thread = MaybeUninit::uninit();
     // SAFETY: `thread` is there to be written, `rounds` stays loaded and asks nothing of its argument.
-    let made = unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), rounds, ptr::null_mut()) } == 0;
+    let made =
+        unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), run_marker_thread, ptr::null_mut()) } == 0;
     if made {
         // SAFETY: the thread was made, so this was written.
         let thread = unsafe { thread.assume_init() };
         // SAFETY: nobody joins it.
         unsafe { libc::pthread_detach(thread) };
         // SAFETY: the key was made; its value is never followed, it only has to differ from null.
-        unsafe { libc::pthread_setspecific(KEY.load(Ordering::Relaxed), END.as_ptr().cast()) };
+        unsafe { libc::pthread_setspecific(THREAD_EXIT_KEY.load(Ordering::Relaxed), STOP_FUTEX.as_ptr().cast()) };
     }
-    RUNNING.store(made, Ordering::Relaxed);
+    IS_MARKER_RUNNING.store(made, Ordering::Relaxed);
     // SAFETY: `before` was written above.
     unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
 }
 
-extern "C" fn rounds(_: *mut c_void) -> *mut c_void {
-    let mut pause = FIRST_PAUSE;
-    while END.load(Ordering::Relaxed) == 0 && mark() {
-        sleep(pause);
-        pause = (pause * 2).min(PAUSE);
+extern "C" fn run_marker_thread(_: *mut c_void) -> *mut c_void {
+    let mut pause = FIRST_MARK_INTERVAL_NS;
+    while STOP_FUTEX.load(Ordering::Relaxed) == 0 && mark_address_space() {
+        sleep_unless_stopped(pause);
+        pause = (pause * 2).min(MARK_INTERVAL_NS);
     }
     ptr::null_mut()
 }
 
 /// Sleep for so many nanoseconds, or until it is to end.
-fn sleep(nanoseconds: i64) {
+fn sleep_unless_stopped(nanoseconds: i64) {
     let time = libc::timespec { tv_sec: 0, tv_nsec: nanoseconds };
     let unchanged: c_long = 0;
     let wait = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
     // SAFETY: the futex is a static, `time` outlives the call, and the kernel only reads both.
-    unsafe { libc::syscall(libc::SYS_futex, END.as_ptr(), wait, unchanged, &raw const time) };
+    unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), wait, unchanged, &raw const time) };
 }

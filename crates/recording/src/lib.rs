@@ -16,24 +16,24 @@
 //! contents.txt          kinds of the most frequent contents, by fingerprint
 //! ```
 //!
-//! A recording of many moments has a folder with such a recording for each: see [`moments`].
+//! A recording of many moments has a folder with such a recording for each: see [`trace`].
 //!
-//! [`Tap`] makes one: it is a host that passes every question on to another and keeps the answers, so a recording holds
+//! [`HostRecorder`] makes one: it is a host that passes every question on to another and keeps the answers, so a recording holds
 //! exactly what the commands read that were run through it.
 
 #![forbid(unsafe_code)]
 
-pub mod moments;
-pub mod pages;
-mod tap;
+pub mod lines;
+mod recorder;
+pub mod trace;
 
-pub use tap::Tap;
+pub use recorder::HostRecorder;
 
+use lines::{FrameLine, PageLine};
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
-use pagefold_host::act::{Action, Effect, Refusal};
-use pagefold_host::{FrameFlags, Host, Mapping, PageContent, PageView, Process, Run, Way};
-use pages::{FrameLine, PageLine};
+use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::{FrameFlags, Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io;
@@ -41,11 +41,11 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// What `recording.toml` must say first.
-pub const SCHEMA: &str = "pagefold.recording/1";
+pub const RECORDING_SCHEMA: &str = "pagefold.recording/1";
 
 /// Why a recording cannot be read.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum RecordingError {
     /// A file cannot be read.
     #[error("{path}")]
     Io {
@@ -70,34 +70,34 @@ pub struct Recording {
     root: PathBuf,
     page_size: PageSize,
     absent: BTreeMap<String, Absent>,
-    /// By their first frame, and kinds by content: read once somebody asks, as [`Recording::pages`] are. Most moments
+    /// By their first frame, and kinds by content: read once somebody asks, as [`Recording::process_pages`] are. Most moments
     /// of a day are asked for neither.
-    frames: OnceLock<Reading<BTreeMap<u64, FrameLine>>>,
-    kinds: OnceLock<Reading<BTreeMap<Fingerprint, ContentKind>>>,
+    frames_by_first: OnceLock<Reading<BTreeMap<u64, FrameLine>>>,
+    content_kinds: OnceLock<Reading<BTreeMap<Fingerprint, ContentKind>>>,
     /// Of the processes whose pages were asked for: a census opens each many times.
-    pages: Mutex<BTreeMap<Pid, Arc<Vec<PageLine>>>>,
+    pages_by_pid: Mutex<BTreeMap<Pid, Arc<Vec<PageLine>>>>,
 }
 
 impl Recording {
     /// Open the recording in a folder; of many moments the last one.
-    pub fn open(root: &Path) -> Result<Self, Error> {
-        let last = moments::folders(root)?.and_then(|mut folders| folders.pop());
-        let recording = Self::open_unread(last.as_deref().unwrap_or(root))?;
+    pub fn open(root: &Path) -> Result<Self, RecordingError> {
+        let last = trace::recording_folders(root)?.and_then(|mut folders| folders.pop());
+        let recording = Self::open_lazily(last.as_deref().unwrap_or(root))?;
         let (frames, kinds) = (recording.read_frames()?, recording.read_kinds()?);
-        Ok(Self { frames: Ok(frames).into(), kinds: Ok(kinds).into(), ..recording })
+        Ok(Self { frames_by_first: Ok(frames).into(), content_kinds: Ok(kinds).into(), ..recording })
     }
 
     /// Open it without a look at frames and contents: what is wrong with those is told to who asks for them.
-    fn open_unread(root: &Path) -> Result<Self, Error> {
+    fn open_lazily(root: &Path) -> Result<Self, RecordingError> {
         let about = read_text(&root.join("recording.toml"))?;
-        let malformed = |what: String| Error::Malformed { path: root.join("recording.toml"), what };
-        if field(&about, "schema") != Some(&format!("\"{SCHEMA}\"")) {
-            return Err(malformed(format!("expected schema = \"{SCHEMA}\"")));
+        let malformed = |what: String| RecordingError::Malformed { path: root.join("recording.toml"), what };
+        if toml_value(&about, "schema") != Some(&format!("\"{RECORDING_SCHEMA}\"")) {
+            return Err(malformed(format!("expected schema = \"{RECORDING_SCHEMA}\"")));
         }
-        let page_size = field(&about, "page_size")
+        let page_size = toml_value(&about, "page_size")
             .and_then(|bytes| PageSize::new(bytes.parse().ok()?))
             .ok_or_else(|| malformed("page_size is no power of two".to_owned()))?;
-        let lines = |name: &str| optional_text(&root.join(name));
+        let lines = |name: &str| read_optional_text(&root.join(name));
         let mut absent = BTreeMap::new();
         for line in lines("absent.txt")?.lines() {
             if let Some((path, reason)) = line.split_once('\t') {
@@ -108,39 +108,39 @@ impl Recording {
             root: root.to_owned(),
             page_size,
             absent,
-            frames: OnceLock::new(),
-            kinds: OnceLock::new(),
-            pages: Mutex::default(),
+            frames_by_first: OnceLock::new(),
+            content_kinds: OnceLock::new(),
+            pages_by_pid: Mutex::default(),
         })
     }
 
-    fn read_frames(&self) -> Result<BTreeMap<u64, FrameLine>, Error> {
-        let lines = parse_lines(&self.root.join("frames.txt"), pages::parse_frame)?;
-        Ok(lines.into_iter().map(|line| (line.frame.0, line)).collect())
+    fn read_frames(&self) -> Result<BTreeMap<u64, FrameLine>, RecordingError> {
+        let lines = parse_lines(&self.root.join("frames.txt"), lines::parse_frame_line)?;
+        Ok(lines.into_iter().map(|line| (line.first_frame.0, line)).collect())
     }
 
-    fn read_kinds(&self) -> Result<BTreeMap<Fingerprint, ContentKind>, Error> {
-        Ok(parse_lines(&self.root.join("contents.txt"), pages::parse_kind)?.into_iter().collect())
+    fn read_kinds(&self) -> Result<BTreeMap<Fingerprint, ContentKind>, RecordingError> {
+        Ok(parse_lines(&self.root.join("contents.txt"), lines::parse_content_line)?.into_iter().collect())
     }
 
     fn frames(&self) -> Reading<&BTreeMap<u64, FrameLine>> {
-        self.frames.get_or_init(|| self.read_frames().map_err(malformed)).as_ref().map_err(Clone::clone)
+        self.frames_by_first.get_or_init(|| self.read_frames().map_err(error_to_absent)).as_ref().map_err(Clone::clone)
     }
 
-    fn kinds(&self) -> Reading<&BTreeMap<Fingerprint, ContentKind>> {
-        self.kinds.get_or_init(|| self.read_kinds().map_err(malformed)).as_ref().map_err(Clone::clone)
+    fn content_kinds(&self) -> Reading<&BTreeMap<Fingerprint, ContentKind>> {
+        self.content_kinds.get_or_init(|| self.read_kinds().map_err(error_to_absent)).as_ref().map_err(Clone::clone)
     }
 
     /// The pages of a process, in address order.
-    fn pages(&self, pid: Pid) -> Reading<Arc<Vec<PageLine>>> {
-        let mut known = self.pages.lock().unwrap_or_else(PoisonError::into_inner);
+    fn process_pages(&self, pid: Pid) -> Reading<Arc<Vec<PageLine>>> {
+        let mut known = self.pages_by_pid.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(pages) = known.get(&pid) {
             return Ok(Arc::clone(pages));
         }
         let path = self.root.join("pages").join(format!("{pid}.txt"));
-        let mut pages = parse_lines(&path, pages::parse_page).map_err(malformed)?;
+        let mut pages = parse_lines(&path, lines::parse_page_line).map_err(error_to_absent)?;
         pages.sort_by_key(|line| line.address);
-        if let Some(line) = pages::out_of_place(&pages, self.page_size.bytes()) {
+        if let Some(line) = lines::first_misplaced_line(&pages, self.page_size.bytes()) {
             let what = format!("{}: {line:?} overlaps another line or is no whole page", path.display());
             return Err(Absent::Malformed(what));
         }
@@ -149,12 +149,12 @@ impl Recording {
         Ok(pages)
     }
 
-    fn file(&self, path: &str) -> Reading<Vec<u8>> {
-        fs::read(self.root.join("files").join(path)).map_err(|_| self.why(path))
+    fn read_recorded_file(&self, path: &str) -> Reading<Vec<u8>> {
+        fs::read(self.root.join("files").join(path)).map_err(|_| self.absence_reason(path))
     }
 
     /// Why something is not in the recording: for its own reason, or for that of what it lies in.
-    fn why(&self, path: &str) -> Absent {
+    fn absence_reason(&self, path: &str) -> Absent {
         let mut path = path;
         loop {
             if let Some(why) = self.absent.get(path) {
@@ -167,19 +167,19 @@ impl Recording {
         }
     }
 
-    fn names(&self, path: &str) -> Reading<Vec<String>> {
-        let names = self.file(&format!("{path}/.names")).map_err(|_| self.why(path))?;
+    fn list_recorded_names(&self, path: &str) -> Reading<Vec<String>> {
+        let names = self.read_recorded_file(&format!("{path}/.names")).map_err(|_| self.absence_reason(path))?;
         Ok(String::from_utf8_lossy(&names).lines().map(str::to_owned).collect())
     }
 
-    fn each_frame<T>(&self, frames: &[Pfn], value: impl Fn(&FrameLine) -> T) -> Reading<Vec<T>> {
+    fn lookup_frames<T>(&self, frames: &[Pfn], value: impl Fn(&FrameLine) -> T) -> Reading<Vec<T>> {
         let known = self.frames()?;
         if known.is_empty() {
-            return Err(self.why("proc/kpageflags"));
+            return Err(self.absence_reason("proc/kpageflags"));
         }
         let of = |frame: &Pfn| {
             let (_, line) = known.range(..=frame.0).next_back()?;
-            (frame.0 < line.frame.0 + line.frames).then_some(line)
+            (frame.0 < line.first_frame.0 + line.frame_count).then_some(line)
         };
         frames.iter().map(|frame| of(frame).map(&value).ok_or(Absent::Vanished)).collect()
     }
@@ -195,35 +195,37 @@ impl Host for Recording {
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
-        self.file(path)
+        self.read_recorded_file(path)
     }
 
     fn list(&self, path: &str) -> Reading<Vec<String>> {
-        self.names(path)
+        self.list_recorded_names(path)
     }
 
     fn pids(&self) -> Reading<Vec<Pid>> {
-        let mut pids: Vec<_> = self.names("proc")?.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
+        let mut pids: Vec<_> =
+            self.list_recorded_names("proc")?.iter().filter_map(|name| name.parse().ok().map(Pid)).collect();
         pids.sort();
         Ok(pids)
     }
 
-    fn open(&self, pid: Pid) -> Reading<Box<dyn Process + '_>> {
+    fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
         let directory = format!("proc/{pid}");
-        let start_time = pagefold_host::parse::stat(&self.file(&format!("{directory}/stat"))?)?.start_time;
+        let start_time =
+            pagefold_host::parse::stat(&self.read_recorded_file(&format!("{directory}/stat"))?)?.start_time;
         Ok(Box::new(RecordedProcess { recording: self, id: ProcessId { pid, start_time }, directory }))
     }
 
     fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
-        self.each_frame(frames, |line| line.flags)
+        self.lookup_frames(frames, |line| line.flags)
     }
 
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
-        self.each_frame(frames, |line| line.mappings)
+        self.lookup_frames(frames, |line| line.mappings)
     }
 
-    fn apply(&self, _: &Action) -> Result<Effect, Refusal> {
-        Err(Refusal::ReadOnly)
+    fn apply(&self, _: &Action) -> Result<ActionOutcome, ActionError> {
+        Err(ActionError::ReadOnly)
     }
 }
 
@@ -235,72 +237,78 @@ struct RecordedProcess<'a> {
 }
 
 /// The lines of some that touch a range, each cut to it.
-fn within(pages: &[PageLine], range: AddressRange, page_len: u64) -> impl Iterator<Item = PageLine> + '_ {
-    let first = pages.partition_point(|line| line.end(page_len) <= range.start);
-    pages[first..].iter().take_while(move |line| line.address < range.end).map(move |line| line.cut(range, page_len))
+fn lines_in_range(pages: &[PageLine], range: AddressRange, page_len: u64) -> impl Iterator<Item = PageLine> + '_ {
+    let first = pages.partition_point(|line| line.end_address(page_len) <= range.start);
+    pages[first..]
+        .iter()
+        .take_while(move |line| line.address < range.end)
+        .map(move |line| line.clip_to(range, page_len))
 }
 
-impl Process for RecordedProcess<'_> {
+impl ProcessHandle for RecordedProcess<'_> {
     fn id(&self) -> ProcessId {
         self.id
     }
 
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
-        self.recording.file(&format!("{}/{file}", self.directory))
+        self.recording.read_recorded_file(&format!("{}/{file}", self.directory))
     }
 
     fn links(&self, directory: &str) -> Reading<Vec<String>> {
         let path = format!("{}/{directory}", self.directory);
-        let links = self.recording.file(&format!("{path}.links")).map_err(|_| self.recording.why(&path))?;
+        let links = self
+            .recording
+            .read_recorded_file(&format!("{path}.links"))
+            .map_err(|_| self.recording.absence_reason(&path))?;
         Ok(String::from_utf8_lossy(&links).lines().map(str::to_owned).collect())
     }
 
-    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<Run>> {
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
         let page_len = self.recording.page_size.bytes();
-        let pages = self.recording.pages(self.id.pid)?;
-        let mut runs: Vec<Run> = Vec::new();
+        let pages = self.recording.process_pages(self.id.pid)?;
+        let mut runs: Vec<PageRun> = Vec::new();
         for &range in ranges {
             let first = runs.len();
-            for line in within(&pages, range, page_len).filter(|line| line.is_resident_anonymous()) {
+            for line in lines_in_range(&pages, range, page_len).filter(|line| line.is_resident_anonymous()) {
                 match runs[first..].last_mut() {
                     Some(run)
                         if run.huge == line.huge
                             && run.address + u64::from(run.pages) * page_len == line.address
-                            && u64::from(run.pages) + line.pages <= pages::MOST =>
+                            && u64::from(run.pages) + line.pages <= lines::MAX_PAGES_PER_LINE =>
                     {
                         run.pages += line.pages as u32;
                     }
-                    _ => runs.push(Run { address: line.address, pages: line.pages as u32, huge: line.huge }),
+                    _ => runs.push(PageRun { address: line.address, pages: line.pages as u32, huge: line.huge }),
                 }
             }
         }
         Ok(runs)
     }
 
-    fn mappings(&self, range: AddressRange) -> Reading<Vec<Mapping>> {
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
         let page_len = self.recording.page_size.bytes();
         let count = self.recording.page_size.pages_in(range.bytes()).0 as usize;
-        let mut mappings = vec![Mapping::default(); count];
-        for line in within(&self.recording.pages(self.id.pid)?, range, page_len) {
+        let mut mappings = vec![PagemapEntry::default(); count];
+        for line in lines_in_range(&self.recording.process_pages(self.id.pid)?, range, page_len) {
             let first = ((line.address - range.start) / page_len) as usize;
             for (i, mapping) in mappings[first..].iter_mut().take(line.pages as usize).enumerate() {
-                *mapping = line.mapping(i as u64);
+                *mapping = line.pagemap_entry(i as u64);
             }
         }
         Ok(mappings)
     }
 
-    fn contents(&self, way: Way, runs: &[Run], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
         let page_len = self.recording.page_size.bytes();
-        let (pages, kinds) = (self.recording.pages(self.id.pid)?, self.recording.kinds()?);
-        let wants_merged = way == Way::Memory { merged: true };
-        let gone = PageView { content: PageContent::Gone, merged: false, exclusive: true, frame: None };
+        let (pages, kinds) = (self.recording.process_pages(self.id.pid)?, self.recording.content_kinds()?);
+        let wants_merged = way == ReadMethod::ProcMem { detect_merged: true };
+        let gone = PageView { content: PageContent::NotResident, merged: false, exclusive: true, frame: None };
         let mut position = 0;
         for run in runs {
             let end = run.address + u64::from(run.pages) * page_len;
             let mut address = run.address;
             let range = AddressRange { start: address, end };
-            for line in within(&pages, range, page_len).filter(PageLine::is_resident_anonymous) {
+            for line in lines_in_range(&pages, range, page_len).filter(PageLine::is_resident_anonymous) {
                 while address < line.address {
                     sink(position, gone);
                     address += page_len;
@@ -308,14 +316,14 @@ impl Process for RecordedProcess<'_> {
                 }
                 for page in 0..line.pages {
                     let content = match line.content {
-                        pages::Content::Unknown => PageContent::Gone,
-                        pages::Content::Volatile => PageContent::Volatile,
-                        pages::Content::Known(fingerprint) => {
+                        lines::RecordedContent::Unknown => PageContent::NotResident,
+                        lines::RecordedContent::Volatile => PageContent::Volatile,
+                        lines::RecordedContent::Known(fingerprint) => {
                             PageContent::Fingerprint(fingerprint, kinds.get(&fingerprint).copied())
                         }
                     };
                     let merged = wants_merged && line.merged;
-                    let frame = line.mapping(page).frame;
+                    let frame = line.pagemap_entry(page).frame;
                     sink(position, PageView { content, merged, exclusive: line.exclusive, frame });
                     address += page_len;
                     position += 1;
@@ -332,35 +340,37 @@ impl Process for RecordedProcess<'_> {
 }
 
 /// What a line of `recording.toml` says.
-fn field<'a>(about: &'a str, name: &str) -> Option<&'a str> {
+fn toml_value<'a>(about: &'a str, name: &str) -> Option<&'a str> {
     about.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().strip_prefix('=')?.trim()))
 }
 
-fn read_text(path: &Path) -> Result<String, Error> {
-    fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_owned(), source })
+fn read_text(path: &Path) -> Result<String, RecordingError> {
+    fs::read_to_string(path).map_err(|source| RecordingError::Io { path: path.to_owned(), source })
 }
 
 /// A file that a recording need not have.
-fn optional_text(path: &Path) -> Result<String, Error> {
+fn read_optional_text(path: &Path) -> Result<String, RecordingError> {
     match read_text(path) {
-        Err(Error::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(String::new()),
+        Err(RecordingError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(String::new()),
         text => text,
     }
 }
 
-fn parse_lines<T>(path: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>, Error> {
-    let text = optional_text(path)?;
+fn parse_lines<T>(path: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<T>, RecordingError> {
+    let text = read_optional_text(path)?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.is_empty() && !line.starts_with('#'));
     lines
         .map(|(i, line)| {
-            parse(line)
-                .ok_or_else(|| Error::Malformed { path: path.to_owned(), what: format!("line {}: {line:?}", i + 1) })
+            parse(line).ok_or_else(|| RecordingError::Malformed {
+                path: path.to_owned(),
+                what: format!("line {}: {line:?}", i + 1),
+            })
         })
         .collect()
 }
 
 /// What an error in a file is to who asks for what is in it.
-fn malformed(error: Error) -> Absent {
+fn error_to_absent(error: RecordingError) -> Absent {
     Absent::Malformed(error.to_string())
 }
 

@@ -14,19 +14,12 @@ const MADV_COLLAPSE: i32 = 25;
 ///
 /// # Errors
 /// The kernel's: `ENOMEM` where it is not mapped, `EBUSY` where pages are in use, `EINVAL` where no huge page may be.
-pub fn collapse(process: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
+pub fn collapse(pidfd: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
     let range = libc::iovec { iov_base: start as *mut libc::c_void, iov_len: bytes as usize };
     // SAFETY: the vector of one element is valid for the call. The address is one of the target, whose contents
     // collapsing leaves as they are.
     let done = unsafe {
-        libc::syscall(
-            libc::SYS_process_madvise,
-            process.as_fd().as_raw_fd(),
-            &raw const range,
-            1_usize,
-            MADV_COLLAPSE,
-            0,
-        )
+        libc::syscall(libc::SYS_process_madvise, pidfd.as_fd().as_raw_fd(), &raw const range, 1_usize, MADV_COLLAPSE, 0)
     };
     if done == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
@@ -37,15 +30,15 @@ pub fn collapse(process: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
 ///
 /// # Errors
 /// The kernel's: `EINVAL` on one without transparent huge pages.
-pub fn prefer_huge_pages<T>(room: &mut [MaybeUninit<T>]) -> io::Result<()> {
+pub fn prefer_huge_pages<T>(memory: &mut [MaybeUninit<T>]) -> io::Result<()> {
     let page = crate::mapping::page_size();
-    let all = room.as_mut_ptr_range();
+    let all = memory.as_mut_ptr_range();
     let start = all.start.addr().next_multiple_of(page);
     let len = (all.end.addr() / page * page).saturating_sub(start);
     if len == 0 {
         return Ok(());
     }
-    let start = room.as_mut_ptr().with_addr(start).cast::<c_void>();
+    let start = memory.as_mut_ptr().with_addr(start).cast::<c_void>();
     // SAFETY: the range lies within `room`, which is borrowed mutably, and this advice leaves contents as they are.
     unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::LinuxHugepage) }?;
     Ok(())
@@ -56,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn room_of_any_size_takes_the_advice_and_is_filled() {
+    fn memory_of_any_size_takes_huge_page_advice() {
         for len in [0, 1, 5000, 3 << 20] {
             let mut bytes: Vec<u8> = Vec::with_capacity(len);
             let refused = prefer_huge_pages(bytes.spare_capacity_mut()).err().map(|why| why.raw_os_error());

@@ -5,7 +5,7 @@
 //! it sends itself, so that no handler, destructor or exit function of it runs; `N NAME` at the N-th time that it is at
 //! the point of that name; `stop N` and `stop N NAME` stop the process there by a SIGSTOP, until somebody has it go on;
 //! `count` prints on exit how many were reached, as `fault points: N` on standard error, and how often each, as
-//! `fault points at NAME: N`; so does [`ended`], for a process that ends without an exit. Limits: points are numbered
+//! `fault points at NAME: N`; so does [`report_before_exit`], for a process that ends without an exit. Limits: points are numbered
 //! in the order in which this process reaches them, which is the same in each run only as long as one thread reaches
 //! them at a time.
 
@@ -17,10 +17,10 @@ pub fn point(_name: &'static str) {}
 /// To be called by a process that ends by `_exit`, right before that.
 #[cfg(not(feature = "fault-points"))]
 #[inline(always)]
-pub fn ended() {}
+pub fn report_before_exit() {}
 
 #[cfg(feature = "fault-points")]
-pub use armed::{ended, point};
+pub use armed::{point, report_before_exit};
 
 #[cfg(feature = "fault-points")]
 mod armed {
@@ -30,26 +30,26 @@ mod armed {
 
     use rustix::process::{Signal, getpid, kill_process};
 
-    const VARIABLE: &str = "PAGEFOLD_FAULT_POINT";
+    const FAULT_POINT_VARIABLE: &str = "PAGEFOLD_FAULT_POINT";
 
-    enum Plan {
-        Nothing,
-        Count,
+    enum FaultPlan {
+        Disabled,
+        CountPoints,
         /// At the N-th time that a point is reached, or the one of a name.
-        At(u64, Option<String>, Signal),
+        SignalAt(u64, Option<String>, Signal),
     }
 
-    static REACHED: AtomicU64 = AtomicU64::new(0);
-    static COUNTED: Mutex<BTreeMap<&str, u64>> = Mutex::new(BTreeMap::new());
+    static POINTS_REACHED: AtomicU64 = AtomicU64::new(0);
+    static COUNTS_BY_NAME: Mutex<BTreeMap<&str, u64>> = Mutex::new(BTreeMap::new());
 
-    fn plan() -> &'static Plan {
-        static PLAN: OnceLock<Plan> = OnceLock::new();
-        PLAN.get_or_init(|| match std::env::var(VARIABLE) {
-            Err(_) => Plan::Nothing,
+    fn fault_plan() -> &'static FaultPlan {
+        static FAULT_PLAN: OnceLock<FaultPlan> = OnceLock::new();
+        FAULT_PLAN.get_or_init(|| match std::env::var(FAULT_POINT_VARIABLE) {
+            Err(_) => FaultPlan::Disabled,
             Ok(text) if text == "count" => {
                 // SAFETY: `print_count` is a function of the signature asked for that never unwinds into C.
-                unsafe { libc::atexit(print_count) };
-                Plan::Count
+                unsafe { libc::atexit(print_counts) };
+                FaultPlan::CountPoints
             }
             Ok(text) => {
                 let stops = text.strip_prefix("stop ");
@@ -57,16 +57,17 @@ mod armed {
                     Some((number, name)) => (number, Some(name.to_owned())),
                     None => (stops.unwrap_or(&text), None),
                 };
-                let number =
-                    number.parse().unwrap_or_else(|_| panic!("{VARIABLE} is {text:?}: [stop ]N[ NAME] or count"));
-                Plan::At(number, name, if stops.is_some() { Signal::STOP } else { Signal::KILL })
+                let number = number
+                    .parse()
+                    .unwrap_or_else(|_| panic!("{FAULT_POINT_VARIABLE} is {text:?}: [stop ]N[ NAME] or count"));
+                FaultPlan::SignalAt(number, name, if stops.is_some() { Signal::STOP } else { Signal::KILL })
             }
         })
     }
 
-    extern "C" fn print_count() {
+    extern "C" fn print_counts() {
         use std::io::Write;
-        let Ok(counted) = COUNTED.lock() else { return };
+        let Ok(counted) = COUNTS_BY_NAME.lock() else { return };
         let mut lines = format!("fault points: {}\n", counted.values().sum::<u64>());
         for (name, times) in &*counted {
             lines.push_str(&format!("fault points at {name}: {times}\n"));
@@ -76,20 +77,22 @@ mod armed {
     }
 
     /// To be called by a process that ends by `_exit`, right before that.
-    pub fn ended() {
-        if matches!(plan(), Plan::Count) {
-            print_count();
+    pub fn report_before_exit() {
+        if matches!(fault_plan(), FaultPlan::CountPoints) {
+            print_counts();
         }
     }
 
     /// A place to fail at. `name` says what has just been done.
     pub fn point(name: &'static str) {
-        match plan() {
-            Plan::Nothing => {}
-            Plan::Count => *COUNTED.lock().expect("nothing panics with it").entry(name).or_default() += 1,
-            Plan::At(_, Some(wanted), _) if wanted != name => {}
-            Plan::At(at, _, signal) => {
-                let number = REACHED.fetch_add(1, Ordering::SeqCst) + 1;
+        match fault_plan() {
+            FaultPlan::Disabled => {}
+            FaultPlan::CountPoints => {
+                *COUNTS_BY_NAME.lock().expect("nothing panics with it").entry(name).or_default() += 1
+            }
+            FaultPlan::SignalAt(_, Some(wanted), _) if wanted != name => {}
+            FaultPlan::SignalAt(at, _, signal) => {
+                let number = POINTS_REACHED.fetch_add(1, Ordering::SeqCst) + 1;
                 if number != *at {
                     return;
                 }

@@ -24,23 +24,23 @@
 use std::io;
 
 /// Lines of a page in a sample of it.
-const SAMPLED: usize = 4;
+const SAMPLED_LINES: usize = 4;
 
 /// Hashes pages of one length under one key.
 #[derive(Clone)]
 pub struct Hasher {
-    key: Vec<Line>,
-    multiply: Multiply,
+    key: Vec<KeyLine>,
+    multiply: CarrylessMultiply,
 }
 
 /// 64 bytes of key, aligned so that a vector load never crosses a cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
-struct Line([u64; 8]);
+struct KeyLine([u64; 8]);
 
 /// The implementations of the sum of products; all give the same 127 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Multiply {
+enum CarrylessMultiply {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Pclmul,
@@ -50,7 +50,7 @@ enum Multiply {
     Pmull,
 }
 
-impl Multiply {
+impl CarrylessMultiply {
     /// All that this CPU can run, slowest first.
     fn available() -> Vec<Self> {
         #[allow(unused_mut)]
@@ -81,7 +81,7 @@ impl std::fmt::Debug for Hasher {
 
 impl Hasher {
     /// A hasher for pages of `page_len` bytes, a multiple of 64, under a key from the kernel's random generator.
-    pub fn random(page_len: usize) -> io::Result<Self> {
+    pub fn with_random_key(page_len: usize) -> io::Result<Self> {
         let mut bytes = vec![0; page_len];
         let mut filled = 0;
         while filled < bytes.len() {
@@ -97,8 +97,8 @@ impl Hasher {
     pub fn with_key(key: &[u8]) -> Self {
         let (lines, rest) = key.as_chunks::<64>();
         assert!(rest.is_empty(), "a key of {} bytes is no multiple of 64", key.len());
-        let key = lines.iter().map(|line| Line(words(line))).collect();
-        let multiply = *Multiply::available().last().expect("the portable one is always there");
+        let key = lines.iter().map(|line| KeyLine(line_words(line))).collect();
+        let multiply = *CarrylessMultiply::available().last().expect("the portable one is always there");
         Self { key, multiply }
     }
 
@@ -110,13 +110,13 @@ impl Hasher {
     /// Which instructions do the work, for reports.
     pub fn implementation(&self) -> &'static str {
         match self.multiply {
-            Multiply::Portable => "portable",
+            CarrylessMultiply::Portable => "portable",
             #[cfg(target_arch = "x86_64")]
-            Multiply::Pclmul => "pclmulqdq",
+            CarrylessMultiply::Pclmul => "pclmulqdq",
             #[cfg(target_arch = "x86_64")]
-            Multiply::Vpclmul512 => "vpclmulqdq, 512 bit",
+            CarrylessMultiply::Vpclmul512 => "vpclmulqdq, 512 bit",
             #[cfg(target_arch = "aarch64")]
-            Multiply::Pmull => "pmull",
+            CarrylessMultiply::Pmull => "pmull",
         }
     }
 
@@ -127,10 +127,10 @@ impl Hasher {
     pub fn fingerprint(&self, page: &[u8]) -> u64 {
         let (lines, rest) = page.as_chunks::<64>();
         assert!(rest.is_empty() && lines.len() == self.key.len(), "a page of {} bytes", page.len());
-        if is_zero(lines) {
+        if are_lines_zero(lines) {
             return 0;
         }
-        self.hash(lines, &self.key).max(1)
+        self.hash_lines(lines, &self.key).max(1)
     }
 
     /// The fingerprint of a few lines of a page, from its first to its last: most pages that have changed have done so
@@ -138,35 +138,35 @@ impl Hasher {
     ///
     /// # Panics
     /// If the page is not as long as the key, or has fewer lines.
-    pub fn sample(&self, page: &[u8]) -> u16 {
+    pub fn fingerprint_sample(&self, page: &[u8]) -> u16 {
         let (lines, rest) = page.as_chunks::<64>();
-        let fits = lines.len() == self.key.len() && lines.len() >= SAMPLED;
+        let fits = lines.len() == self.key.len() && lines.len() >= SAMPLED_LINES;
         assert!(rest.is_empty() && fits, "a page of {} bytes", page.len());
-        let at = |i: usize| (lines.len() - 1) * i / (SAMPLED - 1);
-        let (sampled, key): ([_; SAMPLED], [_; SAMPLED]) =
+        let at = |i: usize| (lines.len() - 1) * i / (SAMPLED_LINES - 1);
+        let (sampled, key): ([_; SAMPLED_LINES], [_; SAMPLED_LINES]) =
             (std::array::from_fn(|i| lines[at(i)]), std::array::from_fn(|i| self.key[at(i)]));
-        self.hash(&sampled, &key) as u16
+        self.hash_lines(&sampled, &key) as u16
     }
 
     /// The hash of some lines under as many of the key.
-    fn hash(&self, lines: &[[u8; 64]], key: &[Line]) -> u64 {
+    fn hash_lines(&self, lines: &[[u8; 64]], key: &[KeyLine]) -> u64 {
         let (low, high) = match self.multiply {
-            Multiply::Portable => portable(lines, key),
+            CarrylessMultiply::Portable => multiply_portable(lines, key),
             // SAFETY: `available` found the instructions on this CPU.
             #[cfg(target_arch = "x86_64")]
-            Multiply::Pclmul => unsafe { pclmul(lines, key) },
+            CarrylessMultiply::Pclmul => unsafe { multiply_pclmul(lines, key) },
             // SAFETY: as above.
             #[cfg(target_arch = "x86_64")]
-            Multiply::Vpclmul512 => unsafe { vpclmul512(lines, key) },
+            CarrylessMultiply::Vpclmul512 => unsafe { multiply_vpclmul512(lines, key) },
             // SAFETY: as above.
             #[cfg(target_arch = "aarch64")]
-            Multiply::Pmull => unsafe { pmull(lines, key) },
+            CarrylessMultiply::Pmull => unsafe { multiply_pmull(lines, key) },
         };
-        reduce(low, high)
+        reduce_modulo(low, high)
     }
 }
 
-fn words(line: &[u8; 64]) -> [u64; 8] {
+fn line_words(line: &[u8; 64]) -> [u64; 8] {
     std::array::from_fn(|i| u64::from_le_bytes(line.as_chunks::<8>().0[i]))
 }
 
@@ -174,18 +174,18 @@ fn words(line: &[u8; 64]) -> [u64; 8] {
 ///
 /// # Panics
 /// If a part of a line is left over.
-pub fn is_zeros(bytes: &[u8]) -> bool {
+pub fn is_all_zeros(bytes: &[u8]) -> bool {
     let (lines, rest) = bytes.as_chunks::<64>();
     assert!(rest.is_empty(), "{} bytes", bytes.len());
-    is_zero(lines)
+    are_lines_zero(lines)
 }
 
-fn is_zero(lines: &[[u8; 64]]) -> bool {
-    lines.iter().all(|line| words(line).into_iter().fold(0, |all, word| all | word) == 0)
+fn are_lines_zero(lines: &[[u8; 64]]) -> bool {
+    lines.iter().all(|line| line_words(line).into_iter().fold(0, |all, word| all | word) == 0)
 }
 
 /// The 127-bit polynomial modulo x^64 + x^4 + x^3 + x + 1.
-fn reduce(low: u64, high: u64) -> u64 {
+fn reduce_modulo(low: u64, high: u64) -> u64 {
     // x^64 is x^4 + x^3 + x + 1, so the high half comes down multiplied by it, and its own overflow of at most four
     // bits once more.
     let down = |half: u64| {
@@ -196,10 +196,10 @@ fn reduce(low: u64, high: u64) -> u64 {
     low ^ folded as u64 ^ down((folded >> 64) as u64) as u64
 }
 
-fn portable(lines: &[[u8; 64]], key: &[Line]) -> (u64, u64) {
+fn multiply_portable(lines: &[[u8; 64]], key: &[KeyLine]) -> (u64, u64) {
     let mut sum = 0u128;
-    for (line, Line(key)) in lines.iter().zip(key) {
-        let line = words(line);
+    for (line, KeyLine(key)) in lines.iter().zip(key) {
+        let line = line_words(line);
         for i in (0..8).step_by(2) {
             sum ^= carryless(line[i] ^ key[i], line[i + 1] ^ key[i + 1]);
         }
@@ -219,11 +219,11 @@ fn carryless(a: u64, b: u64) -> u128 {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "sse2,pclmulqdq")]
-fn pclmul(lines: &[[u8; 64]], key: &[Line]) -> (u64, u64) {
+fn multiply_pclmul(lines: &[[u8; 64]], key: &[KeyLine]) -> (u64, u64) {
     use std::arch::x86_64::*;
     let mut sums = [_mm_setzero_si128(); 4];
-    for (line, Line(key)) in lines.iter().zip(key) {
-        let line = words(line);
+    for (line, KeyLine(key)) in lines.iter().zip(key) {
+        let line = line_words(line);
         for (i, sum) in sums.iter_mut().enumerate() {
             let pair = _mm_set_epi64x((line[2 * i + 1] ^ key[2 * i + 1]) as i64, (line[2 * i] ^ key[2 * i]) as i64);
             *sum = _mm_xor_si128(*sum, _mm_clmulepi64_si128::<0x10>(pair, pair));
@@ -235,7 +235,7 @@ fn pclmul(lines: &[[u8; 64]], key: &[Line]) -> (u64, u64) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,vpclmulqdq")]
-fn vpclmul512(lines: &[[u8; 64]], key: &[Line]) -> (u64, u64) {
+fn multiply_vpclmul512(lines: &[[u8; 64]], key: &[KeyLine]) -> (u64, u64) {
     use std::arch::x86_64::*;
     // Four sums hide the multiplier's latency.
     let mut sums = [_mm512_setzero_si512(); 4];
@@ -250,7 +250,7 @@ fn vpclmul512(lines: &[[u8; 64]], key: &[Line]) -> (u64, u64) {
         sums[0] = add_products(sums[0], line, key);
     }
     let sum = _mm512_xor_si512(_mm512_xor_si512(sums[0], sums[1]), _mm512_xor_si512(sums[2], sums[3]));
-    let mut lanes = Line([0; 8]);
+    let mut lanes = KeyLine([0; 8]);
     // SAFETY: `lanes` is 64 writable bytes, aligned to 64.
     unsafe { _mm512_store_si512(lanes.0.as_mut_ptr().cast(), sum) };
     let fold = |start: usize| lanes.0.iter().skip(start).step_by(2).fold(0, |all, lane| all ^ lane);
@@ -259,7 +259,7 @@ fn vpclmul512(lines: &[[u8; 64]], key: &[Line]) -> (u64, u64) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,vpclmulqdq")]
-fn add_products(sum: std::arch::x86_64::__m512i, line: &[u8; 64], key: &Line) -> std::arch::x86_64::__m512i {
+fn add_products(sum: std::arch::x86_64::__m512i, line: &[u8; 64], key: &KeyLine) -> std::arch::x86_64::__m512i {
     use std::arch::x86_64::*;
     // SAFETY: `line` is 64 readable bytes, and the load needs no alignment.
     let line = unsafe { _mm512_loadu_si512(line.as_ptr().cast()) };
@@ -271,11 +271,11 @@ fn add_products(sum: std::arch::x86_64::__m512i, line: &[u8; 64], key: &Line) ->
 
 #[cfg(target_arch = "aarch64")]
 #[target_feature(enable = "neon,aes")]
-fn pmull(lines: &[[u8; 64]], key: &[Line]) -> (u64, u64) {
+fn multiply_pmull(lines: &[[u8; 64]], key: &[KeyLine]) -> (u64, u64) {
     use std::arch::aarch64::vmull_p64;
     let mut sum = 0u128;
-    for (line, Line(key)) in lines.iter().zip(key) {
-        let line = words(line);
+    for (line, KeyLine(key)) in lines.iter().zip(key) {
+        let line = line_words(line);
         for i in (0..8).step_by(2) {
             sum ^= vmull_p64(line[i] ^ key[i], line[i + 1] ^ key[i + 1]);
         }
@@ -288,7 +288,7 @@ mod tests {
     use super::*;
 
     /// SplitMix64.
-    fn bytes(seed: u64, len: usize) -> Vec<u8> {
+    fn random_bytes(seed: u64, len: usize) -> Vec<u8> {
         let mut state = seed;
         let mut next = || {
             state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -310,7 +310,7 @@ mod tests {
         product
     }
 
-    fn definition(page: &[u8], key: &[u8]) -> u64 {
+    fn reference_hash(page: &[u8], key: &[u8]) -> u64 {
         let word = |bytes: &[u8], i: usize| u64::from_le_bytes(bytes[8 * i..8 * i + 8].try_into().unwrap());
         (0..page.len() / 8)
             .step_by(2)
@@ -318,14 +318,14 @@ mod tests {
     }
 
     #[test]
-    fn every_implementation_follows_the_definition() {
-        let all = Multiply::available();
+    fn all_implementations_match_the_definition() {
+        let all = CarrylessMultiply::available();
         println!("implementations on this CPU: {all:?}");
         for len in [64, 192, 4096, 16384, 65536] {
-            let key = bytes(1, len);
+            let key = random_bytes(1, len);
             for seed in 2..12 {
-                let page = bytes(seed, len);
-                let expected = definition(&page, &key);
+                let page = random_bytes(seed, len);
+                let expected = reference_hash(&page, &key);
                 for &multiply in &all {
                     let hasher = Hasher { multiply, ..Hasher::with_key(&key) };
                     assert_eq!(hasher.fingerprint(&page), expected, "{multiply:?}, {len} bytes");
@@ -335,8 +335,8 @@ mod tests {
     }
 
     #[test]
-    fn zero_is_the_page_of_zeros_alone() {
-        let hasher = Hasher::random(4096).unwrap();
+    fn only_the_zero_page_hashes_to_zero() {
+        let hasher = Hasher::with_random_key(4096).unwrap();
         assert_eq!(hasher.fingerprint(&[0; 4096]), 0);
         for position in [0, 7, 8, 4095] {
             let mut page = [0u8; 4096];
@@ -344,14 +344,14 @@ mod tests {
             assert_ne!(hasher.fingerprint(&page), 0, "byte {position}");
         }
         // A page equal to the key hashes to 0 and must not pass for the page of zeros.
-        let key = bytes(3, 4096);
+        let key = random_bytes(3, 4096);
         assert_eq!(Hasher::with_key(&key).fingerprint(&key), 1);
     }
 
     #[test]
-    fn one_bit_anywhere_changes_the_fingerprint() {
-        let hasher = Hasher::random(4096).unwrap();
-        let mut page = bytes(5, 4096);
+    fn flipping_any_bit_changes_the_fingerprint() {
+        let hasher = Hasher::with_random_key(4096).unwrap();
+        let mut page = random_bytes(5, 4096);
         let original = hasher.fingerprint(&page);
         for bit in 0..4096 * 8 {
             page[bit / 8] ^= 1 << (bit % 8);
@@ -361,14 +361,14 @@ mod tests {
     }
 
     #[test]
-    fn a_sample_changes_with_the_lines_that_it_is_of() {
+    fn sample_depends_on_exactly_its_lines() {
         for len in [256, 4096, 16384] {
-            let (page, hasher) = (bytes(5, len), Hasher::with_key(&bytes(1, len)));
+            let (page, hasher) = (random_bytes(5, len), Hasher::with_key(&random_bytes(1, len)));
             let lines: Vec<usize> = (0..len / 64)
                 .filter(|line| {
                     let mut changed = page.clone();
                     changed[64 * line + 9] ^= 1;
-                    hasher.sample(&changed) != hasher.sample(&page)
+                    hasher.fingerprint_sample(&changed) != hasher.fingerprint_sample(&page)
                 })
                 .collect();
             let last = len / 64 - 1;
@@ -377,8 +377,11 @@ mod tests {
     }
 
     #[test]
-    fn keys_differ() {
-        let page = bytes(5, 4096);
-        assert_ne!(Hasher::random(4096).unwrap().fingerprint(&page), Hasher::random(4096).unwrap().fingerprint(&page));
+    fn random_keys_differ() {
+        let page = random_bytes(5, 4096);
+        assert_ne!(
+            Hasher::with_random_key(4096).unwrap().fingerprint(&page),
+            Hasher::with_random_key(4096).unwrap().fingerprint(&page)
+        );
     }
 }

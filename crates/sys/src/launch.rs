@@ -3,10 +3,10 @@
 //! The Rust runtime changes what a process was given before `main` begins: it ignores SIGPIPE and opens `/dev/null` in
 //! place of standard descriptors that were closed (library/std/src/sys/pal/unix/mod.rs, `init`). An ignored signal
 //! stays ignored over exec, so a program that is started in place of this one would find another world than its parent
-//! made. What there was is noted by a function that the loader calls before the runtime, and [`become_program`] puts it
+//! made. What there was is noted by a function that the loader calls before the runtime, and [`exec_program`] puts it
 //! back.
 //!
-//! [`accompany`] makes the one process that may stay behind: detached, so that the program neither waits for it nor
+//! [`spawn_companion`] makes the one process that may stay behind: detached, so that the program neither waits for it nor
 //! gets its signals. Limits: glibc and musl on Linux, whose loaders honour `.init_array`.
 
 use crate::fault;
@@ -22,15 +22,15 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 /// Whether SIGPIPE was ignored when this process began.
 static SIGPIPE_IGNORED: AtomicBool = AtomicBool::new(false);
 /// Which of the descriptors 0, 1 and 2 were closed when this process began: a bit each.
-static CLOSED: AtomicU8 = AtomicU8::new(0);
+static CLOSED_STANDARD_DESCRIPTORS: AtomicU8 = AtomicU8::new(0);
 
 // Miri has no sigaction(2).
 #[used]
 #[cfg_attr(not(miri), unsafe(link_section = ".init_array"))]
-static NOTE: extern "C" fn() = note;
+static INIT_ARRAY_ENTRY: extern "C" fn() = record_initial_state;
 
 /// Runs before the Rust runtime: system calls and atomics only.
-extern "C" fn note() {
+extern "C" fn record_initial_state() {
     let mut action = MaybeUninit::<libc::sigaction>::uninit();
     // SAFETY: a null action asks only; `action` is there to be written.
     if unsafe { libc::sigaction(libc::SIGPIPE, ptr::null(), action.as_mut_ptr()) } == 0 {
@@ -41,7 +41,7 @@ extern "C" fn note() {
     for descriptor in 0..3 {
         // SAFETY: F_GETFD takes and changes nothing, whether the descriptor is open or not.
         if unsafe { libc::fcntl(descriptor, libc::F_GETFD) } == -1 {
-            CLOSED.fetch_or(1 << descriptor, Ordering::Relaxed);
+            CLOSED_STANDARD_DESCRIPTORS.fetch_or(1 << descriptor, Ordering::Relaxed);
         }
     }
 }
@@ -52,15 +52,17 @@ extern "C" fn note() {
 /// # Panics
 /// If the environment is to be changed and this process has more than one thread, to all of which it belongs.
 #[must_use]
-pub fn become_program(program: &CStr, arguments: &[CString], variables: &[(CString, CString)]) -> io::Error {
+pub fn exec_program(program: &CStr, arguments: &[CString], variables: &[(CString, CString)]) -> io::Error {
     for (name, value) in variables {
-        assert_eq!(threads().ok(), Some(1), "the environment belongs to all threads");
+        assert_eq!(count_threads().ok(), Some(1), "the environment belongs to all threads");
         // SAFETY: no other thread reads the environment; both strings end in NUL and are copied.
         if unsafe { libc::setenv(name.as_ptr(), value.as_ptr(), 1) } != 0 {
             return io::Error::last_os_error();
         }
     }
-    for descriptor in (0..3).filter(|descriptor| CLOSED.load(Ordering::Relaxed) >> descriptor & 1 == 1) {
+    for descriptor in
+        (0..3).filter(|descriptor| CLOSED_STANDARD_DESCRIPTORS.load(Ordering::Relaxed) >> descriptor & 1 == 1)
+    {
         // SAFETY: it is what the runtime opened in place of a closed one, and stays open while this program runs.
         unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
@@ -78,17 +80,17 @@ pub fn become_program(program: &CStr, arguments: &[CString], variables: &[(CStri
 ///
 /// # Errors
 /// That of personality(2).
-pub fn fix_addresses() -> io::Result<()> {
-    const ASK: libc::c_ulong = 0xffff_ffff;
+pub fn disable_address_randomization() -> io::Result<()> {
+    const QUERY_PERSONALITY: libc::c_ulong = 0xffff_ffff;
     // SAFETY: this value only asks.
-    let now = unsafe { libc::personality(ASK) };
+    let now = unsafe { libc::personality(QUERY_PERSONALITY) };
     // SAFETY: nothing of this process moves; the flag is read at exec.
     let answer = unsafe { libc::personality((now | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) };
     if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Take away a SIGCHLD of children of our own: blocked, as a parent may have left it, it would stay pending over exec.
-pub fn forget_children() {
+pub fn discard_pending_sigchld() {
     let mut pending = MaybeUninit::uninit();
     // SAFETY: `pending` is there to be written.
     if unsafe { libc::sigpending(pending.as_mut_ptr()) } != 0 {
@@ -110,12 +112,12 @@ pub fn forget_children() {
 
 /// Which standard error a process keeps that is left behind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Errors {
+pub enum StderrPolicy {
     /// A terminal or a file alone: whoever reads a pipe to its end, as a shell's `$(...)` does, waits for the program
     /// and for nobody else.
-    Unread,
+    KeepIfNoReader,
     /// Whatever it is, for work that soon ends.
-    Any,
+    Keep,
 }
 
 /// Leave a process behind that outlives exec: not a child of the program to come, in a session of its own, in `/`, with
@@ -126,8 +128,8 @@ pub enum Errors {
 /// # Errors
 /// `ResourceBusy` if this process has more than one thread, of which a fork would copy one; else those of pipe(2) and
 /// fork(2).
-pub fn accompany(errors: Errors, work: impl FnOnce()) -> io::Result<Accompanied> {
-    if threads()? != 1 {
+pub fn spawn_companion(stderr_policy: StderrPolicy, work: impl FnOnce()) -> io::Result<CompanionHandle> {
+    if count_threads()? != 1 {
         return Err(io::ErrorKind::ResourceBusy.into());
     }
     // Both ends are closed on exec; the writing one is in nobody's hands but this process's.
@@ -136,10 +138,10 @@ pub fn accompany(errors: Errors, work: impl FnOnce()) -> io::Result<Accompanied>
         0 => {
             drop(until_exec);
             let detached = nix::unistd::setsid().is_ok();
-            if detached && fork().is_ok_and(|child| child == 0) && prepare(errors, exec).is_ok() {
+            if detached && fork().is_ok_and(|child| child == 0) && detach_companion(stderr_policy, exec).is_ok() {
                 // A panic says why and must not unwind into what the original goes on with.
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
-                fault::ended();
+                fault::report_before_exit();
             }
             // SAFETY: ends this copy without running what the original registered for its own exit.
             unsafe { libc::_exit(0) }
@@ -147,24 +149,24 @@ pub fn accompany(errors: Errors, work: impl FnOnce()) -> io::Result<Accompanied>
         child => {
             // Who ignores SIGCHLD is told that there is no such child, once it has ended.
             let _ = nix::sys::wait::waitpid(nix::unistd::Pid::from_raw(child), None);
-            Ok(Accompanied { _until_exec: until_exec })
+            Ok(CompanionHandle { _until_exec: until_exec })
         }
     }
 }
 
-/// Holds back the process that [`accompany`] left behind, until this one becomes another program.
+/// Holds back the process that [`spawn_companion`] left behind, until this one becomes another program.
 #[derive(Debug)]
-pub struct Accompanied {
+pub struct CompanionHandle {
     _until_exec: io::PipeWriter,
 }
 
 /// Let go of what the original had, but for standard error where it may stay, and wait for its exec.
-fn prepare(errors: Errors, mut exec: PipeReader) -> io::Result<()> {
+fn detach_companion(stderr_policy: StderrPolicy, mut exec: PipeReader) -> io::Result<()> {
     std::env::set_current_dir("/")?;
     // The runtime made sure that the first three descriptors are open, so this is another.
     let waiting = exec.as_raw_fd() as u32;
     let null = File::options().read(true).write(true).open("/dev/null")?;
-    let last = if errors == Errors::Any || has_no_reader(io::stderr().as_fd()) { 1 } else { 2 };
+    let last = if stderr_policy == StderrPolicy::Keep || has_no_reader(io::stderr().as_fd()) { 1 } else { 2 };
     for descriptor in 0..=last {
         // SAFETY: all are open, and nothing in this copy owns a standard descriptor as an object.
         if unsafe { libc::dup2(null.as_raw_fd(), descriptor) } == -1 {
@@ -172,13 +174,13 @@ fn prepare(errors: Errors, mut exec: PipeReader) -> io::Result<()> {
         }
     }
     drop(null);
-    close_but(waiting)?;
+    close_all_but(waiting)?;
     let _ = exec.read(&mut [0])?;
     Ok(())
 }
 
 /// Close all descriptors from 3 on but one.
-fn close_but(kept: u32) -> io::Result<()> {
+fn close_all_but(kept: u32) -> io::Result<()> {
     let mut whole = true;
     for (first, last) in [(3, kept - 1), (kept + 1, u32::MAX)].into_iter().filter(|(first, last)| first <= last) {
         // SAFETY: this copy uses none of them again: what owned them was the original's and is never dropped here.
@@ -213,7 +215,7 @@ fn fork() -> io::Result<c_int> {
     }
 }
 
-fn threads() -> io::Result<usize> {
+fn count_threads() -> io::Result<usize> {
     Ok(std::fs::read_dir("/proc/self/task")?.count())
 }
 
@@ -223,7 +225,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     #[test]
-    fn what_somebody_reads_to_its_end_is_let_go() {
+    fn only_terminals_and_files_have_no_reader() {
         let (_reader, pipe) = io::pipe().unwrap();
         let (socket, _other) = UnixStream::pair().unwrap();
         assert!(!has_no_reader(pipe.as_fd()));

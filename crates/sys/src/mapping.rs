@@ -40,7 +40,7 @@ pub enum Access {
 }
 
 impl Access {
-    fn at_creation(self) -> ProtFlags {
+    fn mmap_protection(self) -> ProtFlags {
         match self {
             Self::None => ProtFlags::empty(),
             Self::Read => ProtFlags::READ,
@@ -48,7 +48,7 @@ impl Access {
         }
     }
 
-    fn afterwards(self) -> MprotectFlags {
+    fn mprotect_protection(self) -> MprotectFlags {
         match self {
             Self::None => MprotectFlags::empty(),
             Self::Read => MprotectFlags::READ,
@@ -60,7 +60,7 @@ impl Access {
 /// Advice to the kernel about a range of memory (`madvise(2)`). None of it frees, moves or changes memory that is still
 /// borrowed, which is why the list is closed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Advice {
+pub enum MadviseAdvice {
     /// ksmd may merge it. Fails with `EINVAL` on a kernel without KSM; without effect on shared memory.
     Mergeable,
     /// ksmd may not merge it, and what is merged is copied back now.
@@ -79,8 +79,8 @@ pub enum Advice {
     PageOut,
 }
 
-impl Advice {
-    fn number(self) -> libc::c_int {
+impl MadviseAdvice {
+    fn madvise_number(self) -> libc::c_int {
         match self {
             Self::Mergeable => libc::MADV_MERGEABLE,
             Self::Unmergeable => libc::MADV_UNMERGEABLE,
@@ -101,9 +101,9 @@ pub struct Mapping {
     span: *mut c_void,
     span_bytes: usize,
     start: *mut u8,
-    bytes: usize,
+    byte_len: usize,
     /// The least access that any page may have.
-    access: Access,
+    min_access: Access,
 }
 
 // SAFETY: the memory belongs to the process, not to a thread, and `Mapping` is its only owner.
@@ -126,7 +126,7 @@ impl Mapping {
     /// # Errors
     /// As [`Mapping::anonymous`]; `InvalidInput` also when `alignment` is no power of two.
     pub fn anonymous_aligned(bytes: usize, alignment: usize) -> io::Result<Self> {
-        Self::place(bytes, alignment, Access::ReadWrite, MapFlags::PRIVATE | MapFlags::NORESERVE, None)
+        Self::map_between_guards(bytes, alignment, Access::ReadWrite, MapFlags::PRIVATE | MapFlags::NORESERVE, None)
     }
 
     /// Shared anonymous memory (`MAP_SHARED`), untouched: KSM never merges it.
@@ -134,7 +134,7 @@ impl Mapping {
     /// # Errors
     /// As [`Mapping::anonymous`].
     pub fn shared(bytes: usize) -> io::Result<Self> {
-        Self::place(bytes, page_size(), Access::ReadWrite, MapFlags::SHARED, None)
+        Self::map_between_guards(bytes, page_size(), Access::ReadWrite, MapFlags::SHARED, None)
     }
 
     /// Address space only: inaccessible until [`Mapping::protect`] says otherwise.
@@ -142,7 +142,7 @@ impl Mapping {
     /// # Errors
     /// As [`Mapping::anonymous`].
     pub fn reserve(bytes: usize) -> io::Result<Self> {
-        Self::place(bytes, page_size(), Access::None, MapFlags::PRIVATE | MapFlags::NORESERVE, None)
+        Self::map_between_guards(bytes, page_size(), Access::None, MapFlags::PRIVATE | MapFlags::NORESERVE, None)
     }
 
     /// A private mapping of a file without a name in `directory` that holds `contents`. Nobody else can reach the file,
@@ -150,14 +150,20 @@ impl Mapping {
     ///
     /// # Errors
     /// As [`Mapping::anonymous`]; that of `open(2)` where the file system has no `O_TMPFILE`; those of writing.
-    pub fn file(directory: &Path, contents: &[u8]) -> io::Result<Self> {
+    pub fn private_file(directory: &Path, contents: &[u8]) -> io::Result<Self> {
         let file = rustix::fs::open(directory, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, Mode::RUSR)?;
         let file = File::from(file);
         file.write_all_at(contents, 0)?;
-        Self::place(contents.len(), page_size(), Access::ReadWrite, MapFlags::PRIVATE, Some(&file))
+        Self::map_between_guards(contents.len(), page_size(), Access::ReadWrite, MapFlags::PRIVATE, Some(&file))
     }
 
-    fn place(bytes: usize, alignment: usize, access: Access, flags: MapFlags, file: Option<&File>) -> io::Result<Self> {
+    fn map_between_guards(
+        bytes: usize,
+        alignment: usize,
+        access: Access,
+        flags: MapFlags,
+        file: Option<&File>,
+    ) -> io::Result<Self> {
         let page = page_size();
         let invalid = || io::Error::from(io::ErrorKind::InvalidInput);
         if bytes == 0 || !alignment.is_power_of_two() {
@@ -176,9 +182,9 @@ impl Mapping {
         let offset = (span.addr() + page).next_multiple_of(alignment) - span.addr();
         let start = span.cast::<u8>().wrapping_add(offset);
         // From here on dropping it unmaps the whole span.
-        let mapping = Self { span, span_bytes, start, bytes, access };
+        let mapping = Self { span, span_bytes, start, byte_len: bytes, min_access: access };
         let flags = flags | MapFlags::FIXED;
-        let protection = access.at_creation();
+        let protection = access.mmap_protection();
         match file {
             None => {
                 // SAFETY: `start` and `bytes` lie within the span above, which this mapping owns and nobody has seen.
@@ -203,7 +209,7 @@ impl Mapping {
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a mapping is never empty")]
     pub fn len(&self) -> usize {
-        self.bytes
+        self.byte_len
     }
 
     /// Its bytes. Reading a page that was never touched maps the shared zero page.
@@ -212,10 +218,10 @@ impl Mapping {
     /// When a part of it is not readable.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
-        assert!(self.access >= Access::Read, "a part of the mapping is not readable");
+        assert!(self.min_access >= Access::Read, "a part of the mapping is not readable");
         // SAFETY: `start` and `bytes` are a live mapping until drop, all of it readable by the assertion, initialised
         // by the kernel, at most isize::MAX long (checked in `place`), and written only through `&mut self`.
-        unsafe { slice::from_raw_parts(self.start, self.bytes) }
+        unsafe { slice::from_raw_parts(self.start, self.byte_len) }
     }
 
     /// Its bytes, to write.
@@ -224,20 +230,20 @@ impl Mapping {
     /// When a part of it is not writable.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
-        assert!(self.access >= Access::ReadWrite, "a part of the mapping is not writable");
+        assert!(self.min_access >= Access::ReadWrite, "a part of the mapping is not writable");
         // SAFETY: as in `as_slice`, all of it writable by the assertion, and `&mut self` makes this the only borrow.
-        unsafe { slice::from_raw_parts_mut(self.start, self.bytes) }
+        unsafe { slice::from_raw_parts_mut(self.start, self.byte_len) }
     }
 
     /// Advise the kernel about a range: offsets in bytes, multiples of the page size.
     ///
     /// # Errors
     /// `InvalidInput` when the range is not of whole pages of this mapping, else that of `madvise(2)`.
-    pub fn advise(&mut self, range: Range<usize>, advice: Advice) -> io::Result<()> {
-        let (address, bytes) = self.part(range)?;
+    pub fn advise(&mut self, range: Range<usize>, advice: MadviseAdvice) -> io::Result<()> {
+        let (address, bytes) = self.checked_range(range)?;
         // SAFETY: the range lies in this mapping, borrowed mutably, so no slice of it is alive; no `Advice` makes a
         // readable page unreadable.
-        let answer = unsafe { libc::madvise(address, bytes, advice.number()) };
+        let answer = unsafe { libc::madvise(address, bytes, advice.madvise_number()) };
         if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
@@ -248,23 +254,23 @@ impl Mapping {
     /// `InvalidInput` when the range is not of whole pages of this mapping, else that of `mprotect(2)`: `ENOMEM` when
     /// the process would have more than `vm.max_map_count` VMAs.
     pub fn protect(&mut self, range: Range<usize>, access: Access) -> io::Result<()> {
-        let whole = range == (0..self.bytes);
-        let (address, bytes) = self.part(range)?;
+        let whole = range == (0..self.byte_len);
+        let (address, bytes) = self.checked_range(range)?;
         // Lowered before the call, since a call that fails may have changed a part.
-        self.access = self.access.min(access);
+        self.min_access = self.min_access.min(access);
         // SAFETY: the range lies in this mapping, borrowed mutably, so no slice of it is alive; `access` keeps later
         // slices from covering what they may not touch.
-        unsafe { rustix::mm::mprotect(address, bytes, access.afterwards()) }?;
+        unsafe { rustix::mm::mprotect(address, bytes, access.mprotect_protection()) }?;
         if whole {
-            self.access = access;
+            self.min_access = access;
         }
         Ok(())
     }
 
-    fn part(&self, range: Range<usize>) -> io::Result<(*mut c_void, usize)> {
+    fn checked_range(&self, range: Range<usize>) -> io::Result<(*mut c_void, usize)> {
         let page = page_size();
         let whole_pages = range.start.is_multiple_of(page) && range.end.is_multiple_of(page);
-        if !whole_pages || range.start > range.end || range.end > self.bytes {
+        if !whole_pages || range.start > range.end || range.end > self.byte_len {
             return Err(io::Error::from(io::ErrorKind::InvalidInput));
         }
         Ok((self.start.wrapping_add(range.start).cast(), range.len()))
@@ -285,10 +291,10 @@ impl Drop for Mapping {
 /// # Errors
 /// That of `prctl(2)`: `EINVAL` on a kernel without it, `EPERM` where `CAP_SYS_RESOURCE` is asked for, `ENOMEM` where
 /// there is no memory to copy what was merged.
-pub fn merge_any(on: bool) -> io::Result<()> {
+pub fn set_merge_any(enable: bool) -> io::Result<()> {
     let zero: libc::c_ulong = 0;
     // SAFETY: this option takes numbers only, and changes neither the content nor the access of memory.
-    let answer = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, libc::c_ulong::from(on), zero, zero, zero) };
+    let answer = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, libc::c_ulong::from(enable), zero, zero, zero) };
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
@@ -297,7 +303,7 @@ mod tests {
     use super::*;
 
     /// The lines of `/proc/self/maps` that begin within an address range, as `(start, end, permissions)`.
-    fn regions(range: Range<u64>) -> Vec<(u64, u64, String)> {
+    fn maps_entries(range: Range<u64>) -> Vec<(u64, u64, String)> {
         std::fs::read_to_string("/proc/self/maps")
             .unwrap()
             .lines()
@@ -311,37 +317,37 @@ mod tests {
             .collect()
     }
 
-    fn span(mapping: &Mapping) -> Range<u64> {
+    fn address_range(mapping: &Mapping) -> Range<u64> {
         mapping.address()..mapping.address() + mapping.len() as u64
     }
 
     #[test]
-    fn anonymous_memory_is_zeros_and_keeps_what_is_written() {
+    fn anonymous_memory_starts_zeroed_and_keeps_writes() {
         let page = page_size();
         let mut mapping = Mapping::anonymous(3 * page - 1).unwrap();
         assert_eq!(mapping.len(), 3 * page);
         assert!(mapping.as_slice().iter().all(|&byte| byte == 0));
         mapping.as_mut_slice()[page] = 7;
         assert_eq!(mapping.as_slice()[page], 7);
-        mapping.advise(page..2 * page, Advice::DontNeed).unwrap();
+        mapping.advise(page..2 * page, MadviseAdvice::DontNeed).unwrap();
         assert_eq!(mapping.as_slice()[page], 0);
     }
 
     #[test]
-    fn each_mapping_is_one_region_between_guards() {
+    fn each_mapping_is_one_vma_between_guards() {
         let page = page_size() as u64;
         let mappings = [Mapping::anonymous(8192).unwrap(), Mapping::anonymous(8192).unwrap()];
         for mapping in &mappings {
-            let Range { start, end } = span(mapping);
-            assert_eq!(regions(start..end), [(start, end, "rw-p".to_owned())]);
+            let Range { start, end } = address_range(mapping);
+            assert_eq!(maps_entries(start..end), [(start, end, "rw-p".to_owned())]);
             // What follows is inaccessible; guards of neighbours may have become one region.
-            let maps = regions(end..end + page);
+            let maps = maps_entries(end..end + page);
             assert_eq!(maps.iter().map(|region| region.2.as_str()).collect::<Vec<_>>(), ["---p"]);
         }
     }
 
     #[test]
-    fn alignment_is_kept() {
+    fn requested_alignment_is_kept() {
         for alignment in [1, 4096, 1 << 21, 1 << 30] {
             let mapping = Mapping::anonymous_aligned(page_size(), alignment).unwrap();
             assert!(mapping.address().is_multiple_of(alignment as u64));
@@ -350,58 +356,58 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_cannot_be_are_refused() {
+    fn impossible_sizes_are_rejected() {
         for bytes in [0, usize::MAX, isize::MAX as usize] {
             assert_eq!(Mapping::anonymous(bytes).unwrap_err().kind(), io::ErrorKind::InvalidInput);
         }
     }
 
     #[test]
-    fn shared_memory_is_shared() {
+    fn shared_mapping_is_map_shared() {
         let mut mapping = Mapping::shared(page_size()).unwrap();
         mapping.as_mut_slice().fill(1);
-        let range = span(&mapping);
-        assert_eq!(regions(range.clone()), [(range.start, range.end, "rw-s".to_owned())]);
+        let range = address_range(&mapping);
+        assert_eq!(maps_entries(range.clone()), [(range.start, range.end, "rw-s".to_owned())]);
     }
 
     #[test]
-    fn twenty_tebibytes_can_be_reserved_and_used_in_part() {
+    fn twenty_tebibytes_can_be_reserved_and_partly_used() {
         let page = page_size();
         let mut mapping = Mapping::reserve(20 << 40).unwrap();
         mapping.protect(10 << 40..(10 << 40) + page, Access::ReadWrite).unwrap();
-        let range = span(&mapping);
-        let permissions: Vec<_> = regions(range).into_iter().map(|region| region.2).collect();
+        let range = address_range(&mapping);
+        let permissions: Vec<_> = maps_entries(range).into_iter().map(|region| region.2).collect();
         assert_eq!(permissions, ["rw-p", "---p"]);
     }
 
     #[test]
-    fn a_file_is_mapped_privately() {
+    fn file_mapping_is_private() {
         let page = page_size();
-        let mut mapping = Mapping::file(&std::env::temp_dir(), &vec![b'x'; page + 1]).unwrap();
+        let mut mapping = Mapping::private_file(&std::env::temp_dir(), &vec![b'x'; page + 1]).unwrap();
         assert_eq!(mapping.len(), 2 * page);
         assert_eq!(mapping.as_slice()[page..page + 2], [b'x', 0]);
         mapping.as_mut_slice()[0] = b'y';
         assert_eq!(mapping.as_slice()[..2], *b"yx");
-        mapping.advise(0..page, Advice::DontNeed).unwrap();
+        mapping.advise(0..page, MadviseAdvice::DontNeed).unwrap();
         assert_eq!(mapping.as_slice()[..2], *b"xx");
     }
 
     #[test]
-    fn protection_splits_regions_and_joins_them_again() {
+    fn mprotect_splits_and_rejoins_vmas() {
         let page = page_size();
         let mut mapping = Mapping::anonymous(4 * page).unwrap();
         mapping.as_mut_slice().fill(9);
         mapping.protect(page..2 * page, Access::Read).unwrap();
-        assert_eq!(regions(span(&mapping)).len(), 3);
+        assert_eq!(maps_entries(address_range(&mapping)).len(), 3);
         assert_eq!(mapping.as_slice()[page], 9);
         mapping.protect(0..4 * page, Access::ReadWrite).unwrap();
-        assert_eq!(regions(span(&mapping)).len(), 1);
+        assert_eq!(maps_entries(address_range(&mapping)).len(), 1);
         mapping.as_mut_slice()[page] = 8;
     }
 
     #[test]
     #[should_panic(expected = "not writable")]
-    fn a_read_only_part_forbids_writing() {
+    fn writing_a_read_only_mapping_panics() {
         let mut mapping = Mapping::anonymous(2 * page_size()).unwrap();
         mapping.protect(0..page_size(), Access::Read).unwrap();
         mapping.as_mut_slice()[0] = 1;
@@ -409,17 +415,17 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "not readable")]
-    fn reserved_memory_forbids_reading() {
+    fn reading_reserved_memory_panics() {
         let _ = Mapping::reserve(page_size()).unwrap().as_slice();
     }
 
     #[test]
-    fn ranges_outside_or_of_part_pages_are_refused() {
+    fn unaligned_or_outside_ranges_are_rejected() {
         let page = page_size();
         let mut mapping = Mapping::anonymous(2 * page).unwrap();
         for range in [0..1, 1..page, 0..3 * page, page..0] {
             assert_eq!(
-                mapping.advise(range.clone(), Advice::DontNeed).unwrap_err().kind(),
+                mapping.advise(range.clone(), MadviseAdvice::DontNeed).unwrap_err().kind(),
                 io::ErrorKind::InvalidInput
             );
             assert_eq!(mapping.protect(range, Access::Read).unwrap_err().kind(), io::ErrorKind::InvalidInput);
@@ -429,9 +435,9 @@ mod tests {
     #[test]
     fn memory_is_unmapped_on_drop() {
         let mapping = Mapping::anonymous(64 * page_size()).unwrap();
-        let range = span(&mapping);
+        let range = address_range(&mapping);
         drop(mapping);
         // Another test's thread may have mapped something there since, but not exactly this.
-        assert!(!regions(range.clone()).contains(&(range.start, range.end, "rw-p".to_owned())));
+        assert!(!maps_entries(range.clone()).contains(&(range.start, range.end, "rw-p".to_owned())));
     }
 }

@@ -49,7 +49,7 @@ nix::ioctl_readwrite!(
 );
 
 /// How many ranges one call returns at most; larger results are fetched in several.
-const BATCH: usize = 4096;
+const RANGES_PER_SCAN_CALL: usize = 4096;
 
 /// A range of pages that are mapped alike.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,7 +62,7 @@ pub struct MappedRange {
     /// what is known to hold none.
     pub file: bool,
     /// Whether they map the kernel's zero page.
-    pub zero: bool,
+    pub zero_page: bool,
     /// Whether huge pages of the PMD level map them.
     pub huge: bool,
     /// Whether they are swapped out.
@@ -71,20 +71,20 @@ pub struct MappedRange {
 
 /// What a range holds, as far as is known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Holds {
+pub enum RangeContents {
     /// Nothing of a file or of shared memory. Then the kernel need not look at the frame of each page, which is most of
     /// what a scan takes (`pagemap_page_category` in fs/proc/task_mmu.c, 6.18).
-    Anonymous,
+    OnlyAnonymous,
     /// Anything.
     Anything,
 }
 
 /// Which pages a scan finds and what it tells of them, in the ioctl's terms.
-struct Wanted {
+struct ScanFilter {
     inverted: u64,
     all_of: u64,
     any_of: u64,
-    told: u64,
+    returned: u64,
 }
 
 /// Hand the anonymous pages of `range` that are resident or swapped out to `found`, in address order. Left out: file
@@ -93,14 +93,14 @@ struct Wanted {
 ///
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are the ioctl's: `ENOTTY` before 6.7, `ESRCH` when the process's
 /// memory is gone.
-pub fn anonymous(pagemap: &File, range: Range<u64>, found: impl FnMut(MappedRange)) -> io::Result<()> {
-    let wanted = Wanted {
+pub fn scan_anonymous(pagemap: &File, range: Range<u64>, visit: impl FnMut(MappedRange)) -> io::Result<()> {
+    let wanted = ScanFilter {
         inverted: PAGE_IS_FILE | PAGE_IS_PFNZERO,
         all_of: PAGE_IS_FILE | PAGE_IS_PFNZERO,
         any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-        told: PAGE_IS_HUGE | PAGE_IS_SWAPPED,
+        returned: PAGE_IS_HUGE | PAGE_IS_SWAPPED,
     };
-    scan(pagemap, range, &wanted, found)
+    run_pagemap_scan(pagemap, range, &wanted, visit)
 }
 
 /// Hand all pages of `range` that are resident or swapped out to `found`, in address order. What the range holds is
@@ -112,10 +112,15 @@ pub fn anonymous(pagemap: &File, range: Range<u64>, found: impl FnMut(MappedRang
 ///
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are those of the ioctl or of reading it: `ESRCH` when the process's
 /// memory is gone.
-pub fn mapped(pagemap: &File, range: Range<u64>, holds: Holds, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
-    match mapped_by_scan(pagemap, range.clone(), holds, &mut found) {
+pub fn scan_mapped(
+    pagemap: &File,
+    range: Range<u64>,
+    contents: RangeContents,
+    mut visit: impl FnMut(MappedRange),
+) -> io::Result<()> {
+    match scan_mapped_by_ioctl(pagemap, range.clone(), contents, &mut visit) {
         // The first call was refused, so nothing has been told.
-        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => mapped_by_entries(pagemap, range, found),
+        Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => scan_mapped_by_entries(pagemap, range, visit),
         told => told,
     }
 }
@@ -125,42 +130,47 @@ pub fn mapped(pagemap: &File, range: Range<u64>, holds: Holds, mut found: impl F
 /// Compaction moves anybody's memory, up to 512 pages at once, in a millisecond or two if it has a CPU. Meanwhile they
 /// look swapped out. That nothing is told by `VmSwap` of `/proc/thread-self/status`, and that they are not guard regions
 /// by mincore(2), which takes what is being moved to be in memory (mm/mincore.c, `mincore_pte_range`).
-pub struct Own {
+pub struct OwnPagemap {
     pagemap: File,
     /// How long may still be waited.
-    patience: Duration,
+    migration_wait_left: Duration,
     /// Whether something of this process is swapped out, once it is known: then nothing is waited for.
-    swapped: Option<bool>,
+    is_swapped: Option<bool>,
 }
 
-/// For how long [`Own`] waits before it looks again.
-const WAIT: Duration = Duration::from_micros(200);
+/// For how long [`OwnPagemap`] waits before it looks again.
+const MIGRATION_RETRY_DELAY: Duration = Duration::from_micros(200);
 
-impl Own {
+impl OwnPagemap {
     /// With how long may be waited in all. Errors are those of opening `/proc/thread-self/pagemap`.
-    pub fn open(patience: Duration) -> io::Result<Self> {
-        Ok(Self { pagemap: File::open("/proc/thread-self/pagemap")?, patience, swapped: None })
+    pub fn open(max_migration_wait: Duration) -> io::Result<Self> {
+        Ok(Self {
+            pagemap: File::open("/proc/thread-self/pagemap")?,
+            migration_wait_left: max_migration_wait,
+            is_swapped: None,
+        })
     }
 
-    /// As [`mapped`].
-    pub fn mapped(&mut self, range: Range<u64>, holds: Holds) -> io::Result<Vec<MappedRange>> {
+    /// As [`scan_mapped`].
+    pub fn scan_mapped(&mut self, range: Range<u64>, contents: RangeContents) -> io::Result<Vec<MappedRange>> {
         let (began, mut waited) = (Instant::now(), Duration::ZERO);
         loop {
             let mut found = Vec::new();
-            mapped(&self.pagemap, range.clone(), holds, |mapped| found.push(mapped))?;
-            let is_moving = |found: &MappedRange| found.swapped && in_memory(found.start..found.end);
+            scan_mapped(&self.pagemap, range.clone(), contents, |mapped| found.push(mapped))?;
+            let is_moving = |found: &MappedRange| found.swapped && is_any_page_in_memory(found.start..found.end);
             let moving = found.iter().any(is_moving);
-            if !moving || began.elapsed() + WAIT > self.patience || self.has_swapped() {
-                self.patience = self.patience.saturating_sub(waited);
+            if !moving || began.elapsed() + MIGRATION_RETRY_DELAY > self.migration_wait_left || self.has_swapped_pages()
+            {
+                self.migration_wait_left = self.migration_wait_left.saturating_sub(waited);
                 return Ok(found);
             }
-            std::thread::sleep(WAIT);
+            std::thread::sleep(MIGRATION_RETRY_DELAY);
             waited = began.elapsed();
         }
     }
 
-    fn has_swapped(&mut self) -> bool {
-        *self.swapped.get_or_insert_with(|| {
+    fn has_swapped_pages(&mut self) -> bool {
+        *self.is_swapped.get_or_insert_with(|| {
             let status = std::fs::read_to_string("/proc/thread-self/status").unwrap_or_default();
             status.lines().find_map(|line| line.strip_prefix("VmSwap:")).map(str::trim) != Some("0 kB")
         })
@@ -168,7 +178,7 @@ impl Own {
 }
 
 /// Whether any of these pages of this process is in memory.
-fn in_memory(range: Range<u64>) -> bool {
+fn is_any_page_in_memory(range: Range<u64>) -> bool {
     let page = crate::mapping::page_size() as u64;
     let mut states = [0_u8; 512];
     (range.start..range.end).step_by(512 * page as usize).any(|start| {
@@ -182,25 +192,30 @@ fn in_memory(range: Range<u64>) -> bool {
     })
 }
 
-fn mapped_by_scan(pagemap: &File, range: Range<u64>, holds: Holds, found: impl FnMut(MappedRange)) -> io::Result<()> {
-    let file = if holds == Holds::Anonymous { 0 } else { PAGE_IS_FILE };
-    let wanted = Wanted {
+fn scan_mapped_by_ioctl(
+    pagemap: &File,
+    range: Range<u64>,
+    contents: RangeContents,
+    visit: impl FnMut(MappedRange),
+) -> io::Result<()> {
+    let file = if contents == RangeContents::OnlyAnonymous { 0 } else { PAGE_IS_FILE };
+    let wanted = ScanFilter {
         inverted: 0,
         all_of: 0,
         any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-        told: file | PAGE_IS_PFNZERO | PAGE_IS_HUGE | PAGE_IS_SWAPPED,
+        returned: file | PAGE_IS_PFNZERO | PAGE_IS_HUGE | PAGE_IS_SWAPPED,
     };
-    scan(pagemap, range, &wanted, found)
+    run_pagemap_scan(pagemap, range, &wanted, visit)
 }
 
-/// As [`mapped`], by the entries of eight bytes each (Documentation/admin-guide/mm/pagemap.rst, 4.2 and later).
-fn mapped_by_entries(pagemap: &File, range: Range<u64>, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
+/// As [`scan_mapped`], by the entries of eight bytes each (Documentation/admin-guide/mm/pagemap.rst, 4.2 and later).
+fn scan_mapped_by_entries(pagemap: &File, range: Range<u64>, mut visit: impl FnMut(MappedRange)) -> io::Result<()> {
     const EXCLUSIVE: u64 = 1 << 56;
     const FILE: u64 = 1 << 61;
     const SWAPPED: u64 = 1 << 62;
     const PRESENT: u64 = 1 << 63;
     let page = crate::mapping::page_size() as u64;
-    let mut buffer = vec![0; BATCH.min(((range.end - range.start) / page) as usize) * size_of::<u64>()];
+    let mut buffer = vec![0; RANGES_PER_SCAN_CALL.min(((range.end - range.start) / page) as usize) * size_of::<u64>()];
     let mut last: Option<MappedRange> = None;
     let mut start = range.start;
     while start < range.end {
@@ -217,26 +232,31 @@ fn mapped_by_entries(pagemap: &File, range: Range<u64>, mut found: impl FnMut(Ma
                 start,
                 end: start + page,
                 file: is(FILE),
-                zero: is(PRESENT) && !is(FILE) && !is(EXCLUSIVE),
+                zero_page: is(PRESENT) && !is(FILE) && !is(EXCLUSIVE),
                 huge: false,
                 swapped: is(SWAPPED),
             };
             start = next.end;
-            let kind = |of: &MappedRange| (of.file, of.zero, of.swapped);
+            let kind = |of: &MappedRange| (of.file, of.zero_page, of.swapped);
             match &mut last {
                 _ if !is(PRESENT) && !is(SWAPPED) => {}
                 Some(last) if last.end == next.start && kind(last) == kind(&next) => last.end = next.end,
-                _ => last.replace(next).into_iter().for_each(&mut found),
+                _ => last.replace(next).into_iter().for_each(&mut visit),
             }
         }
     }
-    last.into_iter().for_each(found);
+    last.into_iter().for_each(visit);
     Ok(())
 }
 
-fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMut(MappedRange)) -> io::Result<()> {
+fn run_pagemap_scan(
+    pagemap: &File,
+    range: Range<u64>,
+    filter: &ScanFilter,
+    mut visit: impl FnMut(MappedRange),
+) -> io::Result<()> {
     let pages = (range.end.saturating_sub(range.start)).div_ceil(crate::mapping::page_size() as u64);
-    let mut batch = vec![PageRegion::default(); BATCH.min(pages as usize)];
+    let mut batch = vec![PageRegion::default(); RANGES_PER_SCAN_CALL.min(pages as usize)];
     // Where the kernel empties its own buffer of 512 ranges on the way, the end that it tells may lie before what it
     // has told already (`walk_end` in do_pagemap_scan, 6.18).
     let (mut start, mut told) = (range.start, range.start);
@@ -250,10 +270,10 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMu
             vec: batch.as_mut_ptr() as u64,
             vec_len: batch.len() as u64,
             max_pages: 0,
-            category_inverted: wanted.inverted,
-            category_mask: wanted.all_of,
-            category_anyof_mask: wanted.any_of,
-            return_mask: wanted.told,
+            category_inverted: filter.inverted,
+            category_mask: filter.all_of,
+            category_anyof_mask: filter.any_of,
+            return_mask: filter.returned,
         };
         // SAFETY: `request` is a valid `pm_scan_arg` of the size it states, and `vec` points to `vec_len` writable
         // `page_region`s that outlive the call. Without PM_SCAN_WP_MATCHING the kernel changes nothing else.
@@ -263,7 +283,14 @@ fn scan(pagemap: &File, range: Range<u64>, wanted: &Wanted, mut found: impl FnMu
             let is = |category| region.categories & category != 0;
             if start < end {
                 let (file, zero) = (is(PAGE_IS_FILE), is(PAGE_IS_PFNZERO));
-                found(MappedRange { start, end, file, zero, huge: is(PAGE_IS_HUGE), swapped: is(PAGE_IS_SWAPPED) });
+                visit(MappedRange {
+                    start,
+                    end,
+                    file,
+                    zero_page: zero,
+                    huge: is(PAGE_IS_HUGE),
+                    swapped: is(PAGE_IS_SWAPPED),
+                });
                 told = end;
             }
         }
@@ -281,7 +308,7 @@ mod tests {
 
     /// Both ways tell the same of memory that nobody shares.
     #[test]
-    fn entries_tell_what_a_scan_does() {
+    fn pagemap_entries_match_pagemap_scan() {
         let page = crate::mapping::page_size();
         let mut memory = vec![0_u8; 9000 * page];
         // Neither huge pages nor another test's forks are to be seen.
@@ -302,11 +329,13 @@ mod tests {
         }
         let pagemap = File::open("/proc/self/pagemap").expect("one's own");
         let mut read = Vec::new();
-        mapped_by_entries(&pagemap, start..end, |found| read.push(found)).expect("one's own can be read");
-        assert!(read.len() > 1000 && read.iter().any(|found| found.zero) && read.iter().any(|found| !found.zero));
-        for holds in [Holds::Anything, Holds::Anonymous] {
+        scan_mapped_by_entries(&pagemap, start..end, |found| read.push(found)).expect("one's own can be read");
+        assert!(
+            read.len() > 1000 && read.iter().any(|found| found.zero_page) && read.iter().any(|found| !found.zero_page)
+        );
+        for holds in [RangeContents::Anything, RangeContents::OnlyAnonymous] {
             let mut scanned = Vec::new();
-            match mapped_by_scan(&pagemap, start..end, holds, |found| scanned.push(found)) {
+            match scan_mapped_by_ioctl(&pagemap, start..end, holds, |found| scanned.push(found)) {
                 Ok(()) if scanned.iter().all(|found| !found.huge) => assert_eq!(read, scanned, "{holds:?}"),
                 Ok(()) => println!("skipped: this kernel gives memory in huge pages"),
                 Err(error) => println!("skipped: PAGEMAP_SCAN: {error}"),
@@ -329,7 +358,7 @@ mod tests {
         let (start, end) = maps.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
         let address = |text| u64::from_str_radix(text, 16).expect("an address");
         let range = address(start)..address(end);
-        mapped_by_entries(&pagemap, range.clone(), |_| {}).expect("its memory is there");
+        scan_mapped_by_entries(&pagemap, range.clone(), |_| {}).expect("its memory is there");
         let mut input = child.stdin.take().expect("piped");
         input.write_all(b"go on\n").expect("it reads");
         let deadline = Instant::now() + Duration::from_secs(20);
@@ -337,9 +366,11 @@ mod tests {
             assert!(Instant::now() < deadline, "it does not begin another program");
             std::thread::sleep(Duration::from_millis(1));
         }
-        let entries = mapped_by_entries(&pagemap, range.clone(), |_| {});
+        let entries = scan_mapped_by_entries(&pagemap, range.clone(), |_| {});
         assert_eq!(entries.map_err(|error| error.raw_os_error()), Err(Some(libc::ESRCH)));
-        match mapped_by_scan(&pagemap, range, Holds::Anything, |_| {}).map_err(|error| error.raw_os_error()) {
+        match scan_mapped_by_ioctl(&pagemap, range, RangeContents::Anything, |_| {})
+            .map_err(|error| error.raw_os_error())
+        {
             Err(Some(libc::ENOTTY)) => println!("skipped: this kernel has no PAGEMAP_SCAN"),
             scanned => assert_eq!(scanned, Err(Some(libc::ESRCH))),
         }
@@ -348,7 +379,7 @@ mod tests {
     }
 
     #[test]
-    fn every_page_is_told_once() {
+    fn each_page_is_reported_once() {
         let page = crate::mapping::page_size();
         // Every other page of it is written, which makes several buffers of ranges, the last of them not full.
         for pages in [2 * 1024, 2 * 5000] {
@@ -362,7 +393,7 @@ mod tests {
                 assert!(range.start >= told, "{range:?} after {told:#x}");
                 (told, count) = (range.end, count + (range.end - range.start) / page as u64);
             };
-            if let Err(error) = anonymous(&pagemap, first..end / page as u64 * page as u64, each) {
+            if let Err(error) = scan_anonymous(&pagemap, first..end / page as u64 * page as u64, each) {
                 println!("skipped: PAGEMAP_SCAN: {error}");
                 return;
             }

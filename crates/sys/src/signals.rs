@@ -13,15 +13,15 @@ use std::mem::MaybeUninit;
 use std::ptr;
 
 /// Signals that instructions raise.
-const SYNCHRONOUS: [libc::c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
+const SYNCHRONOUS_SIGNALS: [libc::c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
 
 /// The calling thread takes no signals until this is dropped, which sets the mask back. A thread that it makes
 /// meanwhile inherits the mask, and keeps it.
 #[derive(Debug)]
 pub struct BlockedSignals {
-    former: libc::sigset_t,
+    previous_mask: libc::sigset_t,
     /// The mask is the thread's own: it has to be set back by the same thread.
-    of_this_thread: PhantomData<*const ()>,
+    not_send: PhantomData<*const ()>,
 }
 
 impl BlockedSignals {
@@ -33,7 +33,7 @@ impl BlockedSignals {
         let mut all = MaybeUninit::uninit();
         // SAFETY: `all` is there to be written.
         unsafe { libc::sigfillset(all.as_mut_ptr()) };
-        for signal in SYNCHRONOUS {
+        for signal in SYNCHRONOUS_SIGNALS {
             // SAFETY: `all` was filled.
             unsafe { libc::sigdelset(all.as_mut_ptr(), signal) };
         }
@@ -44,14 +44,14 @@ impl BlockedSignals {
             return Err(io::Error::from_raw_os_error(error));
         }
         // SAFETY: the call succeeded, so it was written.
-        Ok(Self { former: unsafe { former.assume_init() }, of_this_thread: PhantomData })
+        Ok(Self { previous_mask: unsafe { former.assume_init() }, not_send: PhantomData })
     }
 }
 
 impl Drop for BlockedSignals {
     fn drop(&mut self) {
         // SAFETY: the mask is one that the thread had; where the former one is to go is null, for nowhere.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.former, ptr::null_mut()) };
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.previous_mask, ptr::null_mut()) };
     }
 }
 
@@ -61,42 +61,42 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     /// The signals that the calling thread blocks, as a mask (`SigBlk`, proc_pid_status(5)).
-    fn blocked() -> u64 {
+    fn blocked_signal_mask() -> u64 {
         let status = std::fs::read_to_string("/proc/thread-self/status").unwrap();
         let mask = status.lines().find_map(|line| line.strip_prefix("SigBlk:")).unwrap();
         u64::from_str_radix(mask.trim(), 16).unwrap()
     }
 
-    fn bit(signal: libc::c_int) -> u64 {
+    fn signal_bit(signal: libc::c_int) -> u64 {
         1 << (signal - 1)
     }
 
     #[test]
-    fn signals_are_blocked_and_the_former_mask_comes_back() {
-        let before = blocked();
+    fn signals_are_blocked_until_drop() {
+        let before = blocked_signal_mask();
         let guard = BlockedSignals::new().unwrap();
-        let within = blocked();
+        let within = blocked_signal_mask();
         for signal in [libc::SIGPROF, libc::SIGALRM, libc::SIGUSR1, libc::SIGCHLD, libc::SIGTERM, libc::SIGRTMIN()] {
-            assert_ne!(within & bit(signal), 0, "signal {signal}");
+            assert_ne!(within & signal_bit(signal), 0, "signal {signal}");
         }
-        assert!(SYNCHRONOUS.iter().all(|&signal| within & bit(signal) == 0));
+        assert!(SYNCHRONOUS_SIGNALS.iter().all(|&signal| within & signal_bit(signal) == 0));
         // Signals 32 and 33 are the C library's: blocked, they would make setuid(2) wait forever.
         assert_eq!(within >> 31 & 0b11, 0);
         drop(guard);
-        assert_eq!(blocked(), before);
+        assert_eq!(blocked_signal_mask(), before);
         let panicked = catch_unwind(AssertUnwindSafe(|| {
             let _guard = BlockedSignals::new().unwrap();
             panic!("on purpose");
         }));
         assert!(panicked.is_err());
-        assert_eq!(blocked(), before);
+        assert_eq!(blocked_signal_mask(), before);
     }
 
     #[test]
-    fn a_thread_that_is_made_meanwhile_blocks_them_too() {
+    fn new_threads_inherit_blocked_signals() {
         let guard = BlockedSignals::new().unwrap();
-        let thread = std::thread::spawn(blocked);
+        let thread = std::thread::spawn(blocked_signal_mask);
         drop(guard);
-        assert_ne!(thread.join().unwrap() & bit(libc::SIGPROF), 0);
+        assert_ne!(thread.join().unwrap() & signal_bit(libc::SIGPROF), 0);
     }
 }

@@ -81,12 +81,12 @@ nix::ioctl_readwrite!(
 
 /// The power to hold writers of this process up.
 #[derive(Debug)]
-pub struct UserFault {
+pub struct UserfaultFd {
     descriptor: OwnedFd,
-    registered: Mutex<Vec<Range<u64>>>,
+    registered_ranges: Mutex<Vec<Range<u64>>>,
 }
 
-impl UserFault {
+impl UserfaultFd {
     /// Ask for it.
     ///
     /// # Errors
@@ -96,17 +96,17 @@ impl UserFault {
         // SAFETY: the descriptor alone does nothing; what is done with it below changes no content.
         let descriptor = match unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC) } {
             Ok(descriptor) => descriptor,
-            Err(error) => Self::of_device().map_err(|_| io::Error::from(error))?,
+            Err(error) => Self::open_device().map_err(|_| io::Error::from(error))?,
         };
         let features = UFFD_FEATURE_PAGEFAULT_FLAG_WP | UFFD_FEATURE_WP_HUGETLBFS_SHMEM | UFFD_FEATURE_WP_UNPOPULATED;
         let mut api = UffdioApi { api: UFFD_API, features, ioctls: 0 };
         // SAFETY: `api` is a valid `uffdio_api`, to be read and written.
         unsafe { uffdio_api(descriptor.as_raw_fd(), &raw mut api) }?;
-        Ok(Self { descriptor, registered: Mutex::default() })
+        Ok(Self { descriptor, registered_ranges: Mutex::default() })
     }
 
     /// As `/dev/userfaultfd` gives it.
-    fn of_device() -> io::Result<OwnedFd> {
+    fn open_device() -> io::Result<OwnedFd> {
         let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
         // SAFETY: the call takes its flags by value; without any the descriptor is as of userfaultfd(0).
         let descriptor = unsafe { userfaultfd_new(device.as_raw_fd()) }?;
@@ -124,7 +124,7 @@ impl UserFault {
         let mut register = UffdioRegister { range: uffdio, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
         // SAFETY: `register` is a valid `uffdio_register`, to be read and written; no content changes.
         unsafe { uffdio_register(self.descriptor.as_raw_fd(), &raw mut register) }?;
-        self.registered.lock().unwrap_or_else(PoisonError::into_inner).push(range);
+        self.registered_ranges.lock().unwrap_or_else(PoisonError::into_inner).push(range);
         Ok(())
     }
 
@@ -132,17 +132,17 @@ impl UserFault {
     ///
     /// # Errors
     /// `ENOENT` if part of it is not registered, `EAGAIN` while the process is being forked.
-    pub fn hold(&self, range: Range<u64>) -> io::Result<Held<'_>> {
-        let held = Held { by: self, range };
-        held.protect(UFFDIO_WRITEPROTECT_MODE_WP)?;
+    pub fn write_protect(&self, range: Range<u64>) -> io::Result<WriteProtectedRange<'_>> {
+        let held = WriteProtectedRange { userfault_fd: self, range };
+        held.set_protection(UFFDIO_WRITEPROTECT_MODE_WP)?;
         Ok(held)
     }
 }
 
-impl Drop for UserFault {
+impl Drop for UserfaultFd {
     /// Closing the descriptor would do, but a child that was forked meanwhile has it open, too.
     fn drop(&mut self) {
-        let registered = std::mem::take(self.registered.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let registered = std::mem::take(self.registered_ranges.get_mut().unwrap_or_else(PoisonError::into_inner));
         for range in registered {
             let mut range = UffdioRange { start: range.start, len: range.end - range.start };
             // SAFETY: `range` is a valid `uffdio_range`, which the kernel only reads. What of it something else has
@@ -154,21 +154,21 @@ impl Drop for UserFault {
 
 /// A range that nobody writes to. Writers go on when it is dropped.
 #[derive(Debug)]
-pub struct Held<'u> {
-    by: &'u UserFault,
+pub struct WriteProtectedRange<'u> {
+    userfault_fd: &'u UserfaultFd,
     range: Range<u64>,
 }
 
-impl Held<'_> {
-    fn range(&self) -> UffdioRange {
+impl WriteProtectedRange<'_> {
+    fn ioctl_range(&self) -> UffdioRange {
         UffdioRange { start: self.range.start, len: self.range.end - self.range.start }
     }
 
-    fn protect(&self, mode: u64) -> io::Result<()> {
-        let mut protect = UffdioWriteprotect { range: self.range(), mode };
+    fn set_protection(&self, mode: u64) -> io::Result<()> {
+        let mut protect = UffdioWriteprotect { range: self.ioctl_range(), mode };
         loop {
             // SAFETY: `protect` is a valid `uffdio_writeprotect`, to be read and written; no content changes.
-            match unsafe { uffdio_writeprotect(self.by.descriptor.as_raw_fd(), &raw mut protect) } {
+            match unsafe { uffdio_writeprotect(self.userfault_fd.descriptor.as_raw_fd(), &raw mut protect) } {
                 // Mappings change, as they do in a fork.
                 Err(nix::errno::Errno::EAGAIN) => std::thread::yield_now(),
                 done => return Ok(done.map(|_| ())?),
@@ -177,14 +177,14 @@ impl Held<'_> {
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for WriteProtectedRange<'_> {
     fn drop(&mut self) {
         // Where something else has taken the place of all or part of it there is nothing to lift, and whoever waits is
         // to look again.
-        if self.protect(0).is_err() {
-            let mut range = self.range();
+        if self.set_protection(0).is_err() {
+            let mut range = self.ioctl_range();
             // SAFETY: `range` is a valid `uffdio_range`, which the kernel only reads.
-            let _ = unsafe { uffdio_wake(self.by.descriptor.as_raw_fd(), &raw mut range) };
+            let _ = unsafe { uffdio_wake(self.userfault_fd.descriptor.as_raw_fd(), &raw mut range) };
         }
     }
 }
@@ -198,8 +198,8 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn writers_wait_until_they_are_let_go() {
-        let power = match UserFault::new() {
+    fn writers_wait_until_protection_is_dropped() {
+        let power = match UserfaultFd::new() {
             Ok(power) => power,
             Err(error) => {
                 println!("skipped: no userfaultfd here: {error}");
@@ -214,7 +214,7 @@ mod tests {
         // SAFETY: the word is aligned, mapped and writable, and from here on used by atomic operations only.
         let word = unsafe { AtomicU64::from_ptr(first) };
         let before = word.load(Ordering::SeqCst);
-        let held = power.hold(range).unwrap();
+        let held = power.write_protect(range).unwrap();
         thread::scope(|scope| {
             let writer = scope.spawn(|| word.store(7, Ordering::SeqCst));
             thread::sleep(Duration::from_millis(50));

@@ -4,8 +4,8 @@
 //!
 //! The figures of the file are told as of now. Ends with standard input.
 
-use pagefold_daemon::wire::Status;
-use pagefold_watch::Board;
+use pagefold_daemon::wire::StatusReport;
+use pagefold_watch::StatusBoard;
 use pagefold_watch::http::Server;
 use std::error::Error;
 use std::io::Read;
@@ -16,9 +16,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut arguments = std::env::args().skip(1);
     let file = arguments.next().ok_or("which file?")?;
     let address = arguments.next().unwrap_or_else(|| "127.0.0.1:9750".to_owned());
-    let mut status: Status = serde_json::from_str(&std::fs::read_to_string(file)?)?;
+    let mut status: StatusReport = serde_json::from_str(&std::fs::read_to_string(file)?)?;
     status.time = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH)?.as_secs_f64();
-    let board = Arc::new(Board::default());
+    let board = Arc::new(StatusBoard::default());
     board.publish(status);
     let server = Server::start(address.parse()?, Vec::new(), Arc::clone(&board))?;
     println!("http://{}/", server.address());

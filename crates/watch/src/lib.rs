@@ -1,7 +1,7 @@
 //! What people and monitoring systems see of a running daemon: its state as metrics, as a web page and in a terminal.
 //!
-//! All of it is drawn from one document, [`pagefold_daemon::wire::Status`]: [`http`] shows the one that the daemon
-//! publishes on a [`Board`], [`top`] the one that it is given.
+//! All of it is drawn from one document, [`pagefold_daemon::wire::StatusReport`]: [`http`] shows the one that the daemon
+//! publishes on a [`StatusBoard`], [`top`] the one that it is given.
 //! Nothing here looks at the host or changes it.
 
 #![forbid(unsafe_code)]
@@ -12,4 +12,4 @@ pub mod metrics;
 mod page;
 pub mod top;
 
-pub use board::Board;
+pub use board::StatusBoard;

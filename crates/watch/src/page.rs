@@ -1,7 +1,7 @@
 //! The page: one document with its style and script in it, which fetches nothing but the daemon's own figures.
 
 /// The page.
-pub const HTML: &str = concat!(
+pub const PAGE_HTML: &str = concat!(
     "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n",
     "<meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n<title>Pagefold</title>\n",
     "<link rel=\"icon\" href=\"data:,\">\n<style>",
@@ -15,7 +15,7 @@ pub const HTML: &str = concat!(
 
 /// What a browser may do for a document of ours (Content Security Policy): run this script, apply this style, and ask
 /// this server. The hashes are SHA-256 of what stands between the tags.
-pub const POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; \
+pub const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; \
      script-src 'sha256-y8EStWOVDRQgTchoieE6txcV5/BPX7mH6CXOIj4AwDE='; \
      style-src 'sha256-K5cNmtRX/BKIkuT7IAvj3sLJtn/29jh3kqUxtw9FCSc='; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
@@ -26,33 +26,33 @@ mod tests {
     use sha2::{Digest, Sha256};
 
     #[test]
-    fn the_policy_names_the_script_and_the_style() {
+    fn csp_hashes_match_script_and_style() {
         for (what, text) in [("script", include_str!("page/page.js")), ("style", include_str!("page/page.css"))] {
             let source = format!("{what}-src 'sha256-{}'", base64(&Sha256::digest(text)));
-            assert!(POLICY.contains(&source), "POLICY wants: {source}");
+            assert!(CONTENT_SECURITY_POLICY.contains(&source), "POLICY wants: {source}");
         }
     }
 
     #[test]
-    fn the_page_stands_alone() {
+    fn page_loads_nothing_from_elsewhere() {
         for elsewhere in ["http://", "https://", " src=", "@import", "url("] {
             // The namespace of SVG is a name, and nothing that is fetched.
-            let page = HTML.replace("http://www.w3.org/2000/svg", "");
+            let page = PAGE_HTML.replace("http://www.w3.org/2000/svg", "");
             assert!(!page.contains(elsewhere), "the page mentions {elsewhere}");
         }
         for markup in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write"] {
-            assert!(!HTML.contains(markup), "the script makes markup of text by {markup}");
+            assert!(!PAGE_HTML.contains(markup), "the script makes markup of text by {markup}");
         }
     }
 
     fn base64(bytes: &[u8]) -> String {
-        const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+        const BASE64_DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
         let mut text = String::new();
         for three in bytes.chunks(3) {
             let bits = three.iter().fold(0, |bits, byte| bits << 8 | u32::from(*byte)) << (8 * (3 - three.len()));
             for digit in 0..4 {
                 let at = (bits >> (18 - 6 * digit)) & 63;
-                text.push(if digit <= three.len() { char::from(DIGITS[at as usize]) } else { '=' });
+                text.push(if digit <= three.len() { char::from(BASE64_DIGITS[at as usize]) } else { '=' });
             }
         }
         text

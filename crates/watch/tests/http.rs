@@ -2,10 +2,10 @@
 
 mod common;
 
-use common::{board, serve, status};
-use pagefold_history::points::History;
-use pagefold_watch::Board;
-use pagefold_watch::http::{CONNECTIONS, STREAMS, Server};
+use common::{fixture_board, fixture_status, start_server};
+use pagefold_history::points::HistoryResponse;
+use pagefold_watch::StatusBoard;
+use pagefold_watch::http::{MAX_CONNECTIONS, MAX_EVENT_STREAMS, Server};
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
@@ -13,12 +13,12 @@ use std::thread;
 use std::time::Duration;
 
 /// How long anything may take here: far more than it does.
-const PATIENCE: Duration = Duration::from_secs(120);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(120);
 
 fn connect(address: SocketAddr) -> TcpStream {
     let stream = TcpStream::connect(address).expect("the server listens");
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(RESPONSE_TIMEOUT)).unwrap();
+    stream.set_write_timeout(Some(RESPONSE_TIMEOUT)).unwrap();
     stream
 }
 
@@ -36,7 +36,7 @@ fn get(server: &Server, target: &str) -> String {
     send(server, format!("GET {target} HTTP/1.1\r\nHost: localhost\r\n\r\n").as_bytes())
 }
 
-fn code(answer: &str) -> u16 {
+fn status_code(answer: &str) -> u16 {
     answer
         .strip_prefix("HTTP/1.1 ")
         .and_then(|rest| rest.get(..3)?.parse().ok())
@@ -52,8 +52,8 @@ fn has_field(answer: &str, field: &str) -> bool {
 }
 
 #[test]
-fn everything_is_there_and_guarded() {
-    let server = serve(&board());
+fn all_paths_have_security_headers() {
+    let server = start_server(&fixture_board());
     for (target, kind) in [
         ("/", "text/html; charset=utf-8"),
         ("/metrics", "text/plain; version=0.0.4; charset=utf-8"),
@@ -62,7 +62,7 @@ fn everything_is_there_and_guarded() {
         ("/api/history?since=1.5", "application/json"),
     ] {
         let answer = get(&server, target);
-        assert_eq!(code(&answer), 200, "{target}");
+        assert_eq!(status_code(&answer), 200, "{target}");
         let length = format!("Content-Length: {}", body(&answer).len());
         for field in [
             &format!("Content-Type: {kind}"),
@@ -80,12 +80,12 @@ fn everything_is_there_and_guarded() {
         assert!(!answer.to_ascii_lowercase().contains("access-control-allow"), "{target}");
     }
     let document: serde_json::Value = serde_json::from_str(body(&get(&server, "/api/status"))).unwrap();
-    assert_eq!(document, serde_json::to_value(status()).unwrap());
+    assert_eq!(document, serde_json::to_value(fixture_status()).unwrap());
 }
 
 #[test]
-fn metrics_come_in_the_format_that_is_accepted() {
-    let server = serve(&board());
+fn metrics_use_the_accepted_format() {
+    let server = start_server(&fixture_board());
     let accept = "Accept: application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.3";
     let answer = send(&server, format!("GET /metrics HTTP/1.1\r\nHost: [::1]:9\r\n{accept}\r\n\r\n").as_bytes());
     assert!(has_field(&answer, "Content-Type: application/openmetrics-text; version=1.0.0; charset=utf-8"));
@@ -93,41 +93,41 @@ fn metrics_come_in_the_format_that_is_accepted() {
 }
 
 #[test]
-fn before_the_first_look_there_is_only_the_page() {
-    let server = serve(&Arc::new(Board::default()));
+fn only_the_page_is_served_before_a_status() {
+    let server = start_server(&Arc::new(StatusBoard::default()));
     for target in ["/metrics", "/api/status"] {
         let answer = get(&server, target);
-        assert_eq!(code(&answer), 503, "{target}");
+        assert_eq!(status_code(&answer), 503, "{target}");
         assert!(has_field(&answer, "Retry-After: 2"));
     }
-    assert_eq!(code(&get(&server, "/")), 200);
-    let history: History = serde_json::from_str(body(&get(&server, "/api/history"))).unwrap();
+    assert_eq!(status_code(&get(&server, "/")), 200);
+    let history: HistoryResponse = serde_json::from_str(body(&get(&server, "/api/history"))).unwrap();
     assert_eq!(history.points, []);
 }
 
 #[test]
-fn history_begins_where_it_is_asked_to() {
-    let board = board();
-    let server = serve(&board);
-    let mut later = status();
+fn history_starts_at_the_since_time() {
+    let board = fixture_board();
+    let server = start_server(&board);
+    let mut later = fixture_status();
     later.time += 5.0;
     board.publish(later.clone());
     let times = |target: &str| {
-        let history: History = serde_json::from_str(body(&get(&server, target))).unwrap();
+        let history: HistoryResponse = serde_json::from_str(body(&get(&server, target))).unwrap();
         history.points.iter().map(|point| point.time).collect::<Vec<_>>()
     };
-    let first = status().time;
+    let first = fixture_status().time;
     assert_eq!(times("/api/history"), [first, later.time]);
     assert_eq!(times(&format!("/api/history?since={first}")), [later.time]);
     assert_eq!(times("/api/history?since=1e300"), [0.0; 0]);
     for target in ["/api/history?since=", "/api/history?since=soon", "/api/history?since=NaN", "/api/history?from=1"] {
-        assert_eq!(code(&get(&server, target)), 400, "{target}");
+        assert_eq!(status_code(&get(&server, target)), 400, "{target}");
     }
 }
 
 #[test]
-fn paths_lead_nowhere_else() {
-    let server = serve(&board());
+fn unknown_paths_are_not_found() {
+    let server = start_server(&fixture_board());
     for target in [
         "/../etc/passwd",
         "/../../../../etc/passwd",
@@ -150,29 +150,29 @@ fn paths_lead_nowhere_else() {
         "*",
     ] {
         let answer = get(&server, target);
-        assert_eq!(code(&answer), 404, "{target}");
+        assert_eq!(status_code(&answer), 404, "{target}");
         assert!(!answer.contains("root:"), "{target}");
     }
     for target in ["/api/status?x=1", "/api/events?x"] {
-        assert_eq!(code(&get(&server, target)), 400, "{target}");
+        assert_eq!(status_code(&get(&server, target)), 400, "{target}");
     }
 }
 
 #[test]
-fn there_is_nothing_but_to_get() {
-    let server = serve(&board());
+fn only_get_is_allowed() {
+    let server = start_server(&fixture_board());
     for method in ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS", "TRACE", "CONNECT", "get"] {
         let request = format!("{method} /metrics HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nsome body");
         let answer = send(&server, request.as_bytes());
-        assert_eq!(code(&answer), 405, "{method}");
+        assert_eq!(status_code(&answer), 405, "{method}");
         assert!(has_field(&answer, "Allow: GET"), "{method}");
     }
 }
 
 #[test]
 fn foreign_hosts_are_refused() {
-    let server = serve(&board());
-    let ask = |hosts: &str| code(&send(&server, format!("GET /api/status HTTP/1.1\r\n{hosts}\r\n").as_bytes()));
+    let server = start_server(&fixture_board());
+    let ask = |hosts: &str| status_code(&send(&server, format!("GET /api/status HTTP/1.1\r\n{hosts}\r\n").as_bytes()));
     for host in ["localhost", "127.0.0.1:9750", "[::1]", "192.0.2.7", "node17:9750"] {
         assert_eq!(ask(&format!("Host: {host}\r\n")), 200, "{host}");
     }
@@ -184,8 +184,8 @@ fn foreign_hosts_are_refused() {
 }
 
 #[test]
-fn what_is_no_request_is_refused() {
-    let server = serve(&board());
+fn malformed_requests_are_refused() {
+    let server = start_server(&fixture_board());
     for bytes in [
         &b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\n"[..],
         b"hello\r\n\r\n",
@@ -193,7 +193,7 @@ fn what_is_no_request_is_refused() {
         b"GET /\x00 HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: localhost\r\nbad name: x\r\n\r\n",
     ] {
-        assert_eq!(code(&send(&server, bytes)), 400, "{bytes:?}");
+        assert_eq!(status_code(&send(&server, bytes)), 400, "{bytes:?}");
     }
     // Half a request, and the end of what the peer will send.
     let mut stream = connect(server.address());
@@ -201,13 +201,13 @@ fn what_is_no_request_is_refused() {
     stream.shutdown(std::net::Shutdown::Write).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
-    assert_eq!(code(&answer), 400);
-    assert_eq!(code(&get(&server, "/api/status")), 200);
+    assert_eq!(status_code(&answer), 400);
+    assert_eq!(status_code(&get(&server, "/api/status")), 200);
 }
 
 #[test]
-fn long_heads_are_refused() {
-    let server = serve(&board());
+fn long_request_heads_are_refused() {
+    let server = start_server(&fixture_board());
     let megabyte = "x".repeat(1 << 20);
     for head in [
         format!("GET / HTTP/1.1\r\nHost: localhost\r\nCookie: {megabyte}\r\n\r\n"),
@@ -215,16 +215,16 @@ fn long_heads_are_refused() {
         megabyte.clone(),
         format!("GET / HTTP/1.1\r\nHost: localhost\r\n{}\r\n", "A: b\r\n".repeat(1000)),
     ] {
-        assert_eq!(code(&send(&server, head.as_bytes())), 431, "{}", &head[..40]);
+        assert_eq!(status_code(&send(&server, head.as_bytes())), 431, "{}", &head[..40]);
     }
-    assert_eq!(code(&get(&server, "/api/status")), 200);
+    assert_eq!(status_code(&get(&server, "/api/status")), 200);
 }
 
 /// As many peers as the server answers at once send a byte now and then: they are told that it takes too long.
 #[test]
-fn slow_peers_do_not_hold_it_up() {
-    let server = serve(&board());
-    let slow: Vec<TcpStream> = (0..CONNECTIONS).map(|_| connect(server.address())).collect();
+fn slow_peers_do_not_block_requests() {
+    let server = start_server(&fixture_board());
+    let slow: Vec<TcpStream> = (0..MAX_CONNECTIONS).map(|_| connect(server.address())).collect();
     let dripping: Vec<_> = slow
         .into_iter()
         .map(|mut stream| {
@@ -244,11 +244,11 @@ fn slow_peers_do_not_hold_it_up() {
                 let _ = stream.read_to_string(&mut answer);
                 drop(stream);
                 drip.join().unwrap();
-                code(&answer)
+                status_code(&answer)
             })
         })
         .collect();
-    assert_eq!(code(&get(&server, "/api/status")), 200);
+    assert_eq!(status_code(&get(&server, "/api/status")), 200);
     for peer in dripping {
         assert_eq!(peer.join().unwrap(), 408);
     }
@@ -257,12 +257,12 @@ fn slow_peers_do_not_hold_it_up() {
 /// Hundreds of connections that send half a request do not keep a scrape waiting until they time out. Whether they have
 /// is seen by their end. Since the machine may be busy, one round in five is enough.
 #[test]
-fn a_scrape_is_answered_before_hundreds_of_slow_peers_time_out() {
+fn scrape_is_answered_before_slow_peers() {
     // Each connection takes two descriptors here.
     let mut limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
     limit.current = limit.maximum.map_or(Some(1 << 16), |most| Some(most.min(1 << 16)));
     rustix::process::setrlimit(rustix::process::Resource::Nofile, limit).unwrap();
-    let server = serve(&board());
+    let server = start_server(&fixture_board());
     let slow = |request: &[u8]| {
         let mut stream = connect(server.address());
         stream.write_all(request).unwrap();
@@ -274,7 +274,7 @@ fn a_scrape_is_answered_before_hundreds_of_slow_peers_time_out() {
     };
     let answered_first = (0..5).any(|_| {
         let peers: Vec<TcpStream> = (0..500).map(|_| slow(b"GET /metrics HTTP/1.1\r\nHost: lo")).collect();
-        assert_eq!(code(&get(&server, "/metrics")), 200);
+        assert_eq!(status_code(&get(&server, "/metrics")), 200);
         // A server that takes connections in order has ended at least 436 of them by then.
         peers.iter().filter(|peer| is_open(peer)).count() >= 100
     });
@@ -282,8 +282,8 @@ fn a_scrape_is_answered_before_hundreds_of_slow_peers_time_out() {
 }
 
 #[test]
-fn two_hundred_at_once_are_all_answered() {
-    let server = serve(&board());
+fn two_hundred_requests_are_all_answered() {
+    let server = start_server(&fixture_board());
     let address = server.address();
     let peers: Vec<_> = (0..200)
         .map(|_| {
@@ -292,7 +292,7 @@ fn two_hundred_at_once_are_all_answered() {
                 stream.write_all(b"GET /api/status HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
                 let mut answer = String::new();
                 stream.read_to_string(&mut answer).unwrap();
-                (code(&answer), body(&answer).len())
+                (status_code(&answer), body(&answer).len())
             })
         })
         .collect();
@@ -303,20 +303,20 @@ fn two_hundred_at_once_are_all_answered() {
 }
 
 /// Reads events.
-struct Stream(BufReader<TcpStream>);
+struct EventReader(BufReader<TcpStream>);
 
-impl Stream {
+impl EventReader {
     fn open(server: &Server) -> (u16, Self) {
         let mut stream = connect(server.address());
         stream.write_all(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\nAccept: text/event-stream\r\n\r\n").unwrap();
         let mut reader = BufReader::new(stream);
         let mut first = String::new();
         reader.read_line(&mut first).unwrap();
-        (code(&first), Self(reader))
+        (status_code(&first), Self(reader))
     }
 
     /// The time in the next status; `None` at the end.
-    fn next(&mut self) -> Option<f64> {
+    fn next_time(&mut self) -> Option<f64> {
         for line in self.0.by_ref().lines() {
             if let Some(data) = line.unwrap().strip_prefix("data: ") {
                 return serde_json::from_str::<serde_json::Value>(data).unwrap()["time"].as_f64();
@@ -328,49 +328,49 @@ impl Stream {
 
 #[test]
 fn events_follow_the_status() {
-    let board = board();
-    let server = serve(&board);
-    let (answer, mut stream) = Stream::open(&server);
+    let board = fixture_board();
+    let server = start_server(&board);
+    let (answer, mut stream) = EventReader::open(&server);
     assert_eq!(answer, 200);
-    let mut status = status();
-    assert_eq!(stream.next(), Some(status.time));
+    let mut status = fixture_status();
+    assert_eq!(stream.next_time(), Some(status.time));
     for _ in 0..3 {
         status.time += 1.0;
         board.publish(status.clone());
-        assert_eq!(stream.next(), Some(status.time));
+        assert_eq!(stream.next_time(), Some(status.time));
     }
     board.close();
-    assert_eq!(stream.next(), None);
+    assert_eq!(stream.next_time(), None);
 }
 
 #[test]
 fn streams_leave_room_for_requests() {
-    let board = board();
-    let server = serve(&board);
-    let mut open: Vec<Stream> = (0..STREAMS).map(|_| Stream::open(&server).1).collect();
-    assert!(open.iter_mut().all(|stream| stream.next().is_some()));
-    assert_eq!(Stream::open(&server).0, 503);
-    assert_eq!(code(&get(&server, "/metrics")), 200);
+    let board = fixture_board();
+    let server = start_server(&board);
+    let mut open: Vec<EventReader> = (0..MAX_EVENT_STREAMS).map(|_| EventReader::open(&server).1).collect();
+    assert!(open.iter_mut().all(|stream| stream.next_time().is_some()));
+    assert_eq!(EventReader::open(&server).0, 503);
+    assert_eq!(status_code(&get(&server, "/metrics")), 200);
     // The place of one that went is free again, once the server has seen that it went.
     drop(open.pop());
     let again = (0..600).any(|_| {
-        board.publish(status());
+        board.publish(fixture_status());
         thread::sleep(Duration::from_millis(100));
-        Stream::open(&server).0 == 200
+        EventReader::open(&server).0 == 200
     });
     assert!(again);
 }
 
 /// A peer that opens streams and reads nothing loses them.
 #[test]
-fn who_does_not_read_is_dropped() {
-    let board = board();
-    let server = serve(&board);
-    let mut deaf: Vec<Stream> = (0..STREAMS).map(|_| Stream::open(&server).1).collect();
+fn peer_that_does_not_read_is_dropped() {
+    let board = fixture_board();
+    let server = start_server(&board);
+    let mut deaf: Vec<EventReader> = (0..MAX_EVENT_STREAMS).map(|_| EventReader::open(&server).1).collect();
     let freed = (0..6000).any(|round| {
-        board.publish(status());
+        board.publish(fixture_status());
         thread::sleep(Duration::from_millis(10));
-        round % 50 == 0 && Stream::open(&server).0 == 200
+        round % 50 == 0 && EventReader::open(&server).0 == 200
     });
     assert!(freed);
     // What had been sent is there; then the connection ends, if in a reset.
@@ -385,18 +385,18 @@ fn who_does_not_read_is_dropped() {
 }
 
 #[test]
-fn it_ends_when_it_is_dropped() {
-    let board = board();
-    let server = serve(&board);
+fn server_stops_when_dropped() {
+    let board = fixture_board();
+    let server = start_server(&board);
     let address = server.address();
-    let (_, mut stream) = Stream::open(&server);
-    assert!(stream.next().is_some());
+    let (_, mut stream) = EventReader::open(&server);
+    assert!(stream.next_time().is_some());
     board.close();
     drop(server);
-    assert_eq!(stream.next(), None);
+    assert_eq!(stream.next_time(), None);
     TcpStream::connect(address).expect_err("nobody listens");
     // As after a restart: the address is free, though connections were there.
-    let board = common::board();
+    let board = common::fixture_board();
     let again = Server::start(address, Vec::new(), board).expect("the address is free");
-    assert_eq!(code(&get(&again, "/api/status")), 200);
+    assert_eq!(status_code(&get(&again, "/api/status")), 200);
 }

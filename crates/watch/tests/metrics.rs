@@ -3,9 +3,9 @@
 
 mod common;
 
-use common::{bare, program, repository, status};
-use pagefold_daemon::wire::{DomainShare, Member, Status, sums};
-use pagefold_watch::metrics::{Format, NAMED, text};
+use common::{find_program, fixture_status, repository_path, status_without_optional_fields};
+use pagefold_daemon::wire::{DomainSavingsReport, StatusReport, TrackedProcessReport, group_footprints};
+use pagefold_watch::metrics::{MAX_NAMED_SERIES, MetricsFormat, render_metrics};
 use serde_json::Value;
 use std::collections::BTreeSet;
 use std::fs;
@@ -14,23 +14,23 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
 /// The names of the samples.
-fn names(text: &str) -> BTreeSet<&str> {
+fn sample_names(text: &str) -> BTreeSet<&str> {
     let samples = text.lines().filter(|line| !line.starts_with('#'));
     samples.map(|line| line.split(['{', ' ']).next().unwrap_or_default()).collect()
 }
 
 /// The values of samples that begin so.
-fn values(text: &str, sample: &str) -> Vec<f64> {
+fn sample_values(text: &str, sample: &str) -> Vec<f64> {
     let found = text.lines().filter(|line| line.starts_with(sample));
     found.map(|line| line.rsplit_once(' ').expect("a sample").1.parse().expect("a number")).collect()
 }
 
 /// A status with more of everything than anybody wants series of.
-fn crowded() -> Status {
-    let mut status = status();
+fn crowded_status() -> StatusReport {
+    let mut status = fixture_status();
     let member = status.members[0].clone();
     status.members = (0..1000)
-        .map(|n| Member {
+        .map(|n| TrackedProcessReport {
             label: format!("vm-{n}"),
             workload: format!("vm-{n}"),
             cgroup: Some(format!("/machine/{n}")),
@@ -38,17 +38,18 @@ fn crowded() -> Status {
             ..member.clone()
         })
         .collect();
-    status.workloads = sums::workloads(&status.members);
-    status.cgroups = sums::cgroups(&status.members);
+    status.workloads = group_footprints::sum_by_workload(&status.members);
+    status.cgroups = group_footprints::sum_by_cgroup(&status.members);
     status.decisions_by_reason = (0..500).map(|n| (format!("reason-{n}"), 1)).collect();
     status
 }
 
 #[test]
-fn the_fixture_as_metrics() {
-    for (file, format) in [("metrics.txt", Format::Prometheus), ("openmetrics.txt", Format::OpenMetrics)] {
-        let path = repository("crates/watch/tests/expected").join(file);
-        let found = text(&status(), format);
+fn fixture_metrics_match_golden_files() {
+    for (file, format) in [("metrics.txt", MetricsFormat::Prometheus), ("openmetrics.txt", MetricsFormat::OpenMetrics)]
+    {
+        let path = repository_path("crates/watch/tests/expected").join(file);
+        let found = render_metrics(&fixture_status(), format);
         if std::env::var_os("UPDATE_GOLDEN").is_some() {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(&path, &found).unwrap();
@@ -62,8 +63,8 @@ fn the_fixture_as_metrics() {
 }
 
 #[test]
-fn what_is_absent_has_no_sample() {
-    let text = text(&bare(), Format::Prometheus);
+fn absent_figures_have_no_sample() {
+    let text = render_metrics(&status_without_optional_fields(), MetricsFormat::Prometheus);
     for absent in [
         "pagefold_saved_",
         "pagefold_ksm_",
@@ -77,36 +78,36 @@ fn what_is_absent_has_no_sample() {
     ] {
         assert!(!text.contains(absent), "{absent}");
     }
-    assert_eq!(values(&text, "pagefold_mode{mode=\"act\"}"), [1.0]);
+    assert_eq!(sample_values(&text, "pagefold_mode{mode=\"act\"}"), [1.0]);
 }
 
 #[test]
-fn the_number_of_series_is_bounded_and_nothing_is_lost() {
-    let status = crowded();
-    let text = text(&status, Format::Prometheus);
+fn series_are_bounded_and_sums_are_kept() {
+    let status = crowded_status();
+    let text = render_metrics(&status, MetricsFormat::Prometheus);
     for (family, sum) in [
         ("pagefold_member_footprint_bytes{", 500_500.0),
         ("pagefold_workload_footprint_bytes{", 500_500.0),
         ("pagefold_cgroup_footprint_bytes{", 500_500.0),
         ("pagefold_decisions_total{", 500.0),
     ] {
-        let values = values(&text, family);
-        assert_eq!(values.len(), NAMED + 1, "{family}");
+        let values = sample_values(&text, family);
+        assert_eq!(values.len(), MAX_NAMED_SERIES + 1, "{family}");
         assert!((values.iter().sum::<f64>() - sum).abs() < 0.5, "{family}");
     }
     for of in ["member", "workload"] {
         let others = format!("pagefold_{of}_footprint_bytes{{kind=\"others\",{of}=\"others\"");
-        assert_eq!(values(&text, &others).len(), 1, "{of}");
+        assert_eq!(sample_values(&text, &others).len(), 1, "{of}");
     }
 }
 
 #[test]
-fn what_is_counted_apart_adds_up() {
-    let text = text(&status(), Format::Prometheus);
-    let sum = |samples: &str| values(&text, samples).iter().sum::<f64>();
+fn parts_sum_to_their_total() {
+    let text = render_metrics(&fixture_status(), MetricsFormat::Prometheus);
+    let sum = |samples: &str| sample_values(&text, samples).iter().sum::<f64>();
     assert_eq!(sum("pagefold_saved_class_bytes{"), sum("pagefold_saved_gross_bytes"));
     assert_eq!(sum("pagefold_saved_class_net_bytes{"), sum("pagefold_saved_net_bytes"));
-    let metadata: u64 = status().members.iter().filter_map(|member| member.metadata).sum();
+    let metadata: u64 = fixture_status().members.iter().filter_map(|member| member.metadata).sum();
     assert_eq!(sum("pagefold_domain_saved_net_bytes{"), sum("pagefold_domain_saved_bytes{") - metadata as f64);
     assert_eq!(sum("pagefold_domain_merged_bytes{"), sum("pagefold_member_merged_bytes{"));
     for kind in ["vm", "container", "job"] {
@@ -114,25 +115,28 @@ fn what_is_counted_apart_adds_up() {
         assert_eq!(of("workload"), of("member"), "{kind}");
         assert!(of("member") > 0.0, "{kind}");
     }
-    assert!(values(&text, "pagefold_workload_saved_bytes{kind=\"process\"").is_empty(), "numbers make no series");
+    assert!(
+        sample_values(&text, "pagefold_workload_saved_bytes{kind=\"process\"").is_empty(),
+        "numbers make no series"
+    );
     // Files are counted once in a job.
     assert!(
         sum("pagefold_workload_footprint_bytes{kind=\"job\"") < sum("pagefold_member_footprint_bytes{kind=\"job\"")
     );
     // What is in order is counted, and 0 is said.
-    assert_eq!(values(&text, "pagefold_findings{verdict=\"ok\"}"), [24.0]);
-    assert_eq!(values(&text, "pagefold_findings{verdict=\"fail\"}"), [0.0]);
+    assert_eq!(sample_values(&text, "pagefold_findings{verdict=\"ok\"}"), [24.0]);
+    assert_eq!(sample_values(&text, "pagefold_findings{verdict=\"fail\"}"), [0.0]);
 }
 
 #[test]
-fn names_cannot_break_out_of_labels_nor_double_a_series() {
-    let mut status = status();
+fn labels_are_escaped_and_series_unique() {
+    let mut status = fixture_status();
     let mut twin = status.members[0].clone();
     twin.pid += 1;
     twin.label = "evil\"} 1\npagefold_saved_net_bytes 1e18\\".to_owned();
     status.members = vec![twin.clone(), twin];
-    let text = text(&status, Format::Prometheus);
-    assert_eq!(values(&text, "pagefold_saved_net_bytes").len(), 1);
+    let text = render_metrics(&status, MetricsFormat::Prometheus);
+    assert_eq!(sample_values(&text, "pagefold_saved_net_bytes").len(), 1);
     let label = "member=\"evil\\\"} 1\\npagefold_saved_net_bytes 1e18\\\\\"";
     assert_eq!(
         text.lines().filter(|line| line.starts_with("pagefold_member_saved") && line.contains(label)).count(),
@@ -141,39 +145,39 @@ fn names_cannot_break_out_of_labels_nor_double_a_series() {
     let series: Vec<&str> = text.lines().filter_map(|line| Some(line.rsplit_once(' ')?.0)).collect();
     let different: BTreeSet<&str> = series.iter().filter(|line| !line.starts_with('#')).copied().collect();
     assert_eq!(different.len(), series.iter().filter(|line| !line.starts_with('#')).count());
-    promtool_takes(&text);
+    assert_promtool_accepts(&text);
 }
 
 #[test]
-fn names_cannot_steer_a_terminal() {
-    let mut status = status();
+fn terminal_escapes_in_labels_are_escaped() {
+    let mut status = fixture_status();
     status.members[0].label = "\u{1b}[2Jw\u{e9}b\u{202e}\u{9b}31m".to_owned();
-    let text = text(&status, Format::Prometheus);
+    let text = render_metrics(&status, MetricsFormat::Prometheus);
     assert!(text.contains("=\"\\\\u{1b}[2Jw\u{e9}b\\\\u{202e}\\\\u{9b}31m\""), "{text}");
     assert!(!text.contains(|c: char| c.is_control() && c != '\n' || c == '\u{202e}'));
-    promtool_takes(&text);
+    assert_promtool_accepts(&text);
 }
 
 /// Each restart of a program would be a new series.
 #[test]
-fn domains_of_one_process_are_named_without_its_number() {
-    let mut status = status();
+fn single_process_domains_have_no_pid() {
+    let mut status = fixture_status();
     let share = status.domains[0].clone();
-    let named = |name: &str| DomainShare { name: name.to_owned(), members: 2, ..share.clone() };
+    let named = |name: &str| DomainSavingsReport { name: name.to_owned(), members: 2, ..share.clone() };
     status.domains = ["process 7", "vm of process 8", "process 9", "vm web", "group process 1"].map(named).into();
     status.members[0].domain = "process 7".to_owned();
-    let text = text(&status, Format::Prometheus);
+    let text = render_metrics(&status, MetricsFormat::Prometheus);
     for (domain, members) in
         [("processes", 4.0), ("vms without a name", 2.0), ("vm web", 2.0), ("group process 1", 2.0)]
     {
-        assert_eq!(values(&text, &format!("pagefold_domain_members{{domain=\"{domain}\"}}")), [members]);
+        assert_eq!(sample_values(&text, &format!("pagefold_domain_members{{domain=\"{domain}\"}}")), [members]);
     }
     assert!(text.contains("domain=\"processes\"}") && !text.contains("\"process 7\""));
-    promtool_takes(&text);
+    assert_promtool_accepts(&text);
 }
 
 fn promtool(arguments: &[&str], input: &str) -> Option<Output> {
-    let Some(promtool) = program("promtool") else {
+    let Some(promtool) = find_program("promtool") else {
         println!("skipped: promtool is not installed (labs/setup-watch.sh)");
         return None;
     };
@@ -188,7 +192,7 @@ fn promtool(arguments: &[&str], input: &str) -> Option<Output> {
     Some(child.wait_with_output().expect("promtool ends"))
 }
 
-fn promtool_takes(text: &str) {
+fn assert_promtool_accepts(text: &str) {
     if let Some(output) = promtool(&["check", "metrics"], text) {
         let said = String::from_utf8_lossy(&output.stderr).into_owned() + &String::from_utf8_lossy(&output.stdout);
         assert!(output.status.success() && said.trim().is_empty(), "{said}");
@@ -196,9 +200,9 @@ fn promtool_takes(text: &str) {
 }
 
 #[test]
-fn promtool_finds_nothing_to_complain_of() {
-    for status in [status(), bare(), crowded()] {
-        promtool_takes(&text(&status, Format::Prometheus));
+fn promtool_accepts_all_metrics() {
+    for status in [fixture_status(), status_without_optional_fields(), crowded_status()] {
+        assert_promtool_accepts(&render_metrics(&status, MetricsFormat::Prometheus));
     }
     let complaint = promtool(&["check", "metrics"], "# TYPE a counter\na 1\n");
     assert!(complaint.is_none_or(|output| !output.status.success()), "promtool lets everything pass");
@@ -206,37 +210,37 @@ fn promtool_finds_nothing_to_complain_of() {
 
 /// Prometheus' parser of OpenMetrics is reached by its import of old samples, which want a time each.
 #[test]
-fn prometheus_reads_the_openmetrics() {
+fn prometheus_parses_openmetrics() {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("openmetrics");
     let read = |text: &str| {
         let _ = fs::remove_dir_all(&folder);
         fs::create_dir_all(&folder).unwrap();
         let timed = text.lines().map(|line| match line.starts_with('#') {
             true => format!("{line}\n"),
-            false => format!("{line} {}\n", status().time),
+            false => format!("{line} {}\n", fixture_status().time),
         });
         let file = folder.join("metrics.txt");
         fs::write(&file, timed.collect::<String>()).unwrap();
         let blocks = folder.join("blocks");
-        promtool(&["tsdb", "create-blocks-from", "openmetrics", path(&file), path(&blocks)], "")
+        promtool(&["tsdb", "create-blocks-from", "openmetrics", utf8_path(&file), utf8_path(&blocks)], "")
     };
-    for status in [status(), bare(), crowded()] {
-        let Some(output) = read(&text(&status, Format::OpenMetrics)) else { return };
+    for status in [fixture_status(), status_without_optional_fields(), crowded_status()] {
+        let Some(output) = read(&render_metrics(&status, MetricsFormat::OpenMetrics)) else { return };
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     let output = read("# TYPE a counter\n# UNIT a seconds\na_total 1\n# EOF\n").expect("promtool is there");
     assert!(!output.status.success(), "it lets everything pass");
 }
 
-fn path(path: &Path) -> &str {
+fn utf8_path(path: &Path) -> &str {
     path.to_str().expect("a path in UTF-8")
 }
 
 #[test]
-fn the_alert_rules_are_right() {
+fn alert_rules_pass_their_tests() {
     for (verb, file) in [("check", "pagefold.rules.yml"), ("test", "pagefold.rules.test.yml")] {
-        let file = repository("deploy/prometheus").join(file);
-        if let Some(output) = promtool(&[verb, "rules", path(&file)], "") {
+        let file = repository_path("deploy/prometheus").join(file);
+        if let Some(output) = promtool(&[verb, "rules", utf8_path(&file)], "") {
             let said = [output.stdout, output.stderr].concat();
             assert!(output.status.success(), "{verb}: {}", String::from_utf8_lossy(&said));
         }
@@ -244,12 +248,12 @@ fn the_alert_rules_are_right() {
 }
 
 /// The metrics that a text asks for.
-fn asked(text: &str) -> BTreeSet<String> {
+fn metric_names_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with("pagefold_")).map(ToOwned::to_owned).collect()
 }
 
-fn expressions(document: &Value, found: &mut Vec<String>) {
+fn collect_expressions(document: &Value, found: &mut Vec<String>) {
     match document {
         Value::Object(fields) => {
             for (name, value) in fields {
@@ -257,27 +261,27 @@ fn expressions(document: &Value, found: &mut Vec<String>) {
                     Value::String(text) if name == "expr" || text.starts_with("label_values(") => {
                         found.push(text.clone())
                     }
-                    value => expressions(value, found),
+                    value => collect_expressions(value, found),
                 }
             }
         }
-        Value::Array(values) => values.iter().for_each(|value| expressions(value, found)),
+        Value::Array(values) => values.iter().for_each(|value| collect_expressions(value, found)),
         _ => {}
     }
 }
 
 #[test]
-fn rules_and_dashboard_ask_for_metrics_that_exist() {
-    let text = text(&status(), Format::Prometheus);
-    let names = names(&text);
-    let dashboard = fs::read_to_string(repository("deploy/grafana/pagefold.json")).expect("the dashboard");
+fn rules_and_dashboard_use_existing_metrics() {
+    let text = render_metrics(&fixture_status(), MetricsFormat::Prometheus);
+    let names = sample_names(&text);
+    let dashboard = fs::read_to_string(repository_path("deploy/grafana/pagefold.json")).expect("the dashboard");
     let mut found = Vec::new();
-    expressions(&serde_json::from_str(&dashboard).expect("JSON"), &mut found);
+    collect_expressions(&serde_json::from_str(&dashboard).expect("JSON"), &mut found);
     assert!(found.len() >= 10, "{found:?}");
-    let rules = fs::read_to_string(repository("deploy/prometheus/pagefold.rules.yml")).expect("the rules");
+    let rules = fs::read_to_string(repository_path("deploy/prometheus/pagefold.rules.yml")).expect("the rules");
     found.extend(rules.lines().filter(|line| line.trim_start().starts_with("expr:")).map(ToOwned::to_owned));
     for expression in found {
-        let asked = asked(&expression);
+        let asked = metric_names_in(&expression);
         assert!(!asked.is_empty() || expression.contains("up{"), "{expression} asks for nothing of ours");
         for metric in asked {
             assert!(names.contains(metric.as_str()), "{expression}: there is no {metric}");
@@ -286,7 +290,7 @@ fn rules_and_dashboard_ask_for_metrics_that_exist() {
 }
 
 /// The labels that a query of the dashboard picks, sums by and names its lines after. Prometheus adds `instance`.
-fn labels(query: &Value) -> BTreeSet<&str> {
+fn query_labels(query: &Value) -> BTreeSet<&str> {
     let text = |name: &str| query[name].as_str().unwrap_or_default();
     let (expression, legend) = (text("expr"), text("legendFormat"));
     let named = legend.split("{{").skip(1).filter_map(|rest| Some(rest.split_once("}}")?.0));
@@ -297,15 +301,15 @@ fn labels(query: &Value) -> BTreeSet<&str> {
 }
 
 #[test]
-fn the_dashboard_asks_for_labels_that_exist() {
-    let text = text(&status(), Format::Prometheus);
-    let dashboard = fs::read_to_string(repository("deploy/grafana/pagefold.json")).expect("the dashboard");
+fn dashboard_uses_existing_labels() {
+    let text = render_metrics(&fixture_status(), MetricsFormat::Prometheus);
+    let dashboard = fs::read_to_string(repository_path("deploy/grafana/pagefold.json")).expect("the dashboard");
     let dashboard: Value = serde_json::from_str(&dashboard).expect("JSON");
     let panels = dashboard["panels"].as_array().expect("panels");
     let mut seen = BTreeSet::new();
     for query in panels.iter().flat_map(|panel| panel["targets"].as_array().expect("queries")) {
-        let metrics = asked(query["expr"].as_str().expect("an expression"));
-        for label in labels(query).into_iter().filter(|label| *label != "instance") {
+        let metrics = metric_names_in(query["expr"].as_str().expect("an expression"));
+        for label in query_labels(query).into_iter().filter(|label| *label != "instance") {
             for metric in &metrics {
                 let mut samples = text.lines().filter(|line| line.split(['{', ' ']).next() == Some(metric));
                 let has = |line: &str| line.contains(&format!("{{{label}=")) || line.contains(&format!(",{label}="));

@@ -2,8 +2,8 @@
 
 mod common;
 
-use common::{program, repository, status};
-use pagefold_daemon::wire::Status;
+use common::{find_program, fixture_status, repository_path};
+use pagefold_daemon::wire::StatusReport;
 use pagefold_watch::top::App;
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;
@@ -16,11 +16,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// How long anything may take here: far more than it does.
-const PATIENCE: Duration = Duration::from_secs(120);
+const SCREEN_TIMEOUT: Duration = Duration::from_secs(120);
 
 fn app(colour: bool) -> App {
     let mut app = App::new(colour);
-    app.take(Ok(status()));
+    app.update(Ok(fixture_status()));
     app
 }
 
@@ -31,34 +31,34 @@ fn draw(app: &mut App, width: u16, height: u16) -> Terminal<TestBackend> {
 }
 
 /// The frame as text.
-fn text(app: &mut App) -> String {
+fn frame_text(app: &mut App) -> String {
     let terminal = draw(app, 120, 40);
     let buffer = terminal.backend().buffer();
     let line = |y| (0..120).map(|x| buffer[(x, y)].symbol()).collect::<String>().trim_end().to_owned() + "\n";
     (0..40).map(line).collect()
 }
 
-fn press(app: &mut App, keys: &str) -> bool {
-    keys.chars().any(|key| app.press(KeyEvent::from(KeyCode::Char(key))))
+fn press_keys(app: &mut App, keys: &str) -> bool {
+    keys.chars().any(|key| app.handle_key(KeyEvent::from(KeyCode::Char(key))))
 }
 
 /// The names of the members in the order in which they stand.
-fn names(app: &mut App) -> Vec<String> {
-    let labels: Vec<String> = status().members.into_iter().map(|member| member.label).collect();
-    let text = text(app);
+fn shown_names(app: &mut App) -> Vec<String> {
+    let labels: Vec<String> = fixture_status().members.into_iter().map(|member| member.label).collect();
+    let text = frame_text(app);
     let rows = text.lines().skip(7).map(|line| line.get(..18).unwrap_or(line).trim());
     rows.filter(|row| labels.iter().any(|label| label == row)).map(ToOwned::to_owned).collect()
 }
 
 /// The names in the order of a figure, the largest first.
-fn sorted(figure: fn(&pagefold_daemon::wire::Member) -> Option<u64>) -> Vec<String> {
-    let mut members = status().members;
+fn sorted(figure: fn(&pagefold_daemon::wire::TrackedProcessReport) -> Option<u64>) -> Vec<String> {
+    let mut members = fixture_status().members;
     members.sort_by_key(|member| std::cmp::Reverse(figure(member)));
     members.into_iter().map(|member| member.label).collect()
 }
 
 #[test]
-fn frames_are_as_they_were() {
+fn frames_match_golden_files() {
     for (file, keys) in [
         ("top", ""),
         ("top-workloads", "2"),
@@ -68,9 +68,9 @@ fn frames_are_as_they_were() {
         ("top-help", "?"),
     ] {
         let mut app = app(false);
-        press(&mut app, keys);
-        let path = repository("crates/watch/tests/expected").join(format!("{file}.txt"));
-        let found = text(&mut app);
+        press_keys(&mut app, keys);
+        let path = repository_path("crates/watch/tests/expected").join(format!("{file}.txt"));
+        let found = frame_text(&mut app);
         if std::env::var_os("UPDATE_GOLDEN").is_some() {
             fs::write(&path, &found).unwrap();
         }
@@ -82,12 +82,12 @@ fn frames_are_as_they_were() {
 }
 
 #[test]
-fn any_room_will_do() {
+fn any_terminal_size_is_drawn() {
     for keys in ["", "2", "3", "4", "5", "6", "?", "/web"] {
         for width in [1, 2, 7, 19, 20, 40, 69, 80, 81, 132, 300] {
             for height in [1, 2, 3, 5, 8, 15, 16, 20, 60] {
                 let mut app = app(true);
-                press(&mut app, keys);
+                press_keys(&mut app, keys);
                 draw(&mut app, width, height);
             }
         }
@@ -98,60 +98,60 @@ fn any_room_will_do() {
 }
 
 #[test]
-fn members_are_sorted() {
+fn processes_are_sorted() {
     let mut app = app(false);
-    assert_eq!(names(&mut app), sorted(|member| member.footprint));
-    press(&mut app, "r");
-    let mut upwards = names(&mut app);
+    assert_eq!(shown_names(&mut app), sorted(|member| member.footprint));
+    press_keys(&mut app, "r");
+    let mut upwards = shown_names(&mut app);
     upwards.reverse();
     // Of equals the order stays.
     assert_eq!(upwards.first(), sorted(|member| member.footprint).first());
-    press(&mut app, "s");
-    assert_eq!(names(&mut app), sorted(|member| member.saved));
-    press(&mut app, "s");
-    assert_eq!(names(&mut app), sorted(|member| member.resident));
-    press(&mut app, "sss");
+    press_keys(&mut app, "s");
+    assert_eq!(shown_names(&mut app), sorted(|member| member.saved));
+    press_keys(&mut app, "s");
+    assert_eq!(shown_names(&mut app), sorted(|member| member.resident));
+    press_keys(&mut app, "sss");
     let mut labels = sorted(|_| None);
     labels.sort();
-    assert_eq!(names(&mut app), labels);
+    assert_eq!(shown_names(&mut app), labels);
 }
 
 #[test]
-fn the_filter_keeps_what_fits() {
+fn filter_keeps_matching_rows() {
     let mut app = app(false);
-    press(&mut app, "/GROUP buildq");
-    assert!(text(&mut app).contains("filter: GROUP buildq_"), "q is typed");
-    app.press(KeyEvent::from(KeyCode::Backspace));
-    assert_eq!(names(&mut app), ["build-3", "build-2", "build-1"]);
-    app.press(KeyEvent::from(KeyCode::Enter));
-    assert!(text(&mut app).contains("filter: GROUP build (Esc)"));
-    app.press(KeyEvent::from(KeyCode::Esc));
-    assert_eq!(names(&mut app).len(), status().members.len());
-    press(&mut app, "/no such thing");
-    assert!(text(&mut app).contains("nothing fits the filter"));
+    press_keys(&mut app, "/GROUP buildq");
+    assert!(frame_text(&mut app).contains("filter: GROUP buildq_"), "q is typed");
+    app.handle_key(KeyEvent::from(KeyCode::Backspace));
+    assert_eq!(shown_names(&mut app), ["build-3", "build-2", "build-1"]);
+    app.handle_key(KeyEvent::from(KeyCode::Enter));
+    assert!(frame_text(&mut app).contains("filter: GROUP build (Esc)"));
+    app.handle_key(KeyEvent::from(KeyCode::Esc));
+    assert_eq!(shown_names(&mut app).len(), fixture_status().members.len());
+    press_keys(&mut app, "/no such thing");
+    assert!(frame_text(&mut app).contains("nothing fits the filter"));
 }
 
 #[test]
-fn the_selected_row_is_told_in_words() {
+fn selected_row_is_described() {
     let mut app = app(false);
-    press(&mut app, "4");
-    let findings = status().findings;
+    press_keys(&mut app, "4");
+    let findings = fixture_status().findings;
     let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
-    assert!(words(&text(&mut app)).contains(&words(&findings[0].value)));
-    press(&mut app, "j");
-    assert!(words(&text(&mut app)).contains(&words(&findings[1].value)));
-    press(&mut app, "jjjjjjjjjjj");
-    assert!(words(&text(&mut app)).contains(&words(&findings.last().unwrap().value)));
+    assert!(words(&frame_text(&mut app)).contains(&words(&findings[0].value)));
+    press_keys(&mut app, "j");
+    assert!(words(&frame_text(&mut app)).contains(&words(&findings[1].value)));
+    press_keys(&mut app, "jjjjjjjjjjj");
+    assert!(words(&frame_text(&mut app)).contains(&words(&findings.last().unwrap().value)));
     // A shorter table after that.
-    app.take(Ok(Status { findings: Vec::new(), ..status() }));
-    assert!(text(&mut app).contains("nothing is wrong"));
+    app.update(Ok(StatusReport { findings: Vec::new(), ..fixture_status() }));
+    assert!(frame_text(&mut app).contains("nothing is wrong"));
 }
 
 #[test]
-fn without_colour_there_is_none() {
+fn disabled_color_is_not_used() {
     for (colour, expect) in [(false, false), (true, true)] {
         let mut app = app(colour);
-        press(&mut app, "5");
+        press_keys(&mut app, "5");
         let terminal = draw(&mut app, 120, 40);
         let cells = &terminal.backend().buffer().content;
         assert_eq!(cells.iter().any(|cell| cell.fg != Color::Reset || cell.bg != Color::Reset), expect);
@@ -159,29 +159,29 @@ fn without_colour_there_is_none() {
 }
 
 #[test]
-fn what_failed_is_said_and_the_old_is_marked() {
+fn failed_read_marks_the_status_as_old() {
     let mut app = App::new(false);
-    assert!(text(&mut app).contains("waiting for the daemon"));
-    app.take(Err("/run/pagefold/control: connection refused".to_owned()));
-    assert!(text(&mut app).contains("connection refused"));
-    app.take(Ok(status()));
-    assert!(!text(&mut app).contains("OLD"));
-    app.take(Err("gone".to_owned()));
-    let frame = text(&mut app);
+    assert!(frame_text(&mut app).contains("waiting for the daemon"));
+    app.update(Err("/run/pagefold/control: connection refused".to_owned()));
+    assert!(frame_text(&mut app).contains("connection refused"));
+    app.update(Ok(fixture_status()));
+    assert!(!frame_text(&mut app).contains("OLD"));
+    app.update(Err("gone".to_owned()));
+    let frame = frame_text(&mut app);
     assert!(frame.contains("OLD: gone") && frame.contains("web-1"));
 }
 
 #[test]
-fn absent_is_not_zero_and_names_do_not_steer() {
-    let mut status = status();
+fn absent_is_a_dash_and_names_are_escaped() {
+    let mut status = fixture_status();
     status.saved.net = None;
     status.memory.available = None;
     status.ksm = None;
     status.members[0].label = "evil\u{1b}[2J\u{202e}".to_owned();
     status.members[0].footprint = None;
     let mut app = App::new(false);
-    app.take(Ok(status));
-    let frame = text(&mut app);
+    app.update(Ok(status));
+    let frame = frame_text(&mut app);
     let line = |name: &str| frame.lines().find(|line| line.starts_with(name)).unwrap_or_default().to_owned();
     assert_eq!(line("Saved").split_whitespace().nth(1), Some("-"));
     assert_eq!(line("Available").split_whitespace().nth(1), Some("-"));
@@ -190,20 +190,20 @@ fn absent_is_not_zero_and_names_do_not_steer() {
     let last = |frame: &str| frame.lines().position(|line| line.starts_with("evil\\u{1b}"));
     let at = last(&frame);
     assert!(at.is_some());
-    press(&mut app, "r");
-    assert_eq!(last(&text(&mut app)), at);
-    press(&mut app, "6");
-    assert!(text(&mut app).contains("this kernel has no KSM"));
+    press_keys(&mut app, "r");
+    assert_eq!(last(&frame_text(&mut app)), at);
+    press_keys(&mut app, "6");
+    assert!(frame_text(&mut app).contains("this kernel has no KSM"));
 }
 
 #[test]
-fn keys_quit() {
-    assert!(press(&mut app(false), "q"));
-    assert!(app(false).press(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)));
-    assert!(!press(&mut app(false), "23456sr"));
+fn quit_keys_end_the_program() {
+    assert!(press_keys(&mut app(false), "q"));
+    assert!(app(false).handle_key(KeyEvent::new(KeyCode::Char('c'), KeyModifiers::CONTROL)));
+    assert!(!press_keys(&mut app(false), "23456sr"));
     // The first key only closes the help.
-    assert!(!press(&mut app(false), "?q"));
-    assert!(press(&mut app(false), "?qq"));
+    assert!(!press_keys(&mut app(false), "?q"));
+    assert!(press_keys(&mut app(false), "?qq"));
 }
 
 /// A terminal of its own.
@@ -211,7 +211,7 @@ struct Tmux(PathBuf);
 
 impl Tmux {
     fn start(name: &str, command: &str) -> Option<Self> {
-        if program("tmux").is_none() {
+        if find_program("tmux").is_none() {
             println!("skipped: tmux is not installed (labs/setup-watch.sh)");
             return None;
         }
@@ -231,8 +231,8 @@ impl Tmux {
     }
 
     /// Wait until the screen is as it should be.
-    fn until(&self, what: &str, fits: impl Fn(&str) -> bool) -> String {
-        let end = Instant::now() + PATIENCE;
+    fn wait_until(&self, what: &str, fits: impl Fn(&str) -> bool) -> String {
+        let end = Instant::now() + SCREEN_TIMEOUT;
         loop {
             let screen = self.run(&["capture-pane", "-p"]);
             if fits(&screen) {
@@ -252,57 +252,57 @@ impl Drop for Tmux {
 }
 
 /// The example, which shows a file.
-fn example() -> PathBuf {
+fn example_path() -> PathBuf {
     let tests = std::env::current_exe().expect("a test is a program");
     tests.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples/top")
 }
 
 #[test]
-fn it_lives_in_a_terminal() {
+fn top_works_in_a_terminal() {
     let file = Path::new(env!("CARGO_TARGET_TMPDIR")).join("top-status.json");
-    let write = |status: &Status| {
+    let write = |status: &StatusReport| {
         let whole = file.with_extension("new");
         fs::write(&whole, serde_json::to_string(status).unwrap()).unwrap();
         fs::rename(&whole, &file).unwrap();
     };
-    write(&status());
-    let command = format!("{} {}; echo ended with $?; exec cat", example().display(), file.display());
+    write(&fixture_status());
+    let command = format!("{} {}; echo ended with $?; exec cat", example_path().display(), file.display());
     let Some(tmux) = Tmux::start("live", &command) else { return };
-    tmux.until("members", |screen| screen.contains("Footprint") && screen.contains("web-1"));
+    tmux.wait_until("members", |screen| screen.contains("Footprint") && screen.contains("web-1"));
 
     // It follows the status.
-    write(&Status { why: "a test wrote this".to_owned(), ..status() });
-    tmux.until("news", |screen| screen.contains("a test wrote this"));
+    write(&StatusReport { why: "a test wrote this".to_owned(), ..fixture_status() });
+    tmux.wait_until("news", |screen| screen.contains("a test wrote this"));
 
     tmux.keys(&["2"]);
-    tmux.until("workloads", |screen| screen.contains("slurm:1234.0") && screen.contains("Processes"));
+    tmux.wait_until("workloads", |screen| screen.contains("slurm:1234.0") && screen.contains("Processes"));
     tmux.keys(&["3"]);
-    tmux.until("decisions", |screen| screen.contains("equal to web-1, web-2 and 3"));
+    tmux.wait_until("decisions", |screen| screen.contains("equal to web-1, web-2 and 3"));
     tmux.keys(&["1", "/", "b", "u", "i", "l", "d", "Enter"]);
-    tmux.until("filter", |screen| screen.contains("build-1") && !screen.contains("postgres"));
+    tmux.wait_until("filter", |screen| screen.contains("build-1") && !screen.contains("postgres"));
     tmux.keys(&["Escape"]);
-    tmux.until("all", |screen| screen.contains("postgres"));
+    tmux.wait_until("all", |screen| screen.contains("postgres"));
 
     // Smaller and larger.
     tmux.run(&["resize-window", "-x", "60", "-y", "12"]);
-    tmux.until("small frame", |screen| {
+    tmux.wait_until("small frame", |screen| {
         let shown = screen.contains("Footprint") && !screen.contains("Domain") && screen.contains("q quit");
         screen.lines().count() <= 12 && shown
     });
     tmux.run(&["resize-window", "-x", "110", "-y", "30"]);
-    tmux.until("large frame", |screen| screen.contains("Domain") && screen.contains("Reached"));
+    tmux.wait_until("large frame", |screen| screen.contains("Domain") && screen.contains("Reached"));
 
     // A reading that fails, and one that works again.
     fs::remove_file(&file).unwrap();
-    tmux.until("failure", |screen| screen.contains("OLD: No such file"));
-    write(&status());
-    tmux.until("recovery", |screen| !screen.contains("OLD"));
+    tmux.wait_until("failure", |screen| screen.contains("OLD: No such file"));
+    write(&fixture_status());
+    tmux.wait_until("recovery", |screen| !screen.contains("OLD"));
 
     // It leaves the terminal as it was.
     tmux.keys(&["q"]);
-    let after = tmux.until("end", |screen| screen.contains("ended with 0"));
+    let after = tmux.wait_until("end", |screen| screen.contains("ended with 0"));
     assert!(!after.contains("Footprint"), "{after}");
-    let echoed = tmux.until("echo", |screen| {
+    let echoed = tmux.wait_until("echo", |screen| {
         tmux.keys(&["typed", "Enter"]);
         screen.matches("typed").count() >= 2
     });
@@ -310,20 +310,21 @@ fn it_lives_in_a_terminal() {
 }
 
 /// The example in a terminal of its own, without colour, and its number.
-fn numbered(name: &str) -> Option<(Tmux, String)> {
-    let file = repository("fixtures/status.json");
+fn start_example_with_pid(name: &str) -> Option<(Tmux, String)> {
+    let file = repository_path("fixtures/status.json");
     let number = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("top-{name}"));
     let _ = fs::remove_file(&number);
-    let script = format!("echo $$ > {}; NO_COLOR=1 exec {} {}", number.display(), example().display(), file.display());
+    let script =
+        format!("echo $$ > {}; NO_COLOR=1 exec {} {}", number.display(), example_path().display(), file.display());
     let tmux = Tmux::start(name, &format!("sh -c '{script}'; echo ended with $?; exec cat"))?;
-    tmux.until("members", |screen| screen.contains("Footprint"));
+    tmux.wait_until("members", |screen| screen.contains("Footprint"));
     let pid = fs::read_to_string(&number).expect("the shell wrote its number, which the program has now");
     Some((tmux, pid.trim().to_owned()))
 }
 
 #[test]
-fn a_signal_puts_the_terminal_back() {
-    let Some((tmux, pid)) = numbered("signal") else { return };
+fn signal_restores_the_terminal() {
+    let Some((tmux, pid)) = start_example_with_pid("signal") else { return };
     // Without colour: bold and reversed text, and the terminal's own colours (39, 49).
     let screen = tmux.run(&["capture-pane", "-p", "-e"]);
     let styles = screen.split("\u{1b}[").skip(1).filter_map(|rest| Some(rest.split_once('m')?.0));
@@ -331,16 +332,16 @@ fn a_signal_puts_the_terminal_back() {
     assert_eq!(styles.filter(|style| !plain(style)).collect::<Vec<_>>(), [""; 0]);
 
     assert!(Command::new("kill").args(["-TERM", &pid]).status().unwrap().success());
-    let after = tmux.until("end", |screen| screen.contains("ended with 0"));
+    let after = tmux.wait_until("end", |screen| screen.contains("ended with 0"));
     assert!(!after.contains("Footprint"), "{after}");
 }
 
 /// As when a connection over ssh breaks.
 #[test]
-fn it_ends_with_its_terminal() {
-    let Some((tmux, pid)) = numbered("gone") else { return };
+fn top_ends_with_its_terminal() {
+    let Some((tmux, pid)) = start_example_with_pid("gone") else { return };
     drop(tmux);
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + SCREEN_TIMEOUT;
     // Gone, or dead and not yet seen to by whoever inherited it.
     while fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z ")) {
         assert!(Instant::now() < end, "process {pid} outlives its terminal");

@@ -5,7 +5,7 @@
 //! That sum is what [`reconcile`] holds against the kernel's own counters.
 //!
 //! # Arithmetic
-//! A share is kept as a histogram, [`Shares`]: so many pages of a frame with N mappings, for each N. Adding two of
+//! A share is kept as a histogram, [`MappingShares`]: so many pages of a frame with N mappings, for each N. Adding two of
 //! them adds integers, in any order, and loses nothing; when all N mappers of each frame were seen, the pages at N are
 //! a multiple of N and the quotient is the number of frames. A fixed-point sum could not do that: 1/3 three times is
 //! not 1, and a common denominator of all N up to 65,535 does not fit any machine integer. Histograms are small (a
@@ -23,7 +23,7 @@
 pub mod reconcile;
 
 use pagefold_base::ksm::{Ksm, ProcessKsm, RMAP_ITEM_BYTES};
-use pagefold_base::process::{Process, Rollup};
+use pagefold_base::process::{Process, SmapsRollup};
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Bytes, NetBytes, PageSize, Pages, ProcessId};
 use std::collections::BTreeMap;
@@ -33,9 +33,9 @@ use std::ops::{Add, AddAssign};
 
 /// Mapped pages by the number of mappings of their frame: an exact sum of fractions of pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Shares(BTreeMap<NonZeroU64, u64>);
+pub struct MappingShares(BTreeMap<NonZeroU64, u64>);
 
-impl Shares {
+impl MappingShares {
     /// Add pages whose frames have so many mappings.
     pub fn add(&mut self, mappings: NonZeroU64, pages: u64) {
         if pages > 0 {
@@ -92,7 +92,7 @@ impl Shares {
     }
 }
 
-impl AddAssign<&Self> for Shares {
+impl AddAssign<&Self> for MappingShares {
     fn add_assign(&mut self, other: &Self) {
         for (mappings, pages) in other.iter() {
             self.add(mappings, pages.0);
@@ -104,7 +104,7 @@ impl AddAssign<&Self> for Shares {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FairShare {
     /// From the frames.
-    pub exact: Shares,
+    pub exact: MappingShares,
     /// From sums of the kernel.
     pub estimated: Bytes,
 }
@@ -125,13 +125,13 @@ impl AddAssign<&Self> for FairShare {
 
 /// What the page tables of one process map, page by page.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Mapped {
+pub struct MappedPages {
     /// All pages but those of the kernel's zero pages; each base page of a huge page counts for itself.
-    pub shares: Shares,
+    pub shares: MappingShares,
     /// The part of `shares` that is mapped to KSM frames.
-    pub ksm: Shares,
+    pub ksm: MappingShares,
     /// The part of `shares` that maps a store of the user-space engine ([`pagefold_base::engine`]).
-    pub engine: Shares,
+    pub engine: MappingShares,
     /// The part of `shares` that is hugetlb memory, which RSS leaves out.
     pub hugetlb: Pages,
     /// Pages mapped to the kernel's zero page, whether a read fault or KSM put it there. No memory in use.
@@ -161,14 +161,14 @@ pub struct Frames {
     /// Pages mapped to the kernel's huge zero page, summed over the processes. No memory in use.
     pub huge_zero: Pages,
     /// Mappings of the frames that are held by none of the processes seen.
-    pub unseen: Shares,
+    pub unseen: MappingShares,
     /// Mappings seen beyond the number the kernel counts: the frame was given on between two reads, or two processes
     /// run in one address space.
-    pub excess: Shares,
+    pub excess: MappingShares,
     /// Pages of processes that could not be read to the end. Their frames are in `distinct`.
-    pub lost: Shares,
+    pub partially_read: MappingShares,
     /// Mappings whose frame had another number of mappings when it was read through another process.
-    pub moved: Pages,
+    pub changed_mappings: Pages,
     /// The processes that could not be read, or not to the end, and why.
     pub unread: Vec<(ProcessId, Absent)>,
 }
@@ -217,7 +217,7 @@ pub struct Footprint {
     /// Pages that map a store of the user-space engine, by the store's name.
     pub engine: Reading<Pages>,
     /// Their part of `fair`; unknown to an estimate.
-    pub engine_fair: Reading<Shares>,
+    pub engine_fair: Reading<MappingShares>,
     /// `ksm_rmap_items`: pages ksmd keeps metadata for.
     pub rmap_items: Reading<u64>,
     /// `ksm_merging_pages`: what `ksm` should be, as of ksmd's last visit.
@@ -244,7 +244,7 @@ impl Footprint {
             fair: FairShare::default(),
             ksm_fair: FairShare::default(),
             engine: Ok(Pages::ZERO),
-            engine_fair: Ok(Shares::default()),
+            engine_fair: Ok(MappingShares::default()),
             rmap_items: Ok(0),
             merging_pages: Ok(0),
             kernel_profit: Ok(NetBytes(0)),
@@ -254,12 +254,18 @@ impl Footprint {
     }
 
     /// From the frames, with `Pss:` and the swapped-out bytes as the kernel gives them.
-    pub fn exact(page: PageSize, mapped: Mapped, pss: Reading<Bytes>, swap: Reading<Bytes>, ksm: &ProcessKsm) -> Self {
+    pub fn exact(
+        page: PageSize,
+        mapped: MappedPages,
+        pss: Reading<Bytes>,
+        swap: Reading<Bytes>,
+        ksm: &ProcessKsm,
+    ) -> Self {
         Self {
-            rss: page.of(mapped.shares.pages().saturating_sub(mapped.hugetlb)),
-            hugetlb: Ok(page.of(mapped.hugetlb)),
+            rss: page.bytes_of(mapped.shares.pages().saturating_sub(mapped.hugetlb)),
+            hugetlb: Ok(page.bytes_of(mapped.hugetlb)),
             pss,
-            private: page.of(mapped.shares.private()),
+            private: page.bytes_of(mapped.shares.private()),
             ksm: mapped.ksm.pages(),
             fair: FairShare { exact: mapped.shares, estimated: Bytes::ZERO },
             ksm_fair: FairShare { exact: mapped.ksm, estimated: Bytes::ZERO },
@@ -277,7 +283,13 @@ impl Footprint {
     /// The fair share is `Pss:`. How many mappings the KSM pages have is not known, so their part of it is taken as
     /// the host's mean, `pages_shared / (pages_shared + pages_sharing)` of a page each. Without `KSM:` (before 6.6)
     /// they are counted by `ksm_merging_pages`, stale as it may be. An error is the first sum that is missing.
-    pub fn estimated(page: PageSize, rollup: &Rollup, process: &ProcessKsm, host: &Ksm, why: Absent) -> Reading<Self> {
+    pub fn estimated(
+        page: PageSize,
+        rollup: &SmapsRollup,
+        process: &ProcessKsm,
+        host: &Ksm,
+        why: Absent,
+    ) -> Reading<Self> {
         let counters = Self::counters(process);
         // `KSM:` counts no zero pages, though they are KSM's doing (fs/proc/task_mmu.c, `smaps_account`; seen on 6.18).
         let ksm = match &rollup.ksm {
@@ -290,7 +302,7 @@ impl Footprint {
             let (shared, sharing) = (u128::from(host.pages_shared.clone()?), u128::from(host.pages_sharing.clone()?));
             // Pages are merged and ksmd counts none: it has not got there yet, and two is the fewest that can share.
             let (part, whole) = if shared + sharing == 0 { (1, 2) } else { (shared, shared + sharing) };
-            Bytes((u128::from(page.of(ksm).0) * part / whole) as u64)
+            Bytes((u128::from(page.bytes_of(ksm).0) * part / whole) as u64)
         };
         let fair = rollup.pss.clone()?;
         Ok(Self {
@@ -299,8 +311,8 @@ impl Footprint {
             pss: Ok(fair),
             private: rollup.private_clean.clone()? + rollup.private_dirty.clone()?,
             ksm,
-            fair: FairShare { exact: Shares::default(), estimated: fair },
-            ksm_fair: FairShare { exact: Shares::default(), estimated: ksm_fair },
+            fair: FairShare { exact: MappingShares::default(), estimated: fair },
+            ksm_fair: FairShare { exact: MappingShares::default(), estimated: ksm_fair },
             swap: rollup.swap.clone(),
             engine: Err(why.clone()),
             engine_fair: Err(why.clone()),
@@ -324,20 +336,20 @@ impl Footprint {
     /// What merging saves this process, gross: what KSM counts, and the zeros in split huge pages as far as they are
     /// known.
     pub fn saved(&self, page: PageSize) -> Reading<Bytes> {
-        let by_splitting = self.zeros_by_splitting.as_ref().map_or(Bytes::ZERO, |pages| page.of(*pages));
+        let by_splitting = self.zeros_by_splitting.as_ref().map_or(Bytes::ZERO, |pages| page.bytes_of(*pages));
         Ok(self.counted_by_ksm(page)? + by_splitting)
     }
 
     /// The part of it that KSM counts: each page it merged in full, less what the process still pays for it.
     pub fn counted_by_ksm(&self, page: PageSize) -> Reading<Bytes> {
-        let merged = page.of(self.ksm).saturating_sub(self.ksm_fair.bytes(page));
-        Ok(merged + page.of(self.ksm_zero.clone()?))
+        let merged = page.bytes_of(self.ksm).saturating_sub(self.ksm_fair.bytes(page));
+        Ok(merged + page.bytes_of(self.ksm_zero.clone()?))
     }
 
     /// What the user-space engine saves this process, gross: each page that maps its store in full, less what the
     /// process still pays for it. Zeros that it gave back are not seen.
     pub fn engine_saved(&self, page: PageSize) -> Reading<Bytes> {
-        Ok(page.of(self.engine.clone()?).saturating_sub(self.engine_fair.clone()?.bytes(page)))
+        Ok(page.bytes_of(self.engine.clone()?).saturating_sub(self.engine_fair.clone()?.bytes(page)))
     }
 
     /// What the process would cost if all that was merged in it were unmerged: its fair share with every KSM page and
@@ -348,15 +360,15 @@ impl Footprint {
 
     /// What merging saves this process net of the metadata that ksmd keeps for it.
     pub fn profit(&self, page: PageSize) -> Reading<NetBytes> {
-        self.less_metadata(self.saved(page)?)
+        self.subtract_metadata(self.saved(page)?)
     }
 
     /// The part of it that KSM counts, which is what the kernel's own figures of profit are held against.
     pub fn profit_counted_by_ksm(&self, page: PageSize) -> Reading<NetBytes> {
-        self.less_metadata(self.counted_by_ksm(page)?)
+        self.subtract_metadata(self.counted_by_ksm(page)?)
     }
 
-    fn less_metadata(&self, saved: Bytes) -> Reading<NetBytes> {
+    fn subtract_metadata(&self, saved: Bytes) -> Reading<NetBytes> {
         let metadata = self.rmap_items.clone()?.saturating_mul(RMAP_ITEM_BYTES);
         Ok(NetBytes(signed(saved.0) - signed(metadata)))
     }
@@ -442,14 +454,14 @@ pub enum GroupKey {
     /// A user by number.
     User(u32),
     /// Processes that belong to none.
-    Others,
+    Ungrouped,
     /// Processes of which it could not be read, and why.
     Unread(Absent),
 }
 
 /// A sum over processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
+pub struct FootprintGroup {
     /// Whose.
     pub key: GroupKey,
     /// How many processes.
@@ -466,31 +478,35 @@ impl GroupBy {
         let identity = &process.identity;
         match self {
             Self::Process => GroupKey::Process(process.id, process.comm.clone()),
-            Self::Vm => identity.vm.as_ref().map_or(GroupKey::Others, |vm| GroupKey::Vm(process.id, vm.name.clone())),
+            Self::Vm => {
+                identity.vm.as_ref().map_or(GroupKey::Ungrouped, |vm| GroupKey::Vm(process.id, vm.name.clone()))
+            }
             Self::Cgroup => or_unread(process.cgroup.as_ref().map(|path| GroupKey::Cgroup(path.clone()))),
             Self::User => or_unread(process.uid.as_ref().map(|&uid| GroupKey::User(uid))),
-            Self::Step => identity.job.as_ref().map_or(GroupKey::Others, |job| GroupKey::Job(job.name.clone())),
-            Self::Job => identity.job.as_ref().map_or(GroupKey::Others, |job| GroupKey::Job(whole_job(&job.name))),
+            Self::Step => identity.job.as_ref().map_or(GroupKey::Ungrouped, |job| GroupKey::Job(job.name.clone())),
+            Self::Job => {
+                identity.job.as_ref().map_or(GroupKey::Ungrouped, |job| GroupKey::Job(job_without_step(&job.name)))
+            }
         }
     }
 }
 
 /// `slurm:1234` of the step `slurm:1234.0`; other names as they are.
-fn whole_job(name: &str) -> String {
+fn job_without_step(name: &str) -> String {
     let slurm = name.starts_with("slurm:").then(|| name.split_once('.')).flatten();
     slurm.map_or(name, |(job, _)| job).to_owned()
 }
 
 /// The footprints summed by group, in the order of the keys. Every account is in exactly one group, so the sums add up
 /// to the same whatever they are grouped by.
-pub fn groups(accounts: &[Account], by: GroupBy) -> Vec<Group> {
+pub fn group_footprints(accounts: &[Account], by: GroupBy) -> Vec<FootprintGroup> {
     let mut groups = BTreeMap::<GroupKey, (u64, Footprint)>::new();
     for account in accounts {
         let (processes, footprint) = groups.entry(by.key(&account.process)).or_insert_with(|| (0, Footprint::empty()));
         *processes += 1;
         *footprint += &account.footprint;
     }
-    groups.into_iter().map(|(key, (processes, footprint))| Group { key, processes, footprint }).collect()
+    groups.into_iter().map(|(key, (processes, footprint))| FootprintGroup { key, processes, footprint }).collect()
 }
 
 #[cfg(test)]

@@ -15,9 +15,9 @@
 //!   host's counter and in the process's.
 //! - A KSM frame counts in `AnonPages` once, a zero page not at all.
 
-use super::{Account, Basis, Footprint, Frames, Shares, signed};
+use super::{Account, Basis, Footprint, Frames, MappingShares, signed};
 use pagefold_base::ksm::{DEFAULT_MAX_PAGE_SHARING, Ksm, RMAP_ITEM_BYTES};
-use pagefold_base::memory::Memory;
+use pagefold_base::memory::MemInfo;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Bytes, NetBytes, PageSize, Pages};
 
@@ -33,19 +33,19 @@ pub struct Balance {
     /// The shares of mappers that were not seen.
     pub unseen: Bytes,
     /// The shares of processes that could not be read to the end.
-    pub lost: Bytes,
+    pub partially_read: Bytes,
     /// The shares of mappings beyond the kernel's count: frames given on between two reads, address spaces that are
     /// shared by processes.
     pub excess: Bytes,
     /// What is left: numbers of mappings that changed while they were read. Zero if `exact`.
-    pub moved: NetBytes,
+    pub changed_mappings: NetBytes,
     /// Whether the shares add up to the frames without any remainder, in integers.
     pub exact: bool,
 }
 
 /// What a line counts in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Unit {
+pub enum CounterUnit {
     /// Base pages.
     Pages,
     /// Bytes.
@@ -54,7 +54,7 @@ pub enum Unit {
 
 /// The kernel's counters that an account is held against.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Counter {
+pub enum KernelCounter {
     /// `Pss:` of `smaps_rollup`, summed over the processes.
     Pss,
     /// `AnonPages` of `/proc/meminfo`.
@@ -68,7 +68,7 @@ pub enum Counter {
     /// `ksm_zero_pages`.
     ZeroPages,
     /// `stable_node_dups` less `stable_node_chains`.
-    Chains,
+    FramesAtSharingLimit,
     /// `Hugetlb` of `/proc/meminfo`.
     Hugetlb,
     /// The kernel counts no mappings of its huge zero page.
@@ -79,9 +79,9 @@ pub enum Counter {
     ProcessProfit,
 }
 
-impl Counter {
+impl KernelCounter {
     /// What the account counts.
-    pub fn name(self) -> &'static str {
+    pub fn account_label(self) -> &'static str {
         match self {
             Self::Pss => "fair shares without hugetlb",
             Self::AnonPages => "anonymous frames",
@@ -89,7 +89,7 @@ impl Counter {
             Self::PagesSharing => "pages saved by KSM frames",
             Self::MergingPages => "pages mapped to KSM frames",
             Self::ZeroPages => "pages mapped to the zero page",
-            Self::Chains => "KSM frames at max_page_sharing",
+            Self::FramesAtSharingLimit => "KSM frames at max_page_sharing",
             Self::Hugetlb => "hugetlb frames",
             Self::HugeZeroPage => "pages mapped to the huge zero page",
             Self::GeneralProfit | Self::ProcessProfit => "profit of KSM",
@@ -97,7 +97,7 @@ impl Counter {
     }
 
     /// Where the kernel's figure is from.
-    pub fn source(self) -> &'static str {
+    pub fn kernel_label(self) -> &'static str {
         match self {
             Self::Pss => "sum of Pss, smaps_rollup",
             Self::AnonPages => "AnonPages, meminfo",
@@ -105,7 +105,7 @@ impl Counter {
             Self::PagesSharing => "pages_sharing",
             Self::MergingPages => "sum of ksm_merging_pages",
             Self::ZeroPages => "ksm_zero_pages",
-            Self::Chains => "stable_node_dups - stable_node_chains",
+            Self::FramesAtSharingLimit => "stable_node_dups - stable_node_chains",
             Self::Hugetlb => "Hugetlb, meminfo",
             Self::HugeZeroPage => "no counter",
             Self::GeneralProfit => "general_profit",
@@ -114,20 +114,22 @@ impl Counter {
     }
 
     /// What both figures count in.
-    pub fn unit(self) -> Unit {
+    pub fn unit(self) -> CounterUnit {
         match self {
-            Self::Pss | Self::AnonPages | Self::Hugetlb | Self::GeneralProfit | Self::ProcessProfit => Unit::Bytes,
+            Self::Pss | Self::AnonPages | Self::Hugetlb | Self::GeneralProfit | Self::ProcessProfit => {
+                CounterUnit::Bytes
+            }
             Self::PagesShared
             | Self::PagesSharing
             | Self::MergingPages
             | Self::ZeroPages
-            | Self::Chains
-            | Self::HugeZeroPage => Unit::Pages,
+            | Self::FramesAtSharingLimit
+            | Self::HugeZeroPage => CounterUnit::Pages,
         }
     }
 
     /// Why the account may show less, and why it may show more, than the counter.
-    fn reasons(self) -> (&'static str, &'static str) {
+    fn difference_reasons(self) -> (&'static str, &'static str) {
         match self {
             Self::Pss => (
                 "Pss was read at another moment than the frames",
@@ -158,7 +160,7 @@ impl Counter {
                 "the rest is memory that was read and never written, or zeros that were freed when huge pages were split; \
                  KSM counts neither",
             ),
-            Self::Chains => (
+            Self::FramesAtSharingLimit => (
                 "further copies are not full: mappings left them, and ksmd moves none from one frame to another",
                 "frames that forks filled, or that are the only copy of their content",
             ),
@@ -177,21 +179,21 @@ impl Counter {
 
 /// One figure of the account beside the kernel's figure for the same thing.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Line {
+pub struct CounterComparison {
     /// What is compared, and the unit of both figures.
-    pub counter: Counter,
+    pub counter: KernelCounter,
     /// From the frames.
-    pub ours: i64,
+    pub account_value: i64,
     /// The kernel's.
-    pub kernel: Reading<i64>,
+    pub kernel_value: Reading<i64>,
     /// Why they differ, as far as they do.
     pub explanation: String,
 }
 
-impl Line {
+impl CounterComparison {
     /// Ours less the kernel's.
     pub fn difference(&self) -> Reading<i64> {
-        Ok(self.ours.saturating_sub(self.kernel.clone()?))
+        Ok(self.account_value.saturating_sub(self.kernel_value.clone()?))
     }
 }
 
@@ -200,34 +202,38 @@ impl Line {
 /// The kernel counts `pages_shared + pages_sharing` as the sum of `ksm_merging_pages` over all processes, those that
 /// ended since ksmd's last visit included (mm/ksm.c, `stable_tree_append`, `remove_rmap_item_from_tree`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Drift {
+pub struct SharingDrift {
     /// Mapped to KSM frames by processes seen and not in their `ksm_merging_pages`: forked, or merged since.
     pub unvisited: i64,
     /// In the `ksm_merging_pages` of processes seen and no longer merged: written or unmapped since.
     pub stale: i64,
     /// Counted by the kernel for processes that ended or were not seen.
-    pub elsewhere: i64,
+    pub counted_elsewhere: i64,
     /// Mapped to the KSM frames seen by processes that were not seen.
     pub unseen: i64,
     /// `pages_shared` less the KSM frames seen: each is one page more that is counted as saved.
-    pub frames: i64,
+    pub excess_frames: i64,
 }
 
-impl Drift {
-    fn of<'a>(footprints: impl Iterator<Item = &'a Footprint>, frames: &Frames, ksm: &Ksm) -> Reading<Self> {
+impl SharingDrift {
+    fn from_footprints<'a>(
+        footprints: impl Iterator<Item = &'a Footprint>,
+        frames: &Frames,
+        ksm: &Ksm,
+    ) -> Reading<Self> {
         let shared = signed(ksm.pages_shared.clone()?);
         let mut drift = Self {
             unvisited: 0,
             stale: 0,
-            elsewhere: shared.saturating_add(signed(ksm.pages_sharing.clone()?)),
+            counted_elsewhere: shared.saturating_add(signed(ksm.pages_sharing.clone()?)),
             unseen: signed(frames.ksm_mappings.0),
-            frames: shared - signed(frames.ksm.0),
+            excess_frames: shared - signed(frames.ksm.0),
         };
         for footprint in footprints {
             let (mapped, counted) = (signed(footprint.ksm.0), signed(footprint.merging_pages.clone()?));
             drift.unvisited += (mapped - counted).max(0);
             drift.stale += (counted - mapped).max(0);
-            drift.elsewhere -= counted;
+            drift.counted_elsewhere -= counted;
             drift.unseen -= mapped;
         }
         Ok(drift)
@@ -235,7 +241,7 @@ impl Drift {
 
     /// The saved pages less `pages_sharing`.
     pub fn total(self) -> i64 {
-        self.unvisited - self.stale - self.elsewhere + self.unseen + self.frames
+        self.unvisited - self.stale - self.counted_elsewhere + self.unseen + self.excess_frames
     }
 
     /// The parts that are not zero, for people.
@@ -243,9 +249,12 @@ impl Drift {
         [
             (self.unvisited, "forked or newly merged pages that ksmd has not visited"),
             (-self.stale, "pages written or unmapped since ksmd's last visit"),
-            (-self.elsewhere, "pages still counted for processes that ended, or of processes that were not seen"),
+            (
+                -self.counted_elsewhere,
+                "pages still counted for processes that ended, or of processes that were not seen",
+            ),
             (self.unseen, "pages on the same frames in processes that were not seen"),
-            (self.frames, "frames counted as shared that are not mapped any more, or not by the processes seen"),
+            (self.excess_frames, "frames counted as shared that are not mapped any more, or not by the processes seen"),
         ]
         .into_iter()
         .filter(|(pages, _)| *pages != 0)
@@ -261,39 +270,39 @@ pub struct Reconciliation {
     /// The shares against the frames.
     pub balance: Balance,
     /// The kernel's counters.
-    pub lines: Vec<Line>,
+    pub comparisons: Vec<CounterComparison>,
     /// What `pages_sharing` differs by, in parts.
-    pub drift: Reading<Drift>,
+    pub drift: Reading<SharingDrift>,
     /// Processes in the account whose figures are estimates; they are in no line and not in the balance.
-    pub estimated: u64,
+    pub estimated_processes: u64,
 }
 
 /// Hold an account against the kernel's counters, which should be read right after the frames.
-pub fn reconcile(page: PageSize, accounts: &[Account], frames: &Frames, ksm: &Ksm, memory: &Memory) -> Reconciliation {
+pub fn reconcile(page: PageSize, accounts: &[Account], frames: &Frames, ksm: &Ksm, memory: &MemInfo) -> Reconciliation {
     let exact = || accounts.iter().map(|account| &account.footprint).filter(|f| f.basis == Basis::Exact);
     // Summed before anything is rounded to bytes.
     let mut all = Footprint::empty();
     exact().for_each(|footprint| all += footprint);
-    let balance = balance(page, &all.fair.exact, frames);
-    let drift = Drift::of(exact(), frames, ksm);
+    let balance = compute_balance(page, &all.fair.exact, frames);
+    let drift = SharingDrift::from_footprints(exact(), frames, ksm);
     let saved = signed(frames.ksm_mappings.saturating_sub(frames.ksm).0);
-    let bytes = |pages: Pages| signed(page.of(pages).0);
+    let bytes = |pages: Pages| signed(page.bytes_of(pages).0);
 
     let figures = [
-        (Counter::Pss, signed(balance.fair.0) - bytes(frames.hugetlb), all.pss.clone().map(|pss| signed(pss.0))),
-        (Counter::AnonPages, bytes(frames.anonymous), memory.anon.clone().map(|anon| signed(anon.0))),
-        (Counter::PagesShared, signed(frames.ksm.0), ksm.pages_shared.clone().map(signed)),
-        (Counter::PagesSharing, saved, ksm.pages_sharing.clone().map(signed)),
-        (Counter::MergingPages, signed(all.ksm.0), all.merging_pages.clone().map(signed)),
-        (Counter::ZeroPages, signed(frames.zero.0), ksm.ksm_zero_pages.clone()),
-        (Counter::Chains, frames_at_limit(&all.ksm_fair.exact, ksm), copies_in_chains(ksm)),
-        (Counter::Hugetlb, bytes(frames.hugetlb), memory.hugetlb.clone().map(|hugetlb| signed(hugetlb.0))),
-        (Counter::HugeZeroPage, signed(frames.huge_zero.0), Err(Absent::NotOnThisKernel)),
+        (KernelCounter::Pss, signed(balance.fair.0) - bytes(frames.hugetlb), all.pss.clone().map(|pss| signed(pss.0))),
+        (KernelCounter::AnonPages, bytes(frames.anonymous), memory.anon.clone().map(|anon| signed(anon.0))),
+        (KernelCounter::PagesShared, signed(frames.ksm.0), ksm.pages_shared.clone().map(signed)),
+        (KernelCounter::PagesSharing, saved, ksm.pages_sharing.clone().map(signed)),
+        (KernelCounter::MergingPages, signed(all.ksm.0), all.merging_pages.clone().map(signed)),
+        (KernelCounter::ZeroPages, signed(frames.zero.0), ksm.ksm_zero_pages.clone()),
+        (KernelCounter::FramesAtSharingLimit, frames_at_limit(&all.ksm_fair.exact, ksm), copies_in_chains(ksm)),
+        (KernelCounter::Hugetlb, bytes(frames.hugetlb), memory.hugetlb.clone().map(|hugetlb| signed(hugetlb.0))),
+        (KernelCounter::HugeZeroPage, signed(frames.huge_zero.0), Err(Absent::NotOnThisKernel)),
     ];
     let profits = all.profit_counted_by_ksm(page).into_iter().flat_map(|NetBytes(profit)| {
         [
-            (Counter::GeneralProfit, profit, ksm.general_profit.clone()),
-            (Counter::ProcessProfit, profit, all.kernel_profit.clone().map(|profit| profit.0)),
+            (KernelCounter::GeneralProfit, profit, ksm.general_profit.clone()),
+            (KernelCounter::ProcessProfit, profit, all.kernel_profit.clone().map(|profit| profit.0)),
         ]
     });
     let lines = figures
@@ -302,36 +311,41 @@ pub fn reconcile(page: PageSize, accounts: &[Account], frames: &Frames, ksm: &Ks
         .map(|(counter, ours, kernel)| {
             let difference = kernel.as_ref().ok().map(|kernel| ours.saturating_sub(*kernel));
             let explanation = match &drift {
-                Ok(drift) if counter == Counter::PagesSharing && difference != Some(0) => drift.describe(),
-                _ => explain(counter, difference, page, frames),
+                Ok(drift) if counter == KernelCounter::PagesSharing && difference != Some(0) => drift.describe(),
+                _ => explain_difference(counter, difference, page, frames),
             };
-            Line { counter, ours, kernel, explanation }
+            CounterComparison { counter, account_value: ours, kernel_value: kernel, explanation }
         })
         .collect();
-    Reconciliation { balance, lines, drift, estimated: (accounts.len() - exact().count()) as u64 }
+    Reconciliation {
+        balance,
+        comparisons: lines,
+        drift,
+        estimated_processes: (accounts.len() - exact().count()) as u64,
+    }
 }
 
-fn balance(page: PageSize, fair: &Shares, frames: &Frames) -> Balance {
+fn compute_balance(page: PageSize, fair: &MappingShares, frames: &Frames) -> Balance {
     let mut all = fair.clone();
     all += &frames.unseen;
-    all += &frames.lost;
+    all += &frames.partially_read;
     let exact = all.without(&frames.excess).and_then(|shares| shares.frames()) == Some(frames.distinct);
-    let in_use = page.of(frames.distinct);
+    let in_use = page.bytes_of(frames.distinct);
     let excess = frames.excess.bytes(page);
     let moved = signed(in_use.0 + excess.0) - signed(all.bytes(page).0);
     Balance {
         frames: in_use,
         fair: fair.bytes(page),
         unseen: frames.unseen.bytes(page),
-        lost: frames.lost.bytes(page),
+        partially_read: frames.partially_read.bytes(page),
         excess,
-        moved: NetBytes(if exact { 0 } else { moved }),
+        changed_mappings: NetBytes(if exact { 0 } else { moved }),
         exact,
     }
 }
 
 /// KSM frames with as many mappings as `max_page_sharing` allows or, after forks, more.
-fn frames_at_limit(merged: &Shares, ksm: &Ksm) -> i64 {
+fn frames_at_limit(merged: &MappingShares, ksm: &Ksm) -> i64 {
     let limit = ksm.max_page_sharing.clone().unwrap_or(DEFAULT_MAX_PAGE_SHARING);
     signed(merged.iter().filter(|(n, _)| n.get() >= limit).map(|(n, pages)| pages.0.div_ceil(n.get())).sum())
 }
@@ -342,12 +356,12 @@ fn copies_in_chains(ksm: &Ksm) -> Reading<i64> {
 }
 
 /// Why the figures of a line differ, by the direction of the difference, and what the counter means besides.
-fn explain(counter: Counter, difference: Option<i64>, page: PageSize, frames: &Frames) -> String {
-    let (less, more) = counter.reasons();
+fn explain_difference(counter: KernelCounter, difference: Option<i64>, page: PageSize, frames: &Frames) -> String {
+    let (less, more) = counter.difference_reasons();
     // What is not stale nor forked but always so.
-    let kept = if counter == Counter::ProcessProfit { signed(page.of(frames.ksm).0) } else { 0 };
+    let kept = if counter == KernelCounter::ProcessProfit { signed(page.bytes_of(frames.ksm).0) } else { 0 };
     let reason = match difference.map(|difference| difference.saturating_add(kept)) {
-        _ if counter == Counter::HugeZeroPage => {
+        _ if counter == KernelCounter::HugeZeroPage => {
             "mapped wherever memory for huge pages was read and never written; no process's memory, in neither RSS nor \
              PSS"
         }
@@ -358,18 +372,20 @@ fn explain(counter: Counter, difference: Option<i64>, page: PageSize, frames: &F
         Some(_) => more,
     };
     let meaning = match counter {
-        Counter::MergingPages => format!(
+        KernelCounter::MergingPages => format!(
             "; as a saving it overstates by pages_shared, {} pages, because it counts the copy that is kept",
             frames.ksm.0
         ),
-        Counter::ProcessProfit => format!(
+        KernelCounter::ProcessProfit => format!(
             "; it overstates by pages_shared, {}, because it charges the copy that is kept to nobody",
-            page.of(frames.ksm)
+            page.bytes_of(frames.ksm)
         ),
-        Counter::GeneralProfit => {
+        KernelCounter::GeneralProfit => {
             format!("; both pay {RMAP_ITEM_BYTES} bytes of metadata for each page that ksmd keeps")
         }
-        Counter::Chains => "; a content keeps a further copy for each max_page_sharing mappings".to_owned(),
+        KernelCounter::FramesAtSharingLimit => {
+            "; a content keeps a further copy for each max_page_sharing mappings".to_owned()
+        }
         _ => String::new(),
     };
     format!("{reason}{meaning}")

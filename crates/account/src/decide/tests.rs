@@ -9,8 +9,8 @@ fn page() -> PageSize {
     PageSize::new(PAGE).unwrap()
 }
 
-fn shares(entries: &[(u64, u64)]) -> Shares {
-    let mut shares = Shares::default();
+fn shares(entries: &[(u64, u64)]) -> MappingShares {
+    let mut shares = MappingShares::default();
     for &(mappings, pages) in entries {
         shares.add(NonZeroU64::new(mappings).unwrap(), pages);
     }
@@ -30,7 +30,8 @@ fn process_ksm(rmap_items: u64, merging: u64, zero: i64) -> ProcessKsm {
 
 /// Of a process with 100 private pages and `ksm` ones on frames of four mappings, 10 zero pages by KSM.
 fn footprint(ksm: u64) -> Footprint {
-    let mapped = Mapped { shares: shares(&[(1, 100), (4, ksm)]), ksm: shares(&[(4, ksm)]), ..Mapped::default() };
+    let mapped =
+        MappedPages { shares: shares(&[(1, 100), (4, ksm)]), ksm: shares(&[(4, ksm)]), ..MappedPages::default() };
     Footprint::exact(page(), mapped, Ok(Bytes(1)), Ok(Bytes::ZERO), &process_ksm(1000, ksm, 10))
 }
 
@@ -64,7 +65,7 @@ fn thirds_add_up() {
 }
 
 #[test]
-fn shares_are_taken_away_only_where_they_are() {
+fn shares_are_subtracted_only_where_present() {
     let all = shares(&[(1, 5), (2, 4)]);
     assert_eq!(all.without(&shares(&[(1, 5), (2, 1)])), Some(shares(&[(2, 3)])));
     assert_eq!(all.without(&shares(&[(3, 1)])), None);
@@ -72,7 +73,7 @@ fn shares_are_taken_away_only_where_they_are() {
 }
 
 #[test]
-fn a_footprint_pays_its_part_of_merged_frames() {
+fn footprint_counts_its_share_of_ksm_frames() {
     let footprint = footprint(40);
     assert_eq!(footprint.rss, Bytes(140 * PAGE));
     assert_eq!(footprint.private, Bytes(100 * PAGE));
@@ -88,7 +89,7 @@ fn a_footprint_pays_its_part_of_merged_frames() {
 fn zeros_in_split_huge_pages_are_saved_and_not_counted_by_ksm() {
     let split = |pages| Footprint { zeros_by_splitting: pages, ..footprint(6) };
     let (with, without) = (split(Ok(Pages(5))), split(Ok(Pages::ZERO)));
-    let five = page().of(Pages(5));
+    let five = page().bytes_of(Pages(5));
     assert_eq!(with.saved(page()).unwrap(), without.saved(page()).unwrap() + five);
     assert_eq!(with.profit(page()).unwrap().0, without.profit(page()).unwrap().0 + five.0.cast_signed());
     assert_eq!(with.unmerged(page()).unwrap(), without.unmerged(page()).unwrap() + five);
@@ -103,15 +104,15 @@ fn zeros_in_split_huge_pages_are_saved_and_not_counted_by_ksm() {
 
 #[test]
 fn hugetlb_is_in_the_share_and_not_in_rss() {
-    let mapped = Mapped { shares: shares(&[(1, 512), (2, 512)]), hugetlb: Pages(512), ..Mapped::default() };
+    let mapped = MappedPages { shares: shares(&[(1, 512), (2, 512)]), hugetlb: Pages(512), ..MappedPages::default() };
     let footprint = Footprint::exact(page(), mapped, Ok(Bytes(0)), Ok(Bytes(0)), &process_ksm(0, 0, 0));
     assert_eq!(footprint.rss, Bytes(512 * PAGE));
     assert_eq!(footprint.hugetlb, Ok(Bytes(512 * PAGE)));
     assert_eq!(footprint.fair.bytes(page()), Bytes(768 * PAGE));
 }
 
-fn rollup() -> Rollup {
-    Rollup {
+fn rollup() -> SmapsRollup {
+    SmapsRollup {
         rss: Ok(Bytes(200 * PAGE)),
         pss: Ok(Bytes(120 * PAGE)),
         private_clean: Ok(Bytes(10 * PAGE)),
@@ -150,9 +151,10 @@ fn host(shared: u64, sharing: u64) -> Ksm {
 }
 
 #[test]
-fn an_estimate_says_so_and_why() {
-    let estimate =
-        |rollup: &Rollup, ksm: &ProcessKsm, host: &Ksm| Footprint::estimated(page(), rollup, ksm, host, Absent::Denied);
+fn estimate_reports_its_basis() {
+    let estimate = |rollup: &SmapsRollup, ksm: &ProcessKsm, host: &Ksm| {
+        Footprint::estimated(page(), rollup, ksm, host, Absent::Denied)
+    };
     let footprint = estimate(&rollup(), &process_ksm(100, 45, 10), &host(10, 30)).unwrap();
     assert_eq!(footprint.basis.to_string(), "estimated (frames: permission denied)");
     assert_eq!(footprint.ksm, Pages(50), "KSM: leaves the zero pages out");
@@ -161,16 +163,16 @@ fn an_estimate_says_so_and_why() {
     assert_eq!(footprint.fair.bytes(page()), Bytes(120 * PAGE));
     assert_eq!(footprint.saved(page()), Ok(Bytes(95 * PAGE / 2)), "50 pages less a quarter of them, and 10 zero pages");
 
-    let before_6_6 = Rollup { ksm: Err(Absent::NotOnThisKernel), ..rollup() };
+    let before_6_6 = SmapsRollup { ksm: Err(Absent::NotOnThisKernel), ..rollup() };
     assert_eq!(estimate(&before_6_6, &process_ksm(100, 45, 0), &host(1, 1)).unwrap().ksm, Pages(45));
     let fresh = estimate(&rollup(), &process_ksm(100, 0, 10), &host(0, 0)).unwrap();
     assert_eq!(fresh.saved(page()), Ok(Bytes(35 * PAGE)), "two share at least");
-    let unreadable = Rollup { pss: Err(Absent::Vanished), ..rollup() };
+    let unreadable = SmapsRollup { pss: Err(Absent::Vanished), ..rollup() };
     assert_eq!(estimate(&unreadable, &process_ksm(0, 0, 0), &host(1, 1)), Err(Absent::Vanished));
 }
 
 #[test]
-fn a_sum_of_what_is_absent_is_absent() {
+fn sum_with_absent_reading_is_absent() {
     let mut sum = footprint(4);
     let unknown = Footprint { rmap_items: Err(Absent::NotOnThisKernel), ..footprint(4) };
     sum += &unknown;
@@ -185,11 +187,11 @@ fn groups_hold_every_process_once() {
     let vm = Vm {
         monitor: Monitor::Qemu,
         name: Some("web".to_owned()),
-        memory: None,
+        memory_bytes: None,
         backends: vec![],
         mem_merge: true,
         vfio: false,
-        control: None,
+        control_socket: None,
     };
     let job = |name: &str| Identity { job: Some(Job { name: name.to_owned(), rank: Some(0) }), ..Identity::default() };
     let accounts: Vec<_> = [
@@ -205,7 +207,7 @@ fn groups_hold_every_process_once() {
     .collect();
 
     let check = |by, expected: &[(GroupKey, u64)]| {
-        let groups = groups(&accounts, by);
+        let groups = group_footprints(&accounts, by);
         let got: Vec<_> = groups.iter().map(|group| (group.key.clone(), group.processes)).collect();
         assert_eq!(got, expected);
         assert_eq!(groups.iter().map(|group| group.footprint.ksm).sum::<Pages>(), Pages(15));
@@ -213,13 +215,13 @@ fn groups_hold_every_process_once() {
     let id = |pid| ProcessId { pid: Pid(pid), start_time: 1 };
     let named = |name: &str| GroupKey::Job(name.to_owned());
     check(GroupBy::Process, &(1..=5).map(|pid| (GroupKey::Process(id(pid), format!("p{pid}")), 1)).collect::<Vec<_>>());
-    check(GroupBy::Vm, &[(GroupKey::Vm(id(1), Some("web".to_owned())), 1), (GroupKey::Others, 4)]);
+    check(GroupBy::Vm, &[(GroupKey::Vm(id(1), Some("web".to_owned())), 1), (GroupKey::Ungrouped, 4)]);
     check(GroupBy::Cgroup, &[(GroupKey::Cgroup("/a".to_owned()), 4), (GroupKey::Unread(Absent::Denied), 1)]);
     check(GroupBy::User, &[(GroupKey::User(0), 2), (GroupKey::User(1), 3)]);
-    check(GroupBy::Job, &[(named("mpi:7.1"), 1), (named("slurm:7"), 2), (GroupKey::Others, 2)]);
+    check(GroupBy::Job, &[(named("mpi:7.1"), 1), (named("slurm:7"), 2), (GroupKey::Ungrouped, 2)]);
     check(
         GroupBy::Step,
-        &[(named("mpi:7.1"), 1), (named("slurm:7.0"), 1), (named("slurm:7.1"), 1), (GroupKey::Others, 2)],
+        &[(named("mpi:7.1"), 1), (named("slurm:7.0"), 1), (named("slurm:7.1"), 1), (GroupKey::Ungrouped, 2)],
     );
 }
 
@@ -229,12 +231,12 @@ proptest! {
     fn shares_of_all_mappers_are_the_frames(
         frames in proptest::collection::vec(proptest::collection::vec(0..6usize, 1..300), 0..40),
     ) {
-        let mut processes = vec![Shares::default(); 6];
+        let mut processes = vec![MappingShares::default(); 6];
         for owners in &frames {
             let mappings = NonZeroU64::new(owners.len() as u64).unwrap();
             owners.iter().for_each(|&owner| processes[owner].add(mappings, 1));
         }
-        let mut all = Shares::default();
+        let mut all = MappingShares::default();
         processes.iter().for_each(|process| all += process);
         prop_assert_eq!(all.frames(), Some(Pages(frames.len() as u64)));
         prop_assert_eq!(all.bytes(page()), Bytes(frames.len() as u64 * PAGE));

@@ -1,11 +1,11 @@
 //! The account on the wire.
 
-use crate::decide::reconcile::{Balance, Drift, Line, Reconciliation, Unit};
-use crate::decide::{Account, Basis, Footprint, Group, GroupBy, GroupKey, groups};
+use crate::decide::reconcile::{Balance, CounterComparison, CounterUnit, Reconciliation, SharingDrift};
+use crate::decide::{Account, Basis, Footprint, FootprintGroup, GroupBy, GroupKey, group_footprints};
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::{PageSize, Reading};
-use pagefold_census::results::Unseen;
-use pagefold_output::wire::{NotSeen, Who};
+use pagefold_census::results::UnscannedProcess;
+use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::cmp::Reverse;
@@ -33,7 +33,7 @@ pub struct AccountReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reconciliation: Option<ReconciliationReport>,
     /// Processes that were asked for and not seen.
-    pub not_seen: Vec<NotSeen>,
+    pub not_seen: Vec<UnscannedProcessReport>,
 }
 
 /// What a process or a group costs. Bytes, unless the name says pages.
@@ -103,7 +103,7 @@ pub struct FootprintReport {
 pub struct ProcessAccount {
     /// Who it is.
     #[serde(flatten)]
-    pub who: Who,
+    pub process: ProcessInfo,
     /// What it costs.
     #[serde(flatten)]
     pub footprint: FootprintReport,
@@ -130,11 +130,11 @@ pub struct ReconciliationReport {
     /// Processes whose frames could not be looked at: they are in neither the balance nor the lines.
     pub estimated: u64,
     /// Processes that could not be looked at at all.
-    pub not_seen: Vec<NotSeen>,
+    pub not_seen: Vec<UnscannedProcessReport>,
     /// The fair shares against the frames in use.
     pub balance: BalanceReport,
     /// Figures of the account beside the kernel's for the same thing.
-    pub lines: Vec<LineReport>,
+    pub lines: Vec<CounterComparisonReport>,
     /// What the saved pages differ from `pages_sharing` by, in parts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drift: Option<DriftReport>,
@@ -162,7 +162,7 @@ pub struct BalanceReport {
 
 /// A figure of the account beside the kernel's.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct LineReport {
+pub struct CounterComparisonReport {
     /// What is counted.
     pub what: &'static str,
     /// `pages` or `bytes`.
@@ -198,37 +198,37 @@ pub struct DriftReport {
 
 /// What a report is made from.
 #[derive(Clone, Debug)]
-pub struct Input<'a> {
+pub struct AccountInput<'a> {
     /// What was looked at.
     pub host: String,
     /// The size of its pages.
     pub page_size: PageSize,
     /// What to sum over.
-    pub by: GroupBy,
+    pub group_by: GroupBy,
     /// The processes that were asked for.
     pub accounts: &'a [Account],
     /// Those among them that were not seen.
-    pub unseen: &'a [Unseen],
+    pub unscanned: &'a [UnscannedProcess],
     /// With `--explain`.
-    pub reconciliation: Option<Whole<'a>>,
+    pub reconciliation: Option<ReconciliationInput<'a>>,
     /// Wall time.
     pub seconds: f64,
 }
 
 /// All processes of the host against the kernel's counters.
 #[derive(Clone, Copy, Debug)]
-pub struct Whole<'a> {
+pub struct ReconciliationInput<'a> {
     /// The comparison.
     pub reconciliation: &'a Reconciliation,
     /// How many processes were looked at.
     pub processes: u64,
     /// Processes that could not be looked at.
-    pub unseen: &'a [Unseen],
+    pub unscanned: &'a [UnscannedProcess],
 }
 
 impl AccountReport {
     /// From accounts.
-    pub fn of(input: &Input<'_>) -> Self {
+    pub fn from_input(input: &AccountInput<'_>) -> Self {
         let page = input.page_size;
         let mut total = Footprint::empty();
         input.accounts.iter().for_each(|account| total += &account.footprint);
@@ -236,14 +236,17 @@ impl AccountReport {
             .accounts
             .iter()
             .map(|account| ProcessAccount {
-                who: Who::of(&account.process, None),
-                footprint: FootprintReport::of(&account.footprint, page),
+                process: ProcessInfo::from_process(&account.process, None),
+                footprint: FootprintReport::from_footprint(&account.footprint, page),
             })
             .collect();
-        processes.sort_by_key(|process| (Reverse(process.footprint.fair_share), process.who.pid));
-        let mut sums = match input.by {
+        processes.sort_by_key(|process| (Reverse(process.footprint.fair_share), process.process.pid));
+        let mut sums = match input.group_by {
             GroupBy::Process => Vec::new(),
-            by => groups(input.accounts, by).into_iter().map(|group| GroupAccount::of(&group, page)).collect(),
+            by => group_footprints(input.accounts, by)
+                .into_iter()
+                .map(|group| GroupAccount::from_group(&group, page))
+                .collect(),
         };
         sums.sort_by_key(|group| Reverse(group.footprint.fair_share));
         Self {
@@ -251,9 +254,9 @@ impl AccountReport {
             host: input.host.clone(),
             page_size: page.bytes(),
             seconds: input.seconds,
-            total: FootprintReport::of(&total, page),
+            total: FootprintReport::from_footprint(&total, page),
             processes,
-            by: match input.by {
+            by: match input.group_by {
                 GroupBy::Process => "process",
                 GroupBy::Vm => "vm",
                 GroupBy::Cgroup => "cgroup",
@@ -262,8 +265,8 @@ impl AccountReport {
                 GroupBy::User => "user",
             },
             groups: sums,
-            reconciliation: input.reconciliation.map(ReconciliationReport::of),
-            not_seen: not_seen(input.unseen),
+            reconciliation: input.reconciliation.map(ReconciliationReport::from_input),
+            not_seen: unscanned_processes(input.unscanned),
         }
     }
 
@@ -274,14 +277,14 @@ impl AccountReport {
     }
 
     /// How many processes have estimates for figures.
-    pub fn estimated(&self) -> usize {
+    pub fn estimated_count(&self) -> usize {
         self.processes.iter().filter(|process| process.footprint.estimated.is_some()).count()
     }
 }
 
 impl FootprintReport {
     /// From a footprint.
-    pub fn of(footprint: &Footprint, page: PageSize) -> Self {
+    pub fn from_footprint(footprint: &Footprint, page: PageSize) -> Self {
         fn bytes<T>(reading: &Reading<T>, value: impl Fn(&T) -> u64) -> Option<u64> {
             reading.as_ref().ok().map(value)
         }
@@ -314,73 +317,74 @@ impl FootprintReport {
 }
 
 impl GroupAccount {
-    fn of(group: &Group, page: PageSize) -> Self {
+    fn from_group(group: &FootprintGroup, page: PageSize) -> Self {
         let name = match &group.key {
             GroupKey::Process(id, comm) => format!("{comm}[{}]", id.pid),
             GroupKey::Vm(id, name) => name.clone().unwrap_or_else(|| format!("pid {}", id.pid)),
             GroupKey::Cgroup(name) | GroupKey::Job(name) => name.clone(),
             GroupKey::User(uid) => format!("user {uid}"),
-            GroupKey::Others => "others".to_owned(),
+            GroupKey::Ungrouped => "others".to_owned(),
             GroupKey::Unread(_) => "unknown".to_owned(),
         };
-        Self { name, processes: group.processes, footprint: FootprintReport::of(&group.footprint, page) }
+        Self { name, processes: group.processes, footprint: FootprintReport::from_footprint(&group.footprint, page) }
     }
 }
 
 impl ReconciliationReport {
-    fn of(whole: Whole<'_>) -> Self {
-        let Reconciliation { balance, lines, drift, estimated } = whole.reconciliation;
+    fn from_input(whole: ReconciliationInput<'_>) -> Self {
+        let Reconciliation { balance, comparisons: lines, drift, estimated_processes: estimated } =
+            whole.reconciliation;
         Self {
             processes: whole.processes.saturating_sub(*estimated),
             estimated: *estimated,
-            not_seen: not_seen(whole.unseen),
-            balance: BalanceReport::of(balance),
-            lines: lines.iter().map(LineReport::of).collect(),
-            drift: drift.as_ref().ok().map(DriftReport::of),
+            not_seen: unscanned_processes(whole.unscanned),
+            balance: BalanceReport::from_balance(balance),
+            lines: lines.iter().map(CounterComparisonReport::from_comparison).collect(),
+            drift: drift.as_ref().ok().map(DriftReport::from_drift),
         }
     }
 }
 
 impl BalanceReport {
-    fn of(balance: &Balance) -> Self {
+    fn from_balance(balance: &Balance) -> Self {
         Self {
             frames: balance.frames.0,
             fair: balance.fair.0,
             unseen: balance.unseen.0,
-            lost: balance.lost.0,
+            lost: balance.partially_read.0,
             excess: balance.excess.0,
-            moved: balance.moved.0,
+            moved: balance.changed_mappings.0,
             exact: balance.exact,
         }
     }
 }
 
-impl LineReport {
-    fn of(line: &Line) -> Self {
+impl CounterComparisonReport {
+    fn from_comparison(line: &CounterComparison) -> Self {
         Self {
-            what: line.counter.name(),
+            what: line.counter.account_label(),
             unit: match line.counter.unit() {
-                Unit::Pages => "pages",
-                Unit::Bytes => "bytes",
+                CounterUnit::Pages => "pages",
+                CounterUnit::Bytes => "bytes",
             },
-            account: line.ours,
-            kernel: line.kernel.clone().ok(),
+            account: line.account_value,
+            kernel: line.kernel_value.clone().ok(),
             difference: line.difference().ok(),
-            source: line.counter.source(),
+            source: line.counter.kernel_label(),
             explanation: line.explanation.clone(),
         }
     }
 }
 
 impl DriftReport {
-    fn of(drift: &Drift) -> Self {
-        let Drift { unvisited, stale, elsewhere, unseen, frames } = *drift;
+    fn from_drift(drift: &SharingDrift) -> Self {
+        let SharingDrift { unvisited, stale, counted_elsewhere: elsewhere, unseen, excess_frames: frames } = *drift;
         Self { unvisited, stale, elsewhere, unseen, frames }
     }
 }
 
-fn not_seen(unseen: &[Unseen]) -> Vec<NotSeen> {
-    unseen.iter().map(|unseen| NotSeen::of(unseen.pid.0, unseen.comm.clone(), &unseen.why)).collect()
+fn unscanned_processes(unseen: &[UnscannedProcess]) -> Vec<UnscannedProcessReport> {
+    unseen.iter().map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why)).collect()
 }
 
 #[cfg(test)]

@@ -1,17 +1,17 @@
 use super::*;
 use crate::decide::reconcile::reconcile;
-use crate::decide::{Frames, Mapped, Shares};
+use crate::decide::{Frames, MappedPages, MappingShares};
 use crate::text;
 use pagefold_base::identity::{Identity, Job, Monitor, Vm};
 use pagefold_base::ksm::{Ksm, ProcessKsm};
-use pagefold_base::memory::Memory;
-use pagefold_base::process::{Process, Rollup};
+use pagefold_base::memory::MemInfo;
+use pagefold_base::process::{Process, SmapsRollup};
 use pagefold_base::{Absent, Bytes, Pages, Pid, ProcessId};
-use pagefold_output::text::Style;
+use pagefold_output::text::TextStyle;
 use pagefold_output::wire;
 use std::num::NonZeroU64;
 
-const MIB: u64 = 256;
+const PAGES_PER_MIB: u64 = 256;
 
 const REMEDY: &str = "Run as root to see all.";
 
@@ -40,17 +40,17 @@ fn vm(name: &str) -> Identity {
     let vm = Vm {
         monitor: Monitor::Qemu,
         name: Some(name.to_owned()),
-        memory: None,
+        memory_bytes: None,
         backends: Vec::new(),
         mem_merge: true,
         vfio: false,
-        control: None,
+        control_socket: None,
     };
     Identity { vm: Some(vm), ..Identity::default() }
 }
 
-fn shares(entries: &[(u64, u64)]) -> Shares {
-    let mut shares = Shares::default();
+fn shares(entries: &[(u64, u64)]) -> MappingShares {
+    let mut shares = MappingShares::default();
     for &(mappings, pages) in entries {
         shares.add(NonZeroU64::new(mappings).unwrap(), pages);
     }
@@ -60,18 +60,18 @@ fn shares(entries: &[(u64, u64)]) -> Shares {
 /// Two machines that share 60 MiB of KSM pages with each other and 40 MiB of zeros with the kernel, of which one page
 /// in each was written since ksmd came by; a rank of a job that KSM only costs; and a process of somebody who may see
 /// no frames.
-fn accounts() -> Vec<Account> {
+fn sample_accounts() -> Vec<Account> {
     let guest = |pid, name| {
-        let mapped = Mapped {
-            shares: shares(&[(1, 100 * MIB + 1), (2, 60 * MIB - 1)]),
-            ksm: shares(&[(2, 60 * MIB - 1)]),
-            ..Mapped::default()
+        let mapped = MappedPages {
+            shares: shares(&[(1, 100 * PAGES_PER_MIB + 1), (2, 60 * PAGES_PER_MIB - 1)]),
+            ksm: shares(&[(2, 60 * PAGES_PER_MIB - 1)]),
+            ..MappedPages::default()
         };
         let ksm = ProcessKsm {
-            rmap_items: Ok(200 * MIB),
-            merging_pages: Ok(60 * MIB),
-            zero_pages: Ok(40 * MIB as i64),
-            profit: Ok((100 * MIB * 4096) as i64 - (200 * MIB * 64) as i64),
+            rmap_items: Ok(200 * PAGES_PER_MIB),
+            merging_pages: Ok(60 * PAGES_PER_MIB),
+            zero_pages: Ok(40 * PAGES_PER_MIB as i64),
+            profit: Ok((100 * PAGES_PER_MIB * 4096) as i64 - (200 * PAGES_PER_MIB * 64) as i64),
             merge_any: Ok(false),
             mergeable: Ok(true),
         };
@@ -88,10 +88,10 @@ fn accounts() -> Vec<Account> {
         mergeable: Ok(false),
     };
     let job = Identity { job: Some(Job { name: "slurm:9.0".to_owned(), rank: Some(3) }), ..Identity::default() };
-    let mapped = Mapped { shares: shares(&[(1, 10 * MIB)]), ..Mapped::default() };
-    let scanned = ProcessKsm { rmap_items: Ok(10 * MIB), profit: Ok(-163_840), ..none.clone() };
+    let mapped = MappedPages { shares: shares(&[(1, 10 * PAGES_PER_MIB)]), ..MappedPages::default() };
+    let scanned = ProcessKsm { rmap_items: Ok(10 * PAGES_PER_MIB), profit: Ok(-163_840), ..none.clone() };
     let rank = Footprint::exact(page(), mapped, Ok(Bytes(10 << 20)), Ok(Bytes(1 << 20)), &scanned);
-    let rollup = Rollup {
+    let rollup = SmapsRollup {
         rss: Ok(Bytes(8 << 20)),
         pss: Ok(Bytes(6 << 20)),
         private_clean: Ok(Bytes::ZERO),
@@ -101,7 +101,7 @@ fn accounts() -> Vec<Account> {
         ksm: Ok(Bytes::ZERO),
         swap: Ok(Bytes::ZERO),
     };
-    let estimate = Footprint::estimated(page(), &rollup, &none, &ksm(), Absent::Denied).unwrap();
+    let estimate = Footprint::estimated(page(), &rollup, &none, &sample_ksm(), Absent::Denied).unwrap();
     vec![
         guest(101, "web1"),
         guest(102, "web2"),
@@ -110,14 +110,14 @@ fn accounts() -> Vec<Account> {
     ]
 }
 
-fn ksm() -> Ksm {
+fn sample_ksm() -> Ksm {
     let absent = Err(Absent::NotOnThisKernel);
     Ksm {
         run: Ok(0),
         pages_to_scan: absent.clone(),
         sleep_millisecs: absent.clone(),
-        pages_shared: Ok(60 * MIB),
-        pages_sharing: Ok(60 * MIB),
+        pages_shared: Ok(60 * PAGES_PER_MIB),
+        pages_sharing: Ok(60 * PAGES_PER_MIB),
         pages_unshared: absent.clone(),
         pages_volatile: absent.clone(),
         pages_scanned: absent.clone(),
@@ -126,8 +126,8 @@ fn ksm() -> Ksm {
         max_page_sharing: Ok(256),
         merge_across_nodes: absent.clone(),
         use_zero_pages: absent.clone(),
-        ksm_zero_pages: Ok(80 * MIB as i64),
-        general_profit: Ok((140 * MIB * 4096) as i64 - (410 * MIB * 64) as i64),
+        ksm_zero_pages: Ok(80 * PAGES_PER_MIB as i64),
+        general_profit: Ok((140 * PAGES_PER_MIB * 4096) as i64 - (410 * PAGES_PER_MIB * 64) as i64),
         stable_node_chains: Ok(0),
         stable_node_dups: Ok(0),
         smart_scan: absent.clone(),
@@ -138,15 +138,15 @@ fn ksm() -> Ksm {
 
 fn reconciliation(accounts: &[Account]) -> Reconciliation {
     let frames = Frames {
-        distinct: Pages(270 * MIB + 1),
-        anonymous: Pages(270 * MIB + 1),
-        ksm: Pages(60 * MIB - 1),
-        ksm_mappings: Pages(120 * MIB - 2),
-        zero: Pages(80 * MIB),
+        distinct: Pages(270 * PAGES_PER_MIB + 1),
+        anonymous: Pages(270 * PAGES_PER_MIB + 1),
+        ksm: Pages(60 * PAGES_PER_MIB - 1),
+        ksm_mappings: Pages(120 * PAGES_PER_MIB - 2),
+        zero: Pages(80 * PAGES_PER_MIB),
         ..Frames::default()
     };
     let none = || Err(Absent::NotOnThisKernel);
-    let memory = Memory {
+    let memory = MemInfo {
         total: none(),
         free: none(),
         available: none(),
@@ -156,32 +156,32 @@ fn reconciliation(accounts: &[Account]) -> Reconciliation {
         swap_free: none(),
         hugetlb: Ok(Bytes::ZERO),
     };
-    reconcile(page(), accounts, &frames, &ksm(), &memory)
+    reconcile(page(), accounts, &frames, &sample_ksm(), &memory)
 }
 
 fn report(by: GroupBy, explain: bool) -> AccountReport {
-    let accounts = accounts();
+    let accounts = sample_accounts();
     let reconciliation = reconciliation(&accounts);
-    let unseen = [Unseen { pid: Pid(1), comm: Some("init".to_owned()), why: Absent::Denied }];
-    let whole = Whole { reconciliation: &reconciliation, processes: 4, unseen: &unseen };
-    AccountReport::of(&Input {
+    let unseen = [UnscannedProcess { pid: Pid(1), comm: Some("init".to_owned()), why: Absent::Denied }];
+    let whole = ReconciliationInput { reconciliation: &reconciliation, processes: 4, unscanned: &unseen };
+    AccountReport::from_input(&AccountInput {
         host: "this host".to_owned(),
         page_size: page(),
-        by,
+        group_by: by,
         accounts: &accounts,
-        unseen: &unseen,
+        unscanned: &unseen,
         reconciliation: explain.then_some(whole),
         seconds: 0.5,
     })
 }
 
-fn rendered(by: GroupBy, width: u16) -> String {
-    text::render(&report(by, false), 3, REMEDY, Style { width, colour: false })
+fn render_report(by: GroupBy, width: u16) -> String {
+    text::render(&report(by, false), 3, REMEDY, TextStyle { width, color: false })
 }
 
 #[test]
-fn processes_in_a_wide_terminal() {
-    insta::assert_snapshot!(rendered(GroupBy::Process, 160), @r"
+fn processes_are_shown_in_a_wide_terminal() {
+    insta::assert_snapshot!(render_report(GroupBy::Process, 160), @r"
     Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves them 134 MiB net. 1 of them by estimate.
 
      pid  name             RSS       PSS   private       KSM  KSM zero  fair share  unmerged  saved, net      swap  share
@@ -198,8 +198,8 @@ fn processes_in_a_wide_terminal() {
 }
 
 #[test]
-fn processes_in_a_narrow_terminal() {
-    insta::assert_snapshot!(rendered(GroupBy::Process, 80), @r"
+fn processes_are_shown_in_a_narrow_terminal() {
+    insta::assert_snapshot!(render_report(GroupBy::Process, 80), @r"
     Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves
     them 134 MiB net. 1 of them by estimate.
 
@@ -219,8 +219,8 @@ fn processes_in_a_narrow_terminal() {
 }
 
 #[test]
-fn machines() {
-    insta::assert_snapshot!(rendered(GroupBy::Vm, 100), @r"
+fn accounts_are_grouped_by_machine() {
+    insta::assert_snapshot!(render_report(GroupBy::Vm, 100), @r"
     Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves them 134 MiB net. 1 of
     them by estimate.
 
@@ -239,8 +239,8 @@ fn machines() {
 }
 
 #[test]
-fn explanations() {
-    let text = text::render(&report(GroupBy::Process, true), 0, REMEDY, Style { width: 100, colour: false });
+fn counter_differences_are_explained() {
+    let text = text::render(&report(GroupBy::Process, true), 0, REMEDY, TextStyle { width: 100, color: false });
     let (_, explained) = text.split_once("The fair shares").unwrap();
     insta::assert_snapshot!(explained, @r"
      of all processes against the frames in use
@@ -295,7 +295,7 @@ fn explanations() {
 fn no_line_is_wider_than_the_terminal() {
     for width in [60, 72, 80, 100, 120, 160, 250] {
         for by in [GroupBy::Process, GroupBy::Vm, GroupBy::Cgroup, GroupBy::Job, GroupBy::Step, GroupBy::User] {
-            let text = text::render(&report(by, true), 2, REMEDY, Style { width, colour: false });
+            let text = text::render(&report(by, true), 2, REMEDY, TextStyle { width, color: false });
             let tables = text.lines().filter(|line| line.starts_with(' '));
             for line in tables {
                 assert!(line.chars().count() <= usize::from(width), "{width}: {line}");
@@ -305,7 +305,7 @@ fn no_line_is_wider_than_the_terminal() {
 }
 
 #[test]
-fn sums_hold_whatever_they_are_grouped_by() {
+fn group_sums_equal_the_total() {
     let total = report(GroupBy::Process, false).total;
     for by in [GroupBy::Vm, GroupBy::Cgroup, GroupBy::Job, GroupBy::Step, GroupBy::User] {
         let report = report(by, false);
@@ -318,10 +318,10 @@ fn sums_hold_whatever_they_are_grouped_by() {
 }
 
 #[test]
-fn json_is_what_its_schema_says() {
-    let schema: serde_json::Value = serde_json::from_str(&wire::schema::<AccountReport>()).unwrap();
+fn json_matches_its_schema() {
+    let schema: serde_json::Value = serde_json::from_str(&wire::json_schema::<AccountReport>()).unwrap();
     let validator = jsonschema::validator_for(&schema).unwrap();
-    let report: serde_json::Value = serde_json::from_str(&wire::json(&report(GroupBy::Vm, true))).unwrap();
+    let report: serde_json::Value = serde_json::from_str(&wire::to_json(&report(GroupBy::Vm, true))).unwrap();
     let faults: Vec<String> = validator.iter_errors(&report).map(|fault| fault.to_string()).collect();
     assert!(faults.is_empty(), "{faults:?}");
     assert_eq!(report["schema"], "pagefold.account/1");
@@ -337,30 +337,30 @@ fn json_is_what_its_schema_says() {
 }
 
 #[test]
-fn what_the_engine_saves_is_shown_where_it_is_there() {
+fn engine_savings_are_shown_if_present() {
     let mapped = |engine: &[(u64, u64)]| {
-        let parts: Vec<(u64, u64)> = engine.iter().copied().chain([(1, 2 * MIB)]).collect();
-        Mapped { shares: shares(&parts), engine: shares(engine), ..Mapped::default() }
+        let parts: Vec<(u64, u64)> = engine.iter().copied().chain([(1, 2 * PAGES_PER_MIB)]).collect();
+        MappedPages { shares: shares(&parts), engine: shares(engine), ..MappedPages::default() }
     };
     let none = ProcessKsm::absent(&Absent::NotOnThisKernel);
     let footprint =
         |engine: &[(u64, u64)]| Footprint::exact(page(), mapped(engine), Ok(Bytes::ZERO), Ok(Bytes::ZERO), &none);
     let account =
         |pid, engine| Account { process: process(pid, "rank", Identity::default()), footprint: footprint(engine) };
-    let accounts = [account(1, &[(4, 8 * MIB)]), account(2, &[])];
-    let report = AccountReport::of(&Input {
+    let accounts = [account(1, &[(4, 8 * PAGES_PER_MIB)]), account(2, &[])];
+    let report = AccountReport::from_input(&AccountInput {
         host: "this host".to_owned(),
         page_size: page(),
-        by: GroupBy::Process,
+        group_by: GroupBy::Process,
         accounts: &accounts,
-        unseen: &[],
+        unscanned: &[],
         reconciliation: None,
         seconds: 0.0,
     });
     let total = &report.total;
     let engine = (total.engine_pages, total.engine_fair_share, total.engine_saved);
-    assert_eq!(engine, (Some(8 * MIB), Some(2 << 20), Some(6 << 20)));
-    insta::assert_snapshot!(text::render(&report, 3, REMEDY, Style { width: 160, colour: false }), @r"
+    assert_eq!(engine, (Some(8 * PAGES_PER_MIB), Some(2 << 20), Some(6 << 20)));
+    insta::assert_snapshot!(text::render(&report, 3, REMEDY, TextStyle { width: 160, color: false }), @r"
     Account of this host: 2 processes cost 6.00 MiB, by RSS 12.0 MiB; what merging saves them is not known; the user-space engine saves them 6.00 MiB. Every frame
     was looked at.
 

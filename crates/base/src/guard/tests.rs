@@ -7,96 +7,117 @@ fn page() -> PageSize {
     PageSize::new(4096).unwrap()
 }
 
-fn limit(place: Place, room: u64, swap: u64) -> Limit {
-    let rule = if place == Place::Host { Rule::Available } else { Rule::Max };
-    Limit { place, rule, limit: Bytes(room), room: Bytes(room), swap: Bytes(swap) }
+fn limit(place: LimitScope, room: u64, swap: u64) -> MemoryLimit {
+    let rule = if place == LimitScope::Host { LimitKind::Available } else { LimitKind::Max };
+    MemoryLimit { scope: place, kind: rule, limit: Bytes(room), headroom: Bytes(room), swap_headroom: Bytes(swap) }
 }
 
-fn cgroup(path: &str) -> Place {
-    Place::Cgroup(path.to_owned())
+fn cgroup(path: &str) -> LimitScope {
+    LimitScope::Cgroup(path.to_owned())
 }
 
 #[test]
-fn the_limit_that_binds_is_named_first() {
-    let room = Room {
-        limits: vec![limit(Place::Host, 100 * MIB, 0), limit(cgroup("/a"), 8 * MIB, 0), limit(cgroup("/b"), 1, 0)],
-        unknown: Vec::new(),
+fn tightest_limit_is_listed_first() {
+    let room = MemoryHeadroom {
+        limits: vec![limit(LimitScope::Host, 100 * MIB, 0), limit(cgroup("/a"), 8 * MIB, 0), limit(cgroup("/b"), 1, 0)],
+        unreadable: Vec::new(),
     };
-    let need = Need::of(Some("/a/vm"), Pages(4096), Pages(1024));
-    let judgement = judge(&need, &room, page());
-    assert_eq!(judgement.verdict, Verdict::Short);
-    let (binding, needed) = &judgement.limits[0];
+    let need = FrameNeed::for_cgroup(Some("/a/vm"), Pages(4096), Pages(1024));
+    let judgement = check_memory(&need, &room, page());
+    assert_eq!(judgement.verdict, MemoryVerdict::OverLimit);
+    let (binding, needed) = &judgement.limits_and_needs[0];
     // The cgroup gets no credit for frames that come free, the host does.
-    assert_eq!((&binding.place, *needed), (&cgroup("/a"), Bytes(16 * MIB)));
-    let host = judgement.limits.iter().find(|(limit, _)| limit.place == Place::Host).unwrap();
+    assert_eq!((&binding.scope, *needed), (&cgroup("/a"), Bytes(16 * MIB)));
+    let host = judgement.limits_and_needs.iter().find(|(limit, _)| limit.scope == LimitScope::Host).unwrap();
     assert_eq!(host.1, Bytes(12 * MIB));
-    let other = judgement.limits.iter().find(|(limit, _)| limit.place == cgroup("/b")).unwrap();
+    let other = judgement.limits_and_needs.iter().find(|(limit, _)| limit.scope == cgroup("/b")).unwrap();
     assert_eq!(other.1, Bytes::ZERO, "another cgroup is not charged");
 }
 
 #[test]
-fn cgroups_hold_what_is_below_them_and_no_namesakes() {
-    assert!(cgroup("/").holds("/a/b") && cgroup("/a").holds("/a") && cgroup("/a").holds("/a/b"));
-    assert!(!cgroup("/a").holds("/ab") && !cgroup("/a/b").holds("/a"));
+fn scope_contains_descendant_cgroups_only() {
+    assert!(
+        cgroup("/").contains_cgroup("/a/b")
+            && cgroup("/a").contains_cgroup("/a")
+            && cgroup("/a").contains_cgroup("/a/b")
+    );
+    assert!(!cgroup("/a").contains_cgroup("/ab") && !cgroup("/a/b").contains_cgroup("/a"));
 }
 
 #[test]
-fn swap_is_no_room_but_tells_a_slow_host_from_a_killed_one() {
-    let need = Need::of(None, Pages(256), Pages::ZERO);
+fn need_beyond_limit_fits_only_with_swap() {
+    let need = FrameNeed::for_cgroup(None, Pages(256), Pages::ZERO);
     let verdict = |room, swap| {
-        judge(&need, &Room { limits: vec![limit(Place::Host, room, swap)], unknown: Vec::new() }, page()).verdict
+        check_memory(
+            &need,
+            &MemoryHeadroom { limits: vec![limit(LimitScope::Host, room, swap)], unreadable: Vec::new() },
+            page(),
+        )
+        .verdict
     };
-    assert_eq!(verdict(MIB, 0), Verdict::Fits);
-    assert_eq!(verdict(MIB - 1, 1), Verdict::Swaps);
-    assert_eq!(verdict(MIB - 2, 1), Verdict::Short);
+    assert_eq!(verdict(MIB, 0), MemoryVerdict::Fits);
+    assert_eq!(verdict(MIB - 1, 1), MemoryVerdict::FitsWithSwap);
+    assert_eq!(verdict(MIB - 2, 1), MemoryVerdict::OverLimit);
 }
 
 #[test]
-fn a_limit_that_cannot_be_read_is_no_yes() {
+fn unreadable_limit_gives_unknown() {
     let unknown = vec![(cgroup("/a"), Absent::Denied)];
-    let room = Room { limits: vec![limit(Place::Host, 100 * MIB, 0)], unknown };
-    assert_eq!(judge(&Need::of(Some("/a"), Pages(1), Pages(0)), &room, page()).verdict, Verdict::Unknown);
-    assert_eq!(judge(&Need::of(Some("/a"), Pages(0), Pages(0)), &room, page()).verdict, Verdict::Fits);
+    let room = MemoryHeadroom { limits: vec![limit(LimitScope::Host, 100 * MIB, 0)], unreadable: unknown };
+    assert_eq!(
+        check_memory(&FrameNeed::for_cgroup(Some("/a"), Pages(1), Pages(0)), &room, page()).verdict,
+        MemoryVerdict::Unknown
+    );
+    assert_eq!(
+        check_memory(&FrameNeed::for_cgroup(Some("/a"), Pages(0), Pages(0)), &room, page()).verdict,
+        MemoryVerdict::Fits
+    );
 }
 
 #[test]
-fn parts_are_cut_before_pages() {
+fn parts_start_at_pages() {
     let range = AddressRange { start: 0x1000, end: 0x9000 };
     let part = |start, end| AddressRange { start, end };
-    assert_eq!(split(range, &[], 2), [(range, 0)]);
-    assert_eq!(split(range, &[0x2000, 0x4000, 0x7000], 2), [(part(0x1000, 0x7000), 2), (part(0x7000, 0x9000), 1)]);
+    assert_eq!(split_by_page_count(range, &[], 2), [(range, 0)]);
+    assert_eq!(
+        split_by_page_count(range, &[0x2000, 0x4000, 0x7000], 2),
+        [(part(0x1000, 0x7000), 2), (part(0x7000, 0x9000), 1)]
+    );
 }
 
-fn place() -> impl Strategy<Value = Place> {
+fn any_scope() -> impl Strategy<Value = LimitScope> {
     prop_oneof![
-        Just(Place::Host),
-        prop::sample::select(vec!["/", "/a", "/a/b", "/ab", "/c"]).prop_map(|path| Place::Cgroup(path.to_owned())),
+        Just(LimitScope::Host),
+        prop::sample::select(vec!["/", "/a", "/a/b", "/ab", "/c"]).prop_map(|path| LimitScope::Cgroup(path.to_owned())),
     ]
 }
 
-fn room() -> impl Strategy<Value = Room> {
-    let limit = (place(), 0u64..64, 0u64..16).prop_map(|(place, room, swap)| limit(place, room * 4096, swap * 4096));
-    (prop::collection::vec(limit, 0..6), prop::option::weighted(0.1, place())).prop_map(|(limits, unknown)| Room {
-        limits,
-        unknown: unknown.into_iter().map(|place| (place, Absent::Denied)).collect(),
+fn any_headroom() -> impl Strategy<Value = MemoryHeadroom> {
+    let limit =
+        (any_scope(), 0u64..64, 0u64..16).prop_map(|(place, room, swap)| limit(place, room * 4096, swap * 4096));
+    (prop::collection::vec(limit, 0..6), prop::option::weighted(0.1, any_scope())).prop_map(|(limits, unknown)| {
+        MemoryHeadroom { limits, unreadable: unknown.into_iter().map(|place| (place, Absent::Denied)).collect() }
     })
 }
 
-fn needs() -> impl Strategy<Value = Vec<Need>> {
+fn any_needs() -> impl Strategy<Value = Vec<FrameNeed>> {
     let path = prop::option::of(prop::sample::select(vec!["/a", "/a/b", "/ab", "/c", "/d"]));
-    let need = (path, 0u64..40, 0u64..40).prop_map(|(path, copies, back)| Need::of(path, Pages(copies), Pages(back)));
+    let need = (path, 0u64..40, 0u64..40)
+        .prop_map(|(path, copies, back)| FrameNeed::for_cgroup(path, Pages(copies), Pages(back)));
     prop::collection::vec(need, 0..8)
 }
 
 /// What counts to a place, worked out another way.
-fn charged(needs: &[Need], place: &Place) -> u64 {
+fn charged_pages(needs: &[FrameNeed], place: &LimitScope) -> u64 {
     let below = |path: &str| match place {
-        Place::Host => true,
-        Place::Cgroup(top) => path == top || format!("{path}/").starts_with(&format!("{}/", top.trim_end_matches('/'))),
+        LimitScope::Host => true,
+        LimitScope::Cgroup(top) => {
+            path == top || format!("{path}/").starts_with(&format!("{}/", top.trim_end_matches('/')))
+        }
     };
     match place {
-        Place::Host => needs.iter().map(|need| need.host.0).sum(),
-        Place::Cgroup(_) => {
+        LimitScope::Host => needs.iter().map(|need| need.host.0).sum(),
+        LimitScope::Cgroup(_) => {
             needs.iter().flat_map(|need| &need.cgroups).filter(|(path, _)| below(path)).map(|(_, pages)| pages.0).sum()
         }
     }
@@ -104,25 +125,25 @@ fn charged(needs: &[Need], place: &Place) -> u64 {
 
 proptest! {
     #[test]
-    fn a_yes_passes_no_limit(needs in needs(), room in room()) {
-        let mut sum = Need::default();
+    fn fits_never_exceeds_a_limit(needs in any_needs(), room in any_headroom()) {
+        let mut sum = FrameNeed::default();
         needs.iter().for_each(|need| sum += need);
-        let verdict = judge(&sum, &room, page()).verdict;
-        let passed = room.limits.iter().any(|limit| charged(&needs, &limit.place) * 4096 > limit.room.0);
-        if verdict == Verdict::Fits {
+        let verdict = check_memory(&sum, &room, page()).verdict;
+        let passed = room.limits.iter().any(|limit| charged_pages(&needs, &limit.scope) * 4096 > limit.headroom.0);
+        if verdict == MemoryVerdict::Fits {
             prop_assert!(!passed);
         } else {
-            prop_assert!(passed || !room.unknown.is_empty(), "refused without a reason");
+            prop_assert!(passed || !room.unreadable.is_empty(), "refused without a reason");
         }
     }
 
     #[test]
-    fn every_step_that_is_taken_fits_and_the_next_would_not(needs in needs(), room in room()) {
-        let count = affordable(&needs, &room, page());
+    fn counted_needs_fit_and_the_next_does_not(needs in any_needs(), room in any_headroom()) {
+        let count = count_needs_that_fit(&needs, &room, page());
         let fits = |count: usize| {
-            let mut sum = Need::default();
+            let mut sum = FrameNeed::default();
             needs[..count].iter().for_each(|need| sum += need);
-            judge(&sum, &room, page()).verdict == Verdict::Fits
+            check_memory(&sum, &room, page()).verdict == MemoryVerdict::Fits
         };
         for step in 1..=count {
             prop_assert!(fits(step));
@@ -131,12 +152,12 @@ proptest! {
     }
 
     #[test]
-    fn parts_are_the_range_and_hold_every_page_once(
+    fn parts_cover_the_range_and_each_page_once(
         pages in prop::collection::btree_set(1u64..100, 0..40), at_most in 1usize..10,
     ) {
         let pages: Vec<u64> = pages.into_iter().map(|page| page * 4096).collect();
         let range = AddressRange { start: 4096, end: 100 * 4096 };
-        let parts = split(range, &pages, at_most);
+        let parts = split_by_page_count(range, &pages, at_most);
         prop_assert_eq!(parts[0].0.start, range.start);
         prop_assert_eq!(parts[parts.len() - 1].0.end, range.end);
         for pair in parts.windows(2) {

@@ -12,13 +12,13 @@
 use std::borrow::Cow;
 
 /// How many digits of a container's id are shown, as the runtimes themselves do.
-const SHOWN: usize = 12;
+const SHORT_ID_DIGITS: usize = 12;
 
 /// How many digits a whole id has.
-const ID: usize = 64;
+const FULL_ID_DIGITS: usize = 64;
 
 /// The prefix of a scope, and the runtime that uses it. `-conmon-` scopes hold a runtime's monitor, not a container.
-const SCOPES: [(&str, &str); 6] = [
+const SCOPE_PREFIXES: [(&str, &str); 6] = [
     ("docker-", "docker"),
     ("cri-containerd-", "containerd"),
     ("nerdctl-", "containerd"),
@@ -28,10 +28,10 @@ const SCOPES: [(&str, &str); 6] = [
 ];
 
 /// The root of the host: one's own, or that of its first process for who is in a container and sees the host's.
-const ROOTS: [&str; 2] = ["", "proc/1/root/"];
+const HOST_ROOTS: [&str; 2] = ["", "proc/1/root/"];
 
 /// The files in which a runtime keeps labels: what goes before and after a container's whole id, and the runtimes.
-const FILES: [(&str, &str, &[&str]); 6] = [
+const LABEL_FILE_PATHS: [(&str, &str, &[&str]); 6] = [
     ("var/lib/docker/containers/", "/config.v2.json", &["docker"]),
     ("run/containerd/io.containerd.runtime.v2.task/k8s.io/", "/config.json", &["containerd", "cri"]),
     ("run/k3s/containerd/io.containerd.runtime.v2.task/k8s.io/", "/config.json", &["containerd", "cri"]),
@@ -54,15 +54,15 @@ impl Container<'_> {
     }
 
     fn has_id(&self) -> bool {
-        self.name.len() == ID && is_hexadecimal(&self.name)
+        self.name.len() == FULL_ID_DIGITS && is_hexadecimal(&self.name)
     }
 }
 
 /// The innermost container of a cgroup path, as it is shown.
-pub(super) fn of(cgroup: &str) -> Option<String> {
+pub(super) fn container_name(cgroup: &str) -> Option<String> {
     let Container { runtime, name } = innermost(cgroup)?;
-    let by_id = SCOPES.iter().any(|&(_, known)| known == runtime) || runtime == "cri";
-    Some(format!("{runtime}:{}", if by_id { &name[..SHOWN] } else { &name }))
+    let by_id = SCOPE_PREFIXES.iter().any(|&(_, known)| known == runtime) || runtime == "cri";
+    Some(format!("{runtime}:{}", if by_id { &name[..SHORT_ID_DIGITS] } else { &name }))
 }
 
 /// Where the labels of the outermost container of a cgroup path may be, by paths below the root; nowhere unless root
@@ -70,23 +70,23 @@ pub(super) fn of(cgroup: &str) -> Option<String> {
 /// them after any container.
 pub(super) fn label_files(cgroup: &str) -> Vec<String> {
     let path: Vec<&str> = cgroup.strip_suffix(" (deleted)").unwrap_or(cgroup).split('/').collect();
-    let outermost = (0..path.len()).find_map(|depth| Some((depth, container(&path[..depth], path[depth])?)));
-    let is_told = |(depth, container): &(usize, Container<'_>)| container.has_id() && is_of_root(&path[..*depth]);
+    let outermost = (0..path.len()).find_map(|depth| Some((depth, parse_container(&path[..depth], path[depth])?)));
+    let is_told = |(depth, container): &(usize, Container<'_>)| container.has_id() && is_root_managed(&path[..*depth]);
     let Some((_, container)) = outermost.filter(is_told) else { return Vec::new() };
-    let files = FILES.iter().filter(|(_, _, runtimes)| runtimes.contains(&container.runtime));
+    let files = LABEL_FILE_PATHS.iter().filter(|(_, _, runtimes)| runtimes.contains(&container.runtime));
     let file = |root: &str, (before, after, _): &(&str, &str, _)| format!("{root}{before}{}{after}", container.name);
-    ROOTS.iter().flat_map(|root| files.clone().map(|parts| file(root, parts))).collect()
+    HOST_ROOTS.iter().flat_map(|root| files.clone().map(|parts| file(root, parts))).collect()
 }
 
 /// Whether a path is of a file that [`label_files`] names.
 pub(super) fn is_label_file(path: &str) -> bool {
-    let path = path.strip_prefix(ROOTS[1]).unwrap_or(path);
-    FILES.iter().any(|(before, after, _)| path.starts_with(before) && path.ends_with(after))
+    let path = path.strip_prefix(HOST_ROOTS[1]).unwrap_or(path);
+    LABEL_FILE_PATHS.iter().any(|(before, after, _)| path.starts_with(before) && path.ends_with(after))
 }
 
 /// Whether nobody but root makes cgroups below a path: below slices of systemd, and where a runtime that does without
 /// it has its own. Of a cgroup namespace's path the beginning is missing (cgroup_namespaces(7)).
-fn is_of_root(path: &[&str]) -> bool {
+fn is_root_managed(path: &[&str]) -> bool {
     let mut parts = path.iter().filter(|part| !matches!(**part, "" | ".."));
     let runtimes = ["docker", "kubepods", "libpod_parent"];
     parts.clone().next().is_some_and(|first| runtimes.contains(first)) || parts.all(|part| part.ends_with(".slice"))
@@ -94,26 +94,26 @@ fn is_of_root(path: &[&str]) -> bool {
 
 fn innermost(cgroup: &str) -> Option<Container<'_>> {
     let path: Vec<&str> = cgroup.strip_suffix(" (deleted)").unwrap_or(cgroup).split('/').collect();
-    (0..path.len()).rev().find_map(|depth| container(&path[..depth], path[depth]))
+    (0..path.len()).rev().find_map(|depth| parse_container(&path[..depth], path[depth]))
 }
 
 /// The name that libvirt gave the guest whose monitor runs in the cgroup.
 pub(super) fn libvirt_guest(cgroup: &str) -> Option<String> {
-    cgroup.split('/').find_map(|part| libvirt_name(&machine(part)?, "qemu-"))
+    cgroup.split('/').find_map(|part| libvirt_name(&machine_name(part)?, "qemu-"))
 }
 
-fn container<'a>(ancestors: &[&str], part: &'a str) -> Option<Container<'a>> {
+fn parse_container<'a>(ancestors: &[&str], part: &'a str) -> Option<Container<'a>> {
     let unit = part.strip_suffix(".scope").unwrap_or(part);
     let scope = |&(prefix, runtime): &(&str, &'static str)| {
-        let id = unit.strip_prefix(prefix).filter(|id| id.len() >= SHOWN && is_hexadecimal(id))?;
+        let id = unit.strip_prefix(prefix).filter(|id| id.len() >= SHORT_ID_DIGITS && is_hexadecimal(id))?;
         Container::named(runtime, id)
     };
-    if let Some(container) = SCOPES.iter().find_map(scope) {
+    if let Some(container) = SCOPE_PREFIXES.iter().find_map(scope) {
         return Some(container);
     }
     // A runtime that was told of systemd's form while the cgroup file system was in use: SLICE:PREFIX:ID.
     let (prefix, id) = part.rsplit_once(':').unwrap_or(("", part));
-    if id.len() == ID && is_hexadecimal(id) {
+    if id.len() == FULL_ID_DIGITS && is_hexadecimal(id) {
         let runtime = match prefix.rsplit(':').next() {
             Some("docker") => "docker",
             Some("cri-containerd") => "containerd",
@@ -134,7 +134,7 @@ fn container<'a>(ancestors: &[&str], part: &'a str) -> Option<Container<'a>> {
     if let Some(name) = part.strip_prefix("systemd-nspawn@").and_then(|unit| unit.strip_suffix(".service")) {
         return Container::named("nspawn", unescape(name));
     }
-    let machine = machine(part)?;
+    let machine = machine_name(part)?;
     match libvirt_name(&machine, "lxc-") {
         Some(name) => Container::named("lxc", name),
         None if libvirt_name(&machine, "qemu-").is_some() => None,
@@ -148,7 +148,7 @@ fn is_hexadecimal(text: &str) -> bool {
 
 /// The name under which a machine was registered: of `machine-NAME.scope`, or of libvirt's `NAME.libvirt-qemu` on hosts
 /// without systemd.
-fn machine(part: &str) -> Option<String> {
+fn machine_name(part: &str) -> Option<String> {
     if let Some(name) = part.strip_prefix("machine-").and_then(|unit| unit.strip_suffix(".scope")) {
         return Some(unescape(name));
     }
@@ -186,12 +186,12 @@ fn unescape(name: &str) -> String {
 mod tests {
     use super::*;
 
-    const WHOLE: &str = "4c01db0b339cb2be3c0a8d3bcd7f9f9f2b6a4dfb5b1a0bba1b6f4d2a7d1f8e55";
+    const FULL_ID: &str = "4c01db0b339cb2be3c0a8d3bcd7f9f9f2b6a4dfb5b1a0bba1b6f4d2a7d1f8e55";
 
     #[test]
-    fn runtimes() {
+    fn runtimes_are_recognized_by_cgroup() {
         let check = |path: &str, expected: Option<&str>| {
-            assert_eq!(of(&path.replace("ID", WHOLE)).as_deref(), expected, "{path}");
+            assert_eq!(container_name(&path.replace("ID", FULL_ID)).as_deref(), expected, "{path}");
         };
         let docker = Some("docker:4c01db0b339c");
         check("/docker/ID", docker);
@@ -233,14 +233,14 @@ mod tests {
     }
 
     #[test]
-    fn labels_are_looked_for_where_the_runtime_keeps_them() {
+    fn label_files_are_those_of_the_runtime() {
         let check = |path: &str, expected: &[&str]| {
             let expected = ["", "proc/1/root/"]
                 .map(|root| {
-                    expected.iter().map(|path| format!("{root}{}", path.replace("ID", WHOLE))).collect::<Vec<_>>()
+                    expected.iter().map(|path| format!("{root}{}", path.replace("ID", FULL_ID))).collect::<Vec<_>>()
                 })
                 .concat();
-            assert_eq!(label_files(&path.replace("ID", WHOLE)), expected, "{path}");
+            assert_eq!(label_files(&path.replace("ID", FULL_ID)), expected, "{path}");
             assert!(expected.iter().all(|path| is_label_file(path)));
         };
         check("/system.slice/docker-ID.scope", &["var/lib/docker/containers/ID/config.v2.json"]);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn guests_of_libvirt() {
+    fn libvirt_guest_name_is_read_from_cgroup() {
         let check = |path: &str, expected: Option<&str>| assert_eq!(libvirt_guest(path).as_deref(), expected, "{path}");
         check(r"/machine.slice/machine-qemu\x2d1\x2dvm1.scope/libvirt/emulator", Some("vm1"));
         check(r"/machine.slice/machine-qemu\x2d12\x2dinstance\x2d0000001d.scope/emulator", Some("instance-0000001d"));

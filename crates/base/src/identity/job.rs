@@ -6,12 +6,12 @@ use std::collections::BTreeMap;
 
 /// Where a rank is found, the surest first. `mpirun` in an allocation hands `SLURM_PROCID` on to its ranks, where it is
 /// that of the shell or daemon that started them, so MPI's own numbers come before it.
-const RANKS: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"];
+const RANK_VARIABLES: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"];
 
 /// The job that the environment tells of. Slurm's name for it wins over MPI's.
-pub(super) fn of(environment: &BTreeMap<String, String>) -> Option<Job> {
+pub(super) fn identify_job(environment: &BTreeMap<String, String>) -> Option<Job> {
     let value = |name: &str| environment.get(name).map(String::as_str).filter(|value| !value.is_empty());
-    let rank = RANKS.iter().find_map(|name| value(name)?.parse().ok());
+    let rank = RANK_VARIABLES.iter().find_map(|name| value(name)?.parse().ok());
     let name = if let Some(job) = value("SLURM_JOB_ID") {
         match value("SLURM_STEP_ID") {
             Some(id) => format!("slurm:{job}.{}", step(id)),
@@ -20,7 +20,7 @@ pub(super) fn of(environment: &BTreeMap<String, String>) -> Option<Job> {
     } else if let Some(job) = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"].into_iter().find_map(value) {
         format!("mpi:{job}")
     } else {
-        RANKS[..3].iter().find_map(|name| value(name)).map(|_| "mpi".to_owned())?
+        RANK_VARIABLES[..3].iter().find_map(|name| value(name)).map(|_| "mpi".to_owned())?
     };
     Some(Job { name, rank })
 }
@@ -41,11 +41,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn launchers() {
+    fn launchers_are_recognized_by_environment() {
         let check = |variables: &[(&str, &str)], expected: Option<(&str, Option<u32>)>| {
             let environment = variables.iter().map(|&(name, value)| (name.to_owned(), value.to_owned())).collect();
             let expected = expected.map(|(name, rank)| Job { name: name.to_owned(), rank });
-            assert_eq!(of(&environment), expected, "{variables:?}");
+            assert_eq!(identify_job(&environment), expected, "{variables:?}");
         };
         check(&[], None);
         check(&[("SLURM_JOB_ID", "1234")], Some(("slurm:1234", None)));

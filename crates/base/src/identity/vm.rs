@@ -8,11 +8,11 @@
 //!   Kata Containers does, has no memory on the command line either.
 
 use super::container::libvirt_guest;
-use super::{Backend, Monitor, Vm};
+use super::{Monitor, Vm, VmMemoryBackend};
 use std::collections::BTreeMap;
 
 /// The virtual machine that a process runs, if its program is a known monitor.
-pub(super) fn of(arguments: &[String], cgroup: Option<&str>) -> Option<Vm> {
+pub(super) fn identify_vm(arguments: &[String], cgroup: Option<&str>) -> Option<Vm> {
     let (program, arguments) = arguments.split_first()?;
     let program = program.rsplit('/').next().unwrap_or(program);
     let guest = cgroup.and_then(libvirt_guest);
@@ -20,39 +20,39 @@ pub(super) fn of(arguments: &[String], cgroup: Option<&str>) -> Option<Vm> {
     let is_emulator = || guest.is_some() && options(arguments).any(|(option, _)| matches!(option, "M" | "machine"));
     let is_qemu = program.starts_with("qemu-system-") || matches!(program, "qemu-kvm" | "kvm" | "kvm-spice");
     if is_qemu || is_emulator() {
-        let vm = qemu(arguments);
+        let vm = parse_qemu(arguments);
         return Some(Vm { name: vm.name.or(guest), ..vm });
     }
     // Releases carry version and architecture in their file names; firecracker-containerd is another program.
     if program == "firecracker" || program.starts_with("firecracker-v") {
-        return Some(firecracker(arguments));
+        return Some(parse_firecracker(arguments));
     }
-    matches!(program, "cloud-hypervisor" | "cloud-hypervisor-static").then(|| cloud_hypervisor(arguments))
+    matches!(program, "cloud-hypervisor" | "cloud-hypervisor-static").then(|| parse_cloud_hypervisor(arguments))
 }
 
 /// The technique that keeps a guest's memory from its host, if the command line of a virtual machine names one: QEMU's
 /// objects of AMD SEV and SEV-SNP, Intel TDX, IBM Secure Execution and PEF
 /// (docs/system/confidential-guest-support.rst), or any other that the machine is told of, and cloud-hypervisor's
 /// `--platform tdx=on` and `sev_snp=on`.
-pub(super) fn confidential(arguments: &[String]) -> Option<String> {
-    let Vm { monitor, .. } = of(arguments, None)?;
+pub(super) fn confidential_technique(arguments: &[String]) -> Option<String> {
+    let Vm { monitor, .. } = identify_vm(arguments, None)?;
     let (_, arguments) = arguments.split_first()?;
     match monitor {
         Monitor::Qemu => {
             let objects = options(arguments).filter(|(option, _)| *option == "object");
-            let mut kinds = objects.filter_map(|(_, value)| properties(value, "qom-type").remove("qom-type"));
+            let mut kinds = objects.filter_map(|(_, value)| parse_properties(value, "qom-type").remove("qom-type"));
             let known = ["sev-guest", "sev-snp-guest", "tdx-guest", "s390-pv-guest", "pef-guest"];
             kinds.find(|kind| known.contains(&kind.as_str())).or_else(|| {
                 let mut machines = options(arguments).filter(|(option, _)| matches!(*option, "M" | "machine"));
                 let support = ["confidential-guest-support", "memory-encryption"];
                 machines.find_map(|(_, value)| {
-                    let machine = parameters(value, "type");
+                    let machine = parse_parameters(value, "type");
                     support.into_iter().find(|key| machine.contains_key(*key)).map(str::to_owned)
                 })
             })
         }
-        Monitor::CloudHypervisor => values(arguments, "platform").into_iter().find_map(|value| {
-            let platform = parameters(value, "");
+        Monitor::CloudHypervisor => option_values(arguments, "platform").into_iter().find_map(|value| {
+            let platform = parse_parameters(value, "");
             let known = ["tdx", "sev_snp"];
             known.into_iter().find(|key| is_on(&platform, key) == Some(true)).map(str::to_owned)
         }),
@@ -60,7 +60,7 @@ pub(super) fn confidential(arguments: &[String]) -> Option<String> {
     }
 }
 
-fn qemu(arguments: &[String]) -> Vm {
+fn parse_qemu(arguments: &[String]) -> Vm {
     let mut name = None;
     let mut memory = None;
     let mut machine = Parameters::new();
@@ -71,22 +71,28 @@ fn qemu(arguments: &[String]) -> Vm {
     let mut monitors = Vec::new();
     for (option, value) in options(arguments) {
         match option {
-            "name" => name = parameters(value, "guest").remove("guest").filter(|guest| !guest.is_empty()).or(name),
-            "m" => memory = parameters(value, "size").get("size").and_then(|text| size(text, MIB)).or(memory),
-            "M" | "machine" => machine.extend(parameters(value, "type")),
-            "object" => objects.push(properties(value, "qom-type")),
+            "name" => {
+                name = parse_parameters(value, "guest").remove("guest").filter(|guest| !guest.is_empty()).or(name)
+            }
+            "m" => {
+                memory = parse_parameters(value, "size").get("size").and_then(|text| parse_size(text, MIB)).or(memory)
+            }
+            "M" | "machine" => machine.extend(parse_parameters(value, "type")),
+            "object" => objects.push(parse_properties(value, "qom-type")),
             "mem-path" => objects.push(mem_path()),
-            "device" => vfio |= properties(value, "driver").get("driver").is_some_and(|driver| pins_guest_ram(driver)),
+            "device" => {
+                vfio |= parse_properties(value, "driver").get("driver").is_some_and(|driver| pins_guest_ram(driver))
+            }
             "qmp" | "qmp-pretty" => control = control.or_else(|| listening_socket(value)),
             "chardev" => {
-                let mut socket = parameters(value, "backend");
+                let mut socket = parse_parameters(value, "backend");
                 if is_on(&socket, "server") == Some(true)
                     && let (Some(id), Some(path)) = (socket.remove("id"), socket.remove("path"))
                 {
                     sockets.insert(id, path);
                 }
             }
-            "mon" => monitors.push(parameters(value, "chardev")),
+            "mon" => monitors.push(parse_parameters(value, "chardev")),
             _ => {}
         }
     }
@@ -99,25 +105,25 @@ fn qemu(arguments: &[String]) -> Vm {
     let of_machine = || {
         let id = machine.get("memory-backend")?;
         let backend = objects.iter().find(|object| object.get("id") == Some(id))?;
-        size(backend.get("size")?, 1)
+        parse_size(backend.get("size")?, 1)
     };
     Vm {
         monitor: Monitor::Qemu,
         name,
-        memory: memory.or_else(of_machine),
-        backends: objects.iter().filter_map(|object| backend(object, mem_merge)).collect(),
+        memory_bytes: memory.or_else(of_machine),
+        backends: objects.iter().filter_map(|object| parse_backend(object, mem_merge)).collect(),
         mem_merge,
         vfio,
-        control: control.or_else(of_monitor),
+        control_socket: control.or_else(of_monitor),
     }
 }
 
 /// A backend from an object's properties, if it is one of memory.
-fn backend(object: &Parameters, mem_merge: bool) -> Option<Backend> {
+fn parse_backend(object: &Parameters, mem_merge: bool) -> Option<VmMemoryBackend> {
     let kind = object.get("qom-type").filter(|kind| kind.starts_with("memory-backend-"))?;
     // Those share unless told otherwise (backends/hostmem-memfd.c, hostmem-shm.c).
     let shares = matches!(kind.as_str(), "memory-backend-memfd" | "memory-backend-shm");
-    Some(Backend {
+    Some(VmMemoryBackend {
         id: object.get("id").cloned().unwrap_or_default(),
         kind: kind.clone(),
         share: is_on(object, "share").unwrap_or(shares),
@@ -138,50 +144,52 @@ fn pins_guest_ram(driver: &str) -> bool {
 
 /// The path in `unix:PATH,server=on`. Without `server` QEMU calls there and nobody can call it.
 fn listening_socket(value: &str) -> Option<String> {
-    let mut parts = split(value).into_iter();
+    let mut parts = split_at_commas(value).into_iter();
     let path = parts.next()?.strip_prefix("unix:")?.to_owned();
-    let server = is_on(&pairs(parts), "server") == Some(true);
+    let server = is_on(&parse_pairs(parts), "server") == Some(true);
     server.then_some(path)
 }
 
-fn firecracker(arguments: &[String]) -> Vm {
-    let value = |name| values(arguments, name).first().map(|&value| value.to_owned());
+fn parse_firecracker(arguments: &[String]) -> Vm {
+    let value = |name| option_values(arguments, name).first().map(|&value| value.to_owned());
     Vm {
         monitor: Monitor::Firecracker,
         name: value("id"),
-        memory: None,
+        memory_bytes: None,
         backends: Vec::new(),
         mem_merge: false,
         vfio: false,
-        control: value("api-sock"),
+        control_socket: value("api-sock"),
     }
 }
 
-fn cloud_hypervisor(arguments: &[String]) -> Vm {
-    let memory = values(arguments, "memory").first().map(|value| parameters(value, "size")).unwrap_or_default();
-    let zones = values(arguments, "memory-zone").into_iter().map(|value| parameters(value, "id"));
+fn parse_cloud_hypervisor(arguments: &[String]) -> Vm {
+    let memory =
+        option_values(arguments, "memory").first().map(|value| parse_parameters(value, "size")).unwrap_or_default();
+    let zones = option_values(arguments, "memory-zone").into_iter().map(|value| parse_parameters(value, "id"));
     let mem_merge = is_on(&memory, "mergeable") == Some(true);
     let mut total: Option<u64> = None;
     let mut backends = Vec::new();
     for (kind, part) in [("memory", memory)].into_iter().chain(zones.map(|zone| ("memory-zone", zone))) {
-        let Some(bytes) = part.get("size").and_then(|text| size(text, 1)) else { continue };
+        let Some(bytes) = part.get("size").and_then(|text| parse_size(text, 1)) else { continue };
         total = Some(total.unwrap_or(0).saturating_add(bytes));
         // With zones, --memory is there for its settings and has size=0.
         if bytes > 0 {
             let id = part.get("id").cloned().unwrap_or_else(|| kind.to_owned());
             let share = is_on(&part, "shared") == Some(true);
-            backends.push(Backend { id, kind: kind.to_owned(), share, merge: mem_merge });
+            backends.push(VmMemoryBackend { id, kind: kind.to_owned(), share, merge: mem_merge });
         }
     }
-    let control = values(arguments, "api-socket").first().and_then(|value| parameters(value, "path").remove("path"));
+    let control =
+        option_values(arguments, "api-socket").first().and_then(|value| parse_parameters(value, "path").remove("path"));
     Vm {
         monitor: Monitor::CloudHypervisor,
         name: control.as_deref().and_then(name_of_socket),
-        memory: total,
+        memory_bytes: total,
         backends,
         mem_merge,
-        vfio: !values(arguments, "device").is_empty(),
-        control,
+        vfio: !option_values(arguments, "device").is_empty(),
+        control_socket: control,
     }
 }
 
@@ -206,7 +214,7 @@ fn options(arguments: &[String]) -> impl Iterator<Item = (&str, &str)> {
 }
 
 /// The values of a long option: after `=`, or the arguments up to the next option.
-fn values<'a>(arguments: &'a [String], name: &str) -> Vec<&'a str> {
+fn option_values<'a>(arguments: &'a [String], name: &str) -> Vec<&'a str> {
     let mut values = Vec::new();
     let mut within = false;
     for argument in arguments {
@@ -226,9 +234,9 @@ fn values<'a>(arguments: &'a [String], name: &str) -> Vec<&'a str> {
 }
 
 /// `key=value,...` or the same as JSON.
-fn properties(value: &str, implied: &str) -> Parameters {
+fn parse_properties(value: &str, implied: &str) -> Parameters {
     if !value.starts_with('{') {
-        return parameters(value, implied);
+        return parse_parameters(value, implied);
     }
     let Ok(serde_json::Value::Object(object)) = serde_json::from_str(value) else { return Parameters::new() };
     let text = |value| match value {
@@ -241,15 +249,15 @@ fn properties(value: &str, implied: &str) -> Parameters {
 }
 
 /// The parameters of `key=value,...`, the last of a key winning; `implied` is the key of a first value that has none.
-fn parameters(value: &str, implied: &str) -> Parameters {
-    let mut parts = split(value);
+fn parse_parameters(value: &str, implied: &str) -> Parameters {
+    let mut parts = split_at_commas(value);
     if let Some(first) = parts.first_mut().filter(|first| !first.contains('=')) {
         *first = format!("{implied}={first}");
     }
-    pairs(parts)
+    parse_pairs(parts)
 }
 
-fn pairs(parts: impl IntoIterator<Item = String>) -> Parameters {
+fn parse_pairs(parts: impl IntoIterator<Item = String>) -> Parameters {
     let pair = |part: String| match part.split_once('=') {
         Some((key, value)) => (key.to_owned(), value.to_owned()),
         None => match part.strip_prefix("no") {
@@ -261,7 +269,7 @@ fn pairs(parts: impl IntoIterator<Item = String>) -> Parameters {
 }
 
 /// What stands between commas, with `,,` for a comma.
-fn split(value: &str) -> Vec<String> {
+fn split_at_commas(value: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut rest = value.chars().peekable();
     while let Some(character) = rest.next() {
@@ -284,7 +292,7 @@ fn is_on(parameters: &Parameters, key: &str) -> Option<bool> {
 const MIB: u64 = 1 << 20;
 
 /// Bytes of `4G`, `1.5G`, `4194304k` or, in `unit`s, of a bare number.
-fn size(text: &str, unit: u64) -> Option<u64> {
+fn parse_size(text: &str, unit: u64) -> Option<u64> {
     let (digits, unit) = match text.bytes().last()?.to_ascii_lowercase() {
         b'b' => (&text[..text.len() - 1], 1),
         suffix @ (b'k' | b'm' | b'g' | b't' | b'p' | b'e') => {
@@ -309,15 +317,15 @@ mod tests {
 
     fn identify(command: &str) -> Option<Vm> {
         let arguments: Vec<String> = command.split_whitespace().map(str::to_owned).collect();
-        of(&arguments, None)
+        identify_vm(&arguments, None)
     }
 
     fn vm(command: &str) -> Vm {
         identify(command).expect(command)
     }
 
-    fn backend(id: &str, kind: &str, share: bool, merge: bool) -> Backend {
-        Backend { id: id.into(), kind: kind.into(), share, merge }
+    fn backend(id: &str, kind: &str, share: bool, merge: bool) -> VmMemoryBackend {
+        VmMemoryBackend { id: id.into(), kind: kind.into(), share, merge }
     }
 
     /// As libvirt 10 starts a guest with a device passed through, shared memory and an agent.
@@ -340,10 +348,10 @@ mod tests {
         -sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny -msg timestamp=on"#;
 
     #[test]
-    fn confidential_guests_are_known_by_their_technique() {
+    fn confidential_technique_is_recognized() {
         let check = |line: &str, technique: Option<&str>| {
             let arguments: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
-            assert_eq!(confidential(&arguments).as_deref(), technique, "{line}");
+            assert_eq!(confidential_technique(&arguments).as_deref(), technique, "{line}");
         };
         let qemu = "qemu-system-x86_64 -machine q35,confidential-guest-support=lsec0";
         check(&format!("{qemu} -object sev-snp-guest,id=lsec0,cbitpos=51"), Some("sev-snp-guest"));
@@ -359,21 +367,21 @@ mod tests {
     }
 
     #[test]
-    fn a_guest_of_libvirt() {
+    fn libvirt_command_line_is_parsed() {
         let expected = Vm {
             monitor: Monitor::Qemu,
             name: Some("web01".into()),
-            memory: Some(4 << 30),
+            memory_bytes: Some(4 << 30),
             backends: vec![backend("pc.ram", "memory-backend-memfd", true, false)],
             mem_merge: false,
             vfio: true,
-            control: None,
+            control_socket: None,
         };
         assert_eq!(vm(LIBVIRT), expected);
     }
 
     #[test]
-    fn a_guest_of_an_older_libvirt() {
+    fn older_libvirt_command_line_is_parsed() {
         let vm =
             vm("/usr/libexec/qemu-kvm -name guest=db,,1,process=qemu:db -S -machine pc-i440fx-rhel7.6.0,accel=kvm \
              -m 8192 -realtime mlock=off -smp 4 \
@@ -382,27 +390,27 @@ mod tests {
              -chardev socket,id=charmonitor,path=/var/lib/libvirt/qemu/domain-1-db/monitor.sock,server,nowait \
              -mon chardev=charmonitor,id=monitor,mode=control -device vfio-pci,host=06:12.5,id=hostdev0");
         assert_eq!(vm.name.as_deref(), Some("db,1"));
-        assert_eq!(vm.memory, Some(8 << 30));
+        assert_eq!(vm.memory_bytes, Some(8 << 30));
         assert_eq!(vm.backends, [backend("ram-node0", "memory-backend-file", true, true)]);
         assert!(vm.mem_merge && vm.vfio);
-        assert_eq!(vm.control.as_deref(), Some("/var/lib/libvirt/qemu/domain-1-db/monitor.sock"));
+        assert_eq!(vm.control_socket.as_deref(), Some("/var/lib/libvirt/qemu/domain-1-db/monitor.sock"));
     }
 
     #[test]
-    fn a_guest_of_proxmox() {
+    fn proxmox_command_line_is_parsed() {
         let vm = vm("/usr/bin/kvm -id 100 -name web,debug-threads=on -no-shutdown \
              -chardev socket,id=qmp-event,path=/var/run/qmeventd.sock,reconnect=5 -mon chardev=qmp-event,mode=control \
              -chardev socket,id=qmp,path=/var/run/qemu-server/100.qmp,server=on,wait=off -mon chardev=qmp,mode=control \
              -pidfile /var/run/qemu-server/100.pid -daemonize -smp 4,sockets=1 -nodefaults -m 2048 \
              -object memory-backend-ram,id=ram-node0,size=2048M -machine type=pc+pve0");
         assert_eq!(vm.name.as_deref(), Some("web"));
-        assert_eq!(vm.memory, Some(2 << 30));
+        assert_eq!(vm.memory_bytes, Some(2 << 30));
         assert_eq!(vm.backends, [backend("ram-node0", "memory-backend-ram", false, true)]);
-        assert_eq!(vm.control.as_deref(), Some("/var/run/qemu-server/100.qmp"));
+        assert_eq!(vm.control_socket.as_deref(), Some("/var/run/qemu-server/100.qmp"));
     }
 
     #[test]
-    fn programs() {
+    fn monitors_are_recognized_by_program_name() {
         let check = |program: &str, expected: Option<Monitor>| {
             assert_eq!(identify(program).map(|vm| vm.monitor), expected, "{program}");
         };
@@ -421,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn names() {
+    fn guest_name_is_parsed() {
         let check = |command: &str, expected: Option<&str>| {
             assert_eq!(vm(&format!("qemu-kvm {command}")).name.as_deref(), expected, "{command}");
         };
@@ -437,9 +445,9 @@ mod tests {
     }
 
     #[test]
-    fn memory() {
+    fn guest_memory_size_is_parsed() {
         let check = |command: &str, expected: Option<u64>| {
-            assert_eq!(vm(&format!("qemu-kvm {command}")).memory, expected, "{command}");
+            assert_eq!(vm(&format!("qemu-kvm {command}")).memory_bytes, expected, "{command}");
         };
         check("", None);
         check("-m 4G", Some(4 << 30));
@@ -463,8 +471,8 @@ mod tests {
     }
 
     #[test]
-    fn backends() {
-        let check = |command: &str, expected: &[Backend]| {
+    fn memory_backends_are_parsed() {
+        let check = |command: &str, expected: &[VmMemoryBackend]| {
             assert_eq!(vm(&format!("qemu-kvm {command}")).backends, expected, "{command}");
         };
         check("-object memory-backend-ram,id=a,size=1G", &[backend("a", "memory-backend-ram", false, true)]);
@@ -496,7 +504,7 @@ mod tests {
     }
 
     #[test]
-    fn devices_that_pin() {
+    fn vfio_devices_are_recognized() {
         let check = |device: &str, expected: bool| {
             assert_eq!(vm(&format!("qemu-kvm -device {device}")).vfio, expected, "{device}");
         };
@@ -509,9 +517,9 @@ mod tests {
     }
 
     #[test]
-    fn control_sockets() {
+    fn control_sockets_are_parsed() {
         let check = |command: &str, expected: Option<&str>| {
-            assert_eq!(vm(&format!("qemu-kvm {command}")).control.as_deref(), expected, "{command}");
+            assert_eq!(vm(&format!("qemu-kvm {command}")).control_socket.as_deref(), expected, "{command}");
         };
         check("-qmp unix:/run/a=b,,c.sock,server=on,wait=off", Some("/run/a=b,c.sock"));
         check("-qmp unix:q.sock,server,nowait", Some("q.sock"));
@@ -528,11 +536,11 @@ mod tests {
     }
 
     #[test]
-    fn the_cgroup_of_libvirt_names_and_identifies() {
+    fn libvirt_cgroup_names_the_guest() {
         let cgroup = Some(r"/machine.slice/machine-qemu\x2d7\x2dweb.scope/libvirt/emulator");
         let name = |command: &str| {
             let arguments: Vec<String> = command.split(' ').map(str::to_owned).collect();
-            of(&arguments, cgroup).map(|vm| vm.name.unwrap_or_default())
+            identify_vm(&arguments, cgroup).map(|vm| vm.name.unwrap_or_default())
         };
         assert_eq!(name("/usr/bin/qemu-system-x86_64 -m 1G").as_deref(), Some("web"));
         assert_eq!(name("/usr/bin/qemu-system-x86_64 -name own").as_deref(), Some("own"));
@@ -541,49 +549,49 @@ mod tests {
     }
 
     #[test]
-    fn guests_of_firecracker() {
+    fn firecracker_command_line_is_parsed() {
         let guest = vm("/firecracker --id 4f2a --api-sock /run/firecracker.socket --seccomp-level 2");
         let expected = Vm {
             monitor: Monitor::Firecracker,
             name: Some("4f2a".into()),
-            memory: None,
+            memory_bytes: None,
             backends: vec![],
             mem_merge: false,
             vfio: false,
-            control: Some("/run/firecracker.socket".into()),
+            control_socket: Some("/run/firecracker.socket".into()),
         };
         assert_eq!(guest, expected);
         let guest = vm("firecracker --no-api --config-file=vm.json --id=a=b");
-        assert_eq!((guest.name.as_deref(), guest.control), (Some("a=b"), None));
+        assert_eq!((guest.name.as_deref(), guest.control_socket), (Some("a=b"), None));
         assert_eq!(vm("firecracker --id").name, None);
     }
 
     #[test]
-    fn guests_of_cloud_hypervisor() {
+    fn cloud_hypervisor_command_line_is_parsed() {
         let guest = vm("cloud-hypervisor --api-socket path=/tmp/build-7.sock --cpus boot=4 \
              --memory size=4G,shared=on,hugepages=on --disk path=a.raw path=b.raw --device path=/sys/bus/pci/devices/x/ -v");
         let expected = Vm {
             monitor: Monitor::CloudHypervisor,
             name: Some("build-7".into()),
-            memory: Some(4 << 30),
+            memory_bytes: Some(4 << 30),
             backends: vec![backend("memory", "memory", true, false)],
             mem_merge: false,
             vfio: true,
-            control: Some("/tmp/build-7.sock".into()),
+            control_socket: Some("/tmp/build-7.sock".into()),
         };
         assert_eq!(guest, expected);
 
         let guest =
             vm("cloud-hypervisor --memory=size=0,mergeable=on --memory-zone id=a,size=1G id=b,size=512M,shared=on \
              --kernel vmlinux");
-        assert_eq!(guest.memory, Some(3 << 29));
+        assert_eq!(guest.memory_bytes, Some(3 << 29));
         let zones = [backend("a", "memory-zone", false, true), backend("b", "memory-zone", true, true)];
         assert_eq!(guest.backends, zones);
         assert_eq!((guest.name, guest.mem_merge, guest.vfio), (None, true, false));
 
         let guest = vm("/opt/kata/bin/cloud-hypervisor --api-socket /run/vc/vm/0f2c/clh-api.sock");
-        assert_eq!((guest.name.as_deref(), guest.memory), (Some("0f2c"), None));
-        assert_eq!(vm("cloud-hypervisor --memory size=1073741824").memory, Some(1 << 30));
+        assert_eq!((guest.name.as_deref(), guest.memory_bytes), (Some("0f2c"), None));
+        assert_eq!(vm("cloud-hypervisor --memory size=1073741824").memory_bytes, Some(1 << 30));
         assert_eq!(vm("cloud-hypervisor --api-socket fd=3").name, None);
     }
 }

@@ -33,31 +33,31 @@ use std::ops::RangeInclusive;
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 
 /// Contents seen at most this many times take part in the linear program, each count having its own band.
-const FEW: u64 = 16;
+const MAX_RARE_SIGHTINGS: u64 = 16;
 
-/// The bands that must hold together: one for each count up to [`FEW`], the pages of contents seen more often, those
+/// The bands that must hold together: one for each count up to [`MAX_RARE_SIGHTINGS`], the pages of contents seen more often, those
 /// of the others, both together, and the largest group size.
-const BANDS: f64 = FEW as f64 + 4.0;
+const BAND_COUNT: f64 = MAX_RARE_SIGHTINGS as f64 + 4.0;
 
 /// Every group size up to this one is on the grid.
-const DENSE: u64 = 24;
+const MAX_DENSE_GROUP_SIZE: u64 = 24;
 
-/// The ratio of neighbours on the grid beyond [`DENSE`], less one.
+/// The ratio of neighbours on the grid beyond [`MAX_DENSE_GROUP_SIZE`], less one.
 const GRID_STEP: f64 = 0.05;
 
 /// Coefficients below this part of the largest in their row are left out: microlp asks for rows that span at most six
 /// orders of magnitude.
-const NEGLIGIBLE: f64 = 1e-6;
+const MIN_RELATIVE_COEFFICIENT: f64 = 1e-6;
 
 /// How often bands that contradict each other are made twice as wide before the answer is what logic alone allows.
-const WIDENINGS: u32 = 8;
+const MAX_BAND_WIDENINGS: u32 = 8;
 
 /// Passes of expectation maximisation; stopping early is what keeps its answer smooth.
 const EM_PASSES: u32 = 200;
 
 /// What a sample of the resident pages of a host holds. The pages drawn are those that the fields count.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Sample {
+pub struct PageSample {
     /// Resident pages of the whole, drawn or not. Taken to be at least the pages drawn.
     pub population: u64,
     /// Pages drawn that hold only zero bytes.
@@ -67,7 +67,7 @@ pub struct Sample {
     /// Pages drawn whose content changed between the passes.
     pub volatile: u64,
     /// The other pages drawn: how many contents (value) were seen exactly how many times (key).
-    pub seen: BTreeMap<u64, u64>,
+    pub contents_by_sightings: BTreeMap<u64, u64>,
 }
 
 /// A figure with its confidence interval, in pages; `low <= estimate <= high`.
@@ -81,7 +81,7 @@ pub struct Interval {
     pub high: f64,
 }
 
-/// Pages of the whole by class, as [`pagefold_base::Counts`] has them. Each interval holds at the level asked for by itself,
+/// Pages of the whole by class, as [`pagefold_base::PageCounts`] has them. Each interval holds at the level asked for by itself,
 /// not all of them together.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
@@ -99,7 +99,7 @@ pub struct Estimate {
     pub redundant: Interval,
 }
 
-impl Sample {
+impl PageSample {
     /// Pages drawn.
     fn drawn(&self) -> f64 {
         self.zero as f64 + self.merged as f64 + self.volatile as f64 + self.pages(0..=u64::MAX)
@@ -107,12 +107,12 @@ impl Sample {
 
     /// Contents seen a number of times that lies in `times`.
     fn contents(&self, times: RangeInclusive<u64>) -> f64 {
-        self.seen.range(times).map(|(_, &contents)| contents as f64).sum()
+        self.contents_by_sightings.range(times).map(|(_, &contents)| contents as f64).sum()
     }
 
     /// Pages drawn of the contents seen a number of times that lies in `times`.
     fn pages(&self, times: RangeInclusive<u64>) -> f64 {
-        self.seen.range(times).map(|(&times, &contents)| times as f64 * contents as f64).sum()
+        self.contents_by_sightings.range(times).map(|(&times, &contents)| times as f64 * contents as f64).sum()
     }
 }
 
@@ -130,13 +130,13 @@ impl Interval {
     }
 
     /// The same, `margin` wider at both ends and moved up by `shift`.
-    fn eased(self, shift: f64, margin: f64) -> Self {
+    fn shifted_and_widened(self, shift: f64, margin: f64) -> Self {
         Self::new(self.low + shift - margin, self.estimate + shift, self.high + shift + margin)
     }
 
     /// `1 + factor` times as wide.
     fn widened(self, factor: f64) -> Self {
-        self.eased(0.0, factor * (self.high - self.low) / 2.0)
+        self.shifted_and_widened(0.0, factor * (self.high - self.low) / 2.0)
     }
 }
 
@@ -147,11 +147,11 @@ impl Interval {
 /// finds from a start that favours small groups: it is close to the most likely histogram and yet smooth, where the
 /// sample leaves a choice it promises less, and where the interval is one-sided, as when nothing is duplicate, it does
 /// not sit in the middle of what is merely not excluded. It is no better than its interval is narrow.
-pub fn estimate(sample: &Sample, confidence: f64) -> Estimate {
+pub fn estimate(sample: &PageSample, confidence: f64) -> Estimate {
     let alpha = 1.0 - if confidence.is_nan() { 0.95 } else { confidence.clamp(0.0, 1.0 - 1e-9) };
     let drawn = sample.drawn();
     let population = (sample.population as f64).max(drawn);
-    let share = |count: f64, alpha: f64| share_of(count, drawn, population, alpha);
+    let share = |count: f64, alpha: f64| class_interval(count, drawn, population, alpha);
 
     let once = sample.pages(1..=1);
     let twice_or_more = sample.pages(2..=u64::MAX);
@@ -161,11 +161,11 @@ pub fn estimate(sample: &Sample, confidence: f64) -> Estimate {
     let unseen = population - drawn;
     let spare = unseen + if unseen > 0.0 { once } else { 0.0 };
     let figures = if unseen > 0.0 && drawn > 0.0 {
-        figures(sample, drawn, population, share(rest, alpha / BANDS), alpha)
+        group_size_intervals(sample, drawn, population, share(rest, alpha / BAND_COUNT), alpha)
     } else {
         // All was drawn, or nothing.
         let whole = |known: f64| Interval::new(0.0, known + unseen / 2.0, population);
-        Figures { unique: whole(once), duplicate: whole(twice_or_more), redundant: whole(rest - contents) }
+        GroupSizeIntervals { unique: whole(once), duplicate: whole(twice_or_more), redundant: whole(rest - contents) }
     };
     Estimate {
         zero: share(sample.zero as f64, alpha),
@@ -180,7 +180,7 @@ pub fn estimate(sample: &Sample, confidence: f64) -> Estimate {
 /// Pages of a class in the whole, `count` of `drawn` pages being of it: Wilson's interval with continuity correction
 /// (Newcombe, "Two-sided confidence intervals for the single proportion", Statistics in Medicine 17, 1998, method 4),
 /// its variance times the finite population correction `(N - m) / (N - 1)`.
-fn share_of(count: f64, drawn: f64, population: f64, alpha: f64) -> Interval {
+fn class_interval(count: f64, drawn: f64, population: f64, alpha: f64) -> Interval {
     let unseen = population - drawn;
     if drawn <= 0.0 {
         return Interval::new(0.0, population / 2.0, population);
@@ -206,87 +206,99 @@ fn share_of(count: f64, drawn: f64, population: f64, alpha: f64) -> Interval {
 }
 
 /// The figures that depend on group sizes.
-struct Figures {
+struct GroupSizeIntervals {
     unique: Interval,
     duplicate: Interval,
     redundant: Interval,
 }
 
-/// What the sample allows for the contents seen at most [`FEW`] times and for the pages of the others.
-struct Bands {
+/// What the sample allows for the contents seen at most [`MAX_RARE_SIGHTINGS`] times and for the pages of the others.
+struct SampleBands {
     /// All pages that are neither zero nor merged nor volatile.
-    rest: Interval,
-    /// Those whose content was seen more than [`FEW`] times.
-    often: Interval,
+    other_pages: Interval,
+    /// Those whose content was seen more than [`MAX_RARE_SIGHTINGS`] times.
+    frequent_pages: Interval,
     /// Those whose content was not.
-    seldom: Interval,
+    rare_pages: Interval,
     /// Mean of the contents seen `j + 1` times.
-    seen: Vec<Interval>,
+    sightings: Vec<Interval>,
 }
 
 /// Group sizes and how contents of each are seen.
-struct Grid {
+struct GroupSizeGrid {
     /// Group sizes, rising from 1.
-    copies: Vec<f64>,
-    /// For each group size the probabilities to be seen 1, 2 ... [`FEW`] times.
-    seen: Vec<Vec<f64>>,
+    group_sizes: Vec<f64>,
+    /// For each group size the probabilities to be seen 1, 2 ... [`MAX_RARE_SIGHTINGS`] times.
+    sighting_probabilities: Vec<Vec<f64>>,
 }
 
-fn figures(sample: &Sample, drawn: f64, population: f64, rest: Interval, alpha: f64) -> Figures {
+fn group_size_intervals(
+    sample: &PageSample,
+    drawn: f64,
+    population: f64,
+    rest: Interval,
+    alpha: f64,
+) -> GroupSizeIntervals {
     let p = drawn / population;
-    let each = alpha / BANDS;
-    let often_contents = sample.contents(FEW + 1..=u64::MAX);
-    let often_pages = sample.pages(FEW + 1..=u64::MAX);
-    let seldom_pages = sample.pages(1..=FEW);
+    let each = alpha / BAND_COUNT;
+    let often_contents = sample.contents(MAX_RARE_SIGHTINGS + 1..=u64::MAX);
+    let often_pages = sample.pages(MAX_RARE_SIGHTINGS + 1..=u64::MAX);
+    let seldom_pages = sample.pages(1..=MAX_RARE_SIGHTINGS);
 
     // Contents that are seen often are partly so by luck: over those seen more than J times, the sum of X - n p has the
     // mean (1 - p) (J + 1) E f_{J+1} (Stein's identity for the binomial).
-    let edge = (FEW + 1) as f64;
-    let at_edge = sample.contents(FEW + 1..=FEW + 1);
+    let edge = (MAX_RARE_SIGHTINGS + 1) as f64;
+    let at_edge = sample.contents(MAX_RARE_SIGHTINGS + 1..=MAX_RARE_SIGHTINGS + 1);
     let shift = (1.0 - p) * edge * at_edge / p;
     let margin = normal_quantile(each / 2.0) * edge * at_edge.sqrt() / p;
-    let share = |pages: f64| share_of(pages, drawn, population, each);
+    let share = |pages: f64| class_interval(pages, drawn, population, each);
     let often = if often_contents > 0.0 {
-        share(often_pages).eased(-shift, margin).within(often_pages, population)
+        share(often_pages).shifted_and_widened(-shift, margin).within(often_pages, population)
     } else {
         Interval::new(0.0, 0.0, 0.0)
     };
     let seldom = if often_contents > 0.0 {
-        share(seldom_pages).eased(shift, margin).within(seldom_pages, population)
+        share(seldom_pages).shifted_and_widened(shift, margin).within(seldom_pages, population)
     } else {
         rest
     };
-    let seen = (1..=FEW).map(|j| {
+    let seen = (1..=MAX_RARE_SIGHTINGS).map(|j| {
         let mean = poisson_mean(sample.contents(j..=j), each);
         // A group size between two of the grid is a mixture of both. Over a step of d in the logarithm of the size
         // that misses the probability of j by about its second derivative times d^2 / 8, which is j near the peak.
         let miss = j as f64 * GRID_STEP * GRID_STEP / 8.0;
         Interval::new(mean.low * (1.0 - miss), mean.estimate, mean.high * (1.0 + miss))
     });
-    let mut bands = Bands { rest, often, seldom, seen: seen.collect() };
+    let mut bands =
+        SampleBands { other_pages: rest, frequent_pages: often, rare_pages: seldom, sightings: seen.collect() };
 
-    let most = sample.seen.range(1..=FEW).rev().find(|(_, contents)| **contents > 0).map_or(0, |(&times, _)| times);
-    let grid = Grid::new(p, population, most, often_contents > 0.0, each);
-    let likely = grid.likely(sample, bands.seldom.estimate);
+    let most = sample
+        .contents_by_sightings
+        .range(1..=MAX_RARE_SIGHTINGS)
+        .rev()
+        .find(|(_, contents)| **contents > 0)
+        .map_or(0, |(&times, _)| times);
+    let grid = GroupSizeGrid::new(p, population, most, often_contents > 0.0, each);
+    let likely = grid.likely_pages(sample, bands.rare_pages.estimate);
     let share_of_redundant = |n: f64| (n - 1.0) / n;
     let is_unique = |n: f64| f64::from(n < 2.0);
     let is_duplicate = |n: f64| f64::from(n >= 2.0);
     let total = |cost: &dyn Fn(f64) -> f64| -> f64 {
-        grid.copies.iter().zip(&likely).map(|(&n, &pages)| cost(n) * pages).sum()
+        grid.group_sizes.iter().zip(&likely).map(|(&n, &pages)| cost(n) * pages).sum()
     };
     let unique = total(&is_unique);
-    let duplicate = total(&is_duplicate) + bands.often.estimate;
-    let redundant = total(&share_of_redundant) + bands.often.estimate - often_contents;
+    let duplicate = total(&is_duplicate) + bands.frequent_pages.estimate;
+    let redundant = total(&share_of_redundant) + bands.frequent_pages.estimate - often_contents;
 
-    let ends = |bands: &Bands| {
+    let ends = |bands: &SampleBands| {
         let ends = |often: f64, cost: &dyn Fn(f64) -> f64| {
-            let end = |direction| grid.extreme(bands, direction, often, cost);
+            let end = |direction| grid.extreme_value(bands, direction, often, cost);
             Some((end(OptimizationDirection::Minimize)?, end(OptimizationDirection::Maximize)?))
         };
         Some([ends(0.0, &is_unique)?, ends(1.0, &is_duplicate)?, ends(1.0, &share_of_redundant)?])
     };
     let mut found = ends(&bands);
-    for _ in 0..WIDENINGS {
+    for _ in 0..MAX_BAND_WIDENINGS {
         if found.is_some() {
             break;
         }
@@ -299,26 +311,26 @@ fn figures(sample: &Sample, drawn: f64, population: f64, rest: Interval, alpha: 
     }
     let [of_unique, of_duplicate, of_redundant] =
         found.unwrap_or([(0.0, population), (0.0, population), (often_contents, population)]);
-    Figures {
+    GroupSizeIntervals {
         unique: Interval::new(of_unique.0, unique, of_unique.1),
         duplicate: Interval::new(of_duplicate.0, duplicate, of_duplicate.1),
         redundant: Interval::new(of_redundant.0 - often_contents, redundant, of_redundant.1 - often_contents),
     }
 }
 
-impl Bands {
+impl SampleBands {
     fn widen(&mut self) {
         let nonnegative = |band: Interval| band.widened(1.0).within(0.0, f64::MAX);
-        self.rest = nonnegative(self.rest);
-        self.seldom = nonnegative(self.seldom);
-        self.often = nonnegative(self.often);
-        for band in &mut self.seen {
+        self.other_pages = nonnegative(self.other_pages);
+        self.rare_pages = nonnegative(self.rare_pages);
+        self.frequent_pages = nonnegative(self.frequent_pages);
+        for band in &mut self.sightings {
             *band = nonnegative(*band);
         }
     }
 }
 
-impl Grid {
+impl GroupSizeGrid {
     /// The group sizes that the sample does not exclude at level `alpha`, contents being seen at most `most` times
     /// except those set apart, if any were (`cut`).
     fn new(p: f64, population: f64, most: u64, cut: bool, alpha: f64) -> Self {
@@ -326,20 +338,20 @@ impl Grid {
         // that not one of the population / n of them would be seen as seldom as FEW times are not among the others.
         let possible = |n: f64| {
             let seen_at_most = |times: u64| (0..=times).map(|j| binomial(n, p, j)).sum::<f64>();
-            if cut { population / n * seen_at_most(FEW) >= alpha } else { seen_at_most(most) >= alpha }
+            if cut { population / n * seen_at_most(MAX_RARE_SIGHTINGS) >= alpha } else { seen_at_most(most) >= alpha }
         };
         let mut copies = vec![1.0];
         let mut n: f64 = 2.0;
         while n <= population && (n <= most as f64 || possible(n)) {
             copies.push(n);
-            n = if n < DENSE as f64 { n + 1.0 } else { (n * (1.0 + GRID_STEP)).ceil() };
+            n = if n < MAX_DENSE_GROUP_SIZE as f64 { n + 1.0 } else { (n * (1.0 + GRID_STEP)).ceil() };
         }
         // The last size on the grid may fall short of the largest possible by a step: one more bounds it from above.
         if n <= population {
             copies.push(n);
         }
         let seen = copies.iter().map(|&n| {
-            let mut seen: Vec<f64> = (1..=FEW).map(|j| binomial(n, p, j)).collect();
+            let mut seen: Vec<f64> = (1..=MAX_RARE_SIGHTINGS).map(|j| binomial(n, p, j)).collect();
             if cut {
                 let seldom: f64 = binomial(n, p, 0) + seen.iter().sum::<f64>();
                 seen.iter_mut().for_each(|probability| *probability /= seldom);
@@ -347,25 +359,25 @@ impl Grid {
             seen
         });
         let seen = seen.collect();
-        Self { copies, seen }
+        Self { group_sizes: copies, sighting_probabilities: seen }
     }
 
-    /// The pages of contents seen at most [`FEW`] times by group size, by expectation maximisation for the mixture of
+    /// The pages of contents seen at most [`MAX_RARE_SIGHTINGS`] times by group size, by expectation maximisation for the mixture of
     /// what a page drawn sees: how many times its content was drawn in all. It starts from parts that fall as 1 / n,
     /// and the result adds up to `pages`.
-    fn likely(&self, sample: &Sample, pages: f64) -> Vec<f64> {
-        let counts: Vec<f64> = (1..=FEW).map(|j| sample.pages(j..=j)).collect();
+    fn likely_pages(&self, sample: &PageSample, pages: f64) -> Vec<f64> {
+        let counts: Vec<f64> = (1..=MAX_RARE_SIGHTINGS).map(|j| sample.pages(j..=j)).collect();
         let total: f64 = counts.iter().sum();
         // Probability that a page of a group is drawn and sees j; its sum is the probability that it is drawn.
-        let sees = self.copies.iter().zip(&self.seen).map(|(n, seen)| {
+        let sees = self.group_sizes.iter().zip(&self.sighting_probabilities).map(|(n, seen)| {
             let sees: Vec<f64> = seen.iter().zip(1..).map(|(probability, j)| probability * f64::from(j) / n).collect();
             let drawn: f64 = sees.iter().sum();
             (sees.iter().map(|probability| probability / drawn.max(f64::MIN_POSITIVE)).collect(), drawn)
         });
         let sees: Vec<(Vec<f64>, f64)> = sees.collect();
-        let mut weights: Vec<f64> = self.copies.iter().map(|n| 1.0 / n).collect();
+        let mut weights: Vec<f64> = self.group_sizes.iter().map(|n| 1.0 / n).collect();
         for _ in 0..if total > 0.0 { EM_PASSES } else { 0 } {
-            let mut expected = [0.0; FEW as usize];
+            let mut expected = [0.0; MAX_RARE_SIGHTINGS as usize];
             for (weight, (sees, _)) in weights.iter().zip(&sees) {
                 expected.iter_mut().zip(sees).for_each(|(sum, probability)| *sum += weight * probability);
             }
@@ -386,27 +398,27 @@ impl Grid {
 
     /// The extreme of the sum of `cost(n)` over the pages in groups of `n`, and of `often` for each page of contents
     /// set apart, over all histograms that keep to the bands. `None` if there is none, or microlp fails.
-    fn extreme(
+    fn extreme_value(
         &self,
-        bands: &Bands,
+        bands: &SampleBands,
         direction: OptimizationDirection,
         often: f64,
         cost: &dyn Fn(f64) -> f64,
     ) -> Option<f64> {
         // Variables are parts of what they can be at most, rows parts of their upper ends: no number grows with the
         // host, and few pages beside very many are not lost in the tolerance of the solver.
-        let (seldom_scale, often_scale) = (bands.seldom.high.max(1.0), bands.often.high.max(1.0));
+        let (seldom_scale, often_scale) = (bands.rare_pages.high.max(1.0), bands.frequent_pages.high.max(1.0));
         let scale = seldom_scale.max(often_scale);
         let mut problem = Problem::new(direction);
-        let costs = self.copies.iter().map(|&n| cost(n) * seldom_scale / scale);
+        let costs = self.group_sizes.iter().map(|&n| cost(n) * seldom_scale / scale);
         let sizes: Vec<Variable> = costs.map(|cost| problem.add_var(cost, (0.0, f64::INFINITY))).collect();
-        let set_apart = (bands.often.low / often_scale, bands.often.high / often_scale);
+        let set_apart = (bands.frequent_pages.low / often_scale, bands.frequent_pages.high / often_scale);
         let set_apart = problem.add_var(often * often_scale / scale, set_apart);
 
         let mut hold = |terms: Vec<(Variable, f64)>, band: Interval| {
             let unit = band.high.max(1.0);
             let largest = terms.iter().map(|term| term.1).fold(0.0, f64::max);
-            let terms = terms.into_iter().filter(|term| term.1 > largest * NEGLIGIBLE);
+            let terms = terms.into_iter().filter(|term| term.1 > largest * MIN_RELATIVE_COEFFICIENT);
             let terms: Vec<_> = terms.map(|(variable, coefficient)| (variable, coefficient / unit)).collect();
             problem.add_constraint(terms.as_slice(), ComparisonOp::Le, band.high / unit);
             if band.low > 0.0 {
@@ -414,11 +426,12 @@ impl Grid {
             }
         };
         let mut pages: Vec<(Variable, f64)> = sizes.iter().map(|&size| (size, seldom_scale)).collect();
-        hold(pages.clone(), bands.seldom);
+        hold(pages.clone(), bands.rare_pages);
         pages.push((set_apart, often_scale));
-        hold(pages, bands.rest);
-        for (j, &band) in bands.seen.iter().enumerate() {
-            let means = self.copies.iter().zip(&self.seen).map(|(n, seen)| seldom_scale / n * seen[j]);
+        hold(pages, bands.other_pages);
+        for (j, &band) in bands.sightings.iter().enumerate() {
+            let means =
+                self.group_sizes.iter().zip(&self.sighting_probabilities).map(|(n, seen)| seldom_scale / n * seen[j]);
             hold(sizes.iter().copied().zip(means).collect(), band);
         }
         let solution = problem.solve().ok()?.into_solution().ok()?;

@@ -9,12 +9,12 @@
 //! Sketches can be compared that were made under one key of fingerprints.
 
 use pagefold_base::content::Fingerprint;
-use pagefold_base::mix::mix;
+use pagefold_base::splitmix::splitmix64;
 use pagefold_base::units::Pages;
 use std::cmp::Ordering;
 
 /// Contents in a sketch at most, in the mean: half of that and more, of memory of which no two pages are alike.
-const CONTENTS: u64 = 256;
+const MAX_MEAN_SKETCH_CONTENTS: u64 = 256;
 
 /// How rare a content is: one in two to the power of `n` has rank `n` or more.
 pub fn rank(fingerprint: Fingerprint) -> u32 {
@@ -23,21 +23,21 @@ pub fn rank(fingerprint: Fingerprint) -> u32 {
 
 /// Fingerprints of a recording may be small numbers, so that their own bits tell little.
 fn scrambled(fingerprint: Fingerprint) -> u64 {
-    mix(fingerprint.0)
+    splitmix64(fingerprint.0)
 }
 
 /// A sample of the contents of some memory: 8 bytes for each, some 2 KiB at most.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sketch {
     /// The lowest rank that is kept.
-    least: u32,
+    min_rank: u32,
     /// What is kept, scrambled: ascending, each once.
     kept: Vec<u64>,
 }
 
 /// What somebody holds.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Held {
+pub struct ContentSketches {
     /// All of it.
     pub all: Sketch,
     /// What is not merged, and may be with whoever holds it too.
@@ -46,13 +46,13 @@ pub struct Held {
 
 impl Sketch {
     /// The lowest rank that a sketch of so many pages keeps.
-    pub fn least(pages: Pages) -> u32 {
-        pages.0.div_ceil(CONTENTS).next_power_of_two().ilog2()
+    pub fn min_rank_for(pages: Pages) -> u32 {
+        pages.0.div_ceil(MAX_MEAN_SKETCH_CONTENTS).next_power_of_two().ilog2()
     }
 
-    /// Of so many pages and their contents, of which those below [`Sketch::least`] may be missing.
-    pub fn of(pages: Pages, contents: impl IntoIterator<Item = Fingerprint>) -> Self {
-        let least = Self::least(pages);
+    /// Of so many pages and their contents, of which those below [`Sketch::min_rank_for`] may be missing.
+    pub fn from_contents(pages: Pages, contents: impl IntoIterator<Item = Fingerprint>) -> Self {
+        let least = Self::min_rank_for(pages);
         let kept = contents.into_iter().filter(|&content| rank(content) >= least).map(scrambled);
         Self::new(least, kept.collect())
     }
@@ -67,8 +67,8 @@ impl Sketch {
         if self.shared(other) == Pages::ZERO {
             return self;
         }
-        let least = self.least.max(other.least);
-        let alone = self.from(least).iter().filter(|content| other.kept.binary_search(content).is_err());
+        let least = self.min_rank.max(other.min_rank);
+        let alone = self.kept_from_rank(least).iter().filter(|content| other.kept.binary_search(content).is_err());
         Self::new(least, alone.copied().collect())
     }
 
@@ -76,24 +76,24 @@ impl Sketch {
         kept.sort_unstable();
         kept.dedup();
         kept.shrink_to_fit();
-        Self { least, kept }
+        Self { min_rank: least, kept }
     }
 
     /// What it keeps of some rank or more.
-    fn from(&self, rank: u32) -> &[u64] {
+    fn kept_from_rank(&self, rank: u32) -> &[u64] {
         &self.kept[..self.kept.partition_point(|content| content.leading_zeros() >= rank)]
     }
 
     /// How many contents it has, estimated: each that is kept stands for two to the power of the lowest rank.
     pub fn contents(&self) -> Pages {
-        Pages((self.kept.len() as u64).saturating_mul(1_u64.checked_shl(self.least).unwrap_or(u64::MAX)))
+        Pages((self.kept.len() as u64).saturating_mul(1_u64.checked_shl(self.min_rank).unwrap_or(u64::MAX)))
     }
 
     /// How many contents both hold, estimated alike, by the higher of their lowest ranks: the variance is the estimate
     /// times what each stands for. No more than either has, and exact where both keep all.
     pub fn shared(&self, other: &Self) -> Pages {
-        let least = self.least.max(other.least);
-        let (mut a, mut b, mut both) = (self.from(least), other.from(least), 0_u64);
+        let least = self.min_rank.max(other.min_rank);
+        let (mut a, mut b, mut both) = (self.kept_from_rank(least), other.kept_from_rank(least), 0_u64);
         while let ([first, rest_a @ ..], [second, rest_b @ ..]) = (a, b) {
             match first.cmp(second) {
                 Ordering::Less => a = rest_a,
@@ -113,11 +113,11 @@ mod tests {
 
     fn sketch(contents: impl IntoIterator<Item = u64>) -> Sketch {
         let contents: Vec<Fingerprint> = contents.into_iter().map(Fingerprint).collect();
-        Sketch::of(Pages(contents.len() as u64), contents)
+        Sketch::from_contents(Pages(contents.len() as u64), contents)
     }
 
     #[test]
-    fn of_little_memory_everything_is_kept() {
+    fn small_memory_is_sketched_completely() {
         let (a, b) = (sketch(0..200), sketch(150..400));
         assert_eq!((a.shared(&b), b.shared(&a), a.shared(&a)), (Pages(50), Pages(50), Pages(200)));
         assert_eq!(Sketch::default().shared(&a), Pages(0));
@@ -126,9 +126,9 @@ mod tests {
 
     /// A GiB, a terabyte, and more than there is.
     #[test]
-    fn a_sketch_is_small_however_much_memory_there_is() {
+    fn sketch_size_is_bounded() {
         for (pages, least) in [(0, 0), (256, 0), (257, 1), (1 << 18, 10), (1 << 28, 20), (1 << 63, 55)] {
-            assert_eq!(Sketch::least(Pages(pages)), least);
+            assert_eq!(Sketch::min_rank_for(Pages(pages)), least);
         }
         let kept = sketch(0..1 << 18).kept.len();
         assert!((176..=336).contains(&kept), "{kept}: 256 and five standard deviations");
@@ -137,7 +137,7 @@ mod tests {
     /// Whatever fingerprints look like, the mean over many of what a big and a small memory share is what they do, to
     /// five standard errors; one estimate, to five standard deviations.
     #[test]
-    fn what_two_share_is_told_by_their_sketches() {
+    fn shared_contents_are_estimated_from_sketches() {
         let (each, times) = (512.0_f64, 100);
         for stride in [1, 4096, 0x9e37_79b9_7f4a_7c15] {
             let told = (0..times).map(|time| {
@@ -157,22 +157,22 @@ mod tests {
 
     /// A rare content that a small memory shares with a big one stands for no more than the small one has.
     #[test]
-    fn nobody_shares_more_than_it_has() {
+    fn shared_estimate_is_at_most_the_smaller_memory() {
         let rarest = (0..1 << 20).map(Fingerprint).max_by_key(|content| rank(*content)).unwrap();
-        let small = Sketch::of(Pages(100), [rarest]);
-        let big = Sketch::of(Pages(CONTENTS << rank(rarest)), [rarest]);
+        let small = Sketch::from_contents(Pages(100), [rarest]);
+        let big = Sketch::from_contents(Pages(MAX_MEAN_SKETCH_CONTENTS << rank(rarest)), [rarest]);
         assert_eq!((small.shared(&big), big.shared(&small)), (Pages(1), Pages(1)));
     }
 
     proptest! {
         /// Whatever is compared, in either order.
         #[test]
-        fn sketches_are_those_of_sets(
+        fn sketches_behave_like_sets(
             one in prop::collection::btree_set(0_u64..2000, 0..700),
             other in prop::collection::btree_set(0_u64..2000, 0..700),
         ) {
             let (a, b) = (sketch(one.iter().copied()), sketch(other.iter().copied()));
-            let least = a.least.max(b.least);
+            let least = a.min_rank.max(b.min_rank);
             let kept = |contents: &mut dyn Iterator<Item = &u64>| {
                 (contents.filter(|content| rank(Fingerprint(**content)) >= least).count() as u64) << least
             };

@@ -1,12 +1,15 @@
 //! `pagefold census`: what the memory of a host holds twice, before anything is changed.
 
-use crate::arguments::{DomainBy, Global, MatrixBy, Targets, duration, parquet_file, probability};
+use crate::command_line::{
+    DomainRuleArgument, GlobalOptions, MatrixRowsArgument, ProcessOptions, parquet_path_parser, parse_duration,
+    parse_probability,
+};
 use crate::config::Config;
-use crate::{Outcome, output, progress, source};
+use crate::{CommandOutcome, host_selection, output, progress};
 use anyhow::Context;
 use clap::Args;
 use pagefold_census::text;
-use pagefold_census::wire::{CensusReport, Context as ReportContext};
+use pagefold_census::wire::{CensusContext as ReportContext, CensusReport};
 use pagefold_output::wire;
 use std::time::Duration;
 
@@ -24,12 +27,12 @@ Ctrl-C prints what was seen so far.";
 /// Arguments of `census`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct Options {
+pub struct CensusArguments {
     /// Pause between the two passes that tell volatile pages; 0 for one pass
-    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
+    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
     settle: Duration,
     /// Look at each page with this probability only, and estimate the whole
-    #[arg(long, value_name = "SHARE", value_parser = probability)]
+    #[arg(long, value_name = "SHARE", value_parser = parse_probability)]
     sample: Option<f64>,
     /// Seed of the sample [default: by the clock]
     #[arg(long, value_name = "N", requires = "sample")]
@@ -40,10 +43,10 @@ pub struct Options {
     /// How processes that are in no group of the configuration are sorted into trust domains [default: as the
     /// configuration says, otherwise user]
     #[arg(long, value_enum, value_name = "RULE")]
-    domains: Option<DomainBy>,
+    domains: Option<DomainRuleArgument>,
     /// Who the rows of the sharing matrix are
-    #[arg(long, value_enum, value_name = "WHO", default_value_t = MatrixBy::Process)]
-    matrix: MatrixBy,
+    #[arg(long, value_enum, value_name = "WHO", default_value_t = MatrixRowsArgument::Process)]
+    matrix: MatrixRowsArgument,
     /// Rows of each table, and extents in JSON
     #[arg(long, value_name = "N", default_value_t = 12)]
     top: usize,
@@ -57,55 +60,55 @@ pub struct Options {
     #[arg(long)]
     json: bool,
     /// Write every extent of mergeable pages to a Parquet file, by a build with the feature `parquet`
-    #[arg(long, value_name = "FILE", value_parser = parquet_file())]
+    #[arg(long, value_name = "FILE", value_parser = parquet_path_parser())]
     parquet: Option<std::path::PathBuf>,
     #[command(flatten)]
-    targets: Targets,
+    targets: ProcessOptions,
 }
 
 /// Take the census and print it.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    let host = source::open(global)?;
+pub fn run(options: &CensusArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = host_selection::open_host(global)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let available = || std::thread::available_parallelism().map_or(1, Into::into);
     let threads = options.threads.map_or_else(available, usize::from);
-    let census_options = pagefold_census::Options {
-        selection: source::selection(&options.targets, global)?,
+    let census_options = pagefold_census::CensusOptions {
+        selection: host_selection::process_selection(&options.targets, global)?,
         domains: Config::load(global)?.domains(options.domains),
-        settle: options.settle,
+        pass_interval: options.settle,
         threads,
-        sample: options.sample,
-        seed: options.seed.unwrap_or_else(by_the_clock),
-        top: options.top,
-        rows: options.top,
-        matrix: options.matrix.into(),
+        sample_probability: options.sample,
+        sample_seed: options.seed.unwrap_or_else(seed_from_clock),
+        max_top_contents: options.top,
+        max_matrix_rows: options.top,
+        matrix_row_kind: options.matrix.into(),
         ..Default::default()
     };
-    let (census, _) = progress::show(host.page_size(), &stop, |progress| {
-        pagefold_census::take(&*host, &census_options, progress, &stop)
+    let (census, _) = progress::run_census_with_progress(host.page_size(), &stop, |progress| {
+        pagefold_census::take_census(&*host, &census_options, progress, &stop)
     })?;
-    source::seen(!census.subjects.is_empty(), &census_options.selection, &census.unseen, global)?;
-    let context = ReportContext { host: host.describe(), page_size: host.page_size(), top: options.top };
+    host_selection::check_any_seen(!census.subjects.is_empty(), &census_options.selection, &census.unscanned, global)?;
+    let context = ReportContext { host: host.describe(), page_size: host.page_size(), max_extents: options.top };
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {
-        pagefold_census::parquet::write(&census, host.page_size(), path)
+        pagefold_census::parquet::write_extents(&census, host.page_size(), path)
             .with_context(|| format!("cannot write {}", path.display()))?;
     }
-    let report = CensusReport::of(&census, &context);
+    let report = CensusReport::from_census(&census, &context);
     if options.json {
-        output::print(&wire::json(&report))?;
+        output::print_stdout(&wire::to_json(&report))?;
     } else {
-        let view = text::View {
-            top: options.top,
-            regions: options.regions,
-            extents: options.extents,
-            remedy: source::remedy(global),
+        let view = text::CensusView {
+            max_rows: options.top,
+            show_regions: options.regions,
+            show_extents: options.extents,
+            remedy: host_selection::permission_remedy(global),
         };
-        output::print(&text::render(&report, view, output::style(global)))?;
+        output::print_stdout(&text::render(&report, view, output::stdout_style(global)))?;
     }
-    Ok(if report.is_incomplete() { Outcome::Partial } else { Outcome::Done })
+    Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
 }
 
-fn by_the_clock() -> u64 {
+fn seed_from_clock() -> u64 {
     std::time::UNIX_EPOCH.elapsed().map_or(0, |since| since.as_nanos() as u64)
 }

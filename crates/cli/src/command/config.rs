@@ -1,12 +1,12 @@
 //! `pagefold config`: what the configuration says.
 
-use crate::arguments::Global;
-use crate::config::{Config, DEFAULT, FILE, Imported, import};
-use crate::{Outcome, output, source};
+use crate::command_line::GlobalOptions;
+use crate::config::{Config, DEFAULT_CONFIG_FILE, DEFAULT_CONFIG_TEXT, KsmtunedImport, import};
+use crate::{CommandOutcome, host_selection, output};
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use pagefold_host::observe;
-use pagefold_output::text::{cut, printable};
+use pagefold_output::text::{cut_end, escape_unprintable};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
@@ -21,13 +21,13 @@ Examples:
 /// Arguments of `config`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct Options {
+pub struct ConfigArguments {
     #[command(subcommand)]
-    what: What,
+    command: ConfigCommand,
 }
 
 #[derive(Clone, Debug, Subcommand)]
-enum What {
+enum ConfigCommand {
     /// Print the default configuration with what could be said in it
     Default,
     /// Print what a configuration of ksmtuned means for the daemon
@@ -41,40 +41,40 @@ enum What {
 }
 
 /// Print or check.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    match &options.what {
-        What::Default => output::print(DEFAULT)?,
-        What::Check => check(global)?,
-        What::ImportKsmtuned { file } => import_ksmtuned(file, global)?,
+pub fn run(options: &ConfigArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    match &options.command {
+        ConfigCommand::Default => output::print_stdout(DEFAULT_CONFIG_TEXT)?,
+        ConfigCommand::Check => check_config(global)?,
+        ConfigCommand::ImportKsmtuned { file } => import_ksmtuned(file, global)?,
     }
-    Ok(Outcome::Done)
+    Ok(CommandOutcome::Done)
 }
 
 /// The section on standard output, and as comments above it what became of each assignment and what counts beside them.
-fn import_ksmtuned(file: &Path, global: &Global) -> anyhow::Result<()> {
+fn import_ksmtuned(file: &Path, global: &GlobalOptions) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
-    let host = source::open(global)?;
+    let host = host_selection::open_host(global)?;
     let total = observe::memory(&*host).and_then(|memory| memory.total).context("cannot read MemTotal")?;
-    let Imported { section, kept, left, defaults } = import(&text, total);
-    let mut printed = format!("# From {}.\n", printable(&file.to_string_lossy()));
+    let KsmtunedImport { section, imported: kept, skipped: left, implied_defaults: defaults } = import(&text, total);
+    let mut printed = format!("# From {}.\n", escape_unprintable(&file.to_string_lossy()));
     for (word, lines) in [("kept", kept), ("left out", left), ("ksmtuned's default", defaults)] {
         for line in lines {
-            printed.push_str(&format!("# {word}: {}\n", printable(&line)));
+            printed.push_str(&format!("# {word}: {}\n", escape_unprintable(&line)));
         }
     }
-    output::print(&(printed + &section))
+    output::print_stdout(&(printed + &section))
 }
 
-fn check(global: &Global) -> anyhow::Result<()> {
+fn check_config(global: &GlobalOptions) -> anyhow::Result<()> {
     let config = Config::load(global)?;
-    let host = source::open(global)?;
+    let host = host_selection::open_host(global)?;
     let mut text = match &config.path {
-        Some(path) => format!("{}: well-formed\n", printable(&path.to_string_lossy())),
-        None => format!("{FILE} is not there: the defaults are in force\n"),
+        Some(path) => format!("{}: well-formed\n", escape_unprintable(&path.to_string_lossy())),
+        None => format!("{DEFAULT_CONFIG_FILE} is not there: the defaults are in force\n"),
     };
-    let style = output::style(global);
+    let style = output::stdout_style(global);
     let (mut domains, mut alone) =
-        (BTreeMap::<String, u64>::new(), style.table(&[">pid", "program", "left alone because"]));
+        (BTreeMap::<String, u64>::new(), style.new_table(&[">pid", "program", "left alone because"]));
     let processes = observe::processes(&*host).context("cannot list the processes")?;
     for process in processes.into_iter().filter_map(|(_, process)| process.ok()) {
         if process.kernel_thread || process.is_zombie() {
@@ -82,19 +82,19 @@ fn check(global: &Global) -> anyhow::Result<()> {
         }
         *domains.entry(config.domains(None).domain(&process).to_string()).or_default() += 1;
         if let Some(why) = config.exclusions.reason(&process) {
-            alone.add_row([process.id.pid.to_string(), cut(&process.comm, 20), why]);
+            alone.add_row([process.id.pid.to_string(), cut_end(&process.comm, 20), why]);
         }
     }
-    let mut table = style.table(&[">processes", "trust domain"]);
+    let mut table = style.new_table(&[">processes", "trust domain"]);
     for (domain, count) in domains {
-        table.add_row([count.to_string(), cut(&domain, 100)]);
+        table.add_row([count.to_string(), cut_end(&domain, 100)]);
     }
     text.push('\n');
-    text.push_str(&style.render(&table));
+    text.push_str(&style.render_table(&table));
     text.push('\n');
     text.push_str(&match alone.is_empty() {
         true => "Nobody who runs now is left alone.\n".to_owned(),
-        false => style.render(&alone),
+        false => style.render_table(&alone),
     });
-    output::print(&text)
+    output::print_stdout(&text)
 }

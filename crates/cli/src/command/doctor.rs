@@ -1,13 +1,13 @@
 //! `pagefold doctor`: KSM is on, why is nothing merging, and what is wrong with how this host merges?
 
-use crate::arguments::Global;
+use crate::command_line::GlobalOptions;
 use crate::config::Config;
-use crate::{Outcome, output, source};
+use crate::{CommandOutcome, host_selection, output};
 use anyhow::bail;
 use clap::Args;
 use pagefold_base::Pid;
-use pagefold_doctor::examine;
-use pagefold_doctor::examine::Trust;
+use pagefold_doctor::doctor_facts;
+use pagefold_doctor::doctor_facts::TrustPolicy;
 use pagefold_doctor::text;
 use pagefold_doctor::wire::{DoctorReport, VerdictName};
 use pagefold_output::wire;
@@ -27,7 +27,7 @@ fails but something could not be told, for want of privilege or because ksmd has
 /// Arguments of `doctor`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct Options {
+pub struct DoctorArguments {
     /// Ask for a process instead of the host; may be given several times
     #[arg(long, value_name = "N")]
     pid: Vec<u32>,
@@ -40,13 +40,13 @@ pub struct Options {
 }
 
 /// Examine the host or processes of it, and print the findings.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    let host = source::open(global)?;
+pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = host_selection::open_host(global)?;
     let mut pids: Vec<Pid> = options.pid.iter().copied().map(Pid).collect();
     pids.sort();
     pids.dedup();
     let Config { domains, exclusions, .. } = Config::load(global)?;
-    let facts = examine::facts(&*host, &pids, &Trust { domains, exclusions });
+    let facts = doctor_facts::gather_host_facts(&*host, &pids, &TrustPolicy { domains, exclusions });
     let mut processes = Vec::new();
     for pid in &pids {
         match facts.processes.iter().find(|process| process.process.id.pid == *pid && pid.0 > 0) {
@@ -55,28 +55,28 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         }
     }
     let report = if pids.is_empty() {
-        DoctorReport::of_host(host.describe(), &facts)
+        DoctorReport::from_host(host.describe(), &facts)
     } else {
-        DoctorReport::of_processes(host.describe(), &facts, &processes)
+        DoctorReport::from_processes(host.describe(), &facts, &processes)
     };
-    let report = match instead_of_sudo(global) {
-        Some(instead) => report.without_more_privilege(instead),
+    let report = match remedy_without_sudo(global) {
+        Some(instead) => report.replace_privilege_remedies(instead),
         None => report,
     };
-    output::print(&if options.json {
-        wire::json(&report)
+    output::print_stdout(&if options.json {
+        wire::to_json(&report)
     } else {
-        text::render(&report, options.verbose, output::style(global))
+        text::render(&report, options.verbose, output::stdout_style(global))
     })?;
     Ok(match report.verdict {
-        VerdictName::Fail => Outcome::VerdictNo,
-        _ if report.counts.unknown > 0 || !report.not_seen.is_empty() => Outcome::Partial,
-        _ => Outcome::Done,
+        VerdictName::Fail => CommandOutcome::NegativeVerdict,
+        _ if report.counts.unknown > 0 || !report.not_seen.is_empty() => CommandOutcome::Partial,
+        _ => CommandOutcome::Done,
     })
 }
 
 /// What to say where asking again as root would change nothing.
-fn instead_of_sudo(global: &Global) -> Option<&'static str> {
+fn remedy_without_sudo(global: &GlobalOptions) -> Option<&'static str> {
     if global.host != "live" {
         Some("# it is not in the recording: make one as root with pagefold record")
     } else if rustix::process::geteuid().is_root() {

@@ -1,56 +1,56 @@
 //! How the commands that enrol and withdraw reach a virtual machine: by QEMU's control socket where one is named or
 //! found, and then by nothing else unless that is asked for.
 
-use crate::arguments::Global;
+use crate::command_line::GlobalOptions;
 use anyhow::bail;
 use pagefold_base::process::Process;
-use pagefold_host::Process as Handle;
-use pagefold_linux::qmp::{self, Backend};
+use pagefold_host::ProcessHandle as Handle;
+use pagefold_linux::qmp::{self, MemoryBackend};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 /// What a control socket is good for.
-pub enum Control {
+pub enum GuestControl {
     /// There is none, or it is to be left alone: as any other process.
-    None,
+    Unused,
     /// The guest tells its memory backends at this socket.
-    Answers(PathBuf, Vec<Backend>),
+    Reachable(PathBuf, Vec<MemoryBackend>),
     /// There is one that is of no use, for this reason, which names what else can be done.
     Unreachable(String),
 }
 
 /// How long the control sockets of all processes may take in all. Any process may claim to be a virtual machine.
-const ALL_SOCKETS: Duration = Duration::from_secs(60);
+const TOTAL_SOCKET_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// What one command asks control sockets for: for how long it has, and whether it is told to stop.
-pub struct Asked<'a> {
+pub struct GuestSocketQueries<'a> {
     stop: &'a AtomicBool,
     /// Milliseconds.
-    spent: AtomicU64,
+    elapsed_millis: AtomicU64,
 }
 
-impl<'a> Asked<'a> {
+impl<'a> GuestSocketQueries<'a> {
     /// Nothing was asked for yet.
     pub fn new(stop: &'a AtomicBool) -> Self {
-        Self { stop, spent: AtomicU64::new(0) }
+        Self { stop, elapsed_millis: AtomicU64::new(0) }
     }
 
-    fn backends(&self, socket: &Path, process: &Process) -> Result<Vec<Backend>, String> {
-        if Duration::from_millis(self.spent.load(Ordering::Relaxed)) >= ALL_SOCKETS {
-            let seconds = ALL_SOCKETS.as_secs();
+    fn query_backends(&self, socket: &Path, process: &Process) -> Result<Vec<MemoryBackend>, String> {
+        if Duration::from_millis(self.elapsed_millis.load(Ordering::Relaxed)) >= TOTAL_SOCKET_TIMEOUT {
+            let seconds = TOTAL_SOCKET_TIMEOUT.as_secs();
             return Err(format!("{} was not asked: other control sockets took {seconds} s", socket.display()));
         }
         let started = Instant::now();
-        let backends = qmp::guests_backends(socket, process.id, self.stop).map_err(|error| error.to_string());
+        let backends = qmp::list_backends(socket, process.id, self.stop).map_err(|error| error.to_string());
         let spent = u64::try_from(started.elapsed().as_millis()).unwrap_or(u64::MAX);
-        self.spent.fetch_add(spent, Ordering::Relaxed);
+        self.elapsed_millis.fetch_add(spent, Ordering::Relaxed);
         backends
     }
 }
 
 /// Refuse a control socket that is `named` where several virtual machines are among those chosen: it is of one.
-pub fn is_of_one<'p>(named: Option<&Path>, chosen: impl Iterator<Item = &'p Process>) -> anyhow::Result<()> {
+pub fn check_single_guest<'p>(named: Option<&Path>, chosen: impl Iterator<Item = &'p Process>) -> anyhow::Result<()> {
     let guests = chosen.filter(|process| process.identity.vm.is_some()).count();
     if named.is_some() && guests > 1 {
         bail!("--qmp is of one virtual machine, and {guests} are chosen: choose one by --vm or --pid");
@@ -62,35 +62,35 @@ pub fn is_of_one<'p>(named: Option<&Path>, chosen: impl Iterator<Item = &'p Proc
 ///
 /// # Errors
 /// If a socket was named that is of no use, or for a process that is no virtual machine.
-pub fn control(
+pub fn find_control(
     handle: &dyn Handle,
     process: &Process,
-    named: Option<&Path>,
+    named_socket: Option<&Path>,
     inject: bool,
-    global: &Global,
-    asked: &Asked<'_>,
-) -> anyhow::Result<Control> {
+    global: &GlobalOptions,
+    queries: &GuestSocketQueries<'_>,
+) -> anyhow::Result<GuestControl> {
     if inject || global.host != "live" {
-        return Ok(Control::None);
+        return Ok(GuestControl::Unused);
     }
     let Some(vm) = &process.identity.vm else {
-        if named.is_some() {
+        if named_socket.is_some() {
             let (comm, pid) = (&process.comm, process.id.pid);
             bail!("{comm}[{pid}] is no virtual machine as far as its command line tells: leave --qmp out");
         }
-        return Ok(Control::None);
+        return Ok(GuestControl::Unused);
     };
-    let Some(socket) = named.map(Path::to_owned).or_else(|| qmp::socket_of(handle, vm)) else {
-        return Ok(Control::None);
+    let Some(socket) = named_socket.map(Path::to_owned).or_else(|| qmp::control_socket_path(handle, vm)) else {
+        return Ok(GuestControl::Unused);
     };
-    match asked.backends(&socket, process) {
-        Ok(backends) => Ok(Control::Answers(socket, backends)),
+    match queries.query_backends(&socket, process) {
+        Ok(backends) => Ok(GuestControl::Reachable(socket, backends)),
         Err(error) => {
             let why = format!("{error}; `--inject` goes from within");
-            if named.is_some() {
+            if named_socket.is_some() {
                 bail!(why);
             }
-            Ok(Control::Unreachable(why))
+            Ok(GuestControl::Unreachable(why))
         }
     }
 }

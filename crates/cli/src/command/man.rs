@@ -1,7 +1,7 @@
 //! `pagefold man`: the manual pages, from the same definition as the command line.
 
-use crate::Outcome;
-use crate::arguments::Arguments;
+use crate::CommandOutcome;
+use crate::command_line::CommandLine;
 use anyhow::Context;
 use clap::{Args, Command, CommandFactory};
 use clap_mangen::Man;
@@ -12,33 +12,33 @@ use std::path::{Path, PathBuf};
 /// Arguments of `man`.
 #[derive(Args, Debug)]
 #[command(after_help = "Example:\n  pagefold man /usr/local/share/man/man1")]
-pub struct Options {
+pub struct ManArguments {
     /// The folder, which is made if it is not there
     #[arg(value_name = "DIR")]
     folder: PathBuf,
 }
 
 /// Write a page for each command.
-pub fn run(options: &Options) -> anyhow::Result<Outcome> {
+pub fn run(options: &ManArguments) -> anyhow::Result<CommandOutcome> {
     let folder = &options.folder;
-    let mut command = Arguments::command().disable_help_subcommand(true);
+    let mut command = CommandLine::command().disable_help_subcommand(true);
     command.build();
     fs::create_dir_all(folder)
-        .and_then(|()| pages(&command, folder))
+        .and_then(|()| write_pages(&command, folder))
         .with_context(|| format!("cannot write manual pages to {}", folder.display()))?;
-    Ok(Outcome::Done)
+    Ok(CommandOutcome::Done)
 }
 
 /// The pages of a command and of those below it.
-fn pages(command: &Command, folder: &Path) -> io::Result<()> {
+fn write_pages(command: &Command, folder: &Path) -> io::Result<()> {
     for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
-        pages(below, folder)?;
+        write_pages(below, folder)?;
     }
     let name = command.get_display_name().unwrap_or(command.get_name());
-    fs::write(folder.join(format!("{name}.1")), page(command)?)
+    fs::write(folder.join(format!("{name}.1")), render_page(command)?)
 }
 
-fn page(command: &Command) -> io::Result<Vec<u8>> {
+fn render_page(command: &Command) -> io::Result<Vec<u8>> {
     let source = concat!("pagefold ", env!("CARGO_PKG_VERSION"));
     let man = Man::new(command.clone()).manual("Pagefold").source(source);
     let mut text = Vec::new();
@@ -52,13 +52,13 @@ fn page(command: &Command) -> io::Result<Vec<u8>> {
     }
     // Its own rendering of what follows would fill the lines of the examples.
     if let Some(after) = command.get_after_help() {
-        writeln!(text, ".SH NOTES\n.nf\n{}\n.fi", verbatim(&after.to_string()))?;
+        writeln!(text, ".SH NOTES\n.nf\n{}\n.fi", escape_roff(&after.to_string()))?;
     }
     Ok(text)
 }
 
 /// Text as roff shows it unchanged, where it does not fill lines.
-fn verbatim(text: &str) -> String {
+fn escape_roff(text: &str) -> String {
     let line = |line: &str| {
         let line = line.replace('\\', "\\e").replace('-', "\\-");
         if line.starts_with(['.', '\'']) { format!("\\&{line}") } else { line }
@@ -74,11 +74,11 @@ mod tests {
     #[test]
     fn every_command_has_a_page() {
         let folder = tempfile::tempdir().unwrap();
-        run(&Options { folder: folder.path().join("man1") }).unwrap();
+        run(&ManArguments { folder: folder.path().join("man1") }).unwrap();
         let files = fs::read_dir(folder.path().join("man1")).unwrap();
         let pages: BTreeSet<String> = files.map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
         let mut expected = BTreeSet::from(["pagefold.1".to_owned(), "pagefold-config-check.1".to_owned()]);
-        let commands = Arguments::command();
+        let commands = CommandLine::command();
         expected.extend(commands.get_subcommands().map(|command| format!("pagefold-{}.1", command.get_name())));
         assert!(pages.is_superset(&expected), "{pages:?}");
         let page = fs::read_to_string(folder.path().join("man1/pagefold-daemon.1")).unwrap();
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn what_roff_would_read_is_shown() {
-        assert_eq!(verbatim(".so a\n'b\nc\\d -e"), "\\&.so a\n\\&'b\nc\\ed \\-e");
+    fn roff_requests_in_text_are_escaped() {
+        assert_eq!(escape_roff(".so a\n'b\nc\\d -e"), "\\&.so a\n\\&'b\nc\\ed \\-e");
     }
 }

@@ -1,19 +1,21 @@
 //! `pagefold policy`: KSM's settings by rule, until they are restored.
 
-use crate::arguments::Global;
-use crate::command::recover::{begin, explained, live, needs_ksm, refuse_tuner, tell};
-use crate::{Outcome, config, output, progress, source};
+use crate::command::recover::{
+    begin_session, check_ksm_present, check_no_tuner, open_live_host, print_result, with_remedy,
+};
+use crate::command_line::GlobalOptions;
+use crate::{CommandOutcome, config, host_selection, output, progress};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use pagefold_base::ksm::Setting;
-use pagefold_host::act::{Action, setting_now};
+use pagefold_host::action::{Action, current_setting};
 use pagefold_host::transaction::session;
-use pagefold_host::transaction::session::{Error, Remains};
+use pagefold_host::transaction::session::{Error, FailedUndo};
 use pagefold_host::{Host, observe};
-use pagefold_merge::decide::policy::{NAMES, Policy};
+use pagefold_merge::decide::policy::{POLICY_NAMES, Policy};
 use pagefold_merge::policy;
 use pagefold_merge::text::policy as text;
-use pagefold_merge::wire::policy::{Facts, PolicyReport, Written};
+use pagefold_merge::wire::policy::{PolicyFacts, PolicyReport, RecordedSetting};
 use pagefold_output::wire;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -38,23 +40,23 @@ program took over.";
 /// Arguments of `policy`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct Options {
+pub struct PolicyArguments {
     #[command(subcommand)]
-    what: What,
+    command: PolicyCommand,
 }
 
 #[derive(Debug, Subcommand)]
-enum What {
+enum PolicyCommand {
     /// Give KSM the settings of a policy, until they are restored
-    Set(Set),
+    Set(PolicySetArguments),
     /// Show KSM's settings, who wrote them, and what each policy would write
-    Show(Print),
+    Show(PolicyPrintArguments),
     /// Put back what the host had before a policy was set
-    Restore(Print),
+    Restore(PolicyPrintArguments),
 }
 
 #[derive(Args, Debug)]
-struct Set {
+struct PolicySetArguments {
     /// default, ksmtuned, advisor or advisor:SECONDS, flat-out, guided or a TOML file
     #[arg(value_name = "POLICY")]
     policy: String,
@@ -70,140 +72,150 @@ struct Set {
 }
 
 #[derive(Args, Debug)]
-struct Print {
+struct PolicyPrintArguments {
     /// Print JSON (see `pagefold schema`: `policy` for show, `recover` for restore)
     #[arg(long)]
     json: bool,
 }
 
 /// Set, show or restore.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    match &options.what {
-        What::Show(print) => show(&*source::open(global)?, print.json, global),
-        What::Restore(print) => restore(print, global),
-        What::Set(options) if options.follow => follow(options, global),
-        What::Set(options) => set(options, global),
+pub fn run(options: &PolicyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    match &options.command {
+        PolicyCommand::Show(print) => show_policies(&*host_selection::open_host(global)?, print.json, global),
+        PolicyCommand::Restore(print) => restore_policy(print, global),
+        PolicyCommand::Set(options) if options.follow => follow_policy(options, global),
+        PolicyCommand::Set(options) => set_policy(options, global),
     }
 }
 
 /// What a policy is called on the command line, or says in its file.
-pub fn parse(name: &str) -> anyhow::Result<Policy> {
-    match Policy::named(name) {
+pub fn parse_policy(name: &str) -> anyhow::Result<Policy> {
+    match Policy::from_name(name) {
         Some(Ok(policy)) => Ok(policy),
         Some(Err(why)) => bail!(why),
-        None if name.contains(['/', '.']) => config::policy(Path::new(name)),
+        None if name.contains(['/', '.']) => config::load_policy(Path::new(name)),
         None => {
-            let hint = config::nearest(name, NAMES).map(|near| format!("did you mean {near}? ")).unwrap_or_default();
-            bail!("there is no policy {name:?}: {hint}It is one of {}, or a file: ./{name}.toml", NAMES.join(", "))
+            let hint = config::nearest_word(name, POLICY_NAMES)
+                .map(|near| format!("did you mean {near}? "))
+                .unwrap_or_default();
+            bail!(
+                "there is no policy {name:?}: {hint}It is one of {}, or a file: ./{name}.toml",
+                POLICY_NAMES.join(", ")
+            )
         }
     }
 }
 
 /// A policy that may be set on a host now, as far as can be told without changing anything.
-fn checked(host: &dyn Host, options: &Set) -> anyhow::Result<Policy> {
-    let policy = parse(&options.policy)?;
+fn check_policy(host: &dyn Host, options: &PolicySetArguments) -> anyhow::Result<Policy> {
+    let policy = parse_policy(&options.policy)?;
     if options.follow && !policy.adapts() {
         bail!("{policy} does not adapt: its settings stay as they are written; leave --follow out");
     }
-    needs_ksm(host)?;
-    refuse_tuner(host, options.force)?;
+    check_ksm_present(host)?;
+    check_no_tuner(host, options.force)?;
     if let Policy::Fixed(settings) = &policy
-        && let Some(why) = policy::conflict(host, settings)
+        && let Some(why) = policy::find_conflict(host, settings)
     {
         bail!("{}: {why}", options.policy);
     }
     Ok(policy)
 }
 
-fn set(options: &Set, global: &Global) -> anyhow::Result<Outcome> {
-    let host = live(global)?;
-    let policy = checked(&*host, options)?;
-    let mut session = begin(&*host, global)?;
-    let (settings, remains) = policy::set(&mut session, &policy, &options.policy).map_err(explained)?;
+fn set_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = open_live_host(global)?;
+    let policy = check_policy(&*host, options)?;
+    let mut session = begin_session(&*host, global)?;
+    let (settings, remains) = policy::set_policy(&mut session, &policy, &options.policy).map_err(with_remedy)?;
     drop(session);
-    let outcome = not_put_back(&remains);
+    let outcome = report_failed_undos(&remains);
     if options.json {
-        show(&*host, true, global)?;
+        show_policies(&*host, true, global)?;
         return Ok(outcome);
     }
-    let list: Vec<_> = settings.iter().map(|(setting, value)| format!("{} = {value}", setting.file())).collect();
+    let list: Vec<_> = settings.iter().map(|(setting, value)| format!("{} = {value}", setting.file_name())).collect();
     let mut text = format!("{} is set: {}.\n", options.policy, list.join(", "));
     if policy.adapts() {
         text.push_str("These are the settings of one step. To adapt them every minute it needs --follow.\n");
     }
     text.push_str("They stay until `pagefold policy restore`.\n");
-    output::print(&text)?;
+    output::print_stdout(&text)?;
     Ok(outcome)
 }
 
 /// Say what remains on standard error; the terminal may be what went away.
-fn not_put_back(remains: &[Remains]) -> Outcome {
+fn report_failed_undos(remains: &[FailedUndo]) -> CommandOutcome {
     for remains in remains {
         let _ = writeln!(std::io::stderr(), "pagefold: not put back: {remains}");
     }
-    if remains.is_empty() { Outcome::Done } else { Outcome::Partial }
+    if remains.is_empty() { CommandOutcome::Done } else { CommandOutcome::Partial }
 }
 
-fn follow(options: &Set, global: &Global) -> anyhow::Result<Outcome> {
-    let host = live(global)?;
-    let policy = checked(&*host, options)?;
+fn follow_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = open_live_host(global)?;
+    let policy = check_policy(&*host, options)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
-    let mut session = begin(&*host, global)?;
+    let mut session = begin_session(&*host, global)?;
     eprintln!("Following {policy} every {} s until Ctrl-C.", policy.interval().as_secs());
-    match policy::follow(&mut session, &policy, || stop.load(Ordering::Relaxed)) {
+    match policy::follow_policy(&mut session, &policy, || stop.load(Ordering::Relaxed)) {
         Ok(steps) => {
-            let outcome = not_put_back(&session.finish().map_err(explained)?);
-            let back = if outcome == Outcome::Done { " What the host had before is back." } else { "" };
+            let outcome = report_failed_undos(&session.undo_all().map_err(with_remedy)?);
+            let back = if outcome == CommandOutcome::Done { " What the host had before is back." } else { "" };
             let _ = writeln!(std::io::stderr(), "Took {steps} steps.{back}");
             Ok(outcome)
         }
-        Err(error @ Error::Contested { .. }) => {
-            not_put_back(&session.finish().map_err(explained)?);
+        Err(error @ Error::SettingOverwritten { .. }) => {
+            report_failed_undos(&session.undo_all().map_err(with_remedy)?);
             let _ = writeln!(std::io::stderr(), "pagefold: {error}. Left it to them.");
-            Ok(Outcome::Partial)
+            Ok(CommandOutcome::Partial)
         }
-        Err(error) => Err(explained(session.give_up(error))),
+        Err(error) => Err(with_remedy(session.abort(error))),
     }
 }
 
-fn restore(print: &Print, global: &Global) -> anyhow::Result<Outcome> {
-    let host = live(global)?;
-    let mut session = begin(&*host, global)?;
-    let (undone, remains) = session.restore_policy().map_err(explained)?;
-    tell(&undone, &remains, print.json, "No policy is set: there is nothing to restore.")
+fn restore_policy(print: &PolicyPrintArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = open_live_host(global)?;
+    let mut session = begin_session(&*host, global)?;
+    let (undone, remains) = session.restore_policy().map_err(with_remedy)?;
+    print_result(&undone, &remains, print.json, "No policy is set: there is nothing to restore.")
 }
 
-fn show(host: &dyn Host, json: bool, global: &Global) -> anyhow::Result<Outcome> {
-    needs_ksm(host)?;
-    let set = policy::current(host, &global.state).map_err(session::Error::from)?;
-    let observation = policy::observe(host);
+fn show_policies(host: &dyn Host, json: bool, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    check_ksm_present(host)?;
+    let set = policy::load_current_policy(host, &global.state).map_err(session::Error::from)?;
+    let observation = policy::observe_host(host);
     let written = set.iter().flat_map(|journal| &journal.entries).filter_map(|entry| match &entry.undo {
-        Action::Set { setting, value } => {
-            Some((*setting, Written { before: value.clone(), values: entry.written.clone() }))
-        }
+        Action::Set { setting, value } => Some((
+            *setting,
+            RecordedSetting { value_before: value.clone(), written_values: entry.written_values.clone() },
+        )),
         _ => None,
     });
-    let policies = NAMES.iter().filter_map(|name| Some((name, Policy::named(name)?.ok()?)));
-    let facts = Facts {
+    let policies = POLICY_NAMES.iter().filter_map(|name| Some((name, Policy::from_name(name)?.ok()?)));
+    let facts = PolicyFacts {
         host: host.describe(),
         policy: set.as_ref().and_then(|journal| journal.purpose.clone()),
-        tuners: tuners(host)?,
+        tuners: other_tuners(host)?,
         ksmd_cpu_seconds: observation.ksmd_cpu.as_ref().ok().map(|cpu| cpu.as_secs_f64()),
-        now: Setting::ALL.into_iter().map(|setting| (setting, setting_now(host, setting))).collect(),
-        written: written.collect(),
-        policies: policies.map(|(name, policy)| ((*name).to_owned(), policy.once(&observation))).collect(),
+        current: Setting::ALL.into_iter().map(|setting| (setting, current_setting(host, setting))).collect(),
+        recorded: written.collect(),
+        policies: policies.map(|(name, policy)| ((*name).to_owned(), policy.one_shot_settings(&observation))).collect(),
     };
-    let report = PolicyReport::of(&facts);
-    output::print(&if json { wire::json(&report) } else { text::render(&report, output::style(global)) })?;
-    Ok(Outcome::Done)
+    let report = PolicyReport::from_facts(&facts);
+    output::print_stdout(&if json {
+        wire::to_json(&report)
+    } else {
+        text::render(&report, output::stdout_style(global))
+    })?;
+    Ok(CommandOutcome::Done)
 }
 
 /// The names of all programs that tune KSM again and again, each once.
-fn tuners(host: &dyn Host) -> anyhow::Result<Vec<String>> {
+fn other_tuners(host: &dyn Host) -> anyhow::Result<Vec<String>> {
     let processes = observe::processes(host).context("cannot list the processes")?;
     let mut names = BTreeMap::new();
     for process in processes.into_iter().filter_map(|(_, process)| process.ok()) {
-        if let Some(tuner) = observe::tuner(host, &process).filter(|tuner| tuner.writes_rate()) {
+        if let Some(tuner) = observe::identify_tuner(host, &process).filter(|tuner| tuner.writes_rate()) {
             names.insert(tuner, tuner.name().to_owned());
         }
     }

@@ -1,28 +1,28 @@
 //! `pagefold record`: a folder from which every read-only command can be run again, elsewhere.
 
-mod pages;
+mod page_lines;
 
-use crate::arguments::{Global, Targets, bytes, duration};
-use crate::command::record::pages::Pages;
-use crate::{Outcome, output, progress, source};
+use crate::command::record::page_lines::PageLineBuilder;
+use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes, parse_duration};
+use crate::{CommandOutcome, host_selection, output, progress};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_base::domain::DomainRule;
 use pagefold_base::identity::Identity;
 use pagefold_base::ksm::Setting;
-use pagefold_base::tuner::tuner;
+use pagefold_base::tuner::identify_tuner;
 use pagefold_base::{Bytes, Pid};
 use pagefold_census::results::Census;
-use pagefold_census::{Hasher, Index, Selection};
+use pagefold_census::{Hasher, PageIndex, ProcessSelection};
 use pagefold_daemon::run::utc_offset;
-use pagefold_doctor::examine;
-use pagefold_host::act::setting_now;
-use pagefold_host::observe::{self, Nodes};
-use pagefold_host::{Host, parse, room};
+use pagefold_doctor::doctor_facts;
+use pagefold_host::action::current_setting;
+use pagefold_host::observe::{self, NumaNodes};
+use pagefold_host::{Host, memory_headroom, parse};
 use pagefold_merge::policy;
-use pagefold_recording::Tap;
-use pagefold_recording::moments::Moments;
-use pagefold_recording::pages::kind_line;
+use pagefold_recording::HostRecorder;
+use pagefold_recording::lines::format_content_line;
+use pagefold_recording::trace::TraceWriter;
 use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs::File;
@@ -46,61 +46,62 @@ of command lines the first word, except for virtual machines and programs that t
 enter the folder; look it through before you give it away.";
 
 /// Contents whose kinds are kept.
-const KINDS: usize = 256;
+const MAX_CONTENT_KINDS: usize = 256;
 
 /// Arguments of `record`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct Options {
+pub struct RecordArguments {
     /// The folder to make; it must not exist or be empty
     directory: PathBuf,
     /// Pause between the two passes that tell volatile pages; 0 for one pass
-    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = duration)]
+    #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
     settle: Duration,
     /// Record again and again, with this pause from beginning to beginning; what has not changed is kept once
-    #[arg(long, value_name = "TIME", value_parser = duration)]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     every: Option<Duration>,
     /// End after so long [default: when it is told to, or by --limit]
-    #[arg(long = "for", value_name = "TIME", value_parser = duration, requires = "every")]
+    #[arg(long = "for", value_name = "TIME", value_parser = parse_duration, requires = "every")]
     length: Option<Duration>,
     /// End when what was recorded takes so much room
-    #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = bytes, requires = "every")]
+    #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = parse_bytes, requires = "every")]
     limit: Bytes,
     #[command(flatten)]
-    targets: Targets,
+    targets: ProcessOptions,
 }
 
 /// Looks for a signal while the next moment is waited for.
-const TICK: Duration = Duration::from_millis(50);
+const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Make the recording.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    let host = source::open(global)?;
+pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = host_selection::open_host(global)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
-    let recorder = Recorder {
+    let recorder = RecordingSession {
         host: &*host,
-        hasher: Hasher::random(host.page_size().as_len()).context("there is no key for fingerprints")?,
-        settle: options.settle,
-        selection: source::selection(&options.targets, global)?,
+        hasher: Hasher::with_random_key(host.page_size().as_len()).context("there is no key for fingerprints")?,
+        pass_interval: options.settle,
+        selection: host_selection::process_selection(&options.targets, global)?,
         stop: &stop,
         global,
     };
     match options.every {
-        Some(every) => recorder.moments(options, every),
+        Some(every) => recorder.record_trace(options, every),
         None => {
-            let Recorded { processes, lines, whole } = recorder.moment(&options.directory, "", true)?;
-            output::print(&format!(
+            let RecordingSummary { process_count: processes, line_count: lines, is_complete: whole } =
+                recorder.record_once(&options.directory, "", true)?;
+            output::print_stdout(&format!(
                 "Recorded {} with {lines} lines of pages in {path}.\n\
                  Look it through, then attach it: tar czf recording.tar.gz -C {path} .\n",
-                counted(processes),
+                format_process_count(processes),
                 path = options.directory.display(),
             ))?;
-            Ok(if whole { Outcome::Done } else { Outcome::Partial })
+            Ok(if whole { CommandOutcome::Done } else { CommandOutcome::Partial })
         }
     }
 }
 
-fn counted(processes: usize) -> String {
+fn format_process_count(processes: usize) -> String {
     match processes {
         1 => "1 process".to_owned(),
         count => format!("{count} processes"),
@@ -108,33 +109,33 @@ fn counted(processes: usize) -> String {
 }
 
 /// What records a host.
-struct Recorder<'a> {
+struct RecordingSession<'a> {
     host: &'a dyn Host,
     /// One for all moments, so that their contents can be compared.
     hasher: Hasher,
-    settle: Duration,
-    selection: Selection,
+    pass_interval: Duration,
+    selection: ProcessSelection,
     stop: &'a AtomicBool,
-    global: &'a Global,
+    global: &'a GlobalOptions,
 }
 
 /// What was recorded.
-struct Recorded {
-    processes: usize,
-    lines: usize,
+struct RecordingSummary {
+    process_count: usize,
+    line_count: usize,
     /// Whether all that was chosen was seen.
-    whole: bool,
+    is_complete: bool,
 }
 
-impl Recorder<'_> {
+impl RecordingSession<'_> {
     /// Record again and again, until it is told to end, its time is over or its room is used up.
-    fn moments(&self, options: &Options, every: Duration) -> anyhow::Result<Outcome> {
+    fn record_trace(&self, options: &RecordArguments, every: Duration) -> anyhow::Result<CommandOutcome> {
         if every.is_zero() {
             bail!("--every 0: there is no pause to keep");
         }
         let root = &options.directory;
         let cannot = || format!("cannot record into {}: name a new folder", root.display());
-        let mut moments = Moments::begin(root).with_context(cannot)?;
+        let mut moments = TraceWriter::create(root).with_context(cannot)?;
         let (began, mut whole, mut processes) = (Instant::now(), true, 0);
         let why = loop {
             let at = began.elapsed();
@@ -146,23 +147,23 @@ impl Recorder<'_> {
                 time.as_secs_f64(),
                 utc_offset(now),
             );
-            match self.moment(&moments.next(), &about, moments.count() == 0) {
+            match self.record_once(&moments.next_folder(), &about, moments.recording_count() == 0) {
                 // What was interrupted tells less than was there.
                 Ok(_) if self.stop.load(Ordering::Relaxed) => {
-                    moments.discard();
+                    moments.discard_next();
                     break "it was told to end";
                 }
                 Ok(recorded) => {
-                    moments.add().with_context(|| format!("cannot write to {}", root.display()))?;
-                    whole &= recorded.whole;
-                    processes = recorded.processes.max(processes);
+                    moments.commit_next().with_context(|| format!("cannot write to {}", root.display()))?;
+                    whole &= recorded.is_complete;
+                    processes = recorded.process_count.max(processes);
                 }
                 Err(error) => {
-                    moments.discard();
+                    moments.discard_next();
                     return Err(error);
                 }
             }
-            if moments.bytes() >= options.limit.0 {
+            if moments.written_bytes() >= options.limit.0 {
                 break "its room is used up (--limit)";
             }
             // A moment that took longer than the pause puts off those after it.
@@ -171,74 +172,79 @@ impl Recorder<'_> {
                 break "its time is over";
             }
             while began.elapsed() < next && !self.stop.load(Ordering::Relaxed) {
-                std::thread::sleep(TICK.min(next.saturating_sub(began.elapsed())));
+                std::thread::sleep(SIGNAL_POLL_INTERVAL.min(next.saturating_sub(began.elapsed())));
             }
             if self.stop.load(Ordering::Relaxed) {
                 break "it was told to end";
             }
         };
-        if moments.count() == 0 {
+        if moments.recording_count() == 0 {
             bail!("nothing was recorded: {why}");
         }
-        output::print(&format!(
+        output::print_stdout(&format!(
             "Recorded {} moments of up to {} in {}, {}: {why}.\n\
              What the daemon would have done: pagefold --host recording:{} daemon\n",
-            moments.count(),
-            counted(processes),
+            moments.recording_count(),
+            format_process_count(processes),
             root.display(),
-            Bytes(moments.bytes()),
+            Bytes(moments.written_bytes()),
             root.display(),
         ))?;
-        Ok(if whole { Outcome::Done } else { Outcome::Partial })
+        Ok(if whole { CommandOutcome::Done } else { CommandOutcome::Partial })
     }
 
     /// Record the host as it is now, with these lines about it beside those of every recording, and with somebody in it
     /// if it must be so.
-    fn moment(&self, root: &Path, about: &str, somebody: bool) -> anyhow::Result<Recorded> {
+    fn record_once(&self, root: &Path, extra_lines: &str, requires_process: bool) -> anyhow::Result<RecordingSummary> {
         let host = self.host;
-        let tap = Tap::new(host, root, keeps_arguments)
+        let tap = HostRecorder::new(host, root, is_command_line_kept)
             .with_context(|| format!("cannot record into {}: name a new folder", root.display()))?;
-        let options = pagefold_census::Options {
+        let options = pagefold_census::CensusOptions {
             selection: self.selection.clone(),
             domains: DomainRule::default().into(),
-            settle: self.settle,
+            pass_interval: self.pass_interval,
             threads: std::thread::available_parallelism().map_or(1, Into::into),
-            sample: None,
-            seed: 0,
-            top: KINDS,
-            rows: 0,
-            matrix: Default::default(),
+            sample_probability: None,
+            sample_seed: 0,
+            max_top_contents: MAX_CONTENT_KINDS,
+            max_matrix_rows: 0,
+            matrix_row_kind: Default::default(),
             ..Default::default()
         };
-        let (census, index) = progress::show(host.page_size(), self.stop, |progress| {
-            pagefold_census::take_under(&self.hasher, &tap, &options, progress, self.stop)
+        let (census, index) = progress::run_census_with_progress(host.page_size(), self.stop, |progress| {
+            pagefold_census::take_census_with_hasher(&self.hasher, &tap, &options, progress, self.stop)
         })?;
-        source::seen(!somebody || !census.subjects.is_empty(), &options.selection, &census.unseen, self.global)?;
-        tap.show_only(shown(host, &census));
-        read_beside(host, &tap, &census);
-        let nodes = Nodes::observe(&tap).unwrap_or_default();
+        host_selection::check_any_seen(
+            !requires_process || !census.subjects.is_empty(),
+            &options.selection,
+            &census.unscanned,
+            self.global,
+        )?;
+        tap.restrict_to_pids(recorded_pids(host, &census));
+        read_for_other_commands(host, &tap, &census);
+        let nodes = NumaNodes::read(&tap).unwrap_or_default();
         let lines = write_pages(&tap, &census, &index, &nodes, root)?;
         write_lines(
             &root.join("contents.txt"),
-            census.contents.iter().filter_map(|content| Some(kind_line(content.fingerprint, content.kind?))),
+            census.contents.iter().filter_map(|content| Some(format_content_line(content.fingerprint, content.kind?))),
         )?;
         let about = format!(
-            "kernel = {:?}\narchitecture = {:?}\npagefold = {:?}\nsettle_seconds = {}\npartial = {}\n{about}",
-            observe::kernel(&tap).unwrap_or_default(),
+            "kernel = {:?}\narchitecture = {:?}\npagefold = {:?}\nsettle_seconds = {}\npartial = {}\n{extra_lines}",
+            observe::kernel_release(&tap).unwrap_or_default(),
             std::env::consts::ARCH,
             env!("CARGO_PKG_VERSION"),
-            census.settle.unwrap_or_default().as_secs_f64(),
+            census.pass_interval.unwrap_or_default().as_secs_f64(),
             census.partial,
         );
         tap.finish(&about).with_context(|| format!("cannot write to {}", root.display()))?;
-        let whole = !census.partial && census.unseen.is_empty();
-        Ok(Recorded { processes: census.subjects.len(), lines, whole })
+        let whole = !census.partial && census.unscanned.is_empty();
+        Ok(RecordingSummary { process_count: census.subjects.len(), line_count: lines, is_complete: whole })
     }
 }
 
 /// What the other commands read beside; the tap keeps it, absence too.
-fn read_beside(host: &dyn Host, tap: &Tap<'_>, census: &Census) {
-    let facts = examine::facts(tap, &[], &Default::default());
+fn read_for_other_commands(host: &dyn Host, tap: &HostRecorder<'_>, census: &Census) {
+    let facts = doctor_facts::gather_host_facts(tap, &[], &Default::default());
     for process in &facts.processes {
         if let Ok(handle) = tap.open(process.process.id.pid) {
             let _ = observe::rollup(&*handle);
@@ -248,19 +254,19 @@ fn read_beside(host: &dyn Host, tap: &Tap<'_>, census: &Census) {
     let _ = observe::huge_page_bytes(tap);
     // The same for what `policy show` and `unmerge --dry-run` go by.
     for setting in Setting::ALL {
-        let _ = setting_now(tap, setting);
+        let _ = current_setting(tap, setting);
     }
-    let _ = policy::observe(tap);
+    let _ = policy::observe_host(tap);
     // And the daemon.
     let _ = observe::pressure(tap);
-    if let Some(ksmd) = ksmd(host).and_then(|ksmd| tap.open(ksmd).ok()) {
+    if let Some(ksmd) = find_ksmd(host).and_then(|ksmd| tap.open(ksmd).ok()) {
         let _ = ksmd.read("schedstat");
     }
     let cgroups = census.subjects.iter().filter_map(|subject| subject.process.cgroup.clone().ok()).collect();
-    let _ = room::shortages(tap, &cgroups);
+    let _ = memory_headroom::cgroup_shortages(tap, &cgroups);
 }
 
-fn ksmd(host: &dyn Host) -> Option<Pid> {
+fn find_ksmd(host: &dyn Host) -> Option<Pid> {
     let is_ksmd = |pid: &Pid| {
         let stat = host.open(*pid).and_then(|handle| handle.read("stat")).and_then(|stat| parse::stat(&stat));
         stat.is_ok_and(|stat| stat.comm == "ksmd" && stat.flags & parse::PF_KTHREAD != 0)
@@ -269,22 +275,29 @@ fn ksmd(host: &dyn Host) -> Option<Pid> {
 }
 
 /// The processes of the census, and ksmd, of which the doctor wants to know the CPU.
-fn shown(host: &dyn Host, census: &Census) -> BTreeSet<Pid> {
+fn recorded_pids(host: &dyn Host, census: &Census) -> BTreeSet<Pid> {
     let seen = census.subjects.iter().map(|subject| subject.process.id.pid);
-    seen.chain(census.unseen.iter().map(|unseen| unseen.pid)).chain(ksmd(host)).collect()
+    seen.chain(census.unscanned.iter().map(|unseen| unseen.pid)).chain(find_ksmd(host)).collect()
 }
 
 /// Whether a command line is kept whole.
-fn keeps_arguments(comm: &str, arguments: &[String]) -> bool {
-    tuner(comm, arguments).is_some() || Identity::of(arguments, &Default::default(), None).vm.is_some()
+fn is_command_line_kept(comm: &str, arguments: &[String]) -> bool {
+    identify_tuner(comm, arguments).is_some() || Identity::new(arguments, &Default::default(), None).vm.is_some()
 }
 
 /// Write the pages of every process and the frames of all. Returns how many lines of pages.
-fn write_pages(host: &dyn Host, census: &Census, index: &Index, nodes: &Nodes, root: &Path) -> anyhow::Result<usize> {
-    let mut pages = Pages::new(host, index);
+fn write_pages(
+    host: &dyn Host,
+    census: &Census,
+    index: &PageIndex,
+    nodes: &NumaNodes,
+    root: &Path,
+) -> anyhow::Result<usize> {
+    let mut pages = PageLineBuilder::new(host, index);
     // A process that went away since keeps what was read of its files; it just has no pages.
-    let mut lines: Vec<_> = (0..census.subjects.len()).map(|i| pages.of(census, i).unwrap_or_default()).collect();
-    let frames = pages.renumber(&mut lines, nodes);
+    let mut lines: Vec<_> =
+        (0..census.subjects.len()).map(|i| pages.process_lines(census, i).unwrap_or_default()).collect();
+    let frames = pages.renumber_frames(&mut lines, nodes);
     for (subject, lines) in census.subjects.iter().zip(&lines) {
         write_lines(&root.join("pages").join(format!("{}.txt", subject.process.id.pid)), lines)?;
     }

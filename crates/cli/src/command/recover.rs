@@ -1,16 +1,16 @@
 //! `pagefold recover`: put back what a killed run left, and what every command does before it changes a host.
 
-use crate::arguments::Global;
-use crate::command::daemon::control;
-use crate::{Outcome, output, source};
+use crate::command::daemon::control_socket;
+use crate::command_line::GlobalOptions;
+use crate::{CommandOutcome, host_selection, output};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use pagefold_host::Host;
-use pagefold_host::act::{Action, Refusal};
+use pagefold_host::action::{Action, ActionError};
 use pagefold_host::transaction::Session;
-use pagefold_host::transaction::session::{Error, Remains, Was};
+use pagefold_host::transaction::session::{Error, FailedUndo, UndoDescription};
 use pagefold_merge::ksmd;
-use pagefold_merge::wire::recover::{RecoverReport, RemainsReport};
+use pagefold_merge::wire::recover::{FailedUndoReport, RecoverReport};
 use pagefold_output::wire;
 
 const EXAMPLES: &str = "\
@@ -26,42 +26,42 @@ Exit status: 0 everything is as it was, 2 nothing could be tried, 3 something re
 /// Arguments of `recover`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct Options {
+pub struct RecoverArguments {
     /// Print JSON (see `pagefold schema recover`)
     #[arg(long)]
     json: bool,
 }
 
 /// Put back, and say what.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    let host = live(global)?;
+pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let host = open_live_host(global)?;
     let (_session, undone, remains) =
-        Session::begin(&*host, &global.state).map_err(explained).map_err(|error| of_daemon(error, global))?;
-    tell(&undone, &remains, options.json, "Nothing was left to put back.")
+        Session::begin(&*host, &global.state).map_err(with_remedy).map_err(|error| with_daemon_hint(error, global))?;
+    print_result(&undone, &remains, options.json, "Nothing was left to put back.")
 }
 
 /// The host, if it is one that can be changed.
-pub fn live(global: &Global) -> anyhow::Result<Box<dyn Host>> {
+pub fn open_live_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
     if global.host != "live" {
         bail!("--host {}: only the live host can be changed; leave --host out", global.host);
     }
-    source::open(global)
+    host_selection::open_host(global)
 }
 
 /// Begin to change a host. What a killed run left is put back first, and said on standard error.
-pub fn begin<'a>(host: &'a dyn Host, global: &Global) -> anyhow::Result<Session<'a>> {
+pub fn begin_session<'a>(host: &'a dyn Host, global: &GlobalOptions) -> anyhow::Result<Session<'a>> {
     let (session, undone, remains) =
-        Session::begin(host, &global.state).map_err(explained).map_err(|error| of_daemon(error, global))?;
+        Session::begin(host, &global.state).map_err(with_remedy).map_err(|error| with_daemon_hint(error, global))?;
     if !undone.is_empty() || !remains.is_empty() {
-        eprint!("A pagefold was killed before.\n{}", report(&undone, &remains).render(""));
+        eprint!("A pagefold was killed before.\n{}", build_report(&undone, &remains).render(""));
     }
     Ok(session)
 }
 
 /// An error with what to do where it is the daemon that changes this host.
-fn of_daemon(error: anyhow::Error, global: &Global) -> anyhow::Error {
+fn with_daemon_hint(error: anyhow::Error, global: &GlobalOptions) -> anyhow::Error {
     let busy = matches!(error.downcast_ref(), Some(Error::Busy(_)));
-    if busy && control::is_there(&global.state) {
+    if busy && control_socket::is_daemon_listening(&global.state) {
         return error
             .context("the daemon drives this host: `pagefold pause` gives it back, and `pagefold resume` goes on");
     }
@@ -69,29 +69,34 @@ fn of_daemon(error: anyhow::Error, global: &Global) -> anyhow::Error {
 }
 
 /// Print what was put back and what was not.
-pub fn tell(undone: &[Action], remains: &[Remains], json: bool, nothing: &str) -> anyhow::Result<Outcome> {
-    let report = report(undone, remains);
-    output::print(&if json { wire::json(&report) } else { report.render(nothing) })?;
-    Ok(if remains.is_empty() { Outcome::Done } else { Outcome::Partial })
+pub fn print_result(
+    undone: &[Action],
+    remains: &[FailedUndo],
+    json: bool,
+    empty_text: &str,
+) -> anyhow::Result<CommandOutcome> {
+    let report = build_report(undone, remains);
+    output::print_stdout(&if json { wire::to_json(&report) } else { report.render(empty_text) })?;
+    Ok(if remains.is_empty() { CommandOutcome::Done } else { CommandOutcome::Partial })
 }
 
-fn report(undone: &[Action], remains: &[Remains]) -> RecoverReport {
-    let remains = remains.iter().map(|remains| RemainsReport {
-        was: Was(&remains.undo).to_string(),
+fn build_report(undone: &[Action], remains: &[FailedUndo]) -> RecoverReport {
+    let remains = remains.iter().map(|remains| FailedUndoReport {
+        was: UndoDescription(&remains.undo).to_string(),
         why: remains.why.clone(),
-        retried: remains.kept,
+        retried: remains.will_retry,
     });
-    RecoverReport::new(undone.iter().map(|undo| Was(undo).to_string()).collect(), remains.collect())
+    RecoverReport::new(undone.iter().map(|undo| UndoDescription(undo).to_string()).collect(), remains.collect())
 }
 
 /// An error with its remedy.
-pub fn explained(error: Error) -> anyhow::Error {
+pub fn with_remedy(error: Error) -> anyhow::Error {
     let remedy = match &error {
-        Error::Refused(Refusal::Denied(_)) if rustix::process::geteuid().is_root() => {
+        Error::Refused(ActionError::Denied(_)) if rustix::process::geteuid().is_root() => {
             "nothing was changed: /sys is read-only here (a container?) or a security module forbids it"
         }
-        Error::Refused(Refusal::Denied(_)) => "nothing was changed: run as root",
-        Error::Refused(Refusal::Busy(_)) => {
+        Error::Refused(ActionError::Denied(_)) => "nothing was changed: run as root",
+        Error::Refused(ActionError::Busy(_)) => {
             "nothing was changed: max_page_sharing and merge_across_nodes can be set only while nothing is merged"
         }
         Error::Refused(_) => "nothing was changed",
@@ -101,14 +106,14 @@ pub fn explained(error: Error) -> anyhow::Error {
 }
 
 /// With what status the program ends for an error: 3 where something remains of what was changed, else 2.
-pub fn status(error: &anyhow::Error) -> u8 {
+pub fn exit_status(error: &anyhow::Error) -> u8 {
     let remains =
-        |error: &(dyn std::error::Error + 'static)| matches!(error.downcast_ref(), Some(Error::Remains { .. }));
+        |error: &(dyn std::error::Error + 'static)| matches!(error.downcast_ref(), Some(Error::UndoFailed { .. }));
     if error.chain().any(remains) { 3 } else { 2 }
 }
 
 /// That the kernel has KSM, which everything else takes for granted.
-pub fn needs_ksm(host: &dyn Host) -> anyhow::Result<()> {
+pub fn check_ksm_present(host: &dyn Host) -> anyhow::Result<()> {
     match host.read("sys/kernel/mm/ksm/run") {
         Ok(_) => Ok(()),
         Err(pagefold_base::Absent::NotOnThisKernel) => {
@@ -119,12 +124,12 @@ pub fn needs_ksm(host: &dyn Host) -> anyhow::Result<()> {
 }
 
 /// That no other program writes KSM's settings again and again, unless that is to be ignored.
-pub fn refuse_tuner(host: &dyn Host, force: bool) -> anyhow::Result<()> {
-    match ksmd::other_tuner(host).context("cannot look for other programs that tune KSM")? {
+pub fn check_no_tuner(host: &dyn Host, force: bool) -> anyhow::Result<()> {
+    match ksmd::find_other_tuner(host).context("cannot look for other programs that tune KSM")? {
         Some(tuner) if !force => bail!(
             "{} tunes KSM, and each would undo the other: stop it with `{}`, or use --force",
             tuner.name(),
-            tuner.stop().join("; ")
+            tuner.stop_commands().join("; ")
         ),
         _ => Ok(()),
     }
@@ -136,19 +141,19 @@ mod tests {
     use pagefold_base::ksm::Setting;
 
     #[test]
-    fn an_error_says_that_nothing_was_changed_only_if_that_is_so() {
-        let refused = || Error::Refused(Refusal::Denied("writing 1 to run".to_owned()));
+    fn error_claims_nothing_changed_only_if_true() {
+        let refused = || Error::Refused(ActionError::Denied("writing 1 to run".to_owned()));
         let undo = Action::Set { setting: Setting::PagesToScan, value: "100".to_owned() };
-        let remains = vec![Remains { undo, why: "permission denied".to_owned(), kept: true }];
-        let in_part = explained(Error::Remains { remains, source: Box::new(refused()) });
+        let remains = vec![FailedUndo { undo, why: "permission denied".to_owned(), will_retry: true }];
+        let in_part = with_remedy(Error::UndoFailed { failed_undos: remains, source: Box::new(refused()) });
         assert_eq!(
             format!("{in_part:#}"),
             "not all is put back (/sys/kernel/mm/ksm/pages_to_scan was 100: permission denied): \
              permission denied: writing 1 to run"
         );
-        assert_eq!(status(&in_part.context("around it")), 3);
-        let whole = explained(refused());
+        assert_eq!(exit_status(&in_part.context("around it")), 3);
+        let whole = with_remedy(refused());
         assert!(format!("{whole:#}").starts_with("nothing was changed"), "{whole:#}");
-        assert_eq!(status(&whole), 2);
+        assert_eq!(exit_status(&whole), 2);
     }
 }

@@ -1,13 +1,13 @@
 //! `pagefold schema`: the JSON schema of a report, or of the configuration.
 
 use crate::command::engine::wire::EngineReport;
-use crate::{Outcome, config, output};
+use crate::{CommandOutcome, config, output};
 use clap::{Args, ValueEnum};
 use pagefold_account::wire::AccountReport;
 use pagefold_census::wire::CensusReport;
-use pagefold_daemon::wire::{Decision, Status};
+use pagefold_daemon::wire::{DecisionReport, StatusReport};
 use pagefold_doctor::wire::DoctorReport;
-use pagefold_history::points::History;
+use pagefold_history::points::HistoryResponse;
 use pagefold_history::report::HistoryReport;
 use pagefold_merge::wire::merge::MergeReport;
 use pagefold_merge::wire::policy::PolicyReport;
@@ -18,14 +18,14 @@ use pagefold_output::wire;
 /// Arguments of `schema`.
 #[derive(Args, Debug)]
 #[command(after_help = "Example:\n  pagefold schema census > census.schema.json")]
-pub struct Options {
+pub struct SchemaArguments {
     /// Of what
     #[arg(value_enum)]
-    report: Report,
+    report: SchemaName,
 }
 
 #[derive(Clone, Copy, Debug, ValueEnum)]
-enum Report {
+enum SchemaName {
     /// `pagefold census --json`
     Census,
     /// `pagefold doctor --json`
@@ -56,21 +56,21 @@ enum Report {
 }
 
 /// Print the schema.
-pub fn run(options: &Options) -> anyhow::Result<Outcome> {
-    output::print(&match options.report {
-        Report::Census => wire::schema::<CensusReport>(),
-        Report::Doctor => wire::schema::<DoctorReport>(),
-        Report::Account => wire::schema::<AccountReport>(),
-        Report::Merge => wire::schema::<MergeReport>(),
-        Report::Policy => wire::schema::<PolicyReport>(),
-        Report::Recover => wire::schema::<RecoverReport>(),
-        Report::Unmerge => wire::schema::<UnmergeReport>(),
-        Report::Engine => wire::schema::<EngineReport>(),
-        Report::Status => wire::schema::<Status>(),
-        Report::History => wire::schema::<History>(),
-        Report::OverTime => wire::schema::<HistoryReport>(),
-        Report::Decision => wire::schema::<Decision>(),
-        Report::Config => config::schema(),
+pub fn run(options: &SchemaArguments) -> anyhow::Result<CommandOutcome> {
+    output::print_stdout(&match options.report {
+        SchemaName::Census => wire::json_schema::<CensusReport>(),
+        SchemaName::Doctor => wire::json_schema::<DoctorReport>(),
+        SchemaName::Account => wire::json_schema::<AccountReport>(),
+        SchemaName::Merge => wire::json_schema::<MergeReport>(),
+        SchemaName::Policy => wire::json_schema::<PolicyReport>(),
+        SchemaName::Recover => wire::json_schema::<RecoverReport>(),
+        SchemaName::Unmerge => wire::json_schema::<UnmergeReport>(),
+        SchemaName::Engine => wire::json_schema::<EngineReport>(),
+        SchemaName::Status => wire::json_schema::<StatusReport>(),
+        SchemaName::History => wire::json_schema::<HistoryResponse>(),
+        SchemaName::OverTime => wire::json_schema::<HistoryReport>(),
+        SchemaName::Decision => wire::json_schema::<DecisionReport>(),
+        SchemaName::Config => config::config_schema(),
     })?;
-    Ok(Outcome::Done)
+    Ok(CommandOutcome::Done)
 }

@@ -1,11 +1,11 @@
 //! `pagefold top`: the daemon's status in the terminal.
 
-use super::daemon::control::{Request, ask};
-use crate::arguments::{Global, duration};
-use crate::{Outcome, output};
+use super::daemon::control_socket::{ControlRequest, send_request};
+use crate::command_line::{GlobalOptions, parse_duration};
+use crate::{CommandOutcome, output};
 use anyhow::{Context, bail};
 use clap::Args;
-use pagefold_daemon::wire::{Answer, Status};
+use pagefold_daemon::wire::{ControlReply, StatusReport};
 use pagefold_watch::top;
 use std::io::IsTerminal;
 use std::path::Path;
@@ -14,29 +14,29 @@ use std::time::Duration;
 /// Arguments of `top`.
 #[derive(Args, Debug)]
 #[command(after_help = "Keys: ? for help, q to quit. Without a terminal: `pagefold status`, once.")]
-pub struct Options {
+pub struct TopArguments {
     /// How often the daemon is asked
-    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = duration)]
+    #[arg(long, value_name = "TIME", default_value = "2s", value_parser = parse_duration)]
     every: Duration,
 }
 
 /// Show the status until somebody quits.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
+pub fn run(options: &TopArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     if !std::io::stdout().is_terminal() {
         bail!("standard output is no terminal: use `pagefold status`");
     }
     // Where there is no daemon, that is said before the screen is taken.
-    status(&global.state)?;
+    read_status(&global.state)?;
     let every = options.every.max(Duration::from_millis(100));
-    let (state, colour) = (global.state.clone(), output::style(global).colour);
-    top::run(move || status(&state).map_err(|error| format!("{error:#}")), every, colour)
+    let (state, colour) = (global.state.clone(), output::stdout_style(global).color);
+    top::run(move || read_status(&state).map_err(|error| format!("{error:#}")), every, colour)
         .context("cannot use the terminal")?;
-    Ok(Outcome::Done)
+    Ok(CommandOutcome::Done)
 }
 
-fn status(state: &Path) -> anyhow::Result<Status> {
-    match ask(state, Request::Status)? {
-        Answer::Status(status) => Ok(*status),
-        Answer::Done(why) | Answer::Refused(why) => bail!("{why}"),
+fn read_status(state: &Path) -> anyhow::Result<StatusReport> {
+    match send_request(state, ControlRequest::Status)? {
+        ControlReply::Status(status) => Ok(*status),
+        ControlReply::Done(why) | ControlReply::Refused(why) => bail!("{why}"),
     }
 }

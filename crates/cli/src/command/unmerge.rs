@@ -1,23 +1,26 @@
 //! `pagefold unmerge`: gives processes pages of their own again, if the memory for it is there.
 
-use crate::arguments::{Global, Targets, duration};
-use crate::command::guest::{Asked, Control, control, is_of_one};
-use crate::command::recover::{self, needs_ksm};
-use crate::{Outcome, output, progress, source};
+use crate::command::guest::{GuestControl, GuestSocketQueries, check_single_guest, find_control};
+use crate::command::recover::{self, check_ksm_present};
+use crate::command_line::{GlobalOptions, ProcessOptions, parse_duration};
+use crate::{CommandOutcome, host_selection, output, progress};
 use anyhow::bail;
 use clap::Args;
-use pagefold_base::guard::{Judgement, Verdict};
+use pagefold_base::guard::{MemoryCheck, MemoryVerdict};
 use pagefold_base::process::Process;
 use pagefold_base::{Bytes, Pages, Reading};
-use pagefold_host::{Host, Process as Handle};
+use pagefold_host::{Host, ProcessHandle as Handle};
 use pagefold_merge::text::unmerge as text;
 use pagefold_merge::unmerge;
-use pagefold_merge::unmerge::{Done, Figures, Limits, Plan, Remains, Target, Way, Withdrawn};
+use pagefold_merge::unmerge::{
+    HostCounters, StillMerged, UnenrollLimits, UnenrollMethod, UnenrollOutcome, UnenrollPlan, UnenrollResult,
+    UnenrollTarget,
+};
 use pagefold_merge::wire::unmerge::{
-    GuardReport, HugeReport, PartsReport, TakenReport, UnmergeReport, UnmergedProcess,
+    BatchesReport, GuardReport, HugePagesReport, TakenReport, UnmergeReport, UnmergedProcessReport,
 };
 use pagefold_output::wire;
-use pagefold_output::wire::{NotSeen, Who};
+use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use std::path::PathBuf;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -45,7 +48,7 @@ Exit status: 0 nothing is merged any more, 1 it does not fit and nothing was cha
 /// Arguments of `unmerge`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct Options {
+pub struct UnmergeArguments {
     /// Begin though not all of it fits: least first, as long as the next part fits; stop where one does not
     ///
     /// A virtual machine that is reached by its control socket goes all at once: it is one part. With --inject it is
@@ -53,7 +56,7 @@ pub struct Options {
     #[arg(long)]
     staged: bool,
     /// Wait so long for memory, such as 30s or 5m
-    #[arg(long, value_name = "TIME", value_parser = duration, default_value = "0")]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "0")]
     wait: Duration,
     /// Go on though it does not fit: processes may be swapped out, throttled or killed
     #[arg(long, conflicts_with_all = ["staged", "wait"])]
@@ -78,158 +81,180 @@ pub struct Options {
     json: bool,
     // Last, because its heading in the help holds for all that follows.
     #[command(flatten)]
-    targets: Targets,
+    targets: ProcessOptions,
 }
 
 /// Unmerge and say what came of it.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    if !is_chosen(&options.targets) {
+pub fn run(options: &UnmergeArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    if !are_targets_given(&options.targets) {
         bail!("say which processes, for example --vm NAME or --pid N; --all means every one that is enrolled");
     }
     if global.host != "live" && !options.dry_run {
         bail!("a recording cannot be changed: add --dry-run to see what it would have taken");
     }
-    let host = source::open(global)?;
-    needs_ksm(&*host)?;
+    let host = host_selection::open_host(global)?;
+    check_ksm_present(&*host)?;
     let started = Instant::now();
     let stop = progress::stop_on_signal()?;
-    let mut report = Work { options, global, host: &*host }.report(&stop)?;
+    let mut report = UnmergeJob { options, global, host: &*host }.run_and_report(&stop)?;
     report.seconds = started.elapsed().as_secs_f64();
     if options.json {
-        output::print(&wire::json(&report))?;
+        output::print_stdout(&wire::to_json(&report))?;
     } else {
-        output::print(&text::render(&report, options.top, source::remedy(global), output::style(global)))?;
+        output::print_stdout(&text::render(
+            &report,
+            options.top,
+            host_selection::permission_remedy(global),
+            output::stdout_style(global),
+        ))?;
     }
     Ok(match report.outcome {
-        "refused" => Outcome::VerdictNo,
-        "planned" if report.guard.verdict != "fits" && !options.force => Outcome::VerdictNo,
-        "partial" => Outcome::Partial,
-        _ if !report.not_seen.is_empty() => Outcome::Partial,
-        _ => Outcome::Done,
+        "refused" => CommandOutcome::NegativeVerdict,
+        "planned" if report.guard.verdict != "fits" && !options.force => CommandOutcome::NegativeVerdict,
+        "partial" => CommandOutcome::Partial,
+        _ if !report.not_seen.is_empty() => CommandOutcome::Partial,
+        _ => CommandOutcome::Done,
     })
 }
 
-fn is_chosen(targets: &Targets) -> bool {
-    let Targets { pid, name, cgroup, user, vm, all } = targets;
+fn are_targets_given(targets: &ProcessOptions) -> bool {
+    let ProcessOptions { pid, name, cgroup, user, vm, all } = targets;
     *all || !(pid.is_empty() && name.is_empty() && cgroup.is_empty() && user.is_empty() && vm.is_empty())
 }
 
-struct Work<'a> {
-    options: &'a Options,
-    global: &'a Global,
+struct UnmergeJob<'a> {
+    options: &'a UnmergeArguments,
+    global: &'a GlobalOptions,
     host: &'a dyn Host,
 }
 
-impl Work<'_> {
-    fn report(&self, stop: &AtomicBool) -> anyhow::Result<UnmergeReport> {
+impl UnmergeJob<'_> {
+    fn run_and_report(&self, stop: &AtomicBool) -> anyhow::Result<UnmergeReport> {
         let options = self.options;
         // Taken before anything is counted, so that nobody merges in between.
-        let mut session = if options.dry_run { None } else { Some(recover::begin(self.host, self.global)?) };
-        let plan = self.plan(stop)?;
-        let need = plan.need();
-        let mut judgement = plan.judge(self.host, &need);
-        let parts = plan.affordable(self.host);
+        let mut session = if options.dry_run { None } else { Some(recover::begin_session(self.host, self.global)?) };
+        let plan = self.make_plan(stop)?;
+        let need = plan.frame_need();
+        let mut judgement = plan.check_memory(self.host, &need);
+        let parts = plan.count_batches_that_fit(self.host);
         let deadline = Instant::now() + options.wait;
-        let patient = |judgement: &Judgement| !options.staged && judgement.verdict != Verdict::Fits;
-        while session.is_some() && patient(&judgement) && Instant::now() < deadline && !is_set(stop) {
+        let patient = |judgement: &MemoryCheck| !options.staged && judgement.verdict != MemoryVerdict::Fits;
+        while session.is_some() && patient(&judgement) && Instant::now() < deadline && !is_stop_requested(stop) {
             std::thread::sleep(Duration::from_millis(200));
-            judgement = plan.judge(self.host, &need);
+            judgement = plan.check_memory(self.host, &need);
         }
-        let mut report = self.planned(&plan, &judgement, parts);
-        let fits = judgement.verdict == Verdict::Fits;
+        let mut report = self.planned_report(&plan, &judgement, parts);
+        let fits = judgement.verdict == MemoryVerdict::Fits;
         let Some(session) = session.as_mut().filter(|_| !plan.targets.is_empty()) else { return Ok(report) };
         if !fits && !options.force && !options.staged {
             report.outcome = "refused";
-            report.interrupted = is_set(stop);
+            report.interrupted = is_stop_requested(stop);
             return Ok(report);
         }
-        let limits = Limits {
+        let limits = UnenrollLimits {
             staged: options.staged,
             force: options.force,
-            wait: options.wait,
-            collapse: options.collapse,
-            pressure: None,
+            max_wait: options.wait,
+            collapse_huge_pages: options.collapse,
+            max_pressure_percent: None,
         };
-        let done = unmerge::carry_out(session, &plan, limits, stop).map_err(|error| session.give_up(error))?;
-        carried_out(&mut report, &plan, &done);
+        let done = unmerge::execute_plan(session, &plan, limits, stop).map_err(|error| session.abort(error))?;
+        add_outcome(&mut report, &plan, &done);
         Ok(report)
     }
 
-    fn plan(&self, stop: &AtomicBool) -> anyhow::Result<Plan> {
-        let selection = source::selection(&self.options.targets, self.global)?;
-        let asked = Asked::new(stop);
+    fn make_plan(&self, stop: &AtomicBool) -> anyhow::Result<UnenrollPlan> {
+        let selection = host_selection::process_selection(&self.options.targets, self.global)?;
+        let asked = GuestSocketQueries::new(stop);
         let failed: Mutex<Vec<anyhow::Error>> = Mutex::new(Vec::new());
-        let plan = unmerge::plan(self.host, &selection, &|handle, process| match self.way(handle, process, &asked) {
+        let plan = unmerge::make_plan(self.host, &selection, &|handle, process| match self
+            .unenroll_method(handle, process, &asked)
+        {
             Ok(way) => way,
             Err(error) => {
                 failed.lock().expect("no thread panicked").push(error);
                 None
             }
         })?;
-        is_of_one(self.options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
+        check_single_guest(self.options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
         if let Some(error) = failed.into_inner().expect("no thread panicked").into_iter().next() {
             return Err(error);
         }
-        source::seen(!plan.targets.is_empty() || plan.idle > 0, &selection, &plan.unseen, self.global)?;
+        host_selection::check_any_seen(
+            !plan.targets.is_empty() || plan.not_enrolled > 0,
+            &selection,
+            &plan.unscanned,
+            self.global,
+        )?;
         Ok(plan)
     }
 
     /// How a guest is reached.
-    fn way(&self, handle: &dyn Handle, process: &Process, asked: &Asked<'_>) -> anyhow::Result<Option<Way>> {
-        let Options { qmp, inject, .. } = self.options;
-        Ok(match control(handle, process, qmp.as_deref(), *inject, self.global, asked)? {
-            Control::None => None,
-            Control::Unreachable(why) => Some(Way::Unreachable(why)),
-            Control::Answers(socket, backends) => {
-                let marked = backends.into_iter().filter(|backend| backend.merge && !backend.share);
+    fn unenroll_method(
+        &self,
+        handle: &dyn Handle,
+        process: &Process,
+        queries: &GuestSocketQueries<'_>,
+    ) -> anyhow::Result<Option<UnenrollMethod>> {
+        let UnmergeArguments { qmp, inject, .. } = self.options;
+        Ok(match find_control(handle, process, qmp.as_deref(), *inject, self.global, queries)? {
+            GuestControl::Unused => None,
+            GuestControl::Unreachable(why) => Some(UnenrollMethod::UnreachableGuest(why)),
+            GuestControl::Reachable(socket, backends) => {
+                let marked = backends.into_iter().filter(|backend| backend.is_mergeable && !backend.is_shared);
                 let backends: Vec<_> = marked.map(|backend| (backend.path, backend.size)).collect();
-                (!backends.is_empty()).then_some(Way::Guest { socket, backends })
+                (!backends.is_empty()).then_some(UnenrollMethod::Guest { socket, backends })
             }
         })
     }
 
-    fn planned(&self, plan: &Plan, judgement: &Judgement, (fit, all): (usize, usize)) -> UnmergeReport {
+    fn planned_report(
+        &self,
+        plan: &UnenrollPlan,
+        check: &MemoryCheck,
+        (fitting, total): (usize, usize),
+    ) -> UnmergeReport {
         UnmergeReport {
             schema: "pagefold.unmerge/1",
             host: self.host.describe(),
             page_size: self.host.page_size().bytes(),
             seconds: 0.0,
             outcome: if plan.targets.is_empty() { "nothing" } else { "planned" },
-            guard: GuardReport::of(judgement),
-            parts: PartsReport { all: all as u64, fit: fit as u64 },
+            guard: GuardReport::from_judgement(check),
+            parts: BatchesReport { all: total as u64, fit: fitting as u64 },
             stopped: None,
             forced: self.options.force,
             interrupted: false,
             taken: None,
-            processes: plan.targets.iter().map(process).collect(),
-            not_enrolled: plan.idle as u64,
+            processes: plan.targets.iter().map(process_report).collect(),
+            not_enrolled: plan.not_enrolled as u64,
             not_seen: plan
-                .unseen
+                .unscanned
                 .iter()
-                .map(|unseen| NotSeen::of(unseen.pid.0, unseen.comm.clone(), &unseen.why))
+                .map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why))
                 .collect(),
         }
     }
 }
 
-fn is_set(stop: &AtomicBool) -> bool {
+fn is_stop_requested(stop: &AtomicBool) -> bool {
     stop.load(Ordering::Relaxed)
 }
 
-fn process(target: &Target) -> UnmergedProcess {
-    UnmergedProcess {
-        who: Who::of(&target.process, None),
-        way: match target.way {
-            Way::Whole => "whole",
-            Way::Regions | Way::Ranges(_) => "regions",
-            Way::Guest { .. } => "qmp",
-            Way::Unreachable(_) => "none",
+fn process_report(target: &UnenrollTarget) -> UnmergedProcessReport {
+    UnmergedProcessReport {
+        process: ProcessInfo::from_process(&target.process, None),
+        way: match target.method {
+            UnenrollMethod::WholeProcess => "whole",
+            UnenrollMethod::MarkedRegions | UnenrollMethod::Ranges(_) => "regions",
+            UnenrollMethod::Guest { .. } => "qmp",
+            UnenrollMethod::UnreachableGuest(_) => "none",
         },
-        merged_pages: target.merged().0,
-        zero_pages: target.zeros.0,
-        returned_pages: target.returned().0,
-        estimated: target.exact.as_ref().err().map(ToString::to_string),
-        parts: target.parts.len() as u64,
+        merged_pages: target.merged_pages().0,
+        zero_pages: target.max_zero_pages.0,
+        returned_pages: target.freed_frames().0,
+        estimated: target.frames_readable.as_ref().err().map(ToString::to_string),
+        parts: target.batches.len() as u64,
         parts_withdrawn: 0,
         state: "planned",
         merged_pages_after: None,
@@ -242,43 +267,45 @@ fn process(target: &Target) -> UnmergedProcess {
 }
 
 /// Enter what was done.
-fn carried_out(report: &mut UnmergeReport, plan: &Plan, done: &Done) {
-    let figures = (done.before.oom_kills.clone(), done.after.oom_kills.clone());
-    for ((target, done), process) in plan.targets.iter().zip(&done.targets).zip(&mut report.processes) {
-        process.parts_withdrawn = done.parts as u64;
-        process.state = state(done);
-        if let Some(Ok(Remains { merged, zeros, beside })) = done.remains {
+fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &UnenrollOutcome) {
+    let figures = (outcome.before.oom_kills.clone(), outcome.after.oom_kills.clone());
+    for ((target, done), process) in plan.targets.iter().zip(&outcome.targets).zip(&mut report.processes) {
+        process.parts_withdrawn = done.batches_done as u64;
+        process.state = unenroll_state(done);
+        if let Some(Ok(StillMerged { merged_pages: merged, zero_pages: zeros, uncovered_pages: beside })) =
+            done.still_merged
+        {
             (process.merged_pages_after, process.zero_pages_after) = (Some(merged.0), Some(zeros.0));
-            process.beside_pages = Some(beside.0).filter(|_| matches!(target.way, Way::Guest { .. }));
+            process.beside_pages = Some(beside.0).filter(|_| matches!(target.method, UnenrollMethod::Guest { .. }));
         }
-        process.longest_stop_ms = done.stops.iter().max().map(|stop| stop.as_secs_f64() * 1e3);
-        process.huge = done.huge.map(|(unmerged, collapsed)| HugeReport {
+        process.longest_stop_ms = done.stop_durations.iter().max().map(|stop| stop.as_secs_f64() * 1e3);
+        process.huge = done.huge_before_and_after_collapse.map(|(unmerged, collapsed)| HugePagesReport {
             before: target.anon_huge.0,
             unmerged: unmerged.0,
             collapsed: collapsed.0,
         });
-        let missed = done
-            .missed
-            .first()
-            .map(|(range, why)| format!("{} ranges were not taken, the first {range}: {why}", done.missed.len()));
-        process.error = if done.ended { Some(ended(&figures.0, &figures.1)) } else { done.error.clone().or(missed) };
+        let missed = done.missed_ranges.first().map(|(range, why)| {
+            format!("{} ranges were not taken, the first {range}: {why}", done.missed_ranges.len())
+        });
+        process.error =
+            if done.ended { Some(exit_note(&figures.0, &figures.1)) } else { done.error.clone().or(missed) };
     }
-    let succeeded = |done: &Withdrawn| done.is_whole() && !done.ended;
-    report.outcome = if done.targets.iter().all(succeeded) { "done" } else { "partial" };
-    report.stopped = done.stopped.as_ref().map(GuardReport::of);
-    report.interrupted = done.interrupted;
+    let succeeded = |done: &UnenrollResult| done.is_complete() && !done.ended;
+    report.outcome = if outcome.targets.iter().all(succeeded) { "done" } else { "partial" };
+    report.stopped = outcome.stopped_by_guard.as_ref().map(GuardReport::from_judgement);
+    report.interrupted = outcome.interrupted;
     let size = report.page_size;
-    let Figures { available, anon, cow_ksm, .. } = &done.before;
-    let after = &done.after;
+    let HostCounters { available, anon, cow_ksm, .. } = &outcome.before;
+    let after = &outcome.after;
     let grown = |before: &Reading<Bytes>, after: &Reading<Bytes>| {
         let (before, after) = before.as_ref().ok().zip(after.as_ref().ok())?;
         Some(after.0.cast_signed() - before.0.cast_signed())
     };
-    let merged: Pages = plan.targets.iter().map(Target::merged).sum();
-    let predicted = plan.need().host;
+    let merged: Pages = plan.targets.iter().map(UnenrollTarget::merged_pages).sum();
+    let predicted = plan.frame_need().host;
     report.taken = Some(TakenReport {
         predicted: predicted.0 * size,
-        withdrawn: done.planned(plan).0 * size,
+        withdrawn: outcome.planned_frames(plan).0 * size,
         anon_pages: grown(anon, &after.anon),
         mem_available: grown(&after.available, available),
         mem_available_before: available.as_ref().ok().map(|bytes| bytes.0),
@@ -289,9 +316,12 @@ fn carried_out(report: &mut UnmergeReport, plan: &Plan, done: &Done) {
 }
 
 /// What to say of a process that ended, by the OOM killer's counter before and after.
-fn ended(before: &Reading<u64>, after: &Reading<u64>) -> String {
-    let kills =
-        before.as_ref().ok().zip(after.as_ref().ok()).map_or(0, |(before, after)| after.saturating_sub(*before));
+fn exit_note(oom_kills_before: &Reading<u64>, oom_kills_after: &Reading<u64>) -> String {
+    let kills = oom_kills_before
+        .as_ref()
+        .ok()
+        .zip(oom_kills_after.as_ref().ok())
+        .map_or(0, |(before, after)| after.saturating_sub(*before));
     let ended = "it ended before it was unmerged";
     if kills == 0 {
         return ended.to_owned();
@@ -299,12 +329,12 @@ fn ended(before: &Reading<u64>, after: &Reading<u64>) -> String {
     format!("{ended}; the OOM killer acted on this host meanwhile (oom_kill grew by {kills}): see the kernel log")
 }
 
-fn state(done: &Withdrawn) -> &'static str {
+fn unenroll_state(done: &UnenrollResult) -> &'static str {
     match done {
         done if done.ended => "ended",
-        done if done.is_whole() => "withdrawn",
-        done if done.parts > 0 || done.withdrawn => "partial",
-        Withdrawn { error: Some(_), .. } => "failed",
+        done if done.is_complete() => "withdrawn",
+        done if done.batches_done > 0 || done.all_unenrolled => "partial",
+        UnenrollResult { error: Some(_), .. } => "failed",
         _ => "untouched",
     }
 }
@@ -315,7 +345,7 @@ mod tests {
 
     #[test]
     fn process_that_ended_names_the_oom_killer_only_if_it_acted() {
-        let said = |before, after| ended(&before, &after);
+        let said = |before, after| exit_note(&before, &after);
         assert!(said(Ok(3), Ok(5)).contains("oom_kill grew by 2"));
         for (before, after) in [(Ok(3), Ok(3)), (Ok(3), Err(pagefold_base::Absent::NotOnThisKernel))] {
             assert!(!said(before, after).contains("OOM"));

@@ -9,33 +9,33 @@
 //! Limits: plain assignments are read, and nothing is run. A line that is anything else is told as left out, with what
 //! it may assign; what stands between an `if` and its `fi` is taken as if it ran.
 
-use super::nearest;
+use super::nearest_word;
 use pagefold_base::Bytes;
-use pagefold_doctor::decide::SCAN_MICROSECONDS;
+use pagefold_doctor::decide::SCAN_MICROSECONDS_PER_PAGE;
 use pagefold_merge::decide::policy::Ksmtuned;
 
 /// What a configuration of ksmtuned comes to. Each of its assignments is in one line of `kept` or `left`, at the
 /// beginning.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Imported {
+pub struct KsmtunedImport {
     /// The section for the daemon.
     pub section: String,
     /// What was kept, each with how.
-    pub kept: Vec<String>,
+    pub imported: Vec<String>,
     /// What was not, each with why.
-    pub left: Vec<String>,
+    pub skipped: Vec<String>,
     /// What counts beside it because the file does not say otherwise.
-    pub defaults: Vec<String>,
+    pub implied_defaults: Vec<String>,
 }
 
 /// Variables that come to `keep_available`.
-const THRESHOLD: [&str; 2] = ["KSM_THRES_COEF", "KSM_THRES_CONST"];
+const THRESHOLD_VARIABLES: [&str; 2] = ["KSM_THRES_COEF", "KSM_THRES_CONST"];
 
 /// Variables that come to `cpu`.
-const RATE: [&str; 2] = ["KSM_NPAGES_MAX", "KSM_SLEEP_MSEC"];
+const RATE_VARIABLES: [&str; 2] = ["KSM_NPAGES_MAX", "KSM_SLEEP_MSEC"];
 
 /// Those that come to nothing, and why.
-const WITHOUT: [(&str, &str); 6] = [
+const UNSUPPORTED_VARIABLES: [(&str, &str); 6] = [
     ("KSM_MONITOR_INTERVAL", "the daemon looks every second, and merges who comes at once"),
     ("KSM_NPAGES_BOOST", "there is no rate that would move"),
     ("KSM_NPAGES_DECAY", "there is no rate that would move"),
@@ -45,33 +45,33 @@ const WITHOUT: [(&str, &str); 6] = [
 ];
 
 /// Read a configuration of ksmtuned for a host with so much memory.
-pub fn import(text: &str, total: Bytes) -> Imported {
-    let statements = statements(text);
+pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
+    let statements = parse_statements(text);
     let said = |name: &str| {
         let last = statements.iter().rfind(|statement| statement.may_assign(name))?;
-        number(last.assigns?.1)
+        parse_decimal(last.assignment?.1)
     };
     let default = Ksmtuned::default();
     // ksmtuned: the larger of a part of all memory and a constant in kB.
-    let [coefficient, constant] = THRESHOLD.map(said);
+    let [coefficient, constant] = THRESHOLD_VARIABLES.map(said);
     let threshold = Bytes((total.0 / 100).saturating_mul(coefficient.unwrap_or(default.threshold_percent)))
         .max(Bytes(constant.unwrap_or(default.threshold_kib).saturating_mul(1024)));
     let mut section = format!("[daemon]\nmode = \"act\"\nkeep_available = \"{}MiB\"\n", threshold.0 >> 20);
-    let mut means = vec![(THRESHOLD, format!("in keep_available, which is {threshold}"))];
+    let mut means = vec![(THRESHOLD_VARIABLES, format!("in keep_available, which is {threshold}"))];
     let mut defaults = vec![
-        (THRESHOLD[0], coefficient.is_none(), default.threshold_percent),
-        (THRESHOLD[1], constant.is_none(), default.threshold_kib),
+        (THRESHOLD_VARIABLES[0], coefficient.is_none(), default.threshold_percent),
+        (THRESHOLD_VARIABLES[1], constant.is_none(), default.threshold_kib),
     ];
-    let [most, sleep] = RATE.map(said);
+    let [most, sleep] = RATE_VARIABLES.map(said);
     if most.is_some() || sleep.is_some() {
         let gib = total.0.max(1) as f64 / f64::from(1 << 30);
         let pause = (sleep.unwrap_or(default.sleep_millisecs) as f64 * 16.0 / gib).max(10.0);
-        let work = most.unwrap_or(default.max.unsigned_abs()) as f64 * SCAN_MICROSECONDS / 1000.0;
+        let work = most.unwrap_or(default.max_pages.unsigned_abs()) as f64 * SCAN_MICROSECONDS_PER_PAGE / 1000.0;
         let percent = (work / (work + pause) * 100.0).clamp(1.0, 100.0);
         section.push_str(&format!("cpu = \"{percent:.0}%\"\n"));
-        means.push((RATE, format!("in cpu, which is {percent:.0} % of one CPU on average")));
-        defaults.push((RATE[0], most.is_none(), default.max.unsigned_abs()));
-        defaults.push((RATE[1], sleep.is_none(), default.sleep_millisecs));
+        means.push((RATE_VARIABLES, format!("in cpu, which is {percent:.0} % of one CPU on average")));
+        defaults.push((RATE_VARIABLES[0], most.is_none(), default.max_pages.unsigned_abs()));
+        defaults.push((RATE_VARIABLES[1], sleep.is_none(), default.sleep_millisecs));
     }
     let meaning = |name: &str| {
         means.iter().find(|(names, _)| names.contains(&name)).map(|(_, meaning)| meaning.as_str()).unwrap_or_default()
@@ -79,64 +79,71 @@ pub fn import(text: &str, total: Bytes) -> Imported {
     let (mut kept, mut left) = (Vec::new(), Vec::new());
     for (position, statement) in statements.iter().enumerate() {
         let again = |name: &str| statements[position + 1..].iter().any(|later| later.may_assign(name));
-        let why = match statement.assigns {
+        let why = match statement.assignment {
             None => "no plain assignment, and what the shell makes of it is not found out here".to_owned(),
             Some((name, _)) if again(name) => "it is assigned again below".to_owned(),
-            Some((name, value)) if THRESHOLD.contains(&name) || RATE.contains(&name) => match number(value) {
-                Some(_) => {
-                    kept.push(format!("{}: {}", statement.text, meaning(name)));
-                    continue;
+            Some((name, value)) if THRESHOLD_VARIABLES.contains(&name) || RATE_VARIABLES.contains(&name) => {
+                match parse_decimal(value) {
+                    Some(_) => {
+                        kept.push(format!("{}: {}", statement.text, meaning(name)));
+                        continue;
+                    }
+                    None if value.is_empty() => "empty, which is as if it were not there".to_owned(),
+                    None => "no plain decimal number".to_owned(),
                 }
-                None if value.is_empty() => "empty, which is as if it were not there".to_owned(),
-                None => "no plain decimal number".to_owned(),
-            },
-            Some((name, _)) => unused(name),
+            }
+            Some((name, _)) => skip_reason(name),
         };
         left.push(format!("{}: {why}", statement.text));
     }
     let defaults = defaults.into_iter().filter(|(_, is_default, _)| *is_default);
     let defaults = defaults.map(|(name, _, value)| format!("{name}={value}: {}", meaning(name))).collect();
-    Imported { section, kept, left, defaults }
+    KsmtunedImport { section, imported: kept, skipped: left, implied_defaults: defaults }
 }
 
 /// A number as the shell's arithmetic reads it where it is decimal: a 0 at the beginning makes it octal.
-fn number(value: &str) -> Option<u64> {
+fn parse_decimal(value: &str) -> Option<u64> {
     let plain = value.bytes().all(|c| c.is_ascii_digit()) && (value == "0" || !value.starts_with('0'));
     value.parse().ok().filter(|_| plain)
 }
 
 /// Why a variable comes to nothing.
-fn unused(name: &str) -> String {
-    if let Some((_, why)) = WITHOUT.iter().find(|(known, _)| *known == name) {
+fn skip_reason(name: &str) -> String {
+    if let Some((_, why)) = UNSUPPORTED_VARIABLES.iter().find(|(known, _)| *known == name) {
         return (*why).to_owned();
     }
-    let known = THRESHOLD.into_iter().chain(RATE).chain(WITHOUT.map(|(name, _)| name));
-    let hint = nearest(name, known).map_or_else(String::new, |near| format!("; did you mean {near}?"));
+    let known =
+        THRESHOLD_VARIABLES.into_iter().chain(RATE_VARIABLES).chain(UNSUPPORTED_VARIABLES.map(|(name, _)| name));
+    let hint = nearest_word(name, known).map_or_else(String::new, |near| format!("; did you mean {near}?"));
     format!("ksmtuned reads no such variable{hint}")
 }
 
 /// A plain assignment, or a line that is something else.
-struct Statement<'a> {
+struct ShellStatement<'a> {
     text: &'a str,
     /// What it assigns, and to which variable.
-    assigns: Option<(&'a str, &'a str)>,
+    assignment: Option<(&'a str, &'a str)>,
 }
 
-impl Statement<'_> {
+impl ShellStatement<'_> {
     /// Whether a variable may have another value after it.
     fn may_assign(&self, name: &str) -> bool {
         let written = |sign: &str| self.text.contains(&format!("{name}{sign}"));
-        self.assigns.map_or_else(|| written("=") || written("+="), |(assigned, _)| assigned == name)
+        self.assignment.map_or_else(|| written("=") || written("+="), |(assigned, _)| assigned == name)
     }
 }
 
-fn statements(text: &str) -> Vec<Statement<'_>> {
+fn parse_statements(text: &str) -> Vec<ShellStatement<'_>> {
     let lines = text.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
-    lines.flat_map(|line| assignments(line).unwrap_or_else(|| vec![Statement { text: line, assigns: None }])).collect()
+    lines
+        .flat_map(|line| {
+            parse_assignments(line).unwrap_or_else(|| vec![ShellStatement { text: line, assignment: None }])
+        })
+        .collect()
 }
 
 /// The assignments of a line that has nothing else but a comment.
-fn assignments(line: &str) -> Option<Vec<Statement<'_>>> {
+fn parse_assignments(line: &str) -> Option<Vec<ShellStatement<'_>>> {
     let mut rest = line.strip_prefix("export").filter(|rest| rest.starts_with([' ', '\t'])).unwrap_or(line);
     let mut found = Vec::new();
     loop {
@@ -149,15 +156,15 @@ fn assignments(line: &str) -> Option<Vec<Statement<'_>>> {
         if !is_name || name.is_empty() || name.starts_with(|c: char| c.is_ascii_digit()) {
             return None;
         }
-        let (value, after) = word(value)?;
+        let (value, after) = parse_word(value)?;
         let text = rest[..rest.len() - after.len()].trim_end();
-        found.push(Statement { text, assigns: Some((name, value)) });
+        found.push(ShellStatement { text, assignment: Some((name, value)) });
         rest = after;
     }
 }
 
 /// A word that the shell takes as it stands, in quotes or without, and what follows it.
-fn word(text: &str) -> Option<(&str, &str)> {
+fn parse_word(text: &str) -> Option<(&str, &str)> {
     let quote = text.chars().next().filter(|c| matches!(c, '"' | '\''));
     let (value, after) = match quote {
         Some(quote) => text[1..].split_once(quote)?,
@@ -178,30 +185,33 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const FILE: &str = "# Configuration file for ksmtuned.\n# KSM_MONITOR_INTERVAL=60\nKSM_SLEEP_MSEC=10\n\
+    const SAMPLE_KSMTUNED_CONF: &str = "# Configuration file for ksmtuned.\n# KSM_MONITOR_INTERVAL=60\nKSM_SLEEP_MSEC=10\n\
                         KSM_NPAGES_MAX=1250\nKSM_NPAGES_BOOST=300 # more\nKSM_THRES_COEF=\"30\"\nLOGFILE=/var/log/x\n";
 
     /// What lines of a report are about.
-    fn subjects(lines: &[String]) -> Vec<&str> {
+    fn line_subjects(lines: &[String]) -> Vec<&str> {
         lines.iter().map(|line| line.split_once(": ").expect("a subject and what is told of it").0).collect()
     }
 
     #[test]
-    fn what_means_something_is_kept_and_the_rest_is_told() {
-        let imported = import(FILE, Bytes(16 << 30));
-        let settings = Config::parse(&imported.section).unwrap().daemon();
+    fn known_variables_are_imported_and_others_reported() {
+        let imported = import(SAMPLE_KSMTUNED_CONF, Bytes(16 << 30));
+        let settings = Config::parse(&imported.section).unwrap().daemon_settings();
         assert_eq!(settings.rules.keep_available.map(|bytes| bytes.0 >> 20), Some(16 * 1024 * 30 / 100));
-        assert!(settings.rules.cpu > 0.1 && settings.rules.cpu < 0.6, "{}", settings.rules.cpu);
-        assert_eq!(subjects(&imported.kept), ["KSM_SLEEP_MSEC=10", "KSM_NPAGES_MAX=1250", "KSM_THRES_COEF=\"30\""]);
-        assert_eq!(subjects(&imported.left), ["KSM_NPAGES_BOOST=300", "LOGFILE=/var/log/x"]);
-        assert_eq!(subjects(&imported.defaults), ["KSM_THRES_CONST=2048"]);
+        assert!(settings.rules.cpu_rate > 0.1 && settings.rules.cpu_rate < 0.6, "{}", settings.rules.cpu_rate);
+        assert_eq!(
+            line_subjects(&imported.imported),
+            ["KSM_SLEEP_MSEC=10", "KSM_NPAGES_MAX=1250", "KSM_THRES_COEF=\"30\""]
+        );
+        assert_eq!(line_subjects(&imported.skipped), ["KSM_NPAGES_BOOST=300", "LOGFILE=/var/log/x"]);
+        assert_eq!(line_subjects(&imported.implied_defaults), ["KSM_THRES_CONST=2048"]);
     }
 
     #[test]
-    fn an_assignment_counts_as_the_shell_takes_it() {
+    fn assignments_follow_shell_rules() {
         let kept = |text: &str| {
             let imported = import(text, Bytes(100 << 30));
-            let settings = Config::parse(&imported.section).unwrap().daemon();
+            let settings = Config::parse(&imported.section).unwrap().daemon_settings();
             (settings.rules.keep_available.map(|bytes| bytes.0 >> 30), imported)
         };
         for (text, expect) in [
@@ -219,19 +229,23 @@ mod tests {
         ] {
             assert_eq!(kept(text).0, Some(expect), "{text}: {:?}", kept(text).1);
         }
-        let unknown = kept("KSM_SLEEP_MSECS=20\nPATH=/bin").1.left;
+        let unknown = kept("KSM_SLEEP_MSECS=20\nPATH=/bin").1.skipped;
         assert!(
             unknown[0].ends_with("did you mean KSM_SLEEP_MSEC?") && unknown[1].ends_with("variable"),
             "{unknown:?}"
         );
         let unreadable = kept("KSM_SLEEP_MSEC=${X:-10}").1;
-        assert_eq!(subjects(&unreadable.left), ["KSM_SLEEP_MSEC=${X:-10}"]);
-        assert_eq!(unreadable.kept, [""; 0], "what could not be read is not kept");
+        assert_eq!(line_subjects(&unreadable.skipped), ["KSM_SLEEP_MSEC=${X:-10}"]);
+        assert_eq!(unreadable.imported, [""; 0], "what could not be read is not kept");
     }
 
     /// A line with its assignments, each as it is told.
-    fn line() -> impl Strategy<Value = (String, Vec<String>)> {
-        let known = THRESHOLD.into_iter().chain(RATE).chain(WITHOUT.map(|(name, _)| name)).chain(["KSM_FOO", "x"]);
+    fn any_line_with_assignments() -> impl Strategy<Value = (String, Vec<String>)> {
+        let known = THRESHOLD_VARIABLES
+            .into_iter()
+            .chain(RATE_VARIABLES)
+            .chain(UNSUPPORTED_VARIABLES.map(|(name, _)| name))
+            .chain(["KSM_FOO", "x"]);
         let name = prop::sample::select(known.collect::<Vec<_>>());
         let plain = prop_oneof![
             any::<u64>().prop_map(|value| value.to_string()),
@@ -258,22 +272,22 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_assignment_is_told_once(lines in prop::collection::vec(line(), 0..12), gib in 0_u64..4096) {
+        fn every_assignment_is_reported_once(lines in prop::collection::vec(any_line_with_assignments(), 0..12), gib in 0_u64..4096) {
             let (lines, told): (Vec<String>, Vec<Vec<String>>) = lines.into_iter().unzip();
             let imported = import(&lines.join("\n"), Bytes(gib << 30));
-            let mut said = [subjects(&imported.kept), subjects(&imported.left)].concat();
+            let mut said = [line_subjects(&imported.imported), line_subjects(&imported.skipped)].concat();
             let mut told = told.concat();
             said.sort_unstable();
             told.sort_unstable();
             prop_assert_eq!(said, told);
             prop_assert!(Config::parse(&imported.section).is_ok(), "{}", imported.section);
             let kept = |line: &str| line.split_once('=').map(|(name, _)| name.to_owned());
-            let names: Vec<_> = subjects(&imported.kept).into_iter().map(kept).collect();
-            prop_assert!(subjects(&imported.defaults).into_iter().all(|line| !names.contains(&kept(line))));
+            let names: Vec<_> = line_subjects(&imported.imported).into_iter().map(kept).collect();
+            prop_assert!(line_subjects(&imported.implied_defaults).into_iter().all(|line| !names.contains(&kept(line))));
         }
 
         #[test]
-        fn no_text_panics(text: String) {
+        fn arbitrary_text_does_not_panic(text: String) {
             import(&text, Bytes(1 << 34));
         }
     }

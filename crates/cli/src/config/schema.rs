@@ -4,23 +4,23 @@
 //! values of JSON but for dates, of which there is none here. Limits: names of users, patterns that are none and names
 //! that occur twice are found by `pagefold config check` alone; of numbers it takes the plain forms.
 
-use super::Document;
+use super::ConfigDocument;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use std::borrow::Cow;
 
 /// The schema as JSON.
-pub fn schema() -> String {
-    pagefold_output::wire::schema::<Document>()
+pub fn config_schema() -> String {
+    pagefold_output::wire::json_schema::<ConfigDocument>()
 }
 
 /// The kinds of conditions of which a group needs one.
-pub(super) fn has_condition(schema: &mut Schema) {
+pub(super) fn require_condition(schema: &mut Schema) {
     let kinds = ["users", "cgroups", "vms", "names", "containers", "labels", "jobs"];
     schema.insert("anyOf".to_owned(), kinds.map(|kind| serde_json::json!({ "required": [kind] })).into());
 }
 
 /// Each of several groups has a name.
-pub(super) fn has_names(schema: &mut Schema) {
+pub(super) fn require_unique_names(schema: &mut Schema) {
     if let Some(items) = schema.get_mut("items").and_then(|items| items.as_object_mut()) {
         items.insert("required".to_owned(), serde_json::json!(["name"]));
         items.insert("properties".to_owned(), serde_json::json!({ "name": { "minLength": 1 } }));
@@ -68,21 +68,21 @@ word!(Glob, "A pattern with * and ?.", "web-*", "^.+$");
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Config, DEFAULT};
+    use super::super::{Config, DEFAULT_CONFIG_TEXT};
     use super::*;
     use serde_json::Value;
     use std::fs;
     use std::path::Path;
 
-    fn validator() -> jsonschema::Validator {
-        jsonschema::validator_for(&serde_json::from_str(&schema()).unwrap()).unwrap()
+    fn schema_validator() -> jsonschema::Validator {
+        jsonschema::validator_for(&serde_json::from_str(&config_schema()).unwrap()).unwrap()
     }
 
-    fn json(text: &str) -> Option<Value> {
+    fn toml_to_json(text: &str) -> Option<Value> {
         toml::from_str(text).ok()
     }
 
-    fn fixtures(folder: &str) -> impl Iterator<Item = (String, String)> {
+    fn config_fixtures(folder: &str) -> impl Iterator<Item = (String, String)> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/config").join(folder);
         fs::read_dir(folder).expect("the fixtures").map(|entry| {
             let path = entry.unwrap().path();
@@ -91,31 +91,31 @@ mod tests {
     }
 
     #[test]
-    fn what_is_taken_is_valid() {
-        let (validator, whole) = (validator(), super::super::tests::everything_that_is_shown());
-        let mut texts: Vec<_> = fixtures("valid").collect();
-        texts.extend([("the default".to_owned(), DEFAULT.to_owned()), ("all of it".to_owned(), whole)]);
+    fn accepted_fixtures_match_the_schema() {
+        let (validator, whole) = (schema_validator(), super::super::tests::default_config_uncommented());
+        let mut texts: Vec<_> = config_fixtures("valid").collect();
+        texts.extend([("the default".to_owned(), DEFAULT_CONFIG_TEXT.to_owned()), ("all of it".to_owned(), whole)]);
         for (name, text) in texts {
-            let document = json(&text).expect(&name);
+            let document = toml_to_json(&text).expect(&name);
             let errors: Vec<_> = validator.iter_errors(&document).map(|error| error.to_string()).collect();
             assert!(errors.is_empty(), "{name}: {errors:?}");
         }
     }
 
     #[test]
-    fn what_is_refused_is_not_but_for_what_no_schema_knows() {
-        let validator = validator();
+    fn refused_fixtures_violate_the_schema_where_expressible() {
+        let validator = schema_validator();
         // JSON has no infinity, and takes it for what is not said.
         let unseen = ["pattern", "twice", "unknown-user", "daemon-price"];
-        for (name, text) in fixtures("invalid") {
-            let Some(document) = json(&text) else { continue };
+        for (name, text) in config_fixtures("invalid") {
+            let Some(document) = toml_to_json(&text) else { continue };
             assert_eq!(validator.is_valid(&document), unseen.contains(&name.as_str()), "{name}");
         }
     }
 
     #[test]
-    fn the_defaults_that_it_names_are_in_force() {
-        let schema: Value = serde_json::from_str(&schema()).unwrap();
+    fn schema_defaults_are_the_real_defaults() {
+        let schema: Value = serde_json::from_str(&config_schema()).unwrap();
         let mut said = toml::Table::new();
         for section in ["Section", "Exclude"] {
             let fields = schema["$defs"][section]["properties"].as_object().expect("fields");
@@ -132,8 +132,8 @@ mod tests {
     }
 
     #[test]
-    fn every_key_says_what_it_is() {
-        let schema: Value = serde_json::from_str(&schema()).unwrap();
+    fn every_key_has_a_description() {
+        let schema: Value = serde_json::from_str(&config_schema()).unwrap();
         let described = |field: &Value| field.get("description").is_some();
         for (name, definition) in schema["$defs"].as_object().unwrap() {
             for (key, field) in definition["properties"].as_object().into_iter().flatten() {

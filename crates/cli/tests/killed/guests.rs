@@ -1,43 +1,46 @@
 //! Guests that are told by their control sockets.
 
-use crate::{json, killed_at_any, pagefold, points, recover, set_as_before, was_killed};
-use pagefold_labs::assets::Assets;
-use pagefold_labs::client::{Lab, ask};
-use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::Guest;
+use crate::{
+    kill_at_selected_points, parse_json, reached_points, run_pagefold, run_recover, was_killed, write_settings_before,
+};
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::client::{RunningLab, query_guest};
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_labs::output_lines::GuestLine;
 use std::cell::Cell;
 use std::fs;
 use std::path::Path;
 
 #[test]
-fn a_merge_of_guests_by_their_control_sockets() {
-    if let Err(why) = Assets::find(&Assets::directory()) {
+fn guest_merge_by_control_sockets_survives_kill() {
+    if let Err(why) = GuestAssets::find(&GuestAssets::default_directory()) {
         return println!("skipped: {why}");
     }
-    let ksm = match Ksm::take() {
+    let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => return println!("skipped: {why}"),
     };
     let arguments = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8", "--names", "kept"];
-    let fleet = Lab::<Guest>::fleet(&[&arguments[..], &["--no-mem-merge"]].concat()).expect("two guests");
+    let fleet =
+        RunningLab::<GuestLine>::start_fleet(&[&arguments[..], &["--no-mem-merge"]].concat()).expect("two guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
     let marked = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().contains(" mg");
     let merge = |fault: &str| {
-        set_as_before(&ksm);
+        write_settings_before(&ksm);
         assert!(!pids.iter().any(marked));
         let state = tempfile::tempdir().unwrap();
         let command = "merge --whole --across-domains --ignore-opt-out --settle 0 --cpu 100 --watch 0";
-        let output = pagefold(state.path(), command, &pids, Some(fault));
+        let output = run_pagefold(state.path(), command, &pids, Some(fault));
         (state, output)
     };
     let separate = |state: &Path, place: &str| {
-        let unmerged = pagefold(state, "unmerge", &pids, None);
+        let unmerged = run_pagefold(state, "unmerge", &pids, None);
         assert_eq!(unmerged.status.code(), Some(0), "{place}: {unmerged:?}");
         assert!(!pids.iter().any(marked), "{place}");
     };
     // What the guests themselves read in their memory: most of it is merged by one and separated by the other.
     let hold = || -> Vec<String> {
-        let sums = |guest| ask(guest, "sha1sum /data/same /data/own").expect("it answers");
+        let sums = |guest| query_guest(guest, "sha1sum /data/same /data/own").expect("it answers");
         std::thread::scope(|scope| {
             let asked: Vec<_> = fleet.lines().iter().map(|guest| scope.spawn(move || sums(guest))).collect();
             asked.into_iter().map(|asked| asked.join().expect("it answers")).collect()
@@ -46,17 +49,17 @@ fn a_merge_of_guests_by_their_control_sockets() {
     let before = hold();
     assert!(before.iter().all(|sums| sums.lines().count() == 2) && before[0] != before[1], "{before:?}");
     let (state, output) = merge("count");
-    assert!(json(&output)["outcome"]["saved"].as_u64() >= Some(16 << 20), "{output:?}");
-    assert_eq!(json(&output)["outcome"]["stops"], 0, "no thread was stopped: {output:?}");
+    assert!(parse_json(&output)["outcome"]["saved"].as_u64() >= Some(16 << 20), "{output:?}");
+    assert_eq!(parse_json(&output)["outcome"]["stops"], 0, "no thread was stopped: {output:?}");
     separate(state.path(), "not killed");
     let taken_back = Cell::new(0);
-    killed_at_any("backend", &points(&output), |point| {
+    kill_at_selected_points("backend", &reached_points(&output), |point| {
         let (state, output) = merge(point);
         let (killed, place) = was_killed(&output, point);
         let journal = fs::read_to_string(state.path().join("journal.json")).unwrap_or_default();
         let undone = journal.contains("until_done");
         taken_back.set(taken_back.get() + u32::from(undone && pids.iter().any(marked)));
-        recover(&ksm, state.path(), &pids, &place);
+        run_recover(&ksm, state.path(), &pids, &place);
         assert!(!undone || !pids.iter().any(marked), "{place}: it was not done, and stays");
         // What was done by then lasts.
         separate(state.path(), &place);

@@ -9,13 +9,13 @@
 
 #![cfg(feature = "fault-points")]
 
-mod change;
 mod guests;
-mod policies;
-mod programs;
+mod memory_changes;
+mod setting_changes;
+mod started_programs;
 
-use pagefold_labs::ksm::Ksm;
-use pagefold_labs::lines::Region;
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_labs::output_lines::RegionLine;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File};
@@ -26,13 +26,13 @@ use std::process::{Command, Output};
 use std::time::{Instant, UNIX_EPOCH};
 
 /// In how many kinds of change each point is hit in the short form, where so many reach it.
-const HITS: usize = 2;
+const MIN_KINDS_PER_POINT: usize = 2;
 
 /// How often a point that was not reached is tried, at most.
-const TRIES: usize = 4;
+const MAX_TRIES_PER_POINT: usize = 4;
 
 /// The points of a journal.
-const JOURNAL: &[&str] = &[
+const JOURNAL_POINTS: &[&str] = &[
     "before writing a journal",
     "between writing a journal and renaming it",
     "after renaming a journal",
@@ -43,11 +43,10 @@ const JOURNAL: &[&str] = &[
 ];
 
 /// Those of KSM's settings.
-const SETTINGS_POINTS: &[&str] = &["before writing a setting", "after writing a setting"];
+const SETTING_POINTS: &[&str] = &["before writing a setting", "after writing a setting"];
 
 /// Those of a visit to a process, and of the pause behind it.
-const VISIT: &[&str] = &[
-    "tracer started",
+const VISIT_POINTS: &[&str] = &[
     "thread chosen",
     "seized",
     "interrupted",
@@ -69,41 +68,41 @@ const VISIT: &[&str] = &[
     "let go",
 ];
 
-const PAUSE: &[&str] = &["between two stops"];
+const PAUSE_POINTS: &[&str] = &["between two stops"];
 
-const BACKEND: &[&str] = &["before switching a backend", "after switching a backend"];
+const BACKEND_POINTS: &[&str] = &["before switching a backend", "after switching a backend"];
 
-const COLLAPSE: &[&str] = &["before collapsing a range", "after collapsing a range"];
+const COLLAPSE_POINTS: &[&str] = &["before collapsing a range", "after collapsing a range"];
 
 /// What each kind of change reaches.
-const KINDS: [(&str, &[&[&str]]); 14] = [
-    ("merge", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
-    ("narrow", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
-    ("withdraw", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
-    ("whole", &[JOURNAL, SETTINGS_POINTS, VISIT]),
-    ("backend", &[JOURNAL, SETTINGS_POINTS, BACKEND]),
-    ("unmerge", &[VISIT, PAUSE]),
-    ("collapse", &[VISIT, PAUSE, COLLAPSE]),
-    ("staged", &[VISIT, PAUSE]),
-    ("keep", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
-    ("recover", &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
-    ("policy", &[JOURNAL, SETTINGS_POINTS]),
-    ("restore", &[JOURNAL, SETTINGS_POINTS]),
-    ("inject", &[VISIT]),
-    (GUIDED, &[JOURNAL, SETTINGS_POINTS, VISIT, PAUSE]),
+const CHANGE_KINDS: [(&str, &[&[&str]]); 14] = [
+    ("merge", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
+    ("narrow", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
+    ("withdraw", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
+    ("whole", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS]),
+    ("backend", &[JOURNAL_POINTS, SETTING_POINTS, BACKEND_POINTS]),
+    ("unmerge", &[VISIT_POINTS, PAUSE_POINTS]),
+    ("collapse", &[VISIT_POINTS, PAUSE_POINTS, COLLAPSE_POINTS]),
+    ("staged", &[VISIT_POINTS, PAUSE_POINTS]),
+    ("keep", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
+    ("recover", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
+    ("policy", &[JOURNAL_POINTS, SETTING_POINTS]),
+    ("restore", &[JOURNAL_POINTS, SETTING_POINTS]),
+    ("inject", &[VISIT_POINTS]),
+    (GUIDED_KIND, &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
 ];
 
 /// The kind that takes longest, by far: nothing is dealt to it but one point a day.
-const GUIDED: &str = "guided";
+const GUIDED_KIND: &str = "guided";
 
-const PAGEFOLD: &str = env!("CARGO_BIN_EXE_pagefold");
+const PAGEFOLD_BINARY: &str = env!("CARGO_BIN_EXE_pagefold");
 
 /// The labs' pages.
-const PAGE: u64 = 4096;
+const PAGE_BYTES: u64 = 4096;
 
 /// The settings that are there before, where the kernel has them: not the ones that Pagefold writes. Where `smart_scan`
 /// is 1, a merge that misses what ksmd skips sets it to 0 for a while; where it is 0, none touches it.
-const SETTINGS: [(&str, &str); 6] = [
+const SETTINGS_BEFORE: [(&str, &str); 6] = [
     ("advisor_mode", "none"),
     ("run", "0"),
     ("pages_to_scan", "123"),
@@ -113,77 +112,77 @@ const SETTINGS: [(&str, &str); 6] = [
 ];
 
 /// The settings that there are of a kernel, in the order in which it takes them.
-type Settings = Vec<(&'static str, String)>;
+type KsmSettingValues = Vec<(&'static str, String)>;
 
-fn settings(ksm: &Ksm) -> Settings {
-    SETTINGS.iter().filter_map(|&(name, _)| Some((name, ksm.value(name)?))).collect()
+fn read_settings(ksm: &KsmTestGuard) -> KsmSettingValues {
+    SETTINGS_BEFORE.iter().filter_map(|&(name, _)| Some((name, ksm.read_setting(name)?))).collect()
 }
 
-fn set_as_before(ksm: &Ksm) {
-    for (name, value) in SETTINGS.iter().filter(|(name, _)| ksm.value(name).is_some()) {
-        ksm.set(name, value);
+fn write_settings_before(ksm: &KsmTestGuard) {
+    for (name, value) in SETTINGS_BEFORE.iter().filter(|(name, _)| ksm.read_setting(name).is_some()) {
+        ksm.write_setting(name, value);
     }
 }
 
-fn are_as_before(settings: &[(&str, String)]) -> bool {
-    settings.iter().all(|(name, value)| SETTINGS.contains(&(name, value.as_str())))
+fn are_settings_as_before(settings: &[(&str, String)]) -> bool {
+    settings.iter().all(|(name, value)| SETTINGS_BEFORE.contains(&(name, value.as_str())))
 }
 
 /// Run a command about some processes, none for a command that is not about any.
-fn pagefold(state: &Path, command: &str, pids: &[u32], fault: Option<&str>) -> Output {
-    let mut pagefold = Command::new(PAGEFOLD);
+fn run_pagefold(state: &Path, command: &str, pids: &[u32], fault: Option<&str>) -> Output {
+    let mut pagefold = Command::new(PAGEFOLD_BINARY);
     pagefold.args(command.split(' ')).arg("--json").arg("--state").arg(state);
     pagefold.args(pids.iter().map(|pid| format!("--pid={pid}")));
     pagefold.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault)));
     pagefold.output().expect("the binary runs")
 }
 
-fn json(output: &Output) -> Value {
+fn parse_json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
 }
 
 /// How often a command that nobody killed reached each point.
-fn points(output: &Output) -> BTreeMap<String, u64> {
-    points_of(&String::from_utf8_lossy(&output.stderr))
+fn reached_points(output: &Output) -> BTreeMap<String, u64> {
+    parse_points(&String::from_utf8_lossy(&output.stderr))
 }
 
 /// The same, by what it said on standard error.
-fn points_of(said: &str) -> BTreeMap<String, u64> {
+fn parse_points(stderr: &str) -> BTreeMap<String, u64> {
     let times = |line: &str| {
         let (name, times) = line.strip_prefix("fault points at ")?.rsplit_once(": ")?;
         Some((name.to_owned(), times.parse().expect("a number")))
     };
-    said.lines().filter_map(times).collect()
+    stderr.lines().filter_map(times).collect()
 }
 
 /// The points that a kind of change reaches.
-fn reached_by(kind: &str) -> BTreeSet<&'static str> {
-    let (_, groups) = KINDS.iter().find(|(name, _)| *name == kind).expect("a kind of change");
+fn points_of_kind(kind: &str) -> BTreeSet<&'static str> {
+    let (_, groups) = CHANGE_KINDS.iter().find(|(name, _)| *name == kind).expect("a kind of change");
     groups.iter().copied().flatten().copied().collect()
 }
 
 /// The points at which a kind of change is killed today.
-fn dealt_to(kind: &str, day: usize) -> Vec<&'static str> {
-    let own = reached_by(kind);
-    if kind == GUIDED {
+fn points_for_day(kind: &str, day: usize) -> Vec<&'static str> {
+    let own = points_of_kind(kind);
+    if kind == GUIDED_KIND {
         return own.iter().copied().nth(day % own.len()).into_iter().collect();
     }
     let deals = |name: &&str| {
-        let kinds = KINDS.iter().map(|(kind, _)| *kind).filter(|kind| *kind != GUIDED);
-        let kinds: Vec<&str> = kinds.filter(|kind| reached_by(kind).contains(name)).collect();
+        let kinds = CHANGE_KINDS.iter().map(|(kind, _)| *kind).filter(|kind| *kind != GUIDED_KIND);
+        let kinds: Vec<&str> = kinds.filter(|kind| points_of_kind(kind).contains(name)).collect();
         let number: usize = name.bytes().map(usize::from).sum();
-        (0..HITS).any(|hit| kinds[(number + day + hit) % kinds.len()] == kind)
+        (0..MIN_KINDS_PER_POINT).any(|hit| kinds[(number + day + hit) % kinds.len()] == kind)
     };
     own.into_iter().filter(deals).collect()
 }
 
 /// Whether every point is to be taken.
-fn soak() -> bool {
+fn is_soak_run() -> bool {
     std::env::var_os("PAGEFOLD_SOAK").is_some()
 }
 
 /// The days since 1970, by which points are dealt; `PAGEFOLD_DAY` has another day's again.
-fn day() -> u64 {
+fn days_since_1970() -> u64 {
     let told = std::env::var("PAGEFOLD_DAY").ok();
     told.map_or_else(|| UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400, |day| day.parse().expect("a number of days"))
 }
@@ -191,46 +190,47 @@ fn day() -> u64 {
 /// Kill a kind of change at the points that are its today, all of them in the long form, as it has reached them when
 /// nobody killed it. `kill` tells whether it got to one: how far ksmd is when it is looked at decides how often its
 /// pace is written, so that a point may be reached less often.
-fn killed_at_any(kind: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str) -> bool) {
+fn kill_at_selected_points(kind_name: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str) -> bool) {
     let began = Instant::now();
     let names: BTreeSet<&str> = reached.keys().map(String::as_str).collect();
-    assert_eq!(names, reached_by(kind), "what {kind} reaches");
-    let (soak, day) = (soak(), day());
+    assert_eq!(names, points_of_kind(kind_name), "what {kind_name} reaches");
+    let (soak, day) = (is_soak_run(), days_since_1970());
     let (mut tried, mut killed) = (0, 0);
-    let today = if soak { names.into_iter().collect() } else { dealt_to(kind, day as usize) };
+    let today = if soak { names.into_iter().collect() } else { points_for_day(kind_name, day as usize) };
     for name in today {
         let often = reached[name];
         let times: Vec<u64> = if soak { (1..=often).collect() } else { vec![1 + day % often] };
-        let hit = times.iter().filter(|time| (0..TRIES).any(|_| kill(&format!("{time} {name}")))).count();
-        assert!(hit > 0 || kill(&format!("1 {name}")), "{kind} was not killed at {name:?}");
+        let hit = times.iter().filter(|time| (0..MAX_TRIES_PER_POINT).any(|_| kill(&format!("{time} {name}")))).count();
+        assert!(hit > 0 || kill(&format!("1 {name}")), "{kind_name} was not killed at {name:?}");
         (tried, killed) = (tried + times.len(), killed + hit);
     }
-    println!("{kind}: killed {killed} times of {tried} tried on day {day}, in {:.1?}", began.elapsed());
+    println!("{kind_name}: killed {killed} times of {tried} tried on day {day}, in {:.1?}", began.elapsed());
     assert!(!soak || killed * 10 >= tried * 9, "killed {killed} times of {tried} tried");
 }
 
 #[test]
-fn every_point_in_the_code_is_reached_by_some_kind_of_change_and_dealt_each_day() {
+fn every_fault_point_is_reached_and_dealt_each_day() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let mut in_code = BTreeSet::new();
-    let mut folders = ["daemon/src", "host/src", "linux/src", "merge/src", "sys/src"].map(|folder| crates.join(folder)).to_vec();
+    let mut folders = ["drive/src", "linux/src", "sys/src"].map(|folder| crates.join(folder)).to_vec();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 folders.push(path);
             } else {
-                let source = String::from_utf8_lossy(&fs::read(&path).unwrap()).into_owned();
+                let source = fs::read_to_string(&path).unwrap();
                 let names = source.split("fault::point(\"").skip(1).filter_map(|rest| rest.split('"').next());
                 in_code.extend(names.map(str::to_owned));
             }
         }
     }
-    let named: BTreeSet<String> = KINDS.iter().flat_map(|(kind, _)| reached_by(kind)).map(str::to_owned).collect();
+    let named: BTreeSet<String> =
+        CHANGE_KINDS.iter().flat_map(|(kind, _)| points_of_kind(kind)).map(str::to_owned).collect();
     assert_eq!(in_code, named);
-    for day in 0..KINDS.len() {
+    for day in 0..CHANGE_KINDS.len() {
         let dealt: BTreeSet<String> =
-            KINDS.iter().flat_map(|(kind, _)| dealt_to(kind, day)).map(str::to_owned).collect();
+            CHANGE_KINDS.iter().flat_map(|(kind, _)| points_for_day(kind, day)).map(str::to_owned).collect();
         assert_eq!(dealt, named);
     }
 }
@@ -245,28 +245,28 @@ fn was_killed(output: &Output, point: &str) -> (bool, String) {
 }
 
 /// Whether somebody traces a process or has stopped it.
-fn is_held(pid: u32) -> bool {
+fn is_traced_or_stopped(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     !status.contains("TracerPid:\t0\n") || status.contains("State:\tT") || status.contains("State:\tt")
 }
 
 /// Put back what was left, as far as it is in a state directory.
-fn recover(ksm: &Ksm, state: &Path, pids: &[u32], place: &str) {
+fn run_recover(ksm: &KsmTestGuard, state: &Path, pids: &[u32], context: &str) {
     for &pid in pids {
-        assert!(!is_held(pid), "{place}: {pid}");
+        assert!(!is_traced_or_stopped(pid), "{context}: {pid}");
     }
-    let recovered = pagefold(state, "recover", &[], None);
-    assert_eq!(recovered.status.code(), Some(0), "{place}: {recovered:?}");
-    let settings = settings(ksm);
-    assert!(are_as_before(&settings), "{place}: {settings:?}");
+    let recovered = run_pagefold(state, "recover", &[], None);
+    assert_eq!(recovered.status.code(), Some(0), "{context}: {recovered:?}");
+    let settings = read_settings(ksm);
+    assert!(are_settings_as_before(&settings), "{context}: {settings:?}");
 }
 
 /// What some regions of a process hold.
-fn checksum(pid: u32, regions: &[Region]) -> u64 {
+fn regions_checksum(pid: u32, regions: &[RegionLine]) -> u64 {
     let memory = File::open(format!("/proc/{pid}/mem")).unwrap();
     let mut hasher = DefaultHasher::new();
     for region in regions {
-        let mut bytes = vec![0; (region.end() - region.start) as usize];
+        let mut bytes = vec![0; (region.end_address() - region.start) as usize];
         memory.read_exact_at(&mut bytes, region.start).unwrap();
         hasher.write(&bytes);
     }

@@ -1,9 +1,12 @@
 //! `pagefold run` leaves no trace on the program that it becomes: everything but its memory's enrolment is compared
 //! with a run without it. The ways that need a process beside the program, or a library in it, are held to the same.
 
-use crate::programs::{self, Bound, DEFAULT_SIGNALS, PAGEFOLD, ksm, present, refusal, run, run_refused, text};
+use crate::test_programs::{
+    self, ENV_DEFAULT_SIGNALS, PAGEFOLD_BINARY, ProgramTimeout, has_ksm, has_program, lossy_text, refusal_line,
+    run_command, run_with_prctl_refused,
+};
 use nix::sys::wait::{Id as WaitId, WaitPidFlag};
-use pagefold_labs::client::install;
+use pagefold_labs::client::install_executable;
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
@@ -11,52 +14,52 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 
 /// Ways to start a program with nothing between it and whoever starts it: words to put before it.
-fn starters() -> Vec<Vec<String>> {
+fn start_commands() -> Vec<Vec<String>> {
     let words = |command: Command| {
         let words = std::iter::once(command.get_program()).chain(command.get_args());
         words.map(|word| word.to_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
-    let mut preload = words(run());
+    let mut preload = words(run_command());
     preload.extend(["--way", "preload"].map(str::to_owned));
-    vec![words(run()), preload, words(run_refused(1))]
+    vec![words(run_command()), preload, words(run_with_prctl_refused(1))]
 }
 
 /// What a shell script says when `{}` in it is `pagefold run`, in each way, and when it is nothing.
-fn compare(script: &str) {
+fn compare_with_direct_start(script: &str) {
     let output = |shell: &[&str], starter: &str| {
         let mut command = Command::new(shell[0]);
         command.args(&shell[1..]).arg(script.replace("{}", starter));
-        command.env("PAGEFOLD_PRELOAD", programs::library()).output().unwrap()
+        command.env("PAGEFOLD_PRELOAD", test_programs::preload_library()).output().unwrap()
     };
-    let lab = pagefold_labs::client::binary().unwrap();
+    let lab = pagefold_labs::client::lab_binary().unwrap();
     let refused = [lab.to_str().unwrap(), "refuse-prctl", "--", "sh", "-c"];
     let expected = output(&["sh", "-c"], "env -u no-such-variable");
     for (shell, options) in [(&refused[3..], ""), (&refused[3..], "--way preload"), (&refused[..], "")] {
-        let found = output(shell, &format!("{PAGEFOLD} run --across-domains {options} --"));
-        assert_eq!(text(&found.stderr), text(&expected.stderr), "{shell:?} {options}: {script}");
-        assert_eq!(text(&found.stdout), text(&expected.stdout), "{shell:?} {options}: {script}");
+        let found = output(shell, &format!("{PAGEFOLD_BINARY} run --across-domains {options} --"));
+        assert_eq!(lossy_text(&found.stderr), lossy_text(&expected.stderr), "{shell:?} {options}: {script}");
+        assert_eq!(lossy_text(&found.stdout), lossy_text(&expected.stdout), "{shell:?} {options}: {script}");
         assert_eq!(found.status, expected.status, "{shell:?} {options}: {script}");
     }
 }
 
 #[test]
-fn exit_statuses_and_deaths_are_the_programs_own() {
-    if !ksm() {
+fn exit_status_and_signal_are_those_of_the_program() {
+    if !has_ksm() {
         return;
     }
     for status in (0..=255).step_by(15).chain([1, 2, 125, 126, 127, 128]) {
-        let found = run().args(["--", "sh", "-c", &format!("exit {status}")]).status().unwrap();
+        let found = run_command().args(["--", "sh", "-c", &format!("exit {status}")]).status().unwrap();
         assert_eq!(found.code(), Some(status));
     }
     for (signal, number) in [("TERM", 15), ("KILL", 9), ("SEGV", 11), ("PIPE", 13), ("INT", 2), ("USR1", 10)] {
-        let found = run().args(["--", "sh", "-c", &format!("kill -{signal} $$")]).status().unwrap();
+        let found = run_command().args(["--", "sh", "-c", &format!("kill -{signal} $$")]).status().unwrap();
         assert_eq!((found.signal(), found.code()), (Some(number), None), "SIG{signal}");
     }
 }
 
 #[test]
-fn what_cannot_be_started_ends_as_in_a_shell() {
-    if !ksm() {
+fn unstartable_program_exits_as_in_a_shell() {
+    if !has_ksm() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
@@ -70,23 +73,24 @@ fn what_cannot_be_started_ends_as_in_a_shell() {
         (folder.path().to_str().unwrap(), 126),
     ] {
         for way in [&[][..], &["--way", "preload"]] {
-            let Output { status: found, stdout, stderr } = run().args(way).args(["--", program]).output().unwrap();
-            let said = text(&stderr);
-            assert_eq!((found.code(), text(&stdout).as_str()), (Some(status), ""), "{said}");
+            let Output { status: found, stdout, stderr } =
+                run_command().args(way).args(["--", program]).output().unwrap();
+            let said = lossy_text(&stderr);
+            assert_eq!((found.code(), lossy_text(&stdout).as_str()), (Some(status), ""), "{said}");
             assert!(said.starts_with(&format!("pagefold: {program}: ")) && said.lines().count() == 1, "{said}");
         }
     }
     // Neither ELF nor `#!`: execvp gives it to the shell.
     let script = folder.path().join("script");
     fs::write(&path, "echo $0 $1").unwrap();
-    install(&path, &script, 0o755).unwrap();
-    let output = run().arg("--").arg(&script).arg("word").output().unwrap();
-    assert_eq!(text(&output.stdout), format!("{} word\n", script.display()));
+    install_executable(&path, &script, 0o755).unwrap();
+    let output = run_command().arg("--").arg(&script).arg("word").output().unwrap();
+    assert_eq!(lossy_text(&output.stdout), format!("{} word\n", script.display()));
 }
 
 #[test]
-fn signals_are_as_they_were() {
-    if !ksm() {
+fn signal_state_is_preserved() {
+    if !has_ksm() {
         return;
     }
     for signals in [
@@ -97,17 +101,19 @@ fn signals_are_as_they_were() {
         "--ignore-signal=SEGV,BUS --block-signal=CHLD,TERM",
     ] {
         // The first 28 signals: 32 and 33 are glibc's own, which it sets up with the library's thread.
-        compare(&format!(
+        compare_with_direct_start(&format!(
             "env {signals} {{}} grep -E '^(Sig[BIC]|ShdPnd|SigPnd)' /proc/self/status | sed -E 's/\t.{{9}}/ /'"
         ));
     }
     // Who is told that nobody reads dies of it, quietly.
-    compare("{ env --default-signal=PIPE {} sh -c 'while echo; do :; done'; echo $? >&2; } | head -n 1");
+    compare_with_direct_start(
+        "{ env --default-signal=PIPE {} sh -c 'while echo; do :; done'; echo $? >&2; } | head -n 1",
+    );
 }
 
 #[test]
-fn descriptors_arguments_and_environment_are_as_they_were() {
-    if !ksm() {
+fn descriptors_arguments_and_environment_are_preserved() {
+    if !has_ksm() {
         return;
     }
     let list = "sh -c 'for i in 0 1 2 3 4 5 6 7 8 9; do readlink /proc/$$/fd/$i && echo $i; done; :'";
@@ -116,31 +122,32 @@ fn descriptors_arguments_and_environment_are_as_they_were() {
     for redirection in ["", "0<&-", "0<&- 2>&-", "</dev/zero 7</dev/null 2>/dev/full"] {
         // A file, since pipes differ from run to run.
         let file = file.display();
-        compare(&format!(
+        compare_with_direct_start(&format!(
             "exec 3>&1 >{file}; {{}} {list} {redirection} 3>&-; sed s/pipe:.*/pipe/ {file} >&3; exec 3>&-"
         ));
     }
-    compare("{} sh -c 'printf \"%s|\" \"$0\" \"$@\"' zero '' 'a b' -- --help -x");
-    compare("A=1 env -u PAGEFOLD_PRELOAD {} env | grep -v -e ^_= -e ^PAGEFOLD_ -e ^LD_PRELOAD=");
-    compare("cd /; umask 027; ulimit -n 99; {} sh -c 'pwd; umask; ulimit -n'");
+    compare_with_direct_start("{} sh -c 'printf \"%s|\" \"$0\" \"$@\"' zero '' 'a b' -- --help -x");
+    compare_with_direct_start("A=1 env -u PAGEFOLD_PRELOAD {} env | grep -v -e ^_= -e ^PAGEFOLD_ -e ^LD_PRELOAD=");
+    compare_with_direct_start("cd /; umask 027; ulimit -n 99; {} sh -c 'pwd; umask; ulimit -n'");
     // Not looked for again in another directory, nor by another name.
-    compare("PATH=/nowhere:/usr/bin:/bin; {} sh -c 'echo $0'");
+    compare_with_direct_start("PATH=/nowhere:/usr/bin:/bin; {} sh -c 'echo $0'");
 }
 
 #[test]
-fn it_is_the_same_process() {
-    if !ksm() {
+fn program_keeps_the_pid() {
+    if !has_ksm() {
         return;
     }
-    for starter in starters() {
+    for starter in start_commands() {
         let starter = starter.join(" ");
         // Number, parent, process group, session, terminal: the fields of stat after the name and state.
         let script = format!(
             "cut -d' ' -f1,4-7 /proc/$$/stat; \
              exec {starter} -- sh -c 'cut -d\" \" -f1,4-7 /proc/$$/stat; cut -d\" \" -f1 /proc/$$/task/$$/children'"
         );
-        let output = Command::new("sh").args(["-c", &script]).env("PAGEFOLD_PRELOAD", programs::library()).output();
-        let found = text(&output.unwrap().stdout);
+        let output =
+            Command::new("sh").args(["-c", &script]).env("PAGEFOLD_PRELOAD", test_programs::preload_library()).output();
+        let found = lossy_text(&output.unwrap().stdout);
         let lines: Vec<&str> = found.lines().collect();
         assert_eq!(lines[0], lines[1], "{starter}");
         // The one child is the `cut` that reads the list.
@@ -149,53 +156,53 @@ fn it_is_the_same_process() {
 }
 
 #[test]
-fn a_terminal_is_the_programs() {
-    if !ksm() || !present("script") {
+fn program_controls_its_terminal() {
+    if !has_ksm() || !has_program("script") {
         return;
     }
-    for starter in [vec![], starters().remove(0), starters().remove(1)] {
+    for starter in [vec![], start_commands().remove(0), start_commands().remove(1)] {
         let prefix = if starter.is_empty() { String::new() } else { format!("{} --", starter.join(" ")) };
         let command = format!(
             "stty cols 91 rows 33; {prefix} stty size; \
              exec {prefix} sh -c 'test -t 0 && test -t 1 && echo waiting; exec sleep 1000'"
         );
         let mut script = Command::new("env")
-            .args([DEFAULT_SIGNALS, "script", "--quiet", "--return", "--command", &command, "/dev/null"])
-            .env("PAGEFOLD_PRELOAD", programs::library())
+            .args([ENV_DEFAULT_SIGNALS, "script", "--quiet", "--return", "--command", &command, "/dev/null"])
+            .env("PAGEFOLD_PRELOAD", test_programs::preload_library())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        let bound = Bound::new(&script);
+        let bound = ProgramTimeout::new(&script);
         let (mut input, mut output) = (script.stdin.take().unwrap(), script.stdout.take().unwrap());
         let mut said = Vec::new();
-        while !text(&said).contains("waiting") {
+        while !lossy_text(&said).contains("waiting") {
             let mut byte = [0];
-            assert_eq!(output.read(&mut byte).unwrap(), 1, "{}", text(&said));
+            assert_eq!(output.read(&mut byte).unwrap(), 1, "{}", lossy_text(&said));
             said.push(byte[0]);
         }
-        assert!(text(&said).contains("33 91"), "{}", text(&said));
+        assert!(lossy_text(&said).contains("33 91"), "{}", lossy_text(&said));
         // Ctrl-C, which the terminal turns into a signal for its foreground group.
         input.write_all(b"\x03").unwrap();
         input.flush().unwrap();
         // To the end of what it says, which comes when it ends: the bound must not outlive it.
         output.read_to_end(&mut said).unwrap();
         drop(bound);
-        assert_eq!(script.wait().unwrap().code(), Some(128 + 2), "{prefix}: {}", text(&said));
+        assert_eq!(script.wait().unwrap().code(), Some(128 + 2), "{prefix}: {}", lossy_text(&said));
     }
 }
 
 #[test]
-fn it_stops_and_goes_on() {
-    if !ksm() {
+fn program_can_be_stopped_and_continued() {
+    if !has_ksm() {
         return;
     }
-    for starter in starters() {
+    for starter in start_commands() {
         let mut command = Command::new(&starter[0]);
         command.args(&starter[1..]).args(["--", "sh", "-c", "echo ready; read line; exit 7"]);
-        command.env("PAGEFOLD_PRELOAD", programs::library()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        command.env("PAGEFOLD_PRELOAD", test_programs::preload_library()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
-        let bound = Bound::new(&child);
+        let bound = ProgramTimeout::new(&child);
         let mut ready = [0; 6];
         child.stdout.take().unwrap().read_exact(&mut ready).unwrap();
         let pid = nix::unistd::Pid::from_raw(child.id() as i32);
@@ -213,9 +220,10 @@ fn it_stops_and_goes_on() {
 }
 
 #[test]
-fn mistakes_are_told_in_a_line() {
-    assert!(refusal(run().args(["--host", "recording:/tmp", "--", "true"])).contains("this machine only"));
-    let missing = refusal(run().args(["--way", "preload", "--", "true"]).env("PAGEFOLD_PRELOAD", "/no/library.so"));
+fn usage_errors_are_one_line() {
+    assert!(refusal_line(run_command().args(["--host", "recording:/tmp", "--", "true"])).contains("this machine only"));
+    let missing =
+        refusal_line(run_command().args(["--way", "preload", "--", "true"]).env("PAGEFOLD_PRELOAD", "/no/library.so"));
     assert!(missing.contains("PAGEFOLD_PRELOAD=/no/library.so"), "{missing}");
-    assert_eq!(run().output().unwrap().status.code(), Some(2));
+    assert_eq!(run_command().output().unwrap().status.code(), Some(2));
 }

@@ -3,9 +3,9 @@
 //! ([`policies`]).
 
 mod domains;
+mod enroll_methods;
 mod exec;
 mod policies;
-mod preloaded;
-mod programs;
-mod user;
-mod ways;
+mod preload_check;
+mod test_programs;
+mod user_engine;

@@ -1,9 +1,9 @@
 //! What happens, what is done about it, and what is said of it.
 
-use super::{Arrival, Cause, Rules, TimeOfDay, Waits};
+use super::{DaemonRules, ProcessArrival, ScanCause, TimeOfDay, WaitTimes};
 use pagefold_base::memory::Shortage;
 use pagefold_base::units::{Bytes, NetBytes, ProcessId};
-use pagefold_census::decide::sketch::Held;
+use pagefold_census::decide::sketch::ContentSketches;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -11,48 +11,48 @@ use std::time::Duration;
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// Time has passed.
-    Tick(Readings),
+    Tick(TickReadings),
     /// A process has come that is worth managing, or is known and has become another program.
-    Came(Arrival),
+    ProcessArrived(ProcessArrival),
     /// A process has ended.
-    Went(ProcessId),
-    /// Answers [`Action::Hold`]: whether the host can be changed, or why not.
-    Held(Result<(), String>),
+    ProcessExited(ProcessId),
+    /// Answers [`Action::AcquireHost`]: whether the host can be changed, or why not.
+    HostAcquired(Result<(), String>),
     /// Answers [`Action::Census`].
-    Censused(Censused),
+    CensusDone(CensusSummary),
     /// Answers [`Action::Merge`].
-    Merged(Merged),
-    /// Answers [`Action::Look`].
-    Looked(Looked),
+    MergeDone(MergeSummary),
+    /// Answers [`Action::CheckMerged`].
+    MergedCheckDone(MergedCheckSummary),
     /// Answers [`Action::Sweep`].
-    Swept {
+    SweepDone {
         /// Whether ksmd has passed by all who had ended.
-        whole: bool,
+        complete: bool,
     },
-    /// Answers [`Action::Withdraw`].
-    Withdrawn(Withdrawn),
-    /// Answers [`Action::Restore`].
-    Restored {
+    /// Answers [`Action::Unenroll`].
+    UnenrollDone(UnenrollSummary),
+    /// Answers [`Action::RestoreSettings`].
+    SettingsRestored {
         /// Whether everything is as it was before.
-        whole: bool,
+        complete: bool,
     },
     /// Answers anything: it could not be done.
-    Failed(String),
+    TaskFailed(String),
     /// Somebody else wrote KSM's settings.
-    Contested(String),
+    SettingsOverwritten(String),
     /// A program that writes KSM's settings again and again runs, or no longer.
-    Tuner(Option<String>),
+    TunerChanged(Option<String>),
     /// The configuration has changed.
-    Configured(Rules),
+    RulesChanged(DaemonRules),
     /// An operator wants nothing to be done.
     Pause,
     /// An operator wants work to go on, also where somebody else wrote.
     Resume,
     /// An operator wants a process to be looked at now.
-    Enrol(ProcessId),
+    Enroll(ProcessId),
     /// An operator wants a process to be left alone, and what is merged of it withdrawn; once it has come, if it is not
     /// known yet.
-    Withdraw(ProcessId),
+    Unenroll(ProcessId),
     /// The daemon ends; whether what it enrolled is withdrawn first.
     Stop {
         /// Withdraw it.
@@ -62,61 +62,61 @@ pub enum Event {
 
 /// What is read at every tick.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Readings {
+pub struct TickReadings {
     /// CPU time of ksmd and pagefold together so far.
-    pub spent: Duration,
+    pub cpu_spent: Duration,
     /// `MemAvailable`.
     pub available: Option<Bytes>,
     /// `MemTotal`.
     pub total: Option<Bytes>,
     /// Percent of the last ten seconds in which some task waited for memory.
-    pub pressure: Option<f64>,
+    pub pressure_percent: Option<f64>,
     /// How short memory is in the cgroups of those of whom it was read.
-    pub cgroups: Vec<(ProcessId, Shortage)>,
+    pub cgroup_shortages: Vec<(ProcessId, Shortage)>,
     /// What programs waited for, where it was read.
-    pub waits: Option<Waits>,
+    pub wait_times: Option<WaitTimes>,
     /// What clocks show.
-    pub time: TimeOfDay,
+    pub time_of_day: TimeOfDay,
     /// Resident memory of those of which it was read.
     pub resident: Vec<(ProcessId, Bytes)>,
     /// CPU time so far of those of whom it was read.
-    pub ran: Vec<(ProcessId, Duration)>,
+    pub cpu_times: Vec<(ProcessId, Duration)>,
 }
 
 /// What a census found.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Censused {
+pub struct CensusSummary {
     /// CPU time that it took.
-    pub cost: Duration,
+    pub cpu_time: Duration,
     /// How much memory was read of those who were looked at, with what is remembered as a part of that; nothing where most
     /// of it is remembered, which tells little of what reading takes.
-    pub looked: Bytes,
+    pub bytes_scanned: Bytes,
     /// What looking at each of them took, in pages that are read: regions take time, too.
-    pub efforts: BTreeMap<ProcessId, u64>,
+    pub cost_in_pages: BTreeMap<ProcessId, u64>,
     /// Who has something to merge that pays.
-    pub planned: Vec<Planned>,
+    pub candidates: Vec<MergeCandidate>,
     /// Who has something that would pay, but is not old enough to be merged.
-    pub young: Vec<ProcessId>,
+    pub not_yet_stable: Vec<ProcessId>,
     /// A sample of what each of them holds.
-    pub held: BTreeMap<ProcessId, Held>,
+    pub sketches: BTreeMap<ProcessId, ContentSketches>,
     /// Whether it was halted.
     pub partial: bool,
 }
 
 /// What merging would do for somebody.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Planned {
+pub struct MergeCandidate {
     /// Who.
     pub process: ProcessId,
     /// What it would give back.
-    pub net: NetBytes,
+    pub net_savings: NetBytes,
     /// CPU time of ksmd.
-    pub ksmd: Duration,
+    pub ksmd_time: Duration,
 }
 
 /// What a merge came to.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Merged {
+pub struct MergeSummary {
     /// In whom something was enrolled.
     pub enrolled: Vec<ProcessId>,
     /// What should have come back.
@@ -126,57 +126,57 @@ pub struct Merged {
     /// What of that came back by each, where it is known: a frame that several map is a part of each.
     pub nets: BTreeMap<ProcessId, NetBytes>,
     /// CPU time of ksmd and pagefold.
-    pub cost: Duration,
+    pub cpu_time: Duration,
     /// What was withdrawn because it did not last.
-    pub withdrawn: Bytes,
+    pub unenrolled_bytes: Bytes,
     /// From whom that was.
-    pub from: Vec<ProcessId>,
+    pub unenrolled_from: Vec<ProcessId>,
     /// Who refused, and why.
     pub refused: Vec<(ProcessId, String)>,
     /// In whom something should have been withdrawn and could not be, and why.
-    pub stuck: Vec<(ProcessId, String)>,
+    pub failed_unenrolls: Vec<(ProcessId, String)>,
     /// What somebody else wrote, if that ended it.
-    pub yielded: Option<String>,
+    pub settings_overwritten: Option<String>,
 }
 
 /// What came of a look at what is merged.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Looked {
+pub struct MergedCheckSummary {
     /// What was withdrawn because it did not last.
-    pub withdrawn: Bytes,
+    pub unenrolled_bytes: Bytes,
     /// From whom that was.
-    pub from: Vec<ProcessId>,
+    pub unenrolled_from: Vec<ProcessId>,
     /// CPU time that it took.
-    pub cost: Duration,
+    pub cpu_time: Duration,
     /// In whom something should have been withdrawn and could not be, and why, where that was tried.
-    pub stuck: Option<Vec<(ProcessId, String)>>,
+    pub failed_unenrolls: Option<Vec<(ProcessId, String)>>,
 }
 
 /// What came of withdrawing some processes.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Withdrawn {
+pub struct UnenrollSummary {
     /// Of whom nothing is merged any more.
-    pub gone: Vec<ProcessId>,
+    pub unenrolled: Vec<ProcessId>,
     /// Of whom something stays merged, and why.
-    pub refused: Vec<(ProcessId, String)>,
+    pub failed_unenrolls: Vec<(ProcessId, String)>,
     /// CPU time that it took.
-    pub cost: Duration,
+    pub cpu_time: Duration,
 }
 
 /// What of somebody is withdrawn.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Extent {
+pub enum UnenrollScope {
     /// What the daemon has enrolled. What the program had, or others, stays.
-    Ours,
+    DaemonEnrolled,
     /// All that is merged, whoever enrolled it.
-    All,
+    AllMerged,
 }
 
 /// Something to be done.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
     /// Take the right to change the host, and stop ksmd with all merges kept.
-    Hold,
+    AcquireHost,
     /// Take a census of these, and keep the plan.
     Census(Vec<ProcessId>),
     /// Carry out the plan for these, and stop ksmd again.
@@ -184,27 +184,27 @@ pub enum Action {
         /// Whom.
         processes: Vec<ProcessId>,
         /// ksmd's share of one CPU.
-        share: f64,
+        cpu_share: f64,
     },
     /// Look at what is merged.
-    Look {
+    CheckMerged {
         /// Whether to withdraw what does not last.
-        withdraw: bool,
+        unenroll: bool,
     },
     /// Have ksmd pass by who has ended, and stop it again.
     Sweep,
     /// Withdraw these, each to its extent, as far as there is memory for it.
-    Withdraw(BTreeMap<ProcessId, Extent>),
+    Unenroll(BTreeMap<ProcessId, UnenrollScope>),
     /// Put KSM's settings back, with all merges kept, and let others change the host.
-    Restore,
+    RestoreSettings,
     /// End the census or merge under way soon.
     Halt,
     /// Tell what was decided.
-    Say(Decision),
+    Report(Decision),
     /// Nothing more is to be done.
     End {
         /// Whether KSM's settings are back, and nobody stays merged who was to be withdrawn.
-        whole: bool,
+        complete: bool,
     },
 }
 
@@ -212,17 +212,17 @@ pub enum Action {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
     /// What.
-    pub what: What,
+    pub kind: DecisionKind,
     /// About whom; nobody: the host.
-    pub whom: Vec<ProcessId>,
+    pub processes: Vec<ProcessId>,
     /// The word of the reason.
-    pub reason: Reason,
+    pub reason: DecisionReason,
     /// The reason in words.
-    pub why: String,
+    pub explanation: String,
     /// What it should save.
     pub predicted: Option<Bytes>,
     /// Whether it is carried out.
-    pub acted: bool,
+    pub carried_out: bool,
 }
 
 macro_rules! words {
@@ -243,12 +243,12 @@ macro_rules! words {
 
 words! {
     /// What is decided.
-    What {
+    DecisionKind {
         Census = "census",
         Merge = "merge",
-        Withdraw = "withdraw",
-        Leave = "leave",
-        Rest = "rest",
+        Unenroll = "withdraw",
+        Skip = "leave",
+        Pause = "rest",
         Yield = "yield",
         Refuse = "refuse",
         Restore = "restore",
@@ -257,37 +257,37 @@ words! {
 
 words! {
     /// Why.
-    Reason {
+    DecisionReason {
         Arrived = "arrived",
-        Filled = "filled",
+        Grown = "filled",
         Due = "due",
         Profitable = "profitable",
         Unprofitable = "unprofitable",
-        Broken = "broken",
-        Loses = "loses",
+        CowBreaks = "broken",
+        NetLoss = "loses",
         Budget = "budget",
-        Goal = "goal",
+        MemoryGoal = "goal",
         QuietHours = "quiet_hours",
         Pressure = "pressure",
-        SlowDown = "slow_down",
+        Slowdown = "slow_down",
         Excluded = "excluded",
-        Domain = "domain",
+        DomainChanged = "domain",
         Refused = "refused",
         Operator = "operator",
         OtherWriter = "other_writer",
-        Busy = "busy",
+        HostBusy = "busy",
         Failed = "failed",
         Stopped = "stopped",
     }
 }
 
-impl Reason {
+impl DecisionReason {
     /// Why somebody is to be withdrawn, in words.
-    pub fn of_leaving(self) -> &'static str {
+    pub fn unenroll_explanation(self) -> &'static str {
         match self {
             Self::Operator => "an operator withdraws it",
             Self::Excluded => "it must not be merged any more",
-            Self::Domain => "its trust domain has changed, and it may share pages with another",
+            Self::DomainChanged => "its trust domain has changed, and it may share pages with another",
             Self::Stopped => "the daemon ends",
             Self::Failed => "a merge of it failed half-way",
             _ => "what was enrolled costs more than it gives back",
@@ -295,20 +295,20 @@ impl Reason {
     }
 
     /// What of somebody is withdrawn for this reason.
-    pub fn extent(self) -> Extent {
+    pub fn unenroll_scope(self) -> UnenrollScope {
         match self {
-            Self::Operator | Self::Excluded | Self::Domain => Extent::All,
-            _ => Extent::Ours,
+            Self::Operator | Self::Excluded | Self::DomainChanged => UnenrollScope::AllMerged,
+            _ => UnenrollScope::DaemonEnrolled,
         }
     }
 }
 
-impl From<Cause> for Reason {
-    fn from(cause: Cause) -> Self {
+impl From<ScanCause> for DecisionReason {
+    fn from(cause: ScanCause) -> Self {
         match cause {
-            Cause::Arrived => Self::Arrived,
-            Cause::Filled => Self::Filled,
-            Cause::Due => Self::Due,
+            ScanCause::Arrived => Self::Arrived,
+            ScanCause::Grown => Self::Grown,
+            ScanCause::Due => Self::Due,
         }
     }
 }

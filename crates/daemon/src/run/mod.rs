@@ -2,81 +2,81 @@
 //!
 //! One thread takes in what happens, hands it to [`crate::decide::step`] and gives out what that decides;
 //! another carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host
-//! or found out by polling ([`roster`]). While it may act, the daemon has the host's one [`Session`](pagefold_host::transaction::Session)
+//! or found out by polling ([`process_table`]). While it may act, the daemon has the host's one [`Session`](pagefold_host::transaction::Session)
 //! all the time and ksmd rests between merges; paused, or where somebody else drives KSM, it has not, and the settings
 //! are what they were. What programs wait for is read at each tick while it works and now and then while it rests
-//! ([`probe`]); what they take by fair share is found out by a third thread, seldom ([`fair`]).
+//! ([`wait_reader`]); what they take by fair share is found out by a third thread, seldom ([`fair_share`]).
 
-mod cgroups;
+mod cgroup_shortages;
 mod clock;
-mod fair;
-mod operator;
-mod probe;
+mod fair_share;
+mod operator_store;
+mod process_table;
 pub mod replay;
-mod roster;
 mod settings;
 mod snapshot;
+mod wait_reader;
 mod worker;
 
 pub use clock::utc_offset;
-pub use fair::Fair;
-pub use pagefold_sys::allocator::give_back_big_blocks;
-pub use settings::Settings;
-pub use snapshot::{Pass, Said, Shared, Snapshot, Told, Used};
+pub use fair_share::FairShareReading;
+pub use pagefold_sys::allocator::return_large_blocks_when_freed;
+pub use settings::DaemonSettings;
+pub use snapshot::{CpuUsage, LoggedDecision, PassSummary, SharingHistory, Snapshot, WorkResult};
 
-use crate::decide::{Action, Decision, Event, Member, Readings, Standing, State, step};
-use cgroups::Cgroups;
-use fair::Walk;
+use crate::decide::{Action, DaemonState, DaemonStatus, Decision, Event, TickReadings, TrackedProcess, step};
+use cgroup_shortages::CgroupShortageReader;
+use fair_share::WalkRequest;
 use jiff::tz::TimeZone;
-use operator::Operator;
+use operator_store::OperatorStore;
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, Bytes, NetBytes, ProcessId};
-use pagefold_census::tally::Party;
-use pagefold_host::counted::Counted;
+use pagefold_census::tally::MatrixRowKind;
+use pagefold_host::counting_host::CountingHost;
 use pagefold_host::transaction::session;
 use pagefold_host::{Host, observe};
-use pagefold_merge::execute::own_cpu;
-use pagefold_merge::ksmd::Ksmd;
-use pagefold_merge::splitting::Notes;
-use probe::Probe;
-use roster::Roster;
-use snapshot::Meter;
+use pagefold_merge::execute::own_cpu_time;
+use pagefold_merge::ksmd::KsmdThread;
+use pagefold_merge::split_zeros::Notes;
+use process_table::ProcessTable;
+use snapshot::CpuMeter;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant, SystemTime};
-use worker::{Order, Worker};
+use wait_reader::WaitReader;
+use worker::{WorkOrder, Worker};
 
 /// Between two polls while somebody has just come or work is under way.
-const QUICK: Duration = Duration::from_millis(250);
+const BUSY_POLL_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Between two polls otherwise, where the host tells of programs as they begin, and where it does not.
-const CALM: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(1)];
+const IDLE_POLL_INTERVALS: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(1)];
 
 /// How long work may be under way without any answer of the host before it counts as hung. No honest answer takes as
 /// long: the longest is to advice over much memory at once, of which each page is copied, some seconds for a GiB where
 /// it is swapped out meanwhile.
-const HUNG: Duration = Duration::from_secs(600);
+const HANG_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Decisions that are kept.
-const DECISIONS: usize = 100;
+const MAX_KEPT_DECISIONS: usize = 100;
 
 /// Processes that a decision names at most.
-const NAMES: usize = 4;
+const MAX_NAMES_PER_DECISION: usize = 4;
 
 /// What is said to the daemon.
 pub enum Message {
     /// Something happened: to be taken in as it is.
     Event(Event),
     /// Other settings are in force.
-    Settings(Box<Settings>),
+    Settings(Box<DaemonSettings>),
     /// Somebody asks how it stands.
-    Ask(Sender<Box<Snapshot>>),
+    StatusRequest(Sender<Box<Snapshot>>),
     /// What the worker tells.
     #[doc(hidden)]
-    Told(Told),
+    WorkResult(WorkResult),
 }
 
 /// Why the daemon cannot run.
@@ -91,68 +91,68 @@ pub enum Error {
 }
 
 /// What a process is called in decisions and in the matrix.
-pub fn label(process: &Process) -> String {
-    Party::Process.name(process).unwrap_or_default()
+pub fn process_label(process: &Process) -> String {
+    MatrixRowKind::Process.row_name(process).unwrap_or_default()
 }
 
 /// The loop, until it is told to stop and has put everything back.
 pub struct Daemon<'h, 'a> {
     host: &'h dyn Host,
-    began: Instant,
+    started_at: Instant,
     /// The time since then at which what happens is taken in.
-    now: Duration,
-    state: Option<State>,
-    settings: Arc<Settings>,
-    roster: Roster,
-    probe: Probe,
-    cgroups: Cgroups,
-    tuner: Option<String>,
+    event_time: Duration,
+    state: Option<DaemonState>,
+    settings: Arc<DaemonSettings>,
+    process_table: ProcessTable,
+    wait_reader: WaitReader,
+    cgroup_shortages: CgroupShortageReader,
+    other_tuner: Option<String>,
     /// What an operator has said, where it can be kept.
-    operator: Option<Operator>,
-    orders: Sender<Order>,
+    operator_store: Option<OperatorStore>,
+    work_orders: Sender<WorkOrder>,
     /// Whose page tables are to be walked.
-    walks: Sender<Walk>,
-    turns: fair::Turns,
+    walk_requests: Sender<WalkRequest>,
+    walk_schedule: fair_share::WalkSchedule,
     /// Ends the work under way soon.
-    halt: Arc<AtomicBool>,
-    pulse: Pulse,
-    ksmd_thread: Option<Ksmd<'h>>,
-    ksmd: Meter,
-    own: Meter,
+    cancel: Arc<AtomicBool>,
+    watchdog: WorkWatchdog,
+    ksmd_thread: Option<KsmdThread<'h>>,
+    ksmd_meter: CpuMeter,
+    own_meter: CpuMeter,
     snapshot: Snapshot,
     /// What merges noted, those of other commands as well.
-    notes: Option<Notes>,
+    split_zero_notes: Option<Notes>,
     /// Whether everything is back, once it has ended.
-    ended: Option<bool>,
+    restored_at_end: Option<bool>,
     /// Gets each decision as it falls, and what could not be done.
     log: &'a mut dyn FnMut(&str),
 }
 
 /// What goes to the other threads, and what is seen of them.
-struct Threads {
-    orders: Sender<Order>,
-    walks: Sender<Walk>,
+struct WorkerChannels {
+    work_orders: Sender<WorkOrder>,
+    walk_requests: Sender<WalkRequest>,
     /// What the host has answered to whoever does the work.
-    answers: Arc<AtomicU64>,
+    host_answer_count: Arc<AtomicU64>,
 }
 
 /// Whether the work under way gets on.
-struct Pulse {
+struct WorkWatchdog {
     /// What the host has answered to whoever does the work.
-    answers: Arc<AtomicU64>,
+    host_answer_count: Arc<AtomicU64>,
     /// How much that was when it was seen to have changed, and when that was.
-    last: (u64, Duration),
-    hung: bool,
+    last_progress: (u64, Duration),
+    is_hung: bool,
 }
 
-impl Pulse {
+impl WorkWatchdog {
     /// Whether work that is under way, or none, has got on lately.
-    fn beats(&mut self, now: Duration, works: bool) -> bool {
-        let answers = self.answers.load(Ordering::Relaxed);
-        if !works || answers != self.last.0 {
-            self.last = (answers, now);
+    fn is_progressing(&mut self, now: Duration, works: bool) -> bool {
+        let answers = self.host_answer_count.load(Ordering::Relaxed);
+        if !works || answers != self.last_progress.0 {
+            self.last_progress = (answers, now);
         }
-        now.saturating_sub(self.last.1) < HUNG
+        now.saturating_sub(self.last_progress.1) < HANG_TIMEOUT
     }
 }
 
@@ -162,23 +162,29 @@ impl Pulse {
 pub fn run(
     host: &dyn Host,
     directory: &Path,
-    settings: Settings,
+    settings: DaemonSettings,
     seed: u64,
     (sender, messages): (Sender<Message>, Receiver<Message>),
-    alive: &mut dyn FnMut(&State),
+    on_alive: &mut dyn FnMut(&DaemonState),
     log: &mut dyn FnMut(&str),
 ) -> Result<bool, Error> {
     let answers = Arc::default();
-    let counted = Counted::new(host, Arc::clone(&answers));
+    let counted = CountingHost::new(host, Arc::clone(&answers));
     let worker = Worker::new(&counted, directory.to_owned(), sender.clone())?;
     std::thread::scope(|scope| {
         let (orders, work) = mpsc::channel();
         let working = scope.spawn(move || worker.run(&work));
         let (walks, walked) = mpsc::channel();
-        scope.spawn(move || fair::walk(host, &walked, &sender));
-        let mut daemon = Daemon::new(host, settings, seed, Threads { orders, walks, answers }, log);
-        daemon.take_up(directory);
-        let done = daemon.run(&messages, alive, || working.is_finished());
+        scope.spawn(move || fair_share::run_walker(host, &walked, &sender));
+        let mut daemon = Daemon::new(
+            host,
+            settings,
+            seed,
+            WorkerChannels { work_orders: orders, walk_requests: walks, host_answer_count: answers },
+            log,
+        );
+        daemon.load_saved_state(directory);
+        let done = daemon.run(&messages, on_alive, || working.is_finished());
         drop(daemon);
         done
     })
@@ -187,63 +193,63 @@ pub fn run(
 impl<'h, 'a> Daemon<'h, 'a> {
     fn new(
         host: &'h dyn Host,
-        settings: Settings,
+        settings: DaemonSettings,
         seed: u64,
-        Threads { orders, walks, answers }: Threads,
+        WorkerChannels { work_orders: orders, walk_requests: walks, host_answer_count: answers }: WorkerChannels,
         log: &'a mut dyn FnMut(&str),
     ) -> Self {
         let began = Instant::now();
-        let ksmd = Ksmd::find(host).ok();
-        let spent = own_cpu() + ksmd.as_ref().and_then(|ksmd| ksmd.cpu().ok()).unwrap_or_default();
-        let state = State::new(settings.rules.clone(), seed, Duration::ZERO, spent);
+        let ksmd = KsmdThread::find(host).ok();
+        let spent = own_cpu_time() + ksmd.as_ref().and_then(|ksmd| ksmd.cpu_time().ok()).unwrap_or_default();
+        let state = DaemonState::new(settings.rules.clone(), seed, Duration::ZERO, spent);
         let settings = Arc::new(settings);
         let vmstat = observe::vmstat(host).unwrap_or_default();
         let snapshot = Snapshot {
             state: state.clone(),
             settings: Arc::clone(&settings),
-            started: SystemTime::now(),
+            started_at: SystemTime::now(),
             decisions: VecDeque::new(),
             reasons: BTreeMap::new(),
-            who: Vec::new(),
-            counts: BTreeMap::new(),
-            census: None,
-            shared: Shared::default(),
-            by_splitting: BTreeMap::new(),
-            fair: BTreeMap::new(),
-            ranges: BTreeMap::new(),
-            passes: (0, 0),
-            took: Default::default(),
-            reached: (Bytes::ZERO, NetBytes(0)),
-            last: None,
-            programs: Ok(()),
-            ksmd: None,
-            own: Used::default(),
-            before: (vmstat.get("thp_split_page").copied(), vmstat.get("cow_ksm").copied()),
-            remains: Vec::new(),
-            hung: false,
+            tracked_processes: Vec::new(),
+            page_counts: BTreeMap::new(),
+            last_census: None,
+            sharing: SharingHistory::default(),
+            split_zero_pages: BTreeMap::new(),
+            fair_shares: BTreeMap::new(),
+            enrolled_ranges: BTreeMap::new(),
+            pass_and_merge_counts: (0, 0),
+            pass_wall_and_cpu_time: Default::default(),
+            predicted_and_measured: (Bytes::ZERO, NetBytes(0)),
+            last_pass: None,
+            exec_events: Ok(()),
+            ksmd_cpu: None,
+            own_cpu: CpuUsage::default(),
+            thp_splits_and_cow_breaks_at_start: (vmstat.get("thp_split_page").copied(), vmstat.get("cow_ksm").copied()),
+            failed_undos: Vec::new(),
+            is_hung: false,
         };
         Self {
             host,
-            began,
-            now: Duration::ZERO,
+            started_at: began,
+            event_time: Duration::ZERO,
             state: Some(state),
             settings,
-            roster: Roster::new(host),
-            probe: Probe::default(),
-            cgroups: Cgroups::default(),
-            tuner: None,
-            operator: None,
-            orders,
-            walks,
-            turns: fair::Turns::default(),
-            halt: Arc::default(),
-            pulse: Pulse { answers, last: (0, Duration::ZERO), hung: false },
+            process_table: ProcessTable::new(host),
+            wait_reader: WaitReader::default(),
+            cgroup_shortages: CgroupShortageReader::default(),
+            other_tuner: None,
+            operator_store: None,
+            work_orders: orders,
+            walk_requests: walks,
+            walk_schedule: fair_share::WalkSchedule::default(),
+            cancel: Arc::default(),
+            watchdog: WorkWatchdog { host_answer_count: answers, last_progress: (0, Duration::ZERO), is_hung: false },
             ksmd_thread: ksmd,
-            ksmd: Meter::default(),
-            own: Meter::default(),
+            ksmd_meter: CpuMeter::default(),
+            own_meter: CpuMeter::default(),
             snapshot,
-            notes: None,
-            ended: None,
+            split_zero_notes: None,
+            restored_at_end: None,
             log,
         }
     }
@@ -251,33 +257,33 @@ impl<'h, 'a> Daemon<'h, 'a> {
     fn run(
         &mut self,
         messages: &Receiver<Message>,
-        alive: &mut dyn FnMut(&State),
+        alive: &mut dyn FnMut(&DaemonState),
         dead: impl Fn() -> bool,
     ) -> Result<bool, Error> {
-        if let Err(why) = self.roster.follows() {
+        if let Err(why) = self.process_table.check_exec_events() {
             (self.log)(&format!("new programs are found by polling; the process connector: {why}"));
         }
         let mut polled: Option<Instant> = None;
         loop {
-            if let Some(whole) = self.ended {
+            if let Some(whole) = self.restored_at_end {
                 return Ok(whole);
             }
-            let pause = match self.roster.follows() {
-                _ if self.is_quick() => QUICK,
-                Ok(()) => CALM[0],
-                Err(_) => CALM[1],
+            let pause = match self.process_table.check_exec_events() {
+                _ if self.is_busy() => BUSY_POLL_INTERVAL,
+                Ok(()) => IDLE_POLL_INTERVALS[0],
+                Err(_) => IDLE_POLL_INTERVALS[1],
             };
             let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(at.elapsed()));
             match messages.recv_timeout(left) {
                 Ok(message) => {
-                    self.now = self.began.elapsed();
-                    self.take(message);
+                    self.event_time = self.started_at.elapsed();
+                    self.handle_message(message);
                 }
                 Err(RecvTimeoutError::Timeout) => {
-                    self.now = self.began.elapsed();
+                    self.event_time = self.started_at.elapsed();
                     self.tick()?;
                     polled = Some(Instant::now());
-                    if self.is_well() {
+                    if self.check_progress() {
                         alive(self.state());
                     }
                     if dead() {
@@ -291,12 +297,12 @@ impl<'h, 'a> Daemon<'h, 'a> {
     }
 
     /// Go on with what an operator said to a daemon that was killed, and with what merges noted.
-    fn take_up(&mut self, directory: &Path) {
-        self.notes = Some(Notes::new(directory));
-        self.read_notes();
-        let taken = session::boot(self.host).map_err(std::io::Error::other);
-        let lives = |process| worker::lives(self.host, process);
-        match taken.and_then(|boot| Operator::take_up(directory, boot, lives)) {
+    fn load_saved_state(&mut self, directory: &Path) {
+        self.split_zero_notes = Some(Notes::new(directory));
+        self.update_split_zeros();
+        let taken = session::read_boot_id(self.host).map_err(std::io::Error::other);
+        let lives = |process| worker::is_alive(self.host, process);
+        match taken.and_then(|boot| OperatorStore::load(directory, boot, lives)) {
             Ok((operator, events, why)) => {
                 if let Some(why) = why {
                     (self.log)(&format!(
@@ -305,270 +311,295 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 } else if !events.is_empty() {
                     (self.log)("a daemon was killed before: what an operator said to it holds");
                 }
-                events.into_iter().for_each(|event| self.step(event));
-                self.operator = Some(operator);
+                events.into_iter().for_each(|event| self.apply_event(event));
+                self.operator_store = Some(operator);
             }
             Err(why) => {
-                let path = directory.join(operator::FILE);
+                let path = directory.join(operator_store::OPERATOR_FILE);
                 (self.log)(&format!("what an operator says is not kept in {}: {why}", path.display()));
             }
         }
     }
 
     /// Take in what merges have noted since.
-    fn read_notes(&mut self) {
-        let Some(notes) = &mut self.notes else { return };
-        match notes.update(self.host, &mut self.snapshot.by_splitting) {
-            Ok(grown) => grown.into_iter().for_each(|process| self.turns.changed(process)),
+    fn update_split_zeros(&mut self) {
+        let Some(notes) = &mut self.split_zero_notes else { return };
+        match notes.update(self.host, &mut self.snapshot.split_zero_pages) {
+            Ok(grown) => grown.into_iter().for_each(|process| self.walk_schedule.mark_changed(process)),
             Err(why) => (self.log)(&format!("what merges freed by splitting huge pages is not known: {why}")),
         }
     }
 
     /// Keep what an event says of an operator's, if anything.
-    fn keep(&mut self, event: &Event) {
-        let kept = self.operator.as_mut().map_or(Ok(()), |operator| operator.heed(event));
+    fn save_operator_event(&mut self, event: &Event) {
+        let kept = self.operator_store.as_mut().map_or(Ok(()), |operator| operator.record_event(event));
         if let Err(why) = kept {
             (self.log)(&format!("what an operator says does not outlive this daemon: {why}"));
         }
     }
 
-    fn state(&self) -> &State {
+    fn state(&self) -> &DaemonState {
         self.state.as_ref().expect("it is put back after every step")
     }
 
     /// Whether the work under way gets on. Tells once where it does not.
-    fn is_well(&mut self) -> bool {
-        let well = self.pulse.beats(self.now, self.state().awaits());
-        if !well && !self.pulse.hung {
-            let minutes = HUNG.as_secs() / 60;
+    fn check_progress(&mut self) -> bool {
+        let well = self.watchdog.is_progressing(self.event_time, self.state().is_task_pending());
+        if !well && !self.watchdog.is_hung {
+            let minutes = HANG_TIMEOUT.as_secs() / 60;
             (self.log)(&format!("the work under way has had no answer from the host for {minutes} minutes"));
         }
-        self.pulse.hung = !well;
+        self.watchdog.is_hung = !well;
         well
     }
 
-    fn is_quick(&self) -> bool {
-        self.roster.is_young()
-            || self.roster.grows()
-            || self.state().standing().0 == Standing::Working
-            || self.is_soon()
+    fn is_busy(&self) -> bool {
+        self.process_table.has_new_untracked()
+            || self.process_table.has_growing_tracked()
+            || self.state().status().0 == DaemonStatus::Working
+            || self.is_check_due_soon()
     }
 
     /// Whether somebody's turn comes before the next calm poll.
-    fn is_soon(&self) -> bool {
-        let now = self.began.elapsed();
+    fn is_check_due_soon(&self) -> bool {
+        let now = self.started_at.elapsed();
         // Not those whose turn has come long ago, and who wait for something else.
-        let soon = now.saturating_sub(CALM[1])..=now + CALM[1];
-        self.state().members().values().any(|member| member.is_open() && soon.contains(&member.next))
+        let soon = now.saturating_sub(IDLE_POLL_INTERVALS[1])..=now + IDLE_POLL_INTERVALS[1];
+        self.state().tracked().values().any(|member| member.may_be_scanned() && soon.contains(&member.next_scan))
     }
 
-    fn take(&mut self, message: Message) {
+    fn handle_message(&mut self, message: Message) {
         match message {
-            Message::Event(event) => self.step(event),
+            Message::Event(event) => self.apply_event(event),
             Message::Settings(settings) => {
                 let rules = settings.rules.clone();
                 self.settings = Arc::from(settings);
-                self.roster.forget();
-                self.step(Event::Configured(rules));
+                self.process_table.recheck_all();
+                self.apply_event(Event::RulesChanged(rules));
             }
-            Message::Ask(answer) => {
+            Message::StatusRequest(answer) => {
                 // Who asked may have gone.
-                let _ = answer.send(Box::new(self.snapshot()));
+                let _ = answer.send(Box::new(self.take_snapshot()));
             }
-            Message::Told(told) => self.told(told),
+            Message::WorkResult(told) => self.record_work_result(told),
         }
     }
 
     fn tick(&mut self) -> Result<(), Error> {
-        let now = self.now;
-        let polled = self.roster.poll(self.host, now, &self.settings).map_err(Error::Processes)?;
+        let now = self.event_time;
+        let polled = self.process_table.poll(self.host, now, &self.settings).map_err(Error::Processes)?;
         // Before anything is done for those who have come.
-        let tuner = self.roster.tuner().map(|tuner| tuner.name().to_owned());
-        if tuner != self.tuner {
-            self.tuner.clone_from(&tuner);
-            self.step(Event::Tuner(tuner));
+        let tuner = self.process_table.tuner().map(|tuner| tuner.name().to_owned());
+        if tuner != self.other_tuner {
+            self.other_tuner.clone_from(&tuner);
+            self.apply_event(Event::TunerChanged(tuner));
         }
         for event in polled.events {
             match &event {
-                Event::Went(process) => {
-                    self.snapshot.counts.remove(process);
-                    self.snapshot.ranges.remove(process);
-                    self.snapshot.fair.remove(process);
+                Event::ProcessExited(process) => {
+                    self.snapshot.page_counts.remove(process);
+                    self.snapshot.enrolled_ranges.remove(process);
+                    self.snapshot.fair_shares.remove(process);
                 }
                 // It may be another program.
-                Event::Came(arrival) if self.snapshot.fair.remove(&arrival.process).is_some() => {
-                    self.turns.changed(arrival.process);
+                Event::ProcessArrived(arrival) if self.snapshot.fair_shares.remove(&arrival.process).is_some() => {
+                    self.walk_schedule.mark_changed(arrival.process);
                 }
                 _ => {}
             }
-            self.step(event);
+            self.apply_event(event);
         }
-        let own = own_cpu();
-        let ksmd = self.ksmd_thread.as_ref().and_then(|ksmd| ksmd.cpu().ok());
-        self.own.read(now, own);
+        let own = own_cpu_time();
+        let ksmd = self.ksmd_thread.as_ref().and_then(|ksmd| ksmd.cpu_time().ok());
+        self.own_meter.record(now, own);
         if let Some(ksmd) = ksmd {
-            self.ksmd.read(now, ksmd);
+            self.ksmd_meter.record(now, ksmd);
         }
-        let works = self.state().standing().0 == Standing::Working;
-        let members = self.roster.members().map(|member| member.id);
-        let waits = self.probe.read(self.host, now, works, members);
+        let works = self.state().status().0 == DaemonStatus::Working;
+        let members = self.process_table.tracked_processes().map(|member| member.id);
+        let waits = self.wait_reader.read_wait_times(self.host, now, works, members);
         let memory = observe::memory(self.host).ok();
-        let cgroups = self.cgroups.read(self.host, now, self.roster.members());
-        self.step(Event::Tick(Readings {
-            spent: own + ksmd.unwrap_or_default(),
+        let cgroups = self.cgroup_shortages.read_shortages(self.host, now, self.process_table.tracked_processes());
+        self.apply_event(Event::Tick(TickReadings {
+            cpu_spent: own + ksmd.unwrap_or_default(),
             available: memory.as_ref().and_then(|memory| memory.available.clone().ok()),
             total: memory.and_then(|memory| memory.total.ok()),
-            cgroups,
-            pressure: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
-            waits,
-            time: clock::time_of_day(SystemTime::now(), &TimeZone::system()),
+            cgroup_shortages: cgroups,
+            pressure_percent: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
+            wait_times: waits,
+            time_of_day: clock::time_of_day(SystemTime::now(), &TimeZone::system()),
             resident: polled.resident,
-            ran: polled.ran,
+            cpu_times: polled.cpu_times,
         }));
-        self.read_notes();
-        self.send_walk();
+        self.update_split_zeros();
+        self.request_walk();
         Ok(())
     }
 
     /// Have the process walked whose turn it is, if any.
-    fn send_walk(&mut self) {
-        let noted = &self.snapshot.by_splitting;
-        let members = || self.state.as_ref().into_iter().flat_map(|state| state.members());
-        let walk = |(process, member): (&ProcessId, &Member)| Walk {
+    fn request_walk(&mut self) {
+        let noted = &self.snapshot.split_zero_pages;
+        let members = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
+        let walk = |(process, member): (&ProcessId, &TrackedProcess)| WalkRequest {
             process: *process,
-            counts_share: member.resident <= fair::LARGEST,
-            counts_zeros: noted.contains_key(process),
+            wants_fair_share: member.resident <= fair_share::LARGEST,
+            wants_zero_pages: noted.contains_key(process),
         };
-        let walks = members().map(walk).filter(|walk| walk.counts_share || walk.counts_zeros);
-        let Some(next) = self.turns.next(self.now, walks.map(|walk| walk.process)) else { return };
+        let walks = members().map(walk).filter(|walk| walk.wants_fair_share || walk.wants_zero_pages);
+        let Some(next) = self.walk_schedule.next_walk(self.event_time, walks.map(|walk| walk.process)) else { return };
         if let Some(walk) = members().map(walk).find(|walk| walk.process == next) {
-            let _ = self.walks.send(walk);
+            let _ = self.walk_requests.send(walk);
         }
     }
 
-    fn step(&mut self, event: Event) {
-        if let Event::Withdrawn(withdrawn) = &event {
-            self.snapshot.ranges.retain(|process, _| !withdrawn.gone.contains(process));
-            withdrawn.gone.iter().for_each(|process| self.turns.changed(*process));
+    fn apply_event(&mut self, event: Event) {
+        if let Event::UnenrollDone(withdrawn) = &event {
+            self.snapshot.enrolled_ranges.retain(|process, _| !withdrawn.unenrolled.contains(process));
+            withdrawn.unenrolled.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
         }
-        if let Event::Looked(looked) = &event {
-            looked.from.iter().for_each(|process| self.turns.changed(*process));
+        if let Event::MergedCheckDone(looked) = &event {
+            looked.unenrolled_from.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
         }
-        self.keep(&event);
+        self.save_operator_event(&event);
         let state = self.state.take().expect("it is put back after every step");
-        let (state, actions) = step(state, self.now, event);
+        let (state, actions) = step(state, self.event_time, event);
         self.state = Some(state);
         for action in actions {
             match action {
-                Action::Say(decision) => self.say(decision),
-                Action::Halt => self.halt.store(true, Ordering::Relaxed),
-                Action::End { whole } => {
-                    self.ended = Some(whole);
-                    if let Some(Err(why)) = self.operator.take().map(|operator| operator.forget()) {
+                Action::Report(decision) => self.log_decision(decision),
+                Action::Halt => self.cancel.store(true, Ordering::Relaxed),
+                Action::End { complete: whole } => {
+                    self.restored_at_end = Some(whole);
+                    if let Some(Err(why)) = self.operator_store.take().map(|operator| operator.remove_file()) {
                         (self.log)(&format!("what an operator said is left behind: {why}"));
                     }
                 }
                 action => {
-                    self.halt = Arc::default();
-                    let (settings, halt) = (Arc::clone(&self.settings), Arc::clone(&self.halt));
-                    let order = Order { action, settings, halt };
+                    self.cancel = Arc::default();
+                    let (settings, halt) = (Arc::clone(&self.settings), Arc::clone(&self.cancel));
+                    let order = WorkOrder { action, settings, cancel: halt };
                     // Where the worker has ended, the loop ends at its next tick.
-                    let _ = self.orders.send(order);
+                    let _ = self.work_orders.send(order);
                 }
             }
         }
     }
 
-    fn say(&mut self, decision: Decision) {
-        let mut names: Vec<String> = decision.whom.iter().take(NAMES).map(|process| self.label(*process)).collect();
-        if decision.whom.len() > NAMES {
-            names.push(format!("{} more", decision.whom.len() - NAMES));
+    fn log_decision(&mut self, decision: Decision) {
+        let mut names: Vec<String> =
+            decision.processes.iter().take(MAX_NAMES_PER_DECISION).map(|process| self.label_by_id(*process)).collect();
+        if decision.processes.len() > MAX_NAMES_PER_DECISION {
+            names.push(format!("{} more", decision.processes.len() - MAX_NAMES_PER_DECISION));
         }
         let whom = if names.is_empty() { "this host".to_owned() } else { names.join(", ") };
-        (self.log)(&format!("{} {whom}: {}", decision.what.word(), decision.why));
+        (self.log)(&format!("{} {whom}: {}", decision.kind.word(), decision.explanation));
         *self.snapshot.reasons.entry(decision.reason).or_default() += 1;
-        self.snapshot.decisions.push_front(Said { at: SystemTime::now(), whom, decision });
-        self.snapshot.decisions.truncate(DECISIONS);
+        self.snapshot.decisions.push_front(LoggedDecision { logged_at: SystemTime::now(), subject: whom, decision });
+        self.snapshot.decisions.truncate(MAX_KEPT_DECISIONS);
     }
 
-    fn label(&self, process: ProcessId) -> String {
-        let who = self.roster.members().find(|who| who.id == process);
-        who.map_or_else(|| format!("process {}", process.pid), label)
+    fn label_by_id(&self, process: ProcessId) -> String {
+        let who = self.process_table.tracked_processes().find(|who| who.id == process);
+        who.map_or_else(|| format!("process {}", process.pid), process_label)
     }
 
-    fn told(&mut self, told: Told) {
+    fn record_work_result(&mut self, told: WorkResult) {
         let snapshot = &mut self.snapshot;
         match told {
-            Told::Census { counts, unseen, matrix, seconds, cost } => {
-                snapshot.passes.0 += 1;
-                snapshot.took.0 += Duration::from_secs_f64(seconds);
-                snapshot.took.1 += cost;
-                snapshot.census = Some((SystemTime::now(), unseen));
+            WorkResult::Census {
+                page_counts: counts,
+                unscanned_processes: unseen,
+                matrix,
+                wall_seconds: seconds,
+                cpu_time: cost,
+            } => {
+                snapshot.pass_and_merge_counts.0 += 1;
+                snapshot.pass_wall_and_cpu_time.0 += Duration::from_secs_f64(seconds);
+                snapshot.pass_wall_and_cpu_time.1 += cost;
+                snapshot.last_census = Some((SystemTime::now(), unseen));
                 let processes = counts.len() as u64;
                 let (predicted, net) = (Bytes::ZERO, None);
-                snapshot.last = Some(Pass { at: SystemTime::now(), seconds, cost, processes, predicted, net });
-                snapshot.counts.extend(counts);
-                snapshot.shared.add(&matrix);
+                snapshot.last_pass = Some(PassSummary {
+                    ended_at: SystemTime::now(),
+                    wall_seconds: seconds,
+                    cpu_time: cost,
+                    scanned_processes: processes,
+                    predicted,
+                    measured_net: net,
+                });
+                snapshot.page_counts.extend(counts);
+                snapshot.sharing.add_census(&matrix);
             }
-            Told::Merge { ranges, predicted, net, seconds, cost } => {
-                snapshot.passes.1 += 1;
-                snapshot.took.0 += seconds;
-                snapshot.took.1 += cost;
-                snapshot.reached.0 += predicted;
-                snapshot.reached.1.0 += net.0;
-                ranges.keys().for_each(|process| self.turns.changed(*process));
-                snapshot.ranges.extend(ranges);
-                if let Some(last) = &mut snapshot.last {
-                    last.at = SystemTime::now();
-                    last.seconds += seconds.as_secs_f64();
-                    last.cost += cost;
-                    (last.predicted, last.net) = (predicted, Some(net));
+            WorkResult::Merge {
+                enrolled_ranges: ranges,
+                predicted,
+                measured_net: net,
+                wall_time: seconds,
+                cpu_time: cost,
+            } => {
+                snapshot.pass_and_merge_counts.1 += 1;
+                snapshot.pass_wall_and_cpu_time.0 += seconds;
+                snapshot.pass_wall_and_cpu_time.1 += cost;
+                snapshot.predicted_and_measured.0 += predicted;
+                snapshot.predicted_and_measured.1.0 += net.0;
+                ranges.keys().for_each(|process| self.walk_schedule.mark_changed(*process));
+                snapshot.enrolled_ranges.extend(ranges);
+                if let Some(last) = &mut snapshot.last_pass {
+                    last.ended_at = SystemTime::now();
+                    last.wall_seconds += seconds.as_secs_f64();
+                    last.cpu_time += cost;
+                    (last.predicted, last.measured_net) = (predicted, Some(net));
                 }
             }
-            Told::Walked { process, fair, uncounted_zeros, cost } => {
+            WorkResult::PageTableWalk {
+                process,
+                fair_share: fair,
+                uncounted_zero_pages: uncounted_zeros,
+                cpu_time: cost,
+            } => {
                 let mut news = false;
-                if let (Some(noted), Some(there)) = (snapshot.by_splitting.get_mut(&process), uncounted_zeros) {
+                if let (Some(noted), Some(there)) = (snapshot.split_zero_pages.get_mut(&process), uncounted_zeros) {
                     news = there < *noted;
                     *noted = (*noted).min(there);
                 }
                 if let Some(fair) = fair {
-                    let before = snapshot.fair.insert(process, fair);
-                    news |= !before.is_some_and(|before| before.is_like(&fair));
+                    let before = snapshot.fair_shares.insert(process, fair);
+                    news |= !before.is_some_and(|before| before.is_close_to(&fair));
                 }
-                self.turns.walked(self.now, process, cost, news);
+                self.walk_schedule.record_walk(self.event_time, process, cost, news);
             }
-            Told::PutBack(was) => (self.log)(&format!("a pagefold was killed before; put back: {was}")),
-            Told::Remains(what) => {
+            WorkResult::Undone(was) => (self.log)(&format!("a pagefold was killed before; put back: {was}")),
+            WorkResult::UndoFailed(what) => {
                 (self.log)(&format!("not done: {what}"));
-                snapshot.remains.push(what);
-                let length = snapshot.remains.len();
-                snapshot.remains.drain(..length.saturating_sub(DECISIONS));
+                snapshot.failed_undos.push(what);
+                let length = snapshot.failed_undos.len();
+                snapshot.failed_undos.drain(..length.saturating_sub(MAX_KEPT_DECISIONS));
             }
         }
     }
 
-    fn snapshot(&mut self) -> Snapshot {
-        self.read_notes();
-        let who: Vec<Process> = self.roster.members().cloned().collect();
-        let labels: BTreeSet<String> = who.iter().map(label).collect();
-        self.snapshot.shared.retain(|label| labels.contains(label));
+    fn take_snapshot(&mut self) -> Snapshot {
+        self.update_split_zeros();
+        let who: Vec<Process> = self.process_table.tracked_processes().cloned().collect();
+        let labels: BTreeSet<String> = who.iter().map(process_label).collect();
+        self.snapshot.sharing.retain_parties(|label| labels.contains(label));
         // Who has ended meanwhile may have been in the last census or merge.
         let lives: BTreeSet<ProcessId> = who.iter().map(|who| who.id).collect();
-        self.snapshot.counts.retain(|process, _| lives.contains(process));
-        self.snapshot.ranges.retain(|process, _| lives.contains(process));
-        self.snapshot.fair.retain(|process, _| lives.contains(process));
+        self.snapshot.page_counts.retain(|process, _| lives.contains(process));
+        self.snapshot.enrolled_ranges.retain(|process, _| lives.contains(process));
+        self.snapshot.fair_shares.retain(|process, _| lives.contains(process));
         // Others are kept: a process of which a merge noted something may become a member later.
-        let mut by_splitting = self.snapshot.by_splitting.clone();
+        let mut by_splitting = self.snapshot.split_zero_pages.clone();
         by_splitting.retain(|process, _| lives.contains(process));
         Snapshot {
-            by_splitting,
+            split_zero_pages: by_splitting,
             state: self.state().clone(),
             settings: Arc::clone(&self.settings),
-            who,
-            programs: self.roster.follows(),
-            hung: self.pulse.hung,
-            ksmd: self.ksmd.used(),
-            own: self.own.used().unwrap_or_default(),
+            tracked_processes: who,
+            exec_events: self.process_table.check_exec_events(),
+            is_hung: self.watchdog.is_hung,
+            ksmd_cpu: self.ksmd_meter.usage(),
+            own_cpu: self.own_meter.usage().unwrap_or_default(),
             ..self.snapshot.clone()
         }
     }

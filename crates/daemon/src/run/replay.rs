@@ -4,101 +4,107 @@
 //! took depends on the machine that replays. Nothing can be changed, so the daemon only advises, and the host goes on
 //! as it was recorded. The same recording, settings and seed give the same decisions.
 
-use super::cgroups::Cgroups;
-use super::roster::Roster;
-use super::worker::{efforts, read, request, worth, young};
-use super::{Error, Settings, label};
-use crate::decide::{Action, CENSUS_SECONDS, Censused, Decision, Event, Readings, State, TimeOfDay, step};
+use super::cgroup_shortages::CgroupShortageReader;
+use super::process_table::ProcessTable;
+use super::worker::{census_plan_request, merge_candidates, pages_read, scan_costs_in_pages, unstable_processes};
+use super::{DaemonSettings, Error, process_label};
+use crate::decide::{
+    Action, CensusSummary, DaemonState, Decision, Event, INITIAL_CENSUS_SECONDS_PER_MIB, TickReadings, TimeOfDay, step,
+};
 use pagefold_base::process::Process;
 use pagefold_base::{PageSize, ProcessId};
 use pagefold_host::{Host, observe};
-use pagefold_merge::Ages;
-use pagefold_merge::ksmd::Ksmd;
-use pagefold_merge::prepare::prepare;
+use pagefold_merge::StableAges;
+use pagefold_merge::ksmd::KsmdThread;
+use pagefold_merge::prepare::prepare_plan;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 /// A host at a moment.
-pub struct Moment<'h> {
+pub struct ReplayStep<'h> {
     /// The host.
     pub host: &'h dyn Host,
     /// Since the first moment.
-    pub at: Duration,
+    pub elapsed: Duration,
     /// What clocks showed.
-    pub time: TimeOfDay,
+    pub time_of_day: TimeOfDay,
 }
 
 /// A daemon that is taken through a recording.
-pub struct Replay {
-    settings: Settings,
+pub struct DaemonReplay {
+    settings: DaemonSettings,
     seed: u64,
-    roster: Option<Roster>,
-    cgroups: Cgroups,
-    tuner: Option<String>,
-    state: Option<State>,
-    ages: Ages,
-    began: Instant,
+    process_table: Option<ProcessTable>,
+    cgroup_shortages: CgroupShortageReader,
+    other_tuner: Option<String>,
+    state: Option<DaemonState>,
+    stable_ages: StableAges,
+    started_at: Instant,
     /// CPU time of the censuses, as the model takes it.
-    spent: Duration,
+    census_cpu_time: Duration,
     labels: BTreeMap<ProcessId, String>,
 }
 
-impl Replay {
+impl DaemonReplay {
     /// Before the first moment.
-    pub fn new(settings: Settings, seed: u64, page_size: PageSize) -> Result<Self, Error> {
+    pub fn new(settings: DaemonSettings, seed: u64, page_size: PageSize) -> Result<Self, Error> {
         let began = Instant::now();
         Ok(Self {
             settings,
             seed,
-            roster: None,
-            cgroups: Cgroups::default(),
-            tuner: None,
+            process_table: None,
+            cgroup_shortages: CgroupShortageReader::default(),
+            other_tuner: None,
             state: None,
-            ages: Ages::since(page_size, began)?,
-            began,
-            spent: Duration::ZERO,
+            stable_ages: StableAges::starting_at(page_size, began)?,
+            started_at: began,
+            census_cpu_time: Duration::ZERO,
             labels: BTreeMap::new(),
         })
     }
 
     /// Take it through the next moment. `say` gets each decision with the names of those whom it is about.
-    pub fn moment(&mut self, moment: &Moment<'_>, say: &mut dyn FnMut(&[String], &Decision)) -> Result<(), Error> {
-        let Moment { host, at, time } = *moment;
-        let roster = self.roster.get_or_insert_with(|| Roster::new(host));
+    pub fn run_step(
+        &mut self,
+        moment: &ReplayStep<'_>,
+        on_decision: &mut dyn FnMut(&[String], &Decision),
+    ) -> Result<(), Error> {
+        let ReplayStep { host, elapsed: at, time_of_day: time } = *moment;
+        let roster = self.process_table.get_or_insert_with(|| ProcessTable::new(host));
         let polled = roster.poll(host, at, &self.settings).map_err(Error::Processes)?;
-        self.labels = roster.members().map(|who: &Process| (who.id, label(who))).collect();
+        self.labels = roster.tracked_processes().map(|who: &Process| (who.id, process_label(who))).collect();
         let mut events = VecDeque::from(polled.events);
         let tuner = roster.tuner().map(|tuner| tuner.name().to_owned());
-        if tuner != self.tuner {
-            self.tuner.clone_from(&tuner);
-            events.push_front(Event::Tuner(tuner));
+        if tuner != self.other_tuner {
+            self.other_tuner.clone_from(&tuner);
+            events.push_front(Event::TunerChanged(tuner));
         }
-        let ksmd = Ksmd::find(host).and_then(|ksmd| ksmd.cpu()).unwrap_or_default();
+        let ksmd = KsmdThread::find(host).and_then(|ksmd| ksmd.cpu_time()).unwrap_or_default();
         let memory = observe::memory(host).ok();
-        events.push_back(Event::Tick(Readings {
-            spent: self.spent + ksmd,
+        events.push_back(Event::Tick(TickReadings {
+            cpu_spent: self.census_cpu_time + ksmd,
             available: memory.as_ref().and_then(|memory| memory.available.clone().ok()),
             total: memory.and_then(|memory| memory.total.ok()),
-            cgroups: self.cgroups.read(host, at, roster.members()),
-            pressure: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
+            cgroup_shortages: self.cgroup_shortages.read_shortages(host, at, roster.tracked_processes()),
+            pressure_percent: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
             // What programs waited for is not recorded.
-            waits: None,
-            time,
+            wait_times: None,
+            time_of_day: time,
             resident: polled.resident,
-            ran: polled.ran,
+            cpu_times: polled.cpu_times,
         }));
         let mut state =
-            self.state.take().unwrap_or_else(|| State::new(self.settings.rules.clone(), self.seed, at, ksmd));
+            self.state.take().unwrap_or_else(|| DaemonState::new(self.settings.rules.clone(), self.seed, at, ksmd));
         while let Some(event) = events.pop_front() {
             let actions;
             (state, actions) = step(state, at, event);
             for action in actions {
                 match action {
-                    Action::Say(decision) => say(&self.names(&decision), &decision),
-                    Action::Census(processes) => events.push_back(self.census(host, at, &processes)),
+                    Action::Report(decision) => on_decision(&self.process_names(&decision), &decision),
+                    Action::Census(processes) => events.push_back(self.take_census(host, at, &processes)),
                     Action::Halt | Action::End { .. } => {}
-                    _ => events.push_back(Event::Failed("a recording cannot be changed".to_owned())),
+                    _ => events.push_back(Event::TaskFailed("a recording cannot be changed".to_owned())),
                 }
             }
         }
@@ -106,38 +112,40 @@ impl Replay {
         Ok(())
     }
 
-    fn names(&self, decision: &Decision) -> Vec<String> {
+    fn process_names(&self, decision: &Decision) -> Vec<String> {
         let name = |process: &ProcessId| {
             self.labels.get(process).cloned().unwrap_or_else(|| format!("process {}", process.pid))
         };
-        decision.whom.iter().map(name).collect()
+        decision.processes.iter().map(name).collect()
     }
 
-    fn census(&mut self, host: &dyn Host, at: Duration, processes: &[ProcessId]) -> Event {
-        self.ages.retain(|process| self.labels.contains_key(&process));
-        let settings = Settings { settle: Duration::ZERO, threads: 1, ..self.settings.clone() };
+    fn take_census(&mut self, host: &dyn Host, at: Duration, processes: &[ProcessId]) -> Event {
+        self.stable_ages.retain_processes(|process| self.labels.contains_key(&process));
+        let settings = DaemonSettings { pass_interval: Duration::ZERO, census_threads: 1, ..self.settings.clone() };
         let excluded = |process: &Process| settings.exclusions.reason(process);
-        let progress = pagefold_census::Progress::default();
-        let ages = Some((&mut self.ages, self.began + at));
+        let progress = pagefold_census::ScanProgress::default();
+        let ages = Some((&mut self.stable_ages, self.started_at + at));
         let never = AtomicBool::new(false);
-        let prepared = prepare(host, &request(processes, &settings), &excluded, ages, &progress, &never);
+        let prepared =
+            prepare_plan(host, &census_plan_request(processes, &settings), &excluded, ages, &progress, &never);
         let mut prepared = match prepared {
             Ok(prepared) => prepared,
-            Err(error) => return Event::Failed(error.to_string()),
+            Err(error) => return Event::TaskFailed(error.to_string()),
         };
         let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
-        prepared.plan.keep_to(|process| chosen.contains(&process));
-        let looked =
-            host.page_size().of(prepared.census.subjects.iter().map(|subject| read(subject, &self.ages)).sum());
-        let cost = Duration::from_secs_f64(looked.0 as f64 / 1048576.0 * CENSUS_SECONDS);
-        self.spent += cost;
-        Event::Censused(Censused {
-            cost,
-            looked,
-            efforts: efforts(&prepared.census, &self.ages),
-            planned: worth(&prepared.plan),
-            young: young(&prepared, &settings),
-            held: prepared.held,
+        prepared.plan.retain_processes(|process| chosen.contains(&process));
+        let looked = host
+            .page_size()
+            .bytes_of(prepared.census.subjects.iter().map(|subject| pages_read(subject, &self.stable_ages)).sum());
+        let cost = Duration::from_secs_f64(looked.0 as f64 / 1048576.0 * INITIAL_CENSUS_SECONDS_PER_MIB);
+        self.census_cpu_time += cost;
+        Event::CensusDone(CensusSummary {
+            cpu_time: cost,
+            bytes_scanned: looked,
+            cost_in_pages: scan_costs_in_pages(&prepared.census, &self.stable_ages),
+            candidates: merge_candidates(&prepared.plan),
+            not_yet_stable: unstable_processes(&prepared, &settings),
+            sketches: prepared.sketches,
             partial: false,
         })
     }

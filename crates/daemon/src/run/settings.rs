@@ -1,22 +1,22 @@
 //! What a daemon is told to do and to keep to, and whom it manages.
 
-use crate::decide::Rules;
+use crate::decide::DaemonRules;
 use pagefold_base::Bytes;
-use pagefold_base::domain::{Domains, Group};
+use pagefold_base::domain::{DomainConfig, TrustGroup};
 use pagefold_base::exclusion::Exclusions;
 use std::time::Duration;
 
 /// What is in force.
 #[derive(Clone, Debug)]
-pub struct Settings {
+pub struct DaemonSettings {
     /// What to do and to keep to.
-    pub rules: Rules,
+    pub rules: DaemonRules,
     /// Who trusts whom.
-    pub domains: Domains,
+    pub domains: DomainConfig,
     /// Who is left alone.
     pub exclusions: Exclusions,
     /// Who is managed; `None` for everybody.
-    pub only: Option<Group>,
+    pub tracked_group: Option<TrustGroup>,
     /// Processes with less resident memory are not managed.
     pub min_resident: Bytes,
     /// Processes that would give back less, net, are left alone.
@@ -29,28 +29,28 @@ pub struct Settings {
     pub split_huge_pages: bool,
     /// The pause between the two looks of a census; none where each look but the first of a process is compared with
     /// the one before.
-    pub settle: Duration,
+    pub pass_interval: Duration,
     /// For how long merged pages are watched at least at the end of a merge.
-    pub watch: Duration,
+    pub watch_time: Duration,
     /// Threads of a census.
-    pub threads: usize,
+    pub census_threads: usize,
 }
 
-impl Default for Settings {
+impl Default for DaemonSettings {
     fn default() -> Self {
         Self {
-            rules: Rules::default(),
-            domains: Domains::default(),
+            rules: DaemonRules::default(),
+            domains: DomainConfig::default(),
             exclusions: Exclusions::default(),
-            only: None,
+            tracked_group: None,
             min_resident: Bytes(16 << 20),
             min_profit: Bytes(1 << 20),
             max_metadata: None,
             max_regions: None,
             split_huge_pages: true,
-            settle: Duration::ZERO,
-            watch: Duration::from_millis(500),
-            threads: 1,
+            pass_interval: Duration::ZERO,
+            watch_time: Duration::from_millis(500),
+            census_threads: 1,
         }
     }
 }

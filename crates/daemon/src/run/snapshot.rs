@@ -1,139 +1,139 @@
 //! How the daemon stands, for whoever asks.
 
-use super::{Fair, Settings};
-use crate::decide::{Decision, Reason, State};
+use super::{DaemonSettings, FairShareReading};
+use crate::decide::{DaemonState, Decision, DecisionReason};
 use pagefold_base::process::Process;
-use pagefold_base::{Bytes, Counts, NetBytes, Pages, ProcessId, Reading};
+use pagefold_base::{Bytes, NetBytes, PageCounts, Pages, ProcessId, Reading};
 use pagefold_census::results::Matrix;
-use pagefold_merge::splitting::Freed;
+use pagefold_merge::split_zeros::FreedZeroPages;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 /// Between two readings of CPU time that are kept.
-const SECOND: Duration = Duration::from_secs(1);
+const CPU_SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 
 /// What what is used in a minute is measured over.
-const MINUTE: Duration = Duration::from_secs(60);
+const CPU_USAGE_WINDOW: Duration = Duration::from_secs(60);
 
 /// Of how many it is kept who shares with whom: some times those of one census.
-const KEPT: usize = 60;
+const MAX_SHARING_PARTIES: usize = 60;
 
 /// What came of a piece of work, for whoever asks.
 #[derive(Debug)]
-pub enum Told {
+pub enum WorkResult {
     /// A census was taken.
     Census {
         /// What each process holds.
-        counts: BTreeMap<ProcessId, Counts>,
+        page_counts: BTreeMap<ProcessId, PageCounts>,
         /// Processes that were chosen and not seen.
-        unseen: u64,
+        unscanned_processes: u64,
         /// Who shares with whom.
         matrix: Matrix,
         /// Wall time.
-        seconds: f64,
+        wall_seconds: f64,
         /// CPU time.
-        cost: Duration,
+        cpu_time: Duration,
     },
     /// A merge has ended.
     Merge {
         /// Ranges that are enrolled by now of those of whom any was.
-        ranges: BTreeMap<ProcessId, u64>,
+        enrolled_ranges: BTreeMap<ProcessId, u64>,
         /// What should have come back.
         predicted: Bytes,
         /// What came back.
-        net: NetBytes,
+        measured_net: NetBytes,
         /// Wall time.
-        seconds: Duration,
+        wall_time: Duration,
         /// CPU time of ksmd and pagefold.
-        cost: Duration,
+        cpu_time: Duration,
     },
     /// The page tables of a process were walked.
-    Walked {
+    PageTableWalk {
         /// Whose.
         process: ProcessId,
         /// What it takes by fair share, where that was asked for and can be read.
-        fair: Option<Fair>,
+        fair_share: Option<FairShareReading>,
         /// Zero pages that it maps and KSM does not count, where they were asked for.
-        uncounted_zeros: Option<Pages>,
+        uncounted_zero_pages: Option<Pages>,
         /// CPU time of it.
-        cost: Duration,
+        cpu_time: Duration,
     },
     /// Something that a killed run had left was put back.
-    PutBack(String),
+    Undone(String),
     /// Something could not be put back.
-    Remains(String),
+    UndoFailed(String),
 }
 
 /// A pass: a census, and the merge where there was one.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pass {
+pub struct PassSummary {
     /// When it ended.
-    pub at: SystemTime,
+    pub ended_at: SystemTime,
     /// Wall time.
-    pub seconds: f64,
+    pub wall_seconds: f64,
     /// CPU time of ksmd and pagefold.
-    pub cost: Duration,
+    pub cpu_time: Duration,
     /// Who was looked at.
-    pub processes: u64,
+    pub scanned_processes: u64,
     /// What its plan should give back.
     pub predicted: Bytes,
     /// What came back, if anything was merged.
-    pub net: Option<NetBytes>,
+    pub measured_net: Option<NetBytes>,
 }
 
 /// CPU time of somebody.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Used {
+pub struct CpuUsage {
     /// Since the daemon started.
-    pub all: Duration,
+    pub total: Duration,
     /// Its share of one CPU over the last minute.
-    pub share: f64,
+    pub last_minute_share: f64,
 }
 
 /// A decision that was said.
 #[derive(Clone, Debug)]
-pub struct Said {
+pub struct LoggedDecision {
     /// When.
-    pub at: SystemTime,
+    pub logged_at: SystemTime,
     /// About whom: names, or `this host`.
-    pub whom: String,
+    pub subject: String,
     /// What.
     pub decision: Decision,
 }
 
 /// Who shares with whom: of those who were in the latest censuses.
 #[derive(Clone, Debug, Default)]
-pub struct Shared {
+pub struct SharingHistory {
     /// By label, who was in a census last at the end.
     parties: Vec<String>,
-    pages: BTreeMap<(String, String), Pages>,
+    shared_pages: BTreeMap<(String, String), Pages>,
 }
 
-impl Shared {
+impl SharingHistory {
     /// Take note of a census.
-    pub(super) fn add(&mut self, matrix: &Matrix) {
+    pub(super) fn add_census(&mut self, matrix: &Matrix) {
         self.parties.retain(|label| !matrix.parties.contains(label));
         self.parties.extend(matrix.parties.iter().cloned());
-        let more = self.parties.len().saturating_sub(KEPT);
+        let more = self.parties.len().saturating_sub(MAX_SHARING_PARTIES);
         let gone: BTreeSet<String> = self.parties.drain(..more).collect();
-        self.retain(|label| !gone.contains(label));
+        self.retain_parties(|label| !gone.contains(label));
         for (one, row) in matrix.parties.iter().zip(&matrix.shared) {
             for (other, pages) in matrix.parties.iter().zip(row) {
-                self.pages.insert((one.clone(), other.clone()), *pages);
+                self.shared_pages.insert((one.clone(), other.clone()), *pages);
             }
         }
     }
 
     /// Forget who does not fit.
-    pub(super) fn retain(&mut self, fits: impl Fn(&str) -> bool) {
-        self.parties.retain(|label| fits(label));
-        self.pages.retain(|(one, other), _| fits(one) && fits(other));
+    pub(super) fn retain_parties(&mut self, keep: impl Fn(&str) -> bool) {
+        self.parties.retain(|label| keep(label));
+        self.shared_pages.retain(|(one, other), _| keep(one) && keep(other));
     }
 
     /// Pages of the first whose content the second has, by label, from the last census in which both were.
-    pub fn pages(&self) -> &BTreeMap<(String, String), Pages> {
-        &self.pages
+    pub fn shared_pages(&self) -> &BTreeMap<(String, String), Pages> {
+        &self.shared_pages
     }
 }
 
@@ -141,74 +141,75 @@ impl Shared {
 #[derive(Clone, Debug)]
 pub struct Snapshot {
     /// What was decided and is remembered.
-    pub state: State,
+    pub state: DaemonState,
     /// What is in force.
-    pub settings: Arc<Settings>,
+    pub settings: Arc<DaemonSettings>,
     /// When the daemon started.
-    pub started: SystemTime,
+    pub started_at: SystemTime,
     /// The latest decisions, the latest first.
-    pub decisions: VecDeque<Said>,
+    pub decisions: VecDeque<LoggedDecision>,
     /// All decisions, by reason.
-    pub reasons: BTreeMap<Reason, u64>,
+    pub reasons: BTreeMap<DecisionReason, u64>,
     /// Who is known.
-    pub who: Vec<Process>,
+    pub tracked_processes: Vec<Process>,
     /// What the last census of each found.
-    pub counts: BTreeMap<ProcessId, Counts>,
+    pub page_counts: BTreeMap<ProcessId, PageCounts>,
     /// When the last census was taken, and who was not seen in it.
-    pub census: Option<(SystemTime, u64)>,
+    pub last_census: Option<(SystemTime, u64)>,
     /// Who shares with whom.
-    pub shared: Shared,
+    pub sharing: SharingHistory,
     /// Pages of zeros that came back as huge pages of each were split, which KSM does not count: as merges noted them,
     /// and no more than its page tables had when they were walked last.
-    pub by_splitting: Freed,
+    pub split_zero_pages: FreedZeroPages,
     /// What each takes by fair share, of those whose page tables were walked.
-    pub fair: BTreeMap<ProcessId, Fair>,
+    pub fair_shares: BTreeMap<ProcessId, FairShareReading>,
     /// Ranges that are enrolled of each, neighbours as one.
-    pub ranges: BTreeMap<ProcessId, u64>,
+    pub enrolled_ranges: BTreeMap<ProcessId, u64>,
     /// Passes so far, and those that merged.
-    pub passes: (u64, u64),
+    pub pass_and_merge_counts: (u64, u64),
     /// Wall time and CPU time of all passes.
-    pub took: (Duration, Duration),
+    pub pass_wall_and_cpu_time: (Duration, Duration),
     /// What all merges should have given back, and did.
-    pub reached: (Bytes, NetBytes),
+    pub predicted_and_measured: (Bytes, NetBytes),
     /// The last pass.
-    pub last: Option<Pass>,
+    pub last_pass: Option<PassSummary>,
     /// Whether the host tells of programs as they begin, or why they are found by polling.
-    pub programs: Reading<()>,
+    pub exec_events: Reading<()>,
     /// CPU time of ksmd, where it can be read.
-    pub ksmd: Option<Used>,
+    pub ksmd_cpu: Option<CpuUsage>,
     /// CPU time of the daemon.
-    pub own: Used,
+    pub own_cpu: CpuUsage,
     /// `thp_split_page` and `cow_ksm` when the daemon started.
-    pub before: (Option<u64>, Option<u64>),
+    pub thp_splits_and_cow_breaks_at_start: (Option<u64>, Option<u64>),
     /// What could not be put back.
-    pub remains: Vec<String>,
+    pub failed_undos: Vec<String>,
     /// Whether the work under way has had no answer for so long that it counts as hung.
-    pub hung: bool,
+    pub is_hung: bool,
 }
 
 /// Readings of CPU time over the last minute.
 #[derive(Default)]
-pub(super) struct Meter {
-    first: Option<Duration>,
-    last: VecDeque<(Duration, Duration)>,
+pub(super) struct CpuMeter {
+    first_reading: Option<Duration>,
+    readings: VecDeque<(Duration, Duration)>,
 }
 
-impl Meter {
-    pub fn read(&mut self, now: Duration, used: Duration) {
-        self.first.get_or_insert(used);
-        if self.last.back().is_none_or(|(at, _)| now >= *at + SECOND) {
-            self.last.push_back((now, used));
+impl CpuMeter {
+    pub fn record(&mut self, now: Duration, cpu_time: Duration) {
+        self.first_reading.get_or_insert(cpu_time);
+        if self.readings.back().is_none_or(|(at, _)| now >= *at + CPU_SAMPLE_INTERVAL) {
+            self.readings.push_back((now, cpu_time));
         }
-        while self.last.front().is_some_and(|(at, _)| now > *at + MINUTE) {
-            self.last.pop_front();
+        while self.readings.front().is_some_and(|(at, _)| now > *at + CPU_USAGE_WINDOW) {
+            self.readings.pop_front();
         }
     }
 
-    pub fn used(&self) -> Option<Used> {
-        let (first, (from, before), (to, after)) = (self.first?, *self.last.front()?, *self.last.back()?);
+    pub fn usage(&self) -> Option<CpuUsage> {
+        let (first, (from, before), (to, after)) =
+            (self.first_reading?, *self.readings.front()?, *self.readings.back()?);
         let elapsed = (to - from).as_secs_f64();
         let share = if elapsed > 0.0 { after.saturating_sub(before).as_secs_f64() / elapsed } else { 0.0 };
-        Some(Used { all: after.saturating_sub(first), share })
+        Some(CpuUsage { total: after.saturating_sub(first), last_minute_share: share })
     }
 }

@@ -4,28 +4,31 @@
 //! of contents, the plan of the last census. It answers each order with one event; what a piece of work cost is what
 //! the process and ksmd used meanwhile.
 
-use super::{Message, Settings, Told};
-use crate::decide::{Action, Censused, Event, Extent, Looked, Merged, Planned as Worth, Strikes, Withdrawn};
+use super::{DaemonSettings, Message, WorkResult};
+use crate::decide::{
+    Action, CensusSummary, Event, MergeCandidate as Worth, MergeSummary, MergedCheckSummary, RemergeBackoff,
+    UnenrollScope, UnenrollSummary,
+};
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
-use pagefold_census::Selection;
+use pagefold_census::ProcessSelection;
 use pagefold_census::results::{Census, SubjectCensus};
-use pagefold_host::act::NOT_MAPPED;
+use pagefold_host::action::NOT_MAPPED_REASON;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
 use pagefold_host::{Host, observe};
-use pagefold_merge::Ages;
-use pagefold_merge::decide::outcome::{Change, End, Outcome};
-use pagefold_merge::decide::plan::{Plan, Target};
+use pagefold_merge::StableAges;
+use pagefold_merge::decide::outcome::{EnrollChange, MergeEnd, MergeOutcome};
+use pagefold_merge::decide::plan::{MergePlan, PlanTarget};
 use pagefold_merge::execute as merge;
-use pagefold_merge::execute::{After, Planned, carry_out, own_cpu};
+use pagefold_merge::execute::{AfterMerge, PreparedMerge, execute_plan, own_cpu_time};
 use pagefold_merge::ksmd;
-use pagefold_merge::prepare::{Prepared, Request, prepare};
-use pagefold_merge::recheck::{Moment, Whom};
-use pagefold_merge::trial::Trial;
+use pagefold_merge::merge_monitor::MergeMonitor;
+use pagefold_merge::prepare::{PlanRequest, PreparedPlan, prepare_plan};
+use pagefold_merge::recheck::{CheckScope, UnenrollPhase};
 use pagefold_merge::unmerge;
-use pagefold_sys::allocator::give_back_free_blocks;
+use pagefold_sys::allocator::trim_free_memory;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -34,44 +37,44 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 /// How often it is looked whether somebody else writes KSM's settings.
-const GUARD: Duration = Duration::from_secs(5);
+const OVERWRITE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Rows of the sharing matrix.
-const PARTIES: usize = 20;
+const MAX_MATRIX_ROWS: usize = 20;
 
 /// What a region takes of a census, in pages that are read: 10 us beside 1.3 us, measured on a program of 60,000 pages
 /// in one region and in as many, on a 2-core virtual machine.
-const REGION: u64 = 8;
+const REGION_SCAN_COST_PAGES: u64 = 8;
 
 /// So many pages that are remembered take the time of one that is read, to be listed and looked up (`make bench
 /// ARGS=again`).
-const SPARED: u64 = 5;
+const REMEMBERED_PAGES_PER_READ_PAGE: u64 = 5;
 
 /// A piece of work, with what is in force.
-pub(super) struct Order {
+pub(super) struct WorkOrder {
     pub action: Action,
-    pub settings: Arc<Settings>,
+    pub settings: Arc<DaemonSettings>,
     /// Ends it soon.
-    pub halt: Arc<AtomicBool>,
+    pub cancel: Arc<AtomicBool>,
 }
 
 pub(super) struct Worker<'h> {
     host: &'h dyn Host,
     directory: PathBuf,
     /// Ends what is under way soon.
-    halt: Arc<AtomicBool>,
-    tell: Sender<Message>,
+    cancel: Arc<AtomicBool>,
+    messages: Sender<Message>,
     session: Option<Session<'h>>,
-    contested: bool,
+    settings_overwritten: bool,
     /// Whether ksmd may not have passed by those yet who ended before the host was held.
-    inherits: bool,
-    trial: Trial<'h>,
-    ages: Ages,
-    strikes: Strikes,
+    needs_sweep: bool,
+    merge_monitor: MergeMonitor<'h>,
+    stable_ages: StableAges,
+    remerge_backoff: RemergeBackoff,
     /// What it has enrolled of whom, whether that was taken or not.
-    enrolled: BTreeMap<ProcessId, Vec<AddressRange>>,
-    began: Instant,
-    prepared: Option<Prepared>,
+    enrolled_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
+    started_at: Instant,
+    prepared: Option<PreparedPlan>,
 }
 
 /// Why a piece of work could not be done.
@@ -82,151 +85,172 @@ enum Error {
     #[error(transparent)]
     Census(#[from] pagefold_census::Error),
     #[error("the host is not held")]
-    NotHeld,
+    HostNotAcquired,
 }
 
 impl<'h> Worker<'h> {
-    pub fn new(host: &'h dyn Host, directory: PathBuf, tell: Sender<Message>) -> Result<Self, pagefold_census::Error> {
-        let ages = Ages::new(host.page_size())?;
-        let trial = Trial::new(host);
+    pub fn new(
+        host: &'h dyn Host,
+        directory: PathBuf,
+        messages: Sender<Message>,
+    ) -> Result<Self, pagefold_census::Error> {
+        let ages = StableAges::new(host.page_size())?;
+        let trial = MergeMonitor::new(host);
         Ok(Self {
             host,
             directory,
-            halt: Arc::default(),
-            tell,
+            cancel: Arc::default(),
+            messages,
             session: None,
-            contested: false,
-            inherits: true,
-            trial,
-            ages,
-            strikes: Strikes::default(),
-            enrolled: BTreeMap::new(),
-            began: Instant::now(),
+            settings_overwritten: false,
+            needs_sweep: true,
+            merge_monitor: trial,
+            stable_ages: ages,
+            remerge_backoff: RemergeBackoff::default(),
+            enrolled_ranges: BTreeMap::new(),
+            started_at: Instant::now(),
             prepared: None,
         })
     }
 
     /// Work until there are no more orders. What is held then is put back.
-    pub fn run(mut self, orders: &Receiver<Order>) {
+    pub fn run(mut self, orders: &Receiver<WorkOrder>) {
         loop {
-            match orders.recv_timeout(GUARD) {
+            match orders.recv_timeout(OVERWRITE_CHECK_INTERVAL) {
                 Ok(order) => {
                     let takes_much = matches!(order.action, Action::Census(_) | Action::Merge { .. });
-                    let event = self.carry_out(order);
-                    self.tell(Message::Event(event));
+                    let event = self.execute(order);
+                    self.send(Message::Event(event));
                     if takes_much {
-                        give_back_free_blocks();
+                        trim_free_memory();
                     }
                 }
-                Err(RecvTimeoutError::Timeout) => self.guard(),
+                Err(RecvTimeoutError::Timeout) => self.check_overwritten(),
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
     }
 
-    fn tell(&self, message: Message) {
+    fn send(&self, message: Message) {
         // Nobody listens once the daemon ends.
-        let _ = self.tell.send(message);
+        let _ = self.messages.send(message);
     }
 
     /// See whether somebody else has written a setting. Told once.
-    fn guard(&mut self) {
-        let Some(session) = self.session.as_ref().filter(|_| !self.contested) else { return };
-        if let Err(error @ session::Error::Contested { .. }) = session.uncontested() {
-            self.contested = true;
-            self.tell(Message::Event(Event::Contested(error.to_string())));
+    fn check_overwritten(&mut self) {
+        let Some(session) = self.session.as_ref().filter(|_| !self.settings_overwritten) else { return };
+        if let Err(error @ session::Error::SettingOverwritten { .. }) = session.check_not_overwritten() {
+            self.settings_overwritten = true;
+            self.send(Message::Event(Event::SettingsOverwritten(error.to_string())));
         }
     }
 
-    fn carry_out(&mut self, Order { action, settings, halt }: Order) -> Event {
-        self.halt = halt;
-        self.trial.heed_pressure(settings.rules.pressure);
+    fn execute(&mut self, WorkOrder { action, settings, cancel: halt }: WorkOrder) -> Event {
+        self.cancel = halt;
+        self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
         let done = match action {
-            Action::Hold => Ok(Event::Held(self.hold().map_err(|error| error.to_string()))),
-            Action::Census(processes) => self.census(&processes, &settings).map(Event::Censused),
-            Action::Merge { processes, share } => self.merge(&processes, share, &settings).map(Event::Merged),
-            Action::Look { withdraw } => self.look(withdraw, self.began.elapsed()).map(Event::Looked),
-            Action::Sweep => self.sweep().map(|whole| Event::Swept { whole }),
-            Action::Withdraw(processes) => self.withdraw(&processes, settings.rules.pressure).map(Event::Withdrawn),
-            Action::Restore => self.restore().map(|whole| Event::Restored { whole }),
-            Action::Halt | Action::Say(_) | Action::End { .. } => return Event::Failed("no work".to_owned()),
+            Action::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
+            Action::Census(processes) => self.take_census(&processes, &settings).map(Event::CensusDone),
+            Action::Merge { processes, cpu_share: share } => {
+                self.merge(&processes, share, &settings).map(Event::MergeDone)
+            }
+            Action::CheckMerged { unenroll: withdraw } => {
+                self.check_merged_pages(withdraw, self.started_at.elapsed()).map(Event::MergedCheckDone)
+            }
+            Action::Sweep => self.sweep().map(|whole| Event::SweepDone { complete: whole }),
+            Action::Unenroll(processes) => {
+                self.unenroll(&processes, settings.rules.pressure_percent).map(Event::UnenrollDone)
+            }
+            Action::RestoreSettings => self.restore_settings().map(|whole| Event::SettingsRestored { complete: whole }),
+            Action::Halt | Action::Report(_) | Action::End { .. } => return Event::TaskFailed("no work".to_owned()),
         };
         done.unwrap_or_else(|error| match error {
-            Error::Session(error @ session::Error::Contested { .. }) => {
-                self.contested = true;
-                self.tell(Message::Event(Event::Contested(error.to_string())));
-                Event::Failed(error.to_string())
+            Error::Session(error @ session::Error::SettingOverwritten { .. }) => {
+                self.settings_overwritten = true;
+                self.send(Message::Event(Event::SettingsOverwritten(error.to_string())));
+                Event::TaskFailed(error.to_string())
             }
-            error => Event::Failed(session::chain(&error)),
+            error => Event::TaskFailed(session::chain(&error)),
         })
     }
 
     /// Take the right to change the host, put back what a killed run left, and stop ksmd with all merges kept.
-    fn hold(&mut self) -> Result<(), session::Error> {
+    fn acquire_host(&mut self) -> Result<(), session::Error> {
         let (mut session, undone, left) = Session::begin(self.host, &self.directory)?;
-        session.writable()?;
-        self.host.frame_flags(&[]).map_err(session::Error::Unknown)?;
-        for was in undone.iter().map(|undo| session::Was(undo).to_string()) {
-            self.tell(Message::Told(Told::PutBack(was)));
+        session.check_writable()?;
+        self.host.frame_flags(&[]).map_err(session::Error::HostStateUnreadable)?;
+        for was in undone.iter().map(|undo| session::UndoDescription(undo).to_string()) {
+            self.send(Message::WorkResult(WorkResult::Undone(was)));
         }
-        self.remain(left);
-        ksmd::rest(&mut session)?;
-        (self.session, self.contested, self.inherits) = (Some(session), false, true);
+        self.report_failed_undos(left);
+        ksmd::pause(&mut session)?;
+        (self.session, self.settings_overwritten, self.needs_sweep) = (Some(session), false, true);
         Ok(())
     }
 
     /// Put KSM's settings back. Tells whether everything is.
-    fn restore(&mut self) -> Result<bool, Error> {
+    fn restore_settings(&mut self) -> Result<bool, Error> {
         let Some(mut session) = self.session.take() else { return Ok(true) };
-        let remains = session.finish()?;
+        let remains = session.undo_all()?;
         let whole = remains.is_empty();
-        self.remain(remains);
+        self.report_failed_undos(remains);
         Ok(whole)
     }
 
-    fn remain(&self, remains: Vec<session::Remains>) {
+    fn report_failed_undos(&self, remains: Vec<session::FailedUndo>) {
         for remains in remains {
-            self.tell(Message::Told(Told::Remains(remains.to_string())));
+            self.send(Message::WorkResult(WorkResult::UndoFailed(remains.to_string())));
         }
     }
 
-    fn census(&mut self, processes: &[ProcessId], settings: &Settings) -> Result<Censused, Error> {
+    fn take_census(&mut self, processes: &[ProcessId], settings: &DaemonSettings) -> Result<CensusSummary, Error> {
         self.prepared = None;
-        let before = own_cpu();
+        let before = own_cpu_time();
         let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
-        let (metadata, left_out) = (self.metadata_left(settings)?, self.left_out(self.began.elapsed()));
-        let request = Request { metadata, left_out, ..request(processes, settings) };
+        let (metadata, left_out) =
+            (self.remaining_metadata(settings)?, self.excluded_ranges(self.started_at.elapsed()));
+        let request = PlanRequest {
+            max_added_metadata: metadata,
+            excluded_ranges: left_out,
+            ..census_plan_request(processes, settings)
+        };
         let excluded = |process: &Process| settings.exclusions.reason(process);
-        let progress = pagefold_census::Progress::default();
+        let progress = pagefold_census::ScanProgress::default();
         let host = self.host;
-        self.ages.retain(|process| lives(host, process));
-        self.trial.retain(|process| lives(host, process));
-        self.strikes.retain(|process| lives(host, process));
-        self.enrolled.retain(|process, _| lives(host, *process));
-        let ages = Some((&mut self.ages, Instant::now()));
-        let mut prepared = prepare(self.host, &request, &excluded, ages, &progress, &self.halt)?;
-        prepared.plan.keep_to(|process| chosen.contains(&process));
+        self.stable_ages.retain_processes(|process| is_alive(host, process));
+        self.merge_monitor.retain_processes(|process| is_alive(host, process));
+        self.remerge_backoff.retain(|process| is_alive(host, process));
+        self.enrolled_ranges.retain(|process, _| is_alive(host, *process));
+        let ages = Some((&mut self.stable_ages, Instant::now()));
+        let mut prepared = prepare_plan(self.host, &request, &excluded, ages, &progress, &self.cancel)?;
+        prepared.plan.retain_processes(|process| chosen.contains(&process));
         let census = &prepared.census;
         // What witnesses cost is in the price of those who need them.
-        let chosen = || census.subjects.iter().filter(|subject| !subject.witness);
-        let looked: Pages = chosen().map(|subject| read(subject, &self.ages)).sum();
+        let chosen = || census.subjects.iter().filter(|subject| !subject.is_foreign);
+        let looked: Pages = chosen().map(|subject| pages_read(subject, &self.stable_ages)).sum();
         let is_telling = looked.0 * 2 >= chosen().map(|subject| subject.counts.resident().0).sum();
-        let found = Censused {
-            cost: own_cpu().saturating_sub(before),
-            looked: if is_telling { self.host.page_size().of(looked) } else { Bytes::ZERO },
-            efforts: efforts(census, &self.ages),
-            planned: worth(&prepared.plan),
-            young: young(&prepared, settings),
-            held: std::mem::take(&mut prepared.held),
+        let found = CensusSummary {
+            cpu_time: own_cpu_time().saturating_sub(before),
+            bytes_scanned: if is_telling { self.host.page_size().bytes_of(looked) } else { Bytes::ZERO },
+            cost_in_pages: scan_costs_in_pages(census, &self.stable_ages),
+            candidates: merge_candidates(&prepared.plan),
+            not_yet_stable: unstable_processes(&prepared, settings),
+            sketches: std::mem::take(&mut prepared.sketches),
             partial: census.partial,
         };
         let mut counts = BTreeMap::new();
-        for subject in census.subjects.iter().filter(|subject| !subject.witness) {
+        for subject in census.subjects.iter().filter(|subject| !subject.is_foreign) {
             counts.insert(subject.process.id, subject.counts);
         }
-        let unseen = census.unseen.len() as u64;
+        let unseen = census.unscanned.len() as u64;
         let matrix = census.matrix.clone();
-        self.tell(Message::Told(Told::Census { counts, unseen, matrix, seconds: census.seconds, cost: found.cost }));
+        self.send(Message::WorkResult(WorkResult::Census {
+            page_counts: counts,
+            unscanned_processes: unseen,
+            matrix,
+            wall_seconds: census.wall_seconds,
+            cpu_time: found.cpu_time,
+        }));
         prepared.census = Census::default();
         self.prepared = Some(prepared).filter(|_| !found.partial);
         Ok(found)
@@ -234,163 +258,193 @@ impl<'h> Worker<'h> {
 
     /// How much metadata KSM may still take, if that is bounded. Processes that ended before the host was held have left
     /// some, which only goes when ksmd passes by.
-    fn metadata_left(&mut self, settings: &Settings) -> Result<Option<Bytes>, Error> {
+    fn remaining_metadata(&mut self, settings: &DaemonSettings) -> Result<Option<Bytes>, Error> {
         let Some(most) = settings.max_metadata else { return Ok(None) };
-        if self.session.is_some() && self.inherits && metadata(self.host).0 * 2 > most.0 {
-            self.inherits = false;
+        if self.session.is_some() && self.needs_sweep && read_ksm_metadata(self.host).0 * 2 > most.0 {
+            self.needs_sweep = false;
             self.sweep()?;
         }
-        Ok(Some(most.saturating_sub(metadata(self.host))))
+        Ok(Some(most.saturating_sub(read_ksm_metadata(self.host))))
     }
 
-    fn merge(&mut self, processes: &[ProcessId], share: f64, settings: &Settings) -> Result<Merged, Error> {
-        let session = self.session.as_mut().ok_or(Error::NotHeld)?;
-        let Some(Prepared { mut plan, probes, .. }) = self.prepared.take() else { return Ok(Merged::default()) };
+    fn merge(&mut self, processes: &[ProcessId], share: f64, settings: &DaemonSettings) -> Result<MergeSummary, Error> {
+        let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
+        let Some(PreparedPlan { mut plan, probes, .. }) = self.prepared.take() else {
+            return Ok(MergeSummary::default());
+        };
         let chosen: BTreeSet<&ProcessId> = processes.iter().collect();
-        plan.keep_to(|process| chosen.contains(&process));
+        plan.retain_processes(|process| chosen.contains(&process));
         let page_size = self.host.page_size();
-        let predicted = Bytes(plan.predicted.reach.net(page_size).0.max(0).unsigned_abs());
-        let to_enrol = |target: &Target| [target.to_enrol(false), target.to_enrol(true)].concat();
+        let predicted = Bytes(plan.predicted.effect.net(page_size).0.max(0).unsigned_abs());
+        let to_enrol = |target: &PlanTarget| [target.ranges_to_enroll(false), target.ranges_to_enroll(true)].concat();
         let fresh = plan.targets.iter().map(|target| (target.process.id, to_enrol(target)));
         let fresh: BTreeMap<_, _> = fresh.filter(|(_, ranges)| !ranges.is_empty()).collect();
         let enrolled: Vec<ProcessId> = fresh.keys().copied().collect();
         // Whatever becomes of it: it is withdrawn by what may have been enrolled.
         for (process, ranges) in fresh {
-            let before = self.enrolled.entry(process).or_default();
+            let before = self.enrolled_ranges.entry(process).or_default();
             *before = unmerge::joined([std::mem::take(before), ranges].concat());
         }
-        let of = |process: &ProcessId| Some((*process, self.enrolled.get(process)?.len() as u64));
+        let of = |process: &ProcessId| Some((*process, self.enrolled_ranges.get(process)?.len() as u64));
         let ranges = enrolled.iter().filter_map(of).collect();
         let pids: BTreeMap<_, _> =
             plan.targets.iter().map(|target| (target.process.id.pid, target.process.id)).collect();
-        let how = merge::Options { share, deadline: None, watch: settings.watch, after: After::Resting };
-        let (before, started) = (own_cpu(), Instant::now());
-        let planned = Planned { plan, probes, started };
-        let progress = merge::Progress::default();
-        let outcome = carry_out(session, planned, &how, &mut self.trial, &progress, &self.halt)?;
-        if let End::Yielded(_) = outcome.end {
-            self.contested = true;
+        let how = merge::MergeOptions {
+            ksmd_cpu_share: share,
+            deadline: None,
+            watch_time: settings.watch_time,
+            after_merge: AfterMerge::KeepKsmdPaused,
+        };
+        let (before, started) = (own_cpu_time(), Instant::now());
+        let planned = PreparedMerge { plan, probes, started_at: started };
+        let progress = merge::MergeProgress::default();
+        let outcome = execute_plan(session, planned, &how, &mut self.merge_monitor, &progress, &self.cancel)?;
+        if let MergeEnd::SettingsOverwritten(_) = outcome.end {
+            self.settings_overwritten = true;
         }
-        session.forget_ended()?;
-        self.count_strikes(self.began.elapsed());
-        let cost = own_cpu().saturating_sub(before) + outcome.ksmd.clone().unwrap_or_default();
-        let remains = outcome.remains.clone();
+        session.drop_ended_processes()?;
+        self.record_cow_breaks(self.started_at.elapsed());
+        let cost = own_cpu_time().saturating_sub(before) + outcome.ksmd_time.clone().unwrap_or_default();
+        let remains = outcome.not_restored.clone();
         for remains in remains {
-            self.tell(Message::Told(Told::Remains(remains)));
+            self.send(Message::WorkResult(WorkResult::UndoFailed(remains)));
         }
         let net = outcome.net(page_size);
         let seconds = started.elapsed();
-        self.tell(Message::Told(Told::Merge { ranges, predicted, net, seconds, cost }));
-        Ok(Merged {
+        self.send(Message::WorkResult(WorkResult::Merge {
+            enrolled_ranges: ranges,
+            predicted,
+            measured_net: net,
+            wall_time: seconds,
+            cpu_time: cost,
+        }));
+        Ok(MergeSummary {
             enrolled,
             predicted,
             net,
             nets: outcome.nets.clone(),
-            cost,
-            withdrawn: page_size.of(outcome.watched.withdrawn),
-            from: outcome.watched.from.iter().copied().collect(),
-            refused: missed(&outcome, Change::Enrol, &pids),
-            stuck: [self.trial.stuck(), missed(&outcome, Change::Withdraw, &pids)].concat(),
-            yielded: match outcome.end {
-                End::Yielded(why) => Some(why),
+            cpu_time: cost,
+            unenrolled_bytes: page_size.bytes_of(outcome.merged_watch.unenrolled_pages),
+            unenrolled_from: outcome.merged_watch.unenrolled_from.iter().copied().collect(),
+            refused: refused_processes(&outcome, EnrollChange::Enroll, &pids),
+            failed_unenrolls: [
+                self.merge_monitor.failed_unenrolls(),
+                refused_processes(&outcome, EnrollChange::Unenroll, &pids),
+            ]
+            .concat(),
+            settings_overwritten: match outcome.end {
+                MergeEnd::SettingsOverwritten(why) => Some(why),
                 _ => None,
             },
         })
     }
 
     /// What no plan is to have since it was written too soon, but for what may be tried again now.
-    fn left_out(&mut self, now: Duration) -> BTreeMap<ProcessId, Vec<AddressRange>> {
-        for (process, range) in self.strikes.over(now) {
-            self.trial.pardon(process, range);
+    fn excluded_ranges(&mut self, now: Duration) -> BTreeMap<ProcessId, Vec<AddressRange>> {
+        for (process, range) in self.remerge_backoff.take_expired(now) {
+            self.merge_monitor.allow_again(process, range);
         }
-        self.trial.withdrawn().iter().map(|(&process, withdrawn)| (process, withdrawn.ranges())).collect()
+        self.merge_monitor.unenrolled().iter().map(|(&process, withdrawn)| (process, withdrawn.all_ranges())).collect()
     }
 
     /// Count what was withdrawn because it was written too soon.
-    fn count_strikes(&mut self, now: Duration) {
-        for (&process, withdrawn) in self.trial.withdrawn() {
-            for range in withdrawn.ranges() {
-                self.strikes.broke(process, range, self.trial.times(process, range), now);
+    fn record_cow_breaks(&mut self, now: Duration) {
+        for (&process, withdrawn) in self.merge_monitor.unenrolled() {
+            for range in withdrawn.all_ranges() {
+                self.remerge_backoff.record_break(process, range, self.merge_monitor.break_count(process, range), now);
             }
         }
     }
 
     /// Look at what is merged, and withdraw what does not last.
-    fn look(&mut self, withdraw: bool, now: Duration) -> Result<Looked, Error> {
-        let before = own_cpu();
-        let session = self.session.as_mut().ok_or(Error::NotHeld)?;
-        let mut looked = Looked::default();
-        if self.trial.look(Whom::Faulted) && withdraw {
-            let gone = self.trial.withdraw(session, Moment::Between)?;
-            looked.withdrawn = self.host.page_size().of(gone.values().copied().sum());
-            looked.from = gone.into_keys().collect();
-            looked.stuck = Some(self.trial.stuck());
-            self.count_strikes(now);
+    fn check_merged_pages(&mut self, withdraw: bool, now: Duration) -> Result<MergedCheckSummary, Error> {
+        let before = own_cpu_time();
+        let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
+        let mut looked = MergedCheckSummary::default();
+        if self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck) && withdraw {
+            let gone = self.merge_monitor.unenroll_unprofitable(session, UnenrollPhase::BetweenRounds)?;
+            looked.unenrolled_bytes = self.host.page_size().bytes_of(gone.values().copied().sum());
+            looked.unenrolled_from = gone.into_keys().collect();
+            looked.failed_unenrolls = Some(self.merge_monitor.failed_unenrolls());
+            self.record_cow_breaks(now);
         }
-        looked.cost = own_cpu().saturating_sub(before);
+        looked.cpu_time = own_cpu_time().saturating_sub(before);
         Ok(looked)
     }
 
     /// Have ksmd pass by who has ended. What broke of others is taken note of first: it would merge that again.
     fn sweep(&mut self) -> Result<bool, Error> {
-        let session = self.session.as_mut().ok_or(Error::NotHeld)?;
-        self.trial.look(Whom::Faulted);
-        Ok(ksmd::sweep(session, &self.halt)?)
+        let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
+        self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck);
+        Ok(ksmd::sweep_ended_processes(session, &self.cancel)?)
     }
 
     /// Withdraw some processes, each to its extent, as far as there is memory for it and it is not waited for meanwhile,
     /// by more than `pressure` in per cent of time.
-    fn withdraw(&mut self, processes: &BTreeMap<ProcessId, Extent>, pressure: f64) -> Result<Withdrawn, Error> {
-        let before = own_cpu();
-        let session = self.session.as_mut().ok_or(Error::NotHeld)?;
-        let lives = |process: &ProcessId| lives(self.host, *process);
+    fn unenroll(
+        &mut self,
+        processes: &BTreeMap<ProcessId, UnenrollScope>,
+        pressure: f64,
+    ) -> Result<UnenrollSummary, Error> {
+        let before = own_cpu_time();
+        let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
+        let lives = |process: &ProcessId| is_alive(self.host, *process);
         let (there, mut gone): (Vec<ProcessId>, Vec<ProcessId>) = processes.keys().copied().partition(lives);
-        let limits = unmerge::Limits { staged: true, pressure: Some(pressure), ..unmerge::Limits::default() };
+        let limits = unmerge::UnenrollLimits {
+            staged: true,
+            max_pressure_percent: Some(pressure),
+            ..unmerge::UnenrollLimits::default()
+        };
         let mut refused = Vec::new();
         // Each by itself: what there is no memory for in one cgroup says nothing of another.
         for process in there {
-            if self.halt.load(Ordering::Relaxed) {
-                refused.push((process, NO_TIME.to_owned()));
+            if self.cancel.load(Ordering::Relaxed) {
+                refused.push((process, NO_TIME_REASON.to_owned()));
                 continue;
             }
-            let selection = Selection { pids: [process.pid].into(), ..Selection::default() };
-            let ours = (processes[&process] == Extent::Ours)
-                .then(|| unmerge::Way::Ranges(self.enrolled.get(&process).cloned().unwrap_or_default()));
-            let plan = unmerge::plan(self.host, &selection, &|_, _| ours.clone())?;
-            let done = unmerge::carry_out(session, &plan, limits, &self.halt)?;
-            match why_not(&plan, done) {
+            let selection = ProcessSelection { pids: [process.pid].into(), ..ProcessSelection::default() };
+            let ours = (processes[&process] == UnenrollScope::DaemonEnrolled).then(|| {
+                unmerge::UnenrollMethod::Ranges(self.enrolled_ranges.get(&process).cloned().unwrap_or_default())
+            });
+            let plan = unmerge::make_plan(self.host, &selection, &|_, _| ours.clone())?;
+            let done = unmerge::execute_plan(session, &plan, limits, &self.cancel)?;
+            match failure_reason(&plan, done) {
                 Some(why) => refused.push((process, why)),
                 None => gone.push(process),
             }
         }
         // It is not written that its pages are no longer merged.
         for process in &gone {
-            self.trial.forget(*process);
-            self.enrolled.remove(process);
+            self.merge_monitor.forget_process(*process);
+            self.enrolled_ranges.remove(process);
         }
-        Ok(Withdrawn { gone, refused, cost: own_cpu().saturating_sub(before) })
+        Ok(UnenrollSummary {
+            unenrolled: gone,
+            failed_unenrolls: refused,
+            cpu_time: own_cpu_time().saturating_sub(before),
+        })
     }
 }
 
 /// Why somebody is not withdrawn whom the end did not wait for.
-const NO_TIME: &str = "there was no time for it";
+const NO_TIME_REASON: &str = "there was no time for it";
 
 /// Why something of the process of a plan is merged still, if it is.
-fn why_not(plan: &unmerge::Plan, done: unmerge::Done) -> Option<String> {
-    if let Some(unseen) = plan.unseen.iter().find(|unseen| unseen.why != Absent::Vanished) {
+fn failure_reason(plan: &unmerge::UnenrollPlan, done: unmerge::UnenrollOutcome) -> Option<String> {
+    if let Some(unseen) = plan.unscanned.iter().find(|unseen| unseen.why != Absent::Vanished) {
         return Some(unseen.why.to_string());
     }
     let interrupted = done.interrupted;
     let mut done = done.targets.into_iter().next()?;
     // Memory that the program has unmapped needs no withdrawing.
-    done.missed.retain(|(_, why)| !why.starts_with(NOT_MAPPED));
-    if done.is_whole() {
+    done.missed_ranges.retain(|(_, why)| !why.starts_with(NOT_MAPPED_REASON));
+    if done.is_complete() {
         return None;
     }
-    let missed = done.missed.first().map(|(_, why)| why.clone());
-    let short = match done.withdrawn {
+    let missed = done.missed_ranges.first().map(|(_, why)| why.clone());
+    let short = match done.all_unenrolled {
         true => "some of it is merged still",
-        false if interrupted => NO_TIME,
+        false if interrupted => NO_TIME_REASON,
         false => "there is not the memory for it",
     };
     Some(done.error.or(missed).unwrap_or_else(|| short.to_owned()))
@@ -398,68 +452,69 @@ fn why_not(plan: &unmerge::Plan, done: unmerge::Done) -> Option<String> {
 
 /// What looking at each process took, in pages that are read. What witnesses took is in the price of those who need
 /// them.
-pub(super) fn efforts(census: &Census, ages: &Ages) -> BTreeMap<ProcessId, u64> {
-    let chosen = census.subjects.iter().filter(|subject| !subject.witness);
-    let effort = |subject: &SubjectCensus| read(subject, ages).0 + REGION * subject.regions.len() as u64;
+pub(super) fn scan_costs_in_pages(census: &Census, ages: &StableAges) -> BTreeMap<ProcessId, u64> {
+    let chosen = census.subjects.iter().filter(|subject| !subject.is_foreign);
+    let effort =
+        |subject: &SubjectCensus| pages_read(subject, ages).0 + REGION_SCAN_COST_PAGES * subject.regions.len() as u64;
     chosen.map(|subject| (subject.process.id, effort(subject))).collect()
 }
 
 /// What looking at a process took but for its regions, in pages that are read.
-pub(super) fn read(subject: &SubjectCensus, ages: &Ages) -> Pages {
-    let spared = ages.spared(subject.process.id).0;
-    Pages(subject.counts.resident().0.saturating_sub(spared) + spared / SPARED)
+pub(super) fn pages_read(subject: &SubjectCensus, ages: &StableAges) -> Pages {
+    let spared = ages.reused_pages(subject.process.id).0;
+    Pages(subject.counts.resident().0.saturating_sub(spared) + spared / REMEMBERED_PAGES_PER_READ_PAGE)
 }
 
 /// What a census of some processes is to plan.
-pub(super) fn request(processes: &[ProcessId], settings: &Settings) -> Request {
+pub(super) fn census_plan_request(processes: &[ProcessId], settings: &DaemonSettings) -> PlanRequest {
     let pids = processes.iter().map(|process| process.pid).collect();
-    Request {
-        selection: Selection { pids, ..Selection::default() },
+    PlanRequest {
+        selection: ProcessSelection { pids, ..ProcessSelection::default() },
         domains: settings.domains.clone(),
         across_domains: settings.rules.across_domains,
-        settle: settings.settle,
-        threads: settings.threads,
-        whole: false,
+        pass_interval: settings.pass_interval,
+        threads: settings.census_threads,
+        whole_processes: false,
         min_profit: settings.min_profit,
-        share: 1.0,
+        ksmd_cpu_share: 1.0,
         max_regions: settings.max_regions,
-        metadata: settings.max_metadata,
+        max_added_metadata: settings.max_metadata,
         split_huge_pages: settings.split_huge_pages,
-        left_out: BTreeMap::new(),
-        parties: PARTIES,
+        excluded_ranges: BTreeMap::new(),
+        max_matrix_rows: MAX_MATRIX_ROWS,
     }
 }
 
 /// In whom enough is left out for now because it is not old enough.
-pub(super) fn young(prepared: &Prepared, settings: &Settings) -> Vec<ProcessId> {
-    let enough = prepared.young.iter().filter(|(_, bytes)| **bytes >= settings.min_profit);
+pub(super) fn unstable_processes(prepared: &PreparedPlan, settings: &DaemonSettings) -> Vec<ProcessId> {
+    let enough = prepared.unstable_bytes.iter().filter(|(_, bytes)| **bytes >= settings.min_profit);
     enough.map(|(process, _)| *process).collect()
 }
 
 /// What a plan would do for each of its targets.
-pub(super) fn worth(plan: &Plan) -> Vec<Worth> {
-    let pages = |target: &Target| -> Pages { target.ranges.iter().map(|range| range.pages).sum() };
+pub(super) fn merge_candidates(plan: &MergePlan) -> Vec<Worth> {
+    let pages = |target: &PlanTarget| -> Pages { target.ranges.iter().map(|range| range.pages).sum() };
     let all = plan.targets.iter().map(pages).sum::<Pages>().0.max(1) as f64;
-    let of = |target: &Target| {
-        let freed: u64 = target.ranges.iter().map(|range| range.freed.0).sum();
+    let of = |target: &PlanTarget| {
+        let freed: u64 = target.ranges.iter().map(|range| range.freed_bytes.0).sum();
         let metadata = pages(target).0 * RMAP_ITEM_BYTES;
         Worth {
             process: target.process.id,
-            net: NetBytes(freed.cast_signed() - metadata.cast_signed()),
-            ksmd: plan.predicted.ksmd.mul_f64(pages(target).0 as f64 / all),
+            net_savings: NetBytes(freed.cast_signed() - metadata.cast_signed()),
+            ksmd_time: plan.predicted.ksmd_time.mul_f64(pages(target).0 as f64 / all),
         }
     };
     plan.targets.iter().map(of).collect()
 }
 
 /// Whom a change was not made in at all, with the first reason of each.
-fn missed(
-    outcome: &Outcome,
-    change: Change,
+fn refused_processes(
+    outcome: &MergeOutcome,
+    change: EnrollChange,
     pids: &BTreeMap<pagefold_base::Pid, ProcessId>,
 ) -> Vec<(ProcessId, String)> {
     let mut refused = BTreeMap::new();
-    for missed in outcome.missed.iter().filter(|missed| missed.change == change && missed.range.is_none()) {
+    for missed in outcome.failed_changes.iter().filter(|missed| missed.change == change && missed.range.is_none()) {
         if let Some(&process) = pids.get(&missed.pid) {
             refused.entry(process).or_insert_with(|| missed.why.clone());
         }
@@ -468,14 +523,14 @@ fn missed(
 }
 
 /// Bytes of metadata that KSM keeps: what its profit falls short of what is saved by. Nothing where it does not tell.
-fn metadata(host: &dyn Host) -> Bytes {
+fn read_ksm_metadata(host: &dyn Host) -> Bytes {
     let Ok(ksm) = observe::ksm(host) else { return Bytes::ZERO };
     let zeros = ksm.ksm_zero_pages.unwrap_or(0).max(0).unsigned_abs();
     let saved = (ksm.pages_sharing.unwrap_or(0) + zeros) * host.page_size().bytes();
     Bytes(ksm.general_profit.map_or(0, |profit| (saved.cast_signed() - profit).max(0).unsigned_abs()))
 }
 
-pub(super) fn lives(host: &dyn Host, process: ProcessId) -> bool {
+pub(super) fn is_alive(host: &dyn Host, process: ProcessId) -> bool {
     pagefold_host::hold(host, process).is_ok()
 }
 

@@ -4,35 +4,35 @@
 //! It is bounded whatever the host holds: the lists name the biggest or the latest and say how many they leave out.
 //! What could not be read is absent, never 0. Bytes, unless the name says otherwise; times are Unix times in seconds.
 
-pub mod sums;
+pub mod group_footprints;
 
 use pagefold_doctor::wire::{FindingReport, VerdictName};
-use pagefold_output::wire::Classes;
+use pagefold_output::wire::PageClasses;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
 /// The name of this document's form.
-pub const SCHEMA: &str = "pagefold.status/1";
+pub const STATUS_SCHEMA: &str = "pagefold.status/1";
 
 /// Members that are named at most.
-pub const MEMBERS: usize = 200;
+pub const MAX_LISTED_PROCESSES: usize = 200;
 
 /// Workloads that are named at most, and cgroups.
-pub const SUMS: usize = 100;
+pub const MAX_LISTED_GROUPS: usize = 100;
 
 /// Members in the sharing matrix at most, the row of all others not counted.
-pub const PARTIES: usize = 20;
+pub const MAX_MATRIX_PARTIES: usize = 20;
 
 /// Decisions that are kept at most.
-pub const DECISIONS: usize = 100;
+pub const MAX_LISTED_DECISIONS: usize = 100;
 
 /// Trust domains that are named at most.
-pub const DOMAINS: usize = 50;
+pub const MAX_LISTED_DOMAINS: usize = 50;
 
 /// How the daemon stands: `pagefold status --json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Status {
+pub struct StatusReport {
     /// `pagefold.status/1`.
     pub schema: String,
     /// The version of pagefold.
@@ -46,31 +46,31 @@ pub struct Status {
     /// Seconds since the daemon started.
     pub uptime_seconds: f64,
     /// What it may do.
-    pub mode: Mode,
+    pub mode: DaemonModeName,
     /// What it does.
-    pub state: State,
+    pub state: DaemonStateName,
     /// Why, in words.
     pub why: String,
     /// The host's memory.
-    pub memory: Memory,
+    pub memory: HostMemoryReport,
     /// What it works for.
-    pub goal: Goal,
+    pub goal: GoalReport,
     /// What it keeps to.
-    pub bounds: Bounds,
+    pub bounds: BoundsReport,
     /// KSM's settings and counters; absent where the kernel has no KSM.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub ksm: Option<Ksm>,
+    pub ksm: Option<KsmReport>,
     /// What merging saves on this host, by the kernel's counters and what merges measured that these do not have.
-    pub saved: Saved,
+    pub saved: HostSavingsReport,
     /// What it costs.
-    pub cpu: Cpu,
+    pub cpu: CpuReport,
     /// Resident memory of the daemon.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident: Option<u64>,
     /// How it learns of new programs.
-    pub arrivals: Arrivals,
+    pub arrivals: ProcessDiscovery,
     /// What the passes came to.
-    pub passes: Passes,
+    pub passes: PassTotalsReport,
     /// Decisions since the daemon started, by the word of their reason.
     pub decisions_by_reason: BTreeMap<String, u64>,
     /// Since the daemon started: huge pages that the kernel split (`thp_split_page`), for any reason.
@@ -81,26 +81,26 @@ pub struct Status {
     pub cow_breaks: Option<u64>,
     /// What the last census of each process found.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub census: Option<Census>,
+    pub census: Option<CensusTotalsReport>,
     /// By trust domain, the most saved first; the rest is summed up as the last one, `others`.
-    pub domains: Vec<DomainShare>,
+    pub domains: Vec<DomainSavingsReport>,
     /// Who is known, the largest resident memory first.
-    pub members: Vec<Member>,
+    pub members: Vec<TrackedProcessReport>,
     /// Members that are not named.
     pub members_left_out: u64,
     /// All members by the virtual machine, container or job that they belong to, the largest footprint first.
-    pub workloads: Vec<Workload>,
+    pub workloads: Vec<WorkloadReport>,
     /// Workloads that are not named.
     pub workloads_left_out: u64,
     /// All members by their cgroup, the largest footprint first.
-    pub cgroups: Vec<Cgroup>,
+    pub cgroups: Vec<CgroupReport>,
     /// Cgroups that are not named.
     pub cgroups_left_out: u64,
     /// Who shares with whom, of each two by the last census in which both were.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub sharing: Option<Sharing>,
+    pub sharing: Option<SharingReport>,
     /// The latest decisions, the latest first.
-    pub decisions: Vec<Decision>,
+    pub decisions: Vec<DecisionReport>,
     /// What the doctor finds wrong with the host, worst first.
     pub findings: Vec<FindingReport>,
     /// All that it judged, by verdict; empty where it was not asked.
@@ -110,7 +110,7 @@ pub struct Status {
 /// What the daemon may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Mode {
+pub enum DaemonModeName {
     /// Look and tell; take no census.
     Observe,
     /// Take censuses and say what would pay; change nothing.
@@ -123,7 +123,7 @@ pub enum Mode {
 /// How the daemon learns of new programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Arrivals {
+pub enum ProcessDiscovery {
     /// The kernel's process connector tells of them.
     ProcConnector,
     /// It lists all processes again and again.
@@ -133,7 +133,7 @@ pub enum Arrivals {
 /// What the daemon does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum State {
+pub enum DaemonStateName {
     /// It has not looked at everybody yet.
     Starting,
     /// A census or a merge is under way.
@@ -148,7 +148,7 @@ pub enum State {
 
 /// The host's memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Memory {
+pub struct HostMemoryReport {
     /// `MemTotal`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total: Option<u64>,
@@ -168,7 +168,7 @@ pub struct Memory {
 
 /// What the daemon works for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Goal {
+pub struct GoalReport {
     /// `MemAvailable` to keep; merging rests above it. Absent: all that pays is merged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keep_available: Option<u64>,
@@ -176,7 +176,7 @@ pub struct Goal {
 
 /// What the daemon keeps to.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Bounds {
+pub struct BoundsReport {
     /// Percent of one CPU that ksmd and pagefold use together on average.
     pub cpu_percent: f64,
     /// CPU seconds that may have been saved up for a burst.
@@ -195,7 +195,7 @@ pub struct Bounds {
 
 /// `/sys/kernel/mm/ksm`. Names are the kernel's.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Ksm {
+pub struct KsmReport {
     /// 0 stopped with merges kept, 1 running, 2 stopped and everything unmerged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run: Option<u64>,
@@ -241,7 +241,7 @@ pub struct Ksm {
 /// `duplicate_net`, `zero` and `split_zero` together is the metadata of pages that were not merged. For pages of zeros
 /// ksmd keeps none beyond the pass after.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Saved {
+pub struct HostSavingsReport {
     /// Frames that came back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gross: Option<u64>,
@@ -270,18 +270,18 @@ pub struct Saved {
 
 /// CPU time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Cpu {
+pub struct CpuReport {
     /// Of ksmd.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub ksmd: Option<CpuUse>,
+    pub ksmd: Option<CpuUsageReport>,
     /// Of the daemon.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub pagefold: Option<CpuUse>,
+    pub pagefold: Option<CpuUsageReport>,
 }
 
 /// The CPU time of somebody.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct CpuUse {
+pub struct CpuUsageReport {
     /// Seconds since the daemon started.
     pub seconds: f64,
     /// Percent of one CPU over the last minute.
@@ -290,7 +290,7 @@ pub struct CpuUse {
 
 /// What the passes came to. A pass is a census, and the merge where anything pays.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Passes {
+pub struct PassTotalsReport {
     /// Passes since the daemon started.
     pub passes: u64,
     /// Those that merged anything.
@@ -305,12 +305,12 @@ pub struct Passes {
     pub reached: i64,
     /// The last one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub last: Option<Pass>,
+    pub last: Option<PassReport>,
 }
 
 /// A pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Pass {
+pub struct PassReport {
     /// When it ended.
     pub time: f64,
     /// How long it took.
@@ -328,7 +328,7 @@ pub struct Pass {
 
 /// What censuses found of those who may be managed: of each process the last one in which it was.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Census {
+pub struct CensusTotalsReport {
     /// When the latest was taken, whoever it was of.
     pub time: f64,
     /// Processes that were looked at.
@@ -336,12 +336,12 @@ pub struct Census {
     /// Processes that were chosen for the latest and not seen.
     pub not_seen: u64,
     /// What their pages are.
-    pub classes: Classes,
+    pub classes: PageClasses,
 }
 
 /// What merging saves in a trust domain.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct DomainShare {
+pub struct DomainSavingsReport {
     /// The domain.
     pub name: String,
     /// Its members.
@@ -363,7 +363,7 @@ pub struct DomainShare {
 /// What a member is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Kind {
+pub enum WorkloadKind {
     /// A virtual machine.
     Vm,
     /// A process in a container.
@@ -377,7 +377,7 @@ pub enum Kind {
 /// What is done with a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum MemberState {
+pub enum TrackingState {
     /// It has just come, and waits for its first census.
     Arriving,
     /// It was looked at, and is looked at again.
@@ -394,7 +394,7 @@ pub enum MemberState {
 
 /// A process or virtual machine that the daemon knows.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Member {
+pub struct TrackedProcessReport {
     /// Its number.
     pub pid: u32,
     /// When it started, in clock ticks since boot.
@@ -402,7 +402,7 @@ pub struct Member {
     /// The virtual machine's name, or the program's.
     pub label: String,
     /// What it is.
-    pub kind: Kind,
+    pub kind: WorkloadKind,
     /// The virtual machine, container or job that it belongs to, else the program and its number.
     pub workload: String,
     /// Its effective user.
@@ -440,38 +440,38 @@ pub struct Member {
     /// Ranges that the daemon has enrolled in it.
     pub ranges: u64,
     /// What is done with it.
-    pub state: MemberState,
+    pub state: TrackingState,
     /// Why, in words.
     pub why: String,
 }
 
 /// A virtual machine, a container, a job, or a process that belongs to none, with all of its members.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Workload {
+pub struct WorkloadReport {
     /// Its name.
     pub name: String,
     /// What it is.
-    pub kind: Kind,
+    pub kind: WorkloadKind,
     /// The trust domain of those members.
     pub domain: String,
     /// What they take.
     #[serde(flatten)]
-    pub sum: Sum,
+    pub sum: GroupFootprint,
 }
 
 /// A cgroup with the members that are in it itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Cgroup {
+pub struct CgroupReport {
     /// Where it is.
     pub path: String,
     /// What they take.
     #[serde(flatten)]
-    pub sum: Sum,
+    pub sum: GroupFootprint,
 }
 
 /// What several processes take together. A figure is absent where it is not known of one of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Sum {
+pub struct GroupFootprint {
     /// How many they are.
     pub processes: u64,
     /// Their merged memory, kept copies and pages of zeros included.
@@ -494,7 +494,7 @@ pub struct Sum {
 
 /// Who shares how much with whom, pages of zeros apart.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Sharing {
+pub struct SharingReport {
     /// The members with the most duplicates first; the last may be `others`.
     pub parties: Vec<String>,
     /// `shared[a][b]`: bytes of `a` whose content `b` has too; for `a == b`, bytes with another copy in `a`.
@@ -503,7 +503,7 @@ pub struct Sharing {
 
 /// Something that the daemon decided.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
-pub struct Decision {
+pub struct DecisionReport {
     /// When, in milliseconds of Unix time.
     pub time_ms: u64,
     /// What: `census`, `merge`, `withdraw`, `pace`, `rest`, `yield`, `restore`, `leave`, `refuse`.
@@ -524,9 +524,9 @@ pub struct Decision {
 /// What the control socket answers, in one line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Answer {
+pub enum ControlReply {
     /// To `status`.
-    Status(Box<Status>),
+    Status(Box<StatusReport>),
     /// What is done now.
     Done(String),
     /// Why it is not.

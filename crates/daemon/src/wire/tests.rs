@@ -1,19 +1,19 @@
 use super::*;
 use std::path::Path;
 
-fn fixture() -> String {
+fn fixture_json() -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json");
     std::fs::read_to_string(path).expect("the fixture")
 }
 
 #[test]
-fn what_is_written_is_read_back() {
-    let text = fixture();
-    let status: Status = serde_json::from_str(&text).expect("a status");
-    assert_eq!(status.schema, SCHEMA);
+fn status_json_round_trips() {
+    let text = fixture_json();
+    let status: StatusReport = serde_json::from_str(&text).expect("a status");
+    assert_eq!(status.schema, STATUS_SCHEMA);
     let written = serde_json::to_value(&status).unwrap();
     assert_eq!(written, serde_json::from_str::<serde_json::Value>(&text).unwrap(), "nothing is lost");
-    let schema = serde_json::from_str(&pagefold_output::wire::schema::<Status>()).unwrap();
+    let schema = serde_json::from_str(&pagefold_output::wire::json_schema::<StatusReport>()).unwrap();
     let validator = jsonschema::validator_for(&schema).unwrap();
     let wrong: Vec<String> = validator.iter_errors(&written).map(|error| error.to_string()).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
@@ -21,8 +21,8 @@ fn what_is_written_is_read_back() {
 
 /// Whatever is drawn of the fixture must be possible.
 #[test]
-fn the_fixture_adds_up() {
-    let status: Status = serde_json::from_str(&fixture()).unwrap();
+fn fixture_figures_are_consistent() {
+    let status: StatusReport = serde_json::from_str(&fixture_json()).unwrap();
     let saved = status.saved;
     assert_eq!(saved.net, Some(saved.gross.unwrap() as i64 - saved.metadata.unwrap() as i64));
     let ksm = status.ksm.unwrap();
@@ -31,7 +31,7 @@ fn the_fixture_adds_up() {
     assert_eq!(saved.gross, Some(saved.duplicate.unwrap() + saved.zero.unwrap()));
     assert_eq!(ksm.general_profit, saved.net);
     let sharing = status.sharing.unwrap();
-    assert!(sharing.shared.len() == sharing.parties.len() && sharing.parties.len() <= PARTIES + 1);
+    assert!(sharing.shared.len() == sharing.parties.len() && sharing.parties.len() <= MAX_MATRIX_PARTIES + 1);
     assert!(sharing.shared.iter().all(|row| row.len() == sharing.parties.len()));
     let classes = status.census.unwrap().classes;
     let parts = classes.zero + classes.duplicate + classes.unique + classes.merged + classes.volatile;
@@ -43,8 +43,8 @@ fn the_fixture_adds_up() {
     let of_domains: u64 = status.domains.iter().filter_map(|domain| domain.saved).sum();
     assert!(of_domains <= saved.gross.unwrap());
     // Those that are named, of which it names the largest.
-    assert_eq!(sums::workloads(&status.members), status.workloads);
-    assert_eq!(sums::cgroups(&status.members), status.cgroups);
+    assert_eq!(group_footprints::sum_by_workload(&status.members), status.workloads);
+    assert_eq!(group_footprints::sum_by_cgroup(&status.members), status.cgroups);
     for domain in &status.domains {
         let merged = status.members.iter().filter(|member| member.domain == domain.name).map(|member| member.merged);
         assert_eq!(domain.merged, merged.sum());

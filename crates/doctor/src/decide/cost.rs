@@ -1,8 +1,11 @@
 //! What merging costs: metadata, copies, huge pages, CPU; and whether the host has the memory to undo it.
 
-use super::fleet::{Fleet, bytes_of, is_share, total, tracked, workload};
-use super::settings::{LEFT_OVER, anything_enrolled, ksm, saved};
-use super::{HostFacts, HostRule, Missing, Outcome, ProcessFacts, Rule, Verdict, is_set, need, pass_seconds, set};
+use super::host_processes::{HostProcesses, bytes_of, is_at_least_percent, total, tracked, workload};
+use super::settings::{STALE_COUNTERS_TITLE, anything_enrolled, ksm, saved};
+use super::{
+    HostFacts, HostRule, MissingReading, ProcessFacts, RuleInfo, RuleResult, Verdict, is_set_command, pass_seconds,
+    require, set_command,
+};
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::process::USER_HZ;
 use pagefold_base::reading::Absent;
@@ -10,73 +13,73 @@ use pagefold_base::units::{Bytes, NetBytes, Pages};
 
 pub(super) const RULES: &[HostRule] = &[
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-profit",
             source: "/sys/kernel/mm/ksm/general_profit",
             why: "ksmd keeps 64 bytes for every page it looks at, merged or not. Where few pages merge, that is more \
                   than merging saves.",
             needs_ksm: true,
         },
-        judge: profit,
+        judge: judge_profit,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-copies",
             source: "/proc/vmstat (cow_ksm, ksm_swpin_copy)",
             why: "A write to a merged page takes a fault and a copy, and so does swapping one in. Pages that are \
                   merged and copied again and again cost CPU on both sides and save nothing that lasts.",
             needs_ksm: true,
         },
-        judge: copies,
+        judge: judge_copies,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-huge-pages",
             source: "/proc/*/smaps (AnonHugePages), /proc/vmstat (thp_split_page)",
             why: "ksmd splits a huge page to merge a part of it, also for pages of zeros, and the rest keeps its \
                   small pages: khugepaged takes long to rebuild it, and unmerging does not.",
             needs_ksm: true,
         },
-        judge: huge_pages,
+        judge: judge_huge_pages,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksmd-cpu",
             source: "/proc/PID/stat of ksmd",
             why: "ksmd is one thread and takes the CPU from whoever runs beside it.",
             needs_ksm: true,
         },
-        judge: cpu,
+        judge: judge_ksmd_cpu,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "memory-headroom",
             source: "/proc/meminfo (MemAvailable, SwapFree)",
             why: "What merging saved is lent: each write to a merged page takes a page back. If more is lent than is \
                   free, a burst of writes, or run=2, ends in the OOM killer.",
             needs_ksm: true,
         },
-        judge: headroom,
+        judge: judge_headroom,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "memory-pressure",
             source: "/proc/pressure/memory",
             why: "Tasks that wait for memory are slow already. ksmd then comes late and competes with reclaim, and \
                   nothing should be unmerged.",
             needs_ksm: false,
         },
-        judge: pressure,
+        judge: judge_pressure,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "memory-swap",
             source: "/proc/meminfo (SwapTotal, SwapFree)",
             why: "A merged page that is swapped out comes back unshared and must be found again. Swapped-out pages \
                   are not looked at.",
             needs_ksm: false,
         },
-        judge: swap,
+        judge: judge_swap,
     },
 ];
 
@@ -89,18 +92,18 @@ const SETTLED_PASSES: u64 = 3;
 ///
 /// Limits: of a process that was enrolled, or of a ksmd that was started, long after the process, it is believed after
 /// one pass instead of three.
-pub(super) fn settled(
+pub(super) fn has_settled(
     facts: &HostFacts,
-    fleet: &Fleet,
+    fleet: &HostProcesses,
     processes: &[&ProcessFacts],
     tracked: Pages,
-) -> Result<bool, Missing> {
+) -> Result<bool, MissingReading> {
     let ksm = ksm(facts)?;
-    if *need("run", &ksm.run)? != 1 || *need("full_scans", &ksm.full_scans)? < SETTLED_PASSES {
+    if *require("run", &ksm.run)? != 1 || *require("full_scans", &ksm.full_scans)? < SETTLED_PASSES {
         return Ok(false);
     }
-    let to_scan = *need("pages_to_scan", &ksm.pages_to_scan)?;
-    let sleep = *need("sleep_millisecs", &ksm.sleep_millisecs)?;
+    let to_scan = *require("pages_to_scan", &ksm.pages_to_scan)?;
+    let sleep = *require("sleep_millisecs", &ksm.sleep_millisecs)?;
     let Some(pass) = pass_seconds(workload(facts, fleet)?.pages, to_scan, sleep) else { return Ok(false) };
     let uptime = facts.ksmd.as_ref().map_or(f64::INFINITY, |ksmd| ksmd.uptime_seconds);
     let is_old = |process: &ProcessFacts| {
@@ -109,7 +112,8 @@ pub(super) fn settled(
     let mergeable = total(processes.iter().map(|process| process.mergeable()));
     let old = total(processes.iter().filter(|process| is_old(process)).map(|process| process.mergeable()));
     let known = bytes_of(facts.page_size, tracked);
-    Ok(mergeable == Bytes::ZERO || (is_share(known.0, mergeable.0, 90) && is_share(old.0, mergeable.0, 50)))
+    Ok(mergeable == Bytes::ZERO
+        || (is_at_least_percent(known.0, mergeable.0, 90) && is_at_least_percent(old.0, mergeable.0, 50)))
 }
 
 /// A loss while ksmd runs and has had its passes is a failure: the host has less memory for it. Before that, or
@@ -117,7 +121,7 @@ pub(super) fn settled(
 ///
 /// `general_profit` is (pages_sharing + ksm_zero_pages) x page size - ksm_rmap_items x 64 (mm/ksm.c,
 /// `general_profit_show`); before 6.4 it is computed here in the same way (ksm.rst, "Monitoring KSM profit").
-fn profit(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+fn judge_profit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let tracked = tracked(ksm)?;
     let profit = match &ksm.general_profit {
@@ -126,7 +130,7 @@ fn profit(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
             let net = i128::from(saved(facts)?.0) - i128::from(metadata);
             i64::try_from(net).unwrap_or(if net < 0 { i64::MIN } else { i64::MAX })
         }
-        reading => *need("general_profit", reading)?,
+        reading => *require("general_profit", reading)?,
     };
     let value = format!("{} net, {} pages with metadata", NetBytes(profit), tracked.0);
     if tracked == Pages::ZERO && profit == 0 {
@@ -136,9 +140,9 @@ fn profit(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
         return Ok(rule.ok("merging pays for its metadata", value));
     }
     if !anything_enrolled(facts, fleet)? {
-        return Ok(rule.not_applicable(LEFT_OVER, value));
+        return Ok(rule.not_applicable(STALE_COUNTERS_TITLE, value));
     }
-    let settled = settled(facts, fleet, &fleet.enrolled().collect::<Vec<_>>(), tracked)?;
+    let settled = has_settled(facts, fleet, &fleet.enrolled().collect::<Vec<_>>(), tracked)?;
     let verdict = if settled { Verdict::Fail } else { Verdict::Warn };
     Ok(rule
         .finding(verdict, "merging costs more memory than it saves", value)
@@ -150,19 +154,20 @@ fn profit(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
 }
 
 /// A counter of `/proc/vmstat`.
-fn events(facts: &HostFacts, name: &str) -> Result<u64, Missing> {
-    let absent = Missing { what: name.to_owned(), absent: Absent::NotOnThisKernel };
-    need("/proc/vmstat", &facts.vmstat)?.get(name).copied().ok_or(absent)
+fn vmstat_counter(facts: &HostFacts, name: &str) -> Result<u64, MissingReading> {
+    let absent = MissingReading { reading_name: name.to_owned(), absent: Absent::NotOnThisKernel };
+    require("/proc/vmstat", &facts.vmstat)?.get(name).copied().ok_or(absent)
 }
 
 /// More copies since boot than ten for each page that is merged now is a warning: much of what was merged did not
 /// last. Reading merged pages with process_vm_readv is counted, too.
-fn copies(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+fn judge_copies(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
-    let copied = events(facts, "cow_ksm")?;
+    let copied = vmstat_counter(facts, "cow_ksm")?;
     // A kernel built without swap has no such counter, and no such copies.
-    let swapped = events(facts, "ksm_swpin_copy").unwrap_or(0);
-    let merged = need("pages_shared", &ksm.pages_shared)?.saturating_add(*need("pages_sharing", &ksm.pages_sharing)?);
+    let swapped = vmstat_counter(facts, "ksm_swpin_copy").unwrap_or(0);
+    let merged =
+        require("pages_shared", &ksm.pages_shared)?.saturating_add(*require("pages_sharing", &ksm.pages_sharing)?);
     let all = copied.saturating_add(swapped);
     let value = format!("{copied} copies on write, {swapped} on swapping in, {merged} pages merged now");
     if all == 0 && merged == 0 {
@@ -182,33 +187,33 @@ fn copies(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
 
 /// A tenth or more of what is enrolled in huge pages while ksmd runs, or as much split since boot, is a warning: it is
 /// a trade of speed for memory that somebody should have decided on.
-fn huge_pages(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let enabled = match &facts.thp_enabled {
         Err(Absent::NotOnThisKernel) => {
             return Ok(rule.not_applicable("the kernel has no transparent huge pages", "absent"));
         }
-        reading => need("transparent_hugepage/enabled", reading)?,
+        reading => require("transparent_hugepage/enabled", reading)?,
     };
-    let run = *need("run", &ksm.run)?;
+    let run = *require("run", &ksm.run)?;
     let mergeable = fleet.sum(|p| p.mergeable());
     let huge = fleet.sum(|p| p.mergeable_huge());
-    let splits = events(facts, "thp_split_page")?;
+    let splits = vmstat_counter(facts, "thp_split_page")?;
     // A page table of the lowest level fills one page with entries of eight bytes: x86-64 and aarch64.
     let huge_page = facts.page_size.bytes().saturating_mul(facts.page_size.bytes() / 8);
     let split = Bytes(splits.saturating_mul(huge_page));
     let value =
         format!("enabled = {enabled}, {huge} of {mergeable} enrolled is in huge pages, {splits} split since boot");
     if mergeable == Bytes::ZERO {
-        fleet.all_seen("regions", |p| p.regions.clone().map(drop))?;
+        fleet.require_readable("regions", |p| p.regions.clone().map(drop))?;
         return Ok(rule.not_applicable("nothing is enrolled", value));
     }
-    let title = if run == 1 && is_share(huge.0, mergeable.0, 10) {
+    let title = if run == 1 && is_at_least_percent(huge.0, mergeable.0, 10) {
         "ksmd will split huge pages where parts of them merge"
-    } else if *need("pages_sharing", &ksm.pages_sharing)? > 0 && is_share(split.0, mergeable.0, 10) {
+    } else if *require("pages_sharing", &ksm.pages_sharing)? > 0 && is_at_least_percent(split.0, mergeable.0, 10) {
         "huge pages were split, probably for merging"
     } else {
-        fleet.all_seen("regions", |p| p.regions.clone().map(drop))?;
+        fleet.require_readable("regions", |p| p.regions.clone().map(drop))?;
         return Ok(rule.ok("merging costs few huge pages", value));
     };
     Ok(rule
@@ -223,31 +228,31 @@ fn huge_pages(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
 }
 
 /// More than half a CPU on the average since boot is a warning. The average hides bursts: it never says too much.
-fn cpu(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
-    let ksmd = need("CPU time of ksmd", &facts.ksmd)?;
+fn judge_ksmd_cpu(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+    let ksmd = require("CPU time of ksmd", &facts.ksmd)?;
     let value = format!("{:.1} s of CPU in {:.0} s since boot", ksmd.cpu_seconds, ksmd.uptime_seconds);
     let share = ksmd.cpu_seconds / ksmd.uptime_seconds;
     if !share.is_finite() {
-        return Err(Missing { what: "CPU share of ksmd".into(), absent: Absent::Malformed(value) });
+        return Err(MissingReading { reading_name: "CPU share of ksmd".into(), absent: Absent::Malformed(value) });
     }
     if share <= 0.5 {
         return Ok(rule.ok(format!("ksmd takes {:.1} % of a CPU", share * 100.0), value));
     }
     // Five times the kernel's default, and in any case longer than now.
-    let now = *need("sleep_millisecs", &ksm(facts)?.sleep_millisecs)?;
+    let now = *require("sleep_millisecs", &ksm(facts)?.sleep_millisecs)?;
     let wanted = now.saturating_mul(2).clamp(100, u64::from(u32::MAX));
     Ok(rule
         .warn(format!("ksmd takes {:.0} % of a CPU", share * 100.0), value)
-        .remedy([set("sleep_millisecs", wanted)])
-        .verify(is_set("sleep_millisecs", wanted)))
+        .remedy([set_command("sleep_millisecs", wanted)])
+        .verify(is_set_command("sleep_millisecs", wanted)))
 }
 
 /// More lent than is free is a warning; it becomes a failure only when it is called in, which is what
 /// `memory-pressure` sees.
-fn headroom(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
+fn judge_headroom(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let lent = saved(facts)?;
-    let available = *need("MemAvailable", &facts.memory.available)?;
-    let swap = *need("SwapFree", &facts.memory.swap_free)?;
+    let available = *require("MemAvailable", &facts.memory.available)?;
+    let swap = *require("SwapFree", &facts.memory.swap_free)?;
     let value = format!("{lent} saved, {available} available, {swap} of swap free");
     if lent == Bytes::ZERO {
         return Ok(rule.not_applicable("nothing is merged", value));
@@ -264,12 +269,12 @@ fn headroom(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
 /// `full` counts the time in which every task that could run waited for memory: a tenth of a minute of it is a
 /// failure, a hundredth a warning, as is a tenth of `some` (Documentation/accounting/psi.rst; systemd-oomd kills at 60
 /// percent).
-fn pressure(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
-    let pressure = need("/proc/pressure/memory", &facts.pressure)?;
+fn judge_pressure(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+    let pressure = require("/proc/pressure/memory", &facts.pressure)?;
     let (some, full) = (pressure.some.avg60, pressure.full.avg60);
     let value = format!("some avg60 = {some}, full avg60 = {full}");
     if !(some.is_finite() && full.is_finite()) {
-        return Err(Missing { what: "memory pressure".into(), absent: Absent::Malformed(value) });
+        return Err(MissingReading { reading_name: "memory pressure".into(), absent: Absent::Malformed(value) });
     }
     let verdict = match (some, full) {
         (_, full) if full >= 10.0 => Verdict::Fail,
@@ -283,15 +288,15 @@ fn pressure(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
 }
 
 /// Half of the swap in use is a warning: there is little left to give way with.
-fn swap(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
-    let total = *need("SwapTotal", &facts.memory.swap_total)?;
-    let free = *need("SwapFree", &facts.memory.swap_free)?;
+fn judge_swap(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+    let total = *require("SwapTotal", &facts.memory.swap_total)?;
+    let free = *require("SwapFree", &facts.memory.swap_free)?;
     let used = total.saturating_sub(free);
     let value = format!("{used} of {total} used");
     if total == Bytes::ZERO {
         return Ok(rule.not_applicable("no swap", value));
     }
-    if !is_share(used.0, total.0, 50) {
+    if !is_at_least_percent(used.0, total.0, 50) {
         return Ok(rule.ok("swap has room", value));
     }
     Ok(rule

@@ -16,8 +16,8 @@
 //! last scan.
 
 mod cost;
-mod enrolment;
-mod fleet;
+mod enrollment;
+mod host_processes;
 mod pace;
 mod process;
 mod security;
@@ -26,12 +26,12 @@ mod settings;
 mod tests;
 mod writers;
 
-pub use pace::{SCAN_MICROSECONDS, pages_for, pass_seconds};
+pub use pace::{SCAN_MICROSECONDS_PER_PAGE, pages_to_scan_for, pass_seconds};
 
-use fleet::Fleet;
-use pagefold_base::domain::Domain;
+use host_processes::HostProcesses;
+use pagefold_base::domain::TrustDomain;
 use pagefold_base::ksm::Ksm;
-use pagefold_base::memory::{Memory, Pressure};
+use pagefold_base::memory::{MemInfo, Pressure};
 use pagefold_base::process::Process;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::region::Region;
@@ -50,7 +50,7 @@ pub struct HostFacts {
     /// `/sys/kernel/mm/ksm`; `NotOnThisKernel` where the directory does not exist.
     pub ksm: Reading<Ksm>,
     /// `/proc/meminfo`.
-    pub memory: Memory,
+    pub memory: MemInfo,
     /// `/proc/pressure/memory`.
     pub pressure: Reading<Pressure>,
     /// `/proc/vmstat` by name; events are counted since boot.
@@ -60,19 +60,19 @@ pub struct HostFacts {
     /// NUMA nodes with memory (`/sys/devices/system/node/has_memory`).
     pub nodes: Reading<u32>,
     /// What ksmd has cost since boot.
-    pub ksmd: Reading<Ksmd>,
-    /// Programs that write KSM's settings, as [`tuner`] finds them among the processes.
+    pub ksmd: Reading<KsmdCpuTime>,
+    /// Programs that write KSM's settings, as [`identify_tuner`] finds them among the processes.
     pub tuners: Reading<Vec<Tuner>>,
     /// Settings of KSM that somebody changed while the facts were gathered, each with its values: `run: 1, then 0`.
     /// What the advisor sets is not among them while it is on.
-    pub rewritten: Vec<String>,
+    pub rewritten_settings: Vec<String>,
     /// All processes, in any order.
     pub processes: Vec<ProcessFacts>,
 }
 
 /// The CPU time of ksmd, from `/proc/PID/stat` of the kernel thread and `/proc/uptime`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Ksmd {
+pub struct KsmdCpuTime {
     /// Seconds of CPU time since boot.
     pub cpu_seconds: f64,
     /// Seconds since boot.
@@ -87,9 +87,9 @@ pub struct ProcessFacts {
     /// `/proc/PID/smaps`.
     pub regions: Reading<Vec<Region>>,
     /// The trust domain it belongs to.
-    pub domain: Domain,
+    pub domain: TrustDomain,
     /// Why it is to be left alone, if it is: see [`pagefold_base::exclusion`].
-    pub excluded: Option<String>,
+    pub exclusion_reason: Option<String>,
     /// `ksm_merge_any` of its parent (`/proc/PPID/ksm_stat`): what it should have inherited.
     pub parent_merge_any: Reading<bool>,
 }
@@ -161,8 +161,8 @@ pub fn worst(findings: &[Finding]) -> Verdict {
 
 /// Judge the host by every host rule, worst first. The order of the processes does not matter.
 pub fn examine_host(facts: &HostFacts) -> Vec<Finding> {
-    let fleet = Fleet::of(facts);
-    let groups = [settings::RULES, enrolment::RULES, writers::RULES, cost::RULES, security::RULES];
+    let fleet = HostProcesses::new(facts);
+    let groups = [settings::RULES, enrollment::RULES, writers::RULES, cost::RULES, security::RULES];
     let findings = groups.into_iter().flatten().map(|HostRule { rule, judge }| match &facts.ksm {
         Err(Absent::NotOnThisKernel) if rule.needs_ksm => rule.not_applicable("this kernel has no KSM", "absent"),
         _ => judge(rule, facts, &fleet).unwrap_or_else(|missing| rule.unknown(&missing, "pagefold doctor")),
@@ -181,7 +181,7 @@ fn worst_first(mut findings: Vec<Finding>) -> Vec<Finding> {
 }
 
 /// What all findings of a rule share.
-struct Rule {
+struct RuleInfo {
     id: &'static str,
     /// The file it reads, with `PID` where the process's number belongs.
     source: &'static str,
@@ -192,25 +192,25 @@ struct Rule {
 
 /// A rule about the host.
 struct HostRule {
-    rule: Rule,
-    judge: fn(&Rule, &HostFacts, &Fleet) -> Outcome,
+    rule: RuleInfo,
+    judge: fn(&RuleInfo, &HostFacts, &HostProcesses) -> RuleResult,
 }
 
 /// A finding, or the reading that keeps the rule from one.
-type Outcome = Result<Finding, Missing>;
+type RuleResult = Result<Finding, MissingReading>;
 
 /// A reading that a rule cannot do without.
-struct Missing {
-    what: String,
+struct MissingReading {
+    reading_name: String,
     absent: Absent,
 }
 
 /// The value of a reading, or what is missing for want of it.
-fn need<'a, T>(what: &str, reading: &'a Reading<T>) -> Result<&'a T, Missing> {
-    reading.as_ref().map_err(|absent| Missing { what: what.to_owned(), absent: absent.clone() })
+fn require<'a, T>(what: &str, reading: &'a Reading<T>) -> Result<&'a T, MissingReading> {
+    reading.as_ref().map_err(|absent| MissingReading { reading_name: what.to_owned(), absent: absent.clone() })
 }
 
-impl Rule {
+impl RuleInfo {
     fn finding(&self, verdict: Verdict, title: impl Into<String>, value: impl Into<String>) -> Finding {
         Finding {
             rule: self.id,
@@ -242,8 +242,8 @@ impl Rule {
     }
 
     /// The finding for want of a reading; `again` is the command that asks anew, for more privilege.
-    fn unknown(&self, missing: &Missing, again: &str) -> Finding {
-        let Missing { what, absent } = missing;
+    fn unknown(&self, missing: &MissingReading, again: &str) -> Finding {
+        let MissingReading { reading_name: what, absent } = missing;
         let finding = self.finding(Verdict::Unknown, format!("cannot tell: {what}"), format!("{what}: {absent}"));
         if *absent == Absent::Denied { finding.remedy([format!("sudo {again}")]) } else { finding }
     }
@@ -262,11 +262,11 @@ impl Finding {
 }
 
 /// The command that writes a setting of KSM.
-fn set(file: &str, value: impl fmt::Display) -> String {
+fn set_command(file: &str, value: impl fmt::Display) -> String {
     format!("echo {value} > /sys/kernel/mm/ksm/{file}")
 }
 
 /// The command that succeeds when a setting of KSM has a value.
-fn is_set(file: &str, value: impl fmt::Display) -> String {
+fn is_set_command(file: &str, value: impl fmt::Display) -> String {
     format!("grep -x {value} /sys/kernel/mm/ksm/{file}")
 }

@@ -5,19 +5,19 @@ use pagefold_base::units::Pages;
 /// Microseconds of CPU for each page that ksmd looks at. mm/ksm.c gives no figure; ksmd's CPU time over
 /// `pages_scanned` was 3.5 to 4.0 us for 64 and 256 MiB of random pages on 6.18 (x86-64, 2 CPUs). Merging a page takes
 /// up to 10 us, and cold memory more.
-pub const SCAN_MICROSECONDS: f64 = 4.0;
+pub const SCAN_MICROSECONDS_PER_PAGE: f64 = 4.0;
 
 /// Seconds that ksmd takes at least to look at so many pages once; `None` if it looks at none.
 ///
 /// `ksm_scan_thread` (mm/ksm.c) looks at `pages_to_scan` pages and then sleeps `sleep_millisecs`, over and over; the
 /// last batch of a pass ends early and sleeps too. Hence ceil(pages / pages_to_scan) sleeps and
-/// [`SCAN_MICROSECONDS`] for each page. Pages that smart scan skips are not counted against a batch
+/// [`SCAN_MICROSECONDS_PER_PAGE`] for each page. Pages that smart scan skips are not counted against a batch
 /// (`scan_get_next_rmap_item`), so later passes over memory that does not merge are shorter, down to a ninth. The
 /// sleep is rounded up to the kernel's tick and ksmd waits for a CPU: on two busy CPUs at 250 Hz, passes at 100/20,
 /// 2000/20 and 5000/20 took 1.26, 1.41 and 1.21 times as long as this says.
 pub fn pass_seconds(pages: Pages, pages_to_scan: u64, sleep_millisecs: u64) -> Option<f64> {
     let batches = pages.0.div_ceil((pages_to_scan > 0).then_some(pages_to_scan)?);
-    Some(batches as f64 * sleep_millisecs as f64 / 1e3 + pages.0 as f64 * SCAN_MICROSECONDS / 1e6)
+    Some(batches as f64 * sleep_millisecs as f64 / 1e3 + pages.0 as f64 * SCAN_MICROSECONDS_PER_PAGE / 1e6)
 }
 
 /// The smallest `pages_to_scan`, in hundreds, for a pass within `target` seconds, and never more than keeps ksmd busy
@@ -25,18 +25,18 @@ pub fn pass_seconds(pages: Pages, pages_to_scan: u64, sleep_millisecs: u64) -> O
 ///
 /// Solves [`pass_seconds`] for `pages_to_scan`: pages x sleep / (target - pages x cost); ksmd is busy half the time
 /// at sleep / cost.
-pub fn pages_for(pages: Pages, sleep_millisecs: u64, target: f64) -> Option<u64> {
+pub fn pages_to_scan_for(pages: Pages, sleep_millisecs: u64, target_seconds: f64) -> Option<u64> {
     let sleep = (sleep_millisecs > 0).then_some(sleep_millisecs as f64 / 1e3)?;
-    let cost = SCAN_MICROSECONDS / 1e6;
+    let cost = SCAN_MICROSECONDS_PER_PAGE / 1e6;
     let half = sleep / cost;
-    let rest = target - pages.0 as f64 * cost;
+    let rest = target_seconds - pages.0 as f64 * cost;
     let wanted = if rest > 0.0 { pages.0 as f64 * sleep / rest } else { half };
     // The kernel takes an unsigned int; the cast saturates.
     Some(u64::from((wanted.min(half) / 100.0).ceil().max(1.0).min(f64::from(u32::MAX / 100)) as u32) * 100)
 }
 
 /// A duration for people.
-pub(super) fn duration(seconds: f64) -> String {
+pub(super) fn format_duration(seconds: f64) -> String {
     match seconds {
         s if s < 120.0 => format!("{s:.1} s"),
         s if s < 7200.0 => format!("{:.1} min", s / 60.0),
@@ -65,18 +65,18 @@ mod tests {
 
     #[test]
     fn durations_read_well() {
-        assert_eq!(duration(3.34), "3.3 s");
-        assert_eq!(duration(300.0), "5.0 min");
-        assert_eq!(duration(10_000.0), "2.8 h");
-        assert_eq!(duration(864_000.0), "10.0 days");
+        assert_eq!(format_duration(3.34), "3.3 s");
+        assert_eq!(format_duration(300.0), "5.0 min");
+        assert_eq!(format_duration(10_000.0), "2.8 h");
+        assert_eq!(format_duration(864_000.0), "10.0 days");
     }
 
     proptest! {
         #[test]
-        fn a_proposed_batch_keeps_its_promise(pages in 1u64..50_000_000, sleep in 1u64..1000, target in 1f64..3600.0) {
-            let proposed = pages_for(Pages(pages), sleep, target).unwrap();
+        fn proposed_batch_meets_the_target_time(pages in 1u64..50_000_000, sleep in 1u64..1000, target in 1f64..3600.0) {
+            let proposed = pages_to_scan_for(Pages(pages), sleep, target).unwrap();
             let seconds = pass_seconds(Pages(pages), proposed, sleep).unwrap();
-            let half = sleep as f64 / 1e3 / (SCAN_MICROSECONDS / 1e6);
+            let half = sleep as f64 / 1e3 / (SCAN_MICROSECONDS_PER_PAGE / 1e6);
             // One more sleep than the continuous formula has, for the batch that is not full.
             prop_assert!(seconds <= target + sleep as f64 / 1e3 || proposed as f64 >= half);
             prop_assert!(proposed as f64 <= half + 100.0);

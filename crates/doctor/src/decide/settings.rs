@@ -1,9 +1,10 @@
 //! KSM's own settings and state.
 
-use super::fleet::{Fleet, bytes_of, is_share, total, tracked, workload};
-use super::pace::duration;
+use super::host_processes::{HostProcesses, bytes_of, is_at_least_percent, total, tracked, workload};
+use super::pace::format_duration;
 use super::{
-    Finding, HostFacts, HostRule, Missing, Outcome, Rule, Verdict, is_set, need, pages_for, pass_seconds, set,
+    Finding, HostFacts, HostRule, MissingReading, RuleInfo, RuleResult, Verdict, is_set_command, pages_to_scan_for,
+    pass_seconds, require, set_command,
 };
 use pagefold_base::ksm::Ksm;
 use pagefold_base::reading::{Absent, Reading};
@@ -11,47 +12,47 @@ use pagefold_base::units::{Bytes, Pages};
 
 pub(super) const RULES: &[HostRule] = &[
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-kernel",
             source: "/sys/kernel/mm/ksm",
             why: "Without CONFIG_KSM the kernel merges nothing: madvise(MADV_MERGEABLE) fails with EINVAL, and so \
                   does prctl(PR_SET_MEMORY_MERGE).",
             needs_ksm: false,
         },
-        judge: kernel,
+        judge: judge_kernel,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-run",
             source: "/sys/kernel/mm/ksm/run",
             why: "ksmd merges only while run is 1, and the kernel's default is 0. 0 keeps what is merged; 2 stops and \
                   unmerges everything.",
             needs_ksm: true,
         },
-        judge: run,
+        judge: judge_run,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-pace",
             source: "/sys/kernel/mm/ksm/pages_to_scan, /sys/kernel/mm/ksm/sleep_millisecs",
             why: "A page is merged in the second pass that finds it unchanged, so merging takes two passes at least; \
                   what lives shorter is never merged. The kernel's defaults are for demonstration.",
             needs_ksm: true,
         },
-        judge: pace,
+        judge: judge_pace,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-advisor-pace",
             source: "/sys/kernel/mm/ksm/advisor_mode, /sys/kernel/mm/ksm/advisor_target_scan_time",
             why: "The advisor sets pages_to_scan so that a pass takes its target, 200 s unless changed. Where there \
                   is little to scan it makes ksmd slower than its default.",
             needs_ksm: true,
         },
-        judge: advisor_pace,
+        judge: judge_advisor_pace,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-smart-scan",
             source: "/sys/kernel/mm/ksm/smart_scan, /sys/kernel/mm/ksm/pages_skipped",
             why: "Smart scan looks at pages that did not merge in earlier passes only every second to ninth pass: \
@@ -59,78 +60,78 @@ pub(super) const RULES: &[HostRule] = &[
                   pages_unshared to pages_volatile.",
             needs_ksm: true,
         },
-        judge: smart_scan,
+        judge: judge_smart_scan,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-zero-pages",
             source: "/sys/kernel/mm/ksm/use_zero_pages",
             why: "Pages of zeros can be mapped to the kernel's zero page instead of being merged with each other: \
                   that keeps no copy and no chain. It takes effect for pages merged after the change.",
             needs_ksm: true,
         },
-        judge: zero_pages,
+        judge: judge_zero_pages,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-sharing-limit",
             source: "/sys/kernel/mm/ksm/stable_node_chains, /sys/kernel/mm/ksm/stable_node_dups",
             why: "A content with more than max_page_sharing copies keeps one further frame for each max_page_sharing \
                   mappings. That bounds how long reclaim and migration take over one frame, and costs those frames.",
             needs_ksm: true,
         },
-        judge: sharing_limit,
+        judge: judge_sharing_limit,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-nodes",
             source: "/sys/kernel/mm/ksm/merge_across_nodes",
             why: "A merged page lies on one node and is remote for all others, and NUMA balancing passes it over. \
                   With 0 each node keeps a copy of its own.",
             needs_ksm: true,
         },
-        judge: nodes,
+        judge: judge_nodes,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-counters",
             source: "/sys/kernel/mm/ksm/full_scans",
             why: "ksmd corrects its counters when it comes to a page again. Until then they count pages that were \
                   written, freed or not seen yet; smaps and PSS are right at any time.",
             needs_ksm: true,
         },
-        judge: counters,
+        judge: judge_counters,
     },
 ];
 
 /// The kernel's default of `advisor_target_scan_time` (mm/ksm.c): what its authors hold for an acceptable pass.
-const SLOW_SECONDS: f64 = 200.0;
+const SLOW_PASS_SECONDS: f64 = 200.0;
 /// A pass this long merges nothing of a machine that lives an hour or two.
-const HOPELESS_SECONDS: f64 = 3600.0;
+const HOPELESS_PASS_SECONDS: f64 = 3600.0;
 /// The pass that remedies aim at: memory of a booted machine is back after two of them.
-const TARGET_SECONDS: f64 = 60.0;
+const TARGET_PASS_SECONDS: f64 = 60.0;
 
-pub(super) fn ksm(facts: &HostFacts) -> Result<&Ksm, Missing> {
-    need("/sys/kernel/mm/ksm", &facts.ksm)
+pub(super) fn ksm(facts: &HostFacts) -> Result<&Ksm, MissingReading> {
+    require("/sys/kernel/mm/ksm", &facts.ksm)
 }
 
 /// Counters of what has ended, until ksmd comes to it.
-pub(super) const LEFT_OVER: &str = "nothing is enrolled; the counters are of processes that have ended";
+pub(super) const STALE_COUNTERS_TITLE: &str = "nothing is enrolled; the counters are of processes that have ended";
 
 /// Whether anything is enrolled anywhere: seen in a process, or witnessed by ksmd's metadata where others cannot be
 /// seen. A stopped ksmd is no witness: it keeps what it knew of processes that have ended until it comes to them
 /// (mm/ksm.c, `__ksm_exit`).
-pub(super) fn anything_enrolled(facts: &HostFacts, fleet: &Fleet) -> Result<bool, Missing> {
+pub(super) fn anything_enrolled(facts: &HostFacts, fleet: &HostProcesses) -> Result<bool, MissingReading> {
     if fleet.enrolled().next().is_some() {
         return Ok(true);
     }
-    let Err(missing) = fleet.all_seen("enrolment", |p| p.enrolled()) else { return Ok(false) };
+    let Err(missing) = fleet.require_readable("enrolment", |p| p.is_enrolled()) else { return Ok(false) };
     let ksm = ksm(facts)?;
-    if *need("run", &ksm.run)? == 1 && tracked(ksm)? > Pages::ZERO { Ok(true) } else { Err(missing) }
+    if *require("run", &ksm.run)? == 1 && tracked(ksm)? > Pages::ZERO { Ok(true) } else { Err(missing) }
 }
 
 /// No KSM is a failure: nothing can be merged by this kernel, whatever else is right.
-fn kernel(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
+fn judge_kernel(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let release = facts.kernel.as_deref().unwrap_or("unknown release");
     Ok(match &facts.ksm {
         Ok(_) => rule.ok("the kernel has KSM", release),
@@ -138,21 +139,23 @@ fn kernel(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
             .fail("the kernel has no KSM", format!("{release}: absent"))
             .remedy(["# boot a kernel built with CONFIG_KSM=y; the kernels of all large distributions are"])
             .verify("test -d /sys/kernel/mm/ksm"),
-        Err(absent) => return Err(Missing { what: "/sys/kernel/mm/ksm".into(), absent: absent.clone() }),
+        Err(absent) => {
+            return Err(MissingReading { reading_name: "/sys/kernel/mm/ksm".into(), absent: absent.clone() });
+        }
     })
 }
 
 /// Stopped while something is enrolled is a failure: somebody asked for merging and gets none. Stopped while nothing
 /// is enrolled is only a warning, for nobody misses it, and so it is while that cannot be told. Whether 0 or 2 makes no
 /// difference to what merges from now on.
-fn run(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
-    let run = *need("run", &ksm(facts)?.run)?;
+fn judge_run(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+    let run = *require("run", &ksm(facts)?.run)?;
     let value = format!("run = {run}");
     let state = match run {
         0 => "stopped",
         1 => return Ok(rule.ok("ksmd is on", value)),
         2 => "stopped and everything is unmerged",
-        _ => return Err(Missing { what: "run".into(), absent: Absent::Malformed(run.to_string()) }),
+        _ => return Err(MissingReading { reading_name: "run".into(), absent: Absent::Malformed(run.to_string()) }),
     };
     let finding = match anything_enrolled(facts, fleet) {
         Ok(true) => {
@@ -160,28 +163,30 @@ fn run(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
             rule.fail(format!("ksmd is {state} while memory is enrolled"), format!("{value}, {bytes} enrolled"))
         }
         Ok(false) => rule.warn(format!("ksmd is {state}, and nothing asks for it"), value),
-        Err(Missing { what, absent }) => rule.warn(
+        Err(MissingReading { reading_name: what, absent }) => rule.warn(
             format!("ksmd is {state}; whether anything asks for it is not known"),
             format!("{value}; {what}: {absent}"),
         ),
     };
     Ok(finding
         .remedy([
-            set("run", 1),
+            set_command("run", 1),
             "# to keep it over a reboot:".to_owned(),
             "echo 'w /sys/kernel/mm/ksm/run - - - - 1' > /etc/tmpfiles.d/ksm.conf".to_owned(),
         ])
-        .verify(is_set("run", 1)))
+        .verify(is_set_command("run", 1)))
 }
 
 /// Whether the advisor sets `pages_to_scan`; not on kernels before 6.8, which have none.
-pub(super) fn advisor_is_on(ksm: &Ksm) -> Result<bool, Missing> {
+pub(super) fn advisor_is_on(ksm: &Ksm) -> Result<bool, MissingReading> {
     match &ksm.advisor_mode {
         Err(Absent::NotOnThisKernel) => Ok(false),
-        mode => match need("advisor_mode", mode)?.as_str() {
+        mode => match require("advisor_mode", mode)?.as_str() {
             "none" => Ok(false),
             "scan-time" => Ok(true),
-            other => Err(Missing { what: "advisor_mode".into(), absent: Absent::Malformed(other.to_owned()) }),
+            other => {
+                Err(MissingReading { reading_name: "advisor_mode".into(), absent: Absent::Malformed(other.to_owned()) })
+            }
         },
     }
 }
@@ -189,10 +194,10 @@ pub(super) fn advisor_is_on(ksm: &Ksm) -> Result<bool, Missing> {
 /// Slower than the kernel's own target is a warning; over an hour is a failure, since KSM is then on in name only. A
 /// pass that is fast enough for what was seen is no verdict while other processes could not be read. The pace of a
 /// stopped ksmd is judged as it would be.
-pub(super) fn pace(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+pub(super) fn judge_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
-    let to_scan = *need("pages_to_scan", &ksm.pages_to_scan)?;
-    let sleep = *need("sleep_millisecs", &ksm.sleep_millisecs)?;
+    let to_scan = *require("pages_to_scan", &ksm.pages_to_scan)?;
+    let sleep = *require("sleep_millisecs", &ksm.sleep_millisecs)?;
     let work = workload(facts, fleet)?;
     let bytes = bytes_of(facts.page_size, work.pages);
     let settings = format!("pages_to_scan = {to_scan}, sleep_millisecs = {sleep}, {bytes} to scan");
@@ -201,31 +206,35 @@ pub(super) fn pace(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
         return Ok(rule.not_applicable("nothing to scan", settings));
     }
     if !anything_enrolled(facts, fleet)? {
-        return Ok(rule.not_applicable(LEFT_OVER, settings));
+        return Ok(rule.not_applicable(STALE_COUNTERS_TITLE, settings));
     }
     let (verdict, title) = match pass_seconds(work.pages, to_scan, sleep) {
         None => (Verdict::Fail, "ksmd looks at no page".to_owned()),
-        Some(s) if s > HOPELESS_SECONDS => (Verdict::Fail, format!("a full pass takes {} or more", duration(s))),
-        Some(s) if s > SLOW_SECONDS => (Verdict::Warn, format!("a full pass takes {} or more", duration(s))),
-        Some(s) => (Verdict::Ok, format!("a full pass takes about {}", duration(s))),
+        Some(s) if s > HOPELESS_PASS_SECONDS => {
+            (Verdict::Fail, format!("a full pass takes {} or more", format_duration(s)))
+        }
+        Some(s) if s > SLOW_PASS_SECONDS => {
+            (Verdict::Warn, format!("a full pass takes {} or more", format_duration(s)))
+        }
+        Some(s) => (Verdict::Ok, format!("a full pass takes about {}", format_duration(s))),
     };
     let finding = rule.finding(verdict, title, settings);
     if verdict == Verdict::Ok {
         return work.complete.map(|()| finding);
     }
-    Ok(quicken(finding, advisor_is_on(ksm)?, work.pages, to_scan, sleep))
+    Ok(with_faster_pass_remedy(finding, advisor_is_on(ksm)?, work.pages, to_scan, sleep))
 }
 
 /// The remedy of a slow pass.
-fn quicken(finding: Finding, advised: bool, pages: Pages, to_scan: u64, sleep: u64) -> Finding {
+fn with_faster_pass_remedy(finding: Finding, advised: bool, pages: Pages, to_scan: u64, sleep: u64) -> Finding {
     if advised {
         return finding
-            .remedy([set("advisor_target_scan_time", TARGET_SECONDS)])
-            .verify(is_set("advisor_target_scan_time", TARGET_SECONDS));
+            .remedy([set_command("advisor_target_scan_time", TARGET_PASS_SECONDS)])
+            .verify(is_set_command("advisor_target_scan_time", TARGET_PASS_SECONDS));
     }
-    match pages_for(pages, sleep, TARGET_SECONDS) {
+    match pages_to_scan_for(pages, sleep, TARGET_PASS_SECONDS) {
         Some(wanted) if wanted > to_scan => {
-            finding.remedy([set("pages_to_scan", wanted)]).verify(is_set("pages_to_scan", wanted))
+            finding.remedy([set_command("pages_to_scan", wanted)]).verify(is_set_command("pages_to_scan", wanted))
         }
         _ => finding
             .remedy([
@@ -237,12 +246,12 @@ fn quicken(finding: Finding, advised: bool, pages: Pages, to_scan: u64, sleep: u
 }
 
 /// A target that the kernel's default settings would beat is a warning: turning the advisor off merges sooner.
-fn advisor_pace(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+fn judge_advisor_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if !advisor_is_on(ksm)? {
         return Ok(rule.not_applicable("the advisor is off", mode(&ksm.advisor_mode)));
     }
-    let target = *need("advisor_target_scan_time", &ksm.advisor_target_scan_time)?;
+    let target = *require("advisor_target_scan_time", &ksm.advisor_target_scan_time)?;
     let work = workload(facts, fleet)?;
     let value = format!("scan-time, target {target} s, {} to scan", bytes_of(facts.page_size, work.pages));
     // DEFAULT_PAGES_TO_SCAN and the initial ksm_thread_sleep_millisecs (mm/ksm.c).
@@ -255,11 +264,12 @@ fn advisor_pace(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
         return Ok(rule.not_applicable("nothing to scan", value));
     }
     let wanted = (default / 10.0).ceil().max(1.0);
-    let title = format!("the advisor stretches a pass to {target} s; the defaults would take {}", duration(default));
+    let title =
+        format!("the advisor stretches a pass to {target} s; the defaults would take {}", format_duration(default));
     Ok(rule
         .warn(title, value)
-        .remedy([set("advisor_target_scan_time", wanted)])
-        .verify(is_set("advisor_target_scan_time", wanted)))
+        .remedy([set_command("advisor_target_scan_time", wanted)])
+        .verify(is_set_command("advisor_target_scan_time", wanted)))
 }
 
 fn mode(reading: &Reading<String>) -> String {
@@ -267,19 +277,19 @@ fn mode(reading: &Reading<String>) -> String {
 }
 
 /// Off is a warning where there is something to scan: it costs CPU and gains little.
-fn smart_scan(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
+fn judge_smart_scan(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if ksm.smart_scan == Err(Absent::NotOnThisKernel) {
         return Ok(rule.not_applicable("smart scan came with 6.7", "absent"));
     }
-    if *need("smart_scan", &ksm.smart_scan)? == 0 {
+    if *require("smart_scan", &ksm.smart_scan)? == 0 {
         let finding = if tracked(ksm)? == Pages::ZERO { Verdict::NotApplicable } else { Verdict::Warn };
         return Ok(rule
             .finding(finding, "every pass looks at every page", "smart_scan = 0")
-            .remedy([set("smart_scan", 1)])
-            .verify(is_set("smart_scan", 1)));
+            .remedy([set_command("smart_scan", 1)])
+            .verify(is_set_command("smart_scan", 1)));
     }
-    let skipped = need("pages_skipped", &ksm.pages_skipped)?;
+    let skipped = require("pages_skipped", &ksm.pages_skipped)?;
     let value = match &ksm.pages_scanned {
         Ok(scanned) => format!("smart_scan = 1, {skipped} pages skipped, {scanned} scanned"),
         Err(absent) => format!("smart_scan = 1, {skipped} pages skipped, scanned {absent}"),
@@ -293,9 +303,9 @@ const SETTLED_PASSES: u64 = 3;
 /// Off can be told to be harmless only by ksmd's own work: after a few passes without a single chain no content has
 /// more than `max_page_sharing` copies, so neither have the zeros, and that is little if it is less than a hundredth of
 /// what ksmd looks at. Otherwise only a census can tell.
-fn zero_pages(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
-    if *need("use_zero_pages", &ksm.use_zero_pages)? != 0 {
+    if *require("use_zero_pages", &ksm.use_zero_pages)? != 0 {
         let placed = ksm.ksm_zero_pages.as_ref().map_or_else(ToString::to_string, ToString::to_string);
         return Ok(rule.ok("pages of zeros go to the zero page", format!("use_zero_pages = 1, {placed} placed")));
     }
@@ -303,10 +313,10 @@ fn zero_pages(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
     if !anything_enrolled(facts, fleet)? {
         return Ok(rule.not_applicable("nothing is enrolled", value));
     }
-    let passes = *need("full_scans", &ksm.full_scans)?;
-    let settled = *need("run", &ksm.run)? == 1 && passes >= SETTLED_PASSES;
-    let limit = need("max_page_sharing", &ksm.max_page_sharing)?.saturating_mul(100);
-    if settled && *need("stable_node_chains", &ksm.stable_node_chains)? == 0 && limit <= tracked(ksm)?.0 {
+    let passes = *require("full_scans", &ksm.full_scans)?;
+    let settled = *require("run", &ksm.run)? == 1 && passes >= SETTLED_PASSES;
+    let limit = require("max_page_sharing", &ksm.max_page_sharing)?.saturating_mul(100);
+    if settled && *require("stable_node_chains", &ksm.stable_node_chains)? == 0 && limit <= tracked(ksm)?.0 {
         let value = format!("{value}, stable_node_chains = 0 after {passes} passes");
         return Ok(rule.ok("no content abounds, so zeros do not either", value));
     }
@@ -315,69 +325,79 @@ fn zero_pages(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
         .remedy([
             "pagefold census --all".to_owned(),
             "# if it counts many zero pages:".to_owned(),
-            set("use_zero_pages", 1),
+            set_command("use_zero_pages", 1),
         ])
-        .verify(is_set("use_zero_pages", 1)))
+        .verify(is_set_command("use_zero_pages", 1)))
 }
 
 /// Percent of the saving that chains may cost before it is worth unmerging everything once: the default limit of 256
 /// costs at most 0.4 percent, so more than this says that the limit is low or that chains have become ragged.
-const CHAIN_PERCENT: u64 = 5;
+const MAX_CHAIN_COST_PERCENT: u64 = 5;
 
 /// Frames lost to chains are a warning where they are a noticeable part of the saving.
-fn sharing_limit(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+fn judge_sharing_limit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
-    let chains = *need("stable_node_chains", &ksm.stable_node_chains)?;
-    let dups = *need("stable_node_dups", &ksm.stable_node_dups)?;
-    let sharing = *need("pages_sharing", &ksm.pages_sharing)?;
-    let limit = *need("max_page_sharing", &ksm.max_page_sharing)?;
+    let chains = *require("stable_node_chains", &ksm.stable_node_chains)?;
+    let dups = *require("stable_node_dups", &ksm.stable_node_dups)?;
+    let sharing = *require("pages_sharing", &ksm.pages_sharing)?;
+    let limit = *require("max_page_sharing", &ksm.max_page_sharing)?;
     let lost = dups.saturating_sub(chains);
     let bytes = bytes_of(facts.page_size, Pages(lost));
     let value = format!(
         "stable_node_chains = {chains}, stable_node_dups = {dups}, max_page_sharing = {limit}: {bytes} in further copies"
     );
-    if !is_share(lost, sharing.saturating_add(lost), CHAIN_PERCENT) {
+    if !is_at_least_percent(lost, sharing.saturating_add(lost), MAX_CHAIN_COST_PERCENT) {
         return Ok(rule.ok("chains cost next to nothing", value));
     }
     if !anything_enrolled(facts, fleet)? {
-        return Ok(rule.not_applicable(LEFT_OVER, value));
+        return Ok(rule.not_applicable(STALE_COUNTERS_TITLE, value));
     }
     let wanted = limit.saturating_mul(4).clamp(256, i32::MAX as u64);
-    Ok(remerge(rule.warn("chains keep many copies of one content", value), facts, "max_page_sharing", wanted))
+    Ok(with_remerge_remedy(
+        rule.warn("chains keep many copies of one content", value),
+        facts,
+        "max_page_sharing",
+        wanted,
+    ))
 }
 
 /// More than two nodes is a warning, as ksm.rst advises 0 for "systems with more nodes, at significant NUMA
 /// distances"; with two it is a matter of taste.
-fn nodes(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+fn judge_nodes(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if ksm.merge_across_nodes == Err(Absent::NotOnThisKernel) {
         return Ok(rule.not_applicable("the kernel knows no nodes", "absent"));
     }
-    let across = *need("merge_across_nodes", &ksm.merge_across_nodes)?;
-    let nodes = *need("number of nodes", &facts.nodes)?;
+    let across = *require("merge_across_nodes", &ksm.merge_across_nodes)?;
+    let nodes = *require("number of nodes", &facts.nodes)?;
     let value = format!("merge_across_nodes = {across}, nodes with memory: {nodes}");
     Ok(match (nodes, across) {
         (0 | 1, _) => rule.not_applicable("one node", value),
         (_, 0) => rule.ok("each node merges for itself", value),
         (2, _) => rule.ok("two nodes share merged pages", value),
         _ if !anything_enrolled(facts, fleet)? => rule.not_applicable("nothing is enrolled", value),
-        _ => remerge(rule.warn(format!("{nodes} nodes share merged pages"), value), facts, "merge_across_nodes", 0),
+        _ => with_remerge_remedy(
+            rule.warn(format!("{nodes} nodes share merged pages"), value),
+            facts,
+            "merge_across_nodes",
+            0,
+        ),
     })
 }
 
 /// The remedy that changes a setting which the kernel refuses with EBUSY while pages are merged: unmerge first, and
 /// only where memory is there for it.
-fn remerge(finding: Finding, facts: &HostFacts, file: &str, value: u64) -> Finding {
-    let verify = is_set(file, value);
+fn with_remerge_remedy(finding: Finding, facts: &HostFacts, file: &str, value: u64) -> Finding {
+    let verify = is_set_command(file, value);
     let saved = saved(facts);
     match (&saved, &facts.memory.available) {
         // A tenth is left over, for the machine goes on allocating meanwhile.
         (Ok(saved), Ok(available)) if saved.0.saturating_add(saved.0 / 10) <= available.0 => {
-            finding.remedy([set("run", 2), set(file, value), set("run", 1)])
+            finding.remedy([set_command("run", 2), set_command(file, value), set_command("run", 1)])
         }
         (Ok(saved), Ok(available)) => finding.remedy([
             format!("# not now: unmerging needs {saved} and {available} are available. When there is more:"),
-            format!("{} && {} && {}", set("run", 2), set(file, value), set("run", 1)),
+            format!("{} && {} && {}", set_command("run", 2), set_command(file, value), set_command("run", 1)),
         ]),
         _ => finding.remedy(["# not now: what unmerging needs or what is available could not be read"]),
     }
@@ -386,38 +406,38 @@ fn remerge(finding: Finding, facts: &HostFacts, file: &str, value: u64) -> Findi
 
 /// Pages mapped to the zero page, of the host or of a process. Before 6.6 they were not counted: none are only where
 /// `use_zero_pages` is off, as far as it always was.
-pub(super) fn placed_zeros(facts: &HostFacts, reading: &Reading<i64>) -> Result<u64, Missing> {
+pub(super) fn placed_zeros(facts: &HostFacts, reading: &Reading<i64>) -> Result<u64, MissingReading> {
     if *reading == Err(Absent::NotOnThisKernel) && ksm(facts)?.use_zero_pages == Ok(0) {
         return Ok(0);
     }
-    Ok(u64::try_from(*need("ksm_zero_pages", reading)?).unwrap_or(0))
+    Ok(u64::try_from(*require("ksm_zero_pages", reading)?).unwrap_or(0))
 }
 
 /// Bytes that unmerging everything would need.
-pub(super) fn saved(facts: &HostFacts) -> Result<Bytes, Missing> {
+pub(super) fn saved(facts: &HostFacts) -> Result<Bytes, MissingReading> {
     let ksm = ksm(facts)?;
-    let sharing = *need("pages_sharing", &ksm.pages_sharing)?;
+    let sharing = *require("pages_sharing", &ksm.pages_sharing)?;
     let zeros = placed_zeros(facts, &ksm.ksm_zero_pages)?;
     Ok(total([sharing, zeros].map(|pages| bytes_of(facts.page_size, Pages(pages))).into_iter()))
 }
 
 /// Stopped with pages merged is a warning: the saving is real, its figures are old. Before the first complete pass
 /// nothing can be said.
-fn counters(rule: &Rule, facts: &HostFacts, fleet: &Fleet) -> Outcome {
+fn judge_counters(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
-    let run = *need("run", &ksm.run)?;
-    let passes = *need("full_scans", &ksm.full_scans)?;
+    let run = *require("run", &ksm.run)?;
+    let passes = *require("full_scans", &ksm.full_scans)?;
     let tracked = tracked(ksm)?;
     let value = format!("full_scans = {passes}, run = {run}");
     if run != 1 {
         return Ok(if tracked == Pages::ZERO {
             rule.not_applicable("nothing is counted", value)
         } else if !anything_enrolled(facts, fleet)? {
-            rule.not_applicable(LEFT_OVER, value)
+            rule.not_applicable(STALE_COUNTERS_TITLE, value)
         } else {
             rule.warn("the counters are those of the last scan", value)
-                .remedy(["pagefold account".to_owned(), "# or let ksmd count again:".to_owned(), set("run", 1)])
-                .verify(is_set("run", 1))
+                .remedy(["pagefold account".to_owned(), "# or let ksmd count again:".to_owned(), set_command("run", 1)])
+                .verify(is_set_command("run", 1))
         });
     }
     if passes > 0 {

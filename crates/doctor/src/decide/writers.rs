@@ -1,14 +1,14 @@
 //! Programs that write KSM's settings, and the kernel's own advisor.
 
-use super::enrolment::some_of;
-use super::fleet::Fleet;
+use super::enrollment::join_first_names;
+use super::host_processes::HostProcesses;
 use super::settings::{advisor_is_on, ksm};
-use super::{HostFacts, HostRule, Missing, Outcome, Rule, is_set, need, set};
+use super::{HostFacts, HostRule, MissingReading, RuleInfo, RuleResult, is_set_command, require, set_command};
 use pagefold_base::tuner::Tuner;
 
 pub(super) const RULES: &[HostRule] = &[
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-tuners",
             source: "/proc/*/cmdline",
             why: "These daemons set run, pages_to_scan and sleep_millisecs by rules of their own, mostly by free \
@@ -16,10 +16,10 @@ pub(super) const RULES: &[HostRule] = &[
                   ksmd.",
             needs_ksm: true,
         },
-        judge: tuners,
+        judge: judge_tuners,
     },
     HostRule {
-        rule: Rule {
+        rule: RuleInfo {
             id: "ksm-advisor-writer",
             source: "/sys/kernel/mm/ksm/advisor_mode",
             why: "While the advisor is on, a write to pages_to_scan fails with EINVAL; the daemons do not look at the \
@@ -27,29 +27,31 @@ pub(super) const RULES: &[HostRule] = &[
                   pages_to_scan.",
             needs_ksm: true,
         },
-        judge: advisor_writer,
+        judge: judge_advisor_writer,
     },
 ];
 
-fn sorted(facts: &HostFacts) -> Result<Vec<Tuner>, Missing> {
-    let mut tuners = need("command lines", &facts.tuners)?.clone();
+fn sorted_tuners(facts: &HostFacts) -> Result<Vec<Tuner>, MissingReading> {
+    let mut tuners = require("command lines", &facts.tuners)?.clone();
     tuners.sort_unstable();
     tuners.dedup();
     Ok(tuners)
 }
 
-fn names(tuners: &[Tuner]) -> String {
-    some_of(&tuners.iter().map(|tuner| tuner.name().to_owned()).collect::<Vec<_>>())
+fn tuner_names(tuners: &[Tuner]) -> String {
+    join_first_names(&tuners.iter().map(|tuner| tuner.name().to_owned()).collect::<Vec<_>>())
 }
 
 /// What `pages_to_scan` and `sleep_millisecs` are if nobody sets them (mm/ksm.c, `DEFAULT_PAGES_TO_SCAN` and
 /// `ksm_thread_sleep_millisecs`).
-const DEFAULT_PACE: (u64, u64) = (100, 20);
+const KERNEL_DEFAULT_PACE: (u64, u64) = (100, 20);
 
 /// Whether somebody has set the pace, for people. The advisor is not somebody.
-fn traces(facts: &HostFacts) -> String {
+fn describe_pace_changes(facts: &HostFacts) -> String {
     match facts.ksm.as_ref().map(|ksm| (&ksm.pages_to_scan, &ksm.sleep_millisecs, &ksm.advisor_mode)) {
-        Ok((Ok(pages), Ok(sleep), mode)) if (*pages, *sleep) != DEFAULT_PACE && mode.as_deref() != Ok("scan-time") => {
+        Ok((Ok(pages), Ok(sleep), mode))
+            if (*pages, *sleep) != KERNEL_DEFAULT_PACE && mode.as_deref() != Ok("scan-time") =>
+        {
             format!("none found; pages_to_scan = {pages} and sleep_millisecs = {sleep} are not the kernel's")
         }
         _ => "none found".to_owned(),
@@ -59,33 +61,33 @@ fn traces(facts: &HostFacts) -> String {
 /// A writer that no name is known for can be caught in the act only: a setting that changes while the doctor looks is a
 /// warning. One daemon is a warning, for it may be wanted, and whoever sets KSM by hand must know. Two are a failure:
 /// they undo each other. tuned and ksmctl write once and are fine alone; tuned is what to ask when `run` is 2.
-fn tuners(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
-    let tuners = match sorted(facts) {
-        Err(_) if !facts.rewritten.is_empty() => Vec::new(),
+fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
+    let tuners = match sorted_tuners(facts) {
+        Err(_) if !facts.rewritten_settings.is_empty() => Vec::new(),
         tuners => tuners?,
     };
     let daemons: Vec<_> = tuners.iter().copied().filter(|tuner| tuner.writes_rate()).collect();
-    let stop = |which: &[Tuner]| which.iter().flat_map(|tuner| tuner.stop()).copied().collect::<Vec<_>>();
+    let stop = |which: &[Tuner]| which.iter().flat_map(|tuner| tuner.stop_commands()).copied().collect::<Vec<_>>();
     Ok(match daemons.as_slice() {
-        [] if !facts.rewritten.is_empty() => rule
-            .warn("somebody sets KSM at this moment", facts.rewritten.join(", "))
+        [] if !facts.rewritten_settings.is_empty() => rule
+            .warn("somebody sets KSM at this moment", facts.rewritten_settings.join(", "))
             .remedy([
                 "# no known daemon is there; look for a unit, a timer or a script that does:",
                 "grep -rlsI mm/ksm /etc /usr/lib/systemd /usr/lib/tmpfiles.d /usr/local",
             ])
             .verify("pagefold doctor"),
-        [] if tuners.contains(&Tuner::Tuned) && *need("run", &ksm(facts)?.run)? == 2 => rule
-            .warn("tuned may have stopped ksmd and unmerged everything", names(&tuners))
+        [] if tuners.contains(&Tuner::Tuned) && *require("run", &ksm(facts)?.run)? == 2 => rule
+            .warn("tuned may have stopped ksmd and unmerged everything", tuner_names(&tuners))
             .remedy(
                 ["tuned-adm active", "# realtime-virtual-host and cpu-partitioning do; another profile does not:"]
                     .into_iter()
                     .chain(stop(&[Tuner::Tuned])),
             )
             .verify("tuned-adm active | grep -v -e realtime-virtual-host -e cpu-partitioning"),
-        [] if tuners.is_empty() => rule.ok("no program that is known to tune KSM runs", traces(facts)),
-        [] => rule.ok("nothing tunes KSM after boot", names(&tuners)),
+        [] if tuners.is_empty() => rule.ok("no program that is known to tune KSM runs", describe_pace_changes(facts)),
+        [] => rule.ok("nothing tunes KSM after boot", tuner_names(&tuners)),
         [one] => rule
-            .warn(format!("{} tunes KSM", one.name()), names(&tuners))
+            .warn(format!("{} tunes KSM", one.name()), tuner_names(&tuners))
             .remedy(
                 ["# to set KSM by hand instead:"]
                     .into_iter()
@@ -94,23 +96,23 @@ fn tuners(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
             )
             .verify("pagefold doctor"),
         several => rule
-            .fail(format!("{} programs tune KSM against each other", several.len()), names(&tuners))
+            .fail(format!("{} programs tune KSM against each other", several.len()), tuner_names(&tuners))
             .remedy(["# keep one of them and stop the others:"].into_iter().chain(stop(several)))
             .verify("pagefold doctor"),
     })
 }
 
 /// A failure: the daemon believes that it sets the rate and does not.
-fn advisor_writer(rule: &Rule, facts: &HostFacts, _: &Fleet) -> Outcome {
+fn judge_advisor_writer(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     if !advisor_is_on(ksm(facts)?)? {
         return Ok(rule.not_applicable("the advisor is off", "none"));
     }
-    let daemons: Vec<_> = sorted(facts)?.into_iter().filter(|tuner| tuner.writes_rate()).collect();
+    let daemons: Vec<_> = sorted_tuners(facts)?.into_iter().filter(|tuner| tuner.writes_rate()).collect();
     if daemons.is_empty() {
         return Ok(rule.ok("the advisor alone sets the rate", "scan-time"));
     }
     Ok(rule
-        .fail("the advisor and a daemon both set the rate", format!("scan-time, {}", names(&daemons)))
-        .remedy(["# leave the rate to the daemon:".to_owned(), set("advisor_mode", "none")])
-        .verify(is_set("advisor_mode", "'\\[none\\] scan-time'")))
+        .fail("the advisor and a daemon both set the rate", format!("scan-time, {}", tuner_names(&daemons)))
+        .remedy(["# leave the rate to the daemon:".to_owned(), set_command("advisor_mode", "none")])
+        .verify(is_set_command("advisor_mode", "'\\[none\\] scan-time'")))
 }

@@ -43,9 +43,12 @@
 
 mod page;
 
-use page::{Access, Content, PAGE, Page, fill, filled, is_untouched, of_file, remap, space};
+use page::{
+    ExpectedContent, ExpectedPage, PAGE_BYTES, PageAccess, file_content, fill_page, filled_page, is_file_unchanged,
+    move_mapping, reserve_address_space,
+};
 use pagefold_base::AddressRange;
-use pagefold_engine::{Advice, Background, Engine, Error, Options, Region};
+use pagefold_engine::{AllocatedRegion, BackgroundMerger, Engine, EngineOptions, Error, PageAdvice};
 use std::ffi::{CString, c_int, c_void};
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Write, stdin};
@@ -60,7 +63,7 @@ const GUARD_INSTALL: c_int = 102;
 const GUARD_REMOVE: c_int = 103;
 
 /// Lines that may be done while a thread merges.
-const BESIDE: [&str; 12] = [
+const COMMANDS_DURING_MERGE: [&str; 12] = [
     "fill",
     "copy",
     "clear",
@@ -76,102 +79,107 @@ const BESIDE: [&str; 12] = [
 ];
 
 /// Take mappings until so many, or one more, are left of those up to which a merge makes them.
-fn take_mappings(left: usize) -> usize {
+fn exhaust_mappings(mappings_left: usize) -> usize {
     let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
     let most = limit.trim().parse::<usize>().expect("a number") / 8 * 6;
     let taken = BufReader::new(File::open("/proc/self/maps").expect("its own")).lines().count();
-    let wanted = most.saturating_sub(taken + left);
-    let start = space(wanted + 1, 0);
+    let wanted = most.saturating_sub(taken + mappings_left);
+    let start = reserve_address_space(wanted + 1, 0);
     // Each page that may be read is a mapping, and so is what lies behind it.
     for page in (1..wanted.saturating_sub(1)).step_by(2) {
-        Page::new(start + page * PAGE).protect(Access::Read);
+        ExpectedPage::new(start + page * PAGE_BYTES).protect(PageAccess::Read);
     }
     wanted
 }
 
 /// All that a member has.
-struct Memory<'e> {
+struct MemberMemory<'e> {
     engine: &'e Engine,
-    region: Region<'e>,
-    pages: Vec<Page>,
+    region: AllocatedRegion<'e>,
+    pages: Vec<ExpectedPage>,
     /// What was moved away: from which place on, and the pages.
-    elsewhere: Vec<(usize, Vec<Page>)>,
+    moved_away: Vec<(usize, Vec<ExpectedPage>)>,
 }
 
-impl Memory<'_> {
-    fn some(&mut self, start: u64, count: u64) -> &mut [Page] {
+impl MemberMemory<'_> {
+    fn page_range_mut(&mut self, start: u64, count: u64) -> &mut [ExpectedPage] {
         &mut self.pages[start as usize..(start + count) as usize]
     }
 
-    fn range(&self, start: u64, count: u64) -> AddressRange {
-        let start = self.region.range().start + start * PAGE as u64;
-        AddressRange { start, end: start + count * PAGE as u64 }
+    fn page_address_range(&self, start: u64, count: u64) -> AddressRange {
+        let start = self.region.range().start + start * PAGE_BYTES as u64;
+        AddressRange { start, end: start + count * PAGE_BYTES as u64 }
     }
 
-    fn is_right(&self) -> Result<(), usize> {
-        let all = self.pages.iter().chain(self.elsewhere.iter().flat_map(|(_, pages)| pages));
-        all.enumerate().find(|(_, page)| !page.is_right()).map_or(Ok(()), |(at, _)| Err(at))
+    fn check_contents(&self) -> Result<(), usize> {
+        let all = self.pages.iter().chain(self.moved_away.iter().flat_map(|(_, pages)| pages));
+        all.enumerate().find(|(_, page)| !page.has_expected_content()).map_or(Ok(()), |(at, _)| Err(at))
     }
 
     /// Pages may be merged with what they hold now.
-    fn note_past(&mut self) {
-        for page in self.pages.iter_mut().chain(self.elsewhere.iter_mut().flat_map(|(_, pages)| pages)) {
-            if !page.past.contains(&page.holds) {
-                page.past.push(page.holds);
+    fn record_contents(&mut self) {
+        for page in self.pages.iter_mut().chain(self.moved_away.iter_mut().flat_map(|(_, pages)| pages)) {
+            if !page.merged_contents.contains(&page.content) {
+                page.merged_contents.push(page.content);
             }
         }
     }
 
-    fn merge(&mut self, running: bool) -> String {
-        let merge = if running { Engine::merge_while_running } else { Engine::merge };
+    fn run_merge(&mut self, while_running: bool) -> String {
+        let merge = if while_running { Engine::merge_while_running } else { Engine::merge };
         // SAFETY: no other thread of this program writes, and no borrow of the memory lives.
         let merged = unsafe { merge(self.engine) };
-        self.note_past();
+        self.record_contents();
         merged.map_or_else(|error| error.to_string(), |merged| format!("{merged:?}"))
     }
 
     fn move_away(&mut self, start: u64, count: u64) {
-        let to = space(count as usize, 0);
+        let to = reserve_address_space(count as usize, 0);
         let mut moved = Vec::new();
-        for page in self.some(start, count).iter_mut().filter(|page| page.access != Access::Unmapped) {
-            let there = Page { at: to + moved.len() * PAGE, ..page.clone() };
-            remap(page.at, PAGE, there.at, 0);
-            page.hold_the_place();
+        for page in self.page_range_mut(start, count).iter_mut().filter(|page| page.access != PageAccess::Unmapped) {
+            let there = ExpectedPage { address: to + moved.len() * PAGE_BYTES, ..page.clone() };
+            move_mapping(page.address, PAGE_BYTES, there.address, 0);
+            page.reserve_old_address();
             moved.push(there);
         }
-        self.elsewhere.push((start as usize, moved));
+        self.moved_away.push((start as usize, moved));
     }
 
     fn move_back(&mut self) {
-        let Some((start, moved)) = self.elsewhere.pop() else { return };
-        let places = self.pages[start..].iter_mut().filter(|page| page.access != Access::Unmapped);
+        let Some((start, moved)) = self.moved_away.pop() else { return };
+        let places = self.pages[start..].iter_mut().filter(|page| page.access != PageAccess::Unmapped);
         for (page, there) in places.zip(moved) {
-            remap(there.at, PAGE, page.at, 0);
-            *page = Page { at: page.at, ..there };
+            move_mapping(there.address, PAGE_BYTES, page.address, 0);
+            *page = ExpectedPage { address: page.address, ..there };
         }
     }
 
     /// The page that comes with it reads as nothing in particular, until it is written.
-    fn grow(&mut self, start: u64) {
+    fn grow_mapping(&mut self, start: u64) {
         let page = &mut self.pages[start as usize];
-        if page.access == Access::Unmapped {
+        if page.access == PageAccess::Unmapped {
             return;
         }
-        let there = Page { at: space(2, 0), ..page.clone() };
-        remap(page.at, PAGE, there.at, PAGE);
-        page.hold_the_place();
-        let mut more = Page { at: there.at + PAGE, access: there.access, came_with_another: true, ..Page::new(0) };
-        more.protect(Access::Write);
-        more.fill((9, start));
-        self.elsewhere.push((start as usize, vec![there, more]));
+        let there = ExpectedPage { address: reserve_address_space(2, 0), ..page.clone() };
+        move_mapping(page.address, PAGE_BYTES, there.address, PAGE_BYTES);
+        page.reserve_old_address();
+        let mut more = ExpectedPage {
+            address: there.address + PAGE_BYTES,
+            access: there.access,
+            is_growth_remainder: true,
+            ..ExpectedPage::new(0)
+        };
+        more.protect(PageAccess::Write);
+        more.write_content((9, start));
+        self.moved_away.push((start as usize, vec![there, more]));
     }
 }
 
 /// Merge while another thread writes to what may be written, which looks whether what it has written is there.
-fn race(engine: &Engine, pages: &mut [Page], rounds: u64) -> String {
+fn write_while_merging(engine: &Engine, pages: &mut [ExpectedPage], rounds: u64) -> String {
     let words: Vec<&AtomicU64> = pages
         .iter_mut()
-        .filter(|page| page.access == Access::Write)
+        .filter(|page| page.access == PageAccess::Write)
         // SAFETY: each is the first word of a page, aligned and writable, and used by atomic operations only until the
         // end.
         .map(|page| unsafe { AtomicU64::from_ptr(page.pointer().cast()) })
@@ -212,35 +220,35 @@ fn race(engine: &Engine, pages: &mut [Page], rounds: u64) -> String {
 }
 
 /// Merge while another thread moves merged memory that was forsaken to and fro, past whoever looks for what is mapped.
-fn shuffle(engine: &Engine, rounds: u64) -> String {
-    const MOVED: usize = 100;
-    const BETWEEN: usize = 6000;
-    let content = |at: usize| (77, (at % MOVED) as u64);
+fn move_while_merging(engine: &Engine, rounds: u64) -> String {
+    const MOVED_PAGES: usize = 100;
+    const PAGES_BETWEEN: usize = 6000;
+    let content = |at: usize| (77, (at % MOVED_PAGES) as u64);
     // One far below the other, with what the engine maps between them.
-    let places = [space(MOVED, 1 << 32), space(MOVED, 0)];
-    let between = space(BETWEEN, 0);
-    for page in (0..BETWEEN).step_by(2) {
-        Page::new(between + page * PAGE).protect(Access::Read);
+    let places = [reserve_address_space(MOVED_PAGES, 1 << 32), reserve_address_space(MOVED_PAGES, 0)];
+    let between = reserve_address_space(PAGES_BETWEEN, 0);
+    for page in (0..PAGES_BETWEEN).step_by(2) {
+        ExpectedPage::new(between + page * PAGE_BYTES).protect(PageAccess::Read);
     }
-    let mut memory = Page::new(places[0]);
+    let mut memory = ExpectedPage::new(places[0]);
     let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
     // SAFETY: it is empty space of its own.
-    unsafe { libc::mprotect(pointer(places[0]), MOVED * PAGE, libc::PROT_READ | libc::PROT_WRITE) };
-    let range = AddressRange { start: places[0] as u64, end: (places[0] + MOVED * PAGE) as u64 };
+    unsafe { libc::mprotect(pointer(places[0]), MOVED_PAGES * PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE) };
+    let range = AddressRange { start: places[0] as u64, end: (places[0] + MOVED_PAGES * PAGE_BYTES) as u64 };
     // SAFETY: it is private anonymous memory.
     unsafe { engine.adopt(range) }.expect("whole pages");
-    let fill_at = |page: &mut Page, at: usize, content: Content| {
-        page.at = at;
-        page.fill(content);
+    let fill_at = |page: &mut ExpectedPage, at: usize, content: ExpectedContent| {
+        page.address = at;
+        page.write_content(content);
     };
-    (0..MOVED).for_each(|at| fill_at(&mut memory, places[0] + at * PAGE, content(at)));
-    let mut twin = engine.allocate(MOVED * PAGE).expect("memory");
-    twin.as_mut_slice().chunks_exact_mut(PAGE).enumerate().for_each(|(at, page)| fill(page, content(at)));
+    (0..MOVED_PAGES).for_each(|at| fill_at(&mut memory, places[0] + at * PAGE_BYTES, content(at)));
+    let mut twin = engine.allocate(MOVED_PAGES * PAGE_BYTES).expect("memory");
+    twin.as_mut_slice().chunks_exact_mut(PAGE_BYTES).enumerate().for_each(|(at, page)| fill_page(page, content(at)));
     // SAFETY: there is one thread as yet.
     let merged = unsafe { engine.merge() }.expect("a domain that works");
-    assert_eq!(merged.merged.0, 2 * MOVED as u64, "{merged:?}");
+    assert_eq!(merged.pages_merged.0, 2 * MOVED_PAGES as u64, "{merged:?}");
     drop(twin);
-    engine.forsake(range).expect("a domain that works");
+    engine.disown(range).expect("a domain that works");
     let end = AtomicBool::new(false);
     let (told, at) = std::thread::scope(|scope| {
         let mover = scope.spawn(|| {
@@ -250,8 +258,8 @@ fn shuffle(engine: &Engine, rounds: u64) -> String {
                     break;
                 }
                 // Where it was is free for anybody.
-                let to = space(MOVED, *place);
-                remap(at, MOVED * PAGE, to, 0);
+                let to = reserve_address_space(MOVED_PAGES, *place);
+                move_mapping(at, MOVED_PAGES * PAGE_BYTES, to, 0);
                 at = to;
             }
             at
@@ -259,9 +267,9 @@ fn shuffle(engine: &Engine, rounds: u64) -> String {
         let mut told = String::new();
         for round in 0..rounds {
             // New each time, so that its references are soon not needed.
-            let mut other = engine.allocate(2 * MOVED * PAGE).expect("memory");
-            for (at, page) in other.as_mut_slice().chunks_exact_mut(PAGE).enumerate() {
-                fill(page, (1000 + round, (at % MOVED) as u64));
+            let mut other = engine.allocate(2 * MOVED_PAGES * PAGE_BYTES).expect("memory");
+            for (at, page) in other.as_mut_slice().chunks_exact_mut(PAGE_BYTES).enumerate() {
+                fill_page(page, (1000 + round, (at % MOVED_PAGES) as u64));
             }
             // SAFETY: nobody unmaps, moves or replaces adopted memory.
             match unsafe { engine.merge_while_running() } {
@@ -272,25 +280,25 @@ fn shuffle(engine: &Engine, rounds: u64) -> String {
         end.store(true, Ordering::Relaxed);
         (told, mover.join().expect("it does not panic"))
     });
-    let wrong = (0..MOVED).filter(|&page| {
-        memory.at = at + page * PAGE;
-        memory.bytes() != filled(content(page))
+    let wrong = (0..MOVED_PAGES).filter(|&page| {
+        memory.address = at + page * PAGE_BYTES;
+        memory.bytes() != filled_page(content(page))
     });
     format!("{told} wrong: {} .", wrong.count())
 }
 
-struct Child {
+struct ForkedChild {
     process: libc::pid_t,
     /// Closed to have the child go on.
     gate: OwnedFd,
 }
 
 /// What a forked child does: nothing that needs a lock which another thread of the parent may have had.
-fn child(memory: &mut Memory<'_>) -> ! {
-    let wrong = |memory: &Memory<'_>| memory.is_right().is_err();
+fn run_child(memory: &mut MemberMemory<'_>) -> ! {
+    let wrong = |memory: &MemberMemory<'_>| memory.check_contents().is_err();
     let mut failed = wrong(memory);
     for (at, page) in memory.pages.iter_mut().enumerate().step_by(3) {
-        page.fill((5, at as u64));
+        page.write_content((5, at as u64));
     }
     let mut forked = false;
     for _ in 0..2 {
@@ -308,14 +316,14 @@ fn child(memory: &mut Memory<'_>) -> ! {
     unsafe { libc::_exit(if failed { 1 } else { c_int::from(forked) * 2 }) }
 }
 
-fn fork() -> libc::pid_t {
+fn fork_process() -> libc::pid_t {
     // SAFETY: the child does only what a child of a program of several threads may.
     let process = unsafe { libc::fork() };
     assert!(process >= 0, "a child");
     process
 }
 
-fn exit_code(process: libc::pid_t) -> c_int {
+fn wait_exit_code(process: libc::pid_t) -> c_int {
     let mut status = 0;
     // SAFETY: `status` is there to be written.
     unsafe { libc::waitpid(process, &raw mut status, 0) };
@@ -323,7 +331,7 @@ fn exit_code(process: libc::pid_t) -> c_int {
 }
 
 /// Fork while another thread merges.
-fn forks(memory: &mut Memory<'_>, rounds: u64) -> String {
+fn fork_while_merging(memory: &mut MemberMemory<'_>, rounds: u64) -> String {
     let (end, engine) = (AtomicBool::new(false), memory.engine);
     std::thread::scope(|scope| {
         scope.spawn(|| {
@@ -332,9 +340,9 @@ fn forks(memory: &mut Memory<'_>, rounds: u64) -> String {
                 unsafe { engine.merge() }.expect("a domain that works");
             }
         });
-        let code = |_| match fork() {
-            0 => child(memory),
-            process => exit_code(process),
+        let code = |_| match fork_process() {
+            0 => run_child(memory),
+            process => wait_exit_code(process),
         };
         let codes: Vec<c_int> = (0..rounds).map(code).collect();
         end.store(true, Ordering::Relaxed);
@@ -344,10 +352,10 @@ fn forks(memory: &mut Memory<'_>, rounds: u64) -> String {
 }
 
 /// Adopt pages, unless they are.
-fn adopt(memory: &Memory<'_>, start: u64, count: u64) {
+fn adopt_pages(memory: &MemberMemory<'_>, start: u64, count: u64) {
     // SAFETY: it is private anonymous memory, or maps the store privately.
-    match unsafe { memory.engine.adopt(memory.range(start, count)) } {
-        Ok(()) | Err(Error::Range { .. }) => {}
+    match unsafe { memory.engine.adopt(memory.page_address_range(start, count)) } {
+        Ok(()) | Err(Error::InvalidRange { .. }) => {}
         Err(error) => panic!("{error}"),
     }
 }
@@ -360,7 +368,7 @@ fn dump_core(directory: &str) -> ! {
     std::process::abort()
 }
 
-fn exec(arguments: &[String]) -> ! {
+fn exec_self(arguments: &[String]) -> ! {
     let program = CString::new("/proc/self/exe").expect("no zeros");
     let arguments: Vec<CString> = arguments.iter().map(|text| CString::new(text.as_str()).expect("no zeros")).collect();
     let pointers: Vec<_> = arguments.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect();
@@ -375,13 +383,13 @@ fn main() {
         let at = arguments.iter().position(|argument| argument == name)?;
         Some(arguments.get(at + 1).expect("an option has a value").parse::<f64>().expect("a number"))
     };
-    let options = Options {
+    let options = EngineOptions {
         max_slowdown: option("--max-slowdown").map(|percent| percent / 100.0),
-        lifetime: option("--lifetime").map_or(Duration::ZERO, Duration::from_secs_f64),
+        min_runtime: option("--lifetime").map_or(Duration::ZERO, Duration::from_secs_f64),
         threads: option("--threads").map_or(1, |threads| threads as usize),
         per_node: arguments.iter().any(|argument| argument == "--per-node"),
         split_huge_pages: arguments.iter().any(|argument| argument == "--split-huge-pages"),
-        ..Options::default()
+        ..EngineOptions::default()
     };
     let pages: usize = arguments[2].parse().expect("a number of pages");
     let engine = match Engine::join(&arguments[1], &options) {
@@ -392,29 +400,29 @@ fn main() {
             return;
         }
     };
-    let region = engine.allocate(pages * PAGE).expect("memory");
+    let region = engine.allocate(pages * PAGE_BYTES).expect("memory");
     let start = region.range().start as usize;
-    let pages = (0..pages).map(|page| Page::new(start + page * PAGE)).collect();
-    let mut memory = Memory { engine: &engine, region, pages, elsewhere: Vec::new() };
-    let mut children: Vec<Child> = Vec::new();
+    let pages = (0..pages).map(|page| ExpectedPage::new(start + page * PAGE_BYTES)).collect();
+    let mut memory = MemberMemory { engine: &engine, region, pages, moved_away: Vec::new() };
+    let mut children: Vec<ForkedChild> = Vec::new();
     // The program's own files, which are none of the engine's business.
     let mut others = Vec::new();
     // Those that are mapped, with the pages of each.
     let mut files: Vec<(File, u64)> = Vec::new();
-    let mut background: Option<Background> = None;
+    let mut background: Option<BackgroundMerger> = None;
     println!("ready");
     for line in stdin().lock().lines().map_while(Result::ok) {
         let mut words = line.split_ascii_whitespace();
         let command = words.next().unwrap_or_default();
         let text = words.clone().next().unwrap_or_default();
         let numbers: Vec<u64> = words.map_while(|word| word.parse().ok()).collect();
-        if !BESIDE.contains(&command) {
+        if !COMMANDS_DURING_MERGE.contains(&command) {
             background = None;
         }
         match (command, &numbers[..]) {
             ("fill", &[start, count, seed]) => {
-                for (page, place) in memory.some(start, count).iter_mut().zip(start..) {
-                    page.fill((seed, place));
+                for (page, place) in memory.page_range_mut(start, count).iter_mut().zip(start..) {
+                    page.write_content((seed, place));
                 }
                 println!("filled");
             }
@@ -422,47 +430,50 @@ fn main() {
                 for number in 0..count as usize {
                     let source = &memory.pages[from as usize + number];
                     if source.is_readable() {
-                        let content = source.holds;
-                        memory.pages[start as usize + number].fill(content);
+                        let content = source.content;
+                        memory.pages[start as usize + number].write_content(content);
                     }
                 }
                 println!("copied");
             }
             ("clear", &[start, count]) => {
                 // SAFETY: no borrow of the region lives.
-                match unsafe { engine.clear(memory.range(start, count)) } {
+                match unsafe { engine.clear(memory.page_address_range(start, count)) } {
                     Ok(()) => {
-                        memory.some(start, count).iter_mut().for_each(|page| *page = Page::new(page.at));
+                        memory
+                            .page_range_mut(start, count)
+                            .iter_mut()
+                            .for_each(|page| *page = ExpectedPage::new(page.address));
                         println!("cleared");
                     }
                     Err(error) => println!("{error}"),
                 }
             }
             ("advise", &[start, count, how]) => {
-                let advice = [Advice::Mergeable, Advice::Unmergeable, Advice::Hot][how as usize];
-                engine.advise(memory.range(start, count), advice).expect("a domain that works");
+                let advice = [PageAdvice::Mergeable, PageAdvice::Unmergeable, PageAdvice::Volatile][how as usize];
+                engine.advise(memory.page_address_range(start, count), advice).expect("a domain that works");
                 println!("advised");
             }
             ("forsake", &[start, count]) => {
-                engine.forsake(memory.range(start, count)).expect("a domain that works");
+                engine.disown(memory.page_address_range(start, count)).expect("a domain that works");
                 println!("forsaken");
             }
             ("adopt", &[start, count]) => {
-                engine.forsake(memory.range(start, count)).expect("a domain that works");
-                let is_mapped = |number: u64| memory.pages[number as usize].access != Access::Unmapped;
+                engine.disown(memory.page_address_range(start, count)).expect("a domain that works");
+                let is_mapped = |number: u64| memory.pages[number as usize].access != PageAccess::Unmapped;
                 let numbers: Vec<u64> = (start..start + count).collect();
                 for stretch in numbers.chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
                     if is_mapped(stretch[0]) {
-                        adopt(&memory, stretch[0], stretch.len() as u64);
+                        adopt_pages(&memory, stretch[0], stretch.len() as u64);
                     }
                 }
                 println!("adopted");
             }
-            ("merge", []) => println!("{}", memory.merge(false)),
-            ("running", []) => println!("{}", memory.merge(true)),
+            ("merge", []) => println!("{}", memory.run_merge(false)),
+            ("running", []) => println!("{}", memory.run_merge(true)),
             ("background", []) => {
                 // Whatever it merges before the next line is done was there when this one was.
-                memory.note_past();
+                memory.record_contents();
                 // SAFETY: it is dropped before any line that is not one of `BESIDE`, and those leave what is adopted
                 // mapped where it is, but for what the engine does.
                 match unsafe { engine.merge_in_background(0.5) } {
@@ -475,51 +486,52 @@ fn main() {
             }
             ("foreground", []) => {
                 let minute = Duration::from_secs(60);
-                let merges = background.take().map_or(Ok(0), |background| background.wait(1, minute));
+                let merges = background.take().map_or(Ok(0), |background| background.wait_for_merges(1, minute));
                 println!("{}", merges.map_or_else(|error| error.to_string(), |merges| format!(" merges: {merges} .")));
             }
             ("race", &[rounds]) => {
-                memory.note_past();
-                println!("{}", race(&engine, &mut memory.pages, rounds));
+                memory.record_contents();
+                println!("{}", write_while_merging(&engine, &mut memory.pages, rounds));
             }
-            ("shuffle", &[rounds]) => println!("{}", shuffle(&engine, rounds)),
-            ("check", []) => match memory.is_right() {
+            ("shuffle", &[rounds]) => println!("{}", move_while_merging(&engine, rounds)),
+            ("check", []) => match memory.check_contents() {
                 Ok(()) => println!("same"),
                 Err(page) => println!("page {page} differs"),
             },
             ("unmap" | "munmap", &[start, count]) => {
                 if command == "unmap" {
-                    engine.forsake(memory.range(start, count)).expect("a domain that works");
+                    engine.disown(memory.page_address_range(start, count)).expect("a domain that works");
                 }
-                memory.some(start, count).iter_mut().for_each(Page::unmap);
+                memory.page_range_mut(start, count).iter_mut().for_each(ExpectedPage::unmap);
                 println!("unmapped");
             }
             ("replace", &[start, count]) => {
-                let mapped = memory.some(start, count).iter_mut().filter(|page| page.access != Access::Unmapped);
-                mapped.for_each(|page| page.replace(None));
+                let mapped =
+                    memory.page_range_mut(start, count).iter_mut().filter(|page| page.access != PageAccess::Unmapped);
+                mapped.for_each(|page| page.map_replacement(None));
                 println!("replaced");
             }
             ("mapfile", &[start, count]) => {
                 let mut file = tempfile::tempfile().expect("a file");
                 // One more than there are pages, should the last of them grow.
-                file.write_all(&of_file(count + 1)).expect("a file");
-                for (page, number) in memory.some(start, count).iter_mut().zip(0..) {
-                    if page.access != Access::Unmapped {
-                        page.replace(Some((&file, number)));
+                file.write_all(&file_content(count + 1)).expect("a file");
+                for (page, number) in memory.page_range_mut(start, count).iter_mut().zip(0..) {
+                    if page.access != PageAccess::Unmapped {
+                        page.map_replacement(Some((&file, number)));
                     }
                 }
                 files.push((file, count + 1));
                 println!("mapped");
             }
             ("files", []) => {
-                let untouched = files.iter().all(|(file, pages)| is_untouched(file, *pages));
+                let untouched = files.iter().all(|(file, pages)| is_file_unchanged(file, *pages));
                 println!("{}", if untouched { "untouched" } else { "touched" });
             }
             ("map", &[start, count]) => {
                 for number in start..start + count {
                     let page = &mut memory.pages[number as usize];
-                    if page.access == Access::Unmapped && page.map() {
-                        adopt(&memory, number, 1);
+                    if page.access == PageAccess::Unmapped && page.map() {
+                        adopt_pages(&memory, number, 1);
                     }
                 }
                 println!("mapped");
@@ -533,44 +545,45 @@ fn main() {
                 println!("moved back");
             }
             ("grow", &[start]) => {
-                memory.grow(start);
+                memory.grow_mapping(start);
                 println!("grown");
             }
             ("dontneed", &[start, count]) => {
                 let mut kept = 0;
-                for page in memory.some(start, count).iter_mut().filter(|page| page.may_be_dropped()) {
+                for page in memory.page_range_mut(start, count).iter_mut().filter(|page| page.may_be_dropped()) {
                     assert!(page.advise(libc::MADV_DONTNEED), "{}", std::io::Error::last_os_error());
-                    kept += u64::from(page.find_out());
+                    kept += u64::from(page.read_dropped_content());
                 }
                 println!(" zeros: {} kept: {kept} .", count - kept);
             }
             ("guard", &[start, count]) => {
                 let mut guarded = 0;
-                let droppable = |page: &&mut Page| page.access == Access::Write && page.may_be_dropped();
-                for page in memory.some(start, count).iter_mut().filter(droppable) {
+                let droppable = |page: &&mut ExpectedPage| page.access == PageAccess::Write && page.may_be_dropped();
+                for page in memory.page_range_mut(start, count).iter_mut().filter(droppable) {
                     if page.advise(GUARD_INSTALL) {
-                        page.access = Access::Guarded;
+                        page.access = PageAccess::Guarded;
                         guarded += 1;
                     }
                 }
                 println!(" guarded: {guarded} .");
             }
             ("protect", &[start, count, how]) => {
-                let mapped = |page: &&mut Page| !matches!(page.access, Access::Unmapped | Access::Guarded);
-                let access = if how == 0 { Access::Hidden } else { Access::Read };
-                memory.some(start, count).iter_mut().filter(mapped).for_each(|page| page.protect(access));
+                let mapped =
+                    |page: &&mut ExpectedPage| !matches!(page.access, PageAccess::Unmapped | PageAccess::Guarded);
+                let access = if how == 0 { PageAccess::NoAccess } else { PageAccess::Read };
+                memory.page_range_mut(start, count).iter_mut().filter(mapped).for_each(|page| page.protect(access));
                 println!("protected");
             }
             ("expose", &[start, count]) => {
-                for page in memory.some(start, count) {
+                for page in memory.page_range_mut(start, count) {
                     match page.access {
-                        Access::Unmapped => {}
-                        Access::Guarded => {
+                        PageAccess::Unmapped => {}
+                        PageAccess::Guarded => {
                             assert!(page.advise(GUARD_REMOVE), "{}", std::io::Error::last_os_error());
-                            page.access = Access::Write;
-                            page.find_out();
+                            page.access = PageAccess::Write;
+                            page.read_dropped_content();
                         }
-                        _ => page.protect(Access::Write),
+                        _ => page.protect(PageAccess::Write),
                     }
                 }
                 println!("exposed");
@@ -583,10 +596,10 @@ fn main() {
                 let done = unsafe { libc::madvise(ptr::with_exposed_provenance_mut(start), bytes, advice) };
                 println!("advised: {done}");
             }
-            ("mappings", &[left]) => println!(" taken: {} .", take_mappings(left as usize)),
+            ("mappings", &[left]) => println!(" taken: {} .", exhaust_mappings(left as usize)),
             ("base", []) => println!(" base: {} .", memory.region.range().start),
             ("core", _) => dump_core(text),
-            ("exec", []) => exec(&arguments),
+            ("exec", []) => exec_self(&arguments),
             ("close", []) => {
                 // SAFETY: what of these is somebody's finds that out, which is what is tested.
                 unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
@@ -605,29 +618,29 @@ fn main() {
                 println!("left");
                 return;
             }
-            ("standing", []) => println!("{:?}", engine.standing().expect("a domain that works")),
+            ("standing", []) => println!("{:?}", engine.status().expect("a domain that works")),
             ("fork", []) => {
                 let (wait, gate) = std::io::pipe().expect("a pipe");
-                let process = fork();
+                let process = fork_process();
                 if process == 0 {
                     drop(gate);
                     drop(std::mem::take(&mut children));
                     let _ = (&wait).read(&mut [0]);
-                    child(&mut memory);
+                    run_child(&mut memory);
                 }
-                children.push(Child { process, gate: gate.into() });
+                children.push(ForkedChild { process, gate: gate.into() });
                 println!("forked");
             }
             ("child", []) => {
                 let child = children.pop().expect("a child");
                 drop(child.gate);
-                println!("{}", if exit_code(child.process) == 0 { "same" } else { "different" });
+                println!("{}", if wait_exit_code(child.process) == 0 { "same" } else { "different" });
             }
-            ("forks", &[rounds]) => println!("{}", forks(&mut memory, rounds)),
+            ("forks", &[rounds]) => println!("{}", fork_while_merging(&mut memory, rounds)),
             _ => println!("unknown: {line}"),
         }
         if background.is_some() {
-            memory.note_past();
+            memory.record_contents();
         }
         std::io::stdout().flush().expect("somebody reads");
     }

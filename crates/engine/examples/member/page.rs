@@ -6,17 +6,17 @@ use std::io::{Read, Seek};
 use std::os::fd::AsRawFd;
 use std::{ptr, slice};
 
-pub const PAGE: usize = 4096;
+pub const PAGE_BYTES: usize = 4096;
 
 /// What a page is to hold: a seed and a place, from which all its bytes follow.
-pub type Content = (u64, u64);
+pub type ExpectedContent = (u64, u64);
 
-pub const ZEROS: Content = (0, 0);
+pub const ZERO_CONTENT: ExpectedContent = (0, 0);
 
 /// The seed of what files hold. Places are those in the file.
-pub const OF_FILE: u64 = 10;
+pub const FILE_SEED: u64 = 10;
 
-pub fn fill(page: &mut [u8], (seed, place): Content) {
+pub fn fill_page(page: &mut [u8], (seed, place): ExpectedContent) {
     let mut state = seed << 32 ^ place << 12;
     for word in page.as_chunks_mut::<8>().0 {
         // splitmix64 (G. Steele et al., OOPSLA 2014).
@@ -27,153 +27,163 @@ pub fn fill(page: &mut [u8], (seed, place): Content) {
     }
 }
 
-pub fn filled(content: Content) -> Vec<u8> {
-    let mut page = vec![0; PAGE];
-    fill(&mut page, content);
+pub fn filled_page(content: ExpectedContent) -> Vec<u8> {
+    let mut page = vec![0; PAGE_BYTES];
+    fill_page(&mut page, content);
     page
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Access {
+pub enum PageAccess {
     Write,
     Read,
-    Hidden,
+    NoAccess,
     Guarded,
     Unmapped,
 }
 
 /// A page of the program's, wherever it is.
 #[derive(Clone, Debug)]
-pub struct Page {
-    pub at: usize,
-    pub access: Access,
-    pub holds: Content,
+pub struct ExpectedPage {
+    pub address: usize,
+    pub access: PageAccess,
+    pub content: ExpectedContent,
     /// What it may have been merged with.
-    pub past: Vec<Content>,
+    pub merged_contents: Vec<ExpectedContent>,
     /// It came with another one that grew, and has whatever the store has next to that one below what was written.
-    pub came_with_another: bool,
+    pub is_growth_remainder: bool,
 }
 
-impl Page {
+impl ExpectedPage {
     pub fn new(at: usize) -> Self {
-        Self { at, access: Access::Write, holds: ZEROS, past: Vec::new(), came_with_another: false }
+        Self {
+            address: at,
+            access: PageAccess::Write,
+            content: ZERO_CONTENT,
+            merged_contents: Vec::new(),
+            is_growth_remainder: false,
+        }
     }
 
     /// Whether it is known what it may read as once its content is dropped.
     pub fn may_be_dropped(&self) -> bool {
-        self.is_readable() && !self.came_with_another
+        self.is_readable() && !self.is_growth_remainder
     }
 
     pub fn pointer(&self) -> *mut u8 {
-        ptr::with_exposed_provenance_mut(self.at)
+        ptr::with_exposed_provenance_mut(self.address)
     }
 
     pub fn is_readable(&self) -> bool {
-        matches!(self.access, Access::Write | Access::Read)
+        matches!(self.access, PageAccess::Write | PageAccess::Read)
     }
 
     pub fn bytes(&self) -> &[u8] {
         assert!(self.is_readable());
         // SAFETY: it is mapped readable, and this program writes to it through `&mut self` only.
-        unsafe { slice::from_raw_parts(self.pointer(), PAGE) }
+        unsafe { slice::from_raw_parts(self.pointer(), PAGE_BYTES) }
     }
 
-    pub fn fill(&mut self, content: Content) {
-        if self.access == Access::Write {
+    pub fn write_content(&mut self, content: ExpectedContent) {
+        if self.access == PageAccess::Write {
             // SAFETY: it is mapped writable, and `&mut self` makes this the only borrow.
-            fill(unsafe { slice::from_raw_parts_mut(self.pointer(), PAGE) }, content);
-            self.holds = content;
+            fill_page(unsafe { slice::from_raw_parts_mut(self.pointer(), PAGE_BYTES) }, content);
+            self.content = content;
         }
     }
 
-    pub fn is_right(&self) -> bool {
-        !self.is_readable() || self.bytes() == filled(self.holds)
+    pub fn has_expected_content(&self) -> bool {
+        !self.is_readable() || self.bytes() == filled_page(self.content)
     }
 
     pub fn advise(&self, advice: c_int) -> bool {
         // SAFETY: what the program holds there is no longer borrowed, and the content is found out afterwards.
-        unsafe { libc::madvise(self.pointer().cast(), PAGE, advice) == 0 }
+        unsafe { libc::madvise(self.pointer().cast(), PAGE_BYTES, advice) == 0 }
     }
 
     /// What it holds was dropped: it reads as zeros, or as what it was merged with.
-    pub fn find_out(&mut self) -> bool {
-        let held = [ZEROS].into_iter().chain(self.past.iter().copied()).find(|&past| self.bytes() == filled(past));
-        self.holds = held.unwrap_or_else(|| panic!("page at {:#x} reads as what it never was", self.at));
-        held != Some(ZEROS)
+    pub fn read_dropped_content(&mut self) -> bool {
+        let held = [ZERO_CONTENT]
+            .into_iter()
+            .chain(self.merged_contents.iter().copied())
+            .find(|&past| self.bytes() == filled_page(past));
+        self.content = held.unwrap_or_else(|| panic!("page at {:#x} reads as what it never was", self.address));
+        held != Some(ZERO_CONTENT)
     }
 
     /// Map it, unless somebody else has taken the address; whether that was done.
     pub fn map(&mut self) -> bool {
-        let at = space(1, self.at);
-        let mapped = at == self.at;
+        let at = reserve_address_space(1, self.address);
+        let mapped = at == self.address;
         if mapped {
-            *self = Self::new(self.at);
-            self.protect(Access::Write);
+            *self = Self::new(self.address);
+            self.protect(PageAccess::Write);
         } else {
             // SAFETY: it was mapped right above.
-            unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), PAGE) };
+            unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), PAGE_BYTES) };
         }
         mapped
     }
 
     pub fn unmap(&mut self) {
-        if self.access != Access::Unmapped {
+        if self.access != PageAccess::Unmapped {
             // SAFETY: no borrow of it lives.
-            unsafe { libc::munmap(self.pointer().cast(), PAGE) };
-            self.access = Access::Unmapped;
+            unsafe { libc::munmap(self.pointer().cast(), PAGE_BYTES) };
+            self.access = PageAccess::Unmapped;
         }
     }
 
     /// Map something else in its place: a page of a file, or new memory.
-    pub fn replace(&mut self, file: Option<(&File, u64)>) {
+    pub fn map_replacement(&mut self, file: Option<(&File, u64)>) {
         let (kind, descriptor, number) = match file {
             Some((file, number)) => (0, file.as_raw_fd(), number),
             None => (libc::MAP_ANONYMOUS, -1, 0),
         };
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED | kind);
-        let offset = (number * PAGE as u64) as libc::off_t;
+        let offset = (number * PAGE_BYTES as u64) as libc::off_t;
         // SAFETY: what is replaced is mapped for this page, and no borrow of it lives.
-        let mapped = unsafe { libc::mmap(self.pointer().cast(), PAGE, access, flags, descriptor, offset) };
-        assert_eq!(mapped.expose_provenance(), self.at, "mmap: {}", std::io::Error::last_os_error());
-        *self = Self::new(self.at);
+        let mapped = unsafe { libc::mmap(self.pointer().cast(), PAGE_BYTES, access, flags, descriptor, offset) };
+        assert_eq!(mapped.expose_provenance(), self.address, "mmap: {}", std::io::Error::last_os_error());
+        *self = Self::new(self.address);
         if file.is_some() {
-            self.holds = (OF_FILE, number);
+            self.content = (FILE_SEED, number);
             // What is written there and dropped reads as the file again.
-            self.past.push(self.holds);
+            self.merged_contents.push(self.content);
         }
     }
 
     /// It was moved away: keep others from the address.
-    pub fn hold_the_place(&mut self) {
-        assert_eq!(space(1, self.at), self.at, "it was free");
-        *self = Self { access: Access::Hidden, ..Self::new(self.at) };
+    pub fn reserve_old_address(&mut self) {
+        assert_eq!(reserve_address_space(1, self.address), self.address, "it was free");
+        *self = Self { access: PageAccess::NoAccess, ..Self::new(self.address) };
     }
 
-    pub fn protect(&mut self, access: Access) {
+    pub fn protect(&mut self, access: PageAccess) {
         let protection = match access {
-            Access::Write => libc::PROT_READ | libc::PROT_WRITE,
-            Access::Read => libc::PROT_READ,
+            PageAccess::Write => libc::PROT_READ | libc::PROT_WRITE,
+            PageAccess::Read => libc::PROT_READ,
             _ => libc::PROT_NONE,
         };
         // SAFETY: it is mapped, and no borrow of it lives.
-        let done = unsafe { libc::mprotect(self.pointer().cast(), PAGE, protection) };
+        let done = unsafe { libc::mprotect(self.pointer().cast(), PAGE_BYTES, protection) };
         assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
         self.access = access;
     }
 }
 
 /// Address space for so many pages, mapped without access: at some address if it is free, or somewhere.
-pub fn space(pages: usize, at: usize) -> usize {
+pub fn reserve_address_space(pages: usize, address: usize) -> usize {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
-    let start =
-        unsafe { libc::mmap(ptr::with_exposed_provenance_mut(at), pages * PAGE, libc::PROT_NONE, flags, -1, 0) };
+    let start = unsafe {
+        libc::mmap(ptr::with_exposed_provenance_mut(address), pages * PAGE_BYTES, libc::PROT_NONE, flags, -1, 0)
+    };
     assert_ne!(start, libc::MAP_FAILED, "address space");
     start.expose_provenance()
 }
 
 /// Move mapped memory to space that it may have; where it is then.
-pub fn remap(from: usize, bytes: usize, to: usize, more: usize) {
+pub fn move_mapping(from: usize, bytes: usize, to: usize, more: usize) {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
     // SAFETY: what is moved is not borrowed, and what is replaced is empty space.
@@ -182,14 +192,14 @@ pub fn remap(from: usize, bytes: usize, to: usize, more: usize) {
 }
 
 /// What a file of so many pages holds.
-pub fn of_file(pages: u64) -> Vec<u8> {
-    (0..pages).map(|page| filled((OF_FILE, page))).collect::<Vec<_>>().concat()
+pub fn file_content(pages: u64) -> Vec<u8> {
+    (0..pages).map(|page| filled_page((FILE_SEED, page))).collect::<Vec<_>>().concat()
 }
 
 /// Whether a file of so many pages holds what it did.
-pub fn is_untouched(mut file: &File, pages: u64) -> bool {
+pub fn is_file_unchanged(mut file: &File, pages: u64) -> bool {
     let mut held = Vec::new();
     file.rewind().expect("a file");
     file.read_to_end(&mut held).expect("a file");
-    held == of_file(pages)
+    held == file_content(pages)
 }

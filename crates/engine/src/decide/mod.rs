@@ -1,6 +1,6 @@
 //! Pure decisions of the user-space engine.
 
-pub mod allowance;
-pub mod hot;
-pub mod huge;
-pub mod turn;
+pub mod huge_page_loss;
+pub mod merge_turn;
+pub mod page_note;
+pub mod time_budget;

@@ -8,10 +8,10 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use tempfile::TempDir;
 
 /// Bytes in a page.
-pub const PAGE: u64 = 4096;
+pub const PAGE_BYTES: u64 = 4096;
 
 /// A directory for domains, in memory as by default.
-pub fn root() -> TempDir {
+pub fn domains_root() -> TempDir {
     use std::os::unix::fs::PermissionsExt;
     let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
     std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
@@ -19,38 +19,39 @@ pub fn root() -> TempDir {
 }
 
 /// A running `examples/member`.
-pub struct Member {
+pub struct MemberProcess {
     pub child: Child,
-    says: ChildStdin,
-    tells: BufReader<ChildStdout>,
+    commands: ChildStdin,
+    answers: BufReader<ChildStdout>,
 }
 
-pub fn program() -> PathBuf {
+pub fn member_program() -> PathBuf {
     let tests = std::env::current_exe().expect("a test is a program");
     // Somewhere below target/PROFILE, where depends on cargo.
     let mut programs = tests.ancestors().map(|folder| folder.join("examples/member"));
     programs.find(|program| program.exists()).unwrap_or_else(|| PathBuf::from("examples/member"))
 }
 
-impl Member {
-    pub fn start(root: &TempDir, pages: u64, more: &[&str]) -> Self {
-        Self::start_with(root, pages, more, None)
+impl MemberProcess {
+    pub fn start(root: &TempDir, pages: u64, options: &[&str]) -> Self {
+        Self::start_with(root, pages, options, None)
     }
 
-    pub fn start_with(root: &TempDir, pages: u64, more: &[&str], fault: Option<&str>) -> Self {
-        let mut command = Command::new(program());
-        command.args(["test", &pages.to_string()]).args(more).env("PAGEFOLD_RUNTIME", root.path());
+    pub fn start_with(root: &TempDir, pages: u64, options: &[&str], fault: Option<&str>) -> Self {
+        let mut command = Command::new(member_program());
+        command.args(["test", &pages.to_string()]).args(options).env("PAGEFOLD_RUNTIME", root.path());
         command.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault)));
         // What a member that is to die at a point says of that is of no interest.
-        Self::of(&mut command, if fault.is_some() { Stdio::null() } else { Stdio::inherit() }).readied(fault.is_some())
+        Self::spawn(&mut command, if fault.is_some() { Stdio::null() } else { Stdio::inherit() })
+            .wait_until_ready(fault.is_some())
     }
 
     /// One that does all that a script says, with a fault point.
-    pub fn of_script(root: &TempDir, pages: u64, script: &[&str], fault: &str) -> Self {
-        let mut command = Command::new(program());
+    pub fn start_with_script(root: &TempDir, pages: u64, script: &[&str], fault: &str) -> Self {
+        let mut command = Command::new(member_program());
         command.args(["test", &pages.to_string()]).env("PAGEFOLD_RUNTIME", root.path());
-        let mut member = Self::of(command.env("PAGEFOLD_FAULT_POINT", fault), Stdio::null());
-        script.iter().for_each(|line| writeln!(member.says, "{line}").expect("it reads"));
+        let mut member = Self::spawn(command.env("PAGEFOLD_FAULT_POINT", fault), Stdio::null());
+        script.iter().for_each(|line| writeln!(member.commands, "{line}").expect("it reads"));
         member
     }
 
@@ -68,13 +69,13 @@ impl Member {
     }
 
     /// Have it go on if it was stopped.
-    pub fn go_on(&self) {
+    pub fn continue_process(&self) {
         let process = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(process, rustix::process::Signal::CONT).expect("it is ours");
     }
 
     /// As some command starts it. Its first answer is still to come.
-    pub fn of(command: &mut Command, errors: Stdio) -> Self {
+    pub fn spawn(command: &mut Command, errors: Stdio) -> Self {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
@@ -83,51 +84,51 @@ impl Member {
             .expect("`cargo build --examples` was run, as `cargo test` does without `--test`");
         let says = child.stdin.take().expect("a pipe");
         let tells = BufReader::new(child.stdout.take().expect("a pipe"));
-        Self { child, says, tells }
+        Self { child, commands: says, answers: tells }
     }
 
-    pub fn readied(mut self, may_die: bool) -> Self {
-        let answer = self.answer();
+    pub fn wait_until_ready(mut self, may_die: bool) -> Self {
+        let answer = self.read_answer();
         assert!(may_die || answer.as_deref() == Some("ready"), "{answer:?}");
         self
     }
 
     /// What it says next, if it lives.
-    pub fn answer(&mut self) -> Option<String> {
+    pub fn read_answer(&mut self) -> Option<String> {
         let mut line = String::new();
-        let read = self.tells.read_line(&mut line).expect("text");
+        let read = self.answers.read_line(&mut line).expect("text");
         (read > 0).then(|| line.trim_end().to_owned())
     }
 
     /// Have it do something, and do not wait for its answer.
-    pub fn say(&mut self, line: &str) {
-        writeln!(self.says, "{line}").expect("it reads");
+    pub fn send_command(&mut self, line: &str) {
+        writeln!(self.commands, "{line}").expect("it reads");
     }
 
     /// What it answers, if it lives.
-    pub fn ask(&mut self, line: &str) -> Option<String> {
-        writeln!(self.says, "{line}").ok()?;
-        self.answer()
+    pub fn try_command(&mut self, line: &str) -> Option<String> {
+        writeln!(self.commands, "{line}").ok()?;
+        self.read_answer()
     }
 
-    pub fn tell(&mut self, line: &str) -> String {
-        self.ask(line).unwrap_or_else(|| panic!("{line}: it has died"))
+    pub fn run_command(&mut self, line: &str) -> String {
+        self.try_command(line).unwrap_or_else(|| panic!("{line}: it has died"))
     }
 
-    pub fn merge(&mut self) -> Told {
-        Told(self.tell("merge"))
+    pub fn run_merge(&mut self) -> MemberAnswer {
+        MemberAnswer(self.run_command("merge"))
     }
 
-    pub fn standing(&mut self) -> Told {
-        Told(self.tell("standing"))
+    pub fn read_status(&mut self) -> MemberAnswer {
+        MemberAnswer(self.run_command("standing"))
     }
 
-    pub fn check(&mut self) {
-        assert_eq!(self.tell("check"), "same");
+    pub fn check_memory(&mut self) {
+        assert_eq!(self.run_command("check"), "same");
     }
 
     /// A line of `smaps_rollup`, in KiB.
-    pub fn smaps(&self, name: &str) -> u64 {
+    pub fn smaps_rollup_kib(&self, name: &str) -> u64 {
         let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", self.child.id())).expect("it lives");
         let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in {text}"));
         line.split_ascii_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number")
@@ -139,7 +140,7 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for MemberProcess {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -148,10 +149,10 @@ impl Drop for Member {
 
 /// What a member told of itself.
 #[derive(Debug)]
-pub struct Told(pub String);
+pub struct MemberAnswer(pub String);
 
-impl Told {
-    pub fn of(&self, name: &str) -> u64 {
+impl MemberAnswer {
+    pub fn number(&self, name: &str) -> u64 {
         let at = self.0.find(&format!(" {name}: ")).unwrap_or_else(|| panic!("{name} in {}", self.0));
         let digits = self.0[at + name.len() + 3..].trim_start_matches(|c: char| !c.is_ascii_digit());
         let end = digits.find(|c: char| !c.is_ascii_digit()).unwrap_or(digits.len());
@@ -160,11 +161,11 @@ impl Told {
 }
 
 /// Members merge until nothing moves any more, and all memory is as it was.
-pub fn settle(members: &mut [&mut Member]) {
+pub fn merge_until_settled(members: &mut [&mut MemberProcess]) {
     for _ in 0..3 {
         for member in members.iter_mut() {
-            member.merge();
-            member.check();
+            member.run_merge();
+            member.check_memory();
         }
     }
 }

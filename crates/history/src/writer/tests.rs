@@ -1,38 +1,38 @@
 use super::*;
-use crate::Reader;
-use crate::tiers::DAY;
-use pagefold_daemon::wire::Kind;
+use crate::HistoryReader;
+use crate::tiers::MILLIS_PER_DAY;
+use pagefold_daemon::wire::WorkloadKind;
 use tempfile::TempDir;
 
 /// The status that all faces are tested with, at a time.
-fn status(time: f64) -> Status {
+fn status(time: f64) -> StatusReport {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json");
-    let mut status: Status = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    let mut status: StatusReport = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
     status.time = time;
     status.decisions.clear();
     status.passes.last = None;
     status
 }
 
-fn begin(limits: Limits, time: f64) -> (TempDir, PathBuf, Writer) {
+fn new_writer(limits: HistoryLimits, time: f64) -> (TempDir, PathBuf, HistoryWriter) {
     // In memory: it is not about how fast a disk writes.
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path = folder.path().join("history.db");
-    let writer = Writer::open(&path, limits, "node17", "0.1.0", time).unwrap();
+    let writer = HistoryWriter::open(&path, limits, "node17", "0.1.0", time).unwrap();
     (folder, path, writer)
 }
 
-fn sizes(path: &Path) -> u64 {
-    [path.to_owned(), log_of(path)].iter().map(|file| std::fs::metadata(file).map_or(0, |file| file.len())).sum()
+fn total_file_bytes(path: &Path) -> u64 {
+    [path.to_owned(), log_path(path)].iter().map(|file| std::fs::metadata(file).map_or(0, |file| file.len())).sum()
 }
 
-const NOW: f64 = 1_795_000_000.0;
+const NOW_SECONDS: f64 = 1_795_000_000.0;
 
 #[test]
-fn what_is_committed_is_read_back() {
-    let (_folder, path, mut writer) = begin(Limits::default(), NOW);
-    let mut status = status(NOW);
-    let decision = |time_ms| Decision {
+fn committed_rows_are_read_back() {
+    let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
+    let mut status = status(NOW_SECONDS);
+    let decision = |time_ms| DecisionReport {
         time_ms,
         what: "merge".to_owned(),
         whom: "web-7".to_owned(),
@@ -41,51 +41,51 @@ fn what_is_committed_is_read_back() {
         predicted: Some(7),
         acted: true,
     };
-    let decide = |status: &mut Status, time_ms| {
+    let decide = |status: &mut StatusReport, time_ms| {
         status.decisions.insert(0, decision(time_ms));
         *status.decisions_by_reason.entry("arrived".to_owned()).or_default() += 1;
     };
     (status.decisions, status.decisions_by_reason) = Default::default();
     decide(&mut status, 1_795_000_000_000);
-    writer.note(&status);
+    writer.note_status(&status);
     // The latest come first, and what was noted is not noted again; clocks may be set back.
     status.time += 10.0;
     decide(&mut status, 1_795_000_009_000);
     decide(&mut status, 1_795_000_009_000);
-    writer.note(&status);
+    writer.note_status(&status);
     decide(&mut status, 1_794_999_000_000);
-    writer.note(&status);
-    writer.note_members(status.time, &status.members);
+    writer.note_status(&status);
+    writer.note_footprints(status.time, &status.members);
     assert!(writer.is_pending());
     writer.commit().unwrap();
     assert!(!writer.is_pending());
-    let mut reader = Reader::open(&path).unwrap();
-    assert_eq!(reader.last().unwrap(), Some(NOW + 10.0));
-    let kept = reader.load(0.0, f64::INFINITY).unwrap();
+    let mut reader = HistoryReader::open(&path).unwrap();
+    assert_eq!(reader.last_sample_time().unwrap(), Some(NOW_SECONDS + 10.0));
+    let kept = reader.load_span(0.0, f64::INFINITY).unwrap();
     assert_eq!((kept.host.as_str(), kept.samples.len()), ("node17", 2));
-    assert_eq!(kept.samples[1], Sample::of(&status, 1));
+    assert_eq!(kept.samples[1], HistorySample::from_status(&status, 1));
     let times: Vec<u64> = kept.decisions.iter().map(|decision| decision.time_ms).collect();
     assert_eq!(times, [1_794_999_000_000, 1_795_000_000_000, 1_795_000_009_000, 1_795_000_009_000]);
-    assert_eq!(kept.footprints.len(), status.members.len().min(MEMBERS));
-    assert!(kept.footprints.iter().any(|footprint| footprint.kind == Kind::Vm));
-    assert_eq!(reader.load(NOW + 1.0, NOW + 20.0).unwrap().samples.len(), 1);
+    assert_eq!(kept.footprints.len(), status.members.len().min(MAX_FOOTPRINTS_PER_NOTE));
+    assert!(kept.footprints.iter().any(|footprint| footprint.kind == WorkloadKind::Vm));
+    assert_eq!(reader.load_span(NOW_SECONDS + 1.0, NOW_SECONDS + 20.0).unwrap().samples.len(), 1);
 }
 
 #[test]
-fn a_pass_is_followed_from_the_arrival_to_the_end() {
-    let (_folder, path, mut writer) = begin(Limits::default(), NOW);
-    let mut moment = status(NOW);
-    let newcomer = Member { state: MemberState::Arriving, start_time: 1, ..moment.members[0].clone() };
+fn pass_is_timed_from_arrival_to_end() {
+    let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
+    let mut moment = status(NOW_SECONDS);
+    let newcomer = TrackedProcessReport { state: TrackingState::Arriving, start_time: 1, ..moment.members[0].clone() };
     for second in 0..30_u32 {
         let at = f64::from(second);
-        moment.time = NOW + at;
+        moment.time = NOW_SECONDS + at;
         // Seen at 2, looked at from 5 on; the census has ended at 7, the merge at 15.
         moment.members = if (2..5).contains(&second) { vec![newcomer.clone()] } else { Vec::new() };
         let merged = (at - 8.0).clamp(0.0, 5.0) / 5.0;
         moment.saved.gross = Some(((100.0 * merged) as u64) << 20);
         moment.passes.passes = u64::from(second >= 7);
-        let last = |ended: f64, reached| pagefold_daemon::wire::Pass {
-            time: NOW + ended,
+        let last = |ended: f64, reached| pagefold_daemon::wire::PassReport {
+            time: NOW_SECONDS + ended,
             seconds: ended - 5.0,
             cpu_seconds: 1.0,
             processes: 1,
@@ -97,118 +97,136 @@ fn a_pass_is_followed_from_the_arrival_to_the_end() {
             7..15 => Some(last(7.0, None)),
             _ => Some(last(15.0, Some(99 << 20))),
         };
-        writer.note(&moment);
+        writer.note_status(&moment);
     }
     writer.commit().unwrap();
-    let passes = Reader::open(&path).unwrap().load(0.0, f64::INFINITY).unwrap().passes;
+    let passes = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().passes;
     assert_eq!(passes.len(), 1, "one pass, whatever became of it: {passes:#?}");
     let pass = passes[0];
-    assert_eq!((pass.number, pass.reached, pass.waited), (1, Some(99 << 20), Some(3.0)));
-    let (to_90, to_99) = (pass.to_90.unwrap(), pass.to_99.unwrap());
+    assert_eq!((pass.number, pass.measured, pass.arrival_wait_seconds), (1, Some(99 << 20), Some(3.0)));
+    let (to_90, to_99) = (pass.seconds_to_90.unwrap(), pass.seconds_to_99.unwrap());
     // 90 % of it are there 4.5 s after the eighth second, which is the third of the pass.
     assert!((to_90 - 7.5).abs() < 0.01 && (to_99 - 7.95).abs() < 0.01, "{to_90} {to_99}");
 }
 
 #[test]
-fn a_short_pass_is_followed_between_samples() {
-    let (_folder, path, mut writer) = begin(Limits::default(), NOW);
-    let mut moment = status(NOW);
+fn short_pass_is_timed_between_samples() {
+    let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
+    let mut moment = status(NOW_SECONDS);
     moment.saved.gross = Some(0);
-    writer.note(&moment);
+    writer.note_status(&moment);
     // A pass of one second, of which the second half merges.
     for quarter in 1..8_u32 {
         let at = f64::from(quarter) / 4.0;
-        writer.note_counted(NOW + at, (((at - 0.5).clamp(0.0, 0.5) * 200.0) as u64) << 20);
+        writer.note_saved_by_ksm(NOW_SECONDS + at, (((at - 0.5).clamp(0.0, 0.5) * 200.0) as u64) << 20);
     }
     let (seconds, cpu_seconds, processes, predicted) = (1.0, 0.5, 1, 100 << 20);
     let reached = Some(100 << 20);
-    moment.time = NOW + 5.0;
+    moment.time = NOW_SECONDS + 5.0;
     moment.saved.gross = Some(100 << 20);
     moment.passes.passes = 1;
-    moment.passes.last =
-        Some(pagefold_daemon::wire::Pass { time: NOW + 1.0, seconds, cpu_seconds, processes, predicted, reached });
-    writer.note(&moment);
+    moment.passes.last = Some(pagefold_daemon::wire::PassReport {
+        time: NOW_SECONDS + 1.0,
+        seconds,
+        cpu_seconds,
+        processes,
+        predicted,
+        reached,
+    });
+    writer.note_status(&moment);
     moment.time += 10.0;
-    writer.note(&moment);
+    writer.note_status(&moment);
     writer.commit().unwrap();
-    let kept = Reader::open(&path).unwrap().load(0.0, f64::INFINITY).unwrap();
+    let kept = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap();
     assert_eq!(kept.samples.len(), 3, "what was noted between is not kept");
-    assert!((kept.passes[0].to_90.unwrap() - 0.95).abs() < 0.01, "{:?}", kept.passes[0]);
+    assert!((kept.passes[0].seconds_to_90.unwrap() - 0.95).abs() < 0.01, "{:?}", kept.passes[0]);
 }
 
 #[test]
-fn the_past_is_thinned_out() {
-    let (_folder, path, mut writer) = begin(Limits::default(), NOW);
-    let end = milliseconds(NOW);
+fn old_samples_are_thinned() {
+    let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
+    let end = seconds_to_millis(NOW_SECONDS);
     // At even distances within each tier, and before all of them.
     let ages = |from: i64, to: i64, step: i64| (from..to).step_by(usize::try_from(step).unwrap());
-    let spans = [(0, 2 * DAY, 20_000), (30 * DAY, 32 * DAY, 60_000), (365 * DAY, 368 * DAY, 3_600_000)];
+    let spans = [
+        (0, 2 * MILLIS_PER_DAY, 20_000),
+        (30 * MILLIS_PER_DAY, 32 * MILLIS_PER_DAY, 60_000),
+        (365 * MILLIS_PER_DAY, 368 * MILLIS_PER_DAY, 3_600_000),
+    ];
     let all: Vec<i64> = spans.into_iter().flat_map(|(from, to, step)| ages(from, to, step)).collect();
     let sample = |age: i64| {
         let time = (end - age) as f64 / 1e3;
-        Sample { time, run: 1, ksmd_seconds: Some(time), ..Sample::default() }
+        HistorySample { time, run_id: 1, ksmd_seconds: Some(time), ..HistorySample::default() }
     };
     writer.samples = all.into_iter().map(sample).collect();
     writer.commit().unwrap();
-    thin(&mut writer.connection, end, Limits::default()).unwrap();
-    let kept = Reader::open(&path).unwrap().load(0.0, f64::INFINITY).unwrap().samples;
+    thin_tables(&mut writer.connection, end, HistoryLimits::default()).unwrap();
+    let kept = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().samples;
     let within = |from: i64, to: i64| {
-        kept.iter().filter(|sample| (from..to).contains(&(end - milliseconds(sample.time)))).count() as i64
+        kept.iter().filter(|sample| (from..to).contains(&(end - seconds_to_millis(sample.time)))).count() as i64
     };
     let near = |count: i64, expect: i64| assert!((count - expect).abs() <= 2, "{count} instead of {expect}");
-    near(within(0, DAY), DAY / 20_000);
-    near(within(DAY, 2 * DAY), DAY / 60_000);
-    near(within(30 * DAY, 31 * DAY), DAY / 60_000);
-    near(within(31 * DAY, 32 * DAY), 24);
-    near(within(365 * DAY, 366 * DAY), 24);
-    assert_eq!(within(366 * DAY + 1, i64::MAX), 0);
+    near(within(0, MILLIS_PER_DAY), MILLIS_PER_DAY / 20_000);
+    near(within(MILLIS_PER_DAY, 2 * MILLIS_PER_DAY), MILLIS_PER_DAY / 60_000);
+    near(within(30 * MILLIS_PER_DAY, 31 * MILLIS_PER_DAY), MILLIS_PER_DAY / 60_000);
+    near(within(31 * MILLIS_PER_DAY, 32 * MILLIS_PER_DAY), 24);
+    near(within(365 * MILLIS_PER_DAY, 366 * MILLIS_PER_DAY), 24);
+    assert_eq!(within(366 * MILLIS_PER_DAY + 1, i64::MAX), 0);
     // Once more changes nothing.
-    thin(&mut writer.connection, end, Limits::default()).unwrap();
-    assert_eq!(Reader::open(&path).unwrap().load(0.0, f64::INFINITY).unwrap().samples, kept);
+    thin_tables(&mut writer.connection, end, HistoryLimits::default()).unwrap();
+    assert_eq!(HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().samples, kept);
 }
 
 #[test]
-fn files_keep_to_their_bound_whatever_is_written() {
-    let limits = Limits { bytes: Limits::LEAST };
-    let (_folder, path, mut writer) = begin(limits, NOW);
-    let mut status = status(NOW);
-    let long = Member { label: "x".repeat(5000), ..status.members[0].clone() };
+fn files_stay_within_their_bound() {
+    let limits = HistoryLimits { max_bytes: HistoryLimits::MIN_BYTES };
+    let (_folder, path, mut writer) = new_writer(limits, NOW_SECONDS);
+    let mut status = status(NOW_SECONDS);
+    let long = TrackedProcessReport { label: "x".repeat(5000), ..status.members[0].clone() };
     let mut most = 0;
     for minute in 0..250_u32 {
         for second in 0..6_u32 {
-            status.time = NOW + f64::from(minute * 60 + second * 10);
+            status.time = NOW_SECONDS + f64::from(minute * 60 + second * 10);
             let why = "long ".repeat(1000);
-            let time_ms = milliseconds(status.time).unsigned_abs();
-            status.decisions = vec![Decision { time_ms, why, ..decision() }];
+            let time_ms = seconds_to_millis(status.time).unsigned_abs();
+            status.decisions = vec![DecisionReport { time_ms, why, ..decision() }];
             *status.decisions_by_reason.entry("word".to_owned()).or_default() += 1;
-            writer.note(&status);
+            writer.note_status(&status);
         }
-        writer.note_members(status.time, &vec![long.clone(); 100]);
+        writer.note_footprints(status.time, &vec![long.clone(); 100]);
         writer.commit().unwrap();
-        most = most.max(sizes(&path));
+        most = most.max(total_file_bytes(&path));
     }
-    assert!(most <= limits.bytes, "{most} bytes");
-    assert!(most >= limits.bytes / 3, "{most} bytes: the bound was not met");
-    let kept = Reader::open(&path).unwrap().load(0.0, f64::INFINITY).unwrap();
+    assert!(most <= limits.max_bytes, "{most} bytes");
+    assert!(most >= limits.max_bytes / 3, "{most} bytes: the bound was not met");
+    let kept = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap();
     assert_eq!(kept.samples.last().map(|sample| sample.time), Some(status.time), "the latest stays");
     assert!(kept.samples.len() < 1500 && !kept.footprints.is_empty());
 }
 
-fn decision() -> Decision {
+fn decision() -> DecisionReport {
     let word = || "word".to_owned();
-    Decision { time_ms: 0, what: word(), whom: word(), reason: word(), why: word(), predicted: None, acted: false }
+    DecisionReport {
+        time_ms: 0,
+        what: word(),
+        whom: word(),
+        reason: word(),
+        why: word(),
+        predicted: None,
+        acted: false,
+    }
 }
 
 #[test]
-fn who_holds_the_log_holds_up_writing_and_no_more() {
-    let limits = Limits { bytes: Limits::LEAST };
-    let (_folder, path, mut writer) = begin(limits, NOW);
-    let mut status = status(NOW);
-    let mut write = |writer: &mut Writer, minutes: u32| -> Result<(), Error> {
+fn reader_of_the_log_only_delays_writes() {
+    let limits = HistoryLimits { max_bytes: HistoryLimits::MIN_BYTES };
+    let (_folder, path, mut writer) = new_writer(limits, NOW_SECONDS);
+    let mut status = status(NOW_SECONDS);
+    let mut write = |writer: &mut HistoryWriter, minutes: u32| -> Result<(), Error> {
         for _ in 0..minutes {
             status.time += 60.0;
-            writer.note(&status);
-            writer.note_members(status.time, &vec![status.members[0].clone(); 32]);
+            writer.note_status(&status);
+            writer.note_footprints(status.time, &vec![status.members[0].clone(); 32]);
             writer.commit()?;
         }
         Ok(())
@@ -218,42 +236,42 @@ fn who_holds_the_log_holds_up_writing_and_no_more() {
     let reader = Connection::open(&path).unwrap();
     reader.execute_batch("BEGIN; SELECT count(*) FROM sample;").unwrap();
     let held = write(&mut writer, 1000);
-    assert!(matches!(held, Err(Error::Held(_)) | Err(Error::Database(..))), "{held:?}");
-    assert!(sizes(&path) <= limits.bytes, "{} bytes", sizes(&path));
+    assert!(matches!(held, Err(Error::LogBlockedByReader(_)) | Err(Error::Database(..))), "{held:?}");
+    assert!(total_file_bytes(&path) <= limits.max_bytes, "{} bytes", total_file_bytes(&path));
     drop(reader);
     write(&mut writer, 2).unwrap();
 }
 
 #[test]
-fn one_that_is_too_large_is_made_smaller() {
-    let (_folder, path, mut writer) = begin(Limits::default(), NOW);
-    let status = status(NOW);
+fn oversized_history_is_shrunk() {
+    let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
+    let status = status(NOW_SECONDS);
     for minute in 0..600_u32 {
-        writer.note_members(NOW + f64::from(minute), &vec![status.members[0].clone(); 32]);
+        writer.note_footprints(NOW_SECONDS + f64::from(minute), &vec![status.members[0].clone(); 32]);
         if minute % 50 == 49 {
-            writer.note(&Status { time: NOW + f64::from(minute), ..status.clone() });
+            writer.note_status(&StatusReport { time: NOW_SECONDS + f64::from(minute), ..status.clone() });
             writer.commit().unwrap();
         }
     }
     drop(writer);
-    let limits = Limits { bytes: Limits::LEAST };
-    assert!(sizes(&path) > limits.bytes);
-    let mut writer = Writer::open(&path, limits, "node17", "0.1.0", NOW).unwrap();
-    writer.note(&status);
+    let limits = HistoryLimits { max_bytes: HistoryLimits::MIN_BYTES };
+    assert!(total_file_bytes(&path) > limits.max_bytes);
+    let mut writer = HistoryWriter::open(&path, limits, "node17", "0.1.0", NOW_SECONDS).unwrap();
+    writer.note_status(&status);
     writer.commit().unwrap();
     drop(writer);
-    assert!(sizes(&path) <= limits.bytes, "{} bytes", sizes(&path));
+    assert!(total_file_bytes(&path) <= limits.max_bytes, "{} bytes", total_file_bytes(&path));
 }
 
 #[test]
-fn what_is_none_of_ours_is_left_as_it_is() {
+fn foreign_file_is_left_unchanged() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("file");
-    let open = || Writer::open(&path, Limits::default(), "node17", "0.1.0", NOW).err();
+    let open = || HistoryWriter::open(&path, HistoryLimits::default(), "node17", "0.1.0", NOW_SECONDS).err();
     for foreign in [&b"notes"[..], &[7; 10_000]] {
         std::fs::write(&path, foreign).unwrap();
-        assert!(matches!(open(), Some(Error::Foreign(_))));
-        assert!(matches!(Reader::open(&path).err(), Some(Error::Foreign(_))));
+        assert!(matches!(open(), Some(Error::NotAHistory(_))));
+        assert!(matches!(HistoryReader::open(&path).err(), Some(Error::NotAHistory(_))));
         assert_eq!(std::fs::read(&path).unwrap(), foreign);
         std::fs::remove_file(&path).unwrap();
     }
@@ -261,26 +279,26 @@ fn what_is_none_of_ours_is_left_as_it_is() {
     other.execute_batch("CREATE TABLE theirs (a)").unwrap();
     drop(other);
     let before = std::fs::read(&path).unwrap();
-    assert!(matches!(open(), Some(Error::Foreign(_))));
+    assert!(matches!(open(), Some(Error::NotAHistory(_))));
     assert_eq!(std::fs::read(&path).unwrap(), before);
     std::fs::remove_file(&path).unwrap();
-    assert!(matches!(Reader::open(&path).err(), Some(Error::Open(..))), "nothing is made by looking");
+    assert!(matches!(HistoryReader::open(&path).err(), Some(Error::Open(..))), "nothing is made by looking");
     assert!(!path.exists());
 
     assert!(open().is_none());
     let connection = Connection::open(&path).unwrap();
     connection.pragma_update(None, "user_version", 2).unwrap();
     drop(connection);
-    assert!(matches!(open(), Some(Error::Newer(_, 2))));
+    assert!(matches!(open(), Some(Error::UnknownVersion(_, 2))));
 }
 
 #[test]
-fn what_is_damaged_is_said_to_be() {
-    let (_folder, path, mut writer) = begin(Limits::default(), NOW);
+fn damaged_file_is_reported() {
+    let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
     for minute in 0..500_u32 {
-        writer.note(&status(NOW + f64::from(minute)));
+        writer.note_status(&status(NOW_SECONDS + f64::from(minute)));
     }
-    writer.note_members(NOW, &status(NOW).members);
+    writer.note_footprints(NOW_SECONDS, &status(NOW_SECONDS).members);
     writer.commit().unwrap();
     drop(writer);
     let mut bytes = std::fs::read(&path).unwrap();
@@ -288,18 +306,18 @@ fn what_is_damaged_is_said_to_be() {
         page[..1000].fill(0x5a);
     }
     std::fs::write(&path, &bytes).unwrap();
-    let error = Writer::open(&path, Limits::default(), "node17", "0.1.0", NOW).err();
+    let error = HistoryWriter::open(&path, HistoryLimits::default(), "node17", "0.1.0", NOW_SECONDS).err();
     assert!(matches!(error, Some(Error::Damaged(..))), "{error:?}");
     assert_eq!(std::fs::read(&path).unwrap(), bytes);
 }
 
 #[test]
-fn only_its_owner_may_read_it() {
+fn file_is_readable_by_owner_only() {
     use std::os::unix::fs::PermissionsExt;
-    let (_folder, path, mut writer) = begin(Limits::default(), NOW);
-    writer.note(&status(NOW));
+    let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
+    writer.note_status(&status(NOW_SECONDS));
     writer.commit().unwrap();
-    for file in [path.clone(), log_of(&path)] {
+    for file in [path.clone(), log_path(&path)] {
         assert_eq!(std::fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o600, "{}", file.display());
     }
 }

@@ -6,20 +6,20 @@ use pagefold_base::{Absent, Bytes, Reading};
 
 /// At and above this v1 means no limit: it prints the largest multiple of the page size that a long holds
 /// (`PAGE_COUNTER_MAX`, include/linux/page_counter.h).
-const UNLIMITED: u64 = 1 << 62;
+const MIN_V1_UNLIMITED_BYTES: u64 = 1 << 62;
 
 /// A limit in bytes; `None` for `max`, and for the number by which v1 says the same.
-pub fn limit(bytes: &[u8]) -> Reading<Option<Bytes>> {
+pub fn parse_limit(bytes: &[u8]) -> Reading<Option<Bytes>> {
     if bytes.trim_ascii() == b"max" {
         return Ok(None);
     }
-    Ok(Some(number(bytes)?).filter(|&limit| limit < UNLIMITED).map(Bytes))
+    Ok(Some(number(bytes)?).filter(|&limit| limit < MIN_V1_UNLIMITED_BYTES).map(Bytes))
 }
 
 /// What of a cgroup's usage is reclaimed first and at once, from its `memory.stat`: inactive pages of files that are
 /// neither dirty nor being written. `v1` takes the `total_` lines, which count the cgroups below too, as v2 always
 /// does.
-pub fn reclaimable(bytes: &[u8], v1: bool) -> Reading<Bytes> {
+pub fn reclaimable_bytes(bytes: &[u8], v1: bool) -> Reading<Bytes> {
     let line =
         |v2_name: &str, v1_name: &str| -> Reading<u64> { number(field(bytes, if v1 { v1_name } else { v2_name })?) };
     let inactive = line("inactive_file", "total_inactive_file")?;
@@ -49,31 +49,31 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn no_limit_has_two_spellings() {
-        assert_eq!(limit(b"max\n"), Ok(None));
-        assert_eq!(limit(b"9223372036854771712\n"), Ok(None));
-        assert_eq!(limit(b"1048576\n"), Ok(Some(Bytes(1 << 20))));
-        assert_eq!(limit(b"0\n"), Ok(Some(Bytes::ZERO)));
+    fn unlimited_is_parsed_in_v1_and_v2_spelling() {
+        assert_eq!(parse_limit(b"max\n"), Ok(None));
+        assert_eq!(parse_limit(b"9223372036854771712\n"), Ok(None));
+        assert_eq!(parse_limit(b"1048576\n"), Ok(Some(Bytes(1 << 20))));
+        assert_eq!(parse_limit(b"0\n"), Ok(Some(Bytes::ZERO)));
         for text in ["", "maximum", "-1", "1 2"] {
-            assert!(matches!(limit(text.as_bytes()), Err(Absent::Malformed(_))), "{text:?}");
+            assert!(matches!(parse_limit(text.as_bytes()), Err(Absent::Malformed(_))), "{text:?}");
         }
     }
 
     #[test]
-    fn what_must_be_written_first_is_not_free() {
+    fn dirty_and_writeback_pages_are_not_reclaimable() {
         let v2 = b"anon 5\ninactive_file 100\nactive_file 7\nfile_dirty 30\nfile_writeback 20\n";
-        assert_eq!(reclaimable(v2, false), Ok(Bytes(50)));
-        assert_eq!(reclaimable(v2, true), Err(Absent::NotOnThisKernel));
+        assert_eq!(reclaimable_bytes(v2, false), Ok(Bytes(50)));
+        assert_eq!(reclaimable_bytes(v2, true), Err(Absent::NotOnThisKernel));
         let v1 = b"inactive_file 1\ntotal_inactive_file 100\ntotal_dirty 300\n";
-        assert_eq!(reclaimable(v1, true), Ok(Bytes::ZERO));
-        assert_eq!(reclaimable(b"inactive_file 9\n", false), Ok(Bytes(9)));
-        assert!(matches!(reclaimable(b"inactive_file 9\nfile_dirty x\n", false), Err(Absent::Malformed(_))));
+        assert_eq!(reclaimable_bytes(v1, true), Ok(Bytes::ZERO));
+        assert_eq!(reclaimable_bytes(b"inactive_file 9\n", false), Ok(Bytes(9)));
+        assert!(matches!(reclaimable_bytes(b"inactive_file 9\nfile_dirty x\n", false), Err(Absent::Malformed(_))));
     }
 
     proptest! {
         #[test]
-        fn nothing_panics(bytes: Vec<u8>, v1: bool) {
-            let _ = (limit(&bytes), reclaimable(&bytes, v1));
+        fn arbitrary_input_does_not_panic(bytes: Vec<u8>, v1: bool) {
+            let _ = (parse_limit(&bytes), reclaimable_bytes(&bytes, v1));
         }
     }
 }

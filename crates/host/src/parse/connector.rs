@@ -5,22 +5,22 @@ use super::text::malformed;
 use pagefold_base::{Pid, Reading};
 
 /// `CN_IDX_PROC` and `CN_VAL_PROC`.
-const PROCESSES: (u32, u32) = (1, 1);
+const PROC_CONNECTOR_ID: (u32, u32) = (1, 1);
 
 /// `PROC_EVENT_NONE`, which answers a request.
-const NONE: u32 = 0;
+const PROC_EVENT_NONE: u32 = 0;
 
 /// `PROC_EVENT_EXEC`.
-pub const EXEC: u32 = 2;
+pub const PROC_EVENT_EXEC: u32 = 2;
 
 /// Bytes of `nlmsghdr`, of `cn_msg`, and of `proc_event` before what differs from event to event.
-const HEADERS: [usize; 3] = [16, 20, 16];
+const HEADER_BYTES: [usize; 3] = [16, 20, 16];
 
 /// What a datagram tells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcEvent {
     /// The request with this number was heard, and answered with this error (0 for none).
-    Answer {
+    Ack {
         /// `ack` of the request, one less than that of the answer; the kernel has numbers of its own for `seq`.
         request: u32,
         /// An errno.
@@ -38,13 +38,13 @@ pub fn proc_event(datagram: &[u8]) -> Reading<ProcEvent> {
         let bytes = datagram.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
         bytes.map(u32::from_ne_bytes).ok_or_else(|| malformed("no event of a process", datagram))
     };
-    let [message, event, data] = [HEADERS[0], HEADERS[0] + HEADERS[1], HEADERS.iter().sum()];
-    if (word(message)?, word(message + 4)?) != PROCESSES || word(0)? as usize > datagram.len() {
+    let [message, event, data] = [HEADER_BYTES[0], HEADER_BYTES[0] + HEADER_BYTES[1], HEADER_BYTES.iter().sum()];
+    if (word(message)?, word(message + 4)?) != PROC_CONNECTOR_ID || word(0)? as usize > datagram.len() {
         return Err(malformed("no event of a process", datagram));
     }
     Ok(match word(event)? {
-        NONE => ProcEvent::Answer { request: word(message + 12)?.wrapping_sub(1), error: word(data)? },
-        EXEC => ProcEvent::Exec(Pid(word(data + 4)?)),
+        PROC_EVENT_NONE => ProcEvent::Ack { request: word(message + 12)?.wrapping_sub(1), error: word(data)? },
+        PROC_EVENT_EXEC => ProcEvent::Exec(Pid(word(data + 4)?)),
         _ => ProcEvent::Other,
     })
 }
@@ -55,26 +55,26 @@ pub enum ProcRequest {
     /// `PROC_CN_MCAST_LISTEN`: all events, and an answer.
     Listen,
     /// The same for events of these kinds alone, without an answer. Kernels before 6.6 take no notice of it.
-    Only(u32),
+    ListenFor(u32),
     /// `PROC_CN_MCAST_IGNORE`.
     Ignore,
 }
 
 /// A request to the process connector, with a number of its own.
-pub fn proc_request(request: ProcRequest, number: u32) -> Vec<u8> {
+pub fn encode_proc_request(request: ProcRequest, request_number: u32) -> Vec<u8> {
     let body = match request {
         ProcRequest::Listen => vec![1],
-        ProcRequest::Only(events) => vec![1, events],
+        ProcRequest::ListenFor(events) => vec![1, events],
         ProcRequest::Ignore => vec![2],
     };
     let length = body.len() * 4;
-    let whole = HEADERS[0] + HEADERS[1] + length;
+    let whole = HEADER_BYTES[0] + HEADER_BYTES[1] + length;
     // NLMSG_DONE is 3, in the lower half of the word with the flags.
     let kind = u32::from_ne_bytes(match 3u16.to_ne_bytes() {
         [one, other] => [one, other, 0, 0],
     });
     let size = (length as u16).to_ne_bytes();
-    let header = [whole as u32, kind, 0, 0, PROCESSES.0, PROCESSES.1, 0, number];
+    let header = [whole as u32, kind, 0, 0, PROC_CONNECTOR_ID.0, PROC_CONNECTOR_ID.1, 0, request_number];
     let mut bytes: Vec<u8> = header.iter().flat_map(|word| word.to_ne_bytes()).collect();
     bytes.extend([size[0], size[1], 0, 0]);
     bytes.extend(body.iter().flat_map(|word| word.to_ne_bytes()));
@@ -88,39 +88,41 @@ mod tests {
     use proptest::prelude::*;
 
     /// As 6.18 on x86-64 sent it, in words: a process 11865 has become another program.
-    fn exec() -> Vec<u8> {
+    fn exec_datagram() -> Vec<u8> {
         let words: [u32; 19] = [76, 3, 0, 0, 1, 1, 66, 0, 40, 2, 1, 0x5047_4e81, 0x69, 11865, 11865, 0, 0, 0, 0];
         words.iter().flat_map(|word| word.to_ne_bytes()).collect()
     }
 
     #[test]
-    fn events_are_told_apart() {
-        assert_eq!(proc_event(&exec()), Ok(ProcEvent::Exec(Pid(11865))));
-        let mut other = exec();
+    fn event_kinds_are_parsed() {
+        assert_eq!(proc_event(&exec_datagram()), Ok(ProcEvent::Exec(Pid(11865))));
+        let mut other = exec_datagram();
         other[36..40].copy_from_slice(&1u32.to_ne_bytes());
         assert_eq!(proc_event(&other), Ok(ProcEvent::Other));
         other[36..40].copy_from_slice(&0u32.to_ne_bytes());
         other[52..56].copy_from_slice(&1u32.to_ne_bytes());
         other[28..32].copy_from_slice(&67u32.to_ne_bytes());
-        assert_eq!(proc_event(&other), Ok(ProcEvent::Answer { request: 66, error: 1 }));
+        assert_eq!(proc_event(&other), Ok(ProcEvent::Ack { request: 66, error: 1 }));
     }
 
     #[test]
-    fn what_is_cut_or_foreign_is_no_event() {
+    fn truncated_or_foreign_datagrams_are_malformed() {
         for length in 0..60 {
-            assert!(matches!(proc_event(&exec()[..length]), Err(Absent::Malformed(_))), "{length}");
+            assert!(matches!(proc_event(&exec_datagram()[..length]), Err(Absent::Malformed(_))), "{length}");
         }
         for at in [16, 20] {
-            let mut foreign = exec();
+            let mut foreign = exec_datagram();
             foreign[at] ^= 8;
             assert!(proc_event(&foreign).is_err());
         }
     }
 
     #[test]
-    fn requests_are_as_long_as_they_say() {
-        for (request, length) in [(ProcRequest::Listen, 40), (ProcRequest::Only(EXEC), 44), (ProcRequest::Ignore, 40)] {
-            let bytes = proc_request(request, 7);
+    fn request_length_matches_its_header() {
+        for (request, length) in
+            [(ProcRequest::Listen, 40), (ProcRequest::ListenFor(PROC_EVENT_EXEC), 44), (ProcRequest::Ignore, 40)]
+        {
+            let bytes = encode_proc_request(request, 7);
             assert_eq!((bytes.len(), &bytes[..4]), (length, &(length as u32).to_ne_bytes()[..]));
             assert_eq!(bytes[32..34], (length as u16 - 36).to_ne_bytes());
         }
@@ -128,9 +130,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_panics(bytes: Vec<u8>, at in 0usize..76, byte: u8) {
+        fn arbitrary_datagrams_do_not_panic(bytes: Vec<u8>, at in 0usize..76, byte: u8) {
             let _ = proc_event(&bytes);
-            let mut spoilt = exec();
+            let mut spoilt = exec_datagram();
             spoilt[at] = byte;
             let _ = proc_event(&spoilt);
         }

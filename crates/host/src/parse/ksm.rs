@@ -5,7 +5,7 @@
 //! `ksm_mergeable`, which alone have a colon. Both counts of zero pages could fall below zero while they were printed
 //! as unsigned (before 6.10): what wrapped is read as the negative number it is.
 
-use super::text::{bracketed, field, malformed, number, signed};
+use super::text::{bracketed_word, field, malformed, number, signed};
 use pagefold_base::ksm::{Ksm, ProcessKsm};
 use pagefold_base::{Absent, Reading};
 
@@ -32,7 +32,7 @@ pub fn ksm(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Ksm {
         stable_node_chains: count("stable_node_chains"),
         stable_node_dups: count("stable_node_dups"),
         smart_scan: count("smart_scan"),
-        advisor_mode: read("advisor_mode").and_then(|bytes| bracketed(&bytes)),
+        advisor_mode: read("advisor_mode").and_then(|bytes| bracketed_word(&bytes)),
         advisor_target_scan_time: count("advisor_target_scan_time"),
     }
 }
@@ -79,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_that_merges() {
+    fn ksm_files_are_parsed() {
         let expected = Ksm {
             run: Ok(1),
             pages_to_scan: Ok(20_000),
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn every_file_has_its_own_reason() {
+    fn each_unreadable_file_keeps_its_reason() {
         let host = ksm(|name| match name {
             "run" => Ok(b"1\n".to_vec()),
             "pages_shared" => Err(Absent::Denied),
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_is_merged() {
+    fn ksm_stat_is_parsed() {
         let expected = ProcessKsm {
             rmap_items: Ok(2581),
             merging_pages: Ok(789),
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn older_kernels() {
+    fn ksm_stat_of_older_kernels_is_parsed() {
         let absent = || Err(Absent::NotOnThisKernel);
         let check = |stat: Option<&str>, merging: Option<&str>, expected: ProcessKsm| {
             let bytes = |text: Option<&str>| text.map(|text| text.as_bytes().to_vec()).ok_or(Absent::NotOnThisKernel);
@@ -167,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn the_reason_that_tells_more_is_kept() {
+    fn most_specific_absence_reason_is_kept() {
         let denied = || Err(Absent::Denied);
         let stat = |text: &str| Ok(text.as_bytes().to_vec());
         assert_eq!(process_ksm(denied(), Err(Absent::NotOnThisKernel)).merging_pages, Err(Absent::Denied));
@@ -181,7 +181,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn nothing_panics(stat: Vec<u8>, merging: Vec<u8>) {
+        fn arbitrary_input_does_not_panic(stat: Vec<u8>, merging: Vec<u8>) {
             let _ = ksm(|_| Ok(stat.clone()));
             let _ = process_ksm(Ok(stat.clone()), Ok(merging));
         }

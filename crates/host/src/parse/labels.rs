@@ -4,36 +4,36 @@ use serde_json::{Map, Value};
 
 /// How many bytes a label may have with its key. Runtimes keep lists and whole specifications as annotations, too,
 /// which nobody is grouped by.
-const LONGEST: usize = 256;
+const MAX_LABEL_BYTES: usize = 256;
 
 /// How many bytes such a file may have: who starts a container may have much written there, and it is read often.
-const LARGEST: usize = 1 << 20;
+const MAX_LABEL_FILE_BYTES: usize = 1 << 20;
 
 /// The labels in a runtime's file about a container, as `KEY=VALUE` of at most 256 bytes: `Config.Labels` of Docker's
 /// `config.v2.json`, or the `annotations` of the `config.json` of an OCI runtime. None where it is neither, or has more
 /// than a MiB.
 pub fn labels(bytes: &[u8]) -> Vec<String> {
-    let document = document(bytes);
-    kept(&document).map(|(key, value)| format!("{key}={value}")).collect()
+    let document = parse_document(bytes);
+    short_labels(&document).map(|(key, value)| format!("{key}={value}")).collect()
 }
 
 /// What may be kept of such a file, which [`labels`] reads as the same: the rest has a container's environment in it.
-pub fn only_labels(bytes: &[u8]) -> Vec<u8> {
-    let document = document(bytes);
-    let kept: Map<String, Value> = kept(&document).map(|(key, value)| (key.to_owned(), value.into())).collect();
+pub fn strip_to_labels(bytes: &[u8]) -> Vec<u8> {
+    let document = parse_document(bytes);
+    let kept: Map<String, Value> = short_labels(&document).map(|(key, value)| (key.to_owned(), value.into())).collect();
     serde_json::json!({ "annotations": kept }).to_string().into_bytes()
 }
 
-fn document(bytes: &[u8]) -> Value {
-    let bytes = Some(bytes).filter(|bytes| bytes.len() <= LARGEST);
+fn parse_document(bytes: &[u8]) -> Value {
+    let bytes = Some(bytes).filter(|bytes| bytes.len() <= MAX_LABEL_FILE_BYTES);
     bytes.and_then(|bytes| serde_json::from_slice(bytes).ok()).unwrap_or_default()
 }
 
-fn kept(document: &Value) -> impl Iterator<Item = (&str, &str)> {
+fn short_labels(document: &Value) -> impl Iterator<Item = (&str, &str)> {
     let labels = document.pointer("/Config/Labels").or_else(|| document.get("annotations"));
     let labels = labels.and_then(Value::as_object).into_iter().flatten();
     let labels = labels.filter_map(|(key, value)| Some((key.as_str(), value.as_str()?)));
-    labels.filter(|(key, value)| key.len() + 1 + value.len() <= LONGEST)
+    labels.filter(|(key, value)| key.len() + 1 + value.len() <= MAX_LABEL_BYTES)
 }
 
 #[cfg(test)]
@@ -42,7 +42,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn labels_of_runtimes() {
+    fn labels_of_docker_and_podman_are_parsed() {
         // As dockerd 20.10 and Podman 4.3 wrote them, shortened.
         let docker = include_bytes!("samples/docker-config.v2.json");
         assert_eq!(labels(docker), ["com.docker.compose.project=shop", "tenant=acme"]);
@@ -53,46 +53,49 @@ mod tests {
     }
 
     #[test]
-    fn nothing_but_labels_is_kept() {
+    fn stripped_file_keeps_only_labels() {
         for file in [&include_bytes!("samples/docker-config.v2.json")[..], include_bytes!("samples/podman-config.json")]
         {
             assert!(String::from_utf8_lossy(file).contains("PASSWORD=secret"));
-            let kept = only_labels(file);
+            let kept = strip_to_labels(file);
             assert!(!String::from_utf8_lossy(&kept).contains("secret"));
             assert_eq!(labels(&kept), labels(file));
         }
     }
 
     #[test]
-    fn what_is_no_label_is_left_out() {
-        let long = "x".repeat(LONGEST - 2);
+    fn non_string_and_long_labels_are_dropped() {
+        let long = "x".repeat(MAX_LABEL_BYTES - 2);
         let text = format!(r#"{{"annotations": {{"a": "{long}", "bb": "{long}", "c": 7, "d": null, "e": ""}}}}"#);
         assert_eq!(labels(text.as_bytes()), [format!("a={long}"), "e=".to_owned()]);
         for text in ["", "{", "[]", "null", "{}", r#"{"Config": {"Labels": null}}"#, r#"{"annotations": ["a"]}"#] {
             assert_eq!(labels(text.as_bytes()), [""; 0], "{text}");
-            assert_eq!(only_labels(text.as_bytes()), br#"{"annotations":{}}"#);
+            assert_eq!(strip_to_labels(text.as_bytes()), br#"{"annotations":{}}"#);
         }
         let text = r#"{"annotations": {"a": "b"}}"#;
         let padded = |bytes: usize| [text.as_bytes(), &vec![b' '; bytes - text.len()]].concat();
-        assert_eq!((labels(&padded(LARGEST)).len(), labels(&padded(LARGEST + 1)).len()), (1, 0));
+        assert_eq!(
+            (labels(&padded(MAX_LABEL_FILE_BYTES)).len(), labels(&padded(MAX_LABEL_FILE_BYTES + 1)).len()),
+            (1, 0)
+        );
     }
 
     proptest! {
         #[test]
-        fn what_is_kept_has_the_same_labels(labelled in prop::collection::btree_map(".{0,200}", ".{0,100}", 0..4)) {
+        fn stripped_file_has_the_same_labels(labelled in prop::collection::btree_map(".{0,200}", ".{0,100}", 0..4)) {
             let annotations = serde_json::json!({ "annotations": labelled, "process": { "env": ["A=b"] } }).to_string();
             let docker = serde_json::json!({ "Config": { "Labels": labelled, "Env": ["A=b"] } }).to_string();
-            let short = labelled.iter().filter(|(key, value)| key.len() + value.len() < LONGEST);
+            let short = labelled.iter().filter(|(key, value)| key.len() + value.len() < MAX_LABEL_BYTES);
             let expected: Vec<String> = short.map(|(key, value)| format!("{key}={value}")).collect();
             for text in [annotations, docker] {
                 prop_assert_eq!(&labels(text.as_bytes()), &expected);
-                prop_assert_eq!(&labels(&only_labels(text.as_bytes())), &expected);
+                prop_assert_eq!(&labels(&strip_to_labels(text.as_bytes())), &expected);
             }
         }
 
         #[test]
-        fn nothing_panics(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
-            prop_assert_eq!(labels(&only_labels(&bytes)), labels(&bytes));
+        fn arbitrary_input_does_not_panic(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            prop_assert_eq!(labels(&strip_to_labels(&bytes)), labels(&bytes));
         }
     }
 }

@@ -1,14 +1,14 @@
 //! `/proc/meminfo` (fs/proc/meminfo.c), `/proc/vmstat` (mm/vmstat.c) and `/proc/pressure/*` (kernel/sched/psi.c).
 
 use super::text::{field, kib, lines, malformed, number};
-use pagefold_base::memory::{Memory, Pressure, PressureLine};
+use pagefold_base::memory::{MemInfo, Pressure, PressureLine};
 use pagefold_base::{Bytes, Reading};
 use std::collections::BTreeMap;
 
 /// The host's memory from `/proc/meminfo`.
-pub fn meminfo(bytes: &[u8]) -> Memory {
+pub fn meminfo(bytes: &[u8]) -> MemInfo {
     let amount = |key| field(bytes, key).and_then(kib);
-    Memory {
+    MemInfo {
         total: amount("MemTotal"),
         free: amount("MemFree"),
         available: amount("MemAvailable"),
@@ -21,7 +21,7 @@ pub fn meminfo(bytes: &[u8]) -> Memory {
 }
 
 /// `Buffers` and `Cached` of `/proc/meminfo` together.
-pub fn cache(bytes: &[u8]) -> Reading<Bytes> {
+pub fn buffers_and_cached(bytes: &[u8]) -> Reading<Bytes> {
     let amount = |key| field(bytes, key).and_then(kib);
     Ok(amount("Buffers")? + amount("Cached")?)
 }
@@ -75,11 +75,11 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn a_real_host() {
+    fn memory_files_of_a_real_host_are_parsed() {
         let kib = |amount| Ok(Bytes::from_kib(amount));
         let memory = meminfo(include_bytes!("samples/meminfo"));
         assert_eq!(memory.total, kib(24_684_092));
-        assert!(cache(include_bytes!("samples/meminfo")).unwrap() > Bytes::ZERO);
+        assert!(buffers_and_cached(include_bytes!("samples/meminfo")).unwrap() > Bytes::ZERO);
         assert_eq!((memory.swap_total, memory.swap_free, memory.hugetlb), (kib(0), kib(0), kib(4096)));
         assert!(memory.anon.unwrap() > Bytes::ZERO && memory.available.unwrap() < memory.total.unwrap());
         assert!(memory.free.is_ok() && memory.anon_huge.is_ok());
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn a_field_is_absent_malformed_or_cut() {
+    fn absent_malformed_and_cut_fields_are_told_apart() {
         let memory =
             meminfo(b"MemTotal:       18446744073709551616 kB\nMemFree: 1 kB\nMemAvailable: a\nSwapTotal: 9\n");
         assert!(matches!(memory.total, Err(Absent::Malformed(_))));
@@ -106,7 +106,7 @@ mod tests {
     }
 
     #[test]
-    fn pressure_is_of_some_and_of_all() {
+    fn both_pressure_lines_are_parsed() {
         let some = PressureLine { avg10: 1.5, avg60: 0.25, avg300: 100.0, total: 42 };
         let full = PressureLine { avg10: 0.0, avg60: 0.1, avg300: 0.02, total: 7 };
         let text =
@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn pressure_of_another_form() {
+    fn malformed_pressure_is_rejected() {
         let some = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n";
         assert_eq!(pressure(some.as_bytes()), Err(Absent::NotOnThisKernel), "cpu before 5.13");
         assert_eq!(pressure_some(some.as_bytes()).map(|line| line.total), Ok(0));
@@ -134,12 +134,12 @@ mod tests {
     }
 
     #[test]
-    fn counters_that_are_none_are_left_out() {
+    fn malformed_vmstat_lines_are_skipped() {
         let counters = vmstat(b"a 1\nb\nc x\nd -1\n\xff 2\ne 18446744073709551616\nf 18446744073709551615\ng 12");
         assert_eq!(counters.into_iter().collect::<Vec<_>>(), [("a".into(), 1), ("f".into(), u64::MAX)]);
     }
 
-    fn render(memory: &Memory) -> String {
+    fn format_meminfo(memory: &MemInfo) -> String {
         let lines = [
             ("MemTotal", &memory.total),
             ("MemFree", &memory.free),
@@ -156,15 +156,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_printed_comes_back(amounts in prop::array::uniform8(prop::option::of(0u64..1 << 54))) {
+        fn meminfo_round_trips(amounts in prop::array::uniform8(prop::option::of(0u64..1 << 54))) {
             let [total, free, available, anon, anon_huge, swap_total, swap_free, hugetlb] =
                 amounts.map(|kib| kib.map(|kib| Bytes(kib << 10)).ok_or(Absent::NotOnThisKernel));
-            let memory = Memory { total, free, available, anon, anon_huge, swap_total, swap_free, hugetlb };
-            prop_assert_eq!(meminfo(render(&memory).as_bytes()), memory);
+            let memory = MemInfo { total, free, available, anon, anon_huge, swap_total, swap_free, hugetlb };
+            prop_assert_eq!(meminfo(format_meminfo(&memory).as_bytes()), memory);
         }
 
         #[test]
-        fn nothing_panics(bytes: Vec<u8>) {
+        fn arbitrary_input_does_not_panic(bytes: Vec<u8>) {
             let _ = (meminfo(&bytes), pressure(&bytes), pressure_some(&bytes), vmstat(&bytes));
             let _ = pressure(&[b"some ".as_slice(), &bytes, b"\nfull ", &bytes, b"\n"].concat());
         }

@@ -21,17 +21,17 @@ mod process;
 mod smaps;
 mod text;
 
-pub use cgroup::{limit as cgroup_limit, mount_root, reclaimable as cgroup_reclaimable};
-pub use connector::{EXEC, ProcEvent, ProcRequest, proc_event, proc_request};
+pub use cgroup::{mount_root, parse_limit as cgroup_limit, reclaimable_bytes as cgroup_reclaimable};
+pub use connector::{PROC_EVENT_EXEC, ProcEvent, ProcRequest, encode_proc_request, proc_event};
 pub use ksm::{ksm, process_ksm};
-pub use labels::{labels, only_labels};
-pub use memory::{cache, meminfo, pressure, pressure_some, vmstat};
+pub use labels::{labels, strip_to_labels};
+pub use memory::{buffers_and_cached, meminfo, pressure, pressure_some, vmstat};
 pub use process::{
-    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, is_secure, job_environment, stat,
+    PF_EXITING, PF_KTHREAD, Stat, Statm, Status, arguments, bound_nodes, cgroup, is_at_secure, job_environment, stat,
     statm, status,
 };
 pub use smaps::{maps, rollup, smaps};
-pub use text::{Schedstat, Stolen, bracketed, number, number_list, schedstat, stolen};
+pub use text::{CpuTicks, Schedstat, bracketed_word, cpu_ticks, number, number_list, schedstat};
 
 #[cfg(doc)]
 use pagefold_base::Absent;

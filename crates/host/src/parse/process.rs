@@ -25,7 +25,7 @@ pub struct Stat {
     /// Field 9, the `PF_` flags.
     pub flags: u64,
     /// Fields 10 and 12, page faults so far, without those of children: each write to a merged page is one.
-    pub faults: u64,
+    pub page_faults: u64,
     /// Field 14, clock ticks in user mode.
     pub utime: u64,
     /// Field 15, clock ticks in kernel mode.
@@ -45,8 +45,8 @@ pub struct Statm {
 
 impl Statm {
     /// What is neither a file nor shared memory. The kernel's counters are not of one instant.
-    pub fn own(self, page: PageSize) -> Bytes {
-        page.of(self.resident.saturating_sub(self.shared))
+    pub fn anonymous_bytes(self, page: PageSize) -> Bytes {
+        page.bytes_of(self.resident.saturating_sub(self.shared))
     }
 }
 
@@ -79,7 +79,7 @@ pub fn stat(bytes: &[u8]) -> Reading<Stat> {
         state,
         ppid: Pid(at(4).and_then(number)?),
         flags: at(9).and_then(number)?,
-        faults: at(10).and_then(number::<u64>)?.saturating_add(at(12).and_then(number)?),
+        page_faults: at(10).and_then(number::<u64>)?.saturating_add(at(12).and_then(number)?),
         utime: at(14).and_then(number)?,
         stime: at(15).and_then(number)?,
         start_time: at(22).and_then(number)?,
@@ -101,7 +101,7 @@ pub struct Status {
     pub threads: Reading<u64>,
     /// `RssAnon:`: anonymous memory, in which merged pages count and those of zeros do not. A process without memory
     /// does not have the line.
-    pub anonymous: Reading<Bytes>,
+    pub rss_anon: Reading<Bytes>,
 }
 
 /// `/proc/PID/status`.
@@ -121,7 +121,7 @@ pub fn status(bytes: &[u8]) -> Status {
         seccomp: field(bytes, "Seccomp").and_then(number),
         pinned: field(bytes, "VmPin").and_then(kib),
         threads: field(bytes, "Threads").and_then(number),
-        anonymous: field(bytes, "RssAnon").and_then(kib),
+        rss_anon: field(bytes, "RssAnon").and_then(kib),
     }
 }
 
@@ -151,7 +151,7 @@ pub fn bound_nodes(numa_maps: &[u8], status: &[u8], nodes: &[u32]) -> Option<Str
 /// getauxval(3)): setuid, setgid or with capabilities of its file. `None` where it does not say.
 ///
 /// Pairs of words, 4 bytes each for a 32-bit program (fs/binfmt_elf.c, `create_elf_tables`), ended by `AT_NULL`.
-pub fn is_secure(auxv: &[u8]) -> Option<bool> {
+pub fn is_at_secure(auxv: &[u8]) -> Option<bool> {
     const AT_SECURE: u64 = 23;
     // Two words of a 32-bit program read as one are far above all keys.
     let word = match auxv.first_chunk::<8>() {
@@ -217,66 +217,66 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const SAMPLE: &[u8] = include_bytes!("samples/stat");
+    const STAT_SAMPLE: &[u8] = include_bytes!("samples/stat");
 
     fn is_malformed<T>(reading: &Reading<T>) -> bool {
         matches!(reading, Err(Absent::Malformed(_)))
     }
 
     #[test]
-    fn what_is_resident_is_in_the_second_and_the_third_number() {
+    fn statm_fields_are_parsed() {
         let found = statm(b"900 500 20 1 0 60 0\n").unwrap();
         assert_eq!(found, Statm { resident: Pages(500), shared: Pages(20) });
         let page = PageSize::new(4096).unwrap();
-        assert_eq!(found.own(page), Bytes(480 * 4096));
-        assert_eq!(Statm { shared: Pages(501), ..found }.own(page), Bytes::ZERO);
+        assert_eq!(found.anonymous_bytes(page), Bytes(480 * 4096));
+        assert_eq!(Statm { shared: Pages(501), ..found }.anonymous_bytes(page), Bytes::ZERO);
         for bad in [&b""[..], b"900 500", b"900 500 much 1", b"900  20 1"] {
             assert!(statm(bad).is_err(), "{bad:?}");
         }
     }
 
     #[test]
-    fn a_real_process_with_a_bad_name() {
+    fn stat_with_parentheses_in_comm_is_parsed() {
         let expected = Stat {
             pid: Pid(12289),
             comm: "a) (b\\ \n\u{fffd}c".into(),
             state: 'S',
             ppid: Pid(12281),
             flags: 4_194_304,
-            faults: 3255,
+            page_faults: 3255,
             utime: 4,
             stime: 3,
             start_time: 206_924,
         };
-        assert_eq!(stat(SAMPLE), Ok(expected));
+        assert_eq!(stat(STAT_SAMPLE), Ok(expected));
         let anonymous = Ok(Bytes(10_571_776));
         let (uid, setuid, pinned) = (Ok(0), Ok(false), Ok(Bytes::ZERO));
-        let expected = Status { uid, setuid, seccomp: Ok(0), pinned, threads: Ok(1), anonymous };
+        let expected = Status { uid, setuid, seccomp: Ok(0), pinned, threads: Ok(1), rss_anon: anonymous };
         assert_eq!(status(include_bytes!("samples/status")), expected);
     }
 
     #[test]
-    fn a_kernel_thread() {
+    fn kernel_thread_flag_is_parsed() {
         let text = "2 (kthreadd) S 0 0 0 0 -1 2129984 0 0 0 0 0 12 0 0 20 0 2 0 7 0 0 18446744073709551615 0 0 0 0\n";
         let thread = stat(text.as_bytes()).unwrap();
         assert_eq!((thread.comm.as_str(), thread.stime, thread.start_time), ("kthreadd", 12, 7));
         assert!(thread.flags & PF_KTHREAD != 0);
-        assert!(stat(SAMPLE).unwrap().flags & PF_KTHREAD == 0);
+        assert!(stat(STAT_SAMPLE).unwrap().flags & PF_KTHREAD == 0);
     }
 
     #[test]
-    fn a_line_cut_anywhere_is_malformed_or_the_same() {
-        let whole = stat(SAMPLE);
-        let start = SAMPLE.windows(8).position(|window| window == b" 206924 ").unwrap();
-        for length in 0..=SAMPLE.len() {
-            let cut = stat(&SAMPLE[..length]);
+    fn truncated_stat_is_malformed_or_equal() {
+        let whole = stat(STAT_SAMPLE);
+        let start = STAT_SAMPLE.windows(8).position(|window| window == b" 206924 ").unwrap();
+        for length in 0..=STAT_SAMPLE.len() {
+            let cut = stat(&STAT_SAMPLE[..length]);
             assert_eq!(cut == whole, length >= start + 8, "cut at {length}: {cut:?}");
             assert!(cut == whole || is_malformed(&cut));
         }
     }
 
     #[test]
-    fn what_is_no_line_of_stat() {
+    fn invalid_stat_lines_are_malformed() {
         for text in [
             "",
             "\n",
@@ -294,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn status_of_another_kind() {
+    fn status_without_memory_fields_is_parsed() {
         let thread = status(b"Name:\tkthreadd\nUid:\t0\t1000\t0\t0\nThreads:\t1\nSeccomp:\t2\n");
         assert_eq!((thread.uid, thread.seccomp), (Ok(1000), Ok(2)));
         assert_eq!(thread.setuid, Ok(true));
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn policies_and_cpusets_bind_to_nodes() {
+    fn memory_policies_and_cpusets_bind_to_nodes() {
         let check = |numa_maps: &str, allowed: &str, expected: Option<&str>| {
             let status = format!("Name:\ta\nMems_allowed:\t3\nMems_allowed_list:\t{allowed}\n");
             let found = bound_nodes(numa_maps.as_bytes(), status.as_bytes(), &[0, 1]);
@@ -327,24 +327,24 @@ mod tests {
     }
 
     #[test]
-    fn auxv_tells_of_privileges() {
+    fn at_secure_is_read_from_auxv() {
         let wide =
             |pairs: &[[u64; 2]]| -> Vec<u8> { pairs.iter().flatten().flat_map(|word| word.to_ne_bytes()).collect() };
         let narrow =
             |pairs: &[[u32; 2]]| -> Vec<u8> { pairs.iter().flatten().flat_map(|word| word.to_ne_bytes()).collect() };
-        assert_eq!(is_secure(&wide(&[[33, 1 << 40], [6, 4096], [23, 1], [0, 0]])), Some(true));
-        assert_eq!(is_secure(&wide(&[[6, 4096], [23, 0], [0, 0]])), Some(false));
-        assert_eq!(is_secure(&narrow(&[[32, 7], [6, 4096], [23, 1], [0, 0]])), Some(true));
-        assert_eq!(is_secure(&narrow(&[[6, 4096], [23, 0], [0, 0]])), Some(false));
-        assert_eq!(is_secure(&narrow(&[[6, 4096], [7, 1], [23, 0], [8, 1], [0, 0]])), Some(false));
-        assert_eq!(is_secure(&wide(&[[6, 4096], [0, 0], [23, 1]])), None);
-        assert_eq!((is_secure(b""), is_secure(b"abc")), (None, None));
+        assert_eq!(is_at_secure(&wide(&[[33, 1 << 40], [6, 4096], [23, 1], [0, 0]])), Some(true));
+        assert_eq!(is_at_secure(&wide(&[[6, 4096], [23, 0], [0, 0]])), Some(false));
+        assert_eq!(is_at_secure(&narrow(&[[32, 7], [6, 4096], [23, 1], [0, 0]])), Some(true));
+        assert_eq!(is_at_secure(&narrow(&[[6, 4096], [23, 0], [0, 0]])), Some(false));
+        assert_eq!(is_at_secure(&narrow(&[[6, 4096], [7, 1], [23, 0], [8, 1], [0, 0]])), Some(false));
+        assert_eq!(is_at_secure(&wide(&[[6, 4096], [0, 0], [23, 1]])), None);
+        assert_eq!((is_at_secure(b""), is_at_secure(b"abc")), (None, None));
         let own = std::fs::read("/proc/self/auxv").unwrap();
-        assert_eq!(is_secure(&own), Some(false), "tests are not run setuid");
+        assert_eq!(is_at_secure(&own), Some(false), "tests are not run setuid");
     }
 
     #[test]
-    fn arguments_end_in_nul() {
+    fn nul_separated_arguments_are_parsed() {
         let check = |bytes: &[u8], expected: &[&str]| assert_eq!(arguments(bytes), expected, "{bytes:?}");
         check(b"", &[]);
         check(b"\0\0", &[]);
@@ -356,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_variables_of_jobs_are_kept() {
+    fn job_environment_keeps_only_job_variables() {
         let bytes =
             b"HOME=/root\0SLURM_PROCID=3\0SECRET=x\0=\0PMI_RANK\0SLURM_PROCID=4\0PMIX_NAMESPACE=a=\xffb\0PMI_RANK=1";
         let expected =
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn the_cgroup_that_counts_memory() {
+    fn memory_cgroup_path_is_found() {
         let check = |text: &str, expected: Reading<&str>| {
             assert_eq!(cgroup(text.as_bytes()).as_deref(), expected.as_ref().copied(), "{text:?}");
         };
@@ -385,7 +385,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn stat_comes_back(
+        fn stat_round_trips(
             (pid, ppid) in any::<(u32, u32)>(),
             comm in "(?s).{0,15}",
             state in "[RSDZTtXI]",
@@ -395,26 +395,26 @@ mod tests {
                 "{pid} ({comm}) {state} {ppid} 1 1 0 -1 {flags} 9 9 9 9 {utime} {stime} 0 0 20 0 1 0 {start_time} 0 0\n"
             );
             let state = state.chars().next().unwrap();
-            let expected = Stat { pid: Pid(pid), comm, state, ppid: Pid(ppid), flags, faults: 18, utime, stime, start_time };
+            let expected = Stat { pid: Pid(pid), comm, state, ppid: Pid(ppid), flags, page_faults: 18, utime, stime, start_time };
             prop_assert_eq!(stat(text.as_bytes()), Ok(expected));
         }
 
         #[test]
-        fn cgroup_comes_back(path in "(/[^/\n]{1,12}){1,5}", v1: bool) {
+        fn cgroup_round_trips(path in "(/[^/\n]{1,12}){1,5}", v1: bool) {
             let text = if v1 { format!("2:cpu:/\n7:memory:{path}\n0::/\n") } else { format!("1:cpu:/no\n0::{path}\n") };
             prop_assert_eq!(cgroup(text.as_bytes()), Ok(path));
         }
 
         #[test]
-        fn arguments_come_back(arguments in prop::collection::vec("[^\0]{0,8}", 0..6), last in "[^\0]{1,8}") {
+        fn arguments_round_trip(arguments in prop::collection::vec("[^\0]{0,8}", 0..6), last in "[^\0]{1,8}") {
             let expected: Vec<String> = arguments.into_iter().chain([last]).collect();
             let text: String = expected.iter().map(|argument| format!("{argument}\0")).collect();
             prop_assert_eq!(super::arguments(text.as_bytes()), expected);
         }
 
         #[test]
-        fn nothing_panics(bytes: Vec<u8>) {
-            let _ = (is_secure(&bytes), bound_nodes(&bytes, &bytes, &[0, 1]));
+        fn arbitrary_input_does_not_panic(bytes: Vec<u8>) {
+            let _ = (is_at_secure(&bytes), bound_nodes(&bytes, &bytes, &[0, 1]));
             let _ = (stat(&bytes), status(&bytes), arguments(&bytes), job_environment(&bytes), cgroup(&bytes));
             let _ = stat(&[b"1 (".as_slice(), &bytes, b") ", &bytes].concat());
         }

@@ -8,12 +8,12 @@
 //! regions and their names.
 
 use super::text::{field, kib, lines, malformed};
-use pagefold_base::process::Rollup;
-use pagefold_base::region::{Mapped, Region, VmFlags};
+use pagefold_base::process::SmapsRollup;
+use pagefold_base::region::{MapsEntry, Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, Reading};
 
 /// Bytes of text of a typical entry, to size the result by.
-const TYPICAL_ENTRY: usize = 640;
+const TYPICAL_ENTRY_BYTES: usize = 640;
 
 /// The regions of `/proc/PID/smaps`, in the order given; none for a process without memory.
 ///
@@ -21,13 +21,13 @@ const TYPICAL_ENTRY: usize = 640;
 /// `Anonymous:` and `VmFlags:` are required. A kernel that does not print `AnonHugePages:`, `Swap:` or
 /// `Shared_Hugetlb:` and `Private_Hugetlb:` (before 4.4) has none of those pages.
 pub fn smaps(bytes: &[u8]) -> Reading<Vec<Region>> {
-    let mut regions = Vec::with_capacity(bytes.len() / TYPICAL_ENTRY);
-    let mut open: Option<Entry> = None;
+    let mut regions = Vec::with_capacity(bytes.len() / TYPICAL_ENTRY_BYTES);
+    let mut open: Option<SmapsEntry> = None;
     for line in lines(bytes) {
         let Ok(line) = line else { break };
         if line.first().is_some_and(u8::is_ascii_uppercase) {
-            open.as_mut().ok_or_else(|| malformed("a field of smaps before any region", line))?.take(line)?;
-        } else if let Some(whole) = open.replace(Entry::begin(line)?) {
+            open.as_mut().ok_or_else(|| malformed("a field of smaps before any region", line))?.parse_field(line)?;
+        } else if let Some(whole) = open.replace(SmapsEntry::from_header(line)?) {
             regions.push(whole.finish()?);
         }
     }
@@ -38,29 +38,29 @@ pub fn smaps(bytes: &[u8]) -> Reading<Vec<Region>> {
 }
 
 /// The lines of `/proc/PID/maps`, in the order given; a last one that was cut off is left out.
-pub fn maps(bytes: &[u8]) -> Reading<Vec<Mapped>> {
-    lines(bytes).map_while(Result::ok).map(header).collect()
+pub fn maps(bytes: &[u8]) -> Reading<Vec<MapsEntry>> {
+    lines(bytes).map_while(Result::ok).map(parse_header).collect()
 }
 
 /// An entry that is being read.
-struct Entry {
+struct SmapsEntry {
     region: Region,
     has_rss: bool,
     has_anonymous: bool,
     has_flags: bool,
 }
 
-impl Entry {
-    fn begin(line: &[u8]) -> Reading<Self> {
-        let Mapped { range, permissions, inode, name } = header(line)?;
+impl SmapsEntry {
+    fn from_header(line: &[u8]) -> Reading<Self> {
+        let MapsEntry { range, permissions, inode, name } = parse_header(line)?;
         let region = Region { permissions, inode, name, ..Region::empty(range) };
         Ok(Self { region, has_rss: false, has_anonymous: false, has_flags: false })
     }
 
     /// Take in a line `Key: value`.
-    fn take(&mut self, line: &[u8]) -> Reading<()> {
-        let (key, value) = split(line, b':').ok_or_else(|| malformed("not a field of smaps", line))?;
-        let amount = || amount(value).ok_or_else(|| malformed("not an amount in kB", line));
+    fn parse_field(&mut self, line: &[u8]) -> Reading<()> {
+        let (key, value) = split_at_byte(line, b':').ok_or_else(|| malformed("not a field of smaps", line))?;
+        let amount = || parse_kib(value).ok_or_else(|| malformed("not an amount in kB", line));
         let region = &mut self.region;
         match key {
             b"Rss" => (region.rss, self.has_rss) = (amount()?, true),
@@ -71,7 +71,7 @@ impl Entry {
             b"Shared_Hugetlb" | b"Private_Hugetlb" => {
                 region.hugetlb = Bytes(region.hugetlb.0.saturating_add(amount()?.0));
             }
-            b"VmFlags" => (region.flags, self.has_flags) = (flags(value), true),
+            b"VmFlags" => (region.flags, self.has_flags) = (parse_vm_flags(value), true),
             _ => {}
         }
         Ok(())
@@ -87,20 +87,20 @@ impl Entry {
 }
 
 /// From the line of addresses, permissions, offset, device, inode and name.
-fn header(line: &[u8]) -> Reading<Mapped> {
-    let parts = || -> Option<Mapped> {
-        let (start, rest) = split(line, b'-')?;
-        let (end, rest) = split(rest, b' ')?;
-        let (permissions, rest) = split(rest, b' ')?;
-        let (_offset, rest) = split(rest, b' ')?;
-        let (_device, rest) = split(rest, b' ')?;
-        let (inode, name) = split(rest, b' ').unwrap_or((rest, b""));
-        let range = AddressRange { start: hexadecimal(start)?, end: hexadecimal(end)? };
+fn parse_header(line: &[u8]) -> Reading<MapsEntry> {
+    let parts = || -> Option<MapsEntry> {
+        let (start, rest) = split_at_byte(line, b'-')?;
+        let (end, rest) = split_at_byte(rest, b' ')?;
+        let (permissions, rest) = split_at_byte(rest, b' ')?;
+        let (_offset, rest) = split_at_byte(rest, b' ')?;
+        let (_device, rest) = split_at_byte(rest, b' ')?;
+        let (inode, name) = split_at_byte(rest, b' ').unwrap_or((rest, b""));
+        let range = AddressRange { start: parse_hexadecimal(start)?, end: parse_hexadecimal(end)? };
         let name = &name[name.iter().take_while(|&&byte| byte == b' ').count()..];
-        (range.start < range.end).then_some(Mapped {
+        (range.start < range.end).then_some(MapsEntry {
             range,
             permissions: permissions.try_into().ok()?,
-            inode: decimal(inode)?,
+            inode: parse_decimal(inode)?,
             name: String::from_utf8_lossy(name).into_owned(),
         })
     };
@@ -108,12 +108,12 @@ fn header(line: &[u8]) -> Reading<Mapped> {
 }
 
 /// What stands before and after the first `at`.
-fn split(bytes: &[u8], at: u8) -> Option<(&[u8], &[u8])> {
-    let position = bytes.iter().position(|&byte| byte == at)?;
+fn split_at_byte(bytes: &[u8], separator: u8) -> Option<(&[u8], &[u8])> {
+    let position = bytes.iter().position(|&byte| byte == separator)?;
     Some((&bytes[..position], &bytes[position + 1..]))
 }
 
-fn hexadecimal(digits: &[u8]) -> Option<u64> {
+fn parse_hexadecimal(digits: &[u8]) -> Option<u64> {
     // from_str_radix would take a sign.
     if digits.is_empty() || digits.len() > 16 {
         return None;
@@ -121,7 +121,7 @@ fn hexadecimal(digits: &[u8]) -> Option<u64> {
     digits.iter().try_fold(0, |value, &digit| Some(value << 4 | u64::from((digit as char).to_digit(16)?)))
 }
 
-fn decimal(digits: &[u8]) -> Option<u64> {
+fn parse_decimal(digits: &[u8]) -> Option<u64> {
     if digits.is_empty() {
         return None;
     }
@@ -132,11 +132,11 @@ fn decimal(digits: &[u8]) -> Option<u64> {
 }
 
 /// As `text::kib`, without the cost of its messages.
-fn amount(value: &[u8]) -> Option<Bytes> {
-    decimal(value.trim_ascii_start().strip_suffix(b" kB")?)?.checked_mul(1024).map(Bytes)
+fn parse_kib(value: &[u8]) -> Option<Bytes> {
+    parse_decimal(value.trim_ascii_start().strip_suffix(b" kB")?)?.checked_mul(1024).map(Bytes)
 }
 
-fn flags(value: &[u8]) -> VmFlags {
+fn parse_vm_flags(value: &[u8]) -> VmFlags {
     value
         .split(|&byte| byte == b' ')
         .filter_map(|mnemonic| std::str::from_utf8(mnemonic).ok())
@@ -146,12 +146,12 @@ fn flags(value: &[u8]) -> VmFlags {
 /// The sums of `/proc/PID/smaps_rollup` (4.14).
 ///
 /// The file of a process without memory cannot be read; should it be empty, its memory has vanished.
-pub fn rollup(bytes: &[u8]) -> Rollup {
+pub fn rollup(bytes: &[u8]) -> SmapsRollup {
     let amount = |key| match bytes.is_empty() {
         true => Err(Absent::Vanished),
         false => field(bytes, key).and_then(kib),
     };
-    Rollup {
+    SmapsRollup {
         rss: amount("Rss"),
         pss: amount("Pss"),
         private_clean: amount("Private_Clean"),
@@ -168,10 +168,10 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    const SAMPLE: &[u8] = include_bytes!("samples/smaps");
+    const SMAPS_SAMPLE: &[u8] = include_bytes!("samples/smaps");
 
     /// Linux 4.18, hand-written after fs/proc/task_mmu.c: no `Pss_Dirty:`, `KSM:`, `FilePmdMapped:`, `THPeligible:`.
-    const LINUX_4_18: &str = "\
+    const SMAPS_OF_LINUX_4_18: &str = "\
 00400000-0040c000 r-xp 00000000 fd:00 1234 /opt/a program/bin
 Size:                 48 kB
 KernelPageSize:        4 kB
@@ -195,7 +195,7 @@ Locked:                0 kB
 ProtectionKey:         0
 VmFlags: rd ex mr mw me dw sd ?? \n";
 
-    fn malformed_text(reading: Reading<Vec<Region>>) -> String {
+    fn expect_malformed(reading: Reading<Vec<Region>>) -> String {
         match reading {
             Err(Absent::Malformed(text)) => text,
             other => panic!("{other:?} in place of malformed"),
@@ -203,7 +203,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     }
 
     #[test]
-    fn maps_tells_where_regions_are() {
+    fn maps_lines_are_parsed() {
         let text = b"1000-3000 rw-p 00000000 00:00 0 [heap]\n\
             7f0000000000-7f0000001000 r--s 00002000 08:01 77                     /lib/a b\nffff";
         let regions = maps(text).unwrap();
@@ -215,8 +215,8 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     }
 
     #[test]
-    fn a_real_process() {
-        let regions = smaps(SAMPLE).unwrap();
+    fn smaps_of_a_real_process_is_parsed() {
+        let regions = smaps(SMAPS_SAMPLE).unwrap();
         assert_eq!(regions.len(), 30);
         let named = |name: &str| regions.iter().find(|region| region.name == name).expect(name);
 
@@ -245,10 +245,10 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     }
 
     #[test]
-    fn the_sums_of_a_real_process() {
+    fn smaps_rollup_is_parsed() {
         let sums = rollup(include_bytes!("samples/smaps_rollup"));
         let kib = |amount| Ok(Bytes::from_kib(amount));
-        let expected = Rollup {
+        let expected = SmapsRollup {
             rss: kib(17132),
             pss: kib(12203),
             private_clean: kib(4668),
@@ -262,7 +262,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     }
 
     #[test]
-    fn sums_tell_an_older_kernel_from_a_cut_file_and_from_no_memory() {
+    fn rollup_tells_absent_cut_and_empty_apart() {
         let header = "55c6-7ffd ---p 00000000 00:00 0 [rollup]\n";
         let older = rollup(format!("{header}Rss: 8 kB\nPss: 4 kB\n").as_bytes());
         assert_eq!((older.rss, older.ksm), (Ok(Bytes(8192)), Err(Absent::NotOnThisKernel)));
@@ -274,7 +274,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     }
 
     #[test]
-    fn an_older_kernel() {
+    fn smaps_of_linux_4_18_is_parsed() {
         let region = Region {
             permissions: *b"r-xp",
             inode: 1234,
@@ -286,18 +286,18 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
             ..Region::empty(AddressRange { start: 0x40_0000, end: 0x40_c000 })
         };
         assert_eq!(region.ksm, Err(Absent::NotOnThisKernel));
-        assert_eq!(smaps(LINUX_4_18.as_bytes()), Ok(vec![region]));
+        assert_eq!(smaps(SMAPS_OF_LINUX_4_18.as_bytes()), Ok(vec![region]));
     }
 
     #[test]
-    fn no_memory_is_no_region() {
+    fn empty_smaps_has_no_regions() {
         assert_eq!(smaps(b""), Ok(vec![]));
     }
 
     #[test]
-    fn what_is_no_smaps_is_shown() {
+    fn malformed_smaps_is_shown_in_the_error() {
         let check = |text: &str, shown: &str| {
-            let message = malformed_text(smaps(text.as_bytes()));
+            let message = expect_malformed(smaps(text.as_bytes()));
             assert!(message.contains(shown), "{message:?} of {text:?}");
         };
         check("Rss: 4 kB\n", "before any region: \"Rss: 4 kB\"");
@@ -318,18 +318,18 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     }
 
     #[test]
-    fn a_file_cut_anywhere_gives_the_entries_that_are_whole() {
-        let whole = smaps(SAMPLE).unwrap();
-        let ends = ends_of_entries(SAMPLE);
+    fn truncated_smaps_yields_complete_entries() {
+        let whole = smaps(SMAPS_SAMPLE).unwrap();
+        let ends = entry_end_offsets(SMAPS_SAMPLE);
         assert_eq!(ends.len(), whole.len());
-        for length in 0..=SAMPLE.len() {
+        for length in 0..=SMAPS_SAMPLE.len() {
             let complete = ends.iter().filter(|&&end| end <= length).count();
-            assert_eq!(smaps(&SAMPLE[..length]).as_deref(), Ok(&whole[..complete]), "cut at {length}");
+            assert_eq!(smaps(&SMAPS_SAMPLE[..length]).as_deref(), Ok(&whole[..complete]), "cut at {length}");
         }
     }
 
     /// Where the lines of flags end.
-    fn ends_of_entries(text: &[u8]) -> Vec<usize> {
+    fn entry_end_offsets(text: &[u8]) -> Vec<usize> {
         let mut at = 0;
         let mut ends = Vec::new();
         for line in text.split_inclusive(|&byte| byte == b'\n') {
@@ -341,7 +341,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
         ends
     }
 
-    fn regions() -> impl Strategy<Value = Region> {
+    fn any_region() -> impl Strategy<Value = Region> {
         let amounts = prop::array::uniform6(0u64..1 << 54);
         let flags = prop::sample::subsequence(MNEMONICS.to_vec(), 0..=MNEMONICS.len());
         let permissions = ("[r-][w-][x-][sp]").prop_map(|text| text.into_bytes().try_into().unwrap());
@@ -360,7 +360,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     const MNEMONICS: [&str; 12] = ["sh", "ms", "pf", "io", "de", "ht", "mm", "dp", "mg", "hg", "lo", "uw"];
 
     /// As the kernel prints it, the hugetlb pages by halves.
-    fn render(region: &Region) -> String {
+    fn format_smaps_entry(region: &Region) -> String {
         let permissions = std::str::from_utf8(&region.permissions).unwrap();
         let mut text = format!("{} {permissions} 00000000 fe:00 {:<26} {}\n", region.range, region.inode, region.name);
         let half = region.hugetlb.0 / 2048 * 1024;
@@ -385,19 +385,19 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
 
     proptest! {
         #[test]
-        fn what_is_printed_comes_back(regions in prop::collection::vec(regions(), 0..6)) {
-            let text: String = regions.iter().map(render).collect();
+        fn smaps_round_trips(regions in prop::collection::vec(any_region(), 0..6)) {
+            let text: String = regions.iter().map(format_smaps_entry).collect();
             prop_assert_eq!(smaps(text.as_bytes()), Ok(regions));
         }
 
         #[test]
-        fn nothing_panics(bytes: Vec<u8>) {
+        fn arbitrary_input_does_not_panic(bytes: Vec<u8>) {
             let _ = (smaps(&bytes), rollup(&bytes));
         }
 
         #[test]
-        fn damage_does_not_panic(at in 0..SAMPLE.len(), byte: u8, length in 0..SAMPLE.len()) {
-            let mut damaged = SAMPLE.to_vec();
+        fn damaged_smaps_does_not_panic(at in 0..SMAPS_SAMPLE.len(), byte: u8, length in 0..SMAPS_SAMPLE.len()) {
+            let mut damaged = SMAPS_SAMPLE.to_vec();
             damaged[at] = byte;
             let _ = (smaps(&damaged[..length]), rollup(&damaged));
         }

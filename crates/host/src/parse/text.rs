@@ -4,16 +4,16 @@ use pagefold_base::{Absent, Bytes, Reading};
 use std::str::FromStr;
 
 /// How many offending bytes a message shows.
-const SHOWN: usize = 60;
+const MAX_SHOWN_BYTES: usize = 60;
 
 /// How many numbers a list may name. The kernel's own limits, `NR_CPUS` and `MAX_NUMNODES`, are below it; garbage such
 /// as `0-4294967295` is above it.
-const LONGEST_LIST: usize = 1 << 16;
+const MAX_LIST_NUMBERS: usize = 1 << 16;
 
 /// That `bytes` are not `what`.
 pub(super) fn malformed(what: &str, bytes: &[u8]) -> Absent {
-    let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(SHOWN)]);
-    let more = if bytes.len() > SHOWN { "..." } else { "" };
+    let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_SHOWN_BYTES)]);
+    let more = if bytes.len() > MAX_SHOWN_BYTES { "..." } else { "" };
     Absent::Malformed(format!("{what}: {shown:?}{more}"))
 }
 
@@ -46,44 +46,44 @@ pub fn number<T: FromStr>(bytes: &[u8]) -> Reading<T> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedstat {
     /// For how long it ran.
-    pub ran: u64,
+    pub run_ns: u64,
     /// For how long it stood in a run queue.
-    pub queued: u64,
+    pub wait_ns: u64,
 }
 
 /// `/proc/PID/schedstat`.
 pub fn schedstat(bytes: &[u8]) -> Reading<Schedstat> {
     let mut words = bytes.split(|&byte| byte == b' ');
     let mut word = || words.next().ok_or_else(|| malformed("no line of schedstat", bytes)).and_then(number);
-    Ok(Schedstat { ran: word()?, queued: word()? })
+    Ok(Schedstat { run_ns: word()?, wait_ns: word()? })
 }
 
 /// The first line of `/proc/stat`: ticks of all CPUs together (fs/proc/stat.c, `show_stat`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stolen {
+pub struct CpuTicks {
     /// Fields 1 to 8: all but what guests used, which is among them.
-    pub all: u64,
+    pub total: u64,
     /// Field 8: the time that a hypervisor gave to others.
-    pub stolen: u64,
+    pub steal: u64,
 }
 
-impl Stolen {
+impl CpuTicks {
     /// The share that was stolen from one reading to a later one.
-    pub fn share(self, later: Self) -> f64 {
-        let all = later.all.saturating_sub(self.all).max(1);
-        (later.stolen.saturating_sub(self.stolen) as f64 / all as f64).min(1.0)
+    pub fn steal_share(self, later: Self) -> f64 {
+        let all = later.total.saturating_sub(self.total).max(1);
+        (later.steal.saturating_sub(self.steal) as f64 / all as f64).min(1.0)
     }
 }
 
 /// The first line of `/proc/stat`.
-pub fn stolen(bytes: &[u8]) -> Reading<Stolen> {
+pub fn cpu_ticks(bytes: &[u8]) -> Reading<CpuTicks> {
     let wrong = || malformed("no line of all CPUs", bytes);
     let line =
         bytes.strip_prefix(b"cpu ").and_then(|rest| rest.split(|&byte| byte == b'\n').next()).ok_or_else(wrong)?;
     let words = line.split(|&byte| byte == b' ').filter(|word| !word.is_empty()).take(8);
     let ticks = words.map(number::<u64>).collect::<Reading<Vec<u64>>>()?;
     let stolen = *ticks.get(7).ok_or_else(wrong)?;
-    Ok(Stolen { all: ticks.iter().fold(0, |sum: u64, ticks| sum.saturating_add(*ticks)), stolen })
+    Ok(CpuTicks { total: ticks.iter().fold(0, |sum: u64, ticks| sum.saturating_add(*ticks)), steal: stolen })
 }
 
 /// A signed count, also where an older kernel printed it as unsigned after it had fallen below zero.
@@ -101,7 +101,7 @@ pub(super) fn kib(bytes: &[u8]) -> Reading<Bytes> {
 }
 
 /// The chosen word of a setting that lists its choices: `madvise` of `always [madvise] never`.
-pub fn bracketed(bytes: &[u8]) -> Reading<String> {
+pub fn bracketed_word(bytes: &[u8]) -> Reading<String> {
     let missing = || malformed("no word in brackets", bytes);
     let open = bytes.iter().position(|&byte| byte == b'[').ok_or_else(missing)?;
     let word = &bytes[open + 1..];
@@ -122,7 +122,7 @@ pub fn number_list(bytes: &[u8]) -> Reading<Vec<u32>> {
             Some(dash) => (number::<u32>(&part[..dash])?, number::<u32>(&part[dash + 1..])?),
             None => number(part).map(|only| (only, only))?,
         };
-        if first > last || (last - first) as usize >= LONGEST_LIST - list.len() {
+        if first > last || (last - first) as usize >= MAX_LIST_NUMBERS - list.len() {
             return Err(malformed("not a list of processors or nodes", bytes));
         }
         list.extend(first..=last);
@@ -140,7 +140,7 @@ mod tests {
     }
 
     #[test]
-    fn a_number_stands_alone() {
+    fn number_rejects_other_text() {
         assert_eq!(number::<u64>(b"100\n"), Ok(100));
         assert_eq!(number::<u64>(b" 18446744073709551615"), Ok(u64::MAX));
         assert_eq!(number::<i64>(b"-4096\n"), Ok(-4096));
@@ -151,23 +151,23 @@ mod tests {
     }
 
     #[test]
-    fn a_counter_printed_as_unsigned_below_zero_is_negative() {
+    fn wrapped_unsigned_counter_is_negative() {
         assert_eq!(signed(b"18446744073709551615\n"), Ok(-1));
         assert_eq!(signed(b"-1\n"), Ok(-1));
         assert!(is_malformed(signed(b"18446744073709551616")));
     }
 
     #[test]
-    fn the_word_in_brackets_is_the_choice() {
-        assert_eq!(bracketed(b"always [madvise] never\n").as_deref(), Ok("madvise"));
-        assert_eq!(bracketed(b"[none] scan-time\n").as_deref(), Ok("none"));
+    fn bracketed_word_is_parsed() {
+        assert_eq!(bracketed_word(b"always [madvise] never\n").as_deref(), Ok("madvise"));
+        assert_eq!(bracketed_word(b"[none] scan-time\n").as_deref(), Ok("none"));
         for text in ["", "always", "[always", "]a[", "0"] {
-            assert!(is_malformed(bracketed(text.as_bytes())), "{text:?}");
+            assert!(is_malformed(bracketed_word(text.as_bytes())), "{text:?}");
         }
     }
 
     #[test]
-    fn lists_name_numbers_and_ranges() {
+    fn number_lists_with_ranges_are_parsed() {
         assert_eq!(number_list(b"0-3,8\n"), Ok(vec![0, 1, 2, 3, 8]));
         assert_eq!(number_list(b"0\n"), Ok(vec![0]));
         assert_eq!(number_list(b"\n"), Ok(vec![]));
@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn an_amount_must_fit_into_bytes() {
+    fn kib_amount_overflow_is_malformed() {
         assert_eq!(kib(b"1764 kB"), Ok(Bytes(1764 * 1024)));
         assert!(is_malformed(kib(b"18014398509481984 kB")));
         assert!(is_malformed(kib(b"5")));
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_line_is_no_field() {
+    fn cut_last_line_is_malformed() {
         assert_eq!(field(b"a: 1\nbc: 2\n", "bc"), Ok(&b"2"[..]));
         assert_eq!(field(b"bcd: 1\nbc 2\n", "bc"), Ok(&b"2"[..]));
         assert_eq!(field(b"a: 1\n", "bc"), Err(Absent::NotOnThisKernel));
@@ -196,20 +196,20 @@ mod tests {
     }
 
     #[test]
-    fn a_message_shows_the_beginning_of_long_garbage() {
+    fn malformed_message_truncates_long_input() {
         let Absent::Malformed(text) = malformed("garbage", &[b'x'; 1000]) else { panic!("another reason") };
         assert_eq!(text, format!("garbage: \"{}\"...", "x".repeat(60)));
     }
 
     proptest! {
         #[test]
-        fn nothing_panics(bytes: Vec<u8>) {
-            let _ = (number::<u64>(&bytes), signed(&bytes), kib(&bytes), bracketed(&bytes), number_list(&bytes));
+        fn arbitrary_input_does_not_panic(bytes: Vec<u8>) {
+            let _ = (number::<u64>(&bytes), signed(&bytes), kib(&bytes), bracketed_word(&bytes), number_list(&bytes));
             let _ = field(&bytes, "Pss");
         }
 
         #[test]
-        fn a_list_of_ranges_comes_back(ranges in prop::collection::vec((0u32..5000, 0u32..50), 1..20)) {
+        fn number_list_round_trips(ranges in prop::collection::vec((0u32..5000, 0u32..50), 1..20)) {
             let text: Vec<String> = ranges.iter().map(|(first, more)| format!("{first}-{}", first + more)).collect();
             let numbers: Vec<u32> = ranges.iter().flat_map(|&(first, more)| first..=first + more).collect();
             prop_assert_eq!(number_list(text.join(",").as_bytes()), Ok(numbers));

@@ -1,13 +1,13 @@
 //! What is written down before a host is changed, so that it can be put back by whoever comes after a crash.
 //!
 //! A file in a directory on a file system that does not outlive the kernel (`/run/pagefold`). Its first line is JSON of
-//! the whole journal, replaced atomically; each further line is JSON of changes to it ([`Change`]), so that what is
+//! the whole journal, replaced atomically; each further line is JSON of changes to it ([`JournalChange`]), so that what is
 //! written for an action does not grow with the number of actions before it. A last line without an end was cut off
 //! while it was written: what it was to allow was not done. The journal names the boot it belongs to: after a reboot
 //! there is nothing to put back. A second file of the same form keeps what the host had before a policy was set, which
 //! lasts beyond the command that set it.
 
-use crate::act::{Action, Advice};
+use crate::action::{Action, MergeAdvice};
 use pagefold_base::ksm::Setting;
 use pagefold_base::{AddressRange, Pid, ProcessId};
 use pagefold_sys::fault;
@@ -19,10 +19,10 @@ use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
 /// What is to be put back when the session ends.
-pub const SESSION: &str = "journal.json";
+pub const SESSION_FILE: &str = "journal.json";
 
 /// What is to be put back when the policy is.
-pub const POLICY: &str = "policy.json";
+pub const POLICY_FILE: &str = "policy.json";
 
 /// What is to be put back, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,49 +34,49 @@ pub struct Journal {
     /// What they were made for, where that outlasts the process: the name of a policy.
     pub purpose: Option<String>,
     /// In the order in which they were made.
-    pub entries: Vec<Entry>,
+    pub entries: Vec<JournalEntry>,
 }
 
 /// One thing that is to be put back.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct JournalEntry {
     /// What puts it back.
     pub undo: Action,
     /// For a setting, the last two values that were written, since the last may not have been when it ended: another
     /// value there is somebody else's and stays.
-    pub written: Vec<String>,
+    pub written_values: Vec<String>,
     /// For advice, what each of its ranges was part of: like memory without a gap. Whatever else lies there later is
     /// not what was advised.
-    pub within: Vec<AddressRange>,
+    pub enclosing_extents: Vec<AddressRange>,
     /// Whether it stays once what it was made for is done.
-    pub until_done: bool,
+    pub until_commit: bool,
 }
 
 /// A change to the entries of a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum JournalChange {
     /// One more, the newest.
-    Push(Entry),
+    Push(JournalEntry),
     /// Without the newest.
     Pop,
     /// Other values that were written to the setting of an entry, counted from the oldest.
-    Written(usize, Vec<String>),
+    SetWrittenValues(usize, Vec<String>),
 }
 
 /// What a setting is to be put back to. `run` stays readable as 2 after everything was unmerged, and ksmd rests then
 /// as it does at 0; but to write 2 once more would unmerge everything once more (mm/ksm.c, `run_store`).
-pub fn resting(setting: Setting, value: String) -> String {
+pub fn restorable_value(setting: Setting, value: String) -> String {
     if setting == Setting::Run && value == "2" { "0".to_owned() } else { value }
 }
 
 /// A directory that is held: what was found out about it stays true of what is used, whatever its path leads to later.
 #[derive(Debug)]
-pub struct Directory {
+pub struct StateDirectory {
     path: PathBuf,
     handle: OwnedFd,
 }
 
-impl Directory {
+impl StateDirectory {
     /// Take hold of one. A symbolic link in place of it is refused.
     ///
     /// # Errors
@@ -104,7 +104,7 @@ impl Directory {
     ///
     /// # Errors
     /// Those of openat(2).
-    pub fn file(&self, name: &str, flags: OFlags) -> io::Result<File> {
+    pub fn open_file(&self, name: &str, flags: OFlags) -> io::Result<File> {
         let flags = flags | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         Ok(openat(&self.handle, name, flags, Mode::RUSR | Mode::WUSR)?.into())
     }
@@ -115,7 +115,7 @@ impl Directory {
     /// Those of openat(2) and read(2).
     pub fn read(&self, name: &str) -> io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
-        self.file(name, OFlags::RDONLY)?.read_to_end(&mut bytes)?;
+        self.open_file(name, OFlags::RDONLY)?.read_to_end(&mut bytes)?;
         Ok(bytes)
     }
 
@@ -125,7 +125,7 @@ impl Directory {
     /// Those of openat(2), write(2), fdatasync(2) and renameat(2).
     pub fn replace(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let temporary = format!("{name}.new");
-        let mut file = self.file(&temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC)?;
+        let mut file = self.open_file(&temporary, OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC)?;
         fault::point("before writing a journal");
         file.write_all(bytes)?;
         file.sync_data()?;
@@ -140,7 +140,7 @@ impl Directory {
     /// # Errors
     /// Those of openat(2), write(2) and fdatasync(2). A part may have been added then.
     pub fn append(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
-        let mut file = self.file(name, OFlags::WRONLY | OFlags::APPEND)?;
+        let mut file = self.open_file(name, OFlags::WRONLY | OFlags::APPEND)?;
         fault::point("before appending to a journal");
         file.write_all(bytes)?;
         file.sync_data()?;
@@ -183,9 +183,9 @@ pub enum Error {
 
 impl Journal {
     /// The one of a name in a directory, if there is one.
-    pub fn load(directory: &Directory, file: &str) -> Result<Option<Self>, Error> {
-        let path = directory.path.join(file);
-        let bytes = match directory.read(file) {
+    pub fn load(directory: &StateDirectory, file_name: &str) -> Result<Option<Self>, Error> {
+        let path = directory.path.join(file_name);
+        let bytes = match directory.read(file_name) {
             Ok(bytes) => bytes,
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             Err(source) => return Err(Error::Io { path, source }),
@@ -195,52 +195,55 @@ impl Journal {
 
     fn parse(bytes: &[u8]) -> Result<Self, serde_json::Error> {
         let mut lines = bytes.split_inclusive(|&byte| byte == b'\n');
-        let mut journal = Self::from(serde_json::from_slice::<Wire>(lines.next().unwrap_or_default())?);
+        let mut journal = Self::from(serde_json::from_slice::<WireJournal>(lines.next().unwrap_or_default())?);
         for line in lines.filter(|line| line.ends_with(b"\n")) {
             for change in serde_json::from_slice::<Vec<WireChange>>(line)? {
-                journal.change(change.into())?;
+                journal.apply_change(change.into())?;
             }
         }
         Ok(journal)
     }
 
     /// Make a change.
-    fn change(&mut self, change: Change) -> Result<(), serde_json::Error> {
+    fn apply_change(&mut self, change: JournalChange) -> Result<(), serde_json::Error> {
         let none = || serde::de::Error::custom("a change to an entry that is not there");
         match change {
-            Change::Push(entry) => self.entries.push(entry),
-            Change::Pop => drop(self.entries.pop().ok_or_else(none)?),
-            Change::Written(at, written) => self.entries.get_mut(at).ok_or_else(none)?.written = written,
+            JournalChange::Push(entry) => self.entries.push(entry),
+            JournalChange::Pop => drop(self.entries.pop().ok_or_else(none)?),
+            JournalChange::SetWrittenValues(at, written) => {
+                self.entries.get_mut(at).ok_or_else(none)?.written_values = written
+            }
         }
         Ok(())
     }
 
     /// Replace the one of a name in a directory; remove it if there is nothing to put back. Tells its size in bytes.
-    pub fn store(&self, directory: &Directory, file: &str) -> Result<usize, Error> {
+    pub fn store(&self, directory: &StateDirectory, file_name: &str) -> Result<usize, Error> {
         let stored = if self.entries.is_empty() {
-            directory.remove(file).map(|()| 0).or_else(|error| match error.kind() {
+            directory.remove(file_name).map(|()| 0).or_else(|error| match error.kind() {
                 io::ErrorKind::NotFound => Ok(0),
                 _ => Err(error),
             })
         } else {
-            line(&Wire::from(self)).and_then(|text| directory.replace(file, &text).map(|()| text.len()))
+            to_json_line(&WireJournal::from(self))
+                .and_then(|text| directory.replace(file_name, &text).map(|()| text.len()))
         };
-        stored.map_err(|source| Error::Io { path: directory.path.join(file), source })
+        stored.map_err(|source| Error::Io { path: directory.path.join(file_name), source })
     }
 
     /// Add changes to the one of a name in a directory. Tells how many bytes that took.
     ///
     /// # Errors
     /// Then the file is as it was, or ends in a line that is cut off: it has to be replaced before anything is added.
-    pub fn append(directory: &Directory, file: &str, changes: &[Change]) -> Result<usize, Error> {
-        let changes: Vec<WireChange> = changes.iter().filter_map(WireChange::of).collect();
-        let appended = line(&changes).and_then(|text| directory.append(file, &text).map(|()| text.len()));
-        appended.map_err(|source| Error::Io { path: directory.path.join(file), source })
+    pub fn append(directory: &StateDirectory, file_name: &str, changes: &[JournalChange]) -> Result<usize, Error> {
+        let changes: Vec<WireChange> = changes.iter().filter_map(WireChange::from_change).collect();
+        let appended = to_json_line(&changes).and_then(|text| directory.append(file_name, &text).map(|()| text.len()));
+        appended.map_err(|source| Error::Io { path: directory.path.join(file_name), source })
     }
 }
 
 /// JSON with the end of a line.
-fn line(value: &impl Serialize) -> io::Result<Vec<u8>> {
+fn to_json_line(value: &impl Serialize) -> io::Result<Vec<u8>> {
     let mut text = serde_json::to_vec(value)?;
     text.push(b'\n');
     Ok(text)
@@ -248,7 +251,7 @@ fn line(value: &impl Serialize) -> io::Result<Vec<u8>> {
 
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Wire {
+struct WireJournal {
     boot: String,
     writer: u32,
     #[serde(skip_serializing_if = "Option::is_none", default)]
@@ -299,39 +302,39 @@ impl TryFrom<String> for WireSetting {
     type Error = String;
 
     fn try_from(file: String) -> Result<Self, String> {
-        Setting::of_file(&file).map(Self).ok_or_else(|| format!("{file} is no setting of KSM"))
+        Setting::from_file_name(&file).map(Self).ok_or_else(|| format!("{file} is no setting of KSM"))
     }
 }
 
 impl From<WireSetting> for String {
     fn from(setting: WireSetting) -> Self {
-        setting.0.file().to_owned()
+        setting.0.file_name().to_owned()
     }
 }
 
-fn pairs(ranges: &[AddressRange]) -> Vec<(u64, u64)> {
+fn address_pairs(ranges: &[AddressRange]) -> Vec<(u64, u64)> {
     ranges.iter().map(|range| (range.start, range.end)).collect()
 }
 
-fn ranges(pairs: Vec<(u64, u64)>) -> Vec<AddressRange> {
+fn address_ranges(pairs: Vec<(u64, u64)>) -> Vec<AddressRange> {
     pairs.into_iter().map(|(start, end)| AddressRange { start, end }).collect()
 }
 
 impl WireAction {
     /// What puts something back, for the file; a collapse never does.
-    fn of(undo: &Action) -> Option<Self> {
+    fn from_action(undo: &Action) -> Option<Self> {
         Some(match undo {
             Action::Set { setting, value } => Self::Set { setting: WireSetting(*setting), value: value.clone() },
             Action::Advise { process, advice, ranges } => Self::Advise {
                 pid: process.pid.0,
                 start_time: process.start_time,
-                mergeable: *advice == Advice::Mergeable,
-                ranges: pairs(ranges),
+                mergeable: *advice == MergeAdvice::Mergeable,
+                ranges: address_pairs(ranges),
             },
-            Action::MergeAny { process, on } => {
+            Action::MergeAny { process, enable: on } => {
                 Self::MergeAny { pid: process.pid.0, start_time: process.start_time, on: *on }
             }
-            Action::GuestMerge { process, socket, backend, on } => Self::GuestMerge {
+            Action::GuestMerge { process, socket, backend, enable: on } => Self::GuestMerge {
                 pid: process.pid.0,
                 start_time: process.start_time,
                 socket: socket.clone(),
@@ -347,15 +350,19 @@ impl From<WireAction> for Action {
     fn from(action: WireAction) -> Self {
         let process = |pid, start_time| ProcessId { pid: Pid(pid), start_time };
         match action {
-            WireAction::Set { setting, value } => Self::Set { setting: setting.0, value: resting(setting.0, value) },
+            WireAction::Set { setting, value } => {
+                Self::Set { setting: setting.0, value: restorable_value(setting.0, value) }
+            }
             WireAction::Advise { pid, start_time, mergeable, ranges: pairs } => Self::Advise {
                 process: process(pid, start_time),
-                advice: if mergeable { Advice::Mergeable } else { Advice::Unmergeable },
-                ranges: ranges(pairs),
+                advice: if mergeable { MergeAdvice::Mergeable } else { MergeAdvice::Unmergeable },
+                ranges: address_ranges(pairs),
             },
-            WireAction::MergeAny { pid, start_time, on } => Self::MergeAny { process: process(pid, start_time), on },
+            WireAction::MergeAny { pid, start_time, on } => {
+                Self::MergeAny { process: process(pid, start_time), enable: on }
+            }
             WireAction::GuestMerge { pid, start_time, socket, backend, on } => {
-                Self::GuestMerge { process: process(pid, start_time), socket, backend, on }
+                Self::GuestMerge { process: process(pid, start_time), socket, backend, enable: on }
             }
         }
     }
@@ -363,61 +370,63 @@ impl From<WireAction> for Action {
 
 impl WireEntry {
     /// An entry for the file, if anything puts it back.
-    fn of(entry: &Entry) -> Option<Self> {
+    fn from_entry(entry: &JournalEntry) -> Option<Self> {
         Some(Self {
-            written: entry.written.clone(),
-            within: pairs(&entry.within),
-            until_done: entry.until_done,
-            undo: WireAction::of(&entry.undo)?,
+            written: entry.written_values.clone(),
+            within: address_pairs(&entry.enclosing_extents),
+            until_done: entry.until_commit,
+            undo: WireAction::from_action(&entry.undo)?,
         })
     }
 }
 
-impl From<WireEntry> for Entry {
+impl From<WireEntry> for JournalEntry {
     fn from(entry: WireEntry) -> Self {
         Self {
             undo: entry.undo.into(),
-            written: entry.written,
-            within: ranges(entry.within),
-            until_done: entry.until_done,
+            written_values: entry.written,
+            enclosing_extents: address_ranges(entry.within),
+            until_commit: entry.until_done,
         }
     }
 }
 
 impl WireChange {
-    fn of(change: &Change) -> Option<Self> {
+    fn from_change(change: &JournalChange) -> Option<Self> {
         Some(match change {
-            Change::Push(entry) => Self::Push(WireEntry::of(entry)?),
-            Change::Pop => Self::Pop,
-            Change::Written(entry, written) => Self::Written { entry: *entry, written: written.clone() },
+            JournalChange::Push(entry) => Self::Push(WireEntry::from_entry(entry)?),
+            JournalChange::Pop => Self::Pop,
+            JournalChange::SetWrittenValues(entry, written) => {
+                Self::Written { entry: *entry, written: written.clone() }
+            }
         })
     }
 }
 
-impl From<WireChange> for Change {
+impl From<WireChange> for JournalChange {
     fn from(change: WireChange) -> Self {
         match change {
             WireChange::Push(entry) => Self::Push(entry.into()),
             WireChange::Pop => Self::Pop,
-            WireChange::Written { entry, written } => Self::Written(entry, written),
+            WireChange::Written { entry, written } => Self::SetWrittenValues(entry, written),
         }
     }
 }
 
-impl From<&Journal> for Wire {
+impl From<&Journal> for WireJournal {
     fn from(journal: &Journal) -> Self {
         Self {
             boot: journal.boot.clone(),
             writer: journal.writer,
             purpose: journal.purpose.clone(),
-            entries: journal.entries.iter().filter_map(WireEntry::of).collect(),
+            entries: journal.entries.iter().filter_map(WireEntry::from_entry).collect(),
         }
     }
 }
 
-impl From<Wire> for Journal {
-    fn from(wire: Wire) -> Self {
-        let entries = wire.entries.into_iter().map(Entry::from).collect();
+impl From<WireJournal> for Journal {
+    fn from(wire: WireJournal) -> Self {
+        let entries = wire.entries.into_iter().map(JournalEntry::from).collect();
         Self { boot: wire.boot, writer: wire.writer, purpose: wire.purpose, entries }
     }
 }
@@ -427,106 +436,121 @@ mod tests {
     use super::*;
     use std::fs;
 
-    fn open(directory: &tempfile::TempDir) -> Directory {
-        Directory::open(directory.path()).unwrap()
+    fn open_directory(directory: &tempfile::TempDir) -> StateDirectory {
+        StateDirectory::open(directory.path()).unwrap()
     }
 
     #[test]
-    fn what_is_stored_is_loaded() {
+    fn stored_journal_is_loaded() {
         let temporary = tempfile::tempdir().unwrap();
-        let directory = open(&temporary);
+        let directory = open_directory(&temporary);
         let process = ProcessId { pid: Pid(7), start_time: 99 };
         let ranges = vec![AddressRange { start: 4096, end: 8192 }];
         let undo = [
             Action::Set { setting: Setting::Run, value: "0".to_owned() },
-            Action::Advise { process, advice: Advice::Mergeable, ranges: ranges.clone() },
-            Action::MergeAny { process, on: false },
-            Action::GuestMerge { process, socket: "/run/q.sock".into(), backend: "/objects/ram".to_owned(), on: true },
+            Action::Advise { process, advice: MergeAdvice::Mergeable, ranges: ranges.clone() },
+            Action::MergeAny { process, enable: false },
+            Action::GuestMerge {
+                process,
+                socket: "/run/q.sock".into(),
+                backend: "/objects/ram".to_owned(),
+                enable: true,
+            },
         ];
         let entries = undo
-            .map(|undo| Entry { undo, written: vec!["1".to_owned()], within: ranges.clone(), until_done: true })
+            .map(|undo| JournalEntry {
+                undo,
+                written_values: vec!["1".to_owned()],
+                enclosing_extents: ranges.clone(),
+                until_commit: true,
+            })
             .to_vec();
         let journal = Journal { boot: "b".to_owned(), writer: 3, purpose: Some("default".to_owned()), entries };
-        assert_eq!(Journal::load(&directory, SESSION).unwrap(), None);
-        journal.store(&directory, SESSION).unwrap();
-        assert_eq!(Journal::load(&directory, SESSION).unwrap(), Some(journal.clone()));
-        assert_eq!(Journal::load(&directory, POLICY).unwrap(), None);
-        Journal { entries: Vec::new(), ..journal }.store(&directory, SESSION).unwrap();
-        assert_eq!(Journal::load(&directory, SESSION).unwrap(), None);
+        assert_eq!(Journal::load(&directory, SESSION_FILE).unwrap(), None);
+        journal.store(&directory, SESSION_FILE).unwrap();
+        assert_eq!(Journal::load(&directory, SESSION_FILE).unwrap(), Some(journal.clone()));
+        assert_eq!(Journal::load(&directory, POLICY_FILE).unwrap(), None);
+        Journal { entries: Vec::new(), ..journal }.store(&directory, SESSION_FILE).unwrap();
+        assert_eq!(Journal::load(&directory, SESSION_FILE).unwrap(), None);
     }
 
     /// Entries of one setting each, by the value that it had.
-    fn entry(value: &str) -> Entry {
+    fn setting_entry(value: &str) -> JournalEntry {
         let undo = Action::Set { setting: Setting::PagesToScan, value: value.to_owned() };
-        Entry { undo, written: Vec::new(), within: Vec::new(), until_done: false }
+        JournalEntry { undo, written_values: Vec::new(), enclosing_extents: Vec::new(), until_commit: false }
     }
 
     #[test]
-    fn changes_are_loaded_and_one_that_was_cut_off_is_not() {
+    fn truncated_change_is_ignored() {
         let temporary = tempfile::tempdir().unwrap();
-        let directory = open(&temporary);
-        let journal = Journal { boot: "b".to_owned(), entries: vec![entry("1")], ..Journal::default() };
-        journal.store(&directory, SESSION).unwrap();
-        let changes = [Change::Push(entry("2")), Change::Push(entry("3")), Change::Written(1, vec!["9".to_owned()])];
-        Journal::append(&directory, SESSION, &changes).unwrap();
-        Journal::append(&directory, SESSION, &[Change::Pop]).unwrap();
-        let expected = [entry("1"), Entry { written: vec!["9".to_owned()], ..entry("2") }];
-        let loaded = || Journal::load(&directory, SESSION).map(|journal| journal.unwrap().entries);
+        let directory = open_directory(&temporary);
+        let journal = Journal { boot: "b".to_owned(), entries: vec![setting_entry("1")], ..Journal::default() };
+        journal.store(&directory, SESSION_FILE).unwrap();
+        let changes = [
+            JournalChange::Push(setting_entry("2")),
+            JournalChange::Push(setting_entry("3")),
+            JournalChange::SetWrittenValues(1, vec!["9".to_owned()]),
+        ];
+        Journal::append(&directory, SESSION_FILE, &changes).unwrap();
+        Journal::append(&directory, SESSION_FILE, &[JournalChange::Pop]).unwrap();
+        let expected =
+            [setting_entry("1"), JournalEntry { written_values: vec!["9".to_owned()], ..setting_entry("2") }];
+        let loaded = || Journal::load(&directory, SESSION_FILE).map(|journal| journal.unwrap().entries);
         assert_eq!(loaded().unwrap(), expected);
-        let whole = directory.read(SESSION).unwrap();
-        Journal::append(&directory, SESSION, &[Change::Push(entry("4"))]).unwrap();
-        let longer = directory.read(SESSION).unwrap();
+        let whole = directory.read(SESSION_FILE).unwrap();
+        Journal::append(&directory, SESSION_FILE, &[JournalChange::Push(setting_entry("4"))]).unwrap();
+        let longer = directory.read(SESSION_FILE).unwrap();
         for length in whole.len()..longer.len() {
-            directory.replace(SESSION, &longer[..length]).unwrap();
+            directory.replace(SESSION_FILE, &longer[..length]).unwrap();
             assert_eq!(loaded().unwrap(), expected, "cut off after {length} of {} bytes", longer.len());
         }
         for wrong in [&b"[\"pop\",\"pop\",\"pop\"]\n"[..], b"[{\"written\":{\"entry\":2,\"written\":[]}}]\n", b"x\n"] {
-            directory.replace(SESSION, &[&whole, wrong].concat()).unwrap();
+            directory.replace(SESSION_FILE, &[&whole, wrong].concat()).unwrap();
             assert!(matches!(loaded(), Err(Error::Malformed { .. })), "{}", String::from_utf8_lossy(wrong));
         }
     }
 
     #[test]
-    fn what_is_not_a_journal_is_named() {
+    fn malformed_journal_error_names_the_file() {
         let directory = tempfile::tempdir().unwrap();
         for text in ["", "{}", r#"{"boot":"","writer":1,"entries":[{"undo":{"set":{"setting":"x","value":""}}}]}"#] {
-            fs::write(directory.path().join(SESSION), text).unwrap();
-            let error = Journal::load(&open(&directory), SESSION).unwrap_err();
+            fs::write(directory.path().join(SESSION_FILE), text).unwrap();
+            let error = Journal::load(&open_directory(&directory), SESSION_FILE).unwrap_err();
             assert!(error.to_string().contains("journal.json"), "{error}");
         }
     }
 
     #[test]
-    fn a_link_is_never_followed() {
+    fn symbolic_links_are_refused() {
         let temporary = tempfile::tempdir().unwrap();
         let [real, link, foreign] = ["real", "link", "foreign"].map(|name| temporary.path().join(name));
         fs::create_dir(&real).unwrap();
         std::os::unix::fs::symlink(&real, &link).unwrap();
-        assert!(Directory::open(&link).is_err());
+        assert!(StateDirectory::open(&link).is_err());
         fs::write(&foreign, "theirs").unwrap();
-        for name in [SESSION.to_owned(), format!("{SESSION}.new"), "lock".to_owned()] {
+        for name in [SESSION_FILE.to_owned(), format!("{SESSION_FILE}.new"), "lock".to_owned()] {
             std::os::unix::fs::symlink(&foreign, real.join(name)).unwrap();
         }
-        let directory = Directory::open(&real).unwrap();
-        assert!(directory.read(SESSION).is_err());
-        assert!(directory.replace(SESSION, b"x").is_err());
-        assert!(directory.file("lock", OFlags::RDWR | OFlags::CREATE).is_err());
+        let directory = StateDirectory::open(&real).unwrap();
+        assert!(directory.read(SESSION_FILE).is_err());
+        assert!(directory.replace(SESSION_FILE, b"x").is_err());
+        assert!(directory.open_file("lock", OFlags::RDWR | OFlags::CREATE).is_err());
         assert_eq!(fs::read_to_string(&foreign).unwrap(), "theirs");
     }
 
     /// What is put in the place of a directory that is held is never written.
     #[test]
-    fn a_held_directory_stays_the_one_that_was_checked() {
+    fn open_directory_survives_replacement() {
         let temporary = tempfile::tempdir().unwrap();
         let path = temporary.path().join("state");
         fs::create_dir(&path).unwrap();
-        let directory = Directory::open(&path).unwrap();
+        let directory = StateDirectory::open(&path).unwrap();
         fs::rename(&path, temporary.path().join("moved")).unwrap();
         fs::create_dir(&path).unwrap();
-        directory.replace(SESSION, b"x").unwrap();
+        directory.replace(SESSION_FILE, b"x").unwrap();
         assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
-        assert_eq!(directory.read(SESSION).unwrap(), b"x");
-        directory.remove(SESSION).unwrap();
+        assert_eq!(directory.read(SESSION_FILE).unwrap(), b"x");
+        directory.remove(SESSION_FILE).unwrap();
         assert_eq!(fs::read_dir(temporary.path().join("moved")).unwrap().count(), 0);
     }
 }

@@ -9,77 +9,84 @@
 //! mm/ksm.c (6.18). Limits: withdrawing a whole process (`PR_SET_MEMORY_MERGE` off) is one call, and
 //! stops the thread for as long as unmerging it takes.
 
-use super::{miss, refusal};
+use super::{action_error, push_missed_range};
 use crate::process::LiveProcess;
 use pagefold_base::AddressRange;
 use pagefold_base::region::{Region, VmFlags};
-use pagefold_host::act::{Advice, Effect, NOT_MAPPED, Refusal};
-use pagefold_host::{Process, Run, observe};
+use pagefold_host::action::{ActionError, ActionOutcome, MergeAdvice, NOT_MAPPED_REASON};
+use pagefold_host::{PageRun, ProcessHandle, observe};
 use pagefold_sys::fault;
-use pagefold_sys::inject::{self, Inside, ROOM, Target};
+use pagefold_sys::inject::{self, ARGUMENT_SPACE_BYTES, InjectTarget, StoppedThread};
 use rustix::io::Errno;
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 #[cfg(target_arch = "x86_64")]
-mod number {
+mod syscall_numbers {
     pub const MADVISE: i64 = 28;
     pub const PRCTL: i64 = 157;
     pub const PROCESS_MADVISE: i64 = 440;
 }
 #[cfg(target_arch = "aarch64")]
-mod number {
+mod syscall_numbers {
     pub const MADVISE: i64 = 233;
     pub const PRCTL: i64 = 167;
     pub const PROCESS_MADVISE: i64 = 440;
 }
 
 /// PIDFD_SELF_THREAD (include/uapi/linux/fcntl.h): the caller.
-const PIDFD_SELF: i64 = -10_000;
+const PIDFD_SELF_THREAD: i64 = -10_000;
 const PR_SET_MEMORY_MERGE: u64 = 67;
 const PR_GET_MEMORY_MERGE: u64 = 68;
 
 /// A stop is ended when it has taken so long: with the call under way, and with stopping and leaving, that is about a
 /// millisecond.
-const STOP: Duration = Duration::from_micros(400);
+const MAX_STOP_DURATION: Duration = Duration::from_micros(400);
 /// What one call is meant to take at most.
-const CALL: Duration = Duration::from_micros(250);
+const TARGET_CALL_DURATION: Duration = Duration::from_micros(250);
 /// A kernel call takes at most 2 GiB less a page of a vector (MAX_RW_COUNT) and drops the rest without a word.
-const LARGEST: u64 = 1 << 30;
+const MAX_ADVISE_BYTES: u64 = 1 << 30;
 /// Unmerging copies pages, at some microseconds each, and what has none merged says nothing of what comes behind it:
 /// how many bytes to begin with, at least and at most.
-const FIRST_UNMERGE: u64 = 128 << 10;
-const SMALLEST: u64 = 64 << 10;
-const MOST_UNMERGE: u64 = 512 << 10;
+const INITIAL_UNMERGE_BYTES: u64 = 128 << 10;
+const MIN_UNMERGE_BYTES: u64 = 64 << 10;
+const MAX_UNMERGE_BYTES: u64 = 512 << 10;
 /// `struct iovec` of the target.
-const VECTOR: usize = 16;
+const IOVEC_BYTES: usize = 16;
 /// Ranges in a call, each of which may split a region: to begin with, at least and at most.
-const FIRST_RANGES: usize = 128;
-const FEWEST_RANGES: usize = 16;
-const MOST_RANGES: usize = ROOM / VECTOR;
+const INITIAL_RANGES_PER_CALL: usize = 128;
+const MIN_RANGES_PER_CALL: usize = 16;
+const MAX_RANGES_PER_CALL: usize = ARGUMENT_SPACE_BYTES / IOVEC_BYTES;
 
 /// The number of the advice (include/uapi/asm-generic/mman-common.h).
-fn code(advice: Advice) -> u64 {
+fn madvise_code(advice: MergeAdvice) -> u64 {
     match advice {
-        Advice::Mergeable => 12,
-        Advice::Unmergeable => 13,
+        MergeAdvice::Mergeable => 12,
+        MergeAdvice::Unmergeable => 13,
     }
 }
 
 /// Give advice about ranges.
-pub fn advise(process: &LiveProcess<'_>, advice: Advice, ranges: &[AddressRange]) -> Result<Effect, Refusal> {
+pub fn advise(
+    process: &LiveProcess<'_>,
+    advice: MergeAdvice,
+    ranges: &[AddressRange],
+) -> Result<ActionOutcome, ActionError> {
     let (wanted, mut missed) = revalidate(&observe::regions(process)?, advice, ranges);
     let mut stops = Vec::new();
     if wanted.is_empty() {
-        return Ok(Effect { stops, missed });
+        return Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed });
     }
-    let target = target(process)?;
-    let batched = !target.is_filtered().map_err(refusal)?;
-    let huge =
-        if wanted.iter().any(|range| range.bytes().0 > FIRST_UNMERGE) { huge(process, &wanted) } else { Vec::new() };
-    let mut work = Work::new(advice, wanted, huge, batched);
+    let target = inject_target(process)?;
+    let batched = !target.has_seccomp().map_err(action_error)?;
+    let huge = if wanted.iter().any(|range| range.bytes().0 > INITIAL_UNMERGE_BYTES) {
+        list_huge_pages(process, &wanted)
+    } else {
+        Vec::new()
+    };
+    let mut work = AdviceWork::new(advice, wanted, huge, batched);
     while !work.ranges.is_empty() {
-        match inject::inside(&target, |inside| work.step(inside)) {
+        match inject::with_stopped_thread(&target, |inside| work.run_one_stop(inside)) {
             Ok(((), stopped)) => {
                 stops.push(stopped);
                 fault::point("between two stops");
@@ -89,56 +96,59 @@ pub fn advise(process: &LiveProcess<'_>, advice: Advice, ranges: &[AddressRange]
                 }
             }
             // What was done stays done, and is told.
-            Err(error) if work.begun > 0 && error != inject::Error::Gone => {
-                let why = refusal(error).to_string();
-                work.ranges.drain(..).for_each(|range| work.missed.push((range, why.clone())));
+            Err(error) if work.started_calls > 0 && error != inject::InjectError::Vanished => {
+                let why = action_error(error).to_string();
+                work.ranges.drain(..).for_each(|range| work.missed_ranges.push((range, why.clone())));
             }
-            Err(error) => return Err(refusal(error)),
+            Err(error) => return Err(action_error(error)),
         }
     }
-    for (range, why) in work.missed {
-        miss(&mut missed, range, why);
+    for (range, why) in work.missed_ranges {
+        push_missed_range(&mut missed, range, why);
     }
     missed.sort_by_key(|&(range, _)| range);
-    Ok(Effect { stops, missed })
+    Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed })
 }
 
 /// Enrol or withdraw a process as a whole. A kernel that cannot enrol one has none to withdraw.
-pub fn merge_any(process: &LiveProcess<'_>, on: bool) -> Result<Effect, Refusal> {
-    let (answer, stopped) = prctl(process, [PR_SET_MEMORY_MERGE, u64::from(on), 0, 0, 0, 0])?;
-    match errno(answer) {
-        Some(Errno::INVAL) if on => Err(Refusal::Unsupported(
+pub fn set_merge_any(process: &LiveProcess<'_>, enable: bool) -> Result<ActionOutcome, ActionError> {
+    let (answer, stopped) = inject_prctl(process, [PR_SET_MEMORY_MERGE, u64::from(enable), 0, 0, 0, 0])?;
+    match errno_from_result(answer) {
+        Some(Errno::INVAL) if enable => Err(ActionError::Unsupported(
             "this kernel cannot enrol whole processes (PR_SET_MEMORY_MERGE, 6.4): enrol ranges".to_owned(),
         )),
-        None | Some(Errno::INVAL) => Ok(Effect { stops: vec![stopped], missed: Vec::new() }),
-        Some(Errno::PERM) => Err(Refusal::Denied(
+        None | Some(Errno::INVAL) => Ok(ActionOutcome { stop_durations: vec![stopped], missed_ranges: Vec::new() }),
+        Some(Errno::PERM) => Err(ActionError::Denied(
             "this kernel lets only processes with CAP_SYS_RESOURCE be enrolled whole: enrol ranges".to_owned(),
         )),
-        Some(errno) => Err(Refusal::Failed(format!("PR_SET_MEMORY_MERGE: {errno}"))),
+        Some(errno) => Err(ActionError::Failed(format!("PR_SET_MEMORY_MERGE: {errno}"))),
     }
 }
 
 /// Whether a process is enrolled as a whole (kernel/sys.c). None is where the kernel does not know of it.
-pub fn ask_merge_any(process: &LiveProcess<'_>) -> Result<bool, Refusal> {
-    let (answer, _) = prctl(process, [PR_GET_MEMORY_MERGE, 0, 0, 0, 0, 0])?;
-    match errno(answer) {
+pub fn ask_merge_any(process: &LiveProcess<'_>) -> Result<bool, ActionError> {
+    let (answer, _) = inject_prctl(process, [PR_GET_MEMORY_MERGE, 0, 0, 0, 0, 0])?;
+    match errno_from_result(answer) {
         None => Ok(answer == 1),
         Some(Errno::INVAL) => Ok(false),
-        Some(errno) => Err(Refusal::Failed(format!("PR_GET_MEMORY_MERGE: {errno}"))),
+        Some(errno) => Err(ActionError::Failed(format!("PR_GET_MEMORY_MERGE: {errno}"))),
     }
 }
 
 /// What prctl(2) answers from within a process, and for how long a thread was stopped.
-fn prctl(process: &LiveProcess<'_>, arguments: [u64; 6]) -> Result<(i64, Duration), Refusal> {
-    inject::inside(&target(process)?, |inside| inside.call(number::PRCTL, arguments)).map_err(refusal)
+fn inject_prctl(process: &LiveProcess<'_>, arguments: [u64; 6]) -> Result<(i64, Duration), ActionError> {
+    inject::with_stopped_thread(&inject_target(process)?, |inside| {
+        inside.call_syscall(syscall_numbers::PRCTL, arguments)
+    })
+    .map_err(action_error)
 }
 
 /// The huge pages in some ranges, one by one and ascending. None where they cannot be seen.
-fn huge(process: &LiveProcess<'_>, ranges: &VecDeque<AddressRange>) -> Vec<AddressRange> {
+fn list_huge_pages(process: &LiveProcess<'_>, ranges: &VecDeque<AddressRange>) -> Vec<AddressRange> {
     let Ok(bytes) = observe::huge_page_bytes(process.host) else { return Vec::new() };
     let page = pagefold_host::Host::page_size(process.host).bytes();
     let runs = process.resident(&ranges.iter().copied().collect::<Vec<_>>()).unwrap_or_default();
-    let of = |run: Run| {
+    let of = |run: PageRun| {
         let end = run.address + u64::from(run.pages) * page;
         (run.address / bytes * bytes..end).step_by(bytes as usize)
     };
@@ -148,35 +158,35 @@ fn huge(process: &LiveProcess<'_>, ranges: &VecDeque<AddressRange>) -> Vec<Addre
     pages
 }
 
-fn target(process: &LiveProcess<'_>) -> Result<Target, Refusal> {
-    Target::new(process.directory(), process.id().pid.0.cast_signed()).map_err(refusal)
+fn inject_target(process: &LiveProcess<'_>) -> Result<InjectTarget, ActionError> {
+    InjectTarget::new(process.directory(), process.id().pid.0.cast_signed()).map_err(action_error)
 }
 
-fn errno(answer: i64) -> Option<Errno> {
-    (answer < 0).then(|| Errno::from_raw_os_error(i32::try_from(-answer).unwrap_or(i32::MAX)))
+fn errno_from_result(result: i64) -> Option<Errno> {
+    (result < 0).then(|| Errno::from_raw_os_error(i32::try_from(-result).unwrap_or(i32::MAX)))
 }
 
 /// Which parts of the ranges the advice would change, and which it cannot, with why.
 fn revalidate(
     regions: &[Region],
-    advice: Advice,
+    advice: MergeAdvice,
     ranges: &[AddressRange],
 ) -> (VecDeque<AddressRange>, Vec<(AddressRange, String)>) {
     let mut wanted: VecDeque<AddressRange> = VecDeque::new();
     let mut missed = Vec::new();
-    let unmapped = || NOT_MAPPED.to_owned();
+    let unmapped = || NOT_MAPPED_REASON.to_owned();
     for &range in ranges {
         let mut at = range.start;
         let first = regions.partition_point(|region| region.range.end <= range.start);
         for region in &regions[first..] {
             let Some(part) = region.range.overlap(range) else { break };
             if at < part.start {
-                miss(&mut missed, AddressRange { start: at, end: part.start }, unmapped());
+                push_missed_range(&mut missed, AddressRange { start: at, end: part.start }, unmapped());
             }
             at = part.end;
             if let Some(why) = region.ineligible() {
-                miss(&mut missed, part, format!("cannot be merged: {}", why.phrase()));
-            } else if region.flags.has(VmFlags::MERGEABLE) == (advice == Advice::Unmergeable) {
+                push_missed_range(&mut missed, part, format!("cannot be merged: {}", why.phrase()));
+            } else if region.flags.has(VmFlags::MERGEABLE) == (advice == MergeAdvice::Unmergeable) {
                 match wanted.back_mut() {
                     Some(last) if last.end == part.start => last.end = part.end,
                     _ => wanted.push_back(part),
@@ -184,54 +194,63 @@ fn revalidate(
             }
         }
         if at < range.end {
-            miss(&mut missed, AddressRange { start: at, end: range.end }, unmapped());
+            push_missed_range(&mut missed, AddressRange { start: at, end: range.end }, unmapped());
         }
     }
     (wanted, missed)
 }
 
 /// What is still to be advised.
-struct Work {
-    advice: Advice,
+struct AdviceWork {
+    advice: MergeAdvice,
     ranges: VecDeque<AddressRange>,
     /// Huge pages in them, ascending.
-    huge: Vec<AddressRange>,
-    missed: Vec<(AddressRange, String)>,
+    huge_pages: Vec<AddressRange>,
+    missed_ranges: Vec<(AddressRange, String)>,
     /// Whether the kernel takes many ranges in a call.
     batched: bool,
     /// At most so many bytes in a call.
-    bytes: u64,
+    bytes_per_call: u64,
     /// At most so many ranges in a call.
-    count: usize,
+    ranges_per_call: usize,
     /// How many calls were begun: one that was not seen to end may have changed something.
-    begun: usize,
+    started_calls: usize,
 }
 
-impl Work {
-    fn new(advice: Advice, ranges: VecDeque<AddressRange>, huge: Vec<AddressRange>, batched: bool) -> Self {
-        let bytes = if advice == Advice::Mergeable { LARGEST } else { FIRST_UNMERGE };
-        Self { advice, ranges, huge, missed: Vec::new(), batched, bytes, count: FIRST_RANGES, begun: 0 }
+impl AdviceWork {
+    fn new(advice: MergeAdvice, ranges: VecDeque<AddressRange>, huge: Vec<AddressRange>, batched: bool) -> Self {
+        let bytes = if advice == MergeAdvice::Mergeable { MAX_ADVISE_BYTES } else { INITIAL_UNMERGE_BYTES };
+        Self {
+            advice,
+            ranges,
+            huge_pages: huge,
+            missed_ranges: Vec::new(),
+            batched,
+            bytes_per_call: bytes,
+            ranges_per_call: INITIAL_RANGES_PER_CALL,
+            started_calls: 0,
+        }
     }
 
     /// Do as much as fits in one stop.
-    fn step(&mut self, inside: &Inside<'_>) -> Result<(), inject::Error> {
-        let most = if self.advice == Advice::Mergeable { LARGEST } else { MOST_UNMERGE };
+    fn run_one_stop(&mut self, inside: &StoppedThread<'_>) -> Result<(), inject::InjectError> {
+        let most = if self.advice == MergeAdvice::Mergeable { MAX_ADVISE_BYTES } else { MAX_UNMERGE_BYTES };
         while !self.ranges.is_empty() {
             let began = Instant::now();
             if self.batched {
-                self.many(inside)?
+                self.advise_batch(inside)?
             } else {
-                self.one(inside).map(|_| ())?
+                self.advise_first_range(inside).map(|_| ())?
             }
             let took = began.elapsed();
-            if took < CALL / 2 {
-                self.bytes = (self.bytes * 2).min(most);
-                self.count = (self.count * 2).min(MOST_RANGES);
-            } else if took > CALL * 2 {
-                self.bytes = (self.bytes / 2).max(SMALLEST);
-                self.count = (self.count / 2).max(FEWEST_RANGES);
+            if took < TARGET_CALL_DURATION / 2 {
+                self.bytes_per_call = (self.bytes_per_call * 2).min(most);
+                self.ranges_per_call = (self.ranges_per_call * 2).min(MAX_RANGES_PER_CALL);
+            } else if took > TARGET_CALL_DURATION * 2 {
+                self.bytes_per_call = (self.bytes_per_call / 2).max(MIN_UNMERGE_BYTES);
+                self.ranges_per_call = (self.ranges_per_call / 2).max(MIN_RANGES_PER_CALL);
             }
-            if inside.stopped() > STOP {
+            if inside.stopped_for() > MAX_STOP_DURATION {
                 break;
             }
         }
@@ -240,19 +259,19 @@ impl Work {
 
     /// The front of a range, so many bytes of it and the rest of the huge page that would be cut. In that nothing is
     /// merged, so that it takes next to no time.
-    fn part(&self, range: AddressRange, bytes: u64) -> AddressRange {
-        let end = range.start.saturating_add(bytes);
-        let next = self.huge.partition_point(|page| page.end <= end);
-        let end = self.huge.get(next).filter(|page| page.start < end).map_or(end, |page| page.end);
+    fn clip_front(&self, range: AddressRange, max_bytes: u64) -> AddressRange {
+        let end = range.start.saturating_add(max_bytes);
+        let next = self.huge_pages.partition_point(|page| page.end <= end);
+        let end = self.huge_pages.get(next).filter(|page| page.start < end).map_or(end, |page| page.end);
         AddressRange { start: range.start, end: range.end.min(end) }
     }
 
     /// The first ranges, as far as fits in one call.
-    fn batch(&self) -> Vec<AddressRange> {
-        let mut left = self.bytes;
+    fn next_batch(&self) -> Vec<AddressRange> {
+        let mut left = self.bytes_per_call;
         let mut batch = Vec::new();
-        for &range in self.ranges.iter().take(self.count) {
-            let part = self.part(range, left);
+        for &range in self.ranges.iter().take(self.ranges_per_call) {
+            let part = self.clip_front(range, left);
             left = left.saturating_sub(part.bytes().0);
             batch.push(part);
             if left == 0 {
@@ -275,36 +294,38 @@ impl Work {
         }
     }
 
-    fn many(&mut self, inside: &Inside<'_>) -> Result<(), inject::Error> {
-        let batch = self.batch();
+    fn advise_batch(&mut self, inside: &StoppedThread<'_>) -> Result<(), inject::InjectError> {
+        let batch = self.next_batch();
         let vectors: Vec<u8> =
             batch.iter().flat_map(|range| [range.start, range.bytes().0]).flat_map(u64::to_ne_bytes).collect();
-        let place = inside.place(&vectors)?;
-        let arguments = [PIDFD_SELF.cast_unsigned(), place, batch.len() as u64, code(self.advice), 0, 0];
-        self.begun += 1;
-        let answer = inside.call(number::PROCESS_MADVISE, arguments)?;
+        let place = inside.write_arguments(&vectors)?;
+        let arguments = [PIDFD_SELF_THREAD.cast_unsigned(), place, batch.len() as u64, madvise_code(self.advice), 0, 0];
+        self.started_calls += 1;
+        let answer = inside.call_syscall(syscall_numbers::PROCESS_MADVISE, arguments)?;
         let whole: u64 = batch.iter().map(|range| range.bytes().0).sum();
         let done = answer.max(0).cast_unsigned();
         self.advance(done);
         if done < whole {
             // It stopped at a range that it does not take, or takes nothing of the kind at all: one by one tells.
-            let taken = self.one(inside)?;
-            let unknown = matches!(errno(answer), Some(Errno::BADF | Errno::INVAL | Errno::PERM | Errno::NOSYS));
+            let taken = self.advise_first_range(inside)?;
+            let unknown =
+                matches!(errno_from_result(answer), Some(Errno::BADF | Errno::INVAL | Errno::PERM | Errno::NOSYS));
             self.batched = !(taken && unknown);
         }
         Ok(())
     }
 
     /// The first range, as far as fits in one call; whether the kernel took it.
-    fn one(&mut self, inside: &Inside<'_>) -> Result<bool, inject::Error> {
+    fn advise_first_range(&mut self, inside: &StoppedThread<'_>) -> Result<bool, inject::InjectError> {
         let Some(&range) = self.ranges.front() else { return Ok(true) };
-        let range = self.part(range, self.bytes);
+        let range = self.clip_front(range, self.bytes_per_call);
         let bytes = range.bytes().0;
-        self.begun += 1;
-        let answer = inside.call(number::MADVISE, [range.start, bytes, code(self.advice), 0, 0, 0])?;
+        self.started_calls += 1;
+        let answer =
+            inside.call_syscall(syscall_numbers::MADVISE, [range.start, bytes, madvise_code(self.advice), 0, 0, 0])?;
         self.advance(bytes);
-        if let Some(errno) = errno(answer) {
-            self.missed.push((range, words(errno)));
+        if let Some(errno) = errno_from_result(answer) {
+            self.missed_ranges.push((range, describe_errno(errno)));
             return Ok(false);
         }
         Ok(true)
@@ -313,9 +334,9 @@ impl Work {
 
 /// Why a range was not taken (mm/madvise.c: `madvise_walk_vmas` goes on behind a hole, and `madvise_vma_behavior` turns
 /// each want of memory, and of regions to split into, into EAGAIN).
-fn words(errno: Errno) -> String {
+fn describe_errno(errno: Errno) -> String {
     match errno {
-        Errno::NOMEM => format!("{NOT_MAPPED} in places, the others were taken"),
+        Errno::NOMEM => format!("{NOT_MAPPED_REASON} in places, the others were taken"),
         Errno::AGAIN => "the process has vm.max_map_count regions, or the kernel no memory for it".to_owned(),
         Errno::INVAL => "this kernel has no KSM".to_owned(),
         errno => format!("refused by the kernel: {errno}"),
@@ -336,14 +357,14 @@ mod tests {
     }
 
     #[test]
-    fn what_changed_since_is_left_out_and_named() {
+    fn changed_ranges_are_skipped_and_reported() {
         let regions = [
             region(0x1000, 0x3000, &[]),
             region(0x3000, 0x4000, &[VmFlags::MERGEABLE]),
             region(0x5000, 0x6000, &[VmFlags::SHARED]),
             region(0x6000, 0x9000, &[]),
         ];
-        let (wanted, missed) = revalidate(&regions, Advice::Mergeable, &[range(0, 0x7000), range(0x8000, 0xa000)]);
+        let (wanted, missed) = revalidate(&regions, MergeAdvice::Mergeable, &[range(0, 0x7000), range(0x8000, 0xa000)]);
         assert_eq!(wanted, [range(0x1000, 0x3000), range(0x6000, 0x7000), range(0x8000, 0x9000)]);
         let missed: Vec<_> = missed.iter().map(|(range, why)| (*range, why.as_str())).collect();
         let unmapped = "not mapped any more";
@@ -356,34 +377,40 @@ mod tests {
                 (range(0x9000, 0xa000), unmapped),
             ]
         );
-        let (wanted, _) = revalidate(&regions, Advice::Unmergeable, &[range(0, 0x7000)]);
+        let (wanted, _) = revalidate(&regions, MergeAdvice::Unmergeable, &[range(0, 0x7000)]);
         assert_eq!(wanted, [range(0x3000, 0x4000)]);
     }
 
     #[test]
-    fn a_call_takes_no_more_than_its_share() {
-        let mut work = Work::new(
-            Advice::Mergeable,
-            [range(0, LARGEST + 0x1000), range(LARGEST * 2, LARGEST * 3)].into(),
+    fn batch_stays_within_its_byte_limit() {
+        let mut work = AdviceWork::new(
+            MergeAdvice::Mergeable,
+            [range(0, MAX_ADVISE_BYTES + 0x1000), range(MAX_ADVISE_BYTES * 2, MAX_ADVISE_BYTES * 3)].into(),
             Vec::new(),
             true,
         );
-        assert_eq!(work.batch(), [range(0, LARGEST)]);
-        work.advance(LARGEST);
-        assert_eq!(work.batch(), [range(LARGEST, LARGEST + 0x1000), range(LARGEST * 2, LARGEST * 3 - 0x1000)]);
+        assert_eq!(work.next_batch(), [range(0, MAX_ADVISE_BYTES)]);
+        work.advance(MAX_ADVISE_BYTES);
+        assert_eq!(
+            work.next_batch(),
+            [
+                range(MAX_ADVISE_BYTES, MAX_ADVISE_BYTES + 0x1000),
+                range(MAX_ADVISE_BYTES * 2, MAX_ADVISE_BYTES * 3 - 0x1000)
+            ]
+        );
         work.advance(0x1000);
-        assert_eq!(work.batch(), [range(LARGEST * 2, LARGEST * 3)]);
-        work.advance(LARGEST);
-        assert!(work.batch().is_empty());
+        assert_eq!(work.next_batch(), [range(MAX_ADVISE_BYTES * 2, MAX_ADVISE_BYTES * 3)]);
+        work.advance(MAX_ADVISE_BYTES);
+        assert!(work.next_batch().is_empty());
     }
 
     #[test]
-    fn no_part_ends_in_a_huge_page() {
+    fn batches_do_not_split_huge_pages() {
         let huge = vec![range(0x20_0000, 0x40_0000), range(0x60_0000, 0x80_0000)];
-        let mut work = Work::new(Advice::Unmergeable, [range(0x1f_0000, 0x61_0000)].into(), huge, true);
-        work.bytes = SMALLEST;
+        let mut work = AdviceWork::new(MergeAdvice::Unmergeable, [range(0x1f_0000, 0x61_0000)].into(), huge, true);
+        work.bytes_per_call = MIN_UNMERGE_BYTES;
         let mut ends = Vec::new();
-        while let [part] = work.batch()[..] {
+        while let [part] = work.next_batch()[..] {
             ends.push(part.end);
             work.advance(part.bytes().0);
         }

@@ -9,15 +9,15 @@ use std::thread;
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 10}}, "capabilities": []}}"#;
 
 /// Short, since some servers here never answer.
-const SHORT: Duration = Duration::from_millis(300);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(300);
 
-fn own() -> ProcessId {
+fn own_process_id() -> ProcessId {
     let stat = parse::stat(&std::fs::read("/proc/self/stat").unwrap()).unwrap();
     ProcessId { pid: stat.pid, start_time: stat.start_time }
 }
 
 /// Listen, let `serve` talk to the first client, and tell what `client` got. A server whose client goes away ends.
-fn with<T>(serve: impl FnOnce(UnixStream) + Send, client: impl FnOnce(&Path) -> T) -> T {
+fn with_server<T>(serve: impl FnOnce(UnixStream) + Send, client: impl FnOnce(&Path) -> T) -> T {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
     let listener = UnixListener::bind(&path).unwrap();
@@ -28,14 +28,14 @@ fn with<T>(serve: impl FnOnce(UnixStream) + Send, client: impl FnOnce(&Path) -> 
 }
 
 /// Never set.
-static NEVER: AtomicBool = AtomicBool::new(false);
+static NEVER_STOPPED: AtomicBool = AtomicBool::new(false);
 
-fn connect(path: &Path) -> Result<Monitor<'static>, Error> {
-    Monitor::connect(path, own(), (SHORT, CONVERSATION), &NEVER)
+fn connect(path: &Path) -> Result<QmpMonitor<'static>, QmpError> {
+    QmpMonitor::connect(path, own_process_id(), (SHORT_TIMEOUT, LIST_BACKENDS_TIMEOUT), &NEVER_STOPPED)
 }
 
 /// A server that greets and then answers each command by `answer`.
-fn qemu(mut stream: UnixStream, mut answer: impl FnMut(&str, &Value) -> Vec<Value>) {
+fn serve_qemu(mut stream: UnixStream, mut answer: impl FnMut(&str, &Value) -> Vec<Value>) {
     writeln!(stream, "{GREETING}").unwrap();
     let lines = io::BufReader::new(stream.try_clone().unwrap()).lines();
     for line in lines.map_while(Result::ok) {
@@ -52,12 +52,12 @@ fn qemu(mut stream: UnixStream, mut answer: impl FnMut(&str, &Value) -> Vec<Valu
 }
 
 /// Wait until the client is gone.
-fn drain(mut stream: UnixStream) {
+fn read_to_end(mut stream: UnixStream) {
     let _ = stream.read_to_end(&mut Vec::new());
 }
 
 #[test]
-fn backends_are_found_among_objects_and_between_events() {
+fn backends_are_listed_among_objects_and_events() {
     let answer = |command: &str, arguments: &Value| {
         let event = json!({"event": "RESUME", "data": {}});
         let result = match (command, arguments["property"].as_str()) {
@@ -74,115 +74,128 @@ fn backends_are_found_among_objects_and_between_events() {
         };
         vec![event.clone(), event, json!({"return": result})]
     };
-    let backends = with(|stream| qemu(stream, answer), |path| connect(path)?.backends()).unwrap();
-    let expected = Backend {
+    let backends = with_server(|stream| serve_qemu(stream, answer), |path| connect(path)?.list_backends()).unwrap();
+    let expected = MemoryBackend {
         path: "/objects/pc.ram".to_owned(),
         kind: "memory-backend-ram".to_owned(),
         size: Bytes(128 << 20),
-        share: false,
-        merge: true,
+        is_shared: false,
+        is_mergeable: true,
     };
     assert_eq!(backends, [expected]);
 }
 
 #[test]
-fn what_qemu_refuses_is_told_in_its_words() {
+fn qemu_error_text_is_reported() {
     let answer = |command: &str, _: &Value| {
         vec![match command {
             "qmp_capabilities" => json!({"return": {}}),
             _ => json!({"error": {"class": "GenericError", "desc": "Property 'x.merge' not found"}}),
         }]
     };
-    let error = with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false, &NEVER))
-        .unwrap_err()
-        .to_string();
+    let error = with_server(
+        |stream| serve_qemu(stream, answer),
+        |path| set_merge(path, own_process_id(), "/objects/x", false, &NEVER_STOPPED),
+    )
+    .unwrap_err()
+    .to_string();
     assert_eq!(error, "QEMU refuses qom-set: Property 'x.merge' not found");
 }
 
 #[test]
-fn a_switch_that_did_not_take_is_an_error() {
+fn unchanged_merge_property_is_an_error() {
     let answer =
         |command: &str, _: &Value| vec![json!({"return": if command == "qom-get" { json!(true) } else { json!({}) }})];
-    let error =
-        with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", false, &NEVER)).unwrap_err();
+    let error = with_server(
+        |stream| serve_qemu(stream, answer),
+        |path| set_merge(path, own_process_id(), "/objects/x", false, &NEVER_STOPPED),
+    )
+    .unwrap_err();
     assert!(error.to_string().ends_with("merge of /objects/x is true afterwards"), "{error}");
 }
 
 #[test]
-fn strangers_hear_no_word() {
-    for process in [ProcessId { pid: Pid(1), ..own() }, ProcessId { start_time: own().start_time + 1, ..own() }] {
+fn nothing_is_sent_to_an_unexpected_peer() {
+    for process in [
+        ProcessId { pid: Pid(1), ..own_process_id() },
+        ProcessId { start_time: own_process_id().start_time + 1, ..own_process_id() },
+    ] {
         let (sender, heard) = std::sync::mpsc::channel();
         let serve = move |mut stream: UnixStream| {
             let mut bytes = Vec::new();
             let _ = stream.read_to_end(&mut bytes);
             sender.send(bytes).unwrap();
         };
-        let result = with(serve, |path| Monitor::connect(path, process, (SHORT, CONVERSATION), &NEVER).map(|_| ()));
-        assert!(matches!(result, Err(Error::Stranger { .. })), "{result:?}");
+        let result = with_server(serve, |path| {
+            QmpMonitor::connect(path, process, (SHORT_TIMEOUT, LIST_BACKENDS_TIMEOUT), &NEVER_STOPPED).map(|_| ())
+        });
+        assert!(matches!(result, Err(QmpError::UnexpectedPeer { .. })), "{result:?}");
         assert_eq!(heard.recv().unwrap(), b"");
     }
 }
 
 #[test]
-fn silence_is_a_monitor_that_somebody_holds() {
-    let error = with(drain, connect).map(|_| ()).unwrap_err();
-    assert!(matches!(error, Error::Busy { .. }), "{error}");
-    assert!(matches!(Refusal::from(error), Refusal::Busy(said) if said.contains("virsh qemu-monitor-command")));
+fn silent_monitor_is_busy() {
+    let error = with_server(read_to_end, connect).map(|_| ()).unwrap_err();
+    assert!(matches!(error, QmpError::Busy { .. }), "{error}");
+    assert!(matches!(ActionError::from(error), ActionError::Busy(said) if said.contains("virsh qemu-monitor-command")));
     // A greeting, and then nothing.
     let greet = |mut stream: UnixStream| {
         writeln!(stream, "{GREETING}").unwrap();
-        drain(stream);
+        read_to_end(stream);
     };
-    assert!(matches!(with(greet, connect).map(|_| ()), Err(Error::Busy { .. })));
+    assert!(matches!(with_server(greet, connect).map(|_| ()), Err(QmpError::Busy { .. })));
 }
 
 #[test]
-fn a_full_queue_is_not_waited_for_for_ever() {
+fn full_listen_queue_times_out() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
     let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new(&path).unwrap()).unwrap();
     rustix::net::listen(&socket, 0).unwrap();
     let _first = UnixStream::connect(&path).unwrap();
-    assert!(matches!(connect(&path).map(|_| ()), Err(Error::Busy { .. })));
+    assert!(matches!(connect(&path).map(|_| ()), Err(QmpError::Busy { .. })));
 }
 
 #[test]
-fn garbage_is_no_qmp() {
+fn invalid_messages_are_rejected() {
     for said in ["hello\n", "[]\n", "{\"QMP\n", "{\"event\": \"RESUME\"}\n", "\u{0}\n", "\n", "1\n"] {
         let serve = move |mut stream: UnixStream| {
             let _ = stream.write_all(said.as_bytes());
-            drain(stream);
+            read_to_end(stream);
         };
-        let result = with(serve, connect).map(|_| ());
-        assert!(matches!(result, Err(Error::Garbage { .. })), "{said:?}: {result:?}");
+        let result = with_server(serve, connect).map(|_| ());
+        assert!(matches!(result, Err(QmpError::NotQmp { .. })), "{said:?}: {result:?}");
     }
     let unasked = |mut stream: UnixStream| {
         let _ = write!(stream, "{GREETING}\n{{\"return\": {{}}, \"id\": 99}}\n");
-        drain(stream);
+        read_to_end(stream);
     };
-    assert!(matches!(with(unasked, connect).map(|_| ()), Err(Error::Garbage { .. })));
+    assert!(matches!(with_server(unasked, connect).map(|_| ()), Err(QmpError::NotQmp { .. })));
 }
 
 #[test]
-fn a_line_without_end_is_left() {
+fn endless_line_is_rejected() {
     let serve = |mut stream: UnixStream| while stream.write_all(&[b'x'; 65536]).is_ok() {};
-    let result =
-        with(serve, |path| Monitor::connect(path, own(), (Duration::from_secs(60), CONVERSATION), &NEVER).map(|_| ()));
-    assert!(matches!(result, Err(Error::Garbage { ref said, .. }) if said.len() == 80), "{result:?}");
+    let result = with_server(serve, |path| {
+        QmpMonitor::connect(path, own_process_id(), (Duration::from_secs(60), LIST_BACKENDS_TIMEOUT), &NEVER_STOPPED)
+            .map(|_| ())
+    });
+    assert!(matches!(result, Err(QmpError::NotQmp { ref reply, .. }) if reply.len() == 80), "{result:?}");
 }
 
 #[test]
-fn one_that_hangs_up_or_is_not_there_is_said_to() {
-    assert!(matches!(with(drop, connect).map(|_| ()), Err(Error::Io { .. })));
+fn closed_or_missing_socket_is_an_error() {
+    assert!(matches!(with_server(drop, connect).map(|_| ()), Err(QmpError::Io { .. })));
     let missing = connect(Path::new("/nonexistent/qmp")).map(|_| ()).unwrap_err();
-    assert!(matches!(missing, Error::Connect { .. }), "{missing}");
+    assert!(matches!(missing, QmpError::Connect { .. }), "{missing}");
     let long = connect(Path::new(&"x".repeat(200))).map(|_| ());
-    assert!(matches!(long, Err(Error::Connect { .. })));
+    assert!(matches!(long, Err(QmpError::Connect { .. })));
 }
 
 /// A program that claims many backends and lets each answer take its time.
-fn slow(backends: usize, pause: Duration) -> impl FnMut(&str, &Value) -> Vec<Value> {
+fn slow_answers(backends: usize, pause: Duration) -> impl FnMut(&str, &Value) -> Vec<Value> {
     move |command, arguments| {
         let objects = || (0..backends).map(|n| json!({"name": format!("m{n}"), "type": "child<memory-backend-ram>"}));
         let result = match (command, arguments["property"].as_str()) {
@@ -199,28 +212,32 @@ fn slow(backends: usize, pause: Duration) -> impl FnMut(&str, &Value) -> Vec<Val
 }
 
 #[test]
-fn more_backends_than_qemu_has_are_not_asked_for() {
-    let error = with(|stream| qemu(stream, slow(MAX_BACKENDS + 1, Duration::ZERO)), |path| connect(path)?.backends());
-    assert!(matches!(error, Err(Error::TooManyBackends { found, .. }) if found == MAX_BACKENDS + 1), "{error:?}");
+fn too_many_backends_are_rejected() {
+    let error = with_server(
+        |stream| serve_qemu(stream, slow_answers(MAX_BACKENDS + 1, Duration::ZERO)),
+        |path| connect(path)?.list_backends(),
+    );
+    assert!(matches!(error, Err(QmpError::TooManyBackends { found, .. }) if found == MAX_BACKENDS + 1), "{error:?}");
 }
 
 #[test]
-fn conversation_ends_at_its_deadline_though_each_answer_is_in_time() {
+fn session_ends_at_its_deadline() {
     let (patience, all) = (Duration::from_secs(60), Duration::from_millis(500));
     let asked = std::sync::atomic::AtomicUsize::new(0);
-    let mut answer = slow(MAX_BACKENDS, Duration::from_millis(50));
+    let mut answer = slow_answers(MAX_BACKENDS, Duration::from_millis(50));
     let counted = |command: &str, arguments: &Value| {
         asked.fetch_add(1, Ordering::Relaxed);
         answer(command, arguments)
     };
-    let ask = |path: &Path| Monitor::connect(path, own(), (patience, all), &NEVER)?.backends();
-    let error = with(|stream| qemu(stream, counted), ask);
-    assert!(matches!(error, Err(Error::Busy { .. })), "{error:?}");
+    let ask =
+        |path: &Path| QmpMonitor::connect(path, own_process_id(), (patience, all), &NEVER_STOPPED)?.list_backends();
+    let error = with_server(|stream| serve_qemu(stream, counted), ask);
+    assert!(matches!(error, Err(QmpError::Busy { .. })), "{error:?}");
     assert!(asked.load(Ordering::Relaxed) < 3 * MAX_BACKENDS, "it went on to the end");
 }
 
 #[test]
-fn stop_ends_a_conversation() {
+fn stop_flag_ends_a_session() {
     let stop = AtomicBool::new(false);
     let ask = |path: &Path| {
         thread::scope(|scope| {
@@ -229,16 +246,16 @@ fn stop_ends_a_conversation() {
                 stop.store(true, Ordering::Relaxed);
             });
             let long = Duration::from_secs(600);
-            Monitor::connect(path, own(), (long, long), &stop).map(|_| ())
+            QmpMonitor::connect(path, own_process_id(), (long, long), &stop).map(|_| ())
         })
     };
-    let error = with(drain, ask);
-    assert!(matches!(error, Err(Error::Stopped { .. })), "{error:?}");
+    let error = with_server(read_to_end, ask);
+    assert!(matches!(error, Err(QmpError::Stopped { .. })), "{error:?}");
 }
 
 /// The server greets, takes the capabilities and then never answers the switch: the flag is set once that was asked for.
 #[test]
-fn stop_ends_the_wait_for_a_switch() {
+fn stop_flag_ends_wait_for_qom_set() {
     for on in [false, true] {
         let stop = AtomicBool::new(false);
         let answer = |command: &str, _: &Value| match command {
@@ -248,7 +265,10 @@ fn stop_ends_the_wait_for_a_switch() {
                 vec![]
             }
         };
-        let ended = with(|stream| qemu(stream, answer), |path| set_merge(path, own(), "/objects/x", on, &stop));
-        assert!(matches!(ended, Err(Error::Stopped { .. })), "{ended:?}");
+        let ended = with_server(
+            |stream| serve_qemu(stream, answer),
+            |path| set_merge(path, own_process_id(), "/objects/x", on, &stop),
+        );
+        assert!(matches!(ended, Err(QmpError::Stopped { .. })), "{ended:?}");
     }
 }

@@ -1,7 +1,7 @@
 //! Pure decisions about merging.
 
-pub mod difference;
 pub mod outcome;
 pub mod pace;
 pub mod plan;
 pub mod policy;
+pub mod prediction_error;

@@ -1,27 +1,27 @@
 //! What a merge came to, beside what was planned.
 
-use crate::decide::plan::Plan;
+use crate::decide::plan::MergePlan;
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
-use pagefold_base::lasting::Seen;
+use pagefold_base::merge_lifetime::LifetimeStats;
 use pagefold_base::reading::Reading;
 use pagefold_base::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 /// The share of what is merged in the end at which a merge counts as done. The last pages may take a scan more.
-pub const NEARLY_ALL: f64 = 0.99;
+pub const NEARLY_ALL_MERGED_SHARE: f64 = 0.99;
 
 /// The result of a merge.
 #[derive(Clone, Debug)]
-pub struct Outcome {
+pub struct MergeOutcome {
     /// What was planned.
-    pub plan: Plan,
+    pub plan: MergePlan,
     /// How it ended.
-    pub end: End,
+    pub end: MergeEnd,
     /// What KSM held of the planned ranges before.
-    pub before: Found,
+    pub before: KsmPageCounts,
     /// What it holds of them now, read with ksmd stopped.
-    pub after: Found,
+    pub after: KsmPageCounts,
     /// What came back by each target that lives on, less ksmd's metadata for it: a frame that several of them map is a
     /// part of each.
     pub nets: BTreeMap<ProcessId, NetBytes>,
@@ -30,37 +30,37 @@ pub struct Outcome {
     /// (mm/migrate.c, `try_to_map_unused_to_zeropage`, since 6.12).
     pub zeros_by_splitting: BTreeMap<ProcessId, Pages>,
     /// What is merged, over time from the start of the command.
-    pub timeline: Vec<Sample>,
+    pub timeline: Vec<TimelinePoint>,
     /// From the start of the command to the first enrolment: the census and the plan.
-    pub census: Duration,
+    pub census_time: Duration,
     /// CPU time of ksmd since the start of the command.
-    pub ksmd: Reading<Duration>,
+    pub ksmd_time: Reading<Duration>,
     /// Looks of ksmd at pages meanwhile, those of others included (`pages_scanned`).
-    pub looks: Reading<Pages>,
+    pub pages_scanned: Reading<Pages>,
     /// Regions of those that live on, before and while the ranges are enrolled.
-    pub regions: Regions,
+    pub regions: RegionCounts,
     /// What became of the contents that should merge.
-    pub fates: Fates,
+    pub fates: FrameFates,
     /// CPU time of this process since it started.
-    pub own: Duration,
+    pub own_cpu_time: Duration,
     /// `MemAvailable` before and after; others use and free memory too.
     pub available: (Reading<Bytes>, Reading<Bytes>),
     /// Memory of the targets and of this process, each before and after.
     pub resident: Reading<Resident>,
     /// Huge pages of the targets before and after, in bytes.
-    pub huge: (Bytes, Reading<Bytes>),
+    pub huge_page_bytes: (Bytes, Reading<Bytes>),
     /// For how long a thread of a target was stopped, each time.
     pub stops: Vec<Duration>,
     /// What was seen of merged pages while they were watched.
-    pub watched: Watched,
+    pub merged_watch: MergedPagesWatch,
     /// What was withdrawn because it did not stay merged: by position of the target in the plan.
-    pub withdrawn: BTreeMap<usize, Vec<AddressRange>>,
+    pub unenrolled: BTreeMap<usize, Vec<AddressRange>>,
     /// Positions in the plan of targets that ended meanwhile.
-    pub ended: Vec<usize>,
+    pub ended_targets: Vec<usize>,
     /// What could not be enrolled or withdrawn.
-    pub missed: Vec<Missed>,
+    pub failed_changes: Vec<FailedChange>,
     /// What was changed for the time being and could not be put back, in words.
-    pub remains: Vec<String>,
+    pub not_restored: Vec<String>,
     /// Processes outside the plan that were enrolled meanwhile: KSM's one tree may have merged theirs with the
     /// targets'.
     pub bystanders: Reading<u64>,
@@ -77,7 +77,7 @@ pub struct Resident {
 
 /// How a merge ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum End {
+pub enum MergeEnd {
     /// Nothing more was to come.
     Settled,
     /// The deadline was reached first.
@@ -85,12 +85,12 @@ pub enum End {
     /// It was told to stop.
     Stopped,
     /// Somebody else writes KSM's settings; this is what they did.
-    Yielded(String),
+    SettingsOverwritten(String),
 }
 
 /// What KSM holds of some ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Found {
+pub struct KsmPageCounts {
     /// Pages that are mapped to a KSM frame.
     pub merged: Pages,
     /// Those frames.
@@ -103,7 +103,7 @@ pub struct Found {
     pub present: Pages,
 }
 
-impl Found {
+impl KsmPageCounts {
     /// Frames that are saved.
     pub fn saved(&self) -> Pages {
         self.merged.saturating_sub(self.frames) + self.zero
@@ -112,75 +112,79 @@ impl Found {
 
 /// What was merged at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sample {
+pub struct TimelinePoint {
     /// Since the start of the command.
     pub at: Duration,
     /// Pages of the targets that were merged since, kept copies included, by the kernel's counters.
     pub merged: Pages,
     /// CPU time of ksmd since the start of the command.
-    pub ksmd: Duration,
+    pub ksmd_time: Duration,
 }
 
 /// What became of a page that should merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Fate {
+pub enum PageFate {
     /// It is merged.
     Merged,
     /// Its process has ended.
-    Ended,
+    ProcessEnded,
     /// It lies beside the guest's memory, where the control socket does not reach.
-    Beside,
+    OutsideGuestMemory,
     /// It could not be enrolled.
-    Missed,
+    NotEnrolled,
     /// It was withdrawn, because it did not stay merged.
-    Withdrawn,
+    Unenrolled,
     /// It was written since the census, or given back.
     Written,
     /// It is swapped out.
     Swapped,
     /// It is as it was, and not merged.
-    Alone,
+    UnchangedUnmerged,
     /// It is as it was, and was withdrawn because nothing around it was merged in the end.
-    Idle,
+    UnenrolledUnmerged,
 }
 
 /// What became of some contents, in frames: all contents of a small plan, a sample of those of a large one.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Fates {
+pub struct FrameFates {
     /// What they should give back.
-    pub frees: f64,
+    pub predicted_frames: f64,
     /// What of that did not come back, by what became of the pages.
-    pub lost: BTreeMap<Fate, f64>,
+    pub missing_frames: BTreeMap<PageFate, f64>,
 }
 
-impl Fates {
+impl FrameFates {
     /// Add a content: the frames that merging its pages should give back, and what became of each page.
     ///
     /// Of `n` pages that should give back `f` frames, `n - f` are the copies that stay, and of `m` that are merged as
     /// large a part stays. A page that is not merged for a reason of its own loses one frame, and what is lost beyond
     /// that is lost by those that are as they were. Where less is lost than pages are, each stands for its share: of
     /// two equal pages that were both written, one frame is lost, by the writing.
-    pub fn count(&mut self, frees: f64, pages: &[Fate]) {
-        self.frees += frees;
-        let merged = pages.iter().filter(|&&fate| fate == Fate::Merged).count();
+    pub fn add_content(&mut self, predicted_frames: f64, pages: &[PageFate]) {
+        self.predicted_frames += predicted_frames;
+        let merged = pages.iter().filter(|&&fate| fate == PageFate::Merged).count();
         if merged == pages.len() {
             return;
         }
         let all = pages.len() as f64;
-        let stay = ((all - frees) * merged as f64 / all).ceil();
-        let lost = (frees - (merged as f64 - stay)).clamp(0.0, frees);
-        let mut causes: BTreeMap<Fate, f64> = BTreeMap::new();
-        for &fate in pages.iter().filter(|fate| !matches!(fate, Fate::Merged | Fate::Alone | Fate::Idle)) {
+        let stay = ((all - predicted_frames) * merged as f64 / all).ceil();
+        let lost = (predicted_frames - (merged as f64 - stay)).clamp(0.0, predicted_frames);
+        let mut causes: BTreeMap<PageFate, f64> = BTreeMap::new();
+        for &fate in pages.iter().filter(|fate| {
+            !matches!(fate, PageFate::Merged | PageFate::UnchangedUnmerged | PageFate::UnenrolledUnmerged)
+        }) {
             *causes.entry(fate).or_default() += 1.0;
         }
         let by_cause: f64 = causes.values().sum();
         for (fate, pages) in causes {
-            *self.lost.entry(fate).or_default() += pages * (lost / by_cause).min(1.0);
+            *self.missing_frames.entry(fate).or_default() += pages * (lost / by_cause).min(1.0);
         }
         if lost > by_cause {
-            let as_they_were = pages.iter().filter(|fate| matches!(fate, Fate::Alone | Fate::Idle));
+            let as_they_were =
+                pages.iter().filter(|fate| matches!(fate, PageFate::UnchangedUnmerged | PageFate::UnenrolledUnmerged));
             for &fate in as_they_were.clone() {
-                *self.lost.entry(fate).or_default() += (lost - by_cause) / as_they_were.clone().count() as f64;
+                *self.missing_frames.entry(fate).or_default() +=
+                    (lost - by_cause) / as_they_were.clone().count() as f64;
             }
         }
     }
@@ -188,29 +192,29 @@ impl Fates {
 
 /// Merged pages that were watched.
 #[derive(Clone, Debug, Default, PartialEq)]
-pub struct Watched {
+pub struct MergedPagesWatch {
     /// What was seen of a sample of them.
-    pub seen: Seen,
+    pub lifetime_stats: LifetimeStats,
     /// Pages of the plan that were withdrawn because they did not stay merged for long enough to pay.
-    pub withdrawn: Pages,
+    pub unenrolled_pages: Pages,
     /// From whom that was.
-    pub from: BTreeSet<ProcessId>,
+    pub unenrolled_from: BTreeSet<ProcessId>,
 }
 
 /// What was to be done to a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum EnrollChange {
     /// To enrol it.
-    Enrol,
+    Enroll,
     /// To withdraw it.
-    Withdraw,
+    Unenroll,
 }
 
 /// Something that could not be enrolled or withdrawn.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Missed {
+pub struct FailedChange {
     /// What could not be done.
-    pub change: Change,
+    pub change: EnrollChange,
     /// Of which process.
     pub pid: Pid,
     /// Its name.
@@ -221,7 +225,7 @@ pub struct Missed {
     pub why: String,
 }
 
-impl Outcome {
+impl MergeOutcome {
     /// Frames that came back.
     pub fn saved(&self) -> Pages {
         self.after.saved().saturating_sub(self.before.saved())
@@ -235,39 +239,39 @@ impl Outcome {
     /// Bytes that came back less ksmd's metadata for the targets.
     pub fn net(&self, page_size: PageSize) -> NetBytes {
         let metadata = self.after.rmap_items.saturating_sub(self.before.rmap_items).0 * RMAP_ITEM_BYTES;
-        NetBytes(page_size.of(self.saved()).0 as i64 - metadata as i64)
+        NetBytes(page_size.bytes_of(self.saved()).0 as i64 - metadata as i64)
     }
 
     /// Whether at least nine tenths of what was predicted came back.
-    pub fn met(&self, page_size: PageSize) -> bool {
-        let reachable = self.plan.predicted.reach.freed.0.saturating_sub(self.out_of_reach(page_size));
+    pub fn met_prediction(&self, page_size: PageSize) -> bool {
+        let reachable = self.plan.predicted.effect.freed_frames.0.saturating_sub(self.unreachable_frames(page_size));
         self.saved().0 * 10 >= reachable * 9
     }
 
     /// Frames of the prediction that lie in a monitor's memory beside its guest's, where the control socket was used.
-    pub(crate) fn out_of_reach(&self, page_size: PageSize) -> u64 {
-        let beside = self.plan.targets.iter().flat_map(|target| target.beside_its_guest(self.plan.whole));
-        beside.map(|range| range.freed.0).sum::<u64>() / page_size.bytes()
+    pub(crate) fn unreachable_frames(&self, page_size: PageSize) -> u64 {
+        let beside = self.plan.targets.iter().flat_map(|target| target.ranges_outside_guest(self.plan.whole_processes));
+        beside.map(|range| range.freed_bytes.0).sum::<u64>() / page_size.bytes()
     }
 
     /// When a share of what is merged in the end was reached, by the timeline; `None` if nothing was merged.
     pub fn time_to(&self, share: f64) -> Option<Duration> {
-        self.reached(share).map(|sample| sample.at)
+        self.first_point_at_share(share).map(|sample| sample.at)
     }
 
-    /// From the first enrolment until nearly all is merged ([`NEARLY_ALL`]); `None` if nothing was merged.
-    pub fn wall(&self) -> Option<Duration> {
-        Some(self.time_to(NEARLY_ALL)?.saturating_sub(self.census))
+    /// From the first enrolment until nearly all is merged ([`NEARLY_ALL_MERGED_SHARE`]); `None` if nothing was merged.
+    pub fn wall_time(&self) -> Option<Duration> {
+        Some(self.time_to(NEARLY_ALL_MERGED_SHARE)?.saturating_sub(self.census_time))
     }
 
     /// The first sample at which a share of what is merged in the end was.
-    pub(crate) fn reached(&self, share: f64) -> Option<&Sample> {
+    pub(crate) fn first_point_at_share(&self, share: f64) -> Option<&TimelinePoint> {
         let last = self.timeline.last()?.merged.0 as f64;
         self.timeline.iter().find(|sample| last > 0.0 && sample.merged.0 as f64 >= last * share)
     }
 
     /// What was saved at a time, as far as it can be told: each merged page stands for what one does in the end.
-    pub fn saved_at(&self, sample: &Sample) -> Pages {
+    pub fn saved_at(&self, sample: &TimelinePoint) -> Pages {
         match self.timeline.last() {
             Some(last) if last.merged.0 > 0 => {
                 let share = u128::from(self.saved().0) * u128::from(sample.merged.0) / u128::from(last.merged.0);
@@ -280,22 +284,22 @@ impl Outcome {
 
 /// Regions of the processes of a plan, and how many of them are there for what was enrolled or withdrawn.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Regions {
+pub struct RegionCounts {
     /// How many there were.
     pub before: u64,
     /// How many there are.
     pub now: u64,
     /// How many more of them than before begin where a range of the plan begins or ends.
-    pub planned: i64,
+    pub planned_boundaries: i64,
     /// The same where anything else begins or ends that was withdrawn.
-    pub withdrawn: i64,
+    pub unenrolled_boundaries: i64,
 }
 
-impl Regions {
+impl RegionCounts {
     /// Compare where regions began and begin, ascending, by process; those are left out that have ended. `withdrawn` tells
     /// what was withdrawn of a process.
     pub fn compare(
-        plan: &Plan,
+        plan: &MergePlan,
         before: &BTreeMap<ProcessId, Vec<u64>>,
         now: &BTreeMap<ProcessId, Vec<u64>>,
         withdrawn: impl Fn(ProcessId) -> Vec<AddressRange>,
@@ -310,8 +314,8 @@ impl Regions {
             let more = |at: &u64| begins(now, at) - begins(before, at);
             regions.before += before.len() as u64;
             regions.now += now.len() as u64;
-            regions.planned += planned.iter().map(more).sum::<i64>();
-            regions.withdrawn += ends.iter().map(more).sum::<i64>();
+            regions.planned_boundaries += planned.iter().map(more).sum::<i64>();
+            regions.unenrolled_boundaries += ends.iter().map(more).sum::<i64>();
         }
         regions
     }
@@ -320,11 +324,11 @@ impl Regions {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::decide::plan::{PlannedRange, Predicted, Target, Way};
-    use pagefold_base::domain::Domain;
+    use crate::decide::plan::{EnrollMethod, PlanTarget, PlannedRange, Prediction};
+    use pagefold_base::domain::TrustDomain;
     use pagefold_base::process::Process;
     use pagefold_base::reading::Absent;
-    use pagefold_base::savings::Reach;
+    use pagefold_base::savings::MergeEffect;
     use proptest::prelude::*;
 
     pub(crate) fn page_size() -> PageSize {
@@ -332,7 +336,7 @@ pub(crate) mod tests {
     }
 
     /// Two processes, each with one planned range of 100 pages that stands for 50 frames.
-    pub(crate) fn outcome(end: End, saved: u64) -> Outcome {
+    pub(crate) fn outcome(end: MergeEnd, saved: u64) -> MergeOutcome {
         let target = |pid| {
             let range = AddressRange { start: 0, end: 100 * 4096 };
             let planned = PlannedRange {
@@ -341,99 +345,111 @@ pub(crate) mod tests {
                 pages: Pages(100),
                 merging: Pages(100),
                 zero: Pages::ZERO,
-                freed: Bytes(50 * 4096),
-                huge_split: Pages(1),
+                freed_bytes: Bytes(50 * 4096),
+                split_huge_pages: Pages(1),
                 enrolled: false,
                 late: false,
             };
-            Target {
+            PlanTarget {
                 process: Process::absent(ProcessId { pid: Pid(pid), start_time: 1 }, &Absent::Denied),
-                domain: Domain::Host,
+                domain: TrustDomain::Host,
                 ranges: vec![planned],
-                huge: Bytes::ZERO,
-                way: Way::Within,
+                huge_page_bytes: Bytes::ZERO,
+                enroll_method: EnrollMethod::InProcess,
             }
         };
-        let reach = Reach { freed: Pages(100), scanned: Pages(200), huge_split: Pages(0) };
-        let sample = |ms, merged| Sample { at: Duration::from_millis(ms), merged: Pages(merged), ksmd: Duration::ZERO };
-        Outcome {
-            plan: Plan {
+        let reach = MergeEffect { freed_frames: Pages(100), scanned_pages: Pages(200), split_huge_pages: Pages(0) };
+        let sample = |ms, merged| TimelinePoint {
+            at: Duration::from_millis(ms),
+            merged: Pages(merged),
+            ksmd_time: Duration::ZERO,
+        };
+        MergeOutcome {
+            plan: MergePlan {
                 targets: vec![target(1), target(2)],
-                predicted: Predicted { reach, ..Predicted::default() },
-                ..Plan::default()
+                predicted: Prediction { effect: reach, ..Prediction::default() },
+                ..MergePlan::default()
             },
             end,
-            before: Found::default(),
-            after: Found { merged: Pages(2 * saved), frames: Pages(saved), rmap_items: Pages(200), ..Found::default() },
+            before: KsmPageCounts::default(),
+            after: KsmPageCounts {
+                merged: Pages(2 * saved),
+                frames: Pages(saved),
+                rmap_items: Pages(200),
+                ..KsmPageCounts::default()
+            },
             nets: BTreeMap::new(),
             zeros_by_splitting: BTreeMap::new(),
             timeline: vec![sample(10, 0), sample(20, 60), sample(30, 180), sample(40, 200)],
-            census: Duration::ZERO,
-            ksmd: Err(Absent::Denied),
-            looks: Err(Absent::Denied),
-            regions: Regions::default(),
-            fates: Fates::default(),
-            own: Duration::ZERO,
+            census_time: Duration::ZERO,
+            ksmd_time: Err(Absent::Denied),
+            pages_scanned: Err(Absent::Denied),
+            regions: RegionCounts::default(),
+            fates: FrameFates::default(),
+            own_cpu_time: Duration::ZERO,
             available: (Err(Absent::Denied), Err(Absent::Denied)),
             resident: Err(Absent::Denied),
-            huge: (Bytes::ZERO, Ok(Bytes::ZERO)),
+            huge_page_bytes: (Bytes::ZERO, Ok(Bytes::ZERO)),
             stops: Vec::new(),
-            watched: Watched::default(),
-            withdrawn: BTreeMap::new(),
-            ended: Vec::new(),
-            missed: Vec::new(),
-            remains: Vec::new(),
+            merged_watch: MergedPagesWatch::default(),
+            unenrolled: BTreeMap::new(),
+            ended_targets: Vec::new(),
+            failed_changes: Vec::new(),
+            not_restored: Vec::new(),
             bystanders: Ok(0),
         }
     }
 
     #[test]
-    fn net_pays_for_metadata_and_times_are_of_the_end() {
-        let outcome = outcome(End::Settled, 100);
+    fn net_subtracts_metadata_and_times_follow_the_timeline() {
+        let outcome = outcome(MergeEnd::Settled, 100);
         assert_eq!(outcome.net(page_size()), NetBytes(100 * 4096 - 200 * 64));
         assert_eq!(outcome.time_to(0.5), Some(Duration::from_millis(30)));
         assert_eq!(outcome.time_to(0.9), Some(Duration::from_millis(30)));
         assert_eq!(outcome.time_to(0.99), Some(Duration::from_millis(40)));
         assert_eq!(outcome.saved_at(&outcome.timeline[1]), Pages(30), "60 of 200 merged pages stand for 30 of 100");
-        assert!(outcome.met(page_size()));
-        let less = Outcome { before: Found { zero: Pages(11), ..Found::default() }, ..outcome };
-        assert!(!less.met(page_size()));
+        assert!(outcome.met_prediction(page_size()));
+        let less = MergeOutcome { before: KsmPageCounts { zero: Pages(11), ..KsmPageCounts::default() }, ..outcome };
+        assert!(!less.met_prediction(page_size()));
     }
 
     proptest! {
         #[test]
-        fn what_was_lost_of_a_content_is_what_did_not_come_back(
+        fn missing_frames_are_the_frames_not_freed(
             pages in prop::collection::vec(0usize..6, 1..12),
             kept in 1usize..3,
         ) {
-            let fates = [Fate::Merged, Fate::Ended, Fate::Written, Fate::Alone, Fate::Withdrawn, Fate::Idle];
-            let pages: Vec<Fate> = pages.into_iter().map(|number| fates[number]).collect();
+            let fates = [PageFate::Merged, PageFate::ProcessEnded, PageFate::Written, PageFate::UnchangedUnmerged, PageFate::Unenrolled, PageFate::UnenrolledUnmerged];
+            let pages: Vec<PageFate> = pages.into_iter().map(|number| fates[number]).collect();
             let kept = kept.min(pages.len());
             let frees = (pages.len() - kept) as f64;
-            let mut sum = Fates::default();
-            sum.count(frees, &pages);
+            let mut sum = FrameFates::default();
+            sum.add_content(frees, &pages);
             let of = |fate| pages.iter().filter(|&&other| other == fate).count() as f64;
-            let lost: f64 = sum.lost.values().sum();
-            prop_assert!(sum.lost.values().all(|&lost| lost >= 0.0) && lost <= frees + 1e-9);
+            let lost: f64 = sum.missing_frames.values().sum();
+            prop_assert!(sum.missing_frames.values().all(|&lost| lost >= 0.0) && lost <= frees + 1e-9);
             // Each copy that is kept is of at most as many pages as before.
-            let merged = of(Fate::Merged);
+            let merged = of(PageFate::Merged);
             let stay = (kept as f64 * merged / pages.len() as f64).ceil();
             prop_assert!((frees - lost - (merged - stay).max(0.0)).abs() < 1e-9, "{:?}", sum);
-            prop_assert!(sum.lost.iter().all(|(&fate, &lost)| lost <= of(fate) + 1e-9), "{:?}", sum);
-            let others = [Fate::Ended, Fate::Written, Fate::Withdrawn].into_iter().map(of).sum::<f64>();
-            let rest = [Fate::Alone, Fate::Idle].into_iter().any(|fate| sum.lost.contains_key(&fate));
+            prop_assert!(sum.missing_frames.iter().all(|(&fate, &lost)| lost <= of(fate) + 1e-9), "{:?}", sum);
+            let others = [PageFate::ProcessEnded, PageFate::Written, PageFate::Unenrolled].into_iter().map(of).sum::<f64>();
+            let rest = [PageFate::UnchangedUnmerged, PageFate::UnenrolledUnmerged].into_iter().any(|fate| sum.missing_frames.contains_key(&fate));
             prop_assert_eq!(rest, lost > others);
         }
     }
 
     #[test]
-    fn a_page_of_many_stands_for_its_share() {
-        let mut sum = Fates::default();
-        let mut count = |fate| sum.count(0.75, &[fate]);
-        count(Fate::Merged);
-        count(Fate::Written);
-        count(Fate::Alone);
-        assert_eq!(sum.frees, 2.25);
-        assert_eq!(sum.lost, BTreeMap::from([(Fate::Written, 0.75), (Fate::Alone, 0.75)]));
+    fn one_page_of_a_content_counts_its_share() {
+        let mut sum = FrameFates::default();
+        let mut count = |fate| sum.add_content(0.75, &[fate]);
+        count(PageFate::Merged);
+        count(PageFate::Written);
+        count(PageFate::UnchangedUnmerged);
+        assert_eq!(sum.predicted_frames, 2.25);
+        assert_eq!(
+            sum.missing_frames,
+            BTreeMap::from([(PageFate::Written, 0.75), (PageFate::UnchangedUnmerged, 0.75)])
+        );
     }
 }

@@ -5,20 +5,20 @@ use std::time::Duration;
 
 /// The pause between batches while the bound leaves any. Long against the kernel's tick, to which pauses are rounded up
 /// (4 ms at 250 Hz), and short against what a person waits for.
-const PAUSE_MS: f64 = 10.0;
+const BATCH_PAUSE_MS: f64 = 10.0;
 
 /// What a page is taken to cost before anything was measured, in milliseconds: ksmd's dearest work, merging
-/// ([`pagefold_doctor::decide::SCAN_MICROSECONDS`] is the mean over all it does).
-const FIRST_COST_MS: f64 = 0.006;
+/// ([`pagefold_doctor::decide::SCAN_MICROSECONDS_PER_PAGE`] is the mean over all it does).
+const INITIAL_PAGE_COST_MS: f64 = 0.006;
 
 /// Pages of a batch when nothing bounds ksmd: some 20 ms, after which it looks at its settings again.
-const UNBOUND_BATCH: f64 = 5000.0;
+const UNBOUNDED_BATCH_PAGES: f64 = 5000.0;
 
 /// Pages of a batch at most: `pages_to_scan` is an unsigned int, and ksmd sees a new setting only between batches.
-const LARGEST_BATCH: f64 = 200_000.0;
+const MAX_BATCH_PAGES: f64 = 200_000.0;
 
 /// How much of a new measurement is believed at once.
-const WEIGHT: f64 = 0.4;
+const CPU_SHARE_EWMA_WEIGHT: f64 = 0.4;
 
 /// Settings of ksmd that hold its share of one CPU, adapted to what it was seen to use.
 ///
@@ -26,35 +26,39 @@ const WEIGHT: f64 = 0.4;
 /// a merge rewrites page tables. So the batch is what gives way: it is made larger or smaller by the ratio of the
 /// bound to the share that was measured.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pace {
-    share: f64,
-    batch: f64,
-    measured: Option<f64>,
+pub struct KsmdPace {
+    cpu_share_limit: f64,
+    batch_pages: f64,
+    measured_cpu_share: Option<f64>,
 }
 
-impl Pace {
+impl KsmdPace {
     /// For a share of one CPU, above 0; 1 and more is no bound.
     pub fn new(share: f64) -> Self {
         let share = share.clamp(0.001, 1.0);
-        let batch = if share >= 1.0 { UNBOUND_BATCH } else { PAUSE_MS * share / (1.0 - share) / FIRST_COST_MS };
-        Self { share, batch: batch.clamp(1.0, LARGEST_BATCH), measured: None }
+        let batch = if share >= 1.0 {
+            UNBOUNDED_BATCH_PAGES
+        } else {
+            BATCH_PAUSE_MS * share / (1.0 - share) / INITIAL_PAGE_COST_MS
+        };
+        Self { cpu_share_limit: share, batch_pages: batch.clamp(1.0, MAX_BATCH_PAGES), measured_cpu_share: None }
     }
 
     /// `pages_to_scan` and `sleep_millisecs`.
     pub fn settings(self) -> (u64, u64) {
-        (self.batch.round() as u64, if self.share >= 1.0 { 0 } else { PAUSE_MS as u64 })
+        (self.batch_pages.round() as u64, if self.cpu_share_limit >= 1.0 { 0 } else { BATCH_PAUSE_MS as u64 })
     }
 
     /// Adapt to the CPU time that ksmd used in a time that spans several batches.
     pub fn adapt(&mut self, cpu: Duration, elapsed: Duration) {
-        if self.share >= 1.0 || elapsed.is_zero() {
+        if self.cpu_share_limit >= 1.0 || elapsed.is_zero() {
             return;
         }
         let now = cpu.as_secs_f64() / elapsed.as_secs_f64();
-        let measured = self.measured.map_or(now, |before| before + WEIGHT * (now - before));
-        self.measured = Some(measured);
-        let ratio = (self.share / measured.max(1e-4)).clamp(0.5, 1.5);
-        self.batch = (self.batch * ratio).clamp(1.0, LARGEST_BATCH);
+        let measured = self.measured_cpu_share.map_or(now, |before| before + CPU_SHARE_EWMA_WEIGHT * (now - before));
+        self.measured_cpu_share = Some(measured);
+        let ratio = (self.cpu_share_limit / measured.max(1e-4)).clamp(0.5, 1.5);
+        self.batch_pages = (self.batch_pages * ratio).clamp(1.0, MAX_BATCH_PAGES);
     }
 }
 
@@ -66,7 +70,7 @@ impl Pace {
 /// under way; from then on, as soon as a whole scan adds next to nothing; before, when all that was expected has come,
 /// or at the end of a scan all but a thousandth.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settle {
+pub struct SettleDetector {
     expected: Option<Pages>,
     first_scan: u64,
     scan: u64,
@@ -74,12 +78,12 @@ pub struct Settle {
 }
 
 /// Whole scans before which nothing is settled.
-const SCANS: u64 = 2;
+const MIN_SCANS_TO_SETTLE: u64 = 2;
 
 /// The part of what was expected that is missed.
-const MISSED: f64 = 0.1;
+const MAX_MISSING_SHARE: f64 = 0.1;
 
-impl Settle {
+impl SettleDetector {
     /// From the count of full scans at the time of enrolling. `expected` is what should be saved, if that is known.
     pub fn new(full_scans: u64, expected: Option<Pages>) -> Self {
         Self { expected, first_scan: full_scans, scan: full_scans, saved: Pages::ZERO }
@@ -91,7 +95,7 @@ impl Settle {
     }
 
     /// Whether it is settled, by the full scans and by what is saved now.
-    pub fn look(&mut self, full_scans: u64, saved: Pages) -> bool {
+    pub fn update(&mut self, full_scans: u64, saved: Pages) -> bool {
         if self.expected.is_some_and(|expected| expected.0 > 0 && saved >= expected) {
             return true;
         }
@@ -103,7 +107,7 @@ impl Settle {
         }
         let gained = saved.saturating_sub(self.saved);
         (self.scan, self.saved) = (full_scans, saved);
-        full_scans > self.first_scan + SCANS && gained.0 * 1000 <= saved.0
+        full_scans > self.first_scan + MIN_SCANS_TO_SETTLE && gained.0 * 1000 <= saved.0
     }
 
     /// Whether what has not come may be what ksmd has skipped meanwhile.
@@ -111,9 +115,10 @@ impl Settle {
     /// With `smart_scan` a page that has found no partner in its first looks is looked at in every second scan only, and
     /// in the end in every ninth (mm/ksm.c, `should_skip_rmap_item`). Two pages of the same content merge in a scan that
     /// looks at both. If they were enrolled at different times the scans of one may never be those of the other.
-    pub fn were_skipped(&self, saved: Pages, skipped: Pages) -> bool {
+    pub fn may_be_skipped(&self, saved: Pages, skipped: Pages) -> bool {
         let missing = self.expected.map_or(0, |expected| expected.0.saturating_sub(saved.0));
-        missing as f64 > self.expected.map_or(0, |expected| expected.0) as f64 * MISSED && skipped.0 >= missing
+        missing as f64 > self.expected.map_or(0, |expected| expected.0) as f64 * MAX_MISSING_SHARE
+            && skipped.0 >= missing
     }
 }
 
@@ -123,8 +128,8 @@ mod tests {
     use proptest::prelude::*;
 
     /// ksmd as ksm_do_scan and its pause make it, at 250 Hz: the share that it uses while it is paced for ten seconds.
-    fn share_of(bound: f64, cost_us: impl Fn(f64) -> f64) -> f64 {
-        let mut pace = Pace::new(bound);
+    fn simulated_cpu_share(bound: f64, cost_us: impl Fn(f64) -> f64) -> f64 {
+        let mut pace = KsmdPace::new(bound);
         let (mut now, mut used) = (0.0, 0.0);
         let (mut tick, mut used_at_tick) = (0.0, 0.0);
         while now < 10.0 {
@@ -142,48 +147,48 @@ mod tests {
     }
 
     #[test]
-    fn the_bound_is_held_and_used_whatever_a_page_costs() {
+    fn cpu_limit_is_held_and_used_for_any_page_cost() {
         for bound in [0.02, 0.1, 0.5, 0.8] {
             for cost in [0.5, 1.0, 4.0, 10.0] {
-                let share = share_of(bound, |_| cost);
+                let share = simulated_cpu_share(bound, |_| cost);
                 assert!((share / bound - 1.0).abs() < 0.1, "{share} instead of {bound} at {cost} us a page");
             }
-            let share = share_of(bound, |now| if now % 2.0 < 1.0 { 0.9 } else { 7.0 });
+            let share = simulated_cpu_share(bound, |now| if now % 2.0 < 1.0 { 0.9 } else { 7.0 });
             assert!(share < bound * 1.4 && share > bound * 0.6, "{share} instead of {bound} while the cost jumps");
         }
-        assert!(share_of(1.0, |_| 4.0) > 0.99);
+        assert!(simulated_cpu_share(1.0, |_| 4.0) > 0.99);
     }
 
     #[test]
-    fn a_scan_that_adds_nothing_settles_from_the_third_on() {
-        let mut settle = Settle::new(10, None);
-        assert!(!settle.look(10, Pages(0)));
-        assert!(!settle.look(11, Pages(0)), "the scan that was under way");
-        assert!(!settle.look(12, Pages(0)), "checksums");
-        assert!(!settle.look(13, Pages(5000)), "merges");
-        assert!(!settle.look(13, Pages(5001)), "no new scan");
-        assert!(settle.look(14, Pages(5001)));
+    fn scan_without_gain_settles_from_the_third_on() {
+        let mut settle = SettleDetector::new(10, None);
+        assert!(!settle.update(10, Pages(0)));
+        assert!(!settle.update(11, Pages(0)), "the scan that was under way");
+        assert!(!settle.update(12, Pages(0)), "checksums");
+        assert!(!settle.update(13, Pages(5000)), "merges");
+        assert!(!settle.update(13, Pages(5001)), "no new scan");
+        assert!(settle.update(14, Pages(5001)));
     }
 
     #[test]
-    fn what_was_expected_is_enough() {
-        let mut settle = Settle::new(0, Some(Pages(100)));
-        assert!(!settle.look(0, Pages(99)));
-        assert!(settle.look(0, Pages(100)));
-        assert!(!Settle::new(0, Some(Pages(0))).look(0, Pages(0)), "nothing expected proves nothing");
-        let mut settle = Settle::new(0, Some(Pages(10_000)));
-        assert!(!settle.look(0, Pages(9990)), "more may come in the same scan");
-        assert!(settle.look(1, Pages(9990)));
-        assert!(!Settle::new(0, Some(Pages(10_000))).look(1, Pages(9989)));
+    fn expected_savings_settle() {
+        let mut settle = SettleDetector::new(0, Some(Pages(100)));
+        assert!(!settle.update(0, Pages(99)));
+        assert!(settle.update(0, Pages(100)));
+        assert!(!SettleDetector::new(0, Some(Pages(0))).update(0, Pages(0)), "nothing expected proves nothing");
+        let mut settle = SettleDetector::new(0, Some(Pages(10_000)));
+        assert!(!settle.update(0, Pages(9990)), "more may come in the same scan");
+        assert!(settle.update(1, Pages(9990)));
+        assert!(!SettleDetector::new(0, Some(Pages(10_000))).update(1, Pages(9989)));
     }
 
     #[test]
-    fn what_has_not_come_may_have_been_skipped() {
-        let settle = Settle::new(0, Some(Pages(100)));
-        assert!(settle.were_skipped(Pages(50), Pages(50)));
-        assert!(!settle.were_skipped(Pages(50), Pages(49)), "it was looked at");
-        assert!(!settle.were_skipped(Pages(90), Pages(1000)), "little is missing");
-        assert!(!Settle::new(0, None).were_skipped(Pages(0), Pages(1000)), "nothing was expected");
+    fn missing_pages_may_be_skipped_by_smart_scan() {
+        let settle = SettleDetector::new(0, Some(Pages(100)));
+        assert!(settle.may_be_skipped(Pages(50), Pages(50)));
+        assert!(!settle.may_be_skipped(Pages(50), Pages(49)), "it was looked at");
+        assert!(!settle.may_be_skipped(Pages(90), Pages(1000)), "little is missing");
+        assert!(!SettleDetector::new(0, None).may_be_skipped(Pages(0), Pages(1000)), "nothing was expected");
     }
 
     proptest! {
@@ -192,7 +197,7 @@ mod tests {
             bound in -1.0f64..3.0,
             seen in prop::collection::vec((0u64..1_000_000, 0u64..1_000_000), 0..50),
         ) {
-            let mut pace = Pace::new(bound);
+            let mut pace = KsmdPace::new(bound);
             for (cpu, elapsed) in seen {
                 pace.adapt(Duration::from_micros(cpu), Duration::from_micros(elapsed));
                 let (pages, pause) = pace.settings();

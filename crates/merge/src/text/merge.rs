@@ -1,46 +1,47 @@
 //! A plan and what it came to, for people.
 
-use crate::wire::merge::{MergeReport, NarrowedReport, OutcomeReport, PlanReport, TargetReport};
+use crate::wire::merge::{MergeReport, OutcomeReport, PlanReport, TargetReport, TemporaryUnenrollReport};
 use pagefold_base::Bytes;
 use pagefold_census::text::unseen;
 use pagefold_output::text::{
-    COUNTED_BY_KSM, Style, ZEROS_BY_SPLITTING, bar, by_splitting, bytes, cut, net, number, percent, printable,
+    COUNTED_BY_KSM, TextStyle, ZEROS_IN_SPLIT_HUGE_PAGES, cut_end, escape_unprintable, format_bar, format_bytes,
+    format_net, format_number, format_percent, format_split_zeros,
 };
 use std::cmp::Reverse;
 use std::fmt::Write;
 
 /// Columns of the bar.
-const BAR: usize = 12;
+const BAR_COLUMNS: usize = 12;
 
 /// Whose own enrolment is withdrawn for a while, by name at most.
-const NARROWED: usize = 4;
+const MAX_NAMED_UNENROLLED: usize = 4;
 
 /// What could not be enrolled, in lines at most.
-const MISSED: usize = 5;
+const MAX_FAILED_CHANGE_LINES: usize = 5;
 
 /// The whole report. Tables have `top` rows.
-pub fn render(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String {
-    let mut text = style.paragraph(&title(report), 0);
+pub fn render(report: &MergeReport, max_rows: usize, remedy: &str, style: TextStyle) -> String {
+    let mut text = style.format_paragraph(&render_title(report), 0);
     if let Some(outcome) = &report.outcome {
         text.push('\n');
-        text.push_str(&comparison(report, outcome, style));
-        text.push_str(&account(outcome, report.page_size, style));
+        text.push_str(&render_comparison(report, outcome, style));
+        text.push_str(&render_costs(outcome, report.page_size, style));
     }
-    text.push_str(&targets(report, top, style));
+    text.push_str(&render_targets(report, max_rows, style));
     if report.outcome.is_none() && !report.plan.targets.is_empty() {
-        text.push_str(&forecast(&report.plan, style));
+        text.push_str(&render_forecast(&report.plan, style));
     }
-    text.push_str(&notes(report, top, remedy, style));
+    text.push_str(&render_notes(report, max_rows, remedy, style));
     text
 }
 
-fn processes(count: u64) -> String {
-    format!("{} process{}", number(count), if count == 1 { "" } else { "es" })
+fn format_process_count(count: u64) -> String {
+    format!("{} process{}", format_number(count), if count == 1 { "" } else { "es" })
 }
 
-fn title(report: &MergeReport) -> String {
+fn render_title(report: &MergeReport) -> String {
     let plan = &report.plan;
-    let seen = processes(report.processes);
+    let seen = format_process_count(report.processes);
     let Some(outcome) = &report.outcome else {
         if plan.targets.is_empty() {
             return format!("Nothing pays: merging would save nothing in the {seen} of {}.", report.host);
@@ -48,8 +49,8 @@ fn title(report: &MergeReport) -> String {
         return format!(
             "Plan for {}: {} net from {} of {seen}. Nothing was changed.",
             report.host,
-            net(plan.savings.net),
-            number(plan.targets.len() as u64),
+            format_net(plan.savings.net),
+            format_number(plan.targets.len() as u64),
         );
     };
     let end = match outcome.end {
@@ -60,89 +61,103 @@ fn title(report: &MergeReport) -> String {
     };
     format!(
         "Merged {} of {}: {} saved, {} net of metadata{}. {end}",
-        processes(plan.targets.len() as u64),
+        format_process_count(plan.targets.len() as u64),
         report.host,
         Bytes(outcome.saved),
-        net(outcome.net),
-        by_splitting(outcome.saved_by_splitting),
+        format_net(outcome.net),
+        format_split_zeros(outcome.saved_by_splitting),
     )
 }
 
-fn seconds(seconds: f64) -> String {
+fn format_seconds(seconds: f64) -> String {
     if seconds < 10.0 { format!("{seconds:.2} s") } else { format!("{seconds:.1} s") }
 }
 
-fn known(seconds_used: Option<f64>) -> String {
-    seconds_used.map_or_else(|| "?".to_owned(), seconds)
+fn format_optional_seconds(seconds_used: Option<f64>) -> String {
+    seconds_used.map_or_else(|| "?".to_owned(), format_seconds)
 }
 
 /// Predicted beside reached.
-fn comparison(report: &MergeReport, outcome: &OutcomeReport, style: Style) -> String {
+fn render_comparison(report: &MergeReport, outcome: &OutcomeReport, style: TextStyle) -> String {
     let plan = &report.plan;
-    let mut table = style.table(&["", ">predicted", ">reached", ">of it"]);
+    let mut table = style.new_table(&["", ">predicted", ">reached", ">of it"]);
     let metadata = outcome.saved as i64 - outcome.net;
     table.add_row([
         "saved, gross".to_owned(),
         Bytes(plan.savings.gross).to_string(),
         Bytes(outcome.saved).to_string(),
-        percent(outcome.saved, plan.savings.gross),
+        format_percent(outcome.saved, plan.savings.gross),
     ]);
     if outcome.saved_by_splitting > 0 {
         let parts = [outcome.saved - outcome.saved_by_splitting, outcome.saved_by_splitting];
-        for (name, bytes) in [COUNTED_BY_KSM, ZEROS_BY_SPLITTING].into_iter().zip(parts) {
+        for (name, bytes) in [COUNTED_BY_KSM, ZEROS_IN_SPLIT_HUGE_PAGES].into_iter().zip(parts) {
             table.add_row([format!("  {name}"), String::new(), Bytes(bytes).to_string(), String::new()]);
         }
     }
-    table.add_row(["metadata".to_owned(), Bytes(plan.savings.metadata).to_string(), net(metadata), String::new()]);
+    table.add_row([
+        "metadata".to_owned(),
+        Bytes(plan.savings.metadata).to_string(),
+        format_net(metadata),
+        String::new(),
+    ]);
     table.add_row([
         "saved, net".to_owned(),
-        net(plan.savings.net),
-        net(outcome.net),
-        percent(outcome.net.max(0) as u64, plan.savings.net.max(0) as u64),
+        format_net(plan.savings.net),
+        format_net(outcome.net),
+        format_percent(outcome.net.max(0) as u64, plan.savings.net.max(0) as u64),
     ]);
-    table.add_row(["CPU of ksmd".to_owned(), seconds(plan.ksmd_seconds), known(outcome.ksmd_seconds), String::new()]);
-    let huge = |bytes: u64| number(bytes.div_ceil(report.huge_page_size.max(1)));
+    table.add_row([
+        "CPU of ksmd".to_owned(),
+        format_seconds(plan.ksmd_seconds),
+        format_optional_seconds(outcome.ksmd_seconds),
+        String::new(),
+    ]);
+    let huge = |bytes: u64| format_number(bytes.div_ceil(report.huge_page_size.max(1)));
     if let (before @ 1.., Some(after)) = (outcome.huge_before, outcome.huge_after) {
         table.add_row([
             "huge pages split".to_owned(),
-            number(plan.savings.huge_pages_split),
+            format_number(plan.savings.huge_pages_split),
             format!("{} of {}", huge(before.saturating_sub(after)), huge(before)),
             String::new(),
         ]);
     }
     table.add_row([
         "regions added".to_owned(),
-        number(plan.regions_added),
-        format!("{}{}", if outcome.regions_added < 0 { "-" } else { "" }, number(outcome.regions_added.unsigned_abs())),
+        format_number(plan.regions_added),
+        format!(
+            "{}{}",
+            if outcome.regions_added < 0 { "-" } else { "" },
+            format_number(outcome.regions_added.unsigned_abs())
+        ),
         String::new(),
     ]);
     if let Some(reached) = outcome.seconds_to_99 {
-        let reached = seconds(reached - outcome.census_seconds);
-        table.add_row(["time to 99 %".to_owned(), seconds(plan.wall_seconds), reached, String::new()]);
+        let reached = format_seconds(reached - outcome.census_seconds);
+        table.add_row(["time to 99 %".to_owned(), format_seconds(plan.wall_seconds), reached, String::new()]);
     }
     if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
-        let more = net(after as i64 - before as i64);
-        table.add_row(["MemAvailable".to_owned(), net(plan.savings.net), more, String::new()]);
+        let more = format_net(after as i64 - before as i64);
+        table.add_row(["MemAvailable".to_owned(), format_net(plan.savings.net), more, String::new()]);
     }
-    let mut text = style.render(&table);
-    text.push_str(&differences(outcome, style));
+    let mut text = style.render_table(&table);
+    text.push_str(&render_differences(outcome, style));
     text
 }
 
 /// Why the one is not the other.
-fn differences(outcome: &OutcomeReport, style: Style) -> String {
-    let mut table = style.table(&["differs in", ">by", "because of what was"]);
+fn render_differences(outcome: &OutcomeReport, style: TextStyle) -> String {
+    let mut table = style.new_table(&["differs in", ">by", "because of what was"]);
     let mut rows = 0;
     for difference in &outcome.differences {
         let whole = difference.by.abs().round() as u64;
         let (name, by) = match difference.of {
             "saved" => ("saved, gross", Bytes(whole).to_string()),
             "metadata" => ("metadata", Bytes(whole).to_string()),
-            "ksmd_seconds" => ("CPU of ksmd", seconds(difference.by.abs())),
-            "huge_pages_split" => ("huge pages split", number(whole)),
-            "wall_seconds" => ("time to 99 %", seconds(difference.by.abs())),
+            "ksmd_seconds" => ("CPU of ksmd", format_seconds(difference.by.abs())),
+            "huge_pages_split" => ("huge pages split", format_number(whole)),
+            "wall_seconds" => ("time to 99 %", format_seconds(difference.by.abs())),
             "available" => ("MemAvailable", Bytes(whole).to_string()),
-            _ => ("regions added", number(whole)),
+            _ => ("regions added", format_number(whole)),
         };
         if by.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) {
             let sign = if difference.by < 0.0 { '-' } else { '+' };
@@ -150,27 +165,29 @@ fn differences(outcome: &OutcomeReport, style: Style) -> String {
             rows += 1;
         }
     }
-    if rows > 0 { format!("\n{}", style.render(&table)) } else { String::new() }
+    if rows > 0 { format!("\n{}", style.render_table(&table)) } else { String::new() }
 }
 
 /// Time, CPU, memory, stops.
-fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
+fn render_costs(outcome: &OutcomeReport, page_size: u64, style: TextStyle) -> String {
     let mut text = String::from("\n");
-    let mut line = |sentence: String| text.push_str(&style.paragraph(&sentence, 2));
+    let mut line = |sentence: String| text.push_str(&style.format_paragraph(&sentence, 2));
     line(format!(
         "Time from the start: {} to 50 %, {} to 90 %, {} to 99 %; the census took {} of it.",
-        known(outcome.seconds_to_50),
-        known(outcome.seconds_to_90),
-        known(outcome.seconds_to_99),
-        seconds(outcome.census_seconds),
+        format_optional_seconds(outcome.seconds_to_50),
+        format_optional_seconds(outcome.seconds_to_90),
+        format_optional_seconds(outcome.seconds_to_99),
+        format_seconds(outcome.census_seconds),
     ));
     let gib = outcome.saved as f64 / f64::from(1 << 30);
     let cpu = outcome.ksmd_seconds.map(|ksmd| ksmd + outcome.pagefold_seconds);
     line(format!(
         "CPU: {} of ksmd, {} of pagefold{}.",
-        known(outcome.ksmd_seconds),
-        seconds(outcome.pagefold_seconds),
-        cpu.filter(|_| gib > 0.0).map(|cpu| format!("; {} for each GiB saved", seconds(cpu / gib))).unwrap_or_default(),
+        format_optional_seconds(outcome.ksmd_seconds),
+        format_seconds(outcome.pagefold_seconds),
+        cpu.filter(|_| gib > 0.0)
+            .map(|cpu| format!("; {} for each GiB saved", format_seconds(cpu / gib)))
+            .unwrap_or_default(),
     ));
     if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
         line(format!("MemAvailable: {} before, {} after.", Bytes(before), Bytes(after)));
@@ -180,7 +197,7 @@ fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
             "A thread of a target was stopped {}, {:.0} us at the median, {:.0} us at most.",
             match outcome.stops {
                 1 => "once".to_owned(),
-                stops => format!("{} times", number(stops)),
+                stops => format!("{} times", format_number(stops)),
             },
             median,
             longest
@@ -189,82 +206,86 @@ fn account(outcome: &OutcomeReport, page_size: u64, style: Style) -> String {
     if let Some(watched) = &outcome.watched {
         line(format!(
             "Watched {} merged pages of running programs for {} each: {} were lost again; {} withdrawn as not lasting.",
-            number(watched.merged_pages),
-            seconds(watched.page_seconds / watched.merged_pages.max(1) as f64),
-            number(watched.broken_pages),
+            format_number(watched.merged_pages),
+            format_seconds(watched.page_seconds / watched.merged_pages.max(1) as f64),
+            format_number(watched.broken_pages),
             Bytes(watched.withdrawn_pages * page_size),
         ));
     }
     text
 }
 
-fn targets(report: &MergeReport, top: usize, style: Style) -> String {
+fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String {
     let plan = &report.plan;
     if plan.targets.is_empty() {
         return String::new();
     }
     let page = report.page_size;
     let mut rows: Vec<&TargetReport> = plan.targets.iter().collect();
-    rows.sort_by_key(|target| (Reverse(target.merging_pages), target.who.pid));
+    rows.sort_by_key(|target| (Reverse(target.merging_pages), target.process.pid));
     let most = rows.first().map_or(1, |target| target.merging_pages.max(1));
     let way = if plan.whole { "by" } else { ">ranges" };
-    let mut table = style.table(&[">PID", "name", "domain", way, ">to scan", ">to merge", ">zeros", ""]);
+    let mut table = style.new_table(&[">PID", "name", "domain", way, ">to scan", ">to merge", ">zeros", ""]);
     for target in rows.iter().take(top) {
         table.add_row([
-            target.who.pid.to_string(),
-            cut(&target.who.label(), 24),
-            cut(target.who.domain.as_deref().unwrap_or("?"), 24),
-            if plan.whole { target.way.to_owned() } else { number(target.ranges.len() as u64) },
-            bytes(target.pages * page),
-            bytes(target.merging_pages * page),
-            bytes(target.zero_pages * page),
-            bar(target.merging_pages as f64 / most as f64, BAR),
+            target.process.pid.to_string(),
+            cut_end(&target.process.label(), 24),
+            cut_end(target.process.domain.as_deref().unwrap_or("?"), 24),
+            if plan.whole { target.way.to_owned() } else { format_number(target.ranges.len() as u64) },
+            format_bytes(target.pages * page),
+            format_bytes(target.merging_pages * page),
+            format_bytes(target.zero_pages * page),
+            format_bar(target.merging_pages as f64 / most as f64, BAR_COLUMNS),
         ]);
     }
-    let mut text = style.heading(match &report.outcome {
+    let mut text = style.format_heading(match &report.outcome {
         None => "What would be enrolled",
         Some(outcome) if outcome.end == "settled" => "What was enrolled",
         Some(_) => "What was to be enrolled",
     });
-    text.push_str(&style.render(&table));
+    text.push_str(&style.render_table(&table));
     if rows.len() > top {
-        let _ = writeln!(text, "... and {} more (--top)", number((rows.len() - top) as u64));
+        let _ = writeln!(text, "... and {} more (--top)", format_number((rows.len() - top) as u64));
     }
     text
 }
 
-fn forecast(plan: &PlanReport, style: Style) -> String {
+fn render_forecast(plan: &PlanReport, style: TextStyle) -> String {
     let mut text = String::from("\n");
-    let mut line = |sentence: String| text.push_str(&style.paragraph(&sentence, 2));
+    let mut line = |sentence: String| text.push_str(&style.format_paragraph(&sentence, 2));
     line(format!(
         "Should save {} gross, {} net of {} of metadata.",
         Bytes(plan.savings.gross),
-        net(plan.savings.net),
+        format_net(plan.savings.net),
         Bytes(plan.savings.metadata),
     ));
-    line(format!("Should take {} and {} of ksmd's CPU.", seconds(plan.wall_seconds), seconds(plan.ksmd_seconds),));
+    line(format!(
+        "Should take {} and {} of ksmd's CPU.",
+        format_seconds(plan.wall_seconds),
+        format_seconds(plan.ksmd_seconds),
+    ));
     line(format!(
         "Adds {} memory regions at most; splits {} huge pages.",
-        number(plan.regions_added),
-        number(plan.savings.huge_pages_split),
+        format_number(plan.regions_added),
+        format_number(plan.savings.huge_pages_split),
     ));
     text
 }
 
-fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String {
+fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle) -> String {
     let mut text = String::new();
-    let mut narrowed: Vec<&NarrowedReport> = report.plan.narrowed.iter().collect();
+    let mut narrowed: Vec<&TemporaryUnenrollReport> = report.plan.narrowed.iter().collect();
     if !narrowed.is_empty() {
         narrowed.sort_by_key(|narrowed| Reverse(narrowed.bytes));
         let all: u64 = narrowed.iter().map(|narrowed| narrowed.bytes).sum();
-        let of = |narrowed: &&NarrowedReport| {
-            format!("{} of {} ({})", Bytes(narrowed.bytes), narrowed.pid, printable(&narrowed.comm))
+        let of = |narrowed: &&TemporaryUnenrollReport| {
+            format!("{} of {} ({})", Bytes(narrowed.bytes), narrowed.pid, escape_unprintable(&narrowed.comm))
         };
-        let mut whose: Vec<String> = narrowed.iter().take(NARROWED).map(of).collect();
-        if narrowed.len() > NARROWED {
-            whose.push(format!("and of {} more", number((narrowed.len() - NARROWED) as u64)));
+        let mut whose: Vec<String> = narrowed.iter().take(MAX_NAMED_UNENROLLED).map(of).collect();
+        if narrowed.len() > MAX_NAMED_UNENROLLED {
+            whose.push(format!("and of {} more", format_number((narrowed.len() - MAX_NAMED_UNENROLLED) as u64)));
         }
-        text.push_str(&style.paragraph(
+        text.push_str(&style.format_paragraph(
             &format!(
                 "{} that programs enrolled themselves do not pay and {} withdrawn while ksmd works: {}.",
                 Bytes(all),
@@ -277,15 +298,26 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
     if report.outcome.is_none() {
         for target in report.plan.targets.iter().take(top) {
             let Some(why) = &target.error else { continue };
-            let (pid, label) = (target.who.pid, target.who.label());
-            let _ = writeln!(text, "Would not be enrolled: {pid} ({}): {}.", printable(&label), printable(why));
+            let (pid, label) = (target.process.pid, target.process.label());
+            let _ = writeln!(
+                text,
+                "Would not be enrolled: {pid} ({}): {}.",
+                escape_unprintable(&label),
+                escape_unprintable(why)
+            );
         }
     }
     for left in report.plan.left_alone.iter().take(top) {
-        let _ = writeln!(text, "Not enrolled: {} ({}): {}.", left.pid, printable(&left.comm), printable(&left.why));
+        let _ = writeln!(
+            text,
+            "Not enrolled: {} ({}): {}.",
+            left.pid,
+            escape_unprintable(&left.comm),
+            escape_unprintable(&left.why)
+        );
     }
     if report.others_hidden {
-        text.push_str(&style.paragraph(
+        text.push_str(&style.format_paragraph(
             "Others may be enrolled who cannot be seen from here: those outside of a container, those of other users \
              without root, before Linux 6.14 whoever ksmd has not come to. What is enrolled may merge with theirs, and \
              who shares a page can tell by the time of a write that somebody else holds it.",
@@ -296,9 +328,9 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
         let others = if report.kept_apart_from == 1 {
             "1 process of another trust domain is".to_owned()
         } else {
-            format!("{} of other trust domains are", processes(report.kept_apart_from))
+            format!("{} of other trust domains are", format_process_count(report.kept_apart_from))
         };
-        text.push_str(&style.paragraph(
+        text.push_str(&style.format_paragraph(
             &format!(
                 "{others} enrolled already. What they hold was left out: who shares a page can tell by the time of a write \
                  that somebody else holds it. `--across-domains` merges it all the same."
@@ -308,33 +340,37 @@ fn notes(report: &MergeReport, top: usize, remedy: &str, style: Style) -> String
     }
     if let Some(outcome) = &report.outcome {
         if let Some(others @ 1..) = outcome.other_enrolled_processes {
-            text.push_str(&style.paragraph(
+            text.push_str(&style.format_paragraph(
                 &format!(
                     "Outside of the plan {} enrolled too: KSM has one tree, and may have merged theirs with these.",
-                    if others == 1 { "1 process is".to_owned() } else { format!("{} are", processes(others)) }
+                    if others == 1 {
+                        "1 process is".to_owned()
+                    } else {
+                        format!("{} are", format_process_count(others))
+                    }
                 ),
                 2,
             ));
         }
-        for missed in outcome.missed.iter().take(MISSED) {
+        for missed in outcome.missed.iter().take(MAX_FAILED_CHANGE_LINES) {
             let place = match (missed.start, missed.end) {
                 (Some(start), Some(end)) => format!(" {start:08x}-{end:08x}"),
                 _ => String::new(),
             };
-            let comm = printable(&missed.comm);
+            let comm = escape_unprintable(&missed.comm);
             let what = if missed.change == "withdraw" { "withdrawn" } else { "enrolled" };
-            let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, printable(&missed.why));
+            let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, escape_unprintable(&missed.why));
         }
-        if outcome.missed.len() > MISSED {
+        if outcome.missed.len() > MAX_FAILED_CHANGE_LINES {
             let _ = writeln!(
                 text,
                 "... and {} more ranges not enrolled or withdrawn (--json)",
-                outcome.missed.len() - MISSED
+                outcome.missed.len() - MAX_FAILED_CHANGE_LINES
             );
         }
     }
     for remains in report.outcome.iter().flat_map(|outcome| &outcome.not_put_back) {
-        let _ = writeln!(text, "Not put back: {}.", printable(remains));
+        let _ = writeln!(text, "Not put back: {}.", escape_unprintable(remains));
     }
     text.push_str(&unseen(&report.not_seen, remedy));
     if text.is_empty() { text } else { format!("\n{text}") }

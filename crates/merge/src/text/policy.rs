@@ -1,18 +1,18 @@
 //! KSM's settings for the terminal.
 
-use crate::wire::policy::{PolicyReport, SettingReport, Writer};
+use crate::wire::policy::{PolicyReport, SettingReport, SettingSource};
 use comfy_table::Color;
-use pagefold_output::text::{Style, cut, printable};
+use pagefold_output::text::{TextStyle, cut_end, escape_unprintable};
 
 /// The columns of policies, in this order.
-const COLUMNS: [&str; 5] = ["default", "ksmtuned", "advisor", "flat-out", "guided"];
+const POLICY_COLUMNS: [&str; 5] = ["default", "ksmtuned", "advisor", "flat-out", "guided"];
 
 /// The report as text.
-pub fn render(report: &PolicyReport, style: Style) -> String {
+pub fn render(report: &PolicyReport, style: TextStyle) -> String {
     let mut text = String::new();
-    let mut line = |name: &str, what: &str| text.push_str(&style.paragraph(&format!("{name:<8}{what}"), 8));
+    let mut line = |name: &str, what: &str| text.push_str(&style.format_paragraph(&format!("{name:<8}{what}"), 8));
     match &report.policy {
-        Some(policy) => line("Policy", &format!("{} (`pagefold policy restore` ends it)", printable(policy))),
+        Some(policy) => line("Policy", &format!("{} (`pagefold policy restore` ends it)", escape_unprintable(policy))),
         None => line("Policy", "none set by pagefold"),
     }
     match report.tuners.as_slice() {
@@ -25,7 +25,7 @@ pub fn render(report: &PolicyReport, style: Style) -> String {
     }
     text.push('\n');
 
-    let mut table = style.table(&[
+    let mut table = style.new_table(&[
         "",
         ">now",
         "written by",
@@ -37,34 +37,38 @@ pub fn render(report: &PolicyReport, style: Style) -> String {
         ">guided",
     ]);
     for setting in &report.settings {
-        let of = |name: &&str| setting.policies.get(*name).map_or("·".to_owned(), |value| cut(value, 12));
-        let mut cells =
-            vec![comfy_table::Cell::new(setting.name), comfy_table::Cell::new(now(setting)), writer(setting)];
-        cells.push(comfy_table::Cell::new(setting.before.as_deref().map_or("·".to_owned(), |value| cut(value, 12))));
-        cells.extend(COLUMNS.iter().map(|name| comfy_table::Cell::new(of(name))));
+        let of = |name: &&str| setting.policies.get(*name).map_or("·".to_owned(), |value| cut_end(value, 12));
+        let mut cells = vec![
+            comfy_table::Cell::new(setting.name),
+            comfy_table::Cell::new(current_value_text(setting)),
+            source_cell(setting),
+        ];
+        cells
+            .push(comfy_table::Cell::new(setting.before.as_deref().map_or("·".to_owned(), |value| cut_end(value, 12))));
+        cells.extend(POLICY_COLUMNS.iter().map(|name| comfy_table::Cell::new(of(name))));
         table.add_row(cells);
     }
-    text.push_str(&style.render(&table));
+    text.push_str(&style.render_table(&table));
     for (policy, why) in &report.unknown_policies {
-        text.push_str(&style.paragraph(&format!("What {policy} would write cannot be told: {why}."), 0));
+        text.push_str(&style.format_paragraph(&format!("What {policy} would write cannot be told: {why}."), 0));
     }
     text.push_str("\nRight of `before` is what each policy would write now; a dot is what it leaves as it is.\n");
     text
 }
 
-fn now(setting: &SettingReport) -> String {
+fn current_value_text(setting: &SettingReport) -> String {
     match (&setting.value, &setting.absent) {
-        (Some(value), _) => cut(value, 12),
-        (None, Some(why)) => cut(why, 20),
+        (Some(value), _) => cut_end(value, 12),
+        (None, Some(why)) => cut_end(why, 20),
         (None, None) => "?".to_owned(),
     }
 }
 
-fn writer(setting: &SettingReport) -> comfy_table::Cell {
+fn source_cell(setting: &SettingReport) -> comfy_table::Cell {
     match setting.writer {
-        Writer::Unknown => comfy_table::Cell::new("·"),
-        Writer::Policy => comfy_table::Cell::new("policy"),
-        Writer::Advisor => comfy_table::Cell::new("advisor"),
-        Writer::SomebodyElse => pagefold_output::text::coloured("somebody else", Color::Yellow),
+        SettingSource::Unknown => comfy_table::Cell::new("·"),
+        SettingSource::Policy => comfy_table::Cell::new("policy"),
+        SettingSource::Advisor => comfy_table::Cell::new("advisor"),
+        SettingSource::SomebodyElse => pagefold_output::text::colored_cell("somebody else", Color::Yellow),
     }
 }

@@ -1,18 +1,18 @@
 //! A plan and what it came to, on the wire.
 
-use crate::decide::difference::{Difference, Figure};
-use crate::decide::outcome::{Change, End, Outcome};
-use crate::decide::plan::{Plan, Target, Way};
-use pagefold_base::savings::Reach;
+use crate::decide::outcome::{EnrollChange, MergeEnd, MergeOutcome};
+use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget};
+use crate::decide::prediction_error::{FigureDifference, PlanFigure};
+use pagefold_base::savings::MergeEffect;
 use pagefold_base::{Bytes, PageSize, Pages};
-use pagefold_census::results::{Census, Unseen};
-use pagefold_output::wire::{NotSeen, Who};
+use pagefold_census::results::{Census, UnscannedProcess};
+use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::Serialize;
 use std::time::Duration;
 
 /// Points of the timeline that are told at most.
-const TIMELINE: usize = 400;
+const MAX_TIMELINE_POINTS: usize = 400;
 
 /// The result of `pagefold merge`.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -39,7 +39,7 @@ pub struct MergeReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outcome: Option<OutcomeReport>,
     /// Processes that were chosen and not seen.
-    pub not_seen: Vec<NotSeen>,
+    pub not_seen: Vec<UnscannedProcessReport>,
 }
 
 /// What is to be enrolled, and what it should come to.
@@ -51,11 +51,11 @@ pub struct PlanReport {
     pub targets: Vec<TargetReport>,
     /// Processes, targets or not, of which something is withdrawn while ksmd works: what they enrolled themselves and
     /// does not pay.
-    pub narrowed: Vec<NarrowedReport>,
+    pub narrowed: Vec<TemporaryUnenrollReport>,
     /// Processes of which nothing is enrolled, on purpose.
-    pub left_alone: Vec<LeftAloneReport>,
+    pub left_alone: Vec<SkippedProcessReport>,
     /// What should be saved.
-    pub savings: Savings,
+    pub savings: MergeSavings,
     /// Pages that should merge, kept copies included.
     pub merging_pages: u64,
     /// Ranges in all.
@@ -73,7 +73,7 @@ pub struct PlanReport {
 pub struct TargetReport {
     /// Who it is.
     #[serde(flatten)]
-    pub who: Who,
+    pub process: ProcessInfo,
     /// How it is enrolled: `ranges` or `whole` from within, by injection; `qmp` by QEMU's control socket; `none` where
     /// that was found and is of no use.
     pub way: &'static str,
@@ -107,7 +107,7 @@ pub struct RangeReport {
 
 /// A process that has enrolled itself more than pays.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct NarrowedReport {
+pub struct TemporaryUnenrollReport {
     /// Its number.
     pub pid: u32,
     /// Its name.
@@ -118,7 +118,7 @@ pub struct NarrowedReport {
 
 /// A process of which nothing is enrolled, on purpose.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct LeftAloneReport {
+pub struct SkippedProcessReport {
     /// Its number.
     pub pid: u32,
     /// Its name.
@@ -129,7 +129,7 @@ pub struct LeftAloneReport {
 
 /// Bytes saved, or to be saved.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct Savings {
+pub struct MergeSavings {
     /// Frames that come back.
     pub gross: u64,
     /// ksmd's metadata: 64 bytes a page that it scans.
@@ -202,9 +202,9 @@ pub struct OutcomeReport {
     pub stop_max_us: Option<f64>,
     /// Merged pages that were watched; absent if no target ran.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub watched: Option<WatchedReport>,
+    pub watched: Option<MergedWatchReport>,
     /// What could not be enrolled or withdrawn.
-    pub missed: Vec<MissedReport>,
+    pub missed: Vec<FailedChangeReport>,
     /// Processes outside the plan that were enrolled too: KSM has one tree, and may have merged theirs with the
     /// targets'. Absent where the kernel does not tell (before 6.14).
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -212,7 +212,7 @@ pub struct OutcomeReport {
     /// What was changed for the time being and could not be put back.
     pub not_put_back: Vec<String>,
     /// What was saved over time, by the kernel's counters of the targets' merged pages.
-    pub timeline: Vec<Point>,
+    pub timeline: Vec<TimelinePointReport>,
 }
 
 /// A part of the difference between what was reached and what was predicted.
@@ -231,7 +231,7 @@ pub struct DifferenceReport {
 
 /// A sample of the merged pages of running processes.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct WatchedReport {
+pub struct MergedWatchReport {
     /// Pages of the sample that merged.
     pub merged_pages: u64,
     /// How often one of them was written.
@@ -244,7 +244,7 @@ pub struct WatchedReport {
 
 /// Something that could not be enrolled or withdrawn.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct MissedReport {
+pub struct FailedChangeReport {
     /// What could not be done: `enrol` or `withdraw`.
     pub change: &'static str,
     /// Of which process.
@@ -263,7 +263,7 @@ pub struct MissedReport {
 
 /// A point of the timeline.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct Point {
+pub struct TimelinePointReport {
     /// Seconds since the start of the command.
     pub seconds: f64,
     /// Bytes saved.
@@ -274,30 +274,36 @@ pub struct Point {
 
 impl MergeReport {
     /// A plan that is not, or not yet, carried out.
-    pub fn of_plan(host: String, page_size: PageSize, huge_page_size: u64, census: &Census, plan: &Plan) -> Self {
+    pub fn from_plan(
+        host: String,
+        page_size: PageSize,
+        huge_page_size: u64,
+        census: &Census,
+        plan: &MergePlan,
+    ) -> Self {
         Self {
             schema: "pagefold.merge/1",
             host,
             page_size: page_size.bytes(),
             huge_page_size,
-            processes: census.subjects.iter().filter(|subject| !subject.witness).count() as u64,
-            kept_apart_from: census.subjects.iter().filter(|subject| subject.witness).count() as u64,
+            processes: census.subjects.iter().filter(|subject| !subject.is_foreign).count() as u64,
+            kept_apart_from: census.subjects.iter().filter(|subject| subject.is_foreign).count() as u64,
             others_hidden: false,
-            plan: PlanReport::of(plan, page_size),
+            plan: PlanReport::from_plan(plan, page_size),
             outcome: None,
             not_seen: census
-                .unseen
+                .unscanned
                 .iter()
-                .map(|Unseen { pid, comm, why }| NotSeen::of(pid.0, comm.clone(), why))
+                .map(|UnscannedProcess { pid, comm, why }| UnscannedProcessReport::new(pid.0, comm.clone(), why))
                 .collect(),
         }
     }
 
     /// With what it came to.
     #[must_use]
-    pub fn with_outcome(self, outcome: &Outcome, page_size: PageSize) -> Self {
+    pub fn with_outcome(self, outcome: &MergeOutcome, page_size: PageSize) -> Self {
         let huge_page = Bytes(self.huge_page_size);
-        Self { outcome: Some(OutcomeReport::of(outcome, page_size, huge_page)), ..self }
+        Self { outcome: Some(OutcomeReport::from_outcome(outcome, page_size, huge_page)), ..self }
     }
 
     /// Whether something that was asked for was not seen or not done.
@@ -312,34 +318,38 @@ impl MergeReport {
 }
 
 impl PlanReport {
-    fn of(plan: &Plan, page_size: PageSize) -> Self {
-        let left_alone = plan.left_alone.iter().map(|left| LeftAloneReport {
+    fn from_plan(plan: &MergePlan, page_size: PageSize) -> Self {
+        let left_alone = plan.skipped.iter().map(|left| SkippedProcessReport {
             pid: left.pid.0,
             comm: left.comm.clone(),
             why: left.why.clone(),
         });
-        let narrowed = plan.narrowed.iter().map(|narrowed| NarrowedReport {
+        let narrowed = plan.temporary_unenrolls.iter().map(|narrowed| TemporaryUnenrollReport {
             pid: narrowed.process.pid.0,
             comm: narrowed.comm.clone(),
             bytes: narrowed.ranges.iter().map(|range| range.bytes().0).sum(),
         });
         Self {
-            whole: plan.whole,
-            targets: plan.targets.iter().map(|target| TargetReport::of(target, plan.whole)).collect(),
+            whole: plan.whole_processes,
+            targets: plan
+                .targets
+                .iter()
+                .map(|target| TargetReport::from_target(target, plan.whole_processes))
+                .collect(),
             narrowed: narrowed.collect(),
             left_alone: left_alone.collect(),
-            savings: Savings::of(&plan.predicted.reach, page_size),
+            savings: MergeSavings::from_effect(&plan.predicted.effect, page_size),
             merging_pages: plan.predicted.merging.0,
-            ranges: plan.ranges() as u64,
+            ranges: plan.range_count() as u64,
             regions_added: plan.predicted.regions_added,
-            ksmd_seconds: plan.predicted.ksmd.as_secs_f64(),
-            wall_seconds: plan.predicted.wall.as_secs_f64(),
+            ksmd_seconds: plan.predicted.ksmd_time.as_secs_f64(),
+            wall_seconds: plan.predicted.wall_time.as_secs_f64(),
         }
     }
 }
 
 impl TargetReport {
-    fn of(target: &Target, whole: bool) -> Self {
+    fn from_target(target: &PlanTarget, whole: bool) -> Self {
         let sum = |pages: fn(&RangeReport) -> u64, ranges: &[RangeReport]| ranges.iter().map(pages).sum();
         let ranges: Vec<RangeReport> = target
             .ranges
@@ -353,15 +363,15 @@ impl TargetReport {
             })
             .collect();
         Self {
-            who: Who::of(&target.process, Some(&target.domain)),
-            way: match &target.way {
-                Way::Unreachable(_) => "none",
-                Way::Guest(_) if whole => "qmp",
+            process: ProcessInfo::from_process(&target.process, Some(&target.domain)),
+            way: match &target.enroll_method {
+                EnrollMethod::Unreachable(_) => "none",
+                EnrollMethod::GuestControl(_) if whole => "qmp",
                 _ if whole => "whole",
                 _ => "ranges",
             },
-            error: match &target.way {
-                Way::Unreachable(why) => Some(why.clone()),
+            error: match &target.enroll_method {
+                EnrollMethod::Unreachable(why) => Some(why.clone()),
                 _ => None,
             },
             pages: sum(|range| range.pages, &ranges),
@@ -372,52 +382,52 @@ impl TargetReport {
     }
 }
 
-impl Savings {
-    fn of(reach: &Reach, page_size: PageSize) -> Self {
+impl MergeSavings {
+    fn from_effect(reach: &MergeEffect, page_size: PageSize) -> Self {
         Self {
             gross: reach.gross(page_size).0,
             metadata: reach.metadata().0,
             net: reach.net(page_size).0,
-            huge_pages_split: reach.huge_split.0,
+            huge_pages_split: reach.split_huge_pages.0,
         }
     }
 }
 
 /// What a figure is called in a report.
-fn figure(figure: Figure) -> &'static str {
+fn figure_name(figure: PlanFigure) -> &'static str {
     match figure {
-        Figure::Saved => "saved",
-        Figure::Metadata => "metadata",
-        Figure::KsmdCpu => "ksmd_seconds",
-        Figure::HugePages => "huge_pages_split",
-        Figure::Regions => "regions_added",
-        Figure::Wall => "wall_seconds",
-        Figure::Available => "available",
+        PlanFigure::Saved => "saved",
+        PlanFigure::Metadata => "metadata",
+        PlanFigure::KsmdCpu => "ksmd_seconds",
+        PlanFigure::HugePages => "huge_pages_split",
+        PlanFigure::Regions => "regions_added",
+        PlanFigure::Wall => "wall_seconds",
+        PlanFigure::Available => "available",
     }
 }
 
 impl OutcomeReport {
-    fn of(outcome: &Outcome, page_size: PageSize, huge_page: Bytes) -> Self {
+    fn from_outcome(outcome: &MergeOutcome, page_size: PageSize, huge_page: Bytes) -> Self {
         let seconds = |share| outcome.time_to(share).map(|time: Duration| time.as_secs_f64());
         let mut stops: Vec<f64> = outcome.stops.iter().map(|stop| stop.as_secs_f64() * 1e6).collect();
         stops.sort_by(f64::total_cmp);
-        let step = outcome.timeline.len().div_ceil(TIMELINE).max(1);
+        let step = outcome.timeline.len().div_ceil(MAX_TIMELINE_POINTS).max(1);
         let last = outcome.timeline.len().saturating_sub(1);
         let points = outcome.timeline.iter().enumerate().filter(|(i, _)| i % step == 0 || *i == last);
         let since = |before: Pages, after: Pages| after.saturating_sub(before).0;
         Self {
             end: match outcome.end {
-                End::Settled => "settled",
-                End::Deadline => "deadline",
-                End::Stopped => "stopped",
-                End::Yielded(_) => "yielded",
+                MergeEnd::Settled => "settled",
+                MergeEnd::Deadline => "deadline",
+                MergeEnd::Stopped => "stopped",
+                MergeEnd::SettingsOverwritten(_) => "yielded",
             },
             yielded_to: match &outcome.end {
-                End::Yielded(what) => Some(what.clone()),
+                MergeEnd::SettingsOverwritten(what) => Some(what.clone()),
                 _ => None,
             },
-            saved: page_size.of(outcome.saved()).0,
-            saved_by_splitting: page_size.of(outcome.saved_by_splitting()).0,
+            saved: page_size.bytes_of(outcome.saved()).0,
+            saved_by_splitting: page_size.bytes_of(outcome.saved_by_splitting()).0,
             net: outcome.net(page_size).0,
             merged_pages: outcome.after.merged.0,
             ksm_frames: outcome.after.frames.0,
@@ -425,37 +435,41 @@ impl OutcomeReport {
             differences: outcome
                 .differences(page_size, huge_page)
                 .into_iter()
-                .map(|Difference { of, by, why }| DifferenceReport { of: figure(of), by, why })
+                .map(|FigureDifference { figure: of, amount: by, reason: why }| DifferenceReport {
+                    of: figure_name(of),
+                    by,
+                    why,
+                })
                 .collect(),
             regions_added: outcome.regions.now as i64 - outcome.regions.before as i64,
-            census_seconds: outcome.census.as_secs_f64(),
+            census_seconds: outcome.census_time.as_secs_f64(),
             seconds_to_50: seconds(0.5),
             seconds_to_90: seconds(0.9),
             seconds_to_99: seconds(0.99),
-            ksmd_seconds: outcome.ksmd.as_ref().ok().map(Duration::as_secs_f64),
-            pagefold_seconds: outcome.own.as_secs_f64(),
+            ksmd_seconds: outcome.ksmd_time.as_ref().ok().map(Duration::as_secs_f64),
+            pagefold_seconds: outcome.own_cpu_time.as_secs_f64(),
             available_before: outcome.available.0.as_ref().ok().map(|bytes| bytes.0),
             available_after: outcome.available.1.as_ref().ok().map(|bytes| bytes.0),
-            huge_before: outcome.huge.0.0,
-            huge_after: outcome.huge.1.as_ref().ok().map(|bytes| bytes.0),
+            huge_before: outcome.huge_page_bytes.0.0,
+            huge_after: outcome.huge_page_bytes.1.as_ref().ok().map(|bytes| bytes.0),
             stops: stops.len() as u64,
             stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied(),
             stop_max_us: stops.last().copied(),
-            watched: (outcome.watched.seen.page_seconds > 0.0 || outcome.watched.withdrawn > Pages::ZERO).then_some(
-                WatchedReport {
-                    merged_pages: outcome.watched.seen.merged.0,
-                    broken_pages: outcome.watched.seen.broken.0,
-                    page_seconds: outcome.watched.seen.page_seconds,
-                    withdrawn_pages: outcome.watched.withdrawn.0,
-                },
-            ),
+            watched: (outcome.merged_watch.lifetime_stats.page_seconds > 0.0
+                || outcome.merged_watch.unenrolled_pages > Pages::ZERO)
+                .then_some(MergedWatchReport {
+                    merged_pages: outcome.merged_watch.lifetime_stats.max_merged_pages.0,
+                    broken_pages: outcome.merged_watch.lifetime_stats.cow_breaks.0,
+                    page_seconds: outcome.merged_watch.lifetime_stats.page_seconds,
+                    withdrawn_pages: outcome.merged_watch.unenrolled_pages.0,
+                }),
             missed: outcome
-                .missed
+                .failed_changes
                 .iter()
-                .map(|missed| MissedReport {
+                .map(|missed| FailedChangeReport {
                     change: match missed.change {
-                        Change::Enrol => "enrol",
-                        Change::Withdraw => "withdraw",
+                        EnrollChange::Enroll => "enrol",
+                        EnrollChange::Unenroll => "withdraw",
                     },
                     pid: missed.pid.0,
                     comm: missed.comm.clone(),
@@ -465,12 +479,12 @@ impl OutcomeReport {
                 })
                 .collect(),
             other_enrolled_processes: outcome.bystanders.clone().ok(),
-            not_put_back: outcome.remains.clone(),
+            not_put_back: outcome.not_restored.clone(),
             timeline: points
-                .map(|(_, sample)| Point {
+                .map(|(_, sample)| TimelinePointReport {
                     seconds: sample.at.as_secs_f64(),
-                    saved: page_size.of(outcome.saved_at(sample)).0,
-                    ksmd_seconds: sample.ksmd.as_secs_f64(),
+                    saved: page_size.bytes_of(outcome.saved_at(sample)).0,
+                    ksmd_seconds: sample.ksmd_time.as_secs_f64(),
                 })
                 .collect(),
         }

@@ -11,12 +11,12 @@ pub struct RecoverReport {
     /// What was put back, in the order in which it was, as what there was before.
     pub put_back: Vec<String>,
     /// What was not.
-    pub remains: Vec<RemainsReport>,
+    pub remains: Vec<FailedUndoReport>,
 }
 
 /// Something that could not be put back.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct RemainsReport {
+pub struct FailedUndoReport {
     /// What there was before.
     pub was: String,
     /// Why it was not put back.
@@ -27,20 +27,20 @@ pub struct RemainsReport {
 
 impl RecoverReport {
     /// Put it together.
-    pub fn new(put_back: Vec<String>, remains: Vec<RemainsReport>) -> Self {
-        Self { schema: "pagefold.recover/1", put_back, remains }
+    pub fn new(undone: Vec<String>, failed_undos: Vec<FailedUndoReport>) -> Self {
+        Self { schema: "pagefold.recover/1", put_back: undone, remains: failed_undos }
     }
 
     /// As text; `nothing` says what it means that there was nothing.
-    pub fn render(&self, nothing: &str) -> String {
+    pub fn render(&self, empty_text: &str) -> String {
         if self.put_back.is_empty() && self.remains.is_empty() {
-            return format!("{nothing}\n");
+            return format!("{empty_text}\n");
         }
         let mut text = String::new();
         for was in &self.put_back {
             text.push_str(&format!("Put back: {was}\n"));
         }
-        for RemainsReport { was, why, retried } in &self.remains {
+        for FailedUndoReport { was, why, retried } in &self.remains {
             let again = if *retried { "; the next command tries again" } else { "" };
             text.push_str(&format!("Not put back: {was}: {why}{again}\n"));
         }
@@ -53,10 +53,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_says_what_was_put_back_and_what_was_not() {
+    fn undone_and_failed_undos_are_listed() {
         let nothing = RecoverReport::new(Vec::new(), Vec::new());
         assert_eq!(nothing.render("Nothing to do."), "Nothing to do.\n");
-        let remains = |retried| RemainsReport { was: "run was 0".into(), why: "busy".into(), retried };
+        let remains = |retried| FailedUndoReport { was: "run was 0".into(), why: "busy".into(), retried };
         let report = RecoverReport::new(vec!["x was 1".into()], vec![remains(true), remains(false)]);
         assert_eq!(
             report.render(""),

@@ -1,7 +1,7 @@
 //! What was withdrawn from KSM, or why it was not, on the wire.
 
-use pagefold_base::guard::{Judgement, Rule, Verdict};
-use pagefold_output::wire::{NotSeen, Who};
+use pagefold_base::guard::{LimitKind, MemoryCheck, MemoryVerdict};
+use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::Serialize;
 
@@ -22,7 +22,7 @@ pub struct UnmergeReport {
     /// What the guard said of all of it, before anything was changed.
     pub guard: GuardReport,
     /// Of how many parts, and how many of them fit one after the other, before anything was changed.
-    pub parts: PartsReport,
+    pub parts: BatchesReport,
     /// The guard's word on the step that did not fit, if one did not.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped: Option<GuardReport>,
@@ -34,16 +34,16 @@ pub struct UnmergeReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub taken: Option<TakenReport>,
     /// The processes that were enrolled, in the order in which they are withdrawn: who needs least first.
-    pub processes: Vec<UnmergedProcess>,
+    pub processes: Vec<UnmergedProcessReport>,
     /// How many of the chosen processes are not enrolled.
     pub not_enrolled: u64,
     /// Processes that were asked for and not seen.
-    pub not_seen: Vec<NotSeen>,
+    pub not_seen: Vec<UnscannedProcessReport>,
 }
 
 /// How many parts.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct PartsReport {
+pub struct BatchesReport {
     /// All.
     pub all: u64,
     /// Those that fit one after the other.
@@ -58,7 +58,7 @@ pub struct GuardReport {
     /// Each limit, those that bind first.
     pub limits: Vec<LimitReport>,
     /// Limits that could not be read.
-    pub unknown: Vec<UnknownLimit>,
+    pub unknown: Vec<UnreadableLimitReport>,
 }
 
 /// A limit in bytes.
@@ -82,7 +82,7 @@ pub struct LimitReport {
 
 /// A limit that could not be read.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct UnknownLimit {
+pub struct UnreadableLimitReport {
     /// Of the host or of which cgroup.
     pub place: String,
     /// Why.
@@ -117,10 +117,10 @@ pub struct TakenReport {
 
 /// A process that was enrolled.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
-pub struct UnmergedProcess {
+pub struct UnmergedProcessReport {
     /// Who it is.
     #[serde(flatten)]
-    pub who: Who,
+    pub process: ProcessInfo,
     /// How it is withdrawn: `whole`, `regions`, `qmp`, or `none` where that is not known.
     pub way: &'static str,
     /// Pages on KSM frames, before.
@@ -152,7 +152,7 @@ pub struct UnmergedProcess {
     pub longest_stop_ms: Option<f64>,
     /// Its memory in huge pages: before unmerging, after, and after putting them together.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub huge: Option<HugeReport>,
+    pub huge: Option<HugePagesReport>,
     /// What went wrong.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -160,7 +160,7 @@ pub struct UnmergedProcess {
 
 /// `AnonHugePages` in bytes.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
-pub struct HugeReport {
+pub struct HugePagesReport {
     /// Before anything was changed.
     pub before: u64,
     /// After it was unmerged.
@@ -171,36 +171,36 @@ pub struct HugeReport {
 
 impl GuardReport {
     /// From a judgement.
-    pub fn of(judgement: &Judgement) -> Self {
-        let limits = judgement.limits.iter().map(|(limit, needed)| LimitReport {
-            place: limit.place.to_string(),
-            rule: limit.rule.name(),
+    pub fn from_judgement(check: &MemoryCheck) -> Self {
+        let limits = check.limits_and_needs.iter().map(|(limit, needed)| LimitReport {
+            place: limit.scope.to_string(),
+            rule: limit.kind.kernel_name(),
             limit: limit.limit.0,
-            room: limit.room.0,
-            swap: limit.swap.0,
+            room: limit.headroom.0,
+            swap: limit.swap_headroom.0,
             needed: needed.0,
-            fits: *needed <= limit.room || needed.0 == 0,
+            fits: *needed <= limit.headroom || needed.0 == 0,
         });
-        let unknown = judgement.unknown.iter();
+        let unknown = check.unreadable.iter();
         Self {
-            verdict: match judgement.verdict {
-                Verdict::Fits => "fits",
-                Verdict::Swaps => "swaps",
-                Verdict::Short => "short",
-                Verdict::Unknown => "unknown",
+            verdict: match check.verdict {
+                MemoryVerdict::Fits => "fits",
+                MemoryVerdict::FitsWithSwap => "swaps",
+                MemoryVerdict::OverLimit => "short",
+                MemoryVerdict::Unknown => "unknown",
             },
             limits: limits.collect(),
             unknown: unknown
-                .map(|(place, why)| UnknownLimit { place: place.to_string(), reason: why.to_string() })
+                .map(|(place, why)| UnreadableLimitReport { place: place.to_string(), reason: why.to_string() })
                 .collect(),
         }
     }
 
     /// What passing a limit would do, for people.
-    pub(crate) fn consequence(rule: &str) -> &'static str {
-        match rule {
-            _ if rule == Rule::Available.name() => "the host's OOM killer may end processes",
-            _ if rule == Rule::High.name() => "its processes are throttled",
+    pub(crate) fn limit_consequence(kind: &str) -> &'static str {
+        match kind {
+            _ if kind == LimitKind::Available.kernel_name() => "the host's OOM killer may end processes",
+            _ if kind == LimitKind::High.kernel_name() => "its processes are throttled",
             _ => "its OOM killer may end processes",
         }
     }

@@ -3,146 +3,167 @@
 use super::*;
 
 /// A time within a second of the beginning.
-const SOON: Duration = Duration::from_secs(1);
+const ONE_SECOND: Duration = Duration::from_secs(1);
 
 /// Looks at the first process, with all others enrolled.
-struct Looks {
-    ages: Ages,
-    began: Instant,
+struct ForeignCensusSeries {
+    ages: StableAges,
+    started: Instant,
 }
 
 /// What a look at the first process of a host found: the pages of it that are covered, how many pages were read, and
 /// how often regions were.
 #[derive(Debug, PartialEq)]
-struct Look {
-    covered: BTreeSet<usize>,
-    read: u64,
-    listed: u64,
+struct ForeignCensusResult {
+    covered_pages: BTreeSet<usize>,
+    pages_read: u64,
+    smaps_reads: u64,
 }
 
-impl Looks {
+impl ForeignCensusSeries {
     fn new() -> Self {
         let began = Instant::now();
-        Self { ages: Ages::since(PageSize::new(PAGE).unwrap(), began).unwrap(), began }
+        Self { ages: StableAges::starting_at(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap(), started: began }
     }
 
-    fn look(&mut self, host: &MadeHost, after: Duration, options: &Options) -> Look {
+    fn scan_first(&mut self, host: &SyntheticHost, after: Duration, options: &CensusOptions) -> ForeignCensusResult {
         let others = 2..=host.processes.len() as u32;
         let enrolled = others.map(|pid| ProcessId { pid: Pid(pid), start_time: 1 }).collect();
-        let selection = Selection { pids: vec![Pid(1)], ..Selection::default() };
-        let options = Options { enrolled, selection, second: Second::Candidates, ..options.clone() };
-        let count = || [&host.read, &host.listed].map(|count| count.load(Ordering::Relaxed));
+        let selection = ProcessSelection { pids: vec![Pid(1)], ..ProcessSelection::default() };
+        let options = CensusOptions {
+            enrolled_processes: enrolled,
+            selection,
+            second_pass: SecondPass::Candidates,
+            ..options.clone()
+        };
+        let count = || [&host.pages_read, &host.smaps_reads].map(|count| count.load(Ordering::Relaxed));
         let before = count();
-        let (remembered, hasher) = self.ages.remembered();
-        let (progress, stop) = (Progress::default(), AtomicBool::new(false));
+        let (remembered, hasher) = self.ages.cache_and_hasher();
+        let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
         let (census, _) =
-            take_again((remembered, self.began + after), hasher, host, &options, &progress, &stop).unwrap();
+            take_incremental_census((remembered, self.started + after), hasher, host, &options, &progress, &stop)
+                .unwrap();
         let [read, listed] = [0, 1].map(|of| count()[of] - before[of]);
-        let covered = covered(&census).into_iter().map(|(pid, page)| {
+        let covered = covered_pages(&census).into_iter().map(|(pid, page)| {
             assert_eq!(pid, 1, "nobody else was chosen");
             page
         });
-        Look { covered: covered.collect(), read, listed }
+        ForeignCensusResult { covered_pages: covered.collect(), pages_read: read, smaps_reads: listed }
     }
 }
 
 /// Two of a content that somebody has merged in another domain, and five that nobody has, with one between them that
 /// somebody has enrolled, and one that is nobody else's.
-const PAGES: [Page; 9] =
-    [Still(7), Still(7), Still(20), Still(20), Still(8), Still(20), Still(20), Still(9), Still(20)];
+const SUBJECT_PAGES: [SyntheticPage; 9] =
+    [Stable(7), Stable(7), Stable(20), Stable(20), Stable(8), Stable(20), Stable(20), Stable(9), Stable(20)];
 
 /// A hole costs less than a further range.
-const JOINED: Costs = Costs { range: 1000, ..CHEAP };
+const BRIDGING_COSTS: EnrollCostBytes = EnrollCostBytes { per_range: 1000, ..CHEAP_COSTS };
 
 /// Those that may be merged, and the hole between them.
-const OURS: [usize; 6] = [2, 3, 5, 6, 7, 8];
+const EXPECTED_COVERED_PAGES: [usize; 6] = [2, 3, 5, 6, 7, 8];
 
-fn other() -> Made {
-    made(2, &[Merged(7), Merged(7), Still(8), Merged(30), Still(31)])
+fn foreign_process() -> SyntheticProcess {
+    process_with_pages(2, &[Merged(7), Merged(7), Stable(8), Merged(30), Stable(31)])
 }
 
 /// A host that tells what has run: nobody, so far.
-fn host(processes: &[Made]) -> MadeHost {
+fn host_with_activity(processes: &[SyntheticProcess]) -> SyntheticHost {
     let ran = (1..=processes.len() as u32).map(|pid| (pid, (1, 0))).collect();
-    MadeHost { ran, ..MadeHost::new(processes) }
+    SyntheticHost { activity: ran, ..SyntheticHost::new(processes) }
 }
 
 #[test]
-fn who_rests_is_not_read_again_and_what_it_holds_is_kept_apart_from() {
+fn inactive_foreign_process_is_cached() {
     // Both domains are known from the beginning, or the witness's alone.
     for uid in [1, 3] {
-        let host = host(&[made(uid, &PAGES), other()]);
-        let mut looks = Looks::new();
-        let options = options(false, JOINED);
-        let first = looks.look(&host, Duration::ZERO, &options);
-        assert_eq!((&first.covered, first.listed), (&BTreeSet::from(OURS), 2));
-        let second = looks.look(&host, SOON, &options);
-        assert_eq!((&second.covered, second.listed), (&first.covered, 1), "its regions are not listed");
-        assert_eq!(second.read, first.read - 5, "nor its pages read");
-        assert_eq!(looks.look(&host, SOON, &Options { across_domains: true, ..options }).covered, (0..9).collect());
+        let host = host_with_activity(&[process_with_pages(uid, &SUBJECT_PAGES), foreign_process()]);
+        let mut looks = ForeignCensusSeries::new();
+        let options = census_options(false, BRIDGING_COSTS);
+        let first = looks.scan_first(&host, Duration::ZERO, &options);
+        assert_eq!((&first.covered_pages, first.smaps_reads), (&BTreeSet::from(EXPECTED_COVERED_PAGES), 2));
+        let second = looks.scan_first(&host, ONE_SECOND, &options);
+        assert_eq!(
+            (&second.covered_pages, second.smaps_reads),
+            (&first.covered_pages, 1),
+            "its regions are not listed"
+        );
+        assert_eq!(second.pages_read, first.pages_read - 5, "nor its pages read");
+        assert_eq!(
+            looks.scan_first(&host, ONE_SECOND, &CensusOptions { across_domains: true, ..options }).covered_pages,
+            (0..9).collect()
+        );
     }
 }
 
 #[test]
-fn who_has_run_or_faulted_or_was_read_long_ago_is_read_again() {
-    let mut host = host(&[made(1, &PAGES), other()]);
-    let mut looks = Looks::new();
-    let options = options(false, JOINED);
-    let mut listed = |host: &MadeHost, after: Duration| looks.look(host, after, &options).listed;
-    assert_eq!([0, 1, 2].map(|second| listed(&host, SOON * second)), [2, 1, 1]);
-    host.ran.insert(2, (2, 0));
-    assert_eq!([3, 4].map(|second| listed(&host, SOON * second)), [2, 1], "it has run");
-    host.ran.insert(2, (2, 1));
-    assert_eq!([5, 6].map(|second| listed(&host, SOON * second)), [2, 1], "it had a page fault");
+fn active_or_expired_foreign_process_is_reread() {
+    let mut host = host_with_activity(&[process_with_pages(1, &SUBJECT_PAGES), foreign_process()]);
+    let mut looks = ForeignCensusSeries::new();
+    let options = census_options(false, BRIDGING_COSTS);
+    let mut listed = |host: &SyntheticHost, after: Duration| looks.scan_first(host, after, &options).smaps_reads;
+    assert_eq!([0, 1, 2].map(|second| listed(&host, ONE_SECOND * second)), [2, 1, 1]);
+    host.activity.insert(2, (2, 0));
+    assert_eq!([3, 4].map(|second| listed(&host, ONE_SECOND * second)), [2, 1], "it has run");
+    host.activity.insert(2, (2, 1));
+    assert_eq!([5, 6].map(|second| listed(&host, ONE_SECOND * second)), [2, 1], "it had a page fault");
     let hour = Duration::from_secs(3600);
-    assert_eq!(listed(&host, SOON * 4 + hour), 1);
-    assert_eq!(listed(&host, SOON * 5 + hour), 2, "others may have written to it");
+    assert_eq!(listed(&host, ONE_SECOND * 4 + hour), 1);
+    assert_eq!(listed(&host, ONE_SECOND * 5 + hour), 2, "others may have written to it");
     // What it holds now counts.
-    host.ran.insert(2, (3, 1));
-    host.processes[1] = made(2, &[Merged(20)]);
-    let covered = looks.look(&host, SOON * 6 + hour, &options).covered;
-    assert_eq!(covered, BTreeSet::from([0, 1]));
-    assert_eq!(looks.look(&host, SOON * 7 + hour, &options), Look { covered, read: 9, listed: 1 });
+    host.activity.insert(2, (3, 1));
+    host.processes[1] = process_with_pages(2, &[Merged(20)]);
+    let covered_pages = looks.scan_first(&host, ONE_SECOND * 6 + hour, &options).covered_pages;
+    assert_eq!(covered_pages, BTreeSet::from([0, 1]));
+    assert_eq!(
+        looks.scan_first(&host, ONE_SECOND * 7 + hour, &options),
+        ForeignCensusResult { covered_pages, pages_read: 9, smaps_reads: 1 }
+    );
     // Where the kernel does not count, nothing tells whether anybody has run.
-    host.ran.insert(2, (0, 1));
-    assert_eq!([8, 9].map(|second| looks.look(&host, SOON * second + hour, &options).listed), [2, 2]);
+    host.activity.insert(2, (0, 1));
+    assert_eq!([8, 9].map(|second| looks.scan_first(&host, ONE_SECOND * second + hour, &options).smaps_reads), [2, 2]);
 }
 
 #[test]
-fn of_whom_two_hold_one_is_read_when_the_other_rests() {
-    let mut host = host(&[made(1, &PAGES), other(), made(2, &[Merged(20)]), made(3, &[Merged(20)])]);
-    let mut looks = Looks::new();
-    let options = options(false, JOINED);
+fn content_of_two_foreign_processes_is_avoided() {
+    let mut host = host_with_activity(&[
+        process_with_pages(1, &SUBJECT_PAGES),
+        foreign_process(),
+        process_with_pages(2, &[Merged(20)]),
+        process_with_pages(3, &[Merged(20)]),
+    ]);
+    let mut looks = ForeignCensusSeries::new();
+    let options = census_options(false, BRIDGING_COSTS);
     let covered: BTreeSet<usize> = BTreeSet::new();
-    assert_eq!(looks.look(&host, Duration::ZERO, &options).covered, covered);
-    host.ran.insert(2, (2, 0));
-    let some = looks.look(&host, SOON, &options);
-    assert_eq!((&some.covered, some.listed), (&covered, 2));
+    assert_eq!(looks.scan_first(&host, Duration::ZERO, &options).covered_pages, covered);
+    host.activity.insert(2, (2, 0));
+    let some = looks.scan_first(&host, ONE_SECOND, &options);
+    assert_eq!((&some.covered_pages, some.smaps_reads), (&covered, 2));
     // Its own domain has it merged, but so has another that rests.
     host.processes[0].uid = 3;
-    assert_eq!(looks.look(&host, SOON, &options).covered, covered);
+    assert_eq!(looks.scan_first(&host, ONE_SECOND, &options).covered_pages, covered);
     // Where only its own domain has it, it may join.
-    host.processes[2] = made(2, &[Merged(40)]);
-    host.ran.insert(3, (2, 0));
-    assert_eq!(looks.look(&host, SOON, &options).covered, BTreeSet::from(OURS));
+    host.processes[2] = process_with_pages(2, &[Merged(40)]);
+    host.activity.insert(3, (2, 0));
+    assert_eq!(looks.scan_first(&host, ONE_SECOND, &options).covered_pages, BTreeSet::from(EXPECTED_COVERED_PAGES));
 }
 
 proptest! {
     /// Whether they are read or remembered, the same is covered.
     #[test]
-    fn what_is_remembered_forbids_what_it_did(
-        mut processes in processes(),
+    fn cached_foreign_contents_forbid_the_same_pages(
+        mut processes in any_processes(),
         range in 0i64..2000,
         use_zero_pages in any::<bool>(),
     ) {
         // Nobody has run.
         let pages = processes.iter_mut().flat_map(|made| &mut made.pages);
-        pages.filter(|page| **page == Page::Changing).for_each(|page| *page = Page::Hole);
-        let host = host(&processes);
-        let mut looks = Looks::new();
-        let options = Options { use_zero_pages, ..options(false, Costs { range, ..CHEAP }) };
-        let read = looks.look(&host, Duration::ZERO, &options).covered;
-        let remembered = looks.look(&host, SOON, &options).covered;
+        pages.filter(|page| **page == SyntheticPage::Volatile).for_each(|page| *page = SyntheticPage::Hole);
+        let host = host_with_activity(&processes);
+        let mut looks = ForeignCensusSeries::new();
+        let options = CensusOptions { use_zero_pages, ..census_options(false, EnrollCostBytes { per_range: range, ..CHEAP_COSTS }) };
+        let read = looks.scan_first(&host, Duration::ZERO, &options).covered_pages;
+        let remembered = looks.scan_first(&host, ONE_SECOND, &options).covered_pages;
         prop_assert_eq!(remembered, read);
     }
 }

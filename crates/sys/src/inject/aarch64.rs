@@ -14,9 +14,9 @@ use std::time::Duration;
 
 use memchr::memmem;
 
-use super::ptrace::Thread;
-use super::target::Call;
-use super::{Error, Home, failed};
+use super::ptrace::TracedThread;
+use super::target::BlockedCall;
+use super::{InjectError, InjectionSites, operation_failed};
 
 const NT_PRSTATUS: usize = 1;
 const NT_PRFPREG: usize = 2;
@@ -26,16 +26,16 @@ const NT_ARM_SSVE: usize = 0x40b;
 const NT_ARM_ZA: usize = 0x40c;
 const NT_ARM_GCS: usize = 0x410;
 /// PR_SHADOW_STACK_ENABLE (include/uapi/linux/prctl.h).
-const SHADOW_STACK_ENABLE: u8 = 1;
+const PR_SHADOW_STACK_ENABLE: u8 = 1;
 
 /// Number of `rt_sigreturn`.
-pub const SIGRETURN: i64 = 139;
+pub const SYS_RT_SIGRETURN: i64 = 139;
 /// The procedure call standard has none.
-pub const RED_ZONE: u64 = 0;
+pub const RED_ZONE_BYTES: u64 = 0;
 /// Whether the kernel's own code, `[vdso]`, may hold the stub.
 pub const STUB_IN_VDSO: bool = true;
 /// Whether a call that was interrupted still has its first argument.
-pub const KEEPS_ARGUMENTS: bool = false;
+pub const KEEPS_FIRST_ARGUMENT: bool = false;
 
 /// io_getevents, epoll_pwait, rt_sigtimedwait, semtimedop, semop, io_pgetevents, epoll_pwait2: see the head.
 pub const INTERRUPTED_BY_STOP: [u64; 7] = [4, 22, 137, 192, 193, 292, 441];
@@ -43,34 +43,34 @@ pub const INTERRUPTED_BY_STOP: [u64; 7] = [4, 22, 137, 192, 193, 292, 441];
 /// System calls that end so if they wait for a socket with a timeout, or for whatever else cannot be restarted by
 /// itself: read, write, readv, writev, accept, connect, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg,
 /// sendmmsg, io_uring_enter. None has done anything then.
-const INTERRUPTED_AT_TIMES: [u64; 14] = [63, 64, 65, 66, 202, 203, 206, 207, 211, 212, 242, 243, 269, 426];
+const SOMETIMES_INTERRUPTED_BY_STOP: [u64; 14] = [63, 64, 65, 66, 202, 203, 206, 207, 211, 212, 242, 243, 269, 426];
 
 /// `nop; mov x8, #139; svc #0`: the `nop` is there so that unwinders may look one instruction back. A call that the
 /// kernel restarts comes back to it.
-const NOP_STUB: [u8; 12] = [0x1f, 0x20, 0x03, 0xd5, 0x68, 0x11, 0x80, 0xd2, 0x01, 0x00, 0x00, 0xd4];
+const NOP_STUB_CODE: [u8; 12] = [0x1f, 0x20, 0x03, 0xd5, 0x68, 0x11, 0x80, 0xd2, 0x01, 0x00, 0x00, 0xd4];
 
 /// `struct rt_sigframe`: siginfo, then `struct ucontext`.
-const UCONTEXT: usize = 128;
-const SIGMASK: usize = UCONTEXT + 40;
-const SIGCONTEXT: usize = SIGMASK + 128 + 8;
-const RESERVED: usize = SIGCONTEXT + 8 + 34 * 8;
-const RESERVED_ALIGNED: usize = RESERVED.next_multiple_of(16);
-const FRAME: usize = RESERVED_ALIGNED + 4096;
+const UCONTEXT_OFFSET: usize = 128;
+const SIGMASK_OFFSET: usize = UCONTEXT_OFFSET + 40;
+const SIGCONTEXT_OFFSET: usize = SIGMASK_OFFSET + 128 + 8;
+const RESERVED_OFFSET: usize = SIGCONTEXT_OFFSET + 8 + 34 * 8;
+const RECORDS_OFFSET: usize = RESERVED_OFFSET.next_multiple_of(16);
+const FRAME_BYTES: usize = RECORDS_OFFSET + 4096;
 const FPSIMD_MAGIC: u32 = 0x4650_8001;
 const FPSIMD_BYTES: u32 = 528;
 const SVE_MAGIC: u32 = 0x5356_4501;
 /// `struct user_sve_header`, and `struct sve_context` before its registers: both are as long.
-const SVE_HEADER: usize = 16;
+const SVE_HEADER_BYTES: usize = 16;
 /// SVE_PT_REGS_SVE: the state is not merely that of the old vectors.
-const SVE_LIVE: u8 = 1;
+const SVE_PT_REGS_SVE: u8 = 1;
 /// No register set of scalable vectors is longer (SVE_PT_SIZE for vectors of 256 bytes).
-const SVE_MOST: usize = 9 << 10;
+const MAX_SVE_SET_BYTES: usize = 9 << 10;
 /// No mode of an alternate stack, which `sigreturn` therefore leaves alone.
-const SS_FLAGS_NONE: u64 = 3;
+const SS_FLAGS_INVALID: u64 = 3;
 
 /// PSR_BTYPE_MASK: an indirect branch was just taken, so that the next instruction of a guarded page must be a landing
 /// for such. The stub is none: the kernel has handlers return to it.
-const BRANCH_TYPE: u64 = 0xc00;
+const PSR_BTYPE_MASK: u64 = 0xc00;
 
 const ERESTARTSYS: i64 = -512;
 const ERESTARTNOINTR: i64 = -513;
@@ -81,132 +81,134 @@ const ERESTART_RESTARTBLOCK: i64 = -516;
 #[derive(Clone, Copy, Debug)]
 pub struct Registers {
     words: [u64; 34],
-    call: i32,
+    syscall_number: i32,
 }
 
-const SP: usize = 31;
-const PC: usize = 32;
-const PSTATE: usize = 33;
+const SP_INDEX: usize = 31;
+const PC_INDEX: usize = 32;
+const PSTATE_INDEX: usize = 33;
 
 /// All that a thread has in its processor.
 #[derive(Clone)]
-pub struct State {
+pub struct ThreadState {
     pub registers: Registers,
     /// `struct user_fpsimd_state`: 32 vectors, fpsr, fpcr.
-    vectors: [u8; 528],
+    fpsimd_registers: [u8; 528],
     /// The register set of scalable vectors; nothing where none are live.
-    scalable: Vec<u8>,
+    sve_registers: Vec<u8>,
 }
 
 /// Positions of the stub and of the landing in code: they are one here.
-pub fn find(code: &[u8]) -> (Option<usize>, Option<usize>) {
-    let stub = memmem::find(code, &NOP_STUB).map(|position| position + 4);
+pub fn find_sites(code: &[u8]) -> (Option<usize>, Option<usize>) {
+    let stub = memmem::find(code, &NOP_STUB_CODE).map(|position| position + 4);
     (stub, stub)
 }
 
 /// Whether the code is still what was found.
-pub fn is_home(stub: &[u8; 16], landing: &[u8; 16]) -> bool {
-    stub.starts_with(&NOP_STUB[4..]) && landing.starts_with(&NOP_STUB)
+pub fn are_sites_intact(stub: &[u8; 16], return_code: &[u8; 16]) -> bool {
+    stub.starts_with(&NOP_STUB_CODE[4..]) && return_code.starts_with(&NOP_STUB_CODE)
 }
 
-/// Where to read the code that [`is_home`] looks at.
-pub fn landing_code(landing: u64) -> u64 {
-    landing - 4
+/// Where to read the code that [`are_sites_intact`] looks at.
+pub fn return_code_address(return_site: u64) -> u64 {
+    return_site - 4
 }
 
-pub fn registers(thread: Thread) -> io::Result<Registers> {
+pub fn read_registers(thread: TracedThread) -> io::Result<Registers> {
     let mut bytes = [0; 34 * 8];
-    let filled = thread.register_set(NT_PRSTATUS, &mut bytes)?;
+    let filled = thread.read_register_set(NT_PRSTATUS, &mut bytes)?;
     if filled != bytes.len() {
         return Err(io::Error::from_raw_os_error(libc::ENOEXEC));
     }
     let mut call = [0; 4];
-    thread.register_set(NT_ARM_SYSTEM_CALL, &mut call)?;
+    thread.read_register_set(NT_ARM_SYSTEM_CALL, &mut call)?;
     let mut words = [0; 34];
     for (word, bytes) in words.iter_mut().zip(bytes.as_chunks::<8>().0) {
         *word = u64::from_ne_bytes(*bytes);
     }
-    Ok(Registers { words, call: i32::from_ne_bytes(call) })
+    Ok(Registers { words, syscall_number: i32::from_ne_bytes(call) })
 }
 
-pub fn set_registers(thread: Thread, registers: &Registers) -> io::Result<()> {
+pub fn write_registers(thread: TracedThread, registers: &Registers) -> io::Result<()> {
     let bytes: Vec<u8> = registers.words.iter().flat_map(|word| word.to_ne_bytes()).collect();
-    thread.set_register_set(NT_PRSTATUS, &bytes)?;
-    thread.set_register_set(NT_ARM_SYSTEM_CALL, &registers.call.to_ne_bytes())
+    thread.write_register_set(NT_PRSTATUS, &bytes)?;
+    thread.write_register_set(NT_ARM_SYSTEM_CALL, &registers.syscall_number.to_ne_bytes())
 }
 
-impl State {
-    pub fn save(thread: Thread) -> Result<Self, Error> {
-        let registers = registers(thread).map_err(|error| match error.raw_os_error() {
-            Some(libc::ENOEXEC) => Error::Unsupported("it is a 32-bit program".to_owned()),
-            _ => failed("reading its registers")(error),
+impl ThreadState {
+    pub fn capture(thread: TracedThread) -> Result<Self, InjectError> {
+        let registers = read_registers(thread).map_err(|error| match error.raw_os_error() {
+            Some(libc::ENOEXEC) => InjectError::Unsupported("it is a 32-bit program".to_owned()),
+            _ => operation_failed("reading its registers")(error),
         })?;
         // `struct user_gcs` (6.13): features_enabled at 0. `sigreturn` would look for a token on that stack that only
         // the kernel can put there.
         let mut control = [0; 24];
-        if thread.register_set(NT_ARM_GCS, &mut control).is_ok() && control[0] & SHADOW_STACK_ENABLE != 0 {
-            return Err(Error::Unsupported("it runs with a guarded control stack".to_owned()));
+        if thread.read_register_set(NT_ARM_GCS, &mut control).is_ok() && control[0] & PR_SHADOW_STACK_ENABLE != 0 {
+            return Err(InjectError::Unsupported("it runs with a guarded control stack".to_owned()));
         }
         let mut vectors = [0; 528];
-        thread.register_set(NT_PRFPREG, &mut vectors).map_err(failed("reading its vector registers"))?;
+        thread.read_register_set(NT_PRFPREG, &mut vectors).map_err(operation_failed("reading its vector registers"))?;
         // A processor without an extension has no such set.
-        let mut header = [0; SVE_HEADER];
-        if thread.register_set(NT_ARM_SSVE, &mut header).is_ok() && are_live(&header) {
-            return Err(Error::Busy("it is in the midst of streaming vectors".to_owned()));
+        let mut header = [0; SVE_HEADER_BYTES];
+        if thread.read_register_set(NT_ARM_SSVE, &mut header).is_ok() && has_sve_registers(&header) {
+            return Err(InjectError::Busy("it is in the midst of streaming vectors".to_owned()));
         }
-        let mut scalable = vec![0; SVE_MOST];
-        let filled = thread.register_set(NT_ARM_SVE, &mut scalable).unwrap_or(0);
-        scalable.truncate(if are_live(&scalable) { filled } else { 0 });
+        let mut scalable = vec![0; MAX_SVE_SET_BYTES];
+        let filled = thread.read_register_set(NT_ARM_SVE, &mut scalable).unwrap_or(0);
+        scalable.truncate(if has_sve_registers(&scalable) { filled } else { 0 });
         if !scalable.is_empty() {
-            let record = record_bytes(&scalable);
-            if scalable.len() < record || RESERVED_ALIGNED + FPSIMD_BYTES as usize + record + 8 > FRAME {
-                return Err(Error::Busy("it is in the midst of vectors too long for a signal's frame".to_owned()));
+            let record = sve_record_bytes(&scalable);
+            if scalable.len() < record || RECORDS_OFFSET + FPSIMD_BYTES as usize + record + 8 > FRAME_BYTES {
+                return Err(InjectError::Busy(
+                    "it is in the midst of vectors too long for a signal's frame".to_owned(),
+                ));
             }
         }
         // `struct user_za_header`: size at 0; more than the header when ZA is on.
         let mut header = [0; 16];
-        if thread.register_set(NT_ARM_ZA, &mut header).is_ok()
+        if thread.read_register_set(NT_ARM_ZA, &mut header).is_ok()
             && u32::from_ne_bytes([header[0], header[1], header[2], header[3]]) > 16
         {
-            return Err(Error::Busy("it is in the midst of matrix arithmetic".to_owned()));
+            return Err(InjectError::Busy("it is in the midst of matrix arithmetic".to_owned()));
         }
-        Ok(Self { registers, vectors, scalable })
+        Ok(Self { registers, fpsimd_registers: vectors, sve_registers: scalable })
     }
 
     /// Give the thread what a call may have changed.
-    pub fn restore(&self, thread: Thread) -> io::Result<()> {
+    pub fn restore(&self, thread: TracedThread) -> io::Result<()> {
         // Every call clears scalable vectors but for what the old ones have of them (`fp_user_discard`).
-        if !self.scalable.is_empty() {
-            thread.set_register_set(NT_ARM_SVE, &self.scalable)?;
+        if !self.sve_registers.is_empty() {
+            thread.write_register_set(NT_ARM_SVE, &self.sve_registers)?;
         }
-        set_registers(thread, &self.registers)
+        write_registers(thread, &self.registers)
     }
 
     pub fn stack_pointer(&self) -> u64 {
-        self.registers.words[SP]
+        self.registers.words[SP_INDEX]
     }
 
     /// The instruction it is at, unless it is in a system call.
     pub fn user_ip(&self) -> Option<u64> {
-        (self.registers.call < 0).then_some(self.registers.words[PC])
+        (self.registers.syscall_number < 0).then_some(self.registers.words[PC_INDEX])
     }
 
     pub fn set_ip(&mut self, ip: u64) {
-        self.registers.words[PC] = ip;
+        self.registers.words[PC_INDEX] = ip;
     }
 
     /// A call that answers EINTR because of the stop is to begin anew, if no argument of it limits its time. Its answer
-    /// has replaced its first argument, which `waited` knows: the call that the thread was found waiting in once it was
+    /// has replaced its first argument, which `blocked_call` knows: the call that the thread was found waiting in once it was
     /// traced, from when on no handler of a signal has run in it. Whether it was so.
-    pub fn forgive_interruption(
+    pub fn restart_interrupted_call(
         &mut self,
         _now: Duration,
         _read: impl Fn(u64) -> Option<[u8; 16]>,
-        waited: Option<&Call>,
+        blocked_call: Option<&BlockedCall>,
     ) -> bool {
         let words = &mut self.registers.words;
-        let stops = [&INTERRUPTED_BY_STOP[..], &INTERRUPTED_AT_TIMES].concat();
-        let Some(call) = waited.filter(|call| stops.contains(&call.number)) else { return false };
+        let stops = [&INTERRUPTED_BY_STOP[..], &SOMETIMES_INTERRUPTED_BY_STOP].concat();
+        let Some(call) = blocked_call.filter(|call| stops.contains(&call.number)) else { return false };
         let limited = match call.number {
             22 => call.arguments[3] as i32 >= 0,
             137 => call.arguments[2] != 0,
@@ -217,176 +219,182 @@ impl State {
         let interrupted = words[0].cast_signed() == -i64::from(libc::EINTR)
             && u64::from(words[8] as u32) == call.number
             && words[1..6] == call.arguments[1..]
-            && words[SP] == call.stack_pointer
-            && words[PC] == call.ip;
+            && words[SP_INDEX] == call.stack_pointer
+            && words[PC_INDEX] == call.return_address;
         if !interrupted || limited {
             return false;
         }
         words[0] = call.arguments[0];
-        words[PC] -= 4;
+        words[PC_INDEX] -= 4;
         true
     }
 
-    /// Whether bytes are a whole frame of [`State::frame`] and nothing else. One of the kernel's has another alternate
+    /// Whether bytes are a whole frame of [`ThreadState::build_frame`] and nothing else. One of the kernel's has another alternate
     /// stack, and says of what signal it is.
-    pub fn is_frame(&self, bytes: &[u8], _home: Home) -> bool {
+    pub fn is_own_frame(&self, bytes: &[u8], _sites: InjectionSites) -> bool {
         let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_ne_bytes(at.try_into().expect("eight bytes")));
-        let end = RESERVED_ALIGNED + FPSIMD_BYTES as usize;
+        let end = RECORDS_OFFSET + FPSIMD_BYTES as usize;
         let end = match word(end) {
             Some(head) if head as u32 == SVE_MAGIC => end + (head >> 32) as usize,
             _ => end,
         };
         let vectors = u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32;
-        let parts = [(0, 0), (UCONTEXT + 24, SS_FLAGS_NONE), (RESERVED_ALIGNED, vectors)];
+        let parts = [(0, 0), (UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID), (RECORDS_OFFSET, vectors)];
         parts.iter().all(|&(at, value)| word(at) == Some(value))
             && bytes.get(end..).is_some_and(|rest| rest.iter().all(|&byte| byte == 0))
     }
 
-    /// How many bytes [`State::frame`] has at most.
-    pub fn frame_bytes(&self) -> usize {
-        FRAME
+    /// How many bytes [`ThreadState::build_frame`] has at most.
+    pub fn max_frame_bytes(&self) -> usize {
+        FRAME_BYTES
     }
 
-    /// What is to be written at `base`, 64-byte aligned, so that a thread that [`parked`] stands at the stub comes back
+    /// What is to be written at `base`, 64-byte aligned, so that a thread that [`parked_registers`] stands at the stub comes back
     /// to this state by itself, with that signal mask.
-    pub fn frame(&self, _base: u64, mask: u64, _home: Home) -> Vec<u8> {
-        let mut bytes = vec![0; FRAME];
+    pub fn build_frame(&self, _base: u64, signal_mask: u64, _sites: InjectionSites) -> Vec<u8> {
+        let mut bytes = vec![0; FRAME_BYTES];
         let mut put = |at: usize, value: u64| bytes[at..at + 8].copy_from_slice(&value.to_ne_bytes());
-        put(UCONTEXT + 24, SS_FLAGS_NONE);
-        put(SIGMASK, mask);
+        put(UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID);
+        put(SIGMASK_OFFSET, signal_mask);
         for (position, &word) in self.registers.words.iter().enumerate() {
-            put(SIGCONTEXT + 8 + position * 8, word);
+            put(SIGCONTEXT_OFFSET + 8 + position * 8, word);
         }
-        put(RESERVED_ALIGNED, u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32);
+        put(RECORDS_OFFSET, u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32);
         // fpsr and fpcr come first in the frame, last in the register set.
-        bytes[RESERVED_ALIGNED + 8..RESERVED_ALIGNED + 16].copy_from_slice(&self.vectors[512..520]);
-        bytes[RESERVED_ALIGNED + 16..RESERVED_ALIGNED + 528].copy_from_slice(&self.vectors[..512]);
-        if !self.scalable.is_empty() {
+        bytes[RECORDS_OFFSET + 8..RECORDS_OFFSET + 16].copy_from_slice(&self.fpsimd_registers[512..520]);
+        bytes[RECORDS_OFFSET + 16..RECORDS_OFFSET + 528].copy_from_slice(&self.fpsimd_registers[..512]);
+        if !self.sve_registers.is_empty() {
             // The registers lie in the record as in the register set; of its header the record has the length of
             // vectors.
-            let record = record_bytes(&self.scalable);
-            let place = &mut bytes[RESERVED_ALIGNED + FPSIMD_BYTES as usize..][..record];
-            place.copy_from_slice(&self.scalable[..record]);
-            place[..SVE_HEADER].fill(0);
+            let record = sve_record_bytes(&self.sve_registers);
+            let place = &mut bytes[RECORDS_OFFSET + FPSIMD_BYTES as usize..][..record];
+            place.copy_from_slice(&self.sve_registers[..record]);
+            place[..SVE_HEADER_BYTES].fill(0);
             place[..4].copy_from_slice(&SVE_MAGIC.to_ne_bytes());
             place[4..8].copy_from_slice(&(record as u32).to_ne_bytes());
-            place[8..10].copy_from_slice(&self.scalable[8..10]);
+            place[8..10].copy_from_slice(&self.sve_registers[8..10]);
         }
         bytes
     }
 }
 
 /// Whether a `struct user_sve_header`, whose flags are at 12, tells of registers.
-fn are_live(header: &[u8]) -> bool {
-    header[12] & SVE_LIVE != 0
+fn has_sve_registers(header: &[u8]) -> bool {
+    header[12] & SVE_PT_REGS_SVE != 0
 }
 
 /// How long the record of a register set of scalable vectors is in a frame: 32 vectors, 17 predicates of a bit for each
 /// byte of a vector (SVE_SIG_CONTEXT_SIZE). The length of a vector is at 8 of the header.
-fn record_bytes(scalable: &[u8]) -> usize {
+fn sve_record_bytes(scalable: &[u8]) -> usize {
     let vector = usize::from(u16::from_ne_bytes([scalable[8], scalable[9]]));
-    SVE_HEADER + (32 * vector + 17 * vector / 8).next_multiple_of(16)
+    SVE_HEADER_BYTES + (32 * vector + 17 * vector / 8).next_multiple_of(16)
 }
 
 /// Whether the kernel means to restart the call that came to this.
-pub fn is_restart(result: i64) -> bool {
+pub fn is_restart_code(result: i64) -> bool {
     matches!(result, ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
 }
 
 /// At the stub: the next instructions are `rt_sigreturn` of the frame at `base`.
-pub fn parked(state: &State, base: u64, home: Home) -> Registers {
+pub fn parked_registers(state: &ThreadState, frame_address: u64, sites: InjectionSites) -> Registers {
     let mut registers = state.registers;
-    registers.words[PC] = home.stub;
-    registers.words[SP] = base;
-    registers.words[PSTATE] &= !BRANCH_TYPE;
-    registers.call = -1;
+    registers.words[PC_INDEX] = sites.sigreturn_stub;
+    registers.words[SP_INDEX] = frame_address;
+    registers.words[PSTATE_INDEX] &= !PSR_BTYPE_MASK;
+    registers.syscall_number = -1;
     registers
 }
 
 /// Whether a thread whose tracer died may be on its way through its frame.
-pub fn heals(registers: &Registers, home: Home) -> bool {
-    (home.stub - 4..=home.stub + 8).contains(&registers.words[PC])
+pub fn may_be_in_sigreturn(registers: &Registers, sites: InjectionSites) -> bool {
+    (sites.sigreturn_stub - 4..=sites.sigreturn_stub + 8).contains(&registers.words[PC_INDEX])
 }
 
 /// Whether a thread that stopped is at the entry of the stub's own call.
-pub fn is_at_entry(registers: &Registers, home: Home) -> bool {
-    i64::from(registers.call) == SIGRETURN && registers.words[PC] == home.stub + 8
+pub fn is_at_sigreturn_entry(registers: &Registers, sites: InjectionSites) -> bool {
+    i64::from(registers.syscall_number) == SYS_RT_SIGRETURN && registers.words[PC_INDEX] == sites.sigreturn_stub + 8
 }
 
 /// Turn the call that a thread is at the entry of into another, that comes back to the stub. If the kernel restarts the
 /// call it is from the `nop` before.
-pub fn set_call(
-    thread: Thread,
+pub fn replace_call(
+    thread: TracedThread,
     parked: &Registers,
     _base: u64,
-    home: Home,
+    sites: InjectionSites,
     number: i64,
     arguments: [u64; 6],
 ) -> io::Result<()> {
     let mut registers = *parked;
     registers.words[..6].copy_from_slice(&arguments);
     registers.words[8] = number.cast_unsigned();
-    registers.words[PC] = home.landing;
-    registers.call = i32::try_from(number).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
-    set_registers(thread, &registers)
+    registers.words[PC_INDEX] = sites.return_site;
+    registers.syscall_number = i32::try_from(number).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+    write_registers(thread, &registers)
 }
 
-pub fn result(registers: &Registers) -> i64 {
+pub fn call_result(registers: &Registers) -> i64 {
     registers.words[0].cast_signed()
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::telling;
+    use super::super::distinguishing_offset;
     use super::*;
 
-    const HOME: Home = Home { stub: 0x1004, landing: 0x1004 };
+    const TEST_SITES: InjectionSites = InjectionSites { sigreturn_stub: 0x1004, return_site: 0x1004 };
 
-    fn state(words: [u64; 34]) -> State {
-        State { registers: Registers { words, call: -1 }, vectors: [7; 528], scalable: Vec::new() }
+    fn state_with_registers(words: [u64; 34]) -> ThreadState {
+        ThreadState {
+            registers: Registers { words, syscall_number: -1 },
+            fpsimd_registers: [7; 528],
+            sve_registers: Vec::new(),
+        }
     }
 
     /// A register set of vectors of so many bytes.
-    fn scalable(vector: u16) -> Vec<u8> {
+    fn sve_register_set(vector: u16) -> Vec<u8> {
         let registers = 32 * usize::from(vector) + 17 * usize::from(vector) / 8;
-        let mut set = vec![0; SVE_HEADER];
+        let mut set = vec![0; SVE_HEADER_BYTES];
         set[8..10].copy_from_slice(&vector.to_ne_bytes());
-        set[12] = SVE_LIVE;
-        set.resize(SVE_HEADER + registers, 9);
+        set[12] = SVE_PT_REGS_SVE;
+        set.resize(SVE_HEADER_BYTES + registers, 9);
         // Padding, fpsr and fpcr.
-        set.resize((SVE_HEADER + registers).next_multiple_of(16) + 16, 0);
+        set.resize((SVE_HEADER_BYTES + registers).next_multiple_of(16) + 16, 0);
         set
     }
 
     #[test]
-    fn a_frame_is_known_again_and_what_is_on_its_way_through_it() {
+    fn own_frame_and_sigreturn_are_recognized() {
         for vector in [0, 16, 32, 64, 96] {
-            let mut state = state([0; 34]);
+            let mut state = state_with_registers([0; 34]);
             if vector != 0 {
-                state.scalable = scalable(vector);
+                state.sve_registers = sve_register_set(vector);
             }
-            let frame = state.frame(0x7000, 1 << 9, HOME);
-            assert_eq!(frame.len(), state.frame_bytes());
-            assert!(state.is_frame(&frame, HOME) && !state.is_frame(&frame[64..], HOME));
-            assert!(state.is_frame(&[frame.as_slice(), &[0; 9]].concat(), HOME));
-            assert!(!state.is_frame(&[frame.as_slice(), &[0, 1]].concat(), HOME));
-            assert!(!state.is_frame(&frame[..RESERVED_ALIGNED], HOME) && !state.is_frame(&[0; 4], HOME));
-            let place = telling(&vec![0; frame.len()], &frame);
-            assert_eq!(frame[place..place + 8], SS_FLAGS_NONE.to_ne_bytes());
+            let frame = state.build_frame(0x7000, 1 << 9, TEST_SITES);
+            assert_eq!(frame.len(), state.max_frame_bytes());
+            assert!(state.is_own_frame(&frame, TEST_SITES) && !state.is_own_frame(&frame[64..], TEST_SITES));
+            assert!(state.is_own_frame(&[frame.as_slice(), &[0; 9]].concat(), TEST_SITES));
+            assert!(!state.is_own_frame(&[frame.as_slice(), &[0, 1]].concat(), TEST_SITES));
+            assert!(
+                !state.is_own_frame(&frame[..RECORDS_OFFSET], TEST_SITES) && !state.is_own_frame(&[0; 4], TEST_SITES)
+            );
+            let place = distinguishing_offset(&vec![0; frame.len()], &frame);
+            assert_eq!(frame[place..place + 8], SS_FLAGS_INVALID.to_ne_bytes());
         }
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1004, true), (0x100c, true), (0x1010, false)] {
-            let mut state = state([0; 34]);
+            let mut state = state_with_registers([0; 34]);
             state.set_ip(ip);
-            assert_eq!(heals(&state.registers, HOME), expected, "{ip:x}");
+            assert_eq!(may_be_in_sigreturn(&state.registers, TEST_SITES), expected, "{ip:x}");
         }
     }
 
     #[test]
-    fn scalable_vectors_follow_the_others_in_a_frame() {
-        let mut state = state([0; 34]);
-        state.scalable = scalable(32);
-        let frame = state.frame(0x7000, 0, HOME);
-        let record = &frame[RESERVED_ALIGNED + 528..];
+    fn sve_record_follows_fpsimd_record() {
+        let mut state = state_with_registers([0; 34]);
+        state.sve_registers = sve_register_set(32);
+        let frame = state.build_frame(0x7000, 0, TEST_SITES);
+        let record = &frame[RECORDS_OFFSET + 528..];
         // 32 vectors of 32 bytes, 17 predicates of 4, rounded up to 16.
         assert_eq!(record[..4], SVE_MAGIC.to_ne_bytes());
         assert_eq!(record[4..8], (16 + 1104_u32).to_ne_bytes());
@@ -396,43 +404,51 @@ mod tests {
     }
 
     #[test]
-    fn the_stub_is_no_landing_of_an_indirect_branch() {
+    fn parked_thread_has_no_branch_type() {
         let mut words = [0; 34];
-        words[PSTATE] = 0x6000_0c00;
-        let parked = parked(&state(words), 0x7000, HOME);
-        assert_eq!([parked.words[SP], parked.words[PC], parked.words[PSTATE]], [0x7000, 0x1004, 0x6000_0000]);
+        words[PSTATE_INDEX] = 0x6000_0c00;
+        let parked = parked_registers(&state_with_registers(words), 0x7000, TEST_SITES);
+        assert_eq!(
+            [parked.words[SP_INDEX], parked.words[PC_INDEX], parked.words[PSTATE_INDEX]],
+            [0x7000, 0x1004, 0x6000_0000]
+        );
     }
 
     #[test]
-    fn a_wait_without_a_limit_begins_anew_and_others_end() {
+    fn only_waits_without_timeout_are_restarted() {
         let eintr = (-i64::from(libc::EINTR)).cast_unsigned();
         let forever = u64::from(u32::MAX);
-        let call = Call { number: 22, arguments: [3, 4, 5, forever, 6, 8], stack_pointer: 0x7f00, ip: 0x4004 };
+        let call = BlockedCall {
+            number: 22,
+            arguments: [3, 4, 5, forever, 6, 8],
+            stack_pointer: 0x7f00,
+            return_address: 0x4004,
+        };
         let mut words = [0; 34];
         words[..9].copy_from_slice(&[eintr, 4, 5, forever, 6, 8, 0, 0, 22]);
-        [words[SP], words[PC]] = [0x7f00, 0x4004];
-        let forgiven = |words: [u64; 34], call: Option<&Call>| {
-            let mut state = state(words);
-            let forgiven = state.forgive_interruption(Duration::ZERO, |_| None, call);
+        [words[SP_INDEX], words[PC_INDEX]] = [0x7f00, 0x4004];
+        let forgiven = |words: [u64; 34], call: Option<&BlockedCall>| {
+            let mut state = state_with_registers(words);
+            let forgiven = state.restart_interrupted_call(Duration::ZERO, |_| None, call);
             assert_eq!(state.registers.words == words, !forgiven);
-            forgiven.then_some([state.registers.words[0], state.registers.words[PC]])
+            forgiven.then_some([state.registers.words[0], state.registers.words[PC_INDEX]])
         };
         assert_eq!(forgiven(words, Some(&call)), Some([3, 0x4000]));
         assert_eq!(forgiven(words, None), None);
         // It is another call by now, or at another place, or came to something.
-        for (register, value) in [(0, 1), (1, 9), (5, 9), (8, 21), (SP, 0x7f10), (PC, 0x4000)] {
+        for (register, value) in [(0, 1), (1, 9), (5, 9), (8, 21), (SP_INDEX, 0x7f10), (PC_INDEX, 0x4000)] {
             let mut words = words;
             words[register] = value;
             assert_eq!(forgiven(words, Some(&call)), None, "{register}");
         }
         let mut limited = words;
         limited[3] = 50;
-        assert_eq!(forgiven(limited, Some(&Call { arguments: [3, 4, 5, 50, 6, 8], ..call })), None);
+        assert_eq!(forgiven(limited, Some(&BlockedCall { arguments: [3, 4, 5, 50, 6, 8], ..call })), None);
         // read: a socket's timeout is not among its arguments.
         words[8] = 63;
-        assert_eq!(forgiven(words, Some(&Call { number: 63, ..call })), Some([3, 0x4000]));
+        assert_eq!(forgiven(words, Some(&BlockedCall { number: 63, ..call })), Some([3, 0x4000]));
         // What other calls answer is theirs: openat.
         words[8] = 56;
-        assert_eq!(forgiven(words, Some(&Call { number: 56, ..call })), None);
+        assert_eq!(forgiven(words, Some(&BlockedCall { number: 56, ..call })), None);
     }
 }

@@ -48,28 +48,28 @@ use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
 use crate::fault;
-use ptrace::{Stop, Thread};
-pub use target::Target;
-use target::{Call, VisitLock};
-pub use tracer::cpu_time;
+use ptrace::{StopReason, TracedThread};
+pub use target::InjectTarget;
+use target::{BlockedCall, VisitLock};
+pub use tracer::tracer_cpu_time;
 
 /// Room for arguments in the target's memory, in bytes.
-pub const ROOM: usize = 4096;
+pub const ARGUMENT_SPACE_BYTES: usize = 4096;
 
 /// How long to wait for a call to be entered, and for the thread to trap after the last one.
-const PROMPT: Duration = Duration::from_secs(2);
+const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a call may take. Unmerging many gigabytes takes seconds.
-const LONGEST: Duration = Duration::from_secs(600);
+const CALL_TIMEOUT: Duration = Duration::from_secs(600);
 /// How often a call is begun again that the kernel wants restarted.
-const RESTARTS: usize = 1000;
+const MAX_CALL_RESTARTS: usize = 1000;
 
 const ALL_SIGNALS: u64 = u64::MAX;
 
 /// Why nothing was injected, or not all. The target goes on as it was in every case.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Error {
+pub enum InjectError {
     /// The process has ended, or has begun another program, or the threads of it that were tried have ended.
-    Gone,
+    Vanished,
     /// The privilege is missing; for what.
     Denied(String),
     /// This thread or process traces it.
@@ -84,329 +84,358 @@ pub enum Error {
 
 /// Where code lies in the target's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Home {
+struct InjectionSites {
     /// The code that ends signal handlers.
-    stub: u64,
+    sigreturn_stub: u64,
     /// Where an injected call returns to.
-    landing: u64,
+    return_site: u64,
 }
 
 /// An I/O error, with what was being done. The errors of a thread that is no longer there are `Gone`.
-fn failed(doing: &'static str) -> impl Fn(io::Error) -> Error {
+fn operation_failed(operation: &'static str) -> impl Fn(io::Error) -> InjectError {
     move |error| match error.raw_os_error() {
-        Some(libc::ESRCH) => Error::Gone,
-        Some(libc::EPERM | libc::EACCES) => Error::Denied(doing.to_owned()),
-        _ => Error::Failed(format!("{doing}: {error}")),
+        Some(libc::ESRCH) => InjectError::Vanished,
+        Some(libc::EPERM | libc::EACCES) => InjectError::Denied(operation.to_owned()),
+        _ => InjectError::Failed(format!("{operation}: {error}")),
     }
 }
 
 /// A stopped thread, from which system calls can be made.
 #[derive(Debug)]
-pub struct Inside<'a> {
-    target: &'a Target,
-    thread: Thread,
-    home: Home,
-    parked: arch::Registers,
-    base: u64,
-    room: u64,
-    stopped: Instant,
+pub struct StoppedThread<'a> {
+    target: &'a InjectTarget,
+    thread: TracedThread,
+    sites: InjectionSites,
+    parked_registers: arch::Registers,
+    frame_address: u64,
+    argument_space: u64,
+    stopped_at: Instant,
 }
 
-impl Inside<'_> {
+impl StoppedThread<'_> {
     /// For how long the thread has been stopped.
     #[must_use]
-    pub fn stopped(&self) -> Duration {
-        self.stopped.elapsed()
+    pub fn stopped_for(&self) -> Duration {
+        self.stopped_at.elapsed()
     }
 
-    /// Lay out at most [`ROOM`] bytes for a call to read; where they lie in the target. Replaces what was there.
+    /// Lay out at most [`ARGUMENT_SPACE_BYTES`] bytes for a call to read; where they lie in the target. Replaces what was there.
     ///
     /// # Errors
     /// `Gone` when the process is.
     ///
     /// # Panics
     /// If it is too much.
-    pub fn place(&self, bytes: &[u8]) -> Result<u64, Error> {
-        assert!(bytes.len() <= ROOM, "{} bytes", bytes.len());
-        self.target.memory.write_all_at(bytes, self.room).map_err(failed("writing to its stack"))?;
-        Ok(self.room)
+    pub fn write_arguments(&self, bytes: &[u8]) -> Result<u64, InjectError> {
+        assert!(bytes.len() <= ARGUMENT_SPACE_BYTES, "{} bytes", bytes.len());
+        self.target
+            .memory
+            .write_all_at(bytes, self.argument_space)
+            .map_err(operation_failed("writing to its stack"))?;
+        Ok(self.argument_space)
     }
 
     /// Make a system call. What it answers is the kernel's: a negative number is an error.
     ///
     /// # Errors
     /// `Gone` when the process ended, `Busy` when it was frozen; nothing more can be called then.
-    pub fn call(&self, number: i64, arguments: [u64; 6]) -> Result<i64, Error> {
-        let deadline = Instant::now() + LONGEST;
-        for _ in 0..RESTARTS {
-            in_time(deadline)?;
-            self.run_to_syscall(PROMPT)?;
+    pub fn call_syscall(&self, number: i64, arguments: [u64; 6]) -> Result<i64, InjectError> {
+        let deadline = Instant::now() + CALL_TIMEOUT;
+        for _ in 0..MAX_CALL_RESTARTS {
+            check_deadline(deadline)?;
+            self.wait_for_syscall_stop(STOP_TIMEOUT)?;
             fault::point("at the entry of the call that heals");
-            let registers = arch::registers(self.thread).map_err(failed("reading registers"))?;
-            if !arch::is_at_entry(&registers, self.home) {
+            let registers = arch::read_registers(self.thread).map_err(operation_failed("reading registers"))?;
+            if !arch::is_at_sigreturn_entry(&registers, self.sites) {
                 // Whatever is at the stub now, it makes no call of its own choice here: seccomp is suspended.
-                arch::set_registers(self.thread, &self.parked).map_err(failed("writing registers"))?;
-                return Err(Error::Failed("the thread is not where it was parked".to_owned()));
+                arch::write_registers(self.thread, &self.parked_registers)
+                    .map_err(operation_failed("writing registers"))?;
+                return Err(InjectError::Failed("the thread is not where it was parked".to_owned()));
             }
-            arch::set_call(self.thread, &self.parked, self.base, self.home, number, arguments)
-                .map_err(failed("writing registers"))?;
+            arch::replace_call(self.thread, &self.parked_registers, self.frame_address, self.sites, number, arguments)
+                .map_err(operation_failed("writing registers"))?;
             fault::point("call turned");
-            self.run_to_syscall(LONGEST)?;
+            self.wait_for_syscall_stop(CALL_TIMEOUT)?;
             fault::point("at the exit of the call");
-            let registers = arch::registers(self.thread).map_err(failed("reading registers"))?;
-            arch::set_registers(self.thread, &self.parked).map_err(failed("writing registers"))?;
+            let registers = arch::read_registers(self.thread).map_err(operation_failed("reading registers"))?;
+            arch::write_registers(self.thread, &self.parked_registers)
+                .map_err(operation_failed("writing registers"))?;
             fault::point("parked again");
-            let result = arch::result(&registers);
+            let result = arch::call_result(&registers);
             // Something woke it: a stop signal, which cannot be blocked, or another kind of work.
-            if !arch::is_restart(result) {
+            if !arch::is_restart_code(result) {
                 return Ok(result);
             }
         }
-        Err(Error::Busy("the call is interrupted again and again".to_owned()))
+        Err(InjectError::Busy("the call is interrupted again and again".to_owned()))
     }
 
-    fn run_to_syscall(&self, patience: Duration) -> Result<(), Error> {
-        let resuming = failed("resuming it");
-        let deadline = Instant::now() + patience;
-        self.thread.run_to_syscall(0).map_err(&resuming)?;
+    fn wait_for_syscall_stop(&self, timeout: Duration) -> Result<(), InjectError> {
+        let resuming = operation_failed("resuming it");
+        let deadline = Instant::now() + timeout;
+        self.thread.resume_to_syscall(0).map_err(&resuming)?;
         loop {
             // Stop signals may come without end.
-            in_time(deadline)?;
-            match self.thread.wait(deadline).map_err(failed("waiting for it"))? {
-                Some(Stop::Syscall) => return Ok(()),
+            check_deadline(deadline)?;
+            match self.thread.wait_for_stop(deadline).map_err(operation_failed("waiting for it"))? {
+                Some(StopReason::Syscall) => return Ok(()),
                 // A group stop: it goes back to it when it is let go.
-                Some(Stop::Trap) => self.thread.run_to_syscall(0).map_err(&resuming)?,
+                Some(StopReason::EventStop) => self.thread.resume_to_syscall(0).map_err(&resuming)?,
                 // Only stop signals get here, the others are blocked.
-                Some(Stop::Signal(signal)) => self.thread.run_to_syscall(signal).map_err(&resuming)?,
-                Some(Stop::Exec | Stop::Ended) => return Err(Error::Gone),
-                None => return Err(Error::Busy("it does not run: is it frozen?".to_owned())),
+                Some(StopReason::Signal(signal)) => self.thread.resume_to_syscall(signal).map_err(&resuming)?,
+                Some(StopReason::Exec | StopReason::Ended) => return Err(InjectError::Vanished),
+                None => return Err(InjectError::Busy("it does not run: is it frozen?".to_owned())),
             }
         }
     }
 }
 
-fn in_time(deadline: Instant) -> Result<(), Error> {
-    if Instant::now() < deadline { Ok(()) } else { Err(Error::Busy("signals keep it from getting there".to_owned())) }
+fn check_deadline(deadline: Instant) -> Result<(), InjectError> {
+    if Instant::now() < deadline {
+        Ok(())
+    } else {
+        Err(InjectError::Busy("signals keep it from getting there".to_owned()))
+    }
 }
 
 /// Wait until a thread that was interrupted traps within `get_signal`. Signals that come before that are delivered.
-fn wait_for_trap(thread: Thread, deadline: Instant) -> Result<(), Error> {
+fn wait_for_trap(thread: TracedThread, deadline: Instant) -> Result<(), InjectError> {
     loop {
-        in_time(deadline)?;
-        match thread.wait(deadline).map_err(failed("waiting for it"))? {
-            Some(Stop::Trap) => return Ok(()),
-            Some(Stop::Signal(signal)) => thread.run(signal).map_err(failed("resuming it"))?,
-            Some(Stop::Syscall) => thread.run(0).map_err(failed("resuming it"))?,
-            Some(Stop::Exec | Stop::Ended) => return Err(Error::Gone),
+        check_deadline(deadline)?;
+        match thread.wait_for_stop(deadline).map_err(operation_failed("waiting for it"))? {
+            Some(StopReason::EventStop) => return Ok(()),
+            Some(StopReason::Signal(signal)) => thread.resume(signal).map_err(operation_failed("resuming it"))?,
+            Some(StopReason::Syscall) => thread.resume(0).map_err(operation_failed("resuming it"))?,
+            Some(StopReason::Exec | StopReason::Ended) => return Err(InjectError::Vanished),
             None => {
-                return Err(Error::Busy("it does not stop: it waits in the kernel, or gets no processor".to_owned()));
+                return Err(InjectError::Busy(
+                    "it does not stop: it waits in the kernel, or gets no processor".to_owned(),
+                ));
             }
         }
     }
 }
 
 /// How an attempt at one thread went wrong.
-enum Miss {
+enum VisitError {
     /// Another thread may do.
-    Thread(Error),
+    TryAnotherThread(InjectError),
     /// No thread will.
-    Process(Error),
+    Unreachable(InjectError),
     /// This tracer may not trace the process. A thread of Pagefold may if the process is a descendant (Yama).
-    Denied(Error),
+    TracerDenied(InjectError),
 }
 
-/// [`visit`] in a process of its own or, where that may not trace the target, on a thread of this process.
-fn visit_from_outside<T: Send>(
-    target: &Target,
+/// [`visit_thread`] in a process of its own or, where that may not trace the target, on a thread of this process.
+fn visit_from_tracer_process<T: Send>(
+    target: &InjectTarget,
     tid: i32,
-    patience: Duration,
+    stop_timeout: Duration,
     lock: &VisitLock,
-    work: &mut (dyn FnMut(&Inside<'_>) -> Result<T, Error> + Send),
-) -> Result<(Result<T, Error>, Duration), Miss> {
-    let starting = failed("starting its tracer");
-    match tracer::run(|| visit(target, tid, patience, lock, work)).map_err(&starting).map_err(Miss::Process)? {
-        Err(Miss::Denied(_)) => {}
+    work: &mut (dyn FnMut(&StoppedThread<'_>) -> Result<T, InjectError> + Send),
+) -> Result<(Result<T, InjectError>, Duration), VisitError> {
+    let starting = operation_failed("starting its tracer");
+    match tracer::run_in_tracer_process(|| visit_thread(target, tid, stop_timeout, lock, work))
+        .map_err(&starting)
+        .map_err(VisitError::Unreachable)?
+    {
+        Err(VisitError::TracerDenied(_)) => {}
         visited => return visited,
     }
-    let _stops = tracer::StopsHeld::new();
+    let _stops = tracer::StopSignalDeferral::new();
     let visited = std::thread::scope(|scope| {
         let name = "pagefold-inject".to_owned();
-        let tracer =
-            std::thread::Builder::new().name(name).spawn_scoped(scope, || visit(target, tid, patience, lock, work));
+        let tracer = std::thread::Builder::new()
+            .name(name)
+            .spawn_scoped(scope, || visit_thread(target, tid, stop_timeout, lock, work));
         // A panic in it is ours; the thread it visited has been released by the kernel.
         tracer.map(|tracer| tracer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
-    visited.map_err(starting).map_err(Miss::Process)?
+    visited.map_err(starting).map_err(VisitError::Unreachable)?
 }
 
 /// Stop one thread of `target`, let `work` make calls in it, and let it go; for how long it was stopped.
 ///
 /// Must run in a process or on a thread of its own: a thread that was seized but does not stop is released by the
 /// tracer's end alone.
-fn visit<T>(
-    target: &Target,
+fn visit_thread<T>(
+    target: &InjectTarget,
     tid: i32,
-    patience: Duration,
+    stop_timeout: Duration,
     lock: &VisitLock,
-    work: &mut dyn FnMut(&Inside<'_>) -> Result<T, Error>,
-) -> Result<(Result<T, Error>, Duration), Miss> {
+    work: &mut dyn FnMut(&StoppedThread<'_>) -> Result<T, InjectError>,
+) -> Result<(Result<T, InjectError>, Duration), VisitError> {
     ptrace::become_tracer();
-    let thread = Thread::seize(tid).map_err(|error| match target.why_not_seized(tid, &error) {
-        Error::Gone => Miss::Thread(Error::Gone),
-        Error::Denied(why) => Miss::Denied(Error::Denied(why)),
-        why => Miss::Process(why),
+    let thread = TracedThread::seize(tid).map_err(|error| match target.seize_error(tid, &error) {
+        InjectError::Vanished => VisitError::TryAnotherThread(InjectError::Vanished),
+        InjectError::Denied(why) => VisitError::TracerDenied(InjectError::Denied(why)),
+        why => VisitError::Unreachable(why),
     })?;
     fault::point("seized");
     // What has the number now may be another process's thread. Traced, it keeps the number.
     if !target.has_thread(tid) {
-        return Err(Miss::Thread(Error::Gone));
+        return Err(VisitError::TryAnotherThread(InjectError::Vanished));
     }
     // Two visits lock first, then seize, then look, so that one of them sees the other.
     if lock.may_be_shared()
-        && let Some(tracer) = target.is_traced_beside(tid)
+        && let Some(tracer) = target.tracer_of_other_thread(tid)
     {
-        return Err(Miss::Process(Error::Traced(tracer)));
+        return Err(VisitError::Unreachable(InjectError::Traced(tracer)));
     }
-    if let Some(processor) = target.processor(tid) {
-        ptrace::run_on(processor);
+    if let Some(processor) = target.last_cpu(tid) {
+        ptrace::pin_to_cpu(processor);
     }
     // Now that it is traced: the handler of a signal would run only after a stop.
-    let waited = if arch::KEEPS_ARGUMENTS { None } else { target.call(tid) };
-    thread.interrupt().map_err(failed("interrupting it")).map_err(Miss::Thread)?;
+    let waited = if arch::KEEPS_FIRST_ARGUMENT { None } else { target.blocked_call(tid) };
+    thread.interrupt().map_err(operation_failed("interrupting it")).map_err(VisitError::TryAnotherThread)?;
     fault::point("interrupted");
-    let (mut deadline, last) = (Instant::now() + patience, Instant::now() + PROMPT);
+    let (mut deadline, last) = (Instant::now() + stop_timeout, Instant::now() + STOP_TIMEOUT);
     loop {
         match wait_for_trap(thread, deadline) {
             // On its way, but without a processor. Let go now, a call that was interrupted already would end with
             // EINTR.
-            Err(Error::Busy(_)) if Instant::now() < last && target.is_runnable(tid) => {
-                deadline = last.min(Instant::now() + patience);
+            Err(InjectError::Busy(_)) if Instant::now() < last && target.is_runnable(tid) => {
+                deadline = last.min(Instant::now() + stop_timeout);
             }
-            waited => break waited.map_err(Miss::Thread)?,
+            waited => break waited.map_err(VisitError::TryAnotherThread)?,
         }
     }
     let stopped = Instant::now();
     fault::point("stopped");
-    let parked = park(target, tid, thread, waited.as_ref(), stopped).map_err(|why| {
+    let parked = park_thread(target, tid, thread, waited.as_ref(), stopped).map_err(|why| {
         // As it was: nothing has been written but unused stack, or that its call is to be restarted.
         let _ = thread.detach();
         match why {
-            Error::Unsupported(_) | Error::Gone => Miss::Process(why),
-            _ => Miss::Thread(why),
+            InjectError::Unsupported(_) | InjectError::Vanished => VisitError::Unreachable(why),
+            _ => VisitError::TryAnotherThread(why),
         }
     })?;
-    let outcome = work(&parked.inside);
-    match parked.leave() {
+    let outcome = work(&parked.thread);
+    match parked.restore_and_detach() {
         Ok(()) => Ok((outcome, stopped.elapsed())),
         // The calls were made; whether the process ended since is not their business.
-        Err(Error::Gone) => Ok((outcome, stopped.elapsed())),
-        Err(why) => Err(Miss::Process(why)),
+        Err(InjectError::Vanished) => Ok((outcome, stopped.elapsed())),
+        Err(why) => Err(VisitError::Unreachable(why)),
     }
 }
 
 /// A thread at the stub, with what it takes to put it back.
-struct Parked<'a> {
-    inside: Inside<'a>,
-    state: arch::State,
-    mask: u64,
+struct ParkedThread<'a> {
+    thread: StoppedThread<'a>,
+    state: arch::ThreadState,
+    signal_mask: u64,
     /// What is to be on the stack at `base` afterwards.
-    after: Vec<u8>,
+    restored_stack: Vec<u8>,
 }
 
 /// Where to look at memory to know whether it is the one in which `frame` is written over `before`: at the first word
 /// that changes. Where a killed tracer left the very same frame none does; then at the first that is not zero, as it
 /// would be in memory that nobody has touched.
-fn telling(before: &[u8], frame: &[u8]) -> usize {
-    let words = || before.as_chunks::<8>().0.iter().zip(frame.as_chunks::<8>().0);
+fn distinguishing_offset(previous: &[u8], frame: &[u8]) -> usize {
+    let words = || previous.as_chunks::<8>().0.iter().zip(frame.as_chunks::<8>().0);
     let changed = words().position(|(before, frame)| before != frame);
     let place = changed.or_else(|| words().position(|(_, frame)| *frame != [0; 8]));
     8 * place.expect("a frame holds more than zeros")
 }
 
-fn park<'a>(
-    target: &'a Target,
+fn park_thread<'a>(
+    target: &'a InjectTarget,
     tid: i32,
-    thread: Thread,
-    waited: Option<&Call>,
-    stopped: Instant,
-) -> Result<Parked<'a>, Error> {
-    let mut state = arch::State::save(thread)?;
+    thread: TracedThread,
+    blocked_call: Option<&BlockedCall>,
+    stopped_at: Instant,
+) -> Result<ParkedThread<'a>, InjectError> {
+    let mut state = arch::ThreadState::capture(thread)?;
     let read = |at: u64| {
         let mut bytes = [0; 16];
-        target.read_present(&mut bytes, at).ok().map(|()| bytes)
+        target.read_if_present(&mut bytes, at).ok().map(|()| bytes)
     };
     // At once: it may be let go soon, refused.
-    if state.forgive_interruption(ptrace::monotonic(), read, waited) {
-        arch::set_registers(thread, &state.registers).map_err(failed("writing registers"))?;
+    if state.restart_interrupted_call(ptrace::monotonic_time(), read, blocked_call) {
+        arch::write_registers(thread, &state.registers).map_err(operation_failed("writing registers"))?;
     }
-    let home = target.verified_home()?;
+    let home = target.verify_sites()?;
     // Not before it is stopped: until then it runs code of its own. In any case: another thread may put a filter on it
     // at any time (SECCOMP_FILTER_FLAG_TSYNC).
     let suspended = thread.suspend_seccomp();
     fault::point("seccomp suspended");
     target.check_seccomp(tid, suspended.is_ok())?;
     if thread.dispatches_syscalls() {
-        return Err(Error::Unsupported(
+        return Err(InjectError::Unsupported(
             "it dispatches its system calls itself (as emulators of Windows do)".to_owned(),
         ));
     }
-    let mask = thread.signal_mask().map_err(failed("reading its signal mask"))?;
-    let sequence = match state.user_ip().and_then(|ip| Some((thread.rseq()?, ip))) {
-        Some((rseq, ip)) => target.rseq_abort(rseq, ip),
+    let mask = thread.read_signal_mask().map_err(operation_failed("reading its signal mask"))?;
+    let sequence = match state.user_ip().and_then(|ip| Some((thread.rseq_address()?, ip))) {
+        Some((rseq, ip)) => target.rseq_abort_address(rseq, ip),
         None => Ok(None),
     };
     if let Ok(Some(abort)) = sequence {
         state.set_ip(abort);
     }
-    let bytes = state.frame_bytes().next_multiple_of(64) + ROOM;
-    let stack::Room { base, before, after } = target.room_on_stack(tid, &state, bytes)?;
-    let frame = state.frame(base, mask, home);
+    let bytes = state.max_frame_bytes().next_multiple_of(64) + ARGUMENT_SPACE_BYTES;
+    let stack::StackSpace { address: base, previous_bytes: before, restored_bytes: after } =
+        target.find_stack_space(tid, &state, bytes)?;
+    let frame = state.build_frame(base, mask, home);
     // The memory that is held outlives an exec if a process that shares it does. It must still be this thread's: what
     // is written to the one has to change the other.
-    let at = telling(&before, &frame);
+    let at = distinguishing_offset(&before, &frame);
     let sees = |bytes: &[u8]| {
-        let word = thread.peek(base + at as u64);
+        let word = thread.peek_word(base + at as u64);
         word.is_ok_and(|word| bytes[at..].starts_with(&word.to_ne_bytes()))
     };
     if !sees(&before) {
-        return Err(Error::Gone);
+        return Err(InjectError::Vanished);
     }
-    target.memory.write_all_at(&frame, base).map_err(failed("writing to its stack"))?;
+    target.memory.write_all_at(&frame, base).map_err(operation_failed("writing to its stack"))?;
     fault::point("frame written");
     // Only now is it known whether its sequence was looked for in its own memory.
-    let refusal = if sees(&frame) { sequence.err() } else { Some(Error::Gone) };
+    let refusal = if sees(&frame) { sequence.err() } else { Some(InjectError::Vanished) };
     if let Some(why) = refusal {
         // With the mark, or whoever has this memory would be left less and less stack that nobody has touched.
-        target.memory.write_all_at(&after, base).map_err(failed("restoring its stack"))?;
+        target.memory.write_all_at(&after, base).map_err(operation_failed("restoring its stack"))?;
         return Err(why);
     }
-    let parked = arch::parked(&state, base, home);
-    arch::set_registers(thread, &parked).map_err(failed("writing registers"))?;
+    let parked = arch::parked_registers(&state, base, home);
+    arch::write_registers(thread, &parked).map_err(operation_failed("writing registers"))?;
     fault::point("parked");
-    thread.set_signal_mask(ALL_SIGNALS).map_err(failed("blocking its signals"))?;
+    thread.write_signal_mask(ALL_SIGNALS).map_err(operation_failed("blocking its signals"))?;
     fault::point("signals blocked");
     let room = base + frame.len().next_multiple_of(64) as u64;
-    Ok(Parked { inside: Inside { target, thread, home, parked, base, room, stopped }, state, mask, after })
+    Ok(ParkedThread {
+        thread: StoppedThread {
+            target,
+            thread,
+            sites: home,
+            parked_registers: parked,
+            frame_address: base,
+            argument_space: room,
+            stopped_at,
+        },
+        state,
+        signal_mask: mask,
+        restored_stack: after,
+    })
 }
 
-impl Parked<'_> {
+impl ParkedThread<'_> {
     /// Put everything back and let the thread go.
-    fn leave(self) -> Result<(), Error> {
-        let Inside { target, thread, base, .. } = self.inside;
-        thread.interrupt().map_err(failed("interrupting it"))?;
+    fn restore_and_detach(self) -> Result<(), InjectError> {
+        let StoppedThread { target, thread, frame_address: base, .. } = self.thread;
+        thread.interrupt().map_err(operation_failed("interrupting it"))?;
         fault::point("interrupted to leave");
-        thread.run(0).map_err(failed("resuming it"))?;
+        thread.resume(0).map_err(operation_failed("resuming it"))?;
         fault::point("resumed to leave");
-        wait_for_trap(thread, Instant::now() + PROMPT)?;
+        wait_for_trap(thread, Instant::now() + STOP_TIMEOUT)?;
         fault::point("stopped to leave");
-        thread.set_signal_mask(self.mask).map_err(failed("restoring its signal mask"))?;
+        thread.write_signal_mask(self.signal_mask).map_err(operation_failed("restoring its signal mask"))?;
         fault::point("signal mask restored");
-        self.state.restore(thread).map_err(failed("restoring its registers"))?;
+        self.state.restore(thread).map_err(operation_failed("restoring its registers"))?;
         fault::point("registers restored");
         // From here the frame is of no use to it. Leaving it there would harm nobody either: it lies where nobody is.
-        target.memory.write_all_at(&self.after, base).map_err(failed("restoring its stack"))?;
+        target.memory.write_all_at(&self.restored_stack, base).map_err(operation_failed("restoring its stack"))?;
         fault::point("stack restored");
-        thread.detach().map_err(failed("letting it go"))?;
+        thread.detach().map_err(operation_failed("letting it go"))?;
         fault::point("let go");
         Ok(())
     }
@@ -419,32 +448,32 @@ impl Parked<'_> {
 ///
 /// # Errors
 /// Why no thread could be stopped, or what `work` said.
-pub fn inside<T: Send>(
-    target: &Target,
-    work: impl FnOnce(&Inside<'_>) -> Result<T, Error> + Send,
-) -> Result<(T, Duration), Error> {
+pub fn with_stopped_thread<T: Send>(
+    target: &InjectTarget,
+    work: impl FnOnce(&StoppedThread<'_>) -> Result<T, InjectError> + Send,
+) -> Result<(T, Duration), InjectError> {
     let lock = target.lock()?;
     let mut work = Some(work);
-    let mut once = |inside: &Inside<'_>| (work.take().expect("a thread is visited once"))(inside);
-    let mut why = Error::Gone;
+    let mut once = |inside: &StoppedThread<'_>| (work.take().expect("a thread is visited once"))(inside);
+    let mut why = InjectError::Vanished;
     // Looked for only where the preferred one fails: that reads of many threads.
     let mut listed = false;
-    let mut waiting: VecDeque<_> = target.preferred().into_iter().collect();
+    let mut waiting: VecDeque<_> = target.preferred_thread().into_iter().collect();
     loop {
         let Some((tid, patience)) = waiting.pop_front() else {
             if listed {
                 return Err(why);
             }
-            (listed, waiting) = (true, target.candidates()?.into());
+            (listed, waiting) = (true, target.candidate_threads()?.into());
             continue;
         };
         fault::point("thread chosen");
-        let visited = visit_from_outside(target, tid, patience, &lock, &mut once);
+        let visited = visit_from_tracer_process(target, tid, patience, &lock, &mut once);
         target.note_visit(tid, visited.is_ok());
         match visited {
             Ok((outcome, stopped)) => return outcome.map(|outcome| (outcome, stopped)),
-            Err(Miss::Process(error) | Miss::Denied(error)) => return Err(error),
-            Err(Miss::Thread(error)) => why = error,
+            Err(VisitError::Unreachable(error) | VisitError::TracerDenied(error)) => return Err(error),
+            Err(VisitError::TryAnotherThread(error)) => why = error,
         }
     }
 }
@@ -454,11 +483,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_frame_is_looked_for_where_it_changes_something() {
+    fn distinguishing_offset_is_the_first_changed_word() {
         let words = |words: [u64; 3]| words.map(u64::to_ne_bytes).concat();
         let frame = words([0, 7, 8]);
         for (before, place) in [([0, 0, 0], 8), ([5, 5, 5], 0), ([0, 7, 0], 16), ([0, 7, 8], 8)] {
-            assert_eq!(telling(&[words(before), vec![1; 8]].concat(), &frame), place, "{before:?}");
+            assert_eq!(distinguishing_offset(&[words(before), vec![1; 8]].concat(), &frame), place, "{before:?}");
         }
     }
 }

@@ -13,7 +13,7 @@
 //! of them is taken below a stack pointer, and it is made to grow, which only a stack does.
 //!
 //! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main
-//! thread that returns from its call and within that stop goes down by more than [`MARGIN`] meets the frame; and where
+//! thread that returns from its call and within that stop goes down by more than [`MAIN_THREAD_MARGIN_BYTES`] meets the frame; and where
 //! a stack may not grow any more, the place is right below the stack pointer of whoever runs there. Where a killed
 //! tracer left its frame, that place is used again in processes of one thread; in others, and with arguments left
 //! beside it, it stays in the way, and the next is taken.
@@ -27,23 +27,23 @@ use std::sync::{Mutex, PoisonError};
 use nix::errno::Errno;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::target::{Target, mapping, number, text};
-use super::{Error, arch, failed};
+use super::target::{InjectTarget, parse_maps_line, read_text, status_number};
+use super::{InjectError, arch, operation_failed};
 use crate::mapping::page_size;
 use crate::pagemap;
 
 /// How far below a main thread that is not stopped.
-const MARGIN: u64 = 64 << 10;
+const MAIN_THREAD_MARGIN_BYTES: u64 = 64 << 10;
 /// How far up from the end of the stack to look.
-const REACH: u64 = 64 << 10;
+const SEARCHED_STACK_BYTES: u64 = 64 << 10;
 
 /// What pages are filled with that nobody had touched, so that they are known again.
-const MARK: &[u8; 64] = b"Pagefold made system calls on this page, which was never used.\n\0";
+const UNUSED_PAGE_MARK: &[u8; 64] = b"Pagefold made system calls on this page, which was never used.\n\0";
 
 /// `struct procmap_query` (include/uapi/linux/fs.h).
 #[repr(C)]
 #[derive(Default)]
-struct Query {
+struct ProcmapQuery {
     size: u64,
     flags: u64,
     address: u64,
@@ -61,44 +61,49 @@ struct Query {
 }
 
 /// `PROCMAP_QUERY_VMA_READABLE` with `PROCMAP_QUERY_VMA_WRITABLE`.
-const READABLE_AND_WRITABLE: u64 = 3;
+const PROCMAP_QUERY_VMA_READ_WRITE: u64 = 3;
 /// `PROCMAP_QUERY_VMA_SHARED`.
-const SHARED: u64 = 8;
+const PROCMAP_QUERY_VMA_SHARED: u64 = 8;
 /// `PROCMAP_QUERY_COVERING_OR_NEXT_VMA`.
-const COVERING_OR_NEXT: u64 = 16;
+const PROCMAP_QUERY_COVERING_OR_NEXT_VMA: u64 = 16;
 
 /// Of how many mappings a stack may be.
-const PIECES: usize = 64;
+const MAX_STACK_MAPPINGS: usize = 64;
 
 nix::ioctl_readwrite!(
     /// `PROCMAP_QUERY`: the mapping that covers an address, or the next above it.
     procmap_query,
     b'f',
     17,
-    Query
+    ProcmapQuery
 );
 
 /// A mapping that may be one of a stack.
-struct Piece {
+struct StackMapping {
     start: u64,
     end: u64,
     is_writable: bool,
     /// Private and of no file.
-    is_memory: bool,
+    is_private_anonymous: bool,
 }
 
 /// The mapping that covers an address, or the next above it, without reading all of them while a thread is stopped.
 /// `maps` is an open `/proc/PID/maps`. Errors are the ioctl's: `ENOTTY` before 6.11.
-fn asked(maps: &File, address: u64) -> Result<Option<Piece>, Errno> {
-    let mut query = Query { size: size_of::<Query>() as u64, flags: COVERING_OR_NEXT, address, ..Query::default() };
+fn query_mapping(maps: &File, address: u64) -> Result<Option<StackMapping>, Errno> {
+    let mut query = ProcmapQuery {
+        size: size_of::<ProcmapQuery>() as u64,
+        flags: PROCMAP_QUERY_COVERING_OR_NEXT_VMA,
+        address,
+        ..ProcmapQuery::default()
+    };
     // SAFETY: the descriptor is open, and `query` is the structure that the kernel reads and fills, with its size in it
     // and no buffers asked for.
     match unsafe { procmap_query(maps.as_raw_fd(), &raw mut query) } {
-        Ok(_) => Ok(Some(Piece {
+        Ok(_) => Ok(Some(StackMapping {
             start: query.start,
             end: query.end,
-            is_writable: query.permissions & READABLE_AND_WRITABLE == READABLE_AND_WRITABLE,
-            is_memory: query.inode == 0 && query.permissions & SHARED == 0,
+            is_writable: query.permissions & PROCMAP_QUERY_VMA_READ_WRITE == PROCMAP_QUERY_VMA_READ_WRITE,
+            is_private_anonymous: query.inode == 0 && query.permissions & PROCMAP_QUERY_VMA_SHARED == 0,
         })),
         Err(Errno::ENOENT) => Ok(None),
         Err(errno) => Err(errno),
@@ -106,44 +111,47 @@ fn asked(maps: &File, address: u64) -> Result<Option<Piece>, Errno> {
 }
 
 /// The mapping that covers an address, or the next above it, in the text of `maps`.
-fn listed(maps: &str, address: u64) -> Option<Piece> {
-    let found = maps.lines().filter_map(mapping).find(|found| found.end > address)?;
-    Some(Piece {
+fn find_listed_mapping(maps: &str, address: u64) -> Option<StackMapping> {
+    let found = maps.lines().filter_map(parse_maps_line).find(|found| found.end > address)?;
+    Some(StackMapping {
         start: found.start,
         end: found.end,
         is_writable: found.permissions.starts_with("rw"),
-        is_memory: found.inode == 0 && found.permissions.ends_with('p'),
+        is_private_anonymous: found.inode == 0 && found.permissions.ends_with('p'),
     })
 }
 
 /// The end of the main stack, or of a piece of it, in the text of `maps`.
-pub(super) fn end(maps: &str) -> Option<u64> {
-    maps.lines().rev().filter_map(mapping).find(|mapping| mapping.name == "[stack]").map(|stack| stack.end)
+pub(super) fn main_stack_end(maps: &str) -> Option<u64> {
+    maps.lines().rev().filter_map(parse_maps_line).find(|mapping| mapping.name == "[stack]").map(|stack| stack.end)
 }
 
 /// Where the main stack lies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Stack {
+struct MainStack {
     start: u64,
     end: u64,
     /// Several mappings, of which the lower ones may not be the stack's.
-    in_pieces: bool,
+    is_split: bool,
 }
 
-impl Stack {
+impl MainStack {
     /// The stack that has its end there, of the mappings that are told for addresses and above. None where a part of it
     /// is not readable and writable, or there are too many, or a file has been mapped in its place.
-    fn ending_at(end: u64, told: impl Fn(u64) -> Result<Option<Piece>, Errno>) -> Result<Option<Self>, Errno> {
-        let covering = |address: u64| Ok(told(address)?.filter(|piece| piece.start <= address));
+    fn ending_at(
+        end: u64,
+        mapping_at: impl Fn(u64) -> Result<Option<StackMapping>, Errno>,
+    ) -> Result<Option<Self>, Errno> {
+        let covering = |address: u64| Ok(mapping_at(address)?.filter(|piece| piece.start <= address));
         // Memory of a file might have to be read from it while a thread is stopped (`Target::read_present`).
-        let usable = |piece: &Piece| piece.is_writable && piece.is_memory;
+        let usable = |piece: &StackMapping| piece.is_writable && piece.is_private_anonymous;
         let Some(piece) = covering(end - 1)?.filter(usable) else { return Ok(None) };
-        let mut stack = Self { start: piece.start, end: piece.end, in_pieces: false };
-        for _ in 0..PIECES {
+        let mut stack = Self { start: piece.start, end: piece.end, is_split: false };
+        for _ in 0..MAX_STACK_MAPPINGS {
             match covering(stack.start - 1)? {
-                None | Some(Piece { is_memory: false, .. }) => return Ok(Some(stack)),
-                Some(Piece { is_writable: false, .. }) => return Ok(None),
-                Some(Piece { start, .. }) => (stack.start, stack.in_pieces) = (start, true),
+                None | Some(StackMapping { is_private_anonymous: false, .. }) => return Ok(Some(stack)),
+                Some(StackMapping { is_writable: false, .. }) => return Ok(None),
+                Some(StackMapping { start, .. }) => (stack.start, stack.is_split) = (start, true),
             }
         }
         Ok(None)
@@ -156,11 +164,11 @@ impl Stack {
 
 /// With a limit of this process's own stack of so many bytes, as far as it may be as high: the kernel judges by that,
 /// and not by the target's, how far another's stack may grow (mm/vma.c, `acct_stack_growth`).
-fn with_limit<T>(bytes: u64, grow: impl FnOnce() -> T) -> T {
-    static ONE: Mutex<()> = Mutex::new(());
-    let _alone = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+fn with_stack_limit<T>(limit_bytes: u64, grow: impl FnOnce() -> T) -> T {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_STACK) else { return grow() };
-    let raised = bytes > soft && setrlimit(Resource::RLIMIT_STACK, bytes.min(hard), hard).is_ok();
+    let raised = limit_bytes > soft && setrlimit(Resource::RLIMIT_STACK, limit_bytes.min(hard), hard).is_ok();
     let grown = grow();
     if raised {
         // It is not above the hard one, which has not changed.
@@ -170,40 +178,41 @@ fn with_limit<T>(bytes: u64, grow: impl FnOnce() -> T) -> T {
 }
 
 /// Room on a stack.
-pub(super) struct Room {
+pub(super) struct StackSpace {
     /// Where it begins, 64-byte aligned.
-    pub base: u64,
+    pub address: u64,
     /// What is there.
-    pub before: Vec<u8>,
+    pub previous_bytes: Vec<u8>,
     /// What is to be there afterwards.
-    pub after: Vec<u8>,
+    pub restored_bytes: Vec<u8>,
 }
 
-fn mark(bytes: usize) -> Vec<u8> {
-    MARK.iter().copied().cycle().take(bytes).collect()
+fn repeat_page_mark(bytes: usize) -> Vec<u8> {
+    UNUSED_PAGE_MARK.iter().copied().cycle().take(bytes).collect()
 }
 
-impl Target {
-    fn stack(&self) -> Result<Stack, Error> {
-        let none = || Error::Unsupported("it has no main stack that is readable and writable throughout".to_owned());
+impl InjectTarget {
+    fn find_main_stack(&self) -> Result<MainStack, InjectError> {
+        let none =
+            || InjectError::Unsupported("it has no main stack that is readable and writable throughout".to_owned());
         let end = self.stack_end.ok_or_else(none)?;
-        let stack = match Stack::ending_at(end, |address| asked(&self.maps, address)) {
+        let stack = match MainStack::ending_at(end, |address| query_mapping(&self.maps, address)) {
             Ok(stack) => stack,
-            Err(Errno::ESRCH) => return Err(Error::Gone),
+            Err(Errno::ESRCH) => return Err(InjectError::Vanished),
             Err(_) => {
-                let listing = text(&self.directory, "maps")?;
-                Stack::ending_at(end, |address| Ok(listed(&listing, address))).ok().flatten()
+                let listing = read_text(&self.directory, "maps")?;
+                MainStack::ending_at(end, |address| Ok(find_listed_mapping(&listing, address))).ok().flatten()
             }
         };
         stack.ok_or_else(none)
     }
 
     /// Whether nothing is mapped from an address up to the stack.
-    fn is_free_below(&self, stack: Stack, address: u64) -> Result<bool, Error> {
-        let next = match asked(&self.maps, address) {
+    fn is_unmapped_up_to_stack(&self, stack: MainStack, address: u64) -> Result<bool, InjectError> {
+        let next = match query_mapping(&self.maps, address) {
             Ok(next) => next,
-            Err(Errno::ESRCH) => return Err(Error::Gone),
-            Err(_) => listed(&text(&self.directory, "maps")?, address),
+            Err(Errno::ESRCH) => return Err(InjectError::Vanished),
+            Err(_) => find_listed_mapping(&read_text(&self.directory, "maps")?, address),
         };
         Ok(next.is_some_and(|next| next.start == stack.start))
     }
@@ -213,57 +222,66 @@ impl Target {
     /// That is below all pages that were ever touched: the ones there are neither resident nor swapped out, or hold our
     /// mark. Where there are none the stack grows. Where it may not, it is below the stack pointer of a thread that
     /// runs there, where the kernel would put a signal's frame.
-    pub(super) fn room_on_stack(&self, tid: i32, state: &arch::State, bytes: usize) -> Result<Room, Error> {
+    pub(super) fn find_stack_space(
+        &self,
+        tid: i32,
+        state: &arch::ThreadState,
+        bytes: usize,
+    ) -> Result<StackSpace, InjectError> {
         let stack_pointer = state.stack_pointer();
-        let stack = self.stack()?;
+        let stack = self.find_main_stack()?;
         let on_stack = stack.contains(stack_pointer);
         let top = match on_stack {
-            true => stack_pointer - arch::RED_ZONE,
+            true => stack_pointer - arch::RED_ZONE_BYTES,
             false if tid == self.pid => stack.end,
-            false => self.far_below_main(stack)?,
+            false => self.limit_below_main_thread(stack)?,
         };
-        if let Some(room) = self.room_never_touched(stack, top, state, bytes.next_multiple_of(page_size()))? {
+        if let Some(room) = self.find_untouched_space(stack, top, state, bytes.next_multiple_of(page_size()))? {
             return Ok(room);
         }
-        if !on_stack || stack.in_pieces {
-            return Err(Error::Unsupported("its main stack is full".to_owned()));
+        if !on_stack || stack.is_split {
+            return Err(InjectError::Unsupported("its main stack is full".to_owned()));
         }
         let base = top.saturating_sub(bytes as u64) & !63;
-        let found = self.read(base, bytes).map_err(|_| Error::Unsupported("its main stack is full".to_owned()))?;
-        Ok(Room { base, before: found.clone(), after: found })
+        let found =
+            self.read_memory(base, bytes).map_err(|_| InjectError::Unsupported("its main stack is full".to_owned()))?;
+        Ok(StackSpace { address: base, previous_bytes: found.clone(), restored_bytes: found })
     }
 
     /// So many bytes, which are whole pages, below all that was ever touched, and below `top`.
-    fn room_never_touched(
+    fn find_untouched_space(
         &self,
-        stack: Stack,
-        top: u64,
-        state: &arch::State,
+        stack: MainStack,
+        upper_limit: u64,
+        state: &arch::ThreadState,
         bytes: usize,
-    ) -> Result<Option<Room>, Error> {
+    ) -> Result<Option<StackSpace>, InjectError> {
         let len = bytes as u64;
-        let room = |base, before| Ok(Some(Room { base, before, after: mark(bytes) }));
-        let reach = stack.start..stack.end.min(stack.start + REACH);
+        let room = |base, before| {
+            Ok(Some(StackSpace { address: base, previous_bytes: before, restored_bytes: repeat_page_mark(bytes) }))
+        };
+        let reach = stack.start..stack.end.min(stack.start + SEARCHED_STACK_BYTES);
         let mut touched = Vec::new();
-        pagemap::mapped(&self.pagemap, reach.clone(), pagemap::Holds::Anything, |range| {
+        pagemap::scan_mapped(&self.pagemap, reach.clone(), pagemap::RangeContents::Anything, |range| {
             touched.extend((range.start..range.end).step_by(page_size()))
         })
-        .map_err(failed("reading which pages of its stack are in use"))?;
-        let is_marked = |page: u64| self.read(page, page_size()).is_ok_and(|found| found == mark(page_size()));
+        .map_err(operation_failed("reading which pages of its stack are in use"))?;
+        let is_marked =
+            |page: u64| self.read_memory(page, page_size()).is_ok_and(|found| found == repeat_page_mark(page_size()));
         let is_touched = |page: u64| touched.contains(&page);
-        let is_free = |page: u64| if is_touched(page) { is_marked(page) } else { !stack.in_pieces };
+        let is_free = |page: u64| if is_touched(page) { is_marked(page) } else { !stack.is_split };
         let used = reach.clone().step_by(page_size()).find(|&page| !is_free(page)).unwrap_or(reach.end);
         // With as much again below it, if possible: there the kernel puts the frame of a signal that comes when the
         // tracer is gone, and the stack need not grow for it.
         for base in [stack.start + len, stack.start] {
-            if base + len <= used.min(top) {
+            if base + len <= used.min(upper_limit) {
                 let is_new = !(base..base + len).step_by(page_size()).any(is_touched);
-                let before = if is_new { Ok(vec![0; bytes]) } else { self.read(base, bytes) };
-                return room(base, before.map_err(failed("reading its stack"))?);
+                let before = if is_new { Ok(vec![0; bytes]) } else { self.read_memory(base, bytes) };
+                return room(base, before.map_err(operation_failed("reading its stack"))?);
             }
-            if base + len <= top && (base..base + len).step_by(page_size()).all(is_touched) {
-                let found = self.read(base, bytes).map_err(failed("reading its stack"))?;
-                if self.is_left_over(&found, state) {
+            if base + len <= upper_limit && (base..base + len).step_by(page_size()).all(is_touched) {
+                let found = self.read_memory(base, bytes).map_err(operation_failed("reading its stack"))?;
+                if self.is_abandoned_frame(&found, state) {
                     return room(base, found);
                 }
             }
@@ -272,52 +290,55 @@ impl Target {
         // is mapped there and may not be accessed. Out of reach of the red zone of whoever is at its lowest, or the room
         // would be in the way then, and the next visit would need another.
         let page = page_size() as u64;
-        let base = ((stack.start - arch::RED_ZONE).min(top) / page * page).saturating_sub(len);
-        if !self.is_free_below(stack, base)? {
+        let base = ((stack.start - arch::RED_ZONE_BYTES).min(upper_limit) / page * page).saturating_sub(len);
+        if !self.is_unmapped_up_to_stack(stack, base)? {
             return Ok(None);
         }
         let limit = stack.end - base + page;
-        let zeros = self.read(base, bytes).or_else(|_| with_limit(limit, || self.read(base, bytes)));
+        let zeros =
+            self.read_memory(base, bytes).or_else(|_| with_stack_limit(limit, || self.read_memory(base, bytes)));
         zeros.map_or(Ok(None), |zeros| room(base, zeros))
     }
 
-    fn read(&self, base: u64, bytes: usize) -> io::Result<Vec<u8>> {
+    fn read_memory(&self, base: u64, bytes: usize) -> io::Result<Vec<u8>> {
         let mut found = vec![0; bytes];
         self.memory.read_exact_at(&mut found, base).map(|()| found)
     }
 
     /// Whether that is the frame of a tracer that was killed, and nobody needs it any more: the only thread is here and
     /// not on its way through it.
-    fn is_left_over(&self, found: &[u8], state: &arch::State) -> bool {
-        state.is_frame(found, self.home)
-            && !arch::heals(&state.registers, self.home)
-            && text(&self.directory, "status").is_ok_and(|status| number(&status, "Threads") == Some(1))
+    fn is_abandoned_frame(&self, found: &[u8], state: &arch::ThreadState) -> bool {
+        state.is_own_frame(found, self.sites)
+            && !arch::may_be_in_sigreturn(&state.registers, self.sites)
+            && read_text(&self.directory, "status").is_ok_and(|status| status_number(&status, "Threads") == Some(1))
     }
 
     /// Whether another thread than the main one may be stopped for so many bytes, as things are.
-    pub(super) fn main_leaves_room(&self, bytes: u64) -> bool {
-        self.stack().is_ok_and(|stack| self.far_below_main(stack).is_ok_and(|top| stack.start + bytes <= top))
+    pub(super) fn leaves_main_thread_space(&self, bytes: u64) -> bool {
+        self.find_main_stack()
+            .is_ok_and(|stack| self.limit_below_main_thread(stack).is_ok_and(|top| stack.start + bytes <= top))
     }
 
     /// Up to where the stack is out of reach of the main thread, which is not stopped.
-    fn far_below_main(&self, stack: Stack) -> Result<u64, Error> {
+    fn limit_below_main_thread(&self, stack: MainStack) -> Result<u64, InjectError> {
         let main = format!("task/{}", self.pid);
-        let stat = text(&self.directory, &format!("{main}/stat"))?;
+        let stat = read_text(&self.directory, &format!("{main}/stat"))?;
         if stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])) {
             return Ok(stack.end);
         }
-        let call = text(&self.directory, &format!("{main}/syscall"))?;
-        let pointer = waiting_at(&call).ok_or_else(|| Error::Busy("its main thread runs".to_owned()))?;
+        let call = read_text(&self.directory, &format!("{main}/syscall"))?;
+        let pointer =
+            blocked_stack_pointer(&call).ok_or_else(|| InjectError::Busy("its main thread runs".to_owned()))?;
         if !stack.contains(pointer) {
-            return Err(Error::Busy("its main thread is elsewhere than on its main stack".to_owned()));
+            return Err(InjectError::Busy("its main thread is elsewhere than on its main stack".to_owned()));
         }
-        Ok(pointer.saturating_sub(MARGIN))
+        Ok(pointer.saturating_sub(MAIN_THREAD_MARGIN_BYTES))
     }
 }
 
 /// The stack pointer of a thread that waits, from its `/proc/PID/task/TID/syscall`.
-fn waiting_at(call: &str) -> Option<u64> {
-    let pointer = call.split_ascii_whitespace().rev().nth(1)?;
+fn blocked_stack_pointer(syscall_line: &str) -> Option<u64> {
+    let pointer = syscall_line.split_ascii_whitespace().rev().nth(1)?;
     u64::from_str_radix(pointer.strip_prefix("0x")?, 16).ok()
 }
 
@@ -326,36 +347,39 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_stack_pointer_is_known_of_who_waits() {
+    fn stack_pointer_of_blocked_thread_is_parsed() {
         let call = "232 0x4 0x7ffe0 0x10 0xffffffffffffffff 0x0 0x0 0x7fff12345678 0x7f0012345678\n";
-        assert_eq!(waiting_at(call), Some(0x7fff_1234_5678));
-        assert_eq!(waiting_at("-1 0x7fff12345678 0x7f0012345678\n"), Some(0x7fff_1234_5678));
-        assert_eq!(waiting_at("running\n"), None);
-        assert_eq!(waiting_at(""), None);
+        assert_eq!(blocked_stack_pointer(call), Some(0x7fff_1234_5678));
+        assert_eq!(blocked_stack_pointer("-1 0x7fff12345678 0x7f0012345678\n"), Some(0x7fff_1234_5678));
+        assert_eq!(blocked_stack_pointer("running\n"), None);
+        assert_eq!(blocked_stack_pointer(""), None);
     }
 
     #[test]
-    fn the_kernel_and_its_listing_tell_the_same_of_this_stack() {
+    fn procmap_query_and_maps_agree_on_main_stack() {
         let listing = std::fs::read_to_string("/proc/self/maps").expect("maps");
-        let end = end(&listing).expect("an end");
-        let stack = Stack::ending_at(end, |address| Ok(listed(&listing, address)));
-        assert!(stack.is_ok_and(|stack| stack.is_some_and(|stack| stack.end == end && !stack.in_pieces)));
+        let end = main_stack_end(&listing).expect("an end");
+        let stack = MainStack::ending_at(end, |address| Ok(find_listed_mapping(&listing, address)));
+        assert!(stack.is_ok_and(|stack| stack.is_some_and(|stack| stack.end == end && !stack.is_split)));
         let maps = File::open("/proc/self/maps").expect("maps");
-        match Stack::ending_at(end, |address| asked(&maps, address)) {
+        match MainStack::ending_at(end, |address| query_mapping(&maps, address)) {
             Ok(found) => assert_eq!(Ok(found), stack),
             Err(errno) => assert_eq!(errno, Errno::ENOTTY),
         }
     }
 
     #[test]
-    fn a_stack_is_all_that_lies_below_its_end_without_a_gap() {
-        let stack = |maps: &str| Stack::ending_at(end(maps)?, |address| Ok(listed(maps, address))).expect("a listing");
-        let whole = Stack { start: 0x4000, end: 0x9000, in_pieces: false };
+    fn main_stack_spans_adjacent_mappings() {
+        let stack = |maps: &str| {
+            MainStack::ending_at(main_stack_end(maps)?, |address| Ok(find_listed_mapping(maps, address)))
+                .expect("a listing")
+        };
+        let whole = MainStack { start: 0x4000, end: 0x9000, is_split: false };
         let gap = "1000-3000 rw-p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(gap), Some(whole));
         let pieces = "1000-2000 rw-p 00000000 00:00 0\n3000-5000 rw-p 00000000 00:00 0\n\
                       5000-8000 rw-p 00000000 00:00 0    [stack]\n8000-9000 rw-p 00000000 00:00 0\n";
-        assert_eq!(stack(pieces), Some(Stack { start: 0x3000, end: 0x8000, in_pieces: true }));
+        assert_eq!(stack(pieces), Some(MainStack { start: 0x3000, end: 0x8000, is_split: true }));
         let file = "2000-4000 rw-p 00000000 08:01 77    /a/file\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(file), Some(whole));
         let replaced = "4000-9000 rw-p 00000000 08:01 77    [stack]\n";
@@ -363,8 +387,8 @@ mod tests {
         let guard = "3000-4000 ---p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(guard), None);
         let piece = |number: u64| format!("{:x}-{:x} rw-p 00000000 00:00 0\n", number << 12, (number + 1) << 12);
-        let many =
-            (1..=PIECES as u64 + 1).map(piece).collect::<String>() + "42000-43000 rw-p 00000000 00:00 0    [stack]\n";
+        let many = (1..=MAX_STACK_MAPPINGS as u64 + 1).map(piece).collect::<String>()
+            + "42000-43000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(&many), None);
         assert!(stack(&many[many.find('\n').expect("lines") + 1..].replacen("2000-3000", "2800-3000", 1)).is_none());
         assert_eq!(stack("1000-3000 rw-p 00000000 00:00 0\n"), None);

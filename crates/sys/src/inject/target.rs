@@ -15,32 +15,32 @@ use std::time::{Duration, Instant};
 use rustix::fs::{AtFlags, Dir, FlockOperation, Mode, OFlags, flock, openat, statat};
 use rustix::io::Errno;
 
-use super::{Error, Home, ROOM, arch, failed, stack};
+use super::{ARGUMENT_SPACE_BYTES, InjectError, InjectionSites, arch, operation_failed, stack};
 use crate::mapping::page_size;
-use crate::{lock, pagemap};
+use crate::{ofd_lock, pagemap};
 
 /// How long to wait for one thread of several before the next is tried, and in the second round.
-const SHORT: Duration = Duration::from_millis(20);
-const LONG: Duration = Duration::from_millis(500);
+const FIRST_STOP_TIMEOUT: Duration = Duration::from_millis(20);
+const RETRY_STOP_TIMEOUT: Duration = Duration::from_millis(500);
 /// How many threads are tried, and of how many those are chosen: what is read of a process is not to grow with its
 /// threads.
-const TRIES: usize = 6;
-const EXAMINED: usize = 32;
+const MAX_THREADS_TRIED: usize = 6;
+const MAX_THREADS_EXAMINED: usize = 32;
 /// How long to wait while another tracer holds the process: one of ours lets go within milliseconds.
-const PATIENCE: Duration = Duration::from_millis(500);
+const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
 /// How long the kernel may take to map a program that begins.
-const BEGINNING: Duration = Duration::from_millis(2);
+const EXEC_MAPPING_DELAY: Duration = Duration::from_millis(2);
 
 /// PF_KTHREAD (include/linux/sched.h).
-const KERNEL_THREAD: u64 = 0x0020_0000;
+const PF_KTHREAD: u64 = 0x0020_0000;
 
 /// Bytes of code that are read at once, and how much of them is read twice so that nothing is missed between.
-const CHUNK: usize = 1 << 20;
-const OVERLAP: usize = 16;
+const CODE_BYTES_PER_READ: usize = 1 << 20;
+const CODE_OVERLAP_BYTES: usize = 16;
 
 /// A process that is to be visited.
 #[derive(Debug)]
-pub struct Target {
+pub struct InjectTarget {
     pub(super) directory: OwnedFd,
     pub(super) pid: i32,
     pub(super) memory: File,
@@ -48,15 +48,15 @@ pub struct Target {
     pub(super) pagemap: File,
     /// Where the main stack ends, or the piece of it that was used first: nothing above that matters.
     pub(super) stack_end: Option<u64>,
-    pub(super) home: Home,
+    pub(super) sites: InjectionSites,
     /// The thread that was visited last; 0 before the first visit and after one that failed.
-    visited: AtomicI32,
+    last_visited_tid: AtomicI32,
 }
 
 /// Held while a thread of a process is visited, so that no two Pagefolds use its stack at once.
 ///
 /// It is a lock on the `maps` of the process (flock(2)), or a mark where another program has that lock: a read lock of
-/// another kind ([`lock`]), which goes with the lock and with other marks.
+/// another kind ([`ofd_lock`]), which goes with the lock and with other marks.
 #[derive(Debug)]
 pub(super) struct VisitLock {
     maps: File,
@@ -65,15 +65,15 @@ pub(super) struct VisitLock {
 }
 
 impl VisitLock {
-    /// Whether another Pagefold may visit the process: [`Target::is_traced_beside`] then tells. The lock may be had while
+    /// Whether another Pagefold may visit the process: [`InjectTarget::tracer_of_other_thread`] then tells. The lock may be had while
     /// a visit with a mark goes on, once the other program has let go of it.
     pub fn may_be_shared(&self) -> bool {
-        !self.is_exclusive || lock::is_locked_beside(&self.maps).unwrap_or(true)
+        !self.is_exclusive || ofd_lock::is_locked_beside(&self.maps).unwrap_or(true)
     }
 }
 
 /// A line of `/proc/PID/maps`.
-pub(super) struct Mapping<'a> {
+pub(super) struct MapsLine<'a> {
     pub start: u64,
     pub end: u64,
     pub permissions: &'a str,
@@ -81,232 +81,241 @@ pub(super) struct Mapping<'a> {
     pub name: &'a str,
 }
 
-pub(super) fn mapping(line: &str) -> Option<Mapping<'_>> {
+pub(super) fn parse_maps_line(line: &str) -> Option<MapsLine<'_>> {
     let mut fields = line.splitn(6, ' ');
     let (start, end) = fields.next()?.split_once('-')?;
     let permissions = fields.next()?;
     let inode = fields.nth(2)?.parse().ok()?;
     let name = fields.next().unwrap_or_default().trim_start();
     let address = |text| u64::from_str_radix(text, 16).ok();
-    Some(Mapping { start: address(start)?, end: address(end)?, permissions, inode, name })
+    Some(MapsLine { start: address(start)?, end: address(end)?, permissions, inode, name })
 }
 
 /// A system call that a thread waits in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Call {
+pub(super) struct BlockedCall {
     pub number: u64,
     pub arguments: [u64; 6],
     pub stack_pointer: u64,
     /// Where it returns to.
-    pub ip: u64,
+    pub return_address: u64,
 }
 
 /// `/proc/PID/task/TID/syscall`; nothing of a thread that runs, or waits for something else.
-fn call(text: &str) -> Option<Call> {
-    let mut fields = text.split_ascii_whitespace();
+fn parse_syscall_line(syscall_line: &str) -> Option<BlockedCall> {
+    let mut fields = syscall_line.split_ascii_whitespace();
     let number = fields.next()?.parse().ok()?;
     let mut words = [0; 8];
     for word in &mut words {
         *word = u64::from_str_radix(fields.next()?.strip_prefix("0x")?, 16).ok()?;
     }
     let [arguments @ .., stack_pointer, ip] = words;
-    Some(Call { number, arguments, stack_pointer, ip })
+    Some(BlockedCall { number, arguments, stack_pointer, return_address: ip })
 }
 
 /// The value of a line of `/proc/PID/status`.
-fn field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
+fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
 
-pub(super) fn number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T> {
-    field(status, name)?.parse().ok()
+pub(super) fn status_number<T: std::str::FromStr>(status: &str, name: &str) -> Option<T> {
+    status_field(status, name)?.parse().ok()
 }
 
 /// Whether the main thread runs with a shadow stack (arch/x86/kernel/cpu/proc.c, `arch_proc_pid_thread_features`, 6.6).
 fn has_shadow_stack(status: &str) -> bool {
-    let features = field(status, "x86_Thread_features").unwrap_or_default();
+    let features = status_field(status, "x86_Thread_features").unwrap_or_default();
     features.split(' ').any(|feature| feature == "shstk")
 }
 
 /// Whether a thread has ended, from its status.
 fn has_ended(status: &str) -> bool {
-    field(status, "State").is_some_and(|state| state.starts_with(['Z', 'X']))
+    status_field(status, "State").is_some_and(|state| state.starts_with(['Z', 'X']))
 }
 
-impl Target {
+impl InjectTarget {
     /// Find out whether and how a process can be visited. `directory` is its open directory below `/proc`, `pid` the
     /// number it has there.
     ///
     /// # Errors
     /// Why it cannot. Nothing has been done to it.
-    pub fn new(directory: impl AsFd, pid: i32) -> Result<Self, Error> {
-        let directory = directory.as_fd().try_clone_to_owned().map_err(failed("holding its directory"))?;
-        let status = text(&directory, "status")?;
-        if number(&status, "Tgid") == Some(std::process::id()) {
-            return Err(Error::Unsupported("a process cannot trace itself".to_owned()));
+    pub fn new(directory: impl AsFd, pid: i32) -> Result<Self, InjectError> {
+        let directory = directory.as_fd().try_clone_to_owned().map_err(operation_failed("holding its directory"))?;
+        let status = read_text(&directory, "status")?;
+        if status_number(&status, "Tgid") == Some(std::process::id()) {
+            return Err(InjectError::Unsupported("a process cannot trace itself".to_owned()));
         }
-        let stat = text(&directory, "stat")?;
+        let stat = read_text(&directory, "stat")?;
         let flags =
             stat.rsplit(')').next().and_then(|rest| rest.split(' ').nth(7)).and_then(|flags| flags.parse().ok());
-        if flags.is_some_and(|flags: u64| flags & KERNEL_THREAD != 0) {
-            return Err(Error::Unsupported("it is a thread of the kernel".to_owned()));
+        if flags.is_some_and(|flags: u64| flags & PF_KTHREAD != 0) {
+            return Err(InjectError::Unsupported("it is a thread of the kernel".to_owned()));
         }
         if has_shadow_stack(&status) {
-            return Err(Error::Unsupported("it runs with a shadow stack".to_owned()));
+            return Err(InjectError::Unsupported("it runs with a shadow stack".to_owned()));
         }
         // Its memory comes first: what the thread that is stopped sees is held against that (`park`).
         let look = || {
             let memory = openat(&directory, "mem", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(File::from);
             let memory = memory.map_err(|errno| match errno {
-                Errno::NOENT | Errno::SRCH => Error::Gone,
-                Errno::PERM | Errno::ACCESS => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
-                _ => Error::Failed(format!("opening its memory: {errno}")),
+                Errno::NOENT | Errno::SRCH => InjectError::Vanished,
+                Errno::PERM | Errno::ACCESS => {
+                    InjectError::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned())
+                }
+                _ => InjectError::Failed(format!("opening its memory: {errno}")),
             })?;
-            let listing = text(&directory, "maps")?;
-            let home = find_home(&memory, &listing)?;
+            let listing = read_text(&directory, "maps")?;
+            let home = find_injection_sites(&memory, &listing)?;
             Ok((memory, listing, home))
         };
         let (memory, listing, home) = match look() {
             // It may have begun another program in between, so that the memory was of one and the listing of the other,
             // or be in the midst of it, so that not all code is mapped yet.
-            Err(Error::Unsupported(_)) => {
-                std::thread::sleep(BEGINNING);
+            Err(InjectError::Unsupported(_)) => {
+                std::thread::sleep(EXEC_MAPPING_DELAY);
                 look()
             }
             looked => looked,
         }?;
         let held = |name: &str| {
             let file = openat(&directory, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
-            file.map(File::from).map_err(|_| Error::Gone)
+            file.map(File::from).map_err(|_| InjectError::Vanished)
         };
         let (maps, pagemap) = (held("maps")?, held("pagemap")?);
-        let (stack_end, visited) = (stack::end(&listing), AtomicI32::new(0));
-        Ok(Self { directory, pid, memory, maps, pagemap, stack_end, home, visited })
+        let (stack_end, visited) = (stack::main_stack_end(&listing), AtomicI32::new(0));
+        Ok(Self { directory, pid, memory, maps, pagemap, stack_end, sites: home, last_visited_tid: visited })
     }
 
     /// Take the lock for a visit. Only that of another Pagefold is waited for.
-    pub(super) fn lock(&self) -> Result<VisitLock, Error> {
+    pub(super) fn lock(&self) -> Result<VisitLock, InjectError> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
-        let file = openat(&self.directory, "maps", flags, Mode::empty()).map(File::from).map_err(|_| Error::Gone)?;
+        let file =
+            openat(&self.directory, "maps", flags, Mode::empty()).map(File::from).map_err(|_| InjectError::Vanished)?;
         let begun = Instant::now();
         let mut holder = None;
         loop {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
                 Ok(()) => return Ok(VisitLock { maps: file, is_exclusive: true }),
                 Err(Errno::WOULDBLOCK) => {}
-                Err(errno) => return Err(failed("locking it")(errno.into())),
+                Err(errno) => return Err(operation_failed("locking it")(errno.into())),
             }
-            let expired = begun.elapsed() > PATIENCE;
+            let expired = begun.elapsed() > LOCK_TIMEOUT;
             if holder.is_none() || expired {
                 let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
-                holder = file.metadata().ok().and_then(|file| lock_holder(&locks, file.dev(), file.ino()));
+                holder = file.metadata().ok().and_then(|file| flock_holder(&locks, file.dev(), file.ino()));
             }
             match holder {
                 Some(pid)
-                    if pid == self.pid || !may_be_pagefold(program(pid).as_deref(), program("self").as_deref()) =>
+                    if pid == self.pid
+                        || !may_be_pagefold(executable_path(pid).as_deref(), executable_path("self").as_deref()) =>
                 {
                     // Refused only beside the write lock of a program that is root: no reason not to visit its process.
-                    let _ = lock::lock_for_reading(&file);
+                    let _ = ofd_lock::lock_for_reading(&file);
                     return Ok(VisitLock { maps: file, is_exclusive: false });
                 }
                 _ if !expired => std::thread::sleep(Duration::from_millis(1)),
-                Some(pid) => return Err(Error::Busy(format!("process {pid} has locked /proc/{}/maps", self.pid))),
-                None => return Err(Error::Busy("another pagefold is at it".to_owned())),
+                Some(pid) => {
+                    return Err(InjectError::Busy(format!("process {pid} has locked /proc/{}/maps", self.pid)));
+                }
+                None => return Err(InjectError::Busy("another pagefold is at it".to_owned())),
             }
         }
     }
 
     /// The tracer of another thread of it than `tid`.
-    pub(super) fn is_traced_beside(&self, tid: i32) -> Option<u32> {
+    pub(super) fn tracer_of_other_thread(&self, tid: i32) -> Option<u32> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = Dir::new(openat(&self.directory, "task", flags, Mode::empty()).ok()?).ok()?;
         let mut others = entries.flatten().filter_map(|entry| {
             let other: i32 = entry.file_name().to_str().ok()?.parse().ok()?;
-            (other != tid).then(|| text(&self.directory, &format!("task/{other}/status")).ok())?
+            (other != tid).then(|| read_text(&self.directory, &format!("task/{other}/status")).ok())?
         });
-        others.find_map(|status| number(&status, "TracerPid").filter(|&tracer| tracer != 0))
+        others.find_map(|status| status_number(&status, "TracerPid").filter(|&tracer| tracer != 0))
     }
 
     /// The thread to try before any is looked for: the one that was visited last, at first the main one. None for a
     /// process with one thread, and where that call of it ends early by being stopped.
-    pub(super) fn preferred(&self) -> Option<(i32, Duration)> {
+    pub(super) fn preferred_thread(&self) -> Option<(i32, Duration)> {
         // A directory has a link for itself, one from its parent and one for each thread (fs/proc/base.c,
         // `proc_task_getattr`).
         let links = statat(&self.directory, "task", AtFlags::empty()).ok()?.st_nlink;
-        let tid = Some(self.visited.load(Ordering::Relaxed)).filter(|&tid| tid != 0).unwrap_or(self.pid);
-        (links > 3 && !self.is_in_fragile_call(tid)).then_some((tid, SHORT))
+        let tid = Some(self.last_visited_tid.load(Ordering::Relaxed)).filter(|&tid| tid != 0).unwrap_or(self.pid);
+        (links > 3 && !self.is_in_stop_sensitive_call(tid)).then_some((tid, FIRST_STOP_TIMEOUT))
     }
 
     /// Note which thread was visited, or that it could not be.
     pub(super) fn note_visit(&self, tid: i32, visited: bool) {
-        self.visited.store(if visited { tid } else { 0 }, Ordering::Relaxed);
+        self.last_visited_tid.store(if visited { tid } else { 0 }, Ordering::Relaxed);
     }
 
     /// The threads to try, with how long each may take to stop: the main one first. One that has ended cannot.
-    pub(super) fn candidates(&self) -> Result<Vec<(i32, Duration)>, Error> {
+    pub(super) fn candidate_threads(&self) -> Result<Vec<(i32, Duration)>, InjectError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let handle = openat(&self.directory, "task", flags, Mode::empty()).map_err(|_| Error::Gone)?;
+        let handle = openat(&self.directory, "task", flags, Mode::empty()).map_err(|_| InjectError::Vanished)?;
         let mut threads = Vec::new();
-        for entry in Dir::new(handle).map_err(|_| Error::Gone)?.flatten() {
+        for entry in Dir::new(handle).map_err(|_| InjectError::Vanished)?.flatten() {
             if let Some(tid) = entry.file_name().to_str().ok().and_then(|name| name.parse().ok()) {
                 threads.push(tid);
             }
-            if threads.len() == EXAMINED {
+            if threads.len() == MAX_THREADS_EXAMINED {
                 break;
             }
         }
         // A thread whose call ends early by being stopped is spared if another can be had.
-        let spared = |tid| self.is_in_fragile_call(tid) && (tid != self.pid || self.main_leaves_room(4 * ROOM as u64));
+        let spared = |tid| {
+            self.is_in_stop_sensitive_call(tid)
+                && (tid != self.pid || self.leaves_main_thread_space(4 * ARGUMENT_SPACE_BYTES as u64))
+        };
         threads.sort_by_cached_key(|&tid: &i32| (spared(tid), tid != self.pid, tid));
         threads.retain(|tid| {
-            let status = text(&self.directory, &format!("task/{tid}/status")).unwrap_or_default();
-            field(&status, "State").is_some() && !has_ended(&status)
+            let status = read_text(&self.directory, &format!("task/{tid}/status")).unwrap_or_default();
+            status_field(&status, "State").is_some() && !has_ended(&status)
         });
         // The main one is not left out: the others need more of its stack.
-        if let Some(main) = threads.iter().position(|&tid| tid == self.pid).filter(|&main| main >= TRIES) {
-            threads.swap(main, TRIES - 1);
+        if let Some(main) = threads.iter().position(|&tid| tid == self.pid).filter(|&main| main >= MAX_THREADS_TRIED) {
+            threads.swap(main, MAX_THREADS_TRIED - 1);
         }
-        threads.truncate(TRIES);
+        threads.truncate(MAX_THREADS_TRIED);
         if threads.is_empty() {
-            return Err(Error::Gone);
+            return Err(InjectError::Vanished);
         }
         let round = |patience| threads.iter().map(move |&tid| (tid, patience));
-        let first = if threads.len() > 1 { Some(SHORT) } else { None };
-        Ok(first.into_iter().chain([LONG]).flat_map(round).collect())
+        let first = if threads.len() > 1 { Some(FIRST_STOP_TIMEOUT) } else { None };
+        Ok(first.into_iter().chain([RETRY_STOP_TIMEOUT]).flat_map(round).collect())
     }
 
     /// Whether a thread waits in a call that the kernel ends with EINTR when the thread is stopped.
-    fn is_in_fragile_call(&self, tid: i32) -> bool {
-        self.call(tid).is_some_and(|call| arch::INTERRUPTED_BY_STOP.contains(&call.number))
+    fn is_in_stop_sensitive_call(&self, tid: i32) -> bool {
+        self.blocked_call(tid).is_some_and(|call| arch::INTERRUPTED_BY_STOP.contains(&call.number))
     }
 
     /// The system call that a thread waits in.
-    pub(super) fn call(&self, tid: i32) -> Option<Call> {
-        call(&text(&self.directory, &format!("task/{tid}/syscall")).ok()?)
+    pub(super) fn blocked_call(&self, tid: i32) -> Option<BlockedCall> {
+        parse_syscall_line(&read_text(&self.directory, &format!("task/{tid}/syscall")).ok()?)
     }
 
     /// The processor that a thread ran on last.
-    pub(super) fn processor(&self, tid: i32) -> Option<usize> {
-        let stat = text(&self.directory, &format!("task/{tid}/stat")).ok()?;
+    pub(super) fn last_cpu(&self, tid: i32) -> Option<usize> {
+        let stat = read_text(&self.directory, &format!("task/{tid}/stat")).ok()?;
         stat.rsplit(')').next()?.split(' ').nth(37)?.parse().ok()
     }
 
     /// Whether a thread runs, or waits for nothing but a processor.
     pub(super) fn is_runnable(&self, tid: i32) -> bool {
-        let stat = text(&self.directory, &format!("task/{tid}/stat")).unwrap_or_default();
+        let stat = read_text(&self.directory, &format!("task/{tid}/stat")).unwrap_or_default();
         stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('R'))
     }
 
     pub(super) fn has_thread(&self, tid: i32) -> bool {
-        text(&self.directory, &format!("task/{tid}/stat")).is_ok()
+        read_text(&self.directory, &format!("task/{tid}/stat")).is_ok()
     }
 
     /// Refuse a stopped thread whose calls seccomp would judge.
-    pub(super) fn check_seccomp(&self, tid: i32, suspended: bool) -> Result<(), Error> {
-        let status = text(&self.directory, &format!("task/{tid}/status"))?;
-        match number(&status, "Seccomp") {
-            Some(1) => Err(Error::Unsupported("it runs under strict seccomp".to_owned())),
-            Some(mode) if mode > 1 && !suspended => Err(Error::Denied(
+    pub(super) fn check_seccomp(&self, tid: i32, is_suspended: bool) -> Result<(), InjectError> {
+        let status = read_text(&self.directory, &format!("task/{tid}/status"))?;
+        match status_number(&status, "Seccomp") {
+            Some(1) => Err(InjectError::Unsupported("it runs under strict seccomp".to_owned())),
+            Some(mode) if mode > 1 && !is_suspended => Err(InjectError::Denied(
                 "it runs under a seccomp filter, which only CAP_SYS_ADMIN may suspend, where pagefold itself runs under \
                  none and the kernel has CONFIG_CHECKPOINT_RESTORE"
                     .to_owned(),
@@ -319,57 +328,59 @@ impl Target {
     ///
     /// # Errors
     /// `Gone` when it ended.
-    pub fn is_filtered(&self) -> Result<bool, Error> {
-        Ok(number(&text(&self.directory, "status")?, "Seccomp").is_some_and(|mode: u32| mode != 0))
+    pub fn has_seccomp(&self) -> Result<bool, InjectError> {
+        Ok(status_number(&read_text(&self.directory, "status")?, "Seccomp").is_some_and(|mode: u32| mode != 0))
     }
 
     /// Why a thread could not be seized.
-    pub(super) fn why_not_seized(&self, tid: i32, error: &io::Error) -> Error {
-        let Ok(status) = text(&self.directory, &format!("task/{tid}/status")) else { return Error::Gone };
-        let tracer = number(&status, "TracerPid").unwrap_or(0);
+    pub(super) fn seize_error(&self, tid: i32, error: &io::Error) -> InjectError {
+        let Ok(status) = read_text(&self.directory, &format!("task/{tid}/status")) else {
+            return InjectError::Vanished;
+        };
+        let tracer = status_number(&status, "TracerPid").unwrap_or(0);
         match error.raw_os_error() {
-            Some(libc::ESRCH) => Error::Gone,
+            Some(libc::ESRCH) => InjectError::Vanished,
             // The kernel answers EPERM for it.
-            _ if has_ended(&status) => Error::Gone,
-            _ if tracer != 0 => Error::Traced(tracer),
-            Some(libc::EPERM) => Error::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
-            _ => Error::Failed(format!("seizing thread {tid}: {error}")),
+            _ if has_ended(&status) => InjectError::Vanished,
+            _ if tracer != 0 => InjectError::Traced(tracer),
+            Some(libc::EPERM) => InjectError::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
+            _ => InjectError::Failed(format!("seizing thread {tid}: {error}")),
         }
     }
 
     /// Where the code lies, if it still does. `Busy` where it is no longer in memory.
-    pub(super) fn verified_home(&self) -> Result<Home, Error> {
+    pub(super) fn verify_sites(&self) -> Result<InjectionSites, InjectError> {
         let mut stub = [0; 16];
         let mut landing = [0; 16];
-        self.read_present(&mut stub, self.home.stub)?;
-        self.read_present(&mut landing, arch::landing_code(self.home.landing))?;
-        if arch::is_home(&stub, &landing) { Ok(self.home) } else { Err(Error::Gone) }
+        self.read_if_present(&mut stub, self.sites.sigreturn_stub)?;
+        self.read_if_present(&mut landing, arch::return_code_address(self.sites.return_site))?;
+        if arch::are_sites_intact(&stub, &landing) { Ok(self.sites) } else { Err(InjectError::Vanished) }
     }
 
     /// Read memory that may belong to a file, while a thread is stopped. `Busy` where a page of it is not in memory: a
     /// file server that does not answer would keep the thread stopped. Swapped out, it is anonymous, and is read.
-    pub(super) fn read_present(&self, bytes: &mut [u8], at: u64) -> Result<(), Error> {
+    pub(super) fn read_if_present(&self, bytes: &mut [u8], at: u64) -> Result<(), InjectError> {
         let page = page_size() as u64;
         let end = at.checked_add(bytes.len() as u64).and_then(|end| end.checked_next_multiple_of(page));
-        let range = at / page * page..end.ok_or(Error::Gone)?;
+        let range = at / page * page..end.ok_or(InjectError::Vanished)?;
         let mut present = 0;
-        pagemap::mapped(&self.pagemap, range.clone(), pagemap::Holds::Anything, |found| {
+        pagemap::scan_mapped(&self.pagemap, range.clone(), pagemap::RangeContents::Anything, |found| {
             present += found.end - found.start;
         })
-        .map_err(failed("reading which pages of it are in memory"))?;
+        .map_err(operation_failed("reading which pages of it are in memory"))?;
         if present != range.end - range.start {
-            return Err(Error::Busy(format!("its memory at {at:#x} would have to be read from a file first")));
+            return Err(InjectError::Busy(format!("its memory at {at:#x} would have to be read from a file first")));
         }
-        self.memory.read_exact_at(bytes, at).map_err(|_| Error::Gone)
+        self.memory.read_exact_at(bytes, at).map_err(|_| InjectError::Vanished)
     }
 
     /// Where a thread that was stopped within a restartable sequence has to go on: the kernel forgets the sequence once
     /// it sees the thread elsewhere (kernel/rseq.c, `rseq_ip_fixup`), so what preemption would do has to be done.
     /// `Busy` where that is not in memory.
-    pub(super) fn rseq_abort(&self, rseq: u64, ip: u64) -> Result<Option<u64>, Error> {
+    pub(super) fn rseq_abort_address(&self, rseq: u64, ip: u64) -> Result<Option<u64>, InjectError> {
         let read = |at: u64| {
             let mut bytes = [0; 8];
-            self.read_present(&mut bytes, at).map(|()| u64::from_le_bytes(bytes))
+            self.read_if_present(&mut bytes, at).map(|()| u64::from_le_bytes(bytes))
         };
         // `struct rseq` has `rseq_cs` at 8; `struct rseq_cs` is version and flags, start_ip, post_commit_offset,
         // abort_ip.
@@ -384,7 +395,7 @@ impl Target {
 }
 
 /// The process that has locked a file by flock(2), of `/proc/locks` (fs/locks.c, `lock_get_status`, 6.18).
-fn lock_holder(locks: &str, device: u64, inode: u64) -> Option<i32> {
+fn flock_holder(locks: &str, device: u64, inode: u64) -> Option<i32> {
     let file = format!("{:02x}:{:02x}:{inode}", rustix::fs::major(device), rustix::fs::minor(device));
     locks.lines().find_map(|line| match line.split_ascii_whitespace().collect::<Vec<_>>()[..] {
         // A process that waits for the lock has an arrow in the second place.
@@ -394,7 +405,7 @@ fn lock_holder(locks: &str, device: u64, inode: u64) -> Option<i32> {
 }
 
 /// The program that a process runs. Only the name is read: its file may be on a server that does not answer.
-fn program(process: impl std::fmt::Display) -> Option<PathBuf> {
+fn executable_path(process: impl std::fmt::Display) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{process}/exe")).ok()
 }
 
@@ -407,25 +418,25 @@ fn may_be_pagefold(program: Option<&Path>, own: Option<&Path>) -> bool {
 }
 
 /// A file of the process. `Gone` when it is.
-pub(super) fn text(directory: &OwnedFd, file: &str) -> Result<String, Error> {
+pub(super) fn read_text(directory: &OwnedFd, file: &str) -> Result<String, InjectError> {
     let mut bytes = Vec::new();
     let file = openat(directory, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from);
     match file.map_err(io::Error::from).and_then(|mut file| file.read_to_end(&mut bytes)) {
         Ok(_) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(Error::Gone),
-        Err(error) => Err(failed("reading what it is")(error)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Err(InjectError::Vanished),
+        Err(error) => Err(operation_failed("reading what it is")(error)),
     }
 }
 
 /// Look for the code in the target's libraries and its program.
-fn find_home(memory: &File, maps: &str) -> Result<Home, Error> {
-    let code = maps.lines().filter_map(mapping).filter(|mapping| {
+fn find_injection_sites(memory: &File, maps: &str) -> Result<InjectionSites, InjectError> {
+    let code = maps.lines().filter_map(parse_maps_line).filter(|mapping| {
         let vdso = arch::STUB_IN_VDSO && mapping.name == "[vdso]";
         mapping.permissions.starts_with("r-xp") && (mapping.inode != 0 || vdso)
     });
-    let mut code: Vec<Mapping<'_>> = code.collect();
+    let mut code: Vec<MapsLine<'_>> = code.collect();
     if code.is_empty() {
-        return Err(Error::Gone);
+        return Err(InjectError::Vanished);
     }
     // A program of gigabytes need not be searched when the C library is there.
     code.sort_by_key(|mapping| {
@@ -433,24 +444,24 @@ fn find_home(memory: &File, maps: &str) -> Result<Home, Error> {
         !(["libc.so", "libc-", "libc.musl", "ld-musl"].iter().any(|name| file.starts_with(name)) || file == "[vdso]")
     });
     let (mut stub, mut landing) = (None, None);
-    let mut buffer = vec![0; CHUNK + OVERLAP];
+    let mut buffer = vec![0; CODE_BYTES_PER_READ + CODE_OVERLAP_BYTES];
     for mapping in &code {
         let mut start = mapping.start;
         while start < mapping.end {
             let len = (mapping.end - start).min(buffer.len() as u64) as usize;
             // What cannot be read, beyond the end of a file that was cut, holds no code.
             if memory.read_exact_at(&mut buffer[..len], start).is_ok() {
-                let (stub_at, landing_at) = arch::find(&buffer[..len]);
+                let (stub_at, landing_at) = arch::find_sites(&buffer[..len]);
                 stub = stub.or(stub_at.map(|at| start + at as u64));
                 landing = landing.or(landing_at.map(|at| start + at as u64));
                 if let (Some(stub), Some(landing)) = (stub, landing) {
-                    return Ok(Home { stub, landing });
+                    return Ok(InjectionSites { sigreturn_stub: stub, return_site: landing });
                 }
             }
-            start += CHUNK as u64;
+            start += CODE_BYTES_PER_READ as u64;
         }
     }
-    Err(Error::Unsupported(
+    Err(InjectError::Unsupported(
         "its code has no return from signal handlers, through which it could heal itself".to_owned(),
     ))
 }
@@ -460,19 +471,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_holder_of_a_lock_is_told_from_processes_that_wait_for_it() {
+    fn flock_holder_ignores_waiting_processes() {
         let locks = "1: POSIX  ADVISORY  WRITE 71 00:14:881 0 EOF\n\
                      2: FLOCK  ADVISORY  WRITE 812 00:14:882 0 EOF\n\
                      3: FLOCK  ADVISORY  WRITE 4711 00:14:881 0 EOF\n\
                      3: -> FLOCK  ADVISORY  WRITE 9 00:14:881 0 EOF\n";
         let device = rustix::fs::makedev(0, 0x14);
-        assert_eq!(lock_holder(locks, device, 881), Some(4711));
-        assert_eq!(lock_holder(locks, device, 88), None);
-        assert_eq!(lock_holder(locks, rustix::fs::makedev(8, 0x14), 881), None);
+        assert_eq!(flock_holder(locks, device, 881), Some(4711));
+        assert_eq!(flock_holder(locks, device, 88), None);
+        assert_eq!(flock_holder(locks, rustix::fs::makedev(8, 0x14), 881), None);
     }
 
     #[test]
-    fn a_program_that_locks_another_is_told_from_a_pagefold() {
+    fn other_programs_are_not_taken_for_pagefold() {
         let own = Some(Path::new("/tmp/deps/inject-1"));
         for known in ["/tmp/deps/inject-1", "/usr/bin/pagefold", "/usr/bin/pagefold (deleted)", "/a/pagefold-lab"] {
             assert!(may_be_pagefold(Some(Path::new(known)), own), "{known}");
@@ -483,7 +494,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shadow_stack_is_known_by_the_features_of_the_thread() {
+    fn shadow_stack_is_detected_from_thread_features() {
         let status = |features: &str| format!("Name:\tcat\nx86_Thread_features:\t{features}\nThreads:\t1\n");
         assert!(has_shadow_stack(&status("shstk wrss ")));
         assert!(!has_shadow_stack(&status("")) && !has_shadow_stack(&status("wrss ")));
@@ -492,12 +503,15 @@ mod tests {
     }
 
     #[test]
-    fn a_call_is_known_of_who_waits_in_one() {
+    fn blocked_call_is_parsed() {
         let waits = "22 0x4 0xffffe0 0x1 0xffffffff 0x0 0x8 0xfffff780 0xffff8001\n";
         let arguments = [4, 0xff_ffe0, 1, 0xffff_ffff, 0, 8];
-        assert_eq!(call(waits), Some(Call { number: 22, arguments, stack_pointer: 0xffff_f780, ip: 0xffff_8001 }));
+        assert_eq!(
+            parse_syscall_line(waits),
+            Some(BlockedCall { number: 22, arguments, stack_pointer: 0xffff_f780, return_address: 0xffff_8001 })
+        );
         for other in ["-1 0x7fff12345678 0x7f0012345678\n", "running\n", "22 0x4 0xff\n", ""] {
-            assert_eq!(call(other), None, "{other}");
+            assert_eq!(parse_syscall_line(other), None, "{other}");
         }
     }
 }

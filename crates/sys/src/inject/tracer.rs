@@ -7,20 +7,20 @@
 //!
 //! Both end together. When Pagefold is killed, the kernel kills the tracer (`PR_SET_PDEATHSIG`). When the tracer is
 //! killed, Pagefold kills itself: the memory of both may be in the middle of a change. A kernel timer kills a tracer
-//! that has not run for [`WATCHDOG`], because a SIGSTOP was sent to it or its cgroup was frozen; the end of the tracer
+//! that has not run for [`WATCHDOG_TIMEOUT`], because a SIGSTOP was sent to it or its cgroup was frozen; the end of the tracer
 //! releases the target. The timer restarts where the tracer waits for its target only. So while a thread is stopped,
 //! memory that may belong to a file is read only if it is there (`Target::read_present`): a page of a file on a FUSE or
 //! NFS server that does not answer would keep the tracer until its timer ends it, and Pagefold with it.
 //!
 //! A tracer may run on the target's CPU only (`super::ptrace::run_on`). Where a real-time program keeps that CPU, the
-//! waiting thread sends the tracer to the other CPUs after [`PATIENCE`], and later takes its real-time priority away, so
+//! waiting thread sends the tracer to the other CPUs after [`STALL_TIMEOUTS`], and later takes its real-time priority away, so
 //! that it gets the share of a CPU which the kernel reserves for ordinary tasks.
 //!
 //! Mirrors kernel/fork.c, kernel/exit.c and kernel/time/posix-timers.c (6.18). Limits: a freezer of cgroup v1 holds a
 //! killed process until it is thawed, and the target with it. A page that is dropped between the look and the reading,
 //! and a target whose mappings the kernel has locked, still hold the tracer up. Where Yama lets a process trace only
 //! its descendants (`kernel.yama.ptrace_scope` 1, without CAP_SYS_PTRACE) this process is refused, and `super::inside`
-//! traces from a thread of Pagefold. Job control is held back meanwhile ([`StopsHeld`]), but there SIGSTOP and a frozen
+//! traces from a thread of Pagefold. Job control is held back meanwhile ([`StopSignalDeferral`]), but there SIGSTOP and a frozen
 //! cgroup hold the target until Pagefold goes on.
 
 use std::cell::Cell;
@@ -37,38 +37,38 @@ use rustix::thread::{CpuSet, futex, sched_getaffinity, sched_setaffinity, set_na
 use rustix::time::{ClockId, Timespec, clock_gettime};
 
 /// How long a tracer may go without running before the kernel kills it.
-const WATCHDOG: Duration = Duration::from_secs(5);
+const WATCHDOG_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long a tracer may go without running before it is moved to other CPUs, and then before it loses its priority.
-const PATIENCE: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(200)];
+const STALL_TIMEOUTS: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(200)];
 /// Bytes of the tracer's stack, and of the inaccessible page below it.
-const STACK_BYTES: usize = 512 << 10;
-const GUARD_BYTES: usize = 64 << 10;
+const TRACER_STACK_BYTES: usize = 512 << 10;
+const STACK_GUARD_BYTES: usize = 64 << 10;
 
 /// CPU nanoseconds of all tracers that have ended.
-static CPU_NANOSECONDS: AtomicU64 = AtomicU64::new(0);
+static TRACER_CPU_NANOSECONDS: AtomicU64 = AtomicU64::new(0);
 
 thread_local! {
     /// The timer of the tracer that runs on behalf of this thread.
-    static TIMER: Cell<Option<libc::timer_t>> = const { Cell::new(None) };
+    static WATCHDOG_TIMER: Cell<Option<libc::timer_t>> = const { Cell::new(None) };
     /// The stack of this thread's last tracer: its pages are there already, so that a target is not stopped for them.
-    static STACK: Cell<Option<Stack>> = const { Cell::new(None) };
+    static CACHED_STACK: Cell<Option<TracerStack>> = const { Cell::new(None) };
     /// How often a tracer restarted its timer: it is known to have run by that.
-    static RUNS: AtomicU32 = const { AtomicU32::new(0) };
+    static WATCHDOG_RESTARTS: AtomicU32 = const { AtomicU32::new(0) };
 }
 
 /// CPU time of the tracers that have ended. It is not part of the CPU time of this process.
 #[must_use]
-pub fn cpu_time() -> Duration {
-    Duration::from_nanos(CPU_NANOSECONDS.load(Ordering::Relaxed))
+pub fn tracer_cpu_time() -> Duration {
+    Duration::from_nanos(TRACER_CPU_NANOSECONDS.load(Ordering::Relaxed))
 }
 
 /// Restart the watchdog timer. Does nothing outside a tracer.
 pub(super) fn restart_watchdog() {
-    let Some(timer) = TIMER.get() else { return };
-    RUNS.with(|runs| runs.fetch_add(1, Ordering::Relaxed));
+    let Some(timer) = WATCHDOG_TIMER.get() else { return };
+    WATCHDOG_RESTARTS.with(|runs| runs.fetch_add(1, Ordering::Relaxed));
     // SAFETY: all zeros are a valid `itimerspec`.
     let mut when: libc::itimerspec = unsafe { std::mem::zeroed() };
-    when.it_value.tv_sec = WATCHDOG.as_secs() as libc::time_t;
+    when.it_value.tv_sec = WATCHDOG_TIMEOUT.as_secs() as libc::time_t;
     // SAFETY: the timer belongs to this process, which never deletes it; `when` is valid and no old value is asked for.
     unsafe { libc::timer_settime(timer, 0, &raw const when, std::ptr::null_mut()) };
 }
@@ -82,26 +82,27 @@ fn start_watchdog() -> bool {
     let mut timer: libc::timer_t = std::ptr::null_mut();
     // SAFETY: `event` and `timer` are valid; the kernel deletes the timer when this process ends.
     let created = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) } == 0;
-    TIMER.set(created.then_some(timer));
+    WATCHDOG_TIMER.set(created.then_some(timer));
     restart_watchdog();
     created
 }
 
 /// A mapping to run the tracer on, unmapped when dropped.
-struct Stack(*mut libc::c_void);
+struct TracerStack(*mut libc::c_void);
 
-impl Stack {
+impl TracerStack {
     fn new() -> io::Result<Self> {
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_STACK | libc::MAP_NORESERVE;
         let access = libc::PROT_READ | libc::PROT_WRITE;
         // SAFETY: a new mapping at an address of the kernel's choice touches no other memory.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), GUARD_BYTES + STACK_BYTES, access, flags, -1, 0) };
+        let base =
+            unsafe { libc::mmap(std::ptr::null_mut(), STACK_GUARD_BYTES + TRACER_STACK_BYTES, access, flags, -1, 0) };
         if base == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
         let stack = Self(base);
         // SAFETY: the range is the lower end of the mapping made above, which is not in use yet.
-        match unsafe { libc::mprotect(base, GUARD_BYTES, libc::PROT_NONE) } {
+        match unsafe { libc::mprotect(base, STACK_GUARD_BYTES, libc::PROT_NONE) } {
             0 => Ok(stack),
             _ => Err(io::Error::last_os_error()),
         }
@@ -109,21 +110,21 @@ impl Stack {
 
     fn top(&self) -> *mut libc::c_void {
         // Never dereferenced beyond the mapping: stacks grow downwards.
-        self.0.wrapping_byte_add(GUARD_BYTES + STACK_BYTES)
+        self.0.wrapping_byte_add(STACK_GUARD_BYTES + TRACER_STACK_BYTES)
     }
 }
 
-impl Drop for Stack {
+impl Drop for TracerStack {
     fn drop(&mut self) {
         // SAFETY: the mapping is this value's, and the tracer that ran on it has ended.
-        unsafe { libc::munmap(self.0, GUARD_BYTES + STACK_BYTES) };
+        unsafe { libc::munmap(self.0, STACK_GUARD_BYTES + TRACER_STACK_BYTES) };
     }
 }
 
 /// Blocks all signals of the calling thread until dropped. A tracer that is started meanwhile begins with them blocked.
-struct SignalsBlocked(libc::sigset_t);
+struct SignalMaskGuard(libc::sigset_t);
 
-impl SignalsBlocked {
+impl SignalMaskGuard {
     fn new() -> Self {
         let mut all = std::mem::MaybeUninit::uninit();
         // SAFETY: `all` is a place for a set.
@@ -136,7 +137,7 @@ impl SignalsBlocked {
     }
 }
 
-impl Drop for SignalsBlocked {
+impl Drop for SignalMaskGuard {
     fn drop(&mut self) {
         // SAFETY: the set is valid; no old set is asked for.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, std::ptr::null_mut()) };
@@ -144,22 +145,22 @@ impl Drop for SignalsBlocked {
 }
 
 /// Stop signals of job control. SIGSTOP cannot be held back.
-const JOB_CONTROL: [libc::c_int; 3] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
+const JOB_CONTROL_SIGNALS: [libc::c_int; 3] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
 
-/// The signals of [`JOB_CONTROL`] that came while a [`StopsHeld`] lived, as bits by number, with [`HOLDING`].
-static HELD: AtomicU32 = AtomicU32::new(0);
+/// The signals of [`JOB_CONTROL_SIGNALS`] that came while a [`StopSignalDeferral`] lived, as bits by number, with [`HOLDING`].
+static DEFERRED_STOP_SIGNALS: AtomicU32 = AtomicU32::new(0);
 
-/// The bit of [`HELD`] that is set while a [`StopsHeld`] lives. No signal has the number 0.
+/// The bit of [`DEFERRED_STOP_SIGNALS`] that is set while a [`StopSignalDeferral`] lives. No signal has the number 0.
 const HOLDING: u32 = 1;
 
-/// The handler of [`JOB_CONTROL`] and SIGCONT.
-extern "C" fn hold(signal: libc::c_int) {
+/// The handler of [`JOB_CONTROL_SIGNALS`] and SIGCONT.
+extern "C" fn defer_stop_signal(signal: libc::c_int) {
     if signal == libc::SIGCONT {
         // As the kernel drops stop signals that are pending (kernel/signal.c, `prepare_signal`).
-        HELD.fetch_and(HOLDING, Ordering::Relaxed);
-    } else if HELD.fetch_or(1 << signal, Ordering::Relaxed) & HOLDING == 0 {
+        DEFERRED_STOP_SIGNALS.fetch_and(HOLDING, Ordering::Relaxed);
+    } else if DEFERRED_STOP_SIGNALS.fetch_or(1 << signal, Ordering::Relaxed) & HOLDING == 0 {
         // This began before the actions were restored, and the signals that were held have been sent since.
-        HELD.fetch_and(!(1 << signal), Ordering::Relaxed);
+        DEFERRED_STOP_SIGNALS.fetch_and(!(1 << signal), Ordering::Relaxed);
         send_to_self(signal);
     }
 }
@@ -174,21 +175,21 @@ fn send_to_self(signal: libc::c_int) {
 /// belong to the process.
 ///
 /// A handler, because programs that are started meanwhile would inherit that a signal is ignored.
-pub(super) struct StopsHeld {
-    before: Vec<(libc::c_int, libc::sigaction)>,
+pub(super) struct StopSignalDeferral {
+    previous_actions: Vec<(libc::c_int, libc::sigaction)>,
     _alone: MutexGuard<'static, ()>,
 }
 
-impl StopsHeld {
+impl StopSignalDeferral {
     pub(super) fn new() -> Self {
-        static ONE: Mutex<()> = Mutex::new(());
-        let alone = ONE.lock().unwrap_or_else(PoisonError::into_inner);
+        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+        let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: all zeros are a valid `sigaction`, with an empty mask.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
-        action.sa_sigaction = hold as extern "C" fn(libc::c_int) as libc::sighandler_t;
+        action.sa_sigaction = defer_stop_signal as extern "C" fn(libc::c_int) as libc::sighandler_t;
         action.sa_flags = libc::SA_RESTART;
-        HELD.fetch_or(HOLDING, Ordering::Relaxed);
-        let before = JOB_CONTROL.into_iter().chain([libc::SIGCONT]).filter_map(|signal| {
+        DEFERRED_STOP_SIGNALS.fetch_or(HOLDING, Ordering::Relaxed);
+        let before = JOB_CONTROL_SIGNALS.into_iter().chain([libc::SIGCONT]).filter_map(|signal| {
             let mut before = std::mem::MaybeUninit::uninit();
             // SAFETY: `action` is valid, and its handler changes an atomic and calls kill(2), which is
             // async-signal-safe; `before` is a place for the old one.
@@ -196,32 +197,32 @@ impl StopsHeld {
             // SAFETY: the call has succeeded, so it has initialized `before`.
             (answer == 0).then(|| (signal, unsafe { before.assume_init() }))
         });
-        Self { before: before.collect(), _alone: alone }
+        Self { previous_actions: before.collect(), _alone: alone }
     }
 }
 
-impl Drop for StopsHeld {
+impl Drop for StopSignalDeferral {
     fn drop(&mut self) {
-        for (signal, before) in &self.before {
+        for (signal, before) in &self.previous_actions {
             // SAFETY: the action was the process's before; no old one is asked for.
             unsafe { libc::sigaction(*signal, before, std::ptr::null_mut()) };
         }
-        let held = HELD.swap(0, Ordering::Relaxed);
-        JOB_CONTROL.into_iter().filter(|signal| held >> signal & 1 == 1).for_each(send_to_self);
+        let held = DEFERRED_STOP_SIGNALS.swap(0, Ordering::Relaxed);
+        JOB_CONTROL_SIGNALS.into_iter().filter(|signal| held >> signal & 1 == 1).for_each(send_to_self);
     }
 }
 
 /// What the tracer is to do, and what came of it: in memory that both processes share.
-struct Job<W, T> {
+struct TracerJob<W, T> {
     parent: Pid,
     work: Option<W>,
     outcome: Option<std::thread::Result<T>>,
 }
 
-/// The main function of the tracer; `job` is the address of its [`Job`].
-extern "C" fn trace<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::c_int {
+/// The main function of the tracer; `job` is the address of its [`TracerJob`].
+extern "C" fn tracer_main<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::c_int {
     // SAFETY: `run` passes the address of its job and does not touch it until this process has left the memory.
-    let job = unsafe { &mut *job.cast::<Job<W, T>>() };
+    let job = unsafe { &mut *job.cast::<TracerJob<W, T>>() };
     let bound = set_parent_process_death_signal(Some(Signal::KILL)).is_ok();
     fault::point("tracer started");
     // A parent that ended before the signal was requested sends none.
@@ -233,55 +234,55 @@ extern "C" fn trace<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::c_int 
         let _ = set_name(c"pagefold-inject");
         job.outcome = Some(catch_unwind(AssertUnwindSafe(work)));
     }
-    TIMER.set(None);
+    WATCHDOG_TIMER.set(None);
     let time = clock_gettime(ClockId::ProcessCPUTime);
     let nanoseconds = Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or(0)).as_nanos();
-    CPU_NANOSECONDS.fetch_add(u64::try_from(nanoseconds).unwrap_or(u64::MAX), Ordering::Relaxed);
+    TRACER_CPU_NANOSECONDS.fetch_add(u64::try_from(nanoseconds).unwrap_or(u64::MAX), Ordering::Relaxed);
     0
 }
 
 /// How often tracers of this thread have run.
-fn runs() -> u32 {
-    RUNS.with(|runs| runs.load(Ordering::Relaxed))
+fn watchdog_restarts() -> u32 {
+    WATCHDOG_RESTARTS.with(|runs| runs.load(Ordering::Relaxed))
 }
 
 /// Wait until the tracer has left this memory, and see that it runs. `alive` is not 0 until then; `before` is what
-/// [`runs`] was before the tracer was started.
+/// [`watchdog_restarts`] was before the tracer was started.
 ///
 /// All in here is raw system calls but for the last step, which writes to `errno` only if the tracer is gone: the
 /// thread-local state is the tracer's.
-fn await_end(tracer: Pid, alive: &AtomicU32, before: u32) {
-    let (mut seen, mut stage) = (before, 0);
+fn wait_for_tracer_exit(tracer: Pid, alive: &AtomicU32, restarts_before: u32) {
+    let (mut seen, mut stage) = (restarts_before, 0);
     loop {
         let value = alive.load(Ordering::Acquire);
         if value == 0 {
             return;
         }
-        let timeout = PATIENCE.get(stage).map(|patience| Timespec {
+        let timeout = STALL_TIMEOUTS.get(stage).map(|patience| Timespec {
             tv_sec: patience.as_secs().cast_signed(),
             tv_nsec: patience.subsec_nanos().into(),
         });
         // The kernel wakes a futex that is not private.
         let waited = futex::wait(alive, futex::Flags::empty(), value, timeout.as_ref());
         if waited == Err(Errno::TIMEDOUT) {
-            if runs() == before {
+            if watchdog_restarts() == restarts_before {
                 // Until it has begun it is an ordinary task that may run anywhere. Before it has a session of its own,
                 // a SIGSTOP for the process group stops it as well, and the SIGCONT for the group comes too late for it.
                 let _ = kill_process(tracer, Signal::CONT);
-            } else if runs() == seen {
+            } else if watchdog_restarts() == seen {
                 match stage {
-                    0 => leave_cpu(tracer),
+                    0 => move_to_other_cpus(tracer),
                     _ => lower_priority(tracer),
                 }
                 stage += 1;
             }
-            seen = runs();
+            seen = watchdog_restarts();
         }
     }
 }
 
 /// Send a tracer that may run on one CPU only to the others that this thread may run on.
-fn leave_cpu(tracer: Pid) {
+fn move_to_other_cpus(tracer: Pid) {
     let (Ok(allowed), Ok(pinned)) = (sched_getaffinity(None), sched_getaffinity(Some(tracer))) else { return };
     if let Some(others) = other_cpus(&allowed, &pinned) {
         // Where it is refused, the tracer waits for its CPU, at most until its timer ends it.
@@ -313,15 +314,15 @@ fn lower_priority(tracer: Pid) {
 ///
 /// # Panics
 /// If `work` does.
-pub(super) fn run<T>(work: impl FnOnce() -> T) -> io::Result<T> {
-    fn entry<W: FnOnce() -> T, T>(_: &Job<W, T>) -> extern "C" fn(*mut libc::c_void) -> libc::c_int {
-        trace::<W, T>
+pub(super) fn run_in_tracer_process<T>(work: impl FnOnce() -> T) -> io::Result<T> {
+    fn entry<W: FnOnce() -> T, T>(_: &TracerJob<W, T>) -> extern "C" fn(*mut libc::c_void) -> libc::c_int {
+        tracer_main::<W, T>
     }
-    let stack = STACK.take().map_or_else(Stack::new, Ok)?;
-    let mut job = Job { parent: getpid(), work: Some(work), outcome: None };
+    let stack = CACHED_STACK.take().map_or_else(TracerStack::new, Ok)?;
+    let mut job = TracerJob { parent: getpid(), work: Some(work), outcome: None };
     let enter = entry(&job);
-    let blocked = SignalsBlocked::new();
-    let (alive, before) = (AtomicU32::new(1), runs());
+    let blocked = SignalMaskGuard::new();
+    let (alive, before) = (AtomicU32::new(1), watchdog_restarts());
     // Without an exit signal, so that other waits of this process do not see the tracer.
     let flags = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_CHILD_CLEARTID;
     let (job_address, parent_tid, tls) =
@@ -333,7 +334,7 @@ pub(super) fn run<T>(work: impl FnOnce() -> T) -> io::Result<T> {
     let Some(pid) = Pid::from_raw(tracer).filter(|_| tracer > 0) else {
         return Err(io::Error::last_os_error());
     };
-    await_end(pid, &alive, before);
+    wait_for_tracer_exit(pid, &alive, before);
     // Its end is not complete when this thread goes on: it releases what it traces later than its memory.
     let mut status = 0;
     // SAFETY: `status` is a valid place for the status. All signals are blocked, so the call is not interrupted.
@@ -346,7 +347,7 @@ pub(super) fn run<T>(work: impl FnOnce() -> T) -> io::Result<T> {
         }
     }
     drop(blocked);
-    STACK.set(Some(stack));
+    CACHED_STACK.set(Some(stack));
     match job.outcome {
         Some(outcome) => Ok(outcome.unwrap_or_else(|panic| resume_unwind(panic))),
         None => Err(io::Error::other("the process could not be protected from stops")),
@@ -358,9 +359,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn work_runs_in_a_process_of_its_own_group_that_shares_memory() {
+    fn tracer_process_has_own_group_and_shared_memory() {
         let (mut seen, name) = (0, "shared".to_owned());
-        let answer = run(|| {
+        let answer = run_in_tracer_process(|| {
             seen += 1;
             (getpid(), name.clone() + "!", rustix::process::getpgrp())
         });
@@ -368,11 +369,11 @@ mod tests {
         assert_eq!((seen, name.as_str()), (1, "shared!"));
         assert!(pid != getpid() && group == pid);
         assert!(!std::fs::exists(format!("/proc/{pid}")).expect("a look at /proc"), "it has ended and is reaped");
-        assert!(cpu_time() > Duration::ZERO);
+        assert!(tracer_cpu_time() > Duration::ZERO);
     }
 
     #[test]
-    fn a_tracer_leaves_one_cpu_for_the_others_that_are_allowed() {
+    fn pinned_tracer_moves_to_other_allowed_cpus() {
         let set = |cpus: &[usize]| {
             let mut set = CpuSet::new();
             cpus.iter().for_each(|&cpu| set.set(cpu));
@@ -385,18 +386,18 @@ mod tests {
     }
 
     #[test]
-    fn the_signal_mask_comes_back_and_a_panic_passes_through() {
+    fn signal_mask_is_restored_and_panics_propagate() {
         let mask = || {
             let status = std::fs::read_to_string("/proc/thread-self/status").expect("a status");
             status.lines().find(|line| line.starts_with("SigBlk:")).expect("a mask").to_owned()
         };
         let before = mask();
-        let within = run(mask).expect("a process starts");
+        let within = run_in_tracer_process(mask).expect("a process starts");
         assert_eq!(mask(), before);
         let job_control = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU, libc::SIGCHLD];
         let blocked = u64::from_str_radix(within.trim_start_matches("SigBlk:").trim(), 16).expect("hexadecimal");
         assert!(job_control.iter().all(|signal| blocked >> (signal - 1) & 1 == 1), "{within}");
-        let panic = catch_unwind(|| run(|| panic!("on purpose")));
+        let panic = catch_unwind(|| run_in_tracer_process(|| panic!("on purpose")));
         assert_eq!(panic.expect_err("it panics").downcast_ref::<&str>(), Some(&"on purpose"));
         assert_eq!(mask(), before);
     }
@@ -412,24 +413,28 @@ mod tests {
         let tell = || std::fs::write(std::env::var_os(FILE).expect("a file"), "held").expect("it can be written");
         if case == "late handler" {
             tell();
-            return hold(libc::SIGTSTP);
+            return defer_stop_signal(libc::SIGTSTP);
         }
         let deadline = std::time::Instant::now() + Duration::from_secs(20);
         let send = |signal: Signal, leaves: u32| {
             kill_process(getpid(), signal).expect("a signal for itself");
-            while HELD.load(Ordering::Relaxed) != leaves {
-                assert!(std::time::Instant::now() < deadline, "{signal:?} leaves {}", HELD.load(Ordering::Relaxed));
+            while DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed) != leaves {
+                assert!(
+                    std::time::Instant::now() < deadline,
+                    "{signal:?} leaves {}",
+                    DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed)
+                );
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
-        let held = StopsHeld::new();
+        let held = StopSignalDeferral::new();
         send(Signal::TSTP, HOLDING | 1 << libc::SIGTSTP);
         if case == "continued" {
             send(Signal::CONT, HOLDING);
         }
         tell();
         drop(held);
-        assert_eq!(HELD.load(Ordering::Relaxed), 0);
+        assert_eq!(DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed), 0);
     }
 
     /// The child is this test again.

@@ -10,51 +10,51 @@ use std::time::Duration;
 
 use memchr::memmem;
 
-use super::ptrace::Thread;
-use super::target::Call;
-use super::{Error, Home, failed};
+use super::ptrace::TracedThread;
+use super::target::BlockedCall;
+use super::{InjectError, InjectionSites, operation_failed};
 
 const NT_PRSTATUS: usize = 1;
 const NT_X86_XSTATE: usize = 0x202;
 const NT_X86_SHSTK: usize = 0x204;
 
 /// Number of `rt_sigreturn`.
-pub const SIGRETURN: i64 = 15;
+pub const SYS_RT_SIGRETURN: i64 = 15;
 /// Bytes below the stack pointer that belong to the running function (System V ABI, 3.2.2).
-pub const RED_ZONE: u64 = 128;
+pub const RED_ZONE_BYTES: u64 = 128;
 /// Whether the kernel's own code, `[vdso]`, may hold the stub.
 pub const STUB_IN_VDSO: bool = false;
 /// Whether a call that was interrupted still has its first argument.
-pub const KEEPS_ARGUMENTS: bool = true;
+pub const KEEPS_FIRST_ARGUMENT: bool = true;
 
 /// `mov $15,%rax; syscall`: what every C library's `restore_rt` and Go's `sigreturn` consist of.
-const STUB: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05];
+const STUB_CODE: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05];
 /// `ret` behind `syscall`, and behind `xor %eax,%eax`.
-const LANDINGS: [[u8; 3]; 2] = [[0x0f, 0x05, 0xc3], [0x31, 0xc0, 0xc3]];
+const RETURN_CODES: [[u8; 3]; 2] = [[0x0f, 0x05, 0xc3], [0x31, 0xc0, 0xc3]];
 
 const USER_CS: u64 = 0x33;
 /// X86_EFLAGS_TF: a debug exception after each instruction.
-const TRAP_FLAG: u64 = 1 << 8;
-const X32_BIT: u64 = 1 << 30;
+const X86_EFLAGS_TF: u64 = 1 << 8;
+const X32_SYSCALL_BIT: u64 = 1 << 30;
 
 /// `struct rt_sigframe`: the return address, `struct ucontext`, `siginfo`.
-const UCONTEXT: usize = 8;
-const SIGCONTEXT: usize = UCONTEXT + 40;
-const SIGMASK: usize = SIGCONTEXT + 256;
-const FRAME: usize = SIGMASK + 8 + 128;
+const UCONTEXT_OFFSET: usize = 8;
+const SIGCONTEXT_OFFSET: usize = UCONTEXT_OFFSET + 40;
+const SIGMASK_OFFSET: usize = SIGCONTEXT_OFFSET + 256;
+const FRAME_BYTES: usize = SIGMASK_OFFSET + 8 + 128;
 /// UC_FP_XSTATE | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS.
 const UC_FLAGS: u64 = 7;
 /// No mode of an alternate stack, which `sigreturn` therefore leaves alone.
-const SS_FLAGS_NONE: u64 = 3;
+const SS_FLAGS_INVALID: u64 = 3;
 
-const SW_RESERVED: usize = 464;
-const XSTATE_HEADER: usize = 512;
-const MAGIC1: u32 = 0x4650_5853;
-const MAGIC2: u32 = 0x4650_5845;
+const SW_RESERVED_OFFSET: usize = 464;
+const XSTATE_HEADER_OFFSET: usize = 512;
+const FP_XSTATE_MAGIC1: u32 = 0x4650_5853;
+const FP_XSTATE_MAGIC2: u32 = 0x4650_5845;
 /// x87 and SSE, which the kernel always marks as present.
-const FPSSE: u64 = 3;
+const XFEATURE_MASK_FPSSE: u64 = 3;
 /// XFEATURE_XTILE_DATA, for which a thread has room only once it used it.
-const TILE_DATA: u64 = 1 << 18;
+const XFEATURE_MASK_XTILE_DATA: u64 = 1 << 18;
 
 const ERESTARTSYS: i64 = -512;
 const ERESTARTNOINTR: i64 = -513;
@@ -69,12 +69,12 @@ pub const INTERRUPTED_BY_STOP: [u64; 8] = [65, 128, 208, 220, 232, 281, 333, 441
 /// System calls that do so if they wait for a socket with a timeout, or for whatever else cannot be restarted by
 /// itself: read, write, readv, writev, connect, accept, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg,
 /// sendmmsg, io_uring_enter. Nor have these done anything then: what was done in part is told by a count.
-const INTERRUPTED_AT_TIMES: [u64; 14] = [0, 1, 19, 20, 42, 43, 44, 45, 46, 47, 288, 299, 307, 426];
+const SOMETIMES_INTERRUPTED_BY_STOP: [u64; 14] = [0, 1, 19, 20, 42, 43, 44, 45, 46, 47, 288, 299, 307, 426];
 
 /// Milliseconds of the clock that fit beside the number of a call, which stays positive.
-const CLOCK_MASK: u64 = (1 << 31) - 1;
+const START_MILLIS_MASK: u64 = (1 << 31) - 1;
 /// What was first interrupted longer ago than its time and so many milliseconds was not marked here.
-const STALE: u64 = 60_000;
+const STALE_START_MILLIS: u64 = 60_000;
 
 /// General registers, as NT_PRSTATUS has them.
 pub type Registers = libc::user_regs_struct;
@@ -83,32 +83,32 @@ const REGISTER_BYTES: usize = size_of::<Registers>();
 
 /// All that a thread has in its processor.
 #[derive(Clone)]
-pub struct State {
+pub struct ThreadState {
     pub registers: Registers,
-    vectors: Vec<u8>,
+    xsave_area: Vec<u8>,
 }
 
 /// Positions of the stub and of the landing in code: each where there is one.
-pub fn find(code: &[u8]) -> (Option<usize>, Option<usize>) {
-    let stub = memmem::find(code, &STUB);
-    let landing = LANDINGS.iter().filter_map(|landing| memmem::find(code, landing)).min();
+pub fn find_sites(code: &[u8]) -> (Option<usize>, Option<usize>) {
+    let stub = memmem::find(code, &STUB_CODE);
+    let landing = RETURN_CODES.iter().filter_map(|landing| memmem::find(code, landing)).min();
     // The landing is the `ret`; the two bytes before it are where a restarted call comes back to.
     (stub, landing.map(|position| position + 2))
 }
 
 /// Whether the code is still what was found.
-pub fn is_home(stub: &[u8; 16], landing: &[u8; 16]) -> bool {
-    stub.starts_with(&STUB) && LANDINGS.iter().any(|code| landing.starts_with(code))
+pub fn are_sites_intact(stub: &[u8; 16], return_code: &[u8; 16]) -> bool {
+    stub.starts_with(&STUB_CODE) && RETURN_CODES.iter().any(|code| return_code.starts_with(code))
 }
 
-/// Where to read the code that [`is_home`] looks at.
-pub fn landing_code(landing: u64) -> u64 {
-    landing - 2
+/// Where to read the code that [`are_sites_intact`] looks at.
+pub fn return_code_address(return_site: u64) -> u64 {
+    return_site - 2
 }
 
-pub fn registers(thread: Thread) -> io::Result<Registers> {
+pub fn read_registers(thread: TracedThread) -> io::Result<Registers> {
     let mut bytes = [0; REGISTER_BYTES];
-    let filled = thread.register_set(NT_PRSTATUS, &mut bytes)?;
+    let filled = thread.read_register_set(NT_PRSTATUS, &mut bytes)?;
     if filled != REGISTER_BYTES {
         return Err(io::Error::from_raw_os_error(libc::ENOEXEC));
     }
@@ -116,40 +116,41 @@ pub fn registers(thread: Thread) -> io::Result<Registers> {
     Ok(unsafe { std::mem::transmute::<[u8; REGISTER_BYTES], Registers>(bytes) })
 }
 
-pub fn set_registers(thread: Thread, registers: &Registers) -> io::Result<()> {
+pub fn write_registers(thread: TracedThread, registers: &Registers) -> io::Result<()> {
     // SAFETY: 27 64-bit numbers have no padding.
     let bytes = unsafe { std::mem::transmute::<Registers, [u8; REGISTER_BYTES]>(*registers) };
-    thread.set_register_set(NT_PRSTATUS, &bytes)
+    thread.write_register_set(NT_PRSTATUS, &bytes)
 }
 
-impl State {
-    pub fn save(thread: Thread) -> Result<Self, Error> {
-        let registers = registers(thread).map_err(|error| match error.raw_os_error() {
-            Some(libc::ENOEXEC) => Error::Unsupported("it is a 32-bit program".to_owned()),
-            _ => failed("reading its registers")(error),
+impl ThreadState {
+    pub fn capture(thread: TracedThread) -> Result<Self, InjectError> {
+        let registers = read_registers(thread).map_err(|error| match error.raw_os_error() {
+            Some(libc::ENOEXEC) => InjectError::Unsupported("it is a 32-bit program".to_owned()),
+            _ => operation_failed("reading its registers")(error),
         })?;
         let called = (registers.orig_rax as i64 >= 0).then_some(registers.orig_rax);
-        if registers.cs != USER_CS || called.is_some_and(|number| number & X32_BIT != 0) {
-            return Err(Error::Unsupported("it runs 32-bit code".to_owned()));
+        if registers.cs != USER_CS || called.is_some_and(|number| number & X32_SYSCALL_BIT != 0) {
+            return Err(InjectError::Unsupported("it runs 32-bit code".to_owned()));
         }
         // `ssp_get` (arch/x86/kernel/fpu/regset.c, 6.6) answers for a thread that has one alone. `sigreturn` would look
         // for a frame on that stack that only the kernel can put there. `Target::new` has seen the main thread's.
-        if thread.register_set(NT_X86_SHSTK, &mut [0; 8]).is_ok() {
-            return Err(Error::Unsupported("it runs with a shadow stack".to_owned()));
+        if thread.read_register_set(NT_X86_SHSTK, &mut [0; 8]).is_ok() {
+            return Err(InjectError::Unsupported("it runs with a shadow stack".to_owned()));
         }
         let mut vectors = vec![0; 64 << 10];
-        let filled =
-            thread.register_set(NT_X86_XSTATE, &mut vectors).map_err(failed("reading its vector registers"))?;
+        let filled = thread
+            .read_register_set(NT_X86_XSTATE, &mut vectors)
+            .map_err(operation_failed("reading its vector registers"))?;
         vectors.truncate(filled);
-        if filled < XSTATE_HEADER + 64 {
-            return Err(Error::Unsupported("this processor has no XSAVE".to_owned()));
+        if filled < XSTATE_HEADER_OFFSET + 64 {
+            return Err(InjectError::Unsupported("this processor has no XSAVE".to_owned()));
         }
-        Ok(Self { registers, vectors })
+        Ok(Self { registers, xsave_area: vectors })
     }
 
     /// Give the thread what a call may have changed.
-    pub fn restore(&self, thread: Thread) -> io::Result<()> {
-        set_registers(thread, &self.registers)
+    pub fn restore(&self, thread: TracedThread) -> io::Result<()> {
+        write_registers(thread, &self.registers)
     }
 
     pub fn stack_pointer(&self) -> u64 {
@@ -173,24 +174,24 @@ impl State {
     /// hands it on when it restarts the call, and forgets it when the call is over (`syscall_get_nr`,
     /// `arch_do_signal_or_restart`), so that a new call of the same kind is known to be new, and the program never sees
     /// a register that is not as it was.
-    pub fn forgive_interruption(
+    pub fn restart_interrupted_call(
         &mut self,
         now: Duration,
         read: impl Fn(u64) -> Option<[u8; 16]>,
-        _waited: Option<&Call>,
+        _blocked_call: Option<&BlockedCall>,
     ) -> bool {
         let called = self.registers.orig_rax & u64::from(u32::MAX);
         let interrupted = self.registers.rax as i64 == -i64::from(libc::EINTR);
-        let stops = [&INTERRUPTED_BY_STOP[..], &INTERRUPTED_AT_TIMES].concat();
+        let stops = [&INTERRUPTED_BY_STOP[..], &SOMETIMES_INTERRUPTED_BY_STOP].concat();
         if !interrupted || !stops.contains(&called) {
             return false;
         }
         self.registers.rax = ERESTARTNOHAND as u64;
-        let Some((limit, answer)) = self.time_limit(called, read) else { return true };
-        let now = now.as_millis() as u64 & CLOCK_MASK;
+        let Some((limit, answer)) = self.call_timeout(called, read) else { return true };
+        let now = now.as_millis() as u64 & START_MILLIS_MASK;
         let begun = self.registers.orig_rax >> 32;
-        let since = now.wrapping_sub(begun) & CLOCK_MASK;
-        if begun == 0 || since > limit.saturating_add(STALE) {
+        let since = now.wrapping_sub(begun) & START_MILLIS_MASK;
+        if begun == 0 || since > limit.saturating_add(STALE_START_MILLIS) {
             self.registers.orig_rax = called | now.max(1) << 32;
         } else if since > limit {
             self.registers.rax = answer as u64;
@@ -200,10 +201,10 @@ impl State {
 
     /// How many milliseconds a call of [`INTERRUPTED_BY_STOP`] waits at most, if not for ever, and what it then
     /// answers.
-    fn time_limit(&self, called: u64, read: impl Fn(u64) -> Option<[u8; 16]>) -> Option<(u64, i64)> {
+    fn call_timeout(&self, syscall_number: u64, read: impl Fn(u64) -> Option<[u8; 16]>) -> Option<(u64, i64)> {
         let r = &self.registers;
         let again = -i64::from(libc::EAGAIN);
-        let (timespec, answer) = match called {
+        let (timespec, answer) = match syscall_number {
             232 | 281 => return u64::try_from(r.r10 as i32).ok().map(|limit| (limit, 0)),
             128 => (r.rdx, again),
             208 | 333 => (r.r8, 0),
@@ -217,83 +218,83 @@ impl State {
     }
 
     /// The registers with which it goes on from user mode: a call that the kernel would restart begins anew.
-    fn resumed(&self) -> Registers {
+    fn resumed_registers(&self) -> Registers {
         let mut registers = self.registers;
         let in_call = registers.orig_rax as i64 >= 0;
-        if in_call && is_restart(registers.rax as i64) {
+        if in_call && is_restart_code(registers.rax as i64) {
             registers.rax = registers.orig_rax;
             registers.rip -= 2;
         }
         registers
     }
 
-    /// How many bytes [`State::frame`] has at most.
-    pub fn frame_bytes(&self) -> usize {
-        8 + FRAME + 64 + self.vectors.len() + 8
+    /// How many bytes [`ThreadState::build_frame`] has at most.
+    pub fn max_frame_bytes(&self) -> usize {
+        8 + FRAME_BYTES + 64 + self.xsave_area.len() + 8
     }
 
-    /// What is to be written at `base`, 64-byte aligned, so that a thread that [`parked`] stands at the stub comes back
+    /// What is to be written at `base`, 64-byte aligned, so that a thread that [`parked_registers`] stands at the stub comes back
     /// to this state by itself, with that signal mask.
-    pub fn frame(&self, base: u64, mask: u64, home: Home) -> Vec<u8> {
-        let mut bytes = vec![0; self.frame_bytes()];
-        let vectors = (8 + FRAME).next_multiple_of(64);
-        let registers = self.resumed();
+    pub fn build_frame(&self, frame_address: u64, signal_mask: u64, sites: InjectionSites) -> Vec<u8> {
+        let mut bytes = vec![0; self.max_frame_bytes()];
+        let vectors = (8 + FRAME_BYTES).next_multiple_of(64);
+        let registers = self.resumed_registers();
         let frame = 8;
         let mut put = |at: usize, value: u64| bytes[frame + at..frame + at + 8].copy_from_slice(&value.to_le_bytes());
-        put(0, home.stub);
-        put(UCONTEXT, UC_FLAGS);
-        put(UCONTEXT + 24, SS_FLAGS_NONE);
+        put(0, sites.sigreturn_stub);
+        put(UCONTEXT_OFFSET, UC_FLAGS);
+        put(UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID);
         let r = &registers;
         let general = [
             r.r8, r.r9, r.r10, r.r11, r.r12, r.r13, r.r14, r.r15, r.rdi, r.rsi, r.rbp, r.rbx, r.rdx, r.rax, r.rcx,
             r.rsp, r.rip, r.eflags,
         ];
         for (position, value) in general.into_iter().enumerate() {
-            put(SIGCONTEXT + position * 8, value);
+            put(SIGCONTEXT_OFFSET + position * 8, value);
         }
-        put(SIGCONTEXT + 144, r.cs | r.ss << 48);
-        put(SIGCONTEXT + 168, mask);
-        put(SIGCONTEXT + 184, base + vectors as u64);
-        put(SIGMASK, mask);
-        self.put_vectors(&mut bytes[vectors..]);
+        put(SIGCONTEXT_OFFSET + 144, r.cs | r.ss << 48);
+        put(SIGCONTEXT_OFFSET + 168, signal_mask);
+        put(SIGCONTEXT_OFFSET + 184, frame_address + vectors as u64);
+        put(SIGMASK_OFFSET, signal_mask);
+        self.write_xsave_area(&mut bytes[vectors..]);
         bytes
     }
 
-    /// Whether bytes are a whole frame of [`State::frame`] with that home and nothing else: known by its head, which
+    /// Whether bytes are a whole frame of [`ThreadState::build_frame`] with that home and nothing else: known by its head, which
     /// one of the kernel's does not have (another alternate stack), and by its end, from where a stack would grow into
     /// it.
-    pub fn is_frame(&self, bytes: &[u8], home: Home) -> bool {
-        let end = (8 + FRAME).next_multiple_of(64) + self.vectors.len();
+    pub fn is_own_frame(&self, bytes: &[u8], sites: InjectionSites) -> bool {
+        let end = (8 + FRAME_BYTES).next_multiple_of(64) + self.xsave_area.len();
         let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_le_bytes(at.try_into().expect("eight bytes")));
         let parts = [
             (0, 0),
-            (8, home.stub),
-            (8 + UCONTEXT, UC_FLAGS),
-            (8 + UCONTEXT + 24, SS_FLAGS_NONE),
-            (end, u64::from(MAGIC2)),
+            (8, sites.sigreturn_stub),
+            (8 + UCONTEXT_OFFSET, UC_FLAGS),
+            (8 + UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID),
+            (end, u64::from(FP_XSTATE_MAGIC2)),
         ];
         parts.iter().all(|&(at, value)| word(at) == Some(value)) && bytes[end + 8..].iter().all(|&byte| byte == 0)
     }
 
     /// The XSAVE area as `sigreturn` wants it.
-    fn put_vectors(&self, area: &mut [u8]) {
-        area[..self.vectors.len()].copy_from_slice(&self.vectors);
-        let number = |at: usize| u64::from_le_bytes(self.vectors[at..at + 8].try_into().expect("eight bytes"));
-        let (all, used) = (number(SW_RESERVED), number(XSTATE_HEADER) | FPSSE);
+    fn write_xsave_area(&self, area: &mut [u8]) {
+        area[..self.xsave_area.len()].copy_from_slice(&self.xsave_area);
+        let number = |at: usize| u64::from_le_bytes(self.xsave_area[at..at + 8].try_into().expect("eight bytes"));
+        let (all, used) = (number(SW_RESERVED_OFFSET), number(XSTATE_HEADER_OFFSET) | XFEATURE_MASK_FPSSE);
         // ptrace shows the largest state any thread may have. A thread that never used tiles has no room for them, and
         // `sigreturn` takes no more than the thread has room for.
-        let restored = if used & TILE_DATA == 0 { all & !TILE_DATA } else { all };
-        let size = xstate_bytes(restored).min(self.vectors.len());
-        area[XSTATE_HEADER..XSTATE_HEADER + 8].copy_from_slice(&used.to_le_bytes());
-        let software = [MAGIC1, size as u32 + 4, restored as u32, (restored >> 32) as u32, size as u32, 0];
-        area[SW_RESERVED..SW_RESERVED + 48].fill(0);
+        let restored = if used & XFEATURE_MASK_XTILE_DATA == 0 { all & !XFEATURE_MASK_XTILE_DATA } else { all };
+        let size = xstate_bytes(restored).min(self.xsave_area.len());
+        area[XSTATE_HEADER_OFFSET..XSTATE_HEADER_OFFSET + 8].copy_from_slice(&used.to_le_bytes());
+        let software = [FP_XSTATE_MAGIC1, size as u32 + 4, restored as u32, (restored >> 32) as u32, size as u32, 0];
+        area[SW_RESERVED_OFFSET..SW_RESERVED_OFFSET + 48].fill(0);
         for (position, word) in software.into_iter().enumerate() {
-            area[SW_RESERVED + position * 4..][..4].copy_from_slice(&word.to_le_bytes());
+            area[SW_RESERVED_OFFSET + position * 4..][..4].copy_from_slice(&word.to_le_bytes());
         }
         // Kernels look for the second mark behind the stated size, those of 6.14 to 6.18 behind the room that the
         // thread has, which may be the full one although it uses less now.
-        for at in [size, self.vectors.len()] {
-            area[at..at + 4].copy_from_slice(&MAGIC2.to_le_bytes());
+        for at in [size, self.xsave_area.len()] {
+            area[at..at + 4].copy_from_slice(&FP_XSTATE_MAGIC2.to_le_bytes());
         }
     }
 }
@@ -304,152 +305,156 @@ fn xstate_bytes(features: u64) -> usize {
         let leaf = __cpuid_count(0xd, feature);
         (leaf.eax + leaf.ebx) as usize
     });
-    extended.max().unwrap_or(0).max(XSTATE_HEADER + 64)
+    extended.max().unwrap_or(0).max(XSTATE_HEADER_OFFSET + 64)
 }
 
 /// Whether the kernel means to restart the call that came to this.
-pub fn is_restart(result: i64) -> bool {
+pub fn is_restart_code(result: i64) -> bool {
     matches!(result, ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
 }
 
 /// At the stub: the next instructions are `rt_sigreturn` of the frame at `base`.
-pub fn parked(state: &State, base: u64, home: Home) -> Registers {
+pub fn parked_registers(state: &ThreadState, frame_address: u64, sites: InjectionSites) -> Registers {
     let mut registers = state.registers;
-    registers.rip = home.stub;
-    registers.rsp = base + 16;
+    registers.rip = sites.sigreturn_stub;
+    registers.rsp = frame_address + 16;
     registers.orig_rax = u64::MAX;
     registers.rax = 0;
     // A program that steps through itself would be killed by SIGTRAP, which is blocked here. The frame has the flag.
-    registers.eflags &= !TRAP_FLAG;
+    registers.eflags &= !X86_EFLAGS_TF;
     registers
 }
 
 /// Whether a thread whose tracer died may be on its way through its frame.
-pub fn heals(registers: &Registers, home: Home) -> bool {
-    let code = home.stub..=home.stub + STUB.len() as u64;
-    code.contains(&registers.rip) || (landing_code(home.landing)..=home.landing).contains(&registers.rip)
+pub fn may_be_in_sigreturn(registers: &Registers, sites: InjectionSites) -> bool {
+    let code = sites.sigreturn_stub..=sites.sigreturn_stub + STUB_CODE.len() as u64;
+    code.contains(&registers.rip)
+        || (return_code_address(sites.return_site)..=sites.return_site).contains(&registers.rip)
 }
 
 /// Whether a thread that stopped is at the entry of the stub's own call.
-pub fn is_at_entry(registers: &Registers, home: Home) -> bool {
-    registers.orig_rax as i64 == SIGRETURN && registers.rip == home.stub + STUB.len() as u64
+pub fn is_at_sigreturn_entry(registers: &Registers, sites: InjectionSites) -> bool {
+    registers.orig_rax as i64 == SYS_RT_SIGRETURN && registers.rip == sites.sigreturn_stub + STUB_CODE.len() as u64
 }
 
 /// Turn the call that a thread is at the entry of into another, that comes back to the landing: its `ret` goes to the
 /// stub, whose address is the first word of the frame. If the kernel restarts the call it is from two bytes before.
-pub fn set_call(
-    thread: Thread,
+pub fn replace_call(
+    thread: TracedThread,
     parked: &Registers,
-    base: u64,
-    home: Home,
+    frame_address: u64,
+    sites: InjectionSites,
     number: i64,
     arguments: [u64; 6],
 ) -> io::Result<()> {
     let mut registers = *parked;
     registers.orig_rax = number as u64;
     [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = arguments;
-    registers.rip = home.landing;
-    registers.rsp = base + 8;
+    registers.rip = sites.return_site;
+    registers.rsp = frame_address + 8;
     // The kernel has this in place at the entry of a call.
     registers.rax = -i64::from(libc::ENOSYS) as u64;
-    set_registers(thread, &registers)
+    write_registers(thread, &registers)
 }
 
-pub fn result(registers: &Registers) -> i64 {
+pub fn call_result(registers: &Registers) -> i64 {
     registers.rax as i64
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::telling;
+    use super::super::distinguishing_offset;
     use super::*;
 
-    fn interrupted(call: u64, limit: u64) -> State {
+    fn interrupted_state(call: u64, limit: u64) -> ThreadState {
         // SAFETY: all zeros are valid for plain numbers.
         let mut registers: Registers = unsafe { std::mem::zeroed() };
         registers.orig_rax = call;
         registers.rax = -i64::from(libc::EINTR) as u64;
         registers.r10 = limit;
-        State { registers, vectors: Vec::new() }
+        ThreadState { registers, xsave_area: Vec::new() }
     }
 
-    fn stop(state: &mut State, millis: u64) -> i64 {
+    fn stop_at(state: &mut ThreadState, millis: u64) -> i64 {
         state.registers.rax = -i64::from(libc::EINTR) as u64;
-        state.forgive_interruption(Duration::from_millis(millis), |_| None, None);
+        state.restart_interrupted_call(Duration::from_millis(millis), |_| None, None);
         state.registers.rax as i64
     }
 
     #[test]
-    fn a_wait_that_is_stopped_again_and_again_ends_in_time_and_not_before() {
-        let mut state = interrupted(232, 50);
+    fn repeatedly_stopped_wait_times_out_on_time() {
+        let mut state = interrupted_state(232, 50);
         for millis in (1000..=1050).step_by(10) {
-            assert_eq!(stop(&mut state, millis), ERESTARTNOHAND, "at {millis}");
+            assert_eq!(stop_at(&mut state, millis), ERESTARTNOHAND, "at {millis}");
             assert_eq!((state.registers.orig_rax as u32, state.registers.r10), (232, 50));
         }
-        assert_eq!(stop(&mut state, 1051), 0);
+        assert_eq!(stop_at(&mut state, 1051), 0);
         // The next call comes with a plain number.
         state.registers.orig_rax = 232;
-        assert_eq!(stop(&mut state, 1052), ERESTARTNOHAND);
-        assert_eq!(stop(&mut state, 1100), ERESTARTNOHAND);
+        assert_eq!(stop_at(&mut state, 1052), ERESTARTNOHAND);
+        assert_eq!(stop_at(&mut state, 1100), ERESTARTNOHAND);
         // What is in the upper half by somebody else's doing says nothing.
         state.registers.orig_rax = 232 | 7 << 32;
-        assert_eq!(stop(&mut state, 1_000_000), ERESTARTNOHAND);
-        assert_eq!(stop(&mut state, 1_000_010), ERESTARTNOHAND);
+        assert_eq!(stop_at(&mut state, 1_000_000), ERESTARTNOHAND);
+        assert_eq!(stop_at(&mut state, 1_000_010), ERESTARTNOHAND);
     }
 
     #[test]
-    fn a_wait_without_a_limit_goes_on_and_other_calls_are_left_alone() {
-        let mut state = interrupted(281, u64::from(u32::MAX));
-        assert_eq!(stop(&mut state, 1000), ERESTARTNOHAND);
-        assert_eq!(stop(&mut state, 900_000), ERESTARTNOHAND);
+    fn endless_waits_restart_other_calls_are_kept() {
+        let mut state = interrupted_state(281, u64::from(u32::MAX));
+        assert_eq!(stop_at(&mut state, 1000), ERESTARTNOHAND);
+        assert_eq!(stop_at(&mut state, 900_000), ERESTARTNOHAND);
         assert_eq!(state.registers.orig_rax, 281);
         // read: a socket's timeout is not among its arguments.
-        let mut state = interrupted(0, 0);
-        assert_eq!(stop(&mut state, 1000), ERESTARTNOHAND);
+        let mut state = interrupted_state(0, 0);
+        assert_eq!(stop_at(&mut state, 1000), ERESTARTNOHAND);
         assert_eq!(state.registers.orig_rax, 0);
         // open
-        assert_eq!(stop(&mut interrupted(2, 0), 1000), -i64::from(libc::EINTR));
+        assert_eq!(stop_at(&mut interrupted_state(2, 0), 1000), -i64::from(libc::EINTR));
     }
 
     #[test]
-    fn a_frame_is_known_again_and_what_is_on_its_way_through_it() {
-        let home = Home { stub: 0x1000, landing: 0x2002 };
-        let mut state = interrupted(u64::MAX, 0);
-        state.vectors = vec![0; 1024];
-        let frame = state.frame(0x7000, 0, home);
-        assert!(state.is_frame(&frame, home));
-        assert!(!state.is_frame(&frame, Home { stub: 0x1001, ..home }) && !state.is_frame(&frame[64..], home));
-        assert!(state.is_frame(&[frame.as_slice(), &[0; 9]].concat(), home));
-        assert!(!state.is_frame(&[frame.as_slice(), &[0, 1]].concat(), home));
-        assert!(!state.is_frame(&frame[..frame.len() / 2], home) && !state.is_frame(&[0; 4], home));
-        let place = telling(&vec![0; frame.len()], &frame);
-        assert_eq!(frame[place..place + 8], home.stub.to_ne_bytes());
+    fn own_frame_and_sigreturn_are_recognized() {
+        let home = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
+        let mut state = interrupted_state(u64::MAX, 0);
+        state.xsave_area = vec![0; 1024];
+        let frame = state.build_frame(0x7000, 0, home);
+        assert!(state.is_own_frame(&frame, home));
+        assert!(
+            !state.is_own_frame(&frame, InjectionSites { sigreturn_stub: 0x1001, ..home })
+                && !state.is_own_frame(&frame[64..], home)
+        );
+        assert!(state.is_own_frame(&[frame.as_slice(), &[0; 9]].concat(), home));
+        assert!(!state.is_own_frame(&[frame.as_slice(), &[0, 1]].concat(), home));
+        assert!(!state.is_own_frame(&frame[..frame.len() / 2], home) && !state.is_own_frame(&[0; 4], home));
+        let place = distinguishing_offset(&vec![0; frame.len()], &frame);
+        assert_eq!(frame[place..place + 8], home.sigreturn_stub.to_ne_bytes());
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1009, true), (0x2002, true), (0x3000, false)] {
             state.registers.rip = ip;
-            assert_eq!(heals(&state.registers, home), expected, "{ip:x}");
+            assert_eq!(may_be_in_sigreturn(&state.registers, home), expected, "{ip:x}");
         }
     }
 
     #[test]
-    fn a_parked_thread_is_not_stepped_and_its_frame_keeps_the_flag() {
-        let home = Home { stub: 0x1000, landing: 0x2002 };
-        let mut state = interrupted(u64::MAX, 0);
-        state.vectors = vec![0; 1024];
+    fn parked_thread_clears_trap_flag_frame_keeps_it() {
+        let home = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
+        let mut state = interrupted_state(u64::MAX, 0);
+        state.xsave_area = vec![0; 1024];
         state.registers.eflags = 0x346;
-        assert_eq!(parked(&state, 0x7000, home).eflags, 0x246);
-        let flags = 8 + SIGCONTEXT + 17 * 8;
-        assert_eq!(state.frame(0x7000, 0, home)[flags..flags + 8], 0x346_u64.to_le_bytes());
+        assert_eq!(parked_registers(&state, 0x7000, home).eflags, 0x246);
+        let flags = 8 + SIGCONTEXT_OFFSET + 17 * 8;
+        assert_eq!(state.build_frame(0x7000, 0, home)[flags..flags + 8], 0x346_u64.to_le_bytes());
     }
 
     #[test]
-    fn a_limit_may_lie_in_memory() {
+    fn timeout_is_read_from_timespec_in_memory() {
         let mut time = [0; 16];
         time[0] = 2;
         time[8..].copy_from_slice(&1_500_000_u64.to_le_bytes());
-        let mut state = interrupted(128, 0);
+        let mut state = interrupted_state(128, 0);
         state.registers.rdx = 0x1000;
         let read = |at: u64| (at == 0x1000).then_some(time);
-        assert_eq!(state.time_limit(128, read), Some((2002, -i64::from(libc::EAGAIN))));
-        assert_eq!(state.time_limit(441, read), None);
+        assert_eq!(state.call_timeout(128, read), Some((2002, -i64::from(libc::EAGAIN))));
+        assert_eq!(state.call_timeout(441, read), None);
     }
 }

@@ -1,42 +1,46 @@
 //! Requests: read within bounds, and refused unless there is no doubt about them.
 
-use super::answer::Answer;
+use super::response::HttpResponse;
 use std::io::{self, Read};
 use std::net::{IpAddr, TcpStream};
 
 /// The longest head of a request, in bytes: what a browser sends has some hundred.
-pub const HEAD_BYTES: usize = 8 << 10;
+pub const MAX_HEAD_BYTES: usize = 8 << 10;
 
 /// The most header fields of a request.
-pub const FIELDS: usize = 64;
+pub const MAX_HEADER_FIELDS: usize = 64;
 
 /// What a request asks for.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct HttpRequest {
     /// The path, as it was sent.
     pub path: String,
     /// What stands behind its question mark.
     pub query: Option<String>,
     /// Whether the answer may be in OpenMetrics, the text format of Prometheus being the other choice.
-    pub openmetrics: bool,
+    pub accepts_openmetrics: bool,
 }
 
 /// What has arrived of a request.
 #[derive(Debug, Default)]
-pub struct Head(Vec<u8>);
+pub struct PartialRequest(Vec<u8>);
 
-impl Head {
+impl PartialRequest {
     /// Read what is there of a connection that does not block. `None` while the head is not whole, `Some(None)` if the
     /// peer went without a word.
     ///
     /// # Errors
     /// The answer to what is no request, not a permitted one, or too long.
-    pub fn read(&mut self, mut stream: &TcpStream, names: &[String]) -> Result<Option<Option<Request>>, Answer> {
+    pub fn read(
+        &mut self,
+        mut stream: &TcpStream,
+        host_names: &[String],
+    ) -> Result<Option<Option<HttpRequest>>, HttpResponse> {
         let mut chunk = [0; 2048];
         loop {
             let read = match stream.read(&mut chunk) {
                 Ok(0) if self.0.is_empty() => return Ok(Some(None)),
-                Ok(0) => return Err(Answer::refusal(400, "the request ends within its head")),
+                Ok(0) => return Err(HttpResponse::refusal(400, "the request ends within its head")),
                 Ok(read) => &chunk[..read],
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(None),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -45,62 +49,64 @@ impl Head {
             self.0.extend_from_slice(read);
             // A head ends with a line, so there is no use in parsing within one.
             if read.contains(&b'\n')
-                && let Some(request) = Request::parse(&self.0, names)?
+                && let Some(request) = HttpRequest::parse(&self.0, host_names)?
             {
                 return Ok(Some(Some(request)));
             }
-            if self.0.len() > HEAD_BYTES {
-                return Err(Answer::refusal(431, "the head of the request is longer than 8 KiB"));
+            if self.0.len() > MAX_HEAD_BYTES {
+                return Err(HttpResponse::refusal(431, "the head of the request is longer than 8 KiB"));
             }
         }
     }
 }
 
-impl Request {
+impl HttpRequest {
     /// From the bytes of a head; `None` while it is not whole.
-    fn parse(head: &[u8], names: &[String]) -> Result<Option<Self>, Answer> {
-        let mut fields = [httparse::EMPTY_HEADER; FIELDS];
+    fn parse(head: &[u8], names: &[String]) -> Result<Option<Self>, HttpResponse> {
+        let mut fields = [httparse::EMPTY_HEADER; MAX_HEADER_FIELDS];
         let mut request = httparse::Request::new(&mut fields);
         match request.parse(head) {
             Ok(httparse::Status::Complete(_)) => {}
             Ok(httparse::Status::Partial) => return Ok(None),
             Err(httparse::Error::TooManyHeaders) => {
-                return Err(Answer::refusal(431, "the request has more than 64 header fields"));
+                return Err(HttpResponse::refusal(431, "the request has more than 64 header fields"));
             }
-            Err(_) => return Err(Answer::refusal(400, "this is no HTTP request")),
+            Err(_) => return Err(HttpResponse::refusal(400, "this is no HTTP request")),
         }
         if request.method != Some("GET") {
-            return Err(Answer::refusal(405, "there is nothing here but to GET"));
+            return Err(HttpResponse::refusal(405, "there is nothing here but to GET"));
         }
         let values = |name: &'static str| {
             request.headers.iter().filter(move |field| field.name.eq_ignore_ascii_case(name)).map(|field| field.value)
         };
         let mut hosts = values("host");
         match (hosts.next().map(str::from_utf8), hosts.next()) {
-            (Some(Ok(host)), None) if is_ours(host, names) => {}
+            (Some(Ok(host)), None) if is_own_host(host, names) => {}
             (Some(Ok(_)), None) => {
-                return Err(Answer::refusal(
+                return Err(HttpResponse::refusal(
                     421,
                     "the host asked for is none of ours: use an address or a name configured",
                 ));
             }
-            _ => return Err(Answer::refusal(400, "a request names one host")),
+            _ => return Err(HttpResponse::refusal(400, "a request names one host")),
         }
         let target = request.path.unwrap_or_default();
         let (path, query) = match target.split_once('?') {
             Some((path, query)) => (path.to_owned(), Some(query.to_owned())),
             None => (target.to_owned(), None),
         };
-        let accepted = |value: &[u8]| value.windows(OPENMETRICS.len()).any(|at| at.eq_ignore_ascii_case(OPENMETRICS));
-        Ok(Some(Self { path, query, openmetrics: values("accept").any(accepted) }))
+        let accepted = |value: &[u8]| {
+            value.windows(OPENMETRICS_MEDIA_TYPE.len()).any(|at| at.eq_ignore_ascii_case(OPENMETRICS_MEDIA_TYPE))
+        };
+        Ok(Some(Self { path, query, accepts_openmetrics: values("accept").any(accepted) }))
     }
 }
 
-const OPENMETRICS: &[u8] = b"application/openmetrics-text";
+const OPENMETRICS_MEDIA_TYPE: &[u8] = b"application/openmetrics-text";
 
 /// Whether a Host field names this server: by an address, which no resolver can lend to a foreign page (DNS rebinding),
 /// as `localhost`, or by a name that was configured.
-fn is_ours(host: &str, names: &[String]) -> bool {
+fn is_own_host(host: &str, names: &[String]) -> bool {
     let (name, port) = match host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((address, port)) => return address.parse().is_ok_and(|ip: IpAddr| ip.is_ipv6()) && is_port(port),
         None => host.split_at(host.find(':').unwrap_or(host.len())),
@@ -121,13 +127,13 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    fn parse(head: &str) -> Result<Option<Request>, u16> {
-        Request::parse(head.as_bytes(), &["node17".to_owned()]).map_err(|answer| answer.status)
+    fn parse(head: &str) -> Result<Option<HttpRequest>, u16> {
+        HttpRequest::parse(head.as_bytes(), &["node17".to_owned()]).map_err(|answer| answer.status)
     }
 
     #[test]
-    fn hosts() {
-        let check = |host: &str, ours| assert_eq!(is_ours(host, &["node17".to_owned()]), ours, "{host}");
+    fn only_own_hosts_are_accepted() {
+        let check = |host: &str, ours| assert_eq!(is_own_host(host, &["node17".to_owned()]), ours, "{host}");
         for host in ["127.0.0.1", "127.0.0.1:9750", "[::1]:9750", "[::1]", "localhost", "LOCALHOST:1", "Node17:9750"] {
             check(host, true);
         }
@@ -153,27 +159,31 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_answered(bytes: Vec<u8>, path in "[ -~]{0,40}", value: Vec<u8>) {
-            let _ = Request::parse(&bytes, &[]);
+        fn any_bytes_are_parsed_without_panic(bytes: Vec<u8>, path in "[ -~]{0,40}", value: Vec<u8>) {
+            let _ = HttpRequest::parse(&bytes, &[]);
             let head = [b"GET ", path.as_bytes(), b" HTTP/1.1\r\nHost: ", &value, b"\r\n\r\n"].concat();
-            let _ = Request::parse(&head, &[]);
+            let _ = HttpRequest::parse(&head, &[]);
         }
 
         /// No resolver can give a name to a foreign page that would be ours.
         #[test]
-        fn names_are_never_ours(host in "[a-z0-9.:\\[\\]-]{1,20}") {
+        fn foreign_names_are_never_own_hosts(host in "[a-z0-9.:\\[\\]-]{1,20}") {
             let name = host.split(':').next().unwrap_or_default();
             let addressed = host.starts_with('[') || name.parse::<IpAddr>().is_ok() || name == "localhost";
-            prop_assert!(addressed || !is_ours(&host, &["node17".to_owned()]) || name == "node17");
+            prop_assert!(addressed || !is_own_host(&host, &["node17".to_owned()]) || name == "node17");
         }
     }
 
     #[test]
-    fn heads() {
+    fn request_heads_are_parsed() {
         let request = |path: &str, query: Option<&str>, openmetrics| {
-            Ok(Some(Request { path: path.to_owned(), query: query.map(ToOwned::to_owned), openmetrics }))
+            Ok(Some(HttpRequest {
+                path: path.to_owned(),
+                query: query.map(ToOwned::to_owned),
+                accepts_openmetrics: openmetrics,
+            }))
         };
-        let check = |head: &str, expect: Result<Option<Request>, u16>| assert_eq!(parse(head), expect, "{head:?}");
+        let check = |head: &str, expect: Result<Option<HttpRequest>, u16>| assert_eq!(parse(head), expect, "{head:?}");
         check("GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", request("/", None, false));
         check("GET /a?b=c?d HTTP/1.0\nhost: [::1]:80\n\n", request("/a", Some("b=c?d"), false));
         check(
@@ -192,6 +202,6 @@ mod tests {
         check("GET /\r\n\r\n", Err(400));
         check("GET / HTTP/3.0\r\nHost: localhost\r\n\r\n", Err(400));
         check("\u{16}\u{3}\u{1}\n", Err(400));
-        check(&format!("GET / HTTP/1.1\r\n{}\r\n", "A: b\r\n".repeat(FIELDS + 1)), Err(431));
+        check(&format!("GET / HTTP/1.1\r\n{}\r\n", "A: b\r\n".repeat(MAX_HEADER_FIELDS + 1)), Err(431));
     }
 }

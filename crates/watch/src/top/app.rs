@@ -1,17 +1,17 @@
 //! What is shown, and what keys do to it.
 
-use super::sheet::{self, Order, Sheet};
-use pagefold_daemon::wire::Status;
+use super::table::{self, DataTable, SortOrder};
+use pagefold_daemon::wire::StatusReport;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::widgets::TableState;
 
 /// Savings that are remembered for the line of bars.
-const PAST: usize = 240;
+const MAX_KEPT_SAVINGS: usize = 240;
 
 /// The tables to choose from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum View {
-    Members,
+pub(super) enum TableView {
+    Processes,
     Workloads,
     Decisions,
     Findings,
@@ -19,9 +19,9 @@ pub(super) enum View {
     Kernel,
 }
 
-impl View {
-    pub const ALL: [(Self, &str); 6] = [
-        (Self::Members, "Members"),
+impl TableView {
+    pub const ALL_WITH_TITLES: [(Self, &str); 6] = [
+        (Self::Processes, "Members"),
         (Self::Workloads, "VMs, jobs"),
         (Self::Decisions, "Decisions"),
         (Self::Findings, "Findings"),
@@ -29,72 +29,72 @@ impl View {
         (Self::Kernel, "KSM"),
     ];
 
-    pub fn place(self) -> usize {
-        Self::ALL.iter().position(|(view, _)| *view == self).unwrap_or_default()
+    pub fn position(self) -> usize {
+        Self::ALL_WITH_TITLES.iter().position(|(view, _)| *view == self).unwrap_or_default()
     }
 }
 
 /// The state of `pagefold top`.
 #[derive(Debug)]
 pub struct App {
-    pub(super) colour: bool,
-    pub(super) status: Option<Status>,
+    pub(super) color: bool,
+    pub(super) status: Option<StatusReport>,
     /// Why the last reading failed.
-    pub(super) trouble: Option<String>,
+    pub(super) last_error: Option<String>,
     /// What was saved, net, at each reading.
-    pub(super) past: Vec<u64>,
-    pub(super) view: View,
-    pub(super) selected: TableState,
-    pub(super) order: Order,
+    pub(super) saved_history: Vec<u64>,
+    pub(super) view: TableView,
+    pub(super) selection: TableState,
+    pub(super) sort_order: SortOrder,
     pub(super) filter: String,
     /// Whether keys go into the filter.
-    pub(super) typing: bool,
-    pub(super) help: bool,
+    pub(super) is_editing_filter: bool,
+    pub(super) is_help_shown: bool,
 }
 
 impl App {
     /// Nothing read yet.
-    pub fn new(colour: bool) -> Self {
+    pub fn new(color: bool) -> Self {
         Self {
-            colour,
+            color,
             status: None,
-            trouble: None,
-            past: Vec::new(),
-            view: View::Members,
-            selected: TableState::new().with_selected(0),
-            order: Order::default(),
+            last_error: None,
+            saved_history: Vec::new(),
+            view: TableView::Processes,
+            selection: TableState::new().with_selected(0),
+            sort_order: SortOrder::default(),
             filter: String::new(),
-            typing: false,
-            help: false,
+            is_editing_filter: false,
+            is_help_shown: false,
         }
     }
 
     /// Take what was read. A status stays when a later reading fails, and is marked as old.
-    pub fn take(&mut self, read: Result<Status, String>) {
-        match read {
+    pub fn update(&mut self, result: Result<StatusReport, String>) {
+        match result {
             Ok(status) => {
-                self.past.push(status.saved.net.map_or(0, |net| net.max(0).cast_unsigned()));
-                if self.past.len() > PAST {
-                    self.past.remove(0);
+                self.saved_history.push(status.saved.net.map_or(0, |net| net.max(0).cast_unsigned()));
+                if self.saved_history.len() > MAX_KEPT_SAVINGS {
+                    self.saved_history.remove(0);
                 }
-                self.trouble = None;
+                self.last_error = None;
                 self.status = Some(status);
             }
-            Err(why) => self.trouble = Some(why),
+            Err(why) => self.last_error = Some(why),
         }
     }
 
     /// Do what a key asks for; true to quit.
-    pub fn press(&mut self, key: KeyEvent) -> bool {
+    pub fn handle_key(&mut self, key: KeyEvent) -> bool {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
             return key.code == KeyCode::Char('c');
         }
-        if self.help {
-            self.help = false;
-        } else if self.typing {
+        if self.is_help_shown {
+            self.is_help_shown = false;
+        } else if self.is_editing_filter {
             self.type_filter(key.code);
         } else {
-            return self.choose(key.code);
+            return self.handle_command_key(key.code);
         }
         false
     }
@@ -107,57 +107,57 @@ impl App {
             }
             KeyCode::Esc => {
                 self.filter.clear();
-                self.typing = false;
+                self.is_editing_filter = false;
             }
-            KeyCode::Enter => self.typing = false,
+            KeyCode::Enter => self.is_editing_filter = false,
             _ => {}
         }
-        self.selected.select_first();
+        self.selection.select_first();
     }
 
-    fn choose(&mut self, key: KeyCode) -> bool {
-        let views = View::ALL.len();
-        let place = self.view.place();
+    fn handle_command_key(&mut self, key: KeyCode) -> bool {
+        let views = TableView::ALL_WITH_TITLES.len();
+        let place = self.view.position();
         match key {
             KeyCode::Char('q') => return true,
-            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.help = true,
-            KeyCode::Char('/') => self.typing = true,
+            KeyCode::Char('?' | 'h') | KeyCode::F(1) => self.is_help_shown = true,
+            KeyCode::Char('/') => self.is_editing_filter = true,
             KeyCode::Esc => self.filter.clear(),
-            KeyCode::Tab | KeyCode::Right => self.turn_to((place + 1) % views),
-            KeyCode::BackTab | KeyCode::Left => self.turn_to((place + views - 1) % views),
-            KeyCode::Char(digit @ '1'..='9') => self.turn_to(digit as usize - '1' as usize),
-            KeyCode::Char('s') => self.order.next(),
-            KeyCode::Char('r') => self.order.down = !self.order.down,
-            KeyCode::Down | KeyCode::Char('j') => self.selected.select_next(),
-            KeyCode::Up | KeyCode::Char('k') => self.selected.select_previous(),
-            KeyCode::PageDown => self.selected.scroll_down_by(10),
-            KeyCode::PageUp => self.selected.scroll_up_by(10),
-            KeyCode::Home | KeyCode::Char('g') => self.selected.select_first(),
-            KeyCode::End | KeyCode::Char('G') => self.selected.select_last(),
+            KeyCode::Tab | KeyCode::Right => self.select_view((place + 1) % views),
+            KeyCode::BackTab | KeyCode::Left => self.select_view((place + views - 1) % views),
+            KeyCode::Char(digit @ '1'..='9') => self.select_view(digit as usize - '1' as usize),
+            KeyCode::Char('s') => self.sort_order.select_next_column(),
+            KeyCode::Char('r') => self.sort_order.descending = !self.sort_order.descending,
+            KeyCode::Down | KeyCode::Char('j') => self.selection.select_next(),
+            KeyCode::Up | KeyCode::Char('k') => self.selection.select_previous(),
+            KeyCode::PageDown => self.selection.scroll_down_by(10),
+            KeyCode::PageUp => self.selection.scroll_up_by(10),
+            KeyCode::Home | KeyCode::Char('g') => self.selection.select_first(),
+            KeyCode::End | KeyCode::Char('G') => self.selection.select_last(),
             _ => {}
         }
         false
     }
 
-    fn turn_to(&mut self, place: usize) {
-        if let Some((view, _)) = View::ALL.get(place) {
+    fn select_view(&mut self, place: usize) {
+        if let Some((view, _)) = TableView::ALL_WITH_TITLES.get(place) {
             self.view = *view;
-            self.selected = TableState::new().with_selected(0);
+            self.selection = TableState::new().with_selected(0);
         }
     }
 
     /// The table that is shown, in so many columns of the terminal.
-    pub(super) fn sheet(&self, status: &Status, width: u16) -> Sheet {
+    pub(super) fn visible_table(&self, status: &StatusReport, width: u16) -> DataTable {
         let mut sheet = match self.view {
-            View::Members => sheet::members(status, self.order),
-            View::Workloads => sheet::workloads(status),
-            View::Decisions => sheet::decisions(status),
-            View::Findings => sheet::findings(status),
-            View::Sharing => sheet::sharing(status),
-            View::Kernel => sheet::kernel(status),
+            TableView::Processes => table::process_table(status, self.sort_order),
+            TableView::Workloads => table::workload_table(status),
+            TableView::Decisions => table::decision_table(status),
+            TableView::Findings => table::finding_table(status),
+            TableView::Sharing => table::sharing_table(status),
+            TableView::Kernel => table::ksm_table(status),
         };
-        sheet.keep(&self.filter);
-        sheet.fit(width);
+        sheet.filter_rows(&self.filter);
+        sheet.fit_columns(width);
         sheet
     }
 }

@@ -7,11 +7,11 @@
 
 mod app;
 mod draw;
-mod sheet;
+mod table;
 
 pub use app::App;
 
-use pagefold_daemon::wire::Status;
+use pagefold_daemon::wire::StatusReport;
 use ratatui::crossterm::event::{self, Event, KeyEventKind};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -24,10 +24,10 @@ use std::thread;
 use std::time::Duration;
 
 /// How long a key may wait for a status that has come, and a signal for being heard.
-const TICK: Duration = Duration::from_millis(200);
+const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
 /// How long the loop may take to end once a signal asks for it.
-const GRACE: Duration = Duration::from_secs(2);
+const SIGNAL_GRACE_TIME: Duration = Duration::from_secs(2);
 
 /// Show the status in the terminal, read anew every so often, until somebody quits.
 ///
@@ -36,32 +36,32 @@ const GRACE: Duration = Duration::from_secs(2);
 /// # Errors
 /// There is no terminal, or it fails.
 pub fn run<E: Display>(
-    mut read: impl FnMut() -> Result<Status, E> + Send + 'static,
-    every: Duration,
-    colour: bool,
+    mut read_status: impl FnMut() -> Result<StatusReport, E> + Send + 'static,
+    interval: Duration,
+    color: bool,
 ) -> io::Result<()> {
     let (sender, statuses) = channel();
     thread::Builder::new().name("status".to_owned()).spawn(move || {
         // Ends with the receiver.
-        while sender.send(read().map_err(|error| error.to_string())).is_ok() {
-            thread::sleep(every);
+        while sender.send(read_status().map_err(|error| error.to_string())).is_ok() {
+            thread::sleep(interval);
         }
     })?;
     let stop = Arc::new(AtomicBool::new(false));
-    heed(Arc::clone(&stop))?;
+    stop_on_signals(Arc::clone(&stop))?;
     let mut terminal = ratatui::try_init()?;
-    let end = show(&mut terminal, App::new(colour), &statuses, &stop);
+    let end = run_event_loop(&mut terminal, App::new(color), &statuses, &stop);
     let restored = ratatui::try_restore();
     end.and(restored)
 }
 
 /// Have signals set a flag, and end the process where that does not.
-fn heed(stop: Arc<AtomicBool>) -> io::Result<()> {
+fn stop_on_signals(stop: Arc<AtomicBool>) -> io::Result<()> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     thread::Builder::new().name("signals".to_owned()).spawn(move || {
         if signals.forever().next().is_some() {
             stop.store(true, Ordering::Relaxed);
-            thread::sleep(GRACE);
+            thread::sleep(SIGNAL_GRACE_TIME);
             // The terminal has gone: crossterm 0.29 reads its end of file over and over, and comes back no more.
             std::process::exit(1);
         }
@@ -69,26 +69,26 @@ fn heed(stop: Arc<AtomicBool>) -> io::Result<()> {
     Ok(())
 }
 
-fn show(
+fn run_event_loop(
     terminal: &mut ratatui::DefaultTerminal,
     mut app: App,
-    statuses: &Receiver<Result<Status, String>>,
+    statuses: &Receiver<Result<StatusReport, String>>,
     stop: &AtomicBool,
 ) -> io::Result<()> {
     let mut changed = true;
     while !stop.load(Ordering::Relaxed) {
         while let Ok(read) = statuses.try_recv() {
-            app.take(read);
+            app.update(read);
             changed = true;
         }
         if changed {
             terminal.draw(|frame| app.draw(frame))?;
         }
-        changed = event::poll(TICK)?;
+        changed = event::poll(EVENT_POLL_INTERVAL)?;
         if changed
             && let Event::Key(key) = event::read()?
             && key.kind == KeyEventKind::Press
-            && app.press(key)
+            && app.handle_key(key)
         {
             break;
         }

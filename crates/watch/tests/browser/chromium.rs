@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 /// How long the browser may take for anything: far more than it does.
-const PATIENCE: Duration = Duration::from_secs(120);
+const BROWSER_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A browser with one page.
 pub struct Chromium {
@@ -20,7 +20,7 @@ pub struct Chromium {
     messages: Receiver<Value>,
     profile: PathBuf,
     session: Option<String>,
-    last: u64,
+    last_call_id: u64,
     /// What the page wrote to the console as errors, and exceptions.
     pub errors: Vec<String>,
 }
@@ -28,7 +28,7 @@ pub struct Chromium {
 impl Chromium {
     /// Start one; `None` where there is none.
     pub fn start(name: &str) -> Option<Self> {
-        let Some(program) = ["chromium-headless-shell", "chromium"].iter().find_map(|name| common::program(name))
+        let Some(program) = ["chromium-headless-shell", "chromium"].iter().find_map(|name| common::find_program(name))
         else {
             println!("skipped: Chromium is not installed (labs/setup-watch.sh)");
             return None;
@@ -62,38 +62,38 @@ impl Chromium {
         });
         let input = child.stdin.take().unwrap();
         let (session, errors) = (None, Vec::new());
-        let mut browser = Self { child, input, messages, profile, session, last: 0, errors };
-        let target = browser.call("Target.createTarget", json!({ "url": "about:blank" }))["targetId"].clone();
-        let attached = browser.call("Target.attachToTarget", json!({ "targetId": target, "flatten": true }));
+        let mut browser = Self { child, input, messages, profile, session, last_call_id: 0, errors };
+        let target = browser.call_method("Target.createTarget", json!({ "url": "about:blank" }))["targetId"].clone();
+        let attached = browser.call_method("Target.attachToTarget", json!({ "targetId": target, "flatten": true }));
         browser.session = attached["sessionId"].as_str().map(ToOwned::to_owned);
         for domain in ["Page", "Runtime", "Log", "Network"] {
-            browser.call(&format!("{domain}.enable"), json!({}));
+            browser.call_method(&format!("{domain}.enable"), json!({}));
         }
         Some(browser)
     }
 
     /// Call a method and wait for its result.
-    pub fn call(&mut self, method: &str, parameters: Value) -> Value {
-        self.last += 1;
-        let mut message = json!({ "id": self.last, "method": method, "params": parameters });
+    pub fn call_method(&mut self, method: &str, parameters: Value) -> Value {
+        self.last_call_id += 1;
+        let mut message = json!({ "id": self.last_call_id, "method": method, "params": parameters });
         if let Some(session) = &self.session {
             message["sessionId"] = json!(session);
         }
         self.input.write_all(format!("{message}\0").as_bytes()).expect("the browser reads");
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + BROWSER_TIMEOUT;
         loop {
             let left = until.saturating_duration_since(Instant::now());
             let message = self.messages.recv_timeout(left).unwrap_or_else(|error| panic!("{method}: {error}"));
-            if message["id"] == self.last {
+            if message["id"] == self.last_call_id {
                 assert!(message["error"].is_null(), "{method}: {message}");
                 return message["result"].clone();
             }
-            self.note(&message);
+            self.record_error(&message);
         }
     }
 
     /// Keep what went wrong in the page.
-    fn note(&mut self, message: &Value) {
+    fn record_error(&mut self, message: &Value) {
         let parameters = &message["params"];
         let error = match message["method"].as_str() {
             Some("Runtime.exceptionThrown") => &parameters["exceptionDetails"],
@@ -105,41 +105,41 @@ impl Chromium {
     }
 
     /// Go to an address.
-    pub fn open(&mut self, address: &str) {
-        let result = self.call("Page.navigate", json!({ "url": address }));
+    pub fn open_address(&mut self, address: &str) {
+        let result = self.call_method("Page.navigate", json!({ "url": address }));
         assert!(result["errorText"].is_null(), "{result}");
     }
 
     /// The value of an expression in the page.
-    pub fn value(&mut self, expression: &str) -> Value {
+    pub fn evaluate(&mut self, expression: &str) -> Value {
         let parameters = json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
-        let result = self.call("Runtime.evaluate", parameters);
+        let result = self.call_method("Runtime.evaluate", parameters);
         assert!(result["exceptionDetails"].is_null(), "{expression}: {result}");
         result["result"]["value"].clone()
     }
 
     /// Wait until an expression is true.
-    pub fn until(&mut self, expression: &str) {
-        let end = Instant::now() + PATIENCE;
-        while self.value(expression) != true {
+    pub fn wait_until(&mut self, expression: &str) {
+        let end = Instant::now() + BROWSER_TIMEOUT;
+        while self.evaluate(expression) != true {
             assert!(Instant::now() < end, "never true: {expression}; errors: {:?}", self.errors);
             std::thread::sleep(Duration::from_millis(100));
         }
     }
 
     /// Press a key.
-    pub fn press(&mut self, key: &str) {
+    pub fn press_key(&mut self, key: &str) {
         for kind in ["keyDown", "keyUp"] {
-            self.call("Input.dispatchKeyEvent", json!({ "type": kind, "key": key, "code": key }));
+            self.call_method("Input.dispatchKeyEvent", json!({ "type": kind, "key": key, "code": key }));
         }
     }
 
     /// Set the size of the window and the scheme of colours.
-    pub fn look(&mut self, width: u32, height: u32, scheme: &str) {
+    pub fn set_viewport(&mut self, width: u32, height: u32, scheme: &str) {
         let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600 });
-        self.call("Emulation.setDeviceMetricsOverride", size);
+        self.call_method("Emulation.setDeviceMetricsOverride", size);
         let scheme = json!({ "features": [{ "name": "prefers-color-scheme", "value": scheme }] });
-        self.call("Emulation.setEmulatedMedia", scheme);
+        self.call_method("Emulation.setEmulatedMedia", scheme);
     }
 }
 

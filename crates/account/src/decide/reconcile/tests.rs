@@ -1,5 +1,5 @@
 use super::*;
-use crate::decide::Mapped;
+use crate::decide::MappedPages;
 use pagefold_base::identity::Identity;
 use pagefold_base::ksm::ProcessKsm;
 use pagefold_base::process::Process;
@@ -12,15 +12,15 @@ fn page() -> PageSize {
     PageSize::new(PAGE).unwrap()
 }
 
-fn shares(entries: &[(u64, u64)]) -> Shares {
-    let mut shares = Shares::default();
+fn shares(entries: &[(u64, u64)]) -> MappingShares {
+    let mut shares = MappingShares::default();
     for &(mappings, pages) in entries {
         shares.add(NonZeroU64::new(mappings).unwrap(), pages);
     }
     shares
 }
 
-fn account(pid: u32, mapped: Mapped, ksm: ProcessKsm) -> Account {
+fn account(pid: u32, mapped: MappedPages, ksm: ProcessKsm) -> Account {
     let pss = Ok(mapped.shares.bytes(page()));
     Account {
         footprint: Footprint::exact(page(), mapped, pss, Ok(Bytes::ZERO), &ksm),
@@ -54,7 +54,7 @@ fn process_ksm(rmap_items: u64, merging: u64, zero: i64) -> ProcessKsm {
 
 /// Counters as they were on 6.18 with four processes, each with 4,000 pages equal in all, 600 pages of one content
 /// and 1,000 of zeros, with 7,600 registered; see the values asserted below.
-fn merged() -> (Vec<Account>, Frames, Ksm) {
+fn merged_host() -> (Vec<Account>, Frames, Ksm) {
     let no = || Err(Absent::NotOnThisKernel);
     // 2,400 mappings of one content: nine frames at the limit of 256, and one of 96.
     let ksm_shares = [
@@ -69,7 +69,7 @@ fn merged() -> (Vec<Account>, Frames, Ksm) {
         .map(|(ksm, pid)| {
             let mut all = shares(&[(1, 3000)]);
             all += &ksm;
-            account(pid, Mapped { shares: all, ksm, ..Mapped::default() }, process_ksm(7600, 4600, 1000))
+            account(pid, MappedPages { shares: all, ksm, ..MappedPages::default() }, process_ksm(7600, 4600, 1000))
         })
         .collect();
     let frames = Frames {
@@ -106,9 +106,9 @@ fn merged() -> (Vec<Account>, Frames, Ksm) {
     (accounts, frames, ksm)
 }
 
-fn memory(anon: u64) -> Memory {
+fn memory(anon: u64) -> MemInfo {
     let no = || Err(Absent::NotOnThisKernel);
-    Memory {
+    MemInfo {
         total: no(),
         free: no(),
         available: no(),
@@ -120,43 +120,45 @@ fn memory(anon: u64) -> Memory {
     }
 }
 
-fn line(reconciliation: &Reconciliation, counter: Counter) -> &Line {
-    reconciliation.lines.iter().find(|line| line.counter == counter).unwrap()
+fn comparison(reconciliation: &Reconciliation, counter: KernelCounter) -> &CounterComparison {
+    reconciliation.comparisons.iter().find(|line| line.counter == counter).unwrap()
 }
 
 #[test]
 fn settled_memory_agrees_line_by_line() {
-    let (accounts, frames, ksm) = merged();
+    let (accounts, frames, ksm) = merged_host();
     let result = reconcile(page(), &accounts, &frames, &ksm, &memory(16_010 * PAGE));
     assert!(result.balance.exact);
     assert_eq!(result.balance.fair, Bytes(16_010 * PAGE));
-    assert_eq!(result.balance.moved, NetBytes(0));
+    assert_eq!(result.balance.changed_mappings, NetBytes(0));
     let check = |counter, ours, difference| {
-        let line = line(&result, counter);
-        assert_eq!((line.ours, line.difference()), (ours, difference), "{counter:?}");
+        let line = comparison(&result, counter);
+        assert_eq!((line.account_value, line.difference()), (ours, difference), "{counter:?}");
     };
-    check(Counter::Pss, 16_010 * PAGE as i64, Ok(0));
-    check(Counter::AnonPages, 16_010 * PAGE as i64, Ok(0));
-    check(Counter::PagesShared, 4010, Ok(0));
-    check(Counter::PagesSharing, 14_390, Ok(0));
-    check(Counter::MergingPages, 18_400, Ok(0));
-    check(Counter::ZeroPages, 4005, Ok(5));
-    check(Counter::Chains, 9, Ok(0));
-    check(Counter::Hugetlb, 0, Ok(0));
-    check(Counter::HugeZeroPage, 2048, Err(Absent::NotOnThisKernel));
-    check(Counter::GeneralProfit, 73_379_840, Ok(0));
-    check(Counter::ProcessProfit, 73_379_840, Ok(-4010 * PAGE as i64));
-    assert!(line(&result, Counter::MergingPages).explanation.contains("overstates by pages_shared, 4010 pages"));
-    assert!(line(&result, Counter::ProcessProfit).explanation.starts_with("nothing else differs"));
-    assert!(line(&result, Counter::PagesShared).explanation.starts_with("agrees"));
-    assert!(line(&result, Counter::ZeroPages).explanation.contains("read and never written"));
+    check(KernelCounter::Pss, 16_010 * PAGE as i64, Ok(0));
+    check(KernelCounter::AnonPages, 16_010 * PAGE as i64, Ok(0));
+    check(KernelCounter::PagesShared, 4010, Ok(0));
+    check(KernelCounter::PagesSharing, 14_390, Ok(0));
+    check(KernelCounter::MergingPages, 18_400, Ok(0));
+    check(KernelCounter::ZeroPages, 4005, Ok(5));
+    check(KernelCounter::FramesAtSharingLimit, 9, Ok(0));
+    check(KernelCounter::Hugetlb, 0, Ok(0));
+    check(KernelCounter::HugeZeroPage, 2048, Err(Absent::NotOnThisKernel));
+    check(KernelCounter::GeneralProfit, 73_379_840, Ok(0));
+    check(KernelCounter::ProcessProfit, 73_379_840, Ok(-4010 * PAGE as i64));
+    assert!(
+        comparison(&result, KernelCounter::MergingPages).explanation.contains("overstates by pages_shared, 4010 pages")
+    );
+    assert!(comparison(&result, KernelCounter::ProcessProfit).explanation.starts_with("nothing else differs"));
+    assert!(comparison(&result, KernelCounter::PagesShared).explanation.starts_with("agrees"));
+    assert!(comparison(&result, KernelCounter::ZeroPages).explanation.contains("read and never written"));
 }
 
 /// As it was on 6.18 after the first process wrote 100 merged pages, the second forked and the fourth ended, with
 /// ksmd stopped.
 #[test]
-fn stale_counters_are_taken_apart() {
-    let (mut accounts, frames, ksm) = merged();
+fn stale_counters_are_explained_by_part() {
+    let (mut accounts, frames, ksm) = merged_host();
     accounts.pop();
     accounts[0].footprint.ksm = Pages(4500);
     let mut child = accounts[1].clone();
@@ -165,25 +167,28 @@ fn stale_counters_are_taken_apart() {
     let frames = Frames { ksm: Pages(4008), ksm_mappings: Pages(18_300), ..frames };
     let result = reconcile(page(), &accounts, &frames, &ksm, &memory(0));
     let drift = result.drift.clone().unwrap();
-    assert_eq!(drift, Drift { unvisited: 4600, stale: 100, elsewhere: 4600, unseen: 0, frames: 2 });
+    assert_eq!(
+        drift,
+        SharingDrift { unvisited: 4600, stale: 100, counted_elsewhere: 4600, unseen: 0, excess_frames: 2 }
+    );
     assert_eq!(drift.total(), -98);
-    let sharing = line(&result, Counter::PagesSharing);
+    let sharing = comparison(&result, KernelCounter::PagesSharing);
     assert_eq!(sharing.difference(), Ok(drift.total()));
     assert!(sharing.explanation.starts_with("+4600 forked or newly merged"), "{}", sharing.explanation);
     assert!(sharing.explanation.contains("; -100 pages written"), "{}", sharing.explanation);
-    assert!(line(&result, Counter::PagesShared).explanation.contains("stale"));
-    assert!(line(&result, Counter::MergingPages).explanation.contains("forked"));
+    assert!(comparison(&result, KernelCounter::PagesShared).explanation.contains("stale"));
+    assert!(comparison(&result, KernelCounter::MergingPages).explanation.contains("forked"));
 }
 
 #[test]
-fn the_part_of_mappers_not_seen_is_named() {
-    let (mut accounts, frames, ksm) = merged();
+fn unseen_mappings_are_reported() {
+    let (mut accounts, frames, ksm) = merged_host();
     accounts.pop();
     let frames =
         Frames { distinct: Pages(frames.distinct.0 - 3000 - 1), unseen: shares(&[(4, 4000), (256, 504)]), ..frames };
     let result = reconcile(page(), &accounts, &frames, &ksm, &memory(0));
     let drift = result.drift.unwrap();
-    assert_eq!((drift.unseen, drift.elsewhere, drift.total()), (4600, 4600, 0));
+    assert_eq!((drift.unseen, drift.counted_elsewhere, drift.total()), (4600, 4600, 0));
     let balance = result.balance;
     assert!(balance.exact);
     assert_eq!(balance.unseen, Bytes(1000 * PAGE + 504 * PAGE / 256));
@@ -192,38 +197,38 @@ fn the_part_of_mappers_not_seen_is_named() {
 }
 
 #[test]
-fn what_moved_is_a_figure_of_its_own() {
-    let (accounts, frames, ksm) = merged();
+fn changed_mappings_are_reported_separately() {
+    let (accounts, frames, ksm) = merged_host();
     let check = |frames: &Frames, exact, moved| {
         let balance = reconcile(page(), &accounts, frames, &ksm, &memory(0)).balance;
-        assert_eq!((balance.exact, balance.moved), (exact, NetBytes(moved)));
+        assert_eq!((balance.exact, balance.changed_mappings), (exact, NetBytes(moved)));
     };
     check(&Frames { distinct: Pages(frames.distinct.0 + 2), ..frames.clone() }, false, 2 * PAGE as i64);
     check(&Frames { distinct: Pages(frames.distinct.0 - 1), ..frames.clone() }, false, -(PAGE as i64));
     let twice = Frames { distinct: Pages(frames.distinct.0 - 7), excess: shares(&[(1, 7)]), ..frames.clone() };
     check(&twice, true, 0);
-    let ended = Frames { distinct: Pages(frames.distinct.0 + 5), lost: shares(&[(1, 5)]), ..frames };
+    let ended = Frames { distinct: Pages(frames.distinct.0 + 5), partially_read: shares(&[(1, 5)]), ..frames };
     check(&ended, true, 0);
 }
 
 #[test]
 fn estimates_stay_out_of_the_balance() {
-    let (mut accounts, frames, ksm) = merged();
+    let (mut accounts, frames, ksm) = merged_host();
     let mut estimated = accounts[0].clone();
     estimated.footprint.basis = Basis::Estimated(Absent::Denied);
     accounts.push(estimated);
     let result = reconcile(page(), &accounts, &frames, &ksm, &memory(0));
     assert!(result.balance.exact);
-    assert_eq!(result.estimated, 1);
-    assert_eq!(line(&result, Counter::MergingPages).ours, 18_400);
+    assert_eq!(result.estimated_processes, 1);
+    assert_eq!(comparison(&result, KernelCounter::MergingPages).account_value, 18_400);
 }
 
 #[test]
-fn an_absent_counter_is_no_agreement() {
-    let (accounts, frames, ksm) = merged();
+fn absent_counter_has_no_difference() {
+    let (accounts, frames, ksm) = merged_host();
     let ksm = Ksm { pages_shared: Err(Absent::NotOnThisKernel), ..ksm };
     let result = reconcile(page(), &accounts, &frames, &ksm, &memory(0));
-    let line = line(&result, Counter::PagesShared);
+    let line = comparison(&result, KernelCounter::PagesShared);
     assert_eq!(line.difference(), Err(Absent::NotOnThisKernel));
     assert_eq!(line.explanation, "the kernel gives no such figure here");
 }

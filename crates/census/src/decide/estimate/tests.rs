@@ -31,7 +31,7 @@ struct Population {
 }
 
 impl Population {
-    fn of(name: &'static str, groups: &[(u64, u64)]) -> Self {
+    fn new(name: &'static str, groups: &[(u64, u64)]) -> Self {
         Self { name, zero: 0, merged: 0, volatile: 0, groups: groups.to_vec() }
     }
 
@@ -50,7 +50,7 @@ impl Population {
         ]
     }
 
-    fn sample(&self, p: f64, random: &mut Random) -> Sample {
+    fn sample(&self, p: f64, random: &mut Random) -> PageSample {
         let mut seen = BTreeMap::new();
         for &(copies, groups) in &self.groups {
             for _ in 0..groups {
@@ -62,12 +62,12 @@ impl Population {
         }
         let [zero, merged, volatile] = [self.zero, self.merged, self.volatile].map(|n| random.draw(n, p));
         let population = self.zero + self.merged + self.volatile + self.total(|n| n) as u64;
-        Sample { population, zero, merged, volatile, seen }
+        PageSample { population, zero, merged, volatile, contents_by_sightings: seen }
     }
 }
 
 /// Whether the truth is inside, but for rounding.
-fn holds(interval: &Interval, truth: f64) -> bool {
+fn contains(interval: &Interval, truth: f64) -> bool {
     interval.low <= truth * (1.0 + 1e-9) + 1e-6 && truth <= interval.high * (1.0 + 1e-9) + 1e-6
 }
 
@@ -90,11 +90,11 @@ fn fleet(shrink: u64) -> Population {
 }
 
 fn unique() -> Population {
-    Population::of("unique", &[(1, 20_000)])
+    Population::new("unique", &[(1, 20_000)])
 }
 
 fn pattern() -> Population {
-    Population::of("pattern", &[(1, 5_000), (15_000, 1)])
+    Population::new("pattern", &[(1, 5_000), (15_000, 1)])
 }
 
 /// Draws pages of `population` again and again and counts how often the intervals hold what is true.
@@ -114,7 +114,7 @@ fn check_coverage(population: &Population) {
         for _ in 0..TRIALS {
             let estimate = estimate(&population.sample(p, &mut random), LEVEL);
             for (figure, interval) in intervals(&estimate).iter().enumerate() {
-                covered[figure] += f64::from(holds(interval, truth[figure]));
+                covered[figure] += f64::from(contains(interval, truth[figure]));
                 width[figure] += interval.high - interval.low;
             }
         }
@@ -141,24 +141,24 @@ fn covers_unique_pages() {
 
 #[test]
 fn covers_pairs() {
-    check_coverage(&Population::of("pairs", &[(2, 10_000)]));
+    check_coverage(&Population::new("pairs", &[(2, 10_000)]));
 }
 
 #[test]
 fn covers_eight_copies_of_everything() {
-    check_coverage(&Population::of("eights", &[(8, 2_500)]));
+    check_coverage(&Population::new("eights", &[(8, 2_500)]));
 }
 
 #[test]
 fn covers_groups_of_all_sizes() {
     let zipf: Vec<_> = (1..=4_000).map(|rank| (4_000 / rank, 1)).collect();
-    check_coverage(&Population::of("zipf", &zipf));
+    check_coverage(&Population::new("zipf", &zipf));
 }
 
 #[test]
-fn covers_groups_at_the_edge_of_those_set_apart() {
+fn covers_groups_near_the_rare_sightings_limit() {
     // Seen 17 times on the average at each of the three probabilities: some are set apart and some are not.
-    check_coverage(&Population::of("edge", &[(1, 3_000), (34, 60), (170, 30), (850, 10)]));
+    check_coverage(&Population::new("edge", &[(1, 3_000), (34, 60), (170, 30), (850, 10)]));
 }
 
 #[test]
@@ -183,7 +183,7 @@ fn covers_a_small_host() {
 }
 
 /// The sample whose every count is its expectation, rounded: what a host too big to simulate would show.
-fn expected(population: &Population, p: f64) -> Sample {
+fn expected(population: &Population, p: f64) -> PageSample {
     let mut means = BTreeMap::new();
     for &(copies, groups) in &population.groups {
         // Far groups are drawn as often as they should be; the others by their distribution.
@@ -198,17 +198,17 @@ fn expected(population: &Population, p: f64) -> Sample {
     let seen = means.into_iter().map(|(times, mean)| (times, mean.round() as u64)).filter(|seen| seen.1 > 0);
     let [zero, merged, volatile] = [population.zero, population.merged, population.volatile];
     let part = |pages: u64| (pages as f64 * p) as u64;
-    Sample {
+    PageSample {
         population: zero + merged + volatile + population.total(|n| n) as u64,
         zero: part(zero),
         merged: part(merged),
         volatile: part(volatile),
-        seen: seen.collect(),
+        contents_by_sightings: seen.collect(),
     }
 }
 
 #[test]
-fn hosts_of_any_size() {
+fn intervals_hold_for_hosts_of_any_size() {
     // Group sizes between those of the grid; 10^6 to 10^10 pages.
     for size in [1_000, 100_000, 10_000_000] {
         for p in [0.001, 0.02, 0.1, 0.5] {
@@ -219,7 +219,7 @@ fn hosts_of_any_size() {
             let found = intervals(&estimate(&sample, 0.95));
             let pages = sample.population as f64;
             for ((figure, interval), truth) in FIGURES.iter().zip(found).zip(host.truth()) {
-                assert!(holds(&interval, truth), "{figure}: {interval:?} without {truth}, {pages} pages, p = {p}");
+                assert!(contains(&interval, truth), "{figure}: {interval:?} without {truth}, {pages} pages, p = {p}");
             }
             // What logic alone allows is nearly the whole; a program that failed would show it.
             let redundant = found[5].high - found[5].low;
@@ -242,7 +242,7 @@ fn all_pages_drawn_is_exact() {
 
 #[test]
 fn nothing_drawn_allows_everything() {
-    let estimate = estimate(&Sample { population: 1_000, ..Sample::default() }, 0.95);
+    let estimate = estimate(&PageSample { population: 1_000, ..PageSample::default() }, 0.95);
     for interval in intervals(&estimate) {
         assert_eq!((interval.low, interval.high), (0.0, 1_000.0));
     }
@@ -263,16 +263,20 @@ fn a_higher_level_is_wider() {
 #[test]
 fn contradictions_widen_the_bands() {
     // Contents seen often once and never twice: no host is likely to show that.
-    let sample = Sample { population: 10_000, seen: [(1, 10), (3, 900), (9, 200)].into(), ..Sample::default() };
+    let sample = PageSample {
+        population: 10_000,
+        contents_by_sightings: [(1, 10), (3, 900), (9, 200)].into(),
+        ..PageSample::default()
+    };
     let estimate = estimate(&sample, 0.5);
     assert!(estimate.redundant.low >= 3_400.0 && estimate.redundant.high <= 8_890.0, "{estimate:?}");
 }
 
 /// The share of a class and Newcombe's table I, method 4, to its four decimals.
 #[test]
-fn shares_of_a_huge_population() {
+fn class_interval_matches_published_table() {
     let check = |count, drawn, low, high| {
-        let interval = share_of(count, drawn, 1e12, 0.05);
+        let interval = class_interval(count, drawn, 1e12, 0.05);
         let near = |found: f64, expected: f64| (found / 1e12 - expected).abs() < 1e-4;
         assert!(near(interval.low, low) && near(interval.high, high), "{count} of {drawn}: {interval:?}");
     };
@@ -285,7 +289,7 @@ fn shares_of_a_huge_population() {
 
 /// Garwood's table: exact limits of a Poisson mean at 95 %.
 #[test]
-fn poisson_limits() {
+fn poisson_limits_match_published_table() {
     for (count, low, high) in [(0.0, 0.0, 3.689), (1.0, 0.0253, 5.572), (10.0, 4.795, 18.390), (100.0, 81.36, 121.63)] {
         let interval = poisson_mean(count, 0.05);
         assert!((interval.low - low).abs() < 0.02 && (interval.high - high).abs() < 0.03, "{count}: {interval:?}");
@@ -293,7 +297,7 @@ fn poisson_limits() {
 }
 
 #[test]
-fn binomial_probabilities() {
+fn binomial_probabilities_match_formula() {
     let check = |n, p, j, expected: f64| assert!((binomial(n, p, j) / expected - 1.0).abs() < 1e-12);
     check(1.0, 0.25, 1, 0.25);
     check(4.0, 0.5, 2, 0.375);
@@ -308,13 +312,13 @@ proptest! {
 
     /// Whatever was drawn: no panic, ordered ends, and nothing that logic excludes.
     #[test]
-    fn bounds_are_logical(
+    fn intervals_stay_within_possible_values(
         undrawn in prop_oneof![Just(0u64), 0u64..1_000, 0..=1u64 << 34, Just(u64::MAX)],
         (zero, merged, volatile) in (0u64..5_000, 0u64..100, 0..=1u64 << 20),
         seen in btree_map(prop_oneof![1u64..4, 1u64..40, 1u64..1 << 20], prop_oneof![0u64..5, 0u64..100_000], 0..12),
         confidence in prop_oneof![4 => 0.5..1.0f64, 1 => any::<f64>()],
     ) {
-        let mut sample = Sample { population: 0, zero, merged, volatile, seen };
+        let mut sample = PageSample { population: 0, zero, merged, volatile, contents_by_sightings: seen };
         let drawn = sample.drawn();
         sample.population = (drawn as u64).saturating_add(undrawn);
         let population = sample.population as f64;
@@ -342,9 +346,13 @@ proptest! {
 
 /// More pages drawn than there are said to be, and nonsense keys.
 #[test]
-fn inconsistent_counts_are_survived() {
-    let sample =
-        Sample { population: 3, zero: 5, seen: [(0, 9), (1, u64::MAX), (u64::MAX, 7)].into(), ..Sample::default() };
+fn inconsistent_counts_do_not_panic() {
+    let sample = PageSample {
+        population: 3,
+        zero: 5,
+        contents_by_sightings: [(0, 9), (1, u64::MAX), (u64::MAX, 7)].into(),
+        ..PageSample::default()
+    };
     for interval in intervals(&estimate(&sample, f64::NAN)) {
         assert!(interval.low <= interval.estimate && interval.estimate <= interval.high, "{interval:?}");
     }

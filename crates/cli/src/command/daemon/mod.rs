@@ -1,33 +1,33 @@
 //! `pagefold daemon`: merge what pays, all the time, within a bound; and the commands that speak to it.
 
-pub mod control;
-mod history;
+pub mod control_socket;
+mod history_recorder;
 mod http;
 mod notify;
 mod replay;
 mod status;
 
-use crate::arguments::Global;
-use crate::command::recover::needs_ksm;
-use crate::config::{Config, History, ModeWord};
-use crate::{Outcome, output, source};
+use crate::command::recover::check_ksm_present;
+use crate::command_line::GlobalOptions;
+use crate::config::{Config, DaemonModeArgument, HistoryLocation};
+use crate::{CommandOutcome, host_selection, output};
 use anyhow::{Context, bail};
 use clap::Args;
-use control::{Control, Request, ask};
-use notify::Notify;
+use control_socket::{ControlRequest, ControlSocket, send_request};
+use notify::SystemdNotifier;
 use pagefold_base::Pid;
-use pagefold_daemon::decide::{Event, Mode, State};
+use pagefold_daemon::decide::{DaemonMode, DaemonState, Event};
 use pagefold_daemon::run as daemon;
-use pagefold_daemon::run::{Message, Settings, Snapshot};
+use pagefold_daemon::run::{DaemonSettings, Message, Snapshot};
 use pagefold_daemon::text;
-use pagefold_daemon::wire::{Answer, Status};
+use pagefold_daemon::wire::{ControlReply, StatusReport};
 use pagefold_doctor::wire::FindingReport;
-use pagefold_host::{Host, room};
-use pagefold_output::text::printable;
+use pagefold_host::{Host, memory_headroom};
+use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use status::Whom;
+use status::ProcessScope;
 use std::io::Write;
 use std::net::SocketAddr;
 use std::os::unix::fs::DirBuilderExt;
@@ -64,10 +64,10 @@ why, is said on standard error.";
 /// Arguments of `daemon`.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
-pub struct Options {
+pub struct DaemonArguments {
     /// What it may do [default: as the configuration says, otherwise advise]
     #[arg(long, value_enum)]
-    mode: Option<ModeWord>,
+    mode: Option<DaemonModeArgument>,
     /// When it ends, withdraw what it has enrolled since it started, as far as the memory is there
     #[arg(long)]
     unmerge_on_exit: bool,
@@ -78,7 +78,7 @@ pub struct Options {
     /// Keep how the host stood in this file, or `off` [default: as the configuration says, otherwise history.db in the
     /// directory that the service manager gives ($STATE_DIRECTORY), otherwise nowhere]
     #[arg(long, value_name = "FILE")]
-    history: Option<History>,
+    history: Option<HistoryLocation>,
     /// Seed of what is random in its decisions
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
@@ -89,7 +89,7 @@ pub struct Options {
 
 /// Arguments of `status`.
 #[derive(Args, Debug)]
-pub struct StatusOptions {
+pub struct StatusArguments {
     /// Rows of each table
     #[arg(long, value_name = "N", default_value_t = 12)]
     top: usize,
@@ -100,48 +100,50 @@ pub struct StatusOptions {
 
 /// Arguments of `enrol` and `withdraw`.
 #[derive(Args, Clone, Copy, Debug)]
-pub struct Which {
+pub struct ProcessArgument {
     /// The process by its number
     #[arg(value_name = "PID")]
     pid: u32,
 }
 
 /// Ask the daemon how it stands.
-pub fn show(options: &StatusOptions, global: &Global) -> anyhow::Result<Outcome> {
-    match ask(&global.state, Request::Status)? {
-        Answer::Status(status) if options.json => output::print(&wire::json(&*status))?,
-        Answer::Status(status) => output::print(&text::render(&status, options.top, output::style(global)))?,
-        Answer::Done(why) | Answer::Refused(why) => bail!("{}", printable(&why)),
+pub fn show_status(options: &StatusArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    match send_request(&global.state, ControlRequest::Status)? {
+        ControlReply::Status(status) if options.json => output::print_stdout(&wire::to_json(&*status))?,
+        ControlReply::Status(status) => {
+            output::print_stdout(&text::render(&status, options.top, output::stdout_style(global)))?
+        }
+        ControlReply::Done(why) | ControlReply::Refused(why) => bail!("{}", escape_unprintable(&why)),
     }
-    Ok(Outcome::Done)
+    Ok(CommandOutcome::Done)
 }
 
 /// Tell the daemon something.
-pub fn tell(request: Request, global: &Global) -> anyhow::Result<Outcome> {
-    match ask(&global.state, request)? {
-        Answer::Done(what) => output::print(&format!("{}\n", printable(&what)))?,
-        Answer::Refused(why) => bail!("{}", printable(&why)),
-        Answer::Status(_) => bail!("the daemon's answer is to another question: is it of another version?"),
+pub fn send_control_request(request: ControlRequest, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    match send_request(&global.state, request)? {
+        ControlReply::Done(what) => output::print_stdout(&format!("{}\n", escape_unprintable(&what)))?,
+        ControlReply::Refused(why) => bail!("{}", escape_unprintable(&why)),
+        ControlReply::Status(_) => bail!("the daemon's answer is to another question: is it of another version?"),
     }
-    Ok(Outcome::Done)
+    Ok(CommandOutcome::Done)
 }
 
-impl Which {
+impl ProcessArgument {
     /// To look at it now.
-    pub fn enrol(self) -> Request {
-        Request::Enrol(self.pid)
+    pub fn enroll_request(self) -> ControlRequest {
+        ControlRequest::Enroll(self.pid)
     }
 
     /// To leave it alone.
-    pub fn withdraw(self) -> Request {
-        Request::Withdraw(self.pid)
+    pub fn unenroll_request(self) -> ControlRequest {
+        ControlRequest::Unenroll(self.pid)
     }
 }
 
 /// Run until told to stop.
-pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
-    let settings = settings(options, global)?;
-    if let Some(folders) = replay::folders(global)? {
+pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
+    let settings = load_settings(options, global)?;
+    if let Some(folders) = replay::recording_folders(global)? {
         return replay::run(&folders, settings, options);
     }
     if options.json {
@@ -150,12 +152,12 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         );
     }
     // Where it cannot be had it takes more memory, that is all.
-    let _ = daemon::give_back_big_blocks();
+    let _ = daemon::return_large_blocks_when_freed();
     // It lives as long as the process, so that threads that answer may look at it.
-    let host: &'static dyn Host = Box::leak(source::open(global)?);
+    let host: &'static dyn Host = Box::leak(host_selection::open_host(global)?);
     if global.host == "live" {
-        needs_ksm(host)?;
-    } else if settings.rules.mode == Mode::Act {
+        check_ksm_present(host)?;
+    } else if settings.rules.mode == DaemonMode::Act {
         bail!("a recording cannot be changed: give --mode advise");
     }
     std::fs::DirBuilder::new()
@@ -163,43 +165,45 @@ pub fn run(options: &Options, global: &Global) -> anyhow::Result<Outcome> {
         .mode(0o700)
         .create(&global.state)
         .with_context(|| format!("cannot make {} (elsewhere give --state DIR)", global.state.display()))?;
-    let control = Control::bind(&global.state)?;
+    let control = ControlSocket::bind(&global.state)?;
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
-    let desk = Arc::new(Desk { host, sender: sender.clone(), findings: Mutex::default() });
-    let past = history::path(options, global)?;
-    let shown = http::show(Arc::clone(&desk), options, past.as_deref(), global)?;
-    let kept = past.map(|path| history::keep(Arc::clone(&desk), &path, global)).transpose()?.flatten();
-    control.serve(Arc::new(move |request| desk.answer(request))).context("cannot start a thread")?;
-    heed(signals, sender.clone(), options, global)?;
+    let desk = Arc::new(StatusDesk { host, sender: sender.clone(), cached_findings: Mutex::default() });
+    let past = history_recorder::history_path(options, global)?;
+    let shown = http::start_server(Arc::clone(&desk), options, past.as_deref(), global)?;
+    let kept =
+        past.map(|path| history_recorder::start_recorder(Arc::clone(&desk), &path, global)).transpose()?.flatten();
+    control.serve_requests(Arc::new(move |request| desk.answer_request(request))).context("cannot start a thread")?;
+    handle_signals(signals, sender.clone(), options, global)?;
 
-    let mut notify = Notify::from_environment();
-    log(&format!("looking at {}, mode {}", host.describe(), mode(settings.rules.mode)));
-    if settings.rules.mode == Mode::Act
-        && let Some(warning) = unknown_limits(host)
+    let mut notify = SystemdNotifier::from_environment();
+    log_line(&format!("looking at {}, mode {}", host.describe(), mode_name(settings.rules.mode)));
+    if settings.rules.mode == DaemonMode::Act
+        && let Some(warning) = describe_unreadable_limits(host)
     {
-        log(&warning);
+        log_line(&warning);
     }
-    let mut alive = |state: &State| {
-        notify.alive(&state.standing().1);
+    let mut alive = |state: &DaemonState| {
+        notify.notify_alive(&state.status().1);
         if let Some(kept) = &kept {
-            kept.heed(state);
+            kept.observe_state(state);
         }
     };
-    let done =
-        daemon::run(host, &global.state, settings, options.seed, (sender, messages), &mut alive, &mut |line| log(line));
-    notify.tell("STOPPING=1");
+    let done = daemon::run(host, &global.state, settings, options.seed, (sender, messages), &mut alive, &mut |line| {
+        log_line(line)
+    });
+    notify.send("STOPPING=1");
     drop(control);
     drop(shown);
     drop(kept);
     let whole = done?;
-    log(if whole { "ended" } else { "ended, and not everything is as it was" });
-    Ok(if whole { Outcome::Done } else { Outcome::Partial })
+    log_line(if whole { "ended" } else { "ended, and not everything is as it was" });
+    Ok(if whole { CommandOutcome::Done } else { CommandOutcome::Partial })
 }
 
 /// What is in force by the configuration and the command line.
-fn settings(options: &Options, global: &Global) -> anyhow::Result<Settings> {
-    let mut settings = Config::load(global)?.daemon();
+fn load_settings(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<DaemonSettings> {
+    let mut settings = Config::load(global)?.daemon_settings();
     if let Some(mode) = options.mode {
         settings.rules.mode = mode.into();
     }
@@ -207,8 +211,8 @@ fn settings(options: &Options, global: &Global) -> anyhow::Result<Settings> {
 }
 
 /// What cannot be unmerged later because limits of memory cannot be read.
-fn unknown_limits(host: &dyn Host) -> Option<String> {
-    let unknown = room::unknown_limits(host);
+fn describe_unreadable_limits(host: &dyn Host) -> Option<String> {
+    let unknown = memory_headroom::unreadable_limits(host);
     let (place, why) = unknown.first()?;
     Some(format!(
         "warning: the memory limits of {} cgroups cannot be read, the first {place}: {why}. What is merged there will \
@@ -217,34 +221,39 @@ fn unknown_limits(host: &dyn Host) -> Option<String> {
     ))
 }
 
-fn mode(mode: Mode) -> &'static str {
+fn mode_name(mode: DaemonMode) -> &'static str {
     match mode {
-        Mode::Observe => "observe",
-        Mode::Advise => "advise",
-        Mode::Act => "act",
+        DaemonMode::Observe => "observe",
+        DaemonMode::Advise => "advise",
+        DaemonMode::Act => "act",
     }
 }
 
 /// One line on standard error, which systemd's journal keeps with the time.
-fn log(line: &str) {
+fn log_line(line: &str) {
     // Nobody may be left to read it.
-    let _ = writeln!(std::io::stderr(), "pagefold daemon: {}", printable(line));
+    let _ = writeln!(std::io::stderr(), "pagefold daemon: {}", escape_unprintable(line));
 }
 
 /// Take signals in on a thread of their own.
-fn heed(mut signals: Signals, sender: Sender<Message>, options: &Options, global: &Global) -> anyhow::Result<()> {
+fn handle_signals(
+    mut signals: Signals,
+    sender: Sender<Message>,
+    options: &DaemonArguments,
+    global: &GlobalOptions,
+) -> anyhow::Result<()> {
     let (options, global) = (options.clone(), global.clone());
     let unmerge = options.unmerge_on_exit;
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         for signal in signals.forever() {
             let message = match signal {
-                SIGHUP => match settings(&options, &global) {
+                SIGHUP => match load_settings(&options, &global) {
                     Ok(settings) => {
-                        log("the configuration was read again, but for http, http_names and history");
+                        log_line("the configuration was read again, but for http, http_names and history");
                         Message::Settings(Box::new(settings))
                     }
                     Err(error) => {
-                        log(&format!("the configuration stays as it was: {error:#}"));
+                        log_line(&format!("the configuration stays as it was: {error:#}"));
                         continue;
                     }
                 },
@@ -259,25 +268,25 @@ fn heed(mut signals: Signals, sender: Sender<Message>, options: &Options, global
 }
 
 /// For how long what the doctor found is shown: ten thousand times as long as it took, but from ten minutes to an hour.
-const FINDINGS: (u32, Duration, Duration) = (10_000, Duration::from_secs(600), Duration::from_secs(3600));
+const FINDINGS_CACHE_TIMES: (u32, Duration, Duration) = (10_000, Duration::from_secs(600), Duration::from_secs(3600));
 
 /// For how long an answer may take to be made.
-const PATIENCE: Duration = Duration::from_secs(10);
+const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// What becomes of a process that an operator has enrolled.
-fn will_be_enrolled(state: &State) -> String {
+fn enroll_outcome_text(state: &DaemonState) -> String {
     let then = match state.rules().mode {
-        Mode::Observe => return "nobody is looked at: the daemon only observes".to_owned(),
-        Mode::Advise => "nothing is merged: the daemon only advises",
-        Mode::Act => "what pays of it is merged",
+        DaemonMode::Observe => return "nobody is looked at: the daemon only observes".to_owned(),
+        DaemonMode::Advise => "nothing is merged: the daemon only advises",
+        DaemonMode::Act => "what pays of it is merged",
     };
-    let not_now = state.waits().map(|why| format!(", but not now ({why})"));
+    let not_now = state.scan_block_reason().map(|why| format!(", but not now ({why})"));
     format!("it is looked at next{}; {then}", not_now.unwrap_or_default())
 }
 
 /// What becomes of a process that an operator has withdrawn.
-fn will_be_withdrawn(state: &State, pid: u32) -> String {
-    match state.holds_back() {
+fn unenroll_outcome_text(state: &DaemonState, pid: u32) -> String {
+    match state.inaction_reason() {
         None => "it is left alone, and withdrawn as soon as there is memory for it".to_owned(),
         Some(why) => {
             let stays = format!("it is left alone, and what is merged of it stays so for now ({why})");
@@ -287,97 +296,115 @@ fn will_be_withdrawn(state: &State, pid: u32) -> String {
 }
 
 /// Where requests are answered.
-struct Desk {
+struct StatusDesk {
     host: &'static dyn Host,
     sender: Sender<Message>,
     /// What the doctor found, and until when that is shown.
-    findings: Mutex<Option<(Instant, Vec<FindingReport>)>>,
+    cached_findings: Mutex<Option<(Instant, Vec<FindingReport>)>>,
 }
 
-impl Desk {
-    fn answer(&self, request: Request) -> Answer {
+impl StatusDesk {
+    fn answer_request(&self, request: ControlRequest) -> ControlReply {
         let tell = |event: Event, done: &str| match self.sender.send(Message::Event(event)) {
-            Ok(()) => Answer::Done(done.to_owned()),
-            Err(_) => Answer::Refused("the daemon ends".to_owned()),
+            Ok(()) => ControlReply::Done(done.to_owned()),
+            Err(_) => ControlReply::Refused("the daemon ends".to_owned()),
         };
-        let Some(snapshot) = self.snapshot() else { return Answer::Refused("the daemon ends".to_owned()) };
+        let Some(snapshot) = self.request_snapshot() else {
+            return ControlReply::Refused("the daemon ends".to_owned());
+        };
         match request {
-            Request::Status => Answer::Status(Box::new(self.status(&snapshot))),
-            Request::Pause => tell(Event::Pause, "paused: KSM's settings come back, and what is merged stays merged"),
-            Request::Resume => tell(Event::Resume, "resumed"),
-            Request::Enrol(pid) | Request::Withdraw(pid) => {
-                let Some(who) = snapshot.who.iter().find(|who| who.id.pid == Pid(pid)) else {
-                    return Answer::Refused(format!(
+            ControlRequest::Status => ControlReply::Status(Box::new(self.build_status(&snapshot))),
+            ControlRequest::Pause => {
+                tell(Event::Pause, "paused: KSM's settings come back, and what is merged stays merged")
+            }
+            ControlRequest::Resume => tell(Event::Resume, "resumed"),
+            ControlRequest::Enroll(pid) | ControlRequest::Unenroll(pid) => {
+                let Some(who) = snapshot.tracked_processes.iter().find(|who| who.id.pid == Pid(pid)) else {
+                    return ControlReply::Refused(format!(
                         "process {pid} is not managed: it is not there, has less memory than {}, or is not chosen by \
                          [daemon.only]",
                         snapshot.settings.min_resident
                     ));
                 };
-                let excluded = snapshot.state.members().get(&who.id).and_then(|member| member.excluded.as_ref());
+                let excluded =
+                    snapshot.state.tracked().get(&who.id).and_then(|member| member.exclusion_reason.as_ref());
                 match (request, excluded) {
-                    (Request::Enrol(_), Some(why)) => Answer::Refused(format!("process {pid} is left alone: {why}")),
-                    (Request::Enrol(_), None) => tell(Event::Enrol(who.id), &will_be_enrolled(&snapshot.state)),
-                    _ => tell(Event::Withdraw(who.id), &will_be_withdrawn(&snapshot.state, pid)),
+                    (ControlRequest::Enroll(_), Some(why)) => {
+                        ControlReply::Refused(format!("process {pid} is left alone: {why}"))
+                    }
+                    (ControlRequest::Enroll(_), None) => {
+                        tell(Event::Enroll(who.id), &enroll_outcome_text(&snapshot.state))
+                    }
+                    _ => tell(Event::Unenroll(who.id), &unenroll_outcome_text(&snapshot.state, pid)),
                 }
             }
         }
     }
 
-    fn snapshot(&self) -> Option<Box<Snapshot>> {
+    fn request_snapshot(&self) -> Option<Box<Snapshot>> {
         let (sender, answer) = mpsc::channel();
-        self.sender.send(Message::Ask(sender)).ok()?;
-        answer.recv_timeout(PATIENCE).ok()
+        self.sender.send(Message::StatusRequest(sender)).ok()?;
+        answer.recv_timeout(SNAPSHOT_TIMEOUT).ok()
     }
 
-    fn status(&self, snapshot: &Snapshot) -> Status {
-        let mut findings = self.findings.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    fn build_status(&self, snapshot: &Snapshot) -> StatusReport {
+        let mut findings = self.cached_findings.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let now = Instant::now();
         if findings.as_ref().is_none_or(|(until, _)| now >= *until) {
-            let found = status::findings(self.host, &snapshot.settings);
-            *findings = Some((now + (now.elapsed() * FINDINGS.0).clamp(FINDINGS.1, FINDINGS.2), found));
+            let found = status::collect_findings(self.host, &snapshot.settings);
+            *findings = Some((
+                now + (now.elapsed() * FINDINGS_CACHE_TIMES.0).clamp(FINDINGS_CACHE_TIMES.1, FINDINGS_CACHE_TIMES.2),
+                found,
+            ));
         }
         let found = findings.as_ref().map(|(_, found)| found.clone()).unwrap_or_default();
         drop(findings);
-        status::status(self.host, snapshot, Whom::All, found)
+        status::build_status(self.host, snapshot, ProcessScope::All, found)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_daemon::decide::{Readings, Rules, TimeOfDay, step};
+    use pagefold_daemon::decide::{DaemonRules, TickReadings, TimeOfDay, step};
 
     /// What is answered to who has a process enrolled, and withdrawn, after some events.
-    fn answers(mode: Mode, events: impl IntoIterator<Item = Event>) -> [String; 2] {
-        let hours = pagefold_daemon::decide::Hours { from: 10, to: 20, utc: true };
-        let rules = Rules { mode, quiet: vec![hours], ..Rules::default() };
-        let state = State::new(rules, 0, Duration::ZERO, Duration::ZERO);
-        let held = events.into_iter().chain([Event::Held(Ok(()))]);
+    fn operator_replies(mode: DaemonMode, events: impl IntoIterator<Item = Event>) -> [String; 2] {
+        let hours = pagefold_daemon::decide::DailyHours { start_second: 10, end_second: 20, in_utc: true };
+        let rules = DaemonRules { mode, quiet_hours: vec![hours], ..DaemonRules::default() };
+        let state = DaemonState::new(rules, 0, Duration::ZERO, Duration::ZERO);
+        let held = events.into_iter().chain([Event::HostAcquired(Ok(()))]);
         let state = held.fold(state, |state, event| step(state, Duration::ZERO, event).0);
-        [will_be_enrolled(&state), will_be_withdrawn(&state, 7)]
+        [enroll_outcome_text(&state), unenroll_outcome_text(&state, 7)]
     }
 
     #[test]
-    fn what_is_answered_is_what_will_be_done() {
+    fn operator_reply_matches_what_the_daemon_does() {
         let stays = |why: &str| {
             let stays = format!("it is left alone, and what is merged of it stays so for now ({why})");
             format!("{stays}: `pagefold unmerge --pid 7` withdraws it")
         };
         let withdrawn = "it is left alone, and withdrawn as soon as there is memory for it".to_owned();
         assert_eq!(
-            answers(Mode::Act, []),
+            operator_replies(DaemonMode::Act, []),
             ["it is looked at next; what pays of it is merged".to_owned(), withdrawn.clone()]
         );
-        let quiet = Readings { time: TimeOfDay { local: 0, utc: 12 }, ..Readings::default() };
+        let quiet = TickReadings { time_of_day: TimeOfDay { local: 0, utc: 12 }, ..TickReadings::default() };
         let not_now = |why: &str| format!("it is looked at next, but not now ({why}); what pays of it is merged");
-        assert_eq!(answers(Mode::Act, [Event::Tick(quiet)]), [not_now("these are quiet hours"), withdrawn]);
+        assert_eq!(
+            operator_replies(DaemonMode::Act, [Event::Tick(quiet)]),
+            [not_now("these are quiet hours"), withdrawn]
+        );
         let paused = "an operator paused it";
-        assert_eq!(answers(Mode::Act, [Event::Pause]), [not_now(paused), stays(paused)]);
-        let other = Event::Contested("somebody writes run".to_owned());
-        assert_eq!(answers(Mode::Act, [other]), [not_now("somebody writes run"), stays("somebody writes run")]);
+        assert_eq!(operator_replies(DaemonMode::Act, [Event::Pause]), [not_now(paused), stays(paused)]);
+        let other = Event::SettingsOverwritten("somebody writes run".to_owned());
+        assert_eq!(
+            operator_replies(DaemonMode::Act, [other]),
+            [not_now("somebody writes run"), stays("somebody writes run")]
+        );
         let advice = "it is looked at next; nothing is merged: the daemon only advises".to_owned();
-        assert_eq!(answers(Mode::Advise, []), [advice, stays("it only advises")]);
+        assert_eq!(operator_replies(DaemonMode::Advise, []), [advice, stays("it only advises")]);
         let nobody = "nobody is looked at: the daemon only observes".to_owned();
-        assert_eq!(answers(Mode::Observe, []), [nobody, stays("it only observes")]);
+        assert_eq!(operator_replies(DaemonMode::Observe, []), [nobody, stays("it only observes")]);
     }
 }

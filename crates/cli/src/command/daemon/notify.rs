@@ -5,53 +5,53 @@ use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::{Duration, Instant};
 
 /// Who is told, if anybody is.
-pub struct Notify {
+pub struct SystemdNotifier {
     socket: Option<(UnixDatagram, SocketAddr)>,
     /// How often it wants to hear that all is well.
     watchdog: Option<Duration>,
-    told: Instant,
+    last_notified: Instant,
     /// Whether it was told that all is well.
-    ready: bool,
-    what: String,
+    is_ready_sent: bool,
+    status_text: String,
 }
 
-impl Notify {
+impl SystemdNotifier {
     /// By the environment of the process.
     pub fn from_environment() -> Self {
-        let address = std::env::var("NOTIFY_SOCKET").ok().and_then(|name| address(&name));
+        let address = std::env::var("NOTIFY_SOCKET").ok().and_then(|name| socket_address(&name));
         let socket = address.and_then(|address| Some((UnixDatagram::unbound().ok()?, address)));
         let microseconds = std::env::var("WATCHDOG_USEC").ok().and_then(|text| text.parse::<u64>().ok());
         // Half of it, as sd_watchdog_enabled(3) recommends.
         let watchdog = microseconds.map(|time| Duration::from_micros(time / 2));
-        Self { socket, watchdog, told: Instant::now(), ready: false, what: String::new() }
+        Self { socket, watchdog, last_notified: Instant::now(), is_ready_sent: false, status_text: String::new() }
     }
 
     /// Tell it something.
-    pub fn tell(&self, what: &str) {
+    pub fn send(&self, message: &str) {
         if let Some((socket, address)) = &self.socket {
             // Nothing depends on whether anybody hears it.
-            let _ = socket.send_to_addr(what.as_bytes(), address);
+            let _ = socket.send_to_addr(message.as_bytes(), address);
         }
     }
 
     /// Tell it that all is well and what is done, where it is time to; the first time that it is ready.
-    pub fn alive(&mut self, what: &str) {
-        if !std::mem::replace(&mut self.ready, true) {
-            self.tell("READY=1");
+    pub fn notify_alive(&mut self, status_text: &str) {
+        if !std::mem::replace(&mut self.is_ready_sent, true) {
+            self.send("READY=1");
         }
-        if self.what != what {
-            what.clone_into(&mut self.what);
-            self.tell(&format!("STATUS={what}"));
+        if self.status_text != status_text {
+            status_text.clone_into(&mut self.status_text);
+            self.send(&format!("STATUS={status_text}"));
         }
-        if self.watchdog.is_some_and(|pause| self.told.elapsed() >= pause / 2) {
-            self.told = Instant::now();
-            self.tell("WATCHDOG=1");
+        if self.watchdog.is_some_and(|pause| self.last_notified.elapsed() >= pause / 2) {
+            self.last_notified = Instant::now();
+            self.send("WATCHDOG=1");
         }
     }
 }
 
 /// A path, or with `@` a name in the abstract namespace.
-fn address(name: &str) -> Option<SocketAddr> {
+fn socket_address(name: &str) -> Option<SocketAddr> {
     match name.strip_prefix('@') {
         Some(name) => SocketAddr::from_abstract_name(name).ok(),
         None => SocketAddr::from_pathname(name).ok(),
@@ -63,18 +63,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_heard_at_a_path_and_at_a_name() {
+    fn notifications_reach_path_and_abstract_sockets() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("notify");
         let name = format!("pagefold-notify-{}", std::process::id());
         let abstract_name = SocketAddr::from_abstract_name(&name).unwrap();
         let listeners = [UnixDatagram::bind(&path).unwrap(), UnixDatagram::bind_addr(&abstract_name).unwrap()];
         for (listener, name) in listeners.iter().zip([path.display().to_string(), format!("@{name}")]) {
-            let socket = Some((UnixDatagram::unbound().unwrap(), address(&name).unwrap()));
+            let socket = Some((UnixDatagram::unbound().unwrap(), socket_address(&name).unwrap()));
             let (told, what) = (Instant::now(), String::new());
-            let mut notify = Notify { socket, watchdog: Some(Duration::ZERO), told, ready: false, what };
-            notify.alive("resting");
-            notify.alive("working");
+            let mut notify = SystemdNotifier {
+                socket,
+                watchdog: Some(Duration::ZERO),
+                last_notified: told,
+                is_ready_sent: false,
+                status_text: what,
+            };
+            notify.notify_alive("resting");
+            notify.notify_alive("working");
             let mut heard = [0; 32];
             for expected in ["READY=1", "STATUS=resting", "WATCHDOG=1", "STATUS=working", "WATCHDOG=1"] {
                 let length = listener.recv(&mut heard).unwrap();

@@ -1,57 +1,65 @@
 //! The daemon over a recording of many moments, as fast as they are read.
 
-use super::{Options, status};
-use crate::arguments::Global;
-use crate::{Outcome, output};
+use super::{DaemonArguments, status};
+use crate::command_line::GlobalOptions;
+use crate::{CommandOutcome, output};
 use anyhow::{Context, bail};
-use pagefold_daemon::decide::{Mode, TimeOfDay};
-use pagefold_daemon::run::replay::{Moment, Replay};
-use pagefold_daemon::run::{Said, Settings};
+use pagefold_daemon::decide::{DaemonMode, TimeOfDay};
+use pagefold_daemon::run::replay::{DaemonReplay, ReplayStep};
+use pagefold_daemon::run::{DaemonSettings, LoggedDecision};
 use pagefold_host::Host;
-use pagefold_output::text::printable;
+use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
-use pagefold_recording::moments;
+use pagefold_recording::trace;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
 /// Processes that a line names at most.
-const NAMES: usize = 4;
+const MAX_NAMES_PER_LINE: usize = 4;
 
 /// The folders of the moments, where the host is a recording of many.
-pub fn folders(global: &Global) -> anyhow::Result<Option<Vec<PathBuf>>> {
+pub fn recording_folders(global: &GlobalOptions) -> anyhow::Result<Option<Vec<PathBuf>>> {
     let Some(("recording", path)) = global.host.split_once(':') else { return Ok(None) };
-    let folders = moments::folders(Path::new(path));
+    let folders = trace::recording_folders(Path::new(path));
     folders.with_context(|| format!("cannot read the recording {path}: make one with `pagefold record DIR`"))
 }
 
 /// Go through them, and print what is decided.
-pub fn run(folders: &[PathBuf], settings: Settings, options: &Options) -> anyhow::Result<Outcome> {
-    if settings.rules.mode == Mode::Act {
+pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArguments) -> anyhow::Result<CommandOutcome> {
+    if settings.rules.mode == DaemonMode::Act {
         bail!("a recording cannot be changed: give --mode advise");
     }
     let mut settings = Some(settings);
     let mut replay = None;
     for folder in folders {
-        let moment = moments::Moment::open(folder).with_context(|| format!("the moment {}", folder.display()))?;
+        let moment = trace::TimedRecording::open(folder).with_context(|| format!("the moment {}", folder.display()))?;
         let replay = match &mut replay {
             Some(replay) => replay,
             none => {
                 let settings = settings.take().unwrap_or_default();
-                none.insert(Replay::new(settings, options.seed, moment.host.page_size())?)
+                none.insert(DaemonReplay::new(settings, options.seed, moment.host.page_size())?)
             }
         };
         let mut lines = String::new();
-        let now = Moment { host: &moment.host, at: moment.at, time: time_of_day(moment.time, moment.utc_offset) };
-        replay.moment(&now, &mut |names, decision| {
-            let said = Said { at: SystemTime::UNIX_EPOCH + moment.time, whom: whom(names), decision: decision.clone() };
+        let now = ReplayStep {
+            host: &moment.host,
+            elapsed: moment.since_start,
+            time_of_day: time_of_day(moment.unix_time, moment.utc_offset_seconds),
+        };
+        replay.run_step(&now, &mut |names, decision| {
+            let said = LoggedDecision {
+                logged_at: SystemTime::UNIX_EPOCH + moment.unix_time,
+                subject: format_names(names),
+                decision: decision.clone(),
+            };
             lines.push_str(&match options.json {
-                true => wire::line(&status::told(&said)) + "\n",
-                false => line(moment.at.as_secs_f64(), &said),
+                true => wire::to_json_line(&status::decision_report(&said)) + "\n",
+                false => format_decision(moment.since_start.as_secs_f64(), &said),
             });
         })?;
-        output::print(&lines)?;
+        output::print_stdout(&lines)?;
     }
-    Ok(Outcome::Done)
+    Ok(CommandOutcome::Done)
 }
 
 /// What clocks showed at a Unix time. Recordings of before it was kept do not say by how much the host's own was ahead:
@@ -61,16 +69,23 @@ fn time_of_day(time: Duration, ahead: Option<i64>) -> TimeOfDay {
     TimeOfDay { local: second(ahead.unwrap_or(0)), utc: second(0) }
 }
 
-fn whom(names: &[String]) -> String {
+fn format_names(names: &[String]) -> String {
     match names.len() {
         0 => "this host".to_owned(),
-        count if count > NAMES => format!("{}, {} more", names[..NAMES].join(", "), count - NAMES),
+        count if count > MAX_NAMES_PER_LINE => {
+            format!("{}, {} more", names[..MAX_NAMES_PER_LINE].join(", "), count - MAX_NAMES_PER_LINE)
+        }
         _ => names.join(", "),
     }
 }
 
-fn line(at: f64, Said { whom, decision, .. }: &Said) -> String {
-    format!("{at:>9.1} s  {} {}: {}\n", decision.what.word(), printable(whom), printable(&decision.why))
+fn format_decision(at: f64, LoggedDecision { subject: whom, decision, .. }: &LoggedDecision) -> String {
+    format!(
+        "{at:>9.1} s  {} {}: {}\n",
+        decision.kind.word(),
+        escape_unprintable(whom),
+        escape_unprintable(&decision.explanation)
+    )
 }
 
 #[cfg(test)]
@@ -78,7 +93,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_hosts_own_clock_is_ahead_or_behind() {
+    fn recorded_utc_offset_is_applied() {
         let noon = Duration::from_secs(1_700_000_000 / 86400 * 86400 + 12 * 3600);
         let shown = |ahead| time_of_day(noon, ahead);
         assert_eq!(shown(None), TimeOfDay { local: 12 * 3600, utc: 12 * 3600 });

@@ -9,58 +9,58 @@
 use pagefold_base::process::Process;
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
-use pagefold_host::act::{self, Action, Refusal};
-use pagefold_host::{Host, Process as Handle, observe, parse};
+use pagefold_host::action::{self, Action, ActionError};
+use pagefold_host::{Host, ProcessHandle as Handle, observe, parse};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::time::Duration;
 
-/// The first pause between two looks at a tree; doubled until it is [`LONGEST_PAUSE`].
-pub const FIRST_PAUSE: Duration = Duration::from_millis(5);
+/// The first pause between two looks at a tree; doubled until it is [`MAX_POLL_INTERVAL`].
+pub const FIRST_POLL_INTERVAL: Duration = Duration::from_millis(5);
 /// The longest pause between two looks at a tree.
-pub const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+pub const MAX_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A process and its descendants, as far as they were seen.
 #[derive(Debug)]
-pub struct Tree {
-    members: BTreeSet<ProcessId>,
+pub struct ProcessTree {
+    processes: BTreeSet<ProcessId>,
 }
 
-impl Tree {
+impl ProcessTree {
     /// The tree that a process begins.
-    pub fn of(process: ProcessId) -> Self {
-        Self { members: BTreeSet::from([process]) }
+    pub fn new(process: ProcessId) -> Self {
+        Self { processes: BTreeSet::from([process]) }
     }
 
     /// Look who is there now.
-    pub fn observe(&mut self, host: &dyn Host) -> Reading<()> {
+    pub fn update(&mut self, host: &dyn Host) -> Reading<()> {
         let running = host.pids()?.into_iter().filter_map(|pid| {
             let stat = parse::stat(&host.open(pid).ok()?.read("stat").ok()?).ok()?;
             let living = !matches!(stat.state, 'Z' | 'X');
             living.then_some((ProcessId { pid, start_time: stat.start_time }, stat.ppid))
         });
-        self.grow(&running.collect());
+        self.update_from(&running.collect());
         Ok(())
     }
 
     /// Who belongs to it now.
-    pub fn members(&self) -> impl Iterator<Item = ProcessId> {
-        self.members.iter().copied()
+    pub fn processes(&self) -> impl Iterator<Item = ProcessId> {
+        self.processes.iter().copied()
     }
 
     /// Whether all have ended.
     pub fn has_ended(&self) -> bool {
-        self.members.is_empty()
+        self.processes.is_empty()
     }
 
     /// Drop who has ended and add the descendants of the others, from the running processes and their parents.
-    fn grow(&mut self, running: &BTreeMap<ProcessId, Pid>) {
-        self.members.retain(|member| running.contains_key(member));
+    fn update_from(&mut self, running: &BTreeMap<ProcessId, Pid>) {
+        self.processes.retain(|member| running.contains_key(member));
         loop {
-            let parents: BTreeSet<Pid> = self.members.iter().map(|member| member.pid).collect();
-            let before = self.members.len();
-            self.members.extend(running.iter().filter(|(_, parent)| parents.contains(parent)).map(|(id, _)| id));
-            if self.members.len() == before {
+            let parents: BTreeSet<Pid> = self.processes.iter().map(|member| member.pid).collect();
+            let before = self.processes.len();
+            self.processes.extend(running.iter().filter(|(_, parent)| parents.contains(parent)).map(|(id, _)| id));
+            if self.processes.len() == before {
                 return;
             }
         }
@@ -72,18 +72,18 @@ impl Tree {
 ///
 /// Who is excluded is asked anew at each look, since a process becomes another program by exec. Limits: what an
 /// enrolled process starts is enrolled from its start, because the kernel hands it on over fork and exec.
-pub fn enrol_all(host: &dyn Host, first: ProcessId, excluded: &dyn Fn(&Process) -> Option<String>) {
-    let mut tree = Tree::of(first);
-    let (mut refused, mut left, mut asked) = (BTreeSet::new(), BTreeSet::new(), Asked::new());
-    let mut pause = FIRST_PAUSE;
+pub fn enroll_tree(host: &dyn Host, root: ProcessId, exclusion_reason: &dyn Fn(&Process) -> Option<String>) {
+    let mut tree = ProcessTree::new(root);
+    let (mut refused, mut left, mut asked) = (BTreeSet::new(), BTreeSet::new(), UnverifiedEnrolls::new());
+    let mut pause = FIRST_POLL_INTERVAL;
     let tell = |process: ProcessId, why: &str| {
         // Nobody may be left to read it.
         let _ = writeln!(std::io::stderr(), "pagefold: process {} is not enrolled in KSM: {why}", process.pid);
     };
-    while tree.observe(host).is_ok() && !tree.has_ended() {
-        for process in tree.members().filter(|process| !refused.contains(process)).collect::<Vec<_>>() {
-            match enrol_unless(host, process, excluded, &mut asked) {
-                Ok(None) | Err(Refusal::Vanished | Refusal::Busy(_)) => {}
+    while tree.update(host).is_ok() && !tree.has_ended() {
+        for process in tree.processes().filter(|process| !refused.contains(process)).collect::<Vec<_>>() {
+            match enroll_unless_excluded(host, process, exclusion_reason, &mut asked) {
+                Ok(None) | Err(ActionError::Vanished | ActionError::Busy(_)) => {}
                 Ok(Some(why)) => {
                     if left.insert(process) {
                         tell(process, &why);
@@ -96,45 +96,47 @@ pub fn enrol_all(host: &dyn Host, first: ProcessId, excluded: &dyn Fn(&Process) 
             }
         }
         std::thread::sleep(pause);
-        pause = (pause * 2).min(LONGEST_PAUSE);
+        pause = (pause * 2).min(MAX_POLL_INTERVAL);
     }
 }
 
 /// Who said that it is enrolled whole, where the kernel does not tell (before 6.14), with the regions that had no mark
 /// then. Asking stops a thread, and who is enrolled whole has all marked that it maps: only other regions without a
 /// mark are a reason to ask again, such as those of another program that it has become (not enrolled before 6.7).
-type Asked = BTreeMap<ProcessId, BTreeSet<AddressRange>>;
+type UnverifiedEnrolls = BTreeMap<ProcessId, BTreeSet<AddressRange>>;
 
 /// Enrol a process from outside, where it is not and there is no reason against it. Tells the reason.
-fn enrol_unless(
+fn enroll_unless_excluded(
     host: &dyn Host,
     process: ProcessId,
-    excluded: &dyn Fn(&Process) -> Option<String>,
-    asked: &mut Asked,
-) -> Result<Option<String>, Refusal> {
+    exclusion_reason: &dyn Fn(&Process) -> Option<String>,
+    unverified: &mut UnverifiedEnrolls,
+) -> Result<Option<String>, ActionError> {
     let handle = pagefold_host::hold(host, process)?;
     let told = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any;
     match &told {
         Ok(true) => return Ok(None),
-        Err(Absent::NotOnThisKernel) if unmarked(&*handle)?.is_subset(asked.entry(process).or_default()) => {
+        Err(Absent::NotOnThisKernel)
+            if unmarked_regions(&*handle)?.is_subset(unverified.entry(process).or_default()) =>
+        {
             return Ok(None);
         }
         Ok(false) | Err(Absent::NotOnThisKernel) => {}
         Err(why) => return Err(why.clone().into()),
     }
-    if let Some(why) = excluded(&observe::process(host, &*handle)?) {
+    if let Some(why) = exclusion_reason(&observe::process(host, &*handle)?) {
         return Ok(Some(why));
     }
-    enrol(host, process)?;
+    enroll_process(host, process)?;
     if told.is_err() {
-        asked.insert(process, unmarked(&*handle)?);
+        unverified.insert(process, unmarked_regions(&*handle)?);
     }
     Ok(None)
 }
 
 /// Regions that would be marked if the process were enrolled whole. Not the main stack, which the kernel makes for a
 /// new program before it marks what that maps (fs/exec.c), and not the page that belongs to no address space.
-fn unmarked(handle: &dyn Handle) -> Reading<BTreeSet<AddressRange>> {
+fn unmarked_regions(handle: &dyn Handle) -> Reading<BTreeSet<AddressRange>> {
     let lacks = |region: &&Region| region.ineligible().is_none() && !region.flags.has(VmFlags::MERGEABLE);
     let own = |region: &&Region| !matches!(region.name.as_str(), "[stack]" | "[vsyscall]");
     let regions = observe::regions(handle)?;
@@ -142,71 +144,75 @@ fn unmarked(handle: &dyn Handle) -> Reading<BTreeSet<AddressRange>> {
 }
 
 /// Enrol a process from outside, where it is not, and see that it took.
-pub fn enrol(host: &dyn Host, process: ProcessId) -> Result<(), Refusal> {
+pub fn enroll_process(host: &dyn Host, process: ProcessId) -> Result<(), ActionError> {
     let handle = pagefold_host::hold(host, process)?;
-    if act::merge_any(&*handle)? {
+    if action::query_merge_any(&*handle)? {
         return Ok(());
     }
-    host.apply(&Action::MergeAny { process, on: true })?;
-    if act::merge_any(&*handle)? { Ok(()) } else { Err(Refusal::Failed("the kernel agreed and did not".to_owned())) }
+    host.apply(&Action::MergeAny { process, enable: true })?;
+    if action::query_merge_any(&*handle)? {
+        Ok(())
+    } else {
+        Err(ActionError::Failed("the kernel agreed and did not".to_owned()))
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_host::faulty::{Fault, Faulty};
+    use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
     use pagefold_recording::Recording;
     use std::sync::Mutex;
 
-    fn id(pid: u32, start_time: u64) -> ProcessId {
+    fn process_id(pid: u32, start_time: u64) -> ProcessId {
         ProcessId { pid: Pid(pid), start_time }
     }
 
     /// Members after looks at running processes, each (number, start time, parent).
-    fn followed(looks: &[&[(u32, u64, u32)]]) -> Vec<u32> {
-        let mut tree = Tree::of(id(10, 1));
-        for look in looks {
-            tree.grow(&look.iter().map(|&(pid, start, parent)| (id(pid, start), Pid(parent))).collect());
+    fn follow_tree(scans: &[&[(u32, u64, u32)]]) -> Vec<u32> {
+        let mut tree = ProcessTree::new(process_id(10, 1));
+        for look in scans {
+            tree.update_from(&look.iter().map(|&(pid, start, parent)| (process_id(pid, start), Pid(parent))).collect());
         }
-        tree.members().map(|member| member.pid.0).collect()
+        tree.processes().map(|member| member.pid.0).collect()
     }
 
     #[test]
-    fn descendants_belong_to_a_tree_and_stay_in_it() {
+    fn descendants_join_the_tree_and_stay() {
         let look: &[_] = &[(1, 0, 0), (9, 1, 1), (10, 1, 9), (5, 4, 11), (11, 2, 10), (12, 3, 9)];
-        assert_eq!(followed(&[look]), [5, 10, 11]);
+        assert_eq!(follow_tree(&[look]), [5, 10, 11]);
         // Its parent gone, an orphan still belongs to it.
-        assert_eq!(followed(&[look, &[(1, 0, 0), (5, 4, 1), (6, 9, 5), (12, 3, 9)]]), [5, 6]);
-        assert!(followed(&[look, &[(1, 0, 0), (12, 3, 9)]]).is_empty());
+        assert_eq!(follow_tree(&[look, &[(1, 0, 0), (5, 4, 1), (6, 9, 5), (12, 3, 9)]]), [5, 6]);
+        assert!(follow_tree(&[look, &[(1, 0, 0), (12, 3, 9)]]).is_empty());
     }
 
     #[test]
-    fn a_number_that_was_given_again_is_another_process() {
-        assert!(followed(&[&[(1, 0, 0), (10, 2, 1), (11, 3, 10)]]).is_empty());
+    fn reused_pid_is_another_process() {
+        assert!(follow_tree(&[&[(1, 0, 0), (10, 2, 1), (11, 3, 10)]]).is_empty());
     }
 
     /// A process of a kernel before 6.14.
     #[derive(Default)]
-    struct Old {
+    struct FakePre614Process {
         /// Its regions, with whether they are marked.
         regions: Vec<(&'static str, bool)>,
-        whole: bool,
+        is_enrolled: bool,
         /// Whether it refuses without a word to be enrolled.
-        deaf: bool,
+        ignores_enroll: bool,
         /// What was done to it.
-        heard: Vec<&'static str>,
+        actions: Vec<&'static str>,
     }
 
-    impl Old {
-        fn answer(&mut self, path: &str) -> Option<Fault> {
+    impl FakePre614Process {
+        fn read_answer(&mut self, path: &str) -> Option<InjectedFault> {
             let answer = match path {
                 "proc/10#ask_merge_any" => {
-                    self.heard.push("ask");
-                    String::from(if self.whole { "yes" } else { "no" })
+                    self.actions.push("ask");
+                    String::from(if self.is_enrolled { "yes" } else { "no" })
                 }
                 "proc/10#merge_any" => {
-                    self.heard.push("enrol");
-                    self.whole = !self.deaf;
+                    self.actions.push("enrol");
+                    self.is_enrolled = !self.ignores_enroll;
                     String::new()
                 }
                 "proc/10/ksm_stat" => "ksm_rmap_items 0\n".to_owned(),
@@ -220,12 +226,16 @@ mod tests {
                 }
                 _ => return None,
             };
-            Some(Fault::Replaced(answer.into_bytes()))
+            Some(InjectedFault::Replaced(answer.into_bytes()))
         }
     }
 
     /// What is done to a process at looks, before each of which it has these regions, and what the last look came to.
-    fn heard(deaf: bool, why: Option<&str>, looks: &[&[(&'static str, bool)]]) -> (Vec<&'static str>, bool) {
+    fn enroll_over_scans(
+        ignores_enroll: bool,
+        why: Option<&str>,
+        scans: &[&[(&'static str, bool)]],
+    ) -> (Vec<&'static str>, bool) {
         let directory = tempfile::tempdir().unwrap();
         std::fs::create_dir_all(directory.path().join("files/proc/10")).unwrap();
         let file = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
@@ -233,32 +243,39 @@ mod tests {
         let stat = format!("10 (old) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1 0 0{}\n", " 0".repeat(28));
         file("files/proc/10/stat", &stat);
         let recording = Recording::open(directory.path()).unwrap();
-        let old = Mutex::new(Old { deaf, ..Old::default() });
-        let host = Faulty::new(&recording, |path| old.lock().unwrap().answer(path));
-        let mut asked = Asked::new();
+        let old = Mutex::new(FakePre614Process { ignores_enroll, ..FakePre614Process::default() });
+        let host = FaultyHost::new(&recording, |path| old.lock().unwrap().read_answer(path));
+        let mut asked = UnverifiedEnrolls::new();
         let mut done = false;
-        for look in looks {
+        for look in scans {
             old.lock().unwrap().regions = look.to_vec();
-            let outcome = enrol_unless(&host, id(10, 1), &|_| why.map(str::to_owned), &mut asked);
+            let outcome = enroll_unless_excluded(&host, process_id(10, 1), &|_| why.map(str::to_owned), &mut asked);
             done = matches!(outcome, Ok(None));
         }
-        (old.into_inner().unwrap().heard, done)
+        (old.into_inner().unwrap().actions, done)
     }
 
     #[test]
-    fn where_the_kernel_does_not_tell_a_marked_region_is_not_all() {
+    fn marked_region_is_no_proof_of_enrollment() {
         let guest: &[_] = &[("", true), ("[heap]", false), ("[stack]", false)];
-        assert_eq!(heard(false, None, &[guest]), (vec!["ask", "enrol", "ask"], true));
+        assert_eq!(enroll_over_scans(false, None, &[guest]), (vec!["ask", "enrol", "ask"], true));
         // It says so once, until something else has no mark.
-        assert_eq!(heard(false, None, &[guest, guest]), (vec!["ask", "enrol", "ask"], true));
+        assert_eq!(enroll_over_scans(false, None, &[guest, guest]), (vec!["ask", "enrol", "ask"], true));
         let more: &[_] = &[("", true), ("[heap]", false), ("", false)];
-        assert_eq!(heard(false, None, &[guest, guest, more, more]), (vec!["ask", "enrol", "ask", "ask"], true));
-        assert_eq!(heard(true, None, &[guest]), (vec!["ask", "enrol", "ask"], false), "it did not take");
+        assert_eq!(
+            enroll_over_scans(false, None, &[guest, guest, more, more]),
+            (vec!["ask", "enrol", "ask", "ask"], true)
+        );
+        assert_eq!(enroll_over_scans(true, None, &[guest]), (vec!["ask", "enrol", "ask"], false), "it did not take");
         // Who is enrolled by its parent is not stopped, nor is who is to be left alone.
         assert_eq!(
-            heard(false, None, &[&[("", true), ("[heap]", true), ("[stack]", false), ("[vsyscall]", false)]]),
+            enroll_over_scans(
+                false,
+                None,
+                &[&[("", true), ("[heap]", true), ("[stack]", false), ("[vsyscall]", false)]]
+            ),
             (vec![], true)
         );
-        assert_eq!(heard(false, Some("it holds secrets"), &[guest]), (vec![], false));
+        assert_eq!(enroll_over_scans(false, Some("it holds secrets"), &[guest]), (vec![], false));
     }
 }

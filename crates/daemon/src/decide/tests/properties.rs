@@ -4,80 +4,82 @@ use super::*;
 use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
-pub(super) enum Stroke {
-    Come(u32),
-    Go(u32),
-    Withdraw(u32),
-    Enrol(u32),
-    Cling(u32),
-    LetGo(u32),
-    Fail(bool),
+pub(super) enum HostStep {
+    ProcessArrives(u32),
+    ProcessExits(u32),
+    Unenroll(u32),
+    Enroll(u32),
+    BlockUnenroll(u32),
+    UnblockUnenroll(u32),
+    SetUnenrollFails(bool),
     Pause,
     Resume,
-    Contest,
-    Press(bool),
-    Gain(i64),
-    Mode(Mode),
-    Run(u64),
+    OverwriteSettings,
+    SetPressure(bool),
+    SetNetPerProcess(i64),
+    SetMode(DaemonMode),
+    RunSeconds(u64),
 }
 
-pub(super) fn stroke() -> impl Strategy<Value = Stroke> {
+pub(super) fn any_step() -> impl Strategy<Value = HostStep> {
     prop_oneof![
-        4 => (0u32..8).prop_map(Stroke::Come),
-        1 => (0u32..8).prop_map(Stroke::Go),
-        1 => (0u32..8).prop_map(Stroke::Withdraw),
-        1 => (0u32..8).prop_map(Stroke::Enrol),
-        1 => (0u32..8).prop_map(Stroke::Cling),
-        1 => (0u32..8).prop_map(Stroke::LetGo),
-        1 => prop::sample::select(vec![true, false, false]).prop_map(Stroke::Fail),
-        1 => Just(Stroke::Pause),
-        2 => Just(Stroke::Resume),
-        1 => Just(Stroke::Contest),
-        1 => any::<bool>().prop_map(Stroke::Press),
-        1 => (-4i64..20).prop_map(|mib| Stroke::Gain(mib * MIB as i64)),
-        1 => prop::sample::select(vec![Mode::Observe, Mode::Advise, Mode::Act, Mode::Act]).prop_map(Stroke::Mode),
-        6 => (1u64..60).prop_map(Stroke::Run),
+        4 => (0u32..8).prop_map(HostStep::ProcessArrives),
+        1 => (0u32..8).prop_map(HostStep::ProcessExits),
+        1 => (0u32..8).prop_map(HostStep::Unenroll),
+        1 => (0u32..8).prop_map(HostStep::Enroll),
+        1 => (0u32..8).prop_map(HostStep::BlockUnenroll),
+        1 => (0u32..8).prop_map(HostStep::UnblockUnenroll),
+        1 => prop::sample::select(vec![true, false, false]).prop_map(HostStep::SetUnenrollFails),
+        1 => Just(HostStep::Pause),
+        2 => Just(HostStep::Resume),
+        1 => Just(HostStep::OverwriteSettings),
+        1 => any::<bool>().prop_map(HostStep::SetPressure),
+        1 => (-4i64..20).prop_map(|mib| HostStep::SetNetPerProcess(mib * MIB as i64)),
+        1 => prop::sample::select(vec![DaemonMode::Observe, DaemonMode::Advise, DaemonMode::Act, DaemonMode::Act]).prop_map(HostStep::SetMode),
+        6 => (1u64..60).prop_map(HostStep::RunSeconds),
     ]
 }
 
-fn played(strokes: &[Stroke], base: &Rules, cores: f64, long: f64) -> Host {
-    let mut host = Host::new(base.clone());
-    (host.cores, host.long) = (cores, long);
-    host.play(strokes, base);
+fn host_after_steps(strokes: &[HostStep], base: &DaemonRules, cores: f64, long: f64) -> SimulatedHost {
+    let mut host = SimulatedHost::new(base.clone());
+    (host.cpu_per_second, host.census_seconds) = (cores, long);
+    host.apply_steps(strokes, base);
     host
 }
 
-impl Host {
+impl SimulatedHost {
     /// Nobody is in its way any more.
-    fn settle(&mut self) {
-        (self.pressure, self.fails) = (0.0, false);
-        self.happen(Event::Configured(rules(Mode::Act)));
-        self.happen(Event::Tuner(None));
-        self.happen(Event::Resume);
+    fn remove_obstacles(&mut self) {
+        (self.pressure, self.unenroll_fails) = (0.0, false);
+        self.deliver(Event::RulesChanged(rules(DaemonMode::Act)));
+        self.deliver(Event::TunerChanged(None));
+        self.deliver(Event::Resume);
     }
 
-    pub(super) fn play(&mut self, strokes: &[Stroke], base: &Rules) {
+    pub(super) fn apply_steps(&mut self, strokes: &[HostStep], base: &DaemonRules) {
         let host = self;
         for stroke in strokes {
             match stroke {
-                Stroke::Come(pid) => host.happen(arrival(*pid)),
-                Stroke::Go(pid) => {
+                HostStep::ProcessArrives(pid) => host.deliver(arrival(*pid)),
+                HostStep::ProcessExits(pid) => {
                     host.enrolled.remove(&id(*pid));
-                    host.clings.remove(&id(*pid));
-                    host.forgive(id(*pid), Event::Went(id(*pid)));
+                    host.cannot_unenroll.remove(&id(*pid));
+                    host.deliver_and_forget_failure(id(*pid), Event::ProcessExited(id(*pid)));
                 }
-                Stroke::Withdraw(pid) => host.happen(Event::Withdraw(id(*pid))),
-                Stroke::Enrol(pid) => host.forgive(id(*pid), Event::Enrol(id(*pid))),
-                Stroke::Cling(pid) => _ = host.clings.insert(id(*pid)),
-                Stroke::LetGo(pid) => _ = host.clings.remove(&id(*pid)),
-                Stroke::Fail(fails) => host.fails = *fails,
-                Stroke::Pause => host.happen(Event::Pause),
-                Stroke::Resume => host.happen(Event::Resume),
-                Stroke::Contest => host.happen(Event::Contested("somebody".into())),
-                Stroke::Press(high) => host.pressure = if *high { 90.0 } else { 0.0 },
-                Stroke::Gain(gain) => host.gain = *gain,
-                Stroke::Mode(mode) => host.happen(Event::Configured(Rules { mode: *mode, ..base.clone() })),
-                Stroke::Run(seconds) => host.run(*seconds),
+                HostStep::Unenroll(pid) => host.deliver(Event::Unenroll(id(*pid))),
+                HostStep::Enroll(pid) => host.deliver_and_forget_failure(id(*pid), Event::Enroll(id(*pid))),
+                HostStep::BlockUnenroll(pid) => _ = host.cannot_unenroll.insert(id(*pid)),
+                HostStep::UnblockUnenroll(pid) => _ = host.cannot_unenroll.remove(&id(*pid)),
+                HostStep::SetUnenrollFails(fails) => host.unenroll_fails = *fails,
+                HostStep::Pause => host.deliver(Event::Pause),
+                HostStep::Resume => host.deliver(Event::Resume),
+                HostStep::OverwriteSettings => host.deliver(Event::SettingsOverwritten("somebody".into())),
+                HostStep::SetPressure(high) => host.pressure = if *high { 90.0 } else { 0.0 },
+                HostStep::SetNetPerProcess(gain) => host.net_per_process = *gain,
+                HostStep::SetMode(mode) => {
+                    host.deliver(Event::RulesChanged(DaemonRules { mode: *mode, ..base.clone() }))
+                }
+                HostStep::RunSeconds(seconds) => host.run(*seconds),
             }
         }
     }
@@ -89,15 +91,15 @@ proptest! {
     /// Over any time, the CPU time is within the bound, but for one tick in which nobody could have told it to stop,
     /// and what must not be halted: to withdraw, and to give the host back.
     #[test]
-    fn the_budget_is_kept_to(
-        strokes in prop::collection::vec(stroke(), 1..40),
+    fn cpu_time_stays_within_rate_and_burst(
+        strokes in prop::collection::vec(any_step(), 1..40),
         cpu in 0.01f64..0.5,
         burst in 1u64..10,
         cores in 0.1f64..2.0,
         long in 0.1f64..20.0,
     ) {
-        let base = Rules { cpu, burst: Duration::from_secs(burst), price: 100.0, ..rules(Mode::Act) };
-        let host = played(&strokes, &base, cores, long);
+        let base = DaemonRules { cpu_rate: cpu, burst: Duration::from_secs(burst), max_cpu_seconds_per_mib: 100.0, ..rules(DaemonMode::Act) };
+        let host = host_after_steps(&strokes, &base, cores, long);
         let slack = TICK.as_secs_f64() * cores + 1e-6;
         for (i, (from, before, out)) in host.readings.iter().enumerate() {
             for (to, after, unbounded) in &host.readings[i..] {
@@ -109,71 +111,71 @@ proptest! {
 
     /// In the end nobody is enrolled whom an end with unmerging would not withdraw or name, and nothing is held.
     #[test]
-    fn every_enrolment_has_an_inverse(strokes in prop::collection::vec(stroke(), 1..40), paused in any::<bool>()) {
-        let mut host = played(&strokes, &rules(Mode::Act), 0.5, 0.3);
-        host.settle();
+    fn stop_with_unmerge_unenrolls_or_reports_each_process(strokes in prop::collection::vec(any_step(), 1..40), paused in any::<bool>()) {
+        let mut host = host_after_steps(&strokes, &rules(DaemonMode::Act), 0.5, 0.3);
+        host.remove_obstacles();
         if paused {
-            host.happen(Event::Pause);
+            host.deliver(Event::Pause);
         }
         host.run(2);
-        prop_assert_eq!(host.holds, !paused);
+        prop_assert_eq!(host.acquired, !paused);
         let from = host.trace.len();
-        host.happen(Event::Stop { unmerge: true });
+        host.deliver(Event::Stop { unmerge: true });
         host.run(3);
-        prop_assert!(!host.holds);
+        prop_assert!(!host.acquired);
         let named = |process: &ProcessId| {
-            let stays = (What::Refuse, Reason::Stopped);
-            let names = |said: &Decision| (said.what, said.reason) == stays && said.whom == [*process];
-            host.trace[from..].iter().any(|(_, action)| matches!(action, Action::Say(said) if names(said)))
+            let stays = (DecisionKind::Refuse, DecisionReason::Stopped);
+            let names = |said: &Decision| (said.kind, said.reason) == stays && said.processes == [*process];
+            host.trace[from..].iter().any(|(_, action)| matches!(action, Action::Report(said) if names(said)))
         };
-        prop_assert!(host.enrolled.iter().all(|who| host.clings.contains(who) && named(who)), "{:?}", host.enrolled);
-        prop_assert_eq!(host.ended(), Some(host.enrolled.is_empty() && host.out.is_empty()));
+        prop_assert!(host.enrolled.iter().all(|who| host.cannot_unenroll.contains(who) && named(who)), "{:?}", host.enrolled);
+        prop_assert_eq!(host.ended(), Some(host.enrolled.is_empty() && host.unenroll_failed.is_empty()));
     }
 
     /// Who could not be withdrawn is, once there is memory for it, however often it was refused before.
     #[test]
-    fn who_is_to_be_withdrawn_is_in_the_end(strokes in prop::collection::vec(stroke(), 1..40)) {
-        let mut host = played(&strokes, &rules(Mode::Act), 0.5, 0.3);
-        host.settle();
-        host.clings.clear();
-        (host.gain, host.out) = (16 * MIB as i64, BTreeSet::new());
+    fn pending_unenroll_succeeds_once_memory_is_available(strokes in prop::collection::vec(any_step(), 1..40)) {
+        let mut host = host_after_steps(&strokes, &rules(DaemonMode::Act), 0.5, 0.3);
+        host.remove_obstacles();
+        host.cannot_unenroll.clear();
+        (host.net_per_process, host.unenroll_failed) = (16 * MIB as i64, BTreeSet::new());
         host.run(301);
-        let leaving = host.state.members().values().filter(|member| member.leaving.is_some());
+        let leaving = host.state.tracked().values().filter(|member| member.pending_unenroll.is_some());
         prop_assert_eq!(leaving.count(), 0);
-        let withdrawn = host.state.members().iter().filter(|(_, member)| member.withdrawn);
+        let withdrawn = host.state.tracked().iter().filter(|(_, member)| member.unenrolled_by_operator);
         prop_assert!(withdrawn.clone().all(|(process, _)| !host.enrolled.contains(process)));
     }
 
     /// While it may not act nothing is changed, while memory is short nothing is withdrawn, and whom an operator
     /// withdrew nobody looks at.
     #[test]
-    fn what_must_not_be_done_is_not(strokes in prop::collection::vec(stroke(), 1..40)) {
-        let mut mode = Mode::Act;
-        let mut host = Host::new(rules(Mode::Act));
+    fn forbidden_actions_never_happen(strokes in prop::collection::vec(any_step(), 1..40)) {
+        let mut mode = DaemonMode::Act;
+        let mut host = SimulatedHost::new(rules(DaemonMode::Act));
         let mut withdrawn = BTreeSet::new();
         for stroke in &strokes {
             let from = host.trace.len();
             let playing = std::slice::from_ref(stroke);
             match stroke {
-                Stroke::Mode(new) => mode = *new,
-                Stroke::Withdraw(pid) if host.state.members().contains_key(&id(*pid)) => {
+                HostStep::SetMode(new) => mode = *new,
+                HostStep::Unenroll(pid) if host.state.tracked().contains_key(&id(*pid)) => {
                     withdrawn.insert(id(*pid));
                 }
-                Stroke::Enrol(pid) | Stroke::Go(pid) => {
+                HostStep::Enroll(pid) | HostStep::ProcessExits(pid) => {
                     withdrawn.remove(&id(*pid));
                 }
                 _ => {}
             }
-            let base = Rules { mode, ..rules(Mode::Act) };
-            host.play(playing, &base);
+            let base = DaemonRules { mode, ..rules(DaemonMode::Act) };
+            host.apply_steps(playing, &base);
             for (_, action) in &host.trace[from..] {
                 match action {
-                    Action::Hold | Action::Sweep | Action::Merge { .. } => prop_assert_eq!(mode, Mode::Act),
+                    Action::AcquireHost | Action::Sweep | Action::Merge { .. } => prop_assert_eq!(mode, DaemonMode::Act),
                     Action::Census(processes) => {
-                        prop_assert!(mode != Mode::Observe);
+                        prop_assert!(mode != DaemonMode::Observe);
                         prop_assert!(processes.iter().all(|process| !withdrawn.contains(process)));
                     }
-                    Action::Look { withdraw } => prop_assert!(!withdraw || host.pressure < 10.0),
+                    Action::CheckMerged { unenroll } => prop_assert!(!unenroll || host.pressure < 10.0),
                     _ => {}
                 }
             }
@@ -182,8 +184,8 @@ proptest! {
 
     /// The same seed and events give the same trace.
     #[test]
-    fn it_can_be_replayed(strokes in prop::collection::vec(stroke(), 1..30)) {
-        let [first, again] = [0, 1].map(|_| played(&strokes, &rules(Mode::Act), 0.5, 0.3).trace);
+    fn same_seed_and_events_give_the_same_trace(strokes in prop::collection::vec(any_step(), 1..30)) {
+        let [first, again] = [0, 1].map(|_| host_after_steps(&strokes, &rules(DaemonMode::Act), 0.5, 0.3).trace);
         prop_assert_eq!(first, again);
     }
 }

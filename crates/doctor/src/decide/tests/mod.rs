@@ -5,7 +5,7 @@ mod properties;
 use super::*;
 use Verdict::{Fail, NotApplicable, Ok as Fine, Unknown, Warn};
 use pagefold_base::exclusion::Exclusions;
-use pagefold_base::identity::{Backend, Identity, Monitor, Vm};
+use pagefold_base::identity::{Identity, Monitor, Vm, VmMemoryBackend};
 use pagefold_base::ksm::ProcessKsm;
 use pagefold_base::memory::PressureLine;
 use pagefold_base::region::VmFlags;
@@ -55,15 +55,15 @@ fn healthy_process(pid: u32) -> ProcessFacts {
             pinned: Ok(Bytes::ZERO),
         },
         regions: Ok(vec![region(GIB, VmFlags::MERGEABLE)]),
-        domain: Domain::User(1000),
-        excluded: None,
+        domain: TrustDomain::User(1000),
+        exclusion_reason: None,
         parent_merge_any: Ok(false),
     }
 }
 
 /// Find out whether it is to be left alone.
 fn exclude(facts: &mut ProcessFacts) {
-    facts.excluded = Exclusions::default().reason(&facts.process);
+    facts.exclusion_reason = Exclusions::default().reason(&facts.process);
 }
 
 fn healthy_ksm() -> Ksm {
@@ -101,7 +101,7 @@ fn healthy() -> HostFacts {
         page_size: PageSize::new(4096).unwrap(),
         kernel: Ok("6.18.44".into()),
         ksm: Ok(healthy_ksm()),
-        memory: Memory {
+        memory: MemInfo {
             total: Ok(Bytes(64 * GIB)),
             free: Ok(Bytes(20 * GIB)),
             available: Ok(Bytes(30 * GIB)),
@@ -115,9 +115,9 @@ fn healthy() -> HostFacts {
         vmstat: Ok([("cow_ksm", 500), ("ksm_swpin_copy", 0), ("thp_split_page", 3)].map(|(n, v)| (n.into(), v)).into()),
         thp_enabled: Ok("madvise".into()),
         nodes: Ok(1),
-        ksmd: Ok(Ksmd { cpu_seconds: 30.0, uptime_seconds: 3600.0 }),
+        ksmd: Ok(KsmdCpuTime { cpu_seconds: 30.0, uptime_seconds: 3600.0 }),
         tuners: Ok(vec![]),
-        rewritten: vec![],
+        rewritten_settings: vec![],
         processes: vec![healthy_process(100), healthy_process(200)],
     }
 }
@@ -130,11 +130,11 @@ fn qemu() -> Vm {
     Vm {
         monitor: Monitor::Qemu,
         name: Some("guest1".into()),
-        memory: Some(GIB),
+        memory_bytes: Some(GIB),
         backends: vec![],
         mem_merge: true,
         vfio: false,
-        control: Some("unix:/run/qmp,server=on".into()),
+        control_socket: Some("unix:/run/qmp,server=on".into()),
     }
 }
 
@@ -148,7 +148,7 @@ fn vm(facts: &mut ProcessFacts, change: impl FnOnce(&mut Vm)) {
 /// Takes every process out of KSM, and its traces out of the counters.
 fn nothing_enrolled(facts: &mut HostFacts) {
     for process in &mut facts.processes {
-        unenrol(process);
+        unenroll(process);
     }
     let ksm = ksm(facts);
     for counter in [&mut ksm.pages_shared, &mut ksm.pages_sharing, &mut ksm.pages_unshared, &mut ksm.pages_volatile] {
@@ -159,7 +159,7 @@ fn nothing_enrolled(facts: &mut HostFacts) {
     facts.vmstat = Ok([("cow_ksm".to_owned(), 0)].into());
 }
 
-fn unenrol(process: &mut ProcessFacts) {
+fn unenroll(process: &mut ProcessFacts) {
     process.process.ksm = ProcessKsm {
         rmap_items: Ok(0),
         merging_pages: Ok(0),
@@ -192,7 +192,7 @@ fn check(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts)) {
     let found: Vec<_> = findings.iter().filter(|finding| finding.rule == rule).collect();
     assert_eq!(found.len(), 1, "{rule}");
     assert_eq!(found[0].verdict, expected, "{:#?}", found[0]);
-    complete(&findings);
+    assert_complete(&findings);
 }
 
 /// The worst verdict of one rule about a process after one change to healthy facts.
@@ -205,11 +205,11 @@ fn check_process(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFac
     let found: Vec<_> = findings.iter().filter(|finding| finding.rule == rule).cloned().collect();
     assert!(!found.is_empty(), "{rule} is not in {findings:#?}");
     assert_eq!(worst(&found), expected, "{found:#?}");
-    complete(&findings);
+    assert_complete(&findings);
 }
 
 /// What must hold of any findings.
-fn complete(findings: &[Finding]) {
+fn assert_complete(findings: &[Finding]) {
     assert!(findings.is_sorted_by(|a, b| a.verdict >= b.verdict), "worst first");
     for finding in findings {
         assert!(!finding.title.is_empty() && !finding.source.is_empty() && !finding.why.is_empty(), "{finding:?}");
@@ -224,7 +224,7 @@ fn complete(findings: &[Finding]) {
 }
 
 #[test]
-fn a_healthy_host_has_nothing_but_ok() {
+fn healthy_host_has_only_ok_findings() {
     let findings = examine_host(&healthy());
     assert!(worst(&findings) <= Fine, "{findings:#?}");
     let (host, process) = (healthy(), healthy_process(100));
@@ -233,12 +233,12 @@ fn a_healthy_host_has_nothing_but_ok() {
 }
 
 #[test]
-fn the_worst_of_nothing_is_not_applicable() {
+fn worst_of_no_findings_is_not_applicable() {
     assert_eq!(worst(&[]), NotApplicable);
 }
 
 #[test]
-fn settings() {
+fn settings_rules_give_expected_verdicts() {
     check("ksm-kernel", Fine, |_| ());
     check("ksm-kernel", Fail, |f| f.ksm = Err(Absent::NotOnThisKernel));
     check("ksm-kernel", Unknown, |f| f.ksm = Err(Absent::Denied));
@@ -266,7 +266,7 @@ fn settings() {
     check("ksm-pace", Unknown, |f| ksm(f).pages_to_scan = Err(Absent::Malformed("x".into())));
     check("ksm-pace", NotApplicable, nothing_enrolled);
     // What ended is still counted.
-    check("ksm-pace", NotApplicable, |f| f.processes.iter_mut().for_each(unenrol));
+    check("ksm-pace", NotApplicable, |f| f.processes.iter_mut().for_each(unenroll));
     // Before its first pass ksmd's metadata does not speak for those that cannot be seen.
     check("ksm-pace", Unknown, |f| {
         deny(&mut f.processes[1]);
@@ -330,9 +330,9 @@ fn settings() {
 }
 
 #[test]
-fn what_has_ended_asks_for_nothing() {
+fn counters_of_ended_processes_are_not_applicable() {
     let left_over = |f: &mut HostFacts| {
-        f.processes.iter_mut().for_each(unenrol);
+        f.processes.iter_mut().for_each(unenroll);
         let ksm = ksm(f);
         (ksm.run, ksm.general_profit) = (Ok(0), Ok(-1));
         (ksm.stable_node_chains, ksm.stable_node_dups) = (Ok(1), Ok(20_000));
@@ -352,7 +352,7 @@ fn what_has_ended_asks_for_nothing() {
 }
 
 #[test]
-fn who_was_not_seen_is_named() {
+fn unreadable_processes_are_named() {
     let mut facts = healthy();
     deny(&mut facts.processes[1]);
     let title = |facts: &HostFacts| {
@@ -366,7 +366,7 @@ fn who_was_not_seen_is_named() {
 }
 
 #[test]
-fn enrolment() {
+fn enrollment_rules_give_expected_verdicts() {
     check("ksm-enrolled", Fine, |_| ());
     check("ksm-enrolled", Fail, nothing_enrolled);
     check("ksm-enrolled", NotApplicable, |f| {
@@ -395,7 +395,7 @@ fn enrolment() {
     check("ksm-seccomp", Fine, |_| ());
     check("ksm-seccomp", Fine, |f| f.processes[0].process.seccomp = Ok(2));
     check("ksm-seccomp", Warn, |f| {
-        unenrol(&mut f.processes[0]);
+        unenroll(&mut f.processes[0]);
         f.processes[0].process.seccomp = Ok(2);
     });
     check("ksm-seccomp", Unknown, |f| f.processes[0].process.seccomp = Err(Absent::NotOnThisKernel));
@@ -407,7 +407,7 @@ fn enrolment() {
 }
 
 #[test]
-fn writers() {
+fn writer_rules_give_expected_verdicts() {
     check("ksm-tuners", Fine, |_| ());
     check("ksm-tuners", Fine, |f| f.tuners = Ok(vec![Tuner::Tuned]));
     check("ksm-tuners", Warn, |f| {
@@ -417,8 +417,10 @@ fn writers() {
     check("ksm-tuners", Warn, |f| f.tuners = Ok(vec![Tuner::Ksmtuned, Tuner::Ksmtuned]));
     check("ksm-tuners", Fail, |f| f.tuners = Ok(vec![Tuner::Mom, Tuner::Ksmtuned]));
     check("ksm-tuners", Unknown, |f| f.tuners = Err(Absent::Denied));
-    check("ksm-tuners", Warn, |f| f.rewritten = vec!["run: 1, then 0".into()]);
-    check("ksm-tuners", Warn, |f| (f.tuners, f.rewritten) = (Err(Absent::Denied), vec!["run: 1, then 0".into()]));
+    check("ksm-tuners", Warn, |f| f.rewritten_settings = vec!["run: 1, then 0".into()]);
+    check("ksm-tuners", Warn, |f| {
+        (f.tuners, f.rewritten_settings) = (Err(Absent::Denied), vec!["run: 1, then 0".into()])
+    });
 
     check("ksm-advisor-writer", NotApplicable, |f| f.tuners = Ok(vec![Tuner::Ksmtuned]));
     check("ksm-advisor-writer", Fine, |f| ksm(f).advisor_mode = Ok("scan-time".into()));
@@ -433,7 +435,7 @@ fn writers() {
 }
 
 #[test]
-fn cost() {
+fn cost_rules_give_expected_verdicts() {
     check("ksm-profit", Fine, |_| ());
     check("ksm-profit", Fail, |f| ksm(f).general_profit = Ok(-1));
     check("ksm-profit", Warn, |f| {
@@ -480,9 +482,9 @@ fn cost() {
     });
 
     check("ksmd-cpu", Fine, |_| ());
-    check("ksmd-cpu", Warn, |f| f.ksmd = Ok(Ksmd { cpu_seconds: 2000.0, uptime_seconds: 3600.0 }));
+    check("ksmd-cpu", Warn, |f| f.ksmd = Ok(KsmdCpuTime { cpu_seconds: 2000.0, uptime_seconds: 3600.0 }));
     check("ksmd-cpu", Unknown, |f| f.ksmd = Err(Absent::Vanished));
-    check("ksmd-cpu", Unknown, |f| f.ksmd = Ok(Ksmd { cpu_seconds: 0.0, uptime_seconds: 0.0 }));
+    check("ksmd-cpu", Unknown, |f| f.ksmd = Ok(KsmdCpuTime { cpu_seconds: 0.0, uptime_seconds: 0.0 }));
 
     check("memory-headroom", Fine, |_| ());
     check("memory-headroom", Warn, |f| {
@@ -506,9 +508,9 @@ fn cost() {
 }
 
 #[test]
-fn security() {
+fn security_rules_give_expected_verdicts() {
     check("ksm-domains", Fine, |_| ());
-    check("ksm-domains", Warn, |f| f.processes[1].domain = Domain::User(1001));
+    check("ksm-domains", Warn, |f| f.processes[1].domain = TrustDomain::User(1001));
     check("ksm-domains", NotApplicable, nothing_enrolled);
     check("ksm-domains", Unknown, |f| deny(&mut f.processes[1]));
 
@@ -532,10 +534,11 @@ fn security() {
     check("ksm-keys", Fine, |f| opted_out(&mut f.processes[0]));
     check("ksm-opt-out", Fine, |f| {
         opted_out(&mut f.processes[0]);
-        unenrol(&mut f.processes[0]);
+        unenroll(&mut f.processes[0]);
     });
     // QEMU enrols the other backends itself.
-    let backend = |id: &str, merge| Backend { id: id.into(), kind: "memory-backend-ram".into(), share: false, merge };
+    let backend =
+        |id: &str, merge| VmMemoryBackend { id: id.into(), kind: "memory-backend-ram".into(), share: false, merge };
     let part = vec![backend("a", true), backend("b", false)];
     check("ksm-opt-out", Fine, |f| vm(&mut f.processes[0], |vm| vm.backends.clone_from(&part)));
     let all = vec![backend("b", false)];
@@ -544,17 +547,17 @@ fn security() {
 }
 
 #[test]
-fn processes() {
+fn process_rules_give_expected_verdicts() {
     check_process("process-run", Fine, |_, _| ());
     check_process("process-run", Fail, |h, _| ksm(h).run = Ok(0));
     check_process("process-run", Warn, |h, p| {
         ksm(h).run = Ok(0);
-        unenrol(p);
+        unenroll(p);
     });
     check_process("process-run", Unknown, |h, _| ksm(h).run = Err(Absent::Denied));
 
     check_process("process-enrolled", Fine, |_, _| ());
-    check_process("process-enrolled", Fail, |_, p| unenrol(p));
+    check_process("process-enrolled", Fail, |_, p| unenroll(p));
     check_process("process-enrolled", Warn, |_, p| {
         p.regions.as_mut().unwrap().push(region(9 * GIB, VmFlags::default()))
     });
@@ -567,17 +570,17 @@ fn processes() {
     check_process("process-enrolled", NotApplicable, |_, p| p.process.kernel_thread = true);
     check_process("process-enrolled", NotApplicable, |_, p| p.process.state = 'Z');
 
-    let backend = |merge| Backend { id: "mem0".into(), kind: "memory-backend-ram".into(), share: false, merge };
+    let backend = |merge| VmMemoryBackend { id: "mem0".into(), kind: "memory-backend-ram".into(), share: false, merge };
     check_process("process-mem-merge", NotApplicable, |_, _| ());
     check_process("process-mem-merge", NotApplicable, |_, p| vm(p, |vm| vm.monitor = Monitor::Firecracker));
     check_process("process-mem-merge", Fine, |_, p| vm(p, |_| ()));
     check_process("process-mem-merge", Warn, |_, p| vm(p, |vm| vm.mem_merge = false));
     check_process("process-mem-merge", Fail, |_, p| {
-        unenrol(p);
+        unenroll(p);
         vm(p, |vm| vm.mem_merge = false);
     });
     check_process("process-mem-merge", Fail, |_, p| {
-        unenrol(p);
+        unenroll(p);
         p.process.identity.vm = Some(Vm { backends: vec![backend(true), backend(false)], ..qemu() });
     });
     check_process("process-mem-merge", Unknown, |_, p| p.process.arguments = Err(Absent::Denied));
@@ -589,7 +592,7 @@ fn processes() {
     check_process("process-eligible", Fine, |_, p| p.regions.as_mut().unwrap().push(shared(9 * GIB, "/srv/ram")));
     check_process("process-eligible", Fail, |_, p| {
         p.regions.as_mut().unwrap().push(shared(9 * GIB, "/srv/ram"));
-        let backend = Backend { id: "m".into(), kind: "memory-backend-file".into(), share: true, merge: true };
+        let backend = VmMemoryBackend { id: "m".into(), kind: "memory-backend-file".into(), share: true, merge: true };
         p.process.identity.vm = Some(Vm { backends: vec![backend], ..qemu() });
     });
     check_process("process-eligible", NotApplicable, |_, p| p.regions = Ok(vec![]));
@@ -603,20 +606,20 @@ fn processes() {
     check_process("process-prctl-exec", Fine, |_, _| ());
     check_process("process-prctl-exec", Warn, |_, p| p.parent_merge_any = Ok(true));
     check_process("process-prctl-exec", Fail, |_, p| {
-        unenrol(p);
+        unenroll(p);
         p.parent_merge_any = Ok(true);
     });
     check_process("process-prctl-exec", Unknown, |_, p| old_kernel(p));
 
     check_process("process-seccomp", Fine, |_, p| p.process.seccomp = Ok(2));
     check_process("process-seccomp", Warn, |_, p| {
-        unenrol(p);
+        unenroll(p);
         p.process.seccomp = Ok(2);
     });
     check_process("process-seccomp", Unknown, |_, p| p.process.seccomp = Err(Absent::Vanished));
 
     check_process("process-scanned", Fine, |_, _| ());
-    check_process("process-scanned", NotApplicable, |_, p| unenrol(p));
+    check_process("process-scanned", NotApplicable, |_, p| unenroll(p));
     check_process("process-scanned", Warn, |_, p| p.process.ksm.rmap_items = Ok(0));
     check_process("process-scanned", NotApplicable, |h, p| (ksm(h).run, p.process.ksm.rmap_items) = (Ok(0), Ok(0)));
     check_process("process-scanned", Unknown, |_, p| p.process.ksm.rmap_items = Err(Absent::Denied));
@@ -626,7 +629,7 @@ fn processes() {
     check_process("process-merging", Unknown, |_, p| {
         (p.process.ksm.merging_pages, p.process.ksm.rmap_items) = (Ok(0), Ok(9))
     });
-    check_process("process-merging", NotApplicable, |_, p| unenrol(p));
+    check_process("process-merging", NotApplicable, |_, p| unenroll(p));
     check_process("process-merging", Unknown, |_, p| p.process.ksm.merging_pages = Err(Absent::Denied));
 
     check_process("process-profit", Fine, |_, _| ());
@@ -646,12 +649,12 @@ fn processes() {
 
     check_process("process-pace", Fine, |_, _| ());
     check_process("process-pace", Fail, |h, _| ksm(h).pages_to_scan = Ok(1));
-    check_process("process-pace", NotApplicable, |_, p| unenrol(p));
+    check_process("process-pace", NotApplicable, |_, p| unenroll(p));
     check_process("process-pace", Unknown, |h, _| ksm(h).sleep_millisecs = Err(Absent::Denied));
 }
 
 #[test]
-fn regions_are_told_one_by_one_with_their_reason() {
+fn ineligible_regions_are_listed_with_reason() {
     let mut process = healthy_process(7);
     let mut hugetlb = region(0, VmFlags::HUGETLB);
     hugetlb.hugetlb = Bytes(2 * GIB);
@@ -672,10 +675,10 @@ fn regions_are_told_one_by_one_with_their_reason() {
 }
 
 #[test]
-fn a_busy_ksmd_is_told_to_sleep_longer_than_it_does() {
+fn busy_ksmd_gets_a_longer_sleep() {
     for (now, wanted) in [(20, 100), (50, 100), (200, 400), (u64::from(u32::MAX), u64::from(u32::MAX))] {
         let mut facts = healthy();
-        facts.ksmd = Ok(Ksmd { cpu_seconds: 2000.0, uptime_seconds: 3600.0 });
+        facts.ksmd = Ok(KsmdCpuTime { cpu_seconds: 2000.0, uptime_seconds: 3600.0 });
         ksm(&mut facts).sleep_millisecs = Ok(now);
         let finding = examine_host(&facts).into_iter().find(|finding| finding.rule == "ksmd-cpu").unwrap();
         assert_eq!(finding.remedy, [format!("echo {wanted} > /sys/kernel/mm/ksm/sleep_millisecs")]);
@@ -684,7 +687,7 @@ fn a_busy_ksmd_is_told_to_sleep_longer_than_it_does() {
 
 /// What would unmerge is only advised where memory is there for it.
 #[test]
-fn unmerging_waits_for_memory() {
+fn unmerge_remedy_requires_available_memory() {
     let remedy = |available| {
         let mut facts = healthy();
         facts.nodes = Ok(8);
@@ -703,9 +706,9 @@ fn unmerging_waits_for_memory() {
 
 /// A filter may kill the process over an injected call.
 #[test]
-fn nothing_is_injected_past_a_filter() {
+fn no_gdb_remedy_with_a_seccomp_filter() {
     let mut process = healthy_process(7);
-    unenrol(&mut process);
+    unenroll(&mut process);
     for (mode, injects) in [(Ok(0), true), (Ok(2), false), (Err(Absent::Denied), false)] {
         process.process.seccomp = mode;
         let findings = examine_process(&healthy(), &process);
@@ -715,9 +718,9 @@ fn nothing_is_injected_past_a_filter() {
 }
 
 #[test]
-fn a_machine_is_enrolled_by_its_own_socket() {
+fn vm_is_enrolled_over_its_qmp_socket() {
     let mut process = healthy_process(7);
-    unenrol(&mut process);
+    unenroll(&mut process);
     process.process.identity.vm = Some(qemu());
     let findings = examine_process(&healthy(), &process);
     let finding = findings.iter().find(|finding| finding.rule == "process-enrolled").unwrap();
@@ -728,13 +731,13 @@ fn a_machine_is_enrolled_by_its_own_socket() {
 
 /// A root shell gets to see these lines.
 #[test]
-fn no_foreign_name_reaches_a_shell() {
+fn untrusted_names_never_reach_a_shell() {
     let mut process = healthy_process(7);
-    unenrol(&mut process);
+    unenroll(&mut process);
     for name in ["x'; reboot #", "$(reboot)", "-x", "a b", ""] {
-        let backend = Backend { id: name.into(), kind: "memory-backend-ram".into(), share: false, merge: true };
+        let backend = VmMemoryBackend { id: name.into(), kind: "memory-backend-ram".into(), share: false, merge: true };
         for control in [Some(format!("unix:{name}")), None] {
-            let vm = Vm { name: Some(name.into()), control, backends: vec![backend.clone()], ..qemu() };
+            let vm = Vm { name: Some(name.into()), control_socket: control, backends: vec![backend.clone()], ..qemu() };
             process.process.identity.vm = Some(vm);
             let findings = examine_process(&healthy(), &process);
             let mut lines = findings.iter().flat_map(|finding| &finding.remedy);
@@ -748,7 +751,7 @@ fn no_foreign_name_reaches_a_shell() {
 }
 
 #[test]
-fn a_denied_reading_asks_for_privilege() {
+fn denied_reading_suggests_sudo() {
     let mut process = healthy_process(7);
     deny(&mut process);
     let findings = examine_process(&healthy(), &process);

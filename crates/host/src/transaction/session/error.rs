@@ -1,8 +1,8 @@
 //! Why a session could not do something.
 
-use super::Remains;
-use crate::Holder;
-use crate::act::Refusal;
+use super::FailedUndo;
+use crate::LockHolder;
+use crate::action::ActionError;
 use crate::transaction::journal;
 use pagefold_base::Absent;
 use pagefold_base::ksm::Setting;
@@ -13,11 +13,11 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Another one is under way, perhaps with another state directory.
-    #[error("another pagefold{} changes this host now: wait for it, or stop it", holder(.0))]
-    Busy(Holder),
+    #[error("another pagefold{} changes this host now: wait for it, or stop it", describe_holder(.0))]
+    Busy(LockHolder),
     /// The lock cannot be had.
     #[error("cannot use {path} (as root it is made; elsewhere give --state DIR)")]
-    State {
+    StateDirectoryUnusable {
         /// Which path.
         path: PathBuf,
         /// Why.
@@ -27,16 +27,16 @@ pub enum Error {
     #[error(
         "{0} can be written by others: whoever can write the journal decides what is done; use a directory of yours"
     )]
-    Exposed(PathBuf),
+    DirectoryWritableByOthers(PathBuf),
     /// The journal cannot be read or written.
     #[error(transparent)]
     Journal(#[from] journal::Error),
     /// What the host has now cannot be read, so it could not be put back.
     #[error("cannot tell what there is now, so it could not be put back")]
-    Unknown(#[source] Absent),
+    HostStateUnreadable(#[source] Absent),
     /// A setting cannot be read, so it could not be put back.
-    #[error("cannot read /sys/kernel/mm/ksm/{}{}", .setting.file(), unreadable(.source))]
-    Setting {
+    #[error("cannot read /sys/kernel/mm/ksm/{}{}", .setting.file_name(), unreadable_hint(.source))]
+    SettingUnreadable {
         /// Which.
         setting: Setting,
         /// Why.
@@ -44,10 +44,10 @@ pub enum Error {
     },
     /// The change was refused.
     #[error(transparent)]
-    Refused(#[from] Refusal),
+    Refused(#[from] ActionError),
     /// Somebody else has written a setting since.
-    #[error("somebody else writes /sys/kernel/mm/ksm/{}: it was {wrote}, it is {found}", .setting.file())]
-    Contested {
+    #[error("somebody else writes /sys/kernel/mm/ksm/{}: it was {wrote}, it is {found}", .setting.file_name())]
+    SettingOverwritten {
         /// Which.
         setting: Setting,
         /// What this session had written.
@@ -56,17 +56,17 @@ pub enum Error {
         found: String,
     },
     /// Something failed, and not all that was changed before is put back.
-    #[error("not all is put back ({})", list(.remains))]
-    Remains {
+    #[error("not all is put back ({})", join_failed_undos(.failed_undos))]
+    UndoFailed {
         /// What is not.
-        remains: Vec<Remains>,
+        failed_undos: Vec<FailedUndo>,
         /// What had failed, or what failed in putting it back.
         source: Box<Error>,
     },
 }
 
-fn list(remains: &[Remains]) -> String {
-    remains.iter().map(Remains::to_string).collect::<Vec<_>>().join("; ")
+fn join_failed_undos(remains: &[FailedUndo]) -> String {
+    remains.iter().map(FailedUndo::to_string).collect::<Vec<_>>().join("; ")
 }
 
 /// An error with what caused it.
@@ -75,7 +75,7 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
-fn holder(Holder { pid, state }: &Holder) -> String {
+fn describe_holder(LockHolder { pid, state_directory: state }: &LockHolder) -> String {
     match (pid, state) {
         (Some(pid), Some(state)) => format!(" (process {pid}, state directory {})", state.display()),
         (Some(pid), None) => format!(" (process {pid})"),
@@ -84,7 +84,7 @@ fn holder(Holder { pid, state }: &Holder) -> String {
 }
 
 /// What to do about a setting that cannot be read.
-fn unreadable(why: &Absent) -> &'static str {
+fn unreadable_hint(why: &Absent) -> &'static str {
     match why {
         Absent::NotOnThisKernel => " (a kernel with CONFIG_KSM is needed, and for the advisor 6.8 or later)",
         Absent::Denied => " (run as root)",

@@ -1,9 +1,9 @@
 //! From a census to a plan: who is left alone, what is enrolled of the others, and what that should come to.
 
-use super::{LeftAlone, Plan, PlannedRange, Predicted, Target, Way};
+use super::{EnrollMethod, MergePlan, PlanTarget, PlannedRange, Prediction, SkippedProcess};
 use pagefold_base::process::Process;
 use pagefold_base::region::VmFlags;
-use pagefold_base::savings::{Costs, Reach};
+use pagefold_base::savings::{EnrollCostBytes, MergeEffect};
 use pagefold_base::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, ProcessId};
 use pagefold_census::results::{Census, GuidedRange, RegionCensus, SubjectCensus};
 use std::cmp::Reverse;
@@ -12,28 +12,28 @@ use std::time::Duration;
 
 /// What a plan must keep to.
 #[derive(Clone, Debug)]
-pub struct Constraints {
+pub struct PlanConstraints {
     /// The size of a page.
     pub page_size: PageSize,
     /// Whether processes are enrolled whole.
-    pub whole: bool,
+    pub whole_processes: bool,
     /// Of processes that would give back less, net of metadata, nothing is enrolled.
     pub min_profit: Bytes,
     /// Regions that a process may have (`vm.max_map_count`).
     pub max_map_count: u64,
     /// The regions that each process has now. One that is not told has those that the census saw.
-    pub regions: BTreeMap<ProcessId, u64>,
+    pub region_counts: BTreeMap<ProcessId, u64>,
     /// The share of one CPU that ksmd may take, above 0.
-    pub cpu: f64,
+    pub ksmd_cpu_share: f64,
     /// How fast ksmd is.
-    pub speed: Speed,
-    /// Whether ksmd merges a page at its first look ([`merges_at_first_look`](pagefold_base::ksm::merges_at_first_look)).
-    pub first_look: bool,
+    pub page_times: KsmdPageTimes,
+    /// Whether ksmd merges a page at its first look ([`merges_at_first_scan`](pagefold_base::ksm::merges_at_first_scan)).
+    pub merges_at_first_scan: bool,
 }
 
 /// What ksmd takes for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Speed {
+pub struct KsmdPageTimes {
     /// The first scan: a checksum, and before 6.11 a search in the stable tree.
     pub first: Duration,
     /// The second scan of a page without a copy: into the unstable tree.
@@ -44,7 +44,7 @@ pub struct Speed {
     pub zero: Duration,
 }
 
-impl Default for Speed {
+impl Default for KsmdPageTimes {
     /// As measured on a virtual machine of two shared CPUs (Intel Xeon) with Linux 6.18, by the run time of ksmd in its
     /// `schedstat` over 512 MiB of each kind. Other machines differ; the ratios hold.
     fn default() -> Self {
@@ -53,7 +53,7 @@ impl Default for Speed {
     }
 }
 
-impl Speed {
+impl KsmdPageTimes {
     /// CPU time for so many pages, of which some merge, and of those some hold zeros.
     pub fn time(self, pages: Pages, merging: Pages, zero: Pages) -> Duration {
         let of = |each: Duration, pages: Pages| Duration::from_nanos((each.as_nanos() as u64).saturating_mul(pages.0));
@@ -71,19 +71,23 @@ impl Speed {
 /// the index of the census counts them again.
 ///
 /// Make no plan of a sample: pages that were left out stand in the ranges unseen.
-pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Process) -> Option<String>) -> Plan {
-    let mut plan = Plan { whole: constraints.whole, ..Plan::default() };
+pub fn make_plan(
+    census: &Census,
+    constraints: &PlanConstraints,
+    excluded: &dyn Fn(&Process) -> Option<String>,
+) -> MergePlan {
+    let mut plan = MergePlan { whole_processes: constraints.whole_processes, ..MergePlan::default() };
     let mut everybody = true;
     let mut freed = Bytes::ZERO;
-    for (position, subject) in census.subjects.iter().enumerate().filter(|(_, subject)| !subject.witness) {
+    for (position, subject) in census.subjects.iter().enumerate().filter(|(_, subject)| !subject.is_foreign) {
         let process = &subject.process;
-        let leave = |plan: &mut Plan, why: String| {
-            plan.left_alone.push(LeftAlone { pid: process.id.pid, comm: process.comm.clone(), why });
+        let leave = |plan: &mut MergePlan, why: String| {
+            plan.skipped.push(SkippedProcess { pid: process.id.pid, comm: process.comm.clone(), why });
         };
-        let (ranges, gives) = if constraints.whole {
-            whole(census, constraints, subject)
+        let (ranges, gives) = if constraints.whole_processes {
+            plan_whole_process(census, constraints, subject)
         } else {
-            guided(census, constraints, position, subject)
+            plan_guided_ranges(census, constraints, position, subject)
         };
         let anything = !ranges.is_empty();
         if let Some(why) = excluded(process) {
@@ -91,35 +95,40 @@ pub fn plan(census: &Census, constraints: &Constraints, excluded: &dyn Fn(&Proce
             leave(&mut plan, why);
             continue;
         }
-        if !constraints.whole {
-            plan.narrow(subject, &idle(census, position));
+        if !constraints.whole_processes {
+            plan.add_temporary_unenroll(subject, &idle_ranges(census, position));
         }
         if !anything {
             continue;
         }
         let scanned: Pages = ranges.iter().map(|range| range.pages).sum();
-        let net = Reach { scanned, ..Reach::default() }.net(constraints.page_size).0 + gives.0 as i64;
+        let net = MergeEffect { scanned_pages: scanned, ..MergeEffect::default() }.net(constraints.page_size).0
+            + gives.0 as i64;
         if net < constraints.min_profit.0 as i64 {
             everybody = false;
             leave(&mut plan, format!("would give back {} net", NetBytes(net)));
             continue;
         }
         freed += gives;
-        plan.targets.push(Target {
+        plan.targets.push(PlanTarget {
             process: process.clone(),
             domain: subject.domain.clone(),
-            way: Way::Within,
-            huge: subject.regions.iter().map(|region| region.region.anon_huge).sum(),
+            enroll_method: EnrollMethod::InProcess,
+            huge_page_bytes: subject.regions.iter().map(|region| region.region.anon_huge).sum(),
             ranges,
         });
     }
-    plan.keep_what_is_enrolled();
+    plan.drop_empty_targets();
     plan.predicted = predict(census, constraints, &plan, everybody, freed);
     plan
 }
 
 /// Everything that KSM could take of a process, and about how much that gives back.
-fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) -> (Vec<PlannedRange>, Bytes) {
+fn plan_whole_process(
+    census: &Census,
+    constraints: &PlanConstraints,
+    subject: &SubjectCensus,
+) -> (Vec<PlannedRange>, Bytes) {
     let mut gives = Pages::ZERO;
     let mut ranges = Vec::new();
     let eligible = |region: &&RegionCensus| region.ineligible.is_none() && region.counts.resident().0 > 0;
@@ -136,8 +145,8 @@ fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) ->
             pages: counts.resident().saturating_sub(counts.merged),
             merging: counts.zero + duplicate,
             zero: counts.zero,
-            freed: constraints.page_size.of(freed),
-            huge_split: Pages::ZERO,
+            freed_bytes: constraints.page_size.bytes_of(freed),
+            split_huge_pages: Pages::ZERO,
             enrolled: region.flags.has(VmFlags::MERGEABLE),
             late: false,
         });
@@ -145,42 +154,43 @@ fn whole(census: &Census, constraints: &Constraints, subject: &SubjectCensus) ->
     if ranges.iter().all(|range| range.merging == Pages::ZERO) {
         ranges.clear();
     }
-    (ranges, constraints.page_size.of(gives))
+    (ranges, constraints.page_size.bytes_of(gives))
 }
 
 /// The ranges of a process that pay, and how much they give back. If they would take the process beyond half of the
 /// regions that it may still have, which the census kept to as things were then, those are left out that are worth
 /// least by the costs at which the census chose them. Of these ranges that is the best choice of so many, but for a
 /// huge page that two of them split; fewer and longer ones, over what lies between, are not looked for again.
-fn guided(
+fn plan_guided_ranges(
     census: &Census,
-    constraints: &Constraints,
+    constraints: &PlanConstraints,
     position: usize,
     subject: &SubjectCensus,
 ) -> (Vec<PlannedRange>, Bytes) {
-    let mut ranges: Vec<&GuidedRange> = of_subject(&census.ranges, position, |range| range.subject).iter().collect();
-    let has = constraints.regions.get(&subject.process.id).copied().unwrap_or(subject.regions.len() as u64);
+    let mut ranges: Vec<&GuidedRange> = subject_items(&census.ranges, position, |range| range.subject).iter().collect();
+    let has = constraints.region_counts.get(&subject.process.id).copied().unwrap_or(subject.regions.len() as u64);
     let room = (constraints.max_map_count.saturating_sub(has) / 4) as usize;
     let fresh = ranges.iter().filter(|range| !range.enrolled).count();
     if fresh > room {
-        let costs = Costs::of(constraints.page_size);
+        let costs = EnrollCostBytes::for_page_size(constraints.page_size);
         let worth = |range: &GuidedRange| {
-            let cost = costs.scan * range.pages.0 as i64 + costs.huge_page * range.huge_split.0 as i64;
-            range.freed.0 as i64 - cost
+            let cost = costs.per_scanned_page * range.pages.0 as i64
+                + costs.per_split_huge_page * range.split_huge_pages.0 as i64;
+            range.freed_bytes.0 as i64 - cost
         };
         ranges.sort_by_key(|range| (!range.enrolled, Reverse(worth(range))));
         ranges.truncate(ranges.len() - (fresh - room));
         ranges.sort_by_key(|range| range.range.start);
     }
-    let gives = ranges.iter().map(|range| range.freed).sum();
+    let gives = ranges.iter().map(|range| range.freed_bytes).sum();
     let planned = ranges.into_iter().map(|range| PlannedRange {
         range: range.range,
-        region: region_of(subject, range.range),
+        region: containing_region(subject, range.range),
         pages: range.pages,
         merging: range.merging,
         zero: range.zero,
-        freed: range.freed,
-        huge_split: range.huge_split,
+        freed_bytes: range.freed_bytes,
+        split_huge_pages: range.split_huge_pages,
         enrolled: range.enrolled,
         late: false,
     });
@@ -188,42 +198,57 @@ fn guided(
 }
 
 /// The items of one subject in a list that is sorted by subject.
-fn of_subject<T>(items: &[T], subject: usize, of: impl Fn(&T) -> usize) -> &[T] {
+fn subject_items<T>(items: &[T], subject: usize, of: impl Fn(&T) -> usize) -> &[T] {
     let start = items.partition_point(|item| of(item) < subject);
     let end = items.partition_point(|item| of(item) <= subject);
     &items[start..end]
 }
 
 /// The region of a range.
-pub(super) fn region_of(subject: &SubjectCensus, range: AddressRange) -> AddressRange {
+pub(super) fn containing_region(subject: &SubjectCensus, range: AddressRange) -> AddressRange {
     let after = subject.regions.partition_point(|known| known.region.range.start <= range.start);
     after.checked_sub(1).map_or(range, |position| subject.regions[position].region.range)
 }
 
-fn idle(census: &Census, position: usize) -> Vec<AddressRange> {
-    of_subject(&census.idle, position, |idle| idle.subject).iter().map(|idle| idle.range).collect()
+fn idle_ranges(census: &Census, position: usize) -> Vec<AddressRange> {
+    subject_items(&census.idle_ranges, position, |idle| idle.subject).iter().map(|idle| idle.range).collect()
 }
 
 /// The least share of a CPU that is reckoned with, so that there is an end to it.
-const LEAST_CPU: f64 = 0.001;
+const MIN_KSMD_CPU_SHARE: f64 = 0.001;
 
-fn predict(census: &Census, constraints: &Constraints, plan: &Plan, everybody: bool, freed: Bytes) -> Predicted {
+fn predict(
+    census: &Census,
+    constraints: &PlanConstraints,
+    plan: &MergePlan,
+    everybody: bool,
+    freed: Bytes,
+) -> Prediction {
     let ranges = || plan.targets.iter().flat_map(|target| &target.ranges);
     let scanned: Pages = ranges().map(|range| range.pages).sum();
     let merging: Pages = ranges().map(|range| range.merging).sum();
     let zero: Pages = ranges().map(|range| range.zero).sum();
-    let of_census = match (constraints.whole, census.across_domains) {
-        (true, true) => census.savings.whole,
+    let of_census = match (constraints.whole_processes, census.across_domains) {
+        (true, true) => census.savings.whole_processes,
         (true, false) => census.savings.within_domains,
         (false, _) => census.savings.guided,
     };
     // The census's figures hold for what it chose.
-    let same = everybody && (constraints.whole || scanned == of_census.scanned);
+    let same = everybody && (constraints.whole_processes || scanned == of_census.scanned_pages);
     let exact = constraints.page_size.pages_in(freed);
-    let huge_split =
-        if constraints.whole { of_census.huge_split } else { ranges().map(|range| range.huge_split).sum() };
-    let freed = if same { of_census.freed } else { exact.min(of_census.freed) };
-    let reach = Reach { freed, scanned, huge_split };
-    let ksmd = constraints.speed.time(scanned, merging, zero);
-    Predicted { reach, merging, regions_added: plan.edges(), ksmd, wall: ksmd.div_f64(constraints.cpu.max(LEAST_CPU)) }
+    let huge_split = if constraints.whole_processes {
+        of_census.split_huge_pages
+    } else {
+        ranges().map(|range| range.split_huge_pages).sum()
+    };
+    let freed = if same { of_census.freed_frames } else { exact.min(of_census.freed_frames) };
+    let reach = MergeEffect { freed_frames: freed, scanned_pages: scanned, split_huge_pages: huge_split };
+    let ksmd = constraints.page_times.time(scanned, merging, zero);
+    Prediction {
+        effect: reach,
+        merging,
+        regions_added: plan.added_regions(),
+        ksmd_time: ksmd,
+        wall_time: ksmd.div_f64(constraints.ksmd_cpu_share.max(MIN_KSMD_CPU_SHARE)),
+    }
 }

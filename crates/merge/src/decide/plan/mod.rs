@@ -1,18 +1,18 @@
 //! A plan: what is to be enrolled, what that should save, and what it should cost. Pure data, made from a census.
 //!
-//! [`plan`](fn@plan) makes one; [`pagefold_base::lasting`] judges afterwards what of it stays merged.
+//! [`make_plan`] makes one; [`pagefold_base::merge_lifetime`] judges afterwards what of it stays merged.
 
 mod assemble;
 mod search;
 #[cfg(test)]
 mod tests;
 
-pub use assemble::{Constraints, Speed, plan};
+pub use assemble::{KsmdPageTimes, PlanConstraints, make_plan};
 pub use search::bytes_per_search;
 
-use pagefold_base::domain::Domain;
+use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
-use pagefold_base::savings::Reach;
+use pagefold_base::savings::MergeEffect;
 use pagefold_base::units::{AddressRange, Bytes, Pages, Pid, ProcessId};
 use pagefold_census::results::SubjectCensus;
 use std::collections::BTreeSet;
@@ -21,128 +21,137 @@ use std::time::Duration;
 
 /// What is to be enrolled in KSM.
 #[derive(Clone, Debug, Default)]
-pub struct Plan {
+pub struct MergePlan {
     /// Whether processes are enrolled whole instead of range by range.
-    pub whole: bool,
+    pub whole_processes: bool,
     /// By process, in the order of the census. Processes of which nothing pays are not among them.
-    pub targets: Vec<Target>,
+    pub targets: Vec<PlanTarget>,
     /// What programs enrolled themselves and does not pay, those of which nothing else is enrolled among them: ksmd would
     /// walk it. Each process once; nothing where there are no targets.
-    pub narrowed: Vec<Narrowed>,
+    pub temporary_unenrolls: Vec<TemporaryUnenroll>,
     /// What it should come to.
-    pub predicted: Predicted,
+    pub predicted: Prediction,
     /// Processes of the census of which nothing is enrolled, on purpose.
-    pub left_alone: Vec<LeftAlone>,
+    pub skipped: Vec<SkippedProcess>,
 }
 
-impl Plan {
+impl MergePlan {
     /// How many ranges there are, those that the programs have enrolled already included.
-    pub fn ranges(&self) -> usize {
+    pub fn range_count(&self) -> usize {
         self.targets.iter().map(|target| target.ranges.len()).sum()
     }
 
     /// Leave out what of the ranges lies in `without`, in any order. Counts shrink in proportion; what should merge of
     /// the parts that stay is at most what should have of the whole range, and is taken for that. The prediction becomes
     /// that of what stays.
-    pub fn leave_out(&mut self, process: ProcessId, without: Vec<AddressRange>) {
-        let before = self.sums();
+    pub fn exclude_ranges(&mut self, process: ProcessId, without: Vec<AddressRange>) {
+        let before = self.pages_and_freed_bytes();
         let without = AddressRange::union(without);
         for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
-            target.ranges = target.ranges.iter().flat_map(|range| range.without(&without)).collect();
+            target.ranges = target.ranges.iter().flat_map(|range| range.subtract(&without)).collect();
         }
-        self.keep_what_is_enrolled();
-        self.predict_anew(before);
+        self.drop_empty_targets();
+        self.rescale_prediction(before);
     }
 
     /// Keep to some processes. The prediction becomes that of the ranges that stay.
-    pub fn keep_to(&mut self, fits: impl Fn(ProcessId) -> bool) {
-        let before = self.sums();
+    pub fn retain_processes(&mut self, fits: impl Fn(ProcessId) -> bool) {
+        let before = self.pages_and_freed_bytes();
         self.targets.retain(|target| fits(target.process.id));
-        self.narrowed.retain(|narrowed| fits(narrowed.process));
-        self.keep_what_is_enrolled();
-        self.predict_anew(before);
+        self.temporary_unenrolls.retain(|narrowed| fits(narrowed.process));
+        self.drop_empty_targets();
+        self.rescale_prediction(before);
     }
 
     /// Split no huge page. The prediction becomes that of the ranges that stay.
-    pub fn keep_huge_pages(&mut self) {
-        let before = self.sums();
+    pub fn drop_huge_page_splits(&mut self) {
+        let before = self.pages_and_freed_bytes();
         for target in &mut self.targets {
-            target.ranges.retain(|range| range.huge_split == Pages::ZERO);
+            target.ranges.retain(|range| range.split_huge_pages == Pages::ZERO);
         }
-        self.keep_what_is_enrolled();
-        self.predict_anew(before);
+        self.drop_empty_targets();
+        self.rescale_prediction(before);
     }
 
     /// Withdraw more of a process while ksmd works.
-    pub fn narrow(&mut self, subject: &SubjectCensus, ranges: &[AddressRange]) {
+    pub fn add_temporary_unenroll(&mut self, subject: &SubjectCensus, ranges: &[AddressRange]) {
         let process = &subject.process;
-        let before = self.narrowed.iter().position(|narrowed| narrowed.process == process.id);
-        let before = before.map(|position| self.narrowed.remove(position).ranges).unwrap_or_default();
+        let before = self.temporary_unenrolls.iter().position(|narrowed| narrowed.process == process.id);
+        let before = before.map(|position| self.temporary_unenrolls.remove(position).ranges).unwrap_or_default();
         let ranges = AddressRange::union([&before[..], ranges].concat());
         if !ranges.is_empty() {
             let cut = |range: &AddressRange| {
-                let region = assemble::region_of(subject, *range);
+                let region = assemble::containing_region(subject, *range);
                 let inside = [range.start, range.end].into_iter().filter(|at| ![region.start, region.end].contains(at));
                 inside.collect::<Vec<u64>>()
             };
             let boundaries = ranges.iter().flat_map(cut).collect();
-            self.narrowed.push(Narrowed { process: process.id, comm: process.comm.clone(), ranges, boundaries });
+            self.temporary_unenrolls.push(TemporaryUnenroll {
+                process: process.id,
+                comm: process.comm.clone(),
+                ranges,
+                boundaries,
+            });
         }
     }
 
     /// Leave those out of whom nothing is enrolled. Where that is everybody, ksmd is not set going, and nothing withdrawn
     /// for it.
-    fn keep_what_is_enrolled(&mut self) {
+    fn drop_empty_targets(&mut self) {
         self.targets.retain(|target| !target.ranges.is_empty());
         if self.targets.is_empty() {
-            self.narrowed.clear();
+            self.temporary_unenrolls.clear();
         }
     }
 
     /// Make the prediction that of the ranges that stay, of which there were so many pages, and so many bytes to be
     /// freed, before.
-    fn predict_anew(&mut self, before: (Pages, Bytes)) {
-        let (scanned, bytes) = self.sums();
+    fn rescale_prediction(&mut self, before: (Pages, Bytes)) {
+        let (scanned, bytes) = self.pages_and_freed_bytes();
         if scanned == before.0 {
             return;
         }
         let part = scanned.0 as f64 / before.0.0.max(1) as f64;
         let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
         let freed = bytes.0 as f64 / before.1.0.max(1) as f64;
-        let freed = Pages((self.predicted.reach.freed.0 as f64 * freed) as u64);
+        let freed = Pages((self.predicted.effect.freed_frames.0 as f64 * freed) as u64);
         let merging = ranges().map(|range| range.merging).sum();
-        let reach = Reach { freed, scanned, huge_split: ranges().map(|range| range.huge_split).sum() };
-        let regions_added = self.edges();
-        let (ksmd, wall) = (self.predicted.ksmd.mul_f64(part), self.predicted.wall.mul_f64(part));
-        self.predicted = Predicted { reach, merging, regions_added, ksmd, wall };
+        let reach = MergeEffect {
+            freed_frames: freed,
+            scanned_pages: scanned,
+            split_huge_pages: ranges().map(|range| range.split_huge_pages).sum(),
+        };
+        let regions_added = self.added_regions();
+        let (ksmd, wall) = (self.predicted.ksmd_time.mul_f64(part), self.predicted.wall_time.mul_f64(part));
+        self.predicted = Prediction { effect: reach, merging, regions_added, ksmd_time: ksmd, wall_time: wall };
     }
 
     /// Regions that its boundaries add to all processes, at most.
-    fn edges(&self) -> u64 {
+    fn added_regions(&self) -> u64 {
         let ranges = self.targets.iter().flat_map(|target| &target.ranges);
-        let narrowed = self.narrowed.iter().map(|narrowed| narrowed.boundaries.len() as u64);
-        ranges.map(PlannedRange::edges).sum::<u64>() + narrowed.sum::<u64>()
+        let narrowed = self.temporary_unenrolls.iter().map(|narrowed| narrowed.boundaries.len() as u64);
+        ranges.map(PlannedRange::added_regions).sum::<u64>() + narrowed.sum::<u64>()
     }
 
     /// The processes that it is about, each once.
     pub fn processes(&self) -> BTreeSet<ProcessId> {
         let targets = self.targets.iter().map(|target| target.process.id);
-        targets.chain(self.narrowed.iter().map(|narrowed| narrowed.process)).collect()
+        targets.chain(self.temporary_unenrolls.iter().map(|narrowed| narrowed.process)).collect()
     }
 
     /// Where its ranges begin or end within a region of a process: ascending, each once.
     pub fn boundaries(&self, process: ProcessId) -> Vec<u64> {
         let targets = self.targets.iter().filter(|target| target.process.id == process);
-        let narrowed = self.narrowed.iter().filter(|narrowed| narrowed.process == process);
+        let narrowed = self.temporary_unenrolls.iter().filter(|narrowed| narrowed.process == process);
         let ranges = targets.flat_map(|target| &target.ranges).flat_map(PlannedRange::boundaries);
         let own = narrowed.flat_map(|narrowed| &narrowed.boundaries).copied();
         ranges.chain(own).collect::<BTreeSet<u64>>().into_iter().collect()
     }
 
     /// The pages of all ranges, and what of them should be freed.
-    fn sums(&self) -> (Pages, Bytes) {
+    fn pages_and_freed_bytes(&self) -> (Pages, Bytes) {
         let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
-        (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.freed).sum())
+        (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.freed_bytes).sum())
     }
 
     /// Pages that should merge before the late ranges are enrolled; `None` where nothing is late.
@@ -155,22 +164,22 @@ impl Plan {
 
 /// A process in a plan.
 #[derive(Clone, Debug)]
-pub struct Target {
+pub struct PlanTarget {
     /// Which one.
     pub process: Process,
     /// Its trust domain.
-    pub domain: Domain,
+    pub domain: TrustDomain,
     /// What is to be enrolled of it: ascending, disjoint, each within one region of the census.
     pub ranges: Vec<PlannedRange>,
     /// Bytes of it in huge pages.
-    pub huge: Bytes,
+    pub huge_page_bytes: Bytes,
     /// How it is enrolled.
-    pub way: Way,
+    pub enroll_method: EnrollMethod,
 }
 
 /// What a program enrolled itself and does not pay: withdrawn while ksmd works, and put back afterwards.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Narrowed {
+pub struct TemporaryUnenroll {
     /// Which process.
     pub process: ProcessId,
     /// Its name.
@@ -183,18 +192,18 @@ pub struct Narrowed {
 
 /// How a process is enrolled.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Way {
+pub enum EnrollMethod {
     /// From within: its ranges, or all of it.
-    Within,
+    InProcess,
     /// The memory of its guest as a whole, without touching the monitor.
-    Guest(Guest),
+    GuestControl(GuestMemoryControl),
     /// Not at all: it runs a guest whose control socket was found and is of no use, for this reason.
     Unreachable(String),
 }
 
 /// A virtual machine that is told by its control socket what KSM may have.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Guest {
+pub struct GuestMemoryControl {
     /// The path of the socket.
     pub socket: PathBuf,
     /// The memory backends that are not enrolled yet: `/objects/pc.ram`.
@@ -217,21 +226,21 @@ pub struct PlannedRange {
     /// Those of them that hold zeros.
     pub zero: Pages,
     /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were enrolled.
-    pub freed: Bytes,
+    pub freed_bytes: Bytes,
     /// Huge pages that are split because a part of them merges or it begins or ends in them. Not told where a process
     /// is enrolled whole.
-    pub huge_split: Pages,
+    pub split_huge_pages: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
     /// Whether it is enrolled only once the others have merged: most of what merges in it are third and further copies,
     /// which merge at ksmd's first look when the first two of each are in the stable tree already, instead of at its
-    /// second. Not since 6.11 ([`merges_at_first_look`](pagefold_base::ksm::merges_at_first_look)).
+    /// second. Not since 6.11 ([`merges_at_first_scan`](pagefold_base::ksm::merges_at_first_scan)).
     pub late: bool,
 }
 
-impl Target {
+impl PlanTarget {
     /// What is still to be enrolled, first or late: ascending ranges, those that touch joined.
-    pub fn to_enrol(&self, late: bool) -> Vec<AddressRange> {
+    pub fn ranges_to_enroll(&self, late: bool) -> Vec<AddressRange> {
         let mut ranges: Vec<AddressRange> = Vec::new();
         for planned in self.ranges.iter().filter(|planned| !planned.enrolled && planned.late == late) {
             match ranges.last_mut() {
@@ -244,9 +253,9 @@ impl Target {
 
     /// Its planned ranges that lie beside its guest's memory, where a control socket by which the guest is enrolled as
     /// a `whole` does not reach.
-    pub fn beside_its_guest(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
-        let memory = match &self.way {
-            Way::Guest(guest) if whole => Some(&guest.memory),
+    pub fn ranges_outside_guest(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
+        let memory = match &self.enroll_method {
+            EnrollMethod::GuestControl(guest) if whole => Some(&guest.memory),
             _ => None,
         };
         let outside = move |range: &&PlannedRange| memory.is_some_and(|memory| !memory.contains(&range.region));
@@ -256,7 +265,7 @@ impl Target {
 
 impl PlannedRange {
     /// Regions that its boundaries add to the process, at most.
-    pub fn edges(&self) -> u64 {
+    pub fn added_regions(&self) -> u64 {
         self.boundaries().count() as u64
     }
 
@@ -269,8 +278,8 @@ impl PlannedRange {
     }
 
     /// The parts of it that lie outside of some ascending and disjoint ranges.
-    fn without(&self, ranges: &[AddressRange]) -> Vec<Self> {
-        let parts = self.range.outside(ranges);
+    fn subtract(&self, ranges: &[AddressRange]) -> Vec<Self> {
+        let parts = self.range.subtract(ranges);
         let whole = self.range.bytes().0.max(1) as u128;
         let of = |range: AddressRange| {
             let part = |pages: Pages| Pages((u128::from(pages.0) * u128::from(range.bytes().0) / whole) as u64);
@@ -280,8 +289,8 @@ impl PlannedRange {
                 pages,
                 merging: self.merging.min(pages),
                 zero: part(self.zero),
-                freed: Bytes(part(Pages(self.freed.0)).0),
-                huge_split: part(self.huge_split),
+                freed_bytes: Bytes(part(Pages(self.freed_bytes.0)).0),
+                split_huge_pages: part(self.split_huge_pages),
                 ..*self
             }
         };
@@ -291,22 +300,22 @@ impl PlannedRange {
 
 /// What a plan should come to.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Predicted {
+pub struct Prediction {
     /// Frames freed, pages scanned, huge pages split.
-    pub reach: Reach,
+    pub effect: MergeEffect,
     /// Pages that should merge, kept copies included.
     pub merging: Pages,
     /// Regions that the ranges' boundaries add to the processes, at most.
     pub regions_added: u64,
     /// CPU time of ksmd.
-    pub ksmd: Duration,
+    pub ksmd_time: Duration,
     /// Wall time from enrolling until merged, at the bound on ksmd's CPU.
-    pub wall: Duration,
+    pub wall_time: Duration,
 }
 
 /// Why a process is left alone.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct LeftAlone {
+pub struct SkippedProcess {
     /// Which.
     pub pid: Pid,
     /// Its name.

@@ -2,20 +2,20 @@
 //!
 //! ksmd keeps contents in two trees that are ordered by memcmp(3) (mm/ksm.c, `stable_tree_search`,
 //! `unstable_tree_search_insert`, 6.18). A search compares a page with one page of each level, and a comparison reads
-//! both as far as they are equal. [`Speed`](super::Speed) was measured on pages that differ in their first bytes. Pages
+//! both as far as they are equal. [`Speed`](super::KsmdPageTimes) was measured on pages that differ in their first bytes. Pages
 //! that share a long beginning, such as formatted records, take up to twice as long.
 
-use super::{Plan, Predicted};
+use super::{MergePlan, Prediction};
 use pagefold_base::units::Pages;
 use std::time::Duration;
 
-/// Bytes of a comparison that [`Speed`](super::Speed) contains: a cache line.
-const FIRST_BYTES: usize = 64;
+/// Bytes of a comparison that [`Speed`](super::KsmdPageTimes) contains: a cache line.
+const INCLUDED_COMPARISON_BYTES: usize = 64;
 
 /// Further bytes that ksmd compares in a nanosecond. Measured on four guests that share 700 MiB, on an AMD EPYC with Linux
 /// 6.18: 10.1 s of ksmd where pages have their first 4,086 bytes in common and 6.1 s where they differ at once, for 1.17 M
 /// searches over 16 levels.
-const BYTES_PER_NANOSECOND: f64 = 19.0;
+const COMPARED_BYTES_PER_NANOSECOND: f64 = 19.0;
 
 /// Bytes that one search compares beyond the first of each page, in a tree of so many contents, judged by a sample of
 /// pages.
@@ -30,7 +30,7 @@ pub fn bytes_per_search(mut sample: Vec<Vec<u8>>, contents: u64) -> f64 {
     }
     let shared = |a: usize, b: usize| {
         let equal = sample[a].iter().zip(&sample[b]).take_while(|(a, b)| a == b).count();
-        equal.saturating_sub(FIRST_BYTES) as f64
+        equal.saturating_sub(INCLUDED_COMPARISON_BYTES) as f64
     };
     let (mut levels, mut above, mut beside) = (0_u32, 0.0, 0.0);
     for page in 0..sample.len() {
@@ -52,38 +52,39 @@ pub fn bytes_per_search(mut sample: Vec<Vec<u8>>, contents: u64) -> f64 {
     (above + below * beside) / pages
 }
 
-impl Predicted {
+impl Prediction {
     /// Searches through a tree: two for each page that finds no copy; four for the first two pages of a content
     /// together, which go through the unstable tree, one of them through the stable tree too, and are inserted there;
     /// one for each further copy. Pages of zeros are not searched for.
     fn searches(&self, zero: Pages) -> u64 {
         let contents = self.contents();
-        let unique = self.reach.scanned.saturating_sub(self.merging);
+        let unique = self.effect.scanned_pages.saturating_sub(self.merging);
         self.merging.saturating_sub(zero).0 + 2 * contents + 2 * unique.0
     }
 
     /// Contents that stay as one copy.
     fn contents(&self) -> u64 {
-        self.merging.saturating_sub(self.reach.freed).0
+        self.merging.saturating_sub(self.effect.freed_frames).0
     }
 }
 
-impl Plan {
+impl MergePlan {
     /// Contents that ksmd's trees hold in the end.
     pub fn contents(&self) -> u64 {
-        let unique = self.predicted.reach.scanned.saturating_sub(self.predicted.merging);
+        let unique = self.predicted.effect.scanned_pages.saturating_sub(self.predicted.merging);
         self.predicted.contents() + unique.0
     }
 
     /// Add what ksmd takes for the bytes that its searches compare ([`bytes_per_search`]).
-    pub fn count_comparisons(&mut self, bytes_per_search: f64) {
+    pub fn add_comparison_time(&mut self, bytes_per_search: f64) {
         let zero: Pages = self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.zero).sum();
         let searches = self.predicted.searches(zero) as f64;
-        let more = Duration::from_secs_f64(searches * bytes_per_search / BYTES_PER_NANOSECOND / 1e9);
+        let more = Duration::from_secs_f64(searches * bytes_per_search / COMPARED_BYTES_PER_NANOSECOND / 1e9);
         let predicted = &mut self.predicted;
-        if !predicted.ksmd.is_zero() {
-            predicted.wall = predicted.wall.mul_f64(1.0 + more.as_secs_f64() / predicted.ksmd.as_secs_f64());
-            predicted.ksmd += more;
+        if !predicted.ksmd_time.is_zero() {
+            predicted.wall_time =
+                predicted.wall_time.mul_f64(1.0 + more.as_secs_f64() / predicted.ksmd_time.as_secs_f64());
+            predicted.ksmd_time += more;
         }
     }
 }
@@ -91,7 +92,7 @@ impl Plan {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use pagefold_base::savings::Reach;
+    use pagefold_base::savings::MergeEffect;
 
     /// Pages that share `alike` leading bytes, and then a number.
     fn pages(alike: usize, count: u32) -> Vec<Vec<u8>> {
@@ -127,8 +128,9 @@ mod tests {
     #[test]
     fn searches_are_counted_by_copies() {
         let searches = |scanned: u64, merging: u64, zero: u64, freed: u64| {
-            let reach = Reach { scanned: Pages(scanned), freed: Pages(freed), ..Reach::default() };
-            Predicted { reach, merging: Pages(merging), ..Predicted::default() }.searches(Pages(zero))
+            let reach =
+                MergeEffect { scanned_pages: Pages(scanned), freed_frames: Pages(freed), ..MergeEffect::default() };
+            Prediction { effect: reach, merging: Pages(merging), ..Prediction::default() }.searches(Pages(zero))
         };
         assert_eq!(searches(2, 2, 0, 1), 4, "two copies");
         assert_eq!(searches(4, 4, 0, 3), 6, "four copies");
@@ -139,17 +141,18 @@ mod tests {
 
     #[test]
     fn comparisons_prolong_the_prediction() {
-        let reach = Reach { scanned: Pages(4), freed: Pages(3), ..Reach::default() };
+        let reach = MergeEffect { scanned_pages: Pages(4), freed_frames: Pages(3), ..MergeEffect::default() };
         let (ksmd, wall) = (Duration::from_nanos(1000), Duration::from_nanos(2000));
-        let predicted = Predicted { reach, merging: Pages(4), ksmd, wall, ..Predicted::default() };
-        let mut plan = Plan { predicted, ..Plan::default() };
-        plan.count_comparisons(19.0 * 500.0);
+        let predicted =
+            Prediction { effect: reach, merging: Pages(4), ksmd_time: ksmd, wall_time: wall, ..Prediction::default() };
+        let mut plan = MergePlan { predicted, ..MergePlan::default() };
+        plan.add_comparison_time(19.0 * 500.0);
         assert_eq!(
-            (plan.predicted.ksmd, plan.predicted.wall),
+            (plan.predicted.ksmd_time, plan.predicted.wall_time),
             (Duration::from_nanos(4000), Duration::from_nanos(8000))
         );
-        plan.predicted.ksmd = Duration::ZERO;
-        plan.count_comparisons(1e9);
-        assert_eq!(plan.predicted.ksmd, Duration::ZERO, "nothing is planned");
+        plan.predicted.ksmd_time = Duration::ZERO;
+        plan.add_comparison_time(1e9);
+        assert_eq!(plan.predicted.ksmd_time, Duration::ZERO, "nothing is planned");
     }
 }

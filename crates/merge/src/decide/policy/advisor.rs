@@ -15,10 +15,10 @@ use pagefold_base::ksm::{Setting, Settings};
 use std::time::Duration;
 
 /// `EWMA_WEIGHT`: what the newest change counts, in percent.
-const WEIGHT: u64 = 30;
+const EWMA_WEIGHT_PERCENT: u64 = 30;
 
 /// `KSM_ADVISOR_MIN_CPU`, in percent of one CPU.
-const MIN_CPU: u64 = 10;
+const MIN_CPU_PERCENT: u64 = 10;
 
 /// What the advisor is told: its files in `/sys/kernel/mm/ksm`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -41,7 +41,7 @@ impl Default for Advisor {
 
 /// What the advisor remembers from scan to scan (`struct advisor_ctx`), with the value that it sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Context {
+pub struct AdvisorContext {
     /// `pages_to_scan`.
     pub pages_to_scan: u64,
     /// `scan_time`: whole seconds of the scan before; 0 for none.
@@ -67,12 +67,12 @@ impl Advisor {
     }
 
     /// What it remembers when it has just been switched on.
-    pub fn start(&self) -> Context {
-        Context { pages_to_scan: self.min_pages_to_scan, scan_time: 0, change: 0, cpu_time: Duration::ZERO }
+    pub fn start(&self) -> AdvisorContext {
+        AdvisorContext { pages_to_scan: self.min_pages_to_scan, scan_time: 0, change: 0, cpu_time: Duration::ZERO }
     }
 }
 
-impl Context {
+impl AdvisorContext {
     /// The end of a scan: how long it took, and what ksmd has used since boot.
     #[must_use]
     pub fn step(self, rule: &Advisor, scan: Duration, cpu_time: Duration) -> Self {
@@ -83,11 +83,12 @@ impl Context {
 
         let factor = (rule.target_scan_time.saturating_mul(100) / scan_time).max(1);
         let change = (scan_time * 100 / before).max(1);
-        let change = ((100 - WEIGHT) * self.change + WEIGHT * change) / 100;
+        let change = ((100 - EWMA_WEIGHT_PERCENT) * self.change + EWMA_WEIGHT_PERCENT * change) / 100;
         let wanted = (self.pages_to_scan * 100 / factor).saturating_mul(change) / 100;
 
         let page_cost = (self.pages_to_scan / cpu_percent).max(1);
-        let pages_to_scan = wanted.min(page_cost * rule.max_cpu).max(page_cost * MIN_CPU).min(rule.max_pages_to_scan);
+        let pages_to_scan =
+            wanted.min(page_cost * rule.max_cpu).max(page_cost * MIN_CPU_PERCENT).min(rule.max_pages_to_scan);
         Self { pages_to_scan, scan_time, change, cpu_time }
     }
 }

@@ -23,13 +23,13 @@ pub struct Ksmtuned {
     /// `KSM_MONITOR_INTERVAL`.
     pub interval: Duration,
     /// `KSM_NPAGES_BOOST`.
-    pub boost: i64,
+    pub boost_pages: i64,
     /// `KSM_NPAGES_DECAY`, negative.
-    pub decay: i64,
+    pub decay_pages: i64,
     /// `KSM_NPAGES_MIN`.
-    pub min: i64,
+    pub min_pages: i64,
     /// `KSM_NPAGES_MAX`.
-    pub max: i64,
+    pub max_pages: i64,
     /// `KSM_SLEEP_MSEC`, for a host of 16 GiB. Proxmox sets 100.
     pub sleep_millisecs: u64,
     /// `KSM_THRES_COEF`, in percent of the memory.
@@ -42,10 +42,10 @@ impl Default for Ksmtuned {
     fn default() -> Self {
         Self {
             interval: Duration::from_secs(60),
-            boost: 300,
-            decay: -50,
-            min: 64,
-            max: 1250,
+            boost_pages: 300,
+            decay_pages: -50,
+            min_pages: 64,
+            max_pages: 1250,
             sleep_millisecs: 10,
             threshold_percent: 20,
             threshold_kib: 2048,
@@ -55,7 +55,7 @@ impl Default for Ksmtuned {
 
 /// The variables of the script.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct State {
+pub struct KsmtunedState {
     /// `total`, in kB.
     pub total_kib: u64,
     /// `thres`, in kB.
@@ -68,10 +68,10 @@ pub struct State {
 
 impl Ksmtuned {
     /// What the script sets up before its loop.
-    pub fn start(&self, total: Bytes) -> State {
+    pub fn start(&self, total: Bytes) -> KsmtunedState {
         let total_kib = total.0 / 1024;
         let sleep = (self.sleep_millisecs * 16 * 1024 * 1024).checked_div(total_kib).unwrap_or(u64::MAX);
-        State {
+        KsmtunedState {
             total_kib,
             threshold_kib: (total_kib * self.threshold_percent / 100).max(self.threshold_kib),
             // The kernel takes an unsigned int.
@@ -81,18 +81,18 @@ impl Ksmtuned {
     }
 
     /// One turn of the loop (`adjust`).
-    pub fn step(&self, state: State, free: Bytes, committed: Bytes) -> (State, Settings) {
+    pub fn step(&self, state: KsmtunedState, free: Bytes, committed: Bytes) -> (KsmtunedState, Settings) {
         let (free, committed) = (free.0 / 1024, committed.0 / 1024);
         if committed + state.threshold_kib < state.total_kib && free > state.threshold_kib {
             return (state, Settings::from([(Setting::Run, "0".to_owned())]));
         }
-        let change = if free < state.threshold_kib { self.boost } else { self.decay };
-        let npages = (state.npages + change).max(self.min).min(self.max);
+        let change = if free < state.threshold_kib { self.boost_pages } else { self.decay_pages };
+        let npages = (state.npages + change).max(self.min_pages).min(self.max_pages);
         let settings = Settings::from([
             (Setting::PagesToScan, npages.to_string()),
             (Setting::SleepMillisecs, state.sleep_millisecs.to_string()),
             (Setting::Run, "1".to_owned()),
         ]);
-        (State { npages, ..state }, settings)
+        (KsmtunedState { npages, ..state }, settings)
     }
 }

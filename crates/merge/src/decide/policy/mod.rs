@@ -5,11 +5,11 @@
 //! them stand flat out, the pace between guided merges, and settings that somebody wrote down.
 //!
 //! A policy is asked once to [`start`](Policy::start) and then to [`step`](Policy::step) after each
-//! [`interval`](Policy::interval). Both answer with the settings to write and a [`State`] to hand in the next time;
-//! what they need to know of the host is an [`Observation`].
+//! [`interval`](Policy::interval). Both answer with the settings to write and a [`PolicyState`] to hand in the next time;
+//! what they need to know of the host is an [`HostObservation`].
 //!
 //! Limits: the advisor runs in the kernel, at the end of each full scan, and is only switched on by
-//! [`Policy::Advisor`]; what it then does can be computed with [`advisor::Context::step`].
+//! [`Policy::Advisor`]; what it then does can be computed with [`advisor::AdvisorContext::tick_step`].
 
 pub mod advisor;
 pub mod ksmtuned;
@@ -42,7 +42,7 @@ pub enum Policy {
 
 /// What policies know of a host at one moment.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Observation {
+pub struct HostObservation {
     /// `MemTotal`.
     pub total: Reading<Bytes>,
     /// `MemFree + Buffers + Cached`: what ksmtuned takes for free.
@@ -57,11 +57,11 @@ pub struct Observation {
 
 /// What a policy remembers from step to step.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum PolicyState {
     /// Nothing: the settings stay as they are.
-    Still,
+    Stateless,
     /// What the shell daemon keeps in variables.
-    Ksmtuned(ksmtuned::State),
+    Ksmtuned(ksmtuned::KsmtunedState),
 }
 
 /// `pages_to_scan` when flat out. ksmd does not sleep then, so the batch decides only how often it comes to look at
@@ -74,15 +74,15 @@ pub const FLAT_OUT_PAGES_TO_SCAN: u64 = 20_000;
 pub const GUIDED_SLEEP_MILLISECS: u64 = 1000;
 
 /// The names of the policies that need no file.
-pub const NAMES: [&str; 5] = ["default", "ksmtuned", "advisor", "flat-out", "guided"];
+pub const POLICY_NAMES: [&str; 5] = ["default", "ksmtuned", "advisor", "flat-out", "guided"];
 
 /// How often somebody looks whether fixed settings are still there.
-const WATCH: Duration = Duration::from_secs(1);
+const FIXED_SETTINGS_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Policy {
-    /// The policy of a name: one of [`NAMES`], or `advisor:SECONDS` for another target. `None` for a name that is
+    /// The policy of a name: one of [`POLICY_NAMES`], or `advisor:SECONDS` for another target. `None` for a name that is
     /// none; an error for a target that is none.
-    pub fn named(name: &str) -> Option<Result<Self, String>> {
+    pub fn from_name(name: &str) -> Option<Result<Self, String>> {
         Some(Ok(match name {
             "default" => Self::Default,
             "ksmtuned" => Self::Ksmtuned(Ksmtuned::default()),
@@ -108,7 +108,7 @@ impl Policy {
     pub fn interval(&self) -> Duration {
         match self {
             Self::Ksmtuned(rule) => rule.interval,
-            _ => WATCH,
+            _ => FIXED_SETTINGS_CHECK_INTERVAL,
         }
     }
 
@@ -118,30 +118,34 @@ impl Policy {
     }
 
     /// What is written when it begins. ksmtuned writes nothing before its first interval is over.
-    pub fn start(&self, host: &Observation) -> Reading<(State, Settings)> {
+    pub fn start(&self, host: &HostObservation) -> Reading<(PolicyState, Settings)> {
         Ok(match self {
-            Self::Default => (State::Still, pace(host, DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS)?),
-            Self::FlatOut => (State::Still, pace(host, FLAT_OUT_PAGES_TO_SCAN, 0)?),
-            Self::Guided => (State::Still, pace(host, DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS)?),
-            Self::Advisor(rule) => (State::Still, rule.settings()),
-            Self::Fixed(settings) => (State::Still, settings.clone()),
-            Self::Ksmtuned(rule) => (State::Ksmtuned(rule.start(host.total.clone()?)), Settings::new()),
+            Self::Default => {
+                (PolicyState::Stateless, fixed_pace_settings(host, DEFAULT_PAGES_TO_SCAN, DEFAULT_SLEEP_MILLISECS)?)
+            }
+            Self::FlatOut => (PolicyState::Stateless, fixed_pace_settings(host, FLAT_OUT_PAGES_TO_SCAN, 0)?),
+            Self::Guided => {
+                (PolicyState::Stateless, fixed_pace_settings(host, DEFAULT_PAGES_TO_SCAN, GUIDED_SLEEP_MILLISECS)?)
+            }
+            Self::Advisor(rule) => (PolicyState::Stateless, rule.settings()),
+            Self::Fixed(settings) => (PolicyState::Stateless, settings.clone()),
+            Self::Ksmtuned(rule) => (PolicyState::Ksmtuned(rule.start(host.total.clone()?)), Settings::new()),
         })
     }
 
     /// What is written after another interval.
-    pub fn step(&self, state: State, host: &Observation) -> Reading<(State, Settings)> {
+    pub fn step(&self, state: PolicyState, host: &HostObservation) -> Reading<(PolicyState, Settings)> {
         match (self, state) {
-            (Self::Ksmtuned(rule), State::Ksmtuned(state)) => {
+            (Self::Ksmtuned(rule), PolicyState::Ksmtuned(state)) => {
                 let (state, settings) = rule.step(state, host.free.clone()?, host.committed.clone()?);
-                Ok((State::Ksmtuned(state), settings))
+                Ok((PolicyState::Ksmtuned(state), settings))
             }
             (_, state) => Ok((state, Settings::new())),
         }
     }
 
     /// What is written at once by somebody who does not come back: the start, and for a policy that adapts one step.
-    pub fn once(&self, host: &Observation) -> Reading<Settings> {
+    pub fn one_shot_settings(&self, host: &HostObservation) -> Reading<Settings> {
         let (state, mut settings) = self.start(host)?;
         if self.adapts() {
             settings.extend(self.step(state, host)?.1);
@@ -165,7 +169,7 @@ impl fmt::Display for Policy {
 }
 
 /// A pace of ksmd that nobody changes: without the advisor, where the kernel has one.
-fn pace(host: &Observation, pages_to_scan: u64, sleep_millisecs: u64) -> Reading<Settings> {
+fn fixed_pace_settings(host: &HostObservation, pages_to_scan: u64, sleep_millisecs: u64) -> Reading<Settings> {
     let ksm = host.ksm.as_ref().map_err(Clone::clone)?;
     let mut settings = Settings::from([
         (Setting::PagesToScan, pages_to_scan.to_string()),

@@ -4,7 +4,7 @@ use super::*;
 use pagefold_base::reading::Absent;
 use proptest::prelude::*;
 
-const MIB: u64 = 1024;
+const KIB_PER_MIB: u64 = 1024;
 
 fn ksm(advisor: bool) -> Ksm {
     let none = || Err(Absent::NotOnThisKernel);
@@ -33,8 +33,8 @@ fn ksm(advisor: bool) -> Ksm {
 }
 
 /// A host by its total, free and committed memory in kB.
-fn host(total: u64, free: u64, committed: u64) -> Observation {
-    Observation {
+fn host(total: u64, free: u64, committed: u64) -> HostObservation {
+    HostObservation {
         total: Ok(Bytes::from_kib(total)),
         free: Ok(Bytes::from_kib(free)),
         committed: Ok(Bytes::from_kib(committed)),
@@ -45,18 +45,18 @@ fn host(total: u64, free: u64, committed: u64) -> Observation {
 
 /// Settings in the order in which they are written.
 fn shown(settings: &Settings) -> String {
-    settings.iter().map(|(setting, value)| format!("{}={value}", setting.file())).collect::<Vec<_>>().join(" ")
+    settings.iter().map(|(setting, value)| format!("{}={value}", setting.file_name())).collect::<Vec<_>>().join(" ")
 }
 
 #[test]
-fn paces_that_stay() {
+fn fixed_policies_write_constant_settings() {
     let check = |name: &str, expected: &str| {
-        let policy = Policy::named(name).unwrap().unwrap();
+        let policy = Policy::from_name(name).unwrap().unwrap();
         assert_eq!(policy.to_string(), name);
         let host = host(1000, 500, 0);
         let (state, settings) = policy.start(&host).unwrap();
         assert_eq!(shown(&settings), expected);
-        assert_eq!(policy.once(&host).unwrap(), settings);
+        assert_eq!(policy.one_shot_settings(&host).unwrap(), settings);
         assert_eq!(policy.step(state.clone(), &host), Ok((state, Settings::new())));
     };
     check("default", "advisor_mode=none pages_to_scan=100 sleep_millisecs=20 run=1");
@@ -73,22 +73,22 @@ fn paces_that_stay() {
 }
 
 #[test]
-fn names_that_are_none() {
+fn unknown_policy_names_are_rejected() {
     for name in ["", "Default", "ksmtune", "advisor-20", "flat_out"] {
-        assert_eq!(Policy::named(name), None, "{name}");
+        assert_eq!(Policy::from_name(name), None, "{name}");
     }
     for target in ["", "0", "-1", "soon", "1.5", "18446744073709551616"] {
-        let error = Policy::named(&format!("advisor:{target}")).unwrap().unwrap_err();
+        let error = Policy::from_name(&format!("advisor:{target}")).unwrap().unwrap_err();
         assert!(error.contains("advisor:20"), "{error}");
     }
 }
 
 #[test]
-fn a_kernel_without_the_advisor_is_not_asked_for_it() {
-    let old = Observation { ksm: Ok(ksm(false)), ..host(1000, 500, 0) };
+fn advisor_mode_is_not_written_without_kernel_support() {
+    let old = HostObservation { ksm: Ok(ksm(false)), ..host(1000, 500, 0) };
     let settings = Policy::Default.start(&old).unwrap().1;
     assert_eq!(shown(&settings), "pages_to_scan=100 sleep_millisecs=20 run=1");
-    let none = Observation { ksm: Err(Absent::NotOnThisKernel), ..old };
+    let none = HostObservation { ksm: Err(Absent::NotOnThisKernel), ..old };
     assert_eq!(Policy::Default.start(&none), Err(Absent::NotOnThisKernel));
 }
 
@@ -96,18 +96,18 @@ fn a_kernel_without_the_advisor_is_not_asked_for_it() {
 fn ksmtuned_sets_up_as_the_script_does() {
     let rule = Ksmtuned::default();
     let check = |rule: &Ksmtuned, total, sleep_millisecs, threshold_kib| {
-        let state = ksmtuned::State { total_kib: total, threshold_kib, sleep_millisecs, npages: 0 };
+        let state = ksmtuned::KsmtunedState { total_kib: total, threshold_kib, sleep_millisecs, npages: 0 };
         assert_eq!(rule.start(Bytes::from_kib(total)), state);
     };
     // 10 * 16777216 / total, at least 10; total * 20 / 100, at least 2048.
-    check(&rule, 16 * MIB * 1024, 10, 3_355_443);
-    check(&rule, 64 * MIB * 1024, 10, 13_421_772);
-    check(&rule, 4 * MIB * 1024, 40, 838_860);
+    check(&rule, 16 * KIB_PER_MIB * 1024, 10, 3_355_443);
+    check(&rule, 64 * KIB_PER_MIB * 1024, 10, 13_421_772);
+    check(&rule, 4 * KIB_PER_MIB * 1024, 40, 838_860);
     // 167772160 / 3000000 = 55.92; 3000000 * 20 / 100 = 600000.
     check(&rule, 3_000_000, 55, 600_000);
     check(&rule, 10_000, 16_777, 2048);
     let proxmox = Ksmtuned { sleep_millisecs: 100, ..rule };
-    check(&proxmox, 64 * MIB * 1024, 25, 13_421_772);
+    check(&proxmox, 64 * KIB_PER_MIB * 1024, 25, 13_421_772);
     // 1677721600 / 167000000 = 10.04.
     check(&proxmox, 167_000_000, 10, 33_400_000);
 }
@@ -145,15 +145,15 @@ fn ksmtuned_takes_the_steps_of_the_script() {
         assert_eq!(shown(&settings), expected, "turn {turn}");
         state = next;
     }
-    assert_eq!(shown(&policy.once(&host(total, 1, 0)).unwrap()), pages(300));
+    assert_eq!(shown(&policy.one_shot_settings(&host(total, 1, 0)).unwrap()), pages(300));
 }
 
 #[test]
-fn ksmtuned_needs_what_it_judges_by() {
+fn ksmtuned_fails_without_its_readings() {
     let policy = Policy::Ksmtuned(Ksmtuned::default());
-    let blind = Observation { committed: Err(Absent::Denied), ..host(1000, 1, 0) };
-    assert_eq!(policy.once(&blind), Err(Absent::Denied));
-    let blind = Observation { total: Err(Absent::Denied), ..host(1000, 1, 0) };
+    let blind = HostObservation { committed: Err(Absent::Denied), ..host(1000, 1, 0) };
+    assert_eq!(policy.one_shot_settings(&blind), Err(Absent::Denied));
+    let blind = HostObservation { total: Err(Absent::Denied), ..host(1000, 1, 0) };
     assert_eq!(policy.start(&blind).map(|_| ()), Err(Absent::Denied));
 }
 
@@ -204,9 +204,9 @@ fn the_advisor_takes_the_steps_of_the_kernel() {
 }
 
 #[test]
-fn values_the_kernel_takes() {
+fn setting_checks_match_the_kernel() {
     let check = |file: &str, value: &str, taken: bool| {
-        let answer = pagefold_base::setting::check(Setting::of_file(file).unwrap(), value);
+        let answer = pagefold_base::setting::check_setting_value(Setting::from_file_name(file).unwrap(), value);
         assert_eq!(answer.is_ok(), taken, "{file} {value}: {answer:?}");
         assert!(answer.err().is_none_or(|why| why.starts_with(file)));
     };
@@ -217,7 +217,7 @@ fn values_the_kernel_takes() {
     }
     for value in ["", "-1", "+1", "01", " 1", "1\n", "many", "1.0", "18446744073709551616"] {
         for setting in Setting::ALL {
-            check(setting.file(), value, false);
+            check(setting.file_name(), value, false);
         }
     }
     check("advisor_target_scan_time", "0", false);
@@ -228,7 +228,9 @@ fn values_the_kernel_takes() {
     check("run", "1", true);
     check("run", "3", false);
     check("run", "2", false);
-    assert!(pagefold_base::setting::check(Setting::Run, "2").unwrap_err().contains("pagefold unmerge --all"));
+    assert!(
+        pagefold_base::setting::check_setting_value(Setting::Run, "2").unwrap_err().contains("pagefold unmerge --all")
+    );
     for file in ["use_zero_pages", "smart_scan", "merge_across_nodes"] {
         check(file, "1", true);
         check(file, "2", false);
@@ -243,12 +245,12 @@ proptest! {
     fn no_policy_writes_what_the_kernel_refuses(
         total in 0u64..1 << 44, hosts in prop::collection::vec((0u64..1 << 44, 0u64..1 << 44), 1..20),
     ) {
-        for name in NAMES {
-            let policy = Policy::named(name).unwrap().unwrap();
+        for name in POLICY_NAMES {
+            let policy = Policy::from_name(name).unwrap().unwrap();
             let (mut state, mut settings) = policy.start(&host(total, 0, 0)).unwrap();
             for &(free, committed) in &hosts {
                 for (setting, value) in &settings {
-                    prop_assert_eq!(pagefold_base::setting::check(*setting, value), Ok(()));
+                    prop_assert_eq!(pagefold_base::setting::check_setting_value(*setting, value), Ok(()));
                 }
                 (state, settings) = policy.step(state, &host(total, free, committed)).unwrap();
             }

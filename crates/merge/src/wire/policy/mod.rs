@@ -38,7 +38,7 @@ pub struct SettingReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub absent: Option<String>,
     /// Who wrote the value.
-    pub writer: Writer,
+    pub writer: SettingSource,
     /// What it was before the policy was set, and will be again when it is restored.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub before: Option<String>,
@@ -49,7 +49,7 @@ pub struct SettingReport {
 /// Who wrote a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
-pub enum Writer {
+pub enum SettingSource {
     /// Nobody that Pagefold knows of: the kernel's default, or somebody by hand.
     Unknown,
     /// The policy that is set.
@@ -62,16 +62,16 @@ pub enum Writer {
 
 /// What a policy has written down of a setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Written {
+pub struct RecordedSetting {
     /// What it was before.
-    pub before: String,
+    pub value_before: String,
     /// What was written.
-    pub values: Vec<String>,
+    pub written_values: Vec<String>,
 }
 
 /// What the report is made of.
 #[derive(Clone, Debug)]
-pub struct Facts {
+pub struct PolicyFacts {
     /// The host, in a few words.
     pub host: String,
     /// The policy that is set.
@@ -81,35 +81,35 @@ pub struct Facts {
     /// CPU time of ksmd since boot, in seconds.
     pub ksmd_cpu_seconds: Option<f64>,
     /// The settings now.
-    pub now: BTreeMap<Setting, Reading<String>>,
+    pub current: BTreeMap<Setting, Reading<String>>,
     /// What the policy has written down.
-    pub written: BTreeMap<Setting, Written>,
+    pub recorded: BTreeMap<Setting, RecordedSetting>,
     /// What each policy would write, by its name.
     pub policies: Vec<(String, Reading<Settings>)>,
 }
 
 impl PolicyReport {
     /// Put it together.
-    pub fn of(facts: &Facts) -> Self {
-        let advised = facts.now.get(&Setting::AdvisorMode) == Some(&Ok("scan-time".to_owned()));
-        let settings = facts.now.iter().map(|(&setting, now)| {
-            let written = facts.written.get(&setting);
+    pub fn from_facts(facts: &PolicyFacts) -> Self {
+        let advised = facts.current.get(&Setting::AdvisorMode) == Some(&Ok("scan-time".to_owned()));
+        let settings = facts.current.iter().map(|(&setting, now)| {
+            let written = facts.recorded.get(&setting);
             let writer = match (now, written) {
-                _ if advised && setting == Setting::PagesToScan => Writer::Advisor,
-                (Ok(now), Some(written)) if written.values.contains(now) => Writer::Policy,
-                (Ok(now), Some(written)) if written.before == *now => Writer::Unknown,
-                (Ok(_), Some(_)) => Writer::SomebodyElse,
-                _ => Writer::Unknown,
+                _ if advised && setting == Setting::PagesToScan => SettingSource::Advisor,
+                (Ok(now), Some(written)) if written.written_values.contains(now) => SettingSource::Policy,
+                (Ok(now), Some(written)) if written.value_before == *now => SettingSource::Unknown,
+                (Ok(_), Some(_)) => SettingSource::SomebodyElse,
+                _ => SettingSource::Unknown,
             };
             let value = |(name, settings): &(String, Reading<Settings>)| {
                 Some((name.clone(), settings.as_ref().ok()?.get(&setting)?.clone()))
             };
             SettingReport {
-                name: setting.file(),
+                name: setting.file_name(),
                 value: now.clone().ok(),
                 absent: now.as_ref().err().map(ToString::to_string),
                 writer,
-                before: written.map(|written| written.before.clone()),
+                before: written.map(|written| written.value_before.clone()),
                 policies: facts.policies.iter().filter_map(value).collect(),
             }
         });

@@ -1,20 +1,23 @@
 use super::*;
 use pagefold_base::Absent;
-use pagefold_output::text::Style;
+use pagefold_output::text::TextStyle;
 
 fn settings(of: &[(Setting, &str)]) -> Settings {
     of.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
 }
 
-fn facts() -> Facts {
+fn sample_facts() -> PolicyFacts {
     use Setting::{AdvisorMode, PagesToScan, Run, SleepMillisecs, SmartScan};
-    let written = |before: &str, value: &str| Written { before: before.to_owned(), values: vec![value.to_owned()] };
-    Facts {
+    let written = |before: &str, value: &str| RecordedSetting {
+        value_before: before.to_owned(),
+        written_values: vec![value.to_owned()],
+    };
+    PolicyFacts {
         host: "this host".to_owned(),
         policy: Some("flat-out".to_owned()),
         tuners: vec!["ksmtuned".to_owned()],
         ksmd_cpu_seconds: Some(12.34),
-        now: [
+        current: [
             (AdvisorMode, Ok("none".to_owned())),
             (PagesToScan, Ok("20000".to_owned())),
             (SleepMillisecs, Ok("33".to_owned())),
@@ -22,7 +25,7 @@ fn facts() -> Facts {
             (Run, Ok("1".to_owned())),
         ]
         .into(),
-        written: [
+        recorded: [
             (PagesToScan, written("100", "20000")),
             (SleepMillisecs, written("20", "0")),
             (Run, written("1", "0")),
@@ -37,25 +40,25 @@ fn facts() -> Facts {
 }
 
 #[test]
-fn who_wrote_what() {
-    let report = PolicyReport::of(&facts());
+fn source_of_each_setting_is_reported() {
+    let report = PolicyReport::from_facts(&sample_facts());
     let writers: Vec<_> = report.settings.iter().map(|setting| (setting.name, setting.writer)).collect();
     let expected = [
-        ("advisor_mode", Writer::Unknown),
-        ("pages_to_scan", Writer::Policy),
-        ("sleep_millisecs", Writer::SomebodyElse),
-        ("smart_scan", Writer::Unknown),
-        ("run", Writer::Unknown),
+        ("advisor_mode", SettingSource::Unknown),
+        ("pages_to_scan", SettingSource::Policy),
+        ("sleep_millisecs", SettingSource::SomebodyElse),
+        ("smart_scan", SettingSource::Unknown),
+        ("run", SettingSource::Unknown),
     ];
     assert_eq!(writers, expected);
-    let mut advised = facts();
-    advised.now.insert(Setting::AdvisorMode, Ok("scan-time".to_owned()));
-    assert_eq!(PolicyReport::of(&advised).settings[1].writer, Writer::Advisor);
+    let mut advised = sample_facts();
+    advised.current.insert(Setting::AdvisorMode, Ok("scan-time".to_owned()));
+    assert_eq!(PolicyReport::from_facts(&advised).settings[1].writer, SettingSource::Advisor);
 }
 
 #[test]
-fn it_reads_well() {
-    insta::assert_snapshot!(crate::text::policy::render(&PolicyReport::of(&facts()), Style::default()), @r"
+fn report_is_rendered_as_text() {
+    insta::assert_snapshot!(crate::text::policy::render(&PolicyReport::from_facts(&sample_facts()), TextStyle::default()), @r"
 Policy  flat-out (`pagefold policy restore` ends it)
 Tuners  ksmtuned
 ksmd    12.3 s of CPU since boot
@@ -73,9 +76,9 @@ Right of `before` is what each policy would write now; a dot is what it leaves a
 }
 
 #[test]
-fn it_keeps_its_schema() {
+fn json_matches_its_schema() {
     let schema = serde_json::to_value(schemars::schema_for!(PolicyReport)).unwrap();
-    let report = serde_json::to_value(PolicyReport::of(&facts())).unwrap();
+    let report = serde_json::to_value(PolicyReport::from_facts(&sample_facts())).unwrap();
     assert!(jsonschema::is_valid(&schema, &report), "{report}");
     assert_eq!(report["settings"][3]["absent"], "not on this kernel");
     assert_eq!(report["unknown_policies"]["ksmtuned"], "permission denied");

@@ -1,6 +1,6 @@
 //! Domains of the user-space engine, on the wire.
 
-use pagefold_base::engine::{Domain, Member, RegionTally, Tally};
+use pagefold_base::engine::{EngineDomain, EngineMember, PageTally, RegionTally};
 use pagefold_base::{PageSize, Pages};
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -14,14 +14,14 @@ pub struct EngineReport {
     /// Bytes of a base page.
     pub page_size: u64,
     /// The domains, by user and name.
-    pub domains: Vec<DomainReport>,
+    pub domains: Vec<EngineDomainReport>,
     /// Directories that could not be looked at.
-    pub not_seen: Vec<Unlooked>,
+    pub not_seen: Vec<UnreadableDirectory>,
 }
 
 /// A directory that could not be looked at.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct Unlooked {
+pub struct UnreadableDirectory {
     /// Which one.
     pub path: String,
     /// Why.
@@ -30,20 +30,20 @@ pub struct Unlooked {
 
 /// A domain. Sums are over members that live, each as of when it has told of itself.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-pub struct DomainReport {
+pub struct EngineDomainReport {
     /// Its name.
     pub name: String,
     /// The user whose processes its members are.
     pub uid: u32,
     /// The members, by process.
-    pub members: Vec<MemberReport>,
+    pub members: Vec<EngineMemberReport>,
     /// Processes that have ended, and whose figures lie there still: they are in no sum.
     pub ended: u64,
     /// Records of members that could not be read, or make no sense: they are in no sum.
     pub unread: u64,
     /// The sums over the members.
     #[serde(flatten)]
-    pub holds: Holding,
+    pub usage: EngineUsageReport,
     /// Pages of members that map the store.
     pub references_pages: u64,
     /// Contents in the store, a page each.
@@ -64,7 +64,7 @@ pub struct DomainReport {
 
 /// What memory holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct Holding {
+pub struct EngineUsageReport {
     /// Memory that may be merged, resident or not.
     pub adopted: u64,
     /// The part of it that maps the store and was not written since.
@@ -79,7 +79,7 @@ pub struct Holding {
 
 /// A member.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
-pub struct MemberReport {
+pub struct EngineMemberReport {
     /// Its number.
     pub pid: u32,
     /// When it started, in clock ticks since boot: with `pid` it names the process for good.
@@ -88,7 +88,7 @@ pub struct MemberReport {
     pub comm: String,
     /// What it holds.
     #[serde(flatten)]
-    pub holds: Holding,
+    pub usage: EngineUsageReport,
     /// What it remembers of its pages.
     pub notes: u64,
     /// Merges so far.
@@ -112,29 +112,37 @@ pub struct MemberReport {
     /// How many regions it has.
     pub region_count: u64,
     /// The regions: the first 1,600 or so.
-    pub regions: Vec<RegionReport>,
+    pub regions: Vec<EngineRegionReport>,
 }
 
 /// A region of a member.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
-pub struct RegionReport {
+pub struct EngineRegionReport {
     /// The first address, hexadecimal.
     pub start: String,
     /// The first address after it, hexadecimal.
     pub end: String,
     /// What it holds.
     #[serde(flatten)]
-    pub holds: Holding,
+    pub usage: EngineUsageReport,
 }
 
 impl EngineReport {
     /// Of domains with the names of their members' programs, in the order of the members, at a time since boot.
-    pub fn of(page: PageSize, domains: &[(Domain, Vec<String>)], not_seen: Vec<Unlooked>, now: Duration) -> Self {
+    pub fn from_domains(
+        page: PageSize,
+        domains: &[(EngineDomain, Vec<String>)],
+        unreadable: Vec<UnreadableDirectory>,
+        now: Duration,
+    ) -> Self {
         Self {
             schema: "pagefold.engine/1",
             page_size: page.bytes(),
-            domains: domains.iter().map(|(domain, comms)| DomainReport::of(domain, comms, now)).collect(),
-            not_seen,
+            domains: domains
+                .iter()
+                .map(|(domain, comms)| EngineDomainReport::from_domain(domain, comms, now))
+                .collect(),
+            not_seen: unreadable,
         }
     }
 
@@ -144,8 +152,8 @@ impl EngineReport {
     }
 }
 
-impl DomainReport {
-    fn of(domain: &Domain, comms: &[String], now: Duration) -> Self {
+impl EngineDomainReport {
+    fn from_domain(domain: &EngineDomain, comms: &[String], now: Duration) -> Self {
         let sum = domain.tally();
         Self {
             name: domain.name.clone(),
@@ -154,14 +162,14 @@ impl DomainReport {
                 .members
                 .iter()
                 .zip(comms)
-                .map(|(member, comm)| MemberReport::of(domain, member, comm, now))
+                .map(|(member, comm)| EngineMemberReport::from_member(domain, member, comm, now))
                 .collect(),
-            ended: domain.ended,
-            unread: domain.unread,
-            holds: Holding { saved: domain.saved_by_all().0, ..Holding::of(domain, &sum) },
+            ended: domain.ended_members,
+            unread: domain.unreadable_members,
+            usage: EngineUsageReport { saved: domain.saved_by_all().0, ..EngineUsageReport::from_tally(domain, &sum) },
             references_pages: sum.merged.0,
             stored_pages: domain.stored.0,
-            stored: domain.page.of(domain.stored).0,
+            stored: domain.page_size.bytes_of(domain.stored).0,
             sharing: domain.sharing(),
             index: domain.index.0,
             overhead: domain.overhead().0,
@@ -170,41 +178,41 @@ impl DomainReport {
     }
 }
 
-impl Holding {
-    fn of(domain: &Domain, tally: &Tally) -> Self {
-        let bytes = |pages: Pages| domain.page.of(pages).0;
+impl EngineUsageReport {
+    fn from_tally(domain: &EngineDomain, tally: &PageTally) -> Self {
+        let bytes = |pages: Pages| domain.page_size.bytes_of(pages).0;
         Self {
             adopted: bytes(tally.pages),
             merged: bytes(tally.merged),
             zeros: bytes(tally.zeros),
-            hot: bytes(tally.hot),
+            hot: bytes(tally.volatile_pages),
             saved: domain.saved(tally).0,
         }
     }
 }
 
-impl MemberReport {
-    fn of(domain: &Domain, member: &Member, comm: &str, now: Duration) -> Self {
+impl EngineMemberReport {
+    fn from_member(domain: &EngineDomain, member: &EngineMember, comm: &str, now: Duration) -> Self {
         let ago = |then: Duration| now.saturating_sub(then).as_secs_f64();
-        let region = |region: &RegionTally| RegionReport {
+        let region = |region: &RegionTally| EngineRegionReport {
             start: format!("{:x}", region.range.start),
             end: format!("{:x}", region.range.end),
-            holds: Holding::of(domain, &region.tally),
+            usage: EngineUsageReport::from_tally(domain, &region.tally),
         };
         Self {
             pid: member.process.pid.0,
             start_time: member.process.start_time,
             comm: comm.to_owned(),
-            holds: Holding::of(domain, &member.tally),
+            usage: EngineUsageReport::from_tally(domain, &member.tally),
             notes: member.notes.0,
             merges: member.merges,
-            merge_seconds: member.time.as_secs_f64(),
+            merge_seconds: member.merge_time.as_secs_f64(),
             last_merge_seconds_ago: member.last_merge.map(ago),
-            told_seconds_ago: ago(member.told),
-            elapsed_seconds: member.spending.elapsed.as_secs_f64(),
-            spent_seconds: member.spending.spent.as_secs_f64(),
-            slowdown: member.spending.slowdown(),
-            max_slowdown: member.spending.bound,
+            told_seconds_ago: ago(member.reported_at),
+            elapsed_seconds: member.time_use.elapsed.as_secs_f64(),
+            spent_seconds: member.time_use.spent.as_secs_f64(),
+            slowdown: member.time_use.slowdown(),
+            max_slowdown: member.time_use.max_slowdown,
             region_count: member.region_count,
             regions: member.regions.iter().map(region).collect(),
         }

@@ -1,0 +1,548 @@
+//! Programs that make it hard: one writes all its memory anew all the time, one leaves it alone for just so long that
+//! it is merged, three have huge pages, of which two pay, one forks all the time, one has 60,000 regions that do not
+//! pay and two a thousand that do. Beside them are two that are merged as they should be.
+//!
+//! That they are intact they tell themselves, where they answer with a checksum or check what they compute; of the
+//! others the contents are counted from outside. What is broken after it was merged is seen page by page in their page
+//! tables: the kernel's `cow_ksm` counts what children of a fork write, too, whose parent keeps its merge.
+
+use super::driver::KsmDriver;
+use super::guest;
+use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
+use crate::merge::mergeable_pages::{self, ContentCounts};
+use crate::merge::running_program::{RunningProgram, command_through_hold};
+use crate::merge::trial::sleep_unless_signaled;
+use anyhow::{Context, Result, ensure};
+use pagefold_labs::ksm::KsmTestGuard;
+use pagefold_linux::LiveHost;
+use std::collections::{HashMap, HashSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+/// The bound that the daemon is given: a share of one core on average.
+const DAEMON_CPU_RATE: f64 = 0.1;
+
+/// CPU seconds by which it may go beyond: what is under way is told to end at the next look, and ends where it can. To
+/// be told of 60,000 regions takes the kernel a second, and a piece of work asks more than once.
+const MAX_CPU_OVERRUN_SECONDS: f64 = 5.0;
+
+/// What a MiB may cost in CPU seconds where the run is brief: a census built without optimisation, on a slow machine,
+/// costs several times what it does otherwise.
+const BRIEF_RUN_CPU_SECONDS_PER_MIB: f64 = 0.05;
+
+/// Memory that each thread of the one that writes has, in MiB.
+const WRITER_THREAD_MIB: u64 = 16;
+
+/// How often a page may be merged and broken before it is left alone, at most.
+const MAX_COW_BREAKS_PER_PAGE: u64 = 3;
+
+/// Memory of each program of which a part or all is shared, in MiB.
+const SHARING_PROGRAM_MIB: u64 = 64;
+
+/// A program that forks: its children have all that it holds, write memory of their own, and end.
+const FORKER_PERL: &str = r#"$| = 1;
+my $held = join "", map { pack("N", $_ % 64) . ("x" x 4092) } 1 .. 6144;
+print "READY\n";
+my ($forks, $in) = (0, "");
+while (1) {
+    vec(my $ready = "", fileno(STDIN), 1) = 1;
+    if (select($ready, undef, undef, 0.02)) {
+        exit 0 unless sysread(STDIN, $in, 100);
+        print unpack("%32N*", $held), " after some forks\n";
+    }
+    my $child = fork;
+    die "fork: $!" unless defined $child;
+    if (!$child) { my $own = "made" x 1000000; exit 0 }
+    waitpid $child, 0;
+}
+"#;
+
+/// Programs under a name that nobody else has, so that the daemon manages these alone.
+pub struct ProgramFolder {
+    folder: tempfile::TempDir,
+    name_prefix: String,
+    enrolled: bool,
+}
+
+impl ProgramFolder {
+    /// With names that begin so.
+    pub fn new(name: &str) -> Result<Self> {
+        Ok(Self { folder: tempfile::tempdir()?, name_prefix: format!("{name}{}", std::process::id()), enrolled: false })
+    }
+
+    /// The same, but with all memory of those that are started there enrolled from their beginning, or not.
+    pub fn with_enrollment(self, enrolled: bool) -> Self {
+        Self { enrolled, ..self }
+    }
+
+    /// A program of the lab of a kind, once it is ready.
+    pub fn start_lab(&self, kind: char, arguments: &[&str]) -> Result<RunningProgram> {
+        self.start_program(&pagefold_labs::client::lab_binary()?, kind, arguments)
+    }
+
+    fn start_program(&self, program: &Path, kind: char, arguments: &[&str]) -> Result<RunningProgram> {
+        // The kernel calls a program what it was started as.
+        let name = self.folder.path().join(format!("{}{kind}", self.name_prefix));
+        if !name.exists() {
+            std::os::unix::fs::symlink(program, &name)?;
+        }
+        let mut command = command_through_hold(name, self.enrolled)?;
+        command.args(arguments).stderr(Stdio::inherit());
+        let mut holder = RunningProgram::start(command)?;
+        holder.wait_until_ready()?;
+        Ok(holder)
+    }
+
+    /// The configuration of a daemon that manages these and programs of other names, with more lines of its section.
+    pub fn daemon_config(&self, section: &str, others: &[&str]) -> String {
+        let own = format!("{}*", self.name_prefix);
+        let names: Vec<&str> = others.iter().copied().chain([own.as_str()]).collect();
+        format!("[daemon]\n{section}\n[daemon.only]\nnames = {names:?}\n")
+    }
+}
+
+/// What is hostile.
+#[derive(Clone, Debug)]
+pub struct HostileMixBenchmark {
+    /// For how long.
+    pub duration: Duration,
+    /// Whether it ends as soon as all that pays is merged and a page that is rewritten now and then was merged and broken
+    /// once. How soon that is depends on the machine.
+    pub is_brief: bool,
+    /// Regions of the one that has many.
+    pub region_count: u64,
+    /// Threads of the one that writes. Where they leave no CPU idle, the daemon gets out of their way again and again.
+    pub writer_threads: u64,
+    /// CPU time that the daemon may save up.
+    pub burst: Duration,
+    /// Between two rewritings of the one that leaves its memory alone meanwhile.
+    pub rewrite_interval: Duration,
+    /// The binary.
+    pub pagefold: PathBuf,
+}
+
+/// How it is known that the memory of a program is what it was.
+enum IntegrityCheck {
+    /// It answers with a checksum.
+    Checksum(String),
+    /// What is in it is counted from outside.
+    Contents(ContentCounts),
+    /// It checks itself what it computes, and ends where that is wrong.
+    SelfChecked,
+}
+
+struct HostileProgram {
+    name: &'static str,
+    process: RunningProgram,
+    integrity: IntegrityCheck,
+}
+
+impl HostileProgram {
+    fn with_checksum(name: &'static str, mut holder: RunningProgram) -> Result<Self> {
+        let holds = IntegrityCheck::Checksum(holder.query("checksum")?);
+        Ok(Self { name, process: holder, integrity: holds })
+    }
+
+    fn with_contents(name: &'static str, holder: RunningProgram) -> Result<Self> {
+        let holds = IntegrityCheck::Contents(count_contents(&holder)?);
+        Ok(Self { name, process: holder, integrity: holds })
+    }
+
+    /// That it is there and holds what it held.
+    fn check_integrity(&mut self) -> Result<()> {
+        self.process.check_alive()?;
+        match &self.integrity {
+            IntegrityCheck::Checksum(before) => {
+                let now = self.process.query("checksum")?;
+                ensure!(now == *before, "its memory is not what it was: {now} instead of {before}");
+            }
+            IntegrityCheck::Contents(before) => {
+                let now = count_contents(&self.process)?;
+                let fewer = |(content, copies): &(&_, &_)| now.get(*content).is_none_or(|now| now < *copies);
+                let lost = before.iter().filter(fewer).count();
+                ensure!(lost == 0, "{lost} contents of {} are not what they were", before.len());
+            }
+            IntegrityCheck::SelfChecked => {}
+        }
+        Ok(())
+    }
+}
+
+/// What is in a program's memory, by content.
+fn count_contents(holder: &RunningProgram) -> Result<ContentCounts> {
+    let mut contents = ContentCounts::new();
+    mergeable_pages::add_process(holder.pid(), &mut contents)?;
+    // Few pages are its own and not of the layout.
+    contents.retain(|_, copies| *copies > 1);
+    Ok(contents)
+}
+
+/// The programs that run.
+struct HostileMix(Vec<HostileProgram>);
+
+const MANY_REGIONS_PROGRAM: &str = "regions of one page";
+const PERIODIC_WRITER_PROGRAM: &str = "writes its memory anew now and then";
+const HUGE_PAGES_PROGRAM: &str = "huge pages";
+const SMALL_REGIONS_PROGRAM: &str = "regions of 16 pages";
+const PLAIN_PROGRAM: &str = "honest";
+
+/// Pages that a program shares with the other one of its name, if it pays to merge them.
+fn shareable_pages(name: &str) -> Option<u64> {
+    let all = (SHARING_PROGRAM_MIB << 20) / pagefold_sys::mapping::page_size() as u64;
+    match name {
+        SMALL_REGIONS_PROGRAM => Some(all),
+        HUGE_PAGES_PROGRAM | PLAIN_PROGRAM => Some(all / 2),
+        _ => None,
+    }
+}
+
+impl HostileMix {
+    fn start(place: &ProgramFolder, hostile: &HostileMixBenchmark) -> Result<Self> {
+        let sharing = SHARING_PROGRAM_MIB.to_string();
+        let mixture = |kind, more: &[&str]| place.start_lab(kind, &[&["mixture", "--mib", &sharing], more].concat());
+        let layout = |kind, more: &[&str]| place.start_lab(kind, &[&["layout"], more].concat());
+        let (threads, memory) = (hostile.writer_threads.to_string(), WRITER_THREAD_MIB.to_string());
+        let (regions, interval) =
+            (format!("within={}", hostile.region_count), hostile.rewrite_interval.as_millis().to_string());
+        let huge = ["--huge", "--run", "512"];
+        let stray = [&huge[..], &["--duplicate", "6%", "--stray", "45%", "--seed", "stray"]].concat();
+        let pays = [&huge[..], &["--duplicate", "50%", "--seed", "huge"]].concat();
+        let pages = shareable_pages(SMALL_REGIONS_PROGRAM).unwrap_or_default();
+        let (content, cut) = (format!("shared-content=pieces:{pages}"), (pages / 16).to_string());
+        let pieces = [content.as_str(), "--regions", &cut];
+        let writer = place.start_lab('w', &["busy", "--threads", &threads, "--memory", &memory])?;
+        let forker = place.start_program(Path::new("/usr/bin/perl"), 'f', &["-e", FORKER_PERL])?;
+        Ok(Self(vec![
+            HostileProgram {
+                name: "writes all its memory anew",
+                process: writer,
+                integrity: IntegrityCheck::SelfChecked,
+            },
+            HostileProgram::with_contents(
+                PERIODIC_WRITER_PROGRAM,
+                layout('t', &["hot-text=16384", "--interval", &interval])?,
+            )?,
+            HostileProgram::with_checksum("huge pages, of which nothing pays", mixture('s', &stray)?)?,
+            HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &pays)?)?,
+            HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &pays)?)?,
+            HostileProgram::with_checksum("forks", forker)?,
+            HostileProgram::with_contents(MANY_REGIONS_PROGRAM, layout('r', &[&regions, "--fragment"])?)?,
+            HostileProgram::with_contents(SMALL_REGIONS_PROGRAM, layout('p', &pieces)?)?,
+            HostileProgram::with_contents(SMALL_REGIONS_PROGRAM, layout('p', &pieces)?)?,
+            HostileProgram::with_checksum(PLAIN_PROGRAM, mixture('b', &["--duplicate", "50%"])?)?,
+            HostileProgram::with_checksum(PLAIN_PROGRAM, mixture('b', &["--duplicate", "50%"])?)?,
+        ]))
+    }
+
+    /// That they are there and hold what they held.
+    fn check_integrity(&mut self) -> Result<()> {
+        self.0.iter_mut().try_for_each(|program| program.check_integrity().context(program.name))
+    }
+
+    /// Pages that are merged in each, those of zeros among them: by page tables where these were looked at, since what
+    /// has broken is counted as merged by the kernel until ksmd comes by again.
+    fn merged_pages_by_program(&self, breaks: &CowBreakTracker) -> Result<Vec<(&'static str, u64)>> {
+        let of = |(number, program): (usize, &HostileProgram)| {
+            let seen = breaks.merged_addresses[number].len() as u64;
+            Ok((
+                program.name,
+                if program.name == MANY_REGIONS_PROGRAM { count_merged_pages(program.process.pid())? } else { seen },
+            ))
+        };
+        self.0.iter().enumerate().map(of).collect()
+    }
+}
+
+/// Pages of a process that are merged, those of zeros among them, by the kernel's count: `ksm_merging_pages`, which
+/// leaves these out, and `ksm_zero_pages`.
+pub(super) fn count_merged_pages(pid: u32) -> Result<u64> {
+    let number = |text: &str| text.trim().parse::<u64>().unwrap_or(0);
+    let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
+    let zeros = stat.lines().find_map(|line| line.strip_prefix("ksm_zero_pages ")).map_or(0, number);
+    Ok(number(&fs::read_to_string(format!("/proc/{pid}/ksm_merging_pages"))?) + zeros)
+}
+
+/// Writes to merged pages so far (`cow_ksm` of `/proc/vmstat`).
+fn read_cow_breaks() -> Result<u64> {
+    let vmstat = fs::read_to_string("/proc/vmstat")?;
+    let line = vmstat.lines().find_map(|line| line.strip_prefix("cow_ksm ")).context("no cow_ksm in /proc/vmstat")?;
+    line.trim().parse().context("cow_ksm")
+}
+
+/// Pages that were merged and are not any more, by the number of the program.
+#[derive(Default)]
+struct CowBreakTracker {
+    merged_addresses: Vec<HashSet<u64>>,
+    break_counts: HashMap<(usize, u64), u64>,
+}
+
+impl CowBreakTracker {
+    /// See which pages are merged now. Those with 60,000 regions take too long, and nobody writes to them.
+    fn update(&mut self, host: &LiveHost, mix: &HostileMix) -> Result<()> {
+        self.merged_addresses.resize(mix.0.len(), HashSet::new());
+        for (number, program) in mix.0.iter().enumerate().filter(|(_, program)| program.name != MANY_REGIONS_PROGRAM) {
+            let now = guest::merged_addresses(host, program.process.pid()).context(program.name)?;
+            for &page in self.merged_addresses[number].difference(&now) {
+                *self.break_counts.entry((number, page)).or_default() += 1;
+            }
+            self.merged_addresses[number] = now;
+        }
+        Ok(())
+    }
+
+    /// How many pages broke so often, of the programs with these numbers: once, twice, and so on.
+    fn pages_by_break_count(&self, is_of: impl Fn(usize) -> bool) -> Vec<u64> {
+        let mut pages = Vec::new();
+        for (_, &times) in self.break_counts.iter().filter(|((number, _), _)| is_of(*number)) {
+            pages.resize(pages.len().max(times as usize), 0);
+            pages[times as usize - 1] += 1;
+        }
+        pages
+    }
+}
+
+/// How many pages broke so often: once, twice, and so on.
+struct CowBreakHistogram {
+    /// Of all programs.
+    all_programs: Vec<u64>,
+    /// Of the one that leaves its memory alone for just so long that it is merged.
+    periodic_writer: Vec<u64>,
+}
+
+/// How many pages of the one that leaves its memory alone now and then broke once, twice and so on.
+fn periodic_writer_breaks(breaks: &CowBreakTracker, mix: &HostileMix) -> Vec<u64> {
+    breaks.pages_by_break_count(|number| mix.0[number].name == PERIODIC_WRITER_PROGRAM)
+}
+
+/// Of the programs that pay to be merged, the one of which the least part of what it shares is: its name, pages that
+/// are merged and pages that it shares.
+fn least_merged_program(merged: &[(&'static str, u64)]) -> Option<(&'static str, u64, u64)> {
+    let paying = merged.iter().filter_map(|&(name, pages)| Some((name, pages, shareable_pages(name)?)));
+    paying.min_by(|(_, one, of_one), (_, other, of_other)| (one * of_other).cmp(&(other * of_one)))
+}
+
+/// Whether nine tenths of what each program shares are merged.
+fn are_all_merged(merged: &[(&'static str, u64)]) -> bool {
+    least_merged_program(merged).is_none_or(|(_, pages, shared)| pages * 10 >= shared * 9)
+}
+
+struct HostileSample {
+    seconds: f64,
+    cpu_seconds: f64,
+    cow_breaks: u64,
+    merged_pages: Vec<(&'static str, u64)>,
+}
+
+impl HostileMixBenchmark {
+    /// Measure it. KSM is held meanwhile.
+    pub fn measure(&self, log: &Path) -> Result<Findings> {
+        let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+        let place = ProgramFolder::new("pfhost")?;
+        let mut mix = HostileMix::start(&place, self)?;
+        let burst = self.burst.as_secs();
+        let price = if self.is_brief { format!("\nprice = {BRIEF_RUN_CPU_SECONDS_PER_MIB}") } else { String::new() };
+        let section = format!("cpu = \"{}%\"\nburst = \"{burst}s\"{price}", DAEMON_CPU_RATE * 100.0);
+        let driver = KsmDriver::start_daemon(&self.pagefold, &place.daemon_config(&section, &[]), log, &ksm)?;
+        let (host, mut breaks) = (LiveHost::new(), CowBreakTracker::default());
+        let (began, before) = (Instant::now(), read_cow_breaks()?);
+        let mut samples: Vec<HostileSample> = Vec::new();
+        while began.elapsed() < self.duration {
+            sleep_unless_signaled(Duration::from_millis(500))?;
+            let (seconds, cpu) = (began.elapsed().as_secs_f64(), driver.read_cpu_seconds()?.total());
+            breaks.update(&host, &mix)?;
+            samples.push(HostileSample {
+                seconds,
+                cpu_seconds: cpu,
+                cow_breaks: read_cow_breaks()? - before,
+                merged_pages: mix.merged_pages_by_program(&breaks)?,
+            });
+            let broke = periodic_writer_breaks(&breaks, &mix).len() >= self.min_expected_breaks();
+            if self.is_brief && broke && samples.last().is_some_and(|last| are_all_merged(&last.merged_pages)) {
+                break;
+            }
+        }
+        let status = driver.as_daemon().context("a daemon")?.read_status()?;
+        driver.stop()?;
+        let intact = mix.check_integrity();
+        let broken = CowBreakHistogram {
+            all_programs: breaks.pages_by_break_count(|_| true),
+            periodic_writer: periodic_writer_breaks(&breaks, &mix),
+        };
+        Ok(self.build_findings(&samples, &broken, &status, intact))
+    }
+
+    /// How often a page has to have broken at least that is merged again after it was written.
+    fn min_expected_breaks(&self) -> usize {
+        if self.is_brief { 1 } else { 2 }
+    }
+
+    fn build_findings(
+        &self,
+        samples: &[HostileSample],
+        breaks: &CowBreakHistogram,
+        status: &serde_json::Value,
+        intact: Result<()>,
+    ) -> Findings {
+        let mut findings = Findings::new("seconds,cpu_seconds,broken_pages,merged_pages_of_each");
+        for HostileSample { seconds, cpu_seconds: cpu, cow_breaks: broken, merged_pages: merged } in samples {
+            let merged: Vec<String> = merged.iter().map(|(_, pages)| pages.to_string()).collect();
+            findings.samples.push(format!("{seconds:.1},{cpu:.3},{broken},{}", merged.join(" ")));
+        }
+        let Some(last) = samples.last() else { return findings };
+        let mut table =
+            MarkdownTable::new(format!("After {:.0} s", last.seconds), &["program", "merged pages", "at most"]);
+        for (position, (name, pages)) in last.merged_pages.iter().enumerate() {
+            let most = samples.iter().map(|sample| sample.merged_pages[position].1).max().unwrap_or(0);
+            table.rows.push(vec![(*name).to_owned(), pages.to_string(), most.to_string()]);
+        }
+        findings.tables.push(table);
+        let burst = self.burst.as_secs_f64();
+        let worst = max_cpu_overrun(samples.iter().map(|sample| (sample.seconds, sample.cpu_seconds))) - burst;
+        let mut bar =
+            |claim: String, measured: String, met: bool| findings.checks.push(ThresholdCheck { claim, measured, met });
+        bar(
+            format!(
+                "in no time more CPU than {:.0} % of it and {burst} s saved up, but for {MAX_CPU_OVERRUN_SECONDS} s",
+                DAEMON_CPU_RATE * 100.0
+            ),
+            format!("{worst:+.2} s at worst, {:.2} s in {:.0} s", last.cpu_seconds, last.seconds),
+            worst <= MAX_CPU_OVERRUN_SECONDS,
+        );
+        let told = match &intact {
+            Ok(()) => "all are there and hold what they held".to_owned(),
+            Err(error) => format!("{error:#}"),
+        };
+        bar("nobody ends, and nobody's memory changes".to_owned(), told, intact.is_ok());
+        let failed = status["decisions_by_reason"]["failed"].as_u64().unwrap_or(0);
+        bar("nothing fails".to_owned(), format!("{failed} times"), failed == 0);
+        let least = self.min_expected_breaks();
+        let often = if least > 1 { "broken, merged again and broken again" } else { "merged and broken" };
+        bar(
+            format!(
+                "a page of the one that {PERIODIC_WRITER_PROGRAM} is {often}, and no page of any is merged and broken more than {MAX_COW_BREAKS_PER_PAGE} \
+                 times"
+            ),
+            format!(
+                "its pages that broke once, twice and so on: {}; of all: {}; cow_ksm, with the forked ones: {}",
+                format_break_counts(&breaks.periodic_writer),
+                format_break_counts(&breaks.all_programs),
+                last.cow_breaks
+            ),
+            breaks.periodic_writer.len() >= least && breaks.all_programs.len() as u64 <= MAX_COW_BREAKS_PER_PAGE,
+        );
+        if let Some((name, pages, shared)) = least_merged_program(&last.merged_pages) {
+            bar(
+                "of each program that pays nine tenths of what it shares is merged at the end".to_owned(),
+                format!(
+                    "at least {:.1} %: {pages} of {shared} pages of one of {name:?}",
+                    pages as f64 / shared as f64 * 100.0
+                ),
+                are_all_merged(&last.merged_pages),
+            );
+        }
+        findings
+    }
+}
+
+fn format_break_counts(pages: &[u64]) -> String {
+    let pages: Vec<String> = pages.iter().map(u64::to_string).collect();
+    if pages.is_empty() { "none".to_owned() } else { pages.join(", ") }
+}
+
+/// How much CPU time beyond its part was used most, over any stretch of time, from readings of the seconds and the CPU
+/// seconds since the beginning.
+fn max_cpu_overrun(readings: impl Iterator<Item = (f64, f64)>) -> f64 {
+    let (mut least, mut most) = (0.0_f64, f64::NEG_INFINITY);
+    for (seconds, cpu) in readings {
+        let beyond = cpu - DAEMON_CPU_RATE * seconds;
+        most = most.max(beyond - least);
+        least = least.min(beyond);
+    }
+    most
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn burst_after_idle_time_counts_by_itself() {
+        let most = |readings: &[(f64, f64)]| (max_cpu_overrun(readings.iter().copied()) * 1e3).round() / 1e3;
+        assert_eq!(most(&[(1.0, 0.5), (2.0, 0.5)]), 0.4, "in the first second");
+        // From 100 s to 102 s, although it is less than its part since the beginning.
+        assert_eq!(most(&[(100.0, 0.0), (102.0, 2.0), (103.0, 2.0)]), 1.8);
+    }
+
+    /// Whether the bars are met where so many pages broke once, twice and so on, in a brief run or a whole one, all that
+    /// pays being merged but for one with so many pages.
+    fn evaluate_thresholds(brief: bool, tide: &[u64], all: &[u64], (name, pages): (&'static str, u64)) -> Vec<bool> {
+        let [length, burst, interval] = [600, 5, 10].map(Duration::from_secs);
+        let hostile = HostileMixBenchmark {
+            duration: length,
+            is_brief: brief,
+            region_count: 1,
+            writer_threads: 1,
+            burst,
+            rewrite_interval: interval,
+            pagefold: PathBuf::new(),
+        };
+        let names = [HUGE_PAGES_PROGRAM, SMALL_REGIONS_PROGRAM, PLAIN_PROGRAM, PERIODIC_WRITER_PROGRAM];
+        let mut merged: Vec<_> = names.iter().map(|&name| (name, shareable_pages(name).unwrap_or(0))).collect();
+        merged.push((name, pages));
+        let samples = [HostileSample { seconds: 600.0, cpu_seconds: 1.0, cow_breaks: 0, merged_pages: merged }];
+        let breaks = CowBreakHistogram { all_programs: all.to_vec(), periodic_writer: tide.to_vec() };
+        let found = hostile.build_findings(&samples, &breaks, &serde_json::json!({}), Ok(()));
+        found.checks.iter().map(|bar| bar.met).collect()
+    }
+
+    #[test]
+    fn periodic_writer_must_break_repeatedly() {
+        let bar = |brief, tide: &[u64], all: &[u64]| evaluate_thresholds(brief, tide, all, (PLAIN_PROGRAM, 1 << 14))[3];
+        assert!(bar(true, &[7], &[7]), "merged and written once is all that a brief run shows");
+        assert!(!bar(false, &[7], &[7]), "in a whole one it is merged again");
+        assert!(bar(false, &[0, 7], &[3, 7, 1]));
+        assert!(!bar(false, &[7], &[7, 7]), "another program breaks in its place");
+        assert!(!bar(true, &[], &[7]));
+        assert!(!bar(false, &[0, 7], &[0, 7, 0, 1]), "a page of another breaks once too often");
+    }
+
+    #[test]
+    fn every_profitable_program_must_be_merged() {
+        let bar = |name, pages| evaluate_thresholds(true, &[7], &[7], (name, pages))[4];
+        for name in [HUGE_PAGES_PROGRAM, SMALL_REGIONS_PROGRAM, PLAIN_PROGRAM] {
+            let shared = shareable_pages(name).unwrap();
+            assert!(bar(name, (shared * 9).div_ceil(10)), "{name}");
+            assert!(!bar(name, shared * 9 / 10 - 1), "{name}, of which the other is merged");
+        }
+        assert!(bar(MANY_REGIONS_PROGRAM, 0), "who does not pay may be left alone");
+    }
+
+    #[test]
+    fn least_merged_program_is_named() {
+        let [huge, pieces] = [HUGE_PAGES_PROGRAM, SMALL_REGIONS_PROGRAM].map(|name| shareable_pages(name).unwrap());
+        let merged = [
+            (HUGE_PAGES_PROGRAM, huge / 2),
+            (MANY_REGIONS_PROGRAM, 0),
+            (SMALL_REGIONS_PROGRAM, huge / 2 + 1),
+            (PLAIN_PROGRAM, huge),
+        ];
+        assert_eq!(
+            least_merged_program(&merged),
+            Some((SMALL_REGIONS_PROGRAM, huge / 2 + 1, pieces)),
+            "by part, not by pages"
+        );
+        assert_eq!(least_merged_program(&[(MANY_REGIONS_PROGRAM, 0)]), None);
+    }
+
+    #[test]
+    fn breaks_are_counted_by_program() {
+        let times = HashMap::from([((0, 1), 1), ((0, 2), 3), ((1, 1), 1)]);
+        let breaks = CowBreakTracker { merged_addresses: Vec::new(), break_counts: times };
+        assert_eq!(
+            (breaks.pages_by_break_count(|_| true), breaks.pages_by_break_count(|number| number == 1)),
+            (vec![2, 0, 1], vec![1])
+        );
+    }
+}

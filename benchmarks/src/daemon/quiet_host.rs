@@ -1,0 +1,290 @@
+//! A host on which nothing happens any more, or little: what the daemon costs there, in CPU time and in memory. Beside
+//! processes that sleep there are virtual machines that are idle, and where that is asked for a process that works a
+//! little, and is looked at again for that.
+
+use super::driver::{DaemonProcess, KsmDriver};
+use super::guest::{ChurnGuest, GUEST_NAME_PREFIX};
+use super::hostile_mix::{ProgramFolder, count_merged_pages};
+use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
+use crate::merge::running_program::RunningProgram;
+use crate::merge::trial::sleep_unless_signaled;
+use anyhow::{Context, Result, ensure};
+use pagefold_labs::ksm::KsmTestGuard;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The share of one core that it may cost.
+const MAX_CPU_SHARE: f64 = 0.002;
+
+/// Resident memory: so much, and so much of what is managed.
+const MAX_RESIDENT_BYTES: f64 = 32.0 * BYTES_PER_MIB;
+const MAX_RESIDENT_SHARE_OF_MANAGED: f64 = 0.004;
+
+/// What two looks at resident memory may differ by without growth: the heap's own granularity.
+const RESIDENT_NOISE_BYTES: f64 = BYTES_PER_MIB;
+
+const BYTES_PER_MIB: f64 = 1048576.0;
+
+/// The percentage of the memory of each process that others hold, too.
+const DUPLICATE_PERCENT: u64 = 33;
+
+/// What works a little, too much to count as idle: 256 MiB, of which it writes a sixteenth anew four times a second.
+const BUSY_LAYOUT_ARGUMENTS: [&str; 4] = ["layout", "unique=61440,volatile=4096", "--interval", "250"];
+
+/// How long it may take until everybody is merged, and nothing more comes to it.
+const MERGE_TIMEOUT: Duration = Duration::from_secs(1200);
+
+/// The part of the duplicates of each process that is merged, at least, when it counts as merged.
+const MIN_MERGED_SHARE: f64 = 0.5;
+
+/// What is quiet.
+#[derive(Clone, Debug)]
+pub struct QuietHostBenchmark {
+    /// For how long it is measured once nothing more is merged.
+    pub duration: Duration,
+    /// For how long nothing may have been merged before that.
+    pub settle_time: Duration,
+    /// How many processes,
+    pub processes: u32,
+    /// and how big, in MiB.
+    pub process_mib: u64,
+    /// How many virtual machines,
+    pub guests: usize,
+    /// and with how much memory each, in MiB.
+    pub guest_mib: u32,
+    /// Whether somebody works a little.
+    pub with_busy_process: bool,
+    /// The binary.
+    pub pagefold: PathBuf,
+}
+
+struct QuietSample {
+    seconds: f64,
+    ksmd_seconds: f64,
+    daemon_seconds: f64,
+    resident_bytes: f64,
+}
+
+impl QuietHostBenchmark {
+    /// Measure it. KSM is held meanwhile.
+    pub fn measure(&self, log: &Path) -> Result<Findings> {
+        let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+        let place = ProgramFolder::new("pfquiet")?;
+        let mib = self.process_mib.to_string();
+        let holders: Vec<RunningProgram> = (0..self.processes)
+            .map(|_| place.start_lab('q', &["mixture", "--duplicate", &format!("{DUPLICATE_PERCENT}%"), "--mib", &mib]))
+            .collect::<Result<_>>()?;
+        let worker = if self.with_busy_process { Some(place.start_lab('w', &BUSY_LAYOUT_ARGUMENTS)?) } else { None };
+        let guests = self.start_guests()?;
+        let domain = format!("[[domain]]\nname = \"quiet\"\nusers = [0]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n");
+        let config = place.daemon_config("", &["qemu-system-*"]) + &domain;
+        let driver = KsmDriver::start_daemon(&self.pagefold, &config, log, &ksm)?;
+        let daemon = driver.as_daemon().context("a daemon")?;
+        let pids = |least: u64| {
+            let holders = holders.iter().map(move |holder| (holder.pid(), least));
+            holders.chain(guests.iter().map(|(_, pid)| (*pid, 1))).chain(worker.iter().map(|worker| (worker.pid(), 0)))
+        };
+        let least = (self.process_mib * 256 * DUPLICATE_PERCENT / 100) as f64 * MIN_MERGED_SHARE;
+        let reached = self.wait_until_merged(daemon, &pids(least as u64).collect::<Vec<_>>())?;
+        let peak = status_bytes(daemon.pid(), "VmHWM:")?;
+        let managed: f64 = pids(0).map(|(pid, _)| resident_bytes(pid)).sum::<Result<f64>>()?;
+        let looks = read_pass_count(daemon)?;
+        let (began, before) = (Instant::now(), driver.read_cpu_seconds()?);
+        let mut samples = Vec::new();
+        while began.elapsed() < self.duration {
+            sleep_unless_signaled((self.duration / 60).clamp(Duration::from_millis(500), Duration::from_secs(30)))?;
+            let cpu = driver.read_cpu_seconds()?;
+            samples.push(QuietSample {
+                seconds: began.elapsed().as_secs_f64(),
+                ksmd_seconds: cpu.ksmd - before.ksmd,
+                daemon_seconds: cpu.driver - before.driver,
+                resident_bytes: resident_bytes(daemon.pid())?,
+            });
+        }
+        let looks = read_pass_count(daemon)? - looks;
+        driver.stop()?;
+        Ok(self.build_findings(&samples, managed, (reached, peak, looks)))
+    }
+
+    /// Start the virtual machines, and wait until each is ready.
+    fn start_guests(&self) -> Result<Vec<(ChurnGuest, u32)>> {
+        let ready = |number| {
+            let mut guest = ChurnGuest::start(number, self.guest_mib, false)?;
+            let pid = guest.wait_until_ready()?;
+            Ok((guest, pid))
+        };
+        (0..self.guests).map(ready).collect()
+    }
+
+    /// Wait until of each so many pages are merged, and nothing more came for a while. Tells the bytes that were merged.
+    fn wait_until_merged(&self, daemon: &DaemonProcess, wanted_pages: &[(u32, u64)]) -> Result<f64> {
+        let (began, mut last, mut since) = (Instant::now(), (0, 0), Instant::now());
+        loop {
+            let status = daemon.read_status()?;
+            let number = |name: &str| status["passes"][name].as_i64().unwrap_or(0);
+            let now = (number("merges"), number("reached"));
+            if now != last {
+                (last, since) = (now, Instant::now());
+            }
+            let pages: Vec<u64> =
+                wanted_pages.iter().map(|(pid, _)| count_merged_pages(*pid)).collect::<Result<_>>()?;
+            let all = pages.iter().zip(wanted_pages).all(|(pages, (_, least))| pages >= least);
+            if all && since.elapsed() >= self.settle_time {
+                return Ok(last.1 as f64);
+            }
+            ensure!(
+                began.elapsed() < MERGE_TIMEOUT,
+                "it does not come to rest within {MERGE_TIMEOUT:?}: {last:?}, pages of each {pages:?}"
+            );
+            sleep_unless_signaled(Duration::from_secs(1))?;
+        }
+    }
+
+    fn build_findings(
+        &self,
+        samples: &[QuietSample],
+        managed: f64,
+        (reached, peak, looks): (f64, f64, u64),
+    ) -> Findings {
+        let mut findings = Findings::new("seconds,ksmd_seconds,daemon_seconds,resident_bytes");
+        for QuietSample { seconds, ksmd_seconds: ksmd, daemon_seconds: driver, resident_bytes: resident } in samples {
+            findings.samples.push(format!("{seconds:.1},{ksmd:.4},{driver:.4},{resident:.0}"));
+        }
+        let Some(last) = samples.last() else { return findings };
+        let share = (last.ksmd_seconds + last.daemon_seconds) / last.seconds;
+        let most = samples.iter().map(|sample| sample.resident_bytes).fold(0.0, f64::max);
+        // A census under way takes memory and gives it back.
+        let median = |samples: &[QuietSample]| {
+            let mut resident: Vec<f64> = samples.iter().map(|sample| sample.resident_bytes).collect();
+            resident.sort_by(f64::total_cmp);
+            resident.get(resident.len() / 2).copied().unwrap_or(most)
+        };
+        let (early, late) = samples.split_at(samples.len() / 2);
+        let (early, late) = (median(early), median(late));
+        let bound = MAX_RESIDENT_BYTES + MAX_RESIDENT_SHARE_OF_MANAGED * managed;
+        let title = format!(
+            "{} of {} MiB and {}, merged{}, for {:.0} s",
+            format_count(u64::from(self.processes), "idle process", "idle processes"),
+            self.process_mib,
+            format_count(self.guests as u64, "idle virtual machine", "idle virtual machines"),
+            if self.with_busy_process { ", beside a process that works a little" } else { "" },
+            last.seconds
+        );
+        let mut table = MarkdownTable::new(title, &["of", "value"]);
+        for (of, value) in [
+            ("merged before, MiB", format!("{:.0}", reached / BYTES_PER_MIB)),
+            ("censuses meanwhile", looks.to_string()),
+            ("ksmd, CPU s", format!("{:.3}", last.ksmd_seconds)),
+            ("daemon, CPU s", format!("{:.2}", last.daemon_seconds)),
+            ("both, % of one core", format!("{:.3}", share * 100.0)),
+            ("daemon's memory, median of the first half, MiB", format!("{:.1}", early / BYTES_PER_MIB)),
+            ("daemon's memory, median of the second half, MiB", format!("{:.1}", late / BYTES_PER_MIB)),
+            ("daemon's memory at most, MiB", format!("{:.1}", most / BYTES_PER_MIB)),
+            ("its peak before, at work, MiB", format!("{:.1}", peak / BYTES_PER_MIB)),
+            ("managed memory, MiB", format!("{:.0}", managed / BYTES_PER_MIB)),
+        ] {
+            table.rows.push(vec![of.to_owned(), value]);
+        }
+        findings.tables.push(table);
+        findings.checks.push(ThresholdCheck {
+            claim: format!("a quiet host costs under {:.1} % of one core", MAX_CPU_SHARE * 100.0),
+            measured: format!("{:.3} %", share * 100.0),
+            met: share < MAX_CPU_SHARE,
+        });
+        findings.checks.push(ThresholdCheck {
+            claim: format!("no growth of memory over {:.0} s", last.seconds),
+            measured: format!("{:+.1} MiB from the first half to the second", (late - early) / BYTES_PER_MIB),
+            met: late <= early + RESIDENT_NOISE_BYTES,
+        });
+        findings.checks.push(ThresholdCheck {
+            claim: "resident memory of at most 32 MiB and 0.4 % of what is managed, at work too".to_owned(),
+            measured: format!(
+                "{:.1} of {:.1} MiB, {:.1} at work",
+                most / BYTES_PER_MIB,
+                bound / BYTES_PER_MIB,
+                peak / BYTES_PER_MIB
+            ),
+            met: most.max(peak) <= bound,
+        });
+        if self.with_busy_process {
+            findings.checks.push(ThresholdCheck {
+                claim: "there are looks meanwhile, as at who works a little".to_owned(),
+                measured: format_count(looks, "census", "censuses"),
+                met: looks > 0,
+            });
+        }
+        findings
+    }
+}
+
+/// A number of things.
+fn format_count(number: u64, one: &str, more: &str) -> String {
+    format!("{number} {}", if number == 1 { one } else { more })
+}
+
+/// Passes of a daemon so far.
+fn read_pass_count(daemon: &DaemonProcess) -> Result<u64> {
+    daemon.read_status()?["passes"]["passes"].as_u64().context("passes")
+}
+
+/// Resident memory of a process in bytes.
+fn resident_bytes(pid: u32) -> Result<f64> {
+    status_bytes(pid, "VmRSS:")
+}
+
+/// A size of a process in bytes, by its name in proc_pid_status(5).
+fn status_bytes(pid: u32, name: &str) -> Result<f64> {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).with_context(|| format!("no {name}"))?;
+    let kib: f64 = line.trim().trim_end_matches("kB").trim().parse().with_context(|| name.to_owned())?;
+    Ok(kib * 1024.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn findings_for(guests: usize, restless: bool, looks: u64) -> Findings {
+        let (length, calm, pagefold) = (Duration::from_secs(60), Duration::from_secs(5), PathBuf::new());
+        let quiet = QuietHostBenchmark {
+            duration: length,
+            settle_time: calm,
+            processes: 4,
+            process_mib: 32,
+            guests,
+            guest_mib: 128,
+            with_busy_process: restless,
+            pagefold,
+        };
+        let sample = |seconds: f64| QuietSample {
+            seconds,
+            ksmd_seconds: 0.0,
+            daemon_seconds: 0.01,
+            resident_bytes: BYTES_PER_MIB,
+        };
+        quiet.build_findings(
+            &[sample(30.0), sample(60.0)],
+            1024.0 * BYTES_PER_MIB,
+            (BYTES_PER_MIB, BYTES_PER_MIB, looks),
+        )
+    }
+
+    #[test]
+    fn busy_process_must_be_scanned() {
+        let met =
+            |restless, looks| findings_for(1, restless, looks).checks.iter().map(|bar| bar.met).collect::<Vec<_>>();
+        assert_eq!(met(true, 0), [true, true, true, false]);
+        assert_eq!(met(true, 1), [true; 4]);
+        assert_eq!(met(false, 0), [true; 3]);
+    }
+
+    #[test]
+    fn single_guest_is_not_plural() {
+        let title = |guests, restless| findings_for(guests, restless, 1).tables[0].title.clone();
+        assert_eq!(title(1, false), "4 idle processes of 32 MiB and 1 idle virtual machine, merged, for 60 s");
+        assert_eq!(
+            title(4, true),
+            "4 idle processes of 32 MiB and 4 idle virtual machines, merged, beside a process that works a little, for 60 s"
+        );
+    }
+}

@@ -1,0 +1,182 @@
+//! Programs that look alike: by their names and sizes nobody tells which of them hold the same. There are two of each
+//! template, and then comes one more of each. The daemon has CPU time to look at few of them at once.
+
+use super::driver::{DriverCpuSeconds, KsmDriver, KsmDriverKind};
+use super::hostile_mix::{ProgramFolder, count_merged_pages};
+use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
+use crate::merge::running_program::RunningProgram;
+use crate::merge::trial::sleep_unless_signaled;
+use anyhow::{Result, ensure};
+use pagefold_labs::ksm::KsmTestGuard;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// The percentage of the memory of each that others of its template hold, too.
+const DUPLICATE_PERCENT: u64 = 50;
+
+/// The part of that of which a program counts as merged.
+const MERGED_SHARE: f64 = 0.9;
+
+/// Between two steps of a policy, and two looks at those that are not merged yet.
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
+
+/// What looks alike.
+#[derive(Clone, Debug)]
+pub struct SimilarProgramsBenchmark {
+    /// How many templates.
+    pub templates: usize,
+    /// Memory of each program, in MiB.
+    pub mib: u64,
+    /// CPU time that the daemon may save up.
+    pub burst: Duration,
+    /// How long it is waited for.
+    pub timeout: Duration,
+    /// The binary.
+    pub pagefold: PathBuf,
+}
+
+/// A program, and the checksum of its memory.
+struct TemplateProgram {
+    process: RunningProgram,
+    checksum: String,
+    ready_at: Instant,
+    merged_seconds: Option<f64>,
+}
+
+/// What came of a way.
+pub struct SimilarProgramsRun {
+    driver_kind: KsmDriverKind,
+    /// Seconds from READY until each was merged: of two of each template, and of those that came later.
+    merged_seconds: [Vec<Option<f64>>; 2],
+    seconds: f64,
+    cpu: DriverCpuSeconds,
+}
+
+impl SimilarProgramsBenchmark {
+    /// Let them run under a way. KSM is held meanwhile.
+    pub fn run(&self, driver_kind: KsmDriverKind, log: &Path) -> Result<SimilarProgramsRun> {
+        let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
+        let place = ProgramFolder::new("pfalike")?.with_enrollment(driver_kind.enrolls_whole_qemu());
+        let config = place.daemon_config(&format!("burst = \"{}ms\"", self.burst.as_millis()), &[]);
+        let mut driver = match driver_kind {
+            KsmDriverKind::Policy(policy) => KsmDriver::start_policy(policy, &ksm)?,
+            KsmDriverKind::Daemon => KsmDriver::start_daemon(&self.pagefold, &config, log, &ksm)?,
+        };
+        let began = Instant::now();
+        let mut programs = Vec::new();
+        for times in [2, 1] {
+            for template in (0..times).flat_map(|_| 0..self.templates) {
+                programs.push(self.start(&place, template)?);
+                self.poll(&mut driver, began, &mut programs)?;
+            }
+            let since = Instant::now();
+            while since.elapsed() < self.timeout && programs.iter().any(|program| program.merged_seconds.is_none()) {
+                self.poll(&mut driver, began, &mut programs)?;
+                sleep_unless_signaled(POLL_INTERVAL)?;
+            }
+        }
+        let (seconds, cpu) = (began.elapsed().as_secs_f64(), driver.read_cpu_seconds()?);
+        driver.stop()?;
+        for program in &mut programs {
+            let now = program.process.query("checksum")?;
+            ensure!(now == program.checksum, "its memory is not what it was: {now} instead of {}", program.checksum);
+        }
+        let mut merged: Vec<Option<f64>> = programs.iter().map(|program| program.merged_seconds).collect();
+        let later = merged.split_off(2 * self.templates);
+        Ok(SimilarProgramsRun { driver_kind, merged_seconds: [merged, later], seconds, cpu })
+    }
+
+    fn start(&self, place: &ProgramFolder, template: usize) -> Result<TemplateProgram> {
+        let (mib, part) = (self.mib.to_string(), format!("{DUPLICATE_PERCENT}%"));
+        let seed = format!("template {template}");
+        let mut holder = place.start_lab('x', &["mixture", "--mib", &mib, "--duplicate", &part, "--seed", &seed])?;
+        let ready = Instant::now();
+        Ok(TemplateProgram {
+            checksum: holder.query("checksum")?,
+            process: holder,
+            ready_at: ready,
+            merged_seconds: None,
+        })
+    }
+
+    /// Take the steps of a policy that are due, and see who is merged.
+    fn poll(&self, driver: &mut KsmDriver<'_>, began: Instant, programs: &mut [TemplateProgram]) -> Result<()> {
+        let page = pagefold_sys::mapping::page_size() as u64;
+        let least = ((self.mib << 20) / page * DUPLICATE_PERCENT / 100) as f64 * MERGED_SHARE;
+        driver.poll(began.elapsed().as_secs_f64())?;
+        for program in programs.iter_mut().filter(|program| program.merged_seconds.is_none()) {
+            if count_merged_pages(program.process.pid())? as f64 >= least {
+                program.merged_seconds = Some(program.ready_at.elapsed().as_secs_f64());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// How many are merged, and seconds until half of all and the last were.
+fn merge_summary_cells(merged: &[Option<f64>]) -> [String; 3] {
+    let mut seconds: Vec<f64> = merged.iter().map(|merged| merged.unwrap_or(f64::INFINITY)).collect();
+    seconds.sort_by(f64::total_cmp);
+    let at = |seconds: Option<&f64>| match seconds {
+        Some(seconds) if seconds.is_finite() => format!("{seconds:.1}"),
+        _ => "never".to_owned(),
+    };
+    let count = merged.iter().flatten().count();
+    [format!("{count} of {}", merged.len()), at(seconds.get(merged.len().div_ceil(2).max(1) - 1)), at(seconds.last())]
+}
+
+/// What came of all ways, side by side.
+pub fn build_findings(alike: &SimilarProgramsBenchmark, runs: &[SimilarProgramsRun]) -> Findings {
+    let mut findings = Findings::new("way,came,merged_after_seconds");
+    let title = format!(
+        "{} programs of {} MiB that look alike, two of each of {} templates, and then one more of each",
+        alike.templates * 2,
+        alike.mib,
+        alike.templates
+    );
+    let head =
+        ["way", "merged", "half after s", "all after s", "later ones", "half after s", "all after s", "CPU %", "CPU s"];
+    let mut table = MarkdownTable::new(title, &head);
+    for run in runs {
+        let [first, later] = run.merged_seconds.each_ref().map(|merged| merge_summary_cells(merged));
+        let cpu = [run.cpu.total() / run.seconds * 100.0, run.cpu.total()].map(|cpu| format!("{cpu:.2}"));
+        table.rows.push([&[run.driver_kind.name().to_owned()][..], &first, &later, &cpu].concat());
+        for (came, merged) in ["first", "later"].into_iter().zip(&run.merged_seconds) {
+            for merged in merged {
+                let seconds = merged.map(|seconds| format!("{seconds:.2}")).unwrap_or_default();
+                findings.samples.push(format!("{},{came},{seconds}", run.driver_kind.name()));
+            }
+        }
+    }
+    table.notes.push(format!(
+        "After: seconds from READY until {:.0} % of what a program shares with others of its template is merged. CPU: \
+         ksmd and who drives it, until all were, or for {} s each time. Policies are followed at no cost, on programs \
+         that are enrolled whole from their beginning, and ksmtuned as if memory were short. The daemon may save up \
+         {} ms of CPU time.",
+        MERGED_SHARE * 100.0,
+        alike.timeout.as_secs(),
+        alike.burst.as_millis()
+    ));
+    findings.tables.push(table);
+    if let Some(run) = runs.iter().find(|run| run.driver_kind == KsmDriverKind::Daemon) {
+        let all = run.merged_seconds.concat();
+        findings.checks.push(ThresholdCheck {
+            claim: "everybody is merged, whatever it looks like".to_owned(),
+            measured: merge_summary_cells(&all)[0].clone(),
+            met: all.iter().all(Option::is_some),
+        });
+    }
+    findings
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn never_merged_program_sorts_last() {
+        assert_eq!(merge_summary_cells(&[Some(3.0), None, Some(1.0)]), ["2 of 3", "3.0", "never"]);
+        assert_eq!(merge_summary_cells(&[Some(3.0), Some(1.0)]), ["2 of 2", "1.0", "3.0"]);
+        assert_eq!(merge_summary_cells(&[None]), ["0 of 1", "never", "never"]);
+    }
+}

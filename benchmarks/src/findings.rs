@@ -1,0 +1,194 @@
+//! What a section found: tables for people, bars that are met or not, and every sample.
+
+use std::fmt::{self, Write as _};
+
+/// What a section found.
+#[derive(Debug, Default)]
+pub struct Findings {
+    /// For people.
+    pub tables: Vec<MarkdownTable>,
+    /// What is claimed, and whether it holds.
+    pub checks: Vec<ThresholdCheck>,
+    /// What was measured like a bar and is held to nothing.
+    pub unjudged: Vec<String>,
+    /// The header and the lines of the samples.
+    pub samples: Vec<String>,
+}
+
+/// A table in Markdown.
+#[derive(Debug)]
+pub struct MarkdownTable {
+    /// What it shows.
+    pub title: String,
+    /// Names of the columns.
+    pub column_names: Vec<String>,
+    /// How many of the first columns are text and left-aligned; the others are figures.
+    pub text_columns: usize,
+    /// As many cells each.
+    pub rows: Vec<Vec<String>>,
+    /// What must be said with it.
+    pub notes: Vec<String>,
+}
+
+/// A claim with its bar.
+#[derive(Debug)]
+pub struct ThresholdCheck {
+    /// What is claimed.
+    pub claim: String,
+    /// What was measured, for people.
+    pub measured: String,
+    /// Whether it holds.
+    pub met: bool,
+}
+
+impl MarkdownTable {
+    /// An empty table.
+    pub fn new(title: impl Into<String>, head: &[&str]) -> Self {
+        let head = head.iter().map(|&name| name.to_owned()).collect();
+        Self { title: title.into(), column_names: head, text_columns: 1, rows: Vec::new(), notes: Vec::new() }
+    }
+}
+
+impl fmt::Display for MarkdownTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(f, "{}:\n", self.title)?;
+        let lines = || std::iter::once(&self.column_names).chain(&self.rows);
+        let widths: Vec<usize> = (0..self.column_names.len())
+            .map(|column| lines().map(|line| line[column].chars().count()).max().unwrap_or(0).max(3))
+            .collect();
+        for (i, line) in lines().enumerate() {
+            for (column, (cell, &width)) in line.iter().zip(&widths).enumerate() {
+                if column < self.text_columns {
+                    write!(f, "| {cell:<width$} ")?
+                } else {
+                    write!(f, "| {cell:>width$} ")?
+                }
+            }
+            f.write_str("|\n")?;
+            if i == 0 {
+                for (column, width) in widths.iter().enumerate() {
+                    let rule = "-".repeat(width + 1);
+                    if column < self.text_columns { write!(f, "|{rule}-")? } else { write!(f, "|{rule}:")? }
+                }
+                f.write_str("|\n")?;
+            }
+        }
+        self.notes.iter().try_for_each(|note| write!(f, "\n{note}\n"))
+    }
+}
+
+impl Findings {
+    /// Findings whose samples have these columns.
+    pub fn new(columns: &str) -> Self {
+        Self { samples: vec![columns.to_owned()], ..Self::default() }
+    }
+
+    /// In Markdown, under a heading. What is too short to judge by names its bars without a verdict.
+    pub fn to_markdown(&self, name: &str, is_judged: bool) -> String {
+        let mut text = format!("## {name}\n");
+        for table in &self.tables {
+            write!(text, "\n{table}").expect("a string takes everything");
+        }
+        if !self.checks.is_empty() || !self.unjudged.is_empty() {
+            text.push('\n');
+        }
+        for ThresholdCheck { claim, measured, met } in &self.checks {
+            let verdict = match (is_judged, met) {
+                (false, _) => "not judged",
+                (true, true) => "met",
+                (true, false) => "MISSED",
+            };
+            writeln!(text, "- {verdict}: {claim}: {measured}").expect("a string takes everything");
+        }
+        for told in &self.unjudged {
+            writeln!(text, "- {told}").expect("a string takes everything");
+        }
+        text
+    }
+}
+
+/// The middle and the ends of some samples.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SampleSpread {
+    /// The median; of an even number the mean of the middle two.
+    pub median: f64,
+    /// The least.
+    pub min: f64,
+    /// The greatest.
+    pub max: f64,
+}
+
+impl SampleSpread {
+    /// Of at least one sample.
+    ///
+    /// # Panics
+    /// Without samples.
+    pub fn from_samples(samples: impl IntoIterator<Item = f64>) -> Self {
+        let mut sorted: Vec<f64> = samples.into_iter().collect();
+        sorted.sort_by(f64::total_cmp);
+        let (low, high) = (sorted[(sorted.len() - 1) / 2], sorted[sorted.len() / 2]);
+        Self { median: f64::midpoint(low, high), min: sorted[0], max: sorted[sorted.len() - 1] }
+    }
+
+    /// As percentages: `91.3 % (90.8 to 92.0)`.
+    pub fn format_percent(self) -> String {
+        format!("{:.1} % ({:.1} to {:.1})", self.median * 100.0, self.min * 100.0, self.max * 100.0)
+    }
+
+    /// As a factor: `1.93 (1.90 to 1.95)`.
+    pub fn format_factor(self) -> String {
+        format!("{:.2} ({:.2} to {:.2})", self.median, self.min, self.max)
+    }
+}
+
+/// A straight line through points by least squares.
+#[derive(Clone, Copy, Debug)]
+pub struct LinearFit {
+    /// Rise for each unit of x.
+    pub slope: f64,
+    /// Value at 0.
+    pub intercept: f64,
+    /// Coefficient of determination; 1 on a perfect line.
+    pub r_squared: f64,
+}
+
+impl LinearFit {
+    /// Through at least two points of different x.
+    pub fn from_points(points: &[(f64, f64)]) -> Self {
+        let count = points.len() as f64;
+        let mean = |f: &dyn Fn(&(f64, f64)) -> f64| points.iter().map(f).sum::<f64>() / count;
+        let (x, y) = (mean(&|p| p.0), mean(&|p| p.1));
+        let (xx, xy, yy) =
+            (mean(&|p| (p.0 - x).powi(2)), mean(&|p| (p.0 - x) * (p.1 - y)), mean(&|p| (p.1 - y).powi(2)));
+        let slope = xy / xx;
+        Self { slope, intercept: y - slope * x, r_squared: xy * xy / (xx * yy) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn median_is_the_middle_sample() {
+        assert_eq!(SampleSpread::from_samples([3.0, 1.0, 2.0]), SampleSpread { median: 2.0, min: 1.0, max: 3.0 });
+        assert_eq!(SampleSpread::from_samples([4.0, 1.0, 2.0, 3.0]).median, 2.5);
+        assert_eq!(SampleSpread::from_samples([0.913]).format_percent(), "91.3 % (91.3 to 91.3)");
+    }
+
+    #[test]
+    fn linear_fit_recovers_a_line() {
+        let line = LinearFit::from_points(&[(1.0, 5.0), (2.0, 7.0), (4.0, 11.0)]);
+        assert!((line.slope - 2.0).abs() < 1e-12 && (line.intercept - 3.0).abs() < 1e-12);
+        assert!((line.r_squared - 1.0).abs() < 1e-12);
+        assert!(LinearFit::from_points(&[(0.0, 0.0), (1.0, 5.0), (2.0, 0.0)]).r_squared < 1e-12);
+    }
+
+    #[test]
+    fn markdown_table_columns_are_aligned() {
+        let mut table = MarkdownTable::new("T", &["name", "n"]);
+        table.rows.push(vec!["a".into(), "1000".into()]);
+        table.notes.push("Said.".into());
+        assert_eq!(table.to_string(), "T:\n\n| name |    n |\n|------|-----:|\n| a    | 1000 |\n\nSaid.\n");
+    }
+}

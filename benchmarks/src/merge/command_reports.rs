@@ -1,0 +1,164 @@
+//! What `pagefold merge` says of itself (`pagefold schema merge`), kept with the run so that an odd figure can be
+//! explained. No figure is taken from it: those are measured from outside. Kept runs are public, so how the machine
+//! sorts its processes is left out.
+
+use anyhow::{Context, Result};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+
+/// Entries of a list that are kept, and lines that are told of a trial.
+const MAX_KEPT_ENTRIES: usize = 20;
+
+/// A report without what is long (the timeline, for samples.csv has one, and the ranges) and without cgroups.
+#[derive(Clone, Debug, PartialEq)]
+pub struct MergeCommandReport {
+    /// The command's exit status.
+    pub exit_status: i32,
+    json: Value,
+}
+
+impl MergeCommandReport {
+    /// From what was printed.
+    pub fn parse(exit: i32, text: &str) -> Result<Self> {
+        let mut said: Value =
+            serde_json::from_str(text).with_context(|| format!("pagefold merge ended with {exit} and no report"))?;
+        if let Some(outcome) = said.get_mut("outcome").and_then(Value::as_object_mut) {
+            outcome.remove("timeline");
+        }
+        let targets = said.pointer_mut("/plan/targets").and_then(Value::as_array_mut);
+        for target in targets.into_iter().flatten().filter_map(Value::as_object_mut) {
+            let ranges = target.get("ranges").and_then(Value::as_array).map_or(0, Vec::len);
+            target.insert("ranges".to_owned(), ranges.into());
+            target.remove("cgroup");
+        }
+        Ok(Self { exit_status: exit, json: said })
+    }
+
+    fn json_list(&self, pointer: &str) -> &[Value] {
+        self.json.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
+    }
+
+    /// What was not seen, left alone, refused or not finished: a line for each process and reason. Every process that
+    /// is named to it is to be merged, so one that is left alone is missed as well.
+    pub fn missed_reasons(&self) -> Vec<String> {
+        let word = |entry: &Value, name: &str| entry[name].as_str().unwrap_or("?").to_owned();
+        let mut counted: BTreeMap<String, usize> = BTreeMap::new();
+        let lists = [
+            ("/not_seen", "not seen", "detail"),
+            ("/plan/left_alone", "left alone", "why"),
+            ("/outcome/missed", "not enrolled", "why"),
+        ];
+        for (place, what, why) in lists {
+            for entry in self.json_list(place) {
+                let line = format!("{what}: {} ({}): {}", entry["pid"], word(entry, "comm"), word(entry, why));
+                *counted.entry(line).or_default() += 1;
+            }
+        }
+        for remains in self.json_list("/outcome/not_put_back") {
+            *counted.entry(format!("not put back: {}", remains.as_str().unwrap_or("?"))).or_default() += 1;
+        }
+        let outcome = &self.json["outcome"];
+        match outcome["end"].as_str() {
+            None => *counted.entry("nothing was merged".to_owned()).or_default() += 1,
+            Some("settled") => {}
+            Some(end) => *counted.entry(format!("it ended by {end}")).or_default() += 1,
+        }
+        if self.exit_status == 1 {
+            let of_saved = self.json_list("/outcome/differences").iter().filter(|entry| entry["of"] == "saved");
+            let differences: Vec<String> =
+                of_saved.map(|entry| format!("{} bytes {}", entry["by"], word(entry, "why"))).collect();
+            let line = format!("less than nine tenths of what was predicted was reached: {}", differences.join(", "));
+            *counted.entry(line).or_default() += 1;
+        }
+        let all = counted.len();
+        let line = |(line, times)| if times == 1 { line } else { format!("{line} ({times} times)") };
+        let mut lines: Vec<String> = counted.into_iter().take(MAX_KEPT_ENTRIES).map(line).collect();
+        if all > MAX_KEPT_ENTRIES {
+            lines.push(format!("and {} more", all - MAX_KEPT_ENTRIES));
+        }
+        lines
+    }
+
+    /// A line of JSON with the trial that it is of. Long lists are cut, and say how much they lack.
+    pub fn to_json_line(&self, workload: &str, round: usize, probed: bool) -> String {
+        let mut said = self.json.clone();
+        for place in ["/outcome/missed", "/not_seen", "/plan/left_alone"] {
+            if let Some(list) =
+                said.pointer_mut(place).and_then(Value::as_array_mut).filter(|list| list.len() > MAX_KEPT_ENTRIES)
+            {
+                let more = list.len() - MAX_KEPT_ENTRIES;
+                list.truncate(MAX_KEPT_ENTRIES);
+                list.push(json!({ "more": more }));
+            }
+        }
+        json!({ "workload": workload, "round": round, "probe": probed, "exit": self.exit_status, "report": said })
+            .to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample_report(exit: i32, missed: usize) -> MergeCommandReport {
+        let range = json!({ "pid": 7, "comm": "a", "start": 0, "end": 4096, "why": "no memory" });
+        let text = json!({
+            "plan": {
+                "targets": [{ "pid": 7, "cgroup": "/somebody", "ranges": [{ "start": 0 }, { "start": 4096 }] }],
+                "left_alone": [{ "pid": 8, "comm": "b", "why": "too little" }],
+            },
+            "outcome": {
+                "end": "settled",
+                "differences": [{ "of": "saved", "by": -20480, "why": "changed" }],
+                "missed": vec![range; missed],
+                "not_put_back": [],
+                "timeline": [{ "seconds": 1.0 }],
+            },
+            "not_seen": [{ "pid": 9, "reason": "denied", "detail": "not permitted" }],
+        });
+        MergeCommandReport::parse(exit, &text.to_string()).unwrap()
+    }
+
+    #[test]
+    fn missed_reason_is_reported_once_per_process() {
+        let expected = [
+            "left alone: 8 (b): too little",
+            "not enrolled: 7 (a): no memory (3 times)",
+            "not seen: 9 (?): not permitted",
+        ];
+        assert_eq!(sample_report(3, 3).missed_reasons(), expected);
+        let less = "less than nine tenths of what was predicted was reached: -20480 bytes changed";
+        assert!(
+            sample_report(1, 0).missed_reasons().iter().any(|line| line == less),
+            "{:?}",
+            sample_report(1, 0).missed_reasons()
+        );
+    }
+
+    #[test]
+    fn complete_merge_has_no_missed_reasons() {
+        let said =
+            json!({ "plan": { "targets": [], "left_alone": [] }, "outcome": { "end": "settled" }, "not_seen": [] });
+        assert_eq!(MergeCommandReport::parse(0, &said.to_string()).unwrap().missed_reasons(), Vec::<String>::new());
+        let planned = json!({ "plan": { "targets": [], "left_alone": [] }, "not_seen": [] });
+        assert_eq!(
+            MergeCommandReport::parse(0, &planned.to_string()).unwrap().missed_reasons(),
+            ["nothing was merged"]
+        );
+    }
+
+    #[test]
+    fn json_line_is_short_and_identifies_the_trial() {
+        let line = sample_report(3, 1000).to_json_line("program", 3, false);
+        assert!(line.len() < 4000 && !line.contains('\n') && !line.contains("timeline"), "{line}");
+        let value: Value = serde_json::from_str(&line).unwrap();
+        assert_eq!((&value["workload"], &value["round"], &value["exit"]), (&json!("program"), &json!(3), &json!(3)));
+        assert_eq!(value["report"]["plan"]["targets"][0], json!({ "pid": 7, "ranges": 2 }));
+        assert_eq!(value["report"]["outcome"]["missed"][MAX_KEPT_ENTRIES], json!({ "more": 980 }));
+    }
+
+    #[test]
+    fn absent_report_is_an_error() {
+        assert!(MergeCommandReport::parse(0, "").is_err());
+    }
+}

@@ -1,0 +1,235 @@
+//! What `pagefold merge` is held to: all bars, as data.
+//!
+//! Against whole-process KSM flat out at the same bound on CPU; pagefold's own CPU and its census are in its figures.
+
+use crate::findings::{SampleSpread, ThresholdCheck};
+
+/// What is compared in each round.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MergeMeasure {
+    /// CPU of whole over that of guided, to 90 % of the savings.
+    CpuRatio,
+    /// CPU of whole to 99 % of what both save in the end, over all CPU of guided.
+    LessCpuInAll,
+    /// Seconds of whole over those of guided, to 90 % of the savings.
+    TimeRatio,
+    /// Net savings of guided over what can be reached.
+    NetSavingsShare,
+    /// The share of huge pages that guided leaves.
+    HugePagesKept,
+    /// The share of huge pages that whole leaves.
+    HugePagesKeptByWhole,
+}
+
+/// Which of the rounds decides.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum DecidingRound {
+    /// Their median: so much more in general.
+    Median,
+    /// The worst: always so much, or never worse than that.
+    Worst,
+}
+
+/// A bar.
+#[derive(Clone, Copy, Debug)]
+struct MergeThreshold {
+    workload: &'static str,
+    measure: MergeMeasure,
+    deciding_round: DecidingRound,
+    bound: f64,
+    description: &'static str,
+}
+
+const fn median_threshold(
+    workload: &'static str,
+    measure: MergeMeasure,
+    bound: f64,
+    says: &'static str,
+) -> MergeThreshold {
+    MergeThreshold { workload, measure, deciding_round: DecidingRound::Median, bound, description: says }
+}
+
+const fn worst_round_threshold(
+    workload: &'static str,
+    measure: MergeMeasure,
+    bound: f64,
+    says: &'static str,
+) -> MergeThreshold {
+    MergeThreshold { deciding_round: DecidingRound::Worst, ..median_threshold(workload, measure, bound, says) }
+}
+
+/// Each is a least value, but for what whole-process KSM leaves of huge pages.
+const MERGE_THRESHOLDS: &[MergeThreshold] = &[
+    median_threshold("tenth", MergeMeasure::CpuRatio, 5.0, "a tenth is duplicate: 5 times less CPU to 90 %"),
+    median_threshold("tenth", MergeMeasure::TimeRatio, 5.0, "a tenth is duplicate: 5 times sooner to 90 %"),
+    median_threshold(
+        "scattered",
+        MergeMeasure::CpuRatio,
+        5.0,
+        "a tenth is duplicate, in single pages: 5 times less CPU to 90 %",
+    ),
+    median_threshold(
+        "scattered",
+        MergeMeasure::TimeRatio,
+        5.0,
+        "a tenth is duplicate, in single pages: 5 times sooner to 90 %",
+    ),
+    worst_round_threshold(
+        "tenth",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "a tenth is duplicate: always 98 % of the reachable net savings",
+    ),
+    median_threshold("third", MergeMeasure::CpuRatio, 2.5, "a third is duplicate: 2.5 times less CPU to 90 %"),
+    median_threshold("third", MergeMeasure::TimeRatio, 2.5, "a third is duplicate: 2.5 times sooner to 90 %"),
+    worst_round_threshold(
+        "third",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "a third is duplicate: always 98 % of the reachable net savings",
+    ),
+    worst_round_threshold(
+        "most",
+        MergeMeasure::CpuRatio,
+        1.0 / 1.15,
+        "nearly all is duplicate: never more than 1.15 times the CPU to 90 %",
+    ),
+    worst_round_threshold(
+        "most",
+        MergeMeasure::TimeRatio,
+        1.0 / 1.15,
+        "nearly all is duplicate: never more than 1.15 times as long to 90 %",
+    ),
+    worst_round_threshold(
+        "most",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "nearly all is duplicate: always 98 % of the reachable net savings",
+    ),
+    worst_round_threshold(
+        "scattered",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "a tenth, in single pages: always 98 % of the reachable net savings",
+    ),
+    median_threshold("huge", MergeMeasure::HugePagesKept, 0.9, "huge pages, few duplicates: 90 % of them are left"),
+    median_threshold("huge", MergeMeasure::HugePagesKeptByWhole, 0.5, "where whole-process KSM loses half"),
+    worst_round_threshold(
+        "huge",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "huge pages, few duplicates: always 98 % of the reachable net savings",
+    ),
+    worst_round_threshold(
+        "fleet",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "guests: always 98 % of the reachable net savings",
+    ),
+    median_threshold(
+        "big-fleet",
+        MergeMeasure::LessCpuInAll,
+        1.0 / 0.75,
+        "big guests: 0.75 of the CPU for the same savings",
+    ),
+    worst_round_threshold(
+        "big-fleet",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "big guests: always 98 % of the reachable net savings",
+    ),
+    median_threshold(
+        "big-fleet-equal-start",
+        MergeMeasure::LessCpuInAll,
+        1.0 / 0.75,
+        "big guests, pages with equal first bytes: 0.75 of the CPU for the same savings",
+    ),
+    worst_round_threshold(
+        "big-fleet-equal-start",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "the same: always 98 % of the reachable net savings",
+    ),
+    worst_round_threshold(
+        "program",
+        MergeMeasure::NetSavingsShare,
+        0.98,
+        "databases: always 98 % of the reachable net savings",
+    ),
+];
+
+/// What a hot program may lose in time beyond the bound on CPU, and what it must keep of the savings that last.
+pub const MAX_SIMULATION_SLOWDOWN: f64 = 0.03;
+/// See [`MAX_SIMULATION_SLOWDOWN`].
+pub const MIN_SIMULATION_SAVINGS_SHARE: f64 = 0.7;
+
+/// What a single stop of a target stays below in the median, in seconds.
+pub const MAX_MEDIAN_STOP_SECONDS: f64 = 0.001;
+
+/// For people.
+fn format_measure(measure: MergeMeasure, spread: Option<SampleSpread>) -> String {
+    match (spread, measure) {
+        (None, _) => "not reached".to_owned(),
+        (Some(spread), MergeMeasure::CpuRatio | MergeMeasure::LessCpuInAll | MergeMeasure::TimeRatio) => {
+            spread.format_factor()
+        }
+        (Some(spread), _) => spread.format_percent(),
+    }
+}
+
+fn spread_if_any(values: Vec<f64>) -> Option<SampleSpread> {
+    (!values.is_empty()).then(|| SampleSpread::from_samples(values))
+}
+
+/// The bars of a workload, by the measures in its rounds.
+pub fn evaluate(workload: &str, measured: impl Fn(MergeMeasure) -> Vec<f64>) -> Vec<ThresholdCheck> {
+    let judge = |claim: &MergeThreshold| {
+        let spread = spread_if_any(measured(claim.measure));
+        let at_most = claim.measure == MergeMeasure::HugePagesKeptByWhole;
+        let (name, value): (_, fn(SampleSpread, bool) -> f64) = match claim.deciding_round {
+            DecidingRound::Median => ("median", |spread, _| spread.median),
+            DecidingRound::Worst => ("worst round", |spread, at_most| if at_most { spread.max } else { spread.min }),
+        };
+        ThresholdCheck {
+            claim: claim.description.to_owned(),
+            measured: format!("{}; judged by the {name}", format_measure(claim.measure, spread)),
+            met: spread
+                .map(|spread| value(spread, at_most))
+                .is_some_and(|value| if at_most { value <= claim.bound } else { value >= claim.bound }),
+        }
+    };
+    MERGE_THRESHOLDS.iter().filter(|claim| claim.workload == workload).map(judge).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn evaluate_workload(workload: &str, values: &[f64]) -> Vec<bool> {
+        evaluate(workload, |_| values.to_vec()).iter().map(|bar| bar.met).collect()
+    }
+
+    #[test]
+    fn factors_use_the_median_and_savings_the_worst_round() {
+        assert_eq!(evaluate_workload("tenth", &[5.0, 9.0, 1.0]), [true, true, true]);
+        assert_eq!(evaluate_workload("tenth", &[5.0, 9.0, 0.97]), [true, true, false]);
+        assert_eq!(evaluate_workload("tenth", &[4.9, 4.9, 9.0]), [false, false, true]);
+        assert_eq!(evaluate_workload("program", &[1.0, 1.0, 0.799]), [false]);
+        let said = |claim: usize| evaluate("tenth", |_| vec![5.0, 9.0, 1.0])[claim].measured.clone();
+        assert_eq!(said(0), "5.00 (1.00 to 9.00); judged by the median");
+        assert!(said(2).ends_with("judged by the worst round"), "{}", said(2));
+    }
+
+    #[test]
+    fn lower_limits_use_the_worst_round() {
+        assert_eq!(evaluate_workload("most", &[1.0, 1.0, 1.0]), [true; 3]);
+        assert_eq!(evaluate_workload("most", &[1.2, 1.2, 0.86]), [false; 3]);
+    }
+
+    #[test]
+    fn unreached_measure_fails_the_threshold() {
+        assert_eq!(evaluate_workload("tenth", &[]), [false; 3]);
+        let left = evaluate("huge", |measure| vec![if measure == MergeMeasure::HugePagesKept { 0.94 } else { 0.55 }]);
+        assert_eq!(left.iter().map(|bar| bar.met).collect::<Vec<_>>(), [true, false, false]);
+    }
+}

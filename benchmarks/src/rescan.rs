@@ -1,0 +1,127 @@
+//! What a look costs at a process that was looked at before, in CPU time of a census that remembers, by what the process
+//! does meanwhile: against a census that reads everything, in turns.
+
+use crate::BenchmarkEffort;
+use crate::census_process::cpu_seconds;
+use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
+use crate::target_process::{TargetActivity, TargetLayout, TargetProcesses};
+use anyhow::{Result, ensure};
+use pagefold_base::Pid;
+use pagefold_census::{
+    CensusOptions, ProcessSelection, ScanProgress, SecondPass, take_census_with_hasher, take_incremental_census,
+};
+use pagefold_host::Host;
+use pagefold_linux::LiveHost;
+use pagefold_merge::StableAges;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+/// Looks before what is remembered is trusted as far as it ever is.
+const WARM_UP_SCANS: usize = 6;
+
+/// What looking again at who runs and writes nothing must take at most, of a look that reads everything.
+const MAX_RESCAN_CPU_RATIO: f64 = 0.5;
+
+/// Measure.
+pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
+    let (bytes, looks) = if effort.quick { (32 << 20, WARM_UP_SCANS + 2) } else { (2 << 30, WARM_UP_SCANS + 16) };
+    let bytes = effort.max_bytes_per_process(bytes, 1)?;
+    let mut findings = Findings::new("does,look,whole_cpu_seconds,again_cpu_seconds,whole_bytes_read,again_bytes_read");
+    let mut table = MarkdownTable::new(
+        format!(
+            "A look at a process of {} MiB, all of it unique, medians of the looks {} to {looks}",
+            bytes >> 20,
+            WARM_UP_SCANS + 1
+        ),
+        &[
+            "meanwhile it",
+            "whole CPU s",
+            "again CPU s",
+            "of the CPU time",
+            "of the pages read",
+            "CPU of the second look",
+        ],
+    );
+    let cases = [
+        ("rests", TargetActivity::Sleep),
+        ("runs, and writes nothing", TargetActivity::Run),
+        ("writes the same tenth, in one stretch", TargetActivity::WriteTenth),
+        ("writes a tenth, each second another", TargetActivity::WriteTenths),
+        ("writes the same page of each 64", TargetActivity::WriteEvery(64)),
+        ("writes the same page of each 1024", TargetActivity::WriteEvery(1024)),
+        ("writes all", TargetActivity::WriteEvery(1)),
+    ];
+    for (does, then) in cases {
+        let targets = TargetProcesses::start([TargetLayout { bytes, then, ..TargetLayout::default() }])?;
+        let taken = scan_repeatedly(&targets, looks, &mut |look, sample| {
+            let [whole, again] = sample;
+            findings.samples.push(format!("{does},{look},{:.4},{:.4},{},{}", whole.0, again.0, whole.1, again.1));
+        })?;
+        let late = || taken[WARM_UP_SCANS..].iter();
+        let [whole, again] =
+            [0, 1].map(|which: usize| SampleSpread::from_samples(late().map(|sample| sample[which].0)));
+        let cpu = SampleSpread::from_samples(late().map(|[whole, again]| again.0 / whole.0));
+        let read = SampleSpread::from_samples(late().map(|[whole, again]| again.1 as f64 / whole.1 as f64));
+        table.rows.push(vec![
+            does.to_owned(),
+            format!("{:.3}", whole.median),
+            format!("{:.3}", again.median),
+            cpu.format_percent(),
+            read.format_percent(),
+            format!("{:.0} %", taken[1][1].0 / taken[1][0].0 * 100.0),
+        ]);
+        if then == TargetActivity::Run {
+            findings.checks.push(ThresholdCheck {
+                claim: format!(
+                    "a look at who runs and writes nothing takes at most {MAX_RESCAN_CPU_RATIO} of a whole one"
+                ),
+                measured: cpu.format_percent(),
+                met: cpu.median <= MAX_RESCAN_CPU_RATIO,
+            });
+        }
+    }
+    findings.tables.push(table);
+    Ok(findings)
+}
+
+/// CPU seconds and bytes read.
+type RescanSample = (f64, u64);
+
+/// Look at processes so often, in each turn by reading everything and by what is remembered.
+fn scan_repeatedly(
+    targets: &TargetProcesses,
+    scans: usize,
+    on_scan: &mut dyn FnMut(usize, [RescanSample; 2]),
+) -> Result<Vec<[RescanSample; 2]>> {
+    let host = LiveHost::new();
+    let mut ages = StableAges::new(host.page_size())?;
+    let pids = targets.pids().into_iter().map(Pid).collect();
+    let options = CensusOptions {
+        selection: ProcessSelection { pids, ..ProcessSelection::default() },
+        second_pass: SecondPass::Candidates,
+        pass_interval: Duration::from_millis(1),
+        ..CensusOptions::default()
+    };
+    let stop = AtomicBool::new(false);
+    let mut samples = Vec::new();
+    for look in 1..=scans {
+        let mut sample = [(0.0, 0); 2];
+        for turn in 0..2 {
+            let again = (look + turn) % 2 == 1;
+            let (progress, cpu) = (ScanProgress::default(), cpu_seconds());
+            let (remembered, hasher) = ages.cache_and_hasher();
+            let (census, _) = if again {
+                take_incremental_census((remembered, Instant::now()), hasher, &host, &options, &progress, &stop)?
+            } else {
+                take_census_with_hasher(hasher, &host, &options, &progress, &stop)?
+            };
+            ensure!(census.unscanned.is_empty(), "the census did not see {} processes", census.unscanned.len());
+            sample[usize::from(again)] = (cpu_seconds() - cpu, progress.bytes_read());
+        }
+        on_scan(look, sample);
+        samples.push(sample);
+        // As long as what is looked at has to do something.
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    Ok(samples)
+}

@@ -1,0 +1,293 @@
+//! What it takes to live in somebody else's process: a beginning and an end, forks, and a look at what the process
+//! has open.
+
+use crate::blocks::BLOCKS;
+use crate::merger::{self, ENGINE_FOR_FREEING, MERGER};
+use crate::next::{next, this_thread};
+use crate::{mappings, merge_thread, mpi, settings};
+use pagefold_base::Bytes;
+use rustix::fs::{CWD, Dir, Mode, OFlags, readlinkat};
+use std::ffi::{CStr, c_int, c_void};
+use std::io::Write;
+use std::mem::MaybeUninit;
+use std::os::fd::RawFd;
+use std::ptr;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+/// The main thread.
+static MAIN_THREAD: AtomicUsize = AtomicUsize::new(0);
+/// Whether merging is MPI's safe points' alone.
+static IS_MERGED_AT_SAFE_POINTS: AtomicBool = AtomicBool::new(false);
+/// Whether the program has no allocator of its own.
+static USES_LIBC_ALLOCATOR: AtomicBool = AtomicBool::new(false);
+
+/// The loader calls it before the program begins.
+#[used]
+#[unsafe(link_section = ".init_array")]
+static INIT_ARRAY_ENTRY: extern "C" fn() = on_load;
+
+/// The loader calls it when the program has called exit(3).
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static FINI_ARRAY_ENTRY: extern "C" fn() = on_exit;
+
+extern "C" fn on_exit() {
+    merger::on_exit();
+}
+
+extern "C" fn on_load() {
+    MAIN_THREAD.store(this_thread(), Ordering::Relaxed);
+    IS_MERGED_AT_SAFE_POINTS.store(mpi::is_linked(), Ordering::Relaxed);
+    let mut key = 0;
+    // SAFETY: `key` is there to be written, and `main_ends` stays loaded: a preloaded library is never unloaded.
+    let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(on_main_thread_exit)) } == 0;
+    // SAFETY: the key was made; its value is never followed, it only has to differ from null.
+    let told = keyed && unsafe { libc::pthread_setspecific(key, MAIN_THREAD.as_ptr().cast()) } == 0;
+    // SAFETY: all three stay loaded.
+    let followed = told
+        && unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) }
+            == 0;
+    if followed {
+        // What is called with a lock held is looked up before: the loader has locks of its own.
+        mappings::resolve_functions();
+        USES_LIBC_ALLOCATOR.store(crate::next::has_libc_malloc_next(), Ordering::Relaxed);
+        settings::load();
+        if settings::settings().is_some() {
+            give_up_if_tool_intercepts_mpi();
+            if !uses_libc_allocator() {
+                merge_thread::start();
+            }
+        }
+    }
+}
+
+/// Merge nothing where a tool has MPI's functions in place of this library: neither safe points nor buffers that MPI may
+/// write to are seen.
+fn give_up_if_tool_intercepts_mpi() {
+    if let Some(taken) = is_merged_at_safe_points().then(mpi::function_of_tool).flatten() {
+        merger::stop_merging(&format!(
+            "{taken} is called in place of this library's, so that calls of MPI are not seen: name the tool behind \
+             libpagefold_adopt.so in LD_PRELOAD, or run without it"
+        ));
+    }
+}
+
+/// Whether the calling thread is the main one.
+pub fn is_main_thread() -> bool {
+    this_thread() == MAIN_THREAD.load(Ordering::Relaxed)
+}
+
+/// Whether the program has no allocator of its own. One may ask for memory with a lock held that making a thread would
+/// wait for, so that there the thread is made at the beginning.
+pub fn uses_libc_allocator() -> bool {
+    USES_LIBC_ALLOCATOR.load(Ordering::Relaxed)
+}
+
+/// Whether merging is MPI's safe points' alone.
+pub fn is_merged_at_safe_points() -> bool {
+    IS_MERGED_AT_SAFE_POINTS.load(Ordering::Relaxed)
+}
+
+/// Which of the locks the fork in hand has taken; each is changed by whoever has that lock.
+static FORK_HOLDS_MERGER: AtomicBool = AtomicBool::new(false);
+static FORK_HOLDS_FREEING: AtomicBool = AtomicBool::new(false);
+static FORK_HOLDS_BLOCKS: AtomicBool = AtomicBool::new(false);
+
+/// A fork waits for the merge in hand, so that the child finds everything whole. A thread that forks within ours has
+/// the locks already, and keeps them.
+extern "C" fn before_fork() {
+    merge_thread::stop_before_fork();
+    let (merger, freeing, blocks) = (
+        !MERGER.is_held_by_this_thread(),
+        !ENGINE_FOR_FREEING.is_held_by_this_thread(),
+        !BLOCKS.is_held_by_this_thread(),
+    );
+    if merger {
+        MERGER.hold_until_release();
+    }
+    FORK_HOLDS_MERGER.store(merger, Ordering::Relaxed);
+    if freeing {
+        ENGINE_FOR_FREEING.hold_until_release();
+    }
+    FORK_HOLDS_FREEING.store(freeing, Ordering::Relaxed);
+    if blocks {
+        BLOCKS.hold_until_release();
+    }
+    FORK_HOLDS_BLOCKS.store(blocks, Ordering::Relaxed);
+}
+
+extern "C" fn after_fork_in_parent() {
+    release_fork_locks();
+    merge_thread::after_fork_in_parent();
+}
+
+fn release_fork_locks() {
+    if FORK_HOLDS_BLOCKS.load(Ordering::Relaxed) {
+        BLOCKS.release();
+    }
+    if FORK_HOLDS_FREEING.load(Ordering::Relaxed) {
+        ENGINE_FOR_FREEING.release();
+    }
+    if FORK_HOLDS_MERGER.load(Ordering::Relaxed) {
+        MERGER.release();
+    }
+}
+
+extern "C" fn after_fork_in_child() {
+    release_fork_locks();
+    MAIN_THREAD.store(this_thread(), Ordering::Relaxed);
+    if let Some(mut merger) = MERGER.lock() {
+        merger.reset_after_fork();
+    }
+    merge_thread::after_fork_in_child();
+}
+
+/// The main thread ends by pthread_exit(3).
+extern "C" fn on_main_thread_exit(_: *mut c_void) {
+    merge_thread::stop_when_main_thread_exits();
+}
+
+/// MPI begins: its safe points take the thread's place.
+pub fn merge_at_safe_points_only() {
+    IS_MERGED_AT_SAFE_POINTS.store(true, Ordering::Relaxed);
+    merge_thread::stop();
+}
+
+/// Do something while this thread takes no signal, but for those that its own instructions raise. `None` if signals
+/// cannot be blocked.
+pub fn without_signals<T>(work: impl FnOnce() -> T) -> Option<T> {
+    let mut all = MaybeUninit::uninit();
+    let mut before = MaybeUninit::uninit();
+    // SAFETY: `all` is there to be written.
+    unsafe { libc::sigfillset(all.as_mut_ptr()) };
+    for signal in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP] {
+        // SAFETY: `all` was filled.
+        unsafe { libc::sigdelset(all.as_mut_ptr(), signal) };
+    }
+    // SAFETY: `all` was filled; `before` is there to be written.
+    if unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    let done = work();
+    // SAFETY: `before` was written above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
+    Some(done)
+}
+
+/// Say something on standard error, in one write. Where that is closed nobody wanted to know.
+pub fn write_to_stderr(message: &str) {
+    let line = format!("pagefold: {}: {message}\n", std::process::id());
+    let _ = std::io::stderr().write_all(line.as_bytes());
+}
+
+/// Majors of devices that touch no memory of their own accord: memory (null, zero, random), terminals
+/// (Documentation/admin-guide/devices.txt).
+const MEMORY_SAFE_DEVICE_MAJORS: [u32; 11] = [1, 4, 5, 136, 137, 138, 139, 140, 141, 142, 143];
+
+/// The numbers that name what is in a directory, as in `/proc`. Without opendir(3), which allocates by the program's
+/// malloc(3): that may be waiting for the lock of who reads this.
+fn numeric_entries(path: &CStr) -> rustix::io::Result<Vec<u32>> {
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let mut numbers = Vec::new();
+    for entry in Dir::new(rustix::fs::open(path, flags, Mode::empty())?)? {
+        numbers.extend(entry?.file_name().to_str().ok().and_then(|name| name.parse::<u32>().ok()));
+    }
+    Ok(numbers)
+}
+
+/// The threads of this process; none where they cannot be read.
+pub fn thread_ids() -> Vec<u32> {
+    numeric_entries(c"/proc/self/task").unwrap_or_default()
+}
+
+/// The domain of a socket, as socket(2) takes it.
+fn socket_domain(socket: RawFd) -> Option<c_int> {
+    let mut domain: c_int = 0;
+    let mut bytes = size_of::<c_int>() as libc::socklen_t;
+    let into = (&raw mut domain).cast();
+    // SAFETY: both are there to be written, and `bytes` says how long the first is.
+    let answer = unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_DOMAIN, into, &raw mut bytes) };
+    (answer == 0).then_some(domain)
+}
+
+/// What the process has open that may write to its memory behind the kernel's page tables: devices, direct I/O and
+/// io_uring, or that watches its page faults.
+pub fn find_external_writer() -> Option<String> {
+    match pagefold_engine::pinned_bytes() {
+        Ok(Bytes::ZERO) => {}
+        Ok(_) => return Some("some of its memory is pinned, as for a device that may write to it".to_owned()),
+        Err(error) => {
+            return Some(format!("whether its memory is pinned cannot be read from /proc/self/status: {error}"));
+        }
+    }
+    let Ok(descriptors) = numeric_entries(c"/proc/thread-self/fd") else {
+        return Some("what it has open cannot be read".to_owned());
+    };
+    descriptors.into_iter().find_map(|descriptor| {
+        let descriptor = RawFd::try_from(descriptor).ok()?;
+        let mut status = MaybeUninit::<libc::stat>::uninit();
+        // SAFETY: `status` is there to be written; a descriptor that is none is refused.
+        if unsafe { libc::fstat(descriptor, status.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        // SAFETY: the call succeeded, so it was written.
+        let status = unsafe { status.assume_init() };
+        let name = || {
+            let link = readlinkat(CWD, format!("/proc/thread-self/fd/{descriptor}"), Vec::new());
+            link.map_or_else(|_| "a file".to_owned(), |path| path.to_string_lossy().into_owned())
+        };
+        match status.st_mode & libc::S_IFMT {
+            libc::S_IFCHR if !MEMORY_SAFE_DEVICE_MAJORS.contains(&libc::major(status.st_rdev)) => {
+                Some(format!("{} is open, and a device may write to memory that it has pinned", name()))
+            }
+            libc::S_IFREG | libc::S_IFBLK => {
+                // SAFETY: F_GETFL takes and changes nothing.
+                let flags = unsafe { libc::fcntl(descriptor, libc::F_GETFL) };
+                let direct = flags != -1 && flags & libc::O_DIRECT != 0;
+                direct.then(|| format!("{} is open for direct I/O, which writes to memory that it has pinned", name()))
+            }
+            libc::S_IFSOCK if socket_domain(descriptor) == Some(libc::AF_XDP) => {
+                Some("an AF_XDP socket is open, and the network writes to memory that it has pinned".to_owned())
+            }
+            // Anonymous inodes have no type.
+            0 => {
+                let name = name();
+                let writes = ["io_uring", "userfaultfd", "kvm", "vfio"].iter().any(|kind| name.contains(kind));
+                writes.then(|| format!("{name} is open, and may write to memory behind the program's back"))
+            }
+            _ => None,
+        }
+    })
+}
+
+/// pthread_mutexattr_setprotocol(3). Mutexes with priority inheritance are written by the kernel.
+///
+/// # Safety
+/// As its manual says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pthread_mutexattr_setprotocol(attributes: *mut c_void, protocol: c_int) -> c_int {
+    if protocol == libc::PTHREAD_PRIO_INHERIT {
+        merger::note_unblockable_writers();
+    }
+    match next!(c"pthread_mutexattr_setprotocol", unsafe extern "C" fn(*mut c_void, c_int) -> c_int) {
+        // SAFETY: the caller's promise.
+        Some(next) => unsafe { next(attributes, protocol) },
+        None => libc::ENOTSUP,
+    }
+}
+
+/// pthread_mutexattr_setrobust(3). Robust mutexes are written by the kernel when their owner dies.
+///
+/// # Safety
+/// As its manual says.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn pthread_mutexattr_setrobust(attributes: *mut c_void, robust: c_int) -> c_int {
+    if robust == libc::PTHREAD_MUTEX_ROBUST {
+        merger::note_unblockable_writers();
+    }
+    match next!(c"pthread_mutexattr_setrobust", unsafe extern "C" fn(*mut c_void, c_int) -> c_int) {
+        // SAFETY: the caller's promise.
+        Some(next) => unsafe { next(attributes, robust) },
+        None => libc::EINVAL,
+    }
+}

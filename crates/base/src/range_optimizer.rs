@@ -1,0 +1,528 @@
+//! Which ranges of a region are worth enrolling: the best set of disjoint ranges, exactly and in linear time.
+//!
+//! A covered page gives back bytes and costs its scan, a range costs its boundaries, a hole that a range bridges costs
+//! what may come to lie in it, and a huge page is split, and its value lost, once as soon as one covered page of it
+//! merges or a range begins or ends in it, where the kernel splits the region (mm/huge_memory.c,
+//! `vma_adjust_trans_huge`). A huge page that is covered as a whole and has nothing to merge stays: ksmd looks at its
+//! pages one by one and splits only what it is about to merge (mm/ksm.c, `try_to_merge_one_page`).
+//!
+//! The choice is a walk over the pages with four states: outside or inside of a range, with the present huge page whole
+//! or split. Alike pages behind one another are one stretch, of which the best choice takes all or nothing, because a
+//! range that ends within could be made longer or shorter without another boundary. Time is linear in the stretches,
+//! and five bytes are kept for each.
+
+use std::ops::Range;
+
+/// Alike pages behind one another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageSegment {
+    /// How many pages, at least one.
+    pub pages: u32,
+    /// What covering one of them gains less what it costs, in bytes; `None` if it must not be covered.
+    pub net_gain: Option<i64>,
+    /// Whether they merge when covered, and so split their huge page.
+    pub merges: bool,
+    /// The number of the huge page that they are a part of. A stretch lies within one.
+    pub huge_page: Option<u64>,
+    /// The price of bridging the hole before the stretch, in bytes, if it does not lie right behind the one before.
+    /// Within a stretch there are no holes.
+    pub hole_cost: i64,
+}
+
+/// What does not depend on the page, in bytes, none of it negative.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RangeCosts {
+    /// A range.
+    pub per_range: i64,
+    /// A huge page that is kept whole.
+    pub per_split_huge_page: i64,
+}
+
+const STATE_OUTSIDE: usize = 0;
+const STATE_INSIDE: usize = 1;
+/// Added to a state if the present huge page is split.
+const STATE_SPLIT_FLAG: usize = 2;
+/// Less than any choice is worth, and far enough from the end of the numbers for costs to be taken off.
+const UNREACHABLE_VALUE: i64 = i64::MIN / 2;
+
+/// The disjoint ranges with the largest sum of worths less all prices, as page numbers counted from the first stretch.
+///
+/// Where two choices are worth the same, pages stay outside.
+pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: RangeCosts) -> Vec<Range<u32>> {
+    // What the best way into each state is worth, and for each stretch where it came from: two bits a state.
+    let mut values = [0, UNREACHABLE_VALUE, UNREACHABLE_VALUE, UNREACHABLE_VALUE];
+    let mut came: Vec<u8> = Vec::new();
+    let mut ends: Vec<u32> = Vec::new();
+    let mut breaks: Vec<u32> = Vec::new();
+    let mut huge = None;
+    for stretch in segments {
+        if stretch.hole_cost > costs.per_range {
+            breaks.push(ends.len() as u32);
+        }
+        ends.push(ends.last().copied().unwrap_or(0) + stretch.pages);
+        let same_huge_page = huge.is_some() && huge == stretch.huge_page;
+        huge = stretch.huge_page;
+        // The best of the states that may come before, the first of those that are worth the same.
+        let best = |candidates: [(usize, i64); 4]| {
+            candidates.into_iter().fold((0, UNREACHABLE_VALUE), |best, next| if next.1 > best.1 { next } else { best })
+        };
+        let mut next = [UNREACHABLE_VALUE; 4];
+        let mut from = 0u8;
+        for (state, value) in next.iter_mut().enumerate() {
+            let inside = state & STATE_INSIDE != 0;
+            let split = state & STATE_SPLIT_FLAG != 0;
+            let Some(worth) = (if inside { stretch.net_gain } else { Some(0) }) else { continue };
+            let arrive = |before: usize| {
+                let was_split = same_huge_page && before & STATE_SPLIT_FLAG != 0;
+                let cut = same_huge_page && (before & STATE_INSIDE != 0) != inside;
+                let splits = cut || inside && stretch.merges && stretch.huge_page.is_some();
+                if split != (was_split || splits) {
+                    return (before, UNREACHABLE_VALUE);
+                }
+                let mut price = if splits && !was_split { costs.per_split_huge_page } else { 0 };
+                if inside {
+                    price += if before & STATE_INSIDE == 0 {
+                        costs.per_range
+                    } else {
+                        stretch.hole_cost.min(costs.per_range)
+                    };
+                }
+                (before, values[before] - price)
+            };
+            let (before, arrived) =
+                best([STATE_OUTSIDE, STATE_INSIDE, STATE_SPLIT_FLAG, STATE_SPLIT_FLAG | STATE_INSIDE].map(arrive));
+            if arrived > UNREACHABLE_VALUE {
+                *value = arrived.saturating_add(worth * i64::from(stretch.pages)).max(UNREACHABLE_VALUE);
+                from |= (before as u8) << (2 * state);
+            }
+        }
+        values = next;
+        came.push(from);
+    }
+    let mut state = (0..4).rev().max_by_key(|&state| values[state]).unwrap_or(STATE_OUTSIDE);
+    let mut ranges: Vec<Range<u32>> = Vec::new();
+    for (i, from) in came.iter().enumerate().rev() {
+        let start = if i == 0 { 0 } else { ends[i - 1] };
+        let after_break = breaks.last().is_some_and(|&at| at as usize == i + 1);
+        if after_break {
+            breaks.pop();
+        }
+        if state & STATE_INSIDE != 0 {
+            match ranges.last_mut() {
+                Some(range) if range.start == ends[i] && !after_break => range.start = start,
+                _ => ranges.push(start..ends[i]),
+            }
+        }
+        state = usize::from(from >> (2 * state) & 3);
+    }
+    ranges.reverse();
+    ranges
+}
+
+/// The best ranges of several regions that are `at_most` so many together. `stretches` gives those of a region.
+///
+/// If the best ranges are too many, the price of a range is raised until they fit (`dear_enough`). That may leave out
+/// ranges that are worth just as much as others that are in: just below that price too many are chosen, and are worth
+/// the same. So up to some place those are taken, and behind it those that fit: up to the place that makes the most
+/// ranges that fit. Where no huge page has a price this is the best choice there is.
+///
+/// Where one has, several ranges may be worth nothing but together, so that one less than those is worth nothing more
+/// than none of them. Then the choice is the best of as few ranges as are left at the raised price, or better, and no
+/// choice of `at_most` ranges is worth more than by the raise for each range that could still have been added.
+pub fn best_ranges_within<I>(
+    regions: usize,
+    segments: impl Fn(usize) -> I,
+    costs: RangeCosts,
+    at_most: usize,
+) -> Vec<Vec<Range<u32>>>
+where
+    I: IntoIterator<Item = PageSegment>,
+{
+    let RangeChoices { fitting: mut chosen, exceeding: many } =
+        raise_range_cost_to_fit(regions, &segments, costs, at_most);
+    let mut room = at_most - chosen.iter().map(Vec::len).sum::<usize>();
+    for (region, (few, many)) in chosen.iter_mut().zip(many).enumerate() {
+        let filled = splice_choices(few, &many, room);
+        if total_net_gain(segments(region), &filled, costs) >= total_net_gain(segments(region), few, costs) {
+            room -= filled.len() - few.len();
+            *few = filled;
+        }
+    }
+    chosen
+}
+
+/// The ranges of some regions that are best at one price.
+struct RangeChoices {
+    /// Those that fit.
+    fitting: Vec<Vec<Range<u32>>>,
+    /// Others that are worth the same: just too many, or the same if those fit that are best at the given price.
+    exceeding: Vec<Vec<Range<u32>>>,
+}
+
+/// The best ranges at the lowest price of a range, not below the given one, at which they are at most so many.
+///
+/// The price is found in fractions of a byte that are so small that all of `at_most` ranges together do not make up for
+/// one: then the ranges that fit at a price are the best, too, a fraction below, where the others are chosen.
+fn raise_range_cost_to_fit<I>(
+    regions: usize,
+    stretches: impl Fn(usize) -> I,
+    prices: RangeCosts,
+    at_most: usize,
+) -> RangeChoices
+where
+    I: IntoIterator<Item = PageSegment>,
+{
+    let all = |region| {
+        stretches(region).into_iter().filter_map(|stretch| Some(stretch.net_gain?.max(0) * i64::from(stretch.pages)))
+    };
+    let total = (0..regions).flat_map(all).sum::<i64>().max(prices.per_range) + 1;
+    let fractions =
+        (at_most as i64).saturating_add(1).min(i64::MAX / 8 / total.max(prices.per_split_huge_page + 1)).max(1);
+    let fine = |stretch: PageSegment| PageSegment {
+        net_gain: stretch.net_gain.map(|worth| worth.saturating_mul(fractions)),
+        hole_cost: stretch.hole_cost.saturating_mul(fractions),
+        ..stretch
+    };
+    let at = |range: i64| -> Vec<Vec<Range<u32>>> {
+        let prices = RangeCosts { per_range: range, per_split_huge_page: prices.per_split_huge_page * fractions };
+        (0..regions).map(|region| best_ranges(stretches(region).into_iter().map(fine), prices)).collect()
+    };
+    let fits = |chosen: &[Vec<Range<u32>>]| chosen.iter().map(Vec::len).sum::<usize>() <= at_most;
+    let mut many = at(prices.per_range * fractions);
+    if fits(&many) {
+        return RangeChoices { fitting: many.clone(), exceeding: many };
+    }
+    // At a price of all that there is to gain, nothing is chosen.
+    let (mut too_low, mut enough) = (prices.per_range * fractions, total * fractions);
+    let mut few = vec![Vec::new(); regions];
+    while enough - too_low > 1 {
+        let middle = too_low + (enough - too_low) / 2;
+        let candidate = at(middle);
+        if fits(&candidate) {
+            (enough, few) = (middle, candidate);
+        } else {
+            (too_low, many) = (middle, candidate);
+        }
+    }
+    RangeChoices { fitting: few, exceeding: many }
+}
+
+/// `many` up to a place and `few` behind it: the place of which come the most ranges that are at most `room` more than
+/// `few` has. The page before it is in both or in neither, or nothing goes on over it.
+fn splice_choices(few: &[Range<u32>], many: &[Range<u32>], room: usize) -> Vec<Range<u32>> {
+    let starts = |ranges: &[Range<u32>], place: u32| ranges.partition_point(|range| range.start < place);
+    // Where the last range ends that starts before the place.
+    let end =
+        |ranges: &[Range<u32>], place: u32| starts(ranges, place).checked_sub(1).map_or(0, |last| ranges[last].end);
+    let mut best = (0, 0);
+    for place in few.iter().chain(many).flat_map(|range| [range.start + 1, range.end]) {
+        let (few_end, many_end) = (end(few, place), end(many, place));
+        let alike = (few_end >= place) == (many_end >= place) || few_end <= place && many_end <= place;
+        let more = starts(many, place).checked_sub(starts(few, place)).filter(|&more| alike && more <= room);
+        best = best.max((more.unwrap_or(0), place));
+    }
+    let (more, place) = best;
+    if more == 0 {
+        return few.to_vec();
+    }
+    let mut ranges = many[..starts(many, place)].to_vec();
+    if let Some(last) = ranges.last_mut() {
+        let goes_on = end(few, place) > place;
+        last.end = if goes_on { end(few, place) } else { last.end.min(place) };
+    }
+    ranges.extend_from_slice(&few[starts(few, place)..]);
+    ranges
+}
+
+/// What ranges are worth, with all prices.
+fn total_net_gain(stretches: impl IntoIterator<Item = PageSegment>, ranges: &[Range<u32>], prices: RangeCosts) -> i64 {
+    let mut sum = -(ranges.len() as i64) * prices.per_range;
+    let (mut at, mut next, mut before, mut split) = (0, 0, None, None);
+    for stretch in stretches {
+        let end = at + stretch.pages;
+        while ranges.get(next).is_some_and(|range| range.end < at) {
+            next += 1;
+        }
+        let within = |place: u32| place > at && place < end || place == at && before == stretch.huge_page;
+        for range in ranges[next..].iter().take_while(|range| range.start < end) {
+            let covered = range.end > at;
+            if covered {
+                let pages = range.end.min(end) - range.start.max(at);
+                sum += stretch.net_gain.unwrap_or(0) * i64::from(pages);
+                sum -= if range.start < at { stretch.hole_cost } else { 0 };
+            }
+            let splits = covered && stretch.merges || within(range.start) || within(range.end);
+            if splits && stretch.huge_page.is_some() && split != stretch.huge_page {
+                split = stretch.huge_page;
+                sum -= prices.per_split_huge_page;
+            }
+        }
+        (at, before) = (end, stretch.huge_page);
+    }
+    sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    const NO_COSTS: RangeCosts = RangeCosts { per_range: 0, per_split_huge_page: 0 };
+
+    fn page(worth: i64) -> PageSegment {
+        PageSegment { pages: 1, net_gain: Some(worth), merges: worth > 0, huge_page: None, hole_cost: 0 }
+    }
+
+    #[test]
+    fn small_gaps_are_bridged_and_large_ones_are_not() {
+        let check = |worths: &[i64], expected: &[Range<u32>]| {
+            let stretches = worths.iter().map(|&worth| page(worth));
+            assert_eq!(best_ranges(stretches, RangeCosts { per_range: 10, ..NO_COSTS }), expected, "{worths:?}");
+        };
+        check(&[], &[]);
+        check(&[-1, -1], &[]);
+        check(&[10], &[]);
+        check(&[11], std::slice::from_ref(&(0..1)));
+        check(&[-5, 20, -5, 20, -5], std::slice::from_ref(&(1..4)));
+        check(&[20, -30, 20], &[0..1, 2..3]);
+    }
+
+    #[test]
+    fn holes_are_bridged_if_that_is_cheaper_than_another_range() {
+        let check = |hole, expected: &[Range<u32>]| {
+            let stretches = [page(20), PageSegment { hole_cost: hole, ..page(20) }];
+            assert_eq!(best_ranges(stretches, RangeCosts { per_range: 10, ..NO_COSTS }), expected, "{hole}");
+        };
+        check(10, std::slice::from_ref(&(0..2)));
+        check(11, &[0..1, 1..2]);
+    }
+
+    #[test]
+    fn ranges_profitable_only_together_are_all_or_none() {
+        let prices = RangeCosts { per_range: 0, per_split_huge_page: 25 };
+        let of = |worth: i64| PageSegment { huge_page: Some(1), ..page(worth) };
+        let pair = [of(20), of(-50), of(20)];
+        let other = [page(3)];
+        let chosen = |at_most| {
+            let regions: [&[PageSegment]; 2] = [&pair, &other];
+            let chosen = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
+            chosen.iter().map(Vec::len).collect::<Vec<_>>()
+        };
+        assert_eq!(chosen(3), [2, 1]);
+        assert_eq!(chosen(2), [2, 0]);
+        // The other would still fit. It is worth 3, and each of the pair 7.5, which is the raise.
+        assert_eq!(chosen(1), [0, 0]);
+    }
+
+    #[test]
+    fn a_huge_page_is_split_once_by_what_merges_or_by_a_boundary() {
+        let prices = RangeCosts { per_range: 5, per_split_huge_page: 25 };
+        let of = |huge, worth: i64| PageSegment { huge_page: Some(huge), ..page(worth) };
+        let check = |stretches: &[PageSegment], expected: &[Range<u32>]| {
+            assert_eq!(best_ranges(stretches.iter().copied(), prices), expected, "{stretches:?}");
+        };
+        check(&[of(1, 20)], &[]);
+        check(&[of(1, 20), of(2, 20)], &[]);
+        check(&[of(1, 20), of(1, -50), of(1, 20)], &[0..1, 2..3]);
+        let covered = [page(50), of(1, -2), page(50)];
+        check(&covered, std::slice::from_ref(&(0..3)));
+        let idle = |huge, worth: i64| PageSegment { merges: false, ..of(huge, worth) };
+        check(&[idle(1, 20), idle(1, -50)], &[]);
+        check(&[idle(1, 20), idle(2, -50)], std::slice::from_ref(&(0..1)));
+        check(&[idle(1, 40), idle(1, -50), idle(1, 40)], &[0..1, 2..3]);
+    }
+
+    /// What a choice is worth, and of how many ranges it is; `None` if it covers what must not be. A bit of `broken`
+    /// begins a range anew behind a hole.
+    fn value(pages: &[PageSegment], chosen: u32, broken: u32, prices: RangeCosts) -> Option<(i64, usize)> {
+        let (mut sum, mut ranges) = (0, 0);
+        let mut split = std::collections::BTreeSet::new();
+        for (i, page) in pages.iter().enumerate().filter(|(i, _)| chosen >> i & 1 == 1) {
+            sum += page.net_gain?;
+            let continues = i > 0 && chosen >> (i - 1) & 1 == 1 && broken >> i & 1 == 0;
+            if continues {
+                sum -= page.hole_cost;
+            } else {
+                ranges += 1;
+            }
+            split.extend(page.huge_page.filter(|_| page.merges));
+        }
+        for (i, pair) in pages.windows(2).enumerate().filter(|(_, pair)| pair[0].huge_page == pair[1].huge_page) {
+            split.extend(pair[0].huge_page.filter(|_| (chosen >> i ^ chosen >> (i + 1)) & 1 == 1));
+        }
+        Some((sum - ranges as i64 * prices.per_range - split.len() as i64 * prices.per_split_huge_page, ranges))
+    }
+
+    /// Every choice of some pages: its worth and the number of its ranges.
+    fn every_choice(pages: &[PageSegment], prices: RangeCosts) -> Vec<(i64, usize)> {
+        let holes: u32 = pages.iter().enumerate().filter(|(_, page)| page.hole_cost > 0).map(|(i, _)| 1 << i).sum();
+        (0u32..1 << pages.len())
+            .flat_map(|chosen| {
+                let may_break = holes & chosen & chosen << 1;
+                let mut broken = Some(may_break);
+                std::iter::from_fn(move || {
+                    let now = broken?;
+                    broken = if now == 0 { None } else { Some((now - 1) & may_break) };
+                    Some((chosen, now))
+                })
+            })
+            .filter_map(|(chosen, broken)| value(pages, chosen, broken, prices))
+            .collect()
+    }
+
+    fn value_of(pages: &[PageSegment], ranges: &[Range<u32>], prices: RangeCosts) -> Option<(i64, usize)> {
+        let chosen = ranges.iter().cloned().flatten().fold(0u32, |bits, i| bits | 1 << i);
+        let broken = ranges.iter().fold(0u32, |bits, range| bits | 1 << range.start);
+        value(pages, chosen, broken, prices)
+    }
+
+    /// Pages with everything at once: some worth something, some forbidden, some in huge pages, some behind holes.
+    fn pages() -> impl Strategy<Value = Vec<PageSegment>> {
+        let page =
+            (prop::option::weighted(0.9, -50i64..50), any::<bool>(), 0..4u8, prop_oneof![3 => Just(0), 1 => 1i64..40]);
+        prop::collection::vec(page, 0..9).prop_map(|pages| {
+            let mut huge_page = 0;
+            pages
+                .into_iter()
+                .map(|(worth, merges, kind, hole)| {
+                    // A hole ends a huge page, which is resident as a whole.
+                    huge_page += u64::from(kind == 0 || kind == 3 || hole > 0);
+                    let huge = (kind < 3).then_some(huge_page);
+                    PageSegment { pages: 1, net_gain: worth, merges, huge_page: huge, hole_cost: hole }
+                })
+                .collect()
+        })
+    }
+
+    fn any_costs() -> impl Strategy<Value = RangeCosts> {
+        (0i64..40, 0i64..60)
+            .prop_map(|(range, huge_page)| RangeCosts { per_range: range, per_split_huge_page: huge_page })
+    }
+
+    proptest! {
+        #[test]
+        fn no_other_choice_is_better(pages in pages(), prices in any_costs()) {
+            let ranges = best_ranges(pages.iter().copied(), prices);
+            prop_assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start));
+            prop_assert!(ranges.iter().all(|range| !range.is_empty()));
+            let (value, count) = value_of(&pages, &ranges, prices).expect("nothing forbidden is covered");
+            prop_assert_eq!(count, ranges.len());
+            prop_assert_eq!(Some(value), every_choice(&pages, prices).into_iter().map(|(value, _)| value).max());
+        }
+
+        #[test]
+        fn no_choice_with_as_few_ranges_is_better(
+            first in pages(),
+            second in prop::collection::vec(-50i64..50, 0..4),
+            prices in any_costs(),
+            at_most in 0usize..5,
+        ) {
+            let second: Vec<PageSegment> = second.into_iter().map(page).collect();
+            let regions = [first, second];
+            let sum = |chosen: &[Vec<Range<u32>>]| {
+                let of = |(pages, ranges): (&Vec<PageSegment>, &Vec<Range<u32>>)| {
+                    let value = value_of(pages, ranges, prices).expect("nothing forbidden is covered");
+                    assert_eq!(value.0, total_net_gain(pages.iter().copied(), ranges, prices));
+                    value
+                };
+                regions.iter().zip(chosen).map(of).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
+            };
+            let RangeChoices { fitting: few, .. } = raise_range_cost_to_fit(2, |region| regions[region].iter().copied(), prices, at_most);
+            let (value, count) = sum(&few);
+            let filled = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
+            let (more, more_ranges) = sum(&filled);
+            prop_assert!(count <= more_ranges && more_ranges <= at_most && more >= value);
+            let [first, second] = regions.map(|pages| every_choice(&pages, prices));
+            for (a, in_first) in &first {
+                for (b, in_second) in second.iter().filter(|(_, ranges)| in_first + ranges <= count) {
+                    prop_assert!(a + b <= value, "{in_first} and {in_second} ranges are worth {a} and {b}");
+                }
+            }
+        }
+
+        #[test]
+        fn choice_is_within_the_cost_raise_of_the_optimum(
+            first in pages(),
+            second in pages(),
+            prices in any_costs(),
+            at_most in 0usize..5,
+        ) {
+            let regions = [first, second];
+            let of = |region: usize| regions[region].iter().copied();
+            let sum = |chosen: &[Vec<Range<u32>>]| {
+                let one = |(pages, ranges): (&Vec<PageSegment>, &Vec<Range<u32>>)| total_net_gain(pages.iter().copied(), ranges, prices);
+                (regions.iter().zip(chosen).map(one).sum::<i64>(), chosen.iter().map(Vec::len).sum::<usize>())
+            };
+            // The best of each number of ranges.
+            let best = regions.each_ref().map(|pages| {
+                let mut best = BTreeMap::new();
+                for (value, ranges) in every_choice(pages, prices) {
+                    best.entry(ranges).and_modify(|most: &mut i64| *most = value.max(*most)).or_insert(value);
+                }
+                best
+            });
+            let mut by_count: BTreeMap<usize, i64> = BTreeMap::new();
+            for (a, first) in &best[0] {
+                for (b, second) in &best[1] {
+                    let value = first + second;
+                    by_count.entry(a + b).and_modify(|most| *most = value.max(*most)).or_insert(value);
+                }
+            }
+            let optimum = by_count.range(..=at_most).map(|(_, value)| *value).max().expect("nothing is a choice");
+            let (least, few) = sum(&raise_range_cost_to_fit(2, of, prices, at_most).fitting);
+            let (value, _) = sum(&best_ranges_within(2, of, prices, at_most));
+            // The raise: what each range more would bring, with as many more as bring most each.
+            let more = by_count.range(at_most + 1..).map(|(count, value)| (value - least) as f64 / (count - few) as f64);
+            let raise = more.fold(0.0, f64::max);
+            prop_assert!(least <= value && value <= optimum);
+            let slack = raise * (at_most - few) as f64;
+            prop_assert!((optimum - least) as f64 <= slack + 1e-6, "{least} of {optimum}, {slack} at most");
+        }
+
+        #[test]
+        fn no_choice_that_fits_is_better(
+            regions in prop::collection::vec(prop::collection::vec((-8i64..8, 0..3u8), 0..7), 2..3),
+            range in 0i64..6,
+            at_most in 0usize..6,
+        ) {
+            // Small numbers, so that many choices are worth the same.
+            let pages = |region: &Vec<(i64, u8)>| {
+                region.iter().map(|&(worth, hole)| PageSegment { hole_cost: i64::from(hole == 2) * 3, ..page(worth) }).collect()
+            };
+            let regions: Vec<Vec<PageSegment>> = regions.iter().map(pages).collect();
+            let prices = RangeCosts { per_range: range, per_split_huge_page: 0 };
+            let chosen = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
+            let of = |(pages, ranges): (&Vec<PageSegment>, &Vec<Range<u32>>)| value_of(pages, ranges, prices).expect("all may be");
+            let (value, count) = regions.iter().zip(&chosen).map(of).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+            prop_assert!(count <= at_most);
+            let every: Vec<_> = regions.iter().map(|pages| every_choice(pages, prices)).collect();
+            for (a, in_first) in &every[0] {
+                for (b, in_second) in every[1].iter().filter(|(_, ranges)| in_first + ranges <= at_most) {
+                    prop_assert!(a + b <= value, "{in_first} and {in_second} ranges are worth {a} and {b}, not {value}");
+                }
+            }
+        }
+
+        #[test]
+        fn segments_score_the_same_as_their_pages(
+            stretches in prop::collection::vec((1u32..4, -30i64..30, any::<bool>(), 0..3u8), 0..8),
+            prices in any_costs(),
+        ) {
+            let stretches: Vec<PageSegment> = stretches
+                .into_iter()
+                .enumerate()
+                .map(|(i, (pages, worth, merges, huge))| {
+                    PageSegment { pages, net_gain: Some(worth), merges, huge_page: (huge > 0).then_some(i as u64 / 2), hole_cost: 0 }
+                })
+                .collect();
+            let pages: Vec<PageSegment> = stretches
+                .iter()
+                .flat_map(|&stretch| (0..stretch.pages).map(move |_| PageSegment { pages: 1, ..stretch }))
+                .collect();
+            let one = best_ranges(stretches.iter().copied(), prices);
+            let other = best_ranges(pages.iter().copied(), prices);
+            prop_assert_eq!(value_of(&pages, &one, prices), value_of(&pages, &other, prices).map(|(value, _)| (value, one.len())));
+        }
+    }
+}

@@ -1,0 +1,342 @@
+//! Who is counted: the chosen processes with their regions, sorted into trust domains.
+
+use crate::Error;
+use crate::foreign_processes::{ActivityCounters, ForeignProcesses};
+use crate::results::UnscannedProcess;
+use globset::{Glob, GlobMatcher};
+use pagefold_base::domain::{DomainConfig, TrustDomain};
+use pagefold_base::process::Process;
+use pagefold_base::region::{Ineligible, Region};
+use pagefold_base::{Absent, Pid, ProcessId, Reading};
+use pagefold_host::{Host, ProcessHandle as Handle, ReadMethod, observe};
+use rayon::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Which processes to look at. A process is chosen if it fits every kind of condition that is given, and within a kind
+/// any one.
+#[derive(Clone, Debug, Default)]
+pub struct ProcessSelection {
+    /// Process numbers.
+    pub pids: Vec<Pid>,
+    /// Patterns of `comm`, as a shell's.
+    pub comm_patterns: Vec<String>,
+    /// Cgroup paths: the cgroup and everything below it.
+    pub cgroups: Vec<String>,
+    /// Effective users.
+    pub users: Vec<u32>,
+    /// Patterns of the names of virtual machines, as a shell's.
+    pub vm_name_patterns: Vec<String>,
+    /// A process to leave out unless it is asked for by number: whoever counts, whose memory is the census itself.
+    pub excluded_pid: Option<Pid>,
+}
+
+/// A selection with its patterns ready for use.
+struct SelectionMatcher<'a> {
+    selection: &'a ProcessSelection,
+    comm_globs: Vec<GlobMatcher>,
+    vm_name_globs: Vec<GlobMatcher>,
+}
+
+impl SelectionMatcher<'_> {
+    fn matches(&self, process: &Process) -> bool {
+        let ProcessSelection { cgroups, users, vm_name_patterns: vms, .. } = self.selection;
+        // A name that has characters of a pattern is also taken as it is.
+        let is_vm =
+            |name: &String| vms.contains(name) || self.vm_name_globs.iter().any(|pattern| pattern.is_match(name));
+        let any = |empty: bool, fits: bool| empty || fits;
+        any(self.comm_globs.is_empty(), self.comm_globs.iter().any(|name| name.is_match(&process.comm)))
+            && any(
+                cgroups.is_empty(),
+                process.cgroup.as_ref().is_ok_and(|path| cgroups.iter().any(|c| is_in_cgroup(path, c))),
+            )
+            && any(users.is_empty(), process.uid.as_ref().is_ok_and(|uid| users.contains(uid)))
+            && any(vms.is_empty(), process.identity.vm.as_ref().is_some_and(|vm| vm.name.as_ref().is_some_and(is_vm)))
+    }
+}
+
+/// Whether a cgroup path is `top` or below it.
+fn is_in_cgroup(path: &str, top: &str) -> bool {
+    let top = top.trim_end_matches('/');
+    path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+}
+
+/// A process that is counted.
+#[derive(Clone, Debug)]
+pub struct Subject {
+    /// Who it is.
+    pub process: Process,
+    /// Its trust domain, kept apart for the nodes that its memory is bound to where KSM merges across nodes.
+    pub domain: TrustDomain,
+    /// Its regions in address order, each with why KSM cannot take its pages.
+    pub regions: Vec<(Region, Option<Ineligible>)>,
+    /// Whether it is there only for what it has enrolled, which others must not be merged with.
+    pub is_foreign: bool,
+}
+
+/// Everybody who is counted.
+#[derive(Clone, Debug, Default)]
+pub struct ScanScope {
+    /// Ordered by trust domain, then by number.
+    pub subjects: Vec<Subject>,
+    /// Ordered by number. Processes that went away on their own are not among them unless they were asked for by
+    /// number.
+    pub unscanned: Vec<UnscannedProcess>,
+    /// Witnesses that are not among the subjects, since it is remembered what they hold, with their trust domains.
+    pub inactive_foreign: Vec<(TrustDomain, ProcessId)>,
+    /// How much all others had run before they were looked at, where that is remembered and known.
+    pub activity: BTreeMap<ProcessId, ActivityCounters>,
+}
+
+impl ScanScope {
+    fn add_subject(&mut self, subject: Subject, activity: Option<ActivityCounters>) {
+        self.activity.extend(activity.map(|standing| (subject.process.id, standing)));
+        self.subjects.push(subject);
+    }
+
+    /// The number of each subject's trust domain, in the order of subjects.
+    pub fn domain_numbers(&self) -> Vec<u32> {
+        crate::content_groups::domain_numbers(self.subjects.iter().map(|subject| &subject.domain))
+    }
+
+    /// Whether each subject is a witness, in the order of subjects.
+    pub fn foreign_flags(&self) -> Vec<bool> {
+        self.subjects.iter().map(|subject| subject.is_foreign).collect()
+    }
+}
+
+/// What is found of somebody who is enrolled beside those that are chosen.
+enum ForeignScan {
+    /// Nothing that matters: everybody is of its domain.
+    SameDomain,
+    /// What it holds is remembered.
+    Inactive(TrustDomain, ProcessId),
+    /// It is looked at. How much it had run before is not known everywhere.
+    Scanned(Box<Subject>, Option<ActivityCounters>),
+}
+
+/// Choose processes and read their regions; of `enrolled` ones that are not chosen and of other trust domains than all
+/// that are, those regions that are enrolled, unless `known` witnesses rest.
+pub fn determine_scope(
+    host: &dyn Host,
+    selection: &ProcessSelection,
+    domains: &DomainConfig,
+    enrolled_processes: &[ProcessId],
+    foreign: Option<&ForeignProcesses>,
+) -> Result<ScanScope, Error> {
+    let nodes = observe::merging_nodes(host);
+    let domain_of = |handle: &dyn Handle, process: &Process| {
+        domains.domain(process).with_nodes(observe::bound_nodes(handle, &nodes))
+    };
+    let standing = |handle: &dyn Handle| foreign.and_then(|_| ActivityCounters::read(host, handle).ok());
+    // How much it has run is read before what it holds.
+    let look = |handle: &dyn Handle, process: Process, standing: Option<ActivityCounters>| {
+        let regions = find_ineligible_regions(handle, &process, observe::regions(handle)?);
+        Ok((Subject { domain: domain_of(handle, &process), process, regions, is_foreign: false }, standing))
+    };
+    let (looked, unseen) =
+        inspect_selected(host, selection, |handle, process| look(handle, process, standing(handle)))?;
+    let mut survey = ScanScope { unscanned: unseen, ..ScanScope::default() };
+    for (subject, standing) in looked {
+        survey.add_subject(subject, standing);
+    }
+    let subjects = &survey.subjects;
+    let chosen: BTreeSet<ProcessId> = subjects.iter().map(|subject| subject.process.id).collect();
+    let chosen_domains: BTreeSet<TrustDomain> = subjects.iter().map(|subject| subject.domain.clone()).collect();
+    let pids: Vec<Pid> = enrolled_processes.iter().filter(|id| !chosen.contains(id)).map(|id| id.pid).collect();
+    if !pids.is_empty() {
+        let beside = |handle: &dyn Handle, process: Process| {
+            let domain = domain_of(handle, &process);
+            if !chosen_domains.iter().any(|chosen| *chosen != domain) {
+                return Ok(ForeignScan::SameDomain);
+            }
+            let standing = standing(handle);
+            let rests = foreign.zip(standing).is_some_and(|(known, standing)| known.is_inactive(process.id, standing));
+            if rests {
+                return Ok(ForeignScan::Inactive(domain, process.id));
+            }
+            let (mut subject, standing) = look(handle, process, standing)?;
+            subject.regions.retain(|(region, _)| region.may_have_merged_pages());
+            subject.is_foreign = true;
+            Ok(ForeignScan::Scanned(Box::new(subject), standing))
+        };
+        // What has ended meanwhile, or cannot be read, is no longer or never known to hold anything.
+        let (others, _) = inspect_selected(host, &ProcessSelection { pids, ..ProcessSelection::default() }, beside)?;
+        for other in others {
+            match other {
+                ForeignScan::SameDomain => {}
+                ForeignScan::Inactive(domain, process) => survey.inactive_foreign.push((domain, process)),
+                ForeignScan::Scanned(subject, standing) => survey.add_subject(*subject, standing),
+            }
+        }
+    }
+    survey.subjects.sort_by(|a, b| (&a.domain, a.process.id).cmp(&(&b.domain, b.process.id)));
+    Ok(survey)
+}
+
+/// Take hold of each chosen process that has memory of its own, which kernel threads and zombies have not, and look at
+/// it. Several are looked at at once; what was seen and what was not is in the order of their numbers.
+///
+/// Processes that went away on their own are in neither list, unless they were asked for by number.
+pub fn inspect_selected<T: Send>(
+    host: &dyn Host,
+    selection: &ProcessSelection,
+    inspect: impl Fn(&dyn Handle, Process) -> Reading<T> + Sync,
+) -> Result<(Vec<T>, Vec<UnscannedProcess>), Error> {
+    let chooser = SelectionMatcher {
+        selection,
+        comm_globs: compile_patterns(&selection.comm_patterns)?,
+        vm_name_globs: compile_patterns(&selection.vm_name_patterns)?,
+    };
+    let mut pids = selection.pids.clone();
+    if pids.is_empty() {
+        pids = host.pids().map_err(|source| Error::Processes { host: host.describe(), source })?;
+        pids.retain(|&pid| selection.excluded_pid != Some(pid));
+    }
+    pids.sort_unstable();
+    pids.dedup();
+    let looked_at: Vec<Result<Option<T>, UnscannedProcess>> =
+        pids.par_iter().map(|&pid| inspect_process(host, pid, &chooser, &inspect)).collect();
+    let asked_for = |unseen: &UnscannedProcess| unseen.why != Absent::Vanished || !selection.pids.is_empty();
+    let (mut seen, mut unseen) = (Vec::new(), Vec::new());
+    for result in looked_at {
+        match result {
+            Ok(found) => seen.extend(found),
+            Err(missed) => unseen.extend(Some(missed).filter(asked_for)),
+        }
+    }
+    Ok((seen, unseen))
+}
+
+fn compile_patterns(patterns: &[String]) -> Result<Vec<GlobMatcher>, Error> {
+    patterns.iter().map(|pattern| Ok(Glob::new(pattern)?.compile_matcher())).collect()
+}
+
+/// One process: `None` if it is not chosen or has no memory of its own.
+fn inspect_process<T>(
+    host: &dyn Host,
+    pid: Pid,
+    matcher: &SelectionMatcher<'_>,
+    inspect: impl Fn(&dyn Handle, Process) -> Reading<T>,
+) -> Result<Option<T>, UnscannedProcess> {
+    let mut comm = None;
+    let mut open = || -> Reading<Option<T>> {
+        let handle = host.open(pid)?;
+        let process = observe::process(host, &*handle)?;
+        if !matcher.matches(&process) || process.kernel_thread {
+            return Ok(None);
+        }
+        comm = Some(process.comm.clone());
+        if process.is_zombie() {
+            return Ok(None);
+        }
+        inspect(&*handle, process).map(Some)
+    };
+    open().map_err(|why| UnscannedProcess { pid, comm, why })
+}
+
+/// Why KSM cannot take the pages of each region.
+fn find_ineligible_regions(
+    handle: &dyn Handle,
+    process: &Process,
+    regions: Vec<Region>,
+) -> Vec<(Region, Option<Ineligible>)> {
+    let pinned = if is_guest_ram_pinned(handle, process) { find_guest_ram(process, &regions) } else { Vec::new() };
+    regions
+        .into_iter()
+        .enumerate()
+        .map(|(i, region)| {
+            let file = region.anonymous.0 == 0 && region.rss.0 > 0;
+            let reason = region
+                .ineligible()
+                .or(pinned.contains(&i).then_some(Ineligible::Vfio))
+                .or(file.then_some(Ineligible::File));
+            (region, reason)
+        })
+        .collect()
+}
+
+/// Whether a device is passed through to the virtual machine that the process runs: its RAM is pinned then.
+fn is_guest_ram_pinned(handle: &dyn Handle, process: &Process) -> bool {
+    process.identity.vm.as_ref().is_some_and(|vm| {
+        vm.vfio || handle.links("fd").is_ok_and(|links| links.iter().any(|link| link.starts_with("/dev/vfio/")))
+    })
+}
+
+/// The regions that hold guest RAM: the smallest private one that is large enough for all that the command line says,
+/// or, where RAM comes from several backends, the largest ones that together are.
+fn find_guest_ram(process: &Process, regions: &[Region]) -> Vec<usize> {
+    let Some(memory) = process.identity.vm.as_ref().and_then(|vm| vm.memory_bytes) else { return Vec::new() };
+    let size = |i: &usize| regions[*i].range.bytes().0;
+    let mut candidates: Vec<usize> =
+        (0..regions.len()).filter(|&i| regions[i].ineligible().is_none() && regions[i].anonymous.0 > 0).collect();
+    candidates.sort_by_key(size);
+    if let Some(&whole) = candidates.iter().find(|i| size(i) >= memory) {
+        return vec![whole];
+    }
+    let mut total = 0;
+    let mut ram = Vec::new();
+    for i in candidates.into_iter().rev() {
+        if total >= memory {
+            break;
+        }
+        total += size(&i);
+        ram.push(i);
+    }
+    ram
+}
+
+/// How the pages of a region may be read without a trace: `process_vm_readv` only where KSM was never told of the
+/// region, since it unshares what it reads.
+pub fn read_method(region: &Region) -> ReadMethod {
+    if region.may_have_merged_pages() {
+        ReadMethod::ProcMem { detect_merged: !matches!(&region.ksm, Ok(bytes) if bytes.0 == 0) }
+    } else {
+        ReadMethod::ProcessVmReadv
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_base::identity::Identity;
+    use pagefold_base::region::VmFlags;
+    use pagefold_base::{AddressRange, Bytes, ProcessId};
+
+    #[test]
+    fn cgroup_match_includes_descendants() {
+        assert!(is_in_cgroup("/a/b", "/a"));
+        assert!(is_in_cgroup("/a", "/a/"));
+        assert!(is_in_cgroup("/a", "/"));
+        assert!(!is_in_cgroup("/ab", "/a"));
+    }
+
+    #[test]
+    fn guest_ram_is_found_in_one_or_several_regions() {
+        let arguments = |memory: &str| ["qemu-system-x86_64", "-m", memory].map(str::to_owned).to_vec();
+        let process = |memory| {
+            let id = ProcessId { pid: Pid(1), start_time: 1 };
+            let identity = Identity::new(&arguments(memory), &Default::default(), None);
+            Process { identity, ..Process::absent(id, &Absent::Denied) }
+        };
+        let region = |mib: u64| {
+            let range = AddressRange { start: 1 << 40, end: (1 << 40) + (mib << 20) };
+            Region { anonymous: Bytes(4096), ..Region::empty(range) }
+        };
+        let regions = [region(8), region(512), region(512), region(2048)];
+        assert_eq!(find_guest_ram(&process("512"), &regions), [1]);
+        assert_eq!(find_guest_ram(&process("2048"), &regions), [3]);
+        assert_eq!(find_guest_ram(&process("1024"), &regions[..3]), [2, 1]);
+        assert_eq!(find_guest_ram(&process("16384"), &regions).len(), 4);
+    }
+
+    #[test]
+    fn enrolled_regions_are_read_through_proc_mem() {
+        let region = |flags, ksm| Region { flags, ksm, ..Region::empty(AddressRange { start: 0, end: 4096 }) };
+        let mergeable = VmFlags::MERGEABLE;
+        let check = |region: Region, expected| assert_eq!(read_method(&region), expected);
+        check(region(VmFlags::default(), Ok(Bytes(0))), ReadMethod::ProcessVmReadv);
+        check(region(VmFlags::default(), Ok(Bytes(4096))), ReadMethod::ProcMem { detect_merged: true });
+        check(region(mergeable, Ok(Bytes(0))), ReadMethod::ProcMem { detect_merged: false });
+        check(region(mergeable, Err(Absent::NotOnThisKernel)), ReadMethod::ProcMem { detect_merged: true });
+    }
+}

@@ -1,0 +1,293 @@
+//! The control socket: one request in one line, one answer in one line.
+//!
+//! Only root and the user that the daemon runs as may speak to it: the directory is closed to others, and the kernel is
+//! asked who is at the other end. Who is slow, says too much or comes when too many are there is cut off.
+
+use anyhow::{Context, bail};
+use pagefold_daemon::wire::ControlReply;
+use pagefold_host::transaction::journal::StateDirectory;
+use rustix::fs::OFlags;
+use rustix::net::sockopt::socket_peercred;
+use std::fs::{File, TryLockError};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+/// The socket's name in the directory of state.
+const SOCKET_FILE: &str = "control";
+
+/// The file that is locked while a daemon runs.
+const LOCK_FILE: &str = "daemon.lock";
+
+/// For how long somebody may take to ask, and to take the answer.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Bytes of a request at most.
+const MAX_REQUEST_BYTES: u64 = 256;
+
+/// Who is served at once at most.
+const MAX_CONCURRENT_REQUESTS: usize = 16;
+
+/// What can be asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ControlRequest {
+    /// How the daemon stands.
+    Status,
+    /// Do nothing until resumed.
+    Pause,
+    /// Go on.
+    Resume,
+    /// Look at a process now.
+    Enroll(u32),
+    /// Leave a process alone, and withdraw what is merged of it.
+    Unenroll(u32),
+}
+
+impl ControlRequest {
+    fn to_line(self) -> String {
+        match self {
+            Self::Status => "status\n".to_owned(),
+            Self::Pause => "pause\n".to_owned(),
+            Self::Resume => "resume\n".to_owned(),
+            Self::Enroll(pid) => format!("enrol {pid}\n"),
+            Self::Unenroll(pid) => format!("withdraw {pid}\n"),
+        }
+    }
+
+    fn parse(line: &str) -> Option<Self> {
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        Some(match words[..] {
+            ["status"] => Self::Status,
+            ["pause"] => Self::Pause,
+            ["resume"] => Self::Resume,
+            ["enrol", pid] => Self::Enroll(pid.parse().ok()?),
+            ["withdraw", pid] => Self::Unenroll(pid.parse().ok()?),
+            _ => return None,
+        })
+    }
+}
+
+/// The socket in a directory.
+pub fn socket_path(directory: &Path) -> PathBuf {
+    directory.join(SOCKET_FILE)
+}
+
+/// Whether a daemon listens there.
+pub fn is_daemon_listening(directory: &Path) -> bool {
+    UnixStream::connect(socket_path(directory)).is_ok()
+}
+
+/// Ask the daemon. An error where none runs.
+pub fn send_request(directory: &Path, request: ControlRequest) -> anyhow::Result<ControlReply> {
+    let path = socket_path(directory);
+    let mut stream = UnixStream::connect(&path).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
+            anyhow::anyhow!("no pagefold daemon runs here ({}): start one with `pagefold daemon`", path.display())
+        }
+        io::ErrorKind::PermissionDenied => anyhow::anyhow!("{}: {error}: run as root", path.display()),
+        _ => anyhow::anyhow!("{}: {error}", path.display()),
+    })?;
+    let patience = Some(REQUEST_TIMEOUT * 4);
+    stream.set_read_timeout(patience).and_then(|()| stream.set_write_timeout(patience))?;
+    // Who may not ask is told so before anything is read.
+    let sent = stream.write_all(request.to_line().as_bytes()).context("the daemon does not listen");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).context("the daemon does not answer")?;
+    if answer.is_empty() {
+        sent?;
+    }
+    serde_json::from_str(&answer).context("the daemon's answer cannot be read: is it of another version?")
+}
+
+/// Open the state directory, if only this user can write in it.
+fn open_private_directory(path: &Path) -> anyhow::Result<StateDirectory> {
+    let named = || format!("cannot open the state directory {}", path.display());
+    let directory = StateDirectory::open(path).with_context(named)?;
+    if !directory.is_private().with_context(named)? {
+        bail!(
+            "cannot use the state directory {}: another user owns it or can write in it; pass --state DIR with a \
+             directory of your own, or run `chown` and `chmod go-w` on this one",
+            path.display()
+        );
+    }
+    Ok(directory)
+}
+
+/// The socket of a daemon that runs. Gone when it is dropped.
+pub struct ControlSocket {
+    path: PathBuf,
+    listener: UnixListener,
+    /// Held for as long as it runs, however busy it is.
+    _lock: File,
+}
+
+impl ControlSocket {
+    /// Make the socket, unless another daemon runs. A directory in which another user can write is refused: that user
+    /// could put a symbolic link in the place of the lock, or a socket in the place of the daemon's.
+    pub fn bind(directory: &Path) -> anyhow::Result<Self> {
+        let path = socket_path(directory);
+        let lock = directory.join(LOCK_FILE);
+        let named = || format!("cannot use {}", lock.display());
+        let file = open_private_directory(directory)?
+            .open_file(LOCK_FILE, OFlags::WRONLY | OFlags::CREATE)
+            .with_context(named)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => {
+                let which = match send_request(directory, ControlRequest::Status) {
+                    Ok(ControlReply::Status(status)) => format!(" (process {})", status.pid),
+                    _ => String::new(),
+                };
+                bail!("a pagefold daemon runs already{which}: see `pagefold status`");
+            }
+            Err(TryLockError::Error(error)) => return Err(error).with_context(named),
+        }
+        match std::fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("cannot use {}", path.display()));
+            }
+            _ => {}
+        }
+        let listener = UnixListener::bind(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
+        Ok(Self { path, listener, _lock: file })
+    }
+
+    /// Answer whoever asks, until the process ends: on a thread of its own.
+    pub fn serve_requests(&self, answer: Arc<dyn Fn(ControlRequest) -> ControlReply + Send + Sync>) -> io::Result<()> {
+        let listener = self.listener.try_clone()?;
+        let busy = Arc::new(AtomicUsize::new(0));
+        std::thread::Builder::new().name("control".to_owned()).spawn(move || {
+            for stream in listener.incoming() {
+                let Ok(stream) = stream else {
+                    // Out of descriptors, most likely: nothing is gained by trying at once.
+                    std::thread::sleep(Duration::from_millis(100));
+                    continue;
+                };
+                if busy.fetch_add(1, Ordering::Relaxed) >= MAX_CONCURRENT_REQUESTS {
+                    busy.fetch_sub(1, Ordering::Relaxed);
+                    continue;
+                }
+                let (answer, served) = (Arc::clone(&answer), Arc::clone(&busy));
+                let spawned = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
+                    // Whoever goes away before the answer does not want it.
+                    let _ = serve_connection(&stream, &*answer);
+                    served.fetch_sub(1, Ordering::Relaxed);
+                });
+                if spawned.is_err() {
+                    busy.fetch_sub(1, Ordering::Relaxed);
+                }
+            }
+        })?;
+        Ok(())
+    }
+}
+
+impl Drop for ControlSocket {
+    fn drop(&mut self) {
+        // It may be gone with its directory.
+        let _ = std::fs::remove_file(&self.path);
+    }
+}
+
+fn serve_connection(stream: &UnixStream, answer: &dyn Fn(ControlRequest) -> ControlReply) -> anyhow::Result<()> {
+    stream.set_read_timeout(Some(REQUEST_TIMEOUT))?;
+    stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
+    let uid = socket_peercred(stream)?.uid;
+    if !uid.is_root() && uid != rustix::process::geteuid() {
+        return write_reply(stream, &ControlReply::Refused("only root and the daemon's user may ask".to_owned()));
+    }
+    let mut line = String::new();
+    BufReader::new(stream.take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
+    let told = match ControlRequest::parse(&line) {
+        Some(request) => answer(request),
+        None => ControlReply::Refused("no such request: status, pause, resume, enrol PID, withdraw PID".to_owned()),
+    };
+    write_reply(stream, &told)
+}
+
+fn write_reply(mut stream: &UnixStream, answer: &ControlReply) -> anyhow::Result<()> {
+    Ok(stream.write_all((serde_json::to_string(answer)? + "\n").as_bytes())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn requests_round_trip() {
+        let all = [
+            ControlRequest::Status,
+            ControlRequest::Pause,
+            ControlRequest::Resume,
+            ControlRequest::Enroll(7),
+            ControlRequest::Unenroll(u32::MAX),
+        ];
+        for request in all {
+            assert_eq!(ControlRequest::parse(&request.to_line()), Some(request));
+        }
+        for wrong in ["", "statuss", "enrol", "enrol x", "enrol 1 2", "withdraw -1", "pause 1"] {
+            assert_eq!(ControlRequest::parse(wrong), None, "{wrong}");
+        }
+    }
+
+    #[test]
+    fn valid_request_is_answered_and_garbage_is_not() {
+        let directory = tempfile::tempdir().unwrap();
+        assert!(send_request(directory.path(), ControlRequest::Pause).is_err(), "nobody is there");
+        let control = ControlSocket::bind(directory.path()).unwrap();
+        control.serve_requests(Arc::new(|request| ControlReply::Done(format!("{request:?}")))).unwrap();
+        assert_eq!(
+            send_request(directory.path(), ControlRequest::Enroll(3)).unwrap(),
+            ControlReply::Done("Enrol(3)".to_owned())
+        );
+        let mut stream = UnixStream::connect(socket_path(directory.path())).unwrap();
+        // It may hang up before all is written.
+        let _ = stream.write_all(&[b'x'; 1 << 20]);
+        let mut told = String::new();
+        let _ = stream.read_to_string(&mut told);
+        assert!(told.is_empty() || told.contains("refused"), "{told}");
+        assert!(send_request(directory.path(), ControlRequest::Pause).is_ok(), "others are answered still");
+        drop(control);
+        assert!(!socket_path(directory.path()).exists());
+    }
+
+    fn bind_error(directory: &Path) -> String {
+        match ControlSocket::bind(directory) {
+            Ok(_) => panic!("{} was used", directory.display()),
+            Err(error) => format!("{error:#}"),
+        }
+    }
+
+    #[test]
+    fn bind_refuses_a_directory_that_another_user_can_write_in() {
+        let directory = tempfile::tempdir().unwrap();
+        for mode in [0o770, 0o702, 0o1777] {
+            std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(mode)).unwrap();
+            assert!(bind_error(directory.path()).contains("another user owns it or can write in it"), "{mode:o}");
+        }
+        std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(ControlSocket::bind(directory.path()).is_ok());
+        if rustix::process::geteuid().is_root() {
+            std::os::unix::fs::chown(directory.path(), Some(65534), None).unwrap();
+            assert!(bind_error(directory.path()).contains("another user owns it or can write in it"));
+        }
+        assert!(!socket_path(directory.path()).exists());
+    }
+
+    #[test]
+    fn bind_follows_no_symbolic_link() {
+        let (directory, victim) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::os::unix::fs::symlink(victim.path().join("victim"), directory.path().join(LOCK_FILE)).unwrap();
+        assert!(bind_error(directory.path()).contains(LOCK_FILE));
+        assert!(!victim.path().join("victim").exists(), "the lock is not made at the end of a link");
+        let link = directory.path().join("link");
+        std::os::unix::fs::symlink(victim.path(), &link).unwrap();
+        assert!(bind_error(&link).contains("state directory"));
+        assert_eq!(victim.path().read_dir().unwrap().count(), 0);
+    }
+}

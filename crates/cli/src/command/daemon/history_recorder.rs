@@ -1,0 +1,317 @@
+//! What the daemon keeps of the past: its status, noted every ten seconds, each second while work is under way and when
+//! somebody comes, and written to an SQLite database about once a minute and when a merge has ended. Between the notes
+//! of a second, what merging saves is looked at alone, so that the course of a short merge is known.
+//!
+//! It is a thread of its own, so that a slow disk holds nobody up. Where the file cannot be used, that is said, and the
+//! daemon goes on without.
+
+use super::status::{self, ProcessScope};
+use super::{DaemonArguments, StatusDesk, log_line};
+use crate::command_line::GlobalOptions;
+use crate::config::{Config, HistoryLocation};
+use anyhow::Context;
+use pagefold_daemon::decide::{DaemonState, DaemonStatus};
+use pagefold_daemon::wire::StatusReport;
+use pagefold_history::points::HistoryPoint;
+use pagefold_history::series;
+use pagefold_history::{HistoryLimits, HistoryReader, HistoryWriter};
+use std::os::unix::fs::DirBuilderExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant, SystemTime};
+
+/// Between two looks at what merging saves, while work is under way.
+const BUSY_SAVINGS_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Between two notes at least.
+const MIN_NOTE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Between two notes otherwise.
+const IDLE_NOTE_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Between two commits, and between two looks at all members.
+const COMMIT_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Between two commits at least, however many passes end.
+const MIN_COMMIT_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Of the past before this daemon, what is shown.
+const MAX_SHOWN_HISTORY: Duration = Duration::from_secs(86_400);
+
+/// About so many points of the past in this history, with one at which nothing is known between two daemons; none where
+/// there is no history yet, or it cannot be read, which is said.
+pub fn load_points(path: &Path, max_points: usize) -> Vec<HistoryPoint> {
+    if !path.exists() {
+        return Vec::new();
+    }
+    let until = unix_now();
+    let read =
+        HistoryReader::open(path).and_then(|reader| reader.samples(until - MAX_SHOWN_HISTORY.as_secs_f64(), until));
+    let samples = read.unwrap_or_else(|error| {
+        log_line(&format!("going on without the past: {:#}", anyhow::Error::from(error)));
+        Vec::new()
+    });
+    let points = series::points_from_samples(&series::thin_samples(&samples, max_points / 2));
+    let mut past = Vec::new();
+    for (i, point) in points.iter().enumerate() {
+        past.push(HistoryPoint {
+            time: point.time,
+            saved_gross: point.saved_gross,
+            saved_net: point.saved_net,
+            available: point.available,
+            keep_available: point.keep_available,
+            ksmd_percent: point.ksmd_percent,
+            pagefold_percent: point.pagefold_percent,
+            bound_percent: point.bound_percent,
+        });
+        if points.get(i + 1).is_none_or(|next| next.run != point.run) {
+            past.push(HistoryPoint::unknown(point.time + 0.001, point.bound_percent));
+        }
+    }
+    past
+}
+
+/// A history that is kept until it is dropped, which writes what is left.
+pub struct HistoryRecorder {
+    signal: Arc<RecorderSignal>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Where the history is kept, as the command line, the configuration or the service manager says.
+pub fn history_path(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<Option<PathBuf>> {
+    let said = match &options.history {
+        Some(said) => Some(said.clone()),
+        None => Config::load(global)?.history,
+    };
+    Ok(match said {
+        Some(HistoryLocation::Off) => None,
+        Some(HistoryLocation::File(path)) => Some(path),
+        // One directory is asked for; systemd separates several by colons.
+        None => std::env::var_os("STATE_DIRECTORY").map(|directory| PathBuf::from(directory).join("history.db")),
+    })
+}
+
+/// Keep the history in this file.
+pub fn start_recorder(
+    desk: Arc<StatusDesk>,
+    path: &Path,
+    global: &GlobalOptions,
+) -> anyhow::Result<Option<HistoryRecorder>> {
+    let host = if global.host == "live" { host_name() } else { desk.host.describe() };
+    let writer = match open_writer(path, &host) {
+        Ok(writer) => writer,
+        Err(error) => {
+            log_line(&format!("going on without a history: {error:#}"));
+            return Ok(None);
+        }
+    };
+    log_line(&format!("keeping the history in {}", path.display()));
+    let bell = Arc::new(RecorderSignal::default());
+    let keeper = RecorderThread { desk, writer, signal: Arc::clone(&bell), failure_logged: false };
+    let thread = std::thread::Builder::new().name("history".to_owned()).spawn(move || keeper.run())?;
+    Ok(Some(HistoryRecorder { signal: bell, thread: Some(thread) }))
+}
+
+fn open_writer(path: &Path, host: &str) -> anyhow::Result<HistoryWriter> {
+    if let Some(directory) = path.parent() {
+        std::fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(directory)
+            .with_context(|| format!("cannot make {}", directory.display()))?;
+    }
+    Ok(HistoryWriter::open(path, HistoryLimits::default(), host, env!("CARGO_PKG_VERSION"), unix_now())?)
+}
+
+/// Seconds since 1970.
+fn unix_now() -> f64 {
+    SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64()
+}
+
+fn host_name() -> String {
+    rustix::system::uname().nodename().to_string_lossy().into_owned()
+}
+
+impl HistoryRecorder {
+    /// Look at what the daemon does: work that begins, and who has come, is noted within a second.
+    pub fn observe_state(&self, state: &DaemonState) {
+        let waiting =
+            state.tracked().values().filter(|member| member.is_unscanned() && member.may_be_scanned()).count();
+        self.signal.report_activity(state.status().0 == DaemonStatus::Working, waiting);
+    }
+}
+
+impl Drop for HistoryRecorder {
+    fn drop(&mut self) {
+        self.signal.close();
+        if let Some(thread) = self.thread.take() {
+            // Whether it panicked or not, there is nothing left to keep.
+            let _ = thread.join();
+        }
+    }
+}
+
+/// Wakes the thread.
+#[derive(Debug, Default)]
+struct RecorderSignal {
+    activity: Mutex<RecorderActivity>,
+    changed: Condvar,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct RecorderActivity {
+    /// Whether work is under way.
+    is_working: bool,
+    /// How many have not been looked at yet.
+    unscanned_processes: usize,
+    /// Whether somebody has come, or work has ended, since the last note.
+    note_due: bool,
+    is_closed: bool,
+}
+
+impl RecorderSignal {
+    fn report_activity(&self, busy: bool, unscanned_processes: usize) {
+        let mut ring = self.lock_activity();
+        let before = *ring;
+        ring.note_due |= unscanned_processes > ring.unscanned_processes || ring.is_working && !busy;
+        (ring.is_working, ring.unscanned_processes) = (busy, unscanned_processes);
+        if *ring != before {
+            self.changed.notify_all();
+        }
+    }
+
+    fn close(&self) {
+        self.lock_activity().is_closed = true;
+        self.changed.notify_all();
+    }
+
+    /// Wait until it is time for the next look: so long while work is under way, otherwise so long. `false` once there
+    /// is none.
+    fn wait_for_note(&self, busy_interval: Duration, idle_interval: Duration) -> bool {
+        let wait = |ring, pause, on: fn(&mut RecorderActivity) -> bool| {
+            let (ring, _) = self.changed.wait_timeout_while(ring, pause, on).unwrap_or_else(PoisonError::into_inner);
+            ring
+        };
+        let ring = wait(self.lock_activity(), busy_interval, |ring| !ring.is_closed);
+        let ring = wait(ring, idle_interval.saturating_sub(busy_interval), |ring| {
+            !ring.is_closed && !ring.is_working && !ring.note_due
+        });
+        !ring.is_closed
+    }
+
+    /// Who has come, and what work came to, is noted.
+    fn clear_note_due(&self) {
+        self.lock_activity().note_due = false;
+    }
+
+    fn lock_activity(&self) -> MutexGuard<'_, RecorderActivity> {
+        self.activity.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+struct RecorderThread {
+    desk: Arc<StatusDesk>,
+    writer: HistoryWriter,
+    signal: Arc<RecorderSignal>,
+    /// Whether it has been said that nothing can be written.
+    failure_logged: bool,
+}
+
+impl RecorderThread {
+    fn run(mut self) {
+        let (mut noted, mut looked, mut committed): (Option<Instant>, Option<Instant>, Option<Instant>) =
+            Default::default();
+        let mut merges = 0;
+        let passed = |since: Option<Instant>, time| since.is_none_or(|since| since.elapsed() >= time);
+        loop {
+            let all = passed(looked, COMMIT_INTERVAL);
+            if !passed(noted, MIN_NOTE_INTERVAL) {
+                self.note_savings();
+            } else if let Some(status) = self.note_status(all) {
+                noted = Some(Instant::now());
+                // Who is there is not known yet when the daemon has just started.
+                if all && !status.members.is_empty() {
+                    looked = Some(Instant::now());
+                }
+                if passed(committed, COMMIT_INTERVAL)
+                    || status.passes.merges != merges && passed(committed, MIN_COMMIT_INTERVAL)
+                {
+                    (committed, merges) = (Some(Instant::now()), status.passes.merges);
+                    self.commit();
+                }
+            }
+            if !self.signal.wait_for_note(BUSY_SAVINGS_INTERVAL, IDLE_NOTE_INTERVAL) {
+                break;
+            }
+        }
+        if self.writer.is_pending() {
+            self.commit();
+        }
+    }
+
+    /// Note how the daemon stands, and what its members take where all are to be looked at; nothing where it ends.
+    fn note_status(&mut self, with_all_processes: bool) -> Option<StatusReport> {
+        self.signal.clear_note_due();
+        let snapshot = self.desk.request_snapshot()?;
+        let whom = if with_all_processes { ProcessScope::All } else { ProcessScope::Unscanned };
+        let status = status::build_status(self.desk.host, &snapshot, whom, Vec::new());
+        self.writer.note_status(&status);
+        if with_all_processes && !status.members.is_empty() {
+            self.writer.note_footprints(status.time, &status.members);
+        }
+        Some(status)
+    }
+
+    /// Look at what KSM counts of what merging saves.
+    fn note_savings(&mut self) {
+        if let Some(gross) = status::gross_saved_by_ksm(self.desk.host) {
+            self.writer.note_saved_by_ksm(unix_now(), gross);
+        }
+    }
+
+    fn commit(&mut self) {
+        match self.writer.commit() {
+            Ok(()) => {
+                if std::mem::take(&mut self.failure_logged) {
+                    log_line("the history is written again; what was noted meanwhile is lost");
+                }
+            }
+            Err(error) => {
+                if !std::mem::replace(&mut self.failure_logged, true) {
+                    let why = anyhow::Error::from(error);
+                    log_line(&format!("the history is not written for now, and the daemon goes on without: {why:#}"));
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Longer than any test may take.
+    const LONG_INTERVAL: Duration = Duration::from_secs(3600);
+
+    #[test]
+    fn work_or_arrival_ends_the_wait() {
+        let bell = RecorderSignal::default();
+        let wait = || bell.wait_for_note(Duration::from_millis(1), LONG_INTERVAL);
+        bell.report_activity(true, 0);
+        assert!(wait() && wait(), "while work is under way");
+        bell.report_activity(false, 1);
+        assert!(wait() && wait(), "somebody has come, and is not noted");
+        bell.clear_note_due();
+        bell.report_activity(false, 0);
+        assert!(!bell.lock_activity().note_due, "who goes rings nothing");
+        bell.report_activity(true, 0);
+        bell.report_activity(false, 0);
+        assert!(bell.lock_activity().note_due, "what came of work is noted, however short it was");
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| bell.wait_for_note(LONG_INTERVAL, LONG_INTERVAL));
+            bell.close();
+            assert!(!waits.join().expect("it ends"));
+        });
+    }
+}

@@ -1,0 +1,234 @@
+//! The ways to enrol a program that is about to start, each tried on a process of our own before it is relied upon.
+
+use super::{companion, program_loader};
+use anyhow::{Context, bail};
+use clap::ValueEnum;
+use pagefold_base::Pid;
+use pagefold_base::region::VmFlags;
+use pagefold_host::{Host, observe};
+use pagefold_linux::{LiveHost, launch};
+use std::ffi::{CStr, CString, OsStr, OsString};
+use std::fmt;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// A library that is preloaded.
+#[derive(Clone, Copy, Debug)]
+pub struct PreloadLibrary {
+    /// Its file.
+    pub file: &'static str,
+    /// The variable that says where it is, if it is nowhere beside the program.
+    pub variable: &'static str,
+}
+
+/// The one that enrols its program in KSM.
+const ENROLL_LIBRARY: PreloadLibrary = PreloadLibrary { file: "libpagefold_preload.so", variable: "PAGEFOLD_PRELOAD" };
+
+/// How a program comes to be enrolled, best first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum ProgramEnrollMethod {
+    /// It inherits what is asked for before it starts (Linux 6.4)
+    Prctl,
+    /// A library in LD_PRELOAD asks for it from within
+    Preload,
+    /// A process that stays beside it makes it ask, from outside
+    Inject,
+}
+
+impl ProgramEnrollMethod {
+    /// All, best first.
+    pub const BEST_FIRST: [Self; 3] = [Self::Prctl, Self::Preload, Self::Inject];
+}
+
+impl fmt::Display for ProgramEnrollMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Prctl => "prctl",
+            Self::Preload => "preload",
+            Self::Inject => "inject",
+        })
+    }
+}
+
+/// A way that works here, and what it needs.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum PreparedEnroll {
+    /// This process is enrolled, and what it becomes will be.
+    Inherited,
+    /// What `LD_PRELOAD` is to be.
+    Preload(CString),
+    /// A companion will do it.
+    Companion,
+}
+
+impl PreparedEnroll {
+    /// What is done, in words.
+    pub fn describe(&self) -> &'static str {
+        match self {
+            Self::Inherited => "by prctl, inherited over fork and exec",
+            Self::Preload(_) => "by a preloaded library",
+            Self::Companion => "from outside, by injection",
+        }
+    }
+
+    /// Take back what was done for it already.
+    pub fn undo_preparation(&self) -> anyhow::Result<()> {
+        match self {
+            Self::Inherited => launch::set_merge_any(false).context("PR_SET_MEMORY_MERGE"),
+            Self::Preload(_) | Self::Companion => Ok(()),
+        }
+    }
+}
+
+/// Whether a way works for a program, as far as can be known before it runs.
+pub fn prepare_method(method: ProgramEnrollMethod, name: &OsStr) -> anyhow::Result<PreparedEnroll> {
+    match method {
+        ProgramEnrollMethod::Prctl => {
+            launch::set_merge_any(true).context("PR_SET_MEMORY_MERGE")?;
+            if !EnrollProbe::start(None)?.is_enrolled()? {
+                bail!("this kernel loses it over exec");
+            }
+            Ok(PreparedEnroll::Inherited)
+        }
+        ProgramEnrollMethod::Preload => {
+            let value = ENROLL_LIBRARY.ld_preload_for(name)?;
+            if !EnrollProbe::start(Some(&value))?.is_enrolled()? {
+                bail!("{} does not take effect here", OsStr::from_bytes(value.as_bytes()).to_string_lossy());
+            }
+            Ok(PreparedEnroll::Preload(value))
+        }
+        ProgramEnrollMethod::Inject => {
+            let mut probe = EnrollProbe::start(None)?;
+            probe.is_enrolled()?;
+            let host = LiveHost::new();
+            let process = host.open(Pid(probe.child.id())).map_err(anyhow::Error::msg)?.id();
+            companion::enroll_process(&host, process)?;
+            Ok(PreparedEnroll::Companion)
+        }
+    }
+}
+
+impl PreloadLibrary {
+    /// What `LD_PRELOAD` has to be for a program to load it, as far as can be known before that runs.
+    pub fn ld_preload_for(self, name: &OsStr) -> anyhow::Result<CString> {
+        let path = std::env::var_os("PATH");
+        // What is not found fails at exec, with the status that says so.
+        if let Some(file) = program_loader::find_program(name, path.as_deref()) {
+            let loading = program_loader::preload_support(&file).with_context(|| file.display().to_string())?;
+            if let program_loader::PreloadSupport::Ignored(why) = loading {
+                bail!("{} {why}", file.display());
+            }
+        }
+        append_preload(&self.find_file()?, std::env::var_os("LD_PRELOAD"))
+    }
+
+    /// Find it: where the variable says, beside this program (as cargo builds both), or where packages put it.
+    fn find_file(self) -> anyhow::Result<PathBuf> {
+        let Self { file, variable } = self;
+        if let Some(path) = std::env::var_os(variable) {
+            let path = PathBuf::from(path);
+            return path.canonicalize().with_context(|| format!("{variable}={}", path.display()));
+        }
+        let program = std::env::current_exe().context("cannot tell where this program is")?;
+        let folder = program.parent().unwrap_or(Path::new("/"));
+        let places = [folder.join(file), folder.join("../lib/pagefold").join(file)];
+        let found = places.iter().find_map(|path| path.canonicalize().ok());
+        found.with_context(|| format!("{file} is not beside {}: set {variable} to its path", program.display()))
+    }
+}
+
+/// What `LD_PRELOAD` has to be for the library to come after what is there.
+fn append_preload(library: &Path, existing: Option<OsString>) -> anyhow::Result<CString> {
+    // ld.so(8): parts are separated by either, and neither can be escaped.
+    if library.as_os_str().as_bytes().iter().any(|byte| b": ".contains(byte)) {
+        bail!("LD_PRELOAD cannot name {}: move it to a path without spaces and colons", library.display());
+    }
+    let mut value = existing.unwrap_or_default().into_vec();
+    if !value.is_empty() {
+        value.push(b':');
+    }
+    value.extend(library.as_os_str().as_bytes());
+    Ok(CString::new(value)?)
+}
+
+/// The file that an `LD_PRELOAD` of [`append_preload`] ends with, without its directories.
+pub fn last_preloaded_file(preload: &CStr) -> &[u8] {
+    preload.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default()
+}
+
+/// Whether a part of a file's name is in what a process maps (`/proc/PID/maps`).
+pub fn is_mapped(maps: &[u8], name: &[u8]) -> bool {
+    maps.windows(name.len()).any(|window| window == name)
+}
+
+/// A copy of this program, started as the program to come will be, that says whether it is enrolled. Ends when dropped.
+pub struct EnrollProbe {
+    child: std::process::Child,
+    answers: BufReader<std::process::ChildStdout>,
+}
+
+impl EnrollProbe {
+    /// Start it, with `LD_PRELOAD` as given.
+    pub fn start(preload: Option<&CString>) -> anyhow::Result<Self> {
+        let mut command = Command::new("/proc/self/exe");
+        command.args(["run", "--probe"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
+        if let Some(preload) = preload {
+            command.env("LD_PRELOAD", OsStr::from_bytes(preload.as_bytes()));
+        }
+        let mut child =
+            command.spawn().context("cannot start a copy of this program, to try it (is /proc mounted?)")?;
+        let answers = BufReader::new(child.stdout.take().context("its output was piped")?);
+        Ok(Self { child, answers })
+    }
+
+    fn is_enrolled(&mut self) -> anyhow::Result<bool> {
+        let mut answer = String::new();
+        self.answers.read_line(&mut answer).context("a copy of this program, started to try it, does not answer")?;
+        Ok(answer.trim() == "enrolled")
+    }
+
+    /// Whether it has loaded a library.
+    pub fn has_loaded(&mut self, library: PreloadLibrary) -> anyhow::Result<bool> {
+        // It answers once it runs.
+        self.is_enrolled()?;
+        let maps = std::fs::read(format!("/proc/{}/maps", self.child.id()))?;
+        Ok(is_mapped(&maps, library.file.as_bytes()))
+    }
+}
+
+impl Drop for EnrollProbe {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        // Who ignores SIGCHLD is told that there is no such child, once it has ended.
+        let _ = self.child.wait();
+    }
+}
+
+/// Be the copy: say whether this process is enrolled, then wait until standard input closes.
+pub fn run_probe() -> anyhow::Result<()> {
+    let host = LiveHost::new();
+    let regions = host.open(Pid(std::process::id())).and_then(|handle| observe::regions(&*handle));
+    // Both, where the kernel tells: a flag without regions would merge nothing.
+    let marked = regions.is_ok_and(|regions| regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)));
+    let mut output = std::io::stdout().lock();
+    writeln!(output, "{}", if marked { "enrolled" } else { "not" })?;
+    output.flush()?;
+    std::io::copy(&mut std::io::stdin().lock(), &mut std::io::sink())?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn library_is_appended_to_existing_ld_preload() {
+        let value = |before: Option<&str>| append_preload(Path::new("/l.so"), before.map(OsString::from)).unwrap();
+        assert_eq!(value(None).as_c_str(), c"/l.so");
+        assert_eq!(value(Some("")).as_c_str(), c"/l.so");
+        assert_eq!(value(Some("a.so b.so")).as_c_str(), c"a.so b.so:/l.so");
+        assert!(append_preload(Path::new("/a folder/l.so"), None).is_err());
+    }
+}

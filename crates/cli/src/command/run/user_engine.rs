@@ -1,0 +1,58 @@
+//! The engine in user space: what a program needs to be merged by a library that is preloaded.
+
+use super::RunArguments;
+use super::enroll_method::{EnrollProbe, PreloadLibrary};
+use anyhow::{Context, bail};
+use pagefold_linux::launch::UserfaultFd;
+use std::ffi::{CString, OsStr};
+use std::path::Path;
+
+/// The library that adopts what its program allocates.
+const ADOPT_LIBRARY: PreloadLibrary = PreloadLibrary { file: "libpagefold_adopt.so", variable: "PAGEFOLD_ADOPT" };
+
+/// What says that a program is a rank of an MPI job (Open MPI, PMIx, MPICH and its kin).
+const RANK_VARIABLES: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID"];
+
+/// What starts ranks, for which permission to hold writers up is not needed.
+const MPI_LAUNCHERS: [&str; 5] = ["mpirun", "mpiexec", "orterun", "prterun", "srun"];
+
+/// The variables that make a program one that is merged.
+pub fn prepare_variables(options: &RunArguments, name: &OsStr) -> anyhow::Result<Vec<(CString, CString)>> {
+    let preload = ADOPT_LIBRARY.ld_preload_for(name)?;
+    if !EnrollProbe::start(Some(&preload))?.has_loaded(ADOPT_LIBRARY)? {
+        bail!("{} does not take effect here", preload.to_string_lossy());
+    }
+    let set = |name: &&str| std::env::var_os(name).is_some();
+    let launcher = Path::new(name).file_name().is_some_and(|name| MPI_LAUNCHERS.iter().any(|known| name == *known));
+    if !RANK_VARIABLES.iter().any(set) && !launcher {
+        UserfaultFd::new().context(
+            "merging beside a program that runs needs Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, \
+             vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd); MPI programs do without, under mpirun",
+        )?;
+    }
+    let domain = options.domain.clone().or_else(pagefold_engine::job_domain_name);
+    let domain = domain.unwrap_or_else(|| format!("run-{}", std::process::id()));
+    // With room for the name of a node.
+    let most = if options.per_node { 54 } else { 64 };
+    if !pagefold_engine::is_valid_domain_name(&domain) || domain.len() > most {
+        bail!("--domain {domain}: at most {most} letters, digits, '.', '_' and '-' make a name, and '.' is not first");
+    }
+    let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
+    let mut say = |name, value: Option<String>| -> anyhow::Result<()> {
+        variables.extend(value.map(CString::new).transpose()?.map(|value| (name, value)));
+        Ok(())
+    };
+    say("PAGEFOLD_MAX_SLOWDOWN", options.max_slowdown.map(|share| share.to_string()))?;
+    say("PAGEFOLD_LIFETIME", options.lifetime.map(|time| time.as_secs_f64().to_string()))?;
+    say("PAGEFOLD_THRESHOLD", options.threshold.map(|bytes| bytes.0.to_string()))?;
+    say("PAGEFOLD_PER_NODE", options.per_node.then(|| "1".to_owned()))?;
+    say("PAGEFOLD_REPORT", options.report.then(|| "1".to_owned()))?;
+    variables.into_iter().map(|(name, value)| Ok((CString::new(name)?, value))).collect()
+}
+
+/// What is done, in words.
+pub fn describe(variables: &[(CString, CString)]) -> String {
+    let domain = variables.iter().find(|(name, _)| name.as_bytes() == b"PAGEFOLD_DOMAIN");
+    let domain = domain.map_or_else(String::new, |(_, value)| value.to_string_lossy().into_owned());
+    format!("in the domain {domain}, by a preloaded library")
+}

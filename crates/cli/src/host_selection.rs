@@ -1,0 +1,88 @@
+//! Which host, and which of its processes.
+
+use crate::command_line::{GlobalOptions, ProcessOptions};
+use anyhow::{Context, bail};
+use pagefold_base::{Absent, Pid};
+use pagefold_census::ProcessSelection;
+use pagefold_census::results::UnscannedProcess;
+use pagefold_host::Host;
+use pagefold_linux::LiveHost;
+use pagefold_recording::Recording;
+use std::path::Path;
+
+/// Open the host that `--host` names.
+pub fn open_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
+    match global.host.split_once(':') {
+        None if global.host == "live" => Ok(Box::new(LiveHost::new())),
+        Some(("recording", path)) => {
+            let recording = Recording::open(Path::new(path))
+                .with_context(|| format!("cannot read the recording {path}: make one with `pagefold record DIR`"))?;
+            Ok(Box::new(recording))
+        }
+        _ => bail!("--host {}: expected `live` or `recording:DIR`", global.host),
+    }
+}
+
+/// What the options for targets mean. On the live host, this process is left out.
+pub fn process_selection(targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<ProcessSelection> {
+    let users = targets.user.iter().map(|user| parse_uid(user)).collect::<anyhow::Result<_>>()?;
+    Ok(ProcessSelection {
+        pids: targets.pid.iter().copied().map(Pid).collect(),
+        comm_patterns: targets.name.clone(),
+        cgroups: targets.cgroup.clone(),
+        users,
+        vm_name_patterns: targets.vm.clone(),
+        excluded_pid: (global.host == "live").then(|| Pid(std::process::id())),
+    })
+}
+
+/// Refuse to go on where none of the processes that were asked for could be seen.
+pub fn check_any_seen(
+    any_seen: bool,
+    selection: &ProcessSelection,
+    unscanned: &[UnscannedProcess],
+    global: &GlobalOptions,
+) -> anyhow::Result<()> {
+    if any_seen || (selection.pids.is_empty() && !unscanned.is_empty()) {
+        return Ok(());
+    }
+    let Some(first) = unscanned.first() else {
+        bail!(
+            "no process with memory of its own fits (kernel threads and zombies have none): \
+             without conditions the command shows who there is"
+        );
+    };
+    let name = first.comm.as_deref().unwrap_or("?");
+    match first.why {
+        Absent::Vanished if global.host == "live" => bail!(
+            "there is no process {}: `pagefold census` lists who there is. Numbers of another pid namespace (a \
+             container's) mean nothing here: give those of this one, or run pagefold there",
+            first.pid
+        ),
+        Absent::Vanished => bail!("there is no process {}: it is not in the recording", first.pid),
+        Absent::Denied => bail!("process {} ({name}): permission denied. {}", first.pid, permission_remedy(global)),
+        _ => bail!("process {} ({name}): {}", first.pid, first.why),
+    }
+}
+
+/// What to do about processes that could not be seen for lack of permission.
+pub fn permission_remedy(global: &GlobalOptions) -> &'static str {
+    if global.host != "live" {
+        "It is not in the recording: record as root to have it."
+    } else if rustix::process::geteuid().is_root() {
+        "Refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it."
+    } else {
+        "Run as root to see all."
+    }
+}
+
+/// The number of a user, by name or number.
+pub fn parse_uid(user: &str) -> anyhow::Result<u32> {
+    if let Ok(uid) = user.parse() {
+        return Ok(uid);
+    }
+    nix::unistd::User::from_name(user)
+        .with_context(|| format!("cannot look up the user {user:?}"))?
+        .map(|user| user.uid.as_raw())
+        .with_context(|| format!("there is no user {user:?}: see `getent passwd`, or give a number"))
+}

@@ -1,0 +1,395 @@
+//! What the read-only commands make of a host on which something fails.
+//!
+//! The host is the recording `linux-6.18`. Each path that a command asks for fails in each way, one at a time, and a
+//! command must then say less and never something else: no panic, no figure that became zero, no process that is
+//! missing from both what was seen and what was not.
+
+use crate::command::account::{AccountResult, take_account};
+use crate::command_line::{ColorChoice, GlobalOptions};
+use crate::output;
+use pagefold_account::decide::{Basis, GroupBy};
+use pagefold_account::wire::{AccountInput, AccountReport, ReconciliationInput};
+use pagefold_base::domain::DomainRule;
+use pagefold_base::{Absent, AddressRange, PageCounts, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
+use pagefold_census::results::Census;
+use pagefold_census::wire::{CensusContext, CensusReport};
+use pagefold_census::{ProcessSelection, ScanProgress};
+use pagefold_doctor::doctor_facts;
+use pagefold_doctor::wire::DoctorReport;
+use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use pagefold_host::{FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
+use pagefold_output::text::TextStyle;
+use pagefold_recording::Recording;
+use std::collections::{BTreeMap, BTreeSet};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::sync::atomic::AtomicBool;
+use std::time::Duration;
+
+fn recording_folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18")
+}
+
+fn open_recording() -> Recording {
+    Recording::open(&recording_folder()).expect("the recording")
+}
+
+fn plain_style() -> TextStyle {
+    output::stdout_style(&GlobalOptions {
+        host: "recording".to_owned(),
+        color: ColorChoice::Never,
+        state: std::path::PathBuf::new(),
+        config: None,
+    })
+}
+
+/// Every fault of every path that `command` asks for, each by itself: `check` gets the path, the fault and the host.
+fn for_each_fault<T>(command: impl Fn(&dyn Host) -> T, check: impl Fn(&str, &InjectedFault, T)) {
+    let recording = open_recording();
+    let asked = Mutex::new(BTreeSet::new());
+    command(&FaultyHost::new(&recording, |path| {
+        asked.lock().unwrap().insert(path.to_owned());
+        None
+    }));
+    let asked = asked.into_inner().unwrap();
+    assert!(asked.len() > 40, "{asked:?}");
+    for path in &asked {
+        for fault in faults_for(path) {
+            let faulty = FaultyHost::new(&recording, |asked| (asked == path).then(|| fault.clone()));
+            let outcome = catch_unwind(AssertUnwindSafe(|| check(path, &fault, command(&faulty))));
+            assert!(outcome.is_ok(), "{path}: {fault:?}");
+        }
+    }
+}
+
+fn faults_for(path: &str) -> Vec<InjectedFault> {
+    let reasons =
+        [Absent::Denied, Absent::Vanished, Absent::NotOnThisKernel, Absent::Malformed("input/output error".to_owned())];
+    let mut faults: Vec<InjectedFault> = reasons.into_iter().map(InjectedFault::Absent).collect();
+    if path.ends_with("#contents") {
+        faults.push(InjectedFault::HalfNotResident);
+    }
+    if let Ok(bytes) = std::fs::read(recording_folder().join("files").join(path)) {
+        let lengths = BTreeSet::from([0, 1, bytes.len() / 3, bytes.len() * 2 / 3, bytes.len().saturating_sub(2)]);
+        faults.extend(lengths.into_iter().filter(|&length| length < bytes.len()).map(InjectedFault::Truncated));
+        let garbage = |seed: u32| (0..999_u32).map(|i| (i.wrapping_mul(seed) >> 21) as u8).collect();
+        faults.extend(
+            [garbage(2_654_435_761), b"-1\n".to_vec(), b"18446744073709551616\n".to_vec()].map(InjectedFault::Replaced),
+        );
+    }
+    faults
+}
+
+/// Whether the fault is that a process went away, of which an empty smaps is a sign.
+fn is_process_exit(path: &str, fault: &InjectedFault) -> bool {
+    let empty = path.ends_with("/smaps") && *fault == InjectedFault::Truncated(0);
+    path.starts_with("proc/") && (empty || *fault == InjectedFault::Absent(Absent::Vanished))
+}
+
+/// Whether a fault is of a file whose text cannot be told from another that is as good: a number from its first digits,
+/// a command line or a cgroup from any bytes.
+fn is_undetectable(path: &str, fault: &InjectedFault) -> bool {
+    matches!(fault, InjectedFault::Truncated(_) | InjectedFault::Replaced(_)) && !path.ends_with("smaps")
+}
+
+fn take_census(host: &dyn Host) -> Result<Census, pagefold_census::Error> {
+    let options = pagefold_census::CensusOptions {
+        selection: ProcessSelection::default(),
+        domains: DomainRule::User.into(),
+        pass_interval: Duration::ZERO,
+        threads: 1,
+        sample_probability: None,
+        sample_seed: 0,
+        max_top_contents: 4,
+        max_matrix_rows: 4,
+        matrix_row_kind: Default::default(),
+        ..Default::default()
+    };
+    pagefold_census::take_census(host, &options, &ScanProgress::default(), &AtomicBool::new(false))
+        .map(|(census, _)| census)
+}
+
+/// Report, print, and hold the sums against each other.
+fn check_census_report(census: &Census) -> CensusReport {
+    let mut all = PageCounts::default();
+    for subject in &census.subjects {
+        let mut sum = PageCounts::default();
+        for region in &subject.regions {
+            assert!(region.counts.resident().0 * 4096 <= region.region.rss.0, "{:?}", region.region);
+            sum += region.counts;
+        }
+        assert_eq!(sum, subject.counts, "{:?}", subject.process);
+        all += sum;
+    }
+    assert_eq!(all, census.counts);
+    let page_size = PageSize::new(4096).unwrap();
+    let report =
+        CensusReport::from_census(census, &CensusContext { host: "faulty".to_owned(), page_size, max_extents: 4 });
+    let view = pagefold_census::text::CensusView { max_rows: 4, show_regions: true, show_extents: true, remedy: "" };
+    assert!(!pagefold_census::text::render(&report, view, plain_style()).is_empty());
+    report
+}
+
+#[test]
+fn census_names_what_it_did_not_count() {
+    let truth = take_census(&open_recording()).unwrap();
+    assert!(!check_census_report(&truth).is_incomplete());
+    let resident: BTreeMap<Pid, Pages> =
+        truth.subjects.iter().map(|subject| (subject.process.id.pid, subject.counts.resident())).collect();
+    assert_eq!(resident.len(), 5);
+    for_each_fault(take_census, |path, fault, outcome| {
+        let census = match outcome {
+            Ok(census) => census,
+            Err(error) => return assert_eq!(path, "proc", "{error}"),
+        };
+        let report = check_census_report(&census);
+        if is_process_exit(path, fault) {
+            return;
+        }
+        let mut counted = census.gone + census.unread;
+        let mut missing = Pages::ZERO;
+        for (pid, resident) in &resident {
+            let unseen = census.unscanned.iter().any(|unseen| unseen.pid == *pid);
+            match census.subjects.iter().find(|subject| subject.process.id.pid == *pid) {
+                Some(subject) if unseen && subject.counts.resident() < *resident => missing += *resident,
+                Some(subject) => counted += subject.counts.resident(),
+                None => {
+                    assert!(unseen, "{pid} is neither seen nor unseen");
+                    missing += *resident;
+                }
+            }
+        }
+        if missing == Pages::ZERO {
+            assert_eq!(counted, truth.counts.resident(), "pages are gone without a word");
+        } else {
+            assert!(report.is_incomplete());
+        }
+        if path.ends_with("/smaps")
+            || path.ends_with("#resident")
+            || (path.ends_with("#contents") && *fault != InjectedFault::HalfNotResident)
+        {
+            assert!(report.is_incomplete(), "nobody is told that pages were not counted");
+        }
+        if *fault == InjectedFault::HalfNotResident {
+            assert!(census.gone > Pages::ZERO);
+        }
+    });
+}
+
+fn check_account_report(taken: &AccountResult) -> AccountReport {
+    let (accounts, unseen, whole) = taken;
+    let report = AccountReport::from_input(&AccountInput {
+        host: "faulty".to_owned(),
+        page_size: PageSize::new(4096).unwrap(),
+        group_by: GroupBy::Cgroup,
+        accounts,
+        unscanned: unseen,
+        reconciliation: whole.as_ref().map(|(reconciliation, processes, unseen)| ReconciliationInput {
+            reconciliation,
+            processes: *processes,
+            unscanned: unseen,
+        }),
+        seconds: 0.0,
+    });
+    assert!(!pagefold_account::text::render(&report, 9, "", plain_style()).is_empty());
+    report
+}
+
+#[test]
+fn account_is_exact_or_says_it_is_not() {
+    let account = |host: &dyn Host| take_account(host, &ProcessSelection::default(), true, Ok(Default::default()));
+    let truth = account(&open_recording()).unwrap().0;
+    assert!(truth.len() == 5 && truth.iter().all(|account| account.footprint.basis == Basis::Exact));
+    for_each_fault(account, |path, fault, outcome| {
+        let taken = match outcome {
+            Ok(taken) => taken,
+            Err(error) => return assert_eq!(path, "proc", "{error}"),
+        };
+        let report = check_account_report(&taken);
+        let (accounts, unseen, _) = &taken;
+        for truth in &truth {
+            let id = truth.process.id;
+            let Some(account) = accounts.iter().find(|account| account.process.id.pid == id.pid) else {
+                let told = unseen.iter().any(|unseen| unseen.pid == id.pid);
+                assert!(told || is_process_exit(path, fault), "{id:?} is neither seen nor unseen");
+                assert!(!told || report.is_incomplete());
+                continue;
+            };
+            let (found, truth) = (&account.footprint, &truth.footprint);
+            match found.basis {
+                Basis::Exact => {
+                    assert_eq!((found.rss, &found.fair, found.ksm), (truth.rss, &truth.fair, truth.ksm), "{id:?}");
+                }
+                Basis::Estimated(_) => assert!(found.rss.0 > 0 && report.is_incomplete(), "{id:?}"),
+            }
+            if !is_undetectable(path, fault) {
+                let same = |found: &Reading<u64>, truth: &Reading<u64>| found.is_err() || found == truth;
+                assert!(same(&found.rmap_items, &truth.rmap_items) && same(&found.merging_pages, &truth.merging_pages));
+                assert!(found.pss.is_err() || found.pss == truth.pss, "{id:?}");
+                assert!(found.ksm_zero.is_err() || found.ksm_zero == truth.ksm_zero, "{id:?}");
+            }
+        }
+    });
+}
+
+#[test]
+fn doctor_names_every_unreadable_process() {
+    let recording = open_recording();
+    let truth = doctor_facts::gather_host_facts(&recording, &[], &Default::default());
+    assert!(DoctorReport::from_host("faulty".to_owned(), &truth).not_seen.is_empty());
+    for_each_fault(
+        |host| doctor_facts::gather_host_facts(host, &[], &Default::default()),
+        |path, fault, facts| {
+            let report = DoctorReport::from_host("faulty".to_owned(), &facts);
+            assert!(!pagefold_doctor::text::render(&report, true, plain_style()).is_empty());
+            for process in &facts.processes {
+                DoctorReport::from_processes("faulty".to_owned(), &facts, &[process]);
+            }
+            if path == "proc" {
+                return assert!(!report.not_seen.is_empty());
+            }
+            for truth in &truth.processes {
+                let pid = truth.process.id.pid;
+                let found = facts.processes.iter().find(|facts| facts.process.id.pid == pid);
+                let Some(found) = found else {
+                    // A process that is missing from the very beginning is one that is not there.
+                    let none =
+                        *fault == InjectedFault::Absent(Absent::NotOnThisKernel) && path == format!("proc/{pid}");
+                    assert!(none || is_process_exit(path, fault), "{pid} is neither seen nor unseen");
+                    continue;
+                };
+                match &found.regions {
+                    Ok(regions) if !is_undetectable(path, fault) => {
+                        assert_eq!(Ok(regions), truth.regions.as_ref(), "{pid}");
+                    }
+                    Ok(_) => (),
+                    Err(_) => assert!(report.not_seen.iter().any(|not_seen| not_seen.pid == pid.0), "{pid}"),
+                }
+            }
+        },
+    );
+}
+
+/// A host on which a process ends after it was taken hold of `opened` times, and its number and all its memory are then
+/// those of another.
+struct PidReuseHost<'a> {
+    host: &'a Recording,
+    pid: Pid,
+    opens_before_reuse: usize,
+    opens: Mutex<usize>,
+}
+
+struct ReusedPidProcess<'a> {
+    process: Box<dyn ProcessHandle + 'a>,
+    id: ProcessId,
+}
+
+impl Host for PidReuseHost<'_> {
+    fn describe(&self) -> String {
+        self.host.describe()
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.host.page_size()
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        self.host.read(path)
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        self.host.list(path)
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        self.host.pids()
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
+        let process = self.host.open(pid)?;
+        if pid != self.pid {
+            return Ok(process);
+        }
+        let mut seen = self.opens.lock().unwrap();
+        *seen += 1;
+        let ProcessId { start_time, .. } = process.id();
+        let id = ProcessId { pid, start_time: start_time + u64::from(*seen > self.opens_before_reuse) };
+        Ok(Box::new(ReusedPidProcess { process, id }))
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        self.host.frame_flags(frames)
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.host.frame_mappings(frames)
+    }
+
+    fn apply(&self, _: &Action) -> Result<ActionOutcome, ActionError> {
+        Err(ActionError::ReadOnly)
+    }
+}
+
+impl ProcessHandle for ReusedPidProcess<'_> {
+    fn id(&self) -> ProcessId {
+        self.id
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        self.process.read(file)
+    }
+
+    fn links(&self, directory: &str) -> Reading<Vec<String>> {
+        self.process.links(directory)
+    }
+
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
+        self.process.resident(ranges)
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
+        self.process.mappings(range)
+    }
+
+    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        self.process.contents(way, runs, sink)
+    }
+}
+
+#[test]
+fn pages_of_a_reused_pid_are_not_counted() {
+    let recording = open_recording();
+    let truth = take_census(&recording).unwrap();
+    let of = |census: &Census, pid: Pid| {
+        let subject = census.subjects.iter().find(|subject| subject.process.id.pid == pid);
+        subject.map_or(Pages::ZERO, |subject| subject.counts.resident())
+    };
+    let pid = truth.subjects.iter().max_by_key(|subject| subject.counts.resident()).unwrap().process.id.pid;
+    let resident = of(&truth, pid);
+    let census = |opened| {
+        let host = PidReuseHost { host: &recording, pid, opens_before_reuse: opened, opens: Mutex::new(0) };
+        let census = take_census(&host).unwrap();
+        (census, host.opens.into_inner().unwrap())
+    };
+    let (undisturbed, opens) = census(usize::MAX);
+    assert_eq!(of(&undisturbed, pid), resident);
+    assert!(opens >= 3, "{opens}");
+    // Before its pages were listed.
+    let (before, _) = census(1);
+    assert_eq!(of(&before, pid), Pages::ZERO);
+    assert_eq!(before.counts.resident(), truth.counts.resident() - resident);
+    // While they were read: what was read before stays, the rest is gone.
+    let mut last = Pages::ZERO;
+    for opened in 2..=opens {
+        let (midway, _) = census(opened);
+        let seen = of(&midway, pid);
+        assert_eq!(seen + midway.gone + midway.unread, resident, "after {opened} of {opens}");
+        assert!(seen >= last);
+        last = seen;
+    }
+    let (listed, _) = census(2);
+    assert_eq!(of(&listed, pid), Pages::ZERO, "pages of another were attributed");
+    assert_eq!(listed.gone, resident);
+}

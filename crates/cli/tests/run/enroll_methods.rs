@@ -1,0 +1,312 @@
+//! Each way to enrol a program, held against what the kernel says of its memory.
+
+use crate::test_programs::{
+    self, anonymous_and_mergeable_bytes, compile, has_ksm, has_program, lossy_text, refusal_line, run_command,
+    run_with_prctl_refused,
+};
+use pagefold_labs::client::install_executable;
+use pagefold_labs::ksm::KsmTestGuard;
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const NOBODY_UID: u32 = 65534;
+
+/// A program of `labs/run/tree.c` and its descendants, that hold until this is dropped.
+struct ProgramTree {
+    child: Child,
+    pids: Vec<u32>,
+}
+
+impl ProgramTree {
+    fn start(command: &mut Command, generations: usize) -> Self {
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let pid = |line: std::io::Result<String>| line.unwrap().split(' ').next().unwrap().parse().unwrap();
+        let pids: Vec<u32> = lines.take(generations).map(pid).collect();
+        assert_eq!(pids.len(), generations);
+        Self { child, pids }
+    }
+
+    /// Wait until a condition holds for every process.
+    fn wait_for_each(&self, description: &str, condition: impl Fn(u32) -> bool) {
+        let started = Instant::now();
+        for &pid in &self.pids {
+            while !condition(pid) {
+                assert!(started.elapsed() < Duration::from_secs(60), "{description}: not within a minute");
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+    }
+}
+
+impl Drop for ProgramTree {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
+/// The second thread's blocked signals, and nothing if there is none.
+fn second_thread_signal_mask(pid: u32) -> Option<String> {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().map(|task| task.unwrap().path());
+    let threads: Vec<_> = tasks.filter(|task| !task.ends_with(pid.to_string())).collect();
+    assert!(threads.len() < 2, "{threads:?}");
+    let status = fs::read_to_string(threads.first()?.join("status")).unwrap();
+    status.lines().find_map(|line| line.strip_prefix("SigBlk:\t")).map(str::to_owned)
+}
+
+fn has_merge_any(pid: u32) -> bool {
+    fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains("ksm_merge_any: yes")
+}
+
+fn is_mostly_mergeable(pid: u32) -> bool {
+    let (marked, all) = anonymous_and_mergeable_bytes(pid);
+    all > 16 << 20 && marked * 100 >= all * 95
+}
+
+#[test]
+fn process_tree_inherits_enrollment() {
+    if !has_ksm() || !has_program("gcc") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for (name, flags) in [("dynamic", &[][..]), ("static", &["-static"])] {
+        let program = compile("gcc", "tree.c", flags, folder.path());
+        let tree = ProgramTree::start(run_command().args(["--way", "prctl", "--"]).arg(&program).args(["20", "3"]), 3);
+        for &pid in &tree.pids {
+            assert!(has_merge_any(pid) && is_mostly_mergeable(pid), "{name}: {:?}", anonymous_and_mergeable_bytes(pid));
+            assert_eq!(second_thread_signal_mask(pid), None, "{name}");
+        }
+    }
+}
+
+#[test]
+fn preload_library_enrolls_from_within() {
+    if !has_ksm() || !has_program("gcc") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile("gcc", "tree.c", &[], folder.path());
+    let tree = ProgramTree::start(run_command().args(["--way", "preload", "--"]).arg(&program).args(["20", "3"]), 3);
+    for &pid in &tree.pids {
+        assert!(has_merge_any(pid) && is_mostly_mergeable(pid), "{:?}", anonymous_and_mergeable_bytes(pid));
+        assert_eq!(second_thread_signal_mask(pid), None, "where the kernel does it, no thread is needed");
+    }
+}
+
+#[test]
+fn library_marks_mappings_when_prctl_is_refused() {
+    if !has_ksm() || !has_program("gcc") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile("gcc", "tree.c", &[], folder.path());
+    // EPERM, and EINVAL as before Linux 6.4.
+    for errno in [1, 22] {
+        let tree = ProgramTree::start(run_with_prctl_refused(errno).arg("--").arg(&program).args(["20", "3"]), 3);
+        tree.wait_for_each("enrolled by a thread", is_mostly_mergeable);
+        for &pid in &tree.pids {
+            assert!(!has_merge_any(pid));
+            let blocked = second_thread_signal_mask(pid).expect("a thread in each process, forked or started");
+            // All that can be blocked: not KILL (9) and STOP (19), nor glibc's own 32 and 33.
+            assert_eq!(u64::from_str_radix(&blocked, 16).unwrap(), !(1 << 8 | 1 << 18 | 3 << 31), "{blocked}");
+        }
+    }
+    let said = lossy_text(&run_with_prctl_refused(1).args(["--how", "--", "true"]).output().unwrap().stderr);
+    assert!(said.contains("by a preloaded library (prctl: PR_SET_MEMORY_MERGE: "), "{said}");
+}
+
+#[test]
+fn process_exits_after_its_main_thread() {
+    if !has_ksm() || !has_program("gcc") || !has_program("timeout") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("leave.c");
+    fs::write(&source, "#include <pthread.h>\nint main(void) { pthread_exit(0); }\n").unwrap();
+    let program = compile("gcc", source.to_str().unwrap(), &["-pthread"], folder.path());
+    let status =
+        run_with_prctl_refused(1).args(["--", "timeout", "--signal=KILL", "60"]).arg(&program).status().unwrap();
+    assert_eq!(status.code(), Some(0));
+}
+
+#[test]
+fn programs_without_preload_support_are_named() {
+    if !has_ksm() || !has_program("gcc") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let fixed = compile("gcc", "tree.c", &["-static"], folder.path());
+    let preload = || {
+        let mut command = run_command();
+        command.args(["--way", "preload", "--"]);
+        command
+    };
+    let said = refusal_line(preload().arg(&fixed));
+    assert!(said.contains("is linked statically") && said.contains("--best-effort"), "{said}");
+    let script = folder.path().join("script");
+    fs::write(&script, format!("#!{}\n", fixed.display())).unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    assert!(refusal_line(preload().arg(&script)).contains("is linked statically"));
+
+    let output = run_command().args(["--way", "preload", "--best-effort", "--"]).arg(&fixed).arg("x").output().unwrap();
+    assert_eq!(output.status.code(), Some(2), "the program's own status, for its own reason");
+    assert!(
+        lossy_text(&output.stderr).starts_with("pagefold: not enrolled in KSM: "),
+        "{}",
+        lossy_text(&output.stderr)
+    );
+}
+
+#[test]
+fn setuid_programs_are_named_to_affected_users() {
+    if !has_ksm() || !nix::unistd::geteuid().is_root() {
+        return println!("skipped: needs root to make a setuid program, and KSM");
+    }
+    // He is enrolled for a moment, and others' tests are of other domains.
+    let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
+    // What the user may execute, wherever this tree is.
+    let folder = tempfile::tempdir().unwrap();
+    let copy = |from: &Path, name: &str, mode| {
+        let path = folder.path().join(name);
+        install_executable(from, &path, mode).unwrap();
+        path
+    };
+    fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
+    let pagefold = copy(test_programs::PAGEFOLD_BINARY.as_ref(), "pagefold", 0o755);
+    copy(test_programs::preload_library(), "libpagefold_preload.so", 0o755);
+    let setuid = copy("/bin/true".as_ref(), "setuid", 0o4755);
+    let run = |way| {
+        let mut command = Command::new(&pagefold);
+        command.args(["run", "--way", way, "--"]).arg(&setuid).uid(NOBODY_UID).gid(NOBODY_UID);
+        command
+    };
+    assert!(refusal_line(&mut run("preload")).contains("is setuid"));
+    assert!(run("prctl").status().unwrap().success());
+    // For root it is a program as any other.
+    assert!(test_programs::run_command().args(["--way", "preload", "--"]).arg(&setuid).status().unwrap().success());
+}
+
+/// Whether a tree can be enrolled from outside; says that the test is skipped otherwise.
+fn can_inject() -> bool {
+    if !has_ksm() || !has_program("gcc") {
+        return false;
+    }
+    let how = run_command().args(["--way", "inject", "--dry-run", "--", "true"]).output().unwrap();
+    if !how.status.success() {
+        println!("skipped: {}", lossy_text(&how.stderr).trim());
+    }
+    how.status.success()
+}
+
+/// Wait until nobody has a file open for standard error.
+fn wait_until_stderr_is_closed(file: &Path) {
+    let started = Instant::now();
+    let holds = |entry: std::io::Result<fs::DirEntry>| {
+        fs::read_link(entry.unwrap().path().join("fd/2")).is_ok_and(|holder| holder == file)
+    };
+    while fs::read_dir("/proc").unwrap().any(holds) {
+        assert!(started.elapsed() < Duration::from_secs(60), "somebody stays behind for a minute");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn companion_enrolls_a_tree_and_ends_with_it() {
+    if !can_inject() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let errors = folder.path().canonicalize().unwrap().join("errors");
+    for flags in [&[][..], &["-static"]] {
+        let program = compile("gcc", "tree.c", flags, folder.path());
+        let mut command = run_command();
+        command.args(["--way", "inject", "--"]).arg(&program).args(["20", "3"]);
+        let tree = ProgramTree::start(command.stderr(fs::File::create(&errors).unwrap()), 3);
+        tree.wait_for_each("enrolled from outside", |pid| has_merge_any(pid) && is_mostly_mergeable(pid));
+        drop(command);
+        drop(tree);
+        wait_until_stderr_is_closed(&errors);
+        assert_eq!(fs::read_to_string(&errors).unwrap(), "");
+    }
+}
+
+/// Who reads what a program says waits until the program has closed it, and not for the companion.
+#[test]
+fn companion_holds_no_pipe_of_the_program() {
+    if !can_inject() {
+        return;
+    }
+    let mut command = run_command();
+    command.args(["--way", "inject", "--", "sh", "-c", "exec sleep 30 2> /dev/null"]).stderr(Stdio::piped());
+    let mut child = command.spawn().unwrap();
+    let mut said = String::new();
+    child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    let status = child.try_wait().unwrap();
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!((status, said.as_str()), (None, ""));
+}
+
+#[test]
+fn mpi_ranks_are_enrolled_with_unchanged_results() {
+    if !has_ksm() || !has_program("mpicc") || !has_program("mpirun") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let program = compile("mpicc", "ranks.c", &[], folder.path());
+    let ranks = |starter: &[&str], status: &str| {
+        let mut command = Command::new("mpirun");
+        command.env("PAGEFOLD_PRELOAD", test_programs::preload_library());
+        command.args(["--allow-run-as-root", "--oversubscribe", "-np", "4"]).args(starter).arg(&program).arg(status);
+        command.output().unwrap()
+    };
+    let run = |way| [test_programs::PAGEFOLD_BINARY, "run", "--across-domains", "--way", way, "--"];
+    for status in ["0", "3"] {
+        let without = ranks(&[], status);
+        assert!(lossy_text(&without.stderr).contains("enrolled=0"), "{}", lossy_text(&without.stderr));
+        for way in ["prctl", "preload"] {
+            let with = ranks(&run(way), status);
+            assert!(lossy_text(&with.stderr).contains("enrolled=4"), "{}", lossy_text(&with.stderr));
+            assert_eq!(
+                (with.status.code(), lossy_text(&with.stdout)),
+                (without.status.code(), lossy_text(&without.stdout))
+            );
+        }
+    }
+}
+
+#[test]
+fn no_aslr_gives_the_same_addresses_each_time() {
+    if !has_ksm() {
+        return;
+    }
+    let addresses = |options: &[&str]| {
+        let output = run_command().args(options).args(["--", "sh", "-c", "cat /proc/self/maps"]).output().unwrap();
+        lossy_text(&output.stdout).lines().find(|line| line.ends_with("[stack]")).map(str::to_owned).expect("a stack")
+    };
+    assert_eq!(addresses(&["--no-aslr"]), addresses(&["--no-aslr"]));
+    if fs::read_to_string("/proc/sys/kernel/randomize_va_space").is_ok_and(|value| value.trim() != "0") {
+        assert_ne!(addresses(&[]), addresses(&[]));
+    }
+}
+
+#[test]
+fn kernel_without_ksm_is_reported_with_remedy() {
+    if !nix::unistd::geteuid().is_root() || !has_program("unshare") {
+        return println!("skipped: needs root and unshare(1) to hide /sys/kernel/mm/ksm");
+    }
+    // prctl fails as on such a kernel, the library is away, and /sys has no such folder.
+    let lab = pagefold_labs::client::lab_binary().unwrap();
+    let script = "mount -t tmpfs none /sys/kernel/mm && exec \"$@\"";
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", script, "sh"]).arg(lab).args(["refuse-prctl", "--errno", "22", "--"]);
+    command.args([test_programs::PAGEFOLD_BINARY, "run", "--way", "prctl", "--", "true"]);
+    let said = refusal_line(&mut command);
+    assert!(said.contains("CONFIG_KSM=y") && said.contains("--best-effort"), "{said}");
+}

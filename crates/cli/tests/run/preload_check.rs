@@ -1,0 +1,126 @@
+//! Whoever starts a program by preload is told where that did not enrol it, or what it started.
+
+use crate::test_programs::{compile, has_ksm, has_program, run_command, run_with_prctl_refused};
+use pagefold_labs::process_checks::wait_until;
+use std::fs::{self, File};
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+
+/// A program of `labs/run/tree.c` that holds until this is dropped, with a file for standard error.
+struct TreeProgram {
+    child: Child,
+    stderr_path: PathBuf,
+}
+
+impl TreeProgram {
+    fn start(command: &mut Command, folder: &Path) -> Self {
+        let errors = folder.join("errors");
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(File::create(&errors).unwrap());
+        Self { child: command.spawn().unwrap(), stderr_path: errors }
+    }
+
+    fn stderr_text(&self) -> String {
+        fs::read_to_string(&self.stderr_path).unwrap()
+    }
+
+    /// What was said when it and who stays beside it have ended.
+    fn finish(self) -> String {
+        let errors = self.stderr_path.canonicalize().unwrap();
+        drop(self);
+        let holds = |entry: std::io::Result<fs::DirEntry>| {
+            fs::read_link(entry.unwrap().path().join("fd/2")).is_ok_and(|holder| holder == errors)
+        };
+        wait_until("the end of who stays", || !fs::read_dir("/proc").unwrap().any(holds));
+        fs::read_to_string(&errors).unwrap()
+    }
+}
+
+impl Drop for TreeProgram {
+    fn drop(&mut self) {
+        drop(self.child.stdin.take());
+        let _ = self.child.wait();
+    }
+}
+
+#[test]
+fn unreached_child_of_launcher_is_reported_once() {
+    if !has_ksm() || !has_program("gcc") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let fixed = compile("gcc", "tree.c", &["-static"], folder.path());
+    // Two of them, each with a child of its own.
+    let script = format!("exec 3<&0; {0} 1 2 <&3 & {0} 1 2; wait", fixed.display());
+    let program = TreeProgram::start(run_with_prctl_refused(1).args(["--", "sh", "-c", &script]), folder.path());
+    wait_until("a word", || program.stderr_text().ends_with('\n'));
+    let said = program.stderr_text();
+    let is = format!("is not enrolled in KSM: {} is linked statically: it has no loader", fixed.display());
+    assert!(said.starts_with("pagefold: process ") && said.contains(&is), "{said}");
+    assert_eq!(program.finish(), said, "once for all four");
+}
+
+#[test]
+fn program_without_ld_preload_is_reported() {
+    if !has_ksm() || !has_program("gcc") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let dynamic = compile("gcc", "tree.c", &[], folder.path());
+    let command = &mut run_with_prctl_refused(22);
+    let program = TreeProgram::start(command.args(["--", "env", "-i"]).arg(&dynamic).args(["1", "1"]), folder.path());
+    wait_until("a word", || program.stderr_text().ends_with('\n'));
+    let said = program.stderr_text();
+    let is = format!("process {} is not enrolled in KSM: {}", program.child.id(), dynamic.display());
+    assert!(said.contains(&is) && said.contains("was started without LD_PRELOAD"), "{said}");
+}
+
+/// A library that enrols the copy of pagefold on which it is tried, and nobody else. Who reads a pipe is told, too.
+#[test]
+fn library_that_enrolls_only_the_probe_is_reported() {
+    if !has_ksm() || !has_program("gcc") {
+        return;
+    }
+    if !run_command().args(["--dry-run", "--way", "prctl", "--", "true"]).output().unwrap().status.success() {
+        return println!("skipped: needs prctl(PR_SET_MEMORY_MERGE), for a library of its own");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let source = folder.path().join("fake.c");
+    fs::write(
+        &source,
+        "#define _GNU_SOURCE\n#include <errno.h>\n#include <string.h>\n#include <sys/prctl.h>\n\
+         __attribute__((constructor)) static void loaded(void) {\n\
+         if (!strcmp(program_invocation_short_name, \"exe\")) prctl(67, 1, 0, 0, 0); }\n",
+    )
+    .unwrap();
+    let library = folder.path().join("fake.so");
+    let built = Command::new("gcc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source).status().unwrap();
+    assert!(built.success());
+    let program = compile("gcc", "tree.c", &[], folder.path());
+    let mut command = run_command();
+    command.args(["--way", "preload", "--"]).arg(&program).args(["1", "1"]).env("PAGEFOLD_PRELOAD", &library);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut said = String::new();
+    BufReader::new(child.stderr.take().unwrap()).read_line(&mut said).unwrap();
+    drop(child.stdin.take());
+    assert!(child.wait().unwrap().success());
+    let is = format!("{} has loaded the library, which could not do it\n", program.display());
+    assert!(said.ends_with(&is), "{said}");
+}
+
+/// What is as it should be is no news, and nobody waits for who looks after it.
+#[test]
+fn successful_preload_is_silent() {
+    if !has_ksm() || !has_program("gcc") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let dynamic = compile("gcc", "tree.c", &[], folder.path());
+    for command in [&mut run_with_prctl_refused(1), run_command().args(["--way", "preload"])] {
+        let mut program = TreeProgram::start(command.arg("--").arg(&dynamic).args(["1", "3"]), folder.path());
+        // All three have begun, one after another, while they were looked at.
+        let output = BufReader::new(program.child.stdout.take().unwrap());
+        assert_eq!(output.lines().take(3).count(), 3);
+        assert_eq!(program.finish(), "");
+    }
+}

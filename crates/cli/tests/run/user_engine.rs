@@ -1,0 +1,423 @@
+//! `pagefold run --engine user`: programs that know nothing of it find their memory as without it, and it is merged.
+
+use crate::test_programs::{self, PAGEFOLD_BINARY, compile, has_program, lossy_text, refusal_line};
+use pagefold_labs::client::install_executable;
+use std::fs;
+use std::os::unix::fs::{PermissionsExt, chown};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use tempfile::TempDir;
+
+const NOBODY_UID: u32 = 65534;
+
+/// A user's place: programs that he may start, and domains of his own.
+struct UserDirectory {
+    folder: TempDir,
+    user: u32,
+}
+
+impl UserDirectory {
+    fn new(user: u32) -> Self {
+        let folder = tempfile::tempdir_in("/dev/shm").unwrap();
+        for (file, name) in
+            [(Path::new(PAGEFOLD_BINARY), "pagefold"), (test_programs::adopt_library(), "libpagefold_adopt.so")]
+        {
+            install_executable(file, &folder.path().join(name), 0o755).unwrap();
+        }
+        if nix::unistd::geteuid().is_root() {
+            chown(folder.path(), Some(user), Some(user)).unwrap();
+        }
+        fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o700)).unwrap();
+        Self { folder, user }
+    }
+
+    fn for_current_user() -> Self {
+        Self::new(nix::unistd::geteuid().as_raw())
+    }
+
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    fn compile(&self, compiler: &str, source: &str, flags: &[&str]) -> PathBuf {
+        compile(compiler, source, flags, self.path())
+    }
+
+    /// Something that the user starts.
+    fn user_command(&self, program: &str) -> Command {
+        let mut command = Command::new(program);
+        command
+            .env("PAGEFOLD_RUNTIME", self.path().join("domains"))
+            .env("HOME", self.path())
+            .env("TMPDIR", self.path());
+        command.current_dir(self.path());
+        if nix::unistd::geteuid().is_root() {
+            command.uid(self.user).gid(self.user);
+        }
+        command
+    }
+
+    /// `pagefold run --engine user`, of small allocations too, and as fast as may be.
+    fn run_user_engine(&self) -> Command {
+        let mut command = self.user_command(self.path().join("pagefold").to_str().unwrap());
+        command.args(self.run_arguments());
+        command
+    }
+
+    fn run_arguments(&self) -> [&str; 8] {
+        ["run", "--engine", "user", "--max-slowdown", "100", "--threshold", "64KiB", "--report"]
+    }
+
+    /// The same under mpirun, for three ranks of a program.
+    fn run_ranks(&self, words: &[&str], program: &Path, arguments: &[&str]) -> Output {
+        let mut command = self.user_command("mpirun");
+        command.args(["--allow-run-as-root", "--oversubscribe", "-np", "3"]).args(words).arg(program).args(arguments);
+        command.output().unwrap()
+    }
+}
+
+/// Whether writers can be held up by this user; says that the test is skipped otherwise.
+fn can_block_writers(home: &UserDirectory) -> bool {
+    let output = home.run_user_engine().args(["--dry-run", "--", "true"]).output().unwrap();
+    if !output.status.success() {
+        println!("skipped: {}", lossy_text(&output.stderr).trim());
+    }
+    output.status.success()
+}
+
+/// Whether a report tells that anything was merged.
+fn has_merged(report: &str) -> bool {
+    report.contains(" merged at most") && !report.contains("had 0 B merged")
+}
+
+#[test]
+fn program_always_reads_what_it_wrote() {
+    let home = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&home) {
+        return;
+    }
+    let program = home.compile("gcc", "blocks.c", &["-pthread"]);
+    let alone = Command::new(&program).args(["1", "300"]).output().unwrap();
+    assert!(alone.status.success(), "the program itself is right: {}", lossy_text(&alone.stderr));
+    let milliseconds = std::env::var("PAGEFOLD_SOAK").map_or("2500", |_| "60000");
+    for seed in ["1", "2"] {
+        // A slow machine gets more time to have merged anything.
+        let merges = [milliseconds, "15000"].iter().any(|milliseconds| {
+            let output = home.run_user_engine().arg("--").arg(&program).args([seed, milliseconds]).output().unwrap();
+            let said = lossy_text(&output.stderr);
+            assert!(output.status.success(), "{seed}: {said}");
+            assert_eq!(lossy_text(&output.stdout), "all memory as it was written\n", "{seed}: {said}");
+            has_merged(&said)
+        });
+        assert!(merges, "{seed}");
+    }
+    // Started by what was started; at the default pace, and one that is killed leaves nothing in anybody's way.
+    let killed =
+        format!("{} 3 60000 & sleep 1; kill -9 $!; wait; exec {} 4 1500", program.display(), program.display());
+    let output = home.run_user_engine().args(["--domain", "x", "--", "sh", "-c", &killed]).output().unwrap();
+    assert_eq!(lossy_text(&output.stdout), "all memory as it was written\n", "{}", lossy_text(&output.stderr));
+}
+
+#[test]
+fn program_with_open_device_is_not_merged() {
+    let home = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&home) || !Path::new("/dev/userfaultfd").exists() {
+        return println!("skipped: needs gcc and /dev/userfaultfd");
+    }
+    let program = home.compile("gcc", "blocks.c", &["-pthread"]);
+    let script = format!("exec 9<> /dev/userfaultfd; exec {} 1 5000", program.display());
+    let output = home.run_user_engine().args(["--", "sh", "-c", &script]).output().unwrap();
+    let said = lossy_text(&output.stderr);
+    assert!(output.status.success() && said.contains("not merged: /dev/userfaultfd is open"), "{said}");
+    // A child says it once, too.
+    let (mut lines, count) = (said.lines().collect::<Vec<_>>(), said.lines().count());
+    assert!(lines.iter().all(|line| line.contains("not merged: /dev/userfaultfd is open")), "{said}");
+    lines.sort_unstable();
+    lines.dedup();
+    assert_eq!(lines.len(), count, "{said}");
+}
+
+/// Frees blocks that are merged while a merge maps another one, and says whether that went on afterwards.
+const FREE_DURING_MERGE_C: &str = r#"#include <fcntl.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+#define PAGE ((size_t)4096)
+#define LARGE ((size_t)16384)
+#define SMALL ((size_t)64)
+static uint64_t entries[LARGE];
+/* How many pages of a block are a file's, which merged ones are: bit 61 of /proc/self/pagemap. */
+static size_t merged(int pagemap, const char *block, size_t pages)
+{
+	size_t count = 0;
+	if (pread(pagemap, entries, pages * 8, (uintptr_t)block / PAGE * 8) != (ssize_t)(pages * 8))
+		exit(2);
+	for (size_t page = 0; page < pages; page++)
+		count += entries[page] >> 61 & 1;
+	return count;
+}
+/* Pairs of equal pages. */
+static char *filled(size_t pages, uint64_t tag)
+{
+	char *block = malloc(pages * PAGE);
+	for (size_t page = 0; page < pages; page++)
+		for (size_t word = 0; word < PAGE / 8; word++)
+			((uint64_t *)(block + page * PAGE))[word] = tag << 32 | page / 2;
+	return block;
+}
+int main(void)
+{
+	int pagemap = open("/proc/self/pagemap", O_RDONLY), beside = 0;
+	for (uint64_t round = 1; round <= 6 && !beside; round++) {
+		char *small[8], *large;
+		for (size_t at = 0; at < 8; at++)
+			small[at] = filled(SMALL, 1000 * round + at);
+		/* Their merge is over. */
+		for (int tries = 0; tries < 20000 && merged(pagemap, small[7], SMALL) == 0; tries++)
+			usleep(1000);
+		large = filled(LARGE, round);
+		for (int tries = 0; tries < 200000 && merged(pagemap, large, LARGE) == 0; tries++)
+			usleep(50);
+		size_t before = merged(pagemap, large, LARGE);
+		for (size_t at = 0; at < 8; at++)
+			free(small[at]);
+		size_t after = merged(pagemap, large, LARGE);
+		/* A merge that is over has mapped all of it. */
+		beside = before > 0 && after < LARGE;
+		for (size_t page = 0; page < LARGE; page++)
+			for (size_t word = 0; word < PAGE / 8; word++)
+				if (((uint64_t *)(large + page * PAGE))[word] != (round << 32 | page / 2))
+					return 3;
+		free(large);
+	}
+	puts(beside ? "freed beside a merge" : "freed after each merge");
+	return 0;
+}
+"#;
+
+#[test]
+fn memory_is_freed_during_a_merge() {
+    let home = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&home) {
+        return;
+    }
+    let source = home.path().join("frees.c");
+    fs::write(&source, FREE_DURING_MERGE_C).unwrap();
+    let program = home.compile("gcc", source.to_str().unwrap(), &[]);
+    // With so much time no merge is cut short.
+    let output = home.run_user_engine().args(["--lifetime", "10h", "--"]).arg(&program).output().unwrap();
+    let said = lossy_text(&output.stderr);
+    assert!(output.status.success() && has_merged(&said), "{said}");
+    assert_eq!(lossy_text(&output.stdout), "freed beside a merge\n", "{said}");
+}
+
+/// Does what may have others write to its memory, and has some to merge for a while.
+const EXTERNAL_WRITER_C: &str = r#"#define _GNU_SOURCE
+#include <fcntl.h>
+#include <linux/io_uring.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+int main(int count, char **words)
+{
+	int kind = count > 1 ? words[1][0] : 0, opened = 0;
+	char *block = malloc(8 << 20);
+	memset(block, 3, 8 << 20);
+	struct io_uring_params ring = { 0 };
+	struct iovec some = { block, 1 << 16 };
+	pthread_mutexattr_t mutex;
+	switch (kind) {
+	case 'd': opened = open("/bin/sh", O_RDONLY | O_DIRECT); break;
+	case 'r': opened = syscall(__NR_io_uring_setup, 4, &ring); break;
+	case 'p':
+		opened = syscall(__NR_io_uring_setup, 4, &ring);
+		if (opened >= 0)
+			opened = syscall(__NR_io_uring_register, opened, IORING_REGISTER_BUFFERS, &some, 1);
+		break;
+	case 'x': opened = socket(AF_XDP, SOCK_RAW, 0); break;
+	case 'm': pthread_mutexattr_init(&mutex); pthread_mutexattr_setrobust(&mutex, PTHREAD_MUTEX_ROBUST); break;
+	}
+	return opened < 0 ? 77 : sleep(1) || block[77] != 3;
+}
+"#;
+
+#[test]
+fn program_with_external_writers_is_not_merged() {
+    let home = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&home) {
+        return;
+    }
+    let path = home.path().join("written.c");
+    fs::write(&path, EXTERNAL_WRITER_C).unwrap();
+    let program = home.compile("gcc", path.to_str().unwrap(), &["-pthread"]);
+    for (does, why) in [
+        ("direct I/O", " is open for direct I/O, which writes"),
+        ("ring", "not merged: anon_inode:[io_uring] is open"),
+        ("pinned", "not merged: some of its memory is pinned"),
+        ("xdp", "not merged: an AF_XDP socket is open"),
+        ("mutex", "not merged: it has mutexes"),
+        ("nothing", ""),
+    ] {
+        let output = home.run_user_engine().arg("--").arg(&program).arg(does).output().unwrap();
+        let said = lossy_text(&output.stderr);
+        match output.status.code() {
+            Some(77) => println!("skipped: the kernel lets nobody have {does}"),
+            code => assert!(code == Some(0) && said.contains(why), "{does}: {said}"),
+        }
+        assert!(does != "nothing" || !said.contains("not merged"), "{said}");
+    }
+}
+
+#[test]
+fn exit_and_robust_mutexes_work_as_without_the_engine() {
+    let home = UserDirectory::for_current_user();
+    if !has_program("gcc") || !can_block_writers(&home) {
+        return;
+    }
+    let run = |source: &str| {
+        let path = home.path().join("program.c");
+        let head = "#include <pthread.h>\n#include <stdlib.h>\n#include <string.h>\n#include <unistd.h>\n\
+                    static char *volatile block;\n\
+                    static void fill(void) { memset(block = malloc(8 << 20), 3, 8 << 20); }\n";
+        fs::write(&path, format!("{head}{source}")).unwrap();
+        let program = home.compile("gcc", path.to_str().unwrap(), &["-pthread"]);
+        let output =
+            home.run_user_engine().args(["--", "timeout", "--signal=KILL", "60"]).arg(program).output().unwrap();
+        assert_eq!(output.status.code(), Some(0), "{output:?}");
+        lossy_text(&output.stderr)
+    };
+    // The main thread ends first, and with it the thread that merges, or the process would not.
+    run("static void *works(void *none) { fill(); usleep(900000); return none; }\n\
+         int main(void) { pthread_t thread; fill(); return pthread_create(&thread, 0, works, 0) || \
+         usleep(500000) || (pthread_exit(0), 1); }\n");
+    let said = run("int main(void) { pthread_mutexattr_t kind; fill(); return pthread_mutexattr_init(&kind) || \
+                    pthread_mutexattr_setprotocol(&kind, PTHREAD_PRIO_INHERIT) || sleep(1) || block[77] != 3; }\n");
+    assert!(said.contains("not merged: it has mutexes"), "{said}");
+}
+
+#[test]
+fn ranks_merge_at_safe_points_unprivileged() {
+    if !has_program("mpicc") || !has_program("mpirun") {
+        return;
+    }
+    let shrunk = |output: &Output| -> i64 {
+        assert!(output.status.success(), "{output:?}");
+        let told = lossy_text(&output.stdout);
+        let told = told.trim().strip_prefix("ranks=3 shrunk=").unwrap_or_else(|| panic!("{output:?}"));
+        told.parse().unwrap()
+    };
+    let root = nix::unistd::geteuid().is_root();
+    let home = if root { UserDirectory::new(NOBODY_UID) } else { UserDirectory::for_current_user() };
+    let program = home.compile("mpicc", "safe.c", &["-pthread"]);
+    let mut words = vec![home.path().join("pagefold").to_str().unwrap().to_owned()];
+    words.extend(home.run_arguments().map(str::to_owned));
+    words.push("--".to_owned());
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    assert!(shrunk(&home.run_ranks(&[], &program, &["8", "5"])) < 2);
+    // Of 24 MiB, half are the same in all three, and a quarter is zeros: 14 MiB could go. A slow machine gets more
+    // time.
+    let shrinks = |program: &Path, before: &[&str], after: &[&str]| {
+        ["60", "1000"].iter().any(|steps| {
+            let output = home.run_ranks(&words, program, &[before, &["8", steps], after].concat());
+            shrunk(&output) >= 10 && lossy_text(&output.stderr).matches(" merged at most").count() == 3
+        })
+    };
+    assert!(shrinks(&program, &[], &[]));
+    // What the bound allows of an hour is there at the first of three barriers.
+    let bound = words.iter().position(|word| *word == "100").unwrap();
+    let mut early = words.clone();
+    early.splice(bound..=bound, ["0.01", "--lifetime", "1h"]);
+    let output = home.run_ranks(&early, &program, &["8", "0"]);
+    assert_eq!(lossy_text(&output.stderr).matches("gave 2.00 MiB of zeros back").count(), 3, "{output:?}");
+    // Another thread could write: what can be held up, is.
+    if home.run_user_engine().args(["--dry-run", "--", "true"]).output().unwrap().status.success() {
+        assert!(shrinks(&program, &[], &["threads"]));
+    } else {
+        let output = home.run_ranks(&words, &program, &["8", "60", "threads"]);
+        assert!(shrunk(&output) < 2 && lossy_text(&output.stderr).contains("not merged: "), "{output:?}");
+    }
+    // MPI that comes with a module of an interpreter.
+    let module = home.compile("mpicc", "safe.c", &["-pthread", "-shared", "-fPIC", "-Dmain=entry"]);
+    let plugin = home.compile("gcc", "plugin.c", &["-ldl"]);
+    assert!(shrinks(&plugin, &[module.to_str().unwrap()], &[]));
+
+    let flags = ["-pthread", "-DFORTRAN", "-lmpi_usempif08", "-lmpi_mpifh"];
+    assert!(shrinks(&home.compile("mpicc", "safe.c", &flags), &[], &[]));
+}
+
+#[test]
+fn real_programs_have_the_same_output() {
+    let home = UserDirectory::for_current_user();
+    if !can_block_writers(&home) {
+        return;
+    }
+    let scripts = [
+        ("sort", "seq 1 200000 | sort -r -S 32M --parallel=2 | cksum"),
+        ("bash", "bash -c 'a=(); for i in {1..200000}; do a+=($i); done; echo ${#a[@]} ${a[77777]}'"),
+        (
+            "perl",
+            "perl -e '$a = \"x\" x 5000000; $a .= \"y\" x 5000000; %h = map { $_ => 1 } 1..50000; \
+                  print length($a), \" \", scalar(keys %h), \"\\n\"; if (fork) { wait } else { print substr($a, -2) }'",
+        ),
+        (
+            "sqlite3",
+            "sqlite3 :memory: 'WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x+1 FROM c LIMIT 100000) \
+                     SELECT count(*), sum(x), length(group_concat(x)) FROM c'",
+        ),
+        (
+            "python3",
+            "python3 -c 'b=[bytearray(3<<20) for i in range(9)]; b[3]+=b\"x\"*(1<<22); l=list(range(500000)); \
+                     print(sum(map(len, b)), b[3][-1], sum(l))'",
+        ),
+        ("gcc", "printf 'int f(int a){return a*2;}' | gcc -O2 -S -x c -o - - | cksum"),
+    ];
+    for (program, script) in scripts {
+        if !has_program(program) {
+            continue;
+        }
+        let without = home.user_command("sh").args(["-c", script]).output().unwrap();
+        let mut command = home.run_user_engine();
+        // Nothing but what it is asked to say.
+        let with = command.args(["--", "sh", "-c", script]).output().unwrap();
+        assert_eq!(lossy_text(&with.stdout), lossy_text(&without.stdout), "{program}: {}", lossy_text(&with.stderr));
+        assert_eq!(with.status.code(), without.status.code(), "{program}: {}", lossy_text(&with.stderr));
+        assert!(!lossy_text(&with.stderr).contains("not merged"), "{program}: {}", lossy_text(&with.stderr));
+    }
+}
+
+#[test]
+fn unmergeable_program_is_refused_before_start() {
+    let home = UserDirectory::for_current_user();
+    if has_program("gcc") {
+        let fixed = home.compile("gcc", "tree.c", &["-static"]);
+        let said = refusal_line(home.run_user_engine().arg("--").arg(&fixed));
+        assert!(said.contains("is linked statically") && said.contains("--best-effort"), "{said}");
+        let output = home.run_user_engine().args(["--best-effort", "--"]).arg(&fixed).arg("x").output().unwrap();
+        assert_eq!(output.status.code(), Some(2), "the program's own status, for its own reason");
+        assert!(lossy_text(&output.stderr).starts_with("pagefold: not merged: "), "{}", lossy_text(&output.stderr));
+    }
+    assert!(
+        refusal_line(home.run_user_engine().args(["--way", "prctl", "--", "true"]))
+            .contains("--way is for --engine kernel")
+    );
+    assert!(refusal_line(home.run_user_engine().args(["--domain", "a/b", "--", "true"])).contains("a/b"));
+    let said = refusal_line(test_programs::run_command().args(["--domain", "x", "--", "true"]));
+    assert!(said.contains("--domain is for --engine user"), "{said}");
+    let open = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|value| value.trim() == "1");
+    if open || !nix::unistd::geteuid().is_root() {
+        return println!("skipped: needs root, to be a user who may not have userfaultfd");
+    }
+    let home = UserDirectory::new(NOBODY_UID);
+    let said = refusal_line(home.run_user_engine().args(["--", "true"]));
+    assert!(said.contains("userfaultfd") && said.contains("--best-effort"), "{said}");
+    let output =
+        home.run_user_engine().args(["--best-effort", "--", "sh", "-c", "echo $LD_PRELOAD; exit 7"]).output().unwrap();
+    assert_eq!((output.status.code(), lossy_text(&output.stdout).as_str()), (Some(7), "\n"));
+}

@@ -1,0 +1,535 @@
+//! Taking note of an event.
+
+use super::merge_estimate::{self, MergeEstimate};
+use super::{Action, ProcessArrival, UnenrollScope, UnenrollSummary};
+use super::{
+    CensusSummary, DaemonState, Decision, DecisionReason, Event, MergeCandidate, MergeSummary, MergedCheckSummary,
+    ShutdownStage, TickReadings, TrackedProcess, WaitTimes,
+};
+use super::{DaemonTask, DecisionKind};
+use pagefold_base::memory::Shortage;
+use pagefold_base::units::{Bytes, ProcessId};
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// How much of a new measurement of what a census costs is believed at once.
+const CENSUS_COST_EWMA_WEIGHT: f64 = 0.3;
+
+/// The longest pause between two looks at what is merged.
+const MAX_MERGED_CHECK_INTERVAL: Duration = Duration::from_secs(60);
+
+/// The pause after a look that found nothing, in times of what it took: looking stays below a thousandth of one CPU.
+const MERGED_CHECK_INTERVAL_COST_FACTOR: u32 = 1000;
+
+/// How long after somebody who was merged has ended ksmd passes by: others may end as well, or a merge come first.
+const SWEEP_DELAY: Duration = Duration::from_secs(5);
+
+/// The pause after a time at which it did not get to all of them.
+const SWEEP_RETRY_INTERVAL: Duration = Duration::from_secs(60);
+
+/// The part of what was predicted of a merge that has to come back: where it does not, contents change faster than it
+/// was looked.
+const MIN_MEASURED_TO_PREDICTED: f64 = 0.5;
+
+/// CPU seconds that are saved up for a merge that was halted, in times of what ksmd should take for it: enrolling and
+/// watching take some, too, and ksmd may look at pages twice.
+const MERGE_RESERVATION_FACTOR: f64 = 2.0;
+
+/// When the right to change the host is asked for again after somebody else had it.
+const ACQUIRE_HOST_RETRY_INTERVAL: Duration = Duration::from_secs(10);
+
+impl DaemonState {
+    pub(super) fn handle_event(&mut self, event: Event, actions: &mut Vec<Action>) {
+        match event {
+            Event::Tick(readings) => self.update_readings(readings, actions),
+            Event::ProcessArrived(arrival) => self.handle_arrival(arrival, actions),
+            Event::ProcessExited(process) => {
+                // What is in a merge may be merged, whatever comes of that.
+                let merges = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
+                if self.tracked.remove(&process).is_some_and(|member| merges || member.maybe_merged || member.enrolled)
+                {
+                    self.sweep_at.get_or_insert(self.now + SWEEP_DELAY);
+                }
+            }
+            Event::HostAcquired(Ok(())) => {
+                self.task = None;
+                (self.host_acquired, self.host_busy_reason) = (true, None);
+            }
+            Event::HostAcquired(Err(why)) => {
+                self.task = None;
+                if self.host_busy_reason.as_ref() != Some(&why) {
+                    actions.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::HostBusy, why.clone()));
+                }
+                self.record_host_busy(why);
+            }
+            Event::CensusDone(found) => self.handle_census(found, actions),
+            Event::MergeDone(merged) => self.handle_merge(merged, actions),
+            Event::MergedCheckDone(looked) => self.handle_merged_check(looked, actions),
+            Event::SweepDone { complete: whole } => {
+                self.task = None;
+                if !whole {
+                    self.sweep_at.get_or_insert(self.now + SWEEP_RETRY_INTERVAL);
+                }
+            }
+            Event::UnenrollDone(withdrawn) => self.handle_unenroll(withdrawn, actions),
+            Event::SettingsRestored { complete: whole } => {
+                (self.task, self.host_acquired, self.settings_restored) = (None, false, whole)
+            }
+            Event::TaskFailed(why) => self.handle_task_failure(why, actions),
+            Event::SettingsOverwritten(why) => self.yield_to_other_writer(why, actions),
+            Event::TunerChanged(tuner) => {
+                if let Some(name) = tuner.as_ref().filter(|_| self.tuner.is_none() && !self.rules.ignore_tuners) {
+                    let why = format!("{name} tunes KSM");
+                    actions.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::OtherWriter, why));
+                }
+                self.tuner = tuner;
+            }
+            Event::RulesChanged(rules) => {
+                self.cpu_budget.set_limits(rules.cpu_rate, rules.burst);
+                if self.rules.across_domains && !rules.across_domains {
+                    self.domains_changed = true;
+                    let now = self.now;
+                    self.tracked.values_mut().for_each(|member| member.unenroll_if_shared(now));
+                }
+                (self.rules, self.settings_overwritten, self.reported_pause) = (rules, None, None);
+            }
+            Event::Pause => self.paused = true,
+            Event::Resume => {
+                (self.paused, self.settings_overwritten, self.acquire_host_after) = (false, None, self.now)
+            }
+            Event::Enroll(process) => {
+                self.unenroll_on_arrival.remove(&process);
+                if let Some(member) = self.tracked.get_mut(&process) {
+                    member.enroll_by_operator(self.now, &self.rules);
+                }
+            }
+            Event::Unenroll(process) => match self.tracked.get_mut(&process) {
+                Some(member) => member.unenroll_by_operator(self.now),
+                None => {
+                    self.unenroll_on_arrival.insert(process);
+                }
+            },
+            Event::Stop { unmerge } => {
+                let stopping = if unmerge { ShutdownStage::UnmergePending } else { ShutdownStage::KeepMerged };
+                self.shutdown_stage.get_or_insert(stopping);
+            }
+        }
+    }
+
+    fn update_readings(&mut self, readings: TickReadings, actions: &mut Vec<Action>) {
+        self.cpu_budget.update(self.now, readings.cpu_spent);
+        (self.available, self.time_of_day) = (readings.available, Some(readings.time_of_day));
+        self.shortage = Shortage::for_host(readings.pressure_percent, readings.available, readings.total);
+        for (process, shortage) in readings.cgroup_shortages {
+            if let Some(member) = self.tracked.get_mut(&process) {
+                member.shortage = shortage;
+            }
+        }
+        for (process, ran) in readings.cpu_times {
+            if let Some(member) = self.tracked.get_mut(&process) {
+                member.update_cpu_time(ran, self.now, &self.rules);
+            }
+        }
+        for (process, resident) in readings.resident {
+            if let Some(member) = self.tracked.get_mut(&process) {
+                member.update_resident(resident, self.now, &self.rules);
+            }
+        }
+        let rarest = self.max_scan_interval();
+        for member in self.tracked.values_mut() {
+            member.defer_if_idle(self.now, rarest);
+        }
+        if let Some(waits) = readings.wait_times {
+            self.back_off_on_slowdown(&waits, actions);
+        }
+    }
+
+    /// Back off where programs are slowed down. A census comes to its end, or there would be none on a host that is
+    /// always busy; a merge is done again at a lower pace.
+    fn back_off_on_slowdown(&mut self, waits: &WaitTimes, actions: &mut Vec<Action>) {
+        let works = matches!(self.task, Some(DaemonTask::Census(..) | DaemonTask::Merge(_)));
+        let slowest = self.slowdown.is_at_lowest_pace();
+        let Some((pause, why)) = self.slowdown.observe(waits, works, self.rules.max_slowdown, self.now) else { return };
+        let halts = matches!(&self.task, Some(DaemonTask::Merge(processes)) if !slowest && !self.is_memory_short_for(processes));
+        let (first, then) = match (&self.task, halts) {
+            (Some(DaemonTask::Merge(_)), false) => ("when this is done ", ""),
+            _ => ("", " and then merges more slowly"),
+        };
+        let why = format!("{why}: {first}it rests for {} s{then}", pause.as_secs());
+        actions.push(self.report_decision(DecisionKind::Pause, &[], DecisionReason::Slowdown, why));
+        self.reported_pause = Some(DecisionReason::Slowdown);
+        if halts && !self.task_halted {
+            self.task_halted = true;
+            actions.push(Action::Halt);
+        }
+    }
+
+    fn handle_arrival(&mut self, arrival: ProcessArrival, actions: &mut Vec<Action>) {
+        let (process, excluded) = (arrival.process, arrival.exclusion_reason.clone());
+        let before = self.tracked.get(&process).map(|member| member.exclusion_reason.clone());
+        match self.tracked.get_mut(&process) {
+            Some(member) => {
+                if member.similarity_key != arrival.similarity_key {
+                    member.sketches = None;
+                }
+                (member.similarity_key, member.exclusion_reason) = (arrival.similarity_key, arrival.exclusion_reason);
+                // What it had merged before it must not any more is withdrawn.
+                if member.exclusion_reason.is_some() && member.maybe_merged {
+                    member.request_unenroll(DecisionReason::Excluded, self.now);
+                } else if member
+                    .pending_unenroll
+                    .as_ref()
+                    .is_some_and(|leaving| leaving.reason == DecisionReason::Excluded)
+                {
+                    member.cancel_unenroll_if_allowed();
+                }
+                let domain = std::mem::replace(&mut member.domain, arrival.domain);
+                if domain != member.domain && !domain.is_single_process() && !self.rules.across_domains {
+                    self.domains_changed |= self.task.as_ref().is_some_and(|work| work.involves(process));
+                    member.unenroll_if_shared(self.now);
+                }
+                if domain != member.domain {
+                    member.record_domain_change(self.now, &self.rules);
+                }
+            }
+            None => {
+                let mut member = TrackedProcess::new(arrival, self.now, &self.rules);
+                if self.unenroll_on_arrival.remove(&process) {
+                    member.unenroll_by_operator(self.now);
+                }
+                self.tracked.insert(process, member);
+            }
+        }
+        if let Some(why) = excluded.filter(|why| before != Some(Some(why.clone()))) {
+            actions.push(self.report_decision(DecisionKind::Skip, &[process], DecisionReason::Excluded, why));
+        }
+    }
+
+    fn handle_census(&mut self, found: CensusSummary, actions: &mut Vec<Action>) {
+        let Some(DaemonTask::Census(turns, processes)) = self.task.take() else { return };
+        let mib = found.bytes_scanned.0 as f64 / 1048576.0;
+        if mib >= 1.0 && !found.partial {
+            let measured = found.cpu_time.as_secs_f64() / mib;
+            self.census_seconds_per_mib += CENSUS_COST_EWMA_WEIGHT * (measured - self.census_seconds_per_mib);
+        }
+        if !found.partial {
+            // What comes next begins before the next reading, and has to fit as well.
+            let read = self.cpu_budget.total_spent().saturating_sub(self.task_start_cpu_time);
+            self.cpu_budget.update(self.now, self.cpu_budget.total_spent() + found.cpu_time.saturating_sub(read));
+        }
+        let overran = found.partial && self.cpu_budget.available_seconds() <= 0.0;
+        let beside: BTreeSet<ProcessId> = processes.iter().copied().collect();
+        for process in &processes {
+            match self.tracked.get_mut(process) {
+                Some(member) if overran => member.record_overrun(),
+                Some(member) if !found.partial => member.record_within_budget(),
+                _ => {}
+            }
+        }
+        if found.partial || self.domains_changed {
+            // Else it would be begun and halted again and again, and nobody else have a turn.
+            for process in turns.iter().filter(|_| overran) {
+                if let Some(member) = self.tracked.get_mut(process) {
+                    member.next_scan = self.now + member.scan_interval;
+                }
+            }
+            return;
+        }
+        self.census_count += 1;
+        for (process, held) in found.sketches {
+            if let Some(member) = self.tracked.get_mut(&process) {
+                member.set_sketches(held);
+            }
+        }
+        let planned: BTreeMap<ProcessId, MergeCandidate> =
+            found.candidates.iter().map(|plan| (plan.process, *plan)).collect();
+        for process in &turns {
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.reserved_merge_seconds = 0.0;
+            }
+        }
+        let is_new = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::is_unscanned);
+        // What has just come has not been there for long enough, whoever enrolled it.
+        let young = turns.iter().any(is_new);
+        let all: u64 = found.cost_in_pages.values().sum();
+        let effort = |process: &ProcessId| found.cost_in_pages.get(process).copied().unwrap_or(0);
+        let part = |process: &ProcessId| found.cpu_time.mul_f64(effort(process) as f64 / all.max(1) as f64);
+        let is_open = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::may_be_scanned);
+        let open = planned.into_values().filter(|plan| is_open(&plan.process));
+        let worth = open.map(|plan| (plan.process, MergeEstimate::new(&plan, part(&plan.process))));
+        let most = self.rules.max_cpu_seconds_per_mib;
+        let pays = |(process, worth): &(ProcessId, MergeEstimate)| {
+            worth.is_profitable(if self.is_memory_short_for(&[*process]) { f64::INFINITY } else { most })
+        };
+        let (worth, dear): (Vec<_>, Vec<_>) = worth.partition(pays);
+        let processes: Vec<ProcessId> = worth.iter().map(|(process, _)| *process).collect();
+        let rarest = self.max_scan_interval();
+        for &process in &turns {
+            let spread = self.random_fraction(process);
+            if let Some(member) = self.tracked.get_mut(&process) {
+                let found = (processes.contains(&process), found.not_yet_stable.contains(&process));
+                member.finish_scan(self.now, found, spread, &self.rules, rarest);
+            }
+        }
+        for process in self.find_missed_partners(&turns, &beside) {
+            if let Some(member) = self.tracked.get_mut(&process) {
+                member.record_missed_partner(&self.rules);
+            }
+        }
+        if young {
+            return;
+        }
+        // The others are told of when it is their turn.
+        let (dear, sum) =
+            merge_estimate::sum_estimates(dear.into_iter().filter(|(process, _)| turns.contains(process)));
+        if !dear.is_empty() {
+            let why = format!("it would give back {sum} (at most {most} is worth it)");
+            actions.push(self.report_decision(DecisionKind::Skip, &dear, DecisionReason::Unprofitable, why));
+        }
+        let outlays: Vec<f64> =
+            worth.iter().map(|(_, worth)| worth.ksmd_time.as_secs_f64() * MERGE_RESERVATION_FACTOR).collect();
+        let (processes, sum) = merge_estimate::sum_estimates(worth);
+        if processes.is_empty() {
+            return;
+        }
+        let (net, cost) = (Bytes(sum.net_savings.0.max(0).unsigned_abs()), sum.ksmd_time.as_secs_f64());
+        let acts = self.may_act() && self.host_acquired && self.shutdown_stage.is_none();
+        let why = format!("it should give back {sum}");
+        let decision = Decision {
+            kind: DecisionKind::Merge,
+            processes: processes.clone(),
+            reason: DecisionReason::Profitable,
+            explanation: why,
+            predicted: Some(net),
+            carried_out: acts,
+        };
+        actions.push(Action::Report(decision));
+        if acts {
+            // At the pace at which the budget fills up again there is no end to it.
+            let share = if cost * 1.5 <= self.cpu_budget.available_seconds() {
+                1.0
+            } else {
+                (self.rules.cpu_rate / 2.0).clamp(0.001, 1.0)
+            };
+            let share = (share * self.slowdown.pace_factor()).max(0.001);
+            for (process, outlay) in processes.iter().zip(outlays) {
+                if let Some(member) = self.tracked.get_mut(process) {
+                    member.reserved_merge_seconds = outlay;
+                }
+            }
+            self.start_task(
+                DaemonTask::Merge(processes.clone()),
+                Action::Merge { processes, cpu_share: share },
+                actions,
+            );
+        }
+    }
+
+    fn handle_merged_check(&mut self, looked: MergedCheckSummary, actions: &mut Vec<Action>) {
+        self.task = None;
+        let found = looked.unenrolled_bytes > Bytes::ZERO;
+        if found {
+            let why = format!("{} were written too soon", looked.unenrolled_bytes);
+            actions.push(self.report_decision(
+                DecisionKind::Unenroll,
+                &looked.unenrolled_from,
+                DecisionReason::CowBreaks,
+                why,
+            ));
+        }
+        if let Some(stuck) = looked.failed_unenrolls {
+            self.report_failed_unenrolls(stuck, actions);
+        }
+        let calm = (self.merged_check.1 * 2)
+            .min(MAX_MERGED_CHECK_INTERVAL)
+            .max(looked.cpu_time * MERGED_CHECK_INTERVAL_COST_FACTOR);
+        let pause = if found { self.rules.min_scan_interval } else { calm };
+        self.merged_check = (self.now + pause, pause);
+    }
+
+    /// Say what cannot be withdrawn, where that is news.
+    fn report_failed_unenrolls(&mut self, stuck: Vec<(ProcessId, String)>, actions: &mut Vec<Action>) {
+        let before = std::mem::take(&mut self.failed_unenrolls);
+        for (process, why) in stuck {
+            if before.get(&process) != Some(&why) {
+                actions.push(self.report_decision(
+                    DecisionKind::Refuse,
+                    &[process],
+                    DecisionReason::Refused,
+                    format!("not withdrawn: {why}"),
+                ));
+            }
+            self.failed_unenrolls.insert(process, why);
+        }
+    }
+
+    fn handle_merge(&mut self, merged: MergeSummary, actions: &mut Vec<Action>) {
+        let overran = self.task_halted && self.cpu_budget.available_seconds() <= 0.0;
+        if let Some(DaemonTask::Merge(processes)) = self.task.take() {
+            self.record_merge(&processes, overran);
+        }
+        for process in &merged.enrolled {
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.enrolled = true;
+            }
+        }
+        for (process, why) in &merged.refused {
+            actions.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Refused, why.clone()));
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.record_refusal(self.now, &self.rules);
+            }
+        }
+        if merged.unenrolled_bytes > Bytes::ZERO {
+            let why = format!("{} were written too soon", merged.unenrolled_bytes);
+            actions.push(self.report_decision(
+                DecisionKind::Unenroll,
+                &merged.unenrolled_from,
+                DecisionReason::CowBreaks,
+                why,
+            ));
+        }
+        self.report_failed_unenrolls(merged.failed_unenrolls, actions);
+        self.merged_check = (self.now + self.rules.min_scan_interval, self.rules.min_scan_interval);
+        if let Some(why) = merged.settings_overwritten {
+            return self.yield_to_other_writer(why, actions);
+        }
+        // When it is halted there is metadata of what ksmd has only looked at so far.
+        let judged = !self.task_halted;
+        let loses = |process: &ProcessId| judged && merged.nets.get(process).is_some_and(|net| net.0 < 0);
+        let (losing, others): (Vec<ProcessId>, Vec<ProcessId>) = merged.enrolled.iter().copied().partition(loses);
+        // What was merged of somebody before is not given up for what came to it; looks see what of that does not last.
+        let mut lost = Vec::new();
+        for (process, net) in &merged.nets {
+            if let Some(member) = self.tracked.get_mut(process).filter(|member| !member.net_known) {
+                member.net_savings.0 += net.0;
+                member.net_known = judged;
+                if judged && member.enrolled && member.net_savings.0 < 0 {
+                    lost.push(*process);
+                }
+            }
+        }
+        self.request_unenroll(&lost, DecisionReason::NetLoss);
+        for process in &losing.into_iter().chain(lost).collect::<BTreeSet<ProcessId>>() {
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.record_refusal(self.now, &self.rules);
+            }
+        }
+        let mib = merged.net.0 as f64 / 1048576.0;
+        let fell_short =
+            !self.task_halted && (merged.net.0 as f64) < merged.predicted.0 as f64 * MIN_MEASURED_TO_PREDICTED;
+        if fell_short && !others.is_empty() {
+            let reached = Bytes(merged.net.0.max(0).unsigned_abs());
+            let why = format!("{reached} came back of {} predicted: it is looked at later", merged.predicted);
+            actions.push(self.report_decision(DecisionKind::Skip, &others, DecisionReason::Unprofitable, why));
+        }
+        let in_vain =
+            fell_short || merged.cpu_time.as_secs_f64() > self.rules.max_cpu_seconds_per_mib * mib && !self.task_halted;
+        for process in &others {
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.last_merge_unprofitable = in_vain;
+                if overran || in_vain {
+                    member.double_scan_interval(&self.rules);
+                }
+            }
+        }
+    }
+
+    /// These were in a merge, which may have used up the CPU time. Who came to be excluded meanwhile, or into another
+    /// domain, is withdrawn.
+    fn record_merge(&mut self, processes: &[ProcessId], overran: bool) {
+        for process in processes {
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.maybe_merged = true;
+                match overran {
+                    true => member.merge_halted_at = self.now,
+                    false => member.reserved_merge_seconds = 0.0,
+                }
+                if member.exclusion_reason.is_some() {
+                    member.request_unenroll(DecisionReason::Excluded, self.now);
+                }
+                if self.domains_changed {
+                    member.unenroll_if_shared(self.now);
+                }
+            }
+        }
+    }
+
+    /// Who could not be withdrawn is tried again, and told of where that is news.
+    fn handle_unenroll(&mut self, withdrawn: UnenrollSummary, actions: &mut Vec<Action>) {
+        let Some(DaemonTask::Unenroll(extents)) = self.task.take() else { return };
+        // Of some more is to be withdrawn by now: that is still to come.
+        let extent = |process: &ProcessId| extents.get(process).copied().unwrap_or(UnenrollScope::DaemonEnrolled);
+        let is_all = |member: &TrackedProcess, extent| {
+            member.pending_unenroll.as_ref().is_none_or(|leaving| leaving.scope() <= extent)
+        };
+        for process in withdrawn.unenrolled {
+            let extent = extent(&process);
+            let member = self.tracked.get_mut(&process).filter(|member| is_all(member, extent));
+            if let Some(reason) = member.and_then(|member| member.record_unenrolled(extent)) {
+                let why = match extent {
+                    UnenrollScope::AllMerged => "nothing of it is merged any more",
+                    UnenrollScope::DaemonEnrolled => "what was enrolled of it is not any more",
+                };
+                actions.push(self.report_decision(DecisionKind::Unenroll, &[process], reason, why));
+            }
+        }
+        for (process, why) in withdrawn.failed_unenrolls {
+            let (told, extent) = (format!("not withdrawn: {why}"), extent(&process));
+            let member = self.tracked.get_mut(&process).filter(|member| is_all(member, extent));
+            if member.is_some_and(|member| member.record_unenroll_failure(why, withdrawn.cpu_time, self.now)) {
+                actions.push(self.report_decision(DecisionKind::Refuse, &[process], DecisionReason::Refused, told));
+            }
+        }
+    }
+
+    /// The host is not to be had for now.
+    fn record_host_busy(&mut self, why: String) {
+        self.acquire_host_after = self.now + ACQUIRE_HOST_RETRY_INTERVAL;
+        self.host_busy_reason = Some(why);
+        // At the end it is tried once.
+        self.shutdown_stage = self.shutdown_stage.map(|stopping| match stopping {
+            ShutdownStage::UnmergePending => ShutdownStage::UnmergeTried,
+            other => other,
+        });
+    }
+
+    fn handle_task_failure(&mut self, why: String, actions: &mut Vec<Action>) {
+        match self.task.take() {
+            Some(DaemonTask::AcquireHost) => self.record_host_busy(why.clone()),
+            Some(DaemonTask::RestoreSettings) => (self.host_acquired, self.settings_restored) = (false, false),
+            Some(DaemonTask::Census(processes, _)) => self.back_off(&processes),
+            Some(DaemonTask::Merge(processes)) => {
+                self.back_off(&processes);
+                self.record_merge(&processes, false);
+                // Any of them may be enrolled in part.
+                let enrolled = |process: &ProcessId| self.tracked.get(process).is_some_and(|member| member.enrolled);
+                let fresh: Vec<ProcessId> = processes.into_iter().filter(|process| !enrolled(process)).collect();
+                for process in &fresh {
+                    if let Some(member) = self.tracked.get_mut(process) {
+                        member.enrolled = true;
+                    }
+                }
+                self.request_unenroll(&fresh, DecisionReason::Failed);
+            }
+            Some(DaemonTask::Unenroll(extents)) => {
+                let refused = extents.keys().map(|process| (*process, why.clone())).collect();
+                self.task = Some(DaemonTask::Unenroll(extents));
+                return self.handle_unenroll(
+                    UnenrollSummary { failed_unenrolls: refused, ..UnenrollSummary::default() },
+                    actions,
+                );
+            }
+            Some(DaemonTask::CheckMerged | DaemonTask::Sweep) | None => {
+                self.merged_check = (self.now + MAX_MERGED_CHECK_INTERVAL, MAX_MERGED_CHECK_INTERVAL)
+            }
+        }
+        actions.push(self.report_decision(DecisionKind::Refuse, &[], DecisionReason::Failed, why));
+    }
+
+    fn yield_to_other_writer(&mut self, why: String, actions: &mut Vec<Action>) {
+        if self.settings_overwritten.is_none() {
+            actions.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::OtherWriter, why.clone()));
+        }
+        self.settings_overwritten = Some(why);
+    }
+}

@@ -1,0 +1,114 @@
+//! What merging somebody costs for what it gives back.
+//!
+//! In it is the CPU time that ksmd should take for its ranges, and its part of that of the census that found them: by
+//! its pages and regions, of all that was looked at. What earlier censuses took is not, nor what enrolling and watching
+//! take, which is little beside. Net are the frames that come back less ksmd's metadata.
+
+use super::MergeCandidate;
+use pagefold_base::units::{Bytes, NetBytes, ProcessId};
+use std::fmt;
+use std::time::Duration;
+
+/// What merging somebody, or several, would give back and cost.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(super) struct MergeEstimate {
+    /// What comes back.
+    pub net_savings: NetBytes,
+    /// CPU time of ksmd.
+    pub ksmd_time: Duration,
+    /// CPU time of the census.
+    pub census_time: Duration,
+}
+
+impl MergeEstimate {
+    /// What was planned for somebody, whose part of the census took so long.
+    pub fn new(plan: &MergeCandidate, census: Duration) -> Self {
+        Self { net_savings: plan.net_savings, ksmd_time: plan.ksmd_time, census_time: census }
+    }
+
+    /// CPU seconds for a MiB; without bound where nothing comes back.
+    pub fn cpu_seconds_per_mib(&self) -> f64 {
+        let mib = self.net_savings.0 as f64 / 1048576.0;
+        if mib > 0.0 { (self.ksmd_time + self.census_time).as_secs_f64() / mib } else { f64::INFINITY }
+    }
+
+    /// Whether it costs no more than that for a MiB.
+    pub fn is_profitable(&self, max_cpu_seconds_per_mib: f64) -> bool {
+        self.net_savings.0 > 0 && self.cpu_seconds_per_mib() <= max_cpu_seconds_per_mib
+    }
+}
+
+impl fmt::Display for MergeEstimate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.net_savings.0 {
+            ..=0 => write!(f, "nothing"),
+            net => {
+                let (net, price) = (Bytes(net.unsigned_abs()), self.cpu_seconds_per_mib());
+                let price = if price < 0.001 { "less than 0.001".to_owned() } else { format!("{price:.3}") };
+                write!(f, "{net} at {price} CPU s per MiB")
+            }
+        }
+    }
+}
+
+/// Who they are, and all of it together.
+pub(super) fn sum_estimates(
+    worth: impl IntoIterator<Item = (ProcessId, MergeEstimate)>,
+) -> (Vec<ProcessId>, MergeEstimate) {
+    let (mut processes, mut sum) = (Vec::new(), MergeEstimate::default());
+    for (process, worth) in worth {
+        processes.push(process);
+        sum.net_savings.0 += worth.net_savings.0;
+        sum.ksmd_time += worth.ksmd_time;
+        sum.census_time += worth.census_time;
+    }
+    (processes, sum)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_base::units::Pid;
+    use proptest::prelude::*;
+
+    fn estimate(mib: i64, ksmd: u64, census: u64) -> MergeEstimate {
+        let [ksmd, census] = [ksmd, census].map(Duration::from_millis);
+        MergeEstimate { net_savings: NetBytes(mib << 20), ksmd_time: ksmd, census_time: census }
+    }
+
+    #[test]
+    fn census_time_counts_as_cost() {
+        assert_eq!(estimate(16, 48, 16).cpu_seconds_per_mib(), 0.004);
+        assert_eq!(estimate(16, 48, 16).to_string(), "16.0 MiB at 0.004 CPU s per MiB");
+        assert!(
+            estimate(16, 48, 16).is_profitable(0.004)
+                && !estimate(16, 48, 17).is_profitable(0.004)
+                && !estimate(16, 49, 16).is_profitable(0.004)
+        );
+        assert_eq!(estimate(16, 1, 1).to_string(), "16.0 MiB at less than 0.001 CPU s per MiB");
+        for nothing in [estimate(0, 0, 0), estimate(-1, 1, 1)] {
+            assert!(!nothing.is_profitable(f64::INFINITY));
+            assert_eq!(nothing.to_string(), "nothing");
+        }
+    }
+
+    proptest! {
+        /// Those who pay each by itself pay together, and those who do not pay do not.
+        #[test]
+        fn sum_is_profitable_if_its_parts_are(
+            parts in prop::collection::vec((1i64..100, 0u64..1000, 0u64..1000), 1..10),
+            most in 0.001f64..0.1,
+        ) {
+            let named = parts.iter().zip(0..).map(|(&(mib, ksmd, census), number)| {
+                (ProcessId { pid: Pid(number), start_time: 1 }, estimate(mib, ksmd, census))
+            });
+            let (paying, dear): (Vec<_>, Vec<_>) = named.partition(|(_, worth)| worth.is_profitable(most));
+            for (of, pays) in [(paying, true), (dear, false)] {
+                let (processes, sum) = sum_estimates(of);
+                // What lies at the bound itself is a matter of rounding.
+                let close = (sum.cpu_seconds_per_mib() - most).abs() < 1e-12;
+                prop_assert!(processes.is_empty() || close || sum.is_profitable(most) == pays, "{sum}");
+            }
+        }
+    }
+}

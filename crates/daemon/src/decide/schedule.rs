@@ -1,0 +1,563 @@
+//! Choosing what is done next.
+
+use super::{
+    Action, DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, PendingUnenroll, ScanCause,
+    ShutdownStage, TrackedProcess, UnenrollScope,
+};
+use pagefold_base::domain::TrustDomain;
+use pagefold_base::units::{Bytes, Pages, ProcessId};
+use pagefold_census::decide::sketch::Sketch;
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+/// Of so many of those whose turn it is partners are sought for what they hold.
+const MAX_PARTNER_SEEKERS: usize = 8;
+
+/// Of so many of those who were looked at it is asked whom they have missed: that takes a microsecond for each of whom it
+/// may be.
+const MAX_MISSED_PARTNER_CHECKS: usize = 32;
+
+/// The part of what somebody has not merged, and the least, for which it is looked at soon with whoever holds that.
+const MIN_LARGE_OVERLAP: (u64, Pages) = (16, Pages(256));
+
+/// One look in so many has a partner that is chosen by chance.
+const SCANS_PER_RANDOM_PARTNER: u64 = 4;
+
+/// What the index of a census may take, in bytes: so much, and this part of all memory that is managed. That, with what
+/// the daemon takes beside it, some 0.11 % for what is remembered of members among it, is below 32 MiB and 0.4 % of it,
+/// unless two alone take more, or members of other domains that are read beside them, or what is remembered of these.
+const INDEX_BYTES_LIMIT: (u64, u64) = (16 << 20, 640);
+
+/// The part of the memory it is of that an index takes while it is grouped: at most 33 bytes for a page of 4 KiB.
+const MEMORY_BYTES_PER_INDEX_BYTE: u64 = 124;
+
+/// The part of what may be saved up for which it is waited before a merge that was halted: others have turns, too.
+const MAX_RESERVED_BURST_SHARE: f64 = 0.75;
+
+/// For how long that is waited for: in times of what it takes to save up all that may be, and in seconds at least.
+const MERGE_RESERVATION_TIMEOUT: (f64, f64) = (2.0, 60.0);
+
+/// The part of its pause by which somebody is looked at earlier, where others are looked at now.
+const EARLY_SCAN_INTERVAL_SHARE: f64 = 0.25;
+
+impl DaemonState {
+    /// Begin the next piece of work, if none is under way and there is one.
+    pub(super) fn begin(&mut self, actions: &mut Vec<Action>) {
+        if self.task.is_some() {
+            return;
+        }
+        if let Some(stopping) = self.shutdown_stage {
+            return self.shut_down(stopping, actions);
+        }
+        match (self.may_act(), self.host_acquired) {
+            (false, true) => {
+                let others = !self.paused && self.yield_reason().is_some();
+                let reason = if others { DecisionReason::OtherWriter } else { DecisionReason::Operator };
+                actions.push(self.report_decision(
+                    DecisionKind::Restore,
+                    &[],
+                    reason,
+                    "KSM's settings come back, and merges stay",
+                ));
+                return self.start_task(DaemonTask::RestoreSettings, Action::RestoreSettings, actions);
+            }
+            (true, false) if self.now >= self.acquire_host_after => {
+                return self.start_task(DaemonTask::AcquireHost, Action::AcquireHost, actions);
+            }
+            (true, false) => return,
+            _ => {}
+        }
+        if self.paused || self.rules.mode == DaemonMode::Observe || self.yield_reason().is_some() {
+            return;
+        }
+        if self.host_acquired && !self.is_host_memory_short() {
+            // Where there was no memory for it, looking whether there is comes out of the budget as all looks.
+            let tries = |leaving: &PendingUnenroll| {
+                leaving.next_try <= self.now
+                    && (leaving.last_failure.is_none() || self.cpu_budget.available_seconds() > 0.0)
+            };
+            let leaving = self.processes_where(|member| {
+                member.pending_unenroll.as_ref().is_some_and(tries) && !member.is_cgroup_memory_short(&self.rules)
+            });
+            if !leaving.is_empty() {
+                return self.report_and_unenroll(leaving, actions);
+            }
+        }
+        if self.host_acquired && self.now >= self.merged_check.0 && self.tracked.values().any(|member| member.enrolled)
+        {
+            return self.start_task(
+                DaemonTask::CheckMerged,
+                Action::CheckMerged { unenroll: !self.is_host_memory_short() },
+                actions,
+            );
+        }
+        if self.time_of_day.is_some_and(|time| self.rules.quiet_hours.iter().any(|hours| hours.contains(time))) {
+            return self.report_pause(DecisionReason::QuietHours, "these are quiet hours", actions);
+        }
+        // Until ksmd comes by, the kernel counts as merged what has ended, and keeps its metadata.
+        if self.host_acquired
+            && self.sweep_at.is_some_and(|at| at <= self.now)
+            && self.cpu_budget.available_seconds() > 0.0
+        {
+            self.sweep_at = None;
+            return self.start_task(DaemonTask::Sweep, Action::Sweep, actions);
+        }
+        let enough = |keep: Bytes| self.available.is_some_and(|available| available >= keep);
+        let at_goal = self.rules.keep_available.is_some_and(enough);
+        let rests = (at_goal || self.now < self.slowdown.paused_until()) && !self.is_host_memory_short();
+        let due = self.due_processes(rests);
+        if rests && due.is_empty() {
+            if at_goal {
+                return self.report_pause(
+                    DecisionReason::MemoryGoal,
+                    "there is as much memory as it is to keep",
+                    actions,
+                );
+            }
+            self.reported_pause = Some(DecisionReason::Slowdown);
+            return;
+        }
+        let told = self.reported_pause;
+        self.begin_census(due, actions);
+        // All others rest on.
+        self.reported_pause = self.reported_pause.or(told.filter(|_| rests));
+    }
+
+    /// Come to the end: with what is enrolled withdrawn, where that is asked for and may be, and with settings back.
+    fn shut_down(&mut self, stopping: ShutdownStage, actions: &mut Vec<Action>) {
+        let merged = self.processes_where(|member| member.enrolled || member.pending_unenroll.is_some());
+        if stopping == ShutdownStage::UnmergePending && !merged.is_empty() {
+            if self.host_acquired {
+                self.shutdown_stage = Some(ShutdownStage::UnmergeTried);
+                self.request_unenroll(&merged, DecisionReason::Stopped);
+                actions.push(self.report_decision(
+                    DecisionKind::Unenroll,
+                    &merged,
+                    DecisionReason::Stopped,
+                    DecisionReason::Stopped.unenroll_explanation(),
+                ));
+                return self.start_unenroll(merged, actions);
+            }
+            // Who has paused it and ends it so wants that to be done all the same.
+            if self.may_acquire_host() {
+                return self.start_task(DaemonTask::AcquireHost, Action::AcquireHost, actions);
+            }
+        }
+        if self.host_acquired {
+            return self.start_task(DaemonTask::RestoreSettings, Action::RestoreSettings, actions);
+        }
+        // What is merged may stay, but of those who were to be withdrawn before.
+        let to_leave = |member: &TrackedProcess| member.pending_unenroll.is_some();
+        let stay = if stopping == ShutdownStage::KeepMerged { self.processes_where(to_leave) } else { merged };
+        let rests = self
+            .yield_reason()
+            .or_else(|| self.inaction_reason())
+            .unwrap_or_else(|| "there was no time for it".to_owned());
+        for process in &stay {
+            let leaving = self.tracked[process].pending_unenroll.as_ref();
+            let why = leaving.and_then(|leaving| leaving.last_failure.as_ref()).unwrap_or(&rests);
+            let why = format!("it stays merged: {why}");
+            actions.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Stopped, why));
+        }
+        self.ended = true;
+        actions.push(Action::End { complete: self.settings_restored && stay.is_empty() });
+    }
+
+    /// The members that fit.
+    pub(super) fn processes_where(&self, fits: impl Fn(&TrackedProcess) -> bool) -> Vec<ProcessId> {
+        self.tracked.iter().filter(|(_, member)| fits(member)).map(|(process, _)| *process).collect()
+    }
+
+    fn report_and_unenroll(&mut self, processes: Vec<ProcessId>, actions: &mut Vec<Action>) {
+        for &process in &processes {
+            // What is tried again was told.
+            let first =
+                self.tracked[&process].pending_unenroll.as_ref().filter(|leaving| leaving.last_failure.is_none());
+            if let Some(reason) = first.map(|leaving| leaving.reason) {
+                actions.push(self.report_decision(
+                    DecisionKind::Unenroll,
+                    &[process],
+                    reason,
+                    reason.unenroll_explanation(),
+                ));
+            }
+        }
+        self.start_unenroll(processes, actions);
+    }
+
+    fn start_unenroll(&mut self, processes: Vec<ProcessId>, actions: &mut Vec<Action>) {
+        let extent = |process| {
+            self.tracked[process]
+                .pending_unenroll
+                .as_ref()
+                .map_or(UnenrollScope::DaemonEnrolled, PendingUnenroll::scope)
+        };
+        let extents: BTreeMap<_, _> = processes.iter().map(|process| (*process, extent(process))).collect();
+        self.start_task(DaemonTask::Unenroll(extents.clone()), Action::Unenroll(extents), actions);
+    }
+
+    /// Say once why nothing is done.
+    fn report_pause(&mut self, reason: DecisionReason, why: &str, actions: &mut Vec<Action>) {
+        if self.reported_pause != Some(reason) {
+            self.reported_pause = Some(reason);
+            actions.push(self.report_decision(DecisionKind::Pause, &[], reason, why));
+        }
+    }
+
+    /// CPU seconds of looking at somebody.
+    fn scan_cpu_seconds(&self, member: &TrackedProcess) -> f64 {
+        member.resident.0 as f64 / 1048576.0 * self.census_seconds_per_mib * member.scan_cost_factor()
+    }
+
+    /// CPU seconds to save up for a merge of somebody that was halted: none where memory is short, nor where others
+    /// have used them up for longer than [`MERGE_RESERVATION_TIMEOUT`].
+    fn reserved_merge_seconds(&self, process: ProcessId) -> f64 {
+        let member = &self.tracked[&process];
+        let patience = (self.cpu_budget.burst_seconds() / self.rules.cpu_rate * MERGE_RESERVATION_TIMEOUT.0)
+            .max(MERGE_RESERVATION_TIMEOUT.1);
+        let waited = self.now.saturating_sub(member.next_scan.max(member.merge_halted_at)).as_secs_f64();
+        if waited < patience && !self.is_memory_short_for(&[process]) { member.reserved_merge_seconds } else { 0.0 }
+    }
+
+    /// CPU seconds to save up before some are looked at: where merges of them were halted, for all of these besides, or
+    /// looking would use them up each time. No more than most of what may be saved up, unless looking alone takes more.
+    fn required_cpu_seconds(&self, looks: f64, unmerged: f64) -> f64 {
+        (looks + unmerged).min(looks.max(self.cpu_budget.burst_seconds() * MAX_RESERVED_BURST_SHARE))
+    }
+
+    /// Take a census of those whose turn it is, as far as there is CPU time for it.
+    fn begin_census(&mut self, due: Vec<ProcessId>, actions: &mut Vec<Action>) {
+        if due.is_empty() {
+            self.reported_pause = None;
+            return;
+        }
+        let never =
+            |&process: &ProcessId| self.cpu_budget.time_until(self.scan_cpu_seconds(&self.tracked[&process])).is_none();
+        let (impossible, possible): (Vec<ProcessId>, Vec<ProcessId>) = due.iter().copied().partition(never);
+        let chosen = self.choose_affordable(&possible);
+        if !impossible.is_empty() {
+            let why = "a census of it takes more CPU time than may be saved up: give it a larger burst";
+            actions.push(self.report_decision(DecisionKind::Refuse, &impossible, DecisionReason::Budget, why));
+            self.back_off(&impossible);
+        }
+        let Some(chosen) = chosen else {
+            if !possible.is_empty() {
+                self.report_pause(DecisionReason::Budget, "the CPU time that it may use is used up for now", actions);
+            }
+            return;
+        };
+        self.reported_pause = None;
+        let turns: Vec<ProcessId> = possible.into_iter().filter(|process| chosen.contains(process)).collect();
+        let cause = self.tracked[&turns[0]].scan_cause;
+        let why = match cause {
+            ScanCause::Arrived => "new here",
+            ScanCause::Grown => "it has grown, or been at work, since it was looked at",
+            ScanCause::Due if self.tracked[&turns[0]].scan_interval <= self.rules.min_scan_interval => {
+                "what it holds may be old enough by now"
+            }
+            ScanCause::Due => "not looked at for long",
+        };
+        actions.push(self.report_decision(DecisionKind::Census, &turns, cause.into(), why));
+        if self.can_never_afford_partner(&chosen) {
+            let why = "a census of it and another takes more CPU time than may be saved up, so that it is looked at \
+                       alone and nothing is found that it shares: give it a larger burst";
+            actions.push(self.report_decision(DecisionKind::Refuse, &turns, DecisionReason::Budget, why));
+        }
+        for process in &turns {
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.begin_scan(self.now);
+            }
+        }
+        let processes: Vec<ProcessId> = chosen.into_iter().collect();
+        self.start_task(DaemonTask::Census(turns, processes.clone()), Action::Census(processes), actions);
+    }
+
+    /// Whose turn it is, in the order in which they come; only of those in whose cgroups memory is short, if it is so.
+    fn due_processes(&self, squeezed: bool) -> Vec<ProcessId> {
+        let all = |sooner: f64| -> Vec<(ScanCause, Duration, u64, ProcessId)> {
+            let turn = |(_, member): &(&ProcessId, &TrackedProcess)| {
+                // Who waits for long may be what is needed when memory is short.
+                let short = member.is_cgroup_memory_short(&self.rules);
+                let sooner = if short || self.is_host_memory_short() { 0.75 } else { sooner };
+                (short || !squeezed)
+                    && member.may_be_scanned()
+                    && member.next_scan.saturating_sub(member.scan_interval.mul_f64(sooner)) <= self.now
+            };
+            let due = self.tracked.iter().filter(turn);
+            // Of those who have come together not the same ones are first each time.
+            due.map(|(process, member)| (member.scan_cause, member.next_scan, self.random_u64(*process), *process))
+                .collect()
+        };
+        if all(0.0).is_empty() {
+            return Vec::new();
+        }
+        // One census of several is less work than several.
+        let mut due = all(EARLY_SCAN_INTERVAL_SHARE);
+        due.sort_unstable();
+        let mut due: Vec<ProcessId> = due.into_iter().map(|(.., process)| process).collect();
+        let member = |process: &ProcessId| &self.tracked[process];
+        if self.is_cpu_time_scarce(&due) {
+            // Where CPU time is short, taking note of ever more would leave none to merge what was noted. Those who were
+            // there before wait for both.
+            due.sort_by_key(|process| member(process).scan_order(&self.rules));
+        } else {
+            due.sort_by_key(|process| !member(process).is_unscanned());
+        }
+        // Where there is not room for all, alike ones are looked at together: others have little in common.
+        let mut places: BTreeMap<_, usize> = BTreeMap::new();
+        for (place, process) in due.iter().enumerate() {
+            places.entry(self.similarity_class(process)).or_insert(place);
+        }
+        due.sort_by_key(|process| places[&self.similarity_class(process)]);
+        due.sort_by_key(|process| !member(process).is_cgroup_memory_short(&self.rules));
+        due.sort_by_key(|process| member(process).overruns);
+        if member(&due[0]).overruns == 0 {
+            due.retain(|process| member(process).overruns == 0);
+        }
+        // Those who are new are only taken note of, which others need not wait for, nor spoil.
+        let new = member(&due[0]).is_unscanned();
+        due.retain(|process| member(process).is_unscanned() == new);
+        due
+    }
+
+    /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited
+    /// for.
+    pub(super) fn choose_affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
+        let alone = |process: &ProcessId| {
+            self.required_cpu_seconds(
+                self.scan_cpu_seconds(&self.tracked[process]),
+                self.reserved_merge_seconds(*process),
+            )
+        };
+        if !due.iter().any(|process| alone(process) <= self.cpu_budget.available_seconds()) {
+            return None;
+        }
+        // Who was in a look that used up the budget is looked at with one other alone, so that it is found out who
+        // costs it.
+        let apart = due.first().is_some_and(|process| self.tracked[process].overruns > 0);
+        let most = if apart { 1 } else { usize::MAX };
+        let managed: u64 = self.tracked.values().map(|member| member.resident.0).sum();
+        let room = (INDEX_BYTES_LIMIT.0 + managed / INDEX_BYTES_LIMIT.1) * MEMORY_BYTES_PER_INDEX_BYTE;
+        let (mut turns, mut chosen, mut looks, mut unmerged, mut looked) = (Vec::new(), BTreeSet::new(), 0.0, 0.0, 0);
+        let mut companions = 0;
+        let mut join = |chosen: &mut BTreeSet<ProcessId>, process: ProcessId, most: usize| {
+            let member = &self.tracked[&process];
+            let (seconds, bytes) = (looks + self.scan_cpu_seconds(member), member.resident.0);
+            let more = unmerged + self.reserved_merge_seconds(process);
+            // A big host is looked at in portions, of two members at least.
+            let fits = chosen.len() < most.min(2) || chosen.len() < most && looked + bytes <= room;
+            let joins = fits && self.required_cpu_seconds(seconds, more) <= self.cpu_budget.available_seconds();
+            if joins {
+                chosen.insert(process);
+                (looks, unmerged, looked) = (seconds, more, looked + bytes);
+            }
+            joins
+        };
+        let scarce = self.is_cpu_time_scarce(due);
+        for alike in due.chunk_by(|a, b| self.similarity_class(a) == self.similarity_class(b)) {
+            let before = turns.len();
+            for process in self.order_by_shared_content(alike, scarce) {
+                if chosen.contains(&process) || join(&mut chosen, process, most) {
+                    turns.push(process);
+                    // With whoever holds much of the same, before others take the room.
+                    if companions < MAX_PARTNER_SEEKERS
+                        && let Some((like, true)) = self.choose_companion(process, &chosen)
+                    {
+                        companions += usize::from(join(&mut chosen, like, most));
+                    }
+                }
+            }
+            // One comes with another like it.
+            if let [one] = turns[before..]
+                && chosen
+                    .iter()
+                    .all(|other| *other == one || self.similarity_class(other) != self.similarity_class(&one))
+                && let Some((like, _)) = self.choose_companion(one, &chosen)
+            {
+                join(&mut chosen, like, most);
+            }
+        }
+        let first = *turns.first()?;
+        let (alone, mut partners) = (chosen.len() == 1, self.choose_partners(&turns, &chosen));
+        // The most alike one, also if it has to be waited for: a cheaper one may have nothing in common.
+        partners.truncate(if apart { 1 } else { usize::MAX });
+        let joined = partners.iter().filter(|partner| join(&mut chosen, **partner, most.saturating_add(1))).count();
+        // Without anybody to share with there is little to be found: that is waited for.
+        let waits = alone && joined == 0 && partners.iter().any(|partner| self.can_ever_afford_pair(&first, partner));
+        (!waits).then_some(chosen)
+    }
+
+    /// Whether there is CPU time to look at fewer than all of these.
+    fn is_cpu_time_scarce(&self, due: &[ProcessId]) -> bool {
+        due.iter().map(|process| self.scan_cpu_seconds(&self.tracked[process])).sum::<f64>()
+            > self.cpu_budget.available_seconds()
+    }
+
+    /// Members of one kind are likely to share: they may, and are alike by what is known of them.
+    fn similarity_class(&self, process: &ProcessId) -> (&TrustDomain, &str) {
+        let member = &self.tracked[process];
+        (&member.domain, &member.similarity_key)
+    }
+
+    /// Those of one kind in their order; of those none of whom needs it more, first who holds most of what the first
+    /// one does.
+    fn order_by_shared_content(&self, alike: &[ProcessId], scarce: bool) -> Vec<ProcessId> {
+        let mut ordered = alike.to_vec();
+        if let [first, others @ ..] = &mut ordered[..] {
+            let sought = self.unmatched_contents(&[*first], &BTreeSet::new());
+            others.sort_by_cached_key(|process| {
+                let member = &self.tracked[process];
+                let urgency = if scarce { member.scan_order(&self.rules) } else { 0 };
+                (
+                    !member.is_cgroup_memory_short(&self.rules),
+                    member.overruns,
+                    urgency,
+                    Reverse(self.overlap_level(&sought, process)),
+                )
+            });
+        }
+        ordered
+    }
+
+    /// What some hold that is not merged, each without what others hold that are looked at beside it; of the first who
+    /// seek anything.
+    fn unmatched_contents(&self, turns: &[ProcessId], beside: &BTreeSet<ProcessId>) -> Vec<Sketch> {
+        turns
+            .iter()
+            .map(|turn| self.unmatched_content(turn, beside))
+            .filter(|rest| !rest.is_empty())
+            .take(MAX_PARTNER_SEEKERS)
+            .collect()
+    }
+
+    /// What one holds that is not merged, without what others hold that are looked at beside it.
+    fn unmatched_content(&self, one: &ProcessId, beside: &BTreeSet<ProcessId>) -> Sketch {
+        let Some((domain, held)) = self.tracked.get(one).and_then(|one| Some((&one.domain, one.sketches.as_ref()?)))
+        else {
+            return Sketch::default();
+        };
+        let beside = beside.iter().filter(|other| *other != one).filter_map(|other| self.tracked.get(other));
+        let beside = beside.filter(|other| other.domain == *domain).filter_map(|other| other.sketches.as_ref());
+        beside.fold(held.unmerged.clone(), |rest, other| rest.without(&other.all))
+    }
+
+    /// How much somebody holds of what is sought, as far as it is known: 0 for nothing, and one more for twice as many
+    /// pages, since a sample tells little more.
+    fn overlap_level(&self, sought: &[Sketch], process: &ProcessId) -> u32 {
+        let Some(held) = &self.tracked[process].sketches else { return 0 };
+        let shared: Pages = sought.iter().map(|sketch| sketch.shared(&held.all)).sum();
+        shared.0.checked_ilog2().map_or(0, |power| power + 1)
+    }
+
+    /// For whom of these, who were looked at, somebody else of its domain holds much of what it has not merged, and those
+    /// it was looked at with do not.
+    pub(super) fn find_missed_partners(&self, turns: &[ProcessId], beside: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
+        let others: Vec<&TrackedProcess> = self
+            .tracked
+            .iter()
+            .filter(|(other, member)| !beside.contains(other) && member.may_be_scanned())
+            .map(|(_, member)| member)
+            .collect();
+        let has_missed = |turn: &&ProcessId| {
+            let Some(one) = self.tracked.get(turn).filter(|_| !others.is_empty()) else { return false };
+            let rest = self.unmatched_content(turn, beside);
+            others.iter().any(|other| other.domain == one.domain && has_large_overlap(one, &rest, other))
+        };
+        turns.iter().take(MAX_MISSED_PARTNER_CHECKS).filter(has_missed).copied().collect()
+    }
+
+    /// Whether there will be CPU time at all for a census of these two.
+    fn can_ever_afford_pair(&self, one: &ProcessId, other: &ProcessId) -> bool {
+        self.cpu_budget
+            .time_until(self.scan_cpu_seconds(&self.tracked[one]) + self.scan_cpu_seconds(&self.tracked[other]))
+            .is_some()
+    }
+
+    /// Whether this is one, for whom with anybody else there will never be CPU time.
+    fn can_never_afford_partner(&self, chosen: &BTreeSet<ProcessId>) -> bool {
+        let (Some(one), 1) = (chosen.first(), chosen.len()) else { return false };
+        let partners = self.choose_partners(&[*one], chosen);
+        !partners.is_empty() && !partners.iter().any(|partner| self.can_ever_afford_pair(one, partner))
+    }
+
+    /// Who of its kind is best looked at beside somebody, and whether it is known to hold much of what that one has not
+    /// merged, and those who are chosen do not hold.
+    fn choose_companion(&self, one: ProcessId, chosen: &BTreeSet<ProcessId>) -> Option<(ProcessId, bool)> {
+        let is_like =
+            |other: &ProcessId| !chosen.contains(other) && self.similarity_class(other) == self.similarity_class(&one);
+        let known = self.tracked.iter().filter(|(other, member)| is_like(other) && member.may_be_scanned());
+        let rest = self.unmatched_content(&one, chosen);
+        let promise = |other: &ProcessId| self.partner_rank(std::slice::from_ref(&rest), other);
+        let best = take_best(&mut known.map(|(other, _)| *other).collect(), promise)?;
+        Some((best, has_large_overlap(&self.tracked[&one], &rest, &self.tracked[&best])))
+    }
+
+    /// Known members of the domains of those whose turn it is: of those that look alike, the one that holds most of what
+    /// they seek, and the one that holds most of the rest; of the others the former, and the biggest that holds anything
+    /// of it, or of which nothing is known. In some looks one of each is drawn, since not all that they hold is in a
+    /// sample.
+    fn choose_partners(&self, turns: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
+        let mut partners = Vec::new();
+        let domains: BTreeSet<_> = turns.iter().map(|process| &self.tracked[process].domain).collect();
+        for domain in domains {
+            let of_domain = |process: &ProcessId| &self.tracked[process].domain == domain;
+            let turns: Vec<ProcessId> = turns.iter().copied().filter(of_domain).collect();
+            let likenesses: BTreeSet<_> = turns.iter().map(|process| &self.tracked[process].similarity_key).collect();
+            let is_known = |process: &ProcessId| !chosen.contains(process) && self.tracked[process].may_be_scanned();
+            let known = self.tracked.keys().copied().filter(of_domain).filter(is_known);
+            let (mut like, mut other): (Vec<_>, Vec<_>) =
+                known.partition(|process| likenesses.contains(&self.tracked[process].similarity_key));
+            let sought = self.unmatched_contents(&turns, chosen);
+            let promise = |process: &ProcessId| self.partner_rank(&sought, process);
+            let first = take_best(&mut like, promise);
+            let known = first.and_then(|first| self.tracked[&first].sketches.as_ref());
+            let without =
+                |sketch: &Sketch| known.map_or_else(Sketch::default, |held| sketch.clone().without(&held.all));
+            let by_chance =
+                turns.first().is_some_and(|turn| self.random_u64(*turn).is_multiple_of(SCANS_PER_RANDOM_PARTNER));
+            let rest: Vec<Sketch> = if by_chance { Vec::new() } else { sought.iter().map(without).collect() };
+            let cheap = |process: &ProcessId| Reverse(self.tracked[process].overruns);
+            let second =
+                take_best(&mut like, |process| (self.overlap_per_cost(&rest, process), self.random_u64(*process)));
+            let is_unknown = |process: &ProcessId| self.tracked[process].sketches.is_none();
+            let others = if turns.iter().any(is_unknown) {
+                [take_best(&mut other, promise), take_best(&mut other, |process| self.partner_rank(&[], process))]
+            } else if by_chance {
+                [take_best(&mut other, |process| (cheap(process), self.random_u64(*process))), None]
+            } else {
+                other.retain(|process| is_unknown(process) || self.overlap_level(&sought, process) > 0);
+                [take_best(&mut other, promise), take_best(&mut other, |process| self.partner_rank(&[], process))]
+            };
+            partners.extend([first, second].into_iter().chain(others).flatten());
+        }
+        partners
+    }
+
+    /// What to expect of looking at somebody beside those who seek that, the more the greater: who holds most of it for
+    /// what looking costs comes first, then who costs little, has something merged, and is biggest.
+    fn partner_rank(&self, sought: &[Sketch], process: &ProcessId) -> impl Ord + use<> {
+        let member = &self.tracked[process];
+        (self.overlap_per_cost(sought, process), member.enrolled, member.resident, *process)
+    }
+
+    /// How much somebody holds of what is sought, half of that for each doubling of what a look is taken to cost; then
+    /// how few of these there are. A dear look is worth more than one at somebody who holds nothing of it.
+    fn overlap_per_cost(&self, sought: &[Sketch], process: &ProcessId) -> (u32, Reverse<u32>) {
+        let overran = self.tracked[process].overruns;
+        (self.overlap_level(sought, process).saturating_sub(overran), Reverse(overran))
+    }
+}
+
+/// Whether another holds much of what one has not merged, of the rest of that which is sought.
+fn has_large_overlap(one: &TrackedProcess, rest: &Sketch, other: &TrackedProcess) -> bool {
+    let unmerged = one.sketches.as_ref().map_or(Pages::ZERO, |held| held.unmerged.contents());
+    let much = MIN_LARGE_OVERLAP.1.max(Pages(unmerged.0.div_ceil(MIN_LARGE_OVERLAP.0)));
+    other.sketches.as_ref().is_some_and(|held| rest.shared(&held.all) >= much)
+}
+
+/// Take out who ranks highest.
+fn take_best<K: Ord>(from: &mut Vec<ProcessId>, rank: impl Fn(&ProcessId) -> K) -> Option<ProcessId> {
+    let (at, _) = from.iter().enumerate().max_by_key(|(_, process)| rank(process))?;
+    Some(from.swap_remove(at))
+}

@@ -1,0 +1,553 @@
+//! Whose turn it is: who has just come, and where CPU time is short.
+
+use super::*;
+use pagefold_base::content::Fingerprint;
+use pagefold_base::memory::Shortage;
+use pagefold_base::units::Pages;
+
+#[test]
+fn unchanged_process_is_scanned_less_and_less_often() {
+    let mut host = SimulatedHost::new(rules(DaemonMode::Act));
+    host.deliver(arrival(1));
+    host.run(600);
+    let first = host.count_actions(is_census);
+    host.run(600);
+    assert!(first <= 9 && host.count_actions(is_census) <= first + 2, "{first}, {}", host.count_actions(is_census));
+    let grown = TickReadings {
+        resident: vec![(id(1), Bytes(200 * MIB))],
+        cpu_spent: host.cpu_spent,
+        ..TickReadings::default()
+    };
+    let before = host.count_actions(is_census);
+    host.deliver(Event::Tick(grown));
+    assert_eq!(host.count_actions(is_census), before, "it may fill still");
+    host.run(1);
+    assert_eq!(host.count_actions(is_census), before + 1, "it has filled");
+    assert_eq!(host.count_decisions(DecisionKind::Census, DecisionReason::Grown), 1);
+}
+
+/// A guest whose memory is there already while it boots and is filled: only its CPU time tells when it is ready.
+#[test]
+fn new_process_is_scanned_once_it_is_not_busy() {
+    let mut host = SimulatedHost::new(rules(DaemonMode::Act));
+    host.deliver(arrival(1));
+    let mut ran = Duration::ZERO;
+    let mut work = |host: &mut SimulatedHost, seconds: f64, busy: bool| {
+        for _ in 0..(seconds * 4.0) as u32 {
+            ran += Duration::from_millis(if busy { 240 } else { 5 });
+            host.tick();
+            let (spent, available) = (host.cpu_spent, Some(host.available));
+            host.deliver(Event::Tick(TickReadings {
+                cpu_times: vec![(id(1), ran)],
+                cpu_spent: spent,
+                available,
+                ..TickReadings::default()
+            }));
+        }
+    };
+    work(&mut host, 4.0, true);
+    assert_eq!(host.count_actions(is_census), 0, "it is busy still");
+    work(&mut host, 1.0, false);
+    assert_eq!(host.count_actions(is_census), 1, "it is ready");
+    work(&mut host, 4.0, true);
+    let before = host.count_actions(is_census);
+    work(&mut host, 1.0, false);
+    assert_eq!(host.count_actions(is_census), before + 1, "it was busy again");
+    assert_eq!(host.count_decisions(DecisionKind::Census, DecisionReason::Grown), 1);
+}
+
+#[test]
+fn always_busy_process_is_scanned_anyway() {
+    let mut host = SimulatedHost::new(rules(DaemonMode::Act));
+    host.deliver(arrival(1));
+    for tick in 1..=40 {
+        host.tick();
+        let ran = vec![(id(1), Duration::from_millis(250 * tick))];
+        host.deliver(Event::Tick(TickReadings {
+            cpu_times: ran,
+            cpu_spent: host.cpu_spent,
+            ..TickReadings::default()
+        }));
+    }
+    assert!((1..=2).contains(&host.count_actions(is_census)), "{:?}", host.trace);
+}
+
+/// Whoever hardly runs has hardly written its memory.
+#[test]
+fn idle_process_is_scanned_after_work_or_max_interval() {
+    let censuses = |share: f64, seconds: u64| {
+        let mut host = SimulatedHost::new(rules(DaemonMode::Act));
+        host.deliver(arrival(1));
+        for tick in 1..=seconds * 4 {
+            host.tick();
+            let ran = vec![(id(1), Duration::from_secs_f64(tick as f64 / 4.0 * share))];
+            host.deliver(Event::Tick(TickReadings {
+                cpu_times: ran,
+                cpu_spent: host.cpu_spent,
+                ..TickReadings::default()
+            }));
+        }
+        host.count_actions(is_census)
+    };
+    let rarest = DaemonRules::default().max_scan_interval.as_secs();
+    let settled = censuses(0.005, 60);
+    assert_eq!(censuses(0.005, rarest - 60), settled);
+    assert_eq!(censuses(0.005, rarest + 120), settled + 1, "others may write its memory");
+    assert!(censuses(0.05, rarest - 60) >= settled + 5, "{settled}");
+}
+
+#[test]
+fn fruitless_scans_cost_at_most_a_2000th_of_a_cpu() {
+    let mut host = SimulatedHost::new(rules(DaemonMode::Act));
+    host.census_seconds = 5.0;
+    (0..4).for_each(|pid| host.deliver(arrival(2 * pid)));
+    host.run(10_000);
+    let before = host.cpu_spent;
+    host.run(50_000);
+    let share = (host.cpu_spent - before).as_secs_f64() / 50_000.0;
+    assert!(share > 0.0001 && share < 0.0006, "{share}");
+}
+
+/// Tick until something is done again. Tells the ticks.
+fn tick_until(host: &mut SimulatedHost, wanted: fn(&Action) -> bool, beside: impl Fn(&mut SimulatedHost)) -> usize {
+    let before = host.count_actions(wanted);
+    let mut ticks = 0;
+    while host.count_actions(wanted) == before {
+        assert!(ticks < 10_000, "it never is");
+        beside(host);
+        host.tick();
+        ticks += 1;
+    }
+    ticks
+}
+
+/// A merge of two, of a second of ksmd each, was halted, because it took more than could be saved up.
+fn host_with_halted_merge() -> SimulatedHost {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(10), ..rules(DaemonMode::Act) });
+    (host.ksmd_time, host.merge_seconds) = (Duration::from_secs(1), 20.0);
+    (host.merge_cpu_time, host.net_per_process) = (Duration::from_secs(1), 1024 * MIB as i64);
+    host.deliver(arrival(1));
+    host.deliver(arrival(3));
+    tick_until(&mut host, |action| *action == Action::Halt, |_| ());
+    host.enrolled.clear();
+    assert!(host.state.cpu_budget().available_seconds() <= 0.0);
+    host
+}
+
+/// Else a look would use up all that was saved up each time, and nothing be left to merge what it finds.
+#[test]
+fn halted_merge_restarts_once_its_cpu_time_is_available() {
+    let mut host = host_with_halted_merge();
+    tick_until(&mut host, is_census, |_| ());
+    let left = host.state.cpu_budget().available_seconds();
+    assert!((4.0..5.0).contains(&left), "twice what was reckoned for each: {left}");
+    host.merge_seconds = 2.0;
+    host.run(10);
+    assert!(host.state.tracked().values().all(|member| member.reserved_merge_seconds == 0.0), "it has come to its end");
+}
+
+#[test]
+fn halted_merge_is_not_awaited_under_pressure_or_forever() {
+    let mut host = host_with_halted_merge();
+    host.pressure = 90.0;
+    tick_until(&mut host, is_census, |_| ());
+    let left = host.state.cpu_budget().available_seconds();
+    assert!(left < 4.0, "{left}");
+    // Others use up all but half a second.
+    let mut host = host_with_halted_merge();
+    let ticks = tick_until(&mut host, is_census, |host| {
+        host.cpu_spent += Duration::from_secs_f64((host.state.cpu_budget().available_seconds() - 0.5).max(0.0));
+    });
+    assert!((800..820).contains(&ticks), "twice what it takes to save up ten seconds: {ticks}");
+}
+
+/// Two that can be looked at together are, however much a merge of one of them wants besides.
+#[test]
+fn process_awaiting_merge_can_be_scanned_with_a_big_one() {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(10), ..rules(DaemonMode::Act) });
+    (host.ksmd_time, host.merge_seconds, host.net_per_process) = (Duration::from_secs(2), 20.0, 8192 * MIB as i64);
+    // As much as is reckoned before any was measured.
+    host.census_seconds = 0.0625;
+    let big = |pid, mib| match arrival(pid) {
+        Event::ProcessArrived(arrival) => {
+            Event::ProcessArrived(ProcessArrival { resident: Bytes(mib * MIB), ..arrival })
+        }
+        other => other,
+    };
+    host.deliver(big(1, 12 << 10));
+    host.deliver(big(3, 6 << 10));
+    for _ in 0..2 {
+        let before = host.count_actions(|action| *action == Action::Halt);
+        host.enrolled.clear();
+        host.run(600);
+        assert!(host.count_actions(|action| *action == Action::Halt) > before, "merged, and halted, again");
+    }
+}
+
+/// A plan that counts on the copies of somebody who refuses comes to nothing.
+#[test]
+fn process_that_refuses_enrollment_is_in_no_plan() {
+    let mut host = SimulatedHost::new(rules(DaemonMode::Act));
+    host.refuses_enroll = Some(id(1));
+    host.deliver(arrival(1));
+    host.deliver(arrival(3));
+    host.run(60);
+    assert!(host.enrolled.contains(&id(3)) && !host.enrolled.contains(&id(1)), "{:?}", host.enrolled);
+    let merges = |host: &SimulatedHost| {
+        host.count_actions(|action| matches!(action, Action::Merge { processes, .. } if processes.contains(&id(1))))
+    };
+    assert_eq!(merges(&host), 2, "again once after a while");
+    host.refuses_enroll = None;
+    host.deliver(Event::Enroll(id(1)));
+    host.run(20);
+    assert!(host.enrolled.contains(&id(1)), "an operator has it tried at once");
+}
+
+/// What is not old enough when it is looked at is looked at again when it is, but not for ever.
+#[test]
+fn unstable_content_is_rescanned_early_twice() {
+    let rules = rules(DaemonMode::Act);
+    let Event::ProcessArrived(arrival) = arrival(1) else { unreachable!() };
+    let mut member = TrackedProcess::new(arrival, Duration::ZERO, &rules);
+    let mut pauses = Vec::new();
+    for _ in 0..4 {
+        let now = member.next_scan;
+        member.begin_scan(now);
+        member.finish_scan(now, (false, true), 0.5, &rules, rules.max_scan_interval);
+        pauses.push(member.next_scan.saturating_sub(now) > rules.min_scan_interval);
+    }
+    assert_eq!(pauses, [false, false, true, true]);
+}
+
+/// Where CPU time is short, who was noted comes before those who are to be noted: else nobody would be merged.
+#[test]
+fn scanned_processes_come_before_unscanned_ones() {
+    let rules = rules(DaemonMode::Act);
+    let Event::ProcessArrived(arrival) = arrival(1) else { unreachable!() };
+    let new = TrackedProcess::new(arrival, Duration::ZERO, &rules);
+    let mut noted = new.clone();
+    noted.finish_scan(Duration::from_secs(1), (false, true), 0.0, &rules, rules.max_scan_interval);
+    let mut merged = noted.clone();
+    merged.enrolled = true;
+    let urgency = |member: &TrackedProcess| member.scan_order(&rules);
+    assert!(urgency(&noted) < urgency(&new) && urgency(&new) < urgency(&merged));
+}
+
+/// What a look at somebody costs can be far beyond its size: one with very many regions. Others are merged all the
+/// same.
+#[test]
+fn expensive_process_does_not_delay_others() {
+    let rules = DaemonRules { burst: Duration::from_secs(3), ..rules(DaemonMode::Act) };
+    let mut host = SimulatedHost::new(rules);
+    (host.costly_process, host.census_seconds) = (Some((id(2), 8.0)), 0.1);
+    for pid in [2, 4, 6] {
+        host.deliver(arrival(pid));
+    }
+    host.run(300);
+    assert!(host.enrolled.contains(&id(4)) && host.enrolled.contains(&id(6)), "{:?}", host.enrolled);
+    let halted = host.count_actions(|action| matches!(action, Action::Halt));
+    assert!((1..=12).contains(&halted), "{halted} looks in vain");
+}
+
+/// A page that is looked at takes some bytes of an index, and the daemon's memory is bounded.
+#[test]
+fn big_host_is_scanned_in_portions() {
+    const GIB: u64 = 1 << 30;
+    let censuses = |sizes: &[u64]| {
+        let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Act) });
+        for (pid, gib) in (1..).zip(sizes) {
+            let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
+            host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(gib * GIB), ..arrival }));
+        }
+        host.run(2000);
+        let who = host.trace.iter().filter_map(|(_, action)| match action {
+            Action::Census(processes) => Some(processes),
+            _ => None,
+        });
+        let seen: BTreeSet<&ProcessId> = who.clone().flatten().collect();
+        assert_eq!(seen.len(), sizes.len(), "everybody has its turn");
+        who.map(Vec::len).max()
+    };
+    // 2 GiB and nearly a fifth of 64: two beside each other, and no third.
+    assert_eq!(censuses(&[8; 8]), Some(2));
+    assert_eq!(censuses(&[1; 64]), Some(14));
+    // However big they are, one is never alone.
+    assert_eq!(censuses(&[100, 100]), Some(2));
+}
+
+/// The censuses of a host with members of so many GiB, each of this kind, over so many seconds.
+fn run_censuses(rules: DaemonRules, members: &[(u64, &str)], seconds: u64) -> Vec<Vec<ProcessId>> {
+    let mut host = SimulatedHost::new(rules);
+    for (pid, (gib, kind)) in (1..).zip(members) {
+        let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
+        let likeness = (*kind).to_owned();
+        host.deliver(Event::ProcessArrived(ProcessArrival {
+            resident: Bytes(gib << 30),
+            similarity_key: likeness,
+            ..arrival
+        }));
+    }
+    host.run(seconds);
+    let who = host.trace.into_iter().filter_map(|(_, action)| match action {
+        Action::Census(processes) => Some(processes),
+        _ => None,
+    });
+    who.collect()
+}
+
+#[test]
+fn portion_contains_similar_processes() {
+    let members: Vec<(u64, &str)> = (0..8).map(|number| (8, ["a", "b"][number % 2])).collect();
+    let long = DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Act) };
+    for census in run_censuses(long, &members, 2000) {
+        let kinds: BTreeSet<u32> = census.iter().map(|process| process.pid.0 / 2 % 2).collect();
+        assert_eq!((census.len(), kinds.len()), (2, 1), "{census:?}");
+    }
+}
+
+/// Of those that look alike from outside some may hold nothing in common.
+#[test]
+fn new_process_is_scanned_with_varying_partners() {
+    // There is CPU time for three at a time.
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(700), ..rules(DaemonMode::Advise) });
+    host.net_per_process = 0;
+    (1..=10).for_each(|pid| host.deliver(arrival(2 * pid)));
+    host.run(5000);
+    let before = host.trace.len();
+    host.deliver(arrival(40));
+    host.run(3000);
+    let met: BTreeSet<ProcessId> = host.trace[before..]
+        .iter()
+        .filter_map(|(_, action)| match action {
+            Action::Census(processes) if processes.contains(&id(40)) => Some(processes.clone()),
+            _ => None,
+        })
+        .flatten()
+        .collect();
+    assert!(met.len() > 5, "{met:?}");
+}
+
+/// Who holds that, and has so much of it merged.
+fn make_sketches(contents: impl Iterator<Item = u64>, merged: usize) -> ContentSketches {
+    let contents: Vec<Fingerprint> = contents.map(Fingerprint).collect();
+    let of = |from: usize| Sketch::from_contents(Pages(contents.len() as u64), contents[from..].iter().copied());
+    ContentSketches { all: of(0), unmerged: of(merged) }
+}
+
+/// The censuses with somebody in them from some place of the trace on: the last but one decimal of each number.
+fn censuses_with(host: &SimulatedHost, from: usize, whom: ProcessId) -> Vec<Vec<u32>> {
+    let censuses = host.trace[from..].iter().filter_map(|(_, action)| match action {
+        Action::Census(processes) => processes.contains(&whom).then_some(processes),
+        _ => None,
+    });
+    censuses.map(|processes| processes.iter().map(|process| process.pid.0 / 10 % 10).collect()).collect()
+}
+
+/// All look the same from outside, and each holds the same as one other, and much more. Who comes holds what three
+/// pairs do, has merged with the first, and meets one of each other.
+#[test]
+fn new_process_is_scanned_with_processes_of_same_content() {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(700), ..rules(DaemonMode::Advise) });
+    host.net_per_process = 0;
+    let template = |number: u64| number * 10_000..number * 10_000 + 5000;
+    for pid in (10..=200_u32).step_by(10) {
+        let number = u64::from(pid) / 10 % 10;
+        host.sketches.insert(id(pid), make_sketches(template(number).chain(template(20 + number)), 0));
+        host.deliver(arrival(pid));
+    }
+    host.run(5000);
+    let before = host.trace.len();
+    let all = template(9).chain(template(3).take(2000)).chain(template(7).take(800));
+    host.sketches.insert(id(1000), make_sketches(all, 5000));
+    host.deliver(arrival(1000));
+    host.run(60);
+    let met = censuses_with(&host, before, id(1000));
+    // Nothing is known of it at first, and one place may be left to chance once.
+    let times = |met: &[u32], one: u32| met.iter().filter(|of| **of == one).count();
+    let is_found = |met: &Vec<u32>| [3, 7, 9].map(|one| times(met, one)) == [1, 1, 0];
+    assert!(met[1..3].iter().any(is_found) && met[1..3].iter().all(|met| met.contains(&3)), "{met:?}");
+}
+
+/// Of those whose turn it is together, each meets who holds the same.
+#[test]
+fn processes_arriving_together_each_meet_a_match() {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(900), ..rules(DaemonMode::Advise) });
+    host.net_per_process = 0;
+    let template = |number: u32| (0..5000).map(move |content| u64::from(number) * 10_000 + content);
+    for pid in (10..=90).step_by(10) {
+        host.sketches.insert(id(pid), make_sketches(template(pid / 10), 0));
+        host.deliver(arrival(pid));
+    }
+    host.run(5000);
+    let before = host.trace.len();
+    for (pid, number) in [(1000, 4), (1002, 8)] {
+        host.sketches.insert(id(pid), make_sketches(template(number), 0));
+        host.deliver(arrival(pid));
+    }
+    host.run(60);
+    let met = censuses_with(&host, before, id(1000));
+    let is_found = |met: &Vec<u32>| [0, 4, 8].iter().all(|one| met.contains(one));
+    assert!(met[1..3].iter().any(is_found), "{met:?}");
+}
+
+/// However many come together, and whoever is first of them: each holds the same as one who has long been there.
+#[test]
+fn many_arrivals_all_meet_their_match() {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Advise) });
+    host.net_per_process = 0;
+    let come = |host: &mut SimulatedHost, pid: u32| {
+        let number = u64::from(pid % 1000);
+        host.sketches.insert(id(pid), make_sketches((0..5000).map(|content| number * 10_000 + content), 0));
+        let Event::ProcessArrived(arrival) = arrival(pid) else { unreachable!() };
+        // There is room for twenty.
+        host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(200 * MIB), ..arrival }));
+    };
+    let pids = || (0..24).map(|number| 2 * number);
+    pids().for_each(|pid| come(&mut host, 1000 + pid));
+    host.run(5000);
+    let before = host.trace.len();
+    pids().for_each(|pid| come(&mut host, 2000 + pid));
+    host.run(60);
+    let met = |pid: u32| {
+        host.trace[before..].iter().any(|(_, action)| match action {
+            Action::Census(who) => who.contains(&id(1000 + pid)) && who.contains(&id(2000 + pid)),
+            _ => false,
+        })
+    };
+    let missed: Vec<u32> = pids().filter(|pid| !met(*pid)).collect();
+    assert!(missed.is_empty(), "{missed:?}");
+}
+
+/// Somebody's contents have become those of another: that is known once it was looked at, and the two meet soon after.
+#[test]
+fn processes_with_new_common_content_meet_soon() {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Advise) });
+    host.net_per_process = 0;
+    let template = |number: u64| (0..5000).map(move |content| number * 10_000 + content);
+    for pid in (10..=90).step_by(10) {
+        host.sketches.insert(id(pid), make_sketches(template(u64::from(pid)), 0));
+        let Event::ProcessArrived(arrival) = arrival(pid) else { unreachable!() };
+        host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(1 << 30), ..arrival }));
+    }
+    host.run(8000);
+    let before = host.trace.len();
+    host.sketches.insert(id(50), make_sketches(template(60), 0));
+    while censuses_with(&host, before, id(50)).is_empty() {
+        host.run(1);
+    }
+    host.run(15);
+    let met = censuses_with(&host, before, id(50));
+    assert!(!met[0].contains(&6) && met[1..].iter().any(|met| met.contains(&6)), "{met:?}");
+}
+
+/// Who holds the same may have been in a look that used up the budget, by itself or beside the one that seeks it:
+/// others cost less, and hold nothing of it.
+#[test]
+fn matching_processes_meet_after_a_halted_scan() {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(700), ..rules(DaemonMode::Advise) });
+    (host.net_per_process, host.census_seconds) = (0, 0.05);
+    for pid in (10..=100).step_by(10).chain([1050]) {
+        let number = u64::from(pid % 1000);
+        host.sketches.insert(id(pid), make_sketches((0..5000).map(|content| number * 10_000 + content), 0));
+        host.deliver(arrival(pid));
+        host.run(100);
+    }
+    for overran in [[0, 1], [1, 1]] {
+        for (pid, times) in [1050, 50].into_iter().zip(overran) {
+            host.state.tracked.get_mut(&id(pid)).expect("it has come").overruns = times;
+        }
+        let chosen = host.state.choose_affordable(&[id(1050)]).expect("there is CPU time");
+        assert!(chosen.contains(&id(50)), "{overran:?}: {chosen:?}");
+    }
+}
+
+/// The answer comes between two readings, and the others' turn has come as well.
+#[test]
+fn scan_cost_is_charged_before_the_next_scan() {
+    let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(200), ..rules(DaemonMode::Advise) });
+    host.net_per_process = 0;
+    (1..=16).for_each(|pid| host.deliver(arrival(2 * pid)));
+    tick_until(&mut host, is_census, |_| ());
+    // It takes all that may be saved up.
+    let (_, event) = host.pending_answer.take().expect("a census is under way");
+    host.deliver(event);
+    assert!(host.state.cpu_budget().available_seconds() < 0.01, "{}", host.state.cpu_budget().available_seconds());
+    assert_eq!(host.count_actions(is_census), 1, "{:?}", host.trace);
+}
+
+/// A small one is looked at with big ones that hold what its like does not, and else by chance alone.
+#[test]
+fn big_processes_are_not_scanned_for_unrelated_small_ones() {
+    let gibibytes = |shared: bool| {
+        let mut host = SimulatedHost::new(rules(DaemonMode::Advise));
+        (host.net_per_process, host.census_seconds) = (0, 0.01);
+        for pid in 1..=4_u32 {
+            let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
+            let (resident, likeness) = if pid < 3 { (16 << 20, "small") } else { (1 << 30, "big") };
+            let contents = match pid {
+                1 => 0..10_000,
+                2 => 0..5000,
+                _ if shared => 5000..10_000,
+                _ => 10_000..20_000,
+            };
+            host.sketches.insert(id(2 * pid), make_sketches(contents, 0));
+            host.deliver(Event::ProcessArrived(ProcessArrival {
+                resident: Bytes(resident),
+                similarity_key: likeness.to_owned(),
+                ..arrival
+            }));
+        }
+        host.run(60);
+        let mut read = 0;
+        for _ in 0..8 {
+            host.state.census_count += 1;
+            let chosen = host.state.choose_affordable(&[id(2)]).expect("there is CPU time");
+            read += chosen.iter().map(|process| host.state.tracked()[process].resident.0).sum::<u64>() >> 30;
+        }
+        read
+    };
+    assert_eq!((gibibytes(true), gibibytes(false)), (14, 2));
+}
+
+#[test]
+fn portion_contains_matches_unless_others_are_urgent() {
+    for squeezed in [false, true] {
+        let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Act) });
+        for pid in 1..=8_u32 {
+            let Event::ProcessArrived(arrival) = arrival(2 * pid) else { unreachable!() };
+            let contents = (0..500).map(|number| u64::from(pid % 2) * 1000 + number);
+            host.sketches.insert(id(2 * pid), make_sketches(contents, 0));
+            host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(1 << 30), ..arrival }));
+        }
+        host.run(100);
+        let mut due: Vec<ProcessId> = host.state.tracked().keys().copied().collect();
+        if squeezed {
+            let short = Shortage { pressure_percent: Some(50.0), left_share: None };
+            let short =
+                TickReadings { cgroup_shortages: vec![(id(6), short), (id(8), short)], ..TickReadings::default() };
+            host.deliver(Event::Tick(short));
+            due.sort_by_key(|process| ![6, 8].contains(&process.pid.0));
+        }
+        let chosen = host.state.choose_affordable(&due).expect("there is CPU time");
+        let pids: Vec<u32> = chosen.iter().map(|process| process.pid.0).collect();
+        // There is room for three: the first, who holds the same, and the next.
+        assert_eq!(pids, if squeezed { [6, 8, 14] } else { [2, 6, 14] });
+    }
+}
+
+#[test]
+fn pair_over_the_burst_is_reported() {
+    let refusals = |burst: u64| {
+        let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(burst), ..rules(DaemonMode::Act) });
+        // 32 MiB take a sixtieth of a second, and each of them 16 s.
+        host.census_seconds = 0.032;
+        for pid in [2, 4] {
+            let Event::ProcessArrived(arrival) = arrival(pid) else { unreachable!() };
+            host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(32 << 30), ..arrival }));
+        }
+        host.run(600);
+        assert!(host.count_actions(is_census) > 0);
+        host.count_decisions(DecisionKind::Refuse, DecisionReason::Budget) > 0
+    };
+    assert!(refusals(20) && !refusals(60));
+}

@@ -1,0 +1,123 @@
+//! CPU time as a budget: so much on average, and so much saved up for a burst.
+//!
+//! A token bucket in CPU seconds. Over any time `t` no more than `average * t + burst` is spent, but for what is spent
+//! between two readings before anybody can tell it to stop.
+
+use std::time::Duration;
+
+/// CPU time that may be spent.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct CpuTokenBucket {
+    rate: f64,
+    burst_seconds: f64,
+    available_seconds: f64,
+    updated_at: Duration,
+    total_spent: Duration,
+}
+
+impl CpuTokenBucket {
+    /// A share of one CPU on average, and CPU time that may be saved up; all of that is there. `spent` is the reading
+    /// of the CPU time at `at`.
+    pub fn new(rate: f64, burst: Duration, at: Duration, spent: Duration) -> Self {
+        let burst = burst.as_secs_f64();
+        Self { rate: rate.max(0.0), burst_seconds: burst, available_seconds: burst, updated_at: at, total_spent: spent }
+    }
+
+    /// Other bounds from now on. What was saved up stays, as far as the new ones let it.
+    pub fn set_limits(&mut self, rate: f64, burst: Duration) {
+        self.rate = rate.max(0.0);
+        self.burst_seconds = burst.as_secs_f64();
+        self.available_seconds = self.available_seconds.min(self.burst_seconds);
+    }
+
+    /// Take note of how much was spent in all by a time.
+    pub fn update(&mut self, at: Duration, spent: Duration) {
+        let elapsed = at.saturating_sub(self.updated_at).as_secs_f64();
+        let cost = spent.saturating_sub(self.total_spent).as_secs_f64();
+        self.available_seconds = (self.available_seconds + self.rate * elapsed - cost).min(self.burst_seconds);
+        (self.updated_at, self.total_spent) = (self.updated_at.max(at), self.total_spent.max(spent));
+    }
+
+    /// The CPU time at the last reading.
+    pub fn total_spent(&self) -> Duration {
+        self.total_spent
+    }
+
+    /// CPU seconds that may be spent at once; negative while too much was.
+    pub fn available_seconds(&self) -> f64 {
+        self.available_seconds
+    }
+
+    /// CPU seconds that can be saved up.
+    pub fn burst_seconds(&self) -> f64 {
+        self.burst_seconds
+    }
+
+    /// How long until so much may be spent at once; `None` if never, or not within the range of [`Duration`].
+    pub fn time_until(&self, cpu_seconds: f64) -> Option<Duration> {
+        let missing = (cpu_seconds - self.available_seconds).max(0.0);
+        if cpu_seconds > self.burst_seconds || (missing > 0.0 && self.rate <= 0.0) {
+            return None;
+        }
+        if missing > 0.0 { Duration::try_from_secs_f64(missing / self.rate).ok() } else { Some(Duration::ZERO) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn burst_is_available_and_refills_at_the_rate() {
+        let mut budget = CpuTokenBucket::new(0.1, 10 * SECOND, Duration::ZERO, 3 * SECOND);
+        assert_eq!(budget.available_seconds(), 10.0);
+        budget.update(10 * SECOND, 13 * SECOND);
+        assert!((budget.available_seconds() - 1.0).abs() < 1e-9, "ten seconds were spent, and one came back");
+        assert_eq!(budget.time_until(2.0), Some(10 * SECOND));
+        assert_eq!(budget.time_until(11.0), None, "more than can be saved up");
+        budget.update(1000 * SECOND, 13 * SECOND);
+        assert_eq!(budget.available_seconds(), 10.0);
+        budget.set_limits(0.1, 2 * SECOND);
+        assert_eq!((budget.available_seconds(), budget.burst_seconds()), (2.0, 2.0));
+    }
+
+    #[test]
+    fn time_until_is_none_when_rate_is_too_small() {
+        for average in [0.0, f64::MIN_POSITIVE, 1e-302, 1e-21] {
+            let mut budget = CpuTokenBucket::new(average, Duration::from_millis(150), Duration::ZERO, Duration::ZERO);
+            budget.update(SECOND, Duration::from_millis(100));
+            assert_eq!(budget.time_until(0.1), None, "{average:e}");
+            assert_eq!(budget.time_until(0.01), Some(Duration::ZERO), "{average:e}");
+        }
+    }
+
+    proptest! {
+        /// Whoever spends only what is left keeps to the bound in every window.
+        #[test]
+        fn spending_stays_within_rate_and_burst(
+            steps in prop::collection::vec((1u64..5_000, 0.0f64..1.5), 1..100),
+            average in 0.0f64..1.0,
+            burst in 0u64..20,
+        ) {
+            let mut budget = CpuTokenBucket::new(average, Duration::from_secs(burst), Duration::ZERO, Duration::ZERO);
+            let (mut at, mut spent) = (Duration::ZERO, 0.0);
+            let mut seen = vec![(0.0, 0.0)];
+            for (pause, wish) in steps {
+                at += Duration::from_millis(pause);
+                budget.update(at, Duration::from_secs_f64(spent));
+                seen.push((at.as_secs_f64(), spent));
+                spent += wish.min(budget.available_seconds().max(0.0));
+                seen.push((at.as_secs_f64(), spent));
+                budget.update(at, Duration::from_secs_f64(spent));
+            }
+            for (i, (from, before)) in seen.iter().enumerate() {
+                for (to, after) in &seen[i..] {
+                    prop_assert!(after - before <= average * (to - from) + burst as f64 + 1e-5);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,162 @@
+//! What an operator has said, so that it outlives a daemon that is killed.
+//!
+//! A pause, and who is withdrawn, are one JSON file beside the journal, replaced atomically. The next daemon of the
+//! same boot takes it up. One that is stopped removes it: what was said to it ends with it.
+
+use crate::decide::Event;
+use pagefold_base::{Pid, ProcessId};
+use pagefold_host::transaction::journal::StateDirectory;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::io;
+use std::path::Path;
+
+/// The file.
+pub const OPERATOR_FILE: &str = "operator.json";
+
+/// What was said and holds.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct OperatorState {
+    /// Under which boot.
+    boot: String,
+    /// Whether nothing is to be done.
+    paused: bool,
+    /// Who is to be left alone: number and start time.
+    withdrawn: BTreeSet<(u32, u64)>,
+}
+
+/// Keeps it.
+#[derive(Debug)]
+pub(super) struct OperatorStore {
+    directory: StateDirectory,
+    state: OperatorState,
+}
+
+impl OperatorStore {
+    /// Take up what was said before under this boot, of those who live. What cannot be understood may have been a pause,
+    /// and is taken for one: with the reason.
+    ///
+    /// # Errors
+    /// Where the directory cannot be opened, others may write in it, or the file cannot be read.
+    pub fn load(
+        directory: &Path,
+        boot_id: String,
+        is_alive: impl Fn(ProcessId) -> bool,
+    ) -> io::Result<(Self, Vec<Event>, Option<serde_json::Error>)> {
+        let directory = StateDirectory::open(directory)?;
+        if !directory.is_private()? {
+            return Err(io::Error::other("others may write in it"));
+        }
+        let (before, why) = match directory.read(OPERATOR_FILE) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => (None, None),
+            bytes => match serde_json::from_slice::<OperatorState>(&bytes?) {
+                Ok(said) => (Some(said).filter(|said| said.boot == boot_id), None),
+                Err(why) => {
+                    (Some(OperatorState { boot: boot_id.clone(), paused: true, ..OperatorState::default() }), Some(why))
+                }
+            },
+        };
+        let mut said = before.unwrap_or(OperatorState { boot: boot_id, ..OperatorState::default() });
+        let process = |&(pid, start_time): &(u32, u64)| ProcessId { pid: Pid(pid), start_time };
+        said.withdrawn.retain(|of| is_alive(process(of)));
+        let pause = said.paused.then_some(Event::Pause);
+        let events = pause.into_iter().chain(said.withdrawn.iter().map(process).map(Event::Unenroll)).collect();
+        Ok((Self { directory, state: said }, events, why))
+    }
+
+    /// Keep what an event says, if anything.
+    ///
+    /// # Errors
+    /// Where it cannot be written.
+    pub fn record_event(&mut self, event: &Event) -> io::Result<()> {
+        let of = |process: &ProcessId| (process.pid.0, process.start_time);
+        let mut said = self.state.clone();
+        let changes = match event {
+            Event::Pause => !std::mem::replace(&mut said.paused, true),
+            Event::Resume => std::mem::replace(&mut said.paused, false),
+            Event::Unenroll(process) => said.withdrawn.insert(of(process)),
+            Event::Enroll(process) | Event::ProcessExited(process) => said.withdrawn.remove(&of(process)),
+            _ => false,
+        };
+        if changes {
+            self.directory.replace(OPERATOR_FILE, &serde_json::to_vec(&said)?)?;
+            self.state = said;
+        }
+        Ok(())
+    }
+
+    /// Nothing holds any more.
+    ///
+    /// # Errors
+    /// Where the file cannot be removed.
+    pub fn remove_file(&self) -> io::Result<()> {
+        match self.directory.remove(OPERATOR_FILE) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::PermissionsExt;
+
+    fn process(pid: u32) -> ProcessId {
+        ProcessId { pid: Pid(pid), start_time: 5 }
+    }
+
+    #[test]
+    fn state_is_loaded_only_under_the_same_boot() {
+        let directory = tempfile::tempdir().unwrap();
+        let take_up = |boot: &str| OperatorStore::load(directory.path(), boot.to_owned(), |who| who.pid.0 < 9).unwrap();
+        let (mut operator, before, _) = take_up("one");
+        assert_eq!(before, []);
+        let events = [
+            Event::Unenroll(process(1)),
+            Event::Pause,
+            Event::Unenroll(process(2)),
+            Event::Unenroll(process(3)),
+            Event::Unenroll(process(4)),
+            Event::Unenroll(process(9)),
+            Event::Enroll(process(2)),
+            Event::ProcessExited(process(3)),
+        ];
+        events.iter().for_each(|event| operator.record_event(event).unwrap());
+        let (mut operator, before, why) = take_up("one");
+        assert_eq!(before, [Event::Pause, Event::Unenroll(process(1)), Event::Unenroll(process(4))]);
+        assert!(why.is_none());
+        assert_eq!(take_up("two").1, [], "of another boot");
+        operator.record_event(&Event::Resume).unwrap();
+        assert_eq!(take_up("one").1, [Event::Unenroll(process(1)), Event::Unenroll(process(4))]);
+        // What could not be written is written when it is said again.
+        std::fs::create_dir(directory.path().join("operator.json.new")).unwrap();
+        assert!(operator.record_event(&Event::Pause).is_err());
+        std::fs::remove_dir(directory.path().join("operator.json.new")).unwrap();
+        operator.record_event(&Event::Pause).unwrap();
+        assert_eq!(take_up("one").1[0], Event::Pause);
+        operator.remove_file().unwrap();
+        operator.remove_file().unwrap();
+        assert!(take_up("one").1.is_empty() && !directory.path().join(OPERATOR_FILE).exists());
+    }
+
+    #[test]
+    fn unreadable_state_pauses_the_daemon() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join(OPERATOR_FILE);
+        let take_up = || OperatorStore::load(directory.path(), "one".to_owned(), |_| true);
+        for strange in
+            ["{\"boot\":\"one\",\"paused\":fal", "{\"boot\":\"one\",\"paused\":false,\"withdrawn\":[],\"more\":1}"]
+        {
+            fs::write(&path, strange).unwrap();
+            let (mut operator, events, why) = take_up().unwrap();
+            assert!(events == [Event::Pause] && why.is_some(), "{strange}");
+            operator.record_event(&Event::Resume).unwrap();
+            assert!(take_up().unwrap().1.is_empty(), "that ends it");
+        }
+        fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(take_up().is_err());
+    }
+}

@@ -1,0 +1,133 @@
+//! What managed programs wait for: run-queue delay of their threads (`/proc/PID/task/TID/schedstat`), pressure on the
+//! CPUs (`/proc/pressure/cpu`) and time stolen by a hypervisor (`/proc/stat`), each since the reading before.
+//!
+//! At rest this is read seldom, and of many threads only some are looked at: those of the programs that came first,
+//! which are the same at work and at rest.
+
+use crate::decide::WaitTimes;
+use pagefold_base::ProcessId;
+use pagefold_host::{Host, observe, parse};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Between two readings while the daemon rests, but for those at which it begins to and ends: at first, and once it has
+/// rested for [`LONG_IDLE_TIME`].
+const IDLE_READ_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(8)];
+const LONG_IDLE_TIME: Duration = Duration::from_secs(30);
+
+/// Threads that are looked at, in all and of one process.
+const MAX_THREADS_TOTAL_AND_PER_PROCESS: [usize; 2] = [64, 16];
+
+/// Between two looks at which threads there are.
+const THREAD_LIST_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Readings that the next one is compared with.
+#[derive(Default)]
+pub(super) struct WaitReader {
+    last_read_at: Option<Duration>,
+    /// Whether the daemon worked then, and since when that was so.
+    was_working: bool,
+    state_changed_at: Duration,
+    threads_listed_at: Option<Duration>,
+    /// Who was there when threads were listed.
+    listed_processes: Vec<ProcessId>,
+    /// By its file: for how long it stood in run queues and ran.
+    thread_schedstats: BTreeMap<String, Option<parse::Schedstat>>,
+    cpu_pressure_micros: Option<u64>,
+    stolen_time: Option<parse::CpuTicks>,
+}
+
+impl WaitReader {
+    /// What was waited for since the last time, if it is time to read it.
+    pub fn read_wait_times(
+        &mut self,
+        host: &dyn Host,
+        now: Duration,
+        is_working: bool,
+        tracked: impl Iterator<Item = ProcessId>,
+    ) -> Option<WaitTimes> {
+        let before = self.last_read_at;
+        let turned = std::mem::replace(&mut self.was_working, is_working) != is_working;
+        if turned {
+            self.state_changed_at = now;
+        }
+        let calm = IDLE_READ_INTERVALS[usize::from(now >= self.state_changed_at + LONG_IDLE_TIME)];
+        if !is_working && !turned && before.is_some_and(|at| now < at + calm) {
+            return None;
+        }
+        self.last_read_at = Some(now);
+        self.list_threads(host, now, tracked);
+        let queued = self.read_queue_times(host);
+        let micros = observe::cpu_pressure(host).ok().map(|pressure| pressure.total);
+        let stolen = host.read("proc/stat").and_then(|bytes| parse::cpu_ticks(&bytes)).ok();
+        let pressure = std::mem::replace(&mut self.cpu_pressure_micros, micros).zip(micros);
+        let times = std::mem::replace(&mut self.stolen_time, stolen).zip(stolen);
+        Some(WaitTimes {
+            elapsed: now.saturating_sub(before?),
+            queue_and_run_time: queued,
+            cpu_pressure_seconds: pressure.map(|(before, now)| now.saturating_sub(before) as f64 / 1e6),
+            stolen_share: times.map(|(before, now)| before.steal_share(now)),
+        })
+    }
+
+    /// See which threads there are. Those that are known stay.
+    fn list_threads(&mut self, host: &dyn Host, now: Duration, members: impl Iterator<Item = ProcessId>) {
+        let members: Vec<ProcessId> = members.collect();
+        if members == self.listed_processes
+            && self.threads_listed_at.is_some_and(|listed| now < listed + THREAD_LIST_INTERVAL)
+        {
+            return;
+        }
+        let mut threads = BTreeMap::new();
+        for process in &members {
+            let directory = format!("proc/{}/task", process.pid);
+            for thread in
+                host.list(&directory).unwrap_or_default().into_iter().take(MAX_THREADS_TOTAL_AND_PER_PROCESS[1])
+            {
+                if threads.len() < MAX_THREADS_TOTAL_AND_PER_PROCESS[0] {
+                    let file = format!("{directory}/{thread}/schedstat");
+                    let known = self.thread_schedstats.get(&file).copied().flatten();
+                    threads.insert(file, known);
+                }
+            }
+        }
+        (self.thread_schedstats, self.listed_processes, self.threads_listed_at) = (threads, members, Some(now));
+    }
+
+    /// For how long threads stood in run queues and ran since they were read last; nothing where the kernel does not
+    /// tell.
+    fn read_queue_times(&mut self, host: &dyn Host) -> Option<(Duration, Duration)> {
+        let mut sum = None;
+        for (file, before) in &mut self.thread_schedstats {
+            let now = host.read(file).and_then(|bytes| parse::schedstat(&bytes)).ok();
+            if let (Some(before), Some(now)) = (std::mem::replace(before, now), now) {
+                let (queued, ran) = sum.get_or_insert((0, 0));
+                *queued += now.wait_ns.saturating_sub(before.wait_ns);
+                *ran += now.run_ns.saturating_sub(before.run_ns);
+            }
+        }
+        sum.map(|(queued, ran): (u64, u64)| (Duration::from_nanos(queued), Duration::from_nanos(ran)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_host::fake_host::FakeHost;
+
+    #[test]
+    fn waits_are_read_seldom_while_idle() {
+        let host = FakeHost::booted();
+        let mut probe = WaitReader::default();
+        let mut read = |seconds: std::ops::Range<u64>, works: bool| -> Vec<u64> {
+            let read = |second: &u64| {
+                probe.read_wait_times(&host, Duration::from_secs(*second), works, [].into_iter()).is_some()
+            };
+            seconds.filter(read).collect()
+        };
+        let rest: Vec<u64> = (2..30).step_by(2).chain([36, 44, 52]).collect();
+        assert_eq!(read(0..60, false), rest);
+        assert_eq!(read(60..63, true), [60, 61, 62]);
+        assert_eq!(read(63..70, false), [63, 65, 67, 69], "there is something to compare with soon again");
+    }
+}

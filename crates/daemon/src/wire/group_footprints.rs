@@ -1,0 +1,157 @@
+//! What members take that belong together: those of a virtual machine, a container or a job, and those of a cgroup.
+//!
+//! Fair shares add up. Not so estimates: files and shared memory are resident in each process that maps them, and
+//! processes that belong together map the same ones: the buffers of a database server, the window that ranks share.
+//! Added up they would count once for each. So of them a sum of estimates has what the one with the most of them maps,
+//! which is too little where the processes map different ones.
+
+use super::{CgroupReport, GroupFootprint, TrackedProcessReport, WorkloadKind, WorkloadReport};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+
+/// By workload, the largest footprint first.
+pub fn sum_by_workload(processes: &[TrackedProcessReport]) -> Vec<WorkloadReport> {
+    let mut parts: BTreeMap<(WorkloadKind, &str, &str), Vec<&TrackedProcessReport>> = BTreeMap::new();
+    for member in processes {
+        parts.entry((member.kind, &member.workload, &member.domain)).or_default().push(member);
+    }
+    let workload = |((kind, name, domain), members): ((WorkloadKind, &str, &str), Vec<&TrackedProcessReport>)| {
+        WorkloadReport { name: name.to_owned(), kind, domain: domain.to_owned(), sum: sum_footprints(&members) }
+    };
+    let mut workloads: Vec<WorkloadReport> = parts.into_iter().map(workload).collect();
+    workloads.sort_by_key(|workload| Reverse(workload.sum.footprint));
+    workloads
+}
+
+/// By cgroup, the largest footprint first.
+pub fn sum_by_cgroup(processes: &[TrackedProcessReport]) -> Vec<CgroupReport> {
+    let mut parts: BTreeMap<&str, Vec<&TrackedProcessReport>> = BTreeMap::new();
+    for member in processes {
+        if let Some(path) = &member.cgroup {
+            parts.entry(path).or_default().push(member);
+        }
+    }
+    let cgroup = |(path, members): (&str, Vec<&TrackedProcessReport>)| CgroupReport {
+        path: path.to_owned(),
+        sum: sum_footprints(&members),
+    };
+    let mut cgroups: Vec<CgroupReport> = parts.into_iter().map(cgroup).collect();
+    cgroups.sort_by_key(|cgroup| Reverse(cgroup.sum.footprint));
+    cgroups
+}
+
+fn sum_footprints(members: &[&TrackedProcessReport]) -> GroupFootprint {
+    let all = |figure: fn(&TrackedProcessReport) -> Option<u64>| -> Option<u64> {
+        members.iter().map(|member| figure(member)).sum()
+    };
+    let ages: Option<Vec<u64>> = members.iter().map(|member| member.footprint_age_seconds).collect();
+    let once = members.iter().filter_map(|member| shared_estimate(member)).max().unwrap_or(0);
+    GroupFootprint {
+        processes: members.len() as u64,
+        merged: all(|member| member.merged),
+        footprint: all(|member| Some(member.footprint? - shared_estimate(member)?)).map(|own| own + once),
+        footprint_age_seconds: ages.and_then(|ages| ages.into_iter().max()),
+        saved: all(|member| member.saved),
+        metadata: all(|member| member.metadata),
+    }
+}
+
+/// What of an estimate of a member's footprint others may map too.
+fn shared_estimate(member: &TrackedProcessReport) -> Option<u64> {
+    match member.footprint_age_seconds {
+        Some(_) => Some(0),
+        None => Some(member.shared.unwrap_or(0).min(member.footprint?)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::wire::TrackingState;
+
+    fn tracked_process(
+        pid: u32,
+        kind: WorkloadKind,
+        workload: &str,
+        figures: [Option<u64>; 4],
+    ) -> TrackedProcessReport {
+        let [shared, merged, footprint, saved] = figures;
+        TrackedProcessReport {
+            pid,
+            start_time: 1,
+            label: format!("program {pid}"),
+            kind,
+            workload: workload.to_owned(),
+            uid: None,
+            cgroup: (pid != 9).then(|| format!("/{workload}")),
+            domain: "user 1".to_owned(),
+            resident: None,
+            shared,
+            merged,
+            footprint,
+            footprint_age_seconds: None,
+            saved,
+            metadata: None,
+            ranges: 0,
+            state: TrackingState::Followed,
+            why: String::new(),
+        }
+    }
+
+    #[test]
+    fn shared_memory_counts_once_per_workload() {
+        let all = |shared, merged, footprint, saved| [Some(shared), Some(merged), Some(footprint), Some(saved)];
+        let members = [
+            tracked_process(1, WorkloadKind::Process, "cat 1", all(0, 0, 80, 0)),
+            tracked_process(2, WorkloadKind::Job, "slurm:7", all(30, 8, 50, 4)),
+            tracked_process(3, WorkloadKind::Job, "slurm:7", all(20, 6, 60, 3)),
+            tracked_process(4, WorkloadKind::Job, "slurm:7", [None, Some(2), Some(10), Some(1)]),
+            // What is known of its shared memory is more than all that it takes.
+            tracked_process(5, WorkloadKind::Vm, "web", all(9, 0, 7, 0)),
+            tracked_process(9, WorkloadKind::Container, "web", [Some(1), None, None, Some(5)]),
+        ];
+        let found = sum_by_workload(&members);
+        let of = |name: &str, kind: WorkloadKind| {
+            found.iter().find(|workload| workload.name == name && workload.kind == kind).expect("it is there").sum
+        };
+        let sum = |processes, merged, footprint, saved| {
+            let footprint_age_seconds = None;
+            GroupFootprint { processes, merged, footprint, footprint_age_seconds, saved, metadata: None }
+        };
+        assert_eq!(of("slurm:7", WorkloadKind::Job), sum(3, Some(16), Some(20 + 40 + 10 + 30), Some(8)));
+        assert_eq!(of("web", WorkloadKind::Vm), sum(1, Some(0), Some(7), Some(0)));
+        assert_eq!(of("web", WorkloadKind::Container), sum(1, None, None, Some(5)));
+        let names: Vec<&str> = found.iter().map(|workload| workload.name.as_str()).collect();
+        assert_eq!(names, ["slurm:7", "cat 1", "web", "web"], "the largest first, the unknown last");
+        assert_eq!(found[3].kind, WorkloadKind::Container);
+
+        let found = sum_by_cgroup(&members);
+        let paths: Vec<&str> = found.iter().map(|cgroup| cgroup.path.as_str()).collect();
+        assert_eq!(paths, ["/slurm:7", "/cat 1", "/web"]);
+        assert_eq!(found[2].sum, of("web", WorkloadKind::Vm), "who tells no cgroup is in none");
+    }
+
+    #[test]
+    fn fair_shares_are_added_unchanged() {
+        let read = |pid, footprint, age| TrackedProcessReport {
+            footprint_age_seconds: age,
+            ..tracked_process(pid, WorkloadKind::Job, "slurm:7", [Some(30), Some(0), Some(footprint), Some(0)])
+        };
+        let of = |members: &[TrackedProcessReport]| {
+            let sum = sum_by_workload(members)[0].sum;
+            (sum.footprint, sum.footprint_age_seconds)
+        };
+        assert_eq!(of(&[read(1, 40, Some(5)), read(2, 50, Some(70))]), (Some(90), Some(70)));
+        // By hand: 40, and of the estimates 20 + 10 of their own and 30 once.
+        assert_eq!(of(&[read(1, 40, Some(5)), read(2, 50, None), read(3, 40, None)]), (Some(40 + 30 + 30), None));
+    }
+
+    #[test]
+    fn sum_of_one_process_is_that_process() {
+        for shared in [None, Some(0), Some(3), Some(7), Some(100)] {
+            let member = tracked_process(1, WorkloadKind::Vm, "web", [shared, Some(5), Some(7), Some(2)]);
+            let sum = sum_by_workload(std::slice::from_ref(&member))[0].sum;
+            assert_eq!((sum.footprint, sum.merged, sum.saved), (Some(7), Some(5), Some(2)), "{shared:?}");
+        }
+    }
+}

@@ -1,0 +1,191 @@
+//! Who is enrolled, who is not, and what keeps memory from being enrolled.
+
+use super::host_processes::{HostProcesses, ineligible_bytes, is_at_least_percent, process_count_text, total};
+use super::settings::{anything_enrolled, ksm};
+use super::{HostFacts, HostRule, ProcessFacts, RuleInfo, RuleResult, Verdict, require};
+use pagefold_base::reading::{Absent, Reading};
+use pagefold_base::region::Ineligible;
+use pagefold_base::units::Bytes;
+use std::collections::BTreeMap;
+
+pub(super) const RULES: &[HostRule] = &[
+    HostRule {
+        rule: RuleInfo {
+            id: "ksm-enrolled",
+            source: "/proc/*/smaps (mg), /proc/*/ksm_stat",
+            why: "ksmd looks only at memory that its owner has enrolled: with madvise(MADV_MERGEABLE), as QEMU does \
+                  for guest RAM, or for the whole process with prctl(PR_SET_MEMORY_MERGE).",
+            needs_ksm: true,
+        },
+        judge: judge_enrolled,
+    },
+    HostRule {
+        rule: RuleInfo {
+            id: "ksm-ineligible",
+            source: "/proc/*/smaps (VmFlags)",
+            why: "KSM takes private anonymous pages only; of shared memory, hugetlb pages and secret memory nothing \
+                  is merged, enrolled or not.",
+            needs_ksm: true,
+        },
+        judge: judge_ineligible,
+    },
+    HostRule {
+        rule: RuleInfo { id: "ksm-seccomp", source: "/proc/*/status (Seccomp)", why: SECCOMP_WHY, needs_ksm: true },
+        judge: judge_seccomp,
+    },
+    HostRule {
+        rule: RuleInfo {
+            id: "ksm-prctl-exec",
+            source: "/proc/*/ksm_stat (ksm_merge_any)",
+            why: PRCTL_EXEC_WHY,
+            needs_ksm: true,
+        },
+        judge: judge_prctl_exec,
+    },
+];
+
+pub(super) const SECCOMP_WHY: &str = "\
+     A seccomp filter may refuse madvise and prctl, or kill who calls them. Such a process must enrol itself before \
+     the filter is set, or be started enrolled; a system call injected into it needs PTRACE_O_SUSPEND_SECCOMP.";
+
+pub(super) const PRCTL_EXEC_WHY: &str = "\
+     PR_SET_MEMORY_MERGE is inherited by fork, and by exec since 6.7. Until 2025 ksmd cleared it when it came to a \
+     new process before that had any memory (fixed by \"mm/ksm: fix exec/fork inheritance support for prctl\", 6.19 \
+     and stable), and the process is then not enrolled.";
+
+/// A command that starts a program enrolled, whatever it is and without a service manager. It needs no more than the
+/// C library; exec keeps the flag from 6.7 on.
+pub(super) const START_ENROLLED_COMMAND: &str = "python3 -c 'import ctypes,os,sys; \
+    ctypes.CDLL(None).prctl(67,1,0,0,0) and sys.exit(\"refused\"); \
+    os.execvp(sys.argv[1],sys.argv[1:])' PROGRAM ARGUMENTS";
+
+/// Nothing enrolled while ksmd is on is a failure: somebody turned it on for merging, and it sleeps. While it is off
+/// nobody expects anything.
+fn judge_enrolled(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+    let count = fleet.enrolled().count();
+    let bytes = fleet.sum(|p| if p.is_enrolled() == Ok(true) { p.mergeable() } else { Bytes::ZERO });
+    if count > 0 {
+        return Ok(rule.ok(format!("enrolled: {}", process_count_text(count)), format!("{bytes} mergeable")));
+    }
+    if anything_enrolled(facts, fleet)? {
+        return Ok(rule.ok("processes that cannot be seen are enrolled", "ksmd has metadata of their pages"));
+    }
+    let value = format!("0 of {}", process_count_text(fleet.processes.len()));
+    if *require("run", &ksm(facts)?.run)? != 1 {
+        return Ok(rule.not_applicable("nothing is enrolled, and ksmd is off", value));
+    }
+    Ok(rule
+        .fail("ksmd is on and nothing is enrolled", value)
+        .remedy([
+            "# start what should share memory enrolled: QEMU with -machine mem-merge=on and private guest RAM,",
+            "# a systemd service (254 or later) with MemoryKSM=yes in its [Service] section, anything else with",
+            START_ENROLLED_COMMAND,
+        ])
+        .verify("grep -q -s 'ksm_mergeable: yes' /proc/[0-9]*/ksm_stat"))
+}
+
+/// Memory that KSM cannot take, by reason, over all the regions given.
+pub(super) fn ineligible_bytes_by_reason<'a>(
+    processes: impl Iterator<Item = &'a ProcessFacts>,
+) -> BTreeMap<Ineligible, Bytes> {
+    let mut sums = BTreeMap::<Ineligible, Bytes>::new();
+    let regions = processes.flat_map(|p| p.regions.iter().flatten().filter_map(|region| ineligible_bytes(p, region)));
+    for (why, bytes) in regions {
+        let sum = sums.entry(why).or_default();
+        *sum = total([*sum, bytes].into_iter());
+    }
+    sums
+}
+
+/// A tenth or more of the memory out of KSM's reach is a warning, never a failure: shared guest RAM or hugetlb pages
+/// are mostly chosen for good reasons, and the operator should know what they cost. Memory that several processes map
+/// is counted for each.
+fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+    let sums = ineligible_bytes_by_reason(fleet.processes.iter().copied());
+    let out = total(sums.values().copied());
+    let reach = fleet.sum(ProcessFacts::eligible);
+    let reasons: Vec<_> = sums.iter().map(|(why, bytes)| format!("{} {bytes}", why.phrase())).collect();
+    let value = format!(
+        "{} out of reach, {reach} within",
+        if reasons.is_empty() { "nothing".into() } else { reasons.join(", ") }
+    );
+    if is_at_least_percent(out.0, out.0.saturating_add(reach.0), 10) {
+        return Ok(rule
+            .warn(format!("{out} cannot be merged"), value)
+            .remedy([
+                "# see region by region what it is: pagefold doctor --pid N. Guest RAM becomes eligible with",
+                "# -object memory-backend-ram (no share=on, no hugetlb) or, in libvirt, without <memoryBacking>",
+                "# <source type='memfd'/>, <access mode='shared'/>, <hugepages/>",
+            ])
+            .verify("pagefold census --all"));
+    }
+    fleet.require_readable("regions", |p| p.regions.clone().map(drop))?;
+    Ok(rule.ok("little memory is out of KSM's reach", value))
+}
+
+/// Filters are everywhere in containers and no fault. They are worth a warning where much memory that could merge
+/// belongs to processes which are neither enrolled nor easy to enrol.
+fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+    let behind: Vec<_> = fleet
+        .processes
+        .iter()
+        .filter(|p| matches!(p.process.seccomp, Ok(mode) if mode != 0) && p.is_enrolled() == Ok(false))
+        .collect();
+    let bytes = total(behind.iter().map(|p| p.eligible()));
+    let all = fleet.sum(ProcessFacts::eligible);
+    let value = format!("{} with {bytes} of {all}", process_count_text(behind.len()));
+    if is_at_least_percent(bytes.0, all.0, 10) {
+        return Ok(rule
+            .warn("memory that is not enrolled lies behind seccomp filters", value)
+            .remedy([
+                "# start these enrolled; a filter does not take the flag away. Under systemd 254 or later:",
+                "# MemoryKSM=yes in the [Service] section; otherwise",
+                START_ENROLLED_COMMAND,
+            ])
+            .verify("grep -q -s 'ksm_merge_any: yes' /proc/[0-9]*/ksm_stat"));
+    }
+    fleet.require_readable("seccomp mode", |p| p.process.seccomp.clone())?;
+    fleet.require_readable("enrolment", ProcessFacts::is_enrolled)?;
+    Ok(rule.ok("seccomp keeps little memory from being enrolled", value))
+}
+
+/// Whether a process lacks the flag that its parent has.
+pub(super) fn lacks_parent_merge_flag(facts: &ProcessFacts) -> Reading<bool> {
+    match (&facts.parent_merge_any, &facts.process.ksm.merge_any) {
+        (Ok(false), _) | (_, Ok(true)) => Ok(false),
+        (Ok(true), Ok(false)) => Ok(true),
+        // Without a parent that lives, nothing was passed on that could have been lost.
+        (Err(Absent::Vanished), Ok(false)) => Ok(false),
+        (_, Err(absent)) | (Err(absent), _) => Err(absent.clone()),
+    }
+}
+
+/// A warning, for the parent may as well have enrolled itself after it started the child, or the child may have
+/// declined.
+fn judge_prctl_exec(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
+    let lost: Vec<_> =
+        fleet.processes.iter().filter(|p| lacks_parent_merge_flag(p) == Ok(true)).map(|p| p.name()).collect();
+    if lost.is_empty() {
+        fleet.require_readable("ksm_merge_any", lacks_parent_merge_flag)?;
+        return Ok(rule.ok("every process has the flag of its parent", process_count_text(fleet.processes.len())));
+    }
+    let release = facts.kernel.as_deref().unwrap_or("unknown release");
+    Ok(rule
+        .finding(
+            Verdict::Warn,
+            format!("{} without the merge flag of the parent", process_count_text(lost.len())),
+            format!("{}; kernel {release}", join_first_names(&lost)),
+        )
+        .remedy([
+            "# ask for each: pagefold doctor --pid N",
+            "# keep ksmd off while they start, or start each with",
+            START_ENROLLED_COMMAND,
+        ])
+        .verify("pagefold doctor"))
+}
+
+/// The first few of a list, and how many more there are.
+pub(super) fn join_first_names(names: &[String]) -> String {
+    let shown = names.iter().take(5).cloned().collect::<Vec<_>>().join(", ");
+    if names.len() > 5 { format!("{shown} and {} more", names.len() - 5) } else { shown }
+}

@@ -1,0 +1,189 @@
+//! All processes of the host, sorted and summed once for the rules.
+//!
+//! Sums saturate: facts come from files, and a wrong file must not stop the doctor.
+
+use super::{HostFacts, MissingReading, ProcessFacts};
+use pagefold_base::reading::{Absent, Reading};
+use pagefold_base::region::{Ineligible, Region, VmFlags};
+use pagefold_base::units::{Bytes, PageSize, Pages};
+
+/// The processes that have memory, in the order of their identity.
+pub(super) struct HostProcesses<'a> {
+    pub processes: Vec<&'a ProcessFacts>,
+}
+
+impl ProcessFacts {
+    /// Whether ksmd looks at it: the process as a whole (prctl) or at least one region (madvise) is enrolled.
+    pub(super) fn is_enrolled(&self) -> Reading<bool> {
+        if self.process.ksm.merge_any == Ok(true) || self.process.ksm.mergeable == Ok(true) {
+            return Ok(true);
+        }
+        match &self.regions {
+            Ok(regions) => Ok(regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE))),
+            Err(absent) => self.process.ksm.mergeable.clone().map_err(|_| absent.clone()),
+        }
+    }
+
+    /// Bytes that are enrolled and that KSM can take; 0 where the regions cannot be read.
+    pub(super) fn mergeable(&self) -> Bytes {
+        self.sum(|region| if is_mergeable(region) { region.anonymous } else { Bytes::ZERO })
+    }
+
+    /// The part of [`Self::mergeable`] that is in huge pages.
+    pub(super) fn mergeable_huge(&self) -> Bytes {
+        self.sum(|region| if is_mergeable(region) { region.anon_huge } else { Bytes::ZERO })
+    }
+
+    /// Bytes that KSM could take, enrolled or not.
+    pub(super) fn eligible(&self) -> Bytes {
+        self.sum(|region| if region.ineligible().is_none() { region.anonymous } else { Bytes::ZERO })
+    }
+
+    /// The setting by which its owner forbids merging, where it is a virtual machine.
+    pub(super) fn opt_out(&self) -> Option<String> {
+        self.process.identity.vm.as_ref()?.opt_out()
+    }
+
+    /// Whether its owner forbids merging of all its memory, so that QEMU itself enrols none.
+    pub(super) fn forbids_all(&self) -> bool {
+        self.opt_out().is_some()
+            && self.process.identity.vm.as_ref().is_some_and(|vm| {
+                vm.backends.iter().all(|backend| !backend.merge) && (!vm.mem_merge || !vm.backends.is_empty())
+            })
+    }
+
+    /// Whether it is left alone for what it holds, and not for what its owner says.
+    pub(super) fn holds_secrets(&self) -> bool {
+        self.exclusion_reason.is_some() && self.opt_out().is_none()
+    }
+
+    fn sum(&self, bytes: impl Fn(&Region) -> Bytes) -> Bytes {
+        total(self.regions.iter().flatten().map(bytes))
+    }
+
+    /// For people: name and number. No process has the number 0: that stands for those that are not even listed.
+    pub(super) fn name(&self) -> String {
+        if self.process.id.pid.0 == 0 {
+            return "processes that are hidden".to_owned();
+        }
+        format!("{} ({})", self.process.comm.escape_debug(), self.process.id.pid)
+    }
+}
+
+fn is_mergeable(region: &Region) -> bool {
+    region.flags.has(VmFlags::MERGEABLE) && region.ineligible().is_none()
+}
+
+/// Why KSM cannot take the memory of a region, and how much memory that is. `None` where it can, and for what is no
+/// memory of the process's own: device registers, and files, which the page cache shares already.
+pub(super) fn ineligible_bytes(facts: &ProcessFacts, region: &Region) -> Option<(Ineligible, Bytes)> {
+    let why = region.ineligible()?;
+    // Guest RAM may be any file, where a backend of the machine is shared.
+    let shares = facts.process.identity.vm.iter().flat_map(|vm| &vm.backends).any(|backend| backend.share);
+    let bytes = match why {
+        Ineligible::Hugetlb => region.hugetlb,
+        Ineligible::Shared if !shares && !is_memory_object(&region.name) => return None,
+        Ineligible::Shared | Ineligible::Secret => region.rss,
+        _ => region.anonymous,
+    };
+    (bytes > Bytes::ZERO).then_some((why, bytes))
+}
+
+/// Whether a shared mapping of that name is memory and no file: memfd, POSIX and System V shared memory, anonymous
+/// shared memory (mm/shmem.c `shmem_zero_setup`, ipc/shm.c `newseg`), and the folders where libvirt and QEMU keep
+/// guest RAM.
+fn is_memory_object(name: &str) -> bool {
+    ["/memfd:", "/dev/shm/", "/dev/zero", "/SYSV", "/run/shm/", "/var/lib/libvirt/qemu/ram/"]
+        .iter()
+        .any(|prefix| name.starts_with(prefix))
+}
+
+/// A sum that saturates.
+pub(super) fn total(values: impl Iterator<Item = Bytes>) -> Bytes {
+    values.fold(Bytes::ZERO, |sum, value| Bytes(sum.0.saturating_add(value.0)))
+}
+
+/// The bytes of so many pages; saturates.
+pub(super) fn bytes_of(page_size: PageSize, pages: Pages) -> Bytes {
+    Bytes(pages.0.saturating_mul(page_size.bytes()))
+}
+
+/// Whether `part` is at least `percent` of `whole`, and not nothing.
+pub(super) fn is_at_least_percent(part: u64, whole: u64, percent: u64) -> bool {
+    part > 0 && u128::from(part) * 100 >= u128::from(whole) * u128::from(percent)
+}
+
+impl<'a> HostProcesses<'a> {
+    pub fn new(facts: &'a HostFacts) -> Self {
+        let mut processes: Vec<_> = facts.processes.iter().filter(|p| has_memory(p)).collect();
+        processes.sort_by_key(|p| p.process.id);
+        Self { processes }
+    }
+
+    pub fn enrolled(&self) -> impl Iterator<Item = &'a ProcessFacts> {
+        self.processes.iter().copied().filter(|p| p.is_enrolled() == Ok(true))
+    }
+
+    /// Sum of something over the processes.
+    pub fn sum(&self, bytes: impl Fn(&ProcessFacts) -> Bytes) -> Bytes {
+        total(self.processes.iter().map(|p| bytes(p)))
+    }
+
+    /// Fails if a process that may matter could not be read: `read` gives the reading that the rule needs of each.
+    /// Processes that went away do not matter.
+    pub fn require_readable<T>(
+        &self,
+        what: &str,
+        read: impl Fn(&ProcessFacts) -> Reading<T>,
+    ) -> Result<(), MissingReading> {
+        let unseen = self.processes.iter().filter_map(|p| Some((p, read(p).err()?)));
+        let unseen: Vec<_> = unseen.filter(|(_, absent)| *absent != Absent::Vanished).collect();
+        let Some((first, _)) = unseen.first() else { return Ok(()) };
+        let who = if unseen.len() == 1 { first.name() } else { process_count_text(unseen.len()) };
+        // The least reason of all, so that the order of the processes does not show.
+        let absent = unseen.iter().map(|(_, absent)| absent).min().cloned().unwrap_or(Absent::Denied);
+        Err(MissingReading { reading_name: format!("{what} of {who}"), absent })
+    }
+}
+
+/// So many processes, for people.
+pub(super) fn process_count_text(count: usize) -> String {
+    if count == 1 { "1 process".to_owned() } else { format!("{count} processes") }
+}
+
+/// Kernel threads and the dead have no memory.
+pub(super) fn has_memory(facts: &ProcessFacts) -> bool {
+    !facts.process.kernel_thread && !facts.process.is_zombie()
+}
+
+/// Pages that ksmd has metadata for: `pages_volatile` is defined as the rest of them (mm/ksm.c,
+/// `pages_volatile_show`), so that the four sum to `ksm_rmap_items`.
+pub(super) fn tracked(ksm: &pagefold_base::ksm::Ksm) -> Result<Pages, MissingReading> {
+    let readings = [
+        ("pages_shared", &ksm.pages_shared),
+        ("pages_sharing", &ksm.pages_sharing),
+        ("pages_unshared", &ksm.pages_unshared),
+        ("pages_volatile", &ksm.pages_volatile),
+    ];
+    readings
+        .into_iter()
+        .try_fold(Pages::ZERO, |sum, (name, reading)| Ok(Pages(sum.0.saturating_add(*super::require(name, reading)?))))
+}
+
+/// How much ksmd has to look at.
+pub(super) struct ScanWorkload {
+    pub pages: Pages,
+    /// Whether it is all, and not merely what could be seen.
+    pub complete: Result<(), MissingReading>,
+}
+
+/// The larger of what the readable processes have enrolled and what ksmd has metadata for. The latter is everybody's
+/// once a pass is complete, also where the regions of others may not be read.
+pub(super) fn workload(facts: &HostFacts, fleet: &HostProcesses) -> Result<ScanWorkload, MissingReading> {
+    let ksm = super::require("/sys/kernel/mm/ksm", &facts.ksm)?;
+    let seen = facts.page_size.pages_in(fleet.sum(ProcessFacts::mergeable));
+    let tracked = tracked(ksm)?;
+    let scanned = *super::require("full_scans", &ksm.full_scans)? > 0 && tracked > Pages::ZERO;
+    let complete = if scanned { Ok(()) } else { fleet.require_readable("regions", |p| p.regions.clone().map(drop)) };
+    Ok(ScanWorkload { pages: seen.max(tracked), complete })
+}

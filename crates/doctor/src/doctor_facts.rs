@@ -1,0 +1,206 @@
+//! The facts behind `pagefold doctor`, gathered through the port.
+//!
+//! [`gather_host_facts`] reads what the rules of [`crate::decide`] judge by. What cannot be read is passed on as absent
+//! with its reason; a process that cannot be opened stays among the facts without a single value, so that no rule takes
+//! what it did not see for healthy. The same holds for processes that cannot even be listed: KSM with no `ksmd` in
+//! sight means a PID namespace or `hidepid`, and stands for one more process that is denied.
+//!
+//! Most of the time goes into `/proc/PID/smaps`, for which the kernel walks the page tables of the process (fs/proc/
+//! task_mmu.c): about 23 million pages a second and CPU. Processes are read in parallel, and each once.
+//!
+//! Limits: the facts are not of one instant.
+
+use crate::decide::{HostFacts, KsmdCpuTime, ProcessFacts};
+use pagefold_base::domain::DomainConfig;
+use pagefold_base::exclusion::Exclusions;
+use pagefold_base::ksm::Ksm;
+use pagefold_base::memory::MemInfo;
+use pagefold_base::process::Process;
+use pagefold_base::process::USER_HZ;
+use pagefold_base::region::Region;
+use pagefold_base::tuner::Tuner;
+use pagefold_base::{Absent, Pid, ProcessId, Reading};
+use pagefold_host::{Host, ProcessHandle as Handle, observe, parse};
+use rayon::prelude::*;
+use std::collections::BTreeMap;
+
+/// Who trusts whom, and who is left alone.
+#[derive(Clone, Debug, Default)]
+pub struct TrustPolicy {
+    /// How processes are sorted into trust domains.
+    pub domains: DomainConfig,
+    /// Who should not be enrolled.
+    pub exclusions: Exclusions,
+}
+
+/// All facts of a host, and of every process that is listed or named in `wanted`. One of `wanted` that is not among the
+/// processes afterwards does not exist.
+pub fn gather_host_facts(host: &dyn Host, required_pids: &[Pid], trust: &TrustPolicy) -> HostFacts {
+    let ksm = observe::ksm(host);
+    let listed = host.pids();
+    let mut pids: Vec<Pid> = listed.iter().flatten().chain(required_pids).copied().collect();
+    pids.sort();
+    pids.dedup();
+    let mut seen: Vec<ExaminedProcess> =
+        pids.into_par_iter().filter_map(|pid| examine_process(host, pid, trust)).collect();
+    set_parent_merge_any(&mut seen);
+
+    let ksmd = read_ksmd_cpu_time(host, &seen);
+    let mut processes: Vec<ProcessFacts> = seen.into_iter().map(|seen| seen.facts).collect();
+    let hidden = match (&listed, &ksmd, &ksm) {
+        // That would read as processes which ended, and these do not matter.
+        (Err(Absent::Vanished), _, _) => Some(Absent::Malformed("the list of processes vanished".to_owned())),
+        (Err(why), _, _) => Some(why.clone()),
+        (Ok(_), _, Err(Absent::NotOnThisKernel)) | (Ok(_), Ok(_), _) => None,
+        (Ok(_), Err(Absent::NotOnThisKernel), _) => Some(Absent::Denied),
+        (Ok(_), Err(why), _) => Some(why.clone()),
+    };
+    processes.extend(hidden.clone().map(|why| unreadable_process_facts(Pid(0), &why, trust)));
+    HostFacts {
+        page_size: host.page_size(),
+        kernel: observe::kernel_release(host),
+        memory: observe::memory(host).unwrap_or_else(|why| absent_memory(&why)),
+        pressure: observe::pressure(host),
+        vmstat: observe::vmstat(host),
+        thp_enabled: observe::thp_mode(host),
+        nodes: count_numa_nodes(host),
+        ksmd: match (ksmd, hidden) {
+            (Err(_), Some(why)) => Err(why),
+            (ksmd, _) => ksmd,
+        },
+        tuners: find_tuners(host, &processes),
+        rewritten_settings: changed_settings(ksm.as_ref().ok(), observe::ksm(host).as_ref().ok()),
+        processes,
+        ksm,
+    }
+}
+
+/// A process with what only the gathering needs to know of it.
+struct ExaminedProcess {
+    facts: ProcessFacts,
+    parent: Pid,
+}
+
+/// A process; `None` if there is none of that number.
+fn examine_process(host: &dyn Host, pid: Pid, trust: &TrustPolicy) -> Option<ExaminedProcess> {
+    let look = |handle: &dyn Handle| -> Reading<ExaminedProcess> {
+        let process = observe::process(host, handle)?;
+        let parent = parse::stat(&handle.read("stat")?)?.ppid;
+        // Kernel threads and the dead have no memory of their own: their smaps would be empty.
+        let regions =
+            if process.kernel_thread || process.is_zombie() { Ok(Vec::new()) } else { observe::regions(handle) };
+        let facts = build_process_facts(process, regions, Err(Absent::Vanished), trust);
+        Ok(ExaminedProcess { facts, parent })
+    };
+    let handle = match host.open(pid) {
+        Ok(handle) => handle,
+        Err(Absent::Vanished | Absent::NotOnThisKernel) => return None,
+        Err(why) => return Some(ExaminedProcess { facts: unreadable_process_facts(pid, &why, trust), parent: Pid(0) }),
+    };
+    match look(&*handle) {
+        Err(Absent::Vanished) => None,
+        Err(why) => Some(ExaminedProcess { facts: unreadable_process_facts(pid, &why, trust), parent: Pid(0) }),
+        // It ended while it was looked at: what was read of it so far is of no use.
+        Ok(seen) if seen.facts.regions == Err(Absent::Vanished) => None,
+        Ok(seen) => Some(seen),
+    }
+}
+
+/// A process of which nothing can be told but that it may be there.
+fn unreadable_process_facts(pid: Pid, why: &Absent, trust: &TrustPolicy) -> ProcessFacts {
+    let process = Process::absent(ProcessId { pid, start_time: 0 }, why);
+    build_process_facts(process, Err(why.clone()), Err(why.clone()), trust)
+}
+
+fn build_process_facts(
+    process: Process,
+    regions: Reading<Vec<Region>>,
+    parent_merge_any: Reading<bool>,
+    trust: &TrustPolicy,
+) -> ProcessFacts {
+    let (domain, excluded) = (trust.domains.domain(&process), trust.exclusions.reason(&process));
+    ProcessFacts { process, regions, domain, exclusion_reason: excluded, parent_merge_any }
+}
+
+/// Tell each process the flag of its parent. One that has no parent, or whose parent ended meanwhile, keeps `Vanished`.
+fn set_parent_merge_any(seen: &mut [ExaminedProcess]) {
+    let flags: BTreeMap<Pid, Reading<bool>> =
+        seen.iter().map(|seen| (seen.facts.process.id.pid, seen.facts.process.ksm.merge_any.clone())).collect();
+    for seen in seen {
+        if let Some(flag) = flags.get(&seen.parent) {
+            seen.facts.parent_merge_any.clone_from(flag);
+        }
+    }
+}
+
+/// What ksmd has cost. `NotOnThisKernel` if it is not among the processes.
+fn read_ksmd_cpu_time(host: &dyn Host, seen: &[ExaminedProcess]) -> Reading<KsmdCpuTime> {
+    let thread = seen
+        .iter()
+        .map(|seen| &seen.facts.process)
+        .find(|process| process.kernel_thread && process.comm == "ksmd")
+        .ok_or(Absent::NotOnThisKernel)?;
+    let stat = parse::stat(&host.open(thread.id.pid)?.read("stat")?)?;
+    let uptime = host.read("proc/uptime")?;
+    let text = String::from_utf8_lossy(&uptime);
+    let uptime_seconds = text
+        .split_whitespace()
+        .next()
+        .and_then(|seconds| seconds.parse().ok())
+        .filter(|seconds: &f64| seconds.is_finite() && *seconds > 0.0)
+        .ok_or_else(|| Absent::Malformed(format!("uptime: {:?}", text.trim())))?;
+    Ok(KsmdCpuTime { cpu_seconds: stat.utime.saturating_add(stat.stime) as f64 / USER_HZ, uptime_seconds })
+}
+
+/// The tuners among the processes. That there are none is known only if every command line could be read.
+fn find_tuners(host: &dyn Host, processes: &[ProcessFacts]) -> Reading<Vec<Tuner>> {
+    let mut found = Vec::new();
+    let mut unread = None;
+    for process in processes.iter().map(|facts| &facts.process).filter(|process| !process.kernel_thread) {
+        found.extend(observe::identify_tuner(host, process));
+        if let Err(why) = &process.arguments {
+            unread = unread.max(Some(why.clone()).filter(|why| *why != Absent::Vanished));
+        }
+    }
+    match unread {
+        Some(why) if found.is_empty() => Err(why),
+        _ => Ok(found),
+    }
+}
+
+/// The settings that differ between two looks at KSM. Looking twice costs nothing, since the processes are read
+/// between.
+fn changed_settings(before: Option<&Ksm>, after: Option<&Ksm>) -> Vec<String> {
+    let (Some(before), Some(after)) = (before, after) else { return Vec::new() };
+    let advised = [before, after].iter().any(|ksm| ksm.advisor_mode.as_deref() == Ok("scan-time"));
+    let rate = (!advised).then_some(("pages_to_scan", &before.pages_to_scan, &after.pages_to_scan));
+    [("run", &before.run, &after.run), ("sleep_millisecs", &before.sleep_millisecs, &after.sleep_millisecs)]
+        .into_iter()
+        .chain(rate)
+        .filter_map(|setting| match setting {
+            (name, Ok(before), Ok(after)) if before != after => Some(format!("{name}: {before}, then {after}")),
+            _ => None,
+        })
+        .collect()
+}
+
+/// NUMA nodes with memory; a kernel built without NUMA has one.
+fn count_numa_nodes(host: &dyn Host) -> Reading<u32> {
+    match host.read("sys/devices/system/node/has_memory") {
+        Err(Absent::NotOnThisKernel) => Ok(1),
+        list => Ok(parse::number_list(&list?)?.len() as u32),
+    }
+}
+
+fn absent_memory(why: &Absent) -> MemInfo {
+    MemInfo {
+        total: Err(why.clone()),
+        free: Err(why.clone()),
+        available: Err(why.clone()),
+        anon: Err(why.clone()),
+        anon_huge: Err(why.clone()),
+        swap_total: Err(why.clone()),
+        swap_free: Err(why.clone()),
+        hugetlb: Err(why.clone()),
+    }
+}

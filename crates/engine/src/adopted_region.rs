@@ -1,0 +1,186 @@
+//! Memory that may be merged, and what is known of its pages.
+
+use crate::PageAdvice;
+use crate::decide::page_note::PageNote;
+use crate::domain::JoinedDomain;
+use crate::own_mappings::{self, OwnMappingKind};
+use pagefold_base::engine::{PageTally, RegionTally};
+use pagefold_base::{AddressRange, Bytes, Pages};
+use pagefold_sys::pagemap;
+use std::fs::File;
+use std::io;
+use std::time::Duration;
+
+/// Memory that may be merged.
+#[derive(Debug)]
+pub struct AdoptedRegion {
+    range: AddressRange,
+    page_bytes: u64,
+    notes: Vec<PageNote>,
+    unmergeable: Vec<AddressRange>,
+    /// When a merge found out what there is.
+    last_survey: Option<Duration>,
+    /// How it stood when that was found out last.
+    last_tally: PageTally,
+}
+
+impl AdoptedRegion {
+    /// Of whole pages.
+    pub fn new(range: AddressRange, page_bytes: u64) -> Self {
+        let pages = range.bytes().0 / page_bytes;
+        let tally = PageTally { pages: Pages(pages), ..PageTally::default() };
+        let notes = vec![PageNote::default(); pages as usize];
+        Self { range, page_bytes, notes, unmergeable: Vec::new(), last_survey: None, last_tally: tally }
+    }
+
+    /// Where it is.
+    pub fn range(&self) -> AddressRange {
+        self.range
+    }
+
+    /// What is left of it without a range: up to two of them.
+    pub fn subtract(&self, range: AddressRange) -> Vec<Self> {
+        let part = |left: AddressRange| {
+            let notes = self.range_notes(left.start, left.end).to_vec();
+            let unmergeable = self.unmergeable.iter().filter_map(|known| known.overlap(left)).collect();
+            Self { notes, unmergeable, last_survey: self.last_survey, ..Self::new(left, self.page_bytes) }
+        };
+        self.range.subtract(&[range]).into_iter().map(part).collect()
+    }
+
+    /// Take a range for something else from now on.
+    pub fn advise(&mut self, range: AddressRange, advice: PageAdvice, now: Duration) {
+        let Some(range) = self.range.overlap(range) else { return };
+        let mut kept: Vec<AddressRange> = self.unmergeable.iter().flat_map(|known| known.subtract(&[range])).collect();
+        if advice == PageAdvice::Unmergeable {
+            kept.push(range);
+        }
+        self.unmergeable = AddressRange::union(kept);
+        let notes = self.range_notes_mut(range).iter_mut();
+        match advice {
+            PageAdvice::Mergeable => notes.for_each(PageNote::advise_mergeable),
+            PageAdvice::Volatile => notes.for_each(|note| note.advise_volatile(now)),
+            PageAdvice::Unmergeable => {}
+        }
+    }
+
+    /// Forget what is known of pages: what was in them is no more.
+    pub fn forget_pages(&mut self, range: AddressRange) {
+        let Some(range) = self.range.overlap(range) else { return };
+        self.range_notes_mut(range).fill(PageNote::default());
+    }
+
+    /// A merge finds out what there is. When one did before.
+    pub fn record_survey(&mut self, now: Duration) -> Option<Duration> {
+        self.last_survey.replace(now)
+    }
+
+    /// How much of a range no merge has looked for yet.
+    pub fn unsurveyed_bytes(&self, range: AddressRange) -> Bytes {
+        let part = self.range.overlap(range).filter(|_| self.last_survey.is_none());
+        part.map_or(Bytes::ZERO, |part| part.bytes())
+    }
+
+    /// The parts of it that were advised against.
+    pub fn unmergeable(&self) -> &[AddressRange] {
+        &self.unmergeable
+    }
+
+    /// How it stood when that was found out last: by a merge, or when somebody asked.
+    pub fn region_tally(&self) -> RegionTally {
+        RegionTally { range: self.range, tally: self.last_tally }
+    }
+
+    /// The memory in which its pages are remembered.
+    pub fn note_bytes(&self) -> Bytes {
+        Bytes(size_of_val(&self.notes[..]) as u64)
+    }
+
+    /// What is known of a page.
+    pub fn page_note(&mut self, address: u64) -> &mut PageNote {
+        let at = self.note_index(address);
+        &mut self.notes[at]
+    }
+
+    fn note_index(&self, address: u64) -> usize {
+        ((address - self.range.start) / self.page_bytes) as usize
+    }
+
+    fn range_notes(&self, start: u64, end: u64) -> &[PageNote] {
+        &self.notes[self.note_index(start)..self.note_index(end)]
+    }
+
+    fn range_notes_mut(&mut self, range: AddressRange) -> &mut [PageNote] {
+        let pages = self.note_index(range.start)..self.note_index(range.end);
+        &mut self.notes[pages]
+    }
+
+    /// A part of it was merged now, and is counted where `of` says. How many of its pages are not expected to last.
+    pub fn record_merge(
+        &mut self,
+        range: AddressRange,
+        now: Duration,
+        counter: fn(&mut PageTally) -> &mut Pages,
+    ) -> Pages {
+        *counter(&mut self.last_tally) += Pages(range.bytes().0 / self.page_bytes);
+        let notes = self.range_notes_mut(range);
+        notes.iter_mut().for_each(|note| note.record_merge(now));
+        Pages(notes.iter().filter(|note| note.is_unlikely_to_last()).count() as u64)
+    }
+
+    /// Begin to find out how it stands.
+    pub fn reset_tally(&mut self) {
+        self.last_tally = PageTally { pages: self.last_tally.pages, ..PageTally::default() };
+    }
+
+    /// Count a part of it, of which `found` is mapped.
+    pub fn tally_range(
+        &mut self,
+        range: AddressRange,
+        kind: OwnMappingKind,
+        found: &[pagemap::MappedRange],
+        now: Duration,
+    ) {
+        let held = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
+        let hot = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_volatile(now)).count() as u64);
+        // What the program has of its own there.
+        let own = || {
+            let own = found.iter().filter(|found| !found.file && !found.zero_page);
+            own.map(|found| (found, self.range_notes(found.start, found.end)))
+        };
+        let left_alone: Pages = own().map(|(_, notes)| hot(notes)).sum();
+        match kind {
+            OwnMappingKind::Stored { .. } => {
+                let written: u64 = own().map(|(found, _)| found.end - found.start).sum();
+                self.last_tally.merged += Pages((range.bytes().0 - written) / self.page_bytes);
+            }
+            OwnMappingKind::Ordinary => {
+                let written: Pages = own().map(|(_, notes)| held(notes)).sum();
+                self.last_tally.zeros += held(self.range_notes(range.start, range.end)) - written;
+            }
+        }
+        self.last_tally.volatile_pages += left_alone;
+    }
+}
+
+/// Find out how regions stand, and count all mappings of this process.
+///
+/// # Errors
+/// Those of reading `/proc/thread-self/maps` and `pagemap`.
+pub fn tally_regions(domain: &JoinedDomain, regions: &mut [AdoptedRegion], now: Duration) -> io::Result<u64> {
+    let (parts, mappings) = own_mappings::read_own_mappings(domain.store.identity(), domain.page_bytes())?;
+    let pagemap = File::open("/proc/thread-self/pagemap")?;
+    for region in regions {
+        region.reset_tally();
+        let first = parts.partition_point(|part| part.range.end <= region.range.start);
+        for part in &parts[first..] {
+            let Some(range) = part.range.overlap(region.range) else { break };
+            let mut found = Vec::new();
+            pagemap::scan_mapped(&pagemap, range.start..range.end, part.kind.range_contents(), |mapped| {
+                found.push(mapped)
+            })?;
+            region.tally_range(range, part.kind, &found, now);
+        }
+    }
+    Ok(mappings)
+}

@@ -1,0 +1,164 @@
+//! Huge pages: which of them a merge may split into base pages, and what that is expected to cost the program.
+//!
+//! Contents of the store are mapped by base pages, so a program that reads merged memory at random takes more TLB misses
+//! than by huge pages. Where its slow-down is bounded, a huge page is split only if all of its pages are zeros, which the
+//! huge page of zeros maps, or if all of them have a partner, and then only as far as the expected loss fits into the
+//! bound ([`crate::decide::huge_page_loss`]). One that holds both is left whole: the two are merged one after another, and if the
+//! second failed, it would be split for a part of its pages.
+
+use crate::decide::huge_page_loss::{expected_time_loss, splittable_pages};
+use crate::run_selection::{ScannedPage, huge_page_number};
+use crate::survey::CandidatePages;
+use pagefold_base::{AddressRange, Pages};
+use std::collections::{BTreeMap, HashSet};
+use std::time::Duration;
+
+/// Huge pages that a merge may split.
+#[derive(Debug, PartialEq, Eq)]
+pub enum SplittableHugePages {
+    Any,
+    /// By their numbers.
+    Listed(HashSet<u64>),
+}
+
+impl SplittableHugePages {
+    /// Those that may be split, of pages of zeros and pages with a partner: without a limit all; otherwise those of zeros
+    /// alone, and by their addresses so many pages of those of which all pages have a partner.
+    pub fn choose(
+        zeros: &[CandidatePages],
+        partners: &[ScannedPage],
+        page_bytes: u64,
+        max_pages: Option<Pages>,
+    ) -> Self {
+        let Some(Pages(mut left)) = max_pages else { return Self::Any };
+        let pages_each = page_bytes / 8;
+        // Pages of zeros, and pages with a partner.
+        let mut counts: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
+        for part in
+            zeros.iter().filter(|found| found.is_huge).flat_map(|found| found.split_aligned(pages_each * page_bytes))
+        {
+            counts.entry(huge_page_number(part.range.start, page_bytes)).or_default().0 +=
+                part.range.bytes().0 / page_bytes;
+        }
+        for partner in partners.iter().filter(|partner| partner.huge) {
+            counts.entry(huge_page_number(partner.address, page_bytes)).or_default().1 += 1;
+        }
+        let mut fits = |&(_, (zeros, partners)): &(u64, (u64, u64))| {
+            let has_partners = partners == pages_each && left >= pages_each;
+            left -= if has_partners { pages_each } else { 0 };
+            has_partners || zeros == pages_each
+        };
+        Self::Listed(counts.into_iter().filter(|count| fits(count)).map(|(number, _)| number).collect())
+    }
+
+    /// Whether a page may be merged: it is of no huge page, or of one that may be split.
+    pub fn allows(&self, found: &ScannedPage, page: u64) -> bool {
+        match self {
+            Self::Any => true,
+            Self::Listed(numbers) => !found.huge || numbers.contains(&huge_page_number(found.address, page)),
+        }
+    }
+}
+
+/// What a member has split under a bound.
+#[derive(Debug, Default)]
+pub struct HugePageSplitLedger {
+    /// Pages of all huge pages that were split to merge pages with a partner.
+    split_pages: Pages,
+    /// Resident pages of this member, as the last survey found.
+    resident_pages: Pages,
+    /// How long after the beginning the loss was charged last.
+    charged_until: Duration,
+}
+
+impl HugePageSplitLedger {
+    /// How many more pages may be split under a bound.
+    pub fn splittable_pages(&mut self, max_slowdown: f64, resident: Pages) -> Pages {
+        self.resident_pages = resident;
+        splittable_pages(max_slowdown, resident, self.split_pages)
+    }
+
+    /// The loss that is expected since the last call. So many pages are adopted now.
+    pub fn take_expected_loss(&mut self, elapsed: Duration, adopted: Pages) -> Duration {
+        let period = elapsed.saturating_sub(self.charged_until);
+        (self.charged_until, self.split_pages) = (elapsed, self.split_pages.min(adopted));
+        expected_time_loss(period, self.resident_pages, self.split_pages)
+    }
+
+    /// Some pages were merged, or may have been split for that. Each huge page counts whole, and once for each set of
+    /// numbers of those that are counted.
+    pub fn record_splits<'p>(
+        &mut self,
+        pages: impl Iterator<Item = &'p ScannedPage>,
+        page: u64,
+        counted: &mut HashSet<u64>,
+    ) {
+        let huge = pages.filter(|found| found.huge).map(|found| huge_page_number(found.address, page));
+        let new = huge.filter(|&number| counted.insert(number)).count() as u64;
+        self.split_pages += Pages(new * (page / 8));
+    }
+}
+
+/// Resident pages of a survey: those that may be looked at, and so many that were left alone or are merged.
+pub fn count_resident(candidates: &[CandidatePages], others: Pages, page: u64) -> Pages {
+    let bytes: u64 = candidates.iter().map(|found| found.range).map(|AddressRange { start, end }| end - start).sum();
+    Pages(bytes / page) + others
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE_BYTES: u64 = 4096;
+
+    fn zero_candidates(start: u64, end: u64) -> CandidatePages {
+        let range = AddressRange { start: start * PAGE_BYTES, end: end * PAGE_BYTES };
+        CandidatePages { range, is_huge: true, is_new: false }
+    }
+
+    fn paired_pages(numbers: std::ops::Range<u64>) -> Vec<ScannedPage> {
+        numbers.map(|number| ScannedPage::unscanned(number * PAGE_BYTES, true)).collect()
+    }
+
+    fn listed(numbers: &[u64]) -> SplittableHugePages {
+        SplittableHugePages::Listed(numbers.iter().copied().collect())
+    }
+
+    #[test]
+    fn fully_mergeable_huge_pages_are_split_up_to_the_limit() {
+        // Of zeros but for one page, of zeros, of partners twice, of both, and of partners but for one.
+        let zeros = [zero_candidates(0, 511), zero_candidates(512, 1024), zero_candidates(2048, 2060)];
+        let partners = [paired_pages(1024..2048), paired_pages(2060..2560), paired_pages(2561..3072)].concat();
+        let among = |limit| SplittableHugePages::choose(&zeros, &partners, PAGE_BYTES, limit);
+        assert_eq!(among(None), SplittableHugePages::Any);
+        assert_eq!(among(Some(Pages(1 << 20))), listed(&[1, 2, 3]));
+        assert_eq!(among(Some(Pages(512 + 511))), listed(&[1, 2]));
+        assert_eq!(among(Some(Pages(0))), listed(&[1]), "zeros cost nothing");
+        let found = |number: u64, huge| ScannedPage::unscanned(number * PAGE_BYTES, huge);
+        let splits = listed(&[1]);
+        assert!(splits.allows(&found(600, true), PAGE_BYTES) && splits.allows(&found(7, false), PAGE_BYTES));
+        assert!(
+            !splits.allows(&found(7, true), PAGE_BYTES) && SplittableHugePages::Any.allows(&found(7, true), PAGE_BYTES)
+        );
+    }
+
+    #[test]
+    fn split_pages_are_charged_while_adopted() {
+        let mut ledger = HugePageSplitLedger::default();
+        assert_eq!(ledger.splittable_pages(0.5, Pages(4096)), Pages(2048));
+        // Of two huge pages, one of which comes in two parts, and of no huge page.
+        let mut counted = HashSet::new();
+        ledger.record_splits(paired_pages(0..30).iter(), PAGE_BYTES, &mut counted);
+        ledger.record_splits(paired_pages(40..513).iter(), PAGE_BYTES, &mut counted);
+        ledger.record_splits([ScannedPage::unscanned(2048 * PAGE_BYTES, false)].iter(), PAGE_BYTES, &mut counted);
+        assert_eq!(ledger.splittable_pages(0.5, Pages(4096)), Pages(1024));
+        let second = Duration::from_secs(1);
+        assert_eq!(
+            ledger.take_expected_loss(8 * second, Pages(4096)),
+            second,
+            "a quarter of the memory is half as slow again"
+        );
+        assert_eq!(ledger.take_expected_loss(8 * second, Pages(4096)), Duration::ZERO, "once");
+        assert_eq!(ledger.take_expected_loss(16 * second, Pages(0)), Duration::ZERO, "it was freed");
+    }
+}

@@ -1,0 +1,135 @@
+//! What this process has mapped, read from `/proc/thread-self/maps`: which parts of its regions are ordinary memory, which map
+//! the store, and which have become something else.
+
+use crate::store::FileIdentity;
+use pagefold_base::AddressRange;
+use pagefold_base::engine::STORE_MEMFD_NAME;
+use pagefold_sys::pagemap::RangeContents;
+use std::io::{self, BufRead, BufReader};
+
+/// What is mapped somewhere, as far as it matters here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OwnMappingKind {
+    /// Private anonymous memory that may be read and written.
+    Ordinary,
+    /// A store from a slot on.
+    Stored {
+        /// The first, of the domain's store; none of a former one, which this process had before files of the domain
+        /// were removed.
+        first_slot: Option<u32>,
+        /// Whether it is mapped as merging maps it: privately, to be read and written.
+        is_as_merged: bool,
+    },
+}
+
+impl OwnMappingKind {
+    /// Whether it maps slots of the domain's store.
+    pub fn has_slots(self) -> bool {
+        matches!(self, Self::Stored { first_slot: Some(_), .. })
+    }
+
+    /// What the kernel can find in such a part.
+    pub fn range_contents(self) -> RangeContents {
+        match self {
+            Self::Ordinary => RangeContents::OnlyAnonymous,
+            Self::Stored { .. } => RangeContents::Anything,
+        }
+    }
+}
+
+/// A part of the address space.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OwnMapping {
+    /// Where.
+    pub range: AddressRange,
+    /// What.
+    pub kind: OwnMappingKind,
+}
+
+/// All parts of this process of either kind, ascending, and how many mappings it has in all.
+///
+/// # Errors
+/// Those of reading `/proc/thread-self/maps`, since `/proc/self` has none once the main thread has ended; `InvalidData`
+/// for a line of another form, and where there is none.
+pub fn read_own_mappings(store: FileIdentity, page_bytes: u64) -> io::Result<(Vec<OwnMapping>, u64)> {
+    let mut parts = Vec::new();
+    let mut mappings = 0;
+    let mut reader = BufReader::with_capacity(1 << 16, std::fs::File::open("/proc/thread-self/maps")?);
+    let mut line = Vec::new();
+    while reader.read_until(b'\n', &mut line)? > 0 {
+        mappings += 1;
+        let text = String::from_utf8_lossy(&line);
+        let part = parse_maps_line(&text, store, page_bytes)
+            .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, &*text))?;
+        parts.extend(part);
+        line.clear();
+    }
+    // This very code is mapped.
+    if mappings == 0 {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "/proc/thread-self/maps is empty"));
+    }
+    Ok((parts, mappings))
+}
+
+/// One line: `None` if it has another form, and within, if it is of neither kind.
+fn parse_maps_line(line: &str, store: FileIdentity, page: u64) -> Option<Option<OwnMapping>> {
+    let hexadecimal = |text: &str| u64::from_str_radix(text, 16).ok();
+    let mut words = line.split_ascii_whitespace();
+    let (start, end) = words.next()?.split_once('-')?;
+    let range = AddressRange { start: hexadecimal(start)?, end: hexadecimal(end)? };
+    let permissions = words.next()?;
+    let offset = hexadecimal(words.next()?)?;
+    let (major, minor) = words.next()?.split_once(':')?;
+    let device = rustix::fs::makedev(hexadecimal(major)? as u32, hexadecimal(minor)? as u32);
+    let inode: u64 = words.next()?.parse().ok()?;
+    let kind = if (device, inode) == store {
+        Some(OwnMappingKind::Stored { first_slot: Some((offset / page) as u32), is_as_merged: permissions == "rw-p" })
+    } else if words.clone().next().and_then(|path| path.strip_prefix("/memfd:")) == Some(STORE_MEMFD_NAME) {
+        Some(OwnMappingKind::Stored { first_slot: None, is_as_merged: permissions == "rw-p" })
+    } else {
+        // The main stack grows, and its pages are not where they seem to be.
+        let ordinary = (device, inode) == (0, 0) && permissions == "rw-p" && words.next() != Some("[stack]");
+        ordinary.then_some(OwnMappingKind::Ordinary)
+    };
+    Some(kind.map(|kind| OwnMapping { range, kind }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn check(line: &str, expected: Option<OwnMappingKind>) {
+        let found = parse_maps_line(line, (rustix::fs::makedev(0, 1), 77), 4096).expect("a line").map(|part| part.kind);
+        assert_eq!(found, expected, "{line}");
+    }
+
+    #[test]
+    fn maps_lines_give_the_mapping_kind() {
+        check("7f00-8000 rw-p 00000000 00:00 0 ", Some(OwnMappingKind::Ordinary));
+        check("7f00-8000 rw-p 00000000 00:00 0          [heap]", Some(OwnMappingKind::Ordinary));
+        check("7f00-8000 rw-p 00000000 00:00 0          [anon:x]", Some(OwnMappingKind::Ordinary));
+        check("7f00-8000 rw-p 00000000 00:00 0          [stack]", None);
+        check("7f00-8000 r--p 00000000 00:00 0 ", None);
+        check("7f00-8000 rw-s 00000000 00:01 9 /dev/zero (deleted)", None);
+        check(
+            "7f00-8000 rw-p 00005000 00:01 77 /memfd:pagefold-store (deleted)",
+            Some(OwnMappingKind::Stored { first_slot: Some(5), is_as_merged: true }),
+        );
+        let protected = Some(OwnMappingKind::Stored { first_slot: Some(5), is_as_merged: false });
+        check("7f00-8000 r--p 00005000 00:01 77 /memfd:pagefold-store (deleted)", protected);
+        let former = Some(OwnMappingKind::Stored { first_slot: None, is_as_merged: true });
+        check("7f00-8000 rw-p 00005000 00:01 76 /memfd:pagefold-store (deleted)", former);
+        check("7f00-8000 rw-p 00005000 00:01 76 /memfd:pagefold-storehouse (deleted)", None);
+        check("7f00-8000 rw-p 00005000 fd:01 77 /a b", None);
+        // Some file systems number from 0.
+        check("7f00-8000 rw-p 00000000 fd:01 0 /a", None);
+        assert_eq!(parse_maps_line("nonsense", (0, 0), 4096), None);
+    }
+
+    #[test]
+    fn own_mappings_are_readable() {
+        let (parts, mappings) = read_own_mappings((0, 77), 4096).unwrap();
+        assert!(!parts.is_empty() && mappings > parts.len() as u64);
+        assert!(parts.is_sorted_by_key(|part| part.range.start));
+    }
+}

@@ -1,0 +1,214 @@
+//! Deciding: which runs of pages that have a partner are worth a mapping of their own, and mapping them.
+
+use crate::domain::JoinedDomain;
+use crate::memory::{self, ReplacementMemory};
+use crate::write_exclusion::WriteExclusion;
+use pagefold_base::range_optimizer::{PageSegment, RangeCosts, best_ranges_within};
+use pagefold_base::savings::EnrollCostBytes;
+use pagefold_base::{AddressRange, PageSize};
+use pagefold_sys::fault;
+use std::collections::{HashMap, HashSet};
+use std::io;
+use std::ops::Range;
+
+/// A hole that no range bridges.
+const UNBRIDGEABLE_HOLE: i64 = i64::MAX;
+
+/// A page that was looked at.
+#[derive(Clone, Copy, Debug)]
+pub struct ScannedPage {
+    pub address: u64,
+    /// Whether it is a part of a huge page.
+    pub huge: bool,
+    /// What is noted of its content, unless that is zeros.
+    pub content_bits: u16,
+    /// Its content in the index, unless that is zeros.
+    pub index_entry: usize,
+}
+
+impl ScannedPage {
+    /// One of which nothing else is known yet.
+    pub fn unscanned(address: u64, huge: bool) -> Self {
+        Self { address, huge, content_bits: 0, index_entry: 0 }
+    }
+}
+
+/// Where a content lies, or is to lie: one behind another if the numbers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SlotPlacement {
+    Stored(u32),
+    /// In the order in which contents are to be stored.
+    ToStore(u32),
+}
+
+impl SlotPlacement {
+    /// Whether it lies right behind another.
+    pub fn is_adjacent_after(self, other: Self) -> bool {
+        match (other, self) {
+            (Self::Stored(before), Self::Stored(slot)) => before + 1 == slot,
+            (Self::ToStore(before), Self::ToStore(order)) => before + 1 == order,
+            _ => false,
+        }
+    }
+}
+
+/// Pages one behind another, to be mapped as one.
+#[derive(Clone, Copy, Debug)]
+pub struct StoreRun<'p> {
+    pub pages: &'p [ScannedPage],
+    pub first_slot: u32,
+}
+
+impl StoreRun<'_> {
+    /// Where it is.
+    pub fn range(&self, page: u64) -> AddressRange {
+        let start = self.pages[0].address;
+        AddressRange { start, end: start + self.pages.len() as u64 * page }
+    }
+
+    /// Whether another lies right behind it, in memory and in the store: the kernel makes one mapping of both.
+    pub fn adjoins(&self, next: &Self, page: u64) -> bool {
+        self.range(page).end == next.range(page).start && self.first_slot + self.pages.len() as u32 == next.first_slot
+    }
+}
+
+/// The number of the huge page that an address lies in: one entry of a page directory, which maps as many pages as a
+/// page holds entries of eight bytes.
+pub fn huge_page_number(address: u64, page: u64) -> u64 {
+    address / (page * page / 8)
+}
+
+/// The runs that are worth it, at most so many, as ranges of positions among some pages. `follows` says whether one of
+/// them can be mapped as one with the one before, which lies right before it; `worth` what a page gives back, `None` if it
+/// is not to be merged. Huge pages that are split already have nothing to lose.
+pub fn choose_runs(
+    pages: &[ScannedPage],
+    follows: impl Fn(usize) -> bool,
+    net_gain: impl Fn(usize) -> Option<i64>,
+    split: &HashSet<u64>,
+    page: u64,
+    max_runs: usize,
+) -> Vec<Range<usize>> {
+    let Some(size) = PageSize::new(page) else { return Vec::new() };
+    let costs = EnrollCostBytes::for_page_size(size);
+    let mut stretches: Vec<PageSegment> = Vec::new();
+    for (at, found) in pages.iter().enumerate() {
+        let huge = found.huge.then(|| huge_page_number(found.address, page)).filter(|huge| !split.contains(huge));
+        let worth = net_gain(at);
+        let behind = at > 0 && pages[at - 1].address + page == found.address && follows(at);
+        match stretches.last_mut() {
+            Some(last) if behind && last.huge_page == huge && last.net_gain == worth => last.pages += 1,
+            _ => {
+                let hole = if behind { 0 } else { UNBRIDGEABLE_HOLE };
+                stretches.push(PageSegment {
+                    pages: 1,
+                    net_gain: worth,
+                    merges: true,
+                    huge_page: huge,
+                    hole_cost: hole,
+                });
+            }
+        }
+    }
+    let prices = RangeCosts { per_range: costs.per_range, per_split_huge_page: costs.per_split_huge_page };
+    let chosen = best_ranges_within(1, |_| stretches.iter().copied(), prices, max_runs);
+    chosen.into_iter().flatten().map(|range| range.start as usize..range.end as usize).collect()
+}
+
+/// The pages that have a partner, where each content lies or in which order it is to be stored, and how many are to be.
+pub fn find_partners(domain: &JoinedDomain, pages: &[ScannedPage]) -> (Vec<ScannedPage>, Vec<SlotPlacement>, u32) {
+    let mut orders: HashMap<usize, u32> = HashMap::new();
+    let (mut partners, mut places) = (Vec::new(), Vec::new());
+    for &page in pages {
+        let state = domain.index.state(page.index_entry);
+        let place = match state.mappable_slot() {
+            Some(slot) => SlotPlacement::Stored(slot),
+            None if state.is_condemned() || !state.is_paired() => continue,
+            None => {
+                let next = orders.len() as u32;
+                SlotPlacement::ToStore(*orders.entry(page.index_entry).or_insert(next))
+            }
+        };
+        partners.push(page);
+        places.push(place);
+    }
+    (partners, places, orders.len() as u32)
+}
+
+/// What was chosen, as runs of so many pages at most that lie one behind another in the store, too.
+pub fn build_runs<'p>(
+    partners: &'p [ScannedPage],
+    placements: &[SlotPlacement],
+    chosen: &[Range<usize>],
+    stored: &[Option<u32>],
+    max_pages: usize,
+) -> Vec<StoreRun<'p>> {
+    let slot = |at: usize| match placements[at] {
+        SlotPlacement::Stored(slot) => Some(slot),
+        SlotPlacement::ToStore(order) => stored[order as usize],
+    };
+    let mut runs: Vec<StoreRun<'p>> = Vec::new();
+    for range in chosen {
+        let mut start = range.start;
+        for at in range.clone() {
+            let ends =
+                at + 1 == range.end || slot(at + 1) != slot(at).map(|slot| slot + 1) || at - start + 1 >= max_pages;
+            if ends {
+                runs.extend(slot(start).map(|slot| StoreRun { pages: &partners[start..=at], first_slot: slot }));
+                start = at + 1;
+            }
+        }
+    }
+    runs
+}
+
+/// The first of some runs, as many as the kernel makes so many mappings of; how many those are.
+pub fn take_runs_that_fit<'r, 'p>(
+    runs: &'r [StoreRun<'p>],
+    max_mappings: usize,
+    page: u64,
+) -> (&'r [StoreRun<'p>], usize) {
+    let as_one = || runs.chunk_by(|run, next| run.adjoins(next, page)).take(max_mappings);
+    (&runs[..as_one().map(<[StoreRun]>::len).sum()], as_one().count())
+}
+
+/// Map a run from the store, if that holds what the run does.
+pub fn map_run(domain: &JoinedDomain, run: &StoreRun<'_>, exclusion: &WriteExclusion<'_>) -> io::Result<bool> {
+    let range = run.range(domain.page_bytes());
+    let slots = run.first_slot..run.first_slot + run.pages.len() as u32;
+    // In this order: see `domain`.
+    domain.references.add(slots.clone())?;
+    let lies = |(page, slot): (&ScannedPage, u32)| domain.index.state(page.index_entry).mappable_slot() == Some(slot);
+    if !domain.has_present_index() || !domain.store.is_descriptor_valid() || !run.pages.iter().zip(slots).all(lies) {
+        return Ok(false);
+    }
+    fault::point("between referring and mapping");
+    let incoming = ReplacementMemory::map_store(&domain.store, run.first_slot, range.bytes().0)?;
+    let _still = exclusion.freeze_to_replace(range)?;
+    // SAFETY: the run was looked at, so it is resident, and nobody writes to or unmaps it meanwhile.
+    if incoming.as_slice() != unsafe { memory::range_bytes(range) } {
+        return Ok(false);
+    }
+    // SAFETY: both hold the same, and nobody writes to the run until it is done.
+    unsafe { incoming.replace_at(range.start) }?;
+    Ok(true)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adjoining_runs_count_as_one_mapping() {
+        const PAGE_BYTES: u64 = 4096;
+        let pages = [0, 1, 2, 3, 4, 6].map(|at| ScannedPage::unscanned(at * PAGE_BYTES, false));
+        // The second lies behind the first in memory and in the store, the third in memory alone, the last in neither.
+        let parts = [(0..2, 10), (2..3, 12), (3..5, 20), (5..6, 22)];
+        let runs = parts.map(|(part, slot)| StoreRun { pages: &pages[part], first_slot: slot });
+        let taken = |room: usize| {
+            let (taken, mappings) = take_runs_that_fit(&runs, room, PAGE_BYTES);
+            (taken.len(), mappings)
+        };
+        assert_eq!([0, 1, 2, 3, 9].map(taken), [(0, 0), (2, 1), (3, 2), (4, 3), (4, 3)]);
+    }
+}

@@ -1,0 +1,352 @@
+//! What a member tells of itself, for whoever looks at the domain: a file of words that it alone writes.
+//!
+//! The file is mapped shared by the member and read with pread(2) by others ([`crate::observe`]), who take no lock and
+//! map nothing. A number of the version is odd while the words are being changed; a reader takes what it read only if
+//! the number was the same even one before and after. So nobody waits: not the member, nor for a member that died over
+//! it. The file is locked by flock(2) through its mapping, as [`crate::slot_references`] are, so that those of the dead are
+//! found and removed by who comes next.
+
+use crate::domain_directory;
+use crate::shared_words::{SharedWords, WORD_BYTES};
+use pagefold_base::engine::{EngineMember, EngineTimeUse, PageTally, RegionTally};
+use pagefold_base::{AddressRange, Bytes, Pages, Pid, ProcessId};
+use rustix::fs::{FlockOperation, flock};
+use rustix::rand::{GetRandomFlags, getrandom};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
+use std::time::Duration;
+
+/// How the names of these files begin; the process follows, and a random number.
+pub const STATUS_FILE_PREFIX: &str = "status-";
+
+/// "pagefor", and the version of the layout in the lowest byte.
+const STATUS_FILE_MAGIC: u64 = u64::from_be_bytes(*b"pagefor\x01");
+
+/// The longest that such a file is, in words: 64 KiB, for some 1,600 regions.
+pub const MAX_STATUS_WORDS: usize = 8192;
+
+/// What precedes the numbers: the magic word and the version.
+const HEAD_WORDS: usize = 2;
+
+/// Where the version is.
+pub const VERSION_WORD: usize = 1;
+
+/// Numbers of a member, without its regions.
+const MEMBER_WORDS: usize = 17;
+
+/// Numbers of a region.
+const WORDS_PER_REGION: usize = 5;
+
+/// The most memory that a member is believed to have: 256 TiB.
+const MAX_BELIEVED_BYTES: u64 = 1 << 48;
+
+/// A member's file. Removed when dropped.
+#[derive(Debug)]
+pub struct StatusFile {
+    words: SharedWords,
+    path: PathBuf,
+    /// The process that made it: in a child it is the parent's.
+    owner: ProcessId,
+    /// So many words have blocks.
+    allocated_words: AtomicU64,
+}
+
+impl StatusFile {
+    /// A new one, that tells nothing yet. Under the domain's lock, so that nobody takes it for one of the dead.
+    ///
+    /// # Errors
+    /// Those of files, and of reading `/proc/self/stat`.
+    pub fn new(directory: &Path) -> io::Result<Self> {
+        let mut random = [0; 8];
+        getrandom(&mut random, GetRandomFlags::empty())?;
+        let pid = std::process::id();
+        let start_time = process_start_time(pid)?.ok_or(io::ErrorKind::InvalidData)?;
+        let path = directory.join(format!("{STATUS_FILE_PREFIX}{pid}-{:016x}", u64::from_ne_bytes(random)));
+        let file = domain_directory::open_file(&path, true)?;
+        flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+        let words = SharedWords::map(&file, MAX_STATUS_WORDS)?;
+        let process = ProcessId { pid: Pid(pid), start_time };
+        Ok(Self { words, path, owner: process, allocated_words: AtomicU64::new(0) })
+    }
+
+    /// Whether the file is still where others look for it.
+    pub fn is_listed(&self) -> bool {
+        self.path.exists()
+    }
+
+    /// Which process tells.
+    pub fn owner(&self) -> ProcessId {
+        self.owner
+    }
+
+    /// Tell others. Where there is no memory to tell all in, what was told before stays.
+    pub fn publish(&self, member: &EngineMember) {
+        let numbers = encode_member(member);
+        let needed = (HEAD_WORDS + numbers.len()) as u64;
+        if needed > self.allocated_words.load(Ordering::Relaxed) {
+            let blocks = needed.next_multiple_of(512).min(MAX_STATUS_WORDS as u64);
+            let file = domain_directory::open_file(&self.path, false);
+            if file.and_then(|file| SharedWords::allocate_blocks(&file, 0..blocks)).is_err() {
+                return;
+            }
+            self.allocated_words.store(blocks, Ordering::Relaxed);
+        }
+        let version = self.words[VERSION_WORD].load(Ordering::Relaxed);
+        self.words[VERSION_WORD].store(version | 1, Ordering::Relaxed);
+        // Whoever sees one of the numbers sees the odd version before it.
+        fence(Ordering::Release);
+        for (word, number) in self.words[HEAD_WORDS..].iter().zip(numbers) {
+            word.store(number, Ordering::Relaxed);
+        }
+        self.words[0].store(STATUS_FILE_MAGIC, Ordering::Relaxed);
+        self.words[VERSION_WORD].store((version | 1) + 1, Ordering::Release);
+    }
+}
+
+impl Drop for StatusFile {
+    fn drop(&mut self) {
+        if self.owner.pid.0 == std::process::id() {
+            // What cannot be removed now is removed by whoever comes next.
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Remove the records of members that are no more. Under the domain's lock.
+pub fn remove_dead_status_files(directory: &Path) {
+    for name in domain_directory::list_names(directory).unwrap_or_default() {
+        let path = directory.join(&name);
+        if name.to_str().is_some_and(|name| name.starts_with(STATUS_FILE_PREFIX))
+            && let Ok(file) = domain_directory::open_file(&path, false)
+            && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
+        {
+            // What cannot be removed now is found again.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+/// When a process started, in clock ticks since the host was booted: field 22 of `/proc/PID/stat` (proc_pid_stat(5)).
+/// `None` if there is no such process, or what it says has another form.
+///
+/// # Errors
+/// Those of reading it, but for there being no such process.
+pub fn process_start_time(pid: u32) -> io::Result<Option<u64>> {
+    let text = match std::fs::read(format!("/proc/{pid}/stat")) {
+        Ok(text) => text,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => return Ok(None),
+        Err(error) => return Err(error),
+    };
+    let text = String::from_utf8_lossy(&text);
+    // The name of the program may hold anything, brackets and blanks too.
+    let fields = text.rsplit_once(')').map(|(_, fields)| fields);
+    Ok(fields.and_then(|fields| fields.split_ascii_whitespace().nth(19)?.parse().ok()))
+}
+
+/// Now, since the host was booted.
+pub fn time_since_boot() -> Duration {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
+/// In place of a number that there is none of.
+const ABSENT_NUMBER: u64 = u64::MAX;
+
+fn encode_member(member: &EngineMember) -> Vec<u64> {
+    let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(ABSENT_NUMBER - 1);
+    let PageTally { pages, merged, zeros, volatile_pages: hot } = member.tally;
+    let room = (MAX_STATUS_WORDS - HEAD_WORDS - MEMBER_WORDS) / WORDS_PER_REGION;
+    let regions = &member.regions[..member.regions.len().min(room)];
+    let mut numbers = vec![
+        u64::from(member.process.pid.0),
+        member.process.start_time,
+        nanoseconds(member.reported_at),
+        member.last_merge.map_or(ABSENT_NUMBER, nanoseconds),
+        member.merges,
+        nanoseconds(member.merge_time),
+        nanoseconds(member.time_use.elapsed),
+        nanoseconds(member.time_use.spent),
+        u64::from(member.time_use.max_slowdown.is_some()),
+        member.time_use.max_slowdown.unwrap_or_default().to_bits(),
+        member.notes.0,
+        pages.0,
+        merged.0,
+        zeros.0,
+        hot.0,
+        member.region_count,
+        regions.len() as u64,
+    ];
+    debug_assert_eq!(numbers.len(), MEMBER_WORDS);
+    for RegionTally { range, tally } in regions {
+        numbers.extend([range.start, range.end, tally.merged.0, tally.zeros.0, tally.volatile_pages.0]);
+    }
+    numbers
+}
+
+/// What the words of a record say, read while nobody changed them; `None` if they make no sense. `page` is the size of
+/// a page.
+pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
+    let (head, numbers) = words.split_at_checked(HEAD_WORDS)?;
+    if head[0] != STATUS_FILE_MAGIC || head[VERSION_WORD] % 2 != 0 {
+        return None;
+    }
+    let (own, regions) = numbers.split_at_checked(MEMBER_WORDS)?;
+    let time = |at: usize| Duration::from_nanos(own[at]);
+    let bound = f64::from_bits(own[9]);
+    if !bound.is_finite() || bound < 0.0 {
+        return None;
+    }
+    // No more than four levels of page tables map: sums over all members do not overflow.
+    let pages = |number: u64| (number <= MAX_BELIEVED_BYTES / page_bytes).then_some(Pages(number));
+    let within = |tally: PageTally| {
+        let parts = tally.merged + tally.zeros + tally.volatile_pages;
+        (parts <= tally.pages).then_some(tally)
+    };
+    let region = |numbers: &[u64]| {
+        let range = AddressRange { start: numbers[0], end: numbers[1] };
+        let tally = PageTally {
+            pages: pages(range.bytes().0 / page_bytes)?,
+            merged: pages(numbers[2])?,
+            zeros: pages(numbers[3])?,
+            volatile_pages: pages(numbers[4])?,
+        };
+        Some(RegionTally { range, tally: within(tally)? })
+    };
+    let count = usize::try_from(own[16]).ok().filter(|&count| count <= regions.len() / WORDS_PER_REGION)?;
+    let tally = PageTally {
+        pages: pages(own[11])?,
+        merged: pages(own[12])?,
+        zeros: pages(own[13])?,
+        volatile_pages: pages(own[14])?,
+    };
+    Some(EngineMember {
+        process: ProcessId { pid: Pid(u32::try_from(own[0]).ok()?), start_time: own[1] },
+        reported_at: time(2),
+        last_merge: (own[3] != ABSENT_NUMBER).then(|| time(3)),
+        merges: own[4],
+        merge_time: time(5),
+        time_use: EngineTimeUse { elapsed: time(6), spent: time(7), max_slowdown: (own[8] != 0).then_some(bound) },
+        notes: Some(Bytes(own[10])).filter(|notes| notes.0 <= MAX_BELIEVED_BYTES)?,
+        tally: within(tally)?,
+        region_count: own[15],
+        regions: regions.chunks_exact(WORDS_PER_REGION).take(count).map(region).collect::<Option<_>>()?,
+    })
+}
+
+/// Bytes as words.
+pub fn bytes_to_words(bytes: &[u8]) -> Vec<u64> {
+    bytes.as_chunks::<{ WORD_BYTES as usize }>().0.iter().map(|word| u64::from_ne_bytes(*word)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn sample_member(regions: usize) -> EngineMember {
+        let region = |at: u64| {
+            let start = 0x7f00_0000_0000 + at * 0x10_0000;
+            let tally =
+                PageTally { pages: Pages(16), merged: Pages(at % 8), zeros: Pages(2), volatile_pages: Pages(1) };
+            RegionTally { range: AddressRange { start, end: start + 16 * 4096 }, tally }
+        };
+        let regions: Vec<_> = (0..regions as u64).map(region).collect();
+        let mut tally = PageTally::default();
+        regions.iter().for_each(|region| tally += region.tally);
+        EngineMember {
+            process: ProcessId { pid: Pid(std::process::id()), start_time: 77 },
+            reported_at: Duration::from_millis(1234),
+            last_merge: Some(Duration::from_millis(1200)),
+            merges: 3,
+            merge_time: Duration::from_micros(5),
+            time_use: EngineTimeUse {
+                elapsed: Duration::from_secs(9),
+                spent: Duration::from_micros(6),
+                max_slowdown: Some(0.02),
+            },
+            notes: Bytes(64),
+            tally,
+            region_count: regions.len() as u64,
+            regions,
+        }
+    }
+
+    fn publish_and_read(member: &EngineMember) -> Vec<u64> {
+        [vec![STATUS_FILE_MAGIC, 2], encode_member(member)].concat()
+    }
+
+    #[test]
+    fn published_status_round_trips() {
+        let full = sample_member(3);
+        assert_eq!(decode_member(&publish_and_read(&full), 4096), Some(full.clone()));
+        let mut other = EngineMember { last_merge: None, ..full.clone() };
+        other.time_use.max_slowdown = None;
+        assert_eq!(decode_member(&publish_and_read(&other), 4096), Some(other));
+        let many = sample_member(5000);
+        let words = publish_and_read(&many);
+        assert!(words.len() <= MAX_STATUS_WORDS);
+        let read = decode_member(&words, 4096).unwrap();
+        assert_eq!((read.region_count, read.tally), (5000, many.tally));
+        assert!(read.regions.len() > 1500 && many.regions.starts_with(&read.regions));
+        assert_eq!(decode_member(&publish_and_read(&full)[..30], 4096), None, "cut off");
+        let changing = [vec![STATUS_FILE_MAGIC, 3], encode_member(&full)].concat();
+        assert_eq!(decode_member(&changing, 4096), None);
+    }
+
+    #[test]
+    fn implausible_figures_are_rejected() {
+        let check = |at: usize, number: u64| {
+            let mut words = publish_and_read(&sample_member(1));
+            words[HEAD_WORDS + at] = number;
+            assert_eq!(decode_member(&words, 4096), None, "{at}: {number}");
+        };
+        check(0, 1 << 32);
+        check(9, f64::NAN.to_bits());
+        check(9, (-1.0f64).to_bits());
+        check(12, 17);
+        check(11, u64::MAX);
+        check(16, 1_000_000);
+        check(MEMBER_WORDS, 0x7f00_0000_0000 + 16 * 4096);
+        check(MEMBER_WORDS + 2, 16);
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_words_do_not_panic(words: Vec<u64>, changed: Vec<(u8, u64)>, length in 0..40usize) {
+            prop_assert_eq!(decode_member(&words, 4096), None);
+            let mut words = publish_and_read(&sample_member(3));
+            for (at, number) in changed {
+                let at = usize::from(at) % words.len();
+                words[at] = number;
+            }
+            // Whatever is believed can be told again, and means the same.
+            if let Some(found) = decode_member(&words[..length.min(words.len())], 4096) {
+                prop_assert_eq!(decode_member(&publish_and_read(&found), 4096), Some(found));
+            }
+        }
+    }
+
+    #[test]
+    fn status_file_lives_as_long_as_its_member() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = || directory.path().read_dir().unwrap().count();
+        let record = StatusFile::new(directory.path()).unwrap();
+        record.publish(&sample_member(2));
+        remove_dead_status_files(directory.path());
+        assert_eq!(files(), 1, "it is locked");
+        let left = directory.path().join(format!("{STATUS_FILE_PREFIX}1-0"));
+        std::fs::write(left, "").unwrap();
+        remove_dead_status_files(directory.path());
+        assert_eq!(files(), 1);
+        drop(record);
+        assert_eq!(files(), 0);
+    }
+
+    #[test]
+    fn start_time_of_own_process_is_read() {
+        assert!(process_start_time(std::process::id()).unwrap().unwrap() > 0);
+        assert_eq!(process_start_time(u32::MAX).unwrap(), None);
+    }
+}

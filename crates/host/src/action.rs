@@ -1,0 +1,284 @@
+//! What Pagefold does to a host. Every effect is one value of [`Action`], carried out by [`Host::apply`].
+//!
+//! Nothing else changes anything, so that a dry run is a run that stops before `apply`, a test fails any one of them,
+//! and the journal that is written beforehand ([`undo_actions`] tells what puts an action back) knows all there is to know.
+
+use crate::{Host, ProcessHandle, hold, observe, parse};
+use pagefold_base::ksm::Setting;
+use pagefold_base::region::VmFlags;
+use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// One effect on a host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Action {
+    /// Write a file of `/sys/kernel/mm/ksm`.
+    Set {
+        /// Which.
+        setting: Setting,
+        /// What is written.
+        value: String,
+    },
+    /// Advise ranges of a process (madvise(2)), from within: ascending and disjoint, whole pages.
+    Advise {
+        /// Which process.
+        process: ProcessId,
+        /// What.
+        advice: MergeAdvice,
+        /// Where.
+        ranges: Vec<AddressRange>,
+    },
+    /// Enrol a process whole, with what it maps later, or withdraw it (`PR_SET_MEMORY_MERGE`), from within.
+    /// Withdrawing unmerges.
+    MergeAny {
+        /// Which process.
+        process: ProcessId,
+        /// Whether it is to be enrolled.
+        enable: bool,
+    },
+    /// Enrol or withdraw a memory backend of a virtual machine by QEMU's control socket (QMP `qom-set` of the backend's
+    /// property `merge`). Withdrawing unmerges.
+    GuestMerge {
+        /// The QEMU process that is expected at the other end.
+        process: ProcessId,
+        /// The path of the socket.
+        socket: PathBuf,
+        /// The backend's path in QEMU's object tree: `/objects/pc.ram`.
+        backend: String,
+        /// Whether it is to be enrolled.
+        enable: bool,
+    },
+    /// Put huge pages back together (`MADV_COLLAPSE`), from outside. Unmerges what is merged in them.
+    Collapse {
+        /// Which process.
+        process: ProcessId,
+        /// Where: ascending, whole huge pages.
+        ranges: Vec<AddressRange>,
+    },
+}
+
+/// How the reason begins for which a range, or a part of it, was missed because nothing is mapped there.
+pub const NOT_MAPPED_REASON: &str = "not mapped any more";
+
+/// Advice about a range (include/uapi/asm-generic/mman-common.h).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum MergeAdvice {
+    /// `MADV_MERGEABLE`: ksmd may look at it.
+    Mergeable,
+    /// `MADV_UNMERGEABLE`: ksmd no longer looks at it, and what is merged in it gets pages of its own again.
+    Unmergeable,
+}
+
+impl MergeAdvice {
+    /// What takes it back.
+    #[must_use]
+    pub fn inverse(self) -> Self {
+        match self {
+            Self::Mergeable => Self::Unmergeable,
+            Self::Unmergeable => Self::Mergeable,
+        }
+    }
+}
+
+/// What an action came to.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct ActionOutcome {
+    /// For how long a thread of the target was stopped, and how often; nothing where none was.
+    pub stop_durations: Vec<Duration>,
+    /// Ranges that were no longer as they had to be, or that the kernel refused, with why; the others were taken.
+    pub missed_ranges: Vec<(AddressRange, String)>,
+}
+
+/// Why an action was not carried out. Nothing was changed then, except perhaps by `Busy` and `Failed`.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ActionError {
+    /// The host is a recording.
+    #[error("a recording cannot be changed")]
+    ReadOnly,
+    /// The process has ended, or its number has been given to another.
+    #[error("the process has ended")]
+    Vanished,
+    /// The privilege is missing.
+    #[error("permission denied: {0}")]
+    Denied(String),
+    /// The kernel, the program or the machine cannot do it.
+    #[error("{0}")]
+    Unsupported(String),
+    /// Another debugger or tracer holds the process.
+    #[error("process {0} traces it")]
+    Traced(Pid),
+    /// It cannot be done now: the target does not stop, or the kernel answers EBUSY.
+    #[error("busy: {0}")]
+    Busy(String),
+    /// Something else went wrong.
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl From<Absent> for ActionError {
+    fn from(why: Absent) -> Self {
+        match why {
+            Absent::Vanished => Self::Vanished,
+            Absent::Denied => Self::Denied("cannot be read".to_owned()),
+            Absent::NotOnThisKernel => Self::Unsupported("this kernel has no such file".to_owned()),
+            Absent::Malformed(what) => Self::Failed(what),
+        }
+    }
+}
+
+/// What puts an action back, found out before it is carried out: for a setting its value, for ranges the advice they
+/// have now, for a process whether it is enrolled whole. The last of them is to be carried out first. Empty where
+/// nothing would change.
+///
+/// Only QEMU knows whether a backend is enrolled, so the backends of an action are those that it said are not as they
+/// are to be. A collapse has no inverse, and needs none: the contents stay what they are.
+///
+/// # Errors
+/// Why it cannot be told what there is now: an action whose inverse is not known must not be carried out.
+pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, ActionError> {
+    Ok(match action {
+        Action::Set { setting, value } => {
+            let now = current_setting(host, *setting)?;
+            if now == *value { Vec::new() } else { vec![Action::Set { setting: *setting, value: now }] }
+        }
+        Action::Advise { process, advice, ranges } => {
+            let handle = hold(host, *process)?;
+            let enrolled = *advice == MergeAdvice::Unmergeable;
+            let mut changing = Vec::new();
+            for region in observe::regions(&*handle)? {
+                if region.flags.has(VmFlags::MERGEABLE) == enrolled {
+                    changing.extend(ranges.iter().filter_map(|range| range.overlap(region.range)));
+                }
+            }
+            changing.sort_unstable_by_key(|range| range.start);
+            let undo = Action::Advise { process: *process, advice: advice.inverse(), ranges: changing.clone() };
+            if changing.is_empty() { Vec::new() } else { vec![undo] }
+        }
+        Action::MergeAny { process, enable: on } => {
+            let handle = hold(host, *process)?;
+            let now = query_merge_any(&*handle)?;
+            if now == *on {
+                return Ok(Vec::new());
+            }
+            let mut undo = vec![Action::MergeAny { process: *process, enable: now }];
+            if *on {
+                // Withdrawing it whole takes its own marks with it (mm/ksm.c, `ksm_del_vmas`), which then come back.
+                let regions = observe::regions(&*handle)?;
+                let marked = regions.iter().filter(|region| region.flags.has(VmFlags::MERGEABLE));
+                let ranges: Vec<AddressRange> = marked.map(|region| region.range).collect();
+                if !ranges.is_empty() {
+                    undo.insert(0, Action::Advise { process: *process, advice: MergeAdvice::Mergeable, ranges });
+                }
+            }
+            undo
+        }
+        Action::GuestMerge { process, socket, backend, enable: on } => {
+            hold(host, *process)?;
+            let (socket, backend) = (socket.clone(), backend.clone());
+            vec![Action::GuestMerge { process: *process, socket, backend, enable: !on }]
+        }
+        Action::Collapse { .. } => Vec::new(),
+    })
+}
+
+/// Whether a process is enrolled whole: as the kernel tells it (6.14), otherwise as the process does, of which a thread
+/// is stopped then.
+pub fn query_merge_any(handle: &dyn ProcessHandle) -> Result<bool, ActionError> {
+    match parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any {
+        Err(Absent::NotOnThisKernel) => handle.ask_merge_any(),
+        told => Ok(told?),
+    }
+}
+
+/// The value of a setting: the bracketed word of a choice, otherwise all of it.
+pub fn current_setting(host: &dyn Host, setting: Setting) -> Reading<String> {
+    let bytes = host.read(&format!("sys/kernel/mm/ksm/{}", setting.file_name()))?;
+    Ok(parse::bracketed_word(&bytes).unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_host::FakeHost;
+    use crate::faulty_host::{FaultyHost, InjectedFault};
+
+    const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 1 };
+
+    /// A host with one process that has these files.
+    fn host(files: &[(&str, &str)]) -> FakeHost {
+        let host = FakeHost::booted();
+        host.set_cpu_ticks(7, 0);
+        for (name, text) in files {
+            host.put_file(&format!("proc/7/{name}"), text);
+        }
+        host
+    }
+
+    /// An entry of smaps.
+    fn smaps_entry(start: u64, flags: &str) -> String {
+        let end = start + 0x10_0000;
+        format!("{start:x}-{end:x} rw-p 00000000 00:00 0 \nRss: 0 kB\nAnonymous: 0 kB\nVmFlags: rd wr{flags}\n")
+    }
+
+    #[test]
+    fn undo_restores_ranges_the_program_enrolled() {
+        let smaps = smaps_entry(0x10_0000, " mg") + &smaps_entry(0x30_0000, "") + &smaps_entry(0x50_0000, " mg");
+        let host = host(&[("ksm_stat", "ksm_merge_any: no\n"), ("smaps", &smaps)]);
+        let ranges = [0x10_0000, 0x50_0000].map(|start| AddressRange { start, end: start + 0x10_0000 }).to_vec();
+        let marks = Action::Advise { process: PROCESS, advice: MergeAdvice::Mergeable, ranges };
+        let off = Action::MergeAny { process: PROCESS, enable: false };
+        assert_eq!(undo_actions(&host, &Action::MergeAny { process: PROCESS, enable: true }), Ok(vec![marks, off]));
+    }
+
+    #[test]
+    fn undo_keeps_a_process_that_had_merge_any_set() {
+        // As of 6.13, and of 6.14 on.
+        const KSM_STAT_6_13: &str = "ksm_rmap_items 0\nksm_zero_pages 0\nksm_merging_pages 0\nksm_process_profit 0\n";
+        let new = |told: &str| format!("{KSM_STAT_6_13}ksm_merge_any: {told}\nksm_mergeable: {told}\n");
+        let check = |ksm_stat: &str, says: Option<&str>, on, expected: Option<Option<bool>>| {
+            let smaps = smaps_entry(0x10_0000, "");
+            let plain = host(&[("ksm_stat", ksm_stat), ("smaps", &smaps)]);
+            let host = FaultyHost::new(&plain, |path| {
+                let answer = says.map_or(InjectedFault::Absent(Absent::NotOnThisKernel), |said| {
+                    InjectedFault::Replaced(said.into())
+                });
+                (path == "proc/7#ask_merge_any").then_some(answer)
+            });
+            let expected = expected.map(|on| {
+                on.into_iter().map(|on| Action::MergeAny { process: PROCESS, enable: on }).collect::<Vec<_>>()
+            });
+            let found = undo_actions(&host, &Action::MergeAny { process: PROCESS, enable: on });
+            assert_eq!(found.as_ref().ok(), expected.as_ref(), "{ksm_stat} {says:?} {on}: {found:?}");
+        };
+        for (was, word) in [(true, "yes"), (false, "no")] {
+            for on in [true, false] {
+                let back = (was != on).then_some(was);
+                check(KSM_STAT_6_13, Some(word), on, Some(back));
+                // What the kernel tells is not asked.
+                check(&new(word), Some(if was { "no" } else { "yes" }), on, Some(back));
+            }
+        }
+        check(KSM_STAT_6_13, None, true, None);
+    }
+
+    #[test]
+    fn undo_of_guest_merge_ignores_region_flags() {
+        // The first backend is marked, the one that was plugged in later is not: nothing tells which region is whose.
+        let smaps = smaps_entry(0x10_0000, " mg") + &smaps_entry(0x30_0000, "");
+        let cmdline = "qemu-system-x86_64\0-object\0memory-backend-ram,id=pc.ram,size=1M\0";
+        let host = host(&[("smaps", &smaps), ("cmdline", cmdline)]);
+        let backend = |id: &str, on| {
+            let (socket, backend) = ("/q".into(), format!("/objects/{id}"));
+            Action::GuestMerge { process: PROCESS, socket, backend, enable: on }
+        };
+        for id in ["pc.ram", "plugged"] {
+            for on in [true, false] {
+                assert_eq!(undo_actions(&host, &backend(id, on)), Ok(vec![backend(id, !on)]));
+            }
+        }
+        let another = ProcessId { start_time: 4712, ..PROCESS };
+        let gone = Action::GuestMerge { process: another, socket: "/q".into(), backend: String::new(), enable: true };
+        assert_eq!(undo_actions(&host, &gone), Err(ActionError::Vanished));
+    }
+}

@@ -1,0 +1,395 @@
+//! A host in memory for the tests of this crate: the files of `/sys/kernel/mm/ksm`, behaving as the kernel's do, and
+//! what else a policy reads. It has no process but those that are put into its files or given memory; advice changes
+//! the latter's pages, of which `smaps` shows as one region what is adjacent and alike, as the kernel joins them. Those
+//! that are named so are merged.
+
+use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
+use crate::{
+    ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
+};
+use pagefold_base::ksm::Setting;
+use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+const PAGE_BYTES: u64 = 4096;
+
+/// The name of pages that are merged, all to one frame.
+pub const MERGED_PAGE_NAME: &str = "merged";
+
+/// The host.
+pub struct FakeHost {
+    files: Mutex<BTreeMap<String, String>>,
+    memory: Mutex<FakeMemory>,
+    advice_fault: Mutex<Option<AdviceFault>>,
+    written_settings: Mutex<Vec<String>>,
+    /// What has begun and was not told yet, where it tells of programs.
+    pending_execs: Arc<Mutex<Option<StartedPrograms>>>,
+}
+
+/// By process and address, the name of what is mapped there and whether it is enrolled.
+type FakeMemory = BTreeMap<Pid, BTreeMap<u64, (&'static str, bool)>>;
+
+/// All that can be changed of a host.
+pub type FakeHostState = (BTreeMap<String, String>, FakeMemory);
+
+/// What goes wrong with advice, or with guests.
+pub enum AdviceFault {
+    /// The pages of this range are not taken.
+    MissesRange(AddressRange),
+    /// It is refused as busy after so many pages.
+    BusyAfterPages(usize),
+    /// The control sockets of guests do not answer.
+    GuestsHang,
+}
+
+impl FakeHost {
+    /// A kernel as it was booted, with 10,000,000 kB of memory.
+    pub fn booted() -> Self {
+        let fake = Self {
+            files: Mutex::default(),
+            memory: Mutex::default(),
+            advice_fault: Mutex::default(),
+            written_settings: Mutex::default(),
+            pending_execs: Arc::default(),
+        };
+        let settings = [
+            ("advisor_mode", "none"),
+            ("advisor_target_scan_time", "200"),
+            ("advisor_max_cpu", "70"),
+            ("advisor_min_pages_to_scan", "500"),
+            ("advisor_max_pages_to_scan", "30000"),
+            ("pages_to_scan", "100"),
+            ("sleep_millisecs", "20"),
+            ("use_zero_pages", "0"),
+            ("smart_scan", "1"),
+            ("max_page_sharing", "256"),
+            ("merge_across_nodes", "1"),
+            ("run", "0"),
+        ];
+        for (file, value) in settings {
+            fake.put_setting(file, value);
+        }
+        fake.put_file("proc/sys/kernel/random/boot_id", "this-boot\n");
+        fake.put_file("proc/sys/vm/min_free_kbytes", "0\n");
+        fake.set_free_kib(5_000_000);
+        fake
+    }
+
+    /// The value of a setting; of `advisor_mode` without the brackets.
+    pub fn setting_value(&self, setting: &str) -> String {
+        let files = self.files.lock().unwrap();
+        files[&format!("sys/kernel/mm/ksm/{setting}")].trim().to_owned()
+    }
+
+    /// All settings.
+    pub fn setting_values(&self) -> Vec<String> {
+        Setting::ALL
+            .iter()
+            .map(|setting| format!("{}={}", setting.file_name(), self.setting_value(setting.file_name())))
+            .collect()
+    }
+
+    /// Write a setting as somebody else, without asking the kernel.
+    pub fn put_setting(&self, setting: &str, value: &str) {
+        self.put_file(&format!("sys/kernel/mm/ksm/{setting}"), &format!("{value}\n"));
+    }
+
+    /// Make or replace a file.
+    pub fn put_file(&self, path: &str, text: &str) {
+        self.files.lock().unwrap().insert(path.to_owned(), text.to_owned());
+    }
+
+    /// So much free memory, in kB, of 10,000,000.
+    pub fn set_free_kib(&self, kib: u64) {
+        let text =
+            format!("MemTotal: 10000000 kB\nMemFree: {kib} kB\nMemAvailable: {kib} kB\nBuffers: 0 kB\nCached: 0 kB\n");
+        self.put_file("proc/meminfo", &text);
+    }
+
+    /// Map pages, in place of what is there. A process that is new is made.
+    pub fn map_pages(&self, pid: u32, range: (u64, u64), name: &'static str, enrolled: bool) {
+        self.set_cpu_ticks(pid, 0);
+        let mut memory = self.memory.lock().unwrap();
+        let pages = memory.entry(Pid(pid)).or_default();
+        pages.extend((range.0..range.1).step_by(PAGE_BYTES as usize).map(|page| (page, (name, enrolled))));
+    }
+
+    /// Have a process have used so many ticks, and had a page fault in each.
+    pub fn set_cpu_ticks(&self, pid: u32, ticks: u64) {
+        let stat = format!("{pid} (program) S 1 1 1 0 -1 0 {ticks} 0 0 0 {ticks} 0 0 0 20 0 1 0 1\n");
+        self.put_file(&format!("proc/{pid}/stat"), &stat);
+    }
+
+    /// Start a process with so many resident pages.
+    pub fn start_process(&self, pid: u32, pages: u64) {
+        self.set_cpu_ticks(pid, 0);
+        self.put_file(&format!("proc/{pid}/statm"), &format!("{pages} {pages} 0 0 0 0 0\n"));
+        self.put_file(&format!("proc/{pid}/cmdline"), "program\0");
+    }
+
+    /// Tell of programs from now on.
+    pub fn enable_exec_events(&self) {
+        *self.pending_execs.lock().unwrap() = Some(StartedPrograms::default());
+    }
+
+    /// A process becomes another program.
+    pub fn exec_process(&self, pid: u32) {
+        self.pending_execs.lock().unwrap().as_mut().unwrap().pids.insert(Pid(pid));
+    }
+
+    /// More programs begin than can be told.
+    pub fn overflow_exec_events(&self) {
+        self.pending_execs.lock().unwrap().as_mut().unwrap().overflowed = true;
+    }
+
+    /// Have a process end.
+    pub fn remove_process(&self, pid: u32) {
+        let own = format!("proc/{pid}/");
+        self.files.lock().unwrap().retain(|path, _| !path.starts_with(&own));
+        self.memory.lock().unwrap().remove(&Pid(pid));
+    }
+
+    /// Unmap pages.
+    pub fn unmap_pages(&self, pid: u32, range: (u64, u64)) {
+        let mut memory = self.memory.lock().unwrap();
+        memory.entry(Pid(pid)).or_default().retain(|page, _| !(range.0..range.1).contains(page));
+    }
+
+    /// End a process.
+    pub fn end_process(&self, pid: Pid) {
+        self.files.lock().unwrap().remove(&format!("proc/{pid}/stat"));
+        self.memory.lock().unwrap().remove(&pid);
+    }
+
+    /// The regions of a process with whether they are enrolled.
+    pub fn regions(&self, pid: Pid) -> Option<Vec<(AddressRange, &'static str, bool)>> {
+        let memory = self.memory.lock().unwrap();
+        let mut regions: Vec<(AddressRange, &str, bool)> = Vec::new();
+        for (&start, &(name, enrolled)) in memory.get(&pid)? {
+            match regions.last_mut() {
+                Some((range, same, was)) if range.end == start && (*same, *was) == (name, enrolled) => {
+                    range.end += PAGE_BYTES;
+                }
+                _ => regions.push((AddressRange { start, end: start + PAGE_BYTES }, name, enrolled)),
+            }
+        }
+        Some(regions)
+    }
+
+    /// Have something go wrong with advice, or nothing.
+    pub fn set_advice_fault(&self, trouble: Option<AdviceFault>) {
+        *self.advice_fault.lock().unwrap() = trouble;
+    }
+
+    /// All that can be changed of it.
+    pub fn state(&self) -> FakeHostState {
+        (self.files.lock().unwrap().clone(), self.memory.lock().unwrap().clone())
+    }
+
+    /// A host in a state.
+    pub fn from_state(state: &FakeHostState) -> Self {
+        let fake = Self::booted();
+        *fake.files.lock().unwrap() = state.0.clone();
+        *fake.memory.lock().unwrap() = state.1.clone();
+        fake
+    }
+
+    /// `smaps`, or `maps`, which has the first line of each entry.
+    fn render_maps(&self, pid: Pid, entries: bool) -> Option<Vec<u8>> {
+        let mut maps = String::new();
+        for (AddressRange { start, end }, name, enrolled) in self.regions(pid)? {
+            writeln!(maps, "{start:x}-{end:x} rw-p 00000000 00:00 0 {name}").unwrap();
+            let flag = if enrolled { " mg" } else { "" };
+            if entries {
+                writeln!(maps, "Rss: 0 kB\nAnonymous: 0 kB\nVmFlags: rd wr{flag}").unwrap();
+            }
+        }
+        Some(maps.into_bytes())
+    }
+
+    fn apply_advice(
+        &self,
+        pid: Pid,
+        advice: MergeAdvice,
+        ranges: &[AddressRange],
+    ) -> Result<ActionOutcome, ActionError> {
+        let (mut memory, trouble) = (self.memory.lock().unwrap(), self.advice_fault.lock().unwrap());
+        let pages = memory.get_mut(&pid).ok_or(ActionError::Vanished)?;
+        let mut effect = ActionOutcome { stop_durations: vec![Duration::from_micros(100)], missed_ranges: Vec::new() };
+        let all = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
+        for (number, start) in all.enumerate() {
+            let page = AddressRange { start, end: start + PAGE_BYTES };
+            match (pages.get_mut(&start), &*trouble) {
+                (_, Some(AdviceFault::BusyAfterPages(most))) if number >= *most => {
+                    return Err(ActionError::Busy("it does not stop".to_owned()));
+                }
+                (_, Some(AdviceFault::MissesRange(range))) if range.contains(start) => {
+                    effect.missed_ranges.push((page, "the kernel has no memory for it".to_owned()));
+                }
+                (Some((_, enrolled)), _) => *enrolled = advice == MergeAdvice::Mergeable,
+                (None, _) => effect.missed_ranges.push((page, "not mapped any more".to_owned())),
+            }
+        }
+        Ok(effect)
+    }
+
+    /// The settings that were written through the port, and the backends of guests that were asked for, in order.
+    pub fn written_settings(&self) -> Vec<String> {
+        self.written_settings.lock().unwrap().clone()
+    }
+
+    fn apply_setting(&self, setting: Setting, value: &str) -> Result<(), ActionError> {
+        let invalid =
+            || Err(ActionError::Failed(format!("writing {value} to {}: Invalid argument", setting.file_name())));
+        let unmerging = setting == Setting::Run && value == "2";
+        if !unmerging && pagefold_base::setting::check_setting_value(setting, value).is_err() {
+            return invalid();
+        }
+        // mm/ksm.c, `pages_to_scan_store`, `advisor_mode_store`.
+        match setting {
+            Setting::PagesToScan if self.setting_value("advisor_mode") == "scan-time" => return invalid(),
+            Setting::AdvisorMode if self.setting_value("advisor_mode") != value => {
+                let start =
+                    if value == "none" { "100".to_owned() } else { self.setting_value("advisor_min_pages_to_scan") };
+                self.put_setting("pages_to_scan", &start);
+            }
+            _ => {}
+        }
+        self.put_setting(setting.file_name(), value);
+        Ok(())
+    }
+}
+
+impl Host for FakeHost {
+    fn describe(&self) -> String {
+        "a host in memory".to_owned()
+    }
+
+    fn page_size(&self) -> PageSize {
+        PageSize::new(4096).unwrap()
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        self.files.lock().unwrap().get(path).map(|text| text.clone().into_bytes()).ok_or(Absent::NotOnThisKernel)
+    }
+
+    fn list(&self, _: &str) -> Reading<Vec<String>> {
+        Err(Absent::NotOnThisKernel)
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        let files = self.files.lock().unwrap();
+        let number = |path: &String| path.strip_prefix("proc/")?.strip_suffix("/stat")?.parse().ok().map(Pid);
+        let mut pids: Vec<Pid> = files.keys().filter_map(number).collect();
+        pids.sort();
+        Ok(pids)
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
+        self.read(&format!("proc/{pid}/stat")).map_err(|_| Absent::Vanished)?;
+        Ok(Box::new(FakeHostProcess { host: self, pid }))
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        const KSM_FLAG: u64 = 1 << 21;
+        Ok(frames.iter().map(|_| FrameFlags(KSM_FLAG)).collect())
+    }
+
+    fn frame_mappings(&self, _: &[Pfn]) -> Reading<Vec<u64>> {
+        Err(Absent::Denied)
+    }
+
+    fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
+        match *self.pending_execs.lock().unwrap() {
+            Some(_) => Ok(Box::new(FakeExecEvents(Arc::clone(&self.pending_execs)))),
+            None => Err(Absent::NotOnThisKernel),
+        }
+    }
+
+    fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {
+        match action {
+            Action::Set { setting, value } => {
+                self.apply_setting(*setting, value)?;
+                self.written_settings.lock().unwrap().push(format!("{}={value}", setting.file_name()));
+                Ok(ActionOutcome::default())
+            }
+            Action::Advise { process, advice, ranges } => self.apply_advice(process.pid, *advice, ranges),
+            Action::MergeAny { process, enable: on } if self.memory.lock().unwrap().contains_key(&process.pid) => {
+                // mm/ksm.c, `ksm_add_vmas` and `ksm_del_vmas`.
+                self.memory.lock().unwrap().entry(process.pid).or_default().values_mut().for_each(|page| page.1 = *on);
+                let answer = if *on { "yes" } else { "no" };
+                self.put_file(&format!("proc/{}/ksm_stat", process.pid), &format!("ksm_merge_any: {answer}\n"));
+                Ok(ActionOutcome { stop_durations: vec![Duration::from_micros(10)], missed_ranges: Vec::new() })
+            }
+            Action::GuestMerge { process, backend, enable: on, .. } => {
+                self.written_settings.lock().unwrap().push(format!("{backend} of {}={on}", process.pid));
+                match *self.advice_fault.lock().unwrap() {
+                    Some(AdviceFault::GuestsHang) => Err(ActionError::Busy("the socket does not answer".to_owned())),
+                    _ => Ok(ActionOutcome::default()),
+                }
+            }
+            _ => Err(ActionError::Vanished),
+        }
+    }
+}
+
+struct FakeExecEvents(Arc<Mutex<Option<StartedPrograms>>>);
+
+impl ExecEvents for FakeExecEvents {
+    fn take_started(&mut self) -> Reading<StartedPrograms> {
+        Ok(self.0.lock().unwrap().replace(StartedPrograms::default()).unwrap_or_default())
+    }
+}
+
+struct FakeHostProcess<'a> {
+    host: &'a FakeHost,
+    pid: Pid,
+}
+
+impl ProcessHandle for FakeHostProcess<'_> {
+    fn id(&self) -> ProcessId {
+        ProcessId { pid: self.pid, start_time: 1 }
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        let maps =
+            ["maps", "smaps"].contains(&file).then(|| self.host.render_maps(self.pid, file == "smaps")).flatten();
+        match maps {
+            Some(maps) => Ok(maps),
+            None => self.host.read(&format!("proc/{}/{file}", self.pid)),
+        }
+    }
+
+    fn links(&self, _: &str) -> Reading<Vec<String>> {
+        Err(Absent::NotOnThisKernel)
+    }
+
+    fn resident(&self, _: &[AddressRange]) -> Reading<Vec<PageRun>> {
+        Err(Absent::NotOnThisKernel)
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
+        let memory = self.host.memory.lock().unwrap();
+        let pages = memory.get(&self.pid).ok_or(Absent::Vanished)?;
+        let mapping = |page: u64| match pages.get(&page) {
+            Some((MERGED_PAGE_NAME, _)) => {
+                PagemapEntry { present: true, frame: Some(Pfn(1)), ..PagemapEntry::default() }
+            }
+            Some(_) => PagemapEntry { present: true, exclusive: true, frame: Some(Pfn(2)), ..PagemapEntry::default() },
+            None => PagemapEntry::default(),
+        };
+        Ok((range.start..range.end).step_by(PAGE_BYTES as usize).map(mapping).collect())
+    }
+
+    fn contents(&self, _: ReadMethod, _: &[PageRun], _: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        Err(Absent::NotOnThisKernel)
+    }
+
+    fn ask_merge_any(&self) -> Result<bool, ActionError> {
+        let told = self.host.read(&format!("proc/{}/ksm_stat", self.pid));
+        Ok(told.is_ok_and(|told| told == b"ksm_merge_any: yes\n"))
+    }
+}

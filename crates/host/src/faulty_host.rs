@@ -1,0 +1,174 @@
+//! A host that fails where it is told to, for tests of everything that reads one.
+
+use crate::action::{Action, ActionError, ActionOutcome};
+use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
+use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use std::sync::atomic::AtomicBool;
+
+/// What goes wrong with an answer.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum InjectedFault {
+    /// There is none, for this reason.
+    Absent(Absent),
+    /// The file ends after so many bytes.
+    Truncated(usize),
+    /// The file holds these bytes, the process says `yes` or `no`, the action is taken for carried out.
+    Replaced(Vec<u8>),
+    /// Half of the pages are gone.
+    HalfNotResident,
+}
+
+/// Wraps a host. `faults` is asked before every answer, with the path of the file or, for what is no file, of the
+/// process and `#resident`, `#mappings`, `#contents`, `#ask_merge_any`, or `#frame_flags`, `#frame_mappings`,
+/// `#follow_programs`; before an action, with `#set NAME`, or of the process and `#advise`, `#merge_any`,
+/// `#guest_merge`, `#collapse`.
+pub struct FaultyHost<'a, F> {
+    host: &'a dyn Host,
+    faults: F,
+}
+
+impl<'a, F: Fn(&str) -> Option<InjectedFault> + Sync> FaultyHost<'a, F> {
+    /// Wrap.
+    pub fn new(host: &'a dyn Host, faults: F) -> Self {
+        Self { host, faults }
+    }
+
+    fn bytes_or_fault(&self, path: &str, answer: impl FnOnce() -> Reading<Vec<u8>>) -> Reading<Vec<u8>> {
+        match (self.faults)(path) {
+            Some(InjectedFault::Absent(why)) => Err(why),
+            Some(InjectedFault::Truncated(length)) => answer().map(|mut bytes| {
+                bytes.truncate(length);
+                bytes
+            }),
+            Some(InjectedFault::Replaced(bytes)) => Ok(bytes),
+            Some(InjectedFault::HalfNotResident) | None => answer(),
+        }
+    }
+
+    fn check_for_fault(&self, path: &str) -> Reading<()> {
+        match (self.faults)(path) {
+            Some(InjectedFault::Absent(why)) => Err(why),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
+    fn describe(&self) -> String {
+        format!("faulty {}", self.host.describe())
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.host.page_size()
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        self.bytes_or_fault(path, || self.host.read(path))
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        self.check_for_fault(path)?;
+        self.host.list(path)
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        self.check_for_fault("proc")?;
+        self.host.pids()
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
+        let directory = format!("proc/{pid}");
+        self.check_for_fault(&directory)?;
+        Ok(Box::new(FaultyProcess { host: self, process: self.host.open(pid)?, directory }))
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        self.check_for_fault("#frame_flags")?;
+        self.host.frame_flags(frames)
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.check_for_fault("#frame_mappings")?;
+        self.host.frame_mappings(frames)
+    }
+
+    fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
+        self.check_for_fault("#follow_programs")?;
+        self.host.follow_programs()
+    }
+
+    fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {
+        self.apply_until_stopped(action, &AtomicBool::new(false))
+    }
+
+    fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
+        let path = match action {
+            Action::Set { setting, .. } => format!("#set {}", setting.file_name()),
+            Action::Advise { process, .. } => format!("proc/{}#advise", process.pid),
+            Action::MergeAny { process, .. } => format!("proc/{}#merge_any", process.pid),
+            Action::GuestMerge { process, .. } => format!("proc/{}#guest_merge", process.pid),
+            Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
+        };
+        match (self.faults)(&path) {
+            Some(InjectedFault::Absent(why)) => Err(why.into()),
+            Some(InjectedFault::Replaced(_)) => Ok(ActionOutcome::default()),
+            _ => self.host.apply_until_stopped(action, stop),
+        }
+    }
+}
+
+struct FaultyProcess<'a, F> {
+    host: &'a FaultyHost<'a, F>,
+    process: Box<dyn ProcessHandle + 'a>,
+    directory: String,
+}
+
+impl<F: Fn(&str) -> Option<InjectedFault> + Sync> FaultyProcess<'_, F> {
+    fn path(&self, rest: &str) -> String {
+        format!("{}{rest}", self.directory)
+    }
+}
+
+impl<F: Fn(&str) -> Option<InjectedFault> + Sync> ProcessHandle for FaultyProcess<'_, F> {
+    fn id(&self) -> ProcessId {
+        self.process.id()
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        self.host.bytes_or_fault(&self.path(&format!("/{file}")), || self.process.read(file))
+    }
+
+    fn links(&self, directory: &str) -> Reading<Vec<String>> {
+        self.host.check_for_fault(&self.path(&format!("/{directory}")))?;
+        self.process.links(directory)
+    }
+
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
+        self.host.check_for_fault(&self.path("#resident"))?;
+        self.process.resident(ranges)
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
+        self.host.check_for_fault(&self.path("#mappings"))?;
+        self.process.mappings(range)
+    }
+
+    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        match (self.host.faults)(&self.path("#contents")) {
+            Some(InjectedFault::Absent(why)) => Err(why),
+            Some(InjectedFault::HalfNotResident) => self.process.contents(way, runs, &mut |position, page| {
+                let content = if position % 2 == 0 { crate::PageContent::NotResident } else { page.content };
+                sink(position, PageView { content, ..page });
+            }),
+            _ => self.process.contents(way, runs, sink),
+        }
+    }
+
+    fn ask_merge_any(&self) -> Result<bool, ActionError> {
+        match (self.host.faults)(&self.path("#ask_merge_any")) {
+            Some(InjectedFault::Absent(why)) => Err(why.into()),
+            Some(InjectedFault::Replaced(said)) => Ok(said == b"yes"),
+            _ => self.process.ask_merge_any(),
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! What memory of a process a range is part of, so that it can be known again.
+//!
+//! The kernel splits a region where advice differs and joins it again where it no longer does (mm/vma.c, 6.18), so a
+//! region's bounds move with the very advice that is put back. What stays is the extent: a run of adjacent regions with
+//! the same permissions of the same file, or of none.
+
+use crate::{Host, observe};
+use pagefold_base::region::MapsEntry;
+use pagefold_base::{Absent, AddressRange, ProcessId, Reading};
+
+/// What `maps` calls the memory that brk(2) moves the end of. Its start stays for the life of the program.
+const HEAP_NAME: &str = "[heap]";
+
+/// The extents of a process, ascending.
+pub struct Extents(Vec<MapsEntry>);
+
+impl Extents {
+    /// As they are now. `Vanished` if the process has ended.
+    pub fn read(host: &dyn Host, process: ProcessId) -> Reading<Self> {
+        let handle = host.open(process.pid)?;
+        if handle.id() != process {
+            return Err(Absent::Vanished);
+        }
+        let mut extents: Vec<MapsEntry> = Vec::new();
+        for region in observe::mapped_regions(&*handle)? {
+            match extents.last_mut() {
+                Some(last) if last.range.end == region.range.start && have_same_backing(last, &region) => {
+                    last.range.end = region.range.end;
+                }
+                _ => extents.push(region),
+            }
+        }
+        Ok(Self(extents))
+    }
+
+    /// The one that holds all of a range.
+    pub fn enclosing(&self, range: AddressRange) -> Option<AddressRange> {
+        self.enclosing_mapping(range).map(|extent| extent.range)
+    }
+
+    /// Whether anything is mapped in a range.
+    pub fn is_mapped(&self, range: AddressRange) -> bool {
+        self.first_ending_after(range).is_some_and(|extent| extent.range.overlap(range).is_some())
+    }
+
+    /// Whether a range still is part of what it was part of, or of what is left of that.
+    pub fn is_unchanged(&self, range: AddressRange, enclosing: AddressRange) -> bool {
+        self.enclosing_mapping(range).is_some_and(|extent| {
+            let grown = extent.name == HEAP_NAME && extent.range.start == enclosing.start;
+            contains(extent.range, enclosing) || grown
+        })
+    }
+
+    fn enclosing_mapping(&self, range: AddressRange) -> Option<&MapsEntry> {
+        self.first_ending_after(range).filter(|extent| contains(range, extent.range))
+    }
+
+    /// The first that ends behind where a range starts.
+    fn first_ending_after(&self, range: AddressRange) -> Option<&MapsEntry> {
+        self.0.get(self.0.partition_point(|extent| extent.range.end <= range.start))
+    }
+}
+
+fn contains(inner: AddressRange, outer: AddressRange) -> bool {
+    outer.start <= inner.start && inner.end <= outer.end
+}
+
+fn have_same_backing(a: &MapsEntry, b: &MapsEntry) -> bool {
+    (a.permissions, a.inode, &a.name) == (b.permissions, b.inode, &b.name)
+}

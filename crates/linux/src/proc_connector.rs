@@ -1,0 +1,159 @@
+//! Programs as they begin, by the process connector (drivers/connector/cn_proc.c; CONFIG_PROC_EVENTS).
+//!
+//! The kernel sends an event for each execve(2) to whoever listens, and is told to send no others: a process that forks
+//! all the time costs nothing. Kernels before 6.6 send all events, and then as many are taken in as fit into the
+//! buffer. What does not fit is told to be lost.
+//!
+//! It takes CAP_NET_ADMIN, the initial network namespace (in others nobody has registered the protocol) and the initial
+//! PID namespace, whose numbers the events have: in another one the kernel does not answer.
+
+use crate::absence_reason;
+use pagefold_base::{Absent, Reading};
+use pagefold_host::parse::{self, ProcEvent, ProcRequest};
+use pagefold_host::{ExecEvents, StartedPrograms};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::netlink::{CONNECTOR, SocketAddrNetlink};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType};
+use rustix::net::{bind, recvfrom, send, socket_with, sockopt};
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+/// `CN_IDX_PROC`, as a mask of groups.
+const PROC_MULTICAST_GROUP: u32 = 1;
+
+/// Bytes of events that may wait; each takes up about 800 of them.
+const RECEIVE_BUFFER_BYTES: usize = 1 << 20;
+
+/// Events that are taken in at once at most. More wait.
+const MAX_EVENTS_PER_CALL: usize = 4096;
+
+/// How long the kernel may take to answer.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// A socket of the process connector.
+pub struct ProcConnector {
+    socket: OwnedFd,
+}
+
+impl ProcConnector {
+    /// Listen. `Denied` without the privilege, `NotOnThisKernel` where the kernel does not send to here.
+    pub fn open() -> Reading<Self> {
+        let why = |errno: Errno| match errno {
+            Errno::PROTONOSUPPORT | Errno::NOENT => Absent::NotOnThisKernel,
+            Errno::PERM | Errno::ACCESS => Absent::Denied,
+            errno => absence_reason(&errno.into()),
+        };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, Some(CONNECTOR)).map_err(why)?;
+        bind(&socket, &SocketAddrNetlink::new(0, PROC_MULTICAST_GROUP)).map_err(why)?;
+        // With the buffer that it has more is lost, and told to be.
+        let _ = sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_BUFFER_BYTES);
+        let connector = Self { socket };
+        // A request for some events alone is not answered, and where nobody answers nothing comes.
+        let number = std::process::id();
+        connector.send_request(ProcRequest::Listen, number).map_err(why)?;
+        connector.wait_for_answer(number)?;
+        connector.send_request(ProcRequest::ListenFor(parse::PROC_EVENT_EXEC), number).map_err(why)?;
+        Ok(connector)
+    }
+
+    fn send_request(&self, request: ProcRequest, request_number: u32) -> Result<(), Errno> {
+        send(&self.socket, &parse::encode_proc_request(request, request_number), SendFlags::empty()).map(drop)
+    }
+
+    fn wait_for_answer(&self, request_number: u32) -> Reading<()> {
+        let until = Instant::now() + ANSWER_TIMEOUT;
+        while Instant::now() < until {
+            match self.receive_event() {
+                Ok(Some(ProcEvent::Ack { request, error: 0 })) if request == request_number => return Ok(()),
+                Ok(Some(ProcEvent::Ack { request, .. })) if request == request_number => return Err(Absent::Denied),
+                // What is lost here has begun before anybody is told of programs.
+                Ok(Some(_)) | Err(Errno::NOBUFS) => {}
+                Ok(None) => {
+                    let left = until.saturating_duration_since(Instant::now());
+                    let left = left.try_into().map_err(|_| Absent::NotOnThisKernel)?;
+                    // Whatever it says, the answer is there or not.
+                    let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&left));
+                }
+                Err(errno) => return Err(absence_reason(&errno.into())),
+            }
+        }
+        Err(Absent::NotOnThisKernel)
+    }
+
+    /// The next event, if one is there. What others than the kernel send is none.
+    fn receive_event(&self) -> Result<Option<ProcEvent>, Errno> {
+        let mut datagram = [0; 256];
+        match recvfrom(&self.socket, &mut datagram[..], RecvFlags::empty()) {
+            Ok((length, _, from)) => {
+                let from = from.and_then(|from| SocketAddrNetlink::try_from(from).ok());
+                let kernel = from.is_some_and(|from| from.pid() == 0);
+                let event = parse::proc_event(&datagram[..length]).ok().filter(|_| kernel);
+                Ok(Some(event.unwrap_or(ProcEvent::Other)))
+            }
+            Err(Errno::AGAIN) => Ok(None),
+            Err(Errno::INTR) => Ok(Some(ProcEvent::Other)),
+            Err(errno) => Err(errno),
+        }
+    }
+}
+
+impl ExecEvents for ProcConnector {
+    fn take_started(&mut self) -> Reading<StartedPrograms> {
+        let mut begun = StartedPrograms::default();
+        for _ in 0..MAX_EVENTS_PER_CALL {
+            match self.receive_event() {
+                Ok(Some(ProcEvent::Exec(pid))) => drop(begun.pids.insert(pid)),
+                Ok(Some(_)) => {}
+                Ok(None) => break,
+                Err(Errno::NOBUFS) => begun.overflowed = true,
+                Err(errno) => return Err(absence_reason(&errno.into())),
+            }
+        }
+        Ok(begun)
+    }
+}
+
+impl Drop for ProcConnector {
+    fn drop(&mut self) {
+        // Kernels before 6.6 count who listens, and do not see that somebody has gone.
+        let _ = self.send_request(ProcRequest::Ignore, 0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use pagefold_base::Pid;
+    use std::process::Command;
+
+    /// Everybody who begins is told, and forks and ends are not.
+    #[test]
+    fn started_programs_are_reported_once() {
+        let mut connector = match ProcConnector::open() {
+            Ok(connector) => connector,
+            Err(why) => return eprintln!("skipped: the process connector is {why}"),
+        };
+        let mut child = Command::new("true").spawn().unwrap();
+        let pid = Pid(child.id());
+        child.wait().unwrap();
+        assert!(connector.take_started().unwrap().pids.contains(&pid), "it has begun before it ended");
+        let begun = connector.take_started().unwrap();
+        assert!(!begun.pids.contains(&pid), "told once");
+    }
+
+    /// More than fit are told to be lost, and those after that are told again.
+    #[test]
+    fn lost_exec_events_are_reported() {
+        let Ok(mut connector) = ProcConnector::open() else { return eprintln!("skipped: no process connector") };
+        sockopt::set_socket_recv_buffer_size(&connector.socket, 1).unwrap();
+        for _ in 0..20 {
+            assert!(Command::new("true").status().unwrap().success());
+        }
+        assert!(connector.take_started().unwrap().overflowed);
+        let mut child = Command::new("true").spawn().unwrap();
+        child.wait().unwrap();
+        assert!(connector.take_started().unwrap().pids.contains(&Pid(child.id())));
+    }
+}

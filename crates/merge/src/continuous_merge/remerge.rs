@@ -1,0 +1,100 @@
+//! Merging again what was written, between rounds.
+//!
+//! A page that a program writes with the bytes that were there keeps its checksum in ksmd's metadata, so that one scan
+//! merges it (mm/ksm.c, `cmp_and_merge_page`, 6.18). ksmd runs for one scan after the one that was under way, without
+//! skipping pages (`should_skip_rmap_item` passes over pages that broke a few times), and then rests again, so that the
+//! next check sees each COW break.
+
+use crate::decide::pace::KsmdPace;
+use crate::ksmd::{self, KsmdThread, read_full_scans};
+use crate::merge_monitor::MergeMonitor;
+use crate::recheck::CheckScope;
+use pagefold_base::ksm::Setting;
+use pagefold_base::{Pages, Reading};
+use pagefold_host::transaction::session;
+use pagefold_host::transaction::session::Session;
+use pagefold_host::{Host, action};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+/// The pause between two checks at least. Pages that are overwritten at once seem to last for half of it, so that it has
+/// to be less than twice what merged pages have to last at any price (2.6 s).
+pub const MIN_CHECK_INTERVAL: Duration = Duration::from_secs(2);
+
+/// Written pages that are worth a scan: 1 MiB of 4 KiB pages, at about 10 ms of CPU time.
+const MIN_BROKEN_PAGES: Pages = Pages(256);
+
+/// Scans: the rest of the one that was under way, and a whole one.
+const SCANS_PER_REMERGE: u64 = 2;
+
+/// For how long ksmd runs at most, where others have much enrolled.
+const MAX_REMERGE_TIME: Duration = Duration::from_secs(2);
+
+/// Between two readings of how far it has come, and between two settings of its pace.
+const SCAN_POLL_INTERVAL: Duration = Duration::from_millis(20);
+const PACE_UPDATE_INTERVAL: Duration = Duration::from_millis(100);
+
+/// Whether enough was written to merge it again.
+pub fn is_due(monitor: &MergeMonitor<'_>) -> bool {
+    monitor.cow_breaks() >= MIN_BROKEN_PAGES
+}
+
+/// What is kept from one time to the next.
+pub struct Remerge<'h> {
+    ksmd: Reading<KsmdThread<'h>>,
+    ksmd_cpu_share: f64,
+    pace: KsmdPace,
+}
+
+impl<'h> Remerge<'h> {
+    /// With a share of one CPU for ksmd.
+    pub fn new(host: &'h dyn Host, ksmd_cpu_share: f64) -> Self {
+        Self { ksmd: KsmdThread::find(host), ksmd_cpu_share, pace: KsmdPace::new(ksmd_cpu_share) }
+    }
+
+    /// The pause after which ksmd's share is kept, where it took so much CPU time.
+    pub fn pause_after(&self, ksmd_cpu_time: Duration) -> Duration {
+        ksmd_cpu_time.div_f64(self.ksmd_cpu_share.max(0.001))
+    }
+
+    /// Merge again what was written. Tells the CPU time that ksmd took.
+    pub fn run(
+        &mut self,
+        session: &mut Session<'_>,
+        monitor: &mut MergeMonitor<'_>,
+        stop: &AtomicBool,
+    ) -> Result<Duration, session::Error> {
+        let unknown = session::Error::HostStateUnreadable;
+        let host = session.host();
+        monitor.take_cow_breaks();
+        let (began, before) = (Instant::now(), self.ksmd_cpu_time());
+        let last = read_full_scans(host).map_err(unknown)? + SCANS_PER_REMERGE;
+        if action::current_setting(host, Setting::SmartScan).is_ok_and(|on| on == "1") {
+            ksmd::set_smart_scan(session, false)?;
+        }
+        ksmd::run_at_pace(session, self.pace)?;
+        let mut adapted = (began, before);
+        while began.elapsed() < MAX_REMERGE_TIME && !stop.load(Ordering::Relaxed) {
+            std::thread::sleep(SCAN_POLL_INTERVAL);
+            if read_full_scans(host).map_err(unknown)? >= last {
+                break;
+            }
+            if adapted.0.elapsed() >= PACE_UPDATE_INTERVAL {
+                session.check_not_overwritten()?;
+                let cpu = self.ksmd_cpu_time();
+                self.pace.adapt(cpu.saturating_sub(adapted.1), adapted.0.elapsed());
+                ksmd::run_at_pace(session, self.pace)?;
+                adapted = (Instant::now(), cpu);
+            }
+        }
+        ksmd::pause(session)?;
+        // What is merged now is seen to break from here on.
+        monitor.check_pages(CheckScope::All);
+        Ok(self.ksmd_cpu_time().saturating_sub(before))
+    }
+
+    /// The CPU time that ksmd has used; nothing where it cannot be read.
+    fn ksmd_cpu_time(&self) -> Duration {
+        self.ksmd.as_ref().ok().and_then(|ksmd| ksmd.cpu_time().ok()).unwrap_or_default()
+    }
+}

@@ -1,0 +1,236 @@
+//! Looks between rounds, over a host in memory.
+
+use super::*;
+use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget, PlannedRange};
+use pagefold_base::domain::{DomainConfig, TrustDomain};
+use pagefold_base::ksm::Setting;
+use pagefold_base::{Absent, AddressRange, Bytes, Pages, ProcessId};
+use pagefold_host::action::Action;
+use pagefold_host::fake_host::{AdviceFault, FakeHost, MERGED_PAGE_NAME};
+use pagefold_host::transaction::journal::SESSION_FILE;
+use pagefold_host::transaction::session::ChangeLifetime;
+use std::fs;
+
+const PAGE_BYTES: u64 = 4096;
+const PID: u32 = 7;
+const RANGE: AddressRange = AddressRange { start: 64 * PAGE_BYTES, end: 128 * PAGE_BYTES };
+
+/// A plan of the one range of the one process.
+fn one_range_plan() -> MergePlan {
+    let pages = Pages(64);
+    let range = PlannedRange {
+        range: RANGE,
+        region: RANGE,
+        pages,
+        merging: pages,
+        zero: Pages::ZERO,
+        freed_bytes: Bytes(pages.0 * PAGE_BYTES),
+        split_huge_pages: Pages::ZERO,
+        enrolled: false,
+        late: false,
+    };
+    let process = ProcessId { pid: Pid(PID), start_time: 1 };
+    let target = PlanTarget {
+        process: Process { comm: "program".to_owned(), ..Process::absent(process, &Absent::Denied) },
+        domain: TrustDomain::Host,
+        ranges: vec![range],
+        huge_page_bytes: Bytes::ZERO,
+        enroll_method: EnrollMethod::InProcess,
+    };
+    MergePlan { targets: vec![target], ..MergePlan::default() }
+}
+
+/// A process whose pages were merged and broke right away, and the trial that saw it.
+fn monitor_with_cow_breaks(host: &FakeHost) -> MergeMonitor<'_> {
+    host.map_pages(PID, (RANGE.start, RANGE.end), MERGED_PAGE_NAME, true);
+    let mut trial = MergeMonitor::new(host);
+    trial.add_plan(&one_range_plan());
+    assert!(!trial.check_pages(CheckScope::All), "they are merged");
+    host.map_pages(PID, (RANGE.start, RANGE.end), "", true);
+    host.set_cpu_ticks(PID, 1);
+    trial
+}
+
+fn continuous_merge<'h, 'a>(host: &'h FakeHost, directory: &'a Path) -> ContinuousMerge<'h, 'a> {
+    ContinuousMerge {
+        host,
+        directory,
+        plan_request: PlanRequest {
+            selection: ProcessSelection::default(),
+            domains: DomainConfig::default(),
+            across_domains: false,
+            pass_interval: Duration::ZERO,
+            threads: 1,
+            whole_processes: false,
+            min_profit: Bytes::ZERO,
+            ksmd_cpu_share: 1.0,
+            max_regions: None,
+            max_added_metadata: None,
+            split_huge_pages: true,
+            excluded_ranges: Default::default(),
+            max_matrix_rows: 0,
+        },
+        merge_options: merge::MergeOptions {
+            ksmd_cpu_share: 1.0,
+            deadline: None,
+            watch_time: Duration::ZERO,
+            after_merge: merge::AfterMerge::UndoChanges,
+        },
+        exclusion_reason: &|_| None,
+    }
+}
+
+/// What a look tells.
+fn check_and_collect_events<'h>(host: &'h FakeHost, directory: &Path, trial: &mut MergeMonitor<'h>) -> Vec<String> {
+    let mut lines = Vec::new();
+    let mut tell = |told: ContinuousMergeEvent<'_>| {
+        lines.push(match told {
+            ContinuousMergeEvent::UndoFailed(remains) => remains.to_string(),
+            told => panic!("{told:?}"),
+        });
+    };
+    let mut remerge = Remerge::new(host, 1.0);
+    continuous_merge(host, directory)
+        .check_merged_pages(trial, &mut remerge, &mut tell, &AtomicBool::new(false))
+        .unwrap();
+    lines
+}
+
+fn failure_reasons(trial: &MergeMonitor<'_>) -> Vec<String> {
+    trial.failed_changes().map(|refused| refused.why.clone()).collect()
+}
+
+#[test]
+fn failed_unenroll_is_retried() {
+    let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+    let mut trial = monitor_with_cow_breaks(&host);
+    for trouble in [AdviceFault::BusyAfterPages(0), AdviceFault::MissesRange(RANGE)] {
+        host.set_advice_fault(Some(trouble));
+        assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0]);
+        assert!(!failure_reasons(&trial).is_empty(), "it was tried");
+        assert!(trial.unenrolled().values().all(|withdrawn| withdrawn.all_ranges().is_empty()), "and not done");
+        host.set_cpu_ticks(PID, 2);
+    }
+    host.set_advice_fault(None);
+    host.set_free_kib(0);
+    check_and_collect_events(&host, directory.path(), &mut trial);
+    assert_eq!(failure_reasons(&trial), ["there is no memory for copies"]);
+    host.set_free_kib(5_000_000);
+    trial.set_max_pressure(10.0);
+    let pressure = |part: u32| {
+        let line = |who: &str| format!("{who} avg10={part}.00 avg60=0.00 avg300=0.00 total=0\n");
+        host.put_file("proc/pressure/memory", &(line("some") + &line("full")));
+    };
+    pressure(10);
+    check_and_collect_events(&host, directory.path(), &mut trial);
+    assert_eq!(failure_reasons(&trial), ["memory is short"]);
+    pressure(9);
+    check_and_collect_events(&host, directory.path(), &mut trial);
+    assert!(failure_reasons(&trial).is_empty(), "in the end it was taken");
+    assert_eq!(trial.unenrolled()[&ProcessId { pid: Pid(PID), start_time: 1 }].enrolled_by_pagefold, [RANGE]);
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+}
+
+#[test]
+fn unmerged_range_unenrolls_without_memory() {
+    let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+    host.map_pages(PID, (RANGE.start, RANGE.end), "", true);
+    let mut trial = MergeMonitor::new(&host);
+    trial.add_plan(&one_range_plan());
+    trial.check_pages(CheckScope::All);
+    host.set_free_kib(0);
+    let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+    let gone = trial.unenroll_unprofitable(&mut session, UnenrollPhase::AfterInterruption).unwrap();
+    assert_eq!(failure_reasons(&trial), [""; 0]);
+    assert_eq!(gone.into_values().collect::<Vec<_>>(), [Pages(64)]);
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+}
+
+/// What is told at the end, once there is nobody left to merge.
+fn events_at_the_end<'h>(host: &'h FakeHost, directory: &Path, trial: &mut MergeMonitor<'h>) -> Vec<String> {
+    let mut lines = Vec::new();
+    let tell = |told: ContinuousMergeEvent<'_>| {
+        lines.push(match told {
+            ContinuousMergeEvent::UnenrollFailed(refused) => {
+                format!("{} ({}): {}", refused.comm, refused.pid, refused.why)
+            }
+            told => panic!("{told:?}"),
+        });
+    };
+    continuous_merge(host, directory).run_with_monitor(trial, Vec::new, tell, &AtomicBool::new(false)).unwrap();
+    lines
+}
+
+#[test]
+fn last_failed_unenrolls_are_reported() {
+    let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+    let mut trial = monitor_with_cow_breaks(&host);
+    host.set_free_kib(0);
+    assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0], "it is tried again");
+    let lines = events_at_the_end(&host, directory.path(), &mut trial);
+    assert_eq!(lines, ["program (7): there is no memory for copies"]);
+    host.set_free_kib(5_000_000);
+    check_and_collect_events(&host, directory.path(), &mut trial);
+    assert_eq!(events_at_the_end(&host, directory.path(), &mut trial), [""; 0], "it was taken in the end");
+}
+
+#[test]
+fn ended_process_has_no_failed_unenrolls() {
+    let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+    let mut trial = monitor_with_cow_breaks(&host);
+    host.set_advice_fault(Some(AdviceFault::BusyAfterPages(0)));
+    check_and_collect_events(&host, directory.path(), &mut trial);
+    assert!(!failure_reasons(&trial).is_empty());
+    host.remove_process(PID);
+    assert!(failure_reasons(&trial).is_empty());
+}
+
+#[test]
+fn failed_undo_of_a_killed_run_is_reported() {
+    let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+    let mut trial = monitor_with_cow_breaks(&host);
+    let (mut killed, ..) = Session::begin(&host, directory.path()).unwrap();
+    let value = "4321".to_owned();
+    killed.apply(&Action::Set { setting: Setting::SleepMillisecs, value }, ChangeLifetime::Temporary).unwrap();
+    let journal = fs::read(directory.path().join(SESSION_FILE)).unwrap();
+    drop(killed);
+    fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
+    // Somebody else has written it since.
+    host.put_setting("sleep_millisecs", "99");
+    let lines = check_and_collect_events(&host, directory.path(), &mut trial);
+    assert!(matches!(&lines[..], [line] if line.contains("sleep_millisecs") && line.contains("99")), "{lines:?}");
+    assert!(failure_reasons(&trial).is_empty(), "and what does not last was withdrawn");
+    assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
+}
+
+/// Without a scan between rounds they would stay apart until the next census.
+#[test]
+fn stable_broken_pages_are_remerged() {
+    let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+    host.put_setting("full_scans", "7");
+    let range = AddressRange { start: 1 << 24, end: (1 << 24) + (1 << 14) * PAGE_BYTES };
+    host.map_pages(PID, (range.start, range.end), MERGED_PAGE_NAME, true);
+    let mut plan = one_range_plan();
+    plan.targets[0].ranges[0].range = range;
+    let mut trial = MergeMonitor::new(&host);
+    trial.set_ksmd_share(0.1);
+    trial.add_plan(&plan);
+    trial.check_pages(CheckScope::All);
+    // Each lasts for some seconds, by what is seen of all.
+    std::thread::sleep(Duration::from_millis(300));
+    for start in (range.start..range.end).step_by(20 * PAGE_BYTES as usize) {
+        host.map_pages(PID, (start, start + PAGE_BYTES), "", true);
+    }
+    host.set_cpu_ticks(PID, 1);
+    assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0]);
+    let written = host.written_settings();
+    let at = |setting: &str| written.iter().position(|line| line == setting);
+    assert!(at("smart_scan=0").is_some() && at("smart_scan=0") < at("run=1"), "{written:?}");
+    assert!(at("run=1").is_some() && at("run=1") < at("run=0"), "{written:?}");
+    assert_eq!((host.setting_value("run"), host.setting_value("smart_scan")), ("0".to_owned(), "1".to_owned()));
+    assert!(host.regions(Pid(PID)).unwrap().iter().all(|(.., enrolled)| *enrolled), "nothing was unenrolled");
+    // What is still apart is not scanned for again.
+    host.set_cpu_ticks(PID, 2);
+    check_and_collect_events(&host, directory.path(), &mut trial);
+    assert_eq!(host.written_settings(), written);
+}

@@ -1,0 +1,528 @@
+//! Why what a merge reached is not what was predicted, figure by figure.
+
+use crate::decide::outcome::{
+    EnrollChange, FailedChange, MergeEnd, MergeOutcome, NEARLY_ALL_MERGED_SHARE, PageFate, RegionCounts,
+};
+use crate::decide::plan::PlannedRange;
+use pagefold_base::ksm::RMAP_ITEM_BYTES;
+use pagefold_base::units::{AddressRange, Bytes, PageSize};
+use std::time::Duration;
+
+/// A figure of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PlanFigure {
+    /// Bytes saved, gross.
+    Saved,
+    /// Bytes of ksmd's metadata.
+    Metadata,
+    /// Seconds of ksmd's CPU time.
+    KsmdCpu,
+    /// Huge pages split.
+    HugePages,
+    /// Regions added to the processes.
+    Regions,
+    /// Seconds from the first enrolment until nearly all is merged.
+    Wall,
+    /// Bytes of `MemAvailable`: what is saved, net, should be more of it.
+    Available,
+}
+
+/// A part of the difference between what was reached and what was predicted.
+#[derive(Clone, Debug, PartialEq)]
+pub struct FigureDifference {
+    /// Of which figure.
+    pub figure: PlanFigure,
+    /// By how much it is more than predicted, in the figure's unit; less if negative.
+    pub amount: f64,
+    /// Why: a phrase that says what that much is.
+    pub reason: &'static str,
+}
+
+/// Reasons of one figure, which together are the whole difference.
+struct DifferenceReasons {
+    figure: PlanFigure,
+    unexplained: f64,
+    reasons: Vec<FigureDifference>,
+}
+
+impl DifferenceReasons {
+    fn new(of: PlanFigure, reached: f64, predicted: f64) -> Self {
+        Self { figure: of, unexplained: reached - predicted, reasons: Vec::new() }
+    }
+
+    /// What may be a part of the difference: no more of it than there is.
+    fn add_at_most(&mut self, by: f64, why: &'static str) {
+        self.add_exactly(
+            if by < 0.0 { by.max(self.unexplained.min(0.0)) } else { by.min(self.unexplained.max(0.0)) },
+            why,
+        );
+    }
+
+    /// What is known to be a part of the difference, whatever works against it.
+    fn add_exactly(&mut self, by: f64, why: &'static str) {
+        if by.abs() > 1e-9 {
+            self.unexplained -= by;
+            self.reasons.push(FigureDifference { figure: self.figure, amount: by, reason: why });
+        }
+    }
+
+    /// What is left, by its sign.
+    fn finish(mut self, less: &'static str, more: &'static str) -> Vec<FigureDifference> {
+        let rest = self.unexplained;
+        self.add_exactly(rest, if rest < 0.0 { less } else { more });
+        self.reasons
+    }
+}
+
+/// What ksmd takes to pass a page that is merged already: 0.31 s for 0.79 M looks at four guests, on an AMD EPYC with
+/// Linux 6.18.
+const REVISIT_SECONDS: f64 = 0.4e-6;
+
+const PROCESS_ENDED_REASON: &str = "in processes that ended";
+const NOT_ENROLLED_REASON: &str = "could not be enrolled";
+const UNENROLLED_REASON: &str = "did not stay merged, and withdrawn";
+
+impl MergeOutcome {
+    /// Why what was reached is not what was predicted: the differences of a figure add up to the whole.
+    ///
+    /// Effects that are opposite are told side by side. What is saved is followed content by content ([`Fates`]):
+    /// exactly in a plan of few pages, from a sample otherwise, whose error is in the last of the reasons. Of the other
+    /// figures a part of the plan stands for its share of the prediction, and what is measured of none is called not
+    /// explained.
+    ///
+    /// [`Fates`]: crate::decide::merge_outcome::PageFates
+    pub fn differences(&self, page_size: PageSize, huge_page: Bytes) -> Vec<FigureDifference> {
+        let mut all = self.saved_differences(page_size);
+        all.extend(self.metadata_differences());
+        all.extend(self.ksmd_time_differences());
+        all.extend(self.huge_page_differences(huge_page));
+        all.extend(self.region_differences());
+        all.extend(self.wall_time_differences());
+        all.extend(self.available_memory_differences(page_size));
+        all
+    }
+
+    fn saved_differences(&self, page_size: PageSize) -> Vec<FigureDifference> {
+        let bytes = |frames: f64| frames * page_size.bytes() as f64;
+        let predicted = self.plan.predicted.effect.freed_frames.0 as f64;
+        let mut saved = DifferenceReasons::new(PlanFigure::Saved, bytes(self.saved().0 as f64), bytes(predicted));
+        let each = if self.fates.predicted_frames > 0.0 { predicted / self.fates.predicted_frames } else { 0.0 };
+        for (&fate, lost) in &self.fates.missing_frames {
+            let why = match fate {
+                PageFate::ProcessEnded => PROCESS_ENDED_REASON,
+                PageFate::OutsideGuestMemory => "beside the guests' memory, where their control sockets do not reach",
+                PageFate::NotEnrolled => NOT_ENROLLED_REASON,
+                PageFate::Unenrolled => UNENROLLED_REASON,
+                PageFate::Written => "written or given back since the census",
+                PageFate::Swapped => "swapped out since the census",
+                PageFate::UnenrolledUnmerged if self.end == MergeEnd::Settled => "not merged in the end, and withdrawn",
+                PageFate::UnenrolledUnmerged => "not merged before it ended, and withdrawn",
+                PageFate::Merged | PageFate::UnchangedUnmerged if self.end == MergeEnd::Settled => {
+                    "as they were, without a partner that ksmd came upon"
+                }
+                PageFate::Merged | PageFate::UnchangedUnmerged => "not merged before it ended",
+            };
+            saved.add_exactly(-bytes((lost * each).round()), why);
+        }
+        saved.finish(
+            "not explained by the contents that were followed",
+            "contents that came since, or partners outside of the plan",
+        )
+    }
+
+    fn metadata_differences(&self) -> Vec<FigureDifference> {
+        let bytes = |pages: u64| (pages * RMAP_ITEM_BYTES) as f64;
+        let items = self.after.rmap_items.saturating_sub(self.before.rmap_items).0;
+        let predicted = self.plan.predicted.effect.metadata().0 as f64;
+        let mut metadata = DifferenceReasons::new(PlanFigure::Metadata, bytes(items), predicted);
+        let pages = |range: &PlannedRange| range.pages.0 * RMAP_ITEM_BYTES;
+        metadata.add_exactly(-self.sum_over_ended(pages), PROCESS_ENDED_REASON);
+        metadata.add_exactly(-self.sum_over_not_enrolled(pages), NOT_ENROLLED_REASON);
+        metadata.add_at_most(-self.sum_over_unenrolled(pages), UNENROLLED_REASON);
+        // They have no page of their own any more that ksmd would come upon (mm/ksm.c, `get_next_rmap_item`).
+        let zeros = self.after.zero.saturating_sub(self.before.zero);
+        metadata.add_at_most(-bytes(zeros.0), "pages of zeros, of which ksmd keeps nothing once it comes by again");
+        let targets = self.plan.targets.iter().flat_map(|target| &target.ranges);
+        let enrolled: u64 = targets.filter(|range| range.enrolled).map(|range| range.pages.0).sum();
+        metadata.add_at_most(-bytes(enrolled.min(self.before.rmap_items.0)), "kept by ksmd before");
+        let came = bytes(self.after.present.0) - bytes(self.before.present.0);
+        metadata.add_at_most(came, if came < 0.0 { "pages that went away since" } else { "pages that came since" });
+        let settled = self.end == MergeEnd::Settled;
+        let late = "pages that ksmd had not come to before it ended";
+        let fewer = if settled { "not explained: pages that ksmd did not come to?" } else { late };
+        metadata.finish(fewer, "not explained: other ranges enrolled?")
+    }
+
+    /// ksmd's time is its looks at pages times what one of them takes. Looks beyond two at each page are mostly at pages
+    /// that are merged already, and count as such. Looks are the host's, those at pages of others included; before
+    /// 6.10 the kernel leaves out those of the batch in which a scan ends (mm/ksm.c, `ksm_do_scan`), and before 6.6 it
+    /// does not count them.
+    fn ksmd_time_differences(&self) -> Vec<FigureDifference> {
+        let Ok(reached) = self.ksmd_time.as_ref().map(Duration::as_secs_f64) else { return Vec::new() };
+        let predicted = self.plan.predicted.ksmd_time.as_secs_f64();
+        let mut cpu = DifferenceReasons::new(PlanFigure::KsmdCpu, reached, predicted);
+        // Each page is reckoned to be looked at twice ([`crate::decide::plan::Speed`]).
+        let looks = 2.0 * self.plan.predicted.effect.scanned_pages.0 as f64;
+        match &self.pages_scanned {
+            Ok(seen) if looks > 0.0 => {
+                let further = seen.0 as f64 - looks;
+                let more = further * if further < 0.0 { predicted / looks } else { REVISIT_SECONDS };
+                let fewer = "looked less often than twice at each page";
+                cpu.add_exactly(more, if more < 0.0 { fewer } else { "looked again, or at others" });
+                cpu.finish("a look was quicker than reckoned", "a look took longer than reckoned")
+            }
+            _ => cpu.finish("not explained: fewer or quicker looks", "not explained: more or slower looks"),
+        }
+    }
+
+    fn huge_page_differences(&self, huge_page: Bytes) -> Vec<FigureDifference> {
+        let (before, Ok(after)) = (self.huge_page_bytes.0, &self.huge_page_bytes.1) else { return Vec::new() };
+        if before.0 == 0 || huge_page.0 == 0 {
+            return Vec::new();
+        }
+        let split = before.0.saturating_sub(after.0).div_ceil(huge_page.0);
+        let mut huge = DifferenceReasons::new(
+            PlanFigure::HugePages,
+            split as f64,
+            self.plan.predicted.effect.split_huge_pages.0 as f64,
+        );
+        let pages = |range: &PlannedRange| range.split_huge_pages.0;
+        let gone = self.ended_targets.iter().map(|&target| self.plan.targets[target].huge_page_bytes.0).sum::<u64>();
+        huge.add_exactly((gone / huge_page.0) as f64 - self.sum_over_ended(pages), PROCESS_ENDED_REASON);
+        huge.add_at_most(-self.sum_over_not_enrolled(pages), NOT_ENROLLED_REASON);
+        huge.add_at_most(-self.sum_over_unenrolled(pages), UNENROLLED_REASON);
+        huge.finish(
+            "not explained: held nothing any more that merged, or came since?",
+            "not explained: split by the programs, by boundaries, or by contents that came since?",
+        )
+    }
+
+    fn region_differences(&self) -> Vec<FigureDifference> {
+        let RegionCounts { before, now, planned_boundaries: planned, unenrolled_boundaries: withdrawn } = self.regions;
+        let predicted = self.plan.predicted.regions_added as f64;
+        let mut regions = DifferenceReasons::new(PlanFigure::Regions, now as f64 - before as f64, predicted);
+        let ended = self.sum_over_ended(PlannedRange::added_regions);
+        regions.add_exactly(-ended, PROCESS_ENDED_REASON);
+        // Of the boundaries of the plan those that are not there.
+        let absent = predicted - ended - planned as f64;
+        let missed = self.sum_over_not_enrolled(PlannedRange::added_regions).min(absent.max(0.0));
+        regions.add_exactly(-missed, NOT_ENROLLED_REASON);
+        regions.add_exactly(
+            missed - absent,
+            "boundaries of the plan that are none: side by side, at an edge, or withdrawn",
+        );
+        regions.add_exactly(withdrawn as f64, "boundaries of parts that were withdrawn");
+        regions.finish("unmapped by the programs since, or joined", "mapped by the programs since, or cut")
+    }
+
+    /// It takes what ksmd's CPU time takes at its share of a CPU.
+    fn wall_time_differences(&self) -> Vec<FigureDifference> {
+        let predicted = self.plan.predicted;
+        let (Some(reached), Some(last)) = (self.wall_time(), self.first_point_at_share(NEARLY_ALL_MERGED_SHARE)) else {
+            return Vec::new();
+        };
+        let mut wall =
+            DifferenceReasons::new(PlanFigure::Wall, reached.as_secs_f64(), predicted.wall_time.as_secs_f64());
+        if !predicted.ksmd_time.is_zero() && self.ksmd_time.is_ok() {
+            let stretch = predicted.wall_time.as_secs_f64() / predicted.ksmd_time.as_secs_f64();
+            let more = (last.ksmd_time.as_secs_f64() - predicted.ksmd_time.as_secs_f64()) * stretch;
+            wall.add_exactly(
+                more,
+                if more < 0.0 { "ksmd had used less CPU by then" } else { "ksmd had used more CPU by then" },
+            );
+        }
+        wall.finish(
+            "ksmd had more than its share for a while",
+            "enrolling, and ksmd had less than its share: it slept, or others had the CPU",
+        )
+    }
+
+    fn available_memory_differences(&self, page_size: PageSize) -> Vec<FigureDifference> {
+        let bytes = |bytes: Bytes| bytes.0 as f64;
+        let (Ok(before), Ok(after)) = self.available else { return Vec::new() };
+        let (net, predicted) = (self.net(page_size).0 as f64, self.plan.predicted.effect.net(page_size).0 as f64);
+        let mut available = DifferenceReasons::new(PlanFigure::Available, bytes(after) - bytes(before), predicted);
+        available.add_exactly(net - predicted, "what is saved, net, came to that: see above");
+        if let Ok(resident) = &self.resident {
+            // Pages of zeros that were merged are saved already.
+            let zeros = bytes(page_size.bytes_of(self.after.zero.saturating_sub(self.before.zero)));
+            let came = bytes(resident.targets.1) + zeros - bytes(resident.targets.0);
+            available
+                .add_exactly(-came, if came > 0.0 { "the targets took" } else { "the targets gave back, or ended" });
+            let own = bytes(resident.own.1) - bytes(resident.own.0);
+            available.add_exactly(-own, if own > 0.0 { "pagefold itself holds" } else { "pagefold itself gave back" });
+        }
+        let (others_took, others_gave) = ("others took, page tables and the kernel among them", "others gave back");
+        available.finish(others_took, others_gave)
+    }
+
+    /// What the targets that ended stand for.
+    fn sum_over_ended(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
+        self.ended_targets.iter().map(|&target| self.sum_over_target(target, None, &of)).sum()
+    }
+
+    /// What could not be enrolled stands for.
+    fn sum_over_not_enrolled(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
+        let of_one = |missed: &FailedChange| {
+            let target = self.plan.targets.iter().position(|target| target.process.id.pid == missed.pid)?;
+            (!self.ended_targets.contains(&target)).then(|| self.sum_over_target(target, missed.range, &of))
+        };
+        self.failed_changes.iter().filter(|missed| missed.change == EnrollChange::Enroll).filter_map(of_one).sum()
+    }
+
+    /// What was withdrawn stands for.
+    fn sum_over_unenrolled(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
+        let living = self.unenrolled.iter().filter(|(target, _)| !self.ended_targets.contains(target));
+        let ranges = living.flat_map(|(&target, ranges)| ranges.iter().map(move |&range| (target, range)));
+        ranges.map(|(target, range)| self.sum_over_target(target, Some(range), &of)).sum()
+    }
+
+    /// The share of a figure that a target, or a part of it, stands for.
+    fn sum_over_target(&self, target: usize, part: Option<AddressRange>, of: impl Fn(&PlannedRange) -> u64) -> f64 {
+        let share = |range: &PlannedRange| match part {
+            None => of(range) as f64,
+            Some(part) => {
+                let common = range.range.overlap(part).map_or(0, |common| common.bytes().0);
+                of(range) as f64 * common as f64 / range.range.bytes().0.max(1) as f64
+            }
+        };
+        self.plan.targets[target].ranges.iter().map(share).sum()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::decide::outcome::tests::{outcome, page_size};
+    use crate::decide::outcome::{FrameFates, KsmPageCounts, PageFate, Resident};
+    use pagefold_base::units::{Pages, Pid, ProcessId};
+    use std::collections::BTreeMap;
+
+    const HUGE: Bytes = Bytes(2 << 20);
+
+    /// The reasons of one figure, in frames for what is saved.
+    fn figure_reasons(outcome: &MergeOutcome, of: PlanFigure) -> Vec<(f64, &'static str)> {
+        let unit = if of == PlanFigure::Saved { page_size().bytes() as f64 } else { 1.0 };
+        let all = outcome.differences(page_size(), HUGE).into_iter().filter(|difference| difference.figure == of);
+        all.map(|difference| (difference.amount / unit, difference.reason)).collect()
+    }
+
+    fn saved_reasons(outcome: &MergeOutcome) -> Vec<(f64, &'static str)> {
+        let reasons = figure_reasons(outcome, PlanFigure::Saved);
+        let sum: f64 = reasons.iter().map(|(frames, _)| frames).sum();
+        assert_eq!(sum, outcome.saved().0 as f64 - 100.0, "they are the difference");
+        reasons
+    }
+
+    #[test]
+    fn met_prediction_has_no_differences() {
+        let mut outcome = outcome(MergeEnd::Settled, 100);
+        assert!(saved_reasons(&outcome).is_empty());
+        assert!(figure_reasons(&outcome, PlanFigure::Metadata).is_empty());
+        outcome.ksmd_time = Ok(Duration::from_millis(4));
+        outcome.pages_scanned = Ok(Pages(400));
+        outcome.plan.predicted.ksmd_time = Duration::from_millis(4);
+        outcome.plan.predicted.wall_time = Duration::from_millis(40);
+        outcome.timeline[3].ksmd_time = Duration::from_millis(4);
+        outcome.plan.predicted.regions_added = 3;
+        outcome.regions = RegionCounts { before: 10, now: 13, planned_boundaries: 3, unenrolled_boundaries: 0 };
+        assert!(outcome.differences(page_size(), HUGE).is_empty(), "{:?}", outcome.differences(page_size(), HUGE));
+    }
+
+    /// What became of so many pairs of pages, one frame each.
+    fn pairs(of: &[(u64, [PageFate; 2])]) -> FrameFates {
+        let mut fates = FrameFates::default();
+        of.iter().for_each(|(count, pair)| (0..*count).for_each(|_| fates.add_content(1.0, pair)));
+        fates
+    }
+
+    #[test]
+    fn missing_savings_are_explained_by_page_fate() {
+        use PageFate::{Merged, NotEnrolled, ProcessEnded, UnchangedUnmerged, Unenrolled, UnenrolledUnmerged, Written};
+        let check = |end: MergeEnd, reached: u64, fates: &[(u64, [PageFate; 2])], expected: &[(f64, &'static str)]| {
+            let outcome = MergeOutcome { fates: pairs(fates), ..outcome(end, reached) };
+            assert_eq!(saved_reasons(&outcome), expected, "{fates:?}");
+        };
+        let whole = (50, [Merged, Merged]);
+        check(
+            MergeEnd::Settled,
+            50,
+            &[whole, (50, [UnchangedUnmerged, ProcessEnded])],
+            &[(-50.0, PROCESS_ENDED_REASON)],
+        );
+        check(
+            MergeEnd::Settled,
+            50,
+            &[whole, (40, [Unenrolled; 2]), (10, [NotEnrolled, UnchangedUnmerged])],
+            &[(-10.0, NOT_ENROLLED_REASON), (-40.0, UNENROLLED_REASON)],
+        );
+        let written = "written or given back since the census";
+        let alone = "as they were, without a partner that ksmd came upon";
+        check(
+            MergeEnd::Settled,
+            50,
+            &[whole, (30, [Merged, Written]), (20, [UnchangedUnmerged; 2])],
+            &[(-30.0, written), (-20.0, alone)],
+        );
+        let idle = "not merged in the end, and withdrawn";
+        check(
+            MergeEnd::Settled,
+            50,
+            &[
+                whole,
+                (30, [Written, UnenrolledUnmerged]),
+                (10, [UnchangedUnmerged, UnenrolledUnmerged]),
+                (10, [UnenrolledUnmerged; 2]),
+            ],
+            &[(-30.0, written), (-5.0, alone), (-15.0, idle)],
+        );
+        let late = [(-20.0, "not merged before it ended"), (-30.0, "not merged before it ended, and withdrawn")];
+        check(MergeEnd::Deadline, 50, &[whole, (20, [UnchangedUnmerged; 2]), (30, [UnenrolledUnmerged; 2])], &late);
+        // A sample of a tenth.
+        check(MergeEnd::Settled, 80, &[(8, [Merged; 2]), (2, [Written, UnchangedUnmerged])], &[(-20.0, written)]);
+        check(
+            MergeEnd::Settled,
+            70,
+            &[(8, [Merged; 2]), (2, [Written, UnchangedUnmerged])],
+            &[(-20.0, written), (-10.0, "not explained by the contents that were followed")],
+        );
+    }
+
+    #[test]
+    fn opposite_effects_do_not_hide_each_other() {
+        let fates = pairs(&[(70, [PageFate::Merged; 2]), (30, [PageFate::ProcessEnded; 2])]);
+        let more = "contents that came since, or partners outside of the plan";
+        assert_eq!(
+            saved_reasons(&MergeOutcome { fates, ..outcome(MergeEnd::Settled, 100) }),
+            [(-30.0, PROCESS_ENDED_REASON), (30.0, more)]
+        );
+        assert_eq!(saved_reasons(&outcome(MergeEnd::Settled, 130)), [(30.0, more)]);
+    }
+
+    #[test]
+    fn page_count_change_explains_at_most_the_difference() {
+        let metadata = |items: u64, present: (u64, u64)| {
+            let mut outcome = outcome(MergeEnd::Settled, 100);
+            (outcome.before.present, outcome.after.present) = (Pages(present.0), Pages(present.1));
+            outcome.after.rmap_items = Pages(items);
+            figure_reasons(&outcome, PlanFigure::Metadata)
+                .into_iter()
+                .map(|(by, why)| (by / 64.0, why))
+                .collect::<Vec<_>>()
+        };
+        assert!(metadata(200, (200, 230)).is_empty());
+        assert_eq!(metadata(220, (200, 230)), [(20.0, "pages that came since")]);
+        let [came, (rest, _)] = metadata(250, (200, 230))[..] else { panic!("two reasons") };
+        assert_eq!((came, rest), ((30.0, "pages that came since"), 20.0));
+        assert_eq!(metadata(190, (200, 190)), [(-10.0, "pages that went away since")]);
+    }
+
+    #[test]
+    fn zero_pages_need_no_metadata() {
+        let mut outcome = outcome(MergeEnd::Settled, 100);
+        outcome.after = KsmPageCounts { zero: Pages(60), rmap_items: Pages(130), ..outcome.after };
+        let [zeros, (rest, _)] = figure_reasons(&outcome, PlanFigure::Metadata)[..] else { panic!("two reasons") };
+        assert_eq!((zeros.0, rest), (-60.0 * 64.0, -10.0 * 64.0));
+    }
+
+    #[test]
+    fn ksmd_time_is_explained_by_scan_count_and_page_time() {
+        let mut outcome = outcome(MergeEnd::Settled, 100);
+        outcome.plan.predicted.ksmd_time = Duration::from_millis(4);
+        outcome.pages_scanned = Ok(Pages(500));
+        outcome.ksmd_time = Ok(Duration::from_millis(10));
+        let [looks, each] = figure_reasons(&outcome, PlanFigure::KsmdCpu)[..] else { panic!("two reasons") };
+        assert!((looks.0 - 0.00004).abs() < 1e-9 && looks.1 == "looked again, or at others");
+        assert!((each.0 - 0.00596).abs() < 1e-9 && each.1 == "a look took longer than reckoned");
+        outcome.pages_scanned = Err(pagefold_base::reading::Absent::NotOnThisKernel);
+        assert_eq!(figure_reasons(&outcome, PlanFigure::KsmdCpu).len(), 1);
+    }
+
+    #[test]
+    fn wall_time_is_explained_by_ksmd_time_and_cpu_share() {
+        let mut outcome = outcome(MergeEnd::Settled, 100);
+        // Half of a CPU: 20 ms for 10 ms. It took from 5 to 40 ms, with 12 ms by then.
+        outcome.plan.predicted.ksmd_time = Duration::from_millis(10);
+        outcome.plan.predicted.wall_time = Duration::from_millis(20);
+        (outcome.census_time, outcome.ksmd_time) = (Duration::from_millis(5), Ok(Duration::from_millis(13)));
+        outcome.timeline[3].ksmd_time = Duration::from_millis(12);
+        let [used, had] = figure_reasons(&outcome, PlanFigure::Wall)[..] else { panic!("two reasons") };
+        assert!((used.0 - 0.004).abs() < 1e-9 && used.1 == "ksmd had used more CPU by then");
+        assert!((had.0 - 0.011).abs() < 1e-9);
+        outcome.timeline.clear();
+        assert!(figure_reasons(&outcome, PlanFigure::Wall).is_empty(), "nothing was merged");
+    }
+
+    #[test]
+    fn available_memory_is_explained_by_consumer() {
+        let mut outcome = outcome(MergeEnd::Settled, 100);
+        let net = outcome.net(page_size()).0 as u64;
+        outcome.plan.predicted.effect.scanned_pages = Pages(100);
+        outcome.available = (Ok(Bytes(1 << 30)), Ok(Bytes((1 << 30) + net - 70 * 4096)));
+        outcome.after.zero = Pages(10);
+        outcome.resident =
+            Ok(Resident { targets: (Bytes(500 * 4096), Bytes(530 * 4096)), own: (Bytes(0), Bytes(20 * 4096)) });
+        let zeros = 10.0 * 4096.0;
+        let expected = [
+            (zeros - 100.0 * 64.0, "what is saved, net, came to that: see above"),
+            (-40.0 * 4096.0, "the targets took"),
+            (-20.0 * 4096.0, "pagefold itself holds"),
+            (-20.0 * 4096.0, "others took, page tables and the kernel among them"),
+        ];
+        assert_eq!(figure_reasons(&outcome, PlanFigure::Available), expected);
+    }
+
+    #[test]
+    fn huge_page_and_region_differences_are_explained() {
+        let mut outcome = outcome(MergeEnd::Settled, 100);
+        outcome.plan.predicted.effect.split_huge_pages = Pages(2);
+        outcome.plan.predicted.regions_added = 2;
+        outcome.plan.targets[1].huge_page_bytes = Bytes(3 * HUGE.0);
+        outcome.huge_page_bytes = (Bytes(8 * HUGE.0), Ok(Bytes(4 * HUGE.0)));
+        outcome.regions = RegionCounts { before: 10, now: 11, planned_boundaries: 1, unenrolled_boundaries: 0 };
+        assert_eq!(figure_reasons(&outcome, PlanFigure::HugePages).iter().map(|(by, _)| *by).sum::<f64>(), 2.0);
+        outcome.ended_targets = vec![1];
+        // Its three went with it, one of which was to be split.
+        assert_eq!(figure_reasons(&outcome, PlanFigure::HugePages)[0], (2.0, PROCESS_ENDED_REASON));
+        assert_eq!(figure_reasons(&outcome, PlanFigure::Regions)[0].0, -1.0);
+    }
+
+    #[test]
+    fn region_differences_are_explained_by_boundaries() {
+        let process = |pid| ProcessId { pid: Pid(pid), start_time: 1 };
+        let mut outcome = outcome(MergeEnd::Settled, 100);
+        let page = |number: u64| number * 4096;
+        for (target, (start, end)) in outcome.plan.targets.iter_mut().zip([(10, 20), (0, 50)]) {
+            target.ranges[0].range = AddressRange { start: page(start), end: page(end) };
+        }
+        outcome.plan.predicted.regions_added = 3;
+        let compare = |outcome: &MergeOutcome, now: [&[u64]; 2], withdrawn: &[(u64, u64)]| {
+            let of = |starts: &[u64]| starts.iter().map(|&number| page(number)).collect::<Vec<u64>>();
+            let before = BTreeMap::from([(process(1), of(&[0])), (process(2), of(&[0, 200])), (process(3), of(&[0]))]);
+            let now = BTreeMap::from([(process(1), of(now[0])), (process(2), of(now[1]))]);
+            let ranges = withdrawn.iter().map(|&(start, end)| AddressRange { start: page(start), end: page(end) });
+            let ranges: Vec<AddressRange> = ranges.collect();
+            let withdrawn = |of| if of == process(1) { ranges.clone() } else { Vec::new() };
+            let regions = RegionCounts::compare(&outcome.plan, &before, &now, withdrawn);
+            figure_reasons(&MergeOutcome { regions, ..outcome.clone() }, PlanFigure::Regions)
+        };
+        let none = "boundaries of the plan that are none: side by side, at an edge, or withdrawn";
+        let parts = "boundaries of parts that were withdrawn";
+        assert_eq!(compare(&outcome, [&[0, 10, 20], &[0, 50, 200]], &[]), []);
+        // The first half of the first range was withdrawn, and its program has mapped something.
+        assert_eq!(
+            compare(&outcome, [&[0, 15, 20, 300], &[0, 50, 200]], &[(10, 15)]),
+            [(-1.0, none), (1.0, parts), (1.0, "mapped by the programs since, or cut")],
+        );
+        assert_eq!(
+            compare(&outcome, [&[0, 10, 20], &[0, 50]], &[]),
+            [(-1.0, "unmapped by the programs since, or joined")]
+        );
+        let missed = |range| {
+            let (change, pid, comm, why) = (EnrollChange::Enroll, Pid(1), String::new(), String::new());
+            FailedChange { change, pid, comm, range, why }
+        };
+        outcome.failed_changes = vec![missed(None)];
+        assert_eq!(compare(&outcome, [&[0], &[0, 50, 200]], &[]), [(-2.0, NOT_ENROLLED_REASON)]);
+    }
+}

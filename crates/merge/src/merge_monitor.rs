@@ -1,0 +1,405 @@
+//! The trial that a merge is: what does not stay merged for long enough to pay is withdrawn.
+//!
+//! It outlives a round of merging. What one round merged is watched in the next, which has nothing more to plan there;
+//! and what was withdrawn once is not enrolled again. What is refused is tried again at the next look, and only what
+//! the last try did not bring about is told.
+
+use crate::decide::outcome::{EnrollChange, FailedChange};
+use crate::decide::plan::MergePlan;
+use crate::recheck::{CheckScope, CowSampler, SampledRange, UnenrollPhase};
+use crate::unmerge::{self, UnenrollMethod};
+use pagefold_base::guard;
+use pagefold_base::guard::{FrameNeed, MemoryVerdict};
+use pagefold_base::merge_lifetime;
+use pagefold_base::merge_lifetime::{LifetimeCriterion, LifetimeStats};
+use pagefold_base::process::Process;
+use pagefold_base::{Absent, AddressRange, Pages, ProcessId};
+use pagefold_census::ProcessSelection;
+use pagefold_host::action::{Action, ActionError, MergeAdvice, NOT_MAPPED_REASON};
+use pagefold_host::memory_headroom::{is_memory_short, measure_headroom};
+use pagefold_host::transaction::session;
+use pagefold_host::transaction::session::{ChangeLifetime, Session};
+use pagefold_host::{Host, ProcessHandle as Handle};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::AtomicBool;
+
+/// What is watched, and what was withdrawn.
+pub struct MergeMonitor<'h> {
+    host: &'h dyn Host,
+    sampler: CowSampler<'h>,
+    /// What was seen of what is no longer watched.
+    dropped_lifetime_stats: LifetimeStats,
+    unenrolled: BTreeMap<ProcessId, UnenrolledRanges>,
+    /// What of that was merged and written twice.
+    thrashing: BTreeSet<(ProcessId, AddressRange)>,
+    /// What was withdrawn the last time because nothing of it was merged.
+    unmerged: BTreeMap<ProcessId, Vec<AddressRange>>,
+    /// What could not be withdrawn the last time that it was tried.
+    failed_changes: BTreeMap<ProcessId, Vec<FailedChange>>,
+    /// Whether frames cannot be seen, so that nothing can be watched.
+    frames_unreadable: bool,
+    /// By which price merged pages are judged.
+    criterion: LifetimeCriterion,
+    /// COW breaks a second that are allowed, where ksmd was granted a share of one CPU.
+    max_breaks_per_second: Option<f64>,
+    /// Pages that were found written since they were last merged again, about.
+    cow_breaks: Pages,
+    /// Percent of ten seconds in which some task waited for memory, from which on it is short and nothing is withdrawn.
+    max_pressure_percent: Option<f64>,
+}
+
+/// What was withdrawn of a process because it did not stay merged for long enough.
+#[derive(Clone, Debug, Default)]
+pub struct UnenrolledRanges {
+    /// For good, because Pagefold had enrolled it.
+    pub enrolled_by_pagefold: Vec<AddressRange>,
+    /// While ksmd works, because the program had.
+    pub enrolled_by_program: Vec<AddressRange>,
+}
+
+impl UnenrolledRanges {
+    /// All of it.
+    pub fn all_ranges(&self) -> Vec<AddressRange> {
+        [&self.enrolled_by_pagefold[..], &self.enrolled_by_program[..]].concat()
+    }
+}
+
+impl<'h> MergeMonitor<'h> {
+    /// Nothing enrolled yet.
+    pub fn new(host: &'h dyn Host) -> Self {
+        Self {
+            host,
+            sampler: CowSampler::new(host),
+            dropped_lifetime_stats: LifetimeStats::default(),
+            unenrolled: BTreeMap::new(),
+            thrashing: BTreeSet::new(),
+            unmerged: BTreeMap::new(),
+            failed_changes: BTreeMap::new(),
+            frames_unreadable: false,
+            criterion: LifetimeCriterion::default(),
+            max_breaks_per_second: None,
+            cow_breaks: Pages::ZERO,
+            max_pressure_percent: None,
+        }
+    }
+
+    /// Judge by the CPU time that was granted: ksmd has this share of one CPU for the processes that are watched.
+    pub fn set_ksmd_share(&mut self, ksmd_cpu_share: f64) {
+        self.max_breaks_per_second = Some(merge_lifetime::max_cow_breaks_per_second(ksmd_cpu_share));
+    }
+
+    /// Withdraw nothing while memory is short, where some task that waits for it for this percentage of ten seconds is.
+    pub fn set_max_pressure(&mut self, percent: f64) {
+        self.max_pressure_percent = Some(percent);
+    }
+
+    /// Watch what a plan has enrolled, too. Not before it is: what is injected runs on the target's own time.
+    pub fn add_plan(&mut self, plan: &MergePlan) {
+        let withdrawn = |process| self.unenrolled.get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default();
+        self.sampler.add_plan(plan, withdrawn);
+    }
+
+    /// Whether there is nothing to watch.
+    pub fn is_empty(&self) -> bool {
+        self.frames_unreadable || self.sampler.is_empty()
+    }
+
+    /// Whether any process has run since a plan was added.
+    pub fn check_any_ran(&mut self) -> bool {
+        !self.is_empty() && self.sampler.check_any_ran()
+    }
+
+    /// What was seen so far.
+    pub fn lifetime_stats(&self) -> LifetimeStats {
+        self.sampler.lifetime_stats() + self.dropped_lifetime_stats
+    }
+
+    /// What was withdrawn so far, but for what only found no partner.
+    pub fn unenrolled(&self) -> &BTreeMap<ProcessId, UnenrolledRanges> {
+        &self.unenrolled
+    }
+
+    /// How often a range that was withdrawn had been written too soon.
+    pub fn break_count(&self, process: ProcessId, range: AddressRange) -> usize {
+        if self.thrashing.contains(&(process, range)) { 2 } else { 1 }
+    }
+
+    /// What was withdrawn the last time, when a round had ended, because nothing of it was merged. It may be enrolled
+    /// again.
+    pub fn unmerged(&self, process: ProcessId) -> &[AddressRange] {
+        self.unmerged.get(&process).map(Vec::as_slice).unwrap_or_default()
+    }
+
+    /// What could not be withdrawn the last time that it was tried, of processes that live.
+    pub fn failed_changes(&self) -> impl Iterator<Item = &FailedChange> {
+        let lives = |process| pagefold_host::hold(self.host, process).is_ok();
+        self.failed_changes.iter().filter(move |(process, _)| lives(**process)).flat_map(|(_, missed)| missed)
+    }
+
+    /// The processes among these, each with the first reason.
+    pub fn failed_unenrolls(&self) -> Vec<(ProcessId, String)> {
+        let lives = |process| pagefold_host::hold(self.host, process).is_ok();
+        let stuck = self.failed_changes.iter().filter(|(process, _)| lives(**process));
+        stuck.filter_map(|(process, missed)| Some((*process, missed.first()?.why.clone()))).collect()
+    }
+
+    /// Let a range that was withdrawn be enrolled again.
+    pub fn allow_again(&mut self, process: ProcessId, range: AddressRange) {
+        self.thrashing.remove(&(process, range));
+        if let Some(withdrawn) = self.unenrolled.get_mut(&process) {
+            withdrawn.enrolled_by_pagefold.retain(|other| *other != range);
+            withdrawn.enrolled_by_program.retain(|other| *other != range);
+        }
+    }
+
+    /// Forget what was withdrawn of processes that do not fit.
+    pub fn retain_processes(&mut self, keep: impl Fn(ProcessId) -> bool) {
+        self.unenrolled.retain(|&process, _| keep(process));
+        self.thrashing.retain(|&(process, _)| keep(process));
+    }
+
+    /// Forget what is watched of a process of which nothing is merged any more.
+    pub fn forget_process(&mut self, process: ProcessId) {
+        self.sampler.forget_process(process);
+        self.failed_changes.remove(&process);
+    }
+
+    /// Look at what is merged. Tells whether any of it does not pay that programs had not enrolled themselves: what can
+    /// be withdrawn between rounds.
+    pub fn check_pages(&mut self, scope: CheckScope) -> bool {
+        self.frames_unreadable =
+            self.frames_unreadable || !self.sampler.is_empty() && self.sampler.check_pages(scope).is_err();
+        if self.is_empty() {
+            return false;
+        }
+        self.cow_breaks += self.sampler.cow_breaks();
+        let page_bytes = self.host.page_size().bytes();
+        if let Some(allowed) = self.max_breaks_per_second {
+            self.criterion =
+                merge_lifetime::criterion_for_break_limit(&self.sampler.cow_break_rates(), allowed, page_bytes);
+        }
+        self.sampler.has_unprofitable(|seen| self.criterion.is_met_by(seen, page_bytes))
+    }
+
+    /// About how many merged pages were found written since this was asked for last.
+    pub fn take_cow_breaks(&mut self) -> Pages {
+        std::mem::take(&mut self.cow_breaks)
+    }
+
+    /// The same, to be asked for again.
+    pub fn cow_breaks(&self) -> Pages {
+        self.cow_breaks
+    }
+
+    /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at
+    /// again. Tells how many pages of whom were withdrawn.
+    pub fn unenroll_unprofitable(
+        &mut self,
+        session: &mut Session<'_>,
+        phase: UnenrollPhase,
+    ) -> Result<BTreeMap<ProcessId, Pages>, session::Error> {
+        self.failed_changes.clear();
+        self.unmerged.clear();
+        if self.is_empty() {
+            return Ok(BTreeMap::new());
+        }
+        let page_size = self.host.page_size();
+        let mut by_process: BTreeMap<ProcessId, Vec<SampledRange>> = BTreeMap::new();
+        let price = self.criterion;
+        let pays = |seen: &LifetimeStats| price.is_met_by(seen, page_size.bytes());
+        for piece in self.sampler.take_unprofitable(pays, phase) {
+            by_process.entry(piece.process).or_default().push(piece);
+        }
+        let mut gone: BTreeMap<ProcessId, Pages> = BTreeMap::new();
+        for (process, pieces) in by_process {
+            let (own, ours): (Vec<SampledRange>, Vec<SampledRange>) =
+                pieces.into_iter().partition(|piece| piece.enrolled_by_program);
+            for (pieces, stays) in [(ours, ChangeLifetime::Permanent), (own, ChangeLifetime::Temporary)] {
+                // What a program enrolled itself would be put back at once.
+                let pointless = matches!(phase, UnenrollPhase::BetweenRounds | UnenrollPhase::AfterInterruption)
+                    && stays == ChangeLifetime::Temporary;
+                if pointless || pieces.is_empty() {
+                    self.sampler.add_ranges(pieces);
+                    continue;
+                }
+                let ranges = pieces.iter().map(|piece| piece.range).collect();
+                // What does pay is here because nothing of it is merged.
+                let merged = pieces.iter().filter(|piece| !pays(&piece.lifetime_stats));
+                let copies = merged.map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+                let pressed = (copies > Pages::ZERO && self.is_memory_short(process)).then_some(MEMORY_SHORT_REASON);
+                let missed = match pressed.or_else(|| verdict_reason(self.memory_verdict(process, copies))) {
+                    Some(why) => vec![self.failed_unenroll(process, why)],
+                    None => self.unenroll_ranges(session, process, ranges, stays)?,
+                };
+                let is_missed = |piece: &SampledRange| {
+                    missed.iter().any(|missed| missed.range.is_none_or(|range| range.overlap(piece.range).is_some()))
+                };
+                let (kept, pieces): (Vec<SampledRange>, Vec<SampledRange>) = pieces.into_iter().partition(is_missed);
+                self.sampler.add_ranges(kept);
+                for missed in missed {
+                    push_failed_change(self.failed_changes.entry(process).or_default(), missed);
+                }
+                self.dropped_lifetime_stats =
+                    pieces.iter().fold(self.dropped_lifetime_stats, |sum, piece| sum + piece.lifetime_stats);
+                if !pieces.is_empty() {
+                    let pages: Pages = pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
+                    *gone.entry(process).or_default() += pages;
+                }
+                // What only found no partner may find one later.
+                let (idle, lost): (Vec<SampledRange>, Vec<SampledRange>) =
+                    pieces.into_iter().partition(|piece| pays(&piece.lifetime_stats));
+                self.unmerged.entry(process).or_default().extend(idle.iter().map(|piece| piece.range));
+                let thrashed = lost.iter().filter(|piece| piece.lifetime_stats.is_thrashing(page_size.bytes()));
+                self.thrashing.extend(thrashed.map(|piece| (process, piece.range)));
+                let withdrawn = self.unenrolled.entry(process).or_default();
+                let withdrawn = if stays == ChangeLifetime::Temporary {
+                    &mut withdrawn.enrolled_by_program
+                } else {
+                    &mut withdrawn.enrolled_by_pagefold
+                };
+                withdrawn.extend(lost.iter().map(|piece| piece.range));
+            }
+        }
+        Ok(gone)
+    }
+
+    /// Withdraw again, for now, what earlier sessions withdrew for now, as far as there is memory for what was merged of
+    /// it since. Tells what was missed.
+    pub fn repeat_temporary_unenroll(&self, session: &mut Session<'_>) -> Result<Vec<FailedChange>, session::Error> {
+        let mut missed = Vec::new();
+        for (&process, withdrawn) in
+            self.unenrolled.iter().filter(|(_, withdrawn)| !withdrawn.enrolled_by_program.is_empty())
+        {
+            let pressed = self.is_memory_short(process).then_some(MEMORY_SHORT_REASON);
+            match pressed.or_else(|| self.memory_failure_reason(process, withdrawn)) {
+                Some(why) => missed.push(self.failed_unenroll(process, why)),
+                None => missed.extend(self.unenroll_ranges(
+                    session,
+                    process,
+                    withdrawn.enrolled_by_program.clone(),
+                    ChangeLifetime::Temporary,
+                )?),
+            }
+        }
+        Ok(missed)
+    }
+
+    /// Why there may not be the memory to withdraw again what a program had enrolled.
+    fn memory_failure_reason(&self, process: ProcessId, withdrawn: &UnenrolledRanges) -> Option<&'static str> {
+        let selection = ProcessSelection { pids: [process.pid].into(), ..ProcessSelection::default() };
+        let own = |_: &dyn Handle, _: &Process| {
+            Some(UnenrollMethod::Ranges(unmerge::joined(withdrawn.enrolled_by_program.clone())))
+        };
+        let Ok(plan) = unmerge::make_plan(self.host, &selection, &own) else { return Some(MEMORY_UNKNOWN_REASON) };
+        if plan.unscanned.iter().any(|unseen| unseen.why != Absent::Vanished) {
+            return Some(MEMORY_UNKNOWN_REASON);
+        }
+        verdict_reason(plan.check_memory(self.host, &plan.frame_need()).verdict)
+    }
+
+    /// Withdraw ranges. Tells what was missed.
+    fn unenroll_ranges(
+        &self,
+        session: &mut Session<'_>,
+        process: ProcessId,
+        ranges: Vec<AddressRange>,
+        stays: ChangeLifetime,
+    ) -> Result<Vec<FailedChange>, session::Error> {
+        let action = Action::Advise { process, advice: MergeAdvice::Unmergeable, ranges };
+        Ok(apply_to_process(session, process, &self.comm(process), &action, stays, &AtomicBool::new(false))?.missed)
+    }
+
+    /// Whether memory is short for a process, on the host or in its cgroup.
+    fn is_memory_short(&self, process: ProcessId) -> bool {
+        self.max_pressure_percent.is_some_and(|most| is_memory_short(self.host, self.cgroup(process), most))
+    }
+
+    fn cgroup(&self, process: ProcessId) -> Option<&str> {
+        self.sampler.process(process).and_then(|facts| facts.cgroup.as_deref().ok())
+    }
+
+    fn comm(&self, process: ProcessId) -> String {
+        self.sampler.process(process).map(|facts| facts.comm.clone()).unwrap_or_default()
+    }
+
+    fn failed_unenroll(&self, process: ProcessId, why: &str) -> FailedChange {
+        let (pid, comm) = (process.pid, self.comm(process));
+        FailedChange { change: EnrollChange::Unenroll, pid, comm, range: None, why: why.to_owned() }
+    }
+
+    /// Whether there is memory for so many pages of their own.
+    fn memory_verdict(&self, process: ProcessId, copies: Pages) -> MemoryVerdict {
+        let cgroup = self.cgroup(process);
+        let room = measure_headroom(self.host, &cgroup.map(str::to_owned).into_iter().collect());
+        guard::check_memory(&FrameNeed::for_cgroup(cgroup, copies, Pages::ZERO), &room, self.host.page_size()).verdict
+    }
+}
+
+/// Why nothing is withdrawn while memory is waited for.
+const MEMORY_SHORT_REASON: &str = "memory is short";
+
+/// Why nothing is withdrawn where nobody knows whether it fits.
+const MEMORY_UNKNOWN_REASON: &str = "it is not known how much memory there is for copies";
+
+/// Why something is not withdrawn, by the guard's word.
+fn verdict_reason(verdict: MemoryVerdict) -> Option<&'static str> {
+    match verdict {
+        MemoryVerdict::Fits => None,
+        MemoryVerdict::Unknown => Some(MEMORY_UNKNOWN_REASON),
+        MemoryVerdict::OverLimit | MemoryVerdict::FitsWithSwap => Some("there is no memory for copies"),
+    }
+}
+
+/// How often a process that is busy is tried once more: a thread that gets no processor for a moment does not stop. The
+/// answer of a guest's control socket was waited for already.
+const MAX_BUSY_RETRIES: usize = 2;
+
+/// What came of an action on a process.
+pub struct Acted {
+    /// What the process did not take: parts of it, or all by one without a range.
+    pub missed: Vec<FailedChange>,
+    /// Whether it was busy to the end.
+    pub is_busy: bool,
+}
+
+/// Act on a process. Memory that it has unmapped needs no withdrawing.
+pub fn apply_to_process(
+    session: &mut Session<'_>,
+    process: ProcessId,
+    comm: &str,
+    action: &Action,
+    lifetime: ChangeLifetime,
+    stop: &AtomicBool,
+) -> Result<Acted, session::Error> {
+    let withdraws = matches!(action, Action::Advise { advice: MergeAdvice::Unmergeable, .. });
+    let change = if withdraws { EnrollChange::Unenroll } else { EnrollChange::Enroll };
+    let note = |range, why| FailedChange { change, pid: process.pid, comm: comm.to_owned(), range, why };
+    let more = if matches!(action, Action::GuestMerge { .. }) { 0 } else { MAX_BUSY_RETRIES };
+    let is_busy = |outcome: &_| matches!(outcome, Err(session::Error::Refused(ActionError::Busy(_))));
+    let mut outcome = session.apply_until_stopped(action, lifetime, stop);
+    for _ in 0..more {
+        if !is_busy(&outcome) {
+            break;
+        }
+        outcome = session.apply_until_stopped(action, lifetime, stop);
+    }
+    let is_busy = is_busy(&outcome);
+    let missed = match outcome {
+        Ok(effect) => {
+            let told =
+                effect.missed_ranges.into_iter().filter(|(_, why)| !withdraws || !why.starts_with(NOT_MAPPED_REASON));
+            told.map(|(range, why)| note(Some(range), why)).collect()
+        }
+        Err(session::Error::Refused(why)) => vec![note(None, why.to_string())],
+        Err(session::Error::HostStateUnreadable(why)) => vec![note(None, ActionError::from(why).to_string())],
+        Err(error) => return Err(error),
+    };
+    Ok(Acted { missed, is_busy })
+}
+
+/// A process that refuses twice is told once.
+pub fn push_failed_change(changes: &mut Vec<FailedChange>, change: FailedChange) {
+    if change.range.is_some() || !changes.contains(&change) {
+        changes.push(change);
+    }
+}

@@ -1,0 +1,272 @@
+//! Contents that a plan counts on, page by page, by which one can tell afterwards why some gave back less than they
+//! should: their pages were written, or withdrawn, or ended with their process, and left their partners alone.
+//!
+//! All contents are followed where the plan has few pages, and what is told is exact. Of a larger plan it is a sample
+//! of contents by their fingerprints, which are as good as random numbers; of a content of many pages it is a sample of
+//! its pages, each of which stands for its share. So does each page of zeros.
+
+use crate::decide::outcome::{FrameFates, PageFate};
+use crate::decide::plan::MergePlan;
+use pagefold_base::{Absent, AddressRange, Fingerprint, PageClass, Pfn, ProcessId, Reading};
+use pagefold_census::content_groups;
+use pagefold_census::content_groups::GroupPage;
+use pagefold_census::index::{PageIndex, PageMark};
+use pagefold_census::range_selection::each_page;
+use pagefold_census::results::Census;
+use pagefold_host::{Host, PageContent, PageRun, ProcessHandle, ReadMethod};
+use pagefold_sys::fingerprint::Hasher;
+
+/// How many pages are followed, about: half a GiB of them. To look at them takes some hundredths of a second.
+const MAX_PROBED_PAGES: u64 = 1 << 17;
+
+/// Pages of which page tables are read at once at most, and those between two that are read along.
+const MAX_PAGEMAP_SPAN_PAGES: u64 = 1 << 16;
+const MAX_PAGEMAP_GAP_PAGES: u64 = 512;
+
+/// A content of more pages is not followed as a whole in a sample.
+const MAX_FULLY_PROBED_GROUP_PAGES: usize = 16;
+
+/// A content that is followed, or a page of one.
+#[derive(Debug)]
+struct ProbedContent {
+    fingerprint: Fingerprint,
+    /// The frames that it should give back.
+    predicted_frames: f64,
+    /// Its pages.
+    pages: Vec<(ProcessId, u64)>,
+}
+
+/// A page that is looked at again.
+struct ProbedPage {
+    process: ProcessId,
+    address: u64,
+    /// The number of its content.
+    content_position: usize,
+    /// The frame, if it is merged with some content.
+    ksm_frame: Option<Pfn>,
+    /// What became of it, once that is known.
+    fate: Option<PageFate>,
+}
+
+/// Contents of a plan.
+#[derive(Debug)]
+pub struct MergeProbes {
+    hasher: Hasher,
+    contents: Vec<ProbedContent>,
+}
+
+impl MergeProbes {
+    /// Choose some of the contents that should merge by a plan of this census, which was taken under the hasher's key.
+    pub fn choose(plan: &MergePlan, census: &Census, index: &PageIndex, hasher: &Hasher) -> Self {
+        let step = plan.predicted.merging.0.div_ceil(MAX_PROBED_PAGES).max(1);
+        let ranges = |id| {
+            let target = plan.targets.iter().find(|target| target.process.id == id);
+            target.map(|target| target.ranges.iter().map(|planned| planned.range).collect()).unwrap_or_default()
+        };
+        let planned: Vec<Vec<AddressRange>> =
+            census.subjects.iter().map(|subject| ranges(subject.process.id)).collect();
+        let merges = |class: PageClass| match class {
+            PageClass::DuplicateForeign => census.across_domains,
+            class => class == PageClass::Zero || class.is_duplicate(),
+        };
+        let may = |mark: PageMark| {
+            (plan.whole_processes || mark.is_covered()) && !mark.is_forbidden() && mark.class().is_some_and(merges)
+        };
+        let is_planned = |subject: usize, address: u64| {
+            let ranges = &planned[subject];
+            let inside = ranges.get(ranges.partition_point(|range| range.end <= address));
+            inside.is_some_and(|range| range.contains(address))
+        };
+        let address = |member: &GroupPage| index.locate(member.ordinal).map(|(.., address)| address);
+        let joins = |member: &GroupPage| {
+            may(index.mark(member.ordinal))
+                && address(member).is_some_and(|address| is_planned(member.subject, address))
+        };
+        let domains = content_groups::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
+        let within_domains = !census.across_domains && plan.whole_processes;
+        let chosen = content_groups::fold_groups(index, &domains, |chosen: &mut Vec<ProbedContent>, start, members| {
+            let fingerprint = index.paired()[start].fingerprint();
+            // The sum of products ends in bits that are as random as any.
+            let whole = step == 1 || members.len() <= MAX_FULLY_PROBED_GROUP_PAGES;
+            if whole && !fingerprint.0.is_multiple_of(step) {
+                return;
+            }
+            let mut follow = |members: &[GroupPage]| {
+                let frees = content_groups::freed_frames(index, census.sharing, members, joins).0 as f64;
+                let joining = members.iter().filter(|member| joins(member));
+                let pages: Vec<(ProcessId, u64)> = joining
+                    .filter_map(|member| Some((census.subjects[member.subject].process.id, address(member)?)))
+                    .collect();
+                if frees > 0.0 && whole {
+                    chosen.push(ProbedContent { fingerprint, predicted_frames: frees, pages });
+                } else if frees > 0.0 {
+                    let share = frees / pages.len() as f64;
+                    let some = pages.into_iter().skip((fingerprint.0 % step) as usize).step_by(step as usize);
+                    chosen.extend(some.map(|page| ProbedContent {
+                        fingerprint,
+                        predicted_frames: share,
+                        pages: vec![page],
+                    }));
+                }
+            };
+            if within_domains {
+                members.chunk_by(|a, b| a.domain == b.domain).for_each(follow);
+            } else {
+                follow(members);
+            }
+        });
+        let mut followed: Vec<ProbedContent> = chosen.into_iter().flatten().collect();
+        // Pages of zeros that are not merged are in no group.
+        let mut zeros = 0;
+        for (number, subject) in census.subjects.iter().enumerate().filter(|&(number, _)| !planned[number].is_empty()) {
+            for (_, ordinal, address) in each_page(index, &index.subject_ordinals(number)) {
+                let mark = index.mark(ordinal);
+                let zero =
+                    mark.class() == Some(PageClass::Zero) && may(mark) && index.first_page_of_frame(ordinal) == ordinal;
+                if zero && is_planned(number, address) {
+                    if zeros % step == 0 {
+                        let pages = vec![(subject.process.id, address)];
+                        followed.push(ProbedContent {
+                            fingerprint: Fingerprint::ZERO_PAGE,
+                            predicted_frames: 1.0,
+                            pages,
+                        });
+                    }
+                    zeros += 1;
+                }
+            }
+        }
+        Self { hasher: hasher.clone(), contents: followed }
+    }
+
+    /// What became of them. `given_up` names for each process the ranges that were given up, and why.
+    pub fn determine_fates(
+        &self,
+        host: &dyn Host,
+        given_up: impl Fn(ProcessId) -> Vec<(AddressRange, PageFate)>,
+    ) -> Reading<FrameFates> {
+        let of = |(content, followed): (usize, &ProbedContent)| {
+            let page = move |&(process, address): &(ProcessId, u64)| ProbedPage {
+                process,
+                address,
+                content_position: content,
+                ksm_frame: None,
+                fate: Some(PageFate::ProcessEnded),
+            };
+            followed.pages.iter().map(page).collect::<Vec<_>>()
+        };
+        let mut pages: Vec<ProbedPage> = self.contents.iter().enumerate().flat_map(of).collect();
+        pages.sort_unstable_by_key(|page| (page.process, page.address));
+        self.for_each_live_process(host, &mut pages, |handle, pages| self.check_mappings(host, handle, pages))?;
+        // What was written may have merged since with something else. But pages that were equal and have one frame now
+        // are as they were.
+        let known = |(at, page): (usize, &ProbedPage)| {
+            Some((self.contents[page.content_position].fingerprint, page.ksm_frame?, at))
+        };
+        let mut merged: Vec<(Fingerprint, Pfn, usize)> = pages.iter().enumerate().filter_map(known).collect();
+        merged.sort_unstable();
+        for same in merged.chunk_by(|a, b| (a.0, a.1) == (b.0, b.1)).filter(|same| same.len() > 1) {
+            same.iter().for_each(|&(.., at)| pages[at].fate = Some(PageFate::Merged));
+        }
+        self.for_each_live_process(host, &mut pages, |handle, pages| self.compare_contents(handle, pages))?;
+        let mut fates: Vec<Vec<PageFate>> = vec![Vec::new(); self.contents.len()];
+        for pages in pages.chunk_by(|a, b| a.process == b.process) {
+            let given_up = given_up(pages[0].process);
+            for page in pages {
+                let reason = given_up.iter().find(|(range, _)| range.contains(page.address)).map(|&(_, reason)| reason);
+                fates[page.content_position].push(match (page.fate.unwrap_or(PageFate::Written), reason) {
+                    (fate @ (PageFate::Merged | PageFate::ProcessEnded), _) => fate,
+                    (fate, Some(PageFate::UnenrolledUnmerged)) if fate != PageFate::UnchangedUnmerged => fate,
+                    (fate, reason) => reason.unwrap_or(fate),
+                });
+            }
+        }
+        let mut sum = FrameFates::default();
+        for (followed, fates) in self.contents.iter().zip(&fates) {
+            sum.add_content(followed.predicted_frames, fates);
+        }
+        Ok(sum)
+    }
+
+    /// Look at the pages of each process that lives. Those of one that ends meanwhile have ended with it.
+    fn for_each_live_process(
+        &self,
+        host: &dyn Host,
+        pages: &mut [ProbedPage],
+        visit: impl Fn(&dyn ProcessHandle, &mut [ProbedPage]) -> Reading<()>,
+    ) -> Reading<()> {
+        for pages in pages.chunk_by_mut(|a, b| a.process == b.process) {
+            let process = pages[0].process;
+            let handle = host
+                .open(process.pid)
+                .and_then(|handle| if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) });
+            match handle.and_then(|handle| visit(&*handle, pages)) {
+                Err(Absent::Vanished) => pages.iter_mut().for_each(|page| page.fate = Some(PageFate::ProcessEnded)),
+                looked => looked?,
+            }
+        }
+        Ok(())
+    }
+
+    /// What page tables tell of some pages of a process: of those that are in memory whether they are merged, and of
+    /// the others their fate.
+    fn check_mappings(&self, host: &dyn Host, handle: &dyn ProcessHandle, pages: &mut [ProbedPage]) -> Reading<()> {
+        let page_len = host.page_size().bytes();
+        let mut shared: Vec<(Pfn, usize)> = Vec::new();
+        let mut first = 0;
+        while first < pages.len() {
+            let start = pages[first].address;
+            let near = |pair: &[ProbedPage]| pair[1].address - pair[0].address <= MAX_PAGEMAP_GAP_PAGES * page_len;
+            let reach = pages[first..]
+                .windows(2)
+                .take_while(|pair| near(pair) && pair[1].address - start < MAX_PAGEMAP_SPAN_PAGES * page_len);
+            let last = first + reach.count();
+            let mappings = handle.mappings(AddressRange { start, end: pages[last].address + page_len })?;
+            for (at, page) in pages.iter_mut().enumerate().take(last + 1).skip(first) {
+                let mapping = mappings.get(((page.address - start) / page_len) as usize).copied().unwrap_or_default();
+                page.fate = match mapping {
+                    _ if mapping.swapped => Some(PageFate::Swapped),
+                    _ if mapping.present && !mapping.file => None,
+                    _ => Some(PageFate::Written),
+                };
+                shared.extend(
+                    mapping.frame.filter(|_| page.fate.is_none() && !mapping.exclusive).map(|frame| (frame, at)),
+                );
+            }
+            first = last + 1;
+        }
+        shared.sort_unstable();
+        let frames: Vec<Pfn> = shared.iter().map(|&(frame, _)| frame).collect();
+        for (&(frame, at), flags) in shared.iter().zip(host.frame_flags(&frames)?) {
+            let page = &mut pages[at];
+            if flags.is_ksm() {
+                page.ksm_frame = Some(frame);
+            } else if flags.is_zero_page() {
+                let was_zero = self.contents[page.content_position].fingerprint == Fingerprint::ZERO_PAGE;
+                page.fate = Some(if was_zero { PageFate::Merged } else { PageFate::Written });
+            }
+        }
+        Ok(())
+    }
+
+    /// Tell by their contents the fate of those pages of a process of which it is not known.
+    fn compare_contents(&self, handle: &dyn ProcessHandle, pages: &mut [ProbedPage]) -> Reading<()> {
+        let open: Vec<usize> = (0..pages.len()).filter(|&at| pages[at].fate.is_none()).collect();
+        let runs: Vec<PageRun> =
+            open.iter().map(|&at| PageRun { address: pages[at].address, pages: 1, huge: false }).collect();
+        handle.contents(ReadMethod::ProcMem { detect_merged: false }, &runs, &mut |position, view| {
+            let page = &mut pages[open[position]];
+            let was = self.contents[page.content_position].fingerprint;
+            let same = match view.content {
+                PageContent::Bytes(bytes) => Fingerprint(self.hasher.fingerprint(bytes)) == was,
+                PageContent::Fingerprint(fingerprint, _) => fingerprint == was,
+                PageContent::Volatile | PageContent::NotResident => false,
+            };
+            page.fate = Some(match (same, page.ksm_frame) {
+                (true, Some(_)) => PageFate::Merged,
+                (true, None) => PageFate::UnchangedUnmerged,
+                (false, _) => PageFate::Written,
+            });
+        })
+    }
+}

@@ -1,0 +1,103 @@
+//! What is left of a process once it was withdrawn: what is merged still, or that it has ended.
+
+use super::{RangePages, UnenrollBatch, UnenrollMethod, UnenrollTarget, is_mergeable, read_ksm_pages};
+use pagefold_base::process::Process;
+use pagefold_base::region::Region;
+use pagefold_base::{Absent, Bytes, Pages, ProcessId, Reading};
+use pagefold_host::hold as held;
+use pagefold_host::{Host, observe, parse};
+use std::time::{Duration, Instant};
+
+/// How long the end of a process is waited for whose main thread has ended, until it counts as one that goes on.
+const PROCESS_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What is still merged in a process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StillMerged {
+    /// Pages on KSM frames.
+    pub merged_pages: Pages,
+    /// Pages of zeros that KSM placed.
+    pub zero_pages: Pages,
+    /// Pages of either that the way in which it is withdrawn does not reach; in none of the others.
+    pub uncovered_pages: Pages,
+}
+
+/// All that is still marked of a guest as one part, by the kernel's sums.
+pub(super) fn guest_remainder_batch(host: &dyn Host, target: &UnenrollTarget) -> Reading<UnenrollBatch> {
+    let handle = held(host, target.process.id)?;
+    let regions = observe::regions(&*handle)?;
+    let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
+    let marked: Vec<&Region> =
+        regions.iter().filter(|region| is_mergeable(region) && target.method.covers(region)).collect();
+    let process = Process { ksm, ..target.process.clone() };
+    super::estimate_batch(host, &process, &target.method, &marked, target.max_zero_pages)
+}
+
+/// What is merged in a process now, by smaps: `ksm_merging_pages` is only right once ksmd comes by again.
+pub(super) fn read_still_merged(host: &dyn Host, target: &UnenrollTarget) -> Reading<StillMerged> {
+    let handle = held(host, target.process.id)?;
+    let regions = observe::regions(&*handle)?;
+    let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
+    let pages = |reached: bool| -> Reading<Pages> {
+        let bytes: Reading<Bytes> = regions
+            .iter()
+            .filter(|region| (!is_mergeable(region) || target.method.covers(region)) == reached)
+            .map(|region| region.ksm.clone())
+            .sum();
+        Ok(host.page_size().pages_in(bytes?))
+    };
+    let zeros = ksm.zero_pages.map_or(Pages::ZERO, |pages| Pages(u64::try_from(pages).unwrap_or(0)));
+    let (Ok(merged), Ok(beside)) = (pages(true), pages(false)) else {
+        // The count of the whole process is not that of some ranges.
+        if matches!(target.method, UnenrollMethod::Ranges(_)) {
+            let marked = regions
+                .iter()
+                .filter(|region| is_mergeable(region))
+                .flat_map(|region| target.method.covered_ranges(region));
+            let found =
+                marked.map(|range| read_ksm_pages(host, &*handle, range)).collect::<Reading<Vec<RangePages>>>()?;
+            let merged = found.iter().flat_map(|found| &found.pages).filter(|(_, shared)| shared.is_some()).count();
+            return Ok(StillMerged { merged_pages: Pages(merged as u64), ..StillMerged::default() });
+        }
+        return Ok(StillMerged {
+            merged_pages: Pages(ksm.merging_pages?),
+            zero_pages: zeros,
+            uncovered_pages: Pages::ZERO,
+        });
+    };
+    // Which zero pages are whose cannot be seen. While nothing that is reached is marked, they are not there.
+    let reached = regions.iter().any(|region| is_mergeable(region) && target.method.covers(region));
+    let elsewhere = if reached || matches!(target.method, UnenrollMethod::WholeProcess | UnenrollMethod::MarkedRegions)
+    {
+        Pages::ZERO
+    } else {
+        zeros
+    };
+    Ok(StillMerged {
+        merged_pages: merged,
+        zero_pages: zeros.saturating_sub(elsewhere),
+        uncovered_pages: beside + elsewhere,
+    })
+}
+
+/// Whether a process has ended, though its parent may not have asked for its status yet: its memory reads as empty
+/// then, and not as gone.
+pub(super) fn has_ended(host: &dyn Host, id: ProcessId) -> bool {
+    let until = Instant::now() + PROCESS_EXIT_TIMEOUT;
+    loop {
+        let end = held(host, id).and_then(|handle| {
+            let stat = parse::stat(&handle.read("stat")?)?;
+            let main_thread = matches!(stat.state, 'Z' | 'X') || stat.flags & parse::PF_EXITING != 0;
+            Ok((main_thread, handle.read("status").and_then(|bytes| parse::status(&bytes).threads)))
+        });
+        match end {
+            Err(why) => return why == Absent::Vanished,
+            Ok((false, _)) => return false,
+            // Other threads are ending as well, or go on without the first one.
+            Ok((true, Ok(threads))) if threads > 1 && Instant::now() < until => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Ok((true, threads)) => return threads.is_ok_and(|threads| threads <= 1),
+        }
+    }
+}

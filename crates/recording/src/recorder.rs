@@ -1,0 +1,363 @@
+//! A host that passes every question on to another and keeps the answers in a folder.
+
+use super::{RECORDING_SCHEMA, reason_to_text};
+use pagefold_base::identity;
+use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::parse;
+use pagefold_host::{FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// Keeps what is read through it. Files are written as they are read; [`HostRecorder::undo_all`] writes the rest. Pages and frames
+/// are passed on and not kept: whoever records writes them.
+pub struct HostRecorder<'a> {
+    host: &'a dyn Host,
+    root: PathBuf,
+    keeps_arguments: fn(comm: &str, arguments: &[String]) -> bool,
+    visible_pids: Mutex<Option<BTreeSet<Pid>>>,
+    absence_reasons: Mutex<BTreeMap<String, Absent>>,
+    /// What may be kept of the files that runtimes have about containers; which of these, is known in the end.
+    label_files: Mutex<BTreeMap<String, Vec<u8>>>,
+    first_error: Mutex<Option<io::Error>>,
+    finished: bool,
+}
+
+impl Drop for HostRecorder<'_> {
+    /// Half a recording helps nobody: the folder is as empty as it was.
+    fn drop(&mut self) {
+        if !self.finished {
+            let _ = fs::remove_dir_all(self.root.join("files"));
+            let _ = fs::remove_dir_all(self.root.join("pages"));
+            for file in ["absent.txt", "contents.txt", "frames.txt"] {
+                let _ = fs::remove_file(self.root.join(file));
+            }
+        }
+    }
+}
+
+impl<'a> HostRecorder<'a> {
+    /// Record `host` into a new or empty folder, which only its owner may enter: it holds what others may not read of
+    /// these processes. Command lines are kept whole where `keep_arguments` says so, and cut to their first word
+    /// elsewhere.
+    pub fn new(
+        host: &'a dyn Host,
+        root: &Path,
+        keeps_arguments: fn(comm: &str, arguments: &[String]) -> bool,
+    ) -> io::Result<Self> {
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(root)?;
+        if fs::read_dir(root)?.next().is_some() {
+            return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the folder is not empty"));
+        }
+        fs::create_dir(root.join("files"))?;
+        // Who owns the folder could put links where files are about to be written.
+        if fs::metadata(root)?.uid() != fs::metadata(root.join("files"))?.uid() {
+            fs::remove_dir(root.join("files"))?;
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the folder belongs to another user"));
+        }
+        fs::set_permissions(root, fs::Permissions::from_mode(0o700))?;
+        fs::create_dir(root.join("pages"))?;
+        Ok(Self {
+            host,
+            root: root.to_owned(),
+            keeps_arguments,
+            visible_pids: Mutex::default(),
+            absence_reasons: Mutex::default(),
+            label_files: Mutex::default(),
+            first_error: Mutex::default(),
+            finished: false,
+        })
+    }
+
+    /// From now on, and in the recording, only these processes are there. What was read of others, to choose these, is
+    /// not kept.
+    ///
+    /// # Panics
+    /// If a thread panicked while it recorded.
+    pub fn restrict_to_pids(&self, pids: BTreeSet<Pid>) {
+        *self.visible_pids.lock().expect("no thread panicked") = Some(pids);
+    }
+
+    /// Write what remains. `about` are further lines of `recording.toml`.
+    ///
+    /// Errors are the first that occurred at any time while recording.
+    ///
+    /// # Panics
+    /// If a thread panicked while it recorded.
+    pub fn finish(mut self, about: &str) -> io::Result<()> {
+        if let Some(shown) = self.visible_pids.get_mut().expect("no thread panicked").take() {
+            self.remove_other_processes(&shown)?;
+        }
+        for (path, bytes) in std::mem::take(self.label_files.get_mut().expect("no thread panicked")) {
+            self.save_answer(&path, Ok(&bytes));
+        }
+        if let Some(error) = self.first_error.get_mut().expect("no thread panicked").take() {
+            return Err(error);
+        }
+        let mut absent = String::new();
+        for (path, why) in self.absence_reasons.get_mut().expect("no thread panicked") {
+            absent.push_str(&format!("{path}\t{}\n", reason_to_text(why)));
+        }
+        fs::write(self.root.join("absent.txt"), absent)?;
+        let page_size = self.host.page_size().bytes();
+        fs::write(
+            self.root.join("recording.toml"),
+            format!("schema = \"{RECORDING_SCHEMA}\"\npage_size = {page_size}\n{about}"),
+        )?;
+        self.finished = true;
+        Ok(())
+    }
+
+    /// Take out what was kept of processes that are not shown.
+    fn remove_other_processes(&mut self, visible_pids: &BTreeSet<Pid>) -> io::Result<()> {
+        let is_other = |name: &str| name.parse().is_ok_and(|pid| !visible_pids.contains(&Pid(pid)));
+        for entry in fs::read_dir(self.root.join("files/proc"))? {
+            let entry = entry?;
+            if entry.file_name().to_str().is_some_and(is_other) {
+                fs::remove_dir_all(entry.path())?;
+            }
+        }
+        let cgroup = |pid: &Pid| fs::read(self.root.join(format!("files/proc/{pid}/cgroup"))).ok();
+        let cgroups = visible_pids.iter().filter_map(|pid| parse::cgroup(&cgroup(pid)?).ok());
+        let theirs: BTreeSet<String> = cgroups.flat_map(|cgroup| identity::label_files(&cgroup)).collect();
+        let is_others = |path: &str| identity::is_label_file(path) && !theirs.contains(path);
+        self.label_files.get_mut().expect("no thread panicked").retain(|path, _| !is_others(path));
+        let absent = self.absence_reasons.get_mut().expect("no thread panicked");
+        absent.retain(|path, _| !path.split('/').nth(1).is_some_and(is_other) && !is_others(path));
+        Ok(())
+    }
+
+    /// Keep an answer below its path.
+    fn save_answer(&self, path: &str, answer: Reading<&[u8]>) {
+        match answer {
+            Ok(bytes) => {
+                let file = self.root.join("files").join(path);
+                let written = file.parent().map_or(Ok(()), fs::create_dir_all).and_then(|()| fs::write(&file, bytes));
+                if let (Err(error), Ok(mut failure)) = (written, self.first_error.lock()) {
+                    failure.get_or_insert(error);
+                }
+            }
+            Err(why) => {
+                if let Ok(mut absent) = self.absence_reasons.lock() {
+                    absent.insert(path.to_owned(), why);
+                }
+            }
+        }
+    }
+
+    fn save_lines(&self, path: &str, directory: &str, answer: &Reading<Vec<String>>) {
+        match answer {
+            Ok(names) => {
+                self.save_answer(path, Ok(names.iter().flat_map(|name| [name, "\n"]).collect::<String>().as_bytes()))
+            }
+            Err(why) => self.save_answer(directory, Err(why.clone())),
+        }
+    }
+}
+
+impl Host for HostRecorder<'_> {
+    fn describe(&self) -> String {
+        self.host.describe()
+    }
+
+    fn page_size(&self) -> PageSize {
+        self.host.page_size()
+    }
+
+    fn read(&self, path: &str) -> Reading<Vec<u8>> {
+        let answer = self.host.read(path);
+        match &answer {
+            Ok(bytes) if identity::is_label_file(path) => {
+                if let Ok(mut labels) = self.label_files.lock() {
+                    labels.insert(path.to_owned(), parse::strip_to_labels(bytes));
+                }
+            }
+            answer => self.save_answer(path, answer.as_deref().map_err(Absent::clone)),
+        }
+        answer
+    }
+
+    fn list(&self, path: &str) -> Reading<Vec<String>> {
+        let answer = self.host.list(path);
+        self.save_lines(&format!("{path}/.names"), path, &answer);
+        answer
+    }
+
+    fn pids(&self) -> Reading<Vec<Pid>> {
+        let mut answer = self.host.pids();
+        if let (Ok(pids), Ok(shown)) = (&mut answer, self.visible_pids.lock()) {
+            pids.retain(|pid| shown.as_ref().is_none_or(|shown| shown.contains(pid)));
+        }
+        let names = answer.clone().map(|pids| pids.iter().map(Pid::to_string).collect());
+        self.save_lines("proc/.names", "proc", &names);
+        answer
+    }
+
+    fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
+        let directory = format!("proc/{pid}");
+        match self.host.open(pid) {
+            Ok(process) => {
+                let process = ProcessRecorder { recorder: self, process, directory };
+                // Without it a process cannot be opened again.
+                process.read("stat")?;
+                Ok(Box::new(process))
+            }
+            Err(why) => {
+                self.save_answer(&directory, Err(why.clone()));
+                Err(why)
+            }
+        }
+    }
+
+    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
+        let answer = self.host.frame_flags(frames);
+        if let Err(why) = &answer {
+            self.save_answer("proc/kpageflags", Err(why.clone()));
+        }
+        answer
+    }
+
+    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.host.frame_mappings(frames)
+    }
+
+    fn apply(&self, _: &Action) -> Result<ActionOutcome, ActionError> {
+        Err(ActionError::ReadOnly)
+    }
+}
+
+struct ProcessRecorder<'a> {
+    recorder: &'a HostRecorder<'a>,
+    process: Box<dyn ProcessHandle + 'a>,
+    directory: String,
+}
+
+impl ProcessRecorder<'_> {
+    /// What may be kept of a file.
+    fn redact(&self, file: &str, bytes: &[u8]) -> Vec<u8> {
+        match file {
+            "environ" => parse::job_environment(bytes)
+                .into_iter()
+                .flat_map(|(name, value)| format!("{name}={value}\0").into_bytes())
+                .collect(),
+            "cmdline" => {
+                let comm = self
+                    .process
+                    .read("stat")
+                    .and_then(|stat| parse::stat(&stat))
+                    .map(|stat| stat.comm)
+                    .unwrap_or_default();
+                let arguments = parse::arguments(bytes);
+                if (self.recorder.keeps_arguments)(&comm, &arguments) {
+                    bytes.to_vec()
+                } else {
+                    // A program may have put one title over all of its arguments: `postgres: user database host`.
+                    let word = arguments.first().and_then(|first| first.split(' ').next());
+                    word.map(|word| format!("{word}\0").into_bytes()).unwrap_or_default()
+                }
+            }
+            _ => bytes.to_vec(),
+        }
+    }
+}
+
+impl ProcessHandle for ProcessRecorder<'_> {
+    fn id(&self) -> ProcessId {
+        self.process.id()
+    }
+
+    fn read(&self, file: &str) -> Reading<Vec<u8>> {
+        let answer = self.process.read(file);
+        let path = format!("{}/{file}", self.directory);
+        match &answer {
+            Ok(bytes) => self.recorder.save_answer(&path, Ok(&self.redact(file, bytes))),
+            Err(why) => self.recorder.save_answer(&path, Err(why.clone())),
+        }
+        answer
+    }
+
+    fn links(&self, directory: &str) -> Reading<Vec<String>> {
+        let answer = self.process.links(directory);
+        let path = format!("{}/{directory}", self.directory);
+        self.recorder.save_lines(&format!("{path}.links"), &path, &answer);
+        answer
+    }
+
+    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
+        self.process.resident(ranges)
+    }
+
+    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
+        self.process.mappings(range)
+    }
+
+    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
+        self.process.contents(way, runs, sink)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Recording;
+    use pagefold_host::observe;
+
+    /// Two processes in containers of Docker's, with what Docker keeps of these; of the second as one in a container of
+    /// its own sees it.
+    fn host_with_two_containers(root: &Path) -> Recording {
+        let file = |path: &str, text: &str| {
+            let file = root.join("files").join(path);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(file, text).unwrap();
+        };
+        file("proc/.names", "7\n8\n");
+        for (pid, id, host) in [(7, "ab".repeat(32), ""), (8, "cd".repeat(32), "proc/1/root/")] {
+            let stat = format!("{pid} (web) S 1 1 1 0 -1 4194304{} 30965760 4249\n", " 1".repeat(13));
+            file(&format!("proc/{pid}/stat"), &stat);
+            file(&format!("proc/{pid}/cgroup"), &format!("0::/system.slice/docker-{id}.scope\n"));
+            let config = include_str!("../../host/src/parse/samples/docker-config.v2.json")
+                .replace("acme", &format!("tenant{pid}"));
+            file(&format!("{host}var/lib/docker/containers/{id}/config.v2.json"), &config);
+        }
+        fs::write(root.join("recording.toml"), format!("schema = \"{RECORDING_SCHEMA}\"\npage_size = 4096\n")).unwrap();
+        Recording::open(root).unwrap()
+    }
+
+    fn read_labels(host: &dyn Host, pid: u32) -> Vec<String> {
+        let handle = host.open(Pid(pid)).unwrap();
+        observe::process(host, &*handle).unwrap().identity.labels
+    }
+
+    /// All that is below a folder: paths and contents.
+    fn folder_dump(folder: &Path) -> String {
+        let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+        let one = |path: PathBuf| {
+            let inside = if path.is_dir() { folder_dump(&path) } else { fs::read_to_string(&path).unwrap() };
+            format!("{}\n{inside}\n", path.display())
+        };
+        entries.map(one).collect()
+    }
+
+    #[test]
+    fn labels_of_selected_containers_are_recorded() {
+        let folder = tempfile::tempdir().unwrap();
+        let live = host_with_two_containers(&folder.path().join("live"));
+        let kept = folder.path().join("kept");
+        let tap = HostRecorder::new(&live, &kept, |_, _| true).unwrap();
+        for pid in [7, 8] {
+            assert_eq!(read_labels(&tap, pid), ["com.docker.compose.project=shop", &format!("tenant=tenant{pid}")]);
+        }
+        tap.restrict_to_pids(BTreeSet::from([Pid(8)]));
+        assert_eq!(tap.pids().unwrap(), [Pid(8)]);
+        tap.finish("").unwrap();
+        let everything = folder_dump(&kept);
+        assert!(!everything.contains("PASSWORD") && !everything.contains("tenant7"), "{everything}");
+        assert!(!everything.contains(&"ab".repeat(32)), "{everything}");
+        let replayed = Recording::open(&kept).unwrap();
+        assert_eq!(read_labels(&replayed, 8), ["com.docker.compose.project=shop", "tenant=tenant8"]);
+    }
+}

@@ -1,0 +1,129 @@
+//! Connections whose request has not arrived in full: one thread polls all of them, so that slow ones cost a descriptor
+//! each and no thread. Where there are too many, the one that has waited longest is dropped.
+
+use super::request::{HttpRequest, PartialRequest};
+use super::response::HttpResponse;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use std::collections::VecDeque;
+use std::io::ErrorKind;
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+/// How long a request may take to arrive.
+pub const MAX_READ_TIME: Duration = Duration::from_secs(5);
+
+/// Connections whose request has not arrived in full, at most.
+pub const MAX_PENDING_CONNECTIONS: usize = 512;
+
+/// Connections that are accepted before others are looked at.
+const MAX_ACCEPTS_PER_POLL: usize = 64;
+
+/// A request, or the refusal of what is none, and the connection to answer on.
+pub type ReceivedRequest = (TcpStream, Result<HttpRequest, HttpResponse>);
+
+/// A connection.
+#[derive(Debug)]
+struct PendingConnection {
+    stream: TcpStream,
+    head: PartialRequest,
+    deadline: Instant,
+}
+
+/// All of them, the oldest first.
+#[derive(Debug)]
+pub struct RequestQueue {
+    pending: VecDeque<PendingConnection>,
+    max_pending: usize,
+}
+
+impl RequestQueue {
+    /// None yet. A quarter of the descriptors that this process may have are used at most.
+    pub fn new() -> Self {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+        let most = limit.map_or(MAX_PENDING_CONNECTIONS, |limit| {
+            usize::try_from(limit / 4).unwrap_or(MAX_PENDING_CONNECTIONS).clamp(1, MAX_PENDING_CONNECTIONS)
+        });
+        Self { pending: VecDeque::new(), max_pending: most }
+    }
+
+    /// Wait until something happens, for so long at most; then take in new connections and what has arrived. Requests
+    /// that are whole, and refusals of others, go to `arrived`.
+    pub fn wait_for_requests(
+        &mut self,
+        listener: &TcpListener,
+        host_names: &[String],
+        max_wait: Duration,
+        received: &mut Vec<ReceivedRequest>,
+    ) {
+        let now = Instant::now();
+        let first = self.pending.front().map_or(max_wait, |oldest| oldest.deadline.saturating_duration_since(now));
+        let timeout = Timespec::try_from(first.min(max_wait)).unwrap_or_default();
+        let streams = self.pending.iter().map(|arriving| PollFd::new(&arriving.stream, PollFlags::IN));
+        let mut polled: Vec<PollFd<'_>> = [PollFd::new(listener, PollFlags::IN)].into_iter().chain(streams).collect();
+        match poll(&mut polled, Some(&timeout)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            // Out of memory, most likely: nothing that haste would mend.
+            Err(_) => std::thread::sleep(Duration::from_millis(100)),
+        }
+        let ready: Vec<bool> = polled.iter().map(|polled| !polled.revents().is_empty()).collect();
+        drop(polled);
+        let now = Instant::now();
+        let all = std::mem::take(&mut self.pending);
+        for (arriving, ready) in all.into_iter().zip(&ready[1..]) {
+            self.read_request(arriving, *ready, now, host_names, received);
+        }
+        if ready[0] {
+            self.accept_connections(listener, host_names, received);
+        }
+    }
+
+    /// Take in what has arrived of a request.
+    fn read_request(
+        &mut self,
+        mut one: PendingConnection,
+        ready: bool,
+        now: Instant,
+        names: &[String],
+        arrived: &mut Vec<ReceivedRequest>,
+    ) {
+        match if ready { one.head.read(&one.stream, names) } else { Ok(None) } {
+            Ok(Some(Some(request))) => arrived.push((one.stream, Ok(request))),
+            // The peer went without a word.
+            Ok(Some(None)) => {}
+            Ok(None) if now >= one.deadline => {
+                arrived.push((one.stream, Err(HttpResponse::refusal(408, "the request took too long"))));
+            }
+            Ok(None) => self.pending.push_back(one),
+            Err(refusal) => arrived.push((one.stream, Err(refusal))),
+        }
+    }
+
+    fn accept_connections(&mut self, listener: &TcpListener, names: &[String], arrived: &mut Vec<ReceivedRequest>) {
+        for _ in 0..MAX_ACCEPTS_PER_POLL {
+            let stream = match listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+                // The peer went at once.
+                Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => continue,
+                // Out of descriptors or memory, or the server ends.
+                Err(_) => {
+                    if self.pending.pop_front().is_none() {
+                        std::thread::sleep(Duration::from_millis(100));
+                    }
+                    return;
+                }
+            };
+            if stream.set_nonblocking(true).is_err() {
+                continue;
+            }
+            if self.pending.len() >= self.max_pending {
+                self.pending.pop_front();
+            }
+            let now = Instant::now();
+            let arriving = PendingConnection { stream, head: PartialRequest::default(), deadline: now + MAX_READ_TIME };
+            // Most requests are there as soon as their connection is.
+            self.read_request(arriving, true, now, names, arrived);
+        }
+    }
+}

@@ -1,0 +1,387 @@
+//! The tables of `pagefold top`: cells, and what is told of the row that is selected.
+
+use pagefold_base::Bytes;
+use pagefold_daemon::text::format_footprint;
+use pagefold_daemon::wire::{StatusReport, TrackedProcessReport, TrackingState, WorkloadKind};
+use pagefold_doctor::wire::VerdictName;
+use pagefold_output::text::{escape_unprintable, format_bar, format_bytes, format_number};
+use std::cmp::{Ordering, Reverse};
+
+/// How much a row asks for attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RowMark {
+    Plain,
+    Dim,
+    Good,
+    Warn,
+    Bad,
+}
+
+#[derive(Debug)]
+pub struct TableColumn {
+    pub title: String,
+    pub width: u16,
+    /// Numbers stand at the right.
+    pub right_aligned: bool,
+}
+
+#[derive(Debug)]
+pub struct TableRow {
+    pub cells: Vec<TableCell>,
+    pub mark: RowMark,
+    /// All of it in words, once it is selected; in lines.
+    pub detail: String,
+}
+
+#[derive(Debug)]
+pub struct TableCell {
+    pub text: String,
+    /// How dark it is in a heat map, to 1.
+    pub heat_level: f64,
+}
+
+impl<T: Into<String>> From<T> for TableCell {
+    fn from(text: T) -> Self {
+        Self { text: text.into(), heat_level: 0.0 }
+    }
+}
+
+#[derive(Debug)]
+pub struct DataTable {
+    pub columns: Vec<TableColumn>,
+    pub rows: Vec<TableRow>,
+    /// What to say where there is no row.
+    pub empty_text: &'static str,
+}
+
+impl DataTable {
+    fn new(columns: &[(&str, u16, bool)], empty: &'static str) -> Self {
+        let columns = columns.iter().map(|&(title, width, right)| TableColumn {
+            title: title.to_owned(),
+            width,
+            right_aligned: right,
+        });
+        Self { columns: columns.collect(), rows: Vec::new(), empty_text: empty }
+    }
+
+    fn add_row(&mut self, cells: impl IntoIterator<Item = TableCell>, mark: RowMark, detail: String) {
+        self.rows.push(TableRow { cells: cells.into_iter().collect(), mark, detail });
+    }
+
+    /// Keep the rows in which a text occurs, in whatever case.
+    pub fn filter_rows(&mut self, search_text: &str) {
+        let wanted = search_text.to_lowercase();
+        let fits = |text: &str| text.to_lowercase().contains(&wanted);
+        self.rows.retain(|row| fits(&row.detail) || row.cells.iter().any(|cell| fits(&cell.text)));
+    }
+
+    /// Leave out the last columns that a width has no room for.
+    pub fn fit_columns(&mut self, width: u16) {
+        let mut used = 0;
+        let fitting = self.columns.iter().take_while(|column| {
+            used += column.width + 1;
+            used <= width + 1
+        });
+        let count = fitting.count().max(1);
+        self.columns.truncate(count);
+        for row in &mut self.rows {
+            row.cells.truncate(count);
+        }
+    }
+}
+
+/// By what members are sorted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct SortOrder {
+    /// The column, among [`SORT_COLUMNS`].
+    column: usize,
+    /// The largest, or last in the alphabet, first.
+    pub descending: bool,
+}
+
+impl Default for SortOrder {
+    fn default() -> Self {
+        Self { column: 1, descending: true }
+    }
+}
+
+/// The columns by which members are sorted, in the order of their choice, and which of them begin with the largest.
+const SORT_COLUMNS: [(&str, bool); 6] =
+    [("Member", false), ("Footprint", true), ("Saved", true), ("Resident", true), ("Kind", false), ("Domain", false)];
+
+impl SortOrder {
+    /// The next column.
+    pub fn select_next_column(&mut self) {
+        self.column = (self.column + 1) % SORT_COLUMNS.len();
+        self.descending = SORT_COLUMNS[self.column].1;
+    }
+
+    /// Its name.
+    pub fn column_name(self) -> &'static str {
+        SORT_COLUMNS[self.column].0
+    }
+
+    fn compare(self, a: &TrackedProcessReport, b: &TrackedProcessReport) -> Ordering {
+        // What is not known comes last, whichever way round.
+        let figure = |of: fn(&TrackedProcessReport) -> Option<u64>| match (of(a), of(b)) {
+            (Some(a), Some(b)) if self.descending => b.cmp(&a),
+            (Some(a), Some(b)) => a.cmp(&b),
+            (a, b) => b.is_some().cmp(&a.is_some()),
+        };
+        let word = |order: Ordering| if self.descending { order.reverse() } else { order };
+        match self.column_name() {
+            "Member" => word(a.label.cmp(&b.label)),
+            "Kind" => word(a.kind.cmp(&b.kind)),
+            "Domain" => word(a.domain.cmp(&b.domain)),
+            "Footprint" => figure(|member| member.footprint),
+            "Saved" => figure(|member| member.saved),
+            _ => figure(|member| member.resident),
+        }
+    }
+}
+
+/// A figure that may be absent.
+pub fn format_optional<T>(value: Option<T>, format: impl Fn(T) -> String) -> String {
+    value.map_or_else(|| "-".to_owned(), format)
+}
+
+const BAR_COLUMNS: u16 = 16;
+
+pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable {
+    let mut sheet = DataTable::new(
+        &[
+            ("Member", 18, false),
+            ("Footprint", 9, true),
+            ("Saved", 9, true),
+            ("State", 10, false),
+            ("Resident", 9, true),
+            ("", BAR_COLUMNS, false),
+            ("Kind", 9, false),
+            ("Domain", 20, false),
+            ("Ranges", 7, true),
+        ],
+        "nobody is known yet",
+    );
+    let mut members: Vec<&TrackedProcessReport> = status.members.iter().collect();
+    members.sort_by(|a, b| sort_order.compare(a, b));
+    let most = members.iter().filter_map(|member| member.footprint).max();
+    for member in members {
+        let (state, mark) = state_label(member.state);
+        let cells = [
+            escape_unprintable(&member.label).into(),
+            format_optional(member.footprint, |value| format_footprint(value, member.footprint_age_seconds)).into(),
+            format_optional(member.saved, format_bytes).into(),
+            state.into(),
+            format_optional(member.resident, format_bytes).into(),
+            share_bar(member.footprint, most).into(),
+            kind_name(member.kind).into(),
+            escape_unprintable(&member.domain).into(),
+            format_number(member.ranges).into(),
+        ];
+        let cgroup = member.cgroup.as_ref().map_or_else(String::new, |cgroup| format!(", {cgroup}"));
+        let detail = format!(
+            "{}: {state}, {}. pid {}{cgroup}, {}; {} merged in {} ranges.",
+            member.label,
+            member.why,
+            member.pid,
+            member.domain,
+            format_optional_amount(member.merged),
+            format_number(member.ranges)
+        );
+        sheet.add_row(cells, mark, detail);
+    }
+    sheet
+}
+
+/// Virtual machines, containers, jobs and other processes, the largest first.
+pub fn workload_table(status: &StatusReport) -> DataTable {
+    let columns = [
+        ("Name", 24, false),
+        ("Footprint", 9, true),
+        ("Saved", 9, true),
+        ("Processes", 9, true),
+        ("", BAR_COLUMNS, false),
+        ("Kind", 9, false),
+        ("Domain", 20, false),
+    ];
+    let mut sheet = DataTable::new(&columns, "nobody is known yet");
+    let most = status.workloads.iter().filter_map(|workload| workload.sum.footprint).max();
+    for workload in &status.workloads {
+        let sum = &workload.sum;
+        let cells = [
+            escape_unprintable(&workload.name).into(),
+            format_optional(sum.footprint, |value| format_footprint(value, sum.footprint_age_seconds)).into(),
+            format_optional(sum.saved, format_bytes).into(),
+            format_number(sum.processes).into(),
+            share_bar(sum.footprint, most).into(),
+            kind_name(workload.kind).into(),
+            escape_unprintable(&workload.domain).into(),
+        ];
+        let (name, kind, merged) = (&workload.name, kind_name(workload.kind), format_optional_amount(sum.merged));
+        let detail = format!("{name}: {kind}, {}; {merged} merged.", workload.domain);
+        sheet.add_row(cells, RowMark::Plain, detail);
+    }
+    sheet
+}
+
+fn kind_name(kind: WorkloadKind) -> &'static str {
+    match kind {
+        WorkloadKind::Vm => "vm",
+        WorkloadKind::Container => "container",
+        WorkloadKind::Job => "job",
+        WorkloadKind::Process => "process",
+    }
+}
+
+fn format_optional_amount(value: Option<u64>) -> String {
+    value.map_or_else(|| "an unknown amount".to_owned(), |value| Bytes(value).to_string())
+}
+
+/// A figure as a part of the largest.
+fn share_bar(figure: Option<u64>, most: Option<u64>) -> String {
+    let share = figure.zip(most).map_or(0.0, |(figure, most)| figure as f64 / most.max(1) as f64);
+    format_bar(share, usize::from(BAR_COLUMNS))
+}
+
+fn state_label(state: TrackingState) -> (&'static str, RowMark) {
+    match state {
+        TrackingState::Arriving => ("arriving", RowMark::Warn),
+        TrackingState::Followed => ("followed", RowMark::Plain),
+        TrackingState::Merged => ("merged", RowMark::Good),
+        TrackingState::BackedOff => ("backed off", RowMark::Dim),
+        TrackingState::Excluded => ("excluded", RowMark::Dim),
+        TrackingState::Withdrawn => ("withdrawn", RowMark::Dim),
+    }
+}
+
+pub fn decision_table(status: &StatusReport) -> DataTable {
+    let columns = [
+        ("Ago", 8, true),
+        ("What", 9, false),
+        ("Whom", 16, false),
+        ("Save", 9, true),
+        ("Reason", 12, false),
+        ("Why", 20, false),
+    ];
+    let mut sheet = DataTable::new(&columns, "nothing was decided yet");
+    for decision in &status.decisions {
+        let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
+        let cells = [
+            format_duration(ago).into(),
+            escape_unprintable(&decision.what).into(),
+            escape_unprintable(&decision.whom).into(),
+            decision.predicted.map(format_bytes).unwrap_or_default().into(),
+            escape_unprintable(&decision.reason).into(),
+            escape_unprintable(&decision.why).into(),
+        ];
+        let done = if decision.acted { "" } else { " It was not carried out." };
+        let save =
+            decision.predicted.map_or_else(String::new, |save| format!(" It should save {}.", format_bytes(save)));
+        let detail =
+            format!("{} {}, because {} ({}).{save}{done}", decision.what, decision.whom, decision.why, decision.reason);
+        sheet.add_row(cells, if decision.acted { RowMark::Plain } else { RowMark::Dim }, detail);
+    }
+    sheet
+}
+
+pub fn finding_table(status: &StatusReport) -> DataTable {
+    let mut sheet =
+        DataTable::new(&[("Verdict", 8, false), ("Rule", 16, false), ("Finding", 40, false)], "nothing is wrong");
+    for finding in &status.findings {
+        let (word, mark) = match finding.verdict {
+            VerdictName::Fail => ("fail", RowMark::Bad),
+            VerdictName::Warn => ("warn", RowMark::Warn),
+            VerdictName::Unknown => ("unknown", RowMark::Dim),
+            VerdictName::Ok => ("ok", RowMark::Good),
+            VerdictName::NotApplicable => ("-", RowMark::Dim),
+        };
+        let remedy = finding.remedy.join("\n");
+        let detail = format!("{}: {}. {}\n{remedy}", finding.source, finding.value, finding.why);
+        sheet.add_row(
+            [word.into(), escape_unprintable(&finding.rule).into(), escape_unprintable(&finding.title).into()],
+            mark,
+            detail,
+        );
+    }
+    sheet
+}
+
+pub fn sharing_table(status: &StatusReport) -> DataTable {
+    let mut sheet = DataTable::new(&[("shares with", 18, false)], "no census was taken yet");
+    let Some(sharing) = &status.sharing else { return sheet };
+    let most = sharing.shared.iter().flatten().copied().max().unwrap_or(1).max(1);
+    for number in 1..=sharing.parties.len() {
+        sheet.columns.push(TableColumn { title: number.to_string(), width: 5, right_aligned: true });
+    }
+    for (row, (party, shared)) in sharing.parties.iter().zip(&sharing.shared).enumerate() {
+        let mut cells = vec![TableCell::from(format!("{:>2} {}", row + 1, escape_unprintable(party)))];
+        cells.extend(shared.iter().map(|&value| TableCell {
+            text: format_short_bytes(value),
+            heat_level: (value as f64 / most as f64).sqrt(),
+        }));
+        let mut others: Vec<(u64, usize)> =
+            shared.iter().copied().zip(0..).filter(|(_, other)| *other != row).collect();
+        others.sort_by_key(|&(value, _)| Reverse(value));
+        let most: Vec<String> = others
+            .iter()
+            .take(3)
+            .map(|(value, other)| format!("{} with {}", format_bytes(*value), sharing.parties[*other]))
+            .collect();
+        let own = shared.get(row).copied().unwrap_or_default();
+        sheet.add_row(
+            cells,
+            RowMark::Plain,
+            format!("{party} shares {}; {} have another copy in itself.", most.join(", "), format_bytes(own)),
+        );
+    }
+    sheet
+}
+
+/// Bytes in at most four characters, nothing below a MiB.
+fn format_short_bytes(value: u64) -> String {
+    let mebi = value >> 20;
+    match mebi {
+        0 => String::new(),
+        1..1000 => format!("{mebi}M"),
+        _ if mebi < 10 << 10 => format!("{:.1}G", mebi as f64 / 1024.0),
+        _ => format!("{}G", mebi >> 10),
+    }
+}
+
+pub fn ksm_table(status: &StatusReport) -> DataTable {
+    let mut sheet = DataTable::new(&[("Counter", 20, false), ("Value", 18, true)], "this kernel has no KSM");
+    let Some(ksm) = &status.ksm else { return sheet };
+    let counters: [(&str, Option<i64>, &str); 13] = [
+        ("run", ksm.run.map(u64::cast_signed), "0 stopped with merges kept, 1 running, 2 unmerging everything."),
+        ("pages_to_scan", ksm.pages_to_scan.map(u64::cast_signed), "Pages of a batch."),
+        ("sleep_millisecs", ksm.sleep_millisecs.map(u64::cast_signed), "Milliseconds between two batches."),
+        ("pages_shared", ksm.pages_shared.map(u64::cast_signed), "Frames that are shared."),
+        ("pages_sharing", ksm.pages_sharing.map(u64::cast_signed), "Further mappings of those frames."),
+        ("pages_unshared", ksm.pages_unshared.map(u64::cast_signed), "Pages that were looked at and have no copy."),
+        ("pages_volatile", ksm.pages_volatile.map(u64::cast_signed), "Pages that changed between scans."),
+        ("pages_scanned", ksm.pages_scanned.map(u64::cast_signed), "Pages looked at since boot, each time counted."),
+        ("pages_skipped", ksm.pages_skipped.map(u64::cast_signed), "Pages passed over by smart scan."),
+        ("ksm_zero_pages", ksm.ksm_zero_pages, "Pages that KSM mapped to the kernel's page of zeros."),
+        ("full_scans", ksm.full_scans.map(u64::cast_signed), "Complete scans since boot."),
+        ("general_profit", ksm.general_profit, "Bytes saved less metadata."),
+        ("cow_ksm", ksm.cow_ksm.map(u64::cast_signed), "Merged pages that were written and copied since boot."),
+    ];
+    for (name, value, meaning) in counters {
+        let digits =
+            |value: i64| format!("{}{}", if value < 0 { "-" } else { "" }, format_number(value.unsigned_abs()));
+        let mark = if value.is_some() { RowMark::Plain } else { RowMark::Dim };
+        sheet.add_row([name.into(), format_optional(value, digits).into()], mark, format!("{name}: {meaning}"));
+    }
+    sheet
+}
+
+/// A time in the two units that tell most.
+pub fn format_duration(seconds: f64) -> String {
+    let seconds = seconds as u64;
+    match seconds {
+        0..60 => format!("{seconds} s"),
+        60..3600 => format!("{} min", seconds / 60),
+        3600..86400 => format!("{} h {} m", seconds / 3600, seconds / 60 % 60),
+        _ => format!("{} d {} h", seconds / 86400, seconds / 3600 % 24),
+    }
+}

@@ -1,0 +1,16 @@
+//! A kernel that refuses: a seccomp filter over this process and all that it starts, under which system calls fail as
+//! they do on kernels and in containers that do not offer them.
+
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+};
+
+/// Have `prctl(PR_SET_MEMORY_MERGE)` and close_range(2) fail with an error from now on.
+pub fn refuse_merge_any(errno: u32) -> Result<(), seccompiler::Error> {
+    let option = libc::PR_SET_MEMORY_MERGE as u64;
+    let wanted = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, option)?;
+    let rules = [(libc::SYS_prctl, vec![SeccompRule::new(vec![wanted])?]), (libc::SYS_close_range, Vec::new())];
+    let (allow, refuse) = (SeccompAction::Allow, SeccompAction::Errno(errno));
+    let filter = SeccompFilter::new(rules.into(), allow, refuse, std::env::consts::ARCH.try_into()?)?;
+    seccompiler::apply_filter(&BpfProgram::try_from(filter)?)
+}
