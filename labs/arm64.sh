@@ -1,14 +1,14 @@
 #!/bin/bash
-# Runs tests that ask the kernel of 64-bit Arm: in a machine that QEMU emulates, one for each test program, with Debian's
-# kernel (unpacked and never installed), busybox, the C library of the cross compiler, and the targets of injection.
+# Runs tests that depend on the kernel of 64-bit Arm. QEMU emulates one machine for each test program, with Debian's
+# kernel (unpacked and never installed), busybox, the C library of the cross compiler, and the injection targets.
 #
-#     labs/arm64.sh                        # those of injection
-#     labs/arm64.sh ARGUMENTS              # others: arguments of `cargo test`
-#     labs/arm64.sh run PROGRAM ARGUMENTS  # what cargo calls
+#     labs/arm64.sh                        # the injection tests
+#     labs/arm64.sh ARGUMENTS              # other tests: arguments of `cargo test`
+#     labs/arm64.sh run PROGRAM ARGUMENTS  # cargo calls this
 #
-# CPU=cortex-a72 is a processor without scalable vectors, branch targets and tags; without it there is one with all that
-# QEMU knows. SECONDS_AT_MOST is how long a test program may take. What was downloaded and made is kept in .cache/arm64,
-# and the kernel there is used until it is removed. Needs Debian on amd64, and root only where packages are missing.
+# CPU=cortex-a72 is a processor without scalable vectors, branch targets and tags; the default has all features of QEMU.
+# SECONDS_AT_MOST limits the time of a test program. Downloads and build results stay in .cache/arm64; the kernel there
+# is used until it is removed. Needs Debian on amd64, and root only if packages are missing.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -27,7 +27,7 @@ finish() {
 trap finish EXIT
 trap 'exit 1' HUP INT TERM
 
-# Commands of apt for another architecture and release than the machine's, whose own lists stay as they are.
+# apt commands for another architecture and release than this machine's, whose own lists do not change.
 foreign() {
     local apt=$PWD/$work/apt command=$1
     shift
@@ -35,14 +35,14 @@ foreign() {
     touch "$apt/status"
     printf 'deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] http://deb.debian.org/debian %s main\n' \
         trixie trixie-backports > "$apt/sources.list"
-    # Without the sandbox's user, who may not write here.
+    # Without apt's sandbox user, which may not write here.
     "$command" -o APT::Architecture=arm64 -o APT::Architectures=arm64 -o APT::Default-Release=trixie-backports \
         -o APT::Sandbox::User=root -o Acquire::Languages=none -o Acquire::IndexTargets::deb::DEP-11::DefaultEnabled=false \
         -o Dir::State="$apt/state" -o Dir::State::status="$apt/status" -o Dir::Cache="$apt/cache" \
         -o Dir::Etc::sourcelist="$apt/sources.list" -o Dir::Etc::sourceparts=- "$@"
 }
 
-# The package of a name that another depends on.
+# The dependency of a package whose name starts with $2.
 dependency() {
     foreign apt-cache depends "$1" | awk -v name="^$2" '$1 == "Depends:" && $2 ~ name && !found++ { print $2 }'
 }
@@ -55,7 +55,7 @@ prepare() {
     if [ ! -s "$cache/vmlinuz" ] || [ ! -s "$cache/busybox" ]; then
         say "downloading the lists of Debian's packages for arm64"
         foreign apt-get -q=2 update >&2
-        # The meta package depends on the versioned one, and that, since 7.0 or so, on the one with the kernel in it.
+        # The meta package depends on the versioned one, which, since 7.0 or so, depends on the one with the kernel.
         local image binary
         image=$(dependency linux-image-cloud-arm64 linux-image-)
         [ -n "$image" ] || fail "Debian has no linux-image-cloud-arm64"
@@ -67,7 +67,7 @@ prepare() {
         )
         local package
         for package in "$work"/*.deb; do dpkg -x "$package" "$work/root"; done
-        # Where they lie has changed in Debian 13.
+        # Debian 13 has changed the paths of these files.
         find "$work/root" -type f -name 'vmlinuz*' -exec mv {} "$work/vmlinuz" \;
         find "$work/root" -type f -name busybox -path '*/bin/*' -exec mv {} "$work/busybox" \;
         mv "$work/vmlinuz" "$work/busybox" "$cache/"
@@ -92,10 +92,10 @@ prepare() {
     work=
 }
 
-# archive DIRECTORY: not compressed, which takes longer to unpack than to load.
+# archive DIRECTORY: not compressed, because unpacking would take longer than loading.
 archive() { (cd "$1" && find . | cpio --quiet -o -H newc -R 0:0); }
 
-# run PROGRAM ARGUMENTS...: its exit status, which it has to have shown itself.
+# run PROGRAM ARGUMENTS...: returns its exit status, which the machine must have printed.
 run() {
     local program=$1
     shift
@@ -111,7 +111,7 @@ run() {
     { cat "$cache/base.cpio"; archive "$work/own"; } > "$work/initramfs.cpio"
     local machine=(-M virt,mem-merge=off -cpu "${CPU:-max,pauth-impdef=on}" -smp 2 -m 2G -nographic -no-reboot -nodefaults
         -chardev "stdio,id=console,logfile=$work/output" -serial chardev:console)
-    # In the background, for signals to get here. With huge pages for who asks, as machines have them that let tests decide.
+    # In the background, so that signals arrive here. Huge pages with madvise only, so that tests control them.
     timeout "${SECONDS_AT_MOST:-1800}" qemu-system-aarch64 "${machine[@]}" -kernel "$cache/vmlinuz" \
         -initrd "$work/initramfs.cpio" -append "console=ttyAMA0 quiet panic=-1 transparent_hugepage=madvise" \
         < /dev/null &
@@ -134,5 +134,5 @@ prepare
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc
 export CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="$PWD/labs/arm64.sh run"
 [ $# -gt 0 ] || set -- --package pagefold-labs --test inject -- --show-output
-# Optimised: the machine is many times slower than this one.
+# Optimized: the emulated machine is many times slower than this one.
 exec cargo test ${LOCKED:+"$LOCKED"} --release --all-features --target "$target" "$@"

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Merges memory of real programs on this machine, shows what that saved, and cleans up.
+# Merges memory of real programs on this machine, prints the savings, and cleans up.
 #
-# As root, where `labs/setup.sh` has made ready: a census of four QEMU guests that share most of what they hold, and KSM,
-# whose settings come back. Without root: a simulation on four ranks (`labs/hera`) that merges its own memory with the
-# user engine. Where there is no C++ compiler, or no QEMU for root: a census of four perl interpreters, each with the same
-# book of words in memory, and no merging.
+# As root, after `labs/setup.sh`: a census of four QEMU guests with mostly equal memory, and KSM, whose settings are
+# restored. Without root: a simulation on four ranks (`labs/hera`) that merges its own memory with the user engine.
+# Without a C++ compiler, or as root without QEMU: a census of four perl interpreters, each with the same word list in
+# memory, and no merging.
 #
-# `labs/demo.sh simulate [OPTION]...` shows the simulation, with more options of hera, to whoever asks for it.
+# `labs/demo.sh simulate [OPTION]...` shows the simulation to any user, with more options of hera.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
 say() { printf '\n\033[1m== %s\033[0m\n' "$*"; }
-# pagefold tells with its exit status that a verdict is no (1) or that something was not seen (3): both are results.
+# Exit status 1 (a negative verdict) and 3 (something was not seen) of pagefold are results, not failures.
 pagefold() {
     say "pagefold $*"
     target/release/pagefold "$@" || case $? in 1 | 3) ;; *) return 1 ;; esac
@@ -21,12 +21,12 @@ look() {
     pagefold census "$@"
     pagefold doctor
     if [ "$(id -u)" -eq 0 ]; then
-        # The guests are root's own, so each may know what the others hold.
+        # All guests belong to root, so that each may learn the contents of the others.
         pagefold merge --across-domains "$@"
     fi
     pagefold account "$@"
     if [ "$(id -u)" -ne 0 ]; then
-        say "This was one's own processes alone. As root, 'make demo' starts virtual machines and sees everything."
+        say "This census covered your own processes only. As root, 'make demo' starts virtual machines, too."
     fi
 }
 
@@ -36,7 +36,7 @@ if [ "${1-}" = look ]; then
     exit
 fi
 
-# The simulation with its own memory, with an indirection that stores no blocks of zeros, and with the user engine.
+# The simulation with its own memory, with an indirection that stores no groups of zeros, and with the user engine.
 simulate() {
     local target=${CARGO_TARGET_DIR:-target} mode plain
     say "Building the user engine and a simulation that uses it (release)"
@@ -44,7 +44,7 @@ simulate() {
     mkdir -p "$target/demo"
     cp "$target/release/libpagefold_engine.so" "$target/demo/libpagefold.so.0"
     ln -sf libpagefold.so.0 "$target/demo/libpagefold.so"
-    # Ranks are plain processes here.
+    # Ranks are ordinary processes here.
     MPICXX=true labs/hera/build.sh "$target/demo" "$target/demo"
     PAGEFOLD_RUNTIME=$(mktemp -d /dev/shm/pagefold-demo.XXXXXX)
     export PAGEFOLD_RUNTIME
@@ -55,7 +55,7 @@ simulate() {
     done
     plain=$(grep -o 'checksum=[^ ]*' "$target/demo/plain.txt")
     for mode in blocks engine; do
-        grep -q "$plain" "$target/demo/$mode.txt" || { echo "$mode computed something else" >&2; return 1; }
+        grep -q "$plain" "$target/demo/$mode.txt" || { echo "the results of $mode differ" >&2; return 1; }
     done
     say "Six materials on 4 ranks: memory of all ranks (PSS, mean over the run) and the time of the run"
     for mode in plain blocks engine; do
@@ -85,21 +85,22 @@ say "Building (release)"
 cargo build --release -p pagefold -p pagefold-labs
 
 if [ "$(id -u)" -eq 0 ] && command -v qemu-system-x86_64 >/dev/null && [ -e .cache/fleet ]; then
-    # Who drives ksmd holds this, as the tests do.
+    # The lock for ksmd and its settings, which tests take, too.
     exec 9>/run/pagefold-test.lock
     flock 9
     say "Starting four QEMU guests of 128 MiB: 16 MiB of data the same in all, 16 MiB of its own in each"
     target/release/pagefold-lab fleet --guests 4 --memory 128 --same 16 --own 16 --names web \
         -- labs/demo.sh look --vm web-0 --vm web-1 --vm web-2 --vm web-3
 else
-    say "Starting four perl interpreters with the same book of words in each (no root or no QEMU here)"
+    say "Starting four perl interpreters with the same word list in each (no root or no QEMU here)"
     pids=()
     # shellcheck disable=SC2317 # called by the trap
     cleanup() { kill "${pids[@]}" 2>/dev/null || true; }
     trap cleanup EXIT
     arguments=()
     for _ in 1 2 3 4; do
-        # A long string lies alike in every process; what holds addresses, as the table of its words, does not.
+        # A long string is laid out alike in every process; data with addresses, such as the table of its words, are
+        # not.
         perl -e 'open my $text, "<", "LICENSE-APACHE" or die; my $book = join("", <$text>) x 1600;
             my %words; $words{$_}++ for split /\W+/, substr $book, 0, 1 << 20; sleep 600' &
         pids+=("$!")

@@ -1,16 +1,17 @@
 #!/bin/sh
-# A libvirt of its own, in namespaces of its own: starts libvirtd and a domain for each DOMAIN, each on QEMU without KVM
-# and with libvirt's default sandbox. Needs root and libvirt-daemon-system, which labs/setup.sh installs.
+# A libvirt in its own namespaces: starts libvirtd and a domain for each DOMAIN, each on QEMU without KVM and with
+# libvirt's default sandbox. Needs root and libvirt-daemon-system, which labs/setup.sh installs.
 #
 #   labs/libvirt.sh DIRECTORY ASSETS DOMAIN...
 #
-# DIRECTORY is an empty one that every user may enter: libvirt keeps its files and the guests' serial lines
-# (NAME.serial) there. ASSETS is where labs/setup.sh has put kernel and initramfs. A DOMAIN is NAME:MIB:SAME:OWN, as in
-# `pagefold-lab fleet`, with XML behind another colon that goes into the domain: web-0:128:24:4:<memoryBacking>...
+# DIRECTORY is an empty directory that every user may enter: libvirt keeps its files and the guests' serial lines
+# (NAME.serial) there. ASSETS is the directory with the kernel and initramfs of labs/setup.sh. A DOMAIN is
+# NAME:MIB:SAME:OWN, as in `pagefold-lab fleet`, optionally followed by a colon and XML that goes into the domain:
+# web-0:128:24:4:<memoryBacking>...
 #
-# READY is printed when all domains run; the guests say READY on their serial lines later. Then each line of standard
-# input is run as a shell command, whose output ends with `END STATUS`. Where standard input ends, or this is killed, so
-# does everything: the shell is the first process of a PID namespace. Nothing is left on the host but DIRECTORY.
+# It prints READY when all domains run; the guests print READY on their serial lines later. Then it runs each line of
+# standard input as a shell command, whose output ends with `END STATUS`. When standard input closes, or this script is
+# killed, all its processes end: the shell is the first process of a PID namespace. Only DIRECTORY stays on the host.
 set -eu
 
 if [ "${PAGEFOLD_LIBVIRT:-}" != inside ]; then
@@ -22,19 +23,19 @@ directory=$1 assets=$2
 shift 2
 fail() { echo "libvirt: $*" >&2; exit 1; }
 
-# Only this namespace sees these: the host's own libvirt, if it has one, is not touched.
+# Only this namespace sees these: the host's own libvirt, if any, is not touched.
 for folder in etc/libvirt var/lib/libvirt var/cache/libvirt var/log/libvirt run; do
     mkdir -p "$directory/$folder"
     chmod 755 "$directory/$folder"
     mount --bind "$directory/$folder" "/$folder"
 done
-# libvirt hands what a guest boots from to the user that QEMU runs as.
+# libvirt gives the ownership of boot files to the user that QEMU runs as.
 mkdir "$directory/boot"
 cp "$assets/vmlinuz" "$assets/initramfs.cpio" "$directory/boot"
 chmod 755 "$directory" "$directory/boot"
 
-# Devices without KVM: where root may use it and QEMU's user may not, libvirt asks QEMU at each start what it can do,
-# which takes seconds.
+# Devices without KVM. If root may use KVM and QEMU's user may not, libvirt probes QEMU at each start, which takes
+# seconds.
 mkdir "$directory/dev"
 mount -t tmpfs -o mode=755 dev "$directory/dev"
 (cd /dev && cp -a null zero full random urandom tty ptmx "$directory/dev")
@@ -42,7 +43,7 @@ for folder in pts shm; do
     mkdir "$directory/dev/$folder"
     mount --bind "/dev/$folder" "$directory/dev/$folder"
 done
-# What it covers would be seen twice by libvirt, which gives each domain devices of its own.
+# libvirt gives each domain its own devices, and would see the mounts below /dev twice.
 umount --recursive --lazy /dev 2> /dev/null || :
 mount --move "$directory/dev" /dev
 
@@ -97,7 +98,7 @@ for domain in "$@"; do
   </devices>
 </domain>
 XML
-    virsh create "$directory/$name.xml" >&2 || fail "$name is not started: $(tail -n 5 "$directory/libvirtd.log")"
+    virsh create "$directory/$name.xml" >&2 || fail "cannot start $name: $(tail -n 5 "$directory/libvirtd.log")"
     echo "libvirt: $name is started" >&2
 done
 

@@ -1,11 +1,11 @@
 #!/bin/sh
 # Prepares what `make bench-merge` needs beyond labs/setup.sh: a database and the simulations of labs/mpi, all from
-# Debian (some 2 GB installed). Does only what is still to be done. Needs root only where packages are missing.
+# Debian (about 2 GB installed). It skips steps that are done already. Needs root only if packages are missing.
 set -eu
 
-# quantum-espresso-data holds the pseudopotentials, cp2k-data these and the basis sets.
+# quantum-espresso-data has the pseudopotentials; cp2k-data has pseudopotentials and basis sets.
 packages="sqlite3 openmpi-bin meep-mpi-default openfoam quantum-espresso quantum-espresso-data cp2k cp2k-data"
-# Those of the section `debian`. Gerris compiles expressions of its input, which takes libgfs-dev.
+# Packages for the section `debian`. Gerris compiles expressions of its input, which needs libgfs-dev.
 packages="$packages lammps gromacs gromacs-data nwchem-openmpi nwchem-data abinit abinit-data elk-lapw gerris libgfs-dev"
 
 command -v apt-get > /dev/null || { echo "setup-bench: this needs Debian's apt-get" >&2; exit 1; }

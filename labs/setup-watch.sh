@@ -1,7 +1,7 @@
 #!/bin/sh
-# Prepares what the tests of crates/watch start: headless Chromium, tmux, and Prometheus' promtool, which is unpacked into
-# .cache/watch and never installed, as its package would start a server. Does only what is still to be done, so it may run
-# each time. Needs Debian after `apt-get update`, and root only where packages are missing.
+# Prepares what the tests of crates/watch start: headless Chromium, tmux, and Prometheus' promtool. promtool is unpacked
+# into .cache/watch and never installed, because its package would start a server. It skips steps that are done already,
+# so it may run each time. Needs Debian after `apt-get update`, and root only if packages are missing.
 set -eu
 
 labs=$(cd "$(dirname "$0")" && pwd)
@@ -14,10 +14,10 @@ command -v apt-get > /dev/null && command -v dpkg > /dev/null || { say "this nee
 missing=
 command -v chromium-headless-shell > /dev/null || command -v chromium > /dev/null || missing="$missing chromium-headless-shell"
 command -v tmux > /dev/null || missing="$missing tmux"
-# Without a font a page has no text to look at.
+# Without a font a page has no visible text.
 [ -d /usr/share/fonts/truetype ] || missing="$missing fonts-liberation"
 if [ -n "$missing" ] && [ "$(id -u)" -ne 0 ]; then
-    say "tests that need these will say that they are skipped:$missing"
+    say "tests that need these packages will be skipped:$missing"
 elif [ -n "$missing" ]; then
     say "installing$missing"
     # Unquoted: one word for each package.
@@ -30,7 +30,7 @@ if [ ! -x "$cache/promtool" ]; then
     trap 'rm -rf "$work"' EXIT
     trap 'exit 1' HUP INT TERM
     say "downloading prometheus for its promtool"
-    # Without the sandbox's user, who may not write here.
+    # Without apt's sandbox user, which may not write here.
     (cd "$work" && apt-get -q -o APT::Sandbox::User=root download prometheus >&2)
     dpkg -x "$work"/*.deb "$work/root"
     mv "$work/root/usr/bin/promtool" "$cache/promtool"

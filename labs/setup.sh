@@ -1,9 +1,9 @@
 #!/bin/sh
-# Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and never
-# installed) and an initramfs (busybox and guest/init); and what tests start: compilers of C and C++, OpenMPI,
-# pkg-config, groff, the shell of SQLite and PostgreSQL, of which no server is set up, and libvirt, whose daemons are not
-# started. Does only what is still to be done, so it may run each time. Needs Debian on amd64 after `apt-get update`, and
-# root only where packages are missing.
+# Prepares what `pagefold-lab fleet` boots: QEMU, and in .cache/fleet a kernel (Debian's cloud kernel, unpacked and
+# never installed) and an initramfs (busybox and guest/init). Also prepares what tests start: compilers for C and C++,
+# Open MPI, pkg-config, groff, the SQLite shell, PostgreSQL (no server is set up), and libvirt (its daemons are not
+# started). It skips steps that are done already, so it may run each time. Needs Debian on amd64 after `apt-get update`,
+# and root only if packages are missing.
 set -eu
 
 labs=$(cd "$(dirname "$0")" && pwd)
@@ -27,10 +27,10 @@ set -- /usr/lib/postgresql/*/bin/pg_amcheck
 architecture=$(dpkg --print-architecture)
 [ "$architecture" != amd64 ] || [ -x /usr/sbin/libvirtd ] || missing="$missing libvirt-daemon-system"
 if [ -n "$missing" ] && [ "$(id -u)" -ne 0 ]; then
-    say "tests that need these will say that they are skipped:$missing"
+    say "tests that need these packages will be skipped:$missing"
     missing=
 fi
-# Services of new packages are not started: tests start what they need themselves.
+# Services of new packages are not started: tests start what they need.
 policy=/usr/sbin/policy-rc.d
 install() (
     [ $# -gt 0 ] || exit 0
@@ -43,7 +43,7 @@ install() (
     fi
     DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "$@" >&2
 )
-# Debian's package makes a database cluster and starts it, unless this says otherwise meanwhile.
+# Debian's package creates and starts a database cluster, unless this file forbids it during the installation.
 clusters=/etc/postgresql-common/createcluster.conf
 case $missing in *postgresql*)
     install postgresql-common
@@ -61,7 +61,7 @@ if [ -e "$clusters.pagefold" ]; then
 fi
 
 if [ "$architecture" != amd64 ]; then
-    say "the guests are amd64 and this machine is not: what boots them will say that it is skipped"
+    say "the guests are amd64 and this machine is not: tests that boot guests will be skipped"
     exit 0
 fi
 
@@ -71,7 +71,7 @@ command -v cpio > /dev/null || missing="$missing cpio"
 dpkg-query -W -f '${db:Status-Status}' busybox-static 2> /dev/null | grep -qx installed ||
     missing="$missing busybox-static"
 if [ -n "$missing" ]; then
-    [ "$(id -u)" -eq 0 ] || fail "as root: apt-get install --no-install-recommends$missing"
+    [ "$(id -u)" -eq 0 ] || fail "needs root: apt-get install --no-install-recommends$missing"
     install $missing
 fi
 
@@ -85,7 +85,7 @@ if [ ! -s "$cache/vmlinuz" ]; then
     package=$(apt-cache depends linux-image-cloud-amd64 | awk '$1 == "Depends:" && $2 ~ /^linux-image-/ { print $2; exit }')
     [ -n "$package" ] || fail "apt knows no linux-image-cloud-amd64: run apt-get update"
     say "downloading $package"
-    # Without the sandbox's user, who may not write here.
+    # Without apt's sandbox user, which may not write here.
     (cd "$work" && apt-get -q -o APT::Sandbox::User=root download "$package" >&2)
     dpkg -x "$work"/*.deb "$work/kernel"
     mv "$work"/kernel/boot/vmlinuz-* "$work/vmlinuz"
@@ -99,7 +99,7 @@ if [ ! -s "$cache/initramfs.cpio" ] || [ "$labs/guest/init" -nt "$cache/initramf
     cp "$(command -v busybox)" "$root/bin/busybox"
     cp "$labs/guest/init" "$root/init"
     chmod 755 "$root/init" "$root/bin/busybox"
-    # Not compressed: the guest would spend longer unpacking it than QEMU loading it.
+    # Not compressed: unpacking in the guest would take longer than loading by QEMU.
     (cd "$root" && find . | cpio --quiet -o -H newc -R 0:0) > "$work/initramfs.cpio"
     mv "$work/initramfs.cpio" "$cache/initramfs.cpio"
 fi

@@ -1,13 +1,14 @@
 #!/bin/bash
 # Usage: labs/slurm.sh BUILT
 #
-# Runs jobs under a Slurm of one node with the scripts of deploy/slurm and the programs in BUILT, and sees what they do:
-# jobs are enrolled and accounted for, get what they ask for, and neither fail nor drain the node when the daemon hangs,
-# when there is none, and when there is no pagefold at all. Needs Slurm, munge and Open MPI with its compiler, and root.
+# Runs jobs under a Slurm of one node with the scripts of deploy/slurm and the programs in BUILT, and checks the
+# results. Jobs are enrolled and accounted for, and get what they request. They neither fail nor drain the node if the
+# daemon hangs, if there is no daemon, and if pagefold is not installed. Needs Slurm, munge and Open MPI with its
+# compiler, and root.
 #
-# The cluster has its own configuration, key, ports and folder below /tmp, and is gone in the end. Jobs belong to
-# `nobody`, and the daemon manages that user's programs alone; KSM is nobody else's meanwhile, and its settings come
-# back. On a machine with both versions of cgroups it is the first: Slurm 22.05 refuses the second there.
+# The cluster has its own configuration, key, ports and directory below /tmp, and is removed at the end. Jobs belong to
+# the user `nobody`, and the daemon manages only that user's programs. The script takes the lock for KSM, and restores
+# its settings. On a machine with both versions of cgroups it uses v1: Slurm 22.05 refuses v2 there.
 
 set -uo pipefail
 built=$(realpath "$1")
@@ -33,14 +34,14 @@ fail() {
     failures=$((failures + 1))
 }
 
-# check WHAT COMMAND...: whether it succeeds.
+# check WHAT COMMAND...: passes if the command succeeds.
 check() {
     local what=$1
     shift
     if "$@" > /dev/null 2>&1; then pass "$what"; else fail "$what"; fi
 }
 
-# comes SECONDS COMMAND...: whether it succeeds within that time.
+# comes SECONDS COMMAND...: whether the command succeeds within that time.
 comes() {
     local end=$((SECONDS + $1))
     shift
@@ -50,10 +51,10 @@ comes() {
     done
 }
 
-# What init has not waited for yet has ended all the same.
+# A process that init has not reaped yet counts as ended.
 gone() { ! grep -q '^State:[[:space:]]*[^ZX[:space:]]' "/proc/$1/status" 2> /dev/null; }
 
-# ended FILE: whether the process whose number it holds has ended, which it is told to.
+# ended FILE: ends the process whose number is in FILE, and waits for its end.
 ended() {
     local pid
     pid=$(cat "$1" 2> /dev/null) || return 0
@@ -82,7 +83,7 @@ finish() {
     rmdir /dev/shm/pagefold-65534 2> /dev/null
     if [ "$failures" -gt 0 ]; then
         for ((; job > 0; job--)); do rm -rf "/dev/shm/pagefold-65534/mpi-$job"*; done
-        echo "what the servers and jobs said is in $work"
+        echo "the logs of the servers and jobs are in $work"
     else
         rm -rf "$work"
     fi
@@ -92,11 +93,11 @@ trap 'exit 1' HUP INT TERM
 
 idle() { [ "$(sinfo --noheader --format=%T)" = idle ] && [ -z "$(squeue --noheader)" ]; }
 
-# One's own, and other tests' turn.
+# The lock of this script, shared with other tests.
 exec 8> /run/pagefold-test.lock
 flock 8
 if pgrep -x slurmctld > /dev/null || pgrep -x slurmd > /dev/null; then
-    echo "slurm: there is a Slurm on this machine, which this must not disturb"
+    echo "slurm: this machine already runs Slurm, which this test must not disturb"
     exit 1
 fi
 before=$(settings)
@@ -108,7 +109,7 @@ cp "$built/pagefold-lab" "$work/"
 cp "$built"/libpagefold_{preload,adopt}.so "$work/lib/"
 mpicc -O2 -pthread -o "$work/safe" "$labs/run/safe.c" || exit 1
 
-# Slurm gives its prolog and epilog no other environment than its own.
+# Slurm runs its prolog and epilog with its own environment only.
 for script in prolog epilog; do
     cat > "$work/$script" << END
 #!/bin/bash
@@ -118,7 +119,7 @@ END
     chmod 755 "$work/$script"
 done
 
-# site PAGEFOLD: which program the scripts find. That one writes down what it is asked and how that ended.
+# site PAGEFOLD: sets which program the scripts find. That wrapper logs its arguments and exit status.
 site() {
     cat > "$work/site" << END
 export PAGEFOLD_BINARY=$1 PAGEFOLD_JOBS=$work/jobs PAGEFOLD_LOG=$work/kept PAGEFOLD_PAUSE=1
@@ -192,7 +193,7 @@ start_daemon() {
     comes 30 "$built/pagefold" status
 }
 
-# submit [NAME=VALUE...] -- SCRIPT: a job of nobody's; its number is in $job.
+# submit [NAME=VALUE...] -- SCRIPT: submits a job of the user nobody; its number is in $job.
 submit() {
     local -a with=()
     while [ "$1" != -- ]; do
@@ -201,10 +202,10 @@ submit() {
     done
     job=$(cd "$work" && runuser -u nobody -- env "${with[@]}" sbatch --parsable --ntasks=2 --overcommit \
         --chdir="$work/out" --output="$work/out/%j.out" "$2")
-    [ -n "$job" ] || { fail "a job is taken"; exit 1; }
+    [ -n "$job" ] || { fail "Slurm accepts a job"; exit 1; }
 }
 
-# Two programs with 64 MiB each, half of that the same in both, until somebody says that it is enough.
+# Two programs with 64 MiB each, half of it equal in both, until the file `enough-JOB` exists.
 cat > "$work/twice" << END
 #!/bin/bash
 mkfifo in-\$SLURM_JOB_ID
@@ -230,7 +231,7 @@ asked() { running && for pid in $(targets); do grep -qx "enrol $pid 0" "$work/as
 mapped() { running && for pid in $(targets); do grep -q "$1" "/proc/$pid/maps" || return 1; done; }
 told() { grep -qE "$1" "$work/jobs/$job.json"; }
 shrunk() { [ "$(grep -cE '^ranks=2 shrunk=([5-9]|[1-9][0-9])$' "$work/out/$job.out")" -eq "$1" ]; }
-# done_with HOW: it ended so, nobody watches it, nothing of it stays, the node takes the next one.
+# done_with STATE: the job ended in this state, its watcher has ended, no file of it is left, and the node is idle.
 done_with() {
     comes 60 idle || return 1
     scontrol show job "$job" | grep -q "JobState=$1 " || return 1
@@ -248,48 +249,48 @@ check "the daemon starts" start_daemon
 
 submit -- "$work/twice"
 check "a job starts" comes 60 running
-check "the daemon takes what it starts" comes 30 asked
-check "and merges it, as its account tells" comes 60 told '"ksm_pages": [1-9]'
+check "the daemon manages the programs of the job" comes 30 asked
+check "the daemon merges them, according to the account" comes 60 told '"ksm_pages": [1-9]'
 enough
-check "it ends, and leaves nothing" done_with COMPLETED
-check "its last account is kept" kept
+check "the job ends, and leaves nothing" done_with COMPLETED
+check "the job's last account is kept" kept
 
 submit PAGEFOLD=kernel PAGEFOLD_LIBRARIES="$work/lib" -- "$work/twice"
 check "a job with PAGEFOLD=kernel starts" comes 60 running
-check "its programs have the library" mapped libpagefold_preload.so
-check "they are merged, as its account tells" comes 60 told '"ksm_pages": [1-9]'
+check "the job's programs load the library" mapped libpagefold_preload.so
+check "the daemon merges them, according to the account" comes 60 told '"ksm_pages": [1-9]'
 scancel "$job"
-check "cancelled, it leaves nothing" done_with CANCELLED
-check "its last account is kept" kept
+check "the canceled job leaves nothing" done_with CANCELLED
+check "the job's last account is kept" kept
 
 submit PAGEFOLD=user PAGEFOLD_LIBRARIES="$work/lib" -- "$work/ranks"
 check "a job with PAGEFOLD=user ends, and leaves nothing" done_with COMPLETED
-check "its ranks were merged, by mpirun and by srun" shrunk 2
+check "ranks of mpirun and of srun were merged" shrunk 2
 submit -- "$work/ranks"
-check "the same without ends" done_with COMPLETED
-check "and nothing was merged" shrunk 0
+check "the same job without PAGEFOLD ends, and leaves nothing" done_with COMPLETED
+check "nothing was merged" shrunk 0
 
 kill -STOP "$daemon"
 submit -- "$work/twice"
 check "a job starts while the daemon hangs" comes 60 running
 enough
-check "it ends, and leaves nothing" done_with COMPLETED
+check "the job ends, and leaves nothing" done_with COMPLETED
 stop_daemon
 check "the daemon ends, and KSM's settings are as before" test "$before" = "$(settings)"
 
 submit -- "$work/twice"
 check "a job starts without a daemon" comes 60 running
-check "it is accounted for" comes 60 told "\"slurm:$job\""
+check "the job is accounted for" comes 60 told "\"slurm:$job\""
 enough
-check "it ends, and leaves nothing" done_with COMPLETED
-check "its last account is kept" kept
+check "the job ends, and leaves nothing" done_with COMPLETED
+check "the job's last account is kept" kept
 
 site "$work/nothing"
 submit PAGEFOLD=user PAGEFOLD_LIBRARIES="$work/nothing" -- "$work/twice"
 check "a job starts without pagefold" comes 60 running
 enough
-check "it ends, and leaves nothing" done_with COMPLETED
-check "there is no account of it" not_kept
+check "the job ends, and leaves nothing" done_with COMPLETED
+check "the job has no account" not_kept
 
 mv "$work/scripts" "$work/gone"
 mkdir "$work/scripts"
@@ -297,7 +298,7 @@ cp "$work"/gone/*log.sh "$work/scripts/"
 submit -- "$work/twice"
 check "a job starts without watch.sh" comes 60 running
 enough
-check "it ends, and leaves nothing" done_with COMPLETED
+check "the job ends, and leaves nothing" done_with COMPLETED
 
 check "the node was never drained" test -z "$(grep -iE 'drain|set to down' "$work/slurmctld.log")"
 echo "$failures checks failed"

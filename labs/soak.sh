@@ -1,12 +1,12 @@
 #!/bin/bash
-# Enrols and withdraws running programs thousands of times while they work and ksmd merges at full speed, and lets each
-# check itself: a busy multi-threaded one of ours, one written in Go (whose threads run on small stacks of their own),
-# and PostgreSQL under load, by its own consistency checks. Then, without ksmd, it runs the tests of injection in their
-# long form: programs that get signals, are stopped and continued meanwhile, whose threads end, that fork and become
-# others. As root; labs/setup.sh installs what it needs.
+# Enrolls and unenrolls running programs thousands of times while they work and ksmd merges at full speed, and each
+# checks itself: a busy multithreaded program of the lab, one in Go (whose threads run on small stacks of their own),
+# and PostgreSQL under load, by its own consistency checks. Then, without ksmd, it runs the injection tests in their
+# long form: targets receive signals, are stopped and continued, end threads, fork, and execute other programs. Needs
+# root; labs/setup.sh installs what it needs.
 #
-# CYCLES=N sets how many cycles the first and the database go through (10000); the one in Go and the tests go through a
-# tenth of them. KSM is nobody else's meanwhile, and its settings come back.
+# CYCLES=N sets the number of cycles for the busy program and the database (10000). The program in Go and the tests go
+# through a tenth of them. The script takes the lock for KSM, and restores its settings.
 
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,7 +19,7 @@ cargo build --release --package pagefold-labs
 lab=$PWD/target/release/pagefold-lab
 work=$(mktemp -d /tmp/pagefold-soak.XXXXXX)
 chmod 755 "$work"
-# In an order in which the kernel takes them: pages_to_scan only while no advisor is on.
+# In the order that the kernel requires: it takes pages_to_scan only while no advisor is on.
 names="advisor_mode pages_to_scan sleep_millisecs use_zero_pages run"
 declare -A before
 finish() {
@@ -27,7 +27,7 @@ finish() {
     rm -rf "$work"
 }
 
-# release: put KSM's settings back, and let others have it.
+# release: restore KSM's settings, and release the lock.
 release() {
     local name
     for name in $names; do
@@ -37,13 +37,13 @@ release() {
     exec 8>&-
 }
 
-# The value of a setting, which of several words is the one in brackets.
+# The value of a setting: the word in brackets if there are several words.
 value() { sed 's/.*\[\(.*\)\].*/\1/' "$ksm/$1"; }
 
-# What a kernel does not have is left out: the advisor came with 6.8, use_zero_pages with 6.6.
+# Settings that a kernel lacks are skipped: the advisor came with 6.8, use_zero_pages with 6.6.
 put() { [ ! -e "$ksm/$1" ] || [ "$(value "$1")" = "$2" ] || echo "$2" > "$ksm/$1"; }
 
-# merge_hard: take KSM, and let ksmd run without a pause.
+# merge_hard: take KSM's lock, and let ksmd run without a pause.
 merge_hard() {
     exec 8> /run/pagefold-test.lock
     flock 8
@@ -58,14 +58,14 @@ merge_hard() {
     put run 1
 }
 
-# Merged pages that got copies of their own, for a write or a withdrawal, since boot.
+# COW breaks of merged pages since boot, by writes or by unenrolling.
 cow_ksm() { awk '$1 == "cow_ksm" { print $2 }' /proc/vmstat; }
 
-# The same since the last call, of which there must be some.
+# COW breaks since the last call; there must be some.
 copies() {
     local all
     all=$(cow_ksm)
-    echo "soak: $((all - copied)) merged pages got copies of their own again"
+    echo "soak: $((all - copied)) COW breaks"
     [ "$all" -gt "$copied" ]
     copied=$all
 }
@@ -75,7 +75,8 @@ trap 'exit 1' HUP INT TERM
 merge_hard
 copied=$(cow_ksm)
 
-# start NAME COMMAND...: runs until its standard input, NAME.in, is closed; its process number is in $target.
+# start NAME COMMAND...: starts a program that runs until NAME.in, its standard input, closes; its process number is in
+# $target.
 start() {
     local name=$1
     shift
@@ -89,16 +90,16 @@ start() {
     done
 }
 
-# check NAME WORDS: closes the input, and expects a good end.
+# check NAME WORDS: closes the input, and expects a successful exit.
 check() {
     exec 9>&-
     wait "$target"
     grep "$2" "$work/$1.out"
 }
 
-# enrol_and_withdraw N: enrol and withdraw the target so many times. What is refused of it tells nothing of injection.
+# enrol_and_withdraw N: enrolls and unenrolls the target N times. A range that is refused would test no injection.
 enrol_and_withdraw() {
-    # The pause lets ksmd come by twice, as a merge takes.
+    # The pause lets ksmd scan a page twice, which a merge needs.
     "$lab" advise "$target" mergeable --cycles "$1" --pause 8 > "$work/advised"
     if grep -m 3 '^missed' "$work/advised" >&2; then
         echo "soak: $(grep -c '^missed' "$work/advised") ranges were missed" >&2
@@ -122,13 +123,13 @@ if command -v go > /dev/null; then
     check go "all right"
     copies
 else
-    echo "soak: skipped: a program in Go, there is no go"
+    echo "soak: skipped: a program in Go: needs go"
 fi
 
-# It takes KSM itself.
+# The test takes KSM's lock itself.
 release
 echo "soak: $cycles cycles on PostgreSQL under load"
 PAGEFOLD_SOAK_CYCLES=$cycles cargo test --release --package pagefold-labs --test database a_server -- --nocapture
-echo "soak: $((cycles / 10)) cycles on programs that get signals, are stopped, fork and become others"
+echo "soak: $((cycles / 10)) cycles on programs that receive signals, are stopped, fork and execute other programs"
 PAGEFOLD_SOAK_CYCLES=$((cycles / 10)) cargo test --release --package pagefold-labs --test inject
 echo "soak: all right"

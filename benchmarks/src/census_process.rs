@@ -1,7 +1,7 @@
-//! One census in a process of its own, so that its peak memory can be told from what came before.
+//! Runs one census in a process of its own, so that its peak memory is not mixed with earlier allocations.
 //!
-//! Started as `measure ORDER`; answers with an [`CensusMeasurement`] in JSON. The whole is [`pagefold_census::take_census`]; with
-//! [`CensusJob::phases`] its steps are called one by one instead, to see where the time goes.
+//! Started as `measure ORDER`; prints a [`CensusMeasurement`] in JSON. It calls [`pagefold_census::take_census`]; with
+//! [`CensusJob::phases`] it calls the steps one by one instead, to time each step.
 
 use anyhow::{Context, Result, ensure};
 use pagefold_base::domain::DomainRule;
@@ -21,18 +21,18 @@ use std::process::{Command, Stdio};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-/// What to take a census of, and how.
+/// A census to measure.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CensusJob {
-    /// Which processes.
+    /// The processes to scan.
     pub pids: Vec<u32>,
-    /// With how many threads.
+    /// The number of threads.
     pub threads: usize,
     /// Whether to time the steps.
     pub phases: bool,
 }
 
-/// What came of it.
+/// The measurements of a census.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct CensusMeasurement {
     /// Wall time in seconds.
@@ -43,9 +43,9 @@ pub struct CensusMeasurement {
     pub pages: u64,
     /// Bytes the index takes.
     pub index_bytes: u64,
-    /// By how many bytes the peak of resident memory (`VmHWM`) lies above what was resident before.
+    /// Peak resident memory (`VmHWM`) minus resident memory at the start, in bytes.
     pub peak_bytes: u64,
-    /// Seconds of the steps, in their order; empty if they were not timed.
+    /// Seconds of each step, in order; empty if the steps were not timed.
     pub phases: Vec<(String, f64)>,
 }
 
@@ -53,7 +53,7 @@ pub struct CensusMeasurement {
 type IndexCountsAndPhases = (usize, usize, Vec<(String, f64)>);
 
 impl CensusJob {
-    /// Have it done by a child, and wait.
+    /// Run the census in a child process and wait for it.
     pub fn run_in_child(&self) -> Result<CensusMeasurement> {
         let output = Command::new(std::env::current_exe()?)
             .args(["measure", &serde_json::to_string(self)?])
@@ -62,10 +62,10 @@ impl CensusJob {
             .output()
             .context("cannot start a census")?;
         ensure!(output.status.success(), "a census failed: {}", output.status);
-        serde_json::from_slice(&output.stdout).context("a census gave no answer")
+        serde_json::from_slice(&output.stdout).context("a census printed no result")
     }
 
-    /// Do it here.
+    /// Run the census in this process.
     pub fn run_here(&self) -> Result<CensusMeasurement> {
         let host = LiveHost::new();
         let before = status_bytes("VmRSS:")?;
@@ -103,7 +103,7 @@ impl CensusJob {
         };
         let (census, index) =
             pagefold_census::take_census(host, &options, &ScanProgress::default(), &AtomicBool::new(false))?;
-        ensure!(census.unscanned.is_empty(), "the census did not see {} processes", census.unscanned.len());
+        ensure!(census.unscanned.is_empty(), "the census could not scan {} processes", census.unscanned.len());
         Ok((index.page_count(), census.index_bytes, Vec::new()))
     }
 
@@ -136,7 +136,7 @@ impl CensusJob {
             cache: None,
         };
         let failures = threads.install(|| scan.first_pass(&mut index));
-        ensure!(failures.is_empty(), "not all was read: {failures:?}");
+        ensure!(failures.is_empty(), "the census could not read all pages: {failures:?}");
         lap("read");
         let sharing = SharingSettings::default();
         let rule = content_groups::MergeRule { sharing, across_domains: false };
@@ -145,7 +145,7 @@ impl CensusJob {
             content_groups::classify_pages(&mut index, &survey, &pairs, rule, &ForeignContents::default(), 10)
         });
         lap("group");
-        let huge_pages = PageSize::new(host.page_size().bytes() * 512).context("the size of a huge page")?;
+        let huge_pages = PageSize::new(host.page_size().bytes() * 512).context("the huge page size is invalid")?;
         let terms = range_selection::SelectionCriteria {
             sharing,
             costs: EnrollCostBytes::for_page_size(host.page_size()),
@@ -171,7 +171,7 @@ pub fn cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// A line of `/proc/self/status` that is given in kB, in bytes.
+/// Bytes of a line in `/proc/self/status` that is in kB.
 fn status_bytes(name: &str) -> Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let amount: Option<u64> =

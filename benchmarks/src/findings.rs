@@ -1,43 +1,43 @@
-//! What a section found: tables for people, bars that are met or not, and every sample.
+//! The findings of a section: tables, targets that are met or missed, and every sample.
 
 use std::fmt::{self, Write as _};
 
-/// What a section found.
+/// The findings of a section.
 #[derive(Debug, Default)]
 pub struct Findings {
-    /// For people.
+    /// Tables for readers.
     pub tables: Vec<MarkdownTable>,
-    /// What is claimed, and whether it holds.
+    /// The claims, and whether they hold.
     pub checks: Vec<ThresholdCheck>,
-    /// What was measured like a bar and is held to nothing.
+    /// Measured claims that are reported but not judged.
     pub unjudged: Vec<String>,
-    /// The header and the lines of the samples.
+    /// The header and the lines of the samples file.
     pub samples: Vec<String>,
 }
 
 /// A table in Markdown.
 #[derive(Debug)]
 pub struct MarkdownTable {
-    /// What it shows.
+    /// The title above the table.
     pub title: String,
     /// Names of the columns.
     pub column_names: Vec<String>,
     /// How many of the first columns are text and left-aligned; the others are figures.
     pub text_columns: usize,
-    /// As many cells each.
+    /// The rows, with one cell for each column.
     pub rows: Vec<Vec<String>>,
-    /// What must be said with it.
+    /// Notes below the table.
     pub notes: Vec<String>,
 }
 
-/// A claim with its bar.
+/// A claim with its target.
 #[derive(Debug)]
 pub struct ThresholdCheck {
-    /// What is claimed.
+    /// The claim.
     pub claim: String,
-    /// What was measured, for people.
+    /// The measured value, as text.
     pub measured: String,
-    /// Whether it holds.
+    /// Whether the claim holds.
     pub met: bool,
 }
 
@@ -78,16 +78,16 @@ impl fmt::Display for MarkdownTable {
 }
 
 impl Findings {
-    /// Findings whose samples have these columns.
+    /// Empty findings, whose samples have these columns.
     pub fn new(columns: &str) -> Self {
         Self { samples: vec![columns.to_owned()], ..Self::default() }
     }
 
-    /// In Markdown, under a heading. What is too short to judge by names its bars without a verdict.
+    /// The findings as Markdown under a heading. Without `is_judged`, as in a quick run, targets get no verdict.
     pub fn to_markdown(&self, name: &str, is_judged: bool) -> String {
         let mut text = format!("## {name}\n");
         for table in &self.tables {
-            write!(text, "\n{table}").expect("a string takes everything");
+            write!(text, "\n{table}").expect("writing to a string does not fail");
         }
         if !self.checks.is_empty() || !self.unjudged.is_empty() {
             text.push('\n');
@@ -98,28 +98,28 @@ impl Findings {
                 (true, true) => "met",
                 (true, false) => "MISSED",
             };
-            writeln!(text, "- {verdict}: {claim}: {measured}").expect("a string takes everything");
+            writeln!(text, "- {verdict}: {claim}: {measured}").expect("writing to a string does not fail");
         }
         for told in &self.unjudged {
-            writeln!(text, "- {told}").expect("a string takes everything");
+            writeln!(text, "- {told}").expect("writing to a string does not fail");
         }
         text
     }
 }
 
-/// The middle and the ends of some samples.
+/// Median, minimum and maximum of samples.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SampleSpread {
     /// The median; of an even number the mean of the middle two.
     pub median: f64,
-    /// The least.
+    /// The smallest sample.
     pub min: f64,
-    /// The greatest.
+    /// The largest sample.
     pub max: f64,
 }
 
 impl SampleSpread {
-    /// Of at least one sample.
+    /// The spread of at least one sample.
     ///
     /// # Panics
     /// Without samples.
@@ -141,19 +141,19 @@ impl SampleSpread {
     }
 }
 
-/// A straight line through points by least squares.
+/// A straight line fitted by least squares.
 #[derive(Clone, Copy, Debug)]
 pub struct LinearFit {
-    /// Rise for each unit of x.
+    /// Rise per unit of x.
     pub slope: f64,
     /// Value at 0.
     pub intercept: f64,
-    /// Coefficient of determination; 1 on a perfect line.
+    /// Coefficient of determination; 1 for a perfect line.
     pub r_squared: f64,
 }
 
 impl LinearFit {
-    /// Through at least two points of different x.
+    /// Fit a line to at least two points of different x.
     pub fn from_points(points: &[(f64, f64)]) -> Self {
         let count = points.len() as f64;
         let mean = |f: &dyn Fn(&(f64, f64)) -> f64| points.iter().map(f).sum::<f64>() / count;

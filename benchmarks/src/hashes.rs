@@ -1,5 +1,5 @@
-//! The fingerprint against the common fast hashes, page by page, where a census has its pages: in a buffer that
-//! `process_vm_readv` has just filled. And once more on pages that stay in the cache.
+//! Compares the fingerprint with common fast hashes, page by page, under the conditions of a census: in a buffer that
+//! `process_vm_readv` has just filled. A second measurement uses pages that stay in the cache.
 
 use crate::BenchmarkEffort;
 use crate::findings::{Findings, MarkdownTable, SampleSpread};
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 /// A hash of a page.
 struct HashCandidate {
     name: &'static str,
-    /// What it promises, and with which instructions it was built.
+    /// Its guarantees, and the instructions that it was built with.
     note: String,
     hash: HashFn,
 }
@@ -69,7 +69,7 @@ fn hash_candidates() -> Result<Vec<HashCandidate>> {
     ])
 }
 
-/// Measure all of them.
+/// Measure all hashes.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let (bytes, rounds) = if effort.quick { (16 << 20, 3) } else { (256 << 20, 15) };
     let targets = TargetProcesses::start([TargetLayout { bytes, seed: 2, ..TargetLayout::default() }])?;
@@ -80,7 +80,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let mut fresh: Vec<Vec<f64>> = vec![Vec::new(); candidates.len()];
     let mut with_read = fresh.clone();
     let mut cached = fresh.clone();
-    // The round before the first warms up and is not counted.
+    // The round before the first one warms up and is not counted.
     for round in 0..=rounds {
         for position in 0..candidates.len() {
             let chosen = (position + round) % candidates.len();

@@ -1,13 +1,13 @@
-//! What Pagefold's documentation claims about speed, measured.
+//! Measures the claims about speed in Pagefold's documentation.
 //!
-//! Each section measures what it compares side by side in one run, in turns, and quotes medians of the ratios within
+//! Each section measures its alternatives side by side in one run, in turns, and reports medians of the ratios within
 //! rounds. A run is kept in a folder below `benchmarks/runs/`: `settings.toml`, every sample as CSV, and `summary.md`,
-//! which is also printed. Exit status: 0 all bars are met, 1 one is missed, 2 it could not be measured. A quick run is
-//! too short to judge.
+//! which is also printed. Exit status: 0 all targets are met, 1 a target is missed, 2 a measurement failed. A quick run
+//! is too short to judge.
 //!
-//! What is measured are children of this program ([`target_process`]), and whole censuses run in children too ([`census_process`]).
-//! Memory is asked for only as far as it is available. Started with the word `merge` it measures merging instead
-//! ([`merge`]), with `daemon` the daemon ([`daemon`]).
+//! The measured processes are children of this program ([`target_process`]); whole censuses run in children too
+//! ([`census_process`]). Memory is allocated only as far as it is available. The argument `merge` measures merging
+//! instead ([`merge`]), and `daemon` the daemon ([`daemon`]).
 
 #![forbid(unsafe_code)]
 
@@ -33,10 +33,10 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Instant;
 
-/// Measure what Pagefold claims about its speed.
+/// Measure Pagefold's claims about its speed.
 #[derive(Debug, Parser)]
 struct BenchmarkArguments {
-    /// What to measure; everything if nothing is named
+    /// Sections to measure; all if none is named
     sections: Vec<BenchmarkSection>,
     /// Small sizes and few rounds: shows that it works, not how fast
     #[arg(long)]
@@ -58,7 +58,7 @@ enum BenchmarkSection {
     Scaling,
     /// 20 TiB of nothing, 100,000 regions, 2,000 processes
     Shapes,
-    /// Looking again at whom was looked at before
+    /// Repeated scans of the same process
     Again,
 }
 
@@ -86,7 +86,7 @@ impl BenchmarkSection {
     }
 }
 
-/// How much is to be done.
+/// The size of the measurements.
 #[derive(Clone, Copy, Debug)]
 pub struct BenchmarkEffort {
     /// Small sizes and few rounds.
@@ -94,16 +94,16 @@ pub struct BenchmarkEffort {
 }
 
 impl BenchmarkEffort {
-    /// How many processes of `bytes` each, at most `most` and a power of two, the machine can hold besides a quarter of
-    /// what is available now.
+    /// The number of processes of `bytes` each that fit into three quarters of the available memory: a power of two, at
+    /// most `limit`.
     pub fn max_processes(self, bytes: usize, limit: usize) -> Result<usize> {
         let available = run_settings::meminfo_kib("MemAvailable:")? << 10;
         let fits = usize::try_from(available / 4 * 3)? / bytes;
-        ensure!(fits > 0, "{available} bytes of memory are available: too little for {bytes}");
+        ensure!(fits > 0, "only {available} bytes of memory are available: too few for {bytes}");
         Ok(limit.min(1 << fits.ilog2()))
     }
 
-    /// How many bytes `processes` may have each: `bytes`, or halved until they fit.
+    /// The bytes that each of `processes` may use: `bytes`, halved until all fit.
     pub fn max_bytes_per_process(self, mut bytes: usize, processes: usize) -> Result<usize> {
         while self.max_processes(bytes, processes)? < processes {
             bytes /= 2;
@@ -147,10 +147,10 @@ fn run_benchmark(arguments: &BenchmarkArguments) -> Result<bool> {
     let chosen = |section: &&BenchmarkSection| arguments.sections.is_empty() || arguments.sections.contains(section);
     let sections: Vec<BenchmarkSection> = all.iter().filter(chosen).copied().collect();
     if !arguments.quick && cfg!(debug_assertions) {
-        bail!("built without optimisation: use `make bench`, or --quick to see that it works");
+        bail!("built without optimization: use `make bench`, or --quick for a functional test");
     }
-    // Children inherit it. Without the permission it stays as it is.
-    let nice = rustix::process::nice(-5).or_else(|_| rustix::process::nice(0)).context("cannot tell the priority")?;
+    // Children inherit the priority. Without permission it stays as it is.
+    let nice = rustix::process::nice(-5).or_else(|_| rustix::process::nice(0)).context("cannot read the priority")?;
     let names = sections.iter().map(|section| section.name().to_owned()).collect();
     let settings = run_settings::RunSettings::observe(arguments.quick, names, nice)?;
     let folder = match &arguments.out {
@@ -183,7 +183,7 @@ fn run_benchmark(arguments: &BenchmarkArguments) -> Result<bool> {
     Ok(met || arguments.quick)
 }
 
-/// A folder for this run that is not there yet.
+/// A folder for this run that does not exist yet.
 fn new_run_folder(date: &str, revision: &str) -> PathBuf {
     let runs = Path::new(env!("CARGO_MANIFEST_DIR")).join("runs");
     let numbered = (2..).map(|number| runs.join(format!("{date}-{revision}-{number}")));

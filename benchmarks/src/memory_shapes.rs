@@ -1,8 +1,8 @@
-//! Address spaces and process lists of unusual shape, each against the same resident pages in one plain region of one
+//! Unusual address spaces and process lists, each compared with the same resident pages in one plain region of one
 //! process: 20 TiB of empty mapping, 100,000 regions, 2,000 processes.
 //!
-//! Regions and processes cost something each: the kernel tells of every one in text. "Without slowing" means that this
-//! cost is the same for each of many as for each of a tenth as many.
+//! Regions and processes have a cost each, because the kernel lists every one as text. "Without slowing" means that the
+//! cost per item is the same for many items as for a tenth of them.
 
 use crate::BenchmarkEffort;
 use crate::census_process::CensusJob;
@@ -12,18 +12,18 @@ use anyhow::{Context, Result};
 use pagefold_sys::mapping::page_size;
 use std::fs;
 
-/// By how much an empty mapping may lengthen a census.
+/// Target: the ratio by which an empty mapping may lengthen a census.
 const MAX_EMPTY_MAPPING_RATIO: f64 = 1.1;
 
-/// By how much the cost of each of many may exceed that of each of a tenth as many.
+/// Target: the ratio by which the cost per item may exceed the cost per item with a tenth as many.
 const MAX_COST_GROWTH_RATIO: f64 = 1.5;
 
 const MAX_MAP_COUNT_FILE: &str = "/proc/sys/vm/max_map_count";
 
-/// Regions that a program has besides those that are laid out, generously.
+/// An upper bound on the regions of a program besides those of the layout.
 const SPARE_REGIONS: usize = 1000;
 
-/// Censuses of two sets of processes in turns, the plain one and the shaped one.
+/// Censuses of two sets of processes in turns, a plain and a shaped one.
 struct ShapeBenchmark<'a> {
     findings: &'a mut Findings,
     rounds: usize,
@@ -53,13 +53,13 @@ impl ShapeBenchmark<'_> {
     }
 }
 
-/// Medians over pairs of seconds, plain and shaped.
+/// Medians over pairs of durations, plain and shaped.
 struct ShapeComparison {
     plain: f64,
     shaped: f64,
-    /// Of the differences, in seconds.
+    /// Median of the differences, in seconds.
     extra_seconds: f64,
-    /// Of the quotients.
+    /// Spread of the quotients.
     ratio: SampleSpread,
 }
 
@@ -86,18 +86,18 @@ impl ShapeComparison {
     }
 }
 
-/// Measure.
+/// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let mut findings = Findings::new("shape,count,kind,round,pages,seconds,survey,list,read,group,tally");
     let mut table = MarkdownTable::new(
         "Census on one thread by shape, medians",
-        &["shape", "resident MiB", "plain s", "shaped s", "more ms", "more for each"],
+        &["shape", "resident MiB", "plain s", "shaped s", "extra ms", "extra per item"],
     );
     let rounds = if effort.quick { 2 } else { 5 };
     let mut race = ShapeBenchmark { findings: &mut findings, rounds };
     let (bytes, empty) = if effort.quick { (64 << 20, 20 << 40) } else { (512 << 20, 20 << 40) };
     let plain = |bytes: usize| TargetProcesses::start([TargetLayout { bytes, ..TargetLayout::default() }]);
-    // Frames that happen to lie well or badly are chance: new ones each time.
+    // The placement of frames is random and affects the time: each round allocates new ones.
     let mut pairs = Vec::new();
     for trial in 0..4 {
         let shapes = [0, empty].map(|empty| TargetLayout { bytes, empty, ..TargetLayout::default() });
@@ -126,7 +126,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
                 continue;
             }
         };
-        // The limit holds for new regions only.
+        // The limit applies to new regions only.
         drop(raised);
         let plain = plain(bytes)?;
         let comparison =
@@ -138,7 +138,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
 
     let processes = if effort.quick { 50 } else { 2_000 };
     let mut costs = Vec::new();
-    // One page of its own each; the rest is the program's.
+    // Each process has one page of its own; the other resident pages belong to the program.
     let layout = |seed: u64| TargetLayout { bytes: page_size(), seed, ..TargetLayout::default() };
     let shaped = TargetProcesses::start((0..processes as u64).map(layout))?;
     for count in [processes / 10, processes] {
@@ -160,7 +160,7 @@ fn check_cost_growth(shape: &str, count: usize, costs: &[f64]) -> Option<Thresho
     let &[few, many] = costs else { return None };
     Some(ThresholdCheck {
         claim: format!(
-            "each of {count} costs at most {MAX_COST_GROWTH_RATIO} times what each of {} does ({shape})",
+            "each of {count} costs at most {MAX_COST_GROWTH_RATIO} times as much as each of {} ({shape})",
             count / 10
         ),
         measured: format!("{:.2}", many / few),
@@ -168,7 +168,7 @@ fn check_cost_growth(shape: &str, count: usize, costs: &[f64]) -> Option<Thresho
     })
 }
 
-/// `vm.max_map_count`, raised; put back when dropped.
+/// `vm.max_map_count`, raised; restored when dropped.
 struct MaxMapCountGuard {
     previous_value: Option<String>,
 }
@@ -189,7 +189,7 @@ impl Drop for MaxMapCountGuard {
         if let Some(before) = &self.previous_value
             && let Err(error) = fs::write(MAX_MAP_COUNT_FILE, before)
         {
-            eprintln!("cannot put {MAX_MAP_COUNT_FILE} back to {}: {error}", before.trim());
+            eprintln!("cannot restore {MAX_MAP_COUNT_FILE} to {}: {error}", before.trim());
         }
     }
 }

@@ -1,13 +1,14 @@
-//! How much of the rate of reading is left when what is read is also hashed, on one thread.
+//! The rate of reading pages that remains when the pages are also hashed, on one thread.
 //!
-//! Four loops over the memory of a child, one after the other in each round, beginning with another in each:
+//! Four loops over the memory of a child run one after the other in each round. Each round begins with a different
+//! loop:
 //!
-//! - `raw`: bare system calls with the census's buffer size: no check of what is resident or shared, so no loop that a
-//!   census may use. It shows what the checks cost.
-//! - `read`: [`ProcessHandle::read_contents`] with a sink that ignores the bytes: the baseline.
-//! - `hash`: the same with a sink that takes the fingerprint.
-//! - `census`: the census's first pass on one thread, which also writes the index. Only where the census reads this
-//!   memory in the way of the case.
+//! - `raw`: bare system calls with the census's buffer size. Without checks of what is resident or shared, a census may
+//!   not use this loop. It shows the cost of the checks.
+//! - `read`: [`pagefold_host::ProcessHandle::contents`] with a sink that ignores the bytes: the baseline.
+//! - `hash`: the same with a sink that computes the fingerprint.
+//! - `census`: the census's first pass on one thread, which also writes the index. It runs only where the census uses
+//!   the read method of the case.
 
 use crate::BenchmarkEffort;
 use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
@@ -29,7 +30,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-/// A way of reading, with the share of its rate that must remain.
+/// A read method, with the share of its rate that must remain.
 struct ReadRateCase {
     name: &'static str,
     huge: bool,
@@ -96,7 +97,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             TargetProcesses::start([TargetLayout { bytes, huge: case.huge, seed: 1, ..TargetLayout::default() }])?;
         let mut bench = ReadLoopBench::new(&host, &targets, bytes, case.read_method)?;
         let mut samples: Vec<Vec<f64>> = vec![Vec::new(); READ_LOOPS.len()];
-        // The round before the first warms up and is not counted.
+        // The round before the first one warms up and is not counted.
         for round in 0..=rounds {
             for position in 0..READ_LOOPS.len() {
                 let chosen = (position + round) % READ_LOOPS.len();
@@ -123,7 +124,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
                 format!("{:.1}", SampleSpread::from_samples(seconds.iter().map(|s| bytes as f64 / s / 1e9)).median)
             }
         };
-        // Of rates, so the other way round in seconds.
+        // Ratios of rates are inverse ratios of seconds.
         let ratio = |a: ReadLoop, b: ReadLoop| {
             let pairs: Vec<f64> = samples[b as usize].iter().zip(&samples[a as usize]).map(|(b, a)| b / a).collect();
             (!pairs.is_empty()).then(|| SampleSpread::from_samples(pairs))
@@ -146,7 +147,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     }
     let hasher = Hasher::with_random_key(host.page_size().as_len())?;
     table.notes.push(format!(
-        "`raw` is system calls alone, `read` adds the checks that keep a census without a trace, `hash` adds the \
+        "`raw` is system calls alone, `read` adds the checks that keep a census free of side effects, `hash` adds the \
          fingerprint ({}), `census` adds the index. Ratios are medians of the ratios within rounds, with the least and \
          the greatest. Buffers of {} KiB.",
         hasher.implementation(),
@@ -161,7 +162,7 @@ fn thread_cpu_seconds() -> f64 {
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
 }
 
-/// All that the loops over one process need, prepared.
+/// Prepared state of all loops over one process.
 struct ReadLoopBench<'a> {
     host: &'a LiveHost,
     process: Box<dyn ProcessHandle + 'a>,
@@ -259,8 +260,8 @@ impl<'a> ReadLoopBench<'a> {
         };
         let index = &mut self.index;
         let failures = self.threads.install(|| scan.first_pass(index));
-        ensure!(failures.is_empty(), "not all was read: {failures:?}");
-        let read = usize::try_from(progress.bytes_read()).context("bytes read")?;
+        ensure!(failures.is_empty(), "the census could not read all pages: {failures:?}");
+        let read = usize::try_from(progress.bytes_read()).context("the number of bytes read")?;
         ensure!(read >= self.bytes, "{read} of {} bytes were read", self.bytes);
         Ok(())
     }

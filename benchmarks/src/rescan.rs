@@ -1,5 +1,5 @@
-//! What a look costs at a process that was looked at before, in CPU time of a census that remembers, by what the process
-//! does meanwhile: against a census that reads everything, in turns.
+//! CPU time of scanning a process again, by the activity of the process between the scans. A census that reuses earlier
+//! scans takes turns with a census that reads everything.
 
 use crate::BenchmarkEffort;
 use crate::census_process::cpu_seconds;
@@ -16,37 +16,37 @@ use pagefold_merge::StableAges;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-/// Looks before what is remembered is trusted as far as it ever is.
+/// Scans until the fingerprint cache reaches its full reuse.
 const WARM_UP_SCANS: usize = 6;
 
-/// What looking again at who runs and writes nothing must take at most, of a look that reads everything.
+/// Target: CPU time of a repeated scan of an idle but running process, relative to a scan that reads everything.
 const MAX_RESCAN_CPU_RATIO: f64 = 0.5;
 
-/// Measure.
+/// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let (bytes, looks) = if effort.quick { (32 << 20, WARM_UP_SCANS + 2) } else { (2 << 30, WARM_UP_SCANS + 16) };
     let bytes = effort.max_bytes_per_process(bytes, 1)?;
     let mut findings = Findings::new("does,look,whole_cpu_seconds,again_cpu_seconds,whole_bytes_read,again_bytes_read");
     let mut table = MarkdownTable::new(
         format!(
-            "A look at a process of {} MiB, all of it unique, medians of the looks {} to {looks}",
+            "Scans of a process of {} MiB, all of it unique, medians of scans {} to {looks}",
             bytes >> 20,
             WARM_UP_SCANS + 1
         ),
         &[
-            "meanwhile it",
-            "whole CPU s",
-            "again CPU s",
-            "of the CPU time",
-            "of the pages read",
-            "CPU of the second look",
+            "activity",
+            "full CPU s",
+            "repeated CPU s",
+            "share of CPU",
+            "share of pages read",
+            "CPU share, 2nd scan",
         ],
     );
     let cases = [
         ("rests", TargetActivity::Sleep),
-        ("runs, and writes nothing", TargetActivity::Run),
-        ("writes the same tenth, in one stretch", TargetActivity::WriteTenth),
-        ("writes a tenth, each second another", TargetActivity::WriteTenths),
+        ("runs without writes", TargetActivity::Run),
+        ("writes the same contiguous tenth", TargetActivity::WriteTenth),
+        ("writes another tenth each second", TargetActivity::WriteTenths),
         ("writes the same page of each 64", TargetActivity::WriteEvery(64)),
         ("writes the same page of each 1024", TargetActivity::WriteEvery(1024)),
         ("writes all", TargetActivity::WriteEvery(1)),
@@ -73,7 +73,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         if then == TargetActivity::Run {
             findings.checks.push(ThresholdCheck {
                 claim: format!(
-                    "a look at who runs and writes nothing takes at most {MAX_RESCAN_CPU_RATIO} of a whole one"
+                    "a repeated scan of a process without writes takes at most {MAX_RESCAN_CPU_RATIO} of a full scan"
                 ),
                 measured: cpu.format_percent(),
                 met: cpu.median <= MAX_RESCAN_CPU_RATIO,
@@ -87,7 +87,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
 /// CPU seconds and bytes read.
 type RescanSample = (f64, u64);
 
-/// Look at processes so often, in each turn by reading everything and by what is remembered.
+/// Scan the processes repeatedly, in each turn once by reading everything and once by reusing earlier scans.
 fn scan_repeatedly(
     targets: &TargetProcesses,
     scans: usize,
@@ -115,12 +115,12 @@ fn scan_repeatedly(
             } else {
                 take_census_with_hasher(hasher, &host, &options, &progress, &stop)?
             };
-            ensure!(census.unscanned.is_empty(), "the census did not see {} processes", census.unscanned.len());
+            ensure!(census.unscanned.is_empty(), "the census could not scan {} processes", census.unscanned.len());
             sample[usize::from(again)] = (cpu_seconds() - cpu, progress.bytes_read());
         }
         on_scan(look, sample);
         samples.push(sample);
-        // As long as what is looked at has to do something.
+        // The pause between scans, in which the processes perform their activity.
         std::thread::sleep(Duration::from_millis(100));
     }
     Ok(samples)

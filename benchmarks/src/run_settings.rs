@@ -1,4 +1,4 @@
-//! Under what circumstances a run was made.
+//! The conditions of a run.
 
 use anyhow::{Context, Result};
 use pagefold_sys::fingerprint::Hasher;
@@ -8,7 +8,7 @@ use std::fs;
 use std::process::Command;
 use std::time::SystemTime;
 
-/// What `settings.toml` of a run says.
+/// The fields of `settings.toml` that every run has.
 #[derive(Debug, Serialize)]
 pub struct RunSettings {
     /// Day, UTC.
@@ -27,21 +27,21 @@ pub struct RunSettings {
     /// Whether the compiler could use AES instructions everywhere.
     built_with_aes: bool,
     optimised: bool,
-    /// What the process was reniced to, if it was permitted.
+    /// The nice value of the process, if setting it was permitted.
     nice: i32,
-    /// Between sessions the priority of the session counts instead, where the scheduler groups by it (sched(7)).
+    /// The autogroup. Between sessions its priority counts instead, where the scheduler groups by session (sched(7)).
     autogroup: String,
-    /// Of the last minute before the run: others' work slows this.
+    /// Load average of the last minute before the run: other processes slow the run.
     load_before: String,
     quick: bool,
     sections: Vec<String>,
 }
 
 impl RunSettings {
-    /// Look around.
+    /// Read the conditions from the host.
     pub fn observe(quick: bool, sections: Vec<String>, nice: i32) -> Result<Self> {
         let cpuinfo = fs::read_to_string("/proc/cpuinfo")?;
-        // Arm names no model there.
+        // On Arm `/proc/cpuinfo` has no model name.
         let cpu = cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
         let thp = fs::read_to_string("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_default();
         let chosen = thp.split_once('[').and_then(|(_, rest)| rest.split_once(']')).map(|(chosen, _)| chosen);
@@ -74,7 +74,7 @@ fn git_revision() -> String {
         output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
     };
     let Some(hash) = git(&["rev-parse", "--short=9", "HEAD"]) else { return "unknown".to_owned() };
-    // Runs that were kept do not make the code another.
+    // Kept runs do not change the code.
     let changed = git(&["status", "--porcelain", "--", ":/", ":!/benchmarks/runs"]);
     if changed.is_none_or(|files| !files.is_empty()) { format!("{hash}-dirty") } else { hash }
 }

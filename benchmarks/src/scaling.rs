@@ -1,7 +1,7 @@
-//! Time and memory of a census as memory grows, and what follows for a big host.
+//! Time and memory of a census as memory grows, extrapolated to a big host.
 //!
-//! The memory is that of a fleet of equal processes; a census of the first few of them is one of less memory. So all
-//! sizes are measured in each round, and a drift of the machine falls on all of them alike.
+//! The memory belongs to equal processes; a census of fewer of them covers less memory. All sizes are measured in each
+//! round, so that a drift of the machine affects all of them alike.
 
 use crate::BenchmarkEffort;
 use crate::census_process::{CensusJob, CensusMeasurement};
@@ -9,13 +9,13 @@ use crate::findings::{Findings, LinearFit, MarkdownTable, SampleSpread, Threshol
 use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::Result;
 
-/// Bytes of index that a page may take.
+/// Target: index bytes for each page.
 const MAX_INDEX_BYTES_PER_PAGE: f64 = 24.0;
 
-/// What counts as a straight line.
+/// Target: the coefficient of determination from which growth counts as linear.
 const MIN_LINEAR_R_SQUARED: f64 = 0.98;
 
-/// Measure.
+/// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let (unit, most, rounds) = if effort.quick { (16 << 20, 4, 2) } else { (1 << 30, 16, 3) };
     let most = effort.max_processes(unit, most)?;
@@ -93,8 +93,8 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
         let largest = sizes.last().copied().unwrap_or(1);
         let peak = median(largest, 1, &peak_bytes) * (1u64 << 40) as f64 / page / (1u64 << 30) as f64;
         table.notes.push(format!(
-            "At the peak bytes a page of the largest size, 1 TiB takes {peak:.1} GiB. One pass; the default takes two, \
-             so reading twice. No host of 1 TiB was measured."
+            "At the peak bytes a page of the largest size, 1 TiB needs {peak:.1} GiB. One pass; the default takes two, \
+             and reads everything twice. No host of 1 TiB was measured."
         ));
     }
     findings.tables.push(table);

@@ -1,8 +1,8 @@
-//! Processes to be measured: children of this program that lay out memory and hold it still.
+//! Processes to scan: children of this program that fill memory and keep it unchanged.
 //!
-//! A child is this very binary, started as `hold LAYOUT`. It says where its memory begins once that is filled, and ends
-//! when its standard input does, so also when the benchmark is killed. Its content is that of a fleet or all unique;
-//! see [`TargetLayout::judge_copies`]. Limits: children are filled one after the other.
+//! A child is this binary, started as `hold LAYOUT`. It prints the address of its memory once the memory is filled. It
+//! exits when its standard input closes, so also when the benchmark is killed. The content is that of a guest fleet or
+//! all unique; see [`TargetLayout::copies`]. Children are filled one after the other.
 
 use anyhow::{Context, Result, ensure};
 use pagefold_sys::mapping::{Access, MadviseAdvice, Mapping, page_size};
@@ -11,27 +11,27 @@ use std::io::{self, BufRead, BufReader, PipeReader, PipeWriter, Read};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-/// What a process holds.
+/// The memory layout of a process.
 #[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct TargetLayout {
     /// Bytes of resident memory.
     pub bytes: usize,
-    /// Whether it is backed by huge pages.
+    /// Whether huge pages back it.
     pub huge: bool,
     /// Bytes of inaccessible address space beside it.
     pub empty: usize,
-    /// Whether each of its pages is a region of its own.
+    /// Whether each of its pages is a separate region.
     pub split: bool,
-    /// Whether the content is a fleet's: of 16 pages, 2 hold zeros, 4 are the same in every process and 10 are unique.
-    /// Otherwise all are unique.
+    /// Whether the content is that of a fleet: of 16 pages, 2 hold zeros, 4 are the same in every process and 10 are
+    /// unique. Otherwise all pages are unique.
     pub copies: bool,
-    /// What makes unique content so: different for each process.
+    /// The seed of the unique content: different for each process.
     pub seed: u64,
-    /// What it does once that is filled.
+    /// The activity after the memory is filled.
     pub then: TargetActivity,
 }
 
-/// What a process does once its memory is filled.
+/// The activity of a process after its memory is filled.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum TargetActivity {
     /// Nothing.
@@ -39,19 +39,19 @@ pub enum TargetActivity {
     Sleep,
     /// Run, and write nothing.
     Run,
-    /// Write the first tenth of its memory anew, again and again.
+    /// Rewrite the first tenth of its memory, again and again.
     WriteTenth,
-    /// Write a tenth of its memory anew, again and again, and each second another.
+    /// Rewrite a tenth of its memory, again and again; each second another tenth.
     WriteTenths,
-    /// Write one page in so many anew, again and again.
+    /// Rewrite one page in this many, again and again.
     WriteEvery(usize),
 }
 
-/// How often in a second a process does it.
+/// How often per second a process performs its activity.
 const TURNS_PER_SECOND: usize = 50;
 
 impl TargetActivity {
-    /// Do it for ever, in turns with some rest.
+    /// Perform the activity for ever, with a pause in each turn.
     fn run_forever(self, memory: &mut [u8]) -> ! {
         let pages = memory.len() / page_size();
         for turn in 1_u64.. {
@@ -70,18 +70,18 @@ impl TargetActivity {
             }
             std::thread::sleep(Duration::from_secs(1) / TURNS_PER_SECOND as u32);
         }
-        unreachable!("turns do not end")
+        unreachable!("the loop does not end")
     }
 }
 
-/// The size of a huge page here, for alignment; more than needed does no harm.
+/// The huge page size, for alignment. A larger alignment than needed does no harm.
 const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 impl TargetLayout {
     fn fill(self, memory: &mut [u8]) {
         for (i, page) in memory.chunks_exact_mut(page_size()).enumerate() {
             let seed = match i % 16 {
-                // Writing makes a page resident, also with zeros.
+                // A write makes a page resident, also a write of zeros.
                 0 | 1 if self.copies => {
                     page.fill(0);
                     continue;
@@ -90,7 +90,7 @@ impl TargetLayout {
                 _ => self.seed + 1,
             };
             // A multiplicative generator (D. Knuth, "The Art of Computer Programming" 2, 3.2.1; multiplier and
-            // increment of MMIX) begun at a number of its own for each page: it need only differ.
+            // increment of MMIX), with a separate seed for each page: pages need only differ.
             let mut state = (seed << 40 ^ i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             for word in page.as_chunks_mut::<8>().0 {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -100,11 +100,11 @@ impl TargetLayout {
     }
 }
 
-/// Be a child: lay out memory, say where, and wait for the end of standard input.
+/// Run as a child: fill memory, print its address, and wait for the end of standard input.
 pub fn run_target(layout: TargetLayout) -> Result<()> {
-    // Should memory run short, what is held for a measurement goes first.
-    std::fs::write("/proc/self/oom_score_adj", "1000").context("cannot offer to be killed first")?;
-    // A census runs beside this process, not above it, and Yama lets only ancestors read unless one consents. A kernel
+    // If memory runs short, the OOM killer takes these processes first.
+    std::fs::write("/proc/self/oom_score_adj", "1000").context("cannot write /proc/self/oom_score_adj")?;
+    // A census is no ancestor of this process, and Yama lets only ancestors read unless the process consents. A kernel
     // without Yama refuses the consent and needs none.
     let _ = rustix::process::set_ptracer(rustix::process::PTracer::Any);
     let _empty = match layout.empty {
@@ -134,12 +134,12 @@ pub fn run_target(layout: TargetLayout) -> Result<()> {
     layout.then.run_forever(memory.as_mut_slice())
 }
 
-/// Children that hold memory. Ended when dropped.
+/// Children that hold memory. They end when this is dropped.
 pub struct TargetProcesses {
     children: Vec<Child>,
     addresses: Vec<u64>,
     input: PipeReader,
-    /// Kept open for as long as the children shall live.
+    /// Stays open as long as the children are to live.
     _exit_pipe: PipeWriter,
 }
 
@@ -172,7 +172,7 @@ impl TargetProcesses {
         Ok(())
     }
 
-    /// What was asked for as huge pages must be so, or the figures would bear a wrong name.
+    /// Check that memory requested as huge pages is in huge pages; otherwise the figures would be mislabeled.
     fn expect_huge_pages(&self, bytes: usize) -> Result<()> {
         let pid = self.pids().pop().context("no process")?;
         let rollup = std::fs::read_to_string(format!("/proc/{pid}/smaps_rollup"))?;
@@ -180,16 +180,16 @@ impl TargetProcesses {
             line.strip_prefix("AnonHugePages:")?.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()
         });
         let huge = kilobytes.unwrap_or(0) << 10;
-        ensure!(huge >= bytes / 100 * 99, "only {huge} of {bytes} bytes are in huge pages: free memory is in pieces");
+        ensure!(huge >= bytes / 100 * 99, "only {huge} of {bytes} bytes are in huge pages: free memory is fragmented");
         Ok(())
     }
 
-    /// Their numbers.
+    /// The process IDs of the children.
     pub fn pids(&self) -> Vec<u32> {
         self.children.iter().map(Child::id).collect()
     }
 
-    /// Where the memory of each begins.
+    /// The start address of each child's memory.
     pub fn addresses(&self) -> &[u64] {
         &self.addresses
     }
@@ -197,7 +197,7 @@ impl TargetProcesses {
 
 impl Drop for TargetProcesses {
     fn drop(&mut self) {
-        // All are told before any is waited for: they unmap in parallel.
+        // All children are asked to end before the wait for the first: they unmap in parallel.
         for child in &mut self.children {
             let _ = child.kill();
         }

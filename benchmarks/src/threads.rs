@@ -1,7 +1,7 @@
-//! What the second thread brings: whole censuses of a small fleet with one and with two threads, in turns.
+//! The gain of a second thread: whole censuses of a small fleet with one and with two threads, in turns.
 //!
-//! Beside them the same memory is only read, in equal portions and with nothing to do before or after. What two threads
-//! do not gain there, the machine does not give: its memory is too slow for both, or others use its CPUs.
+//! Beside them the same memory is only read, in equal portions, without setup or further processing. A gain that is
+//! absent there is a limit of the machine: its memory is too slow for both threads, or other processes use its CPUs.
 
 use crate::BenchmarkEffort;
 use crate::census_process::CensusJob;
@@ -14,10 +14,10 @@ use pagefold_linux::LiveHost;
 use rayon::prelude::*;
 use std::time::Instant;
 
-/// What two threads must bring at least; "near-linear".
+/// Target: the minimum speed-up by two threads; "near-linear".
 const MIN_TWO_THREAD_SPEEDUP: f64 = 1.8;
 
-/// Measure.
+/// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let (bytes, processes, rounds) = if effort.quick { (32 << 20, 2, 2) } else { (1 << 30, 4, 7) };
     let bytes = effort.max_bytes_per_process(bytes, processes)?;
@@ -31,7 +31,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let mut alone = [Vec::new(), Vec::new()];
     for round in 1..=rounds {
         for position in 0..4 {
-            // 1, 2, 2, 1 and 2, 1, 1, 2 in turns, so that a drift does not favour either.
+            // The orders 1, 2, 2, 1 and 2, 1, 1, 2 take turns, so that a drift favors neither.
             let second = (position == 1 || position == 2) == (round % 2 == 1);
             let (threads, timed) = (1 + usize::from(second), position >= 2);
             let outcome = CensusJob { pids: targets.pids(), threads, phases: timed }.run_in_child()?;
@@ -74,7 +74,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     let cpus = std::thread::available_parallelism()?.get();
     table.notes.push(format!(
         "{cpus} CPUs. The steps were timed in censuses of their own. \"Reading alone\" is the same memory read without a \
-         census: what the machine gives."
+         census: the limit of the machine."
     ));
     findings.checks.push(ThresholdCheck {
         claim: format!("two threads are near-linear, at least {MIN_TWO_THREAD_SPEEDUP} times as fast as one"),
@@ -85,7 +85,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     Ok(findings)
 }
 
-/// Seconds of reading all memory of the targets and doing nothing with it.
+/// Seconds of reading all memory of the targets without further processing.
 fn read_without_hashing(targets: &TargetProcesses, bytes: usize, threads: usize) -> Result<f64> {
     const BYTES_PER_PORTION: usize = 16 << 20;
     let host = LiveHost::new();

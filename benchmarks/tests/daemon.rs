@@ -1,4 +1,4 @@
-//! The daemon beside programs that make it hard: its bounds hold, and nobody is harmed.
+//! The daemon beside programs that are hostile to merging: it keeps its bounds and harms no program.
 
 use std::fs;
 use std::process::Command;

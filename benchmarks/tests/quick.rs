@@ -1,5 +1,4 @@
-//! The benchmark program works: a quick run of its sections says what it found and keeps it. How fast, nobody asks
-//! here.
+//! The benchmark program works: a quick run of its sections prints and keeps its findings. Speed is not tested here.
 
 use pagefold_labs::ksm::KsmTestGuard;
 use std::collections::BTreeSet;
@@ -24,8 +23,8 @@ fn quick_run_is_printed_and_saved() {
     assert!(told.contains("| whole census"), "{told}");
     let settings: toml::Table = fs::read_to_string(out.join("settings.toml")).unwrap().parse().unwrap();
     assert_eq!(settings["quick"].as_bool(), Some(true));
-    // Two rounds of four censuses and two readings, each of two processes with 32 MiB of their own and some of the
-    // program's.
+    // Two rounds of four censuses and two readings. Each covers two processes with 32 MiB of layout each, plus the
+    // program's own memory.
     let samples = fs::read_to_string(out.join("threads.csv")).unwrap();
     let pages: Vec<usize> =
         samples.lines().skip(1).map(|line| line.split(',').nth(3).unwrap().parse().unwrap()).collect();
@@ -34,7 +33,7 @@ fn quick_run_is_printed_and_saved() {
     assert!(pages.iter().all(|&pages| (held..held + held / 8).contains(&pages)), "{samples}");
 }
 
-/// Whether a control group that tells its memory can be made, as each run of the simulation is given one.
+/// Whether a memory control group can be created; each run of the simulation needs one.
 fn can_read_cgroup_memory() -> bool {
     let first = Path::new("/sys/fs/cgroup/memory");
     let root = if first.exists() { first } else { Path::new("/sys/fs/cgroup") };
@@ -54,7 +53,7 @@ fn quick_simulation_run_covers_all_modes() {
     if Command::new("g++").arg("--version").output().is_err() {
         return println!("skipped: no C++ compiler");
     }
-    // The benchmark takes KSM for each run.
+    // The benchmark acquires KSM for each run.
     if let Err(why) = KsmTestGuard::acquire() {
         return println!("skipped: {why}");
     }

@@ -1,6 +1,6 @@
 #!/bin/bash
-# Runs in a fresh Debian that systemd has started (labs/deb/test.sh): installs the package, tries what it installs, and
-# purges it. Its last line is `RESULT` and the exit status. What is waited for is waited for long: guests are emulated.
+# Runs in a fresh Debian that systemd has started (labs/deb/test.sh): installs the package, tests it, and purges it. The
+# last line is `RESULT` and the exit status. Time limits are long, because guests are emulated.
 
 set -euo pipefail
 exec 2>&1
@@ -21,7 +21,7 @@ until_so() { # WHAT COMMAND...
         fi
         sleep 1
     done
-    fail "not: $what"
+    fail "did not happen: $what"
 }
 property() { systemctl show --value --property="$1" pagefold; }
 settings() { (cd $ksm && grep . run pages_to_scan sleep_millisecs use_zero_pages 2> /dev/null || true); }
@@ -31,7 +31,7 @@ restarted() { [ "$(property NRestarts)" -ge "$1" ] && systemctl is-active --quie
 watchdog_moves() { [ "$(property WatchdogTimestampMonotonic)" -gt "$1" ]; }
 saves() { [ "$(cat $ksm/pages_sharing)" -gt 4000 ]; }
 
-# The bounding set of the unit as the mask that /proc shows.
+# The bounding set of the unit, as the mask in /proc.
 mask() {
     local word mask=0 bit
     for word in $(property CapabilityBoundingSet); do
@@ -47,35 +47,35 @@ mask() {
 
 echo '$memory .= sprintf "%-4096d", $_ for 1 .. 8192; sleep 100000;' > /tmp/twin.pl
 
-# A program of another user, with a seccomp filter of its own, that holds 32 MiB: the same in all.
+# A program of another user, with its own seccomp filter, that uses 32 MiB: the same content in all of them.
 twin() {
     systemd-run --quiet --unit="twin-$1" --property=User=nobody --property=SystemCallFilter=~@mount \
         --property=Environment=SLURM_JOB_ID=7 -- \
         perl /tmp/twin.pl
 }
 
-# Other than the defaults, so that what comes back is told from what was never there.
+# Not the defaults, so that restored settings differ from settings that were never changed.
 echo 321 > $ksm/pages_to_scan
 echo 1 > $ksm/run
 settings > $state
 
 say "installing"
 dpkg --install /pagefold.deb
-systemctl is-enabled --quiet pagefold || fail "it is not enabled"
-until_so "is active: it has notified systemd" systemctl is-active --quiet pagefold
+systemctl is-enabled --quiet pagefold || fail "the service is not enabled"
+until_so "the service is active: it has notified systemd" systemctl is-active --quiet pagefold
 pid=$(property MainPID)
 status=$(cat "/proc/$pid/status")
 for set in CapPrm CapEff CapBnd; do
     grep -qx "$set:	$(mask)" <<< "$status" || fail "$set is not $(mask): $(grep Cap <<< "$status")"
 done
 say "capabilities are those of the unit: $(property CapabilityBoundingSet)"
-grep -qx "NoNewPrivs:	1" <<< "$status" || fail "it may gain privileges"
-grep -qx "Seccomp:	0" <<< "$status" || fail "it has a seccomp filter, and could not suspend others'"
+grep -qx "NoNewPrivs:	1" <<< "$status" || fail "the daemon may gain privileges"
+grep -qx "Seccomp:	0" <<< "$status" || fail "the daemon has a seccomp filter, so it cannot suspend those of others"
 until_so "systemd hears that all is well" watchdog_moves "$(property WatchdogTimestampMonotonic)"
 pagefold status
-setpriv --reuid=65534 --clear-groups pagefold status && fail "anybody may ask"
+setpriv --reuid=65534 --clear-groups pagefold status && fail "any user may query the daemon"
 pagefold config check > /dev/null
-is_back || fail "it changed a setting, and is to advise"
+is_back || fail "the daemon changed a setting in advise mode"
 systemd-analyze security --no-pager pagefold | tail -1
 
 say "acting"
@@ -84,23 +84,23 @@ systemctl reload pagefold
 twin a
 twin b
 until_so "programs behind seccomp filters are merged" saves
-until_so "KSM is held" is_held
+until_so "the daemon controls KSM" is_held
 pagefold status
 
 say "stopping"
 systemctl stop pagefold
-is_back || fail "settings did not come back: $(settings)"
-say "settings are back"
+is_back || fail "settings were not restored: $(settings)"
+say "settings were restored"
 
 say "killing"
 systemctl start pagefold
-until_so "KSM is held" is_held
+until_so "the daemon controls KSM" is_held
 kill -9 "$(property MainPID)"
-until_so "it was restarted" restarted 1
-until_so "KSM is held again" is_held
+until_so "systemd has restarted the daemon" restarted 1
+until_so "the daemon controls KSM again" is_held
 systemctl stop pagefold
-is_back || fail "settings did not come back after it was killed: $(settings)"
-say "settings are back"
+is_back || fail "settings were not restored after the daemon was killed: $(settings)"
+say "settings were restored"
 
 say "hanging"
 mkdir -p /etc/systemd/system/pagefold.service.d
@@ -109,7 +109,7 @@ systemctl daemon-reload
 systemctl start pagefold
 before=$(property NRestarts)
 kill -STOP "$(property MainPID)"
-until_so "the watchdog has restarted it" restarted $((before + 1))
+until_so "the watchdog has restarted the daemon" restarted $((before + 1))
 
 say "a job of Slurm"
 slurm=/usr/share/doc/pagefold/examples/slurm
@@ -117,22 +117,22 @@ job=/sys/fs/cgroup/system.slice/slurmstepd.scope/job_7
 mkdir -p $job/step_0
 systemctl show --value --property=MainPID twin-a > $job/step_0/cgroup.procs
 SLURM_JOB_ID=7 $slurm/prolog.sh
-until_so "its account is kept" test -s /run/pagefold-jobs/7.json
+until_so "the job's account is written" test -s /run/pagefold-jobs/7.json
 SLURM_JOB_ID=7 $slurm/epilog.sh
 grep -q 'slurm:7' /var/log/pagefold/jobs/7.json || fail "the account is not the job's: $(cat /var/log/pagefold/jobs/7.json)"
-systemctl is-active --quiet pagefold-job-7 && fail "who watched it is still there"
-say "it was kept when the job ended"
+systemctl is-active --quiet pagefold-job-7 && fail "the watcher of the job is still running"
+say "the account was kept when the job ended"
 
 say "purging"
 dpkg --listfiles pagefold > /root/files
 rm -r /etc/systemd/system/pagefold.service.d
 dpkg --purge pagefold
-is_back || fail "settings did not come back: $(settings)"
+is_back || fail "settings were not restored: $(settings)"
 left=$(while IFS= read -r file; do [ -d "$file" ] || [ ! -e "$file" ] || echo "$file"; done < /root/files)
 [ -z "$left" ] || fail "left: $left"
 for path in /etc/pagefold /run/pagefold /run/pagefold-jobs /var/log/pagefold /var/lib/pagefold /usr/lib/pagefold; do
     [ ! -e $path ] || fail "left: $path"
 done
 systemctl list-unit-files 'pagefold*' --no-legend | grep . && fail "a unit is left"
-find /etc -name '*pagefold*' | grep . && fail "something of it is left in /etc"
+find /etc -name '*pagefold*' | grep . && fail "files of the package are left in /etc"
 say "nothing is left"

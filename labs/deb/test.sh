@@ -1,9 +1,10 @@
 #!/bin/bash
 # Usage: labs/deb/test.sh PACKAGE
 #
-# Installs a package in a fresh Debian 12 that systemd has started in a QEMU guest, and tries it: labs/deb/guest.sh. The
-# guest is Debian's cloud kernel of labs/setup.sh and an initramfs that is all of its system. Needs mmdebstrap, cpio,
-# lintian, QEMU and, to unpack a system, root. Its processor has XSAVE, which injection needs and QEMU's default lacks.
+# Installs a package in a fresh Debian 12 that systemd has started in a QEMU guest, and tests it: labs/deb/guest.sh. The
+# guest has Debian's cloud kernel of labs/setup.sh and an initramfs with the complete system. Needs mmdebstrap, cpio,
+# lintian, QEMU and, to unpack a system, root. The guest's processor has XSAVE: injection needs it, and QEMU's default
+# lacks it.
 
 set -euo pipefail
 package=$(realpath "$1")
@@ -17,7 +18,7 @@ work=$(mktemp -d "$cache/deb/work.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' HUP INT TERM
 
-# The project has no address for mail.
+# The project has no mail address.
 lintian --allow-root --fail-on error --suppress-tags bogus-mail-host,bogus-mail-host-in-debian-changelog "$package"
 
 archive() { (cd "$1" && find . -xdev | cpio --quiet -o -H newc -R 0:0); }
@@ -34,7 +35,7 @@ units=$work/more/etc/systemd/system
 mkdir -p "$units/multi-user.target.wants"
 cp "$package" "$work/more/pagefold.deb"
 install -m 755 "$labs/deb/guest.sh" "$work/more/guest.sh"
-# Its console is for the test alone.
+# The console is for the test alone.
 ln -s /dev/null "$units/serial-getty@ttyS0.service"
 cat > "$units/test.service" << END
 [Unit]
@@ -54,4 +55,4 @@ timeout 1800 qemu-system-x86_64 -accel tcg,thread=multi -cpu max -smp 2 -m 1280 
     -append "console=ttyS0 rdinit=/sbin/init panic=-1 nokaslr mitigations=off no_timer_check noreplace-smp \
 cryptomgr.notests quiet systemd.show_status=0" < /dev/null | sed -u 's/\r$//' | tee "$cache/deb/log"
 grep -qx 'RESULT 0' "$cache/deb/log" || { echo "the package's test failed (or its guest did not end)"; exit 1; }
-echo "the package installs, runs and goes"
+echo "the package installs, runs and is removed"

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Builds hera (processes of its own), hera-mpi, and riemann, which tests the flow: build.sh OUT_DIR LIB_DIR, where
-# LIB_DIR has libpagefold.so.
+# Builds hera (forked processes), hera-mpi, and riemann, which tests the flow: build.sh OUT_DIR LIB_DIR, where LIB_DIR
+# has libpagefold.so.
 #
-# Without fused multiplication and addition, so that results do not depend on which of the two a compiler chose.
+# Without fused multiplication and addition, so that results do not depend on the compiler's choice between them.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 [ $# -eq 2 ] || { echo "usage: build.sh OUT_DIR LIB_DIR" >&2; exit 2; }

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Compares the flow along a line with exact solutions; runs tiny problems in all modes, with one and three processes,
-# with MPI and without, and compares: results to the last bit, masses, energy and momentum, and the memory that modes
-# are for. check.sh LIB_DIR, which has libpagefold.so.
+# Compares the flow along a line with exact solutions. Runs tiny problems in all modes, with one and three processes,
+# with and without MPI. Compares the results bit by bit, and checks masses, energy, momentum, and the memory use of each
+# mode. check.sh LIB_DIR, which has libpagefold.so.
 #
-# Needs Open MPI (else those runs are skipped, and counted) and a kernel with KSM for the mode `ksm` (the same); merges
-# of the kernel are not waited for, so that nothing is asked of ksmd.
+# Needs Open MPI, and a kernel with KSM for the mode `ksm` (otherwise those runs are skipped and counted). It does not
+# wait for merges of the kernel, so that it needs nothing from ksmd.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 [ $# -eq 1 ] || { echo "usage: check.sh LIB_DIR" >&2; exit 2; }
@@ -28,14 +28,14 @@ if ! command -v mpicxx > /dev/null; then
 fi
 "$here/build.sh" "$work" "$1"
 
-# run OUTPUT COMMAND...: within bounds that are far above what it takes.
+# run OUTPUT COMMAND...: with a time limit far above what the command takes.
 run() {
     local output=$1
     shift
     timeout 300 "$@" > "$work/$output" 2> "$work/errors" || { wrong "$* failed: $(cat "$work/errors")"; return 1; }
 }
 
-# same OUTPUT OTHER: whether both came to the same cells.
+# same OUTPUT OTHER: whether both have the same cells.
 same() {
     local one other
     one=$(value "$work/$1" checksum) other=$(value "$work/$2" checksum)
@@ -59,18 +59,18 @@ for ranks in 1 3; do
     done
     for mode in blocks engine; do
         plain=$(value "$work/own-$ranks-plain" mean_mib) less=$(value "$work/own-$ranks-$mode" mean_mib)
-        below "$less" "$plain" || wrong "$ranks ranks take $less MiB with $mode, $plain with plain"
+        below "$less" "$plain" || wrong "$ranks ranks use $less MiB with $mode, $plain with plain"
     done
 done
 [ "$(value "$work/reference" regridded)" -gt 0 ] || wrong "nothing was coarsened"
 
-# What is not computed otherwise: slowly, and with other cells written.
+# Other code paths: slow functions, and other choices of written cells.
 every="--writes all --memory"
 for option in "--slow" "--writes all" "--writes changed" "$every blocks" "$every engine"; do
     run other "$work/hera" $tiny $option && same reference other
 done
 
-# The above coarsens blocks; these are refined on the way of a shock, and go to other ranks.
+# The runs above coarsen blocks. These runs refine blocks in front of a shock, and move them to other ranks.
 moving="--roots 4 --levels 2 --spheres 0 --mach 8 --steps 32"
 run moving-1 "$work/hera" $moving --ranks 1
 run moving-3 "$work/hera" $moving --ranks 3 --memory blocks
@@ -81,5 +81,5 @@ same moving-1 moving-3
 run periodic "$work/hera" --roots 2 --levels 2 --spheres 2 --steps 30 --periodic
 below "$(value "$work/periodic" momentum)" 1e-12 || wrong "momentum is not conserved"
 
-[ $failed = 0 ] && echo "check: all as it is to be, $skipped skipped"
+[ $failed = 0 ] && echo "check: all results are correct, $skipped skipped"
 exit $failed

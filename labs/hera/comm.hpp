@@ -1,9 +1,9 @@
 /*
- * What the processes of a run say to each other: a barrier, an exchange of messages between all pairs, and a gathering
- * of numbers in the order of ranks. With HERA_MPI that is MPI; without, processes that main() forks, which leave their
- * messages in shared memory between two waits at a barrier.
+ * The communication between the processes of a run: a barrier, an exchange of messages between all pairs, and a
+ * gathering of numbers in the order of ranks. With HERA_MPI that is MPI. Without it, main() forks the processes, which
+ * leave messages in shared memory between two barriers.
  *
- * Nothing here adds anything up: whoever does so adds in an order that does not depend on how many ranks there are.
+ * These functions add nothing up: callers add in an order that does not depend on the number of ranks.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -28,7 +28,7 @@
 #include <unistd.h>
 #endif
 
-/* Say what went wrong and end the whole run. */
+/* Print an error and end the whole run. */
 [[noreturn]] inline void fail(const char *format, ...)
 {
     va_list words;
@@ -57,7 +57,7 @@ public:
 
     void barrier() { MPI_Barrier(MPI_COMM_WORLD); }
 
-    /* Send out[r] to each other rank r; what they sent comes back in the same places. The own place stays empty. */
+    /* Send out[r] to each other rank r; the received messages replace them. The rank's own place stays empty. */
     std::vector<Message> exchange(const std::vector<Message> &out)
     {
         std::vector<int> sent(size), coming(size);
@@ -79,7 +79,7 @@ public:
         return in;
     }
 
-    /* Run `rank_of_many` as one of the ranks that mpirun started; `ranks` is theirs to say. */
+    /* Run `rank_of_many` as one of the ranks that mpirun started; mpirun sets the number of ranks. */
     static int run(int, int *argc, char ***argv, const std::function<void(Comm &)> &rank_of_many)
     {
         MPI_Init(argc, argv);
@@ -124,13 +124,14 @@ public:
                 in[r].assign(box(r) + theirs[rank], box(r) + theirs[rank + 1]);
         }
         barrier();
-        /* Blocks that move take much more room than ghost cells do, and seldom. */
+        /* Blocks that move need much more space than ghost cells do, but rarely. */
         if (at * sizeof(double) > kKept)
             madvise(box(rank) + kKept / sizeof(double), kBox - kKept, MADV_REMOVE);
         return in;
     }
 
-    /* Run `rank_of_many` in so many forked processes; the exit status of the run. One that fails ends all. */
+    /* Run `rank_of_many` in so many forked processes, and return the exit status of the run. A rank that fails ends
+     * all. */
     static int run(int ranks, int *, char ***, const std::function<void(Comm &)> &rank_of_many)
     {
         int protection = PROT_READ | PROT_WRITE, flags = MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE;
@@ -153,7 +154,7 @@ public:
             if (child < 0)
                 fail("cannot fork");
             if (child == 0) {
-                /* Who ends the run ends all of it. */
+                /* The process that ends the run ends all other processes. */
                 prctl(PR_SET_PDEATHSIG, SIGKILL);
                 rank_of_many(comm);
                 fflush(nullptr);
@@ -179,7 +180,7 @@ public:
     std::vector<double> all_gather(const std::vector<double> &mine);
 
 private:
-    /* Room for what one rank says at a time, of which the kernel gives what is written; and what is kept of it. */
+    /* Space for the message of one rank, of which the kernel allocates written pages only; and a copy of it. */
     static constexpr size_t kBox = size_t{1} << 30, kKept = size_t{2} << 20;
     double *boxes_ = nullptr;
     pthread_barrier_t *barrier_ = nullptr;
@@ -189,7 +190,7 @@ private:
 
 #endif
 
-/* The numbers of all ranks, one rank's behind another's. Each may have another count of them. */
+/* The numbers of all ranks, in the order of ranks. Each rank may have a different count. */
 inline std::vector<double> Comm::all_gather(const std::vector<double> &mine)
 {
     std::vector<Message> in = exchange(std::vector<Message>(size, mine));

@@ -1,8 +1,7 @@
 /*
- * Which blocks there are: the leaves of an octree over each cell of a coarse grid of roots^3, 2:1 balanced across
- * faces. A block has the same number of cells at each level, of half the width at the next. Every rank knows all
- * leaves, in the order of a space-filling curve (G. M. Morton, IBM, 1966), of which each rank owns a piece; cells are
- * known to their owner only.
+ * The blocks: leaves of an octree over each cell of a coarse grid of roots^3, 2:1 balanced across faces. A block has
+ * the same number of cells at each level, of half the width at the next. Every rank knows all leaves, in the order of a
+ * space-filling curve (G. M. Morton, IBM, 1966), and owns a segment of it; only the owner knows the cells.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -30,11 +29,12 @@ struct Leaf {
     {
         return { level + 1, { at[0] * 2 + (c & 1), at[1] * 2 + (c >> 1 & 1), at[2] * 2 + (c >> 2 & 1) } };
     }
-    /* Its place among its siblings, one bit for each direction. */
+    /* Its position among its siblings, one bit for each direction. */
     int place() const { return (at[0] & 1) | (at[1] & 1) << 1 | (at[2] & 1) << 2; }
 };
 
-/* What lies behind a face of a leaf: nothing, one of the same or the next coarser level, or four of the next finer. */
+/* The neighbors behind a face of a leaf: none, one of the same or the next coarser level, or four of the next finer
+ * one. */
 struct Neighbours {
     enum { wall, same, coarser, finer } kind = wall;
     int count = 0, leaf[4] = {};
@@ -45,7 +45,7 @@ public:
     std::vector<Leaf> leaves;
     std::vector<int> owner; /* of each leaf */
 
-    /* All roots, and no more. */
+    /* Only the roots. */
     Forest(int roots, int levels, bool periodic, int ranks)
         : roots_(roots), levels_(levels), ranks_(ranks), periodic_(periodic)
     {
@@ -69,15 +69,15 @@ public:
         return neighbours_[leaf][direction * 2 + side];
     }
 
-    /* Width of a block, as a part of the box. */
+    /* Width of a block, as a fraction of the box. */
     double width(const Leaf &leaf) const { return 1.0 / (roots_ << leaf.level); }
 
     int finest() const { return levels_ - 1; }
 
     /*
-     * The forest in which leaves have the levels that are wanted of them, by at most one higher or lower than they
-     * are. Refinement goes before: leaves around are refined for balance, and a parent takes the place of its
-     * children only if all of them and balance allow it.
+     * The forest in which leaves have their wanted levels, which differ from the present ones by at most one.
+     * Refinement has priority: leaves around are refined for balance, and a parent replaces its children only if all of
+     * them and the balance permit it.
      */
     Forest adapted(std::vector<int> wanted) const
     {
@@ -130,7 +130,7 @@ private:
     std::unordered_map<uint64_t, int> index_;
     std::vector<std::array<Neighbours, 6>> neighbours_;
 
-    /* Where a leaf begins on the curve through blocks of the finest level. */
+    /* The start of a leaf on the curve through blocks of the finest level. */
     uint64_t on_curve(const Leaf &leaf) const
     {
         uint64_t place = 0;
@@ -150,7 +150,7 @@ private:
         neighbours_.assign(leaves.size(), {});
         for (size_t l = 0; l < leaves.size(); l++) {
             index_[leaves[l].key()] = static_cast<int>(l);
-            /* All levels take the same steps, so that every block is as much work. */
+            /* All levels take the same steps, so that every block is the same amount of work. */
             owner.push_back(static_cast<int>(l * ranks_ / leaves.size()));
         }
         for (size_t l = 0; l < leaves.size(); l++)

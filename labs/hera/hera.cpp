@@ -1,16 +1,16 @@
 /*
- * A small hydrodynamics code in three dimensions, of several materials, on blocks that are refined where something
- * happens: what HERA is a large one of, for evaluations of memory merging. A shock in air runs into balls and shells of
- * gases, liquids and metal. `physics.hpp` has the flow along a line, `forest.hpp` which blocks there are, `solver.hpp`
- * how they are stepped, `memory.hpp` what their cells are kept in, `comm.hpp` how processes talk.
+ * A small hydrodynamics code in three dimensions, with several materials, on blocks that are refined where the flow
+ * changes: a substitute for the large code HERA, for evaluations of memory merging. A shock in air runs into balls and
+ * shells of gases, liquids and metal. `physics.hpp` has the flow along a line, `forest.hpp` the octree of blocks,
+ * `solver.hpp` the time steps, `memory.hpp` the memory of cells, `comm.hpp` the communication of processes.
  *
- * Reading of the evaluation (S. Valat, "An evaluation of Linux Kernel Samepage Merging on simulations", CEA): every
- * material has arrays over all cells, most of them zeros; either the program stores no groups of zeros, behind an
- * indirection in operator[], or somebody merges pages. Here both are modes of one program whose results are the same to
- * the last bit.
+ * Interpretation of the evaluation (S. Valat, "An evaluation of Linux Kernel Samepage Merging on simulations", CEA):
+ * every material has arrays over all cells, most of them zeros. Either the program stores no groups of zeros, behind an
+ * indirection in operator[], or the kernel or an engine merges pages. Here both are modes of one program with
+ * bit-identical results.
  *
- * What it prints is one line per check of what must not change, one line per rank, and a summary of the whole, in words
- * and key=value pairs. It ends with an error as soon as something does change.
+ * The output is one line per check of the conserved quantities, one line per rank, and a summary, in words and
+ * key=value pairs. The program ends with an error as soon as a conserved quantity changes.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -34,12 +34,12 @@ constexpr char kHelp[] =
     "usage: hera [OPTION]...        mpirun -np N hera-mpi [OPTION]...\n"
     "A shock runs into balls of several materials, on adaptively refined blocks in several processes.\n"
     "\n"
-    "  --memory MODE         plain, blocks, ksm or engine: what cells are kept in (plain)\n"
-    "  --max-slowdown SHARE  by how much the engine may slow the run down; negative: no bound (0.02)\n"
-    "  --lifetime SECONDS    for how long the run takes at least, which the engine may count on (0)\n"
+    "  --memory MODE         plain, blocks, ksm or engine: memory of the cells (plain)\n"
+    "  --max-slowdown SHARE  maximum slowdown of the run by the engine; negative: no bound (0.02)\n"
+    "  --lifetime SECONDS    minimum time of the run, which the engine may assume (0)\n"
     "  --merge N             steps from one merge by the engine to the next (1)\n"
-    "  --domain NAME         the engine's domain (one of this run's own)\n"
-    "  --writes WHICH        of the arrays in a line of cells: all, those of materials that are present, or what is\n"
+    "  --domain NAME         the engine's domain (a new one for this run)\n"
+    "  --writes WHICH        arrays to write in a line of cells: all, those of present materials, or values that\n"
     "                        changed (present)\n"
     "  --ranks N             processes, without MPI (4)\n"
     "  --steps N             time steps (100)\n"
@@ -48,16 +48,16 @@ constexpr char kHelp[] =
     "  --regrid N            steps from one regridding to the next (4)\n"
     "  --materials N         up to 8 (6)\n"
     "  --spheres N           balls, each a core and a shell (3)\n"
-    "  --mach NUMBER         of the shock (3)\n"
+    "  --mach NUMBER         Mach number of the shock (3)\n"
     "  --cfl NUMBER          cells that the fastest wave crosses in a step, at most (0.4)\n"
-    "  --periodic            what leaves the box comes in on the other side; otherwise it has walls\n"
-    "  --slow                as if each function told when it is entered and left; results are the same\n"
+    "  --periodic            periodic boundaries; otherwise the box has walls\n"
+    "  --slow                as if each function were instrumented; results are the same\n"
     "  --check N             steps from one check of masses, energy and fractions to the next (20)\n"
-    "  --trace FILE          append what each rank R uses, per step, to FILE.R\n"
+    "  --trace FILE          append the memory use of each rank R, per step, to FILE.R\n"
     "  --sample MS           from one reading of the memory in use to the next, which costs some ms (250)\n"
     "  --help                this\n";
 
-/* One of some words, by its position. */
+/* The index of a word in a list. */
 int choice(const char *option, const char *word, const std::vector<std::string> &words)
 {
     auto found = std::find(words.begin(), words.end(), word);
@@ -151,7 +151,7 @@ double now()
     return time.tv_sec + time.tv_nsec * 1e-9;
 }
 
-/* CPU time of this process, its own and the kernel's for it. */
+/* CPU time of this process, in user and kernel mode. */
 double cpu_seconds()
 {
     timespec time;
@@ -159,7 +159,8 @@ double cpu_seconds()
     return time.tv_sec + time.tv_nsec * 1e-9;
 }
 
-/* Memory of this process in bytes, shared pages divided by those who share them: /proc/PID/smaps_rollup, proc(5). */
+/* PSS of this process in bytes (shared pages count in proportion to the number of their processes):
+ * /proc/PID/smaps_rollup, proc(5). */
 struct Footprint {
     double pss = 0, anonymous = 0, shared = 0;
 
@@ -184,7 +185,7 @@ struct Footprint {
     }
 };
 
-/* What a rank uses in the course of the run, and what all of them do at the same time. */
+/* The memory use of a rank during the run, and of all ranks at the same time. */
 class Trace {
 public:
     Trace(const Options &options, Comm &comm) : comm_(comm), interval_(options.sample * 1e-3), started_(now())
@@ -207,7 +208,7 @@ public:
     }
 
     double seconds() const { return now() - started_; }
-    /* Whether it is time to read the memory in use; the first rank decides for all. */
+    /* Whether a sample of the memory use is due; the first rank decides for all. */
     bool is_due() const { return comm_.rank == 0 && seconds() >= next_; }
 
     void sample()
@@ -238,7 +239,7 @@ public:
         fflush(file_);
     }
 
-    /* Of this rank, and of all in sum. */
+    /* Of this rank, and the sum of all ranks. */
     double own_peak() const { return own_peak_; }
     double peak() const { return peak_; }
     double mean() const { return samples_ ? sum_ / samples_ : 0; }
@@ -254,7 +255,7 @@ private:
 
 constexpr double kMiB = 1024 * 1024;
 
-/* How far totals are from those of the beginning, relatively. */
+/* The relative difference between totals and those of the start. */
 struct Drift {
     double mass = 0, energy = 0, momentum = 0;
 
@@ -269,12 +270,12 @@ struct Drift {
         energy = std::fabs(totals.energy - first.energy) / first.energy;
         for (int d = 0; d < 3; d++)
             squares += (totals.momentum[d] - first.momentum[d]) * (totals.momentum[d] - first.momentum[d]);
-        /* Against what a box of that mass and energy could have; walls take momentum. */
+        /* Relative to the possible momentum of a box with that mass and energy; walls change momentum. */
         momentum = problem.periodic ? std::sqrt(squares / (2 * all * first.energy)) : 0;
     }
 };
 
-/* What is conserved is so but for rounding, which this is far above. */
+/* Conserved quantities change only by rounding, which is far below these limits. */
 constexpr double kTolerance = 1e-12;
 
 void check(const Drift &drift, const Totals &totals)
@@ -295,7 +296,7 @@ template <class Array> void simulate(const Options &options, Comm &comm)
     Solver<Array> solver(options.problem, memory, comm);
     double time = 0, fastest = 0, began = trace.seconds(), cpu_began = cpu_seconds();
     int regridded = 0;
-    /* A safe point: nobody writes to arrays from here on until all are done. */
+    /* A safe point: no rank writes to arrays from here on until all are done. */
     auto merge = [&] {
         if (options.mode != Mode::engine)
             return;
@@ -314,13 +315,13 @@ template <class Array> void simulate(const Options &options, Comm &comm)
                    totals.vorticity, drift.mass, drift.energy, drift.momentum, totals.unlike_one);
             fflush(stdout);
         }
-        /* One says so; the others wait for it, and end with it. */
+        /* One rank prints it; the others wait for it, and end with it. */
         if (comm.rank == 0)
             check(drift, totals);
         return drift;
     };
     for (int step = 0;; step++) {
-        /* Everybody's fastest wave, and whether it is time for a sample. */
+        /* The fastest wave of all ranks, and whether a sample is due. */
         std::vector<double> words = comm.all_gather({ solver.fastest, double(trace.is_due()) });
         fastest = 0;
         for (int r = 0; r < comm.size; r++)
@@ -335,12 +336,12 @@ template <class Array> void simulate(const Options &options, Comm &comm)
         time += dt;
         if ((step + 1) % options.regrid == 0)
             regridded += solver.regrid();
-        /* When most is in use: what the step wrote is neither released nor merged yet. */
+        /* The maximum of memory use: the memory of this step is neither released nor merged yet. */
         solver.derive();
         if (words[1] != 0 || step + 1 == options.steps)
             trace.sample();
         solver.release();
-        /* Arrays have been stepped and moved, and messages are elsewhere. */
+        /* Arrays have been stepped and moved; messages are in other memory. */
         if ((step + 1) % options.merge == 0)
             merge();
     }
@@ -381,7 +382,7 @@ template <class Array> void simulate(const Options &options, Comm &comm)
 
 int main(int argc, char **argv)
 {
-    /* Before there are other processes, which would each say what is wrong. */
+    /* Before other processes exist, each of which would print the error. */
     Options options = options_of(argc, argv);
     return Comm::run(options.ranks, &argc, &argv, [&](Comm &comm) {
         if (options.mode == Mode::blocks)

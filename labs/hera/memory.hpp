@@ -1,20 +1,20 @@
 /*
- * Where cells are kept. A block has an array for each quantity, and for each material two: most hold zeros, because
- * most cells hold one material. What is done about that is the mode:
+ * The memory of cells. A block has an array for each quantity, and two for each material. Most contain zeros, because
+ * most cells contain one material. The mode selects how that is exploited:
  *
  * | mode   | arrays |
  * |--------|--------|
  * | plain  | ordinary memory |
- * | blocks | groups of 512 doubles behind an indirection in operator[]; one of zeros is not stored |
+ * | blocks | groups of 512 doubles behind an indirection in operator[]; a group of zeros is not stored |
  * | ksm    | ordinary memory that the kernel may merge: madvise(MADV_MERGEABLE) |
  * | engine | memory of pagefold_allocate, merged before the first step and at the end of each by pagefold_merge |
  *
- * Two classes of arrays have the same operators: `Plain` for all modes but `blocks`, and `Grouped` for that. Whoever
- * computes is a template over them, so that an access to a `Plain` one is an access to memory. New arrays are filled
- * with zeros, as constructors of arrays do: memory that nobody ever wrote would take nothing, and flatter every mode
- * but `blocks`.
+ * Two classes of arrays have the same operators: `Plain` for all modes but `blocks`, and `Grouped` for that. The solver
+ * is a template over them, so that an access to a `Plain` array is a plain memory access. New arrays are filled with
+ * zeros, as constructors of arrays do: memory that was never written would take no memory at all, and flatter every
+ * mode but `blocks`.
  *
- * Limits: a group has a fixed size, that of a page of most machines; one that is freed gives its page back at once.
+ * Limits: a group has a fixed size, that of a page of most machines; a freed group gives its page back at once.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -31,7 +31,7 @@ enum class Mode { plain, blocks, ksm, engine };
 
 constexpr size_t kGroup = 512;
 
-/* Bits, since a negative zero is not what memory that was never written reads as. */
+/* Compares bits, because a negative zero differs from memory that was never written. */
 inline uint64_t bits_of(double value)
 {
     uint64_t bits;
@@ -39,7 +39,7 @@ inline uint64_t bits_of(double value)
     return bits;
 }
 
-/* What this process keeps cells in. */
+/* The allocator of this process for cells. */
 class Memory {
 public:
     Memory(Mode mode, const char *domain, double max_slowdown, double lifetime) : mode_(mode)
@@ -101,7 +101,7 @@ public:
         bytes_ -= kGroup * sizeof(double);
     }
 
-    /* Merge. No rank writes to its arrays meanwhile. */
+    /* Merge. No rank writes to its arrays at the same time. */
     void merge()
     {
         pagefold_merged merged = {};
@@ -110,28 +110,28 @@ public:
         merged_ = merged;
     }
 
-    /* What the last merge did. */
+    /* The results of the last merge. */
     const pagefold_merged &merged() const { return merged_; }
 
-    /* What all merges did so far. */
+    /* The results of all merges so far. */
     pagefold_merged so_far() const
     {
         pagefold_merged so_far = {};
         if (engine_ && pagefold_so_far_of(engine_, &so_far))
-            fail("the engine does not say what it did: %s", pagefold_error());
+            fail("cannot read the results of the engine: %s", pagefold_error());
         return so_far;
     }
 
-    /* How the engine stands. */
+    /* The status of the engine. */
     pagefold_standing standing() const
     {
         pagefold_standing standing = {};
         if (engine_ && pagefold_standing_of(engine_, &standing))
-            fail("the engine does not say how it stands: %s", pagefold_error());
+            fail("cannot read the status of the engine: %s", pagefold_error());
         return standing;
     }
 
-    /* Of arrays, as they are asked for; in `blocks`, of what is stored of them. */
+    /* Bytes of arrays as requested; in `blocks`, of the stored groups. */
     size_t bytes() const { return bytes_; }
 
 private:
@@ -156,7 +156,7 @@ public:
     double &operator[](size_t at) { return cells_[at]; }
     double operator[](size_t at) const { return cells_[at]; }
 
-    /* All arrays of a block: one piece of memory. */
+    /* All arrays of a block, in one allocation. */
     class Arrays {
     public:
         Arrays(Memory &memory, size_t count, size_t length) : memory_(memory), bytes_(count * length * sizeof(double))
@@ -186,10 +186,10 @@ private:
     explicit Plain(double *cells) : cells_(cells) {}
 };
 
-/* An array of doubles in groups, those of zeros not stored. */
+/* An array of doubles in groups; groups of zeros are not stored. */
 class Grouped {
 public:
-    /* An element that may be assigned to. */
+    /* An element that can be assigned. */
     class Element {
     public:
         operator double() const { return static_cast<const Grouped &>(array_)[at_]; }
@@ -227,7 +227,7 @@ public:
         Grouped &operator[](size_t a) { return arrays_[a]; }
         const Grouped &operator[](size_t a) const { return arrays_[a]; }
 
-        /* No longer store groups that have become zeros. */
+        /* Release groups that have become zeros. */
         void release()
         {
             for (Grouped &array : arrays_)

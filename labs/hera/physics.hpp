@@ -1,17 +1,17 @@
 /*
- * Compressible flow of several materials that do not mix, along one line of cells.
+ * Compressible flow of several immiscible materials, along one line of cells.
  *
  * Model: five equations for N materials (G. Allaire, S. Clerc, S. Kokh, J. Comput. Phys. 181, 577-616, 2002). A cell
- * holds of each material k its volume fraction alpha_k and partial density m_k = alpha_k rho_k, and of the mixture its
- * momentum and total energy, per volume. Each material is a stiffened gas, p = (gamma_k - 1) rho_k e_k - gamma_k pi_k,
- * and all in a cell have one pressure and one velocity.
+ * has, for each material k, its volume fraction alpha_k and partial density m_k = alpha_k rho_k, and for the mixture
+ * its momentum and total energy, per volume. Each material is a stiffened gas, p = (gamma_k - 1) rho_k e_k - gamma_k
+ * pi_k, and all materials in a cell have the same pressure and velocity.
  *
  * Scheme: one direction at a time, a Lagrangian step by an acoustic Riemann solver and a remap, both written as one
- * difference of fluxes (S. Kokh, F. Lagoutiere, J. Comput. Phys. 229, 2773-2809, 2010). The remap takes from the upwind
- * cell what it holds, in proportions that are as near to those of the downwind cell as stays stable (B. Despres, F.
+ * difference of fluxes (S. Kokh, F. Lagoutiere, J. Comput. Phys. 229, 2773-2809, 2010). The remap takes material from
+ * the upwind cell, in proportions as near to those of the downwind cell as stability permits (B. Despres, F.
  * Lagoutiere, J. Sci. Comput. 16, 479-524, 2001), for any number of materials (S. Jaouen, F. Lagoutiere, Comput.
- * Methods Appl. Mech. Engrg. 196, 3127-3140, 2007). Interfaces stay one or two cells wide that way, and cells beside
- * them hold exactly one material: alpha is 1 there, and exactly 0 for the others. For shocks the scheme is of first
+ * Methods Appl. Mech. Engrg. 196, 3127-3140, 2007). So interfaces stay one or two cells wide, and cells beside them
+ * contain exactly one material: its alpha is 1 there, and exactly 0 for the others. For shocks the scheme is of first
  * order.
  *
  * Units: density of air 1, pressure at rest 1, the box is 1 wide.
@@ -33,15 +33,15 @@ struct Material {
     const char *name;
     double gamma, pi, density; /* density: at rest */
 
-    /* 1 / (gamma - 1), which mixtures are averaged by. */
+    /* 1 / (gamma - 1), the weight in averages of mixtures. */
     double xi() const { return 1 / (gamma - 1); }
     /* Internal energy per volume at a pressure. */
     double energy(double pressure) const { return (pressure + gamma * pi) * xi(); }
 };
 
 /*
- * Gases as they are; liquids and metal with a pi and a density that are scaled down until sound is about as fast in all
- * of them, since one time step serves all.
+ * Gases have real values. Liquids and metal have a pi and a density that are scaled down until the speed of sound is
+ * about the same in all materials, because all use one time step.
  */
 constexpr Material kMaterials[kMostMaterials] = {
     { "air", 1.4, 0, 1 },       { "helium", 1.667, 0, 0.138 }, { "sf6", 1.094, 0, 5.1 },    { "water", 4.4, 30, 10 },
@@ -49,14 +49,15 @@ constexpr Material kMaterials[kMostMaterials] = {
 };
 
 /*
- * Less of a cell's volume than this is a residue of what moved on, and goes: its mass to the cell of the line that has
- * most of the material. If none has so much of it, only what rounding leaves goes, and its mass with it.
+ * A smaller fraction of a cell's volume is a residue of material that moved on, and is removed. Its mass moves to the
+ * cell of the line that has most of the material. If no cell has enough of it, only a residue of rounding is removed,
+ * with its mass.
  */
 constexpr double kResidue = 1e-10, kHome = 1e-3, kRounding = 1e-15;
 
 /*
- * What stands for a build with -finstrument-functions: two readings of the clock and an entry in a table for each call,
- * of which there is one per cell and stage. Computes nothing.
+ * Simulates a build with -finstrument-functions: two readings of the clock and an entry in a table for each call, with
+ * one call per cell and stage. Computes nothing.
  */
 struct Instrument {
     bool on = false;
@@ -74,14 +75,14 @@ struct Instrument {
 
 /*
  * A line of `cells` cells, the first and the last two of which are ghosts, and the fluxes through its faces. Face f
- * lies between cells f and f + 1; those from 1 to cells - 3 have fluxes. Only materials that are somewhere in the line
- * take part. Momentum 0 is the one along the line.
+ * lies between cells f and f + 1; faces 1 to cells - 3 have fluxes. Only materials that are present in the line take
+ * part. Momentum 0 is the one along the line.
  */
 struct Line {
     int cells = kWide, active = 0, material[kMostMaterials];
     double volume[kMostMaterials][kWide], mass[kMostMaterials][kWide], momentum[3][kWide], energy[kWide];
 
-    /* Per area and time; of volume fractions, velocity times the fraction that passes. */
+    /* Per area and time; for volume fractions, the velocity times the fraction that passes. */
     struct {
         double volume[kMostMaterials][kWide], mass[kMostMaterials][kWide], momentum[3][kWide], energy[kWide];
         double velocity[kWide];
@@ -104,9 +105,9 @@ private:
 };
 
 /*
- * Pressures are kept to a multiple of 2^-38 of the pressure at rest, so that materials in equilibrium, whose pressures
- * come out of different sums, have one to the last bit, and what is at rest stays so exactly. Adding a number of which
- * that is the last place rounds to it.
+ * Pressures are rounded to a multiple of 2^-38 of the pressure at rest. So materials in equilibrium, whose pressures
+ * result from different sums, have bit-identical pressures, and gas at rest stays exactly at rest. Adding a number
+ * whose last place is that multiple rounds to it.
  */
 inline double rounded(double pressure)
 {
@@ -162,12 +163,12 @@ inline void Line::solve(double lambda, Instrument &instrument)
 {
     states(lambda, instrument);
     for (int f = 0; f + 1 < cells; f++) {
-        /* Acoustic: two waves, of the impedances on both sides (Kokh and Lagoutiere, section 3.1, has one for both). */
+        /* Acoustic: two waves, with the impedances of both sides (Kokh and Lagoutiere, 3.1, use one for both). */
         double left = impedance_[f], right = impedance_[f + 1], both = left + right;
         double jump = pressure_[f + 1] - pressure_[f], closing = velocity_[0][f] - velocity_[0][f + 1];
-        /* In this form exactly 0 at a wall, where both sides mirror each other. */
+        /* This form gives exactly 0 at a wall, where both sides mirror each other. */
         star_velocity_[f] = (left * velocity_[0][f] + right * velocity_[0][f + 1] - jump) / both;
-        /* And in this one exactly what both have at rest. */
+        /* This form gives exactly the pressure of both sides at rest. */
         star_pressure_[f] = pressure_[f] + left * (jump + right * closing) / both;
         if (instrument.on)
             instrument.call(1);
@@ -199,11 +200,12 @@ inline void Line::solve(double lambda, Instrument &instrument)
 }
 
 /*
- * What passes a face from the cell `up` to the cell `down`; `behind` is the neighbour of `up` on its other side.
+ * The flux through a face from the cell `up` to the cell `down`; `behind` is the neighbor of `up` on its other side.
  *
- * The fraction of each material lies between those of both cells, and so that the next one of `up` lies between those
- * of `up` and `behind` whatever comes in from there (Kokh and Lagoutiere, section 3.3); within both it is as near to
- * that of `down` as leaves room for the others to add up to 1 (Jaouen and Lagoutiere, section 4).
+ * The fraction of each material lies between those of both cells. It is also limited so that the next fraction of `up`
+ * lies between those of `up` and `behind` for any inflow from there (Kokh and Lagoutiere, section 3.3). Within these
+ * limits it is as near to that of `down` as possible, so that the others can add up to 1 (Jaouen and Lagoutiere,
+ * section 4).
  */
 inline void Line::pass(int face, int up, int down, int behind, double lambda)
 {
@@ -219,7 +221,7 @@ inline void Line::pass(int face, int up, int down, int behind, double lambda)
             share[a] = volume[a][up];
     } else {
         double least_after[kMostMaterials + 1], most_after[kMostMaterials + 1], sum = 0;
-        /* Finite, for materials of which there is nothing to come 0 times it. */
+        /* Finite, because a material without any inflow is multiplied by 0. */
         double room = std::min((1 - in) / out, 1e300);
         least_after[active] = most_after[active] = 0;
         for (int a = active - 1; a >= 0; a--) {
@@ -254,7 +256,7 @@ inline void Line::pass(int face, int up, int down, int behind, double lambda)
     flux.velocity[face] = speed;
 }
 
-/* Advance the cells of a line that are no ghosts by its fluxes. */
+/* Advance the cells of a line, without ghosts, by its fluxes. */
 inline void Line::update(double lambda, Instrument &instrument)
 {
     for (int i = kGhosts; i + kGhosts < cells; i++) {
@@ -281,7 +283,7 @@ inline void Line::update(double lambda, Instrument &instrument)
         tidy(i, homes);
 }
 
-/* Take residues out of a cell, and let fractions add up to 1. */
+/* Remove residues from a cell, and scale fractions so that they add up to 1. */
 inline void Line::tidy(int i, const long *homes)
 {
     int largest = 0, present = 0;

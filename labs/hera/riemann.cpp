@@ -1,7 +1,7 @@
 /*
  * Compares the flow along a line with exact solutions of Riemann problems: one gas, two gases, and a liquid that
- * expands into a gas. Errors must be small, fall with the width of cells as those of a scheme of first order do, and
- * leave one cell with two materials. Prints a line for each, and ends with 1 if one does not hold.
+ * expands into a gas. Errors must be small, decrease with the cell width as in a scheme of first order, and leave one
+ * cell with two materials. Prints a line for each problem, and exits with 1 if a check fails.
  *
  * Exact: E. F. Toro, Riemann Solvers and Numerical Methods for Fluid Dynamics, chapter 4, with p + pi in the place of
  * p, for stiffened gases.
@@ -23,7 +23,7 @@ struct State {
     double sound() const { return std::sqrt(of().gamma * head() / rho); }
 };
 
-/* Two states at rest on both sides of 0.5, and when to look. */
+/* Two states at rest on both sides of 0.5, and the time of the comparison. */
 struct Problem {
     const char *name;
     State left, right;
@@ -36,7 +36,7 @@ constexpr Problem kProblems[] = {
     { "liquid and gas", { 3, 10, 0, 20 }, { 0, 1, 0, 1 }, 0.1 },
 };
 
-/* How much a wave into a state changes velocity if the pressure behind it is this (Toro, 4.2). */
+/* The velocity change by a wave into a state, for a pressure behind the wave (Toro, 4.2). */
 double change(const State &state, double pressure)
 {
     double gamma = state.of().gamma, ratio = (pressure + state.of().pi) / state.head();
@@ -82,16 +82,16 @@ std::array<double, 3> exact(const Problem &problem, double speed)
 
 struct Outcome {
     double error[3]; /* of density, velocity and pressure: sums of differences over sums of values */
-    int mixed;       /* cells that hold both materials */
+    int mixed;       /* cells with both materials */
 };
 
-/* Compute a problem on so many cells, in pieces as long as a block. */
+/* Compute a problem with so many cells, in segments as long as a block. */
 Outcome compute(const Problem &problem, int cells)
 {
     struct Cell {
         double volume[2], mass[2], momentum, energy;
     };
-    /* Two places of one material, if it is on both sides. */
+    /* Two indices of one material, if it is on both sides. */
     const State *sides[2] = { &problem.left, &problem.right };
     bool one = problem.left.material == problem.right.material;
     std::vector<Cell> now(cells), next;
@@ -107,7 +107,7 @@ Outcome compute(const Problem &problem, int cells)
     double width = 1.0 / cells, fastest = 0;
     for (const State *side : sides)
         fastest = std::max(fastest, side->sound());
-    /* Waves of the solution are faster than those of the beginning. */
+    /* Waves of the solution are faster than those of the initial state. */
     fastest *= 2;
     for (double time = 0; time < problem.end;) {
         double step = std::min(0.4 * width / fastest, problem.end - time);

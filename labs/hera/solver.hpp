@@ -1,23 +1,22 @@
 /*
- * The blocks of one rank, and what is done with them: steps, regridding, and the sums that must not change.
+ * The blocks of one rank, and their operations: steps, regridding, and sums of the conserved quantities.
  *
- * A step is three sweeps, one for each direction, in turn forwards and backwards (as G. Strang, SIAM J. Numer. Anal. 5,
- * 1968, for two). Before a sweep each block gets the ghost cells of that direction: copies, averages of a finer
- * neighbour's cells, or a coarser one's cells as they are. Where levels meet, the fluxes of the finer side count for
- * both (M. J. Berger, P. Colella, J. Comput. Phys. 82, 64-84, 1989); since all levels take the same time step, those of
- * the finer side are found first, and the coarser side uses them at once instead of correcting itself afterwards.
- * Refined cells hold what the coarse one did, which is as accurate as the scheme, keeps mixtures in equilibrium, and
- * cells of one material so.
+ * A step is three sweeps, one for each direction, alternately forwards and backwards (as G. Strang, SIAM J. Numer.
+ * Anal. 5, 1968, for two). Before a sweep each block gets the ghost cells of that direction: copies, averages of a
+ * finer neighbor's cells, or a coarser one's cells as they are. Where levels meet, both sides use the fluxes of the
+ * finer side (M. J. Berger, P. Colella, J. Comput. Phys. 82, 64-84, 1989). All levels take the same time step, so
+ * fluxes of the finer side are computed first, and the coarser side uses them directly, without a later correction.
+ * Refined cells take the values of the coarse cell. That is as accurate as the scheme, and keeps mixtures in
+ * equilibrium and pure cells pure.
  *
- * Every block is computed from the same numbers in the same order wherever it is, maxima do not depend on order, and
- * sums are added in the order of the curve: so results are the same to the last bit for any number of ranks, and in all
- * modes.
+ * Every block is computed from the same numbers in the same order on any rank, maxima do not depend on order, and sums
+ * are added in the order of the curve. So results are bit-identical for any number of ranks, and in all modes.
  *
- * Besides what is conserved, a block has fields that follow from it, as codes keep them for output and for their other
- * physics: the state of the mixture, its slopes and curvatures. They are computed at the end of each step.
+ * Besides the conserved quantities, a block has fields that follow from them, as codes keep them for output and for
+ * other physics: the state of the mixture, its slopes and curvatures. They are computed at the end of each step.
  *
- * What is written: arrays of materials that are not in a line of cells are left alone, as codes with many materials do.
- * `Writes` has two more: all of them, as a code would that knows nothing of that, and only what changes.
+ * Writes: arrays of materials that are absent from a line of cells are left alone, as codes with many materials do.
+ * `Writes` has two more modes: all arrays, as in a code without that check, and only changed values.
  *
  * SPDX-License-Identifier: MIT OR Apache-2.0
  */
@@ -40,23 +39,23 @@ struct Problem {
     Writes writes = Writes::present;
 };
 
-/* The state of the mixture, which follows from what is conserved. */
+/* The state of the mixture, which follows from the conserved quantities. */
 enum State { kDensity, kPressure, kVelocity, kSound = kVelocity + 3, kTemperature, kInternal, kStates };
 /* Fields: each state, its slopes in three directions, and the sum of its curvatures. */
 constexpr int kFields = kStates * 5;
 /* Fields have no ghosts. */
 constexpr int kInside[3] = { 1, kSide, kSide * kSide }, kCells = kSide * kSide * kSide;
 
-/* How fast everything moves to and fro at the beginning, beside a sound of 1.2 in air: nothing is quite at rest. */
+/* Amplitude of the initial velocities (the speed of sound in air is 1.2): nothing is exactly at rest. */
 constexpr double kStir = 1e-3;
 
 constexpr double kPi = 3.14159265358979323846;
 
-/* Where the shock is at the beginning. */
+/* Position of the shock at the start. */
 constexpr double kShock = 0.16;
 
 constexpr int kStride[3] = { 1, kWide, kWide * kWide };
-/* An array has as many doubles, in whole pages of up to 64 KiB: 8000 of them are cells and ghosts. */
+/* Doubles of an array, in whole pages of up to 64 KiB: 8000 of them are cells and ghosts. */
 constexpr size_t kLength = 8192;
 static_assert(kWide * kWide * kWide <= kLength);
 
@@ -65,7 +64,7 @@ inline int place_of(int x, int y, int z)
     return x + y * kStride[1] + z * kStride[2];
 }
 
-/* A sum whose rounding is carried along (A. Neumaier, Z. Angew. Math. Mech. 54, 39-51, 1974). */
+/* A sum with compensated rounding (A. Neumaier, Z. Angew. Math. Mech. 54, 39-51, 1974). */
 class Sum {
 public:
     void add(double value)
@@ -80,7 +79,7 @@ private:
     double sum_ = 0, carried_ = 0;
 };
 
-/* What is in the whole box. */
+/* Totals of the whole box. */
 struct Totals {
     double mass[kMostMaterials] = {}, energy = 0, momentum[3] = {};
     double unlike_one = 0; /* by how much the volume fractions of a cell differ from 1 in sum, at most */
@@ -116,13 +115,13 @@ public:
             if (level + 1 < problem.levels)
                 forest = forest.adapted(wanted_levels());
         }
-        /* The speed of waves at the beginning. */
+        /* The speed of waves at the start. */
         derive();
         for (auto &[leaf, block] : blocks_)
             lines(*block, 0, [&](Line &line, int) { line.solve(0, instrument_); });
     }
 
-    /* How long the next step may be: the finest cells, and the fastest wave of the last step. */
+    /* Maximum length of the next step: from the finest cells and the fastest wave of the last step. */
     double step_for(double fastest) const
     {
         return problem_.cfl / (fastest * (problem_.roots << forest.finest()) * kSide);
@@ -140,21 +139,21 @@ public:
         }
     }
 
-    /* Compute the fields of all blocks from what is conserved. */
+    /* Compute the fields of all blocks from the conserved quantities. */
     void derive()
     {
         for (auto &[leaf, block] : blocks_)
             derive(*block, width_of_cells(leaf));
     }
 
-    /* No longer store what has become zeros. */
+    /* Release memory that has become zeros. */
     void release()
     {
         for (auto &[leaf, block] : blocks_)
             block->arrays.release(), block->fields.release();
     }
 
-    /* Refine and coarsen, and move blocks to the ranks that own them then. Whether any was. */
+    /* Refine and coarsen, and move blocks to their new owners. Returns whether any block was refined or coarsened. */
     bool regrid()
     {
         Forest next = forest.adapted(wanted_levels());
@@ -211,7 +210,7 @@ private:
     }
 
     /*
-     * Spheres of all materials but the first, where a sequence puts them that spreads points evenly (M. Roberts, The
+     * Spheres of all materials but the first, at points of a sequence that spreads them evenly (M. Roberts, The
      * Unreasonable Effectiveness of Quasirandom Sequences, 2018).
      */
     void place_balls()
@@ -241,7 +240,7 @@ private:
         return std::sqrt(squares);
     }
 
-    /* Later balls lie over earlier ones. */
+    /* Later balls cover earlier ones. */
     int material_at(const double *place) const
     {
         for (size_t b = balls_.size(); b-- > 0;) {
@@ -252,7 +251,7 @@ private:
         return 0;
     }
 
-    /* The initial state: everything at rest at pressure 1, but a shock in the air on its way to the right. */
+    /* The initial state: everything at rest at pressure 1, except for a shock in the air that moves to the right. */
     void fill(const Leaf &leaf, Block &block)
     {
         /* Behind the shock: L. D. Landau, E. M. Lifshitz, Fluid Mechanics, section 89 (Rankine and Hugoniot). */
@@ -313,8 +312,8 @@ private:
     }
 
     /*
-     * Append a box of a block to a message: which materials are there, and all arrays but those of the others. With
-     * `average`, a box of cells twice as wide, each the average of eight.
+     * Append a box of a block to a message: which materials are present, and all arrays but those of absent materials.
+     * With `average`, the box has cells twice as wide, each the average of eight.
      */
     void pack(const Block &block, const Box &box, bool average, Message &message) const
     {
@@ -343,8 +342,8 @@ private:
     }
 
     /*
-     * Take a box out of a message; materials that only were there before (`stale`) become 0. With `inject`, a box
-     * of cells half as wide, eight of which are filled by each that comes. Returns which materials came.
+     * Copy a box from a message; materials that were present only before (`stale`) become 0. With `inject`, the box has
+     * cells half as wide: each received value fills eight. Returns the received materials.
      */
     uint32_t unpack(Block &block, const Box &box, bool inject, uint32_t stale, const double *&message) const
     {
@@ -375,7 +374,7 @@ private:
         return mask;
     }
 
-    /* Of the cells of one leaf, those that are ghosts of another; and where they go there. */
+    /* The cells of one leaf that are ghosts of another, and their positions there. */
     struct Overlap {
         Box from, to;
         bool average, inject;
@@ -455,7 +454,7 @@ private:
         });
     }
 
-    /* Ghost cells behind a wall: what is before it, on its way back. */
+    /* Ghost cells behind a wall mirror the cells before it, with reversed velocity. */
     void mirror(Block &block, int direction, int side, uint32_t stale)
     {
         block.ghosts[2 * direction + side] = block.interior;
@@ -478,7 +477,7 @@ private:
         }
     }
 
-    /* Load so many cells of a line, of the materials of `mask` that are in them. */
+    /* Load so many cells of a line, for the materials of `mask` that are present in them. */
     void load(const Block &block, int first, int cells, int direction, uint32_t mask, Line &line) const
     {
         int stride = kStride[direction];
@@ -509,13 +508,13 @@ private:
             line.energy[i] = energy[first + i * stride];
     }
 
-    /* Do something with each line of a block, of which `first` is the first ghost. */
+    /* Call a function for each line of a block; `first` is its first ghost. */
     template <class Visit> void lines(Block &block, int direction, Visit visit)
     {
         int a = (direction + 1) % 3, b = (direction + 2) % 3;
         for (int at = 0; at < kSide * kSide; at++) {
             int first = (kGhosts + at % kSide) * kStride[a] + (kGhosts + at / kSide) * kStride[b];
-            /* Without ghosts, where there is nothing in them yet. */
+            /* Without ghosts, which have no values yet. */
             bool whole = block.ghosts[2 * direction] != 0;
             int skip = whole ? 0 : kGhosts * kStride[direction];
             load(block, first + skip, whole ? kWide : kSide, direction, block.present(direction), line_);
@@ -525,11 +524,11 @@ private:
         }
     }
 
-    /* Quantities of a flux, one behind another: fractions, masses, momentum along and across, energy, velocity. */
+    /* Quantities of a flux, in this order: fractions, masses, momentum along and across, energy, velocity. */
     int fluxes() const { return 2 * count_ + 5; }
 
     /*
-     * Find the fluxes of finer blocks through faces that they share with coarser ones, and bring them there. Fluxes
+     * Compute the fluxes of finer blocks through faces that they share with coarser ones, and send them there. Fluxes
      * depend on two cells on each side, and on the time step over the width of a cell.
      */
     void match_fluxes(int direction, double dt)
@@ -594,7 +593,7 @@ private:
         }
     }
 
-    /* Put the fluxes of the finer neighbour, through one face of a cell, in the place of a line's. */
+    /* Replace the flux of a line through one cell face with that of the finer neighbor. */
     void take_fluxes(const std::vector<double> &all, int at, int face, Line &line) const
     {
         auto of = [&](int q) { return all[q * kSide * kSide + at]; };
@@ -652,7 +651,7 @@ private:
         updates += kSide * kSide * kSide;
     }
 
-    /* The state of the mixture in each cell, as Line::states has it; and differences of it between cells of the block. */
+    /* The state of the mixture in each cell, as in Line::states; and its differences between cells of the block. */
     void derive(Block &block, double width)
     {
         const auto &cells = std::as_const(block.arrays);
@@ -711,8 +710,8 @@ private:
 };
 
 /*
- * Which level each leaf is to have: the finest where materials meet, in the block or its ghosts, and one more where
- * pressure jumps by a tenth from cell to cell; one less where it changes by less than a hundredth.
+ * The wanted level of each leaf. The finest where materials meet, in the block or its ghosts. One level finer where
+ * pressure jumps by a tenth from cell to cell; one coarser where it changes by less than a hundredth.
  */
 template <class Array> std::vector<int> Solver<Array>::wanted_levels()
 {
@@ -731,7 +730,7 @@ template <class Array> std::vector<int> Solver<Array>::wanted_levels()
             for (int y = 1; y <= kGhosts + kSide; y++) {
                 for (int x = 1; x <= kGhosts + kSide; x++) {
                     int at = place_of(x, y, z);
-                    /* Ghosts of one direction only, of which there are no edges and corners. */
+                    /* Ghosts of one direction only, without edges and corners. */
                     if (at_inside(x) + at_inside(y) + at_inside(z) < 2)
                         continue;
                     double rho = 0, xi = 0, stiff = 0, squares = 0;
@@ -774,7 +773,7 @@ template <class Array> std::vector<int> Solver<Array>::wanted_levels()
 template <class Array> void Solver<Array>::move_to(Forest next)
 {
     const int half = kSide / 2;
-    /* What of an old leaf goes to a new one. */
+    /* The part of an old leaf that goes to a new one. */
     auto overlap_of = [&](const Leaf &old, const Leaf &leaf) {
         Overlap overlap;
         overlap.average = old.level > leaf.level;
@@ -837,7 +836,7 @@ template <class Array> void Solver<Array>::move_to(Forest next)
     forest = std::move(next);
 }
 
-/* Add everything up, and look whether every cell is sound. */
+/* Compute all sums, and check every cell. */
 template <class Array> Totals Solver<Array>::totals()
 {
     const int sums = count_ + 4, numbers = sums + 6;
@@ -846,7 +845,7 @@ template <class Array> Totals Solver<Array>::totals()
         const auto &arrays = std::as_const(block->arrays);
         std::vector<Sum> sum(sums);
         double unlike_one = 0, pure = 0, vorticity = 0;
-        /* FNV-1a (draft-eastlake-fnv), of words instead of bytes, from the place of the block on. */
+        /* FNV-1a (draft-eastlake-fnv), of words instead of bytes, starting with the position of the block. */
         uint64_t hash = 0xcbf29ce484222325u;
         auto take = [&](uint64_t word) {
             hash = (hash ^ word) * 0x100000001b3u;
@@ -886,7 +885,7 @@ template <class Array> Totals Solver<Array>::totals()
             mine.push_back(part.value() * cell);
         mine.push_back(unlike_one);
         mine.push_back(pure);
-        /* In halves, each of which a double holds exactly. */
+        /* In halves, each of which a double represents exactly. */
         mine.push_back(hash >> 32);
         mine.push_back(hash & 0xffffffff);
         mine.push_back(kSide * kSide * kSide);

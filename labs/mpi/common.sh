@@ -1,7 +1,8 @@
-# What the decks share: a deck is called with a verb (prepare, run, result) and a size (full, quick), in a folder of its
-# own. `run` prints to standard output, which the caller keeps in the file `output`; `result` prints what was computed.
+# Common code of the decks. A deck is called with a verb (prepare, run, result) and a size (full, quick), in its own
+# directory. `run` prints to standard output, which the caller saves in the file `output`; `result` prints the computed
+# values.
 
-# Four ranks over whatever CPUs there are, moved by the scheduler as it likes. Open MPI wants consent to run as root.
+# Four ranks on all available CPUs, placed by the scheduler. Open MPI needs explicit permission to run as root.
 launch() {
     export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1 OMP_NUM_THREADS=1
     exec mpirun -np 4 --oversubscribe --bind-to none "$@"

@@ -1,5 +1,5 @@
-/* Goes through barriers without end in sight, with many large allocations that are equal, linked with `lonely_mpi.c`.
- * Says how many milliseconds that took.
+/* Runs through barriers, with many large allocations of equal content, linked with `lonely_mpi.c`. Prints the time in
+ * milliseconds.
  *
  * barriers COUNT ALLOCATIONS */
 #include <stdio.h>
@@ -11,7 +11,7 @@
 int MPI_Init(int *count, char ***words);
 int MPI_Barrier(void *comm);
 
-/* Called by its address, as tables of functions are. */
+/* Called by its address, as in tables of functions. */
 static int (*volatile meet)(void *comm);
 
 static long milliseconds(void) {

@@ -1,5 +1,5 @@
-/* Does to large memory what programs do to it, at random, beside threads that write, and compares each page with what
- * it has to be: contents are told by one number for each page, of which there are few, so that most pages are equal.
+/* Performs random operations of programs on large memory, beside threads that write, and checks the content of each
+ * page. One number determines the content of a page, and there are few numbers, so that most pages are equal.
  *
  * blocks SEED MILLISECONDS */
 #define _GNU_SOURCE
@@ -94,7 +94,7 @@ static void resize(struct slot *slot) {
     slot->pages = 1 + below(LARGEST);
     size_t wanted = slot->pages * PAGE;
     if (slot->mapped && below(3) == 0) {
-        /* To a place of its own choice. */
+        /* To an address of its own choice. */
         void *place = mmap(NULL, wanted, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         CHECK(place != MAP_FAILED);
         void *moved = mremap(slot->memory, bytes, wanted, MREMAP_MAYMOVE | MREMAP_FIXED, place);
@@ -108,7 +108,7 @@ static void resize(struct slot *slot) {
     } else if (slot->mapped) {
         void *moved = mremap(slot->memory, bytes, wanted, below(2) ? MREMAP_MAYMOVE : 0);
         if (moved == MAP_FAILED) {
-            /* EFAULT if advice has made several mappings of it. */
+            /* EFAULT if advice has split it into several mappings. */
             CHECK(errno == ENOMEM || errno == EFAULT);
             slot->pages = before;
             return;
@@ -123,7 +123,7 @@ static void resize(struct slot *slot) {
     check(slot);
 }
 
-/* A mapping loses pages at one of its ends, or is replaced in the middle. */
+/* A mapping loses pages at one end, or is replaced in the middle. */
 static void cut(struct slot *slot) {
     if (!slot->mapped || slot->pages < 3) return;
     size_t pages = 1 + below(slot->pages - 1);
@@ -187,7 +187,7 @@ static void follow(void) {
         struct slot *slot = slots + below(SLOTS);
         if (slot->memory) end(slot);
         make(slot);
-        /* Long enough to be merged itself, now and then. */
+        /* Sometimes long enough for the memory to be merged. */
         if (below(8) == 0) usleep(700000);
         check_all();
         _exit(0);
@@ -196,7 +196,7 @@ static void follow(void) {
     CHECK(waitpid(child, &status, 0) == child && status == 0);
 }
 
-/* Counts in each page of memory of its own, of which most stays equal. */
+/* Counts in each page of its own memory, most of which stays equal. */
 static void *writes(void *argument) {
     size_t pages = 256;
     unsigned long *memory = malloc(pages * PAGE), count = 0;

@@ -1,5 +1,5 @@
-/* An MPI of one rank, as a library: as much of it as tests of safe points need, and no time spent in it. Each function
- * has the name that tools call it by, too. */
+/* An MPI library with one rank, which has only the functions that tests of safe points need, and spends no time in
+ * them. Each function also has its profiling name. */
 int PMPI_Init(int *count, char ***words) { return (void)count, (void)words, 0; }
 int PMPI_Barrier(void *comm) { return (void)comm, 0; }
 int PMPI_Irecv(void *buffer, int count, void *type, int from, int tag, void *comm, void **request) {

@@ -1,4 +1,4 @@
-/* Runs the function `entry` of a library that is loaded for itself alone, as interpreters load their modules.
+/* Runs the function `entry` of a library that is loaded with local scope, as interpreters load their modules.
  *
  * plugin LIBRARY [arguments] */
 #include <dlfcn.h>

@@ -1,4 +1,4 @@
-/* A tool that watches MPI, by the names that are there for tools: it counts barriers, and passes them on. */
+/* A tool that monitors MPI by its profiling names: it counts barriers, and passes them on. */
 int PMPI_Barrier(void *comm);
 
 static long barriers;

@@ -1,5 +1,5 @@
-/* An MPI program: every rank says whether it is enrolled in KSM, they add up their numbers, and all end with the status
- * that they are given.
+/* An MPI program: every rank prints whether it is enrolled in KSM, the ranks sum their numbers, and all exit with the
+ * given status.
  *
  * ranks STATUS */
 #include <mpi.h>

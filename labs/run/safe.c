@@ -1,7 +1,7 @@
-/* An MPI program that knows nothing of merging: every rank fills memory, of which half is equal in all ranks and a
- * quarter zeros, and steps from barrier to barrier, receiving without waiting into memory of its own all the while.
- * Rank 0 says by how much the proportional share of all ranks has shrunk at the end. With -DFORTRAN barriers and
- * reductions are called as a compiler of Fortran calls them, by the module `mpi` and by `mpi_f08`.
+/* An unmodified MPI program. Every rank fills memory, of which half is equal in all ranks and a quarter is zeros. It
+ * steps from barrier to barrier, with nonblocking receives into its own memory all the time. Rank 0 prints at the end
+ * how much the PSS of all ranks has shrunk. With -DFORTRAN the program calls barriers and reductions as a Fortran
+ * compiler does, by the module `mpi` and by `mpi_f08`.
  *
  * safe MEBIBYTES STEPS [threads] */
 #include <mpi.h>
@@ -89,7 +89,7 @@ int main(int count, char **arguments) {
         memset(to, step & 0xff, halo);
         MPI_Irecv(from, halo, MPI_BYTE, (rank + 1) % size, 0, MPI_COMM_WORLD, &request);
         meet();
-        /* What it received last is equal in all ranks, and others may write to it now, past page tables. */
+        /* The last received data are equal in all ranks. MPI may now write to them, bypassing page tables. */
         if (merged(from)) return 3;
         usleep(20000);
         MPI_Send(to, halo, MPI_BYTE, (rank + size - 1) % size, 0, MPI_COMM_WORLD);
@@ -97,7 +97,7 @@ int main(int count, char **arguments) {
         add(&one, &sum);
         MPI_Wait(&request, MPI_STATUS_IGNORE);
         if (sum != size || memcmp(from, to, halo)) return 1;
-        /* What is merged is written, too. */
+        /* Merged pages are written, too. */
         memory[step % words] = memory[step % words];
     }
     for (size_t at = 0; at < words; at++)

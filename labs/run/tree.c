@@ -1,5 +1,5 @@
-/* A process, its child and its grandchild, each with memory of its own that it asks malloc for, some at the start and
- * some later. Each says "PID ready" on standard output once it has all, and holds until standard input closes.
+/* A process, its child and its grandchild. Each allocates its own memory with malloc, some at the start and some later.
+ * Each prints "PID ready" once it has all its memory, and keeps it until standard input closes.
  *
  * tree MIB GENERATIONS */
 #include <stdio.h>
@@ -28,7 +28,7 @@ int main(int count, char **words) {
     if (generations > 1 && child == 0) {
         char left[16];
         snprintf(left, sizeof left, "%d", generations - 1);
-        /* Every other generation is a program of its own. */
+        /* Every other generation executes a new program. */
         if (generations % 2) execl(words[0], words[0], words[1], left, (char *)0);
     }
     usleep(100 * 1000);

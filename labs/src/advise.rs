@@ -1,4 +1,4 @@
-//! Actions on one process from the command line: what the fault tests kill, and what measures how long targets stop.
+//! Actions on one process from the command line. Fault tests kill this command, and measurements of stop times use it.
 
 use anyhow::{Context, Result, anyhow};
 use clap::{Args, ValueEnum};
@@ -8,49 +8,49 @@ use pagefold_host::{Host, observe};
 use pagefold_linux::LiveHost;
 use std::time::Duration;
 
-/// Regions that are taken when no range is given are no smaller.
+/// Minimum size of the regions that are used if no range is given.
 const MIN_REGION_BYTES: u64 = 64 << 10;
 
 #[derive(Args)]
 pub struct AdviseArguments {
     /// The process
     pid: u32,
-    /// What is done
+    /// The action
     what: AdviseOperation,
-    /// Where: START-END in hexadecimal [default: private writable anonymous regions of at least 64 KiB, no stack]
+    /// Range: START-END in hexadecimal [default: private writable anonymous regions of at least 64 KiB, no stack]
     #[arg(value_parser = parse_range)]
     ranges: Vec<AddressRange>,
-    /// Do it and take it back so many times, instead of doing it once
+    /// Do it and undo it this many times, instead of doing it once
     #[arg(long, value_name = "N")]
     cycles: Option<u32>,
-    /// Wait so many milliseconds in each cycle before taking it back, for ksmd to merge something
+    /// Wait this many milliseconds in each cycle before the undo, so that ksmd can merge pages
     #[arg(long, value_name = "MS", default_value_t = 0, requires = "cycles")]
     pause: u64,
-    /// Cut what is advised into ranges of so many pages with as many left out between
+    /// Cut the range into ranges of this many pages, with gaps of as many pages
     #[arg(long, value_name = "PAGES")]
     comb: Option<u64>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
 enum AdviseOperation {
-    /// Enrol ranges
+    /// Enroll ranges
     Mergeable,
-    /// Withdraw ranges
+    /// Unenroll ranges
     Unmergeable,
-    /// Enrol the process whole
+    /// Enroll the whole process
     Whole,
-    /// Withdraw the process whole
+    /// Unenroll the whole process
     Unwhole,
-    /// Put huge pages back together
+    /// Collapse pages into huge pages again
     Collapse,
 }
 
 fn parse_range(text: &str) -> Result<AddressRange> {
-    let (start, end) = text.split_once('-').context("a range is START-END")?;
+    let (start, end) = text.split_once('-').context("a range must have the form START-END")?;
     Ok(AddressRange { start: u64::from_str_radix(start, 16)?, end: u64::from_str_radix(end, 16)? })
 }
 
-/// Carry it out, and print the stops in microseconds: their number, median, 99th percentile, the longest.
+/// Run the action. Print the stops in microseconds: their number, median, 99th percentile, maximum.
 pub fn run(arguments: &AdviseArguments) -> Result<()> {
     let host = LiveHost::new();
     let handle = host.open(Pid(arguments.pid)).map_err(|why| anyhow!("{why}"))?;

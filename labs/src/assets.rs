@@ -1,4 +1,4 @@
-//! What a fleet of virtual machines needs on this machine, and who puts it there: `labs/setup.sh`.
+//! The files and programs that a fleet of virtual machines needs on this machine; `labs/setup.sh` provides them.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,15 +13,15 @@ pub const QEMU_PROGRAM: &str = "qemu-system-x86_64";
 pub struct GuestAssets {
     /// The kernel.
     pub kernel: PathBuf,
-    /// The initial memory file system: all that the guest has.
+    /// The initial memory file system, which is the guest's complete system.
     pub initramfs: PathBuf,
 }
 
-/// Something is not there. Both say what to do.
+/// A missing asset. Both messages name the remedy.
 #[derive(Debug, Error)]
 pub enum MissingAsset {
     /// A file.
-    #[error("{0} is not there: run labs/setup.sh")]
+    #[error("{0} is missing: run labs/setup.sh")]
     File(PathBuf),
     /// QEMU.
     #[error("{QEMU_PROGRAM} cannot be run: run labs/setup.sh as root, or install qemu-system-x86")]
@@ -29,16 +29,16 @@ pub enum MissingAsset {
 }
 
 impl GuestAssets {
-    /// Where `labs/setup.sh` puts them in this source tree.
+    /// The directory in this source tree that `labs/setup.sh` uses.
     #[must_use]
     pub fn default_directory() -> PathBuf {
         Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(".cache").join("fleet")
     }
 
-    /// Those in `directory`, when they and QEMU are there.
+    /// The assets in `directory`, if they and QEMU exist.
     ///
     /// # Errors
-    /// [`MissingAsset`] for the first that is not.
+    /// [`MissingAsset`] for the first one that is missing.
     pub fn find(directory: &Path) -> Result<Self, MissingAsset> {
         let file = |name| {
             let path = directory.join(name);
@@ -58,7 +58,7 @@ mod tests {
     fn missing_assets_error_names_the_remedy() {
         let directory = tempfile::tempdir().unwrap();
         let missing = GuestAssets::find(directory.path()).unwrap_err().to_string();
-        assert!(missing.contains("vmlinuz is not there: run labs/setup.sh"), "{missing}");
+        assert!(missing.contains("vmlinuz is missing: run labs/setup.sh"), "{missing}");
         std::fs::write(directory.path().join("vmlinuz"), "").unwrap();
         let missing = GuestAssets::find(directory.path()).unwrap_err().to_string();
         assert!(missing.contains("initramfs.cpio"), "{missing}");

@@ -1,5 +1,5 @@
-//! Starting `pagefold-lab` from a test: it is ready when [`RunningLab::start`] returns, and gone when the [`RunningLab`] is dropped.
-//! What else a test makes to have it executed, it has put in its place by [`install_executable`].
+//! Starts `pagefold-lab` from a test: it is ready when [`RunningLab::start`] returns, and ends when the [`RunningLab`]
+//! is dropped. Tests that execute other files they create copy them with [`install_executable`].
 
 use std::fs::{self, Permissions};
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -13,7 +13,7 @@ use serde::de::DeserializeOwned;
 
 use crate::output_lines::{GuestLine, READY_PREFIX, RegionLine};
 
-/// A running lab that holds until it is dropped.
+/// A running lab that ends when this is dropped.
 #[derive(Debug)]
 pub struct RunningLab<Line> {
     child: Child,
@@ -24,7 +24,7 @@ impl RunningLab<RegionLine> {
     /// Start `pagefold-lab layout` with these arguments.
     ///
     /// # Errors
-    /// As [`RunningLab::start`].
+    /// The same as [`RunningLab::start`].
     pub fn start_layout(arguments: &[&str]) -> io::Result<Self> {
         Self::start("layout", arguments)
     }
@@ -32,10 +32,10 @@ impl RunningLab<RegionLine> {
     /// The first region of a kind.
     ///
     /// # Panics
-    /// When the layout has none.
+    /// If the layout has none.
     #[must_use]
     pub fn first_region(&self, kind: &str) -> &RegionLine {
-        self.lines.iter().find(|region| region.kind == kind).expect("a region of a kind that was asked for")
+        self.lines.iter().find(|region| region.kind == kind).expect("the layout has a region of this kind")
     }
 }
 
@@ -43,7 +43,7 @@ impl RunningLab<GuestLine> {
     /// Start `pagefold-lab fleet` with these arguments, without a COMMAND.
     ///
     /// # Errors
-    /// As [`RunningLab::start`].
+    /// The same as [`RunningLab::start`].
     pub fn start_fleet(arguments: &[&str]) -> io::Result<Self> {
         Self::start("fleet", arguments)
     }
@@ -53,16 +53,16 @@ impl<Line: DeserializeOwned> RunningLab<Line> {
     /// Start a subcommand and wait until it is ready.
     ///
     /// # Errors
-    /// When the binary cannot be started, ends before it is ready (it has said why on standard error), or prints what
-    /// is not understood.
+    /// If the binary cannot be started, ends before it is ready (its standard error has the reason), or prints an
+    /// unknown line.
     pub fn start(subcommand: &str, arguments: &[&str]) -> io::Result<Self> {
         Self::start_with(Command::new(lab_binary()?).arg(subcommand).args(arguments))
     }
 
-    /// The same by a command that becomes the [`lab_binary`] with all its arguments.
+    /// The same with a command that executes the [`lab_binary`] with all its arguments.
     ///
     /// # Errors
-    /// As [`RunningLab::start`].
+    /// The same as [`RunningLab::start`].
     pub fn start_with(command: &mut Command) -> io::Result<Self> {
         let child = command
             .stdin(Stdio::piped())
@@ -84,13 +84,13 @@ impl<Line: DeserializeOwned> RunningLab<Line> {
 }
 
 impl<Line> RunningLab<Line> {
-    /// The lab's own process.
+    /// The process number of the lab.
     #[must_use]
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Have it end, and tell how it did.
+    /// End the lab, and return its exit status.
     ///
     /// # Errors
     /// Those of waiting for it.
@@ -99,7 +99,7 @@ impl<Line> RunningLab<Line> {
         self.child.wait()
     }
 
-    /// What it printed before it was ready: its regions or guests, in the order in which they were asked for.
+    /// The lines that it printed before it was ready: its regions or guests, in the requested order.
     #[must_use]
     pub fn lines(&self) -> &[Line] {
         &self.lines
@@ -108,16 +108,16 @@ impl<Line> RunningLab<Line> {
 
 impl<Line> Drop for RunningLab<Line> {
     fn drop(&mut self) {
-        // It ends by itself, and tidies up, when its standard input closes.
+        // It ends by itself, and cleans up, when its standard input closes.
         drop(self.child.stdin.take());
         let _ = self.child.wait();
     }
 }
 
-/// What a guest's shell answers to a line.
+/// Run a line in a guest's shell, and return the answer.
 ///
 /// # Errors
-/// Those of its serial line; `WouldBlock` when it does not answer within two minutes.
+/// Those of its serial line; `WouldBlock` if the guest does not answer within two minutes.
 pub fn query_guest(guest: &GuestLine, line: &str) -> io::Result<String> {
     let mut serial = UnixStream::connect(&guest.serial)?;
     serial.set_read_timeout(Some(Duration::from_secs(120)))?;
@@ -131,14 +131,14 @@ pub fn query_guest(guest: &GuestLine, line: &str) -> io::Result<String> {
     Ok(answer.trim_end_matches("end\r\n").replace('\r', ""))
 }
 
-/// Copy a program or script to where nothing is yet, with a mode, so that it can be executed at once.
+/// Copy a program or script to a new path, with a mode, so that it can be executed at once.
 ///
-/// Another process copies it. What this one has open for writing, so has each child that another thread starts
-/// meanwhile, until that becomes its program; and as long as anybody has a file open for writing, execve(2) fails with
-/// `ETXTBSY`.
+/// Another process copies it. If this process had the file open for writing, a child that another thread starts at that
+/// time would inherit the descriptor until its exec. While any process has a file open for writing, execve(2) fails
+/// with `ETXTBSY`.
 ///
 /// # Errors
-/// Those of starting cp(1) and of chmod(2), and when cp fails, which has said why on standard error.
+/// Those of starting cp(1) and of chmod(2). If cp fails, standard error has the reason.
 pub fn install_executable(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
     let status = Command::new("cp").arg(from).arg(to).status()?;
     if !status.success() {
@@ -147,10 +147,10 @@ pub fn install_executable(from: &Path, to: &Path, mode: u32) -> io::Result<()> {
     fs::set_permissions(to, Permissions::from_mode(mode))
 }
 
-/// The binary: `PAGEFOLD_LAB` when that is set, else the one that cargo built beside the running test.
+/// The binary: `PAGEFOLD_LAB` if that is set, else the one that cargo built beside the running test.
 ///
 /// # Errors
-/// `NotFound` when it is not there: `cargo build -p pagefold-labs` makes it.
+/// `NotFound` if it is missing: `cargo build -p pagefold-labs` builds it.
 pub fn lab_binary() -> io::Result<PathBuf> {
     if let Some(path) = std::env::var_os("PAGEFOLD_LAB") {
         return Ok(path.into());

@@ -1,8 +1,8 @@
-//! What the pages of a layout hold: pseudo-random words from a seed, or one of a few recognisable contents.
+//! Contents of pages in a layout: pseudo-random words from a seed, or one of a few recognizable contents.
 //!
 //! The words are SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014). Its
-//! output function is a bijection, so pages of different seeds differ in their first word already, and a page that is
-//! seen half rewritten equals neither its old nor its new content. Seeds of different origin collide with probability
+//! output function is a bijection, so pages of different seeds differ in their first word already. A page that is read
+//! while it is rewritten equals neither its old nor its new content. Seeds of different origin collide with probability
 //! n²/2⁶⁵ for n pages.
 
 /// The step of the SplitMix64 sequence: 2⁶⁴ divided by the golden ratio.
@@ -10,10 +10,10 @@ const SPLITMIX_STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 const TEXT_SENTENCE: &[u8] = b"Pages that hold the same need to be held only once. ";
 
-/// The byte of which [`fill_pattern`] is made.
+/// The byte that fills the page of [`fill_pattern`].
 pub const PATTERN_BYTE: u8 = 0x5a;
 
-/// Where the content of a family of pages comes from: equal origins, equal pages.
+/// The origin of the content of a family of pages: equal origins give equal pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ContentOrigin(u64);
 
@@ -26,7 +26,7 @@ impl ContentOrigin {
         Self(bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)))
     }
 
-    /// A number as good as random, by its place in the sequence of this origin.
+    /// A pseudo-random number of this origin, by its index in the sequence.
     #[must_use]
     pub fn random_number(self, index: u64) -> u64 {
         splitmix64(self.0 ^ splitmix64(index))
@@ -61,8 +61,8 @@ pub fn fill_pattern(page: &mut [u8]) {
     page.fill(PATTERN_BYTE);
 }
 
-/// Fill a page as the first page of a program: the identification of a 64-bit little-endian ELF file
-/// (`include/uapi/linux/elf.h`), then words, always the same.
+/// Fill a page like the first page of a program: the identification of a 64-bit little-endian ELF file
+/// (`include/uapi/linux/elf.h`), then constant words.
 pub fn fill_elf_header(page: &mut [u8]) {
     const ELF_IDENT: [u8; 16] = *b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0";
     ContentOrigin::from_names(&["elf"]).fill_page(page, 0);

@@ -1,12 +1,12 @@
-//! Boots a fleet of real virtual machines and ends it again.
+//! Boots a fleet of real virtual machines, and ends it.
 //!
-//! QEMU translates the guests' code (`-accel tcg`), so no virtualisation by the processor is needed. A guest consists
-//! of Debian's cloud kernel and the initramfs of `labs/guest/init`, which fills its memory as the kernel's command line
-//! says and prints READY on its serial line; QEMU copies that line to a file, which is watched here.
+//! QEMU translates the guests' code (`-accel tcg`), so the processor needs no virtualization support. A guest consists
+//! of Debian's cloud kernel and the initramfs of `labs/guest/init`, which fills its memory according to the kernel's
+//! command line and prints READY on its serial line. QEMU copies that line to a file, which this module polls.
 //!
-//! No guest outlives the lab: they are killed and reaped when [`run`] returns, for whatever reason, and the kernel
-//! kills them (`PR_SET_PDEATHSIG`) should the lab be killed. What a killed lab does leave is its directory of sockets
-//! and logs among the temporary files.
+//! No guest outlives the lab: guests are killed and reaped when [`run`] returns, for any reason. If the lab is killed,
+//! the kernel kills them (`PR_SET_PDEATHSIG`). A killed lab leaves only its directory of sockets and logs among the
+//! temporary files.
 
 use std::ffi::OsString;
 use std::fs;
@@ -25,47 +25,47 @@ use pagefold_labs::output_lines;
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-/// How often guests, COMMAND and signals are looked at.
+/// Interval between two checks of guests, COMMAND and signals.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The time COMMAND has to end after it was asked to.
+/// How long COMMAND may take to end after SIGTERM.
 const COMMAND_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The least memory with which Debian's cloud kernel boots, and what it and the init need of it, in MiB.
+/// Minimum memory with which Debian's cloud kernel boots, and the part that it and the init use, in MiB.
 const MIN_GUEST_MIB: u32 = 96;
 const GUEST_OVERHEAD_MIB: u32 = 72;
 
-/// At fixed addresses, without timer checks that an emulated clock fails, gone after a panic. The last two save a sixth
-/// of a boot each: patching its own code makes QEMU translate it again, and the self-tests of the ciphers are of no
-/// use.
+/// Fixed addresses, no timer checks that an emulated clock fails, power off after a panic. The last two options save a
+/// sixth of a boot each: if the kernel patches its own code, QEMU must translate it again; and the self-tests of the
+/// ciphers are not needed.
 const GUEST_KERNEL_OPTIONS: &str = "console=ttyS0 nokaslr mitigations=off no_timer_check panic=-1 quiet \
                               noreplace-smp cryptomgr.notests";
 
-/// What fleet to boot.
+/// The parameters of a fleet.
 #[derive(Debug)]
 pub struct FleetOptions {
-    /// How many guests.
+    /// Number of guests.
     pub guests: u32,
-    /// Memory of each, in MiB.
+    /// Memory of each guest, in MiB.
     pub memory_mib: u32,
-    /// Data that all hold, in MiB.
+    /// Data that all guests have, in MiB.
     pub shared_mib: u32,
-    /// Data that only one holds, in MiB.
+    /// Data that only one guest has, in MiB.
     pub unique_mib: u32,
     /// Whether the first 4,086 bytes of all pages of data are equal.
     pub equal_start: bool,
-    /// What their names begin with.
+    /// The prefix of their names.
     pub name_prefix: String,
     /// Whether their memory is mergeable.
     pub mergeable: bool,
     /// Kernel and initramfs.
     pub assets: GuestAssets,
-    /// How long all of them together may take to be ready.
+    /// How long all guests together may take to become ready.
     pub timeout: Duration,
 }
 
 /// Boot a fleet, run `command` or wait until standard input closes, and end the fleet. The exit code is COMMAND's, or
-/// 128 and the number of the signal that interrupted it.
+/// 128 plus the number of the signal that interrupted it.
 pub fn run(options: &FleetOptions, command: &[OsString]) -> Result<ExitCode> {
     let (memory, data) = (options.memory_mib, options.shared_mib.saturating_add(options.unique_mib));
     ensure!(memory >= MIN_GUEST_MIB, "a guest needs at least {MIN_GUEST_MIB} MiB of memory");
@@ -73,7 +73,7 @@ pub fn run(options: &FleetOptions, command: &[OsString]) -> Result<ExitCode> {
         data <= memory - GUEST_OVERHEAD_MIB,
         "{data} MiB of data do not fit into guests of {memory} MiB, which need {GUEST_OVERHEAD_MIB} MiB for themselves"
     );
-    // Before the first guest, so that no signal finds the lab unprepared.
+    // Before the first guest starts, so that no signal is missed.
     let signal = Arc::new(AtomicUsize::new(0));
     for number in [SIGINT, SIGTERM, SIGHUP] {
         signal_hook::flag::register_usize(number, Arc::clone(&signal), usize::try_from(number)?)?;
@@ -124,7 +124,7 @@ struct GuestFleet {
 }
 
 impl GuestFleet {
-    /// Look for READY on the serial lines, and tell one guest that has not said it.
+    /// Check the serial lines for READY. Returns a guest that has not printed it, if any.
     fn find_unready_guest(&mut self) -> Result<Option<String>> {
         self.check_alive()?;
         let mut waiting = None;
@@ -149,7 +149,7 @@ impl GuestFleet {
 impl Drop for GuestFleet {
     fn drop(&mut self) {
         eprintln!("fleet: ending {} guests", self.guests.len());
-        // All are killed before the first is waited for: freeing their memory takes a while.
+        // Kill all guests before waiting for the first: freeing their memory takes time.
         for guest in &mut self.guests {
             let _ = guest.process.kill();
         }
@@ -197,7 +197,7 @@ impl FleetGuest {
             .args(["-serial", "chardev:serial", "-qmp"])
             .arg(format!("unix:{},server=on,wait=off", escape_qemu_option(&qmp)?))
             .stdin(Stdio::null())
-            // A group of its own: the lab ends the guests, not the terminal.
+            // A separate process group: the lab ends the guests, not the terminal.
             .process_group(0)
             .spawn()
             .with_context(|| format!("starting {name}"))?;
@@ -211,7 +211,7 @@ impl FleetGuest {
         Ok(Self { line, process, log, is_ready: false, started_at: Instant::now() })
     }
 
-    /// Look at the serial line: whether the guest is ready, or says that it failed.
+    /// Check the serial line: whether the guest is ready, or reports a failure.
     fn check_ready(&mut self) -> Result<bool> {
         let log = match fs::read(&self.log) {
             Ok(log) => log,
@@ -234,7 +234,7 @@ impl FleetGuest {
     }
 }
 
-/// What the fleet is there for.
+/// How long the fleet runs.
 #[derive(Debug)]
 enum FleetTask {
     /// Until standard input closes.
@@ -255,7 +255,7 @@ impl FleetTask {
             let closed = Arc::new(AtomicBool::new(false));
             let seen = Arc::clone(&closed);
             thread::spawn(move || {
-                // What cannot be read any more is closed.
+                // An unreadable standard input counts as closed.
                 let _ = io::copy(&mut io::stdin().lock(), &mut io::sink());
                 seen.store(true, Ordering::Relaxed);
             });
@@ -285,7 +285,7 @@ impl Drop for FleetTask {
         let Self::UntilExit(child) = self else { return };
         let deadline = Instant::now() + COMMAND_EXIT_TIMEOUT;
         if let (Ok(None), Some(pid)) = (child.try_wait(), Pid::from_raw(child.id().cast_signed())) {
-            // Not waited for yet, so the number is still the program's.
+            // The program has not been reaped yet, so the number is still its own.
             let _ = rustix::process::kill_process(pid, Signal::TERM);
             while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
                 thread::sleep(POLL_INTERVAL);
@@ -301,14 +301,14 @@ fn exit_code(status: ExitStatus) -> ExitCode {
     code.and_then(|code| u8::try_from(code).ok()).map_or(ExitCode::FAILURE, ExitCode::from)
 }
 
-/// A program that is killed when this process ends: see `run_bound` in the main module.
+/// A program that is killed when this process ends: see `run_killed_with_parent` in the main module.
 fn command_killed_with_parent(program: &std::ffi::OsStr) -> Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("the path of pagefold-lab")?);
     command.arg("bound").arg(std::process::id().to_string()).arg("--").arg(program);
     Ok(command)
 }
 
-/// A path as a value among QEMU's comma-separated options, where a comma is doubled.
+/// A path as a value in QEMU's comma-separated options, with commas doubled.
 fn escape_qemu_option(path: &Path) -> Result<String> {
     let path = path.to_str().with_context(|| format!("{} is not UTF-8", path.display()))?;
     Ok(path.replace(',', ",,"))

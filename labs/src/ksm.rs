@@ -1,4 +1,4 @@
-//! Driving ksmd in a test: one test at a time, and everything is put back.
+//! Access to ksmd in a test: one test at a time, and all settings are restored.
 
 use std::fs::{self, File};
 use std::io;
@@ -7,11 +7,11 @@ use std::time::{Duration, Instant};
 
 const KSM_DIRECTORY: &str = "/sys/kernel/mm/ksm";
 
-/// Whoever drives ksmd holds this file.
+/// The process that controls ksmd holds a lock on this file.
 pub const KSM_LOCK_FILE: &str = "/run/pagefold-test.lock";
 
-/// The settings that are put back, in an order in which the kernel takes them: `max_page_sharing` and
-/// `merge_across_nodes` only while nothing is merged, `pages_to_scan` only while no advisor is on.
+/// The settings that are restored, in the order that the kernel requires: it takes `max_page_sharing` and
+/// `merge_across_nodes` only while nothing is merged, and `pages_to_scan` only while no advisor is on.
 const RESTORED_SETTINGS: &[&str] = &[
     "advisor_mode",
     "advisor_target_scan_time",
@@ -27,12 +27,12 @@ const RESTORED_SETTINGS: &[&str] = &[
     "run",
 ];
 
-/// What others may have set of what Pagefold writes: not what it writes there. A merge may set `smart_scan` to 0 where
-/// it is 1, and leaves it alone where it is 0.
+/// Values of another writer for the settings that Pagefold writes; Pagefold does not write these values. A merge may
+/// set `smart_scan` from 1 to 0, and leaves 0 unchanged.
 const FOREIGN_SETTINGS: &[(&str, &str)] =
     &[("run", "0"), ("pages_to_scan", "123"), ("sleep_millisecs", "77"), ("use_zero_pages", "0"), ("smart_scan", "1")];
 
-/// KSM, held by one test. Dropping it, also in a panic, puts the settings back.
+/// Exclusive access to KSM for one test. Dropping it, also in a panic, restores the settings.
 #[derive(Debug)]
 pub struct KsmTestGuard {
     saved_settings: Vec<(&'static str, String)>,
@@ -40,15 +40,15 @@ pub struct KsmTestGuard {
 }
 
 impl KsmTestGuard {
-    /// Wait for KSM and take it.
+    /// Wait for the lock, and take it.
     ///
     /// # Errors
-    /// What a test says it is skipped for: not root, no KSM on this kernel.
+    /// The reason why a test is skipped: no root, or no KSM on this kernel.
     pub fn acquire() -> Result<Self, String> {
         let lock = File::create(KSM_LOCK_FILE)
             .map_err(|error| format!("cannot open {KSM_LOCK_FILE}: {error} (run as root)"))?;
         if lock.try_lock().is_err() {
-            eprintln!("waiting for {KSM_LOCK_FILE}: somebody else drives ksmd");
+            eprintln!("waiting for {KSM_LOCK_FILE}: another process controls ksmd");
             lock.lock().map_err(|error| format!("cannot lock {KSM_LOCK_FILE}: {error}"))?;
         }
         let readable = |name: &&str| Path::new(KSM_DIRECTORY).join(name).exists();
@@ -64,8 +64,8 @@ impl KsmTestGuard {
         Ok(Self { saved_settings: before, _lock: lock })
     }
 
-    /// KSM for one test, stopped and with settings that Pagefold does not write. `None`, once it has said why, where
-    /// the test is to be skipped.
+    /// KSM for one test, stopped and with settings that Pagefold does not write. `None` if the test is to be skipped;
+    /// it has printed the reason.
     #[must_use]
     pub fn acquire_with_foreign_settings() -> Option<Self> {
         let ksm = Self::acquire().inspect_err(|why| println!("skipped: {why}")).ok()?;
@@ -75,15 +75,15 @@ impl KsmTestGuard {
         Some(ksm)
     }
 
-    /// The settings that are not, or not any more, as [`KsmTestGuard::acquire_with_foreign_settings`] leaves them, and what they are.
+    /// The settings that differ from those of [`KsmTestGuard::acquire_with_foreign_settings`], with their values.
     #[must_use]
     pub fn changed_settings(&self) -> Vec<(&'static str, String)> {
         let found = FOREIGN_SETTINGS.iter().filter_map(|&(name, value)| Some((name, value, self.read_setting(name)?)));
         found.filter(|(_, value, found)| found != value).map(|(name, _, found)| (name, found)).collect()
     }
 
-    /// Write a setting. The advisor is switched off for `pages_to_scan`, which the kernel does not take from others
-    /// while it is on.
+    /// Write a setting. For `pages_to_scan` this first switches the advisor off, because the kernel refuses other
+    /// writers while it is on.
     ///
     /// # Panics
     /// If the kernel refuses.
@@ -104,7 +104,7 @@ impl KsmTestGuard {
     /// Read a counter.
     ///
     /// # Panics
-    /// If it is not there or no number.
+    /// If it is missing or not a number.
     #[must_use]
     pub fn read_counter(&self, name: &str) -> i64 {
         let path = Path::new(KSM_DIRECTORY).join(name);
@@ -112,7 +112,7 @@ impl KsmTestGuard {
         text.trim().parse().unwrap_or_else(|_| panic!("{}: {text:?}", path.display()))
     }
 
-    /// Let ksmd run until `pages_sharing` has not moved over three full scans, then stop it with the merges kept.
+    /// Let ksmd run until `pages_sharing` is constant over three full scans, then stop it; merged pages stay merged.
     ///
     /// # Panics
     /// If that takes longer than three minutes.
@@ -140,7 +140,7 @@ impl Drop for KsmTestGuard {
     fn drop(&mut self) {
         for (name, value) in &self.saved_settings {
             if let Err(error) = write_ksm_file(name, value) {
-                eprintln!("{KSM_DIRECTORY}/{name} could not be set back to {value}: {error}");
+                eprintln!("{KSM_DIRECTORY}/{name} cannot be restored to {value}: {error}");
             }
         }
     }
@@ -151,7 +151,7 @@ fn write_ksm_file(name: &str, value: &str) -> io::Result<()> {
     if parse_chosen(&fs::read_to_string(&path)?) == value { Ok(()) } else { fs::write(path, value) }
 }
 
-/// The value of a setting: the bracketed word of a choice, otherwise all of it.
+/// The value of a setting: the bracketed word of a choice, otherwise the whole text.
 fn parse_chosen(text: &str) -> String {
     let text = text.trim();
     match text.split_once('[').and_then(|(_, rest)| rest.split_once(']')) {

@@ -1,7 +1,7 @@
 //! Lays out memory with known content in this process.
 //!
-//! Each region is a mapping of its own between guards, is kept from becoming huge pages unless asked for, and holds
-//! exactly what [`pagefold_labs::spec::Item::truth`] says. What the process has besides (program, libraries, heap,
+//! Each region is a mapping of its own between guards, has no huge pages unless requested, and holds exactly the pages
+//! of [`pagefold_labs::layout_spec::SpecItem::expected_pages`]. Other memory of the process (program, libraries, heap,
 //! stacks, vdso) is not part of the layout: compare region by region.
 
 use std::fs;
@@ -24,21 +24,21 @@ use rustix::thread::{Gid, Uid};
 
 const HUGE_PAGE_SIZE_FILE: &str = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size";
 
-/// How regions are cut into VMAs.
+/// How regions are split into VMAs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VmaSplit {
-    /// Not at all.
+    /// Not split.
     Unsplit,
-    /// Into this many each, at most one for each page.
+    /// Into this many VMAs each, at most one for each page.
     Count(u64),
-    /// One for each page.
+    /// One VMA for each page.
     PerPage,
 }
 
-/// What holds for the layout as a whole.
+/// Options of the whole layout.
 #[derive(Debug)]
 pub struct LayoutOptions {
-    /// Processes of different salts have no unique content in common.
+    /// Processes with different salts have no unique content in common.
     pub salt: String,
     /// Advise the kernel that all regions are mergeable.
     pub mergeable: bool,
@@ -46,15 +46,15 @@ pub struct LayoutOptions {
     pub merge_any: bool,
     /// Become this user once everything is set up.
     pub uid: Option<u32>,
-    /// How regions are cut. Huge and volatile ones stay whole.
+    /// How regions are split. Huge and volatile ones are not split.
     pub vma_split: VmaSplit,
-    /// The time between two rewritings of volatile pages.
+    /// The time between two rewrites of volatile pages.
     pub rewrite_interval: Duration,
-    /// Where the files of file mappings are made.
+    /// The directory for the files of file mappings.
     pub file_directory: PathBuf,
 }
 
-/// Memory that was laid out. It stays as it is until this is dropped.
+/// Laid-out memory. It stays unchanged until this is dropped.
 #[derive(Debug)]
 pub struct MemoryLayout {
     /// The regions, in the order of the SPEC.
@@ -64,8 +64,8 @@ pub struct MemoryLayout {
     _child: Option<ForkedCopy>,
 }
 
-/// Lay out memory. To be called on the main thread while it is the only one: changing the user and forking concern the
-/// calling thread.
+/// Lay out memory. Call it on the main thread while that is the only thread: changing the user and forking affect the
+/// calling thread only.
 pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<MemoryLayout> {
     if options.merge_any {
         mapping::set_merge_any(true).context("prctl(PR_SET_MEMORY_MERGE): it needs Linux 6.4 with KSM")?;
@@ -118,7 +118,7 @@ pub fn create_layout(items: &[SpecItem], options: &LayoutOptions) -> Result<Memo
     if let Some(uid) = options.uid {
         become_user(uid).with_context(|| format!("becoming user {uid}: that needs root"))?;
     }
-    // Last of all, so that the child has the user too, and before there are other threads.
+    // After all other steps, so that the child has the new user, too, and before other threads start.
     let child = if forks { Some(ForkedCopy::new().context("forking the child that shares pages")?) } else { None };
     for region in regions.iter_mut().filter(|region| region.kind == RegionKind::ForkShared.name()) {
         region.child = child.as_ref().map(ForkedCopy::pid);
@@ -147,8 +147,8 @@ fn huge_page_bytes() -> Result<usize> {
     huge.trim().parse().with_context(|| format!("{HUGE_PAGE_SIZE_FILE} says {huge:?}"))
 }
 
-/// Where a region's content comes from. Content that is equal between processes knows neither the salt nor the place
-/// of the region in the SPEC.
+/// The origin of a region's content. Content that is equal between processes depends neither on the salt nor on the
+/// region's position in the SPEC.
 fn content_origin(item: &SpecItem, position: usize, salt: &str) -> ContentOrigin {
     match &item.kind {
         RegionKind::SharedContent { name } => ContentOrigin::from_names(&["shared-content", name]),
@@ -163,7 +163,7 @@ fn map_item(item: &SpecItem, origin: ContentOrigin, options: &LayoutOptions) -> 
         RegionKind::SharedMemory => Mapping::shared(bytes)?,
         RegionKind::File | RegionKind::FileWritten => {
             let mut contents = vec![0; bytes];
-            // What is written privately, from number 0 on, differs from what the file holds.
+            // Privately written pages, numbered from 0, differ from the file's content.
             fill_pages(origin, item.pages, &mut contents);
             let directory = &options.file_directory;
             Mapping::private_file(directory, &contents)
@@ -178,8 +178,8 @@ fn map_item(item: &SpecItem, origin: ContentOrigin, options: &LayoutOptions) -> 
     })
 }
 
-/// Give advice that a kernel without transparent huge pages answers with `EINVAL`, which is all right: there it means
-/// nothing.
+/// Give advice that a kernel without transparent huge pages refuses with `EINVAL`, which is ignored: the advice has no
+/// meaning there.
 fn advise_if_supported(mapping: &mut Mapping, advice: MadviseAdvice) -> Result<()> {
     match mapping.advise(0..mapping.len(), advice) {
         Err(error) if error.kind() != io::ErrorKind::InvalidInput => Err(error).with_context(|| format!("{advice:?}")),
@@ -225,7 +225,7 @@ fn fill_pages(origin: ContentOrigin, first_number: u64, bytes: &mut [u8]) {
     }
 }
 
-/// Cut a region into VMAs by making every other piece read-only, and tell how many there are.
+/// Split a region into VMAs by making every other part read-only. Returns the number of VMAs.
 fn split_vmas(item: &SpecItem, mapping: &mut Mapping, cut: VmaSplit) -> io::Result<u64> {
     let pieces = match cut {
         VmaSplit::Unsplit => 1,
@@ -236,7 +236,7 @@ fn split_vmas(item: &SpecItem, mapping: &mut Mapping, cut: VmaSplit) -> io::Resu
         return Ok(1);
     }
     let page = mapping::page_size();
-    // The first page of a piece, as an offset in bytes; the pieces differ by at most one page.
+    // The first page of a part, as an offset in bytes; the sizes of parts differ by at most one page.
     let start = |piece: u64| (u128::from(item.pages) * u128::from(piece) / u128::from(pieces)) as usize * page;
     for piece in (1..pieces).step_by(2) {
         mapping.protect(start(piece)..start(piece + 1), Access::Read)?;
@@ -244,20 +244,20 @@ fn split_vmas(item: &SpecItem, mapping: &mut Mapping, cut: VmaSplit) -> io::Resu
     Ok(pieces)
 }
 
-/// Become a user as a daemon does: its only group has the same number. The process stays readable to that user.
+/// Become a user as a daemon does: the only group has the same number. The process stays readable for that user.
 fn become_user(uid: u32) -> io::Result<()> {
     let (user, group) = (Uid::from_raw(uid), Gid::from_raw(uid));
     rustix::thread::set_thread_groups(&[])?;
     rustix::thread::set_thread_res_gid(group, group, group)?;
     rustix::thread::set_thread_res_uid(user, user, user)?;
-    // Changing the user made /proc/PID root's (prctl(2), PR_SET_DUMPABLE).
+    // Changing the user gave /proc/PID to root (prctl(2), PR_SET_DUMPABLE).
     Ok(rustix::process::set_dumpable_behavior(DumpableBehavior::Dumpable)?)
 }
 
-/// A thread that rewrites pages, each time with content that was never there before, or with what is there.
+/// A thread that rewrites pages, each time with new content that was never there before, or with the same content.
 #[derive(Debug)]
 struct Rewriter {
-    /// The thread ends once there is none.
+    /// The thread ends when this is dropped.
     stop_on_drop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -267,7 +267,7 @@ impl Rewriter {
         let (goes_on, ended) = mpsc::channel();
         let thread = std::thread::spawn(move || {
             let page = mapping::page_size();
-            // Each mapping counts on from its first filling.
+            // Each mapping continues the numbers of its first contents.
             let mut written: Vec<u64> = mappings.iter().map(|(.., mapping)| (mapping.len() / page) as u64).collect();
             while ended.recv_timeout(interval) == Err(RecvTimeoutError::Timeout) {
                 for ((kind, origin, mapping), written) in mappings.iter_mut().zip(&mut written) {

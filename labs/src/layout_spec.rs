@@ -1,11 +1,11 @@
-//! The language in which a layout is asked for, and what each region of it holds in truth.
+//! The language that describes a layout, and the expected content of each region.
 //!
-//! A SPEC is a list of `kind=pages`, separated by commas: `zero=100,within=60,copies=3,shared-content=libc:40`.
-//! Everything here is pure; the binary's `layout` does what it says.
+//! A SPEC is a list of `kind=pages`, separated by commas: `zero=100,within=60,copies=3,shared-content=libc:40`. All
+//! functions here are pure; the binary's `layout` command creates the memory.
 
 use thiserror::Error;
 
-/// What the SPEC says, for `--help`.
+/// The syntax of a SPEC, for `--help`.
 pub const SPEC_HELP: &str = "\
 Kinds of regions (N in pages; several may stand in one SPEC, separated by commas):
   zero=N                  written zeros, resident
@@ -27,34 +27,34 @@ Kinds of regions (N in pages; several may stand in one SPEC, separated by commas
   read-zero=N             read, never written: the kernel's shared zero page
   fork-shared=N           unique content, shared copy-on-write with a forked child";
 
-/// What a region is.
+/// The kind of a region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum RegionKind {
     /// Written zeros.
     Zero,
-    /// Content of its own by salt and page.
+    /// Unique content that depends on the salt and the page.
     Unique,
     /// Groups of equal pages in this process.
     Within {
         /// Pages in each group.
         copies: u64,
     },
-    /// Content by a name and the page: equal in all processes.
+    /// Content that depends on a name and the page: equal in all processes.
     SharedContent {
         /// The name.
         name: String,
     },
     /// Printable text.
     Text,
-    /// One byte all over.
+    /// One byte value in all bytes.
     Pattern,
     /// The head of an ELF file.
     Elf,
-    /// Rewritten all the time with unique content.
+    /// Rewritten periodically with unique content.
     Volatile,
-    /// Zeros, rewritten all the time with zeros.
+    /// Zeros, rewritten periodically with zeros.
     RewrittenZero,
-    /// Printable text, rewritten all the time with the same.
+    /// Printable text, rewritten periodically with the same text.
     RewrittenText,
     /// Unique content in huge pages.
     Huge,
@@ -124,41 +124,41 @@ impl RegionKind {
         })
     }
 
-    /// Whether it is rewritten all the time.
+    /// Whether it is rewritten periodically.
     #[must_use]
     pub fn is_rewritten(&self) -> bool {
         matches!(self, Self::Volatile | Self::RewrittenZero | Self::RewrittenText)
     }
 
-    /// Whether it is to be made of huge pages.
+    /// Whether it consists of huge pages.
     #[must_use]
     pub fn is_huge(&self) -> bool {
         matches!(self, Self::Huge | Self::HugeZero)
     }
 }
 
-/// A region that is asked for.
+/// A requested region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SpecItem {
-    /// What it is.
+    /// Its kind.
     pub kind: RegionKind,
     /// Its size in base pages, at least 1.
     pub pages: u64,
 }
 
-/// What a region holds, in pages.
+/// The expected pages of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpectedPages {
-    /// Resident private anonymous pages, the shared zero page not among them.
+    /// Resident private anonymous pages, without the shared zero page.
     pub resident: u64,
-    /// Those of them that hold zeros.
+    /// The resident pages that contain zeros.
     pub zero: u64,
     /// The number of different contents among the resident pages.
     pub distinct: u64,
 }
 
 impl SpecItem {
-    /// What the region holds once it is laid out.
+    /// The expected pages of the region once it is laid out.
     #[must_use]
     pub fn expected_pages(&self) -> ExpectedPages {
         let pages = self.pages;
@@ -178,16 +178,16 @@ impl SpecItem {
     }
 }
 
-/// Why a SPEC is none. Each names the offending part.
+/// Why a SPEC is invalid. Each error names the offending part.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub enum SpecError {
-    /// No such kind, or no `=`.
+    /// Unknown kind, or no `=`.
     #[error("`{0}` is not of the form kind=pages with a kind from the list (see --help)")]
     UnknownKind(String),
     /// Not a positive number.
-    #[error("`{0}`: the number of pages must be a whole number from 1 on")]
+    #[error("`{0}`: the number of pages must be a whole number of at least 1")]
     InvalidPages(String),
-    /// `copies` does not divide the pages, or follows no `within`.
+    /// `copies` does not divide the number of pages, or does not follow `within`.
     #[error("`{0}`: copies=K must follow within=N, be at least 2 and divide N")]
     InvalidCopies(String),
     /// `shared-content` without a name.
@@ -195,10 +195,10 @@ pub enum SpecError {
     MissingName(String),
 }
 
-/// Read a SPEC.
+/// Parse a SPEC.
 ///
 /// # Errors
-/// [`SpecError`] for the first part that cannot be read.
+/// [`SpecError`] for the first invalid part.
 pub fn parse_spec(spec: &str) -> Result<Vec<SpecItem>, SpecError> {
     let mut items: Vec<SpecItem> = Vec::new();
     for part in spec.split(',') {

@@ -1,7 +1,7 @@
-//! Workloads against which Pagefold is tested and demonstrated: one process with exactly known memory, and a fleet of
-//! real virtual machines. The binary `pagefold-lab` runs both; this library is what it shares with the tests that
-//! start it: the language of layouts ([`layout_spec`]), the lines that the binary prints ([`output_lines`]), the way to start it
-//! ([`client`]), how it is looked at ([`process_checks`]), and what a fleet needs on this machine ([`assets`]).
+//! Workloads for tests and demonstrations of Pagefold: one process with exactly known memory, and a fleet of real
+//! virtual machines. The binary `pagefold-lab` runs both. This library is the code that the binary shares with the
+//! tests: the language of layouts ([`layout_spec`]), the lines that the binary prints ([`output_lines`]), starting the
+//! binary ([`client`]), checks of a process ([`process_checks`]), and the files that a fleet needs ([`assets`]).
 
 #![forbid(unsafe_code)]
 

@@ -1,6 +1,6 @@
-//! A machine of its own, emulated by QEMU without KVM, that runs one init and is off when that ends.
+//! A virtual machine, emulated by QEMU without KVM, that runs one init and powers off when that ends.
 //!
-//! Its initramfs has the init, busybox, and programs of this machine with the libraries that they need.
+//! Its initramfs contains the init, busybox, and programs of this machine with their libraries.
 
 use crate::assets::QEMU_PROGRAM;
 use std::fs;
@@ -9,44 +9,44 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Between two looks whether it is off.
+/// Interval between two checks whether the machine is off.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What a machine consists of.
+/// The components of a machine.
 #[derive(Clone, Debug)]
 pub struct EmulatedMachine<'a> {
     /// The kernel.
     pub kernel: &'a Path,
     /// The init: a script for busybox's shell.
     pub init: &'a Path,
-    /// Programs, and where they lie in the machine.
+    /// Programs, and their paths in the machine.
     pub programs: &'a [(&'a Path, &'a str)],
-    /// Files with their contents, and where they lie.
+    /// Paths and contents of files.
     pub files: &'a [(&'a str, &'a str)],
-    /// More of QEMU's options: memory, CPUs.
+    /// More options of QEMU: memory, CPUs.
     pub options: &'a [&'a str],
-    /// What is added to the kernel's command line.
+    /// Additions to the kernel's command line.
     pub kernel_arguments: &'a str,
 }
 
-/// The kernel's options: no timer checks that an emulated clock fails, gone after a panic.
+/// The kernel's options: no timer checks that an emulated clock fails, power off after a panic.
 const MACHINE_KERNEL_OPTIONS: &str = "console=ttyS0 mitigations=off no_timer_check panic=-1 quiet cryptomgr.notests";
 
-/// Where busybox is.
+/// The path of busybox.
 ///
 /// # Errors
-/// If it is not there.
+/// If it is missing.
 pub fn find_busybox() -> io::Result<&'static Path> {
     let there = ["/bin/busybox", "/usr/bin/busybox"].map(Path::new).into_iter().find(|path| path.exists());
-    there.ok_or_else(|| io::Error::new(ErrorKind::NotFound, "busybox is not there: run labs/setup.sh"))
+    there.ok_or_else(|| io::Error::new(ErrorKind::NotFound, "busybox is missing: run labs/setup.sh"))
 }
 
 impl EmulatedMachine<'_> {
-    /// Run it until it is off, or for so long at most: what it has said on its serial line. `work` is a folder for its
-    /// files; `meanwhile` is called again and again, and ends it by an error.
+    /// Run the machine until it is off, or until a time limit. Returns the output of its serial line. `work` is a
+    /// directory for its files. `meanwhile` is called periodically; an error from it ends the machine.
     ///
     /// # Errors
-    /// If it cannot be made or started.
+    /// If the machine cannot be created or started.
     pub fn run(
         &self,
         work_directory: &Path,
@@ -104,7 +104,7 @@ impl EmulatedMachine<'_> {
     }
 }
 
-/// Ended when dropped.
+/// Killed when dropped.
 struct QemuProcess(Child);
 
 impl Drop for QemuProcess {
@@ -126,7 +126,7 @@ fn copy_into_root(from: &Path, to: &Path) -> io::Result<()> {
     copied.map(drop).map_err(|error| io::Error::new(error.kind(), format!("{}: {error}", from.display())))
 }
 
-/// What a program needs by ldd(1): nothing where it is linked statically.
+/// The libraries of a program according to ldd(1): none if it is linked statically.
 fn needed_libraries(program: &Path) -> io::Result<Vec<PathBuf>> {
     let needs = Command::new("ldd").arg(program).output()?;
     let needs = String::from_utf8_lossy(&needs.stdout).into_owned();

@@ -24,7 +24,7 @@ use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
 use pagefold_sys::mapping;
 use rustix::process::Signal;
 
-/// Workloads against which Pagefold is tested and demonstrated
+/// Workloads for tests and demonstrations of Pagefold
 #[derive(Parser)]
 #[command(name = "pagefold-lab", version)]
 struct LabCommandLine {
@@ -34,40 +34,41 @@ struct LabCommandLine {
 
 #[derive(Subcommand)]
 enum LabCommand {
-    /// Lay out memory with exactly known content in this process, and hold it until standard input closes
+    /// Lay out memory with exactly known content in this process, and keep it until standard input closes
     ///
-    /// Prints one line of JSON for each region, in the order asked for, then `READY pid=PID`.
+    /// Prints one line of JSON for each region, in the requested order, then `READY pid=PID`.
     #[command(after_help = layout_spec::SPEC_HELP)]
     Layout(LayoutArguments),
-    /// Lay out memory in which runs of duplicates lie among unique pages, and hold it until standard input closes
+    /// Lay out memory with runs of duplicates among unique pages, and keep it until standard input closes
     ///
-    /// Prints the region as one line of JSON, then `READY pid=PID`. Each line that comes over standard input is
-    /// answered with a checksum of the memory.
+    /// Prints the region as one line of JSON, then `READY pid=PID`. Answers each line on standard input with a checksum
+    /// of the memory.
     Mixture(MixtureArguments),
-    /// Boot real QEMU guests with the same and with own data, and hold them until standard input closes or COMMAND ends
+    /// Boot real QEMU guests with common and with private data, and keep them until standard input closes or COMMAND
+    /// ends
     ///
     /// Without a COMMAND prints one line of JSON for each guest, then `READY guests=N`. The guests run without KVM and
-    /// without network, and are gone when this ends, however it ends. `labs/setup.sh` prepares what they need.
+    /// without network, and end with this program in any case. `labs/setup.sh` prepares what they need.
     Fleet(FleetArguments),
-    /// Run a program to which the kernel refuses prctl(PR_SET_MEMORY_MERGE) and close_range(2), by a seccomp filter
+    /// Run a program under a seccomp filter that refuses prctl(PR_SET_MEMORY_MERGE) and close_range(2)
     RefusePrctl {
-        /// The error it gets: 1 is EPERM, 22 is EINVAL as on a kernel that does not know it
+        /// The error that the calls return: 1 is EPERM, 22 is EINVAL as on a kernel without them
         #[arg(long, default_value_t = 1)]
         errno: u32,
         /// The program and its arguments
         #[arg(last = true, required = true)]
         command: Vec<OsString>,
     },
-    /// Work on several threads, checking all that is computed, until standard input closes
+    /// Compute on several threads and check all results, until standard input closes
     ///
-    /// Prints `READY pid=PID`, and ends with how many rounds were made and found right; a wrong one ends it at once.
+    /// Prints `READY pid=PID`, and at the end the number of correct rounds; a wrong result ends it at once.
     Busy(self_checking_threads::BusyArguments),
-    /// Enrol, withdraw or collapse memory of a process, and print for how long it was stopped
+    /// Enroll, unenroll or collapse memory of a process, and print how long it was stopped
     Advise(advise::AdviseArguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     Bound {
-        /// The parent; if it is gone already the program is not started
+        /// The parent; if it has ended already, the program is not started
         parent: i32,
         /// The program and its arguments
         #[arg(last = true, required = true)]
@@ -77,10 +78,10 @@ enum LabCommand {
 
 #[derive(Args)]
 struct LayoutArguments {
-    /// What to lay out: kind=pages,... (see below)
+    /// Regions to lay out: kind=pages,... (see below)
     #[arg(required = true, value_parser = parse_spec_argument)]
     spec: Vec<SpecArgument>,
-    /// Two processes have unique content in common only if they are given the same salt [default: the process number]
+    /// Processes have unique content in common only if they have the same salt [default: the process number]
     #[arg(long)]
     salt: Option<String>,
     /// Advise the kernel that all regions are mergeable (MADV_MERGEABLE)
@@ -92,18 +93,18 @@ struct LayoutArguments {
     /// Become user U, and group U, once everything is set up
     #[arg(long, value_name = "U")]
     uid: Option<u32>,
-    /// Make each page of the regions a VMA of its own by protecting every other one from writing
+    /// Make each page of the regions a VMA of its own by write-protecting every other one
     ///
-    /// Huge and volatile regions stay whole.
+    /// Huge and volatile regions are not split.
     #[arg(long)]
     fragment: bool,
-    /// As --fragment, but cut each region into R VMAs
+    /// As --fragment, but split each region into R VMAs
     #[arg(long, value_name = "R", conflicts_with = "fragment")]
     regions: Option<u64>,
-    /// Milliseconds between two rewritings of volatile pages
+    /// Milliseconds between two rewrites of volatile pages
     #[arg(long, value_name = "MS", default_value_t = 5)]
     interval: u64,
-    /// Where the files of file mappings are made; they have no name there [default: the directory for temporary files]
+    /// Directory for the files of file mappings, which have no name there [default: the directory for temporary files]
     #[arg(long, value_name = "DIR")]
     directory: Option<PathBuf>,
 }
@@ -113,59 +114,59 @@ struct MixtureArguments {
     /// Size in MiB
     #[arg(long, value_name = "MiB", default_value_t = 1024, value_parser = clap::value_parser!(u64).range(1..))]
     mib: u64,
-    /// The share of the runs that every process of the same --seed holds too, in percent
+    /// Share of runs that every process with the same --seed has too, in percent
     #[arg(long, value_name = "PERCENT", default_value = "10%", value_parser = parse_share)]
     duplicate: f64,
-    /// The share of the runs that are unique but for one page, which every process of the same --seed holds too
+    /// Share of runs that are unique except for one page, which every process with the same --seed has too
     #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = parse_share)]
     stray: f64,
     /// Length of a run in base pages
     #[arg(long, value_name = "PAGES", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..))]
     run: u64,
-    /// What duplicates are made from: equal seeds, equal duplicates
+    /// Seed of the duplicates: equal seeds, equal duplicates
     #[arg(long, value_name = "NAME", default_value = "mixture")]
     seed: String,
-    /// What unique content is made from [default: the process number]
+    /// Seed of the unique content [default: the process number]
     #[arg(long)]
     salt: Option<String>,
-    /// Back it with huge pages
+    /// Use huge pages
     #[arg(long)]
     huge: bool,
 }
 
 #[derive(Args)]
 struct FleetArguments {
-    /// How many guests
+    /// Number of guests
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1000))]
     guests: u32,
     /// Memory of each guest, in MiB
     #[arg(long, value_name = "MiB", default_value_t = 128)]
     memory: u32,
-    /// Data that all guests hold, in MiB; no two pages of it are equal
+    /// Data that all guests have, in MiB; no two pages of it are equal
     #[arg(long, value_name = "MiB", default_value_t = 16)]
     same: u32,
-    /// Data that only one guest holds, in MiB; no two pages of it are equal
+    /// Data that only one guest has, in MiB; no two pages of it are equal
     #[arg(long, value_name = "MiB", default_value_t = 16)]
     own: u32,
-    /// Let the first 4,086 bytes of all pages of data be equal: ksmd reads two pages to their end to tell them apart
+    /// Make the first 4,086 bytes of all data pages equal: ksmd must then read two pages to their end to compare them
     #[arg(long)]
     equal_start: bool,
     /// The guests are named PREFIX-0, PREFIX-1, ...
     #[arg(long, value_name = "PREFIX", default_value = "lab", value_parser = parse_name_prefix)]
     names: String,
-    /// Do not let the guests' memory be merged (QEMU's mem-merge=off)
+    /// Exclude the guests' memory from merging (QEMU's mem-merge=off)
     #[arg(long)]
     no_mem_merge: bool,
-    /// Where kernel and initramfs are [default: .cache/fleet of the source tree]
+    /// Directory of kernel and initramfs [default: .cache/fleet of the source tree]
     #[arg(long, value_name = "DIR")]
     assets: Option<PathBuf>,
-    /// Give up when a guest is not ready after so many seconds [default: 60, and 10 more for each guest]
+    /// Fail if a guest is not ready after this many seconds [default: 60, and 10 more for each guest]
     #[arg(long, value_name = "SECONDS")]
     timeout: Option<u64>,
-    /// What to run when all guests are ready
+    /// Command to run when all guests are ready
     ///
-    /// It finds their process numbers in PAGEFOLD_FLEET_PIDS, separated by spaces, and the sockets NAME.qmp and
-    /// NAME.serial in the directory PAGEFOLD_FLEET_DIR. Its exit code becomes that of the lab.
+    /// PAGEFOLD_FLEET_PIDS has their process numbers, separated by spaces. The directory PAGEFOLD_FLEET_DIR has the
+    /// sockets NAME.qmp and NAME.serial. The lab exits with the command's exit code.
     #[arg(last = true, value_name = "COMMAND")]
     command: Vec<OsString>,
 }
@@ -183,13 +184,13 @@ fn parse_share(text: &str) -> Result<f64, &'static str> {
     percent.filter(|percent| (0.0..=100.0).contains(percent)).map(|percent| percent / 100.0).ok_or("0% to 100%")
 }
 
-/// A name ends up in QEMU's options, on the kernel's command line and in file names.
+/// A name is used in QEMU's options, on the kernel's command line and in file names.
 fn parse_name_prefix(text: &str) -> Result<String, &'static str> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
     if !text.is_empty() && text.len() <= 32 && text.bytes().all(plain) {
         Ok(text.to_owned())
     } else {
-        Err("a name is made of at most 32 letters, digits, - and _")
+        Err("a name must have at most 32 letters, digits, - and _")
     }
 }
 
@@ -245,11 +246,11 @@ fn run_mixture(arguments: &MixtureArguments) -> Result<ExitCode> {
     };
     ensure!(
         mixture.pages.is_multiple_of(mixture.run_pages),
-        "{} MiB are not whole runs of {}",
+        "{} MiB are not a multiple of runs of {}",
         arguments.mib,
         mixture.run_pages
     );
-    ensure!(mixture.duplicate_share + mixture.stray_share <= 1.0, "--duplicate and --stray are more than all");
+    ensure!(mixture.duplicate_share + mixture.stray_share <= 1.0, "--duplicate and --stray add up to more than 100%");
     let salt = arguments.salt.clone().unwrap_or_else(|| std::process::id().to_string());
     let memory = layout::create_mixture(&mixture, arguments.huge, &arguments.seed, &salt)?;
     let region = RegionLine {
@@ -299,9 +300,9 @@ fn run_refused(errno: u32, command: &[OsString]) -> Result<ExitCode> {
 fn run_killed_with_parent(parent: i32, command: &[OsString]) -> Result<ExitCode> {
     let (program, arguments) = command.split_first().context("no program")?;
     rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).context("PR_SET_PDEATHSIG")?;
-    // A parent that ended before the signal was asked for sends none.
+    // If the parent ended before this call, the kernel sends no signal.
     if rustix::process::Pid::as_raw(rustix::process::getppid()) != parent {
-        bail!("the parent {parent} is gone");
+        bail!("the parent {parent} has ended");
     }
     Err(Command::new(program).args(arguments).exec()).with_context(|| format!("starting {}", program.to_string_lossy()))
 }

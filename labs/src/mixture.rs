@@ -1,55 +1,55 @@
-//! Memory in which duplicates lie in runs among unique pages: what stands where, and what of it is redundant.
+//! Memory with runs of duplicates among unique pages: the content of each run, and the number of redundant pages.
 //!
-//! A mixture is cut into runs of equal length. Some runs hold content that every process of the same seed holds too, at
-//! places of its own; some are unique but for one such page, astray among them; all others are unique. Everything here
-//! is pure; the binary's `mixture` lays it out.
+//! A mixture is cut into runs of equal length. Some runs have content that every process with the same seed has too, at
+//! other positions. Some runs are unique except for one such stray page. All other runs are unique. All functions here
+//! are pure; the binary's `mixture` command creates the memory.
 
 use crate::content::ContentOrigin;
 
-/// What a mixture is made of.
+/// The parameters of a mixture.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Mixture {
-    /// Base pages in all, a multiple of `run`.
+    /// Total number of base pages, a multiple of `run_pages`.
     pub pages: u64,
     /// Base pages of a run.
     pub run_pages: u64,
     /// The share of the runs whose pages all have copies in the other processes.
     pub duplicate_share: f64,
-    /// The share of the runs of which one page has.
+    /// The share of the runs in which exactly one page has copies.
     pub stray_share: f64,
 }
 
-/// What a run holds.
+/// The content of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MixtureRun {
     /// Content of this process alone.
     Unique,
-    /// The shared contents from this number on.
+    /// Shared contents, from this number on.
     Duplicate(u64),
-    /// Own content, but for the shared content of this number at this page of the run.
+    /// Unique content, except for the shared content of the first number at the page of the second number.
     UniqueButOne(u64, u64),
 }
 
 impl Mixture {
-    /// Runs whose pages all have copies.
+    /// Number of runs whose pages all have copies.
     #[must_use]
     pub fn duplicate_runs(&self) -> u64 {
         (self.duplicate_share * (self.pages / self.run_pages) as f64).round() as u64
     }
 
-    /// Runs of which one page has.
+    /// Number of runs in which exactly one page has copies.
     #[must_use]
     pub fn stray_runs(&self) -> u64 {
         (self.stray_share * (self.pages / self.run_pages) as f64).round() as u64
     }
 
-    /// Pages of one process that every other process of the seed holds too.
+    /// Pages of one process that every other process with the seed has too.
     #[must_use]
     pub fn duplicate_pages(&self) -> u64 {
         self.duplicate_runs() * self.run_pages + self.stray_runs()
     }
 
-    /// The runs in their order, which depends on the salt, so that copies lie elsewhere in each process.
+    /// The runs in their order, which depends on the salt, so that copies are at different positions in each process.
     #[must_use]
     pub fn run_order(&self, salt: &str) -> Vec<MixtureRun> {
         let order = ContentOrigin::from_names(&[salt, "order"]);
@@ -89,7 +89,7 @@ impl Mixture {
     }
 }
 
-/// A number that changes with every bit of memory: the words, weighted by the powers of an odd number.
+/// A checksum that changes with every bit of memory: the words, weighted by the powers of an odd number.
 #[must_use]
 pub fn memory_checksum(memory: &[u8]) -> u64 {
     let word = |bytes: &[u8; 8]| u64::from_ne_bytes(*bytes);
@@ -124,7 +124,7 @@ mod tests {
                 assert_eq!(
                     memory.chunks(PAGE_BYTES).collect::<HashSet<_>>().len() as u64,
                     pages,
-                    "no copies within one"
+                    "no copies within one process"
                 );
                 memory.chunks(PAGE_BYTES).for_each(|page| {
                     holders.entry(page).or_default().insert(process);

@@ -1,12 +1,12 @@
-//! What `pagefold-lab` prints on standard output: one line of JSON for each region or guest, then a line that begins
-//! with [`READY_PREFIX`].
+//! The standard output of `pagefold-lab`: one line of JSON for each region or guest, then a line that starts with
+//! [`READY_PREFIX`].
 
 use serde::{Deserialize, Serialize};
 
-/// How the line begins that follows the last line of JSON: `READY pid=4711`, `READY guests=4`.
+/// The start of the line that follows the last line of JSON: `READY pid=4711`, `READY guests=4`.
 pub const READY_PREFIX: &str = "READY ";
 
-/// A region as it was laid out. `resident`, `zero` and `distinct` are as in [`crate::layout_spec::ExpectedPages`].
+/// A laid-out region. `resident`, `zero` and `distinct` are as in [`crate::layout_spec::ExpectedPages`].
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionLine {
     /// The name of its kind in the SPEC.
@@ -20,11 +20,11 @@ pub struct RegionLine {
     pub pages: u64,
     /// The size of a base page in bytes.
     pub page_size: u64,
-    /// The VMAs it consists of.
+    /// The number of its VMAs.
     pub vmas: u64,
-    /// Resident private anonymous pages, the shared zero page not among them.
+    /// Resident private anonymous pages, without the shared zero page.
     pub resident: u64,
-    /// Those of them that hold zeros.
+    /// The resident pages that contain zeros.
     pub zero: u64,
     /// The number of different contents among the resident pages.
     pub distinct: u64,
@@ -44,14 +44,14 @@ impl RegionLine {
 /// A running virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestLine {
-    /// Its name, as QEMU was told.
+    /// Its name in QEMU.
     pub name: String,
-    /// Its process.
+    /// Its process number.
     pub pid: u32,
     /// Its memory, in MiB.
     pub memory_mib: u32,
     /// The socket of its QMP monitor.
     pub qmp: String,
-    /// The socket of its serial line. What is written there runs in the guest's shell, line by line.
+    /// The socket of its serial line. The guest's shell runs each line that is written there.
     pub serial: String,
 }

@@ -1,17 +1,17 @@
-//! Looking at a process from a test, and waiting for what is to be seen of it.
+//! Checks of a process in a test, and waiting for a condition.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Where compaction of all memory is asked for, as root.
+/// Root writes to this file to compact all memory.
 pub const COMPACT_MEMORY_FILE: &str = "/proc/sys/vm/compact_memory";
 
-/// The addresses of a process's enrolled pages, by its `smaps`.
+/// The addresses of a process's enrolled pages, according to its `smaps`.
 ///
 /// # Panics
-/// If it has ended, or is another user's.
+/// If the process has ended, or belongs to another user.
 #[must_use]
 pub fn enrolled_page_addresses(pid: u32) -> BTreeSet<u64> {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps"));
@@ -29,20 +29,20 @@ pub fn enrolled_page_addresses(pid: u32) -> BTreeSet<u64> {
     pages
 }
 
-/// Wait for something that is bound to come.
+/// Wait for a condition.
 ///
 /// # Panics
-/// If it does not within five minutes.
+/// If it is not met within five minutes.
 pub fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
     let began = Instant::now();
     while !is_met() {
-        assert!(began.elapsed() < Duration::from_secs(300), "{condition} did not come within five minutes");
+        assert!(began.elapsed() < Duration::from_secs(300), "not met within five minutes: {condition}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-/// Do something while the kernel moves all memory that it can move to other frames, as compaction does. Where
-/// [`COMPACT_MEMORY_FILE`] cannot be written it is done all the same.
+/// Run `work` while compaction moves all movable memory to other frames. If [`COMPACT_MEMORY_FILE`] cannot be written,
+/// `work` runs without compaction.
 pub fn during_compaction<T>(work: impl FnOnce() -> T) -> T {
     struct StopOnDrop<'a>(&'a AtomicBool);
     impl Drop for StopOnDrop<'_> {

@@ -1,11 +1,11 @@
-//! A kernel that refuses: a seccomp filter over this process and all that it starts, under which system calls fail as
-//! they do on kernels and in containers that do not offer them.
+//! Simulates a kernel that refuses calls: a seccomp filter on this process and its children. System calls fail as they
+//! do on kernels and in containers that do not offer them.
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
 };
 
-/// Have `prctl(PR_SET_MEMORY_MERGE)` and close_range(2) fail with an error from now on.
+/// Let `prctl(PR_SET_MEMORY_MERGE)` and close_range(2) fail with an error from now on.
 pub fn refuse_merge_any(errno: u32) -> Result<(), seccompiler::Error> {
     let option = libc::PR_SET_MEMORY_MERGE as u64;
     let wanted = SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, option)?;

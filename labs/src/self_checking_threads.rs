@@ -1,5 +1,5 @@
-//! A busy program that notices if anything is done to it: threads compute over memory of their own, keep partial
-//! results in registers, on their stacks and on the heap, sleep and wait in between, and check all of it.
+//! A busy program that detects changes to its state: threads compute on their own memory, keep partial results in
+//! registers, on their stacks and on the heap, sleep and wait in between, and check all of it.
 
 use anyhow::{Result, bail};
 use clap::Args;
@@ -10,13 +10,12 @@ use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// A page, in words of 64 bits. Some pages of each thread's memory equal each other, so that there is something to
-/// merge.
+/// A page, in words of 64 bits. Some pages of each thread's memory are equal, so that there are pages to merge.
 const WORDS_PER_PAGE: usize = 512;
 
 #[derive(Args)]
 pub struct BusyArguments {
-    /// How many threads
+    /// Number of threads
     #[arg(long, default_value_t = 4)]
     threads: u64,
     /// Memory of each thread, in MiB
@@ -43,15 +42,15 @@ pub fn run(arguments: &BusyArguments) -> Result<()> {
             Err(_) => bail!("a thread panicked"),
         })
     })?;
-    // Who has dropped it does not listen any more.
+    // An error means that the reader has closed the pipe.
     let _ = writeln!(io::stdout(), "{} rounds, all right", rounds.load(Ordering::Relaxed));
     Ok(())
 }
 
-/// How many parts a thread's memory has; one is checked and written anew in each round.
+/// Number of parts of a thread's memory; each round checks and rewrites one of them.
 const PARTS_PER_THREAD: usize = 16;
 
-/// The word that belongs at a place of a part that was last written in a round.
+/// The expected word at an index of a part that was last written in a round.
 fn expected_word(thread: u64, round: u64, index: usize) -> u64 {
     // Every fourth page is the same in all threads and rounds.
     let (thread, round) = if (index / WORDS_PER_PAGE).is_multiple_of(4) { (0, 0) } else { (thread, round) };
@@ -90,7 +89,7 @@ fn compute_and_check(thread: u64, bytes: usize, stop: &AtomicBool, rounds: &Atom
     Ok(())
 }
 
-/// Sleep or wait for a message that never comes, for a moment: neither may end early.
+/// Sleep for a moment, or wait for a message that never arrives: neither may end early.
 fn sleep_or_receive(thread: u64, round: u64) {
     let time = Duration::from_millis(1);
     let begun = Instant::now();
@@ -99,7 +98,7 @@ fn sleep_or_receive(thread: u64, round: u64) {
     } else {
         let (_sender, receiver) = mpsc::channel::<()>();
         if receiver.recv_timeout(time).is_ok() {
-            exit_with_error(&format!("thread {thread}, round {round}: a message from nobody"));
+            exit_with_error(&format!("thread {thread}, round {round}: an unexpected message"));
         }
     }
     if begun.elapsed() < time {
@@ -107,7 +106,7 @@ fn sleep_or_receive(thread: u64, round: u64) {
     }
 }
 
-/// End at once, with what is wrong.
+/// Print an error and exit at once.
 fn exit_with_error(message: &str) -> ! {
     eprintln!("pagefold-lab busy: {message}");
     std::process::exit(1);

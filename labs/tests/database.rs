@@ -1,9 +1,9 @@
-//! Databases at work while their memory is enrolled, merged by ksmd, and withdrawn again and again: their own checks,
-//! and sums that their transactions keep, find nothing amiss. One is a library in a shell, the other a server of
-//! several processes under load, some of which end meanwhile.
+//! Databases under load while their memory is repeatedly enrolled, merged by ksmd, and unenrolled. Their own checks,
+//! and sums that their transactions preserve, must find no error. One database is a library in a shell. The other is a
+//! server of several processes under load, some of which end during the test.
 //!
-//! `PAGEFOLD_SOAK_CYCLES=N` has the server go through N cycles, as `labs/soak.sh` does. Needs root, KSM, and the shell
-//! of SQLite or PostgreSQL.
+//! `PAGEFOLD_SOAK_CYCLES=N` runs N cycles on the server, as `labs/soak.sh` does. Needs root, KSM, and the shell of
+//! SQLite or PostgreSQL.
 
 #![forbid(unsafe_code)]
 
@@ -24,8 +24,8 @@ use std::time::{Duration, Instant};
 const LAB: &str = env!("CARGO_BIN_EXE_pagefold-lab");
 const SQLITE_CYCLES: u32 = 60;
 
-/// Each row lies in a page of the database of its own, which holds whole pages of memory with zeros in them: these
-/// merge, and a transaction that moves something writes to them.
+/// Each row has its own page of the database, which contains whole memory pages of zeros. These merge, and each
+/// transaction that moves money writes to them.
 const SQLITE_SETUP: &str = "\
 PRAGMA page_size = 65536;
 PRAGMA journal_mode = MEMORY;
@@ -43,7 +43,7 @@ SELECT count(*) FROM account WHERE padding <> zeroblob(50000);
 ";
 
 fn count_merged_pages(pid: u32) -> u64 {
-    // Page tables, not `ksm_merging_pages`, which says what ksmd saw last.
+    // From page tables, not from `ksm_merging_pages`, which has the state of ksmd's last visit.
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).expect("it runs");
     let line = text.lines().find_map(|line| line.strip_prefix("KSM:")).expect("a kernel from 6.6 on");
     line.trim().trim_end_matches(" kB").trim().parse::<u64>().expect("a number") / 4
@@ -55,7 +55,7 @@ fn advise(pid: u32, advice: &str) {
     assert!(output.status.success() && !said.contains("missed"), "{advice}: {output:?}");
 }
 
-/// KSM, with ksmd merging without a pause; `None` says why the test is skipped.
+/// KSM, with ksmd merging without a pause. `None` if the test is skipped; the reason is printed.
 fn start_merging_without_pause() -> Option<KsmTestGuard> {
     let ksm = KsmTestGuard::acquire().inspect_err(|why| println!("skipped: {why}")).ok()?;
     for (name, value) in [("use_zero_pages", 0), ("pages_to_scan", 20_000), ("sleep_millisecs", 0), ("run", 1)] {
@@ -113,32 +113,32 @@ fn sqlite_survives_enroll_unenroll_cycles() {
                 }
                 advise(pid, "unmergeable");
                 if count_merged_pages(pid) > 0 {
-                    return Err(format!("cycle {cycle}: {} pages are merged still", count_merged_pages(pid)));
+                    return Err(format!("cycle {cycle}: {} pages are still merged", count_merged_pages(pid)));
                 }
             }
             Ok(())
         };
         let done = std::panic::catch_unwind(cycles);
         stop.store(true, Ordering::Relaxed);
-        let moves = worker.join().expect("the database took all");
+        let moves = worker.join().expect("the database executed all statements");
         done.expect("no cycle failed").unwrap();
         moves
     });
     let mut said = String::new();
     output.read_to_string(&mut said).unwrap();
     assert!(database.wait().unwrap().success(), "{said}");
-    assert!(moves > u64::from(SQLITE_CYCLES), "it was at work: {moves}");
+    assert!(moves > u64::from(SQLITE_CYCLES), "the database was busy: {moves}");
     assert_eq!(said, format!("ok\n64000|{}|64\n0\n", 2 * moves));
 }
 
-/// Who runs the server, which refuses root: `nobody`.
+/// The user of the server, which refuses root: `nobody`.
 const NOBODY_UID: u32 = 65534;
 
-/// Cycles of one visit to a process of the server, and of the short form in all.
+/// Cycles of one visit to a server process, and the default total number of cycles.
 const CYCLES_PER_VISIT: u64 = 5;
 const DEFAULT_POSTGRES_CYCLES: u64 = 50;
 
-/// A PostgreSQL server with a database of its own. Dropped while it runs, it is ended at once.
+/// A PostgreSQL server with its own database. If it is dropped while it runs, it is stopped at once.
 struct Postgres {
     program_directory: PathBuf,
     folder: tempfile::TempDir,
@@ -146,7 +146,7 @@ struct Postgres {
 }
 
 impl Postgres {
-    /// The newest version's programs that Debian has installed.
+    /// The programs of the newest version that Debian has installed.
     fn find_program_directory() -> Option<PathBuf> {
         let versions = fs::read_dir("/usr/lib/postgresql").ok()?.flatten().map(|version| version.path().join("bin"));
         let number = |path: &PathBuf| path.parent()?.file_name()?.to_str()?.parse::<u32>().ok();
@@ -155,7 +155,7 @@ impl Postgres {
 
     fn start(programs: PathBuf) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
-        chown(folder.path(), Some(NOBODY_UID), Some(NOBODY_UID)).expect("root may");
+        chown(folder.path(), Some(NOBODY_UID), Some(NOBODY_UID)).expect("permission");
         let command = |program| Self::command(&programs, &folder, program);
         run_checked(command("initdb").args(["--data-checksums", "--auth=trust", "--no-sync", "--username=postgres"]));
         let log = File::create(folder.path().join("log")).expect("a file");
@@ -194,7 +194,7 @@ impl Postgres {
         kill(Pid::from_raw(self.server.id().cast_signed()), signal).expect("it is waited for later");
     }
 
-    /// Its processes but the first.
+    /// Its processes except the first.
     fn backend_pids(&self) -> Vec<u32> {
         let pid = self.server.id();
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).expect("it runs");
@@ -211,23 +211,23 @@ impl Drop for Postgres {
     }
 }
 
-/// What a program says that has to succeed.
+/// The output of a program that must succeed.
 fn run_checked(command: &mut Command) -> String {
     let output = command.output().expect("it starts");
     assert!(output.status.success(), "{command:?}: {output:?}");
     String::from_utf8(output.stdout).expect("text")
 }
 
-/// Merged pages that got copies of their own, for a write or a withdrawal, since boot.
+/// COW breaks of merged pages since boot, by writes or by unenrolling.
 fn count_cow_ksm() -> u64 {
     let vmstat = fs::read_to_string("/proc/vmstat").expect("vmstat");
     let copies = vmstat.lines().find_map(|line| line.strip_prefix("cow_ksm "));
     copies.expect("a kernel from 5.19 on").parse().expect("a number")
 }
 
-/// Enrol and withdraw a process of the server some times; not all of them if it ends meanwhile.
+/// Enroll and unenroll a server process several times; fewer times if it ends meanwhile.
 fn enroll_and_unenroll(pid: u32) -> bool {
-    // When it started, while it lives: it may have ended and not be reaped yet.
+    // The start time of the process while it runs: it may have ended and not be reaped yet.
     let start = || {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
         let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_ascii_whitespace().collect();
@@ -240,12 +240,12 @@ fn enroll_and_unenroll(pid: u32) -> bool {
         .expect("the lab runs");
     if output.status.success() {
         let said = String::from_utf8_lossy(&output.stdout);
-        // Memory comes and goes while a query runs.
+        // Memory is mapped and unmapped while a query runs.
         let refused = said.lines().find(|line| line.starts_with("missed ") && !line.contains(NOT_MAPPED_REASON));
         assert_eq!(refused, None, "process {pid}");
         return true;
     }
-    // One that ends gives its memory back first, and may take its time over that.
+    // An ending process frees its memory first, which may take time.
     let began = Instant::now();
     while start().is_some_and(|start| Some(start) == before) {
         let said = String::from_utf8_lossy(&output.stderr);
@@ -268,7 +268,7 @@ fn a_server_survives_enroll_unenroll_cycles() {
     let copies_before = count_cow_ksm();
     let (mut cycles, mut ended, mut transactions) = (0, 0, 0);
     while cycles < wanted {
-        // Without its vacuum, which empties the history that the balances are held against.
+        // Without its vacuum, which deletes the history that the balances are compared with.
         let mut load = postgres.command_of("pgbench");
         let mut load = load
             .args(["--no-vacuum", "-c", "4", "-j", "2", "-T", "3"])
@@ -296,16 +296,16 @@ fn a_server_survives_enroll_unenroll_cycles() {
     }
     let copied = count_cow_ksm() - copies_before;
     println!("{cycles} cycles, {transactions} transactions, {ended} processes that ended meanwhile, {copied} copies");
-    assert!(transactions > 0 && copied > 0, "nothing was at work, or nothing merged");
+    assert!(transactions > 0 && copied > 0, "the database was idle, or no page was merged");
 
-    // The sums of pgbench's own bookkeeping, each index against its table, and every page's checksum.
+    // The sums of pgbench's bookkeeping, each index against its table, and every page's checksum.
     let balanced = "select (select sum(abalance) from pgbench_accounts) = (select sum(delta) from pgbench_history) \
                     and (select sum(tbalance) from pgbench_tellers) = (select sum(bbalance) from pgbench_branches) \
                     and (select sum(tbalance) from pgbench_tellers) = (select sum(delta) from pgbench_history)";
     assert_eq!(run_checked(postgres.command_of("psql").args(["-X", "-q", "-t", "-A", "-c", balanced])), "t\n");
     run_checked(postgres.command_of("pg_amcheck").args(["--install-missing", "--heapallindexed", "postgres"]));
     postgres.signal(Signal::SIGINT);
-    let status = postgres.server.wait().expect("its end");
+    let status = postgres.server.wait().expect("its exit");
     let log = postgres.read_log();
     let bad = ["PANIC", "FATAL", "terminated by signal"];
     assert!(status.success() && !bad.iter().any(|bad| log.contains(bad)), "{status}: {log}");

@@ -1,4 +1,4 @@
-//! What `make demo` shows who is not root.
+//! The output of `make demo` for users other than root.
 
 use std::fs;
 use std::os::unix::fs::{chown, symlink};
@@ -9,7 +9,7 @@ use std::process::Command;
 const NOBODY_UID: u32 = 65534;
 
 fn run_checked(command: &mut Command) {
-    let status = command.status().expect("it is there");
+    let status = command.status().expect("it exists");
     assert!(status.success(), "{command:?}: {status}");
 }
 
@@ -24,7 +24,8 @@ fn demo_simulation_reports_savings_without_root() {
     if Command::new("g++").arg("--version").output().is_err() {
         return println!("skipped: no C++ compiler");
     }
-    // What the user may read, wherever this tree is. The library is in its place already, and nothing is to be built.
+    // Files that the user can read, wherever this tree is. The library is in its place already, and nothing needs a
+    // build.
     let folder = tempfile::tempdir().unwrap();
     let (programs, built) = (folder.path().join("programs"), folder.path().join("target"));
     fs::create_dir(&programs).unwrap();
@@ -37,7 +38,7 @@ fn demo_simulation_reports_savings_without_root() {
     run_checked(Command::new("chmod").args(["-R", "a+rX"]).arg(folder.path()));
 
     let mut demo = Command::new(folder.path().join("labs/demo.sh"));
-    // A tiny case in which all is merged that can be.
+    // A tiny case in which all mergeable memory is merged.
     demo.args(["simulate", "--roots", "3", "--levels", "2", "--spheres", "3", "--steps", "8"]);
     demo.args(["--sample", "0", "--max-slowdown", "-1"]).current_dir(folder.path());
     let path = std::env::var("PATH").expect("programs are found");
@@ -50,7 +51,7 @@ fn demo_simulation_reports_savings_without_root() {
     let (told, complaints) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{told}\n{complaints}");
     assert!(told.contains("All three computed the same to the last bit: checksum="), "{told}");
-    // Mode, MiB, gain in percent, seconds, and by how much slower in percent.
+    // Mode, MiB, gain in percent, seconds, and slowdown in percent.
     let gains: Vec<(&str, f64)> = told
         .lines()
         .filter_map(|line| match line.split_whitespace().collect::<Vec<_>>()[..] {

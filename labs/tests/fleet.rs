@@ -1,4 +1,4 @@
-//! Real virtual machines: that they come up with the memory they were asked for, and that none outlives the lab.
+//! Real virtual machines: they start with the requested memory, and none outlives the lab.
 
 use std::fs;
 use std::io::Read;
@@ -12,7 +12,7 @@ use pagefold_labs::client::{RunningLab, lab_binary, query_guest};
 use pagefold_labs::output_lines::GuestLine;
 use rustix::process::{Pid, Signal};
 
-/// Whether this machine can run guests; says why not.
+/// Whether this machine cannot run guests; prints the reason.
 fn is_skipped() -> bool {
     let missing = GuestAssets::find(&GuestAssets::default_directory()).err();
     if let Some(why) = &missing {
@@ -21,8 +21,8 @@ fn is_skipped() -> bool {
     missing.is_some()
 }
 
-/// When a process started, in clock ticks after boot: with its number, who it is. `None` when it has ended, be it that
-/// nobody has waited for it yet.
+/// The start time of a process, in clock ticks after boot: with its number, its identity. `None` if it has ended, even
+/// if it is not reaped yet.
 fn start_time(pid: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is in parentheses and may contain anything; the third is the state, the 22nd the time.
@@ -33,7 +33,7 @@ fn start_time(pid: u32) -> Option<String> {
 fn wait_until(event: &str, mut holds: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(120);
     while !holds() {
-        assert!(Instant::now() < deadline, "it never came to be: {event}");
+        assert!(Instant::now() < deadline, "this never happened: {event}");
         std::thread::sleep(Duration::from_millis(10));
     }
 }
@@ -65,7 +65,7 @@ fn guests_hold_their_data_and_end_with_the_lab() {
         .map(|guest| {
             let command = fs::read_to_string(format!("/proc/{}/cmdline", guest.pid)).unwrap();
             assert!(command.contains(&format!("\0-name\0{}\0", guest.name)), "{command:?}");
-            assert!(memory_flags(guest).contains(&"mg".to_owned()), "its memory is mergeable");
+            assert!(memory_flags(guest).contains(&"mg".to_owned()), "the guest's memory is mergeable");
             assert_eq!(
                 query_guest(guest, "stat -c %s /data/same /data/own").unwrap(),
                 format!("{}\n{}\n", 4 << 20, 3 << 20)
@@ -84,7 +84,7 @@ fn guests_hold_their_data_and_end_with_the_lab() {
     let directory = Path::new(&guests[0].qmp).parent().unwrap().to_owned();
     drop(lab);
     for guest in &guests {
-        assert!(!fs::exists(format!("/proc/{}", guest.pid)).unwrap(), "{} is still there", guest.name);
+        assert!(!fs::exists(format!("/proc/{}", guest.pid)).unwrap(), "{} still exists", guest.name);
     }
     assert!(!directory.exists());
 }
@@ -124,11 +124,11 @@ fn guests_end_when_the_lab_is_killed() {
             .spawn()
             .unwrap();
         let children = format!("/proc/{0}/task/{0}/children", lab.id());
-        // In the middle of booting, which is when nobody is waiting for a guest yet.
+        // In the middle of booting, when the lab does not wait for a guest yet.
         let mut guest = None;
         wait_until("a guest is started", || {
             guest = fs::read_to_string(&children).unwrap().split_whitespace().next().map(|pid| pid.parse().unwrap());
-            // The lab also asks QEMU for its version, and starts it by way of itself.
+            // The lab also asks QEMU for its version, and starts it through its own binary.
             guest.is_some_and(|pid: u32| {
                 fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|command| {
                     command.starts_with(b"qemu") && command.windows(7).any(|word| word == b"-append")
@@ -139,7 +139,7 @@ fn guests_end_when_the_lab_is_killed() {
         let identity = start_time(guest).unwrap();
         rustix::process::kill_process(Pid::from_raw(lab.id().cast_signed()).unwrap(), signal).unwrap();
         assert_eq!(lab.wait().unwrap().code(), code);
-        wait_until("the guest is gone", || start_time(guest).as_ref() != Some(&identity));
+        wait_until("the guest has ended", || start_time(guest).as_ref() != Some(&identity));
     }
 }
 

@@ -1,9 +1,9 @@
-//! System calls injected into programs in every state that could go wrong, and the injector killed at every step.
+//! System calls injected into programs in every state that could fail, and the injector killed at every step.
 //!
-//! The target checks itself (`tests/targets/states.c`: registers, vectors, memory, stack, signal mask, what its waits
-//! return) and says OK at the end. ksmd stays off, so no lock is needed. Without root, or where the C compiler or the
-//! kernel cannot make a kind of target, a test says `skipped: ` and why. `PAGEFOLD_SOAK_CYCLES=N` has those that go in
-//! cycles go through N, as `labs/soak.sh` does.
+//! The target checks itself (`tests/targets/states.c`: registers, vectors, memory, stack, signal mask, results of its
+//! waits) and prints OK at the end. ksmd stays off, so no lock is needed. Without root, or if the C compiler or the
+//! kernel cannot provide a kind of target, a test prints `skipped: ` and the reason. `PAGEFOLD_SOAK_CYCLES=N` sets the
+//! number of cycles, as `labs/soak.sh` does.
 
 #![forbid(unsafe_code)]
 
@@ -26,18 +26,19 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// `pagefold-lab`, wherever these tests run.
+/// The path of `pagefold-lab`, wherever these tests run.
 fn lab_binary() -> PathBuf {
     client::lab_binary().expect("cargo has built it")
 }
 
-/// Where programs are made, or, if `PAGEFOLD_TARGETS` says where, lie made for a machine that has no compiler.
+/// The directory for compiled targets, or `PAGEFOLD_TARGETS` with precompiled ones, for a machine without a compiler.
+/// Returns whether they are precompiled.
 fn target_directory() -> (PathBuf, bool) {
     let made = std::env::var_os("PAGEFOLD_TARGETS").map(PathBuf::from);
     (made.clone().unwrap_or_else(|| env!("CARGO_TARGET_TMPDIR").into()), made.is_some())
 }
 
-/// The program, dynamically or statically linked; nothing if it cannot be had.
+/// The program, dynamically or statically linked; `None` if it cannot be built.
 fn build_target(kind: &str) -> Option<PathBuf> {
     static PROGRAMS: OnceLock<[Option<PathBuf>; 2]> = OnceLock::new();
     let build = |name: &str, more: &[&str]| {
@@ -48,7 +49,7 @@ fn build_target(kind: &str) -> Option<PathBuf> {
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/targets/states.c");
         let file = directory.join(format!("{name}-{}", std::process::id()));
         let mut compiler = Command::new("cc");
-        // Frames are to hold arrays that nobody has touched.
+        // Stack frames must be able to contain arrays that were never touched.
         compiler
             .args(["-O1", "-Wall", "-Werror", "-pthread", "-fno-stack-clash-protection", source, "-o"])
             .arg(&file)
@@ -59,7 +60,7 @@ fn build_target(kind: &str) -> Option<PathBuf> {
     if kind == "static" { fixed.clone() } else { dynamic.clone() }
 }
 
-/// Whether these tests can run; says why not.
+/// Whether these tests can run; prints the reason if not.
 fn can_run() -> bool {
     let why = if !nix::unistd::geteuid().is_root() {
         "needs root: a container may forbid its users to trace"
@@ -76,11 +77,11 @@ fn can_run() -> bool {
     false
 }
 
-/// Whether what is left of a time limit is known when a call is stopped; says so if not.
+/// Whether the kernel preserves the remaining time of a call that is stopped; prints the reason for skipping if not.
 fn timeouts_survive_stops() -> bool {
     let kept = cfg!(target_arch = "x86_64");
     if !kept {
-        println!("skipped: this processor's kernel does not tell why it winds a call back, which then begins anew");
+        println!("skipped: this kernel does not show why it restarts a call, so the call starts again in full");
     }
     kept
 }
@@ -92,7 +93,7 @@ struct SelfCheckingTarget {
 }
 
 impl SelfCheckingTarget {
-    /// In one of the states of `states.c`, entered.
+    /// A target that has entered one of the states of `states.c`.
     fn start(state: &str) -> Self {
         Self::start_program(&build_target("dynamic").expect("a compiler"), state)
     }
@@ -112,7 +113,7 @@ impl SelfCheckingTarget {
             output.read_to_string(&mut rest).expect("why it is not");
             panic!("{state}: {}{rest}", lossy_text(&said));
         }
-        // It says so right before it enters the state.
+        // It prints this right before it enters the state.
         thread::sleep(Duration::from_millis(10));
         let victim = Self { child, stdout: Some(output) };
         if SLEEPING_STATES.contains(&state) {
@@ -126,23 +127,23 @@ impl SelfCheckingTarget {
     }
 
     fn send_signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.pid().cast_signed()), signal).expect("it lives");
+        kill(Pid::from_raw(self.pid().cast_signed()), signal).expect("it is alive");
     }
 
-    /// A line of its status.
+    /// A field of its status file.
     fn status_field(&self, field: &str) -> String {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("it lives");
+        let status = fs::read_to_string(format!("/proc/{}/status", self.pid())).expect("it is alive");
         let line = status.lines().find_map(|line| line.strip_prefix(field)).expect("a field of the status");
         line.trim_start_matches(':').trim().to_owned()
     }
 
-    /// Have it finish and check itself.
+    /// Let the target finish and check itself.
     fn finish_and_check(mut self) -> String {
         self.send_signal(Signal::SIGUSR1);
         drop(self.child.stdin.take());
         let mut said = String::new();
         self.stdout.take().expect("taken once").read_to_string(&mut said).expect("its output");
-        let status = self.child.wait().expect("its end");
+        let status = self.child.wait().expect("its exit");
         assert!(status.success() && said.contains("OK\n"), "{status}: {said}");
         said
     }
@@ -150,7 +151,7 @@ impl SelfCheckingTarget {
 
 impl Drop for SelfCheckingTarget {
     fn drop(&mut self) {
-        // Whatever a failed test left. Ours until it is waited for.
+        // The child of a failed test; its number is valid until it is reaped.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -170,14 +171,14 @@ fn lossy_text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// Advise, and expect it to be done.
+/// Run the action, and expect success.
 fn advise_successfully(pid: u32, arguments: &[&str]) -> String {
     let output = run_advise(pid, arguments, "");
     assert!(output.status.success(), "{arguments:?}: {}", lossy_text(&output.stderr));
     lossy_text(&output.stdout)
 }
 
-/// Advise, and expect a refusal.
+/// Run the action, and expect a refusal.
 fn advise_expecting_refusal(pid: u32, arguments: &[&str]) -> String {
     let output = run_advise(pid, arguments, "");
     assert_eq!(output.status.code(), Some(2), "{}", lossy_text(&output.stdout));
@@ -189,7 +190,7 @@ fn count_enrolled_regions(pid: u32) -> usize {
     smaps.lines().filter(|line| line.starts_with("VmFlags:") && line.contains(" mg")).count()
 }
 
-/// Wait until something holds, at most for seconds.
+/// Wait until a condition holds, at most for some seconds.
 fn wait_until(condition: &str, holds: impl Fn() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !holds() {
@@ -198,7 +199,7 @@ fn wait_until(condition: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// In these the main thread sleeps.
+/// States in which the main thread sleeps.
 const SLEEPING_STATES: &[&str] =
     &["sleep", "futex", "without_vdso", "pipe", "receive", "epoll", "epoll_again", "epoll_beside", "ppoll", "poll"];
 
@@ -229,7 +230,7 @@ const TARGET_STATES: &[&str] = &[
     "storm",
 ];
 
-/// Those that there are where the kernel has poll(2): 64-bit Arm has ppoll(2) alone.
+/// States that need poll(2): 64-bit Arm has only ppoll(2).
 const POLL_STATES: &[&str] = if cfg!(target_arch = "x86_64") { &["poll"] } else { &[] };
 
 /// States of an x86-64 processor.
@@ -243,7 +244,7 @@ fn target_in_any_state_survives_enroll_and_unenroll() {
     for state in TARGET_STATES.iter().chain(POLL_STATES).chain(X86_STATES) {
         let victim = SelfCheckingTarget::start(state);
         if *state == "without_vdso" && cfg!(target_arch = "aarch64") {
-            // There the code that ends signal handlers is nowhere else.
+            // In this state the code that ends signal handlers is nowhere else.
             assert!(advise_expecting_refusal(victim.pid(), &["mergeable"]).contains("no return from signal handlers"));
             victim.finish_and_check();
             continue;
@@ -259,7 +260,7 @@ fn target_in_any_state_survives_enroll_and_unenroll() {
         for (what, whole) in [("unmergeable", false), ("whole", true), ("unwhole", false)] {
             advise_successfully(victim.pid(), &[what]);
             assert_eq!(handle.ask_merge_any(), Ok(whole), "{state}: {what}");
-            // What the kernel says of it from outside (6.14).
+            // The kernel's view of the process from outside (6.14).
             let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", victim.pid())).expect("ksm_stat");
             let told = stat.lines().find_map(|line| line.strip_prefix("ksm_merge_any: "));
             assert!(told.is_none_or(|told| (told == "yes") == whole), "{state}: {what}: {stat}");
@@ -356,7 +357,7 @@ fn stopped_target_stays_stopped() {
                 assert_eq!(count_enrolled_regions(victim.pid()) > 0, enrols);
             }
             victim.send_signal(Signal::SIGCONT);
-            wait_until("it goes on", || !victim.status_field("State").starts_with('T'));
+            wait_until("it continues", || !victim.status_field("State").starts_with('T'));
         }
         victim.finish_and_check();
     }
@@ -410,12 +411,12 @@ fn interrupted_wait_takes_its_remaining_time() {
     }
     for (state, says) in [("sleep", "slept "), ("poll_fully", "waited ")] {
         let victim = SelfCheckingTarget::start(state);
-        // Begun anew at each stop it would never end, nor would this.
+        // If each stop restarted the wait, it would never end, nor would this loop.
         let begun = Instant::now();
         while run_advise(victim.pid(), &["mergeable", "--cycles", "20"], "").status.success() {
-            assert!(begun.elapsed() < Duration::from_secs(30), "{state}: it waits for ever");
+            assert!(begun.elapsed() < Duration::from_secs(30), "{state}: it waits forever");
         }
-        // It has ended, and checks itself that it did not wait too little.
+        // It has ended, and checks itself that it did not wait too short.
         let said = victim.finish_and_check();
         assert!(said.contains(says), "{said}");
     }
@@ -433,7 +434,7 @@ fn timeouts_expire_on_time_despite_stops() {
     }
     let said = victim.finish_and_check();
     let ticks: u32 = said.lines().find_map(|line| line.strip_prefix("ticks ")).expect("a count").parse().unwrap();
-    // Undisturbed there would be twenty. Begun anew at each stop it would never end.
+    // Undisturbed there would be twenty. If each stop restarted the timeout, it would never end.
     assert!(ticks >= 5, "{ticks} timeouts only");
 }
 
@@ -501,7 +502,7 @@ fn traced_process_is_refused() {
     assert!(said.contains("traces it"), "{said}");
     ptrace::interrupt(pid).expect("it can be interrupted");
     nix::sys::wait::waitpid(pid, None).expect("it stops");
-    ptrace::detach(pid, None).expect("it is let go");
+    ptrace::detach(pid, None).expect("it can be released");
     advise_successfully(victim.pid(), &["mergeable"]);
     victim.finish_and_check();
 }
@@ -535,10 +536,10 @@ fn strict_seccomp_is_refused() {
     let mut victim = SelfCheckingTarget::start("strict");
     assert!(advise_expecting_refusal(victim.pid(), &["mergeable"]).contains("strict seccomp"));
     drop(victim.child.stdin.take());
-    assert!(victim.child.wait().expect("its end").success());
+    assert!(victim.child.wait().expect("its exit").success());
 }
 
-/// Who has no privilege: `nobody`.
+/// A user without privilege: `nobody`.
 const NOBODY_UID: u32 = 65534;
 
 #[test]
@@ -547,9 +548,9 @@ fn unprivileged_injection_refuses_seccomp_filter() {
         return;
     }
     if fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() != "0") {
-        return println!("skipped: needs kernel.yama.ptrace_scope to be 0: users trace nobody but their children here");
+        return println!("skipped: needs kernel.yama.ptrace_scope to be 0: users may trace only their children here");
     }
-    // Where a user may run them.
+    // In a directory in which a user may run them.
     let folder = tempfile::tempdir().expect("a folder");
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).expect("a mode");
     let program = build_target("dynamic").expect("a compiler");
@@ -562,7 +563,7 @@ fn unprivileged_injection_refuses_seccomp_filter() {
         command.uid(NOBODY_UID).gid(NOBODY_UID).current_dir("/");
         command
     };
-    // Where one thread has no filter, that one is taken.
+    // If one thread has no filter, Pagefold uses that one.
     for (state, refusal) in [("filtered_throughout", Some("only CAP_SYS_ADMIN may suspend")), ("filtered", None)] {
         let victim = SelfCheckingTarget::start_command(own(&program), state);
         let mut advise = own(&lab_binary());
@@ -598,15 +599,15 @@ fn program_of_32_bits_is_refused() {
     }
 }
 
-/// A program that waits in `pause` again and again, or one that runs in a loop.
+/// A program that waits in `pause` repeatedly, or one that runs in a loop.
 fn check_32_bit_program_is_refused(waits: bool) {
-    // Behind it, never run, 64-bit code that ends signal handlers: for want of that it would be refused, too.
+    // Behind it, never executed, is 64-bit code that ends signal handlers: without it the target would be refused, too.
     let (machine, flags, pause, restorer) = if cfg!(target_arch = "x86_64") {
         // mov $29, %eax; int $0x80; jmp
         let pause = [0xb8, 29, 0, 0, 0, 0xcd, 0x80, 0xeb, 0xf7].as_slice();
         (3_u16, 0_u32, pause, [0x48, 0xc7, 0xc0, 0x0f, 0, 0, 0, 0x0f, 0x05, 0xc3].as_slice())
     } else {
-        // mov r7, #29; svc 0; b. EM_ARM, and EF_ARM_EABI_VER5, without which it would be none for this kernel.
+        // mov r7, #29; svc 0; b. EM_ARM, and EF_ARM_EABI_VER5, without which this kernel does not accept the file.
         let pause = [29, 0x70, 0xa0, 0xe3, 0, 0, 0, 0xef, 0xfc, 0xff, 0xff, 0xea].as_slice();
         (40, 0x0500_0000, pause, [0x1f, 0x20, 0x03, 0xd5, 0x68, 0x11, 0x80, 0xd2, 1, 0, 0, 0xd4].as_slice())
     };
@@ -639,8 +640,8 @@ fn check_32_bit_program_is_refused(waits: bool) {
     thread::sleep(Duration::from_millis(50));
     let said = advise_expecting_refusal(victim.pid(), &["whole"]);
     assert!(said.contains("32-bit"), "{said}");
-    // Its pause was cut short, and it is on its way to the next.
-    wait_until("it goes on", || victim.status_field("State").starts_with(if waits { 'S' } else { 'R' }));
+    // Its pause was interrupted, and it is about to start the next.
+    wait_until("it continues", || victim.status_field("State").starts_with(if waits { 'S' } else { 'R' }));
 }
 
 #[test]
@@ -681,10 +682,10 @@ fn busy_program_survives_many_cycles() {
     drop(busy.stdin.take());
     let mut said = String::new();
     output.read_to_string(&mut said).expect("its output");
-    assert!(busy.wait().expect("its end").success() && said.contains("all right"), "{said}");
+    assert!(busy.wait().expect("its exit").success() && said.contains("all right"), "{said}");
 }
 
-/// How many cycles: `PAGEFOLD_SOAK_CYCLES` for the long form, and for a shorter one on a machine that is emulated.
+/// Number of cycles: `PAGEFOLD_SOAK_CYCLES` for the long form, and fewer on an emulated machine.
 fn cycle_count(default_count: u32) -> u32 {
     std::env::var("PAGEFOLD_SOAK_CYCLES").map_or(default_count, |text| text.parse().expect("a number"))
 }
@@ -700,7 +701,7 @@ fn changed_ranges_are_reported_and_others_enrolled() {
     let said = advise_successfully(lab.pid(), &["mergeable", "1000-3000", &range]);
     assert!(said.contains("missed 00001000-00003000: not mapped any more\n"), "{said}");
     assert_eq!(count_enrolled_regions(lab.pid()), 1);
-    // Nothing is left to do: nobody is stopped.
+    // No range is left, so that no thread is stopped.
     assert!(advise_successfully(lab.pid(), &["mergeable", &range]).contains("stops 0 "));
 }
 
@@ -714,7 +715,7 @@ fn split_huge_pages_are_collapsed() {
         println!("skipped: needs root and transparent huge pages");
         return;
     };
-    // Its memory is 4 MiB, wherever it lies.
+    // Its memory is 4 MiB, at an unknown address.
     let victim = SelfCheckingTarget::start("futex");
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", victim.pid())).expect("smaps");
     let mut range = "";
@@ -742,11 +743,11 @@ fn split_huge_pages_are_collapsed() {
     };
     let before = count();
     if before >= huge {
-        println!("skipped: huge pages come by themselves here (transparent_hugepage/enabled)");
+        println!("skipped: huge pages are allocated automatically here (transparent_hugepage/enabled)");
         return;
     }
     let said = advise_successfully(victim.pid(), &["collapse", &format!("{start:x}-{:x}", start + huge)]);
-    if said.contains("no huge page was to be had") {
+    if said.contains("no huge page was available") {
         println!("skipped: this machine's memory is too fragmented for a huge page");
         return;
     }
@@ -771,7 +772,7 @@ fn unmerge_preserves_memory_contents() {
         }
     };
     let victim = SelfCheckingTarget::start("futex");
-    // The counters of KSM itself stay until ksmd comes by again; smaps looks at the pages.
+    // KSM's own counters stay until ksmd's next visit; smaps reads the page tables.
     let merged = || {
         let smaps = fs::read_to_string(format!("/proc/{}/smaps", victim.pid())).expect("smaps");
         let kib = smaps.lines().filter_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB"));
@@ -779,7 +780,7 @@ fn unmerge_preserves_memory_contents() {
     };
     advise_successfully(victim.pid(), &["mergeable"]);
     ksm.scan_until_settled();
-    // Its 4 MiB hold sixteen different pages.
+    // Its 4 MiB have sixteen different pages.
     assert!(merged() > 500, "{} pages", merged());
     let said = advise_successfully(victim.pid(), &["unmergeable"]);
     println!("{said}");

@@ -1,4 +1,4 @@
-//! What `pagefold-lab layout` says about its memory, against what the kernel says about it.
+//! Compares the regions that `pagefold-lab layout` reports with the kernel's view of its memory.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -11,12 +11,12 @@ use pagefold_labs::client::{RunningLab, lab_binary};
 use pagefold_labs::layout_spec::SPEC_HELP;
 use pagefold_labs::output_lines::RegionLine;
 
-/// What smaps says about all VMAs within a range, in KiB, by field; their number and flags beside them.
+/// The sums of the smaps fields of all VMAs within a range, in KiB; the number and flags of these VMAs.
 #[derive(Debug, Default)]
 struct SmapsTotals {
     vma_count: u64,
     kib: HashMap<String, u64>,
-    /// The flags that every one of them has.
+    /// The flags that all of them have.
     common_flags: Vec<String>,
 }
 
@@ -75,7 +75,7 @@ fn read_pages(pid: u32, region: &RegionLine) -> Vec<Vec<u8>> {
     bytes.chunks(size).map(<[u8]>::to_vec).collect()
 }
 
-/// How often each content occurs.
+/// How many pages have each content.
 fn count_by_content(pages: Vec<Vec<u8>>) -> HashMap<Vec<u8>, u64> {
     let mut counts = HashMap::new();
     for page in pages {
@@ -125,7 +125,7 @@ fn regions_match_their_description() {
             _ => region.resident,
         };
         assert_eq!(smaps.pages("Rss", region), rss, "{region:?}");
-        // The shared zero page is mapped, but no memory of the process.
+        // The shared zero page is mapped, but is not memory of the process.
         let mapped = if region.kind == "read-zero" { region.pages } else { rss };
         assert_eq!(count_present_pages(lab.pid(), region), mapped, "{region:?}");
         if region.resident > 0 {
@@ -196,7 +196,7 @@ fn hot_pages_are_rewritten_with_same_contents() {
         let region = lab.first_region(kind);
         let before = read_pages(lab.pid(), region);
         assert_eq!((count_by_content(before.clone()).len(), region.zero), (distinct, zero));
-        // What is written to it from outside does not stay.
+        // Writes from outside are overwritten.
         let memory = File::options().write(true).open(format!("/proc/{}/mem", lab.pid())).unwrap();
         memory.write_all_at(b"foreign", region.start + page_size() + 9).unwrap();
         let began = Instant::now();

@@ -1,5 +1,5 @@
-//! What reads page tables, of others and of its own process, while the kernel moves pages to other frames: they look
-//! swapped out then, and are waited for.
+//! Readers of page tables, of other processes and of their own, while the kernel moves pages to other frames. Such
+//! pages look swapped out for a moment, and readers wait for them.
 
 #![forbid(unsafe_code)]
 
@@ -14,11 +14,11 @@ use std::time::Duration;
 
 const BLOCK_PAGES: usize = 4096;
 
-/// One at a time: two that have memory moved leave each other less to move.
+/// One test at a time: two tests that compact memory leave each other fewer pages to move.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
-/// Pages that `missing` does not see of memory that is all written, looked at again and again. Nothing where it cannot
-/// be told.
+/// Pages of fully written memory that `count_missing` does not find, over many readings. `None` if that cannot be
+/// measured.
 fn count_missed_during_compaction(count_missing: impl Fn(AddressRange) -> usize) -> Option<usize> {
     if let Err(error) = fs::write(COMPACT_MEMORY_FILE, "1") {
         println!("skipped: {COMPACT_MEMORY_FILE}: {error}");
@@ -47,12 +47,12 @@ fn count_missed_during_compaction(count_missing: impl Fn(AddressRange) -> usize)
     let status = fs::read_to_string("/proc/self/status").unwrap();
     let whole = status.lines().any(|line| line.starts_with("VmSwap:") && line.ends_with(" 0 kB"));
     if !whole {
-        println!("skipped: this process is swapped out in part");
+        println!("skipped: a part of this process is swapped out");
     }
     whole.then_some(missed)
 }
 
-/// Each time with all the patience there is. As anybody but root it cannot be told that private memory is being moved.
+/// Each reading has the full wait time. Only root can see that private memory is being moved.
 #[test]
 fn pages_of_live_process_stay_present() {
     if !rustix::process::geteuid().is_root() {

@@ -1,5 +1,5 @@
-//! The user-space engine on a machine with two NUMA nodes, which QEMU is asked for: that merged memory stays on the
-//! node of the processes that share it.
+//! The user-space engine on a machine with two NUMA nodes, which QEMU emulates: merged memory stays on the node of the
+//! processes that share it.
 
 use std::path::Path;
 use std::time::Duration;

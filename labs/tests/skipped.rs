@@ -1,10 +1,10 @@
-//! What `make test` makes of what the test runner prints.
+//! How `make test` summarizes the output of the test runner.
 
 use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-/// Two programs of tests: in the first both pass and say why they skip something, in the second one fails.
+/// Two test programs: in the first both tests pass and print why they skip something, in the second one test fails.
 const RUNNER_OUTPUT: &str = "
 running 2 tests
 test one ... ok
@@ -49,7 +49,7 @@ test result: FAILED. 0 passed; 1 failed
 fn summarize(printed: &str) -> Output {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.ci/skipped");
     let mut script = Command::new(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
-    script.stdin.take().expect("a pipe").write_all(printed.as_bytes()).expect("it reads");
+    script.stdin.take().expect("a pipe").write_all(printed.as_bytes()).expect("a reader");
     script.wait_with_output().expect("it ends")
 }
 
@@ -60,7 +60,7 @@ fn skip_reasons_are_printed_before_the_last_result() {
     assert!(output.status.success(), "{said}");
     let end = "skipped: this kernel has no KSM (2x)\n2 skipped\n\ntest result: FAILED. 0 passed; 1 failed\n";
     assert!(said.ends_with(end), "{said}");
-    // The output of what failed is passed on, that of what passed is not.
+    // The output of failed tests is shown, that of passed tests is not.
     assert!(said.contains("why it failed") && !said.contains("noise"), "{said}");
     assert!(said.contains("test result: ok. 2 passed; 0 failed\n\nrunning 1 test\n"), "{said}");
 }
@@ -70,7 +70,7 @@ fn summary_ends_while_the_pipe_is_still_open() {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("../.ci/skipped");
     let mut script = Command::new(script).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
     let mut pipe = script.stdin.take().expect("a pipe");
-    pipe.write_all([RUNNER_OUTPUT, "tests: all done\n"].concat().as_bytes()).expect("it reads");
+    pipe.write_all([RUNNER_OUTPUT, "tests: all done\n"].concat().as_bytes()).expect("a reader");
     let output = script.wait_with_output().expect("it ends while the pipe is open");
     drop(pipe);
     assert!(String::from_utf8(output.stdout).unwrap().ends_with("test result: FAILED. 0 passed; 1 failed\n"));

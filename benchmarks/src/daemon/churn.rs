@@ -1,7 +1,8 @@
-//! Machines that come and go: how soon a new one is merged, what that saves over time, and at what cost.
+//! Guests that come and go: how soon a new guest is merged, what that saves over time, and at what cost.
 //!
-//! All ways have the same to merge: for the policies, QEMU's whole process is enrolled from its beginning. What was
-//! merged before READY counts from READY on; how that is told from what was never written is said in [`guest`].
+//! All drivers have the same memory to merge: for the policies, QEMU's whole process is enrolled from its start. Pages
+//! merged before READY count from READY on; [`guest`] describes how they are told apart from pages that were never
+//! written.
 
 use super::driver::{DriverCpuSeconds, KsmDriver, KsmDriverKind};
 use super::guest::{self, ChurnGuest, GUEST_NAME_PREFIX, ReadyGuest};
@@ -15,80 +16,81 @@ use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Within which 90 % of what a new machine can share is merged, for nine machines out of ten: seconds from READY.
+/// Target: 90 % of the shareable pages of a new guest are merged within this time after READY, for 90 % of the guests.
+/// Seconds.
 const MAX_MERGE_SECONDS: f64 = 10.0;
 
-/// The share of one core that this may cost on average, all included.
+/// Target: the average CPU share of one core, ksmd and driver included.
 const MAX_CPU_SHARE: f64 = 0.1;
 
-/// Between two turns of the loop.
+/// The period of the loop.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Between two looks at machines that are not merged yet, and at all of them.
+/// The period of scans of guests that are not merged yet, and of scans of all guests.
 const UNMERGED_SCAN_INTERVAL: Duration = Duration::from_millis(400);
 const FULL_SCAN_INTERVAL: Duration = Duration::from_secs(2);
 
-/// What comes and goes.
+/// The guests that come and go.
 #[derive(Clone, Debug)]
 pub struct ChurnBenchmark {
-    /// How long it goes on.
+    /// Duration of the run.
     pub duration: Duration,
-    /// A machine comes so often,
+    /// A guest starts at this interval,
     pub arrival_interval: Duration,
-    /// and stays for so long.
+    /// and runs for this time.
     pub guest_lifetime: Duration,
-    /// Memory of each, in MiB.
+    /// Memory of each guest, in MiB.
     pub mib: u32,
-    /// The binary.
+    /// The pagefold binary.
     pub pagefold: PathBuf,
 }
 
-/// A look at all of them.
+/// A sample over all guests.
 #[derive(Clone, Copy, Debug)]
 pub struct ChurnSample {
-    /// Since the beginning.
+    /// Seconds since the start of the run.
     pub seconds: f64,
-    /// Machines that are ready.
+    /// Guests that are ready.
     pub guests: usize,
-    /// Pages that are saved among them.
+    /// Pages saved in these guests.
     pub saved_pages: u64,
-    /// What it has cost so far.
+    /// CPU time used so far.
     pub cpu: DriverCpuSeconds,
 }
 
-/// What became of a machine.
+/// The record of a guest.
 #[derive(Clone, Debug)]
 pub struct GuestRecord {
-    /// When it came, seconds since the beginning.
+    /// When the guest was started, in seconds since the start of the run.
     pub arrived_seconds: f64,
-    /// Seconds until it was ready.
+    /// Seconds until the guest was ready.
     pub boot_seconds: f64,
-    /// Pages that it could share then.
+    /// Pages that it could share when it was ready.
     pub shareable_pages: u64,
     /// Pages that it shared at the end.
     pub shared_pages: u64,
-    /// Seconds for which it was watched after it was ready.
+    /// Seconds for which it was sampled after it was ready.
     pub watched_seconds: f64,
-    /// Seconds until nine tenths were merged.
+    /// Seconds until nine tenths of its shareable pages were merged.
     pub merged_seconds: Option<f64>,
 }
 
-/// What came of a way.
+/// The result of a driver.
 #[derive(Clone, Debug)]
 pub struct ChurnRun {
-    /// Which.
+    /// The driver.
     pub driver_kind: KsmDriverKind,
-    /// Pages that a machine never wrote when it is ready, by a reference.
+    /// Pages that a guest never wrote when it is ready, measured on a reference guest.
     pub unwritten_pages: u64,
-    /// Looks at all of them.
+    /// Samples over all guests.
     pub samples: Vec<ChurnSample>,
-    /// In the order in which they came.
+    /// The guests, in the order in which they started.
     pub guests: Vec<GuestRecord>,
 }
 
 impl ChurnRun {
-    /// Seconds until nine tenths were merged of those that were watched for long enough to tell, ascending. Without end
-    /// for those that never were.
+    /// Seconds until nine tenths were merged, ascending, of guests that were sampled for long enough. Infinite for
+    /// guests that were never merged.
     fn merge_times(&self) -> Vec<f64> {
         let told = |fate: &&GuestRecord| fate.merged_seconds.is_some() || fate.watched_seconds >= MAX_MERGE_SECONDS;
         let mut seconds: Vec<f64> =
@@ -97,18 +99,18 @@ impl ChurnRun {
         seconds
     }
 
-    /// Seconds within which a share of the machines were merged: the nearest rank.
+    /// Seconds within which this share of the guests was merged: the nearest rank.
     pub fn merge_time_quantile(&self, share: f64) -> Option<f64> {
         let seconds = self.merge_times();
         seconds.get(((share * seconds.len() as f64).ceil() as usize).max(1) - 1).copied()
     }
 
-    /// The share of one core, on average.
+    /// The average share of one core.
     pub fn mean_cpu_share(&self) -> f64 {
         self.samples.last().map_or(0.0, |last| last.cpu.total() / last.seconds)
     }
 
-    /// Bytes that were saved times the seconds for which they were.
+    /// The integral of the saved bytes over time, in byte-seconds.
     pub fn saved_byte_seconds(&self) -> f64 {
         let page = pagefold_sys::mapping::page_size() as f64;
         let between = |pair: &[ChurnSample]| {
@@ -118,18 +120,19 @@ impl ChurnRun {
     }
 }
 
-/// The configuration of the daemon: machines of the churn alone, which trust each other, at the default bounds.
+/// The configuration of the daemon: only the guests of this benchmark, in one trust domain, at the default CPU bounds.
 fn daemon_config() -> String {
     format!(
-        "[[domain]]\nname = \"churn\"\nusers = [0]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n[daemon.only]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n"
+        "[[domain]]\nname = \"churn\"\nusers = [0]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n[daemon.only]\n\
+         vms = [\"{GUEST_NAME_PREFIX}-*\"]\n"
     )
 }
 
 impl ChurnBenchmark {
-    /// Let it go on under a way. KSM is held meanwhile.
+    /// Run the guests under a driver. The caller holds KSM meanwhile.
     pub fn run(&self, driver_kind: KsmDriverKind, log: &Path) -> Result<ChurnRun> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
-        // The reference is gone before anything is driven or timed.
+        // The reference guest has ended before a driver starts or the clock runs.
         ksm.write_setting("run", 0);
         let unwritten = guest::measure_unwritten_pages(self.mib, driver_kind.enrolls_whole_qemu())?;
         let mut driver = match driver_kind {
@@ -177,7 +180,7 @@ impl ChurnBenchmark {
     }
 }
 
-/// The machines that are there.
+/// The guests that are running.
 struct GuestPopulation {
     host: LiveHost,
     started_at: Instant,
@@ -187,7 +190,7 @@ struct GuestPopulation {
 }
 
 impl GuestPopulation {
-    /// Those that become ready are counted.
+    /// Count what guests can share that have become ready.
     fn count_ready_guests(&mut self) -> Result<()> {
         for position in 0..self.guests.len() {
             let Some(ready) = self.guests[position].poll_ready()? else { continue };
@@ -200,7 +203,7 @@ impl GuestPopulation {
         Ok(())
     }
 
-    /// Look at those that are not merged yet.
+    /// Scan the guests that are not merged yet.
     fn scan_unmerged(&mut self) -> Result<()> {
         let young = self.guests.iter_mut().filter_map(|guest| guest.ready.as_mut());
         young
@@ -208,7 +211,7 @@ impl GuestPopulation {
             .try_for_each(|ready| ready.scan(&self.host, &mut HashSet::new()))
     }
 
-    /// Look at all of them: how many there are, and pages that they save.
+    /// Scan all guests: the number of ready guests, and the pages that they save.
     fn scan_all(&mut self) -> Result<(usize, u64)> {
         let (mut count, mut shared, mut frames) = (0, 0, HashSet::new());
         for ready in self.guests.iter_mut().filter_map(|guest| guest.ready.as_mut()) {
@@ -219,7 +222,7 @@ impl GuestPopulation {
         Ok((count, shared.saturating_sub(frames.len() as u64)))
     }
 
-    /// Have those end whose time has come.
+    /// End the guests that are due.
     fn end_due_guests(&mut self, run: &mut ChurnRun, is_due: impl Fn(&ChurnGuest) -> bool) {
         for guest in self.guests.extract_if(.., |guest| is_due(guest)) {
             if let Some(ready) = &guest.ready {
@@ -232,7 +235,7 @@ impl GuestPopulation {
                     merged_seconds: ready.merge_seconds(),
                 });
             }
-            // To free its memory takes a while.
+            // Freeing the guest's memory takes a while.
             self.ending_guests.push(std::thread::spawn(move || drop(guest)));
         }
     }
@@ -246,7 +249,7 @@ fn format_seconds(seconds: Option<f64>) -> String {
     }
 }
 
-/// What came of all ways, side by side.
+/// The results of all drivers, side by side.
 pub fn build_findings(churn: &ChurnBenchmark, runs: &[ChurnRun]) -> Findings {
     let mut findings = Findings::new("way,seconds,guests,saved_pages,ksmd_seconds,driver_seconds");
     let (every, life) = (churn.arrival_interval.as_secs(), churn.guest_lifetime.as_secs());
@@ -255,7 +258,8 @@ pub fn build_findings(churn: &ChurnBenchmark, runs: &[ChurnRun]) -> Findings {
         churn.mib,
         churn.duration.as_secs()
     );
-    let head = ["way", "guests", "90 % after s", "p90", "saved GiB s", "MiB on average", "CPU %", "ksmd s", "driver s"];
+    let head =
+        ["driver", "guests", "90 % after s", "p90", "saved GiB s", "MiB on average", "CPU %", "ksmd s", "driver s"];
     let mut table = MarkdownTable::new(title, &head);
     for run in runs {
         let last = run.samples.last().copied();
@@ -285,16 +289,16 @@ pub fn build_findings(churn: &ChurnBenchmark, runs: &[ChurnRun]) -> Findings {
     }
     table.notes.push(
         "90 % after: seconds from READY until nine tenths of what the guest could share then were merged, by page \
-         tables; the median and the 90th percentile. What can be shared is counted by a cryptographic hash of every page. \
-         CPU: ksmd and who drives it, of one core on average. Policies are followed at no cost, on guests of which \
+         tables; the median and the 90th percentile. A cryptographic hash of every page counts the shareable pages. \
+         CPU: ksmd and its driver, of one core on average. Policies run at no CPU cost, on guests of which \
          QEMU's whole process is enrolled, and ksmtuned as if memory were short."
             .to_owned(),
     );
     let unwritten: Vec<String> =
         runs.iter().map(|run| format!("{} ({})", run.unwritten_pages, run.driver_kind.name())).collect();
     table.notes.push(format!(
-        "Never written when READY, by a reference guest that boots with KSM off before each way, and neither shareable \
-         nor shared in any guest of it, in pages: {}.",
+        "Pages never written when READY, measured on a reference guest that boots with KSM off before each driver; \
+         they count as neither shareable nor shared in any guest of that driver: {}.",
         unwritten.join(", ")
     ));
     findings.tables.push(table);
@@ -302,13 +306,13 @@ pub fn build_findings(churn: &ChurnBenchmark, runs: &[ChurnRun]) -> Findings {
         let soon = run.merge_time_quantile(0.9);
         findings.checks.push(ThresholdCheck {
             claim: format!(
-                "90 % of what a new guest can share is merged within {MAX_MERGE_SECONDS} s of READY, at the 90th percentile"
+                "90 % of a new guest's shareable pages are merged within {MAX_MERGE_SECONDS} s of READY, at p90"
             ),
             measured: format!("{} s", format_seconds(soon)),
             met: soon.is_some_and(|soon| soon <= MAX_MERGE_SECONDS),
         });
         findings.checks.push(ThresholdCheck {
-            claim: format!("at no more than {:.0} % of one core on average, all included", MAX_CPU_SHARE * 100.0),
+            claim: format!("at most {:.0} % of one core on average, ksmd and driver included", MAX_CPU_SHARE * 100.0),
             measured: format!("{:.1} %", run.mean_cpu_share() * 100.0),
             met: run.mean_cpu_share() <= MAX_CPU_SHARE,
         });
@@ -316,7 +320,7 @@ pub fn build_findings(churn: &ChurnBenchmark, runs: &[ChurnRun]) -> Findings {
     findings
 }
 
-/// Every machine, as CSV.
+/// All guests, as CSV.
 pub fn guests_csv(runs: &[ChurnRun]) -> String {
     let mut text =
         "way,arrived_seconds,boot_seconds,shareable_pages,shared_pages,watched_seconds,merged_after_seconds\n"

@@ -1,5 +1,4 @@
-//! What drives KSM while machines come and go: the policies that are in use, each followed step by step, and the
-//! daemon.
+//! The drivers of KSM while guests come and go: the common policies, each simulated step by step, and the daemon.
 
 use crate::merge::policies::{MergePolicy, PolicySchedule};
 use crate::merge::readings::{cpu_seconds, ksmd_pid};
@@ -13,20 +12,20 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How long the daemon is given to put back what it changed.
+/// Time limit for the daemon to undo its changes.
 const DAEMON_EXIT_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A way to drive KSM.
+/// A driver of KSM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KsmDriverKind {
-    /// A policy, on machines of which QEMU's whole process is enrolled.
+    /// A policy, on guests whose whole QEMU process is enrolled.
     Policy(MergePolicy),
     /// `pagefold daemon`.
     Daemon,
 }
 
 impl KsmDriverKind {
-    /// Those that are compared.
+    /// The drivers that are compared.
     pub const COMPARED: [Self; 4] = [
         Self::Policy(MergePolicy::Ksmtuned),
         Self::Policy(MergePolicy::Advisor200),
@@ -34,7 +33,7 @@ impl KsmDriverKind {
         Self::Daemon,
     ];
 
-    /// Its name in tables.
+    /// The name in tables.
     pub fn name(self) -> &'static str {
         match self {
             Self::Policy(policy) => policy.name(),
@@ -42,30 +41,30 @@ impl KsmDriverKind {
         }
     }
 
-    /// Whether machines are started with all memory of QEMU enrolled: what a policy does not see it cannot merge, and
-    /// all of it counts as what can be shared. The daemon enrols by itself.
+    /// Whether guests start with all memory of QEMU enrolled. A policy merges only enrolled memory, and all of it
+    /// counts as shareable. The daemon enrolls by itself.
     pub fn enrolls_whole_qemu(self) -> bool {
         matches!(self, Self::Policy(_))
     }
 }
 
-/// CPU seconds since a driver was started.
+/// CPU seconds since the driver was started.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct DriverCpuSeconds {
     /// ksmd.
     pub ksmd: f64,
-    /// Who drives it: nothing for a policy, which is followed from here at next to no cost.
+    /// The driver: 0 for a policy, which this program runs at negligible cost.
     pub driver: f64,
 }
 
 impl DriverCpuSeconds {
-    /// All of it.
+    /// The sum of both.
     pub fn total(self) -> f64 {
         self.ksmd + self.driver
     }
 }
 
-/// KSM, driven.
+/// KSM with its driver.
 pub struct KsmDriver<'k> {
     ksm: &'k KsmTestGuard,
     ksmd: u32,
@@ -75,7 +74,7 @@ pub struct KsmDriver<'k> {
 }
 
 impl<'k> KsmDriver<'k> {
-    /// Begin a policy, with what it goes by on this host.
+    /// Start a policy, with the settings for this host.
     pub fn start_policy(policy: MergePolicy, ksm: &'k KsmTestGuard) -> Result<Self> {
         let host = pagefold_merge::policy::observe_host(&LiveHost::new());
         let steps = policy.schedule(&host).map_err(|why| anyhow!("settings of {}: {why}", policy.name()))?;
@@ -99,7 +98,7 @@ impl<'k> KsmDriver<'k> {
         Ok(Self { ksm, ksmd, ksmd_seconds_before: thread_cpu_seconds(ksmd)?, steps: None, daemon: None })
     }
 
-    /// Take the steps of a policy that are due so many seconds after its beginning, and see that the daemon is there.
+    /// Take the policy steps that are due this many seconds after the start, and check that the daemon is running.
     pub fn poll(&mut self, seconds: f64) -> Result<()> {
         if let Some(steps) = &mut self.steps {
             steps.write_due_settings(self.ksm, seconds).map_err(|why| anyhow!("a step of a policy: {why}"))?;
@@ -107,7 +106,7 @@ impl<'k> KsmDriver<'k> {
         self.daemon.as_mut().map_or(Ok(()), DaemonProcess::check_alive)
     }
 
-    /// What it has cost so far.
+    /// CPU time used so far.
     pub fn read_cpu_seconds(&self) -> Result<DriverCpuSeconds> {
         let driver = self.daemon.as_ref().map(|daemon| cpu_seconds(daemon.child.id())).transpose()?;
         Ok(DriverCpuSeconds {
@@ -116,12 +115,12 @@ impl<'k> KsmDriver<'k> {
         })
     }
 
-    /// The daemon, where it is one.
+    /// The daemon, if it is the driver.
     pub fn as_daemon(&self) -> Option<&DaemonProcess> {
         self.daemon.as_ref()
     }
 
-    /// End it, with what is merged kept.
+    /// Stop the driver and keep the merged pages.
     pub fn stop(mut self) -> Result<()> {
         match self.daemon.take() {
             Some(daemon) => daemon.stop(),
@@ -133,14 +132,14 @@ impl<'k> KsmDriver<'k> {
     }
 }
 
-/// CPU seconds of a thread of the kernel, to the nanosecond (Documentation/scheduler/sched-stats.rst).
+/// CPU seconds of a kernel thread, to the nanosecond (Documentation/scheduler/sched-stats.rst).
 fn thread_cpu_seconds(pid: u32) -> Result<f64> {
     let schedstat = fs::read_to_string(format!("/proc/{pid}/schedstat"))?;
     let nanoseconds: f64 = schedstat.split(' ').next().unwrap_or_default().parse().context("schedstat")?;
     Ok(nanoseconds / 1e9)
 }
 
-/// A daemon that runs.
+/// A running daemon.
 pub struct DaemonProcess {
     child: Child,
     pagefold: PathBuf,
@@ -149,13 +148,14 @@ pub struct DaemonProcess {
 }
 
 impl DaemonProcess {
-    /// Start it, and wait until it answers. What it says goes into `log`, and its configuration beside that.
+    /// Start the daemon and wait until it answers. Its output goes to `log`; its configuration is written beside the
+    /// log.
     pub fn start(pagefold: &Path, config: &str, log: &Path) -> Result<Self> {
         let folder = tempfile::tempdir()?;
         fs::write(folder.path().join("pagefold.toml"), config)?;
         fs::write(log.with_extension("toml"), config)?;
         let mut command = daemon_command(pagefold, folder.path());
-        // As the service has it: with a history, and a page that nobody looks at.
+        // Like the service: with a history, and with a web page that has no client.
         command
             .args(["daemon", "--mode", "act", "--http", "127.0.0.1:0", "--history"])
             .arg(folder.path().join("history.db"));
@@ -171,14 +171,14 @@ impl DaemonProcess {
         Ok(daemon)
     }
 
-    /// How it stands: `pagefold status --json`. Asking costs it some CPU time.
+    /// The output of `pagefold status --json`. The request costs the daemon some CPU time.
     pub fn read_status(&self) -> Result<serde_json::Value> {
         let output = daemon_command(&self.pagefold, self.folder.path()).args(["status", "--json"]).output()?;
-        ensure!(output.status.success(), "no status: {}", String::from_utf8_lossy(&output.stderr));
+        ensure!(output.status.success(), "pagefold status failed: {}", String::from_utf8_lossy(&output.stderr));
         Ok(serde_json::from_slice(&output.stdout)?)
     }
 
-    /// Its process.
+    /// The process ID of the daemon.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
@@ -200,12 +200,12 @@ impl DaemonProcess {
         Ok(lines[lines.len().saturating_sub(10)..].join("\n"))
     }
 
-    /// Have it end, and see that it has put back what it changed.
+    /// Stop the daemon, and check that it has undone its changes.
     fn stop(mut self) -> Result<()> {
         let began = Instant::now();
         rustix::process::kill_process(Pid::from_child(&self.child), Signal::TERM)?;
         while !trial::has_ended(self.child.id())? {
-            ensure!(began.elapsed() < DAEMON_EXIT_TIMEOUT, "the daemon does not end");
+            ensure!(began.elapsed() < DAEMON_EXIT_TIMEOUT, "the daemon did not exit in time");
             trial::sleep_unless_signaled(Duration::from_millis(20))?;
         }
         let status = self.child.wait()?;
@@ -216,7 +216,7 @@ impl DaemonProcess {
 
 impl Drop for DaemonProcess {
     fn drop(&mut self) {
-        // Where something has failed: it puts the settings back.
+        // After a failure the daemon still restores the settings when it is asked to exit.
         if matches!(self.child.try_wait(), Ok(None)) {
             let _ = rustix::process::kill_process(Pid::from_child(&self.child), Signal::TERM);
             let _ = self.child.wait();

@@ -1,14 +1,15 @@
-//! A machine that comes, is used for a while, and goes: when it was ready, what it could share then, and what it
-//! shares.
+//! A guest that starts, is used for a while, and ends: when it was ready, what it could share then, and what it shares.
 //!
-//! A page that maps the kernel's page of zeros was merged with it or was never written, and only the former is shared.
-//! ksmd merges zeros so with `use_zero_pages`, and counts them. But whenever it splits a huge page, the pages of zeros
-//! in that are mapped to the kernel's, too, and nothing counts these (`try_to_map_unused_to_zeropage` of mm/migrate.c,
-//! 6.18). Who merges a machine while it boots has done much of that before READY, and by then its page tables do not
-//! tell what was merged from what was never written. So the latter is taken from a machine that boots the same way with
-//! KSM off ([`measure_unwritten_pages`]), and so many fewer zeros can be shared, and are shared, of every other. Boots may differ by
-//! some pages, and what is written or collapsed into a huge page later is not unwritten any more: what is taken off is
-//! never more than there are zeros, and nothing is taken off what is merged otherwise.
+//! A page table entry of the kernel's zero page has two causes: ksmd merged a page of zeros, or the page was never
+//! written. Only the former counts as shared. ksmd merges zeros this way with `use_zero_pages`, and counts them. But
+//! whenever ksmd splits a huge page, the kernel also maps the zero pages in it to its own zero page, without a counter
+//! (`try_to_map_unused_to_zeropage` of mm/migrate.c, 6.18). A driver that merges a guest during boot has done much of
+//! this before READY. By then the page tables do not show which pages were never written. Therefore a reference guest
+//! boots the same way with KSM off ([`measure_unwritten_pages`]). Its unwritten pages are subtracted from the shareable
+//! and the shared zeros of every other guest.
+//!
+//! Boots may differ by some pages. Pages that are written or collapsed into a huge page later are no longer unwritten.
+//! Therefore the subtraction never exceeds the number of zeros, and never applies to pages merged otherwise.
 
 use crate::merge::mergeable_pages::{self, ContentCounts};
 use crate::merge::readings::is_enrolled;
@@ -24,59 +25,59 @@ use std::process::Stdio;
 use std::sync::mpsc::{self, Receiver, TryRecvError};
 use std::time::{Duration, Instant};
 
-/// What all machines' names begin with.
+/// The prefix of all guest names.
 pub const GUEST_NAME_PREFIX: &str = "churn";
 
-/// Between two looks whether a machine is ready.
+/// The interval between checks whether a guest is ready.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// A machine.
+/// A guest.
 pub struct ChurnGuest {
     process: RunningProgram,
     enrolled: bool,
     ready_receiver: Receiver<(u32, Instant)>,
     /// When it was started.
     pub started_at: Instant,
-    /// Since it is ready.
+    /// Present once the guest is ready.
     pub ready: Option<ReadyGuest>,
 }
 
-/// A machine that is ready.
+/// A guest that is ready.
 pub struct ReadyGuest {
     /// QEMU's process.
     pub pid: u32,
-    /// When it said so.
+    /// When it printed READY.
     pub ready_at: Instant,
-    /// Pages that can be shared: zeros that were written, and contents that it holds twice or another machine holds
-    /// too.
+    /// Pages that can be shared: zeros that were written, and contents that occur twice in this guest or also in
+    /// another.
     pub shareable_pages: u64,
-    /// What it held.
+    /// The page contents of the guest when it became ready.
     initial_contents: ContentCounts,
-    /// Pages that map the kernel's page of zeros since they were never written, by [`measure_unwritten_pages`].
+    /// Pages that map the kernel's zero page because they were never written, by [`measure_unwritten_pages`].
     unwritten_pages: u64,
-    /// When nine tenths of what can be shared were.
+    /// When nine tenths of the shareable pages were shared.
     pub nine_tenths_merged_at: Option<Instant>,
-    /// Pages that are shared, by the last look.
+    /// Pages that are shared, by the last scan.
     pub shared_pages: u64,
 }
 
-/// What page tables tell of a machine.
+/// The result of a page table walk of a guest.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct GuestScan {
-    /// Pages that are mapped to KSM frames, kept copies among them.
+    /// Pages that are mapped to KSM frames, including the copies that are kept.
     pub ksm_pages: u64,
-    /// Pages that are mapped to the kernel's page of zeros.
+    /// Pages that are mapped to the kernel's zero page.
     pub zero_pages: u64,
 }
 
 impl GuestScan {
-    /// Pages that are shared, of a machine that never wrote so many.
+    /// Pages that are shared in a guest with this many unwritten pages.
     fn shared_pages(self, unwritten: u64) -> u64 {
         self.ksm_pages + self.zero_pages.saturating_sub(unwritten)
     }
 }
 
-/// Pages that can be shared of what a machine holds beside others, of which it never wrote so many.
+/// Pages that a guest can share beside other guests, where this many of its pages were never written.
 fn count_shareable(contents: &ContentCounts, others: &[&ContentCounts], unwritten: u64) -> u64 {
     let zero = mergeable_pages::zero_page_hash();
     let pages = |(content, &copies): (&[u8; 32], &u64)| {
@@ -89,8 +90,8 @@ fn count_shareable(contents: &ContentCounts, others: &[&ContentCounts], unwritte
     contents.iter().map(pages).sum()
 }
 
-/// Pages that map the kernel's page of zeros when a machine is ready, by one that is booted for that and is gone when
-/// this returns. They were never written where KSM is off, which is for the caller to see to.
+/// Pages that map the kernel's zero page when a guest is ready. The function boots a reference guest, which has ended
+/// when it returns. These pages were never written, provided that KSM is off; the caller ensures that.
 pub fn measure_unwritten_pages(mib: u32, enrolled: bool) -> Result<u64> {
     let mut guest = ChurnGuest::start(0, mib, enrolled)?;
     let pid = guest.wait_until_ready()?;
@@ -99,19 +100,19 @@ pub fn measure_unwritten_pages(mib: u32, enrolled: bool) -> Result<u64> {
 }
 
 impl ChurnGuest {
-    /// Start one, with all memory of QEMU enrolled or only what QEMU itself enrols: the memory of the machine.
+    /// Start a guest, with all memory of QEMU enrolled or only the guest memory, which QEMU itself enrolls.
     pub fn start(number: usize, mib: u32, enrolled: bool) -> Result<Self> {
         let mut command = command_through_hold(pagefold_labs::client::lab_binary()?, enrolled)?;
         command.args(["fleet", "--guests", "1", "--memory", &mib.to_string(), "--timeout", "300"]);
         command.args(["--names", &format!("{GUEST_NAME_PREFIX}-{number}")]).stderr(Stdio::null());
         let mut holder = RunningProgram::start(command)?;
-        let output = holder.take_output().context("no output")?;
+        let output = holder.take_output().context("a guest has no output")?;
         let (sender, coming) = mpsc::channel();
         std::thread::spawn(move || {
             let mut pid = None;
             for line in output.map_while(Result::ok) {
                 if line.starts_with(output_lines::READY_PREFIX) {
-                    // Who waited may have given up.
+                    // The receiver may have given up waiting.
                     let _ = pid.map(|pid| sender.send((pid, Instant::now())));
                     return;
                 }
@@ -121,23 +122,23 @@ impl ChurnGuest {
         Ok(Self { process: holder, enrolled, ready_receiver: coming, started_at: Instant::now(), ready: None })
     }
 
-    /// Its process, once it is ready.
+    /// The process of the guest, once it is ready.
     pub fn poll_ready(&mut self) -> Result<Option<(u32, Instant)>> {
         match self.ready_receiver.try_recv() {
             Ok((pid, at)) => {
-                ensure!(!self.enrolled || is_enrolled(pid)?, "QEMU's process {pid} was to be enrolled and is not");
+                ensure!(!self.enrolled || is_enrolled(pid)?, "QEMU's process {pid} is not enrolled as requested");
                 Ok(Some((pid, at)))
             }
             Err(TryRecvError::Empty) => Ok(None),
             Err(TryRecvError::Disconnected) if self.ready.is_some() => Ok(None),
             Err(TryRecvError::Disconnected) => {
                 self.process.check_alive()?;
-                Err(anyhow!("a machine is not ready, and says nothing more"))
+                Err(anyhow!("a guest closed its output before it was ready"))
             }
         }
     }
 
-    /// Wait until it is ready. Tells its process.
+    /// Wait until the guest is ready, and return its process.
     pub fn wait_until_ready(&mut self) -> Result<u32> {
         loop {
             if let Some((pid, _)) = self.poll_ready()? {
@@ -147,7 +148,7 @@ impl ChurnGuest {
         }
     }
 
-    /// Count what it can share with others that are ready, where so many pages were never written.
+    /// Count the pages that it can share with other ready guests, where this many of its pages were never written.
     pub fn count_shareable_with(
         &mut self,
         (pid, at): (u32, Instant),
@@ -172,7 +173,7 @@ impl ChurnGuest {
 }
 
 impl ReadyGuest {
-    /// See how much is shared. `frames` gets the KSM frames that it maps.
+    /// Update the number of shared pages. The KSM frames that the guest maps are added to `frames`.
     pub fn scan(&mut self, host: &LiveHost, frames: &mut HashSet<u64>) -> Result<()> {
         let look = scan_page_tables(host, self.pid, frames)?;
         self.shared_pages = look.shared_pages(self.unwritten_pages);
@@ -182,13 +183,13 @@ impl ReadyGuest {
         Ok(())
     }
 
-    /// Seconds from READY until nine tenths were shared.
+    /// Seconds from READY until nine tenths of the shareable pages were shared.
     pub fn merge_seconds(&self) -> Option<f64> {
         Some(self.nine_tenths_merged_at?.duration_since(self.ready_at).as_secs_f64())
     }
 }
 
-/// Walk through the page tables of a process.
+/// Walk the page tables of a process.
 fn scan_page_tables(host: &LiveHost, pid: u32, ksm: &mut HashSet<u64>) -> Result<GuestScan> {
     let process = host.open(Pid(pid)).map_err(|why| anyhow!("process {pid}: {why}"))?;
     let mut frames: Vec<Pfn> = Vec::new();
@@ -211,13 +212,13 @@ fn scan_page_tables(host: &LiveHost, pid: u32, ksm: &mut HashSet<u64>) -> Result
     Ok(look)
 }
 
-/// The addresses of pages of a process that are merged, with others or with the kernel's page of zeros.
+/// The addresses of pages of a process that are merged, with other pages or with the kernel's zero page.
 pub fn merged_addresses(host: &LiveHost, pid: u32) -> Result<HashSet<u64>> {
     let process = host.open(Pid(pid)).map_err(|why| anyhow!("process {pid}: {why}"))?;
     let page = pagefold_sys::mapping::page_size() as u64;
     let mut shared: Vec<(Pfn, u64)> = Vec::new();
     for (start, end) in mergeable_pages::private_regions(pid)? {
-        // It may be gone by now.
+        // The region may have vanished.
         let mappings = process.mappings(AddressRange { start, end }).unwrap_or_default();
         let shares = |mapping: &PagemapEntry| mapping.present && !mapping.file && !mapping.exclusive;
         let at = mappings.iter().zip((start..).step_by(page as usize)).filter(|(mapping, _)| shares(mapping));
@@ -230,7 +231,7 @@ pub fn merged_addresses(host: &LiveHost, pid: u32) -> Result<HashSet<u64>> {
     Ok(merged.map(|((_, address), _)| *address).collect())
 }
 
-/// Pages of zeros that ksmd has merged of a process (`ksm_zero_pages` of `/proc/PID/ksm_stat`).
+/// Pages of zeros of a process that ksmd has merged (`ksm_zero_pages` of `/proc/PID/ksm_stat`).
 fn merged_zero_pages(pid: u32) -> Result<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
     let zeros = stat.lines().find_map(|line| line.strip_prefix("ksm_zero_pages ")?.trim().parse().ok());
@@ -248,7 +249,7 @@ mod tests {
         let other = contents(&[([3; 32], 1), (mergeable_pages::zero_page_hash(), 1)]);
         assert_eq!(count_shareable(&held, &[&other], 30), 70 + 2 + 1);
         assert_eq!(count_shareable(&held, &[], 0), 100 + 2);
-        assert_eq!(count_shareable(&held, &[&other], 101), 2 + 1, "another boot left more unwritten");
+        assert_eq!(count_shareable(&held, &[&other], 101), 2 + 1, "the reference boot left more pages unwritten");
     }
 
     #[test]

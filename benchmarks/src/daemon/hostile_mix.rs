@@ -1,10 +1,11 @@
-//! Programs that make it hard: one writes all its memory anew all the time, one leaves it alone for just so long that
-//! it is merged, three have huge pages, of which two pay, one forks all the time, one has 60,000 regions that do not
-//! pay and two a thousand that do. Beside them are two that are merged as they should be.
+//! Programs that are hostile to merging. One rewrites all its memory all the time. One leaves its memory unchanged for
+//! just as long as the daemon needs to merge it. Three have huge pages; for two of these merging is profitable. One
+//! forks all the time. One has 60,000 regions without profit, and two have a thousand profitable regions. Two
+//! well-behaved programs run beside them.
 //!
-//! That they are intact they tell themselves, where they answer with a checksum or check what they compute; of the
-//! others the contents are counted from outside. What is broken after it was merged is seen page by page in their page
-//! tables: the kernel's `cow_ksm` counts what children of a fork write, too, whose parent keeps its merge.
+//! Programs that answer with a checksum, or verify their own computation, show that their memory is intact. The
+//! contents of the others are counted from outside. COW breaks are counted page by page in page tables: the kernel's
+//! `cow_ksm` also counts the writes of forked children, whose parent keeps its merged page.
 
 use super::driver::KsmDriver;
 use super::guest;
@@ -21,27 +22,27 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
-/// The bound that the daemon is given: a share of one core on average.
+/// The bound for the daemon: a share of one core on average.
 const DAEMON_CPU_RATE: f64 = 0.1;
 
-/// CPU seconds by which it may go beyond: what is under way is told to end at the next look, and ends where it can. To
-/// be told of 60,000 regions takes the kernel a second, and a piece of work asks more than once.
+/// CPU seconds by which the daemon may exceed its bound. Work in progress is stopped at the next check, and ends where
+/// it can. The kernel needs a second to list 60,000 regions, and one task lists them more than once.
 const MAX_CPU_OVERRUN_SECONDS: f64 = 5.0;
 
-/// What a MiB may cost in CPU seconds where the run is brief: a census built without optimisation, on a slow machine,
-/// costs several times what it does otherwise.
+/// The CPU price of a saved MiB in a brief run, in CPU seconds. An unoptimized census on a slow machine costs several
+/// times as much as an optimized one.
 const BRIEF_RUN_CPU_SECONDS_PER_MIB: f64 = 0.05;
 
-/// Memory that each thread of the one that writes has, in MiB.
+/// Memory of each thread of the writer, in MiB.
 const WRITER_THREAD_MIB: u64 = 16;
 
-/// How often a page may be merged and broken before it is left alone, at most.
+/// How often a page may be merged and broken at most before the daemon stops merging it.
 const MAX_COW_BREAKS_PER_PAGE: u64 = 3;
 
-/// Memory of each program of which a part or all is shared, in MiB.
+/// Memory of each program whose pages are shareable in part or in full, in MiB.
 const SHARING_PROGRAM_MIB: u64 = 64;
 
-/// A program that forks: its children have all that it holds, write memory of their own, and end.
+/// A program that forks: its children inherit all its memory, write memory of their own, and exit.
 const FORKER_PERL: &str = r#"$| = 1;
 my $held = join "", map { pack("N", $_ % 64) . ("x" x 4092) } 1 .. 6144;
 print "READY\n";
@@ -59,7 +60,7 @@ while (1) {
 }
 "#;
 
-/// Programs under a name that nobody else has, so that the daemon manages these alone.
+/// Programs with a unique name prefix, so that the daemon manages only these.
 pub struct ProgramFolder {
     folder: tempfile::TempDir,
     name_prefix: String,
@@ -67,23 +68,23 @@ pub struct ProgramFolder {
 }
 
 impl ProgramFolder {
-    /// With names that begin so.
+    /// A folder for programs with this name prefix.
     pub fn new(name: &str) -> Result<Self> {
         Ok(Self { folder: tempfile::tempdir()?, name_prefix: format!("{name}{}", std::process::id()), enrolled: false })
     }
 
-    /// The same, but with all memory of those that are started there enrolled from their beginning, or not.
+    /// The same folder, with all memory of the programs started there enrolled from the start, or not.
     pub fn with_enrollment(self, enrolled: bool) -> Self {
         Self { enrolled, ..self }
     }
 
-    /// A program of the lab of a kind, once it is ready.
+    /// Start a program of the lab, and wait until it is ready.
     pub fn start_lab(&self, kind: char, arguments: &[&str]) -> Result<RunningProgram> {
         self.start_program(&pagefold_labs::client::lab_binary()?, kind, arguments)
     }
 
     fn start_program(&self, program: &Path, kind: char, arguments: &[&str]) -> Result<RunningProgram> {
-        // The kernel calls a program what it was started as.
+        // The kernel names a process after the file that it was started from.
         let name = self.folder.path().join(format!("{}{kind}", self.name_prefix));
         if !name.exists() {
             std::os::unix::fs::symlink(program, &name)?;
@@ -95,7 +96,8 @@ impl ProgramFolder {
         Ok(holder)
     }
 
-    /// The configuration of a daemon that manages these and programs of other names, with more lines of its section.
+    /// The configuration of a daemon that manages these programs and those named in `others`, with additional lines in
+    /// its section.
     pub fn daemon_config(&self, section: &str, others: &[&str]) -> String {
         let own = format!("{}*", self.name_prefix);
         let names: Vec<&str> = others.iter().copied().chain([own.as_str()]).collect();
@@ -103,33 +105,33 @@ impl ProgramFolder {
     }
 }
 
-/// What is hostile.
+/// The hostile workload.
 #[derive(Clone, Debug)]
 pub struct HostileMixBenchmark {
-    /// For how long.
+    /// Duration of the run.
     pub duration: Duration,
-    /// Whether it ends as soon as all that pays is merged and a page that is rewritten now and then was merged and broken
-    /// once. How soon that is depends on the machine.
+    /// Whether the run ends as soon as all profitable pages are merged and a periodically rewritten page was merged and
+    /// broken once. How soon that is depends on the machine.
     pub is_brief: bool,
-    /// Regions of the one that has many.
+    /// Regions of the program with many regions.
     pub region_count: u64,
-    /// Threads of the one that writes. Where they leave no CPU idle, the daemon gets out of their way again and again.
+    /// Threads of the writer. If they leave no CPU idle, the daemon pauses again and again.
     pub writer_threads: u64,
-    /// CPU time that the daemon may save up.
+    /// CPU time that the daemon's token bucket holds at most.
     pub burst: Duration,
-    /// Between two rewritings of the one that leaves its memory alone meanwhile.
+    /// The interval between two rewrites by the periodic writer.
     pub rewrite_interval: Duration,
-    /// The binary.
+    /// The pagefold binary.
     pub pagefold: PathBuf,
 }
 
-/// How it is known that the memory of a program is what it was.
+/// How the memory of a program is checked for changes.
 enum IntegrityCheck {
-    /// It answers with a checksum.
+    /// The program answers with a checksum.
     Checksum(String),
-    /// What is in it is counted from outside.
+    /// The contents of its pages are counted from outside.
     Contents(ContentCounts),
-    /// It checks itself what it computes, and ends where that is wrong.
+    /// The program verifies its own computation, and exits if a result is wrong.
     SelfChecked,
 }
 
@@ -150,19 +152,19 @@ impl HostileProgram {
         Ok(Self { name, process: holder, integrity: holds })
     }
 
-    /// That it is there and holds what it held.
+    /// Check that the program is running and its memory is unchanged.
     fn check_integrity(&mut self) -> Result<()> {
         self.process.check_alive()?;
         match &self.integrity {
             IntegrityCheck::Checksum(before) => {
                 let now = self.process.query("checksum")?;
-                ensure!(now == *before, "its memory is not what it was: {now} instead of {before}");
+                ensure!(now == *before, "its memory has changed: checksum {now} instead of {before}");
             }
             IntegrityCheck::Contents(before) => {
                 let now = count_contents(&self.process)?;
                 let fewer = |(content, copies): &(&_, &_)| now.get(*content).is_none_or(|now| now < *copies);
                 let lost = before.iter().filter(fewer).count();
-                ensure!(lost == 0, "{lost} contents of {} are not what they were", before.len());
+                ensure!(lost == 0, "{lost} of {} page contents have changed", before.len());
             }
             IntegrityCheck::SelfChecked => {}
         }
@@ -170,25 +172,25 @@ impl HostileProgram {
     }
 }
 
-/// What is in a program's memory, by content.
+/// The page contents of a program, with their number of copies.
 fn count_contents(holder: &RunningProgram) -> Result<ContentCounts> {
     let mut contents = ContentCounts::new();
     mergeable_pages::add_process(holder.pid(), &mut contents)?;
-    // Few pages are its own and not of the layout.
+    // A few pages belong to the program itself and not to the layout.
     contents.retain(|_, copies| *copies > 1);
     Ok(contents)
 }
 
-/// The programs that run.
+/// The running programs.
 struct HostileMix(Vec<HostileProgram>);
 
 const MANY_REGIONS_PROGRAM: &str = "regions of one page";
-const PERIODIC_WRITER_PROGRAM: &str = "writes its memory anew now and then";
+const PERIODIC_WRITER_PROGRAM: &str = "rewrites its memory now and then";
 const HUGE_PAGES_PROGRAM: &str = "huge pages";
 const SMALL_REGIONS_PROGRAM: &str = "regions of 16 pages";
 const PLAIN_PROGRAM: &str = "honest";
 
-/// Pages that a program shares with the other one of its name, if it pays to merge them.
+/// Pages that a program shares with the other one of its name, if merging them is profitable.
 fn shareable_pages(name: &str) -> Option<u64> {
     let all = (SHARING_PROGRAM_MIB << 20) / pagefold_sys::mapping::page_size() as u64;
     match name {
@@ -216,7 +218,7 @@ impl HostileMix {
         let forker = place.start_program(Path::new("/usr/bin/perl"), 'f', &["-e", FORKER_PERL])?;
         Ok(Self(vec![
             HostileProgram {
-                name: "writes all its memory anew",
+                name: "rewrites all its memory",
                 process: writer,
                 integrity: IntegrityCheck::SelfChecked,
             },
@@ -224,7 +226,7 @@ impl HostileMix {
                 PERIODIC_WRITER_PROGRAM,
                 layout('t', &["hot-text=16384", "--interval", &interval])?,
             )?,
-            HostileProgram::with_checksum("huge pages, of which nothing pays", mixture('s', &stray)?)?,
+            HostileProgram::with_checksum("huge pages without profit", mixture('s', &stray)?)?,
             HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &pays)?)?,
             HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &pays)?)?,
             HostileProgram::with_checksum("forks", forker)?,
@@ -236,13 +238,13 @@ impl HostileMix {
         ]))
     }
 
-    /// That they are there and hold what they held.
+    /// Check that all programs are running and their memory is unchanged.
     fn check_integrity(&mut self) -> Result<()> {
         self.0.iter_mut().try_for_each(|program| program.check_integrity().context(program.name))
     }
 
-    /// Pages that are merged in each, those of zeros among them: by page tables where these were looked at, since what
-    /// has broken is counted as merged by the kernel until ksmd comes by again.
+    /// Merged pages of each program, including zeros. They come from page tables where these were walked: the kernel
+    /// counts broken pages as merged until ksmd visits them again.
     fn merged_pages_by_program(&self, breaks: &CowBreakTracker) -> Result<Vec<(&'static str, u64)>> {
         let of = |(number, program): (usize, &HostileProgram)| {
             let seen = breaks.merged_addresses[number].len() as u64;
@@ -255,8 +257,8 @@ impl HostileMix {
     }
 }
 
-/// Pages of a process that are merged, those of zeros among them, by the kernel's count: `ksm_merging_pages`, which
-/// leaves these out, and `ksm_zero_pages`.
+/// Merged pages of a process, including zeros, by the kernel's counters: `ksm_merging_pages`, which excludes zeros,
+/// plus `ksm_zero_pages`.
 pub(super) fn count_merged_pages(pid: u32) -> Result<u64> {
     let number = |text: &str| text.trim().parse::<u64>().unwrap_or(0);
     let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
@@ -271,7 +273,7 @@ fn read_cow_breaks() -> Result<u64> {
     line.trim().parse().context("cow_ksm")
 }
 
-/// Pages that were merged and are not any more, by the number of the program.
+/// Pages that were merged and no longer are, by the number of the program.
 #[derive(Default)]
 struct CowBreakTracker {
     merged_addresses: Vec<HashSet<u64>>,
@@ -279,7 +281,8 @@ struct CowBreakTracker {
 }
 
 impl CowBreakTracker {
-    /// See which pages are merged now. Those with 60,000 regions take too long, and nobody writes to them.
+    /// Update which pages are merged now. Programs with 60,000 regions are left out: the walk takes too long, and these
+    /// are never written.
     fn update(&mut self, host: &LiveHost, mix: &HostileMix) -> Result<()> {
         self.merged_addresses.resize(mix.0.len(), HashSet::new());
         for (number, program) in mix.0.iter().enumerate().filter(|(_, program)| program.name != MANY_REGIONS_PROGRAM) {
@@ -292,7 +295,7 @@ impl CowBreakTracker {
         Ok(())
     }
 
-    /// How many pages broke so often, of the programs with these numbers: once, twice, and so on.
+    /// How many pages broke once, twice, and so on, in the programs with these numbers.
     fn pages_by_break_count(&self, is_of: impl Fn(usize) -> bool) -> Vec<u64> {
         let mut pages = Vec::new();
         for (_, &times) in self.break_counts.iter().filter(|((number, _), _)| is_of(*number)) {
@@ -303,27 +306,27 @@ impl CowBreakTracker {
     }
 }
 
-/// How many pages broke so often: once, twice, and so on.
+/// How many pages broke once, twice, and so on.
 struct CowBreakHistogram {
-    /// Of all programs.
+    /// Pages of all programs.
     all_programs: Vec<u64>,
-    /// Of the one that leaves its memory alone for just so long that it is merged.
+    /// Pages of the periodic writer.
     periodic_writer: Vec<u64>,
 }
 
-/// How many pages of the one that leaves its memory alone now and then broke once, twice and so on.
+/// How many pages of the periodic writer broke once, twice, and so on.
 fn periodic_writer_breaks(breaks: &CowBreakTracker, mix: &HostileMix) -> Vec<u64> {
     breaks.pages_by_break_count(|number| mix.0[number].name == PERIODIC_WRITER_PROGRAM)
 }
 
-/// Of the programs that pay to be merged, the one of which the least part of what it shares is: its name, pages that
-/// are merged and pages that it shares.
+/// The profitable program with the smallest merged share of its shareable pages: its name, merged pages, shareable
+/// pages.
 fn least_merged_program(merged: &[(&'static str, u64)]) -> Option<(&'static str, u64, u64)> {
     let paying = merged.iter().filter_map(|&(name, pages)| Some((name, pages, shareable_pages(name)?)));
     paying.min_by(|(_, one, of_one), (_, other, of_other)| (one * of_other).cmp(&(other * of_one)))
 }
 
-/// Whether nine tenths of what each program shares are merged.
+/// Whether nine tenths of the shareable pages of each program are merged.
 fn are_all_merged(merged: &[(&'static str, u64)]) -> bool {
     least_merged_program(merged).is_none_or(|(_, pages, shared)| pages * 10 >= shared * 9)
 }
@@ -336,7 +339,7 @@ struct HostileSample {
 }
 
 impl HostileMixBenchmark {
-    /// Measure it. KSM is held meanwhile.
+    /// Run the measurement. The caller holds KSM meanwhile.
     pub fn measure(&self, log: &Path) -> Result<Findings> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         let place = ProgramFolder::new("pfhost")?;
@@ -373,7 +376,7 @@ impl HostileMixBenchmark {
         Ok(self.build_findings(&samples, &broken, &status, intact))
     }
 
-    /// How often a page has to have broken at least that is merged again after it was written.
+    /// How often a page must have broken at least to show that it was merged again after a write.
     fn min_expected_breaks(&self) -> usize {
         if self.is_brief { 1 } else { 2 }
     }
@@ -404,28 +407,29 @@ impl HostileMixBenchmark {
             |claim: String, measured: String, met: bool| findings.checks.push(ThresholdCheck { claim, measured, met });
         bar(
             format!(
-                "in no time more CPU than {:.0} % of it and {burst} s saved up, but for {MAX_CPU_OVERRUN_SECONDS} s",
+                "CPU at most {:.0} % of any interval plus the burst of {burst} s, with an overrun of at most \
+                 {MAX_CPU_OVERRUN_SECONDS} s",
                 DAEMON_CPU_RATE * 100.0
             ),
             format!("{worst:+.2} s at worst, {:.2} s in {:.0} s", last.cpu_seconds, last.seconds),
             worst <= MAX_CPU_OVERRUN_SECONDS,
         );
         let told = match &intact {
-            Ok(()) => "all are there and hold what they held".to_owned(),
+            Ok(()) => "all run, with unchanged memory".to_owned(),
             Err(error) => format!("{error:#}"),
         };
-        bar("nobody ends, and nobody's memory changes".to_owned(), told, intact.is_ok());
+        bar("no program exits, and no program's memory changes".to_owned(), told, intact.is_ok());
         let failed = status["decisions_by_reason"]["failed"].as_u64().unwrap_or(0);
-        bar("nothing fails".to_owned(), format!("{failed} times"), failed == 0);
+        bar("no merge fails".to_owned(), format!("{failed} times"), failed == 0);
         let least = self.min_expected_breaks();
         let often = if least > 1 { "broken, merged again and broken again" } else { "merged and broken" };
         bar(
             format!(
-                "a page of the one that {PERIODIC_WRITER_PROGRAM} is {often}, and no page of any is merged and broken more than {MAX_COW_BREAKS_PER_PAGE} \
-                 times"
+                "a page of the program that {PERIODIC_WRITER_PROGRAM} is {often}, and no page of any program is \
+                 merged and broken more than {MAX_COW_BREAKS_PER_PAGE} times"
             ),
             format!(
-                "its pages that broke once, twice and so on: {}; of all: {}; cow_ksm, with the forked ones: {}",
+                "its pages by breaks (once, twice, ...): {}; of all programs: {}; cow_ksm, forks included: {}",
                 format_break_counts(&breaks.periodic_writer),
                 format_break_counts(&breaks.all_programs),
                 last.cow_breaks
@@ -434,7 +438,7 @@ impl HostileMixBenchmark {
         );
         if let Some((name, pages, shared)) = least_merged_program(&last.merged_pages) {
             bar(
-                "of each program that pays nine tenths of what it shares is merged at the end".to_owned(),
+                "nine tenths of the shareable pages of each profitable program are merged at the end".to_owned(),
                 format!(
                     "at least {:.1} %: {pages} of {shared} pages of one of {name:?}",
                     pages as f64 / shared as f64 * 100.0
@@ -451,8 +455,8 @@ fn format_break_counts(pages: &[u64]) -> String {
     if pages.is_empty() { "none".to_owned() } else { pages.join(", ") }
 }
 
-/// How much CPU time beyond its part was used most, over any stretch of time, from readings of the seconds and the CPU
-/// seconds since the beginning.
+/// The largest excess of CPU time over the bound, over any interval. Readings are (seconds, CPU seconds) since the
+/// start.
 fn max_cpu_overrun(readings: impl Iterator<Item = (f64, f64)>) -> f64 {
     let (mut least, mut most) = (0.0_f64, f64::NEG_INFINITY);
     for (seconds, cpu) in readings {
@@ -470,13 +474,13 @@ mod tests {
     #[test]
     fn burst_after_idle_time_counts_by_itself() {
         let most = |readings: &[(f64, f64)]| (max_cpu_overrun(readings.iter().copied()) * 1e3).round() / 1e3;
-        assert_eq!(most(&[(1.0, 0.5), (2.0, 0.5)]), 0.4, "in the first second");
-        // From 100 s to 102 s, although it is less than its part since the beginning.
+        assert_eq!(most(&[(1.0, 0.5), (2.0, 0.5)]), 0.4, "the excess of the first second");
+        // From 100 s to 102 s, although it is below the bound since the start.
         assert_eq!(most(&[(100.0, 0.0), (102.0, 2.0), (103.0, 2.0)]), 1.8);
     }
 
-    /// Whether the bars are met where so many pages broke once, twice and so on, in a brief run or a whole one, all that
-    /// pays being merged but for one with so many pages.
+    /// Whether the checks pass where so many pages broke once, twice and so on, in a brief run or a full one, with all
+    /// profitable pages merged except in one program, which has so many merged pages.
     fn evaluate_thresholds(brief: bool, tide: &[u64], all: &[u64], (name, pages): (&'static str, u64)) -> Vec<bool> {
         let [length, burst, interval] = [600, 5, 10].map(Duration::from_secs);
         let hostile = HostileMixBenchmark {
@@ -500,12 +504,12 @@ mod tests {
     #[test]
     fn periodic_writer_must_break_repeatedly() {
         let bar = |brief, tide: &[u64], all: &[u64]| evaluate_thresholds(brief, tide, all, (PLAIN_PROGRAM, 1 << 14))[3];
-        assert!(bar(true, &[7], &[7]), "merged and written once is all that a brief run shows");
-        assert!(!bar(false, &[7], &[7]), "in a whole one it is merged again");
+        assert!(bar(true, &[7], &[7]), "a brief run shows only one merge and one write");
+        assert!(!bar(false, &[7], &[7]), "in a full run it is merged again");
         assert!(bar(false, &[0, 7], &[3, 7, 1]));
-        assert!(!bar(false, &[7], &[7, 7]), "another program breaks in its place");
+        assert!(!bar(false, &[7], &[7, 7]), "the page that broke belongs to another program");
         assert!(!bar(true, &[], &[7]));
-        assert!(!bar(false, &[0, 7], &[0, 7, 0, 1]), "a page of another breaks once too often");
+        assert!(!bar(false, &[0, 7], &[0, 7, 0, 1]), "a page of another program breaks once too often");
     }
 
     #[test]
@@ -514,9 +518,9 @@ mod tests {
         for name in [HUGE_PAGES_PROGRAM, SMALL_REGIONS_PROGRAM, PLAIN_PROGRAM] {
             let shared = shareable_pages(name).unwrap();
             assert!(bar(name, (shared * 9).div_ceil(10)), "{name}");
-            assert!(!bar(name, shared * 9 / 10 - 1), "{name}, of which the other is merged");
+            assert!(!bar(name, shared * 9 / 10 - 1), "{name}: only the other program of that name is merged");
         }
-        assert!(bar(MANY_REGIONS_PROGRAM, 0), "who does not pay may be left alone");
+        assert!(bar(MANY_REGIONS_PROGRAM, 0), "an unprofitable program may stay unmerged");
     }
 
     #[test]
@@ -531,7 +535,7 @@ mod tests {
         assert_eq!(
             least_merged_program(&merged),
             Some((SMALL_REGIONS_PROGRAM, huge / 2 + 1, pieces)),
-            "by part, not by pages"
+            "compared by share, not by number of pages"
         );
         assert_eq!(least_merged_program(&[(MANY_REGIONS_PROGRAM, 0)]), None);
     }

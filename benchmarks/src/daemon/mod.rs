@@ -1,9 +1,9 @@
-//! What the daemon brings and costs, on machines and processes that are real.
+//! What the daemon saves and costs, on real guests and processes.
 //!
-//! Everything is measured from outside: savings by page tables, CPU time by the scheduler's figures. KSM is held and
-//! put back around each part ([`pagefold_labs::ksm`]). A section keeps its run in a folder below
-//! `benchmarks/runs/DATE-REVISION/`: settings.toml, every sample as CSV, summary.md, pictures and the daemon's log.
-//! Before anything is measured it is seen that nothing else works on the machine. As root.
+//! All figures are measured from outside: savings by page tables, CPU time by the scheduler's figures. Each part holds
+//! KSM and restores it ([`pagefold_labs::ksm`]). A section keeps its run in a folder below
+//! `benchmarks/runs/DATE-REVISION/`: settings.toml, every sample as CSV, summary.md, charts and the daemon's log.
+//! Before the first measurement it checks that the machine is otherwise idle. Needs root.
 
 mod churn;
 mod driver;
@@ -33,52 +33,52 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The share of one CPU that others may use while something is measured.
+/// The share of one CPU that other processes may use during a measurement.
 const MAX_FOREIGN_CPU_SHARE: f64 = 0.1;
 
-/// Measure what the daemon brings and costs.
+/// Measure what the daemon saves and costs.
 #[derive(Debug, Parser)]
 #[command(name = "bench-daemon")]
 pub struct DaemonBenchmarkArguments {
-    /// What to measure; everything if nothing is named
+    /// Sections to measure; all if none is named
     sections: Vec<DaemonSection>,
     /// Short and small: shows that it works, not how well
     #[arg(long)]
     quick: bool,
-    /// How long machines come and go, for each way
+    /// How long guests come and go, under each driver
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
     churn: Duration,
-    /// A machine comes so often
+    /// Interval at which guests start
     #[arg(long, value_name = "TIME", default_value = "20s", value_parser = humantime::parse_duration)]
     every: Duration,
-    /// How long a machine lives
+    /// How long a guest runs
     #[arg(long, value_name = "TIME", default_value = "2m", value_parser = humantime::parse_duration)]
     life: Duration,
-    /// Memory of a machine, in MiB
+    /// Memory of a guest, in MiB
     #[arg(long, value_name = "MiB", default_value_t = 128)]
     memory: u32,
     /// Measure the daemon alone, without the policies beside it
     #[arg(long)]
     alone: bool,
-    /// For how long a quiet host is measured
+    /// How long a quiet host is measured
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
     quiet: Duration,
     /// Memory of each of the four processes on it, in MiB
     #[arg(long, value_name = "MiB", default_value_t = 3072)]
     quiet_memory: u64,
-    /// With a process on it that works a little
+    /// With a busy process beside the idle ones
     #[arg(long)]
     restless: bool,
-    /// For how long a hostile mix goes on; with --quick at most, until everything was seen once
+    /// How long the hostile mix runs; with --quick at most, until every event was seen once
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
     hostile: Duration,
-    /// Seconds between two programs on the host that is driven to its memory limit
+    /// Seconds between two program starts on the host that is driven to its memory limit
     #[arg(long, value_name = "SECONDS", default_value_t = 15)]
     pause: u32,
-    /// Measure although something else works on the machine
+    /// Measure even if other processes use the machine
     #[arg(long)]
     regardless: bool,
-    /// The binary that is measured [default: the one that was built beside this]
+    /// The binary to measure [default: the one built beside this program]
     #[arg(long, value_name = "PATH")]
     pagefold: Option<PathBuf>,
     /// Where to keep the run, instead of benchmarks/runs/DATE-REVISION
@@ -90,11 +90,11 @@ pub struct DaemonBenchmarkArguments {
 enum DaemonSection {
     /// QEMU guests that come and go
     Churn,
-    /// Programs that look alike, of which few hold the same
+    /// Programs with similar names and sizes, of which few have equal pages
     Alike,
-    /// A host on which nothing happens any more
+    /// A host without further changes
     Quiet,
-    /// Programs that make it hard
+    /// Programs that are hostile to merging
     Hostile,
     /// A host that is driven to its memory limit
     Oom,
@@ -111,13 +111,13 @@ impl DaemonSection {
         }
     }
 
-    /// Whether a short form is long enough to judge by.
+    /// Whether a quick run is long enough to judge.
     fn is_judged_when_quick(self, quick: bool) -> bool {
         !quick || self == Self::Hostile
     }
 }
 
-/// What `settings.toml` says beside what holds for every benchmark.
+/// The fields of `settings.toml` beside those common to all benchmarks.
 #[derive(Debug, Serialize)]
 struct DaemonRunSettings {
     #[serde(flatten)]
@@ -126,16 +126,16 @@ struct DaemonRunSettings {
     every_seconds: u64,
     life_seconds: u64,
     memory_mib: u32,
-    /// What others used of one CPU before.
+    /// CPU use of other processes before the run, in percent of one CPU.
     others_percent: f64,
     ksm: BTreeMap<String, String>,
     versions: BTreeMap<String, String>,
 }
 
-/// Measure; whether all bars are met.
+/// Run the benchmark. Returns whether all targets are met.
 pub fn run_benchmark(arguments: &DaemonBenchmarkArguments) -> Result<bool> {
     if !arguments.quick && cfg!(debug_assertions) {
-        bail!("built without optimisation: use `make bench-daemon`, or --quick to see that it works");
+        bail!("built without optimization: use `make bench-daemon`, or --quick for a functional test");
     }
     let program = match &arguments.pagefold {
         Some(path) => path.clone(),
@@ -150,7 +150,7 @@ pub fn run_benchmark(arguments: &DaemonBenchmarkArguments) -> Result<bool> {
         let others = measure_foreign_cpu(Duration::from_secs(if arguments.quick { 1 } else { 5 }))?;
         ensure!(
             arguments.quick || arguments.regardless || others <= MAX_FOREIGN_CPU_SHARE,
-            "others use {:.0} % of a CPU: measure when they have ended, or give --regardless",
+            "other processes use {:.0} % of a CPU: stop them, or pass --regardless",
             others * 100.0
         );
         let settings = collect_settings(section, arguments, &program, others)?;
@@ -173,7 +173,7 @@ fn collect_settings(
     program: &Path,
     others: f64,
 ) -> Result<DaemonRunSettings> {
-    let nice = rustix::process::nice(0).context("cannot tell the priority")?;
+    let nice = rustix::process::nice(0).context("cannot read the priority")?;
     let ksm = {
         let _held = pagefold_labs::ksm::KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         crate::merge::writable_ksm_settings()
@@ -277,7 +277,7 @@ fn measure_section(
     }
 }
 
-/// Write what was found.
+/// Write the findings.
 fn write_findings(folder: &Path, section: DaemonSection, findings: &Findings, quick: bool) -> Result<()> {
     let mut summary = format!("# The daemon: {}\n", section.name());
     if quick {
@@ -288,7 +288,7 @@ fn write_findings(folder: &Path, section: DaemonSection, findings: &Findings, qu
     write_file(folder, "samples.csv", &format!("{}\n", findings.samples.join("\n")))
 }
 
-/// What others use of one CPU, over some time in which this program only waits.
+/// CPU use of other processes, in percent of one CPU, over a time in which this program only waits.
 fn measure_foreign_cpu(time: Duration) -> Result<f64> {
     let before = busy_cpu_seconds()?;
     trial::sleep_unless_signaled(time)?;

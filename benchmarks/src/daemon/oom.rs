@@ -1,9 +1,9 @@
-//! A host that is driven to its memory limit: how much work it fits before the kernel kills, with the daemon and
+//! A host that is driven to its memory limit: how many programs fit before the kernel kills one, with the daemon and
 //! without.
 //!
-//! The host is an emulated guest, so that nobody else is harmed. The work are programs of the lab that hold the same in
-//! part, as machines of one template do, started one after the other. Emulated CPUs are many times slower than real
-//! ones: the daemon is given a larger share of one there.
+//! The host is an emulated guest, so that no process of the real host is harmed. The workload consists of lab programs
+//! with partly equal memory, like guests of one template, started one after the other. Emulated CPUs are many times
+//! slower than real ones: the daemon gets a larger share of one CPU there.
 
 use crate::findings::{Findings, MarkdownTable, ThresholdCheck};
 use crate::merge::trial::sleep_unless_signaled;
@@ -16,37 +16,37 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-/// How much more it fits with the daemon.
+/// Target: how many times as many programs fit with the daemon.
 const MIN_CAPACITY_RATIO: f64 = 4.0 / 3.0;
 
-/// How long a run may take.
+/// Time limit of a run.
 const RUN_TIMEOUT: Duration = Duration::from_secs(1800);
 
-/// What is driven to its limit.
+/// The host and its programs.
 #[derive(Clone, Debug)]
 pub struct OomBenchmark {
     /// Memory of the host, in MiB.
     pub host_mib: u32,
-    /// Memory of each program, in MiB,
+    /// Memory of each program, in MiB.
     pub program_mib: u32,
-    /// and the share of it that all hold, in percent.
+    /// The share of it that is equal in all programs, in percent.
     pub duplicate_percent: u32,
-    /// Seconds between one that is ready and the next.
+    /// Seconds from READY of one program to the start of the next.
     pub start_interval_seconds: u32,
-    /// The binary.
+    /// The pagefold binary.
     pub pagefold: PathBuf,
 }
 
-/// What became of a host.
+/// The result of a host.
 #[derive(Clone, Debug, Default, PartialEq)]
 struct OomHostResult {
-    /// Programs that it held: how many, `pages_sharing` and `MemAvailable` in KiB after each.
+    /// Readings after each program start: the number of programs, `pages_sharing`, and `MemAvailable` in KiB.
     program_readings: Vec<(u64, u64, u64)>,
     /// Processes that the kernel killed for lack of memory.
     oom_kills: u64,
-    /// Programs that were ready and are gone.
+    /// Programs that were ready and have vanished.
     lost_programs: u64,
-    /// Whether the daemon was still there.
+    /// Whether the daemon was still running.
     daemon_alive: bool,
 }
 
@@ -76,11 +76,11 @@ impl OomHostResult {
 }
 
 impl OomBenchmark {
-    /// Measure it.
+    /// Run the measurement.
     pub fn measure(&self, folder: &Path) -> Result<Findings> {
         let without = self.run(false, 200, folder)?;
-        ensure!(without.oom_kills > 0, "the kernel has killed nobody");
-        // Twice as many tell enough.
+        ensure!(without.oom_kills > 0, "the kernel killed no process: the host did not reach its memory limit");
+        // Twice as many programs are enough to judge.
         let with = self.run(true, without.max_programs() * 2, folder)?;
         Ok(self.build_findings(&without, &with))
     }
@@ -108,20 +108,20 @@ impl OomBenchmark {
             kernel_arguments: &words,
         };
         let mut meanwhile = || sleep_unless_signaled(Duration::ZERO).map_err(io::Error::other);
-        let said = machine.run(work.path(), RUN_TIMEOUT, &mut meanwhile).context("an emulated host")?;
+        let said = machine.run(work.path(), RUN_TIMEOUT, &mut meanwhile).context("cannot run the emulated host")?;
         let name = if daemon { "with.log" } else { "without.log" };
         fs::write(folder.join(name), &said)?;
-        OomHostResult::parse(&said).with_context(|| format!("the host has not come to its end: see {name}"))
+        OomHostResult::parse(&said).with_context(|| format!("the emulated host did not finish: see {name}"))
     }
 
     fn build_findings(&self, without: &OomHostResult, with: &OomHostResult) -> Findings {
         let mut findings = Findings::new("way,programs,pages_sharing,available_kib");
         let title = format!(
-            "Programs of {} MiB, {} % of it the same in all, in an emulated host of {} MiB, one each {} s; the daemon has \
+            "Programs of {} MiB, {} % of it equal in all, in an emulated host of {} MiB, one each {} s; the daemon has \
              `cpu = \"100%\"`, `burst = \"5m\"` and `price = 0.5`, since an emulated CPU is slow",
             self.program_mib, self.duplicate_percent, self.host_mib, self.start_interval_seconds
         );
-        let head = ["way", "programs that fit", "killed by the kernel", "pages_sharing"];
+        let head = ["variant", "programs that fit", "killed by the kernel", "pages_sharing"];
         let mut table = MarkdownTable::new(title, &head);
         for (way, fate) in [("without", without), ("with the daemon", with)] {
             let sharing = fate.program_readings.last().map_or(0, |fit| fit.1);
@@ -136,17 +136,18 @@ impl OomBenchmark {
             }
         }
         if with.oom_kills == 0 {
-            table.notes.push("With the daemon it was ended at twice as many, with nobody killed.".to_owned());
+            let note = "With the daemon, the run was stopped at twice as many programs, without a kill.";
+            table.notes.push(note.to_owned());
         }
         findings.tables.push(table);
         let more = with.max_programs() as f64 / without.max_programs().max(1) as f64;
         findings.checks.push(ThresholdCheck {
-            claim: "with the daemon a host fits one third more before the kernel kills".to_owned(),
+            claim: "with the daemon one third more programs fit before the kernel kills one".to_owned(),
             measured: format!("{more:.2} times as many: {} instead of {}", with.max_programs(), without.max_programs()),
             met: more >= MIN_CAPACITY_RATIO,
         });
         findings.checks.push(ThresholdCheck {
-            claim: "nobody is killed but by the kernel, and the daemon stays".to_owned(),
+            claim: "only the kernel kills programs, and the daemon keeps running".to_owned(),
             measured: format!("{} gone, {} killed by the kernel", with.lost_programs, with.oom_kills),
             met: with.lost_programs <= with.oom_kills && with.daemon_alive,
         });
@@ -154,7 +155,7 @@ impl OomBenchmark {
     }
 }
 
-/// A program without what is only for debuggers: in the host it lies in memory.
+/// The program without debug sections: the emulated host keeps it in memory.
 fn strip_program(program: &Path, to: &Path) -> Result<PathBuf> {
     let done = Command::new("strip").arg("-o").arg(to).arg(program).status();
     if !done.is_ok_and(|status| status.success()) {
@@ -178,7 +179,7 @@ mod tests {
             daemon_alive: true,
         };
         assert_eq!((OomHostResult::parse(said), fate.max_programs()), (Some(fate.clone()), 2));
-        assert_eq!(OomHostResult::parse(&said.replace("ENDED", "")), None, "it was not ended");
+        assert_eq!(OomHostResult::parse(&said.replace("ENDED", "")), None, "the output is incomplete");
     }
 
     #[test]

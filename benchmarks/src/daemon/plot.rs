@@ -1,4 +1,4 @@
-//! Machines that come and go, as a picture: what is saved over time, and below it what that has cost.
+//! Chart of guests that come and go: savings over time, and below them the CPU time used.
 
 use super::churn::{ChurnRun, ChurnSample};
 use super::driver::KsmDriverKind;
@@ -21,7 +21,7 @@ fn driver_color(way: KsmDriverKind) -> RGBColor {
     }
 }
 
-/// Draw it.
+/// Draw the chart.
 pub fn draw_chart(title: &str, runs: &[ChurnRun], path: &Path) -> Result<()> {
     let mib = pagefold_sys::mapping::page_size() as f64 / f64::from(1 << 20);
     let paint = || -> Result<(), Box<dyn std::error::Error>> {
@@ -56,7 +56,7 @@ fn draw_panel(
         .y_label_area_size(64)
         .build_cartesian_2d(0.0..latest, 0.0..highest)?;
     chart::configure_axes(&mut chart).x_desc("seconds").y_desc(y_label).draw()?;
-    // Names stand where their curves end, each at a height of its own.
+    // Labels stand at the ends of their curves, each at a height of its own.
     let mut ends: Vec<(f64, &ChurnRun)> =
         runs.iter().filter_map(|run| Some((value(run.samples.last()?), run))).collect();
     ends.sort_by(|one, other| one.0.total_cmp(&other.0));

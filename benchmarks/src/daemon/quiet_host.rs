@@ -1,6 +1,6 @@
-//! A host on which nothing happens any more, or little: what the daemon costs there, in CPU time and in memory. Beside
-//! processes that sleep there are virtual machines that are idle, and where that is asked for a process that works a
-//! little, and is looked at again for that.
+//! A host on which little or nothing changes any more: what the daemon costs there, in CPU time and in memory. Sleeping
+//! processes and idle guests run on it. On request a busy process runs beside them, which the daemon scans again
+//! because it works a little.
 
 use super::driver::{DaemonProcess, KsmDriver};
 use super::guest::{ChurnGuest, GUEST_NAME_PREFIX};
@@ -13,48 +13,48 @@ use pagefold_labs::ksm::KsmTestGuard;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The share of one core that it may cost.
+/// Target: the CPU share of one core.
 const MAX_CPU_SHARE: f64 = 0.002;
 
-/// Resident memory: so much, and so much of what is managed.
+/// Target for resident memory: this base, plus a share of the managed memory.
 const MAX_RESIDENT_BYTES: f64 = 32.0 * BYTES_PER_MIB;
 const MAX_RESIDENT_SHARE_OF_MANAGED: f64 = 0.004;
 
-/// What two looks at resident memory may differ by without growth: the heap's own granularity.
+/// Two resident memory readings may differ by this much without growth: the granularity of the heap.
 const RESIDENT_NOISE_BYTES: f64 = BYTES_PER_MIB;
 
 const BYTES_PER_MIB: f64 = 1048576.0;
 
-/// The percentage of the memory of each process that others hold, too.
+/// The percentage of the memory of each process that is duplicate.
 const DUPLICATE_PERCENT: u64 = 33;
 
-/// What works a little, too much to count as idle: 256 MiB, of which it writes a sixteenth anew four times a second.
+/// The busy process, too busy to count as idle: 256 MiB, of which it rewrites a sixteenth four times a second.
 const BUSY_LAYOUT_ARGUMENTS: [&str; 4] = ["layout", "unique=61440,volatile=4096", "--interval", "250"];
 
-/// How long it may take until everybody is merged, and nothing more comes to it.
+/// Time limit until all processes are merged and the savings stop growing.
 const MERGE_TIMEOUT: Duration = Duration::from_secs(1200);
 
-/// The part of the duplicates of each process that is merged, at least, when it counts as merged.
+/// The minimum merged share of the duplicates of a process for it to count as merged.
 const MIN_MERGED_SHARE: f64 = 0.5;
 
-/// What is quiet.
+/// The quiet host.
 #[derive(Clone, Debug)]
 pub struct QuietHostBenchmark {
-    /// For how long it is measured once nothing more is merged.
+    /// Duration of the measurement, once nothing more is merged.
     pub duration: Duration,
-    /// For how long nothing may have been merged before that.
+    /// How long nothing must have been merged before the measurement.
     pub settle_time: Duration,
-    /// How many processes,
+    /// Number of processes.
     pub processes: u32,
-    /// and how big, in MiB.
+    /// Size of each process, in MiB.
     pub process_mib: u64,
-    /// How many virtual machines,
+    /// Number of guests.
     pub guests: usize,
-    /// and with how much memory each, in MiB.
+    /// Memory of each guest, in MiB.
     pub guest_mib: u32,
-    /// Whether somebody works a little.
+    /// Whether the busy process runs.
     pub with_busy_process: bool,
-    /// The binary.
+    /// The pagefold binary.
     pub pagefold: PathBuf,
 }
 
@@ -66,7 +66,7 @@ struct QuietSample {
 }
 
 impl QuietHostBenchmark {
-    /// Measure it. KSM is held meanwhile.
+    /// Run the measurement. The caller holds KSM meanwhile.
     pub fn measure(&self, log: &Path) -> Result<Findings> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         let place = ProgramFolder::new("pfquiet")?;
@@ -106,7 +106,7 @@ impl QuietHostBenchmark {
         Ok(self.build_findings(&samples, managed, (reached, peak, looks)))
     }
 
-    /// Start the virtual machines, and wait until each is ready.
+    /// Start the guests, and wait until each is ready.
     fn start_guests(&self) -> Result<Vec<(ChurnGuest, u32)>> {
         let ready = |number| {
             let mut guest = ChurnGuest::start(number, self.guest_mib, false)?;
@@ -116,7 +116,8 @@ impl QuietHostBenchmark {
         (0..self.guests).map(ready).collect()
     }
 
-    /// Wait until of each so many pages are merged, and nothing more came for a while. Tells the bytes that were merged.
+    /// Wait until this many pages of each process are merged and no more have come for a while. Returns the merged
+    /// bytes.
     fn wait_until_merged(&self, daemon: &DaemonProcess, wanted_pages: &[(u32, u64)]) -> Result<f64> {
         let (began, mut last, mut since) = (Instant::now(), (0, 0), Instant::now());
         loop {
@@ -134,7 +135,7 @@ impl QuietHostBenchmark {
             }
             ensure!(
                 began.elapsed() < MERGE_TIMEOUT,
-                "it does not come to rest within {MERGE_TIMEOUT:?}: {last:?}, pages of each {pages:?}"
+                "merging did not settle within {MERGE_TIMEOUT:?}: {last:?}, pages of each process {pages:?}"
             );
             sleep_unless_signaled(Duration::from_secs(1))?;
         }
@@ -153,7 +154,7 @@ impl QuietHostBenchmark {
         let Some(last) = samples.last() else { return findings };
         let share = (last.ksmd_seconds + last.daemon_seconds) / last.seconds;
         let most = samples.iter().map(|sample| sample.resident_bytes).fold(0.0, f64::max);
-        // A census under way takes memory and gives it back.
+        // A census allocates memory while it runs and frees it afterwards.
         let median = |samples: &[QuietSample]| {
             let mut resident: Vec<f64> = samples.iter().map(|sample| sample.resident_bytes).collect();
             resident.sort_by(f64::total_cmp);
@@ -167,7 +168,7 @@ impl QuietHostBenchmark {
             format_count(u64::from(self.processes), "idle process", "idle processes"),
             self.process_mib,
             format_count(self.guests as u64, "idle virtual machine", "idle virtual machines"),
-            if self.with_busy_process { ", beside a process that works a little" } else { "" },
+            if self.with_busy_process { ", beside a busy process" } else { "" },
             last.seconds
         );
         let mut table = MarkdownTable::new(title, &["of", "value"]);
@@ -180,7 +181,7 @@ impl QuietHostBenchmark {
             ("daemon's memory, median of the first half, MiB", format!("{:.1}", early / BYTES_PER_MIB)),
             ("daemon's memory, median of the second half, MiB", format!("{:.1}", late / BYTES_PER_MIB)),
             ("daemon's memory at most, MiB", format!("{:.1}", most / BYTES_PER_MIB)),
-            ("its peak before, at work, MiB", format!("{:.1}", peak / BYTES_PER_MIB)),
+            ("its peak before, under load, MiB", format!("{:.1}", peak / BYTES_PER_MIB)),
             ("managed memory, MiB", format!("{:.0}", managed / BYTES_PER_MIB)),
         ] {
             table.rows.push(vec![of.to_owned(), value]);
@@ -192,14 +193,14 @@ impl QuietHostBenchmark {
             met: share < MAX_CPU_SHARE,
         });
         findings.checks.push(ThresholdCheck {
-            claim: format!("no growth of memory over {:.0} s", last.seconds),
+            claim: format!("memory does not grow over {:.0} s", last.seconds),
             measured: format!("{:+.1} MiB from the first half to the second", (late - early) / BYTES_PER_MIB),
             met: late <= early + RESIDENT_NOISE_BYTES,
         });
         findings.checks.push(ThresholdCheck {
-            claim: "resident memory of at most 32 MiB and 0.4 % of what is managed, at work too".to_owned(),
+            claim: "resident memory at most 32 MiB plus 0.4 % of the managed memory, also under load".to_owned(),
             measured: format!(
-                "{:.1} of {:.1} MiB, {:.1} at work",
+                "{:.1} of {:.1} MiB, {:.1} under load",
                 most / BYTES_PER_MIB,
                 bound / BYTES_PER_MIB,
                 peak / BYTES_PER_MIB
@@ -208,7 +209,7 @@ impl QuietHostBenchmark {
         });
         if self.with_busy_process {
             findings.checks.push(ThresholdCheck {
-                claim: "there are looks meanwhile, as at who works a little".to_owned(),
+                claim: "the daemon scans meanwhile, as the busy process requires".to_owned(),
                 measured: format_count(looks, "census", "censuses"),
                 met: looks > 0,
             });
@@ -217,12 +218,12 @@ impl QuietHostBenchmark {
     }
 }
 
-/// A number of things.
+/// A count with its noun.
 fn format_count(number: u64, one: &str, more: &str) -> String {
     format!("{number} {}", if number == 1 { one } else { more })
 }
 
-/// Passes of a daemon so far.
+/// Passes of the daemon so far.
 fn read_pass_count(daemon: &DaemonProcess) -> Result<u64> {
     daemon.read_status()?["passes"]["passes"].as_u64().context("passes")
 }
@@ -284,7 +285,7 @@ mod tests {
         assert_eq!(title(1, false), "4 idle processes of 32 MiB and 1 idle virtual machine, merged, for 60 s");
         assert_eq!(
             title(4, true),
-            "4 idle processes of 32 MiB and 4 idle virtual machines, merged, beside a process that works a little, for 60 s"
+            "4 idle processes of 32 MiB and 4 idle virtual machines, merged, beside a busy process, for 60 s"
         );
     }
 }

@@ -1,5 +1,5 @@
-//! Programs that look alike: by their names and sizes nobody tells which of them hold the same. There are two of each
-//! template, and then comes one more of each. The daemon has CPU time to look at few of them at once.
+//! Programs with similar names and sizes, which do not show which programs have equal pages. First two programs of each
+//! template run, then one more of each starts. The daemon has CPU time to scan only a few programs at once.
 
 use super::driver::{DriverCpuSeconds, KsmDriver, KsmDriverKind};
 use super::hostile_mix::{ProgramFolder, count_merged_pages};
@@ -11,27 +11,27 @@ use pagefold_labs::ksm::KsmTestGuard;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The percentage of the memory of each that others of its template hold, too.
+/// The percentage of the memory of each program that is equal in all programs of its template.
 const DUPLICATE_PERCENT: u64 = 50;
 
-/// The part of that of which a program counts as merged.
+/// The merged share of that memory from which a program counts as merged.
 const MERGED_SHARE: f64 = 0.9;
 
-/// Between two steps of a policy, and two looks at those that are not merged yet.
+/// The interval between two steps of a policy, and between two scans of programs that are not merged yet.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// What looks alike.
+/// The similar programs.
 #[derive(Clone, Debug)]
 pub struct SimilarProgramsBenchmark {
-    /// How many templates.
+    /// Number of templates.
     pub templates: usize,
     /// Memory of each program, in MiB.
     pub mib: u64,
-    /// CPU time that the daemon may save up.
+    /// CPU time that the daemon's token bucket holds at most.
     pub burst: Duration,
-    /// How long it is waited for.
+    /// Time limit of the run.
     pub timeout: Duration,
-    /// The binary.
+    /// The pagefold binary.
     pub pagefold: PathBuf,
 }
 
@@ -43,17 +43,17 @@ struct TemplateProgram {
     merged_seconds: Option<f64>,
 }
 
-/// What came of a way.
+/// The result of a driver.
 pub struct SimilarProgramsRun {
     driver_kind: KsmDriverKind,
-    /// Seconds from READY until each was merged: of two of each template, and of those that came later.
+    /// Seconds from READY until each program was merged: the first two of each template, and the later ones.
     merged_seconds: [Vec<Option<f64>>; 2],
     seconds: f64,
     cpu: DriverCpuSeconds,
 }
 
 impl SimilarProgramsBenchmark {
-    /// Let them run under a way. KSM is held meanwhile.
+    /// Run the programs under a driver. The caller holds KSM meanwhile.
     pub fn run(&self, driver_kind: KsmDriverKind, log: &Path) -> Result<SimilarProgramsRun> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         let place = ProgramFolder::new("pfalike")?.with_enrollment(driver_kind.enrolls_whole_qemu());
@@ -79,7 +79,7 @@ impl SimilarProgramsBenchmark {
         driver.stop()?;
         for program in &mut programs {
             let now = program.process.query("checksum")?;
-            ensure!(now == program.checksum, "its memory is not what it was: {now} instead of {}", program.checksum);
+            ensure!(now == program.checksum, "its memory has changed: checksum {now} instead of {}", program.checksum);
         }
         let mut merged: Vec<Option<f64>> = programs.iter().map(|program| program.merged_seconds).collect();
         let later = merged.split_off(2 * self.templates);
@@ -99,7 +99,7 @@ impl SimilarProgramsBenchmark {
         })
     }
 
-    /// Take the steps of a policy that are due, and see who is merged.
+    /// Take the policy steps that are due, and update which programs are merged.
     fn poll(&self, driver: &mut KsmDriver<'_>, began: Instant, programs: &mut [TemplateProgram]) -> Result<()> {
         let page = pagefold_sys::mapping::page_size() as u64;
         let least = ((self.mib << 20) / page * DUPLICATE_PERCENT / 100) as f64 * MERGED_SHARE;
@@ -113,7 +113,7 @@ impl SimilarProgramsBenchmark {
     }
 }
 
-/// How many are merged, and seconds until half of all and the last were.
+/// How many are merged, and seconds until half of all and the last were merged.
 fn merge_summary_cells(merged: &[Option<f64>]) -> [String; 3] {
     let mut seconds: Vec<f64> = merged.iter().map(|merged| merged.unwrap_or(f64::INFINITY)).collect();
     seconds.sort_by(f64::total_cmp);
@@ -125,17 +125,26 @@ fn merge_summary_cells(merged: &[Option<f64>]) -> [String; 3] {
     [format!("{count} of {}", merged.len()), at(seconds.get(merged.len().div_ceil(2).max(1) - 1)), at(seconds.last())]
 }
 
-/// What came of all ways, side by side.
+/// The results of all drivers, side by side.
 pub fn build_findings(alike: &SimilarProgramsBenchmark, runs: &[SimilarProgramsRun]) -> Findings {
     let mut findings = Findings::new("way,came,merged_after_seconds");
     let title = format!(
-        "{} programs of {} MiB that look alike, two of each of {} templates, and then one more of each",
+        "{} similar programs of {} MiB, two of each of {} templates, and then one more of each",
         alike.templates * 2,
         alike.mib,
         alike.templates
     );
-    let head =
-        ["way", "merged", "half after s", "all after s", "later ones", "half after s", "all after s", "CPU %", "CPU s"];
+    let head = [
+        "driver",
+        "merged",
+        "half after s",
+        "all after s",
+        "later ones",
+        "half after s",
+        "all after s",
+        "CPU %",
+        "CPU s",
+    ];
     let mut table = MarkdownTable::new(title, &head);
     for run in runs {
         let [first, later] = run.merged_seconds.each_ref().map(|merged| merge_summary_cells(merged));
@@ -149,9 +158,9 @@ pub fn build_findings(alike: &SimilarProgramsBenchmark, runs: &[SimilarProgramsR
         }
     }
     table.notes.push(format!(
-        "After: seconds from READY until {:.0} % of what a program shares with others of its template is merged. CPU: \
-         ksmd and who drives it, until all were, or for {} s each time. Policies are followed at no cost, on programs \
-         that are enrolled whole from their beginning, and ksmtuned as if memory were short. The daemon may save up \
+        "After: seconds from READY until {:.0} % of a program's pages common to its template are merged. CPU: \
+         ksmd and its driver, until all were, or for {} s each time. Policies run at no CPU cost, on programs \
+         that are enrolled whole from their start, and ksmtuned as if memory were short. The daemon's burst is \
          {} ms of CPU time.",
         MERGED_SHARE * 100.0,
         alike.timeout.as_secs(),
@@ -161,7 +170,7 @@ pub fn build_findings(alike: &SimilarProgramsBenchmark, runs: &[SimilarProgramsR
     if let Some(run) = runs.iter().find(|run| run.driver_kind == KsmDriverKind::Daemon) {
         let all = run.merged_seconds.concat();
         findings.checks.push(ThresholdCheck {
-            claim: "everybody is merged, whatever it looks like".to_owned(),
+            claim: "all programs are merged, although their names and sizes are similar".to_owned(),
             measured: merge_summary_cells(&all)[0].clone(),
             met: all.iter().all(Option::is_some),
         });

@@ -1,15 +1,14 @@
-//! What `pagefold merge` says of itself (`pagefold schema merge`), kept with the run so that an odd figure can be
-//! explained. No figure is taken from it: those are measured from outside. Kept runs are public, so how the machine
-//! sorts its processes is left out.
+//! The JSON report of `pagefold merge` (`pagefold schema merge`), kept with the run to explain odd figures. No figure
+//! is taken from it: figures are measured from outside. Kept runs are public, so the report's cgroup names are removed.
 
 use anyhow::{Context, Result};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Entries of a list that are kept, and lines that are told of a trial.
+/// Maximum entries of a list that are kept, and maximum lines printed for a trial.
 const MAX_KEPT_ENTRIES: usize = 20;
 
-/// A report without what is long (the timeline, for samples.csv has one, and the ranges) and without cgroups.
+/// A report without its long parts (ranges and the timeline, which samples.csv also has) and without cgroups.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MergeCommandReport {
     /// The command's exit status.
@@ -18,10 +17,10 @@ pub struct MergeCommandReport {
 }
 
 impl MergeCommandReport {
-    /// From what was printed.
+    /// Parse the printed report.
     pub fn parse(exit: i32, text: &str) -> Result<Self> {
-        let mut said: Value =
-            serde_json::from_str(text).with_context(|| format!("pagefold merge ended with {exit} and no report"))?;
+        let mut said: Value = serde_json::from_str(text)
+            .with_context(|| format!("pagefold merge exited with status {exit} and printed no report"))?;
         if let Some(outcome) = said.get_mut("outcome").and_then(Value::as_object_mut) {
             outcome.remove("timeline");
         }
@@ -38,8 +37,8 @@ impl MergeCommandReport {
         self.json.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 
-    /// What was not seen, left alone, refused or not finished: a line for each process and reason. Every process that
-    /// is named to it is to be merged, so one that is left alone is missed as well.
+    /// Everything that was not seen, left alone, refused or not finished: a line for each process and reason. The trial
+    /// names only processes to merge, so a process that was left alone counts as missed.
     pub fn missed_reasons(&self) -> Vec<String> {
         let word = |entry: &Value, name: &str| entry[name].as_str().unwrap_or("?").to_owned();
         let mut counted: BTreeMap<String, usize> = BTreeMap::new();
@@ -55,7 +54,7 @@ impl MergeCommandReport {
             }
         }
         for remains in self.json_list("/outcome/not_put_back") {
-            *counted.entry(format!("not put back: {}", remains.as_str().unwrap_or("?"))).or_default() += 1;
+            *counted.entry(format!("not undone: {}", remains.as_str().unwrap_or("?"))).or_default() += 1;
         }
         let outcome = &self.json["outcome"];
         match outcome["end"].as_str() {
@@ -67,7 +66,7 @@ impl MergeCommandReport {
             let of_saved = self.json_list("/outcome/differences").iter().filter(|entry| entry["of"] == "saved");
             let differences: Vec<String> =
                 of_saved.map(|entry| format!("{} bytes {}", entry["by"], word(entry, "why"))).collect();
-            let line = format!("less than nine tenths of what was predicted was reached: {}", differences.join(", "));
+            let line = format!("measured savings are below nine tenths of the prediction: {}", differences.join(", "));
             *counted.entry(line).or_default() += 1;
         }
         let all = counted.len();
@@ -79,7 +78,7 @@ impl MergeCommandReport {
         lines
     }
 
-    /// A line of JSON with the trial that it is of. Long lists are cut, and say how much they lack.
+    /// A line of JSON with the trial of the report. Long lists are cut, with the number of omitted entries.
     pub fn to_json_line(&self, workload: &str, round: usize, probed: bool) -> String {
         let mut said = self.json.clone();
         for place in ["/outcome/missed", "/not_seen", "/plan/left_alone"] {
@@ -104,7 +103,7 @@ mod tests {
         let range = json!({ "pid": 7, "comm": "a", "start": 0, "end": 4096, "why": "no memory" });
         let text = json!({
             "plan": {
-                "targets": [{ "pid": 7, "cgroup": "/somebody", "ranges": [{ "start": 0 }, { "start": 4096 }] }],
+                "targets": [{ "pid": 7, "cgroup": "/user", "ranges": [{ "start": 0 }, { "start": 4096 }] }],
                 "left_alone": [{ "pid": 8, "comm": "b", "why": "too little" }],
             },
             "outcome": {
@@ -127,7 +126,7 @@ mod tests {
             "not seen: 9 (?): not permitted",
         ];
         assert_eq!(sample_report(3, 3).missed_reasons(), expected);
-        let less = "less than nine tenths of what was predicted was reached: -20480 bytes changed";
+        let less = "measured savings are below nine tenths of the prediction: -20480 bytes changed";
         assert!(
             sample_report(1, 0).missed_reasons().iter().any(|line| line == less),
             "{:?}",

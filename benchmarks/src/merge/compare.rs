@@ -1,10 +1,10 @@
-//! All policies on one workload, in rounds, and what follows from it: table, samples, bars, plot.
+//! Measures all policies on one workload, in rounds, and derives table, samples, checks and chart.
 //!
-//! In each round the policies come in an order drawn anew, on fresh processes, and guided is compared with whole within
-//! the round. The slow policies are measured once, in the first round, for a window of time; what they do not come to
-//! within is extrapolated: a policy has saved what flat-out merging had saved after as many scanned pages, for all of
-//! them walk the same pages in the same order. What each does to a probe beside it is measured in rounds of their own:
-//! of the slow ones in the first of these.
+//! In each round the policies run in a random order, on fresh processes. Guided merging is compared with whole-process
+//! merging of the same round. The slow policies are measured once, in the first round, for a limited window. Beyond the
+//! window their savings are extrapolated: a policy has saved as much as flat-out merging had saved after the same
+//! number of scanned pages, because all of them scan the same pages in the same order. The slow-down of a probe beside
+//! each policy is measured in rounds of its own, for slow policies only in the first of these.
 
 use super::command_reports::MergeCommandReport;
 use super::policies::{MergePolicy, PolicyExtrapolation};
@@ -22,7 +22,7 @@ use std::time::SystemTime;
 const BYTES_PER_MIB: f64 = (1 << 20) as f64;
 const BYTES_PER_GIB: f64 = (1 << 30) as f64;
 
-/// Rounds with the probe beside. Guided merging takes a second, in which a single figure says little.
+/// Rounds with the probe. Guided merging takes only a second, so that a single measurement is imprecise.
 const PROBE_ROUNDS: usize = 3;
 
 /// All trials of a workload.
@@ -30,9 +30,9 @@ const PROBE_ROUNDS: usize = 3;
 pub struct PolicyComparison {
     /// The workload.
     pub workload: MergeWorkload,
-    /// In the order in which they were made.
+    /// The trials, in the order in which they were made.
     pub trials: Vec<PolicyTrial>,
-    /// What policies went by.
+    /// The host facts that policies depend on.
     host: HostObservation,
 }
 
@@ -41,17 +41,17 @@ pub struct PolicyComparison {
 pub struct SavingsMilestone {
     /// Seconds since the policy began.
     pub seconds: f64,
-    /// CPU seconds, ksmd's and pagefold's.
+    /// CPU seconds of ksmd and pagefold.
     pub cpu_seconds: f64,
     /// Whether it was measured; otherwise extrapolated.
     pub is_measured: bool,
 }
 
 impl PolicyComparison {
-    /// Measure.
+    /// Run all trials.
     pub fn measure_all(workload: MergeWorkload, rounds: usize, conditions: &TrialConditions) -> Result<Self> {
         let mut trials = Vec::new();
-        // The last rounds are the probe's, which would slow the others.
+        // The rounds with the probe come last, because the probe would slow the others.
         let probes = match (workload.all_policies, conditions.quick) {
             (false, _) => 0,
             (true, true) => 1,
@@ -80,18 +80,18 @@ impl PolicyComparison {
         Ok(Self { workload, trials, host: conditions.host.clone() })
     }
 
-    /// Trials without the probe.
+    /// Trials of a policy without the probe.
     pub fn trials_of(&self, policy: MergePolicy) -> impl Iterator<Item = &PolicyTrial> {
         self.trials.iter().filter(move |trial| trial.policy == policy && trial.probe_slowdown.is_none())
     }
 
-    /// Bytes that can be saved, in the middle of all trials: programs are not quite the same each time.
+    /// Bytes that can be saved: the median of all trials, because programs differ slightly each time.
     pub fn reachable_bytes(&self) -> f64 {
         let page = pagefold_sys::mapping::page_size() as f64;
         SampleSpread::from_samples(self.trials.iter().map(|trial| trial.mergeable.redundant_pages as f64 * page)).median
     }
 
-    /// When a trial had reached a share of what can be saved.
+    /// When a trial reached a share of the savings that are possible.
     pub fn milestone(&self, trial: &PolicyTrial, share: f64) -> Option<SavingsMilestone> {
         let bytes = share * self.reachable_bytes();
         let cpu = |sample: KsmSample| sample.ksmd_seconds + sample.pagefold_seconds;
@@ -102,7 +102,7 @@ impl PolicyComparison {
         if trial.is_complete || last.scanned_pages == 0 {
             return None;
         }
-        // Where it has scanned as many pages and has not saved as much, it is not like flat-out merging.
+        // If it scanned as many pages and saved less, flat-out merging does not predict it.
         let then = whole.first_sample_at(bytes).filter(|then| then.scanned_pages > last.scanned_pages)?;
         let alike = whole.samples.iter().find(|sample| sample.scanned_pages >= last.scanned_pages)?;
         let scans = full_scan_page_counts(&whole.samples);
@@ -119,14 +119,14 @@ impl PolicyComparison {
         })
     }
 
-    /// A measure in each round that has both policies.
+    /// The value of a measure in each round that has both policies.
     pub fn measure_by_round(&self, measure: MergeMeasure) -> Vec<f64> {
         let pairs = self.trials_of(MergePolicy::Whole).filter_map(|whole| {
             let guided = self.trials_of(MergePolicy::Guided).find(|guided| guided.round == whole.round)?;
             Some((whole, guided))
         });
         let at = |trial| self.milestone(trial, 0.9);
-        // What is never reached takes for ever.
+        // A share that is never reached takes infinite time.
         let ratio = |whole: Option<f64>, guided: Option<f64>| Some(whole? / guided.unwrap_or(f64::INFINITY));
         pairs
             .filter_map(|(whole, guided)| match measure {
@@ -146,7 +146,7 @@ impl PolicyComparison {
             .collect()
     }
 
-    /// The table, the bars and the samples.
+    /// The table, the checks and the samples.
     pub fn build_findings(&self) -> Findings {
         let mut findings = Findings::new(
             "workload,round,policy,probe,seconds,saved_pages,ksmd_cpu_seconds,pagefold_cpu_seconds,\
@@ -188,7 +188,7 @@ impl PolicyComparison {
                 "99 % s",
                 "CPU s to 90 %",
                 "CPU s / GiB",
-                "of it pagefold",
+                "thereof pagefold",
                 "metadata MiB",
                 "regions added",
                 "huge pages left",
@@ -201,7 +201,7 @@ impl PolicyComparison {
             if trials.is_empty() {
                 continue;
             }
-            // Of all trials, or of none.
+            // The median over all trials; none if a trial has no value.
             let median = |value: &dyn Fn(&PolicyTrial) -> Option<f64>| {
                 let values: Option<Vec<f64>> = trials.iter().map(|trial| value(trial)).collect();
                 values.map(|values| SampleSpread::from_samples(values).median)
@@ -217,7 +217,8 @@ impl PolicyComparison {
                 let text = cell(median(&|trial| self.milestone(trial, share).map(value).or(never(trial))), 2);
                 if measured { text } else { format!("~{text}") }
             };
-            // The tail of flat-out merging is this program's way to see that nothing more comes; it is not charged.
+            // Flat-out merging ends with a phase in which this program waits for further savings; that phase is not
+            // charged.
             let cpu = |trial: &PolicyTrial| match policy {
                 MergePolicy::Guided => Some(trial.last_sample().ksmd_seconds + trial.last_sample().pagefold_seconds),
                 _ => self.milestone(trial, 0.99).map(|at| at.cpu_seconds),
@@ -225,7 +226,7 @@ impl PolicyComparison {
             let saved = |trial: &PolicyTrial| {
                 if trial.is_complete { trial.exact_saved_bytes as f64 } else { self.reachable_bytes() }
             };
-            // Of a policy that was still at it, the end is not known.
+            // The end of a policy that was still running is unknown.
             let complete = trials.iter().all(|trial| trial.is_complete);
             let finished = |value: Option<f64>| if complete { cell(value, 0) } else { none() };
             let per_gib = median(&|trial| Some(cpu(trial)? / (saved(trial) / BYTES_PER_GIB)));
@@ -258,7 +259,7 @@ impl PolicyComparison {
         table
     }
 
-    /// How much slower the probe was, with the range where that was measured more than once.
+    /// The slow-down of the probe, with its range if it was measured more than once.
     fn format_slowdown(&self, policy: MergePolicy) -> String {
         let all: Vec<f64> = self
             .trials
@@ -285,7 +286,7 @@ impl PolicyComparison {
         })
     }
 
-    /// What pagefold said in each trial, as lines of JSON.
+    /// The JSON reports of pagefold, one line for each trial.
     pub fn report_lines(&self) -> impl Iterator<Item = String> {
         self.trials.iter().filter_map(|trial| {
             let probed = trial.probe_slowdown.is_some();
@@ -311,21 +312,21 @@ impl PolicyComparison {
         let gauge = match self.workload.gauge() {
             SavingsGauge::Counters => format!(
                 "Times are read from KSM's counters; at the end, ksmd frozen, they were {calibration} of what the page \
-                 tables say, and \"saved\" is the latter;"
+                 tables show, and \"saved\" is the latter;"
             ),
             SavingsGauge::Memory => format!(
-                "Times are those at which the processes' memory (Pss_Anon) had fallen so far, looked at every 250 ms; \
-                 KSM's counters, which do not see zeros that a split huge page gives back, were {calibration} of that \
+                "Times are those at which the processes' memory (Pss_Anon) had fallen so far, read every 250 ms; \
+                 KSM's counters, which omit zeros freed by the split of a huge page, were {calibration} of that \
                  at the end;"
             ),
         };
         let mut text = format!(
-            "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. n: trials, of which the \
-             median is told; what was measured once is that one trial. {gauge} \
-             \"never\" is what was not reached before the end. Net: \
-             less 64 bytes for each page that ksmd keeps track of. CPU: ksmd and pagefold, its census and checks included; \
-             \"CPU s / GiB\" is all that `pagefold merge` took to its end, for the others what they took to 99 %. \
-             The bound on CPU is the same for \"{}\" and \"{}\": pagefold takes its census on one thread (`--threads 1`) \
+            "Reachable: {of_all:.0} MiB ({origin}), net {:.0} MiB. n: trials; figures are their \
+             median, or the single trial. {gauge} \
+             \"never\": not reached before the end. Net: \
+             minus 64 bytes for each page that ksmd tracks. CPU: ksmd and pagefold, its census and checks included; \
+             \"CPU s / GiB\" is all CPU of `pagefold merge`, and for the other policies the CPU to 99 %. \
+             The CPU bound is the same for \"{}\" and \"{}\": pagefold takes its census on one thread (`--threads 1`) \
              before ksmd begins.",
             SampleSpread::from_samples(self.trials.iter().map(PolicyTrial::reachable_net_bytes)).median / BYTES_PER_MIB,
             MergePolicy::Whole.name(),
@@ -333,22 +334,22 @@ impl PolicyComparison {
         );
         if self.workload.all_policies {
             text.push_str(&format!(
-                " The slow policies are measured until what can be saved is, or nothing more comes in ten full scans, \
-                 but for {} at most. ksmtuned, as if memory were short from its first step on, takes a step every 60 s; \
-                 the advisor's first step, at the end of a full scan, counts all CPU that ksmd used since boot, which \
-                 slows it. ~: not reached by then and extrapolated: each is taken to have saved what flat-out merging \
-                 had saved after as many scanned pages, with a page taking ksmd as long as it did in that time and \
-                 batches lying as far apart; the advisor goes on from what the kernel made of it, as if ksmd had used no \
-                 CPU before. CPU of these is that of flat-out merging after as many pages, and more by what they took \
-                 more in that time. \"Probe slower\": a program of one thread beside it, in rounds of their own, over the \
-                 time that merging took: the median and its range, or once and over 10 s at most for the slow policies.",
+                " The slow policies are measured until all savings are reached or ten full scans save nothing more, \
+                 for {} at most. ksmtuned, as if memory were short from its first step on, takes a step every 60 s; \
+                 the advisor's first step, at the end of a full scan, counts all CPU of ksmd since boot, which \
+                 slows it. ~: not reached by then and extrapolated: each policy is assumed to have saved what \
+                 flat-out merging had saved after as many scanned pages, with the time for a page and between \
+                 batches as measured; the advisor continues from its state in the kernel, as if ksmd had used no \
+                 CPU before. Their CPU is that of flat-out merging after as many pages, plus the excess \
+                 measured in that time. \"Probe slower\": a program of one thread beside it, in separate rounds, over \
+                 the time of merging: the median and its range; for the slow policies one value, over 10 s at most.",
                 self.describe_windows()
             ));
         }
         text
     }
 
-    /// For how long slow policies are watched: `10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)`.
+    /// How long slow policies are watched: `10 s (default 100/20), 120 s (ksmtuned, advisor 20 s)`.
     fn describe_windows(&self) -> String {
         let mut given: BTreeMap<u64, Vec<&str>> = BTreeMap::new();
         let slow = MergePolicy::SLOW_FIRST.into_iter().filter(|policy| policy.is_slow());
@@ -389,7 +390,7 @@ impl PolicyComparison {
 pub const TRIALS_CSV_HEADER: &str = "workload,round,policy,saved_bytes,counted_bytes,net_bytes,rmap_items,huge_bytes_before,\
                           huge_bytes_after,regions_before,regions_after,probe_slow_down";
 
-/// After how many scanned pages each full scan had ended.
+/// The number of scanned pages at the end of each full scan.
 fn full_scan_page_counts(samples: &[KsmSample]) -> Vec<f64> {
     let mut ends = Vec::new();
     for sample in samples {
@@ -400,7 +401,7 @@ fn full_scan_page_counts(samples: &[KsmSample]) -> Vec<f64> {
     ends
 }
 
-/// In an order drawn anew each time.
+/// The items in a random order.
 pub fn shuffle<T>(items: Vec<T>) -> Vec<T> {
     let now = SystemTime::UNIX_EPOCH.elapsed().map_or(0, |time| time.as_nanos());
     let order = ContentOrigin::from_names(&[&now.to_string()]);
@@ -416,8 +417,7 @@ mod tests {
     use crate::merge::readings::ExactMemory;
     use crate::merge::trial::PolicyTrial;
 
-    /// A trial in which `pages` are saved evenly over `seconds`, after `idle` of them without any; looked at for
-    /// `seen`.
+    /// A trial that saves `pages` evenly over `seconds`, after `idle` of them without savings; sampled for `seen`.
     fn sample_trial(policy: MergePolicy, idle: f64, seconds: f64, seen: f64, pages: f64) -> PolicyTrial {
         let saved = |at: f64| ((at - idle) / seconds).clamp(0.0, 1.0) * pages;
         let sample = |at: f64| KsmSample {
@@ -478,7 +478,7 @@ mod tests {
         }
         let slow = comparison.milestone(&comparison.trials[2], 0.9).unwrap();
         assert!(!slow.is_measured && (slow.seconds / 950.0 - 1.0).abs() < 0.02, "{slow:?}");
-        // Its CPU time is flat-out merging's, and more by what it took more for the pages of the window.
+        // Its CPU time is that of flat-out merging, plus its excess for the pages of the window.
         assert!(slow.cpu_seconds > 9.0, "{slow:?}");
         let text = comparison.build_findings().to_markdown("tenth", true);
         assert!(text.contains("~95") && text.contains("- met: a tenth is duplicate: 5 times less CPU"), "{text}");
@@ -495,7 +495,7 @@ mod tests {
             PolicyTrial { is_complete: true, ..sample_trial(MergePolicy::Default, 10.0, 90.0, 99.5, 1000.0) };
         let measured = cells(&table_row(&comparison, MergePolicy::Default));
         assert!(measured.iter().all(|cell| cell.parse::<f64>().is_ok()), "{measured:?}");
-        // One that ends with less is not extrapolated either.
+        // A policy that saved less than flat-out merging is not extrapolated either.
         comparison.trials[2] =
             PolicyTrial { is_complete: true, ..sample_trial(MergePolicy::Default, 10.0, 90.0, 60.0, 1000.0) };
         assert_eq!(table_row(&comparison, MergePolicy::Default)[5], "never");
@@ -564,6 +564,6 @@ mod tests {
         for words in ["guided", "whole process flat out", "default 100/20", "saved, MiB", "can be saved"] {
             assert!(picture.contains(words), "{words} is not in {picture}");
         }
-        assert!(!picture.contains("advisor"), "what was not measured has no curve");
+        assert!(!picture.contains("advisor"), "a policy that was not measured has a curve");
     }
 }

@@ -1,15 +1,16 @@
-//! The stand-in for HERA (`labs/hera`) in all its modes: memory over time, gain, and run time.
+//! The stand-in for HERA (`labs/hera`) in all its modes: memory over time, savings, and run time.
 //!
 //! The cases are those of the evaluation that it stands for: six materials on 4 and on 8 ranks, a bigger case, and a
-//! code that is slowed as a build with `-finstrument-functions` is. Another is ours: the indirection writes no zeros
-//! where there are none stored, so that there is a case in which nobody writes what is there already. In each round the
-//! modes come in an order drawn anew, and each is compared with the plain run of its round; what they compute must be
-//! the same to the last bit. Run times of the same code scatter by more than the user engine costs: some more rounds are
-//! of these two alone.
+//! code that is slowed as by a build with `-finstrument-functions`. One case is Pagefold's own: the indirection writes
+//! no zeros over stored zeros, and the case tests the same for all modes: a program that never rewrites equal contents.
+//! In each round the modes run in a random order, and each is compared with the plain run of its round. Their results
+//! must be equal to the last bit. Run times of the same code vary by more than the cost of the user engine; therefore
+//! some extra rounds run only these two.
 //!
-//! Memory is that of the job's control group, read in the same way for all: anonymous and shared memory, so that the
-//! messages of ranks, the store of the user engine, its index and the directory of its domain count. To that comes what
-//! ksmd keeps for each page it has seen (`struct ksm_rmap_item`, 64 bytes; mm/ksm.c, 6.18), which is no group's.
+//! Memory is that of the job's control group, read in the same way for all modes: anonymous and shared memory. This
+//! includes the ranks' messages, and the user engine's store, its index and the directory of its domain. Added to this
+//! is the metadata of ksmd for each page it has scanned (`struct ksm_rmap_item`, 64 bytes; mm/ksm.c, 6.18), which no
+//! control group includes.
 
 use super::compare::shuffle;
 use super::policies::PagefoldProgram;
@@ -33,33 +34,33 @@ use std::time::{Duration, Instant};
 const BYTES_PER_MIB: f64 = (1 << 20) as f64;
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// By so many points the user engine may gain less than the indirection does.
+/// Target: the share by which the user engine may save less than the indirection.
 const MAX_GAIN_DEFICIT: f64 = 0.02;
 
-/// By so much the user engine may slow the code down.
+/// Target: the share by which the user engine may slow the code down.
 const MAX_ENGINE_SLOWDOWN: f64 = 0.03;
 
-/// For how many seconds the user engine is told that the code runs at least.
+/// The minimum run time of the code in seconds, as configured in the user engine.
 const ENGINE_MIN_RUNTIME_SECONDS: f64 = 10.0;
 
-/// Bytes that ksmd keeps for a page.
+/// Metadata bytes of ksmd for each page.
 const RMAP_ITEM_BYTES: f64 = 64.0;
 
-/// A case.
+/// A case of the benchmark.
 #[derive(Clone, Copy, Debug)]
 pub struct HeraCase {
-    /// What it is called.
+    /// The name of the case.
     pub name: &'static str,
     title: &'static str,
     arguments: &'static str,
 }
 
-/// Six materials each.
+/// The cases, with six materials each.
 const HERA_CASES: &[HeraCase] = &[
     HeraCase { name: "ranks4", title: "6 materials on 4 ranks", arguments: "--ranks 4 --steps 100" },
     HeraCase {
         name: "changed",
-        title: "The same, with nothing written over what is the same",
+        title: "The same, without rewrites of equal contents",
         arguments: "--ranks 4 --steps 100 --writes changed",
     },
     HeraCase { name: "ranks8", title: "6 materials on 8 ranks", arguments: "--ranks 8 --steps 100" },
@@ -71,14 +72,14 @@ const HERA_CASES: &[HeraCase] = &[
     HeraCase { name: "slow", title: "The slowed code on 4 ranks", arguments: "--ranks 4 --slow --steps 40" },
 ];
 
-/// What a quick run has besides: later options count.
+/// Additional arguments of a quick run: later options override earlier ones.
 const QUICK_ARGUMENTS: &str = " --roots 2 --levels 2 --steps 4";
 
-/// Those that are named, or all.
+/// The named cases, or all.
 pub fn select_cases(names: &[String]) -> Result<Vec<HeraCase>> {
     let unknown = names.iter().find(|name| HERA_CASES.iter().all(|case| case.name != **name));
     let all = || HERA_CASES.iter().map(|case| case.name).collect::<Vec<_>>().join(", ");
-    ensure!(unknown.is_none(), "there is no case {unknown:?}; there are {}", all());
+    ensure!(unknown.is_none(), "unknown case {unknown:?}; the cases are {}", all());
     Ok(HERA_CASES
         .iter()
         .copied()
@@ -86,17 +87,17 @@ pub fn select_cases(names: &[String]) -> Result<Vec<HeraCase>> {
         .collect())
 }
 
-/// Who saves memory.
+/// The mechanism that saves memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum HeraMode {
     Plain,
-    /// The code itself, by an indirection in the index operator of its arrays.
+    /// The code itself: an indirection in the index operator of its arrays.
     BlockIndirection,
-    /// ksmd, of all memory, with this `pages_to_scan` and `sleep_millisecs` 20.
+    /// ksmd, over all memory, with this `pages_to_scan` and `sleep_millisecs` 20.
     WholeProcessKsm(u32),
     /// ksmd, as `pagefold run --policy guided` drives it.
     GuidedMerge,
-    /// The user engine, at the end of steps.
+    /// The user engine, at the end of time steps.
     UserEngine,
 }
 
@@ -124,7 +125,7 @@ impl HeraMode {
         matches!(self, Self::WholeProcessKsm(_) | Self::GuidedMerge)
     }
 
-    /// A middle brightness of the colours of M. Okabe and K. Ito, "Color Universal Design" (2008).
+    /// Medium brightness of the colors of M. Okabe and K. Ito, "Color Universal Design" (2008).
     fn color(self) -> RGBColor {
         match self {
             Self::Plain => chart::LIGHT_GRAY,
@@ -137,20 +138,20 @@ impl HeraMode {
     }
 }
 
-/// How runs are made.
+/// The conditions of the runs.
 #[derive(Debug)]
 pub struct HeraConditions {
-    /// The code.
+    /// The program of the stand-in.
     pub program: PathBuf,
-    /// How pagefold is called.
+    /// The pagefold binary.
     pub pagefold: PagefoldProgram,
-    /// Bound on CPU of guided merging, in percent of one.
+    /// CPU bound of guided merging, in percent of one CPU.
     pub cpu_percent: u32,
-    /// Bound on the slow-down that the user engine is given.
+    /// Slow-down bound of the user engine.
     pub max_slowdown: f64,
-    /// Rounds of the plain code and the user engine alone, after the others.
+    /// Extra rounds of only the plain code and the user engine, after the others.
     pub extra_rounds: usize,
-    /// Tiny runs.
+    /// Very short runs.
     pub quick: bool,
 }
 
@@ -160,40 +161,40 @@ impl HeraConditions {
     }
 }
 
-/// A look at a run.
+/// A sample of a run.
 #[derive(Clone, Copy, Debug, Default)]
 struct HeraSample {
     seconds: f64,
-    /// Of the control group, in bytes.
+    /// Memory of the control group, in bytes.
     memory_bytes: f64,
-    /// Of ksmd, in bytes.
+    /// Metadata of ksmd, in bytes.
     metadata_bytes: f64,
     faults: u64,
     ksmd_seconds: f64,
     pagefold_seconds: f64,
 }
 
-/// One run.
+/// A run.
 #[derive(Debug)]
 pub struct HeraRun {
     mode: HeraMode,
     round: usize,
     seconds: f64,
     samples: Vec<HeraSample>,
-    /// CPU seconds of ksmd, to the end.
+    /// CPU seconds of ksmd until the end of the run.
     ksmd_seconds: f64,
-    /// The time that the user engine took of the slowest rank, in seconds, as it says.
+    /// Seconds that the user engine took on the slowest rank, as it reports.
     engine_seconds: f64,
     result: String,
 }
 
 impl HeraRun {
-    /// Mean over the run, with metadata, in bytes.
+    /// Mean memory over the run, with metadata, in bytes.
     fn mean_memory(&self) -> f64 {
         mean(self.samples.iter().map(|look| look.memory_bytes + look.metadata_bytes))
     }
 
-    /// Mean over its second half.
+    /// Mean memory over the second half of the run.
     fn mean_later_memory(&self) -> f64 {
         mean(self.samples[self.samples.len() / 2..].iter().map(|look| look.memory_bytes + look.metadata_bytes))
     }
@@ -232,7 +233,7 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
     wait_until_ksmd_forgets(&ksm, ksmd)?;
     let group = BenchmarkCgroup::create()?;
     let folder = tempfile::tempdir().context("a folder for the run")?;
-    // On a tmpfs, as domains want it, and of this run alone.
+    // On a tmpfs, as domains require, and used by this run only.
     let domains = tempfile::tempdir_in("/dev/shm").context("a folder for domains")?;
     let state = tempfile::tempdir().context("a folder for pagefold's state")?;
     let whole = if let HeraMode::WholeProcessKsm(pages) = mode { Some(u64::from(pages)) } else { None };
@@ -251,7 +252,7 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
         _ => command_through_hold(&conditions.program, whole.is_some())?,
     };
     let quick = if conditions.quick { QUICK_ARGUMENTS } else { "" };
-    // It takes no samples of its own, which cost time, after the first.
+    // After its first sample the code takes none, because samples cost time.
     let memory = match mode {
         HeraMode::BlockIndirection => "blocks",
         HeraMode::UserEngine => "engine",
@@ -279,7 +280,11 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
     });
     let seconds = begin.elapsed().as_secs_f64();
     let lasted = seconds >= conditions.min_runtime_seconds();
-    ensure!(lasted || watched.is_err(), "{} took {seconds:.1} s: less than the engine was told", case.name);
+    ensure!(
+        lasted || watched.is_err(),
+        "{} took {seconds:.1} s, less than the minimum run time configured in the engine",
+        case.name
+    );
     if watched.is_err() {
         let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::KILL);
         let _ = program.wait();
@@ -305,8 +310,8 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
     })
 }
 
-/// Look at a run until it has ended, and see that it went well. What is read besides: seconds since the beginning,
-/// ksmd's metadata and its CPU time.
+/// Sample a run until it has ended, and check that it succeeded. `read` adds the seconds since the start, ksmd's
+/// metadata and its CPU time.
 fn watch_run(
     program: &mut Child,
     samples: &mut Vec<HeraSample>,
@@ -338,7 +343,7 @@ fn watch_run(
     }
 }
 
-/// Pages that ksmd keeps something for: the four counters are of these, each in one of them (mm/ksm.c, 6.18).
+/// Pages for which ksmd keeps metadata: each of them is in one of these four counters (mm/ksm.c, 6.18).
 fn count_rmap_items(ksm: &KsmTestGuard) -> i64 {
     ["pages_shared", "pages_sharing", "pages_unshared", "pages_volatile"]
         .iter()
@@ -346,13 +351,13 @@ fn count_rmap_items(ksm: &KsmTestGuard) -> i64 {
         .sum()
 }
 
-/// Each run with the plain one of its round.
+/// Each run with the plain run of its round.
 fn pairs_with_plain(runs: &[HeraRun], mode: HeraMode) -> Vec<(&HeraRun, &HeraRun)> {
     let plain = |round| runs.iter().find(move |run| run.mode == HeraMode::Plain && run.round == round);
     runs.iter().filter(|run| run.mode == mode).filter_map(|run| Some((run, plain(run.round)?))).collect()
 }
 
-/// The share of memory that a mode gains against plain, and by how much it is slower, over all rounds.
+/// The share of memory that a mode saves against plain, and its slow-down, over all rounds.
 fn memory_gain(runs: &[HeraRun], mode: HeraMode) -> SampleSpread {
     SampleSpread::from_samples(
         pairs_with_plain(runs, mode).iter().map(|(run, plain)| 1.0 - run.mean_memory() / plain.mean_memory()),
@@ -366,7 +371,7 @@ fn slowdown(runs: &[HeraRun], mode: HeraMode) -> (f64, Option<(f64, f64)>) {
     (mean - 1.0, interval.map(|(low, high)| (low - 1.0, high - 1.0)))
 }
 
-/// The table, the bars and the samples of a case.
+/// The table, the checks and the samples of a case.
 pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditions) -> Findings {
     let mut findings = Findings::new(
         "case,round,mode,seconds,memory_bytes,metadata_bytes,faults,ksmd_cpu_seconds,pagefold_cpu_seconds",
@@ -415,9 +420,9 @@ pub fn build_findings(case: HeraCase, runs: &[HeraRun], conditions: &HeraConditi
     }
     table.notes.push(format!(
         "`hera {}`. Memory is the mean over the run, of the whole job, with the engine's store and index and ksmd's \
-         metadata; gain and slow-down are against the plain run of the same round. The engine was given a bound of \
-         {:.1} %, of which that of {} s was there from the beginning, guided merging one of {} % of a CPU. \
-         \"engine s\" is the time it took of the slowest rank. {} of {} rounds were of plain and engine alone. All \
+         metadata; savings and slow-down are against the plain run of the same round. The engine had a bound of \
+         {:.1} %, with the allowance of {} s available at the start; guided merging had one of {} % of a CPU. \
+         \"engine s\" is its time on the slowest rank. {} of {} rounds had plain and engine only. All \
          modes computed the same to the last bit.",
         case.arguments,
         conditions.max_slowdown * 100.0,
@@ -456,7 +461,7 @@ fn evaluate_thresholds(case: HeraCase, runs: &[HeraRun]) -> Vec<ThresholdCheck> 
     let mut bars = vec![
         ThresholdCheck {
             claim: format!(
-                "{name}: the engine gains what the indirection does, within {:.0} points",
+                "{name}: the engine saves as much as the indirection, within {:.0} points",
                 MAX_GAIN_DEFICIT * 100.0
             ),
             measured: format!("{} against {}", percent(engine), percent(blocks)),
@@ -475,7 +480,7 @@ fn evaluate_thresholds(case: HeraCase, runs: &[HeraRun]) -> Vec<ThresholdCheck> 
     for mode in HeraMode::EVERY_MODE.into_iter().filter(|mode| mode.uses_ksmd()) {
         let (theirs, their_slower) = (memory_gain(runs, mode).median, slowdown(runs, mode).0);
         bars.push(ThresholdCheck {
-            claim: format!("{name}: the engine gains more than {} and slows down less", mode.name()),
+            claim: format!("{name}: the engine saves more than {} and slows down less", mode.name()),
             measured: format!(
                 "{} against {}, slower by {} against {}",
                 percent(engine),
@@ -489,7 +494,7 @@ fn evaluate_thresholds(case: HeraCase, runs: &[HeraRun]) -> Vec<ThresholdCheck> 
     bars
 }
 
-/// Draw memory over time, of the first round.
+/// Draw memory over time, from the first round.
 pub fn draw_chart(case: HeraCase, runs: &[HeraRun], path: &Path) -> Result<()> {
     paint_chart(case, runs, path).map_err(|error| anyhow!("cannot draw: {error}"))
 }
@@ -516,7 +521,7 @@ fn paint_chart(case: HeraCase, runs: &[HeraRun], path: &Path) -> Result<(), Box<
     for (place, mode) in HeraMode::EVERY_MODE.into_iter().enumerate() {
         let Some(run) = first().find(|run| run.mode == mode) else { continue };
         chart.draw_series(LineSeries::new(points(run), mode.color().stroke_width(2)))?;
-        // Above the highest curve, side by side.
+        // The legend stands above the highest curve, side by side.
         let at = (latest * (0.02 + 0.16 * place as f64), highest * 0.97);
         let style = text_style(15, mode.color());
         chart.draw_series([Text::new(mode.name(), at, style)])?;
@@ -554,7 +559,7 @@ mod tests {
         assert_eq!(evaluate_sample((102.0, 760.0), 750.0, (105.0, 800.0)), [true; 5]);
         assert_eq!(evaluate_sample((104.0, 780.0), 750.0, (105.0, 800.0)), [false, false, true, true, true]);
         assert_eq!(evaluate_sample((102.0, 760.0), 750.0, (101.0, 800.0))[2..], [false; 3], "it is slower");
-        assert_eq!(evaluate_sample((102.0, 760.0), 750.0, (105.0, 700.0))[2..], [false; 3], "it gains less");
+        assert_eq!(evaluate_sample((102.0, 760.0), 750.0, (105.0, 700.0))[2..], [false; 3], "it saves less");
     }
 
     #[test]

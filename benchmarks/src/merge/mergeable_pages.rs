@@ -1,30 +1,29 @@
-//! What can be saved, counted without any of Pagefold's code: every private anonymous page that is there, by a
-//! cryptographic hash of its bytes.
+//! Counts the possible savings without Pagefold's code: a cryptographic hash of every resident private anonymous page.
 
 use anyhow::{Context, Result};
 use std::collections::HashMap;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 
-/// What can be saved.
+/// The possible savings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MergeablePages {
     /// Pages that are redundant: copies beyond the first, and all pages of zeros.
     pub redundant_pages: u64,
-    /// Pages that are mapped to shared frames then, the first copies among them: each costs metadata.
+    /// Pages that are then mapped to shared frames, the first copies included: each costs metadata.
     pub mapped_to_shared: u64,
 }
 
-/// Mappings of a frame at most (`max_page_sharing`, 256 by default).
+/// The maximum number of mappings of a frame (`max_page_sharing`, 256 by default).
 const MAX_PAGE_SHARING: u64 = 256;
 
-/// Pages that are read at once.
+/// Pages per read.
 const PAGES_PER_READ: usize = 512;
 
-/// Count the memory of processes.
+/// Count the mergeable pages of processes.
 ///
 /// # Errors
-/// If a process ends meanwhile, or cannot be read.
+/// If a process ends meanwhile or cannot be read.
 pub fn count_mergeable(pids: &[u32]) -> Result<MergeablePages> {
     let mut copies = ContentCounts::new();
     for &pid in pids {
@@ -34,7 +33,7 @@ pub fn count_mergeable(pids: &[u32]) -> Result<MergeablePages> {
     Ok(tally_copies(zeros, copies.into_values()))
 }
 
-/// How many pages have each content, by its hash.
+/// The number of pages with each content, by its hash.
 pub type ContentCounts = HashMap<[u8; 32], u64>;
 
 /// The hash of a page of zeros.
@@ -42,10 +41,10 @@ pub fn zero_page_hash() -> [u8; 32] {
     *blake3::hash(&vec![0; pagefold_sys::mapping::page_size()]).as_bytes()
 }
 
-/// Add what a process holds.
+/// Add the page contents of a process.
 ///
 /// # Errors
-/// If it ends meanwhile, or cannot be read.
+/// If it ends meanwhile or cannot be read.
 pub fn add_process(pid: u32, copies: &mut ContentCounts) -> Result<()> {
     let open = |name: &str| File::open(format!("/proc/{pid}/{name}")).with_context(|| format!("{name} of {pid}"));
     let (memory, pagemap) = (open("mem")?, open("pagemap")?);
@@ -56,10 +55,10 @@ pub fn add_process(pid: u32, copies: &mut ContentCounts) -> Result<()> {
     Ok(())
 }
 
-/// The private regions of no file that a process has: first address, and the one behind the last.
+/// The private regions of a process that map no file: start address and end address (exclusive).
 ///
 /// # Errors
-/// If it has ended, or cannot be read.
+/// If it has ended or cannot be read.
 pub fn private_regions(pid: u32) -> Result<Vec<(u64, u64)>> {
     Ok(fs::read_to_string(format!("/proc/{pid}/maps"))?.lines().filter_map(parse_private_anonymous).collect())
 }
@@ -74,7 +73,7 @@ fn tally_copies(zeros: u64, copies: impl Iterator<Item = u64>) -> MergeablePages
     )
 }
 
-/// The region of a line of `maps`, if it is private and of no file. What the kernel makes itself is left out.
+/// The region of a line of `maps`, if it is private and maps no file. Special mappings of the kernel are left out.
 fn parse_private_anonymous(line: &str) -> Option<(u64, u64)> {
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
@@ -85,9 +84,8 @@ fn parse_private_anonymous(line: &str) -> Option<(u64, u64)> {
     (private && anonymous && !made_by_kernel).then_some((address(start)?, address(end)?))
 }
 
-/// Hash the pages of a region that are written and of no file (Documentation/admin-guide/mm/pagemap.rst, bits 61 to 63).
-/// What the kernel is moving to another frame looks swapped out, and reading waits for it; what is swapped out is brought
-/// back.
+/// Hash the resident pages of a region that belong to no file (Documentation/admin-guide/mm/pagemap.rst, bits 61 to
+/// 63). A page under migration appears swapped out, and the read waits for it. A read swaps swapped pages in.
 fn add_region(memory: &File, pagemap: &File, start: u64, end: u64, copies: &mut ContentCounts) -> Result<()> {
     let page = pagefold_sys::mapping::page_size();
     let mut bytes = vec![0; PAGES_PER_READ * page];
@@ -152,7 +150,7 @@ mod tests {
         let same = held("$held .= 'a' x 4096 for 1 .. 1000")?;
         let zeros = held("$held .= chr(0) x 4096 for 1 .. 1000")?;
         let different = held("$held .= pack('N1024', $_ .. $_ + 1023) for map { $_ * 1024 } 0 .. 999")?;
-        // A string begins and ends within a page. Some of the program's own memory differs from run to run.
+        // A string starts and ends within a page. Some memory of the program itself differs from run to run.
         let near = |truth: u64, expected: u64| truth.abs_diff(expected) < 50;
         assert!(
             near(same.redundant_pages - nothing.redundant_pages, 999 - 999_u64.div_ceil(MAX_PAGE_SHARING)),

@@ -1,9 +1,9 @@
-//! What merging brings and costs: `pagefold merge` against the ways in which ksmd is driven today.
+//! What merging saves and costs: `pagefold merge` against the usual KSM policies.
 //!
-//! Everything is measured from outside and in the same way for every policy ([`readings`]); of what pagefold
-//! says only what it missed is looked at, and no figure taken ([`command_reports`]). KSM is held and put back around each trial
-//! ([`pagefold_labs::ksm`]). A section keeps its run in a folder below `benchmarks/runs/DATE-REVISION/`: settings.toml,
-//! samples.csv, trials.csv, reports.jsonl, summary.md, and a picture for each workload. As root.
+//! All figures are measured from outside and in the same way for every policy ([`readings`]). From pagefold's own
+//! report only the misses are printed, and no figure is taken ([`command_reports`]). Each trial holds KSM and restores
+//! it ([`pagefold_labs::ksm`]). A section keeps its run in a folder below `benchmarks/runs/DATE-REVISION/`:
+//! settings.toml, samples.csv, trials.csv, reports.jsonl, summary.md, and a chart for each workload. Needs root.
 
 mod command_reports;
 mod compare;
@@ -42,43 +42,43 @@ use std::time::Instant;
 use workloads::MergeWorkload;
 pub(crate) use workloads::lab_file;
 
-/// Measure what merging brings and costs, under all policies.
+/// Measure what merging saves and costs, under all policies.
 #[derive(Debug, Parser)]
 #[command(name = "bench-merge")]
 pub struct MergeBenchmarkArguments {
-    /// What to measure; everything if nothing is named
+    /// Sections to measure; all if none is named
     sections: Vec<MergeSection>,
     /// Small sizes and one round: shows that it works, not how well
     #[arg(long)]
     quick: bool,
-    /// Rounds of what the bars compare
+    /// Rounds of the policies that the targets compare
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u8).range(1..=50))]
     rounds: u8,
     /// Rounds of the simulations
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=50))]
     hot_rounds: u8,
-    /// Which simulations, by their folders in labs/mpi; all if none is named
+    /// Simulations to run, by their folders in labs/mpi; all if none is named
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     codes: Vec<String>,
-    /// Which cases of the stand-in for HERA; all if none is named
+    /// Cases of the stand-in for HERA; all if none is named
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     cases: Vec<String>,
-    /// Rounds of the stand-in for HERA after the others, of the plain code and the user engine alone
+    /// Extra rounds of the stand-in for HERA, with only the plain code and the user engine
     #[arg(long, value_name = "N", default_value_t = 2)]
     pairs: usize,
     /// The stand-in for HERA, as labs/hera/build.sh makes it [default: target/hera/hera]
     #[arg(long, value_name = "PATH")]
     hera: Option<PathBuf>,
-    /// Bound on the slow-down of it by the user engine, in percent
+    /// Slow-down bound of the user engine on the stand-in, in percent
     #[arg(long, default_value_t = 2.0, value_name = "PERCENT")]
     max_slowdown: f64,
-    /// Bound on CPU for pagefold and for flat-out merging, in percent of one
+    /// CPU bound of pagefold and of flat-out merging, in percent of one CPU
     #[arg(long, default_value_t = 100, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     cpu: u32,
-    /// Bound on CPU for pagefold beside the simulations, in percent of one
+    /// CPU bound of pagefold beside the simulations, in percent of one CPU
     #[arg(long, default_value_t = 10, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
     hot_cpu: u32,
-    /// The binary that is measured [default: the one that was built beside this]
+    /// The binary to measure [default: the one built beside this program]
     #[arg(long, value_name = "PATH")]
     pagefold: Option<PathBuf>,
     /// Where to keep the run, instead of benchmarks/runs/DATE-REVISION
@@ -92,19 +92,19 @@ enum MergeSection {
     Synthetic,
     /// QEMU guests
     Fleet,
-    /// Four QEMU guests of 1.7 GiB with much that is duplicate; only where it is named
+    /// Four QEMU guests of 1.7 GiB with many duplicate pages; only if named
     BigFleet,
     /// Databases with their data
     Program,
-    /// Simulations that write what was merged
+    /// Simulations that rewrite merged pages
     Hot,
-    /// LAMMPS and five further simulations from Debian; only where it is named
+    /// LAMMPS and five further simulations from Debian; only if named
     Debian,
-    /// For how long a process is stopped while its ranges are enrolled and withdrawn
+    /// How long a process is stopped while its ranges are enrolled and unenrolled
     Stops,
-    /// The stand-in for HERA in all its modes; only where it is named
+    /// The stand-in for HERA in all its modes; only if named
     Hera,
-    /// How fast the user engine merges, against ksmd; only where it is named
+    /// Merge speed of the user engine against ksmd; only if named
     Throughput,
 }
 
@@ -124,7 +124,7 @@ impl MergeSection {
     }
 }
 
-/// What `settings.toml` says beside what holds for every benchmark.
+/// The fields of `settings.toml` beside those common to all benchmarks.
 #[derive(Debug, Serialize)]
 struct MergeRunSettings {
     #[serde(flatten)]
@@ -133,16 +133,16 @@ struct MergeRunSettings {
     hot_cpu_percent: u32,
     rounds: u8,
     hot_rounds: u8,
-    /// What KSM was set to before.
+    /// KSM settings before the run.
     ksm: BTreeMap<String, String>,
-    /// First lines of what programs say of their version.
+    /// First lines of the programs' version output.
     versions: BTreeMap<String, String>,
 }
 
-/// Measure; whether all bars are met.
+/// Run the benchmark. Returns whether all targets are met.
 pub fn run_benchmark(arguments: &MergeBenchmarkArguments) -> Result<bool> {
     if !arguments.quick && cfg!(debug_assertions) {
-        bail!("built without optimisation: use `make bench-merge`, or --quick to see that it works");
+        bail!("built without optimization: use `make bench-merge`, or --quick for a functional test");
     }
     let program = match &arguments.pagefold {
         Some(path) => path.clone(),
@@ -160,7 +160,7 @@ pub fn run_benchmark(arguments: &MergeBenchmarkArguments) -> Result<bool> {
     trial::install_signal_handlers()?;
     let mut met = true;
     for section in MergeSection::value_variants().iter().filter(chosen).copied() {
-        let nice = rustix::process::nice(0).context("cannot tell the priority")?;
+        let nice = rustix::process::nice(0).context("cannot read the priority")?;
         let ksm = {
             let _held = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
             writable_ksm_settings()
@@ -185,7 +185,7 @@ pub fn run_benchmark(arguments: &MergeBenchmarkArguments) -> Result<bool> {
     Ok(met || arguments.quick)
 }
 
-/// A section that is measured and kept.
+/// Measures a section and keeps its results.
 struct SectionRecorder<'a> {
     folder: &'a Path,
     arguments: &'a MergeBenchmarkArguments,
@@ -275,7 +275,7 @@ impl SectionRecorder<'_> {
         Ok(are_checks_met(&all))
     }
 
-    /// Write what there is so far, and print the latest.
+    /// Write the findings so far, and print the latest.
     fn write_findings(&self, section: MergeSection, section_findings: &[(&str, Findings)]) -> Result<()> {
         let mut summary = format!("# Merging: {}\n", section.name());
         if self.arguments.quick {
@@ -285,7 +285,7 @@ impl SectionRecorder<'_> {
         for (name, findings) in section_findings {
             summary.push('\n');
             summary.push_str(&findings.to_markdown(name, !self.arguments.quick));
-            // One header for all.
+            // One header for all workloads.
             let header = usize::from(!samples.is_empty());
             samples.extend(findings.samples.iter().skip(header).map(String::as_str));
         }
@@ -301,7 +301,7 @@ fn are_checks_met(all: &[(&str, Findings)]) -> bool {
     all.iter().flat_map(|(_, findings)| &findings.checks).all(|bar| bar.met)
 }
 
-/// A folder for a section that is not there yet.
+/// A folder for a section that does not exist yet.
 pub(crate) fn new_section_folder(
     out: Option<&Path>,
     settings: &RunSettings,
@@ -321,7 +321,7 @@ pub(crate) fn new_section_folder(
     Ok(folder)
 }
 
-/// What can be written, as the host has it. To be called by who holds KSM, for others may be changing it.
+/// The writable KSM settings of the host. The caller holds KSM, because otherwise other programs may change it.
 pub(crate) fn writable_ksm_settings() -> BTreeMap<String, String> {
     let files = pagefold_base::ksm::Setting::ALL.map(|setting| setting.file_name());
     let read = |file: &str| {
@@ -331,7 +331,7 @@ pub(crate) fn writable_ksm_settings() -> BTreeMap<String, String> {
     files.into_iter().filter_map(read).collect()
 }
 
-/// Of what takes part and is there.
+/// The versions of the participating programs that are installed.
 pub(crate) fn program_versions(pagefold: &PagefoldProgram) -> BTreeMap<String, String> {
     let pagefold = pagefold.program.display().to_string();
     let programs = [

@@ -1,4 +1,4 @@
-//! Saved memory over time as a picture: a curve for each policy, with its name at it.
+//! Chart of savings over time: a labeled curve for each policy.
 
 use super::compare::PolicyComparison;
 use super::policies::MergePolicy;
@@ -55,13 +55,13 @@ impl SavingsCurve {
         self.measured.iter().chain(&self.extrapolated).copied()
     }
 
-    /// When it comes to a height.
+    /// When the curve reaches a height.
     fn crossing_time(&self, height: f64) -> Option<f64> {
         self.points().find(|&(_, y)| y >= height).map(|(x, _)| x)
     }
 }
 
-/// Draw it.
+/// Draw the chart.
 pub fn draw_chart(comparison: &PolicyComparison, path: &Path) -> Result<()> {
     let curves: Vec<SavingsCurve> = MergePolicy::SLOW_FIRST
         .into_iter()
@@ -111,7 +111,7 @@ fn paint_chart(
         let within = |points: &[(f64, f64)]| points.iter().map(|&(x, y)| (x.max(first), y)).collect::<Vec<_>>();
         chart.draw_series(LineSeries::new(within(&curve.measured), colour.stroke_width(3)))?;
         chart.draw_series(DashedLineSeries::new(within(&curve.extrapolated), 6, 5, colour.stroke_width(2)))?;
-        // Each name at a height of its own, left of its curve, where the curve has not been yet.
+        // Each label has a height of its own, left of its curve, where the curve has not been yet.
         let height = level * (0.85 - 0.13 * f64::from(place));
         let at = curve.crossing_time(height).unwrap_or(max_seconds);
         let (x, side) = if at < 0.6 { (at.max(first) * 1.08, HPos::Left) } else { (at / 1.08, HPos::Right) };

@@ -1,7 +1,7 @@
-//! What is compared: the policies of [`pagefold_merge::decide::policy`], and pagefold as a command.
+//! The compared policies: those of [`pagefold_merge::decide::policy`], and pagefold as a command.
 //!
-//! What a policy writes is computed by the functions that the product itself drives KSM with. Here is only which of
-//! them take part, and how they go on beyond the window that they are given.
+//! The settings of a policy come from the functions that the product itself uses. This module only selects the
+//! policies, and extrapolates them beyond their window.
 
 use super::readings::KsmSample;
 use pagefold_base::ksm::{Setting, Settings};
@@ -12,29 +12,29 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// A way to merge.
+/// A merge policy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum MergePolicy {
     /// `pages_to_scan` 100, `sleep_millisecs` 20.
     Default,
-    /// ksmtuned, as if memory were short: otherwise it starts nothing at all.
+    /// ksmtuned, as if memory were short: otherwise it starts no merging.
     Ksmtuned,
     /// The kernel's advisor, with its default target of 200 s.
     Advisor200,
     /// The kernel's advisor, to finish a pass in 20 s.
     Advisor20,
-    /// Everything enrolled, ksmd without a pause, or with pauses that keep it to a bound.
+    /// All memory enrolled; ksmd without pauses, or with pauses that keep it within a CPU bound.
     Whole,
     /// `pagefold merge`.
     Guided,
 }
 
 impl MergePolicy {
-    /// All, the slow ones first.
+    /// All policies, the slow ones first.
     pub const SLOW_FIRST: [Self; 6] =
         [Self::Default, Self::Ksmtuned, Self::Advisor200, Self::Advisor20, Self::Whole, Self::Guided];
 
-    /// Its name, as it stands in tables and in lines of CSV.
+    /// The name in tables and CSV lines.
     pub fn name(self) -> &'static str {
         match self {
             Self::Default => "default 100/20",
@@ -46,13 +46,13 @@ impl MergePolicy {
         }
     }
 
-    /// Whether it is given a window only, and what it does not come to within is extrapolated.
+    /// Whether the policy is watched only for a window and extrapolated beyond it.
     pub fn is_slow(self) -> bool {
         !matches!(self, Self::Whole | Self::Guided)
     }
 
-    /// What a slow policy is given at most: enough for all but the kernel's default, which takes many minutes. Beside
-    /// the probe, and for a quick run, a glance.
+    /// The maximum window of a slow policy: enough for all but the kernel's default, which takes many minutes. With the
+    /// probe, and in a quick run, the window is short.
     pub fn max_window(self, probed: bool, quick: bool) -> Duration {
         Duration::from_secs(match self {
             _ if quick => 2,
@@ -62,12 +62,12 @@ impl MergePolicy {
         })
     }
 
-    /// Whether the workload is to enrol itself.
+    /// Whether the workload must enroll itself.
     pub fn enrolls_whole_process(self) -> bool {
         self != Self::Guided
     }
 
-    /// The rule that it sets KSM by. Guided merging begins with the kernel's default and sets its own pace.
+    /// The rule that sets KSM. Guided merging starts with the kernel's default and sets its own pace.
     fn policy_rule(self) -> Rule {
         let name = match self {
             Self::Default | Self::Guided => "default",
@@ -76,24 +76,24 @@ impl MergePolicy {
             Self::Advisor20 => "advisor:20",
             Self::Whole => "flat-out",
         };
-        Rule::from_name(name).and_then(Result::ok).expect("a name of the model's")
+        Rule::from_name(name).and_then(Result::ok).expect("every compared policy has a rule of this name")
     }
 
-    /// Its rule at its beginning.
+    /// The schedule of its steps, from the start.
     pub fn schedule(self, host: &HostObservation) -> Reading<PolicySchedule> {
         PolicySchedule::start(self.policy_rule(), without_free_memory(host))
     }
 }
 
-/// A rule whose steps are taken as they come due, by the clock or in thought.
+/// A rule whose steps are taken when they come due, by the clock or in an extrapolation.
 #[derive(Clone, Debug)]
 pub struct PolicySchedule {
     rule: Rule,
     host: HostObservation,
     state: PolicyState,
-    /// Of the beginning, until they were asked for.
+    /// The initial settings, until they are requested.
     settings: Settings,
-    /// When the next step is due, in seconds since the beginning. The first is taken at once.
+    /// When the next step is due, in seconds since the start. The first is due at once.
     next_step_at: f64,
 }
 
@@ -103,7 +103,7 @@ impl PolicySchedule {
         Ok(Self { rule, host, state, settings, next_step_at: 0.0 })
     }
 
-    /// What the steps change that are due after so many seconds and were not taken yet.
+    /// The changed settings of all steps that are due after this many seconds and were not taken yet.
     pub fn settings_due(&mut self, seconds: f64) -> Reading<Settings> {
         let mut changed = std::mem::take(&mut self.settings);
         while self.next_step_at <= seconds {
@@ -115,7 +115,8 @@ impl PolicySchedule {
         Ok(changed)
     }
 
-    /// Write what is due after so many seconds, `run` not among it. What is prepared is written with the advisor off.
+    /// Write the settings that are due after this many seconds, except `run`. The advisor is off while they are
+    /// written.
     pub fn write_due_settings(&mut self, ksm: &KsmTestGuard, seconds: f64) -> Reading<()> {
         for (setting, value) in self.settings_due(seconds)?.iter().filter(|(setting, _)| **setting != Setting::Run) {
             ksm.write_setting(setting.file_name(), value);
@@ -124,7 +125,7 @@ impl PolicySchedule {
     }
 }
 
-/// The same host without free memory: ksmtuned merges nothing before.
+/// The same host without free memory: ksmtuned merges only when memory is short.
 fn without_free_memory(host: &HostObservation) -> HostObservation {
     HostObservation { free: Ok(Bytes::ZERO), ..host.clone() }
 }
@@ -134,19 +135,19 @@ fn without_free_memory(host: &HostObservation) -> HostObservation {
 pub struct PolicyExtrapolation<'a> {
     /// The policy.
     pub policy: MergePolicy,
-    /// The host that it is used on.
+    /// The host facts.
     pub host: &'a HostObservation,
-    /// The looks in the window, from its beginning.
+    /// The samples in the window, from its start.
     pub window_samples: &'a [KsmSample],
-    /// After how many scanned pages full scans end.
+    /// The numbers of scanned pages at which full scans end.
     pub full_scan_page_counts: &'a [f64],
 }
 
 impl PolicyExtrapolation<'_> {
-    /// After how many seconds it has scanned so many pages.
+    /// The seconds after which the policy has scanned this many pages.
     ///
-    /// Its rule takes the steps that are due; a page takes ksmd as long as in the window, and so does what lies between
-    /// two batches.
+    /// Its rule takes the steps that are due. The CPU time for a page and the gap between two batches are those of the
+    /// window.
     pub fn seconds_to_scan(&self, pages: f64) -> Option<f64> {
         let pace = ScanPace::from_samples(self.window_samples)?;
         match self.policy.policy_rule() {
@@ -155,14 +156,14 @@ impl PolicyExtrapolation<'_> {
         }
     }
 
-    /// Steps are due after intervals.
+    /// For a rule with steps at fixed intervals.
     fn seconds_with_interval_steps(&self, rule: Rule, pace: ScanPace, pages: f64) -> Option<f64> {
         let last = self.window_samples.last()?;
         let mut steps = PolicySchedule::start(rule, without_free_memory(self.host)).ok()?;
         let mut batch = last.pages_to_scan as f64;
         let (mut at, mut left) = (last.seconds, (pages - last.scanned_pages as f64).max(0.0));
         loop {
-            // Those of the window were taken in it: here they bring the rule to where it is.
+            // The steps of the window are replayed, to bring the rule to its state at the end of the window.
             let settings = steps.settings_due(at).ok()?;
             if let Some(pages) = settings.get(&Setting::PagesToScan).and_then(|pages| pages.parse().ok()) {
                 batch = pages;
@@ -176,8 +177,9 @@ impl PolicyExtrapolation<'_> {
         }
     }
 
-    /// A step is due at the end of each full scan. ksmd is taken to have used no CPU before the window, as on a host
-    /// that was just booted; what the kernel did in the window itself, it did with what ksmd had used since boot.
+    /// For the advisor, whose steps are due at the end of each full scan. The model assumes that ksmd used no CPU
+    /// before the window, as on a freshly booted host. In the window itself, the kernel's advisor counted all CPU since
+    /// boot.
     fn seconds_with_advisor(&self, rule: &Advisor, pace: ScanPace, pages: f64) -> Option<f64> {
         let (first, last) = (self.window_samples.first()?, self.window_samples.last()?);
         let seconds = |seconds: f64| Duration::from_secs_f64(seconds.max(0.0));
@@ -199,17 +201,17 @@ impl PolicyExtrapolation<'_> {
     }
 }
 
-/// How ksmd gets on.
+/// The scan pace of ksmd.
 #[derive(Clone, Copy, Debug)]
 struct ScanPace {
-    /// Seconds between two batches: it sleeps, and waits for a CPU.
+    /// Seconds between two batches, in which ksmd sleeps and waits for a CPU.
     batch_gap_seconds: f64,
-    /// CPU seconds for a page.
+    /// CPU seconds per page.
     cpu_seconds_per_page: f64,
 }
 
 impl ScanPace {
-    /// In a window; nothing where it scanned nothing.
+    /// The pace in a window; none if ksmd scanned no pages.
     fn from_samples(watched: &[KsmSample]) -> Option<Self> {
         let (first, last) = (watched.first()?, watched.last()?);
         let scanned = |from: &KsmSample, to: &KsmSample| (to.scanned_pages - from.scanned_pages) as f64;
@@ -222,41 +224,41 @@ impl ScanPace {
         })
     }
 
-    /// Pages a second, in batches of so many.
+    /// Pages per second, in batches of this size.
     fn pages_per_second(self, batch_pages: f64) -> f64 {
         batch_pages / (self.batch_gap_seconds + batch_pages * self.cpu_seconds_per_page)
     }
 }
 
-/// The pause after a batch that took so long, for ksmd to take this share of a CPU, in milliseconds.
+/// The pause in milliseconds after a batch of this duration that keeps ksmd at this share of a CPU.
 pub fn pause_millis(batch_seconds: f64, share: f64) -> u64 {
     if share >= 1.0 { 0 } else { (batch_seconds * 1000.0 * (1.0 - share) / share).round() as u64 }
 }
 
-/// How pagefold is called. The only place that knows.
+/// The command lines of pagefold. No other module builds them.
 #[derive(Clone, Debug)]
 pub struct PagefoldProgram {
-    /// The binary.
+    /// The pagefold binary.
     pub program: PathBuf,
 }
 
 impl PagefoldProgram {
-    /// One merge of these processes, within a bound on CPU in percent of one. On one thread: `--cpu` bounds ksmd, and
-    /// a census on several would take more than one CPU. Standard output is the report.
+    /// One merge of these processes, within a CPU bound in percent of one CPU. It runs on one thread: `--cpu` bounds
+    /// ksmd, and a census on several threads would take more than one CPU. Standard output is the report.
     pub fn merge_command(&self, pids: &[u32], percent: u32) -> Command {
         let mut command = Command::new(&self.program);
         command.arg("merge");
         for pid in pids {
             command.args(["--pid", &pid.to_string()]);
         }
-        // They belong to one user; machines would be domains of their own.
+        // The processes belong to one user; guests would otherwise be domains of their own.
         command.args(["--across-domains", "--cpu", &percent.to_string(), "--threads", "1", "--json"]);
         command.stdin(Stdio::null());
         command
     }
 
-    /// A program started with guided merging beside it, with a folder of its own for pagefold's state. The program and
-    /// its arguments are to follow.
+    /// A program start with guided merging beside it, and a separate folder for pagefold's state. The caller appends
+    /// the program and its arguments.
     pub fn run_guided_command(&self, state: &Path, percent: u32) -> Command {
         let mut command = Command::new(&self.program);
         command.arg("--state").arg(state);
@@ -281,8 +283,7 @@ mod tests {
         }
     }
 
-    /// A window of 10 s in which ksmd scanned batches of so many pages at 1000 pages a second, half of the time on a
-    /// CPU.
+    /// A window of 10 s in which ksmd scanned batches of this size at 1000 pages per second, half of the time on a CPU.
     fn sample_window(batch: u64) -> Vec<KsmSample> {
         (0..=10)
             .map(|at| KsmSample {
@@ -317,7 +318,7 @@ mod tests {
     #[test]
     fn ksmtuned_boosts_after_each_interval() {
         assert!(is_near(extrapolated_seconds(MergePolicy::Ksmtuned, 300, &[], 60_000.0), 60.0));
-        // 300 pages took 0.15 s on a CPU and 0.15 s beside it; 600 take 0.45 s.
+        // 300 pages took 0.15 s on a CPU and 0.15 s off it; 600 take 0.45 s.
         assert!(is_near(extrapolated_seconds(MergePolicy::Ksmtuned, 300, &[], 140_000.0), 120.0));
     }
 
@@ -343,8 +344,8 @@ mod tests {
             seconds,
             ..sample_window(300)[0]
         };
-        // 200 batches of 300 pages until 60 s, then 100 of 600 until 105: 0.15 s beside a CPU between two, 0.5 ms a
-        // page.
+        // 200 batches of 300 pages until 60 s, then 100 of 600 until 105: 0.15 s off the CPU between two batches, 0.5
+        // ms per page.
         let watched = [sample(0.0, 0, 0.0, 300), sample(60.0, 60_000, 30.0, 300), sample(105.0, 120_000, 60.0, 600)];
         let host = sample_host();
         let beyond = PolicyExtrapolation {
@@ -388,10 +389,10 @@ mod tests {
 
     #[test]
     fn advisor_steps_after_each_scan() {
-        // 500 pages took 0.25 s on a CPU and 0.25 s beside it.
+        // 500 pages took 0.25 s on a CPU and 0.25 s off it.
         assert!(is_near(extrapolated_seconds(MergePolicy::Advisor20, 500, &[60_000.0], 40_000.0), 40.0));
-        // 40 s for a scan that is to take 20: its first change counts by 30 % only, and of 500 pages at 50 % of a CPU
-        // there are 10 for each percent, 100 at the least.
+        // The scan took 40 s instead of the target of 20: the first change counts for 30 % only. 500 pages at 50 % of a
+        // CPU give 10 pages per percent, with a minimum of 100.
         let rule = Advisor { target_scan_time: 20, ..Advisor::default() };
         let next = rule.start().step(&rule, Duration::from_secs(40), Duration::from_secs(20)).pages_to_scan as f64;
         let rate = next / (0.25 + next / 2000.0);

@@ -1,44 +1,48 @@
-//! The frames that processes map, read through the port: the exact side of an account.
+//! Reads the frames that processes map. These figures are the exact part of an account.
 //!
-//! A [`FrameLedger`] is given one process after the other. For each it walks the page tables of all regions that hold
-//! anything, asks how many mappings each frame has, and returns the process's [`MappedPages`]; when it is closed it returns
-//! the [`Frames`] that all of them map, each once.
+//! A [`FrameLedger`] takes one process after the other. For each it walks the page tables of all regions with resident
+//! memory, reads the number of mappings of each frame, and returns the process's [`MappedPages`]. When it is finished,
+//! it returns the [`Frames`] that all processes map, each counted once.
 //!
-//! # What the kernel tells
+//! # Kernel sources
 //! `/proc/PID/pagemap` gives the frame of each page (fs/proc/task_mmu.c, `pagemap_read`), `/proc/kpagecount` the
 //! mappings of each frame and `/proc/kpageflags` its kind (fs/proc/page.c, `kpagecount_read`, `stable_page_flags`).
-//! Found by experiment on 6.18 with CONFIG_PAGE_MAPCOUNT:
+//! Observed on Linux 6.18 with CONFIG_PAGE_MAPCOUNT:
 //!
-//! - A transparent huge page has a frame number, flags and a count for each base page, tail pages too. Mapped as a
-//!   whole by one process each counts 1; after a fork 2; where the child maps a part of it by base pages, 2 for that
-//!   part and 1 for the rest, and after one dropped base pages, 1 for those.
-//! - hugetlb pages do the same, and are KPF_ANON where they are private, though `AnonPages` leaves them out.
-//! - Shared memory counts the page tables that map it, not the processes that opened it. A frame mapped twice by one
-//!   process counts 2. A fault maps neighbouring pages of a file or of shared memory too.
-//! - A KSM frame counts at most `max_page_sharing` mappings by merging, and more after forks (512 was seen).
+//! - A transparent huge page has a frame number, flags and a count for each base page, including tail pages. If one
+//!   process maps it as a whole, each count is 1; after a fork it is 2. If the child maps a part of it by base pages,
+//!   the count is 2 for that part and 1 for the rest. If a process dropped base pages, their count is 1.
+//! - hugetlb pages behave the same. Private ones are KPF_ANON, although `AnonPages` leaves them out.
+//! - The count of shared memory is the number of page tables that map it, not of processes that opened it. A frame
+//!   mapped twice by one process counts 2. A fault also maps neighboring pages of a file or of shared memory.
+//! - A KSM frame counts at most `max_page_sharing` mappings through merging, and more after forks (512 was observed).
 //! - The kernel's zero page and huge zero page count 0 and are KPF_ZERO_PAGE; the huge one is KPF_THP as well. They
-//!   are no memory of anybody and are counted apart.
-//! - `[vdso]` is a frame of the kernel's image with a count of all processes, `[vvar]` has no page to count.
+//!   belong to no process and are counted separately.
+//! - `[vdso]` is a frame of the kernel image whose count covers all processes. `[vvar]` has no page to count.
 //!
-//! With CONFIG_NO_PAGE_MAPCOUNT (6.15) the count of a page of a partly shared huge page is its folio's mean, rounded.
-//! Shares of such pages then do not add up; what is missing or too much shows as `unseen` and `excess`.
+//! With CONFIG_NO_PAGE_MAPCOUNT (6.15), the count of a page of a partly shared huge page is the rounded mean of its
+//! folio. The shares of such pages do not add up; the difference appears as `unseen` and `excess`.
 //!
-//! # What moves
-//! Processes are not stopped. A count is read right after the page table it belongs to, in batches of 65,536 pages, so
-//! a process's own shares are as good as its `Pss:`. The kernel moves pages between frames, too, for compaction and
-//! between NUMA nodes: a page whose frame has no mapping left is looked for again; if that stays so it is `gone`, and
-//! in nothing else. Across processes: a frame whose count was another one when it was read before is `moved`; a process
-//! that vanished midway is `unread`, and what was counted of it is `lost`. Processes that share one address space
-//! (CLONE_VM, a child of vfork before its exec) map each frame once between them and are seen to map it twice:
-//! `excess`.
+//! # Changes during the reading
+//! Processes are not stopped. Counts are read right after the page table, in batches of 65,536 pages, so the shares of
+//! a process are as accurate as its `Pss:`. The kernel also moves pages between frames, for compaction and between NUMA
+//! nodes. A page whose frame has no mapping left is looked up again. If its frame still has no mapping, the page counts
+//! as `gone` and in nothing else.
+//!
+//! Across processes, three differences appear:
+//!
+//! - A frame whose count has changed since it was read through another process counts in `changed_mappings`.
+//! - A process that exits while it is read is in `unread`, and its pages counted so far are in `partially_read`.
+//! - Processes that share one address space (CLONE_VM, or a vfork child before its exec) map each frame once together
+//!   but are counted twice: `excess`.
 //!
 //! # Cost
-//! Two bytes for each base page of the 128 MiB blocks of physical memory that hold any frame seen (4 KiB pages): 512
-//! MiB for 1 TiB. Frames of 255 and more mappings take about 50 bytes instead, less than a byte for each mapping.
-//! Batches take about 6 MiB. Regions without resident pages are not looked at, so emptiness costs nothing; in sparse
-//! private anonymous regions only what [`ProcessHandle::resident_bytes`] lists is read, so that 20 TiB with little in them do not
-//! cost 5 billion page table entries. Zero pages in those are not counted. A sparse mapping of a file is read in full,
-//! which the kernel does at 300 million entries a second.
+//! The ledger takes two bytes for each base page of every 128 MiB block of physical memory that holds a counted frame
+//! (4 KiB pages): 512 MiB for 1 TiB. Frames with 255 or more mappings take about 50 bytes instead, less than a byte for
+//! each mapping. Batches take about 6 MiB. Regions without resident pages are skipped. In sparse private anonymous
+//! regions only the pages that [`ProcessHandle::resident`] lists are read, so that 20 TiB with few pages do not cost 5
+//! billion page table entries. Zero pages in these regions are not counted. A sparse mapping of a file is read in full;
+//! the kernel reads 300 million entries a second.
 
 use crate::decide::{Frames, MappedPages};
 use pagefold_base::engine::is_store_mapping;
@@ -48,13 +52,13 @@ use pagefold_host::{FrameFlags, Host, PagemapEntry, ProcessHandle};
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
-/// Page table entries read at once, and frames asked for at once.
+/// Page table entries and frames read at once.
 const BATCH_PAGES: u64 = 64 * 1024;
 
-/// How often a page is looked for whose frame has no mapping left.
+/// How often a page is looked up whose frame has no mapping left.
 const MAX_PAGEMAP_READS: usize = 4;
 
-/// A region is sparse if less than one page in so many is resident.
+/// A region is sparse if less than one page in this many is resident.
 const SPARSE_RATIO: u64 = 8;
 
 /// Collects the frames of one process after the other.
@@ -65,15 +69,15 @@ pub struct FrameLedger<'h> {
 }
 
 impl<'h> FrameLedger<'h> {
-    /// A ledger without entries.
+    /// An empty ledger.
     pub fn new(host: &'h dyn Host) -> Self {
         Self { host, table: FrameTable::default(), frames: Frames::default() }
     }
 
-    /// Enter all resident pages of a process, whose regions were read just before.
+    /// Adds all resident pages of a process. Its regions must have been read just before.
     ///
-    /// `Denied` without the privilege to see frame numbers: an estimate is then all there is. `Vanished` if it ended
-    /// meanwhile. Either way the process is in [`Frames::unread`].
+    /// `Denied` without the privilege to read frame numbers: only an estimate is possible then. `Vanished` if the
+    /// process exited meanwhile. In both cases the process is in [`Frames::unread`].
     pub fn add_process(&mut self, process: &dyn ProcessHandle, regions: &[Region]) -> Reading<MappedPages> {
         let mut entry = LedgerEntry { ledger: self, process, mapped: MappedPages::default(), pending: Vec::new() };
         let outcome =
@@ -91,7 +95,7 @@ impl<'h> FrameLedger<'h> {
         }
     }
 
-    /// What all the processes map.
+    /// The frames that all added processes map.
     pub fn finish(mut self) -> Frames {
         for cell in self.table.counts() {
             if let Some(mappings) = NonZeroU64::new(cell.kernel_mappings) {
@@ -101,7 +105,7 @@ impl<'h> FrameLedger<'h> {
         self.frames
     }
 
-    /// Count a frame that a process maps in so many places.
+    /// Counts a frame that a process maps at `page_count` addresses.
     fn count_frame(&mut self, pfn: Pfn, mappings: NonZeroU64, flags: FrameFlags, page_count: u64) {
         let frames = &mut self.frames;
         self.table.update(pfn, |before| {
@@ -114,19 +118,19 @@ impl<'h> FrameLedger<'h> {
                 frames.changed_mappings += Pages(page_count);
             }
             if flags.is_ksm() {
-                // The newest count holds.
+                // The latest count is valid.
                 frames.ksm_mappings =
                     frames.ksm_mappings.saturating_sub(Pages(before.kernel_mappings)) + Pages(mappings.get());
             }
             let seen = before.seen_mappings + page_count;
-            // What an older, larger count allowed is no excess but has moved.
+            // Mappings that an older, larger count allowed are changes and not excess.
             frames.excess.add(mappings, page_count.min(seen.saturating_sub(mappings.get())));
             FrameCount { kernel_mappings: mappings.get(), seen_mappings: seen.min(mappings.get()) }
         });
     }
 }
 
-/// One process being entered.
+/// A process that is being added.
 struct LedgerEntry<'l, 'h, 'p> {
     ledger: &'l mut FrameLedger<'h>,
     process: &'p dyn ProcessHandle,
@@ -134,12 +138,12 @@ struct LedgerEntry<'l, 'h, 'p> {
     pending: Vec<PendingPage>,
 }
 
-/// A page whose frame's count is still to be asked for.
+/// A page whose frame's count is still to be read.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct PendingPage {
     frame: Pfn,
     address: u64,
-    /// Whether it is in a mapping of the engine's store, and was not written since.
+    /// Whether it is in a mapping of the engine's store and was not written since it was merged.
     in_engine_store: bool,
 }
 
@@ -186,12 +190,12 @@ impl LedgerEntry<'_, '_, '_> {
         Ok(())
     }
 
-    /// Which frames the pages of a range are in.
+    /// Reads the frames of the pages of a range.
     fn read_frames(&mut self, range: AddressRange, in_engine_store: bool) -> Reading<()> {
         let addresses = (range.start..).step_by(self.ledger.host.page_size().bytes() as usize);
         for (address, PagemapEntry { present, frame, file, .. }) in addresses.zip(self.process.mappings(range)?) {
             if present {
-                // The kernel hides frame numbers from those without CAP_SYS_ADMIN.
+                // The kernel hides frame numbers from processes without CAP_SYS_ADMIN.
                 let frame = frame.ok_or(Absent::Denied)?;
                 self.pending.push(PendingPage { frame, address, in_engine_store: in_engine_store && file });
             }
@@ -199,7 +203,7 @@ impl LedgerEntry<'_, '_, '_> {
         Ok(())
     }
 
-    /// Enter the pending frames. On an error none of those is entered whose counts were not read before.
+    /// Counts the pending pages. If it fails, pages whose counts could not be read are not counted.
     fn count_pending(&mut self) -> Reading<()> {
         let page = self.ledger.host.page_size().bytes();
         let mut lost = self.count_pending_once()?;
@@ -219,8 +223,8 @@ impl LedgerEntry<'_, '_, '_> {
         Ok(())
     }
 
-    /// Ask for the counts and flags of the pending frames and enter them, but for those that have no mapping left:
-    /// these are returned. On an error none of them is entered.
+    /// Reads the counts and flags of the pending frames and counts their pages. Returns the pages whose frame has no
+    /// mapping left. On an error no page is counted.
     fn count_pending_once(&mut self) -> Reading<Vec<PendingPage>> {
         self.pending.sort_unstable();
         let of_one = |a: &PendingPage, b: &PendingPage| a.frame == b.frame;
@@ -257,49 +261,49 @@ impl LedgerEntry<'_, '_, '_> {
     }
 }
 
-/// Whether frames may be looked at.
+/// Whether this process may read the counts and flags of frames.
 pub fn check_frames_readable(host: &dyn Host) -> Reading<()> {
     vanished_to_malformed(host.frame_mappings(&[]))
         .and_then(|_| vanished_to_malformed(host.frame_flags(&[])))
         .map(|_| ())
 }
 
-/// A frame does not go away: where it cannot be found, the process that maps it has not vanished.
+/// A frame cannot exit: if the kernel does not know it, `Vanished` would wrongly mean the process that maps it.
 fn vanished_to_malformed<T>(reading: Reading<T>) -> Reading<T> {
     reading.map_err(|why| match why {
-        Absent::Vanished => Absent::Malformed("no such frame".to_owned()),
+        Absent::Vanished => Absent::Malformed("the kernel does not know the frame".to_owned()),
         why => why,
     })
 }
 
-/// Whether most of a region is empty, all that is in it is anonymous, and it is large enough for that to matter.
+/// Whether a region is anonymous, mostly empty, and larger than a batch.
 fn is_sparse(region: &Region, batch: u64) -> bool {
     let size = region.range.bytes().0;
     let anonymous = region.inode == 0 && region.permissions[3] == b'p' && region.hugetlb == Bytes::ZERO;
     anonymous && size > batch && region.rss.0 < size / SPARSE_RATIO
 }
 
-/// What is known of a frame.
+/// The counts of a frame.
 #[derive(Clone, Copy, Default)]
 struct FrameCount {
-    /// Its mappings by the kernel's latest count; 0 if it was not seen.
+    /// Its mappings by the kernel's latest count; 0 if the frame was not read.
     kernel_mappings: u64,
-    /// How many of them were seen; never more.
+    /// Number of its mappings found in processes; at most `kernel_mappings`.
     seen_mappings: u64,
 }
 
-/// Cells by frame number: two bytes each, in blocks of neighbouring frames.
+/// Counts by frame number: two bytes each, in blocks of adjacent frames.
 #[derive(Default)]
 struct FrameTable {
     blocks: BTreeMap<u64, Box<[[u8; 2]]>>,
-    /// Cells that do not fit two bytes.
+    /// Counts that do not fit into two bytes.
     large_counts: BTreeMap<Pfn, FrameCount>,
 }
 
-/// The frames of a block.
+/// Frames of a block.
 const FRAMES_PER_BLOCK: u64 = 1 << 15;
 
-/// In place of the number of mappings: look in `large`.
+/// In place of the number of mappings: the count is in `large_counts`.
 const LARGE_COUNT_MARKER: u8 = u8::MAX;
 
 impl FrameTable {

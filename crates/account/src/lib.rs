@@ -1,6 +1,7 @@
-//! Accounting: what each process, VM, container and job costs in physical memory, by fair shares of each frame.
+//! Accounting: what processes, VMs, containers and jobs cost in physical memory, by fair shares of each frame.
 //!
-//! [`footprint`] reads who maps which frame, [`decide`] divides the frames; [`wire`] and [`text`] are the report.
+//! [`footprint`] reads which processes map which frames, [`decide`] divides the frames among them, and [`wire`] and
+//! [`text`] produce the report.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! The account for people.
+//! The account as text for the terminal.
 
 use crate::wire::{
     AccountReport, CounterComparisonReport, FootprintReport, GroupAccount, ProcessAccount, ReconciliationReport,
@@ -12,10 +12,10 @@ use pagefold_output::text::{
 };
 use std::fmt::Write;
 
-/// Columns of the bar.
+/// Columns of the share bar.
 const BAR_COLUMNS: usize = 12;
 
-/// The whole report. Tables have `top` rows; columns that do not fit are left out, the least telling first.
+/// Renders the whole report. Tables have at most `max_rows` rows. Columns that do not fit are left out by priority.
 pub fn render(report: &AccountReport, max_rows: usize, remedy: &str, style: TextStyle) -> String {
     let mut text = style.format_paragraph(&render_title(report), 0);
     text.push_str(&render_account_table(report, max_rows, style));
@@ -29,20 +29,20 @@ pub fn render(report: &AccountReport, max_rows: usize, remedy: &str, style: Text
 fn render_title(report: &AccountReport) -> String {
     let total = &report.total;
     if report.processes.is_empty() {
-        return format!("Account of {}: no process could be looked at.", report.host);
+        return format!("Account of {}: no process could be read.", report.host);
     }
     let estimated = report.estimated_count();
     let exactness = match estimated {
-        0 => "Every frame was looked at.".to_owned(),
-        _ if estimated == report.processes.len() => "All of it is an estimate.".to_owned(),
-        _ => format!("{estimated} of them by estimate."),
+        0 => "All frames were read.".to_owned(),
+        _ if estimated == report.processes.len() => "All figures are estimates.".to_owned(),
+        _ => format!("{estimated} of them estimated."),
     };
     let saved = match total.profit {
         Some(profit) => {
             let by_splitting = format_split_zeros(total.split_zero_pages.unwrap_or(0) * report.page_size);
             format!("merging saves them {} net{by_splitting}", format_net(profit))
         }
-        None => "what merging saves them is not known".to_owned(),
+        None => "the savings by merging are unknown".to_owned(),
     };
     let engine = match total.engine_saved {
         Some(saved) if saved > 0 => format!("; the user-space engine saves them {}", Bytes(saved)),
@@ -62,9 +62,9 @@ fn format_process_count(count: u64) -> String {
     format!("{} process{}", format_number(count), if count == 1 { "" } else { "es" })
 }
 
-/// A line of the table.
+/// A row of the table.
 struct AccountRow<'a> {
-    /// The process's number, or how many processes it sums.
+    /// The process number, or the number of processes in the sum.
     number: u64,
     name: String,
     footprint: &'a FootprintReport,
@@ -79,9 +79,9 @@ impl<'a> AccountRow<'a> {
 /// A column of figures.
 struct AccountColumn {
     heading: &'static str,
-    /// Columns of low rank are left out first.
+    /// Columns with a low priority are left out first.
     priority: u8,
-    /// Where all cells are one of these, the column is not there at all.
+    /// If all cells have one of these values, the column is left out.
     empty_values: &'static [&'static str],
     cell: fn(&FootprintReport, u64) -> String,
 }
@@ -168,7 +168,7 @@ fn format_optional_net(figure: Option<i64>) -> String {
     }
 }
 
-/// A figure that is an estimate is marked as one; nothing and unknown are what they are.
+/// Marks an estimated figure; zero and unknown are not marked.
 fn mark_estimate(footprint: &FootprintReport, figure: String) -> String {
     let plain = footprint.estimated.is_none() || figure == "·" || figure == "?";
     if plain { figure } else { format!("~{figure}") }
@@ -224,12 +224,12 @@ fn render_account_table(report: &AccountReport, top: usize, style: TextStyle) ->
         let _ = writeln!(text, "… and {} more (--top {} shows all)", rows.len() - top, rows.len());
     }
     if !left_out.is_empty() {
-        let _ = writeln!(text, "For want of room without: {} (--json has all).", left_out.join(", "));
+        let _ = writeln!(text, "Columns that do not fit: {} (--json has all).", left_out.join(", "));
     }
     text
 }
 
-/// A name that fits. Of a path the end tells more.
+/// Shortens a name. For a path the end is kept, because it is more specific.
 fn shorten_name(name: &str, longest: usize) -> String {
     let name = &escape_unprintable(name);
     let length = name.chars().count();
@@ -239,8 +239,8 @@ fn shorten_name(name: &str, longest: usize) -> String {
     cut_end(name, longest)
 }
 
-/// The columns of figures that fit, the headings of those that do not, and whether there is room for the bar. Columns
-/// that say nothing in every row are not there at all.
+/// The columns that fit, the headings of those that do not, and whether the bar fits. Columns that are empty in all
+/// rows are left out.
 fn choose_columns(
     rows: &[&AccountRow<'_>],
     page: u64,
@@ -271,7 +271,7 @@ fn choose_columns(
 fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextStyle) -> String {
     let mut text = style.format_heading("The fair shares of all processes against the frames in use");
     if whole.processes == 0 {
-        text.push_str("There is nothing to compare: no frame could be looked at. Run as root.\n");
+        text.push_str("There is nothing to compare: no frame could be read. Run as root.\n");
         return text;
     }
     let balance = &whole.balance;
@@ -280,9 +280,9 @@ fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextSty
     let fair = format!("fair shares of {}", format_process_count(whole.processes));
     let parts = [
         (fair.as_str(), signed(balance.fair), true),
-        ("+ shares of mappers that were not seen", signed(balance.unseen), false),
+        ("+ shares of mappers that were not read", signed(balance.unseen), false),
         ("+ shares of processes that ended meanwhile", signed(balance.lost), false),
-        ("- mappings seen beyond the kernel's count", -signed(balance.excess), false),
+        ("- mappings read beyond the kernel's count", -signed(balance.excess), false),
         ("+ mappings that changed meanwhile", balance.moved, false),
         ("= frames in use, each once", signed(balance.frames), true),
     ];
@@ -317,7 +317,7 @@ fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextSty
     text
 }
 
-/// The figures of both sides. Where there is no room for two names of the same thing, the kernel's is enough.
+/// The figures of the account and the kernel. If both names do not fit, only the kernel's is shown.
 fn render_comparisons(lines: &[CounterComparisonReport], style: TextStyle) -> String {
     let cells = |line: &CounterComparisonReport| {
         let difference = match line.difference {
@@ -346,13 +346,13 @@ fn render_comparisons(lines: &[CounterComparisonReport], style: TextStyle) -> St
 }
 
 impl CounterComparisonReport {
-    /// What a line is called by where it is explained: by the kernel's name, if it has one.
+    /// The name of a line in its explanation: the kernel's name, if there is one.
     fn counter_or_figure_name(&self) -> &'static str {
         if self.source == "no counter" { self.what } else { self.source }
     }
 }
 
-/// A figure in the unit of its line; pages as numbers, bytes with units.
+/// A figure in the unit of its line: a number of pages, or bytes with a unit.
 fn format_figure(line: &CounterComparisonReport, value: Option<i64>) -> String {
     match value {
         None => "-".to_owned(),
@@ -366,14 +366,14 @@ fn format_grouped(value: i64) -> String {
     format!("{}{}", if value < 0 { "-" } else { "" }, format_number(value.unsigned_abs()))
 }
 
-/// What is estimated and why, who was not seen.
+/// Which figures are estimated and why, and which processes were not read.
 fn render_notes(report: &AccountReport, remedy: &str, style: TextStyle) -> String {
     let mut text = String::new();
     if let Some(why) = report.processes.iter().find_map(|process| process.footprint.estimated.as_ref()) {
         text.push_str(&style.format_paragraph(
             &format!(
-                "~ marks estimates ({} of {} processes): the frames could not be looked at ({why}), so the fair share \
-                 is Pss, and what KSM saves is taken as the host's mean for each merged page. {}",
+                "~ marks estimates ({} of {} processes): the frames could not be read ({why}), so the fair share \
+                 is Pss, and the savings by KSM are the host's mean for each merged page. {}",
                 report.estimated_count(),
                 report.processes.len(),
                 if why == "permission denied" { "Run as root for exact figures." } else { "" },
@@ -385,8 +385,8 @@ fn render_notes(report: &AccountReport, remedy: &str, style: TextStyle) -> Strin
     {
         text.push_str(&style.format_paragraph(
             &format!(
-                "The figures lack {ZEROS_IN_SPLIT_HUGE_PAGES}, which KSM does not count: what merges noted of them cannot be \
-                 read. They are told on a live host, to root, with the --state of the merge."
+                "The figures lack {ZEROS_IN_SPLIT_HUGE_PAGES}, which KSM does not count: the records of the merges \
+                 cannot be read. They are available on a live host, to root, with the --state directory of the merge."
             ),
             0,
         ));
@@ -399,7 +399,7 @@ fn render_notes(report: &AccountReport, remedy: &str, style: TextStyle) -> Strin
         if whole.estimated > 0 && whole.processes > 0 {
             let _ = writeln!(
                 text,
-                "Neither in the balance nor in the lines: {} by estimate.",
+                "Not in the balance and not in the comparison: {} with estimated figures.",
                 format_process_count(whole.estimated)
             );
         }

@@ -1,42 +1,42 @@
-//! Which memory of the program is ours to merge: large allocations, each a mapping of its own, and large mappings that
-//! the program has made itself.
+//! The memory of the program that this library may merge: large allocations, each in a mapping of its own, and large
+//! mappings that the program has made itself.
 
 use crate::lock::ForkSafeLock;
 use pagefold_base::{AddressRange, Bytes};
 use std::collections::BTreeMap;
 
-/// All of them. Taken after the lock of the engine, never before.
+/// All blocks. Lock it after [`crate::merger::MERGER`], never before.
 pub static BLOCKS: ForkSafeLock<BlockTable> =
     ForkSafeLock::new(BlockTable { blocks: BTreeMap::new(), spare_ranges: Vec::new() });
 
-/// How a block stands with the engine.
+/// The state of a block in the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum BlockState {
-    /// The engine has not heard of it: all of it is as the kernel gave it.
+    /// The engine does not know it: all its pages are as the kernel supplied them.
     Unknown,
-    /// The engine has it, and may have merged parts.
+    /// The engine has adopted it, and may have merged parts.
     Adopted,
-    /// The engine leaves it alone, and may have merged parts before.
+    /// The engine leaves it alone, but may have merged parts before.
     Excluded,
 }
 
-/// Memory of whole pages.
+/// A range of whole pages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdoptableBlock {
-    /// Where.
+    /// Its addresses.
     pub range: AddressRange,
-    /// How it stands.
+    /// Its state.
     pub state: BlockState,
-    /// Whether it is of malloc(3) and its like, and ends with free(3).
+    /// Whether malloc(3) or a related function allocated it; then free(3) frees it.
     pub is_heap: bool,
 }
 
-/// Freed memory that is kept for the next who asks, as the C library's heap keeps some: bytes of all together, and of
-/// one (`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of mallopt(3) grow to these).
+/// Freed memory that is kept for the next allocation, as the C library's heap does: bytes in total, and of one block
+/// (`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of mallopt(3) grow to these).
 const MAX_SPARE_BYTES: u64 = 64 << 20;
 const MAX_SPARE_BLOCK_BYTES: u64 = 32 << 20;
 
-/// Blocks by their addresses.
+/// Blocks by address.
 #[derive(Debug)]
 pub struct BlockTable {
     blocks: BTreeMap<u64, AdoptableBlock>,
@@ -44,23 +44,23 @@ pub struct BlockTable {
 }
 
 impl BlockTable {
-    /// There is a new one.
+    /// Add a new block.
     pub fn insert(&mut self, block: AdoptableBlock) {
         self.blocks.insert(block.range.start, block);
     }
 
-    /// The one of malloc(3) that begins at an address.
+    /// The heap block that starts at an address.
     pub fn heap_block_at(&self, address: u64) -> Option<AdoptableBlock> {
         self.blocks.get(&address).copied().filter(|block| block.is_heap)
     }
 
-    /// The one of malloc(3) that begins at an address is no more, if the engine does not know it; whether that was so.
+    /// Remove the heap block that starts at an address, if the engine does not know it. Returns whether it was removed.
     pub fn remove_unknown(&mut self, address: u64) -> bool {
         let new = self.heap_block_at(address).is_some_and(|block| block.state == BlockState::Unknown);
         new && self.blocks.remove(&address).is_some()
     }
 
-    /// Those that have part in a range, ascending.
+    /// Blocks that overlap a range, ascending.
     pub fn blocks_in(&self, range: AddressRange) -> Vec<AdoptableBlock> {
         let below = self.blocks.range(..range.end).rev();
         let mut found: Vec<AdoptableBlock> =
@@ -69,8 +69,8 @@ impl BlockTable {
         found
     }
 
-    /// From an address in a block to the end of what a buffer that begins there can lie in: of malloc(3) that one, of
-    /// mmap(2) with those that adjoin it, which the program may take for one.
+    /// The range from an address in a block to the furthest end of a buffer that starts there. For malloc(3) that is
+    /// the end of the block; for mmap(2) it includes adjoining blocks, which the program may use as one.
     pub fn buffer_range(&self, address: u64) -> AddressRange {
         let start = address;
         let mut end = start.saturating_add(1);
@@ -83,14 +83,14 @@ impl BlockTable {
         AddressRange { start, end }
     }
 
-    /// Whether any has part in a range, and whether the engine knows one of those.
+    /// `None` if no block overlaps the range; otherwise whether the engine knows one of those blocks.
     pub fn has_known_block(&self, range: AddressRange) -> Option<bool> {
         let below = self.blocks.range(..range.end).rev();
         let touching = below.map(|(_, block)| block).take_while(|block| block.range.end > range.start);
         touching.map(|block| block.state != BlockState::Unknown).reduce(|known, next| known || next)
     }
 
-    /// Take a range out: what is left of blocks that have part in it stays. The parts that were taken out.
+    /// Remove a range; the rest of overlapping blocks stays. Returns the removed parts.
     pub fn remove_range(&mut self, range: AddressRange) -> Vec<AdoptableBlock> {
         let mut taken = Vec::new();
         for block in self.blocks_in(range) {
@@ -108,27 +108,27 @@ impl BlockTable {
         taken
     }
 
-    /// Let a block stand otherwise with the engine.
+    /// Set the state of a block.
     pub fn set_state(&mut self, block: AdoptableBlock, state: BlockState) {
         self.insert(AdoptableBlock { state, ..block });
     }
 
-    /// Whether any stands in a way with the engine.
+    /// Whether any block is in a state.
     pub fn has_any(&self, state: BlockState) -> bool {
         self.blocks.values().any(|block| block.state == state)
     }
 
-    /// Those that stand in a way with the engine.
+    /// Blocks in a state.
     pub fn blocks_in_state(&self, state: BlockState) -> Vec<AdoptableBlock> {
         self.blocks.values().copied().filter(|block| block.state == state).collect()
     }
 
-    /// How large those are together.
+    /// The total size of those blocks.
     pub fn bytes_in_state(&self, state: BlockState) -> Bytes {
         self.blocks.values().filter(|block| block.state == state).map(|block| block.range.bytes()).sum()
     }
 
-    /// Keep freed memory for the next who asks; whether there is room for it.
+    /// Keep freed memory for the next allocation. Returns whether there was space for it.
     pub fn keep_spare(&mut self, range: AddressRange) -> bool {
         let kept: u64 = self.spare_ranges.iter().map(|spare| spare.bytes().0).sum();
         let fits = range.bytes().0 <= MAX_SPARE_BLOCK_BYTES && kept + range.bytes().0 <= MAX_SPARE_BYTES;
@@ -138,7 +138,7 @@ impl BlockTable {
         fits
     }
 
-    /// Freed memory of so many bytes, or a quarter more.
+    /// Take freed memory of `bytes` bytes, or up to a quarter more.
     pub fn take_spare(&mut self, bytes: u64) -> Option<AddressRange> {
         let fits = |range: &&AddressRange| (bytes..=bytes + bytes / 4).contains(&range.bytes().0);
         let best = *self.spare_ranges.iter().filter(fits).min_by_key(|range| range.bytes().0)?;
@@ -147,9 +147,9 @@ impl BlockTable {
     }
 }
 
-/// Take a range out of the blocks, if the engine merges nothing there from now on, as `refuse` says; the parts that were
-/// taken out. Both with the lock, without which no merge adopts a block, and which is held over a fork: a child finds
-/// both done, or neither. If `refuse` fails, the blocks are as before, and the answer is `None`.
+/// Remove a range from the blocks, if `refuse` succeeds in making the engine merge nothing there from now on. Returns
+/// the removed parts. Both steps hold the lock that a merge takes before it adopts a block, and that a fork takes: a
+/// child finds both done, or neither. If `refuse` fails, the blocks are as before, and the result is `None`.
 pub fn cut_and_refuse(
     blocks: &ForkSafeLock<BlockTable>,
     range: AddressRange,
@@ -193,7 +193,7 @@ mod tests {
                 test_block(0x3000, 0x4000, BlockState::Unknown)
             ])
         );
-        assert!(!blocks.is_held_by_this_thread(), "whoever waits for a merge does so without it");
+        assert!(!blocks.is_held_by_this_thread(), "a thread that waits for a merge does not hold this lock");
         assert_eq!(ranges_in_state(&blocks, BlockState::Adopted), [test_block(0x1000, 0x2000, BlockState::Adopted)]);
         assert_eq!(ranges_in_state(&blocks, BlockState::Unknown), [test_block(0x4000, 0x5000, BlockState::Unknown)]);
     }

@@ -1,7 +1,7 @@
-//! malloc(3) and its like: a large allocation is a block of its own, and any other is the next library's.
+//! malloc(3) and related functions: a large allocation becomes a block; the next library makes all others.
 //!
-//! A block begins at a page, and so do equal arrays of equal programs, whose pages are then equal, too. Few other
-//! allocations do, so that free(3) seldom has to look further than at the address.
+//! A block starts at a page boundary. So equal arrays of equal programs have equal pages. Few other allocations start
+//! there, so that free(3) can usually decide by the address alone.
 
 use crate::blocks::{AdoptableBlock, BLOCKS, BlockState};
 use crate::merger::{self, MERGER};
@@ -18,7 +18,8 @@ fn is_block_size(bytes: usize) -> bool {
     settings::is_block_size(bytes) && mpi::may_adopt() && bytes < isize::MAX as usize / 2
 }
 
-/// A new block; its memory holds zeros if it has to. `None` if there is none to be had, or this is no time for it.
+/// A new block, filled with zeros if `zeroed`. `None` if there is no memory, or if this thread must not adopt memory
+/// now.
 fn allocate_block(bytes: usize, alignment: usize, zeroed: bool) -> Option<*mut c_void> {
     let page = mappings::page_bytes();
     let (bytes, alignment) = ((bytes as u64).next_multiple_of(page), alignment as u64);
@@ -26,7 +27,7 @@ fn allocate_block(bytes: usize, alignment: usize, zeroed: bool) -> Option<*mut c
     let range = match reused {
         Some(range) => {
             if zeroed {
-                // SAFETY: spare blocks are mapped writable, and nobody's.
+                // SAFETY: spare blocks are mapped writable, and no other code uses them.
                 unsafe { ptr::write_bytes(pointer(range.start).cast::<u8>(), 0, range.bytes().0 as usize) };
             }
             range
@@ -43,7 +44,7 @@ fn allocate_block(bytes: usize, alignment: usize, zeroed: bool) -> Option<*mut c
     Some(pointer(range.start))
 }
 
-/// The block that an address was given out for.
+/// The block whose start is this address.
 fn block_at(address: *mut c_void) -> Option<AdoptableBlock> {
     let address = address as u64;
     if address == 0 || !address.is_multiple_of(mappings::page_bytes()) {
@@ -71,12 +72,12 @@ pub extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_void {
 /// free(3).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn free(address: *mut c_void) {
     match block_at(address) {
         Some(block) => mappings::keeping_errno(|| free_block(block)),
-        // SAFETY: the caller's promise, and it is not a block.
+        // SAFETY: the caller's promise, and the address is not that of a block.
         None => unsafe { next::free(address) },
     }
 }
@@ -103,7 +104,7 @@ pub unsafe extern "C" fn free_aligned_sized(address: *mut c_void, _: usize, _: u
 
 fn free_block(block: AdoptableBlock) {
     let Some(mut blocks) = BLOCKS.lock() else { return };
-    // What the engine has not seen needs no word to it.
+    // The engine does not know this block, so there is nothing to tell it.
     if blocks.remove_unknown(block.range.start) {
         if blocks.keep_spare(block.range) {
             return;
@@ -122,7 +123,7 @@ fn free_block(block: AdoptableBlock) {
 /// realloc(3).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_void {
     if address.is_null() {
@@ -131,18 +132,18 @@ pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_v
     merge_thread::restart_on_allocation();
     let Some(block) = block_at(address) else {
         if !is_block_size(bytes) {
-            // SAFETY: the caller's promise, and it is not a block.
+            // SAFETY: the caller's promise, and the address is not that of a block.
             return unsafe { next::realloc(address, bytes) };
         }
         // SAFETY: as above.
         let former = unsafe { next::usable_size(address) };
-        // What is large already, as before there were blocks, stays whose it is.
+        // An allocation that is large already, from before there were blocks, stays with its allocator.
         let new = if settings::is_block_size(former) { None } else { self::allocate_block(bytes, 1, false) };
         let Some(new) = new else {
             // SAFETY: as above.
             return unsafe { next::realloc(address, bytes) };
         };
-        // SAFETY: both are that long, and the new one is nobody else's.
+        // SAFETY: both are at least that long, and no other code uses the new one.
         unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), new.cast::<u8>(), former.min(bytes)) };
         // SAFETY: as above.
         unsafe { next::free(address) };
@@ -156,7 +157,7 @@ pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_v
     if !settings::is_block_size(bytes) && bytes < length {
         let new = next::malloc(bytes);
         if !new.is_null() {
-            // SAFETY: both are that long, and the new one is nobody else's.
+            // SAFETY: both are at least that long, and no other code uses the new one.
             unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), new.cast::<u8>(), bytes) };
             free_block(block);
         }
@@ -190,7 +191,7 @@ pub extern "C" fn aligned_alloc(alignment: usize, bytes: usize) -> *mut c_void {
 /// posix_memalign(3).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn posix_memalign(into: *mut *mut c_void, alignment: usize, bytes: usize) -> c_int {
     let sound = alignment.is_power_of_two() && alignment.is_multiple_of(size_of::<usize>());
@@ -228,12 +229,12 @@ pub extern "C" fn pvalloc(bytes: usize) -> *mut c_void {
 /// malloc_usable_size(3).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn malloc_usable_size(address: *mut c_void) -> usize {
     match block_at(address) {
         Some(AdoptableBlock { range: AddressRange { start, end }, .. }) => (end - start) as usize,
-        // SAFETY: the caller's promise, and it is not a block.
+        // SAFETY: the caller's promise, and the address is not that of a block.
         None => unsafe { next::usable_size(address) },
     }
 }

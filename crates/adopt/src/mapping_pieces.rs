@@ -1,23 +1,23 @@
-//! What is mapped in a range of this process, read from `/proc/thread-self/maps`: `/proc/self` has none once the
-//! main thread has ended.
+//! The mappings in a range of this process, read from `/proc/thread-self/maps`: `/proc/self` has none after the main
+//! thread has ended.
 
 use pagefold_base::AddressRange;
 use std::ffi::c_int;
 use std::fs::File;
 use std::io::{BufRead, BufReader};
 
-/// A mapping's part in a range.
+/// The part of a mapping that is in a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MappingPiece {
-    /// Where.
+    /// Its addresses.
     pub range: AddressRange,
-    /// As mmap(2) takes it.
+    /// Its protection, as mmap(2) takes it.
     pub protection: c_int,
-    /// Whether a file is mapped, which in blocks is the engine's store.
+    /// Whether a file is mapped; in blocks that is the engine's store.
     pub is_file: bool,
 }
 
-/// Ascending; nothing where that cannot be read.
+/// The mappings in a range, ascending; empty if they cannot be read.
 pub fn read_pieces(range: AddressRange) -> Vec<MappingPiece> {
     let Ok(file) = File::open("/proc/thread-self/maps") else { return Vec::new() };
     let lines = BufReader::new(file).split(b'\n').map_while(Result::ok);

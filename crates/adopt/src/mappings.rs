@@ -1,9 +1,9 @@
-//! mmap(2) and what else changes mappings: large ones of the program's own are blocks, too, and whatever is done to
-//! blocks does what it would do to ordinary memory.
+//! mmap(2) and other functions that change mappings. Large mappings that the program makes become blocks, too, and
+//! operations on blocks have the same effect as on ordinary memory.
 //!
-//! Merging makes many mappings of one, some of them of a file. So `MADV_DONTNEED` first puts ordinary memory in the
-//! place of what is merged, or there would not be zeros afterwards, and mremap(2), which moves one mapping, is done
-//! mapping by mapping.
+//! Merging splits one mapping into many, some of them of a file. So for `MADV_DONTNEED` merged pages are first replaced
+//! with ordinary memory, because the range would not read as zeros otherwise. mremap(2) moves only one mapping; it is
+//! called for each mapping.
 
 use crate::blocks::{AdoptableBlock, BLOCKS, BlockState};
 use crate::merger::{self, MERGER, ProcessMerger};
@@ -13,7 +13,7 @@ use pagefold_base::AddressRange;
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
 
-/// Of `MADV_*`, those that libc does not name (include/uapi/asm-generic/mman-common.h, Linux 6.18).
+/// `MADV_*` constants that libc does not define (include/uapi/asm-generic/mman-common.h, Linux 6.18).
 const MADV_GUARD_INSTALL: c_int = 102;
 const MADV_GUARD_REMOVE: c_int = 103;
 
@@ -38,7 +38,7 @@ fn next_mprotect() -> Option<RangeAndFlagsFn> {
     next!(c"mprotect", RangeAndFlagsFn)
 }
 
-/// Look up what is called with a lock held, of this library or of an allocator.
+/// Look up the functions that are called while this library or an allocator holds a lock.
 pub fn resolve_functions() {
     next_mmap();
     next_munmap();
@@ -46,21 +46,21 @@ pub fn resolve_functions() {
     next_mprotect();
 }
 
-/// Bytes of a page.
+/// Bytes in a page.
 pub fn page_bytes() -> u64 {
-    // SAFETY: it only asks.
+    // SAFETY: the call only reads a value.
     unsafe { libc::sysconf(libc::_SC_PAGESIZE) as u64 }
 }
 
 /// Set the error number of this thread.
 pub fn set_errno(errno: c_int) {
-    // SAFETY: it is this thread's own.
+    // SAFETY: the address is that of this thread's own error number.
     let at = unsafe { libc::__errno_location() };
     // SAFETY: as above.
     unsafe { at.write(errno) };
 }
 
-/// Do something that leaves the error number of this thread as it was.
+/// Run `work` and restore the error number of this thread afterwards.
 pub fn keeping_errno(work: impl FnOnce()) {
     let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
     work();
@@ -71,28 +71,28 @@ fn pointer(address: u64) -> *mut c_void {
     ptr::with_exposed_provenance_mut(address as usize)
 }
 
-/// The whole pages that hold so many bytes.
+/// The whole pages that contain so many bytes.
 fn page_range(address: *mut c_void, bytes: usize) -> AddressRange {
     let (start, page) = (address as u64 / page_bytes() * page_bytes(), page_bytes());
     let end = (address as u64).saturating_add(bytes as u64).checked_next_multiple_of(page).unwrap_or(u64::MAX);
     AddressRange { start, end: end.max(start) }
 }
 
-/// Map ordinary memory; the address it came to.
+/// Map ordinary memory. Returns its address.
 ///
 /// # Safety
-/// With `MAP_FIXED`, nobody needs what is in the place.
+/// With `MAP_FIXED`, the present contents of the range are no longer needed.
 unsafe fn map_ordinary(start: u64, bytes: u64, protection: c_int, flags: c_int) -> Option<u64> {
     let flags = flags | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
     let next = next_mmap()?;
-    // SAFETY: the caller's promise; in other places nothing is replaced.
+    // SAFETY: the caller's promise; without `MAP_FIXED` nothing is replaced.
     let start = unsafe { next(pointer(start), bytes as usize, protection, flags, -1, 0) };
     (start != libc::MAP_FAILED).then(|| start.expose_provenance() as u64)
 }
 
 const PROT_READ_WRITE: c_int = libc::PROT_READ | libc::PROT_WRITE;
 
-/// New memory of whole pages at a multiple of a number.
+/// Map new memory of whole pages at a multiple of `alignment`.
 pub fn map_aligned(bytes: u64, alignment: u64) -> Option<AddressRange> {
     let more = if alignment > page_bytes() { alignment } else { 0 };
     // SAFETY: nothing is replaced.
@@ -103,23 +103,24 @@ pub fn map_aligned(bytes: u64, alignment: u64) -> Option<AddressRange> {
     Some(AddressRange { start: first, end: first + bytes })
 }
 
-/// Unmap a range that is ours, if it is any.
+/// Unmap a range of this library, if it is not empty.
 pub fn unmap_range(range: AddressRange) {
     if let Some(munmap) = next_munmap()
         && range.start < range.end
     {
-        // SAFETY: nobody uses what is ours any more. What cannot be unmapped, for want of mappings, stays.
+        // SAFETY: no code uses this range of the library any more. If the limit on mappings prevents it, the range
+        // stays.
         unsafe { munmap(pointer(range.start), range.bytes().0 as usize) };
     }
 }
 
-/// Put memory of zeros in a place, of some access; whether that could be done.
+/// Map memory of zeros over a range, with some protection. Returns whether that succeeded.
 fn map_zeros_at(range: AddressRange, protection: c_int) -> bool {
-    // SAFETY: whoever calls wants what is there no more.
+    // SAFETY: the caller no longer needs the contents of the range.
     unsafe { map_ordinary(range.start, range.bytes().0, protection, libc::MAP_FIXED) }.is_some()
 }
 
-/// Have zeros where a range is merged; whether that could be done.
+/// Replace the merged parts of a range with zeros. Returns whether that succeeded.
 fn zero_merged(range: AddressRange) -> bool {
     let Some(blocks) = BLOCKS.lock() else { return true };
     let known: Vec<AdoptableBlock> =
@@ -129,13 +130,13 @@ fn zero_merged(range: AddressRange) -> bool {
     parts.filter(|part| part.is_file).all(|part| map_zeros_at(part.range, part.protection))
 }
 
-/// What has part in a range: nothing, blocks that the engine does not know, or one that it does.
+/// `None` if no block overlaps the range; otherwise whether the engine knows one of those blocks.
 fn has_known_block(range: AddressRange) -> Option<bool> {
     BLOCKS.lock()?.has_known_block(range)
 }
 
-/// Do what unmaps or replaces a range, and take that out of blocks. If it fails, according to `is_done`, what was
-/// known to the engine is left alone from then on.
+/// Run a system call that unmaps or replaces a range, and remove the range from the blocks. If the call fails according
+/// to `succeeded`, the parts that the engine knew are left alone from then on.
 fn remove_while<T>(range: AddressRange, syscall: impl FnOnce() -> T, succeeded: impl FnOnce(&T) -> bool) -> T {
     let Some(mut blocks) = BLOCKS.lock() else { return syscall() };
     match blocks.has_known_block(range) {
@@ -169,11 +170,11 @@ fn remove_while<T>(range: AddressRange, syscall: impl FnOnce() -> T, succeeded: 
     syscall()
 }
 
-/// Do something while no block is merged that has part in a range; with the engine, where it knows one of those.
+/// Run `work` while no block that overlaps a range is merged; with the engine, if it knows one of those blocks.
 fn without_merge_in<T>(range: AddressRange, work: impl FnOnce(Option<&mut ProcessMerger>) -> T) -> T {
     let blocks = BLOCKS.lock();
     match blocks.as_ref().and_then(|blocks| blocks.has_known_block(range)) {
-        // With this lock no new block becomes one that may be merged.
+        // While this thread holds the lock, no merge adopts a new block.
         Some(false) => work(None),
         touches => {
             drop(blocks);
@@ -183,7 +184,7 @@ fn without_merge_in<T>(range: AddressRange, work: impl FnOnce(Option<&mut Proces
     }
 }
 
-/// Whether a range may be unmapped or replaced, as far as is seen before: it is of whole pages.
+/// Whether a range may be unmapped or replaced, as far as this library can tell: it consists of whole pages.
 fn can_unmap_or_replace(start: u64, bytes: usize) -> bool {
     start.is_multiple_of(page_bytes()) && bytes > 0 && start.checked_add(bytes as u64).is_some()
 }
@@ -191,7 +192,7 @@ fn can_unmap_or_replace(start: u64, bytes: usize) -> bool {
 /// mmap(2).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mmap(
     start: *mut c_void,
@@ -229,10 +230,10 @@ pub unsafe extern "C" fn mmap(
     mapped
 }
 
-/// mmap(2), by the name that it has with 64-bit offsets.
+/// mmap(2), under its name for 64-bit offsets.
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mmap64(
     start: *mut c_void,
@@ -249,7 +250,7 @@ pub unsafe extern "C" fn mmap64(
 /// munmap(2).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn munmap(start: *mut c_void, bytes: usize) -> c_int {
     let Some(next) = next_munmap() else { return fail_with(libc::ENOSYS) };
@@ -270,7 +271,7 @@ fn fail_with(errno: c_int) -> c_int {
 /// mremap(2).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mremap(
     start: *mut c_void,
@@ -283,7 +284,7 @@ pub unsafe extern "C" fn mremap(
     let fixed = flags & libc::MREMAP_FIXED != 0;
     let place = page_range(target, wanted);
     let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
-    // What the kernel refuses it does so before it unmaps anything.
+    // The kernel refuses a call before it unmaps anything.
     let fits = !fixed
         || (flags & libc::MREMAP_MAYMOVE != 0
             && can_unmap_or_replace(target as u64, wanted)
@@ -312,8 +313,8 @@ pub unsafe extern "C" fn mremap(
     remap_blocks(range, wanted, flags, fixed.then_some(target as u64)).map_or(libc::MAP_FAILED, pointer)
 }
 
-/// Give a range of blocks another length, and perhaps another place, as mremap(2) does; where it is then. Without,
-/// the error number says why.
+/// Change the length of a range of blocks, and perhaps its address, as mremap(2) does. Returns the new start; `None`
+/// sets the error number.
 pub fn remap_blocks(range: AddressRange, new_bytes: u64, flags: c_int, target: Option<u64>) -> Option<u64> {
     let Some(mut blocks) = BLOCKS.lock() else {
         set_errno(libc::ENOMEM);
@@ -337,7 +338,7 @@ pub fn remap_blocks(range: AddressRange, new_bytes: u64, flags: c_int, target: O
         }
         _ => before.into_iter().for_each(|block| blocks.insert(block)),
     }
-    // The program has made several mappings of it.
+    // The program has split the range into several mappings.
     if moved.is_none() && std::io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT) {
         drop(blocks);
         return remap_by_mapping(range, new_bytes, flags, target);
@@ -348,12 +349,12 @@ pub fn remap_blocks(range: AddressRange, new_bytes: u64, flags: c_int, target: O
 fn move_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: u64) -> Option<u64> {
     let next = next_mremap()?;
     let (start, bytes) = (pointer(range.start), range.bytes().0 as usize);
-    // SAFETY: the range is the caller's to move, and nothing else of ours knows where it is.
+    // SAFETY: the caller may move the range, and no other part of this library has its address.
     let moved = unsafe { next(start, bytes, new_bytes as usize, flags, pointer(target)) };
     (moved != libc::MAP_FAILED).then(|| moved.expose_provenance() as u64)
 }
 
-/// The same for what is more than one mapping.
+/// The same for a range of several mappings.
 fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: Option<u64>) -> Option<u64> {
     let failed = |errno| {
         set_errno(errno);
@@ -361,7 +362,7 @@ fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: O
     };
     let Some(mut merger) = MERGER.lock() else { return failed(libc::ENOMEM) };
     if flags & !(libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED) != 0 {
-        // MREMAP_DONTUNMAP is for one mapping of ordinary memory, which this need not be.
+        // MREMAP_DONTUNMAP works on one mapping of ordinary memory only; this range may be another kind.
         return failed(libc::EINVAL);
     }
     let touched = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.blocks_in(range));
@@ -392,7 +393,7 @@ fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: O
         return failed(libc::ENOMEM);
     }
     let fixed = if target.is_some() { libc::MAP_FIXED } else { 0 };
-    // SAFETY: where a place was named, what is there is to be replaced.
+    // SAFETY: if a target was given, its present contents are to be replaced.
     let Some(start) = (unsafe { map_ordinary(target.unwrap_or(0), new_bytes, access, fixed) }) else {
         return failed(libc::ENOMEM);
     };
@@ -401,7 +402,7 @@ fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: O
         let to = start + (part.range.start - range.start);
         let both = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
         if move_mapping(part.range, part.range.bytes().0, both, to).is_none() && !copy_mapping(part, to) {
-            process_hooks::write_to_stderr("no memory to move a block of the program");
+            process_hooks::write_to_stderr("cannot move a block of the program: out of memory");
             std::process::abort();
         }
     }
@@ -410,12 +411,12 @@ fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: O
     Some(start)
 }
 
-/// Map so many bytes more at an address, if nothing is there; whether that could be done.
+/// Map so many bytes at an address, if that range is free. Returns whether that succeeded.
 fn map_behind(address: u64, bytes: u64, protection: c_int) -> bool {
     // SAFETY: nothing is replaced.
     match unsafe { map_ordinary(address, bytes, protection, libc::MAP_FIXED_NOREPLACE) } {
         Some(start) if start == address => true,
-        // Before 4.17 the flag is not known, and an address is a hint.
+        // Kernels before 4.17 do not know the flag, and take an address as a hint.
         Some(start) => {
             unmap_range(AddressRange { start, end: start + bytes });
             false
@@ -424,20 +425,20 @@ fn map_behind(address: u64, bytes: u64, protection: c_int) -> bool {
     }
 }
 
-/// Copy what cannot be moved for want of mappings.
+/// Copy a mapping that the limit on mappings prevents from being moved.
 fn copy_mapping(source: mapping_pieces::MappingPiece, target: u64) -> bool {
     let bytes = source.range.bytes().0;
     let readable = source.protection & libc::PROT_READ != 0;
-    // The kernel may have unmapped the place before it failed.
+    // The kernel may have unmapped the target before the call failed.
     if !readable || !map_zeros_at(AddressRange { start: target, end: target + bytes }, PROT_READ_WRITE) {
         return false;
     }
-    // SAFETY: both are mapped, of the same length, and the new place is nobody else's yet.
+    // SAFETY: both are mapped and of the same length, and no other code uses the new range yet.
     unsafe {
         ptr::copy_nonoverlapping(pointer(source.range.start).cast::<u8>(), pointer(target).cast::<u8>(), bytes as usize)
     };
     let protect = next_mprotect();
-    // SAFETY: it is mapped, and gets the access that the program has given it.
+    // SAFETY: the range is mapped, and gets the protection that the program has set.
     source.protection == PROT_READ_WRITE
         || protect.is_some_and(|next| unsafe { next(pointer(target), bytes as usize, source.protection) } == 0)
 }
@@ -445,7 +446,7 @@ fn copy_mapping(source: mapping_pieces::MappingPiece, target: u64) -> bool {
 /// madvise(2).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int) -> c_int {
     let range = page_range(start, bytes);
@@ -486,12 +487,12 @@ pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int
 /// mprotect(2).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mprotect(start: *mut c_void, bytes: usize, access: c_int) -> c_int {
     let Some(next) = next_mprotect() else { return fail_with(libc::ENOSYS) };
     let range = page_range(start, bytes);
-    // Freed, it would be spare as it is.
+    // A freed block would become spare with the new protection.
     if let Some(mut blocks) = BLOCKS.lock() {
         for block in
             blocks.blocks_in(range).into_iter().filter(|block| block.is_heap && block.state == BlockState::Unknown)
@@ -506,7 +507,7 @@ pub unsafe extern "C" fn mprotect(start: *mut c_void, bytes: usize, access: c_in
 /// pkey_mprotect(2).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pkey_mprotect(start: *mut c_void, bytes: usize, access: c_int, key: c_int) -> c_int {
     merger::exclude_blocks_in(page_range(start, bytes));
@@ -520,7 +521,7 @@ pub unsafe extern "C" fn pkey_mprotect(start: *mut c_void, bytes: usize, access:
 /// mlock(2).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock(start: *mut c_void, bytes: usize) -> c_int {
     merger::exclude_blocks_in(page_range(start, bytes));
@@ -534,7 +535,7 @@ pub unsafe extern "C" fn mlock(start: *mut c_void, bytes: usize) -> c_int {
 /// mlock2(2).
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn mlock2(start: *mut c_void, bytes: usize, flags: c_uint) -> c_int {
     merger::exclude_blocks_in(page_range(start, bytes));
@@ -549,7 +550,7 @@ pub unsafe extern "C" fn mlock2(start: *mut c_void, bytes: usize, flags: c_uint)
 #[unsafe(no_mangle)]
 pub extern "C" fn mlockall(flags: c_int) -> c_int {
     if settings::settings().is_some() {
-        merger::stop_merging("it locks all of its memory (mlockall)");
+        merger::stop_merging("the program locks all of its memory (mlockall)");
     }
     match next!(c"mlockall", unsafe extern "C" fn(c_int) -> c_int) {
         // SAFETY: any flags may be given.
@@ -558,10 +559,10 @@ pub extern "C" fn mlockall(flags: c_int) -> c_int {
     }
 }
 
-/// pthread_attr_setstack(3). A stack that the program brings is not for merging: the kernel writes to it.
+/// pthread_attr_setstack(3). A stack that the program supplies is not merged, because the kernel writes to it.
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pthread_attr_setstack(attributes: *mut c_void, start: *mut c_void, bytes: usize) -> c_int {
     merger::exclude_blocks_in(page_range(start, bytes));
@@ -572,7 +573,7 @@ pub unsafe extern "C" fn pthread_attr_setstack(attributes: *mut c_void, start: *
     }
 }
 
-/// close_range(2), which waits for the merge in hand: it uses descriptors of its own.
+/// close_range(2). It waits for a running merge, whose descriptors it could close.
 #[unsafe(no_mangle)]
 pub extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let next = next!(c"close_range", unsafe extern "C" fn(c_uint, c_uint, c_int) -> c_int);
@@ -584,7 +585,7 @@ pub extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_in
     }
 }
 
-/// closefrom(3), as for [`close_range`].
+/// closefrom(3), like [`close_range`].
 #[unsafe(no_mangle)]
 pub extern "C" fn closefrom(first: c_int) {
     let next = next!(c"closefrom", unsafe extern "C" fn(c_int));

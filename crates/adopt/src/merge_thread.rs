@@ -1,19 +1,19 @@
 //! The thread that merges beside a program.
 //!
-//! It is there only while there are blocks to merge, because a program can see it, and some calls fail beside another
+//! It runs only while there are blocks to merge, because a program can see it, and some calls fail if there is another
 //! thread:
 //!
 //! - **unshare(2) and setns(2)** refuse to change the user namespace of a process with several threads
-//!   (`check_unshare_flags` in kernel/fork.c, `userns_install` in kernel/user_namespace.c, Linux 6.18). Where they do,
-//!   the thread ends, the call is made again, and the thread is made anew.
+//!   (`check_unshare_flags` in kernel/fork.c, `userns_install` in kernel/user_namespace.c, Linux 6.18). After such a
+//!   refusal the thread ends, the call is repeated, and a new thread starts.
 //! - **fork(2)**: runtimes count the threads of a process that forks, and warn (Python 3.12 reads `/proc/self/stat`
-//!   right after the fork). So in a program with one thread ours ends before a fork. An allocation makes it anew, once
-//!   [`RESTART_DELAY_AFTER_FORK`] has passed without a fork; in the child, too.
+//!   right after the fork). So in a program with one thread this thread ends before a fork. An allocation starts a new
+//!   one, once [`RESTART_DELAY_AFTER_FORK`] has passed without a fork; in the child, too.
 //!
-//! Limits: a program that forks more often than that is not merged meanwhile, nor is one that allocates nothing more
-//! after a fork. Where the program has an allocator of its own, which may ask for memory with a lock held, the thread is
-//! made when the program begins, and stays over forks. After `unshare(CLONE_NEWPID)` the kernel makes no thread, which
-//! is said. System calls past the C library are not seen.
+//! Limits: a program that forks more often than that is not merged in the meantime. Neither is a program that allocates
+//! nothing after a fork. If the program has its own allocator, which may request memory while it holds a lock, the
+//! thread starts with the program and stays during forks. After `unshare(CLONE_NEWPID)` the kernel creates no thread; a
+//! message reports that. System calls that bypass the C library are not seen.
 
 use crate::blocks::{BLOCKS, BlockState};
 use crate::mappings::{keeping_errno, set_errno};
@@ -27,15 +27,15 @@ use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Before the first merge: what ends soon is not merged.
+/// Delay before the first merge, so that short-lived blocks are not merged.
 const FIRST_MERGE_DELAY: Duration = Duration::from_millis(300);
-/// How long after a fork an allocation makes the thread anew.
+/// Time after a fork from which an allocation starts a new thread.
 const RESTART_DELAY_AFTER_FORK: Duration = Duration::from_millis(100);
-/// The thread ends after so many rounds without a block, which free what the blocks had in the store; and how long it
-/// rests between them at most.
+/// The thread ends after this many rounds without a block, which free the blocks' contents in the store; and the
+/// maximum pause between these rounds.
 const MAX_ROUNDS_WITHOUT_BLOCKS: u32 = 3;
 const PAUSE_WITHOUT_BLOCKS: Duration = Duration::from_millis(500);
-/// For how long at most the kernel is waited for to forget a thread that has ended.
+/// How long to wait at most until the kernel no longer counts a thread that has ended.
 const THREAD_EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Values of [`THREAD_STATE`].
@@ -43,28 +43,28 @@ const THREAD_NONE: u32 = 0;
 const THREAD_CHANGING: u32 = 1;
 const THREAD_RUNNING: u32 = 2;
 
-/// Whether there is a thread. The one who changes it to [`THREAD_CHANGING`] begins or ends the thread.
+/// The state of the thread. The caller that changes it to [`THREAD_CHANGING`] starts or ends the thread.
 static THREAD_STATE: AtomicU32 = AtomicU32::new(THREAD_NONE);
-/// The thread, as pthread_join(3) takes it; and as the kernel calls it, 0 before the first.
+/// The thread's handle for pthread_join(3); and its kernel thread number, 0 before the first thread.
 static PTHREAD_HANDLE: AtomicUsize = AtomicUsize::new(0);
 static THREAD_ID: AtomicI32 = AtomicI32::new(0);
-/// What the thread sleeps on: 1 when it is to end.
+/// The futex on which the thread sleeps: 1 tells it to end.
 static STOP_FUTEX: AtomicU32 = AtomicU32::new(0);
-/// The main thread has ended: the process ends with the last thread of the program.
+/// Whether the main thread has ended: then the process ends with the last thread of the program.
 static HAS_MAIN_THREAD_ENDED: AtomicBool = AtomicBool::new(false);
-/// When the next round is due, in nanoseconds of [`merge_clock`], whichever thread does it.
+/// When the next round is due, in nanoseconds of [`merge_clock`], on any thread.
 static NEXT_ROUND_NS: AtomicU64 = AtomicU64::new(0);
-/// From when on an allocation makes the thread anew; 0 if none is to.
+/// The time from which an allocation starts a new thread; 0 for never.
 static RESTART_NS: AtomicU64 = AtomicU64::new(0);
-/// The process of [`RESTART_NS`]: a child of vfork(2) has the same memory.
+/// The process that has set [`RESTART_NS`]: a child of vfork(2) shares this memory.
 static RESTART_PID: AtomicU32 = AtomicU32::new(0);
 
 fn now_ns() -> u64 {
     merge_clock().as_nanos() as u64
 }
 
-/// There is a block. Have a thread that merges beside the program, unless MPI's safe points do it. Signals are blocked
-/// in it from its beginning.
+/// There is a block: start a thread that merges beside the program, unless MPI's safe points merge. The thread starts
+/// with all signals blocked.
 pub fn start() {
     if THREAD_STATE.load(Ordering::Relaxed) != THREAD_NONE
         || process_hooks::is_merged_at_safe_points()
@@ -77,11 +77,11 @@ pub fn start() {
     }
     STOP_FUTEX.store(0, Ordering::Relaxed);
     let mut thread = MaybeUninit::uninit();
-    // SAFETY: `thread` is there to be written, `rounds` stays loaded and asks nothing of its argument.
+    // SAFETY: `thread` is valid for writes; `run_rounds` stays loaded and ignores its argument.
     let make = || unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), run_rounds, ptr::null_mut()) };
     let error = process_hooks::without_signals(make).unwrap_or(libc::EAGAIN);
     if error == 0 {
-        // SAFETY: the thread was made, so this was written.
+        // SAFETY: the thread was created, so this was written.
         PTHREAD_HANDLE.store(unsafe { thread.assume_init() } as usize, Ordering::Relaxed);
         RESTART_NS.store(0, Ordering::Relaxed);
         THREAD_STATE.store(THREAD_RUNNING, Ordering::Release);
@@ -89,7 +89,7 @@ pub fn start() {
     }
     if error == libc::EINVAL {
         merger::print_reason_once(
-            "the kernel makes no thread in a process that has changed its children's PID namespace",
+            "the kernel creates no thread after unshare(CLONE_NEWPID) or setns to a PID namespace",
         );
     }
     // The next block tries again, and so does an allocation.
@@ -97,9 +97,10 @@ pub fn start() {
     THREAD_STATE.store(THREAD_NONE, Ordering::Release);
 }
 
-/// End the thread once the merge in hand is done, and wait until the kernel no longer counts it. Whether there was one.
+/// End the thread after the running merge, and wait until the kernel no longer counts it. Returns whether there was
+/// one.
 pub fn stop() -> bool {
-    // The thread may wait for what this one has.
+    // The thread may wait for a lock that this thread holds.
     if MERGER.is_held_by_this_thread() || BLOCKS.is_held_by_this_thread() {
         return false;
     }
@@ -114,11 +115,11 @@ pub fn stop() -> bool {
     if former == THREAD_RUNNING {
         request_stop();
         let thread = PTHREAD_HANDLE.load(Ordering::Relaxed) as libc::pthread_t;
-        // SAFETY: the thread was made, is nobody else's to join, and is joined once.
+        // SAFETY: the thread was created, no other code joins it, and it is joined once.
         unsafe { libc::pthread_join(thread, ptr::null_mut()) };
     }
-    // The thread that is joined is counted for some microseconds more (exit_mm_release comes before release_task in
-    // kernel/exit.c), and so is one that has ended by itself.
+    // The kernel counts the joined thread for some microseconds more (exit_mm_release comes before release_task in
+    // kernel/exit.c), and also one that has ended by itself.
     let until = merge_clock() + THREAD_EXIT_TIMEOUT;
     while is_known_to_kernel(THREAD_ID.load(Ordering::Relaxed)) && merge_clock() < until {
         std::thread::sleep(Duration::from_micros(20));
@@ -128,14 +129,15 @@ pub fn stop() -> bool {
     former == THREAD_RUNNING
 }
 
-/// Whether a thread of this process is there for the kernel.
+/// Whether the kernel still knows a thread of this process.
 fn is_known_to_kernel(thread: i32) -> bool {
     let process = std::process::id();
-    // SAFETY: signal 0 is not delivered; the call only asks.
+    // SAFETY: signal 0 is not delivered; the call only checks.
     thread != 0 && unsafe { libc::syscall(libc::SYS_tgkill, process, thread, 0) } == 0
 }
 
-/// The main thread ends by pthread_exit(3), before its process does, which no thread of ours must hold up.
+/// The main thread ends by pthread_exit(3), before its process does. This library's thread must not delay the end of
+/// the process.
 pub fn stop_when_main_thread_exits() {
     HAS_MAIN_THREAD_ENDED.store(true, Ordering::Relaxed);
     request_stop();
@@ -148,26 +150,26 @@ fn request_stop() {
     unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, one) };
 }
 
-/// The program forks: end the thread if it is the only one beside the caller.
+/// Before a fork: end the thread if it is the only one besides the caller.
 pub fn stop_before_fork() {
     if THREAD_STATE.load(Ordering::Relaxed) != THREAD_RUNNING || !process_hooks::uses_libc_allocator() {
         return;
     }
-    // One of two is ours, also where it has not come to say which.
+    // One of the two is this library's, even if it has not stored its number yet.
     let alone = process_hooks::thread_ids().len() == 2;
     if alone && stop() {
         RESTART_NS.store(u64::MAX, Ordering::Relaxed);
     }
 }
 
-/// The program has forked, and this is the parent.
+/// After a fork, in the parent.
 pub fn after_fork_in_parent() {
     if RESTART_NS.load(Ordering::Relaxed) != 0 {
         schedule_restart();
     }
 }
 
-/// The program has forked, and this is the child, which has no thread of ours.
+/// After a fork, in the child, which has no thread of this library.
 pub fn after_fork_in_child() {
     let had_one = THREAD_STATE.swap(THREAD_NONE, Ordering::Relaxed) != THREAD_NONE;
     THREAD_ID.store(0, Ordering::Relaxed);
@@ -184,7 +186,7 @@ fn schedule_restart() {
     RESTART_NS.store((merge_clock() + RESTART_DELAY_AFTER_FORK).as_nanos() as u64, Ordering::Relaxed);
 }
 
-/// The program allocates: make the thread anew if a fork has ended it some time ago.
+/// The program allocates: start a new thread if a fork ended the last one some time ago.
 pub fn restart_on_allocation() {
     if RESTART_NS.load(Ordering::Relaxed) != 0 {
         keeping_errno(restart_if_due);
@@ -193,7 +195,7 @@ pub fn restart_on_allocation() {
 
 #[cold]
 fn restart_if_due() {
-    // It is there again, or never will be.
+    // The thread runs again, or never will.
     if THREAD_STATE.load(Ordering::Relaxed) == THREAD_RUNNING
         || merger::is_merging_over()
         || HAS_MAIN_THREAD_ENDED.load(Ordering::Relaxed)
@@ -210,7 +212,7 @@ fn restart_if_due() {
 }
 
 extern "C" fn run_rounds(_: *mut c_void) -> *mut c_void {
-    // SAFETY: it only asks.
+    // SAFETY: the call only reads a number.
     THREAD_ID.store(unsafe { libc::gettid() }, Ordering::Relaxed);
     let due = Duration::from_nanos(NEXT_ROUND_NS.load(Ordering::Relaxed));
     sleep_until_stop(due.checked_sub(merge_clock()).unwrap_or(if due.is_zero() {
@@ -235,19 +237,19 @@ extern "C" fn run_rounds(_: *mut c_void) -> *mut c_void {
     ptr::null_mut()
 }
 
-/// Whether there is anything that may be merged.
+/// Whether there is any block to merge.
 fn has_blocks() -> bool {
     BLOCKS.lock().is_none_or(|blocks| blocks.has_any(BlockState::Unknown) || blocks.has_any(BlockState::Adopted))
 }
 
-/// Whether this thread of ours may end by itself: unless it is being ended, or is needed after all.
+/// Whether this library's thread may end by itself: unless another thread is ending it, or it is still needed.
 fn try_to_retire(is_needed: impl FnOnce() -> bool) -> bool {
     if !process_hooks::uses_libc_allocator()
         || THREAD_STATE.compare_exchange(THREAD_RUNNING, THREAD_NONE, Ordering::AcqRel, Ordering::Relaxed).is_err()
     {
         return false;
     }
-    // A block that came before this found a thread. One that comes after it makes another.
+    // A block that was added before this point found a thread. A later block starts a new one.
     if is_needed()
         && THREAD_STATE.compare_exchange(THREAD_NONE, THREAD_RUNNING, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     {
@@ -255,12 +257,12 @@ fn try_to_retire(is_needed: impl FnOnce() -> bool) -> bool {
     }
     NEXT_ROUND_NS.store(0, Ordering::Relaxed);
     let this = next::this_thread() as libc::pthread_t;
-    // SAFETY: the thread is nobody's to join: `end` joins in the state that was just left only.
+    // SAFETY: no code joins the thread: `stop` joins only in the state that was just left.
     unsafe { libc::pthread_detach(this) };
     true
 }
 
-/// Sleep for a time, or until it is to end.
+/// Sleep for some time, or until the thread is told to end.
 fn sleep_until_stop(time: Duration) {
     let time = libc::timespec {
         tv_sec: time.as_secs().try_into().unwrap_or(libc::time_t::MAX),
@@ -272,7 +274,7 @@ fn sleep_until_stop(time: Duration) {
     unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), wait, unchanged, &raw const time) };
 }
 
-/// Make a call that the kernel may refuse beside another thread, without ours if it does.
+/// Make a call that the kernel may refuse if there is another thread; if it does, repeat it without this library's.
 fn retry_without_thread(call: impl Fn() -> c_int) -> c_int {
     let answer = call();
     let errno = std::io::Error::last_os_error().raw_os_error();
@@ -289,7 +291,7 @@ fn retry_without_thread(call: impl Fn() -> c_int) -> c_int {
     answer
 }
 
-/// unshare(2), which may be refused beside another thread.
+/// unshare(2), which the kernel may refuse if there is another thread.
 #[unsafe(no_mangle)]
 pub extern "C" fn unshare(flags: c_int) -> c_int {
     match next!(c"unshare", unsafe extern "C" fn(c_int) -> c_int) {
@@ -302,7 +304,7 @@ pub extern "C" fn unshare(flags: c_int) -> c_int {
     }
 }
 
-/// setns(2), as for [`unshare`].
+/// setns(2), like [`unshare`].
 #[unsafe(no_mangle)]
 pub extern "C" fn setns(file: c_int, kind: c_int) -> c_int {
     match next!(c"setns", unsafe extern "C" fn(c_int, c_int) -> c_int) {

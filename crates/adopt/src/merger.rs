@@ -1,4 +1,4 @@
-//! When blocks are merged, and by what right: at the safe points of an MPI program, or beside a program that runs.
+//! When blocks are merged, and why that is safe: at the safe points of an MPI program, or beside a running program.
 
 use crate::blocks::{self, AdoptableBlock, BLOCKS, BlockState};
 use crate::lock::ForkSafeLock;
@@ -12,37 +12,36 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// The engine of this process. Whoever has it keeps merges away.
+/// The engine of this process. While it is locked, no merge runs in other threads.
 pub static MERGER: ForkSafeLock<ProcessMerger> = ForkSafeLock::new(ProcessMerger::new());
 
-/// The same engine, for threads that free blocks without waiting for the merge in hand. Taken after the lock of the
-/// merger, never while a thread that merges works on pages, and held over a fork. A thread that frees has it only to copy
-/// the handle.
+/// The same engine, for threads that free blocks without waiting for a running merge. Lock it after [`MERGER`], never
+/// while a merging thread works on pages, and during a fork. A thread that frees memory locks it only to copy the
+/// handle.
 pub static ENGINE_FOR_FREEING: ForkSafeLock<Option<Arc<Engine>>> = ForkSafeLock::new(None);
 
-/// Before this moment of [`merge_clock`], in nanoseconds, a safe point has nothing to do.
+/// Until this time of [`merge_clock`], in nanoseconds, a safe point has nothing to do.
 static NEXT_CHECK_NS: AtomicU64 = AtomicU64::new(0);
-/// When the last safe point was, by the same clock; 0 before the first.
+/// The time of the last safe point, by the same clock; 0 before the first.
 static LAST_SAFE_POINT_NS: AtomicU64 = AtomicU64::new(0);
-/// How many safe points were more than a look at the clock.
+/// How many safe points did more than read the clock.
 static CHECKED_SAFE_POINTS: AtomicU64 = AtomicU64::new(0);
-/// Nothing is merged any more.
+/// Whether merging has ended for this process.
 static IS_MERGING_OVER: AtomicBool = AtomicBool::new(false);
-/// Writers cannot all be made to wait.
+/// Whether there are writers that cannot be blocked.
 static HAS_UNBLOCKABLE_WRITERS: AtomicBool = AtomicBool::new(false);
 
-/// How long to wait at most to join a domain: the main thread may be the one that waits. Another merge tries again.
+/// How long to wait at most to join a domain: the waiting thread may be the main thread. Another merge tries again.
 const MAX_JOIN_WAIT: Duration = Duration::from_millis(200);
 
-/// What is said where writers cannot all be made to wait.
+/// The reason that is printed if there are writers that cannot be blocked.
 const UNBLOCKABLE_WRITERS_REASON: &str =
-    "it has mutexes to which the kernel does not wait to write (priority inheritance, robust)";
+    "it has mutexes that the kernel writes without waiting (priority inheritance, robust)";
 
-/// What merging came to, and with what.
+/// The engine of this process, and the results of its merges.
 pub struct ProcessMerger {
     engine: Option<Arc<Engine>>,
-    /// The threads that there were when MPI had begun, which are the main one and MPI's; none if there were others
-    /// before.
+    /// The threads right after MPI's start: the main thread and MPI's own. Empty if there were others before.
     mpi_threads: Vec<u32>,
     unprofitable_rounds: u32,
     round_count: u64,
@@ -52,12 +51,12 @@ pub struct ProcessMerger {
     freed_zeros: Bytes,
 }
 
-/// Why nobody writes to blocks during a merge.
+/// Why no thread writes to blocks during a merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum WriteExclusionReason {
-    /// There is one thread that could, and it merges.
+    /// The merging thread is the only one that could write.
     OnlyThread,
-    /// Writers are made to wait.
+    /// Writers are blocked.
     WriteProtected,
 }
 
@@ -75,15 +74,15 @@ impl ProcessMerger {
         }
     }
 
-    /// When to ask again if it is for others, or a later safe point, to merge: ranks do it at the same safe points.
-    /// `None` if it is for this one.
+    /// When to check again, if other members, or a later safe point, are to merge: ranks merge at the same safe points.
+    /// `None` if this safe point is to merge.
     fn next_merge_check(&self, previous_safe_point: Option<Duration>) -> Option<Duration> {
         let engine = self.engine.as_ref()?;
         let to_come = BLOCKS.lock().map_or(Bytes::ZERO, |blocks| blocks.bytes_in_state(BlockState::Unknown));
         engine.next_merge_check(previous_safe_point, to_come).unwrap_or(None)
     }
 
-    /// Merge once, if nothing speaks against it. How long to rest then; `None` if there is no more merging.
+    /// Merge once, unless there is a reason not to. Returns the next pause; `None` if merging has ended.
     fn run_round(&mut self, exclusion: WriteExclusionReason) -> Option<Duration> {
         let settings = settings()?;
         let blocks = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.blocks_in_state(BlockState::Unknown));
@@ -113,7 +112,7 @@ impl ProcessMerger {
         self.round_count += 1;
         self.merge_time += began.elapsed();
         Some(match exclusion {
-            // The engine keeps to the bound, and knows when the others merge.
+            // The engine keeps to the bound, and knows when the other members merge.
             WriteExclusionReason::OnlyThread => Duration::ZERO,
             WriteExclusionReason::WriteProtected => {
                 pause_after_round(began.elapsed(), settings.max_slowdown, self.unprofitable_rounds)
@@ -121,7 +120,7 @@ impl ProcessMerger {
         })
     }
 
-    /// Whether it paid.
+    /// Returns whether the merge was profitable.
     fn merge_blocks(&mut self, exclusion: WriteExclusionReason) -> Result<bool, Error> {
         let Some(settings) = settings() else { return Ok(false) };
         if self.engine.is_none() {
@@ -146,13 +145,13 @@ impl ProcessMerger {
         }
         let Some(engine) = &self.engine else { return Ok(false) };
         let merged = match exclusion {
-            // SAFETY: the caller has found that no other thread could write; what else could is held against
-            // `guest::reason_against`, and whatever unmaps or replaces blocks takes the lock that this one has, or has
-            // the engine give them up before.
+            // SAFETY: the caller has checked that no other thread could write. [`process_hooks::find_external_writer`]
+            // has excluded other writers. Code that unmaps or replaces blocks takes the lock that this thread holds, or
+            // makes the engine disown them before.
             WriteExclusionReason::OnlyThread => unsafe { engine.merge() }?,
-            // SAFETY: whatever moves blocks takes the lock that this thread has, as closing descriptors by ranges does;
-            // what unmaps or replaces them does, too, or has the engine give them up before; stacks and mutexes that
-            // the kernel writes to are kept out.
+            // SAFETY: code that moves blocks, and code that closes ranges of descriptors, takes the lock that this
+            // thread holds. Code that unmaps or replaces blocks does so, too, or makes the engine disown them before.
+            // Stacks and mutexes that the kernel writes to are excluded.
             WriteExclusionReason::WriteProtected => unsafe { engine.merge_while_running() }?,
         };
         if settings.prints_report {
@@ -166,30 +165,31 @@ impl ProcessMerger {
     }
 
     fn adopt_range(&self, range: AddressRange) -> bool {
-        // SAFETY: blocks are private anonymous memory, and `round` has looked for devices that could have it pinned;
-        // whoever unmaps or replaces part of it takes the lock first, or has the engine give it up.
+        // SAFETY: blocks are private anonymous memory, and `run_round` has checked for devices that could have pinned
+        // it. Code that unmaps or replaces a part takes the lock first, or makes the engine disown it.
         self.engine.as_ref().is_some_and(|engine| unsafe { engine.adopt(range) }.is_ok())
     }
 
     fn disown_range(&mut self, range: AddressRange) {
-        // SAFETY: what was a block is moved by whoever has the lock that this one has, and so not during a merge.
+        // SAFETY: code that moves former blocks holds the lock that this thread holds, and so does not run during a
+        // merge.
         let forsaken = self.engine.as_ref().map(|engine| unsafe { engine.disown_in_place(range) });
         if let Some(Err(error)) = forsaken {
             self.drop_engine(&error);
         }
     }
 
-    /// A child that cannot join merges nothing any more, and does not try again each time that it frees memory.
+    /// A child that cannot join merges nothing from then on, and does not retry each time that it frees memory.
     fn drop_engine(&mut self, error: &Error) {
         stop_merging(&error_chain(error));
-        // It is its parent's, and leaving a domain takes time.
+        // The engine is the parent's, and leaving a domain takes time.
         std::mem::forget(self.engine.take());
         if let Some(mut freeing) = ENGINE_FOR_FREEING.lock() {
             std::mem::forget(freeing.take());
         }
     }
 
-    /// Take a range out of blocks: what is left of them stays adopted. The parts that were taken out.
+    /// Remove a range from the blocks; the rest of them stays adopted. Returns the removed parts.
     pub fn remove_blocks(&mut self, range: AddressRange) -> Vec<AdoptableBlock> {
         let Some(mut blocks) = BLOCKS.lock() else { return Vec::new() };
         for block in blocks.blocks_in(range).into_iter().filter(|block| block.state == BlockState::Adopted) {
@@ -200,14 +200,14 @@ impl ProcessMerger {
         blocks.remove_range(range)
     }
 
-    /// What was merged in a range is no more.
+    /// Forget the merged pages of a range.
     pub fn forget_pages(&mut self, range: AddressRange) {
         if let Some(Err(error)) = self.engine.as_ref().map(|engine| engine.forget_pages(range)) {
             self.drop_engine(&error);
         }
     }
 
-    /// There is a block that was elsewhere before, where it stood in a way.
+    /// Add a block that was moved from another address, with its state there.
     pub fn insert_moved(&mut self, range: AddressRange, is_heap: bool, state: BlockState) {
         let lost = state == BlockState::Adopted && !self.adopt_range(range);
         let state = if lost { BlockState::Excluded } else { state };
@@ -216,7 +216,7 @@ impl ProcessMerger {
         }
     }
 
-    /// Leave blocks alone that have part in a range.
+    /// Leave all blocks alone that overlap a range.
     pub fn exclude_blocks(&mut self, range: AddressRange) {
         let Some(mut blocks) = BLOCKS.lock() else { return };
         for block in blocks.blocks_in(range) {
@@ -227,12 +227,12 @@ impl ProcessMerger {
         }
     }
 
-    /// In a child: what its parent did is not its own.
+    /// In a child: drop the results of its parent.
     pub fn reset_after_fork(&mut self) {
         *self = Self { engine: self.engine.take(), ..Self::new() };
     }
 
-    /// Say what was done.
+    /// Print the results.
     fn print_report(&self) {
         let Self {
             round_count: rounds,
@@ -254,24 +254,24 @@ impl ProcessMerger {
     }
 }
 
-/// Take a range that is to be unmapped or replaced, where it is, out of blocks: what is left of them stays adopted. It
-/// waits for the pages that a merge beside has in hand, and not for its end. The parts of blocks that were taken out;
-/// `None` if that could not be done: then [`ProcessMerger::remove_blocks`] does it.
+/// Remove a range that is about to be unmapped or replaced in place from the blocks; the rest of them stays adopted. It
+/// waits for the pages that a merge in another thread works on, not for its end. Returns the removed parts; `None` if
+/// that is not possible: then [`ProcessMerger::remove_blocks`] does it.
 pub fn remove_without_waiting(range: AddressRange) -> Option<Vec<AdoptableBlock>> {
-    // What the merge itself frees comes after what it claims, and must not wait for that.
+    // The merge itself frees memory outside of its claims, and must not wait for them.
     if MERGER.is_held_by_this_thread() {
         return None;
     }
-    // No lock is kept while this thread waits for a claim, so that other threads can free memory meanwhile.
+    // This thread holds no lock while it waits for a claim, so that other threads can free memory in the meantime.
     let engine = Arc::clone(ENGINE_FOR_FREEING.lock()?.as_ref()?);
-    // SAFETY: this waits for the merge, and the caller unmaps or replaces the range next, where it is.
+    // SAFETY: this waits for the merge, and the caller unmaps or replaces the range next, in place.
     let taken = blocks::cut_and_refuse(&BLOCKS, range, || unsafe { engine.refuse(range) }.is_ok())?;
-    // A fork while this thread looks would leave the claims locked in the child.
+    // A fork while this thread checks the claims would leave them locked in the child.
     engine.wait_for_claims(range, || BLOCKS.lock());
     Some(taken)
 }
 
-/// Leave blocks alone that have part in a range, whatever they are to the engine.
+/// Leave all blocks alone that overlap a range, in any state.
 pub fn exclude_blocks_in(range: AddressRange) {
     let touches = BLOCKS.lock().and_then(|blocks| blocks.has_known_block(range));
     if touches.is_some()
@@ -281,10 +281,10 @@ pub fn exclude_blocks_in(range: AddressRange) {
     }
 }
 
-/// Whether a later merge may do what this one could not: somebody has the lock, or there are too few descriptors or too
-/// little memory just now.
+/// Whether a later merge may succeed after this error: another member holds the lock, or descriptors or memory are
+/// short at present.
 fn is_temporary(error: &Error) -> bool {
-    // Memory was pinned since `guest::reason_against` looked, which says so the next time.
+    // Memory was pinned after [`process_hooks::find_external_writer`] checked; its next check reports that.
     if matches!(error, Error::MemoryPinned(_)) {
         return true;
     }
@@ -293,7 +293,7 @@ fn is_temporary(error: &Error) -> bool {
     scarce || matches!(source.kind(), ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 
-/// Merge nothing from now on, and say why.
+/// Merge nothing from now on, and print the reason.
 pub fn stop_merging(reason: &str) {
     if !IS_MERGING_OVER.swap(true, Ordering::Relaxed) {
         print_reason_once(reason);
@@ -301,17 +301,17 @@ pub fn stop_merging(reason: &str) {
     settings::disable_adoption();
 }
 
-/// Writers cannot all be made to wait: merging beside them is over.
+/// There are writers that cannot be blocked: end merging beside them.
 pub fn note_unblockable_writers() {
     HAS_UNBLOCKABLE_WRITERS.store(true, Ordering::Relaxed);
 }
 
-/// Whether nothing is merged any more.
+/// Whether merging has ended.
 pub fn is_merging_over() -> bool {
     IS_MERGING_OVER.load(Ordering::Relaxed)
 }
 
-/// Why it is not merged, once.
+/// Print once why the program is not merged.
 pub fn print_reason_once(reason: &str) {
     static WAS_PRINTED: AtomicBool = AtomicBool::new(false);
     if !WAS_PRINTED.swap(true, Ordering::Relaxed) {
@@ -324,7 +324,7 @@ fn error_chain(error: &dyn std::error::Error) -> String {
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
-/// A merge beside the program, which runs. How long to rest; `None` if there is no more merging.
+/// Merge beside the running program. Returns the next pause; `None` if merging has ended.
 pub fn merge_beside_program() -> Option<Duration> {
     if HAS_UNBLOCKABLE_WRITERS.load(Ordering::Relaxed) {
         stop_merging(UNBLOCKABLE_WRITERS_REASON);
@@ -333,15 +333,15 @@ pub fn merge_beside_program() -> Option<Duration> {
     MERGER.lock()?.run_round(WriteExclusionReason::WriteProtected)
 }
 
-/// MPI has begun; `alone` says whether there was one thread before.
+/// MPI has started. `was_single_threaded`: whether there was one thread before.
 pub fn record_mpi_threads(was_single_threaded: bool) {
     if let Some(mut merger) = MERGER.lock() {
         merger.mpi_threads = if was_single_threaded { process_hooks::thread_ids() } else { Vec::new() };
     }
 }
 
-/// The main thread is at a point at which no rank computes. Programs come to one many thousand times a second, so where
-/// nothing is due this takes one look at the clock, whatever the number of blocks, and no lock and no system call.
+/// The main thread is at a point where no rank computes. Programs reach such points many thousand times a second. If no
+/// merge is due, this reads the clock once, for any number of blocks, and takes no lock and no system call.
 pub fn on_safe_point() {
     let now = merge_clock().as_nanos() as u64;
     if now < NEXT_CHECK_NS.load(Ordering::Relaxed) {
@@ -365,7 +365,7 @@ fn check_safe_point(now: u64) {
         NEXT_CHECK_NS.store(check.as_nanos() as u64, Ordering::Relaxed);
         return;
     }
-    // A coroutine's stack may be in a block, and must not change under the merge that runs on it.
+    // A coroutine's stack may be in a block, and must not change during a merge that runs on it.
     let here = 0_u8;
     let here = (&raw const here).addr() as u64;
     if BLOCKS.lock().is_some_and(|blocks| blocks.has_known_block(AddressRange { start: here, end: here + 1 }).is_some())
@@ -375,13 +375,13 @@ fn check_safe_point(now: u64) {
     let threads = process_hooks::thread_ids();
     let alone = !threads.is_empty() && threads.iter().all(|thread| merger.mpi_threads.contains(thread));
     let stillness = if alone { WriteExclusionReason::OnlyThread } else { WriteExclusionReason::WriteProtected };
-    // A handler would write beside the merge, or wait for the thread that it has interrupted.
+    // A signal handler would write during the merge, or wait for the thread that it has interrupted.
     if let Some(rest) = process_hooks::without_signals(|| merger.run_round(stillness)).flatten() {
         NEXT_CHECK_NS.store((merge_clock() + rest).as_nanos() as u64, Ordering::Relaxed);
     }
 }
 
-/// The process ends.
+/// The process exits.
 pub fn on_exit() {
     let Some(settings) = settings() else { return };
     IS_MERGING_OVER.store(true, Ordering::Relaxed);
@@ -392,6 +392,6 @@ pub fn on_exit() {
     if let Some(engine) = &merger.engine {
         engine.prepare_exit();
     }
-    // What this process has outlived, as the launcher of ranks that were killed.
+    // Members that this process has outlived, as the launcher of killed ranks does.
     pagefold_engine::remove_dead_domains();
 }

@@ -1,19 +1,21 @@
-//! MPI: where nobody computes, and which memory others may write to at any time.
+//! MPI: the points at which no rank computes, and the memory to which other processes or threads may write at any time.
 //!
-//! An MPI program is merged when its main thread comes back from a barrier or an allreduce. Handles are passed on as
-//! they are, whatever an implementation makes of them: all arguments of these functions are words, and whoever is
-//! called takes as many as it has. Fortran's names are those of gfortran and its like (`mpi_barrier_`,
-//! `mpi_barrier_f08_`).
+//! An MPI program is merged when its main thread returns from a barrier or an allreduce. Handles are passed on
+//! unchanged, for any implementation: all arguments of these functions are words, and the called function uses as many
+//! as it has. Fortran's names are those of gfortran and compatible compilers (`mpi_barrier_`, `mpi_barrier_f08_`).
 //!
-//! Memory that is handed to an operation that goes on after the call has returned (a receive that is not waited for, a
-//! window) may be written by another process at any time, past page tables even. Blocks that such a call names are left
-//! alone from then on, and so is memory that MPI asks for within the functions below: its threads may write to that.
+//! Some operations continue after the call has returned: a nonblocking receive, a window. Another process may write to
+//! their memory at any time, even bypassing page tables. Blocks that such a call names are left alone from then on. The
+//! same holds for memory that MPI allocates within the functions below, because its threads may write to that.
 //!
-//! What is not seen: a buffer that a datatype with absolute addresses (`MPI_BOTTOM`) names, or that begins outside of
-//! blocks and reaches into one; descriptors of `mpi_f08` in MPICH (`MPI_Irecv_f08ts`), and Fortran's names of large
-//! counts (`MPI_Irecv_c_f08`); calls of a tool that comes before this library, which is said ([`function_of_tool`]); large
-//! memory that MPI asks for in other functions, as for the pool of a first message,
-//! and to which a thread of its own writes.
+//! Not seen:
+//! - a buffer that a datatype with absolute addresses (`MPI_BOTTOM`) names, or that starts outside of blocks and
+//!   reaches
+//!   into one;
+//! - descriptors of `mpi_f08` in MPICH (`MPI_Irecv_f08ts`), and Fortran's names for large counts (`MPI_Irecv_c_f08`);
+//! - calls by a tool that intercepts MPI before this library, which is reported ([`function_of_tool`]);
+//! - large memory that MPI allocates in other functions, such as the pool for a first message, if an MPI thread writes
+//!   to it.
 
 use crate::blocks::BLOCKS;
 use crate::{merger, process_hooks, settings};
@@ -21,7 +23,7 @@ use std::ffi::{CStr, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
-/// As many words as the function with the most arguments has (`MPI_Rget_accumulate` in Fortran).
+/// As many words as the function with the most arguments takes (`MPI_Rget_accumulate` in Fortran).
 type MpiArguments = [usize; 14];
 type MpiFunction = unsafe extern "C" fn(
     usize,
@@ -40,14 +42,14 @@ type MpiFunction = unsafe extern "C" fn(
     usize,
 ) -> c_int;
 
-/// So many first words hold the address of what is handed over, whatever the function (`MPI_Isendrecv`). Of those with
-/// fewer arguments, some of these words are chance, and a block may be left alone for nothing.
+/// The buffer address is among this many first words, for all these functions (`MPI_Isendrecv`). If a function has
+/// fewer arguments, the other words are arbitrary, and a block may be left alone without need.
 const MAX_BUFFER_ARGUMENTS: usize = 6;
 
-/// What is answered where there is no MPI: no implementation has it for success.
+/// The return value if there is no MPI: no implementation uses it for success.
 const NO_MPI: c_int = 16;
 
-/// How many functions of MPI the main thread is in, one within another. What is allocated there may be MPI's threads'.
+/// How many nested functions of MPI the main thread is in. Memory that is allocated there may belong to MPI's threads.
 /// Only the main thread changes it.
 static MPI_CALL_DEPTH: AtomicUsize = AtomicUsize::new(0);
 
@@ -57,34 +59,34 @@ pub fn is_linked() -> bool {
     !crate::next::find(&MPI_INITIALIZED, c"MPI_Init").is_null()
 }
 
-/// A function of MPI that the program calls from another library than this one, and that library: a tool which is linked
-/// with the program, or is preloaded ahead, and calls MPI by the names that are there for tools (`PMPI_Barrier`).
+/// A function of MPI that the program calls from another library, and that library: a tool that is linked with the
+/// program, or preloaded before this library, and calls MPI by the profiling names (`PMPI_Barrier`).
 pub fn function_of_tool() -> Option<String> {
     let lists = [BEGINNINGS, SAFE_POINTS, SAFE_POINTS_IN_C, HANDOVERS, HANDOVERS_IN_C, ALLOCATIONS, ALLOCATIONS_IN_C];
     let name = lists.concat().into_iter().find(|name| !crate::next::resolves_to_this_library(name))?;
     Some(format!("{} of {}", name.to_string_lossy(), crate::next::library_providing(name)))
 }
 
-/// Whether memory that this thread asks for now may be a block. In an MPI program only the main thread's: MPI's own
-/// threads write whenever they like.
+/// Whether memory that this thread allocates now may become a block. In an MPI program only the main thread's may:
+/// MPI's own threads write at any time.
 pub fn may_adopt() -> bool {
     !process_hooks::is_merged_at_safe_points()
         || (process_hooks::is_main_thread() && MPI_CALL_DEPTH.load(Ordering::Relaxed) == 0)
 }
 
-/// Look a function of MPI up: as the next library has it, or in any that was loaded later for itself, as interpreters
-/// do, by the name that is there for tools.
+/// Look up a function of MPI in the next library, or by its profiling name in any library that was loaded later with
+/// local scope, as interpreters do.
 fn find(found: &AtomicPtr<c_void>, name: &'static CStr, for_tools: &'static CStr) -> Option<MpiFunction> {
     let mut address = crate::next::find(found, name);
     if address.is_null() {
         let mut search = SymbolSearch { name: for_tools, address: ptr::null_mut() };
-        // SAFETY: `look_into` takes what it is given here, which outlives the call.
+        // SAFETY: `find_in_library` takes the pointer that is passed here, whose target outlives the call.
         unsafe { libc::dl_iterate_phdr(Some(find_in_library), (&raw mut search).cast()) };
         crate::next::clear_dlerror();
         address = search.address;
         found.store(address, Ordering::Relaxed);
     }
-    // SAFETY: MPI has functions of words by these names; null is `None`.
+    // SAFETY: MPI has functions of words under these names; null is `None`.
     unsafe { std::mem::transmute::<*mut c_void, Option<MpiFunction>>(address) }
 }
 
@@ -93,25 +95,25 @@ struct SymbolSearch {
     address: *mut c_void,
 }
 
-/// Look into one library that is loaded.
+/// Look up a symbol in one loaded library.
 unsafe extern "C" fn find_in_library(library: *mut libc::dl_phdr_info, _: usize, search: *mut c_void) -> c_int {
-    // SAFETY: the loader gives a valid one.
+    // SAFETY: the loader passes a valid pointer.
     let library = unsafe { &*library };
-    // SAFETY: `find` gives one that nobody else uses meanwhile.
+    // SAFETY: `find` passes a value that no other code uses during the call.
     let search = unsafe { &mut *search.cast::<SymbolSearch>() };
-    // SAFETY: it is loaded, and the name is the loader's; nothing is loaded by this.
+    // SAFETY: the library is loaded and the name is the loader's; this call loads nothing.
     let handle = unsafe { libc::dlopen(library.dlpi_name, libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
     if handle.is_null() {
         return 0;
     }
     // SAFETY: the handle is of a library, and the name ends in NUL.
     search.address = unsafe { libc::dlsym(handle, search.name.as_ptr()) };
-    // SAFETY: it was opened above; the library stays loaded by whoever loaded it.
+    // SAFETY: it was opened above; the code that loaded the library keeps it loaded.
     unsafe { libc::dlclose(handle) };
     c_int::from(!search.address.is_null())
 }
 
-/// Memory that is asked for within is MPI's.
+/// Memory that is allocated within the call is MPI's.
 fn on_memory_request(call: impl FnOnce() -> c_int, _: &MpiArguments) -> c_int {
     if !process_hooks::is_main_thread() {
         return call();
@@ -123,9 +125,9 @@ fn on_memory_request(call: impl FnOnce() -> c_int, _: &MpiArguments) -> c_int {
     result
 }
 
-/// MPI begins: from here on it is merged at its safe points.
+/// MPI starts: from now on the process is merged at safe points.
 fn on_init(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
-    // Fortran's calls C's.
+    // The Fortran function calls the C function.
     if settings::settings().is_none() || MPI_CALL_DEPTH.load(Ordering::Relaxed) > 0 {
         return call();
     }
@@ -139,7 +141,7 @@ fn on_init(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
 /// When this returns, no rank computes.
 fn on_synchronization(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
     let result = on_memory_request(call, words);
-    // Fortran's calls C's, and MPI its own.
+    // The Fortran function calls the C function, and MPI calls its own functions.
     let outermost = MPI_CALL_DEPTH.load(Ordering::Relaxed) == 0;
     if outermost
         && settings::settings().is_some()
@@ -151,7 +153,7 @@ fn on_synchronization(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_i
     result
 }
 
-/// Somebody may write to what it is given after this has returned.
+/// The buffer may be written after this call has returned.
 fn on_buffer_handover(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
     if settings::settings().is_some() {
         for &word in &words[..MAX_BUFFER_ARGUMENTS] {
@@ -162,7 +164,7 @@ fn on_buffer_handover(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_i
     on_memory_request(call, words)
 }
 
-/// Functions of MPI, with what is done around them: by their names in C, in Fortran, and in Fortran of 2008; or in C
+/// Functions of MPI, with the code to run around them: by their names in C, in Fortran, and in Fortran 2008; or in C
 /// alone, where a large count is another type.
 macro_rules! around {
     ($around:ident, $names:ident: $($c:ident $fortran:ident $fortran_2008:ident),* $(,)?) => {
@@ -181,11 +183,11 @@ macro_rules! around {
         name(concat!(stringify!($name), "\0"))
     };
     (@one $around:ident $name:ident $tools:literal) => {
-        /// As its manual says.
+        /// The same as in its manual page.
         ///
         /// # Safety
-        /// As its manual says. Words that it has no arguments for are not looked at.
-        #[allow(non_snake_case, reason = "it is MPI's name")]
+        /// The same as in its manual page. Words beyond its arguments are ignored.
+        #[allow(non_snake_case, reason = "the name is defined by MPI")]
         #[unsafe(no_mangle)]
         pub unsafe extern "C" fn $name(
             a: usize,

@@ -1,8 +1,9 @@
-//! The functions that this library stands in for: those of whichever library comes next, mostly the C library's.
+//! The functions that this library replaces, as the next library in the lookup order defines them, usually the C
+//! library.
 //!
-//! They are looked up when they are first called, since programs allocate before any initializer has run; those that
-//! are called with a lock held, by the initializer at the latest. What the loader itself allocates meanwhile comes from
-//! a small arena, and stays.
+//! Each is looked up at its first call, because programs allocate before any initializer has run. Functions that are
+//! called while a lock is held are looked up in the initializer at the latest. Memory that the loader allocates during
+//! a lookup comes from a small arena, and is never freed.
 
 use std::alloc::{GlobalAlloc, Layout};
 use std::cell::{Cell, UnsafeCell};
@@ -11,38 +12,38 @@ use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::atomic::{AtomicPtr, AtomicUsize, Ordering};
 
-/// A function of the next library that has one of a name, of a type; `None` if there is none.
+/// The function of the next library with a name, of a type; `None` if there is none.
 macro_rules! next {
     ($name:literal, $type:ty) => {{
         static FOUND: std::sync::atomic::AtomicPtr<std::ffi::c_void> =
             std::sync::atomic::AtomicPtr::new(std::ptr::null_mut());
-        // SAFETY: whoever has a function of this name has it of this type, which its documentation gives; null is
-        // `None`.
+        // SAFETY: any library that defines a function of this name gives it this type, according to its documentation;
+        // null is `None`.
         unsafe { std::mem::transmute::<*mut std::ffi::c_void, Option<$type>>($crate::next::find(&FOUND, $name)) }
     }};
 }
 pub(crate) use next;
 
 thread_local! {
-    /// How many functions this thread is looking up, one within another. In a library that is loaded with the program
-    /// it is there without being allocated.
+    /// How many nested lookups this thread is in. A library that is loaded with the program has this variable without
+    /// allocating it.
     static LOOKUP_DEPTH: Cell<u32> = const { Cell::new(0) };
 }
 
-/// What tells the calling thread from others that live.
+/// A number that distinguishes the calling thread from other live threads.
 pub fn this_thread() -> usize {
-    // SAFETY: it only reads a register.
+    // SAFETY: the call only reads a register.
     unsafe { libc::pthread_self() as usize }
 }
 
-/// Look a function up, once.
+/// Look up a function, once.
 pub fn find(found: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
     let known = found.load(Ordering::Relaxed);
     if !known.is_null() {
         return known;
     }
     LOOKUP_DEPTH.set(LOOKUP_DEPTH.get() + 1);
-    // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
+    // SAFETY: the name ends in NUL; the call only looks up a symbol.
     let address = unsafe { libc::dlsym(libc::RTLD_NEXT, name.as_ptr()) };
     if address.is_null() {
         clear_dlerror();
@@ -52,22 +53,22 @@ pub fn find(found: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
     address
 }
 
-/// The program is not to find an error that is ours.
+/// Clear the loader's error, so that the program does not see an error of this library.
 pub fn clear_dlerror() {
-    // SAFETY: what it gives is not looked at.
+    // SAFETY: the returned text is not used.
     unsafe { libc::dlerror() };
 }
 
-/// Whether malloc(3) is this library's, and the one behind it the C library's.
+/// Whether malloc(3) is this library's, and the next one is the C library's.
 pub fn has_libc_malloc_next() -> bool {
-    // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
+    // SAFETY: the name ends in NUL; the call only looks up a symbol.
     let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"malloc".as_ptr()) };
     resolves_to_this_library(c"malloc") && ptr::eq(next, __libc_malloc as *const c_void)
 }
 
-/// Whether the program finds this library's function by a name. Where a program at a fixed address compares the function
-/// with others, its address is that of the program's own jump to it (the System V ABI has an undefined symbol with a
-/// value for that), which leads to whichever library comes first.
+/// Whether the program finds this library's function by a name. If a program at a fixed address compares the address of
+/// the function, that address is the program's own jump to it (the System V ABI has an undefined symbol with a value
+/// for that). The jump leads to the first library in the lookup order.
 pub fn resolves_to_this_library(name: &CStr) -> bool {
     let (found, is_jump) = library_at_address(function_called_by(name));
     is_jump || found.dli_fbase == library_at_address(LOADER_ARENA.0.get().cast()).0.dli_fbase
@@ -83,26 +84,26 @@ pub fn library_providing(name: &CStr) -> String {
     unsafe { CStr::from_ptr(path) }.to_string_lossy().into_owned()
 }
 
-/// What the program calls by a name.
+/// The function that the program calls by a name.
 fn function_called_by(name: &CStr) -> *const c_void {
-    // SAFETY: the name ends in NUL; a symbol is looked up, and nothing else done.
+    // SAFETY: the name ends in NUL; the call only looks up a symbol.
     unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
 }
 
-/// The library that has an address, and whether what it has there is a symbol that it does not define.
+/// The library that contains an address, and whether that address is a symbol that the library does not define.
 fn library_at_address(address: *const c_void) -> (libc::Dl_info, bool) {
     let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
     let mut symbol: *const libc::Elf64_Sym = ptr::null();
     let into = (&raw mut symbol).cast::<*mut c_void>();
-    // SAFETY: both are there to be written, the second as the flag says; any address may be asked about.
+    // SAFETY: both are valid for writes, the second as the flag says; any address is allowed.
     unsafe { dladdr1(address, found.as_mut_ptr(), into, RTLD_DL_SYMENT) };
-    // SAFETY: it is null, or of a table of a library that is loaded.
+    // SAFETY: the pointer is null, or points into the symbol table of a loaded library.
     let undefined = unsafe { symbol.as_ref() }.is_some_and(|symbol| symbol.st_shndx == SHN_UNDEF);
-    // SAFETY: zeros are a value of it, too.
+    // SAFETY: all zeros is a valid value, too.
     (unsafe { found.assume_init() }, undefined)
 }
 
-/// dlfcn.h and elf.h of glibc.
+/// From dlfcn.h and elf.h of glibc.
 const RTLD_DL_SYMENT: c_int = 1;
 const SHN_UNDEF: u16 = 0;
 
@@ -110,7 +111,7 @@ unsafe extern "C" {
     fn dladdr1(address: *const c_void, info: *mut libc::Dl_info, extra: *mut *mut c_void, flags: c_int) -> c_int;
 }
 
-/// Whether the calling thread is looking a function up just now.
+/// Whether the calling thread is looking up a function.
 pub fn is_in_lookup() -> bool {
     LOOKUP_DEPTH.get() > 0
 }
@@ -121,7 +122,7 @@ const ARENA_BYTES: usize = 1 << 16;
 #[repr(align(64))]
 struct LoaderArena(UnsafeCell<[u8; ARENA_BYTES]>);
 
-// SAFETY: each byte is given to one caller, as `USED` counts.
+// SAFETY: each byte is given to one caller, as [`LOADER_ARENA_USED`] counts.
 unsafe impl Sync for LoaderArena {}
 
 static LOADER_ARENA: LoaderArena = LoaderArena(UnsafeCell::new([0; ARENA_BYTES]));
@@ -155,7 +156,7 @@ pub fn malloc(bytes: usize) -> *mut c_void {
         return from_arena(bytes);
     }
     match next!(c"malloc", MallocFn) {
-        // SAFETY: any size may be asked for.
+        // SAFETY: any size is allowed.
         Some(malloc) => unsafe { malloc(bytes) },
         None => ptr::null_mut(),
     }
@@ -164,11 +165,11 @@ pub fn malloc(bytes: usize) -> *mut c_void {
 /// calloc(3) of the next library.
 pub fn calloc(count: usize, bytes: usize) -> *mut c_void {
     if is_in_lookup() {
-        // The arena is zeros, and nothing of it is given out twice.
+        // The arena is zeros, and no byte of it is given out twice.
         return count.checked_mul(bytes).map_or(ptr::null_mut(), from_arena);
     }
     match next!(c"calloc", CallocFn) {
-        // SAFETY: any size may be asked for.
+        // SAFETY: any size is allowed.
         Some(calloc) => unsafe { calloc(count, bytes) },
         None => ptr::null_mut(),
     }
@@ -177,13 +178,13 @@ pub fn calloc(count: usize, bytes: usize) -> *mut c_void {
 /// realloc(3) of the next library.
 ///
 /// # Safety
-/// The pointer is null or of one of these functions, and used no more.
+/// The pointer is null or from one of these functions, and is not used afterwards.
 pub unsafe fn realloc(pointer: *mut c_void, bytes: usize) -> *mut c_void {
     if is_in_arena(pointer) {
         let new = malloc(bytes);
         if !new.is_null() {
             let behind = LOADER_ARENA.0.get() as usize + ARENA_BYTES - pointer as usize;
-            // SAFETY: within the arena, and within what is new; how long the old one was is not known.
+            // SAFETY: within the arena, and within the new memory; the old length is not known.
             unsafe { ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), bytes.min(behind)) };
         }
         return new;
@@ -200,7 +201,7 @@ pub unsafe fn realloc(pointer: *mut c_void, bytes: usize) -> *mut c_void {
 /// # Safety
 /// As for [`realloc`].
 pub unsafe fn free(pointer: *mut c_void) {
-    // What the loader frees meanwhile, an error's text, is not freed.
+    // Memory that the loader frees during a lookup, such as an error's text, is not freed.
     if is_in_arena(pointer) || is_in_lookup() {
         return;
     }
@@ -213,7 +214,7 @@ pub unsafe fn free(pointer: *mut c_void) {
 /// memalign(3) of the next library.
 pub fn memalign(alignment: usize, bytes: usize) -> *mut c_void {
     match next!(c"memalign", MemalignFn) {
-        // SAFETY: what alignment there is not is refused.
+        // SAFETY: the function refuses an invalid alignment.
         Some(memalign) => unsafe { memalign(alignment, bytes) },
         None => ptr::null_mut(),
     }
@@ -222,10 +223,10 @@ pub fn memalign(alignment: usize, bytes: usize) -> *mut c_void {
 /// posix_memalign(3) of the next library.
 ///
 /// # Safety
-/// `into` is there to be written.
+/// `into` is valid for writes.
 pub unsafe fn posix_memalign(into: *mut *mut c_void, alignment: usize, bytes: usize) -> c_int {
     match next!(c"posix_memalign", PosixMemalignFn) {
-        // SAFETY: the caller's promise; what alignment there is not is refused.
+        // SAFETY: the caller's promise; the function refuses an invalid alignment.
         Some(posix_memalign) => unsafe { posix_memalign(into, alignment, bytes) },
         None => libc::ENOMEM,
     }
@@ -234,7 +235,7 @@ pub unsafe fn posix_memalign(into: *mut *mut c_void, alignment: usize, bytes: us
 /// malloc_usable_size(3) of the next library.
 ///
 /// # Safety
-/// The pointer is null or of one of these functions.
+/// The pointer is null or from one of these functions.
 pub unsafe fn usable_size(pointer: *mut c_void) -> usize {
     match next!(c"malloc_usable_size", UsableSizeFn) {
         // SAFETY: the caller's promise.
@@ -243,8 +244,8 @@ pub unsafe fn usable_size(pointer: *mut c_void) -> usize {
     }
 }
 
-/// What this library itself allocates: the C library's heap, whatever allocator the program has. One of the program's
-/// own may have its memory from mmap(2), and so in blocks, to which no merge may write.
+/// The allocator for this library's own memory: the C library's heap, for any allocator of the program. The program's
+/// own allocator may take its memory from mmap(2), and so from blocks, to which no merge may write.
 struct OwnAllocator;
 
 unsafe extern "C" {
@@ -253,14 +254,14 @@ unsafe extern "C" {
     fn __libc_free(pointer: *mut c_void);
 }
 
-/// What malloc(3) aligns to at least.
+/// The minimum alignment of malloc(3).
 const MALLOC_ALIGNMENT: usize = 16;
 
-// SAFETY: these functions of glibc are an allocator.
+// SAFETY: these functions of glibc form an allocator.
 unsafe impl GlobalAlloc for OwnAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.align() <= MALLOC_ALIGNMENT {
-            // SAFETY: any size may be asked for.
+            // SAFETY: any size is allowed.
             unsafe { __libc_malloc(layout.size()) }.cast()
         } else {
             // SAFETY: the alignment is a power of two.
@@ -269,7 +270,7 @@ unsafe impl GlobalAlloc for OwnAllocator {
     }
 
     unsafe fn dealloc(&self, pointer: *mut u8, _: Layout) {
-        // SAFETY: it is of one of the two above.
+        // SAFETY: the pointer is from one of the two functions above.
         unsafe { __libc_free(pointer.cast()) };
     }
 }

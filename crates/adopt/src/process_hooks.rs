@@ -1,5 +1,4 @@
-//! What it takes to live in somebody else's process: a beginning and an end, forks, and a look at what the process
-//! has open.
+//! Hooks of this library in the program's process: start and exit, forks, and a check of the open files.
 
 use crate::blocks::BLOCKS;
 use crate::merger::{self, ENGINE_FOR_FREEING, MERGER};
@@ -16,12 +15,12 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 /// The main thread.
 static MAIN_THREAD: AtomicUsize = AtomicUsize::new(0);
-/// Whether merging is MPI's safe points' alone.
+/// Whether only MPI's safe points merge.
 static IS_MERGED_AT_SAFE_POINTS: AtomicBool = AtomicBool::new(false);
-/// Whether the program has no allocator of its own.
+/// Whether the program uses the C library's allocator.
 static USES_LIBC_ALLOCATOR: AtomicBool = AtomicBool::new(false);
 
-/// The loader calls it before the program begins.
+/// The loader calls it before the program starts.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static INIT_ARRAY_ENTRY: extern "C" fn() = on_load;
@@ -39,16 +38,16 @@ extern "C" fn on_load() {
     MAIN_THREAD.store(this_thread(), Ordering::Relaxed);
     IS_MERGED_AT_SAFE_POINTS.store(mpi::is_linked(), Ordering::Relaxed);
     let mut key = 0;
-    // SAFETY: `key` is there to be written, and `main_ends` stays loaded: a preloaded library is never unloaded.
+    // SAFETY: `key` is valid for writes, and `on_main_thread_exit` stays loaded: a preloaded library is never unloaded.
     let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(on_main_thread_exit)) } == 0;
-    // SAFETY: the key was made; its value is never followed, it only has to differ from null.
+    // SAFETY: the key was created; its value is never dereferenced, it only has to differ from null.
     let told = keyed && unsafe { libc::pthread_setspecific(key, MAIN_THREAD.as_ptr().cast()) } == 0;
     // SAFETY: all three stay loaded.
     let followed = told
         && unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) }
             == 0;
     if followed {
-        // What is called with a lock held is looked up before: the loader has locks of its own.
+        // Look up functions that are called with a lock held in advance: the loader has locks of its own.
         mappings::resolve_functions();
         USES_LIBC_ALLOCATOR.store(crate::next::has_libc_malloc_next(), Ordering::Relaxed);
         settings::load();
@@ -61,40 +60,40 @@ extern "C" fn on_load() {
     }
 }
 
-/// Merge nothing where a tool has MPI's functions in place of this library: neither safe points nor buffers that MPI may
-/// write to are seen.
+/// Merge nothing if a tool intercepts MPI's functions before this library: then this library sees neither safe points
+/// nor buffers to which MPI may write.
 fn give_up_if_tool_intercepts_mpi() {
     if let Some(taken) = is_merged_at_safe_points().then(mpi::function_of_tool).flatten() {
         merger::stop_merging(&format!(
-            "{taken} is called in place of this library's, so that calls of MPI are not seen: name the tool behind \
+            "{taken} is called in place of this library's, so that MPI calls are not seen: name the tool after \
              libpagefold_adopt.so in LD_PRELOAD, or run without it"
         ));
     }
 }
 
-/// Whether the calling thread is the main one.
+/// Whether the calling thread is the main thread.
 pub fn is_main_thread() -> bool {
     this_thread() == MAIN_THREAD.load(Ordering::Relaxed)
 }
 
-/// Whether the program has no allocator of its own. One may ask for memory with a lock held that making a thread would
-/// wait for, so that there the thread is made at the beginning.
+/// Whether the program uses the C library's allocator. Another allocator may request memory while it holds a lock that
+/// creating a thread would wait for. In such programs the thread is created at the start.
 pub fn uses_libc_allocator() -> bool {
     USES_LIBC_ALLOCATOR.load(Ordering::Relaxed)
 }
 
-/// Whether merging is MPI's safe points' alone.
+/// Whether only MPI's safe points merge.
 pub fn is_merged_at_safe_points() -> bool {
     IS_MERGED_AT_SAFE_POINTS.load(Ordering::Relaxed)
 }
 
-/// Which of the locks the fork in hand has taken; each is changed by whoever has that lock.
+/// Which locks the current fork has taken; only the holder of a lock changes its flag.
 static FORK_HOLDS_MERGER: AtomicBool = AtomicBool::new(false);
 static FORK_HOLDS_FREEING: AtomicBool = AtomicBool::new(false);
 static FORK_HOLDS_BLOCKS: AtomicBool = AtomicBool::new(false);
 
-/// A fork waits for the merge in hand, so that the child finds everything whole. A thread that forks within ours has
-/// the locks already, and keeps them.
+/// A fork waits for a running merge, so that the child finds consistent data. A thread that forks from within this
+/// library holds the locks already, and keeps them.
 extern "C" fn before_fork() {
     merge_thread::stop_before_fork();
     let (merger, freeing, blocks) = (
@@ -147,24 +146,24 @@ extern "C" fn on_main_thread_exit(_: *mut c_void) {
     merge_thread::stop_when_main_thread_exits();
 }
 
-/// MPI begins: its safe points take the thread's place.
+/// MPI starts: merge at its safe points instead of in the thread.
 pub fn merge_at_safe_points_only() {
     IS_MERGED_AT_SAFE_POINTS.store(true, Ordering::Relaxed);
     merge_thread::stop();
 }
 
-/// Do something while this thread takes no signal, but for those that its own instructions raise. `None` if signals
+/// Run `work` while this thread receives no signals, except those that its own instructions raise. `None` if signals
 /// cannot be blocked.
 pub fn without_signals<T>(work: impl FnOnce() -> T) -> Option<T> {
     let mut all = MaybeUninit::uninit();
     let mut before = MaybeUninit::uninit();
-    // SAFETY: `all` is there to be written.
+    // SAFETY: `all` is valid for writes.
     unsafe { libc::sigfillset(all.as_mut_ptr()) };
     for signal in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP] {
         // SAFETY: `all` was filled.
         unsafe { libc::sigdelset(all.as_mut_ptr(), signal) };
     }
-    // SAFETY: `all` was filled; `before` is there to be written.
+    // SAFETY: `all` was filled; `before` is valid for writes.
     if unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) } != 0 {
         return None;
     }
@@ -174,18 +173,18 @@ pub fn without_signals<T>(work: impl FnOnce() -> T) -> Option<T> {
     Some(done)
 }
 
-/// Say something on standard error, in one write. Where that is closed nobody wanted to know.
+/// Print a message on standard error, in one write. If standard error is closed, the message is lost.
 pub fn write_to_stderr(message: &str) {
     let line = format!("pagefold: {}: {message}\n", std::process::id());
     let _ = std::io::stderr().write_all(line.as_bytes());
 }
 
-/// Majors of devices that touch no memory of their own accord: memory (null, zero, random), terminals
+/// Major numbers of devices that do not write to memory by themselves: memory (null, zero, random), terminals
 /// (Documentation/admin-guide/devices.txt).
 const MEMORY_SAFE_DEVICE_MAJORS: [u32; 11] = [1, 4, 5, 136, 137, 138, 139, 140, 141, 142, 143];
 
-/// The numbers that name what is in a directory, as in `/proc`. Without opendir(3), which allocates by the program's
-/// malloc(3): that may be waiting for the lock of who reads this.
+/// The numeric names in a directory, as in `/proc`. Without opendir(3), which allocates by the program's malloc(3):
+/// that may wait for a lock that the caller holds.
 fn numeric_entries(path: &CStr) -> rustix::io::Result<Vec<u32>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let mut numbers = Vec::new();
@@ -195,7 +194,7 @@ fn numeric_entries(path: &CStr) -> rustix::io::Result<Vec<u32>> {
     Ok(numbers)
 }
 
-/// The threads of this process; none where they cannot be read.
+/// The threads of this process; empty if they cannot be read.
 pub fn thread_ids() -> Vec<u32> {
     numeric_entries(c"/proc/self/task").unwrap_or_default()
 }
@@ -205,13 +204,13 @@ fn socket_domain(socket: RawFd) -> Option<c_int> {
     let mut domain: c_int = 0;
     let mut bytes = size_of::<c_int>() as libc::socklen_t;
     let into = (&raw mut domain).cast();
-    // SAFETY: both are there to be written, and `bytes` says how long the first is.
+    // SAFETY: both are valid for writes, and `bytes` is the length of the first.
     let answer = unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_DOMAIN, into, &raw mut bytes) };
     (answer == 0).then_some(domain)
 }
 
-/// What the process has open that may write to its memory behind the kernel's page tables: devices, direct I/O and
-/// io_uring, or that watches its page faults.
+/// Reports an open file through which memory may be written without the kernel's page tables: devices, direct I/O and
+/// io_uring. Also one that watches page faults. `None` if there is none.
 pub fn find_external_writer() -> Option<String> {
     match pagefold_engine::pinned_bytes() {
         Ok(Bytes::ZERO) => {}
@@ -221,12 +220,12 @@ pub fn find_external_writer() -> Option<String> {
         }
     }
     let Ok(descriptors) = numeric_entries(c"/proc/thread-self/fd") else {
-        return Some("what it has open cannot be read".to_owned());
+        return Some("its open files cannot be read from /proc/thread-self/fd".to_owned());
     };
     descriptors.into_iter().find_map(|descriptor| {
         let descriptor = RawFd::try_from(descriptor).ok()?;
         let mut status = MaybeUninit::<libc::stat>::uninit();
-        // SAFETY: `status` is there to be written; a descriptor that is none is refused.
+        // SAFETY: `status` is valid for writes; the call refuses an invalid descriptor.
         if unsafe { libc::fstat(descriptor, status.as_mut_ptr()) } != 0 {
             return None;
         }
@@ -241,7 +240,7 @@ pub fn find_external_writer() -> Option<String> {
                 Some(format!("{} is open, and a device may write to memory that it has pinned", name()))
             }
             libc::S_IFREG | libc::S_IFBLK => {
-                // SAFETY: F_GETFL takes and changes nothing.
+                // SAFETY: F_GETFL takes no argument and changes nothing.
                 let flags = unsafe { libc::fcntl(descriptor, libc::F_GETFL) };
                 let direct = flags != -1 && flags & libc::O_DIRECT != 0;
                 direct.then(|| format!("{} is open for direct I/O, which writes to memory that it has pinned", name()))
@@ -253,17 +252,17 @@ pub fn find_external_writer() -> Option<String> {
             0 => {
                 let name = name();
                 let writes = ["io_uring", "userfaultfd", "kvm", "vfio"].iter().any(|kind| name.contains(kind));
-                writes.then(|| format!("{name} is open, and may write to memory behind the program's back"))
+                writes.then(|| format!("{name} is open, and may write to memory without the program's page tables"))
             }
             _ => None,
         }
     })
 }
 
-/// pthread_mutexattr_setprotocol(3). Mutexes with priority inheritance are written by the kernel.
+/// pthread_mutexattr_setprotocol(3). The kernel writes to mutexes with priority inheritance.
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pthread_mutexattr_setprotocol(attributes: *mut c_void, protocol: c_int) -> c_int {
     if protocol == libc::PTHREAD_PRIO_INHERIT {
@@ -276,10 +275,10 @@ pub unsafe extern "C" fn pthread_mutexattr_setprotocol(attributes: *mut c_void, 
     }
 }
 
-/// pthread_mutexattr_setrobust(3). Robust mutexes are written by the kernel when their owner dies.
+/// pthread_mutexattr_setrobust(3). The kernel writes to a robust mutex when its owner dies.
 ///
 /// # Safety
-/// As its manual says.
+/// The same as in its manual page.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pthread_mutexattr_setrobust(attributes: *mut c_void, robust: c_int) -> c_int {
     if robust == libc::PTHREAD_MUTEX_ROBUST {

@@ -1,10 +1,10 @@
-//! What the user has asked for, which `pagefold run` puts into the environment.
+//! The user's settings, which `pagefold run` passes in the environment.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// Names of the environment.
+/// Names of environment variables.
 const DOMAIN_VARIABLE: &str = "PAGEFOLD_DOMAIN";
 const MAX_SLOWDOWN_VARIABLE: &str = "PAGEFOLD_MAX_SLOWDOWN";
 const LIFETIME_VARIABLE: &str = "PAGEFOLD_LIFETIME";
@@ -12,29 +12,29 @@ const THRESHOLD_VARIABLE: &str = "PAGEFOLD_THRESHOLD";
 const PER_NODE_VARIABLE: &str = "PAGEFOLD_PER_NODE";
 const REPORT_VARIABLE: &str = "PAGEFOLD_REPORT";
 
-/// What the user has asked for.
+/// The user's settings.
 #[derive(Debug)]
 pub struct PreloadSettings {
-    /// With whom to merge.
+    /// The domain to join.
     pub domain: String,
-    /// By which share the program may become slower.
+    /// The maximum slowdown of the program, as a fraction.
     pub max_slowdown: f64,
-    /// For how long it runs at least.
+    /// The minimum run time of the program.
     pub min_runtime: Duration,
     /// Whether each NUMA node has a store of its own.
     pub per_node: bool,
-    /// Whether to say at the end what was done.
+    /// Whether to print the results at exit.
     pub prints_report: bool,
 }
 
 static SETTINGS: OnceLock<PreloadSettings> = OnceLock::new();
-/// Bytes of the smallest block. Nothing is one before the settings were read.
+/// Bytes of the smallest block. Before the settings are loaded, no memory becomes a block.
 static MIN_BLOCK_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 
-/// The smallest that may be asked for: of less, a mapping of its own costs more than it can bring.
+/// The smallest allowed value: below it, a mapping of its own costs more than merging can save.
 const MIN_THRESHOLD_BYTES: usize = 1 << 16;
 
-/// Read them. Without a domain nothing is merged.
+/// Load the settings. Without a domain nothing is merged.
 pub fn load() {
     let text = |name| std::env::var(name).ok().filter(|text| !text.is_empty());
     let Some(domain) = text(DOMAIN_VARIABLE) else { return };
@@ -49,7 +49,7 @@ pub fn load() {
     }
 }
 
-/// Those that were read.
+/// The loaded settings.
 pub fn settings() -> Option<&'static PreloadSettings> {
     SETTINGS.get()
 }
@@ -59,7 +59,7 @@ pub fn is_block_size(bytes: usize) -> bool {
     bytes >= MIN_BLOCK_BYTES.load(Ordering::Relaxed)
 }
 
-/// Nothing is a block from now on.
+/// From now on no memory becomes a block.
 pub fn disable_adoption() {
     MIN_BLOCK_BYTES.store(usize::MAX, Ordering::Relaxed);
 }

@@ -1,5 +1,5 @@
-//! The library in programs that know nothing of it, by `LD_PRELOAD` alone: what a program can see of it, and what it
-//! leaves behind. `crates/cli/tests/run` has whole programs, by `pagefold run`.
+//! The library in unmodified programs, by `LD_PRELOAD` alone: what a program can see of it, and what it leaves behind.
+//! `crates/cli/tests/run` tests whole programs, by `pagefold run`.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
@@ -13,7 +13,7 @@ fn runtime_directory() -> TempDir {
     place
 }
 
-/// The library, where cargo has left it.
+/// The library, in cargo's output directory.
 fn library_path() -> PathBuf {
     let tests = std::env::current_exe().unwrap();
     let library = tests.with_file_name("libpagefold_adopt.so");
@@ -21,7 +21,7 @@ fn library_path() -> PathBuf {
     library
 }
 
-/// Whether there is a C compiler; says that the test is skipped otherwise.
+/// Whether there is a C compiler; prints that the test is skipped if not.
 fn has_compiler() -> bool {
     let found = Command::new("gcc").arg("--version").output().is_ok();
     if !found {
@@ -30,7 +30,7 @@ fn has_compiler() -> bool {
     found
 }
 
-/// Compile a program, or a library. `source` is the name of one in `labs/run`, or a path.
+/// Compile a program or a library. `source` is a file name in `labs/run`, or a path.
 fn compile(directory: &TempDir, source: &str, flags: &[&str]) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/run").join(source);
     let program = directory.path().join(source.file_stem().unwrap());
@@ -40,19 +40,19 @@ fn compile(directory: &TempDir, source: &str, flags: &[&str]) -> PathBuf {
     program
 }
 
-/// Compile a program of which only `main` is given.
+/// Compile a program from the text of its `main`.
 fn compile_text(directory: &TempDir, name: &str, text: &str, flags: &[&str]) -> PathBuf {
     let source = directory.path().join(name);
     std::fs::write(&source, format!("{TEST_PROGRAM_HEAD_C}{text}")).unwrap();
     compile(directory, source.to_str().unwrap(), flags)
 }
 
-/// A program with the library ahead, in the domain `x`, as fast as may be; ended after minutes if it hangs.
+/// A program with the library preloaded, in the domain `x`, without a bound; killed after some minutes if it hangs.
 fn preloaded_command(directory: &TempDir, program: &Path) -> Command {
     command_with_preload(directory, library_path().to_str().unwrap(), program)
 }
 
-/// The same with more libraries. Nothing but the program loads them.
+/// The same with more libraries. Only the program loads them.
 fn command_with_preload(directory: &TempDir, libraries: &str, program: &Path) -> Command {
     let mut command = Command::new("timeout");
     command.args(["--signal=KILL", "300", "env", &format!("LD_PRELOAD={libraries}")]).arg(program);
@@ -65,7 +65,7 @@ fn lossy_text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// What the program exited with. `None` if it may not merge beside itself here, which says that the test is skipped.
+/// The exit code of the program. `None` if it may not merge beside itself here; prints that the test is skipped.
 fn exit_code(output: &Output) -> Option<i32> {
     if lossy_text(&output.stderr).contains("needs Linux 6.4 and userfaultfd") {
         println!("skipped: userfaultfd is not permitted");
@@ -74,14 +74,14 @@ fn exit_code(output: &Output) -> Option<i32> {
     Some(output.status.code().unwrap_or_else(|| panic!("{output:?}")))
 }
 
-/// What the library reports of itself: the number before some words.
+/// A figure of the library's report: the number before some words.
 fn reported_number(stderr: &str, label: &str) -> u64 {
     let before = stderr.split_once(label).unwrap_or_else(|| panic!("{label} in {stderr}")).0;
     before.trim_end().rsplit(' ').next().unwrap().parse().unwrap()
 }
 
-/// `threads` reads how many threads the kernel counts, and allocates nothing, as `num_threads` in proc_pid_stat(5).
-/// `becomes` waits for a number of them. `merged` waits until anything is merged.
+/// `threads` reads how many threads the kernel counts, and allocates nothing (`num_threads` in proc_pid_stat(5)).
+/// `becomes` waits until there are so many. `merged` waits until any page is merged.
 const TEST_PROGRAM_HEAD_C: &str = r#"#define _GNU_SOURCE
 #include <fcntl.h>
 #include <sched.h>
@@ -144,7 +144,8 @@ fn idle_barrier_only_reads_the_clock() {
     let output = preloaded_command(&place, &program).args([&barriers.to_string(), "1000"]).output().unwrap();
     let said = lossy_text(&output.stderr);
     assert!(output.status.success() && !said.contains("had 0 B merged"), "{output:?}");
-    // All others took no lock and made no system call. One asks each 5 ms at most, and a few for each merge.
+    // All other safe points took no lock and made no system call. One asks every 5 ms at most, and a few for each
+    // merge.
     let milliseconds: u64 = lossy_text(&output.stdout).trim().parse().unwrap();
     let (asked, merges) = (reported_number(&said, " safe points asked"), reported_number(&said, " merges took"));
     assert!(asked <= milliseconds / 5 + 4 * merges + 10 && asked < barriers / 2, "{milliseconds} ms: {said}");
@@ -193,7 +194,7 @@ fn merged_program_can_change_its_user_namespace() {
 		return 2;
 	if (unshare(CLONE_NEWUSER))
 		return 3;
-	/* It goes on merging. */
+	/* It continues to merge. */
 	return count > 1 && !becomes(2) ? 4 : block[77] != 3;
 }
 "#;
@@ -260,8 +261,8 @@ fn program_without_blocks_has_no_merge_thread() {
     assert_eq!(exit_code(&output).unwrap_or(0), 0, "{output:?}");
 }
 
-/// A rank that goes from barrier to barrier until it is merged, says so, and ends when its input does; or kills itself
-/// at once. Or what starts such ranks, and outlives them.
+/// A rank that runs through barriers until it is merged, prints that, and ends when its input closes; or kills itself
+/// at once. Or a launcher that starts such ranks, and outlives them.
 const RANK_PROGRAM_C: &str = r#"#include <signal.h>
 int MPI_Init(int *count, char ***words);
 int MPI_Barrier(void *comm);

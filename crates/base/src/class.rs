@@ -1,10 +1,10 @@
-//! The classes of a census, and counting in them.
+//! The page classes of a census, and page counts by class.
 
 use crate::units::Pages;
 use std::ops::AddAssign;
 
-/// What a census found a resident page to be. Each page has exactly one class; where several fit, the first of this
-/// order holds: merged, volatile, zero, then the narrowest duplicate.
+/// The class of a resident page in a census. Each page has exactly one class. If several fit, the first of this order
+/// applies: merged, volatile, zero, then the nearest duplicate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[repr(u8)]
 pub enum PageClass {
@@ -25,7 +25,7 @@ pub enum PageClass {
 }
 
 impl PageClass {
-    /// Every class, in the order of precedence.
+    /// All classes, in order of precedence.
     pub const ALL: [Self; 7] = [
         Self::Merged,
         Self::Volatile,
@@ -36,7 +36,7 @@ impl PageClass {
         Self::Unique,
     ];
 
-    /// Whether the page has another copy and is no page of zeros.
+    /// Whether the page has another copy and is not a zero page.
     pub fn is_duplicate(self) -> bool {
         matches!(self, Self::DuplicateWithin | Self::DuplicateAcross | Self::DuplicateForeign)
     }
@@ -47,8 +47,8 @@ impl PageClass {
     }
 }
 
-/// Resident private anonymous pages by class. Every resident page is in exactly one field except `redundant`, which
-/// is the part of the duplicates beyond the copy that each group keeps.
+/// Resident private anonymous pages by class. Each resident page is counted in exactly one field. Only `redundant`
+/// overlaps: it counts the duplicates beyond the copy that each group keeps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageCounts {
     /// Already shared by KSM.
@@ -70,7 +70,7 @@ pub struct PageCounts {
 }
 
 impl PageCounts {
-    /// Count one page; `redundant` says that it is not the copy its group keeps.
+    /// Count one page; `redundant` says that it is not the copy that its group keeps.
     pub fn count(&mut self, class: PageClass, redundant: bool) {
         let field = match class {
             PageClass::Merged => &mut self.merged,
@@ -85,7 +85,7 @@ impl PageCounts {
         self.redundant.0 += u64::from(redundant && class.is_duplicate());
     }
 
-    /// All duplicates, whatever their nearest copy.
+    /// All duplicates, wherever their nearest copy is.
     pub fn duplicate(&self) -> Pages {
         self.within + self.across + self.foreign
     }

@@ -1,28 +1,29 @@
-//! What is in a page: its fingerprint, and the kind of its content.
+//! The content of a page: its fingerprint and its kind.
 
-/// A 64-bit fingerprint of a page's bytes, keyed anew for every census, so that it says whether two pages are equal
-/// and nothing else. [`Fingerprint::ZERO_PAGE`] is the page of zeros and no other.
+/// A 64-bit fingerprint of a page's bytes. Each census uses a new key, so fingerprints only tell whether two pages are
+/// equal. [`Fingerprint::ZERO_PAGE`] stands for the zero page only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Fingerprint(pub u64);
 
 impl Fingerprint {
-    /// The page of zeros, found by comparison and not by hashing.
+    /// The zero page, found by comparison and not by hashing.
     pub const ZERO_PAGE: Self = Self(0);
 
-    /// Half of it, for where room is short: equal for equal contents, and for two different ones with a probability of
-    /// one in four billion. Spread first, because fingerprints of a recording may be small numbers.
+    /// Half of the fingerprint, to save memory. Equal contents have equal halves; two different contents have equal
+    /// halves with a probability of one in four billion. The bits are spread first, because fingerprints of a recording
+    /// may be small numbers.
     pub const fn to_half(self) -> u32 {
         (self.0.wrapping_mul(SPREAD_MULTIPLIER) >> 32) as u32
     }
 
-    /// The fingerprint that stands for a content of which only half a fingerprint is known.
+    /// The fingerprint for a content of which only half a fingerprint is known.
     pub const fn from_half(half: u32) -> Self {
         Self(((half as u64) << 32).wrapping_mul(SPREAD_INVERSE))
     }
 }
 
-/// What fingerprints are multiplied by to spread them (Fibonacci hashing: D. Knuth, The Art of Computer Programming 3,
-/// 6.4), and what undoes that modulo 2^64.
+/// The multiplier that spreads fingerprints (Fibonacci hashing: D. Knuth, The Art of Computer Programming 3, 6.4), and
+/// its inverse modulo 2^64.
 const SPREAD_MULTIPLIER: u64 = 0x9e37_79b9_7f4a_7c15;
 const SPREAD_INVERSE: u64 = 0xf1de_83e1_9937_733d;
 const _: () = assert!(SPREAD_MULTIPLIER.wrapping_mul(SPREAD_INVERSE) == 1);
@@ -30,18 +31,18 @@ const _: () = assert!(SPREAD_MULTIPLIER.wrapping_mul(SPREAD_INVERSE) == 1);
 /// An upper bound of the probability that any two different contents among `distinct` share a fingerprint.
 ///
 /// Two given contents collide with probability at most 2^-63 (`pagefold-sys`, `fingerprint`: 2^-64 for the hash, and
-/// the same again for the value that is reserved for the page of zeros); the bound is the sum over all pairs.
+/// 2^-64 for the value that is reserved for the zero page). The bound is the sum over all pairs.
 pub fn collision_probability(distinct: u64) -> f64 {
     let n = distinct as f64;
     (n * (n - 1.0).max(0.0) / 2.0 / 2f64.powi(63)).min(1.0)
 }
 
-/// What a page holds, as far as its bytes tell.
+/// The kind of a page's content, derived from its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum ContentKind {
     /// Only zero bytes.
     Zero,
-    /// One eight-byte word repeated, as allocators and memory tests leave it.
+    /// One repeated eight-byte word, for example from allocators and memory tests.
     Pattern(u64),
     /// The first page of an ELF file.
     Elf,
@@ -70,8 +71,8 @@ impl ContentKind {
     }
 }
 
-/// Whether the bytes are UTF-8 without control characters other than white space. A page may cut a character at its
-/// end, so an incomplete last character is accepted.
+/// Whether the bytes are UTF-8 without control characters except white space. A page may cut a character at its end, so
+/// an incomplete last character is accepted.
 fn is_text(bytes: &[u8]) -> bool {
     let text = match std::str::from_utf8(bytes) {
         Ok(text) => text,

@@ -1,88 +1,90 @@
-//! Trust domains: who may share memory with whom.
+//! Trust domains: which processes may share memory.
 //!
-//! KSM has one tree: whoever is enrolled shares with everybody else who is, and a write to a shared page takes longer
-//! than one to a page of one's own, so sharing tells a neighbour what one's memory holds. A census therefore counts
-//! what lies within a domain and what crosses domains apart.
+//! KSM has one tree for all enrolled pages, so all enrolled processes share with each other. A write to a shared page
+//! takes longer than a write to a private page, so sharing reveals memory contents to other processes. A census
+//! therefore counts duplicates within a domain and duplicates across domains separately.
 //!
-//! A [`DomainRule`] sorts all processes; a configuration may put some into [`TrustGroup`]s before it is applied.
+//! A [`DomainRule`] assigns all processes to domains. The configuration may assign some to [`TrustGroup`]s before the
+//! rule applies.
 //!
-//! - Each virtual machine is a domain of its own by default, whichever user runs it: libvirt runs all of them as one.
-//! - Names of programs, virtual machines, containers and jobs are self-declared: a process chooses its name and
+//! - By default each virtual machine is a separate domain, because libvirt runs all of them as one user.
+//! - Names of programs, virtual machines, containers and jobs are self-declared. A process chooses its name and
 //!   environment, and a user with a delegated cgroup may name a cgroup below it after any container. Such a name counts
-//!   only beside a user, a cgroup or a label: a group that gives names alone is not applied ([`TrustGroup::is_attested`]).
-//! - A setuid program is started and fed by another user than its effective one: no group by users has it, and without
-//!   a group it is a domain of its own.
+//!   only together with a user, a cgroup or a label. A group that only has names is not applied
+//!   ([`TrustGroup::is_attested`]).
+//! - Another user than the effective one starts a setuid program and controls its input. So groups by user never
+//!   contain it. If it is in no group, it is a separate domain.
 //!
-//! Limits: a group that gives users beside names trusts these users to choose names. Labels are read only for
-//! containers in cgroups that root alone creates, and are what a container's runtime was told: a group by one trusts
-//! whoever may start containers with it, or provides images that bring it.
+//! Limits: a group that has users and names trusts these users to choose names. Labels are read only for containers in
+//! cgroups that only root creates. They are the labels that the container's runtime was given. So a group by label
+//! trusts the users that may start containers with it, and the providers of images that set it.
 
 use crate::process::Process;
 use globset::GlobMatcher;
 use std::fmt;
 
-/// How processes are sorted into trust domains.
+/// The rule that assigns processes to trust domains.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum DomainRule {
-    /// One domain for each user; each virtual machine and each setuid program is a domain of its own.
+    /// One domain for each user; each virtual machine and each setuid program is a separate domain.
     #[default]
     User,
     /// One domain for each cgroup.
     Cgroup,
     /// One domain for each virtual machine or process.
     Process,
-    /// Everything is one domain.
+    /// One domain for the whole host.
     Host,
 }
 
 /// A trust domain.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum TrustDomain {
-    /// All of it.
+    /// The whole host.
     Host,
     /// The processes of a user.
     User(u32),
     /// The processes of a cgroup.
     Cgroup(String),
-    /// A virtual machine, by its name, if it has one, and its monitor's process number.
+    /// A virtual machine, by its name, if it has one, and its monitor's PID.
     Vm(Option<String>, u32),
-    /// A process, by its number.
+    /// A process, by its PID.
     Process(u32),
     /// A group of the configuration, by its name.
     Group(String),
-    /// Those of a domain whose memory is bound to certain NUMA nodes, by the list of these: on a host where KSM merges
-    /// across nodes, a merge with others would move their pages to another node.
+    /// Processes of a domain whose memory is bound to these NUMA nodes, given as a node list. On a host where KSM
+    /// merges across nodes, a merge with other processes would move their pages to another node.
     NumaBound(Box<TrustDomain>, String),
 }
 
-/// How processes are sorted into trust domains: by the first group that they belong to, otherwise by the rule.
+/// How processes are assigned to trust domains: by the first group that contains them, otherwise by the rule.
 #[derive(Clone, Debug, Default)]
 pub struct DomainConfig {
-    /// For whoever is in no group.
+    /// For processes in no group.
     pub rule: DomainRule,
     /// In the order in which they are tried.
     pub groups: Vec<TrustGroup>,
 }
 
-/// Processes that trust each other. Kinds of conditions narrow each other down; within a kind any one is enough. A
-/// group without a condition has nobody in it.
+/// Processes that trust each other. A process must match one pattern of each kind of condition that is given. A group
+/// without a condition is empty.
 #[derive(Clone, Debug, Default)]
 pub struct TrustGroup {
-    /// What the domain is called.
+    /// The name of the domain.
     pub name: String,
     /// Effective users.
     pub users: Vec<u32>,
-    /// Cgroup paths, each with all below it; patterns, whose `*` takes `/` too.
+    /// Cgroup paths, each with its subtree; in these patterns `*` also matches `/`.
     pub cgroups: Vec<GlobMatcher>,
     /// Names of virtual machines.
     pub vms: Vec<GlobMatcher>,
     /// The kernel's names of programs.
     pub program_names: Vec<GlobMatcher>,
-    /// Containers, as `docker:4c01db0b339c` or `lxc:web`.
+    /// Containers, such as `docker:4c01db0b339c` or `lxc:web`.
     pub containers: Vec<GlobMatcher>,
-    /// Labels of containers, as `com.docker.compose.project=shop`.
+    /// Labels of containers, such as `com.docker.compose.project=shop`.
     pub labels: Vec<GlobMatcher>,
-    /// Jobs, as `slurm:1234.0`.
+    /// Jobs, such as `slurm:1234.0`.
     pub jobs: Vec<GlobMatcher>,
 }
 
@@ -103,26 +105,26 @@ impl DomainConfig {
 }
 
 impl TrustGroup {
-    /// Whether it says who belongs to it.
+    /// Whether it has any condition.
     pub fn has_condition(&self) -> bool {
         let Self { name: _, users, cgroups, vms, program_names: names, containers, labels, jobs } = self;
         let patterns = [cgroups, vms, names, containers, labels, jobs];
         !users.is_empty() || patterns.iter().any(|patterns| !patterns.is_empty())
     }
 
-    /// Whether one of its conditions is about what a process cannot choose for itself. Names of programs, virtual
+    /// Whether one of its conditions tests a property that a process cannot choose itself. Names of programs, virtual
     /// machines, containers and jobs are self-declared.
     pub fn is_attested(&self) -> bool {
         let Self { name: _, users, cgroups, vms: _, program_names: _, containers: _, labels, jobs: _ } = self;
         !users.is_empty() || !cgroups.is_empty() || !labels.is_empty()
     }
 
-    /// Whether a process belongs to it, and for the user that the group trusts.
+    /// Whether a process belongs to the group and runs for the user that the group trusts.
     fn trusts(&self, process: &Process) -> bool {
         self.has(process) && (self.users.is_empty() || !process.setuid)
     }
 
-    /// Whether a process belongs to it. What cannot be read of a process fits nothing.
+    /// Whether a process belongs to the group. A property that cannot be read matches nothing.
     pub fn has(&self, process: &Process) -> bool {
         let Self { name: _, users, cgroups, vms, program_names: names, containers, labels, jobs } = self;
         let fits = |patterns: &[GlobMatcher], text: Option<&str>| {
@@ -142,14 +144,14 @@ impl TrustGroup {
     }
 }
 
-/// Whether a cgroup or one that it is below fits.
+/// Whether a cgroup or one of its ancestors matches.
 fn matches_cgroup_or_ancestor(patterns: &[GlobMatcher], path: &str) -> bool {
     let ends = path.match_indices('/').map(|(end, _)| end).filter(|&end| end > 0).chain([path.len()]);
     ends.map(|end| &path[..end]).any(|above| patterns.iter().any(|pattern| pattern.is_match(above)))
 }
 
 impl DomainRule {
-    /// The domain of a process. A process whose users or cgroup cannot be read is a domain of its own.
+    /// The domain of a process. A process whose users or cgroup cannot be read is a separate domain.
     pub fn domain(self, process: &Process) -> TrustDomain {
         let pid = process.id.pid.0;
         let alone = match &process.identity.vm {
@@ -169,12 +171,12 @@ impl DomainRule {
 }
 
 impl TrustDomain {
-    /// Whether it is that of one process alone.
+    /// Whether the domain contains a single process only.
     pub fn is_single_process(&self) -> bool {
         matches!(self.without_nodes(), Self::Vm(..) | Self::Process(_))
     }
 
-    /// The domain without what nodes its memory is bound to, which is no question of trust.
+    /// The domain without its NUMA binding, which does not affect trust.
     pub fn without_nodes(&self) -> &Self {
         match self {
             Self::NumaBound(domain, _) => domain.without_nodes(),
@@ -182,7 +184,7 @@ impl TrustDomain {
         }
     }
 
-    /// The nodes that its memory is bound to, if it is kept apart for that.
+    /// The nodes to which its memory is bound, if it is separated for that reason.
     pub fn nodes(&self) -> Option<&str> {
         match self {
             Self::NumaBound(_, nodes) => Some(nodes),
@@ -190,7 +192,7 @@ impl TrustDomain {
         }
     }
 
-    /// Kept apart for the nodes that its memory is bound to, if it is to any.
+    /// The domain, separated by the nodes to which its memory is bound, if any.
     #[must_use]
     pub fn with_nodes(self, nodes: Option<String>) -> Self {
         match nodes {
@@ -326,7 +328,7 @@ mod tests {
         let job = || TrustGroup { jobs: globs(&["slurm:*"]), ..group("web") };
         for alone in [names, job] {
             assert!(alone().has_condition() && !alone().is_attested());
-            assert!(alone().has(&evil), "it still selects what is managed or left alone");
+            assert!(alone().has(&evil), "the group still selects processes to manage or to exclude");
             assert_eq!(domain(alone(), &good), "vm web-1");
             assert_eq!(domain(alone(), &evil), "vm web-evil");
             assert_eq!(domain(TrustGroup { users: vec![0], ..alone() }, &good), "group web");

@@ -1,36 +1,37 @@
-//! What the user-space engine holds, and what that saves: for a region, a member and a domain.
+//! Memory counts of the user-space engine and its savings: for a region, a member and a domain.
 //!
-//! A page that maps the store takes a part of a frame, and a page of zeros that was given back takes none. How many
-//! map each frame is not kept, so what the store costs is laid on its pages evenly: with `s` pages in the store and `m`
-//! pages of all members that map it, each of those saves `1 - s/m` of a page. The savings of all regions then add up to
-//! what the domain saves. Contents that nobody maps any more and were not collected yet make that less, even negative.
+//! A page that maps the store uses a part of a frame. A freed zero page uses no memory. The number of mappings of each
+//! frame is not stored, so the cost of the store is distributed evenly over its pages. With `s` pages in the store and
+//! `m` member pages that map it, each of the latter saves `1 - s/m` of a page. The savings of all regions then add up
+//! to the savings of the domain. Contents that no page maps and that are not collected yet reduce the savings, even
+//! below zero.
 //!
-//! Figures of members are as of when each has told them. Forked children that have not used the engine since, and
-//! members that left with merged memory, map the store and tell nothing: they are in no sum.
+//! Each member's figures are from its last report. Two kinds of processes map the store without reporting, and are in
+//! no sum: forked children that have not used the engine since, and members that left with merged memory.
 
 use crate::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, ProcessId};
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// What the memfd of a store is called. Anybody may call his so.
+/// The name of a store's memfd. Any program may use this name.
 pub const STORE_MEMFD_NAME: &str = "pagefold-store";
 
-/// Whether a region, by its name in `/proc/PID/maps`, maps a store.
+/// Whether a region maps a store, by its name in `/proc/PID/maps`.
 pub fn is_store_mapping(name: &str) -> bool {
-    // A memfd has no path, and reads as one that was removed (mm/memfd.c).
+    // A memfd has no path; `maps` shows it as a removed file (mm/memfd.c).
     name.strip_prefix("/memfd:").and_then(|name| name.strip_suffix(" (deleted)")) == Some(STORE_MEMFD_NAME)
 }
 
-/// Pages of a region or of several.
+/// Page counts of one or several regions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageTally {
-    /// All, resident or not.
+    /// All pages, resident or not.
     pub pages: Pages,
-    /// Those that map the store and were not written since.
+    /// Pages that map the store and were not written since.
     pub merged: Pages,
-    /// Pages of zeros that were given back and not written since: they take no memory.
+    /// Freed zero pages that were not written since: they use no memory.
     pub zeros: Pages,
-    /// Those that are left alone, because they were written too soon after they were merged.
+    /// Pages excluded from merging because they were written too soon after a merge.
     pub volatile_pages: Pages,
 }
 
@@ -46,76 +47,76 @@ impl AddAssign for PageTally {
 /// A region of a member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionTally {
-    /// Where it is.
+    /// Its address range.
     pub range: AddressRange,
-    /// What it holds.
+    /// Its page counts.
     pub tally: PageTally,
 }
 
-/// The time that an engine takes from its program, against what it may.
+/// The CPU time that an engine uses in its program, and its limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EngineTimeUse {
     /// Since the member joined.
     pub elapsed: Duration,
-    /// Of it: the engine's own work, and the faults of writes to what it had merged.
+    /// The part of it used by the engine's own work, and by faults of writes to merged pages.
     pub spent: Duration,
-    /// The share of the program's own time that it may take; `None` for no bound.
+    /// The share of the program's own time that the engine may use; `None` for no limit.
     pub max_slowdown: Option<f64>,
 }
 
 impl EngineTimeUse {
-    /// By how much the program was slowed down, as a share of the time that it would have taken by itself.
+    /// The slowdown of the program, as a share of its run time without the engine.
     pub fn slowdown(&self) -> f64 {
         let own = self.elapsed.saturating_sub(self.spent).as_secs_f64();
         if own > 0.0 { self.spent.as_secs_f64() / own } else { 0.0 }
     }
 }
 
-/// What a member tells of itself.
+/// The report of a member about itself.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineMember {
-    /// Who.
+    /// The process.
     pub process: ProcessId,
-    /// When it told this, since the host was booted (CLOCK_BOOTTIME).
+    /// The time of the report since host boot (CLOCK_BOOTTIME).
     pub reported_at: Duration,
-    /// When it has merged last, since the host was booted.
+    /// The time of the last merge since host boot.
     pub last_merge: Option<Duration>,
-    /// Merges so far.
+    /// The number of merges so far.
     pub merges: u64,
-    /// The time that they took.
+    /// Their total duration.
     pub merge_time: Duration,
-    /// The time that it takes from its program.
+    /// The time that the engine uses in the program.
     pub time_use: EngineTimeUse,
-    /// The memory in which it remembers its pages.
+    /// Memory of the engine's page records.
     pub notes: Bytes,
     /// Over all regions.
     pub tally: PageTally,
-    /// How many regions it has.
+    /// The number of its regions.
     pub region_count: u64,
-    /// The regions, or as many of them as there was room for.
+    /// The regions, or as many as fit into the report.
     pub regions: Vec<RegionTally>,
 }
 
-/// A domain, as its directory shows it.
+/// A domain, from its directory.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineDomain {
     /// Its name.
     pub name: String,
-    /// Whose processes its members are.
+    /// The user ID of its members' processes.
     pub owner: u32,
     /// The size of its pages.
     pub page_size: PageSize,
-    /// Those that live and tell of themselves, by process.
+    /// Live members with a report, by process.
     pub members: Vec<EngineMember>,
-    /// Of how many processes there are figures that cannot be counted: they have ended, and nobody has cleaned up yet.
+    /// The number of processes that have ended without cleanup. Their figures cannot be counted.
     pub ended_members: u64,
-    /// Of how many the figures could not be read, or make no sense.
+    /// The number of members whose figures could not be read or are inconsistent.
     pub unreadable_members: u64,
-    /// Contents in the store, a page each.
+    /// Pages in the store, one for each distinct content.
     pub stored: Pages,
     /// Memory of the index.
     pub index: Bytes,
-    /// Memory of all files in its directory, the index among them: what members share beside the store.
+    /// Memory of all files in its directory, including the index: what members share besides the store.
     pub files: Bytes,
 }
 
@@ -127,12 +128,12 @@ impl EngineDomain {
         sum
     }
 
-    /// How many pages of members share one of the store, in the mean; `None` of an empty store.
+    /// The mean number of member pages that share one page of the store; `None` for an empty store.
     pub fn sharing(&self) -> Option<f64> {
         (self.stored.0 > 0).then(|| self.tally().merged.0 as f64 / self.stored.0 as f64)
     }
 
-    /// What pages of members save, gross: of the store those frames that are not there more than once, and zeros.
+    /// Gross savings of member pages: their frames less their share of the store, plus freed zero pages.
     pub fn saved(&self, tally: &PageTally) -> NetBytes {
         let (merged, all) = (i128::from(tally.merged.0), i128::from(self.tally().merged.0));
         let page = i128::from(self.page_size.bytes());
@@ -143,7 +144,7 @@ impl EngineDomain {
         NetBytes((shared + page * i128::from(tally.zeros.0)) as i64)
     }
 
-    /// What all members save, gross. What lies in the store and nobody maps is paid for in it.
+    /// Gross savings of all members. The cost of store pages that no member maps is subtracted.
     pub fn saved_by_all(&self) -> NetBytes {
         let PageTally { merged, zeros, .. } = self.tally();
         NetBytes(
@@ -152,12 +153,12 @@ impl EngineDomain {
         )
     }
 
-    /// What the engine keeps for that: the files of the domain, and each member's notes.
+    /// The engine's own memory: the files of the domain and each member's page records.
     pub fn overhead(&self) -> Bytes {
         self.members.iter().map(|member| member.notes).sum::<Bytes>() + self.files
     }
 
-    /// What all members save, net.
+    /// Net savings of all members.
     pub fn net(&self) -> NetBytes {
         NetBytes(self.saved_by_all().0 - self.overhead().0.cast_signed())
     }

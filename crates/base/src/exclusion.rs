@@ -1,13 +1,13 @@
-//! Who is left alone: programs whose memory should not be merged with anybody's.
+//! Excluded processes: programs whose memory should not be merged.
 //!
-//! A write to a merged page is measurably slower, so that a neighbour who is enrolled too can test guesses of what a
-//! page holds; a program that holds keys gains little from merging and has much to lose. The memory of a confidential
-//! guest is encrypted: no two pages of it are alike, and it only costs ksmd time. The owner of a virtual machine may
-//! forbid merging of its memory ([`Vm::opt_out`]).
+//! A write to a merged page is measurably slower, so another enrolled process can test guesses of a page's content. A
+//! program with keys gains little from merging and risks much. The memory of a confidential guest is encrypted: no two
+//! of its pages are equal, and scanning them only costs ksmd time. The owner of a virtual machine may forbid merging of
+//! its memory ([`Vm::opt_out`]).
 //!
-//! Programs are known by the kernel's name of them and by their arguments. Limits: a process may call itself what it
-//! likes, so the list protects programs that do not hide, and keys are in many others: web servers that end TLS,
-//! browsers, databases. Such are for the configuration.
+//! Programs are recognized by the kernel's name and by their arguments. Limits: a process may choose its name, so the
+//! list only protects programs that do not hide. Many other programs have keys: web servers that terminate TLS,
+//! browsers, databases. The operator excludes these in the configuration.
 
 use crate::domain::TrustGroup;
 #[cfg(doc)]
@@ -17,8 +17,8 @@ use crate::process::Process;
 use crate::tuner::program_name;
 use globset::{Glob, GlobMatcher};
 
-/// Programs that hold private keys, passwords or sealed secrets in memory for as long as they run, with what of. Names
-/// may have `*`.
+/// Programs that keep private keys, passwords or sealed secrets in memory while they run, with a description of these.
+/// Names may contain `*`.
 pub const KEY_HOLDING_PROGRAMS: [(&str, &str); 32] = [
     ("1password", "passwords"),
     ("bao", "secrets of OpenBao"),
@@ -54,18 +54,18 @@ pub const KEY_HOLDING_PROGRAMS: [(&str, &str); 32] = [
     ("wpa_supplicant", "keys of wireless networks"),
 ];
 
-/// Who is left alone.
+/// Which processes are excluded.
 #[derive(Clone, Debug)]
 pub struct Exclusions {
-    /// Programs, each with why.
+    /// Programs, each with the reason.
     programs: Vec<ProgramPattern>,
     /// Virtual machines, by name.
     vms: Vec<GlobMatcher>,
-    /// Whoever else, by user, cgroup, label and the like.
+    /// Other processes, by user, cgroup, label and similar conditions.
     groups: Vec<TrustGroup>,
-    /// Whether confidential virtual machines are.
+    /// Whether confidential virtual machines are excluded.
     confidential: bool,
-    /// Whether virtual machines are whose owner forbids merging.
+    /// Whether virtual machines whose owner forbids merging are excluded.
     opted_out: bool,
 }
 
@@ -87,24 +87,24 @@ impl Default for Exclusions {
 }
 
 impl Exclusions {
-    /// Nobody.
+    /// Excludes no process.
     pub fn none() -> Self {
         Self { programs: Vec::new(), vms: Vec::new(), groups: Vec::new(), confidential: false, opted_out: false }
     }
 
-    /// Whether confidential virtual machines are left alone, too.
+    /// Set whether confidential virtual machines are excluded.
     #[must_use]
     pub fn confidential(self, confidential: bool) -> Self {
         Self { confidential, ..self }
     }
 
-    /// Whether virtual machines are left alone, too, whose owner forbids merging.
+    /// Set whether virtual machines whose owner forbids merging are excluded.
     #[must_use]
     pub fn opted_out(self, opted_out: bool) -> Self {
         Self { opted_out, ..self }
     }
 
-    /// Leave programs alone whose name fits one of the patterns, too.
+    /// Also exclude programs whose name matches one of the patterns.
     #[must_use]
     pub fn programs(mut self, patterns: impl IntoIterator<Item = GlobMatcher>) -> Self {
         let name = |pattern| ProgramPattern { pattern, why: "the configuration excludes its program".to_owned() };
@@ -112,21 +112,21 @@ impl Exclusions {
         self
     }
 
-    /// Leave virtual machines alone whose name fits one of the patterns, too.
+    /// Also exclude virtual machines whose name matches one of the patterns.
     #[must_use]
     pub fn vms(mut self, patterns: impl IntoIterator<Item = GlobMatcher>) -> Self {
         self.vms.extend(patterns);
         self
     }
 
-    /// Leave alone whoever is in one of the groups, too.
+    /// Also exclude the processes in these groups.
     #[must_use]
     pub fn groups(mut self, groups: impl IntoIterator<Item = TrustGroup>) -> Self {
         self.groups.extend(groups);
         self
     }
 
-    /// Why a process is left alone, in one phrase.
+    /// Why a process is excluded, in one phrase.
     pub fn reason(&self, process: &Process) -> Option<String> {
         let arguments = process.arguments.as_deref().unwrap_or_default();
         if let Some(name) = self.programs.iter().find(|name| name.fits(&process.comm, program_name(arguments))) {
@@ -148,7 +148,7 @@ impl Exclusions {
 }
 
 impl ProgramPattern {
-    /// By the arguments or by the kernel's name, which is cut at 15 bytes (`TASK_COMM_LEN`): either is enough.
+    /// Matches the arguments or the kernel's name, which is cut at 15 bytes (`TASK_COMM_LEN`).
     fn fits(&self, comm: &str, program: Option<&str>) -> bool {
         let cut = || comm.len() == 15 && self.pattern.glob().glob().starts_with(comm);
         program.is_some_and(|program| self.pattern.is_match(program)) || self.pattern.is_match(comm) || cut()
@@ -190,7 +190,7 @@ mod tests {
         check("pinentry-gtk-2", "pinentry-gtk-2", Some("it holds passphrases as they are typed"));
         check("systemd-cryptse", "/usr/lib/systemd/systemd-cryptsetup|attach", Some("it holds keys of disks"));
         check("kwalletd6", "", Some("it holds passwords"));
-        // One that gives itself another title is still known to the kernel, and the other way round.
+        // A program that changes its title is still recognized by the kernel's name, and the reverse.
         check("vault", "worker", Some("it holds secrets of Vault"));
         check("worker", "/opt/vault|server", Some("it holds secrets of Vault"));
         check("sshfs", "sshfs|host:", None);
@@ -250,7 +250,7 @@ mod tests {
         let group = TrustGroup { name: "keys".to_owned(), vms: vec![glob("db-*")], ..TrustGroup::default() };
         let grouped = Exclusions::default().groups([group, TrustGroup::default()]);
         assert_eq!(grouped.reason(&vm).unwrap(), "the configuration excludes the group keys");
-        assert_eq!(grouped.reason(&own), None, "nobody is in a group without a condition");
+        assert_eq!(grouped.reason(&own), None, "a group without a condition is empty");
         let extended = Exclusions::default().programs([glob("tls-proxy-of-ours")]);
         assert!(extended.reason(&key).is_some() && extended.reason(&own).is_some());
     }

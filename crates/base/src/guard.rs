@@ -1,43 +1,44 @@
-//! The memory guard: whether what is about to take memory fits, and how far it can go where it does not.
+//! The memory guard: checks whether an action that takes memory fits the limits, and how much of it fits.
 //!
-//! Unmerging gives each merged page a frame of its own, and nobody is asked whether there is one: the kernel breaks the
-//! sharing by faults (mm/ksm.c, `break_ksm`), each of which charges a page and may wake the OOM killer. So the frames
-//! are counted first ([`FrameNeed`]), held against every limit that they would count to ([`MemoryHeadroom`]), and only what passes
-//! none of them is done ([`check_memory`]).
+//! Unmerging gives each merged page its own frame, without a check for free memory. The kernel breaks the sharing by
+//! faults (mm/ksm.c, `break_ksm`); each fault charges a page and may trigger the OOM killer. So the guard counts the
+//! needed frames first ([`FrameNeed`]) and compares them with each limit that they are charged to ([`MemoryHeadroom`]).
+//! Only actions that stay within all limits are done ([`check_memory`]).
 //!
-//! # What is needed
-//! A page on a KSM frame is copied also when it is the last one there (mm/memory.c, `wp_can_reuse_anon_folio` refuses
-//! KSM folios), and the frame comes back with its last mapping. So withdrawing k of a frame's n mappings takes k
-//! frames, or n - 1 if k = n, and on the way there never more than one frame above what it comes to: a copy takes one,
-//! and at most gives one back; the reserve has that one. Pages of zeros that KSM placed (`ksm_zero_pages`) take a frame
-//! each from 6.6 on; before, they stay what they are. Page tables are there already, since every page in question is
-//! mapped.
+//! # Frames needed
+//! A write copies a page on a KSM frame even if it is the last mapping of the frame (mm/memory.c,
+//! `wp_can_reuse_anon_folio` refuses KSM folios). The frame is freed with its last mapping. So unenrolling k of a
+//! frame's n mappings takes k frames, or n - 1 if k = n. During the operation at most one more frame is in use than at
+//! its end: a copy takes one frame and frees at most one. The reserve covers that frame. Zero pages that KSM placed
+//! (`ksm_zero_pages`) take a frame each from 6.6 on; older kernels keep them. Page tables exist already, because each
+//! of these pages is mapped.
 //!
-//! A cgroup is charged for all copies of its processes, and given no credit: the frame that comes back was charged to
-//! whoever held it when it was merged, who may be somebody else.
+//! A cgroup is charged for all copies of its processes, and gets no credit. The freed frame was charged to the process
+//! that had it at the time of the merge, which may be in another cgroup.
 //!
-//! # What there is
-//! Of the host `MemAvailable`, less a reserve: see [`reserve`]. It leaves out the watermarks already (mm/show_mem.c,
-//! `si_mem_available`), and is an estimate. Of a cgroup, and each one above it, the limit less the usage, where
-//! inactive file pages that are clean count as free: they are the first to be reclaimed (mm/vmscan.c). Swap makes no
-//! room: what fits only because something else is swapped out is [`MemoryVerdict::FitsWithSwap`], and not done unless forced.
+//! # Memory available
+//! For the host: `MemAvailable` less a reserve, see [`reserve`]. It already leaves out the watermarks (mm/show_mem.c,
+//! `si_mem_available`), and is an estimate. For a cgroup and each of its ancestors: the limit less the usage. Clean
+//! inactive file pages count as free, because the kernel reclaims them first (mm/vmscan.c). Swap does not count as free
+//! memory. An action that fits only if other memory is swapped out is [`MemoryVerdict::FitsWithSwap`], and is not done
+//! unless forced.
 
 use crate::reading::Absent;
 use crate::units::{AddressRange, Bytes, PageSize, Pages};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Where memory counts to.
+/// The scope of a memory limit.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum LimitScope {
     /// The whole host.
     Host,
-    /// A cgroup with all below it, by its path in the hierarchy of the memory controller.
+    /// A cgroup and its subtree, by its path in the hierarchy of the memory controller.
     Cgroup(String),
 }
 
 impl LimitScope {
-    /// Whether what is charged to a cgroup counts here.
+    /// Whether a charge to a cgroup counts here.
     pub fn contains_cgroup(&self, cgroup: &str) -> bool {
         match self {
             Self::Host => true,
@@ -58,14 +59,14 @@ impl fmt::Display for LimitScope {
     }
 }
 
-/// What kind of limit it is.
+/// The kind of a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LimitKind {
-    /// `MemAvailable` less the reserve. Beyond it the OOM killer of the host.
+    /// `MemAvailable` less the reserve. Beyond it the host's OOM killer acts.
     Available,
-    /// `memory.max`, or `memory.limit_in_bytes` of v1. Beyond it the OOM killer of the cgroup.
+    /// `memory.max`, or `memory.limit_in_bytes` of v1. Beyond it the cgroup's OOM killer acts.
     Max,
-    /// `memory.high`. Beyond it the processes are throttled.
+    /// `memory.high`. Beyond it the kernel throttles the processes.
     High,
     /// `memory.memsw.limit_in_bytes` of v1: memory and swap together.
     MemoryAndSwap,
@@ -83,53 +84,53 @@ impl LimitKind {
     }
 }
 
-/// A limit, and how much of it is left.
+/// A limit and its headroom.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryLimit {
-    /// Whose.
+    /// Its scope.
     pub scope: LimitScope,
-    /// Which.
+    /// Its kind.
     pub kind: LimitKind,
-    /// The limit itself; of the host `MemAvailable` before the reserve.
+    /// The limit itself; for the host `MemAvailable` before the reserve.
     pub limit: Bytes,
-    /// What may still be taken.
+    /// Memory that can still be taken.
     pub headroom: Bytes,
-    /// What may be taken beyond it by swapping out.
+    /// Memory that can be taken beyond it by swapping out.
     pub swap_headroom: Bytes,
 }
 
-/// All limits that count for what is to be done.
+/// All limits that apply to an action.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryHeadroom {
-    /// Those that could be read.
+    /// Limits that could be read.
     pub limits: Vec<MemoryLimit>,
-    /// Those that could not, and why.
+    /// Limits that could not be read, and why.
     pub unreadable: Vec<(LimitScope, Absent)>,
 }
 
-/// The memory that is left alone beside what the kernel leaves alone: `min_free_kbytes` once more, for what takes
-/// memory meanwhile, and a hundredth of all, because `MemAvailable` takes half of the page cache for free.
+/// The memory reserve, in addition to the kernel's watermarks: `min_free_kbytes` once more, for concurrent allocations,
+/// and 1 % of all memory, because `MemAvailable` counts half of the page cache as free.
 pub fn reserve(total: Bytes, min_free: Bytes) -> Bytes {
     min_free + Bytes(total.0 / 100)
 }
 
-/// The frames that something takes.
+/// The frames that an action takes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FrameNeed {
-    /// Of the host: the pages that get a frame, less the frames that come free.
+    /// For the host: pages that get a frame, less frames that are freed.
     pub host: Pages,
-    /// Of the cgroups of the processes: the pages that get a frame.
+    /// For the cgroups of the processes: pages that get a frame.
     pub cgroups: BTreeMap<String, Pages>,
 }
 
 impl FrameNeed {
-    /// Of copies in a process of this cgroup, of which so many give a frame back.
+    /// For copies in a process of this cgroup, of which `returned` free a frame.
     pub fn for_cgroup(cgroup: Option<&str>, copies: Pages, returned: Pages) -> Self {
         let cgroups = cgroup.map(|path| (path.to_owned(), copies)).into_iter().collect();
         Self { host: copies.saturating_sub(returned), cgroups }
     }
 
-    /// What counts to a place.
+    /// The pages charged to a scope.
     pub fn in_scope(&self, place: &LimitScope) -> Pages {
         match place {
             LimitScope::Host => self.host,
@@ -149,31 +150,31 @@ impl std::ops::AddAssign<&Self> for FrameNeed {
     }
 }
 
-/// Whether something may be done.
+/// Whether an action fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MemoryVerdict {
-    /// No limit would be passed.
+    /// It stays within all limits.
     Fits,
-    /// It fits only if as much is swapped out.
+    /// It fits only if other memory is swapped out.
     FitsWithSwap,
-    /// A limit would be passed.
+    /// It would exceed a limit.
     OverLimit,
     /// A limit could not be read.
     Unknown,
 }
 
-/// A verdict with what it rests on.
+/// A verdict with the figures behind it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MemoryCheck {
-    /// What it comes to.
+    /// The result.
     pub verdict: MemoryVerdict,
-    /// Each limit with the bytes that would count to it, those with the least left over first.
+    /// Each limit with the bytes that would be charged to it, the smallest remaining headroom first.
     pub limits_and_needs: Vec<(MemoryLimit, Bytes)>,
     /// Limits that could not be read, and why.
     pub unreadable: Vec<(LimitScope, Absent)>,
 }
 
-/// Hold a need against every limit. Nothing needed fits everywhere.
+/// Compare a need with each limit. A need of zero always fits.
 pub fn check_memory(need: &FrameNeed, headroom: &MemoryHeadroom, page: PageSize) -> MemoryCheck {
     let mut limits: Vec<(MemoryLimit, Bytes)> =
         headroom.limits.iter().map(|limit| (limit.clone(), page.bytes_of(need.in_scope(&limit.scope)))).collect();
@@ -194,7 +195,7 @@ pub fn check_memory(need: &FrameNeed, headroom: &MemoryHeadroom, page: PageSize)
     MemoryCheck { verdict, limits_and_needs: limits, unreadable: headroom.unreadable.clone() }
 }
 
-/// How many of these needs, one after the other, fit together before the first that does not.
+/// How many of these needs fit together, in order, before the first one that does not.
 pub fn count_needs_that_fit<'a>(
     needs: impl IntoIterator<Item = &'a FrameNeed>,
     headroom: &MemoryHeadroom,
@@ -210,8 +211,9 @@ pub fn count_needs_that_fit<'a>(
         .count()
 }
 
-/// A range in parts with at most so many of its pages in each, cut before a page; the parts are all of the range.
-/// `pages` are the addresses of pages within it, ascending. Returns each part with the number of its pages.
+/// Split a range into parts with at most `at_most` of its pages in each. Cuts are before a page, and the parts cover
+/// the whole range. `pages` are the addresses of pages within it, ascending. Returns each part with the number of its
+/// pages.
 pub fn split_by_page_count(range: AddressRange, pages: &[u64], at_most: usize) -> Vec<(AddressRange, usize)> {
     let mut parts = Vec::new();
     let mut start = range.start;

@@ -1,8 +1,7 @@
-//! Who a process is beyond its number: a virtual machine, a container's process, a rank of a job.
+//! The identity of a process beyond its PID: a virtual machine, a process of a container, a rank of a job.
 //!
-//! Everything is derived from its command line, its environment and its cgroup; nothing is asked of the process. A
-//! process writes all of these itself, or had them written by whoever started it: they tell what it says it is. Labels
-//! are what a container's runtime keeps of it, in files of root's.
+//! It is derived from the command line, the environment and the cgroup. The process or its parent writes all of these,
+//! so they are self-declared. Labels come from files of the container's runtime, which belong to root.
 
 mod container;
 mod job;
@@ -10,16 +9,16 @@ mod vm;
 
 use std::collections::BTreeMap;
 
-/// How the memory of the virtual machine that a command line starts is kept from its host, if it is: the name of the
-/// technique, as its monitor has it.
+/// The technique that protects the memory of the virtual machine of a command line from its host, if any, by its
+/// monitor's name.
 pub fn confidential_guest_technique(arguments: &[String]) -> Option<String> {
     vm::confidential_technique(arguments)
 }
 
-/// The virtual machine monitors that are recognised.
+/// The virtual machine monitors that are recognized.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Monitor {
-    /// QEMU, by itself or under libvirt.
+    /// QEMU, alone or under libvirt.
     Qemu,
     /// Firecracker.
     Firecracker,
@@ -27,32 +26,32 @@ pub enum Monitor {
     CloudHypervisor,
 }
 
-/// A virtual machine as its monitor's command line describes it.
+/// A virtual machine, from its monitor's command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vm {
     /// Which monitor runs it.
     pub monitor: Monitor,
     /// The guest's name (`-name guest=`, `--id`), if the command line, the control socket of cloud-hypervisor or the
-    /// cgroup of libvirt gives one.
+    /// cgroup of libvirt has one.
     pub name: Option<String>,
-    /// Guest RAM in bytes, if the command line gives it.
+    /// Guest RAM in bytes, if the command line states it.
     pub memory_bytes: Option<u64>,
-    /// Memory backends by id, with what keeps or lets KSM merge them.
+    /// Memory backends by id, with their settings for KSM.
     pub backends: Vec<VmMemoryBackend>,
     /// Whether the monitor marks guest RAM for KSM: QEMU's `mem-merge`, on by default; cloud-hypervisor's `mergeable`,
     /// off by default; Firecracker never does.
     pub mem_merge: bool,
     /// Whether a host device is passed through, which pins guest RAM.
     pub vfio: bool,
-    /// The control socket that the monitor listens on (`-qmp unix:PATH`, `--api-sock`), if the command line gives one;
-    /// as given there, so possibly relative to the monitor's directory or root.
+    /// The control socket of the monitor (`-qmp unix:PATH`, `--api-sock`), if the command line has one. The path is as
+    /// given there, so it may be relative to the monitor's directory or root.
     pub control_socket: Option<String>,
 }
 
 impl Vm {
     /// The setting by which the owner of the virtual machine forbids merging of its memory, or of a part of it: QEMU's
     /// `mem-merge=off` (libvirt's `<nosharepages/>`), or `merge=off` of a memory backend. The other monitors do not
-    /// mark guest RAM by default, which forbids nothing.
+    /// mark guest RAM by default; that is not an opt-out.
     pub fn opt_out(&self) -> Option<String> {
         let off: Vec<_> = self.backends.iter().filter(|backend| !backend.merge).collect();
         match (self.monitor, self.mem_merge, off.as_slice()) {
@@ -73,37 +72,37 @@ pub struct VmMemoryBackend {
     pub id: String,
     /// The object's type, such as `memory-backend-memfd`.
     pub kind: String,
-    /// `share=on`, given or the default of its type: KSM does not take shared memory.
+    /// `share=on`, explicit or the default of its type: KSM does not merge shared memory.
     pub share: bool,
-    /// Whether its memory is marked for KSM: as its `merge=` says, otherwise as the machine does.
+    /// Whether its memory is marked for KSM: from its `merge=`, otherwise from the machine's setting.
     pub merge: bool,
 }
 
-/// A job whose processes belong together.
+/// A job with several processes.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Job {
-    /// The job's name, such as `slurm:1234.0` or `mpi:2882928641`; `mpi` for a rank that does not tell its job.
+    /// The job's name, such as `slurm:1234.0` or `mpi:2882928641`; `mpi` for a rank whose job is unknown.
     pub name: String,
-    /// The process's rank in it.
+    /// The rank of the process in it.
     pub rank: Option<u32>,
 }
 
-/// What a process is.
+/// The identity of a process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Identity {
-    /// The virtual machine it runs.
+    /// The virtual machine that it runs.
     pub vm: Option<Vm>,
-    /// The innermost container it belongs to: runtime and the first 12 digits of its id, or its name, from its cgroup;
-    /// `docker:4c01db0b339c`, `lxc:web`.
+    /// The innermost container that it belongs to, from its cgroup: the runtime and the first 12 digits of the
+    /// container's id, or its name. Examples: `docker:4c01db0b339c`, `lxc:web`.
     pub container: Option<String>,
     /// The job it belongs to.
     pub job: Option<Job>,
-    /// What the outermost container that it is in was labelled with, as `KEY=VALUE`, as far as its runtime keeps that
-    /// in a file (see [`label_files`]).
+    /// The labels of the outermost container that it belongs to, as `KEY=VALUE`, if the runtime stores them in a file
+    /// (see [`label_files`]).
     pub labels: Vec<String>,
 }
 
-/// The variables of a process's environment that identify a job. Nothing else of an environment is kept.
+/// The environment variables that identify a job. No other variable is kept.
 pub const JOB_VARIABLES: &[&str] = &[
     "OMPI_COMM_WORLD_RANK",
     "OMPI_MCA_ess_base_jobid",
@@ -129,13 +128,14 @@ impl Identity {
     }
 }
 
-/// The files that may hold the labels of the container that a cgroup is of, by paths below the root; the first that is
-/// there does. None where its runtime keeps none.
+/// The files that may contain the labels of a cgroup's container, as paths below the root. The first existing one is
+/// used. None if its runtime stores no labels.
 pub fn label_files(cgroup: &str) -> Vec<String> {
     container::label_files(cgroup)
 }
 
-/// Whether a path below the root is that of a file that [`label_files`] names. It holds a container's environment, too.
+/// Whether a path below the root is a file that [`label_files`] names. Such a file also contains a container's
+/// environment.
 pub fn is_label_file(path: &str) -> bool {
     container::is_label_file(path)
 }
@@ -145,7 +145,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Text as a process may write it, made of what the readers look for.
+    /// Text that a process may write, made of tokens that the parsers search for.
     fn text() -> impl Strategy<Value = String> {
         let pieces = prop::sample::select(vec![
             "qemu-system-x86_64",

@@ -1,7 +1,7 @@
-//! The vocabulary that all of Pagefold shares: units, readings, processes and their identity, regions, trust domains.
+//! Types shared by all of Pagefold: units, readings, processes and their identity, regions, trust domains.
 //!
-//! Everything here is plain data and functions of their arguments: no I/O, no clock, no thread, no environment, no
-//! global. Types are not serializable by themselves: wire forms live with the subjects and in `pagefold-output`.
+//! All items are plain data and functions of their arguments: no I/O, no clock, no thread, no environment, no global
+//! state. Types are not serializable: wire formats are in the crates that use them and in `pagefold-output`.
 
 #![forbid(unsafe_code)]
 

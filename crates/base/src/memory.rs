@@ -1,11 +1,11 @@
-//! What the host says of its memory: totals, pressure, huge pages, nodes.
+//! The host's memory state: totals, pressure, huge pages, nodes.
 
 use crate::reading::Reading;
 use crate::units::Bytes;
 
-/// The part of all memory, or of a limit, from which on less is short whoever waits for it. Without swap nobody waits
-/// for anonymous memory until there is none and the OOM killer comes. Unmerging is refused in the last hundredth anyway
-/// ([`crate::guard::reserve`]); this is early enough to have something merged before.
+/// The share of memory, or of a limit, below which it counts as short even without pressure. Without swap no task waits
+/// for anonymous memory until none is left and the OOM killer acts. Unmerging is refused in the last 1 % anyway
+/// ([`crate::guard::reserve`]); this limit leaves enough time to merge before that.
 const LOW_MEMORY_SHARE: f64 = 0.05;
 
 /// The lines of `/proc/meminfo` that Pagefold uses.
@@ -19,17 +19,17 @@ pub struct MemInfo {
     pub available: Reading<Bytes>,
     /// `AnonPages`: anonymous frames that are mapped.
     pub anon: Reading<Bytes>,
-    /// `AnonHugePages`: the part of it in huge pages mapped as such.
+    /// `AnonHugePages`: the part of these mapped as huge pages.
     pub anon_huge: Reading<Bytes>,
     /// `SwapTotal`.
     pub swap_total: Reading<Bytes>,
     /// `SwapFree`.
     pub swap_free: Reading<Bytes>,
-    /// `Hugetlb`: memory set aside for hugetlb pages.
+    /// `Hugetlb`: memory reserved for hugetlb pages.
     pub hugetlb: Reading<Bytes>,
 }
 
-/// One line of `/proc/pressure/*`: shares of the last 10, 60 and 300 seconds in percent, and the total.
+/// One line of `/proc/pressure/*`: stalled shares of the last 10, 60 and 300 seconds in percent, and the total.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PressureLine {
     /// Percent of the last 10 seconds.
@@ -51,39 +51,39 @@ pub struct Pressure {
     pub full: PressureLine,
 }
 
-/// Percent of the time in which some task waits for memory from which on it counts as short, unless said otherwise.
+/// The default limit: the percentage of time in which some task waits for memory, above which memory counts as short.
 pub const DEFAULT_PRESSURE_PERCENT: f64 = 10.0;
 
-/// How short memory is, on a host or in a cgroup.
+/// The memory shortage of a host or a cgroup.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Shortage {
     /// Percent of the last ten seconds in which some task waited for memory.
     pub pressure_percent: Option<f64>,
-    /// The part that is left, where that is to count.
+    /// The share of memory that is left, if it is to be considered.
     pub left_share: Option<f64>,
 }
 
 impl Shortage {
-    /// Of a host, where `MemAvailable` counts if nothing tells how long it is waited for (`psi=0`): it is an estimate.
+    /// For a host. `MemAvailable`, which is an estimate, is considered only if the pressure is unknown (`psi=0`).
     pub fn for_host(pressure_percent: Option<f64>, available: Option<Bytes>, total: Option<Bytes>) -> Self {
         let left = available.zip(total).filter(|_| pressure_percent.is_none());
         Self { pressure_percent, left_share: left.map(|(left, of)| share_left(left, of)) }
     }
 
-    /// Of a cgroup, with what is left of each limit that counts for it.
+    /// For a cgroup, with what is left of each limit that applies to it.
     pub fn for_cgroup(pressure_percent: Option<f64>, limits: impl IntoIterator<Item = (Bytes, Bytes)>) -> Self {
         let left = limits.into_iter().map(|(left, limit)| share_left(left, limit));
         Self { pressure_percent, left_share: left.min_by(f64::total_cmp) }
     }
 
-    /// Whether it counts as short where waiting for this percentage does.
+    /// Whether memory is short, if this percentage of waiting is the limit.
     pub fn is_short(self, percent: f64) -> bool {
         self.pressure_percent.is_some_and(|waited| waited >= percent)
             || self.left_share.is_some_and(|left| left < LOW_MEMORY_SHARE)
     }
 }
 
-/// A part of a whole. Nothing has nothing left.
+/// The share of a whole that is left. For a whole of 0, the share is 0.
 fn share_left(left: Bytes, whole: Bytes) -> f64 {
     left.0 as f64 / whole.0.max(1) as f64
 }
@@ -97,9 +97,9 @@ mod tests {
         let mib = |mib: u64| Some(Bytes(mib << 20));
         let host = |waited, available| Shortage::for_host(waited, mib(available), mib(1000)).is_short(10.0);
         assert!(host(Some(10.0), 900) && !host(Some(9.9), 900));
-        assert!(!host(Some(0.0), 1), "where waiting is known it counts alone");
-        assert!(host(None, 49) && !host(None, 51), "and else what is left");
-        assert!(!Shortage::for_host(None, None, mib(1000)).is_short(10.0), "what is not known is not short");
+        assert!(!host(Some(0.0), 1), "only pressure counts if it is known");
+        assert!(host(None, 49) && !host(None, 51), "otherwise the share that is left counts");
+        assert!(!Shortage::for_host(None, None, mib(1000)).is_short(10.0), "unknown memory is not short");
 
         let cgroup = |waited, limits: &[(u64, u64)]| {
             let limits = limits.iter().map(|&(left, limit)| (Bytes(left), Bytes(limit)));

@@ -1,8 +1,8 @@
-//! Whether merged pages last long enough to pay.
+//! Whether merged pages stay merged long enough to be profitable.
 //!
-//! A page that is merged gives a frame back until it is written. The write costs a fault and a copy, and merging it
-//! again costs ksmd's work once more. Pages that last shorter than that work is worth are a loss: MPI codes that write
-//! zero over zero in each step ran 20 to 45 % longer under KSM for savings that were gone within the step.
+//! A merged page saves a frame until it is written. The write costs a fault and a copy, and merging again costs ksmd's
+//! work once more. Pages that are written sooner than this work pays off cause a loss. Example: MPI codes that write
+//! zero over zero in each step ran 20 to 45 % longer under KSM, for savings that were lost within the step.
 
 use crate::savings::BYTES_PER_CPU_SECOND;
 use crate::units::Pages;
@@ -12,18 +12,19 @@ use std::time::Duration;
 /// CPU seconds of ksmd for a merge: 4 to 10 us were measured on 6.18.
 const MERGE_CPU_SECONDS: f64 = 6e-6;
 
-/// CPU seconds of the program for a write to a merged page: the fault, a frame, the copy of 4 KiB. Measured as 1 to 3
-/// us on 6.18 (x86-64), the fault being most of it.
+/// CPU seconds of the program for a write to a merged page: the fault, a new frame, the copy of 4 KiB. Measured as 1 to
+/// 3 us on 6.18 (x86-64), mostly for the fault.
 pub const COW_BREAK_CPU_SECONDS: f64 = 2.5e-6;
 
-/// For how many seconds memory is taken to be held where nothing else is known. With it, the price of CPU time
-/// ([`BYTES_PER_CPU_SECOND`]) makes one core worth 6 GiB held all the while, about what comes with a core in a server.
+/// How many seconds memory is assumed to be in use if nothing else is known. With the CPU price
+/// [`BYTES_PER_CPU_SECOND`], one core then equals 6 GiB of memory in constant use, about the memory per core of a
+/// server.
 const MEMORY_USE_SECONDS: f64 = 60.0;
 
 /// The quantile of the normal distribution for a one-sided confidence of 95 %.
 const NORMAL_QUANTILE_95: f64 = 1.645;
 
-/// For how long a merged page has to last to pay for merging and breaking it.
+/// How long a merged page must stay merged to pay for its merge and its COW break.
 pub fn min_profitable_lifetime(page_bytes: u64) -> Duration {
     Duration::from_secs_f64(
         (MERGE_CPU_SECONDS + COW_BREAK_CPU_SECONDS) * BYTES_PER_CPU_SECOND as f64 * MEMORY_USE_SECONDS
@@ -31,11 +32,10 @@ pub fn min_profitable_lifetime(page_bytes: u64) -> Duration {
     )
 }
 
-/// The age from which a content is expected to last long enough to pay, if nothing else is known of it.
+/// The stable age from which a content is expected to last long enough, if nothing else is known of it.
 ///
-/// One that has been there for `a` seconds is there for another `x` with probability `a / (a + x)` (J. R. Gott, Nature
-/// 363, 1993). Over the time `H` for which memory is taken to be held it is expected to last `a ln(1 + H / a)` more,
-/// which grows with `a`.
+/// A content that exists for `a` seconds exists for another `x` with probability `a / (a + x)` (J. R. Gott, Nature 363,
+/// 1993). Over the assumed time of use `H` it is expected to last `a ln(1 + H / a)` more, which grows with `a`.
 pub fn stable_age(page_bytes: u64) -> Duration {
     let lasts = |age: f64| age * (1.0 + MEMORY_USE_SECONDS / age).ln();
     let (mut young, mut ripe) = (0.0, MEMORY_USE_SECONDS);
@@ -46,25 +46,26 @@ pub fn stable_age(page_bytes: u64) -> Duration {
     Duration::from_secs_f64(ripe)
 }
 
-/// Where an operator granted ksmd CPU time for a program, merged pages need to last only this part of [`min_profitable_lifetime`]:
-/// that time is set aside whether it is used or not. Below it a program is disturbed for next to nothing: pages that
-/// simulations overwrite in each step last for less than a second.
+/// If an operator granted ksmd CPU time for a program, merged pages only need to last this share of
+/// [`min_profitable_lifetime`], because that CPU time is reserved in any case. Below this share the program is
+/// disturbed for almost no savings: pages that simulations overwrite in each step last less than a second.
 const MIN_GRANTED_LIFETIME_SHARE: f64 = 0.2;
 
-/// COW breaks may take this part of one CPU: a program with a single thread becomes slower by no more.
+/// The share of one CPU that COW breaks may take: a program with a single thread becomes slower by at most this share.
 const MAX_COW_BREAK_CPU_SHARE: f64 = 0.015;
 
-/// The part of ksmd's share that may go into merging the same pages again.
+/// The share of ksmd's CPU time that may go into merging the same pages again.
 const MAX_REMERGE_SHARE_OF_KSMD: f64 = 0.5;
 
-/// Pages that broke twice within so many times what they have to last are left alone, whether they paid or not: a page
-/// that is merged and written again and again is a nuisance to its program for little.
+/// Pages with two COW breaks within this many times their minimum lifetime are excluded, even if they were profitable.
+/// Repeated merges and COW breaks disturb the program for little savings.
 const THRASH_LIFETIME_FACTOR: u32 = 10;
 
-/// By which price merged pages are judged.
+/// The criterion for the lifetime of merged pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum LifetimeCriterion {
-    /// The price of CPU time that has other uses. Pages that are merged and written twice soon are unenrolled, too.
+    /// The market price of CPU time, which has other uses. Pages that are soon merged and written twice are unenrolled,
+    /// too.
     #[default]
     MarketCost,
     /// CPU time was granted: pages must last for this long.
@@ -72,7 +73,7 @@ pub enum LifetimeCriterion {
 }
 
 impl LifetimeCriterion {
-    /// Whether pages pay, by what was seen of them.
+    /// Whether pages with these statistics are profitable.
     pub fn is_met_by(self, stats: &LifetimeStats, page_bytes: u64) -> bool {
         match self {
             Self::MarketCost => stats.is_profitable(page_bytes) && !stats.is_thrashing(page_bytes),
@@ -81,23 +82,24 @@ impl LifetimeCriterion {
     }
 }
 
-/// COW breaks a second that are allowed where ksmd was granted a share of one CPU.
+/// The allowed COW breaks per second if ksmd was granted a share of one CPU.
 pub fn max_cow_breaks_per_second(ksmd_cpu_share: f64) -> f64 {
     (MAX_COW_BREAK_CPU_SHARE / COW_BREAK_CPU_SECONDS)
         .min(ksmd_cpu_share * MAX_REMERGE_SHARE_OF_KSMD / MERGE_CPU_SECONDS)
 }
 
-/// What keeping some pages merged costs.
+/// The cost of keeping some pages merged.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct CowBreakRate {
-    /// Seconds for which a page is merged until it is written.
+    /// Seconds from the merge of a page to its write.
     pub lifetime_seconds: f64,
-    /// COW breaks a second, of all of these pages.
+    /// COW breaks per second of all these pages.
     pub breaks_per_second: f64,
 }
 
-/// The price at which as many pages stay enrolled as `allowed` COW breaks a second permit, those first that last
-/// longest. What lasts for [`min_profitable_lifetime`] stays in any case, and what lasts for less than a fifth of that does not.
+/// The criterion that keeps as many pages enrolled as `allowed` COW breaks per second permit, those with the longest
+/// lifetime first. Pages that last for [`min_profitable_lifetime`] always stay; pages that last less than a fifth of it
+/// never stay.
 pub fn criterion_for_break_limit(
     rates: &[CowBreakRate],
     max_breaks_per_second: f64,
@@ -117,33 +119,32 @@ pub fn criterion_for_break_limit(
     LifetimeCriterion::GrantedCpu(Duration::from_secs_f64(dearest * MIN_GRANTED_LIFETIME_SHARE))
 }
 
-/// What was seen of merged pages.
+/// Observations of merged pages.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct LifetimeStats {
-    /// Seconds that pages were merged, summed over the pages that were watched.
+    /// Seconds in the merged state, summed over the observed pages.
     pub page_seconds: f64,
-    /// Pages that were written meanwhile.
+    /// Pages that were written in this time.
     pub cow_breaks: Pages,
-    /// Those of them that were merged again and written again.
+    /// The part of these that were merged again and written again.
     pub repeated_cow_breaks: Pages,
-    /// The most pages that were merged at one time.
+    /// The largest number of pages that were merged at one time.
     pub max_merged_pages: Pages,
 }
 
 impl LifetimeStats {
-    /// Between two looks: so many pages were merged at the first, and so many of them no longer at the second, for some
-    /// of which that was the second time.
+    /// Add the interval between two scans: pages merged at the first scan, pages of these no longer merged at the
+    /// second, and the part of the latter for which this was the second COW break.
     pub fn add_interval(&mut self, merged: Pages, (broken, twice): (Pages, Pages), elapsed: Duration) {
-        // Those that broke were merged for half of the time, as far as one can tell.
+        // Pages with a COW break were merged for half of the interval on average.
         self.page_seconds += (merged.0 as f64 - broken.0 as f64 / 2.0) * elapsed.as_secs_f64();
         self.cow_breaks += broken;
         self.repeated_cow_breaks += twice;
         self.max_merged_pages = self.max_merged_pages.max(merged);
     }
 
-    /// Writes a second and page, not to be exceeded by the truth from below with 95 % confidence: the lower limit of a
-    /// Poisson rate, by the cube root approximation to the chi-squared distribution (E. B. Wilson, M. M. Hilferty, PNAS
-    /// 17, 1931).
+    /// Writes per second and page: a lower limit with 95 % confidence. It is the lower limit of a Poisson rate, by the
+    /// cube root approximation to the chi-squared distribution (E. B. Wilson, M. M. Hilferty, PNAS 17, 1931).
     pub fn min_break_rate(&self) -> f64 {
         let broken = self.cow_breaks.0 as f64;
         if broken < 1.0 || self.page_seconds <= 0.0 {
@@ -153,12 +154,13 @@ impl LifetimeStats {
         broken * root.max(0.0).powi(3) / self.page_seconds
     }
 
-    /// Whether merging such pages pays: unless they are known to last shorter than what merging and breaking one costs.
+    /// Whether merging such pages is profitable: unless their lifetime is certainly shorter than the cost of a merge
+    /// and a COW break requires.
     pub fn is_profitable(&self, page_bytes: u64) -> bool {
         self.min_break_rate() * min_profitable_lifetime(page_bytes).as_secs_f64() <= 1.0
     }
 
-    /// Whether at least half of such pages were merged and written twice, and soon each time.
+    /// Whether at least half of such pages were merged and written twice, soon each time.
     pub fn is_thrashing(&self, page_bytes: u64) -> bool {
         let soon = (min_profitable_lifetime(page_bytes) * THRASH_LIFETIME_FACTOR).as_secs_f64();
         self.repeated_cow_breaks > Pages::ZERO
@@ -224,7 +226,7 @@ mod tests {
 
     #[test]
     fn granted_cpu_keeps_pages_that_last_3_seconds() {
-        // Merged for four seconds until each write: less than the thirteen of the market price.
+        // Merged for four seconds until each write: less than the thirteen seconds of the market price.
         let four_seconds = lifetime_stats(4.0 * 1000.0, 1000);
         let market = LifetimeCriterion::default();
         assert!(!market.is_met_by(&four_seconds, 4096));
@@ -244,9 +246,9 @@ mod tests {
         assert!((price(&[]) - 2.61).abs() < 0.01);
         assert!((price(&[churn(8.0, 3000.0), churn(4.0, 3000.0)]) - 2.61).abs() < 0.01, "all fit");
         assert_eq!(price(&[churn(4.0, 3001.0), churn(8.0, 3000.0)]), 8.0, "the shorter ones do not");
-        assert!((price(&[churn(8.0, 6001.0)]) - 13.06).abs() < 0.01, "nothing but what pays at the market price");
+        assert!((price(&[churn(8.0, 6001.0)]) - 13.06).abs() < 0.01, "only pages that pay at the market price stay");
         let lasting = [churn(20.0, 9000.0), churn(5.0, 6000.0)];
-        assert!((price(&lasting) - 2.61).abs() < 0.01, "what pays at the market price takes no allowance");
+        assert!((price(&lasting) - 2.61).abs() < 0.01, "pages that pay at the market price do not use the limit");
         // 1.5 % of a CPU at 2.5 us a write, or half of the share at 6 us a merge.
         assert!(
             (max_cow_breaks_per_second(1.0) - 6000.0).abs() < 1e-6
@@ -274,9 +276,9 @@ mod tests {
             }
             (seen.is_profitable(4096), seen.is_thrashing(4096))
         };
-        assert_eq!(rounds(100, 60, 1), (true, false), "once is no harm");
+        assert_eq!(rounds(100, 60, 1), (true, false), "a single COW break is no thrashing");
         assert_eq!(rounds(100, 60, 2), (true, true));
-        assert_eq!(rounds(100, 600, 2), (true, false), "it paid for long each time");
+        assert_eq!(rounds(100, 600, 2), (true, false), "each merge lasted long");
         assert_eq!(rounds(50, 60, 2), (true, true));
         assert_eq!(rounds(49, 60, 9), (true, false), "most stay merged");
         assert_eq!(rounds(0, 60, 9), (true, false));

@@ -1,4 +1,4 @@
-//! A process as `/proc` describes it.
+//! A process, from its files in `/proc`.
 
 use crate::identity::Identity;
 use crate::ksm::ProcessKsm;
@@ -6,15 +6,15 @@ use crate::reading::{Absent, Reading};
 use crate::units::{Bytes, ProcessId};
 
 /// Clock ticks per second in `/proc/PID/stat`: `USER_HZ` (include/asm-generic/param.h), part of the user interface of
-/// every architecture but alpha.
+/// all architectures except alpha.
 pub const USER_HZ: f64 = 100.0;
 
-/// What is known of a process before its memory is looked at.
+/// Data of a process that is known before its memory is scanned.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {
-    /// Number and start time.
+    /// PID and start time.
     pub id: ProcessId,
-    /// The kernel's name of the program, with bytes that are no UTF-8 replaced.
+    /// The kernel's name of the program; invalid UTF-8 is replaced.
     pub comm: String,
     /// The state letter of `/proc/PID/stat`.
     pub state: char,
@@ -22,8 +22,8 @@ pub struct Process {
     pub kernel_thread: bool,
     /// The effective user.
     pub uid: Reading<u32>,
-    /// Whether its real, effective and saved users are not all the same, or not all known: a setuid program, which
-    /// another user started.
+    /// Whether its real, effective and saved users differ or are not all known: a setuid program, which another user
+    /// started.
     pub setuid: bool,
     /// The command line.
     pub arguments: Reading<Vec<String>>,
@@ -31,16 +31,16 @@ pub struct Process {
     pub cgroup: Reading<String>,
     /// Virtual machine, container, job.
     pub identity: Identity,
-    /// Its share in KSM.
+    /// Its KSM counters.
     pub ksm: ProcessKsm,
     /// `Seccomp` of `/proc/PID/status`: 0 none, 1 strict, 2 filter.
     pub seccomp: Reading<u64>,
-    /// `VmPin`: memory that drivers hold pinned.
+    /// `VmPin`: memory pinned by drivers.
     pub pinned: Reading<Bytes>,
 }
 
 impl Process {
-    /// A process of which nothing could be read beyond its number, for one reason.
+    /// A process with only its ID known, all else absent for one reason.
     pub fn absent(id: ProcessId, why: &Absent) -> Self {
         Self {
             id,
@@ -64,12 +64,12 @@ impl Process {
     }
 }
 
-/// `/proc/PID/smaps_rollup`: sums over all regions, as of now and not as of ksmd's last scan.
+/// `/proc/PID/smaps_rollup`: sums over all regions, current and not as of ksmd's last scan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SmapsRollup {
-    /// Resident bytes; blind to merging.
+    /// Resident bytes; not affected by merging.
     pub rss: Reading<Bytes>,
-    /// Each page divided by its mappings.
+    /// Resident bytes, each page divided by the number of its mappings.
     pub pss: Reading<Bytes>,
     /// Pages with one mapping, clean.
     pub private_clean: Reading<Bytes>,

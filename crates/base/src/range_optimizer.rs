@@ -1,55 +1,56 @@
-//! Which ranges of a region are worth enrolling: the best set of disjoint ranges, exactly and in linear time.
+//! Finds the ranges of a region that should be enrolled: the best set of disjoint ranges, exactly and in linear time.
 //!
-//! A covered page gives back bytes and costs its scan, a range costs its boundaries, a hole that a range bridges costs
-//! what may come to lie in it, and a huge page is split, and its value lost, once as soon as one covered page of it
-//! merges or a range begins or ends in it, where the kernel splits the region (mm/huge_memory.c,
-//! `vma_adjust_trans_huge`). A huge page that is covered as a whole and has nothing to merge stays: ksmd looks at its
-//! pages one by one and splits only what it is about to merge (mm/ksm.c, `try_to_merge_one_page`).
+//! A covered page gains bytes and costs its scan. A range costs its boundaries. A hole inside a range costs the pages
+//! that may fill it. A huge page loses its value once, when it is split: when a covered page of it merges, or when a
+//! range begins or ends inside it, where the kernel splits the region (mm/huge_memory.c, `vma_adjust_trans_huge`). A
+//! fully covered huge page with nothing to merge stays whole: ksmd scans its pages one by one and splits it only for a
+//! merge (mm/ksm.c, `try_to_merge_one_page`).
 //!
-//! The choice is a walk over the pages with four states: outside or inside of a range, with the present huge page whole
-//! or split. Alike pages behind one another are one stretch, of which the best choice takes all or nothing, because a
-//! range that ends within could be made longer or shorter without another boundary. Time is linear in the stretches,
-//! and five bytes are kept for each.
+//! The algorithm walks over the pages with four states: outside or inside of a range, with the current huge page whole
+//! or split. Adjacent pages of the same kind form one segment. The best choice takes all or none of a segment, because
+//! a range that ends inside could be made longer or shorter without another boundary. Time is linear in the number of
+//! segments, and it keeps five bytes for each.
 
 use std::ops::Range;
 
-/// Alike pages behind one another.
+/// Adjacent pages of the same kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageSegment {
-    /// How many pages, at least one.
+    /// The number of pages, at least one.
     pub pages: u32,
-    /// What covering one of them gains less what it costs, in bytes; `None` if it must not be covered.
+    /// The net gain of covering one of them, in bytes; `None` if it must not be covered.
     pub net_gain: Option<i64>,
     /// Whether they merge when covered, and so split their huge page.
     pub merges: bool,
-    /// The number of the huge page that they are a part of. A stretch lies within one.
+    /// The number of the huge page that contains them. A segment lies within one huge page.
     pub huge_page: Option<u64>,
-    /// The price of bridging the hole before the stretch, in bytes, if it does not lie right behind the one before.
-    /// Within a stretch there are no holes.
+    /// The cost of bridging the hole before the segment, in bytes, if it does not follow the previous segment directly.
+    /// A segment has no holes inside.
     pub hole_cost: i64,
 }
 
-/// What does not depend on the page, in bytes, none of it negative.
+/// Costs that do not depend on the page, in bytes, none of them negative.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RangeCosts {
     /// A range.
     pub per_range: i64,
-    /// A huge page that is kept whole.
+    /// A huge page that is split.
     pub per_split_huge_page: i64,
 }
 
 const STATE_OUTSIDE: usize = 0;
 const STATE_INSIDE: usize = 1;
-/// Added to a state if the present huge page is split.
+/// Added to a state if the current huge page is split.
 const STATE_SPLIT_FLAG: usize = 2;
-/// Less than any choice is worth, and far enough from the end of the numbers for costs to be taken off.
+/// Less than the value of any choice, and far enough from the smallest number that costs can be subtracted.
 const UNREACHABLE_VALUE: i64 = i64::MIN / 2;
 
-/// The disjoint ranges with the largest sum of worths less all prices, as page numbers counted from the first stretch.
+/// The disjoint ranges with the largest sum of net gains less all costs, as page numbers counted from the first
+/// segment.
 ///
-/// Where two choices are worth the same, pages stay outside.
+/// If two choices have the same value, pages stay outside.
 pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: RangeCosts) -> Vec<Range<u32>> {
-    // What the best way into each state is worth, and for each stretch where it came from: two bits a state.
+    // The best value of each state, and for each segment the previous state on the best path: two bits for each state.
     let mut values = [0, UNREACHABLE_VALUE, UNREACHABLE_VALUE, UNREACHABLE_VALUE];
     let mut came: Vec<u8> = Vec::new();
     let mut ends: Vec<u32> = Vec::new();
@@ -62,7 +63,7 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
         ends.push(ends.last().copied().unwrap_or(0) + stretch.pages);
         let same_huge_page = huge.is_some() && huge == stretch.huge_page;
         huge = stretch.huge_page;
-        // The best of the states that may come before, the first of those that are worth the same.
+        // The best of the possible previous states, the first one if equal.
         let best = |candidates: [(usize, i64); 4]| {
             candidates.into_iter().fold((0, UNREACHABLE_VALUE), |best, next| if next.1 > best.1 { next } else { best })
         };
@@ -119,16 +120,17 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
     ranges
 }
 
-/// The best ranges of several regions that are `at_most` so many together. `stretches` gives those of a region.
+/// The best ranges of several regions that are at most `at_most` in total. `stretches` returns the segments of a
+/// region.
 ///
-/// If the best ranges are too many, the price of a range is raised until they fit (`dear_enough`). That may leave out
-/// ranges that are worth just as much as others that are in: just below that price too many are chosen, and are worth
-/// the same. So up to some place those are taken, and behind it those that fit: up to the place that makes the most
-/// ranges that fit. Where no huge page has a price this is the best choice there is.
+/// If the best ranges are too many, the cost of a range is raised until they fit (`raise_range_cost_to_fit`). That may
+/// leave out ranges with the same value as included ones: just below that cost too many are chosen, with the same
+/// value. So the exceeding choice is taken up to some position, and the fitting choice behind it. The position is the
+/// one with the most ranges that fit. If splitting huge pages costs nothing, this is the optimal choice.
 ///
-/// Where one has, several ranges may be worth nothing but together, so that one less than those is worth nothing more
-/// than none of them. Then the choice is the best of as few ranges as are left at the raised price, or better, and no
-/// choice of `at_most` ranges is worth more than by the raise for each range that could still have been added.
+/// If it has a cost, several ranges may have a gain only together, so that one range less gains no more than none of
+/// them. Then the result is at least as good as the best choice with as few ranges as are left at the raised cost. No
+/// choice of `at_most` ranges is better by more than the raise for each range that could still be added.
 pub fn best_ranges_within<I>(
     regions: usize,
     segments: impl Fn(usize) -> I,
@@ -151,18 +153,20 @@ where
     chosen
 }
 
-/// The ranges of some regions that are best at one price.
+/// The best ranges of some regions at one cost.
 struct RangeChoices {
-    /// Those that fit.
+    /// The choice that fits.
     fitting: Vec<Vec<Range<u32>>>,
-    /// Others that are worth the same: just too many, or the same if those fit that are best at the given price.
+    /// Another choice with the same value and just too many ranges. It equals the fitting choice if that is the best at
+    /// the given cost.
     exceeding: Vec<Vec<Range<u32>>>,
 }
 
-/// The best ranges at the lowest price of a range, not below the given one, at which they are at most so many.
+/// The best ranges at the lowest cost of a range, not below the given one, at which there are at most `at_most` of
+/// them.
 ///
-/// The price is found in fractions of a byte that are so small that all of `at_most` ranges together do not make up for
-/// one: then the ranges that fit at a price are the best, too, a fraction below, where the others are chosen.
+/// The cost is searched in fractions of a byte. They are so small that `at_most` ranges together have less than one
+/// byte of them. So the ranges that fit at a cost are also optimal one fraction below, where the other choice is made.
 fn raise_range_cost_to_fit<I>(
     regions: usize,
     stretches: impl Fn(usize) -> I,
@@ -192,7 +196,7 @@ where
     if fits(&many) {
         return RangeChoices { fitting: many.clone(), exceeding: many };
     }
-    // At a price of all that there is to gain, nothing is chosen.
+    // At a cost of the total gain, no range is chosen.
     let (mut too_low, mut enough) = (prices.per_range * fractions, total * fractions);
     let mut few = vec![Vec::new(); regions];
     while enough - too_low > 1 {
@@ -207,11 +211,11 @@ where
     RangeChoices { fitting: few, exceeding: many }
 }
 
-/// `many` up to a place and `few` behind it: the place of which come the most ranges that are at most `room` more than
-/// `few` has. The page before it is in both or in neither, or nothing goes on over it.
+/// Combine `many` up to a position and `few` behind it. The position gives the most ranges, at most `room` more than
+/// `few` has. The page before it is in both choices or in neither, or no range continues over it.
 fn splice_choices(few: &[Range<u32>], many: &[Range<u32>], room: usize) -> Vec<Range<u32>> {
     let starts = |ranges: &[Range<u32>], place: u32| ranges.partition_point(|range| range.start < place);
-    // Where the last range ends that starts before the place.
+    // The end of the last range that starts before the position.
     let end =
         |ranges: &[Range<u32>], place: u32| starts(ranges, place).checked_sub(1).map_or(0, |last| ranges[last].end);
     let mut best = (0, 0);
@@ -234,7 +238,7 @@ fn splice_choices(few: &[Range<u32>], many: &[Range<u32>], room: usize) -> Vec<R
     ranges
 }
 
-/// What ranges are worth, with all prices.
+/// The value of ranges, with all costs.
 fn total_net_gain(stretches: impl IntoIterator<Item = PageSegment>, ranges: &[Range<u32>], prices: RangeCosts) -> i64 {
     let mut sum = -(ranges.len() as i64) * prices.per_range;
     let (mut at, mut next, mut before, mut split) = (0, 0, None, None);
@@ -311,7 +315,7 @@ mod tests {
         };
         assert_eq!(chosen(3), [2, 1]);
         assert_eq!(chosen(2), [2, 0]);
-        // The other would still fit. It is worth 3, and each of the pair 7.5, which is the raise.
+        // The other would still fit. It gains 3, and each of the pair gains 7.5, which is the raise.
         assert_eq!(chosen(1), [0, 0]);
     }
 
@@ -333,8 +337,8 @@ mod tests {
         check(&[idle(1, 40), idle(1, -50), idle(1, 40)], &[0..1, 2..3]);
     }
 
-    /// What a choice is worth, and of how many ranges it is; `None` if it covers what must not be. A bit of `broken`
-    /// begins a range anew behind a hole.
+    /// The value of a choice and the number of its ranges; `None` if it covers a forbidden page. A bit of `broken`
+    /// begins a new range behind a hole.
     fn value(pages: &[PageSegment], chosen: u32, broken: u32, prices: RangeCosts) -> Option<(i64, usize)> {
         let (mut sum, mut ranges) = (0, 0);
         let mut split = std::collections::BTreeSet::new();
@@ -354,7 +358,7 @@ mod tests {
         Some((sum - ranges as i64 * prices.per_range - split.len() as i64 * prices.per_split_huge_page, ranges))
     }
 
-    /// Every choice of some pages: its worth and the number of its ranges.
+    /// All choices of some pages: the value and the number of ranges of each.
     fn every_choice(pages: &[PageSegment], prices: RangeCosts) -> Vec<(i64, usize)> {
         let holes: u32 = pages.iter().enumerate().filter(|(_, page)| page.hole_cost > 0).map(|(i, _)| 1 << i).sum();
         (0u32..1 << pages.len())
@@ -377,7 +381,7 @@ mod tests {
         value(pages, chosen, broken, prices)
     }
 
-    /// Pages with everything at once: some worth something, some forbidden, some in huge pages, some behind holes.
+    /// Pages of all kinds: with a gain, forbidden, in huge pages, behind holes.
     fn pages() -> impl Strategy<Value = Vec<PageSegment>> {
         let page =
             (prop::option::weighted(0.9, -50i64..50), any::<bool>(), 0..4u8, prop_oneof![3 => Just(0), 1 => 1i64..40]);
@@ -406,7 +410,7 @@ mod tests {
             let ranges = best_ranges(pages.iter().copied(), prices);
             prop_assert!(ranges.windows(2).all(|pair| pair[0].end <= pair[1].start));
             prop_assert!(ranges.iter().all(|range| !range.is_empty()));
-            let (value, count) = value_of(&pages, &ranges, prices).expect("nothing forbidden is covered");
+            let (value, count) = value_of(&pages, &ranges, prices).expect("no forbidden page is covered");
             prop_assert_eq!(count, ranges.len());
             prop_assert_eq!(Some(value), every_choice(&pages, prices).into_iter().map(|(value, _)| value).max());
         }
@@ -422,7 +426,7 @@ mod tests {
             let regions = [first, second];
             let sum = |chosen: &[Vec<Range<u32>>]| {
                 let of = |(pages, ranges): (&Vec<PageSegment>, &Vec<Range<u32>>)| {
-                    let value = value_of(pages, ranges, prices).expect("nothing forbidden is covered");
+                    let value = value_of(pages, ranges, prices).expect("no forbidden page is covered");
                     assert_eq!(value.0, total_net_gain(pages.iter().copied(), ranges, prices));
                     value
                 };
@@ -436,7 +440,7 @@ mod tests {
             let [first, second] = regions.map(|pages| every_choice(&pages, prices));
             for (a, in_first) in &first {
                 for (b, in_second) in second.iter().filter(|(_, ranges)| in_first + ranges <= count) {
-                    prop_assert!(a + b <= value, "{in_first} and {in_second} ranges are worth {a} and {b}");
+                    prop_assert!(a + b <= value, "{in_first} and {in_second} ranges have values {a} and {b}");
                 }
             }
         }
@@ -454,7 +458,7 @@ mod tests {
                 let one = |(pages, ranges): (&Vec<PageSegment>, &Vec<Range<u32>>)| total_net_gain(pages.iter().copied(), ranges, prices);
                 (regions.iter().zip(chosen).map(one).sum::<i64>(), chosen.iter().map(Vec::len).sum::<usize>())
             };
-            // The best of each number of ranges.
+            // The best choice of each number of ranges.
             let best = regions.each_ref().map(|pages| {
                 let mut best = BTreeMap::new();
                 for (value, ranges) in every_choice(pages, prices) {
@@ -469,10 +473,11 @@ mod tests {
                     by_count.entry(a + b).and_modify(|most| *most = value.max(*most)).or_insert(value);
                 }
             }
-            let optimum = by_count.range(..=at_most).map(|(_, value)| *value).max().expect("nothing is a choice");
+            let optimum = by_count.range(..=at_most).map(|(_, value)| *value).max().expect("the empty choice exists");
             let (least, few) = sum(&raise_range_cost_to_fit(2, of, prices, at_most).fitting);
             let (value, _) = sum(&best_ranges_within(2, of, prices, at_most));
-            // The raise: what each range more would bring, with as many more as bring most each.
+            // The raise: the gain of each additional range, with the number of additional ranges that gains most for
+            // each.
             let more = by_count.range(at_most + 1..).map(|(count, value)| (value - least) as f64 / (count - few) as f64);
             let raise = more.fold(0.0, f64::max);
             prop_assert!(least <= value && value <= optimum);
@@ -486,20 +491,20 @@ mod tests {
             range in 0i64..6,
             at_most in 0usize..6,
         ) {
-            // Small numbers, so that many choices are worth the same.
+            // Small numbers, so that many choices have the same value.
             let pages = |region: &Vec<(i64, u8)>| {
                 region.iter().map(|&(worth, hole)| PageSegment { hole_cost: i64::from(hole == 2) * 3, ..page(worth) }).collect()
             };
             let regions: Vec<Vec<PageSegment>> = regions.iter().map(pages).collect();
             let prices = RangeCosts { per_range: range, per_split_huge_page: 0 };
             let chosen = best_ranges_within(2, |region| regions[region].iter().copied(), prices, at_most);
-            let of = |(pages, ranges): (&Vec<PageSegment>, &Vec<Range<u32>>)| value_of(pages, ranges, prices).expect("all may be");
+            let of = |(pages, ranges): (&Vec<PageSegment>, &Vec<Range<u32>>)| value_of(pages, ranges, prices).expect("no page is forbidden");
             let (value, count) = regions.iter().zip(&chosen).map(of).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
             prop_assert!(count <= at_most);
             let every: Vec<_> = regions.iter().map(|pages| every_choice(pages, prices)).collect();
             for (a, in_first) in &every[0] {
                 for (b, in_second) in every[1].iter().filter(|(_, ranges)| in_first + ranges <= at_most) {
-                    prop_assert!(a + b <= value, "{in_first} and {in_second} ranges are worth {a} and {b}, not {value}");
+                    prop_assert!(a + b <= value, "{in_first} and {in_second} ranges have values {a} and {b}, not {value}");
                 }
             }
         }

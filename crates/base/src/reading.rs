@@ -1,7 +1,7 @@
-//! A reading of the host: a value, or the reason why there is none.
+//! A reading of the host: a value, or the reason why it is absent.
 //!
-//! Absent is not zero. A counter that this kernel does not have, one that may not be read, and one whose process went
-//! away are three different answers, and none of them is the number 0.
+//! Absent is not zero. There are three different reasons: this kernel does not have the counter, reading is not
+//! permitted, or the process has ended. None of them means 0.
 
 /// Why there is no value.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, thiserror::Error)]
@@ -9,13 +9,13 @@ pub enum Absent {
     /// The file or field does not exist on this kernel (or its option is off).
     #[error("not on this kernel")]
     NotOnThisKernel,
-    /// The kernel refused: more privilege is needed.
+    /// Permission denied: more privilege is needed.
     #[error("permission denied")]
     Denied,
-    /// The process or object went away.
+    /// The process or object has ended.
     #[error("vanished")]
     Vanished,
-    /// There is something, and it is not what was expected; the text says what.
+    /// The value exists, but is not in the expected format; the text says how.
     #[error("malformed: {0}")]
     Malformed(String),
 }

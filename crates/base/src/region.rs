@@ -1,9 +1,9 @@
-//! A region of a process's address space, and whether KSM could take its pages.
+//! A region of a process's address space, and whether KSM can merge its pages.
 
 use crate::reading::{Absent, Reading};
 use crate::units::{AddressRange, Bytes};
 
-/// The flags of `VmFlags:` in `/proc/PID/smaps` that Pagefold decides by (fs/proc/task_mmu.c, `show_smap_vma_flags`).
+/// The flags of `VmFlags:` in `/proc/PID/smaps` that Pagefold uses (fs/proc/task_mmu.c, `show_smap_vma_flags`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct VmFlags(u16);
 
@@ -49,12 +49,12 @@ impl VmFlags {
         ("uw", Self::USERFAULT),
     ];
 
-    /// The flag of a two-letter mnemonic; nothing for one that does not matter here.
+    /// The flag of a two-letter mnemonic; none for one that Pagefold does not use.
     pub fn from_mnemonic(mnemonic: &str) -> Self {
         Self::MNEMONICS.iter().find(|(name, _)| *name == mnemonic).map_or(Self(0), |&(_, flag)| flag)
     }
 
-    /// Both.
+    /// All flags of both.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
@@ -66,7 +66,7 @@ impl VmFlags {
     }
 }
 
-/// Where a region is, and of what: a line of `/proc/PID/maps`.
+/// Address and kind of a region: a line of `/proc/PID/maps`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MapsEntry {
     /// Its addresses.
@@ -75,7 +75,7 @@ pub struct MapsEntry {
     pub permissions: [u8; 4],
     /// Inode of the mapped file; 0 for none.
     pub inode: u64,
-    /// Path or bracketed name, as printed, with bytes that are no UTF-8 replaced.
+    /// Path or bracketed name, as printed; invalid UTF-8 is replaced.
     pub name: String,
 }
 
@@ -88,11 +88,11 @@ pub struct Region {
     pub permissions: [u8; 4],
     /// Inode of the mapped file; 0 for none.
     pub inode: u64,
-    /// Path or bracketed name, as printed, with bytes that are no UTF-8 replaced.
+    /// Path or bracketed name, as printed; invalid UTF-8 is replaced.
     pub name: String,
     /// Resident bytes, of any kind.
     pub rss: Bytes,
-    /// Resident anonymous bytes: all that KSM could take.
+    /// Resident anonymous bytes: the pages that KSM can merge.
     pub anonymous: Bytes,
     /// Resident bytes mapped as anonymous huge pages.
     pub anon_huge: Bytes,
@@ -106,12 +106,12 @@ pub struct Region {
     pub flags: VmFlags,
 }
 
-/// Why KSM cannot take pages of a region.
+/// Why KSM cannot merge pages of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Ineligible {
     /// Shared memory: `MAP_SHARED`, memfd, tmpfs, QEMU's `share=on`.
     Shared,
-    /// Pages of the page cache, which the kernel shares already; a region has this reason if it holds nothing else.
+    /// Pages of the page cache, which the kernel shares already. A region has this reason if it has no other pages.
     File,
     /// hugetlb pages.
     Hugetlb,
@@ -123,12 +123,12 @@ pub enum Ineligible {
     Droppable,
     /// `memfd_secret`.
     Secret,
-    /// Guest RAM pinned for a device that is passed through.
+    /// Guest RAM pinned for a passed-through device.
     Vfio,
 }
 
 impl Ineligible {
-    /// One phrase for people.
+    /// A short phrase for reports.
     pub fn phrase(self) -> &'static str {
         match self {
             Self::Shared => "shared memory",
@@ -147,8 +147,8 @@ impl Region {
     /// Why none of the region's pages can be merged, or `None` if its anonymous pages can.
     ///
     /// Mirrors `vma_ksm_compatible` (mm/ksm.c, 6.18): not VM_SHARED, VM_MAYSHARE, VM_SPECIAL (VM_IO, VM_DONTEXPAND,
-    /// VM_PFNMAP, VM_MIXEDMAP), VM_HUGETLB or VM_DROPPABLE. DAX mappings cannot be told from here; they hold file
-    /// pages unless written privately.
+    /// VM_PFNMAP, VM_MIXEDMAP), VM_HUGETLB or VM_DROPPABLE. DAX mappings cannot be recognized from these flags; they
+    /// have file pages unless written privately.
     pub fn ineligible(&self) -> Option<Ineligible> {
         if self.name.starts_with("/secretmem") {
             return Some(Ineligible::Secret);
@@ -171,12 +171,12 @@ impl Region {
         None
     }
 
-    /// Whether the region may hold KSM pages now: it is enrolled, or the kernel counts some.
+    /// Whether the region may have KSM pages now: it is enrolled, or the kernel counts some.
     pub fn may_have_merged_pages(&self) -> bool {
         self.flags.has(VmFlags::MERGEABLE) || matches!(&self.ksm, Ok(bytes) if bytes.0 > 0)
     }
 
-    /// A region without any figure, for building others from.
+    /// A region with all counts zero, as a base for others.
     pub fn empty(range: AddressRange) -> Self {
         Self {
             range,

@@ -1,26 +1,26 @@
-//! What merging would save, gross and net.
+//! Savings by merging, gross and net.
 //!
-//! Gross counts frames that come back. Net pays for them: ksmd keeps 64 bytes for every page that it scans, merged or
-//! not ([`RMAP_ITEM_BYTES`]), and one more frame of a content stays for every `max_page_sharing` mappings (mm/ksm.c,
-//! `is_page_sharing_candidate`). With `merge_across_nodes=0` each NUMA node keeps frames of its own.
+//! Gross savings count freed frames. Net savings subtract their cost. ksmd keeps 64 bytes for each page that it scans,
+//! merged or not ([`RMAP_ITEM_BYTES`]). A content keeps one more frame for every `max_page_sharing` mappings (mm/ksm.c,
+//! `is_page_sharing_candidate`). With `merge_across_nodes=0` each NUMA node keeps its own frames.
 
 use crate::ksm::{DEFAULT_MAX_PAGE_SHARING, Ksm, RMAP_ITEM_BYTES};
 use crate::units::{Bytes, NetBytes, PageSize, Pages};
 use std::ops::AddAssign;
 
-/// The settings of KSM that decide what merging reaches.
+/// The KSM settings that determine the result of merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharingSettings {
-    /// Mappings of one frame at most.
+    /// The maximum number of mappings of one frame.
     pub max_page_sharing: u64,
-    /// Whether pages of zeros are mapped to the kernel's zero page, which has no limit and no copy to keep.
+    /// Whether zero pages are mapped to the kernel's zero page, which has no limit and needs no kept copy.
     pub use_zero_pages: bool,
     /// Whether equal pages of different NUMA nodes are merged.
     pub across_nodes: bool,
 }
 
 impl SharingSettings {
-    /// From the host's settings; a setting that cannot be read takes the kernel's default.
+    /// From the host's settings; an unreadable setting takes the kernel's default.
     pub fn from_ksm(ksm: &Ksm) -> Self {
         Self {
             max_page_sharing: ksm.max_page_sharing.clone().unwrap_or(DEFAULT_MAX_PAGE_SHARING).max(2),
@@ -29,19 +29,19 @@ impl SharingSettings {
         }
     }
 
-    /// Frames freed when `copies` equal pages join `merged` that share KSM frames already.
+    /// Frames freed when `copies` equal pages are merged with `merged` pages that share KSM frames already.
     pub fn freed(self, copies: u64, merged: u64) -> Pages {
         self.freed_frames(copies, copies, merged)
     }
 
-    /// Frames freed when all `mappings` of `frames` equal pages join `merged` that share KSM frames already. There are
-    /// more mappings than frames where processes share pages since a fork.
+    /// Frames freed when all `mappings` of `frames` equal pages are merged with `merged` pages that share KSM frames
+    /// already. There are more mappings than frames where processes share pages since a fork.
     pub fn freed_frames(self, frames: u64, mappings: u64, merged: u64) -> Pages {
         let kept = |mappings: u64| mappings.div_ceil(self.max_page_sharing);
         Pages(frames.saturating_sub(kept(merged + mappings) - kept(merged)))
     }
 
-    /// Frames freed of `copies` pages of zeros.
+    /// Frames freed by `copies` zero pages.
     pub fn freed_zero(self, copies: u64, merged: u64) -> Pages {
         if self.use_zero_pages { Pages(copies) } else { self.freed(copies, merged) }
     }
@@ -54,19 +54,19 @@ impl Default for SharingSettings {
     }
 }
 
-/// What one way of enrolling would reach.
+/// The predicted result of one way of enrolling.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MergeEffect {
-    /// Frames that come back.
+    /// Frames that are freed.
     pub freed_frames: Pages,
-    /// Pages that ksmd would have to scan and keep metadata for.
+    /// Pages that ksmd would have to scan and for which it keeps metadata.
     pub scanned_pages: Pages,
     /// Huge pages that would be split because a part of them merges.
     pub split_huge_pages: Pages,
 }
 
 impl MergeEffect {
-    /// Bytes that come back.
+    /// Bytes that are freed.
     pub fn gross(&self, page_size: PageSize) -> Bytes {
         page_size.bytes_of(self.freed_frames)
     }
@@ -76,7 +76,7 @@ impl MergeEffect {
         Bytes(self.scanned_pages.0 * RMAP_ITEM_BYTES)
     }
 
-    /// Bytes that come back less the metadata.
+    /// Freed bytes less the metadata.
     pub fn net(&self, page_size: PageSize) -> NetBytes {
         NetBytes(self.gross(page_size).0 as i64 - self.metadata().0 as i64)
     }
@@ -90,36 +90,36 @@ impl AddAssign for MergeEffect {
     }
 }
 
-/// Costs by which guided enrolment chooses its ranges, in bytes.
+/// The costs with which guided enrollment chooses its ranges, in bytes.
 ///
-/// CPU time is priced by the memory it could have won elsewhere: a second is taken to be worth 100 MiB
+/// CPU time is converted to the memory that it could save elsewhere: one second equals 100 MiB
 /// ([`BYTES_PER_CPU_SECOND`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct EnrollCostBytes {
-    /// A page that is scanned: its metadata, and ksmd's time for it.
+    /// A scanned page: its metadata, and ksmd's time for it.
     pub per_scanned_page: i64,
-    /// A range: splitting a region adds up to two `vm_area_struct`s (184 bytes in slabs of 192 to 256 on 64-bit
-    /// kernels, /proc/slabinfo) with an `anon_vma_chain` (64 bytes) each and their maple tree slots.
+    /// A range. Splitting a region adds up to two `vm_area_struct`s (184 bytes in slabs of 192 to 256 on 64-bit
+    /// kernels, /proc/slabinfo) with an `anon_vma_chain` (64 bytes) each, and their maple tree slots.
     pub per_range: i64,
-    /// A page that is not resident and lies within a range: the metadata it costs if it fills while ksmd runs. There is
-    /// nothing to scan of it now.
+    /// A page within a range that is not resident: its metadata if it becomes resident while ksmd runs. It needs no
+    /// scan now.
     pub per_hole_page: i64,
-    /// A huge page that is kept whole.
+    /// A huge page that is split.
     pub per_split_huge_page: i64,
 }
 
-/// What a second of CPU time is taken to be worth, in bytes of memory. A page that merges takes ksmd some 6 us, so
-/// merging wins some 600 MiB in a second: at a sixth of that price it stays worth its while, and scanning some ten
-/// unique pages for each that merges does not.
+/// The memory value of one second of CPU time, in bytes. A merge takes ksmd about 6 us, so merging saves about 600 MiB
+/// per second. At a sixth of that price merging stays profitable, but not if ksmd scans about ten unique pages for each
+/// merge.
 pub const BYTES_PER_CPU_SECOND: i64 = 100 << 20;
 
 impl EnrollCostBytes {
-    /// The costs by which a range is chosen where nothing else is said, for pages of a size.
+    /// The default costs for choosing ranges, for a page size.
     ///
-    /// A unique page takes ksmd some 5 us until it has stood in the unstable tree once, half a KiB at the price of CPU
-    /// time. A huge page is worth 16 base pages: one that has less than a 32nd of itself to give back stays whole, so
-    /// that stray duplicates split none, and one that is rich in duplicates, of which keeping would cost much more than
-    /// that, is split.
+    /// A unique page takes ksmd about 5 us until it has been in the unstable tree once; at the price of CPU time that
+    /// is half a KiB. A huge page has the value of 16 base pages. A huge page with less than 1/32 of its pages to free
+    /// stays whole, so that stray duplicates split none. A huge page with many duplicates saves much more than that,
+    /// and is split.
     pub fn for_page_size(page_size: PageSize) -> Self {
         Self {
             per_scanned_page: RMAP_ITEM_BYTES as i64 + 5 * BYTES_PER_CPU_SECOND / 1_000_000,
@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(sharing.freed_zero(5, 0), Pages(3));
         assert_eq!(sharing.freed_frames(2, 4, 0), Pages(1));
         assert_eq!(sharing.freed_frames(1, 3, 0), Pages(0));
-        assert_eq!(sharing.freed_frames(1, 6, 0), Pages(0), "never less than nothing");
+        assert_eq!(sharing.freed_frames(1, 6, 0), Pages(0), "never negative");
         assert_eq!(SharingSettings { use_zero_pages: true, ..sharing }.freed_zero(5, 0), Pages(5));
     }
 

@@ -1,17 +1,18 @@
-//! Which values the kernel takes for a setting.
+//! The values that the kernel accepts for each setting.
 //!
-//! As the `*_store` functions of mm/ksm.c decide (6.18, tried on the running kernel). Three differences: a boolean may
-//! be written in many ways (`kstrtobool`) and is 0 or 1 here; `advisor_max_cpu` beyond 32 bits is taken and silently
-//! cut, which is refused here; and so is a `run` of 2, which is no pace: it unmerges the whole host, room or none. What
-//! depends on the moment is not judged: EBUSY while pages are merged, EINVAL for `pages_to_scan` while the advisor is
-//! on.
+//! Follows the `*_store` functions of mm/ksm.c (6.18, verified on a running kernel), with three differences. A boolean
+//! may be written in many forms (`kstrtobool`) and is only 0 or 1 here. The kernel accepts `advisor_max_cpu` beyond 32
+//! bits and truncates it silently; here it is refused. A `run` of 2 is refused: it unmerges the whole host, even
+//! without enough memory. Conditions of the moment are not checked: EBUSY while pages are merged, EINVAL for
+//! `pages_to_scan` while the advisor is active.
 
 use crate::ksm::Setting;
 
-/// Whether a policy may write a value, as the kernel prints it back; otherwise what the setting takes.
+/// Check whether a policy may write a value, in the form in which the kernel prints it. The error says which values the
+/// setting takes.
 pub fn check_setting_value(setting: Setting, value: &str) -> Result<(), String> {
     let within = |least: u64, most: u64| {
-        // As the kernel prints it back, since that is compared: no sign, no leading zero.
+        // The form in which the kernel prints it, because the two are compared: no sign, no leading zero.
         let plain = value.bytes().all(|byte| byte.is_ascii_digit()) && (value == "0" || !value.starts_with('0'));
         match value.parse::<u64>() {
             Ok(number) if plain && (least..=most).contains(&number) => Ok(()),
@@ -32,8 +33,8 @@ pub fn check_setting_value(setting: Setting, value: &str) -> Result<(), String> 
         Setting::UseZeroPages | Setting::SmartScan | Setting::MergeAcrossNodes => within(0, 1),
         Setting::MaxPageSharing => within(2, i32::MAX as u64),
         Setting::Run if value == "2" => {
-            Err("run takes 0, 1; 2 would unmerge the whole host at once, whether there is \
-                                             memory for it or not: `pagefold unmerge --all` looks first"
+            Err("run takes 0, 1 (2 would unmerge the whole host at once, even without enough memory; \
+                 `pagefold unmerge --all` checks that first)"
                 .to_owned())
         }
         Setting::Run => within(0, 1),

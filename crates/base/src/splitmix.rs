@@ -1,7 +1,7 @@
-//! Numbers that look random, made of others.
+//! Pseudo-random numbers derived from other numbers.
 
-/// The finalizer of SplitMix64 (G. L. Steele, D. Lea, C. H. Flood, OOPSLA 2014): no two numbers become the same, and
-/// neighbours have nothing in common.
+/// The finalizer of SplitMix64 (G. L. Steele, D. Lea, C. H. Flood, OOPSLA 2014). It is a bijection, and results of
+/// adjacent numbers are uncorrelated.
 pub const fn splitmix64(number: u64) -> u64 {
     let mut z = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

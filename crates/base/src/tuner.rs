@@ -1,7 +1,7 @@
-//! Programs that write KSM's settings, known by name and command line.
+//! Programs that write KSM's settings, recognized by name and command line.
 //!
-//! Two writers of one setting undo each other, and none of these notices the other. Names and what each writes are
-//! from: ksmtuned and ksmctl 4.20150326 (Debian), KubeVirt `pkg/virt-handler/ksm/ksm.go`, Harvester node-manager
+//! Two writers of one setting overwrite each other, and none of these programs notices that. Names and settings of each
+//! are from: ksmtuned and ksmctl 4.20150326 (Debian), KubeVirt `pkg/virt-handler/ksm/ksm.go`, Harvester node-manager
 //! `pkg/ksmtuned`, oVirt MOM `doc/ksm.rules`, Kata ksm-throttler `throttler.go`, tuned 2.20 (`realtime-virtual-host`,
 //! `cpu-partitioning`).
 
@@ -12,12 +12,12 @@ use crate::process::Process;
 pub enum Tuner {
     /// The shell daemon of Red Hat, Debian and Proxmox: `run`, `pages_to_scan`, `sleep_millisecs` every minute.
     Ksmtuned,
-    /// What `ksm.service` runs at boot: `run`.
+    /// The program of `ksm.service` at boot: `run`.
     Ksmctl,
-    /// KubeVirt's node agent: `run`, `pages_to_scan`, `sleep_millisecs` every ten minutes, where the cluster's
+    /// KubeVirt's node agent: `run`, `pages_to_scan`, `sleep_millisecs` every ten minutes, if the cluster's
     /// `ksmConfiguration` selects the node.
     VirtHandler,
-    /// Harvester's node agent: `run`, `pages_to_scan`, `sleep_millisecs`, `merge_across_nodes`, by its `Ksmtuned`
+    /// Harvester's node agent: `run`, `pages_to_scan`, `sleep_millisecs`, `merge_across_nodes`, from its `Ksmtuned`
     /// resource.
     Harvester,
     /// oVirt's Memory Overcommitment Manager: `run`, `pages_to_scan`, `sleep_millisecs`.
@@ -40,23 +40,23 @@ const TUNER_PROGRAMS: [(&str, Tuner); 9] = [
     ("tuned", Tuner::Tuned),
 ];
 
-/// Which tuner a process is, by the kernel's name of it and its arguments.
+/// The tuner that a process is, from the kernel's name and its arguments.
 pub fn identify_tuner(comm: &str, arguments: &[String]) -> Option<Tuner> {
     TUNER_PROGRAMS.iter().find(|(name, _)| runs(name, comm, arguments)).map(|&(_, tuner)| tuner)
 }
 
-/// Which tuner a process is, if it can write KSM's settings: any user may call a program ksmtuned, but the settings are
-/// root's. A setuid program is not heeded either, since the user that starts it chooses its arguments.
+/// The tuner that a process is, if it can write KSM's settings. Any user may name a program ksmtuned, but only root can
+/// write the settings. A setuid program does not count either, because the user that starts it chooses its arguments.
 ///
-/// Users are as this process sees them, so root of another user namespace is none.
+/// User IDs are as this process sees them, so root of another user namespace does not count.
 pub fn identify_root_tuner(process: &Process) -> Option<Tuner> {
     let is_root = process.uid == Ok(0) && !process.setuid && !process.kernel_thread;
     let arguments = process.arguments.as_deref().unwrap_or_default();
     identify_tuner(&process.comm, arguments).filter(|_| is_root)
 }
 
-/// Whether a process runs the program of that name: by its arguments, where it has any, and also when an interpreter
-/// runs it as a script; otherwise by `comm`, which the kernel cuts at 15 bytes (`TASK_COMM_LEN`).
+/// Whether a process runs the program of that name. Its arguments decide, if it has any, also for a script that an
+/// interpreter runs. Otherwise `comm` decides, which the kernel cuts at 15 bytes (`TASK_COMM_LEN`).
 pub fn runs(name: &str, comm: &str, arguments: &[String]) -> bool {
     match program_name(arguments) {
         Some(program) => program == name,
@@ -64,8 +64,8 @@ pub fn runs(name: &str, comm: &str, arguments: &[String]) -> bool {
     }
 }
 
-/// The base name of the program that arguments start, of the script where an interpreter runs it. `None` where there
-/// are no arguments; empty for an interpreter without a script.
+/// The base name of the program in the arguments, or of the script that an interpreter runs. `None` without arguments;
+/// empty for an interpreter without a script.
 pub(crate) fn program_name(arguments: &[String]) -> Option<&str> {
     let (first, rest) = arguments.split_first()?;
     let base = |path: &str| path.rfind('/').map_or(0, |slash| slash + 1);
@@ -83,7 +83,7 @@ pub(crate) fn program_name(arguments: &[String]) -> Option<&str> {
 }
 
 impl Tuner {
-    /// What people call it.
+    /// Its common name.
     pub fn name(self) -> &'static str {
         match self {
             Self::Ksmtuned => "ksmtuned",
@@ -96,12 +96,12 @@ impl Tuner {
         }
     }
 
-    /// Whether it writes `pages_to_scan` again and again.
+    /// Whether it writes `pages_to_scan` repeatedly.
     pub fn writes_rate(self) -> bool {
         !matches!(self, Self::Ksmctl | Self::Tuned)
     }
 
-    /// The commands that end its writing. KubeVirt and Harvester write run=0 as their last act.
+    /// The commands that stop it from writing. KubeVirt and Harvester write run=0 as their last action.
     pub fn stop_commands(self) -> &'static [&'static str] {
         match self {
             Self::Ksmtuned => &["systemctl disable --now ksmtuned.service"],

@@ -14,10 +14,10 @@ macro_rules! quantity {
         pub struct $name(pub u64);
 
         impl $name {
-            /// None of it.
+            /// Zero.
             pub const ZERO: Self = Self(0);
 
-            /// The difference, or zero where `other` is larger.
+            /// The difference, or zero if `other` is larger.
             pub fn saturating_sub(self, other: Self) -> Self {
                 Self(self.0.saturating_sub(other.0))
             }
@@ -93,7 +93,7 @@ fn scale(mut value: f64) -> (f64, &'static str) {
     unreachable!("the loop returns at its last unit")
 }
 
-/// A signed number of bytes, for net figures that may be a loss.
+/// A signed number of bytes, for net figures that may be negative.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct NetBytes(pub i64);
 
@@ -114,22 +114,22 @@ impl PageSize {
         (bytes.is_power_of_two() && (1 << 10..=1 << 30).contains(&bytes)).then_some(Self(bytes as u32))
     }
 
-    /// In bytes.
+    /// The size in bytes.
     pub fn bytes(self) -> u64 {
         u64::from(self.0)
     }
 
-    /// In bytes, as an index type.
+    /// The size in bytes, as an index type.
     pub fn as_len(self) -> usize {
         self.0 as usize
     }
 
-    /// The bytes of so many pages.
+    /// The bytes of this many pages.
     pub fn bytes_of(self, pages: Pages) -> Bytes {
         Bytes(pages.0 * self.bytes())
     }
 
-    /// The whole pages in so many bytes.
+    /// The number of whole pages in this many bytes.
     pub fn pages_in(self, bytes: Bytes) -> Pages {
         Pages(bytes.0 / self.bytes())
     }
@@ -150,18 +150,18 @@ impl AddressRange {
         Bytes(self.end.saturating_sub(self.start))
     }
 
-    /// Whether the address lies within.
+    /// Whether the address lies in the range.
     pub fn contains(self, address: u64) -> bool {
         (self.start..self.end).contains(&address)
     }
 
-    /// The part that lies in both, if there is any.
+    /// The intersection of both, if not empty.
     pub fn overlap(self, other: Self) -> Option<Self> {
         let both = Self { start: self.start.max(other.start), end: self.end.min(other.end) };
         (both.start < both.end).then_some(both)
     }
 
-    /// The parts that lie outside of others, which are ascending and disjoint.
+    /// The parts outside of the other ranges, which are ascending and disjoint.
     pub fn subtract(self, others: &[Self]) -> Vec<Self> {
         let mut parts = Vec::new();
         let mut start = self.start;
@@ -180,7 +180,7 @@ impl AddressRange {
         parts
     }
 
-    /// Its parts between the multiples of so many bytes.
+    /// Its parts, cut at the multiples of this many bytes.
     pub fn cut_at_multiples(self, bytes: u64) -> impl Iterator<Item = Self> {
         let first = self.start / bytes * bytes;
         let part =
@@ -188,7 +188,7 @@ impl AddressRange {
         (first..self.end).step_by(bytes as usize).map(part).filter(|part| part.start < part.end)
     }
 
-    /// All that lies in any of some ranges: ascending and disjoint.
+    /// The union of some ranges: ascending and disjoint.
     pub fn union(mut ranges: Vec<Self>) -> Vec<Self> {
         ranges.sort_unstable();
         ranges.dedup_by(|next, last| {
@@ -203,13 +203,13 @@ impl AddressRange {
 }
 
 impl fmt::Display for AddressRange {
-    /// As `/proc/PID/maps` prints it.
+    /// In the format of `/proc/PID/maps`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{:08x}-{:08x}", self.start, self.end)
     }
 }
 
-/// A process number as the kernel gives it out and recycles it. Never acted on alone: see [`ProcessId`].
+/// A PID, which the kernel reuses. It is never used alone to act on a process: see [`ProcessId`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pid(pub u32);
 
@@ -219,10 +219,10 @@ impl fmt::Display for Pid {
     }
 }
 
-/// A process: its number and when it started, which no later process of the same number shares.
+/// A process: its PID and start time. No later process with the same PID has the same start time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ProcessId {
-    /// The recyclable number.
+    /// The PID, which the kernel reuses.
     pub pid: Pid,
     /// Field 22 of `/proc/PID/stat`: clock ticks since boot.
     pub start_time: u64,

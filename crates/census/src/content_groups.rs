@@ -1,4 +1,4 @@
-//! Groups of equal pages: sort the fingerprints, and one walk over them classifies every page.
+//! Groups of equal pages. The fingerprints are sorted, and one walk over them classifies every page.
 
 use crate::duplicate_filter::{self, DuplicateFilter};
 use crate::foreign_processes::ForeignContents;
@@ -14,32 +14,32 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
 /// A content that several pages have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ContentGroup {
-    /// Pages that have it, those merged already included.
+    /// Pages with this content, including merged ones.
     pub pages: u64,
-    /// The part of them that is merged already.
+    /// Pages with this content that are merged already.
     pub merged: u64,
-    /// Processes that have it.
+    /// Processes with this content.
     pub processes: u32,
-    /// Trust domains that have it.
+    /// Trust domains with this content.
     pub domains: u32,
     /// Its fingerprint in this census.
     pub fingerprint: Fingerprint,
-    /// Where the group begins among the sorted entries.
+    /// Position of the group's first entry among the sorted entries.
     pub(crate) first_entry: usize,
 }
 
-/// What the groups say together.
+/// Totals over all groups.
 #[derive(Clone, Debug, Default)]
 pub struct GroupSummary {
-    /// Different contents other than zero, of pages that hold still.
+    /// Distinct contents, without the zero page and volatile pages.
     pub distinct_contents: u64,
-    /// How many contents were seen on how many pages that are not merged.
+    /// Number of contents (value) by their number of pages that are not merged (key).
     pub contents_by_page_count: BTreeMap<u64, u64>,
-    /// Frames that come back if all pages are merged, pages of zeros apart.
+    /// Frames freed if all pages are merged, without zero pages.
     pub freed_frames: Pages,
-    /// The same if pages are merged within their trust domains only.
+    /// Frames freed if pages are merged only within their trust domains, without zero pages.
     pub freed_frames_within_domains: Pages,
-    /// Pages of zeros that KSM merged with one another, by the number of their trust domain.
+    /// Zero pages that KSM has merged with one another, by the number of their trust domain.
     pub merged_zero_pages: BTreeMap<u32, u64>,
     /// The most frequent contents, most frequent first.
     pub top_contents: Vec<ContentGroup>,
@@ -48,11 +48,11 @@ pub struct GroupSummary {
 /// A page of a group.
 #[derive(Clone, Copy)]
 pub struct GroupPage {
-    /// Which page.
+    /// Ordinal of the page.
     pub ordinal: u32,
-    /// Position of its subject in the survey.
+    /// Position of its subject in the scan scope.
     pub subject: usize,
-    /// The first page that has its frame: itself, unless processes share it since a fork.
+    /// The first page with the same frame: the page itself, unless processes share the frame since a fork.
     pub first_page_of_frame: u32,
     /// Number of its trust domain.
     pub domain: u32,
@@ -60,16 +60,16 @@ pub struct GroupPage {
     pub merged: bool,
 }
 
-/// What pages of equal content may do.
+/// Which pages of equal content may be merged.
 #[derive(Clone, Copy, Debug)]
 pub struct MergeRule {
     /// KSM's settings.
     pub sharing: SharingSettings,
-    /// Whether pages of different trust domains may be merged by a guided enrolment.
+    /// Whether a guided enrollment may merge pages of different trust domains.
     pub across_domains: bool,
 }
 
-/// Numbers for the trust domains of the subjects: equal ones are side by side in a survey.
+/// Numbers the trust domains of the subjects. Subjects of one domain must be adjacent, as in a scan scope.
 pub fn domain_numbers<'a>(domains: impl Iterator<Item = &'a TrustDomain>) -> Vec<u32> {
     let mut number = 0;
     let mut last: Option<&TrustDomain> = None;
@@ -82,8 +82,8 @@ pub fn domain_numbers<'a>(domains: impl Iterator<Item = &'a TrustDomain>) -> Vec
         .collect()
 }
 
-/// Walk over the groups in parallel, with the number of each subject's trust domain. `visit` gets the sorted members of
-/// each group of two or more and where it begins.
+/// Walks over the groups in parallel. `domains` holds the number of each subject's trust domain. `visit` gets the
+/// position of the group's first entry and its sorted members. Only groups of two or more pages are visited.
 pub fn fold_groups<T, F>(index: &PageIndex, domains: &[u32], visit: F) -> Vec<T>
 where
     T: Default + Send,
@@ -117,8 +117,8 @@ where
         .collect()
 }
 
-/// Frames that come back when the members that `joins` picks are merged; members of different nodes stay apart where
-/// the sharing says so.
+/// Frames freed when the members that `is_included` selects are merged. Members on different NUMA nodes are not merged
+/// if `sharing` keeps nodes apart.
 pub fn freed_frames(
     index: &PageIndex,
     sharing: SharingSettings,
@@ -139,7 +139,7 @@ pub fn freed_frames(
     nodes.into_iter().map(|node| count(&|member| index.node(member.ordinal) == node)).sum()
 }
 
-/// How many frames the pages are.
+/// The number of distinct frames of the pages.
 fn count_frames<'a>(pages: impl Iterator<Item = &'a GroupPage> + Clone) -> u64 {
     if pages.clone().all(|member| member.first_page_of_frame == member.ordinal) {
         return pages.count() as u64;
@@ -153,14 +153,14 @@ fn count_frames<'a>(pages: impl Iterator<Item = &'a GroupPage> + Clone) -> u64 {
 #[derive(Default)]
 struct PartialSummary {
     summary: GroupSummary,
-    /// Pages in groups that were visited, and those of them that stay unique.
+    /// Pages in visited groups (`grouped_pages`), and those of them that stay unique (`unique_pages`).
     grouped_pages: u64,
     unique_pages: u64,
     top_contents: BinaryHeap<Reverse<ContentGroup>>,
 }
 
-/// Group the index by content and classify every page that was read. `pairs` is of the first pass. What is `elsewhere`
-/// is not counted, but forbids.
+/// Groups the index by content and classifies every page that was read. `duplicates` comes from the first pass.
+/// `foreign_contents` is not counted, but pages with these contents in other domains become forbidden.
 pub fn classify_pages(
     index: &mut PageIndex,
     scope: &ScanScope,
@@ -171,7 +171,8 @@ pub fn classify_pages(
 ) -> GroupSummary {
     let mut entries = std::mem::take(&mut index.entries);
     entries.retain(|entry| duplicate_filter::can_be_grouped(index, entry));
-    // Only what may have a partner is sorted. Asked in parallel, because each answer is a cache miss.
+    // Only entries that may have a duplicate are sorted. The filter is queried in parallel because each query is a
+    // cache miss.
     let may_pair: Vec<bool> =
         entries.par_iter().map(|entry| duplicates.may_have_duplicate(entry.fingerprint())).collect();
     let paired = move_wanted_first(&mut entries, &may_pair);
@@ -203,13 +204,13 @@ pub fn classify_pages(
     best.sort_unstable_by_key(|&content| Reverse(content));
     best.truncate(max_top_contents);
     groups.top_contents = best;
-    // Contents of one page: merged ones with all their other mappings elsewhere, and unique ones.
+    // Contents of a single page: unique ones, and merged ones whose other mappings are outside the scope.
     let alone = index.entries.len() as u64 - paired;
     groups.distinct_contents += alone;
     let merged_alone = alone.saturating_sub(count_unique_pages(index) - unique);
     *groups.contents_by_page_count.entry(1).or_default() += alone - merged_alone;
     groups.contents_by_page_count.retain(|_, contents| *contents > 0);
-    // With `use_zero_pages` zeros are mapped to the kernel's zero page, which everybody maps anyway.
+    // With `use_zero_pages` zero pages are mapped to the kernel's zero page, which all processes map anyway.
     if !rule.across_domains && !rule.sharing.use_zero_pages {
         let merged = groups
             .merged_zero_pages
@@ -225,7 +226,7 @@ pub fn classify_pages(
     groups
 }
 
-/// Put those that are `wanted` before the others, which stay in order. Tells how many.
+/// Moves the `wanted` items to the front. The others keep their order. Returns the number of wanted items.
 fn move_wanted_first<T>(all: &mut [T], wanted: &[bool]) -> usize {
     let mut first = all.len();
     for at in (0..all.len()).rev().filter(|&at| !wanted[at]) {
@@ -235,10 +236,10 @@ fn move_wanted_first<T>(all: &mut [T], wanted: &[bool]) -> usize {
     first
 }
 
-/// Forbid the pages that are in no group, but hold what another trust domain has: they may lie in a range that is
-/// enrolled for others.
+/// Forbids pages that are in no group but whose content another trust domain holds: they may lie in a range that is
+/// enrolled for other pages.
 fn forbid_ungrouped(index: &PageIndex, domains: &[u32], foreign_contents: &ForeignContents) {
-    // What is only remembered is in no range.
+    // Pages whose content is only cached are never covered.
     let is_single = |entry: &&IndexEntry| index.mark(entry.ordinal) == PageMark::from_class(PageClass::Unique);
     index.entries.par_iter().filter(is_single).for_each(|entry| {
         let holder = foreign_contents.find_domain(entry.fingerprint());
@@ -249,9 +250,9 @@ fn forbid_ungrouped(index: &PageIndex, domains: &[u32], foreign_contents: &Forei
     });
 }
 
-/// Pages of zeros that KSM merged with one another, by trust domain.
+/// Counts the zero pages that KSM has merged with one another, by trust domain.
 fn count_merged_zeros(index: &PageIndex, domains: &[u32]) -> BTreeMap<u32, u64> {
-    // Unmerged ones are not among the entries, and no fingerprint is less.
+    // Unmerged zero pages are not among the entries, and the zero page has the lowest fingerprint.
     let paired =
         index.entries[..index.candidate_count].iter().take_while(|entry| entry.fingerprint() == Fingerprint::ZERO_PAGE);
     let alone =
@@ -263,8 +264,9 @@ fn count_merged_zeros(index: &PageIndex, domains: &[u32]) -> BTreeMap<u32, u64> 
     pages
 }
 
-/// Forbid the pages of zeros of all trust domains but one: the one that has merged some already, or of which a witness
-/// has any enrolled, or else has the most. Of all, if several have them so.
+/// Forbids the zero pages of all trust domains but one: the domain that has merged zero pages or whose foreign
+/// processes have enrolled any, otherwise the domain with the most. If several domains have merged or enrolled zero
+/// pages, the zero pages of all domains are forbidden.
 fn forbid_zeros(index: &PageIndex, domains: &[u32], is_foreign: &[bool], mut merging_domains: BTreeSet<u32>) {
     let zeros = |subject: usize| {
         index
@@ -291,17 +293,17 @@ fn forbid_zeros(index: &PageIndex, domains: &[u32], is_foreign: &[bool], mut mer
     }
 }
 
-/// By whom contents are taken that nothing is merged of.
+/// The contents that foreign processes hold.
 #[derive(Clone, Copy)]
 struct ForeignHoldings<'a> {
-    /// Whether each subject is a witness.
+    /// Whether each subject is a foreign process.
     is_foreign: &'a [bool],
-    /// Those that were not read.
+    /// The contents of foreign processes that were not read in this census.
     contents: &'a ForeignContents,
 }
 
-/// The one trust domain in which a content may be merged: the one that has it merged already, or enrolled by a witness,
-/// or else the one in which that frees most. None if several have it so.
+/// The one trust domain in which a content may be merged: the domain that has merged it or whose foreign processes have
+/// enrolled it, otherwise the domain in which merging frees most. `None` if several domains have merged or enrolled it.
 fn choose_merge_domain(
     index: &PageIndex,
     sharing: SharingSettings,
@@ -328,7 +330,7 @@ fn choose_merge_domain(
     }
 }
 
-/// Pages that are unique after all groups were classified.
+/// The number of pages that are unique after all groups were classified.
 fn count_unique_pages(index: &PageIndex) -> u64 {
     index.entries.par_iter().filter(|entry| index.mark(entry.ordinal).class() == Some(PageClass::Unique)).count() as u64
 }
@@ -352,7 +354,7 @@ impl PartialSummary {
         }
         self.summary.distinct_contents += 1;
         if merged == 0 && count_frames(pages.iter()) == 1 {
-            // One page that processes share since a fork. In a sample each of its mappings stands for itself.
+            // One frame that processes share since a fork. In a sample each of its mappings counts as a page.
             self.unique_pages += pages.len() as u64;
             *self.summary.contents_by_page_count.entry(1).or_default() += pages.len() as u64;
             return;
@@ -362,7 +364,7 @@ impl PartialSummary {
             *self.summary.contents_by_page_count.entry(copies as u64).or_default() += 1;
         }
         self.summary.freed_frames += freed_frames(index, sharing, pages, |_| true);
-        // Those that may be merged with one another.
+        // The number of pages that can merge with one another.
         let joining = |members: &[GroupPage]| {
             let merged = members.iter().filter(|member| member.merged).count();
             count_frames(members.iter().filter(|member| !member.merged)) as usize + merged
@@ -393,7 +395,7 @@ impl PartialSummary {
                 };
                 let forbidden = elsewhere || foreign.is_foreign[process[0].subject];
                 for member in process.iter().filter(|member| !member.merged) {
-                    // Of a frame with several mappings, the first stands for it.
+                    // A frame with several mappings is counted once, at its first mapping.
                     let counts = Some(member.first_page_of_frame) != kept
                         && (!shared || counted.insert(member.first_page_of_frame));
                     let mark = PageMark::duplicate(class, copies, counts);

@@ -1,26 +1,30 @@
-//! What members hold that nobody else does, remembered from census to census, so that of whom is looked at again only
-//! what is new or may have changed is read.
+//! Fingerprints of unique pages of the selected processes, cached between censuses. A repeated census reads only pages
+//! that are new or may have changed.
 //!
-//! Most of what a host holds has no partner, and reading that again is most of what a census costs. Nothing tells from
-//! outside which pages a running process has written, but for marks in its page tables that are one tool's at a time.
-//! So it is found out piece by piece, 256 KiB of 4 KiB pages each. Of a piece that was found unchanged in the look
-//! before a few pages are read, and where these hold what they held the others are taken to do so, too; the more looks
-//! it has been so, the more seldom a piece is read whole all the same, down to one look in 16. A page that changes alone
-//! in its piece is so found late. A page that holds something else in each of some looks running is taken to change on,
-//! and read in one look of two, then of eight. All others are read, as is what has just come, and what is like others.
-//! A process that has neither run nor had a page fault since it was looked at has changed nothing; for an hour, after
-//! which it is taken to have run, since others may write to its memory.
+//! Most pages of a host have no duplicate, and reading them again is most of the cost of a census. The kernel does not
+//! report which pages a running process has written, except through page table marks that only one tool at a time can
+//! use. The cache therefore works in blocks of 64 pages (256 KiB of 4 KiB pages):
 //!
-//! What is remembered decides nothing by itself. Whatever may have a partner among those that are looked at is read
-//! before it counts, with its piece. What is not read, or holds something else then and so comes too late to be compared
-//! with everything, is not enrolled. What KSM is told of, or has merged, is read each time: it may be merged, or keeps
-//! others from merging the same.
+//! - If a block was unchanged in the previous scan, a few of its pages are read. If these are unchanged, the other
+//!   pages are assumed to be unchanged too.
+//! - The more scans in a row a block was unchanged, the less often it is read in full, down to one scan in 16. A page
+//!   that changes alone in its block is therefore detected late.
+//! - A page that changed in several scans in a row is assumed to be volatile. It is read in one scan of two, later in
+//!   one of eight.
+//! - All other pages are read, as are new pages and pages that have a duplicate.
+//! - A process that has neither run nor had a page fault since its last scan has changed nothing. This is assumed for
+//!   at most one hour, because other processes may write to its memory.
 //!
-//! Halves of fingerprints are alike by chance, and each such page has its piece read: of a census of 4 million pages one
-//! piece in 16, of 50 million one in two.
+//! A cached fingerprint alone decides nothing. A page that may have a duplicate among the scanned pages is read before
+//! it counts, together with its block. A page that was not read is not enrolled. A page with a changed content is not
+//! enrolled either if it was read too late to be compared with all pages. Enrolled and merged pages are read in each
+//! census: they may be merged, or may keep other domains from merging the same content.
 //!
-//! Takes 4 bytes for each page that is remembered, half of its fingerprint, and 40 for each piece, of which those are
-//! left out that would remember less than 8 pages; and 16 for each piece during a census.
+//! The cache stores half fingerprints, which collide by chance, and each collision causes a block to be read. In a
+//! census of 4 million pages this concerns one block in 16, in a census of 50 million pages one block in two.
+//!
+//! The cache takes 4 bytes for each cached page (half of its fingerprint) and 40 for each block. Blocks with fewer than
+//! 8 cacheable pages are left out. During a census each block takes 16 bytes more.
 
 use crate::foreign_processes::{ActivityCounters, MAX_CACHE_AGE};
 use crate::index::{IndexEntry, PageIndex, PageMark, RegionPages};
@@ -35,127 +39,129 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-/// Pages of a piece.
+/// Pages of a block.
 const PAGES_PER_BLOCK: u64 = 64;
 
-/// Pages that are remembered of a piece, at least.
+/// A block with fewer cacheable pages is not cached.
 const MIN_CACHED_PAGES_PER_BLOCK: u32 = 8;
 
-/// Pages of a piece that are read to see whether it has changed.
+/// Pages read from a block to test whether it has changed.
 const PROBED_PAGES_PER_BLOCK: u64 = 4;
 
-/// A piece is read whole in one of two to the power of so many looks at its process as it runs, at least.
+/// Log2 of the longest interval, in scans of a running process, at which an unchanged block is read in full.
 const MAX_FULL_READ_INTERVAL_LOG2: u8 = 4;
 
-/// A page is read in one of two to the power of so many looks after it has changed in two running, and in more.
+/// Log2 of the intervals, in scans, at which a page is read that changed in two scans in a row, and in three or more.
 const VOLATILE_READ_INTERVAL_LOG2: [u8; 2] = [1, 3];
 
-/// What is remembered of all members, under one key of fingerprints.
+/// The cached fingerprints of all selected processes, under one key.
 pub(crate) struct FingerprintCache {
     census_time: Instant,
     processes: BTreeMap<ProcessId, CachedProcess>,
-    /// How many pages of each process the last census has not read.
+    /// How many pages of each process the last census did not read.
     reused_pages: BTreeMap<ProcessId, Pages>,
 }
 
 struct CachedProcess {
-    /// How often it was looked at and did not rest.
+    /// Number of scans in which the process was not inactive.
     active_scans: u64,
-    /// How much it had run before it was read.
+    /// Its activity before it was read.
     activity: Option<ActivityCounters>,
-    /// When it was last looked at without being taken to rest.
+    /// Time of the last scan in which it was not taken to be inactive.
     last_active_scan: Instant,
-    /// Ascending.
+    /// In ascending order of block numbers.
     blocks: Vec<PageBlock>,
-    /// Of the pages that are remembered, in their order: half of their fingerprints.
+    /// Half fingerprints of the cached pages, in their order.
     half_fingerprints: Vec<u32>,
-    /// What a look has found so far, for each piece.
+    /// The comparisons of the current scan, one for each block.
     comparisons: OnceLock<Vec<BlockComparison>>,
 }
 
-/// Whether anything is recalled of a subject's pages that are read in this way: KSM was never told of them. What else is
-/// there may be merged, or keeps another trust domain from merging the same. Nor of witnesses.
+/// Whether pages of a subject that are read by this method are cached. Only pages of regions that were never enrolled
+/// are: other pages may be merged, or may keep another domain from merging the same content. Pages of foreign processes
+/// are not cached.
 pub(crate) fn is_cacheable(subject: &Subject, method: ReadMethod) -> bool {
     !subject.is_foreign && method == ReadMethod::ProcessVmReadv
 }
 
-/// The place of the piece of an address.
+/// The number of the block at an address.
 pub(crate) fn block_number_at(index: &PageIndex, address: u64) -> u64 {
     address / index.page_bytes() / PAGES_PER_BLOCK
 }
 
-/// What is kept of a page of which nothing is remembered: half the fingerprint of the page of zeros, which is told apart.
+/// Marks a page without a cached fingerprint: half of the zero page's fingerprint, since zero pages are not cached.
 const NO_FINGERPRINT: u32 = Fingerprint::ZERO_PAGE.to_half();
 
-/// Some neighbouring pages, a bit for each.
+/// Consecutive pages, one bit for each.
 #[derive(Clone, Copy, Debug, Default)]
 struct PageBlock {
-    /// Its place among all pieces of the address space.
+    /// The position of the block in the address space, counted in blocks.
     block_number: u64,
-    /// Those that are remembered.
+    /// The cached pages.
     cached_pages: u64,
-    /// How many looks running they have changed in, up to three: the lower bits and the upper ones.
+    /// For each page, in how many scans in a row it changed, up to three: the low bits and the high bits.
     change_counts: [u64; 2],
-    /// Where their contents begin.
+    /// Position of the block's first half fingerprint.
     first_fingerprint: u32,
-    /// How many looks running the others were found unchanged, up to [`MAX_FULL_READ_INTERVAL_LOG2`].
+    /// In how many scans in a row the block was unchanged, without volatile pages; at most
+    /// [`MAX_FULL_READ_INTERVAL_LOG2`].
     unchanged_scans: u8,
 }
 
-/// The pages of a piece that hold something else than they did, and those that hold the same.
+/// The pages of a block whose content differs from the cached one, and those with the same content.
 #[derive(Debug, Default)]
 struct BlockComparison {
     changed: AtomicU64,
     same: AtomicU64,
 }
 
-/// What is remembered of some consecutive pages of the index.
+/// The cached pages among consecutive pages of the index.
 pub(crate) struct CachedPages<'a> {
     process: &'a CachedProcess,
     is_inactive: bool,
-    /// Those that anything is remembered of, ascending.
+    /// The cached pages, in ascending order.
     pages: Vec<CachedPage>,
     first_ordinal: u32,
-    /// For each page from the first on its place among those, and one more; 0 for others.
+    /// For each page from the first on, its position in `pages` plus one; 0 for pages that are not cached.
     positions: Vec<u32>,
 }
 
-/// A page that is remembered.
+/// A cached page.
 #[derive(Clone, Copy)]
 struct CachedPage {
     ordinal: u32,
-    /// The position of its piece.
+    /// The position of its block.
     block: u32,
-    /// Its bit in its piece.
+    /// Its bit in the block.
     bit: u64,
     half_fingerprint: u32,
 }
 
 impl FingerprintCache {
-    /// Nothing remembered yet.
+    /// An empty cache.
     pub fn new(now: Instant) -> Self {
         Self { census_time: now, processes: BTreeMap::new(), reused_pages: BTreeMap::new() }
     }
 
-    /// A census begins at a time.
+    /// Starts a census at the time `now`.
     pub fn begin_census(&mut self, now: Instant) {
         self.census_time = now;
         self.reused_pages.clear();
-        // What a look has found that was halted.
+        // Drops the comparisons of a scan that was stopped.
         self.processes.values_mut().for_each(|known| known.comparisons = OnceLock::new());
     }
 
-    /// How many pages of a process the last census has not read, but for few.
+    /// How many pages of a process the last census did not read, except for a few.
     pub fn reused_pages(&self, process: ProcessId) -> Pages {
         self.reused_pages.get(&process).copied().unwrap_or(Pages::ZERO)
     }
 
-    /// Forget the processes that do not fit.
+    /// Drops the processes for which `keep` is false.
     pub fn retain_processes(&mut self, keep: impl Fn(ProcessId) -> bool) {
         self.processes.retain(|&process, _| keep(process));
     }
 
-    /// What is remembered of some pages of a subject, if anything is.
+    /// The cached pages among the given pages of a subject, if there are any.
     pub fn lookup(
         &self,
         scope: &ScanScope,
@@ -180,14 +186,14 @@ impl FingerprintCache {
         })
     }
 
-    /// Whether a process can have written nothing since it was looked at.
+    /// Whether a process cannot have written anything since its last scan.
     fn is_inactive(&self, process: &CachedProcess, activity: Option<&ActivityCounters>) -> bool {
         let is_fresh = self.census_time.saturating_duration_since(process.last_active_scan) < MAX_CACHE_AGE;
         is_fresh && activity.is_some() && activity == process.activity.as_ref()
     }
 
-    /// Take note of what was looked at and will be recalled, once the index is classified, which lets go of what no two
-    /// pages hold; of whom not all could be read nothing is kept.
+    /// Caches what the census has read. The index must be classified; its unique entries are dropped. Subjects that
+    /// could not be read in full are not cached.
     pub fn record_census(&mut self, scope: &ScanScope, index: &mut PageIndex, unread: &BTreeSet<usize>) {
         let mut kept = CacheablePages::new(index.page_count());
         let mut noted: Vec<Option<CachedProcess>> = Vec::new();
@@ -245,7 +251,7 @@ impl FingerprintCache {
                 put(index, entry.ordinal, entry.fingerprint().to_half());
             }
         };
-        // Neighbours after neighbours, while the index lets go of them: only what is filled is in memory.
+        // In page order, while the index drops its entries: only the filled part takes memory.
         index.drain_unique_entries(&mut note);
         index.entries.iter().for_each(|entry| note(index, *entry));
         for &(ordinal, half) in &kept.assumed_volatile {
@@ -258,8 +264,8 @@ impl FingerprintCache {
     }
 }
 
-/// The pieces of some of a subject's pages of which enough can be remembered, whose pages are `kept`, and how many of
-/// these were passed by. `before` is what was remembered of it, and whether it rested.
+/// The blocks of the given regions that have enough cacheable pages, and how many of their pages were not read. The
+/// pages are added to `cacheable`. `before` is the cached state of the process, and whether it was inactive.
 fn cacheable_blocks<'a>(
     index: &PageIndex,
     regions: impl Iterator<Item = &'a Range<u32>>,
@@ -312,7 +318,7 @@ fn cacheable_blocks<'a>(
 }
 
 impl PageBlock {
-    /// The pages that are taken to change on, and not to be read in this look at their process. What rests does not.
+    /// The pages that are assumed to be volatile and are not read in this scan; none if the process is inactive.
     fn assumed_volatile_pages(&self, active_scans: u64, is_inactive: bool) -> u64 {
         let [low, high] = self.change_counts;
         let unless_due =
@@ -320,22 +326,24 @@ impl PageBlock {
         unless_due(high & !low, VOLATILE_READ_INTERVAL_LOG2[0]) | unless_due(high & low, VOLATILE_READ_INTERVAL_LOG2[1])
     }
 
-    /// The pages that are not taken to change on.
+    /// The pages that are not assumed to be volatile.
     fn stable_pages(&self) -> u64 {
         self.cached_pages & !self.change_counts[1]
     }
 
-    /// Whether it is this look's turn, of two to the power of so many. Not all pieces' turns come in the same look.
+    /// Whether a read with an interval of `2^interval_log2` scans is due. The due scans of different blocks are spread
+    /// out.
     fn is_read_due(&self, active_scans: u64, interval_log2: u8) -> bool {
         splitmix64(self.block_number).wrapping_add(active_scans).is_multiple_of(1 << interval_log2)
     }
 
-    /// Take note of what a look has found of it, as it was remembered before, and of which of its pages changed within
-    /// the look. Where nothing was compared nothing is known of it, unless its process `rests`.
+    /// Updates the counters from the previous state of the block, the comparison of this scan and the pages that
+    /// changed within it (`volatile`). If no page was compared, the block counts as changed unless the process
+    /// `is_inactive`.
     fn update(&mut self, before: &Self, comparison: &BlockComparison, volatile: u64, is_inactive: bool) {
         let [changed, same] = [&comparison.changed, &comparison.same].map(|pages| pages.load(Ordering::Relaxed));
         let [low, high] = before.change_counts;
-        // One more, up to three; none for what has not changed.
+        // Adds one, up to three, for changed pages.
         let more = changed & !(low & high);
         let counted = [low ^ more, high | low & more];
         self.change_counts = counted.map(|bits| bits & !same & self.cached_pages);
@@ -348,17 +356,17 @@ impl PageBlock {
 }
 
 impl CachedProcess {
-    /// Half the fingerprint of a page that is remembered.
+    /// Half the fingerprint of a cached page.
     fn half_fingerprint(&self, block: &PageBlock, bit: u64) -> u32 {
         self.half_fingerprints[(block.first_fingerprint + (block.cached_pages & (bit - 1)).count_ones()) as usize]
     }
 
-    /// What this look has found, by piece.
+    /// The comparisons of this scan, one for each block.
     fn comparisons(&self) -> &[BlockComparison] {
         self.comparisons.get_or_init(|| self.blocks.iter().map(|_| BlockComparison::default()).collect())
     }
 
-    /// Those of some consecutive pages that anything is remembered of.
+    /// The cached pages among the given pages.
     fn pages_within(&self, index: &PageIndex, ordinals: Range<u32>) -> Vec<CachedPage> {
         let mut within = Vec::new();
         let mut at = 0;
@@ -387,7 +395,7 @@ impl CachedProcess {
 }
 
 impl CachedPages<'_> {
-    /// The pages that are taken to change on, and are not read.
+    /// The pages that are assumed to be volatile and are not read.
     pub fn assumed_volatile(&self) -> impl Iterator<Item = u32> + '_ {
         self.pages
             .iter()
@@ -398,8 +406,8 @@ impl CachedPages<'_> {
             .map(|page| page.ordinal)
     }
 
-    /// The pages to read before others, one of each quarter of a piece: by them it is told whether the others may be taken
-    /// to hold what they did.
+    /// The pages to read first, one from each quarter of a block. They decide whether the other pages are assumed to be
+    /// unchanged.
     pub fn pages_to_probe(&self) -> impl Iterator<Item = u32> + '_ {
         let trusted = self.unchanged_blocks().filter(|_| !self.is_inactive);
         trusted.flat_map(|(piece, _, pages)| {
@@ -411,15 +419,15 @@ impl CachedPages<'_> {
         })
     }
 
-    /// The pages that are taken to hold what they did, with the fingerprints that stand for it, once those that were to
-    /// be tried are compared.
+    /// The pages that are assumed to be unchanged, with fingerprints made from the cached halves. Call this after the
+    /// pages from [`Self::pages_to_probe`] were compared.
     pub fn reusable_fingerprints(&self) -> impl Iterator<Item = (u32, Fingerprint)> + '_ {
         let holds = |found: &BlockComparison| self.is_inactive || found.same.load(Ordering::Relaxed) != 0;
         let told = self.unchanged_blocks().filter(move |(_, found, _)| holds(found)).flat_map(|(.., pages)| pages);
         told.map(|page| (page.ordinal, Fingerprint::from_half(page.half_fingerprint)))
     }
 
-    /// Compare what was read of a page with what is remembered of it, if anything is.
+    /// Compares the content that was read from a page with the cached one, if there is one.
     pub fn compare(&self, ordinal: u32, content: Option<Fingerprint>) {
         let place = self.positions[(ordinal - self.first_ordinal) as usize].checked_sub(1);
         let Some(page) = place.map(|place| self.pages[place as usize]) else { return };
@@ -432,7 +440,8 @@ impl CachedPages<'_> {
         &self.process.blocks[page.block as usize]
     }
 
-    /// The pieces that need not be read whole, as far as it is known, with those pages that are not taken to change on.
+    /// The blocks that need not be read in full as far as is known, with their pages that are not assumed to be
+    /// volatile.
     fn unchanged_blocks(&self) -> impl Iterator<Item = (&PageBlock, &BlockComparison, Vec<CachedPage>)> + '_ {
         self.pages.chunk_by(|a, b| a.block == b.block).filter_map(|pages| {
             let (piece, found) = (self.block_of_page(&pages[0]), &self.process.comparisons()[pages[0].block as usize]);
@@ -445,11 +454,11 @@ impl CachedPages<'_> {
     }
 }
 
-/// Which pages of an index are remembered, a bit for each, and how many before each sixty-fourth.
+/// A set of pages of an index, one bit for each, with the count of members before each word of 64.
 struct CacheablePages {
     bits: Vec<u64>,
     counts_before: Vec<u32>,
-    /// Those of them that were passed by, with what is remembered of them.
+    /// Pages that were not read because they are assumed to be volatile, with their cached half fingerprints.
     assumed_volatile: Vec<(u32, u32)>,
 }
 
@@ -466,7 +475,7 @@ impl CacheablePages {
         self.bits[ordinal as usize / 64] >> (ordinal % 64) & 1 == 1
     }
 
-    /// All are known that are kept.
+    /// Computes the counts; call it after the last insertion.
     fn compute_counts(&mut self) {
         let mut sum = 0;
         self.counts_before = Vec::with_capacity(self.bits.len());
@@ -476,7 +485,7 @@ impl CacheablePages {
         }
     }
 
-    /// How many are kept before a page.
+    /// How many pages of the set come before a page.
     fn count_before(&self, ordinal: u32) -> usize {
         let (word, bit) = (ordinal as usize / 64, 1 << (ordinal % 64));
         (self.counts_before[word] + (self.bits[word] & (bit - 1)).count_ones()) as usize

@@ -1,17 +1,18 @@
-//! What others have enrolled in other trust domains, remembered from census to census of those who rest.
+//! The contents that foreign processes have enrolled, cached between censuses while these processes are inactive.
 //!
-//! Those contents must not be merged with, so whoever has enrolled any is read with each census of another domain: on a
-//! host with much that is merged that costs more than what is looked for. Of who has neither run nor had a page fault
-//! since it was read for that, contents are what they were. Others than its own threads may write its memory, too (a
-//! debugger, a device, a process that shares it since a clone(2), whoever fills it by userfaultfd(2)): so nobody is
-//! remembered for longer than [`MAX_CACHE_AGE`]. Nor is who was not read whole, since pages left memory or changed meanwhile.
+//! Pages of other trust domains must not merge with these contents. A census therefore reads every foreign process that
+//! has enrolled memory, which on a host with many merged pages costs more than the rest of the census. The contents of
+//! a process that has neither run nor had a page fault since it was read are unchanged. However, other writers may
+//! change its memory: a debugger, a device, a process that shares it since a clone(2), or a userfaultfd(2) handler.
+//! Contents are therefore cached for at most [`MAX_CACHE_AGE`]. A process is not cached if it was not read in full
+//! because pages left memory or changed meanwhile.
 //!
-//! What is swapped out then is not remembered, and comes back unseen where swap is turned off. Who is not read is
-//! nobody's partner: a page that only a resting witness of its own domain holds, too, is not enrolled for that.
+//! Swapped-out pages are not cached, and swapoff(8) brings them back unnoticed. A cached process does not count as a
+//! duplicate: a page whose only copy is in an inactive foreign process of its own domain is not enrolled for that.
 //!
-//! Takes 4 bytes for each content that somebody has enrolled: half of its fingerprint. A content whose half is another's
-//! by chance, one in four billion for each that is remembered, is left alone in vain. While pages are grouped 8 more
-//! and a little are taken for each content of those who rest.
+//! The cache takes 4 bytes for each enrolled content: half of its fingerprint. A content whose half collides with a
+//! cached one, with a probability of one in four billion for each, is needlessly not merged. While pages are grouped,
+//! each content of inactive processes takes slightly more than 8 additional bytes.
 
 use crate::index::PageIndex;
 use crate::scan_scope::{ScanScope, Subject};
@@ -22,26 +23,25 @@ use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// For how long what somebody has enrolled is remembered.
+/// How long enrolled contents are cached.
 pub(crate) const MAX_CACHE_AGE: Duration = Duration::from_secs(3600);
 
-/// Contents of a bucket.
+/// Mean number of contents in a bucket.
 const CONTENTS_PER_BUCKET: usize = 4;
 
-/// The number of no domain: for what several of them hold.
+/// A domain number without a domain, for contents that several domains hold.
 const SEVERAL_DOMAINS: u32 = u32::MAX;
 
-/// How much a process has run and how many page faults it has had. While neither moves none of its threads has written
-/// anything.
+/// The CPU time and page faults of a process. While neither counter moves, none of its threads has written anything.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ActivityCounters {
-    /// Nanoseconds of all threads.
+    /// CPU time of all threads, in nanoseconds.
     cpu_ns: u64,
     page_faults: u64,
 }
 
 impl ActivityCounters {
-    /// Of a process now. Who has never run is of a kernel that does not count.
+    /// The counters of a process now. Fails if the process has no CPU time: the kernel does not count it then.
     pub fn read(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<Self> {
         match observe::cpu_time_ns(host, handle)? {
             0 => Err(Absent::NotOnThisKernel),
@@ -50,27 +50,27 @@ impl ActivityCounters {
     }
 }
 
-/// What is remembered, under one key of fingerprints.
+/// The cached foreign processes, under one key of fingerprints.
 pub struct ForeignProcesses {
     census_time: Instant,
     processes: BTreeMap<ProcessId, ForeignProcess>,
 }
 
 struct ForeignProcess {
-    /// Before it was read.
+    /// Before the process was read.
     activity: ActivityCounters,
     read_at: Instant,
-    /// Ascending, each once.
+    /// In ascending order, without repetition.
     half_fingerprints: Vec<u32>,
 }
 
 impl ForeignProcesses {
-    /// Nothing remembered yet.
+    /// An empty cache.
     pub fn new(now: Instant) -> Self {
         Self { census_time: now, processes: BTreeMap::new() }
     }
 
-    /// A census begins at a time, in which these are enrolled. All others are forgotten.
+    /// Starts a census at the time `now` and drops all processes that are not enrolled.
     pub(crate) fn begin_census(&mut self, now: Instant, enrolled_processes: &[ProcessId]) {
         let enrolled: BTreeSet<&ProcessId> = enrolled_processes.iter().collect();
         self.census_time = now;
@@ -79,12 +79,12 @@ impl ForeignProcesses {
         });
     }
 
-    /// Whether it is remembered what a process has enrolled, and holds still.
+    /// Whether the contents that a process has enrolled are cached and unchanged.
     pub(crate) fn is_inactive(&self, process: ProcessId, activity: ActivityCounters) -> bool {
         self.processes.get(&process).is_some_and(|known| known.activity == activity)
     }
 
-    /// Take note of the witnesses of a census that were read whole, once the index is classified.
+    /// Caches the foreign processes of a census that were read in full. The index must be classified.
     pub(crate) fn record_census(&mut self, scope: &ScanScope, index: &PageIndex, unread: &BTreeSet<usize>) {
         let seen = self.census_time;
         let known = |(position, subject): (usize, &Subject)| {
@@ -96,7 +96,7 @@ impl ForeignProcesses {
         if noted.iter().all(Option::is_none) {
             return;
         }
-        // Those that may have partners are in order, so nearly all contents of many pages are added once.
+        // The entries that may have duplicates are sorted, so nearly every repeated content is added only once.
         for entry in &index.entries {
             if let Some(known) = &mut noted[index.subject_of_page(entry.ordinal)] {
                 let content = entry.fingerprint().to_half();
@@ -106,7 +106,7 @@ impl ForeignProcesses {
             }
         }
         let is_whole = |ordinal| index.mark(ordinal).class().is_some_and(|class| class != PageClass::Volatile);
-        // Pages of zeros are no entries, unless they are merged.
+        // Zero pages have no entries unless they are merged.
         let is_zero = |ordinal| index.mark(ordinal).class() == Some(PageClass::Zero);
         for (position, (known, subject)) in noted.into_iter().zip(&scope.subjects).enumerate() {
             let pages = || index.subject_ordinals(position).into_par_iter();
@@ -122,19 +122,19 @@ impl ForeignProcesses {
     }
 }
 
-/// What those have enrolled who were not read in a census because they rest, each content with its trust domain: in
-/// buckets by its upper bits, so that asking touches few places of memory.
+/// The contents of inactive foreign processes, which were not read in a census, each with its trust domain. They lie in
+/// buckets by their upper bits, so that a lookup touches little memory.
 #[derive(Debug, Default)]
 pub struct ForeignContents {
     bucket_shift: u32,
-    /// Where each bucket begins, and the last one ends.
+    /// Start of each bucket, and the end of the last one.
     bucket_starts: Vec<u32>,
     contents: Vec<(u32, u32)>,
 }
 
 impl ForeignContents {
-    /// Of those whom a survey has passed by. Domains have their numbers in the census, and those that are not in it
-    /// numbers of their own.
+    /// The contents of the inactive processes of a scope. Domains have their numbers in the census; domains outside of
+    /// it get further numbers.
     pub(crate) fn from_inactive(scope: &ScanScope, foreign: &ForeignProcesses) -> Self {
         let numbers = scope.domain_numbers();
         let mut others = numbers.last().map_or(0, |last| last + 1)..;
@@ -173,12 +173,12 @@ impl ForeignContents {
         Self { bucket_shift: shift, bucket_starts: starts, contents }
     }
 
-    /// Whether there is nothing.
+    /// Whether there are no contents.
     pub(crate) fn is_empty(&self) -> bool {
         self.contents.is_empty()
     }
 
-    /// The number of the domain that holds a content: of none in the census where several do.
+    /// The number of the domain that holds a content. If several domains hold it, a number that no domain has.
     pub(crate) fn find_domain(&self, content: Fingerprint) -> Option<u32> {
         if self.is_empty() {
             return None;

@@ -1,5 +1,5 @@
-//! The index: every resident page with its fingerprint and class, in 13 bytes and a share of its run's 8. A page that
-//! is the frame of an earlier one takes 8 more.
+//! The index: every resident page with its fingerprint and class. A page takes 13 bytes plus a share of the 8 bytes of
+//! its run. A page that shares the frame of an earlier page takes 8 more.
 
 use crate::Error;
 use crate::scan_scope::{ScanScope, Subject, read_method};
@@ -10,30 +10,30 @@ use rayon::prelude::*;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 
-/// A fingerprint and the ordinal of its page, packed to 12 bytes. Sorts by fingerprint, then by ordinal.
+/// A fingerprint and the ordinal of its page, packed into 12 bytes. Sorts by fingerprint, then by ordinal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct IndexEntry {
     high: u32,
     low: u32,
-    /// Which page.
+    /// The ordinal of the page.
     pub ordinal: u32,
 }
 
 impl IndexEntry {
-    /// The slot of a page that was not read. No page has its ordinal.
+    /// The slot of a page that was not read. No page has this ordinal.
     pub const EMPTY: Self = Self { high: 0, low: 0, ordinal: u32::MAX };
 
-    /// Pack.
+    /// Packs a fingerprint and an ordinal.
     pub fn new(fingerprint: Fingerprint, ordinal: u32) -> Self {
         Self { high: (fingerprint.0 >> 32) as u32, low: fingerprint.0 as u32, ordinal }
     }
 
-    /// Unpack.
+    /// Unpacks the fingerprint.
     pub fn fingerprint(self) -> Fingerprint {
         Fingerprint(u64::from(self.high) << 32 | u64::from(self.low))
     }
 
-    /// One number that sorts alike: sorting is much quicker where comparing does not branch.
+    /// One number with the same order: sorting is much faster if the comparison does not branch.
     fn sort_key(self) -> u128 {
         u128::from(self.fingerprint().0) << 32 | u128::from(self.ordinal)
     }
@@ -51,21 +51,21 @@ impl PartialOrd for IndexEntry {
     }
 }
 
-/// What is known of a page, in a byte.
+/// The state of a page in the census, in one byte.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageMark(u8);
 
 impl PageMark {
-    /// Not looked at yet, or not before the census was stopped.
+    /// Not read, or not read before the census was stopped.
     pub const NOT_READ: Self = Self(0);
-    /// No longer resident when it was to be read.
+    /// No longer resident when the scan came to it.
     pub const NOT_RESIDENT: Self = Self(1);
     /// Left out of the sample.
     pub const NOT_SAMPLED: Self = Self(2);
 
     const CLASS_BASE: u8 = 3;
-    /// Added to the state of a page that must not be covered. Zeros and duplicates are the only ones of which there is
-    /// anything to forbid: their states come again after that of unique pages.
+    /// Added to the state of a page that must not be covered. Only zero pages and duplicates can be forbidden. Their
+    /// forbidden states follow the state of unique pages.
     const FORBIDDEN_OFFSET: u8 = PageClass::Unique as u8 + 1 - PageClass::Zero as u8;
     const FORBIDDEN_BASE: u8 = Self::CLASS_BASE + PageClass::Zero as u8 + Self::FORBIDDEN_OFFSET;
     const STATE_MASK: u8 = 0x0f;
@@ -73,12 +73,12 @@ impl PageMark {
     const SHARE_SHIFT: u8 = 5;
     const COVERED_BIT: u8 = 0x80;
 
-    /// A classified page.
+    /// The mark of a classified page.
     pub fn from_class(class: PageClass) -> Self {
         Self(Self::CLASS_BASE + class as u8)
     }
 
-    /// A duplicate in a group of `copies`; `redundant` unless it is the copy that the group keeps.
+    /// A duplicate in a group of `copies`. `redundant` is false for the copy that the group keeps.
     pub fn duplicate(class: PageClass, copies: usize, redundant: bool) -> Self {
         let share = match copies {
             ..=2 => 0,
@@ -89,26 +89,26 @@ impl PageMark {
         Self(Self::from_class(class).0 | if redundant { Self::REDUNDANT_BIT } else { 0 } | share << Self::SHARE_SHIFT)
     }
 
-    /// A page that held something of its own as far as is remembered, or came to be read too late to be compared with
-    /// all others. Where it was not read its entry has half of the fingerprint ([`Fingerprint::from_half`]).
+    /// A page whose cached content is unique, or that was read too late to be compared with all other pages. If it was
+    /// not read, its entry holds half of the fingerprint ([`Fingerprint::from_half`]).
     pub const CACHED_UNIQUE: Self = Self(Self::CLASS_BASE + PageClass::Unique as u8 + Self::UNCERTAIN_BIT);
-    /// A page that was not read because it has changed each time.
+    /// A page that was not read because it changed in each recent scan.
     pub const ASSUMED_VOLATILE: Self = Self(Self::CLASS_BASE + PageClass::Volatile as u8 + Self::UNCERTAIN_BIT);
-    /// Only duplicates have a share.
+    /// Reuses the share bits: only duplicates have a share.
     const UNCERTAIN_BIT: u8 = 1 << Self::SHARE_SHIFT;
 
-    /// Whether it is not known what the page holds now, or whether somebody else holds the same: it is one of the two
-    /// above.
+    /// Whether the current content of the page is unknown or was not compared with all pages: the mark is
+    /// [`Self::CACHED_UNIQUE`] or [`Self::ASSUMED_VOLATILE`].
     pub fn is_uncertain(self) -> bool {
         [Self::CACHED_UNIQUE.0, Self::ASSUMED_VOLATILE.0].contains(&(self.0 & !Self::COVERED_BIT))
     }
 
-    /// Every mark that there could be, in the order of their bits.
+    /// Every possible mark, in the order of its bits.
     pub(crate) fn all_values() -> impl Iterator<Item = Self> {
         (0..=u8::MAX).map(Self)
     }
 
-    /// The byte.
+    /// The byte of the mark, as an array position.
     pub(crate) fn bits(self) -> usize {
         usize::from(self.0)
     }
@@ -125,34 +125,34 @@ impl PageMark {
         self.0 & Self::STATE_MASK >= Self::CLASS_BASE
     }
 
-    /// Whether a guided enrolment must not cover the page, because its content is to be merged in another trust domain.
+    /// Whether guided enrollment must not cover the page because another trust domain may merge its content.
     pub fn is_forbidden(self) -> bool {
         self.0 & Self::STATE_MASK >= Self::FORBIDDEN_BASE
     }
 
-    /// The same, forbidden, for zeros and duplicates. Others stay as they are.
+    /// This mark, forbidden, for zero pages and duplicates. Other marks stay unchanged.
     pub fn with_forbidden(self) -> Self {
         let forbids = !self.is_forbidden() && self.class().is_some_and(PageClass::is_mergeable);
         Self(if forbids { self.0 + Self::FORBIDDEN_OFFSET } else { self.0 })
     }
 
-    /// Whether it is a duplicate beyond the copy its group keeps.
+    /// Whether the page is a duplicate other than the copy that its group keeps.
     pub fn is_redundant(self) -> bool {
         self.0 & Self::REDUNDANT_BIT != 0
     }
 
-    /// Whether a guided enrolment would cover the page.
+    /// Whether a guided enrollment would cover the page.
     pub fn is_covered(self) -> bool {
         self.0 & Self::COVERED_BIT != 0
     }
 
-    /// The same, covered.
+    /// This mark, covered.
     pub fn with_covered(self) -> Self {
         Self(self.0 | Self::COVERED_BIT)
     }
 
-    /// The part of the page that comes back when its whole group is merged, in 64ths: all of a page of zeros, `1 - 1/n`
-    /// of one in a group of n, with n rounded down to 2, 3, 4 or 8.
+    /// The share of the page, in 64ths, that is freed when its whole group is merged. It is 64 for a zero page and `1 -
+    /// 1/n` for a page in a group of `n`, with `n` rounded down to 2, 3, 4 or 8.
     pub fn freed_64ths(self) -> i64 {
         match self.class() {
             Some(PageClass::Zero) => 64,
@@ -162,7 +162,7 @@ impl PageMark {
     }
 }
 
-/// A run of pages behind one another: the page within its area, with a bit for huge pages, and its first ordinal.
+/// A run of consecutive pages: its first page within the area, with a bit for huge pages, and its first ordinal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct PackedRun {
     page_and_huge_bit: u32,
@@ -171,7 +171,7 @@ struct PackedRun {
 
 const HUGE_PAGE_BIT: u32 = 1 << 31;
 
-/// A part of a region, short enough for page numbers of 31 bits.
+/// A part of a region, small enough for 31-bit page numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct RegionArea {
     subject: u32,
@@ -180,61 +180,61 @@ struct RegionArea {
     first_run: u32,
 }
 
-/// Every resident page that KSM could take. Pages are numbered in the order of subjects, then of addresses.
+/// Every resident page that KSM can take. Pages are numbered by subject, then by address.
 #[derive(Debug)]
 pub struct PageIndex {
     page_bytes: u64,
     areas: Vec<RegionArea>,
     runs: Vec<PackedRun>,
-    /// Ordinal of the first page of each subject, and the number of all pages.
+    /// Ordinal of the first page of each subject, then the number of all pages.
     first_ordinals: Vec<u32>,
-    /// In the order of ordinals while reading. Afterwards those that may have a partner, sorted by fingerprint, and
-    /// then the others, still in the order of ordinals, until they are let go of.
+    /// While pages are read, in the order of ordinals. Afterwards the entries that may have a duplicate come first,
+    /// sorted by fingerprint. The others follow in the order of ordinals until they are dropped.
     pub(crate) entries: Vec<IndexEntry>,
-    /// How many may have a partner.
+    /// Number of entries that may have a duplicate.
     pub(crate) candidate_count: usize,
     marks: Vec<AtomicU8>,
     /// The NUMA node of each page, if pages of different nodes are kept apart.
     nodes: Vec<AtomicU8>,
-    /// Pages that others map too, with their frames, until they are told apart.
+    /// Pages that other processes map too, with their frames, until [`Self::resolve_repeated_frames`].
     shared_mappings: Vec<(Pfn, u32)>,
-    /// Pages that are the frame of an earlier page, mapped once more, with that page; sorted.
+    /// Pages that share the frame of an earlier page, with that page; sorted.
     repeated_frames: Vec<(u32, u32)>,
-    /// Pages that others map too, and whose frames may not be known.
+    /// Pages that other processes map too, but whose frames cannot be read.
     pub(crate) unknown_shared_frames: u64,
     unlisted_subjects: Vec<(usize, Absent)>,
 }
 
-/// Some consecutive pages of one subject, read in one way.
+/// Consecutive pages of one subject that are read by one method.
 #[derive(Clone, Debug)]
 pub struct ScanUnit {
-    /// Whose.
+    /// Position of the subject in the scan scope.
     pub subject: usize,
-    /// How to read them.
+    /// How to read the pages.
     pub method: ReadMethod,
-    /// Which.
+    /// Ordinals of the pages.
     pub ordinals: Range<u32>,
 }
 
 /// The pages of a region.
 #[derive(Clone, Debug)]
 pub struct RegionPages {
-    /// Position of the subject in the survey.
+    /// Position of the subject in the scan scope.
     pub subject: usize,
     /// Position of the region in the subject.
     pub region: usize,
-    /// Which.
+    /// Ordinals of the pages.
     pub ordinals: Range<u32>,
 }
 
-/// Pages of a unit: 64 MiB of base pages, some milliseconds of reading.
+/// Pages of a unit: 64 MiB of base pages, which takes some milliseconds to read.
 const PAGES_PER_UNIT: u32 = 1 << 14;
 
-/// Contents that are let go of at once: 1.5 MiB.
+/// Entries dropped at a time: 1.5 MiB.
 const ENTRIES_PER_RELEASE: usize = 1 << 17;
 
 impl PageIndex {
-    /// Of no pages.
+    /// An index without pages.
     fn empty(page_len: u64) -> Self {
         Self {
             page_bytes: page_len,
@@ -252,11 +252,11 @@ impl PageIndex {
         }
     }
 
-    /// List the resident pages of the survey.
+    /// Lists the resident pages of the scan scope.
     pub fn build(host: &dyn Host, scope: &ScanScope, separate_nodes: bool) -> Result<Self, Error> {
         let mut index = Self::empty(host.page_size().bytes());
         let mut pages = 0;
-        // A few subjects at a time, so that their unpacked runs do not all lie in memory at once.
+        // Subjects are processed in small batches, so that only a batch of unpacked runs is in memory.
         for (chunk, subjects) in scope.subjects.chunks(64).enumerate() {
             let listed: Vec<_> = subjects.par_iter().map(|subject| list_resident_runs(host, subject)).collect();
             for (i, (subject, runs)) in subjects.iter().zip(listed).enumerate() {
@@ -277,10 +277,10 @@ impl PageIndex {
         let no_memory = |_| Error::NoMemory(pages);
         index.entries.try_reserve_exact(pages).map_err(no_memory)?;
         index.marks.try_reserve_exact(pages).map_err(no_memory)?;
-        // Best effort, like all such advice.
+        // The advice is best effort.
         let _ = prefer_huge_pages(index.entries.spare_capacity_mut());
         let _ = prefer_huge_pages(index.marks.spare_capacity_mut());
-        // In parallel, because writing to new memory is what costs.
+        // In parallel, because the page faults of new memory dominate the cost.
         index.entries.par_extend((0..pages).into_par_iter().map(|_| IndexEntry::EMPTY));
         let zeroed = || AtomicU8::new(PageMark::NOT_READ.0);
         index.marks.par_extend((0..pages).into_par_iter().map(|_| zeroed()));
@@ -288,7 +288,7 @@ impl PageIndex {
         Ok(index)
     }
 
-    /// Number the runs of a subject, beginning with `pages`. Returns the next number.
+    /// Numbers the pages of a subject's runs, starting at `pages`. Returns the next number.
     fn add_runs(&mut self, position: usize, subject: &Subject, runs: &[PageRun], mut pages: u64) -> u64 {
         let mut regions = subject.regions.iter().enumerate().peekable();
         for run in runs {
@@ -316,7 +316,7 @@ impl PageIndex {
         pages
     }
 
-    /// How many pages.
+    /// The number of pages.
     pub fn page_count(&self) -> usize {
         self.marks.len()
     }
@@ -336,54 +336,55 @@ impl PageIndex {
             + self.repeated_frames.capacity() * size_of::<(u32, u32)>()
     }
 
-    /// Subjects whose pages could not be listed, and why.
+    /// Subjects whose pages could not be listed, with the reason.
     pub fn unlisted_subjects(&self) -> &[(usize, Absent)] {
         &self.unlisted_subjects
     }
 
-    /// The subject a page belongs to.
+    /// The position of the subject that a page belongs to.
     pub fn subject_of_page(&self, ordinal: u32) -> usize {
         self.first_ordinals.partition_point(|&first| first <= ordinal) - 1
     }
 
-    /// What is known of a page.
+    /// The mark of a page.
     pub fn mark(&self, ordinal: u32) -> PageMark {
         PageMark(self.marks[ordinal as usize].load(Ordering::Relaxed))
     }
 
-    /// Note what is known of a page. Each page is marked by one thread at a time; nobody orders anything by it.
+    /// Sets the mark of a page. Only one thread at a time marks a page, and no other memory access depends on the
+    /// order.
     pub fn set_mark(&self, ordinal: u32, mark: PageMark) {
         self.marks[ordinal as usize].store(mark.0, Ordering::Relaxed);
     }
 
-    /// The node of a page; 0 where pages of different nodes are not kept apart.
+    /// The NUMA node of a page; 0 where pages of different nodes are not kept apart.
     pub fn node(&self, ordinal: u32) -> u8 {
         self.nodes.get(ordinal as usize).map_or(0, |node| node.load(Ordering::Relaxed))
     }
 
-    /// Note the node of a page.
+    /// Sets the NUMA node of a page.
     pub fn set_node(&self, ordinal: u32, node: u8) {
         if let Some(noted) = self.nodes.get(ordinal as usize) {
             noted.store(node, Ordering::Relaxed);
         }
     }
 
-    /// All entries, until those without a partner are let go of.
+    /// All entries, until those without a duplicate are dropped.
     pub fn entries(&self) -> &[IndexEntry] {
         &self.entries
     }
 
-    /// The entries of pages that may have a partner, sorted by fingerprint once all are read.
+    /// The entries that may have a duplicate, sorted by fingerprint once all pages are read.
     pub fn paired(&self) -> &[IndexEntry] {
         &self.entries[..self.candidate_count]
     }
 
-    /// Take note of the frames of pages that others map too.
+    /// Adds the frames of pages that other processes map too.
     pub(crate) fn add_shared_mappings(&mut self, shared: Vec<(Pfn, u32)>) {
         self.shared_mappings.extend(shared);
     }
 
-    /// Have each of these frames count once.
+    /// Finds the pages that share a frame, so that each frame counts once.
     pub(crate) fn resolve_repeated_frames(&mut self) {
         let mut shared = std::mem::take(&mut self.shared_mappings);
         shared.par_sort_unstable();
@@ -393,13 +394,13 @@ impl PageIndex {
         self.repeated_frames.par_sort_unstable();
     }
 
-    /// Let go of the contents that no two pages have: a plan and all that follows from it asks for none.
+    /// Drops the contents that only one page has. Plans do not need them.
     pub fn drop_unique_entries(&mut self) {
         self.drain_unique_entries(|_, _| {});
     }
 
-    /// Tell the contents that no two pages have, from the last page to the first, and let go of them portion by portion,
-    /// so that something else can be filled meanwhile.
+    /// Visits the contents that only one page has, from the last page to the first, and drops them in portions. The
+    /// caller can fill other memory meanwhile.
     pub(crate) fn drain_unique_entries(&mut self, mut visit: impl FnMut(&Self, IndexEntry)) {
         loop {
             self.entries.shrink_to_fit();
@@ -412,7 +413,7 @@ impl PageIndex {
         }
     }
 
-    /// The first page that has the frame of this one: the page itself, unless processes share it since a fork.
+    /// The first page with the same frame: the page itself, unless processes share the frame since a fork.
     pub fn first_page_of_frame(&self, ordinal: u32) -> u32 {
         let again = self.repeated_frames.binary_search_by_key(&ordinal, |&(page, _)| page);
         again.map_or(ordinal, |position| self.repeated_frames[position].1)
@@ -438,7 +439,7 @@ impl PageIndex {
         self.first_ordinals[subject]..self.first_ordinals[subject + 1]
     }
 
-    /// The runs of some consecutive pages, cut to them, each with its first ordinal.
+    /// The runs of the given consecutive pages, clipped to them, each with its first ordinal.
     pub fn runs(&self, ordinals: Range<u32>) -> impl Iterator<Item = (PageRun, u32)> + '_ {
         let start = self.runs.partition_point(|run| run.first_ordinal <= ordinals.start).saturating_sub(1);
         let end = self.runs.partition_point(|run| run.first_ordinal < ordinals.end);
@@ -457,7 +458,7 @@ impl PageIndex {
         })
     }
 
-    /// Where a page is: the positions of its subject and region in the survey, and its address.
+    /// The position of a page: its subject and region in the scan scope, and its address.
     pub fn locate(&self, ordinal: u32) -> Option<(usize, usize, u64)> {
         let position = self.runs.partition_point(|run| run.first_ordinal <= ordinal).checked_sub(1)?;
         let area =
@@ -467,7 +468,7 @@ impl PageIndex {
         Some((area.subject as usize, area.region as usize, area.base_address + page * self.page_bytes))
     }
 
-    /// The pages in portions for the reading threads.
+    /// Divides the pages into units for the scan threads.
     pub fn scan_units(&self, scope: &ScanScope) -> Vec<ScanUnit> {
         let mut units: Vec<ScanUnit> = Vec::new();
         for RegionPages { subject, region, mut ordinals } in self.regions() {
@@ -483,7 +484,7 @@ impl PageIndex {
                     units.push(ScanUnit { subject, method: way, ordinals: ordinals.start..ordinals.start });
                     continue;
                 }
-                let unit = units.last_mut().expect("one was just seen or pushed");
+                let unit = units.last_mut().expect("a unit exists or was just pushed");
                 ordinals.start += room.min(ordinals.len() as u32);
                 unit.ordinals.end = ordinals.start;
             }
@@ -492,7 +493,7 @@ impl PageIndex {
     }
 }
 
-/// The resident pages of a subject's regions that KSM could take.
+/// The resident pages of the regions of a subject that KSM can take.
 fn list_resident_runs(host: &dyn Host, subject: &Subject) -> Reading<Vec<PageRun>> {
     let ranges: Vec<_> = subject
         .regions
@@ -529,7 +530,7 @@ mod tests {
             assert!(told.iter().copied().eq((paired..paired + alone).rev()), "{paired} and {alone}");
             assert!(index.entries.iter().copied().eq((0..paired).map(entry)));
             assert!(index.entries.capacity() < ENTRIES_PER_RELEASE, "{}", index.entries.capacity());
-            index.drain_unique_entries(|_, _| panic!("there is nothing left"));
+            index.drain_unique_entries(|_, _| panic!("all unique entries were drained before"));
         }
     }
 

@@ -1,31 +1,34 @@
-//! From page contents to fingerprints, to groups of equal pages, to what merging them would save.
+//! A census: fingerprint the pages of processes, group equal pages and compute what merging them would save.
 //!
 //! A census has five steps:
 //!
-//! 1. [`scan_scope`] opens the chosen processes, reads their regions and decides region by region whether KSM could take
-//!    its pages and how they may be read.
+//! 1. [`scan_scope`] opens the selected processes and reads their regions. For each region it decides whether KSM can
+//!    take its pages and how to read them.
 //! 2. [`index`] lists the resident pages and gives each an ordinal: processes in the order of their trust domains,
 //!    pages in the order of their addresses.
-//! 3. [`scan`] reads the pages in parallel and puts a fingerprint for each into the index, but for those of which it is
-//!    remembered what they hold; a second pass marks what changed.
-//! 4. [`content_groups`] sorts the fingerprints, after [`duplicate_filter`] has told most of those that have no partner. Equal ones lie
-//!    side by side, ordered by domain and process, so one walk over them classifies every page.
-//! 5. [`tally`] walks the pages in address order and counts: by region, process, extent and content. Before that,
-//!    [`range_selection`] finds the ranges that are worth enrolling.
+//! 3. [`scan`] reads the pages in parallel and puts a fingerprint for each into the index. Pages with a cached
+//!    fingerprint are not read. A second pass marks the pages that changed.
+//! 4. [`duplicate_filter`] finds most pages that have no duplicate. [`content_groups`] sorts the fingerprints of the
+//!    others. Equal fingerprints are adjacent, ordered by domain and process, so one walk over them classifies every
+//!    page.
+//! 5. [`range_selection`] finds the ranges that are profitable to enroll. [`tally`] walks the pages in address order
+//!    and counts them by region, process, extent and content.
 //!
-//! Memory is 13 bytes for each page (12 for the fingerprint and ordinal, one for the class) and 8 for each run of pages
-//! that lie behind one another, so at most 21. A page whose frame an earlier one has, since a fork, takes 8 more, and
-//! where NUMA nodes are kept apart each takes one more. While pages are listed, the runs of the processes in hand take
-//! 16 each beside it; while they are grouped, each page takes at most 12 more. Nothing is written anywhere.
+//! The index takes 13 bytes for each page (12 for the fingerprint and ordinal, 1 for the class) and 8 for each run of
+//! consecutive pages, so at most 21. A page that shares the frame of an earlier page since a fork takes 8 more. Where
+//! NUMA nodes are kept apart, each page takes 1 more. While pages are listed, each run of the processes being listed
+//! takes 16 more. While pages are grouped, each page takes at most 12 more. Nothing is written to disk.
 //!
 //! # Trust domains
 //!
-//! Without [`CensusOptions::across_domains`] a content that lies in several domains is covered in one of them at most: in
-//! none of the chosen ones if somebody who is not chosen has it enrolled ([`CensusOptions::enrolled_processes`]). That keeps apart what
-//! is equal when the census is taken, and promises nothing for later: two covered pages of different domains whose
-//! contents become equal afterwards are merged while ksmd runs, and so are pages that programs enrolled themselves,
-//! whatever is chosen here. Who takes censuses again and again need not read everybody for that each time
-//! ([`foreign_processes`]), nor of who is chosen all that has not changed: [`take_incremental_census`].
+//! Without [`CensusOptions::across_domains`] a content that is in several domains is covered in at most one of them. If
+//! a process that was not selected has enrolled the content ([`CensusOptions::enrolled_processes`]), no selected domain
+//! may cover it. This rule applies to pages that are equal when the census is taken. It does not cover two cases:
+//! enrolled pages of different domains whose contents become equal later, and pages that programs enroll themselves.
+//! ksmd merges both.
+//!
+//! Repeated censuses need not read every process in full. [`foreign_processes`] caches what foreign processes have
+//! enrolled, and [`take_incremental_census`] reads little of what has not changed.
 
 #![forbid(unsafe_code)]
 
@@ -48,7 +51,7 @@ pub mod wire;
 
 pub use foreign_processes::ForeignProcesses;
 pub use index::PageIndex;
-/// The key of fingerprints: equal only under one.
+/// Computes fingerprints under a key. Only fingerprints of one key can be compared.
 pub use pagefold_sys::fingerprint::Hasher;
 pub use scan::ScanProgress;
 pub use scan_scope::{ProcessSelection, ScanScope};
@@ -65,60 +68,61 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How a census is taken.
+/// Options of a census.
 #[derive(Clone, Debug)]
 pub struct CensusOptions {
-    /// Which processes.
+    /// The processes to scan.
     pub selection: ProcessSelection,
-    /// How they are sorted into trust domains.
+    /// How processes are sorted into trust domains.
     pub domains: DomainConfig,
-    /// Pause between the two passes; zero for one pass, which finds no volatile pages.
+    /// Pause between the two passes; zero for a single pass, which finds no volatile pages.
     pub pass_interval: Duration,
-    /// Threads that read.
+    /// Number of threads that read pages.
     pub threads: usize,
-    /// The probability with which each page is looked at; `None` for all.
+    /// The probability with which each page is sampled; `None` to scan all pages.
     pub sample_probability: Option<f64>,
     /// Seed of the sample.
     pub sample_seed: u64,
-    /// How many of the most frequent contents to tell.
+    /// How many of the most frequent contents to report.
     pub max_top_contents: usize,
-    /// Rows of the sharing matrix at most.
+    /// Maximum number of rows of the sharing matrix.
     pub max_matrix_rows: usize,
-    /// Who they are.
+    /// What the rows of the sharing matrix are.
     pub matrix_row_kind: tally::MatrixRowKind,
     /// Which pages the second pass reads.
     pub second_pass: SecondPass,
-    /// The costs by which guided enrolment chooses; `None` for those of the page size ([`EnrollCostBytes::unscanned`]).
+    /// The costs by which guided enrollment selects ranges; `None` for the defaults of the page size
+    /// ([`EnrollCostBytes::for_page_size`]).
     pub costs: Option<EnrollCostBytes>,
-    /// Whether guided enrolment may merge pages of different trust domains.
+    /// Whether guided enrollment may merge pages of different trust domains.
     pub across_domains: bool,
-    /// Processes that are enrolled, chosen or not: what they hold in other trust domains is not to be merged with.
-    /// Nothing of them is counted beside it.
+    /// Enrolled processes, selected or not. Pages of other trust domains must not merge with what they hold. Processes
+    /// that are not selected are not counted.
     pub enrolled_processes: Vec<ProcessId>,
-    /// Regions that a process may have (`vm.max_map_count`).
+    /// Maximum number of regions of a process (`vm.max_map_count`).
     pub max_map_count: u64,
-    /// Whether pages of zeros will be mapped to the kernel's page of zeros, whatever `use_zero_pages` says now.
+    /// Whether zero pages will be mapped to the kernel's zero page, even if `use_zero_pages` is off now.
     pub use_zero_pages: bool,
 }
 
-/// Which pages are read in the second pass.
+/// Which pages the second pass reads.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SecondPass {
-    /// All: every volatile page is found.
+    /// All pages: the census finds every volatile page.
     #[default]
     All,
-    /// Those that have anything to gain, duplicates and zeros, and of the others those few that [`duplicate_filter`] cannot tell
-    /// from them. Other pages are unique, whether they change or not. Of a process none of whose threads ran since
-    /// before the first pass nothing is read again: what devices and kernel threads write for it is left to ksmd, which
-    /// merges only what it has found unchanged itself.
+    /// Zero pages, duplicates and the few other pages that [`duplicate_filter`] cannot tell from duplicates. Other
+    /// pages count as unique, whether they change or not. If no thread of a process ran since before the first pass,
+    /// none of its pages is read again. Devices and kernel threads may still have written to them; ksmd merges only
+    /// pages that it has found unchanged itself.
     Candidates,
 }
 
-/// `vm.max_map_count` when nothing else is known (include/linux/mm.h, `DEFAULT_MAX_MAP_COUNT`).
+/// `vm.max_map_count` if the host's value is not known (include/linux/mm.h, `DEFAULT_MAX_MAP_COUNT`).
 pub const DEFAULT_MAX_MAP_COUNT: u64 = 65530;
 
 impl Default for CensusOptions {
-    /// All processes by user, read once, on one thread.
+    /// All processes, trust domains by user, one pass on one thread.
     fn default() -> Self {
         Self {
             selection: ProcessSelection::default(),
@@ -140,35 +144,35 @@ impl Default for CensusOptions {
     }
 }
 
-/// Why there is no census.
+/// Why a census failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The processes cannot be listed.
     #[error("cannot list the processes of {host}")]
     Processes {
-        /// Which host.
+        /// The host.
         host: String,
-        /// Why.
+        /// The reason.
         source: Absent,
     },
     /// A pattern for names is malformed.
-    #[error("malformed pattern for names of processes or virtual machines")]
+    #[error("malformed name pattern for processes or virtual machines")]
     Pattern(#[from] globset::Error),
-    /// More pages than the index numbers.
-    #[error("{0} resident pages are more than the {max} that one census can hold", max = u32::MAX)]
+    /// The index has ordinals for 2^32 - 1 pages only.
+    #[error("{0} resident pages exceed the limit of {max} for one census: select fewer processes", max = u32::MAX)]
     TooManyPages(u64),
-    /// There is no memory for the index.
-    #[error("no memory for an index of {0} pages, 13 bytes each: choose fewer processes")]
+    /// The index does not fit into memory.
+    #[error("not enough memory for an index of {0} pages of 13 bytes each: select fewer processes")]
     NoMemory(usize),
-    /// The kernel gave no random key.
-    #[error("cannot draw a random key for the fingerprints")]
+    /// The kernel returned no random key.
+    #[error("cannot get a random key for the fingerprints from the kernel")]
     RandomKey(#[source] std::io::Error),
     /// The threads could not be started.
-    #[error("cannot start the reading threads")]
+    #[error("cannot start the scan threads")]
     Threads(#[from] rayon::ThreadPoolBuildError),
 }
 
-/// Take a census. `stop` ends it early: what was seen so far is counted and the result is marked partial.
+/// Takes a census. Setting `stop` ends it early: the census then counts the pages read so far and is marked partial.
 pub fn take_census(
     host: &dyn Host,
     options: &CensusOptions,
@@ -179,7 +183,7 @@ pub fn take_census(
     take_census_with_hasher(&hasher, host, options, progress, stop)
 }
 
-/// Take a census whose fingerprints can be compared with those of others under the same key.
+/// Takes a census with the given key, so that its fingerprints can be compared with those of other censuses.
 pub fn take_census_with_hasher(
     hasher: &Hasher,
     host: &dyn Host,
@@ -190,7 +194,7 @@ pub fn take_census_with_hasher(
     run_census(None, hasher, host, options, progress, stop)
 }
 
-/// What is remembered from census to census under one key.
+/// The state kept between censuses under one key.
 pub struct ScanCache {
     foreign: ForeignProcesses,
     fingerprints: FingerprintCache,
@@ -198,7 +202,7 @@ pub struct ScanCache {
 }
 
 impl ScanCache {
-    /// Nothing yet.
+    /// An empty cache.
     pub fn new(now: Instant) -> Self {
         Self {
             foreign: ForeignProcesses::new(now),
@@ -207,26 +211,28 @@ impl ScanCache {
         }
     }
 
-    /// How many pages of a process the last census has not read, since it was remembered what they held.
+    /// How many pages of a process the last census did not read because their contents were cached.
     pub fn reused_pages(&self, process: ProcessId) -> Pages {
         self.fingerprints.reused_pages(process)
     }
 
-    /// Take the sample of what everybody held in the last census whose pages could be listed, witnesses apart.
+    /// Takes the sketches of the processes in the last census. Foreign processes and processes whose pages could not be
+    /// listed have none.
     pub fn take_sketches(&mut self) -> BTreeMap<ProcessId, ContentSketches> {
         std::mem::take(&mut self.sketches)
     }
 
-    /// Forget the processes that do not fit. Of witnesses those are forgotten that are not enrolled when a census begins.
+    /// Drops the processes for which `keep` is false. Foreign processes that are no longer enrolled are dropped when a
+    /// census begins.
     pub fn retain_processes(&mut self, keep: impl Fn(ProcessId) -> bool) {
         self.fingerprints.retain_processes(keep);
     }
 }
 
-/// Take a census, at a time that is given, in which nothing is read that need not be by what is remembered from those
-/// before, which were under the same key: nobody for what it has enrolled alone, and of those who are chosen little of
-/// what has not changed. What changes each time is counted as volatile unread. The index is without the contents that no
-/// two pages have, as after [`PageIndex::drop_unique_entries`].
+/// Takes a census at the time `now` that reads only what the cache cannot supply. The cache holds results of earlier
+/// censuses under the same key. Foreign processes that were inactive are not read, and of the selected processes little
+/// of what has not changed. Pages that changed in each recent census count as volatile without being read. The index
+/// lacks the contents that only one page has, as after [`PageIndex::drop_unique_entries`].
 pub fn take_incremental_census(
     (cache, now): (&mut ScanCache, Instant),
     hasher: &Hasher,
@@ -304,7 +310,7 @@ fn run_census(
         if is_noted {
             threads.install(|| remembered.foreign.record_census(&survey, &index, &unread));
         }
-        // Last, since it lets go of what the others ask for.
+        // The fingerprint cache comes last: it drops entries that the other two read.
         if is_noted && recalls {
             remembered.fingerprints.record_census(&survey, &mut index, &unread);
         }
@@ -328,7 +334,7 @@ fn run_census(
     census.contents = tally::identify_top_contents(host, &index, hasher, &groups, &census);
     census.wall_seconds = started.elapsed().as_secs_f64();
     census.bytes_read = progress.bytes_read();
-    // Of all of it, part of which may be let go of by now.
+    // The size of the full index, of which entries may have been dropped since.
     census.index_bytes = index_bytes;
     census.pass_interval = settled.then_some(options.pass_interval);
     census.reread = reread;
@@ -339,7 +345,7 @@ fn run_census(
     Ok((census, index))
 }
 
-/// The CPU time that each process has used.
+/// The CPU time used by each process.
 fn cpu_times(host: &dyn Host, scope: &ScanScope) -> Vec<Reading<u64>> {
     let time = |id: ProcessId| {
         let handle = host.open(id.pid)?;
@@ -348,7 +354,7 @@ fn cpu_times(host: &dyn Host, scope: &ScanScope) -> Vec<Reading<u64>> {
     scope.subjects.iter().map(|subject| time(subject.process.id)).collect()
 }
 
-/// The bytes of a huge page of the PMD level; 512 base pages where the host does not tell, as on x86-64.
+/// The bytes of a huge page of the PMD level. If the host does not report it, 512 base pages, as on x86-64.
 fn huge_page_size(host: &dyn Host) -> PageSize {
     observe::huge_page_bytes(host)
         .ok()
@@ -357,7 +363,7 @@ fn huge_page_size(host: &dyn Host) -> PageSize {
         .unwrap_or(host.page_size())
 }
 
-/// Sleep, and wake up soon after `stop` is set.
+/// Sleeps, and wakes up soon after `stop` is set.
 fn sleep_unless_stopped(time: Duration, stop: &AtomicBool) {
     let end = Instant::now() + time;
     while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {

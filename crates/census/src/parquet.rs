@@ -1,4 +1,4 @@
-//! Every extent of mergeable pages as a row of a Parquet file, for data frames.
+//! Writes every extent of mergeable pages as a row of a Parquet file, for use in data frames.
 
 use crate::results::Census;
 use pagefold_base::PageSize;
@@ -12,7 +12,8 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
-/// Addresses are of 64 bits in signed columns, as Parquet has them everywhere; `density` is the mergeable share.
+/// Addresses are 64-bit values in signed columns because Parquet has no unsigned ones; `density` is the mergeable
+/// share.
 const EXTENTS_SCHEMA: &str = "message extents {
     required int64 pid;
     required int64 start_time;
@@ -27,12 +28,12 @@ const EXTENTS_SCHEMA: &str = "message extents {
     required double density;
 }";
 
-/// Write all extents of a census, in the order of trust domains, processes and addresses.
+/// Writes all extents of a census, in the order of trust domains, processes and addresses.
 ///
 /// # Panics
-/// Never: the schema is a constant that parses.
+/// Never: the constant schema is valid.
 pub fn write_extents(census: &Census, page_size: PageSize, path: &Path) -> Result<()> {
-    let schema = Arc::new(parse_message_type(EXTENTS_SCHEMA).expect("the schema parses"));
+    let schema = Arc::new(parse_message_type(EXTENTS_SCHEMA).expect("the extent schema is valid"));
     let properties = Arc::new(WriterProperties::builder().set_compression(Compression::SNAPPY).build());
     let mut file = SerializedFileWriter::new(File::create(path)?, schema, properties)?;
     let extents = &census.extents;
@@ -59,9 +60,9 @@ pub fn write_extents(census: &Census, page_size: PageSize, path: &Path) -> Resul
     Ok(())
 }
 
-/// Write the next column of some rows.
+/// Writes the next column of a row group.
 pub fn column<T: DataType>(rows: &mut SerializedRowGroupWriter<'_, File>, values: &[T::T]) -> Result<()> {
-    let mut column = rows.next_column()?.expect("as many columns are written as the schema has");
+    let mut column = rows.next_column()?.expect("the schema has a column for each column written");
     column.typed::<T>().write_batch(values, None, None)?;
     column.close()
 }

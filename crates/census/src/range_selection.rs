@@ -1,20 +1,20 @@
-//! Which ranges a guided enrolment covers, region by region, and which enrolled ones are idle.
+//! Selects the ranges that a guided enrollment covers, region by region, and finds enrolled ranges without profit.
 //!
-//! What a page gains and costs is decided here; [`pagefold_base::range_optimizer`] makes the choice.
+//! This module decides what a page gains and costs; [`pagefold_base::range_optimizer`] selects the ranges.
 //!
-//! - A duplicate or a page of zeros gains what it stands for in its group, a merged page nothing, at no cost: its
-//!   metadata is paid for. All others are scanned for nothing, volatile ones above all, and so are those of which
-//!   nothing is known because they could not be read.
-//! - A page of a content that another trust domain merges must not be covered, nor one of which it is only remembered
-//!   what it held, or that it changes.
-//! - A hole within a region may be bridged, at the price of metadata for its pages, which ksmd pays only if they fill:
-//!   cheaper than a second range if the hole is small, dearer if it is large. Ranges end at resident pages and never
-//!   leave their region.
-//! - A process must keep room for regions of its own under `vm.max_map_count`: what is enrolled takes at most half of
-//!   what is left, each range two regions.
+//! - A duplicate or zero page gains its share of what its group frees. A merged page gains nothing and costs nothing,
+//!   because its metadata exists already. All other pages cost a scan without a gain: volatile pages above all, and
+//!   pages that could not be read.
+//! - Some pages must not be covered: pages of a content that another trust domain merges, and pages whose content is
+//!   only cached or that are assumed to be volatile.
+//! - A range may bridge a hole within a region at the cost of metadata for its pages, which ksmd allocates only if they
+//!   fill. For a small hole this is cheaper than a second range, for a large one dearer. Ranges begin and end at
+//!   resident pages and never leave their region.
+//! - A process must keep regions for its own use under `vm.max_map_count`. Enrollment takes at most half of the regions
+//!   that are left; each range takes two.
 //!
-//! What a page gains assumes that the other pages of its group are covered too. What the chosen ranges reach together
-//! is counted afterwards, from the groups.
+//! The gain of a page assumes that the other pages of its group are covered too. The census counts afterwards, from the
+//! groups, what the selected ranges free together.
 
 use crate::index::{PageIndex, PageMark, RegionPages};
 use crate::results::{GuidedRange, IdleRange};
@@ -27,12 +27,12 @@ use pagefold_host::PageRun;
 use rayon::prelude::*;
 use std::ops::Range;
 
-/// By what ranges are chosen.
+/// How ranges are selected.
 #[derive(Clone, Copy, Debug)]
 pub struct SelectionCriteria {
     /// KSM's settings.
     pub sharing: SharingSettings,
-    /// What everything costs.
+    /// The costs of scanning, splitting and bridging.
     pub costs: EnrollCostBytes,
     /// The size of a page.
     pub page_size: PageSize,
@@ -40,20 +40,20 @@ pub struct SelectionCriteria {
     pub huge_page_size: PageSize,
     /// Whether pages of different trust domains may be merged.
     pub across_domains: bool,
-    /// Regions that a process may have (`vm.max_map_count`).
+    /// Maximum number of regions of a process (`vm.max_map_count`).
     pub max_map_count: u64,
 }
 
-/// The chosen ranges, in the order of subjects and addresses.
+/// The selected ranges, in the order of subjects and addresses.
 #[derive(Debug, Default)]
 pub struct SelectedRanges {
-    /// Those that pay.
+    /// Profitable ranges.
     pub ranges: Vec<GuidedRange>,
-    /// Those that are enrolled and do not.
+    /// Enrolled ranges without profit.
     pub idle_ranges: Vec<IdleRange>,
 }
 
-/// Choose the ranges of all processes, and mark the pages that they cover.
+/// Selects the ranges of all processes and marks the pages that they cover.
 pub fn select_ranges(scope: &ScanScope, index: &PageIndex, criteria: &SelectionCriteria) -> SelectedRanges {
     let regions: Vec<RegionPages> = index.regions().collect();
     let chosen: Vec<SelectedRanges> = regions
@@ -89,7 +89,7 @@ fn select_process_ranges(
     };
 
     let mut chosen = SelectedRanges::default();
-    // The numbers of huge pages that the chosen ranges split, ascending.
+    // The numbers of the huge pages that the selected ranges split, ascending.
     let mut split: Vec<u64> = Vec::new();
     let best = best_ranges_within(
         regions.len(),
@@ -119,8 +119,8 @@ fn select_process_ranges(
 
     let enrolled: Vec<&RegionPages> = regions.iter().filter(|pages| is_enrolled(pages)).collect();
     let is_whole = |huge: &u64| split.binary_search(huge).is_err();
-    // A hole may be a page of zeros that KSM merged, and withdrawing would unmerge it. What is split has no price any
-    // more.
+    // A hole may hold a zero page that KSM merged, which unenrolling would unmerge. Huge pages that are split already
+    // cost nothing more.
     let unbridged = |stretch: PageSegment| PageSegment {
         hole_cost: if stretch.hole_cost > 0 { i64::MAX } else { 0 },
         huge_page: stretch.huge_page.filter(is_whole),
@@ -144,34 +144,34 @@ fn select_process_ranges(
 }
 
 impl SelectionCriteria {
-    /// What covering a page gains, less what it costs; `None` if it must not be covered.
+    /// The gain of covering a page minus its cost, in bytes; `None` if the page must not be covered.
     fn net_gain(&self, mark: PageMark) -> Option<i64> {
         match mark.class() {
             _ if mark.is_forbidden() => None,
-            // Another trust domain may merge what it holds now.
+            // Another trust domain may merge its current content.
             _ if mark.is_uncertain() => None,
             None if mark == PageMark::NOT_RESIDENT => Some(-self.costs.per_hole_page),
-            // Those left out of a sample say nothing: what the sample holds then stands for itself.
+            // Pages outside the sample are neutral: a range is judged by its sampled pages.
             None if mark == PageMark::NOT_SAMPLED => Some(0),
             Some(PageClass::Merged) => Some(0),
             _ => Some(self.gross_gain(mark) - self.costs.per_scanned_page),
         }
     }
 
-    /// What comes back of a page when its whole group is merged, in bytes.
+    /// The bytes that a page frees when its whole group is merged.
     fn gross_gain(&self, mark: PageMark) -> i64 {
         let alone = mark.class() == Some(PageClass::DuplicateForeign) && !self.across_domains;
         if alone || mark.is_forbidden() { 0 } else { mark.freed_64ths() * self.page_size.bytes() as i64 / 64 }
     }
 
-    /// What withdrawing a page gains; `None` if it must stay enrolled, because it pays, is merged, or is not known.
+    /// The gain of unenrolling a page; `None` if it must stay enrolled because it is covered, merged or was not read.
     fn unenroll_gain(&self, mark: PageMark) -> Option<i64> {
         let idle = !mark.is_covered() && mark.class().is_some_and(|class| class != PageClass::Merged);
         idle.then_some(self.costs.per_scanned_page)
     }
 }
 
-/// The pages of a region as stretches, of what each is worth and whether it merges.
+/// The pages of a region as segments of equal gain that merge or do not.
 fn page_segments<'a>(
     index: &'a PageIndex,
     criteria: &'a SelectionCriteria,
@@ -179,7 +179,7 @@ fn page_segments<'a>(
     evaluate: impl Fn(PageMark) -> (Option<i64>, bool) + 'a,
 ) -> impl Iterator<Item = PageSegment> + 'a {
     let page_len = index.page_bytes();
-    // By mark: the walk is over every page of a host.
+    // By mark, because the walk visits every page of a host.
     let known: Vec<(Option<i64>, bool)> = PageMark::all_values().map(evaluate).collect();
     let mut next_address = None;
     let mut pages = each_page(index, ordinals).map(move |(run, ordinal, address)| {
@@ -205,7 +205,8 @@ fn page_segments<'a>(
     })
 }
 
-/// Mark the pages of a range as covered, and count them. Huge pages that it splits first are added to `split`.
+/// Marks the pages of a range as covered and counts them. Adds the huge pages that it is the first to split to
+/// `split_huge_pages`.
 fn mark_covered(
     index: &PageIndex,
     criteria: &SelectionCriteria,
@@ -236,19 +237,19 @@ fn mark_covered(
     range
 }
 
-/// Some pages of a region by their ordinals.
+/// Positions within a region as ordinals.
 fn offset_ordinals(region: &Range<u32>, pages: &Range<u32>) -> Range<u32> {
     region.start + pages.start..region.start + pages.end
 }
 
-/// From the first to the last of some pages of one region.
+/// The addresses from the first to the last of the given pages of one region.
 fn address_range(index: &PageIndex, ordinals: &Range<u32>) -> Option<AddressRange> {
     let (_, _, start) = index.locate(ordinals.start)?;
     let (_, _, last) = index.locate(ordinals.end.checked_sub(1)?)?;
     Some(AddressRange { start, end: last + index.page_bytes() })
 }
 
-/// Each of some consecutive pages: its run, its ordinal, its address.
+/// Each of the given consecutive pages: its run, its ordinal and its address.
 pub fn each_page<'a>(
     index: &'a PageIndex,
     ordinals: &Range<u32>,

@@ -1,7 +1,7 @@
-//! Reading the pages: two passes in parallel over portions of the index.
+//! Reads the pages: two passes in parallel over units of the index.
 //!
-//! While ksmd rests, what KSM has merged is read once for all pages that are mapped to the same frame: on a host that
-//! is merged, that is most of what its processes hold.
+//! While ksmd is idle, a frame that KSM has merged is read once for all pages that are mapped to it. On a host with
+//! many merged pages these are most of the memory of its processes.
 
 use crate::ScanCache;
 use crate::duplicate_filter::DuplicateFilter;
@@ -19,7 +19,7 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// How far a census is, for whoever watches it from another thread.
+/// The progress of a census, to be read from another thread.
 #[derive(Debug, Default)]
 pub struct ScanProgress {
     expected_pages: AtomicU64,
@@ -28,12 +28,12 @@ pub struct ScanProgress {
 }
 
 impl ScanProgress {
-    /// Pages to look at in all passes; 0 until they are listed.
+    /// Pages to scan in all passes; 0 until they are listed.
     pub fn expected_pages(&self) -> u64 {
         self.expected_pages.load(Ordering::Relaxed)
     }
 
-    /// Pages looked at so far.
+    /// Pages scanned so far.
     pub fn scanned_pages(&self) -> u64 {
         self.scanned_pages.load(Ordering::Relaxed)
     }
@@ -53,7 +53,7 @@ impl ScanProgress {
     }
 }
 
-/// Which pages are in a sample: each by itself, with one probability, by a hash of its ordinal.
+/// Which pages are in a sample: each page independently, with one probability, by a hash of its ordinal.
 #[derive(Clone, Copy, Debug)]
 pub struct SampleRule {
     threshold: u64,
@@ -61,13 +61,13 @@ pub struct SampleRule {
 }
 
 impl SampleRule {
-    /// Pages are taken with `probability`, from 0 to 1.
+    /// Pages are sampled with `probability`, from 0 to 1.
     pub fn new(probability: f64, seed: u64) -> Self {
-        // The cast saturates: 1 takes all but one in 2^64.
+        // The cast saturates: a probability of 1 excludes one page in 2^64.
         Self { threshold: (probability * 2f64.powi(64)) as u64, seed }
     }
 
-    /// Whether a page is taken.
+    /// Whether a page is sampled.
     pub fn includes(self, ordinal: u32) -> bool {
         // The finalizer of SplitMix64 (G. Steele, D. Lea, C. Flood, OOPSLA 2014).
         let mut z = self.seed.wrapping_add((u64::from(ordinal) + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
@@ -79,67 +79,67 @@ impl SampleRule {
 
 /// What both passes need.
 pub struct Scan<'a> {
-    /// Where the pages are.
+    /// The host with the pages.
     pub host: &'a dyn Host,
-    /// Whose they are.
+    /// The processes to scan.
     pub scope: &'a ScanScope,
-    /// The fingerprint of this census.
+    /// Computes the fingerprints of this census.
     pub hasher: &'a Hasher,
-    /// Where the nodes' frames are, if pages of different nodes are kept apart.
+    /// The frame ranges of the NUMA nodes, if pages of different nodes are kept apart.
     pub nodes: Option<NumaNodes>,
-    /// To be told how far it is.
+    /// Receives the progress.
     pub progress: &'a ScanProgress,
-    /// Set to end early.
+    /// Ends the scan early when set.
     pub stop: &'a AtomicBool,
-    /// Which pages to look at; all if `None`.
+    /// Which pages to scan; `None` for all.
     pub sample: Option<SampleRule>,
-    /// What is remembered of earlier censuses under the same key. Not for a sample, nor where nodes are kept apart.
+    /// The cache of earlier censuses under the same key. Not used for a sample, nor where nodes are kept apart.
     pub cache: Option<&'a ScanCache>,
 }
 
-/// What the second pass did.
+/// The result of the second pass.
 #[derive(Debug)]
 pub struct SecondPassResult {
-    /// Pages that it looked at.
+    /// Pages that the second pass read.
     pub pages_read: Pages,
-    /// The subjects that could not be read, and why.
+    /// The subjects that could not be read, with the reason.
     pub failures: Vec<(usize, Absent)>,
 }
 
-/// Whether to read a page.
+/// Whether to read a page, by its ordinal.
 type PageFilter<'a> = &'a dyn Fn(u32) -> bool;
 
-/// A page that was read: its fingerprint, or `None` if it is known to change.
+/// A page that was read: its fingerprint, or `None` if the page is known to be volatile.
 struct ReadPage {
     fingerprint: Option<Fingerprint>,
     merged: bool,
-    /// Whether nobody else maps it.
+    /// Whether no other process maps the page.
     exclusive: bool,
     frame: Option<Pfn>,
 }
 
-/// A unit in hand, with what is found of it.
+/// A unit that is being scanned, with its results.
 struct UnitScan<'a> {
     index: &'a PageIndex,
     unit: ScanUnit,
     entries: &'a mut [IndexEntry],
     nodes: Option<&'a NumaNodes>,
-    /// Pages that others map too, with their frames.
+    /// Pages that other processes map too, with their frames.
     shared_mappings: Vec<(Pfn, u32)>,
-    /// How many others map too whose frames are not known.
+    /// Number of pages that other processes map too and whose frames are unknown.
     unknown_shared_frames: u64,
     merged_pages: Vec<MergedPage>,
 }
 
 impl UnitScan<'_> {
-    /// Put what was seen of a page into the index; `None` for one that is gone.
+    /// Records a page in the index; `None` for a page that is no longer resident.
     fn record_page(&mut self, ordinal: u32, page: Option<ReadPage>) {
         let Some(seen) = page else { return self.index.set_mark(ordinal, PageMark::NOT_RESIDENT) };
         let class = match seen.fingerprint {
             _ if seen.merged => PageClass::Merged,
             None => PageClass::Volatile,
             Some(Fingerprint::ZERO_PAGE) => PageClass::Zero,
-            // Until groups are known.
+            // Until the groups are known.
             Some(_) => PageClass::Unique,
         };
         self.entries[(ordinal - self.unit.ordinals.start) as usize] =
@@ -163,11 +163,11 @@ impl UnitScan<'_> {
     }
 }
 
-/// Consecutive pages that are known are passed by if they are at least so many: a call for what lies on either side of
-/// them costs as much as reading some pages more.
+/// Shorter runs of known pages are read anyway: the additional system call to skip them costs as much as reading a few
+/// pages.
 const MIN_SKIPPED_PAGES: usize = 8;
 
-/// The stretches of a unit's pages that are known to be merged and worth passing by.
+/// The runs of a unit's merged pages that are long enough to skip.
 fn merged_runs(index: &PageIndex, unit: &ScanUnit) -> Vec<Range<u32>> {
     let is_merged = |page: &u32| index.mark(*page).class() == Some(PageClass::Merged);
     let pages: Vec<u32> = unit.ordinals.clone().filter(is_merged).collect();
@@ -175,19 +175,19 @@ fn merged_runs(index: &PageIndex, unit: &ScanUnit) -> Vec<Range<u32>> {
     stretches.map(|stretch| stretch[0]..stretch[0] + stretch.len() as u32).collect()
 }
 
-/// A page that was read while it was mapped to a frame of KSM.
+/// A page that was read while it was mapped to a merged frame.
 struct MergedPage {
     ordinal: u32,
     frame: Pfn,
     content: Fingerprint,
 }
 
-/// What the frames hold that KSM has merged pages to, as far as it is known: nobody writes to one while anybody is
-/// mapped to it, and while ksmd rests none becomes another's. (The kernel may move them; for one to be told with what
-/// it held before, another merged page has to come to its place within the pass.)
+/// The contents of merged frames, as far as they are known. A frame's content cannot change while a page is mapped to
+/// it, and while ksmd is idle no frame is reused for another content. The kernel may migrate frames. An old content
+/// would then be used only if another merged page moved into the same frame during the pass.
 struct MergedFrameContents {
     shards: [Mutex<HashMap<Pfn, Fingerprint>>; 16],
-    /// Whether there are any. None while ksmd works.
+    /// Whether any content is known. Always false while ksmd runs.
     has_any: AtomicBool,
     is_ksmd_running: bool,
 }
@@ -214,12 +214,12 @@ impl MergedFrameContents {
 }
 
 impl Scan<'_> {
-    /// Fill the index with fingerprints. Returns the subjects that could not be read, and why.
+    /// Fills the index with fingerprints. Returns the subjects that could not be read, with the reason.
     pub fn first_pass(&self, index: &mut PageIndex) -> Vec<(usize, Absent)> {
         let merged = MergedFrameContents::new(self.host);
         self.scan_units(index, |portion| {
             self.skip_unsampled(portion.index, &portion.unit);
-            // What cannot be told is read, and what was told need not be confirmed.
+            // Pages without a known content are read below. Pages with a known content need no confirmation.
             let told = self.reuse_merged_contents(portion, &merged).unwrap_or(0);
             portion.merged_pages.clear();
             let recalled = self.cached_pages(portion);
@@ -232,14 +232,14 @@ impl Scan<'_> {
                 self.read_unread(portion, recalled.as_ref())
             };
             self.progress.add_scanned(portion.unit.ordinals.len() as u64, 0);
-            // Nothing is remembered of what cannot be confirmed.
+            // Contents that cannot be confirmed are not kept.
             let _ = self.confirm_merged_frames(portion, &merged);
             outcome
         })
     }
 
-    /// Tell which pages may have a partner, and read those of them of which it is only remembered what they held. To be
-    /// called once, after the first pass.
+    /// Finds the pages that may have a duplicate, and reads those of them whose content is only cached. Call this once,
+    /// after the first pass.
     pub fn build_duplicate_filter(&self, index: &mut PageIndex) -> (DuplicateFilter, Vec<(usize, Absent)>) {
         let pairs = DuplicateFilter::build(index);
         let again = |portion: &mut UnitScan<'_>| self.verify_cached_duplicates(portion, &pairs);
@@ -248,7 +248,7 @@ impl Scan<'_> {
         (pairs, failures)
     }
 
-    /// Go through all units in parallel. Returns the subjects that could not be read, and why.
+    /// Scans all units in parallel. Returns the subjects that could not be read, with the reason.
     fn scan_units(
         &self,
         index: &mut PageIndex,
@@ -265,7 +265,7 @@ impl Scan<'_> {
         let (filled, nodes) = (&*index, self.nodes.as_ref());
         let results: Vec<_> = work
             .into_par_iter()
-            // One by one: what a thread has begun as one piece cannot be taken from it by an idle one.
+            // One unit at a time: an idle thread cannot steal part of a batch that another thread has begun.
             .with_max_len(1)
             .map(|(unit, entries)| {
                 let (shared, merged) = Default::default();
@@ -297,8 +297,8 @@ impl Scan<'_> {
         failures
     }
 
-    /// Read again and mark what changed: everything that is not merged, or with `pairs` only what has anything to gain.
-    /// Nothing is read of subjects that `rested`.
+    /// Reads pages again and marks the ones that changed: all pages that are not merged, or with `duplicates` only
+    /// candidates for merging. Subjects that are `is_inactive` are not read.
     pub fn second_pass(
         &self,
         index: &PageIndex,
@@ -329,7 +329,8 @@ impl Scan<'_> {
                     pages += 1;
                     let mark = index.mark(ordinal);
                     match (mark.class(), seen) {
-                        // What was not read in the first pass stays so; what changes, or is merged, is known already.
+                        // Pages that were not read in the first pass stay so; volatile and merged pages are known
+                        // already.
                         (None | Some(PageClass::Volatile | PageClass::Merged), _) => {}
                         (Some(_), None) => index.set_mark(ordinal, PageMark::NOT_RESIDENT),
                         (Some(_), Some(ReadPage { merged: true, .. })) => {
@@ -355,7 +356,7 @@ impl Scan<'_> {
         }
     }
 
-    /// Mark the pages of a unit that are not in the sample.
+    /// Marks the pages of a unit that are not in the sample.
     fn skip_unsampled(&self, index: &PageIndex, unit: &ScanUnit) {
         if let Some(rule) = self.sample {
             unit.ordinals.clone().filter(|&page| !rule.includes(page)).for_each(|page| {
@@ -364,14 +365,14 @@ impl Scan<'_> {
         }
     }
 
-    /// The process of a unit.
+    /// Opens the process of a unit.
     fn open(&self, unit: &ScanUnit) -> Reading<Box<dyn ProcessHandle + '_>> {
         let id = self.scope.subjects[unit.subject].process.id;
         let handle = self.host.open(id.pid)?;
         if handle.id() == id { Ok(handle) } else { Err(Absent::Vanished) }
     }
 
-    /// What some of a unit's pages are mapped to now: of the runs that have any that is `wanted`.
+    /// Visits the current mappings of a unit's pages, for the runs with any `wanted` page.
     fn for_each_mapping(
         &self,
         index: &PageIndex,
@@ -390,8 +391,8 @@ impl Scan<'_> {
         Ok(())
     }
 
-    /// Note those of a unit's pages that are merged to frames of which it is known what they hold, where that is less
-    /// work than to read them. Returns how many those are.
+    /// Records the merged pages of a unit that are mapped to frames with known contents, where that is cheaper than
+    /// reading them. Returns the number of these pages.
     fn reuse_merged_contents(&self, portion: &mut UnitScan<'_>, merged: &MergedFrameContents) -> Reading<usize> {
         let any = portion.unit.method == (ReadMethod::ProcMem { detect_merged: true })
             && merged.has_any.load(Ordering::Relaxed);
@@ -423,15 +424,14 @@ impl Scan<'_> {
         Ok(told)
     }
 
-    /// What is remembered of a unit's pages.
+    /// The cached pages of a unit.
     fn cached_pages(&self, portion: &UnitScan<'_>) -> Option<CachedPages<'_>> {
         let ScanUnit { subject, method: way, ordinals } = &portion.unit;
         let remembered = self.cache.filter(|_| is_cacheable(&self.scope.subjects[*subject], *way))?;
         remembered.fingerprints.lookup(self.scope, portion.index, *subject, ordinals.clone())
     }
 
-    /// Note those of a unit's pages that may be taken to hold what they did, after some were read, and those that are
-    /// taken to change on.
+    /// Reads a few pages to probe the cache, then records the pages that are assumed to be unchanged or volatile.
     fn reuse_cached_fingerprints(&self, portion: &mut UnitScan<'_>, cached: &CachedPages<'_>) -> Reading<()> {
         let first = portion.unit.ordinals.start;
         let (mut tried, mut any) = (vec![false; portion.unit.ordinals.len()], false);
@@ -454,16 +454,16 @@ impl Scan<'_> {
         Ok(())
     }
 
-    /// Read what is not known of a unit.
+    /// Reads the pages of a unit that are not recorded yet.
     fn read_unread(&self, portion: &mut UnitScan<'_>, cached: Option<&CachedPages<'_>>) -> Reading<()> {
         let first = portion.unit.ordinals.start;
         let unread: Vec<bool> = portion.unit.ordinals.clone().map(|page| portion.is_unread(page)).collect();
         self.read_filtered(portion, Some(&|page| unread[(page - first) as usize]), cached)
     }
 
-    /// Read those of a unit's pages that may have a partner by what they are remembered to have held, and those in the
-    /// same pieces as any others that have something to gain: they may be covered with these. What is found to hold
-    /// something else now was not compared with the others, unless that may have a partner, too.
+    /// Reads pages of a unit whose content is only cached: those that may have a duplicate, and those in a block with
+    /// other mergeable pages, because a range may cover them too. If the content has changed, the page was not compared
+    /// with all others and stays uncertain, unless the new content may have a duplicate.
     fn verify_cached_duplicates(&self, portion: &mut UnitScan<'_>, duplicates: &DuplicateFilter) -> Reading<()> {
         let (index, ordinals) = (portion.index, portion.unit.ordinals.clone());
         let is_recalled = |page: u32| index.mark(page) == PageMark::CACHED_UNIQUE;
@@ -491,7 +491,7 @@ impl Scan<'_> {
         if held.is_empty() {
             return Ok(());
         }
-        // What cannot be read stays so.
+        // A page that cannot be read keeps this mark.
         held.iter().for_each(|&(page, _)| index.set_mark(page, PageMark::ASSUMED_VOLATILE));
         let recalled = self.cached_pages(portion);
         let outcome = self.read_filtered(portion, Some(&|page| again[at(page)]), recalled.as_ref());
@@ -507,7 +507,7 @@ impl Scan<'_> {
         outcome
     }
 
-    /// Read and note some of a unit's pages, and compare them with what is remembered.
+    /// Reads and records some of a unit's pages, and compares them with the cache.
     fn read_filtered(
         &self,
         portion: &mut UnitScan<'_>,
@@ -523,8 +523,8 @@ impl Scan<'_> {
         })
     }
 
-    /// Remember what frames hold whose pages were read, as far as these are still mapped to them: what was read is
-    /// theirs, then, and not what somebody wrote to a copy of his own meanwhile.
+    /// Keeps the contents of merged frames whose pages are still mapped to them after reading. This ensures that the
+    /// content came from the frame and not from a copy that was written meanwhile.
     fn confirm_merged_frames(&self, portion: &mut UnitScan<'_>, merged: &MergedFrameContents) -> Reading<()> {
         let UnitScan { index, unit, merged_pages: read, .. } = portion;
         if read.is_empty() || merged.is_ksmd_running {
@@ -540,8 +540,8 @@ impl Scan<'_> {
         })
     }
 
-    /// Read a unit's pages. `note` gets each page that was looked at, `None` for one that is gone. An error says why
-    /// the rest was not.
+    /// Reads pages of a unit. `visit` gets each page, with `None` for a page that is no longer resident. An error says
+    /// why the remaining pages were not read.
     fn read_pages(
         &self,
         index: &PageIndex,
@@ -576,7 +576,7 @@ impl Scan<'_> {
         outcome
     }
 
-    /// The runs of a unit that are taken, and the ordinals of their pages; all of it where nothing is left out.
+    /// The runs of the pages of a unit that pass the filter, and their ordinals. Without a filter: all runs and `None`.
     fn filtered_runs(
         &self,
         index: &PageIndex,

@@ -1,4 +1,4 @@
-//! Who is counted: the chosen processes with their regions, sorted into trust domains.
+//! The scope of a scan: the selected processes with their regions, sorted into trust domains.
 
 use crate::Error;
 use crate::foreign_processes::{ActivityCounters, ForeignProcesses};
@@ -12,25 +12,26 @@ use pagefold_host::{Host, ProcessHandle as Handle, ReadMethod, observe};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Which processes to look at. A process is chosen if it fits every kind of condition that is given, and within a kind
-/// any one.
+/// Which processes to scan. A process is selected if it matches every kind of condition that is given, and any one
+/// condition of each kind.
 #[derive(Clone, Debug, Default)]
 pub struct ProcessSelection {
     /// Process numbers.
     pub pids: Vec<Pid>,
-    /// Patterns of `comm`, as a shell's.
+    /// Shell patterns of `comm`.
     pub comm_patterns: Vec<String>,
-    /// Cgroup paths: the cgroup and everything below it.
+    /// Cgroup paths; each selects the cgroup and everything below it.
     pub cgroups: Vec<String>,
-    /// Effective users.
+    /// Effective user IDs.
     pub users: Vec<u32>,
-    /// Patterns of the names of virtual machines, as a shell's.
+    /// Shell patterns of the names of virtual machines.
     pub vm_name_patterns: Vec<String>,
-    /// A process to leave out unless it is asked for by number: whoever counts, whose memory is the census itself.
+    /// A process to leave out unless it is selected by number: the scanning process, whose memory is mostly the census
+    /// itself.
     pub excluded_pid: Option<Pid>,
 }
 
-/// A selection with its patterns ready for use.
+/// A selection with compiled patterns.
 struct SelectionMatcher<'a> {
     selection: &'a ProcessSelection,
     comm_globs: Vec<GlobMatcher>,
@@ -40,7 +41,7 @@ struct SelectionMatcher<'a> {
 impl SelectionMatcher<'_> {
     fn matches(&self, process: &Process) -> bool {
         let ProcessSelection { cgroups, users, vm_name_patterns: vms, .. } = self.selection;
-        // A name that has characters of a pattern is also taken as it is.
+        // A name that contains pattern characters also matches literally.
         let is_vm =
             |name: &String| vms.contains(name) || self.vm_name_globs.iter().any(|pattern| pattern.is_match(name));
         let any = |empty: bool, fits: bool| empty || fits;
@@ -60,30 +61,29 @@ fn is_in_cgroup(path: &str, top: &str) -> bool {
     path.strip_prefix(top).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
 }
 
-/// A process that is counted.
+/// A process in the scan scope.
 #[derive(Clone, Debug)]
 pub struct Subject {
-    /// Who it is.
+    /// The process.
     pub process: Process,
-    /// Its trust domain, kept apart for the nodes that its memory is bound to where KSM merges across nodes.
+    /// Its trust domain, including the nodes that its memory is bound to if KSM merges across nodes.
     pub domain: TrustDomain,
-    /// Its regions in address order, each with why KSM cannot take its pages.
+    /// Its regions in address order, each with the reason why KSM cannot take its pages.
     pub regions: Vec<(Region, Option<Ineligible>)>,
-    /// Whether it is there only for what it has enrolled, which others must not be merged with.
+    /// Whether it is a foreign process, scanned only so that its contents stay unmerged in other domains.
     pub is_foreign: bool,
 }
 
-/// Everybody who is counted.
+/// All processes of a scan.
 #[derive(Clone, Debug, Default)]
 pub struct ScanScope {
-    /// Ordered by trust domain, then by number.
+    /// Ordered by trust domain, then by process number.
     pub subjects: Vec<Subject>,
-    /// Ordered by number. Processes that went away on their own are not among them unless they were asked for by
-    /// number.
+    /// Ordered by process number. Processes that exited are listed only if they were selected by number.
     pub unscanned: Vec<UnscannedProcess>,
-    /// Witnesses that are not among the subjects, since it is remembered what they hold, with their trust domains.
+    /// Inactive foreign processes with their trust domains. They are not subjects because their contents are cached.
     pub inactive_foreign: Vec<(TrustDomain, ProcessId)>,
-    /// How much all others had run before they were looked at, where that is remembered and known.
+    /// The activity of the other processes before they were scanned, if activity is cached and known.
     pub activity: BTreeMap<ProcessId, ActivityCounters>,
 }
 
@@ -98,24 +98,25 @@ impl ScanScope {
         crate::content_groups::domain_numbers(self.subjects.iter().map(|subject| &subject.domain))
     }
 
-    /// Whether each subject is a witness, in the order of subjects.
+    /// Whether each subject is a foreign process, in the order of subjects.
     pub fn foreign_flags(&self) -> Vec<bool> {
         self.subjects.iter().map(|subject| subject.is_foreign).collect()
     }
 }
 
-/// What is found of somebody who is enrolled beside those that are chosen.
+/// The result of inspecting an enrolled process that was not selected.
 enum ForeignScan {
-    /// Nothing that matters: everybody is of its domain.
+    /// Not needed: no selected process is in another domain.
     SameDomain,
-    /// What it holds is remembered.
+    /// Inactive: its contents are cached.
     Inactive(TrustDomain, ProcessId),
-    /// It is looked at. How much it had run before is not known everywhere.
+    /// Scanned. Its activity before the scan may be unknown.
     Scanned(Box<Subject>, Option<ActivityCounters>),
 }
 
-/// Choose processes and read their regions; of `enrolled` ones that are not chosen and of other trust domains than all
-/// that are, those regions that are enrolled, unless `known` witnesses rest.
+/// Selects processes and reads their regions. Enrolled processes that are not selected are foreign processes if any
+/// selected process is in another trust domain. Of these the enrolled regions are read, unless `foreign` has cached the
+/// process and it is inactive.
 pub fn determine_scope(
     host: &dyn Host,
     selection: &ProcessSelection,
@@ -128,7 +129,7 @@ pub fn determine_scope(
         domains.domain(process).with_nodes(observe::bound_nodes(handle, &nodes))
     };
     let standing = |handle: &dyn Handle| foreign.and_then(|_| ActivityCounters::read(host, handle).ok());
-    // How much it has run is read before what it holds.
+    // The activity is read before the regions, so that later activity is noticed.
     let look = |handle: &dyn Handle, process: Process, standing: Option<ActivityCounters>| {
         let regions = find_ineligible_regions(handle, &process, observe::regions(handle)?);
         Ok((Subject { domain: domain_of(handle, &process), process, regions, is_foreign: false }, standing))
@@ -159,7 +160,7 @@ pub fn determine_scope(
             subject.is_foreign = true;
             Ok(ForeignScan::Scanned(Box::new(subject), standing))
         };
-        // What has ended meanwhile, or cannot be read, is no longer or never known to hold anything.
+        // Foreign processes that exited or cannot be read are skipped.
         let (others, _) = inspect_selected(host, &ProcessSelection { pids, ..ProcessSelection::default() }, beside)?;
         for other in others {
             match other {
@@ -173,10 +174,10 @@ pub fn determine_scope(
     Ok(survey)
 }
 
-/// Take hold of each chosen process that has memory of its own, which kernel threads and zombies have not, and look at
-/// it. Several are looked at at once; what was seen and what was not is in the order of their numbers.
+/// Opens and inspects each selected process that has memory of its own, which excludes kernel threads and zombies.
+/// Processes are inspected in parallel. Both results, inspected and unscanned, are ordered by process number.
 ///
-/// Processes that went away on their own are in neither list, unless they were asked for by number.
+/// Processes that exited are in neither list, unless they were selected by number.
 pub fn inspect_selected<T: Send>(
     host: &dyn Host,
     selection: &ProcessSelection,
@@ -211,7 +212,7 @@ fn compile_patterns(patterns: &[String]) -> Result<Vec<GlobMatcher>, Error> {
     patterns.iter().map(|pattern| Ok(Glob::new(pattern)?.compile_matcher())).collect()
 }
 
-/// One process: `None` if it is not chosen or has no memory of its own.
+/// Inspects one process: `None` if it is not selected or has no memory of its own.
 fn inspect_process<T>(
     host: &dyn Host,
     pid: Pid,
@@ -234,7 +235,7 @@ fn inspect_process<T>(
     open().map_err(|why| UnscannedProcess { pid, comm, why })
 }
 
-/// Why KSM cannot take the pages of each region.
+/// The regions, each with the reason why KSM cannot take its pages.
 fn find_ineligible_regions(
     handle: &dyn Handle,
     process: &Process,
@@ -255,15 +256,15 @@ fn find_ineligible_regions(
         .collect()
 }
 
-/// Whether a device is passed through to the virtual machine that the process runs: its RAM is pinned then.
+/// Whether a device is passed through to the process's virtual machine, whose RAM is then pinned.
 fn is_guest_ram_pinned(handle: &dyn Handle, process: &Process) -> bool {
     process.identity.vm.as_ref().is_some_and(|vm| {
         vm.vfio || handle.links("fd").is_ok_and(|links| links.iter().any(|link| link.starts_with("/dev/vfio/")))
     })
 }
 
-/// The regions that hold guest RAM: the smallest private one that is large enough for all that the command line says,
-/// or, where RAM comes from several backends, the largest ones that together are.
+/// The regions that hold guest RAM. This is the smallest private region that is as large as the RAM on the command
+/// line. If RAM comes from several backends, these are the largest regions that together are large enough.
 fn find_guest_ram(process: &Process, regions: &[Region]) -> Vec<usize> {
     let Some(memory) = process.identity.vm.as_ref().and_then(|vm| vm.memory_bytes) else { return Vec::new() };
     let size = |i: &usize| regions[*i].range.bytes().0;
@@ -285,8 +286,8 @@ fn find_guest_ram(process: &Process, regions: &[Region]) -> Vec<usize> {
     ram
 }
 
-/// How the pages of a region may be read without a trace: `process_vm_readv` only where KSM was never told of the
-/// region, since it unshares what it reads.
+/// The method that reads the pages of a region without side effects. `process_vm_readv` unshares merged pages, so it is
+/// used only for regions that were never enrolled.
 pub fn read_method(region: &Region) -> ReadMethod {
     if region.may_have_merged_pages() {
         ReadMethod::ProcMem { detect_merged: !matches!(&region.ksm, Ok(bytes) if bytes.0 == 0) }

@@ -1,4 +1,4 @@
-//! A sample of what each process holds, from an index.
+//! Sketches of the contents of each process, made from an index.
 
 use crate::decide::sketch::{ContentSketches, Sketch, rank};
 use crate::index::PageIndex;
@@ -7,9 +7,9 @@ use pagefold_base::{Fingerprint, PageClass, Pages, ProcessId};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
-/// What everybody holds whose pages could be listed, witnesses apart: what held still and is no zeros, which is what
-/// classifying leaves in an index. Under the census's key, by halves of fingerprints, which is all that is known of pages
-/// that are remembered.
+/// Sketches the selected processes whose pages could be listed. The sketches include stable pages other than zero
+/// pages, which are the entries that classification leaves in an index. They use halves of the census's fingerprints,
+/// because cached pages have no more.
 pub(crate) fn sketch_processes(scope: &ScanScope, index: &PageIndex) -> BTreeMap<ProcessId, ContentSketches> {
     let pages = |subject: usize| Pages(index.subject_ordinals(subject).len() as u64);
     let is_seen = |subject: &usize| {
@@ -17,7 +17,7 @@ pub(crate) fn sketch_processes(scope: &ScanScope, index: &PageIndex) -> BTreeMap
         !unlisted && !scope.subjects[*subject].is_foreign
     };
     let subjects: Vec<usize> = (0..scope.subjects.len()).filter(is_seen).collect();
-    // One asks for a page's process, a search, and its class, a cache miss, only where somebody's sample may have it.
+    // Finding the process of a page takes a search and its class a cache miss, so the rank is checked first.
     let least = subjects.iter().filter(|subject| pages(**subject) > Pages::ZERO);
     let least = least.map(|subject| Sketch::min_rank_for(pages(*subject))).min().unwrap_or(0);
     let mut kept: Vec<(usize, Fingerprint, bool)> = index
@@ -28,7 +28,8 @@ pub(crate) fn sketch_processes(scope: &ScanScope, index: &PageIndex) -> BTreeMap
         .filter(|&(content, _)| rank(content) >= least)
         .map(|(content, ordinal)| (index.subject_of_page(ordinal), content, ordinal))
         .filter(|&(subject, content, _)| rank(content) >= Sketch::min_rank_for(pages(subject)))
-        // What several map since a fork is the first one's: they cannot merge it with each other.
+        // A frame shared since a fork counts for its first process only, because its mappings cannot merge with each
+        // other.
         .filter(|&(.., ordinal)| index.first_page_of_frame(ordinal) == ordinal)
         .map(|(subject, content, ordinal)| (subject, content, index.mark(ordinal).class() == Some(PageClass::Merged)))
         .collect();

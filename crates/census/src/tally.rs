@@ -1,4 +1,4 @@
-//! Counting: by region, process, extent and content, and what each way of enrolling would reach.
+//! Counts pages by region, process, extent and content, and computes what each way of enrolling saves.
 
 use crate::content_groups::{self, ContentGroup, GroupSummary};
 use crate::index::{PageIndex, PageMark, RegionPages};
@@ -16,13 +16,13 @@ use pagefold_host::{Host, PageContent, PageRun};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::BTreeMap;
 
-/// Who the rows of a sharing matrix are.
+/// What the rows of a sharing matrix are.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum MatrixRowKind {
-    /// Each virtual machine by its name, and each other process.
+    /// Virtual machines by name, and each other process.
     #[default]
     Process,
-    /// Virtual machines; other processes are left out.
+    /// Virtual machines only.
     Vm,
     /// Cgroups.
     Cgroup,
@@ -30,18 +30,18 @@ pub enum MatrixRowKind {
     User,
 }
 
-/// How the counting is done.
+/// Options of the tally.
 #[derive(Clone, Copy, Debug)]
 pub struct TallyOptions {
-    /// By what guided enrolment chooses.
+    /// How guided enrollment selects ranges.
     pub criteria: SelectionCriteria,
-    /// Rows of the sharing matrix at most.
+    /// Maximum number of rows of the sharing matrix.
     pub max_matrix_rows: usize,
-    /// Who they are.
+    /// What the rows of the sharing matrix are.
     pub matrix_row_kind: MatrixRowKind,
 }
 
-/// Count everything. Marks the pages that a guided enrolment would cover.
+/// Counts all pages of the census. Marks the pages that a guided enrollment would cover.
 pub fn tally_census(scope: ScanScope, index: &PageIndex, groups: &GroupSummary, options: &TallyOptions) -> Census {
     let sharing = options.criteria.sharing;
     let SelectedRanges { ranges, idle_ranges: idle } = range_selection::select_ranges(&scope, index, &options.criteria);
@@ -148,13 +148,13 @@ pub fn tally_census(scope: ScanScope, index: &PageIndex, groups: &GroupSummary, 
     }
 }
 
-/// Pages of zeros by NUMA node (all on node 0 where nodes do not matter).
+/// Zero pages by NUMA node (all on node 0 if nodes are not kept apart).
 #[derive(Clone, Default)]
 struct ZeroPagesByNode(BTreeMap<u8, u64>);
 
 impl ZeroPagesByNode {
     fn freed_frames(&self, sharing: SharingSettings, merged: u64) -> Pages {
-        // Merged pages of zeros are known in sum; they only decide where in a chain the new ones begin.
+        // The number of merged zero pages is known as a total only. It decides where in a chain the new ones begin.
         self.0.values().map(|&copies| sharing.freed_zero(copies, merged)).sum()
     }
 }
@@ -206,12 +206,12 @@ impl<'a> PageCounter<'a> {
         }
     }
 
-    /// Count the pages of one region.
+    /// Counts the pages of one region.
     fn count_region(&mut self, pages: &RegionPages) {
         let &RegionPages { subject, region, ref ordinals } = pages;
         let mut counts = PageCounts::default();
         let mut extent: Option<Extent> = None;
-        // The last huge page of which a part would merge, under whole and under guided enrolment.
+        // The last huge page that would be split, when processes are enrolled whole and when enrollment is guided.
         let (mut split, mut split_guided) = (None, None);
         for (run, ordinal, address) in each_page(self.index, ordinals) {
             let mark = self.index.mark(ordinal);
@@ -255,7 +255,7 @@ impl<'a> PageCounter<'a> {
         self.counts[subject] += counts;
     }
 
-    /// Add a mergeable page to the extent it continues, or begin a new one.
+    /// Adds a mergeable page to the current extent, or starts a new one.
     fn add_to_extent(
         &mut self,
         extent: &mut Option<Extent>,
@@ -282,7 +282,7 @@ impl<'a> PageCounter<'a> {
     }
 }
 
-/// Who shares with whom. Nothing is counted where there are no rows.
+/// The sharing matrix; empty if no rows are requested.
 fn sharing_matrix(scope: &ScanScope, index: &PageIndex, counts: &[PageCounts], options: &TallyOptions) -> Matrix {
     if options.max_matrix_rows == 0 {
         return Matrix::default();
@@ -340,7 +340,7 @@ fn sharing_matrix(scope: &ScanScope, index: &PageIndex, counts: &[PageCounts], o
 }
 
 impl MatrixRowKind {
-    /// What it calls a process; `None` where it leaves it out.
+    /// The row of a process; `None` if the process is left out.
     pub fn row_name(self, process: &Process) -> Option<String> {
         let vm = process.identity.vm.as_ref().map(|vm| vm.name.clone());
         match self {
@@ -355,8 +355,8 @@ impl MatrixRowKind {
     }
 }
 
-/// Find out what the most frequent contents are by reading one page of each again. A page that has changed meanwhile
-/// does not count; a few others of its group are tried.
+/// Identifies the most frequent contents by reading one page of each again. If a page has changed meanwhile, a few
+/// other pages of its group are tried.
 pub fn identify_top_contents(
     host: &dyn Host,
     index: &PageIndex,
@@ -403,7 +403,7 @@ pub fn identify_top_contents(
         .collect()
 }
 
-/// Note subjects that were not read as unseen. Those that merely went away are not.
+/// Adds subjects that could not be read to the unscanned processes, except those that exited.
 pub fn record_unread(scope: &mut ScanScope, failures: Vec<(usize, Absent)>) {
     for (subject, why) in failures {
         let process = &scope.subjects[subject].process;

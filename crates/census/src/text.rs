@@ -1,4 +1,4 @@
-//! The census for people.
+//! The census as text for the terminal.
 
 use crate::wire::{CensusReport, GroupReport, MatrixReport, MergeEffectReport};
 use comfy_table::{Cell, Color};
@@ -10,23 +10,23 @@ use pagefold_output::text::{
 use pagefold_output::wire::{PageClasses, UnscannedProcessReport};
 use std::fmt::Write;
 
-/// Which parts are shown.
+/// Which parts of the report are shown.
 #[derive(Clone, Copy, Debug)]
 pub struct CensusView {
-    /// Rows of each table.
+    /// Maximum number of rows of each table.
     pub max_rows: usize,
     /// Whether regions are shown.
     pub show_regions: bool,
     /// Whether extents are shown.
     pub show_extents: bool,
-    /// What to do about processes that could not be seen for lack of permission.
+    /// Advice for processes that could not be scanned for lack of permission.
     pub remedy: &'static str,
 }
 
-/// Columns of the bars.
+/// Width of the bars, in columns.
 const BAR_COLUMNS: usize = 24;
 
-/// The whole report.
+/// Renders the whole report.
 pub fn render(report: &CensusReport, view: CensusView, style: TextStyle) -> String {
     let mut text = String::new();
     let resident = report.bytes.resident;
@@ -54,7 +54,7 @@ pub fn render(report: &CensusReport, view: CensusView, style: TextStyle) -> Stri
         ("By cgroup", &report.cgroups),
         ("By trust domain", &report.domains),
     ] {
-        // A table of one row, or of one row for each process, says nothing new.
+        // A table with one row, or with one row for each process, adds nothing.
         if (2..report.processes.len()).contains(&groups.len()) {
             text.push_str(&render_groups(title, groups, view, style));
         }
@@ -145,7 +145,7 @@ fn render_savings(report: &CensusReport, style: TextStyle) -> String {
 
 fn render_estimate(report: &CensusReport, style: TextStyle) -> String {
     let Some(estimate) = &report.estimate else { return String::new() };
-    let mut table = style.new_table(&["of the whole, estimated", ">memory", ">from", ">to"]);
+    let mut table = style.new_table(&["all pages, estimated", ">memory", ">from", ">to"]);
     let memory = |pages: f64| Bytes((pages.max(0.0) * report.page_size as f64) as u64).to_string();
     for (name, interval) in [
         ("zero", estimate.zero),
@@ -161,7 +161,7 @@ fn render_estimate(report: &CensusReport, style: TextStyle) -> String {
     format!("\n{}Intervals hold with {:.0} % confidence.\n", style.render_table(&table), estimate.confidence * 100.0)
 }
 
-/// Cells for one row of memory by class, and the bar of its mergeable share: zero and duplicate.
+/// Cells for one row of memory by class, and the bar of its mergeable share: zero and duplicate pages.
 fn class_cells(memory: &PageClasses) -> Vec<Cell> {
     let mergeable = (memory.zero + memory.duplicate) as f64 / memory.resident.max(1) as f64;
     vec![
@@ -198,13 +198,13 @@ fn render_processes(report: &CensusReport, view: CensusView, style: TextStyle) -
     text
 }
 
-/// A line that says how much was left out.
+/// A line with the number of rows left out; empty if none was.
 fn render_omitted(all: usize, shown: usize, what: &str) -> String {
     if all > shown { format!("… and {} more {what} (--top {all} shows all)\n", all - shown) } else { String::new() }
 }
 
 fn render_groups(title: &str, groups: &[GroupReport], view: CensusView, style: TextStyle) -> String {
-    // What the other columns leave.
+    // The width left by the other columns.
     let name = usize::from(style.width).saturating_sub(86).clamp(12, 60);
     let mut headings = vec!["name", ">processes"];
     headings.extend(CLASS_HEADINGS);
@@ -237,7 +237,7 @@ fn render_matrix(matrix: &MatrixReport, page_size: u64, style: TextStyle) -> Str
     }
     format!(
         "{}{}",
-        style.format_heading("Who shares with whom (pages of the row whose content the column has too, zeros apart)"),
+        style.format_heading("Shared memory (pages of the row whose content the column also has, without zero pages)"),
         style.render_table(&table)
     )
 }
@@ -304,36 +304,33 @@ fn render_regions(report: &CensusReport, style: TextStyle) -> String {
     format!("{}{}", style.format_heading("Regions"), style.render_table(&table))
 }
 
-/// What is not among the classes, how sure the result is, what it took.
+/// Memory outside the classes, the reliability of the result, and the cost of the census.
 fn render_notes(report: &CensusReport, view: CensusView) -> String {
     let mut text = String::new();
     let not_counted = &report.not_counted;
     if !not_counted.ineligible.is_empty() {
         let reasons: Vec<String> =
             not_counted.ineligible.iter().map(|part| format!("{} {}", part.reason, Bytes(part.bytes))).collect();
-        let _ = writeln!(text, "Resident and not for KSM: {}.", reasons.join(", "));
+        let _ = writeln!(text, "Resident but not mergeable by KSM: {}.", reasons.join(", "));
     }
     if not_counted.pinned_bytes > 0 {
-        let _ = writeln!(
-            text,
-            "Pinned by drivers, so not mergeable now whatever its class: {}.",
-            Bytes(not_counted.pinned_bytes)
-        );
+        let _ =
+            writeln!(text, "Pinned by drivers and not mergeable while pinned: {}.", Bytes(not_counted.pinned_bytes));
     }
     if report.exactness.nodes_unknown {
         text.push_str(
-            "merge_across_nodes is 0 and the pages' nodes are not known without root: savings may be too high.\n",
+            "merge_across_nodes is 0 and only root can read the pages' NUMA nodes: savings may be too high.\n",
         );
     }
     if not_counted.swapped_bytes > 0 {
-        let _ = writeln!(text, "Swapped out and not touched: {}.", Bytes(not_counted.swapped_bytes));
+        let _ = writeln!(text, "Swapped out and not read: {}.", Bytes(not_counted.swapped_bytes));
     }
     if not_counted.pages_gone > 0 {
-        let _ = writeln!(text, "Left memory meanwhile: {} pages.", format_number(not_counted.pages_gone));
+        let _ = writeln!(text, "Left memory during the census: {} pages.", format_number(not_counted.pages_gone));
     }
     if report.partial {
         let what = match not_counted.pages_unread {
-            0 => "before what changes was told apart".to_owned(),
+            0 => "before volatile pages were identified".to_owned(),
             pages => format!("{} pages were not read", format_number(pages)),
         };
         let _ = writeln!(text, "PARTIAL: stopped early, {what}.");
@@ -343,20 +340,20 @@ fn render_notes(report: &CensusReport, view: CensusView) -> String {
     text.push_str(&unseen(&not_counted.processes, view.remedy));
     if report.settle_seconds.is_none() {
         text.push_str(match report.partial {
-            false => "One pass: what changes was not told apart.\n",
-            true => "The second pass was not finished: what changes was not told apart everywhere.\n",
+            false => "One pass: volatile pages were not identified.\n",
+            true => "The second pass was not finished: some volatile pages were not identified.\n",
         });
     }
     if report.exactness.pages_indistinct > 0 {
         let _ = writeln!(
             text,
-            "{} pages are mapped more than once, as after a fork, and were taken for copies: only root may tell.",
+            "{} pages are mapped more than once, as after a fork, and were counted as copies; only root can tell.",
             format_number(report.exactness.pages_indistinct),
         );
     }
     let _ = writeln!(
         text,
-        "Equal means equal fingerprints: among {} contents any two share one with probability below {:.0e}.",
+        "Pages are compared by fingerprint: the probability of a collision among {} contents is below {:.0e}.",
         format_number(report.exactness.distinct_contents),
         report.exactness.collision_probability.max(1e-19),
     );
@@ -371,7 +368,7 @@ fn render_notes(report: &CensusReport, view: CensusView) -> String {
     text
 }
 
-/// Who was not seen, by reason, with the remedy.
+/// The processes that were not scanned, by reason, with the remedy.
 pub fn unseen(processes: &[UnscannedProcessReport], remedy: &str) -> String {
     let mut text = String::new();
     let denied: Vec<_> = processes.iter().filter(|process| process.reason == "denied").collect();
@@ -383,7 +380,7 @@ pub fn unseen(processes: &[UnscannedProcessReport], remedy: &str) -> String {
             .collect();
         let _ = writeln!(
             text,
-            "Not seen for lack of permission: {} process{}, such as {}. {remedy}",
+            "Not scanned for lack of permission: {} process{}, such as {}. {remedy}",
             denied.len(),
             if denied.len() == 1 { "" } else { "es" },
             escape_unprintable(&names.join(", "))
@@ -391,7 +388,7 @@ pub fn unseen(processes: &[UnscannedProcessReport], remedy: &str) -> String {
     }
     for process in processes.iter().filter(|process| process.reason != "denied") {
         let name = escape_unprintable(process.comm.as_deref().unwrap_or("?"));
-        let _ = writeln!(text, "Not seen: {} ({name}): {}.", process.pid, escape_unprintable(&process.detail));
+        let _ = writeln!(text, "Not scanned: {} ({name}): {}.", process.pid, escape_unprintable(&process.detail));
     }
     text
 }

@@ -1,4 +1,4 @@
-//! The census on the wire.
+//! The census in JSON.
 
 use crate::decide::estimate;
 use crate::decide::estimate::{Interval, PageSample};
@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 pub struct CensusReport {
     /// `pagefold.census/1`.
     pub schema: &'static str,
-    /// What was looked at: `this host` or a recording.
+    /// What was scanned: `this host` or a recording.
     pub host: String,
     /// Bytes of a base page.
     pub page_size: u64,
@@ -25,27 +25,27 @@ pub struct CensusReport {
     pub pages: PageClasses,
     /// The same in bytes.
     pub bytes: PageClasses,
-    /// What merging everything would give back.
+    /// What merging all duplicates would free.
     pub bytes_reclaimable: ReclaimableReport,
-    /// What the ways of enrolling would reach; with `--sample`, among the pages of the sample.
+    /// What the ways of enrolling would save; with `--sample`, among the pages of the sample.
     pub savings: SavingsReport,
     /// Wall time in seconds.
     pub seconds: f64,
     /// Bytes of page contents read, both passes together.
     pub bytes_read: u64,
-    /// Seconds between the two passes; absent if there was one, which finds no volatile pages.
+    /// Seconds between the two passes; absent for a single pass, which finds no volatile pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub settle_seconds: Option<f64>,
-    /// Whether it was stopped early: then everything is counted as far as it was seen.
+    /// Whether the census was stopped early. All figures then count only the pages read so far.
     pub partial: bool,
-    /// The share of the pages that was looked at, if not all. `pages` and `processes` then count the sample alone, and
-    /// `estimate` speaks of the whole.
+    /// The share of the pages that was scanned, if not all. `pages` and `processes` then count only the sample, and
+    /// `estimate` is for all pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sample: Option<f64>,
-    /// With `--sample`: the whole in pages, with 95 % confidence intervals.
+    /// With `--sample`: all pages, with 95 % confidence intervals.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub estimate: Option<EstimateReport>,
-    /// How sure it is that equal fingerprints are equal pages.
+    /// How reliably equal fingerprints mean equal pages.
     pub exactness: Exactness,
     /// Memory that is not among `pages`.
     pub not_counted: UncountedReport,
@@ -61,48 +61,48 @@ pub struct CensusReport {
     pub domains: Vec<GroupReport>,
     /// The largest extents of mergeable pages.
     pub extents: Vec<ExtentReport>,
-    /// How many extents there are in all.
+    /// The total number of extents.
     pub extents_total: u64,
     /// The most frequent contents.
     pub contents: Vec<ContentReport>,
-    /// Who shares with whom.
+    /// The pages that each two processes or groups share.
     pub matrix: MatrixReport,
-    /// What it took.
+    /// The cost of the census.
     pub cost: CensusCostReport,
 }
 
-/// Bytes that merging everything would give back. With `--sample` the likely values for the whole, from `estimate`;
-/// `net` then pays for metadata alone.
+/// Bytes that merging all duplicates would free. With `--sample`, the likely values for all pages, from `estimate`;
+/// `net` then subtracts only metadata.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct ReclaimableReport {
-    /// Every redundant page and every page of zeros; of a page that processes share since a fork, one mapping.
+    /// All redundant pages and zero pages. A frame that processes share since a fork counts once.
     pub gross: u64,
-    /// The same less what KSM keeps with every process enrolled whole: 64 bytes of metadata for each page scanned, and
-    /// further copies by `max_page_sharing` and NUMA node. Negative when merging would cost more than it gives.
+    /// `gross` minus what KSM keeps with every process enrolled whole: 64 bytes of metadata for each page scanned, and
+    /// further copies because of `max_page_sharing` and NUMA nodes. Negative if merging would cost more than it frees.
     pub net: i64,
 }
 
-/// What the ways of enrolling would reach.
+/// What the ways of enrolling would save.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct SavingsReport {
-    /// Every copy but one of each content and every page of zeros, at no cost.
+    /// An upper bound: one copy of each content is kept, zero pages are freed, and nothing costs anything.
     pub upper_bound: MergeEffectReport,
     /// KSM with every process enrolled whole.
     pub whole: MergeEffectReport,
-    /// The same, if only pages within a trust domain merged.
+    /// KSM with every process enrolled whole, if only pages within a trust domain merged.
     pub within_domains: MergeEffectReport,
-    /// KSM with only the ranges enrolled that pay.
+    /// KSM with only profitable ranges enrolled.
     pub guided: MergeEffectReport,
-    /// How many ranges those are.
+    /// Number of ranges of the guided enrollment.
     pub guided_ranges: u64,
 }
 
-/// What one way of enrolling would reach.
+/// What one way of enrolling would save.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct MergeEffectReport {
-    /// Bytes of frames that come back.
+    /// Bytes of frames that would be freed.
     pub gross: u64,
-    /// Bytes that come back less metadata.
+    /// `gross` minus metadata, in bytes.
     pub net: i64,
     /// Bytes of metadata.
     pub metadata: u64,
@@ -112,7 +112,7 @@ pub struct MergeEffectReport {
     pub huge_pages_split: u64,
 }
 
-/// Estimates of the whole from a sample, in pages.
+/// Estimates for all pages from a sample, in pages.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct EstimateReport {
     /// All resident pages, known exactly.
@@ -121,13 +121,13 @@ pub struct EstimateReport {
     pub confidence: f64,
     /// Pages of zeros.
     pub zero: IntervalReport,
-    /// Merged pages.
+    /// Pages that are merged already.
     pub merged: IntervalReport,
     /// Volatile pages.
     pub volatile: IntervalReport,
     /// Pages of a content that two or more pages have.
     pub duplicate: IntervalReport,
-    /// Pages beyond one copy of each content.
+    /// Duplicates other than one copy of each content.
     pub redundant: IntervalReport,
     /// Pages whose content no other page has.
     pub unique: IntervalReport,
@@ -138,26 +138,27 @@ pub struct EstimateReport {
 pub struct IntervalReport {
     /// Lower end.
     pub low: f64,
-    /// Best guess.
+    /// Likely value.
     pub estimate: f64,
     /// Upper end.
     pub high: f64,
 }
 
-/// How sure it is that equal fingerprints are equal pages.
+/// How reliably equal fingerprints mean equal pages.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct Exactness {
     /// Bits of a fingerprint.
     pub fingerprint_bits: u32,
-    /// Different contents that were seen, pages of zeros apart.
+    /// Distinct contents, without the zero page.
     pub distinct_contents: u64,
-    /// Pages that others map too, as after a fork, and whose frames only root may know: each was taken for a copy of
-    /// its own, which a frame that is mapped twice is not. 0 as root.
+    /// Pages that other processes map too, as after a fork, and whose frames only root can read. Each counts as a copy
+    /// of its own, although a frame that is mapped twice is only one. 0 for root.
     pub pages_indistinct: u64,
-    /// Whether `merge_across_nodes` is 0 and the pages' nodes are not known, for which root is needed: the savings are
-    /// those of one node then, and too high.
+    /// Whether `merge_across_nodes` is 0 and the pages' NUMA nodes are unknown, because only root can read them. The
+    /// savings then assume a single node and are too high.
     pub nodes_unknown: bool,
-    /// Upper bound of the probability that any two of them share a fingerprint. Pages of zeros are compared.
+    /// Upper bound of the probability that any two of these contents share a fingerprint. Zero pages are compared byte
+    /// by byte.
     pub collision_probability: f64,
 }
 
@@ -166,41 +167,41 @@ pub struct Exactness {
 pub struct UncountedReport {
     /// Resident bytes that KSM cannot take, by reason.
     pub ineligible: Vec<IneligibleReport>,
-    /// Bytes that drivers hold pinned (RDMA, VFIO, io_uring), which are among `pages`: KSM passes over them meanwhile.
+    /// Bytes that drivers have pinned (RDMA, VFIO, io_uring), among `pages`. KSM skips them while they are pinned.
     pub pinned_bytes: u64,
-    /// Swapped-out bytes, never touched.
+    /// Swapped-out bytes; they are not read.
     pub swapped_bytes: u64,
     /// Pages that left memory while the census was taken.
     pub pages_gone: u64,
-    /// Pages that could not be read, or not before the census was stopped.
+    /// Pages that could not be read, or were not read before the census was stopped.
     pub pages_unread: u64,
     /// Pages left out of the sample.
     pub pages_skipped: u64,
-    /// Processes that were chosen and not seen.
+    /// Processes that were selected and could not be scanned.
     pub processes: Vec<UnscannedProcessReport>,
 }
 
 /// Resident memory that KSM cannot take.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct IneligibleReport {
-    /// Why.
+    /// The reason.
     pub reason: &'static str,
-    /// How much.
+    /// Bytes.
     pub bytes: u64,
 }
 
 /// A process in the census.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct ProcessReport {
-    /// Who it is.
+    /// The process.
     #[serde(flatten)]
     pub process: ProcessInfo,
-    /// Its pages by class. `redundant` counts its pages that are not the copy their content keeps; the kept copy is the
-    /// first in the order of trust domains and processes.
+    /// Its pages by class. `redundant` counts its duplicates other than the copy that each content keeps. That copy is
+    /// the first one in the order of trust domains and processes.
     pub pages: PageClasses,
     /// The same in bytes.
     pub bytes: PageClasses,
-    /// Its regions with anything resident or swapped out.
+    /// Its regions with resident or swapped-out pages.
     pub regions: Vec<CensusRegionReport>,
 }
 
@@ -211,14 +212,14 @@ pub struct CensusRegionReport {
     pub start: String,
     /// First address after it, hexadecimal.
     pub end: String,
-    /// Its name or file; empty for anonymous memory without a name.
+    /// Its name or file; empty for unnamed anonymous memory.
     pub name: String,
     /// Resident bytes of any kind.
     pub rss: u64,
     /// Why KSM cannot take its pages; absent if it can take the anonymous ones.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ineligible: Option<&'static str>,
-    /// Whether KSM was told of it.
+    /// Whether the region is enrolled.
     pub mergeable: bool,
     /// Its pages by class.
     pub pages: PageClasses,
@@ -226,12 +227,12 @@ pub struct CensusRegionReport {
     pub bytes: PageClasses,
 }
 
-/// Processes that belong together.
+/// A group of processes.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct GroupReport {
     /// Its name.
     pub name: String,
-    /// How many processes.
+    /// Number of processes.
     pub processes: u64,
     /// Their pages by class.
     pub pages: PageClasses,
@@ -239,12 +240,12 @@ pub struct GroupReport {
     pub bytes: PageClasses,
 }
 
-/// A run of mergeable pages with small gaps.
+/// A run of mergeable pages, including small gaps.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct ExtentReport {
-    /// Of which process.
+    /// The process number.
     pub pid: u32,
-    /// When that started.
+    /// The start time of the process.
     pub start_time: u64,
     /// First address, hexadecimal.
     pub start: String,
@@ -254,7 +255,7 @@ pub struct ExtentReport {
     pub pages: u64,
     /// Duplicates in it.
     pub duplicate: u64,
-    /// Duplicates beyond the copy their content keeps.
+    /// Duplicates other than the copy that their content keeps.
     pub redundant: u64,
     /// Pages of zeros in it.
     pub zero: u64,
@@ -265,51 +266,51 @@ pub struct ExtentReport {
 /// A content that many pages have.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct ContentReport {
-    /// `zero`, `pattern`, `elf`, `text`, `other` or `changed` (no page tried had it any more).
+    /// `zero`, `pattern`, `elf`, `text`, `other` or `changed` (no page that was tried still had it).
     pub kind: &'static str,
     /// The repeated 64-bit word, hexadecimal, where the kind is `pattern`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pattern: Option<String>,
-    /// Pages that have it.
+    /// Pages with this content.
     pub pages: u64,
-    /// Those that are merged already.
+    /// Pages with this content that are merged already.
     pub merged: u64,
-    /// Processes that have it; absent for zeros.
+    /// Processes with this content; absent for the zero page.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub processes: Option<u32>,
-    /// Trust domains that have it; absent for zeros.
+    /// Trust domains with this content; absent for the zero page.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub domains: Option<u32>,
 }
 
-/// Who shares with whom, pages of zeros apart.
+/// The pages that each two processes or groups share, without zero pages.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct MatrixReport {
     /// Rows and columns; the last may be `others`.
     pub parties: Vec<String>,
-    /// `pages[a][b]`: pages of a whose content b has too; on the diagonal, pages with another copy in a itself.
+    /// `pages[a][b]`: pages of `a` whose content `b` also has; on the diagonal, pages with another copy in `a` itself.
     pub pages: Vec<Vec<u64>>,
 }
 
-/// What the census took.
+/// The cost of the census.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct CensusCostReport {
-    /// Bytes of memory of the index.
+    /// Bytes of memory that the index took.
     pub index_bytes: u64,
-    /// Bytes of page contents read for each second of wall time, pause and counting included.
+    /// Bytes of page contents read for each second of wall time, including the pause and the tally.
     pub bytes_per_second: f64,
-    /// Instructions that the fingerprint was computed with.
+    /// The CPU instructions that computed the fingerprints.
     pub fingerprint: &'static str,
 }
 
-/// What a report needs beside the census.
+/// What a report needs in addition to the census.
 #[derive(Clone, Debug)]
 pub struct CensusContext {
-    /// What was looked at.
+    /// The name of the host: `this host` or a recording.
     pub host: String,
-    /// The size of its pages.
+    /// The size of the host's pages.
     pub page_size: PageSize,
-    /// How many extents to tell.
+    /// Maximum number of extents to report.
     pub max_extents: usize,
 }
 
@@ -317,7 +318,7 @@ pub struct CensusContext {
 const CONFIDENCE_LEVEL: f64 = 0.95;
 
 impl CensusReport {
-    /// From a census.
+    /// Makes the report of a census.
     pub fn from_census(census: &Census, context: &CensusContext) -> Self {
         let page_size = context.page_size;
         let reach = |reach: &MergeEffect| MergeEffectReport::from_effect(reach, page_size);
@@ -398,7 +399,7 @@ impl CensusReport {
         }
     }
 
-    /// Whether something that was asked for was not seen.
+    /// Whether the census was stopped early, or did not scan a selected process or read all pages.
     pub fn is_incomplete(&self) -> bool {
         self.partial || self.not_counted.pages_unread > 0 || !self.not_counted.processes.is_empty()
     }
@@ -430,7 +431,7 @@ impl EstimateReport {
         }
     }
 
-    /// What merging the whole would likely give back. Further copies cannot be told from a sample.
+    /// What merging all pages would likely free. Further copies cannot be estimated from a sample.
     fn reclaimable(&self, page_size: PageSize) -> ReclaimableReport {
         let bytes = |pages: f64, each: u64| (pages.max(0.0) * each as f64) as u64;
         let gross = bytes(self.zero.estimate + self.redundant.estimate, page_size.bytes());
@@ -475,7 +476,7 @@ impl ProcessReport {
     }
 }
 
-/// Sum the processes by a name; those without one are left out. Largest first.
+/// Sums the processes by a name and leaves out those without one. Largest first.
 fn sum_by_name(
     census: &Census,
     page_size: PageSize,
@@ -510,7 +511,7 @@ fn largest_extents(census: &Census, page_size: PageSize, top: usize) -> Vec<Exte
     extents.into_iter().take(top).map(|extent| extent_report(census, page_size, extent)).collect()
 }
 
-/// An extent with the process it lies in.
+/// The report of an extent and its process.
 pub fn extent_report(census: &Census, page_size: PageSize, extent: &Extent) -> ExtentReport {
     let id = census.subjects[extent.subject].process.id;
     ExtentReport {
@@ -526,7 +527,7 @@ pub fn extent_report(census: &Census, page_size: PageSize, extent: &Extent) -> E
     }
 }
 
-/// The pages of zeros, where there are any, and the most frequent other contents.
+/// The zero pages, if there are any, and the most frequent other contents.
 fn content_reports(census: &Census) -> Vec<ContentReport> {
     let zero = (census.counts.zero.0 > 0).then_some(ContentReport {
         kind: "zero",

@@ -1,4 +1,4 @@
-//! What can be said on the command line, as text. What the text means on a host is found out by the commands.
+//! The options of the command line, as text. The commands resolve them on a host.
 
 use crate::command;
 use clap::builder::{PathBufValueParser, TypedValueParser};
@@ -11,20 +11,20 @@ use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold census                       what the memory of this host holds twice
+  pagefold census                       count identical pages on this host
   sudo pagefold merge --vm web1 --vm web2 --across-domains
-                                        have the kernel merge what two virtual machines share
-  sudo pagefold unmerge --vm web1       and give one of them pages of its own again
-  pagefold run -- ./solver input.nml    a program with all that it starts, enrolled from its start
-  pagefold account --by vm              the true footprint, where RSS is blind to merging
-  pagefold doctor                       KSM is on and merges nothing: why?
-  pagefold record /tmp/host             a folder to attach to a bug report
+                                        merge identical pages of two virtual machines
+  sudo pagefold unmerge --vm web1       give one of them its own pages again
+  pagefold run -- ./solver input.nml    start a program with its process tree enrolled
+  pagefold account --by vm              show the true footprint; RSS ignores merging
+  pagefold doctor                       find out why KSM is on and merges nothing
+  pagefold record /tmp/host             write a directory to attach to a bug report
   pagefold --host recording:/tmp/host census
 
-Exit status: 0 done, 1 the verdict is no, 2 usage or failure, 3 something was not seen, or not done.";
+Exit status: 0 done, 1 negative verdict, 2 usage error or failure, 3 something could not be read or done.";
 
-/// Have a Linux host hold more: find identical memory pages, have the kernel merge those that pay, take that back, and
-/// tell what it saves and costs.
+/// Save memory on a Linux host: find identical pages, have the kernel merge those with net savings, undo merges, and
+/// report savings and costs.
 #[derive(Debug, Parser)]
 #[command(name = "pagefold", version, after_help = EXAMPLES, max_term_width = 100)]
 pub struct CommandLine {
@@ -36,16 +36,16 @@ pub struct CommandLine {
 
 #[derive(Args, Clone, Debug)]
 pub struct GlobalOptions {
-    /// What to look at: `live` or `recording:DIR`
+    /// The host to read: `live` or `recording:DIR`
     #[arg(long, global = true, default_value = "live", value_name = "HOST")]
     pub host: String,
-    /// When to use colour
+    /// When to use color
     #[arg(long, global = true, value_enum, default_value_t = ColorChoice::Auto)]
     pub color: ColorChoice,
-    /// Where the lock and the journal of what is to be put back are kept
+    /// Directory of the lock and of the journal of changes to undo
     #[arg(long, global = true, default_value = pagefold_host::transaction::session::DEFAULT_STATE_DIRECTORY, value_name = "DIR")]
     pub state: PathBuf,
-    /// The configuration [default: /etc/pagefold/pagefold.toml where it is there]
+    /// The configuration file [default: /etc/pagefold/pagefold.toml if it exists]
     #[arg(long, global = true, value_name = "FILE")]
     pub config: Option<PathBuf>,
 }
@@ -59,73 +59,73 @@ pub enum ColorChoice {
 
 #[derive(Debug, Subcommand)]
 pub enum PagefoldCommand {
-    /// Count identical pages, and what merging them would give back
+    /// Count identical pages and predict what merging them would save
     Census(command::census::CensusArguments),
-    /// Keep what the read-only commands read in a folder, for a bug report
+    /// Write the data that the read-only commands read to a directory, for a bug report
     Record(command::record::RecordArguments),
-    /// Say why nothing merges, and what is wrong with how this host merges
+    /// Explain why nothing merges, and find problems in the KSM setup of this host
     Doctor(command::doctor::DoctorArguments),
-    /// Merge what pays: in seconds, within a bound on CPU, verified
+    /// Merge pages with net savings now, within a CPU limit, and verify the result
     Merge(command::merge::MergeArguments),
-    /// Tell the true footprint of processes, where RSS is blind to merging
+    /// Show the true memory footprint of processes; RSS ignores merging
     Account(command::account::AccountArguments),
-    /// Start a program with its whole process tree enrolled in KSM, or merged in user space
+    /// Start a program with its process tree enrolled in KSM, or merged in user space
     Run(command::run::RunArguments),
-    /// Merge what pays all the time, within a bound on CPU
+    /// Merge pages with net savings continuously, within a CPU limit
     Daemon(command::daemon::DaemonArguments),
-    /// Show what the daemon does, what it saves and what it costs
+    /// Show the state of the daemon, its savings and its costs
     Status(command::daemon::StatusArguments),
-    /// Watch the daemon in the terminal
+    /// Show the status of the daemon in the terminal, updated live
     Top(command::top::TopArguments),
-    /// Show what daemons have kept of hosts over time: a page, pictures, tables
+    /// Show the histories that daemons recorded: an HTML page, charts, tables
     Report(command::report::ReportArguments),
-    /// Have the daemon do nothing, and KSM's settings put back
+    /// Pause the daemon and restore KSM's settings
     Pause,
-    /// Have the daemon go on
+    /// Resume the daemon
     Resume,
-    /// Have the daemon look at a process now
+    /// Have the daemon scan a process now
     Enrol(command::daemon::ProcessArgument),
-    /// Have the daemon leave a process alone, and withdraw what is merged of it
+    /// Have the daemon unenroll a process and leave it alone
     Withdraw(command::daemon::ProcessArgument),
-    /// Set KSM's settings by a rule, show them, or put back what was before
+    /// Set KSM's settings by a policy, show them, or restore the previous ones
     Policy(command::policy::PolicyArguments),
-    /// Put back what a killed run left
+    /// Undo the changes that a killed pagefold left behind
     Recover(command::recover::RecoverArguments),
     /// Print a configuration, or check it
     Config(command::config::ConfigArguments),
-    /// Give merged processes pages of their own again, if the memory is there
+    /// Give merged processes their own pages again, if there is enough memory
     Unmerge(command::unmerge::UnmergeArguments),
-    /// Show who merges by libpagefold, and what that saves
+    /// Show the programs that merge with libpagefold, and their savings
     Engine(command::engine::EngineArguments),
     /// Print the JSON schema of a report or of the configuration
     Schema(command::schema::SchemaArguments),
     /// Print a completion script for a shell
     Completions(command::completions::CompletionsArguments),
-    /// Write the manual pages to a folder
+    /// Write the manual pages to a directory
     Man(command::man::ManArguments),
 }
 
-/// Which processes. Kinds of conditions narrow each other down; within a kind any one is enough.
+/// The selection of processes. A process must match one value of each option that is given.
 #[derive(Args, Clone, Debug, Default)]
 #[command(next_help_heading = "Which processes")]
 pub struct ProcessOptions {
-    /// A process by its number
+    /// A process by its PID
     #[arg(long, value_name = "N")]
     pub pid: Vec<u32>,
-    /// Processes by the kernel's name of their program, with * and ?
+    /// Processes by the kernel's name of their program (comm), with * and ?
     #[arg(long, value_name = "GLOB")]
     pub name: Vec<String>,
-    /// Processes of a cgroup and of those below it, by its path on the host, also in a container that may join the
-    /// host's cgroup namespace
+    /// Processes of a cgroup and its descendants, by its path on the host. In a container, pagefold needs permission to
+    /// join the host's cgroup namespace
     #[arg(long, value_name = "PATH")]
     pub cgroup: Vec<String>,
-    /// Processes of a user, by name or number
+    /// Processes of a user, by name or UID
     #[arg(long, value_name = "USER")]
     pub user: Vec<String>,
     /// Virtual machines by their name, with * and ?
     #[arg(long, value_name = "GLOB")]
     pub vm: Vec<String>,
-    /// Everything that may be read; the default, but for `unmerge`, to which it must be said
+    /// All processes that pagefold may read; the default, but `unmerge` requires it explicitly
     #[arg(long, conflicts_with_all = ["pid", "name", "cgroup", "user", "vm"])]
     pub all: bool,
 }
@@ -154,12 +154,12 @@ impl From<DomainRuleArgument> for DomainRule {
     }
 }
 
-/// Who the rows of the sharing matrix are.
+/// The rows of the sharing matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum MatrixRowsArgument {
-    /// Processes, virtual machines by their names
+    /// Processes; virtual machines by their names
     Process,
-    /// Virtual machines alone
+    /// Virtual machines only
     Vm,
     /// Cgroups
     Cgroup,
@@ -186,10 +186,10 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
     humantime::parse_duration(text).map_err(|error| format!("{error}; write for example 500ms or 2s"))
 }
 
-/// The file of `--parquet`, which a build without the feature refuses before it does any work.
+/// The file of `--parquet`. A build without the feature refuses it before it does any work.
 pub fn parquet_path_parser() -> impl TypedValueParser<Value = PathBuf> {
-    let remedy = "this build writes no Parquet; `cargo install --path crates/cli --features parquet` makes one that \
-                  does, and `report --csv` has the same columns";
+    let remedy = "this build cannot write Parquet; build with `cargo install --path crates/cli --features parquet`, \
+                  or use `report --csv`, which has the same columns";
     PathBufValueParser::new().try_map(move |path| if cfg!(feature = "parquet") { Ok(path) } else { Err(remedy) })
 }
 
@@ -197,7 +197,7 @@ pub fn parquet_path_parser() -> impl TypedValueParser<Value = PathBuf> {
 pub fn parse_cpu_share(text: &str) -> Result<f64, String> {
     match text.trim_end_matches('%').trim().parse::<f64>() {
         Ok(value) if value > 0.0 && value <= 100.0 => Ok(value / 100.0),
-        _ => Err("a percentage above 0 and at most 100 is needed, such as 50".to_owned()),
+        _ => Err("expected a percentage above 0 and at most 100, such as 50".to_owned()),
     }
 }
 
@@ -214,7 +214,7 @@ pub fn parse_probability(text: &str) -> Result<f64, String> {
     let (number, scale) = text.strip_suffix('%').map_or((text, 1.0), |number| (number, 100.0));
     match number.trim().parse::<f64>() {
         Ok(value) if value / scale > 0.0 && value / scale <= 1.0 => Ok(value / scale),
-        _ => Err("a share above 0 and at most 1 is needed, such as 0.05 or 5%".to_owned()),
+        _ => Err("expected a probability above 0 and at most 1, such as 0.05 or 5%".to_owned()),
     }
 }
 

@@ -1,9 +1,9 @@
 //! The configuration: `/etc/pagefold/pagefold.toml`, or the file that `--config` names.
 //!
-//! It says who trusts whom, who is left alone, and what the daemon does; everything else is an option of a command. The
-//! default file need not be there, one that is named must be. Nothing in it is guessed at: an unknown key, a pattern
-//! that is none, a group with nobody in it is an error, in one line with the place and, where something near it is
-//! known, with that. What the fields below are documented with is also what the JSON schema says of them.
+//! It sets the trust domains, the exclusions and the daemon's settings; everything else is an option of a command. The
+//! default file may be missing; a file given by `--config` must exist. An unknown key, an invalid pattern or a group
+//! without conditions is an error. The error is one line with the line number and a similar known word, if there is
+//! one. The doc comments of the fields below are also the descriptions in the JSON schema.
 
 mod daemon;
 mod ksmtuned;
@@ -30,33 +30,33 @@ use std::io;
 use std::path::{Path, PathBuf};
 use toml::Spanned;
 
-/// Where it is unless said otherwise.
+/// The configuration file that is read without `--config`.
 pub const DEFAULT_CONFIG_FILE: &str = "/etc/pagefold/pagefold.toml";
 
-/// What is in force where there is no file, with what could be said.
+/// The default configuration, with all possible keys in comments.
 pub const DEFAULT_CONFIG_TEXT: &str = include_str!("pagefold.toml");
 
-/// What is in force.
+/// The configuration in force.
 #[derive(Clone, Debug, Default)]
 pub struct Config {
-    /// The file it was read from; none where the default one is not there.
+    /// The file that it was read from; `None` if the default file does not exist.
     pub path: Option<PathBuf>,
-    /// Who trusts whom.
+    /// The trust domains.
     pub domains: DomainConfig,
-    /// Who is left alone.
+    /// The processes that are never merged.
     pub exclusions: Exclusions,
-    /// Where the daemon shows what it does.
+    /// The daemon's HTTP server.
     pub http: HttpConfig,
-    /// Where it keeps its history, if that is said.
+    /// The location of the daemon's history, if the file sets it.
     pub history: Option<HistoryLocation>,
-    /// What the daemon does, but for the former.
+    /// The other settings of the daemon.
     daemon: pagefold_daemon::run::DaemonSettings,
-    /// What is well-formed and has no effect, each with the number of its line.
+    /// Warnings about well-formed entries that have no effect. Each begins with its line number.
     warnings: Vec<String>,
 }
 
 impl Config {
-    /// The one that the command line asks for.
+    /// Read the file that the command line selects.
     pub fn load(global: &GlobalOptions) -> anyhow::Result<Self> {
         let path = global.config.as_deref().unwrap_or(Path::new(DEFAULT_CONFIG_FILE));
         let text = match std::fs::read_to_string(path) {
@@ -77,7 +77,7 @@ impl Config {
         Ok(Self { path: Some(path.to_owned()), ..config })
     }
 
-    /// Who trusts whom, by the rule of the command line where it gives one.
+    /// The trust domains. A rule of the command line replaces the file's rule.
     pub fn domains(&self, by: Option<DomainRuleArgument>) -> DomainConfig {
         let mut domains = self.domains.clone();
         if let Some(by) = by {
@@ -86,13 +86,13 @@ impl Config {
         domains
     }
 
-    /// With virtual machines merged, too, whose owner forbids that, if `ignore` is given.
+    /// If `ignore` is set, also merge virtual machines whose owner forbids merging.
     #[must_use]
     pub fn with_opt_out_ignored(self, ignore: bool) -> Self {
         if ignore { Self { exclusions: self.exclusions.opted_out(false), ..self } } else { self }
     }
 
-    /// From the text of a file. An error begins with the number of its line.
+    /// Parse the text of a file. An error begins with its line number.
     fn parse(text: &str) -> Result<Self, String> {
         let mut document: ConfigDocument = deserialize_toml(text)?;
         let place = ConfigText(text);
@@ -101,8 +101,8 @@ impl Config {
         let unattested = lines.iter().zip(&groups).filter(|(_, group)| !group.is_attested());
         let warnings = unattested.map(|(line, group)| {
             format!(
-                "{line}: the domain {:?} is not applied: any process can choose the names that it gives (vms, names, \
-                 containers, jobs); add users, cgroups or labels",
+                "{line}: the domain {:?} is not applied: any process can choose its own vms, names, containers and \
+                 jobs; add users, cgroups or labels",
                 group.name
             )
         });
@@ -133,18 +133,18 @@ impl Config {
 #[serde(deny_unknown_fields)]
 #[schemars(title = "pagefold.toml")]
 struct ConfigDocument {
-    /// How those are sorted into trust domains who are in no group below.
+    /// The rule that sorts processes into trust domains if they are in no group below.
     #[serde(default)]
     #[schemars(extend("default" = "user"))]
     domains: DomainRuleName,
-    /// Groups that trust each other; the first that fits is taken.
+    /// Groups of processes that trust each other. A process belongs to the first group that it matches.
     #[serde(default)]
     #[schemars(with = "Vec<GroupConditions>", transform = schema::require_unique_names)]
     domain: Vec<Spanned<GroupConditions>>,
-    /// Who is left alone.
+    /// Processes that are never merged.
     #[serde(default)]
     exclude: ExcludeConfig,
-    /// What `pagefold daemon` does.
+    /// The settings of `pagefold daemon`.
     #[serde(default)]
     daemon: daemon::DaemonConfigSection,
 }
@@ -176,19 +176,19 @@ impl From<DomainRuleName> for DomainRule {
 
 type GlobPatterns = Vec<Spanned<String>>;
 
-/// Conditions. Kinds of conditions narrow each other down; within a kind any one is enough.
+/// Conditions on processes. A process must match one value of each key that is given.
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 #[schemars(transform = schema::require_condition)]
 struct GroupConditions {
-    /// The group's name. None is needed where there is only one such table.
+    /// The group's name. Not needed where only one such table is possible.
     #[serde(default)]
     name: String,
-    /// Users, by name or number.
+    /// Users, by name or UID.
     #[serde(default)]
     #[schemars(with = "Vec<UserNameOrUid>")]
     users: Vec<Spanned<UserNameOrUid>>,
-    /// Cgroups, and all below them.
+    /// Cgroups and their descendants.
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     cgroups: GlobPatterns,
@@ -196,7 +196,7 @@ struct GroupConditions {
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     vms: GlobPatterns,
-    /// The kernel's names of programs.
+    /// The kernel's names of programs (comm).
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     names: GlobPatterns,
@@ -204,7 +204,7 @@ struct GroupConditions {
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     containers: GlobPatterns,
-    /// Labels of Docker's containers and annotations of Podman's, containerd's and CRI-O's, as `KEY=VALUE`.
+    /// Labels of Docker containers and annotations of Podman, containerd and CRI-O containers, as `KEY=VALUE`.
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     labels: GlobPatterns,
@@ -215,9 +215,9 @@ struct GroupConditions {
 }
 
 impl GroupConditions {
-    fn to_group(self, text: &ConfigText<'_>) -> Result<TrustGroup, String> {
+    fn into_group(self, text: &ConfigText<'_>) -> Result<TrustGroup, String> {
         Ok(TrustGroup {
-            users: text.convert_each(self.users, |user| user.to_uid())?,
+            users: text.convert_each(self.users, |user| user.into_uid())?,
             cgroups: text.parse_globs(self.cgroups)?,
             vms: text.parse_globs(self.vms)?,
             program_names: text.parse_globs(self.names)?,
@@ -229,7 +229,7 @@ impl GroupConditions {
     }
 }
 
-/// A user, by name or number.
+/// A user, by name or UID.
 #[derive(Deserialize, JsonSchema)]
 #[serde(untagged, expecting = "a user's name or number")]
 enum UserNameOrUid {
@@ -238,7 +238,7 @@ enum UserNameOrUid {
 }
 
 impl UserNameOrUid {
-    fn to_uid(self) -> Result<u32, String> {
+    fn into_uid(self) -> Result<u32, String> {
         match self {
             Self::Number(number) => Ok(number),
             Self::Name(name) => host_selection::parse_uid(&name).map_err(|error| format!("{error:#}")),
@@ -249,25 +249,25 @@ impl UserNameOrUid {
 #[derive(Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 struct ExcludeConfig {
-    /// Programs instead of the known ones that hold keys.
+    /// Programs to exclude instead of the built-in list of programs that hold keys.
     #[schemars(with = "Option<Vec<schema::Glob>>")]
     names: Option<GlobPatterns>,
-    /// Programs beside them.
+    /// Programs to exclude in addition to that list.
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     extend: GlobPatterns,
-    /// Virtual machines.
+    /// Virtual machines to exclude.
     #[serde(default)]
     #[schemars(with = "Vec<schema::Glob>")]
     vms: GlobPatterns,
-    /// Virtual machines with encrypted memory, which cannot merge.
+    /// Whether to exclude virtual machines with encrypted memory, which cannot merge.
     #[serde(default = "yes")]
     confidential: bool,
-    /// Virtual machines of which QEMU is told not to merge: mem-merge=off, merge=off of a memory backend, libvirt's
-    /// <nosharepages/>.
+    /// Whether to exclude virtual machines whose owner forbids merging: QEMU's mem-merge=off, merge=off of a memory
+    /// backend, libvirt's `<nosharepages/>`.
     #[serde(default = "yes")]
     opted_out: bool,
-    /// Whoever else, with the conditions of a domain.
+    /// Other processes to exclude, with the conditions of a domain.
     #[serde(default)]
     #[schemars(with = "Vec<GroupConditions>", transform = schema::require_unique_names)]
     group: Vec<Spanned<GroupConditions>>,
@@ -284,18 +284,18 @@ fn yes() -> bool {
     true
 }
 
-/// A file with a policy's settings.
+/// A file with the settings of a policy.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct PolicyDocument {
     ksm: BTreeMap<Spanned<String>, Spanned<toml::Value>>,
 }
 
-/// The policy that a file describes: `[ksm]`, and below it the names and values of files of `/sys/kernel/mm/ksm`.
+/// Read a policy file: the table `[ksm]` with names and values of files in `/sys/kernel/mm/ksm`.
 pub fn load_policy(path: &Path) -> anyhow::Result<Policy> {
     let text = std::fs::read_to_string(path).with_context(|| {
         format!(
-            "cannot read {} (a policy without a file is one of {})",
+            "cannot read {} (the built-in policies are {})",
             path.display(),
             policy::POLICY_NAMES.join(", ")
         )
@@ -314,7 +314,7 @@ fn parse_policy_settings(text: &str) -> Result<Settings, String> {
             let hint =
                 nearest_word(key.get_ref(), files).map_or_else(String::new, |near| format!("did you mean {near}? "));
             return Err(format!(
-                "{line}: {:?} is no setting of KSM: {hint}They are {}",
+                "{line}: {:?} is not a KSM setting: {hint}The settings are {}",
                 key.get_ref(),
                 files.join(", ")
             ));
@@ -335,12 +335,12 @@ fn parse_policy_settings(text: &str) -> Result<Settings, String> {
     Ok(settings)
 }
 
-/// Deserialize, with an error of one line.
+/// Deserialize TOML. An error is one line.
 fn deserialize_toml<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     toml::from_str(text).map_err(|error| {
         let line = ConfigText(text).line_number(error.span().map_or(0, |span| span.start));
         let message = error.message().lines().collect::<Vec<_>>().join(", ");
-        // serde says: unknown field `A`, expected one of `B`, `C`.
+        // serde's message: unknown field `A`, expected one of `B`, `C`.
         let words: Vec<&str> = message.split('`').skip(1).step_by(2).collect();
         let near = |near: &str| format!("; did you mean {near}?");
         let hint = match words.split_first() {
@@ -354,18 +354,18 @@ fn deserialize_toml<T: DeserializeOwned>(text: &str) -> Result<T, String> {
     })
 }
 
-/// The word that is most like another, if one is.
+/// The most similar known word, if one is similar enough.
 pub fn nearest_word<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let distance = |known: &&str| strsim::damerau_levenshtein(word, known);
     let near = known.into_iter().min_by_key(distance)?;
     (distance(&near) <= (word.chars().count() / 3).max(1)).then_some(near)
 }
 
-/// Places in a text.
+/// The text of a configuration, to turn positions into line numbers.
 struct ConfigText<'a>(&'a str);
 
 impl ConfigText<'_> {
-    /// Groups of a kind, each with a name of its own and somebody in it.
+    /// Parse the groups of one kind. Each needs a unique name and at least one condition.
     fn parse_groups(
         &self,
         table_name: &str,
@@ -376,13 +376,13 @@ impl ConfigText<'_> {
             let line = self.line_number(spanned.span().start);
             let wire = spanned.into_inner();
             if wire.name.is_empty() || groups.iter().any(|group| group.name == wire.name) {
-                return Err(format!("{line}: each {table_name} needs a name of its own, and {:?} is none", wire.name));
+                return Err(format!("{line}: each {table_name} needs a unique, nonempty name, not {:?}", wire.name));
             }
-            let group = wire.to_group(self)?;
+            let group = wire.into_group(self)?;
             if !group.has_condition() {
                 return Err(format!(
-                    "{line}: the {table_name} {:?} does not say who is in it: give users, cgroups, vms, names, \
-                     containers, labels or jobs",
+                    "{line}: the {table_name} {:?} has no condition: give users, cgroups, vms, names, containers, \
+                     labels or jobs",
                     group.name
                 ));
             }
@@ -391,13 +391,13 @@ impl ConfigText<'_> {
         Ok(groups)
     }
 
-    /// The number of the line of a position, from 1.
+    /// The line number of a byte position, from 1.
     fn line_number(&self, position: usize) -> usize {
         let before = &self.0.as_bytes()[..position.min(self.0.len())];
         before.iter().filter(|&&byte| byte == b'\n').count() + 1
     }
 
-    /// Convert each, or say in which line one cannot be.
+    /// Convert each value. An error begins with the line number of its value.
     fn convert_each<T, U>(
         &self,
         all: Vec<Spanned<T>>,
@@ -410,7 +410,7 @@ impl ConfigText<'_> {
         all.into_iter().map(one).collect()
     }
 
-    /// Convert what is there, or say in which line it cannot be.
+    /// Convert a value if it is given. An error begins with its line number.
     fn convert_optional<T, U>(
         &self,
         value: Option<Spanned<T>>,
@@ -426,7 +426,7 @@ impl ConfigText<'_> {
 
 fn parse_glob(pattern: &str) -> Result<GlobMatcher, String> {
     if pattern.is_empty() {
-        return Err("an empty pattern fits nothing".to_owned());
+        return Err("an empty pattern matches nothing".to_owned());
     }
     Glob::new(pattern).map(|glob| glob.compile_matcher()).map_err(|error| error.to_string())
 }
@@ -439,7 +439,7 @@ mod tests {
     use proptest::prelude::*;
     use std::fs;
 
-    /// The files of a folder of `fixtures/config`: name and text.
+    /// Path and text of each file in a directory of `fixtures/config`.
     fn config_fixtures(folder: &str) -> Vec<(String, String)> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/config").join(folder);
         let files = fs::read_dir(&folder).expect("the fixtures").map(|entry| entry.unwrap().path());
@@ -449,11 +449,11 @@ mod tests {
         files
     }
 
-    /// Each text is refused with what its first line expects, in one line.
+    /// Assert that each text is refused with a one-line error that begins as its first line expects.
     fn assert_all_refused<T>(folder: &str, parse: impl Fn(&str) -> Result<T, String>) {
         for (path, text) in config_fixtures(folder) {
             let expected = text.lines().next().and_then(|line| line.strip_prefix("# expected: ")).expect(&path);
-            let error = parse(&text).err().unwrap_or_else(|| panic!("{path} is taken"));
+            let error = parse(&text).err().unwrap_or_else(|| panic!("{path} is accepted"));
             assert!(error.starts_with(expected), "{path}: {error}");
             assert!(!error.contains('\n'), "{path}: {error}");
         }
@@ -493,7 +493,7 @@ mod tests {
         assert_eq!(
             domain(Some(DomainRuleArgument::User), &test_process(8, "xyz")),
             "user 8",
-            "the command line has the last word"
+            "the command line overrides the file"
         );
         assert_eq!(domain(Some(DomainRuleArgument::User), &test_process(7, "xyz")), "group a");
         assert_eq!(config.warnings, [""; 0]);
@@ -517,7 +517,7 @@ mod tests {
     fn default_file_equals_no_file() {
         let (written, none) = (Config::parse(DEFAULT_CONFIG_TEXT).unwrap(), Config::default());
         assert_eq!(format!("{written:?}"), format!("{none:?}"));
-        // Nor does anything change where what is commented out is said, but for examples.
+        // Uncommenting all keys except the examples changes nothing either.
         let mut table = false;
         let is_default = |line: &&str| {
             table = line.starts_with("#[") || table && line.starts_with('#') && !line.starts_with("# ");
@@ -527,11 +527,11 @@ mod tests {
             DEFAULT_CONFIG_TEXT.lines().filter(is_default).map(uncomment_line).flat_map(|line| [line, "\n"]).collect();
         assert!(said.lines().any(|line| line.starts_with("cpu = ")), "{said}");
         assert_eq!(format!("{:?}", Config::parse(&said).unwrap()), format!("{none:?}"));
-        // And what it shows as possible is.
+        // With the examples it parses, too.
         assert_eq!(Config::parse(&default_config_uncommented()).unwrap().domains.groups.len(), 1);
     }
 
-    /// The default with all that is commented out said, but for a user that need not be there.
+    /// The default configuration with all keys uncommented, without a user that may not exist on this host.
     pub(super) fn default_config_uncommented() -> String {
         let all: String = DEFAULT_CONFIG_TEXT.lines().map(uncomment_line).flat_map(|line| [line, "\n"]).collect();
         all.replace("\"www-data\", ", "")
@@ -549,7 +549,7 @@ mod tests {
         assert_eq!(nearest_word("x", []), None);
     }
 
-    /// Text made of what a configuration is made of.
+    /// Random text made of tokens of a configuration.
     fn config_like_text() -> impl Strategy<Value = String> {
         let pieces = prop::sample::select(vec![
             "domains",
@@ -597,8 +597,8 @@ mod tests {
         #[test]
         fn any_text_parses_without_panic_and_errors_are_one_line(text in config_like_text()) {
             for error in [Config::parse(&text).err(), parse_policy_settings(&text).err()].into_iter().flatten() {
-                let (line, _) = error.split_once(": ").expect("a line");
-                let line: usize = line.parse().expect("its number");
+                let (line, _) = error.split_once(": ").expect("an error begins with a line number");
+                let line: usize = line.parse().expect("the line number is a number");
                 prop_assert!(line >= 1 && line <= text.lines().count() + 1, "{error}");
                 prop_assert!(!error.contains('\n'), "{error}");
             }

@@ -1,4 +1,4 @@
-//! Which host, and which of its processes.
+//! Selection of the host and of its processes.
 
 use crate::command_line::{GlobalOptions, ProcessOptions};
 use anyhow::{Context, bail};
@@ -23,7 +23,7 @@ pub fn open_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
     }
 }
 
-/// What the options for targets mean. On the live host, this process is left out.
+/// Convert the selection options. On the live host, this process is excluded.
 pub fn process_selection(targets: &ProcessOptions, global: &GlobalOptions) -> anyhow::Result<ProcessSelection> {
     let users = targets.user.iter().map(|user| parse_uid(user)).collect::<anyhow::Result<_>>()?;
     Ok(ProcessSelection {
@@ -36,7 +36,7 @@ pub fn process_selection(targets: &ProcessOptions, global: &GlobalOptions) -> an
     })
 }
 
-/// Refuse to go on where none of the processes that were asked for could be seen.
+/// Fail if none of the selected processes could be read.
 pub fn check_any_seen(
     any_seen: bool,
     selection: &ProcessSelection,
@@ -48,15 +48,15 @@ pub fn check_any_seen(
     }
     let Some(first) = unscanned.first() else {
         bail!(
-            "no process with memory of its own fits (kernel threads and zombies have none): \
-             without conditions the command shows who there is"
+            "no process with memory of its own matches (kernel threads and zombies have none): \
+             leave the selection options out to list all processes"
         );
     };
     let name = first.comm.as_deref().unwrap_or("?");
     match first.why {
         Absent::Vanished if global.host == "live" => bail!(
-            "there is no process {}: `pagefold census` lists who there is. Numbers of another pid namespace (a \
-             container's) mean nothing here: give those of this one, or run pagefold there",
+            "there is no process {}: `pagefold census` lists the processes. PIDs of another PID namespace (a \
+             container's) are not valid here: give PIDs of this namespace, or run pagefold in the other one",
             first.pid
         ),
         Absent::Vanished => bail!("there is no process {}: it is not in the recording", first.pid),
@@ -65,18 +65,18 @@ pub fn check_any_seen(
     }
 }
 
-/// What to do about processes that could not be seen for lack of permission.
+/// The remedy for processes that could not be read for lack of permission.
 pub fn permission_remedy(global: &GlobalOptions) -> &'static str {
     if global.host != "live" {
-        "It is not in the recording: record as root to have it."
+        "It is not in the recording: record as root to include it."
     } else if rustix::process::geteuid().is_root() {
         "Refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it."
     } else {
-        "Run as root to see all."
+        "Run as root to read all processes."
     }
 }
 
-/// The number of a user, by name or number.
+/// The UID of a user that is given by name or UID.
 pub fn parse_uid(user: &str) -> anyhow::Result<u32> {
     if let Ok(uid) = user.parse() {
         return Ok(uid);
@@ -84,5 +84,5 @@ pub fn parse_uid(user: &str) -> anyhow::Result<u32> {
     nix::unistd::User::from_name(user)
         .with_context(|| format!("cannot look up the user {user:?}"))?
         .map(|user| user.uid.as_raw())
-        .with_context(|| format!("there is no user {user:?}: see `getent passwd`, or give a number"))
+        .with_context(|| format!("there is no user {user:?}: see `getent passwd`, or give a UID"))
 }

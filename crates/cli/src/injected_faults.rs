@@ -1,8 +1,8 @@
-//! What the read-only commands make of a host on which something fails.
+//! Tests of the read-only commands on a host where reads fail.
 //!
-//! The host is the recording `linux-6.18`. Each path that a command asks for fails in each way, one at a time, and a
-//! command must then say less and never something else: no panic, no figure that became zero, no process that is
-//! missing from both what was seen and what was not.
+//! The host is the recording `linux-6.18`. Each path that a command reads fails in each way, one at a time. The command
+//! may then report less but nothing wrong: no panic, no figure turned to zero. Each process is reported as read or as
+//! not read.
 
 use crate::command::account::{AccountResult, take_account};
 use crate::command_line::{ColorChoice, GlobalOptions};
@@ -45,7 +45,7 @@ fn plain_style() -> TextStyle {
     })
 }
 
-/// Every fault of every path that `command` asks for, each by itself: `check` gets the path, the fault and the host.
+/// Inject every fault at every path that `command` reads, one at a time. `check` gets path, fault and result.
 fn for_each_fault<T>(command: impl Fn(&dyn Host) -> T, check: impl Fn(&str, &InjectedFault, T)) {
     let recording = open_recording();
     let asked = Mutex::new(BTreeSet::new());
@@ -82,14 +82,14 @@ fn faults_for(path: &str) -> Vec<InjectedFault> {
     faults
 }
 
-/// Whether the fault is that a process went away, of which an empty smaps is a sign.
+/// Whether the fault means that a process has ended. An empty smaps means this too.
 fn is_process_exit(path: &str, fault: &InjectedFault) -> bool {
     let empty = path.ends_with("/smaps") && *fault == InjectedFault::Truncated(0);
     path.starts_with("proc/") && (empty || *fault == InjectedFault::Absent(Absent::Vanished))
 }
 
-/// Whether a fault is of a file whose text cannot be told from another that is as good: a number from its first digits,
-/// a command line or a cgroup from any bytes.
+/// Whether a fault cannot be detected from the text of the file. A truncated number is still a number; any bytes are a
+/// valid command line or cgroup.
 fn is_undetectable(path: &str, fault: &InjectedFault) -> bool {
     matches!(fault, InjectedFault::Truncated(_) | InjectedFault::Replaced(_)) && !path.ends_with("smaps")
 }
@@ -111,7 +111,7 @@ fn take_census(host: &dyn Host) -> Result<Census, pagefold_census::Error> {
         .map(|(census, _)| census)
 }
 
-/// Report, print, and hold the sums against each other.
+/// Build and render the report, and check that the sums agree.
 fn check_census_report(census: &Census) -> CensusReport {
     let mut all = PageCounts::default();
     for subject in &census.subjects {
@@ -156,13 +156,13 @@ fn census_names_what_it_did_not_count() {
                 Some(subject) if unseen && subject.counts.resident() < *resident => missing += *resident,
                 Some(subject) => counted += subject.counts.resident(),
                 None => {
-                    assert!(unseen, "{pid} is neither seen nor unseen");
+                    assert!(unseen, "{pid} is reported neither as read nor as unread");
                     missing += *resident;
                 }
             }
         }
         if missing == Pages::ZERO {
-            assert_eq!(counted, truth.counts.resident(), "pages are gone without a word");
+            assert_eq!(counted, truth.counts.resident(), "pages are missing and not reported");
         } else {
             assert!(report.is_incomplete());
         }
@@ -170,7 +170,7 @@ fn census_names_what_it_did_not_count() {
             || path.ends_with("#resident")
             || (path.ends_with("#contents") && *fault != InjectedFault::HalfNotResident)
         {
-            assert!(report.is_incomplete(), "nobody is told that pages were not counted");
+            assert!(report.is_incomplete(), "the report does not say that pages were not counted");
         }
         if *fault == InjectedFault::HalfNotResident {
             assert!(census.gone > Pages::ZERO);
@@ -213,7 +213,7 @@ fn account_is_exact_or_says_it_is_not() {
             let id = truth.process.id;
             let Some(account) = accounts.iter().find(|account| account.process.id.pid == id.pid) else {
                 let told = unseen.iter().any(|unseen| unseen.pid == id.pid);
-                assert!(told || is_process_exit(path, fault), "{id:?} is neither seen nor unseen");
+                assert!(told || is_process_exit(path, fault), "{id:?} is reported neither as read nor as unread");
                 assert!(!told || report.is_incomplete());
                 continue;
             };
@@ -254,10 +254,10 @@ fn doctor_names_every_unreadable_process() {
                 let pid = truth.process.id.pid;
                 let found = facts.processes.iter().find(|facts| facts.process.id.pid == pid);
                 let Some(found) = found else {
-                    // A process that is missing from the very beginning is one that is not there.
+                    // A process whose directory is missing from the start does not exist.
                     let none =
                         *fault == InjectedFault::Absent(Absent::NotOnThisKernel) && path == format!("proc/{pid}");
-                    assert!(none || is_process_exit(path, fault), "{pid} is neither seen nor unseen");
+                    assert!(none || is_process_exit(path, fault), "{pid} is reported neither as read nor as unread");
                     continue;
                 };
                 match &found.regions {
@@ -272,8 +272,8 @@ fn doctor_names_every_unreadable_process() {
     );
 }
 
-/// A host on which a process ends after it was taken hold of `opened` times, and its number and all its memory are then
-/// those of another.
+/// A host on which a process ends after it was opened `opens_before_reuse` times. Another process then has its PID and
+/// its memory.
 struct PidReuseHost<'a> {
     host: &'a Recording,
     pid: Pid,
@@ -380,7 +380,7 @@ fn pages_of_a_reused_pid_are_not_counted() {
     let (before, _) = census(1);
     assert_eq!(of(&before, pid), Pages::ZERO);
     assert_eq!(before.counts.resident(), truth.counts.resident() - resident);
-    // While they were read: what was read before stays, the rest is gone.
+    // While they were read: pages read before stay counted, the rest counts as gone.
     let mut last = Pages::ZERO;
     for opened in 2..=opens {
         let (midway, _) = census(opened);
@@ -390,6 +390,6 @@ fn pages_of_a_reused_pid_are_not_counted() {
         last = seen;
     }
     let (listed, _) = census(2);
-    assert_eq!(of(&listed, pid), Pages::ZERO, "pages of another were attributed");
+    assert_eq!(of(&listed, pid), Pages::ZERO, "pages of another process were counted");
     assert_eq!(listed.gone, resident);
 }

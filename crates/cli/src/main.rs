@@ -1,7 +1,7 @@
-//! The command line. Each command is a module of `command`; what they share is here.
+//! The command line. Each command is a module of `command`; shared code is here.
 //!
-//! Exit status: 0 done, 1 the verdict is no, 2 usage or failure, 3 partial: something was not seen or not put back, and
-//! the output says what.
+//! Exit status: 0 done, 1 negative verdict, 2 usage error or failure, 3 partial: something could not be read or could
+//! not be undone, and the output names it.
 
 #![forbid(unsafe_code)]
 
@@ -19,7 +19,7 @@ use command::daemon::control_socket::ControlRequest;
 use command_line::{CommandLine, PagefoldCommand};
 use std::process::ExitCode;
 
-/// How a command ended, short of failing.
+/// The result of a command that did not fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum CommandOutcome {
     Done,
@@ -42,8 +42,8 @@ fn main() -> ExitCode {
 }
 
 fn run_command(arguments: &CommandLine) -> anyhow::Result<CommandOutcome> {
-    // Before there are threads. What `run` starts is to see of cgroups what it would see without Pagefold. Where it is
-    // not permitted, limits are unknown, and said to be so.
+    // Must run before any thread starts. Not for `run`: its program must see the same cgroups as without Pagefold.
+    // Without permission, memory limits are unknown, and the commands report that.
     if !matches!(arguments.command, PagefoldCommand::Run(_)) {
         let _ = pagefold_linux::enter_initial_cgroup_namespace();
     }

@@ -1,4 +1,4 @@
-//! Progress on a terminal, and stopping on request.
+//! Progress display on a terminal, and the stop flag for signals.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pagefold_base::PageSize;
@@ -10,33 +10,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// A flag that SIGINT, SIGTERM, SIGQUIT and SIGHUP set; a second one of the first three ends the process as it would
-/// without a handler. A SIGHUP or SIGQUIT that is ignored, as nohup(1) has it, stays ignored.
+/// A flag that SIGINT, SIGTERM, SIGQUIT and SIGHUP set. A second SIGINT, SIGTERM or SIGQUIT ends the process, as
+/// without a handler. If SIGHUP or SIGQUIT is ignored, as nohup(1) arranges, it stays ignored.
 pub fn stop_on_signal() -> std::io::Result<Arc<AtomicBool>> {
     let (stop, asked) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
     let ignored = ignored_signal_mask(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
     let heeded = |signal| ignored & (1_u64 << (signal - 1)) == 0;
     for signal in [SIGINT, SIGTERM, SIGQUIT].into_iter().filter(|&signal| signal != SIGQUIT || heeded(signal)) {
-        // The order matters: the conditional handler sees the flag as the signal before left it.
+        // The order matters: the conditional handler must see the flag as the previous signal left it.
         signal_hook::flag::register_conditional_default(signal, Arc::clone(&asked))?;
         signal_hook::flag::register(signal, Arc::clone(&asked))?;
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
-    // A terminal that goes away sends it twice, the kernel and the shell once each: the second must not end what puts
-    // the host's settings back.
+    // A terminal that closes causes two SIGHUPs, one by the kernel and one by the shell. The second must not end this
+    // process while it restores the host's settings.
     if heeded(SIGHUP) {
         signal_hook::flag::register(SIGHUP, Arc::clone(&stop))?;
     }
     Ok(stop)
 }
 
-/// The signals that this process ignores, of proc_pid_status(5): bit 0 is signal 1. None where that cannot be told.
+/// The mask of signals that this process ignores, from proc_pid_status(5): bit 0 is signal 1. 0 if it is unreadable.
 fn ignored_signal_mask(status: &str) -> u64 {
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
     mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
-/// Run a census with its progress shown on standard error, if that is a terminal.
+/// Run a census and show its progress on standard error, if that is a terminal.
 pub fn run_census_with_progress<T: Send>(
     page_size: PageSize,
     stop: &AtomicBool,
@@ -46,7 +46,7 @@ pub fn run_census_with_progress<T: Send>(
     run_with_bar("listing pages", |bar| draw_census_progress(bar, &progress, page_size, stop), || work(&progress))
 }
 
-/// Run a merge with its progress shown in the same way.
+/// Run a merge and show its progress in the same way.
 pub fn run_merge_with_progress<T: Send>(
     page_size: PageSize,
     stop: &AtomicBool,
@@ -67,7 +67,7 @@ pub fn run_merge_with_progress<T: Send>(
     run_with_bar("enrolling", draw, || work(&progress))
 }
 
-/// Run `work`, and `draw` ten times a second meanwhile if standard error is a terminal.
+/// Run `work`. Meanwhile call `draw` ten times a second if standard error is a terminal.
 fn run_with_bar<T: Send>(
     first: &'static str,
     draw: impl Fn(&ProgressBar) + Sync,

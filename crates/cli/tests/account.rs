@@ -1,7 +1,7 @@
-//! `pagefold account` against truth: processes whose memory is known page by page, merged by the real ksmd, and the
-//! kernel's own counters.
+//! Checks `pagefold account` against memory whose content is known page by page, merged by the real ksmd, and against
+//! the kernel's own counters.
 //!
-//! The part that drives ksmd needs root, KSM and a memory controller, and prints `skipped: why` without.
+//! The tests that drive ksmd need root, KSM and a memory controller. Without them they print `skipped: why`.
 
 use pagefold_account::decide::reconcile::{Balance, reconcile};
 use pagefold_account::decide::{Account, Footprint, Frames};
@@ -27,19 +27,19 @@ type AccountTestResult = Result<(), Box<dyn Error>>;
 
 const KSM_ZERO_PAGES_FILE: &str = "/sys/kernel/mm/ksm/ksm_zero_pages";
 
-/// How long the kernel may take for something it does in its own time.
+/// Timeout for work that the kernel does asynchronously.
 const KERNEL_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// What the kernel counts as merged.
+/// The kernel's counters of merged pages: shared, sharing, zero.
 fn merged_counters(ksm: &KsmTestGuard) -> [i64; 3] {
     ["pages_shared", "pages_sharing", "ksm_zero_pages"].map(|name| ksm.read_counter(name))
 }
 
-/// Wait until something holds, and tell whether it does.
+/// Wait until a condition is true; returns whether it became true in time.
 fn wait_until(mut holds: impl FnMut() -> bool) -> bool {
     let start = Instant::now();
     while !holds() {
@@ -51,24 +51,25 @@ fn wait_until(mut holds: impl FnMut() -> bool) -> bool {
     true
 }
 
-/// Let ksmd forget processes that ended. Where nobody else is enrolled it makes no full scan any more.
+/// Run ksmd until it has dropped the processes that exited. If no other process is enrolled, ksmd makes no more full
+/// scans.
 fn wait_until_ksmd_forgets(ksm: &KsmTestGuard) {
     let end = ksm.read_counter("full_scans") + 2;
     ksm.write_setting("run", 1);
     let forgotten = wait_until(|| merged_counters(ksm) == [0; 3] || ksm.read_counter("full_scans") >= end);
     ksm.write_setting("run", 0);
-    assert!(forgotten, "what ended is still counted: {:?}", merged_counters(ksm));
+    assert!(forgotten, "KSM still counts pages of processes that exited: {:?}", merged_counters(ksm));
 }
 
-/// A memory cgroup of its own. Dropped after the processes in it.
+/// A memory cgroup for one test. Drop it after the processes in it.
 struct AccountCgroup {
     directory: PathBuf,
-    /// In `memory.stat`: anonymous memory of its own processes.
+    /// The field of `memory.stat` that counts the anonymous memory of the cgroup's own processes.
     stat_field: &'static str,
 }
 
 impl AccountCgroup {
-    /// In the v1 hierarchy of the memory controller if there is one, else in the unified one.
+    /// Uses the v1 hierarchy of the memory controller if there is one, else the unified hierarchy.
     fn new() -> Option<Self> {
         let name = format!("pagefold-account-{}", std::process::id());
         [("/sys/fs/cgroup/memory", "rss"), ("/sys/fs/cgroup", "anon")].into_iter().find_map(|(top, field)| {
@@ -88,7 +89,7 @@ impl AccountCgroup {
 impl Drop for AccountCgroup {
     fn drop(&mut self) {
         if !wait_until(|| fs::remove_dir(&self.directory).is_ok()) {
-            eprintln!("{} is left behind", self.directory.display());
+            eprintln!("cannot remove the cgroup {}", self.directory.display());
         }
     }
 }
@@ -100,7 +101,7 @@ struct LayoutProcess {
 }
 
 impl LayoutProcess {
-    /// Start it in the cgroup, so that all its memory is charged there.
+    /// Start the process in the cgroup, so that all its memory is charged there.
     fn start(lab: &Path, cgroup: &AccountCgroup, arguments: &[&str]) -> Result<Self, Box<dyn Error>> {
         let child = Command::new("sh")
             .args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""])
@@ -111,7 +112,7 @@ impl LayoutProcess {
             .stdout(Stdio::piped())
             .spawn()?;
         let mut laid = Self { child, regions: Vec::new() };
-        let output = laid.child.stdout.take().ok_or("standard output was piped")?;
+        let output = laid.child.stdout.take().ok_or("pagefold-lab has no standard output pipe")?;
         for line in BufReader::new(output).lines() {
             let line = line?;
             if line.starts_with(READY_PREFIX) {
@@ -126,14 +127,14 @@ impl LayoutProcess {
         self.child.id()
     }
 
-    /// Whether an address is of the layout.
+    /// Whether an address lies in a region of the layout.
     fn contains(&self, address: u64) -> bool {
         self.regions.iter().any(|region| (region.start..region.end_address()).contains(&address))
     }
 
-    /// Write a byte into each of some pages of a region, as the process itself would.
+    /// Write a byte into each of the given pages of a region from outside the process, through `/proc/PID/mem`.
     fn write_pages(&self, kind: &str, pages: impl IntoIterator<Item = u64>) {
-        let region = self.regions.iter().find(|region| region.kind == kind).expect("a kind that was laid out");
+        let region = self.regions.iter().find(|region| region.kind == kind).expect("no region of this kind");
         let memory = OpenOptions::new().write(true).open(format!("/proc/{}/mem", self.pid())).unwrap();
         for page in pages {
             memory.write_all_at(&[0xa5], region.start + page * region.page_size).unwrap();
@@ -143,18 +144,18 @@ impl LayoutProcess {
 
 impl Drop for LayoutProcess {
     fn drop(&mut self) {
-        // It ends when its standard input closes.
+        // The process exits when its standard input closes.
         drop(self.child.stdin.take());
         let _ = self.child.wait();
     }
 }
 
-/// Run `pagefold account --json`, and give its exit status and its report.
+/// Run `pagefold account --json`; returns its exit status and its report.
 fn run_account(arguments: &[&str]) -> (i32, Value) {
     let output =
         Command::new(env!("CARGO_BIN_EXE_pagefold")).args(["account", "--json"]).args(arguments).output().unwrap();
     let error = String::from_utf8_lossy(&output.stderr);
-    let status = output.status.code().expect("it was not killed");
+    let status = output.status.code().expect("pagefold account was killed by a signal");
     let report = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("status {status}: {error}"));
     (status, report)
 }
@@ -166,11 +167,11 @@ fn find_account(report: &Value, pid: u32) -> &Value {
 
 fn find_comparison<'a>(report: &'a Value, source: &str) -> &'a Value {
     let lines = report["reconciliation"]["lines"].as_array().unwrap();
-    lines.iter().find(|line| line["source"] == source).unwrap_or_else(|| panic!("no line of {source}"))
+    lines.iter().find(|line| line["source"] == source).unwrap_or_else(|| panic!("no counter {source}"))
 }
 
-/// Account for parts of some processes and hold their shares, with those of everybody who maps the same frames, against
-/// the frames.
+/// Account for the selected regions of some processes and reconcile their shares with the frames. The shares include
+/// the mappings of every other process that maps the same frames.
 fn account_parts(
     helpers: &[LayoutProcess],
     part: impl Fn(&LayoutProcess, &region::Region) -> bool,
@@ -199,17 +200,17 @@ const SHARED_PAGES: u64 = 200;
 const WITHIN_PAGES: u64 = 60;
 const ZERO_PAGES_LAID_OUT: u64 = 64;
 const UNIQUE_PAGES: u64 = 50;
-/// KSM pages of each process: what all three share, and 20 contents of its own with three copies.
+/// KSM pages of each process: the pages that all three share, and 20 contents of its own with three copies each.
 const KSM_PAGES_PER_PROCESS: u64 = SHARED_PAGES + WITHIN_PAGES;
-/// KSM frames of all three.
+/// KSM frames of all three processes; each frame has three mappings.
 const KSM_FRAMES: u64 = SHARED_PAGES + 3 * (WITHIN_PAGES / 3);
 
-/// One test, because its parts follow one another on the same merged memory.
+/// One test, because each step depends on the merged memory of the step before.
 #[test]
 fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
     let lab = match client::lab_binary() {
-        _ if !is_root() => return skip_test("only root sees frames and drives ksmd"),
-        _ if !Path::new(KSM_ZERO_PAGES_FILE).exists() => return skip_test("no KSM with ksm_zero_pages (Linux 6.6)"),
+        _ if !is_root() => return skip_test("needs root to read frames and drive ksmd"),
+        _ if !Path::new(KSM_ZERO_PAGES_FILE).exists() => return skip_test("needs KSM with ksm_zero_pages (Linux 6.6)"),
         Err(missing) => return skip_test(&missing.to_string()),
         Ok(lab) => lab,
     };
@@ -218,9 +219,10 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
         Err(why) => return skip_test(&why),
     };
     ksm.write_setting("use_zero_pages", 1);
-    let Some(cgroup) = AccountCgroup::new() else { return skip_test("no memory cgroup can be made") };
+    let Some(cgroup) = AccountCgroup::new() else { return skip_test("cannot create a memory cgroup") };
     let spec = format!(
-        "shared-content=account-{}:{SHARED_PAGES},within={WITHIN_PAGES},copies=3,zero={ZERO_PAGES_LAID_OUT},unique={UNIQUE_PAGES}",
+        "shared-content=account-{}:{SHARED_PAGES},within={WITHIN_PAGES},copies=3,zero={ZERO_PAGES_LAID_OUT},\
+         unique={UNIQUE_PAGES}",
         std::process::id()
     );
     let helpers = ["a", "b", "c"]
@@ -239,7 +241,6 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
         let process = find_account(&report, pid);
         assert_eq!(process["ksm_pages"], KSM_PAGES_PER_PROCESS, "{process}");
         assert_eq!(process["ksm_zero_pages"], ZERO_PAGES_LAID_OUT, "{process}");
-        // Every frame has three mappings.
         let fair = (KSM_PAGES_PER_PROCESS * page + 1) / 3;
         assert_eq!(process["ksm_fair_share"], fair, "{process}");
         assert_eq!(process["saved"], KSM_PAGES_PER_PROCESS * page - fair + ZERO_PAGES_LAID_OUT * page, "{process}");
@@ -250,7 +251,7 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
         assert_eq!(fair.as_u64().unwrap() + saved.as_u64().unwrap(), unmerged, "{process}");
     }
     let saved = 3 * KSM_PAGES_PER_PROCESS - KSM_FRAMES;
-    // Others may be enrolled on the machine this runs on, and go on writing what ksmd merged of theirs.
+    // Other processes on this machine may be enrolled and may write to their merged pages during the test.
     let alone = other_enrolled_processes(&pids)?.is_empty();
     if alone {
         assert_agreement(&report, saved);
@@ -260,26 +261,26 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
     assert_eq!((frames.distinct, frames.ksm), (Pages(KSM_FRAMES + 3 * UNIQUE_PAGES), Pages(KSM_FRAMES)));
     assert_eq!(frames.ksm_mappings, Pages(3 * KSM_PAGES_PER_PROCESS));
     assert_eq!(laid.fair, Bytes((KSM_FRAMES + 3 * UNIQUE_PAGES) * page));
-    // Libraries are mapped more and less often while programs of others come and go.
+    // The number of mappings of library pages changes while other programs start and exit.
     let whole = || account_parts(&helpers, |_, _| true);
-    assert!(wait_until(|| whole().0.exact), "the shares of three quiet processes never add up: {:?}", whole().0);
+    assert!(wait_until(|| whole().0.exact), "the shares of three idle processes never add up: {:?}", whole().0);
     let anonymous = || (Some(whole().1.anonymous.0 * page), cgroup.anonymous_bytes());
     let agrees = wait_until(|| anonymous().0 == anonymous().1);
-    assert!(agrees, "anonymous frames and what the cgroup is charged: {:?}", anonymous());
+    assert!(agrees, "anonymous frames differ from the cgroup's charge: {:?}", anonymous());
 
-    // Ten pages of one process are written, five of its zeros, and all copies of one content of another process.
+    // Write ten shared pages and five zero pages of one process, and all three copies of a content of another.
     helpers[0].write_pages("shared-content", 0..10);
     helpers[0].write_pages("zero", 0..5);
     helpers[1].write_pages("within", [0, WITHIN_PAGES / 3, 2 * WITHIN_PAGES / 3]);
     let (_, report) = run_account(&explained);
     assert_eq!(find_account(&report, pids[0])["ksm_pages"], KSM_PAGES_PER_PROCESS - 10);
-    assert_eq!(find_account(&report, pids[0])["ksm_merging_pages"], KSM_PAGES_PER_PROCESS, "ksmd did not run");
+    assert_eq!(find_account(&report, pids[0])["ksm_merging_pages"], KSM_PAGES_PER_PROCESS, "ksmd has run");
     assert_eq!(find_account(&report, pids[0])["ksm_zero_pages"], ZERO_PAGES_LAID_OUT - 5);
     assert_eq!(find_account(&report, pids[1])["ksm_pages"], KSM_PAGES_PER_PROCESS - 3);
     if alone {
         assert_explanation(&report);
     } else {
-        println!("skipped: the host's counters, because others are enrolled: {:?}", other_enrolled_processes(&pids)?);
+        println!("skipped in part: other processes are enrolled: {:?}", other_enrolled_processes(&pids)?);
     }
 
     drop(helpers);
@@ -287,7 +288,7 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
     Ok(())
 }
 
-/// What is merged is known to the last page, and the kernel counts the same.
+/// Without COW breaks, the account and the kernel's counters agree exactly.
 fn assert_agreement(report: &Value, saved: u64) {
     for (source, figure) in [
         ("pages_shared", KSM_FRAMES),
@@ -308,7 +309,8 @@ fn assert_agreement(report: &Value, saved: u64) {
     assert!(drift.values().all(|part| part == 0), "{drift:?}");
 }
 
-/// 13 pages on KSM frames and five zero pages were written while ksmd was stopped, and one frame with them is gone.
+/// While ksmd was stopped, 13 pages on KSM frames and five zero pages were written. One KSM frame lost all its
+/// mappings.
 fn assert_explanation(report: &Value) {
     let shared = find_comparison(report, "pages_shared");
     assert_eq!((&shared["account"], &shared["kernel"]), (&(KSM_FRAMES - 1).into(), &KSM_FRAMES.into()), "{shared}");
@@ -323,7 +325,7 @@ fn assert_explanation(report: &Value) {
     assert_eq!(find_comparison(report, "ksm_zero_pages")["kernel"], 3 * ZERO_PAGES_LAID_OUT - 5);
 }
 
-/// Other processes of which ksmd keeps anything.
+/// The names of other processes for which ksmd keeps rmap items.
 fn other_enrolled_processes(pids: &[u32]) -> Result<Vec<String>, Box<dyn Error>> {
     let mut others = Vec::new();
     for entry in fs::read_dir("/proc")? {
@@ -343,21 +345,21 @@ fn skip_test(why: &str) -> AccountTestResult {
     Ok(())
 }
 
-/// A process of an ordinary user, the test's own if that is one.
+/// A process of an ordinary user: the test's own user, or [`Self::NOBODY_UID`] if the test runs as root.
 struct UnprivilegedProcess {
     directory: tempfile::TempDir,
     child: Child,
 }
 
 impl UnprivilegedProcess {
-    /// The user that owns nothing, where the test is root.
+    /// The user `nobody`, used if the test runs as root.
     const NOBODY_UID: u32 = 65534;
 
     fn new() -> Result<Self, Box<dyn Error>> {
         let directory = tempfile::tempdir()?;
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755))?;
-        // The build folder need not be open to others. A copy written by this process could still be open for writing
-        // in a child that another test is just starting, and then be busy.
+        // Other users may have no access to the build directory. `cp` runs as a separate process: a file that this
+        // process wrote could still be open for writing in a child of another test, and exec would fail with `ETXTBSY`.
         let copied = Command::new("cp").args([env!("CARGO_BIN_EXE_pagefold").as_ref(), directory.path()]).status()?;
         assert!(copied.success());
         let child = Self::command(Path::new("sleep")).arg("600").spawn()?;
@@ -385,7 +387,7 @@ impl Drop for UnprivilegedProcess {
     }
 }
 
-/// The files below `/proc` of a main thread that has ended have no content, or zeros: its process has memory all the same.
+/// After the main thread exits, its files in `/proc` are empty or contain zeros, but the process still has memory.
 #[test]
 fn process_with_ended_main_thread_is_accounted() -> AccountTestResult {
     if Command::new("gcc").arg("--version").stdout(Stdio::null()).status().is_err() {
@@ -399,11 +401,11 @@ fn process_with_ended_main_thread_is_accounted() -> AccountTestResult {
                 pthread_create(&thread, 0, stay, malloc(1)); pthread_exit(0); }\n";
     fs::write(&source, code)?;
     assert!(Command::new("gcc").args(["-pthread", "-o"]).args([&program, &source]).status()?.success());
-    // It ends with its standard input.
+    // The program exits when its standard input closes.
     let mut child = Command::new(&program).arg("an argument").stdin(Stdio::piped()).spawn()?;
     let pid = child.id().to_string();
     let ended = || fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| stat.contains(") Z "));
-    assert!(wait_until(ended), "its main thread does not end");
+    assert!(wait_until(ended), "the main thread did not exit");
     let run = |command: &str| -> Result<Value, Box<dyn Error>> {
         let output = Command::new(env!("CARGO_BIN_EXE_pagefold")).args([command, "--json", "--pid", &pid]).output()?;
         Ok(serde_json::from_slice(&output.stdout).map_err(|_| String::from_utf8_lossy(&output.stderr).into_owned())?)
@@ -421,7 +423,7 @@ fn process_with_ended_main_thread_is_accounted() -> AccountTestResult {
 fn unprivileged_user_gets_estimates_and_unseen_processes() -> AccountTestResult {
     let ordinary = UnprivilegedProcess::new()?;
     let own = ordinary.child.id().to_string();
-    // It is `sleep` only once it has called exec.
+    // The child is named `sleep` only after exec.
     let comm = format!("/proc/{own}/comm");
     assert!(wait_until(|| fs::read_to_string(&comm).is_ok_and(|comm| comm == "sleep\n")));
 
@@ -432,31 +434,32 @@ fn unprivileged_user_gets_estimates_and_unseen_processes() -> AccountTestResult 
     assert_eq!(process["estimated"], "permission denied");
     assert_eq!(process["fair_share"], process["pss"]);
     assert!(process["rss"].as_u64() > Some(0));
-    assert!(process.get("hugetlb").is_none(), "unknown is not 0");
+    assert!(process.get("hugetlb").is_none(), "an unknown value must not be reported as 0");
 
     let (status, text) = ordinary.run_account(&["--pid", &own])?;
     assert_eq!(status, Some(0));
-    assert!(text.contains("All of it is an estimate.") && text.contains("~ marks estimates"), "{text}");
+    assert!(text.contains("All figures are estimates.") && text.contains("~ marks estimates"), "{text}");
 
-    // Process 1 is root's, or at least not this user's.
+    // Process 1 belongs to root, or at least not to this user.
     let (status, json) = ordinary.run_account(&["--json", "--pid", &own, "--pid", "1"])?;
     let report: Value = serde_json::from_str(&json)?;
     assert_eq!(status, Some(3));
     assert_eq!((&report["not_seen"][0]["pid"], &report["not_seen"][0]["reason"]), (&1.into(), &"denied".into()));
     assert_eq!(report["processes"].as_array().map(Vec::len), Some(1));
 
-    // Nothing can be held against the counters without frames.
+    // Without frames there is nothing to compare with the counters.
     let (status, text) = ordinary.run_account(&["--pid", &own, "--explain"])?;
     assert_eq!(status, Some(3));
     assert!(text.contains("There is nothing to compare"), "{text}");
     Ok(())
 }
 
-/// Write a recording by hand: two machines that share KSM frames, and a process whose pages were not recorded.
+/// Write a synthetic recording: two virtual machines that share KSM frames, and a process whose pages were not
+/// recorded.
 fn write_recording(root: &Path) -> std::io::Result<()> {
     let write = |path: &str, text: &str| {
         let path = root.join(path);
-        fs::create_dir_all(path.parent().expect("a path below the root"))?;
+        fs::create_dir_all(path.parent().expect("the path has no parent directory"))?;
         fs::write(path, text)
     };
     write("recording.toml", "schema = \"pagefold.recording/1\"\npage_size = 4096\n")?;
@@ -502,14 +505,14 @@ fn write_recording(root: &Path) -> std::io::Result<()> {
         file("smaps_rollup", &format!("00010000-00400000 ---p 00000000 00:00 0 [rollup]\n{sums}"))?;
         file("smaps", &format!("00010000-00400000 rw-p 00000000 00:00 0 \n{sums}VmFlags: rd wr mr mw me ac mg \n"))?;
     }
-    // 400 pages of its own, 100 merged with the other's, 10 on the kernel's zero page.
+    // 400 pages of its own, 100 pages merged with the other machine's, and 10 zero pages placed by KSM.
     for (pid, first) in [(7, 1), (8, 401)] {
         let pages =
             format!("10000 400 {first} x -\n1a0000 100 801 m -\n204000 10 901 z -\n").replace(" 10 901", " 1 901");
         let zeros: String = (1..10).map(|page| format!("{:x} 1 901 z -\n", 0x20_4000 + page * 4096)).collect();
         write(&format!("pages/{pid}.txt"), &(pages + &zeros))?;
     }
-    // KPF_ANON; KPF_KSM and KPF_ANON; KPF_ZERO_PAGE.
+    // Page flags: KPF_ANON; KPF_KSM and KPF_ANON; KPF_ZERO_PAGE.
     write("frames.txt", "1 800 1000 1\n801 100 201000 2\n901 1 1000000 0\n")
 }
 
@@ -529,23 +532,23 @@ fn recording_gives_the_account_of_its_host() -> AccountTestResult {
     let (status, text) = run(&["account", "--by", "vm", "--vm", "web1", "--vm", "web2"])?;
     assert_eq!(status, Some(0));
     let expected = [
-        "Account of recording DIR: 2 processes cost 3.52 MiB, by RSS 3.91 MiB; merging saves them 455 KiB net. Every \
-         frame was looked at.",
+        "Account of recording DIR: 2 processes cost 3.52 MiB, by RSS 3.91 MiB; merging saves them 455 KiB net. All \
+         frames were read.",
         "",
         " name   processes       RSS       PSS   private      KSM  KSM zero  fair share  unmerged  saved, net  share",
         " web1           1  1.95 MiB  1.76 MiB  1.56 MiB  400 KiB  40.0 KiB    1.76 MiB  1.99 MiB     228 KiB  ██████",
         " web2           1  1.95 MiB  1.76 MiB  1.56 MiB  400 KiB  40.0 KiB    1.76 MiB  1.99 MiB     228 KiB  ██████",
         " total          2  3.91 MiB  3.52 MiB  3.12 MiB  800 KiB  80.0 KiB    3.52 MiB  3.98 MiB     455 KiB",
         "",
-        "The figures lack zeros in split huge pages, which KSM does not count: what merges noted of them cannot be read. They \
-         are told on a live host, to root, with the",
-        "--state of the merge.",
+        "The figures lack zeros in split huge pages, which KSM does not count: the records of the merges cannot be read. They \
+         are available on a live host, to root, with",
+        "the --state directory of the merge.",
     ];
     assert_eq!(text.lines().collect::<Vec<_>>(), expected);
     let (status, text) = run(&["account", "--explain"])?;
-    assert_eq!(status, Some(3), "one process is in the account by estimate only");
+    assert_eq!(status, Some(3), "one process must be accounted by estimate only");
     for part in [
-        " 3 processes cost 3.81 MiB, by RSS 4.30 MiB; merging saves them 455 KiB net. 1 of them by estimate.\n",
+        " 3 processes cost 3.81 MiB, by RSS 4.30 MiB; merging saves them 455 KiB net. 1 of them estimated.\n",
         "   9  sshd         400 KiB   300 KiB   300 KiB        ·         ·    ~300 KiB   ~300 KiB           ·  ▉\n",
         " fair shares of 2 processes  3,686,400  3.52 MiB\n = frames in use, each once  3,686,400  3.52 MiB\n",
         "They add up exactly, in integers.\n",
@@ -553,7 +556,7 @@ fn recording_gives_the_account_of_its_host() -> AccountTestResult {
         " profit of KSM                        455 KiB   455 KiB           ·  general_profit\n",
         " profit of KSM                        455 KiB   855 KiB    -400 KiB  sum of ksm_process_profit\n",
         "sum of ksm_process_profit: nothing else differs; it overstates by pages_shared, 400 KiB, ",
-        "Neither in the balance nor in the lines: 1 process by estimate.\n",
+        "Not in the balance and not in the comparison: 1 process with estimated figures.\n",
     ] {
         assert!(text.contains(part), "{part:?} is not in\n{text}");
     }

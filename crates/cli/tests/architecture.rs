@@ -1,16 +1,17 @@
-//! The architecture, held against the code.
+//! Checks the code against the architecture.
 //!
-//! Three statements of ARCHITECTURE.md are checked here, from `cargo metadata` (what the manifests declare: normal and
-//! build dependencies, optional and platform-specific ones included) and from the tokens of every Rust file:
+//! The tests check three rules of ARCHITECTURE.md. They read `cargo metadata` (what the manifests declare: normal and
+//! build dependencies, including optional and platform-specific ones) and the tokens of every Rust file.
 //!
-//! 1. crates import exactly the crates of ours that are listed, and `base` imports nothing that could do I/O;
-//! 2. `unsafe` occurs in `sys`, `engine`, `preload` and `adopt` only, and every other crate forbids it;
-//! 3. `base`, and `decide` of each subject, name no I/O, clock, thread, environment or mutable global of the standard
-//!    library.
+//! 1. Each workspace crate imports exactly the workspace crates listed here, and `base` imports nothing that could do
+//!    I/O.
+//! 2. `unsafe` occurs only in `sys`, `engine`, `preload` and `adopt`; every other crate forbids it.
+//! 3. `base`, and the module `decide` of each subject, name no I/O, clock, thread, environment or mutable global of the
+//!    standard library.
 //!
-//! Development dependencies are free: a test may use any crate. Limits: the external dependencies of `base` are an
-//! allow list of direct ones, what those do inside is for the reviewer who extends the list; and a name that a macro
-//! pastes together is not seen.
+//! Development dependencies are not checked: a test may use any crate. Limits: the list of external dependencies of
+//! `base` covers direct dependencies only; a reviewer who extends the list must check what a crate does inside. The
+//! tests do not see a name that a macro builds from parts.
 
 #![forbid(unsafe_code)]
 
@@ -20,8 +21,8 @@ use std::path::{Path, PathBuf};
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
 use proc_macro2::{TokenStream, TokenTree};
 
-/// What each crate may import of ours: exactly the edges that exist. `labs` and `benchmarks` may import everything, and
-/// nothing imports them.
+/// The workspace crates that each crate imports: exactly the existing edges. `labs` and `benchmarks` may import every
+/// crate, and no other crate imports them.
 const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
     ("base", &[]),
     ("sys", &[]),
@@ -59,23 +60,23 @@ const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
     ),
 ];
 
-/// The rooms beside the product: they stand on it and may use each other, and it does not know them.
+/// The crates outside the product: they may import the product and each other, and the product does not import them.
 const NON_PRODUCT_CRATES: &[&str] = &["labs", "benchmarks"];
 
-/// The rooms that may contain `unsafe`.
+/// The crates that may contain `unsafe`.
 const UNSAFE_CRATES: &[&str] = &["sys", "engine", "preload", "adopt"];
 
-/// External crates that `base` may import: derives, patterns of names, and the grammar of JSON command lines.
+/// External crates that `base` may import: derive macros, glob patterns, and the parser of JSON command lines.
 const BASE_MAY_USE: &[&str] = &["globset", "serde_json", "thiserror"];
 
 /// Modules of `std` that pure code must not name.
 const IMPURE_MODULES: &[&str] = &["env", "fs", "io", "net", "os", "process", "thread"];
 
-/// Names that bring a clock, a terminal or a mutable global into pure code by another way.
+/// Other names that give pure code access to a clock, a terminal or a mutable global.
 const IMPURE_NAMES: &[&str] =
     &["Instant", "LazyLock", "OnceLock", "SystemTime", "dbg", "eprint", "eprintln", "print", "println", "thread_local"];
 
-/// One import: the room that imports, and the room (`ours`) or the external crate that it imports.
+/// One import: the importing crate, and the workspace crate or external crate that it imports.
 #[derive(Clone, Debug)]
 struct CrateImport {
     importer: String,
@@ -83,29 +84,29 @@ struct CrateImport {
     is_workspace_crate: bool,
 }
 
-/// What is wrong with an import, if anything is.
+/// The violation of an import, if there is one.
 fn import_violation(edge: &CrateImport) -> Option<String> {
     let CrateImport { importer: from, imported: to, is_workspace_crate: ours } = edge;
     if !ours {
         let pure = from != "base" || BASE_MAY_USE.contains(&to.as_str());
-        return (!pure).then(|| format!("base imports {to}, which is not on its list of pure dependencies"));
+        return (!pure).then(|| format!("base imports {to}, which is not in BASE_MAY_USE"));
     }
     if NON_PRODUCT_CRATES.contains(&to.as_str()) && !NON_PRODUCT_CRATES.contains(&from.as_str()) {
-        return Some(format!("{from} imports {to}, which nothing may import"));
+        return Some(format!("{from} imports {to}, which no product crate may import"));
     }
     if NON_PRODUCT_CRATES.contains(&from.as_str()) {
         return None;
     }
     match ALLOWED_IMPORTS.iter().find(|(room, _)| room == from) {
-        None => Some(format!("{from} is a room that this test does not know: give it its place in the direction")),
+        None => Some(format!("{from} is not in ALLOWED_IMPORTS: add the crate and its imports there")),
         Some((_, allowed)) if allowed.contains(&to.as_str()) => None,
-        Some(_) => Some(format!("{from} imports {to}, against the direction")),
+        Some(_) => Some(format!("{from} imports {to}, which ALLOWED_IMPORTS does not permit")),
     }
 }
 
-/// The room of a crate, by the folder of its manifest: `crates/NAME` or the first folder below the root.
+/// The name of a crate by the directory of its manifest: `crates/NAME`, or the first directory below the root.
 fn crate_name_of_folder(root: &Path, folder: &Path) -> String {
-    let below = folder.strip_prefix(root).expect("every crate of the workspace lies below its root");
+    let below = folder.strip_prefix(root).expect("a workspace crate lies outside the workspace root");
     let mut parts = below.iter().map(|part| part.to_string_lossy().into_owned());
     let first = parts.next().unwrap_or_default();
     if first == "crates" { parts.next().unwrap_or_default() } else { first }
@@ -113,11 +114,11 @@ fn crate_name_of_folder(root: &Path, folder: &Path) -> String {
 
 fn read_metadata() -> Metadata {
     let manifest = concat!(env!("CARGO_MANIFEST_DIR"), "/Cargo.toml");
-    MetadataCommand::new().manifest_path(manifest).no_deps().exec().expect("cargo metadata runs in the workspace")
+    MetadataCommand::new().manifest_path(manifest).no_deps().exec().expect("cargo metadata failed")
 }
 
 fn crate_name_of_package(metadata: &Metadata, package: &Package) -> String {
-    let folder = package.manifest_path.parent().expect("a manifest lies in a folder");
+    let folder = package.manifest_path.parent().expect("the manifest path has no parent directory");
     crate_name_of_folder(metadata.workspace_root.as_std_path(), folder.as_std_path())
 }
 
@@ -136,15 +137,15 @@ fn declared_imports(metadata: &Metadata) -> Vec<CrateImport> {
     edges
 }
 
-/// Every Rust file of the repository with the room it belongs to.
+/// Every Rust file of the repository with the crate it belongs to.
 fn rust_files_by_crate(root: &Path) -> Vec<(String, PathBuf)> {
     let mut found = Vec::new();
     let mut folders = vec![root.to_path_buf()];
     while let Some(folder) = folders.pop() {
-        for entry in fs::read_dir(&folder).expect("a folder of the repository is readable") {
-            let entry = entry.expect("an entry of the repository is readable");
+        for entry in fs::read_dir(&folder).expect("cannot read a directory of the repository") {
+            let entry = entry.expect("cannot read a directory entry of the repository");
             let (path, name) = (entry.path(), entry.file_name());
-            let kind = entry.file_type().expect("an entry has a type");
+            let kind = entry.file_type().expect("cannot read the type of a directory entry");
             if kind.is_dir() && name != "target" && !name.to_string_lossy().starts_with('.') {
                 folders.push(path);
             } else if kind.is_file() && path.extension().is_some_and(|e| e == "rs") {
@@ -156,7 +157,7 @@ fn rust_files_by_crate(root: &Path) -> Vec<(String, PathBuf)> {
 }
 
 fn parse_tokens(text: &str) -> TokenStream {
-    text.parse().expect("a Rust file consists of Rust tokens")
+    text.parse().expect("a Rust file does not tokenize")
 }
 
 /// Whether a file forbids unsafe code in its inner attributes.
@@ -174,7 +175,8 @@ fn forbids_unsafe(text: &str) -> bool {
     })
 }
 
-/// The identifiers and punctuation of a token stream in order, groups opened. Comments and literals are not among them.
+/// The identifiers and punctuation of a token stream in order, with groups flattened. Comments and literals are left
+/// out.
 fn flatten_tokens(stream: TokenStream) -> Vec<String> {
     let mut words = Vec::new();
     for tree in stream {
@@ -197,7 +199,7 @@ fn has_unsafe(text: &str) -> bool {
     flatten_tokens(parse_tokens(text)).iter().any(|word| word == "unsafe")
 }
 
-/// The impure things that a file names.
+/// The impure names that a file uses.
 fn impure_names(text: &str) -> Vec<String> {
     let words = flatten_tokens(parse_tokens(text));
     let mut found: Vec<String> = words.iter().filter(|w| IMPURE_NAMES.contains(&w.as_str())).cloned().collect();
@@ -239,7 +241,7 @@ fn crates_import_exactly_the_listed_crates() {
     let edges = declared_imports(&read_metadata());
     assert!(
         edges.iter().any(|e| e.importer == "host" && e.imported == "base" && e.is_workspace_crate),
-        "the edges are not read: {edges:?}"
+        "the imports were not read: {edges:?}"
     );
     let faults: Vec<String> = edges.iter().filter_map(import_violation).collect();
     assert!(faults.is_empty(), "{}", faults.join("\n"));
@@ -247,7 +249,7 @@ fn crates_import_exactly_the_listed_crates() {
         for to in *listed {
             let exists =
                 edges.iter().any(|edge| edge.is_workspace_crate && edge.importer == *from && edge.imported == *to);
-            assert!(exists, "{from} -> {to} is listed and does not exist");
+            assert!(exists, "ALLOWED_IMPORTS lists {from} -> {to}, which no manifest declares");
         }
     }
 }
@@ -259,7 +261,7 @@ fn every_crate_is_listed_in_allowed_imports() {
         let room = crate_name_of_package(&metadata, package);
         let known =
             NON_PRODUCT_CRATES.contains(&room.as_str()) || ALLOWED_IMPORTS.iter().any(|(name, _)| *name == room);
-        assert!(known, "{} lies in {room}, which has no place in the direction", package.name);
+        assert!(known, "{} lies in {room}, which is not in ALLOWED_IMPORTS", package.name);
     }
 }
 
@@ -272,14 +274,14 @@ fn unsafe_code_stays_in_its_crates() {
             continue;
         }
         for target in package.targets.iter().filter(|t| t.is_lib() || t.is_bin() || t.is_proc_macro()) {
-            let text = fs::read_to_string(&target.src_path).expect("a target's source is readable");
+            let text = fs::read_to_string(&target.src_path).expect("cannot read the source of a target");
             assert!(forbids_unsafe(&text), "{} lacks #![forbid(unsafe_code)]", target.src_path);
         }
     }
     let sources = rust_files_by_crate(root);
-    assert!(sources.iter().any(|(room, _)| room == "base"), "the sources are not found below {}", root.display());
+    assert!(sources.iter().any(|(room, _)| room == "base"), "no sources of base found below {}", root.display());
     for (room, path) in sources {
-        let text = fs::read_to_string(&path).expect("a source file is readable");
+        let text = fs::read_to_string(&path).expect("cannot read a source file");
         assert!(UNSAFE_CRATES.contains(&room.as_str()) || !has_unsafe(&text), "unsafe in {}", path.display());
     }
 }
@@ -295,7 +297,7 @@ fn decisions_are_pure() {
     let mut subjects = std::collections::BTreeSet::new();
     for (room, path) in rust_files_by_crate(root).iter().filter(|(room, path)| is_pure(room, path)) {
         subjects.insert(room.clone());
-        let found = impure_names(&fs::read_to_string(path).expect("a source file is readable"));
+        let found = impure_names(&fs::read_to_string(path).expect("cannot read a source file"));
         assert!(found.is_empty(), "{} names {}", path.display(), found.join(", "));
     }
     let expected = ["account", "base", "census", "daemon", "doctor", "engine", "merge"];
@@ -327,7 +329,7 @@ fn violating_imports_are_detected() {
         ("output", "watch"),
         ("cellar", "base"),
     ] {
-        assert!(ours(from, to).is_some(), "{from} -> {to} was let through");
+        assert!(ours(from, to).is_some(), "the forbidden import {from} -> {to} was accepted");
     }
     for (from, to) in [
         ("cli", "census"),
@@ -339,7 +341,7 @@ fn violating_imports_are_detected() {
         ("benchmarks", "labs"),
         ("labs", "labs"),
     ] {
-        assert_eq!(ours(from, to), None, "{from} -> {to} was refused");
+        assert_eq!(ours(from, to), None, "the allowed import {from} -> {to} was rejected");
     }
     assert!(external("base", "rustix").is_some());
     assert_eq!(external("base", "globset"), None);

@@ -1,7 +1,7 @@
-//! The census against memory whose content is known, on the live kernel.
+//! The census of memory whose content is known, on the live kernel.
 //!
-//! A lab lays out regions; the census must find exactly those pages in exactly those classes, and leave no trace. Tests
-//! that need root or KSM say `skipped: ` and why where they have not.
+//! `pagefold-lab` lays out regions. The census must find exactly those pages in exactly those classes, and must not
+//! change the memory. Tests that need root or KSM print `skipped: why` without them.
 
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
 use pagefold_labs::client::{RunningLab, install_executable};
@@ -19,7 +19,7 @@ fn run_pagefold(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagefold")).args(arguments).output().expect("the binary runs")
 }
 
-/// A census of some processes as JSON. Fails the test if it is not complete.
+/// Run a census of some processes and return its JSON report. The test fails if the census is not complete.
 fn census_json(pids: &[u32], options: &[&str]) -> Value {
     let pids: Vec<String> = pids.iter().map(|pid| format!("--pid={pid}")).collect();
     let mut arguments = vec!["census", "--json"];
@@ -33,7 +33,7 @@ fn census_json(pids: &[u32], options: &[&str]) -> Value {
 /// The classes of a lab's region: the non-zero figures of `pages`, summed over the VMAs it consists of.
 fn classes_of_region(report: &Value, lab: &RunningLab<RegionLine>, region: &RegionLine) -> BTreeMap<String, u64> {
     let process =
-        as_array(&report["processes"]).iter().find(|process| process["pid"] == lab.pid()).expect("the process");
+        as_array(&report["processes"]).iter().find(|process| process["pid"] == lab.pid()).expect("no such process");
     let mut sums: BTreeMap<String, u64> = BTreeMap::new();
     for part in as_array(&process["regions"]) {
         let start = u64::from_str_radix(part["start"].as_str().unwrap(), 16).unwrap();
@@ -48,7 +48,7 @@ fn classes_of_region(report: &Value, lab: &RunningLab<RegionLine>, region: &Regi
 }
 
 fn as_array(value: &Value) -> &Vec<Value> {
-    value.as_array().expect("an array")
+    value.as_array().expect("the value is not an array")
 }
 
 fn expect_classes(report: &Value, lab: &RunningLab<RegionLine>, region: &RegionLine, expected: &[(&str, u64)]) {
@@ -58,7 +58,7 @@ fn expect_classes(report: &Value, lab: &RunningLab<RegionLine>, region: &RegionL
     assert_eq!(classes_of_region(report, lab, region), expected, "{region:?}");
 }
 
-/// Why a live test cannot run.
+/// Whether a live test must be skipped because it does not run as root; prints the reason.
 fn skip_reason_without_root() -> bool {
     let root = nix::unistd::geteuid().is_root();
     if !root {
@@ -104,12 +104,12 @@ fn every_page_class_is_counted_exactly() {
             expect_classes(&report, lab, region(kind), &[]);
         }
         expect_classes(&report, lab, region("file-written"), &[("resident", 25), ("unique", 25)]);
-        // The contents of `within` depend on the salt, so each process has its own.
+        // The contents of `within` depend on the salt, so each process has different ones.
         let redundant = [("redundant", 40), ("duplicate_within_process", 60), ("duplicate", 60), ("resident", 60)];
         expect_classes(&report, lab, region("within"), &redundant);
     }
     let named = |lab: &'_ RunningLab<RegionLine>, name: &str| {
-        lab.lines().iter().find(|region| region.name.as_deref() == Some(name)).expect("laid out").clone()
+        lab.lines().iter().find(|region| region.name.as_deref() == Some(name)).expect("no such region").clone()
     };
     for (name, class, pages, holders) in [
         ("domain", "duplicate_within_domain", 80, [&first, &second]),
@@ -120,7 +120,7 @@ fn every_page_class_is_counted_exactly() {
             assert_eq!((classes.get(class), classes.get("duplicate")), (Some(&pages), Some(&pages)), "{name}");
         }
         let redundant: u64 = found.iter().filter_map(|classes| classes.get("redundant")).sum();
-        assert_eq!(redundant, pages, "one of the two copies of {name} is kept");
+        assert_eq!(redundant, pages, "exactly one of the two copies of {name} must count as redundant");
     }
     let reason = |kind: &str| {
         let process = as_array(&report["processes"]).iter().find(|process| process["pid"] == first.pid()).unwrap();
@@ -133,7 +133,7 @@ fn every_page_class_is_counted_exactly() {
     assert_sums(&report);
 }
 
-/// Every page is in one class, and processes and domains add up to the host.
+/// Assert that every page is in one class, and that processes, domains and cgroups add up to the host.
 fn assert_sums(report: &Value) {
     let count = |pages: &Value, class: &str| pages[class].as_u64().unwrap();
     let classes = ["zero", "duplicate", "unique", "merged", "volatile"];
@@ -154,7 +154,7 @@ fn assert_sums(report: &Value) {
     let schema: Value = serde_json::from_slice(&schema.stdout).unwrap();
     let errors: Vec<_> =
         jsonschema::validator_for(&schema).unwrap().iter_errors(report).map(|e| e.to_string()).collect();
-    assert!(errors.is_empty(), "the report does not fit its schema: {errors:?}");
+    assert!(errors.is_empty(), "the report does not match its schema: {errors:?}");
 }
 
 #[test]
@@ -173,10 +173,10 @@ fn huge_pages_are_counted_where_merging_would_split_them() {
     expect_classes(&report, &lab, lab.first_region("huge"), &[("resident", 1024), ("unique", 1024)]);
     expect_classes(&report, &lab, lab.first_region("huge-zero"), &[("resident", 512), ("zero", 512)]);
     assert_eq!(report["savings"]["whole"]["huge_pages_split"], 1);
-    assert_eq!(huge_bytes(), before, "huge pages stay whole");
+    assert_eq!(huge_bytes(), before, "the census split huge pages");
 }
 
-/// The figures of smaps_rollup that belong to a process's anonymous memory, in bytes.
+/// The fields of smaps_rollup about anonymous memory of a process, in bytes.
 fn anonymous_rollup(pid: u32) -> BTreeMap<String, u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap();
     let fields = ["Rss", "Pss_Anon", "Anonymous", "KSM", "AnonHugePages", "Swap"];
@@ -192,7 +192,7 @@ fn anonymous_rollup(pid: u32) -> BTreeMap<String, u64> {
 
 fn read_cow_ksm() -> u64 {
     let text = fs::read_to_string("/proc/vmstat").unwrap();
-    text.lines().find_map(|line| line.strip_prefix("cow_ksm ")?.parse().ok()).expect("cow_ksm")
+    text.lines().find_map(|line| line.strip_prefix("cow_ksm ")?.parse().ok()).expect("/proc/vmstat has no cow_ksm")
 }
 
 #[test]
@@ -208,16 +208,16 @@ fn census_leaves_merged_memory_unchanged() {
     let merged = labs[0].first_region("shared-content");
     let state = || (labs.iter().map(|lab| anonymous_rollup(lab.pid())).collect::<Vec<_>>(), read_cow_ksm());
     let before = state();
-    assert_eq!(before.0[0]["KSM"], 400 * merged.page_size, "ksmd merged what was laid out");
+    assert_eq!(before.0[0]["KSM"], 400 * merged.page_size, "ksmd did not merge the shared content");
 
     let report = census_json(&[labs[0].pid(), labs[1].pid()], &[]);
-    assert_eq!(state(), before, "the census left a trace");
+    assert_eq!(state(), before, "the census changed merged memory");
     for lab in &labs {
         expect_classes(&report, lab, lab.first_region("shared-content"), &[("resident", 400), ("merged", 400)]);
         expect_classes(&report, lab, lab.first_region("unique"), &[("resident", 200), ("unique", 200)]);
     }
 
-    // That the state would tell: the other way of reading breaks the sharing of the pages it reads.
+    // This shows that the state is sensitive: `process_vm_readv` breaks the sharing of the pages it reads.
     let mut page = vec![0; merged.page_size as usize];
     let remote = [RemoteIoVec { base: merged.start as usize, len: page.len() }];
     let pid = nix::unistd::Pid::from_raw(labs[0].pid() as i32);
@@ -244,7 +244,7 @@ fn unmerged_copy_of_merged_pages_counts_as_duplicate() {
 /// Bytes of a region that are dirty and mapped more than once.
 fn shared_dirty_bytes(pid: u32, region: &RegionLine) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
-    let entry = text.split_once(&format!("{:x}-{:x} ", region.start, region.end_address())).expect("the region").1;
+    let entry = text.split_once(&format!("{:x}-{:x} ", region.start, region.end_address())).expect("no such region").1;
     let value = entry.lines().find_map(|line| line.strip_prefix("Shared_Dirty:")).unwrap();
     value.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
 }
@@ -256,14 +256,14 @@ fn pages_shared_by_fork_stay_shared() {
     }
     let lab = RunningLab::start_layout(&["fork-shared=512"]).unwrap();
     let region = lab.first_region("fork-shared");
-    let child = region.child.expect("a child");
+    let child = region.child.expect("no child process");
     let shared = || [lab.pid(), child].map(|pid| shared_dirty_bytes(pid, region));
     let all = 512 * region.page_size;
-    assert_eq!(shared(), [all, all], "the lab shares what it says");
+    assert_eq!(shared(), [all, all], "the lab's fork does not share the region");
     let report = census_json(&[lab.pid()], &[]);
     expect_classes(&report, &lab, region, &[("resident", 512), ("unique", 512)]);
-    assert_eq!(shared(), [all, all], "the census broke the sharing");
-    // Both together still hold everything once, and merging it would give nothing back.
+    assert_eq!(shared(), [all, all], "the census broke the sharing after fork");
+    // Both processes together use each frame once, so merging would save nothing.
     let both = census_json(&[lab.pid(), child], &[]);
     expect_classes(&both, &lab, region, &[("resident", 512), ("unique", 512)]);
     let gross = |report: &Value| report["bytes_reclaimable"]["gross"].as_u64().unwrap();
@@ -277,7 +277,7 @@ fn fork_shared_page_and_its_copy_are_two_pages() {
     }
     let labs: Vec<_> =
         (0..2).map(|_| RunningLab::start_layout(&["--salt", "same", "fork-shared=300"]).unwrap()).collect();
-    let children = labs.iter().map(|lab| lab.first_region("fork-shared").child.expect("a child"));
+    let children = labs.iter().map(|lab| lab.first_region("fork-shared").child.expect("no child process"));
     let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).chain(children).collect();
     let report = census_json(&pids, &[]);
     let within = [("resident", 300), ("duplicate", 300), ("duplicate_within_domain", 300)];
@@ -287,8 +287,8 @@ fn fork_shared_page_and_its_copy_are_two_pages() {
         assert!(within.iter().all(|(class, pages)| classes[*class] == *pages), "{classes:?}");
     }
     let redundant = |classes: &BTreeMap<String, u64>| classes.get("redundant").copied().unwrap_or_default();
-    assert_eq!(redundant(&first) + redundant(&second), 300, "four mappings of two frames: one frame is too many");
-    // Whatever else the four have in common, it is less than another 300 pages.
+    assert_eq!(redundant(&first) + redundant(&second), 300, "four mappings of two frames have one redundant frame");
+    // All other common content of the four processes is smaller than another 300 pages.
     let whole = report["savings"]["whole"]["gross"].as_u64().unwrap() / report["page_size"].as_u64().unwrap();
     assert!((300..600).contains(&whole), "{whole}");
 }
@@ -344,12 +344,12 @@ fn sample_estimates_the_whole() {
     assert!((0.27..0.33).contains(&(looked_at / resident)), "{looked_at} of {resident}");
     for (class, truth) in [("zero", 8000.0), ("redundant", 7000.0), ("duplicate", 8000.0)] {
         let end = |end: &str| report["estimate"][class][end].as_f64().unwrap();
-        // The process has some pages of its own beside what was laid out.
+        // The process has some pages of its own besides the layout.
         assert!(end("low") <= truth + 200.0 && truth <= end("high"), "{class}: {}", report["estimate"][class]);
     }
     let likely = |class: &str| report["estimate"][class]["estimate"].as_f64().unwrap();
     let gross = report["bytes_reclaimable"]["gross"].as_f64().unwrap() / report["page_size"].as_f64().unwrap();
-    assert!((gross - likely("zero") - likely("redundant")).abs() < 1.0, "the whole and not the sample: {gross}");
+    assert!((gross - likely("zero") - likely("redundant")).abs() < 1.0, "not an estimate of the whole: {gross}");
 }
 
 #[test]
@@ -393,7 +393,7 @@ fn recording_contains_only_chosen_processes_and_is_private() {
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("host");
-    // A copy under a name of its own, and a title with what nobody else should learn.
+    // Use a copy of the program with a unique name, and a title with a secret that the recording must not contain.
     let program = folder.path().join("pagefold-titled");
     install_executable("/bin/sleep".as_ref(), &program, 0o755).unwrap();
     let mut chosen = Command::new(&program)
@@ -414,11 +414,11 @@ fn recording_contains_only_chosen_processes_and_is_private() {
     assert_eq!(read("cmdline"), "server:\0");
     assert_eq!(read("environ"), "SLURM_JOB_ID=77\0");
     let ours = std::process::id();
-    assert!(!path.join(format!("files/proc/{ours}")).exists(), "read to choose, and not chosen");
+    assert!(!path.join(format!("files/proc/{ours}")).exists(), "a process that was not selected");
     assert!(!fs::read_to_string(path.join("absent.txt")).unwrap().contains(&format!("proc/{ours}/")));
     assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o700);
 
-    // Into a folder of somebody else, who could put links there, nothing is written.
+    // `record` writes nothing into another user's directory: that user could place symbolic links there.
     let trap = folder.path().join("trap");
     fs::create_dir(&trap).unwrap();
     chown(&trap, Some(65534), None).unwrap();
@@ -459,7 +459,7 @@ fn interrupted_census_reports_what_it_scanned() {
     let lab = RunningLab::start_layout(&["unique=500"]).unwrap();
     let interrupted = |options: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
-        // A pause long enough to be interrupted for certain.
+        // A settle time that is long enough for the interrupt to arrive during it.
         command.args(["census", "--settle", "10min", &format!("--pid={}", lab.pid())]).args(options);
         let child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
         wait_until_idle(child.id());

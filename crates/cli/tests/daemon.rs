@@ -1,6 +1,6 @@
-//! The daemon on the live kernel: who comes is merged, whoever has a say is heeded, and the host comes back.
+//! The daemon on the live kernel: it merges new processes, follows operator commands and restores the host's settings.
 //!
-//! It is told to manage programs of one name alone, which only the test's have.
+//! The configuration limits the daemon to programs with one name, which only the test's programs have.
 
 use pagefold_labs::client;
 use pagefold_labs::ksm::KsmTestGuard;
@@ -14,7 +14,7 @@ use std::thread::sleep;
 use std::time::Duration;
 use tempfile::TempDir;
 
-/// A directory with a configuration, the daemon's state, and the lab under a name that nobody else has.
+/// A directory with a configuration, the daemon's state, and a link to the lab under a unique name.
 struct DaemonTestDirectory {
     directory: TempDir,
     program_name: String,
@@ -24,8 +24,8 @@ impl DaemonTestDirectory {
     fn new(number: u32) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let name = format!("pfd{}-{number}", std::process::id());
-        // The kernel calls a program what it was started as.
-        std::os::unix::fs::symlink(client::lab_binary().expect("the lab"), directory.path().join(&name)).unwrap();
+        // The kernel names a process after the file that was executed.
+        std::os::unix::fs::symlink(client::lab_binary().expect("no lab"), directory.path().join(&name)).unwrap();
         Self { directory, program_name: name }
     }
 
@@ -34,7 +34,7 @@ impl DaemonTestDirectory {
     }
 
     fn write_config(&self, section: &str) {
-        // Whatever else runs on the machine, the tests' programs are not to be waited for.
+        // The daemon must not back off because of other load on the machine.
         let text =
             format!("[daemon]\nslowdown = \"100%\"\n{section}\n[daemon.only]\nnames = [\"{}\"]\n", self.program_name);
         fs::write(self.config_path(), text).unwrap();
@@ -44,7 +44,7 @@ impl DaemonTestDirectory {
         self.directory.path().join("state")
     }
 
-    /// What the daemon says on standard error.
+    /// The file with the daemon's standard error.
     fn stderr_path(&self) -> PathBuf {
         self.directory.path().join("errors")
     }
@@ -59,33 +59,33 @@ impl DaemonTestDirectory {
         self.pagefold_command(arguments).output().expect("the binary runs")
     }
 
-    /// Start the daemon, and wait until it answers.
+    /// Start the daemon, and wait until it answers a status request.
     fn start_daemon(&self, arguments: &[&str]) -> DaemonUnderTest<'_> {
         let mut command = self.pagefold_command(&["daemon"]);
         let errors = fs::File::create(self.stderr_path()).unwrap();
         let child = command.args(arguments).stdin(Stdio::null()).stderr(errors).spawn().unwrap();
         let daemon = DaemonUnderTest { directory: self, child };
-        wait_until("an answer", || self.run_pagefold(&["status", "--json"]).status.success());
+        wait_until("the daemon's answer", || self.run_pagefold(&["status", "--json"]).status.success());
         daemon
     }
 
-    /// A program that holds the same in part as every other one of these.
+    /// Start a program that shares half of its content with every other program started by this function.
     fn start_program(&self) -> LabProgram {
         self.start_lab(&["mixture", "--mib", "32", "--duplicate", "50%"])
     }
 
-    /// The lab with these arguments, once it is ready.
+    /// Start the lab with these arguments, and wait until it is ready.
     fn start_lab(&self, arguments: &[&str]) -> LabProgram {
         let mut child = Command::new(self.directory.path().join(&self.program_name))
             .args(arguments)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("the lab runs");
+            .expect("cannot start pagefold-lab");
         let ready = BufReader::new(child.stdout.take().unwrap())
             .lines()
             .find(|line| line.as_ref().is_ok_and(|line| line.starts_with("READY")));
-        assert!(ready.is_some(), "the lab is ready");
+        assert!(ready.is_some(), "pagefold-lab exited before it was ready");
         LabProgram(child)
     }
 }
@@ -111,7 +111,7 @@ impl DaemonUnderTest<'_> {
         nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.child.id() as i32), signal).unwrap();
     }
 
-    /// Its exit code once it has ended, and what it said.
+    /// The exit code and the standard error, once the daemon has exited.
     fn wait_for_exit(mut self) -> (Option<i32>, String) {
         let code = self.child.wait().unwrap().code();
         (code, fs::read_to_string(self.directory.stderr_path()).unwrap())
@@ -131,7 +131,7 @@ impl DaemonUnderTest<'_> {
 
 impl Drop for DaemonUnderTest<'_> {
     fn drop(&mut self) {
-        // Where a test has failed: it puts the settings back.
+        // Reached with a running daemon only if a test has failed: SIGTERM makes the daemon restore the settings.
         if self.child.try_wait().is_ok_and(|ended| ended.is_none()) {
             self.send_signal(nix::sys::signal::Signal::SIGTERM);
             let _ = self.child.wait();
@@ -146,13 +146,13 @@ impl LabProgram {
         self.0.id().to_string()
     }
 
-    /// A sum over its page tables now, in KiB.
+    /// A field of the process's smaps_rollup now, in KiB.
     fn rollup_kib(&self, name: &str) -> Option<u64> {
         let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", self.0.id())).unwrap();
         rollup.lines().find_map(|line| line.strip_prefix(name)?.trim().strip_suffix(" kB")?.parse().ok())
     }
 
-    /// Pages that are merged of it now, by its page tables.
+    /// Merged pages of the process now, from its page tables.
     fn merged_pages(&self) -> u64 {
         self.rollup_kib("KSM:").unwrap_or(0) / 4
     }
@@ -173,10 +173,10 @@ impl Drop for LabProgram {
     }
 }
 
-/// Nine tenths of what two programs have in common, in pages of one of them.
+/// Nine tenths of the content that two programs share, in pages of one program.
 const MIN_MERGED_PAGES: u64 = 4096 * 9 / 10;
 
-/// Zeros that the kernel frees as it splits a huge page are in no counter of KSM.
+/// No KSM counter covers zeros that the kernel frees when it splits a huge page.
 #[test]
 fn zeros_freed_by_splitting_count_as_saved() {
     let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
@@ -191,15 +191,15 @@ fn zeros_freed_by_splitting_count_as_saved() {
     let status = daemon.read_status();
     let saved = |name: &str| status["saved"][name].as_u64().unwrap_or(0);
     if saved("split_zero") == 0 && programs.iter().all(|program| program.rollup_kib("AnonHugePages:") < Some(8 << 10)) {
-        return println!("skipped: this kernel frees no zeros as it splits huge pages (before 6.12)");
+        return println!("skipped: this kernel does not free zeros when it splits huge pages (before 6.12)");
     }
     assert!(saved("split_zero") >= 16 << 20, "{}", status["saved"]);
     assert_eq!(saved("gross"), saved("duplicate") + saved("zero") + saved("split_zero"));
     let net = status["saved"]["net"].as_i64().unwrap();
     assert_eq!(net, saved("gross").cast_signed() - saved("metadata").cast_signed());
-    // What the merge reached is in it, whatever else is merged on this host.
+    // The total includes the savings of the merge, whatever else is merged on this host.
     let reached = status["passes"]["reached"].as_i64().unwrap();
-    assert!(net >= reached - (1 << 20), "{reached} reached, {net} saved");
+    assert!(net >= reached - (1 << 20), "the merge measured {reached} bytes, the host's net savings are {net} bytes");
     let text = String::from_utf8(place.run_pagefold(&["status"]).stdout).unwrap();
     assert!(text.contains("zeros in split huge pages, which KSM does not count"), "{text}");
     let pids = programs.iter().flat_map(|program| ["--pid".to_owned(), program.pid()]).collect::<Vec<_>>();
@@ -217,7 +217,7 @@ fn full_history_disk_is_logged_and_daemon_continues() {
     fs::create_dir(&disk).unwrap();
     let mounted = Command::new("mount").args(["-t", "tmpfs", "-o", "size=4k", "pagefold-test"]).arg(&disk).status();
     if !mounted.is_ok_and(|status| status.success()) {
-        return println!("skipped: no file system can be mounted here");
+        return println!("skipped: cannot mount a file system here");
     }
     let history = disk.join("history.db");
     let daemon = place.start_daemon(&["--history", history.to_str().unwrap()]);
@@ -237,7 +237,7 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     let daemon = place.start_daemon(&[]);
     let programs = [place.start_program(), place.start_program()];
     wait_until("the merge", || programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
-    wait_until("the end of it", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
+    wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
 
     let status = daemon.read_status();
     let schema = fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/schema/status.json")).unwrap();
@@ -245,38 +245,39 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     let wrong: Vec<String> = validator.iter_errors(&status).map(|error| error.to_string()).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
     let members = status["members"].as_array().unwrap();
-    assert_eq!(members.len(), 2, "nobody else is managed: {members:#?}");
+    assert_eq!(members.len(), 2, "the daemon must manage the two programs only: {members:#?}");
     assert!(members.iter().all(|member| member["state"] == "merged" && member["ranges"].as_u64() > Some(0)));
     assert!(status["passes"]["reached"].as_i64() > Some(8 << 20), "{}", status["passes"]);
-    // What is merged is divided by those who map it, and so are files: half of what both have of the first.
+    // The fair share divides merged pages and file pages by their mappings. So the footprint of the first program
+    // includes half of what both share.
     let fair = |status: &Value| {
         let members = status["members"].as_array().unwrap().iter();
         members.filter(|member| member["footprint_age_seconds"].is_u64()).count() == 2
     };
-    wait_until("fair shares", || fair(&daemon.read_status()));
+    wait_until("the fair share of both programs", || fair(&daemon.read_status()));
     for program in &programs {
         let status = daemon.read_status();
         let mut members = status["members"].as_array().unwrap().iter();
         let member = members.find(|member| member["pid"].as_u64() == Some(program.0.id().into())).unwrap();
         let (told, pss) = (member["footprint"].as_u64().unwrap() >> 10, program.rollup_kib("Pss:").unwrap());
-        assert!(told.abs_diff(pss) < 512 && pss < 28 << 10, "{told} KiB told, Pss {pss} KiB: {member}");
+        assert!(told.abs_diff(pss) < 512 && pss < 28 << 10, "footprint {told} KiB, Pss {pss} KiB: {member}");
     }
     let text = place.run_pagefold(&["status"]);
     assert!(String::from_utf8_lossy(&text.stdout).contains("Latest decisions"), "{text:?}");
 
-    // Who ends is not counted as merged for long, although ksmd rests.
+    // The savings of a process that exited disappear soon, even though ksmd is idle.
     let saved = || daemon.read_status()["saved"]["duplicate"].as_u64().unwrap();
     let before = saved();
     let more = [place.start_program(), place.start_program()];
-    wait_until("the merge of two more", || more.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
-    wait_until("the count of it", || saved() >= before + MIN_MERGED_PAGES * 4096);
+    wait_until("the second merge", || more.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
+    wait_until("the increased savings", || saved() >= before + MIN_MERGED_PAGES * 4096);
     drop(more);
-    wait_until("ksmd to pass by", || saved() < before + MIN_MERGED_PAGES * 4096 / 2);
-    wait_until("its rest", || {
+    wait_until("the decreased savings", || saved() < before + MIN_MERGED_PAGES * 4096 / 2);
+    wait_until("the idle state", || {
         ksm.read_counter("run") == 0 && daemon.read_status()["members"].as_array().unwrap().len() == 2
     });
 
-    // While it has the host, nobody else changes it.
+    // While the daemon manages the host, no other Pagefold process changes it.
     let second = place.run_pagefold(&["daemon"]);
     let why = String::from_utf8_lossy(&second.stderr).into_owned();
     assert!(second.status.code() == Some(2) && why.contains("runs already"), "{why}");
@@ -285,17 +286,17 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     assert!(other.status.code() == Some(2) && why.contains("`pagefold pause`"), "{why}");
 
     daemon.run_control_command(&["pause"]);
-    wait_until("the host", || ksm.changed_settings().is_empty() && daemon.read_status()["state"] == "paused");
-    assert!(place.run_pagefold(&["recover"]).status.success(), "it lets others change the host");
-    assert!(programs[0].merged_pages() >= MIN_MERGED_PAGES, "merges stay");
+    wait_until("the pause", || ksm.changed_settings().is_empty() && daemon.read_status()["state"] == "paused");
+    assert!(place.run_pagefold(&["recover"]).status.success(), "a paused daemon must let `recover` change the host");
+    assert!(programs[0].merged_pages() >= MIN_MERGED_PAGES, "a pause must not unmerge pages");
     daemon.run_control_command(&["resume"]);
 
     daemon.run_control_command(&["withdraw", &programs[0].pid()]);
-    wait_until("the withdrawal", || programs[0].merged_pages() == 0 && !programs[0].is_enrolled());
+    wait_until("the unenrollment", || programs[0].merged_pages() == 0 && !programs[0].is_enrolled());
     assert!(daemon.has_logged("withdraw", "operator"));
     daemon.run_control_command(&["enrol", &programs[0].pid()]);
     let is_managed = |member: &Value| member["state"] != "withdrawn";
-    wait_until("its turn", || daemon.read_status()["members"].as_array().unwrap().iter().all(is_managed));
+    wait_until("the enrollment", || daemon.read_status()["members"].as_array().unwrap().iter().all(is_managed));
     let refused = place.run_pagefold(&["enrol", "1"]);
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
 
@@ -308,20 +309,20 @@ fn arrivals_are_merged_and_operator_commands_followed() {
 #[test]
 fn metadata_regions_and_huge_page_splits_stay_bounded() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    // What KSM's profit falls short of what is saved by, in bytes; none of those who have ended.
+    // The KSM metadata in bytes: gross savings less KSM's profit. It excludes metadata of processes that exited.
     let metadata = || {
         let saved = (ksm.read_counter("pages_sharing") + ksm.read_counter("ksm_zero_pages")) * 4096;
         saved - ksm.read_counter("general_profit")
     };
     ksm.write_setting("run", 2);
     ksm.write_setting("run", 0);
-    assert_eq!(metadata(), 0, "nobody else is enrolled");
+    assert_eq!(metadata(), 0, "a process outside the test is enrolled");
 
     let place = DaemonTestDirectory::new(8);
     let write = |bounds: &str| place.write_config(&format!("mode = \"act\"\nprice = 1000.0\n{bounds}"));
     write("max_metadata = \"256KiB\"\nmax_regions = 120\nsplit_huge_pages = false");
     let lab = |more: &[&str]| place.start_lab(&[&["mixture", "--mib", "32", "--duplicate", "50%"], more].concat());
-    // Some hundred runs of what pays among others of what does not, and the same in huge pages.
+    // Some hundred runs of duplicates among unique pages, in small pages and in huge pages.
     let scattered = ["a", "b"].map(|salt| lab(&["--run", "16", "--salt", salt]));
     let huge = ["c", "d"].map(|salt| lab(&["--run", "512", "--huge", "--seed", "huge", "--salt", salt]));
     let all = || scattered.iter().chain(&huge);
@@ -337,27 +338,27 @@ fn metadata_regions_and_huge_page_splits_stay_bounded() {
         wait_until(what, || {
             let (metadata, regions) = (metadata(), regions());
             most = most.max(metadata);
-            assert!(metadata <= 256 << 10 && regions <= 120, "{metadata} bytes, {regions} regions");
-            assert!(in_huge_pages() >= whole, "huge pages are split");
+            assert!(metadata <= 256 << 10 && regions <= 120, "{metadata} bytes of metadata, {regions} regions");
+            assert!(in_huge_pages() >= whole, "the daemon split huge pages");
             there()
         });
     };
     until_with_all_bounds_kept("a merge", &|| passes("merges") >= 1);
     let seen = passes("passes");
-    until_with_all_bounds_kept("looks and what follows", &|| {
+    until_with_all_bounds_kept("four more passes", &|| {
         all().for_each(|program| daemon.run_control_command(&["enrol", &program.pid()]));
         passes("passes") >= seen + 4
     });
-    assert!(most > 64 << 10, "ksmd has looked at little: {most} bytes");
+    assert!(most > 64 << 10, "ksmd has scanned too little: {most} bytes of metadata at most");
 
     write("");
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
     all().for_each(|program| daemon.run_control_command(&["enrol", &program.pid()]));
-    // What lies between what was merged before may not pay any more.
-    wait_until("most of it", || all().all(|program| program.merged_pages() >= MIN_MERGED_PAGES * 4 / 5));
+    // Pages between the ranges merged before may no longer be profitable.
+    wait_until("the larger merge", || all().all(|program| program.merged_pages() >= MIN_MERGED_PAGES * 4 / 5));
     let (metadata, regions) = (metadata(), regions());
-    assert!(metadata > 256 << 10 && regions > 120, "{metadata} bytes, {regions} regions");
-    assert!(in_huge_pages() < whole, "they are not split");
+    assert!(metadata > 256 << 10 && regions > 120, "{metadata} bytes of metadata, {regions} regions");
+    assert!(in_huge_pages() < whole, "the daemon split no huge pages");
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.changed_settings(), []);
@@ -370,17 +371,17 @@ fn observe_and_advise_modes_change_nothing() {
     place.write_config("mode = \"observe\"");
     let programs = [place.start_program(), place.start_program()];
     let daemon = place.start_daemon(&[]);
-    wait_until("both", || daemon.read_status()["members"].as_array().map(Vec::len) == Some(2));
+    wait_until("the two tracked programs", || daemon.read_status()["members"].as_array().map(Vec::len) == Some(2));
     assert_eq!(daemon.read_status()["passes"]["passes"], 0);
-    // A file that says something wrong changes nothing; one that does not is in force.
+    // An invalid configuration file changes nothing; a valid one takes effect.
     fs::write(place.config_path(), "[daemon]\nmod = \"act\"\n").unwrap();
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
     let refused = "the configuration stays as it was";
-    wait_until("a refusal", || fs::read_to_string(place.stderr_path()).unwrap().contains(refused));
+    wait_until("the config error", || fs::read_to_string(place.stderr_path()).unwrap().contains(refused));
     assert_eq!(daemon.read_status()["mode"], "observe");
     place.write_config("mode = \"advise\"");
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
-    wait_until("advice", || daemon.has_logged("merge", "profitable"));
+    wait_until("advice to merge", || daemon.has_logged("merge", "profitable"));
     let status = daemon.read_status();
     let merge = |decision: &&Value| decision["what"] == "merge";
     let advice = status["decisions"].as_array().unwrap().iter().find(merge).unwrap();
@@ -400,7 +401,7 @@ fn killed_or_overruled_daemon_restores_the_host() {
     place.write_config("mode = \"act\"");
     ksm.write_setting("run", 1);
     let daemon = place.start_daemon(&[]);
-    wait_until("the host", || ksm.read_counter("run") == 0);
+    wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
     daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
     daemon.wait_for_exit();
     assert_eq!(ksm.read_counter("run"), 0);
@@ -408,41 +409,43 @@ fn killed_or_overruled_daemon_restores_the_host() {
     assert!(recovered.status.success(), "{recovered:?}");
     assert_eq!(ksm.read_counter("run"), 1);
 
-    // Killed again, the next start finds it, and takes the socket that is left, and what an operator has said.
+    // After another SIGKILL the next start finds the journal, reuses the leftover socket and keeps the operator's
+    // commands.
     let daemon = place.start_daemon(&[]);
-    wait_until("the host", || ksm.read_counter("run") == 0);
+    wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
     let program = place.start_program();
     let is_withdrawn = |status: Value| status["members"][0]["state"] == "withdrawn";
-    wait_until("the program", || !daemon.read_status()["members"].as_array().unwrap().is_empty());
+    wait_until("the tracked program", || !daemon.read_status()["members"].as_array().unwrap().is_empty());
     daemon.run_control_command(&["withdraw", &program.pid()]);
     daemon.run_control_command(&["pause"]);
-    wait_until("a pause", || daemon.read_status()["state"] == "paused" && is_withdrawn(daemon.read_status()));
+    wait_until("the pause", || daemon.read_status()["state"] == "paused" && is_withdrawn(daemon.read_status()));
     daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
     daemon.wait_for_exit();
     let daemon = place.start_daemon(&[]);
-    wait_until("the program again", || daemon.read_status()["state"] == "paused" && is_withdrawn(daemon.read_status()));
-    assert_eq!(ksm.read_counter("run"), 1, "nothing is done in a pause");
+    wait_until("the pause again", || daemon.read_status()["state"] == "paused" && is_withdrawn(daemon.read_status()));
+    assert_eq!(ksm.read_counter("run"), 1, "a paused daemon must not write KSM settings");
     daemon.run_control_command(&["resume"]);
-    wait_until("the host", || ksm.read_counter("run") == 0);
+    wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
     daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
     daemon.wait_for_exit();
     let daemon = place.start_daemon(&[]);
-    wait_until("the host again", || ksm.read_counter("run") == 0 && daemon.read_status()["state"] != "yielding");
+    wait_until("the idle ksmd", || ksm.read_counter("run") == 0 && daemon.read_status()["state"] != "yielding");
     ksm.write_setting("run", 1);
-    wait_until("a yield", || daemon.has_logged("yield", "other_writer"));
-    wait_until("it let go", || daemon.has_logged("restore", "other_writer"));
-    assert_eq!(ksm.read_counter("run"), 1, "what somebody wrote stays");
+    wait_until("the yield to the other writer", || daemon.has_logged("yield", "other_writer"));
+    wait_until("the restored settings", || daemon.has_logged("restore", "other_writer"));
+    assert_eq!(ksm.read_counter("run"), 1, "the daemon must keep a setting that another process wrote");
     daemon.run_control_command(&["resume"]);
-    wait_until("the host once more", || ksm.read_counter("run") == 0);
+    wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
     assert!(is_withdrawn(daemon.read_status()) && place.state_path().join("operator.json").exists());
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.read_counter("run"), 1);
     assert!(said.contains("put back: /sys/kernel/mm/ksm/run was 1"), "{said}");
-    assert!(!place.state_path().join("operator.json").exists(), "what was said to it ends with it");
+    assert!(!place.state_path().join("operator.json").exists(), "the operator's commands must end with the daemon");
 }
 
-/// Programs that want all CPUs wait while a census or ksmd has one of them. The least that shows is told of.
+/// Programs that use all CPUs slow down while a census or ksmd uses one of them. The configuration makes the daemon
+/// report the smallest measurable slowdown.
 #[test]
 fn daemon_backs_off_for_busy_programs() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
@@ -455,8 +458,8 @@ fn daemon_backs_off_for_busy_programs() {
     let busy = || place.start_lab(&["busy", "--threads", "4", "--memory", "64"]);
     let programs = [busy(), busy()];
     let daemon = place.start_daemon(&["--mode", "act"]);
-    wait_until("it to back off", || {
-        // What they have is looked at again and again, with some rest in between to compare with.
+    wait_until("the daemon's backoff", || {
+        // Scan the programs repeatedly, with idle time in between for comparison.
         sleep(Duration::from_secs(4));
         for program in &programs {
             place.run_pagefold(&["enrol", &program.pid()]);
@@ -477,7 +480,7 @@ fn unmerge_on_exit_unenrolls_everything() {
     let programs = [place.start_program(), place.start_program()];
     let daemon = place.start_daemon(&["--unmerge-on-exit"]);
     wait_until("the merge", || programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
-    wait_until("the end of it", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
+    wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.changed_settings(), []);
@@ -492,12 +495,12 @@ fn unmerge_on_exit_works_from_a_pause_and_names_kept_processes() {
     let programs = [place.start_program(), place.start_program()];
     let merged = |daemon: &DaemonUnderTest<'_>| {
         wait_until("the merge", || programs.iter().all(|program| program.merged_pages() >= MIN_MERGED_PAGES));
-        wait_until("the end of it", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
+        wait_until("the end of the merge", || daemon.read_status()["passes"]["merges"].as_u64() >= Some(1));
     };
     let daemon = place.start_daemon(&["--unmerge-on-exit"]);
     merged(&daemon);
     daemon.run_control_command(&["pause"]);
-    wait_until("the host", || ksm.changed_settings().is_empty());
+    wait_until("the restored settings", || ksm.changed_settings().is_empty());
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.changed_settings(), []);
@@ -507,7 +510,7 @@ fn unmerge_on_exit_works_from_a_pause_and_names_kept_processes() {
     merged(&daemon);
     place.write_config("mode = \"advise\"");
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
-    wait_until("the host", || ksm.changed_settings().is_empty() && daemon.read_status()["mode"] == "advise");
+    wait_until("advise mode", || ksm.changed_settings().is_empty() && daemon.read_status()["mode"] == "advise");
     let told = place.run_pagefold(&["withdraw", &programs[0].pid()]);
     let answer = String::from_utf8_lossy(&told.stdout).into_owned();
     assert!(told.status.success() && answer.contains("it only advises"), "{told:?}");

@@ -1,5 +1,5 @@
-//! What is installed beside the binary: the unit, the configurations, the scripts for Slurm. The package itself is
-//! tried in a guest by `make test-deb`.
+//! The files installed beside the binary: the systemd unit, the configurations, the scripts for Slurm. `make test-deb`
+//! tests the package itself in a guest.
 
 use pagefold_labs::client;
 use pagefold_labs::process_checks::wait_until;
@@ -18,7 +18,7 @@ fn unit_text() -> String {
     fs::read_to_string(deploy_path("systemd/pagefold.service")).unwrap()
 }
 
-/// The words of a setting of the unit.
+/// The words of a setting in the unit.
 fn setting_words<'a>(unit: &'a str, setting: &str) -> Vec<&'a str> {
     let value = |line: &'a str| line.strip_prefix(setting)?.strip_prefix('=');
     unit.lines().filter_map(value).flat_map(str::split_whitespace).collect()
@@ -27,14 +27,14 @@ fn setting_words<'a>(unit: &'a str, setting: &str) -> Vec<&'a str> {
 #[test]
 fn systemd_unit_is_well_formed() {
     let directory = tempfile::tempdir().unwrap();
-    // It is verified with the program that it starts, which need not be installed.
+    // Verify the unit with the built program, because the installed program may be missing.
     let path = directory.path().join("pagefold.service");
     fs::write(&path, unit_text().replace("/usr/bin/pagefold", env!("CARGO_BIN_EXE_pagefold"))).unwrap();
     let verify = Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&path).output();
     let Ok(Output { status, stderr, .. }) = verify else {
         return println!("skipped: needs systemd-analyze (systemd)");
     };
-    // Only what is said of this unit: it looks at others of the machine too.
+    // Keep only messages about this unit: systemd-analyze also checks other units of the machine.
     let stderr = String::from_utf8_lossy(&stderr);
     let said: Vec<&str> = stderr.lines().filter(|line| line.contains("pagefold")).collect();
     assert!(said.is_empty(), "{status}: {said:#?}");
@@ -42,7 +42,7 @@ fn systemd_unit_is_well_formed() {
 
 #[test]
 fn systemd_unit_has_no_seccomp_filter() {
-    // systemd.exec(5), systemd 257: what is carried out by a filter, in part or whole.
+    // The settings that systemd implements with a seccomp filter, in part or whole: systemd.exec(5), systemd 257.
     let by_filters = [
         "SystemCallFilter",
         "SystemCallLog",
@@ -65,23 +65,26 @@ fn systemd_unit_has_no_seccomp_filter() {
         assert_eq!(
             setting_words(&unit_text(), setting),
             [""; 0],
-            "{setting}: the kernel would not let it suspend others' filters"
+            "{setting}: with a seccomp filter of its own, the daemon cannot suspend filters of other processes"
         );
     }
 }
 
-/// The process connector speaks to the network namespace of the host alone, which a pod is not in.
+/// The process connector works only in the host's network namespace, and a pod has its own.
 #[test]
 fn pod_capabilities_match_the_unit_without_connector() {
     let manifest = fs::read_to_string(deploy_path("kubernetes/daemonset.yaml")).unwrap();
-    let list = manifest.lines().find_map(|line| line.trim().strip_prefix("add: [")?.strip_suffix(']')).expect("them");
+    let list = manifest
+        .lines()
+        .find_map(|line| line.trim().strip_prefix("add: [")?.strip_suffix(']'))
+        .expect("the manifest adds no capabilities");
     let pod: Vec<String> = list.split(", ").map(|name| format!("CAP_{name}")).collect();
     let unit = unit_text();
     let service = setting_words(&unit, "CapabilityBoundingSet");
     let of_pods: Vec<&str> = service.iter().copied().filter(|name| *name != "CAP_NET_ADMIN").collect();
     assert_eq!(pod, of_pods);
     for capability in service {
-        assert!(unit.contains(&format!("#   {capability} ")), "the unit does not say what {capability} is for");
+        assert!(unit.contains(&format!("#   {capability} ")), "the unit has no comment about {capability}");
     }
 }
 
@@ -138,7 +141,7 @@ fn slurm_tasks_get_the_job_settings() {
         assert!(output.status.success());
         String::from_utf8(output.stdout).unwrap()
     };
-    assert_eq!(task("user"), "", "a library that is not there is not asked for");
+    assert_eq!(task("user"), "", "LD_PRELOAD must not name a missing library");
     for library in ["preload", "adopt"] {
         fs::write(libraries.path().join(format!("libpagefold_{library}.so")), "").unwrap();
     }
@@ -148,26 +151,26 @@ fn slurm_tasks_get_the_job_settings() {
     assert_eq!(task("user"), user);
 }
 
-/// A cgroup as slurmstepd makes it, which is gone with what was made for it when this is dropped.
+/// A cgroup like one made by slurmstepd. Dropping it removes all the directories made for it.
 struct SlurmStepCgroup(PathBuf);
 
 impl SlurmStepCgroup {
     fn new(job: u32) -> Result<Self, String> {
         let roots = ["/sys/fs/cgroup/unified", "/sys/fs/cgroup/freezer", "/sys/fs/cgroup"].map(Path::new);
-        let root = roots.into_iter().find(|root| root.join("cgroup.procs").exists()).ok_or("there are no cgroups")?;
+        let root = roots.into_iter().find(|root| root.join("cgroup.procs").exists()).ok_or("needs cgroups")?;
         let path = root.join(format!("slurmstepd.scope/job_{job}"));
         fs::create_dir_all(path.join("step_0")).map_err(|error| format!("{}: {error}", path.display()))?;
         Ok(Self(path))
     }
 
     fn add_process(&self, pid: u32) {
-        fs::write(self.0.join("step_0/cgroup.procs"), pid.to_string()).expect("it can be entered");
+        fs::write(self.0.join("step_0/cgroup.procs"), pid.to_string()).expect("cannot enter the cgroup");
     }
 }
 
 impl Drop for SlurmStepCgroup {
     fn drop(&mut self) {
-        // Who was in it may take a moment to leave; the common one above may have others.
+        // Processes may take a moment to leave the cgroup. The shared parent may contain other jobs.
         let started = Instant::now();
         while fs::remove_dir(self.0.join("step_0")).is_err() && started.elapsed() < Duration::from_secs(10) {
             sleep(Duration::from_millis(10));
@@ -177,7 +180,7 @@ impl Drop for SlurmStepCgroup {
     }
 }
 
-/// A program that ends when this is dropped.
+/// A program that is killed when this is dropped.
 struct KilledOnDrop(Child);
 
 impl Drop for KilledOnDrop {
@@ -207,18 +210,18 @@ fn slurm_job_is_accounted() {
         command
     };
     let mut watch = KilledOnDrop(script("watch.sh").arg(job.to_string()).spawn().unwrap());
-    let mut lab = Command::new(client::lab_binary().expect("the lab"));
+    let mut lab = Command::new(client::lab_binary().expect("pagefold-lab is not built"));
     let lab = lab.args(["layout", "zero=2048"]).env("SLURM_JOB_ID", job.to_string());
     let lab = KilledOnDrop(lab.stdin(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap());
     cgroup.add_process(lab.0.id());
     let kept = jobs.join(format!("{job}.json"));
     let account = || -> Option<Value> { serde_json::from_slice(&fs::read(&kept).ok()?).ok() };
-    wait_until("an account", || account().is_some());
+    wait_until("the job's account", || account().is_some());
     let told = account().unwrap().to_string();
     assert!(told.contains(&format!("slurm:{job}")), "{told}");
     drop(lab);
     drop(cgroup);
-    wait_until("the end of who watches", || watch.0.try_wait().unwrap().is_some());
+    wait_until("the exit of watch.sh", || watch.0.try_wait().unwrap().is_some());
     assert!(script("epilog.sh").status().unwrap().success());
     assert!(!kept.exists() && log.join(format!("{job}.json")).exists());
 }

@@ -1,5 +1,5 @@
-//! What a merge tells of the difference between its prediction and what it reached, where it is known what was done
-//! meanwhile: it is stopped between plan and enrolment, and goes on once pages were written and a process has ended.
+//! The reasons that a merge reports for the difference between predicted and measured savings. The test stops the merge
+//! between plan and enrollment, writes pages, ends a process, and then lets the merge continue.
 
 #![cfg(feature = "fault-points")]
 
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 const PAGE_BYTES: u64 = 4096;
 
-/// Write to some pages of a region from outside, from the first on: contents that are nowhere else, or zeros.
+/// Write to pages of a region from outside: unique contents, or zeros.
 fn write_pages(lab: &RunningLab<RegionLine>, kind: &str, pages: std::ops::Range<u64>, zeros: bool) {
     let memory = File::options().write(true).open(format!("/proc/{}/mem", lab.pid())).unwrap();
     for page in pages {
@@ -27,7 +27,7 @@ fn write_pages(lab: &RunningLab<RegionLine>, kind: &str, pages: std::ops::Range<
     }
 }
 
-/// Merge, with something done between plan and enrolment. The report.
+/// Run a merge, with some work done between plan and enrollment; returns its report.
 fn merge_with_interlude(pids: &[u32], interlude: impl FnOnce()) -> Value {
     let state = tempfile::tempdir().unwrap();
     let child = Command::new(env!("CARGO_BIN_EXE_pagefold"))
@@ -45,19 +45,19 @@ fn merge_with_interlude(pids: &[u32], interlude: impl FnOnce()) -> Value {
         stat.rsplit_once(") ").is_some_and(|(_, after)| after.starts_with('T'))
     };
     while !stopped() {
-        assert!(began.elapsed() < Duration::from_secs(120), "it has planned nothing within minutes");
+        assert!(began.elapsed() < Duration::from_secs(120), "the merge did not stop within 120 s");
         sleep(Duration::from_millis(5));
     }
     interlude();
-    kill_process(Pid::from_child(&child), Signal::CONT).expect("it is ours");
+    kill_process(Pid::from_child(&child), Signal::CONT).expect("cannot send SIGCONT to the merge");
     let output = child.wait_with_output().unwrap();
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
 }
 
-/// The frames of what is saved that a reason stands for.
+/// The saved frames that differences with this reason account for.
 fn frames_for_reason(merged: &Value, reason: &str) -> i64 {
-    let differences = merged["outcome"]["differences"].as_array().expect("differences").iter();
-    let of = differences.filter(|of| of["of"] == "saved" && of["why"].as_str().expect("words").contains(reason));
+    let differences = merged["outcome"]["differences"].as_array().expect("the report has no differences").iter();
+    let of = differences.filter(|of| of["of"] == "saved" && of["why"].as_str().expect("a string").contains(reason));
     of.map(|difference| difference["by"].as_f64().expect("a number") as i64 / PAGE_BYTES as i64).sum()
 }
 
@@ -80,30 +80,30 @@ fn each_difference_reason_is_reported_with_its_count() {
     let third = RunningLab::start_layout(&["shared-content=e:200"]).unwrap();
     let pids = [&first, &second, &third].map(RunningLab::pid);
     let merged = merge_with_interlude(&pids, || {
-        // Each leaves a partner alone, whose frame is lost with it.
+        // Each write leaves the other copy of the content without a partner, so a saved frame is lost.
         write_pages(&second, "shared-content", 0..40, false);
-        // One copy less of three.
+        // Three copies become two.
         write_pages(&first, "within", 0..10, false);
         write_pages(&first, "zero", 0..25, false);
         write_pages(&first, "pattern", 0..30, false);
-        // Written, and merged all the same: the one hides the other in the sum.
+        // These pages were written but are merged all the same, as zeros. In the sum, the gain hides the loss.
         write_pages(&second, "shared-content", 40..60, true);
         third.stop().unwrap();
     });
     assert_eq!(merged["outcome"]["end"], "settled", "{merged}");
-    assert_eq!(frames_for_reason(&merged, "written or given back"), -(40 + 10 + 25 + 30 + 20), "{merged}");
-    // Of what it had besides, each page was a frame at most.
+    assert_eq!(frames_for_reason(&merged, "rewritten or freed"), -(40 + 10 + 25 + 30 + 20), "{merged}");
+    // Each other page of the process that exited was one frame at most.
     let targets = merged["plan"]["targets"].as_array().unwrap().iter();
     let thirds =
         targets.filter(|target| target["pid"] == pids[2]).map(|target| target["merging_pages"].as_i64().unwrap());
     let ended = -frames_for_reason(&merged, "in processes that ended");
     assert!((200..=thirds.sum()).contains(&ended), "{ended}: {merged}");
-    let came = frames_for_reason(&merged, "contents that came since");
+    let came = frames_for_reason(&merged, "new duplicates");
     assert!((20..20 + 50).contains(&came), "{came}: {merged}");
     let saved = merged["outcome"]["saved"].as_i64().unwrap() - merged["plan"]["savings"]["gross"].as_i64().unwrap();
     let all = frames_for_reason(&merged, "");
     assert_eq!(all * PAGE_BYTES as i64, saved, "{merged}");
-    // What was written lies in memory as before, and ksmd keeps something of each page of the first two.
+    // Written pages are still in memory, and ksmd keeps metadata for each page of the first two processes.
     let why = |word: &str| {
         let differences = merged["outcome"]["differences"].as_array().unwrap();
         differences.iter().any(|of| of["of"] == "metadata" && of["why"].as_str().unwrap().contains(word))

@@ -1,6 +1,6 @@
-//! `pagefold doctor` on this machine: real KSM, real processes, and remedies that are carried out.
+//! `pagefold doctor` on this machine: real KSM, real processes, and remedies that the tests carry out.
 //!
-//! Needs root, KSM and `pagefold-lab` beside the test (`cargo build -p pagefold-labs`). What is changed is put back.
+//! Needs root, KSM and `pagefold-lab` beside the test (`cargo build -p pagefold-labs`). The tests restore the settings.
 
 #![forbid(unsafe_code)]
 
@@ -15,14 +15,14 @@ use std::time::{Duration, Instant};
 
 const KSM_DIRECTORY: &str = "/sys/kernel/mm/ksm";
 
-/// KSM for this test alone, as it was once the test is over.
+/// Exclusive use of KSM for one test; restores the settings when dropped.
 struct DoctorKsmGuard {
     saved_settings: Vec<(&'static str, String)>,
     _lock: File,
 }
 
 impl DoctorKsmGuard {
-    /// `None`, and a word about it, where the test has not what it needs.
+    /// `None` if a requirement of the test is missing; prints which.
     fn acquire(test: &str) -> Option<Self> {
         let need = if !rustix::process::geteuid().is_root() {
             "root"
@@ -54,13 +54,13 @@ impl DoctorKsmGuard {
 impl Drop for DoctorKsmGuard {
     fn drop(&mut self) {
         for (file, value) in &self.saved_settings {
-            // pages_to_scan is refused where the advisor sets it.
+            // The kernel rejects a write to pages_to_scan while the advisor controls it.
             let _ = fs::write(format!("{KSM_DIRECTORY}/{file}"), value);
         }
     }
 }
 
-/// The value of a setting, of several the one in brackets.
+/// The value of a setting; of several alternatives, the one in brackets.
 fn read_setting(file: &str) -> Option<String> {
     let text = fs::read_to_string(format!("{KSM_DIRECTORY}/{file}")).ok()?;
     let chosen = text.split_once('[').and_then(|(_, rest)| rest.split_once(']'));
@@ -98,7 +98,7 @@ fn run_shell(command: &str) -> bool {
     Command::new("sh").args(["-c", command]).output().unwrap().status.success()
 }
 
-/// Carry out the commands of a remedy up to the first remark, which begins what is to last.
+/// Run the commands of a remedy up to its first comment: after it come the commands that make the change persistent.
 fn apply_remedy(finding: &Value) {
     let remedy = finding["remedy"].as_array().unwrap().iter().map(|line| line.as_str().unwrap());
     let commands: Vec<_> = remedy.take_while(|line| !line.starts_with('#')).collect();
@@ -114,13 +114,13 @@ fn is_remedy_verified(finding: &Value) -> bool {
 
 #[test]
 fn stopped_ksmd_is_found_and_remedy_works() {
-    let Some(ksm) = DoctorKsmGuard::acquire("enrolled_while_ksmd_is_stopped_until_the_remedy") else { return };
+    let Some(ksm) = DoctorKsmGuard::acquire("stopped_ksmd_is_found_and_remedy_works") else { return };
     let lab = RunningLab::start_layout(&["--mergeable", "within=2000,copies=4"]).unwrap();
 
     let (code, host) = run_doctor(&[]);
     let run = single_finding(&host, "ksm-run");
     assert_eq!((code, run["verdict"].as_str()), (Some(1), Some("fail")), "{run:#}");
-    assert!(!is_remedy_verified(run), "nothing was remedied yet");
+    assert!(!is_remedy_verified(run), "the check must fail before the remedy");
     let (code, process) = run_doctor_for(&lab);
     assert_eq!((code, single_finding(&process, "process-run")["verdict"].as_str()), (Some(1), Some("fail")));
     assert_eq!(single_finding(&process, "process-enrolled")["verdict"], "ok");
@@ -131,7 +131,7 @@ fn stopped_ksmd_is_found_and_remedy_works() {
     assert_eq!(single_finding(&host, "ksm-run")["verdict"], "ok");
     assert_eq!(single_finding(&host, "ksm-enrolled")["verdict"], "ok");
 
-    // It does merge then, and the doctor says so.
+    // ksmd now merges, and the doctor reports it.
     ksm.write_setting("pages_to_scan", "5000");
     let deadline = Instant::now() + Duration::from_secs(60);
     let merging = loop {
@@ -150,7 +150,7 @@ fn stopped_ksmd_is_found_and_remedy_works() {
 
 #[test]
 fn shared_memory_is_reported_per_region() {
-    let Some(_ksm) = DoctorKsmGuard::acquire("shared_memory_is_named_region_by_region") else { return };
+    let Some(_ksm) = DoctorKsmGuard::acquire("shared_memory_is_reported_per_region") else { return };
     let lab = RunningLab::start_layout(&["shared-memory=1024,unique=16"]).unwrap();
     let (code, report) = run_doctor_for(&lab);
     assert_eq!(code, Some(1));
@@ -164,9 +164,7 @@ fn shared_memory_is_reported_per_region() {
 
 #[test]
 fn unenrolled_process_fails_and_prctl_enrolled_passes() {
-    let Some(_ksm) = DoctorKsmGuard::acquire("what_is_not_enrolled_fails_and_what_prctl_enrolled_does_not") else {
-        return;
-    };
+    let Some(_ksm) = DoctorKsmGuard::acquire("unenrolled_process_fails_and_prctl_enrolled_passes") else { return };
     let outside = RunningLab::start_layout(&["unique=256"]).unwrap();
     let (code, report) = run_doctor_for(&outside);
     let enrolled = single_finding(&report, "process-enrolled");
@@ -181,7 +179,7 @@ fn unenrolled_process_fails_and_prctl_enrolled_passes() {
 
 #[test]
 fn unprivileged_doctor_calls_no_foreign_process_healthy() {
-    let test = "without_privilege_nothing_of_others_is_called_healthy";
+    let test = "unprivileged_doctor_calls_no_foreign_process_healthy";
     let Some(_ksm) = DoctorKsmGuard::acquire(test) else { return };
     let lab = RunningLab::start_layout(&["--mergeable", "unique=256"]).unwrap();
     let pid = lab.pid();
@@ -190,7 +188,7 @@ fn unprivileged_doctor_calls_no_foreign_process_healthy() {
         command.args(arguments).uid(65534).gid(65534).output()
     };
     let Ok(output) = nobody(&["doctor", "--json", "--pid", &pid.to_string()]) else {
-        println!("skipped: {test} needs a target directory that everybody may read");
+        println!("skipped: {test} needs a target directory that all users can read");
         return;
     };
     let (code, process) = parse_report(output);

@@ -1,5 +1,5 @@
-//! `pagefold doctor` over recorded hosts: exit codes and output of the binary, and hosts on which files are missing,
-//! refused, cut off or full of something else.
+//! `pagefold doctor` over recorded hosts: exit codes and output of the binary. Some hosts have files that are missing,
+//! unreadable, truncated or filled with other data.
 
 #![forbid(unsafe_code)]
 
@@ -50,14 +50,14 @@ AnonHugePages:         0 kB
 Hugetlb:               0 kB
 ";
 
-/// A host that was recorded, in the making.
+/// Builds a recording of a host.
 struct RecordedHostBuilder {
     files: BTreeMap<String, Vec<u8>>,
     absent_lines: String,
 }
 
 impl RecordedHostBuilder {
-    /// One process of user 1000 is enrolled, and nothing is wrong.
+    /// A host without problems: one process of user 1000 is enrolled.
     fn healthy() -> Self {
         let mut host = Self { files: BTreeMap::new(), absent_lines: String::new() };
         for (name, value) in KSM_FILES {
@@ -107,7 +107,7 @@ impl RecordedHostBuilder {
         file("smaps", &smaps_entry("7f0000000000-7f0008000000 rw-p", "", 128 << 10, 128 << 10, vm_flags));
     }
 
-    /// A file that could not be read when the host was recorded.
+    /// Mark a file as unreadable at the time of the recording.
     fn put_absent(&mut self, path: &str, reason: &str) {
         self.files.remove(path);
         self.absent_lines.push_str(&format!("{path}\t{reason}\n"));
@@ -154,10 +154,10 @@ fn run_doctor(folder: &Path, arguments: &[&str]) -> Output {
 
 fn doctor_json(folder: &Path, arguments: &[&str]) -> Value {
     let arguments: Vec<_> = arguments.iter().copied().chain(["--json"]).collect();
-    serde_json::from_slice(&run_doctor(folder, &arguments).stdout).expect("one JSON document")
+    serde_json::from_slice(&run_doctor(folder, &arguments).stdout).expect("the output is not one JSON document")
 }
 
-/// What the binary says of a host: its exit code must be the one expected, with and without `--json`.
+/// Run the doctor on a recording, with and without `--json`; both must exit with the expected code.
 fn check_doctor(change: impl FnOnce(&mut RecordedHostBuilder), arguments: &[&str], code: i32) -> (Value, String) {
     let mut host = RecordedHostBuilder::healthy();
     change(&mut host);
@@ -171,7 +171,7 @@ fn check_doctor(change: impl FnOnce(&mut RecordedHostBuilder), arguments: &[&str
 fn verdict_of_rule<'a>(report: &'a Value, rule: &str) -> &'a str {
     let findings = report["findings"].as_array().unwrap();
     let finding = findings.iter().find(|finding| finding["rule"] == rule);
-    finding.unwrap_or_else(|| panic!("no {rule} in {report:#}"))["verdict"].as_str().unwrap()
+    finding.unwrap_or_else(|| panic!("no finding of {rule} in {report:#}"))["verdict"].as_str().unwrap()
 }
 
 #[test]
@@ -198,7 +198,7 @@ fn warning_exits_0() {
 fn failed_check_exits_1() {
     let (report, text) = check_doctor(|host| host.put_file("sys/kernel/mm/ksm/run", "0\n"), &[], 1);
     assert_eq!(verdict_of_rule(&report, "ksm-run"), "fail");
-    assert_eq!(report["findings"][0]["rule"], "ksm-run", "worst first");
+    assert_eq!(report["findings"][0]["rule"], "ksm-run", "the report must list the worst finding first");
     assert!(text.starts_with("FAIL     ksmd is stopped while memory is enrolled"), "{text}");
 }
 
@@ -239,7 +239,7 @@ fn unreadable_process_exits_3_and_is_named() {
     assert_eq!(report["not_seen"][0]["comm"], "init");
     assert_eq!(verdict_of_rule(&report, "ksm-ineligible"), "unknown");
     assert!(text.contains("Memory that was not seen: init (1, permission denied).\n"), "{text}");
-    // A failure weighs more than what is unknown.
+    // A failed check takes precedence over an unknown one in the exit code.
     let change = |host: &mut RecordedHostBuilder| {
         host.put_absent("proc/1/smaps", "denied");
         host.put_file("sys/kernel/mm/ksm/run", "0\n");
@@ -249,7 +249,7 @@ fn unreadable_process_exits_3_and_is_named() {
 
 #[test]
 fn hidden_processes_are_not_counted_as_zero() {
-    // hidepid, or another PID namespace: no kernel thread is to be seen.
+    // With hidepid, or in another PID namespace, no kernel thread is visible.
     let (report, _) = check_doctor(|host| host.files.retain(|path, _| !path.starts_with("proc/37/")), &[], 3);
     assert_eq!(report["not_seen"][0]["pid"], 0);
     for rule in ["ksm-tuners", "ksm-domains", "ksm-keys", "ksmd-cpu", "ksm-ineligible"] {
@@ -283,7 +283,7 @@ fn tuner_is_found_by_its_command_line() {
         host.put_file("proc/200/cmdline", "/bin/bash\0/usr/sbin/ksmtuned\0");
     };
     let (report, _) = check_doctor(change, &[], 0);
-    assert_eq!(verdict_of_rule(&report, "ksm-tuners"), "ok", "any user may give a program this name");
+    assert_eq!(verdict_of_rule(&report, "ksm-tuners"), "ok", "any user can give a program this name");
     let of_root = |host: &mut RecordedHostBuilder| {
         change(host);
         host.put_file("proc/200/status", "Uid:\t0\t0\t0\t0\nVmPin:\t       0 kB\nSeccomp:\t0\nThreads:\t1\n");
@@ -338,7 +338,7 @@ fn several_processes_get_one_section_each() {
     );
 }
 
-/// Everything the rules find on a host, for the host and for a process, by rule: the best verdict of each.
+/// The best verdict of each rule, over all findings about the host and one process.
 fn verdicts_by_rule(host: &dyn pagefold_host::Host, pid: u32) -> BTreeMap<&'static str, Verdict> {
     let facts = doctor_facts::gather_host_facts(host, &[Pid(pid)], &Default::default());
     let process = facts.processes.iter().find(|facts| facts.process.id.pid == Pid(pid));
@@ -368,14 +368,14 @@ fn unreadable_host_is_not_healthy() {
     for (i, fault) in faults.iter().enumerate() {
         let faulty = FaultyHost::new(&recording, |_| Some(fault.clone()));
         for (rule, verdict) in verdicts_by_rule(&faulty, 100) {
-            // That the folder is there is all that it takes.
+            // This rule only needs the KSM directory to exist.
             let fits = verdict == Verdict::Unknown || (rule == "ksm-kernel" && verdict == Verdict::Ok);
             assert!(fits, "fault {i}: {rule} is {verdict}");
         }
     }
 }
 
-/// A host on which much is wrong.
+/// A host with many problems.
 fn unhealthy_host() -> RecordedHostBuilder {
     let mut host = RecordedHostBuilder::healthy();
     for (name, value) in [
@@ -418,7 +418,7 @@ fn no_single_fault_improves_a_verdict() {
     let asked = asked.into_inner().unwrap();
     assert!(asked.len() > 40, "{asked:?}");
     for path in &asked {
-        // A single number cannot be told from its first digits, and the kernel does not cut it.
+        // A truncated number is still a valid number, so short files are emptied. The kernel does not truncate them.
         let bytes = fs::read(folder.path().join("files").join(path)).unwrap_or_default();
         let cut = if bytes.len() < 20 { 0 } else { bytes.len() / 2 };
         let faults = [
@@ -427,7 +427,7 @@ fn no_single_fault_improves_a_verdict() {
             InjectedFault::Truncated(cut),
             InjectedFault::Replaced(b"\xff\xfe\0".to_vec()),
         ];
-        // Any bytes are somebody's command line, and as many as there are.
+        // Any bytes of any length are a valid command line.
         let faults = if path.ends_with("cmdline") { &faults[..2] } else { &faults };
         for fault in faults {
             let faulty = FaultyHost::new(&recording, |asked| (asked == path).then(|| fault.clone()));

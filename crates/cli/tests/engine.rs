@@ -1,5 +1,4 @@
-//! `pagefold engine status` and `pagefold account` of members of the user-space engine whose memory is known page by
-//! page.
+//! `pagefold engine status` and `pagefold account` of user-space engine members whose memory is known page by page.
 
 #![forbid(unsafe_code)]
 
@@ -20,10 +19,10 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// A directory for domains, in memory as by default.
+/// A directory for domains, in tmpfs as by default.
 fn domains_root() -> TempDir {
-    let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    fs::set_permissions(root.path(), fs::Permissions::from_mode(0o700)).expect("its owner may");
+    let root = tempfile::tempdir_in("/dev/shm").expect("cannot create a directory in /dev/shm");
+    fs::set_permissions(root.path(), fs::Permissions::from_mode(0o700)).expect("cannot set the mode");
     root
 }
 
@@ -34,10 +33,10 @@ struct EngineExampleMember {
     answers: BufReader<ChildStdout>,
 }
 
-/// The example, built as this test was.
+/// The example program, in the same build profile as this test.
 fn example_path() -> Option<PathBuf> {
-    let tests = std::env::current_exe().expect("a test is a program");
-    let member = tests.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples/member");
+    let tests = std::env::current_exe().expect("cannot find the path of the test program");
+    let member = tests.parent().and_then(Path::parent).expect("not in target/PROFILE/deps").join("examples/member");
     if member.exists() {
         return Some(member);
     }
@@ -47,9 +46,9 @@ fn example_path() -> Option<PathBuf> {
 
 impl EngineExampleMember {
     fn start(mut command: Command) -> Self {
-        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("it runs");
-        let says = child.stdin.take().expect("a pipe");
-        let tells = BufReader::new(child.stdout.take().expect("a pipe"));
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("cannot start the member");
+        let says = child.stdin.take().expect("the member has no pipe");
+        let tells = BufReader::new(child.stdout.take().expect("the member has no pipe"));
         let mut member = Self { child, commands: says, answers: tells };
         assert_eq!(member.read_answer(), "ready");
         member
@@ -63,12 +62,12 @@ impl EngineExampleMember {
 
     fn read_answer(&mut self) -> String {
         let mut line = String::new();
-        self.answers.read_line(&mut line).expect("text");
+        self.answers.read_line(&mut line).expect("cannot read the member's answer");
         line.trim_end().to_owned()
     }
 
     fn run_command(&mut self, line: &str) -> String {
-        writeln!(self.commands, "{line}").expect("it lives");
+        writeln!(self.commands, "{line}").expect("the member has exited");
         self.read_answer()
     }
 
@@ -89,25 +88,26 @@ fn run_pagefold(root: &Path, arguments: &[&str]) -> Output {
     command.env("PAGEFOLD_RUNTIME", root).args(arguments).output().expect("the binary runs")
 }
 
-/// A report of the schema that is published.
+/// Run pagefold; returns its report, checked against the published schema.
 fn report_json(root: &Path, schema: &str, arguments: &[&str]) -> Value {
     let output = run_pagefold(root, arguments);
     let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"));
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{schema}.json"));
-    let schema = serde_json::from_slice(&fs::read(path).expect("a schema")).expect("JSON");
-    let validator = jsonschema::validator_for(&schema).expect("a schema");
+    let schema = serde_json::from_slice(&fs::read(path).expect("no schema")).expect("not JSON");
+    let validator = jsonschema::validator_for(&schema).expect("the schema is not valid");
     let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
     report
 }
 
 fn pages_of(value: &Value, name: &str) -> u64 {
-    let bytes = value[name].as_u64().unwrap_or_else(|| panic!("{name} in {value:#}"));
+    let bytes = value[name].as_u64().unwrap_or_else(|| panic!("no {name} in {value:#}"));
     assert_eq!(bytes % PAGE_BYTES, 0, "{name}");
     bytes / PAGE_BYTES
 }
 
-/// Two members of 2000 pages: 1500 that both hold, 300 of zeros in the first, and 100 of each one's own.
+/// Two members of 2000 pages: both hold the same 1500 pages, the first also holds 300 zero pages, and each holds 100
+/// unique pages.
 fn start_two_members(member: &Path, root: &Path) -> [EngineExampleMember; 2] {
     let mut members = [
         EngineExampleMember::start_member(member, root, 2000, &[]),
@@ -142,7 +142,7 @@ fn domain_status_matches_its_memory() {
     assert_eq!(domain["uid"].as_u64(), Some(u64::from(rustix::process::geteuid().as_raw())));
     for (who, merges, zeros) in [(&first, 2, 300), (&second, 1, 0)] {
         let members = domain["members"].as_array().unwrap();
-        let told = members.iter().find(|member| member["pid"] == who.pid()).expect("the member");
+        let told = members.iter().find(|member| member["pid"] == who.pid()).expect("the domain has no such member");
         assert_eq!((told["comm"].as_str(), told["merges"].as_u64()), (Some("member"), Some(merges)));
         assert_eq!(
             (pages_of(told, "merged"), pages_of(told, "zeros"), pages_of(told, "saved")),
@@ -154,7 +154,7 @@ fn domain_status_matches_its_memory() {
         assert_eq!(pages_of(&told["regions"][0], "saved"), 750 + zeros);
     }
     let told = domain["members"].as_array().unwrap().iter().find(|member| member["pid"] == idle.pid());
-    let told = told.expect("the one that has not merged");
+    let told = told.expect("the domain lacks the member that has not merged");
     assert_eq!(
         (told["merges"].as_u64(), told["max_slowdown"].as_f64(), pages_of(told, "adopted")),
         (Some(0), Some(0.5), 10)
@@ -162,31 +162,31 @@ fn domain_status_matches_its_memory() {
     assert_eq!(told.get("last_merge_seconds_ago"), None);
 
     let list = run_pagefold(root.path(), &["engine", "status"]);
-    let text = String::from_utf8(list.stdout).expect("UTF-8");
+    let text = String::from_utf8(list.stdout).expect("not UTF-8");
     let line = text.lines().find(|line| line.trim_start().starts_with("known ")).unwrap_or_else(|| panic!("{text}"));
     for figure in ["15.7 MiB", "11.7 MiB", "1.17 MiB", "5.86 MiB", "7.03 MiB"] {
-        assert!(line.contains(figure), "{figure} in {line}");
+        assert!(line.contains(figure), "{figure} is not in {line}");
     }
-    // To root other users' domains are shown, too, and what of them could not be read.
+    // As root, the status also lists other users' domains and reports what it could not read.
     let missed = text.contains("Not seen") || text.contains("could not be read");
     assert_eq!(list.status.code(), Some(if missed { 3 } else { 0 }), "{text}");
     let details = run_pagefold(root.path(), &["engine", "status", "known"]);
-    let text = String::from_utf8(details.stdout).expect("UTF-8");
+    let text = String::from_utf8(details.stdout).expect("not UTF-8");
     assert!(text.contains("1,500 pages, 5.86 MiB; mapped by 3,000 pages of members: 2.00 pages share one"), "{text}");
 
-    // Looking left everything as it was.
+    // `engine status` changed nothing.
     assert_eq!(first.run_command("check"), "same");
     let pid = second.pid();
     drop(second);
     let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
     let domain = &seen["domains"][0];
-    assert_eq!((domain["ended"].as_u64(), pages_of(domain, "merged")), (Some(1), 1500), "killed");
+    assert_eq!((domain["ended"].as_u64(), pages_of(domain, "merged")), (Some(1), 1500), "a killed member");
     assert!(domain["members"].as_array().unwrap().iter().all(|member| member["pid"] != pid));
     for _ in 0..3 {
         first.run_command("merge");
     }
     let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
-    assert_eq!(seen["domains"][0]["ended"].as_u64(), Some(0), "what it told is gone once each has merged");
+    assert_eq!(seen["domains"][0]["ended"].as_u64(), Some(0), "merges must remove the record");
 }
 
 #[test]
@@ -213,14 +213,14 @@ fn absent_domain_is_reported() {
     assert_eq!(output.status.code(), Some(2));
 }
 
-/// What root is shown of another user's directory is that user's doing, and leads nowhere else.
+/// What root sees of another user's directory is that user's responsibility, and no link leads root outside it.
 #[test]
 fn root_sees_all_domains_and_trusts_no_directory() {
     let Some(member) = example_path() else { return };
     if !is_root() {
         return println!("skipped: needs root to become another user");
     }
-    // So that two runs on one machine do not meet.
+    // A unique user id, so that two test runs on one machine do not collide.
     let uid = 3_000_000_000 + std::process::id();
     let (theirs, name) = (PathBuf::from(format!("/dev/shm/pagefold-{uid}")), format!("theirs-{uid}"));
     struct RemovedOnDrop(PathBuf);
@@ -230,11 +230,11 @@ fn root_sees_all_domains_and_trusts_no_directory() {
         }
     }
     let removed = RemovedOnDrop(theirs.clone());
-    // What the user may execute, wherever this tree is.
+    // A copy that the user can execute, wherever this tree is.
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let program = folder.path().join("member");
-    // By another process: a child that another test starts would hold the file open for writing.
+    // `install` runs as a separate process: a child of another test would keep the copy open for writing.
     let copied = Command::new("install").args(["-m", "755"]).args([&member, &program]).status().unwrap();
     assert!(copied.success());
     let mut command = Command::new(&program);
@@ -252,9 +252,9 @@ fn root_sees_all_domains_and_trusts_no_directory() {
         (Some(uid.into()), 100, 50)
     );
 
-    // A record that names a process of somebody else.
+    // A forged record that names another user's process.
     let records: Vec<PathBuf> = theirs.join(&name).read_dir().unwrap().map(|entry| entry.unwrap().path()).collect();
-    let record = records.iter().find(|path| path.to_string_lossy().contains("status-")).expect("a record");
+    let record = records.iter().find(|path| path.to_string_lossy().contains("status-")).expect("no status record");
     let mut forged = fs::read(record).unwrap();
     let stat = fs::read_to_string("/proc/self/stat").unwrap();
     let start: u64 = stat.rsplit_once(')').unwrap().1.split_ascii_whitespace().nth(19).unwrap().parse().unwrap();
@@ -271,7 +271,7 @@ fn root_sees_all_domains_and_trusts_no_directory() {
     assert!(text.contains("1 record of a member") && !text.contains("elsewhere"), "{text}");
     assert_eq!(seen()["domains"][0]["members"].as_array().map(Vec::len), Some(1));
 
-    // A directory that is not that user's is refused whole.
+    // A directory not owned by that user is rejected as a whole.
     chown(&theirs, Some(NOBODY_UID), Some(NOBODY_UID)).unwrap();
     let output = run_pagefold(root.path(), &["engine", "status"]);
     let text = String::from_utf8(output.stdout).unwrap();
@@ -284,8 +284,8 @@ fn root_sees_all_domains_and_trusts_no_directory() {
     drop(removed);
 }
 
-/// Shares of the store's pages are in the account, named, and add up: 1500 of two members, of which 40 were written by
-/// one of them since. None is missed because the kernel was moving it.
+/// The account names the shares of store pages, and they add up: 1500 pages of two members, of which one has rewritten
+/// 40. The account misses no page because of compaction.
 #[test]
 fn account_reports_engine_shares() {
     let Some(member) = example_path() else { return };
@@ -295,27 +295,27 @@ fn account_reports_engine_shares() {
     let pids: Vec<String> = [&first, &second].iter().map(|member| format!("--pid={}", member.pid())).collect();
     let arguments = ["account", "--json", &pids[0], &pids[1]];
     let account = || report_json(root.path(), "account", &arguments);
-    // On a machine that is busy with other things it may keep a page for longer than anybody waits.
+    // On a busy machine the kernel may keep a page isolated for a long time.
     let exact = || account()["total"]["engine_pages"].as_u64() == Some(1500 + 1460);
-    assert!(during_compaction(|| (0..5).any(|_| exact())), "none of five");
+    assert!(during_compaction(|| (0..5).any(|_| exact())), "none of five accounts found all engine pages");
     let account = account();
     let of = |name: &str| account["total"][name].as_u64();
     assert_eq!(of("engine_pages"), Some(1500 + 1460), "{account:#}");
     let text = String::from_utf8(run_pagefold(root.path(), &["account", &pids[0], &pids[1]]).stdout).expect("UTF-8");
     assert!(text.contains("engine"), "{text}");
     if !is_root() {
-        assert_eq!(of("engine_saved"), None, "shares are not known without the frames");
-        return println!("skipped: needs root to look at frames");
+        assert_eq!(of("engine_saved"), None, "shares need frames, which only root can read");
+        return println!("skipped: needs root to read frames");
     }
-    // Each page of the store once, between both.
+    // Each page of the store counts once, divided between both members.
     assert_eq!(of("engine_fair_share"), Some(1500 * PAGE_BYTES), "{account:#}");
     assert_eq!(of("engine_saved"), Some(1460 * PAGE_BYTES));
     assert!(text.contains("the user-space engine saves them 5.70 MiB"), "{text}");
     for (who, merged, fair) in [(&first, 1500, 1460 / 2 + 40), (&second, 1460, 1460 / 2)] {
         let process = account["processes"].as_array().unwrap().iter().find(|process| process["pid"] == who.pid());
-        let process = process.expect("the process");
+        let process = process.expect("the account has no such process");
         assert_eq!(process["engine_pages"].as_u64(), Some(merged));
         assert_eq!(pages_of(process, "engine_fair_share"), fair);
-        assert!(process["fair_share"].as_u64() >= Some(fair * PAGE_BYTES), "it is a part of all");
+        assert!(process["fair_share"].as_u64() >= Some(fair * PAGE_BYTES), "a share exceeds the total");
     }
 }

@@ -1,4 +1,4 @@
-//! The census of real virtual machines: who they are, what they hold alike, and that their memory is theirs to find.
+//! The census of real virtual machines: their names, their common content, and their memory as regions of QEMU.
 
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::client::RunningLab;
@@ -21,7 +21,7 @@ fn guests_are_named_and_share_their_common_data() {
     }
     const BYTES_PER_MIB: u64 = 1 << 20;
     let arguments = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8", "--names", "twin"];
-    let fleet = RunningLab::start_fleet(&arguments).expect("two guests");
+    let fleet = RunningLab::start_fleet(&arguments).expect("cannot start two guests");
     let census = report_json(&["census", "--json", "--vm", "twin-0", "--vm", "twin-1"]);
     let vms = census["vms"].as_array().unwrap();
     assert_eq!(vms.len(), 2, "{vms:?}");
@@ -30,7 +30,7 @@ fn guests_are_named_and_share_their_common_data() {
         assert_eq!(process["vm"]["name"], guest.name.as_str());
         assert_eq!(process["vm"]["monitor"], "qemu");
         assert_eq!(process["vm"]["memory"], 112 * BYTES_PER_MIB);
-        // Root's guests are trust domains of their own, so what they share crosses domains.
+        // Guests started by root are separate trust domains, so their common content crosses domains.
         assert!(
             process["bytes"]["duplicate_across_domains"].as_u64().unwrap() >= 16 * BYTES_PER_MIB,
             "{}",
@@ -42,14 +42,14 @@ fn guests_are_named_and_share_their_common_data() {
             let end = |name: &str| u64::from_str_radix(region[name].as_str().unwrap(), 16).unwrap();
             end("end") - end("start") == 112 * BYTES_PER_MIB
         });
-        assert_eq!(ram.expect("guest RAM is a region")["mergeable"], true);
+        assert_eq!(ram.expect("no region is guest RAM")["mergeable"], true);
     }
     let matrix = &census["matrix"]["pages"];
     let shared = matrix[0][1].as_u64().unwrap() * census["page_size"].as_u64().unwrap();
     assert!(shared >= 16 * BYTES_PER_MIB, "{matrix}");
-    // Each copy but one of what is the same comes back: 16 MiB at least.
+    // All copies but one of the common content can be saved: at least 16 MiB.
     assert!(census["savings"]["whole"]["gross"].as_u64().unwrap() >= 16 * BYTES_PER_MIB);
-    // Guided figures keep to trust domains; as one domain the guests give more than enrolled whole.
+    // Guided savings respect trust domains. As one domain, the guests save more than by enrolling them whole.
     let one = report_json(&["census", "--json", "--domains", "host", "--vm", "twin-0", "--vm", "twin-1"]);
     assert!(one["savings"]["guided"]["net"].as_i64() >= one["savings"]["whole"]["net"].as_i64(), "{}", one["savings"]);
     assert!(census["savings"]["guided"]["net"].as_i64() < one["savings"]["guided"]["net"].as_i64());

@@ -1,7 +1,8 @@
-//! What every read-only command prints of every recorded host in `fixtures/recordings`, held against the files in
-//! `fixtures/expected`. A folder that is put there is taken up by itself; `UPDATE_GOLDEN=1` writes what is expected.
+//! Compares the output of every read-only command over every recording in `fixtures/recordings` with the files in
+//! `fixtures/expected`. A new recording directory is included automatically; `UPDATE_GOLDEN=1` rewrites the expected
+//! files.
 //!
-//! Where a recording has `layouts.txt`, what the lab laid out is the truth that the census must find.
+//! If a recording has `layouts.txt`, the census must find exactly the layout described there.
 
 use pagefold_labs::output_lines::{READY_PREFIX, RegionLine};
 use serde_json::Value;
@@ -10,7 +11,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
-/// The commands, by the names of the files with what they print.
+/// The golden file of each command, and its arguments.
 const COMMANDS: &[(&str, &[&str])] = &[
     ("census.txt", &["census", "--regions", "--extents"]),
     ("census.json", &["census", "--json", "--top", "3"]),
@@ -21,7 +22,7 @@ const COMMANDS: &[(&str, &[&str])] = &[
     ("account.json", &["account", "--explain", "--json"]),
     ("doctor.txt", &["doctor", "--verbose"]),
     ("doctor.json", &["doctor", "--json"]),
-    // What the lab lays out is small.
+    // The lab's layouts are small, so their profit is, too.
     ("merge.txt", &["merge", "--dry-run", "--min-profit", "4KiB"]),
     ("unmerge.txt", &["unmerge", "--dry-run", "--all"]),
     ("policy.txt", &["policy", "show"]),
@@ -34,7 +35,7 @@ fn fixtures_path() -> PathBuf {
 /// The names of the recordings.
 fn recording_names() -> Vec<String> {
     let mut names: Vec<String> = fs::read_dir(fixtures_path().join("recordings"))
-        .expect("the recordings")
+        .expect("cannot read fixtures/recordings")
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();
     names.sort();
@@ -44,7 +45,7 @@ fn recording_names() -> Vec<String> {
 
 fn run_on_recording(recording: &str, arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_pagefold"))
-        // So that the name of the host is the same everywhere.
+        // Relative paths make the host's name the same on every machine.
         .current_dir(fixtures_path().join("recordings"))
         .env_remove("COLUMNS")
         .args(["--host", &format!("recording:{recording}")])
@@ -57,7 +58,7 @@ fn json_on_recording(recording: &str, arguments: &[&str]) -> Value {
     serde_json::from_slice(&run_on_recording(recording, arguments).stdout).expect("JSON")
 }
 
-/// What was printed without what differs from run to run and from machine to machine: how long it took, and with what.
+/// The output without the parts that differ between runs and machines: durations and the resources used.
 fn mask_text(text: &str) -> String {
     if let Ok(mut report) = serde_json::from_str::<Value>(text) {
         mask_json(&mut report);
@@ -74,7 +75,7 @@ fn mask_json(value: &mut Value) {
             for (name, value) in fields {
                 match name.as_str() {
                     "seconds" | "bytes_per_second" | "index_bytes" | "fingerprint" => *value = "masked".into(),
-                    // As long as all the rest, and in the text.
+                    // As long as the rest of the report, and included in the text output.
                     "regions" => *value = value.as_array().map(Vec::len).into(),
                     _ => mask_json(value),
                 }
@@ -84,8 +85,8 @@ fn mask_json(value: &mut Value) {
     }
 }
 
-/// Whether a recording has all of KSM's settings. Those that were made before they were kept have the advisor's mode
-/// and not its bounds, of which `policy show` would say that the kernel has none.
+/// Whether a recording has all of KSM's settings. Old recordings have the advisor's mode but not its bounds, and
+/// `policy show` would report that the kernel has none.
 fn has_ksm_settings(recording: &str) -> bool {
     let has = |file: &str| {
         fixtures_path().join("recordings").join(recording).join("files/sys/kernel/mm/ksm").join(file).exists()
@@ -104,8 +105,8 @@ fn output_over_every_recording_matches_golden_files() {
         {
             let output = run_on_recording(&recording, arguments);
             let error = String::from_utf8_lossy(&output.stderr);
-            let text = mask_text(std::str::from_utf8(&output.stdout).expect("UTF-8"));
-            let code = output.status.code().expect("an exit code");
+            let text = mask_text(std::str::from_utf8(&output.stdout).expect("the output is not UTF-8"));
+            let code = output.status.code().expect("pagefold was killed by a signal");
             let printed = format!("{text}{error}exit status {code}\n");
             let path = folder.join(file);
             if update {
@@ -122,7 +123,7 @@ fn output_over_every_recording_matches_golden_files() {
     }
     assert!(
         wrong.is_empty(),
-        "not as in fixtures/expected; if it is right as it is now, UPDATE_GOLDEN=1 writes it down:\n{}",
+        "the output differs from fixtures/expected; if the new output is correct, run with UPDATE_GOLDEN=1:\n{}",
         wrong.join("\n")
     );
 }
@@ -131,7 +132,7 @@ fn output_over_every_recording_matches_golden_files() {
 fn json_over_every_recording_matches_its_schema() {
     for recording in recording_names() {
         let whole = json_on_recording(&recording, &["doctor", "--json"]);
-        assert_eq!(whole["processes"].as_array().map(Vec::len), Some(0), "the host was asked for, and no process");
+        assert_eq!(whole["processes"].as_array().map(Vec::len), Some(0), "a report on the host lists processes");
         let census = json_on_recording(&recording, &["census", "--json"]);
         let pid = format!("--pid={}", census["processes"][0]["pid"]);
         for arguments in [
@@ -148,17 +149,17 @@ fn json_over_every_recording_matches_its_schema() {
             &["policy", "show", "--json"],
         ] {
             let schema =
-                fs::read(fixtures_path().join(format!("../docs/schema/{}.json", arguments[0]))).expect("a schema");
+                fs::read(fixtures_path().join(format!("../docs/schema/{}.json", arguments[0]))).expect("no schema");
             let schema = serde_json::from_slice(&schema).expect("JSON");
             let report = json_on_recording(&recording, arguments);
-            let validator = jsonschema::validator_for(&schema).expect("a schema");
+            let validator = jsonschema::validator_for(&schema).expect("the schema is not valid");
             let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
             assert!(wrong.is_empty(), "{recording} {arguments:?}: {wrong:#?}");
         }
     }
 }
 
-/// What the lab laid out: processes with their regions, in the order of `fixtures/scene.sh`.
+/// The recorded layouts: processes with their regions, in the order of `fixtures/scene.sh`.
 fn recorded_layouts(recording: &str) -> Option<Vec<(u64, Vec<RegionLine>)>> {
     let text = fs::read_to_string(fixtures_path().join("recordings").join(recording).join("layouts.txt")).ok()?;
     let mut layouts = Vec::new();
@@ -166,7 +167,7 @@ fn recorded_layouts(recording: &str) -> Option<Vec<(u64, Vec<RegionLine>)>> {
     for line in text.lines() {
         match line.strip_prefix(READY_PREFIX) {
             Some(pid) => {
-                let pid = pid.strip_prefix("pid=").expect("a number").parse().unwrap();
+                let pid = pid.strip_prefix("pid=").expect("a layout must begin with pid=").parse().unwrap();
                 layouts.push((pid, std::mem::take(&mut regions)));
             }
             None => regions.push(serde_json::from_str(line).unwrap()),
@@ -175,10 +176,10 @@ fn recorded_layouts(recording: &str) -> Option<Vec<(u64, Vec<RegionLine>)>> {
     Some(layouts)
 }
 
-/// The classes that a census found in a range of a process, in pages.
+/// The classes that a census found in a region of a process, in pages.
 fn classes_of_region(census: &Value, pid: u64, region: &RegionLine) -> BTreeMap<String, u64> {
     let processes = census["processes"].as_array().unwrap();
-    let process = processes.iter().find(|process| process["pid"] == pid).expect("the process");
+    let process = processes.iter().find(|process| process["pid"] == pid).expect("the census has no such process");
     let mut sums: BTreeMap<String, u64> = BTreeMap::new();
     for part in process["regions"].as_array().unwrap() {
         let start = u64::from_str_radix(part["start"].as_str().unwrap(), 16).unwrap();
@@ -207,7 +208,7 @@ fn census_finds_the_recorded_layouts() {
                     ("zero" | "within" | "shared-content", _) if enrolled => &["merged"],
                     ("zero", _) => &["zero"],
                     ("within", _) => &["duplicate", "duplicate_within_process"],
-                    // Only root can make them another user's.
+                    // Only root can start this process as another user.
                     ("shared-content", Some("late")) if root => &["duplicate", "duplicate_across_domains"],
                     ("shared-content", _) => &["duplicate", "duplicate_within_domain"],
                     ("volatile", _) => &["volatile"],
@@ -228,7 +229,7 @@ fn census_finds_the_recorded_layouts() {
 fn recording_keeps_the_numa_node_of_frames() {
     let census = json_on_recording("linux-6.1", &["census", "--json"]);
     let bytes = |way: &str| census["savings"][way]["gross"].as_u64().unwrap();
-    // The third layout has, on the other node, 20 pages of which the first two have merged copies.
+    // The third layout, on the other node, has 20 pages whose content is merged in the first two.
     let twice = 20 * census["page_size"].as_u64().unwrap();
     assert!(bytes("whole") + twice <= bytes("upper_bound"), "{:#}", census["savings"]);
 }

@@ -1,7 +1,7 @@
-//! Domains of a real libvirt, which runs all of them as one user and each behind QEMU's seccomp filter: that each is a
-//! trust domain of its own, that what their owner forbids is heeded, and that none is harmed.
+//! Domains of a real libvirt, which runs them all as one user, each behind QEMU's seccomp filter. Each domain must be
+//! its own trust domain, a domain whose owner forbids merging must stay unmerged, and no domain may be harmed.
 //!
-//! `labs/libvirt.sh` starts libvirt and its domains in namespaces of their own and ends them with the test.
+//! `labs/libvirt.sh` starts libvirt and its domains in separate namespaces and ends them with the test.
 
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::ksm::KsmTestGuard;
@@ -16,27 +16,28 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
-/// What each domain is: its name comes before it. All hold the same 24 MiB, and 4 MiB alone; the last is not to be merged.
+/// Memory sizes of each domain in MiB; its name comes first. All hold the same 24 MiB, and 4 MiB of their own; the
+/// owner of the last domain forbids merging.
 const SHARING_GUEST: &str = "112:24:4";
 const SEALED_GUEST: &str = "112:24:4:<memoryBacking><nosharepages/></memoryBacking>";
 
 const BYTES_PER_MIB: u64 = 1 << 20;
 
-/// How long anything may take that is waited for.
+/// Timeout for everything that the test waits for.
 const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A libvirt with its domains.
+/// A running libvirt with its domains.
 struct LibvirtSession {
     process: Child,
     shell: Option<ChildStdin>,
     lines: Receiver<String>,
     directory: TempDir,
-    /// Two that are to share, and one that is not to be merged; no other test's guests have such names.
+    /// Two domains that share, and one that must not be merged. No other test's guests have these names.
     domain_names: [String; 3],
 }
 
 impl LibvirtSession {
-    /// Start it, and wait until its guests hold their data.
+    /// Start libvirt, and wait until its guests have written their data.
     fn start() -> Self {
         let directory = tempfile::Builder::new().prefix("pagefold-libvirt-").tempdir().unwrap();
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).unwrap();
@@ -54,7 +55,7 @@ impl LibvirtSession {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("libvirt.sh");
+            .expect("cannot start libvirt.sh");
         let (told, lines) = mpsc::channel();
         let output = process.stdout.take().unwrap();
         std::thread::spawn(move || {
@@ -69,25 +70,25 @@ impl LibvirtSession {
             let serial = fs::read_to_string(libvirt.directory.path().join(format!("{name}.serial")));
             serial.is_ok_and(|text| text.lines().any(|line| line.trim() == "READY"))
         };
-        wait_until("the guests are ready", || libvirt.domain_names.iter().all(ready));
+        wait_until("the data of all guests", || libvirt.domain_names.iter().all(ready));
         libvirt
     }
 
-    /// A pattern of the names of those that share.
+    /// A glob pattern that matches the names of the sharing domains.
     fn sharing_names_glob(&self) -> String {
         format!("web{}-*", std::process::id())
     }
 
-    /// The configuration that has them share, by user and name.
+    /// A configuration that puts the sharing domains into one trust domain, by user and name.
     fn group_config(&self) -> String {
         format!("[[domain]]\nname = \"web\"\nusers = [\"libvirt-qemu\"]\nvms = [\"{}\"]\n", self.sharing_names_glob())
     }
 
-    /// What it says until a line that ends that.
+    /// Lines of standard output up to and including the first for which `is_end` is true.
     fn read_until(&self, is_end: impl Fn(&str) -> bool) -> Vec<String> {
         let mut lines = Vec::new();
         loop {
-            let line = self.lines.recv_timeout(TEST_TIMEOUT).expect("libvirt.sh answers; its standard error says more");
+            let line = self.lines.recv_timeout(TEST_TIMEOUT).expect("no answer; see standard error of libvirt.sh");
             lines.push(line);
             if lines.last().is_some_and(|line| is_end(line)) {
                 return lines;
@@ -95,7 +96,7 @@ impl LibvirtSession {
         }
     }
 
-    /// Run a command where libvirt is. It has to succeed.
+    /// Run a command in libvirt's namespaces. The command must succeed.
     fn run_shell(&mut self, command: &str) -> String {
         writeln!(self.shell.as_mut().unwrap(), "{command}").unwrap();
         let lines = self.read_until(|line| line.starts_with("END "));
@@ -103,7 +104,7 @@ impl LibvirtSession {
         lines.join("\n")
     }
 
-    /// That every domain still runs, and libvirt holds none for tampered with.
+    /// Assert that every domain still runs, and that libvirt marks none as tainted.
     fn assert_domains_unharmed(&mut self) {
         for name in self.domain_names.clone() {
             assert!(self.run_shell(&format!("virsh domstate {name}")).contains("running"), "{name}");
@@ -117,7 +118,8 @@ impl LibvirtSession {
 
 impl Drop for LibvirtSession {
     fn drop(&mut self) {
-        // It ends with its standard input, and at the latest when it is killed; all that it started is in its namespace.
+        // The script exits when its standard input closes, or when it is killed. All processes it started are in its
+        // namespace.
         drop(self.shell.take());
         let deadline = Instant::now() + Duration::from_secs(5);
         while matches!(self.process.try_wait(), Ok(None)) && Instant::now() < deadline {
@@ -128,7 +130,7 @@ impl Drop for LibvirtSession {
     }
 }
 
-/// A daemon behind timeout(1), which passes on a signal to end. Ended with the test.
+/// A daemon started by timeout(1), which forwards SIGTERM. Dropping this stops the daemon.
 struct LibvirtDaemon(Child);
 
 impl LibvirtDaemon {
@@ -150,12 +152,12 @@ impl Drop for LibvirtDaemon {
 fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
     let deadline = Instant::now() + TEST_TIMEOUT;
     while !is_met() {
-        assert!(Instant::now() < deadline, "it never came to be: {condition}");
+        assert!(Instant::now() < deadline, "timeout: {condition}");
         sleep(Duration::from_millis(100));
     }
 }
 
-/// Where the state of pagefold and its configuration are.
+/// The directory with Pagefold's state and configuration.
 struct LibvirtStateDirectory(TempDir);
 
 impl LibvirtStateDirectory {
@@ -172,10 +174,10 @@ impl LibvirtStateDirectory {
     }
 
     fn run(&self, config: &str, arguments: &[&str]) -> Output {
-        self.command(config, arguments).output().expect("timeout runs")
+        self.command(config, arguments).output().expect("cannot start timeout(1)")
     }
 
-    /// The report of a command that ends with one of these codes.
+    /// Run a command that must exit with one of these codes; returns its report.
     fn report_json(&self, config: &str, arguments: &[&str], codes: &[i32]) -> Value {
         let output = self.run(config, &[arguments, &["--json"]].concat());
         let code = output.status.code().unwrap_or(-1);
@@ -184,16 +186,16 @@ impl LibvirtStateDirectory {
     }
 }
 
-/// The number of the process that a census knows by a domain's name.
+/// The pid of the process that a census lists under a domain's name.
 fn pid_by_name(census: &Value, name: &str) -> u64 {
     let mut processes = census["processes"].as_array().unwrap().iter();
     let process = processes.find(|process| process["vm"]["name"] == name);
     process.unwrap_or_else(|| panic!("no {name} in {census}"))["pid"].as_u64().unwrap()
 }
 
-/// Merged memory of a process in bytes, and whether any of it is enrolled.
+/// Merged memory of a process in bytes, and whether any of its memory is enrolled.
 fn merged_bytes(pid: u64) -> (u64, bool) {
-    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("it runs");
+    let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).expect("the process has exited");
     let kib =
         smaps.lines().filter_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB")?.parse::<u64>().ok());
     let enrolled = smaps.lines().filter_map(|line| line.strip_prefix("VmFlags:"));
@@ -209,15 +211,15 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
         return println!("skipped: needs root to start libvirt");
     }
     if !Path::new("/usr/sbin/libvirtd").exists() {
-        return println!("skipped: libvirtd is not there: run labs/setup.sh");
+        return println!("skipped: libvirtd is not installed: run labs/setup.sh");
     }
     if !Command::new("unshare").args(["-mnip", "--fork", "true"]).status().is_ok_and(|status| status.success()) {
-        return println!("skipped: needs namespaces of its own (unshare)");
+        return println!("skipped: needs new namespaces (unshare)");
     }
     let place = LibvirtStateDirectory(tempfile::tempdir().unwrap());
     let mut libvirt = LibvirtSession::start();
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    // QEMU has enrolled guest RAM itself, and another test may have had ksmd run since.
+    // QEMU has enrolled guest RAM itself, and ksmd may have run in another test since.
     let (webs, names) = (libvirt.sharing_names_glob(), libvirt.domain_names.clone());
     let sealed = names[2].clone();
     let unmerged = place.report_json("", &["unmerge", "--vm", &webs], &[0]);
@@ -230,14 +232,14 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     assert!(names.iter().all(is_domain), "{processes:?}");
     assert!(pids[..2].iter().all(|&pid| merged_bytes(pid) == (0, false)), "{unmerged}");
 
-    // All run as one user, and are trust domains of their own all the same.
+    // All domains run as one user and are separate trust domains all the same.
     let quick = ["--vm", &webs, "--settle", "0", "--cpu", "100", "--watch", "0"];
     let merge =
         |config: &str, more: &[&str]| place.report_json(config, &[&["merge"], &quick[..], more].concat(), &[0, 1]);
     let gross = |report: &Value| report["plan"]["savings"]["gross"].as_u64().unwrap();
     let apart = merge("", &[]);
     assert!(pids.iter().all(|&pid| merged_bytes(pid).0 < 16 * BYTES_PER_MIB), "{apart}");
-    // Nor does a group by names alone change that, which any process can take.
+    // A group by names alone does not change that, because any process can take a name.
     let names_alone = libvirt.group_config().replace("users = [\"libvirt-qemu\"]\n", "");
     let warned = place.run(&names_alone, &[&["merge", "--dry-run"], &quick[..]].concat());
     let said = String::from_utf8_lossy(&warned.stderr);
@@ -248,7 +250,7 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     assert!(pids[..2].iter().all(|&pid| merged_bytes(pid).0 >= 24 * BYTES_PER_MIB), "{together}");
     libvirt.assert_domains_unharmed();
 
-    // What its owner forbids is not merged, unless that is asked for.
+    // Memory whose owner forbids merging is not merged without `--ignore-opt-out`.
     let left =
         place.report_json(&libvirt.group_config(), &["merge", "--vm", &sealed, "--dry-run", "--settle", "0"], &[0, 1]);
     assert!(left["plan"]["left_alone"].to_string().contains("its owner forbids merging: mem-merge=off"), "{left}");
@@ -258,7 +260,7 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     let doctor = place.run("", &["doctor", "--json"]);
     let doctor: Value = serde_json::from_slice(&doctor.stdout).expect("JSON");
     let mut findings = doctor["findings"].as_array().unwrap().iter();
-    let opt_out = findings.find(|finding| finding["rule"] == "ksm-opt-out").expect("the rule");
+    let opt_out = findings.find(|finding| finding["rule"] == "ksm-opt-out").expect("no such finding");
     assert!(opt_out["value"].to_string().contains("mem-merge=off"), "{opt_out}");
 
     let account =
@@ -274,8 +276,8 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
         libvirt.group_config()
     );
     let mut daemon = LibvirtDaemon(place.command(&config, &["daemon"]).stderr(Stdio::null()).spawn().unwrap());
-    wait_until("the daemon merges the group", || {
-        assert!(matches!(daemon.0.try_wait(), Ok(None)), "the daemon runs");
+    wait_until("the merge of the group by the daemon", || {
+        assert!(matches!(daemon.0.try_wait(), Ok(None)), "the daemon has exited");
         pids[..2].iter().all(|&pid| merged_bytes(pid).0 >= 24 * BYTES_PER_MIB)
     });
     let status = place.report_json(&config, &["status"], &[0]).to_string();

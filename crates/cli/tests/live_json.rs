@@ -1,5 +1,5 @@
-//! What `merge` and `unmerge` say in JSON of what they did is of the schema that is published. What they say without
-//! doing anything is held against it in `golden.rs`, over recordings.
+//! The JSON reports of a live `merge` and `unmerge` match their published schemas. `golden.rs` checks the reports of
+//! dry runs, over recordings.
 
 #![forbid(unsafe_code)]
 
@@ -10,7 +10,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-/// Run on these processes, expect success and a report of the command's schema, and give it.
+/// Run a command on these processes; it must succeed. Returns its report, checked against the command's schema.
 fn report_json(
     command: &str,
     state: &Path,
@@ -27,8 +27,8 @@ fn report_json(
     assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
     let report: Value = serde_json::from_slice(&output.stdout).expect("JSON");
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(format!("../../docs/schema/{command}.json"));
-    let schema = serde_json::from_slice(&fs::read(path).expect("a schema")).expect("JSON");
-    let validator = jsonschema::validator_for(&schema).expect("a schema");
+    let schema = serde_json::from_slice(&fs::read(path).expect("no schema")).expect("not JSON");
+    let validator = jsonschema::validator_for(&schema).expect("the schema is not valid");
     let wrong: Vec<String> = validator.iter_errors(&report).map(|error| error.to_string()).collect();
     assert!(wrong.is_empty(), "{command}: {wrong:#?}");
     report

@@ -1,4 +1,4 @@
-//! Merging on the live kernel: what is predicted comes, and everything else is as before.
+//! Merging on the live kernel: measured savings match the prediction, and nothing else changes.
 
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::client::RunningLab;
@@ -31,7 +31,7 @@ fn parse_report(output: &Output, code: i32) -> Value {
     serde_json::from_slice(&output.stdout).expect("JSON")
 }
 
-/// Pages of a region that are enrolled.
+/// Enrolled pages of a region.
 fn enrolled_pages(lab: &RunningLab<RegionLine>, region: &RegionLine) -> u64 {
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", lab.pid())).unwrap();
     let mut pages = 0;
@@ -50,7 +50,7 @@ fn enrolled_pages(lab: &RunningLab<RegionLine>, region: &RegionLine) -> u64 {
     pages
 }
 
-/// Wait for something that is bound to come.
+/// Wait until a condition is true.
 fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
     let started = Instant::now();
     while !is_met() {
@@ -59,7 +59,7 @@ fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
     }
 }
 
-/// A merge in the background, so slow that it is still at it when a test acts.
+/// Start a merge so slow that it is still running when the test acts.
 fn start_slow_merge(state: &Path, labs: &[&RunningLab<RegionLine>], options: &[&str]) -> Child {
     let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
     let arguments = [&["--json", "--cpu", "0.1", "--settle", "0", "--watch", "0"], options].concat();
@@ -67,12 +67,12 @@ fn start_slow_merge(state: &Path, labs: &[&RunningLab<RegionLine>], options: &[&
     child.expect("the binary runs")
 }
 
-/// ksmd looks at pages that found no partner in each ninth scan only, those of two programs not in the same ones.
+/// ksmd scans pages that found no partner in each ninth full scan only, and those of two programs in different scans.
 #[test]
 fn pages_skipped_by_smart_scan_are_merged() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     if ksm.read_setting("smart_scan").is_none() {
-        return println!("skipped: this kernel skips nothing (before 6.7)");
+        return println!("skipped: needs smart_scan (Linux 6.7)");
     }
     let state = tempfile::tempdir().unwrap();
     let scans = |scans: i64| {
@@ -88,16 +88,16 @@ fn pages_skipped_by_smart_scan_are_merged() {
     let merging = |lab: &RunningLab<RegionLine>| -> u64 {
         fs::read_to_string(format!("/proc/{}/ksm_merging_pages", lab.pid())).unwrap().trim().parse().unwrap()
     };
-    // They may have been enrolled at times at which their scans are the same.
+    // By chance ksmd may scan both labs in the same scans, so try several delays.
     let labs = (0..5).find_map(|more| {
         let one = RunningLab::start_layout(&specs).unwrap();
         scans(12 + more);
         let other = RunningLab::start_layout(&specs).unwrap();
-        // The other is not new any more when it is enrolled: it has been scanned alone.
+        // The second lab is no longer new when the merge enrolls it: ksmd has scanned it alone.
         scans(30);
         (merging(&other) < 100).then_some([one, other])
     });
-    let Some(labs) = labs else { return println!("skipped: ksmd found all of it by itself") };
+    let Some(labs) = labs else { return println!("skipped: ksmd merged all pages by itself") };
     for (name, value) in [("pages_to_scan", 123), ("sleep_millisecs", 77)] {
         ksm.write_setting(name, value);
     }
@@ -117,38 +117,39 @@ fn prediction_is_met_and_settings_are_restored() {
 
     let planned = parse_report(&run_merge(state.path(), &labs, &["--json", "--dry-run"]), 0);
     assert!(planned["outcome"].is_null());
-    assert!(labs.iter().all(|lab| lab.lines().iter().all(|region| enrolled_pages(lab, region) == 0)), "a dry run");
-    assert!(fs::read_dir(state.path()).unwrap().next().is_none(), "a dry run keeps no journal");
-    // One copy of each content stays; `within` has the same 100 contents three times, and unique to each process.
+    assert!(labs.iter().all(|lab| lab.lines().iter().all(|region| enrolled_pages(lab, region) == 0)), "dry run");
+    assert!(fs::read_dir(state.path()).unwrap().next().is_none(), "a dry run wrote a journal");
+    // One copy of each content stays. `within` has the same 100 contents three times, and they differ between the
+    // processes.
     let page = planned["page_size"].as_u64().unwrap();
     let freed = (2000 + 2 * 600 + 2 * 200) * page;
     let gross = planned["plan"]["savings"]["gross"].as_u64().unwrap();
-    assert!((freed..freed + 200 * page).contains(&gross), "{gross} of {freed}: the labs' own pages come on top");
+    assert!((freed..freed + 200 * page).contains(&gross), "{gross}, expected {freed} and the labs' own pages");
 
     let merged = parse_report(&run_merge(state.path(), &labs, &["--json"]), 0);
     let outcome = &merged["outcome"];
     assert_eq!(outcome["end"], "settled", "{outcome}");
     assert!(outcome["saved"].as_u64().unwrap() >= freed, "{outcome}");
     assert!(outcome["missed"].as_array().unwrap().is_empty(), "{outcome}");
-    assert!(outcome["stops"].as_u64() >= Some(2), "each was stopped once at least");
+    assert!(outcome["stops"].as_u64() >= Some(2), "each process must be stopped at least once");
     assert_differences_explained(&merged);
     assert_eq!(ksm.changed_settings(), []);
     for lab in &labs {
-        assert_eq!(enrolled_pages(lab, lab.first_region("unique")), 0, "what does not pay is left alone");
+        assert_eq!(enrolled_pages(lab, lab.first_region("unique")), 0, "unprofitable pages must not be enrolled");
         assert_eq!(enrolled_pages(lab, lab.first_region("shared-content")), 2000);
         let status = fs::read_to_string(format!("/proc/{}/status", lab.pid())).unwrap();
         assert!(status.contains("TracerPid:\t0\n") && !status.contains("State:\tT"), "{status}");
     }
-    // The kernel's own counters say the same: both labs map their 2000 pages to the same frames.
+    // The kernel's own counters agree: both labs map their 2000 pages to the same frames.
     let sharing = ksm.read_counter("pages_sharing");
     assert!(sharing >= 2400, "{sharing}: {outcome}");
 
     let again = parse_report(&run_merge(state.path(), &labs, &["--json"]), 0);
-    assert!(again["plan"]["savings"]["gross"].as_u64() <= Some(200 * page), "nothing is left to merge: {again}");
+    assert!(again["plan"]["savings"]["gross"].as_u64() <= Some(200 * page), "pages left to merge: {again}");
 }
 
-/// Zeros that the kernel frees as it splits a huge page are in no counter of KSM. Every command has them in its figure
-/// all the same, and names them.
+/// No KSM counter covers zeros that the kernel frees when it splits a huge page. Every command adds them to its figures
+/// and names them.
 #[test]
 fn merge_and_account_agree_on_guests_with_huge_pages() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
@@ -164,9 +165,9 @@ fn merge_and_account_agree_on_guests_with_huge_pages() {
     }
     let by_splitting = outcome["saved_by_splitting"].as_u64().unwrap();
     if by_splitting == 0 {
-        return println!("skipped: this kernel frees no zeros as it splits huge pages (before 6.12)");
+        return println!("skipped: this kernel does not free zeros when it splits huge pages (before 6.12)");
     }
-    assert!(by_splitting > 2048 * page, "half of the zeros at least: {outcome}");
+    assert!(by_splitting > 2048 * page, "splitting must free at least half of the zeros: {outcome}");
     assert!(by_splitting <= outcome["saved"].as_u64().unwrap());
     let account = |arguments: &[&str], state: &Path| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
@@ -180,19 +181,19 @@ fn merge_and_account_agree_on_guests_with_huge_pages() {
     assert_eq!(total["split_zero_pages"].as_u64().map(|pages| pages * page), Some(by_splitting), "{total}");
     let (net, profit) = (outcome["net"].as_i64().unwrap(), total["profit"].as_i64().unwrap());
     let few = 16 * page.cast_signed();
-    assert!((net - profit).abs() <= few, "merge tells {net}, account {profit}: {outcome} {total}");
-    // Both name it by the same words.
+    assert!((net - profit).abs() <= few, "merge reports {net}, account {profit}: {outcome} {total}");
+    // Both commands use the same name for them.
     let name = "zeros in split huge pages";
     assert!(account(&[], state.path()).contains(name));
     let again = run_merge(state.path(), &labs, &[]);
-    assert!(!String::from_utf8_lossy(&again.stdout).contains(name), "nothing is split a second time: {again:?}");
-    // Where no merge has noted it, it is in no figure.
+    assert!(!String::from_utf8_lossy(&again.stdout).contains(name), "the second merge split huge pages: {again:?}");
+    // Without the record of a merge, no figure includes them.
     let elsewhere: Value = serde_json::from_str(&account(&["--json"], &state.path().join("none"))).unwrap();
     assert_eq!(elsewhere["total"]["split_zero_pages"], 0);
     assert!(profit - elsewhere["total"]["profit"].as_i64().unwrap() >= by_splitting.cast_signed() - few);
 }
 
-/// What is told of the difference between what was reached and what was predicted is all of it.
+/// Assert that the reported differences add up to the difference between measured and predicted figures.
 fn assert_differences_explained(merged: &Value) {
     let (plan, outcome) = (&merged["plan"], &merged["outcome"]);
     let of = |value: &Value| value.as_f64().unwrap_or_default();
@@ -213,10 +214,10 @@ fn assert_differences_explained(merged: &Value) {
         let in_vain =
             |difference: &&&Value| difference["why"].as_str().is_some_and(|why| why.starts_with("not explained"));
         let unexplained: f64 = differences.iter().filter(in_vain).map(|difference| of(&difference["by"]).abs()).sum();
-        // Pages are followed one by one; times and other programs' memory are not.
+        // The merge follows each page; it does not follow durations and other programs' memory.
         let bounded = ["saved", "metadata", "regions_added"].contains(&figure);
         assert!(!bounded || unexplained <= of(predicted) / 50.0, "{figure}: {unexplained} not explained: {merged}");
-        assert!((told - (reached - of(predicted))).abs() < 1e-6, "{figure}: {told} of {reached}: {merged}");
+        assert!((told - (reached - of(predicted))).abs() < 1e-6, "{figure}: {told} explained: {merged}");
     }
 }
 
@@ -234,11 +235,11 @@ fn self_enrolled_huge_pages_are_not_split() {
     assert_eq!(outcome["huge_after"], outcome["huge_before"], "{outcome}");
     assert!(outcome["saved"].as_u64() >= Some(600 * 4096), "{outcome}");
     assert_differences_explained(&merged);
-    assert!(labs.iter().all(|lab| enrolled_pages(lab, lab.first_region("huge")) == 4096), "it is enrolled again");
+    assert!(labs.iter().all(|lab| enrolled_pages(lab, lab.first_region("huge")) == 4096), "not enrolled again");
     assert_eq!(ksm.changed_settings(), []);
 }
 
-/// Of whom nothing pays, or not enough.
+/// Processes in which no page is profitable, or too few are.
 #[test]
 fn unprofitable_processes_are_unenrolled() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
@@ -249,7 +250,7 @@ fn unprofitable_processes_are_unenrolled() {
         RunningLab::start_layout(&pair).unwrap(),
         RunningLab::start_layout(&["--mergeable", "unique=6000"]).unwrap(),
         RunningLab::start_layout(&["--mergeable", "unique=5000", "zero=100"]).unwrap(),
-        // Who must not be enrolled is not touched at all.
+        // A process excluded from enrollment is not changed at all.
         RunningLab::start_with(Command::new(pagefold_labs::client::lab_binary().unwrap()).arg0("ssh-agent").args([
             "layout",
             "--mergeable",
@@ -274,31 +275,31 @@ fn unprofitable_processes_are_unenrolled() {
         let items = stat.lines().find_map(|line| line.strip_prefix("ksm_rmap_items ")).unwrap();
         items.parse::<u64>().unwrap()
     };
-    // ksmd has kept track of the few zeros that its program enrolled and that do pay, at most.
+    // ksmd has kept metadata for the few profitable zero pages that the program enrolled itself, at most.
     assert_eq!(items(&labs[2]), 0, "{merged}");
     assert!(items(&labs[3]) <= 100, "{merged}");
     for lab in &labs[2..] {
         assert_eq!(
             enrolled_pages(lab, lab.first_region("unique")),
             lab.first_region("unique").pages,
-            "it is enrolled again"
+            "not enrolled again"
         );
     }
     assert_differences_explained(&merged);
     assert_eq!(ksm.changed_settings(), []);
-    // Nothing is withdrawn where nothing is merged.
+    // Without anything to merge, the command unenrolls nothing.
     let alone = parse_report(&run_merge(state.path(), &[&labs[2]], &["--json"]), 0);
     assert_eq!((&alone["plan"]["narrowed"], &alone["outcome"]), (&Value::Array(Vec::new()), &Value::Null), "{alone}");
 }
 
-/// ksmd sleeps where nobody is enrolled, and what is waited for does not come.
+/// Without an enrolled process ksmd sleeps, and the full scan that the merge waits for never happens.
 #[test]
 fn merge_ends_when_its_processes_end() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let lab = RunningLab::start_layout(&["within=8000,copies=4"]).unwrap();
     let child = start_slow_merge(state.path(), &[&lab], &[]);
-    wait_until("ksmd", || ksm.read_counter("run") == 1);
+    wait_until("the start of ksmd", || ksm.read_counter("run") == 1);
     assert!(lab.stop().unwrap().success());
     let output = child.wait_with_output().unwrap();
     assert!(matches!(output.status.code(), Some(0 | 1)), "{output:?}");
@@ -324,32 +325,32 @@ fn whole_processes_are_enrolled_on_request() {
 #[test]
 fn volatile_pages_are_unenrolled() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    // Where the machine is so busy that the lab wrote nothing while it was watched, some of it stays enrolled.
-    assert!((0..8).any(|_| is_unenrolled_as_reported(&ksm)), "it was never written while it was watched");
+    // On a busy machine the lab may write nothing during the watch, and then some pages stay enrolled.
+    assert!((0..8).any(|_| is_unenrolled_as_reported(&ksm)), "the lab never wrote all pages during the watch");
 }
 
-/// Merge what is written all the time, and tell whether all of it was withdrawn. As much as was is told.
+/// Merge volatile memory; returns whether all of it was unenrolled. The report must count the unenrolled pages.
 fn is_unenrolled_as_reported(ksm: &KsmTestGuard) -> bool {
     let state = tempfile::tempdir().unwrap();
     let lab = RunningLab::start_layout(&["zero=4000", "hot-zero=4000", "--interval", "20"]).unwrap();
     let output = run_merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]);
-    let merged = parse_report(&output, output.status.code().expect("an end of its own"));
+    let merged = parse_report(&output, output.status.code().expect("the merge was killed by a signal"));
     assert_eq!(merged["outcome"]["end"], "settled", "{merged}");
     assert_eq!(enrolled_pages(&lab, lab.first_region("zero")), 4000, "{merged}");
     let gone = 4000 - enrolled_pages(&lab, lab.first_region("hot-zero"));
-    // The rest is the lab's own.
+    // The other unenrolled pages are the lab's own.
     let told = gone..gone + 400;
     let withdrawn = merged["outcome"]["watched"]["withdrawn_pages"].as_u64();
     assert!(withdrawn.is_none_or(|pages| told.contains(&pages)), "{gone}: {merged}");
     let differences = merged["outcome"]["differences"].as_array().unwrap().iter();
-    let why = ["did not stay merged, and withdrawn", "not merged in the end, and withdrawn"];
+    let why = ["unenrolled: unstable", "unenrolled: no page of it merged"];
     let lost = differences.filter(|of| of["of"] == "saved" && why.iter().any(|why| of["why"] == *why));
     let bytes: f64 = lost.map(|of| -of["by"].as_f64().unwrap()).sum();
     assert!(told.contains(&((bytes / 4096.0) as u64)), "{gone}: {merged}");
     assert_differences_explained(&merged);
     assert_eq!(ksm.changed_settings(), []);
     if gone == 4000 {
-        assert_eq!(output.status.code(), Some(1), "half of what was predicted did not come: {merged}");
+        assert_eq!(output.status.code(), Some(1), "half of the predicted savings are missing: {merged}");
     }
     gone == 4000
 }
@@ -361,12 +362,12 @@ fn merge_yields_to_another_settings_writer() {
     let specs = ["shared-content=y:8000"];
     let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
     let child = start_slow_merge(state.path(), &labs.iter().collect::<Vec<_>>(), &[]);
-    wait_until("ksmd", || ksm.read_counter("run") == 1);
+    wait_until("the start of ksmd", || ksm.read_counter("run") == 1);
     ksm.write_setting("sleep_millisecs", 4321);
     let merged = parse_report(&child.wait_with_output().unwrap(), 3);
     assert_eq!(merged["outcome"]["end"], "yielded", "{merged}");
     assert!(merged["outcome"]["yielded_to"].as_str().unwrap().contains("sleep_millisecs"), "{merged}");
-    assert_eq!(ksm.read_counter("sleep_millisecs"), 4321, "what somebody else wrote is theirs");
+    assert_eq!(ksm.read_counter("sleep_millisecs"), 4321, "the merge must keep a setting that another process wrote");
     assert_eq!(
         [ksm.read_counter("run"), ksm.read_counter("pages_to_scan"), ksm.read_counter("use_zero_pages")],
         [0, 123, 0]
@@ -381,13 +382,13 @@ fn interrupt_ends_merge_with_a_report() {
         let specs = ["shared-content=i:8000"];
         let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
         let child = start_slow_merge(state.path(), &labs.iter().collect::<Vec<_>>(), more);
-        wait_until("ksmd", || ksm.read_counter("run") == 1);
+        wait_until("the start of ksmd", || ksm.read_counter("run") == 1);
         let pid = rustix::process::Pid::from_child(&child);
         rustix::process::kill_process(pid, rustix::process::Signal::INT).unwrap();
         let merged = parse_report(&child.wait_with_output().unwrap(), 3);
         assert_eq!(merged["outcome"]["end"], "stopped", "{merged}");
         assert_eq!(ksm.changed_settings(), []);
-        // Pieces in which ksmd had not merged anything by then are as they were.
+        // Ranges in which ksmd had not merged anything yet are as before.
         let pages = merged["outcome"]["merged_pages"].as_u64().unwrap();
         for lab in &labs {
             assert!(enrolled_pages(lab, lab.first_region("shared-content")) <= pages * 512, "{merged}");
@@ -403,13 +404,13 @@ fn next_merge_undoes_a_killed_merge() {
     let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
     let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
     let mut child = start_slow_merge(state.path(), &labs, &[]);
-    wait_until("ksmd", || ksm.read_counter("run") == 1);
+    wait_until("the start of ksmd", || ksm.read_counter("run") == 1);
     let busy = run_merge(state.path(), &labs, &[]);
     assert_eq!(busy.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&busy.stderr).contains(&child.id().to_string()), "it says who drives: {busy:?}");
+    assert!(String::from_utf8_lossy(&busy.stderr).contains(&child.id().to_string()), "no pid in the error: {busy:?}");
     child.kill().unwrap();
     child.wait().unwrap();
-    assert_eq!(ksm.read_counter("run"), 1, "it had no chance to put anything back");
+    assert_eq!(ksm.read_counter("run"), 1, "a killed merge cannot restore settings");
     let recovered =
         Command::new(env!("CARGO_BIN_EXE_pagefold")).arg("recover").arg("--state").arg(state.path()).output();
     let recovered = recovered.unwrap();
@@ -455,10 +456,10 @@ fn domains_are_merged_only_on_request() {
     let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
     assert!(merged["outcome"]["saved"].as_u64() < Some(800 * 4096), "{merged}");
     for lab in labs {
-        assert_eq!(enrolled_pages(lab, lab.first_region("within")), 300, "each has copies of its own");
+        assert_eq!(enrolled_pages(lab, lab.first_region("within")), 300, "copies within one process must be enrolled");
     }
     let foreign = [&roots, &his].map(|lab| enrolled_pages(lab, lab.first_region("shared-content")));
-    assert_eq!(foreign, [0, 0], "what only others have too is left alone");
+    assert_eq!(foreign, [0, 0], "content shared only across domains must not be enrolled");
     let across = parse_report(&run_merge(state.path(), &labs, &["--json", "--across-domains"]), 0);
     assert!(across["outcome"]["saved"].as_u64() >= Some(800 * 4096), "{across}");
 }
@@ -478,10 +479,10 @@ fn consecutive_merges_keep_domains_apart() {
     let text = String::from_utf8_lossy(&text.stdout).into_owned();
     assert!(text.contains("processes of other trust domains are enrolled already"), "{text}");
     let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
-    // Whoever else on this machine is enrolled counts, too.
+    // Other enrolled processes on this machine count as well.
     assert!(merged["kept_apart_from"].as_u64() >= Some(2) && merged["processes"] == 2, "{merged}");
     for lab in labs {
-        assert_eq!(enrolled_pages(lab, lab.first_region("shared-content")), 0, "root has it enrolled: {merged}");
+        assert_eq!(enrolled_pages(lab, lab.first_region("shared-content")), 0, "enrolled by root already: {merged}");
     }
     let whole = run_merge(state.path(), &[&his[0], &his[1]], &["--whole"]);
     assert_eq!(whole.status.code(), Some(2), "{whole:?}");
@@ -509,9 +510,9 @@ fn hidden_processes_are_reported() {
     }
     assert_eq!(hidden(&namespace, "--json"), true);
     assert_eq!(hidden(&namespace, "--json --whole"), true);
-    assert_eq!(hidden(&namespace, "--json --across-domains"), false, "nobody is kept apart");
+    assert_eq!(hidden(&namespace, "--json --across-domains"), false, "with --across-domains no domains are kept apart");
     let told = fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|stat| stat.contains("ksm_mergeable"));
-    assert_eq!(hidden(&[], "--json"), !told, "before 6.14 it is not told of everybody");
+    assert_eq!(hidden(&[], "--json"), !told, "hidden before Linux 6.14 only");
 }
 
 #[test]
@@ -524,7 +525,7 @@ fn deadline_ends_merge_and_is_reported() {
     let output = run_merge(state.path(), &labs, &["--cpu", "0.1", "--settle", "0", "--deadline", "1s"]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let text = String::from_utf8_lossy(&output.stdout);
-    assert!(text.contains("Ended by its deadline") && text.contains("not merged before it ended"), "{text}");
+    assert!(text.contains("Ended by its deadline") && text.contains("not merged before the end"), "{text}");
     let all = |lab: &&&RunningLab<RegionLine>| enrolled_pages(lab, lab.first_region("shared-content")) == 8000;
     assert_eq!(labs.iter().filter(all).count(), 0, "{text}");
     assert_eq!(ksm.changed_settings(), []);
@@ -538,21 +539,21 @@ fn guests_are_enrolled_by_control_socket() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     {
-        // QEMU has enrolled all of its guests' memory itself.
-        let fleet =
-            RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "self"]].concat()).expect("two guests");
+        // QEMU has enrolled all memory of its guests itself.
+        let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "self"]].concat())
+            .expect("cannot start guests");
         let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
         let output =
             merge_command(state.path(), &pids, &["--json", "--across-domains", "--cpu", "100"]).output().unwrap();
         let merged = parse_report(&output, 0);
         assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
         let narrowed = temporary_unenrolls(&merged).into_values().sum::<u64>();
-        assert!(narrowed >= 8 << 20, "what each guest holds alone is not scanned: {narrowed}");
+        assert!(narrowed >= 8 << 20, "the merge must unenroll each guest's unique memory: {narrowed}");
         assert!(merged["outcome"]["not_put_back"].as_array().unwrap().is_empty(), "{merged}");
-        assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)), "the guest's memory is one enrolled region again");
+        assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)), "guest memory must be one enrolled region");
     }
     let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "told", "--no-mem-merge"]].concat())
-        .expect("two guests");
+        .expect("cannot start guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
     assert!(!pids.iter().any(|&pid| is_guest_memory_marked(pid)));
     let alone = ["--json", "--across-domains", "--dry-run", "--settle", "0"];
@@ -562,7 +563,7 @@ fn guests_are_enrolled_by_control_socket() {
     let whole = ["--json", "--across-domains", "--whole", "--cpu", "100", "--ignore-opt-out"];
     let merged = parse_report(&merge_command(state.path(), &pids, &whole).output().unwrap(), 0);
     assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
-    assert_eq!(merged["outcome"]["stops"], 0, "no thread was stopped: {merged}");
+    assert_eq!(merged["outcome"]["stops"], 0, "a merge by control socket must stop no thread: {merged}");
     assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)));
     assert_eq!(enroll_methods(&merged), BTreeMap::from_iter(pids.into_iter().map(|pid| (pid, "qmp".to_owned()))));
     assert_eq!(ksm.changed_settings(), []);
@@ -571,7 +572,7 @@ fn guests_are_enrolled_by_control_socket() {
 /// Guests of 112 MiB.
 const FLEET_ARGUMENTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
 
-/// Whether the memory of one of them, which is one region, is marked for KSM.
+/// Whether the memory of a guest, which is one region, is marked mergeable.
 fn is_guest_memory_marked(pid: u32) -> bool {
     let smaps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
     let (mut is_ram, mut found) = (false, Vec::new());
@@ -586,7 +587,7 @@ fn is_guest_memory_marked(pid: u32) -> bool {
     found[0]
 }
 
-/// How much is withdrawn of whom while ksmd works.
+/// Bytes unenrolled from each process while ksmd works.
 fn temporary_unenrolls(merged: &Value) -> BTreeMap<u32, u64> {
     let narrowed = merged["plan"]["narrowed"].as_array().unwrap().iter();
     let number = |of: &Value, field: &str| of[field].as_u64().unwrap();
@@ -608,8 +609,8 @@ fn guest_with_busy_control_socket_is_unchanged() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "held", "--no-mem-merge"]].concat())
-        .expect("two guests");
-    let [held, free] = fleet.lines() else { panic!("two guests") };
+        .expect("cannot start guests");
+    let [held, free] = fleet.lines() else { panic!("the fleet must have two guests") };
     let pids = [held.pid, free.pid];
     let holder = UnixStream::connect(&held.qmp).unwrap();
     BufReader::new(&holder).read_line(&mut String::new()).unwrap();
@@ -626,7 +627,7 @@ fn guest_with_busy_control_socket_is_unchanged() {
     assert_eq!((missed.as_array().unwrap().len(), &missed[0]["pid"]), (1, &held.pid.into()), "{merged}");
     let why = missed[0]["why"].as_str().unwrap();
     assert!(why.contains("virsh qemu-monitor-command") && why.contains("`--inject`"), "{why}");
-    assert_eq!(merged["outcome"]["stops"], 0, "no thread was stopped: {merged}");
+    assert_eq!(merged["outcome"]["stops"], 0, "a merge by control socket must stop no thread: {merged}");
     assert_eq!(pids.map(is_guest_memory_marked), [false, true]);
     let named = merge(&["--qmp", &held.qmp]);
     assert_eq!(named.status.code(), Some(2), "{named:?}");
@@ -638,7 +639,7 @@ fn guest_with_busy_control_socket_is_unchanged() {
     assert!(String::from_utf8_lossy(&named.stderr).contains("virsh qemu-monitor-command"), "{named:?}");
 
     let injected = merge(&["--json", "--inject"]);
-    // How much that gives is not what this is about.
+    // This test does not check how much the merge saves.
     assert!(matches!(injected.status.code(), Some(0 | 1)), "{injected:?}");
     let merged = parse_report(&injected, injected.status.code().unwrap());
     assert!(enroll_methods(&merged).values().all(|way| way == "whole"), "{merged}");
@@ -666,13 +667,13 @@ fn invalid_input_fails_with_one_line_and_no_change() {
     let lab = RunningLab::start_layout(&["zero=2000"]).unwrap();
     let no_guest = merge_command(state.path(), &[lab.pid()], &["--whole", "--qmp", "/nowhere"]).output().unwrap();
     refused(&no_guest, "is no virtual machine");
-    // A namespace in which /sys is read-only.
+    // A mount namespace in which /sys is read-only.
     let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;
     let state_text = state.path().to_str().unwrap();
     let output = Command::new("unshare")
         .args(["--mount", "sh", "-c", script, env!("CARGO_BIN_EXE_pagefold"), state_text])
         .output()
-        .expect("unshare is part of util-linux");
+        .expect("cannot start unshare(1), a part of util-linux");
     refused(&output, "Read-only file system");
     assert_eq!(ksm.changed_settings(), []);
 }

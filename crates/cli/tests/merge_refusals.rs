@@ -1,6 +1,6 @@
-//! What `pagefold merge` refuses: in one line, with what to do about it, and with nothing changed.
+//! Input and hosts that `pagefold merge` rejects: with a one-line error that names the remedy, and without any change.
 //!
-//! Needs root, to be somebody else and for namespaces. What is changed of KSM is put back.
+//! Needs root to become another user and to create namespaces. The tests restore KSM's settings.
 
 #![forbid(unsafe_code)]
 
@@ -15,7 +15,7 @@ use std::process::{Command, Output};
 const PAGEFOLD_BINARY: &str = env!("CARGO_BIN_EXE_pagefold");
 const NOBODY_UID: u32 = 65534;
 
-/// KSM with settings that Pagefold does not write, and a directory that anybody may write into.
+/// KSM with settings that Pagefold does not write, and a directory that all users can write to.
 fn acquire_ksm_and_directory() -> Option<(KsmTestGuard, tempfile::TempDir)> {
     let ksm = KsmTestGuard::acquire_with_foreign_settings()?;
     let folder = tempfile::tempdir().unwrap();
@@ -23,7 +23,7 @@ fn acquire_ksm_and_directory() -> Option<(KsmTestGuard, tempfile::TempDir)> {
     Some((ksm, folder))
 }
 
-/// Whether namespaces can be had; says that the test is skipped otherwise.
+/// Whether namespaces can be created; prints `skipped: why` if not.
 fn can_unshare(kinds: &[&str]) -> bool {
     let made = Command::new("unshare").args(kinds).arg("true").output().is_ok_and(|output| output.status.success());
     if !made {
@@ -32,7 +32,7 @@ fn can_unshare(kinds: &[&str]) -> bool {
     made
 }
 
-/// Expect a refusal that says all of these, and KSM as it was.
+/// Assert that a command failed with all of these messages in one line, and that KSM is unchanged.
 fn assert_refused(ksm: &KsmTestGuard, output: &Output, messages: &[&str]) {
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!((output.status.code(), &*out), (Some(2), ""), "{error}");
@@ -43,7 +43,7 @@ fn assert_refused(ksm: &KsmTestGuard, output: &Output, messages: &[&str]) {
     assert_eq!(ksm.changed_settings(), [], "{error}");
 }
 
-/// Where anybody may execute it.
+/// Copy the binary to where all users can execute it.
 fn copy_binary(folder: &Path) -> PathBuf {
     let binary = folder.join("pagefold");
     install_executable(PAGEFOLD_BINARY.as_ref(), &binary, 0o755).unwrap();
@@ -61,11 +61,11 @@ fn merge_without_root_asks_for_root() {
         command.current_dir(folder.path()).uid(NOBODY_UID).gid(NOBODY_UID).output().unwrap()
     };
     assert_refused(&ksm, &merge("/run/pagefold-of-nobody", lab.pid()), &["cannot use", "as root"]);
-    // With a state directory of his own he gets as far as KSM's settings.
+    // With its own state directory the user gets as far as KSM's settings.
     assert_refused(&ksm, &merge("own", lab.pid()), &["run as root", "nothing was changed"]);
     assert_refused(&ksm, &merge("own", 1), &["run as root", "nothing was changed"]);
     let smaps = fs::read_to_string(format!("/proc/{}/smaps", lab.pid())).unwrap();
-    assert!(!smaps.lines().any(|line| line.starts_with("VmFlags:") && line.contains(" mg")), "it is not enrolled");
+    assert!(!smaps.lines().any(|line| line.starts_with("VmFlags:") && line.contains(" mg")), "a region is enrolled");
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn kernel_without_ksm_is_reported() {
     let output =
         Command::new("unshare").args(["--mount", "sh", "-c", script, PAGEFOLD_BINARY]).arg(&state).output().unwrap();
     assert_refused(&ksm, &output, &["this kernel has no KSM", "CONFIG_KSM"]);
-    assert!(!state.exists(), "nothing was begun");
+    assert!(!state.exists(), "a rejected merge created its state directory");
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn kernel_thread_is_refused() {
         let comm = fs::read_to_string(path.join("comm")).ok()?;
         (comm == "ksmd\n").then(|| path.file_name().unwrap().to_str().unwrap().to_owned())
     });
-    let Some(ksmd) = ksmd else { return println!("skipped: ksmd is not in this pid namespace") };
+    let Some(ksmd) = ksmd else { return println!("skipped: ksmd is not in this PID namespace") };
     let mut command = Command::new(PAGEFOLD_BINARY);
     command.args(["merge", "--pid", &ksmd, "--state"]).arg(folder.path().join("state"));
     assert_refused(&ksm, &command.output().unwrap(), &["no process with memory of its own fits", "kernel threads"]);

@@ -1,6 +1,6 @@
 //! `pagefold policy` and `pagefold recover` on this machine: real KSM, killed processes, a read-only /sys.
 //!
-//! Needs root and KSM. What is changed is put back.
+//! Needs root and KSM. The tests restore the settings.
 
 #![forbid(unsafe_code)]
 
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 
 const KSM_DIRECTORY: &str = "/sys/kernel/mm/ksm";
 
-/// KSM as it is after boot, for this test alone, and a directory for state.
+/// Exclusive use of KSM with settings as after boot, and a state directory.
 fn acquire_ksm_and_state(test: &str) -> Option<(KsmTestGuard, tempfile::TempDir)> {
     match KsmTestGuard::acquire() {
         Err(why) => {
@@ -57,21 +57,21 @@ fn run_pagefold(state: &Path, arguments: &[&str]) -> Output {
     policy_command(state, arguments).output().expect("the binary runs")
 }
 
-/// Run, expect an exit status, and give what was printed.
+/// Run a command and check its exit status; returns its output.
 fn expect_status(status: i32, state: &Path, arguments: &[&str]) -> String {
     let output = run_pagefold(state, arguments);
     let (out, error) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert_eq!(output.status.code(), Some(status), "{arguments:?}\n{out}{error}");
     if status == 2 {
-        assert_eq!(error.lines().count(), 1, "one line: {error}");
+        assert_eq!(error.lines().count(), 1, "the error is not one line: {error}");
     }
     format!("{out}{error}")
 }
 
-/// For env(1): the signals that nohup(1) and shells have background jobs ignore, the tests among them.
+/// For env(1): the signals that nohup(1) and shells ignore in background jobs, such as these tests.
 const ENV_DEFAULT_SIGNALS: &str = "--default-signal=HUP,INT,QUIT";
 
-/// A follower that has said that it follows.
+/// Start a follower, and wait until it reports that it follows.
 fn start_follower(state: &Path) -> Child {
     let mut child = Command::new("env")
         .args([ENV_DEFAULT_SIGNALS, env!("CARGO_BIN_EXE_pagefold"), "--state"])
@@ -79,7 +79,7 @@ fn start_follower(state: &Path) -> Child {
         .args(["policy", "set", "ksmtuned", "--follow"])
         .stderr(Stdio::piped())
         .spawn()
-        .expect("it starts");
+        .expect("cannot start the follower");
     let mut line = String::new();
     BufReader::new(child.stderr.as_mut().unwrap()).read_line(&mut line).unwrap();
     assert!(line.starts_with("Following ksmtuned"), "{line}");
@@ -109,7 +109,7 @@ fn policies_are_set_and_restored() {
         assert_eq!(shown["policy"], policy);
     }
     let said = expect_status(0, state, &["policy", "restore"]);
-    assert!(said.contains("Put back: /sys/kernel/mm/ksm/pages_to_scan was 777"), "{said}");
+    assert!(said.contains("Restored: /sys/kernel/mm/ksm/pages_to_scan was 777"), "{said}");
     assert_eq!(read_settings(), before);
     assert!(expect_status(0, state, &["policy", "restore"]).contains("there is nothing to restore"));
     let said = expect_status(0, state, &["policy", "set", "ksmtuned"]);
@@ -125,9 +125,9 @@ fn foreign_settings_are_not_restored() {
     expect_status(0, state, &["policy", "set", "flat-out"]);
     ksm.write_setting("sleep_millisecs", 33);
     let said = expect_status(0, state, &["policy", "show"]);
-    assert!(said.contains("somebody else"), "{said}");
+    assert!(said.contains("other program"), "{said}");
     let said = expect_status(3, state, &["policy", "restore"]);
-    assert!(said.contains("sleep_millisecs was 20: it is 33 now, which somebody else wrote"), "{said}");
+    assert!(said.contains("sleep_millisecs was 20: it is 33 now, written by another program"), "{said}");
     assert_eq!(
         [read_setting("sleep_millisecs"), read_setting("pages_to_scan"), read_setting("run")],
         ["33", "777", "0"]
@@ -139,7 +139,7 @@ fn recover_undoes_a_killed_follower() {
     let Some((ksm, state)) = acquire_ksm_and_state("a_killed_follower_is_put_back_by_recover") else { return };
     let (state, before) = (state.path(), read_settings());
     assert!(expect_status(0, state, &["recover"]).contains("Nothing was left to put back."));
-    // Killed at any moment of the changes: there are six of them, and none takes a millisecond.
+    // Kill the command after various delays: it makes six changes, each of which takes less than a millisecond.
     for micros in [0, 200, 500, 1000, 2000, 3000, 4000, 6000, 10_000, 50_000] {
         let mut child = policy_command(state, &["policy", "set", "flat-out"]).stdout(Stdio::null()).spawn().unwrap();
         sleep(Duration::from_micros(micros));
@@ -159,7 +159,7 @@ fn recover_undoes_a_killed_follower() {
     drop(ksm);
 }
 
-/// As a killed session leaves it: the settings written, and a journal that says what they were.
+/// The state after a killed session: the settings are written, and a journal has their previous values.
 #[test]
 fn recover_reports_failed_undos() {
     let Some((ksm, state)) = acquire_ksm_and_state("recover_puts_back_and_says_what_it_did_not") else { return };
@@ -182,7 +182,7 @@ fn follower_ends_on_a_signal() {
     let before = read_settings();
     for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGHUP] {
         let mut child = start_follower(state.path());
-        // As a terminal that goes away: what is said there fails, and SIGHUP comes twice.
+        // Like a terminal that closes: writes to standard error fail, and SIGHUP arrives twice.
         drop(child.stderr.take());
         for _ in 0..if signal == Signal::SIGHUP { 2 } else { 1 } {
             kill(Pid::from_raw(child.id() as i32), signal).unwrap();
@@ -192,7 +192,7 @@ fn follower_ends_on_a_signal() {
             if let Some(status) = child.try_wait().unwrap() {
                 break status;
             }
-            assert!(started.elapsed() < Duration::from_secs(30), "{signal}: it does not end");
+            assert!(started.elapsed() < Duration::from_secs(30), "{signal}: the follower does not exit");
             sleep(Duration::from_millis(10));
         };
         assert_eq!(status.code(), Some(0), "{signal}");
@@ -216,7 +216,7 @@ fn ignored_sighup_stays_ignored() {
     assert!(line.starts_with("Following ksmtuned"), "{line}");
     let status = fs::read_to_string(format!("/proc/{}/status", child.id())).unwrap();
     let mask = |name| {
-        let mask = status.lines().find_map(|line| line.strip_prefix(name)).expect("a mask of signals").trim();
+        let mask = status.lines().find_map(|line| line.strip_prefix(name)).expect("no such signal mask").trim();
         u64::from_str_radix(mask, 16).unwrap()
     };
     let bits = [Signal::SIGHUP, Signal::SIGQUIT].map(|signal| 1 << (signal as u64 - 1));
@@ -228,10 +228,10 @@ fn ignored_sighup_stays_ignored() {
     assert_eq!(read_settings(), before);
 }
 
-/// Run in a mount namespace of its own, after a shell command there.
+/// Run a shell command and then pagefold in a new mount namespace.
 fn run_in_mount_namespace(setup: &str, state: &Path, arguments: &str) -> Output {
     let script = format!("{setup} && exec {} --state {} {arguments}", env!("CARGO_BIN_EXE_pagefold"), state.display());
-    Command::new("unshare").args(["--mount", "sh", "-c", &script]).output().expect("unshare runs")
+    Command::new("unshare").args(["--mount", "sh", "-c", &script]).output().expect("cannot start unshare(1)")
 }
 
 #[test]
@@ -241,7 +241,7 @@ fn unsuitable_hosts_fail_with_one_line_and_no_change() {
     };
     let before = read_settings();
     if !run_in_mount_namespace("true", state.path(), "--version").status.success() {
-        return println!("skipped: needs mount namespaces");
+        return println!("skipped: needs mount namespaces (unshare)");
     }
     for (prepare, arguments, says) in [
         ("mount --bind -o ro /sys /sys && mount -o remount,ro,bind /sys", "policy set flat-out", "read-only"),
@@ -310,7 +310,7 @@ fn invalid_policy_is_refused() {
     fs::write(&bad, "[ksm]\npage_to_scan = 1\n").unwrap();
     check(&["policy", "set", bad.to_str().unwrap()], "bad.toml:2: \"page_to_scan\" is no setting of KSM");
     check(&["--config", bad.to_str().unwrap(), "config", "check"], "bad.toml:1: unknown field `ksm`");
-    assert!(!state.join("lock").exists(), "nothing was begun");
+    assert!(!state.join("lock").exists(), "a rejected command created the lock file");
 }
 
 #[test]
@@ -337,8 +337,8 @@ fn policy_without_root_asks_for_root() {
     assert_eq!(read_settings(), before);
 }
 
-/// The kernel's advisor against the model of it: what `pages_to_scan` was after each of the first scans. Scans of a few
-/// pages take less than a second and a percent of a CPU, so both compute with the same whole numbers.
+/// Compares the kernel's advisor with its model: `pages_to_scan` after each of the first scans. Scans of a few pages
+/// take less than a second and less than a percent of a CPU, so both compute with the same integers.
 #[test]
 fn kernel_advisor_matches_the_model() {
     let Some((ksm, _state)) = acquire_ksm_and_state("the_advisor_does_what_the_model_computes") else { return };
@@ -346,7 +346,7 @@ fn kernel_advisor_matches_the_model() {
         return println!("skipped: needs a kernel with the advisor (6.8)");
     }
     let _lab = RunningLab::start_layout(&["--mergeable", "unique=40"]).unwrap();
-    // So that the next scan starts anew: with a batch longer than a scan, ksmd stops at the end of one.
+    // Make the next scan start at the beginning: with a batch larger than a full scan, ksmd stops at the end of one.
     let scans = ksm.read_counter("full_scans");
     ksm.write_setting("pages_to_scan", 1_000_000);
     ksm.write_setting("run", 1);
@@ -377,5 +377,5 @@ fn kernel_advisor_matches_the_model() {
     }
     ksm.write_setting("run", 0);
     ksm.write_setting("advisor_mode", "none");
-    assert_eq!(seen, computed, "ksmd had used {ksmd:?}");
+    assert_eq!(seen, computed, "the CPU time of ksmd was {ksmd:?}");
 }

@@ -1,5 +1,5 @@
-//! Advice that was given for the time of a merge, on the live kernel: it comes back, and only to what it was given
-//! about.
+//! Temporary unenrollment during a merge, on the live kernel: the memory is enrolled again afterwards, and no other
+//! memory is.
 
 use pagefold_labs::client::RunningLab;
 use pagefold_labs::ksm::KsmTestGuard;
@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// Memory that a lab enrolled itself, most of which does not pay.
+/// Memory that a lab enrolled itself, most of it unprofitable.
 const LAYOUT_ARGUMENTS: [&str; 3] = ["--mergeable", "unique=3000", "shared-content=m:8000"];
 
 fn pagefold_command(state: &Path, command: &str) -> Command {
@@ -20,14 +20,14 @@ fn pagefold_command(state: &Path, command: &str) -> Command {
     pagefold
 }
 
-/// The smallest page that there is.
+/// The smallest page size.
 const MIN_PAGE_BYTES: u64 = 4096;
 
 fn enrolled_page_addresses(lab: &RunningLab<RegionLine>) -> BTreeSet<u64> {
     process_checks::enrolled_page_addresses(lab.pid())
 }
 
-/// KSM for one test; `None` says why the test is skipped.
+/// KSM for one test; `None` after printing why the test is skipped.
 fn acquire_ksm() -> Option<KsmTestGuard> {
     KsmTestGuard::acquire().inspect_err(|why| println!("skipped: {why}")).ok()
 }
@@ -49,7 +49,7 @@ fn self_enrolled_memory_is_enrolled_again_after_merge() {
     assert!(narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(3000 * MIN_PAGE_BYTES)), "{narrowed:?}");
     assert_eq!(narrowed.len(), 2);
     assert_eq!(report["outcome"]["not_put_back"], Value::Array(Vec::new()));
-    // What pays besides is enrolled by then too.
+    // By now other profitable memory is enrolled, too.
     assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab))));
 }
 
@@ -63,7 +63,7 @@ fn memory_unenrolled_by_killed_merge_is_enrolled_again() {
     let mut merge = pagefold_command(state.path(), "merge");
     merge.args(&pids).args(["--cpu", "0.1", "--settle", "0", "--watch", "0"]);
     let mut child = merge.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    wait_until("a withdrawal", || {
+    wait_until("the temporary unenrollment", || {
         !labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab)))
     });
     child.kill().unwrap();
@@ -71,11 +71,11 @@ fn memory_unenrolled_by_killed_merge_is_enrolled_again() {
     assert!(!labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab))));
     let recovered = pagefold_command(state.path(), "recover").output().unwrap();
     assert_eq!(recovered.status.code(), Some(0), "{}", String::from_utf8_lossy(&recovered.stdout));
-    // What pays besides is enrolled by then too.
+    // By now other profitable memory is enrolled, too.
     assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab))));
 }
 
-/// A policy that is followed, told to end and waited for when it is dropped.
+/// A process that follows a policy; dropping this ends it and waits for its exit.
 struct PolicyFollower(Child);
 
 impl Drop for PolicyFollower {

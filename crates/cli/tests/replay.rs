@@ -1,5 +1,5 @@
-//! A recording of many moments: what does not change is kept once, each moment can be read by itself, and the daemon
-//! goes through all of them by the recorded clock.
+//! Recordings over time (traces): unchanged data is stored once, each recording can be read by itself, and the daemon
+//! replays them by the recorded clock.
 
 use pagefold_labs::client::RunningLab;
 use std::collections::BTreeSet;
@@ -30,7 +30,8 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// A host that stays as it was recorded, at some seconds from 2023-11-14 22:13:20 UTC on, with more of each moment.
+/// Write a trace of an unchanging host, with recordings at the given seconds after 2023-11-14 22:13:20 UTC.
+/// `extra_lines` are added to the description of each recording.
 fn write_trace(root: &Path, seconds: &[f64], extra_lines: &str) {
     let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
     fs::create_dir(root).unwrap();
@@ -48,7 +49,7 @@ fn write_trace(root: &Path, seconds: &[f64], extra_lines: &str) {
 fn trace_replay_is_deterministic() {
     let folder = tempfile::tempdir().unwrap();
     let (root, config) = (folder.path().join("day"), folder.path().join("pagefold.toml"));
-    // An hour, in which everybody comes at the beginning.
+    // One hour, in which all processes start at the beginning.
     let seconds: Vec<f64> = (0..20).map(f64::from).chain((1..=6).map(|tens| f64::from(tens) * 600.0)).collect();
     write_trace(&root, &seconds, "");
     fs::write(&config, "[daemon]\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\n").unwrap();
@@ -58,21 +59,21 @@ fn trace_replay_is_deterministic() {
         run_pagefold(&[&arguments[..], more].concat())
     };
     let said = stdout_text(&run(&[]));
-    assert_eq!(said, stdout_text(&run(&[])), "the same twice");
-    assert!(said.contains("census") && said.contains("new here"), "{said}");
-    assert!(said.contains("it should give back"), "{said}");
+    assert_eq!(said, stdout_text(&run(&[])), "two replays of one trace differ");
+    assert!(said.contains("census") && said.contains("new process"), "{said}");
+    assert!(said.contains("it should save"), "{said}");
 
     let decisions: Vec<serde_json::Value> =
         stdout_text(&run(&["--json"])).lines().map(|line| serde_json::from_str(line).expect("JSON")).collect();
     assert_eq!(decisions.len(), said.lines().count());
     let times: Vec<u64> = decisions.iter().map(|decision| decision["time_ms"].as_u64().unwrap()).collect();
     assert!(times.is_sorted() && times[0] >= 1_700_000_000_000, "{times:?}");
-    assert!(times.iter().any(|time| *time >= 1_700_000_600_000), "it looks again later: {times:?}");
-    let merge = decisions.iter().find(|decision| decision["what"] == "merge").expect("a merge");
+    assert!(times.iter().any(|time| *time >= 1_700_000_600_000), "the daemon must scan again later: {times:?}");
+    let merge = decisions.iter().find(|decision| decision["what"] == "merge").expect("the daemon decided on no merge");
     assert!(merge["predicted"].as_u64() > Some(0) && merge["acted"] == false, "{merge}");
 
     assert_eq!(run(&["--mode", "act"]).status.code(), Some(2), "a recording cannot be changed");
-    assert_eq!(run(&["--mode", "observe"]).stdout, b"", "who only observes decides nothing");
+    assert_eq!(run(&["--mode", "observe"]).stdout, b"", "a daemon in observe mode must decide nothing");
 }
 
 #[test]
@@ -99,12 +100,13 @@ fn quiet_hours_use_the_recorded_clock() {
     }
 }
 
-/// What a file of pages says of each but its frame: the kernel may move a page to another at any time.
+/// The flags and content that a page file has for each page. Frames are left out, because the kernel may move a page at
+/// any time.
 fn page_lines_without_frames(pages: &Path) -> BTreeSet<(u64, [String; 2])> {
     let text = fs::read_to_string(pages).unwrap();
     let of_line = |line: &str| {
         let words: Vec<_> = line.split(' ').collect();
-        let [address, pages, _frame, flags, content] = words[..] else { panic!("no line of pages: {line}") };
+        let [address, pages, _frame, flags, content] = words[..] else { panic!("not a line of a page file: {line}") };
         let (address, pages) = (u64::from_str_radix(address, 16).unwrap(), pages.parse::<u64>().unwrap());
         let said = [flags.to_owned(), content.to_owned()];
         (0..pages).map(move |page| (address + page * 4096, said.clone()))
@@ -114,7 +116,7 @@ fn page_lines_without_frames(pages: &Path) -> BTreeSet<(u64, [String; 2])> {
 
 #[test]
 fn trace_recording_ends_after_its_length() {
-    let lab = RunningLab::start_layout(&["within=512", "zero=64"]).expect("the lab");
+    let lab = RunningLab::start_layout(&["within=512", "zero=64"]).expect("cannot start pagefold-lab");
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("moments");
     let (path, pid) = (root.display().to_string(), format!("--pid={}", lab.pid()));
@@ -122,17 +124,17 @@ fn trace_recording_ends_after_its_length() {
     let said = stdout_text(&output);
     assert!(said.contains("its time is over"), "{said}");
     let pages = |number: u32| root.join(format!("{number:06}/pages/{}.txt", lab.pid()));
-    // On a busy machine a moment takes longer, and there are fewer; the last has begun before its time was over.
+    // On a busy machine a recording takes longer, so there are fewer of them. The last one began before the end.
     let count = (0..3).take_while(|number| pages(*number).exists()).count();
     assert!(count >= 1 && said.contains(&format!("Recorded {count} moments of up to 1 process")), "{said}");
     let inode =
         |number: u32| fs::metadata(root.join(format!("{number:06}/files/proc/{}/cmdline", lab.pid()))).unwrap().ino();
-    assert!((1..count as u32).all(|number| inode(number) == inode(0)), "what does not change is kept once");
+    assert!((1..count as u32).all(|number| inode(number) == inode(0)), "unchanged files must be stored once");
     let first = page_lines_without_frames(&pages(0));
     for number in 1..count as u32 {
         let later = page_lines_without_frames(&pages(number));
         let changed: Vec<_> = first.symmetric_difference(&later).collect();
-        assert!(changed.is_empty(), "pages of one who sleeps do not change, but in moment {number}: {changed:?}");
+        assert!(changed.is_empty(), "recording {number} has changed pages of a sleeping process: {changed:?}");
     }
 
     for host in [root.clone(), root.join("000000")] {
@@ -142,12 +144,12 @@ fn trace_recording_ends_after_its_length() {
     }
     stdout_text(&run_pagefold(&[&format!("--host=recording:{path}"), "daemon"]));
     let full = run_pagefold(&["record", "--every", "1s", &pid, &path]);
-    assert_eq!(full.status.code(), Some(2), "what is there is not written over: {full:?}");
+    assert_eq!(full.status.code(), Some(2), "record must not overwrite an existing trace: {full:?}");
 }
 
 #[test]
 fn trace_recording_ends_at_its_size_limit() {
-    let lab = RunningLab::start_layout(&["unique=64"]).expect("the lab");
+    let lab = RunningLab::start_layout(&["unique=64"]).expect("cannot start pagefold-lab");
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("moments").display().to_string();
     let pid = format!("--pid={}", lab.pid());

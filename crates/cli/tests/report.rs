@@ -1,5 +1,5 @@
-//! `pagefold report`: of histories of made-up hosts, held against `fixtures/expected/report` (`UPDATE_GOLDEN=1` writes
-//! it anew), and of one that a daemon keeps of a recorded host, which needs no privilege.
+//! `pagefold report` over synthetic histories, compared with `fixtures/expected/report` (`UPDATE_GOLDEN=1` rewrites
+//! it), and over the history that a daemon keeps of a recorded host. Needs no privilege.
 
 use pagefold_daemon::wire::{DecisionReport, PassReport, StatusReport, TrackedProcessReport, TrackingState};
 use pagefold_history::{HistoryLimits, HistoryWriter};
@@ -14,27 +14,27 @@ fn repository_path(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(path)
 }
 
-/// The status that all faces are tested with.
+/// The status that the tests of all outputs use.
 fn fixture_status() -> StatusReport {
-    let text = std::fs::read(repository_path("fixtures/status.json")).expect("the fixture");
-    serde_json::from_slice(&text).expect("a status")
+    let text = std::fs::read(repository_path("fixtures/status.json")).expect("cannot read fixtures/status.json");
+    serde_json::from_slice(&text).expect("fixtures/status.json is not a status")
 }
 
 /// 2026-11-20 08:00:00 UTC.
 const START_SECONDS: f64 = 1_795_161_600.0;
 
-/// A guest comes every so many seconds.
+/// Interval between the arrivals of guests.
 const GUEST_INTERVAL_SECONDS: u32 = 1200;
 
-/// Three hours of a host: guests come, each shares `mib`, of which the most is merged `tau` seconds after its merge
-/// began. The daemon is started anew after two hours.
+/// Three hours of a host's history. Each new guest shares `mib`, which merges exponentially with the time constant
+/// `tau` (seconds). The daemon restarts after two hours.
 fn write_history(path: &Path, host: &str, mib: f64, tau: f64) {
-    let begin = |time| HistoryWriter::open(path, HistoryLimits::default(), host, "0.1.0", time).expect("a history");
+    let begin = |time| HistoryWriter::open(path, HistoryLimits::default(), host, "0.1.0", time).expect("no history");
     let mut writer = begin(START_SECONDS);
     let mut made = SyntheticStatus { status: fixture_status(), mib, tau, restarted_at: 0, decision_count: 0 };
     for second in 0..3 * 3600_u32 {
         if second == 7200 {
-            writer.commit().expect("it is written");
+            writer.commit().expect("cannot write the history");
             writer = begin(START_SECONDS + f64::from(second));
             made.restarted_at = second;
         }
@@ -44,10 +44,10 @@ fn write_history(path: &Path, host: &str, mib: f64, tau: f64) {
         }
         if second.is_multiple_of(60) {
             writer.note_footprints(made.status.time, &fixture_status().members);
-            writer.commit().expect("it is written");
+            writer.commit().expect("cannot write the history");
         }
     }
-    writer.commit().expect("it is written");
+    writer.commit().expect("cannot write the history");
 }
 
 struct SyntheticStatus {
@@ -59,7 +59,7 @@ struct SyntheticStatus {
 }
 
 impl SyntheticStatus {
-    /// How it stands at a second: a guest comes, waits for two seconds, is looked at for one, and merged for eight.
+    /// The status at a second. A new guest waits for two seconds, is scanned for one second and merged for eight.
     fn status_at(&mut self, second: u32) -> &StatusReport {
         let (number, since) = (second / GUEST_INTERVAL_SECONDS, f64::from(second % GUEST_INTERVAL_SECONDS));
         let merged = |since: f64| if since < 3.0 { 0.0 } else { 1.0 - (-(since - 3.0) / self.tau).exp() };
@@ -92,7 +92,7 @@ impl SyntheticStatus {
             reached,
         };
         let reached = Some((self.mib * 0.985 * f64::from(1 << 20)) as i64);
-        // Each daemon counts its own.
+        // Each daemon counts its own passes.
         let passes = u64::from(number - self.restarted_at / GUEST_INTERVAL_SECONDS) + u64::from(since >= 3.0);
         status.passes.passes = passes;
         status.passes.last = match since {
@@ -120,9 +120,9 @@ impl SyntheticStatus {
     }
 }
 
-/// A folder with the histories of two hosts.
+/// A directory with the histories of two hosts.
 fn write_two_histories() -> TempDir {
-    let folder = tempfile::tempdir_in("/dev/shm").expect("a folder");
+    let folder = tempfile::tempdir_in("/dev/shm").expect("cannot create a directory in /dev/shm");
     write_history(&folder.path().join("a.db"), "node-a", 600.0, 1.0);
     write_history(&folder.path().join("b.db"), "node-b", 400.0, 2.5);
     folder
@@ -146,22 +146,22 @@ fn run_successfully(folder: &Path, arguments: &[&str]) -> String {
 fn expect_golden(name: &str, actual: &str) {
     let path = repository_path("fixtures/expected/report").join(name);
     if std::env::var_os("UPDATE_GOLDEN").is_some() {
-        std::fs::create_dir_all(path.parent().expect("a folder")).expect("it is made");
-        std::fs::write(&path, actual).expect("it is written");
+        std::fs::create_dir_all(path.parent().expect("the path has no parent")).expect("cannot create the directory");
+        std::fs::write(&path, actual).expect("cannot write the golden file");
     }
     let expected = std::fs::read_to_string(&path).unwrap_or_default();
     let differs = actual.lines().zip(expected.lines()).find(|(told, expected)| told != expected);
-    assert!(actual == expected, "{name} is not as expected (UPDATE_GOLDEN=1 writes it down): {differs:#?}");
+    assert!(actual == expected, "{name} differs from the golden file (UPDATE_GOLDEN=1 rewrites it): {differs:#?}");
 }
 
 fn assert_matches_schema(report: &Value) {
-    let schema = std::fs::read(repository_path("docs/schema/report.json")).expect("the schema");
+    let schema = std::fs::read(repository_path("docs/schema/report.json")).expect("cannot read the schema");
     let validator = jsonschema::validator_for(&serde_json::from_slice(&schema).unwrap()).unwrap();
     let wrong: Vec<String> = validator.iter_errors(report).map(|error| error.to_string()).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// So many lines from even places, so that what is expected stays short.
+/// Evenly spaced lines of a text, so that the golden file stays short.
 fn sample_lines(text: &str, count: usize) -> String {
     let every = text.lines().count().div_ceil(count);
     text.lines().step_by(every).flat_map(|line| [line, "\n"]).collect()
@@ -184,8 +184,8 @@ fn hosts_and_time_spans_are_compared() {
     assert_matches_schema(&report);
     let known = report["sides"][0]["figures"]["converge"].clone();
     assert_eq!(known["merges"], 9, "{known}");
-    // What was made up: 90 % of an exponential rise are there after 2.3 of its time, and the census before it took one
-    // second; the guests had waited for two.
+    // By construction: an exponential rise reaches 90 % after 2.3 time constants. The scan before it took one second,
+    // and the guests waited two seconds.
     let (to_90, arrival) = (known["to_90_median"].as_f64().unwrap(), known["arrival_to_90_median"].as_f64().unwrap());
     assert!((to_90 - 3.3).abs() < 0.15 && (arrival - to_90 - 2.0).abs() < 0.01, "{known}");
     for side in report["sides"].as_array_mut().unwrap() {
@@ -212,9 +212,9 @@ fn page_is_self_contained_and_escapes_markup() {
     assert!(told.ends_with("\nWritten: pagefold-report.html\n"), "{told}");
     let page = std::fs::read_to_string(folder.path().join("pagefold-report.html")).unwrap();
     for elsewhere in ["http:", "https:", " src=", "@import", "url(", "<script", "<link rel=\"style"] {
-        assert!(!page.contains(elsewhere), "the page has {elsewhere}");
+        assert!(!page.contains(elsewhere), "the page refers to an external resource: {elsewhere}");
     }
-    assert!(page.contains("&amp; &lt;b&gt;nobody&lt;/b&gt;") && !page.contains("<b>nobody"), "decisions are text");
+    assert!(page.contains("&amp; &lt;b&gt;nobody&lt;/b&gt;") && !page.contains("<b>nobody"), "unescaped markup");
     assert_eq!(page.matches("<svg class=\"chart\"").count(), 4);
     assert!(page.contains("2026-11-20 09:29:50 to 2026-11-20 10:59:50") && !page.contains("2026-11-20 09:20"));
 }
@@ -239,10 +239,10 @@ fn unusable_histories_are_reported() {
 }
 
 fn write_empty_history(path: &Path) {
-    HistoryWriter::open(path, HistoryLimits::default(), "node-c", "0.1.0", START_SECONDS).expect("a history");
+    HistoryWriter::open(path, HistoryLimits::default(), "node-c", "0.1.0", START_SECONDS).expect("no history");
 }
 
-/// A daemon of a recorded host that keeps its history, killed when it is dropped.
+/// A daemon of a recorded host that keeps a history; killed when dropped.
 struct RecordingHistoryDaemon<'a> {
     child: Child,
     folder: &'a Path,
@@ -292,7 +292,7 @@ impl Drop for RecordingHistoryDaemon<'_> {
     }
 }
 
-/// What is reported of what a daemon keeps in a folder.
+/// The report on the history that the daemon keeps in a directory.
 fn report_from_folder(folder: &Path) -> Option<Value> {
     let output = run_pagefold(folder, &["report", "kept/history.db", "--json"]);
     let report = output.status.success().then(|| serde_json::from_slice(&output.stdout).expect("JSON"))?;
@@ -304,16 +304,16 @@ fn report_from_folder(folder: &Path) -> Option<Value> {
 fn history_survives_daemon_exit_and_kill() {
     let folder = tempfile::tempdir().unwrap();
     let mut daemon = RecordingHistoryDaemon::start(folder.path());
-    // The first is written at once; what has come since is written in the end.
-    wait_until("a sample", || report_from_folder(folder.path()).is_some());
+    // The daemon writes the first sample at once, and the later samples when it exits.
+    wait_until("the first sample", || report_from_folder(folder.path()).is_some());
     wait_until("a census", || {
         daemon.read_status().is_some_and(|status| status["passes"]["passes"].as_u64() >= Some(1))
     });
-    // What work came to is noted a second later at most, if the machine has the time.
+    // The daemon records the result of its work within about a second, depending on the load.
     std::thread::sleep(Duration::from_secs(4));
     assert!(Command::new("kill").arg(daemon.child.id().to_string()).status().unwrap().success());
     assert!(daemon.child.wait().unwrap().success(), "{}", daemon.read_log());
-    let report = report_from_folder(folder.path()).expect("a report");
+    let report = report_from_folder(folder.path()).expect("the daemon kept no history");
     let side = &report["sides"][0];
     assert!(side["host"].as_str().is_some_and(|host| host.contains("linux-6.18")), "{}", side["host"]);
     assert!(side["members"].as_array().is_some_and(|members| !members.is_empty()), "{side}");
@@ -323,23 +323,23 @@ fn history_survives_daemon_exit_and_kill() {
     assert!(samples >= 2, "{samples}");
     drop(daemon);
 
-    // Killed, the next goes on where it was.
+    // After a kill, the next daemon continues the history.
     let mut daemon = RecordingHistoryDaemon::start(folder.path());
     let more =
         || report_from_folder(folder.path()).filter(|report| report["sides"][0]["samples"].as_u64() > Some(samples));
-    wait_until("another life", || more().is_some());
+    wait_until("more samples of the next daemon", || more().is_some());
     daemon.child.kill().unwrap();
     daemon.child.wait().unwrap();
     assert!(more().is_some());
     drop(daemon);
 
-    // Where it cannot be kept, the daemon works all the same.
+    // Without a usable history file, the daemon still works.
     std::fs::write(folder.path().join("kept/history.db"), vec![b'x'; 5000]).unwrap();
     for log in ["kept/history.db-wal", "kept/history.db-shm"] {
         let _ = std::fs::remove_file(folder.path().join(log));
     }
     let daemon = RecordingHistoryDaemon::start(folder.path());
-    wait_until("an answer", || daemon.read_status().is_some());
+    wait_until("the daemon's answer", || daemon.read_status().is_some());
     let log = daemon.read_log();
     assert!(log.contains("going on without a history") && log.contains("is no history of pagefold"), "{log}");
 }

@@ -1,4 +1,4 @@
-//! The schemas in `docs/schema` are those that the binary prints. `UPDATE_SCHEMAS=1` writes them anew.
+//! The schemas in `docs/schema` equal those that the binary prints. `UPDATE_SCHEMAS=1` rewrites them.
 
 use std::path::Path;
 use std::process::Command;

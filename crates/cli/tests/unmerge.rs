@@ -1,6 +1,6 @@
-//! `pagefold unmerge` on real guests under the real ksmd, within a real memory limit, and with bad input.
+//! `pagefold unmerge` on real guests with the real ksmd, within a real memory limit, and with invalid input.
 //!
-//! What needs root, KSM, QEMU or a memory cgroup prints `skipped: why` without.
+//! Tests that need root, KSM, QEMU or a memory cgroup print `skipped: why` without them.
 
 use pagefold_labs::assets::GuestAssets;
 use pagefold_labs::client::{self, RunningLab};
@@ -28,13 +28,13 @@ fn is_root() -> bool {
     rustix::process::geteuid().is_root()
 }
 
-/// Say why a test, or the rest of it, is not run.
+/// Print why a test, or the rest of it, is skipped.
 fn skip_test(why: &str) -> UnmergeTestResult {
     println!("skipped: {why}");
     Ok(())
 }
 
-/// Run the command with a state directory of its own: exit status, standard output, standard error.
+/// Run `pagefold unmerge` with a new state directory; returns exit status, standard output and standard error.
 fn run_unmerge(arguments: &[&str]) -> Result<(Option<i32>, String, String), Box<dyn Error>> {
     let state = tempfile::tempdir()?;
     let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
@@ -47,7 +47,7 @@ fn unmerge_json(arguments: &[&str]) -> Result<(Option<i32>, Value), Box<dyn Erro
     Ok((status, serde_json::from_str(&json).map_err(|why| format!("{why}: {json}{error}"))?))
 }
 
-/// A memory cgroup of its own. Dropped after the processes in it.
+/// A memory cgroup for one test. Drop it after the processes in it.
 struct UnmergeCgroup {
     directory: PathBuf,
     is_v1: bool,
@@ -88,14 +88,14 @@ impl Drop for UnmergeCgroup {
         let started = Instant::now();
         while fs::remove_dir(&self.directory).is_err() {
             if started.elapsed() > Duration::from_secs(20) {
-                return eprintln!("{} is left behind", self.directory.display());
+                return eprintln!("cannot remove the cgroup {}", self.directory.display());
             }
             sleep(Duration::from_millis(50));
         }
     }
 }
 
-/// A lab in a cgroup.
+/// Start the lab in a cgroup.
 fn start_in<Line: DeserializeOwned>(
     cgroup: &UnmergeCgroup,
     subcommand: &str,
@@ -106,18 +106,18 @@ fn start_in<Line: DeserializeOwned>(
     RunningLab::start_with(shell.arg(client::lab_binary()?).arg(subcommand).args(arguments))
 }
 
-/// Where a region begins and ends, and whether it is marked for KSM.
+/// Start and end of a region, and whether it is marked mergeable.
 type RegionMark = (u64, u64, bool);
 
-/// The regions of a process that are at least so large.
+/// The regions of a process with at least `min_bytes`.
 fn regions_of(pid: u32, min_bytes: u64) -> Result<Vec<RegionMark>, Box<dyn Error>> {
     let mut regions: Vec<RegionMark> = Vec::new();
     for line in fs::read_to_string(format!("/proc/{pid}/smaps"))?.lines() {
         if let Some(flags) = line.strip_prefix("VmFlags:") {
-            regions.last_mut().ok_or("flags of nothing")?.2 = flags.split(' ').any(|flag| flag == "mg");
+            regions.last_mut().ok_or("flags before a region")?.2 = flags.split(' ').any(|flag| flag == "mg");
         } else if line.starts_with(|c: char| c.is_ascii_hexdigit() && !c.is_ascii_uppercase()) {
-            let (start, rest) = line.split_once('-').ok_or("no range")?;
-            let end = rest.split(' ').next().ok_or("no end")?;
+            let (start, rest) = line.split_once('-').ok_or("a line of smaps has no address range")?;
+            let end = rest.split(' ').next().ok_or("an address range of smaps has no end")?;
             regions.push((u64::from_str_radix(start, 16)?, u64::from_str_radix(end, 16)?, false));
         }
     }
@@ -125,7 +125,7 @@ fn regions_of(pid: u32, min_bytes: u64) -> Result<Vec<RegionMark>, Box<dyn Error
     Ok(regions)
 }
 
-/// What a range of a process holds.
+/// A checksum of a memory range of a process.
 fn range_checksum(pid: u32, start: u64, end: u64) -> Result<u64, Box<dyn Error>> {
     let memory = File::open(format!("/proc/{pid}/mem"))?;
     let mut hasher = DefaultHasher::new();
@@ -138,15 +138,15 @@ fn range_checksum(pid: u32, start: u64, end: u64) -> Result<u64, Box<dyn Error>>
     Ok(hasher.finish())
 }
 
-/// Give one command to a guest's monitor.
+/// Run one command on a guest's QMP monitor.
 fn run_qmp_command(guest: &GuestLine, command: &str) -> Result<Value, Box<dyn Error>> {
     let mut stream = UnixStream::connect(&guest.qmp)?;
     let mut lines = BufReader::new(stream.try_clone()?).lines();
-    lines.next().ok_or("no greeting")??;
+    lines.next().ok_or("QMP sent no greeting")??;
     for command in ["qmp_capabilities", command] {
         writeln!(stream, "{}", json!({"execute": command, "id": command}))?;
         loop {
-            let answer: Value = serde_json::from_str(&lines.next().ok_or("no answer")??)?;
+            let answer: Value = serde_json::from_str(&lines.next().ok_or("QMP sent no answer")??)?;
             match answer["id"].as_str() {
                 Some("qmp_capabilities") => break,
                 Some(_) => return Ok(answer),
@@ -154,10 +154,10 @@ fn run_qmp_command(guest: &GuestLine, command: &str) -> Result<Value, Box<dyn Er
             }
         }
     }
-    Err("no answer".into())
+    Err("QMP sent no answer".into())
 }
 
-/// What a test of guests is skipped for.
+/// The reason to skip a test that needs guests, if there is one.
 fn skip_reason() -> Option<String> {
     match GuestAssets::find(&GuestAssets::default_directory()) {
         Err(why) => Some(why.to_string()),
@@ -173,26 +173,26 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
     if let Some(why) = skip_reason() {
         return skip_test(&why);
     }
-    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
+    // Acquired before the guests boot: ksmd does not settle while enrolled guests boot.
     let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => return skip_test(&why),
     };
     let fleet: RunningLab<GuestLine> =
         RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "apart"]].concat())?;
-    let [first, second] = fleet.lines() else { return Err("two guests".into()) };
-    // So that what they hold stays what it is.
+    let [first, second] = fleet.lines() else { return Err("the fleet must have two guests".into()) };
+    // So that their memory does not change.
     for guest in [first, second] {
         run_qmp_command(guest, "stop")?;
     }
     ksm.scan_until_settled();
     let ram =
-        regions_of(first.pid, 112 * BYTES_PER_MIB)?.into_iter().find(|region| region.2).ok_or("guest RAM is marked")?;
+        regions_of(first.pid, 112 * BYTES_PER_MIB)?.into_iter().find(|region| region.2).ok_or("unmarked guest RAM")?;
     let before = range_checksum(first.pid, ram.0, ram.1)?;
 
     let (status, dry) = unmerge_json(&["--vm", "apart-0", "--vm", "apart-1", "--dry-run"])?;
     assert_eq!((status, &dry["outcome"]), (Some(0), &"planned".into()), "{dry}");
-    assert!(regions_of(first.pid, 112 * BYTES_PER_MIB)?.contains(&ram), "a dry run changes nothing");
+    assert!(regions_of(first.pid, 112 * BYTES_PER_MIB)?.contains(&ram), "a dry run changed the regions");
 
     let (status, done) = unmerge_json(&["--vm", "apart-0"])?;
     assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
@@ -202,22 +202,23 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
         (&first.pid.into(), &"qmp".into(), &"withdrawn".into())
     );
     assert_eq!((&guest["merged_pages_after"], &guest["zero_pages_after"]), (&0.into(), &0.into()), "{guest}");
-    assert!(guest["longest_stop_ms"].is_null(), "no thread was stopped");
-    let merged = guest["merged_pages"].as_u64().ok_or("merged pages")?;
+    assert!(guest["longest_stop_ms"].is_null(), "unmerge by control socket must stop no thread");
+    let merged = guest["merged_pages"].as_u64().ok_or("the report has no merged_pages")?;
     assert!(merged * 4096 >= 16 * BYTES_PER_MIB, "{guest}");
-    // All counted ones were copied; KSM pages of other processes may have been written meanwhile.
-    let copies = done["taken"]["copies"].as_u64().ok_or("copies")?;
-    assert!((merged..merged + merged / 20).contains(&copies), "{merged} and {copies}");
+    // All counted pages were copied. Meanwhile other processes may have written to KSM pages.
+    let copies = done["taken"]["copies"].as_u64().ok_or("the report has no copies")?;
+    assert!((merged..merged + merged / 20).contains(&copies), "{merged} merged pages, {copies} copies");
 
     let after = regions_of(first.pid, 112 * BYTES_PER_MIB)?;
     assert!(after.iter().any(|&(start, end, marked)| (start, end, marked) == (ram.0, ram.1, false)), "{after:?}");
     assert_eq!(range_checksum(first.pid, ram.0, ram.1)?, before);
     assert!(
         regions_of(second.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2),
-        "the other guest stays enrolled"
+        "the other guest must stay enrolled"
     );
 
-    // Firmware and video memory are no backend's: they are told, and a second time reached from within.
+    // Firmware and video memory belong to no backend. The first run reports them; the second unenrolls them by
+    // injection.
     assert!(guest["beside_pages"].as_u64() > Some(0), "{guest}");
     let (status, again) = unmerge_json(&["--vm", "apart-0"])?;
     assert_eq!(
@@ -242,7 +243,7 @@ fn unmerge_killed_at_guest_socket_is_finished_by_the_next() -> UnmergeTestResult
     };
     let alone = ["--guests", "1", "--memory", "112", "--same", "8", "--own", "8", "--names", "killed"];
     let fleet: RunningLab<GuestLine> = RunningLab::start_fleet(&alone)?;
-    let [guest] = fleet.lines() else { return Err("one guest".into()) };
+    let [guest] = fleet.lines() else { return Err("the fleet must have one guest".into()) };
     let is_marked =
         || -> Result<bool, Box<dyn Error>> { Ok(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|r| r.2)) };
     for (point, name, marked) in [("1", "before switching a backend", true), ("2", "after switching a backend", false)]
@@ -268,16 +269,16 @@ fn busy_or_foreign_socket_is_not_used() -> UnmergeTestResult {
     if let Some(why) = skip_reason() {
         return skip_test(&why);
     }
-    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
+    // Acquired before the guests boot: ksmd does not settle while enrolled guests boot.
     let _ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => return skip_test(&why),
     };
     let fleet: RunningLab<GuestLine> = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "held"]].concat())?;
-    let [first, second] = fleet.lines() else { return Err("two guests".into()) };
+    let [first, second] = fleet.lines() else { return Err("the fleet must have two guests".into()) };
     let (status, _, error) = run_unmerge(&["--vm", "held-0", "--qmp", &second.qmp])?;
     assert_eq!(status, Some(2));
-    assert!(error.contains(&format!("is held by process {}, not by {}", second.pid, first.pid)), "{error}");
+    assert!(error.contains(&format!("process {} listens there, not process {}", second.pid, first.pid)), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
 
     let (status, _, error) = run_unmerge(&["--vm", "held-0", "--vm", "held-1", "--qmp", &first.qmp])?;
@@ -289,11 +290,11 @@ fn busy_or_foreign_socket_is_not_used() -> UnmergeTestResult {
     let (status, _, error) = run_unmerge(&["--vm", "held-0", "--qmp", &first.qmp])?;
     assert_eq!(status, Some(2));
     assert!(error.contains("virsh qemu-monitor-command"), "{error}");
-    // A socket that nobody named is a matter of that guest, and the report tells.
+    // A busy socket that was not named on the command line fails that guest only, and the report shows it.
     let (status, report) = unmerge_json(&["--vm", "held-0"])?;
     assert_eq!((status, &report["processes"][0]["state"]), (Some(3), &"failed".into()), "{report}");
     for guest in [first, second] {
-        assert!(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2), "nothing was changed");
+        assert!(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2), "the guest was changed");
     }
     Ok(())
 }
@@ -303,12 +304,12 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
     if let Some(why) = skip_reason() {
         return skip_test(&why);
     }
-    // Held from before they boot: ksmd does not settle while guests boot that are enrolled.
+    // Acquired before the guests boot: ksmd does not settle while enrolled guests boot.
     let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
         Err(why) => return skip_test(&why),
     };
-    let Some(cgroup) = UnmergeCgroup::new("limit") else { return skip_test("no memory cgroup can be made") };
+    let Some(cgroup) = UnmergeCgroup::new("limit") else { return skip_test("cannot create a memory cgroup") };
     let fleet: RunningLab<GuestLine> =
         start_in(&cgroup, "fleet", &[&FLEET_ARGUMENTS[..], &["--names", "tight"]].concat())?;
     for guest in fleet.lines() {
@@ -333,14 +334,14 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
     let pages = |process: usize| dry["processes"][process]["merged_pages"].as_u64().unwrap_or(0);
     let (least, most) = (pages(0) * 4096, pages(1) * 4096);
     assert!(least >= 16 * BYTES_PER_MIB && most >= least, "{dry}");
-    // One fits, with some to spare for the page tables and sockets of a test; both do not.
-    cgroup.set_limit((cgroup.used_bytes().ok_or("usage")? + least + least / 4) & !4095)?;
+    // One guest fits, with some memory to spare for page tables and sockets; both do not.
+    cgroup.set_limit((cgroup.used_bytes().ok_or("no memory usage")? + least + least / 4) & !4095)?;
 
     let (status, text, error) = run_unmerge(&chosen)?;
     assert_eq!((status, error.as_str()), (Some(1), ""), "{text}");
     assert!(text.starts_with("Refused on this host: ") && text.contains("binds"), "{text}");
-    assert!(text.contains("`--staged` would withdraw 1 of 2 parts now"), "{text}");
-    let all_at_once = "is reached by its control socket and goes all at once: `--staged --inject` withdraws";
+    assert!(text.contains("`--staged` would unenroll 1 of 2 parts now"), "{text}");
+    let all_at_once = "is reached by its control socket and is unmerged all at once: `--staged --inject` unenrolls";
     let flat = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
     assert!(flat(&text).contains(all_at_once), "{text}");
     let (status, refused) = unmerge_json(&chosen)?;
@@ -349,17 +350,17 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
         (Some(1), &"refused".into(), &"short".into())
     );
     let binds = &refused["guard"]["limits"][0];
-    let name = cgroup.directory.file_name().and_then(|name| name.to_str()).ok_or("name")?;
+    let name = cgroup.directory.file_name().and_then(|name| name.to_str()).ok_or("the cgroup has no name")?;
     assert!(binds["place"].as_str().is_some_and(|place| place.ends_with(name)), "{binds}");
-    // By what the same plan found: pages go on merging and breaking between two plans.
+    // Compare with the figures of the same plan: between two plans pages merge and COW breaks happen.
     let copies = |process: usize| {
         let pages = |name: &str| refused["processes"][process][name].as_u64().unwrap_or(0);
         4096 * (pages("merged_pages") + pages("zero_pages"))
     };
     let needed = binds["needed"].as_u64();
-    assert_eq!(needed, Some(copies(0) + copies(1)), "no credit for frames that come free: {refused}");
+    assert_eq!(needed, Some(copies(0) + copies(1)), "the guard must not count freed frames as available: {refused}");
     for guest in fleet.lines() {
-        assert!(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2), "refused and changed");
+        assert!(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|region| region.2), "the guest was changed");
     }
 
     let (status, staged) = unmerge_json(&[&chosen[..], &["--staged"]].concat())?;
@@ -376,7 +377,7 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
 
 #[test]
 fn unmerge_requires_existing_targets() -> UnmergeTestResult {
-    // One pagefold at a time may begin to change this host; without root none can keep another out.
+    // Only one pagefold may change this host at a time; without root the guard cannot exclude others.
     let _ksm = KsmTestGuard::acquire().ok();
     let check = |arguments: &[&str], said: &str| -> UnmergeTestResult {
         let (status, text, error) = run_unmerge(arguments)?;
@@ -409,7 +410,7 @@ fn kernel_without_ksm_has_nothing_to_unmerge() -> UnmergeTestResult {
     Ok(())
 }
 
-/// Kills and reaps.
+/// Kills the child and reaps it when dropped.
 struct KilledOnDropChild(Child);
 
 impl Drop for KilledOnDropChild {
@@ -438,7 +439,7 @@ fn unenrolled_process_has_nothing_to_unmerge() -> UnmergeTestResult {
 #[test]
 fn process_of_another_user_is_not_permitted() -> UnmergeTestResult {
     if !is_root() || !Path::new("/sys/kernel/mm/ksm/run").exists() {
-        return skip_test("needs root, to become somebody else, and KSM");
+        return skip_test("needs KSM, and root to become another user");
     }
     let directory = tempfile::tempdir()?;
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777))?;
@@ -468,17 +469,17 @@ fn predicted_memory_need_is_exact() -> UnmergeTestResult {
     let (status, dry) = unmerge_json(&["--pid", &pid, "--dry-run"])?;
     assert_eq!(status, Some(0), "{dry}");
     let process = &dry["processes"][0];
-    // 400 pages on 100 frames, each of which comes free with its last mapping; each page of zeros takes a frame.
+    // 400 pages on 100 frames, each of which is freed with its last mapping. Each zero page needs a new frame.
     let figures = ["merged_pages", "zero_pages", "returned_pages"].map(|name| process[name].as_u64());
     assert_eq!(figures, [Some(400), Some(100), Some(100)], "{process}");
     assert!(process["estimated"].is_null());
     let host =
         dry["guard"]["limits"].as_array().and_then(|limits| limits.iter().find(|limit| limit["place"] == "this host"));
-    assert_eq!(host.ok_or("the host")?["needed"].as_u64(), Some(400 * 4096));
+    assert_eq!(host.ok_or("the guard has no limit of this host")?["needed"].as_u64(), Some(400 * 4096));
     Ok(())
 }
 
-/// The lab's region of a kind, in bytes.
+/// Start and end address of a lab's region.
 fn region_range(region: &RegionLine) -> (u64, u64) {
     (region.start, region.start + region.pages * 4096)
 }
@@ -490,7 +491,7 @@ fn injected_unmerge_restores_private_pages() -> UnmergeTestResult {
     }
     for enrolled in ["--mergeable", "--merge-any"] {
         let spec = "within=4000,copies=4,zero=1000,unique=500";
-        // First, so that another test's ksmd has merged none of it by other rules.
+        // Acquired first, so that ksmd has not merged the memory under another test's settings.
         let ksm = match KsmTestGuard::acquire() {
             Ok(ksm) => ksm,
             Err(why) => return skip_test(&why),
@@ -509,13 +510,13 @@ fn injected_unmerge_restores_private_pages() -> UnmergeTestResult {
         assert_eq!(process["way"], if enrolled == "--mergeable" { "regions" } else { "whole" });
         let pages = |name: &str| process[name].as_u64();
         assert!(pages("merged_pages") >= Some(4000) && pages("zero_pages") >= Some(1000), "{process}");
-        // Pages of zeros that KSM placed are brought back too.
+        // Zero pages placed by KSM are restored, too.
         assert_eq!((&process["merged_pages_after"], &process["zero_pages_after"]), (&0.into(), &0.into()), "{process}");
-        let merged = process["merged_pages"].as_u64().ok_or("merged")?;
-        let copies = done["taken"]["copies"].as_u64().ok_or("copies")?;
-        assert!((merged..merged + merged / 20).contains(&copies), "{merged} and {copies}");
+        let merged = process["merged_pages"].as_u64().ok_or("the report has no merged_pages")?;
+        let copies = done["taken"]["copies"].as_u64().ok_or("the report has no copies")?;
+        assert!((merged..merged + merged / 20).contains(&copies), "{merged} merged pages, {copies} copies");
         assert_eq!(sums()?, before);
-        assert!(regions_of(pid, 0)?.iter().all(|region| !region.2), "nothing is marked any more");
+        assert!(regions_of(pid, 0)?.iter().all(|region| !region.2), "a region is still marked mergeable");
         let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
         assert!(status.contains("State:\tS") && status.contains("TracerPid:\t0"), "{status}");
     }
@@ -531,7 +532,7 @@ fn collapse_restores_huge_pages() -> UnmergeTestResult {
     if !mode.contains("[always]") && !mode.contains("[madvise]") {
         return skip_test("huge pages are not allowed on this host");
     }
-    // Equal in both, so that huge pages are split to merge them.
+    // The same content in both, so that ksmd splits huge pages to merge them.
     let twin = || RunningLab::start_layout(&["--mergeable", "--salt", "twin", "huge=2048"]);
     let (lab, _other) = (twin()?, twin()?);
     let ksm = match KsmTestGuard::acquire() {
@@ -553,7 +554,7 @@ fn staged_unmerge_stops_when_the_cgroup_is_full() -> UnmergeTestResult {
     if !is_root() {
         return skip_test("needs root");
     }
-    let Some(cgroup) = UnmergeCgroup::new("parts") else { return skip_test("no memory cgroup can be made") };
+    let Some(cgroup) = UnmergeCgroup::new("parts") else { return skip_test("cannot create a memory cgroup") };
     let lab: RunningLab<RegionLine> = start_in(&cgroup, "layout", &["--mergeable", "within=32768,copies=64"])?;
     let ksm = match KsmTestGuard::acquire() {
         Ok(ksm) => ksm,
@@ -561,10 +562,10 @@ fn staged_unmerge_stops_when_the_cgroup_is_full() -> UnmergeTestResult {
     };
     ksm.scan_until_settled();
     let pid = lab.pid();
-    let (start, end) = region_range(lab.lines().first().ok_or("a region")?);
+    let (start, end) = region_range(lab.lines().first().ok_or("the lab has no region")?);
     let before = range_checksum(pid, start, end)?;
-    // Two of four parts of 32 MiB, and some.
-    cgroup.set_limit((cgroup.used_bytes().ok_or("usage")? + 80 * BYTES_PER_MIB) & !4095)?;
+    // Room for two of four parts of 32 MiB, and a little more.
+    cgroup.set_limit((cgroup.used_bytes().ok_or("no memory usage")? + 80 * BYTES_PER_MIB) & !4095)?;
     let target = pid.to_string();
     let (status, refused) = unmerge_json(&["--pid", &target])?;
     assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
@@ -575,7 +576,7 @@ fn staged_unmerge_stops_when_the_cgroup_is_full() -> UnmergeTestResult {
     assert_eq!(process["merged_pages_after"].as_u64(), Some(32768 - 2 * 8192));
     assert_eq!(cgroup.oom_kills().unwrap_or(0), 0);
     assert_eq!(range_checksum(pid, start, end)?, before);
-    // With the limit gone the rest follows.
+    // Without the limit the rest follows.
     cgroup.set_limit(1 << 40)?;
     let (status, rest) = unmerge_json(&["--pid", &target, "--staged"])?;
     assert_eq!((status, &rest["outcome"]), (Some(0), &"done".into()), "{rest}");
@@ -583,10 +584,11 @@ fn staged_unmerge_stops_when_the_cgroup_is_full() -> UnmergeTestResult {
     Ok(())
 }
 
-/// Runs its arguments as the container of `deploy/kubernetes/daemonset.yaml` runs: beside the host's processes and with
-/// its KSM and cgroups mounted, in a cgroup, mount and network namespace of its own, with four capabilities.
-const CONTAINER_SHELL_COMMAND: &str = "echo $$ > \"$0/cgroup.procs\" && exec unshare --cgroup --mount --net setpriv --no-new-privs \
-                         --inh-caps=-all --bounding-set=-all,+sys_ptrace,+sys_admin,+dac_override,+sys_nice -- \"$@\"";
+/// Runs its arguments like the container of `deploy/kubernetes/daemonset.yaml`: with the host's PIDs, KSM and cgroups,
+/// in its own cgroup, mount and network namespaces, with four capabilities.
+const CONTAINER_SHELL_COMMAND: &str = "echo $$ > \"$0/cgroup.procs\" && exec unshare --cgroup --mount --net \
+     setpriv --no-new-privs --inh-caps=-all \
+     --bounding-set=-all,+sys_ptrace,+sys_admin,+dac_override,+sys_nice -- \"$@\"";
 
 #[test]
 fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> UnmergeTestResult {
@@ -594,13 +596,13 @@ fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> UnmergeTestResu
         return skip_test("needs root");
     }
     let (Some(pod), Some(own)) = (UnmergeCgroup::new("pod"), UnmergeCgroup::new("container")) else {
-        return skip_test("no memory cgroup can be made");
+        return skip_test("cannot create a memory cgroup");
     };
     let inside = |arguments: &[&str]| {
         Command::new("sh").args(["-c", CONTAINER_SHELL_COMMAND]).arg(&own.directory).args(arguments).output()
     };
     if !inside(&["true"])?.status.success() {
-        return skip_test("needs namespaces for cgroups, mounts and networks");
+        return skip_test("needs cgroup, mount and network namespaces");
     }
     let lab: RunningLab<RegionLine> = start_in(&pod, "layout", &["--mergeable", "within=4096,copies=64"])?;
     let ksm = match KsmTestGuard::acquire() {
@@ -610,21 +612,21 @@ fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> UnmergeTestResu
     ksm.scan_until_settled();
     let (pid, state) = (lab.pid().to_string(), tempfile::tempdir()?);
     let unmerge = |arguments: &[&str]| -> Result<(Option<i32>, Value), Box<dyn Error>> {
-        let state = state.path().to_str().ok_or("a path")?;
+        let state = state.path().to_str().ok_or("the state directory is not UTF-8")?;
         let command = [env!("CARGO_BIN_EXE_pagefold"), "unmerge", "--state", state, "--pid", &pid, "--json"];
         let output = inside(&[&command, arguments].concat())?;
         let said = String::from_utf8_lossy(&output.stderr);
         let report = serde_json::from_slice(&output.stdout).map_err(|why| format!("{why}: {said}"))?;
         Ok((output.status.code(), report))
     };
-    pod.set_limit((pod.used_bytes().ok_or("usage")? + BYTES_PER_MIB) & !4095)?;
+    pod.set_limit((pod.used_bytes().ok_or("no memory usage")? + BYTES_PER_MIB) & !4095)?;
     let (status, refused) = unmerge(&[])?;
     assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
     assert_eq!(refused["guard"]["unknown"], json!([]), "{refused}");
-    let name = pod.directory.file_name().and_then(|name| name.to_str()).ok_or("name")?;
+    let name = pod.directory.file_name().and_then(|name| name.to_str()).ok_or("the cgroup has no name")?;
     let binds = &refused["guard"]["limits"][0];
     assert!(binds["place"].as_str().is_some_and(|place| place.ends_with(name)), "{refused}");
-    pod.set_limit((pod.used_bytes().ok_or("usage")? + 64 * BYTES_PER_MIB) & !4095)?;
+    pod.set_limit((pod.used_bytes().ok_or("no memory usage")? + 64 * BYTES_PER_MIB) & !4095)?;
     let (status, done) = unmerge(&[])?;
     assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
     assert_eq!(done["processes"][0]["merged_pages_after"], 0, "{done}");

@@ -1,5 +1,5 @@
-//! A census by somebody who may see his own processes alone, on the live kernel: what is his is counted exactly, and
-//! what is not is named.
+//! A census by a user who may read only the user's own processes, on the live kernel. It counts these exactly and names
+//! the processes that it cannot read.
 
 use pagefold_labs::client::{RunningLab, install_executable};
 use pagefold_labs::output_lines::RegionLine;
@@ -15,7 +15,7 @@ const NOBODY_UID: u32 = 65534;
 /// The non-zero classes of a lab's region, in pages.
 fn classes_of_region(report: &Value, lab: &RunningLab<RegionLine>, region: &RegionLine) -> BTreeMap<String, u64> {
     let processes = report["processes"].as_array().unwrap();
-    let process = processes.iter().find(|process| process["pid"] == lab.pid()).expect("the process");
+    let process = processes.iter().find(|process| process["pid"] == lab.pid()).expect("the census has no such process");
     let start = format!("{:x}", region.start);
     let regions = process["regions"].as_array().unwrap();
     let pages = regions.iter().find(|part| part["start"] == start.as_str()).map(|part| &part["pages"]);
@@ -33,7 +33,7 @@ fn unprivileged_census_is_exact_and_names_unseen_processes() {
     if !nix::unistd::geteuid().is_root() {
         return println!("skipped: needs root to become another user");
     }
-    // What the user may execute, wherever this tree is.
+    // A copy that the user can execute, wherever this tree is.
     let folder = tempfile::tempdir().unwrap();
     fs::set_permissions(folder.path(), fs::Permissions::from_mode(0o755)).unwrap();
     let binary = folder.path().join("pagefold");
@@ -60,12 +60,12 @@ fn unprivileged_census_is_exact_and_names_unseen_processes() {
     expect("unique", &[("resident", 47), ("unique", 47)]);
     expect("within", &[("resident", 36), ("duplicate", 36), ("duplicate_within_process", 36), ("redundant", 24)]);
     expect("volatile", &[("resident", 20), ("volatile", 20)]);
-    // The other copies are in memory that he may not see.
+    // The other copies are in processes that the user may not read.
     expect("shared-content", &[("resident", 15), ("unique", 15)]);
 
     for pid in [roots.pid(), std::process::id()] {
         let unseen = report["not_counted"]["processes"].as_array().unwrap();
-        let unseen = unseen.iter().find(|process| process["pid"] == pid).expect("a process of root is named");
+        let unseen = unseen.iter().find(|process| process["pid"] == pid).expect("root's process is not named");
         assert_eq!(unseen["reason"], "denied");
         assert!(report["processes"].as_array().unwrap().iter().all(|process| process["pid"] != pid));
     }

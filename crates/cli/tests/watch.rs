@@ -1,5 +1,5 @@
-//! What is seen of a daemon: its HTTP and `pagefold top`, of one that observes a recorded host and so needs no
-//! privilege.
+//! The views of a daemon: its HTTP pages and `pagefold top`. The daemon observes a recorded host, so no privilege is
+//! needed.
 
 use pagefold_daemon::wire::{DaemonModeName, DaemonStateName, StatusReport, group_footprints};
 use pagefold_doctor::wire::VerdictName;
@@ -15,10 +15,10 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 use tempfile::TempDir;
 
-/// How long anything may take here: far more than it does.
+/// Timeout for all waits, far above the usual durations.
 const TEST_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// A daemon that is ended when it is dropped.
+/// A daemon that is killed when this is dropped.
 struct WatchedDaemon {
     child: Child,
     log: BufReader<ChildStderr>,
@@ -33,7 +33,7 @@ fn pagefold_command(state: &Path, arguments: &[&str]) -> Command {
 }
 
 impl WatchedDaemon {
-    /// Start one with a configuration.
+    /// Start a daemon with a configuration.
     fn start(section: &str, arguments: &[&str]) -> Self {
         let state = tempfile::tempdir().unwrap();
         let config = state.path().join("pagefold.toml");
@@ -44,20 +44,20 @@ impl WatchedDaemon {
         Self { child, log, state }
     }
 
-    /// The next line of its log with this in it, from there on.
+    /// The rest of the next log line that contains `text`, after `text`.
     fn wait_for_log_line(&mut self, text: &str) -> String {
         for line in self.log.by_ref().lines() {
             if let Some((_, rest)) = line.unwrap().split_once(text) {
                 return rest.to_owned();
             }
         }
-        panic!("it ended without saying {text:?}");
+        panic!("the daemon exited without logging {text:?}");
     }
 
-    /// Where it shows itself.
+    /// The address of the daemon's HTTP server.
     fn wait_for_http_address(&mut self) -> String {
         let rest = self.wait_for_log_line("shown at http://");
-        rest.split_once('/').expect("an address").0.to_owned()
+        rest.split_once('/').expect("the log line has no address").0.to_owned()
     }
 }
 
@@ -69,22 +69,22 @@ impl Drop for WatchedDaemon {
 }
 
 fn http_get(address: &str, host: &str, path: &str) -> (String, String) {
-    let mut stream = TcpStream::connect(address).expect("the daemon listens");
+    let mut stream = TcpStream::connect(address).expect("cannot connect to the daemon");
     stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
     stream.write_all(format!("GET {path} HTTP/1.1\r\nHost: {host}\r\n\r\n").as_bytes()).unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").expect("a head");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("the HTTP response has no header");
     (head.lines().next().unwrap_or_default().to_owned(), body.to_owned())
 }
 
-/// Ask until there is a status.
+/// Repeat the request until the daemon has a status.
 fn wait_for_status(address: &str) -> StatusReport {
     let end = Instant::now() + TEST_TIMEOUT;
     loop {
         let (first, body) = http_get(address, "localhost", "/api/status");
         if first.contains(" 200 ") {
-            return serde_json::from_str(&body).expect("a status");
+            return serde_json::from_str(&body).expect("the response is not a status");
         }
         assert!(first.contains(" 503 ") && Instant::now() < end, "{first}");
         std::thread::sleep(Duration::from_millis(50));
@@ -93,14 +93,14 @@ fn wait_for_status(address: &str) -> StatusReport {
 
 #[test]
 fn daemon_is_shown_over_http() {
-    // The command line comes before the configuration.
+    // The command line takes precedence over the configuration.
     let section = "http = \"192.0.2.1:1\"\nhttp_names = [\"node17\"]";
     let mut daemon = WatchedDaemon::start(section, &["--http", "127.0.0.1:0"]);
     let address = daemon.wait_for_http_address();
     let status = wait_for_status(&address);
     assert_eq!((status.mode, status.pid), (DaemonModeName::Observe, daemon.child.id()));
     assert!(status.host.contains("linux-6.18") && status.ksm.is_some(), "{status:?}");
-    // What is wrong is told, and what is in order is counted.
+    // The status lists warnings and failures, and counts the checks that passed.
     let of = |verdict| status.findings.iter().filter(|finding| finding.verdict == verdict).count() as u64;
     for (&verdict, &count) in &status.findings_by_verdict {
         let told = [VerdictName::Warn, VerdictName::Fail].contains(&verdict);
@@ -112,7 +112,7 @@ fn daemon_is_shown_over_http() {
     assert!(http_get(&address, "node17", "/metrics").1.contains("\npagefold_mode{mode=\"observe\"} 1\n"));
     assert!(http_get(&address, "node18", "/metrics").0.contains(" 421 "));
     assert!(http_get(&address, "localhost", "/").1.starts_with("<!doctype html>"));
-    // Who follows it gets another before long.
+    // A client that follows the events soon gets another status.
     let mut stream = TcpStream::connect(&address).unwrap();
     stream.set_read_timeout(Some(TEST_TIMEOUT)).unwrap();
     stream.write_all(b"GET /api/events HTTP/1.1\r\nHost: localhost\r\n\r\n").unwrap();
@@ -122,10 +122,10 @@ fn daemon_is_shown_over_http() {
 
     assert!(Command::new("kill").arg(daemon.child.id().to_string()).status().unwrap().success());
     assert!(daemon.child.wait().unwrap().success());
-    TcpStream::connect(&address).expect_err("nobody listens");
+    TcpStream::connect(&address).expect_err("the daemon still listens after its exit");
 }
 
-/// What an earlier daemon has kept is shown by the next, and nothing between the two.
+/// The next daemon shows the history that an earlier one kept, and a gap between the two.
 #[test]
 fn earlier_history_is_shown_with_a_gap() {
     let folder = tempfile::tempdir().unwrap();
@@ -133,10 +133,10 @@ fn earlier_history_is_shown_with_a_gap() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json");
     let mut kept: StatusReport = serde_json::from_slice(&std::fs::read(fixture).unwrap()).unwrap();
     let now = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs_f64();
-    // One run of long ago, of which nothing is shown, and one of five minutes.
+    // One old run that is outside the period shown, and one run of five minutes.
     for (from, seconds) in [(now - 200_000.0, 100), (now - 4000.0, 300)] {
         let mut writer =
-            HistoryWriter::open(&path, HistoryLimits::default(), "node17", "0.1.0", from).expect("a history");
+            HistoryWriter::open(&path, HistoryLimits::default(), "node17", "0.1.0", from).expect("no history");
         for second in (0..seconds).step_by(10) {
             kept.time = from + f64::from(second);
             kept.cpu.ksmd.as_mut().unwrap().seconds = f64::from(second) * 0.05;
@@ -148,12 +148,12 @@ fn earlier_history_is_shown_with_a_gap() {
     let address = daemon.wait_for_http_address();
     wait_for_status(&address);
     let (_, body) = http_get(&address, "localhost", "/api/history");
-    let points = serde_json::from_str::<HistoryResponse>(&body).expect("a history").points;
+    let points = serde_json::from_str::<HistoryResponse>(&body).expect("the response is not a history").points;
     let (before, after): (Vec<&HistoryPoint>, Vec<&HistoryPoint>) = points.iter().partition(|point| point.time < now);
     assert!(before.len() == 31 && !after.is_empty(), "{points:#?}");
     assert!(before[..30].iter().all(|point| point.saved_net == kept.saved.net));
     assert!(before[1..30].iter().all(|point| point.ksmd_percent.is_some_and(|percent| (percent - 5.0).abs() < 0.1)));
-    assert!(before[30].saved_net.is_none() && before[30].available.is_none(), "nothing is known until it begins");
+    assert!(before[30].saved_net.is_none() && before[30].available.is_none(), "no gap in the history");
 }
 
 #[test]
@@ -168,11 +168,11 @@ fn http_address_must_be_valid_and_free() {
     assert_eq!(daemon.child.wait().unwrap().code(), Some(2));
 }
 
-/// Who could open the socket, because somebody has given it to everybody, is refused by its user all the same.
+/// Other users can open the socket if its mode is changed, but the daemon still rejects their requests.
 #[test]
 fn other_users_are_refused_by_the_control_socket() {
     if !rustix::process::geteuid().is_root() {
-        return println!("skipped: only root can ask as another user");
+        return println!("skipped: needs root to become another user");
     }
     let mut daemon = WatchedDaemon::start("", &["--http", "127.0.0.1:0"]);
     let address = daemon.wait_for_http_address();
@@ -180,41 +180,42 @@ fn other_users_are_refused_by_the_control_socket() {
     let socket = daemon.state.path().join("control");
     wait_for_file(&socket);
     let ask = |request: &str, uid: u32| {
-        // Perl is part of every Debian, and a program of root's folders may not be run by others.
-        let program = "use IO::Socket::UNIX; $SIG{PIPE} = 'IGNORE'; my $s = IO::Socket::UNIX->new(Peer => $ARGV[0]) or die \"no: $!\";
+        // Perl is part of every Debian. Other users may have no access to a program in root's directories.
+        let program = "use IO::Socket::UNIX; $SIG{PIPE} = 'IGNORE';
+            my $s = IO::Socket::UNIX->new(Peer => $ARGV[0]) or die \"no: $!\";
             print $s \"$ARGV[1]\\n\"; print <$s>";
         let mut command = Command::new("perl");
         command.args(["-e", program]).arg(&socket).arg(request).current_dir("/").uid(uid).gid(uid);
-        let output = command.output().expect("perl runs");
+        let output = command.output().expect("cannot start perl");
         String::from_utf8_lossy(&[output.stdout, output.stderr].concat()).into_owned()
     };
-    assert!(ask("status", 65534).contains("Permission denied"), "as it is made");
+    assert!(ask("status", 65534).contains("Permission denied"), "the socket must deny other users by default");
     all(daemon.state.path(), 0o755);
     all(&socket, 0o666);
     for request in ["status", "pause", "withdraw 1", "nonsense"] {
         let answer = ask(request, 65534);
         assert_eq!(answer.trim(), "{\"refused\":\"only root and the daemon's user may ask\"}", "{request}");
     }
-    assert_eq!(wait_for_status(&address).state, DaemonStateName::Resting, "nobody has paused it");
+    assert_eq!(wait_for_status(&address).state, DaemonStateName::Resting, "a rejected request paused the daemon");
     assert!(ask("status", 0).starts_with("{\"status\":"));
 }
 
-/// Wait for a file.
+/// Wait until a file exists.
 fn wait_for_file(path: &Path) {
     let end = Instant::now() + TEST_TIMEOUT;
     while !path.exists() {
-        assert!(Instant::now() < end, "{} is not there", path.display());
+        assert!(Instant::now() < end, "timeout: {} does not exist", path.display());
         std::thread::sleep(Duration::from_millis(20));
     }
 }
 
-/// A terminal, ended when it is dropped.
+/// A tmux terminal, killed when this is dropped.
 struct TerminalScreen(PathBuf);
 
 impl TerminalScreen {
     fn run_tmux(&self, arguments: &[&str]) -> String {
         let output = Command::new("tmux").arg("-S").arg(&self.0).args(arguments).env("TERM", "screen").output();
-        String::from_utf8_lossy(&output.expect("tmux runs").stdout).into_owned()
+        String::from_utf8_lossy(&output.expect("cannot start tmux").stdout).into_owned()
     }
 }
 
@@ -227,7 +228,7 @@ impl Drop for TerminalScreen {
 #[test]
 fn top_shows_the_daemon_until_it_ends() {
     let state = tempfile::tempdir().unwrap();
-    // There is nobody to ask, or no terminal.
+    // Without a daemon, or without a terminal.
     let output = pagefold_command(state.path(), &["top"]).output().unwrap();
     assert_eq!(output.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&output.stderr).contains("use `pagefold status`"), "{output:?}");
@@ -249,7 +250,7 @@ fn top_shows_the_daemon_until_it_ends() {
 
     let daemon = WatchedDaemon::start("", &[]);
     let top = format!("{:?}", pagefold_command(daemon.state.path(), &["top", "--every", "200ms"])).replace('"', "'");
-    // It may be about to listen.
+    // The daemon may not listen yet, so repeat.
     screen.run_tmux(&["send-keys", &format!("clear; until {top} && echo it ended; do sleep 0.2; done"), "Enter"]);
     until("observe, ");
     until("Footprint");

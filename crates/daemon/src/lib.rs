@@ -1,7 +1,7 @@
-//! Merging all the time: the loop with a clock.
+//! The daemon: continuous merging.
 //!
-//! [`decide`] is the state machine, `step(state, event) -> (state, actions)`, pure. [`run`] feeds it and carries out
-//! what it orders. [`wire`] and [`text`] are its status.
+//! [`decide`] is the pure state machine, `step(state, event) -> (state, actions)`. [`run`] feeds it with events and
+//! executes its actions. [`wire`] and [`text`] are its status.
 
 #![forbid(unsafe_code)]
 

@@ -1,10 +1,10 @@
-//! How the daemon stands, for people.
+//! The daemon's status as text.
 
 use crate::wire::{ProcessDiscovery, StatusReport, TrackedProcessReport, TrackingState};
 use pagefold_base::Bytes;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_net, format_split_zeros};
 
-/// All of it, with so many members and decisions at most.
+/// The whole status, with at most this many processes and decisions.
 pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> String {
     let mut text = style.format_paragraph(
         &format!(
@@ -36,7 +36,7 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
     };
     text.push_str(&style.format_paragraph(
         &format!(
-            "CPU: {}; {}; bound {:.0} % on average, {:.1} of {:.0} s left for a burst.",
+            "CPU: {}; {}; limit {:.0} % on average, {:.1} of {:.0} s left for a burst.",
             used("ksmd", status.cpu.ksmd),
             used("pagefold", status.cpu.pagefold),
             status.bounds.cpu_percent,
@@ -48,13 +48,13 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
     let passes = &status.passes;
     text.push_str(&style.format_paragraph(
         &format!(
-            "Passes: {}, of which {} merged: {} net predicted, {} net reached. New programs are {}.",
+            "Passes: {}, of which {} merged: {} net predicted, {} net measured. New programs are {}.",
             passes.passes,
             passes.merges,
             Bytes(passes.predicted),
             format_net(passes.reached),
             match status.arrivals {
-                ProcessDiscovery::ProcConnector => "told by the kernel",
+                ProcessDiscovery::ProcConnector => "reported by the kernel",
                 ProcessDiscovery::Polling => "found by polling",
             }
         ),
@@ -76,7 +76,7 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
     }
     if !status.decisions.is_empty() {
         text.push_str(&style.format_heading("Latest decisions"));
-        let mut table = style.new_table(&[">ago", "what", "whom", "why"]);
+        let mut table = style.new_table(&[">ago", "what", "process", "why"]);
         for decision in status.decisions.iter().take(max_rows) {
             let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
             let acted = if decision.acted { "" } else { "not carried out: " };
@@ -90,10 +90,10 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
     text
 }
 
-/// What is to be known of footprints.
-const FOOTPRINT_NOTE: &str = "Footprints are fair shares: each page divided by those who map it. ~ marks those that were \
-                          not read yet and are estimates: resident memory less what merging saves, by the host's mean \
-                          for each merged page.";
+/// Explanation of footprints.
+const FOOTPRINT_NOTE: &str = "Footprints are fair shares: each page divided by the processes that map it. ~ marks \
+                          estimates before the first reading: resident memory less what merging saves, by the host's \
+                          mean per merged page.";
 
 fn process_row(member: &TrackedProcessReport) -> [String; 8] {
     let known = |value: Option<u64>| value.map_or_else(|| "?".to_owned(), format_bytes);
@@ -109,13 +109,13 @@ fn process_row(member: &TrackedProcessReport) -> [String; 8] {
     ]
 }
 
-/// What something takes, marked where it is an estimate.
+/// A footprint, marked if it is an estimate.
 pub fn format_footprint(value: u64, age_seconds: Option<u64>) -> String {
     let mark = if age_seconds.is_none() { "~" } else { "" };
     format!("{mark}{}", format_bytes(value))
 }
 
-/// The word on the wire.
+/// The name in JSON.
 fn json_word<T: serde::Serialize>(value: &T) -> String {
     serde_json::to_value(value).ok().and_then(|value| Some(value.as_str()?.to_owned())).unwrap_or_default()
 }

@@ -1,14 +1,14 @@
-//! The facts behind `pagefold doctor`, gathered through the port.
+//! Gathers the facts behind `pagefold doctor`.
 //!
-//! [`gather_host_facts`] reads what the rules of [`crate::decide`] judge by. What cannot be read is passed on as absent
-//! with its reason; a process that cannot be opened stays among the facts without a single value, so that no rule takes
-//! what it did not see for healthy. The same holds for processes that cannot even be listed: KSM with no `ksmd` in
-//! sight means a PID namespace or `hidepid`, and stands for one more process that is denied.
+//! [`gather_host_facts`] reads what the rules of [`crate::decide`] need. Readings that fail are passed on as absent,
+//! with the reason. A process that cannot be opened stays among the facts without a single value, so that no rule
+//! reports it as healthy. The same holds for processes that cannot even be listed: KSM without a visible `ksmd` means a
+//! PID namespace or `hidepid`, and adds one process whose readings are all denied.
 //!
-//! Most of the time goes into `/proc/PID/smaps`, for which the kernel walks the page tables of the process (fs/proc/
-//! task_mmu.c): about 23 million pages a second and CPU. Processes are read in parallel, and each once.
+//! Most of the time goes into `/proc/PID/smaps`, for which the kernel walks the page tables of the process
+//! (fs/proc/task_mmu.c): about 23 million pages per second and CPU. Processes are read in parallel, each once.
 //!
-//! Limits: the facts are not of one instant.
+//! Limits: the facts are not from one instant.
 
 use crate::decide::{HostFacts, KsmdCpuTime, ProcessFacts};
 use pagefold_base::domain::DomainConfig;
@@ -24,17 +24,17 @@ use pagefold_host::{Host, ProcessHandle as Handle, observe, parse};
 use rayon::prelude::*;
 use std::collections::BTreeMap;
 
-/// Who trusts whom, and who is left alone.
+/// Trust domains and excluded processes.
 #[derive(Clone, Debug, Default)]
 pub struct TrustPolicy {
     /// How processes are sorted into trust domains.
     pub domains: DomainConfig,
-    /// Who should not be enrolled.
+    /// Processes that should not be enrolled.
     pub exclusions: Exclusions,
 }
 
-/// All facts of a host, and of every process that is listed or named in `wanted`. One of `wanted` that is not among the
-/// processes afterwards does not exist.
+/// All facts of a host, and of every process that is listed or in `required_pids`. A required pid that is missing from
+/// the result does not exist.
 pub fn gather_host_facts(host: &dyn Host, required_pids: &[Pid], trust: &TrustPolicy) -> HostFacts {
     let ksm = observe::ksm(host);
     let listed = host.pids();
@@ -48,7 +48,7 @@ pub fn gather_host_facts(host: &dyn Host, required_pids: &[Pid], trust: &TrustPo
     let ksmd = read_ksmd_cpu_time(host, &seen);
     let mut processes: Vec<ProcessFacts> = seen.into_iter().map(|seen| seen.facts).collect();
     let hidden = match (&listed, &ksmd, &ksm) {
-        // That would read as processes which ended, and these do not matter.
+        // Otherwise the rules would treat the processes as exited, and ignore them.
         (Err(Absent::Vanished), _, _) => Some(Absent::Malformed("the list of processes vanished".to_owned())),
         (Err(why), _, _) => Some(why.clone()),
         (Ok(_), _, Err(Absent::NotOnThisKernel)) | (Ok(_), Ok(_), _) => None,
@@ -75,18 +75,18 @@ pub fn gather_host_facts(host: &dyn Host, required_pids: &[Pid], trust: &TrustPo
     }
 }
 
-/// A process with what only the gathering needs to know of it.
+/// A process with data that only the gathering needs.
 struct ExaminedProcess {
     facts: ProcessFacts,
     parent: Pid,
 }
 
-/// A process; `None` if there is none of that number.
+/// Examine a process; `None` if the pid does not exist.
 fn examine_process(host: &dyn Host, pid: Pid, trust: &TrustPolicy) -> Option<ExaminedProcess> {
     let look = |handle: &dyn Handle| -> Reading<ExaminedProcess> {
         let process = observe::process(host, handle)?;
         let parent = parse::stat(&handle.read("stat")?)?.ppid;
-        // Kernel threads and the dead have no memory of their own: their smaps would be empty.
+        // Kernel threads and zombies have no memory of their own: their smaps would be empty.
         let regions =
             if process.kernel_thread || process.is_zombie() { Ok(Vec::new()) } else { observe::regions(handle) };
         let facts = build_process_facts(process, regions, Err(Absent::Vanished), trust);
@@ -100,13 +100,13 @@ fn examine_process(host: &dyn Host, pid: Pid, trust: &TrustPolicy) -> Option<Exa
     match look(&*handle) {
         Err(Absent::Vanished) => None,
         Err(why) => Some(ExaminedProcess { facts: unreadable_process_facts(pid, &why, trust), parent: Pid(0) }),
-        // It ended while it was looked at: what was read of it so far is of no use.
+        // It exited meanwhile: readings taken before that are of no use.
         Ok(seen) if seen.facts.regions == Err(Absent::Vanished) => None,
         Ok(seen) => Some(seen),
     }
 }
 
-/// A process of which nothing can be told but that it may be there.
+/// Facts of a process that may exist, without any reading.
 fn unreadable_process_facts(pid: Pid, why: &Absent, trust: &TrustPolicy) -> ProcessFacts {
     let process = Process::absent(ProcessId { pid, start_time: 0 }, why);
     build_process_facts(process, Err(why.clone()), Err(why.clone()), trust)
@@ -122,7 +122,8 @@ fn build_process_facts(
     ProcessFacts { process, regions, domain, exclusion_reason: excluded, parent_merge_any }
 }
 
-/// Tell each process the flag of its parent. One that has no parent, or whose parent ended meanwhile, keeps `Vanished`.
+/// Set the merge flag of each process's parent. Without a parent, or if it exited meanwhile, the value stays
+/// `Vanished`.
 fn set_parent_merge_any(seen: &mut [ExaminedProcess]) {
     let flags: BTreeMap<Pid, Reading<bool>> =
         seen.iter().map(|seen| (seen.facts.process.id.pid, seen.facts.process.ksm.merge_any.clone())).collect();
@@ -133,7 +134,7 @@ fn set_parent_merge_any(seen: &mut [ExaminedProcess]) {
     }
 }
 
-/// What ksmd has cost. `NotOnThisKernel` if it is not among the processes.
+/// CPU time of ksmd. `NotOnThisKernel` if it is not among the processes.
 fn read_ksmd_cpu_time(host: &dyn Host, seen: &[ExaminedProcess]) -> Reading<KsmdCpuTime> {
     let thread = seen
         .iter()
@@ -152,7 +153,7 @@ fn read_ksmd_cpu_time(host: &dyn Host, seen: &[ExaminedProcess]) -> Reading<Ksmd
     Ok(KsmdCpuTime { cpu_seconds: stat.utime.saturating_add(stat.stime) as f64 / USER_HZ, uptime_seconds })
 }
 
-/// The tuners among the processes. That there are none is known only if every command line could be read.
+/// The tuners among the processes. An empty result is certain only if every command line could be read.
 fn find_tuners(host: &dyn Host, processes: &[ProcessFacts]) -> Reading<Vec<Tuner>> {
     let mut found = Vec::new();
     let mut unread = None;
@@ -168,8 +169,8 @@ fn find_tuners(host: &dyn Host, processes: &[ProcessFacts]) -> Reading<Vec<Tuner
     }
 }
 
-/// The settings that differ between two looks at KSM. Looking twice costs nothing, since the processes are read
-/// between.
+/// The settings that differ between two readings of KSM. The second reading takes no extra time, since processes are
+/// read in between.
 fn changed_settings(before: Option<&Ksm>, after: Option<&Ksm>) -> Vec<String> {
     let (Some(before), Some(after)) = (before, after) else { return Vec::new() };
     let advised = [before, after].iter().any(|ksm| ksm.advisor_mode.as_deref() == Ok("scan-time"));
@@ -184,7 +185,7 @@ fn changed_settings(before: Option<&Ksm>, after: Option<&Ksm>) -> Vec<String> {
         .collect()
 }
 
-/// NUMA nodes with memory; a kernel built without NUMA has one.
+/// Number of NUMA nodes with memory; 1 for a kernel built without NUMA.
 fn count_numa_nodes(host: &dyn Host) -> Reading<u32> {
     match host.read("sys/devices/system/node/has_memory") {
         Err(Absent::NotOnThisKernel) => Ok(1),

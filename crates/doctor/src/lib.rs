@@ -1,4 +1,4 @@
-//! The audit of a host: facts in, findings out.
+//! The doctor: audits how a host merges, from facts to findings.
 //!
 //! [`doctor_facts`] collects the facts, [`decide`] has the rules; [`wire`] and [`text`] are the report.
 

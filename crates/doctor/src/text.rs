@@ -1,5 +1,5 @@
-//! The findings of the doctor for people: what needs a decision in full; in a line each what is as it should be and
-//! what the kernel refused to tell, for which one remedy at the end serves.
+//! The doctor's findings as text. Findings that need a decision are shown in full. Each `ok` finding, and each reading
+//! that the kernel refused, takes one line; one remedy at the end covers all refusals.
 
 use crate::wire::{DoctorReport, FindingReport, VerdictCounts, VerdictName};
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, wrap};
@@ -7,12 +7,12 @@ use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 
 /// Columns of the verdict, and of the indent below it.
 const VERDICT_COLUMNS: usize = 9;
-/// Prose is hard to read in longer lines.
+/// Longer lines of prose are hard to read.
 const MAX_LINE_COLUMNS: usize = 110;
-/// How many of those that were not seen are named; the others are counted.
+/// Maximum number of unreadable processes that are named; the others are counted.
 const MAX_NAMED_PROCESSES: usize = 5;
 
-/// The whole report; with `verbose` what is as it should be is shown in full, too.
+/// The whole report; with `verbose`, `ok` findings are shown in full, too.
 pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String {
     let mut page = DoctorPage { style, text: String::new() };
     if report.processes.is_empty() {
@@ -35,15 +35,15 @@ pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String 
     page.text
 }
 
-/// Whether a finding is only that the kernel refused to tell: there is nothing to explain then.
+/// Whether a finding only says that the kernel refused a reading: then there is nothing to explain.
 fn is_refusal(finding: &FindingReport) -> bool {
     finding.verdict == VerdictName::Unknown && finding.verify.is_none() && finding.remedy.len() == 1
 }
 
-/// Whose memory was not looked at: the first few by name.
+/// The processes whose memory was not read: the first few by name.
 fn render_unscanned(unseen: &[UnscannedProcessReport]) -> String {
     let name = |one: &UnscannedProcessReport| match (one.pid, &one.comm) {
-        (0, _) => format!("processes that are hidden ({})", one.detail),
+        (0, _) => format!("hidden processes ({})", one.detail),
         (pid, Some(comm)) => format!("{comm} ({pid}, {})", one.detail),
         (pid, None) => format!("{pid} ({})", one.detail),
     };
@@ -77,7 +77,7 @@ fn render_summary(counts: &VerdictCounts) -> String {
     parts.join(", ")
 }
 
-/// What is written so far.
+/// The report text under construction.
 struct DoctorPage {
     style: TextStyle,
     text: String,
@@ -113,7 +113,7 @@ impl DoctorPage {
         self.add_commands("verify", finding.verify.as_slice(), VERDICT_COLUMNS);
     }
 
-    /// Commands are never wrapped, so that they can be copied; what is said about them is.
+    /// Commands are never wrapped, so that they can be copied; their explanations are.
     fn add_commands(&mut self, name: &str, commands: &[String], indent: usize) {
         for (i, command) in commands.iter().enumerate() {
             let label = if i == 0 { format!("{name}:") } else { String::new() };
@@ -157,7 +157,7 @@ impl DoctorPage {
         self.text.push('\n');
     }
 
-    /// Columns that are left beside an indent.
+    /// Columns left beside an indent.
     fn columns_beside_indent(&self, indent: usize) -> usize {
         usize::from(self.style.width).min(MAX_LINE_COLUMNS).saturating_sub(indent)
     }
@@ -192,7 +192,7 @@ mod tests {
             title: title.to_owned(),
             source: "/sys/kernel/mm/ksm/run".to_owned(),
             value: "run = 0".to_owned(),
-            why: "ksmd merges only while run is 1, and the default of the kernel is another.".into(),
+            why: "ksmd merges only while run is 1, and the kernel's default is 0.".into(),
             remedy: vec![],
             verify: None,
         }
@@ -222,8 +222,8 @@ mod tests {
         };
         let refused = FindingReport {
             remedy: vec!["sudo pagefold doctor".to_owned()],
-            value: "enrolment of 2 processes: permission denied".to_owned(),
-            ..finding(VerdictName::Unknown, "cannot tell: enrolment of 2 processes")
+            value: "enrollment of 2 processes: permission denied".to_owned(),
+            ..finding(VerdictName::Unknown, "cannot tell: enrollment of 2 processes")
         };
         report(vec![fail, refused, finding(VerdictName::Ok, "ksmd is on")])
     }

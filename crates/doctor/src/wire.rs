@@ -1,4 +1,4 @@
-//! The findings of the doctor on the wire.
+//! The doctor's findings in JSON.
 
 use crate::decide::{Finding, HostFacts, ProcessFacts, Scope, Verdict, examine_host, examine_process};
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
@@ -12,34 +12,34 @@ use std::cmp::Reverse;
 pub struct DoctorReport {
     /// `pagefold.doctor/1`.
     pub schema: &'static str,
-    /// What was looked at: `this host` or a recording.
+    /// The examined host: `this host` or a recording.
     pub host: String,
     /// The worst verdict of all findings.
     pub verdict: VerdictName,
-    /// How many findings have which verdict.
+    /// Number of findings with each verdict.
     pub counts: VerdictCounts,
-    /// The processes that were asked for. Without any the findings are the host's.
+    /// The requested processes. If empty, the findings are about the host.
     pub processes: Vec<ProcessInfo>,
     /// The findings, worst first.
     pub findings: Vec<FindingReport>,
-    /// Processes whose memory could not be looked at; number 0 stands for processes that are not even listed. Findings
-    /// that need them are `unknown`.
+    /// Processes whose memory could not be read; pid 0 stands for processes that are not listed. Findings that need
+    /// them are `unknown`.
     pub not_seen: Vec<UnscannedProcessReport>,
 }
 
-/// How a rule judges.
+/// Verdict of a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum VerdictName {
-    /// There is nothing here that the rule could judge.
+    /// There is nothing that the rule could judge.
     NotApplicable,
-    /// As it should be.
+    /// No problem found.
     Ok,
-    /// What would decide could not be read.
+    /// A required reading is missing.
     Unknown,
-    /// Worth a decision: it costs something, or risks something, or will not do what was probably meant.
+    /// The operator should decide: it has a cost or a risk, or does not work as probably intended.
     Warn,
-    /// It defeats what merging is for, or harms the host now.
+    /// It prevents merging, or harms the host now.
     Fail,
 }
 
@@ -55,7 +55,7 @@ impl From<Verdict> for VerdictName {
     }
 }
 
-/// How many findings have which verdict.
+/// Number of findings with each verdict.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct VerdictCounts {
     /// `fail`.
@@ -70,12 +70,12 @@ pub struct VerdictCounts {
     pub not_applicable: usize,
 }
 
-/// What a rule found.
+/// Result of a rule.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct FindingReport {
     /// The rule's id, stable over versions.
     pub rule: Cow<'static, str>,
-    /// The judgement.
+    /// The verdict.
     pub verdict: VerdictName,
     /// The process it is about; absent for the host.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -83,16 +83,16 @@ pub struct FindingReport {
     /// When that process started, in clock ticks since boot.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub start_time: Option<u64>,
-    /// The finding in one phrase.
+    /// Summary in one phrase.
     pub title: String,
     /// The file that was read.
     pub source: String,
-    /// What was read in it.
+    /// The value that was read.
     pub value: String,
     /// Why it matters.
     pub why: Cow<'static, str>,
-    /// Shell commands to run as root, one each; lines that begin with `#` say what no command can do. Empty where there
-    /// is nothing to do.
+    /// Shell commands to run as root, one per line; lines that start with `#` are instructions that no command can
+    /// replace. Empty if there is nothing to do.
     pub remedy: Vec<String>,
     /// A shell command that succeeds once the remedy has worked.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -136,7 +136,7 @@ impl DoctorReport {
         Self::new(host, who, findings, unscanned_processes(processes.iter().copied()))
     }
 
-    /// Where more privilege is not to be had: say `instead` what can be done about what was refused.
+    /// Replace `sudo` remedies by `remedy` where more privilege does not help.
     #[must_use]
     pub fn replace_privilege_remedies(mut self, remedy: &str) -> Self {
         for finding in &mut self.findings {

@@ -1,6 +1,6 @@
-//! A process that holds the same table several times, as caches and interpreters do. The first four are merged at a safe
-//! point, another one that comes later while the program runs, where that is permitted. What is written then is each
-//! one's own again.
+//! A process that holds the same table several times, as caches and interpreters do. The first four copies are merged
+//! at a safe point. A fifth one is merged later, while the program runs, where the kernel permits that. A copy that is
+//! written afterwards becomes private again.
 //!
 //! ```sh
 //! cargo run --release -p pagefold-engine --example copies
@@ -16,7 +16,7 @@ fn table_word(place: usize) -> [u8; 8] {
     (place as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_ne_bytes()
 }
 
-/// A copy of the table, in memory that may be merged.
+/// A copy of the table, in mergeable memory.
 fn allocate_table(engine: &Engine) -> Result<AllocatedRegion<'_>, Error> {
     let mut memory = engine.allocate(TABLE_BYTES)?;
     let words = memory.as_mut_slice().as_chunks_mut().0.iter_mut();
@@ -38,15 +38,15 @@ fn print_status(engine: &Engine, label: &str, merged: MergeCounters) -> Result<(
 }
 
 fn main() -> Result<(), Error> {
-    // Nothing else is done here that could be slowed down.
+    // No bound: this program has no other work that merging could slow down.
     let options = EngineOptions { max_slowdown: None, ..EngineOptions::default() };
     let engine = Engine::join(&format!("copies-{}", std::process::id()), &options)?;
     let mut copies = (0..4).map(|_| allocate_table(&engine)).collect::<Result<Vec<_>, _>>()?;
-    // SAFETY: nobody writes to the copies until it is done.
+    // SAFETY: no thread writes to the copies during the merge.
     print_status(&engine, "at a safe point", unsafe { engine.merge() }?)?;
 
     copies.push(allocate_table(&engine)?);
-    // SAFETY: nobody unmaps or replaces the copies meanwhile, and no device has them.
+    // SAFETY: no thread unmaps or replaces the copies during the merge, and no device has pinned them.
     match unsafe { engine.merge_while_running() } {
         Ok(merged) => print_status(&engine, "while running", merged)?,
         Err(error @ Error::WriteProtectUnavailable(_)) => println!("{error}"),
@@ -59,7 +59,7 @@ fn main() -> Result<(), Error> {
     for (number, copy) in copies.iter_mut().enumerate() {
         copy.as_mut_slice()[number] ^= 1;
         let mut words = copy.as_slice().as_chunks().0.iter().enumerate();
-        assert!(words.all(|(place, bytes)| *bytes == table_word(place)), "copy {number} is not as it was written");
+        assert!(words.all(|(place, bytes)| *bytes == table_word(place)), "copy {number} has an unexpected content");
     }
     println!("all memory as it was written");
     Ok(())

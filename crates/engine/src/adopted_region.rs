@@ -1,4 +1,4 @@
-//! Memory that may be merged, and what is known of its pages.
+//! Memory that may be merged, and the notes on its pages.
 
 use crate::PageAdvice;
 use crate::decide::page_note::PageNote;
@@ -18,14 +18,14 @@ pub struct AdoptedRegion {
     page_bytes: u64,
     notes: Vec<PageNote>,
     unmergeable: Vec<AddressRange>,
-    /// When a merge found out what there is.
+    /// Time of the last survey of this region.
     last_survey: Option<Duration>,
-    /// How it stood when that was found out last.
+    /// Page counts as of the last survey or status query.
     last_tally: PageTally,
 }
 
 impl AdoptedRegion {
-    /// Of whole pages.
+    /// Create a region for a page-aligned range.
     pub fn new(range: AddressRange, page_bytes: u64) -> Self {
         let pages = range.bytes().0 / page_bytes;
         let tally = PageTally { pages: Pages(pages), ..PageTally::default() };
@@ -33,12 +33,12 @@ impl AdoptedRegion {
         Self { range, page_bytes, notes, unmergeable: Vec::new(), last_survey: None, last_tally: tally }
     }
 
-    /// Where it is.
+    /// Its address range.
     pub fn range(&self) -> AddressRange {
         self.range
     }
 
-    /// What is left of it without a range: up to two of them.
+    /// The region without a range: up to two regions remain.
     pub fn subtract(&self, range: AddressRange) -> Vec<Self> {
         let part = |left: AddressRange| {
             let notes = self.range_notes(left.start, left.end).to_vec();
@@ -48,7 +48,7 @@ impl AdoptedRegion {
         self.range.subtract(&[range]).into_iter().map(part).collect()
     }
 
-    /// Take a range for something else from now on.
+    /// Apply new advice to a range.
     pub fn advise(&mut self, range: AddressRange, advice: PageAdvice, now: Duration) {
         let Some(range) = self.range.overlap(range) else { return };
         let mut kept: Vec<AddressRange> = self.unmergeable.iter().flat_map(|known| known.subtract(&[range])).collect();
@@ -64,39 +64,39 @@ impl AdoptedRegion {
         }
     }
 
-    /// Forget what is known of pages: what was in them is no more.
+    /// Discard the notes on pages whose content is gone.
     pub fn forget_pages(&mut self, range: AddressRange) {
         let Some(range) = self.range.overlap(range) else { return };
         self.range_notes_mut(range).fill(PageNote::default());
     }
 
-    /// A merge finds out what there is. When one did before.
+    /// Record a survey at `now`. Returns the time of the previous one.
     pub fn record_survey(&mut self, now: Duration) -> Option<Duration> {
         self.last_survey.replace(now)
     }
 
-    /// How much of a range no merge has looked for yet.
+    /// Bytes in a range that no merge has surveyed yet.
     pub fn unsurveyed_bytes(&self, range: AddressRange) -> Bytes {
         let part = self.range.overlap(range).filter(|_| self.last_survey.is_none());
         part.map_or(Bytes::ZERO, |part| part.bytes())
     }
 
-    /// The parts of it that were advised against.
+    /// Ranges with the advice [`PageAdvice::Unmergeable`].
     pub fn unmergeable(&self) -> &[AddressRange] {
         &self.unmergeable
     }
 
-    /// How it stood when that was found out last: by a merge, or when somebody asked.
+    /// Page counts as of the last merge or status query.
     pub fn region_tally(&self) -> RegionTally {
         RegionTally { range: self.range, tally: self.last_tally }
     }
 
-    /// The memory in which its pages are remembered.
+    /// Memory used for the notes on its pages.
     pub fn note_bytes(&self) -> Bytes {
         Bytes(size_of_val(&self.notes[..]) as u64)
     }
 
-    /// What is known of a page.
+    /// The note on a page.
     pub fn page_note(&mut self, address: u64) -> &mut PageNote {
         let at = self.note_index(address);
         &mut self.notes[at]
@@ -115,7 +115,8 @@ impl AdoptedRegion {
         &mut self.notes[pages]
     }
 
-    /// A part of it was merged now, and is counted where `of` says. How many of its pages are not expected to last.
+    /// Record that a range was merged now, and add it to `counter`. Returns how many of its pages are not expected to
+    /// last.
     pub fn record_merge(
         &mut self,
         range: AddressRange,
@@ -128,12 +129,12 @@ impl AdoptedRegion {
         Pages(notes.iter().filter(|note| note.is_unlikely_to_last()).count() as u64)
     }
 
-    /// Begin to find out how it stands.
+    /// Reset the page counts before a survey.
     pub fn reset_tally(&mut self) {
         self.last_tally = PageTally { pages: self.last_tally.pages, ..PageTally::default() };
     }
 
-    /// Count a part of it, of which `found` is mapped.
+    /// Count the pages of a range; `found` lists its mapped pages.
     pub fn tally_range(
         &mut self,
         range: AddressRange,
@@ -143,7 +144,7 @@ impl AdoptedRegion {
     ) {
         let held = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
         let hot = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_volatile(now)).count() as u64);
-        // What the program has of its own there.
+        // Pages that the program has of its own in the range.
         let own = || {
             let own = found.iter().filter(|found| !found.file && !found.zero_page);
             own.map(|found| (found, self.range_notes(found.start, found.end)))
@@ -163,7 +164,7 @@ impl AdoptedRegion {
     }
 }
 
-/// Find out how regions stand, and count all mappings of this process.
+/// Tally all regions. Returns the number of mappings of this process.
 ///
 /// # Errors
 /// Those of reading `/proc/thread-self/maps` and `pagemap`.

@@ -1,5 +1,5 @@
-//! A thread that merges while the program runs, within a share of one CPU. It takes no signals: a handler that writes to
-//! memory in hand would wait for the very thread that it has interrupted.
+//! A thread that merges while the program runs, within a share of one CPU. It takes no signals: a handler that wrote to
+//! a page that the merge is working on would wait for the thread that it interrupted.
 
 use crate::decide::time_budget::pause_after_round;
 use crate::{Engine, Error};
@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// It ends when this is dropped, once the merge in hand is done. A child that is forked has none.
+/// The thread ends when this is dropped, after its current merge. A forked child has no such thread.
 #[derive(Debug)]
 pub struct BackgroundMerger {
     /// The process that has the thread.
@@ -32,23 +32,24 @@ struct MergeLoopProgress {
 }
 
 impl Engine {
-    /// Merge again and again, in a thread that takes at most a share of one CPU, from 0 to 1, and rests longer and
-    /// longer while merges do not win what their time is worth ([`crate::decide::time_budget::WorkRound`]).
+    /// Merge repeatedly in a thread that uses at most a share of one CPU, from 0 to 1. It pauses with exponential
+    /// backoff while merges save less than their time costs ([`crate::decide::time_budget::WorkRound`]).
     ///
     /// # Errors
-    /// [`Error::WriteProtectUnavailable`] where writers cannot be made to wait; [`Error::DomainUnusable`] where there can be no thread.
+    /// [`Error::WriteProtectUnavailable`] if writers cannot be blocked; [`Error::DomainUnusable`] if the thread cannot
+    /// be created.
     ///
     /// # Safety
-    /// Until what this gives is dropped, nobody unmaps or replaces adopted memory but by the engine's own functions.
+    /// Until the result is dropped, the program unmaps or replaces adopted memory only by the engine's own functions.
     /// None of it is registered or pinned, as for io_uring or RDMA.
     pub unsafe fn merge_in_background(self: &Arc<Self>, cpu_share: f64) -> Result<BackgroundMerger, Error> {
-        // Whether it may is told now, and not in the thread.
+        // Report a missing permission now, and not in the thread.
         drop(pagefold_sys::userfault::UserfaultFd::new().map_err(Error::WriteProtectUnavailable)?);
         let shared = Arc::new(SharedProgress::default());
         let (engine, told) = (Arc::clone(self), Arc::clone(&shared));
         let failed = |source: io::Error| Error::DomainUnusable { name: self.name.clone(), source };
         let thread = thread::Builder::new().name("pagefold".to_owned());
-        // The thread inherits the mask, so that no handler runs in it before its first instruction either.
+        // The thread inherits the signal mask, so that no handler runs in it even before its first instruction.
         let blocked = BlockedSignals::new().map_err(failed)?;
         let thread = thread.spawn(move || run_merge_loop(&engine, cpu_share, &told)).map_err(failed)?;
         drop(blocked);
@@ -60,9 +61,9 @@ fn run_merge_loop(engine: &Engine, cpu_share: f64, shared: &SharedProgress) {
     let (mut idle, page) = (0, rustix::param::page_size() as u64);
     loop {
         let began = Instant::now();
-        // SAFETY: whoever started this has promised it.
+        // SAFETY: the caller of `merge_in_background` has promised it.
         let done = unsafe { engine.merge_while_running() };
-        // As if all its threads had worked all the time.
+        // As if all threads of the merge had worked all the time.
         let took = began.elapsed() * engine.options.threads.max(1) as u32;
         let mut status = shared.progress.lock().unwrap_or_else(PoisonError::into_inner);
         status.merge_count += 1;
@@ -72,7 +73,7 @@ fn run_merge_loop(engine: &Engine, cpu_share: f64, shared: &SharedProgress) {
                 status.error = None;
             }
             Err(error) => {
-                // Pins may end: it tries again, later each time.
+                // Pins may end: retry, with growing pauses.
                 status.stop_requested |= !matches!(error, Error::MemoryPinned(_));
                 status.error = Some(error);
                 idle += 1;
@@ -89,12 +90,12 @@ fn run_merge_loop(engine: &Engine, cpu_share: f64, shared: &SharedProgress) {
 }
 
 impl BackgroundMerger {
-    /// Wait until so many merges were done since the beginning, or it has failed, or a time is over. How many were
-    /// done.
+    /// Wait until `min_merges` merges were done since the start, the thread has failed, or the timeout is over. Returns
+    /// the number of merges done.
     ///
     /// # Errors
-    /// What ended it; [`Error::MemoryPinned`] if that is why the last merge was refused; [`Error::Forked`] in a child, which
-    /// has no such thread.
+    /// The error that ended the thread; [`Error::MemoryPinned`] if the last merge was refused for that;
+    /// [`Error::Forked`] in a child, which has no such thread.
     pub fn wait_for_merges(&self, min_merges: u64, timeout: Duration) -> Result<u64, Error> {
         if self.owner_pid != std::process::id() {
             return Err(Error::Forked);
@@ -110,14 +111,14 @@ impl BackgroundMerger {
 impl Drop for BackgroundMerger {
     fn drop(&mut self) {
         if self.owner_pid != std::process::id() {
-            // In a child there is no thread that would end, or that would give up what it had locked.
+            // A forked child has no thread that would end, or that would release its locks.
             std::mem::forget(self.thread.take());
             return;
         }
         self.shared.progress.lock().unwrap_or_else(PoisonError::into_inner).stop_requested = true;
         self.shared.changed.notify_all();
         if let Some(thread) = self.thread.take() {
-            // A panic in it was told on standard error.
+            // A panic in it was printed to standard error.
             let _ = thread.join();
         }
     }

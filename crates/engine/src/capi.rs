@@ -1,9 +1,9 @@
-//! The C interface, `include/pagefold.h`: each function checks its pointers, calls the engine, and keeps the reason of
-//! a failure for `pagefold_error`. No panic crosses into C.
+//! The C interface, `include/pagefold.h`. Each function checks its pointers, calls the engine, and stores the error
+//! text for `pagefold_error`. No panic crosses into C.
 //!
-//! A structure that a caller has filled in may be of an older or a newer version than this library, and smaller or
-//! larger: the caller says its size ([`fill_structure`]). Such structures only grow at their end, hold words alone, and no other
-//! structure.
+//! A structure from a caller may belong to an older or a newer version than this library, and so be smaller or larger:
+//! the caller passes its size ([`fill_structure`]). Such structures grow only at their end, and contain only words and
+//! no other structure.
 
 use crate::{
     BackgroundMerger, Engine, EngineOptions, JOB_ID_VARIABLES, MemberStatus, MergeCounters, PageAdvice, RegionStatus,
@@ -167,19 +167,19 @@ thread_local! {
     static LAST_ERROR: RefCell<CString> = RefCell::default();
 }
 
-/// Keep why something failed.
+/// Store the reason of a failure.
 fn set_last_error(message: &str) {
     let why = CString::new(message.replace('\0', "?")).unwrap_or_default();
     LAST_ERROR.with(|kept| kept.replace(why));
 }
 
-/// Do something whose failure is told.
+/// Run `work` and store its error or panic.
 fn keep_error<T>(work: impl FnOnce() -> Result<T, String>) -> Option<T> {
-    let done = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("a defect in pagefold: it panicked".into()));
+    let done = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("pagefold panicked: this is a bug".into()));
     done.inspect_err(|why| set_last_error(why)).ok()
 }
 
-/// An error with all its causes.
+/// The text of an error with all its causes.
 fn error_chain(error: crate::Error) -> String {
     let mut text = error.to_string();
     let mut cause = std::error::Error::source(&error);
@@ -197,7 +197,7 @@ fn status_code(done: Option<()>) -> c_int {
 /// Call an engine that may be null.
 ///
 /// # Safety
-/// `engine` is null or of `pagefold_join`, and was not left.
+/// `engine` is null or comes from `pagefold_join`, and was not passed to `pagefold_leave`.
 unsafe fn call_engine<T>(engine: *const Engine, work: impl FnOnce(&Engine) -> Result<T, crate::Error>) -> Option<T> {
     // SAFETY: the caller's promise.
     let engine = unsafe { engine.as_ref() };
@@ -212,27 +212,28 @@ fn address_range(memory: *mut c_void, bytes: usize) -> AddressRange {
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// `domain` is null or a string; `options` is null or of the size it says, and its root null or a string.
+/// `domain` is null or a string; `options` is null or as large as its size field says, and its root is null or a
+/// string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pagefold_options) -> *mut Engine {
     let joined = keep_error(|| {
         let name = if domain.is_null() {
             let nameless =
-                || format!("domain is NULL, and this is no rank of an MPI job ({})", JOB_ID_VARIABLES.join(", "));
+                || format!("domain is NULL, and this is not an MPI rank (no {})", JOB_ID_VARIABLES.join(", "));
             job_domain_name().ok_or_else(nameless)?
         } else {
             // SAFETY: not null, so a string by the caller's promise.
             let name = unsafe { CStr::from_ptr(domain) }.to_str();
-            name.map_err(|_| "domain is no UTF-8".to_owned())?.to_owned()
+            name.map_err(|_| "domain is not valid UTF-8".to_owned())?.to_owned()
         };
         let given = options;
         let mut options = EngineOptions::default();
         if !given.is_null() {
-            // SAFETY: not null, so of the size it says, by the caller's promise, which is in its first word.
+            // SAFETY: not null, so it starts with its size, by the caller's promise.
             if unsafe { given.cast::<usize>().read() } != size_of::<pagefold_options>() {
                 return Err("options are of another version: begin with PAGEFOLD_OPTIONS_INIT".to_owned());
             }
-            // SAFETY: it is of the size of the type, so all of it may be read.
+            // SAFETY: it has the size of the type, so all of it may be read.
             let given = unsafe { &*given };
             options.max_slowdown = (given.max_slowdown >= 0.0).then_some(given.max_slowdown);
             options.min_runtime = Duration::try_from_secs_f64(given.lifetime)
@@ -255,11 +256,11 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// `engine` is null or of `pagefold_join`, was not left, and no other thread uses it.
+/// `engine` is null or comes from `pagefold_join`, was not passed to `pagefold_leave`, and no other thread uses it.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_leave(engine: *mut Engine) {
     if !engine.is_null() {
-        // SAFETY: it was made by `Arc::into_raw`, and nobody uses it any more but a thread that has its own.
+        // SAFETY: it was made by `Arc::into_raw`, and no thread uses it any more except one with its own reference.
         let engine = unsafe { Arc::from_raw(engine) };
         keep_error(|| {
             drop(engine);
@@ -271,7 +272,7 @@ pub unsafe extern "C" fn pagefold_leave(engine: *mut Engine) {
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// `engine` is null or of `pagefold_join`, and was not left.
+/// `engine` is null or comes from `pagefold_join`, and was not passed to `pagefold_leave`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_allocate(engine: *mut Engine, bytes: usize) -> *mut c_void {
     // SAFETY: the caller's promise.
@@ -289,7 +290,7 @@ pub unsafe extern "C" fn pagefold_allocate(engine: *mut Engine, bytes: usize) ->
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; the memory is of that, and no longer used.
+/// As for `pagefold_allocate`; the memory comes from that function, and is no longer used.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_free(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     let bytes = bytes.checked_next_multiple_of(rustix::param::page_size()).unwrap_or(bytes);
@@ -302,7 +303,7 @@ pub unsafe extern "C" fn pagefold_free(engine: *mut Engine, memory: *mut c_void,
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and what `Engine::adopt` asks for.
+/// As for `pagefold_allocate`, and as `Engine::adopt` requires.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_adopt(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
@@ -337,7 +338,7 @@ pub unsafe extern "C" fn pagefold_advise(
         1 => PageAdvice::Unmergeable,
         2 => PageAdvice::Volatile,
         _ => {
-            set_last_error("this version knows no such advice");
+            set_last_error("this version does not know this advice");
             return -1;
         }
     };
@@ -348,7 +349,7 @@ pub unsafe extern "C" fn pagefold_advise(
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and nobody needs what is in the memory.
+/// As for `pagefold_allocate`, and the content of the memory is no longer needed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_clear(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
@@ -360,8 +361,7 @@ pub unsafe extern "C" fn pagefold_clear(engine: *mut Engine, memory: *mut c_void
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and what `Engine::merge` asks for; `merged` is null or so many
-/// bytes to be written.
+/// As for `pagefold_allocate`, and as `Engine::merge` requires; `merged` is null or writable for `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_merge_sized(engine: *mut Engine, merged: *mut pagefold_merged, size: usize) -> c_int {
     if !is_plausible_size(merged, size) {
@@ -378,8 +378,8 @@ pub unsafe extern "C" fn pagefold_merge_sized(engine: *mut Engine, merged: *mut 
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and what `Engine::merge_while_running` asks for; `merged` is null or so many
-/// bytes to be written.
+/// As for `pagefold_allocate`, and as `Engine::merge_while_running` requires; `merged` is null or writable for `size`
+/// bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_merge_while_running_sized(
     engine: *mut Engine,
@@ -397,24 +397,24 @@ pub unsafe extern "C" fn pagefold_merge_while_running_sized(
     unsafe { fill_structure(done, merged, size) }
 }
 
-/// The largest structure of a caller that is believed.
+/// Maximum plausible size of a caller's structure.
 const MAX_STRUCTURE_BYTES: usize = 4096;
 
-/// Whether a caller's structure is null or has a size that a version of it may have; otherwise the reason is kept.
+/// Whether a caller's structure is null or has a plausible size; otherwise the reason is stored.
 fn is_plausible_size<T>(structure: *mut T, size: usize) -> bool {
     let sizes = size_of::<u64>()..=MAX_STRUCTURE_BYTES;
     let sound = structure.is_null() || (sizes.contains(&size) && size.is_multiple_of(size_of::<u64>()));
     if !sound {
-        set_last_error(&format!("{size} is no size of the structure to fill in: pass sizeof of it"));
+        set_last_error(&format!("{size} is not a valid size of the structure: pass its sizeof"));
     }
     sound
 }
 
-/// Fill a caller's structure in, unless it is null or there is nothing to tell: as much as its version has of this one,
-/// and zeros in what this one does not have.
+/// Fill in a caller's structure, unless it is null or there is no value. Copies the fields that both versions have, and
+/// sets the caller's further fields to zero.
 ///
 /// # Safety
-/// `structure` is null or so many bytes to be written.
+/// `structure` is null or writable for `size` bytes.
 unsafe fn fill_structure<V: Into<T>, T>(value: Option<V>, structure: *mut T, size: usize) -> c_int {
     let told = status_code(value.as_ref().map(|_| ()));
     if let Some(value) = value
@@ -422,7 +422,7 @@ unsafe fn fill_structure<V: Into<T>, T>(value: Option<V>, structure: *mut T, siz
     {
         let (value, bytes): (T, _) = (value.into(), structure.cast::<u8>());
         let known = size.min(size_of::<T>());
-        // SAFETY: both have so many bytes, and the value is nobody else's.
+        // SAFETY: both have so many bytes, and this function owns the value.
         unsafe { ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes, known) };
         // SAFETY: the caller's promise.
         let rest = unsafe { bytes.add(known) };
@@ -435,12 +435,12 @@ unsafe fn fill_structure<V: Into<T>, T>(value: Option<V>, structure: *mut T, siz
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and what `Engine::merge_in_background` asks for.
+/// As for `pagefold_allocate`, and as `Engine::merge_in_background` requires.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share: c_double) -> *mut BackgroundMerger {
     let begin = |known: &Engine| {
         let engine = ptr::from_ref(known);
-        // SAFETY: it was made by `Arc::into_raw`, and is there while it was not left.
+        // SAFETY: it was made by `Arc::into_raw`, and exists until `pagefold_leave`.
         unsafe { Arc::increment_strong_count(engine) };
         // SAFETY: as above; this is the reference that was just counted.
         let engine = unsafe { Arc::from_raw(engine) };
@@ -455,13 +455,13 @@ pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// `background` is null or of `pagefold_merge_in_background`, and was not ended.
+/// `background` is null or comes from `pagefold_merge_in_background`, and was not ended.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_end_background(background: *mut BackgroundMerger) -> c_int {
     if background.is_null() {
         return 0;
     }
-    // SAFETY: it was made by `Box::into_raw`, and nobody uses it any more.
+    // SAFETY: it was made by `Box::into_raw`, and no thread uses it any more.
     let background = unsafe { Box::from_raw(background) };
     status_code(keep_error(|| background.wait_for_merges(0, Duration::ZERO).map(|_| ()).map_err(error_chain)))
 }
@@ -469,7 +469,7 @@ pub unsafe extern "C" fn pagefold_end_background(background: *mut BackgroundMerg
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `standing` is to be written, so many bytes.
+/// As for `pagefold_allocate`; `standing` is writable for `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_standing_of_sized(
     engine: *mut Engine,
@@ -492,7 +492,7 @@ pub unsafe extern "C" fn pagefold_standing_of_sized(
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `merged` is to be written, so many bytes.
+/// As for `pagefold_allocate`; `merged` is writable for `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_so_far_of_sized(
     engine: *mut Engine,
@@ -515,8 +515,8 @@ pub unsafe extern "C" fn pagefold_so_far_of_sized(
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `count` is to be read and written, and so many `regions`, of so many bytes each, to be
-/// written.
+/// As for `pagefold_allocate`; `count` is readable and writable, and `regions` is null or writable for `*count`
+/// structures of `size` bytes each.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_regions_of_sized(
     engine: *mut Engine,
@@ -535,15 +535,15 @@ pub unsafe extern "C" fn pagefold_regions_of_sized(
     let found = unsafe { call_engine(engine, Engine::region_statuses) };
     let Some(found) = found else { return -1 };
     let all = found.len();
-    // SAFETY: not null, so to be read, by the caller's promise.
+    // SAFETY: not null, so readable, by the caller's promise.
     let room = if regions.is_null() { 0 } else { unsafe { count.read() } };
     for (at, region) in found.into_iter().take(room).enumerate() {
-        // SAFETY: there is room for more than `at` of them, of that size, by the caller's promise.
+        // SAFETY: by the caller's promise, there is room for more than `at` structures of that size.
         let place = unsafe { regions.cast::<u8>().add(at * size) };
-        // SAFETY: it is to be written, by the caller's promise.
+        // SAFETY: it is writable, by the caller's promise.
         unsafe { fill_structure(Some(region), place.cast::<pagefold_region>(), size) };
     }
-    // SAFETY: not null, so to be written, by the caller's promise.
+    // SAFETY: not null, so writable, by the caller's promise.
     unsafe { count.write(all) };
     0
 }
@@ -551,7 +551,7 @@ pub unsafe extern "C" fn pagefold_regions_of_sized(
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `domain` is to be written, so many bytes.
+/// As for `pagefold_allocate`; `domain` is writable for `size` bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_domain_of_sized(
     engine: *mut Engine,

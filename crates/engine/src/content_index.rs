@@ -1,55 +1,55 @@
-//! Which contents the members of a domain hold, and which lie in the store: a table in shared memory, without locks.
+//! Index of the contents that members hold, and of those in the store: a lock-free table in shared memory.
 //!
-//! An entry is two words. The first is the fingerprint of a content; it is written once, by compare and exchange
-//! against the 0 of an empty entry, and an entry keeps its fingerprint for as long as the table stands. The second is a
-//! [`IndexEntryState`]: where the content lies in the store, if it does, and who saw it last. Entries are found by linear
-//! probing. Every change is one atomic operation on one word, so a member that dies at any point leaves a table that is
-//! whole.
+//! An entry is two words. The first is the fingerprint of a content. It is written once, by compare and exchange
+//! against the 0 of an empty entry, and an entry keeps its fingerprint as long as the table exists. The second is an
+//! [`IndexEntryState`]: the slot of the content in the store, if it is stored, and the last sighting. Entries are found
+//! by linear probing. Every change is one atomic operation on one word, so a member that dies at any point leaves a
+//! consistent table.
 //!
-//! A fingerprint only says where to look: contents are compared byte by byte before anything is mapped, and a sighting
-//! that is wrong costs a page moved to the store for nothing.
+//! A fingerprint is only a hint: contents are compared byte by byte before any mapping is replaced. A wrong sighting
+//! only costs an unnecessary page in the store.
 //!
 //! # Memory model
-//! - **fingerprint**: written by whoever finds it 0, once; relaxed. A reader sees 0, or what it is for as long as the
-//!   table stands. It guards nothing: who sees it goes on to the state, and a state that is still 0 says nothing.
-//! - **state**: written by every member, by compare and exchange; sequentially consistent. A reader sees any state that
-//!   was there, and all agree in which order they were.
+//! - **fingerprint**: written once, by the first member that finds it 0; relaxed. A reader sees 0 or the final value.
+//!   It guards no other data: a reader of it goes on to the state, and a state that is still 0 has no information.
+//! - **state**: written by every member, by compare and exchange; sequentially consistent. A reader may see any former
+//!   state, and all readers agree on their order.
 //!
-//! States take part in the order that [`domain`](crate::domain) needs: of a reference that is added before a state is
-//! loaded, and a state that is condemned before references are read, one is seen. A state that says a slot also
-//! publishes what was written to the slot before, as a release that its reader acquires.
+//! States take part in the order that [`domain`](crate::domain) needs. One member adds a reference before it loads a
+//! state, another condemns the state before it reads references: at least one of them sees the other's write. A state
+//! that names a slot also publishes the earlier writes to that slot, by release and acquire.
 //!
-//! A table does not grow. Under the domain's lock a larger one is made beside it, without the entries that nobody has
-//! seen for long, and takes its place. What members still write into the old one is lost, which
-//! [`choose`](crate::run_selection) knows.
+//! A table does not grow. Under the domain's lock a member makes a larger one beside it, without entries that no member
+//! has seen for long, and replaces it. Later writes to the old table are lost, which
+//! [`run_selection`](crate::run_selection) takes into account.
 
 use crate::shared_words::SharedWords;
 use std::fs::File;
 use std::io;
 use std::sync::atomic::Ordering;
 
-/// Of a table that is filled as far as it may be, runs are a hundred times shorter.
+/// In a table at its maximum load, probe sequences are a hundred times shorter.
 const MAX_PROBES: usize = 4096;
 
-/// So many of 8 entries are used at most, where there is no memory for a larger table.
+/// At most this many eighths of the entries are used if there is no memory for a larger table.
 const MAX_USED_EIGHTHS: usize = 7;
 
-/// Words of an entry.
+/// Words per entry.
 const WORDS_PER_ENTRY: usize = 2;
 
-/// A content of which nobody saw a partner in so many epochs is taken to have none: what members look at in the same
-/// second is compared, however often they merge.
+/// A content without a second sighting for more than this many epochs counts as unpaired. Pages that members scan in
+/// the same second are compared, however often members merge.
 const MAX_PAIRED_EPOCHS: u8 = 3;
 
-/// Which page was seen to hold a content: a tag of the page among all pages of all members, never 0.
+/// Identifies a page that contains a content, among all pages of all members. Never 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SightingTag(u32);
 
 impl SightingTag {
     const BITS: u32 = 22;
 
-    /// Of a page, by a member's own random number and the page's address. Two pages share one with probability 2^-22,
-    /// and are then not known to be partners.
+    /// Tag of a page, from a member's random number and the page's address. Two pages have the same tag with
+    /// probability 2^-22, and then do not count as partners.
     pub fn new(member: u64, address: u64) -> Self {
         // The mixer of splitmix64 (G. Steele et al., OOPSLA 2014).
         let mut word = member ^ address.wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -59,8 +59,8 @@ impl SightingTag {
     }
 }
 
-/// The second word of an entry: bits 0 to 31 the slot in the store and one, 32 whether it is condemned, 33 whether the
-/// content was seen in two places, 34 to 55 where it was seen, 56 to 63 the epoch of that.
+/// The second word of an entry. Bits 0 to 31: the slot in the store plus one. Bit 32: condemned. Bit 33: seen in two
+/// places. Bits 34 to 55: tag of the last sighting. Bits 56 to 63: epoch of the last sighting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct IndexEntryState(u64);
 
@@ -71,22 +71,22 @@ const TAG_SHIFT: u32 = 34;
 const EPOCH_SHIFT: u32 = 56;
 
 impl IndexEntryState {
-    /// Where the content lies, if it does and is there to stay.
+    /// Slot of the content, if it is stored and not condemned.
     pub fn mappable_slot(self) -> Option<u32> {
         self.any_slot().filter(|_| self.0 & CONDEMNED_BIT == 0)
     }
 
-    /// Where the content lies, if it does.
+    /// Slot of the content, if it is stored.
     pub fn any_slot(self) -> Option<u32> {
         ((self.0 & SLOT_MASK) as u32).checked_sub(1)
     }
 
-    /// Whether it may go away any moment.
+    /// Whether the content may be freed at any time.
     pub fn is_condemned(self) -> bool {
         self.0 & CONDEMNED_BIT != 0
     }
 
-    /// Whether it was seen in two places of late.
+    /// Whether the content was seen in two places recently.
     pub fn is_paired(self) -> bool {
         self.0 & PAIRED_BIT != 0
     }
@@ -99,7 +99,7 @@ impl IndexEntryState {
         self.tag() != 0 && epoch.wrapping_sub((self.0 >> EPOCH_SHIFT) as u8) <= MAX_PAIRED_EPOCHS
     }
 
-    /// With one more sighting.
+    /// Add a sighting.
     fn with_sighting(self, tag: SightingTag, epoch: u8) -> Self {
         let recent = self.is_sighting_recent(epoch);
         let paired = recent && (self.is_paired() || self.tag() != tag.0);
@@ -112,24 +112,24 @@ impl IndexEntryState {
         Self(self.0 & !(SLOT_MASK | CONDEMNED_BIT) | slot.map_or(0, |slot| u64::from(slot) + 1))
     }
 
-    /// Of a content that was stored, unless it lies somewhere already.
+    /// Record the slot of a newly stored content. `None` if it is stored already.
     pub fn to_published(self, slot: u32) -> Option<Self> {
         self.any_slot().is_none().then(|| self.with_slot(Some(slot)))
     }
 
-    /// Condemned or pardoned, if it lies in the store.
+    /// Set or clear the condemned mark. `None` if the content is not stored.
     pub fn to_condemned(self, condemned: bool) -> Option<Self> {
         let state = Self(if condemned { self.0 | CONDEMNED_BIT } else { self.0 & !CONDEMNED_BIT });
         self.any_slot().map(|_| state)
     }
 
-    /// Of a content that no longer lies in the store, if it was condemned.
+    /// Remove the slot. `None` unless condemned.
     pub fn to_unstored(self) -> Option<Self> {
         self.is_condemned().then(|| self.with_slot(None))
     }
 }
 
-/// The table. A number names an entry for as long as the table stands.
+/// The table. A number identifies an entry as long as the table exists.
 #[derive(Debug)]
 pub struct ContentIndex {
     words: SharedWords,
@@ -137,10 +137,10 @@ pub struct ContentIndex {
 }
 
 impl ContentIndex {
-    /// The table in a file, of so many entries, a power of two; a new file is a table without any.
+    /// Map the table in a file. `entries` is a power of two; a new file is an empty table.
     ///
     /// # Errors
-    /// Those of mapping, and `ENOSPC` where there is no room for it.
+    /// Those of mapping; `ENOSPC` if there is no space for it.
     pub fn map(file: &File, entries: usize) -> io::Result<Self> {
         assert!(entries.is_power_of_two(), "a table of {entries} entries");
         let words = SharedWords::map(file, entries * WORDS_PER_ENTRY)?;
@@ -148,23 +148,22 @@ impl ContentIndex {
         Ok(Self { words, entry_mask: entries - 1 })
     }
 
-    /// How many entries there are in a table of so many bytes.
+    /// Number of entries in a table of this size.
     pub fn entries_for_bytes(bytes: u64) -> usize {
         bytes as usize / WORDS_PER_ENTRY / size_of::<u64>()
     }
 
-    /// How many entries there is room for.
+    /// Number of entries of the table.
     pub fn capacity(&self) -> usize {
         self.entry_mask + 1
     }
 
-    /// For how many contents beside so many there is room: of a table that is fuller, runs are too long to find anything.
+    /// Number of contents that can be added to `used` ones: in a fuller table, probe sequences are too long.
     pub fn free_capacity(&self, used: usize) -> usize {
         (self.capacity() / 8 * MAX_USED_EIGHTHS).saturating_sub(used)
     }
 
-    /// The entry of a fingerprint, which is not 0, made if there is none; `None` if the table is as full as it may be
-    /// there.
+    /// Find the entry of a nonzero fingerprint, or insert it; `None` if the table is full there.
     pub fn find_or_insert(&self, fingerprint: u64) -> Option<usize> {
         for number in self.probe_sequence(fingerprint) {
             let word = &self.words[number * WORDS_PER_ENTRY];
@@ -182,7 +181,7 @@ impl ContentIndex {
         None
     }
 
-    /// The entry of a fingerprint, which is not 0, if there is one.
+    /// Find the entry of a nonzero fingerprint.
     pub fn find(&self, fingerprint: u64) -> Option<usize> {
         self.probe_sequence(fingerprint)
             .map(|number| (number, self.fingerprint(number)))
@@ -190,33 +189,33 @@ impl ContentIndex {
             .find_map(|(number, found)| (found == fingerprint).then_some(number))
     }
 
-    /// Where the entry of a fingerprint may be, in the order in which to look.
+    /// Possible positions of the entry of a fingerprint, in probing order.
     fn probe_sequence(&self, fingerprint: u64) -> impl Iterator<Item = usize> + use<> {
         debug_assert_ne!(fingerprint, 0, "zeros are not stored");
         let mask = self.entry_mask;
-        // So many probes are a table that is too full, whatever the counters say.
+        // A longer probe sequence means that the table is too full, whatever the counters say.
         (0..=(mask / 2).min(MAX_PROBES)).map(move |probe| (fingerprint as usize).wrapping_add(probe) & mask)
     }
 
-    /// What is known of an entry. Ordered with all other accesses of this kind.
+    /// State of an entry. Sequentially consistent.
     pub fn state(&self, number: usize) -> IndexEntryState {
         IndexEntryState(self.words[number * WORDS_PER_ENTRY + 1].load(Ordering::SeqCst))
     }
 
-    /// The fingerprint of an entry, 0 if it is empty.
+    /// Fingerprint of an entry, 0 if it is empty.
     pub fn fingerprint(&self, number: usize) -> u64 {
         self.words[number * WORDS_PER_ENTRY].load(Ordering::Relaxed)
     }
 
-    /// A page was seen to hold a content. What was known before.
+    /// Record that a page contains this content. Returns the previous state.
     pub fn record_sighting(&self, number: usize, tag: SightingTag, epoch: u8) -> IndexEntryState {
         self.update_state(number, |state| Some(state.with_sighting(tag, epoch))).unwrap_or_else(|state| state)
     }
 
-    /// Say where a content lies, unless it lies somewhere already; where it lies then.
+    /// Publish the slot of a content, unless it is stored already. Returns the slot where it is stored.
     ///
     /// # Errors
-    /// If it is condemned where it lies.
+    /// The state, if the stored content is condemned.
     pub fn publish(&self, number: usize, slot: u32) -> Result<u32, IndexEntryState> {
         match self.update_state(number, |state| state.to_published(slot)) {
             Ok(_) => Ok(slot),
@@ -224,12 +223,12 @@ impl ContentIndex {
         }
     }
 
-    /// Condemn a content that lies in the store, or pardon it. Under the domain's lock.
+    /// Condemn a stored content, or pardon it. Requires the domain's lock.
     pub fn set_condemned(&self, number: usize, condemned: bool) {
         let _ = self.update_state(number, |state| state.to_condemned(condemned));
     }
 
-    /// A condemned content no longer lies in the store. Under the domain's lock.
+    /// Remove the slot of a condemned content. Requires the domain's lock.
     pub fn clear_slot(&self, number: usize) {
         let _ = self.update_state(number, IndexEntryState::to_unstored);
     }
@@ -239,18 +238,18 @@ impl ContentIndex {
         (0..self.capacity()).filter(|&number| self.fingerprint(number) != 0)
     }
 
-    /// How many entries are not empty.
+    /// Number of entries that are not empty.
     pub fn count_used(&self) -> usize {
         self.entries().count()
     }
 
-    /// Whether an entry says anything that is still of use.
+    /// Whether an entry has a slot or a recent sighting.
     pub fn is_useful(&self, number: usize, epoch: u8) -> bool {
         let state = self.state(number);
         state.any_slot().is_some() || state.is_sighting_recent(epoch)
     }
 
-    /// Take over the entries of another table that are of use, before anybody else sees this one.
+    /// Copy the useful entries of another table, before other members can see this one.
     pub fn copy_useful_entries(&self, other: &Self, epoch: u8) {
         for from in other.entries().filter(|&number| other.is_useful(number, epoch)) {
             if let Some(to) = self.find_or_insert(other.fingerprint(from)) {
@@ -259,7 +258,7 @@ impl ContentIndex {
         }
     }
 
-    /// Change a state by what it is: what it was, or, if there was nothing to change, what it is.
+    /// Update a state atomically. Returns the previous state, or as an error the current state if `to` returns `None`.
     fn update_state(
         &self,
         number: usize,
@@ -292,11 +291,11 @@ mod tests {
         assert_eq!(index.find_or_insert(99), Some(number));
         index.record_sighting(number, page_tag(1), 0);
         index.record_sighting(number, page_tag(1), 1);
-        assert!(!index.state(number).is_paired(), "the same page twice");
+        assert!(!index.state(number).is_paired(), "the same page was seen twice");
         index.record_sighting(number, page_tag(2), 1);
         assert!(index.state(number).is_paired());
         index.record_sighting(number, page_tag(2), 2);
-        assert!(index.state(number).is_paired(), "until nobody has seen it for long");
+        assert!(index.state(number).is_paired(), "it stays paired until its last sighting is old");
         index.record_sighting(number, page_tag(2), 3 + MAX_PAIRED_EPOCHS);
         assert!(!index.state(number).is_paired());
     }
@@ -320,7 +319,7 @@ mod tests {
         assert_eq!(index.publish(number, 8), Ok(0));
         assert_eq!(index.state(number).mappable_slot(), Some(0));
         index.clear_slot(number);
-        assert_eq!(index.state(number).mappable_slot(), Some(0), "only what is condemned goes");
+        assert_eq!(index.state(number).mappable_slot(), Some(0), "only a condemned slot is cleared");
         index.set_condemned(number, true);
         assert_eq!((index.state(number).mappable_slot(), index.state(number).any_slot()), (None, Some(0)));
         assert!(index.publish(number, 8).is_err());
@@ -343,13 +342,13 @@ mod tests {
         large.copy_useful_entries(&small, 9);
         assert_eq!(large.count_used(), 2);
         let number = large.find_or_insert(small.fingerprint(made[2])).unwrap();
-        assert_eq!(large.count_used(), 2, "it was there");
+        assert_eq!(large.count_used(), 2, "the entry was copied");
         assert_eq!(large.state(number).mappable_slot(), Some(3));
     }
 
     #[test]
     fn threads_agree_on_the_slot_of_a_content() {
-        // Miri goes a thousand times slower, and through more orders.
+        // Miri is a thousand times slower, and explores more orders.
         const CONTENT_COUNT: u64 = if cfg!(miri) { 20 } else { 1500 };
         const ENTRY_COUNT: usize = if cfg!(miri) { 64 } else { 4096 };
         let index = &test_index(ENTRY_COUNT);

@@ -1,41 +1,44 @@
-//! What the members of a domain share, as one of them has it: the store, the index of its contents, and who refers to
-//! what. ARCHITECTURE of a domain's directory:
+//! The shared state of a domain, as one member sees it: the store, the index of its contents, and the references of its
+//! members. Files in a domain's directory:
 //!
-//! | file | holds | changed |
+//! | file | contains | changed |
 //! |---|---|---|
-//! | `lock` | nothing; who locks it changes what follows | |
+//! | `lock` | nothing; its lock guards changes of the following files | |
 //! | `domain` | a page of numbers ([`HeaderField`]) and the key of fingerprints | under the lock |
-//! | `slots` | one bit for each slot of the store that is taken | under the lock |
+//! | `slots` | one bit per slot of the store that is taken | under the lock |
 //! | `index-N` | contents ([`crate::content_index`]); N is the generation | by atomic operations |
 //! | `member-*` | slots that a member refers to ([`crate::slot_references`]) | by its member |
-//! | `status-*` | what a member tells of itself ([`crate::status_file`]) | by its member |
-//! | `ending-*` | nothing; that a member is about to end ([`crate::member_exit`]) | by its member, under the lock |
+//! | `status-*` | the reported status of a member ([`crate::status_file`]) | by its member |
+//! | `ending-*` | nothing; marks a member as about to exit ([`crate::member_exit`]) | by its member, under the lock |
 //!
-//! Any of them may be removed at any time; what belongs together is known by inodes: see [`incarnation`].
+//! Any of them may be removed at any time. Inodes tell which files belong together: see [`incarnation`].
 //!
-//! # Why no content goes away under anybody
-//! A member that wants to map a slot first adds it to its references, then checks that the index is still the one that
-//! it looked into, then that the entry still says that slot and is not condemned. Who frees slots ([`JoinedDomain::collect_unreferenced_slots`])
-//! first condemns entries, then looks at everybody's references, and frees only what nobody refers to. All these are
-//! sequentially consistent, so either the member sees the entry condemned, or its reference is seen. An index that
-//! replaces another is announced before anything is condemned in it. `protocol` checks this in all orders of steps.
+//! # Why no mapped content is freed
+//! A member that wants to map a slot first adds the slot to its references. Then it checks that the index in which it
+//! found the slot is still the present one. Then it checks that the entry still names that slot and is not condemned. A
+//! member that frees slots ([`JoinedDomain::collect_unreferenced_slots`]) first condemns entries, then reads the
+//! references of all members, and frees only slots without references. All these steps are sequentially consistent, so
+//! either the mapping member sees the condemned entry, or the freeing member sees the reference. A new index is
+//! announced before any entry in it is condemned. `protocol_model` checks this for all orders of steps.
 //!
 //! # Memory model
-//! - **generation**: written with the lock; sequentially consistent. A reader may see that of an index which was the
-//!   present one. If it still is after a slot was referred to, whoever condemns in a later one sees the reference.
-//! - **`StoreInode`**: written by the founder, and set to 0 by any member that abandons the incarnation, without the
-//!   lock; sequentially consistent. A member that frees loads it after it has found whose references there are.
-//! - **other numbers of the header**, but for `Passes` and `Moment`: written with the lock; sequentially consistent.
-//!   Who has the lock sees the last ones.
-//! - **`Passes`**: counted by every member; relaxed. It says when to collect, and not what.
-//! - **`Moment`**: set by every member, by compare and exchange; relaxed. It says when to merge, and not what.
+//! - **`Generation`**: written with the lock; sequentially consistent. A reader may see the generation of a former
+//!   index. If it is unchanged after the reader referred to a slot, a member that condemns in a later index sees the
+//!   reference.
+//! - **`StoreInode`**: written by the creator of the domain, and set to 0 by any member that abandons the incarnation,
+//!   without the lock; sequentially consistent. A member that frees slots loads it after it has found all references.
+//! - **other fields of the header**, except `MergesSinceCollection` and `NextMergeTime`: written with the lock;
+//!   sequentially consistent. The lock holder sees the latest values.
+//! - **`MergesSinceCollection`**: incremented by every member; relaxed. It decides when to collect, and not what.
+//! - **`NextMergeTime`**: set by every member, by compare and exchange; relaxed. It decides when to merge, and not
+//!   what.
 //! - **bits of `slots`**: read and written with the lock; relaxed, since the lock orders them.
-//! - **the key**: written by the founder, before `Magic` says that it is there.
-//! - **bytes of a slot**: written by who has reserved it, before the index says that it holds a content. Who refers to
-//!   it and then finds that said sees these bytes, until nobody refers to it any more.
+//! - **the key**: written by the creator of the domain, before `Magic` announces it.
+//! - **bytes of a slot**: written by the member that reserved it, before the index publishes its content. A member that
+//!   refers to the slot and then finds it published sees these bytes, until no process refers to it any more.
 //!
-//! The lock is fcntl(2)'s: who gets it has gone through the kernel after who gave it back, and sees all that was done
-//! before. Between threads of a process the number that says which process has it is acquired and released.
+//! The lock is a lock of fcntl(2): the next holder passes through the kernel after the previous one, and sees all its
+//! changes. Between threads of a process, the PID in `HOLDER_PID` is acquired and released.
 
 use crate::content_index::ContentIndex;
 use crate::domain_lock::DomainLock;
@@ -66,80 +69,82 @@ pub const DOMAIN_MAGIC: u64 = u64::from_be_bytes(*b"pagefol\x03");
 /// `TMPFS_MAGIC` (include/uapi/linux/magic.h).
 const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
 
-/// How long a merge, or who leaves, waits for the domain's lock: a hundred times as long as anybody at work has it.
+/// How long a merge, or a leaving member, waits for the domain's lock: a hundred times as long as a working member
+/// holds it.
 pub const LOCK_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// An index is made larger before more of it than this is used, of 8.
+/// The index grows before more than this many eighths of it are used.
 const GROW_AT_USED_EIGHTHS: usize = 5;
 
-/// Numbers in the file `domain`.
+/// Fields of the file `domain`.
 #[derive(Clone, Copy, Debug)]
 pub enum HeaderField {
     /// [`DOMAIN_MAGIC`].
     Magic,
-    /// Which index is the present one.
+    /// Generation of the present index.
     Generation,
-    /// Files of members that there are for this store, those that are no more counted until they are removed; never
-    /// too low, so that files which others have removed are noticed.
+    /// Number of member files for this store. Files of dead members count until they are removed. It is never too low,
+    /// so that files removed by other programs are noticed.
     MemberFiles,
-    /// Of sightings: the lowest byte, counted on by collections, once a second at most; above it, the second of that.
+    /// Epoch of sightings. The lowest byte is incremented by collections, at most once a second; the bits above it are
+    /// the second of the last increment.
     Epoch,
     /// Merges since the last collection.
     MergesSinceCollection,
-    /// Slots were taken below it only.
+    /// Slots were taken only below this one.
     SlotBound,
-    /// How many slots there are.
+    /// Number of slots.
     SlotCount,
-    /// The device and inode of the store.
+    /// Device of the store.
     StoreDevice,
-    /// See `StoreDevice`. 0 once the incarnation is abandoned.
+    /// Inode of the store. 0 once the incarnation is abandoned.
     StoreInode,
-    /// The moment that was named last for all to merge ([`crate::decide::merge_turn`]), in nanoseconds of the clock that
-    /// members share.
+    /// The last proposed time for all members to merge ([`crate::decide::merge_turn`]), in nanoseconds of the clock
+    /// that members share.
     NextMergeTime,
-    /// The PID namespace of its members, by its inode: they know each other by numbers in it.
+    /// Inode of the members' PID namespace: members identify each other by PIDs in it.
     PidNamespace,
-    /// The inode of the file that members lock.
+    /// Inode of the file that members lock.
     LockInode,
-    /// The inode of the file `slots`.
+    /// Inode of the file `slots`.
     SlotsInode,
 }
 
-/// The domain, as this process has it.
+/// A joined domain, as this process sees it.
 #[derive(Debug)]
 pub struct JoinedDomain {
     path: PathBuf,
     page_bytes: u64,
     header: SharedWords,
-    /// Of the file that the header is.
+    /// Of the file that contains the header.
     identity: FileIdentity,
     /// Contents of members.
     pub store: ContentStore,
     slots: SlotBitmap,
-    /// What is known of contents.
+    /// Index of contents.
     pub index: ContentIndex,
     index_generation: u64,
-    /// What this process refers to.
+    /// Slots that this process refers to.
     pub references: SlotReferences,
-    /// What this process tells of itself.
+    /// Published status of this process.
     pub status_file: StatusFile,
-    /// Until when a merge waits for the lock.
+    /// Deadline of a merge for acquiring the lock.
     lock_deadline: Instant,
 }
 
 impl JoinedDomain {
-    /// Join the domain that is kept in a directory, or found it; with its hasher. Waits until some time for the lock.
-    /// If a store is founded, its memory is to be on a node, if one is named.
+    /// Join the domain in a directory, or create it. Also returns its hasher. Waits for the lock until the deadline. A
+    /// new store prefers memory of `node`, if given.
     ///
     /// # Errors
-    /// Those of files and of the lock, `InvalidData` where the directory holds something else.
+    /// Those of files and of the lock; `InvalidData` if the directory contains other files.
     pub fn join(path: &Path, page_bytes: u64, node: Option<u32>, deadline: Instant) -> io::Result<(Self, Hasher)> {
         let namespace = pid_namespace_inode()?;
         Self::join_in_namespace(path, page_bytes, node, namespace, deadline)
             .map_err(incarnation::absent_to_files_removed)
     }
 
-    /// The same, with the PID namespace of this process: of files, it needs none but those of the domain.
+    /// Like `join`, with the PID namespace of this process: opens only files of the domain.
     fn join_in_namespace(
         path: &Path,
         page: u64,
@@ -148,7 +153,7 @@ impl JoinedDomain {
         until: Instant,
     ) -> io::Result<(Self, Hasher)> {
         let lock = DomainLock::acquire(&path.join(LOCK_FILE), until)?;
-        // A file system that answers for others, as over a network, cannot be relied on to tell who is there.
+        // A file system that proxies another one, as over a network, may not report locks of live members correctly.
         if rustix::fs::statfs(path)?.f_type != TMPFS_MAGIC {
             return Err(io::Error::new(io::ErrorKind::Unsupported, format!("{} is not on a tmpfs", path.display())));
         }
@@ -161,7 +166,7 @@ impl JoinedDomain {
             };
         let number = |of: HeaderField| header[of as usize].load(Ordering::SeqCst);
         let set = |of: HeaderField, value| header[of as usize].store(value, Ordering::SeqCst);
-        // In this order, so that the number is never too low.
+        // In this order, so that the count is never too low.
         let buried = everybody.remove_dead_files(store.identity().1) as u64;
         set(HeaderField::MemberFiles, number(HeaderField::MemberFiles).saturating_sub(buried));
         if !index_path(path, number(HeaderField::Generation)).exists() {
@@ -197,7 +202,7 @@ impl JoinedDomain {
         self.header[field as usize].store(value, Ordering::SeqCst);
     }
 
-    /// Wait for the lock until some time, from now on.
+    /// Set the deadline for acquiring the lock.
     pub fn set_lock_deadline(&mut self, deadline: Instant) {
         self.lock_deadline = deadline;
     }
@@ -206,17 +211,17 @@ impl JoinedDomain {
         DomainLock::acquire(&self.path.join(LOCK_FILE), self.lock_deadline)
     }
 
-    /// Of sightings, now.
+    /// Current epoch of sightings.
     pub fn sighting_epoch(&self) -> u8 {
         self.read_field(HeaderField::Epoch) as u8
     }
 
-    /// Whether the index that this member has is the present one.
+    /// Whether this member has the present index open.
     pub fn has_present_index(&self) -> bool {
         self.read_field(HeaderField::Generation) == self.index_generation
     }
 
-    /// How many members there are, or more.
+    /// Upper bound of the number of members.
     pub fn member_count(&self) -> u64 {
         self.read_field(HeaderField::MemberFiles)
     }
@@ -226,12 +231,12 @@ impl JoinedDomain {
         self.member_count() <= 1
     }
 
-    /// The moment that was named last for all to merge.
+    /// The last proposed time for all members to merge.
     pub fn next_merge_time(&self) -> Duration {
         Duration::from_nanos(self.read_field(HeaderField::NextMergeTime))
     }
 
-    /// Name another one, if nobody has named one since.
+    /// Propose another merge time, unless another member has proposed one since.
     pub fn propose_merge_time(&self, previous: Duration, proposed: Duration) {
         let word = &self.header[HeaderField::NextMergeTime as usize];
         let nanoseconds = |moment: Duration| moment.as_nanos() as u64;
@@ -239,7 +244,7 @@ impl JoinedDomain {
             word.compare_exchange(nanoseconds(previous), nanoseconds(proposed), Ordering::Relaxed, Ordering::Relaxed);
     }
 
-    /// Whether this member has the domain's store, and all files of its incarnation are where others find them.
+    /// Whether this member has the domain's store, and all files of its incarnation exist under their names.
     pub fn is_intact(&self) -> bool {
         self.has_present_store()
             && self.references.is_listed()
@@ -248,8 +253,8 @@ impl JoinedDomain {
             && index_path(&self.path, self.read_field(HeaderField::Generation)).exists()
     }
 
-    /// What this member has of the domain is no longer the domain's: no member frees slots of its store any more. To
-    /// be called before it gives up references to what it may still map.
+    /// Mark the incarnation that this member uses as abandoned: no member frees slots of its store any more. Call this
+    /// before releasing references to slots that this process may still map.
     pub fn abandon_incarnation(&self) {
         incarnation::mark_abandoned(&self.header);
     }
@@ -260,23 +265,23 @@ impl JoinedDomain {
                 == (self.read_field(HeaderField::StoreDevice), self.read_field(HeaderField::StoreInode))
     }
 
-    /// See to it that the index is the present one and has room for the contents that are missing in it, or for as many
-    /// as fit into so many bytes. For how many it has room.
+    /// Switch to the present index and grow it, to make room for the missing contents, or for as many as fit into
+    /// `max_bytes`. Returns the number of contents it has room for.
     ///
     /// # Errors
-    /// Those of files and of the lock; `ENOSPC` where there is no memory for a larger one.
+    /// Those of files and of the lock; `ENOSPC` if there is no memory for a larger index.
     pub fn grow_index(&mut self, missing: impl Fn(&ContentIndex) -> usize, max_bytes: u64) -> io::Result<usize> {
         let _lock = loop {
             self.follow_index()?;
-            // In this order: what others note meanwhile is not counted twice.
+            // In this order: contents that other members record meanwhile are not counted twice.
             let used = self.index.count_used();
             let contents = missing(&self.index);
             if used + contents <= self.index.capacity() / 8 * GROW_AT_USED_EIGHTHS {
                 return Ok(self.index.free_capacity(used));
             }
             let lock = self.lock_intact()?;
-            // Else a member has made a larger one meanwhile, which may have what is missing here: members that merge
-            // together hold the same, and whoever is at work with an index that is replaced has worked in vain.
+            // Otherwise another member has made a larger index meanwhile, which may have the missing contents: members
+            // that merge together have the same contents, and work with a replaced index is lost.
             if self.has_present_index() {
                 break lock;
             }
@@ -303,14 +308,14 @@ impl JoinedDomain {
         Ok(self.index.free_capacity(used))
     }
 
-    /// Take up the present index, if this member has an older one.
+    /// Switch to the present index, if this member has an older one open.
     ///
     /// # Errors
     /// Those of mapping it.
     pub fn follow_index(&mut self) -> io::Result<()> {
         while !self.has_present_index() {
             let generation = self.read_field(HeaderField::Generation);
-            // Between two numbers another one may have come, and its file be gone.
+            // Meanwhile another index may have replaced it, and its file may be gone.
             let index = match open_present_index(&self.path, generation) {
                 Ok(index) => index,
                 Err(error)
@@ -326,11 +331,11 @@ impl JoinedDomain {
         Ok(())
     }
 
-    /// Reserve so many slots, which this member then refers to and nobody else has, together if possible; fewer if
-    /// there are no more.
+    /// Reserve up to `wanted` slots for this member alone, contiguous if possible; this member then refers to them.
+    /// Fewer if there are not enough.
     ///
     /// # Errors
-    /// Those of the lock; `ENOSPC` where there is no memory for references.
+    /// Those of the lock; `ENOSPC` if there is no memory for references.
     pub fn reserve_slots(&self, wanted: u32) -> io::Result<Vec<Range<u32>>> {
         let _lock = self.lock_intact()?;
         let count = self.read_field(HeaderField::SlotCount) as u32;
@@ -339,14 +344,14 @@ impl JoinedDomain {
         let backed = incarnation::open_slots_file(&self.path, &self.header)
             .and_then(|file| SharedWords::allocate_blocks(&file, 0..u64::from(upto.div_ceil(64))));
         let upto = match backed {
-            // There may be free ones among those that were taken before.
+            // Slots below the bound may be free again.
             Err(error) if is_out_of_space(&error) => bound,
             backed => backed.map(|()| upto)?,
         };
         let found = self.slots.find_free(wanted, upto);
         let end = found.iter().map(|slots| slots.end).max().unwrap_or(0);
         self.write_field(HeaderField::SlotBound, u64::from(end.max(bound)));
-        // Referred to before they are taken: what is taken, not referred to and in no entry is free for others.
+        // Referenced before they are taken: a slot that is taken, unreferenced and in no entry can be freed by others.
         for slots in &found {
             self.references.add(slots.clone())?;
         }
@@ -358,16 +363,17 @@ impl JoinedDomain {
         Ok(found)
     }
 
-    /// A merge is done. Whether it is time to collect: each member has merged once since, on average.
+    /// Count a merge. Returns whether it is time to collect: on average, each member has merged once since the last
+    /// collection.
     pub fn count_merge(&self) -> bool {
         let passes = self.header[HeaderField::MergesSinceCollection as usize].fetch_add(1, Ordering::Relaxed) + 1;
         passes >= self.read_field(HeaderField::MemberFiles)
     }
 
-    /// Free the slots that nobody refers to.
+    /// Free the slots that no member refers to.
     ///
     /// # Errors
-    /// Those of files: then nothing, or not everything, was freed.
+    /// Those of files: then none or only some of them were freed.
     pub fn collect_unreferenced_slots(&mut self) -> io::Result<()> {
         let _lock = self.lock_intact()?;
         self.follow_index()?;
@@ -381,11 +387,12 @@ impl JoinedDomain {
         let store = self.store.identity().1;
         let listed = everybody.count_files(store) as u64;
         if listed < self.read_field(HeaderField::MemberFiles) {
-            // Files of members were removed, and what those refer to is not known: nothing is ever freed again.
+            // Files of members were removed, so their references are unknown: no slot of this incarnation is ever freed
+            // again.
             self.abandon_incarnation();
         }
-        // A member that went to another incarnation has said so before it gave up its references: if those were not
-        // found any more, this is seen.
+        // A member marks the incarnation as abandoned before it releases its references to it. So if those references
+        // were not found, this check sees the mark.
         if !self.has_present_store() {
             return Ok(());
         }
@@ -401,7 +408,7 @@ impl JoinedDomain {
                 self.index.set_condemned(number, true);
                 condemned.push((number, slot));
             } else if state.is_condemned() {
-                // By one who died over it.
+                // Condemned by a member that died during its collection.
                 self.index.set_condemned(number, false);
             }
         }
@@ -415,7 +422,7 @@ impl JoinedDomain {
             }
         }
         fault::point("before slots are freed");
-        // What no entry says is free, too, unless somebody is about to say it.
+        // A slot that no entry names is free, too, unless a member that refers to it is about to publish it.
         let mut stays = after;
         stays.extend(self.index.entries().filter_map(|number| self.index.state(number).any_slot()));
         let bound = self.read_field(HeaderField::SlotBound) as u32;
@@ -434,11 +441,11 @@ impl JoinedDomain {
         Ok(())
     }
 
-    /// Refer to some slots only, from now on. What was referred to before is given up by this process, and kept by
-    /// those that it has forked.
+    /// Refer only to the given slots from now on. This process releases its former references; forked children keep
+    /// them.
     ///
     /// # Errors
-    /// Those of files: then everything stays as it is.
+    /// Those of files: then nothing has changed.
     pub fn replace_references(&mut self, slots: impl IntoIterator<Item = u32>) -> io::Result<()> {
         let _lock = self.lock_intact()?;
         let references = create_references(&self.header, &self.path, &self.store)?;
@@ -447,8 +454,8 @@ impl JoinedDomain {
         Ok(())
     }
 
-    /// The lock of the incarnation that this member knows, whose files are where others find them. A lock that has
-    /// taken the name of a removed one is not it.
+    /// Acquire the lock of the incarnation that this member uses, if its files exist under their names. A new file
+    /// under the name of a removed lock is refused.
     fn lock_intact(&self) -> io::Result<DomainLock> {
         let lock = self.lock()?;
         let named = incarnation::is_current(&self.path, &self.header, self.identity, Some(lock.inode()?));
@@ -459,21 +466,21 @@ impl JoinedDomain {
         }
     }
 
-    /// Be no member any more: nothing of the store is mapped. The last one takes the directory with it.
+    /// Leave the domain: this process maps no slot of the store. The last member removes the directory.
     pub fn leave(&mut self) {
         self.references.drop_now();
         self.lock_deadline = Instant::now() + LOCK_TIMEOUT;
         let Ok(_lock) = self.lock() else { return };
-        // Nothing more can be done about what cannot be removed; the next to join finds it.
+        // A file that cannot be removed stays; the next process that joins finds it.
         if has_any_live_member(&self.path).is_ok_and(|is_held| !is_held) {
             let _ = domain_directory::remove_directory(&self.path);
         }
     }
 
-    /// The process of this member is about to end: if all others are, the directory goes now. Who looks for the domain
-    /// afterwards founds it anew; what this process maps of the store stays as it is.
+    /// Prepare for the end of this process: if all other members are about to exit, too, remove the directory now. A
+    /// process that joins afterwards creates the domain again. Slots that this process maps stay mapped.
     pub fn prepare_exit(&mut self) {
-        // Others that end at the same time have the lock for a moment each.
+        // Other members that exit at the same time hold the lock briefly one after another.
         self.lock_deadline = Instant::now() + LOCK_TIMEOUT;
         let Ok(_lock) = self.lock_intact() else { return };
         if member_exit::mark_exit_and_check_all(&self.path, self.references.path()).unwrap_or(false) {
@@ -487,9 +494,9 @@ impl JoinedDomain {
     }
 }
 
-/// Remove the domains under a root whose members were all killed. The root and each domain have to be directories of
-/// this user which no other user can change, as [`domain_directory::prepare_domain_directory`] makes them. Each is opened before it is
-/// checked, and only what was opened is worked on, so no name can lead elsewhere.
+/// Remove the domains under a root whose members were all killed. The root and each domain must be directories of this
+/// user that no other user can change, as [`domain_directory::prepare_domain_directory`] makes them. Each directory is
+/// opened before it is checked, and all work uses the open descriptor, so no name can lead elsewhere.
 pub fn remove_dead_domains(root: &Path) {
     let user = rustix::process::geteuid().as_raw();
     let Ok(Some(root)) = domain_directory::open_private(CWD, root, user, 0o022) else { return };
@@ -497,15 +504,15 @@ pub fn remove_dead_domains(root: &Path) {
         if let Ok(Some(domain)) = domain_directory::open_private(&root, &name, user, 0o077)
             && sweep_domain(&domain)
         {
-            // What cannot be removed now is found again.
+            // A directory that cannot be removed now is found again later.
             let _ = unlinkat(&root, &name, AtFlags::REMOVEDIR);
         }
     }
 }
 
-/// Remove the files of a domain whose members were all killed; whether all are gone.
+/// Remove the files of a domain whose members were all killed. Returns whether all are gone.
 fn sweep_domain(domain: &OwnedFd) -> bool {
-    // The dot has the descriptor followed where symbolic links are not.
+    // The dot makes the kernel resolve the descriptor where symbolic links are refused.
     let path = PathBuf::from(format!("/proc/thread-self/fd/{}/.", domain.as_raw_fd()));
     let names = domain_directory::names_in(domain).unwrap_or_default();
     is_domain(&path, &names)
@@ -514,8 +521,8 @@ fn sweep_domain(domain: &OwnedFd) -> bool {
         })
 }
 
-/// Whether a directory with files of some names is a domain's: `PAGEFOLD_RUNTIME` may name one that is used for more.
-/// Each name is one that a domain may have, and one of the files at least is what no other program makes: a header, or a
+/// Whether a directory with these file names belongs to a domain: `PAGEFOLD_RUNTIME` may name a directory that has
+/// other uses. Each name must be valid for a domain, and at least one file must be specific to pagefold: a header, or a
 /// file of a member.
 fn is_domain(path: &Path, names: &[OsString]) -> bool {
     let names: Option<Vec<&str>> = names.iter().map(|name| name.to_str()).collect();
@@ -529,7 +536,7 @@ fn is_domain(path: &Path, names: &[OsString]) -> bool {
     })
 }
 
-/// Whether a file of a member may have a name, of which a random number is the end.
+/// Whether a name is valid for a file of a member, which ends in a random number.
 fn is_of_member(name: &str) -> bool {
     let has = |name: &str, prefix: &str, numbers: usize| {
         let rest = name.strip_prefix(prefix).and_then(|rest| rest.rsplit_once('-'));
@@ -548,25 +555,25 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|digit| digit.is_ascii_digit())
 }
 
-/// Whether a file is the header of a domain that was founded.
+/// Whether a file is the header of a completely created domain.
 fn is_header(path: &Path) -> bool {
     let mut magic = [0; 8];
     let read = domain_directory::open_file(path, false).and_then(|file| file.read_exact_at(&mut magic, 0));
     read.is_ok() && u64::from_ne_bytes(magic) == DOMAIN_MAGIC
 }
 
-/// New references to a store, counted before others can find them.
+/// Create references to a store. They are counted before other members can find them.
 fn create_references(header: &SharedWords, path: &Path, store: &ContentStore) -> io::Result<SlotReferences> {
     let members = &header[HeaderField::MemberFiles as usize];
     let count = header[HeaderField::SlotCount as usize].load(Ordering::SeqCst) as u32;
     members.fetch_add(1, Ordering::SeqCst);
     SlotReferences::new(path, count, store.identity().1, store.descriptor()).inspect_err(|_| {
-        // It has left no file.
+        // The failed call has left no file.
         members.fetch_sub(1, Ordering::SeqCst);
     })
 }
 
-/// The inode of the PID namespace of this process.
+/// Inode of the PID namespace of this process.
 fn pid_namespace_inode() -> io::Result<u64> {
     const PID_NAMESPACE_PATH: &str = "/proc/thread-self/ns/pid";
     let failed = |error: io::Error| {
@@ -575,7 +582,7 @@ fn pid_namespace_inode() -> io::Result<u64> {
     Ok(std::fs::metadata(PID_NAMESPACE_PATH).map_err(failed)?.ino())
 }
 
-/// The index of a generation.
+/// Open the index of a generation.
 fn open_present_index(directory: &Path, generation: u64) -> io::Result<ContentIndex> {
     let file = domain_directory::open_file(&index_path(directory, generation), false)?;
     let entries = ContentIndex::entries_for_bytes(file.metadata()?.len());
@@ -593,14 +600,15 @@ mod tests {
         std::fs::set_permissions(path, Permissions::from_mode(mode)).unwrap();
     }
 
-    /// A root that is this user's alone.
+    /// A root that only this user can access.
     fn root() -> tempfile::TempDir {
         let root = tempfile::tempdir_in("/dev/shm").unwrap();
         chmod(root.path(), 0o700);
         root
     }
 
-    /// Make a directory that is this user's alone, with some files. The header is one that a founder has completed.
+    /// Make a directory that only this user can access, with some files. The header is that of a completely created
+    /// domain.
     fn make(root: &Path, domain: &str, files: &[&str]) {
         let path = root.join(domain);
         std::fs::create_dir(&path).unwrap();
@@ -611,7 +619,7 @@ mod tests {
         }
     }
 
-    /// What a sweep leaves under a root.
+    /// Names that a sweep leaves under a root.
     fn swept(root: &Path) -> Vec<OsString> {
         remove_dead_domains(root);
         let mut left = domain_directory::list_names(root).unwrap();
@@ -663,7 +671,7 @@ mod tests {
         chmod(elsewhere.path(), 0o770);
         assert_eq!(swept(elsewhere.path()), ["x"], "a group can change what is there");
         chmod(elsewhere.path(), 0o700);
-        assert!(swept(elsewhere.path()).is_empty(), "nothing else kept it");
+        assert!(swept(elsewhere.path()).is_empty(), "only the group permission prevented the removal");
     }
 
     #[test]
@@ -673,8 +681,8 @@ mod tests {
         let join = || JoinedDomain::join(directory.path(), 4096, None, until).unwrap().0;
         let (first, mut second) = (RefCell::new(join()), join());
         let counts = Cell::new(0);
-        // Both are to note the same. While the second counts what is missing the first makes room for it, and while it
-        // counts anew the first notes it.
+        // Both members are to record the same contents. While the second counts missing contents, the first grows the
+        // index; while the second counts again, the first records them.
         let missing = |index: &ContentIndex| {
             counts.set(counts.get() + 1);
             let count = (1..=FIRST_INDEX_ENTRIES as u64).filter(|&print| index.find(print).is_none()).count();
@@ -691,7 +699,7 @@ mod tests {
         let first = first.borrow();
         assert!(
             first.has_present_index() && second.has_present_index(),
-            "what the first does with its index is not in vain"
+            "the first member's work on its index is kept"
         );
         assert_eq!(second.index.count_used(), FIRST_INDEX_ENTRIES);
     }

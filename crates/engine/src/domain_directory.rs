@@ -1,4 +1,4 @@
-//! Where a domain keeps what its members share: a directory of one user, which nobody else can enter.
+//! The directory of a domain, with the files that its members share. Only one user can enter it.
 
 use rustix::fs::{Dir, Mode, OFlags, fstat, openat};
 use std::ffi::{OsStr, OsString};
@@ -9,71 +9,71 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// Says where domains are kept instead.
+/// Environment variable with the directory of the domains.
 pub const RUNTIME_DIRECTORY_VARIABLE: &str = "PAGEFOLD_RUNTIME";
 
 /// Why there is no directory for a domain.
 #[derive(Debug, thiserror::Error)]
 pub enum DirectoryError {
-    /// A name that is no name of a file.
-    #[error("{0:?} is no name for a domain: letters, digits, '.', '_' and '-', not '.' first, at most 64")]
+    /// The name is not a valid file name for a domain.
+    #[error("{0:?} is not a valid domain name: letters, digits, '.', '_' and '-', not '.' first, at most 64")]
     InvalidName(String),
-    /// Somebody else could change what is in it.
-    #[error("others can change what is in {0}: remove it, or set PAGEFOLD_RUNTIME to a directory of yours alone")]
+    /// The path is no directory, has another owner, or other users have too many rights.
+    #[error("{0} is not a private directory of this user: remove it, or set PAGEFOLD_RUNTIME to one")]
     WritableByOthers(PathBuf),
-    /// It cannot be made or used.
+    /// It cannot be created or used.
     #[error("cannot use {path}")]
     Io {
-        /// Which path.
+        /// Path of the directory.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
 }
 
-/// Where the domains of this user are kept: `$PAGEFOLD_RUNTIME`, else under `/dev/shm`, which is memory.
+/// Directory of this user's domains: `$PAGEFOLD_RUNTIME`, else under `/dev/shm`, which is in memory.
 pub fn default_root() -> PathBuf {
     let own = || Path::new("/dev/shm").join(format!("pagefold-{}", rustix::process::geteuid().as_raw()));
     std::env::var_os(RUNTIME_DIRECTORY_VARIABLE).filter(|path| !path.is_empty()).map_or_else(own, PathBuf::from)
 }
 
-/// Whether a name is one for a domain.
+/// Whether a domain may have this name.
 pub fn is_valid_domain_name(name: &str) -> bool {
     (1..=64).contains(&name.len()) && !name.starts_with('.') && name.chars().all(is_name_character)
 }
 
-/// Whether a name of a domain may have it.
+/// Whether a domain name may contain this character.
 fn is_name_character(letter: char) -> bool {
     letter.is_ascii_alphanumeric() || "._-".contains(letter)
 }
 
-/// What says which MPI job a process is a rank of: PMIx's name of it, Slurm's number, that of launchers that speak
-/// PMI-2.
+/// Environment variables that identify the MPI job of a rank: PMIx's namespace, Slurm's job number, and the job
+/// identifier of PMI-2 launchers.
 pub const JOB_ID_VARIABLES: [&str; 3] = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_JOBID"];
 
-/// The domain of the MPI job that this process is a rank of, by what its launcher calls the job ([`JOB_ID_VARIABLES`]). `None` if it
-/// calls it nothing, as MPICH's own does.
+/// Domain name for the MPI job of this process, from its launcher's job identifier ([`JOB_ID_VARIABLES`]). `None` if
+/// the launcher sets none, as MPICH's own does.
 pub fn job_domain_name() -> Option<String> {
     let job = JOB_ID_VARIABLES.iter().find_map(|name| std::env::var(name).ok().filter(|job| !job.is_empty()));
     job.map(|job| domain_name_for_job(&job))
 }
 
-/// With room for the name of a node. Of a long one the end is kept, where the number is that tells jobs apart.
+/// Leaves room for a node suffix. Long names keep their end, where the number is that distinguishes jobs.
 fn domain_name_for_job(job: &str) -> String {
     let letters: Vec<char> = job.chars().map(|letter| if is_name_character(letter) { letter } else { '-' }).collect();
     "mpi-".chars().chain(letters[letters.len().saturating_sub(50)..].iter().copied()).collect()
 }
 
-/// The directory of a domain under a root, made if it is not there.
+/// Directory of a domain under a root. Creates it if it does not exist.
 ///
 /// # Errors
-/// If the name is none, or anybody else could change what is in it, or those of mkdir(2).
+/// The name is invalid, other users could change the content, or those of mkdir(2).
 pub fn prepare_domain_directory(root: &Path, name: &str) -> Result<PathBuf, DirectoryError> {
     if !is_valid_domain_name(name) {
         return Err(DirectoryError::InvalidName(name.to_owned()));
     }
     let path = root.join(name);
-    // Nobody else may put another directory in the place of the domain's, or look into that.
+    // Other users must not be able to replace the domain's directory, or to enter it.
     for (path, forbidden) in [(root, 0o022), (&path, 0o077)] {
         let failed = |source| DirectoryError::Io { path: path.to_owned(), source };
         match DirBuilder::new().mode(0o700).create(path) {
@@ -90,8 +90,8 @@ pub fn prepare_domain_directory(root: &Path, name: &str) -> Result<PathBuf, Dire
     Ok(path)
 }
 
-/// Open a directory, no symbolic link. `None` if it does not belong to `owner`, if others have one of the forbidden
-/// rights, or if it is no directory.
+/// Open a directory that is not a symbolic link. `None` if it does not belong to `owner`, if other users have one of
+/// the forbidden rights, or if it is no directory.
 ///
 /// # Errors
 /// Those of openat(2) and fstat(2).
@@ -110,7 +110,7 @@ pub fn open_private<P: rustix::path::Arg>(
     Ok((status.st_uid == owner && status.st_mode & forbidden == 0).then_some(directory))
 }
 
-/// Open a file for reading and writing, no symbolic link; a new one is for this user alone.
+/// Open a file for reading and writing, not through a symbolic link. A new file is accessible to this user only.
 ///
 /// # Errors
 /// Those of open(2).
@@ -118,10 +118,10 @@ pub fn open_file(path: &Path, create: bool) -> io::Result<File> {
     open_with_flags(path, if create { OFlags::CREATE } else { OFlags::empty() })
 }
 
-/// Make a file that is not there yet, as [`open_file`] does.
+/// Create a file that does not exist yet, as [`open_file`] does.
 ///
 /// # Errors
-/// Those of open(2): `AlreadyExists` if it is there.
+/// Those of open(2): `AlreadyExists` if it exists.
 pub fn create_new_file(path: &Path) -> io::Result<File> {
     open_with_flags(path, OFlags::CREATE | OFlags::EXCL)
 }
@@ -131,8 +131,8 @@ fn open_with_flags(path: &Path, extra_flags: OFlags) -> io::Result<File> {
     Ok(rustix::fs::open(path, flags, Mode::RUSR | Mode::WUSR)?.into())
 }
 
-/// The names in a directory, without `.` and `..`. A symbolic link in place of the directory is refused. Does not call
-/// opendir(3), which allocates by the program's malloc(3): that may be waiting for the thread that reads this.
+/// The names in a directory, without `.` and `..`. Fails if the directory is a symbolic link. Does not call opendir(3),
+/// which allocates by the program's malloc(3): that may be waiting for this thread.
 ///
 /// # Errors
 /// Those of open(2) and getdents(2).
@@ -141,7 +141,7 @@ pub fn list_names(path: &Path) -> io::Result<Vec<OsString>> {
     names_in(rustix::fs::open(path, flags, Mode::empty())?)
 }
 
-/// As [`list_names`], of a directory that is open.
+/// Like [`list_names`], for an open directory.
 ///
 /// # Errors
 /// Those of openat(2) and getdents(2).
@@ -157,7 +157,7 @@ pub fn names_in(directory: impl AsFd) -> io::Result<Vec<OsString>> {
     Ok(names)
 }
 
-/// Remove a domain's directory, which holds files only.
+/// Remove a domain's directory, which contains only files.
 ///
 /// # Errors
 /// Those of reading it, of unlink(2) and of rmdir(2).
@@ -166,7 +166,7 @@ pub fn remove_directory(path: &Path) -> io::Result<()> {
     std::fs::remove_dir(path)
 }
 
-/// Remove the files of a domain's directory; the lock goes last, and so nobody joins between.
+/// Remove the files of a domain's directory. The lock goes last, so that no process joins in between.
 ///
 /// # Errors
 /// Those of reading it and of unlink(2).

@@ -1,12 +1,12 @@
-//! The lock of a domain: one process at a time changes what all members share.
+//! The lock of a domain: one process at a time changes the shared state.
 //!
-//! It is a record lock of fcntl(2), because that ends with the process that has it, however that ends, and because a
-//! forked child does not inherit it. Record locks do not tell threads apart, and closing any descriptor of the file
-//! gives the lock up; so within a process a number says who has it. That number is the process's own, so that what a
-//! child inherits of a parent that held the lock while it forked holds nobody up.
+//! It is a record lock of fcntl(2), because that ends with its process in all cases, and because a forked child does
+//! not inherit it. Record locks do not distinguish threads, and closing any descriptor of the file releases the lock.
+//! So a PID in this process tells whether one of its threads holds the lock. In a child of a process that held the lock
+//! at the fork, that PID is the parent's and blocks no thread.
 //!
-//! A process that is stopped keeps what it has, for as long as it is stopped. So nobody waits longer than it says, and
-//! the lock is asked for again and again, because fcntl(2) knows no time to wait at most.
+//! A stopped process keeps its lock while it is stopped. So each caller waits only until its deadline. Callers poll,
+//! because fcntl(2) has no timeout.
 
 use crate::incarnation::absent_to_files_removed;
 use rustix::fs::{FlockOperation, fcntl_lock};
@@ -18,25 +18,25 @@ use std::path::Path;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-/// The process in which a thread has any such lock, or 0.
+/// The process in which a thread holds any such lock, or 0.
 static HOLDER_PID: AtomicI32 = AtomicI32::new(0);
 
-/// How long to sleep before asking again: the first time, and at most.
+/// First and maximum interval between attempts.
 const FIRST_POLL_INTERVAL: Duration = Duration::from_micros(50);
 const MAX_POLL_INTERVAL: Duration = Duration::from_millis(2);
 
-/// The lock, held. Given back when dropped.
+/// The held lock. Released when dropped.
 #[derive(Debug)]
 pub struct DomainLock {
     file: File,
 }
 
 impl DomainLock {
-    /// Wait for the lock whose file has a path, until some time; the file is made if it is not there.
+    /// Acquire the lock file at a path, waiting until the deadline. Creates the file if it does not exist.
     ///
     /// # Errors
-    /// `TimedOut` if somebody else had it all the time; those of open(2) and fcntl(2); `Interrupted` if the file was
-    /// removed meanwhile.
+    /// `TimedOut` if another process or thread held it all the time; those of open(2) and fcntl(2); `Interrupted` if
+    /// the file was removed meanwhile.
     pub fn acquire(path: &Path, deadline: Instant) -> io::Result<Self> {
         let this = getpid().as_raw_pid();
         let of_this_process = || {
@@ -56,13 +56,13 @@ impl DomainLock {
             Err(rustix::io::Errno::AGAIN | rustix::io::Errno::ACCESS | rustix::io::Errno::INTR) => Ok(None),
             Err(error) => Err(error.into()),
         })?;
-        // The last member may have removed it between, with all that it guards.
+        // The last member may have removed it meanwhile, with all files that it guards.
         if is_file_at(&file, path) { Ok(Self { file }) } else { Err(io::ErrorKind::Interrupted.into()) }
     }
 }
 
 impl DomainLock {
-    /// What tells the file that is locked apart from one that has taken its name.
+    /// Inode of the locked file, which identifies it if another file has taken its name.
     ///
     /// # Errors
     /// Those of fstat(2).
@@ -71,12 +71,12 @@ impl DomainLock {
     }
 }
 
-/// Ask once at least, and again until there is an answer or the time is over.
+/// Call `ask` at least once, and again until it succeeds or the deadline passes.
 fn poll_until(deadline: Instant, mut ask: impl FnMut() -> io::Result<Option<()>>) -> io::Result<()> {
     let mut pause = FIRST_POLL_INTERVAL;
     while ask()?.is_none() {
         if Instant::now() >= deadline {
-            let why = "another member has had the domain's lock for too long: is one stopped?";
+            let why = "another member has held the domain's lock for too long: is one stopped?";
             return Err(io::Error::new(io::ErrorKind::TimedOut, why));
         }
         std::thread::sleep(pause);
@@ -85,7 +85,7 @@ fn poll_until(deadline: Instant, mut ask: impl FnMut() -> io::Result<Option<()>>
     Ok(())
 }
 
-/// Whether a file is what a path leads to.
+/// Whether a path leads to this open file.
 fn is_file_at(file: &File, path: &Path) -> bool {
     let found = path.metadata().and_then(|path| Ok((path, file.metadata()?)));
     found.is_ok_and(|(path, file)| (path.dev(), path.ino()) == (file.dev(), file.ino()))
@@ -93,7 +93,7 @@ fn is_file_at(file: &File, path: &Path) -> bool {
 
 impl Drop for DomainLock {
     fn drop(&mut self) {
-        // Closing the file gives it up, too. Nothing can be done about an error.
+        // Closing the file releases the lock, too. Errors are ignored: nothing can be done about them.
         let _ = fcntl_lock(&self.file, FlockOperation::Unlock);
         HOLDER_PID.store(0, Ordering::Release);
     }
@@ -109,9 +109,9 @@ mod tests {
     fn one_thread_at_a_time_holds_the_lock() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("lock");
-        // Read, then written apart: only the lock keeps the threads from losing counts.
+        // A separate read and write: only the lock keeps the threads from losing counts.
         struct UnsynchronizedCounter(Cell<u32>);
-        // SAFETY: the lock under test keeps all but one thread away.
+        // SAFETY: the lock under test allows one thread at a time.
         unsafe impl Sync for UnsynchronizedCounter {}
         let count = UnsynchronizedCounter(Cell::new(0));
         let count = &count;

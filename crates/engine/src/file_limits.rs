@@ -1,14 +1,14 @@
-//! What may not fit: files beyond the limit on their size, and memory or a file system that is full.
+//! Limits that an operation may hit: the file size limit, and full memory or file systems.
 //!
-//! A process that makes a file larger than RLIMIT_FSIZE allows, or writes behind that, gets SIGXFSZ, which ends it
-//! (`inode_newsize_ok` in fs/attr.c and `generic_write_check_limits` in fs/read_write.c, 6.18). So the limit is asked
-//! for first. It may be lowered at any time: each write asks.
+//! A process that makes a file larger than RLIMIT_FSIZE allows, or writes beyond that limit, gets SIGXFSZ, which kills
+//! it (`inode_newsize_ok` in fs/attr.c and `generic_write_check_limits` in fs/read_write.c, 6.18). So the engine checks
+//! the limit first. The limit may be lowered at any time, so each write checks it.
 
 use rustix::io::Errno;
 use rustix::process::{Resource, getrlimit};
 use std::io;
 
-/// Whether this process may have a file of so many bytes.
+/// Check that this process may have a file of this size.
 ///
 /// # Errors
 /// `FileTooLarge`, with the limit.
@@ -25,7 +25,7 @@ pub fn check_file_size(bytes: u64) -> io::Result<()> {
     }
 }
 
-/// Whether something failed because there is no room for it: other parts of the same work may still be done.
+/// Whether an operation failed for lack of space: other parts of the same work may still succeed.
 pub fn is_out_of_space(error: &io::Error) -> bool {
     let full = [Errno::NOSPC, Errno::DQUOT, Errno::NOMEM, Errno::FBIG].map(Errno::raw_os_error);
     error.kind() == io::ErrorKind::FileTooLarge || error.raw_os_error().is_some_and(|number| full.contains(&number))

@@ -1,46 +1,48 @@
-//! How much memory this process may still take before its cgroup, or one above it, kills it, and what part of it a
+//! How much memory this process may still use before its cgroup, or a parent cgroup, kills it, and what part of that a
 //! merge may use.
 //!
-//! A merge takes memory before it gives any back: notes of what it finds, copies of written pages, the index, and the
-//! contents of a batch, which lie in the store and in the program until they are mapped. So it asks for headroom first, works in windows that fit,
-//! asks again before each copy and each batch, and does nothing where nothing fits.
+//! A merge uses memory before it frees any: notes on scanned pages, copies of written pages, the index, and the
+//! contents of a batch, which are both in the store and in the program until they are mapped. So it first determines
+//! the headroom and works in windows that fit. It checks again before each copy and each batch, and does nothing if
+//! nothing fits.
 //!
-//! Mirrors the memory controllers of Linux 6.18: `memory.max`, `memory.high` and `memory.current` (cgroup v2, mm/
-//! memcontrol.c), `memory.limit_in_bytes` and `memory.usage_in_bytes` (v1, mm/memcontrol-v1.c). Inactive file pages that
-//! are clean count as free. The host's `MemAvailable` counts like a limit.
+//! Mirrors the memory controllers of Linux 6.18: `memory.max`, `memory.high` and `memory.current` (cgroup v2,
+//! mm/memcontrol.c), `memory.limit_in_bytes` and `memory.usage_in_bytes` (v1, mm/memcontrol-v1.c). Clean inactive file
+//! pages count as free. The host's `MemAvailable` counts like a limit.
 //!
-//! Limits: swap is not counted. What lies above the root of a cgroup namespace cannot be seen. Members of other domains
-//! in the same cgroup are not known; half of the headroom is left to everything else.
+//! Limits: swap is not counted. Cgroups above the root of a cgroup namespace are invisible. Members of other domains in
+//! the same cgroup are unknown; half of the headroom is left to everything else.
 
 use pagefold_base::Bytes;
 use std::path::{Path, PathBuf};
 
-/// What a merge keeps of each page of its regions, at most: 8 bytes of notes, and for each two pages, if every second
-/// page differs in kind, a range of 24 bytes in the survey and one of 24 in what page tables were found to say.
+/// Maximum bytes that a merge keeps per page of its regions: 8 bytes of notes, and ranges if every second page differs
+/// in kind. These are, for each two pages, 24 bytes in the survey and 24 bytes from the page tables.
 const SURVEY_BYTES_PER_PAGE: u64 = 32;
 
-/// What a merge keeps of each page that it looks at: fingerprint, sample, entry, place and price; measured as 135 to 168.
+/// Bytes that a merge keeps per scanned page: fingerprint, sample, entry, slot and cost; measured as 135 to 168.
 const WINDOW_BYTES_PER_PAGE: u64 = 192;
 
-/// With less than this for its windows and batches a merge does nothing.
+/// Minimum memory for windows and batches; with less a merge does nothing.
 const MIN_MERGE_BYTES: u64 = 256 << 10;
 
-/// What of the headroom all members of the domain together may use at a time.
+/// All members of the domain together may use this fraction of the headroom at a time.
 const HEADROOM_DIVISOR: u64 = 2;
 
-/// What a merge may use at a time.
+/// Memory that a merge may use at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MergeMemoryBudget {
-    /// Pages that are looked at before what they hold is merged.
+    /// Pages that are scanned before they are merged.
     pub window_pages: u64,
     /// Pages that are stored before they are mapped.
     pub batch_pages: u64,
-    /// A larger index, beside the present one.
+    /// Size of a larger index, which exists beside the present one.
     pub index_bytes: u64,
 }
 
 impl MergeMemoryBudget {
-    /// What fits into a headroom that so many members share, for regions of so many pages; `None` if nothing does.
+    /// Budget that fits into a headroom shared by `members` members, for regions of `region_pages` pages; `None` if
+    /// none fits.
     pub fn new(headroom: Bytes, members: u64, region_pages: u64, page_bytes: u64) -> Option<Self> {
         let share = headroom.0 / HEADROOM_DIVISOR / members.max(1);
         let left = share.saturating_sub(region_pages.saturating_mul(SURVEY_BYTES_PER_PAGE));
@@ -51,7 +53,7 @@ impl MergeMemoryBudget {
         })
     }
 
-    /// How many of the first chunks of so many pages each a window holds: one at least.
+    /// Number of leading chunks, given by their sizes in pages, that fit into a window: at least one.
     pub fn count_chunks_that_fit(self, chunk_pages: impl IntoIterator<Item = u64>) -> usize {
         let mut left = self.window_pages;
         let fit = chunk_pages.into_iter().take_while(|&pages| {
@@ -62,7 +64,7 @@ impl MergeMemoryBudget {
         fit.count().max(1)
     }
 
-    /// The headroom from which on regions of so many pages are not merged any differently.
+    /// Headroom from which on more headroom makes no difference to merging `region_pages` pages.
     pub fn ample_headroom(members: u64, region_pages: u64, batch_bytes: u64) -> Bytes {
         let each_page = SURVEY_BYTES_PER_PAGE + 4 * WINDOW_BYTES_PER_PAGE;
         let one = region_pages.saturating_mul(each_page).saturating_add(2 * batch_bytes + MIN_MERGE_BYTES);
@@ -71,25 +73,25 @@ impl MergeMemoryBudget {
 }
 
 impl Default for MergeMemoryBudget {
-    /// Of a merge that has nothing to keep to.
+    /// Unlimited budget.
     fn default() -> Self {
         Self { window_pages: u64::MAX, batch_pages: u64::MAX, index_bytes: u64::MAX }
     }
 }
 
-/// The limits that hold for this process.
+/// Memory limits that apply to this process.
 #[derive(Debug, Default)]
 pub struct CgroupHeadroom {
-    /// Of the merge that is under way.
+    /// Budget of the current merge.
     pub budget: MergeMemoryBudget,
-    /// `/proc/thread-self/cgroup`, when the others were found.
+    /// Content of `/proc/thread-self/cgroup` when `limit_directories` was determined.
     cgroup_file: String,
-    /// The cgroup and those above it, as directories.
+    /// Directories of the cgroup and its parents.
     limit_directories: Vec<PathBuf>,
     version: CgroupVersion,
 }
 
-/// Which memory controller a cgroup has.
+/// Version of the memory controller.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum CgroupVersion {
     V1,
@@ -98,8 +100,8 @@ enum CgroupVersion {
 }
 
 impl CgroupHeadroom {
-    /// What is left, by the limit of which least is left; at least `plenty` if it is more. What cannot be read is no
-    /// limit.
+    /// Headroom under the tightest limit. If it exceeds `ample`, the result may be any value of at least `ample`. A
+    /// limit that cannot be read counts as none.
     pub fn available(&mut self, ample: Bytes) -> Bytes {
         let cgroups = std::fs::read_to_string("/proc/thread-self/cgroup").unwrap_or_default();
         if cgroups != self.cgroup_file {
@@ -107,7 +109,7 @@ impl CgroupHeadroom {
             (self.version, self.limit_directories) = find_limit_directories(&cgroups, &mounts).unwrap_or_default();
             self.cgroup_file = cgroups;
         }
-        // Free memory alone is told at a tenth of the cost.
+        // Reading only the free memory has a tenth of the cost.
         let host = rustix::system::sysinfo();
         let (free, total) = (host.freeram as u64, host.totalram as u64);
         let unit = u64::from(host.mem_unit);
@@ -121,14 +123,14 @@ impl CgroupHeadroom {
 }
 
 impl CgroupHeadroom {
-    /// Whether so many members may each take so much now.
+    /// Whether each of `members` members may use `bytes` more now.
     pub fn can_members_take(&mut self, bytes: Bytes, members: u64) -> bool {
         let needed = Bytes(bytes.0.saturating_mul(HEADROOM_DIVISOR).saturating_mul(members.max(1)));
         self.available(needed) >= needed
     }
 
-    /// Whether so many members may each take so much for good, and merges of regions of so many pages still have room
-    /// for batches of so many pages.
+    /// Whether each of `members` members may use `taken` bytes permanently, and merges of `region_pages` pages still
+    /// have memory for batches of `batch_pages` pages.
     pub fn leaves_memory_for_batches(
         &mut self,
         taken: Bytes,
@@ -144,20 +146,20 @@ impl CgroupHeadroom {
     }
 }
 
-/// `MemAvailable`, but for a hundredth of all memory.
+/// `MemAvailable`, minus one percent of all memory.
 fn host_available(meminfo: &str) -> Option<Bytes> {
     let kibibytes = |name: &str| parse_number_after(meminfo, name).map(|kibibytes| kibibytes << 10);
     Some(Bytes(kibibytes("MemAvailable:")?.saturating_sub(kibibytes("MemTotal:")? / 100)))
 }
 
-/// The number behind a name, in lines of both.
+/// The number after a name, in lines of name and number.
 fn parse_number_after(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(|c: char| c.is_whitespace()))?;
     line.split_ascii_whitespace().next()?.parse().ok()
 }
 
-/// The directories of the memory cgroup of a process and of all above it, by its `cgroup` and `mountinfo` (cgroups(7),
-/// proc_pid_mountinfo(5)).
+/// Directories of the memory cgroup of a process and of all its parents, from its `cgroup` and `mountinfo` files
+/// (cgroups(7), proc_pid_mountinfo(5)).
 fn find_limit_directories(cgroups: &str, mounts: &str) -> Option<(CgroupVersion, Vec<PathBuf>)> {
     let path_of = |wanted: &dyn Fn(&str) -> bool| {
         cgroups.lines().find_map(|line| {
@@ -183,15 +185,15 @@ fn find_limit_directories(cgroups: &str, mounts: &str) -> Option<(CgroupVersion,
         wanted.then_some((words.next()?, words.next()?))
     })?;
     let top = Path::new(top);
-    // Outside of what is mounted here nothing can be seen but the limits of the mount's own root.
+    // Outside of the mounted subtree only the limits of the mount's own root are visible.
     let below = Path::new(path).strip_prefix(root).unwrap_or(Path::new(""));
     let below = if path.contains("..") { Path::new("") } else { below };
     let limits = below.ancestors().map(|below| top.join(below)).collect();
     Some((version, limits))
 }
 
-/// What is left of the limits of a cgroup, if it has any and they can be read. File pages are counted only if less
-/// than `plenty` is left otherwise: their number is costly to the kernel.
+/// Headroom of a cgroup, if it has limits and they can be read. Clean file pages count only if less than `ample` is
+/// left without them: reading their number is expensive for the kernel.
 fn available_in_cgroup(cgroup: &Path, version: CgroupVersion, ample: Bytes) -> Option<Bytes> {
     let text = |file: &str| std::fs::read_to_string(cgroup.join(file)).ok();
     let number = |file: &str| text(file)?.trim().parse::<u64>().ok();
@@ -199,7 +201,7 @@ fn available_in_cgroup(cgroup: &Path, version: CgroupVersion, ample: Bytes) -> O
         CgroupVersion::V1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"),
         CgroupVersion::V2 => (&["memory.max", "memory.high"], "memory.current", ""),
     };
-    // None is "max", which is no number.
+    // No limit reads as "max", which is not a number.
     let limit = limits.iter().filter_map(|file| number(file)).min()?;
     let used = number(used)?;
     let left = limit.saturating_sub(used);
@@ -306,7 +308,7 @@ mod tests {
                 MergeMemoryBudget::new(Bytes(headroom * BYTES_PER_MIB), members, pages, 4096).expect("it fits");
             let one = pages * SURVEY_BYTES_PER_PAGE
                 + budget.window_pages * WINDOW_BYTES_PER_PAGE
-                // Before a batch it is asked again what is left once the index is there.
+                // Before a batch the headroom is checked again, with the index in place.
                 + (budget.batch_pages * 4096).max(budget.index_bytes);
             assert!(members * one <= headroom * BYTES_PER_MIB / HEADROOM_DIVISOR, "{budget:?}");
         }
@@ -314,7 +316,7 @@ mod tests {
         assert_eq!(
             MergeMemoryBudget::new(Bytes(16 * BYTES_PER_MIB), 2, 1 << 20, 4096),
             None,
-            "it takes more to find out what there is"
+            "the survey alone needs more memory"
         );
         let plenty = MergeMemoryBudget::ample_headroom(3, 50_000, 8 * BYTES_PER_MIB);
         let budget = MergeMemoryBudget::new(plenty, 3, 50_000, 4096).expect("it fits");

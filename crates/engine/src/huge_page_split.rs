@@ -1,10 +1,10 @@
-//! Huge pages: which of them a merge may split into base pages, and what that is expected to cost the program.
+//! Huge pages: which of them a merge may split into base pages, and the expected cost for the program.
 //!
-//! Contents of the store are mapped by base pages, so a program that reads merged memory at random takes more TLB misses
-//! than by huge pages. Where its slow-down is bounded, a huge page is split only if all of its pages are zeros, which the
-//! huge page of zeros maps, or if all of them have a partner, and then only as far as the expected loss fits into the
-//! bound ([`crate::decide::huge_page_loss`]). One that holds both is left whole: the two are merged one after another, and if the
-//! second failed, it would be split for a part of its pages.
+//! Merged memory is mapped by base pages, so a program that reads it at random takes more TLB misses than with huge
+//! pages. With a bound on the slowdown, a huge page is split in two cases only. Either all of its pages are zeros,
+//! which the huge zero page maps, or all of them have a partner. In the second case the expected loss must also fit
+//! into the bound ([`crate::decide::huge_page_loss`]). A huge page that contains both kinds stays whole: the two kinds
+//! are merged one after the other, and if the second merge failed, the split would gain only a part of its pages.
 
 use crate::decide::huge_page_loss::{expected_time_loss, splittable_pages};
 use crate::run_selection::{ScannedPage, huge_page_number};
@@ -17,13 +17,14 @@ use std::time::Duration;
 #[derive(Debug, PartialEq, Eq)]
 pub enum SplittableHugePages {
     Any,
-    /// By their numbers.
+    /// By number.
     Listed(HashSet<u64>),
 }
 
 impl SplittableHugePages {
-    /// Those that may be split, of pages of zeros and pages with a partner: without a limit all; otherwise those of zeros
-    /// alone, and by their addresses so many pages of those of which all pages have a partner.
+    /// Choose the huge pages that may be split, given pages of zeros and pages with a partner. Without a limit: all.
+    /// With a limit: all huge pages of zeros, and, in address order, huge pages whose pages all have a partner, up to
+    /// `max_pages` pages.
     pub fn choose(
         zeros: &[CandidatePages],
         partners: &[ScannedPage],
@@ -32,7 +33,7 @@ impl SplittableHugePages {
     ) -> Self {
         let Some(Pages(mut left)) = max_pages else { return Self::Any };
         let pages_each = page_bytes / 8;
-        // Pages of zeros, and pages with a partner.
+        // Number of pages of zeros, and of pages with a partner.
         let mut counts: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
         for part in
             zeros.iter().filter(|found| found.is_huge).flat_map(|found| found.split_aligned(pages_each * page_bytes))
@@ -51,7 +52,7 @@ impl SplittableHugePages {
         Self::Listed(counts.into_iter().filter(|count| fits(count)).map(|(number, _)| number).collect())
     }
 
-    /// Whether a page may be merged: it is of no huge page, or of one that may be split.
+    /// Whether a page may be merged: it is in no huge page, or in one that may be split.
     pub fn allows(&self, found: &ScannedPage, page: u64) -> bool {
         match self {
             Self::Any => true,
@@ -60,33 +61,33 @@ impl SplittableHugePages {
     }
 }
 
-/// What a member has split under a bound.
+/// Huge pages that a member has split under a bound.
 #[derive(Debug, Default)]
 pub struct HugePageSplitLedger {
     /// Pages of all huge pages that were split to merge pages with a partner.
     split_pages: Pages,
-    /// Resident pages of this member, as the last survey found.
+    /// Resident pages of this member, as of the last survey.
     resident_pages: Pages,
-    /// How long after the beginning the loss was charged last.
+    /// Time, from the start, up to which the loss has been charged.
     charged_until: Duration,
 }
 
 impl HugePageSplitLedger {
-    /// How many more pages may be split under a bound.
+    /// Number of further pages that may be split under a bound.
     pub fn splittable_pages(&mut self, max_slowdown: f64, resident: Pages) -> Pages {
         self.resident_pages = resident;
         splittable_pages(max_slowdown, resident, self.split_pages)
     }
 
-    /// The loss that is expected since the last call. So many pages are adopted now.
+    /// The expected loss since the last call. `adopted` is the number of pages adopted now.
     pub fn take_expected_loss(&mut self, elapsed: Duration, adopted: Pages) -> Duration {
         let period = elapsed.saturating_sub(self.charged_until);
         (self.charged_until, self.split_pages) = (elapsed, self.split_pages.min(adopted));
         expected_time_loss(period, self.resident_pages, self.split_pages)
     }
 
-    /// Some pages were merged, or may have been split for that. Each huge page counts whole, and once for each set of
-    /// numbers of those that are counted.
+    /// Record pages that were merged, or whose huge pages may have been split for a merge. Each huge page counts in
+    /// full, and once per `counted` set.
     pub fn record_splits<'p>(
         &mut self,
         pages: impl Iterator<Item = &'p ScannedPage>,
@@ -99,7 +100,7 @@ impl HugePageSplitLedger {
     }
 }
 
-/// Resident pages of a survey: those that may be looked at, and so many that were left alone or are merged.
+/// Resident pages of a survey: the candidates, plus `others` (backed-off and merged pages).
 pub fn count_resident(candidates: &[CandidatePages], others: Pages, page: u64) -> Pages {
     let bytes: u64 = candidates.iter().map(|found| found.range).map(|AddressRange { start, end }| end - start).sum();
     Pages(bytes / page) + others
@@ -126,7 +127,7 @@ mod tests {
 
     #[test]
     fn fully_mergeable_huge_pages_are_split_up_to_the_limit() {
-        // Of zeros but for one page, of zeros, of partners twice, of both, and of partners but for one.
+        // All zeros but one page; all zeros; two with all partners; one with both; one with all partners but one.
         let zeros = [zero_candidates(0, 511), zero_candidates(512, 1024), zero_candidates(2048, 2060)];
         let partners = [paired_pages(1024..2048), paired_pages(2060..2560), paired_pages(2561..3072)].concat();
         let among = |limit| SplittableHugePages::choose(&zeros, &partners, PAGE_BYTES, limit);
@@ -146,7 +147,7 @@ mod tests {
     fn split_pages_are_charged_while_adopted() {
         let mut ledger = HugePageSplitLedger::default();
         assert_eq!(ledger.splittable_pages(0.5, Pages(4096)), Pages(2048));
-        // Of two huge pages, one of which comes in two parts, and of no huge page.
+        // Two huge pages, one of them in two ranges, and a base page.
         let mut counted = HashSet::new();
         ledger.record_splits(paired_pages(0..30).iter(), PAGE_BYTES, &mut counted);
         ledger.record_splits(paired_pages(40..513).iter(), PAGE_BYTES, &mut counted);
@@ -156,9 +157,9 @@ mod tests {
         assert_eq!(
             ledger.take_expected_loss(8 * second, Pages(4096)),
             second,
-            "a quarter of the memory is half as slow again"
+            "a quarter of the memory is 50 % slower"
         );
-        assert_eq!(ledger.take_expected_loss(8 * second, Pages(4096)), Duration::ZERO, "once");
-        assert_eq!(ledger.take_expected_loss(16 * second, Pages(0)), Duration::ZERO, "it was freed");
+        assert_eq!(ledger.take_expected_loss(8 * second, Pages(4096)), Duration::ZERO, "charged once");
+        assert_eq!(ledger.take_expected_loss(16 * second, Pages(0)), Duration::ZERO, "the memory was freed");
     }
 }

@@ -1,23 +1,23 @@
-//! One founding of a domain: the shared files that belong together, known by their inodes.
+//! One incarnation of a domain: the shared files that belong together, identified by their inodes.
 //!
-//! Any file of the directory may be removed at any time: cleaners of `/dev/shm` do that. So a name never decides what
-//! a member shares. One incarnation is one inode of `domain`, which names by inode the `lock` that guards it, its
-//! `slots` and its store. Indexes have names that no other incarnation uses, files of members carry the inode of the
-//! store.
+//! Any file of the directory may be removed at any time: cleaners of `/dev/shm` do that. So names never decide which
+//! files a member shares. An incarnation is one inode of `domain`. That file names by inode the `lock` that guards it,
+//! its `slots` and its store. Index files have names that no other incarnation uses, and members' files have the inode
+//! of the store in their names.
 //!
-//! - A process that joins uses an incarnation only if all these names lead to the inodes that `domain` has, and a
-//!   member hands it the store. Otherwise it founds another one, in which every file and the store are new.
-//! - A member changes what is shared only under the lock of its own incarnation ([`is_current`]). If any name leads
-//!   elsewhere or nowhere, it joins anew.
-//! - So two incarnations share nothing but the directory, and at most one thread changes an incarnation at a time:
-//!   once the name of its lock is gone, no thread can get that lock any more.
-//! - A member that goes to another incarnation may still map the store of its former one, and gives up its references
-//!   to it. Before that it abandons the former incarnation ([`mark_abandoned`]): the members that are left free nothing any
-//!   more, and join anew, too. The memory of that store is free once no process maps it: merges copy what they find
-//!   of it into ordinary memory ([`crate::survey::MemorySurvey::drain_former_store`]).
+//! - A process that joins uses an incarnation only if all these names lead to the inodes in `domain`, and it can open
+//!   the store through a member. Otherwise it creates another incarnation, in which every file and the store are new.
+//! - A member changes shared state only under the lock of its own incarnation ([`is_current`]). If any name leads
+//!   elsewhere or nowhere, it joins again.
+//! - So two incarnations share only the directory, and at most one thread changes an incarnation at a time: once the
+//!   name of its lock is gone, no other thread can take that lock.
+//! - A member that moves to another incarnation may still map the store of its former one, and releases its references
+//!   to that. Before the release it abandons the former incarnation ([`mark_abandoned`]): the remaining members free no
+//!   more slots, and join again, too. The memory of the former store is freed once no process maps it: merges copy
+//!   pages that map it into ordinary memory ([`crate::survey::MemorySurvey::drain_former_store`]).
 //!
-//! Removed files of members are noticed by their number ([`HeaderField::MemberFiles`]): it is raised before a file is made, and
-//! lowered after one was removed, so that it is never too low.
+//! The number of members' files reveals removed ones ([`HeaderField::MemberFiles`]): it is raised before a file is
+//! made, and lowered after one was removed, so it is never too low.
 
 use crate::content_index::ContentIndex;
 use crate::domain::{DOMAIN_MAGIC, HeaderField};
@@ -37,11 +37,11 @@ use std::time::{Duration, Instant};
 
 /// The header of a domain.
 pub const DOMAIN_FILE: &str = "domain";
-/// What members lock.
+/// File that members lock.
 pub const LOCK_FILE: &str = "lock";
-/// Which slots are taken.
+/// Bitmap of the taken slots.
 pub const SLOTS_FILE: &str = "slots";
-/// How the names of indexes begin; the generation follows.
+/// Prefix of the names of indexes; the generation follows.
 pub const INDEX_PREFIX: &str = "index-";
 
 /// Entries of the first index: 64 KiB, for two thousand contents.
@@ -55,17 +55,17 @@ pub struct DomainIncarnation {
     pub identity: FileIdentity,
     pub slots: SlotBitmap,
     pub store: ContentStore,
-    /// Of fingerprints.
+    /// Key of fingerprints.
     pub fingerprint_key: Vec<u8>,
 }
 
 impl DomainIncarnation {
-    /// The one that the names of a directory lead to, if it is complete and a member has its store. One that is not is
-    /// abandoned. Under the lock.
+    /// Find the incarnation that the names in a directory lead to, if it is complete and a member has its store open.
+    /// An incomplete one is abandoned. Requires the lock.
     ///
     /// # Errors
-    /// Those of files; `InvalidData` where the directory holds something else; `Unsupported` if its members are in
-    /// another PID namespace than this one.
+    /// Those of files; `InvalidData` if another version of pagefold made the directory; `Unsupported` if its members
+    /// are in another PID namespace than this process.
     pub fn find(
         path: &Path,
         page_bytes: u64,
@@ -78,7 +78,7 @@ impl DomainIncarnation {
         let number = |of: HeaderField| header[of as usize].load(Ordering::SeqCst);
         match number(HeaderField::Magic) {
             DOMAIN_MAGIC => {}
-            // Its founder died over it.
+            // Its creator died before it was complete.
             0 => return Ok(None),
             _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "made by another version of pagefold")),
         }
@@ -110,11 +110,11 @@ impl DomainIncarnation {
         Ok(Some(Self { identity: file_identity(&file)?, header, slots, store, fingerprint_key: key }))
     }
 
-    /// A new one. All its files are new, and those of a former one lose their names. The memory of its store is to be
-    /// on a node, if one is named. Under the lock.
+    /// Create an incarnation. All its files are new, and files of a former one lose their names. Its store prefers
+    /// memory of `node`, if given. Requires the lock.
     ///
     /// # Errors
-    /// Those of files; `Interrupted` if another process founds one under another lock.
+    /// Those of files; `Interrupted` if another process creates one under another lock.
     pub fn create(
         path: &Path,
         page_bytes: u64,
@@ -127,8 +127,8 @@ impl DomainIncarnation {
         let count = pages.min(u64::from(u32::MAX - 1)) as u32;
         let store = ContentStore::new(count, page_bytes)?;
         if let Some(node) = node {
-            // A preference: where it cannot be told, as in containers that forbid it, or there is no such memory,
-            // memory is where its writers run.
+            // A preference only. If it fails, as in containers that forbid it, the kernel allocates memory where its
+            // writers run.
             let _ = store.prefer_node(count, node);
         }
         let file = create_replacing(&path.join(DOMAIN_FILE))?;
@@ -142,11 +142,12 @@ impl DomainIncarnation {
         file.write_all_at(&key, page_bytes)?;
         for name in domain_directory::list_names(path)? {
             if name.to_str().is_some_and(|name| name.starts_with(INDEX_PREFIX)) {
-                // Members of a former incarnation have it mapped. One that stays takes memory until the next founding.
+                // Members of a former incarnation have it mapped. One that cannot be removed uses memory until the next
+                // incarnation is created.
                 let _ = std::fs::remove_file(path.join(name));
             }
         }
-        // Counted from a random number, so that no two incarnations have an index of the same name.
+        // Counts from a random number, so that no two incarnations have an index of the same name.
         set(HeaderField::Generation, create_index(path, u64::from_ne_bytes(first) >> 1)?);
         set(HeaderField::SlotCount, u64::from(count));
         set(HeaderField::StoreDevice, store.identity().0);
@@ -166,7 +167,7 @@ impl DomainIncarnation {
     }
 }
 
-/// The store of an incarnation, by whichever member has it open.
+/// Open the store of an incarnation through any member that has it open.
 fn open_store_of_member(
     everybody: &DomainReferences,
     store: FileIdentity,
@@ -175,24 +176,25 @@ fn open_store_of_member(
     for (pid, descriptor) in everybody.store_sources(store.1) {
         match ContentStore::open_from_member(pid, descriptor, store, page) {
             Ok(store) => return Ok(Some(store)),
-            // It has ended, and a child of it has its references; or it has closed the store.
+            // The member has ended and its child holds its references, or it has closed the store.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) if error.raw_os_error() == Some(rustix::io::Errno::SRCH.raw_os_error()) => {}
-            // A member that may have the store, of which nothing is known.
+            // This member may have the store, but it cannot be examined.
             Err(error) => return Err(error),
         }
     }
     Ok(None)
 }
 
-/// No member frees slots of the store any more, and all join anew: without the lock, since that may have lost its name.
-/// To be called before references to the store are given up; a member that frees looks at this after it has found
-/// the references ([`crate::domain::JoinedDomain::collect_unreferenced_slots`]).
+/// Mark an incarnation as abandoned: no member frees slots of its store any more, and all members join again. Works
+/// without the lock, since that may have lost its name. Call this before releasing references to the store; a member
+/// that frees slots checks the mark after it has found the references
+/// ([`crate::domain::JoinedDomain::collect_unreferenced_slots`]).
 pub fn mark_abandoned(header: &SharedWords) {
     header[HeaderField::StoreInode as usize].store(0, Ordering::SeqCst);
 }
 
-/// Whether the names in the directory lead to the files of an incarnation, whose lock has an inode, if that is known
+/// Whether the names in the directory lead to the files of an incarnation. `locked` is the inode of its lock, if known
 /// already.
 pub fn is_current(path: &Path, header: &SharedWords, domain: FileIdentity, locked: Option<u64>) -> bool {
     let number = |of: HeaderField| header[of as usize].load(Ordering::SeqCst);
@@ -203,7 +205,7 @@ pub fn is_current(path: &Path, header: &SharedWords, domain: FileIdentity, locke
         && lock == number(HeaderField::LockInode)
 }
 
-/// The file of the slots of an incarnation.
+/// Open the slots file of an incarnation.
 ///
 /// # Errors
 /// Those of open(2); see [`files_removed_error`] if the name leads to another file.
@@ -213,27 +215,27 @@ pub fn open_slots_file(path: &Path, header: &SharedWords) -> io::Result<File> {
     if own { Ok(file) } else { Err(files_removed_error()) }
 }
 
-/// What is told where a member finds that its files were removed.
+/// The error of a member that finds that its files were removed.
 pub fn files_removed_error() -> io::Error {
-    let why = "files of the domain were removed while it was in use: the next merge joins it anew";
+    let why = "files of the domain were removed while it was in use: the next merge joins it again";
     io::Error::new(io::ErrorKind::StaleNetworkFileHandle, why)
 }
 
-/// The error of using a file or the directory of a domain: [`files_removed_error`] if it is not there. Of other files, as of `/proc`,
-/// that would be wrong: they are not there at the next try, either.
+/// Convert the error of using a file or the directory of a domain: `NotFound` becomes [`files_removed_error`]. Do not
+/// use this for other files, such as those of `/proc`: a retry would not find them either.
 pub fn absent_to_files_removed(error: io::Error) -> io::Error {
     if error.kind() == io::ErrorKind::NotFound { files_removed_error() } else { error }
 }
 
-/// Whether something failed because files of the domain were removed meanwhile: trying again founds the domain anew.
+/// Whether an operation failed because files of the domain were removed meanwhile: a retry creates the domain again.
 pub fn is_files_removed(error: &io::Error) -> bool {
     matches!(error.kind(), io::ErrorKind::StaleNetworkFileHandle | io::ErrorKind::Interrupted)
 }
 
-/// The pause before another try: each takes the lock of the domain.
+/// Interval between tries: each takes the lock of the domain.
 const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Whether to try again after an error, until some time; pauses first.
+/// Whether to retry after an error, until the deadline. Sleeps first.
 pub fn wait_to_retry(error: &io::Error, deadline: Instant) -> bool {
     let may = is_files_removed(error) && Instant::now() < deadline;
     if may {
@@ -242,7 +244,7 @@ pub fn wait_to_retry(error: &io::Error, deadline: Instant) -> bool {
     may
 }
 
-/// Try again while files are removed meanwhile, until some time.
+/// Retry while files are removed meanwhile, until the deadline.
 ///
 /// # Errors
 /// The last one.
@@ -255,7 +257,8 @@ pub fn retry_while_removed<T>(deadline: Instant, mut join: impl FnMut() -> io::R
     }
 }
 
-/// Make an empty index, and remove the one of a generation: the next.
+/// Create the empty index that follows a generation, and remove the index of that generation. Returns the new
+/// generation.
 ///
 /// # Errors
 /// Those of files.
@@ -266,15 +269,15 @@ pub fn create_index(directory: &Path, generation: u64) -> io::Result<u64> {
     Ok(next)
 }
 
-/// Where the index of a generation is.
+/// Path of the index of a generation.
 pub fn index_path(directory: &Path, generation: u64) -> PathBuf {
     directory.join(format!("{INDEX_PREFIX}{generation}"))
 }
 
-/// A new file in the place of one that a process was making when it died, or that belongs to a former incarnation.
+/// Create a file, replacing one that a dead process left unfinished, or one of a former incarnation.
 ///
 /// # Errors
-/// Those of open(2); `Interrupted` if another process makes one at the same time.
+/// Those of open(2); `Interrupted` if another process creates it at the same time.
 pub fn create_replacing(path: &Path) -> io::Result<File> {
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -294,7 +297,7 @@ fn open_existing(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// The header, on a page of its own, with another one behind it for the key.
+/// Map the header, which has a page of its own. The key is in the next page.
 fn map_header(file: &File, page: u64) -> io::Result<SharedWords> {
     let words = 2 * (page / crate::shared_words::WORD_BYTES) as usize;
     SharedWords::allocate_blocks(file, 0..words as u64)?;
@@ -305,7 +308,7 @@ fn file_identity(file: &File) -> io::Result<FileIdentity> {
     file.metadata().map(|found| (found.dev(), found.ino()))
 }
 
-/// 0 is the inode of no file.
+/// Returns 0 on failure: no file has that inode.
 fn inode(file: &File) -> u64 {
     file.metadata().map_or(0, |found| found.ino())
 }
@@ -331,7 +334,7 @@ mod tests {
             Err(files_removed_error())
         });
         assert!(is_files_removed(&result.unwrap_err()));
-        // A pause is never shorter than asked for; a loaded machine makes fewer tries.
+        // A pause is never shorter than requested; a loaded machine makes fewer tries.
         assert!((2..=1 + RETRY_TIME.as_millis()).contains(&tries), "{tries} tries");
     }
 

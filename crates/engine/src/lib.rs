@@ -1,89 +1,86 @@
-//! Samepage merging in user space: identical pages of programs that trust each other become private mappings of one
-//! shared memory, and pages of zeros are given back. The kernel's copy-on-write does the rest.
+//! Samepage merging in user space. Identical pages of programs that trust each other become private mappings of one
+//! shared memory; pages of zeros are freed. The kernel's copy-on-write does the rest.
 //!
 //! ```no_run
-//! use pagefold_engine::{Engine, Options};
+//! use pagefold_engine::{Engine, EngineOptions};
 //!
-//! let engine = Engine::join("job42", &Options::default())?;
+//! let engine = Engine::join("job42", &EngineOptions::default())?;
 //! let region = engine.allocate(1 << 30)?;
 //! // ... fill and compute ...
-//! // SAFETY: at this point of the program nobody writes to the region.
+//! // SAFETY: at this point no thread of the program writes to the region.
 //! let merged = unsafe { engine.merge() }?;
-//! println!("{} pages merged in {:?}", merged.merged.0, merged.time);
+//! println!("{} pages merged in {:?}", merged.pages_merged.0, merged.program_time);
 //! # drop(region);
-//! # Ok::<(), crate::Error>(())
+//! # Ok::<(), pagefold_engine::Error>(())
 //! ```
 //!
-//! A **domain** is processes of one user that trust each other, by a name. They share a store (a memfd) and an index of
-//! what lies in it (a directory only that user can enter, under `/dev/shm`). A member **adopts** private anonymous
-//! memory and **merges** at points at which nobody writes to it. Everything is done by the process itself, without
-//! privilege and without KSM; what is merged counts as shared memory, so that PSS and cgroups show the saving.
+//! A **domain** is a named group of processes of one user that trust each other. They share a store (a memfd) and an
+//! index of its contents (files in a directory under `/dev/shm` that only that user can enter). A **member** is a
+//! process that has joined a domain. It **adopts** private anonymous memory and **merges** it at points at which no
+//! thread writes to it. The process does all the work itself, without privilege and without KSM. Merged memory counts
+//! as shared memory, so PSS and cgroups show the savings.
 //!
-//! What is merged in one call: pages that hold what another member, or another page of this one, was seen to hold. A
-//! content goes to the store once it was seen in two places, so what only one member has is never touched, and members
-//! that merge one after another find each other's contents one merge later. With a bound on the slow-down a content
-//! counts as seen once it was the same at two merges, by a sample, and members merge at the same safe points: see
-//! [`EngineOptions::max_slowdown`].
+//! One merge shares pages whose content was also seen in another member, or in another page of this member. A content
+//! goes to the store once it was seen in two places, so content that only one member has is never touched. Members that
+//! merge one after another find each other's contents one merge later. With a bound on the slowdown
+//! ([`EngineOptions::max_slowdown`]) a content counts as seen only after two merges found the same sample. Members then
+//! merge at the same safe points.
 //!
-//! How regions, members and the domain stand is told by [`Engine::region_statuses`], [`Engine::status`] and
-//! [`Engine::domain_status`]; to others, who are no members, by [`observe`].
+//! [`Engine::region_statuses`], [`Engine::status`] and [`Engine::domain_status`] report the state of regions, the
+//! member and the domain. Processes that are not members use [`observe`].
 //!
-//! # What is promised
-//! - Memory reads the same before and after, whatever happens: contents are compared byte by byte before one mapping
-//!   takes the place of another in a single step (`memory`).
-//! - No content goes away under a process that may map it, however that came to map it: by merging, or by being forked
-//!   (`references`, `domain`). One that nobody maps any more leaves the store, as members find that out when they
-//!   merge; a few that a member could still refer to may stay.
-//! - A member may die at any point. Nobody waits for it, and what it had is free for others.
-//! - A merge takes no more memory than half of what its cgroup, those above it and the host have left, shared by the
-//!   members of its domain (`headroom`): it works in windows that fit, or does nothing.
-//! - A member may be stopped at any point. A merge waits at most a second for the lock of a domain, then leaves what
-//!   needs it for a later one, and says so ([`MergeCounters::blocked_merges`]).
-//! - With [`EngineOptions::max_slowdown`] the time that the engine takes from its program stays about that share, once what it
-//!   was told of [`EngineOptions::min_runtime`] is over. Only looking, and copying written pages back into ordinary memory, stop
-//!   when there is no time left: what was found is still stored and mapped. A COW break of a merged page, and a read of
-//!   zeros that were given back, is counted when a later merge finds it, at what such a fault costs by itself
-//!   ([`MemberStatus::time_use`]). What was spent beyond the share is made up for before anything else is done.
-//!
-//! # What a program does to its regions
-//! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again, and is left alone for
-//!   longer and longer if it does not last ([`crate::decide::page_note`]).
-//! - **fork**: the child has the same memory. It may use the engine, too, and is a member of its own then; unless
-//!   another thread was using the engine while it was forked, which is told ([`Error::Forked`]), or it is in another PID
-//!   namespace than members that there are.
-//! - **exec**: the program has left its domain, and what it had is free for others.
-//! - **munmap**: what it mapped leaves the store. Whatever private anonymous memory is there next is taken for adopted,
-//!   and that may be anybody's: [`Engine::disown`] what is unmapped first.
-//! - **mmap in the place**: what is no longer private anonymous memory is left alone, and what is, is taken for memory
-//!   that was written.
-//! - **mremap**: memory that was moved keeps its contents and is no longer merged. It is not to be moved again during a
-//!   merge, unless it was forsaken before: then it may be, while [`Engine::merge_while_running`] runs. Memory that has
-//!   grown reads in its new pages as nothing in particular, until they are written.
-//! - **mprotect**: memory that may not be read and written is left alone. What of it is merged stays so.
-//! - **`madvise(MADV_DONTNEED)`**: a merged page reads as what it was merged with afterwards, and not as zeros, because
-//!   it is a mapping of a file. Use [`Engine::clear`]. So it does once a guard region (`MADV_GUARD_INSTALL`) is
-//!   removed; while there is one, it is left alone.
-//! - **huge pages**: without a bound on the slow-down they are split where as much is merged as pays for that; with one,
-//!   see [`EngineOptions::split_huge_pages`]. Before Linux 6.7 they cannot be told from others.
-//! - **core dumps**: merged memory is file memory, which `/proc/PID/coredump_filter` leaves out by default; joining a
-//!   domain puts it in (bit 2, core(5)).
+//! # Guarantees
+//! - Memory reads the same before and after a merge. Contents are compared byte by byte before one mapping replaces
+//!   another in a single step (`memory`).
+//! - No content is freed while a process may map it, whether through merging or through fork (`slot_references`,
+//!   `domain`). Members free unmapped contents during later merges. A few that a member could still refer to may stay.
+//! - A member may die at any point. No other member waits for it, and the others can reuse its memory.
+//! - A merge takes at most half of the memory that its cgroup, the parent cgroups and the host have left. The members
+//!   of a domain share that half (`headroom`). A merge works in windows that fit, or does nothing.
+//! - A member may be stopped at any point. A merge waits at most a second for the lock of a domain. Then it leaves the
+//!   steps that need the lock to a later merge and counts that ([`MergeCounters::blocked_merges`]).
+//! - With [`EngineOptions::max_slowdown`] the engine takes about that share of its program's time, once
+//!   [`EngineOptions::min_runtime`] is over. Only scanning, and copying written pages back into ordinary memory, stop
+//!   when no time is left; pages found so far are still stored and mapped. Later merges count COW breaks of merged
+//!   pages and reads of freed zero pages, at the cost of such a fault alone ([`MemberStatus::time_use`]). Time spent
+//!   beyond the share is made up for before any other work.
+//! # What a program may do to its regions
+//! - **write**: the kernel copies the page. At the next merge it becomes ordinary memory again. If it does not last,
+//!   the engine skips it with exponential backoff ([`crate::decide::page_note`]).
+//! - **fork**: the child has the same memory. It may use the engine as a member of its own, unless another thread was
+//!   using the engine at the fork ([`Error::Forked`]), or the child is in another PID namespace than existing members.
+//! - **munmap**: its contents leave the store. The engine treats any private anonymous memory mapped there later as
+//!   adopted, and that may belong to other code: call [`Engine::disown`] before you unmap adopted memory.
+//! - **mmap over adopted memory**: memory that is no longer private anonymous is skipped. Private anonymous memory
+//!   counts as written.
+//! - **mremap**: moved memory keeps its contents and is no longer merged. Do not move it again during a merge, unless
+//!   it was disowned before: then it may move while [`Engine::merge_while_running`] runs. New pages of grown memory
+//!   have undefined content until they are written.
+//! - **mprotect**: memory that is not both readable and writable is skipped. Its merged pages stay merged.
+//! - **`madvise(MADV_DONTNEED)`**: a merged page then reads as its merged content, and not as zeros, because it is a
+//!   mapping of a file. Use [`Engine::clear`]. The same happens once a guard region (`MADV_GUARD_INSTALL`) is removed;
+//!   a guard region itself is skipped.
+//! - **huge pages**: without a bound on the slowdown they are split where the savings exceed the cost. With a bound,
+//!   see [`EngineOptions::split_huge_pages`]. Before Linux 6.7 the engine cannot tell huge pages from base pages.
+//! - **core dumps**: merged memory is file memory, which `/proc/PID/coredump_filter` leaves out by default. Joining a
+//!   domain includes it (bit 2, core(5)).
 //! - **devices and direct I/O**: memory that is pinned for a device must not be merged, since the device would go on
-//!   writing to the old frames. While `VmPin` of the process is above zero a merge is refused ([`Error::MemoryPinned`]), unless
-//!   [`EngineOptions::merge_while_pinned`] vouches for it. Memory must not be registered or pinned while a merge runs: the
-//!   kernel accounts a pin only after it is made, so that a merge does not see one in the making. `VmPin` is read when a
-//!   merge begins, and before each replacement by [`Engine::merge_while_running`]. `VmPin` counts RDMA and registered buffers of io_uring, charged to
-//!   the process that made the ring. It does not count what other drivers pin (VFIO, AF_XDP, some GPUs), nor pins of a
-//!   moment: `O_DIRECT`, io_uring or process_vm_writev into adopted memory must not be under way during a merge.
-//! - **advice and locks on memory**: what merging maps has none: `MADV_WIPEONFORK`, `MADV_DONTFORK`, `MADV_DONTDUMP`,
-//!   mlock, mbind and protection keys are lost on merged pages. Memory that has them is not for adoption, nor are
-//!   stacks.
-//! - **closing descriptors that are not its own** (`closefrom`): between merges the engine finds out and joins anew;
-//!   during a merge it must not be done.
+//!   writing to the old frames. While `VmPin` of the process is above zero a merge is refused
+//!   ([`Error::MemoryPinned`]), unless the caller sets [`EngineOptions::merge_while_pinned`]. Do not register or pin
+//!   memory while a merge runs: the kernel accounts a pin only after making it, so the merge cannot see it. The engine
+//!   reads `VmPin` when a merge begins; [`Engine::merge_while_running`] reads it also before each replacement. `VmPin`
+//!   counts RDMA and registered buffers of io_uring, charged to the process that made the ring. It does not count pins
+//!   of other drivers (VFIO, AF_XDP, some GPUs), nor short-lived pins: `O_DIRECT`, io_uring or process_vm_writev into
+//!   adopted memory must not be in progress during a merge.
+//! - **advice and locks on memory**: new mappings made by a merge have none. Merged pages lose `MADV_WIPEONFORK`,
+//!   `MADV_DONTFORK`, `MADV_DONTDUMP`, mlock, mbind and protection keys. Do not adopt memory that has them, nor stacks.
+//! - **closing unknown descriptors** (`closefrom`): allowed between merges, the engine then joins again. Not allowed
+//!   during a merge.
 //!
 //! # Unsafe
-//! `unsafe` is in `memory`, in `words`, where `pass`, `choose`, `survey` and `store` map and compare, where regions are
-//! lent and released, in `background`, and in `capi`, for what C gives and takes; each block says why it holds. The one
-//! promise that is the caller's is that nobody writes to adopted memory during a merge.
+//! `unsafe` code maps, compares and lends memory (`memory`, `shared_words`, `merge_pass`, `run_selection`, `survey`,
+//! `store`, `freeing`), runs the thread of `background`, and handles pointers from C (`capi`). Each block states why it
+//! is sound. The caller's one promise is that no thread writes to adopted memory during a merge.
 
 mod adopted_region;
 mod background;
@@ -146,18 +143,18 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-/// Why something could not be done.
+/// Why a call to the engine failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no place for the domain.
+    /// The directory of the domain cannot be created or used.
     #[error(transparent)]
     Directory(#[from] domain_directory::DirectoryError),
     /// The domain cannot be joined or used.
     #[error("the domain {name:?} cannot be used")]
     DomainUnusable {
-        /// Its name.
+        /// Name of the domain.
         name: String,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
     /// This process was forked while another thread used the engine.
@@ -168,73 +165,72 @@ pub enum Error {
     InvalidRange {
         /// First address.
         start: u64,
-        /// First address after it.
+        /// First address after the range.
         end: u64,
-        /// What is wrong with it.
+        /// What is wrong with the range.
         reason: &'static str,
     },
-    /// Writers cannot be made to wait.
+    /// Concurrent writers cannot be blocked.
     #[error(
         "merging while the program runs needs Linux 6.4 and userfaultfd: CAP_SYS_PTRACE, \
-         vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; merging at safe points does not"
+         vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; merging at safe points needs neither"
     )]
     WriteProtectUnavailable(#[source] io::Error),
-    /// Merging would lose what a device or io_uring writes to pinned memory.
+    /// A merge would lose data that a device or io_uring writes to pinned memory.
     #[error(
-        "cannot merge: {0} of this process is pinned, and what a device or io_uring writes there would be lost; unpin \
-         it, or set merge_while_pinned if none of it is adopted"
+        "cannot merge: {0} of this process is pinned, and data that a device or io_uring writes there would be lost; \
+         unpin it, or set merge_while_pinned if none of it is adopted"
     )]
     MemoryPinned(Bytes),
-    /// Whether memory is pinned is not known.
+    /// The engine cannot determine whether memory is pinned.
     #[error("cannot merge: VmPin cannot be read from /proc/thread-self/status; mount /proc, or set merge_while_pinned")]
     PinnedUnreadable(#[source] io::Error),
-    /// There is no memory.
+    /// Memory cannot be mapped or unmapped.
     #[error("no memory for a region of {0}")]
     OutOfMemory(Bytes, #[source] io::Error),
-    /// The domain cannot be looked at.
+    /// The state of the domain cannot be read.
     #[error(transparent)]
     DomainUnreadable(#[from] observe::ObserveError),
 }
 
-/// How a member behaves.
+/// Options of a member.
 #[derive(Clone, Debug, PartialEq)]
 pub struct EngineOptions {
-    /// Where domains are kept; by default `$PAGEFOLD_RUNTIME`, else `/dev/shm/pagefold-UID`.
+    /// Directory of the domains. Default: `$PAGEFOLD_RUNTIME`, else `/dev/shm/pagefold-UID`.
     pub root: Option<PathBuf>,
-    /// By how much the program may be slowed down, as a share of the time that it would take by itself; `None` for no
-    /// bound. What a merge has no time for waits for a later one. Members with safe points within a second of each
-    /// other wait for a moment at which all of a domain merge ([`crate::decide::merge_turn`]), since others may wait for
-    /// whoever merges alone. While merges do not win what their time is worth they come less and less often, a minute
-    /// apart at most where there is room for them, until there is new memory that could pay for one
-    /// ([`crate::decide::time_budget::RoundBackoff`]); [`Engine::merge_while_running`] leaves that to its caller.
+    /// Bound on the slowdown of the program, as a share of its run time without the engine; `None` for no bound. Work
+    /// that does not fit is left to a later merge. Members with safe points within a second of each other merge at a
+    /// common time ([`crate::decide::merge_turn`]), because the others may wait for a member that merges alone. While
+    /// merges save less than their time costs, the interval between them grows, up to a minute if the time budget
+    /// allows. It returns to normal when new memory could make a merge profitable
+    /// ([`crate::decide::time_budget::RoundBackoff`]). [`Engine::merge_while_running`] leaves that to its caller.
     pub max_slowdown: Option<f64>,
-    /// For how long the program is known to run at least, from when it joins: merges that are expected to pay may take
-    /// what the bound allows of that time from the beginning on, which is when most is to be merged, and all of it at
-    /// one safe point. Until then, and for a program that ends sooner, the slow-down may be more. Of no meaning without
-    /// a bound.
+    /// Minimum run time of the program, from the join on. Merges that are expected to be profitable may spend the share
+    /// of that whole time from the beginning, even at one safe point: most memory is merged then. Until then, and for a
+    /// program that ends sooner, the slowdown may exceed the bound. Ignored without a bound.
     pub min_runtime: Duration,
-    /// Threads that look and map at the same time. Storing is done by one, since the kernel has one at a time write to
-    /// a file.
+    /// Number of threads that scan and map in parallel. One thread stores, since the kernel serializes writes to a
+    /// file.
     pub threads: usize,
-    /// Have a domain, and so a store, for each NUMA node, and join that of the node on which this process runs then:
-    /// what is merged stays local, and nothing is merged across nodes. For processes that stay on a node, as ranks do
-    /// that are bound to it. The domain of node 1 is called `NAME.node1`.
+    /// Use a domain, and so a store, for each NUMA node, and join that of the node on which this process runs at the
+    /// join. Merged memory stays local, and no page is merged across nodes. For processes that stay on one node, such
+    /// as bound MPI ranks. The domain of node 1 is called `NAME.node1`.
     pub per_node: bool,
-    /// How long to wait at most for the lock of a domain that is to be joined, in which others may be at work one after
-    /// another.
+    /// Maximum time to wait for the lock of a domain when joining. Other members may use the lock one after another.
     pub max_join_wait: Duration,
-    /// Merge although memory of this process is pinned, for a device (RDMA) or io_uring. The caller vouches that
-    /// none of the pinned memory is adopted: what is written to pinned pages after they were merged is lost. Without
-    /// it a merge fails with [`Error::MemoryPinned`] while `VmPin` of `/proc/self/status` is above zero.
+    /// Merge although memory of this process is pinned for a device (RDMA) or io_uring. The caller guarantees that no
+    /// pinned memory is adopted: data written to pinned pages after they were merged is lost. Without this option a
+    /// merge fails with [`Error::MemoryPinned`] while `VmPin` of `/proc/self/status` is above zero.
     pub merge_while_pinned: bool,
-    /// Split huge pages wherever that saves memory, for a program that was measured not to lose by it. Without it, and
-    /// with a bound on the slow-down, a huge page is split only if all of its pages are zeros, or all of them have a
-    /// partner and the TLB misses that this is expected to cost fit into the bound ([`crate::decide::huge_page_loss`]).
+    /// Split huge pages wherever that saves memory, for a program that was measured not to slow down by it. Without
+    /// this option, and with a bound on the slowdown, a huge page is split in two cases: all of its pages are zeros, or
+    /// all of them have a partner and the expected cost of TLB misses fits into the bound
+    /// ([`crate::decide::huge_page_loss`]).
     pub split_huge_pages: bool,
 }
 
 impl Default for EngineOptions {
-    /// 2 % of the program's own time, on one thread, and ten seconds to join.
+    /// A slowdown of 2 %, one thread, and ten seconds to join.
     fn default() -> Self {
         Self {
             root: None,
@@ -249,67 +245,70 @@ impl Default for EngineOptions {
     }
 }
 
-/// What a range is to be taken for.
+/// Advice on how the engine treats a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PageAdvice {
-    /// It may be merged, whatever is known of how often it was written. The default.
+    /// Merge it, whatever its write history. The default.
     Mergeable,
-    /// It stays as it is: what is merged stays merged until it is written, and nothing more is.
+    /// Do not merge it. Merged pages stay merged until they are written.
     Unmergeable,
-    /// It is written again and again, and is left alone as if that had been found out: for 68 minutes, pages that are
-    /// merged once they are written. [`Engine::clear`] ends that, and so does forsaking and adopting it again.
+    /// It is written again and again: skip it as if merges had found that out. Pages that are merged when the program
+    /// writes to them are skipped for 68 minutes. [`Engine::clear`] ends that, as does disowning and adopting the range
+    /// again.
     Volatile,
 }
 
-/// A member of a domain. Leaves it when dropped; what is merged stays merged.
+/// A member of a domain. Leaves the domain when dropped; merged pages stay merged.
 #[derive(Debug)]
 pub struct Engine {
     name: String,
     directory: PathBuf,
     options: EngineOptions,
     state: ManuallyDrop<Mutex<EngineState>>,
-    /// What a merge works on, and what was freed beside it.
+    /// Ranges that a merge is working on, and ranges that were freed during the merge.
     claims: RangeClaims,
-    /// The process that used it last: if `state` is locked in another, by a thread that there is not.
+    /// PID of the last user. If `state` is locked and this is another PID, the locking thread does not exist in this
+    /// process.
     last_user_pid: AtomicU32,
 }
 
-/// What a member knows of itself.
+/// State of a member.
 #[derive(Debug)]
 struct EngineState {
-    /// The process that joined: a child is not yet a member.
+    /// The process that joined. A forked child is not yet a member.
     owner_pid: u32,
-    /// Where the domain's memory is to be, if that was asked for.
+    /// The NUMA node for the domain's memory, if one was requested.
     wanted_node: Option<u32>,
     domain: JoinedDomain,
     hasher: Hasher,
-    /// This member's own number, for [`content_index::SightingTag`].
+    /// Random number of this member, for [`content_index::SightingTag`].
     tag_number: u64,
     regions: Vec<Adopted>,
     time_budget: TimeBudget,
     split_ledger: huge_page_split::HugePageSplitLedger,
     round_backoff: RoundBackoff,
-    /// Memory that was adopted since the last merge and not given up.
+    /// Memory that was adopted since the last merge and is still adopted.
     newly_adopted: Bytes,
-    /// Pages that the last merge found and did not come to, or is to look at again at once.
+    /// Pages that the last merge found but did not reach, or that need another scan soon.
     promising_pages: Pages,
     fault_costs: memory::FaultCosts,
     started: Instant,
     totals: MergeCounters,
-    /// How many merges there were, and when the last one ended, since the host was booted.
+    /// Number of merges, and when the last one ended, as time since boot.
     merge_count: u64,
     last_merge: Option<Duration>,
-    /// Where the last merge that was cut short had come to.
+    /// Address at which the next merge resumes if the last one was incomplete.
     resume_address: u64,
-    /// When the program was at a safe point last, and the moment at which this member merged with the others.
+    /// Time of the last safe point of the program, and the last common merge time at which this member merged.
     last_safe_point: Option<Duration>,
     last_merge_time: Duration,
-    /// How long the last merge took to find out what there is.
+    /// Duration of the survey of the last merge.
     survey_time: Duration,
-    /// Whether the next merge need not ask whether it has its turn: it has.
+    /// Whether the next merge already has its turn and need not check.
     is_turn_granted: bool,
     headroom: CgroupHeadroom,
-    /// Slots that memory maps which was forsaken: it may be anywhere, and be moved while others are looked for.
+    /// Store slots that disowned memory maps. That memory may be at any address, and may move while the slots are
+    /// searched.
     disowned_slots: SlotSet,
 }
 
@@ -321,11 +320,11 @@ pub struct AllocatedRegion<'e> {
 }
 
 impl Engine {
-    /// Become a member of the domain of a name, or found it. In a rank of an MPI job [`job_domain_name`] is a good name.
+    /// Join the domain with this name, or create it. For a rank of an MPI job, use [`job_domain_name`].
     ///
     /// # Errors
-    /// If there is no directory for it, if its members are in another PID namespace, if this process may have no file as
-    /// large as the host's memory (RLIMIT_FSIZE), or if files cannot be had.
+    /// No usable directory, members in another PID namespace, a file size limit (RLIMIT_FSIZE) below the host's memory
+    /// size, or files that cannot be created or opened.
     pub fn join(name: &str, options: &EngineOptions) -> Result<Self, Error> {
         let root = options.root.clone().unwrap_or_else(domain_directory::default_root);
         let failed = |source| Error::DomainUnusable { name: name.to_owned(), source };
@@ -336,7 +335,7 @@ impl Engine {
         let (directory, state) = loop {
             let directory = domain_directory::prepare_domain_directory(&root, name)?;
             match EngineState::join(&directory, options, node) {
-                // The last member took it away, or files were removed meanwhile.
+                // The last member removed the directory, or its files were removed meanwhile.
                 Err(error) if incarnation::wait_to_retry(&error, until) => {}
                 joined => break (directory, joined.map_err(failed)?),
             }
@@ -352,41 +351,41 @@ impl Engine {
         })
     }
 
-    /// New memory of so many bytes, rounded up to whole pages, that may be merged.
+    /// Allocate memory that may be merged. The size is rounded up to whole pages.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn allocate(&self, bytes: usize) -> Result<AllocatedRegion<'_>, Error> {
         let whole = (bytes as u64).checked_next_multiple_of(rustix::param::page_size() as u64);
-        // More than there are addresses is refused by the kernel, too.
+        // The kernel refuses this size, too.
         let bytes = whole.unwrap_or(u64::MAX);
-        // Before the lock is taken: where another thread has freed memory in this place, that is forgotten first.
+        // Before locking: the regions first forget memory that another thread freed at this address.
         let range = memory::map_ordinary(bytes).map_err(|source| Error::OutOfMemory(Bytes(bytes), source))?;
         let taken = self.with_state(|state| {
             state.adopt_range(range);
             state.publish_status(&self.options);
         });
         if taken.is_err() {
-            // SAFETY: it was made above, and nothing else knows of it.
+            // SAFETY: it was mapped above, and no other code knows its address.
             let _ = unsafe { memory::unmap_range(range) };
         }
         taken.map(|()| AllocatedRegion { engine: self, range })
     }
 
-    /// Take memory of the program into the engine's hands, until [`Engine::disown`].
+    /// Adopt memory of the program, until [`Engine::disown`].
     ///
     /// # Errors
-    /// [`Error::InvalidRange`] if it is not of whole pages, or overlaps what is adopted already.
+    /// [`Error::InvalidRange`] if the range is not page-aligned, or overlaps adopted memory.
     ///
     /// # Safety
-    /// The range is private anonymous memory. No device has it pinned. Once [`Engine::merge`] may run, whoever unmaps
-    /// or replaces part of it does so between merges.
+    /// The range is private anonymous memory. No device has it pinned. Once [`Engine::merge`] may run, the program
+    /// unmaps or replaces parts of it only between merges.
     pub unsafe fn adopt(&self, range: AddressRange) -> Result<(), Error> {
         self.with_state(|state| {
             let page = state.domain.page_bytes();
             check_page_aligned(range, page)?;
             if state.regions.iter().any(|region| region.range().overlap(range).is_some()) {
-                let why = "overlaps what is adopted already";
+                let why = "overlaps memory that is already adopted";
                 return Err(Error::InvalidRange { start: range.start, end: range.end, reason: why });
             }
             state.adopt_range(range);
@@ -395,12 +394,13 @@ impl Engine {
         })?
     }
 
-    /// Leave adopted memory within a range of whole pages alone from now on. What of it is merged stays so until it is
-    /// written, and the program may do to it whatever it likes. What it maps of the store stays there while only
-    /// [`Engine::merge_while_running`] is used; [`Engine::merge`] looks for what is mapped still.
+    /// Stop merging adopted memory in a page-aligned range. Merged pages stay merged until they are written, and the
+    /// program may use the memory freely. Its contents stay in the store while only [`Engine::merge_while_running`] is
+    /// used; [`Engine::merge`] checks which of them are still mapped.
     ///
     /// # Errors
-    /// [`Error::InvalidRange`] if it is not of whole pages; [`Error::DomainUnusable`]. Then nothing has changed.
+    /// [`Error::InvalidRange`] if the range is not page-aligned; [`Error::DomainUnusable`]. After an error nothing has
+    /// changed.
     pub fn disown(&self, range: AddressRange) -> Result<(), Error> {
         self.with_state(|state| {
             check_page_aligned(range, state.domain.page_bytes())?;
@@ -416,8 +416,8 @@ impl Engine {
         })?
     }
 
-    /// Forget what is known of pages: the program has given up what was in them, by `madvise(MADV_DONTNEED)` on
-    /// ordinary memory, say, and they are not taken for merged any more.
+    /// Discard the notes on pages whose content the program has dropped, such as by `madvise(MADV_DONTNEED)` on
+    /// ordinary memory. They no longer count as merged.
     ///
     /// # Errors
     /// [`Error::Forked`], [`Error::DomainUnusable`].
@@ -429,8 +429,9 @@ impl Engine {
         })
     }
 
-    /// The process is about to end: if all other members of the domain are, too, the domain's directory goes now, and not
-    /// with the next who joins one. What is merged stays as it is. In a child that has not joined nothing is done.
+    /// Announce that the process is about to end. If all other members of the domain are about to end, too, this
+    /// removes the domain's directory now; otherwise the next process that joins a domain removes it. Merged pages stay
+    /// merged. Does nothing in a child that has not joined.
     pub fn prepare_exit(&self) {
         let process = std::process::id();
         if let Ok(mut state) = self.lock_state(process)
@@ -440,10 +441,10 @@ impl Engine {
         }
     }
 
-    /// Say what a range of regions is to be taken for.
+    /// Set the advice for a range of regions.
     ///
     /// # Errors
-    /// [`Error::InvalidRange`] if it is not of whole pages, [`Error::Forked`].
+    /// [`Error::InvalidRange`] if the range is not page-aligned, [`Error::Forked`].
     pub fn advise(&self, range: AddressRange, advice: PageAdvice) -> Result<(), Error> {
         let now = merge_clock();
         self.with_state(|state| {
@@ -453,35 +454,36 @@ impl Engine {
         })?
     }
 
-    /// Merge what is identical now.
+    /// Merge identical pages now.
     ///
-    /// Where there is a bound on the slow-down and nothing is left of it, or the last merges did not pay
-    /// ([`EngineOptions::max_slowdown`]), nothing is done.
+    /// Does nothing if the bound on the slowdown leaves no time, or if the last merges were not profitable
+    /// ([`EngineOptions::max_slowdown`]).
     ///
     /// # Errors
-    /// [`Error::MemoryPinned`]; [`Error::DomainUnusable`]: what was merged before stays merged.
+    /// [`Error::MemoryPinned`]; [`Error::DomainUnusable`]: pages that were merged before stay merged.
     ///
     /// # Safety
-    /// Until it returns nobody, no signal handler either, writes to, unmaps or replaces adopted memory, or moves what
-    /// was adopted before; and no mutable borrow of it is used. No adopted memory is registered or pinned meanwhile, as
-    /// for io_uring or RDMA.
+    /// Until it returns, no thread and no signal handler writes to, unmaps or replaces adopted memory, or moves memory
+    /// that was adopted before. No mutable borrow of it is used. No adopted memory is registered or pinned meanwhile,
+    /// as for io_uring or RDMA.
     pub unsafe fn merge(&self) -> Result<MergeCounters, Error> {
         self.merge_with(|| Ok(WriteExclusion::promised(&self.claims)))
     }
 
-    /// Merge what is identical, while the program runs: writers wait for as long as the pages that they write to are in
-    /// hand. A thread has 512 of them in hand at most, 2 MiB with pages of 4 KiB, for as long as it takes to compare,
-    /// copy or map those. The calling thread takes no signals meanwhile: a handler in it that writes to a page in hand
-    /// would wait for the thread that it has interrupted. Handlers in other threads may write, and wait as any writer.
+    /// Merge identical pages while the program runs: a writer waits while the engine works on its page. A thread works
+    /// on at most 512 pages at a time (2 MiB with pages of 4 KiB), as long as it takes to compare, copy or map them.
+    /// The calling thread takes no signals meanwhile: a handler that wrote to such a page would wait for the thread
+    /// that it interrupted. Handlers in other threads may write, and wait as any writer.
     ///
     /// # Errors
-    /// [`Error::MemoryPinned`], [`Error::WriteProtectUnavailable`] where writers cannot be made to wait, [`Error::DomainUnusable`].
+    /// [`Error::MemoryPinned`], [`Error::WriteProtectUnavailable`] if writers cannot be blocked,
+    /// [`Error::DomainUnusable`].
     ///
     /// # Safety
-    /// Until it returns nobody unmaps, moves or replaces adopted memory but by the engine's own functions, or closes
-    /// descriptors that are not its own. Adopted memory holds no thread's stack, and no mutex with priority inheritance
-    /// or that is robust: the kernel does not wait to write to those. No direct or asynchronous I/O into it is under
-    /// way, and none of it is registered or pinned meanwhile, as for io_uring or RDMA.
+    /// Until it returns, the program unmaps, moves or replaces adopted memory only by the engine's own functions, and
+    /// closes no descriptors that it did not open. Adopted memory contains no thread stack, and no mutex that is robust
+    /// or has priority inheritance: the kernel does not wait to write to those. No direct or asynchronous I/O into it
+    /// is in progress, and none of it is registered or pinned meanwhile, as for io_uring or RDMA.
     pub unsafe fn merge_while_running(&self) -> Result<MergeCounters, Error> {
         let _blocked =
             BlockedSignals::new().map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })?;
@@ -496,14 +498,14 @@ impl Engine {
         exclusion: impl FnOnce() -> Result<WriteExclusion<'e>, Error>,
     ) -> Result<MergeCounters, Error> {
         self.with_state(|state| {
-            // With the lock: what was pinned while another merge had it is seen.
+            // Under the lock: this check sees memory that was pinned during another merge.
             self.check_not_pinned()?;
             let merged = state.merge_now(&self.options, &self.directory, &exclusion()?);
             merged.map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })
         })?
     }
 
-    /// Merging would lose what is written to pinned memory afterwards, so it is refused.
+    /// Fail if memory is pinned: a merge would lose later writes to it.
     fn check_not_pinned(&self) -> Result<(), Error> {
         match pinned_bytes() {
             _ if self.options.merge_while_pinned => Ok(()),
@@ -513,11 +515,11 @@ impl Engine {
         }
     }
 
-    /// Make whole pages of adopted memory read as zeros, and take no memory. What `madvise(MADV_DONTNEED)` does to
-    /// ordinary memory.
+    /// Make page-aligned adopted memory read as zeros and free its frames, as `madvise(MADV_DONTNEED)` does to ordinary
+    /// memory.
     ///
     /// # Errors
-    /// [`Error::InvalidRange`] if it is not of whole pages that are adopted; [`Error::OutOfMemory`].
+    /// [`Error::InvalidRange`] if the range is not page-aligned or not adopted; [`Error::OutOfMemory`].
     ///
     /// # Safety
     /// No borrow of it is used afterwards.
@@ -529,14 +531,14 @@ impl Engine {
                 let why = "is not adopted";
                 return Err(Error::InvalidRange { start: range.start, end: range.end, reason: why });
             }
-            // SAFETY: it is adopted, and its owner says that nobody uses what is in it.
+            // SAFETY: it is adopted, and the caller promises that its content is no longer used.
             unsafe { memory::clear_range(range) }.map_err(|source| Error::OutOfMemory(range.bytes(), source))?;
             state.regions.iter_mut().for_each(|region| region.forget_pages(range));
             Ok(())
         })?
     }
 
-    /// How this member stands, and what the domain's store takes.
+    /// State of this member, and the size of the domain's store.
     ///
     /// # Errors
     /// [`Error::DomainUnusable`].
@@ -547,13 +549,13 @@ impl Engine {
         })?
     }
 
-    /// How each region of this member stands, by address, and what it saves by the mean of the domain
+    /// State of each region of this member, by address, with its savings by the mean of the domain
     /// ([`pagefold_base::engine`]).
     ///
     /// # Errors
     /// [`Error::DomainUnusable`], [`Error::DomainUnreadable`].
     pub fn region_statuses(&self) -> Result<Vec<RegionStatus>, Error> {
-        // Told anew by this, so that the domain's mean is of the same moment.
+        // Publishes this member's state, so that the domain's mean is of the same time.
         self.status()?;
         let domain = self.domain_status()?;
         let standing = |region: &Adopted| {
@@ -565,8 +567,8 @@ impl Engine {
         Ok(regions)
     }
 
-    /// How the domain stands: all members, as each of them has told last, which it does when it merges, when its
-    /// regions change, and when it is asked how it stands.
+    /// State of the domain: all members, each as of its last report. A member reports when it merges, when its regions
+    /// change, and when its status is queried.
     ///
     /// # Errors
     /// [`Error::DomainUnreadable`].
@@ -578,7 +580,7 @@ impl Engine {
         )?)
     }
 
-    /// Do something with the state, as a member: a child that was forked joins first.
+    /// Run `work` on the state, as a member: a forked child joins first.
     fn with_state<T>(&self, work: impl FnOnce(&mut EngineState) -> T) -> Result<T, Error> {
         let process = std::process::id();
         let mut state = self.lock_state(process)?;
@@ -590,7 +592,7 @@ impl Engine {
             state.rejoin_domain(&self.directory, until).map(|()| state.publish_status(&self.options))
         };
         joined.map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })?;
-        // Without it, memory that was given up would still be merged, which may be in other use now.
+        // Otherwise a merge would still include memory that was given up and may be in other use now.
         if !self.remove_revoked_regions(&mut state) {
             return Err(Error::Forked);
         }
@@ -605,7 +607,7 @@ impl Engine {
             Err(std::sync::TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
             Err(std::sync::TryLockError::WouldBlock) => {}
         }
-        // Whoever has just locked it here says so at once.
+        // A thread of this process that has just locked it sets this at once.
         let said = || self.last_user_pid.load(Ordering::Relaxed) == process;
         if !(0..MAX_STATE_POLLS).any(|_| {
             said() || {
@@ -619,7 +621,7 @@ impl Engine {
     }
 }
 
-/// How long to wait until a thread that has the state says so, and how often.
+/// How long to wait for the thread that locked the state to record its PID, and how often.
 const STATE_POLL_INTERVAL: Duration = Duration::from_millis(1);
 const MAX_STATE_POLLS: usize = 50;
 
@@ -627,10 +629,10 @@ impl Drop for Engine {
     fn drop(&mut self) {
         let forked = matches!(self.lock_state(std::process::id()), Err(Error::Forked));
         if !forked {
-            // SAFETY: it is dropped here only, and nothing uses it afterwards.
+            // SAFETY: it is dropped only here, and no code uses it afterwards.
             unsafe { ManuallyDrop::drop(&mut self.state) };
         }
-        // What a thread that there is not was at may be half done, and stays until the process ends.
+        // State that a thread of the parent was changing may be inconsistent, and stays until the process ends.
     }
 }
 
@@ -638,7 +640,7 @@ fn check_page_aligned(range: AddressRange, page: u64) -> Result<(), Error> {
     if range.start < range.end && range.start.is_multiple_of(page) && range.end.is_multiple_of(page) {
         return Ok(());
     }
-    Err(Error::InvalidRange { start: range.start, end: range.end, reason: "is not of whole pages" })
+    Err(Error::InvalidRange { start: range.start, end: range.end, reason: "is not page-aligned, or is empty" })
 }
 
 impl EngineState {
@@ -674,9 +676,9 @@ impl EngineState {
         Ok(state)
     }
 
-    /// Become a member once more: in a child that was forked, or when the program has closed the store, or all members
-    /// that could hand it on. The references that there were stay with the mapping that a parent and its children
-    /// share. Waits for the domain's lock until some time.
+    /// Join again: in a forked child, or when the program has closed the store, or when no member is left to open the
+    /// store from. The existing references stay with the mapping that a parent and its children share. Waits for the
+    /// domain's lock until the deadline.
     fn rejoin_domain(&mut self, directory: &std::path::Path, deadline: Instant) -> io::Result<()> {
         let (domain, hasher) = incarnation::retry_while_removed(deadline, || {
             // The directory may have been removed.
@@ -684,7 +686,7 @@ impl EngineState {
                 domain_directory::prepare_domain_directory(root, name).map_err(io::Error::other)?;
             }
             let (domain, hasher) = JoinedDomain::join(directory, self.domain.page_bytes(), self.wanted_node, deadline)?;
-            // What this process maps already is referred to anew before the former references go.
+            // Refers to all slots that this process maps before it drops the former references.
             domain.references.add(survey::mapped_slots(&domain, survey::ALL_ADDRESSES)?)?;
             if domain.store.identity() == self.domain.store.identity() {
                 domain.references.add(self.disowned_slots.iter())?;
@@ -692,7 +694,7 @@ impl EngineState {
             Ok((domain, hasher))
         })?;
         if domain.store.identity() != self.domain.store.identity() {
-            // This process may still map the former store: no member frees any of it, and all join anew.
+            // This process may still map the former store: no member frees any of it, and all members join again.
             self.domain.abandon_incarnation();
             self.disowned_slots = SlotSet::default();
         }
@@ -701,13 +703,13 @@ impl EngineState {
         Ok(())
     }
 
-    /// Have a range of whole pages adopted.
+    /// Adopt a page-aligned range.
     fn adopt_range(&mut self, range: AddressRange) {
         self.regions.push(Adopted::new(range, self.domain.page_bytes()));
         self.newly_adopted += range.bytes();
     }
 
-    /// Be done with what is adopted in a range.
+    /// Remove the adopted regions within a range.
     fn disown_range(&mut self, range: AddressRange) {
         let unsurveyed: Bytes = self.regions.iter().map(|region| region.unsurveyed_bytes(range)).sum();
         self.newly_adopted = Bytes(self.newly_adopted.0.saturating_sub(unsurveyed.0));
@@ -752,7 +754,7 @@ impl EngineState {
         }
     }
 
-    /// Tell others how this member stands.
+    /// Publish the state of this member.
     fn publish_status(&self, options: &EngineOptions) {
         self.domain.status_file.publish(&EngineMember {
             process: self.domain.status_file.owner(),
@@ -771,7 +773,8 @@ impl EngineState {
 
 impl Drop for EngineState {
     fn drop(&mut self) {
-        // What is merged stays mapped, and so has to stay referred to. In a child that never joined, by its parent's.
+        // Merged pages stay mapped, so their references must stay. In a child that never joined, the parent's
+        // references do that.
         let strays = self.disowned_slots.iter().next().is_some();
         let mapped = survey::mapped_slots(&self.domain, survey::ALL_ADDRESSES);
         if strays || mapped.map_or(true, |mut slots| slots.next().is_some()) {
@@ -782,7 +785,7 @@ impl Drop for EngineState {
     }
 }
 
-/// A clock that all members share: the time since the host was booted, without the time that it slept.
+/// Clock that all members share: time since boot, without suspend.
 pub fn merge_clock() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)

@@ -1,10 +1,11 @@
-//! How a domain's directory goes away with its last members.
+//! Removal of a domain's directory when its last members exit.
 //!
-//! Ranks of a job end at the same moment. Each of them still refers to what it maps when it looks for others, since its
-//! references have to hold until the kernel has taken its memory away ([`crate::slot_references`]). So a member that is about
-//! to end leaves a file beside its references, and the one that finds such a file of each member removes the directory.
+//! Ranks of a job end at the same time. Each of them still holds references when it checks for other members, since its
+//! references must last until the kernel has freed its memory ([`crate::slot_references`]). So a member that is about
+//! to exit creates a marker file beside its references. The member that finds such a file for each member removes the
+//! directory.
 //!
-//! Members that are killed leave none. [`remove_dead_domains`] removes what they leave, once all are gone.
+//! Killed members leave no marker. [`remove_dead_domains`] removes their files once all members are gone.
 
 use crate::slot_references::{REFERENCES_PREFIX, has_live_process};
 use crate::{domain, domain_directory};
@@ -12,11 +13,11 @@ use std::collections::HashSet;
 use std::io;
 use std::path::Path;
 
-/// What precedes the name of a member's references in that of its file.
+/// Prefix of the name of a marker file; the name of the member's references file follows.
 pub const EXIT_MARKER_PREFIX: &str = "ending-";
 
-/// The member that has its references in a file is about to end: whether that holds for all members of the domain now.
-/// Under the domain's lock.
+/// Mark the member with this references file as about to exit. Returns whether all members of the domain now are.
+/// Requires the domain's lock.
 ///
 /// # Errors
 /// Those of reading the directory, and of open(2) and flock(2).
@@ -29,14 +30,14 @@ pub fn mark_exit_and_check_all(directory: &Path, references: &Path) -> io::Resul
     let names: HashSet<&str> = names.iter().filter_map(|name| name.to_str()).collect();
     let is_left = |name: &&str| name.strip_prefix(EXIT_MARKER_PREFIX).is_some_and(|member| !names.contains(member));
     for name in names.iter().filter(|name| is_left(name)) {
-        // One that cannot be removed now is found again.
+        // A file that cannot be removed now is found again later.
         let _ = std::fs::remove_file(directory.join(name));
     }
     are_all_exiting(&names, |name| has_live_process(&directory.join(name)))
 }
 
-/// Whether all members among the names of files are about to end, or have ended. Asks for no member that has said so, and
-/// for none after one that is still there: all ranks of a job ask this at the same time, under one lock.
+/// Whether all members among these file names are about to exit, or have ended. Checks no member that has a marker, and
+/// stops at the first live one: all ranks of a job call this at the same time, under one lock.
 fn are_all_exiting(names: &HashSet<&str>, mut is_held: impl FnMut(&str) -> io::Result<bool>) -> io::Result<bool> {
     let members = names.iter().filter(|name| name.starts_with(REFERENCES_PREFIX));
     for name in members.filter(|name| !names.contains(format!("{EXIT_MARKER_PREFIX}{name}").as_str())) {
@@ -47,8 +48,8 @@ fn are_all_exiting(names: &HashSet<&str>, mut is_held: impl FnMut(&str) -> io::R
     Ok(true)
 }
 
-/// Remove the domains of this user whose members have all ended, or were killed: for whoever outlives members, as the
-/// launcher of an MPI job does.
+/// Remove the domains of this user whose members have all ended or were killed. For processes that outlive members,
+/// such as the launcher of an MPI job.
 pub fn remove_dead_domains() {
     domain::remove_dead_domains(&domain_directory::default_root());
 }
@@ -84,17 +85,17 @@ mod tests {
         let path = directory.path();
         let member = || SlotReferences::new(path, 64, 1, 3).unwrap();
         let (first, second, killed) = (member(), member(), member());
-        assert!(!mark_exit_and_check_all(path, first.path()).unwrap(), "two are there");
-        assert!(!mark_exit_and_check_all(path, second.path()).unwrap(), "one is there");
+        assert!(!mark_exit_and_check_all(path, first.path()).unwrap(), "two members have no marker");
+        assert!(!mark_exit_and_check_all(path, second.path()).unwrap(), "one member has no marker");
         drop(killed);
-        assert!(mark_exit_and_check_all(path, second.path()).unwrap(), "all have said so, or hold nothing");
+        assert!(mark_exit_and_check_all(path, second.path()).unwrap(), "all members have a marker or are dead");
         let third = member();
-        assert!(!mark_exit_and_check_all(path, second.path()).unwrap(), "another one has come");
+        assert!(!mark_exit_and_check_all(path, second.path()).unwrap(), "a new member has joined");
         std::fs::remove_file(first.path()).unwrap();
         assert!(mark_exit_and_check_all(path, third.path()).unwrap());
         let left = domain_directory::list_names(path).unwrap();
         let endings =
             left.iter().filter(|name| name.to_str().is_some_and(|name| name.starts_with(EXIT_MARKER_PREFIX))).count();
-        assert_eq!(endings, 2, "of those whose references are there: {left:?}");
+        assert_eq!(endings, 2, "only markers of members with a references file stay: {left:?}");
     }
 }

@@ -1,10 +1,10 @@
-//! The few things that are done to memory, each of them so that the program sees the same bytes before and after.
+//! Operations on memory. After each of them the program reads the same bytes as before.
 //!
-//! Pages are exchanged by mapping what is to come at an address of our own, comparing it there with what is in the
-//! place, and moving it over with mremap(2), which replaces the old mapping in one step for all who look (mm/mremap.c,
-//! 6.18). The page tables move with it, so that nothing is faulted in twice. Where the kernel has unmapped the place
-//! and then fails for want of memory, what was to come is copied there; if there is no memory for that either the
-//! process must end.
+//! To exchange pages, the engine maps the replacement at an address of its own and compares it there with the original.
+//! Then it moves it over the original with mremap(2), which replaces the old mapping in one step for all threads
+//! (mm/mremap.c, 6.18). The page tables move with it, so no page faults twice. If the kernel has unmapped the
+//! destination and then fails for lack of memory, the engine copies the replacement there. If there is no memory for
+//! the copy either, the process must end.
 
 use crate::store::ContentStore;
 use pagefold_base::merge_lifetime::COW_BREAK_CPU_SECONDS;
@@ -23,13 +23,13 @@ fn pointer(address: u64) -> *mut c_void {
 /// The bytes of a range of this process.
 ///
 /// # Safety
-/// All of it is mapped readable, and nobody writes or unmaps any of it while the borrow lives.
+/// All of it is mapped readable, and no thread writes or unmaps any of it while the borrow lives.
 pub unsafe fn range_bytes<'a>(range: AddressRange) -> &'a [u8] {
-    // SAFETY: the caller's promise. Every value of a byte is a valid one.
+    // SAFETY: the caller's promise. Every byte value is valid.
     unsafe { slice::from_raw_parts(pointer(range.start).cast(), range.bytes().0 as usize) }
 }
 
-/// Memory that is on its way to another place. Unmapped when dropped on the way.
+/// Memory that is to replace other memory. Unmapped when dropped before that.
 #[derive(Debug)]
 pub struct ReplacementMemory {
     start: *mut c_void,
@@ -37,11 +37,10 @@ pub struct ReplacementMemory {
 }
 
 impl ReplacementMemory {
-    /// Slots of the store from one on, privately, with their page tables filled.
+    /// Map slots of the store, from `slot` on, privately, with their page tables filled.
     ///
     /// # Errors
-    /// Those of mmap(2) and of MADV_POPULATE_READ, which is 5.14's: without it pages are faulted in as they are
-    /// compared.
+    /// Those of mmap(2) and of MADV_POPULATE_READ, which exists since 5.14: without it the comparison faults pages in.
     pub fn map_store(store: &ContentStore, slot: u32, bytes: u64) -> io::Result<Self> {
         let bytes = bytes as usize;
         let access = ProtFlags::READ | ProtFlags::WRITE;
@@ -49,14 +48,14 @@ impl ReplacementMemory {
         let start =
             unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::PRIVATE, store.file(), store.slot_offset(slot)) }?;
         let incoming = Self { start, bytes };
-        // SAFETY: the range is this value's own; the advice changes no content.
+        // SAFETY: this value owns the range; the advice changes no content.
         match unsafe { madvise(start, bytes, Advice::LinuxPopulateRead) } {
             Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(incoming),
             Err(error) => Err(error.into()),
         }
     }
 
-    /// Ordinary memory with the content of a range.
+    /// Map ordinary memory with a copy of a range.
     ///
     /// # Safety
     /// As for [`range_bytes`], until this returns.
@@ -69,31 +68,31 @@ impl ReplacementMemory {
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }?;
         let incoming = Self { start, bytes };
-        // SAFETY: the source is readable by the caller's promise, the destination new and of the same length.
+        // SAFETY: the caller promises that the source is readable; the destination is new and of the same length.
         unsafe { ptr::copy_nonoverlapping(pointer(range.start).cast::<u8>(), start.cast::<u8>(), bytes) };
         Ok(incoming)
     }
 
     /// Its bytes.
     pub fn as_slice(&self) -> &[u8] {
-        // SAFETY: it is mapped readable until drop; what it maps of the store is not written while it is referred to,
-        // and nobody else knows this address.
+        // SAFETY: it is mapped readable until drop. The slots that it maps are not written while they are referenced,
+        // and no other code knows this address.
         unsafe { slice::from_raw_parts(self.start.cast(), self.bytes) }
     }
 
-    /// Put it in the place of what is at an address.
+    /// Replace the memory at an address by this.
     ///
     /// # Safety
-    /// There lies private memory with the same content, nobody writes to it until this returns, and no borrow of it is
-    /// mutable.
+    /// The memory there is private and has the same content, no thread writes to it until this returns, and no borrow
+    /// of it is mutable.
     ///
     /// # Errors
-    /// Those of mremap(2), with the content as it was: `ENOMEM` where there would be too many mappings.
+    /// Those of mremap(2), with the content unchanged: `ENOMEM` if there would be too many mappings.
     pub unsafe fn replace_at(self, address: u64) -> io::Result<()> {
-        // Memory that is enrolled in KSM is withdrawn as it moves, which a signal may interrupt when it is too late.
-        // SAFETY: the range is this value's own; the advice changes no content. Where there is no KSM it is refused.
+        // The kernel unenrolls KSM memory as it moves, which a signal may interrupt too late. So unenroll it first.
+        // SAFETY: this value owns the range; the advice changes no content. A kernel without KSM refuses it.
         let _ = unsafe { madvise(self.start, self.bytes, Advice::LinuxUnmergeable) };
-        // SAFETY: the source is this value's own; the caller lets the destination be replaced.
+        // SAFETY: this value owns the source; the caller permits replacing the destination.
         match unsafe { mremap_fixed(self.start, self.bytes, self.bytes, MremapFlags::MAYMOVE, pointer(address)) } {
             Ok(_) => std::mem::forget(self),
             Err(error) => {
@@ -105,11 +104,11 @@ impl ReplacementMemory {
         Ok(())
     }
 
-    /// Copy it to an address, if nothing is mapped there any more; whether that was so.
+    /// Copy it to an address if no mapping is there any more. Returns whether it was copied.
     fn copy_to(&self, address: u64) -> io::Result<bool> {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
-        // SAFETY: nothing is replaced.
+        // SAFETY: MAP_FIXED_NOREPLACE replaces no mapping.
         match unsafe { mmap_anonymous(pointer(address), self.bytes, access, flags) } {
             Ok(start) => {
                 // SAFETY: both are mapped, of the same length, and the destination is new.
@@ -118,8 +117,8 @@ impl ReplacementMemory {
             }
             Err(rustix::io::Errno::EXIST) => Ok(false),
             Err(_) => {
-                // The program's memory is not there, and cannot be brought back: whatever it did next would be wrong.
-                eprintln!("pagefold: no memory to put {} bytes back at {address:#x}", self.bytes);
+                // The program's memory is lost and cannot be restored: any further step of the program would be wrong.
+                eprintln!("pagefold: cannot restore {} bytes at {address:#x}: no memory; aborting", self.bytes);
                 std::process::abort()
             }
         }
@@ -128,35 +127,35 @@ impl ReplacementMemory {
 
 impl Drop for ReplacementMemory {
     fn drop(&mut self) {
-        // SAFETY: the range is this value's own, and no borrow of it outlives it.
+        // SAFETY: this value owns the range, and no borrow of it outlives it.
         let unmapped = unsafe { munmap(self.start, self.bytes) };
-        debug_assert!(unmapped.is_ok(), "unmapping what did not go anywhere: {unmapped:?}");
+        debug_assert!(unmapped.is_ok(), "unmapping unused replacement memory: {unmapped:?}");
     }
 }
 
-/// Give back the frames of ordinary memory that holds zeros: it reads as zeros afterwards.
+/// Free the frames of ordinary memory that contains zeros: it reads as zeros afterwards.
 ///
 /// # Safety
-/// The range is private anonymous memory, holds zeros, and nobody writes to it until this returns.
+/// The range is private anonymous memory, contains zeros, and no thread writes to it until this returns.
 ///
 /// # Errors
 /// Those of madvise(2).
 pub unsafe fn free_zero_pages(range: AddressRange) -> io::Result<()> {
-    // SAFETY: the caller's promise makes the content afterwards what it was before.
+    // SAFETY: by the caller's promise the content before is zeros, as it is afterwards.
     Ok(unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxDontNeed) }?)
 }
 
-/// What faults cost here that a program takes because its memory was merged.
+/// Cost on this host of the page faults that merging causes.
 #[derive(Clone, Copy, Debug)]
 pub struct FaultCosts {
-    /// A write that finds a page of zeros in the place of one of the program's own: the fault, a frame, and filling it.
-    /// No less than is known of such faults ([`COW_BREAK_CPU_SECONDS`]).
+    /// A write to a page of zeros that replaced a page of the program: the fault, a frame, and filling it. At least the
+    /// known cost of such faults ([`COW_BREAK_CPU_SECONDS`]).
     pub after_merge_write: Duration,
-    /// A read where nothing is, as where zeros were given back.
+    /// A read of an address without a page, as after zeros were freed.
     pub after_free_read: Duration,
 }
 
-/// The median of a few tries.
+/// Measure fault costs: the median of a few samples.
 ///
 /// # Errors
 /// Those of mmap(2).
@@ -165,7 +164,7 @@ pub fn measure_fault_costs() -> io::Result<FaultCosts> {
     const PAGES_PER_SAMPLE: usize = 16;
     let page = rustix::param::page_size();
     let range = map_ordinary((SAMPLE_COUNT * PAGES_PER_SAMPLE * page) as u64)?;
-    // SAFETY: the range is this function's own; the advice changes no content. Kernels without huge pages refuse it.
+    // SAFETY: this function owns the range; the advice changes no content. Kernels without huge pages refuse it.
     let _ = unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxNoHugepage) };
     let each = (range.start..range.end).step_by(page).map(|address| pointer(address).cast::<u8>());
     let each: Vec<*mut u8> = each.collect();
@@ -180,12 +179,12 @@ pub fn measure_fault_costs() -> io::Result<FaultCosts> {
         tries[SAMPLE_COUNT / 2]
     };
     let read = each_takes(|page| {
-        // SAFETY: it is mapped readable, and nobody else knows of it.
+        // SAFETY: it is mapped readable, and no other code knows its address.
         let _ = unsafe { page.read_volatile() };
     });
-    // SAFETY: it is mapped writable, and nobody else knows of it.
+    // SAFETY: it is mapped writable, and no other code knows its address.
     let write = each_takes(|page| unsafe { page.write_volatile(1) });
-    // SAFETY: it is this function's own, and no borrow of it is left.
+    // SAFETY: this function owns the range, and no borrow of it is left.
     unsafe { unmap_range(range) }?;
     Ok(FaultCosts {
         after_free_read: read,
@@ -193,11 +192,11 @@ pub fn measure_fault_costs() -> io::Result<FaultCosts> {
     })
 }
 
-/// How much memory of this process is pinned for long, as for a device, io_uring's registered buffers, or perf's big ones
-/// (`pinned_vm`; Documentation/core-api/pin_user_pages.rst, 6.18).
+/// Bytes of this process's memory that are pinned long-term, as for a device, io_uring's registered buffers, or large
+/// perf buffers (`pinned_vm`; Documentation/core-api/pin_user_pages.rst, 6.18).
 ///
 /// # Errors
-/// Those of reading `/proc/thread-self/status`, `InvalidData` where it does not say.
+/// Those of reading `/proc/thread-self/status`; `InvalidData` if it has no `VmPin` line.
 pub fn pinned_bytes() -> io::Result<Bytes> {
     let status = std::fs::read_to_string("/proc/thread-self/status")?;
     let words = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
@@ -205,7 +204,7 @@ pub fn pinned_bytes() -> io::Result<Bytes> {
     kibibytes.map(|count| Bytes(count << 10)).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 
-/// Ordinary memory without content, somewhere.
+/// Map ordinary memory without content, at any address.
 ///
 /// # Errors
 /// Those of mmap(2).
@@ -217,17 +216,17 @@ pub fn map_ordinary(bytes: u64) -> io::Result<AddressRange> {
     Ok(AddressRange { start, end: start + bytes })
 }
 
-/// Make a range ordinary memory without content, whatever it was.
+/// Replace a range by ordinary memory without content.
 ///
 /// # Safety
-/// Nobody needs what is there, and no borrow of it lives.
+/// Its content is no longer needed, and no borrow of it lives.
 ///
 /// # Errors
 /// Those of mmap(2).
 pub unsafe fn clear_range(range: AddressRange) -> io::Result<()> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let flags = MapFlags::PRIVATE | MapFlags::FIXED;
-    // SAFETY: the caller lets the range be replaced.
+    // SAFETY: the caller permits replacing the range.
     unsafe { mmap_anonymous(pointer(range.start), range.bytes().0 as usize, access, flags) }?;
     Ok(())
 }
@@ -240,20 +239,20 @@ pub unsafe fn clear_range(range: AddressRange) -> io::Result<()> {
 /// # Errors
 /// Those of munmap(2).
 pub unsafe fn unmap_range(range: AddressRange) -> io::Result<()> {
-    // SAFETY: the caller lets the range go.
+    // SAFETY: the caller permits unmapping the range.
     Ok(unsafe { munmap(pointer(range.start), range.bytes().0 as usize) }?)
 }
 
 /// The bytes of a range of this process, to write.
 ///
 /// # Safety
-/// All of it is mapped writable, and nobody else uses any of it while the borrow lives.
+/// All of it is mapped writable, and no other code uses any of it while the borrow lives.
 pub unsafe fn range_bytes_mut<'a>(range: AddressRange) -> &'a mut [u8] {
-    // SAFETY: the caller's promise. Every value of a byte is a valid one.
+    // SAFETY: the caller's promise. Every byte value is valid.
     unsafe { slice::from_raw_parts_mut(pointer(range.start).cast(), range.bytes().0 as usize) }
 }
 
-/// Have core dumps hold private mappings of files, which merged memory is. Where that cannot be, they do without.
+/// Include private file mappings, such as merged memory, in core dumps. If that fails, core dumps lack them.
 pub fn include_merged_in_core_dumps() {
     const FILE_BACKED_PRIVATE_BIT: u64 = 1 << 2;
     let path = "/proc/self/coredump_filter";

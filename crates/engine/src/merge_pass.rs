@@ -1,18 +1,19 @@
-//! One merge: survey, heal, look, decide, store, map, tidy.
+//! One merge: survey, heal, scan, decide, store, map, tidy.
 //!
-//! | step | what |
+//! | step | work |
 //! |---|---|
-//! | survey | page tables: what is ordinary memory and resident, what is merged, what was written since |
-//! | heal | what was written since becomes ordinary memory again, so that its slots can be freed |
-//! | look | candidates that are zeros, then fingerprints of others that seem to stay, on all threads; those are noted |
-//! | decide | runs of pages with a partner that pay, by the prices and the code of guided planning |
-//! | store | contents that were seen twice and lie nowhere yet, in the order in which they lie in memory |
-//! | map | each run: refer, check, compare, exchange |
-//! | tidy | references that are no longer needed; slots that nobody refers to |
+//! | survey | from page tables: resident ordinary memory, merged pages, pages written since |
+//! | heal | COW-broken pages become ordinary memory again, so that their slots can be freed |
+//! | scan | find zeros, then fingerprint candidates that seem stable, on all threads; record the fingerprints |
+//! | decide | choose profitable runs of pages with a partner, by the costs and the code of guided planning |
+//! | store | write contents that were seen twice and are not stored yet, in memory order |
+//! | map | for each run: refer, check, compare, exchange |
+//! | tidy | drop references that are no longer needed; free slots that no process refers to |
 //!
-//! A run is mapped as one if its pages lie one behind another in the store, too. Since contents are stored in the order
-//! of their pages, memory that is equal over many pages is one mapping in all members but for where it differs, and
-//! where members that merged at the same time have shared out what was to be stored. Storing and mapping go by batches.
+//! A run becomes one mapping if its pages are also adjacent in the store. Contents are stored in the order of their
+//! pages, so memory that is equal over many pages is one mapping in all members. Exceptions are pages that differ, and
+//! contents that members divided among themselves because they merged at the same time. Storing and mapping work in
+//! batches.
 
 use crate::content_index::{ContentIndex, SightingTag};
 use crate::decide::merge_turn::{MergeTurn, SafePoint};
@@ -44,61 +45,61 @@ use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Pages that are stored and mapped before the next ones are. The kernel has one process at a time write to a file
-/// (`inode_lock` in mm/shmem.c, 6.18): meanwhile other members map what is stored already.
+/// Pages that are stored and mapped before the next batch. The kernel serializes writes to a file (`inode_lock` in
+/// mm/shmem.c, 6.18): meanwhile other members map stored contents.
 pub const MAX_BATCH_PAGES: usize = 2048;
 
-/// Runs that are shorter than so many pages in the mean are mapped by one thread.
+/// Runs with a mean length below this are mapped by one thread.
 const SHORT_RUN_PAGES: usize = 16;
 
-/// Contents that are stored at a time: what another member stores at the same time is stored in vain.
+/// Contents that are stored at a time. Contents that another member stores at the same time are stored for nothing.
 const CONTENTS_PER_STORE_CHUNK: usize = 64;
 
-/// A merge does not begin before there is room for so many times what finding out took the last time: small merges that
-/// only find out what there is would use up what there is room for. With others, it takes half as much.
+/// A merge begins only if the available time is this many times the duration of the last survey. Otherwise small merges
+/// would spend the time budget on surveys alone. For a merge together with other members, half as much is enough.
 const MIN_TIME_IN_SURVEYS: u32 = 4;
 
-/// How long at most pages that the kernel is moving are waited for.
+/// Maximum time to wait for pages that the kernel is migrating.
 const MIGRATION_WAIT: Duration = Duration::from_millis(50);
 
-/// References are made anew once an eighth of them, and so many, are not needed.
+/// References are rebuilt once an eighth of them, and at least this many, are not needed.
 const MIN_UNNEEDED_REFERENCES: u64 = 64;
 
-/// How a merge is made.
+/// Parameters of one merge.
 #[derive(Clone, Copy, Debug)]
 pub struct MergeTerms<'s> {
-    /// How much time there is for it, if that is bounded.
+    /// Time limit of this merge, if there is one.
     pub time_limit: Option<Duration>,
     threads: usize,
-    /// When it began, of the clock that members share.
+    /// When it began, by the clock that members share.
     started_at: Duration,
     exclusion: &'s WriteExclusion<'s>,
-    /// The bound that the loss of huge pages has to fit into, if there is one.
+    /// Bound on the slowdown that the loss of huge pages must fit into, if there is one.
     huge_page_loss_bound: Option<f64>,
 }
 
-/// How pages are looked at.
+/// Parameters of a scan.
 #[derive(Clone, Copy, Debug)]
 struct PageScanTerms<'s> {
     page: u64,
     exclusion: &'s WriteExclusion<'s>,
-    /// Whether it matters what pages held at the last look, as far as samples tell.
+    /// Whether to compare samples of pages with those of the last scan.
     compares_samples: bool,
 }
 
-/// Candidates that a thread has gone through, as many as it takes at a time.
+/// Candidates that a thread has sifted, one chunk at a time.
 #[derive(Debug)]
 struct SiftedChunk {
-    /// Where all of them lie.
+    /// Range of the whole chunk.
     range: AddressRange,
     zeros: Vec<CandidatePages>,
     others: Vec<CandidatePages>,
-    /// Of all pages of the others in turn, if it matters what they held at the last look.
+    /// Samples of all pages of `others`, in order, if samples are compared.
     samples: Vec<u16>,
 }
 
 impl SiftedChunk {
-    /// What cannot be held up is left for another time.
+    /// Separate zeros from other pages. A chunk that cannot be frozen is left to a later merge.
     fn sift(
         chunk: CandidatePages,
         hasher: &Hasher,
@@ -106,7 +107,7 @@ impl SiftedChunk {
     ) -> Self {
         let mut sifted = Self { range: chunk.range, zeros: Vec::new(), others: Vec::new(), samples: Vec::new() };
         let Ok(_still) = stillness.freeze_to_read(chunk.range) else { return sifted };
-        // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
+        // SAFETY: the survey found it to be resident ordinary memory, and no thread writes to or unmaps it meanwhile.
         let bytes = unsafe { memory::range_bytes(chunk.range) };
         for (found, bytes) in chunk.split_aligned(page).zip(bytes.chunks_exact(page as usize)) {
             if is_all_zeros(bytes) {
@@ -120,19 +121,19 @@ impl SiftedChunk {
     }
 }
 
-/// Candidates that were looked at, as many as a thread takes at a time. Of each page no more is kept than its
-/// fingerprint and what is noted of its content: what a merge takes of its program's heap may stay with that.
+/// Candidates that were scanned, one chunk per thread at a time. Only the fingerprint and the note bits of each page
+/// are kept, because heap memory that a merge allocates may stay with the program.
 #[derive(Debug, Default)]
 struct ScannedChunk {
     candidates: Vec<CandidatePages>,
-    /// Of all their pages in turn, 0 of zeros.
+    /// Of all their pages in order, 0 for zeros.
     fingerprints: Vec<u64>,
     content_bits: Vec<u16>,
 }
 
 impl ScannedChunk {
-    /// Look at what lies in a range, from all of which writers are held up: what lies between is no reason to split a
-    /// huge page.
+    /// Fingerprint the candidates in a range. All of the range is write-protected, since gaps between candidates are no
+    /// reason to split a huge page.
     fn scan(
         found: &[CandidatePages],
         range: AddressRange,
@@ -142,7 +143,8 @@ impl ScannedChunk {
         let mut looked = Self::default();
         let Ok(_still) = stillness.freeze_to_read(range) else { return looked };
         for &found in found {
-            // SAFETY: the survey found it resident ordinary memory, and nobody writes to or unmaps it meanwhile.
+            // SAFETY: the survey found it to be resident ordinary memory, and no thread writes to or unmaps it
+            // meanwhile.
             let bytes = unsafe { memory::range_bytes(found.range) };
             for bytes in bytes.chunks_exact(page as usize) {
                 let fingerprint = hasher.fingerprint(bytes);
@@ -170,7 +172,7 @@ impl ScannedChunk {
     }
 }
 
-/// A content that is to be stored: which one, a page that holds it, and where it is to lie.
+/// A content to store: its order, a page that contains it, and the slot reserved for it.
 #[derive(Clone, Copy, Debug)]
 struct ContentToStore {
     order: u32,
@@ -179,14 +181,14 @@ struct ContentToStore {
 }
 
 impl ContentToStore {
-    /// Whether it lies where it was to.
+    /// Whether the content is stored in its reserved slot.
     fn is_in_reserved_slot(&self, slot: Option<u32>) -> bool {
         slot == Some(self.reserved_slot)
     }
 }
 
 impl EngineState {
-    /// Merge what is identical now.
+    /// Merge identical pages now.
     pub fn merge_now(
         &mut self,
         options: &EngineOptions,
@@ -248,8 +250,9 @@ impl EngineState {
         done.map(|_| merged)
     }
 
-    /// Whether to merge now: at once without a bound; else if there is room for it and it may pay, and together with
-    /// others where those may wait for this member. So much memory is to be adopted before.
+    /// Whether to merge now. Without a bound: always. With a bound: if the time budget allows it and the merge may be
+    /// profitable, or together with other members that may wait for this one. `to_be_adopted` bytes will be adopted
+    /// before the merge.
     pub fn is_merge_due(&mut self, now: Duration, exclusion: &WriteExclusion<'_>, to_be_adopted: Bytes) -> bool {
         let Some(room) = self.available_time(to_be_adopted) else { return true };
         let (roomy, able) =
@@ -282,18 +285,19 @@ impl EngineState {
         }
     }
 
-    /// How much time there is for a merge now, if that is bounded.
+    /// Time available for a merge now, if it is bounded.
     fn available_time(&self, to_be_adopted: Bytes) -> Option<Duration> {
         self.time_budget
             .available(self.started.elapsed(), self.round_backoff.expects_profit(self.promising_bytes(to_be_adopted)))
     }
 
-    /// Memory that the next merge may win something of that the last one could not, with so much more to be adopted.
+    /// Memory that may make the next merge profitable although the last one could not merge it, including
+    /// `to_be_adopted`.
     fn promising_bytes(&self, to_be_adopted: Bytes) -> Bytes {
         Bytes(self.promising_pages.0 * self.domain.page_bytes()) + self.newly_adopted + to_be_adopted
     }
 
-    /// How many pages were there of which nothing was known.
+    /// Returns the number of pages without a note.
     pub fn merge_with_terms(&mut self, terms: MergeTerms<'_>, merged: &mut MergeCounters) -> io::Result<Pages> {
         let MergeTerms {
             time_limit: room,
@@ -307,7 +311,7 @@ impl EngineState {
         let patience = room.map_or(MIGRATION_WAIT, |room| MIGRATION_WAIT.min(room / MIN_TIME_IN_SURVEYS));
         let mut survey = MemorySurvey::take(&mut self.regions, &self.domain, (now, patience), merged)?;
         self.survey_time = began.elapsed();
-        // The other half of what is left is for what is found.
+        // The other half of the remaining time is for storing and mapping.
         let deadline = room.map(|room| Instant::now() + room.saturating_sub(self.survey_time) / 2);
         survey.exclude_unprotectable(stillness, merged, page);
         let (healed, is_partial) = self.restore_in_batches(&survey, stillness, deadline);
@@ -315,7 +319,7 @@ impl EngineState {
         let new = survey.count_new_pages(page);
         let (zeros, looked) = self.scan_candidates(&survey.candidates, deadline, terms, merged);
         merged.incomplete_merges = merged.incomplete_merges.max(u64::from(is_partial));
-        // New ones are first.
+        // New pages are scanned first.
         self.promising_pages += new - new.min(merged.pages_scanned);
         let pages = self.record_contents(&looked, threads, merged)?;
         drop(looked);
@@ -348,7 +352,7 @@ impl EngineState {
         fault::point("after giving zeros back");
 
         let follows = |at: usize| places[at].is_adjacent_after(places[at - 1]);
-        // Each of two that share a content that is to be stored gives back half of it.
+        // Each of two pages that share a content to be stored saves half of it.
         let gives_back =
             |at: usize| if matches!(places[at], SlotPlacement::Stored(_)) { page as i64 } else { page as i64 / 2 };
         let worth = |at: usize| splits.allows(&partners[at], page).then(|| gives_back(at));
@@ -359,12 +363,12 @@ impl EngineState {
             None => MAX_BATCH_PAGES.div_ceil(threads).min(PROMISED_CHUNK_PAGES as usize),
             Some(_) => PROTECTED_CHUNK_PAGES as usize,
         };
-        // Members that merge together have the same to store: each begins elsewhere.
+        // Members that merge together have the same contents to store: each begins at a different batch.
         let most = self.batch_pages();
         let mut batches = split_into_batches(&chosen, most);
         let elsewhere = self.tag_number % batches.len().max(1) as u64;
         batches.rotate_left(elsewhere as usize);
-        // What a batch ends in the midst of becomes one mapping again.
+        // A run that is split between batches becomes one mapping again.
         let cuts = batches.iter().map(Vec::len).sum::<usize>() - chosen.len();
         let mut room = survey.mapping_headroom(healed.len()) + cuts;
         let contents = self.reserve_slots(&partners, &places, &batches, wanted, merged)?;
@@ -376,8 +380,8 @@ impl EngineState {
                 merged.unprofitable += Pages(all as u64);
                 continue;
             }
-            // What is stored by an index that another member has replaced is found by nobody. Where memory is short,
-            // others may have taken what there was.
+            // No member finds contents that are stored through a replaced index. If memory is short, other processes
+            // may have taken what was available.
             let needed = Bytes(contents.len() as u64 * page);
             let fits = most == MAX_BATCH_PAGES || self.headroom.can_members_take(needed, self.domain.member_count());
             if !self.domain.has_present_index() || !fits {
@@ -385,7 +389,7 @@ impl EngineState {
                 continue;
             }
             if limit.is_some() && stillness.userfault().is_some() {
-                // Holding writers up from a part of a huge page splits it, whether or not that part is merged then.
+                // Write-protecting a part of a huge page splits it, whether or not that part is merged then.
                 self.split_ledger.record_splits(
                     batch.iter().flat_map(|range| &partners[range.clone()]),
                     page,
@@ -417,18 +421,18 @@ impl EngineState {
         }
         fault::point("after mapping");
         let healed: u64 = healed.iter().map(|range| range.bytes().0 / page).sum();
-        // Some of what was healed was of a former store.
+        // Some of the healed pages mapped a former store.
         self.release_unneeded((survey.store_pages + merged.pages_merged.0).saturating_sub(healed), stillness, merged)?;
         Ok(new)
     }
 
-    /// Look at candidates until the deadline, the new ones first: pages of zeros, and others with their fingerprints,
-    /// both by address. Zeros are found before any fingerprint is made: they are known by few lines of each other page,
-    /// and most worth.
+    /// Scan candidates until the deadline, new ones first. Returns pages of zeros, and other pages with their
+    /// fingerprints, both by address. Zeros are found before any fingerprint is computed: ruling a page out takes only
+    /// a few cache lines, and zeros save most.
     ///
-    /// Where there is a bound on what may be spent, no fingerprint is made of pages that are found to have changed since
-    /// the last look: whatever is merged while it changes costs its program a fault and the engine the work once more.
-    /// That is told by a sample: what changes elsewhere in a page is taken to stay until it is merged and written.
+    /// With a time limit, pages that have changed since the last scan are not fingerprinted: a page that is merged
+    /// while it changes costs the program a fault and the engine repeated work. A sample tells whether a page changed:
+    /// changes outside the sample go unnoticed until the page is merged and written.
     fn scan_candidates(
         &mut self,
         candidates: &[CandidatePages],
@@ -461,7 +465,7 @@ impl EngineState {
         merged.incomplete_merges += u64::from(unreached.is_some());
         self.resume_address = unreached.unwrap_or(0);
         let mut looked: Vec<ScannedChunk> = looked.into_iter().flatten().collect();
-        // Written between.
+        // Pages that became zeros between the two scans.
         zeros.extend(looked.iter().flat_map(|looked| looked.zero_pages(page)));
         let seen: usize = looked.iter().map(|looked| looked.fingerprints.len()).sum();
         merged.pages_scanned += Pages(seen as u64);
@@ -470,8 +474,7 @@ impl EngineState {
         (zeros, looked)
     }
 
-    /// Those of some pages that hold what they did at the last look, by their samples; with the others nothing more is
-    /// done.
+    /// Keep the pages whose sample is the same as at the last scan. The other pages get no further work.
     fn keep_unchanged(
         &mut self,
         found: Vec<CandidatePages>,
@@ -492,7 +495,7 @@ impl EngineState {
         settled
     }
 
-    /// Note each content in the index. Pages for which there is no room are left out.
+    /// Record each content in the index. Pages for which there is no room are left out.
     fn record_contents(
         &mut self,
         looked: &[ScannedChunk],
@@ -521,8 +524,8 @@ impl EngineState {
         Ok(sighted.into_iter().flatten().flatten().collect())
     }
 
-    /// The contents of each batch that are to be stored, with slots for them that lie one behind another as the
-    /// contents do. Where there are not as many, the last are left out.
+    /// The contents to store of each batch, with slots in the same order, contiguous like the contents. If there are
+    /// too few slots, the last contents are left out.
     fn reserve_slots(
         &self,
         partners: &[ScannedPage],
@@ -531,7 +534,7 @@ impl EngineState {
         slot_count: u32,
         merged: &mut MergeCounters,
     ) -> io::Result<Vec<Vec<ContentToStore>>> {
-        // The first page of each content: later ones of the same order hold the same.
+        // The first page of each content: later pages with the same order number have the same content.
         let mut seen = vec![false; slot_count as usize];
         let mut first = |at: usize| match placements[at] {
             SlotPlacement::ToStore(order) if !std::mem::replace(&mut seen[order as usize], true) => {
@@ -554,8 +557,9 @@ impl EngineState {
         Ok(contents.into_iter().map(|batch| batch.into_iter().filter_map(with_slot).collect()).collect())
     }
 
-    /// Store some contents, and say in which slot each of them lies, by their orders. One piece after another, so that
-    /// they lie together; where another member has stored one meanwhile, this one goes on somewhere in what is left.
+    /// Store contents, and record the slot of each, by its order number. Chunks are stored in order, so that contents
+    /// stay adjacent. If another member has stored a chunk meanwhile, this member continues at a random position in the
+    /// rest.
     fn store_contents(&self, contents: &[ContentToStore], exclusion: &WriteExclusion<'_>, stored: &mut [Option<u32>]) {
         let page = self.domain.page_bytes();
         let behind = |a: &ContentToStore, b: &ContentToStore| {
@@ -563,7 +567,8 @@ impl EngineState {
         };
         let pieces: Vec<&[ContentToStore]> =
             contents.chunk_by(behind).flat_map(|piece| piece.chunks(CONTENTS_PER_STORE_CHUNK)).collect();
-        // Numbers of this member's own (D. Knuth's MMIX generator, TAOCP 3.3.4), or all would go on at the same place.
+        // Random numbers of this member (D. Knuth's MMIX generator, TAOCP 3.3.4); otherwise all members would continue
+        // at the same chunk.
         let mut draw = self.tag_number;
         let mut elsewhere = |among: usize| {
             draw = draw.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -583,7 +588,7 @@ impl EngineState {
         }
     }
 
-    /// Store contents that lie one behind another, unless all of them lie somewhere already; where each of them lies.
+    /// Store adjacent contents, unless all of them are stored already. Returns the slot of each content.
     fn store_chunk(&self, chunk: &[ContentToStore], exclusion: &WriteExclusion<'_>) -> Vec<Option<u32>> {
         let (page, index) = (self.domain.page_bytes(), &self.domain.index);
         let lies = |content: &ContentToStore| index.state(content.source_page.index_entry).mappable_slot().map(Some);
@@ -593,9 +598,9 @@ impl EngineState {
         let start = chunk[0].source_page.address;
         let range = AddressRange { start, end: start + chunk.len() as u64 * page };
         let Ok(still) = exclusion.freeze_to_read(range) else { return vec![None; chunk.len()] };
-        // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
+        // SAFETY: these pages were scanned, so they are resident, and no thread writes to or unmaps them meanwhile.
         let bytes = unsafe { memory::range_bytes(range) };
-        // Between then and now they may have been written, unless that was promised.
+        // They may have been written since the scan, unless the caller promised otherwise.
         let same = |(content, bytes): (&ContentToStore, &[u8])| {
             self.hasher.fingerprint(bytes) == index.fingerprint(content.source_page.index_entry)
         };
@@ -610,8 +615,8 @@ impl EngineState {
             .iter()
             .map(|content| index.publish(content.source_page.index_entry, content.reserved_slot).ok())
             .collect();
-        // What another member has stored meanwhile was stored in vain, where nobody else looks. Its memory goes at once
-        // if it can, and its slots once references are made anew.
+        // If another member stored a content meanwhile, the copy in this member's slot is useless, and no index entry
+        // names it. Free its memory now if possible; its slot becomes free when the references are rebuilt.
         let told: Vec<(u32, bool)> = chunk
             .iter()
             .zip(&slots)
@@ -624,7 +629,7 @@ impl EngineState {
         slots
     }
 
-    /// Give up what is not needed. So many pages map the store now.
+    /// Release unneeded references and slots. `mapped` pages map the store now.
     fn release_unneeded(
         &mut self,
         mapped: u64,
@@ -635,8 +640,7 @@ impl EngineState {
             let mut slots = SlotSet::default();
             slots.extend(mapped_slots(&self.domain, ALL_ADDRESSES)?);
             let mut strays = SlotSet::default();
-            // While the program runs, what was forsaken may be moved from where nobody has looked yet to where
-            // somebody has.
+            // While the program runs, disowned memory may move from a range not yet read to one already read.
             let stay = |slot: &u32| slots.contains(*slot) || exclusion.userfault().is_some();
             strays.extend(self.disowned_slots.iter().filter(stay));
             slots.extend(strays.iter());
@@ -650,7 +654,7 @@ impl EngineState {
         Ok(())
     }
 
-    /// Note the pages that have no partner, or not one that it would pay to merge them with.
+    /// Note the pages without a partner, or without a profitable one.
     fn note_unpaired<'p>(
         &mut self,
         pages: &[ScannedPage],
@@ -665,13 +669,13 @@ impl EngineState {
         }
     }
 
-    /// What is known of a page of some region; the survey has put those in order.
+    /// The note on a page of some region; the survey has sorted the regions.
     fn page_note(&mut self, address: u64) -> &mut PageNote {
         let at = self.regions.partition_point(|region| region.range().end <= address);
         self.regions[at].page_note(address)
     }
 
-    /// Note that a page was looked at in vain.
+    /// Note that a page was scanned and found no partner.
     fn note_unpaired_scan(&mut self, address: u64, content: u16, now: Duration) {
         let note = self.page_note(address);
         note.record_unpaired_scan(now, content);
@@ -679,17 +683,17 @@ impl EngineState {
         self.promising_pages += Pages(u64::from(promising));
     }
 
-    /// Note that a range was merged, and count it where `of` says. How many of its pages are not expected to last.
+    /// Note that a range was merged, and add it to `counter`. Returns how many of its pages are not expected to last.
     fn record_merge(&mut self, range: AddressRange, now: Duration, counter: fn(&mut PageTally) -> &mut Pages) -> Pages {
-        // The survey has put them in order.
+        // The survey has sorted the regions.
         let first = self.regions.partition_point(|region| region.range().end <= range.start);
         let parts = self.regions[first..].iter_mut().map_while(|region| Some((region.range().overlap(range)?, region)));
         parts.map(|(part, region)| region.record_merge(part, now, counter)).sum()
     }
 }
 
-/// Candidates in pieces of so many bytes, none of which lies across a multiple of that: the new ones first, and of either
-/// kind those first which lie behind the cursor, where the last merge was cut short.
+/// Split candidates into chunks at multiples of `bytes`. New candidates come first. Within each kind, chunks behind the
+/// cursor come first, where the last incomplete merge stopped.
 fn chunks_from_cursor(candidates: &[CandidatePages], cursor: u64, bytes: u64) -> Vec<CandidatePages> {
     let mut chunks: Vec<CandidatePages> = candidates.iter().flat_map(|found| found.split_aligned(bytes)).collect();
     let reached = chunks.partition_point(|chunk| chunk.range.end <= cursor);
@@ -698,7 +702,7 @@ fn chunks_from_cursor(candidates: &[CandidatePages], cursor: u64, bytes: u64) ->
     chunks
 }
 
-/// What was chosen, in batches of so many pages at most.
+/// Split the chosen ranges into batches of at most `max_pages` pages.
 fn split_into_batches(chosen: &[Range<usize>], max_pages: usize) -> Vec<Vec<Range<usize>>> {
     let parts = |range: &Range<usize>| {
         let end = range.end;
@@ -717,8 +721,8 @@ fn split_into_batches(chosen: &[Range<usize>], max_pages: usize) -> Vec<Vec<Rang
     batches
 }
 
-/// What cannot be done because another member has had the domain's lock for too long, or because files of the domain
-/// were removed meanwhile, is left for a later merge. So is what there is no room for; what needs none is still done.
+/// Turn a failure into `None` if a later merge can retry the step: another member held the domain's lock for too long,
+/// files of the domain were removed, or there is no space. The merge continues with steps that need none of these.
 fn unless_blocked<T>(done: io::Result<T>, merged: &mut MergeCounters) -> io::Result<Option<T>> {
     match done {
         Err(error) if error.kind() == io::ErrorKind::TimedOut || is_files_removed(&error) => {
@@ -730,27 +734,27 @@ fn unless_blocked<T>(done: io::Result<T>, merged: &mut MergeCounters) -> io::Res
     }
 }
 
-/// On how many threads to map some runs: short ones on one. The kernel has one thread at a time change the mappings of a
-/// process, and there is little else to do for a short run: two threads mapped single pages at 0.10 GB/s, one at 0.21.
+/// Number of threads for mapping runs: one for short runs. The kernel lets one thread at a time change the mappings of
+/// a process, and a short run needs little other work: two threads mapped single pages at 0.10 GB/s, one at 0.21.
 fn mapping_threads(threads: usize, runs: &[StoreRun<'_>]) -> usize {
     let pages: usize = runs.iter().map(|run| run.pages.len()).sum();
     if pages < runs.len() * SHORT_RUN_PAGES { 1 } else { threads }
 }
 
-/// Give zeros back, if they still are.
+/// Free zeros, if they are still zeros.
 fn free_zeros(range: AddressRange, exclusion: &WriteExclusion<'_>) -> io::Result<bool> {
     let still = exclusion.freeze_to_replace(range)?;
-    // SAFETY: these pages were looked at, so they are resident, and nobody writes to or unmaps them meanwhile.
+    // SAFETY: these pages were scanned, so they are resident, and no thread writes to or unmaps them meanwhile.
     let zeros = still.is_unchanged_since_scan() || is_all_zeros(unsafe { memory::range_bytes(range) });
     if zeros {
-        // SAFETY: it is ordinary memory, holds zeros, and nobody writes to it meanwhile.
+        // SAFETY: it is ordinary memory, contains zeros, and no thread writes to it meanwhile.
         unsafe { memory::free_zero_pages(range) }?;
     }
     Ok(zeros)
 }
 
-/// As [`parallel`], but once a deadline is over no item is begun other than the first: however little time there is,
-/// each merge comes a bit further.
+/// Like [`parallel`], but after the deadline only the first item is begun: so each merge makes some progress, however
+/// little time there is.
 fn parallel_until<T: Sync, R: Send>(
     deadline: Option<Instant>,
     threads: usize,
@@ -762,7 +766,7 @@ fn parallel_until<T: Sync, R: Send>(
     parallel(threads, items, |item| (is_first(item) || !over()).then(|| work(item)))
 }
 
-/// Do the same with each of some items, on so many threads. The results are in the order of the items.
+/// Apply `work` to each item on `threads` threads. The results are in the order of the items.
 fn parallel<T: Sync, R: Send>(threads: usize, items: &[T], work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     if threads <= 1 || items.len() <= 1 {
         return items.iter().map(work).collect();
@@ -777,7 +781,7 @@ fn parallel<T: Sync, R: Send>(threads: usize, items: &[T], work: impl Fn(&T) -> 
         }
     };
     let mut done: Vec<(usize, R)> = std::thread::scope(|scope| {
-        // Where there can be no more threads, fewer do it.
+        // If no more threads can be created, fewer do the work.
         let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, worker).ok();
         let workers: Vec<_> = (1..threads.min(items.len())).map_while(spawn).collect();
         let mut done = worker();
@@ -833,7 +837,7 @@ mod tests {
             let mut seen = [0; 6];
             let mut cursor = 0;
             for merge in 0..60 {
-                // What is known of pages changes from merge to merge, and with that where chunks begin.
+                // The known state of pages changes between merges, and with it the starts of chunks.
                 let found: Vec<CandidatePages> =
                     (0..6).map(|at| candidates(at * 0x4000 + merge % 2 * 0x1000, (at + 1) * 0x4000, false)).collect();
                 let chunks = chunks_from_cursor(&found, cursor, 0x4000);

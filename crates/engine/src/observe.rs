@@ -1,12 +1,12 @@
-//! Domains as others see them: read, and nothing else. No lock is taken, nothing is joined, mapped, made or removed.
+//! Read-only access to domains for other processes. It takes no lock, and joins, maps, creates or removes nothing.
 //!
-//! What lies in a directory is what somebody else has put there. Directories and files are opened one below the other,
-//! never through a symbolic link, and looked at once they are open: they belong to the user whose directory it is, and
-//! nobody else can change a directory. Of a file so much is read as there may be of its kind, and what is read is
-//! checked; a file that is no regular one is not waited for.
+//! The content of a directory is untrusted. Directories and files are opened one below the other, never through a
+//! symbolic link, and are checked once they are open. They must belong to the user of the directory, and no other user
+//! may be able to change a directory. Reads are bounded by the maximum size of each kind of file, and the data is
+//! validated. Opening a file that is not regular does not block.
 //!
 //! # Limits
-//! A member is known by its process, so members in another pid namespace seem to have ended.
+//! A member is identified by its process, so members in another PID namespace seem to have ended.
 
 #![forbid(unsafe_code)]
 
@@ -24,49 +24,49 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{Ordering, fence};
 use std::time::Duration;
 
-/// So many entries of a directory are looked at.
+/// Maximum entries of a directory that are read.
 const MAX_DIRECTORY_ENTRIES: usize = 1 << 16;
 
-/// So many members are counted.
+/// Maximum members that are counted.
 const MAX_MEMBERS: usize = 1 << 12;
 
-/// How often a record is read that changes while it is read, and how long after one another.
+/// Maximum attempts to read a status file that changes meanwhile, and the interval between them.
 const MAX_READ_TRIES: usize = 50;
 const READ_RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
-/// How much is read at once of what may be long.
+/// Bytes that are read at once from files that may be long.
 const READ_CHUNK_BYTES: u64 = 1 << 20;
 
-/// Why a domain cannot be looked at.
+/// Why a domain cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum ObserveError {
-    /// It is not the user's alone, or no directory.
-    #[error("{0} is not a directory that its user alone can change: what it says is not to be relied on")]
+    /// It is no directory, or other users may change it.
+    #[error("{0} is not a private directory of its user: its content cannot be trusted")]
     NotPrivate(PathBuf),
-    /// It holds something else.
-    #[error("{0} holds no domain of this version of pagefold")]
+    /// It contains other data.
+    #[error("{0} is not a domain of this version of pagefold")]
     NotADomain(PathBuf),
     /// It cannot be read.
     #[error("cannot read {path}")]
     Io {
-        /// Which path.
+        /// Path of the file or directory.
         path: PathBuf,
-        /// Why.
+        /// Cause.
         source: io::Error,
     },
 }
 
-/// Where domains are kept, and whose.
+/// A directory of domains, and its user.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DomainsRoot {
-    /// The directory.
+    /// Path of the directory.
     pub directory: PathBuf,
-    /// The only user who may own what is in it.
+    /// The only user who may own its content.
     pub owner_uid: u32,
 }
 
-/// Where domains may be kept that this process can look at: its own user's, and for root everybody's under `/dev/shm`.
-/// Those that are not there are not among them.
+/// Existing directories of domains that this process can read: that of its own user, and for root those of all users
+/// under `/dev/shm`.
 pub fn readable_roots() -> Vec<DomainsRoot> {
     let this = rustix::process::geteuid().as_raw();
     let mut roots = vec![DomainsRoot { directory: crate::domain_directory::default_root(), owner_uid: this }];
@@ -85,9 +85,6 @@ pub fn readable_roots() -> Vec<DomainsRoot> {
 }
 
 /// The names of the domains under a root.
-///
-/// # Errors
-/// [`ObserveError::NotPrivate`], [`ObserveError::Io`].
 pub fn domain_names(root: &DomainsRoot) -> Result<Vec<String>, ObserveError> {
     let directory = open_root(root)?;
     let mut names: Vec<String> = list_entries(&directory, &root.directory)?
@@ -99,10 +96,10 @@ pub fn domain_names(root: &DomainsRoot) -> Result<Vec<String>, ObserveError> {
     Ok(names)
 }
 
-/// A domain as it stands.
+/// Read the current state of a domain.
 ///
 /// # Errors
-/// [`ObserveError::Io`] with `NotFound` if there is none of that name, and the others.
+/// [`ObserveError::Io`] with `NotFound` if no domain has that name, and the other variants.
 pub fn read_domain(root: &DomainsRoot, name: &str) -> Result<EngineDomain, ObserveError> {
     let path = root.directory.join(name);
     let failed = |source: io::Error| ObserveError::Io { path: path.clone(), source };
@@ -135,8 +132,8 @@ pub fn read_domain(root: &DomainsRoot, name: &str) -> Result<EngineDomain, Obser
     };
     let mut records = 0;
     for name in list_entries(&directory, &path)? {
-        // It may have gone meanwhile. What is not read is not opened either: closing any descriptor of `lock` would
-        // give up the lock that a thread of this process may have (fcntl(2)).
+        // The file may have been removed meanwhile. Files that are not read are not opened either: closing any
+        // descriptor of `lock` would release a lock that a thread of this process may hold (fcntl(2)).
         let Some(bytes) = allocated_bytes(&directory, &name, root.owner_uid) else { continue };
         domain.files += bytes;
         if name == index {
@@ -168,7 +165,7 @@ fn open_root(root: &DomainsRoot) -> Result<OwnedFd, ObserveError> {
     open_private_directory(rustix::fs::CWD, &root.directory, root.owner_uid, 0o022, &root.directory)
 }
 
-/// Open a directory that belongs to a user, and to which others have none of the forbidden rights.
+/// Open a directory that belongs to a user, and on which other users have none of the forbidden rights.
 fn open_private_directory<P: rustix::path::Arg>(
     parent: impl AsFd,
     name: P,
@@ -190,7 +187,7 @@ fn open_owned_file(directory: &OwnedFd, name: &str, owner_uid: u32) -> io::Resul
     if regular { Ok(file) } else { Err(io::ErrorKind::InvalidData.into()) }
 }
 
-/// What a regular file of a user takes, without opening it.
+/// Allocated size of a regular file of a user, without opening it.
 fn allocated_bytes(directory: &OwnedFd, name: &str, owner_uid: u32) -> Option<Bytes> {
     let status = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
     let regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner_uid;
@@ -202,7 +199,7 @@ fn is_directory(parent: &OwnedFd, name: &str) -> bool {
         .is_ok_and(|status| FileType::from_raw_mode(status.st_mode) == FileType::Directory)
 }
 
-/// The names in a directory that are text, but for its own and the one above.
+/// The UTF-8 names in a directory, without those that begin with a dot.
 fn list_entries(directory: &OwnedFd, path: &Path) -> Result<Vec<String>, ObserveError> {
     let failed = |errno: rustix::io::Errno| ObserveError::Io { path: path.to_owned(), source: errno.into() };
     let mut names = Vec::new();
@@ -213,7 +210,7 @@ fn list_entries(directory: &OwnedFd, path: &Path) -> Result<Vec<String>, Observe
     Ok(names)
 }
 
-/// So many words of a file from one on, or as many as there are.
+/// Read `word_count` words of a file from `first_word` on, or as many as there are.
 fn read_words(file: &File, first_word: u64, word_count: u64) -> io::Result<Vec<u64>> {
     let mut bytes = vec![0; (word_count * WORD_BYTES) as usize];
     let mut filled = 0;
@@ -229,7 +226,7 @@ fn read_words(file: &File, first_word: u64, word_count: u64) -> io::Result<Vec<u
     Ok(status_file::bytes_to_words(&bytes))
 }
 
-/// How many of the first bits of a file are set.
+/// Count the set bits among the first `bits` bits of a file.
 fn count_set_bits(file: &File, bits: u64) -> io::Result<u64> {
     let words = bits.div_ceil(64);
     let mut ones = 0;
@@ -240,24 +237,24 @@ fn count_set_bits(file: &File, bits: u64) -> io::Result<u64> {
     Ok(ones.min(bits))
 }
 
-/// What a record tells.
+/// Content of a status file.
 #[derive(Debug, PartialEq)]
 enum StatusFileContent {
     /// Its member is about to join.
     NotWritten,
-    /// How the member stood at one moment.
+    /// A consistent status of the member.
     Member(EngineMember),
-    /// It makes no sense, or changes all the time.
+    /// It is invalid, or changes all the time.
     Invalid,
 }
 
-/// What a record tells, as of one moment.
+/// Read a consistent snapshot of a status file.
 fn read_status_file(file: &File, page_bytes: u64) -> io::Result<StatusFileContent> {
-    // A file that is still empty has version 0.
+    // An empty file has version 0.
     let version = || Ok::<_, io::Error>(read_words(file, VERSION_WORD as u64, 1)?.first().copied().unwrap_or(0));
     for _ in 0..MAX_READ_TRIES {
         let before = version()?;
-        // The words are read after the version before, and before the version after.
+        // The words are read after the first read of the version, and before the second.
         fence(Ordering::SeqCst);
         let words = read_words(file, 0, MAX_STATUS_WORDS as u64)?;
         fence(Ordering::SeqCst);
@@ -298,7 +295,7 @@ mod tests {
         path
     }
 
-    /// All figures follow from one number.
+    /// A member whose figures all follow from one number.
     fn member_from_number(record: &StatusFile, number: u64) -> EngineMember {
         let tally = PageTally {
             pages: Pages(4 * number),
@@ -341,7 +338,7 @@ mod tests {
                 }
             });
             while seen.len() < 20 {
-                // It may have changed whenever it was read.
+                // It may have changed during every attempt.
                 let StatusFileContent::Member(found) = read_status_file(&file, 4096).unwrap() else { continue };
                 assert_eq!(found, member_from_number(&record, found.merges));
                 seen.insert(found.merges);
@@ -361,7 +358,7 @@ mod tests {
         assert!(exposed("open") && exposed("link") && exposed("file"));
         assert_eq!(domain_names(&root).unwrap(), ["open"]);
         let other = DomainsRoot { owner_uid: root.owner_uid + 1, ..root.clone() };
-        assert!(matches!(domain_names(&other), Err(ObserveError::NotPrivate(_))), "it is not that user's");
+        assert!(matches!(domain_names(&other), Err(ObserveError::NotPrivate(_))), "the directory has another owner");
         std::fs::set_permissions(&root.directory, std::fs::Permissions::from_mode(0o770)).unwrap();
         assert!(matches!(domain_names(&root), Err(ObserveError::NotPrivate(_))), "a group could change it");
     }
@@ -384,7 +381,7 @@ mod tests {
         std::fs::write(path.join("slots"), "").unwrap();
         let _held =
             DomainLock::acquire(&path.join("lock"), std::time::Instant::now() + Duration::from_secs(300)).unwrap();
-        // As the kernel lists it: type, kind, access, process, file (proc_locks(5)).
+        // Format of the kernel's list: type, kind, access, PID, file (proc_locks(5)).
         let inode = format!(":{}", path.join("lock").metadata().unwrap().ino());
         let is_held = || {
             let locks = std::fs::read_to_string("/proc/locks").unwrap();
@@ -393,7 +390,7 @@ mod tests {
         assert!(is_held());
         read_domain(&root, "x").unwrap();
         assert!(is_held());
-        // What this shows can be shown.
+        // The check can fail: closing a descriptor of the lock file releases the lock.
         drop(File::open(path.join("lock")).unwrap());
         assert!(!is_held());
     }
@@ -410,9 +407,9 @@ mod tests {
         header(&[]);
         assert!(matches!(read_domain(&root, "x"), Err(ObserveError::NotADomain(_))));
         header(&[DOMAIN_MAGIC, 1, 0, 0, 0, u64::MAX, u64::MAX, 0, 0]);
-        assert!(matches!(read_domain(&root, "x"), Err(ObserveError::NotADomain(_))), "more slots than there may be");
+        assert!(matches!(read_domain(&root, "x"), Err(ObserveError::NotADomain(_))), "more slots than the maximum");
         header(&[DOMAIN_MAGIC, 1, 0, 0, 0, 100, 1000, 0, 0]);
-        // Shorter than the header says, and more bits than it says.
+        // Shorter than the header says, and with more bits.
         std::fs::write(path.join("slots"), [0xff; 80]).unwrap();
         std::fs::write(path.join("index-1"), [1; 100]).unwrap();
         let pipe = path.join("status-1-pipe");

@@ -1,5 +1,5 @@
-//! What this process has mapped, read from `/proc/thread-self/maps`: which parts of its regions are ordinary memory, which map
-//! the store, and which have become something else.
+//! Mappings of this process, read from `/proc/thread-self/maps`: which ranges are ordinary memory, which map the store,
+//! and which are neither.
 
 use crate::store::FileIdentity;
 use pagefold_base::AddressRange;
@@ -7,17 +7,17 @@ use pagefold_base::engine::STORE_MEMFD_NAME;
 use pagefold_sys::pagemap::RangeContents;
 use std::io::{self, BufRead, BufReader};
 
-/// What is mapped somewhere, as far as it matters here.
+/// Kind of a mapping, as far as it matters here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OwnMappingKind {
-    /// Private anonymous memory that may be read and written.
+    /// Private anonymous memory that is readable and writable.
     Ordinary,
-    /// A store from a slot on.
+    /// Slots of a store.
     Stored {
-        /// The first, of the domain's store; none of a former one, which this process had before files of the domain
-        /// were removed.
+        /// The first slot, for the domain's store. `None` for a former store, which this process used before files of
+        /// the domain were removed.
         first_slot: Option<u32>,
-        /// Whether it is mapped as merging maps it: privately, to be read and written.
+        /// Whether it is mapped as a merge maps it: private, readable and writable.
         is_as_merged: bool,
     },
 }
@@ -28,7 +28,7 @@ impl OwnMappingKind {
         matches!(self, Self::Stored { first_slot: Some(_), .. })
     }
 
-    /// What the kernel can find in such a part.
+    /// Kinds of pages that the kernel can find in such a mapping.
     pub fn range_contents(self) -> RangeContents {
         match self {
             Self::Ordinary => RangeContents::OnlyAnonymous,
@@ -37,20 +37,20 @@ impl OwnMappingKind {
     }
 }
 
-/// A part of the address space.
+/// A mapping of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OwnMapping {
-    /// Where.
+    /// Its address range.
     pub range: AddressRange,
-    /// What.
+    /// Its kind.
     pub kind: OwnMappingKind,
 }
 
-/// All parts of this process of either kind, ascending, and how many mappings it has in all.
+/// All mappings of either kind, ascending, and the number of all mappings of this process.
 ///
 /// # Errors
-/// Those of reading `/proc/thread-self/maps`, since `/proc/self` has none once the main thread has ended; `InvalidData`
-/// for a line of another form, and where there is none.
+/// Those of reading `/proc/thread-self/maps`, since `/proc/self/maps` is empty once the main thread has ended;
+/// `InvalidData` for a malformed line, and for an empty file.
 pub fn read_own_mappings(store: FileIdentity, page_bytes: u64) -> io::Result<(Vec<OwnMapping>, u64)> {
     let mut parts = Vec::new();
     let mut mappings = 0;
@@ -64,14 +64,14 @@ pub fn read_own_mappings(store: FileIdentity, page_bytes: u64) -> io::Result<(Ve
         parts.extend(part);
         line.clear();
     }
-    // This very code is mapped.
+    // This code itself is mapped, so the file cannot be empty.
     if mappings == 0 {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "/proc/thread-self/maps is empty"));
     }
     Ok((parts, mappings))
 }
 
-/// One line: `None` if it has another form, and within, if it is of neither kind.
+/// Parse one line: outer `None` if it is malformed, inner `None` if it is of neither kind.
 fn parse_maps_line(line: &str, store: FileIdentity, page: u64) -> Option<Option<OwnMapping>> {
     let hexadecimal = |text: &str| u64::from_str_radix(text, 16).ok();
     let mut words = line.split_ascii_whitespace();
@@ -87,7 +87,7 @@ fn parse_maps_line(line: &str, store: FileIdentity, page: u64) -> Option<Option<
     } else if words.clone().next().and_then(|path| path.strip_prefix("/memfd:")) == Some(STORE_MEMFD_NAME) {
         Some(OwnMappingKind::Stored { first_slot: None, is_as_merged: permissions == "rw-p" })
     } else {
-        // The main stack grows, and its pages are not where they seem to be.
+        // The main stack grows, and its pages are not at the offsets that they seem to have.
         let ordinary = (device, inode) == (0, 0) && permissions == "rw-p" && words.next() != Some("[stack]");
         ordinary.then_some(OwnMappingKind::Ordinary)
     };
@@ -121,7 +121,7 @@ mod tests {
         check("7f00-8000 rw-p 00005000 00:01 76 /memfd:pagefold-store (deleted)", former);
         check("7f00-8000 rw-p 00005000 00:01 76 /memfd:pagefold-storehouse (deleted)", None);
         check("7f00-8000 rw-p 00005000 fd:01 77 /a b", None);
-        // Some file systems number from 0.
+        // Some file systems number inodes from 0.
         check("7f00-8000 rw-p 00000000 fd:01 0 /a", None);
         assert_eq!(parse_maps_line("nonsense", (0, 0), 4096), None);
     }

@@ -1,20 +1,25 @@
-//! The protocol of `domain`, checked in all orders: whatever two or three members of a domain with one content and two
-//! slots do, one step of one of them after another, no content goes away under anybody, and what nobody maps is freed.
+//! The protocol of `domain`, checked in all orders of steps. Two or three members share one content and two slots, and
+//! each takes its steps in any interleaving. The check: no mapped content is freed, and every slot that no member maps
+//! is freed in the end.
 //!
-//! A step is one access to what members share: a load or an exchange of a word of the index (the transitions are the
-//! index's own, [`State`]), a reference that is added or a file of references that is read, a slot that is written,
-//! punched, taken or freed. That steps follow one another is what sequential consistency of these accesses means; it is
-//! why loom is not used, which takes them for acquire and release only. A member may be killed, or forked, between any
-//! two steps.
+//! A step is one access to shared state. It loads or exchanges a word of the index (the transitions are the index's
+//! own, [`IndexEntryState`]), adds a reference, reads a file of references, or writes, punches, takes or frees a slot.
+//! These accesses are sequentially consistent, which means that the steps happen one after another. Loom is not used
+//! because it treats them as acquire and release only. A member may be killed, or forked, between any two steps.
 //!
-//! Covered: referring and looking, reserving and publishing, giving back what was stored in vain, condemning and
-//! freeing, references that are made anew, an index that takes the place of another, the lock's end with its process,
-//! children that hold their parent's references, members that abandon the incarnation and give up references to what
-//! they map. Not covered: founding a domain, files of members that others remove and the number by which that is
-//! noticed, and what [`slots_mapped`](crate::survey::slots_mapped) finds: a member knows what it maps. Two incarnations
-//! share nothing, and no name leads from one to the other ([`incarnation`](crate::incarnation)), so that one is enough.
+//! Covered:
+//! - referring and checking, reserving and publishing, returning slots stored for nothing, condemning and freeing;
+//! - replacing references, replacing an index, the lock that ends with its process;
+//! - children that keep their parent's references;
+//! - members that abandon the incarnation and release references to slots that they map.
 //!
-//! What the check is worth is shown by protocols that are wrong in one place: each must be found out.
+//! Not covered:
+//! - creating a domain, and members' files removed by other programs, with the count that detects that;
+//! - the result of [`mapped_slots`](crate::survey::mapped_slots): a modeled member knows what it maps;
+//! - a second incarnation: two incarnations share nothing, and no name leads from one to the other
+//!   ([`incarnation`](crate::incarnation)).
+//!
+//! Protocols with one defect each validate the check: it must detect every one of them.
 
 use crate::content_index::IndexEntryState;
 use std::collections::{HashSet, VecDeque};
@@ -22,50 +27,51 @@ use std::collections::{HashSet, VecDeque};
 const MEMBER_COUNT: usize = 3;
 const CONTENT_COUNT: usize = 1;
 const SLOT_COUNT: usize = 2;
-/// Files of references that there may be at a time: one each, one that is being made, and those of a parent.
+/// Maximum number of files of references at a time: one per member, one being made, and a parent's.
 const MAX_REFERENCE_FILES: usize = 5;
 
-/// What is wrong with the protocol.
+/// Defect of the modeled protocol.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum ProtocolDefect {
     None,
-    /// The entry is looked at before the slot is referred to.
+    /// The entry is read before the slot is referenced.
     ReadEntryBeforeReferring,
-    /// It is not looked at once more whether the index is the present one.
+    /// The index is not checked again to be the present one.
     SkipPresentIndexCheck,
-    /// Entries are not condemned before everybody's references are read for the last time.
+    /// Entries are not condemned before all references are read for the last time.
     FreeWithoutCondemning,
     /// References are not read again after entries were condemned.
     ReadReferencesOnce,
-    /// Who frees uses the index that it knows.
+    /// A member that frees slots uses the index that it knows, not the present one.
     FreeByOldIndex,
-    /// Slots are reserved without being referred to.
+    /// Slots are reserved without a reference.
     ReserveWithoutReferring,
-    /// A member's old references are given up before there are new ones.
+    /// A member's old references are dropped before new ones exist.
     DropReferencesFirst,
-    /// Who finds entries condemned by one who died leaves them so.
+    /// A member leaves entries condemned that a dead member had condemned.
     LeaveCondemned,
-    /// A slot is given back by who has stored, whether another was first or not.
+    /// A member returns the slot that it stored, even if it published it first.
     ReturnPublishedSlot,
-    /// A member gives up references to what it maps without abandoning the incarnation.
+    /// A member drops references to slots that it maps without abandoning the incarnation.
     DropReferencesWithoutAbandoning,
-    /// References are given up first.
+    /// References are dropped before the incarnation is abandoned.
     AbandonAfterDropping,
-    /// A member that frees looks whether the incarnation is abandoned before it looks for references.
+    /// A member that frees slots checks whether the incarnation is abandoned before it looks for references.
     CheckAbandonedTooEarly,
 }
 
-/// Where a member is in what it does. `slots`, `contents` and `before` are sets, a bit each; `next` counts through.
+/// Next step of a member. `slots`, `contents`, `before` and `after` are sets with one bit per element; `next` counts
+/// through a set.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 enum MemberStep {
     Idle,
     Unborn,
     Dead,
-    /// `Domain::follow`, `places`.
+    /// `JoinedDomain::follow_index`, `find_partners`.
     FindEntry {
         content: u8,
     },
-    /// `map`.
+    /// `map_run`.
     Refer {
         content: u8,
         slot: u8,
@@ -82,7 +88,7 @@ enum MemberStep {
         content: u8,
         slot: u8,
     },
-    /// `State::reserve`, `Domain::reserve`, `State::store_piece`.
+    /// `EngineState::reserve_slots`, `JoinedDomain::reserve_slots`, `EngineState::store_chunk`.
     Reserve {
         content: u8,
     },
@@ -109,22 +115,22 @@ enum MemberStep {
         content: u8,
         slot: u8,
     },
-    /// `Domain::refer_only`, or joining as a child.
+    /// `JoinedDomain::replace_references`, or joining as a child.
     RenewReferences,
     RenewReferencesLocked,
     DropOldReferences {
         new: u8,
     },
-    /// `Domain::make_room`.
+    /// `JoinedDomain::grow_index`.
     GrowIndex,
     GrowIndexLocked {
         next: u8,
     },
     AnnounceIndex,
-    /// `State::rejoin`, where the domain was founded anew.
+    /// `EngineState::rejoin_domain`, if the domain was created again.
     Abandon,
     LeaveIncarnation,
-    /// `Domain::collect`. `files` are those that were found, and are open.
+    /// `JoinedDomain::collect_unreferenced_slots`. `files` are the files that were found and are open.
     Collect,
     CheckIntact {
         found: Option<u8>,
@@ -167,20 +173,20 @@ enum MemberStep {
         next: u8,
         kept_slots: u8,
     },
-    /// The last step of whatever needed the lock.
+    /// The last step of each operation that needs the lock.
     Unlocked,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct ModelMember {
     step: MemberStep,
-    /// How much it may still begin.
+    /// Number of operations that it may still begin.
     steps_left: u8,
     /// The index that it knows.
     known_index: u8,
     /// Its own file of references, unless it is a child that has not joined.
     reference_file: Option<u8>,
-    /// Where it maps each content.
+    /// Slot that it maps for each content.
     mapped_slots: [Option<u8>; CONTENT_COUNT],
 }
 
@@ -215,8 +221,8 @@ const fn slot_bit(number: u8) -> u8 {
 }
 
 impl ModelState {
-    /// Members that may begin so much each; those that may begin nothing are yet to be forked. The content may lie in
-    /// the store already, where one who died has put it.
+    /// State of members that may begin `steps_left` operations each; a member with none is yet to be forked. The
+    /// content may be in the store already, stored by a dead member.
     fn new(steps_left: [u8; MEMBER_COUNT], stored: bool) -> Self {
         let member = |at: usize| {
             let born = steps_left[at] > 0;
@@ -248,7 +254,7 @@ impl ModelState {
         world
     }
 
-    /// Whether all that anybody maps is there.
+    /// Whether all mapped contents are present.
     fn are_mapped_contents_present(&self) -> bool {
         let mapped = self.members.iter().flat_map(|member| member.mapped_slots.iter().enumerate());
         mapped
@@ -260,7 +266,7 @@ impl ModelState {
         self.slots[usize::from(slot)].content
     }
 
-    /// How an entry of the index that a member knows stands.
+    /// Entry of a content in the index that a member knows.
     fn known_entry(&mut self, actor: usize, content: u8) -> &mut IndexEntryState {
         &mut self.index_tables[usize::from(self.members[actor].known_index)][usize::from(content)]
     }
@@ -283,14 +289,14 @@ impl ModelState {
         self.clear_unused_files();
     }
 
-    /// What no member has is not there.
+    /// Files without members do not exist.
     fn clear_unused_files(&mut self) {
         for file in self.files.iter_mut().filter(|file| file.mappers | file.readers == 0) {
             *file = ModelReferenceFile::default();
         }
     }
 
-    /// What a member maps, as slots.
+    /// The set of slots that a member maps.
     fn mapped_slots(&self, actor: usize) -> u8 {
         self.members[actor].mapped_slots.iter().flatten().fold(0, |slots, &slot| slots | slot_bit(slot))
     }
@@ -312,7 +318,7 @@ impl ModelState {
         };
     }
 
-    /// All that may come next.
+    /// All possible next states.
     fn successors(&self, defect: ProtocolDefect) -> Vec<Self> {
         let mut worlds = Vec::new();
         for by in 0..MEMBER_COUNT {
@@ -369,7 +375,7 @@ impl ModelState {
                     }
                 }
             }
-            // A write, which takes no help of the engine.
+            // A write, which does not involve the engine.
             for content in (0..CONTENT_COUNT).filter(|&content| member.mapped_slots[content].is_some()) {
                 then(&|world| world.members[by].mapped_slots[content] = None);
             }
@@ -386,9 +392,9 @@ impl ModelState {
             world.lock_holder = Some(actor as u8);
             self.lock_holder.is_none().then_some(())
         };
-        // Members, contents or slots are gone through one by one.
+        // Members, contents and slots are visited one by one.
         let slots_of = |file: u8| self.files[usize::from(file)].slots;
-        // The first of some files from one on, if there are any left.
+        // The first of the files from `next` on.
         let next_of = |files: u8, next: u8| (next..MAX_REFERENCE_FILES as u8).find(|&file| files & slot_bit(file) != 0);
         let listed = (0..MAX_REFERENCE_FILES as u8).filter(|&file| self.files[usize::from(file)].mappers != 0);
         let listed = listed.fold(0, |files, file| files | slot_bit(file));
@@ -430,7 +436,7 @@ impl ModelState {
                 _ => MemberStep::Idle,
             },
             MemberStep::Map { content, slot } => {
-                // Bytes are compared before one takes the place of the other.
+                // Bytes are compared before the mapping is replaced.
                 if self.content_of_slot(slot) == Some(content) {
                     world.members[actor].mapped_slots[usize::from(content)] = Some(slot);
                 }
@@ -491,7 +497,7 @@ impl ModelState {
                 MemberStep::DropOldReferences { new }
             }
             MemberStep::DropOldReferences { new } => {
-                // What it maps now it has mapped before: it is one thread, and a write takes a mapping away only.
+                // It mapped all of these slots before: it has one thread, and a write only removes a mapping.
                 world.files[usize::from(new)].slots = self.mapped_slots(actor) | self.files[usize::from(new)].slots;
                 world.drop_references_except(actor, new);
                 world.members[actor].reference_file = Some(new);
@@ -640,7 +646,7 @@ impl ModelState {
         self.clear_unused_files();
     }
 
-    /// The member keeps what it maps, and does nothing more in this incarnation.
+    /// The member keeps its mappings, and does nothing more in this incarnation.
     fn leave_incarnation(&mut self, actor: usize) {
         for file in &mut self.files {
             file.mappers &= !slot_bit(actor as u8);
@@ -649,9 +655,9 @@ impl ModelState {
         (self.members[actor].reference_file, self.members[actor].steps_left) = (None, 0);
     }
 
-    /// Whether nothing is left once all members are gone and one that comes then has collected.
+    /// Whether a new member's collection frees everything once all members are gone.
     fn is_eventually_freed(&self, defect: ProtocolDefect) -> bool {
-        // The memory of an abandoned store is free once no process maps it.
+        // The memory of an abandoned store is freed once no process maps it.
         if self.abandoned
             || !self.members.iter().all(|member| matches!(member.step, MemberStep::Unborn | MemberStep::Dead))
         {
@@ -668,14 +674,14 @@ impl ModelState {
         };
         world.files[0].mappers = slot_bit(0);
         while world.members[0].step != MemberStep::Idle {
-            world = world.step_member(0, defect).expect("nobody has the lock");
+            world = world.step_member(0, defect).expect("the lock is free");
         }
         let tables = world.index_tables[usize::from(world.present_index)];
         world.slots.iter().all(|slot| *slot == ModelSlot::default())
             && tables.iter().all(|state| state.any_slot().is_none() && !state.is_condemned())
     }
 
-    /// Whether a content that somebody maps and the index knows can be mapped by others after the next collection.
+    /// Whether other members can map an indexed content again after the next collection, if some member maps it.
     fn is_eventually_pardoned(&self, defect: ProtocolDefect) -> bool {
         if self.abandoned {
             return true;
@@ -695,13 +701,13 @@ impl ModelState {
         let mut world = self.clone();
         world.members[by].step = MemberStep::Collect;
         while world.members[by].step != MemberStep::Idle {
-            world = world.step_member(by, defect).expect("nobody has the lock");
+            world = world.step_member(by, defect).expect("the lock is free");
         }
         !world.index_tables[usize::from(world.present_index)].iter().any(|state| state.is_condemned())
     }
 }
 
-/// What is found in all orders of all that members may do: how many worlds there are, or one that is wrong.
+/// Explore all orders of all steps. Returns the number of states, or a wrong state.
 fn explore_all_orders(first: ModelState, defect: ProtocolDefect) -> Result<usize, Box<ModelState>> {
     let mut known = HashSet::from([first.clone()]);
     let mut open = VecDeque::from([first]);
@@ -721,7 +727,7 @@ fn explore_all_orders(first: ModelState, defect: ProtocolDefect) -> Result<usize
     Ok(known.len())
 }
 
-/// How much members begin, and whether the content is stored, where little time is, and more of it.
+/// Operations per member, and whether the content is stored; for quick and for thorough runs.
 const QUICK_SCENARIOS: &[([u8; MEMBER_COUNT], bool)] = &[([2, 1, 0], true), ([2, 1, 0], false), ([1, 1, 1], true)];
 const THOROUGH_SCENARIOS: &[([u8; MEMBER_COUNT], bool)] =
     &[([2, 2, 0], false), ([3, 1, 0], false), ([2, 2, 0], true), ([2, 1, 1], true)];
@@ -731,7 +737,7 @@ fn no_step_order_loses_a_mapped_content() {
     let long = if std::env::var_os("PAGEFOLD_SOAK").is_some() { THOROUGH_SCENARIOS } else { &[] };
     for &(left, stored) in QUICK_SCENARIOS.iter().chain(long) {
         match explore_all_orders(ModelState::new(left, stored), ProtocolDefect::None) {
-            Ok(worlds) => println!("{left:?}, {stored}: {worlds} worlds"),
+            Ok(worlds) => println!("{left:?}, {stored}: {worlds} states"),
             Err(world) => panic!("{left:?}, {stored}: {world:#?}"),
         }
     }
@@ -757,11 +763,11 @@ fn model_detects_every_defect() {
         let wrong = QUICK_SCENARIOS
             .iter()
             .find_map(|&(left, stored)| explore_all_orders(ModelState::new(left, stored), defect).err());
-        let wrong = wrong.unwrap_or_else(|| panic!("{defect:?} is not found"));
+        let wrong = wrong.unwrap_or_else(|| panic!("{defect:?} is not detected"));
         let takes_away = !matches!(defect, FreeByOldIndex | ReserveWithoutReferring | LeaveCondemned);
         assert!(
             !takes_away || !wrong.are_mapped_contents_present(),
-            "{defect:?} is found by something else: {wrong:#?}"
+            "{defect:?} is detected by another check: {wrong:#?}"
         );
     }
 }

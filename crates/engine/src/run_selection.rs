@@ -1,4 +1,4 @@
-//! Deciding: which runs of pages that have a partner are worth a mapping of their own, and mapping them.
+//! Selection of the runs of pages with a partner whose mapping is profitable, and mapping of these runs.
 
 use crate::domain::JoinedDomain;
 use crate::memory::{self, ReplacementMemory};
@@ -14,35 +14,35 @@ use std::ops::Range;
 /// A hole that no range bridges.
 const UNBRIDGEABLE_HOLE: i64 = i64::MAX;
 
-/// A page that was looked at.
+/// A page that was scanned.
 #[derive(Clone, Copy, Debug)]
 pub struct ScannedPage {
     pub address: u64,
-    /// Whether it is a part of a huge page.
+    /// Whether it is part of a huge page.
     pub huge: bool,
-    /// What is noted of its content, unless that is zeros.
+    /// Bits noted of its content, unless that is zeros.
     pub content_bits: u16,
-    /// Its content in the index, unless that is zeros.
+    /// Entry of its content in the index, unless that is zeros.
     pub index_entry: usize,
 }
 
 impl ScannedPage {
-    /// One of which nothing else is known yet.
+    /// A page that was not scanned yet.
     pub fn unscanned(address: u64, huge: bool) -> Self {
         Self { address, huge, content_bits: 0, index_entry: 0 }
     }
 }
 
-/// Where a content lies, or is to lie: one behind another if the numbers are.
+/// Slot of a content, or its position in the order of contents to store. Consecutive numbers are adjacent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SlotPlacement {
     Stored(u32),
-    /// In the order in which contents are to be stored.
+    /// Position in the order in which contents are to be stored.
     ToStore(u32),
 }
 
 impl SlotPlacement {
-    /// Whether it lies right behind another.
+    /// Whether it directly follows another placement.
     pub fn is_adjacent_after(self, other: Self) -> bool {
         match (other, self) {
             (Self::Stored(before), Self::Stored(slot)) => before + 1 == slot,
@@ -52,7 +52,7 @@ impl SlotPlacement {
     }
 }
 
-/// Pages one behind another, to be mapped as one.
+/// Adjacent pages, to be mapped as one.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreRun<'p> {
     pub pages: &'p [ScannedPage],
@@ -60,27 +60,27 @@ pub struct StoreRun<'p> {
 }
 
 impl StoreRun<'_> {
-    /// Where it is.
+    /// Its address range.
     pub fn range(&self, page: u64) -> AddressRange {
         let start = self.pages[0].address;
         AddressRange { start, end: start + self.pages.len() as u64 * page }
     }
 
-    /// Whether another lies right behind it, in memory and in the store: the kernel makes one mapping of both.
+    /// Whether `next` directly follows in memory and in the store: the kernel joins the mappings of both.
     pub fn adjoins(&self, next: &Self, page: u64) -> bool {
         self.range(page).end == next.range(page).start && self.first_slot + self.pages.len() as u32 == next.first_slot
     }
 }
 
-/// The number of the huge page that an address lies in: one entry of a page directory, which maps as many pages as a
-/// page holds entries of eight bytes.
+/// Number of the huge page that contains an address. A huge page is one entry of a page directory, and has as many
+/// pages as a page has entries of eight bytes.
 pub fn huge_page_number(address: u64, page: u64) -> u64 {
     address / (page * page / 8)
 }
 
-/// The runs that are worth it, at most so many, as ranges of positions among some pages. `follows` says whether one of
-/// them can be mapped as one with the one before, which lies right before it; `worth` what a page gives back, `None` if it
-/// is not to be merged. Huge pages that are split already have nothing to lose.
+/// Choose at most `max_runs` profitable runs, as ranges of indexes into `pages`. `follows` tells whether a page can be
+/// in one mapping with the page directly before it. `net_gain` is the memory saved by merging a page, or `None` if it
+/// must not be merged. Huge pages in `split` are split already, so splitting costs nothing.
 pub fn choose_runs(
     pages: &[ScannedPage],
     follows: impl Fn(usize) -> bool,
@@ -115,7 +115,7 @@ pub fn choose_runs(
     chosen.into_iter().flatten().map(|range| range.start as usize..range.end as usize).collect()
 }
 
-/// The pages that have a partner, where each content lies or in which order it is to be stored, and how many are to be.
+/// The pages that have a partner, their placements, and the number of contents to store.
 pub fn find_partners(domain: &JoinedDomain, pages: &[ScannedPage]) -> (Vec<ScannedPage>, Vec<SlotPlacement>, u32) {
     let mut orders: HashMap<usize, u32> = HashMap::new();
     let (mut partners, mut places) = (Vec::new(), Vec::new());
@@ -135,7 +135,7 @@ pub fn find_partners(domain: &JoinedDomain, pages: &[ScannedPage]) -> (Vec<Scann
     (partners, places, orders.len() as u32)
 }
 
-/// What was chosen, as runs of so many pages at most that lie one behind another in the store, too.
+/// Split the chosen ranges into runs of at most `max_pages` pages that are adjacent in the store, too.
 pub fn build_runs<'p>(
     partners: &'p [ScannedPage],
     placements: &[SlotPlacement],
@@ -162,7 +162,8 @@ pub fn build_runs<'p>(
     runs
 }
 
-/// The first of some runs, as many as the kernel makes so many mappings of; how many those are.
+/// The longest prefix of runs for which the kernel creates at most `max_mappings` mappings. Also returns the number of
+/// mappings.
 pub fn take_runs_that_fit<'r, 'p>(
     runs: &'r [StoreRun<'p>],
     max_mappings: usize,
@@ -172,11 +173,11 @@ pub fn take_runs_that_fit<'r, 'p>(
     (&runs[..as_one().map(<[StoreRun]>::len).sum()], as_one().count())
 }
 
-/// Map a run from the store, if that holds what the run does.
+/// Map a run from the store, if the store has the same content.
 pub fn map_run(domain: &JoinedDomain, run: &StoreRun<'_>, exclusion: &WriteExclusion<'_>) -> io::Result<bool> {
     let range = run.range(domain.page_bytes());
     let slots = run.first_slot..run.first_slot + run.pages.len() as u32;
-    // In this order: see `domain`.
+    // The order matters: see `domain`.
     domain.references.add(slots.clone())?;
     let lies = |(page, slot): (&ScannedPage, u32)| domain.index.state(page.index_entry).mappable_slot() == Some(slot);
     if !domain.has_present_index() || !domain.store.is_descriptor_valid() || !run.pages.iter().zip(slots).all(lies) {
@@ -185,11 +186,11 @@ pub fn map_run(domain: &JoinedDomain, run: &StoreRun<'_>, exclusion: &WriteExclu
     fault::point("between referring and mapping");
     let incoming = ReplacementMemory::map_store(&domain.store, run.first_slot, range.bytes().0)?;
     let _still = exclusion.freeze_to_replace(range)?;
-    // SAFETY: the run was looked at, so it is resident, and nobody writes to or unmaps it meanwhile.
+    // SAFETY: the run was scanned, so it is resident, and no thread writes to or unmaps it meanwhile.
     if incoming.as_slice() != unsafe { memory::range_bytes(range) } {
         return Ok(false);
     }
-    // SAFETY: both hold the same, and nobody writes to the run until it is done.
+    // SAFETY: both have the same content, and no thread writes to the run until this returns.
     unsafe { incoming.replace_at(range.start) }?;
     Ok(true)
 }
@@ -202,7 +203,7 @@ mod tests {
     fn adjoining_runs_count_as_one_mapping() {
         const PAGE_BYTES: u64 = 4096;
         let pages = [0, 1, 2, 3, 4, 6].map(|at| ScannedPage::unscanned(at * PAGE_BYTES, false));
-        // The second lies behind the first in memory and in the store, the third in memory alone, the last in neither.
+        // The second run follows the first in memory and in the store, the third only in memory, the last in neither.
         let parts = [(0..2, 10), (2..3, 12), (3..5, 20), (5..6, 22)];
         let runs = parts.map(|(part, slot)| StoreRun { pages: &pages[part], first_slot: slot });
         let taken = |room: usize| {

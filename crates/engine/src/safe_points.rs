@@ -1,4 +1,4 @@
-//! Whether a member merges at a safe point, for callers to whom it costs something to come to one.
+//! Whether a member merges at a safe point, for callers to which reaching a safe point has a cost.
 
 use crate::decide::merge_turn::SafePoint;
 use crate::write_exclusion::WriteExclusion;
@@ -7,9 +7,10 @@ use pagefold_base::Bytes;
 use std::time::Duration;
 
 impl Engine {
-    /// Whether [`Engine::merge`] would merge now, for callers to whom a safe point costs something: whether there is
-    /// room for it within the bound, it is expected to pay with so much memory that is to be adopted before, and it is
-    /// not for others to wait for. To be asked at each safe point; the next merge does not ask again.
+    /// Whether [`Engine::merge`] would merge now, for callers to which reaching a safe point has a cost. Three
+    /// conditions: the time budget allows a merge, it is expected to be profitable with `to_be_adopted` bytes adopted
+    /// first, and no other member would have to wait for it. Call this at each safe point; the next merge does not
+    /// check again.
     ///
     /// # Errors
     /// [`Error::Forked`].
@@ -21,9 +22,9 @@ impl Engine {
         })
     }
 
-    /// As [`Engine::is_merge_due`], for callers that come to safe points thousands of times a second: `None` if it has
-    /// its turn; otherwise the moment of [`merge_clock`] before which it need not ask again, but tell when its last safe point
-    /// `before` was.
+    /// Like [`Engine::is_merge_due`], for callers that reach safe points thousands of times a second. `None` if a merge
+    /// is due. Otherwise the time of [`merge_clock`] before which the caller need not check again; then it must pass
+    /// the time of its last safe point as `previous_safe_point`.
     ///
     /// # Errors
     /// [`Error::Forked`].

@@ -1,11 +1,12 @@
-//! Words in memory that several processes share: the ground of everything that a domain has in common.
+//! Words in memory that several processes share: the basis of all shared state of a domain.
 //!
-//! A [`SharedWords`] is a shared mapping of a file as atomic words of 64 bits. All access is atomic, so that whatever another
-//! member writes, or leaves half written when it dies, is some value and never undefined behaviour; each user of it
-//! says what order its accesses need: `index` and `references` have a table of that. The words are the same frames in
-//! all members, so that the order which one process's atomic operations have for its threads, they have for all. The
-//! file is as long as the mapping before it is mapped and never made shorter, so that no access finds nothing there; a
-//! full tmpfs, which would end the program by SIGBUS, is met by allocating blocks first ([`SharedWords::allocate_blocks`]).
+//! A [`SharedWords`] is a shared mapping of a file as atomic words of 64 bits. All access is atomic. So whatever
+//! another member writes, or leaves incomplete when it dies, is some value and never undefined behavior. Each user of
+//! this type documents the order that its accesses need: see `content_index` and `slot_references`. The words are the
+//! same frames in all members, so atomic operations have the same order for all processes as for the threads of one.
+//! The file gets its full length before it is mapped and is never made shorter, so that no access hits a missing page.
+//! A full tmpfs would kill the program by SIGBUS; allocating blocks first prevents that
+//! ([`SharedWords::allocate_blocks`]).
 
 use crate::file_limits::check_file_size;
 use rustix::fs::{FallocateFlags, fallocate};
@@ -29,11 +30,11 @@ pub struct SharedWords {
 
 // SAFETY: the memory belongs to the process and not to a thread.
 unsafe impl Send for SharedWords {}
-// SAFETY: through `&Words` memory is accessed by atomic operations only.
+// SAFETY: through `&SharedWords` the memory is accessed only by atomic operations.
 unsafe impl Sync for SharedWords {}
 
 impl SharedWords {
-    /// Map so many words of a file from its beginning. The file is made long enough, and is never to be made shorter.
+    /// Map the first `count` words of a file. Extends the file if necessary; it must never be made shorter.
     ///
     /// # Errors
     /// `InvalidInput` for none or too many words; `FileTooLarge`; those of ftruncate(2) and mmap(2).
@@ -51,24 +52,24 @@ impl SharedWords {
         Ok(Self { base: start, word_count: count })
     }
 
-    /// So many words that no file has, for tests.
+    /// Words without a file, for tests.
     #[cfg(test)]
     pub fn anonymous(count: usize) -> Self {
         let (bytes, access) = (count * WORD_BYTES as usize, ProtFlags::READ | ProtFlags::WRITE);
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
-        Self { base: NonNull::new(start.expect("memory").cast()).expect("it is not at 0"), word_count: count }
+        Self { base: NonNull::new(start.expect("memory").cast()).expect("nonzero address"), word_count: count }
     }
 
-    /// Keep them mapped until the process ends.
+    /// Keep the words mapped until the process ends.
     pub fn leak_mapping(mut self) {
         self.word_count = 0;
     }
 
-    /// Give the blocks under some words to the file, so that touching them cannot fail.
+    /// Allocate the blocks under some words of the file, so that access to them cannot fail.
     ///
     /// # Errors
-    /// Those of fallocate(2): `ENOSPC` where the file system is full.
+    /// Those of fallocate(2): `ENOSPC` if the file system is full.
     pub fn allocate_blocks(file: &File, words: Range<u64>) -> io::Result<()> {
         let bytes = (words.end - words.start) * WORD_BYTES;
         Ok(fallocate(file, FallocateFlags::KEEP_SIZE, words.start * WORD_BYTES, bytes)?)
@@ -79,8 +80,8 @@ impl std::ops::Deref for SharedWords {
     type Target = [AtomicU64];
 
     fn deref(&self) -> &[AtomicU64] {
-        // SAFETY: so many words are mapped there, aligned to a page, until drop. Others change them, but all do it
-        // atomically, and every value of the bytes is one of the type.
+        // SAFETY: `word_count` words are mapped there, page-aligned, until drop. Other processes change them, but only
+        // atomically, and every value of the bytes is valid for the type.
         unsafe { slice::from_raw_parts(self.base.as_ptr(), self.word_count) }
     }
 }
@@ -90,8 +91,8 @@ impl Drop for SharedWords {
         if self.word_count == 0 {
             return;
         }
-        // SAFETY: the mapping is this value's own, and no borrow of it outlives it.
+        // SAFETY: this value owns the mapping, and no borrow of it outlives it.
         let unmapped = unsafe { munmap(self.base.as_ptr().cast(), self.word_count * WORD_BYTES as usize) };
-        debug_assert!(unmapped.is_ok(), "unmapping one's own words: {unmapped:?}");
+        debug_assert!(unmapped.is_ok(), "unmapping shared words: {unmapped:?}");
     }
 }

@@ -1,23 +1,25 @@
-//! Which slots of the store a process may map: what keeps contents from being taken away under it.
+//! Store slots that a process may map. References keep the contents of those slots from being freed.
 //!
-//! A member's references are a file of one bit a slot, mapped shared by the member, and locked by flock(2) through the
-//! open file of that mapping, whose descriptor is closed at once. So the lock lives exactly as long as the mapping
-//! does: in the member, and in every process that was forked of it, however (the kernel releases such a lock with the
-//! last reference to the open file, fs/file_table.c `__fput`; a mapping is a reference). It ends when all of those have
-//! ended, were killed or called exec. Whoever can take the lock knows that nobody refers to what the file says.
+//! A member's references are a file with one bit per slot. The member maps the file shared and locks it with flock(2)
+//! through the open file of that mapping, then closes the descriptor at once. So the lock lives exactly as long as the
+//! mapping does, in the member and in every process forked from it: the kernel releases such a lock with the last
+//! reference to the open file (fs/file_table.c `__fput`), and a mapping is a reference. The lock ends when all these
+//! processes have ended, were killed or called exec. A process that can take the lock knows that the file's references
+//! are no longer used.
 //!
-//! References are only ever added. A process that forked may map whatever it did when it forked, and the child cannot
-//! be asked. So to drop references a member makes a new file of what it maps now, and lets go of the old one, which a
-//! child still holds.
+//! References are only ever added. A forked child may map every slot that its parent mapped at the fork, and nothing
+//! can ask the child. So to drop references a member creates a new file for the slots that it maps now, and releases
+//! the old file, which a child still holds.
 //!
 //! # Memory model
-//! - **bits**: written by the threads of one member, from 0 to 1 only; sequentially consistent.
-//! - **`backed`**: written by the same, upwards only; relaxed. Who sees too little gives blocks once more.
+//! - **bits**: set by the threads of one member, from 0 to 1 only; sequentially consistent.
+//! - **`allocated_words`**: raised by the same threads; relaxed. A thread that reads too low a value allocates blocks
+//!   again.
 //!
-//! Others read the file by read(2) and not by a mapping, behind a fence ([`DomainReferences::referenced_slots`]). A page of it that nobody
-//! has touched is a hole to lseek(2). It is no more once its first bit is set, so who finds a hole comes before that
-//! bit in the order, as who finds a 0. What is read is no state of one moment, but what is missing in it was not there
-//! when the reading began.
+//! Other members read the file by read(2) and not by a mapping, behind a fence
+//! ([`DomainReferences::referenced_slots`]). An untouched page of the file is a hole to lseek(2). Its first set bit
+//! ends the hole, so finding a hole is ordered before that bit, as is reading a 0. A read is no consistent snapshot,
+//! but a missing bit was not set when the read began.
 
 use crate::domain_directory;
 use crate::incarnation::absent_to_files_removed;
@@ -30,29 +32,29 @@ use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How the names of these files begin; the inode of the store that they are about follows, the process, its descriptor
-/// of the store, and a random number.
+/// Prefix of the names of these files. The inode of the store follows, then the PID, its descriptor of the store, and a
+/// random number.
 pub const REFERENCES_PREFIX: &str = "member-";
 
-/// So many words are given blocks at once: a page of them.
+/// Number of words that get blocks at a time: one page.
 const WORDS_PER_ALLOCATION: u64 = 512;
 
-/// The references of this process. Given up when dropped.
+/// The references of this process. Released when dropped.
 #[derive(Debug)]
 pub struct SlotReferences {
-    /// Always there, until they are kept.
+    /// Always `Some`, until `keep_until_exit`.
     words: Option<SharedWords>,
     path: PathBuf,
-    /// So many words have blocks.
+    /// Number of words that have blocks.
     allocated_words: AtomicU64,
 }
 
 impl SlotReferences {
-    /// New ones, none yet, to one of so many slots of a store, which this process has open by a descriptor. Under the
-    /// domain's lock, so that nobody takes a file that is not locked yet for one that no longer is.
+    /// Create an empty set of references to `slot_count` slots of a store, which this process has open as `descriptor`.
+    /// Requires the domain's lock, so that no process takes a file that is not locked yet for a dead one.
     ///
     /// # Errors
-    /// Those of open(2), flock(2) and mmap(2); then there is no file.
+    /// Those of open(2), flock(2) and mmap(2); then no file remains.
     pub fn new(directory: &Path, slot_count: u32, store_inode: u64, descriptor: u32) -> io::Result<Self> {
         let mut random = [0; 8];
         getrandom(&mut random, GetRandomFlags::empty())?;
@@ -68,25 +70,25 @@ impl SlotReferences {
     }
 
     fn mapped_words(&self) -> &SharedWords {
-        self.words.as_ref().expect("until they are kept")
+        self.words.as_ref().expect("references are used after keep_until_exit")
     }
 
-    /// Give them up now.
+    /// Release the references now.
     pub fn drop_now(&mut self) {
         self.words = None;
     }
 
-    /// Keep them until the process and all that it forked have ended.
+    /// Keep the references until the process and all processes forked from it have ended.
     pub fn keep_until_exit(&mut self) {
         if let Some(words) = self.words.take() {
             words.leak_mapping();
         }
     }
 
-    /// Refer to slots. What others do after they saw these is ordered after it.
+    /// Add references to slots. Steps that other members take after they saw a reference are ordered after it.
     ///
     /// # Errors
-    /// `ENOSPC` where there is no memory for it, those of open(2).
+    /// `ENOSPC` if there is no memory for them, those of open(2).
     pub fn add(&self, slots: impl IntoIterator<Item = u32>) -> io::Result<()> {
         for slot in slots {
             let word = u64::from(slot) / 64;
@@ -101,24 +103,24 @@ impl SlotReferences {
         Ok(())
     }
 
-    /// The file.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether the file is still where others look for it.
+    /// Whether the file still exists under its name.
     pub fn is_listed(&self) -> bool {
         self.path.exists()
     }
 
-    /// How many slots are referred to.
+    /// Number of referenced slots.
     pub fn count(&self) -> u64 {
         let backed = self.allocated_words.load(Ordering::Relaxed) as usize;
         self.mapped_words()[..backed].iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
     }
 }
 
-/// Whether a process has the references that are in a file.
+/// Whether a live process holds the references in a file.
 ///
 /// # Errors
 /// Those of open(2) and flock(2).
@@ -130,7 +132,7 @@ pub fn has_live_process(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// Whether a member has references in a domain's directory. Looks no further than the first. Under its lock.
+/// Whether a domain's directory has references of a live process. Stops at the first. Requires the domain's lock.
 ///
 /// # Errors
 /// Those of reading the directory and of [`has_live_process`].
@@ -147,29 +149,29 @@ pub fn has_any_live_member(directory: &Path) -> io::Result<bool> {
     Ok(false)
 }
 
-/// The references of all members that there are.
+/// The references of all members of a domain.
 #[derive(Debug)]
 pub struct DomainReferences {
-    /// Each with the inode of the store that it is about.
+    /// Files of live members, each with the inode of its store.
     files: Vec<(u64, File)>,
-    /// Stores, processes and their descriptors of these, as their files are called.
+    /// Inode of the store, PID and descriptor, as in the file names.
     store_sources: Vec<(u64, u32, u32)>,
-    /// Files of members that are no more, to be removed, with the inode of the store.
+    /// Files of dead members, to be removed, with the inode of the store.
     dead_files: Vec<(u64, PathBuf)>,
 }
 
 impl DomainReferences {
-    /// Found in a domain's directory, under its lock.
+    /// Find the references in a domain's directory. Requires the domain's lock.
     ///
     /// # Errors
-    /// Those of reading the directory and of open(2): where one cannot be asked, nothing is known of all.
+    /// Those of reading the directory and of open(2): if one file cannot be checked, the result would be incomplete.
     pub fn find(directory: &Path) -> io::Result<Self> {
         let (mut files, mut sources, mut gone) = (Vec::new(), Vec::new(), Vec::new());
         for name in domain_directory::list_names(directory).map_err(absent_to_files_removed)? {
             let path = directory.join(&name);
             let Some(name) = name.to_str().and_then(|name| name.strip_prefix(REFERENCES_PREFIX)) else { continue };
             let file = match domain_directory::open_file(&path, false) {
-                // It was removed meanwhile, which its number tells.
+                // It was removed meanwhile; the member count reveals that.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 file => file?,
             };
@@ -187,12 +189,12 @@ impl DomainReferences {
         Ok(Self { files, store_sources: sources, dead_files: gone })
     }
 
-    /// How many members there are, of any store.
+    /// Number of live members, of any store.
     pub fn member_count(&self) -> usize {
         self.files.len()
     }
 
-    /// Processes that have had a store open by a descriptor.
+    /// PIDs and descriptors of the members that have opened a store.
     pub fn store_sources(&self, store_inode: u64) -> impl Iterator<Item = (u32, u32)> {
         self.store_sources
             .iter()
@@ -200,28 +202,28 @@ impl DomainReferences {
             .map(|&(_, process, descriptor)| (process, descriptor))
     }
 
-    /// How many files there are for a store, of members that are no more, too.
+    /// Number of files for a store, including those of dead members.
     pub fn count_files(&self, store_inode: u64) -> usize {
         self.files.iter().filter(|of| of.0 == store_inode).count()
             + self.dead_files.iter().filter(|of| of.0 == store_inode).count()
     }
 
-    /// Remove the files of members that are no more; how many of those for a store are no longer there.
+    /// Remove the files of dead members. Returns how many files for the given store no longer exist.
     pub fn remove_dead_files(&mut self, store_inode: u64) -> usize {
         let is_removed = |path: &PathBuf| match std::fs::remove_file(path) {
             Ok(()) => true,
-            // One that cannot be removed now is found again.
+            // A file that cannot be removed now is found again later.
             Err(error) => error.kind() == io::ErrorKind::NotFound,
         };
         self.dead_files.drain(..).filter(|(_, path)| is_removed(path)).filter(|(of, _)| *of == store_inode).count()
     }
 
-    /// One bit for each slot of a store that anybody refers to, as far as there are any.
+    /// Slots of a store that any member refers to.
     ///
     /// # Errors
     /// Those of lseek(2) and read(2).
     pub fn referenced_slots(&self, store_inode: u64) -> io::Result<SlotSet> {
-        // What was changed in the index before is seen by whoever refers to a slot after this.
+        // A member that refers to a slot after this fence sees all earlier changes of the index.
         std::sync::atomic::fence(Ordering::SeqCst);
         let mut all = SlotSet::default();
         for (_, file) in self.files.iter().filter(|(of, _)| *of == store_inode) {
@@ -249,12 +251,12 @@ impl DomainReferences {
 pub struct SlotSet(Vec<u64>);
 
 impl SlotSet {
-    /// Whether a slot is one of them.
+    /// Whether the set contains a slot.
     pub fn contains(&self, slot: u32) -> bool {
         self.0.get(slot as usize / 64).is_some_and(|word| word >> (slot % 64) & 1 == 1)
     }
 
-    /// With more.
+    /// Add slots.
     pub fn extend(&mut self, slots: impl IntoIterator<Item = u32>) {
         for slot in slots {
             let word = slot as usize / 64;
@@ -265,7 +267,7 @@ impl SlotSet {
         }
     }
 
-    /// Those that are in it, ascending.
+    /// The slots in the set, ascending.
     pub fn iter(&self) -> impl Iterator<Item = u32> {
         let slots = |word: usize| (0..64).map(move |bit| word as u32 * 64 + bit);
         (0..self.0.len()).flat_map(slots).filter(|&slot| self.contains(slot))
@@ -306,7 +308,7 @@ mod tests {
         let former = SlotReferences::new(directory.path(), 100_000, 2, 5).unwrap();
         former.add([7]).unwrap();
         assert!(former.is_listed());
-        assert_eq!(find_members_and_slots(directory.path()), (3, Vec::new()), "of another store");
+        assert_eq!(find_members_and_slots(directory.path()), (3, Vec::new()), "references to another store");
         drop(former);
         let mut sources: Vec<_> = DomainReferences::find(directory.path()).unwrap().store_sources(1).collect();
         sources.sort_unstable();

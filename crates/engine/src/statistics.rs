@@ -1,4 +1,4 @@
-//! What merging came to.
+//! Counters of merges, and status of members and regions.
 
 use crate::decide::time_budget::WorkRound;
 use pagefold_base::engine::{EngineTimeUse, PageTally};
@@ -6,49 +6,49 @@ use pagefold_base::{AddressRange, Bytes, NetBytes, Pages};
 use std::ops::AddAssign;
 use std::time::Duration;
 
-/// What one merge did, or all of them together.
+/// Counters of one merge, or of all merges together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MergeCounters {
-    /// Resident pages whose contents were looked at.
+    /// Resident pages whose contents were scanned.
     pub pages_scanned: Pages,
-    /// Pages of zeros that were given back.
+    /// Pages of zeros that were freed.
     pub zeros_freed: Pages,
     /// Pages that map the store now.
     pub pages_merged: Pages,
-    /// Of these and of the zeros, the ones that are not expected to last: they were merged before and written too soon.
+    /// Merged and freed pages that are not expected to last: they were merged before and written too soon.
     pub unlikely_to_last: Pages,
-    /// Pages whose contents went to the store.
+    /// Pages whose contents were written to the store.
     pub contents_stored: Pages,
-    /// Runs of pages, of 2,048 at most, that were mapped as one.
+    /// Runs of at most 2,048 pages that were mapped as one.
     pub runs_mapped: u64,
-    /// Pages of zeros or with a partner that were not merged, because their run is too short to pay, would split a huge
-    /// page that is worth more or that the bound on the slow-down keeps, or would need more mappings than there may be.
+    /// Pages of zeros or with a partner that were not merged because their run was unprofitable. It is too short, would
+    /// split a huge page that saves more or that the slowdown bound keeps, or would exceed the maximum number of
+    /// mappings.
     pub unprofitable: Pages,
-    /// Pages that were written since they were merged or given back.
+    /// Pages that were written since they were merged or freed.
     pub cow_breaks: Pages,
-    /// Of those, the ones that were expected to last, and had not for long enough to pay.
+    /// COW breaks of pages that were expected to last but were written before their merge was profitable.
     pub early_cow_breaks: Pages,
-    /// Pages of zeros that were given back and were found read since, each once, and huge ones as one: that costs a
-    /// fault, too.
+    /// Freed pages of zeros that were read since, each counted once, and huge pages as one: such a read costs a fault,
+    /// too.
     pub zeros_read: Pages,
-    /// Pages that were left alone because they were written too soon before, or looked at in vain too often.
+    /// Pages that were skipped because they were written too soon before, or scanned without a partner too often.
     pub backed_off: Pages,
     /// Pages that could not be merged: the store was full, the kernel refused, or a content had gone.
     pub pages_failed: Pages,
-    /// The time of the program that it took.
+    /// Time of the program that merging took.
     pub program_time: Duration,
-    /// Merges that did not look at everything: there was no time or memory for it, they were not expected to pay, or all
-    /// members are to merge at a later moment.
+    /// Merges that did not scan everything: time or memory was short, the merge was not expected to be profitable, or
+    /// all members are to merge at a later time.
     pub incomplete_merges: u64,
-    /// Merges that left something for a later one, because another member had the domain's lock for too long (it may
-    /// be stopped), or because files of the domain were removed meanwhile.
+    /// Merges that left work to a later one. Either another member held the domain's lock for too long (it may be
+    /// stopped), or files of the domain were removed meanwhile.
     pub blocked_merges: u64,
 }
 
 impl MergeCounters {
-    /// What it took and won, with pages of so many bytes: what was stored takes frames, too. Pages that
-    /// are not expected to last are not won, nor lost when they are written: neither they nor their part of what was
-    /// stored count.
+    /// Cost and net savings of the round. Stored contents count as used frames. Pages that are not expected to last
+    /// count neither as gained nor, when written, as lost; their part of the stored contents does not count either.
     pub fn to_work_round(&self, page_bytes: u64) -> WorkRound {
         let bytes = |pages: Pages| (pages.0 * page_bytes).cast_signed();
         let all = self.zeros_freed + self.pages_merged;
@@ -81,40 +81,40 @@ impl AddAssign for MergeCounters {
     }
 }
 
-/// How a member stands, and what its domain's store takes.
+/// Status of a member, and size of its domain's store.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct MemberStatus {
     /// Pages of this process's regions, resident or not.
     pub pages: Pages,
-    /// Of them, those that map the store and were not written since.
+    /// Pages of these that map the store and were not written since.
     pub merged: Pages,
-    /// Pages of zeros that were given back and not written since: they take no memory.
+    /// Pages of zeros that were freed and not written since: they use no memory.
     pub zeros: Pages,
-    /// Pages that are left alone now, because they were written too soon after they were merged.
+    /// Pages that are skipped now because they were written too soon after they were merged.
     pub volatile_pages: Pages,
-    /// Memory that the domain's store takes, of all members together.
+    /// Memory that the domain's store uses, for all members together.
     pub store_bytes: Bytes,
-    /// Memory of this process that is pinned for long, as for a device: that must not be adopted.
+    /// Memory of this process that is pinned long-term, as for a device: it must not be adopted.
     pub pinned_bytes: Bytes,
-    /// The mappings that this process has.
+    /// Number of mappings of this process.
     pub mapping_count: u64,
-    /// The memory in which this process remembers the pages of its regions.
+    /// Memory that this process uses for notes on the pages of its regions.
     pub note_bytes: Bytes,
-    /// Merges of this process so far, those that did nothing among them.
+    /// Merges of this process so far, including those that did nothing.
     pub merge_count: u64,
-    /// The time that the engine takes from this program, against what it may.
+    /// Time that the engine has taken from this program, and its bound.
     pub time_use: EngineTimeUse,
-    /// All merges of this process so far.
+    /// Counters of all merges of this process so far.
     pub totals: MergeCounters,
 }
 
-/// How a region stands.
+/// Status of a region.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RegionStatus {
-    /// Where it is.
+    /// Its address range.
     pub range: AddressRange,
     /// Its pages.
     pub tally: PageTally,
-    /// What merging saves in it, gross, by the mean of the domain.
+    /// Gross savings by merging in it, by the mean of the domain.
     pub saved: NetBytes,
 }

@@ -1,10 +1,10 @@
-//! What a member tells of itself, for whoever looks at the domain: a file of words that it alone writes.
+//! The published status of a member, for other processes: a file of words that only the member writes.
 //!
-//! The file is mapped shared by the member and read with pread(2) by others ([`crate::observe`]), who take no lock and
-//! map nothing. A number of the version is odd while the words are being changed; a reader takes what it read only if
-//! the number was the same even one before and after. So nobody waits: not the member, nor for a member that died over
-//! it. The file is locked by flock(2) through its mapping, as [`crate::slot_references`] are, so that those of the dead are
-//! found and removed by who comes next.
+//! The member maps the file shared; other processes read it with pread(2) ([`crate::observe`]), take no lock and map
+//! nothing. The version is odd while the words are being changed. A reader accepts the words only if the version was
+//! the same even number before and after. So no process waits: not the member, and no reader for a member that died
+//! during a change. The member locks the file by flock(2) through its mapping, as for [`crate::slot_references`], so
+//! that the next process to join finds and removes the files of dead members.
 
 use crate::domain_directory;
 use crate::shared_words::{SharedWords, WORD_BYTES};
@@ -17,43 +17,44 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::time::Duration;
 
-/// How the names of these files begin; the process follows, and a random number.
+/// Prefix of the names of these files; the PID follows, and a random number.
 pub const STATUS_FILE_PREFIX: &str = "status-";
 
 /// "pagefor", and the version of the layout in the lowest byte.
 const STATUS_FILE_MAGIC: u64 = u64::from_be_bytes(*b"pagefor\x01");
 
-/// The longest that such a file is, in words: 64 KiB, for some 1,600 regions.
+/// Maximum size of such a file, in words: 64 KiB, for some 1,600 regions.
 pub const MAX_STATUS_WORDS: usize = 8192;
 
-/// What precedes the numbers: the magic word and the version.
+/// Words before the numbers: the magic word and the version.
 const HEAD_WORDS: usize = 2;
 
-/// Where the version is.
+/// Index of the version word.
 pub const VERSION_WORD: usize = 1;
 
-/// Numbers of a member, without its regions.
+/// Number of words for a member, without its regions.
 const MEMBER_WORDS: usize = 17;
 
-/// Numbers of a region.
+/// Number of words per region.
 const WORDS_PER_REGION: usize = 5;
 
-/// The most memory that a member is believed to have: 256 TiB.
+/// Maximum plausible memory of a member: 256 TiB.
 const MAX_BELIEVED_BYTES: u64 = 1 << 48;
 
-/// A member's file. Removed when dropped.
+/// The status file of a member. Removed when dropped.
 #[derive(Debug)]
 pub struct StatusFile {
     words: SharedWords,
     path: PathBuf,
-    /// The process that made it: in a child it is the parent's.
+    /// The process that made it; in a forked child, the parent.
     owner: ProcessId,
-    /// So many words have blocks.
+    /// Number of words that have blocks.
     allocated_words: AtomicU64,
 }
 
 impl StatusFile {
-    /// A new one, that tells nothing yet. Under the domain's lock, so that nobody takes it for one of the dead.
+    /// Create an empty status file. Requires the domain's lock, so that no process takes it for the file of a dead
+    /// member.
     ///
     /// # Errors
     /// Those of files, and of reading `/proc/self/stat`.
@@ -70,17 +71,17 @@ impl StatusFile {
         Ok(Self { words, path, owner: process, allocated_words: AtomicU64::new(0) })
     }
 
-    /// Whether the file is still where others look for it.
+    /// Whether the file still exists under its name.
     pub fn is_listed(&self) -> bool {
         self.path.exists()
     }
 
-    /// Which process tells.
+    /// The process whose status this is.
     pub fn owner(&self) -> ProcessId {
         self.owner
     }
 
-    /// Tell others. Where there is no memory to tell all in, what was told before stays.
+    /// Publish the status. If there is no memory for all of it, the former status stays.
     pub fn publish(&self, member: &EngineMember) {
         let numbers = encode_member(member);
         let needed = (HEAD_WORDS + numbers.len()) as u64;
@@ -94,7 +95,7 @@ impl StatusFile {
         }
         let version = self.words[VERSION_WORD].load(Ordering::Relaxed);
         self.words[VERSION_WORD].store(version | 1, Ordering::Relaxed);
-        // Whoever sees one of the numbers sees the odd version before it.
+        // A reader that sees one of the numbers also sees the odd version stored before.
         fence(Ordering::Release);
         for (word, number) in self.words[HEAD_WORDS..].iter().zip(numbers) {
             word.store(number, Ordering::Relaxed);
@@ -107,13 +108,13 @@ impl StatusFile {
 impl Drop for StatusFile {
     fn drop(&mut self) {
         if self.owner.pid.0 == std::process::id() {
-            // What cannot be removed now is removed by whoever comes next.
+            // If it cannot be removed now, another process removes it later.
             let _ = std::fs::remove_file(&self.path);
         }
     }
 }
 
-/// Remove the records of members that are no more. Under the domain's lock.
+/// Remove the status files of dead members. Requires the domain's lock.
 pub fn remove_dead_status_files(directory: &Path) {
     for name in domain_directory::list_names(directory).unwrap_or_default() {
         let path = directory.join(&name);
@@ -121,17 +122,17 @@ pub fn remove_dead_status_files(directory: &Path) {
             && let Ok(file) = domain_directory::open_file(&path, false)
             && flock(&file, FlockOperation::NonBlockingLockExclusive).is_ok()
         {
-            // What cannot be removed now is found again.
+            // A file that cannot be removed now is found again later.
             let _ = std::fs::remove_file(path);
         }
     }
 }
 
-/// When a process started, in clock ticks since the host was booted: field 22 of `/proc/PID/stat` (proc_pid_stat(5)).
-/// `None` if there is no such process, or what it says has another form.
+/// Start time of a process, in clock ticks since boot: field 22 of `/proc/PID/stat` (proc_pid_stat(5)). `None` if the
+/// process does not exist, or the file is malformed.
 ///
 /// # Errors
-/// Those of reading it, but for there being no such process.
+/// Those of reading it, except that the process does not exist.
 pub fn process_start_time(pid: u32) -> io::Result<Option<u64>> {
     let text = match std::fs::read(format!("/proc/{pid}/stat")) {
         Ok(text) => text,
@@ -140,18 +141,18 @@ pub fn process_start_time(pid: u32) -> io::Result<Option<u64>> {
         Err(error) => return Err(error),
     };
     let text = String::from_utf8_lossy(&text);
-    // The name of the program may hold anything, brackets and blanks too.
+    // The name of the program may contain any characters, including brackets and blanks.
     let fields = text.rsplit_once(')').map(|(_, fields)| fields);
     Ok(fields.and_then(|fields| fields.split_ascii_whitespace().nth(19)?.parse().ok()))
 }
 
-/// Now, since the host was booted.
+/// Current time since boot.
 pub fn time_since_boot() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// In place of a number that there is none of.
+/// Encodes an absent number.
 const ABSENT_NUMBER: u64 = u64::MAX;
 
 fn encode_member(member: &EngineMember) -> Vec<u64> {
@@ -185,8 +186,7 @@ fn encode_member(member: &EngineMember) -> Vec<u64> {
     numbers
 }
 
-/// What the words of a record say, read while nobody changed them; `None` if they make no sense. `page` is the size of
-/// a page.
+/// Decode the words of a status file, read while they did not change; `None` if they are invalid.
 pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
     let (head, numbers) = words.split_at_checked(HEAD_WORDS)?;
     if head[0] != STATUS_FILE_MAGIC || head[VERSION_WORD] % 2 != 0 {
@@ -198,7 +198,7 @@ pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
     if !bound.is_finite() || bound < 0.0 {
         return None;
     }
-    // No more than four levels of page tables map: sums over all members do not overflow.
+    // At most what four levels of page tables map, so that sums over all members do not overflow.
     let pages = |number: u64| (number <= MAX_BELIEVED_BYTES / page_bytes).then_some(Pages(number));
     let within = |tally: PageTally| {
         let parts = tally.merged + tally.zeros + tally.volatile_pages;
@@ -235,7 +235,7 @@ pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
     })
 }
 
-/// Bytes as words.
+/// Convert bytes to words.
 pub fn bytes_to_words(bytes: &[u8]) -> Vec<u64> {
     bytes.as_chunks::<{ WORD_BYTES as usize }>().0.iter().map(|word| u64::from_ne_bytes(*word)).collect()
 }
@@ -290,7 +290,7 @@ mod tests {
         let read = decode_member(&words, 4096).unwrap();
         assert_eq!((read.region_count, read.tally), (5000, many.tally));
         assert!(read.regions.len() > 1500 && many.regions.starts_with(&read.regions));
-        assert_eq!(decode_member(&publish_and_read(&full)[..30], 4096), None, "cut off");
+        assert_eq!(decode_member(&publish_and_read(&full)[..30], 4096), None, "truncated");
         let changing = [vec![STATUS_FILE_MAGIC, 3], encode_member(&full)].concat();
         assert_eq!(decode_member(&changing, 4096), None);
     }
@@ -321,7 +321,7 @@ mod tests {
                 let at = usize::from(at) % words.len();
                 words[at] = number;
             }
-            // Whatever is believed can be told again, and means the same.
+            // Any accepted status can be encoded again, and then decodes to the same.
             if let Some(found) = decode_member(&words[..length.min(words.len())], 4096) {
                 prop_assert_eq!(decode_member(&publish_and_read(&found), 4096), Some(found));
             }
@@ -335,7 +335,7 @@ mod tests {
         let record = StatusFile::new(directory.path()).unwrap();
         record.publish(&sample_member(2));
         remove_dead_status_files(directory.path());
-        assert_eq!(files(), 1, "it is locked");
+        assert_eq!(files(), 1, "the file is locked");
         let left = directory.path().join(format!("{STATUS_FILE_PREFIX}1-0"));
         std::fs::write(left, "").unwrap();
         remove_dead_status_files(directory.path());

@@ -1,12 +1,12 @@
-//! The memory in which contents lie that members share: a memfd, cut into slots of one page.
+//! The memory for contents that members share: a memfd, divided into slots of one page.
 //!
-//! A slot that an entry of the index has named never changes while anybody refers to it: it is written once, between
-//! being reserved and being published, and freed once nobody refers to it any more. What was written to one that no
-//! entry came to name is given back by who has reserved it. Which slots are taken is told by one bit each in a file of
-//! the domain, changed under its lock only.
+//! A slot that an index entry has named never changes while any process refers to it. It is written once, between being
+//! reserved and being published, and freed once no process refers to it any more. If no entry names the slot in the
+//! end, the member that reserved it releases it. A file of the domain has one bit per slot that is taken; it changes
+//! only under the domain's lock.
 //!
-//! The memfd has no name. A new member gets it from the descriptor of one that is there (`/proc/PID/fd`), so that when
-//! the last one has ended or was killed its memory is free.
+//! The memfd has no name. A new member opens it through the descriptor of an existing member (`/proc/PID/fd`). So its
+//! memory is freed when the last member has ended or was killed.
 
 use crate::file_limits::check_file_size;
 use crate::shared_words::SharedWords;
@@ -23,35 +23,35 @@ use std::path::PathBuf;
 use std::ptr;
 use std::sync::atomic::Ordering;
 
-/// What tells a store apart from all other files while it lives: device and inode.
+/// Device and inode, which identify a store while it exists.
 pub type FileIdentity = (u64, u64);
 
-/// The store, as this process has it.
+/// The store, as opened by this process.
 #[derive(Debug)]
 pub struct ContentStore {
-    /// Always there, until it is dropped.
+    /// Always `Some`, until drop.
     file: Option<File>,
     identity: FileIdentity,
     page_bytes: u64,
 }
 
 impl ContentStore {
-    /// A new one, empty.
+    /// Create an empty store.
     ///
     /// # Errors
-    /// Those of memfd_create(2); `FileTooLarge` where this process may have no file that large.
+    /// Those of memfd_create(2); `FileTooLarge` if this process may not have a file of that size.
     pub fn new(slot_count: u32, page_bytes: u64) -> io::Result<Self> {
         check_file_size(u64::from(slot_count) * page_bytes)?;
         let file = File::from(
             memfd_create(STORE_MEMFD_NAME, MemfdFlags::CLOEXEC | MemfdFlags::NOEXEC_SEAL)
-                // Before 6.3 there is no such flag.
+                // This flag exists since 6.3.
                 .or_else(|_| memfd_create(STORE_MEMFD_NAME, MemfdFlags::CLOEXEC))?,
         );
         file.set_len(u64::from(slot_count) * page_bytes)?;
         Self::from_file(file, page_bytes)
     }
 
-    /// Have the memory of its slots taken from a NUMA node, while that has any.
+    /// Prefer a NUMA node for the memory of its slots, while the node has free memory.
     ///
     /// # Errors
     /// Those of mmap(2) and mbind(2).
@@ -61,18 +61,18 @@ impl ContentStore {
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start = unsafe { mmap(ptr::null_mut(), bytes, ProtFlags::empty(), flags, self.file(), 0) }?;
         let preferred = numa::prefer_node(start.expose_provenance(), bytes, node);
-        // SAFETY: the range is this function's own, and nothing borrows from it.
+        // SAFETY: this function owns the range, and there is no borrow of it.
         unsafe { munmap(start, bytes) }?;
         preferred
     }
 
-    /// The one that another member has open, if it is the one that is asked for.
+    /// Open the store through the descriptor of another member, if it has the given identity.
     ///
     /// # Errors
     /// Those of open(2): the member may have ended. `NotFound` if it is another file.
     pub fn open_from_member(pid: u32, descriptor: u32, identity: FileIdentity, page_bytes: u64) -> io::Result<Self> {
         let path = PathBuf::from(format!("/proc/{pid}/fd/{descriptor}"));
-        // Look before it is opened: opening somebody's pipe or device may do something.
+        // Check before opening: opening a pipe or a device may have side effects.
         let link = rustix::fs::stat(&path)?;
         if (link.st_dev, link.st_ino) != identity {
             return Err(io::ErrorKind::NotFound.into());
@@ -83,22 +83,22 @@ impl ContentStore {
 
     fn from_file(file: File, page_bytes: u64) -> io::Result<Self> {
         let status = fstat(&file)?;
-        // Or this member could not write to all of it.
+        // Otherwise this member could not write to all of it.
         check_file_size(status.st_size.cast_unsigned())?;
         Ok(Self { file: Some(file), identity: (status.st_dev, status.st_ino), page_bytes })
     }
 
-    /// What tells it apart.
+    /// Its device and inode.
     pub fn identity(&self) -> FileIdentity {
         self.identity
     }
 
-    /// The number of this process's descriptor of it.
+    /// This process's descriptor of it.
     pub fn descriptor(&self) -> u32 {
         self.file().as_raw_fd().cast_unsigned()
     }
 
-    /// Whether the descriptor still is of the store: programs close what they do not know.
+    /// Whether the descriptor still refers to the store: programs close descriptors that they do not know.
     pub fn is_descriptor_valid(&self) -> bool {
         fstat(self.file()).is_ok_and(|status| (status.st_dev, status.st_ino) == self.identity)
     }
@@ -109,25 +109,25 @@ impl ContentStore {
 
     /// The file.
     pub fn file(&self) -> &File {
-        self.file.as_ref().expect("until it is dropped")
+        self.file.as_ref().expect("the file is there until drop")
     }
 
-    /// Where a slot begins in the file.
+    /// Offset of a slot in the file.
     pub fn slot_offset(&self, slot: u32) -> u64 {
         u64::from(slot) * self.page_bytes
     }
 
-    /// Fill slots one behind another from one on, which nobody else may map yet.
+    /// Write consecutive slots from `slot` on. No other member may map them yet.
     ///
     /// # Errors
-    /// `ENOSPC` and `ENOMEM` where there is no memory for it, `FileTooLarge`.
+    /// `ENOSPC` and `ENOMEM` if there is no memory for them, `FileTooLarge`.
     pub fn write_slots(&self, slot: u32, pages: &[u8]) -> io::Result<()> {
         self.check_descriptor()?;
         check_file_size(self.slot_offset(slot) + pages.len() as u64)?;
         self.file().write_all_at(pages, self.slot_offset(slot))
     }
 
-    /// Give the memory of slots back.
+    /// Free the memory of slots.
     ///
     /// # Errors
     /// Those of fallocate(2).
@@ -138,7 +138,7 @@ impl ContentStore {
         Ok(fallocate(self.file(), flags, self.slot_offset(slots.start), bytes)?)
     }
 
-    /// Bytes of memory that it takes.
+    /// Bytes of memory that it uses.
     ///
     /// # Errors
     /// Those of fstat(2).
@@ -149,14 +149,15 @@ impl ContentStore {
 
 impl Drop for ContentStore {
     fn drop(&mut self) {
-        // The number may be of a file that the program has opened since, which is the program's to close.
+        // The descriptor may now belong to a file that the program has opened since, and only the program may close
+        // that.
         if !self.is_descriptor_valid() {
             let _ = self.file.take().map(IntoRawFd::into_raw_fd);
         }
     }
 }
 
-/// Which slots are taken. Changed under the domain's lock only.
+/// Which slots are taken. Changed only under the domain's lock.
 #[derive(Debug)]
 pub struct SlotBitmap {
     words: SharedWords,
@@ -164,7 +165,7 @@ pub struct SlotBitmap {
 }
 
 impl SlotBitmap {
-    /// Those of a file; of a new one none.
+    /// Map the bitmap in a file; in a new file all slots are free.
     ///
     /// # Errors
     /// Those of mapping it.
@@ -177,8 +178,8 @@ impl SlotBitmap {
         self.words[slot as usize / 64].load(Ordering::Relaxed) >> (slot % 64) & 1 == 1
     }
 
-    /// Take so many slots below a bound, in as few ranges as may be had from the first gap on that holds all of them,
-    /// or else from any. Fewer if there are no more. `words` of the file below the bound must have blocks.
+    /// Find `slot_count` free slots below a bound: in the first gap that fits all of them, or else in as few gaps as
+    /// possible. Fewer if there are not enough. The file's words below the bound must have blocks.
     pub fn find_free(&self, slot_count: u32, bound: u32) -> Vec<Range<u32>> {
         let mut gaps: Vec<Range<u32>> = Vec::new();
         let mut slot = 0;
@@ -199,7 +200,7 @@ impl SlotBitmap {
         if let Some(at) = gaps.iter().position(|gap| gap.end - gap.start >= slot_count) {
             gaps = vec![gaps.swap_remove(at)];
         }
-        // The largest first, so that what lies together is torn apart as little as may be.
+        // Largest first, to fragment contiguous free slots as little as possible.
         gaps.sort_by_key(|gap| std::cmp::Reverse(gap.end - gap.start));
         let mut left = slot_count;
         let mut found = Vec::new();
@@ -214,7 +215,7 @@ impl SlotBitmap {
         found
     }
 
-    /// Slots are taken, or free.
+    /// Mark slots as taken or free.
     pub fn set_taken(&self, slots: Range<u32>, taken: bool) {
         for slot in slots {
             let word = &self.words[slot as usize / 64];

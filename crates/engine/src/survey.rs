@@ -1,4 +1,4 @@
-//! Finding out what there is: the first step of a merge, from page tables alone; and healing, which follows from it.
+//! The survey, first step of a merge, which reads only page tables; and healing, which restores COW-broken pages.
 
 use crate::adopted_region::AdoptedRegion;
 use crate::decide::page_note::PageNote;
@@ -14,66 +14,66 @@ use pagefold_sys::pagemap;
 use std::io;
 use std::time::{Duration, Instant};
 
-/// Of the mappings that a process may have (`vm.max_map_count`), so many of 8 may be there after a merge.
+/// A merge may use this many eighths of the mappings that a process may have (`vm.max_map_count`).
 const MAX_USED_MAPPING_EIGHTHS: u64 = 6;
 
-/// `vm.max_map_count` where it cannot be read (include/linux/mm.h, DEFAULT_MAX_MAP_COUNT).
+/// `vm.max_map_count` if it cannot be read (include/linux/mm.h, DEFAULT_MAX_MAP_COUNT).
 const DEFAULT_MAX_MAP_COUNT: u64 = 65_530;
 
-/// The most merges that copying a former store is spread over, where memory and time are plenty.
+/// Maximum number of merges for copying a former store, if memory and time are plenty.
 const MAX_MERGES_TO_DRAIN_STORE: u64 = 16;
 
-/// What a survey found.
+/// Result of a survey.
 #[derive(Debug, Default)]
 pub struct MemorySurvey {
-    /// Parts of regions, each within one mapping, that may hold anything of the following.
+    /// Ranges of regions, each within one mapping, that may contain any of the following.
     pub mapped_ranges: Vec<AddressRange>,
-    /// Resident ordinary memory that may be looked at, ascending.
+    /// Resident ordinary memory that may be scanned, ascending.
     pub candidates: Vec<CandidatePages>,
-    /// What was merged and written since, mapped as merging maps it.
+    /// Pages that were merged and written since, in mappings made by a merge.
     pub cow_broken: Vec<AddressRange>,
-    /// Resident pages of a former store, mapped as merging maps it.
+    /// Resident pages of a former store, in mappings made by a merge.
     pub in_former_store: Vec<AddressRange>,
-    /// Pages of this process that map the store, of regions or not.
+    /// Pages of this process that map the store, inside and outside of regions.
     pub store_pages: u64,
-    /// Mappings of this process.
+    /// Number of mappings of this process.
     pub mapping_count: u64,
 }
 
-/// Pages that may be looked at.
+/// Pages that may be scanned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CandidatePages {
     pub range: AddressRange,
-    /// Whether they are a part of huge pages.
+    /// Whether they are part of huge pages.
     pub is_huge: bool,
-    /// Whether nothing is known of them.
+    /// Whether the engine has no note on them.
     pub is_new: bool,
 }
 
 impl CandidatePages {
-    /// Whether others of the same kind lie right behind.
+    /// Whether `other` follows directly and is of the same kind.
     fn is_directly_before(&self, other: &Self) -> bool {
         self.range.end == other.range.start && (self.is_huge, self.is_new) == (other.is_huge, other.is_new)
     }
 
-    /// Whether what lies behind is worth something only together with these: right behind, or in the same huge page,
-    /// which is split once.
+    /// Whether `next` must be decided together with these pages: it follows directly, or is in the same huge page,
+    /// which is split only once.
     pub fn shares_huge_page_with(&self, next: &Self, page: u64) -> bool {
         let same = || huge_page_number(self.range.end - page, page) == huge_page_number(next.range.start, page);
         self.range.end == next.range.start || self.is_huge && next.is_huge && same()
     }
 
-    /// The first page of these.
+    /// The first of these pages.
     pub fn first_page(&self) -> ScannedPage {
         ScannedPage::unscanned(self.range.start, self.is_huge)
     }
 
-    /// The same, cut at the multiples of so many bytes.
+    /// Split at the multiples of `bytes`.
     pub fn split_aligned(self, bytes: u64) -> impl Iterator<Item = Self> {
         self.range.cut_at_multiples(bytes).map(move |range| Self { range, ..self })
     }
 
-    /// Put them behind others, with which they may be one.
+    /// Append to `others`, joining the last one if possible.
     pub fn append_to(self, others: &mut Vec<Self>) {
         match others.last_mut() {
             Some(last) if last.is_directly_before(&self) => last.range.end = self.range.end,
@@ -83,13 +83,13 @@ impl CandidatePages {
 }
 
 impl MemorySurvey {
-    /// Pages of which nothing is known yet.
+    /// Number of pages without a note.
     pub fn count_new_pages(&self, page: u64) -> Pages {
         Pages(self.candidates.iter().filter(|found| found.is_new).map(|found| found.range.bytes().0 / page).sum())
     }
 
-    /// Find out what there is; regions are put in the order of their addresses. Pages that the kernel is moving are
-    /// waited for, so long in all.
+    /// Survey all regions, and sort them by address. Waits at most `patience` in total for pages that the kernel is
+    /// migrating.
     ///
     /// # Errors
     /// Those of reading `/proc/thread-self/maps` and `pagemap`.
@@ -119,7 +119,7 @@ impl MemorySurvey {
                     let range = AddressRange { start: mapped.start, end: mapped.end };
                     let addresses = (range.start..range.end).step_by(page as usize);
                     match part.kind {
-                        // What was swapped out is not brought back for this; guard regions look like it.
+                        // Swapped pages are not brought back for this; guard regions look the same.
                         OwnMappingKind::Stored { .. } if mapped.swapped => {}
                         OwnMappingKind::Stored { first_slot: None, is_as_merged: true } if mapped.file => {
                             survey.in_former_store.push(range)
@@ -127,7 +127,7 @@ impl MemorySurvey {
                         OwnMappingKind::Stored { .. } if mapped.file => {}
                         OwnMappingKind::Stored { is_as_merged: plain, .. } => {
                             for address in addresses {
-                                // What cannot be healed is found each time, and was broken once.
+                                // A page that cannot be healed is found at each survey, but counts as broken once.
                                 record_written_page(region.page_note(address), look, merged);
                             }
                             if plain {
@@ -146,7 +146,7 @@ impl MemorySurvey {
                         OwnMappingKind::Ordinary => {
                             for address in addresses {
                                 let note = region.page_note(address);
-                                // If it was given back as zeros.
+                                // If it was freed as zeros.
                                 record_written_page(note, look, merged);
                                 if !note.may_merge(now) {
                                     merged.backed_off += Pages(1);
@@ -175,8 +175,8 @@ impl MemorySurvey {
         Ok(survey)
     }
 
-    /// Leave out what writers cannot be kept from. Whole parts are registered, so that no mapping is split more than
-    /// regions split it.
+    /// Leave out memory that cannot be write-protected. Whole ranges are registered, so that no mapping is split at
+    /// more places than the regions' ends.
     pub fn exclude_unprotectable(&mut self, exclusion: &WriteExclusion<'_>, merged: &mut MergeCounters, page: u64) {
         let Some(power) = exclusion.userfault() else { return };
         let refused: Vec<AddressRange> =
@@ -191,10 +191,11 @@ impl MemorySurvey {
         self.candidates.retain(|found| can(found.range));
     }
 
-    /// Copy pages that were written since they were merged into ordinary memory, at most `most_pages` of them at a time:
-    /// the copy and the original both take memory until one replaces the other. Each `most_pages` of them need leave of
-    /// `may_take`. The first one that is refused ends it, and so does the deadline, but for the first piece. Returns what
-    /// was copied, and whether that ended it; what there are too many mappings for stays as it is, too.
+    /// Copy pages that were written since they were merged into ordinary memory, at most `most_pages` at a time: the
+    /// copy and the original both use memory until one replaces the other. Each `most_pages` of them need the
+    /// permission of `may_take`. The first refusal ends it, and so does the deadline, except before the first chunk.
+    /// Returns the copied ranges, and whether it ended early. Pages that would need too many mappings stay as they are,
+    /// too.
     pub fn restore_cow_broken(
         &self,
         exclusion: &WriteExclusion<'_>,
@@ -216,9 +217,9 @@ impl MemorySurvey {
         (healed, is_ended)
     }
 
-    /// Copy pages of a former store into ordinary memory, which is what frees that store: a part of them at each merge, so
-    /// that they merge anew meanwhile. Each `most_pages` of them need leave of `may_take`. Returns what was copied; there
-    /// were so many mappings more before.
+    /// Copy pages of a former store into ordinary memory, which frees that store. Each merge copies a part of them, so
+    /// that they can merge again meanwhile. Each `most_pages` of them need the permission of `may_take`. Returns the
+    /// copied ranges. `added_mappings` is the number of mappings added before.
     pub fn drain_former_store(
         &self,
         exclusion: &WriteExclusion<'_>,
@@ -234,26 +235,26 @@ impl MemorySurvey {
         taken.filter(|piece| copy_to_ordinary(*piece, exclusion)).collect()
     }
 
-    /// For how many mappings in the midst of others there is room, once so many were.
+    /// Number of mappings that may still be created inside others, after `added_mappings` were.
     pub fn mapping_headroom(&self, added_mappings: usize) -> usize {
         let most = max_map_count() / 8 * MAX_USED_MAPPING_EIGHTHS;
         (most.saturating_sub(self.mapping_count + 2 * added_mappings as u64) / 2) as usize
     }
 }
 
-/// Leave to copy pages, which is asked for as many of them as may be copied at once: finding out whether there is memory
-/// takes longer than copying a page.
+/// Permission to copy pages, requested for as many pages as may be copied at once: checking for free memory takes
+/// longer than copying a page.
 struct Leave<F> {
     page: u64,
     max_pages: u64,
-    /// Pages that may be copied yet, and those of them for which there is leave.
+    /// Pages that may still be copied, and how many of them have permission.
     left: u64,
     granted: u64,
     may_take: F,
 }
 
 impl<F: FnMut(Bytes) -> bool> Leave<F> {
-    /// Whether it is for a piece, too.
+    /// Whether the permission covers a chunk, too.
     fn covers(&mut self, piece: &AddressRange) -> bool {
         let pages = piece.bytes().0 / self.page;
         if pages > self.left {
@@ -270,7 +271,7 @@ impl<F: FnMut(Bytes) -> bool> Leave<F> {
     }
 }
 
-/// A range in pieces of at most so many pages, each of which is copied at once.
+/// Split a range into chunks of at most `most_pages` pages, each of which is copied at once.
 fn copy_chunks(
     range: AddressRange,
     exclusion: &WriteExclusion<'_>,
@@ -281,16 +282,16 @@ fn copy_chunks(
     exclusion.chunks(range, page).flat_map(move |part| part.cut_at_multiples(bytes))
 }
 
-/// Put a copy in ordinary memory in the place of a range that maps a store; whether that was done.
+/// Replace a range that maps a store by a copy in ordinary memory. Returns whether that succeeded.
 fn copy_to_ordinary(range: AddressRange, exclusion: &WriteExclusion<'_>) -> bool {
     let Ok(_still) = exclusion.freeze_to_replace(range) else { return false };
-    // SAFETY: the survey found it mapped, to be read and written, and nothing writes to or unmaps it meanwhile.
+    // SAFETY: the survey found it mapped readable and writable, and no thread writes to or unmaps it meanwhile.
     let copy = unsafe { ReplacementMemory::copy_range(range) };
-    // SAFETY: what takes its place is private memory with the same content.
+    // SAFETY: the replacement is private memory with the same content.
     copy.and_then(|copy| unsafe { copy.replace_at(range.start) }).is_ok()
 }
 
-/// When a region is looked at, and was before, and for how long what is merged must last.
+/// Times of this survey and of the previous one, and the minimum lifetime of a profitable merge.
 #[derive(Clone, Copy)]
 struct SurveyTimes {
     now: Duration,
@@ -315,7 +316,8 @@ fn record_written_page(
 /// All addresses.
 pub const ALL_ADDRESSES: AddressRange = AddressRange { start: 0, end: u64::MAX };
 
-/// All slots that this process maps within a range, whoever mapped them. What is moved meanwhile may be missed.
+/// All slots that this process maps within a range, including mappings made by other code. Mappings that move meanwhile
+/// may be missed.
 ///
 /// # Errors
 /// Those of reading `/proc/thread-self/maps`.
@@ -343,7 +345,7 @@ mod tests {
 
     const PAGE_BYTES: u64 = 4096;
 
-    /// Pages of this number and up to that, of a huge page or not.
+    /// Pages from number `start` up to `end`, in a huge page or not.
     fn candidates(start: u64, end: u64, huge: bool) -> CandidatePages {
         CandidatePages {
             range: AddressRange { start: start * PAGE_BYTES, end: end * PAGE_BYTES },
@@ -352,8 +354,8 @@ mod tests {
         }
     }
 
-    /// Heal every second one of so many pages, with leave for so many bytes of memory once for each answer; the pages that
-    /// were copied, whether it was ended, and what was asked for.
+    /// Heal every second one of `count` pages, with the given answers to permission requests. Returns the number of
+    /// copied pages, whether it ended early, and the requested page counts.
     fn heal(count: u64, most_pages: u64, deadline: Option<Instant>, answers: &[bool]) -> (usize, bool, Vec<u64>) {
         let page = rustix::param::page_size() as u64;
         let memory = crate::memory::map_ordinary(count * page).expect("memory");
@@ -366,7 +368,7 @@ mod tests {
                 asked.push(needed.0 / page);
                 answers[asked.len() - 1]
             });
-        // SAFETY: it was made above, and nothing borrows it.
+        // SAFETY: it was mapped above, and no borrow of it exists.
         unsafe { crate::memory::unmap_range(memory) }.expect("its own");
         (healed.len(), is_ended, asked)
     }
@@ -395,7 +397,7 @@ mod tests {
         for bytes in [PAGE_BYTES, 4 * PAGE_BYTES, u64::MAX] {
             let mut joined = Vec::new();
             all.iter().flat_map(|found| found.split_aligned(bytes)).for_each(|piece| piece.append_to(&mut joined));
-            assert_eq!(joined, all, "those of another kind, or apart, stay so");
+            assert_eq!(joined, all, "ranges of different kinds, or with gaps, are not joined");
         }
         assert_eq!(
             candidates(3, 9, false).split_aligned(4 * PAGE_BYTES).collect::<Vec<_>>(),
@@ -406,10 +408,10 @@ mod tests {
     #[test]
     fn candidates_in_one_huge_page_stay_together() {
         let bound = |one: CandidatePages, next: CandidatePages| one.shares_huge_page_with(&next, PAGE_BYTES);
-        assert!(bound(candidates(0, 4, false), candidates(4, 5, true)), "right behind");
+        assert!(bound(candidates(0, 4, false), candidates(4, 5, true)), "it follows directly");
         assert!(bound(candidates(0, 4, true), candidates(511, 512, true)));
-        assert!(!bound(candidates(0, 4, true), candidates(512, 513, true)), "of the next one");
-        assert!(bound(candidates(0, 513, true), candidates(600, 601, true)), "of the last of two");
-        assert!(!bound(candidates(0, 4, false), candidates(8, 9, false)), "of none");
+        assert!(!bound(candidates(0, 4, true), candidates(512, 513, true)), "it is in the next huge page");
+        assert!(bound(candidates(0, 513, true), candidates(600, 601, true)), "it is in the last of two huge pages");
+        assert!(!bound(candidates(0, 4, false), candidates(8, 9, false)), "it is in no huge page");
     }
 }

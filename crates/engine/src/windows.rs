@@ -1,4 +1,4 @@
-//! Merging in windows that fit into the memory which is left ([`crate::headroom`]).
+//! Merging in windows that fit into the available memory ([`crate::headroom`]).
 
 use crate::EngineState;
 use crate::headroom::MergeMemoryBudget;
@@ -10,12 +10,13 @@ use pagefold_base::{AddressRange, Pages};
 use std::io;
 use std::time::Instant;
 
-/// Windows of one merge, where memory is short: each begins with a survey of everything.
+/// Maximum windows per merge if memory is short: each begins with a full survey.
 const MAX_WINDOWS_PER_MERGE: usize = 64;
 
 impl EngineState {
-    /// Merge by windows that fit into the memory which there is. Where time is bounded the next merge goes on behind the
-    /// first of them. How many pages were there of which nothing was known; `None` if there was no memory for any window.
+    /// Merge in windows that fit into the available memory. With a time limit this merges one window, and the next
+    /// merge continues behind it. Returns the number of pages without a note; `None` if there was no memory for any
+    /// window.
     pub fn merge_in_windows(&mut self, terms: MergeTerms<'_>, merged: &mut MergeCounters) -> io::Result<Option<Pages>> {
         let (first, mut new, mut has_wrapped) = (self.resume_address, None, false);
         for _ in 0..MAX_WINDOWS_PER_MERGE {
@@ -41,14 +42,14 @@ impl EngineState {
         Ok(new)
     }
 
-    /// How many pages are copied before anything is given back.
+    /// Maximum number of pages that are copied before memory is freed.
     pub fn batch_pages(&self) -> usize {
         (self.headroom.budget.batch_pages as usize).clamp(1, MAX_BATCH_PAGES)
     }
 
-    /// Copy pages into ordinary memory: those that were written since they were merged, as far as memory is left, and
-    /// some of a former store, where memory is plenty; both until the deadline. Which were copied, and whether written
-    /// ones were not for want of memory or time.
+    /// Copy pages into ordinary memory, until the deadline: COW-broken pages while memory is left, and part of a former
+    /// store if memory is plenty. Returns the copied ranges, and whether COW-broken pages were left for lack of memory
+    /// or time.
     pub fn restore_in_batches(
         &mut self,
         survey: &MemorySurvey,
@@ -57,7 +58,7 @@ impl EngineState {
     ) -> (Vec<AddressRange>, bool) {
         let (page, most, members) = (self.domain.page_bytes(), self.batch_pages(), self.domain.member_count());
         let (mut healed, is_partial) = survey.restore_cow_broken(exclusion, (page, most as u64), deadline, |needed| {
-            // Where memory is short, other processes may have taken what there was.
+            // If memory is short, other processes may have taken what was available.
             most == MAX_BATCH_PAGES || self.headroom.can_members_take(needed, members)
         });
         let region_pages = self.regions.iter().map(|region| region.range().bytes().0 / page).sum();
@@ -68,7 +69,7 @@ impl EngineState {
                 && most == MAX_BATCH_PAGES
                 && self.headroom.leaves_memory_for_batches(needed, members, region_pages, (page, most as u64))
         });
-        // They were not written, and are new to the present store.
+        // They were not written, but are new to the present store.
         for &range in &drained {
             self.regions.iter_mut().for_each(|region| region.forget_pages(range));
         }
@@ -77,8 +78,8 @@ impl EngineState {
     }
 }
 
-/// Whether a merge counts as one that looked at everything: it did, or it is one of those that are cut short again and
-/// again, and its cursor has come around. A merge in which no window ran looked at nothing.
+/// Whether a merge counts as having scanned everything: it did, or it is one of several incomplete merges and its
+/// cursor has wrapped around. A merge in which no window ran has scanned nothing.
 pub fn is_complete_merge(has_run: bool, saw_all: bool, cursor_before: u64, cursor: u64) -> bool {
     has_run && (saw_all || cursor_before > 0 && cursor <= cursor_before)
 }
@@ -91,9 +92,9 @@ mod tests {
     fn merge_refused_for_memory_is_incomplete() {
         let refused = |cursor| is_complete_merge(false, false, cursor, cursor);
         assert_eq!([refused(0), refused(0x5000)], [false, false]);
-        assert!(is_complete_merge(true, true, 0, 0), "it saw everything");
-        assert!(!is_complete_merge(true, false, 0, 0x5000), "it was cut short");
-        assert!(!is_complete_merge(true, false, 0x5000, 0x6000), "it goes on later");
-        assert!(is_complete_merge(true, false, 0x5000, 0x3000), "it has come around");
+        assert!(is_complete_merge(true, true, 0, 0), "it scanned everything");
+        assert!(!is_complete_merge(true, false, 0, 0x5000), "it is incomplete");
+        assert!(!is_complete_merge(true, false, 0x5000, 0x6000), "it continues later");
+        assert!(is_complete_merge(true, false, 0x5000, 0x3000), "its cursor has wrapped around");
     }
 }

@@ -1,4 +1,4 @@
-//! Merging in the background of a program that goes on.
+//! Merging in the background of a running program.
 
 use pagefold_engine::{Engine, EngineOptions, Error};
 use std::sync::Arc;
@@ -13,7 +13,7 @@ fn background_merger_stays_within_its_cpu_share() {
     for (number, page) in region.as_mut_slice().chunks_exact_mut(4096).enumerate() {
         page.fill((number / 2 % 100) as u8);
     }
-    // SAFETY: nothing is unmapped until it is dropped, below.
+    // SAFETY: nothing is unmapped until `background` is dropped, below.
     let background = match unsafe { engine.merge_in_background(0.5) } {
         Err(Error::WriteProtectUnavailable(error)) => {
             println!("skipped: userfaultfd is not permitted: {error}");
@@ -21,23 +21,23 @@ fn background_merger_stays_within_its_cpu_share() {
         }
         other => other.expect("a thread"),
     };
-    assert!(background.wait_for_merges(2, Duration::from_secs(60)).expect("it works") >= 2);
+    assert!(background.wait_for_merges(2, Duration::from_secs(60)).expect("success") >= 2);
     drop(background);
-    let standing = engine.status().expect("it works");
+    let standing = engine.status().expect("success");
     assert_eq!((standing.merged.0, standing.totals.zeros_freed.0), (990, 10), "{standing:?}");
-    assert_eq!(standing.store_bytes.0, 99 * 4096, "one for each byte but zero");
+    assert_eq!(standing.store_bytes.0, 99 * 4096, "one page for each byte value but zero");
     for (number, page) in region.as_slice().chunks_exact(4096).enumerate() {
         assert!(page.iter().all(|&byte| byte == (number / 2 % 100) as u8), "page {number}");
     }
-    // SAFETY: it is unmapped next, where it is.
+    // SAFETY: the region is unmapped next, at the same address.
     unsafe { engine.disown_in_place(region.range()) }.expect("whole pages");
     drop(region);
     for _ in 0..3 {
         // SAFETY: nothing is adopted any more.
-        unsafe { engine.merge_while_running() }.expect("it works");
+        unsafe { engine.merge_while_running() }.expect("success");
     }
-    assert_eq!(engine.status().expect("it works").store_bytes.0, 0, "what is not mapped is not kept");
+    assert_eq!(engine.status().expect("success").store_bytes.0, 0, "contents that no member maps are freed");
     assert!(root.path().join("background").exists());
     engine.prepare_exit();
-    assert!(!root.path().join("background").exists(), "nobody else is a member");
+    assert!(!root.path().join("background").exists(), "there is no other member");
 }

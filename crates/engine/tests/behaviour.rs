@@ -1,5 +1,5 @@
-//! What programs do to their memory beside writing it, and where they run: each has a behaviour that the library's
-//! documentation states, and a test here.
+//! Operations of programs on their memory besides writing, and environments in which programs run. The library's
+//! documentation states the behavior of each; a test here checks it.
 
 mod member;
 
@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
-/// Two members of a domain that have all pages of a seed merged.
+/// Two members of a domain that have merged all pages of one seed.
 fn merged_pair(root: &TempDir, pages: u64) -> (MemberProcess, MemberProcess) {
     let (mut first, mut second) = (MemberProcess::start(root, pages, &[]), MemberProcess::start(root, pages, &[]));
     for member in [&mut first, &mut second] {
@@ -36,16 +36,16 @@ fn unmapped_memory_leaves_the_store() {
     merge_until_settled(&mut [&mut first, &mut second]);
     assert_eq!(second.read_status().number("store"), 700 * PAGE_BYTES);
     for member in [&mut first, &mut second] {
-        // What somebody else has mapped there since stays that one's.
+        // A new mapping of the program at that address is not the engine's.
         member.run_command("map 100 300");
         member.run_command("fill 100 300 6");
     }
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert!(second.read_status().number("store") > 700 * PAGE_BYTES, "it is adopted as any");
+    assert!(second.read_status().number("store") > 700 * PAGE_BYTES, "new memory is adopted like any other");
 }
 
-/// Two members have so many pages merged, and as many once the last 600 hold something else, which nothing else is
-/// stored beside.
+/// Two members have `pages` merged pages, and again `pages` after the last 600 get new contents. Nothing else remains
+/// in the store.
 fn merge_new_contents(first: &mut MemberProcess, second: &mut MemberProcess, pages: u64) {
     for member in [&mut *first, &mut *second] {
         assert_eq!(member.read_status().number("merged"), pages);
@@ -83,7 +83,7 @@ fn remapped_memory_counts_as_written() {
     }
     merge_until_settled(&mut [&mut first, &mut second]);
     assert_eq!(second.read_status().number("store"), 700 * PAGE_BYTES);
-    // Longer than what was written once is left alone.
+    // Longer than pages are left alone after one write.
     std::thread::sleep(std::time::Duration::from_millis(2100));
     merge_until_settled(&mut [&mut first, &mut second]);
     merge_new_contents(&mut first, &mut second, 1000);
@@ -97,14 +97,14 @@ fn file_mapped_over_adopted_memory_is_not_merged() {
         member.run_command("mapfile 100 300");
     }
     merge_until_settled(&mut [&mut first, &mut second]);
-    // Of what lies there a part is as the file has it, and a part written since; both are the same in both members.
+    // One part of that range has the file's content, and one part was written since; both are equal in both members.
     for member in [&mut first, &mut second] {
         member.run_command("fill 100 100 6");
     }
     merge_new_contents(&mut first, &mut second, 700);
     for member in [&mut first, &mut second] {
         assert_eq!(member.run_command("files"), "untouched");
-        // By the engine's own way it is ordinary memory again.
+        // The engine's `clear` makes it ordinary memory again.
         member.run_command("clear 100 300");
         member.run_command("fill 100 300 7");
     }
@@ -123,7 +123,7 @@ fn moved_memory_keeps_its_content() {
     first.run_command("move 100 300");
     second.run_command("fill 0 1000 6");
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert_eq!(second.read_status().number("store"), 1000 * PAGE_BYTES, "wherever it is mapped");
+    assert_eq!(second.read_status().number("store"), 1000 * PAGE_BYTES, "a moved mapping stays merged");
     first.run_command("back");
     first.run_command("fill 0 1000 7");
     merge_until_settled(&mut [&mut first, &mut second]);
@@ -149,7 +149,7 @@ fn dropped_memory_reads_zeros_or_merged_content() {
     let (mut first, mut second) = merged_pair(&root, 1000);
     first.run_command("fill 500 500 6");
     let told = MemberAnswer(first.run_command("dontneed 0 1000"));
-    assert_eq!((told.number("zeros"), told.number("kept")), (0, 1000), "the copies are gone, what was merged is not");
+    assert_eq!((told.number("zeros"), told.number("kept")), (0, 1000), "copies are gone, merged pages are not");
     first.run_command("fill 500 500 6");
     first.run_merge();
     let told = MemberAnswer(first.run_command("dontneed 0 1000"));
@@ -175,7 +175,7 @@ fn protected_memory_is_not_merged() {
         member.run_command("expose 0 1000");
         member.check_memory();
     }
-    assert_eq!(third.run_merge().number("merged"), 400, "what was merged meanwhile is there still");
+    assert_eq!(third.run_merge().number("merged"), 400, "contents that were merged before still exist");
     merge_until_settled(&mut [&mut first, &mut second, &mut third]);
 }
 
@@ -185,7 +185,7 @@ fn guard_pages_are_not_merged() {
     let (mut first, mut second) = merged_pair(&root, 1000);
     first.run_command("fill 0 500 6");
     if MemberAnswer(first.run_command("guard 400 200")).number("guarded") == 0 {
-        println!("skipped: MADV_GUARD_INSTALL is 6.13's, and 6.15's for mappings of files");
+        println!("skipped: MADV_GUARD_INSTALL needs Linux 6.13, and 6.15 for file mappings");
         return;
     }
     merge_until_settled(&mut [&mut first, &mut second]);
@@ -239,11 +239,12 @@ fn disowned_memory_can_move_during_a_merge() {
         return;
     }
     assert_eq!(told.number("wrong"), 0, "{told:?}");
-    // At a safe point nothing is moved, and what is mapped can be told.
+    // At a safe point no mapping moves, so the engine sees all of them.
     merge_until_settled(&mut [&mut first, &mut second]);
 }
 
-/// `kernel.core_pattern` that has dumps written as `core` into the working directory, until it is dropped.
+/// Sets `kernel.core_pattern` so that the kernel writes dumps as `core` into the working directory; restores it on
+/// drop.
 struct CorePatternGuard(Option<String>);
 
 impl CorePatternGuard {
@@ -267,7 +268,7 @@ impl Drop for CorePatternGuard {
     }
 }
 
-/// What a core dump holds of a range.
+/// The content of a range in a core dump.
 fn read_from_core(core: &Path, start: u64, bytes: u64) -> Vec<u8> {
     let stream = elf::ElfStream::<elf::endian::NativeEndian, _>::open_stream(fs::File::open(core).expect("a dump"))
         .expect("an ELF file");
@@ -278,7 +279,7 @@ fn read_from_core(core: &Path, start: u64, bytes: u64) -> Vec<u8> {
         let (from, to) = (start.max(segment.p_vaddr), (start + bytes).min(segment.p_vaddr + segment.p_filesz));
         if segment.p_type == elf::abi::PT_LOAD && from < to {
             let part = &mut held[(from - start) as usize..(to - start) as usize];
-            file.read_exact_at(part, segment.p_offset + from - segment.p_vaddr).expect("what it says it holds");
+            file.read_exact_at(part, segment.p_offset + from - segment.p_vaddr).expect("the dump contains the segment");
         }
     }
     held
@@ -293,22 +294,22 @@ fn core_dump_contains_merged_memory() {
     first.run_merge();
     let base = MemberAnswer(first.run_command("base")).number("base");
     let mut before = vec![0; (500 * PAGE_BYTES) as usize];
-    let memory = fs::File::open(format!("/proc/{}/mem", first.child.id())).expect("it is ours");
+    let memory = fs::File::open(format!("/proc/{}/mem", first.child.id())).expect("our child");
     memory.read_exact_at(&mut before, base).expect("it is mapped");
     assert!(before.iter().any(|&byte| byte != 0));
     let directory = tempfile::tempdir().expect("a directory");
     let Some(_pattern) = CorePatternGuard::set_core_pattern() else {
-        println!("skipped: kernel.core_pattern is of others, and may not be changed");
+        println!("skipped: kernel.core_pattern has another value and cannot be changed");
         return;
     };
     assert_eq!(first.try_command(&format!("core {}", directory.path().display())), None);
-    first.child.wait().expect("it is ours");
+    first.child.wait().expect("our child");
     let core = directory.path().read_dir().expect("a directory").flatten().next();
     let core = core.expect("a core dump is written as `core` or `core.PID`").path();
     assert!(read_from_core(&core, base, 500 * PAGE_BYTES) == before, "memory differs from its dump");
 }
 
-/// A cgroup of its own, removed when dropped, with the file that tells how much memory it takes.
+/// A cgroup for this test, removed on drop, with the file of its memory usage.
 struct MemberCgroup {
     path: PathBuf,
     usage: PathBuf,
@@ -337,7 +338,7 @@ impl MemberCgroup {
         fs::read_to_string(&self.usage).ok().and_then(|text| text.trim().parse().ok()).expect("a number")
     }
 
-    /// A member that lives in it from its beginning.
+    /// A member that runs in the cgroup from its start.
     fn start_member(&self, root: &TempDir, pages: u64) -> MemberProcess {
         let mut command = Command::new("sh");
         let enter = format!(
@@ -367,13 +368,13 @@ impl Drop for MemberCgroup {
 fn merging_reduces_cgroup_memory() {
     let root = domains_root();
     let Some(cgroup) = MemberCgroup::new() else {
-        println!("skipped: no cgroup that tells its memory can be made here");
+        println!("skipped: cannot create a cgroup that reports its memory usage");
         return;
     };
     let (mut first, mut second) = (cgroup.start_member(&root, 20_000), cgroup.start_member(&root, 20_000));
     for member in [&mut first, &mut second] {
         member.run_command("fill 0 16000 5");
-        // Written with zeros after something else: there, and of zeros.
+        // Zeros written over other contents: resident pages of zeros.
         member.run_command("fill 16000 4000 6");
         member.run_command("fill 16000 4000 0");
     }
@@ -386,7 +387,7 @@ fn merging_reduces_cgroup_memory() {
     let (after, after_pss) = (cgroup.used_bytes(), first.smaps_rollup_kib("Pss:") + second.smaps_rollup_kib("Pss:"));
     let saved = (merged - first.read_status().number("store") / PAGE_BYTES + zeros) * PAGE_BYTES;
     assert_eq!(saved, 24_000 * PAGE_BYTES);
-    // Less what the engine itself takes, and what the kernel charges in advance on each CPU.
+    // Less the engine's own memory, and the memory that the kernel charges in advance on each CPU.
     let slack = 8 << 20;
     assert!(before - after > saved - slack, "{before} before, {after} after, {saved} saved");
     assert!(before - after < saved + slack, "{before} before, {after} after, {saved} saved");
@@ -398,21 +399,22 @@ fn merging_reduces_cgroup_memory() {
 #[test]
 fn members_need_no_privilege_and_share_only_with_own_user() {
     if !is_root() {
-        println!("skipped: only root can be somebody else; all other tests are those of a user without privilege now");
+        println!("skipped: only root can become another user; all other tests now run without privilege");
         return;
     }
     let place = tempfile::tempdir().expect("a directory");
-    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).expect("its owner may");
+    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).expect("permission");
     let copy = place.path().join("member");
-    // By another process: what this one has open for writing, a test beside may hand on to a child, and it is not run.
+    // Another process copies the file. A child of a concurrent test may inherit a descriptor that this process has open
+    // for writing, and then exec fails.
     let copied = Command::new("cp").arg(member_program()).arg(&copy).status().expect("cp");
     assert!(copied.success());
     let (theirs, own) = (domains_root(), domains_root());
-    std::os::unix::fs::chown(theirs.path(), Some(65534), Some(65534)).expect("root may");
+    std::os::unix::fs::chown(theirs.path(), Some(65534), Some(65534)).expect("permission");
     let start = |root: &TempDir| {
         let mut command = Command::new(&copy);
         command.args(["test", "1000"]).env("PAGEFOLD_RUNTIME", root.path());
-        // The standard library gives groups up with this, as root.
+        // As root, the standard library also drops the supplementary groups.
         MemberProcess::spawn(command.uid(65534).gid(65534), Stdio::inherit())
     };
     let (mut first, mut second) = (start(&theirs).wait_until_ready(false), start(&theirs).wait_until_ready(false));
@@ -421,7 +423,7 @@ fn members_need_no_privilege_and_share_only_with_own_user() {
         member.run_merge();
     }
     assert_eq!(first.run_merge().number("merged"), 900);
-    // While they run they may merge only where everybody may, if the kernel can do it at all.
+    // While they run, these members can merge only where every user may use userfaultfd, if the kernel supports that.
     let able = MemberProcess::start(&own, 10, &[]).run_command("running").contains("looked_at");
     let set = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|set| set.trim() == "1");
     let mut open = Command::new("sh");
@@ -432,22 +434,23 @@ fn members_need_no_privilege_and_share_only_with_own_user() {
         assert!(told.contains("looked_at"), "{told}");
     } else {
         let remedy = "merging while the program runs needs Linux 6.4 and userfaultfd: CAP_SYS_PTRACE, \
-                      vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; merging at safe points does not";
+                      vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; \
+                      merging at safe points needs neither";
         assert_eq!(told, remedy);
     }
     merge_until_settled(&mut [&mut first, &mut second]);
-    // Neither joins the other's domain.
+    // Neither user's member joins the other user's domain.
     let root_member = MemberProcess::start(&own, 10, &[]);
     let refused = start(&own).read_answer().expect("it says why");
-    assert!(refused.contains("cannot use") || refused.contains("others can change"), "{refused}");
+    assert!(refused.contains("cannot use") || refused.contains("is not a private directory"), "{refused}");
     let mut command = Command::new(member_program());
     command.args(["test", "10"]).env("PAGEFOLD_RUNTIME", theirs.path());
     let refused = MemberProcess::spawn(&mut command, Stdio::inherit()).read_answer().expect("it says why");
-    assert!(refused.contains("others can change"), "{refused}");
+    assert!(refused.contains("is not a private directory"), "{refused}");
     drop(root_member);
 }
 
-/// `/sys/kernel/mm/ksm` is not there, and whatever asks for KSM is refused, as by a kernel that was built without.
+/// `/sys/kernel/mm/ksm` is hidden and all KSM calls are refused, as by a kernel without KSM.
 #[test]
 fn members_work_on_kernels_without_ksm() {
     if !is_root() {
@@ -460,7 +463,7 @@ fn members_work_on_kernels_without_ksm() {
         let hide = "mount -t tmpfs -o size=4k none /sys/kernel/mm && test ! -e /sys/kernel/mm/ksm && exec \"$@\"";
         command.args(["--mount", "sh", "-c", hide, "sh"]).arg(member_program()).args(["test", "1000"]);
         command.env("PAGEFOLD_RUNTIME", root.path());
-        // SAFETY: the filter was made before; to install it is a few system calls.
+        // SAFETY: the filter exists already; installing it takes a few system calls only.
         unsafe { command.pre_exec(refuse_ksm()) };
         MemberProcess::spawn(&mut command, Stdio::inherit())
     };
@@ -468,7 +471,7 @@ fn members_work_on_kernels_without_ksm() {
     match first.read_answer().as_deref() {
         Some("ready") => {}
         _ => {
-            println!("skipped: no mount namespace can be had");
+            println!("skipped: cannot create a mount namespace");
             return;
         }
     }
@@ -482,7 +485,7 @@ fn members_work_on_kernels_without_ksm() {
     merge_until_settled(&mut [&mut first, &mut second]);
 }
 
-/// madvise(2) and prctl(2) answer `EINVAL` to whatever is about KSM.
+/// Makes madvise(2) and prctl(2) return `EINVAL` for all KSM operations.
 fn refuse_ksm() -> impl FnMut() -> std::io::Result<()> + Send + Sync + 'static {
     use seccompiler::{
         BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
@@ -497,7 +500,7 @@ fn refuse_ksm() -> impl FnMut() -> std::io::Result<()> + Send + Sync + 'static {
         (libc::SYS_madvise, vec![rule(2, libc::MADV_MERGEABLE as u64), rule(2, libc::MADV_UNMERGEABLE as u64)]),
         (libc::SYS_prctl, vec![rule(0, 67), rule(0, 68)]),
     ];
-    let architecture = std::env::consts::ARCH.try_into().expect("an architecture that filters are for");
+    let architecture = std::env::consts::ARCH.try_into().expect("an architecture that seccomp filters support");
     let refuse = SeccompAction::Errno(libc::EINVAL as u32);
     let filter = SeccompFilter::new(rules.into_iter().collect(), SeccompAction::Allow, refuse, architecture);
     let program: BpfProgram = filter.expect("a filter").try_into().expect("a program");

@@ -1,4 +1,5 @@
-//! What a bound on the slow-down leaves to do: as much as has been earned, or is known to be, and what pays.
+//! Merging under a bound on the slowdown: the engine uses earned or promised CPU time only, and only for profitable
+//! merges.
 
 use pagefold_base::{Bytes, Pages};
 use pagefold_engine::{AllocatedRegion, Engine, EngineOptions, MergeCounters};
@@ -12,11 +13,11 @@ const HOUR: Duration = Duration::from_secs(3600);
 
 fn domains_root() -> TempDir {
     let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
+    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("permission");
     root
 }
 
-/// A member of a domain of its own.
+/// A member of a domain for this test alone.
 fn join_own_domain(root: &TempDir, max_slowdown: impl Into<Option<f64>>, min_runtime: Duration) -> Engine {
     let root = Some(root.path().to_owned());
     let options = EngineOptions { root, max_slowdown: max_slowdown.into(), min_runtime, ..EngineOptions::default() };
@@ -24,18 +25,18 @@ fn join_own_domain(root: &TempDir, max_slowdown: impl Into<Option<f64>>, min_run
 }
 
 fn merge_once(engine: &Engine) -> MergeCounters {
-    // SAFETY: nobody writes meanwhile, and no borrow of a region is used.
-    unsafe { engine.merge() }.expect("a domain that works")
+    // SAFETY: no other thread writes during the merge, and no borrow of a region is used.
+    unsafe { engine.merge() }.expect("a usable domain")
 }
 
-/// Each page with a content that no other has; zeros for a seed of 0.
+/// Give each page a content of its own; zeros for a seed of 0.
 fn fill_distinct(region: &mut AllocatedRegion<'_>, seed: u64) {
     for (number, page) in (1..).zip(region.as_mut_slice().chunks_exact_mut(PAGE_BYTES)) {
         page.as_chunks_mut::<8>().0.fill((seed * number).to_ne_bytes());
     }
 }
 
-/// How many of so many merges looked at anything or tried to.
+/// How many of `merges` merges scanned or tried to scan anything.
 fn count_active_merges(engine: &Engine, merges: usize) -> usize {
     (0..merges).filter(|_| merge_once(engine).incomplete_merges == 0).count()
 }
@@ -62,7 +63,7 @@ fn unmerged_candidates_are_rescanned_at_once() {
         (engine.allocate(2000 * PAGE_BYTES).unwrap(), engine.allocate(2000 * PAGE_BYTES).unwrap());
     fill_distinct(&mut one, 7);
     fill_distinct(&mut other, 7);
-    assert_eq!(merge_once(&engine).pages_merged, Pages::ZERO, "it may be changing");
+    assert_eq!(merge_once(&engine).pages_merged, Pages::ZERO, "the pages may be volatile");
     assert_eq!(merge_once(&engine).pages_merged, Pages(4000));
 }
 
@@ -89,7 +90,7 @@ fn change_missed_by_samples_backs_off_after_merge() {
     pair.iter_mut().for_each(|region| fill_distinct(region, 7));
     let mut all = MergeCounters::default();
     for step in 1..=10 {
-        // Of the second line.
+        // A byte in the second cache line.
         let places = |region: &mut [u8]| region.chunks_exact_mut(PAGE_BYTES).for_each(|page| page[100] = step);
         pair.iter_mut().for_each(|region| places(region.as_mut_slice()));
         all += merge_once(&engine);
@@ -101,7 +102,7 @@ fn change_missed_by_samples_backs_off_after_merge() {
             );
         }
     }
-    // Of ten merges within a second or two.
+    // In ten merges within one or two seconds.
     assert!((4000..=8000).contains(&all.pages_merged.0) && all.cow_breaks.0 >= 4000, "{all:?}");
 }
 
@@ -116,9 +117,9 @@ fn reading_freed_zeros_is_counted_once() {
     let before = engine.status().unwrap().time_use.spent;
     let merged = merge_once(&engine);
     assert_eq!((merged.zeros_read, merged.cow_breaks), (Pages(600), Pages::ZERO));
-    assert!(engine.status().unwrap().time_use.spent > before + merged.program_time, "beside the merge's own time");
+    assert!(engine.status().unwrap().time_use.spent > before + merged.program_time, "plus the time of faults");
     assert_eq!(merge_once(&engine).zeros_read, Pages::ZERO);
-    // Half of what was read is written, and less of what was not.
+    // Writes half of the pages that were read, and fewer of the other pages.
     region.as_mut_slice()[300 * PAGE_BYTES..700 * PAGE_BYTES].fill(1);
     let merged = merge_once(&engine);
     assert_eq!((merged.zeros_read, merged.cow_breaks), (Pages::ZERO, Pages(400)));
@@ -127,21 +128,21 @@ fn reading_freed_zeros_is_counted_once() {
 #[test]
 fn unprofitable_merges_back_off_until_new_memory() {
     let root = domains_root();
-    // Room for all the merges that follow.
+    // Enough CPU time for all merges below.
     let engine = join_own_domain(&root, 1.0, Duration::ZERO);
     std::thread::sleep(Duration::from_secs(1));
     let mut region = engine.allocate(2000 * PAGE_BYTES).unwrap();
     for content in [7, 8] {
         fill_distinct(&mut region, content);
-        assert_eq!(count_active_merges(&engine, 1), 1, "it might pay");
+        assert_eq!(count_active_merges(&engine, 1), 1, "the merge may be profitable");
     }
     let again = count_active_merges(&engine, 20);
-    assert!(again <= 1, "{again} times more");
+    assert!(again <= 1, "{again} more merges");
     let turns = [0, 64 << 20].map(|bytes| engine.is_merge_due(Bytes(bytes)).unwrap());
     assert_eq!(turns, [false, true]);
     let mut more = engine.allocate(16_000 * PAGE_BYTES).unwrap();
     fill_distinct(&mut more, 0);
-    assert_eq!(merge_once(&engine).zeros_freed, Pages(16_000), "at once");
+    assert_eq!(merge_once(&engine).zeros_freed, Pages(16_000), "new memory is merged at once");
 }
 
 #[test]
@@ -162,7 +163,7 @@ fn short_lived_pages_are_not_counted_as_gain() {
             )
         };
         assert_eq!(round(), ((2000, 0), (0, 0), 2000 - stored));
-        assert_eq!(round(), ((0, 0), (2000, 2000), -2000), "and left alone");
+        assert_eq!(round(), ((0, 0), (2000, 2000), -2000), "rewritten pages are left alone");
         std::thread::sleep(Duration::from_millis(2100));
         assert_eq!(round(), ((2000, 2000), (0, 0), 0));
         assert_eq!(round(), ((0, 0), (2000, 0), 0));
@@ -179,9 +180,9 @@ fn unearned_time_is_not_spent_on_unprofitable_merges() {
     let mut others = engine.allocate(2000 * PAGE_BYTES).unwrap();
     for content in [7, 8] {
         fill_distinct(&mut others, content);
-        assert_eq!(count_active_merges(&engine, 1), 1, "it might pay");
+        assert_eq!(count_active_merges(&engine, 1), 1, "the merge may be profitable");
     }
-    // Longer than it rests, but not long enough to earn what was spent.
+    // Longer than the pause between merges, but too short to earn the time spent.
     std::thread::sleep(Duration::from_millis(500));
     assert_eq!(count_active_merges(&engine, 1), 0);
 }

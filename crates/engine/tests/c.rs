@@ -1,5 +1,5 @@
-//! The C interface, by its example: compiled by the system's compiler against the header and the shared library, those
-//! of this tree and those that are installed. And its manual page.
+//! The C interface, tested by its example. The system's compiler builds the example against the header and the shared
+//! library of this tree, and against the installed ones. Also tests the manual page.
 
 mod library;
 
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
 
-/// Whether a program is there; says what is skipped without it.
+/// Whether a program is installed; prints what is skipped if not.
 fn has_program(program: &str, what: &str) -> bool {
     let there = Command::new(program).arg("--version").output().is_ok();
     if !there {
@@ -21,7 +21,7 @@ fn crate_path(path: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
 }
 
-/// A C program that was compiled with some flags, ready to run with the library in a folder. `None` without a compiler.
+/// Compile a C program with some flags; the command runs it with the library in a folder. `None` without a compiler.
 fn compile_with_flags(flags: &[String], library: &Path, root: &TempDir, source: &Path) -> Option<Command> {
     if !has_program("cc", "C compiler") {
         return None;
@@ -36,14 +36,14 @@ fn compile_with_flags(flags: &[String], library: &Path, root: &TempDir, source: 
     Some(run)
 }
 
-/// The same with the header of this tree and the library of this build.
+/// Compile a C program with the header of this tree and the library of this build.
 fn compile_with_this_build(root: &TempDir, source: &Path) -> Option<Command> {
     let header = format!("-I{}", crate_path("include").display());
     let library = format!("-L{}", root.path().display());
     compile_with_flags(&[header, library, "-lpagefold".to_owned()], root.path(), root, source)
 }
 
-/// Run `examples/c/ranks`, and see that three ranks merge all that they share.
+/// Run `examples/c/ranks`, and check that three ranks merge all their common memory.
 fn assert_ranks_merge_shared_memory(mut run: Command) {
     let output = run.args(["3", "16"]).output().expect("it runs");
     let text = String::from_utf8_lossy(&output.stdout);
@@ -56,10 +56,10 @@ fn assert_ranks_merge_shared_memory(mut run: Command) {
     let ranks: Vec<&str> = text.lines().filter(|line| line.starts_with("rank ")).collect();
     assert_eq!(ranks.len(), 3, "{text}");
     for rank in ranks {
-        // 16 MiB are 4096 pages: all of the table, and all of the work array but for one.
+        // 16 MiB are 4096 pages: all of the table, and all but one of the work array.
         assert_eq!(told(rank, "pages"), [4096], "{rank}");
         assert_eq!(told(rank, "of"), [4095], "{rank}");
-        // Seen by the thread beside: all that is saved, less a table that is stored once, or by each rank at the same
+        // The monitor thread sees all savings, less the table: either stored once, or once by each rank at the same
         // time.
         assert_eq!(told(rank, "merges"), [2], "{rank}");
         let [_, saved] = told(rank, "MiB")[..] else { panic!("{rank}") };
@@ -80,7 +80,7 @@ fn pkg_config_finds_the_installed_library() {
         return;
     }
     let (root, folder) = (library_and_domains_root(), tempfile::tempdir().expect("a directory"));
-    // What there is to build was built with this test, whose library one of other features would take the place of.
+    // Cargo built everything with this test. A build with other features would replace that library.
     let cargo = folder.path().join("cargo");
     let pass_on = format!("[ \"$1\" = build ] || exec '{}' \"$@\"\n", env!("CARGO"));
     std::fs::write(&cargo, pass_on).expect("a file");
@@ -88,8 +88,8 @@ fn pkg_config_finds_the_installed_library() {
     make.args(["--no-print-directory", "install-library", "PREFIX=/opt/here", "LIBDIR=/opt/here/lib/there"]);
     make.arg(format!("CARGO=sh {}", cargo.display())).arg(format!("BUILT={}", build_directory().display()));
     make.arg(format!("DESTDIR={}", folder.path().display())).current_dir(crate_path("../.."));
-    // An outer make has told its own.
-    let output = make.env_remove("MAKEFLAGS").output().expect("it is there");
+    // An outer make sets its own flags.
+    let output = make.env_remove("MAKEFLAGS").output().expect("it exists");
     assert!(output.status.success(), "{output:?}");
 
     let prefix = folder.path().join("opt/here");
@@ -97,7 +97,7 @@ fn pkg_config_finds_the_installed_library() {
     let told = |what: &[&str]| -> Vec<String> {
         let mut ask = Command::new("pkg-config");
         ask.args(what).arg("pagefold").env_remove("PKG_CONFIG_PATH").env("PKG_CONFIG_SYSROOT_DIR", folder.path());
-        let output = ask.env("PKG_CONFIG_LIBDIR", library.join("pkgconfig")).output().expect("it is there");
+        let output = ask.env("PKG_CONFIG_LIBDIR", library.join("pkgconfig")).output().expect("it exists");
         assert!(output.status.success(), "{output:?}");
         String::from_utf8_lossy(&output.stdout).split_ascii_whitespace().map(str::to_owned).collect()
     };
@@ -115,20 +115,20 @@ fn manual_page_is_well_formed() {
     if !has_program("groff", "groff") {
         return;
     }
-    // All warnings but those of lines that cannot be broken, which depend on the width.
+    // All warnings except for lines that cannot be broken, which depend on the width.
     let mut groff = Command::new("groff");
     groff.args(["-man", "-Tutf8", "-z", "-ww", "-Wbreak"]).arg(crate_path("man/pagefold.3"));
-    let output = groff.output().expect("it is there");
+    let output = groff.output().expect("it exists");
     assert!(output.status.success() && output.stderr.is_empty(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
 #[test]
 fn manual_page_covers_the_header() {
-    let read = |path: &str| std::fs::read_to_string(crate_path(path)).expect("it is there");
+    let read = |path: &str| std::fs::read_to_string(crate_path(path)).expect("it exists");
     let (header, page) = (read("include/pagefold.h"), read("man/pagefold.3"));
-    // Declarations begin in the first column.
+    // Declarations start in the first column.
     let declared = header.lines().filter(|line| line.starts_with(|first: char| first.is_ascii_alphabetic()));
-    // What these do is told of the inline functions that call them.
+    // The page describes the inline functions that call these.
     let declared = declared.filter(|line| !line.contains("_sized("));
     let functions: Vec<&str> = declared.filter_map(|line| line.split_once('(')?.0.rsplit([' ', '*']).next()).collect();
     assert!(functions.len() >= 16 && functions.contains(&"pagefold_join"), "{functions:?}");
@@ -147,7 +147,7 @@ fn manual_page_covers_the_header() {
     }
 }
 
-/// What a C program exits with: the number of what was wrong, 0 for nothing. `None` without a compiler.
+/// The exit code of a C program: the number of the failed check, or 0. `None` without a compiler.
 fn run_c_program(name: &str, text: &str) -> Option<i32> {
     let root = library_and_domains_root();
     let source = root.path().join(name);
@@ -174,7 +174,7 @@ fn c_structures_of_other_sizes_are_filled() {
 #[test]
 fn merge_is_refused_while_an_io_uring_buffer_is_registered() {
     match run_c_program("pinned.c", REGISTERED_BUFFER_C) {
-        Some(77) => println!("skipped: the kernel lets nobody have io_uring"),
+        Some(77) => println!("skipped: the kernel does not permit io_uring"),
         other => assert_eq!(other.unwrap_or(0), 0),
     }
 }
@@ -200,8 +200,8 @@ fn signal_handler_can_write_during_a_merge() {
     }
 }
 
-/// Every thread but the sender is signaled without end, and the handler writes to memory that is being merged: by a
-/// thread beside, then by the main thread itself. SIGALRM ends a program that hangs.
+/// A thread signals all other threads without pause. The handler writes to memory that is being merged: first by a
+/// background thread, then by the main thread itself. SIGALRM ends a program that hangs.
 const SIGNAL_HANDLERS_C: &str = r#"#define _GNU_SOURCE
 #include <pagefold.h>
 #include <dirent.h>
@@ -250,7 +250,7 @@ static int differs(pagefold_engine *engine)
 {
 	char *block = memory;
 	memory = NULL;
-	/* The handler writes to the first byte of a page alone. */
+	/* The handler writes only to the first byte of a page. */
 	for (size_t byte = 0; byte < PAGES * PAGE; byte++)
 		if (byte % PAGE && block[byte] != (char)(1 + byte / PAGE % 100))
 			return 1;
@@ -299,7 +299,7 @@ int main(void)
 	int handled = writes;
 	usleep(1000);
 	while (writes == handled)
-		usleep(1000); /* The main thread takes signals again. */
+		usleep(1000); /* The main thread receives signals again. */
 	atomic_store(&ends, 1);
 	pthread_join(sender, NULL);
 	pagefold_leave(engine);
@@ -406,7 +406,7 @@ int main(void)
 		return 77;
 	if (pagefold_standing_of(engine, &standing) || standing.pinned != PAGES * PAGE)
 		return 4;
-	/* Each way to merge is refused with the reason. */
+	/* Each kind of merge is refused with the reason. */
 	if (pagefold_merge(engine, NULL) != -1 || !strstr(pagefold_error(), "64.0 KiB of this process is pinned"))
 		return 5;
 	if (pagefold_merge_while_running(engine, NULL) != -1 || !strstr(pagefold_error(), "is pinned"))
@@ -421,7 +421,7 @@ int main(void)
 		return 8;
 	if (memcmp(memory, expected, PAGES * PAGE))
 		return 9;
-	/* The caller may vouch for it; nothing is read into the buffer any more. */
+	/* The caller may vouch for it: nothing is read into the buffer any more. */
 	pagefold_leave(engine);
 	options.merge_while_pinned = 1;
 	engine = pagefold_join("pinned", &options);
@@ -458,7 +458,7 @@ static void *works(void *none)
 		exit(2);
 	pagefold_leave(leaves);
 	for (int merge = 0; merge < 5; merge++) {
-		/* What takes the place of contents that were freed. */
+		/* Replaces the contents that were freed. */
 		for (size_t page = 0; page < 40; page++)
 			memset(other + page * PAGE, 3 + merge * 3 + page % 2, PAGE);
 		if (pagefold_merge(stays, NULL))
@@ -486,7 +486,7 @@ int main(void)
 	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
 	options.max_slowdown = -1;
 	pagefold_engine *engine = pagefold_join("told", &options);
-	/* Sixty pages of ten contents, forty of zeros, and as many again that are never touched. */
+	/* Sixty pages of ten contents, forty of zeros, and a hundred that are never touched. */
 	char *memory = pagefold_allocate(engine, 200 * PAGE), *more = pagefold_allocate(engine, PAGE);
 	if (!memory || !more)
 		return 1;
@@ -530,15 +530,15 @@ int main(void)
 }
 "#;
 
-/// Of a program that was compiled with structures that end after their second word, and of one whose structures are
-/// larger than the library's.
+/// Programs that were compiled with structures that end after their second word, and with structures that are larger
+/// than the library's.
 const STRUCTURE_SIZES_C: &str = r#"#include <pagefold.h>
 #include <string.h>
 #define PAGE ((size_t)4096)
 #define UNTOUCHED 0x5555555555555555u
 static uint64_t words[100];
 static void *fresh(void) { return memset(words, 0x55, sizeof words); }
-/* Whether the first two words alone were written. */
+/* Whether only the first two words were written. */
 static int fits(void)
 {
 	for (int word = 2; word < 100; word++)
@@ -546,7 +546,7 @@ static int fits(void)
 			return 0;
 	return words[0] != UNTOUCHED && words[1] != UNTOUCHED;
 }
-/* Whether so many words were written, all zeros behind those of the structure. */
+/* Whether so many words were written, with zeros behind the library's structure. */
 static int grows(size_t known, size_t count)
 {
 	for (size_t word = known / 8; word < 100; word++)
@@ -578,7 +578,7 @@ int main(void)
 	size_t count = 1;
 	if (pagefold_regions_of_sized(engine, fresh(), &count, 16) || count != 2 || !fits())
 		return 8;
-	/* Two of them, each with a word that the library does not know. */
+	/* Two structures, each with a word that the library does not know. */
 	size_t size = sizeof(pagefold_region) + 8;
 	if (pagefold_regions_of_sized(engine, fresh(), &count, size) || count != 2 || words[size / 8 - 1] != 0 ||
 	    words[size / 4 - 1] != 0 || words[size / 4] != UNTOUCHED || words[1] + words[size / 8 + 1] != 30 * PAGE)
@@ -586,7 +586,7 @@ int main(void)
 	size_t wrong[] = { 0, 7, 12, 1 << 20 };
 	for (int each = 0; each < 4; each++)
 		if (pagefold_standing_of_sized(engine, fresh(), wrong[each]) != -1 || words[0] != UNTOUCHED ||
-		    !strstr(pagefold_error(), "is no size of the structure") ||
+		    !strstr(pagefold_error(), "is not a valid size of the structure") ||
 		    pagefold_merge_sized(engine, fresh(), wrong[each]) != -1 || words[0] != UNTOUCHED)
 			return 10;
 	if (pagefold_merge_sized(engine, NULL, 0))
@@ -613,17 +613,17 @@ int main(void)
 	options.lifetime = 0.0 / 0.0;
 	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "a lifetime of NaN s"))
 		return 6;
-	if (pagefold_join("../x", NULL) || !strstr(pagefold_error(), "no name for a domain"))
+	if (pagefold_join("../x", NULL) || !strstr(pagefold_error(), "is not a valid domain name"))
 		return 2;
 	const char *jobs[] = { "PMIX_NAMESPACE", "SLURM_JOB_ID", "PMI_JOBID" };
 	for (int job = 0; job < 3; job++)
 		unsetenv(jobs[job]);
-	if (pagefold_join(NULL, NULL) || !strstr(pagefold_error(), "no rank of an MPI job"))
+	if (pagefold_join(NULL, NULL) || !strstr(pagefold_error(), "this is not an MPI rank"))
 		return 7;
 	if (pagefold_merge(NULL, NULL) != -1 || strcmp(pagefold_error(), "engine is NULL"))
 		return 3;
 	pagefold_engine *engine = pagefold_join("x", NULL);
-	if (!engine || pagefold_adopt(engine, (void *)1, 4096) != -1 || !strstr(pagefold_error(), "whole pages"))
+	if (!engine || pagefold_adopt(engine, (void *)1, 4096) != -1 || !strstr(pagefold_error(), "is not page-aligned"))
 		return 4;
 	pagefold_leave(engine);
 	pagefold_leave(NULL);

@@ -1,4 +1,4 @@
-//! The example in Rust; that in C is in `c`.
+//! The example in Rust; `c.rs` tests the example in C.
 
 mod member;
 

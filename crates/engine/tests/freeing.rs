@@ -1,4 +1,5 @@
-//! Freeing memory while another thread merges: it waits for the pages in hand, and not for the end of the merge.
+//! Freeing memory while another thread merges: it waits for the pages that the merge works on, not for the end of the
+//! merge.
 
 use pagefold_engine::{AllocatedRegion, Engine, EngineOptions};
 use std::fs::File;
@@ -7,10 +8,10 @@ use std::thread;
 
 const PAGE_BYTES: usize = 4096;
 
-/// Merges that are made at most until one of them goes on after all of the small regions were freed beside it.
+/// Maximum number of merges until one of them still runs after all small regions were freed.
 const MAX_MERGE_ROUNDS: u64 = 30;
 
-/// Entries of `pagemap`: bit 63 of each says that the page is resident, bit 61 that it is a file's
+/// Entries of `pagemap`: bit 63 says that the page is resident, bit 61 that it is a file's
 /// (Documentation/admin-guide/mm/pagemap.rst).
 fn pagemap_entries(pagemap: &File, region: &AllocatedRegion<'_>) -> Vec<u64> {
     let mut bytes = vec![0; region.as_slice().len() / PAGE_BYTES * 8];
@@ -26,7 +27,7 @@ fn is_file_backed(entry: &u64) -> bool {
     entry >> 61 & 1 == 1
 }
 
-/// Each page with its content: the number of a pair, and of a round.
+/// Fill each page with a content that follows from the number of its pair and of the round.
 fn fill_region(region: &mut AllocatedRegion<'_>, round: u64) {
     for (number, page) in region.as_mut_slice().chunks_exact_mut(PAGE_BYTES).enumerate() {
         page[..16].copy_from_slice(&[round.to_ne_bytes(), (number as u64 / 2 + 1).to_ne_bytes()].concat());
@@ -44,12 +45,12 @@ fn is_filled(region: &AllocatedRegion<'_>, round: u64) -> bool {
 #[test]
 fn memory_is_freed_during_a_merge() {
     let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
+    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("permission");
     let options = EngineOptions { root: Some(root.path().to_owned()), max_slowdown: None, ..EngineOptions::default() };
     let engine = Engine::join("freeing", &options).expect("a domain");
     let pagemap = File::open("/proc/self/pagemap").expect("its own");
     let frees_beside_the_merge = |round| {
-        // 64 MiB whose pages are stored and mapped once zeros were given back.
+        // 64 MiB whose pages the merge stores and maps after it has freed the zeros.
         let mut large = engine.allocate(16_384 * PAGE_BYTES).expect("memory");
         fill_region(&mut large, round);
         let mut zeros = engine.allocate(64 * PAGE_BYTES).expect("memory");
@@ -62,22 +63,22 @@ fn memory_is_freed_during_a_merge() {
             })
             .collect();
         let beside = thread::scope(|scope| {
-            // SAFETY: nobody writes meanwhile; what is unmapped is so by the engine's own functions.
+            // SAFETY: no thread writes during the merge; only the engine's own functions unmap memory.
             let merge = scope.spawn(|| unsafe { engine.merge() });
-            // That they are given back tells that the merge has found everything, and goes on to store and map.
+            // Once the zeros are freed, the merge has found all duplicates and proceeds to store and map them.
             while pagemap_entries(&pagemap, &zeros).iter().any(is_resident) && !merge.is_finished() {
                 thread::yield_now();
             }
             drop(small);
             let beside = !pagemap_entries(&pagemap, &large).iter().all(is_file_backed);
-            assert_eq!(merge.join().expect("it works").expect("a domain that works").zeros_freed.0, 64);
+            assert_eq!(merge.join().expect("success").expect("a usable domain").zeros_freed.0, 64);
             assert!(pagemap_entries(&pagemap, &large).iter().all(is_file_backed), "all of it is merged");
             beside
         });
         assert!(is_filled(&large, round));
-        assert_eq!(engine.status().expect("it works").pages.0, 16_384 + 64);
+        assert_eq!(engine.status().expect("success").pages.0, 16_384 + 64);
         beside
     };
     let beside = (1..=MAX_MERGE_ROUNDS).any(frees_beside_the_merge);
-    assert!(beside, "in each of {MAX_MERGE_ROUNDS} merges, freeing waited for the end");
+    assert!(beside, "in each of {MAX_MERGE_ROUNDS} merges, freeing waited for the end of the merge");
 }

@@ -1,4 +1,4 @@
-//! Domains where there is little room: a limit on the size of files, and a full tmpfs.
+//! Domains with little space: a limit on the size of files, and a full tmpfs.
 
 mod member;
 
@@ -25,7 +25,7 @@ fn file_size_limit_refuses_join_without_sigxfsz() {
     let mut member = MemberProcess::start(&root, 16, &[]);
     member.run_command("fill 0 8 3");
     refused(under_a_limit());
-    // A refused one has left the domain as it was.
+    // The refused member has left the domain as it was.
     member.run_command("copy 8 8 0");
     assert_eq!(member.run_merge().number("merged"), 16);
     member.check_memory();
@@ -39,23 +39,23 @@ fn later_file_size_limit_kills_no_process() {
     member.run_command("copy 300 300 0");
     let process = rustix::process::Pid::from_child(&member.child);
     let limit = rustix::process::Rlimit { current: Some(4096), maximum: None };
-    rustix::process::prlimit(Some(process), rustix::process::Resource::Fsize, limit).expect("it is ours");
+    rustix::process::prlimit(Some(process), rustix::process::Resource::Fsize, limit).expect("our child");
     let merged = member.run_merge();
     assert_eq!((merged.number("zeros"), merged.number("stored"), merged.number("failed")), (0, 0, 600), "{merged:?}");
     member.run_command("fill 600 400 9");
     member.run_command("fill 600 400 0");
-    assert_eq!(member.run_merge().number("zeros"), 400, "what needs no file is done");
+    assert_eq!(member.run_merge().number("zeros"), 400, "freeing zeros needs no file space");
     member.check_memory();
 }
 
-/// A member whose domains are on a small tmpfs that only it sees; where that is to this process.
+/// A member whose domains are on a small tmpfs that only the member sees, and the path of that tmpfs for this process.
 fn start_member_on_small_tmpfs(pages: u64) -> Option<(MemberProcess, PathBuf)> {
     let may = Command::new("unshare").args(["--mount", "true"]).output();
     if !may.is_ok_and(|output| output.status.success()) {
         println!("skipped: unshare makes no mount namespace here");
         return None;
     }
-    // Not below the one of others: it is mounted where the member sees it, and gone with it.
+    // Not below an existing tmpfs: it is mounted in the member's own namespace, and disappears with the member.
     let script = "mount -t tmpfs -o size=1m,mode=700 tmpfs /mnt && PAGEFOLD_RUNTIME=/mnt exec \"$0\" test \"$1\"";
     let mut command = Command::new("unshare");
     command
@@ -69,7 +69,7 @@ fn start_member_on_small_tmpfs(pages: u64) -> Option<(MemberProcess, PathBuf)> {
 
 fn fill_filesystem(tmpfs: &std::path::Path) -> PathBuf {
     let path = tmpfs.join("filler");
-    let mut file = File::create(&path).expect("its owner may");
+    let mut file = File::create(&path).expect("permission");
     while file.write_all(&[1; 4096]).is_ok() {}
     path
 }
@@ -81,7 +81,7 @@ fn full_tmpfs_merges_what_fits() {
     member.run_command("copy 100 100 0");
     assert_eq!(member.run_merge().number("merged"), 200);
     let filler = fill_filesystem(&tmpfs);
-    // More contents than the index has room for, of which some are there twice, and zeros.
+    // More contents than fit into the index, some of them duplicates, and zeros.
     member.run_command("fill 200 4000 5");
     member.run_command("copy 4200 800 200");
     member.run_command("fill 5000 1000 9");
@@ -90,7 +90,7 @@ fn full_tmpfs_merges_what_fits() {
     assert_eq!(merged.number("zeros"), 1000, "{merged:?}");
     assert!((1..=1600).contains(&merged.number("merged")) && merged.number("failed") > 0, "{merged:?}");
     member.check_memory();
-    std::fs::remove_file(filler).expect("it is there");
+    std::fs::remove_file(filler).expect("it exists");
     for _ in 0..3 {
         member.run_merge();
         member.check_memory();
@@ -103,7 +103,7 @@ fn join_on_full_tmpfs_fails_with_reason() {
     let Some((member, tmpfs)) = start_member_on_small_tmpfs(16) else { return };
     let (process, mut left) = (member.child.id(), 0);
     let filler = fill_filesystem(&tmpfs);
-    // With one more page free each time, until it can be founded.
+    // With one more free page each time, until the domain can be created.
     loop {
         let mut command = Command::new("nsenter");
         command.args(["--mount", "--target", &process.to_string(), "env", "PAGEFOLD_RUNTIME=/mnt"]);
@@ -116,10 +116,10 @@ fn join_on_full_tmpfs_fails_with_reason() {
         }
         assert!(told.contains("No space left on device"), "with {left} pages left: {told}");
         left += 1;
-        assert!(left < 100, "it does not need that many");
-        let file = File::options().write(true).open(&filler).expect("it is there");
-        let length = file.metadata().expect("it is there").len();
-        file.set_len(length - 4096).expect("its owner may");
+        assert!(left < 100, "a domain needs fewer pages");
+        let file = File::options().write(true).open(&filler).expect("it exists");
+        let length = file.metadata().expect("it exists").len();
+        file.set_len(length - 4096).expect("permission");
     }
-    assert!(left > 5, "there was room for all of it in {left} pages");
+    assert!(left > 5, "the domain fitted into {left} pages");
 }

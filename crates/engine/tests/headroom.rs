@@ -1,4 +1,5 @@
-//! Members in a cgroup that has little memory left: none is killed for what merging takes, and what fits is merged.
+//! Members in a cgroup with little free memory: merging never gets one killed, and pages are merged as far as memory
+//! suffices.
 
 mod member;
 
@@ -8,7 +9,7 @@ use std::time::{Duration, Instant};
 
 const BYTES_PER_MIB: u64 = 1 << 20;
 
-/// A cgroup of the memory controller, v1 or v2. Removed when dropped.
+/// A cgroup of the memory controller, v1 or v2. Removed on drop.
 struct MemoryCgroup {
     path: PathBuf,
     limit_file: &'static str,
@@ -30,23 +31,23 @@ impl MemoryCgroup {
     }
 
     fn add_member(&self, member: &MemberProcess) {
-        std::fs::write(self.path.join("cgroup.procs"), member.child.id().to_string()).expect("root may");
+        std::fs::write(self.path.join("cgroup.procs"), member.child.id().to_string()).expect("permission");
     }
 
     fn used_bytes(&self) -> u64 {
-        let text = std::fs::read_to_string(self.path.join(self.usage_file)).expect("it is there");
+        let text = std::fs::read_to_string(self.path.join(self.usage_file)).expect("it exists");
         text.trim().parse().expect("a number")
     }
 
     fn set_headroom(&self, headroom: u64) {
         let limit = self.used_bytes() + headroom;
-        std::fs::write(self.path.join(self.limit_file), limit.to_string()).expect("root may");
+        std::fs::write(self.path.join(self.limit_file), limit.to_string()).expect("permission");
     }
 }
 
 impl Drop for MemoryCgroup {
     fn drop(&mut self) {
-        // Members that were just killed are still in it for a moment.
+        // Members that were just killed remain in the cgroup for a moment.
         let end = Instant::now() + Duration::from_secs(5);
         while std::fs::remove_dir(&self.path).is_err() && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(10));
@@ -60,14 +61,14 @@ fn members_with_little_headroom_survive_and_merge_what_fits() {
     for headroom in [1, 2, 4, 8, 16] {
         let root = domains_root();
         let Some(cgroup) = MemoryCgroup::create(&headroom.to_string()) else {
-            println!("skipped: no cgroup with a memory limit can be made here");
+            println!("skipped: cannot create a cgroup with a memory limit");
             return;
         };
         let mut members = [0; 2].map(|_| MemberProcess::start(&root, MEMBER_PAGES, &[]));
         for member in &mut members {
             cgroup.add_member(member);
             member.run_command(&format!("fill 0 {MEMBER_PAGES} 7"));
-            // What the member itself remembers of each page that may be merged is there before.
+            // Allocates the member's records of mergeable pages in advance.
             member.run_command(&format!("advise 0 {MEMBER_PAGES} 1"));
             assert_eq!(member.run_merge().number("merged"), 0);
             member.run_command(&format!("advise 0 {MEMBER_PAGES} 0"));
@@ -102,7 +103,7 @@ fn members_with_little_headroom_survive_restoring_pages() {
     for headroom in [3, 4, 8] {
         let root = domains_root();
         let Some(cgroup) = MemoryCgroup::create(&format!("written-{headroom}")) else {
-            println!("skipped: no cgroup with a memory limit can be made here");
+            println!("skipped: cannot create a cgroup with a memory limit");
             return;
         };
         let mut members = [0; 2].map(|_| MemberProcess::start(&root, MEMBER_PAGES, &[]));
@@ -122,7 +123,7 @@ fn members_with_little_headroom_survive_restoring_pages() {
                     member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom")),
                 );
                 (broken, merged) = (broken + told.number("broken"), merged + told.number("merged"));
-                // Else pages that were written soon after a merge are left alone.
+                // Otherwise pages that were written soon after a merge are left alone.
                 member.run_command(&format!("advise 0 {MEMBER_PAGES} 0"));
             }
         }

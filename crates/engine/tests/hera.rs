@@ -1,4 +1,4 @@
-//! The stand-in for HERA in `labs/hera`: its results are the same in all its modes of memory.
+//! The substitute for HERA in `labs/hera`: its results are the same in all its memory modes.
 
 mod library;
 

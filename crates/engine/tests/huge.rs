@@ -1,5 +1,5 @@
-//! Memory in huge pages. A program of its own, one test of which runs at a time: the kernel moves others' pages to make
-//! huge ones.
+//! Memory in huge pages. This is a separate test program that runs one test at a time: the kernel moves pages of other
+//! processes to form huge pages.
 
 mod member;
 
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 static TEST_LOCK: Mutex<()> = Mutex::new(());
 
-/// A member with 2048 pages in huge ones, filled from a seed. `None` where there are no huge pages.
+/// A member with 2048 pages in huge pages, filled from a seed. `None` where there are no huge pages.
 fn start_member_with_huge_pages(root: &TempDir, seed: u64) -> Option<MemberProcess> {
     let mut member = MemberProcess::start(root, 2048, &[]);
     member.run_command("huge");
@@ -45,7 +45,7 @@ fn unprofitable_huge_pages_are_not_split() {
     huge(&mut second);
     second.run_merge();
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert!(first.smaps_rollup_kib("AnonHugePages:") < before, "where all of them is equal it pays");
+    assert!(first.smaps_rollup_kib("AnonHugePages:") < before, "splitting them is profitable");
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn scattered_zeros_of_a_huge_page_are_freed_together() {
     let Some(mut member) = start_member_with_huge_pages(&root, 3) else { return };
     (512..1536).step_by(2).for_each(|page| drop(member.run_command(&format!("fill {page} 1 0"))));
     let merged = member.run_merge();
-    // At either end a few may lie in a huge page that is not worth splitting for them.
+    // At either end a few pages may be in a huge page with too few zeros for a profitable split.
     assert!((480..=512).contains(&merged.number("zeros")), "{merged:?}");
     merge_until_settled(&mut [&mut member]);
 }
@@ -82,7 +82,7 @@ fn huge_page_of_zeros_takes_one_read_fault() {
     let Some(mut member) = start_member_with_huge_pages(&root, 0) else { return };
     assert_eq!(member.run_merge().number("zeros"), 2048);
     member.check_memory();
-    // At least three of them are whole, and the rest is read page by page.
+    // At least three huge pages are whole; the other pages take a read fault each.
     let merged = member.run_merge();
     assert!((3..=2048 - 3 * 512 + 3).contains(&merged.number("read")), "{merged:?}");
     assert_eq!((merged.number("broken"), member.run_merge().number("read")), (0, 0));
@@ -105,8 +105,8 @@ fn bounded_merge_splits_only_fully_mergeable_huge_pages() {
         println!("skipped: there are no huge pages");
         return;
     }
-    // Members merge at the same moments, and look at each page twice, so it takes some tries. What was merged, and what
-    // was found and kept.
+    // Members merge at the same moments and read each page twice, so this takes several merges. Returns the pages that
+    // were merged, and those that were found and kept.
     let mut merges = |member: &mut MemberProcess| {
         let (mut merged, mut kept) = (0, 0);
         for _ in 0..300 {
@@ -122,7 +122,7 @@ fn bounded_merge_splits_only_fully_mergeable_huge_pages() {
         (merged, kept)
     };
     let (merged, kept) = merges(&mut second);
-    // At either end there may be pages that are of no huge page.
+    // At either end there may be pages outside of huge pages.
     assert!(merged < 1024 && kept >= 3 * 1024, "equal tables stay in huge pages: {merged} {kept}");
     assert_eq!(second.smaps_rollup_kib("AnonHugePages:"), before[1]);
 
@@ -135,11 +135,11 @@ fn bounded_merge_splits_only_fully_mergeable_huge_pages() {
     assert_eq!(
         (scattered.run_merge().number("zeros"), scattered.smaps_rollup_kib("AnonHugePages:")),
         (0, huge),
-        "a part of huge pages"
+        "zeros are only a part of these huge pages"
     );
     scattered.check_memory();
 
-    // The bound allows for it, or the caller does.
+    // The bound allows the split, or the caller does.
     for (bound, more) in [("100", None), ("2", Some("--split-huge-pages"))] {
         let mut member = start(bound, more.as_slice(), 3);
         let (merged, _) = merges(&mut member);
@@ -153,12 +153,12 @@ fn bounded_merge_splits_only_fully_mergeable_huge_pages() {
 fn bounded_merge_keeps_mixed_zero_and_paired_huge_pages() {
     let _one = TEST_LOCK.lock();
     let root = domains_root();
-    // The bound allows for two huge pages of the eight or so.
+    // The bound allows two of the eight or so huge pages.
     let start = || {
         let mut member = MemberProcess::start(&root, 4096, &["--max-slowdown", "30", "--lifetime", "36000"]);
         member.run_command("huge");
         member.run_command("fill 0 4096 3");
-        // Wherever a huge page begins, 12 pages of it have a partner and the others are zeros.
+        // Wherever a huge page starts, 12 of its pages have a partner and the others are zeros.
         (0..8).for_each(|part| drop(member.run_command(&format!("fill {} 500 0", part * 512))));
         member
     };
@@ -168,7 +168,7 @@ fn bounded_merge_keeps_mixed_zero_and_paired_huge_pages() {
         println!("skipped: there are too few huge pages");
         return;
     }
-    // Members merge at the same moments, and look at each page twice. Each huge page is found at least three times.
+    // Members merge at the same moments and read each page twice. Each huge page is found at least three times.
     let (mut zeros, mut merged, mut kept) = (0, 0, 0);
     for _ in 0..300 {
         first.run_merge();
@@ -181,7 +181,7 @@ fn bounded_merge_keeps_mixed_zero_and_paired_huge_pages() {
         std::thread::sleep(std::time::Duration::from_millis(20));
     }
     assert!(kept >= 3 * 2048, "pages are found and kept: {kept}");
-    // At either end there may be pages that are of no huge page.
+    // At either end there may be pages outside of huge pages.
     let after = [first.smaps_rollup_kib("AnonHugePages:"), second.smaps_rollup_kib("AnonHugePages:")];
     assert!(zeros < 1024 && merged < 1024, "{zeros} {merged} {before:?} {after:?}");
     assert_eq!([first.smaps_rollup_kib("AnonHugePages:"), second.smaps_rollup_kib("AnonHugePages:")], before);

@@ -1,5 +1,5 @@
-//! Members of a domain that merge, write, fork and die: what each one's memory reads as never changes, what nobody maps
-//! leaves the store, and what is saved is where the kernel's own accounting shows it.
+//! Members of a domain that merge, write, fork and die. Their memory always reads as written, contents that no member
+//! maps leave the store, and the kernel's accounting shows the savings.
 
 mod member;
 
@@ -14,14 +14,14 @@ fn equal_memory_of_two_members_is_stored_once() {
     for member in [&mut first, &mut second] {
         member.run_command("fill 0 2000 7");
     }
-    // What only one of them has so far.
+    // Contents that only one of them has so far.
     first.run_command("fill 1000 100 8");
-    // But for code, which members of other tests share.
+    // Without code, which members of other tests share.
     let footprint =
         |member: &mut MemberProcess| member.smaps_rollup_kib("Pss_Anon:") + member.smaps_rollup_kib("Pss_Shmem:");
     let before = footprint(&mut first) + footprint(&mut second);
     let mappings = first.read_status().number("mappings");
-    assert_eq!(first.run_merge().number("merged"), 0, "nobody else was seen to hold any of it");
+    assert_eq!(first.run_merge().number("merged"), 0, "no other member has published these contents");
     let merged = second.run_merge();
     assert_eq!((merged.number("merged"), merged.number("stored")), (1900, 1900));
     let merged = first.run_merge();
@@ -29,13 +29,13 @@ fn equal_memory_of_two_members_is_stored_once() {
     first.check_memory();
     second.check_memory();
     let after = footprint(&mut first) + footprint(&mut second);
-    // Less what the engine itself takes: its index, what its last merge worked with.
+    // Less the engine's own memory: its index and the working memory of its last merge.
     assert!(before - after > 1900 * 4 - 800, "{before} KiB before, {after} after");
-    assert!(first.smaps_rollup_kib("Pss_Shmem:") >= 1900 * 2, "half of what is shared by two");
+    assert!(first.smaps_rollup_kib("Pss_Shmem:") >= 1900 * 2, "two members share each page");
     let standing = first.read_status();
     assert_eq!((standing.number("merged"), standing.number("store")), (1900, 1900 * PAGE_BYTES));
-    assert!(standing.number("mappings") <= mappings + 4, "runs are mapped as one: {standing:?}");
-    assert_eq!(second.run_merge().number("looked_at"), 100, "only what is not merged is looked at again");
+    assert!(standing.number("mappings") <= mappings + 4, "a run takes one mapping: {standing:?}");
+    assert_eq!(second.run_merge().number("looked_at"), 100, "only unmerged pages are scanned again");
 }
 
 #[test]
@@ -74,7 +74,7 @@ fn program_advice_is_followed() {
     assert_eq!(member.read_status().number("merged"), 2000, "until it is written");
     write(&mut member, 8);
     assert_eq!(merge(&mut member), [0, 2000, 0]);
-    // Longer than what was written once is left alone.
+    // Longer than pages are left alone after one write.
     std::thread::sleep(Duration::from_millis(2100));
     assert_eq!(merge(&mut member), [0, 0, 2000]);
     member.run_command("advise 0 2000 0");
@@ -96,16 +96,16 @@ fn concurrent_merges_store_each_content_once() {
     let mut merged = 0;
     for _ in 0..4 {
         members.iter_mut().for_each(|member| member.send_command("merge"));
-        let told = members.iter_mut().map(|member| MemberAnswer(member.read_answer().expect("it lives")));
+        let told = members.iter_mut().map(|member| MemberAnswer(member.read_answer().expect("it is alive")));
         merged += told.map(|told| told.number("merged")).sum::<u64>();
     }
     assert_eq!(merged, 4 * 2 * CONTENT_COUNT);
     for (member, before) in members.iter_mut().zip(mappings) {
         member.check_memory();
         let standing = member.read_status();
-        assert_eq!(standing.number("store"), CONTENT_COUNT * PAGE_BYTES, "what was stored in vain has left");
+        assert_eq!(standing.number("store"), CONTENT_COUNT * PAGE_BYTES, "unused contents are freed");
         let now = standing.number("mappings");
-        assert!(now < before + 200, "{now} mappings, {before} before: what lies together is stored together");
+        assert!(now < before + 200, "{now} mappings, {before} before: adjacent pages are stored together");
     }
 }
 
@@ -121,7 +121,7 @@ fn zero_pages_are_freed() {
     let after = member.smaps_rollup_kib("Rss:");
     assert!(before - after > 4999 * 4 - 1000, "{before} KiB before, {after} after");
     member.check_memory();
-    // Written again at once, they are left alone for a while.
+    // Pages that are written again at once are left alone for a while.
     member.run_command("fill 200 10 0");
     let merged = member.run_merge();
     assert_eq!((merged.number("broken"), merged.number("left_alone"), merged.number("zeros")), (10, 10, 0));
@@ -151,7 +151,7 @@ fn written_pages_become_ordinary_and_leave_the_store() {
     assert_eq!(
         first.read_status().number("store"),
         500 * PAGE_BYTES,
-        "pages 500 to 599 of the first, the others of both"
+        "pages 500 to 599 of the first member, the others of both"
     );
     first.run_command("clear 0 1000");
     second.run_command("clear 0 1000");
@@ -200,14 +200,14 @@ fn last_member_to_leave_removes_the_domain() {
     second.check_memory();
     second.run_command("leave");
     assert!(!root.path().join("test").exists());
-    // What was killed is swept by whoever comes next, to whatever domain.
+    // The next member to join removes the files of killed members, in any domain.
     MemberProcess::start(&root, 100, &[]).kill();
-    std::fs::rename(root.path().join("test"), root.path().join("other")).expect("nobody is there");
+    std::fs::rename(root.path().join("test"), root.path().join("other")).expect("the domain has no members");
     drop(MemberProcess::start(&root, 100, &[]));
     assert!(!root.path().join("other").exists());
 }
 
-/// Something may clean `/dev/shm` up while members are there.
+/// A cleaner may remove files of `/dev/shm` while members use them.
 #[test]
 fn removed_files_lose_no_memory() {
     let root = domains_root();
@@ -268,7 +268,7 @@ fn closing_unknown_descriptors_keeps_files_and_memory() {
     assert!(first.read_status().number("merged") > 0);
 }
 
-/// A child may be forked of a member in any way, and be the only one that still maps something.
+/// A member may be forked in any way, and the child may be the only process that still maps some contents.
 #[test]
 fn forked_child_keeps_its_memory() {
     let root = domains_root();
@@ -282,7 +282,7 @@ fn forked_child_keeps_its_memory() {
     for _ in 0..3 {
         member.run_merge();
     }
-    // Another one fills the store with something else, should there be room that is not free.
+    // Another member fills the store with other contents, to overwrite pages that are freed too early.
     let mut other = MemberProcess::start(&root, 1000, &[]);
     other.run_command("fill 0 500 9");
     other.run_command("copy 500 500 0");
@@ -307,7 +307,7 @@ fn memory_can_be_written_during_a_merge() {
         member.run_command("fill 0 2000 7");
     }
     let begin = Instant::now();
-    // What is written all the time is left alone for a second and more: so it may take some turns.
+    // Pages that are written all the time are left alone for a second and more, so this may take some turns.
     for turn in 0.. {
         let member = if turn % 2 == 0 { &mut first } else { &mut second };
         let told = MemberAnswer(member.run_command("race 40"));
@@ -321,7 +321,7 @@ fn memory_can_be_written_during_a_merge() {
         if told.number("broken") > 0 && told.number("store") > 0 {
             return;
         }
-        assert!(begin.elapsed() < Duration::from_secs(120), "none were merged and written: {told:?}");
+        assert!(begin.elapsed() < Duration::from_secs(120), "no page was merged and then written: {told:?}");
     }
 }
 
@@ -334,15 +334,16 @@ fn slowdown_stays_within_its_bound() {
     assert_eq!((merged.number("cut_short"), merged.number("looked_at")), (1, 0));
 }
 
-/// A run in the midst of a region takes two mappings. Where there are few left, they are for what gives back most.
+/// A run in the middle of a region takes two mappings. If few mappings are left, the runs with the largest savings get
+/// them.
 #[test]
 fn longest_runs_are_merged_when_mappings_are_scarce() {
     const MEMBER_PAGES: u64 = 7100;
-    // At either end so many pages, of which every second one is a run by itself.
+    // So many pages at either end; every second one of them is a run of one page.
     const SINGLE_PAGE_RUNS: u64 = 400;
-    // Between them: two that are stored and mapped in more than one batch, and six that are not.
+    // Between them: two runs that take more than one batch to store and map, and six that do not.
     const PAGES_IN_LONG_RUNS: u64 = 2 * 2500 + 6 * 64;
-    // For half as many runs.
+    // Enough for half as many runs.
     const MAPPINGS_LEFT: u64 = 40;
     let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
     let limit: u64 = limit.trim().parse().expect("a number");
@@ -351,7 +352,7 @@ fn longest_runs_are_merged_when_mappings_are_scarce() {
         return;
     }
     let most = limit / 8 * 6;
-    // Each has drawn a number, by which it begins somewhere in what it has found.
+    // The engine starts at a random position in the runs that it has found.
     for _ in 0..4 {
         let root = domains_root();
         let mut member = MemberProcess::start(&root, MEMBER_PAGES, &[]);
@@ -364,7 +365,7 @@ fn longest_runs_are_merged_when_mappings_are_scarce() {
         [5700, 6000, 6300].into_iter().for_each(|page| copy(page + 100, 64, page));
         member.run_command(&format!("mappings {MAPPINGS_LEFT}"));
         let before = member.read_status().number("mappings");
-        assert!(before.abs_diff(most - MAPPINGS_LEFT) <= 3, "{before} mappings of {most} that there may be");
+        assert!(before.abs_diff(most - MAPPINGS_LEFT) <= 3, "{before} mappings of at most {most}");
 
         let merged = member.run_merge();
         assert_eq!((merged.number("looked_at"), merged.number("failed")), (MEMBER_PAGES, 0), "{merged:?}");
@@ -373,12 +374,12 @@ fn longest_runs_are_merged_when_mappings_are_scarce() {
             PAGES_IN_LONG_RUNS + SINGLE_PAGE_RUNS,
             "{merged:?}"
         );
-        // There are fewer single pages among them than any of the long runs has.
+        // Fewer single pages are merged than any of the long runs has.
         assert!(merged.number("merged") >= PAGES_IN_LONG_RUNS, "{merged:?}");
         let after = member.read_status().number("mappings");
         assert!(after > before && after <= most, "{before} mappings before and {after} after, of {most}");
         member.check_memory();
-        // What was left out is tried again, and what is there stays.
+        // Skipped runs are tried again, and merged pages stay merged.
         member.run_merge();
         let standing = member.read_status();
         assert!(
@@ -389,7 +390,7 @@ fn longest_runs_are_merged_when_mappings_are_scarce() {
     }
 }
 
-/// How long the random members go on: `PAGEFOLD_FUZZ` is seconds, and `PAGEFOLD_SOAK` some minutes.
+/// How long the random members run: `PAGEFOLD_FUZZ` in seconds, or `PAGEFOLD_SOAK` for some minutes.
 enum RandomRunLength {
     Rounds(u64),
     Until(Instant),
@@ -413,8 +414,8 @@ impl RandomRunLength {
     }
 }
 
-/// With what random members are started. The first ones have no bound. Of the others the last one has no more time for
-/// merges than it has earned, so that some are cut short; the rest have room for them from the beginning on.
+/// Options of random members. The first sets have no bound. The last set has no more time for merges than the member
+/// has earned, so that some are cut short; the others have enough from the start.
 const MEMBER_OPTIONS: [&[&str]; 5] = [
     &[],
     &["--threads", "2"],
@@ -423,12 +424,12 @@ const MEMBER_OPTIONS: [&[&str]; 5] = [
     &["--max-slowdown", "100"],
 ];
 
-/// How many of these have no bound.
+/// How many of these option sets have no bound.
 const UNBOUNDED_OPTION_SETS: u64 = 2;
 
-/// Two to four members that call whatever there is, do to their memory whatever a program may, fork, exec and die, all
-/// at random, beside a copy of what each page has to hold. `PAGEFOLD_SEED` says which calls; it is printed. If writers
-/// may be held up, threads merge while their program writes, too.
+/// Two to four members that call every function, do all that a program may do to its memory, fork, exec and die, all at
+/// random. A copy of the expected content of each page is kept. `PAGEFOLD_SEED` selects the calls; it is printed. If
+/// writers may be blocked, threads also merge while their program writes.
 fn run_random_members(while_written: bool) {
     let root = domains_root();
     let now = || SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
@@ -440,7 +441,7 @@ fn run_random_members(while_written: bool) {
         (state >> 33) % below
     };
     const MEMBER_PAGES: u64 = 600;
-    // One without a bound is always there, and one with.
+    // There is always a member with a bound, and one without.
     let start = |at: usize, which: u64| {
         let which = match at {
             0 => which % UNBOUNDED_OPTION_SETS,
@@ -452,7 +453,7 @@ fn run_random_members(while_written: bool) {
     let count = 2 + random(3);
     let (mut members, mut bounded): (Vec<MemberProcess>, Vec<bool>) =
         (0..count as usize).map(|at| start(at, random(MEMBER_OPTIONS.len() as u64))).unzip();
-    // Merges that looked at anything, and pages that they merged, without a bound and with one.
+    // Merges that scanned anything, and pages that they merged, without a bound and with one.
     let (mut merges, mut merged) = ([0_u64; 2], [0_u64; 2]);
     let mut note = |bounded: bool, told: &MemberAnswer| {
         merges[usize::from(bounded)] += u64::from(told.number("looked_at") > 0);
@@ -474,20 +475,20 @@ fn run_random_members(while_written: bool) {
             18..20 => drop(member.run_command(&format!("clear {from} {count}"))),
             20..30 => {
                 if which == 0 {
-                    // Nothing is known any more of pages that did not stay merged.
+                    // Forget the history of pages that did not stay merged.
                     member.run_command("adopt 0 600");
                 }
                 note(bounded[at], &member.run_merge());
             }
             30..35 => {
-                // At the same time, with all of their memory.
+                // Both at the same time, with all of their memory.
                 for member in [at, other] {
                     members[member].run_command("adopt 0 600");
                 }
                 let both = if at == other { vec![at] } else { vec![at, other] };
                 both.iter().for_each(|&member| members[member].send_command("merge"));
                 for member in both {
-                    note(bounded[member], &MemberAnswer(members[member].read_answer().expect("it lives")));
+                    note(bounded[member], &MemberAnswer(members[member].read_answer().expect("it is alive")));
                 }
             }
             35 => drop(member.run_command("running")),
@@ -525,7 +526,7 @@ fn run_random_members(while_written: bool) {
                 let mut member = std::mem::replace(&mut members[at], next.0);
                 bounded[at] = next.1;
                 if which == 0 {
-                    // At work, unless that is done by then.
+                    // In the middle of a merge, unless that is done by then.
                     member.run_command("adopt 0 600");
                     member.send_command("merge");
                     std::thread::sleep(Duration::from_micros(random(2000)));
@@ -535,13 +536,13 @@ fn run_random_members(while_written: bool) {
             60 => {
                 member.run_command(&format!("munmap {from} {few}"));
                 note(bounded[at], &member.run_merge());
-                // Before anything else of the program's lies there, which would be taken for adopted.
+                // Before the program maps anything else there, which the engine would take for adopted memory.
                 member.run_command(&format!("forsake {from} {few}"));
             }
             61 => drop(member.run_command(&format!("replace {from} {few}"))),
             62 => drop(member.run_command(&format!("mapfile {from} {few}"))),
             63 => {
-                // With a bound it is to have its turn, and to find what it has found before.
+                // A member with a bound needs several merges, until it may run one and finds its candidates again.
                 let merges = if bounded[at] { 8 } else { 1 };
                 for _ in 0..merges {
                     note(bounded[at], &member.run_merge());
@@ -566,7 +567,7 @@ fn run_random_members(while_written: bool) {
     let [without, with] = [0, 1].map(|bounded| format!("{} pages by {} merges", merged[bounded], merges[bounded]));
     println!("{round} rounds of {count} members merged {without} without a bound, and {with} with one");
     assert!(merged[0] > merges[0], "there was something to merge");
-    assert!(merges[1] > 0, "none with a bound has had its turn");
+    assert!(merges[1] > 0, "no member with a bound has merged");
 }
 
 #[test]
@@ -574,7 +575,7 @@ fn random_members_keep_their_memory() {
     run_random_members(false);
 }
 
-/// ThreadSanitizer, which knows nothing of memory protection, leaves it out by its name.
+/// The ThreadSanitizer run excludes this test by its name, because it does not know memory protection.
 #[test]
 fn members_keep_memory_written_during_random_merges() {
     let root = domains_root();
@@ -585,7 +586,7 @@ fn members_keep_memory_written_during_random_merges() {
     run_random_members(true);
 }
 
-/// A member that dies at any step leaves a domain in which the others go on, and nothing that is not freed.
+/// A member that dies at any step leaves a domain in which the others continue, and all its contents can be freed.
 #[cfg(feature = "fault-points")]
 #[test]
 fn member_can_die_at_any_step() {
@@ -631,7 +632,7 @@ fn member_can_die_at_any_step() {
     assert!(at > 15, "there are more points than {at}");
 }
 
-/// Ranks that come to safe points together merge at the same ones, with room for that at other times.
+/// Ranks that reach safe points together merge at the same ones, with time for merges at other ones.
 #[test]
 fn members_merge_at_common_safe_points() {
     let root = domains_root();
@@ -642,14 +643,14 @@ fn members_merge_at_common_safe_points() {
     let deadline = Instant::now() + Duration::from_secs(60);
     for step in 0.. {
         for (rank, member) in ranks.iter_mut().enumerate() {
-            // Something new each time, so that a merge may pay.
+            // New contents each time, so that a merge may be profitable.
             member.run_command("unmap 0 1800");
             member.run_command("map 0 1800");
             member.run_command(&format!("fill {} 100 {}", step % 10 * 100, 7 * step + rank as u64 + 1));
         }
         std::thread::sleep(Duration::from_millis(20));
         ranks.iter_mut().for_each(|member| member.send_command("merge"));
-        let merged = ranks.iter_mut().map(|member| member.read_answer().expect("it lives"));
+        let merged = ranks.iter_mut().map(|member| member.read_answer().expect("it is alive"));
         let merged =
             merged.map(MemberAnswer).filter(|told| told.number("cut_short") == 0 || told.number("looked_at") > 0);
         match merged.count() {
@@ -660,14 +661,14 @@ fn members_merge_at_common_safe_points() {
         if together >= 8 {
             break;
         }
-        assert!(Instant::now() < deadline, "{together} times together and {apart} times apart");
+        assert!(Instant::now() < deadline, "{together} merges together and {apart} apart");
     }
     ranks.iter_mut().for_each(MemberProcess::check_memory);
-    // A moment may lie among safe points.
-    assert!(apart <= together, "{together} times together and {apart} times apart");
+    // The time of a merge may fall between two safe points.
+    assert!(apart <= together, "{together} merges together and {apart} apart");
 }
 
-/// A member that is stopped at any step holds others up for a while only, and goes on where it was.
+/// A member that is stopped at any step blocks the others for a limited time only, and then continues.
 #[cfg(feature = "fault-points")]
 #[test]
 fn member_can_be_stopped_at_any_step() {
@@ -694,5 +695,5 @@ fn member_can_be_stopped_at_any_step() {
         assert_eq!(other.read_status().number("merged"), 600, "stopped at point {at}");
     }
     assert!(at > 10, "there are more points than {at}");
-    assert!(held_up > 3, "it had the lock at some of them, not {held_up}");
+    assert!(held_up > 3, "it had the lock at {held_up} points only");
 }

@@ -1,4 +1,4 @@
-//! Members in different PID namespaces: the numbers by which they know each other mean nothing there.
+//! Members in different PID namespaces: their process numbers are meaningless to each other.
 
 mod member;
 
@@ -18,7 +18,7 @@ fn join_without_proc_fails_at_once() {
         println!("skipped: unshare makes no mount namespace here");
         return;
     }
-    let output = without_proc(member_program().as_os_str()).expect("it is there");
+    let output = without_proc(member_program().as_os_str()).expect("it exists");
     let told = [output.stdout, output.stderr].concat();
     let told = String::from_utf8_lossy(&told);
     assert!(told.contains("cannot read /proc/thread-self/ns/pid"), "{told}");
@@ -39,12 +39,12 @@ fn join_from_other_pid_namespace_fails_with_reason() {
         println!("skipped: unshare makes no PID namespace here");
         return;
     }
-    let output = beside().expect("it is there");
+    let output = beside().expect("it exists");
     let told = String::from_utf8_lossy(&output.stdout);
     assert!(told.contains("its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME"), "{told}");
-    // They have harmed nobody, and may have the domain once it is theirs alone.
+    // They have damaged nothing, and may use the domain once no other member is in it.
     assert_eq!(first.run_merge().number("failed"), 0);
     drop(first);
-    let output = beside().expect("it is there");
+    let output = beside().expect("it exists");
     assert!(!String::from_utf8_lossy(&output.stdout).contains("namespace"), "{output:?}");
 }

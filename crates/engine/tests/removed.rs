@@ -1,5 +1,5 @@
-//! Files of a domain that are removed while it is in use, as a cleaner of `/dev/shm` does: no member's memory changes,
-//! and members merge again afterwards.
+//! Files of a domain that are removed while it is in use, as a cleaner of `/dev/shm` does. The memory of members does
+//! not change, and members merge again afterwards.
 
 mod member;
 
@@ -15,11 +15,11 @@ const MEMBER_PAGES: u64 = 600;
 
 fn remove_files(root: &TempDir, names: &[&str]) {
     for name in names {
-        std::fs::remove_file(root.path().join("test").join(name)).expect("it is there");
+        std::fs::remove_file(root.path().join("test").join(name)).expect("it exists");
     }
 }
 
-/// Two members that have merged 500 pages of a seed.
+/// Two members that have merged 500 pages of one seed.
 fn merged_pair(root: &TempDir, seed: u64) -> [MemberProcess; 2] {
     let mut members = [0; 2].map(|_| MemberProcess::start(root, MEMBER_PAGES, &[]));
     for member in &mut members {
@@ -30,27 +30,28 @@ fn merged_pair(root: &TempDir, seed: u64) -> [MemberProcess; 2] {
     members
 }
 
-/// Members find each other again: what all hold is merged in all of them.
+/// Members find each other again: common contents are merged in all of them.
 fn assert_all_merge_again(members: &mut [MemberProcess]) {
     for member in members.iter_mut() {
         member.run_command("fill 0 600 99");
     }
     for _ in 0..4 {
         for member in members.iter_mut() {
-            // What was written too soon after it was merged is left alone otherwise.
+            // Otherwise pages that were written soon after their merge are left alone.
             member.run_command("advise 0 600 0");
             member.run_merge();
         }
     }
     let store = members[0].read_status().number("store");
-    assert_eq!(store, MEMBER_PAGES * PAGE_BYTES, "they share it");
+    assert_eq!(store, MEMBER_PAGES * PAGE_BYTES, "all members share the pages");
     for member in members {
         member.check_memory();
         assert_eq!(member.read_status().number("merged"), MEMBER_PAGES);
     }
 }
 
-/// Old members free what newcomers have stored, and these overwrite it, if the two share anything.
+/// Old members free contents of newcomers, and newcomers overwrite contents of old members, if the two use the same
+/// files by mistake.
 fn assert_memory_survives_removal_of(names: &[&str]) {
     let root = domains_root();
     let [a, b] = merged_pair(&root, 5);
@@ -63,7 +64,7 @@ fn assert_memory_survives_removal_of(names: &[&str]) {
         }
         for _ in 0..3 {
             for at in lines.iter().map(|(at, _)| *at) {
-                // Or what was written too soon after it was merged is left alone.
+                // Otherwise pages that were written soon after their merge are left alone.
                 members[at].run_command("adopt 0 600");
                 members[at].run_merge();
                 members.iter_mut().for_each(MemberProcess::check_memory);
@@ -72,7 +73,7 @@ fn assert_memory_survives_removal_of(names: &[&str]) {
     };
     let fill = |at: usize, from: u64, seed: u64| (at, format!("fill {from} 200 {seed}"));
     step(&[fill(2, 0, 6), fill(3, 0, 6)]);
-    // The old ones need nothing of what they have stored any more, so that the newcomers have room.
+    // The old members no longer need their stored contents, so that the newcomers have space.
     step(&[(0, "fill 0 600 30".into()), (1, "fill 0 600 31".into())]);
     step(&[fill(2, 200, 7), fill(3, 200, 7)]);
     step(&[(0, "check".into()), (1, "check".into())]);
@@ -80,7 +81,7 @@ fn assert_memory_survives_removal_of(names: &[&str]) {
     assert_all_merge_again(&mut members);
 }
 
-/// What a cleaner removes that goes by the age of files: these keep the time of the last join.
+/// The files that a cleaner removes by their age: these keep the time of the last join.
 #[test]
 fn memory_survives_removal_of_header_and_lock() {
     assert_memory_survives_removal_of(&["domain", "lock"]);
@@ -96,13 +97,13 @@ fn memory_survives_removal_of_lock() {
     assert_memory_survives_removal_of(&["lock"]);
 }
 
-/// The stores that a member maps or has open, by their inodes.
+/// The inodes of the stores that a member maps or has open.
 fn store_inodes(member: &MemberProcess) -> BTreeSet<u64> {
     let process = Path::new("/proc").join(member.child.id().to_string());
-    let maps = std::fs::read_to_string(process.join("maps")).expect("it lives");
+    let maps = std::fs::read_to_string(process.join("maps")).expect("it is alive");
     let inode = |line: &str| line.split_ascii_whitespace().nth(4).and_then(|inode| inode.parse().ok());
     let mapped = maps.lines().filter(|line| line.contains("/memfd:pagefold-store")).filter_map(inode);
-    let descriptors = std::fs::read_dir(process.join("fd")).expect("it lives").flatten().map(|entry| entry.path());
+    let descriptors = std::fs::read_dir(process.join("fd")).expect("it is alive").flatten().map(|entry| entry.path());
     let is_store =
         |path: &PathBuf| path.read_link().is_ok_and(|link| link.to_string_lossy().starts_with("/memfd:pagefold-store"));
     let open = descriptors.filter(is_store).filter_map(|path| Some(path.metadata().ok()?.ino()));
@@ -130,8 +131,8 @@ fn unwritten_pages_move_to_the_new_store() {
     }
 }
 
-/// A member that goes to another store gives up its references to the former one, of which it still maps something,
-/// while another member is about to free what has no references.
+/// A member that moves to another store gives up its references to the former one, of which it still maps pages.
+/// Meanwhile another member is about to free contents without references.
 #[cfg(feature = "fault-points")]
 #[test]
 fn rejoined_member_keeps_pages_of_former_store() {
@@ -144,18 +145,18 @@ fn rejoined_member_keeps_pages_of_former_store() {
     }
     assert_eq!(leaving.run_merge().number("merged"), 500);
     freeing.run_command("fill 0 500 6");
-    // It gives up its own references, frees what it can at the next merge, and tries again at the one after the next.
+    // It gives up its own references, frees what it can at the next merge, and tries again two merges later.
     (0..3).for_each(|_| drop(freeing.run_merge()));
     freeing.send_command("merge");
     assert!(!freeing.has_ended_or_stopped());
     remove_files(&root, &["domain", "lock"]);
-    // Of two members one merge does not free anything, nor remove the file of the references that were given up.
+    // With two members, one merge frees nothing, and keeps the file of the references that were given up.
     let _newcomer = MemberProcess::start(&root, MEMBER_PAGES, &[]);
     leaving.run_merge();
     freeing.continue_process();
     freeing.read_answer();
     leaving.check_memory();
-    // Nor does it overwrite anything.
+    // It does not overwrite any content either.
     freeing.run_command("copy 300 200 0");
     for _ in 0..3 {
         freeing.run_merge();
@@ -164,7 +165,8 @@ fn rejoined_member_keeps_pages_of_former_store() {
     }
 }
 
-/// Remove a file of the domain, those that a cleaner takes by their age, or all; how many were removed.
+/// Remove a random file of the domain, the files that a cleaner selects by age, or all files. Returns how many were
+/// removed.
 fn remove_random_files(domain: &Path, random: &mut impl FnMut(u64) -> u64) -> u64 {
     let found: Vec<_> = domain.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()).collect();
     if found.is_empty() {
@@ -179,12 +181,12 @@ fn remove_random_files(domain: &Path, random: &mut impl FnMut(u64) -> u64) -> u6
         4 => vec![named("domain")],
         _ => vec![found[random(found.len() as u64) as usize].clone()],
     };
-    // It may have gone meanwhile.
+    // The file may have disappeared in the meantime.
     chosen.iter().map(|path| u64::from(std::fs::remove_file(path).is_ok())).sum()
 }
 
-/// One member after another that fills, copies, merges, forks, checks, leaves and is killed at random until the end: how
-/// many merges there were, and how many pages they merged.
+/// Run one member after another that fills, copies, merges, forks, checks, leaves and is killed at random until the
+/// end. Returns the number of merges and of merged pages.
 fn run_random_members(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + Sync)) -> (u64, u64) {
     let mut random = random_generator(seed);
     let (mut merges, mut merged) = (0, 0);
@@ -196,7 +198,7 @@ fn run_random_members(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + S
             0..5 => drop(member.run_command(&format!("fill {from} {count} {}", random(4)))),
             5 => drop(member.run_command(&format!("copy {} {count} {from}", to.min(MEMBER_PAGES - count)))),
             6..12 => {
-                // What was written too soon after it was merged is left alone otherwise.
+                // Otherwise pages that were written soon after their merge are left alone.
                 member.run_command("adopt 0 600");
                 let told = member.run_merge();
                 assert!(told.0.contains("looked_at"), "a merge failed: {told:?}");
@@ -206,12 +208,12 @@ fn run_random_members(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + S
                 member.run_command("fork");
                 member.run_command(&format!("fill {from} {count} 3"));
                 member.run_merge();
-                // It checks its memory, writes to it, merges and checks again.
+                // The child checks its memory, writes to it, merges and checks again.
                 assert_eq!(member.run_command("child"), "same");
             }
             13 => {
                 let mut killed = std::mem::replace(&mut member, MemberProcess::start(root, MEMBER_PAGES, &[]));
-                // At work, unless that is done by then.
+                // In the middle of a merge, unless that is done by then.
                 killed.send_command("merge");
                 std::thread::sleep(Duration::from_micros(random(2000)));
                 killed.kill();
@@ -236,7 +238,7 @@ fn random_generator(seed: u64) -> impl FnMut(u64) -> u64 {
     }
 }
 
-/// `PAGEFOLD_FUZZ` says for how many seconds, `PAGEFOLD_SEED` with which choices, which are printed.
+/// `PAGEFOLD_FUZZ` sets the duration in seconds, `PAGEFOLD_SEED` the random choices; the seed is printed.
 #[test]
 fn memory_survives_random_file_removal() {
     let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
@@ -251,7 +253,7 @@ fn memory_survives_random_file_removal() {
         let members: Vec<_> = (0..4)
             .map(|at| {
                 scope.spawn(move || {
-                    // A member that dies or differs ends the others, too.
+                    // A member that dies or whose memory differs ends the other members too.
                     let done = std::panic::catch_unwind(|| run_random_members(root, seed.wrapping_add(at), is_over));
                     failed.fetch_or(done.is_err(), Ordering::Relaxed);
                     done.unwrap_or_else(|why| std::panic::resume_unwind(why))
@@ -260,7 +262,8 @@ fn memory_survives_random_file_removal() {
             .collect();
         let mut random = random_generator(!seed);
         while !is_over() {
-            // Long enough at times for members to merge, and short enough to come between two of their steps.
+            // Sometimes long enough for members to merge, and sometimes short enough to fall between two of their
+            // steps.
             std::thread::sleep(Duration::from_micros([100, 3_000, 30_000, 300_000][random(4) as usize]));
             removed.fetch_add(remove_random_files(&root.path().join("test"), &mut random), Ordering::Relaxed);
         }
@@ -268,6 +271,6 @@ fn memory_survives_random_file_removal() {
         done.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1))
     });
     let removed = removed.into_inner();
-    println!("{merges} merges of {merged} pages beside {removed} removals");
+    println!("{merges} merges of {merged} pages during {removed} removals");
     assert!(merged > 0 && removed > 0);
 }

@@ -1,4 +1,4 @@
-//! What members and domains tell of themselves, against memory whose contents are known page by page.
+//! The status of members and domains, compared with memory whose contents are known page by page.
 
 use pagefold_base::engine::PageTally;
 use pagefold_base::{Bytes, NetBytes, Pages};
@@ -11,7 +11,7 @@ const PAGE_BYTES: usize = 4096;
 
 fn domains_root() -> TempDir {
     let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
+    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("permission");
     root
 }
 
@@ -19,7 +19,7 @@ fn unbounded_options(root: &TempDir) -> EngineOptions {
     EngineOptions { root: Some(root.path().to_owned()), max_slowdown: None, ..EngineOptions::default() }
 }
 
-/// Fill pages from one on, each with a content of its own that follows from a seed and its number; 0 is zeros.
+/// Fill pages from `from` on. The content of each follows from the seed and its number; seed 0 is zeros.
 fn fill_pages(region: &mut AllocatedRegion<'_>, from: usize, count: usize, seed: u64) {
     for number in from..from + count {
         let content = if seed == 0 { 0 } else { seed << 32 | number as u64 };
@@ -29,8 +29,8 @@ fn fill_pages(region: &mut AllocatedRegion<'_>, from: usize, count: usize, seed:
 }
 
 fn merge_once(engine: &Engine) {
-    // SAFETY: nobody writes meanwhile, and no borrow of a region is used.
-    unsafe { engine.merge() }.expect("a domain that works");
+    // SAFETY: no other thread writes during the merge, and no borrow of a region is used.
+    unsafe { engine.merge() }.expect("a usable domain");
 }
 
 fn page_tally(pages: u64, merged: u64, zeros: u64, volatile_pages: u64) -> PageTally {
@@ -50,17 +50,17 @@ fn region_member_and_domain_status_match_known_pages() {
     let mut other = second.allocate(700 * PAGE_BYTES).unwrap();
     fill_pages(&mut table, 0, 600, 7);
     fill_pages(&mut table, 600, 100, 0);
-    // What nobody else has. The last 200 pages are never touched.
+    // Contents that no other region has. The last 200 pages are never touched.
     fill_pages(&mut table, 700, 100, 8);
     fill_pages(&mut work, 0, 200, 0);
     fill_pages(&mut other, 0, 600, 7);
-    assert_eq!(first.domain_status().unwrap().tally(), page_tally(1900, 0, 0, 0), "adopted is told at once");
+    assert_eq!(first.domain_status().unwrap().tally(), page_tally(1900, 0, 0, 0), "published at once");
     assert_eq!(first.domain_status().unwrap().members[0].last_merge, None);
 
     for engine in [&first, &second, &first] {
         merge_once(engine);
     }
-    // Told by merging, without being asked.
+    // A merge publishes these figures without a request.
     let domain = second.domain_status().unwrap();
     assert_eq!((domain.members.len(), domain.ended_members, domain.unreadable_members), (2, 0, 0));
     assert_eq!(domain.tally(), page_tally(1900, 1200, 300, 0));
@@ -94,7 +94,7 @@ fn region_member_and_domain_status_match_known_pages() {
     assert!(standing.time_use.spent >= standing.totals.program_time && standing.totals.program_time > Duration::ZERO);
     assert!(standing.time_use.slowdown() > 0.0 && standing.time_use.elapsed > standing.time_use.spent);
 
-    // What is written shows at once to who asks, and to the others when it is told.
+    // The member itself sees writes at once; other members see them after it publishes its figures.
     fill_pages(&mut other, 0, 10, 9);
     fill_pages(&mut work, 0, 5, 9);
     assert_eq!(second.domain_status().unwrap().tally(), page_tally(1900, 1200, 300, 0));
@@ -104,18 +104,19 @@ fn region_member_and_domain_status_match_known_pages() {
     merge_once(&second);
     merge_once(&first);
     let domain = first.domain_status().unwrap();
-    assert_eq!(domain.tally(), page_tally(1900, 1190, 295, 15), "what was written is left alone");
+    assert_eq!(domain.tally(), page_tally(1900, 1190, 295, 15), "written pages are left alone");
     assert_eq!((domain.stored, domain.saved_by_all()), (Pages(600), net_bytes_of_pages(590 + 295)));
 
     drop(other);
     drop(second);
-    assert_eq!(first.domain_status().unwrap().members.len(), 1, "who leaves takes its figures along");
+    assert_eq!(first.domain_status().unwrap().members.len(), 1, "a member that leaves removes its figures");
     drop((table, work));
     assert_eq!(first.domain_status().unwrap().tally(), page_tally(0, 0, 0, 0));
     drop(first);
     let root =
         observe::DomainsRoot { directory: root.path().to_owned(), owner_uid: rustix::process::geteuid().as_raw() };
-    // The second has left while the first had merged memory in the same process, whose references it keeps.
+    // The second member left while the first one had merged memory in the same process; the process keeps those
+    // references.
     let left = observe::read_domain(&root, "known").unwrap();
     assert_eq!((left.members.len(), left.ended_members, left.unreadable_members), (0, 0, 0));
 }

@@ -1,31 +1,31 @@
-//! The pictures of a report as data: what is drawn, in which colours, on which axes.
+//! The charts of a report as data: series, colors and axes.
 //!
-//! They are the plots that operators make of KSM by hand: memory in use over time with and without merging, savings
-//! over time of several hosts side by side, the CPU time that it cost, and how long it took. Nothing is drawn across
-//! the time between two lives of the daemon. CPU time is known between samples, not at them: it is drawn as steps, each
-//! as wide as the time that it is the mean of.
+//! They are the charts that operators make of KSM by hand: memory in use over time with and without merging, savings
+//! over time of several hosts side by side, the CPU time used, and the duration of merges. There is a gap between two
+//! runs of the daemon. CPU use is known between samples, not at them. It is drawn as steps, each as wide as the time
+//! over which it is the mean.
 
 use super::report::{HistoryReport, SideReport};
 use super::series::SeriesPoint;
 
-/// A picture.
+/// A chart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Chart {
-    /// A word for names of files and anchors.
+    /// An identifier for names of files and anchors.
     pub id: &'static str,
     /// What it shows.
     pub title: String,
-    /// What goes up.
+    /// The vertical axis.
     pub scale: ChartScale,
-    /// How the times are meant.
+    /// The meaning of the times.
     pub clock: ChartClock,
     /// The first and the last time.
     pub span: (f64, f64),
-    /// What is drawn, the lower ones first.
+    /// The series, the lowest layer first.
     pub series: Vec<ChartSeries>,
 }
 
-/// What goes up in a picture, from 0 unless logarithmic.
+/// The vertical axis of a chart. It starts at 0 unless logarithmic.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChartScale {
     /// Bytes.
@@ -36,32 +36,32 @@ pub enum ChartScale {
     Seconds,
 }
 
-/// How the times of a picture are meant.
+/// The meaning of the times of a chart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChartClock {
     /// Unix times, shown in UTC.
     Utc,
-    /// Seconds since the beginning of each side.
+    /// Seconds since the start of each side.
     SinceBeginning,
 }
 
-/// One thing that is drawn.
+/// One series of a chart.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ChartSeries {
     /// Its name.
     pub name: String,
-    /// Its colour.
+    /// Its color.
     pub color: SeriesColor,
-    /// How it is drawn.
+    /// Its style.
     pub mark: SeriesStyle,
-    /// Its parts: nothing is drawn between two.
+    /// Its segments, with a gap between two.
     pub segments: Vec<Vec<ChartPoint>>,
 }
 
-/// A place in a picture: a time, and what it is from and to there. Lines and dots are at `high`.
+/// A point of a chart: a time, and the values from low to high. Lines and dots are at `high`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ChartPoint {
-    /// When.
+    /// The time.
     pub time: f64,
     /// The lower edge of a band.
     pub low: f64,
@@ -69,25 +69,25 @@ pub struct ChartPoint {
     pub high: f64,
 }
 
-/// How a series is drawn.
+/// The style of a series.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SeriesStyle {
     /// A curve.
     Line,
-    /// A dashed curve, for what is to be kept to.
+    /// A dashed curve, for limits.
     Limit,
-    /// The space between two heights.
+    /// The area between two values.
     Band,
-    /// A pale one.
+    /// A pale area between two values.
     PaleBand,
     /// Dots.
     Dots,
 }
 
-/// A colour by its meaning.
+/// A color by its meaning.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SeriesColor {
-    /// What merging saves.
+    /// Savings by merging.
     Saved,
     /// Memory in use.
     InUse,
@@ -95,18 +95,18 @@ pub enum SeriesColor {
     Ksmd,
     /// The daemon.
     Pagefold,
-    /// Goals and bounds.
+    /// Goals and limits.
     Bound,
-    /// One of several sides, by its number from 0.
+    /// One of several sides, numbered from 0.
     Side(usize),
 }
 
 type PointValue = fn(&SeriesPoint) -> Option<f64>;
 
-/// How values become parts of a picture.
+/// Converts points to segments of a chart.
 type SegmentBuilder = fn(&[SeriesPoint], &dyn Fn(&SeriesPoint) -> Option<ChartPoint>) -> Vec<Vec<ChartPoint>>;
 
-/// All pictures of a report.
+/// All charts of a report.
 pub fn build_charts(report: &HistoryReport) -> Vec<Chart> {
     let clock = if report.differences.is_some() { ChartClock::SinceBeginning } else { ChartClock::Utc };
     let sides = &report.sides;
@@ -133,10 +133,10 @@ pub fn build_charts(report: &HistoryReport) -> Vec<Chart> {
     vec![
         chart("memory", "Memory in use", ChartScale::Bytes, memory),
         chart("saved", "Memory saved, net of metadata", ChartScale::Bytes, saved),
-        chart("cpu", "CPU that it cost, in percent of one", ChartScale::Percent, cpu),
+        chart("cpu", "CPU time used, percent of one CPU", ChartScale::Percent, cpu),
         chart(
             "converge",
-            "Time until 90 % of what a merge saved was saved",
+            "Time from start or arrival to 90 % of a merge's savings",
             ChartScale::Seconds,
             convergence_series(sides, clock),
         ),
@@ -159,7 +159,7 @@ fn total_cpu_percent(point: &SeriesPoint) -> Option<f64> {
     Some(point.ksmd_percent? + point.pagefold_percent?)
 }
 
-/// In use, and above it what would be without merging.
+/// Memory in use, and the predicted memory in use without merging above it.
 fn memory_series(side: &SideReport) -> Vec<ChartSeries> {
     let goal: PointValue = |point| Some(point.total?.saturating_sub(point.keep_available?) as f64);
     drop_empty_series(vec![
@@ -172,17 +172,17 @@ fn memory_series(side: &SideReport) -> Vec<ChartSeries> {
             in_use_without_merging,
         ),
         build_series("in use", SeriesColor::InUse, SeriesStyle::Line, side, None, in_use),
-        build_series("all there is", SeriesColor::Bound, SeriesStyle::Line, side, None, |point| {
+        build_series("total memory", SeriesColor::Bound, SeriesStyle::Line, side, None, |point| {
             Some(point.total? as f64)
         }),
-        build_series("goal, at most", SeriesColor::Bound, SeriesStyle::Limit, side, None, goal),
+        build_series("goal, maximum", SeriesColor::Bound, SeriesStyle::Limit, side, None, goal),
     ])
 }
 
 fn saved_series(side: &SideReport) -> Vec<ChartSeries> {
     drop_empty_series(vec![
         build_series("", SeriesColor::Saved, SeriesStyle::PaleBand, side, Some(|_| Some(0.0)), net_saved),
-        build_series("saved, net", SeriesColor::Saved, SeriesStyle::Line, side, None, net_saved),
+        build_series("net savings", SeriesColor::Saved, SeriesStyle::Line, side, None, net_saved),
     ])
 }
 
@@ -190,13 +190,13 @@ fn cpu_series(side: &SideReport) -> Vec<ChartSeries> {
     drop_empty_series(vec![
         build_rate_band("ksmd", SeriesColor::Ksmd, side, |_| Some(0.0), |point| point.ksmd_percent),
         build_rate_band("pagefold", SeriesColor::Pagefold, side, |point| point.ksmd_percent, total_cpu_percent),
-        build_series("bound, on average", SeriesColor::Bound, SeriesStyle::Limit, side, None, |point| {
+        build_series("CPU budget, mean", SeriesColor::Bound, SeriesStyle::Limit, side, None, |point| {
             Some(point.bound_percent)
         }),
     ])
 }
 
-/// Those of which anything is known.
+/// Remove series without data.
 fn drop_empty_series(series: Vec<ChartSeries>) -> Vec<ChartSeries> {
     series.into_iter().filter(|series| !series.segments.is_empty()).collect()
 }
@@ -216,7 +216,7 @@ fn build_series(
     ChartSeries { name: name.to_owned(), color: colour, mark, segments: build_segments(&side.points, &spot) }
 }
 
-/// A band of what is the mean since the point before.
+/// A band of values that are means since the previous point.
 fn build_rate_band(
     name: &str,
     colour: SeriesColor,
@@ -251,7 +251,7 @@ fn time_offset(side: &SideReport, clock: ChartClock) -> f64 {
     if clock == ChartClock::SinceBeginning { side.from } else { 0.0 }
 }
 
-/// Points in parts, cut where one is not known and where one daemon ended.
+/// Points in segments, cut where a value is unknown and where a run of the daemon ended.
 fn build_segments(points: &[SeriesPoint], spot: &dyn Fn(&SeriesPoint) -> Option<ChartPoint>) -> Vec<Vec<ChartPoint>> {
     let mut parts: Vec<Vec<ChartPoint>> = Vec::new();
     let mut before: Option<i64> = None;
@@ -271,8 +271,8 @@ fn build_segments(points: &[SeriesPoint], spot: &dyn Fn(&SeriesPoint) -> Option<
     parts
 }
 
-/// Points whose values are means since the point before, each as a step over that time; in parts, cut where one is not
-/// known and where one daemon ended.
+/// Points whose values are means since the previous point, each as a step over that time. Segments are cut where a
+/// value is unknown and where a run of the daemon ended.
 fn build_step_segments(
     points: &[SeriesPoint],
     spot: &dyn Fn(&SeriesPoint) -> Option<ChartPoint>,
@@ -290,8 +290,8 @@ fn build_step_segments(
     parts
 }
 
-/// A dot for each merge whose course is known: from arrival where somebody had come, otherwise from the start of the
-/// pass.
+/// A dot for each merge whose duration is known: from the arrival of a process if there was one, otherwise from the
+/// start of the pass.
 fn convergence_series(sides: &[SideReport], clock: ChartClock) -> Vec<ChartSeries> {
     let colour = |i| if sides.len() == 1 { SeriesColor::Saved } else { SeriesColor::Side(i) };
     let of = |(i, side): (usize, &SideReport)| {
@@ -300,7 +300,7 @@ fn convergence_series(sides: &[SideReport], clock: ChartClock) -> Vec<ChartSerie
             Some(ChartPoint { time: pass.ended - time_offset(side, clock), low: 0.0, high })
         };
         let dots: Vec<ChartPoint> = side.passes.iter().filter_map(spot).collect();
-        let name = if sides.len() == 1 { "a merge".to_owned() } else { side.name.clone() };
+        let name = if sides.len() == 1 { "one merge".to_owned() } else { side.name.clone() };
         ChartSeries { name, color: colour(i), mark: SeriesStyle::Dots, segments: vec![dots] }
     };
     let all = sides.iter().enumerate().map(of);
@@ -327,7 +327,7 @@ mod tests {
         assert_eq!(times, [vec![0.0, 1.0], vec![3.0], vec![4.0]]);
     }
 
-    /// A burst between two samples is as wide as the time between them, and no slope leads to it or away from it.
+    /// A burst between two samples is as wide as the time between them, without slopes beside it.
     #[test]
     fn cpu_time_is_drawn_in_steps() {
         let point =
@@ -352,7 +352,7 @@ mod tests {
         assert_eq!((drawn.name.as_str(), shape(&drawn.segments)), ("ksmd", [vec![burst], others.to_vec()].concat()));
     }
 
-    /// A side without anything in it.
+    /// A side without data.
     const EMPTY_SIDE_JSON: &str = r#"{
         "name": "", "host": "", "from": 0, "to": 31, "samples": 8, "points": [], "passes": [], "passes_left_out": 0,
         "figures": {"covered_seconds": 0, "passes": 0, "merges": 0, "predicted": 0, "reached": 0},

@@ -1,22 +1,23 @@
-//! How long a pass took until most of what it saved was saved.
+//! How long a pass took to reach most of its savings.
 //!
-//! The savings of the host are followed from the last sample before the pass to its end: from the lowest to the highest
-//! one after it, since what programs have freed before may leave the counter when ksmd comes by. Between two samples
-//! they are taken to grow evenly. What programs do meanwhile is in it: the host has one counter.
+//! The savings of the host are followed from the last sample before the pass to its end. The rise is measured from the
+//! lowest sample to the highest one after it, because the counter may drop when ksmd visits pages that programs freed
+//! before. Between two samples it is assumed to grow linearly. The host has only one counter, so other changes by
+//! programs during the pass are included.
 
 use super::record::{HistoryPass, HistorySample};
 
-/// Less than this is no rise that could be followed: a mebibyte.
+/// A smaller rise is too small to follow: one mebibyte.
 const MIN_RISE_BYTES: f64 = (1 << 20) as f64;
 
-/// Samples within a rise at least, below which its course is not known.
+/// The minimum number of samples within a rise; with fewer its course is unknown.
 const MIN_RISE_SAMPLES: usize = 3;
 
-/// Seconds after the end of a pass until which samples count: the one that shows the end comes after it.
+/// Samples up to this many seconds after the end of a pass count, because the sample that shows the end comes after it.
 pub const SECONDS_AFTER_PASS: f64 = 3.0;
 
-/// Seconds from the start of a pass to 90 % and to 99 % of what was saved in the end. Samples are the oldest first,
-/// those of other lives of the daemon are left out. `None` where they are too few, or too little was saved.
+/// Seconds from the start of a pass to 90 % and to 99 % of its final savings. Samples are in ascending order; those of
+/// other runs of the daemon are ignored. `None` if there are too few samples or too small savings.
 pub fn convergence_times(pass: &HistoryPass, samples: &[HistorySample]) -> Option<(f64, f64)> {
     let (began, until) = (pass.started_at(), pass.ended_at + SECONDS_AFTER_PASS);
     let saved = |sample: &HistorySample| Some((sample.time, sample.saved_gross? as f64));
@@ -35,7 +36,7 @@ pub fn convergence_times(pass: &HistoryPass, samples: &[HistorySample]) -> Optio
     Some((to(0.90)?, to(0.99)?))
 }
 
-/// When a course first comes to a level.
+/// When a curve first reaches a level.
 fn crossing_time(course: &[(f64, f64)], level: f64) -> Option<f64> {
     course.windows(2).find_map(|pair| {
         let [(from, low), (to, high)] = *pair else { return None };
@@ -64,7 +65,7 @@ mod tests {
 
     #[test]
     fn rise_is_followed_from_start_to_peak() {
-        // 100 MiB were there; 100 come evenly over the ten seconds from 20 to 30.
+        // 100 MiB were saved before; 100 MiB more arrive linearly over the ten seconds from 20 to 30.
         let mut saved = vec![(0.0, 100), (10.0, 100)];
         saved.extend((0..=10_u32).map(|second| (20.0 + f64::from(second), 100 + 10 * u64::from(second))));
         saved.push((40.0, 500));
@@ -74,7 +75,7 @@ mod tests {
 
     #[test]
     fn earlier_drop_is_not_counted_as_merged() {
-        // What ended programs had left goes as ksmd starts; then 100 MiB come from second 2 to 12.
+        // Savings of ended programs disappear when ksmd starts; then 100 MiB arrive from second 2 to 12.
         let mut saved = vec![(0.0, 250), (1.5, 250)];
         saved.extend((2..=12_u32).map(|second| (f64::from(second), 10 * u64::from(second - 2))));
         let (to_90, _) = convergence_times(&pass(1.0, 12.0), &samples_from_mib(&saved)).unwrap();
@@ -84,7 +85,7 @@ mod tests {
     #[test]
     fn unknown_course_gives_no_times() {
         let few = samples_from_mib(&[(0.0, 0), (5.0, 0), (12.0, 100)]);
-        assert_eq!(convergence_times(&pass(10.0, 12.0), &few), None, "two points are no course");
+        assert_eq!(convergence_times(&pass(10.0, 12.0), &few), None, "two points are too few");
         let flat = samples_from_mib(&[(0.0, 7), (1.0, 7), (2.0, 7), (3.0, 7)]);
         assert_eq!(convergence_times(&pass(0.0, 3.0), &flat), None);
         let late = samples_from_mib(&[(5.0, 0), (6.0, 50), (7.0, 90), (8.0, 100)]);
@@ -93,6 +94,6 @@ mod tests {
             .into_iter()
             .map(|sample| HistorySample { run_id: 2, ..sample })
             .collect();
-        assert_eq!(convergence_times(&pass(4.0, 8.0), &others), None, "another daemon's");
+        assert_eq!(convergence_times(&pass(4.0, 8.0), &others), None, "samples of another run of the daemon");
     }
 }

@@ -1,11 +1,11 @@
-//! Every sample as a row of comma-separated values (RFC 4180, lines end with LF): bytes and percent, times in seconds
-//! since 1970, nothing where nothing is known.
+//! All samples as rows of comma-separated values (RFC 4180, lines end with LF): bytes and percent, times in seconds
+//! since 1970. Unknown values are empty.
 
 use super::record::HistorySpan;
 use super::series::{self, SeriesPoint};
 use std::borrow::Cow;
 
-/// The names of the columns.
+/// The column names.
 pub const CSV_COLUMNS: [&str; 12] = [
     "side",
     "host",

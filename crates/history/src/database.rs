@@ -1,4 +1,4 @@
-//! Opening a database, and making sure that it is one of ours.
+//! Opens a database, and verifies that it is a Pagefold history.
 
 use crate::Error;
 use rusqlite::{Connection, OpenFlags};
@@ -14,7 +14,7 @@ const APPLICATION_ID: i64 = 0x5046_4849;
 /// `PRAGMA user_version`.
 const SCHEMA_VERSION: i64 = 1;
 
-/// Open one to write to, and make it where it is not there or empty: readable by its owner alone.
+/// Open a database for writing. Creates it if it is missing or empty, readable by its owner only.
 pub fn open_writable(path: &Path) -> Result<Connection, Error> {
     match OpenOptions::new().write(true).create_new(true).mode(0o600).open(path) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(Error::Open(path.to_owned(), error)),
@@ -24,7 +24,7 @@ pub fn open_writable(path: &Path) -> Result<Connection, Error> {
     let connection = Connection::open_with_flags(path, flags).map_err(database_error(path, "open"))?;
     connection.busy_timeout(Duration::from_secs(5)).map_err(database_error(path, "open"))?;
     match read_format(&connection).map_err(database_error(path, "read"))? {
-        // New, or its maker was killed before the first commit.
+        // A new file, or its creator was killed before the first commit.
         FileFormat::Empty => create_schema(&connection).map_err(database_error(path, "make"))?,
         form => form.check_supported(path)?,
     }
@@ -32,9 +32,9 @@ pub fn open_writable(path: &Path) -> Result<Connection, Error> {
     Ok(connection)
 }
 
-/// Open one to read. Where its directory cannot be written to, only one that nobody writes to can be read.
+/// Open a database for reading. If its directory is not writable, it can be read only while no process writes to it.
 pub fn open_readable(path: &Path) -> Result<Connection, Error> {
-    // The file is not opened here: to close it would let go of locks that this process has on it (fcntl_locking(2)).
+    // The file is not opened here, because closing it would release this process's locks on it (fcntl_locking(2)).
     std::fs::metadata(path).map_err(|error| Error::Open(path.to_owned(), error))?;
     let flags = OpenFlags::SQLITE_OPEN_READ_ONLY | OpenFlags::SQLITE_OPEN_NO_MUTEX;
     let open = || -> rusqlite::Result<Connection> {
@@ -56,14 +56,14 @@ pub fn open_readable(path: &Path) -> Result<Connection, Error> {
     Ok(connection)
 }
 
-/// The log of a database.
+/// The path of a database's log.
 pub fn log_path(path: &Path) -> std::path::PathBuf {
     let mut name = path.as_os_str().to_owned();
     name.push("-wal");
     name.into()
 }
 
-/// What an error of the database means for this file.
+/// Convert an error of the database for this file.
 pub fn database_error(path: &Path, operation: &'static str) -> impl Fn(rusqlite::Error) -> Error {
     use rusqlite::ErrorCode::{DatabaseCorrupt, NotADatabase};
     move |error| match error.sqlite_error_code() {
@@ -76,18 +76,18 @@ pub fn database_error(path: &Path, operation: &'static str) -> impl Fn(rusqlite:
 fn create_schema(connection: &Connection) -> rusqlite::Result<()> {
     connection.pragma_update(None, "page_size", 4096)?;
     connection.pragma_update_and_check(None, "journal_mode", "wal", |_| Ok(()))?;
-    // The first commit is all of it, so that nobody ever finds a half.
+    // The first commit has the whole schema, so no process ever finds a part of it.
     connection.execute_batch(&format!(
         "BEGIN IMMEDIATE; {} PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {SCHEMA_VERSION}; COMMIT;",
         include_str!("schema.sql")
     ))
 }
 
-/// What a database says that it is.
+/// The format that a database declares.
 enum FileFormat {
-    /// Nothing is in it, and nobody has signed it.
+    /// Empty, without an application ID.
     Empty,
-    /// The application that signed it, and the version of its form.
+    /// The application ID and the format version.
     Signed(i64, i64),
 }
 
@@ -112,14 +112,14 @@ impl FileFormat {
     }
 }
 
-/// Whether each page is where it belongs. It is bounded in size, and so in time.
+/// Check the structure of all pages. The database size is limited, so the time is, too.
 fn check_integrity(connection: &Connection, path: &Path) -> Result<(), Error> {
     let told: String =
         connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0)).map_err(database_error(path, "check"))?;
     if told == "ok" { Ok(()) } else { Err(Error::Damaged(path.to_owned(), told)) }
 }
 
-/// Whether it is the right to write beside the file that is missing.
+/// Whether the missing permission is for creating the file beside the database.
 fn is_denied(error: &rusqlite::Error) -> bool {
     use rusqlite::ErrorCode::{CannotOpen, PermissionDenied, ReadOnly};
     matches!(error.sqlite_error_code(), Some(CannotOpen | PermissionDenied | ReadOnly))

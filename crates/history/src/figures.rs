@@ -1,4 +1,4 @@
-//! What a span of time came to, in figures.
+//! Summary figures of a span of time.
 
 use super::record::{HistoryPass, HistorySample, HistorySpan};
 use pagefold_base::Bytes;
@@ -6,31 +6,31 @@ use pagefold_output::text::{format_net, format_number};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What a host's span of time came to. Means are over the time that was covered by samples. Absent where it is not
-/// known. Bytes and seconds, unless the name says otherwise.
+/// Summary figures of a host over a span of time. Means are over the time covered by samples. Unknown figures are
+/// absent. Bytes and seconds, unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HistoryFigures {
-    /// Time that was covered by samples.
+    /// Time covered by samples.
     pub covered_seconds: f64,
-    /// What merging saved less metadata, on average.
+    /// Savings less metadata, mean.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_net_mean: Option<f64>,
-    /// The most of it.
+    /// The same, maximum.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_net_highest: Option<i64>,
-    /// What it was in the end.
+    /// The same at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_net_last: Option<i64>,
-    /// Memory in use (`MemTotal` - `MemAvailable`), on average.
+    /// Memory in use (`MemTotal` - `MemAvailable`), mean.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub in_use_mean: Option<f64>,
-    /// The most of it.
+    /// The same, maximum.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub in_use_highest: Option<u64>,
-    /// The most that would have been in use without merging: in use and saved, gross.
+    /// Maximum of the predicted memory in use without merging: memory in use plus gross savings.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unmerged_highest: Option<u64>,
-    /// The lowest `MemAvailable`.
+    /// The minimum of `MemAvailable`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub available_lowest: Option<u64>,
     /// CPU time of ksmd.
@@ -39,43 +39,43 @@ pub struct HistoryFigures {
     /// CPU time of the daemon.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pagefold_seconds: Option<f64>,
-    /// Percent of one CPU of both together.
+    /// CPU use of both together in percent of one CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_percent: Option<f64>,
-    /// CPU seconds of both for each GiB saved, net, for an hour.
+    /// CPU seconds of both for each GiB of net savings over an hour.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cpu_seconds_per_gib_hour: Option<f64>,
-    /// Passes that were kept.
+    /// Recorded passes.
     pub passes: u64,
-    /// Those that merged anything.
+    /// Passes that merged pages.
     pub merges: u64,
-    /// What the latter should have saved.
+    /// Predicted savings of these merges.
     pub predicted: u64,
-    /// What they saved.
+    /// Measured savings of these merges.
     pub reached: i64,
-    /// How long merges took to come to most of what they saved.
+    /// How long merges took to reach most of their savings.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub converge: Option<ConvergenceReport>,
 }
 
-/// How long merges took to come to most of what they saved, in seconds; of those whose course is known.
+/// How long merges took to reach most of their savings, in seconds; over the merges whose duration is known.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ConvergenceReport {
-    /// Merges whose course is known.
+    /// Merges whose duration is known.
     pub merges: u64,
-    /// From the start of the pass to 90 %, at the median.
+    /// From the start of the pass to 90 %, median.
     pub to_90_median: f64,
-    /// The same at the 90th percentile.
+    /// The same, 90th percentile.
     pub to_90_high: f64,
-    /// From the start of the pass to 99 %, at the median.
+    /// From the start of the pass to 99 %, median.
     pub to_99_median: f64,
-    /// The same at the 90th percentile.
+    /// The same, 90th percentile.
     pub to_99_high: f64,
-    /// From when the first of those was seen who came since the merge before, two minutes before the pass at most, to
-    /// 90 %, at the median; of passes before which somebody came.
+    /// From the first arrival of a process since the previous merge, at most two minutes before the pass, to 90 %,
+    /// median; over passes with such an arrival.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arrival_to_90_median: Option<f64>,
-    /// The same at the 90th percentile.
+    /// The same, 90th percentile.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub arrival_to_90_high: Option<f64>,
 }
@@ -101,28 +101,28 @@ impl ConvergenceReport {
     }
 }
 
-/// A quantile of what is sorted: the least value that so large a part is not above.
+/// A quantile of sorted values: the smallest value that at least this share of the values does not exceed.
 fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
     let rank = (part * sorted.len() as f64).ceil() as usize;
     sorted.get(rank.saturating_sub(1)).copied()
 }
 
-/// What an amount is counted in.
+/// The unit of a figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum FigureUnit {
-    /// Bytes, which may be a loss.
+    /// Bytes, possibly negative.
     Bytes,
     /// Seconds.
     Seconds,
     /// Percent.
     Percent,
-    /// Things.
+    /// A count.
     Count,
 }
 
 impl FigureUnit {
-    /// An amount for people; a dash for none.
+    /// A value in text form; a dash if unknown.
     pub fn format_value(self, value: Option<f64>) -> String {
         let Some(value) = value else { return "–".to_owned() };
         match self {
@@ -137,7 +137,7 @@ impl FigureUnit {
 }
 
 impl HistoryFigures {
-    /// Of what was kept.
+    /// The figures of a span.
     pub fn from_span(span: &HistorySpan) -> Self {
         let samples = &span.samples;
         let spent = |of: fn(&HistorySample) -> Option<f64>| counter_increase(samples, of);
@@ -170,7 +170,7 @@ impl HistoryFigures {
         }
     }
 
-    /// Each by its name for people, in the order in which they are shown.
+    /// Each figure with its label, in display order.
     pub fn named_values(&self) -> Vec<(&'static str, FigureUnit, Option<f64>)> {
         use FigureUnit::{Bytes, Count, Percent, Seconds};
         let whole = |value: Option<u64>| value.map(|value| value as f64);
@@ -178,27 +178,27 @@ impl HistoryFigures {
         let converge = |of: fn(&ConvergenceReport) -> Option<f64>| self.converge.as_ref().and_then(of);
         let share = (self.predicted > 0).then(|| 100.0 * self.reached as f64 / self.predicted as f64);
         vec![
-            ("saved net, on average", Bytes, self.saved_net_mean),
-            ("saved net, at most", Bytes, signed(self.saved_net_highest)),
-            ("saved net, in the end", Bytes, signed(self.saved_net_last)),
-            ("memory in use, on average", Bytes, self.in_use_mean),
-            ("memory in use, at most", Bytes, whole(self.in_use_highest)),
-            ("without merging, at most", Bytes, whole(self.unmerged_highest)),
-            ("memory available, at least", Bytes, whole(self.available_lowest)),
-            ("CPU of ksmd", Seconds, self.ksmd_seconds),
-            ("CPU of pagefold", Seconds, self.pagefold_seconds),
-            ("CPU of both, of one CPU", Percent, self.cpu_percent),
-            ("CPU for each GiB saved for an hour", Seconds, self.cpu_seconds_per_gib_hour),
+            ("net savings, mean", Bytes, self.saved_net_mean),
+            ("net savings, maximum", Bytes, signed(self.saved_net_highest)),
+            ("net savings, at the end", Bytes, signed(self.saved_net_last)),
+            ("memory in use, mean", Bytes, self.in_use_mean),
+            ("memory in use, maximum", Bytes, whole(self.in_use_highest)),
+            ("in use without merging, maximum", Bytes, whole(self.unmerged_highest)),
+            ("memory available, minimum", Bytes, whole(self.available_lowest)),
+            ("CPU time of ksmd", Seconds, self.ksmd_seconds),
+            ("CPU time of pagefold", Seconds, self.pagefold_seconds),
+            ("CPU use of both, of one CPU", Percent, self.cpu_percent),
+            ("CPU time per GiB saved for an hour", Seconds, self.cpu_seconds_per_gib_hour),
             ("passes", Count, Some(self.passes as f64)),
             ("merges", Count, Some(self.merges as f64)),
-            ("predicted by their plans", Bytes, Some(self.predicted as f64)),
-            ("reached by them", Bytes, Some(self.reached as f64)),
-            ("reached of predicted", Percent, share),
-            ("merges whose course is known", Count, converge(|of| Some(of.merges as f64))),
-            ("to 90 %, median", Seconds, converge(|of| Some(of.to_90_median))),
-            ("to 90 %, 90th percentile", Seconds, converge(|of| Some(of.to_90_high))),
-            ("to 99 %, median", Seconds, converge(|of| Some(of.to_99_median))),
-            ("to 99 %, 90th percentile", Seconds, converge(|of| Some(of.to_99_high))),
+            ("predicted savings of merges", Bytes, Some(self.predicted as f64)),
+            ("measured savings of merges", Bytes, Some(self.reached as f64)),
+            ("measured of predicted savings", Percent, share),
+            ("merges with known duration", Count, converge(|of| Some(of.merges as f64))),
+            ("time to 90 %, median", Seconds, converge(|of| Some(of.to_90_median))),
+            ("time to 90 %, 90th percentile", Seconds, converge(|of| Some(of.to_90_high))),
+            ("time to 99 %, median", Seconds, converge(|of| Some(of.to_99_median))),
+            ("time to 99 %, 90th percentile", Seconds, converge(|of| Some(of.to_99_high))),
             ("from arrival to 90 %, median", Seconds, converge(|of| of.arrival_to_90_median)),
             ("from arrival to 90 %, 90th percentile", Seconds, converge(|of| of.arrival_to_90_high)),
             ("time covered by samples", Seconds, Some(self.covered_seconds)),
@@ -206,20 +206,20 @@ impl HistoryFigures {
     }
 }
 
-/// Neighbours of one life of the daemon.
+/// Adjacent samples of the same run of the daemon.
 fn sample_pairs(samples: &[HistorySample]) -> impl Iterator<Item = (&HistorySample, &HistorySample)> {
     let pairs = samples.windows(2).map(|pair| (&pair[0], &pair[1]));
     pairs.filter(|(before, after)| before.run_id == after.run_id && after.time > before.time)
 }
 
-/// How much a counter rose.
+/// The increase of a counter.
 fn counter_increase(samples: &[HistorySample], of: fn(&HistorySample) -> Option<f64>) -> Option<f64> {
     let rises: Vec<f64> =
         sample_pairs(samples).filter_map(|(before, after)| Some((of(after)? - of(before)?).max(0.0))).collect();
     (!rises.is_empty()).then(|| rises.iter().sum())
 }
 
-/// The mean over time, by trapezia, and the seconds that it is over.
+/// The mean over time (trapezoidal rule), and the seconds that it covers.
 fn time_weighted_mean(samples: &[HistorySample], of: fn(&HistorySample) -> Option<f64>) -> Option<(f64, f64)> {
     let (mut sum, mut seconds) = (0.0, 0.0);
     for (before, after) in sample_pairs(samples) {
@@ -246,7 +246,7 @@ mod tests {
             pagefold_seconds: Some(0.0),
             ..HistorySample::default()
         };
-        // Half an hour at 2 GiB, a day without a daemon, half an hour that rises from 2 to 6.
+        // Half an hour at 2 GiB, a day without a daemon, half an hour with a rise from 2 to 6 GiB.
         let samples = vec![
             sample(0.0, 1, 2, 0.0),
             sample(1800.0, 1, 2, 9.0),

@@ -1,4 +1,4 @@
-//! The report as one HTML document: everything in it, nothing fetched, no script. Each picture has its numbers in a
+//! The report as one self-contained HTML document: it loads nothing and has no script. Each chart has its numbers in a
 //! table beside it.
 
 use super::chart::{self, Chart};
@@ -8,26 +8,26 @@ use super::series::SeriesPoint;
 use super::svg::{self, escape_markup, format_time, format_utc};
 use std::fmt::Write;
 
-/// Passes that are shown without being asked for.
+/// Passes shown without expanding.
 const MAX_EXPANDED_PASSES: usize = 12;
 
-/// Rows of a table that stands for a picture, at most.
+/// The maximum number of rows of a chart's table.
 const MAX_TABLE_ROWS: usize = 24;
 
-/// The document. `made` is when, in seconds since 1970.
+/// Render the document. `created_at` is in seconds since 1970.
 pub fn render_document(report: &HistoryReport, created_at: f64) -> String {
     let charts = chart::build_charts(report);
     let names: Vec<String> = report.sides.iter().map(|side| escape_markup(&side.name)).collect();
     let title = format!("Memory over time: {}", names.join(", "));
     let mut body = render_header(report, &title, created_at);
     if let Some(differences) = &report.differences {
-        body.push_str(&render_section("differences", "What is different", &render_differences(differences, &names)));
+        body.push_str(&render_section("differences", "Differences", &render_differences(differences, &names)));
     }
     for chart in &charts {
         body.push_str(&render_chart_section(chart, report));
     }
     if report.differences.is_none() {
-        body.push_str(&render_section("figures", "In figures", &render_figures(&report.sides)));
+        body.push_str(&render_section("figures", "Figures", &render_figures(&report.sides)));
     }
     for side in &report.sides {
         body.push_str(&render_side(side, report.sides.len() > 1));
@@ -62,23 +62,23 @@ fn render_header(report: &HistoryReport, title: &str, made: f64) -> String {
     text
 }
 
-/// What a side came to, in a sentence; what is not known is left out.
+/// The summary sentence of a side; unknown figures are left out.
 fn render_headline(side: &SideReport) -> String {
     let figures = &side.figures;
     let saved = figures.saved_net_mean.zip(figures.saved_net_highest).map(|(mean, most)| {
         let (mean, most) =
             (FigureUnit::Bytes.format_value(Some(mean)), FigureUnit::Bytes.format_value(Some(most as f64)));
-        format!("{mean} saved on average, {most} at most, net of metadata")
+        format!("net savings {mean} mean, {most} maximum")
     });
     let cpu = figures
         .cpu_percent
-        .map(|percent| format!("{} of one CPU for it", FigureUnit::Percent.format_value(Some(percent))));
+        .map(|percent| format!("CPU use {} of one CPU", FigureUnit::Percent.format_value(Some(percent))));
     let converge = figures.converge.map(|converge| {
         let (merges, seconds) = (converge.merges, FigureUnit::Seconds.format_value(Some(converge.to_90_median)));
-        format!("90 % of what a merge saved was saved {seconds} after its pass began, at the median of {merges}")
+        format!("median time to 90 % of a merge's savings {seconds}, over {merges}")
     });
     let parts: Vec<String> = [saved, cpu, converge].into_iter().flatten().collect();
-    let what = if parts.is_empty() { "nothing is known".to_owned() } else { parts.join("; ") };
+    let what = if parts.is_empty() { "no data".to_owned() } else { parts.join("; ") };
     format!("{}: {what}.", side.name)
 }
 
@@ -86,7 +86,8 @@ fn render_section(id: &str, title: &str, body: &str) -> String {
     format!("<section aria-labelledby=\"{id}-title\">\n<h2 id=\"{id}-title\">{title}</h2>\n{body}</section>\n")
 }
 
-/// A table. Headings that begin with `>` are of numbers. The first cell of each row is its heading. Cells are markup.
+/// A table. Headings that begin with `>` are of numeric columns. The first cell of each row is its heading. Cells are
+/// markup.
 fn render_html_table(name: &str, headings: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let class = |i: usize| if headings[i].starts_with('>') { " class=\"n\"" } else { "" };
     let mut text = format!(
@@ -129,14 +130,14 @@ fn render_differences(differences: &[SideDifference], names: &[String]) -> Strin
         let percent = one.by_percent.map_or_else(String::new, format_signed_percent);
         vec![one.figure.clone(), one.unit.format_value(one.first), one.unit.format_value(one.second), by, percent]
     });
-    render_html_table("Differences", &["figure", &first, &second, ">by", ">in percent"], rows)
+    render_html_table("Differences", &["figure", &first, &second, ">change", ">in percent"], rows)
 }
 
-/// An amount with its sign.
+/// A value with its sign.
 pub(super) fn format_signed(unit: FigureUnit, change: f64) -> String {
     let text = unit.format_value(Some(change.abs()));
     match change {
-        // Less than is shown is nothing.
+        // A change that would print as zero has no sign.
         _ if text == unit.format_value(Some(0.0)) => text,
         by if by > 0.0 => format!("+{text}"),
         _ => format!("-{text}"),
@@ -158,12 +159,12 @@ fn render_chart_section(chart: &Chart, report: &HistoryReport) -> String {
     render_section(chart.id, &chart.title, &(picture + &numbers))
 }
 
-/// What is meant by the time that a merge took.
-const CONVERGENCE_NOTE: &str = "<p class=\"note\">From when the first was seen who came since the merge before, in the two \
-minutes before the pass, otherwise from the start of the pass; the census is in it. Followed by the host's savings, \
-sampled four times a second while work is under way. The tables of passes below have the numbers.</p>\n";
+/// The definition of a merge's duration.
+const CONVERGENCE_NOTE: &str = "<p class=\"note\">Starts at the first arrival of a process since the previous merge, at \
+most two minutes before the pass, otherwise at the start of the pass, so it includes the census. Measured by the host's \
+savings, sampled four times a second during a pass. The tables of passes below have the numbers.</p>\n";
 
-/// Points of a side at even distances, as a table.
+/// Points of a side at equal intervals, as a table.
 fn render_point_table(side: &SideReport, chart: &Chart) -> String {
     let every = side.points.len().div_ceil(MAX_TABLE_ROWS).max(1);
     let bytes = |value: Option<u64>| FigureUnit::Bytes.format_value(value.map(|value| value as f64));
@@ -190,8 +191,8 @@ fn render_point_table(side: &SideReport, chart: &Chart) -> String {
         }
     };
     let headings: &[&str] = match chart.id {
-        "memory" => &["time", ">in use", ">available", ">in all"],
-        "saved" => &["time", ">saved, net", ">saved, gross"],
+        "memory" => &["time", ">in use", ">available", ">total"],
+        "saved" => &["time", ">net savings", ">gross savings"],
         _ => &["time", ">ksmd", ">pagefold"],
     };
     render_html_table(&escape_markup(&side.name), headings, side.points.iter().rev().step_by(every).rev().map(row))
@@ -203,10 +204,10 @@ fn render_side(side: &SideReport, several: bool) -> String {
         format!("{what}-{:x}", side.name.bytes().fold(7_u32, |sum, byte| sum.wrapping_mul(31) ^ u32::from(byte)))
     };
     let mut text =
-        render_section(&id("passes"), &format!("Passes, predicted against reached{of}"), &render_passes(side));
+        render_section(&id("passes"), &format!("Passes, predicted and measured savings{of}"), &render_passes(side));
     text.push_str(&render_section(
         &id("members"),
-        &format!("Largest members by footprint{of}"),
+        &format!("Largest processes by footprint{of}"),
         &render_processes(side),
     ));
     text.push_str(&render_section(&id("decisions"), &format!("Decisions{of}"), &render_decisions(side)));
@@ -219,21 +220,21 @@ fn render_passes(side: &SideReport) -> String {
     }
     let headings = [
         "ended, UTC",
-        ">took",
-        ">CPU",
+        ">duration",
+        ">CPU time",
         ">processes",
         ">predicted",
-        ">reached",
-        ">of it",
-        ">waited before",
-        ">to 90 %",
-        ">to 99 %",
+        ">measured",
+        ">measured of predicted",
+        ">wait before",
+        ">time to 90 %",
+        ">time to 99 %",
     ];
     let row = |pass: &PassRow| {
         let seconds = |value| FigureUnit::Seconds.format_value(value);
         let reached = pass.reached.map(|reached| reached as f64);
         let share = reached.filter(|_| pass.predicted > 0).map(|reached| 100.0 * reached / pass.predicted as f64);
-        // A plan is made where something is to be merged alone.
+        // Only passes with a merge have a plan.
         let predicted = pass.reached.map(|_| pass.predicted as f64);
         vec![
             format_utc(pass.ended),
@@ -269,11 +270,11 @@ fn render_processes(side: &SideReport) -> String {
         return "<p class=\"note\">None.</p>\n".to_owned();
     }
     let headings = [
-        "member",
+        "name",
         "trust domain",
         ">processes",
         ">footprint, mean",
-        ">at most",
+        ">maximum",
         ">resident, mean",
         ">saved, mean",
         "last seen, UTC",
@@ -290,8 +291,8 @@ fn render_processes(side: &SideReport) -> String {
             format_utc(member.last),
         ]
     };
-    render_html_table("Members", &headings, side.members.iter().map(row))
-        + &render_omitted(side.members_left_out, "smaller ones")
+    render_html_table("Processes", &headings, side.members.iter().map(row))
+        + &render_omitted(side.members_left_out, "smaller processes")
 }
 
 fn render_decisions(side: &SideReport) -> String {
@@ -311,9 +312,9 @@ fn render_decisions(side: &SideReport) -> String {
         vec![format_utc(one.time_ms as f64 / 1e3), escape_markup(&one.what), escape_markup(&one.whom), why]
     };
     let latest =
-        render_html_table("Latest decisions", &["time, UTC", "what", "whom", "why"], side.decisions.iter().map(row));
+        render_html_table("Latest decisions", &["time, UTC", "decision", "target", "why"], side.decisions.iter().map(row));
     format!(
-        "<p class=\"note\">By reason: {}.</p>\n<details>\n<summary>The latest</summary>\n{latest}</details>\n",
+        "<p class=\"note\">By reason: {}.</p>\n<details>\n<summary>Latest decisions</summary>\n{latest}</details>\n",
         counts.join(", ")
     )
 }

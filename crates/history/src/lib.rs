@@ -1,13 +1,15 @@
-//! The history of a host in an SQLite database: what `pagefold report` is made of.
+//! The history of a host in an SQLite database: the data of `pagefold report`.
 //!
-//! The daemon notes its status and commits what it has noted in one transaction about once a minute ([`HistoryWriter`]). The
-//! database is in WAL mode with `synchronous=NORMAL`: what was committed survives any end of the process; a power
-//! failure may take the last commits, and leaves the rest whole (SQLite, "Write-Ahead Logging", 3.3). Samples are at
-//! full rate for a day, then one a minute for a month, then one an hour for a year; see [`tiers`]. Database and log
-//! together stay below a bound: before it is reached, the oldest goes. Tables and columns are in `schema.sql`.
+//! The daemon records its status and commits the new rows in one transaction about once a minute ([`HistoryWriter`]).
+//! The database is in WAL mode with `synchronous=NORMAL`. Committed rows survive any end of the process; a power
+//! failure may lose the last commits, and keeps the rest intact (SQLite, "Write-Ahead Logging", 3.3). Samples are kept
+//! at full rate for a day, then one a minute for a month, then one an hour for a year; see [`tiers`]. Database and log
+//! together stay below a size limit; before it is reached, the oldest rows are deleted. Tables and columns are in
+//! `schema.sql`.
 //!
-//! A file that is not a history, or is damaged, is left as it is and reported. Readers need no lock that the daemon
-//! would wait for; one that holds the log for long makes the daemon keep nothing until it lets go ([`HistoryError::LogBlockedByReader`]).
+//! A file that is not a history, or is damaged, is not changed and is reported. Readers take no lock that the daemon
+//! would wait for. If a reader blocks the log for long, the daemon records nothing until the reader ends
+//! ([`Error::LogBlockedByReader`]).
 
 #![forbid(unsafe_code)]
 
@@ -37,22 +39,22 @@ use std::path::PathBuf;
 /// Why a history cannot be kept or read.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// It cannot be opened or made.
+    /// It cannot be opened or created.
     #[error("cannot open the history {}", .0.display())]
     Open(PathBuf, #[source] std::io::Error),
     /// It is not a database, or one of another program.
     #[error("{} is no history of pagefold: name another file, or move it away", .0.display())]
     NotAHistory(PathBuf),
-    /// It has a form that is not known.
-    #[error("the history {} has form {}, and this pagefold knows 1 only: use the one that wrote it", .0.display(), .1)]
+    /// Its format version is unknown.
+    #[error("the history {} has format {}, this pagefold reads 1: use the one that wrote it", .0.display(), .1)]
     UnknownVersion(PathBuf, i64),
     /// It is damaged.
-    #[error("the history {} is damaged ({}): move it away, and a new one is begun", .0.display(), .1)]
+    #[error("the history {} is damaged ({}): move it away to start a new one", .0.display(), .1)]
     Damaged(PathBuf, String),
-    /// Somebody reads it for so long that its log has grown to its bound.
-    #[error("the history {} is held by whoever reads it, and nothing can be written until they end", .0.display())]
+    /// A reader has blocked the log for so long that the log has reached its size limit.
+    #[error("a reader blocks the log of the history {}: nothing can be written until it ends", .0.display())]
     LogBlockedByReader(PathBuf),
-    /// The database refuses.
+    /// The database reports an error.
     #[error("cannot {} the history {}", .1, .0.display())]
     Database(PathBuf, &'static str, #[source] rusqlite::Error),
 }

@@ -1,5 +1,4 @@
-//! Every sample as a row of a Parquet file, for data frames: the columns of [`csv`](super::csv), null where nothing is
-//! known.
+//! All samples as rows of a Parquet file, for data frames: the columns of [`csv`](super::csv), null for unknown values.
 
 use super::record::HistorySpan;
 use super::series::{self, SeriesPoint};
@@ -74,7 +73,7 @@ fn write_optional_column<T: DataType>(
     let values: Vec<Option<T::T>> = values.collect();
     let levels: Vec<i16> = values.iter().map(|value| i16::from(value.is_some())).collect();
     let known: Vec<T::T> = values.into_iter().flatten().collect();
-    let mut column = rows.next_column()?.expect("as many columns are written as the schema has");
+    let mut column = rows.next_column()?.expect("the schema has a column for each write");
     column.typed::<T>().write_batch(&known, Some(&levels), None)?;
     column.close()
 }

@@ -1,35 +1,34 @@
-//! How hosts stood over time: what the daemon answers of its past, and the report that is made of what it has kept.
+//! The state of hosts over time: the daemon's answer about its past, and the report on its history.
 //!
-//! `record` is what is kept, `report` the document that is made of it, `converge`, `series` and `figures` the
-//! arithmetic, `chart` and `svg` the pictures; `text`, `html`, `csv` and `parquet` are the document for people and
-//! programs.
+//! `record` has the stored rows, `report` the document, `convergence`, `series` and `figures` the arithmetic, `chart`
+//! and `svg` the charts. `text`, `html`, `csv` and `parquet` write the document.
 
 use pagefold_daemon::wire::StatusReport;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Points of the past: what `/api/history` of the daemon answers.
+/// The points of the daemon's answer to `/api/history`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HistoryResponse {
     /// `pagefold.history/1`.
     pub schema: String,
-    /// The points, the oldest first.
+    /// The points in ascending order.
     pub points: Vec<HistoryPoint>,
 }
 
 impl HistoryResponse {
-    /// Of these points.
+    /// An answer with these points.
     pub fn new(points: Vec<HistoryPoint>) -> Self {
         Self { schema: "pagefold.history/1".to_owned(), points }
     }
 }
 
-/// How a host stood at a moment. What could not be read is absent. Bytes, unless the name says otherwise.
+/// The state of a host at one time. Values that could not be read are absent. Bytes, unless the name says otherwise.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HistoryPoint {
-    /// When: seconds since 1970.
+    /// The time in seconds since 1970.
     pub time: f64,
-    /// What merging saved, gross.
+    /// Gross savings by merging.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_gross: Option<u64>,
     /// The same less metadata.
@@ -38,21 +37,21 @@ pub struct HistoryPoint {
     /// `MemAvailable`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub available: Option<u64>,
-    /// `MemAvailable` that was to be kept.
+    /// The goal for `MemAvailable`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keep_available: Option<u64>,
-    /// Percent of one CPU that ksmd used over the minute before.
+    /// CPU use of ksmd over the previous minute, in percent of one CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksmd_percent: Option<f64>,
-    /// Percent of one CPU that the daemon used over the minute before.
+    /// CPU use of the daemon over the previous minute, in percent of one CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pagefold_percent: Option<f64>,
-    /// Percent of one CPU that both may use together on average.
+    /// Mean CPU budget of both together, in percent of one CPU.
     pub bound_percent: f64,
 }
 
 impl HistoryPoint {
-    /// A moment of which nothing is known.
+    /// A point without known values.
     pub fn unknown(time: f64, bound_percent: f64) -> Self {
         Self {
             time,
@@ -66,12 +65,12 @@ impl HistoryPoint {
         }
     }
 
-    /// Whether nothing is known of it.
+    /// Whether no value is known.
     pub fn is_unknown(&self) -> bool {
         self.saved_gross.is_none() && self.saved_net.is_none() && self.available.is_none()
     }
 
-    /// Of a status.
+    /// The point of a status.
     pub fn from_status(status: &StatusReport) -> Self {
         Self {
             time: status.time,

@@ -1,4 +1,4 @@
-//! Reading a history.
+//! Reads a history.
 
 use crate::Error;
 use crate::database::{database_error, open_readable};
@@ -7,7 +7,7 @@ use pagefold_daemon::wire::{DecisionReport, WorkloadKind};
 use rusqlite::{Connection, Row, TransactionBehavior};
 use std::path::{Path, PathBuf};
 
-/// A history that is read.
+/// A history opened for reading.
 pub struct HistoryReader {
     path: PathBuf,
     connection: Connection,
@@ -19,19 +19,19 @@ impl HistoryReader {
         Ok(Self { path: path.to_owned(), connection: open_readable(path)? })
     }
 
-    /// When the last sample was taken, in seconds since 1970.
+    /// The time of the last sample, in seconds since 1970.
     pub fn last_sample_time(&self) -> Result<Option<f64>, Error> {
         let last = self.connection.query_row("SELECT max(time_ms) FROM sample", [], |row| row.get::<_, Option<i64>>(0));
         Ok(last.map_err(database_error(&self.path, "read"))?.map(millis_to_seconds))
     }
 
-    /// How the host stood within a span of time, in seconds since 1970.
+    /// The samples within a span of time, in seconds since 1970.
     pub fn samples(&self, since: f64, until: f64) -> Result<Vec<HistorySample>, Error> {
         let span = (seconds_to_millis(since), seconds_to_millis(until));
         query_rows(&self.connection, SELECT_SAMPLES, span, sample_from_row).map_err(database_error(&self.path, "read"))
     }
 
-    /// What was kept within a span of time, in seconds since 1970, as it is at one moment.
+    /// All rows within a span of time, in seconds since 1970, from one consistent snapshot.
     pub fn load_span(&mut self, since: f64, until: f64) -> Result<HistorySpan, Error> {
         self.read_span(seconds_to_millis(since), seconds_to_millis(until)).map_err(database_error(&self.path, "read"))
     }
@@ -133,7 +133,7 @@ fn footprint_from_row(row: &Row<'_>) -> rusqlite::Result<FootprintSample> {
     })
 }
 
-/// What was written as unsigned.
+/// A value that was written as unsigned.
 fn to_unsigned(value: i64) -> u64 {
     value.max(0).unsigned_abs()
 }
@@ -146,7 +146,7 @@ fn millis_to_seconds(milliseconds: i64) -> f64 {
     milliseconds as f64 / 1e3
 }
 
-/// Of seconds. Conversion saturates, so that infinities are the ends of time.
+/// Milliseconds of seconds. The conversion saturates, so infinities become the earliest and latest times.
 pub fn seconds_to_millis(seconds: f64) -> i64 {
     (seconds * 1e3).round() as i64
 }

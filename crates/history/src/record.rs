@@ -1,16 +1,16 @@
-//! What is kept of a host over time, as it comes from a database. Bytes, unless the name says otherwise; times are Unix
-//! times in seconds. What could not be read is absent.
+//! The stored rows of a host's history. Bytes, unless the name says otherwise; times are Unix times in seconds. Values
+//! that could not be read are absent.
 
 use pagefold_daemon::wire::{DecisionReport, StatusReport, WorkloadKind};
 
-/// How a host stood at a moment.
+/// The state of a host at one time.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HistorySample {
-    /// When.
+    /// The time.
     pub time: f64,
-    /// Which life of the daemon it belongs to.
+    /// The run of the daemon that recorded it.
     pub run_id: i64,
-    /// What merging saved, gross.
+    /// Gross savings by merging.
     pub saved_gross: Option<u64>,
     /// The same less metadata.
     pub saved_net: Option<i64>,
@@ -18,20 +18,20 @@ pub struct HistorySample {
     pub total: Option<u64>,
     /// `MemAvailable`.
     pub available: Option<u64>,
-    /// `MemAvailable` that was to be kept.
+    /// The goal for `MemAvailable`.
     pub keep_available: Option<u64>,
-    /// CPU seconds of ksmd since that daemon started.
+    /// CPU seconds of ksmd since the start of that run.
     pub ksmd_seconds: Option<f64>,
-    /// CPU seconds of the daemon since it started.
+    /// CPU seconds of the daemon since its start.
     pub pagefold_seconds: Option<f64>,
-    /// Percent of one CPU that both may use together on average.
+    /// Mean CPU budget of both together, in percent of one CPU.
     pub bound_percent: f64,
-    /// Processes that were managed.
+    /// The number of tracked processes.
     pub tracked_processes: u64,
 }
 
 impl HistorySample {
-    /// Of a status, in a life of the daemon.
+    /// The sample of a status, in a run of the daemon.
     pub fn from_status(status: &StatusReport, run_id: i64) -> Self {
         Self {
             time: status.time,
@@ -48,35 +48,35 @@ impl HistorySample {
         }
     }
 
-    /// Memory in use: what is not available.
+    /// Memory in use: total less available.
     pub fn in_use(&self) -> Option<u64> {
         Some(self.total?.saturating_sub(self.available?))
     }
 }
 
-/// A pass of the daemon: a census, and the merge where anything paid.
+/// A pass of the daemon: a census, and a merge if it is profitable.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct HistoryPass {
-    /// Which life of the daemon it belongs to.
+    /// The run of the daemon that recorded it.
     pub run_id: i64,
-    /// Its number there, from 1.
+    /// Its number in that run, from 1.
     pub number: u64,
     /// When it ended.
     pub ended_at: f64,
-    /// How long it took.
+    /// Its duration.
     pub seconds: f64,
     /// CPU seconds of ksmd and pagefold together.
     pub cpu_seconds: f64,
-    /// Processes that were looked at.
+    /// The number of scanned processes.
     pub processes: u64,
-    /// What its plan should save.
+    /// The predicted savings of its plan.
     pub predicted: u64,
-    /// What it saved; absent where nothing was merged.
+    /// The measured savings; absent if nothing was merged.
     pub measured: Option<i64>,
-    /// Seconds before its start at which the first of those was seen who came since the merge before, two minutes
-    /// before it at most. Absent where nobody came.
+    /// Seconds from the first arrival of a process since the previous merge, at most two minutes before the pass, to
+    /// the start of the pass. Absent if no process arrived.
     pub arrival_wait_seconds: Option<f64>,
-    /// Seconds from its start until 90 % of what was saved in the end was saved.
+    /// Seconds from its start to 90 % of its final savings.
     pub seconds_to_90: Option<f64>,
     /// Seconds from its start to 99 %.
     pub seconds_to_99: Option<f64>,
@@ -89,28 +89,28 @@ impl HistoryPass {
     }
 }
 
-/// What a member took at a moment.
+/// The footprint of a tracked process at one time.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FootprintSample {
-    /// When.
+    /// The time.
     pub time: f64,
     /// The virtual machine's name, or the program's.
     pub label: String,
-    /// What it is.
+    /// Its kind.
     pub kind: WorkloadKind,
     /// Its trust domain.
     pub domain: String,
-    /// Its number.
+    /// Its PID.
     pub pid: u32,
-    /// Resident memory, blind to merging.
+    /// Resident memory; not affected by merging.
     pub resident: Option<u64>,
-    /// What it took: its fair share, or an estimate while that was not read.
+    /// Its footprint: its fair share, or an estimate if that is not read yet.
     pub footprint: Option<u64>,
-    /// An estimate of what merging saved for it, by its share.
+    /// Estimated savings by merging, from its share.
     pub saved: Option<u64>,
 }
 
-/// What was kept of a host within a span of time, the oldest first.
+/// The rows of a host within a span of time, in ascending order.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct HistorySpan {
     /// The host's name.
@@ -121,6 +121,6 @@ pub struct HistorySpan {
     pub passes: Vec<HistoryPass>,
     /// Decisions.
     pub decisions: Vec<DecisionReport>,
-    /// Footprints of the largest members.
+    /// Footprints of the largest tracked processes.
     pub footprints: Vec<FootprintSample>,
 }

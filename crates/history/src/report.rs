@@ -1,7 +1,7 @@
 //! The document of `pagefold report`: hosts, or spans of time, side by side.
 //!
-//! It is bounded: few points stand for many, the latest passes and the largest members are named, and what is left out
-//! is counted. `--csv` and `--parquet` have every sample.
+//! Its size is limited: samples are thinned to points, only the latest passes and the largest tracked processes are
+//! listed, and omitted rows are counted. `--csv` and `--parquet` write all samples.
 
 use super::figures::{FigureUnit, HistoryFigures};
 use super::record::{FootprintSample, HistoryPass, HistorySpan};
@@ -11,29 +11,29 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The name of this document's form.
+/// The schema name of this document.
 pub const HISTORY_REPORT_SCHEMA: &str = "pagefold.history-report/1";
 
-/// Points of a host at most, about.
+/// The approximate maximum number of points for each host.
 pub const MAX_POINTS: usize = 1000;
 
-/// Passes of a host that are named at most.
+/// The maximum number of listed passes for each host.
 pub const MAX_PASSES: usize = 500;
 
-/// Members of a host that are named at most.
+/// The maximum number of listed tracked processes for each host.
 pub const MAX_PROCESSES: usize = 20;
 
-/// Decisions of a host that are named at most.
+/// The maximum number of listed decisions for each host.
 pub const MAX_DECISIONS: usize = 50;
 
-/// What the daemon kept of hosts over time: `pagefold report --json`.
+/// The recorded history of hosts: `pagefold report --json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HistoryReport {
     /// `pagefold.history-report/1`.
     pub schema: String,
-    /// The hosts, or the spans of time that are compared.
+    /// The hosts, or the compared spans of time.
     pub sides: Vec<SideReport>,
-    /// What is different in the second side from the first, where two are compared.
+    /// Differences of the second side from the first, if two are compared.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub differences: Option<Vec<SideDifference>>,
 }
@@ -41,7 +41,7 @@ pub struct HistoryReport {
 /// A host, or a span of its time.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SideReport {
-    /// What it is called here.
+    /// Its name in this report.
     pub name: String,
     /// The host.
     pub host: String,
@@ -49,46 +49,48 @@ pub struct SideReport {
     pub from: f64,
     /// The time of the last.
     pub to: f64,
-    /// Samples that it is made of.
+    /// The number of its samples.
     pub samples: u64,
-    /// What it came to.
+    /// Its summary figures.
     pub figures: HistoryFigures,
-    /// How it stood, the oldest first.
+    /// Its state over time, in ascending order.
     pub points: Vec<SeriesPoint>,
     /// The latest passes, the latest first.
     pub passes: Vec<PassRow>,
-    /// Passes that are not named.
+    /// The number of omitted passes.
     pub passes_left_out: u64,
-    /// Decisions by the word of their reason.
+    /// The number of decisions by reason.
     pub decisions_by_reason: BTreeMap<String, u64>,
     /// The latest decisions, the latest first.
     pub decisions: Vec<DecisionReport>,
-    /// The largest members by their mean footprint, of those that were among the largest when they were kept.
+    /// The largest tracked processes by mean footprint. Only processes that were among the largest when recorded are
+    /// included.
     pub members: Vec<ProcessRow>,
-    /// Members that are not named.
+    /// The number of omitted tracked processes.
     pub members_left_out: u64,
 }
 
-/// A pass: a census, and the merge where anything paid. Bytes and seconds.
+/// A pass: a census, and a merge if it is profitable. Bytes and seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PassRow {
     /// When it ended, in seconds since 1970.
     pub ended: f64,
-    /// How long it took.
+    /// Its duration.
     pub seconds: f64,
     /// CPU time of ksmd and pagefold together.
     pub cpu_seconds: f64,
-    /// Processes that were looked at.
+    /// The number of scanned processes.
     pub processes: u64,
-    /// What its plan should save.
+    /// The predicted savings of its plan.
     pub predicted: u64,
-    /// What it saved; absent where nothing was merged.
+    /// The measured savings; absent if nothing was merged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reached: Option<i64>,
-    /// How long the first of those had waited who came since the merge before, in the two minutes before it.
+    /// The time from the first arrival of a process since the previous merge, at most two minutes before the pass, to
+    /// the start of the pass.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub waited_seconds: Option<f64>,
-    /// From its start to 90 % of what was saved in the end.
+    /// From its start to 90 % of its final savings.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub to_90_seconds: Option<f64>,
     /// From its start to 99 %.
@@ -112,39 +114,39 @@ impl PassRow {
     }
 }
 
-/// A member over time. Bytes; means are over the moments at which it was kept.
+/// A tracked process over time. Bytes; means are over the times at which it was recorded.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ProcessRow {
-    /// The virtual machine's name, or the program's. Processes of one name and trust domain are one line.
+    /// The virtual machine's name, or the program's. Processes with the same name and trust domain are one row.
     pub label: String,
-    /// What it is.
+    /// Its kind.
     pub kind: WorkloadKind,
     /// Its trust domain.
     pub domain: String,
-    /// Processes of that name.
+    /// The number of processes with that name.
     pub processes: u64,
-    /// When it was kept last, in seconds since 1970.
+    /// When it was recorded last, in seconds since 1970.
     pub last: f64,
-    /// What it took, on average: its fair share, or an estimate while that was not read.
+    /// Its footprint, mean: its fair share, or an estimate if that is not read yet.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint_mean: Option<f64>,
-    /// The most of it.
+    /// The same, maximum.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint_highest: Option<u64>,
-    /// Resident memory, on average.
+    /// Resident memory, mean.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident_mean: Option<f64>,
-    /// An estimate of what merging saved for it by its share, on average.
+    /// Estimated savings by merging from its share, mean.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_mean: Option<f64>,
 }
 
-/// A figure on two sides.
+/// A figure of two sides.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SideDifference {
-    /// What it is.
+    /// Its label.
     pub figure: String,
-    /// What it is counted in.
+    /// Its unit.
     pub unit: FigureUnit,
     /// On the first side.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -161,7 +163,7 @@ pub struct SideDifference {
 }
 
 impl HistoryReport {
-    /// Of what was kept, each under a name. Two sides that are compared have their differences told.
+    /// The report of these spans, each with a name. `compared` adds the differences of two sides.
     pub fn from_spans(sides: &[(String, HistorySpan)], compared: bool) -> Self {
         let sides: Vec<SideReport> = sides.iter().map(|(name, kept)| SideReport::from_span(name, kept)).collect();
         let differences = match &sides[..] {

@@ -1,7 +1,7 @@
 -- The history of a host, version 1 (PRAGMA user_version). Times are Unix times in milliseconds, amounts bytes, CPU times
--- seconds. What could not be read is NULL.
+-- seconds. Values that could not be read are NULL.
 
--- A life of the daemon. CPU times of its samples are counted from its start.
+-- A run of the daemon. CPU times of its samples are counted from its start.
 CREATE TABLE run (
     id INTEGER PRIMARY KEY,
     host TEXT NOT NULL,
@@ -9,7 +9,7 @@ CREATE TABLE run (
     started_ms INTEGER NOT NULL
 ) STRICT;
 
--- How the host stood.
+-- The state of the host.
 CREATE TABLE sample (
     time_ms INTEGER PRIMARY KEY,
     run INTEGER NOT NULL,
@@ -24,7 +24,8 @@ CREATE TABLE sample (
     members INTEGER NOT NULL
 ) STRICT;
 
--- Passes: a census, and the merge where anything paid. The last three columns are those of `record::Pass`.
+-- Passes: a census, and a merge if it is profitable. `predicted` and `reached` are predicted and measured savings. The
+-- last three columns are `arrival_wait_seconds`, `seconds_to_90` and `seconds_to_99` of `record::HistoryPass`.
 CREATE TABLE pass (
     run INTEGER NOT NULL,
     number INTEGER NOT NULL,
@@ -41,7 +42,7 @@ CREATE TABLE pass (
 ) STRICT;
 CREATE INDEX pass_time ON pass (time_ms);
 
--- What the daemon decided.
+-- The daemon's decisions. `whom` is the target.
 CREATE TABLE decision (
     id INTEGER PRIMARY KEY,
     time_ms INTEGER NOT NULL,
@@ -54,7 +55,7 @@ CREATE TABLE decision (
 ) STRICT;
 CREATE INDEX decision_time ON decision (time_ms);
 
--- What the largest members took.
+-- Footprints of the largest tracked processes.
 CREATE TABLE member (
     id INTEGER PRIMARY KEY,
     time_ms INTEGER NOT NULL,

@@ -1,17 +1,17 @@
-//! Samples as points that can be drawn: counters become rates, and few points stand for many.
+//! Samples as points of charts: counters become rates, and many samples are thinned to few points.
 
 use super::record::HistorySample;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// How a host stood at a moment. What could not be read is absent. Bytes, unless the name says otherwise.
+/// The state of a host at one time. Values that could not be read are absent. Bytes, unless the name says otherwise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct SeriesPoint {
-    /// When: seconds since 1970.
+    /// The time in seconds since 1970.
     pub time: f64,
-    /// Which life of the daemon it belongs to: nothing is known of the time between two.
+    /// The run of the daemon that recorded it. Nothing is known about the time between two runs.
     pub run: i64,
-    /// What merging saved, gross.
+    /// Gross savings by merging.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_gross: Option<u64>,
     /// The same less metadata.
@@ -23,22 +23,22 @@ pub struct SeriesPoint {
     /// `MemAvailable`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub available: Option<u64>,
-    /// `MemAvailable` that was to be kept.
+    /// The goal for `MemAvailable`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keep_available: Option<u64>,
-    /// Percent of one CPU that ksmd used since the point before.
+    /// CPU use of ksmd since the previous point, in percent of one CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksmd_percent: Option<f64>,
-    /// Percent of one CPU that the daemon used since the point before.
+    /// CPU use of the daemon since the previous point, in percent of one CPU.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pagefold_percent: Option<f64>,
-    /// Percent of one CPU that both may use together on average.
+    /// Mean CPU budget of both together, in percent of one CPU.
     pub bound_percent: f64,
-    /// Processes that were managed.
+    /// The number of tracked processes.
     pub members: u64,
 }
 
-/// Every sample as a point.
+/// All samples as points.
 pub fn points_from_samples(samples: &[HistorySample]) -> Vec<SeriesPoint> {
     let before = std::iter::once(None).chain(samples.iter().map(Some));
     before.zip(samples).map(|(before, sample)| point_from_samples(before, sample)).collect()
@@ -65,8 +65,8 @@ fn point_from_samples(before: Option<&HistorySample>, sample: &HistorySample) ->
     }
 }
 
-/// At most about so many samples, at even distances in time: the last of each slice and of each life of the daemon
-/// within it. CPU time is counted up, so that none is lost between those that stay.
+/// About `max_samples` samples at most, at equal intervals: the last of each interval and of each run of the daemon
+/// within it. CPU time is cumulative, so thinning loses none.
 pub fn thin_samples(samples: &[HistorySample], max_samples: usize) -> Vec<HistorySample> {
     let (Some(first), Some(last)) = (samples.first(), samples.last()) else { return Vec::new() };
     if samples.len() <= max_samples {
@@ -77,7 +77,7 @@ pub fn thin_samples(samples: &[HistorySample], max_samples: usize) -> Vec<Histor
     let mut kept: Vec<HistorySample> = vec![*first];
     for sample in &samples[1..] {
         match kept.last_mut() {
-            // The first of all stays: it is where the time begins.
+            // The first sample stays, because the time begins there.
             Some(before) if slot(before) == slot(sample) && before.time > first.time => *before = *sample,
             _ => kept.push(*sample),
         }
@@ -113,7 +113,7 @@ mod tests {
                 .filter_map(|w| Some(w[1].ksmd_percent? / 100.0 * (w[1].time - w[0].time)))
                 .sum()
         };
-        // The first of the second life is not the start of all, so its slice is all that is missing.
+        // The first sample of the second run is not the first of all, so only the CPU time of its interval is missing.
         assert!((spent(&samples) - spent(&few)).abs() < 1.1, "{} {}", spent(&samples), spent(&few));
         assert_eq!(thin_samples(&samples[..7], 100), &samples[..7]);
         assert!(thin_samples(&[], 100).is_empty());

@@ -1,5 +1,5 @@
-//! Charts as SVG: within the page, which brings the style, or as a file that brings its own. Light or dark is whatever
-//! the reader's system asks for.
+//! Charts as SVG: inside the page, which has the style, or as a file with its own style. The reader's system selects
+//! light or dark colors.
 
 use super::chart::{Chart, ChartClock, ChartPoint, ChartScale, ChartSeries, SeriesColor, SeriesStyle};
 use super::figures::FigureUnit;
@@ -14,17 +14,17 @@ const CHART_HEIGHT: f64 = 250.0;
 const LEFT_MARGIN: f64 = 74.0;
 const RIGHT_MARGIN: f64 = 12.0;
 const BOTTOM_MARGIN: f64 = 26.0;
-/// Above the legend is the title, in a file.
+/// In a file the title is above the legend.
 const TITLE_HEIGHT: f64 = 28.0;
 const LEGEND_ROW_HEIGHT: f64 = 20.0;
 
-/// About as wide as a character of the legend is.
+/// The approximate width of a character in the legend.
 const CHARACTER_WIDTH: f64 = 6.6;
 
-/// Ticks of the axis of time at most.
+/// The maximum number of ticks of the time axis.
 const MAX_TIME_TICKS: f64 = 7.0;
 
-/// Text as it may stand in markup.
+/// Escape text for markup.
 pub fn escape_markup(text: &str) -> String {
     let mut escaped = String::new();
     for c in escape_unprintable(text).chars() {
@@ -49,7 +49,7 @@ pub fn render_inline(chart: &Chart) -> String {
     )
 }
 
-/// Charts one below the other as a file.
+/// Charts one below the other in a file.
 pub fn render_file(charts: &[Chart]) -> String {
     let (mut body, mut top) = (String::new(), 8.0);
     for chart in charts {
@@ -70,19 +70,19 @@ pub fn render_file(charts: &[Chart]) -> String {
     )
 }
 
-/// What a chart shows, in words.
+/// A text description of a chart.
 pub fn describe_chart(chart: &Chart) -> String {
     let highest = |series: &ChartSeries| all_points(series).map(|spot| spot.high).reduce(f64::max);
     let told =
-        |series: &ChartSeries| Some(format!("{} at most {}", series.name, tick_label(chart.scale, highest(series)?)));
+        |series: &ChartSeries| Some(format!("{}: maximum {}", series.name, tick_label(chart.scale, highest(series)?)));
     let named = chart.series.iter().filter(|series| !series.name.is_empty());
     let parts: Vec<String> = named.filter_map(told).collect();
     let (from, to) = chart.span;
-    let what = if parts.is_empty() { "nothing is known".to_owned() } else { parts.join("; ") };
+    let what = if parts.is_empty() { "no data".to_owned() } else { parts.join("; ") };
     format!("{}, {} to {}: {what}", chart.title, format_time(chart.clock, from), format_time(chart.clock, to))
 }
 
-/// A time in words.
+/// A time as text.
 pub fn format_time(clock: ChartClock, time: f64) -> String {
     match clock {
         ChartClock::Utc => format_utc(time),
@@ -92,7 +92,7 @@ pub fn format_time(clock: ChartClock, time: f64) -> String {
 
 /// A Unix time as `2026-11-22 10:15:20`, UTC.
 pub fn format_utc(time: f64) -> String {
-    // humantime ends with the year 9999.
+    // humantime supports years up to 9999.
     let time = std::time::Duration::from_secs_f64(time.clamp(0.0, 2.5e11).floor());
     let text = humantime::format_rfc3339_seconds(std::time::UNIX_EPOCH + time).to_string();
     text.trim_end_matches('Z').replace('T', " ")
@@ -115,10 +115,10 @@ fn all_points(series: &ChartSeries) -> impl Iterator<Item = &ChartPoint> {
     series.segments.iter().flatten()
 }
 
-/// From what is shown to where it is.
+/// Maps values to coordinates.
 struct PlotArea {
     span: (f64, f64),
-    /// The lowest and highest of the upward axis, in its own measure.
+    /// The lowest and highest value of the vertical axis.
     value_range: (f64, f64),
     logarithmic: bool,
     top: f64,
@@ -138,7 +138,7 @@ impl PlotArea {
     }
 }
 
-/// The inside of a chart, and its height.
+/// The content of a chart, and its height.
 fn render_chart_body(chart: &Chart) -> (String, f64) {
     let (legend, rows) = render_legend(&chart.series);
     let top = rows * LEGEND_ROW_HEIGHT + 6.0;
@@ -158,7 +158,7 @@ fn render_chart_body(chart: &Chart) -> (String, f64) {
     let height = top + CHART_HEIGHT - LEGEND_ROW_HEIGHT;
     for (time, text) in time_ticks(chart) {
         let x = frame.x(time);
-        // At the right edge half of it would lie outside.
+        // At the right edge half of the label would lie outside.
         let anchor = if x + 4.0 * CHARACTER_WIDTH > CHART_WIDTH { "end" } else { "middle" };
         let _ = writeln!(body, "<text class=\"{anchor}\" x=\"{x:.1}\" y=\"{:.1}\">{text}</text>", height - 8.0);
     }
@@ -168,7 +168,7 @@ fn render_chart_body(chart: &Chart) -> (String, f64) {
     if chart.series.is_empty() {
         let _ = writeln!(
             body,
-            "<text class=\"middle\" x=\"{:.1}\" y=\"{:.1}\">nothing is known</text>",
+            "<text class=\"middle\" x=\"{:.1}\" y=\"{:.1}\">no data</text>",
             CHART_WIDTH / 2.0,
             top + 90.0
         );
@@ -194,7 +194,7 @@ fn render_marks(series: &ChartSeries, frame: &PlotArea, chart: &Chart) -> String
                     "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.2\"><title>{title}</title></circle>"
                 )
             }),
-            // One point has no length, and is shown all the same.
+            // A single point has no length, so it is drawn as a dot.
             SeriesStyle::Line | SeriesStyle::Limit if part.len() == 1 => {
                 let (x, y) = (frame.x(part[0].time), frame.y(part[0].high));
                 writeln!(marks, "<circle class=\"{class}\" cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"1.4\"/>")
@@ -227,12 +227,12 @@ fn css_class(colour: SeriesColor) -> String {
         SeriesColor::Ksmd => "ksmd".to_owned(),
         SeriesColor::Pagefold => "pagefold".to_owned(),
         SeriesColor::Bound => "bound".to_owned(),
-        // Eight colours, and dashes that tell those apart whose colour is alike to somebody.
+        // Eight colors, and dashes for readers who cannot distinguish some of them.
         SeriesColor::Side(number) => format!("side{} dash{}", number % 8, number % 4),
     }
 }
 
-/// The names with their marks, and how many rows they take.
+/// The legend, and its number of rows.
 fn render_legend(series: &[ChartSeries]) -> (String, f64) {
     let (mut text, mut x, mut row) = (String::new(), LEFT_MARGIN, 0.0);
     for series in series.iter().filter(|series| !series.name.is_empty()) {
@@ -260,7 +260,7 @@ fn render_legend(series: &[ChartSeries]) -> (String, f64) {
     (text, row + 1.0)
 }
 
-/// Where the lines across are: round numbers from the lowest to above the highest.
+/// The positions of the grid lines: round numbers from the lowest to above the highest value.
 fn value_ticks(chart: &Chart) -> Vec<f64> {
     let heights = || chart.series.iter().flat_map(all_points).map(|spot| spot.high);
     let most = heights().fold(0.0, f64::max);
@@ -276,7 +276,7 @@ fn value_ticks(chart: &Chart) -> Vec<f64> {
     (-under..=steps as i32).map(|n| f64::from(n) * step).collect()
 }
 
-/// The distance of lines for so much: a power of two of bytes, otherwise 1, 2 or 5 of a power of ten.
+/// The distance of grid lines for a range: a power of two for bytes, otherwise 1, 2 or 5 times a power of ten.
 fn tick_step(most: f64, binary: bool) -> f64 {
     if most <= 0.0 {
         return 1.0;
@@ -297,7 +297,7 @@ fn tick_label(scale: ChartScale, value: f64) -> String {
     }
 }
 
-/// Where the axis of time is marked, and with what.
+/// The ticks of the time axis with their labels.
 fn time_ticks(chart: &Chart) -> Vec<(f64, String)> {
     const TIME_STEP_SECONDS: [f64; 15] = [
         1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 1800.0, 3600.0, 7200.0, 14_400.0, 21_600.0, 43_200.0, 86_400.0, 172_800.0,
@@ -381,7 +381,7 @@ mod tests {
         for number in numbers {
             assert!((0.0..=CHART_WIDTH).contains(&number), "{curve}");
         }
-        // One that has no height or length at all.
+        // A series without height or length.
         for heights in [&[][..], &[0.0], &[f64::MIN_POSITIVE]] {
             let text = render_file(&[chart(ChartScale::Seconds, (5.0, 5.0), heights)]);
             assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");

@@ -6,7 +6,7 @@ use super::report::{HistoryReport, SideReport};
 use super::svg::format_utc;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable};
 
-/// What it came to, with so many members at most.
+/// Render the report with at most `max_rows` tracked processes.
 pub fn render(report: &HistoryReport, max_rows: usize, style: TextStyle) -> String {
     let mut text = String::new();
     for side in &report.sides {
@@ -28,7 +28,7 @@ pub fn render(report: &HistoryReport, max_rows: usize, style: TextStyle) -> Stri
     }
     for side in report.sides.iter().filter(|side| !side.members.is_empty()) {
         let of = if report.sides.len() > 1 { format!(": {}", escape_unprintable(&side.name)) } else { String::new() };
-        text.push_str(&style.format_heading(&format!("Largest members by footprint{of}")));
+        text.push_str(&style.format_heading(&format!("Largest processes by footprint{of}")));
         text.push_str(&render_processes(side, max_rows, style));
     }
     text
@@ -48,7 +48,7 @@ fn render_figures(sides: &[SideReport], style: TextStyle) -> String {
 
 fn render_differences(report: &HistoryReport, style: TextStyle) -> String {
     let names: Vec<String> = report.sides.iter().map(|side| format!(">{}", cut_end(&side.name, 40))).collect();
-    let mut table = style.new_table(&["figure", &names[0], &names[1], ">by", ">in percent"]);
+    let mut table = style.new_table(&["figure", &names[0], &names[1], ">change", ">in percent"]);
     for one in report.differences.iter().flatten() {
         let by = one.by.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
         let percent = one.by_percent.map_or_else(String::new, format_signed_percent);
@@ -65,7 +65,7 @@ fn render_differences(report: &HistoryReport, style: TextStyle) -> String {
 
 fn render_processes(side: &SideReport, top: usize, style: TextStyle) -> String {
     let mut table =
-        style.new_table(&["member", "trust domain", ">processes", ">footprint, mean", ">at most", ">saved, mean"]);
+        style.new_table(&["name", "trust domain", ">processes", ">footprint, mean", ">maximum", ">saved, mean"]);
     for member in side.members.iter().take(top) {
         table.add_row([
             cut_end(&member.label, 30),

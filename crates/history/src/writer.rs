@@ -1,5 +1,5 @@
-//! Keeping a history: what is noted is written in one transaction, what is old is thinned out, and the file keeps to
-//! its bound.
+//! Writes a history: recorded rows are written in one transaction, old rows are thinned, and the file stays within its
+//! size limit.
 
 use crate::Error;
 use crate::convergence;
@@ -15,22 +15,23 @@ use std::path::{Path, PathBuf};
 /// Bytes of a page of the database.
 const DATABASE_PAGE_BYTES: u64 = 4096;
 
-/// Members that are kept at a time at most: those with the largest footprint.
+/// The maximum number of footprints recorded at a time: the largest ones.
 const MAX_FOOTPRINTS_PER_NOTE: usize = 32;
 
-/// Samples that are remembered to follow a pass by: at four a second, those of a quarter of an hour.
+/// Samples kept in memory to measure a pass: at four a second, those of a quarter of an hour.
 const MAX_RECENT_SAMPLES: usize = 4096;
 
-/// What is noted and not written at most: it is lost where nothing can be written for so long.
+/// The maximum number of rows waiting to be written. More are lost if writing fails for that long.
 const MAX_PENDING_ROWS: usize = 4096;
 
-/// Characters of a text at most: processes choose their names.
+/// The maximum length of a text in characters, because processes choose their names.
 const MAX_TEXT_CHARS: usize = 300;
 
-/// Bytes that a row takes at most, about: to delete so many rows that the log keeps to its bound.
+/// The approximate maximum size of a row in bytes. It limits the rows of one deletion, so that the log stays within its
+/// limit.
 const MAX_ROW_BYTES: u64 = 256;
 
-/// How large a history may become.
+/// The size limits of a history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct HistoryLimits {
     /// Bytes of the database and its log together.
@@ -38,32 +39,32 @@ pub struct HistoryLimits {
 }
 
 impl Default for HistoryLimits {
-    /// 64 MiB: a day at full rate, a month of minutes and a year of hours take some 40.
+    /// 64 MiB: a day at full rate, a month of minutes and a year of hours take about 40.
     fn default() -> Self {
         Self { max_bytes: 64 << 20 }
     }
 }
 
 impl HistoryLimits {
-    /// The least that can be kept to: 1 MiB.
+    /// The smallest possible limit: 1 MiB.
     pub const MIN_BYTES: u64 = 1 << 20;
 
     fn max_total_bytes(self) -> u64 {
         self.max_bytes.max(Self::MIN_BYTES)
     }
 
-    /// What the log may take: a quarter.
+    /// The limit of the log: a quarter.
     fn max_log_bytes(self) -> u64 {
         self.max_total_bytes() / 4
     }
 
-    /// Pages of the database.
+    /// The limit of the database in pages.
     fn max_database_pages(self) -> u64 {
         (self.max_total_bytes() - self.max_log_bytes()) / DATABASE_PAGE_BYTES
     }
 }
 
-/// A history that is kept by a daemon. What was noted since the last commit is lost when it is dropped.
+/// The history that a daemon writes. Rows since the last commit are lost when it is dropped.
 pub struct HistoryWriter {
     path: PathBuf,
     connection: Connection,
@@ -73,30 +74,30 @@ pub struct HistoryWriter {
     footprints: Vec<(f64, Vec<TrackedProcessReport>)>,
     decisions: Vec<DecisionReport>,
     passes: BTreeMap<u64, HistoryPass>,
-    /// The last pass until its course is known.
+    /// The last pass until its duration is measured.
     last_pass: Option<HistoryPass>,
     recent_samples: VecDeque<HistorySample>,
-    /// When those were first seen who have not been looked at yet.
+    /// When processes that are not scanned yet were first seen.
     arrival_times: BTreeMap<(u32, u64), f64>,
-    /// When the first of those was seen who were looked at since the last merge.
+    /// When the first of the processes scanned since the last merge was seen.
     oldest_arrival_time: Option<f64>,
-    /// How many decisions were noted.
+    /// How many decisions were recorded.
     decision_count: u64,
     commit_count: u64,
 }
 
-/// Seconds after which a pass is no longer for the sake of who came so long before.
+/// A pass is not attributed to an arrival more than this many seconds before it.
 const MAX_ARRIVAL_WAIT_SECONDS: f64 = 120.0;
 
-/// How many commits lie between two rounds of thinning.
+/// The number of commits between two rounds of thinning.
 const COMMITS_PER_THINNING: u64 = 60;
 
 impl HistoryWriter {
-    /// Open the history of a host, or begin one, for a daemon that starts at a time (seconds since 1970).
+    /// Open or create the history of a host, for a daemon that starts at a time (seconds since 1970).
     pub fn open(path: &Path, limits: HistoryLimits, host: &str, version: &str, time: f64) -> Result<Self, Error> {
         let mut connection = open_writable(path)?;
         let prepare = |connection: &mut Connection| -> rusqlite::Result<i64> {
-            // Where it is larger already, it is made smaller before anything else is written.
+            // If it is too large already, it is shrunk before the first write.
             if count_pages(connection)?.0 > limits.max_database_pages() {
                 shrink(connection, limits)?;
                 connection.execute_batch("VACUUM")?;
@@ -147,19 +148,19 @@ impl HistoryWriter {
         })
     }
 
-    /// Note how the daemon stands. Of members only those are looked at who have just come.
+    /// Record the status of the daemon. Of the tracked processes it only uses new arrivals.
     pub fn note_status(&mut self, status: &StatusReport) {
         let sample = HistorySample::from_status(status, self.run_id);
         if self.samples.len() < MAX_PENDING_ROWS {
             self.samples.push(sample);
         }
-        // The course of a pass is what KSM counts: what splitting huge pages frees is known only at its end.
+        // A pass is measured by KSM's counters: memory freed by splitting huge pages is known only at its end.
         let split_zero = status.saved.split_zero.unwrap_or(0);
         let counted = sample.saved_gross.map(|gross| gross.saturating_sub(split_zero));
         self.add_recent_sample(HistorySample { saved_gross: counted, ..sample });
         self.note_arrivals(status);
         self.note_pass(status);
-        // By their number, since clocks are set back.
+        // By their number, because clocks may be set back.
         let decided: u64 = status.decisions_by_reason.values().sum();
         let new = decided.saturating_sub(self.decision_count) as usize;
         let room = MAX_PENDING_ROWS.saturating_sub(self.decisions.len());
@@ -167,7 +168,7 @@ impl HistoryWriter {
         self.decision_count = decided;
     }
 
-    /// Note what the largest members take at a time (seconds since 1970).
+    /// Record the footprints of the largest tracked processes at a time (seconds since 1970).
     pub fn note_footprints(&mut self, time: f64, processes: &[TrackedProcessReport]) {
         let mut members = processes.to_vec();
         members.sort_by_key(|member| std::cmp::Reverse(member.footprint.or(member.resident)));
@@ -177,8 +178,8 @@ impl HistoryWriter {
         }
     }
 
-    /// Note what KSM counts of what merging saves, gross, at a time (seconds since 1970): to know the course of a pass,
-    /// and not to be kept.
+    /// Add KSM's count of gross savings at a time (seconds since 1970). It is only used to measure a pass, and not
+    /// stored.
     pub fn note_saved_by_ksm(&mut self, time: f64, saved_gross_bytes: u64) {
         self.add_recent_sample(HistorySample {
             time,
@@ -216,7 +217,7 @@ impl HistoryWriter {
                 Some(known) => known.arrival_wait_seconds,
                 None => self.oldest_arrival_time.map(|seen| (last.time - last.seconds - seen).max(0.0)),
             };
-            // Newcomers are often looked at in one pass and merged in one of the next.
+            // New processes are often scanned in one pass and merged in one of the next.
             let merged = last.reached.is_some() && known.is_none_or(|known| known.measured.is_none());
             if merged || waited > Some(MAX_ARRIVAL_WAIT_SECONDS) && known.is_none() {
                 self.oldest_arrival_time = None;
@@ -247,7 +248,7 @@ impl HistoryWriter {
         }
     }
 
-    /// Follow the last pass once the samples after it are there.
+    /// Measure the last pass once the samples after it have arrived.
     fn measure_finished_pass(&mut self, now: f64) {
         if self
             .last_pass
@@ -257,7 +258,7 @@ impl HistoryWriter {
         }
     }
 
-    /// Find out how long the last pass took to most of what it saved.
+    /// Measure how long the last pass took to reach most of its savings.
     fn measure_convergence(&mut self) {
         let Some(pass) = self.last_pass.as_mut().filter(|pass| pass.measured > Some(0) && pass.seconds_to_90.is_none())
         else {
@@ -270,19 +271,19 @@ impl HistoryWriter {
         }
     }
 
-    /// Whether anything is noted that is not written.
+    /// Whether rows are waiting to be written.
     pub fn is_pending(&self) -> bool {
         !self.samples.is_empty() || !self.passes.is_empty() || !self.decisions.is_empty() || !self.footprints.is_empty()
     }
 
-    /// Write what was noted, all of it or nothing. What cannot be written because the log is held stays noted, up to a
-    /// number; otherwise it is given up.
+    /// Write all waiting rows in one transaction. If a reader blocks the log, they keep waiting, up to a number; after
+    /// other errors they are discarded.
     pub fn commit(&mut self) -> Result<(), Error> {
         self.bound_log()?;
         self.make_room()?;
         let mut done = self.write();
         if done.as_ref().is_err_and(|error| error.sqlite_error_code() == Some(rusqlite::ErrorCode::DiskFull)) {
-            // Its bound was met all the same, or the disk is full: less of the past may help.
+            // The size limit was reached nevertheless, or the disk is full: deleting old rows may help.
             done = shrink(&mut self.connection, self.limits).and_then(|()| self.write());
         }
         self.samples.clear();
@@ -308,13 +309,13 @@ impl HistoryWriter {
         transaction.commit()
     }
 
-    /// Thin out what is old by the time of the last sample.
+    /// Thin old rows, relative to the time of the last sample.
     fn thin_old_rows(&mut self) -> Result<(), Error> {
         let Some(now) = self.recent_samples.back().map(|sample| seconds_to_millis(sample.time)) else { return Ok(()) };
         thin_tables(&mut self.connection, now, self.limits).map_err(database_error(&self.path, "thin out"))
     }
 
-    /// Let the oldest go where the bound is near.
+    /// Delete the oldest rows if the limit is near.
     fn make_room(&mut self) -> Result<(), Error> {
         let check = |connection: &mut Connection| {
             let (all, free) = count_pages(connection)?;
@@ -327,7 +328,7 @@ impl HistoryWriter {
         check(&mut self.connection).map_err(database_error(&self.path, "shrink"))
     }
 
-    /// Nothing is written while the log is so long that it could outgrow its bound.
+    /// Nothing is written while the log is so long that it could exceed its limit.
     fn bound_log(&mut self) -> Result<(), Error> {
         let length = || std::fs::metadata(log_path(&self.path)).map_or(0, |log| log.len());
         if length() <= self.limits.max_log_bytes() / 2 {
@@ -342,7 +343,7 @@ impl HistoryWriter {
     }
 }
 
-/// Move the log into the database as far as readers let it.
+/// Move the log into the database as far as readers allow.
 fn checkpoint_log(connection: &Connection) -> rusqlite::Result<()> {
     connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))
 }
@@ -434,22 +435,22 @@ fn insert_footprints(
     Ok(())
 }
 
-/// The beginning of a text.
+/// Truncate a text.
 fn truncate_text(text: &str) -> String {
     text.chars().take(MAX_TEXT_CHARS).collect()
 }
 
-/// Pages of the database, and those of them that are free.
+/// Pages of the database, and free pages among them.
 fn count_pages(connection: &Connection) -> rusqlite::Result<(u64, u64)> {
     let number = |name| connection.pragma_query_value(None, name, |row| row.get::<_, i64>(0));
     Ok((number("page_count")?.unsigned_abs(), number("freelist_count")?.unsigned_abs()))
 }
 
-/// The tables that have times, and what tells a row of them.
+/// The tables with times, and the key of each.
 const TABLES_WITH_TIMES: [(&str, &str); 4] =
     [("sample", "time_ms"), ("member", "id"), ("decision", "id"), ("pass", "rowid")];
 
-/// Thin everything out that is old at a time, in milliseconds.
+/// Thin all rows that are old at a time, in milliseconds.
 fn thin_tables(connection: &mut Connection, now: i64, limits: HistoryLimits) -> rusqlite::Result<()> {
     for (table, tiers) in [("sample", &tiers::SAMPLE_TIERS[..]), ("member", &tiers::FOOTPRINT_TIERS[..])] {
         for RetentionTier { min_age_millis: age, interval_millis: step } in tiers {
@@ -473,18 +474,18 @@ fn thin_tables(connection: &mut Connection, now: i64, limits: HistoryLimits) -> 
     Ok(())
 }
 
-/// What tells a row of a table.
+/// The key of a table.
 fn row_key(table: &str) -> &'static str {
     TABLES_WITH_TIMES.iter().find(|(name, _)| *name == table).map_or("rowid", |(_, id)| id)
 }
 
-/// The rows of a table before a time for which something holds.
+/// A query for the rows of a table before a time for which a condition is true.
 fn rows_before(table: &str, which: &str) -> String {
     format!("SELECT {} FROM {table} WHERE time_ms < ?1 AND {which}", row_key(table))
 }
 
-/// The rows of a table before a time that are not the latest of their slice of time; of samples also not of their life
-/// of the daemon, to lose no CPU time.
+/// A query for the rows of a table before a time that are not the latest of their interval. For samples also the latest
+/// of each run of the daemon stays, so that no CPU time is lost.
 fn superseded_rows_before(table: &str, step: i64) -> String {
     let (id, same) = (row_key(table), if table == "sample" { ", run" } else { "" });
     format!(
@@ -493,7 +494,7 @@ fn superseded_rows_before(table: &str, step: i64) -> String {
     )
 }
 
-/// Delete rows of a table that lie before a time, the oldest first and some at a time, so that the log stays short.
+/// Delete rows of a table before a time, the oldest first and in batches, so that the log stays short.
 fn delete_rows(
     connection: &mut Connection,
     table: &str,
@@ -509,11 +510,10 @@ fn delete_rows(
     Ok(())
 }
 
-/// Let the oldest go until a good part of the database is free: what is older than a sixteenth of the rows of the
-/// longest table, again and again. By rows and not by time, since a clock that was wrong for a while may have left rows
-/// far away.
+/// Delete the oldest rows until enough of the database is free: repeatedly those older than a sixteenth of the rows of
+/// the longest table. It counts rows and not time, because a wrong clock may have left rows far away.
 fn shrink(connection: &mut Connection, limits: HistoryLimits) -> rusqlite::Result<()> {
-    // A sixteenth and a sixteenth of the rest, until a thousandth is left.
+    // Each step removes a sixteenth of the rest, until a thousandth is left.
     for _ in 0..110 {
         let (all, free) = count_pages(connection)?;
         if all - free <= limits.max_database_pages() / 10 * 7 {
@@ -528,7 +528,7 @@ fn shrink(connection: &mut Connection, limits: HistoryLimits) -> rusqlite::Resul
     Ok(())
 }
 
-/// The time before which a sixteenth of the rows of the longest table lie; `None` where nothing is in any.
+/// The time before which a sixteenth of the rows of the longest table lie; `None` if all tables are empty.
 fn oldest_rows_time(connection: &Connection) -> rusqlite::Result<Option<i64>> {
     let count = |table| connection.query_row(&format!("SELECT count(*) FROM {table}"), [], |row| row.get::<_, i64>(0));
     let mut longest = (0, "sample");

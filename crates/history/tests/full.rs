@@ -1,5 +1,5 @@
-//! A full disk below the history: what cannot be written is an error that names it, nothing that was written is lost, and
-//! once there is room again it goes on. It takes root, to mount a small file system of its own.
+//! A full disk under the history. A failed write is an error that names the file, no committed row is lost, and writing
+//! continues once there is space again. The test needs root, to mount a small file system.
 
 use pagefold_daemon::wire::StatusReport;
 use pagefold_history::{HistoryLimits, HistoryReader, HistoryWriter};
@@ -11,7 +11,7 @@ use std::process::Command;
 /// The time of the first sample, in seconds since 1970; others follow at seconds.
 const START_SECONDS: f64 = 1_795_000_000.0;
 
-/// A file system of a few megabytes, until it is dropped.
+/// A file system of a few megabytes, mounted until dropped.
 struct SmallFilesystem(PathBuf);
 
 impl SmallFilesystem {
@@ -34,7 +34,7 @@ impl SmallFilesystem {
     }
 
     fn free_space(&self) {
-        std::fs::remove_file(self.0.join("filler")).expect("the filler goes");
+        std::fs::remove_file(self.0.join("filler")).expect("the filler is removed");
     }
 }
 
@@ -49,7 +49,7 @@ fn status() -> StatusReport {
     serde_json::from_slice(&std::fs::read(path).expect("the fixture")).expect("a status")
 }
 
-/// Note a second and commit it.
+/// Record a second and commit it.
 fn commit_second(
     writer: &mut HistoryWriter,
     status: &mut StatusReport,
@@ -76,7 +76,7 @@ fn full_disk_loses_no_committed_rows() {
     let (mut status, mut refused) = (status(), 0);
     let mut writer =
         HistoryWriter::open(&path, HistoryLimits::default(), "host", "0", START_SECONDS).expect("it opens");
-    (0..20).for_each(|second| commit_second(&mut writer, &mut status, second).expect("there is room"));
+    (0..20).for_each(|second| commit_second(&mut writer, &mut status, second).expect("there is space"));
     disk.fill();
     for second in 100..300 {
         if let Err(error) = commit_second(&mut writer, &mut status, second) {
@@ -85,7 +85,7 @@ fn full_disk_loses_no_committed_rows() {
         }
     }
     assert!(refused > 0, "the disk was not full");
-    // A daemon that starts on a full disk is told so, or keeps its history.
+    // A daemon that starts on a full disk gets the error, or keeps its history.
     if let Err(error) = HistoryWriter::open(&path, HistoryLimits::default(), "host", "0", START_SECONDS) {
         assert!(error.to_string().contains("history.db"), "{error}");
     }
@@ -95,11 +95,11 @@ fn full_disk_loses_no_committed_rows() {
         committed_seconds(&path)
     );
     disk.free_space();
-    (400..420).for_each(|second| commit_second(&mut writer, &mut status, second).expect("there is room again"));
+    (400..420).for_each(|second| commit_second(&mut writer, &mut status, second).expect("there is space again"));
     drop(writer);
     let kept = committed_seconds(&path);
     assert!((400..420).all(|second| kept.contains(&second)), "{kept:?}");
     let mut again =
-        HistoryWriter::open(&path, HistoryLimits::default(), "host", "0", START_SECONDS).expect("it is whole");
-    commit_second(&mut again, &mut status, 500).expect("it goes on");
+        HistoryWriter::open(&path, HistoryLimits::default(), "host", "0", START_SECONDS).expect("it is intact");
+    commit_second(&mut again, &mut status, 500).expect("writing continues");
 }

@@ -1,5 +1,5 @@
-//! A writer is killed with SIGKILL over and over, at any moment: the database opens, is whole, and has all that was
-//! said to be committed. It is run as a program of its own, which starts itself as the writer.
+//! A writer is killed with SIGKILL repeatedly, at any moment. The database opens, is intact, and has all rows that were
+//! reported as committed. The test is a separate program, which starts itself as the writer.
 
 use pagefold_daemon::wire::StatusReport;
 use pagefold_history::{HistoryLimits, HistoryReader, HistoryWriter};
@@ -9,13 +9,13 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-/// What names the file to the writer.
+/// The environment variable with the writer's file.
 const FILE_VARIABLE: &str = "PAGEFOLD_TEST_HISTORY";
 
-/// What names its bound in bytes.
+/// The environment variable with its size limit in bytes.
 const BOUND_VARIABLE: &str = "PAGEFOLD_TEST_BOUND";
 
-/// How often it is killed.
+/// How many times the writer is killed.
 const KILL_ROUNDS: u64 = 40;
 
 /// The time of the first sample, in seconds since 1970; others follow at seconds.
@@ -31,7 +31,7 @@ fn main() {
     println!("killed {KILL_ROUNDS} times each: all of {all} commits are there, and the last of {few} under a bound");
 }
 
-/// Commit, say so, and again, until killed.
+/// Commit, print the time, and repeat until killed.
 fn commit_until_killed(file: &Path) -> ! {
     let text =
         std::fs::read(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json")).expect("the fixture");
@@ -47,12 +47,12 @@ fn commit_until_killed(file: &Path) -> ! {
         writer.note_footprints(status.time, &status.members);
         writer.commit().expect("it is written");
         println!("{second}");
-        std::io::stdout().flush().expect("somebody reads");
+        std::io::stdout().flush().expect("the parent reads");
         second += 1.0;
     }
 }
 
-/// Kill a writer of a file over and over; how many commits it came to.
+/// Kill a writer of a file repeatedly. Returns the number of its commits.
 fn kill_writer(file: &PathBuf, limits: HistoryLimits) -> usize {
     let mut committed = BTreeSet::new();
     for round in 0..KILL_ROUNDS {
@@ -74,7 +74,7 @@ fn kill_writer(file: &PathBuf, limits: HistoryLimits) -> usize {
         child.wait().expect("it has ended");
         check_committed_rows(file, &committed, limits);
     }
-    assert!(committed.len() > KILL_ROUNDS as usize, "{} commits are too few to tell", committed.len());
+    assert!(committed.len() > KILL_ROUNDS as usize, "{} commits are too few", committed.len());
     committed.len()
 }
 
@@ -98,7 +98,7 @@ fn check_committed_rows(file: &Path, committed: &BTreeSet<u64>, limits: HistoryL
     if limits == HistoryLimits::default() {
         assert!(seconds.is_superset(committed), "lost: {:?}", committed.difference(&seconds));
         let whole: BTreeSet<u64> = kept.footprints.iter().map(|one| (one.time - START_SECONDS) as u64).collect();
-        assert_eq!(whole, seconds, "a commit is there as a whole or not at all");
+        assert_eq!(whole, seconds, "a commit is complete or absent");
     } else {
         assert!(seconds.contains(committed.last().expect("the last")), "the last is lost");
     }

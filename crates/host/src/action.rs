@@ -1,7 +1,7 @@
-//! What Pagefold does to a host. Every effect is one value of [`Action`], carried out by [`Host::apply`].
+//! What Pagefold changes on a host. Every effect is one value of [`Action`], performed by [`Host::apply`].
 //!
-//! Nothing else changes anything, so that a dry run is a run that stops before `apply`, a test fails any one of them,
-//! and the journal that is written beforehand ([`undo_actions`] tells what puts an action back) knows all there is to know.
+//! Nothing else changes the host. Therefore a dry run is a run that stops before `apply`, and a test can make any action
+//! fail. The journal written beforehand is complete: [`undo_actions`] computes the inverse of an action.
 
 use crate::{Host, ProcessHandle, hold, observe, parse};
 use pagefold_base::ksm::Setting;
@@ -15,63 +15,64 @@ use std::time::Duration;
 pub enum Action {
     /// Write a file of `/sys/kernel/mm/ksm`.
     Set {
-        /// Which.
+        /// The setting.
         setting: Setting,
-        /// What is written.
+        /// The value to write.
         value: String,
     },
-    /// Advise ranges of a process (madvise(2)), from within: ascending and disjoint, whole pages.
+    /// Advises ranges of a process (madvise(2)) from within it. The ranges are ascending, disjoint and consist of whole
+    /// pages.
     Advise {
-        /// Which process.
+        /// The process.
         process: ProcessId,
-        /// What.
+        /// The advice.
         advice: MergeAdvice,
-        /// Where.
+        /// The ranges.
         ranges: Vec<AddressRange>,
     },
-    /// Enrol a process whole, with what it maps later, or withdraw it (`PR_SET_MEMORY_MERGE`), from within.
-    /// Withdrawing unmerges.
+    /// Enrolls a process whole, including later mappings, or unenrolls it (`PR_SET_MEMORY_MERGE`), from within it.
+    /// Unenrolling unmerges.
     MergeAny {
-        /// Which process.
+        /// The process.
         process: ProcessId,
-        /// Whether it is to be enrolled.
+        /// Whether to enroll it.
         enable: bool,
     },
-    /// Enrol or withdraw a memory backend of a virtual machine by QEMU's control socket (QMP `qom-set` of the backend's
-    /// property `merge`). Withdrawing unmerges.
+    /// Enrolls or unenrolls a memory backend of a virtual machine through QEMU's control socket (QMP `qom-set` of the
+    /// backend's property `merge`). Unenrolling unmerges.
     GuestMerge {
-        /// The QEMU process that is expected at the other end.
+        /// The QEMU process that must own the socket.
         process: ProcessId,
         /// The path of the socket.
         socket: PathBuf,
         /// The backend's path in QEMU's object tree: `/objects/pc.ram`.
         backend: String,
-        /// Whether it is to be enrolled.
+        /// Whether to enroll it.
         enable: bool,
     },
-    /// Put huge pages back together (`MADV_COLLAPSE`), from outside. Unmerges what is merged in them.
+    /// Assembles huge pages again (`MADV_COLLAPSE`), from outside the process. This unmerges the merged pages in them.
     Collapse {
-        /// Which process.
+        /// The process.
         process: ProcessId,
-        /// Where: ascending, whole huge pages.
+        /// The ranges: ascending, whole huge pages.
         ranges: Vec<AddressRange>,
     },
 }
 
-/// How the reason begins for which a range, or a part of it, was missed because nothing is mapped there.
+/// Prefix of the reason for ranges, or parts of them, that were missed because they are no longer mapped.
 pub const NOT_MAPPED_REASON: &str = "not mapped any more";
 
 /// Advice about a range (include/uapi/asm-generic/mman-common.h).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MergeAdvice {
-    /// `MADV_MERGEABLE`: ksmd may look at it.
+    /// `MADV_MERGEABLE`: ksmd may scan the range.
     Mergeable,
-    /// `MADV_UNMERGEABLE`: ksmd no longer looks at it, and what is merged in it gets pages of its own again.
+    /// `MADV_UNMERGEABLE`: ksmd no longer scans the range, and its merged pages become private again.
     Unmergeable,
 }
 
 impl MergeAdvice {
-    /// What takes it back.
+    /// The advice that reverts this one.
     #[must_use]
     pub fn inverse(self) -> Self {
         match self {
@@ -81,37 +82,37 @@ impl MergeAdvice {
     }
 }
 
-/// What an action came to.
+/// The result of an action.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ActionOutcome {
-    /// For how long a thread of the target was stopped, and how often; nothing where none was.
+    /// How long a thread of the target was stopped, once for each stop; empty if none was stopped.
     pub stop_durations: Vec<Duration>,
-    /// Ranges that were no longer as they had to be, or that the kernel refused, with why; the others were taken.
+    /// Ranges that had changed or that the kernel refused, with the reason. All other ranges were changed.
     pub missed_ranges: Vec<(AddressRange, String)>,
 }
 
-/// Why an action was not carried out. Nothing was changed then, except perhaps by `Busy` and `Failed`.
+/// Why an action failed. Nothing was changed, except perhaps with `Busy` and `Failed`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ActionError {
     /// The host is a recording.
     #[error("a recording cannot be changed")]
     ReadOnly,
-    /// The process has ended, or its number has been given to another.
+    /// The process has exited, or its number has been reused.
     #[error("the process has ended")]
     Vanished,
     /// The privilege is missing.
     #[error("permission denied: {0}")]
     Denied(String),
-    /// The kernel, the program or the machine cannot do it.
+    /// The kernel, the program or the machine does not support it.
     #[error("{0}")]
     Unsupported(String),
-    /// Another debugger or tracer holds the process.
+    /// Another debugger or tracer is attached to the process.
     #[error("process {0} traces it")]
     Traced(Pid),
-    /// It cannot be done now: the target does not stop, or the kernel answers EBUSY.
+    /// It is not possible now: the target does not stop, or the kernel returns EBUSY.
     #[error("busy: {0}")]
     Busy(String),
-    /// Something else went wrong.
+    /// Another failure.
     #[error("{0}")]
     Failed(String),
 }
@@ -120,22 +121,21 @@ impl From<Absent> for ActionError {
     fn from(why: Absent) -> Self {
         match why {
             Absent::Vanished => Self::Vanished,
-            Absent::Denied => Self::Denied("cannot be read".to_owned()),
+            Absent::Denied => Self::Denied("the file cannot be read".to_owned()),
             Absent::NotOnThisKernel => Self::Unsupported("this kernel has no such file".to_owned()),
             Absent::Malformed(what) => Self::Failed(what),
         }
     }
 }
 
-/// What puts an action back, found out before it is carried out: for a setting its value, for ranges the advice they
-/// have now, for a process whether it is enrolled whole. The last of them is to be carried out first. Empty where
-/// nothing would change.
+/// The actions that undo an action, computed before it is performed. For a setting this is its value, for ranges their
+/// present advice, for a process whether it is enrolled whole. Perform the last one first. Empty if the action would
+/// change nothing.
 ///
-/// Only QEMU knows whether a backend is enrolled, so the backends of an action are those that it said are not as they
-/// are to be. A collapse has no inverse, and needs none: the contents stay what they are.
-///
+/// Only QEMU knows whether a backend is enrolled. The caller must therefore pass only backends that QEMU reported as
+/// different from the wanted state. A collapse has no inverse and needs none, because the contents do not change.
 /// # Errors
-/// Why it cannot be told what there is now: an action whose inverse is not known must not be carried out.
+/// Why the present state cannot be read. An action without a known inverse must not be performed.
 pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, ActionError> {
     Ok(match action {
         Action::Set { setting, value } => {
@@ -163,7 +163,8 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
             }
             let mut undo = vec![Action::MergeAny { process: *process, enable: now }];
             if *on {
-                // Withdrawing it whole takes its own marks with it (mm/ksm.c, `ksm_del_vmas`), which then come back.
+                // Unenrolling the process whole removes its own marks too (mm/ksm.c, `ksm_del_vmas`). The undo restores
+                // them.
                 let regions = observe::regions(&*handle)?;
                 let marked = regions.iter().filter(|region| region.flags.has(VmFlags::MERGEABLE));
                 let ranges: Vec<AddressRange> = marked.map(|region| region.range).collect();
@@ -182,8 +183,8 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
     })
 }
 
-/// Whether a process is enrolled whole: as the kernel tells it (6.14), otherwise as the process does, of which a thread
-/// is stopped then.
+/// Whether a process is enrolled whole: from the kernel's report (6.14), otherwise from the process itself, one thread
+/// of which is stopped for that.
 pub fn query_merge_any(handle: &dyn ProcessHandle) -> Result<bool, ActionError> {
     match parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any {
         Err(Absent::NotOnThisKernel) => handle.ask_merge_any(),
@@ -191,7 +192,7 @@ pub fn query_merge_any(handle: &dyn ProcessHandle) -> Result<bool, ActionError> 
     }
 }
 
-/// The value of a setting: the bracketed word of a choice, otherwise all of it.
+/// The value of a setting: the bracketed word of a choice, otherwise the whole text.
 pub fn current_setting(host: &dyn Host, setting: Setting) -> Reading<String> {
     let bytes = host.read(&format!("sys/kernel/mm/ksm/{}", setting.file_name()))?;
     Ok(parse::bracketed_word(&bytes).unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned()))
@@ -205,7 +206,7 @@ mod tests {
 
     const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 1 };
 
-    /// A host with one process that has these files.
+    /// A host with one process that has the given files.
     fn host(files: &[(&str, &str)]) -> FakeHost {
         let host = FakeHost::booted();
         host.set_cpu_ticks(7, 0);
@@ -233,7 +234,7 @@ mod tests {
 
     #[test]
     fn undo_keeps_a_process_that_had_merge_any_set() {
-        // As of 6.13, and of 6.14 on.
+        // The file of 6.13, and of 6.14 and later.
         const KSM_STAT_6_13: &str = "ksm_rmap_items 0\nksm_zero_pages 0\nksm_merging_pages 0\nksm_process_profit 0\n";
         let new = |told: &str| format!("{KSM_STAT_6_13}ksm_merge_any: {told}\nksm_mergeable: {told}\n");
         let check = |ksm_stat: &str, says: Option<&str>, on, expected: Option<Option<bool>>| {
@@ -255,7 +256,7 @@ mod tests {
             for on in [true, false] {
                 let back = (was != on).then_some(was);
                 check(KSM_STAT_6_13, Some(word), on, Some(back));
-                // What the kernel tells is not asked.
+                // The process is not asked if the kernel reports the state.
                 check(&new(word), Some(if was { "no" } else { "yes" }), on, Some(back));
             }
         }
@@ -264,7 +265,8 @@ mod tests {
 
     #[test]
     fn undo_of_guest_merge_ignores_region_flags() {
-        // The first backend is marked, the one that was plugged in later is not: nothing tells which region is whose.
+        // The first backend is marked and the hot-plugged one is not; no file tells which region belongs to which
+        // backend.
         let smaps = smaps_entry(0x10_0000, " mg") + &smaps_entry(0x30_0000, "");
         let cmdline = "qemu-system-x86_64\0-object\0memory-backend-ram,id=pc.ram,size=1M\0";
         let host = host(&[("smaps", &smaps), ("cmdline", cmdline)]);

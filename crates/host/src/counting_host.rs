@@ -1,4 +1,4 @@
-//! A host whose answers are counted, so that somebody else can see whether who asks it gets on.
+//! A wrapper that counts the answers of a host, so that another thread can see whether its user makes progress.
 
 use crate::action::{Action, ActionError, ActionOutcome};
 use crate::{
@@ -8,14 +8,14 @@ use pagefold_base::{AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-/// Wraps a host, and counts what was answered, well or not.
+/// Wraps a host and counts its answers, including errors.
 pub struct CountingHost<'a> {
     host: &'a dyn Host,
     answer_count: Arc<AtomicU64>,
 }
 
 impl<'a> CountingHost<'a> {
-    /// Wrap.
+    /// Wraps a host.
     pub fn new(host: &'a dyn Host, answers: Arc<AtomicU64>) -> Self {
         Self { host, answer_count: answers }
     }

@@ -1,7 +1,7 @@
-//! A host in memory for the tests of this crate: the files of `/sys/kernel/mm/ksm`, behaving as the kernel's do, and
-//! what else a policy reads. It has no process but those that are put into its files or given memory; advice changes
-//! the latter's pages, of which `smaps` shows as one region what is adjacent and alike, as the kernel joins them. Those
-//! that are named so are merged.
+//! An in-memory host for tests: the files of `/sys/kernel/mm/ksm`, with the kernel's behavior, and the other files that
+//! a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of processes
+//! with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages with the name
+//! [`MERGED_PAGE_NAME`] are merged.
 
 use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
 use crate::{
@@ -16,37 +16,37 @@ use std::time::Duration;
 
 const PAGE_BYTES: u64 = 4096;
 
-/// The name of pages that are merged, all to one frame.
+/// The name of merged pages, which all map one frame.
 pub const MERGED_PAGE_NAME: &str = "merged";
 
-/// The host.
+/// An in-memory host.
 pub struct FakeHost {
     files: Mutex<BTreeMap<String, String>>,
     memory: Mutex<FakeMemory>,
     advice_fault: Mutex<Option<AdviceFault>>,
     written_settings: Mutex<Vec<String>>,
-    /// What has begun and was not told yet, where it tells of programs.
+    /// Programs that have begun and were not reported yet; `None` if the host does not report programs.
     pending_execs: Arc<Mutex<Option<StartedPrograms>>>,
 }
 
-/// By process and address, the name of what is mapped there and whether it is enrolled.
+/// By process and address: the name of the mapping and whether it is enrolled.
 type FakeMemory = BTreeMap<Pid, BTreeMap<u64, (&'static str, bool)>>;
 
-/// All that can be changed of a host.
+/// The state of a host that actions can change.
 pub type FakeHostState = (BTreeMap<String, String>, FakeMemory);
 
-/// What goes wrong with advice, or with guests.
+/// A failure of advice or of guests.
 pub enum AdviceFault {
-    /// The pages of this range are not taken.
+    /// The pages of this range are missed.
     MissesRange(AddressRange),
-    /// It is refused as busy after so many pages.
+    /// The advice fails as busy after this many pages.
     BusyAfterPages(usize),
     /// The control sockets of guests do not answer.
     GuestsHang,
 }
 
 impl FakeHost {
-    /// A kernel as it was booted, with 10,000,000 kB of memory.
+    /// A freshly booted kernel with 10,000,000 kB of memory.
     pub fn booted() -> Self {
         let fake = Self {
             files: Mutex::default(),
@@ -78,13 +78,13 @@ impl FakeHost {
         fake
     }
 
-    /// The value of a setting; of `advisor_mode` without the brackets.
+    /// The value of a setting; for `advisor_mode` without the brackets.
     pub fn setting_value(&self, setting: &str) -> String {
         let files = self.files.lock().unwrap();
         files[&format!("sys/kernel/mm/ksm/{setting}")].trim().to_owned()
     }
 
-    /// All settings.
+    /// The values of all settings.
     pub fn setting_values(&self) -> Vec<String> {
         Setting::ALL
             .iter()
@@ -92,24 +92,24 @@ impl FakeHost {
             .collect()
     }
 
-    /// Write a setting as somebody else, without asking the kernel.
+    /// Writes a setting as another program would, without the kernel's checks.
     pub fn put_setting(&self, setting: &str, value: &str) {
         self.put_file(&format!("sys/kernel/mm/ksm/{setting}"), &format!("{value}\n"));
     }
 
-    /// Make or replace a file.
+    /// Creates or replaces a file.
     pub fn put_file(&self, path: &str, text: &str) {
         self.files.lock().unwrap().insert(path.to_owned(), text.to_owned());
     }
 
-    /// So much free memory, in kB, of 10,000,000.
+    /// Sets the free memory, in kB, of 10,000,000.
     pub fn set_free_kib(&self, kib: u64) {
         let text =
             format!("MemTotal: 10000000 kB\nMemFree: {kib} kB\nMemAvailable: {kib} kB\nBuffers: 0 kB\nCached: 0 kB\n");
         self.put_file("proc/meminfo", &text);
     }
 
-    /// Map pages, in place of what is there. A process that is new is made.
+    /// Maps pages and replaces existing ones. Creates the process if necessary.
     pub fn map_pages(&self, pid: u32, range: (u64, u64), name: &'static str, enrolled: bool) {
         self.set_cpu_ticks(pid, 0);
         let mut memory = self.memory.lock().unwrap();
@@ -117,54 +117,54 @@ impl FakeHost {
         pages.extend((range.0..range.1).step_by(PAGE_BYTES as usize).map(|page| (page, (name, enrolled))));
     }
 
-    /// Have a process have used so many ticks, and had a page fault in each.
+    /// Sets the CPU ticks that a process has used, with one page fault for each tick.
     pub fn set_cpu_ticks(&self, pid: u32, ticks: u64) {
         let stat = format!("{pid} (program) S 1 1 1 0 -1 0 {ticks} 0 0 0 {ticks} 0 0 0 20 0 1 0 1\n");
         self.put_file(&format!("proc/{pid}/stat"), &stat);
     }
 
-    /// Start a process with so many resident pages.
+    /// Starts a process with this many resident pages.
     pub fn start_process(&self, pid: u32, pages: u64) {
         self.set_cpu_ticks(pid, 0);
         self.put_file(&format!("proc/{pid}/statm"), &format!("{pages} {pages} 0 0 0 0 0\n"));
         self.put_file(&format!("proc/{pid}/cmdline"), "program\0");
     }
 
-    /// Tell of programs from now on.
+    /// Reports programs from now on.
     pub fn enable_exec_events(&self) {
         *self.pending_execs.lock().unwrap() = Some(StartedPrograms::default());
     }
 
-    /// A process becomes another program.
+    /// Reports that a process executes another program.
     pub fn exec_process(&self, pid: u32) {
         self.pending_execs.lock().unwrap().as_mut().unwrap().pids.insert(Pid(pid));
     }
 
-    /// More programs begin than can be told.
+    /// Reports that more programs began than fit into the queue.
     pub fn overflow_exec_events(&self) {
         self.pending_execs.lock().unwrap().as_mut().unwrap().overflowed = true;
     }
 
-    /// Have a process end.
+    /// Removes the files of a process.
     pub fn remove_process(&self, pid: u32) {
         let own = format!("proc/{pid}/");
         self.files.lock().unwrap().retain(|path, _| !path.starts_with(&own));
         self.memory.lock().unwrap().remove(&Pid(pid));
     }
 
-    /// Unmap pages.
+    /// Unmaps pages.
     pub fn unmap_pages(&self, pid: u32, range: (u64, u64)) {
         let mut memory = self.memory.lock().unwrap();
         memory.entry(Pid(pid)).or_default().retain(|page, _| !(range.0..range.1).contains(page));
     }
 
-    /// End a process.
+    /// Ends a process.
     pub fn end_process(&self, pid: Pid) {
         self.files.lock().unwrap().remove(&format!("proc/{pid}/stat"));
         self.memory.lock().unwrap().remove(&pid);
     }
 
-    /// The regions of a process with whether they are enrolled.
+    /// The regions of a process, and whether they are enrolled.
     pub fn regions(&self, pid: Pid) -> Option<Vec<(AddressRange, &'static str, bool)>> {
         let memory = self.memory.lock().unwrap();
         let mut regions: Vec<(AddressRange, &str, bool)> = Vec::new();
@@ -179,17 +179,17 @@ impl FakeHost {
         Some(regions)
     }
 
-    /// Have something go wrong with advice, or nothing.
+    /// Sets or clears a failure of advice.
     pub fn set_advice_fault(&self, trouble: Option<AdviceFault>) {
         *self.advice_fault.lock().unwrap() = trouble;
     }
 
-    /// All that can be changed of it.
+    /// The state that actions can change.
     pub fn state(&self) -> FakeHostState {
         (self.files.lock().unwrap().clone(), self.memory.lock().unwrap().clone())
     }
 
-    /// A host in a state.
+    /// A host with the given state.
     pub fn from_state(state: &FakeHostState) -> Self {
         let fake = Self::booted();
         *fake.files.lock().unwrap() = state.0.clone();
@@ -197,7 +197,7 @@ impl FakeHost {
         fake
     }
 
-    /// `smaps`, or `maps`, which has the first line of each entry.
+    /// The text of `smaps`, or of `maps`, which has the first line of each entry.
     fn render_maps(&self, pid: Pid, entries: bool) -> Option<Vec<u8>> {
         let mut maps = String::new();
         for (AddressRange { start, end }, name, enrolled) in self.regions(pid)? {
@@ -236,7 +236,7 @@ impl FakeHost {
         Ok(effect)
     }
 
-    /// The settings that were written through the port, and the backends of guests that were asked for, in order.
+    /// The settings written through the port and the guest backends requested, in order.
     pub fn written_settings(&self) -> Vec<String> {
         self.written_settings.lock().unwrap().clone()
     }

@@ -1,34 +1,34 @@
-//! A host that fails where it is told to, for tests of everything that reads one.
+//! A host with injected faults, to test the code that reads hosts.
 
 use crate::action::{Action, ActionError, ActionOutcome};
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::atomic::AtomicBool;
 
-/// What goes wrong with an answer.
+/// A fault of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InjectedFault {
-    /// There is none, for this reason.
+    /// The answer is absent, for this reason.
     Absent(Absent),
-    /// The file ends after so many bytes.
+    /// The file is truncated to this many bytes.
     Truncated(usize),
-    /// The file holds these bytes, the process says `yes` or `no`, the action is taken for carried out.
+    /// The file holds these bytes, the process answers `yes` or `no`, or the action counts as performed.
     Replaced(Vec<u8>),
-    /// Half of the pages are gone.
+    /// Half of the pages are not resident.
     HalfNotResident,
 }
 
-/// Wraps a host. `faults` is asked before every answer, with the path of the file or, for what is no file, of the
-/// process and `#resident`, `#mappings`, `#contents`, `#ask_merge_any`, or `#frame_flags`, `#frame_mappings`,
-/// `#follow_programs`; before an action, with `#set NAME`, or of the process and `#advise`, `#merge_any`,
-/// `#guest_merge`, `#collapse`.
+/// Wraps a host. `faults` is called before every answer with a path. For a file this is its path. For other answers it
+/// is the path of the process followed by `#resident`, `#mappings`, `#contents` or `#ask_merge_any`; or `#frame_flags`,
+/// `#frame_mappings` or `#follow_programs`. Before an action it is `#set NAME`, or the path of the process followed by
+/// `#advise`, `#merge_any`, `#guest_merge` or `#collapse`.
 pub struct FaultyHost<'a, F> {
     host: &'a dyn Host,
     faults: F,
 }
 
 impl<'a, F: Fn(&str) -> Option<InjectedFault> + Sync> FaultyHost<'a, F> {
-    /// Wrap.
+    /// Wraps a host.
     pub fn new(host: &'a dyn Host, faults: F) -> Self {
         Self { host, faults }
     }

@@ -1,11 +1,10 @@
-//! The port: all that Pagefold asks of a host and does to it, and the adapters that need no privilege.
+//! The port: everything that Pagefold reads from a host and changes on it, and the adapters that need no privilege.
 //!
-//! [`Host`] and [`ProcessHandle`] are the only way in which the rest of Pagefold sees a machine. There are three adapters:
-//! the live one (`pagefold-linux`), a recording read back from a folder, and a [`faulty_host`] one that wraps another
-//! and fails where a test tells it to; [`counting_host`] wraps one, too, for whoever wants to see it answer. Files are asked
-//! for by their path below the root, and parsed by [`parse`], whose functions take bytes and never touch a system;
-//! [`observe`] puts both together. Page contents cross the port as bytes (live) or as the fingerprint somebody took
-//! earlier (recording): see [`PageContent`].
+//! The rest of Pagefold accesses a machine only through [`Host`] and [`ProcessHandle`]. The adapters are the live host
+//! (`pagefold-linux`), a recording read from a directory, and two wrappers. [`faulty_host`] makes another host fail as
+//! a test requires; [`counting_host`] counts the answers of another host. Files are named by their path below the root.
+//! [`parse`] parses them with functions that take bytes and never access a system; [`observe`] combines both. Page
+//! contents cross the port as bytes (live) or as the fingerprint stored in a recording: see [`PageContent`].
 
 #![forbid(unsafe_code)]
 
@@ -29,7 +28,7 @@ use std::sync::atomic::AtomicBool;
 
 /// A host: live, recorded or faulty.
 pub trait Host: Sync {
-    /// What it is, in a few words for people: `this host`, `recording DIR`.
+    /// A short description for reports: `this host`, `recording DIR`.
     fn describe(&self) -> String;
 
     /// The size of its base pages.
@@ -41,118 +40,120 @@ pub trait Host: Sync {
     /// The names in a directory, by its path below the root, sorted.
     fn list(&self, path: &str) -> Reading<Vec<String>>;
 
-    /// The numbers of the processes it shows, ascending.
+    /// The process numbers of the host, ascending.
     fn pids(&self) -> Reading<Vec<Pid>>;
 
-    /// Take hold of a process. What the handle reads is of that process or `Vanished`, also after its number has been
-    /// given to another.
+    /// Opens a process. The handle reads this process only; it returns `Vanished` once the process has exited, even if
+    /// its number is reused.
     fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>>;
 
-    /// The flags of frames (`/proc/kpageflags`), in the order of `frames`, which is ascending. Needs root.
+    /// The flags of frames (`/proc/kpageflags`), in the order of `frames`, which must be ascending. Needs root.
     fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>>;
 
-    /// How many times each frame is mapped (`/proc/kpagecount`), in the order of `frames`, which is ascending. Needs
-    /// root.
+    /// How many times each frame is mapped (`/proc/kpagecount`), in the order of `frames`, which must be ascending.
+    /// Needs root.
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
 
-    /// Follow from now on which programs begin. Absent where the host does not tell, or not everybody.
+    /// Starts to report the programs that begin. Absent if the host cannot report them or the privilege is missing.
     fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
         Err(Absent::NotOnThisKernel)
     }
 
-    /// Take the lock that all Pagefolds on this host share, whatever their state directories. By default there is none.
+    /// Takes the lock that all Pagefold processes on this host share, whatever their state directories. By default
+    /// there is none.
     ///
     /// # Errors
-    /// The Pagefold that has it.
+    /// The Pagefold process that holds the lock.
     fn acquire_lock(&self) -> Result<HostLock, LockHolder> {
         Ok(HostLock::Unavailable)
     }
 
-    /// Carry out an action. The only way in which anything is changed.
+    /// Performs an action. This is the only way to change the host.
     fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError>;
 
-    /// Carry out an action, and end the wait for a process that does not answer once `stop` is set. By default an
-    /// action waits for no process.
+    /// Performs an action, and stops waiting for an unresponsive process once `stop` is set. By default an action waits
+    /// for no process.
     ///
     /// # Errors
-    /// As [`Self::apply`]. An action that was stopped may have been carried out or may still be.
+    /// As for [`Self::apply`]. A stopped action may have been performed or may still be.
     fn apply_until_stopped(&self, action: &Action, _stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
         self.apply(action)
     }
 }
 
-/// Hold exactly this process: its number may have been given to another one.
+/// Opens exactly this process, even if its number has been reused.
 ///
 /// # Errors
-/// `Vanished` where the process has ended.
+/// `Vanished` if the process has exited.
 pub fn hold(host: &dyn Host, process: ProcessId) -> Reading<Box<dyn ProcessHandle + '_>> {
     let handle = host.open(process.pid)?;
     if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) }
 }
 
-/// The lock that all Pagefolds on a host share.
+/// The lock that all Pagefold processes on a host share.
 #[derive(Debug)]
 pub enum HostLock {
-    /// It is held until this is dropped.
+    /// The lock is held until this value is dropped.
     Acquired(OwnedFd),
-    /// There is none, or it takes more privilege than this process has, which then cannot change KSM's settings either.
+    /// There is no lock, or it needs more privilege than this process has. Such a process cannot change KSM's settings
+    /// either.
     Unavailable,
-    /// A program that is no Pagefold keeps it from being taken.
+    /// Another program than Pagefold prevents taking the lock.
     Obstructed,
 }
 
-/// Which Pagefold changes a host, as far as that can be seen.
+/// The Pagefold process that holds the lock, as far as known.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct LockHolder {
-    /// Its process.
+    /// Its process number.
     pub pid: Option<u32>,
-    /// Its state directory, by the path that it has there.
+    /// Its state directory, by the path in its own mount namespace.
     pub state_directory: Option<PathBuf>,
 }
 
-/// Programs as they begin.
+/// A source of the programs that begin.
 pub trait ExecEvents {
-    /// Those that have begun since the last call, without waiting for any. An error where nothing more comes.
+    /// The programs that have begun since the last call, without waiting. An error means that no more events will come.
     fn take_started(&mut self) -> Reading<StartedPrograms>;
 }
 
 /// Programs that have begun.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StartedPrograms {
-    /// The processes that they begin in.
+    /// The processes that execute the programs.
     pub pids: BTreeSet<Pid>,
-    /// Whether there were more than could be told.
+    /// Whether some programs were not reported because there were too many.
     pub overflowed: bool,
 }
 
-/// A process that is held. Dropping it lets go.
+/// An open process. Dropping the handle closes it.
 pub trait ProcessHandle: Send + Sync {
-    /// Which one.
+    /// The process.
     fn id(&self) -> ProcessId;
 
     /// The bytes of a file below `/proc/PID`: `smaps`.
     fn read(&self, file: &str) -> Reading<Vec<u8>>;
 
-    /// Where the links in a directory below `/proc/PID` point: `fd`.
+    /// The targets of the links in a directory below `/proc/PID`: `fd`.
     fn links(&self, directory: &str) -> Reading<Vec<String>>;
 
     /// The resident anonymous pages of disjoint ascending ranges in address order, as runs that end where their range
-    /// ends. The kernel's shared zero page, file pages and swapped-out pages are not among them. Costs nothing for what
-    /// is not mapped.
+    /// ends. The kernel's shared zero page, file pages and swapped-out pages are not included. Unmapped memory costs
+    /// nothing.
     fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>>;
 
-    /// What each page of a range is mapped to, in address order (`/proc/PID/pagemap`).
+    /// The mapping of each page of a range, in address order (`/proc/PID/pagemap`).
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
 
-    /// Look at pages in the order of `runs`, each at most once: `sink` gets the position of each page in that order
-    /// and what was seen. Pages that are no longer resident are [`PageContent::NotResident`], never faulted in. On an error
-    /// the pages that `sink` was not called for were not seen.
+    /// Reads pages in the order of `runs`, each at most once. `sink` gets the position of each page in that order and
+    /// the result. Pages that are no longer resident are [`PageContent::NotResident`] and are never faulted in. After
+    /// an error, the pages for which `sink` was not called were not read.
     fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
 
-    /// Have the process itself say whether it is enrolled whole (`PR_GET_MEMORY_MERGE`). A thread of it is stopped for
-    /// that, so it is for those who are about to change it: see [`action::query_merge_any`].
+    /// Lets the process itself read whether it is enrolled whole (`PR_GET_MEMORY_MERGE`). This stops one of its
+    /// threads, so use it only right before changing the process: see [`action::query_merge_any`].
     fn ask_merge_any(&self) -> Result<bool, ActionError> {
-        Err(ActionError::Unsupported("only a process of the live host can be asked what it is".to_owned()))
+        Err(ActionError::Unsupported("only a process of the live host can execute PR_GET_MEMORY_MERGE".to_owned()))
     }
 }
 
@@ -161,7 +162,7 @@ pub trait ProcessHandle: Send + Sync {
 pub struct PageRun {
     /// Address of the first page.
     pub address: u64,
-    /// How many pages.
+    /// Number of pages.
     pub pages: u32,
     /// Whether the run is mapped by huge pages (of the PMD level).
     pub huge: bool,
@@ -170,27 +171,27 @@ pub struct PageRun {
 /// How to read the pages of a region. See `docs/decisions/0031-read-pages-without-side-effects.md`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReadMethod {
-    /// `process_vm_readv`: fastest, and only for pages that nobody else maps, because it pins the page and pinning
-    /// breaks any sharing of it (mm/gup.c, `gup_must_unshare`). Pages that turn out to be shared are read as by
-    /// `Memory`.
+    /// `process_vm_readv`: the fastest method, only for pages that no other process maps. It pins the page, and pinning
+    /// breaks any sharing of it (mm/gup.c, `gup_must_unshare`). Pages that turn out to be shared are read as with
+    /// [`Self::ProcMem`].
     ProcessVmReadv,
     /// `/proc/PID/mem`: takes a reference without pinning and leaves sharing as it is.
     ProcMem {
-        /// Whether to find out which pages are KSM pages.
+        /// Whether to detect KSM pages.
         detect_merged: bool,
     },
 }
 
-/// What was seen of a page.
+/// The result of reading a page.
 #[derive(Clone, Copy, Debug)]
 pub struct PageView<'a> {
     /// Its content.
     pub content: PageContent<'a>,
     /// Whether it is a KSM page.
     pub merged: bool,
-    /// Whether nobody else maps it.
+    /// Whether no other process maps it.
     pub exclusive: bool,
-    /// Its frame, where the privilege allows to know it.
+    /// Its frame, if the privilege allows reading it.
     pub frame: Option<Pfn>,
 }
 
@@ -199,7 +200,7 @@ pub struct PageView<'a> {
 pub enum PageContent<'a> {
     /// Its bytes, a page long.
     Bytes(&'a [u8]),
-    /// Its fingerprint, from a recording, with the kind of its content where that was noted.
+    /// Its fingerprint, from a recording, with the kind of its content if the recording has it.
     Fingerprint(Fingerprint, Option<ContentKind>),
     /// It changed while it was being recorded.
     Volatile,
@@ -216,14 +217,14 @@ pub struct PagemapEntry {
     pub swapped: bool,
     /// Bit 61: the page is of a file or of shared memory.
     pub file: bool,
-    /// Bit 56: nobody else maps the page.
+    /// Bit 56: no other process maps the page.
     pub exclusive: bool,
     /// Bits 0-54: the frame; 0, here `None`, without CAP_SYS_ADMIN.
     pub frame: Option<Pfn>,
 }
 
 impl PagemapEntry {
-    /// From the raw entry.
+    /// Decodes the raw entry.
     pub fn from_raw(entry: u64) -> Self {
         let present = entry >> 63 & 1 == 1;
         let frame = entry & ((1 << 55) - 1);
@@ -236,13 +237,14 @@ impl PagemapEntry {
         }
     }
 
-    /// Whether the raw entry is of a page that the kernel is just moving to another frame, as it does to get free
-    /// memory in one piece. It is neither present nor swapped out then, but will be back within milliseconds.
+    /// Whether the raw entry is of a page that the kernel is migrating to another frame, for example for compaction.
+    /// Such a page is neither present nor swapped out, but is present again within milliseconds.
     ///
-    /// The entry says it is swapped out, and in bits 0-4 to a kind of place that is none (`pte_to_pagemap_entry` in
-    /// fs/proc/task_mmu.c, `SWP_MIGRATION_READ` in include/linux/swap.h): one of 23 to 30 in nearly all configurations
-    /// since 5.19, of which some may be poisoned pages or memory of devices instead. Without CAP_SYS_ADMIN these bits
-    /// are 0, and only pages of files and of shared memory are known to be moved: they are never swapped out so.
+    /// The entry is marked as swapped out, with a special swap type in bits 0-4 (`pte_to_pagemap_entry` in
+    /// fs/proc/task_mmu.c, `SWP_MIGRATION_READ` in include/linux/swap.h). The type is one of 23 to 30 in nearly all
+    /// configurations since 5.19; some of these may be poisoned pages or device memory instead. Without CAP_SYS_ADMIN
+    /// these bits are 0. Only pages of files and of shared memory are then recognized, because these are never swapped
+    /// out in this form.
     pub fn is_migrating(entry: u64) -> bool {
         let seems = Self::from_raw(entry);
         seems.swapped && (seems.file || (23..=30).contains(&(entry & 31)))
@@ -264,7 +266,7 @@ impl FrameFlags {
         self.0 >> 12 & 1 == 1
     }
 
-    /// KPF_ZERO_PAGE: the kernel's shared page of zeros, small or huge.
+    /// KPF_ZERO_PAGE: the kernel's shared zero page, small or huge.
     pub fn is_zero_page(self) -> bool {
         self.0 >> 24 & 1 == 1
     }

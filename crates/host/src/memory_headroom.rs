@@ -1,16 +1,16 @@
-//! How much memory is left, by every limit that counts for given cgroups: what [`pagefold_base::guard`] judges by; and
-//! how short it is there.
+//! How much memory is left under every limit that applies to given cgroups, and how short memory is there.
+//! [`pagefold_base::guard`] decides by these figures.
 //!
-//! The memory controller is where the distributions mount it: `/sys/fs/cgroup/memory` (v1), `/sys/fs/cgroup` (v2), or
-//! `/sys/fs/cgroup/unified` beside v1 hierarchies without it. Each cgroup is read with all above it, since a limit
-//! holds for what is below.
+//! The memory controller is looked up where distributions mount it: `/sys/fs/cgroup/memory` (v1), `/sys/fs/cgroup`
+//! (v2), or `/sys/fs/cgroup/unified` beside v1 hierarchies without it. Each cgroup is read with all its ancestors,
+//! because their limits apply to it too.
 //!
-//! The paths of cgroups and the root of the mount are both told relative to the cgroup namespace of this process
-//! (kernel/cgroup/cgroup.c, `cgroup_show_path`, 6.18). Where another cgroup than `/` is mounted, as in a container that
-//! has joined the host's namespace but kept its own mount, no path resolves, and all limits are unknown.
+//! The paths of cgroups and the root of the mount are both relative to the cgroup namespace of this process
+//! (kernel/cgroup/cgroup.c, `cgroup_show_path`, 6.18). If the mount shows another cgroup than `/`, no path resolves and
+//! all limits are unknown. This happens in a container that has joined the host's namespace but kept its own mount.
 //!
-//! Limits: from within a cgroup namespace what lies outside of it cannot be found. A cgroup that cannot be found or
-//! read is unknown and said to be so. The three files of a cgroup are not of one instant.
+//! Limits: from within a cgroup namespace, cgroups outside of it cannot be found. A cgroup that cannot be found or read
+//! is reported as unknown. The three files of a cgroup are read one after the other, so they may not match exactly.
 
 use crate::{Host, observe, parse};
 use pagefold_base::guard::{LimitKind, LimitScope, MemoryHeadroom, MemoryLimit, reserve};
@@ -18,7 +18,7 @@ use pagefold_base::memory::Shortage;
 use pagefold_base::{Absent, Bytes, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The room of the host and of these cgroups, each given as in `/proc/PID/cgroup`.
+/// The headroom of the host and of these cgroups, each given as in `/proc/PID/cgroup`.
 pub fn measure_headroom(host: &dyn Host, cgroups: &BTreeSet<String>) -> MemoryHeadroom {
     let mut room = MemoryHeadroom::default();
     let memory = observe::memory(host);
@@ -56,10 +56,11 @@ pub fn measure_headroom(host: &dyn Host, cgroups: &BTreeSet<String>) -> MemoryHe
     room
 }
 
-/// How short memory is in these cgroups. What cannot be read is not short: the guard has the word on what takes memory.
+/// How short memory is in these cgroups. Unreadable figures do not count as short; the guard decides about changes that
+/// take memory.
 ///
-/// Whoever waits because of a limit above waits in the cgroup as well, so that pressure is read of it alone. v1 has
-/// none.
+/// A task that waits because of an ancestor's limit also counts in the cgroup's own pressure, so only that is read. v1
+/// has no pressure file.
 pub fn cgroup_shortages(host: &dyn Host, cgroups: &BTreeSet<String>) -> BTreeMap<String, Shortage> {
     let room = measure_headroom(host, cgroups);
     let hierarchy = MemoryHierarchy::find(host, Bytes::ZERO).ok().filter(|hierarchy| !hierarchy.is_v1);
@@ -73,7 +74,8 @@ pub fn cgroup_shortages(host: &dyn Host, cgroups: &BTreeSet<String>) -> BTreeMap
     cgroups.iter().map(shortage).collect()
 }
 
-/// Whether memory is short on a host, or in this cgroup of it, where waiting for this percentage counts as that.
+/// Whether memory is short on the host or in this cgroup. Memory is short if tasks wait at least this percentage of
+/// time.
 pub fn is_memory_short(host: &dyn Host, cgroup: Option<&str>, pressure_threshold_percent: f64) -> bool {
     let squeezed = |cgroup: &str| {
         cgroup_shortages(host, &BTreeSet::from([cgroup.to_owned()]))
@@ -83,7 +85,7 @@ pub fn is_memory_short(host: &dyn Host, cgroup: Option<&str>, pressure_threshold
     observe::shortage(host).is_short(pressure_threshold_percent) || cgroup.is_some_and(squeezed)
 }
 
-/// A path and all above it, the root too.
+/// A path and all its ancestors, including the root.
 fn with_ancestors(path: &str) -> impl Iterator<Item = &str> {
     let path = path.trim_end_matches('/');
     let parts = path.match_indices('/').skip(1).map(|(end, _)| &path[..end]);
@@ -91,17 +93,19 @@ fn with_ancestors(path: &str) -> impl Iterator<Item = &str> {
 }
 
 /// Why the limits of a cgroup like `/../other` are unknown.
-pub const OUTSIDE_CGROUP_NAMESPACE: &str = "it is outside the cgroup namespace of this process: run pagefold in the namespace of the \
-                           host's process 1, or with hostPID, CAP_SYS_ADMIN and CAP_SYS_PTRACE";
+pub const OUTSIDE_CGROUP_NAMESPACE: &str = "it is outside the cgroup namespace of this process: \
+                           run pagefold in the namespace of the host's process 1, or with hostPID, CAP_SYS_ADMIN \
+                           and CAP_SYS_PTRACE";
 
-/// The cgroups of running processes whose limits cannot be read, and why: what is merged there cannot be unmerged.
+/// The cgroups of running processes whose limits cannot be read, with the reason. Their merged pages cannot be
+/// unmerged.
 pub fn unreadable_limits(host: &dyn Host) -> Vec<(LimitScope, Absent)> {
     let cgroup = |pid| host.open(pid).and_then(|handle| parse::cgroup(&handle.read("cgroup")?)).ok();
     let cgroups = host.pids().into_iter().flatten().filter_map(cgroup).collect();
     measure_headroom(host, &cgroups).unreadable
 }
 
-/// The memory controller's hierarchy.
+/// The cgroup hierarchy of the memory controller.
 struct MemoryHierarchy<'h> {
     host: &'h dyn Host,
     mount_path: &'static str,
@@ -110,7 +114,7 @@ struct MemoryHierarchy<'h> {
     free_swap: Bytes,
 }
 
-/// A rule, its limit, the room that is left of it, and the swap beyond.
+/// The kind of a limit, its value, the headroom below it, and the swap beyond it.
 type LimitReading = (LimitKind, Bytes, Bytes, Bytes);
 
 impl<'h> MemoryHierarchy<'h> {
@@ -120,8 +124,8 @@ impl<'h> MemoryHierarchy<'h> {
         match parse::mount_root(&String::from_utf8_lossy(&mounts), &format!("/{}", found.mount_path)) {
             None | Some("/") => Ok(found),
             Some(root) => Err(Absent::Malformed(format!(
-                "/{} shows only the cgroups below {root} and not the host's: mount the host's /sys/fs/cgroup there, and \
-                 run pagefold with hostPID, CAP_SYS_ADMIN and CAP_SYS_PTRACE",
+                "/{} shows only the cgroups below {root} and not the host's: mount the host's /sys/fs/cgroup there, \
+                 and run pagefold with hostPID, CAP_SYS_ADMIN and CAP_SYS_PTRACE",
                 found.mount_path
             ))),
         }
@@ -150,8 +154,7 @@ impl<'h> MemoryHierarchy<'h> {
         self.read(path, file).and_then(|bytes| parse::number(&bytes)).map(Bytes)
     }
 
-    /// A limit; `None` where there is none, also because the root of v2 and cgroups without the controller have no such
-    /// file.
+    /// A limit; `None` if there is none. The root of v2 and cgroups without the controller have no such file.
     fn read_limit(&self, path: &str, file: &str) -> Reading<Option<Bytes>> {
         match self.read(path, file) {
             Err(Absent::NotOnThisKernel) => self.read(path, "cgroup.procs").map(|_| None),
@@ -192,7 +195,7 @@ impl<'h> MemoryHierarchy<'h> {
         limits.into_values().map(found).collect()
     }
 
-    /// What a cgroup may still swap out. Under v1 a limit of its own tells, see [`LimitKind::MemoryAndSwap`].
+    /// How much a cgroup may still swap out. Under v1 a separate limit applies, see [`LimitKind::MemoryAndSwap`].
     fn swap_headroom(&self, path: &str) -> Reading<Bytes> {
         if self.is_v1 {
             return Ok(self.free_swap);
@@ -211,7 +214,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// A host that has these files.
+    /// A host with the given files.
     fn host(files: &[(&str, &str)]) -> FakeHost {
         let host = FakeHost::booted();
         host.put_file("proc/meminfo", "MemTotal: 102400 kB\nMemAvailable: 51200 kB\nSwapFree: 1024 kB\n");
@@ -263,7 +266,7 @@ mod tests {
         assert_eq!(
             limit_summaries(&room),
             [
-                // 50 MiB less 1 MiB and a hundredth of 100 MiB.
+                // 50 MiB minus 1 MiB and a hundredth of 100 MiB.
                 ("this host".to_owned(), "MemAvailable", 48 * 1024, 1024),
                 ("/a".to_owned(), "memory.max", 11 * 1024, 512),
                 ("/a/b".to_owned(), "memory.high", 0, 1024),
@@ -310,9 +313,9 @@ mod tests {
             ]
         };
         assert!(!short(&v2("10485760\n", &calm), "/a/b") && short(&v2("10485760\n", &high), "/a/b"));
-        assert!(!short(&v2("20971520\n", &calm), "/a/b"), "what is reclaimed first counts as free: a twentieth");
+        assert!(!short(&v2("20971520\n", &calm), "/a/b"), "reclaimable memory counts as free: a twentieth is left");
         assert!(short(&v2("20971521\n", &calm), "/a/b") && short(&v2("20971521\n", &calm), "/a"));
-        assert!(!short(&v2("20971521\n", &high), "/"), "others are not");
+        assert!(!short(&v2("20971521\n", &high), "/"), "other cgroups are not short");
         let v1 = |usage: &'static str| {
             [
                 ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
@@ -327,10 +330,10 @@ mod tests {
         };
         assert!(short(&v1("8000000\n"), "/a/b") && !short(&v1("4000000\n"), "/a/b"));
         let both = format!("{high}{}", high.replace("some", "full"));
-        assert!(short(&[("proc/pressure/memory", &both)], "/a"), "the whole host is");
-        assert!(!short(&[], "/a"), "what cannot be read is not short");
+        assert!(short(&[("proc/pressure/memory", &both)], "/a"), "the whole host is short");
+        assert!(!short(&[], "/a"), "an unreadable figure does not count as short");
         let little = ("proc/meminfo", "MemTotal: 102400 kB\nMemAvailable: 5119 kB\nSwapFree: 0 kB\n");
-        assert!(short(&[little], "/a"), "without pressure what is left counts");
+        assert!(short(&[little], "/a"), "without pressure figures, free memory counts");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Typed observations of a host, read through the port and parsed.
+//! Typed observations of a host: reads files through the port and parses them.
 
 use crate::{Host, ProcessHandle, parse};
 use pagefold_base::identity;
@@ -11,7 +11,7 @@ use pagefold_base::tuner::{Tuner, identify_root_tuner};
 use pagefold_base::{Absent, Pfn, Pid, Reading};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// KSM's settings and counters. `NotOnThisKernel` where the kernel has no KSM.
+/// KSM's settings and counters. `NotOnThisKernel` if the kernel has no KSM.
 pub fn ksm(host: &dyn Host) -> Reading<Ksm> {
     host.read("sys/kernel/mm/ksm/run")?;
     Ok(parse::ksm(|file| host.read(&format!("sys/kernel/mm/ksm/{file}"))))
@@ -35,7 +35,7 @@ pub fn shortage(host: &dyn Host) -> Shortage {
     Shortage::for_host(waited, available, total)
 }
 
-/// Pressure on the CPUs: some task waits for one.
+/// CPU pressure: tasks that wait for a CPU.
 pub fn cpu_pressure(host: &dyn Host) -> Reading<PressureLine> {
     parse::pressure_some(&host.read("proc/pressure/cpu")?)
 }
@@ -45,7 +45,7 @@ pub fn vmstat(host: &dyn Host) -> Reading<BTreeMap<String, u64>> {
     Ok(parse::vmstat(&host.read("proc/vmstat")?))
 }
 
-/// How many regions a process may have (`vm.max_map_count`).
+/// The maximum number of regions of a process (`vm.max_map_count`).
 pub fn max_map_count(host: &dyn Host) -> Reading<u64> {
     parse::number(&host.read("proc/sys/vm/max_map_count")?)
 }
@@ -65,7 +65,7 @@ pub fn huge_page_bytes(host: &dyn Host) -> Reading<u64> {
     parse::number(&host.read("sys/kernel/mm/transparent_hugepage/hpage_pmd_size")?)
 }
 
-/// What is known of a process before its memory is looked at.
+/// The facts about a process that are known without reading its memory.
 pub fn process(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<ProcessFacts> {
     let stat = parse::stat(&handle.read("stat")?)?;
     let status = handle.read("status").map(|bytes| parse::status(&bytes));
@@ -91,39 +91,39 @@ pub fn process(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<ProcessFa
     })
 }
 
-/// The nodes with memory, where KSM merges pages of different ones (`merge_across_nodes`): several, or none.
+/// The NUMA nodes with memory, if KSM merges pages across nodes (`merge_across_nodes`); empty if there is only one.
 pub fn merging_nodes(host: &dyn Host) -> Vec<u32> {
     let nodes = host.read("sys/devices/system/node/has_memory").and_then(|list| parse::number_list(&list));
     let across = || host.read("sys/kernel/mm/ksm/merge_across_nodes").and_then(|value| parse::number::<u64>(&value));
     nodes.ok().filter(|nodes| nodes.len() > 1 && across() == Ok(1)).unwrap_or_default()
 }
 
-/// The nodes that the memory of a process is bound to, of some. The kernel goes over all its pages for that.
+/// The nodes among `nodes` that the memory of a process is bound to. The kernel walks all its pages for that.
 pub fn bound_nodes(handle: &dyn ProcessHandle, nodes: &[u32]) -> Option<String> {
     let file = |name: &str| handle.read(name).unwrap_or_default();
     (nodes.len() > 1).then(|| parse::bound_nodes(&file("numa_maps"), &file("status"), nodes)).flatten()
 }
 
-/// Which program that writes KSM's settings a process is; [`identify_root_tuner`] has the conditions. A program that was started
-/// with more privileges than its caller had is none: its caller may have given it the name.
+/// Which of the programs that write KSM's settings a process is; [`identify_root_tuner`] has the conditions. A program
+/// that was started with more privileges than its caller does not count, because its caller may have chosen the name.
 pub fn identify_tuner(host: &dyn Host, process: &ProcessFacts) -> Option<Tuner> {
     let tuner = identify_root_tuner(process)?;
     let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id);
     match handle.map(|handle| handle.read("auxv")) {
         Some(Ok(auxv)) => (parse::is_at_secure(&auxv) == Some(false)).then_some(tuner),
-        // Recordings do not have it.
+        // Recordings do not contain the file.
         Some(Err(_)) | None => Some(tuner),
     }
 }
 
-/// The labels of the container that a cgroup is of; none where nobody keeps them, or they cannot be read.
+/// The labels of the container of a cgroup; empty if no runtime stores them or they cannot be read.
 fn container_labels(host: &dyn Host, cgroup: &str) -> Vec<String> {
     let mut files = identity::label_files(cgroup).into_iter();
     files.find_map(|file| host.read(&file).ok()).map(|bytes| parse::labels(&bytes)).unwrap_or_default()
 }
 
-/// The CPU time that all threads of a process have used, in nanoseconds (`schedstat`). `NotOnThisKernel` where the
-/// kernel does not keep it (CONFIG_SCHED_INFO). A figure that does not move tells that no thread ran.
+/// The CPU time that all threads of a process have used, in nanoseconds (`schedstat`). `NotOnThisKernel` if the kernel
+/// does not count it (CONFIG_SCHED_INFO). If the figure does not change, no thread ran.
 pub fn cpu_time_ns(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<u64> {
     let mut sum = 0u64;
     for thread in host.list(&format!("proc/{}/task", handle.id().pid))? {
@@ -132,11 +132,11 @@ pub fn cpu_time_ns(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<u64> 
     Ok(sum)
 }
 
-/// The regions of a process that has memory of its own, with what is resident in each: all of them or none, because
-/// those that are missing would read as memory that is not there.
+/// The regions of a process that has its own memory, with their resident memory. The result has all regions or none,
+/// because a partial list would look like unmapped memory.
 ///
-/// `Vanished` if there are none: the kernel shows nothing of an address space that was left, and of a living one at
-/// least the program. Each entry ends with its `VmFlags:` (fs/proc/task_mmu.c, `show_smap`).
+/// `Vanished` if there are none: the kernel shows nothing of an address space after exit, and of a living one at least
+/// the program. Each entry ends with its `VmFlags:` (fs/proc/task_mmu.c, `show_smap`).
 pub fn regions(handle: &dyn ProcessHandle) -> Reading<Vec<Region>> {
     let smaps = handle.read("smaps")?;
     if smaps.is_empty() {
@@ -149,8 +149,8 @@ pub fn regions(handle: &dyn ProcessHandle) -> Reading<Vec<Region>> {
     parse::smaps(&smaps)
 }
 
-/// Where the regions of a process that has memory of its own are: a line for each, while [`regions`] takes as long as
-/// it takes the kernel to go over all its pages.
+/// The addresses of the regions of a process that has its own memory. This reads one line for each region, while
+/// [`regions`] makes the kernel walk all pages.
 ///
 /// `Vanished` if there are none.
 pub fn mapped_regions(handle: &dyn ProcessHandle) -> Reading<Vec<MapsEntry>> {
@@ -161,34 +161,34 @@ pub fn mapped_regions(handle: &dyn ProcessHandle) -> Reading<Vec<MapsEntry>> {
     parse::maps(&maps)
 }
 
-/// How many regions a process has (`vm.max_map_count` bounds them).
+/// The number of regions of a process (bounded by `vm.max_map_count`).
 pub fn region_count(handle: &dyn ProcessHandle) -> Reading<u64> {
     Ok(handle.read("maps")?.iter().filter(|&&byte| byte == b'\n').count() as u64)
 }
 
-/// The sums over the regions of a process.
+/// The totals over the regions of a process.
 pub fn rollup(handle: &dyn ProcessHandle) -> Reading<SmapsRollup> {
     Ok(parse::rollup(&handle.read("smaps_rollup")?))
 }
 
-/// Every process, kernel threads included; those that could not be opened with the reason.
+/// Every process, including kernel threads; processes that could not be opened have the reason.
 pub fn processes(host: &dyn Host) -> Reading<Vec<(Pid, Reading<ProcessFacts>)>> {
     Ok(host.pids()?.into_iter().map(|pid| (pid, host.open(pid).and_then(|handle| process(host, &*handle)))).collect())
 }
 
-/// Which NUMA node a frame belongs to.
+/// Maps frames to NUMA nodes.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct NumaNodes {
-    /// Frames of one memory block.
+    /// Number of frames of a memory block.
     block_frames: u64,
     /// Memory blocks with their node.
     blocks: BTreeMap<u64, u32>,
-    /// How many nodes have memory.
+    /// Number of nodes with memory.
     node_count: usize,
 }
 
 impl NumaNodes {
-    /// From `/sys/devices/system/node`, where each node lists its memory blocks. A host without that directory has one
+    /// Reads `/sys/devices/system/node`, where each node lists its memory blocks. A host without that directory has one
     /// node.
     pub fn read(host: &dyn Host) -> Reading<Self> {
         let names = match host.list("sys/devices/system/node") {
@@ -216,18 +216,18 @@ impl NumaNodes {
         Ok(Self { block_frames, blocks, node_count: with_memory.len().max(1) })
     }
 
-    /// How many nodes have memory.
+    /// The number of nodes with memory.
     pub fn node_count(&self) -> usize {
         self.node_count
     }
 
-    /// The first frame of the memory block that a frame is in: no node begins or ends within a block. 0 on a host with
+    /// The first frame of the memory block that a frame is in. No node begins or ends within a block. 0 on a host with
     /// one node.
     pub fn block_start(&self, frame: Pfn) -> Pfn {
         if self.node_count <= 1 { Pfn(0) } else { Pfn(frame.0 - frame.0 % self.block_frames) }
     }
 
-    /// The node of a frame; node 0 on a host with one node or for a frame of no known block.
+    /// The node of a frame; node 0 on a host with one node or for a frame outside the known blocks.
     pub fn node_of_frame(&self, frame: Pfn) -> u32 {
         if self.node_count <= 1 {
             return 0;

@@ -1,4 +1,4 @@
-//! Carrying out actions on this machine.
+//! Applies actions on this machine.
 
 mod advise;
 mod collapse;
@@ -15,7 +15,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::sync::atomic::AtomicBool;
 
-/// Carry out one action. Once `stop` is set, no answer of a guest is waited for.
+/// Apply one action. Once `stop` is set, it does not wait for the answer of a guest.
 pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
     match action {
         Action::Set { setting, value } => write_setting(*setting, value).map(|()| ActionOutcome::default()),
@@ -37,7 +37,7 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
 /// Write a file of `/sys/kernel/mm/ksm`.
 fn write_setting(setting: Setting, value: &str) -> Result<(), ActionError> {
     let path = format!("/sys/kernel/mm/ksm/{}", setting.file_name());
-    // Without O_CREAT, which sysfs answers with EACCES where there is no such file.
+    // Without O_CREAT, because sysfs returns EACCES for it if the file does not exist.
     let write = || fs::OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes());
     fault::point("before writing a setting");
     let written = write();
@@ -53,8 +53,8 @@ fn write_setting(setting: Setting, value: &str) -> Result<(), ActionError> {
     })
 }
 
-/// Act on the very process that is meant. It has vanished once all of it has: while it lives, the threads that were
-/// tried may have ended and others not, and to another program it hands on that it is enrolled (`mm_init`,
+/// Act on exactly this process. It counts as vanished only once all of it has ended. While it lives, the tried threads
+/// may have ended and other threads may live. A new program after exec inherits the enrollment (`mm_init`,
 /// kernel/fork.c, 6.18).
 fn with_process<'a>(
     host: &'a LiveHost,
@@ -67,13 +67,13 @@ fn with_process<'a>(
     }
     apply_to(&process).map_err(|refusal| match refusal {
         ActionError::Vanished if process.has_live_thread() => ActionError::Busy(
-            "its main thread has ended, its threads come and go, or it has just begun another program".to_owned(),
+            "its main thread has ended, its threads start and end all the time, or it has just called exec".to_owned(),
         ),
         refusal => refusal,
     })
 }
 
-/// Note a range that was missed, as one with the last where it goes on from it.
+/// Record a missed range. It extends the last one if it follows it directly.
 fn push_missed_range(missed: &mut Vec<(AddressRange, String)>, range: AddressRange, why: String) {
     match missed.last_mut() {
         Some((last, same)) if last.end == range.start && *same == why => last.end = range.end,
@@ -81,7 +81,7 @@ fn push_missed_range(missed: &mut Vec<(AddressRange, String)>, range: AddressRan
     }
 }
 
-/// Why nothing was injected, in the words of the port.
+/// Convert why nothing was injected to an action error.
 fn action_error(error: inject::InjectError) -> ActionError {
     match error {
         inject::InjectError::Vanished => ActionError::Vanished,

@@ -1,24 +1,24 @@
-//! Cgroups as the host names them.
+//! Cgroup paths as the host shows them.
 //!
-//! `/proc/PID/cgroup` is told relative to the cgroup namespace of the process that reads it (kernel/cgroup/cgroup.c,
-//! `proc_cgroup_show`, 6.18). In a container with a namespace of its own all else lies outside: `/../../other`, which is
-//! no path below `/sys/fs/cgroup`. Where the host's processes are seen, one of them is in the initial namespace, whose
-//! number is always the same (include/linux/proc_ns.h, `PROC_CGROUP_INIT_INO`).
+//! `/proc/PID/cgroup` is relative to the cgroup namespace of the reader (kernel/cgroup/cgroup.c, `proc_cgroup_show`,
+//! 6.18). In a container with its own namespace all other cgroups lie outside: `/../../other`, which is no path below
+//! `/sys/fs/cgroup`. If the host's processes are visible, one of them is in the initial namespace, which always has the
+//! same inode number (include/linux/proc_ns.h, `PROC_CGROUP_INIT_INO`).
 
 use pagefold_sys::namespace;
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What the link of a process in the initial cgroup namespace says.
+/// The link target of a process in the initial cgroup namespace.
 const INITIAL_CGROUP_NAMESPACE: &str = "cgroup:[4026531835]";
 
-/// Have this thread, and those that it starts from now on, see cgroups as the host does. Nothing is done where it does
-/// already. Programs that are started afterwards see them so, too.
+/// Move this thread, and threads that it starts later, into the host's cgroup namespace. Does nothing if it is there
+/// already. Programs started later are in that namespace, too.
 ///
 /// # Errors
-/// `NotFound` where no process in that namespace is seen, which takes the host's PID namespace and CAP_SYS_PTRACE; those
-/// of setns(2), which takes CAP_SYS_ADMIN.
+/// `NotFound` if no process in that namespace is visible, which needs the host's PID namespace and CAP_SYS_PTRACE.
+/// Otherwise the errors of setns(2), which needs CAP_SYS_ADMIN.
 pub fn enter_initial_cgroup_namespace() -> io::Result<()> {
     if is_initial_namespace("/proc/self/ns/cgroup".as_ref()) {
         return Ok(());
@@ -29,7 +29,7 @@ pub fn enter_initial_cgroup_namespace() -> io::Result<()> {
     };
     let link = fs::read_dir("/proc")?.flatten().find_map(of).ok_or(io::ErrorKind::NotFound)?;
     let namespace = File::open(&link)?;
-    // Its process may have ended, and another one may have its number.
+    // The process may have ended, and another one may have its PID.
     if !is_initial_namespace(&link) {
         return Err(io::ErrorKind::NotFound.into());
     }

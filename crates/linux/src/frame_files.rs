@@ -5,14 +5,14 @@ use pagefold_base::{Absent, Pfn, Reading};
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 
-/// Words between two wanted ones that are read along rather than skipped: a `pread` costs as much as some tens of
+/// Unneeded words between two needed ones that are read rather than skipped. A `pread` costs as much as some tens of
 /// words (measured: 14 M words/s in bulk, 3.4 M single reads/s).
 const MAX_SKIPPED_WORDS: u64 = 16;
 
-/// Words read at once at most.
+/// The maximum number of words in one read.
 const MAX_WORDS_PER_READ: usize = 8192;
 
-/// The two files, or why they cannot be had.
+/// The two files, or why they cannot be opened.
 #[derive(Debug)]
 pub struct FrameFiles {
     flags: Reading<File>,
@@ -20,7 +20,7 @@ pub struct FrameFiles {
 }
 
 impl FrameFiles {
-    /// Open both.
+    /// Open both files.
     pub fn open() -> Self {
         let open = |path| File::open(path).map_err(|error| absence_reason(&error));
         Self { flags: open("/proc/kpageflags"), mappings: open("/proc/kpagecount") }
@@ -60,7 +60,7 @@ fn read_words(file: &File, frames: &[Pfn]) -> Reading<Vec<u64>> {
     Ok(found)
 }
 
-/// Ascending frames in clusters that are worth one read each.
+/// Group ascending frames into clusters, each for one read.
 fn nearby_frames(frames: &[Pfn]) -> impl Iterator<Item = &[Pfn]> {
     let mut rest = frames;
     std::iter::from_fn(move || {

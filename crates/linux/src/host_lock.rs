@@ -1,12 +1,12 @@
-//! The lock that all Pagefolds on a host share: a write lock of the open file `/sys/kernel/mm/ksm/run`.
+//! The lock that all Pagefold processes on a host share: a write lock of the open file `/sys/kernel/mm/ksm/run`.
 //!
-//! The lock belongs to the inode, which is one for each instance of sysfs; and there is an instance for each network
-//! namespace. So the file is opened as process 1 has it, where that is permitted: a container that sees the host's
-//! processes then locks the host's file, though a `/sys` of its own may be mounted there. It takes a file that is open
-//! for writing, so that no unprivileged user can hold it.
+//! The lock belongs to the inode. Each instance of sysfs has its own inode, and each network namespace has its own
+//! instance. So the file is opened through the root of PID 1, if that is permitted. A container that sees the host's
+//! processes then locks the host's file, even if it has its own `/sys`. The lock needs a file that is open for writing,
+//! so no unprivileged user can take it.
 //!
-//! Limits: a container that neither sees the host's processes nor has the host's `/sys/kernel/mm/ksm` mounted, and may
-//! write its own, is not kept out.
+//! Limits: the lock does not exclude a container that may write its own `/sys/kernel/mm/ksm`, but neither sees the
+//! host's processes nor has the host's directory mounted.
 
 use pagefold_host::{HostLock, LockHolder};
 use pagefold_sys::ofd_lock::{WriteLockAttempt, try_lock_for_writing};
@@ -32,7 +32,7 @@ pub fn acquire_host_lock() -> Result<HostLock, LockHolder> {
     }
 }
 
-/// The Pagefold that has the lock, if it can be seen: by the locks of its open files (`/proc/PID/fdinfo`).
+/// The Pagefold process that has the lock, if visible, found by the locks of its open files (`/proc/PID/fdinfo`).
 fn find_lock_holder(file: &File) -> LockHolder {
     let Ok(about) = file.metadata() else { return LockHolder::default() };
     let device = about.dev();
@@ -50,14 +50,14 @@ fn find_lock_holder(file: &File) -> LockHolder {
         .unwrap_or_default()
 }
 
-/// The directory of the lock that a session has in its state directory.
+/// The state directory of a session, from its lock file there.
 fn state_directory(locks: &[(PathBuf, String)]) -> Option<PathBuf> {
     let is_session = |path: &Path, lock: &str| lock.contains("FLOCK") && path.file_name().is_some_and(|n| n == "lock");
     let (path, _) = locks.iter().find(|(path, lock)| is_session(path, lock))?;
     path.parent().map(Path::to_owned)
 }
 
-/// The open files of a process that are locked, with what is told of their locks.
+/// The locked open files of a process, with the lock lines of each.
 fn locked_files(pid: u32) -> Vec<(PathBuf, String)> {
     let files = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
     files

@@ -1,4 +1,4 @@
-//! Starting a program in place of this one, enrolled: the system's part of `pagefold run`.
+//! Starts a program in place of this one, enrolled: the system part of `pagefold run`.
 
 pub use pagefold_sys::launch::{
     CompanionHandle, StderrPolicy, disable_address_randomization, discard_pending_sigchld, exec_program, has_no_reader,

@@ -1,4 +1,4 @@
-//! The live host: `/proc` and `/sys` of the machine this runs on.
+//! The live host: `/proc` and `/sys` of this machine.
 
 #![forbid(unsafe_code)]
 
@@ -23,7 +23,7 @@ use std::io::{self, Read};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-/// The machine this runs on.
+/// This machine.
 #[derive(Debug)]
 pub struct LiveHost {
     page_size: PageSize,
@@ -31,7 +31,7 @@ pub struct LiveHost {
 }
 
 impl LiveHost {
-    /// Look at this machine. Opens nothing that needs privilege; what does is found absent when it is asked for.
+    /// A handle to this machine. It opens no privileged files; readings that need privilege are absent when requested.
     ///
     /// # Panics
     /// If the C library reports a page size that is no power of two.
@@ -109,14 +109,14 @@ impl Host for LiveHost {
     }
 }
 
-/// Bytes that are asked for at once: more than most files of the kernel have. Each read costs, and some of these files
-/// are made anew for each.
+/// Bytes of the first read: more than most kernel files have. Each read costs, and the kernel generates some of these
+/// files anew for each read.
 const INITIAL_READ_BYTES: usize = 4096;
 
-/// All of a file of the kernel, whose size is not known before.
+/// Read a whole kernel file, whose size is not known in advance.
 fn read_whole_file(file: File) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::with_capacity(INITIAL_READ_BYTES);
-    // Without the limit the standard library would ask for the size first.
+    // Without the limit the standard library would query the size first.
     file.take(u64::MAX).read_to_end(&mut bytes)?;
     Ok(bytes)
 }

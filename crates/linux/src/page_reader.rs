@@ -1,17 +1,16 @@
-//! Reading pages of a live process without a trace.
+//! Reads pages of a live process without side effects on it.
 //!
-//! Three things must not happen to the process that is read: a page must not be faulted in, a page that KSM or fork
-//! shares must not be copied, and another process that got the same number must not be read in its place.
+//! The reader must not fault in a page, must not copy a page that KSM or fork shares, and must not read another process
+//! with the same PID.
 //!
-//! - Every batch is checked against pagemap right before it is read: only pages that are present are touched, so
-//!   nothing is swapped in or filled. What leaves memory within those microseconds is faulted in by the read; the
-//!   window is one batch.
-//! - `process_vm_readv` pins the pages it reads, and pinning unshares: it gives the process a private copy of each KSM
-//!   page and of each page shared by fork (mm/gup.c, `gup_must_unshare`; measured: PSS rises, `cow_ksm` rises). It is
-//!   used only for pages that pagemap says nobody else maps, in regions KSM has not been told of. All others are read
-//!   through `/proc/PID/mem`, which takes a reference and leaves the sharing alone.
-//! - `process_vm_readv` takes a number. pagemap, opened before, belongs to the address space itself and reads empty
-//!   once it is gone: it is read again after each batch, and if it is empty the batch is thrown away.
+//! - Each batch is checked in pagemap right before it is read. Only present pages are read, so nothing is swapped in or
+//!   filled. A page that leaves memory within these microseconds is faulted in by the read; the window is one batch.
+//! - `process_vm_readv` pins the pages it reads, and pinning unshares them. The process gets a private copy of each KSM
+//!   page and of each page shared by fork (mm/gup.c, `gup_must_unshare`; measured: PSS rises, `cow_ksm` rises). So it
+//!   is used only for pages that no other process maps according to pagemap, in regions that are not enrolled. All
+//!   other pages are read through `/proc/PID/mem`, which takes a reference and keeps the sharing.
+//! - `process_vm_readv` takes a PID. pagemap, opened before, refers to the address space itself and reads empty after
+//!   it is gone. It is read again after each batch; if it is empty, the batch is discarded.
 
 use crate::process::LiveProcess;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv};
@@ -22,11 +21,11 @@ use std::io::IoSliceMut;
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
 
-/// Bytes read at once: fits the second-level cache, so that a page is hashed where it was copied to. Smaller batches
-/// pay more for system calls, larger ones fall out of the cache (measured: 256 KiB to 512 KiB is the plateau).
+/// Bytes in one batch. It fits the second-level cache, so that a page is hashed where it was copied to. Smaller batches
+/// cost more system calls, larger ones exceed the cache (measured: plateau from 256 KiB to 512 KiB).
 pub const BATCH_BYTES: usize = 256 << 10;
 
-/// Pieces of memory that one `process_vm_readv` takes at most (`UIO_MAXIOV`).
+/// The maximum number of iovecs of one `process_vm_readv` (`UIO_MAXIOV`).
 const MAX_IOVECS: usize = 1024;
 
 /// A page of a batch.
@@ -37,7 +36,7 @@ struct BatchPage {
     read_state: ReadState,
 }
 
-/// How a page of a batch is read, and then whether it was.
+/// How a page of a batch will be read, and then the result.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum ReadState {
     ByProcessVmReadv,
@@ -46,7 +45,7 @@ enum ReadState {
     NotResident,
 }
 
-/// See [`ProcessHandle::read_pages`].
+/// See [`ProcessHandle::contents`].
 pub fn read_pages(
     process: &LiveProcess<'_>,
     method: ReadMethod,
@@ -76,11 +75,11 @@ struct ReadBatch<'a> {
     process: &'a LiveProcess<'a>,
     method: ReadMethod,
     page_len: usize,
-    /// Where its pages are.
+    /// The addresses of its pages.
     runs: Vec<PageRun>,
     pages: Vec<BatchPage>,
     mappings: Vec<PagemapEntry>,
-    /// Room for the pages, `offset` bytes into which a page boundary lies, so that lines are not split when hashed.
+    /// Space for the pages. A page boundary lies `offset` bytes into it, so that hashing does not cross cache lines.
     buffer: Vec<u8>,
     aligned_offset: usize,
 }
@@ -101,13 +100,13 @@ impl<'a> ReadBatch<'a> {
         }
     }
 
-    /// How many pages it still takes.
+    /// How many more pages it takes.
     fn remaining_pages(&self) -> u32 {
         let taken: u32 = self.runs.iter().map(|part| part.pages).sum();
         (BATCH_BYTES / self.page_len).max(1) as u32 - taken
     }
 
-    /// The pages of all parts as pagemap shows them now, and none of them being moved, if that can be had.
+    /// Read the mappings of all parts from pagemap now, if possible at a time when no page is migrating.
     fn refresh_mappings(&mut self) -> Reading<()> {
         let process = self.process;
         process.retry_while_migrating(|| {
@@ -133,7 +132,7 @@ impl<'a> ReadBatch<'a> {
         })
     }
 
-    /// Read what was taken up and hand it out. Returns how many pages that were.
+    /// Read the collected pages and pass them on. Returns how many pages there were.
     fn read_and_report(&mut self, position: usize, sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<usize> {
         if self.runs.is_empty() {
             return Ok(0);
@@ -163,7 +162,7 @@ impl<'a> ReadBatch<'a> {
         start..start + self.page_len
     }
 
-    /// Stretches of pages with one outcome that lie behind one another in memory.
+    /// Ranges of adjacent pages with the same state.
     fn contiguous_pages(&self, read_state: ReadState) -> Vec<Range<usize>> {
         let mut stretches: Vec<Range<usize>> = Vec::new();
         for (i, page) in self.pages.iter().enumerate() {
@@ -180,10 +179,10 @@ impl<'a> ReadBatch<'a> {
         stretches
     }
 
-    /// Read by `process_vm_readv` what may be read so. Pages it did not get are left for `/proc/PID/mem`.
+    /// Read the pages that allow it with `process_vm_readv`. The rest remains for `/proc/PID/mem`.
     fn read_remote(&mut self) -> Reading<()> {
         if self.process.main_thread_ended() {
-            // Its number leads to no memory, and those of its threads may be given to others.
+            // After the main thread's exit its PID leads to no memory, and the TIDs of its threads may be reused.
             let remote = self.pages.iter_mut().filter(|page| page.read_state == ReadState::ByProcessVmReadv);
             remote.for_each(|page| page.read_state = ReadState::ByProcMem);
             return Ok(());
@@ -197,7 +196,7 @@ impl<'a> ReadBatch<'a> {
                     len: part.len() * self.page_len,
                 })
                 .collect();
-            // Slots of other pages lie between the stretches, so each has a local piece of its own.
+            // Slots of other pages lie between the ranges, so each range has its own local iovec.
             let mut local = Vec::with_capacity(stretches.len());
             let mut rest = &mut self.buffer[self.aligned_offset..];
             let mut at = 0;
@@ -225,7 +224,7 @@ impl<'a> ReadBatch<'a> {
         self.process.read_pagemap_entries(address, 1, &mut self.mappings).map(drop)
     }
 
-    /// Read the rest through `/proc/PID/mem`. Pages it does not get are gone.
+    /// Read the rest through `/proc/PID/mem`. Pages that it cannot read are gone.
     fn read_memory(&mut self) -> Reading<()> {
         let memory = self.process.memory()?;
         for stretch in self.contiguous_pages(ReadState::ByProcMem) {
@@ -233,7 +232,7 @@ impl<'a> ReadBatch<'a> {
             while i < stretch.end {
                 let slots = self.buffer_range(i).start..self.buffer_range(stretch.end - 1).end;
                 let read = match memory.read_at(&mut self.buffer[slots], self.pages[i].address) {
-                    // The address space is gone; so is all that was read of it.
+                    // The address space is gone, so all data read from it is discarded.
                     Ok(0) => return Err(Absent::Vanished),
                     Ok(bytes) => bytes / self.page_len,
                     Err(_) => 0,
@@ -251,8 +250,8 @@ impl<'a> ReadBatch<'a> {
         Ok(())
     }
 
-    /// Which pages are KSM pages: by their frames' flags, or, where those may not be read, by being mapped elsewhere
-    /// too, which in a region that holds KSM pages they seldom are for another reason.
+    /// Which pages are KSM pages, by the flags of their frames. If these cannot be read: pages that are also mapped
+    /// elsewhere. In a region with KSM pages there is rarely another reason for that.
     fn merged_flags(&self) -> Vec<bool> {
         if self.method != (ReadMethod::ProcMem { detect_merged: true }) {
             return vec![false; self.pages.len()];

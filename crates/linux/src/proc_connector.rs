@@ -1,11 +1,11 @@
-//! Programs as they begin, by the process connector (drivers/connector/cn_proc.c; CONFIG_PROC_EVENTS).
+//! Reports programs when they start, with the process connector (drivers/connector/cn_proc.c; CONFIG_PROC_EVENTS).
 //!
-//! The kernel sends an event for each execve(2) to whoever listens, and is told to send no others: a process that forks
-//! all the time costs nothing. Kernels before 6.6 send all events, and then as many are taken in as fit into the
-//! buffer. What does not fit is told to be lost.
+//! The kernel sends an event for each execve(2) to its listeners. Other events are filtered out, so a process that
+//! forks constantly costs nothing. Kernels before 6.6 send all events, and the buffer limits how many are received.
+//! Events that do not fit are reported as lost.
 //!
-//! It takes CAP_NET_ADMIN, the initial network namespace (in others nobody has registered the protocol) and the initial
-//! PID namespace, whose numbers the events have: in another one the kernel does not answer.
+//! It needs CAP_NET_ADMIN, the initial network namespace (the protocol is not registered in others) and the initial PID
+//! namespace, to which the PIDs in the events belong. In another PID namespace the kernel does not answer.
 
 use crate::absence_reason;
 use pagefold_base::{Absent, Reading};
@@ -19,13 +19,13 @@ use rustix::net::{bind, recvfrom, send, socket_with, sockopt};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-/// `CN_IDX_PROC`, as a mask of groups.
+/// `CN_IDX_PROC`, as a group mask.
 const PROC_MULTICAST_GROUP: u32 = 1;
 
-/// Bytes of events that may wait; each takes up about 800 of them.
+/// Bytes of waiting events; each takes about 800 of them.
 const RECEIVE_BUFFER_BYTES: usize = 1 << 20;
 
-/// Events that are taken in at once at most. More wait.
+/// The maximum number of events received in one call. More remain in the buffer.
 const MAX_EVENTS_PER_CALL: usize = 4096;
 
 /// How long the kernel may take to answer.
@@ -37,7 +37,8 @@ pub struct ProcConnector {
 }
 
 impl ProcConnector {
-    /// Listen. `Denied` without the privilege, `NotOnThisKernel` where the kernel does not send to here.
+    /// Start to listen. `Denied` without the privilege, `NotOnThisKernel` if the kernel does not send events to this
+    /// process.
     pub fn open() -> Reading<Self> {
         let why = |errno: Errno| match errno {
             Errno::PROTONOSUPPORT | Errno::NOENT => Absent::NotOnThisKernel,
@@ -47,10 +48,11 @@ impl ProcConnector {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let socket = socket_with(AddressFamily::NETLINK, SocketType::DGRAM, flags, Some(CONNECTOR)).map_err(why)?;
         bind(&socket, &SocketAddrNetlink::new(0, PROC_MULTICAST_GROUP)).map_err(why)?;
-        // With the buffer that it has more is lost, and told to be.
+        // With the default buffer more events are lost, and reported as lost.
         let _ = sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_BUFFER_BYTES);
         let connector = Self { socket };
-        // A request for some events alone is not answered, and where nobody answers nothing comes.
+        // The kernel does not answer a request for selected events. If it does not answer the general one, no event
+        // will arrive.
         let number = std::process::id();
         connector.send_request(ProcRequest::Listen, number).map_err(why)?;
         connector.wait_for_answer(number)?;
@@ -68,12 +70,12 @@ impl ProcConnector {
             match self.receive_event() {
                 Ok(Some(ProcEvent::Ack { request, error: 0 })) if request == request_number => return Ok(()),
                 Ok(Some(ProcEvent::Ack { request, .. })) if request == request_number => return Err(Absent::Denied),
-                // What is lost here has begun before anybody is told of programs.
+                // Events lost here are from programs that started before anything is reported.
                 Ok(Some(_)) | Err(Errno::NOBUFS) => {}
                 Ok(None) => {
                     let left = until.saturating_duration_since(Instant::now());
                     let left = left.try_into().map_err(|_| Absent::NotOnThisKernel)?;
-                    // Whatever it says, the answer is there or not.
+                    // The result does not matter: the answer has arrived or not.
                     let _ = poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&left));
                 }
                 Err(errno) => return Err(absence_reason(&errno.into())),
@@ -82,7 +84,7 @@ impl ProcConnector {
         Err(Absent::NotOnThisKernel)
     }
 
-    /// The next event, if one is there. What others than the kernel send is none.
+    /// The next event, if there is one. Messages that are not from the kernel are ignored.
     fn receive_event(&self) -> Result<Option<ProcEvent>, Errno> {
         let mut datagram = [0; 256];
         match recvfrom(&self.socket, &mut datagram[..], RecvFlags::empty()) {
@@ -117,7 +119,7 @@ impl ExecEvents for ProcConnector {
 
 impl Drop for ProcConnector {
     fn drop(&mut self) {
-        // Kernels before 6.6 count who listens, and do not see that somebody has gone.
+        // Kernels before 6.6 count the listeners, and do not notice that one has gone.
         let _ = self.send_request(ProcRequest::Ignore, 0);
     }
 }
@@ -128,7 +130,7 @@ mod tests {
     use pagefold_base::Pid;
     use std::process::Command;
 
-    /// Everybody who begins is told, and forks and ends are not.
+    /// Each started program is reported; forks and exits are not.
     #[test]
     fn started_programs_are_reported_once() {
         let mut connector = match ProcConnector::open() {
@@ -138,12 +140,12 @@ mod tests {
         let mut child = Command::new("true").spawn().unwrap();
         let pid = Pid(child.id());
         child.wait().unwrap();
-        assert!(connector.take_started().unwrap().pids.contains(&pid), "it has begun before it ended");
+        assert!(connector.take_started().unwrap().pids.contains(&pid), "it started before it ended");
         let begun = connector.take_started().unwrap();
-        assert!(!begun.pids.contains(&pid), "told once");
+        assert!(!begun.pids.contains(&pid), "it is reported once");
     }
 
-    /// More than fit are told to be lost, and those after that are told again.
+    /// Events that do not fit are reported as lost, and later events are reported again.
     #[test]
     fn lost_exec_events_are_reported() {
         let Ok(mut connector) = ProcConnector::open() else { return eprintln!("skipped: no process connector") };

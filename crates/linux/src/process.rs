@@ -1,8 +1,8 @@
-//! A live process, held by its directory below `/proc`.
+//! A live process, accessed through its directory below `/proc`.
 //!
-//! The directory handle belongs to one process for good: once that is gone, everything below it answers `ESRCH` or
-//! `ENOENT`, also when its number has been given to another. `pagemap` and `mem` hold its address space in the same way
-//! and answer with nothing once it was left by exit or exec.
+//! The open directory always refers to the same process. After that has ended, all files below it return `ESRCH` or
+//! `ENOENT`, even if its PID was reused. `pagemap` and `mem` refer to its address space in the same way, and reads
+//! return nothing after exit or exec.
 
 use crate::{LiveHost, absence_reason, apply, page_reader, read_whole_file};
 use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
@@ -20,17 +20,17 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Pagemap entries read at once.
+/// Pagemap entries in one read.
 const PAGEMAP_ENTRIES_PER_READ: usize = 1 << 16;
-/// How long pages that the kernel is moving are waited for in all while a process is held, and for how long at first
-/// and at most before they are looked at again. It moves up to 512 at once, in a millisecond or two if it has a CPU.
-/// Poisoned pages and memory of devices look the same and stay: then patience comes to an end.
+/// Total time to wait for migrating pages while the handle is open, and the first and the longest pause between two
+/// checks. The kernel migrates up to 512 pages at once, in one or two milliseconds if it has a CPU. Poisoned pages and
+/// device memory look the same and stay; for these the wait times out.
 const MAX_MIGRATION_WAIT: Duration = Duration::from_millis(500);
 const FIRST_RETRY_DELAY: Duration = Duration::from_micros(50);
 const MAX_RETRY_DELAY: Duration = Duration::from_millis(10);
-/// How often threads are listed to find one that lives.
+/// How many times threads are listed to find a live one.
 const MAX_THREAD_LISTINGS: usize = 8;
-/// Files that tell of the address space. Those of a main thread that has ended have no content, or zeros.
+/// Files that describe the address space. Those of a main thread that has ended are empty or contain zeros.
 const ADDRESS_SPACE_FILES: [&str; 12] = [
     "cmdline",
     "environ",
@@ -46,21 +46,21 @@ const ADDRESS_SPACE_FILES: [&str; 12] = [
     "status",
 ];
 
-/// A process that is held.
+/// An open process.
 pub struct LiveProcess<'a> {
     pub(crate) host: &'a LiveHost,
     id: ProcessId,
     directory: OwnedFd,
-    /// Whether the main thread had ended when the process was taken hold of: then the other threads tell of its memory.
+    /// Whether the main thread had ended when the process was opened. Then the other threads provide its memory.
     main_thread_ended: bool,
     pagemap: OnceLock<Reading<File>>,
     memory: OnceLock<Reading<File>>,
-    /// Microseconds that were waited for pages being moved.
+    /// Microseconds spent waiting for migrating pages.
     waited_us: AtomicU64,
 }
 
 impl<'a> LiveProcess<'a> {
-    /// Take hold of the process that has this number now.
+    /// Open the process that has this PID now.
     pub fn open(host: &'a LiveHost, pid: Pid) -> Reading<Self> {
         let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let directory = rustix::fs::open(format!("/proc/{pid}"), flags, Mode::empty())
@@ -89,7 +89,7 @@ impl<'a> LiveProcess<'a> {
             }
         }
         let found = match open(file) {
-            // Its main thread has ended, and shows no memory any more: the others do, if there are any.
+            // Its main thread has ended and shows no memory any more. The other threads do, if there are any.
             Err(Errno::SRCH) => {
                 self.thread_directories().find_map(|thread| open(&format!("{thread}/{file}")).ok()).ok_or(Errno::SRCH)
             }
@@ -98,7 +98,7 @@ impl<'a> LiveProcess<'a> {
         found.map(File::from).map_err(|errno| self.absence_reason(&errno.into()))
     }
 
-    /// The directories of its threads below its own. They may be gone at once.
+    /// The directories of its threads below its own. They may disappear at once.
     fn thread_directories(&self) -> impl Iterator<Item = String> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let listing = openat(&self.directory, "task", flags, Mode::empty()).and_then(Dir::new);
@@ -106,7 +106,7 @@ impl<'a> LiveProcess<'a> {
         names.filter_map(|name| Some(format!("task/{}", name.to_str().ok()?))).filter(|name| !name.ends_with('.'))
     }
 
-    /// A thread that has not begun to end, by its directory.
+    /// The directory of a thread that is not exiting.
     fn find_live_thread(&self) -> Option<String> {
         let lives = |thread: &String| {
             let stat = self.open_file(&format!("{thread}/stat")).ok().and_then(|file| read_whole_file(file).ok());
@@ -115,12 +115,12 @@ impl<'a> LiveProcess<'a> {
         self.thread_directories().find(lives)
     }
 
-    /// Whether the main thread had ended when the process was taken hold of.
+    /// Whether the main thread had ended when the process was opened.
     pub(crate) fn main_thread_ended(&self) -> bool {
         self.main_thread_ended
     }
 
-    /// Why a file of the process could not be read: a missing one is one that this kernel has not, unless the whole
+    /// Why a file of the process could not be read. A missing file does not exist on this kernel, unless the whole
     /// process is missing.
     fn absence_reason(&self, error: &io::Error) -> Absent {
         match absence_reason(error) {
@@ -134,14 +134,14 @@ impl<'a> LiveProcess<'a> {
         &self.directory
     }
 
-    /// Whether it is there, be it as a zombie.
+    /// Whether it exists, possibly as a zombie.
     pub(crate) fn exists(&self) -> bool {
         rustix::fs::statat(&self.directory, "stat", rustix::fs::AtFlags::empty()).is_ok()
     }
 
-    /// Whether it has a thread that has not begun to end, be it in another program than before.
+    /// Whether it has a thread that is not exiting, possibly in another program than before.
     pub(crate) fn has_live_thread(&self) -> bool {
-        // A thread that begins while they are listed is missed, and whoever began it may have ended since.
+        // A thread that starts during the listing is missed, and its creator may have ended since.
         (0..MAX_THREAD_LISTINGS).any(|_| self.find_live_thread().is_some())
     }
 
@@ -153,8 +153,8 @@ impl<'a> LiveProcess<'a> {
         self.memory.get_or_init(|| self.open_file("mem")).as_ref().map_err(Absent::clone)
     }
 
-    /// The pagemap entries of so many pages from an address on, into `mappings`; whether the kernel was moving any of
-    /// them. `Vanished` once the address space is gone.
+    /// Read the pagemap entries of a number of pages from an address into `mappings`. Returns whether the kernel was
+    /// migrating any of them. `Vanished` after the address space is gone.
     pub(crate) fn read_pagemap_entries(
         &self,
         address: u64,
@@ -182,8 +182,8 @@ impl<'a> LiveProcess<'a> {
         Ok(moving)
     }
 
-    /// What a look tells once the kernel is moving none of the pages it looks at, or patience has come to an end. Each
-    /// look is a new one: what is told is of one moment. A look also says whether it saw any being moved.
+    /// Repeat a reading until it sees no migrating page or the wait times out. Each attempt is a new reading, so the
+    /// result is of one moment. An attempt also returns whether it saw a migrating page.
     pub(crate) fn retry_while_migrating<T>(&self, mut read: impl FnMut() -> Reading<(T, bool)>) -> Reading<T> {
         let mut wait = FIRST_RETRY_DELAY;
         loop {
@@ -197,7 +197,7 @@ impl<'a> LiveProcess<'a> {
         }
     }
 
-    /// Resident pages in these ranges, and in which parts of them pages are swapped out, or being moved.
+    /// Resident pages in these ranges, and the parts in which pages are swapped out or migrating.
     fn scan_resident(&self, ranges: &[AddressRange]) -> Reading<(Vec<PageRun>, Vec<AddressRange>)> {
         let (Some(first), Some(last)) = (ranges.first(), ranges.last()) else {
             return Ok(Default::default());
@@ -214,7 +214,7 @@ impl<'a> LiveProcess<'a> {
         }
     }
 
-    /// Whether the kernel is moving any page of a range that was swapped out or being moved, or has moved it since.
+    /// Whether the kernel is migrating any page of a range that was swapped out or migrating, or has migrated it since.
     fn is_migrating(&self, range: AddressRange) -> Reading<bool> {
         let mut mappings = Vec::new();
         let chunk = PAGEMAP_ENTRIES_PER_READ as u64 * self.host.page_size.bytes();
@@ -230,15 +230,15 @@ impl<'a> LiveProcess<'a> {
         Ok(false)
     }
 
-    /// Whether there is patience left after so long, which is less by it then.
+    /// Whether time is left after this wait, which is subtracted from it.
     fn spend_migration_wait(&self, waited: Duration) -> bool {
         let after = waited.as_micros() as u64;
         self.waited_us.fetch_add(after, Ordering::Relaxed) + after <= MAX_MIGRATION_WAIT.as_micros() as u64
     }
 
-    /// Resident pages as kernels before 6.7 tell them: from pagemap, with kpageflags to tell the kernel's page of zeros
-    /// and huge pages. Without privilege a page that others map too cannot be told from the page of zeros and is taken
-    /// for resident.
+    /// Resident pages on kernels before 6.7, from pagemap. kpageflags distinguish the kernel's zero page and huge
+    /// pages. Without privilege a page that other processes also map cannot be distinguished from the zero page and
+    /// counts as resident.
     fn resident_by_pagemap(&self, range: AddressRange) -> Reading<Vec<PageRun>> {
         let page_len = self.host.page_size.bytes();
         let mut runs: Vec<PageRun> = Vec::new();
@@ -300,7 +300,7 @@ impl ProcessHandle for LiveProcess<'_> {
         let mut targets = Vec::new();
         for entry in Dir::read_from(&handle).map_err(|errno| self.absence_reason(&errno.into()))? {
             let entry = entry.map_err(|errno| self.absence_reason(&errno.into()))?;
-            // An entry that is no link, or was closed meanwhile, has no target to tell.
+            // An entry that is no link, or was closed meanwhile, has no target.
             if let Ok(target) = readlinkat(&handle, entry.file_name(), Vec::new()) {
                 targets.push(target.to_string_lossy().into_owned());
             }
@@ -319,7 +319,7 @@ impl ProcessHandle for LiveProcess<'_> {
         if !coming.is_empty() {
             let mut back = self.retry_while_migrating(|| {
                 let (mut back, mut away) = (Vec::new(), Vec::new());
-                // One by one: a scan of all walks the page tables of what lies between them, too.
+                // One by one: a single scan would also walk the page tables between them.
                 for part in &coming {
                     let (runs, still) = self.scan_resident(std::slice::from_ref(part))?;
                     back.extend(runs);
@@ -351,13 +351,12 @@ impl ProcessHandle for LiveProcess<'_> {
     }
 }
 
-/// Whether a thread has not begun to end.
+/// Whether a thread is not exiting.
 fn is_live_thread(stat: &Stat) -> bool {
     !matches!(stat.state, 'Z' | 'X') && stat.flags & parse::PF_EXITING == 0
 }
 
-/// The `stat` of a process with the state and the flags of one of its threads in place of its main thread's, which has
-/// ended.
+/// The `stat` of a process with state and flags of one of its threads instead of those of its ended main thread.
 fn with_thread_state(stat: &[u8], thread_stat: &[u8]) -> Vec<u8> {
     /// The positions of both among the fields after the name.
     const STATE_AND_FLAGS_FIELDS: [usize; 2] = [0, 6];
@@ -374,14 +373,14 @@ fn with_thread_state(stat: &[u8], thread_stat: &[u8]) -> Vec<u8> {
     [&stat[..start], &fields.join(&b' ')].concat()
 }
 
-/// Collects what of mapped parts lies in the ranges; both ascend.
+/// Collects the parts of mapped ranges that lie in the given ranges; both ascend.
 struct RunClipper<'a> {
-    /// Those that later parts may lie in.
+    /// Ranges that may contain later parts.
     ranges: &'a [AddressRange],
     page_len: u64,
-    /// What is resident.
+    /// Resident pages.
     runs: Vec<PageRun>,
-    /// What is swapped out.
+    /// Swapped-out pages.
     swapped_ranges: Vec<AddressRange>,
 }
 
@@ -406,12 +405,12 @@ impl RunClipper<'_> {
     }
 }
 
-/// Whether the kernel does not know PAGEMAP_SCAN.
+/// Whether the kernel does not support PAGEMAP_SCAN.
 fn lacks_pagemap_scan(error: &io::Error) -> bool {
     matches!(Errno::from_io_error(error), Some(Errno::NOTTY | Errno::INVAL))
 }
 
-/// A process that is not there has vanished; it is not a matter of the kernel's version.
+/// A missing process has vanished; the kernel's version is not the reason.
 fn not_found_to_vanished(why: &Absent) -> Absent {
     match why {
         Absent::NotOnThisKernel => Absent::Vanished,

@@ -1,17 +1,18 @@
-//! QEMU's control socket (QMP, docs/interop/qmp-spec.rst of QEMU): to see which memory backends of a guest are marked
-//! for KSM, and to mark or withdraw them while it runs. Nothing is injected and no thread is stopped.
+//! QEMU's control socket (QMP, docs/interop/qmp-spec.rst of QEMU). It shows which memory backends of a guest are marked
+//! for KSM, and marks or unmarks them at run time. Nothing is injected and no thread is stopped.
 //!
 //! A backend's property `merge` (backends/hostmem.c, `host_memory_backend_set_merge`) advises all its memory at once:
-//! `MADV_MERGEABLE` or `MADV_UNMERGEABLE`. The latter unmerges before it answers, and QEMU's main loop stands still
-//! meanwhile. It does not rule what is no backend: firmware and video memory, which `mem-merge=on` marks too.
+//! `MADV_MERGEABLE` or `MADV_UNMERGEABLE`. The latter unmerges before QEMU answers, and QEMU's main loop is blocked
+//! meanwhile. The property does not control memory without a backend: firmware and video memory, which `mem-merge=on`
+//! also marks.
 //!
-//! A socket is a path, and anything may listen there. So the peer's number (SO_PEERCRED, which is of whoever called
-//! listen) and start time must be the expected process's before a word is sent; what it then says is held to be of a
-//! guest that may have broken out, or of a program that only claims to be QEMU: lines, the number of backends and the
-//! time of the whole conversation are bounded.
+//! A socket is a path, and any program may listen there. So the peer's PID (SO_PEERCRED: the process that called
+//! listen) and start time must be those of the expected process before anything is sent. The answers are not trusted:
+//! the guest may have broken out, or the program may only claim to be QEMU. Line length, number of backends and total
+//! session time are limited.
 //!
-//! Limits: QEMU serves one client of a monitor at a time and lets others wait without a word, so a monitor that
-//! somebody holds is found busy by waiting [`ANSWER_TIMEOUT`]. libvirt holds its guests' monitors, and opens the socket
+//! Limits: QEMU serves one client of a monitor at a time and lets others wait silently. So a monitor in use is only
+//! detected by waiting for [`ANSWER_TIMEOUT`]. libvirt keeps its guests' monitors connected, and opens the socket
 //! itself.
 
 use pagefold_base::identity::{Monitor as Kind, Vm};
@@ -30,23 +31,23 @@ use std::time::{Duration, Instant};
 /// How long an answer may take.
 pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// How long asking a guest for all its backends may take.
+/// How long listing all backends of a guest may take.
 const LIST_BACKENDS_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long marking a backend may take. It unmerges nothing.
 const ENROLL_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// How long withdrawing a backend may take. It takes about 0.2 s a GiB where all of it is merged. A constant, since a
-/// hostile process can inflate what is known of its memory.
+/// How long unmarking a backend may take. It takes about 0.2 s per GiB if all of it is merged. It is a constant,
+/// because a hostile process can inflate its apparent memory size.
 const UNENROLL_TIMEOUT: Duration = Duration::from_secs(300);
 
-/// How often it is looked, while an answer is waited for, whether to stop.
+/// How often the stop flag is checked while waiting for an answer.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The most memory backends that a guest is believed to have. QEMU has at most 256 DIMMs and 128 NUMA nodes.
+/// The maximum number of memory backends accepted from a guest. QEMU has at most 256 DIMMs and 128 NUMA nodes.
 pub const MAX_BACKENDS: usize = 512;
 
-/// The longest line that is read. The list of objects of a large guest has some KiB.
+/// The maximum length of a line. The object list of a large guest has some KiB.
 const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// A memory backend of a running guest.
@@ -58,78 +59,78 @@ pub struct MemoryBackend {
     pub kind: String,
     /// Its size.
     pub size: Bytes,
-    /// Whether its memory is shared, which KSM does not take.
+    /// Whether its memory is shared: KSM does not merge shared memory.
     pub is_shared: bool,
     /// Whether it is marked for KSM now.
     pub is_mergeable: bool,
 }
 
-/// Why a control socket is of no use.
+/// Why a control socket cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum QmpError {
-    /// There is nobody, or not for us.
+    /// No process listens, or access is denied.
     #[error("cannot connect to {path}: {source}")]
     Connect {
         /// The socket.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// Somebody listens who is not the guest's process.
-    #[error("{path} is held by process {found}, not by {}: no word was sent", .expected.pid)]
+    /// A process other than the guest's listens.
+    #[error("{path}: process {found} listens there, not process {}; nothing was sent", .expected.pid)]
     UnexpectedPeer {
         /// The socket.
         path: PathBuf,
-        /// Who listens.
+        /// The PID of the listening process.
         found: i32,
-        /// Who should.
+        /// The expected process.
         expected: ProcessId,
     },
     /// It does not answer in time.
     #[error(
-        "{path} does not answer: QEMU serves one client at a time, and somebody else may hold this one. Under libvirt \
+        "{path} does not answer: QEMU serves one client at a time, and another may be connected. Under libvirt \
          use `virsh qemu-monitor-command DOMAIN '{{\"execute\":\"qom-set\",...}}'`, which taints the domain"
     )]
     Busy {
         /// The socket.
         path: PathBuf,
     },
-    /// It was asked to stop while it waited for an answer.
-    #[error("{path} had not answered when the command was told to stop")]
+    /// The command was stopped while it waited for an answer.
+    #[error("{path} had not answered when the command was stopped")]
     Stopped {
         /// The socket.
         path: PathBuf,
     },
-    /// It claims more backends than a virtual machine can have.
-    #[error("{path} names {found} memory backends, and QEMU has at most {MAX_BACKENDS}: it is left alone")]
+    /// It reports more backends than a virtual machine can have.
+    #[error("{path} reports {found} memory backends, and QEMU has at most {MAX_BACKENDS}: nothing was changed")]
     TooManyBackends {
         /// The socket.
         path: PathBuf,
-        /// How many.
+        /// The reported number.
         found: usize,
     },
-    /// The connection broke.
+    /// The connection failed.
     #[error("{path}: {source}")]
     Io {
         /// The socket.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// What it says is no QMP.
+    /// The answer is not QMP.
     #[error("{path} does not speak QMP: {reply:?}")]
     NotQmp {
         /// The socket.
         path: PathBuf,
-        /// What it said, cut.
+        /// The answer, truncated.
         reply: String,
     },
     /// QEMU refused a command.
     #[error("QEMU refuses {command}: {why}")]
     Refused {
-        /// Which.
+        /// The command.
         command: String,
-        /// In its words.
+        /// QEMU's error text.
         why: String,
     },
 }
@@ -146,18 +147,18 @@ impl From<QmpError> for ActionError {
     }
 }
 
-/// The memory backends of the guest that a process runs, by its control socket. Ends early once `stop` is set.
+/// The memory backends of the guest that a process runs, read from its control socket. Ends early once `stop` is set.
 ///
 /// # Errors
-/// Whatever keeps the socket from being used; nothing was changed then.
+/// Any error that prevents the use of the socket; nothing was changed then.
 pub fn list_backends(socket: &Path, process: ProcessId, stop: &AtomicBool) -> Result<Vec<MemoryBackend>, QmpError> {
     QmpMonitor::connect(socket, process, (ANSWER_TIMEOUT, LIST_BACKENDS_TIMEOUT), stop)?.list_backends()
 }
 
-/// Mark a backend for KSM or withdraw it, and make sure that it took. Ends early once `stop` is set.
+/// Mark or unmark a backend for KSM, and verify the result. Ends early once `stop` is set.
 ///
 /// # Errors
-/// As [`list_backends`]. After [`QmpError::Stopped`] and [`QmpError::Busy`] QEMU may still switch the backend.
+/// As [`list_backends`]. After [`QmpError::Stopped`] and [`QmpError::Busy`] QEMU may still change the backend.
 pub fn set_merge(
     socket: &Path,
     process: ProcessId,
@@ -179,8 +180,8 @@ pub fn set_merge(
     Err(QmpError::Refused { command: "qom-set".to_owned(), why: format!("merge of {backend} is {now} afterwards") })
 }
 
-/// The path at which a guest's control socket can be reached from here, if its command line names one. Its process may
-/// live in another directory or root.
+/// The path at which this process reaches a guest's control socket, if its command line names one. The guest's process
+/// may have another working directory or root.
 pub fn control_socket_path(process: &dyn ProcessHandle, vm: &Vm) -> Option<PathBuf> {
     let control = vm.control_socket.as_ref().filter(|_| vm.monitor == Kind::Qemu)?;
     let within = |link: &str, path: &str| Path::new("/proc").join(process.id().pid.to_string()).join(link).join(path);
@@ -191,23 +192,23 @@ pub fn control_socket_path(process: &dyn ProcessHandle, vm: &Vm) -> Option<PathB
     }
 }
 
-/// A conversation with a monitor.
+/// A session with a monitor.
 struct QmpMonitor<'a> {
     path: PathBuf,
     stream: UnixStream,
-    /// What was received beyond the last line.
+    /// Received bytes after the last complete line.
     receive_buffer: Vec<u8>,
     /// How long one answer may take.
     answer_timeout: Duration,
-    /// When the conversation ends, whatever was answered.
+    /// When the session ends in any case.
     deadline: Instant,
-    /// Ends it at once.
+    /// Ends the session at once.
     stop: &'a AtomicBool,
     commands_sent: u64,
 }
 
 impl<'a> QmpMonitor<'a> {
-    /// Begin a conversation: how long one answer may take, and how long all of it.
+    /// Start a session, with the timeout of one answer and of the whole session.
     fn connect(
         path: &Path,
         process: ProcessId,
@@ -219,7 +220,7 @@ impl<'a> QmpMonitor<'a> {
         let failed = |source: io::Error| QmpError::Io { path: path.to_owned(), source };
         let peer = sockopt::socket_peercred(&stream).map_err(|errno| failed(errno.into()))?;
         let found = peer.pid.as_raw_nonzero().get();
-        // Read after connecting: who holds the socket now has not given its number on.
+        // Read after connecting: the process that has the socket now cannot have passed on its PID.
         let start_time = std::fs::read(format!("/proc/{found}/stat")).ok().and_then(|stat| parse::stat(&stat).ok());
         let expected = start_time.map(|stat| stat.start_time) == Some(process.start_time);
         if found.cast_unsigned() != process.pid.0 || !expected {
@@ -262,13 +263,13 @@ impl<'a> QmpMonitor<'a> {
         Ok(backends)
     }
 
-    /// A property that is on or off.
+    /// Read a boolean property.
     fn read_bool_property(&mut self, path: &str, property: &str) -> Result<bool, QmpError> {
         let value = self.execute("qom-get", &json!({"path": path, "property": property}))?;
         value.as_bool().ok_or_else(|| self.not_qmp_error(value.to_string().as_bytes()))
     }
 
-    /// Give a command and wait for its answer.
+    /// Send a command and wait for its answer.
     fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, QmpError> {
         self.commands_sent += 1;
         let id = self.commands_sent;
@@ -277,13 +278,13 @@ impl<'a> QmpMonitor<'a> {
         let deadline = Instant::now() + self.answer_timeout;
         loop {
             let mut message = self.read_message(deadline)?;
-            // Events come at any time; an answer is to the command that it names.
+            // Events may arrive at any time; an answer has the id of its command.
             if message.get("event").is_some() {
                 continue;
             }
             let answers = message.get("id").and_then(Value::as_u64) == Some(id);
             if let Some(error) = message.get("error").filter(|_| answers || message.get("id").is_none()) {
-                let why = error.get("desc").and_then(Value::as_str).unwrap_or("without a word").to_owned();
+                let why = error.get("desc").and_then(Value::as_str).unwrap_or("no reason given").to_owned();
                 return Err(QmpError::Refused { command: command.to_owned(), why });
             }
             match message.get_mut("return").filter(|_| answers) {
@@ -345,7 +346,7 @@ fn parse_backend(object: &Value) -> Option<(&str, &str)> {
     kind.starts_with("memory-backend-").then(|| (text("name"), kind))
 }
 
-/// Connect without waiting for ever: where the queue of a listener is full, a blocking connect would.
+/// Connect with a timeout. A blocking connect would wait forever if the listener's queue is full.
 fn connect_with_timeout(path: &Path, timeout: Duration) -> Result<UnixStream, QmpError> {
     let failed = |source: io::Error| QmpError::Connect { path: path.to_owned(), source };
     let address = SocketAddrUnix::new(path).map_err(|errno| failed(errno.into()))?;

@@ -1,4 +1,4 @@
-//! A plan with what it reaches counted from the groups, whoever is left alone.
+//! A plan whose savings are counted from the content groups, whichever processes are skipped.
 
 use crate::decide::plan::{MergePlan, PlanConstraints};
 use pagefold_base::process::Process;
@@ -10,11 +10,11 @@ use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Make a plan of a census and its index. See [`crate::decide::plan::make_plan`]; the frames that it should free are
-/// counted here for the pages of its targets alone, as if ksmd found no others.
+/// Make a plan from a census and its index. See [`crate::decide::plan::make_plan`]. Here the predicted frames are
+/// counted for the pages of its targets only, as if ksmd found no other pages.
 ///
-/// Where some of the census are left alone, zeros that KSM merged with one another earlier are taken for none, so that
-/// of zeros one frame too few may be counted.
+/// If some processes of the census are skipped, zero pages that KSM merged with one another earlier are ignored, so the
+/// count for zero pages may be one frame too low.
 pub fn make_plan(
     census: &Census,
     index: &PageIndex,
@@ -37,7 +37,7 @@ pub fn make_plan(
     plan
 }
 
-/// Frames that come back when those subjects that are `kept` are merged, whole or by their ranges.
+/// Frames freed when the `is_kept` subjects are merged, whole or by their ranges.
 fn count_freed_frames(census: &Census, index: &PageIndex, whole: bool, is_kept: &[bool]) -> Pages {
     let sharing = census.sharing;
     let within_domains = !census.across_domains && whole;
@@ -74,7 +74,7 @@ fn count_freed_frames(census: &Census, index: &PageIndex, whole: bool, is_kept: 
     freed.into_iter().sum::<Pages>() + zeros
 }
 
-/// Mark the ranges in which most of what merges are third and further copies.
+/// Mark the ranges in which most merging pages are third and further copies.
 fn mark_late_ranges(plan: &mut MergePlan, census: &Census, index: &PageIndex, domains: &[u32]) {
     let position = |id| plan.targets.iter().position(|target| target.process.id == id);
     let target_of: Vec<Option<usize>> = census.subjects.iter().map(|subject| position(subject.process.id)).collect();

@@ -1,15 +1,16 @@
-//! Merging again and again, while programs run that keep making memory.
+//! Repeats merging while programs run that keep allocating memory.
 //!
-//! Each round is a whole merge: census, plan, apply, verify, everything put back. What has not been there for long
-//! enough to be expected to stay waits for a later round ([`StableAges`]), so that the first round merges nothing of a
-//! program that has just begun; what did not stay merged in one round is left out of the next ones. The second round
-//! comes once what the first one noted can be ripe. The pause after any other is a multiple of the CPU time that the
-//! round took, so that watching memory that does not change costs next to nothing, and no shorter than it takes to ripen.
+//! Each round is a whole merge: census, plan, apply, verify, undo of temporary changes. Pages that are not stable for
+//! long enough wait for a later round ([`StableAges`]), so the first round merges nothing of a program that has just
+//! started. Ranges that did not stay merged in one round are left out of the next ones. The second round starts once
+//! the pages that the first one recorded can be old enough. The pause after any other round is a multiple of the CPU
+//! time that the round took, and at least the stable age. Watching memory that does not change therefore costs almost
+//! no CPU.
 //!
-//! Between rounds merged pages are checked every two seconds. Programs write many of them now and then with the bytes
-//! that were there. Those are merged again right away, by one scan of the enrolled ranges ([`remerge`]): a round needs a
-//! census and comes too late for them. For the rest of the time ksmd is as it was, so that each COW break is seen. What
-//! is written too often is unenrolled. The price for that is the CPU time that ksmd was granted
+//! Between rounds merged pages are checked every two seconds. Programs sometimes rewrite many of them with the same
+//! bytes. One scan of the enrolled ranges merges those again at once ([`remerge`]): a round needs a census and comes
+//! too late for them. Otherwise ksmd stays as the host had it, so every COW break is seen. Ranges that are written too
+//! often are unenrolled. The criterion is ksmd's CPU limit
 //! ([`pagefold_base::merge_lifetime::criterion_for_break_limit`]).
 
 use self::remerge::Remerge;
@@ -32,17 +33,17 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The pause after a round, in times of the CPU time it took: but for the first rounds, pagefold's own share stays
-/// below a fortieth of one CPU.
+/// The pause after a round, as a multiple of the CPU time that it took: except in the first rounds, pagefold's own
+/// share stays below a fortieth of one CPU.
 const PAUSE_TO_CPU_TIME_RATIO: u32 = 40;
 
-/// How often it is looked whether to go on.
+/// How often to check whether to continue.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// Why a round could not be made.
+/// Why a round failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no census.
+    /// The census failed.
     #[error(transparent)]
     Census(#[from] pagefold_census::Error),
     /// The host cannot be changed.
@@ -50,34 +51,34 @@ pub enum Error {
     Session(#[from] session::Error),
 }
 
-/// What there is to tell meanwhile.
+/// Events for the caller.
 #[derive(Clone, Copy, Debug)]
 pub enum ContinuousMergeEvent<'t> {
-    /// What a round came to that merged anything.
+    /// The outcome of a round that had something to merge.
     RoundEnded(&'t MergeOutcome),
-    /// What was changed for the time being and could not be put back, by a killed run or between rounds.
+    /// A temporary change that could not be undone, from a killed run or between rounds.
     UndoFailed(&'t FailedUndo),
-    /// What could not be withdrawn until the end, however often it was tried.
+    /// A range that could not be unenrolled until the end, in spite of retries.
     UnenrollFailed(&'t FailedChange),
 }
 
-/// What is merged again and again, and how.
+/// Repeated merging of processes on a host.
 pub struct ContinuousMerge<'h, 'a> {
-    /// Where.
+    /// The host.
     pub host: &'h dyn Host,
-    /// Where lock and journal are kept.
+    /// The directory of lock and journal.
     pub directory: &'a Path,
-    /// What is planned in each round; whom is told by the members.
+    /// The request for each round's plan; the processes come from `list_pids`.
     pub plan_request: PlanRequest,
-    /// How a plan is carried out.
+    /// How a plan is executed.
     pub merge_options: merge::MergeOptions,
-    /// Why a process must not be enrolled, if it must not.
+    /// Returns why a process must not be enrolled, or nothing.
     pub exclusion_reason: &'a dyn Fn(&Process) -> Option<String>,
 }
 
 impl<'h> ContinuousMerge<'h, '_> {
-    /// Merge what `members` names, until it names nobody or `stop` is set. While somebody else drives this host a round
-    /// is skipped.
+    /// Merge the processes that `list_pids` returns, until it returns none or `stop` is set. While another program
+    /// drives this host, a round is skipped.
     pub fn run(
         &self,
         list_pids: impl FnMut() -> Vec<Pid>,
@@ -89,7 +90,7 @@ impl<'h> ContinuousMerge<'h, '_> {
         self.run_with_monitor(&mut trial, list_pids, report, stop)
     }
 
-    /// The same, with what an earlier merge has under trial.
+    /// The same, with a monitor that may already watch pages of an earlier merge.
     fn run_with_monitor(
         &self,
         trial: &mut MergeMonitor<'h>,
@@ -123,9 +124,9 @@ impl<'h> ContinuousMerge<'h, '_> {
             }
             let before = merge::own_cpu_time();
             self.run_round(pids, trial, &mut ages, &mut remerge, &mut tell, stop)?;
-            // What the census took is in the job's cgroup, and counts against what was saved.
+            // The census's memory is in the job's cgroup and would reduce the savings.
             trim_free_memory();
-            // The first round only takes note of what there is, and is half of one with the second.
+            // The first round only records contents, and counts together with the second.
             let rest =
                 if noted { merge::own_cpu_time().saturating_sub(before) * PAUSE_TO_CPU_TIME_RATIO } else { ripens };
             pause = rest.max(ripens);
@@ -133,7 +134,7 @@ impl<'h> ContinuousMerge<'h, '_> {
         }
     }
 
-    /// One merge, if anything pays and nobody else drives.
+    /// One merge, if it is profitable and no other program drives the host.
     fn run_round(
         &self,
         pids: Vec<Pid>,
@@ -165,8 +166,8 @@ impl<'h> ContinuousMerge<'h, '_> {
         Ok(())
     }
 
-    /// Check what is merged: unenroll what does not last, and merge again what was written. While another program drives
-    /// this host it waits. Tells the CPU time that ksmd took for it.
+    /// Check merged pages: unenroll unstable ranges, and merge rewritten pages again. While another program drives this
+    /// host it does nothing. Returns the CPU time that ksmd used for it.
     fn check_merged_pages(
         &self,
         trial: &mut MergeMonitor<'h>,
@@ -198,7 +199,8 @@ impl<'h> ContinuousMerge<'h, '_> {
         Ok(ksmd)
     }
 
-    /// Begin to change the host. What of a killed run cannot be put back is told. Nothing while somebody else drives.
+    /// Begin a session on the host. Changes of a killed run that cannot be undone are reported. Returns `None` while
+    /// another program drives the host.
     fn begin_session(&self, tell: &mut dyn FnMut(ContinuousMergeEvent<'_>)) -> Result<Option<Session<'h>>, Error> {
         match Session::begin(self.host, self.directory) {
             Ok((session, _, left)) => {

@@ -1,19 +1,19 @@
-//! Carrying out a plan: enrol, let ksmd work within its bound, watch what does not stay merged, verify.
+//! Executes a plan: enroll, let ksmd work within its CPU limit, unenroll ranges that do not stay merged, verify.
 //!
-//! 1. What the programs enrolled themselves and does not pay is withdrawn for the time being, so that ksmd does not
-//!    walk it; of those who have nothing else to gain, too.
-//! 2. The ranges of the plan are enrolled, and ksmd goes as fast as its bound allows until nothing more comes. On
-//!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged. Where that
-//!    falls short and ksmd has skipped pages, it goes on without skipping any ([`SettleDetector::may_be_skipped`]). Where all
-//!    that was enrolled has ended, nothing is waited for ([`StallDetector`]).
-//! 3. Meanwhile merged pages of targets that run are watched, and what does not stay merged for long enough to pay is
-//!    withdrawn: see [`merge_monitor`](crate::merge_monitor).
-//! 4. ksmd is stopped, page tables are read, and its settings come back. Merged pages stay merged: their ranges stay
-//!    enrolled, because withdrawing them would unmerge. Where that is cut short, pieces of which nothing is merged yet
-//!    are withdrawn, unless ksmd is to go on with them.
+//! 1. Unprofitable ranges that programs enrolled themselves are unenrolled temporarily, also in processes without other
+//!    targets, so that ksmd does not scan them.
+//! 2. The ranges of the plan are enrolled, and ksmd runs as fast as its limit allows until no more pages merge. On
+//!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged. If that falls
+//!    short and ksmd has skipped pages, it continues without skipping ([`SettleDetector::may_be_skipped`]). If all
+//!    enrolled processes have ended, the merge does not wait ([`StallDetector`]).
+//! 3. Meanwhile the merged pages of running targets are watched, and ranges that do not stay merged for long enough are
+//!    unenrolled: see [`merge_monitor`].
+//! 4. ksmd is stopped, page tables are read, and its settings are restored. Merged pages stay merged: their ranges stay
+//!    enrolled, because unenrolling would unmerge them. If the merge is cut short, ranges without merged pages are
+//!    unenrolled, unless ksmd is to continue with them.
 //!
-//! KSM has one tree and one ksmd: it also looks at what others have enrolled. The timeline is made of the targets' own
-//! counters, and the verdict of their page tables.
+//! KSM has one tree and one ksmd: ksmd also scans memory that other programs enrolled. The timeline therefore uses the
+//! targets' own counters, and the verdict uses their page tables.
 
 use crate::MergeProbes;
 use crate::decide::outcome::{
@@ -39,51 +39,51 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// How often the counters are read when what is waited for is near and nothing bounds ksmd: until it is seen, ksmd
-/// walks in vain. With a bound as much longer as ksmd is slower.
+/// How often the counters are read when settling is near and ksmd has no limit: until it is noticed, ksmd scans in
+/// vain. With a limit the interval is longer, as ksmd is slower.
 const NEAR_POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// How often before.
+/// How often the counters are read before that.
 const FAR_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The pause between looks in times of what a look takes: looking stays below a twentieth of one CPU.
+/// The pause between reads, as a multiple of a read's duration: reading stays below a twentieth of one CPU.
 const POLL_PAUSE_FACTOR: u32 = 20;
 
-/// How often the speed is adapted and other writers are looked for.
+/// How often the pace is adapted and other writers are detected.
 const PACE_UPDATE_INTERVAL: Duration = Duration::from_millis(50);
 
-/// How often merged pages are looked at again.
+/// How often merged pages are checked.
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
-/// The pause between such looks in times of what one takes.
+/// The pause between such checks, as a multiple of a check's duration.
 const CHECK_PAUSE_FACTOR: u32 = 50;
 
-/// How a plan is carried out.
+/// How a plan is executed.
 #[derive(Clone, Debug)]
 pub struct MergeOptions {
-    /// ksmd's share of one CPU at most; 1 is no bound.
+    /// ksmd's maximum share of one CPU; 1 is no limit.
     pub ksmd_cpu_share: f64,
-    /// When to end, settled or not, from the start of the command.
+    /// The deadline, from the start of the command, whether settled or not.
     pub deadline: Option<Duration>,
-    /// For how long merged pages of running targets are watched at least; zero for not at all.
+    /// The minimum time for which merged pages of running targets are watched; zero for none.
     pub watch_time: Duration,
-    /// What becomes of what was changed for the time being.
+    /// The fate of temporary changes.
     pub after_merge: AfterMerge,
 }
 
-/// What becomes of what was changed for the time being, once a plan is carried out.
+/// The fate of temporary changes once a plan is executed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum AfterMerge {
-    /// It is put back.
+    /// They are undone.
     UndoChanges,
-    /// It is put back, but for ksmd, which is left running slowly.
+    /// They are undone, except that ksmd stays running slowly.
     KeepKsmdRunning,
-    /// It stays until the session ends: ksmd rests, and what does not pay stays withdrawn.
+    /// They stay until the session ends: ksmd is idle, and unprofitable ranges stay unenrolled.
     KeepKsmdPaused,
 }
 
 impl AfterMerge {
-    /// The same, by how it ended: who stops it does not want ksmd to go on, and who yields leaves nothing behind.
+    /// The same, adjusted to the end: after a stop ksmd does not continue, and after yielding no change stays.
     fn for_end(self, end: &MergeEnd) -> Self {
         match (end, self) {
             (MergeEnd::SettingsOverwritten(_), _) | (MergeEnd::Stopped, Self::KeepKsmdRunning) => Self::UndoChanges,
@@ -92,7 +92,7 @@ impl AfterMerge {
     }
 }
 
-/// What can be shown while it runs.
+/// Progress of a running merge.
 #[derive(Debug, Default)]
 pub struct MergeProgress {
     stage: AtomicU64,
@@ -100,11 +100,11 @@ pub struct MergeProgress {
     expected: AtomicU64,
 }
 
-/// What is being done.
+/// The current stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u64)]
 pub enum MergeStage {
-    /// Nothing yet.
+    /// Not started.
     Waiting,
     /// Ranges are being enrolled.
     Enrolling,
@@ -115,7 +115,7 @@ pub enum MergeStage {
 }
 
 impl MergeProgress {
-    /// What is being done.
+    /// The current stage.
     pub fn stage(&self) -> MergeStage {
         const STAGES: [MergeStage; 4] =
             [MergeStage::Waiting, MergeStage::Enrolling, MergeStage::Merging, MergeStage::Verifying];
@@ -132,20 +132,20 @@ impl MergeProgress {
     }
 }
 
-/// What is to be carried out.
+/// A plan to execute.
 pub struct PreparedMerge {
     /// The plan.
     pub plan: MergePlan,
-    /// By what one can tell afterwards why it came out differently.
+    /// Probes that show afterwards why the savings differ from the prediction.
     pub probes: MergeProbes,
-    /// When the command began.
+    /// The start of the command.
     pub started_at: Instant,
 }
 
-/// Carry out a plan, and put back what was changed for it alone. What does not stay merged is withdrawn by the `trial`,
-/// which is a new one unless something was merged before and is to be watched too.
+/// Execute a plan and undo temporary changes. `monitor` unenrolls ranges that do not stay merged; pass a new one unless
+/// pages of an earlier merge are to be watched too.
 ///
-/// Targets that end meanwhile, or refuse, are told in the outcome and do not stop the others.
+/// Targets that end meanwhile or refuse are listed in the outcome and do not stop the others.
 pub fn execute_plan<'h>(
     session: &mut Session<'h>,
     prepared: PreparedMerge,
@@ -160,7 +160,7 @@ pub fn execute_plan<'h>(
     let available = observe::memory(host).and_then(|memory| memory.available);
     let resident = verify::resident_anonymous(host, &plan);
     let huge: Bytes = plan.targets.iter().map(|target| target.huge_page_bytes).sum();
-    // Whoever cannot see frames could not tell in the end what was reached.
+    // Without readable frame numbers the result could not be measured.
     host.frame_flags(&[]).map_err(unknown)?;
     let before = verify::measure_targets(host, &plan).map_err(unknown)?;
     let (regions, looked) = (verify::region_starts(host, &plan), read_pages_scanned(host));
@@ -205,7 +205,7 @@ pub fn execute_plan<'h>(
     let after = verify::measure_targets(host, &plan).map_err(unknown)?;
     let nets = verify::net_savings(host, &plan, &before, &after);
     let zeros_by_splitting = verify::split_zero_pages(&plan, host.page_size(), &before, &after);
-    // What somebody had who has ended is no loss.
+    // Earlier savings of ended processes are no loss.
     let lives = |position: &usize| after[*position].is_some();
     let ended: Vec<usize> = (0..plan.targets.len()).filter(|position| !lives(position)).collect();
     let before = verify::sum_targets((0..before.len()).filter(lives).filter_map(|position| before[position].as_ref()));
@@ -249,10 +249,10 @@ pub fn execute_plan<'h>(
     };
     let fates = probes.determine_fates(host, given_up).map_err(unknown)?;
     session.commit()?;
-    // Without the note later commands lack this part, and say so.
+    // Without the record later commands miss this part, and report that.
     let unnoted = split_zeros::note(host, session.directory(), &zeros_by_splitting).err();
     let unnoted = unnoted
-        .map(|error| format!("what huge pages freed is not noted in {}: {error}", split_zeros::SPLIT_ZEROS_FILE));
+        .map(|error| format!("cannot record the freed zero pages in {}: {error}", split_zeros::SPLIT_ZEROS_FILE));
     if options.after_merge.for_end(&end) == AfterMerge::KeepKsmdRunning {
         let slowly = session.write_settings(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
@@ -302,13 +302,13 @@ pub fn execute_plan<'h>(
     Ok(outcome)
 }
 
-/// What a trial has withdrawn of the targets of a plan, by their positions.
+/// The ranges that a monitor unenrolled from the targets of a plan, by the targets' positions.
 fn unenrolled_by_target(plan: &MergePlan, trial: &MergeMonitor<'_>) -> BTreeMap<usize, Vec<AddressRange>> {
     let of = |target: &PlanTarget| Some(trial.unenrolled().get(&target.process.id)?.all_ranges());
     plan.targets.iter().enumerate().filter_map(|(position, target)| Some((position, of(target)?))).collect()
 }
 
-/// The CPU time of this process, all threads, and of the processes that traced targets for it.
+/// The CPU time of this process, of all threads, and of the processes that traced targets for it.
 pub fn own_cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32) + pagefold_sys::inject::tracer_cpu_time()
@@ -320,9 +320,9 @@ struct MergeRun<'w, 'h> {
     unenrolled_pages: Pages,
     unenrolled_processes: BTreeSet<ProcessId>,
     volatile_found_at: Instant,
-    /// Whether anybody took anything that was to be enrolled.
+    /// Whether any of the ranges was enrolled.
     any_enrolled: bool,
-    /// Whether ksmd was told to skip nothing.
+    /// Whether `smart_scan` is off for this merge.
     smart_scan_disabled: bool,
     session: &'w mut Session<'h>,
     options: &'w MergeOptions,
@@ -340,7 +340,7 @@ struct MergeRun<'w, 'h> {
 impl MergeRun<'_, '_> {
     fn merge(&mut self) -> Result<MergeEnd, session::Error> {
         self.progress.enter(MergeStage::Enrolling);
-        // What broke while ksmd rested would be merged again.
+        // Pages with COW breaks while ksmd was idle would be merged again.
         self.check_and_unenroll(UnenrollPhase::DuringMerge)?;
         self.failed_changes.extend(self.monitor.repeat_temporary_unenroll(self.session)?);
         self.unenroll_unprofitable()?;
@@ -348,16 +348,16 @@ impl MergeRun<'_, '_> {
         let mut early = self.plan.merging_early();
         let refused = |missed: &FailedChange| missed.change == EnrollChange::Enroll && missed.range.is_none();
         if early.is_some() && self.failed_changes.iter().any(refused) {
-            // Nobody can wait for copies that are not enrolled.
+            // With a refused process the first copies may never merge, so the late ranges are enrolled at once.
             self.enroll_targets(true)?;
             early = None;
         }
-        // Without anybody to look at ksmd sleeps, and what is waited for would never come.
+        // Without enrolled memory ksmd sleeps, and the merge would never settle.
         let before = self.plan.targets.iter().flat_map(|target| &target.ranges).any(|range| range.enrolled);
         if !self.any_enrolled && (self.plan.whole_processes || !before) {
             return Ok(self.early_end().unwrap_or(MergeEnd::Settled));
         }
-        // Who enrols a process whole wants all of it.
+        // A merge of whole processes unenrolls no part of them.
         if !self.options.watch_time.is_zero() && !self.plan.whole_processes {
             self.monitor.add_plan(self.plan);
         }
@@ -365,12 +365,13 @@ impl MergeRun<'_, '_> {
         self.wait_until_settled(early, self.plan.predicted.merging)
     }
 
-    /// Withdraw for now what programs enrolled themselves and does not pay.
+    /// Temporarily unenroll unprofitable ranges that programs enrolled themselves.
     fn unenroll_unprofitable(&mut self) -> Result<(), session::Error> {
         if self.plan.temporary_unenrolls.is_empty() {
             return Ok(());
         }
-        // What merged since the census would be unmerged: ksmd rests, and such ranges are left as they are.
+        // Pages merged since the census would be unmerged: ksmd is stopped, and ranges with such pages are left
+        // unchanged.
         let host = self.session.host();
         let ran = action::current_setting(host, Setting::Run).is_ok_and(|run| run == "1");
         self.pause_ksmd()?;
@@ -388,7 +389,7 @@ impl MergeRun<'_, '_> {
         Ok(())
     }
 
-    /// Enrol what is to be enrolled first, or late.
+    /// Enroll the early ranges, or the late ones.
     fn enroll_targets(&mut self, late: bool) -> Result<(), session::Error> {
         for target in &self.plan.targets {
             if self.early_end().is_some() {
@@ -437,7 +438,7 @@ impl MergeRun<'_, '_> {
         Ok(())
     }
 
-    /// Act on a process. What it refuses is noted. Tells whether it was busy.
+    /// Apply an action to a process and record failures. Returns whether the process was busy.
     fn act(
         &mut self,
         process: ProcessId,
@@ -455,20 +456,20 @@ impl MergeRun<'_, '_> {
         Ok(is_busy)
     }
 
-    /// How it ends, if it was told to stop or its time is over.
+    /// How the merge ends now, if it was stopped or reached its deadline.
     fn early_end(&self) -> Option<MergeEnd> {
         let late = self.options.deadline.is_some_and(|deadline| self.started_at.elapsed() >= deadline);
         let stopped = self.stop.load(Ordering::Relaxed).then_some(MergeEnd::Stopped);
         stopped.or(late.then_some(MergeEnd::Deadline))
     }
 
-    /// Let ksmd work until nothing more comes: first what is enrolled `early`, if anything is late, then all that is
-    /// expected.
+    /// Let ksmd work until no more pages merge: if some ranges are late, first until the `early` pages are merged, then
+    /// until all expected pages are.
     fn wait_until_settled(&mut self, early: Option<Pages>, expected: Pages) -> Result<MergeEnd, session::Error> {
         let unknown = session::Error::HostStateUnreadable;
         let host = self.session.host();
         self.run_ksmd()?;
-        // Late ones merge at the first look, if the first two of each are in the stable tree by then.
+        // Late pages merge at the first visit if the first two copies of each are in the stable tree by then.
         let early = early.map(|pages| Pages(pages.0 - pages.0 / 32));
         let mut late = early.is_some();
         let mut settle = SettleDetector::new(read_full_scans(host).map_err(unknown)?, Some(early.unwrap_or(expected)));
@@ -490,8 +491,8 @@ impl MergeRun<'_, '_> {
             {
                 if late {
                     late = false;
-                    // An address space is enrolled behind ksmd's cursor, and waits for the next scan (mm/ksm.c,
-                    // `__ksm_enter`). While ksmd rests, all of them wait for the same one.
+                    // A new address space is enrolled behind ksmd's cursor, and waits for the next scan (mm/ksm.c,
+                    // `__ksm_enter`). While ksmd is stopped, all of them wait for the same scan.
                     self.pause_ksmd()?;
                     self.enroll_targets(true)?;
                     self.run_ksmd()?;
@@ -511,8 +512,8 @@ impl MergeRun<'_, '_> {
                     settle = SettleDetector::new(scans, Some(expected));
                     continue;
                 }
-                // While merged pages are only watched, ksmd would merge again what breaks, and hide it. What breaks
-                // from here on is seen however few looks follow, in this round or the next.
+                // ksmd would merge pages with COW breaks again and hide the breaks, so it stays stopped while pages are
+                // watched. From here on each check sees every break, in this round or the next.
                 self.pause_ksmd()?;
                 self.monitor.check_pages(CheckScope::All);
                 looked = Instant::now();
@@ -524,7 +525,7 @@ impl MergeRun<'_, '_> {
                 .div_f64(self.options.ksmd_cpu_share.clamp(0.05, 1.0))
                 .min(PACE_UPDATE_INTERVAL);
             pause = wanted.max(looking * POLL_PAUSE_FACTOR);
-            // What merged last is watched, too. While looks still find something that does not last, more may come.
+            // Pages that merged last are watched, too. While checks still find unstable ranges, more may follow.
             let rested =
                 settled.is_some_and(|rested| rested.elapsed() >= self.options.watch_time.min(3 * CHECK_INTERVAL));
             let watched =
@@ -554,20 +555,20 @@ impl MergeRun<'_, '_> {
         }
     }
 
-    /// Withdraw what holds nothing merged; of a round that was cut short only where ksmd is not to go on with it.
+    /// Unenroll ranges without merged pages; after an interrupted round only if ksmd is not to continue with them.
     fn finish(&mut self, end: MergeEnd) -> Result<MergeEnd, session::Error> {
         if end == MergeEnd::Settled {
             self.check_and_unenroll(UnenrollPhase::AfterSettled)?;
         } else if self.options.after_merge.for_end(&end) == AfterMerge::UndoChanges && !self.plan.whole_processes {
             self.pause_ksmd()?;
             let page_size = self.session.host().page_size();
-            // It may be that nothing was to be watched.
+            // The plan may not be watched yet.
             self.monitor.add_plan(self.plan);
             self.monitor.check_pages(CheckScope::All);
             for (process, pages) in
                 self.monitor.unenroll_unprofitable(self.session, UnenrollPhase::AfterInterruption)?
             {
-                // What had only not merged yet was not lost.
+                // Ranges that had only not merged yet are no loss.
                 let idle = self.monitor.unmerged(process).iter().map(|range| page_size.pages_in(range.bytes())).sum();
                 let lost = pages.saturating_sub(idle);
                 if lost > Pages::ZERO {
@@ -579,7 +580,7 @@ impl MergeRun<'_, '_> {
         Ok(end)
     }
 
-    /// Withdraw what does not stay merged.
+    /// Unenroll ranges that do not stay merged.
     fn check_and_unenroll(&mut self, moment: UnenrollPhase) -> Result<(), session::Error> {
         self.monitor.check_pages(if moment == UnenrollPhase::DuringMerge {
             CheckScope::RanSinceCheck
@@ -595,12 +596,12 @@ impl MergeRun<'_, '_> {
         Ok(())
     }
 
-    /// Run ksmd at the present pace.
+    /// Run ksmd at the current pace.
     fn run_ksmd(&mut self) -> Result<(), session::Error> {
         ksmd::run_at_pace(self.session, self.pace)
     }
 
-    /// Stop ksmd, with what is merged kept.
+    /// Stop ksmd and keep merged pages.
     fn pause_ksmd(&mut self) -> Result<(), session::Error> {
         ksmd::pause(self.session)?;
         if std::mem::take(&mut self.smart_scan_disabled) { ksmd::set_smart_scan(self.session, true) } else { Ok(()) }

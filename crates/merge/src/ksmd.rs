@@ -13,16 +13,17 @@ use pagefold_host::{Host, ProcessHandle, action, observe, parse};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The kernel's merging thread, held.
+/// A handle of the kernel's merging thread.
 pub struct KsmdThread<'a> {
     thread: Box<dyn ProcessHandle + 'a>,
 }
 
 impl<'a> KsmdThread<'a> {
-    /// Find it among the processes. `NotOnThisKernel` if it is not there, as in a container of its own pid namespace.
+    /// Find it among the processes. `NotOnThisKernel` if it is not visible, as in a container with its own PID
+    /// namespace.
     pub fn find(host: &'a dyn Host) -> Reading<Self> {
         for pid in host.pids()? {
-            // Kernel threads have no command line, and most processes are told apart by that much alone.
+            // Kernel threads have no command line; that alone rules out most processes.
             let Ok(thread) = host.open(pid) else { continue };
             let Ok(stat) = thread.read("stat").and_then(|bytes| parse::stat(&bytes)) else { continue };
             if stat.comm == "ksmd" && stat.flags & parse::PF_KTHREAD != 0 {
@@ -32,7 +33,7 @@ impl<'a> KsmdThread<'a> {
         Err(Absent::NotOnThisKernel)
     }
 
-    /// The CPU time that it has used: to the nanosecond where the kernel keeps `schedstat`, else in ticks.
+    /// Its CPU time: in nanoseconds where the kernel provides `schedstat`, else in ticks.
     pub fn cpu_time(&self) -> Reading<Duration> {
         let exact = self.thread.read("schedstat").and_then(|bytes| parse::schedstat(&bytes));
         exact.map(|stat| Duration::from_nanos(stat.run_ns)).or_else(|_| {
@@ -42,33 +43,33 @@ impl<'a> KsmdThread<'a> {
     }
 }
 
-/// `full_scans`: complete passes over all that is enrolled on the host.
+/// `full_scans`: complete scans of all enrolled memory on the host.
 pub fn read_full_scans(host: &dyn Host) -> Reading<u64> {
     parse::number(&host.read("sys/kernel/mm/ksm/full_scans")?)
 }
 
-/// `pages_scanned`: looks at pages since the host booted, a page that is looked at again counted again.
+/// `pages_scanned`: page visits since the host booted; each visit of the same page counts.
 pub fn read_pages_scanned(host: &dyn Host) -> Reading<Pages> {
     Ok(Pages(parse::number(&host.read("sys/kernel/mm/ksm/pages_scanned")?)?))
 }
 
-/// `pages_skipped`: looks that were saved at pages that had found no partner before; `NotOnThisKernel` before 6.7, where
-/// none is.
+/// `pages_skipped`: skipped visits of pages that had found no partner before; `NotOnThisKernel` before 6.7, which skips
+/// none.
 pub fn read_pages_skipped(host: &dyn Host) -> Reading<Pages> {
     Ok(Pages(observe::ksm(host)?.pages_skipped?))
 }
 
-/// The targets of a plan, held to be counted again and again.
+/// Handles of the targets of a plan, for repeated counting.
 ///
-/// The host's own counters would not do: they hold everybody's pages, and those of processes that ended until ksmd
-/// comes by (mm/ksm.c, `__ksm_exit`).
+/// The host's own counters are not suitable: they include pages of all processes, and those of ended processes until
+/// ksmd visits them (mm/ksm.c, `__ksm_exit`).
 pub struct MergedPageCounter<'a> {
     handles: Vec<Box<dyn ProcessHandle + 'a>>,
     initial_pages: Pages,
 }
 
 impl<'a> MergedPageCounter<'a> {
-    /// Take hold of the targets and count what is merged of them already.
+    /// Open the targets and count their merged pages.
     pub fn new(host: &'a dyn Host, plan: &MergePlan) -> Self {
         let handles =
             plan.targets.iter().filter_map(|target| pagefold_host::hold(host, target.process.id).ok()).collect();
@@ -77,13 +78,13 @@ impl<'a> MergedPageCounter<'a> {
         gauge
     }
 
-    /// Pages of the targets that were merged since: mapped to a KSM frame, the kept copy included, or to the page of
-    /// zeros. As of ksmd's last look at each. Kernels before 5.19 do not tell, and it stays at nothing.
+    /// Pages of the targets merged since: mapped to a KSM frame, the kept copy included, or to the zero page. As of
+    /// ksmd's last visit of each. Always zero on kernels before 5.19, which have no such counter.
     pub fn count_new(&self) -> Pages {
         self.count_all().saturating_sub(self.initial_pages)
     }
 
-    /// Whether any of them has enrolled memory; of who cannot be looked at it is taken to be so.
+    /// Whether any target has enrolled memory; an unreadable target counts as enrolled.
     fn has_enrolled(&self) -> bool {
         let is = |handle: &dyn ProcessHandle| {
             verify::has_enrolled_memory(handle).unwrap_or_else(|why| why != Absent::Vanished)
@@ -100,14 +101,14 @@ impl<'a> MergedPageCounter<'a> {
     }
 }
 
-/// For how long it looks at no page before it is asked whether there is anything of the targets to look at.
+/// How long ksmd must scan no page before the targets' enrollment is checked.
 const STALL_TIME: Duration = Duration::from_secs(1);
 
-/// Between two such questions, in times of what one takes.
+/// The pause between two such checks, as a multiple of a check's duration.
 const STALL_CHECK_PAUSE_FACTOR: u32 = 50;
 
-/// Its way over the pages of targets. Where nobody is enrolled any more it sleeps (mm/ksm.c, `ksmd_should_run`), and no
-/// scan ever ends.
+/// Detects that ksmd has nothing of the targets to scan. Without enrolled memory ksmd sleeps (mm/ksm.c,
+/// `ksmd_should_run`), and no scan ever ends.
 pub struct StallDetector {
     pages_scanned: Reading<Pages>,
     unchanged_since: Instant,
@@ -115,15 +116,15 @@ pub struct StallDetector {
 }
 
 impl StallDetector {
-    /// From now on.
+    /// A detector that starts now.
     pub fn new(host: &dyn Host) -> Self {
         Self { pages_scanned: read_pages_scanned(host), unchanged_since: Instant::now(), stall_time: STALL_TIME }
     }
 
-    /// Whether it stands still, and nothing of the targets is enrolled: they have ended, or become other programs.
+    /// Whether ksmd stands still and no target has enrolled memory: the targets have ended or executed another program.
     pub fn has_nothing_to_scan(&mut self, host: &dyn Host, targets: &MergedPageCounter<'_>) -> bool {
         let pages_scanned = read_pages_scanned(host);
-        // Before 6.6 it is not told, and asked each time.
+        // Before 6.6 the counter is missing, and the enrollment is checked each time.
         if pages_scanned != self.pages_scanned {
             *self = Self { pages_scanned, unchanged_since: Instant::now(), ..*self };
         }
@@ -138,61 +139,61 @@ impl StallDetector {
     }
 }
 
-/// Run it at a pace.
+/// Run ksmd at a pace.
 pub fn run_at_pace(session: &mut Session<'_>, pace: KsmdPace) -> Result<(), session::Error> {
     let (pages, pause) = pace.settings();
     let mut settings = Settings::from([
         (Setting::AdvisorMode, "none".to_owned()),
         (Setting::PagesToScan, pages.to_string()),
         (Setting::SleepMillisecs, pause.to_string()),
-        // Pages of zeros then map the page of zeros that everybody maps: no copy to keep, no chains, no side
-        // channel beyond the one that every fresh page has.
+        // Zero pages then map the kernel's zero page, as all processes do: no copy to keep, no chains, and no side
+        // channel beyond that of every fresh page.
         (Setting::UseZeroPages, "1".to_owned()),
         (Setting::Run, "1".to_owned()),
     ]);
-    // Before 6.8 there is no advisor that would have to be off.
+    // Before 6.8 there is no advisor to switch off.
     if action::current_setting(session.host(), Setting::AdvisorMode).is_err() {
         settings.remove(&Setting::AdvisorMode);
     }
     session.write_settings(&settings)
 }
 
-/// Stop it, with what is merged kept.
+/// Stop ksmd and keep merged pages.
 pub fn pause(session: &mut Session<'_>) -> Result<(), session::Error> {
     session.write_settings(&Settings::from([(Setting::Run, "0".to_owned())]))
 }
 
-/// Have it skip pages that have found no partner for long, or look at all of them.
+/// Let ksmd skip pages that have found no partner for long, or visit all of them.
 pub fn set_smart_scan(session: &mut Session<'_>, skip: bool) -> Result<(), session::Error> {
     session.write_settings(&Settings::from([(Setting::SmartScan, u8::from(skip).to_string())]))
 }
 
-/// The share of one CPU that it is given for a sweep.
+/// ksmd's share of one CPU during a sweep.
 const SWEEP_CPU_SHARE: f64 = 0.5;
 
-/// Between two looks at how far it has come.
+/// Interval between two checks of its progress.
 const SWEEP_POLL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Looks without any change after which it has passed by.
+/// Checks without any change after which the sweep counts as finished.
 const UNCHANGED_POLLS_TO_FINISH: u32 = 5;
 
-/// For how long it sweeps at most.
+/// Maximum duration of a sweep.
 const MAX_SWEEP_TIME: Duration = Duration::from_secs(2);
 
-/// Have it pass by the processes that have ended. Until it does, it keeps the metadata of their pages, and its counters
-/// hold them. Their address spaces come next after the one in which it stands (mm/ksm.c, `__ksm_exit`), and each goes at
-/// once. Tells whether it got there; what was begun goes on from there the next time.
+/// Let ksmd visit the processes that have ended. Until then it keeps the metadata of their pages, and its counters
+/// include them. Their address spaces come next after the current one (mm/ksm.c, `__ksm_exit`), and each is freed at
+/// once. Returns whether the sweep finished; the next sweep continues from its position.
 pub fn sweep_ended_processes(session: &mut Session<'_>, cancel: &AtomicBool) -> Result<bool, session::Error> {
     let host = session.host();
     let before = (read_full_scans(host), count_pages_with_metadata(host));
     run_at_pace(session, KsmdPace::new(SWEEP_CPU_SHARE))?;
     let swept = before.0.and_then(|scans| wait_until_swept(host, scans, before.1?, cancel));
-    // Whatever could not be read.
+    // Also if a counter could not be read.
     pause(session)?;
     swept.map_err(session::Error::HostStateUnreadable)
 }
 
-/// Whether it passes by all who have ended, after so many scans and with so many pages in its counters.
+/// Whether ksmd visits all ended processes, from this number of scans and of pages with metadata on.
 fn wait_until_swept(host: &dyn Host, scans: u64, mut last: u64, halt: &AtomicBool) -> Reading<bool> {
     let (began, mut falls, mut unchanged) = (Instant::now(), false, 0);
     loop {
@@ -201,7 +202,7 @@ fn wait_until_swept(host: &dyn Host, scans: u64, mut last: u64, halt: &AtomicBoo
         falls |= now < last;
         unchanged = if now == last { unchanged + 1 } else { 0 };
         last = now;
-        // It has gone around once, or has passed by some and finds no more.
+        // ksmd has completed a scan, or has freed some metadata and finds no more.
         if read_full_scans(host)? > scans || falls && unchanged >= UNCHANGED_POLLS_TO_FINISH {
             return Ok(true);
         }
@@ -211,13 +212,13 @@ fn wait_until_swept(host: &dyn Host, scans: u64, mut last: u64, halt: &AtomicBoo
     }
 }
 
-/// Pages that have metadata by the counters that tell at once.
+/// Pages with metadata, by the counters that the kernel updates at once.
 fn count_pages_with_metadata(host: &dyn Host) -> Reading<u64> {
     let ksm = observe::ksm(host)?;
     Ok(ksm.pages_shared? + ksm.pages_sharing? + ksm.pages_unshared?)
 }
 
-/// A program of root that writes KSM's settings again and again, if one runs.
+/// A running program of root that writes KSM's settings repeatedly, if any.
 pub fn find_other_tuner(host: &dyn Host) -> Reading<Option<Tuner>> {
     let processes = observe::processes(host)?;
     Ok(processes
@@ -233,8 +234,8 @@ mod tests {
     use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
     use std::sync::atomic::AtomicU64;
 
-    /// What a sweep comes to where the counters are these, one for each look and the last from then on, and whether ksmd
-    /// rests afterwards.
+    /// The result of a sweep with these counter values, one for each read and the last one from then on, and the final
+    /// value of `run`.
     fn run_sweep(sharing: &[u64], scans: &[u64]) -> (Option<bool>, String) {
         let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
         for name in ["pages_shared", "pages_sharing", "pages_unshared", "full_scans"] {
@@ -262,9 +263,9 @@ mod tests {
     #[test]
     fn sweep_ends_when_counters_settle() {
         let rests = |whole| (whole, "0".to_owned());
-        assert_eq!(run_sweep(&[900, 900, 500, 300], &[7]), rests(Some(true)), "they have fallen, and stay");
-        assert_eq!(run_sweep(&[900], &[7, 7, 7, 8]), rests(Some(true)), "there was nobody");
-        assert_eq!(run_sweep(&[900], &[7]), rests(Some(false)), "it did not get there in time");
+        assert_eq!(run_sweep(&[900, 900, 500, 300], &[7]), rests(Some(true)), "the counters fell, then stayed");
+        assert_eq!(run_sweep(&[900], &[7, 7, 7, 8]), rests(Some(true)), "no process had ended");
+        assert_eq!(run_sweep(&[900], &[7]), rests(Some(false)), "the sweep timed out");
     }
 
     #[test]
@@ -275,16 +276,16 @@ mod tests {
         fake.map_pages(7, (0, 8192), "its own", true);
         let targets = MergedPageCounter { handles: vec![fake.open(Pid(7)).unwrap()], initial_pages: Pages::ZERO };
         let still = || StallDetector { stall_time: Duration::ZERO, ..StallDetector::new(&fake) };
-        assert!(!StallDetector::new(&fake).has_nothing_to_scan(&fake, &targets), "it may come on yet");
-        assert!(!still().has_nothing_to_scan(&fake, &targets), "it has whom to look at");
+        assert!(!StallDetector::new(&fake).has_nothing_to_scan(&fake, &targets), "ksmd may still continue");
+        assert!(!still().has_nothing_to_scan(&fake, &targets), "a target is still enrolled");
         fake.map_pages(7, (0, 8192), "another program's", false);
         assert!(still().has_nothing_to_scan(&fake, &targets));
         let mut walk = StallDetector { stall_time: Duration::from_secs(3600), ..still() };
         set_pages_scanned("6");
-        assert!(!walk.has_nothing_to_scan(&fake, &targets), "it comes on");
+        assert!(!walk.has_nothing_to_scan(&fake, &targets), "ksmd continues");
         assert_eq!(walk.pages_scanned, Ok(Pages(6)));
         fake.unmap_pages(7, (0, 8192));
-        assert!(still().has_nothing_to_scan(&fake, &targets), "it has left its memory");
+        assert!(still().has_nothing_to_scan(&fake, &targets), "the target unmapped its memory");
     }
 
     #[test]

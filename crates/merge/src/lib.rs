@@ -1,8 +1,8 @@
-//! Merging: choose ranges, enroll them, pace ksmd, verify, unenroll what does not stay merged, unmerge.
+//! Merging: choose ranges, enroll them, pace ksmd, verify, unenroll ranges that do not stay merged, unmerge.
 //!
-//! [`decide`] holds the pure decisions: the plan, the pace, the policies, the verdict. The other modules carry them out
-//! over any [`Host`](pagefold_host::Host), within a [`Session`](pagefold_host::transaction::Session) that undoes what
-//! is to be undone. [`wire`] and [`text`] are the reports.
+//! [`decide`] makes the pure decisions: the plan, the pace, the policies, the verdict. The other modules carry them out
+//! over any [`Host`](pagefold_host::Host), within a [`Session`](pagefold_host::transaction::Session) that undoes
+//! temporary changes. [`wire`] and [`text`] are the reports.
 
 #![forbid(unsafe_code)]
 

@@ -1,8 +1,8 @@
-//! The trial that a merge is: what does not stay merged for long enough to pay is withdrawn.
+//! Watches merged pages and unenrolls ranges that do not stay merged for long enough.
 //!
-//! It outlives a round of merging. What one round merged is watched in the next, which has nothing more to plan there;
-//! and what was withdrawn once is not enrolled again. What is refused is tried again at the next look, and only what
-//! the last try did not bring about is told.
+//! The monitor outlives a round of merging. Pages merged in one round are watched in the next, which has nothing more
+//! to plan there. Ranges that were unenrolled are not enrolled again. A refused unenroll is tried again at the next
+//! check, and only the failures of the last try are reported.
 
 use crate::decide::outcome::{EnrollChange, FailedChange};
 use crate::decide::plan::MergePlan;
@@ -23,49 +23,50 @@ use pagefold_host::{Host, ProcessHandle as Handle};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
 
-/// What is watched, and what was withdrawn.
+/// Watched ranges and unenrolled ranges.
 pub struct MergeMonitor<'h> {
     host: &'h dyn Host,
     sampler: CowSampler<'h>,
-    /// What was seen of what is no longer watched.
+    /// Observations of ranges that are no longer watched.
     dropped_lifetime_stats: LifetimeStats,
     unenrolled: BTreeMap<ProcessId, UnenrolledRanges>,
-    /// What of that was merged and written twice.
+    /// Unenrolled ranges whose pages merged and broke twice.
     thrashing: BTreeSet<(ProcessId, AddressRange)>,
-    /// What was withdrawn the last time because nothing of it was merged.
+    /// Ranges unenrolled at the last time because no page of them was merged.
     unmerged: BTreeMap<ProcessId, Vec<AddressRange>>,
-    /// What could not be withdrawn the last time that it was tried.
+    /// Ranges whose last unenroll failed.
     failed_changes: BTreeMap<ProcessId, Vec<FailedChange>>,
-    /// Whether frames cannot be seen, so that nothing can be watched.
+    /// Whether frame numbers cannot be read, so that watching is impossible.
     frames_unreadable: bool,
-    /// By which price merged pages are judged.
+    /// The criterion by which merged pages are judged.
     criterion: LifetimeCriterion,
-    /// COW breaks a second that are allowed, where ksmd was granted a share of one CPU.
+    /// Allowed COW breaks per second, if ksmd has a limited share of one CPU.
     max_breaks_per_second: Option<f64>,
-    /// Pages that were found written since they were last merged again, about.
+    /// Approximate number of COW breaks found since the pages were last merged again.
     cow_breaks: Pages,
-    /// Percent of ten seconds in which some task waited for memory, from which on it is short and nothing is withdrawn.
+    /// Percent of the last ten seconds in which a task stalled on memory. From this value on memory counts as short and
+    /// nothing is unenrolled.
     max_pressure_percent: Option<f64>,
 }
 
-/// What was withdrawn of a process because it did not stay merged for long enough.
+/// Ranges of a process that were unenrolled because they did not stay merged for long enough.
 #[derive(Clone, Debug, Default)]
 pub struct UnenrolledRanges {
-    /// For good, because Pagefold had enrolled it.
+    /// Unenrolled permanently, because Pagefold had enrolled them.
     pub enrolled_by_pagefold: Vec<AddressRange>,
-    /// While ksmd works, because the program had.
+    /// Unenrolled while ksmd works, because the program had enrolled them.
     pub enrolled_by_program: Vec<AddressRange>,
 }
 
 impl UnenrolledRanges {
-    /// All of it.
+    /// All of them.
     pub fn all_ranges(&self) -> Vec<AddressRange> {
         [&self.enrolled_by_pagefold[..], &self.enrolled_by_program[..]].concat()
     }
 }
 
 impl<'h> MergeMonitor<'h> {
-    /// Nothing enrolled yet.
+    /// A monitor without ranges.
     pub fn new(host: &'h dyn Host) -> Self {
         Self {
             host,
@@ -83,17 +84,18 @@ impl<'h> MergeMonitor<'h> {
         }
     }
 
-    /// Judge by the CPU time that was granted: ksmd has this share of one CPU for the processes that are watched.
+    /// Judge by ksmd's CPU limit: its share of one CPU for the watched processes.
     pub fn set_ksmd_share(&mut self, ksmd_cpu_share: f64) {
         self.max_breaks_per_second = Some(merge_lifetime::max_cow_breaks_per_second(ksmd_cpu_share));
     }
 
-    /// Withdraw nothing while memory is short, where some task that waits for it for this percentage of ten seconds is.
+    /// Do not unenroll while memory is short: while tasks stalled on memory for this percentage of ten seconds.
     pub fn set_max_pressure(&mut self, percent: f64) {
         self.max_pressure_percent = Some(percent);
     }
 
-    /// Watch what a plan has enrolled, too. Not before it is: what is injected runs on the target's own time.
+    /// Watch the ranges of a plan as well. Call it after enrolling, since injected calls count as the target's
+    /// activity.
     pub fn add_plan(&mut self, plan: &MergePlan) {
         let withdrawn = |process| self.unenrolled.get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default();
         self.sampler.add_plan(plan, withdrawn);
@@ -109,41 +111,41 @@ impl<'h> MergeMonitor<'h> {
         !self.is_empty() && self.sampler.check_any_ran()
     }
 
-    /// What was seen so far.
+    /// The observations so far.
     pub fn lifetime_stats(&self) -> LifetimeStats {
         self.sampler.lifetime_stats() + self.dropped_lifetime_stats
     }
 
-    /// What was withdrawn so far, but for what only found no partner.
+    /// The ranges unenrolled so far, except those that only found no partner.
     pub fn unenrolled(&self) -> &BTreeMap<ProcessId, UnenrolledRanges> {
         &self.unenrolled
     }
 
-    /// How often a range that was withdrawn had been written too soon.
+    /// How often the pages of an unenrolled range had broken too soon.
     pub fn break_count(&self, process: ProcessId, range: AddressRange) -> usize {
         if self.thrashing.contains(&(process, range)) { 2 } else { 1 }
     }
 
-    /// What was withdrawn the last time, when a round had ended, because nothing of it was merged. It may be enrolled
-    /// again.
+    /// Ranges unenrolled at the last time, at the end of a round, because no page of them was merged. They may be
+    /// enrolled again.
     pub fn unmerged(&self, process: ProcessId) -> &[AddressRange] {
         self.unmerged.get(&process).map(Vec::as_slice).unwrap_or_default()
     }
 
-    /// What could not be withdrawn the last time that it was tried, of processes that live.
+    /// Unenrolls that failed at the last try, of running processes.
     pub fn failed_changes(&self) -> impl Iterator<Item = &FailedChange> {
         let lives = |process| pagefold_host::hold(self.host, process).is_ok();
         self.failed_changes.iter().filter(move |(process, _)| lives(**process)).flat_map(|(_, missed)| missed)
     }
 
-    /// The processes among these, each with the first reason.
+    /// The processes of these, each with its first reason.
     pub fn failed_unenrolls(&self) -> Vec<(ProcessId, String)> {
         let lives = |process| pagefold_host::hold(self.host, process).is_ok();
         let stuck = self.failed_changes.iter().filter(|(process, _)| lives(**process));
         stuck.filter_map(|(process, missed)| Some((*process, missed.first()?.why.clone()))).collect()
     }
 
-    /// Let a range that was withdrawn be enrolled again.
+    /// Allow an unenrolled range to be enrolled again.
     pub fn allow_again(&mut self, process: ProcessId, range: AddressRange) {
         self.thrashing.remove(&(process, range));
         if let Some(withdrawn) = self.unenrolled.get_mut(&process) {
@@ -152,20 +154,20 @@ impl<'h> MergeMonitor<'h> {
         }
     }
 
-    /// Forget what was withdrawn of processes that do not fit.
+    /// Drop the unenrolled ranges of processes that `keep` rejects.
     pub fn retain_processes(&mut self, keep: impl Fn(ProcessId) -> bool) {
         self.unenrolled.retain(|&process, _| keep(process));
         self.thrashing.retain(|&(process, _)| keep(process));
     }
 
-    /// Forget what is watched of a process of which nothing is merged any more.
+    /// Stop watching a process that has no merged pages any more.
     pub fn forget_process(&mut self, process: ProcessId) {
         self.sampler.forget_process(process);
         self.failed_changes.remove(&process);
     }
 
-    /// Look at what is merged. Tells whether any of it does not pay that programs had not enrolled themselves: what can
-    /// be withdrawn between rounds.
+    /// Check merged pages. Returns whether any range is unprofitable that programs had not enrolled themselves: those
+    /// can be unenrolled between rounds.
     pub fn check_pages(&mut self, scope: CheckScope) -> bool {
         self.frames_unreadable =
             self.frames_unreadable || !self.sampler.is_empty() && self.sampler.check_pages(scope).is_err();
@@ -181,18 +183,18 @@ impl<'h> MergeMonitor<'h> {
         self.sampler.has_unprofitable(|seen| self.criterion.is_met_by(seen, page_bytes))
     }
 
-    /// About how many merged pages were found written since this was asked for last.
+    /// Approximate number of COW breaks found since the last call.
     pub fn take_cow_breaks(&mut self) -> Pages {
         std::mem::take(&mut self.cow_breaks)
     }
 
-    /// The same, to be asked for again.
+    /// The same, without resetting the number.
     pub fn cow_breaks(&self) -> Pages {
         self.cow_breaks
     }
 
-    /// Withdraw what does not pay by the last look, as far as there is memory for it. What is refused is looked at
-    /// again. Tells how many pages of whom were withdrawn.
+    /// Unenroll the ranges that were unprofitable at the last check, as far as memory suffices. Refused ranges stay
+    /// watched. Returns the unenrolled pages of each process.
     pub fn unenroll_unprofitable(
         &mut self,
         session: &mut Session<'_>,
@@ -215,7 +217,7 @@ impl<'h> MergeMonitor<'h> {
             let (own, ours): (Vec<SampledRange>, Vec<SampledRange>) =
                 pieces.into_iter().partition(|piece| piece.enrolled_by_program);
             for (pieces, stays) in [(ours, ChangeLifetime::Permanent), (own, ChangeLifetime::Temporary)] {
-                // What a program enrolled itself would be put back at once.
+                // Ranges that a program enrolled itself would be enrolled again at once.
                 let pointless = matches!(phase, UnenrollPhase::BetweenRounds | UnenrollPhase::AfterInterruption)
                     && stays == ChangeLifetime::Temporary;
                 if pointless || pieces.is_empty() {
@@ -223,7 +225,7 @@ impl<'h> MergeMonitor<'h> {
                     continue;
                 }
                 let ranges = pieces.iter().map(|piece| piece.range).collect();
-                // What does pay is here because nothing of it is merged.
+                // Profitable ranges are here only because no page of them is merged.
                 let merged = pieces.iter().filter(|piece| !pays(&piece.lifetime_stats));
                 let copies = merged.map(|piece| page_size.pages_in(piece.range.bytes())).sum();
                 let pressed = (copies > Pages::ZERO && self.is_memory_short(process)).then_some(MEMORY_SHORT_REASON);
@@ -245,7 +247,7 @@ impl<'h> MergeMonitor<'h> {
                     let pages: Pages = pieces.iter().map(|piece| page_size.pages_in(piece.range.bytes())).sum();
                     *gone.entry(process).or_default() += pages;
                 }
-                // What only found no partner may find one later.
+                // Ranges that only found no partner may find one later.
                 let (idle, lost): (Vec<SampledRange>, Vec<SampledRange>) =
                     pieces.into_iter().partition(|piece| pays(&piece.lifetime_stats));
                 self.unmerged.entry(process).or_default().extend(idle.iter().map(|piece| piece.range));
@@ -263,8 +265,8 @@ impl<'h> MergeMonitor<'h> {
         Ok(gone)
     }
 
-    /// Withdraw again, for now, what earlier sessions withdrew for now, as far as there is memory for what was merged of
-    /// it since. Tells what was missed.
+    /// Repeat the temporary unenrolls of earlier sessions, as far as there is memory for the pages merged since.
+    /// Returns the failures.
     pub fn repeat_temporary_unenroll(&self, session: &mut Session<'_>) -> Result<Vec<FailedChange>, session::Error> {
         let mut missed = Vec::new();
         for (&process, withdrawn) in
@@ -284,7 +286,7 @@ impl<'h> MergeMonitor<'h> {
         Ok(missed)
     }
 
-    /// Why there may not be the memory to withdraw again what a program had enrolled.
+    /// Why memory may not suffice to unenroll a program's own ranges again.
     fn memory_failure_reason(&self, process: ProcessId, withdrawn: &UnenrolledRanges) -> Option<&'static str> {
         let selection = ProcessSelection { pids: [process.pid].into(), ..ProcessSelection::default() };
         let own = |_: &dyn Handle, _: &Process| {
@@ -297,7 +299,7 @@ impl<'h> MergeMonitor<'h> {
         verdict_reason(plan.check_memory(self.host, &plan.frame_need()).verdict)
     }
 
-    /// Withdraw ranges. Tells what was missed.
+    /// Unenroll ranges. Returns the failures.
     fn unenroll_ranges(
         &self,
         session: &mut Session<'_>,
@@ -327,7 +329,7 @@ impl<'h> MergeMonitor<'h> {
         FailedChange { change: EnrollChange::Unenroll, pid, comm, range: None, why: why.to_owned() }
     }
 
-    /// Whether there is memory for so many pages of their own.
+    /// Whether memory suffices to copy so many pages.
     fn memory_verdict(&self, process: ProcessId, copies: Pages) -> MemoryVerdict {
         let cgroup = self.cgroup(process);
         let room = measure_headroom(self.host, &cgroup.map(str::to_owned).into_iter().collect());
@@ -335,13 +337,13 @@ impl<'h> MergeMonitor<'h> {
     }
 }
 
-/// Why nothing is withdrawn while memory is waited for.
+/// The reason for not unenrolling while memory is short.
 const MEMORY_SHORT_REASON: &str = "memory is short";
 
-/// Why nothing is withdrawn where nobody knows whether it fits.
-const MEMORY_UNKNOWN_REASON: &str = "it is not known how much memory there is for copies";
+/// The reason for not unenrolling where the available memory is unknown.
+const MEMORY_UNKNOWN_REASON: &str = "the memory available for copies is unknown";
 
-/// Why something is not withdrawn, by the guard's word.
+/// The reason for not unenrolling, by the guard's verdict.
 fn verdict_reason(verdict: MemoryVerdict) -> Option<&'static str> {
     match verdict {
         MemoryVerdict::Fits => None,
@@ -350,19 +352,19 @@ fn verdict_reason(verdict: MemoryVerdict) -> Option<&'static str> {
     }
 }
 
-/// How often a process that is busy is tried once more: a thread that gets no processor for a moment does not stop. The
-/// answer of a guest's control socket was waited for already.
+/// Retries for a busy process: a thread that gets no CPU for a moment does not stop. For a guest's control socket the
+/// first try has already waited for the answer.
 const MAX_BUSY_RETRIES: usize = 2;
 
-/// What came of an action on a process.
+/// The result of an action on a process.
 pub struct Acted {
-    /// What the process did not take: parts of it, or all by one without a range.
+    /// The failed changes: of ranges, or of the whole process without a range.
     pub missed: Vec<FailedChange>,
-    /// Whether it was busy to the end.
+    /// Whether it was busy at the last try.
     pub is_busy: bool,
 }
 
-/// Act on a process. Memory that it has unmapped needs no withdrawing.
+/// Apply an action to a process. Memory that it has unmapped needs no unenrolling.
 pub fn apply_to_process(
     session: &mut Session<'_>,
     process: ProcessId,
@@ -397,7 +399,7 @@ pub fn apply_to_process(
     Ok(Acted { missed, is_busy })
 }
 
-/// A process that refuses twice is told once.
+/// Record a failure; a process without a range is recorded once.
 pub fn push_failed_change(changes: &mut Vec<FailedChange>, change: FailedChange) {
     if change.range.is_some() || !changes.contains(&change) {
         changes.push(change);

@@ -1,9 +1,9 @@
-//! Contents that a plan counts on, page by page, by which one can tell afterwards why some gave back less than they
-//! should: their pages were written, or withdrawn, or ended with their process, and left their partners alone.
+//! Contents that a plan counts on, followed page by page. They show afterwards why some contents freed fewer frames
+//! than predicted: pages were written or unenrolled, or their process ended, and their partners had no duplicate left.
 //!
-//! All contents are followed where the plan has few pages, and what is told is exact. Of a larger plan it is a sample
-//! of contents by their fingerprints, which are as good as random numbers; of a content of many pages it is a sample of
-//! its pages, each of which stands for its share. So does each page of zeros.
+//! A plan with few pages has all of its contents followed, and the result is exact. For a larger plan the fingerprints,
+//! which are as good as random numbers, select a sample of contents. Of a content with many pages, a sample of its
+//! pages is followed; each page stands for its share. Zero pages are sampled one by one too.
 
 use crate::decide::outcome::{FrameFates, PageFate};
 use crate::decide::plan::MergePlan;
@@ -16,39 +16,39 @@ use pagefold_census::results::Census;
 use pagefold_host::{Host, PageContent, PageRun, ProcessHandle, ReadMethod};
 use pagefold_sys::fingerprint::Hasher;
 
-/// How many pages are followed, about: half a GiB of them. To look at them takes some hundredths of a second.
+/// Approximate maximum number of pages to follow: half a GiB. Checking them takes some hundredths of a second.
 const MAX_PROBED_PAGES: u64 = 1 << 17;
 
-/// Pages of which page tables are read at once at most, and those between two that are read along.
+/// Maximum span of one page table read, and the largest gap between two pages that the read includes.
 const MAX_PAGEMAP_SPAN_PAGES: u64 = 1 << 16;
 const MAX_PAGEMAP_GAP_PAGES: u64 = 512;
 
-/// A content of more pages is not followed as a whole in a sample.
+/// A content with more pages is sampled page by page when the plan is sampled.
 const MAX_FULLY_PROBED_GROUP_PAGES: usize = 16;
 
-/// A content that is followed, or a page of one.
+/// A followed content, or one page of it.
 #[derive(Debug)]
 struct ProbedContent {
     fingerprint: Fingerprint,
-    /// The frames that it should give back.
+    /// The frames that it should free.
     predicted_frames: f64,
     /// Its pages.
     pages: Vec<(ProcessId, u64)>,
 }
 
-/// A page that is looked at again.
+/// A page that is checked again.
 struct ProbedPage {
     process: ProcessId,
     address: u64,
-    /// The number of its content.
+    /// The position of its content in the list.
     content_position: usize,
-    /// The frame, if it is merged with some content.
+    /// The frame, if the page is merged with any content.
     ksm_frame: Option<Pfn>,
-    /// What became of it, once that is known.
+    /// The fate of the page, once known.
     fate: Option<PageFate>,
 }
 
-/// Contents of a plan.
+/// Followed contents of a plan.
 #[derive(Debug)]
 pub struct MergeProbes {
     hasher: Hasher,
@@ -56,7 +56,7 @@ pub struct MergeProbes {
 }
 
 impl MergeProbes {
-    /// Choose some of the contents that should merge by a plan of this census, which was taken under the hasher's key.
+    /// Choose contents that should merge by a plan of this census; the census used the hasher's key.
     pub fn choose(plan: &MergePlan, census: &Census, index: &PageIndex, hasher: &Hasher) -> Self {
         let step = plan.predicted.merging.0.div_ceil(MAX_PROBED_PAGES).max(1);
         let ranges = |id| {
@@ -86,7 +86,7 @@ impl MergeProbes {
         let within_domains = !census.across_domains && plan.whole_processes;
         let chosen = content_groups::fold_groups(index, &domains, |chosen: &mut Vec<ProbedContent>, start, members| {
             let fingerprint = index.paired()[start].fingerprint();
-            // The sum of products ends in bits that are as random as any.
+            // The fingerprint is a sum of products; its last bits are as random as any.
             let whole = step == 1 || members.len() <= MAX_FULLY_PROBED_GROUP_PAGES;
             if whole && !fingerprint.0.is_multiple_of(step) {
                 return;
@@ -116,7 +116,7 @@ impl MergeProbes {
             }
         });
         let mut followed: Vec<ProbedContent> = chosen.into_iter().flatten().collect();
-        // Pages of zeros that are not merged are in no group.
+        // Zero pages that are not merged are in no group.
         let mut zeros = 0;
         for (number, subject) in census.subjects.iter().enumerate().filter(|&(number, _)| !planned[number].is_empty()) {
             for (_, ordinal, address) in each_page(index, &index.subject_ordinals(number)) {
@@ -139,7 +139,7 @@ impl MergeProbes {
         Self { hasher: hasher.clone(), contents: followed }
     }
 
-    /// What became of them. `given_up` names for each process the ranges that were given up, and why.
+    /// Find out what became of the pages. `given_up` returns the unenrolled ranges of a process, and why.
     pub fn determine_fates(
         &self,
         host: &dyn Host,
@@ -158,8 +158,8 @@ impl MergeProbes {
         let mut pages: Vec<ProbedPage> = self.contents.iter().enumerate().flat_map(of).collect();
         pages.sort_unstable_by_key(|page| (page.process, page.address));
         self.for_each_live_process(host, &mut pages, |handle, pages| self.check_mappings(host, handle, pages))?;
-        // What was written may have merged since with something else. But pages that were equal and have one frame now
-        // are as they were.
+        // A written page may have merged since with another content. Pages that were equal and share one frame now are
+        // unchanged.
         let known = |(at, page): (usize, &ProbedPage)| {
             Some((self.contents[page.content_position].fingerprint, page.ksm_frame?, at))
         };
@@ -188,7 +188,7 @@ impl MergeProbes {
         Ok(sum)
     }
 
-    /// Look at the pages of each process that lives. Those of one that ends meanwhile have ended with it.
+    /// Visit the pages of each running process. Pages of a process that ends meanwhile get the fate `ProcessEnded`.
     fn for_each_live_process(
         &self,
         host: &dyn Host,
@@ -208,8 +208,8 @@ impl MergeProbes {
         Ok(())
     }
 
-    /// What page tables tell of some pages of a process: of those that are in memory whether they are merged, and of
-    /// the others their fate.
+    /// Read the page tables of some pages of a process: whether each resident page is merged, and the fate of all other
+    /// pages.
     fn check_mappings(&self, host: &dyn Host, handle: &dyn ProcessHandle, pages: &mut [ProbedPage]) -> Reading<()> {
         let page_len = host.page_size().bytes();
         let mut shared: Vec<(Pfn, usize)> = Vec::new();
@@ -249,7 +249,7 @@ impl MergeProbes {
         Ok(())
     }
 
-    /// Tell by their contents the fate of those pages of a process of which it is not known.
+    /// Compare the contents of all pages whose fate is still unknown.
     fn compare_contents(&self, handle: &dyn ProcessHandle, pages: &mut [ProbedPage]) -> Reading<()> {
         let open: Vec<usize> = (0..pages.len()).filter(|&at| pages[at].fate.is_none()).collect();
         let runs: Vec<PageRun> =

@@ -1,8 +1,8 @@
-//! What of a plan is kept where KSM may take so much metadata and no more: what gives back most for it, together with
-//! what that merges with.
+//! Fits a plan into a limit on KSM's metadata: it keeps the ranges that save most per byte of metadata, together with
+//! their partners.
 //!
-//! What is worth least is left out, some of it at a time, and what the rest is worth without it is reckoned anew, so
-//! that who has lost its partners is next. What is kept at the end gives back more than the metadata that it takes.
+//! Ranges with the lowest profit are dropped, some at a time. The profit of the rest is then computed again, so that
+//! ranges that lost their partners are next. The remaining ranges save more than the metadata that they take.
 
 use crate::decide::plan::MergePlan;
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
@@ -13,14 +13,14 @@ use pagefold_census::range_selection::each_page;
 use pagefold_census::results::Census;
 use std::collections::BTreeMap;
 
-/// One of so many parts of what is too much is left out before the rest is reckoned anew.
+/// Each round drops one part in so many of the excess, then computes the profits again.
 const EXCESS_DIVISOR_PER_ROUND: u64 = 4;
 
-/// A page that comes back: what its group shares among its pages.
+/// Shares of one freed page, which a group divides among its pages.
 const SHARES_PER_PAGE: u64 = 64;
 
-/// Keep a plan to ranges in which ksmd has no more pages to look at than its metadata allows, those apart that are
-/// enrolled already. The prediction becomes that of the ranges that stay.
+/// Limit a plan to ranges whose new pages fit into ksmd's metadata limit; ranges that are enrolled already do not
+/// count. The prediction is rescaled to the remaining ranges.
 pub fn limit_to_metadata(plan: &mut MergePlan, census: &Census, index: &PageIndex, max_metadata: Bytes) {
     let most = Pages(max_metadata.0 / RMAP_ITEM_BYTES);
     let mut parts = RangeCandidates::from_plan(plan, census, index);
@@ -61,23 +61,23 @@ pub fn limit_to_metadata(plan: &mut MergePlan, census: &Census, index: &PageInde
     }
 }
 
-/// A range of a plan. None is cut: that would add regions and split huge pages.
+/// A range of a plan. Ranges are never cut: that would add regions and split huge pages.
 struct RangeCandidate {
     subject: usize,
     range: AddressRange,
     /// Whether it is enrolled already.
     enrolled: bool,
-    /// Pages in it of which ksmd would take note.
+    /// Pages in it that would get new ksmd metadata.
     new_rmap_items: Pages,
-    /// Those of them that hold zeros and should merge.
+    /// Zero pages among these that should merge.
     merging_zero_pages: Pages,
     kept: bool,
 }
 
-/// All of a plan, in the order of subjects and addresses.
+/// All ranges of a plan, in the order of subjects and addresses.
 struct RangeCandidates {
     ranges: Vec<RangeCandidate>,
-    /// Where those of each subject begin, and the last ones end.
+    /// The position of the first range of each subject, and the end of the last one's.
     first_by_subject: Vec<usize>,
 }
 
@@ -118,12 +118,12 @@ impl RangeCandidates {
         (at < end && self.ranges[at].range.start <= address).then_some(at)
     }
 
-    /// Pages of those that are kept of which ksmd would take note.
+    /// Pages of the kept ranges that would get new ksmd metadata.
     fn kept_rmap_items(&self) -> Pages {
         self.ranges.iter().filter(|part| part.kept).map(|part| part.new_rmap_items).sum()
     }
 
-    /// Those that are kept and take metadata: what is worth least for it first, and of the same the last.
+    /// The kept ranges that take metadata: lowest profit per metadata first, and among equals the last one first.
     fn sorted_by_profit(&self, profits: &[u64]) -> Vec<usize> {
         let of =
             |part: usize, other: usize| u128::from(profits[part]) * u128::from(self.ranges[other].new_rmap_items.0);
@@ -134,12 +134,12 @@ impl RangeCandidates {
     }
 }
 
-/// The groups of equal pages that should merge and can free anything, each by the parts that its pages lie in. Of pages
-/// that have one frame since a fork each counts, but for groups of one frame.
+/// The groups of equal pages that should merge and can free a frame, each as the positions of the ranges of its pages.
+/// Pages that share one frame since a fork count one by one, but groups with a single frame are left out.
 #[derive(Default)]
 struct MergeGroups {
     range_positions: Vec<u32>,
-    /// How many each has, and whether any is merged already.
+    /// The size of each group, and whether a page of it is merged already.
     sizes_and_merged: Vec<(u32, bool)>,
 }
 
@@ -170,8 +170,8 @@ impl MergeGroups {
         })
     }
 
-    /// What each part is worth beside those that are kept: of n equal pages each stands for `1 - 1/n`, and for a whole
-    /// one where one is merged already, as do zeros.
+    /// The profit of each range beside the other kept ones: of n equal pages each counts for `1 - 1/n`. If one is
+    /// merged already each counts for a whole page, as does a zero page.
     fn profits(&self, candidates: &RangeCandidates) -> Vec<u64> {
         let mut worth: Vec<u64> =
             candidates.ranges.iter().map(|part| part.merging_zero_pages.0 * SHARES_PER_PAGE).collect();

@@ -4,11 +4,11 @@ use crate::decide::plan::{MergePlan, PlannedRange};
 use pagefold_base::{AddressRange, Reading};
 use pagefold_host::{Host, PageContent, PageRun, ProcessHandle, ReadMethod};
 
-/// Pages of a sample at most: 2 MiB with pages of 4 KiB, which take a millisecond to read.
+/// Maximum pages of a sample: 2 MiB with pages of 4 KiB, which take a millisecond to read.
 const MAX_SAMPLE_PAGES: u64 = 512;
 
-/// Contents of up to [`MAX_SAMPLE_PAGES`] pages, evenly spread over the ranges of a plan. Pages that cannot be read, or are not
-/// resident, are left out, as are processes that have ended.
+/// Contents of up to [`MAX_SAMPLE_PAGES`] pages, evenly spread over the ranges of a plan. Pages that cannot be read or
+/// are not resident are left out, as are processes that have ended.
 pub fn sample_pages(host: &dyn Host, plan: &MergePlan) -> Vec<Vec<u8>> {
     let page_bytes = host.page_size().bytes();
     let pages: u64 = plan.targets.iter().flat_map(|target| &target.ranges).map(|planned| planned.pages.0).sum();
@@ -18,13 +18,13 @@ pub fn sample_pages(host: &dyn Host, plan: &MergePlan) -> Vec<Vec<u8>> {
     for target in &plan.targets {
         let addresses = spread_addresses(&target.ranges, page_bytes, step, &mut position);
         let handle = host.open(target.process.id.pid).ok().filter(|handle| handle.id() == target.process.id);
-        // A smaller sample tells less, and nothing that is wrong.
+        // A smaller sample is less exact, but not wrong.
         let _ = handle.map(|handle| read_pages(&*handle, &addresses, page_bytes, &mut sample));
     }
     sample
 }
 
-/// Every so many pages of a process's ranges; `position` goes on from one process to the next.
+/// Every `step`th page of a process's ranges; `position` continues from one process to the next.
 fn spread_addresses(ranges: &[PlannedRange], page_bytes: u64, step: u64, position: &mut u64) -> Vec<AddressRange> {
     let mut addresses = Vec::new();
     for planned in ranges {

@@ -1,6 +1,6 @@
-//! Carrying out a [`Policy`]: once, until it is restored, or for as long as somebody watches.
+//! Applies a [`Policy`]: once, until it is restored, or continuously while a command follows it.
 //!
-//! Limits: what ksmtuned takes for committed is the resident memory of all QEMU processes that this process may see.
+//! Limits: ksmtuned's committed memory is the resident memory of all QEMU processes that this process may see.
 
 use crate::decide::policy::{HostObservation, Policy};
 use crate::ksmd::KsmdThread;
@@ -15,10 +15,10 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How soon somebody who follows a policy stops when told to.
+/// How soon a command that follows a policy stops.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
-/// What policies go by, as of now.
+/// The current state of the host, as input of policies.
 pub fn observe_host(host: &dyn Host) -> HostObservation {
     let meminfo = host.read("proc/meminfo");
     let memory = meminfo.as_deref().map(parse::meminfo).map_err(Absent::clone);
@@ -50,20 +50,20 @@ fn qemu_resident(host: &dyn Host) -> Reading<Bytes> {
     Ok(sum)
 }
 
-/// Settings that cannot be had together, with what to do about it.
+/// Settings that conflict, with the remedy.
 pub fn find_conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
     let mode = match settings.get(&Setting::AdvisorMode) {
         Some(mode) => mode.clone(),
         None => pagefold_host::action::current_setting(host, Setting::AdvisorMode).ok()?,
     };
     (mode == "scan-time" && settings.contains_key(&Setting::PagesToScan)).then(|| {
-        "the kernel takes no pages_to_scan while advisor_mode is scan-time: leave it out, or add advisor_mode = \"none\""
+        "the kernel rejects pages_to_scan while advisor_mode is scan-time: omit it, or add advisor_mode = \"none\""
             .to_owned()
     })
 }
 
-/// What is to be written so that the host has a policy's settings: those, and for what only a former policy had set
-/// what there was before that one.
+/// The settings to write so that the host gets a policy's settings: these, and the previous values of settings that
+/// only a former policy had changed.
 pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Settings, Error> {
     let mut wanted = Settings::new();
     for entry in session.load_policy_journal()?.into_iter().flat_map(|policy| policy.entries) {
@@ -79,11 +79,11 @@ pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Se
     Ok(wanted)
 }
 
-/// Give a host the settings of a policy until [`Session::restore_policy`]. Of a policy that adapts, those of one step.
-/// Tells them, and what else the session had changed and could not put back.
+/// Apply a policy's settings to a host until [`Session::restore_policy`]; for a policy that adapts, the settings of one
+/// step. Returns them, and the session's other changes that could not be undone.
 ///
 /// # Errors
-/// The host has what it had then, but for what [`SessionError::UndoFailed`] names.
+/// The changes are undone, except those that [`Error::UndoFailed`] names.
 pub fn set_policy(
     session: &mut Session<'_>,
     policy: &Policy,
@@ -97,11 +97,11 @@ pub fn set_policy(
     }
 }
 
-/// Follow a policy until told to stop: write its settings, and after each interval those of its next step. Policies
-/// that do not adapt are held and watched. The settings come back with the session.
+/// Follow a policy until stopped: write its settings, and after each interval those of its next step. For policies that
+/// do not adapt, the settings are only watched. The session restores the settings at its end.
 ///
-/// Another writer ends it with [`SessionError::SettingOverwritten`]: then end the session, which leaves what the other wrote. Tells how
-/// many steps were taken.
+/// Another writer ends it with [`Error::SettingOverwritten`]. Then end the session, which leaves the other writer's
+/// value. Returns the number of steps.
 pub fn follow_policy(
     session: &mut Session<'_>,
     policy: &Policy,
@@ -129,7 +129,7 @@ pub fn follow_policy(
     }
 }
 
-/// What was written down of the policy that is set, without taking the lock.
+/// Read the journal of the current policy, without taking the lock.
 pub fn load_current_policy(host: &dyn Host, directory: &Path) -> Result<Option<journal::Journal>, journal::Error> {
     let boot = pagefold_host::transaction::session::read_boot_id(host);
     let policy = match journal::StateDirectory::open(directory) {
@@ -274,12 +274,12 @@ mod tests {
             drop(session);
             assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
             let moved: Vec<_> = fake.setting_values().into_iter().filter(|value| !before.contains(value)).collect();
-            // Where the advisor starts anew.
+            // Switching the advisor resets this setting.
             assert!(moved.iter().all(|value| value.starts_with("pages_to_scan")), "{setting}: {moved:?}");
         }
     }
 
-    /// The last setting of a policy is refused, and then the way back of another one.
+    /// The last setting of a policy is refused, and then the undo of another one.
     #[test]
     fn failed_undo_of_a_policy_is_reported() {
         let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
@@ -307,7 +307,7 @@ mod tests {
         );
         drop(session);
         assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
-        // It stays written down for the next one.
+        // It stays in the journal for the next session.
         begin(&fake, directory.path());
         assert_eq!(fake.setting_values(), before);
     }
@@ -318,7 +318,7 @@ mod tests {
             let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
             let before = host.setting_values();
             let mut session = begin(&host, directory.path());
-            // It is in the way of the file that is to replace another.
+            // This directory blocks the replacement of the file.
             std::fs::create_dir(directory.path().join(format!("{file}.new"))).unwrap();
             let error = set_policy(&mut session, &named_policy("flat-out"), "flat-out").unwrap_err();
             assert!(matches!(error, Error::Journal(_)), "{error}");

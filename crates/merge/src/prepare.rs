@@ -1,4 +1,4 @@
-//! From a host to a plan: the census that a plan needs, and the plan.
+//! From a host to a plan: takes the census that a plan needs and makes the plan.
 
 use crate::decide::plan::{KsmdPageTimes, MergePlan, PlanConstraints, bytes_per_search};
 use crate::make_plan;
@@ -17,57 +17,57 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-/// What is to be planned.
+/// The request for a plan.
 #[derive(Clone, Debug)]
 pub struct PlanRequest {
-    /// Which processes.
+    /// The processes to plan for.
     pub selection: ProcessSelection,
-    /// How they are sorted into trust domains.
+    /// How processes are assigned to trust domains.
     pub domains: DomainConfig,
     /// Whether pages of different domains may be merged.
     pub across_domains: bool,
-    /// The pause between the two looks at each page that might merge.
+    /// The pause between the two reads of each page that might merge.
     pub pass_interval: Duration,
     /// Threads of the census.
     pub threads: usize,
     /// Whether processes are enrolled whole.
     pub whole_processes: bool,
-    /// Processes that would give back less, net, are left alone.
+    /// Processes with lower net savings are left out.
     pub min_profit: Bytes,
     /// ksmd's share of one CPU.
     pub ksmd_cpu_share: f64,
-    /// Regions that enrolling may bring a process to, where that is less than the kernel lets it have.
+    /// Maximum regions of a process after enrolling, where that is below the kernel's limit.
     pub max_regions: Option<u64>,
-    /// Metadata that KSM may take more than it does, if that is bounded.
+    /// Maximum metadata that KSM may add, if limited.
     pub max_added_metadata: Option<Bytes>,
     /// Whether huge pages may be split.
     pub split_huge_pages: bool,
-    /// What no plan is to have, whoever would share with it.
+    /// Ranges that no plan may contain, whatever partners they have.
     pub excluded_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
-    /// Rows of the census's sharing matrix at most.
+    /// Maximum rows of the census's sharing matrix.
     pub max_matrix_rows: usize,
 }
 
-/// What a merge begins with.
+/// The input of a merge.
 pub struct PreparedPlan {
-    /// What there is.
+    /// The census.
     pub census: Census,
-    /// What is to be done.
+    /// The plan.
     pub plan: MergePlan,
-    /// By what one can tell afterwards why it came out differently.
+    /// Probes that show afterwards why the savings differ from the prediction.
     pub probes: MergeProbes,
-    /// What is left out because it, or all that it would merge with, is not old enough.
+    /// Bytes left out because they, or all of their partners, are not stable for long enough.
     pub unstable_bytes: BTreeMap<ProcessId, Bytes>,
-    /// Whether others may be enrolled whom it is not told: what they hold was not kept apart.
+    /// Whether processes may be enrolled that this host does not show: their contents were not kept apart.
     pub enrolled_may_be_hidden: bool,
-    /// A sample of what each holds, comparable between censuses with the same ages; nothing without.
+    /// A sample of the contents of each process, comparable between censuses with the same ages; empty without ages.
     pub sketches: BTreeMap<ProcessId, ContentSketches>,
 }
 
-/// Take the census and make the plan. `excluded` tells why a process must not be enrolled, if it must not. With `ages`,
-/// what is not yet old enough now, at the time that is given, is left out.
+/// Take the census and make the plan. `exclusion_reason` returns why a process must not be enrolled, or nothing. With
+/// `ages`, ranges that are not stable for long enough at the given time are left out.
 ///
-/// The plan takes pages of zeros to be mapped to the kernel's page of zeros, as a merge has it done.
+/// The plan assumes that KSM maps zero pages to the kernel's zero page; a merge switches that on.
 pub fn prepare_plan(
     host: &dyn Host,
     request: &PlanRequest,
@@ -79,7 +79,7 @@ pub fn prepare_plan(
     let kernels = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
     let max_map_count = request.max_regions.map_or(kernels, |most| most.min(kernels));
     let apart = !request.across_domains && !request.whole_processes;
-    // Who enrols processes whole wants all that they hold, and is told who else is enrolled.
+    // A merge of whole processes takes all of their contents and finds enrolled processes elsewhere.
     let enrolled = if apart { verify::find_enrolled(host) } else { Ok(EnrolledProcesses::default()) };
     let EnrolledProcesses { processes: enrolled, may_be_incomplete: others_hidden } =
         enrolled.map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })?;
@@ -145,8 +145,8 @@ pub fn prepare_plan(
     })
 }
 
-/// How many regions each process with anything to enrol has now: the census keeps to what there was when it began, and
-/// names only those that hold something.
+/// The current number of regions of each process that has ranges to enroll: the census keeps only the regions at its
+/// start that have pages.
 fn count_regions(host: &dyn Host, census: &Census) -> BTreeMap<ProcessId, u64> {
     let subjects: BTreeSet<usize> = census.ranges.iter().map(|range| range.subject).collect();
     let count = |id: ProcessId| {

@@ -1,14 +1,14 @@
-//! Watching whether merged pages stay merged.
+//! Watches whether merged pages stay merged.
 //!
-//! A page that holds the same bytes at every look may be written all the time: a program that fills its work arrays
-//! with zeros in each step writes zero over zero. Contents cannot tell, and the kernel tells nothing of writes as such.
-//! But each write to a merged page breaks the sharing, and page tables tell that. So the merge is its own trial: while
-//! ksmd works, some pages of each piece of the plan are looked at again and again, and pieces whose pages break too
-//! soon to pay are withdrawn while little has been merged ([`Trial`](crate::merge_monitor::MergeMonitor)).
+//! A page with the same bytes at every read may still be written all the time: a program that fills its work arrays
+//! with zeros in each step writes zero over zero. Contents do not show this, and the kernel does not report writes. But
+//! each write to a merged page breaks the sharing, and page tables show that. So merging serves as its own trial: while
+//! ksmd works, a sample of pages of each range of the plan is checked repeatedly. Ranges whose pages break too soon are
+//! unenrolled while few pages are merged ([`MergeMonitor`](crate::merge_monitor::MergeMonitor)).
 //!
-//! Two looks see a page that broke in between and was not merged again since; of one that broke and merged again they
-//! see nothing, so that rates are underestimates where ksmd is faster than the looks. Between rounds of merging ksmd
-//! rests, and the look that begins a round sees all that broke since the one before.
+//! Two checks see a page that broke in between and was not merged again. They miss a page that broke and merged again,
+//! so rates are underestimates where ksmd is faster than the checks. Between rounds of merging ksmd is idle, and the
+//! check that begins a round sees all breaks since the previous one.
 
 use crate::decide::plan::MergePlan;
 use crate::verify::{self, ProcessActivity};
@@ -20,39 +20,39 @@ use pagefold_host::{Host, ProcessHandle, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
-/// Pages of a piece at most: what is withdrawn together.
+/// Maximum pages of a range, the unit that is unenrolled.
 const MAX_PAGES_PER_RANGE: u64 = 1024;
 
-/// Consecutive pages that are looked at, and how many such stripes of a piece are.
+/// Consecutive sampled pages, and the number of such stripes in a range.
 const PAGES_PER_STRIPE: u64 = 16;
 const STRIPES_PER_RANGE: u64 = 8;
 
-/// Frames that are asked for together, about: each takes 32 bytes meanwhile.
+/// Approximate number of frames read together: each takes 32 bytes meanwhile.
 const FRAMES_PER_READ: usize = 1 << 18;
 
-/// A part of a planned range that is judged by some of its pages.
+/// A part of a planned range that is judged by a sample of its pages.
 #[derive(Debug)]
 pub struct SampledRange {
-    /// Whose.
+    /// The process.
     pub process: ProcessId,
-    /// Where.
+    /// The range.
     pub range: AddressRange,
-    /// Whether the program had enrolled it itself.
+    /// Whether the program enrolled it itself.
     pub enrolled_by_program: bool,
-    /// What was seen of it.
+    /// The observations of it.
     pub lifetime_stats: LifetimeStats,
     sampled_since: Instant,
     pages: Box<[SampledPage]>,
 }
 
-/// A page that is looked at.
+/// A sampled page.
 #[derive(Clone, Copy, Debug, Default)]
 struct SampledPage(u8);
 
 impl SampledPage {
-    /// Whether it was merged when it was looked at before.
+    /// Whether it was merged at the previous check.
     const WAS_MERGED: u8 = 1 << 7;
-    /// Whether it is by the look under way.
+    /// Whether it is merged at the current check.
     const IS_MERGED: u8 = 1 << 6;
 
     fn was_merged(self) -> bool {
@@ -63,7 +63,7 @@ impl SampledPage {
         self.0 & Self::IS_MERGED != 0
     }
 
-    /// How often it broke, as far as it counts.
+    /// Number of breaks, up to a maximum.
     fn break_count(self) -> u8 {
         self.0 & (Self::IS_MERGED - 1)
     }
@@ -72,7 +72,7 @@ impl SampledPage {
         self.0 = self.0 & !Self::IS_MERGED | if is_merged { Self::IS_MERGED } else { 0 };
     }
 
-    /// A look ends. Tells whether it broke.
+    /// Finish a check. Returns whether the page broke.
     fn finish_check(&mut self) -> bool {
         let breaks = self.was_merged() && !self.is_merged();
         let times = (self.break_count() + u8::from(breaks)).min(Self::IS_MERGED - 1);
@@ -81,62 +81,62 @@ impl SampledPage {
     }
 }
 
-/// Whose pages are looked at.
+/// The processes whose pages are checked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CheckScope {
-    /// Everybody's.
+    /// All processes.
     All,
-    /// Of those that have run since the last look: others write nothing.
+    /// Processes that have run since the last check: other processes write nothing.
     RanSinceCheck,
-    /// Of those that have had a page fault since the last look, as each write to a merged page is one. Only where ksmd
-    /// has rested since, which merges pages without.
+    /// Processes that have had a page fault since the last check, as each write to a merged page is one. Use it only
+    /// while ksmd is idle: ksmd merges pages without a fault.
     FaultedSinceCheck,
 }
 
-/// When something is withdrawn.
+/// When ranges are unenrolled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum UnenrollPhase {
     /// While ksmd works, or merged pages are watched.
     DuringMerge,
-    /// Once a round has settled: also what holds nothing merged of processes that ran, for it was written before anybody
-    /// looked, or has lost its partners, and would only be scanned.
+    /// After a round has settled: also ranges without merged pages of processes that ran. Such a range was written
+    /// before the first check or lost its partners, and ksmd would only scan it.
     AfterSettled,
-    /// When a round was cut short: also all that ksmd has merged nothing of so far.
+    /// After a round was cut short: also all ranges in which ksmd has merged nothing so far.
     AfterInterruption,
-    /// Between rounds: only what Pagefold enrolled.
+    /// Between rounds: only ranges that Pagefold enrolled.
     BetweenRounds,
 }
 
-/// A process that is watched.
+/// A watched process.
 struct SampledProcess {
     process: Facts,
-    /// What it had done at the last look at it, and when that was.
+    /// Its activity at the last check, and the time of that check.
     activity: Reading<ProcessActivity>,
     checked_at: Instant,
-    /// Whether it has run since it is watched.
+    /// Whether it has run while watched.
     ever_ran: bool,
 }
 
-/// The pieces of plans, by process and address.
+/// Sampled ranges of plans, by process and address.
 pub struct CowSampler<'h> {
     host: &'h dyn Host,
     processes: BTreeMap<ProcessId, SampledProcess>,
     ranges: Vec<SampledRange>,
     any_ran: bool,
-    /// Merged pages that the last look found written, those included that stand behind the ones that are looked at.
+    /// COW breaks that the last check found, extrapolated from the sample.
     cow_breaks: f64,
 }
 
 impl<'h> CowSampler<'h> {
-    /// Nothing yet.
+    /// A sampler without ranges.
     pub fn new(host: &'h dyn Host) -> Self {
         Self { host, processes: BTreeMap::new(), ranges: Vec::new(), any_ran: false, cow_breaks: 0.0 }
     }
 
-    /// Cut a plan into pieces, and watch those that are not watched yet, but for what lies in `without`.
+    /// Cut a plan into ranges, and watch those that are not watched yet, except for `excluded` ranges.
     pub fn add_plan(&mut self, plan: &MergePlan, excluded: impl Fn(ProcessId) -> Vec<AddressRange>) {
         let page = self.host.page_size().bytes();
-        // Withdrawing a piece splits no huge page that lies beside it.
+        // Unenrolling a range splits no huge page beside it.
         let piece = (MAX_PAGES_PER_RANGE * page).max(observe::huge_page_bytes(self.host).unwrap_or(0));
         self.any_ran = false;
         let mut pieces = Vec::new();
@@ -168,12 +168,12 @@ impl<'h> CowSampler<'h> {
         self.ranges.is_empty()
     }
 
-    /// What is known of a process that is watched.
+    /// The facts of a watched process.
     pub fn process(&self, process: ProcessId) -> Option<&Facts> {
         self.processes.get(&process).map(|watched| &watched.process)
     }
 
-    /// Whether any process has run since a plan was added. One that does not run writes nothing.
+    /// Whether any process has run since a plan was added. A process that does not run writes nothing.
     pub fn check_any_ran(&mut self) -> bool {
         let moved = |(&process, watched): (&ProcessId, &SampledProcess)| {
             let now = verify::read_activity(self.host, process);
@@ -183,17 +183,17 @@ impl<'h> CowSampler<'h> {
         self.any_ran
     }
 
-    /// What was seen of all pieces.
+    /// The observations of all ranges.
     pub fn lifetime_stats(&self) -> LifetimeStats {
         self.ranges.iter().fold(LifetimeStats::default(), |sum, piece| sum + piece.lifetime_stats)
     }
 
-    /// About how many merged pages the last look found written.
+    /// Approximate number of merged pages that the last check found broken.
     pub fn cow_breaks(&self) -> Pages {
         Pages(self.cow_breaks as u64)
     }
 
-    /// What keeping each piece merged costs, as far as any of it was written.
+    /// The cost of keeping each range merged, for ranges with COW breaks.
     pub fn cow_break_rates(&self) -> Vec<CowBreakRate> {
         let page = self.host.page_size().bytes();
         let of = |piece: &SampledRange| {
@@ -206,8 +206,8 @@ impl<'h> CowSampler<'h> {
         self.ranges.iter().filter_map(of).collect()
     }
 
-    /// Look again at pages. Time counts for those processes that ever ran: one that never did cannot have written.
-    /// Processes that have ended are forgotten: all of their pages went away, and nothing of it was written.
+    /// Check pages again. Time counts only for processes that ever ran: other processes cannot have written. Ended
+    /// processes are dropped: their pages were freed, not written.
     pub fn check_pages(&mut self, scope: CheckScope) -> Reading<()> {
         let now = Instant::now();
         let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
@@ -231,7 +231,7 @@ impl<'h> CowSampler<'h> {
         });
         self.ranges.retain(|piece| self.processes.contains_key(&piece.process));
         let page = self.host.page_size().bytes();
-        // A page of which nothing is known now is taken to be as it was.
+        // Pages without new information count as unchanged.
         for page in self.ranges.iter_mut().flat_map(|piece| &mut piece.pages) {
             page.set_merged(page.was_merged());
         }
@@ -272,7 +272,7 @@ impl<'h> CowSampler<'h> {
         Ok(())
     }
 
-    /// Tell of the pages of these frames, each with its piece and its position there, whether they are merged.
+    /// Record for the pages of these frames, each with its range and its position there, whether they are merged.
     fn record_merged(&mut self, frames: &mut Vec<(Pfn, u32, u32)>) -> Reading<()> {
         frames.sort_unstable();
         let numbers: Vec<Pfn> = frames.iter().map(|&(frame, ..)| frame).collect();
@@ -283,25 +283,25 @@ impl<'h> CowSampler<'h> {
         Ok(())
     }
 
-    /// Take up pieces.
+    /// Add ranges.
     pub fn add_ranges(&mut self, ranges: impl IntoIterator<Item = SampledRange>) {
         self.ranges.extend(ranges);
         self.ranges.sort_by_key(|piece| (piece.process, piece.range));
     }
 
-    /// Watch a process no longer.
+    /// Stop watching a process.
     pub fn forget_process(&mut self, process: ProcessId) {
         self.processes.remove(&process);
         self.ranges.retain(|piece| piece.process != process);
     }
 
-    /// Whether any piece does not pay of those that programs had not enrolled themselves.
+    /// Whether any range is unprofitable that programs had not enrolled themselves.
     pub fn has_unprofitable(&self, is_profitable: impl Fn(&LifetimeStats) -> bool) -> bool {
         !self.ranges.iter().all(|piece| piece.enrolled_by_program || is_profitable(&piece.lifetime_stats))
     }
 
-    /// Take out the pieces that do not pay, and those of which nothing is merged where it is the moment for it: of what is
-    /// looked at of them, and then of all of them.
+    /// Take out unprofitable ranges and, depending on the phase, ranges without merged pages. The latter are checked by
+    /// their sample first, and then whole.
     pub fn take_unprofitable(
         &mut self,
         is_profitable: impl Fn(&LifetimeStats) -> bool,
@@ -339,13 +339,13 @@ impl SampledRange {
         }
     }
 
-    /// For how many pages each of those stands that are looked at.
+    /// The number of pages that each sampled page stands for.
     fn pages_per_sample(&self, page: u64) -> f64 {
         (self.range.bytes().0 / page) as f64 / self.pages.len().max(1) as f64
     }
 
-    /// What of it is looked at: a stripe of each part of it, somewhere in that part, or programs that do the same to the
-    /// same page of each part would be taken for that.
+    /// The sampled stripes: one in each slot of the range, at a random offset. Equal offsets would mislead where
+    /// programs write the same page of each slot.
     fn stripes(&self, page: u64) -> impl Iterator<Item = AddressRange> + use<> {
         let (range, pages) = (self.range, self.range.bytes().0 / page);
         let (stripes, len) = if pages <= PAGES_PER_STRIPE * STRIPES_PER_RANGE {
@@ -361,8 +361,8 @@ impl SampledRange {
         })
     }
 
-    /// Look at the watched pages that are not swapped out, which is not to be written: each counts as not merged until
-    /// it is told, and `note` gets the position of each with its frame, if others map that too.
+    /// Check the sampled pages, except those in swap, which do not count as written. Each counts as not merged until
+    /// recorded; `note` gets the position of each and its frame, if it is shared.
     fn check_pages(&mut self, handle: &dyn ProcessHandle, page: u64, note: &mut dyn FnMut(usize, Option<Pfn>)) {
         let mut position = 0;
         for stripe in self.stripes(page) {
@@ -387,11 +387,11 @@ mod tests {
 
     const PAGE_BYTES: u64 = 4096;
     const PID: u32 = 7;
-    /// As many pages as lie between two stripes of a whole piece.
+    /// Pages from one stripe to the next in a whole range.
     const PAGES_PER_STRIPE_SLOT: u64 = MAX_PAGES_PER_RANGE / STRIPES_PER_RANGE;
 
-    /// A process of two whole pieces, of which in each part so many pages are not there and the others are merged, and
-    /// what watches it.
+    /// A process of two whole ranges; in each slot so many pages are missing and the rest is merged. Returns its
+    /// sampler.
     fn sampler_with_gaps(host: &FakeHost, missing: u64) -> CowSampler<'_> {
         let range = AddressRange { start: MAX_PAGES_PER_RANGE * PAGE_BYTES, end: 3 * MAX_PAGES_PER_RANGE * PAGE_BYTES };
         host.map_pages(PID, (range.start, range.end), MERGED_PAGE_NAME, true);
@@ -421,7 +421,7 @@ mod tests {
         watch
     }
 
-    /// However its pages are laid out: also where none of those that are looked at is there.
+    /// In any layout of its pages: also if none of the sampled pages is present.
     #[test]
     fn range_with_any_merged_page_is_kept() {
         for missing in [
@@ -452,7 +452,7 @@ mod tests {
         }
     }
 
-    /// A program that writes the same pages of each part, and rests in the first ones.
+    /// A program that writes the same pages of each slot, and not the first ones.
     #[test]
     fn synchronized_cow_breaks_are_detected() {
         let host = FakeHost::booted();
@@ -469,7 +469,7 @@ mod tests {
         host.set_cpu_ticks(PID, 1);
         watch.check_pages(CheckScope::RanSinceCheck).unwrap();
         let broken = watch.lifetime_stats().cow_breaks;
-        // Seven of eight pages are.
+        // Seven of eight pages are broken.
         assert!(broken.0 > STRIPES_PER_RANGE * PAGES_PER_STRIPE, "{broken:?}");
     }
 

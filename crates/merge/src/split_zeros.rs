@@ -1,10 +1,10 @@
-//! What merging has freed by splitting huge pages, by process, beside the journal.
+//! Records how much memory merging freed by splitting huge pages, by process, in a file beside the journal.
 //!
-//! When ksmd has a huge page split, the kernel maps its pages of zeros to the zero page (mm/migrate.c,
-//! `try_to_map_unused_to_zeropage`, since 6.12). That memory is free until the process writes to it, and no counter tells
-//! of it; nor do page tables tell such pages from memory that was read and never written. So each merge notes what it
-//! measured, and whoever shows what merging saves adds that, as far as the page tables still have as many pages of zeros.
-//! What other programs have ksmd merge is not noted.
+//! When ksmd has a huge page split, the kernel maps its zero pages to the kernel's zero page (mm/migrate.c,
+//! `try_to_map_unused_to_zeropage`, since 6.12). That memory is free until the process writes to it, but no counter
+//! shows it. Page tables do not distinguish such pages from memory that was read and never written. So each merge
+//! records what it measured, and reports of savings add that number, up to the zero pages that the page tables still
+//! show. Pages that other programs have ksmd merge are not recorded.
 
 use crate::verify;
 use pagefold_base::{Absent, Pages, Pid, ProcessId, Reading};
@@ -18,28 +18,28 @@ use std::io::{self, Read};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The file.
+/// The file name.
 pub const SPLIT_ZEROS_FILE: &str = "splitting.json";
 
-/// Bytes of the file at most: of about 100,000 processes.
+/// Maximum bytes of the file: about 100,000 processes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
-/// Pages of zeros that were freed, by process.
+/// Freed zero pages, by process.
 pub type FreedZeroPages = BTreeMap<ProcessId, Pages>;
 
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct SplitZerosFile {
-    /// Under which boot.
+    /// The boot ID.
     boot: String,
-    /// Number, start time and pages of each process.
+    /// PID, start time and pages of each process.
     freed: Vec<(u32, u64, u64)>,
 }
 
-/// Add what a merge has freed to what is noted of processes that live.
+/// Add the pages that a merge freed to the record of running processes.
 ///
 /// # Errors
-/// Where the boot cannot be told, or the file cannot be read or written.
+/// If the boot ID cannot be read, or the file cannot be read or written.
 pub fn note(host: &dyn Host, directory: &StateDirectory, freed: &FreedZeroPages) -> io::Result<()> {
     if freed.is_empty() {
         return Ok(());
@@ -54,10 +54,10 @@ pub fn note(host: &dyn Host, directory: &StateDirectory, freed: &FreedZeroPages)
     directory.replace(SPLIT_ZEROS_FILE, &serde_json::to_vec(&SplitZerosFile { boot, freed })?)
 }
 
-/// What is noted under this boot of processes that may have ended since. Nothing where no merge has noted anything.
+/// The record of this boot; its processes may have ended since. Empty if no merge has recorded anything.
 ///
 /// # Errors
-/// Where the boot cannot be told, the directory is another user's, or the file cannot be read.
+/// If the boot ID cannot be read, the directory belongs to another user, or the file cannot be read.
 pub fn load_freed(host: &dyn Host, directory: &Path) -> io::Result<FreedZeroPages> {
     let directory = match StateDirectory::open(directory) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(FreedZeroPages::new()),
@@ -69,10 +69,10 @@ pub fn load_freed(host: &dyn Host, directory: &Path) -> io::Result<FreedZeroPage
     read_file(&directory, &session::read_boot_id(host).map_err(io::Error::other)?)
 }
 
-/// What of the pages noted of a process is still free: no more than the zero pages that it maps and KSM does not count.
+/// The recorded pages of a process that are still free: at most the zero pages that it maps and KSM does not count.
 ///
 /// # Errors
-/// Where page tables cannot be read.
+/// If page tables cannot be read.
 pub fn count_still_free(host: &dyn Host, handle: &dyn ProcessHandle, recorded: Pages) -> Reading<Pages> {
     if recorded == Pages::ZERO { Ok(recorded) } else { Ok(recorded.min(verify::uncounted_zero_pages(host, handle)?)) }
 }
@@ -83,32 +83,32 @@ fn read_file(directory: &StateDirectory, boot: &str) -> io::Result<FreedZeroPage
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(FreedZeroPages::new()),
         file => file?.take(MAX_FILE_BYTES).read_to_end(&mut bytes)?,
     };
-    // What cannot be understood is of another version, and only figures are lost with it.
+    // A file that cannot be parsed is from another version; only figures are lost.
     let Ok(record) = serde_json::from_slice::<SplitZerosFile>(&bytes) else { return Ok(FreedZeroPages::new()) };
     let process = |(pid, start_time, pages)| (ProcessId { pid: Pid(pid), start_time }, Pages(pages));
     Ok(if record.boot == boot { record.freed.into_iter().map(process).collect() } else { FreedZeroPages::new() })
 }
 
-/// The notes as they are read while merges add to them.
+/// A reader of the record that follows later merges.
 #[derive(Debug)]
 pub struct Notes {
     directory: PathBuf,
-    /// Inode and time of change of the file that was read last: each merge replaces it.
+    /// Inode and modification time of the file at the last read: each merge replaces the file.
     file_version: Option<(u64, i64, i64)>,
     last_loaded: FreedZeroPages,
 }
 
 impl Notes {
-    /// Those in a directory, of which nothing was read so far.
+    /// A reader of a directory's record that has read nothing yet.
     pub fn new(directory: &Path) -> Self {
         Self { directory: directory.to_owned(), file_version: None, last_loaded: FreedZeroPages::new() }
     }
 
-    /// Bring up to date what is known to be still free: what was noted since the last call is added, and processes of
-    /// which nothing is noted any more are dropped. Tells whose pages were added. An unchanged file is not read.
+    /// Update `still_free`: add pages recorded since the last call, and drop processes that are no longer recorded.
+    /// Returns the processes with added pages. An unchanged file is not read.
     ///
     /// # Errors
-    /// Those of [`load_freed`], once for each change of the file.
+    /// The errors of [`load_freed`], once for each change of the file.
     pub fn update(&mut self, host: &dyn Host, still_free: &mut FreedZeroPages) -> io::Result<Vec<ProcessId>> {
         let file = std::fs::metadata(self.directory.join(SPLIT_ZEROS_FILE)).ok();
         let file = file.map(|file| (file.ino(), file.mtime(), file.mtime_nsec()));
@@ -130,7 +130,7 @@ impl Notes {
     }
 }
 
-/// Why what is noted cannot be told.
+/// The reading that stands for an error of this record.
 pub fn absent_from_error(error: &io::Error) -> Absent {
     match error.kind() {
         io::ErrorKind::PermissionDenied => Absent::Denied,
@@ -162,7 +162,7 @@ mod tests {
         host.remove_process(2);
         note(&host, &directory, &freed(&[(1, 1)])).unwrap();
         assert_eq!(load_freed(&host, folder.path()).unwrap(), freed(&[(1, 16)]));
-        // A number that was given to another process.
+        // A PID that was reused by another process.
         std::fs::write(folder.path().join(SPLIT_ZEROS_FILE), r#"{"boot":"this-boot","freed":[[1,9,7]]}"#).unwrap();
         note(&host, &directory, &freed(&[(1, 1)])).unwrap();
         assert_eq!(load_freed(&host, folder.path()).unwrap(), freed(&[(1, 1)]));
@@ -187,7 +187,7 @@ mod tests {
         note(&host, &directory, &freed(&[(1, 10), (2, 20)])).unwrap();
         assert_eq!(notes.update(&host, &mut held).unwrap(), [process(1, 1), process(2, 1)]);
         assert_eq!(held, freed(&[(1, 10), (2, 20)]));
-        // Four of them were written since: that stays so, whatever else comes.
+        // Four of them were written since: they stay excluded after later updates.
         held.extend(freed(&[(1, 6)]));
         assert_eq!(notes.update(&host, &mut held).unwrap(), []);
         host.remove_process(2);

@@ -1,15 +1,15 @@
-//! For how long pages have held what they hold, over several censuses under one key.
+//! How long pages have kept their content, over several censuses under one key.
 //!
-//! Two looks within a census tell what changes all the time from what holds still. A work array that is filled anew
-//! every few seconds holds still between them, and merging it is a loss. So who takes censuses again and again asks for
-//! an age: [`stable_age`] says which, and what is younger is left for a later census.
+//! Two reads within a census separate volatile pages from stable ones. A work array that is refilled every few seconds
+//! looks stable between the two reads, and merging it is a loss. Repeated censuses therefore require a stable age,
+//! [`stable_age`]; younger pages are left for a later census.
 //!
-//! A census that has no partner of a page tells nothing of it but that it held still, or is taken to: what was seen of it
-//! before stays.
+//! A census that finds no partner of a page only shows that the page is stable, or assumes it: the earlier record of
+//! the page stays.
 //!
-//! Takes 4 bytes for each page that a plan covers and that has anything to gain, and 24 for each stretch of neighbours
-//! that were first seen together. What is written with the bytes that were there grows old like anything else: only the
-//! kernel's page tables tell, once it is merged ([`pagefold_base::merge_lifetime`]).
+//! Takes 4 bytes for each page that a plan covers and that can gain anything, and 24 for each range of neighboring
+//! pages that were first seen together. A page that is rewritten with the same bytes ages like any other: only the
+//! kernel's page tables show that write, once the page is merged ([`pagefold_base::merge_lifetime`]).
 
 use crate::decide::plan::{MergePlan, PlanTarget};
 use pagefold_base::merge_lifetime::stable_age;
@@ -26,13 +26,13 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Instant;
 
-/// Pages of a piece at most: what is left out together.
+/// Maximum pages of a chunk, the unit that is left out of a plan.
 const PAGES_PER_CHUNK: u64 = 1024;
 
-/// How often at most it is asked who has lost what it had to merge with to what was just left out.
+/// Maximum rounds of searching for pages that lost their partners to the chunks just left out.
 const MAX_PARTNER_ROUNDS: u32 = 8;
 
-/// What was seen when.
+/// Page contents and when they were first seen.
 pub struct StableAges {
     hasher: Hasher,
     page_size: PageSize,
@@ -45,19 +45,19 @@ pub struct StableAges {
 #[derive(Default)]
 struct ProcessAges {
     ranges: Vec<StableRange>,
-    /// Half of the fingerprint of each page: one change in four billion is missed by it.
+    /// Half of the fingerprint of each page: it misses one change in four billion.
     half_fingerprints: Vec<u32>,
 }
 
-/// Neighbouring pages that have held what they hold since the same moment.
+/// Neighboring pages that have kept their content since the same time.
 struct StableRange {
     range: AddressRange,
-    /// Milliseconds from the beginning until they were first seen with it.
+    /// Milliseconds from the start until they were first seen with this content.
     since_ms: u64,
 }
 
 impl ProcessAges {
-    /// Take note of the page that follows.
+    /// Record the next page.
     fn push_page(&mut self, page: AddressRange, content: u32, since_ms: u64) {
         self.half_fingerprints.push(content);
         match self.ranges.last_mut().filter(|last| last.range.end == page.start && last.since_ms == since_ms) {
@@ -66,7 +66,7 @@ impl ProcessAges {
         }
     }
 
-    /// The address of each page, its content, and since when it holds that.
+    /// The address of each page, its content, and since when it has kept it.
     fn pages(&self, page_bytes: u64) -> impl Iterator<Item = (u64, u32, u64)> {
         let each = move |stretch: &StableRange| {
             let (range, since) = (stretch.range, stretch.since_ms);
@@ -79,14 +79,14 @@ impl ProcessAges {
             .map(|((address, since), &content)| (address, content, since))
     }
 
-    /// What was seen of a range, and since when it holds that.
+    /// The recorded subranges of a range, each with the time since when it has kept its content.
     fn ranges_within(&self, range: AddressRange) -> impl Iterator<Item = (u64, AddressRange)> {
         let first = self.ranges.partition_point(|stretch| stretch.range.end <= range.start);
         let within = self.ranges[first..].iter().take_while(move |stretch| stretch.range.start < range.end);
         within.filter_map(move |stretch| Some((stretch.since_ms, stretch.range.overlap(range)?)))
     }
 
-    /// The pieces of a range of which most pages that were seen are not ripe.
+    /// The chunks of a range in which most recorded pages are not stable yet.
     fn unstable_chunks(&self, range: AddressRange, page_bytes: u64, now_ms: u64, min_age_ms: u64) -> Vec<AddressRange> {
         let is_young = |piece: &AddressRange| {
             let (mut all, mut ripe) = (0, 0);
@@ -101,36 +101,36 @@ impl ProcessAges {
 }
 
 impl StableAges {
-    /// Nothing seen yet. The key is drawn here.
+    /// An empty record. Draws the key.
     pub fn new(page_size: PageSize) -> Result<Self, Error> {
         Self::starting_at(page_size, Instant::now())
     }
 
-    /// Nothing seen before a time.
+    /// An empty record that starts at a given time.
     pub fn starting_at(page_size: PageSize, started: Instant) -> Result<Self, Error> {
         let hasher = Hasher::with_random_key(page_size.as_len()).map_err(Error::RandomKey)?;
         Ok(Self { hasher, page_size, started, ages_by_process: BTreeMap::new(), cache: ScanCache::new(started) })
     }
 
-    /// What is remembered between the censuses, with the key of all of them.
+    /// The cache between the censuses, with the key of all of them.
     pub fn cache_and_hasher(&mut self) -> (&mut ScanCache, &Hasher) {
         (&mut self.cache, &self.hasher)
     }
 
-    /// How many pages of a process the last census has not read, since it was remembered what they held.
+    /// Pages of a process that the last census took from the cache instead of reading them.
     pub fn reused_pages(&self, process: ProcessId) -> Pages {
         self.cache.reused_pages(process)
     }
 
-    /// The fingerprint of all censuses that are compared.
+    /// The hasher of all compared censuses.
     pub fn hasher(&self) -> &Hasher {
         &self.hasher
     }
 
-    /// Take note of what a census under this key found at `now`, and leave those pieces out of its plan of which most
-    /// pages that should merge are not ripe, and those of which most have nobody else to merge with then. What a program
-    /// enrolled itself of them is withdrawn while ksmd works, unless some of it is merged. Of processes that the census
-    /// has not what is known stays. Tells how much of each was left out.
+    /// Record the findings of a census under this key at `now`. Drop from its plan the chunks in which most pages that
+    /// should merge are not stable yet, or have no partner left. If the program itself enrolled such a chunk, it is
+    /// unenrolled while ksmd works, unless a page of it is merged. The records of processes outside the census stay.
+    /// Returns how many bytes of each process were dropped.
     pub fn drop_unstable_ranges(
         &mut self,
         plan: &mut MergePlan,
@@ -160,7 +160,7 @@ impl StableAges {
             young.insert(target.process.id, not);
             ripe.insert(target.process.id, old);
         }
-        // Each piece may be all that another has to merge with.
+        // Each chunk may hold the only partners of another chunk.
         for _ in 0..MAX_PARTNER_ROUNDS {
             if young.values().all(Vec::is_empty) {
                 break;
@@ -234,15 +234,15 @@ impl StableAges {
         }
     }
 
-    /// Forget the processes that do not fit.
+    /// Drop the records of all processes that `keep` rejects.
     pub fn retain_processes(&mut self, keep: impl Fn(ProcessId) -> bool) {
         self.ages_by_process.retain(|&process, _| keep(process));
         self.cache.retain_processes(keep);
     }
 }
 
-/// Which of some ranges the program of a target has enrolled itself, and nothing is merged in: ksmd would take them all
-/// the same. `subject` is the target's position among the subjects of the census.
+/// The ranges that the target's program enrolled itself and in which no page is merged: ksmd would scan them anyway.
+/// `subject` is the target's position among the subjects of the census.
 fn enrolled_without_merges(
     target: &PlanTarget,
     subject: usize,
@@ -268,8 +268,8 @@ fn enrolled_without_merges(
     own.into_iter().filter(has_none).collect()
 }
 
-/// Of some pieces, ascending for each process, those of which most of what should merge is in groups of which nothing
-/// else is in any of the pieces, or merged.
+/// The chunks in which most pages that should merge have no partner: no other page of their group is in any chunk, or
+/// merged. `chunks` are ascending for each process.
 fn chunks_without_partners(
     census: &Census,
     index: &PageIndex,
@@ -290,7 +290,7 @@ fn chunks_without_partners(
             let (.., address) = index.locate(member.ordinal)?;
             Some((member.first_page_of_frame, piece_at(member.subject, address)?))
         }));
-        // What has one frame since a fork is one.
+        // Pages that share one frame since a fork count as one.
         let is_one = there.iter().all(|(frame, _)| *frame == there[0].0);
         let counts = if is_one && !members.iter().any(|member| member.merged) { &alone } else { &others };
         for &(_, (subject, at)) in there.iter() {
@@ -326,7 +326,7 @@ mod tests {
     const PAGE_BYTES: u64 = 4096;
 
     proptest! {
-        /// Stretches say of each page what was said of it, and of each piece what its pages say one by one.
+        /// Ranges return the recorded time of each page, and chunks agree with their pages one by one.
         #[test]
         fn stable_ranges_match_their_pages(
             pages in prop::collection::btree_map(0u64..4096, (0u32..3, 0u64..3), 0..300),

@@ -1,29 +1,30 @@
-//! Withdrawing processes from KSM, with the memory for it made sure of.
+//! Unenrolls processes from KSM after it has checked that memory suffices.
 //!
-//! [`make_plan`] counts what each process has merged and what it takes to give it pages of its own, exactly where frames may
-//! be looked at; [`execute_plan`] withdraws part by part, and asks [`pagefold_base::guard`] before each part, since other
-//! processes take memory meanwhile. Who needs least comes first: so most processes are through when memory runs out, and
-//! each of the others but one is as it was. Within a process parts go by address, which cuts at most one region in two
-//! at a time. A part is at most [`MAX_PAGES_PER_BATCH`] pages; a guest that is reached by its control socket is one part, whose backends are
-//! withdrawn one by one, and the guard is asked before each for what is left of the guest.
+//! [`make_plan`] counts the merged pages of each process and the frames that unmerging them takes. The counts are exact
+//! where frame numbers are readable. [`execute_plan`] unenrolls batch by batch and asks [`pagefold_base::guard`] before
+//! each batch, since other processes take memory meanwhile. The process that needs the fewest frames comes first. If
+//! memory runs out, most processes are then done, and at most one of the rest is partly unenrolled. Within a process,
+//! batches go by address, so at most one region at a time is partly unenrolled. A batch has at most
+//! [`MAX_PAGES_PER_BATCH`] pages. A guest that is reached by its control socket is one batch: its backends are
+//! unenrolled one by one, and the guard checks the rest of the guest before each.
 //!
-//! Unless it is staged, a process goes on only while all of the rest of it fits. So a neighbor that begins to grow finds
-//! what is left, instead of a limit that is filled to the last page.
+//! Unless the run is staged, a process continues only while all of its remaining batches fit. A growing neighbor then
+//! still finds free memory instead of a limit that is filled to the last page.
 //!
-//! # Ways
-//! A process that is enrolled whole (`ksm_merge_any`) is withdrawn whole, regions marked by madvise region by region,
-//! and a guest whose control socket is known by its memory backends, all at once. Who knows what it has enrolled of a
-//! process withdraws that alone. Each unmerges what is merged (mm/ksm.c, `ksm_disable_merge_any`, `ksm_madvise`).
+//! # Methods
+//! A process that is enrolled whole (`ksm_merge_any`) is unenrolled whole; regions marked by madvise, region by region;
+//! a guest whose control socket is known, by its memory backends. A caller that knows which ranges it enrolled
+//! unenrolls only those. Each method unmerges merged pages (mm/ksm.c, `ksm_disable_merge_any`, `ksm_madvise`).
 //!
-//! Before 6.14 nothing tells from outside who is enrolled whole. So a process that is withdrawn region by region is
-//! withdrawn whole there, too, which changes nothing of one that was not.
+//! Before 6.14 the kernel does not show from outside which process is enrolled whole. There, a process that is
+//! unenrolled region by region is unenrolled whole as well; this has no effect on a process that was not enrolled
+//! whole.
 //!
 //! # Limits
-//! Before 6.14 a process that is enrolled whole and has nothing marked now is taken for one that is not enrolled.
-//! A page table of a marked region is read whole, also where little is resident. Frames are kept in memory meanwhile, 8
-//! bytes for each merged page. Which zero pages KSM placed cannot be seen from outside: each zero page of a part could
-//! be one, and no more than `ksm_zero_pages` of a process are. Where frames may not be looked at, which takes root, a
-//! process is one part.
+//! Before 6.14 a process that is enrolled whole and has no marked region now counts as not enrolled. The page table of
+//! a marked region is read whole, also where little is resident. The plan keeps 8 bytes for each merged page. Zero
+//! pages that KSM placed look like other zero pages from outside: each zero page of a batch could be one, up
+//! to `ksm_zero_pages` of the process. Reading frame numbers takes root; without it, a process is one batch.
 
 mod still_merged;
 
@@ -45,75 +46,75 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Page table entries read at once.
+/// Page table entries per read.
 const PAGEMAP_ENTRIES_PER_READ: u64 = 64 * 1024;
 
-/// Merged pages of one part: 32 MiB of 4 KiB pages, some tens of milliseconds of copying.
+/// Maximum merged pages of one batch: 32 MiB of 4 KiB pages, some tens of milliseconds of copying.
 pub const MAX_PAGES_PER_BATCH: usize = 8192;
 
-/// How often memory is looked at while it is waited for.
+/// Interval between checks while waiting for memory.
 const MEMORY_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// How long the memory backends of a guest may take in all, and how much longer for each GiB that is merged of it, which
-/// takes about 0.2 s.
+/// Time limit for the memory backends of a guest together, and its increase per merged GiB, which takes about 0.2 s.
 const GUEST_TIMEOUT_BASE_AND_PER_GIB: (Duration, Duration) = (Duration::from_secs(60), Duration::from_secs(2));
 
-/// Huge pages put together between two looks at memory.
+/// Huge pages collapsed between two memory checks.
 const HUGE_PAGES_PER_COLLAPSE: usize = 64;
 
-/// How a process is withdrawn.
+/// How a process is unenrolled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum UnenrollMethod {
-    /// It is enrolled whole: `PR_SET_MEMORY_MERGE`.
+    /// Enrolled whole: `PR_SET_MEMORY_MERGE`.
     WholeProcess,
-    /// Its regions are marked: `MADV_UNMERGEABLE`. Also one that may be enrolled whole, where the kernel does not tell.
+    /// Its regions are marked: `MADV_UNMERGEABLE`. Also a process that may be enrolled whole, where the kernel does not
+    /// show it.
     MarkedRegions,
-    /// Only these ranges are withdrawn, as far as they are marked: ascending.
+    /// Unenroll only these ranges, as far as they are marked; ascending.
     Ranges(Vec<AddressRange>),
-    /// It is a guest whose control socket is known.
+    /// A guest whose control socket is known.
     Guest {
         /// The socket.
         socket: PathBuf,
-        /// The backends that are marked, with their sizes.
+        /// The marked backends, with their sizes.
         backends: Vec<(String, Bytes)>,
     },
-    /// It is a guest whose control socket is known and of no use, for this reason.
+    /// A guest whose control socket is known but unusable, for this reason.
     UnreachableGuest(String),
 }
 
-/// Ranges of a process that are withdrawn together.
+/// Ranges of a process that are unenrolled together.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnenrollBatch {
-    /// Where: ascending.
+    /// The ranges, ascending.
     pub ranges: Vec<AddressRange>,
     /// Pages on KSM frames.
     pub merged_pages: Pages,
-    /// Pages of zeros that KSM may have placed.
+    /// Zero pages that KSM may have placed.
     pub zero_pages: Pages,
-    /// Frames that come free if what stands before it was withdrawn.
+    /// Frames that unenrolling this batch frees after all batches before it.
     pub freed_frames: Pages,
 }
 
-/// A process that is enrolled.
+/// An enrolled process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct UnenrollTarget {
-    /// Who it is.
+    /// The process.
     pub process: Process,
-    /// How it is withdrawn.
+    /// How it is unenrolled.
     pub method: UnenrollMethod,
-    /// In the order in which they are withdrawn.
+    /// The batches, in the order of unenrolling.
     pub batches: Vec<UnenrollBatch>,
-    /// Pages of zeros that KSM placed in them, at most.
+    /// Maximum number of zero pages in them that KSM placed.
     pub max_zero_pages: Pages,
     /// Anonymous memory in huge pages.
     pub anon_huge: Bytes,
-    /// Whether frames could be looked at; otherwise the pages are an upper bound, and none comes free.
+    /// Whether frame numbers could be read. Otherwise the page counts are upper bounds, and no frame counts as freed.
     pub frames_readable: Reading<()>,
 }
 
 impl UnenrollMethod {
-    /// Whether a region is reached in this way. Of a guest those are as large as a backend; what QEMU marks beside, its
-    /// firmware and video memory, is smaller.
+    /// Whether this method reaches a region. The reached regions of a guest are at least as large as a backend; other
+    /// regions that QEMU marks, its firmware and video memory, are smaller.
     fn covers(&self, region: &Region) -> bool {
         match self {
             Self::Guest { backends, .. } => backends.iter().any(|&(_, size)| region.range.bytes() >= size),
@@ -121,7 +122,7 @@ impl UnenrollMethod {
         }
     }
 
-    /// What of a region is withdrawn in this way.
+    /// The ranges of a region that this method unenrolls.
     fn covered_ranges(&self, region: &Region) -> Vec<AddressRange> {
         match self {
             Self::Ranges(ranges) => {
@@ -139,17 +140,17 @@ impl UnenrollTarget {
         self.batches.iter().map(|part| part.merged_pages).sum()
     }
 
-    /// Pages that get a frame of their own.
+    /// Pages that get their own frame.
     pub fn copied_pages(&self) -> Pages {
         self.merged_pages() + self.max_zero_pages
     }
 
-    /// Frames that come free.
+    /// Frames that are freed.
     pub fn freed_frames(&self) -> Pages {
         self.batches.iter().map(|part| part.freed_frames).sum()
     }
 
-    /// The frames it takes to withdraw it after those before it.
+    /// The frames that unenrolling it takes, after all targets before it.
     pub fn frame_need(&self) -> FrameNeed {
         FrameNeed::for_cgroup(self.cgroup(), self.copied_pages(), self.freed_frames())
     }
@@ -162,7 +163,7 @@ impl UnenrollTarget {
         )
     }
 
-    /// All that is marked, ascending.
+    /// All marked ranges, ascending.
     fn marked_ranges(&self) -> Vec<AddressRange> {
         joined(self.batches.iter().flat_map(|part| part.ranges.clone()).collect())
     }
@@ -172,19 +173,19 @@ impl UnenrollTarget {
     }
 }
 
-/// Who is to be withdrawn.
+/// The processes to unenroll.
 #[derive(Clone, Debug, Default)]
 pub struct UnenrollPlan {
-    /// Those that are enrolled, who needs least first.
+    /// The enrolled processes, the one that needs the fewest frames first.
     pub targets: Vec<UnenrollTarget>,
-    /// How many of the chosen processes are not enrolled.
+    /// Number of selected processes that are not enrolled.
     pub not_enrolled: usize,
-    /// Those that were asked for and not seen.
+    /// Selected processes that were not scanned.
     pub unscanned: Vec<UnscannedProcess>,
 }
 
 impl UnenrollTarget {
-    /// The frames that its first parts take.
+    /// The frames that its first batches take.
     fn frames_for_batches(&self, parts: usize) -> Pages {
         if parts == self.batches.len() {
             return self.frame_need().host;
@@ -194,7 +195,7 @@ impl UnenrollTarget {
 }
 
 impl UnenrollPlan {
-    /// What all of it takes.
+    /// The frames that the whole plan takes.
     pub fn frame_need(&self) -> FrameNeed {
         let mut sum = FrameNeed::default();
         self.targets.iter().for_each(|target| sum += &target.frame_need());
@@ -206,12 +207,12 @@ impl UnenrollPlan {
         self.targets.iter().filter_map(|target| target.cgroup().map(str::to_owned)).collect()
     }
 
-    /// What there is, and whether a need fits.
+    /// The available memory, and whether a need fits.
     pub fn check_memory(&self, host: &dyn Host, need: &FrameNeed) -> MemoryCheck {
         guard::check_memory(need, &self.measure_headroom(host), host.page_size())
     }
 
-    /// How many parts, of how many, fit now one after the other.
+    /// How many batches fit now, one after the other, and how many there are.
     pub fn count_batches_that_fit(&self, host: &dyn Host) -> (usize, usize) {
         let needs: Vec<FrameNeed> = self
             .targets
@@ -235,8 +236,8 @@ impl UnenrollPlan {
     }
 }
 
-/// Find out what is enrolled in the chosen processes, and what withdrawing it takes. `way` tells of a guest how it is
-/// reached; of those of which it tells nothing the enrolment does.
+/// Find out which ranges of the selected processes are enrolled, and how many frames unenrolling them takes.
+/// `method_for` returns the method for guests; where it returns nothing, the kind of enrollment decides.
 pub fn make_plan(
     host: &dyn Host,
     selection: &ProcessSelection,
@@ -275,7 +276,7 @@ pub fn make_plan(
 /// A merged page: its frame, with all mappings of it.
 type KsmPageMappings = (Pfn, u64);
 
-/// Take mappings away from frames, and tell how many frames have none left.
+/// Remove mappings from frames; returns how many frames have no mapping left.
 fn remove_mappings(left: &mut HashMap<Pfn, u64>, pages: &[KsmPageMappings]) -> Pages {
     let mut returned = 0;
     for &(frame, mappings) in pages {
@@ -290,7 +291,7 @@ fn is_mergeable(region: &Region) -> bool {
     region.flags.has(VmFlags::MERGEABLE)
 }
 
-/// A process with its parts, and for each part its merged pages.
+/// A process with its batches, and the merged pages of each batch.
 fn plan_process(
     host: &dyn Host,
     handle: &dyn Handle,
@@ -298,7 +299,7 @@ fn plan_process(
     regions: &[Region],
     way: UnenrollMethod,
 ) -> Reading<(UnenrollTarget, Vec<Vec<KsmPageMappings>>)> {
-    // Before 6.6 there is no such counter, and zero pages are not brought back.
+    // Before 6.6 the kernel has no such counter and unmerging does not copy zero pages.
     let zeros = match &process.ksm.zero_pages {
         Ok(pages) => Pages(u64::try_from(*pages).unwrap_or(0)),
         Err(_) => Pages::ZERO,
@@ -342,7 +343,7 @@ fn plan_process(
     ))
 }
 
-/// All of a process as one part, by the kernel's sums.
+/// A whole process as one batch, by the kernel's sums.
 fn estimate_batch(
     host: &dyn Host,
     process: &Process,
@@ -363,7 +364,7 @@ fn may_have_ksm_pages(region: &Region, zeros: Pages) -> bool {
     zeros > Pages::ZERO || region.ksm.as_ref().is_ok_and(|ksm| *ksm > Bytes::ZERO) || region.ksm.is_err()
 }
 
-/// Regions put together to parts.
+/// Collects ranges into batches.
 struct BatchBuilder {
     max_pages: usize,
     batches: Vec<UnenrollBatch>,
@@ -398,13 +399,13 @@ impl BatchBuilder {
     }
 }
 
-/// What was found in a range: pages by address, each on a KSM frame or on the kernel's page of zeros.
+/// The pages of a range by address, each on a KSM frame or on the kernel's zero page.
 #[derive(Default)]
 struct RangePages {
     pages: Vec<(u64, Option<KsmPageMappings>)>,
 }
 
-/// Look at the frames of a range.
+/// Read the frames of a range.
 fn read_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> Reading<RangePages> {
     let page = host.page_size();
     let mut found = RangePages::default();
@@ -414,7 +415,7 @@ fn read_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> 
         let mut present = Vec::new();
         for (i, mapping) in handle.mappings(AddressRange { start, end })?.into_iter().enumerate() {
             if mapping.present {
-                // The kernel hides frame numbers from those without CAP_SYS_ADMIN.
+                // The kernel hides frame numbers from processes without CAP_SYS_ADMIN.
                 present.push((start + page.bytes_of(Pages(i as u64)).0, mapping.frame.ok_or(Absent::Denied)?));
             }
         }
@@ -446,45 +447,45 @@ fn read_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> 
     Ok(found)
 }
 
-/// What may be done.
+/// Limits of a run.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct UnenrollLimits {
-    /// Each part as soon as it fits, whether the rest does or not.
+    /// Unenroll each batch as soon as it fits, whether the rest fits or not.
     pub staged: bool,
-    /// Whatever the guard says.
+    /// Ignore the guard.
     pub force: bool,
-    /// How long memory may be waited for.
+    /// Maximum time to wait for memory.
     pub max_wait: Duration,
-    /// Whether huge pages are put together afterwards.
+    /// Whether huge pages are collapsed afterwards.
     pub collapse_huge_pages: bool,
-    /// Percent of ten seconds in which some task waited for memory, from which on it is short and no further part of
-    /// whom it is short for is withdrawn, whatever the guard says.
+    /// Percent of the last ten seconds in which a task stalled on memory. Above it memory counts as short, and no
+    /// further batch of a process that is short of memory is unenrolled, whatever the guard says.
     pub max_pressure_percent: Option<f64>,
 }
 
-/// What became of a process.
+/// The result for one process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct UnenrollResult {
-    /// Parts that were withdrawn.
+    /// Unenrolled batches.
     pub batches_done: usize,
-    /// Whether all of it was, as far as it was taken.
+    /// Whether all of it was unenrolled, except the missed ranges.
     pub all_unenrolled: bool,
-    /// For how long a thread of it was stopped, and how often.
+    /// How long a thread of it was stopped, for each stop.
     pub stop_durations: Vec<Duration>,
-    /// Ranges that were not taken, and why.
+    /// Ranges that could not be unenrolled, and why.
     pub missed_ranges: Vec<(AddressRange, String)>,
-    /// What went wrong.
+    /// The error that ended the work on it.
     pub error: Option<String>,
     /// Whether it ended meanwhile.
     pub ended: bool,
-    /// What is still merged.
+    /// Pages that are still merged.
     pub still_merged: Option<Reading<StillMerged>>,
-    /// Memory of it in huge pages after unmerging and after putting them together.
+    /// Its memory in huge pages after unmerging, and after the collapse.
     pub huge_before_and_after_collapse: Option<(Bytes, Bytes)>,
 }
 
 impl UnenrollResult {
-    /// Whether nothing of it is enrolled or merged any more, also because it has ended.
+    /// Whether none of it is enrolled or merged any more; also true if it has ended.
     pub fn is_complete(&self) -> bool {
         let clean = self.error.is_none() && self.missed_ranges.is_empty();
         let none = |remains: &StillMerged| remains.merged_pages == Pages::ZERO && remains.zero_pages == Pages::ZERO;
@@ -493,43 +494,43 @@ impl UnenrollResult {
     }
 }
 
-/// What was done.
+/// The outcome of a run.
 #[derive(Clone, Debug)]
 pub struct UnenrollOutcome {
     /// In the order of the plan's targets.
     pub targets: Vec<UnenrollResult>,
-    /// Why it stopped before its end: the guard's word on the step that did not fit.
+    /// The guard's verdict on the step that did not fit and stopped the run.
     pub stopped_by_guard: Option<MemoryCheck>,
-    /// Whether it was asked to stop.
+    /// Whether the operator interrupted the run.
     pub interrupted: bool,
-    /// The kernel's figures before and after.
+    /// The kernel's counters before.
     pub before: HostCounters,
-    /// See `before`.
+    /// The kernel's counters after.
     pub after: HostCounters,
 }
 
 impl UnenrollOutcome {
-    /// The frames that were planned for what was withdrawn.
+    /// The frames planned for the batches that were unenrolled.
     pub fn planned_frames(&self, plan: &UnenrollPlan) -> Pages {
         plan.targets.iter().zip(&self.targets).map(|(target, done)| target.frames_for_batches(done.batches_done)).sum()
     }
 }
 
-/// The host's figures that tell what was taken.
+/// Host counters that show how much memory unmerging took.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostCounters {
     /// `MemAvailable`.
     pub available: Reading<Bytes>,
     /// `AnonPages`.
     pub anon: Reading<Bytes>,
-    /// `cow_ksm`: copies made of KSM pages since boot.
+    /// `cow_ksm`: copies of KSM pages since boot.
     pub cow_ksm: Reading<u64>,
     /// `oom_kill`: processes that the OOM killer ended since boot, on the host or in a cgroup.
     pub oom_kills: Reading<u64>,
 }
 
 impl HostCounters {
-    /// As they are now.
+    /// The current counters.
     pub fn observe(host: &dyn Host) -> Self {
         let memory = observe::memory(host);
         let vmstat = observe::vmstat(host);
@@ -543,7 +544,7 @@ impl HostCounters {
     }
 }
 
-/// Withdraw. What does not fit is not done unless forced; errors of single processes are in what is returned.
+/// Unenroll. Batches that do not fit are skipped unless forced; errors of single processes are in the outcome.
 ///
 /// # Errors
 /// If the journal fails.
@@ -622,7 +623,7 @@ impl UnenrollRun<'_, '_> {
         Ok(())
     }
 
-    /// Withdraw the backends of a guest one after the other, each once the guard allows what is left of the guest. Tells
+    /// Unenroll the backends of a guest one after the other, each once the guard allows the rest of the guest. Returns
     /// whether all of them were tried.
     fn unenroll_guest(
         &mut self,
@@ -637,12 +638,12 @@ impl UnenrollRun<'_, '_> {
             (GUEST_TIMEOUT_BASE_AND_PER_GIB.0 + GUEST_TIMEOUT_BASE_AND_PER_GIB.1 * gib, Duration::ZERO);
         for (backend, _) in backends {
             if spent >= limit {
-                done.error = Some(format!("{} answers too slowly; `--inject` goes from within", socket.display()));
+                done.error = Some(format!("{} answers too slowly; `--inject` unenrolls from within", socket.display()));
             }
             if done.ended || done.error.is_some() || self.should_stop() || self.is_memory_short(target, done) {
                 return Ok(false);
             }
-            // Where frames can be read, the guard counts them; otherwise the kernel's sums tell what is left.
+            // Where frames are readable, the guard counts them; otherwise the kernel's sums give the rest.
             let left = match &target.frames_readable {
                 Ok(()) => Err(Absent::NotOnThisKernel),
                 Err(_) => still_merged::guest_remainder_batch(host, target),
@@ -660,8 +661,8 @@ impl UnenrollRun<'_, '_> {
         Ok(true)
     }
 
-    /// Withdraw the parts of a process one after the other, each once the guard allows it. Tells whether all of them
-    /// were tried.
+    /// Unenroll the batches of a process one after the other, each once the guard allows it. Returns whether all of
+    /// them were tried.
     fn unenroll_batches(&mut self, target: &UnenrollTarget, done: &mut UnenrollResult) -> Result<bool, SessionError> {
         for (position, part) in target.batches.iter().enumerate() {
             let rest = if self.limits.staged { &[] } else { &target.batches[position + 1..] };
@@ -696,7 +697,7 @@ impl UnenrollRun<'_, '_> {
         Ok(())
     }
 
-    /// Whether memory is short for a process, and that is heeded. Notes it.
+    /// Whether memory is short for a process and the limits heed that. Records it as the process's error.
     fn is_memory_short(&self, target: &UnenrollTarget, done: &mut UnenrollResult) -> bool {
         let short = |percent| memory_headroom::is_memory_short(self.session.host(), target.cgroup(), percent);
         let pressed = self.limits.max_pressure_percent.is_some_and(short);
@@ -706,8 +707,8 @@ impl UnenrollRun<'_, '_> {
         pressed
     }
 
-    /// Whether parts of a process, as they are now, fit together with the rest as it was planned; waits as long as may be
-    /// waited. Remembers why not.
+    /// Whether batches of a process, counted now, fit together with the rest as planned. Waits up to the deadline and
+    /// records the verdict if they do not fit.
     fn wait_for_memory(
         &mut self,
         target: &UnenrollTarget,
@@ -734,8 +735,8 @@ impl UnenrollRun<'_, '_> {
         }
     }
 
-    /// What parts of a process take now, since after the plan pages were merged, written and unmapped, with the rest of
-    /// it as it was planned. What cannot be counted takes what was planned.
+    /// The frames that batches of a process take now, with the rest as planned: since the plan, pages were merged,
+    /// written and unmapped. Where the pages cannot be counted, the plan's figures stand.
     fn current_need(&self, target: &UnenrollTarget, parts: &[UnenrollBatch], rest: &[UnenrollBatch]) -> FrameNeed {
         let host = self.session.host();
         let look = || -> Reading<FrameNeed> {
@@ -769,13 +770,14 @@ impl UnenrollRun<'_, '_> {
         }
     }
 
-    /// Put huge pages together where all of one is resident and the host allows it. That takes one free huge page at a
-    /// time, whose frames are given back by those it replaces; what is not resident would take memory for good.
+    /// Collapse huge pages where all pages of one are resident and the host allows it. Each collapse takes one free
+    /// huge page; the replaced frames are then freed. Collapsing ranges that are not resident would take memory for
+    /// good.
     fn collapse_huge_pages(&mut self, target: &UnenrollTarget, done: &mut UnenrollResult) -> Result<(), SessionError> {
         let host = self.session.host();
         let Ok((before, ranges)) = find_collapsible(host, target) else { return Ok(()) };
         let huge = observe::huge_page_bytes(host).unwrap_or(0);
-        // Two, since the pages that are replaced are freed in batches.
+        // Two, since the kernel frees the replaced pages in batches.
         let pages = host.page_size().pages_in(Bytes(2 * huge));
         let need = FrameNeed::for_cgroup(target.cgroup(), pages, Pages::ZERO);
         for ranges in ranges.chunks(HUGE_PAGES_PER_COLLAPSE) {
@@ -784,10 +786,10 @@ impl UnenrollRun<'_, '_> {
             }
             let action = Action::Collapse { process: target.process.id, ranges: ranges.to_vec() };
             match self.session.apply(&action, ChangeLifetime::Permanent) {
-                // What was not put together is seen by what came back.
+                // The huge pages after the collapse show which ranges failed.
                 Ok(effect) => done.stop_durations.extend(effect.stop_durations),
                 Err(SessionError::Refused(why)) => {
-                    done.error = Some(format!("huge pages could not be put together: {why}"));
+                    done.error = Some(format!("cannot collapse huge pages: {why}"));
                     break;
                 }
                 Err(other) => return Err(other),
@@ -800,7 +802,7 @@ impl UnenrollRun<'_, '_> {
     }
 }
 
-/// Ranges in the order of their addresses, those that meet as one.
+/// Ranges in address order; adjacent and overlapping ranges become one.
 pub fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
     ranges.sort_unstable();
     let mut all: Vec<AddressRange> = Vec::new();
@@ -813,8 +815,8 @@ pub fn joined(mut ranges: Vec<AddressRange>) -> Vec<AddressRange> {
     all
 }
 
-/// Memory of a process in huge pages now, and the ranges that could be but are not: aligned, wholly resident, in what
-/// was withdrawn, where huge pages are allowed.
+/// Memory of a process in huge pages now, and the ranges that could be huge pages but are not: aligned, wholly
+/// resident, unenrolled, where huge pages are allowed.
 fn find_collapsible(host: &dyn Host, target: &UnenrollTarget) -> Reading<(Bytes, Vec<AddressRange>)> {
     let huge = observe::huge_page_bytes(host)?;
     let mode = observe::thp_mode(host)?;

@@ -1,7 +1,7 @@
-//! What KSM really holds of a plan, from page tables and frame flags.
+//! Pages of a plan that KSM really merged, from page tables and frame flags.
 //!
-//! KSM's counters are those of ksmd's last look: a page that was written since still counts as shared. Page tables tell
-//! the truth, and with ksmd stopped they tell one moment. It takes the privilege to see frames.
+//! KSM's counters date from ksmd's last visit: a page that was written since still counts as shared. Page tables are
+//! exact, and with ksmd stopped they are a consistent snapshot. Reading them needs the privilege to see frame numbers.
 
 use crate::decide::outcome::KsmPageCounts;
 use crate::decide::plan::{MergePlan, PlanTarget};
@@ -12,19 +12,20 @@ use pagefold_host::{Host, ProcessHandle, hold, observe, parse};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
 
-/// The most address space of one process in which zero pages are counted. Reading it takes about a second of CPU time,
+/// Maximum address space of one process in which zero pages are counted. Reading it takes about a second of CPU time,
 /// even where nothing is mapped.
 const MAX_WALKED_ADDRESS_SPACE: Bytes = Bytes(256 << 30);
 
-/// Resident memory of the largest process whose `smaps_rollup` is read beside its work: about a second of CPU time, for
-/// most of which it can map and unmap nothing.
+/// Resident memory of the largest process whose `smaps_rollup` is read while it runs. Reading takes about a second of
+/// CPU time; during most of it the process cannot map or unmap memory.
 pub const LARGEST: Bytes = Bytes(64 << 30);
 
-/// Pages looked at at once.
+/// Pages per read.
 const PAGES_PER_READ: u64 = 1 << 16;
 
-/// Pages of a range that are mapped to a KSM frame that others map too (one that nobody else maps saves nothing), pages
-/// that are mapped to the kernel's page of zeros, and all that are in memory. The KSM frames are added to `frames`.
+/// Count the pages of a range that are mapped to a KSM frame, the pages that are mapped to the kernel's zero page, and
+/// all resident pages. A KSM page without another mapping saves nothing and does not count. The KSM frames are added to
+/// `frames`.
 fn count_ksm_pages(
     host: &dyn Host,
     handle: &dyn ProcessHandle,
@@ -58,26 +59,25 @@ fn count_ksm_pages(
     Ok(found)
 }
 
-/// What KSM holds of a range of a process.
+/// Count the KSM pages of a range of a process.
 pub fn count_range_pages(host: &dyn Host, process: ProcessId, range: AddressRange) -> Reading<KsmPageCounts> {
     count_ksm_pages(host, &*hold(host, process)?, range, &mut Vec::new())
 }
 
-/// What is merged of a target, and the KSM frames that it is mapped to.
+/// The merged pages of a target, and the KSM frames that they are mapped to.
 #[derive(Debug)]
 pub struct MergedTarget {
     counts: KsmPageCounts,
-    /// Pages of zeros that KSM has placed in the whole of the process, by its counter.
+    /// Zero pages that KSM placed in the whole process, by its counter.
     ksm_zero_pages: Pages,
-    /// Huge pages in the whole of the process, zero where the plan knows of none in its regions; nothing where it is not
-    /// known.
+    /// Huge pages in the whole process; zero where the plan knows of none in its regions; `None` where unknown.
     huge: Option<Bytes>,
     /// Ascending, each once.
     frames: Vec<KsmFrame>,
 }
 
 impl MergedTarget {
-    /// Nothing is merged of a process with so much in huge pages.
+    /// A process without merged pages and with so many bytes in huge pages.
     fn none(huge: Option<Bytes>) -> Self {
         Self { counts: KsmPageCounts::default(), ksm_zero_pages: Pages::ZERO, huge, frames: Vec::new() }
     }
@@ -89,12 +89,12 @@ struct KsmFrame {
     frame: Pfn,
     /// How many pages of the target's ranges are mapped to it.
     own_mappings: u64,
-    /// How many pages of anybody are; 0 where the kernel does not tell.
+    /// How many pages of all processes are mapped to it; 0 where the kernel does not show it.
     all_mappings: u64,
 }
 
-/// Tell who of some has a part in each frame that would come free without them, frame by frame: one that others map as
-/// well is there anyway, and who joins it takes nothing for it.
+/// Visit each frame that unmerging these targets would free, with the positions of the targets that share it. A frame
+/// that other processes map as well stays in any case, and joining it costs nothing.
 fn visit_taken_frames<'h>(held: impl Iterator<Item = (usize, &'h MergedTarget)>, mut tell: impl FnMut(&[usize])) {
     let mut rests: Vec<(usize, &[KsmFrame])> = held.map(|(position, held)| (position, &held.frames[..])).collect();
     let first = |(at, (_, frames)): (usize, &(usize, &[KsmFrame]))| Some(Reverse((frames.first()?.frame, at)));
@@ -117,10 +117,10 @@ fn visit_taken_frames<'h>(held: impl Iterator<Item = (usize, &'h MergedTarget)>,
     }
 }
 
-/// What is merged of each target of a plan; nothing of those that have ended.
+/// The merged pages of each target of a plan; `None` for ended processes.
 ///
-/// Pages of zeros are counted by page tables too: those that the kernel maps to its page of zeros when ksmd has a huge
-/// page split are in no counter of KSM (mm/migrate.c, `try_to_map_unused_to_zeropage`).
+/// Zero pages are counted by page tables too: when ksmd has a huge page split, the kernel maps zero pages to its zero
+/// page without any KSM counter (mm/migrate.c, `try_to_map_unused_to_zeropage`).
 pub fn measure_targets(host: &dyn Host, plan: &MergePlan) -> Reading<Vec<Option<MergedTarget>>> {
     let held = |target| match measure_target(host, target) {
         Ok(held) => Ok(Some(held)),
@@ -130,7 +130,7 @@ pub fn measure_targets(host: &dyn Host, plan: &MergePlan) -> Reading<Vec<Option<
     plan.targets.iter().map(held).collect()
 }
 
-/// The sum over some targets, in which each frame counts once that nobody else maps.
+/// The sum over some targets; each frame that no other process maps counts once.
 pub fn sum_targets<'f>(targets: impl Iterator<Item = &'f MergedTarget> + Clone) -> KsmPageCounts {
     let mut sum = KsmPageCounts::default();
     visit_taken_frames(targets.clone().enumerate(), |_| sum.frames += Pages(1));
@@ -143,15 +143,15 @@ pub fn sum_targets<'f>(targets: impl Iterator<Item = &'f MergedTarget> + Clone) 
     sum
 }
 
-/// What came back between two looks by each target that lives on, less ksmd's metadata for it. They add up to what all
-/// of them gave back.
+/// Net savings between two measurements for each target that still runs, less ksmd's metadata for it. They add up to
+/// the savings of all targets.
 pub fn net_savings(
     host: &dyn Host,
     plan: &MergePlan,
     before: &[Option<MergedTarget>],
     after: &[Option<MergedTarget>],
 ) -> BTreeMap<ProcessId, NetBytes> {
-    // What is shared with somebody who has ended is the others' now.
+    // The share of a process that has ended now belongs to the processes that share its frames.
     let lived: Vec<Option<&MergedTarget>> =
         before.iter().zip(after).map(|(before, after)| before.as_ref().filter(|_| after.is_some())).collect();
     let after: Vec<Option<&MergedTarget>> = after.iter().map(Option::as_ref).collect();
@@ -166,10 +166,10 @@ pub fn net_savings(
     there.map(|(position, target)| (target.process.id, net(position))).collect()
 }
 
-/// Pages of zeros that came back between two looks in each target that lives on, without those that KSM counts. The
-/// kernel frees them when it splits a huge page. Reads of memory that was never written map the same page, so no more
-/// counts than the huge pages that the process lost meanwhile, and nothing where that cannot be read, or would take too
-/// long (`LARGEST`).
+/// Zero pages freed between two measurements in each target that still runs, without those that KSM counts. The kernel
+/// frees them when it splits a huge page. Reads of memory that was never written map the same zero page. So the result
+/// is at most the huge pages that the process lost meanwhile, and zero where they cannot be read or reading takes too
+/// long ([`LARGEST`]).
 pub fn split_zero_pages(
     plan: &MergePlan,
     page_size: PageSize,
@@ -188,27 +188,29 @@ pub fn split_zero_pages(
     freed.collect()
 }
 
-/// Pages of zeros that KSM has placed, by its counter, which is signed and below zero where it means none.
+/// Zero pages that KSM placed, by its counter. The counter is signed and can be below zero, which means none.
 fn ksm_zero_pages(ksm: &ProcessKsm) -> Pages {
     Pages(ksm.zero_pages.as_ref().map_or(0, |pages| (*pages).max(0).unsigned_abs()))
 }
 
-/// Pages mapped to the kernel's zero page that KSM does not count, in private memory: the most that splitting huge pages
-/// can have freed of those that are there still, enrolled or not by now. Memory that was read and never written is among
-/// them. Of a process with more than [`MAX_WALKED_ADDRESS_SPACE`] of accessible memory the rest is left out, so it may be too few.
+/// Pages of private memory mapped to the kernel's zero page that KSM does not count, whether enrolled or not. They
+/// bound from above the zero pages that huge page splits freed; memory that was read but never written is among them.
+/// Of a process with more than [`MAX_WALKED_ADDRESS_SPACE`] of accessible memory the rest is left out, so the count may
+/// be too low.
 pub fn uncounted_zero_pages(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<Pages> {
     let ksm = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
     let mut zeros = Pages::ZERO;
-    // `maps` and not `smaps`, for which the kernel walks all pages of a region under one lock.
+    // `maps` and not `smaps`: for `smaps` the kernel walks all pages of a region under one lock.
     for range in zero_page_ranges(&observe::mapped_regions(handle)?, host.page_size()) {
         zeros += count_ksm_pages(host, handle, range, &mut Vec::new())?.zero;
     }
     Ok(zeros.saturating_sub(ksm_zero_pages(&ksm)))
 }
 
-/// Where zero pages are counted: in private regions with access rights, the smallest first, [`MAX_WALKED_ADDRESS_SPACE`] in all.
+/// The ranges in which zero pages are counted: private regions with access rights, the smallest first,
+/// [`MAX_WALKED_ADDRESS_SPACE`] in all.
 fn zero_page_ranges(layout: &[MapsEntry], page_size: PageSize) -> Vec<AddressRange> {
-    // The kernel's half has `[vsyscall]` alone.
+    // The kernel's half has `[vsyscall]` only.
     let may_have = |mapped: &&MapsEntry| {
         let [read, write, _, shared] = mapped.permissions;
         (read == b'r' || write == b'w') && shared == b'p' && mapped.range.end <= 1 << 63
@@ -225,7 +227,7 @@ fn zero_page_ranges(layout: &[MapsEntry], page_size: PageSize) -> Vec<AddressRan
     ranges
 }
 
-/// Pages that each saves: a frame that several map, and nobody else, is a part of each.
+/// Pages that each target saves. A frame that only these targets map is divided equally among them.
 fn pages_saved_per_target(held: &[Option<&MergedTarget>]) -> Vec<f64> {
     let pages =
         |held: &Option<&MergedTarget>| held.map_or(0.0, |held| (held.counts.merged + held.counts.zero).0 as f64);
@@ -264,7 +266,7 @@ fn measure_target(host: &dyn Host, target: &PlanTarget) -> Reading<MergedTarget>
     Ok(held)
 }
 
-/// Huge pages of a process; nothing where they cannot be read, or where it has more memory than [`LARGEST`].
+/// Huge pages of a process; `None` where they cannot be read, or where it has more memory than [`LARGEST`].
 fn huge_of(handle: &dyn ProcessHandle, page_size: PageSize) -> Option<Bytes> {
     let resident = parse::statm(&handle.read("statm").ok()?).ok()?.resident;
     if page_size.bytes_of(resident) > LARGEST {
@@ -273,21 +275,21 @@ fn huge_of(handle: &dyn ProcessHandle, page_size: PageSize) -> Option<Bytes> {
     observe::rollup(handle).ok()?.anon_huge.ok()
 }
 
-/// Who is enrolled, as far as that can be seen.
+/// The enrolled processes, as far as they are visible.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct EnrolledProcesses {
-    /// Processes that are, wholly or in part. Before 6.14 those of which ksmd keeps track of something.
+    /// Processes that are enrolled, wholly or in part. Before 6.14: processes for which ksmd has metadata.
     pub processes: Vec<ProcessId>,
-    /// Whether there are others of which it cannot be told: those of other users without root, and before 6.14 whoever
-    /// ksmd keeps no track of.
+    /// Whether more processes may be enrolled: without root, those of other users; before 6.14, those for which ksmd
+    /// has no metadata yet.
     pub may_be_incomplete: bool,
 }
 
-/// Who is enrolled. Of all others one file is read, on newer kernels.
+/// Find the enrolled processes. On newer kernels this reads one file of each process.
 pub fn find_enrolled(host: &dyn Host) -> Reading<EnrolledProcesses> {
     let mut enrolled = EnrolledProcesses::default();
     for pid in host.pids()? {
-        // A number alone only rules out: who is found by it is held, and asked again.
+        // The PID alone can only rule a process out; a match is opened and checked again.
         match is_enrolled(|file| host.read(&format!("proc/{pid}/{file}"))) {
             Ok(false) => continue,
             Err(why) => {
@@ -313,14 +315,14 @@ fn is_enrolled(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Reading<bool> {
         ksm = parse::process_ksm(stat, read("ksm_merging_pages"));
     }
     match ksm.mergeable {
-        // What ksmd keeps track of is that of its last look.
+        // ksmd's metadata dates from its last visit.
         Ok(mergeable) => Ok(mergeable),
         Err(_) if ksm.rmap_items.is_ok_and(|items| items > 0) || ksm.merging_pages? > 0 => Ok(true),
         Err(_) => Err(Absent::NotOnThisKernel),
     }
 }
 
-/// Whether a process has enrolled memory now. Before 6.14 its regions tell, which takes longer the more it has.
+/// Whether a process has enrolled memory now. Before 6.14 its regions show it; that takes longer the more there are.
 pub fn has_enrolled_memory(handle: &dyn ProcessHandle) -> Reading<bool> {
     let told = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel));
     match told.mergeable {
@@ -331,7 +333,7 @@ pub fn has_enrolled_memory(handle: &dyn ProcessHandle) -> Reading<bool> {
     }
 }
 
-/// How many processes outside of a plan are enrolled.
+/// Number of enrolled processes outside a plan.
 pub fn count_unplanned_enrolled(host: &dyn Host, plan: &MergePlan) -> Reading<u64> {
     let planned = plan.processes();
     Ok(find_enrolled(host)?.processes.iter().filter(|id| !planned.contains(id)).count() as u64)
@@ -350,7 +352,7 @@ pub fn targets_huge_bytes(host: &dyn Host, plan: &MergePlan) -> Reading<Bytes> {
     Ok(sum)
 }
 
-/// Anonymous memory of the targets that live, and of this process.
+/// Anonymous memory of the running targets, and of this process.
 pub fn resident_anonymous(host: &dyn Host, plan: &MergePlan) -> Reading<(Bytes, Bytes)> {
     let of = |handle: &dyn ProcessHandle| parse::status(&handle.read("status")?).rss_anon;
     let mut sum = Bytes::ZERO;
@@ -365,7 +367,7 @@ pub fn resident_anonymous(host: &dyn Host, plan: &MergePlan) -> Reading<(Bytes, 
     Ok((sum, of(&*host.open(Pid(std::process::id()))?)?))
 }
 
-/// Where the regions begin of each process of a plan that lives on: ascending.
+/// The start addresses of the regions of each running process of a plan, ascending.
 pub fn region_starts(host: &dyn Host, plan: &MergePlan) -> BTreeMap<ProcessId, Vec<u64>> {
     let starts = |id| {
         let maps = parse::maps(&hold(host, id).ok()?.read("maps").ok()?).ok()?;
@@ -374,16 +376,16 @@ pub fn region_starts(host: &dyn Host, plan: &MergePlan) -> BTreeMap<ProcessId, V
     plan.processes().into_iter().filter_map(starts).collect()
 }
 
-/// What a process has done so far.
+/// The activity of a process so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ProcessActivity {
-    /// The CPU time that it has used, in ticks.
+    /// Used CPU time, in ticks.
     pub cpu_ticks: u64,
-    /// Its page faults.
+    /// Page faults.
     pub page_faults: u64,
 }
 
-/// What a process has done so far.
+/// Read the activity of a process.
 pub fn read_activity(host: &dyn Host, process: ProcessId) -> Reading<ProcessActivity> {
     let stat = parse::stat(&hold(host, process)?.read("stat")?)?;
     Ok(ProcessActivity { cpu_ticks: stat.utime.saturating_add(stat.stime), page_faults: stat.page_faults })
@@ -398,12 +400,12 @@ mod tests {
     use pagefold_host::fake_host::FakeHost;
     use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 
-    /// Somebody with so many merged pages, on these frames.
+    /// A target with so many merged pages on these frames.
     fn merged_target(merged: u64, frames: &[u64], rmap_items: u64) -> MergedTarget {
         merged_target_shared_by(merged, frames, rmap_items, 0)
     }
 
-    /// The same, with each frame mapped so many times by all.
+    /// The same, with each frame mapped so many times in all processes.
     fn merged_target_shared_by(merged: u64, frames: &[u64], rmap_items: u64, all: u64) -> MergedTarget {
         let found = KsmPageCounts { merged: Pages(merged), rmap_items: Pages(rmap_items), ..KsmPageCounts::default() };
         let own = merged / (frames.len() as u64).max(1);
@@ -417,17 +419,17 @@ mod tests {
         }
     }
 
-    /// Who comes after others have merged: the frames are theirs.
+    /// The frames exist already: other processes merged before this target.
     #[test]
     fn frame_mapped_elsewhere_costs_nothing() {
         let nothing = [Some(merged_target(0, &[], 0)), Some(merged_target(0, &[], 0))];
         let gain = |after: &[Option<MergedTarget>]| {
             (net_by_pid(&nothing[..after.len()], after)[&0], sum_targets(after.iter().flatten()).frames)
         };
-        // Two pages on two frames, each mapped by one more besides.
+        // Two pages on two frames, each mapped once more elsewhere.
         assert_eq!(gain(&[Some(merged_target_shared_by(2, &[1, 2], 2, 2))]), (2 * 4096 - 128, Pages(0)));
         assert_eq!(gain(&[Some(merged_target_shared_by(2, &[1, 2], 2, 1))]), (-128, Pages(2)), "its own alone");
-        // Two who are all that map it share it, and a third outside pays for it.
+        // The two only mappers of a frame share it; with a third mapper outside, the frame costs them nothing.
         let two =
             |all| [Some(merged_target_shared_by(1, &[1], 1, all)), Some(merged_target_shared_by(1, &[1], 1, all))];
         assert_eq!(gain(&two(2)), (2048 - 64, Pages(1)));
@@ -464,7 +466,7 @@ mod tests {
         assert_eq!(freed(before(0, 0), after(40, 40)), 0);
         assert_eq!(freed(before(50, 0), after(10, 0)), 0, "written since");
         assert_eq!(freed(before(0, 0), None), 0, "its process has ended");
-        // Reads of memory that was never written, which split nothing.
+        // Reads of memory that was never written split no huge page.
         assert_eq!(freed(look(0, 0, Some(0)), look(8192, 0, Some(0))), 0, "there were no huge pages");
         assert_eq!(freed(look(0, 0, Some(1024)), look(8192, 0, Some(1024))), 0, "all huge pages are there still");
         assert_eq!(freed(look(0, 0, Some(1024)), look(8192, 0, Some(512))), 512, "no more than one huge page had");
@@ -487,7 +489,7 @@ mod tests {
         assert_eq!(huge, [Some(Bytes::from_kib(4096)), None, Some(Bytes::ZERO)]);
     }
 
-    /// Reserved address space has no pages, and a walk through a TiB of it takes seconds.
+    /// Reserved address space has no pages, and walking a TiB of it takes seconds.
     #[test]
     fn zero_page_count_walks_bounded_space() {
         const TIB: u64 = 1 << 40;
@@ -510,7 +512,7 @@ mod tests {
         assert_eq!(walked(&[mapped(TIB, 4096, b"rw-s"), mapped(0xffff_ffff_ff60_0000, 4096, b"r-xp")]), []);
     }
 
-    /// A process with many large reserved regions is asked about none of them.
+    /// None of the large reserved regions of a process is read.
     #[test]
     fn inaccessible_regions_are_not_read() {
         let fake = FakeHost::booted();
@@ -520,11 +522,11 @@ mod tests {
         fake.put_file("proc/1/maps", &maps);
         let smaps = maps.lines().map(|line| format!("{line}\nRss: 0 kB\nAnonymous: 0 kB\nVmFlags: mr mw\n"));
         fake.put_file("proc/1/smaps", &smaps.collect::<String>());
-        // It has no page tables: a look at any page fails.
+        // It has no page tables: reading any page fails.
         assert_eq!(uncounted_zero_pages(&fake, &*fake.open(Pid(1)).unwrap()), Ok(Pages::ZERO));
     }
 
-    /// In bytes, by number.
+    /// In bytes, by PID.
     fn net_by_pid(before: &[Option<MergedTarget>], after: &[Option<MergedTarget>]) -> BTreeMap<u32, i64> {
         let nets = net_savings(&FakeHost::booted(), &plan(after.len() as u32), before, after);
         nets.into_iter().map(|(process, net)| (process.pid.0, net.0)).collect()
@@ -534,7 +536,7 @@ mod tests {
     fn frame_is_split_among_its_targets() {
         let nothing =
             || [Some(merged_target(0, &[], 0)), Some(merged_target(0, &[], 0)), Some(merged_target(0, &[], 100))];
-        // Ten pages on one frame, one on the same, and one who has nothing but metadata.
+        // Ten pages on one frame, one on the same, and one target with metadata only.
         let after =
             [Some(merged_target(10, &[1], 10)), Some(merged_target(1, &[1], 1)), Some(merged_target(0, &[], 200))];
         assert_eq!(
@@ -553,11 +555,11 @@ mod tests {
         let newest = "ksm_rmap_items 0\nksm_merging_pages 0\nksm_merge_any: no\nksm_mergeable: ";
         process(2, &[("ksm_stat", &format!("{newest}no\n"))]);
         process(3, &[("ksm_stat", &format!("{newest}yes\n"))]);
-        // Withdrawn since ksmd came by.
+        // Unenrolled since ksmd's last visit.
         process(10, &[("ksm_stat", "ksm_rmap_items 9\nksm_merging_pages 9\nksm_merge_any: no\nksm_mergeable: no\n")]);
         process(4, &[("ksm_stat", "ksm_rmap_items 0\nksm_merging_pages 0\n")]);
         process(5, &[("ksm_stat", "ksm_rmap_items 7\nksm_merging_pages 0\n")]);
-        // 6.1 tells one in each file, and earlier ones have but one.
+        // 6.1 has one count in each file; earlier kernels have only one file.
         process(6, &[("ksm_stat", "ksm_rmap_items 7\n"), ("ksm_merging_pages", "0\n")]);
         process(7, &[("ksm_merging_pages", "2\n")]);
         process(8, &[("ksm_merging_pages", "0\n")]);
@@ -568,7 +570,7 @@ mod tests {
             (processes.len(), hidden)
         };
         assert_eq!(find(), (4, true));
-        // Of all that are left it is told.
+        // Now the kernel shows the state of all remaining processes.
         [4, 6, 7, 8].iter().for_each(|pid| fake.put_file(&format!("proc/{pid}/ksm_stat"), &format!("{newest}no\n")));
         assert_eq!(find(), (2, false));
         let found = |denied: &str| {

@@ -1,4 +1,5 @@
-//! What a census chooses to enrol, on made-up hosts: never what must not be covered, always what it counts.
+//! Which ranges a census chooses to enroll, on synthetic hosts: never a forbidden page, always exactly the counted
+//! pages.
 
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::savings::EnrollCostBytes;
@@ -29,18 +30,18 @@ mod witnesses;
 const BASE_ADDRESS: u64 = 1 << 40;
 const PAGE_BYTES: u64 = 4096;
 
-/// A page of a made-up process.
+/// A page of a synthetic process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SyntheticPage {
     Hole,
-    /// A content, 0 for zeros.
+    /// A content, 0 for a zero page.
     Stable(u64),
     Merged(u64),
-    /// Was mapped to the frame of a content while it was read, but holds something else and is mapped to it no longer.
+    /// Was mapped to the frame of a content while it was read, but has another content and is no longer mapped to it.
     UnmergedDuringRead(u64),
-    /// Never the same twice.
+    /// Different at every read.
     Volatile,
-    /// A byte all over, handed out as bytes and not as a fingerprint.
+    /// One byte repeated, returned as bytes and not as a fingerprint.
     FilledWith(u8),
 }
 
@@ -55,18 +56,18 @@ struct SyntheticProcess {
 
 struct SyntheticHost {
     processes: Vec<SyntheticProcess>,
-    /// Pages that were read, and how often regions were.
+    /// Number of pages read, and of reads of regions.
     pages_read: AtomicU64,
     smaps_reads: AtomicU64,
-    /// Whether nobody may know frames.
+    /// Whether frame numbers are hidden.
     hides_frames: bool,
-    /// Whether nothing may be read.
+    /// Whether reads of contents are refused.
     refuses_reads: AtomicBool,
-    /// How much each process has run, and how many page faults it has had, where that is known.
+    /// Run time and page faults of each process, where known.
     activity: BTreeMap<u32, (u64, u64)>,
-    /// What the kernel tells of each process's memory policies, on a host with two nodes, where that is given.
+    /// `numa_maps` of each process, on a host with two nodes, where given.
     numa_maps: BTreeMap<u32, &'static str>,
-    /// The command line of each process, where that is known.
+    /// The command line of each process, where known.
     command_lines: BTreeMap<u32, &'static str>,
 }
 
@@ -120,7 +121,7 @@ impl Host for SyntheticHost {
     fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
         Ok(Box::new(SyntheticHandle { host: self, pid: pid.0 }))
     }
-    /// The frame of a content has its number; those of KSM are told by being asked for: others are nobody else's.
+    /// The frame number of a content is the content. Only shared frames are queried, and these are KSM frames.
     fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
         Ok(frames.iter().map(|_| FrameFlags(1 << 21)).collect())
     }
@@ -240,7 +241,7 @@ fn process_with_pages(uid: u32, pages: &[SyntheticPage]) -> SyntheticProcess {
     SyntheticProcess { uid, enrolled, huge: false, pages: pages.to_vec() }
 }
 
-/// Ranges are free and pages cost little, so that what is covered is what gains.
+/// Ranges are free and pages cost little, so that exactly the profitable pages are covered.
 const CHEAP_COSTS: EnrollCostBytes =
     EnrollCostBytes { per_scanned_page: 10, per_range: 0, per_hole_page: 64, per_split_huge_page: 0 };
 
@@ -263,7 +264,7 @@ fn take_census_on(host: SyntheticHost, options: &CensusOptions) -> (Census, Page
     (census, index, host.pages_read.into_inner())
 }
 
-/// The covered pages by process number.
+/// The covered pages by PID.
 fn covered_pages(census: &Census) -> BTreeSet<(u32, usize)> {
     let pages =
         |range: AddressRange| (range.start - BASE_ADDRESS) / PAGE_BYTES..(range.end - BASE_ADDRESS) / PAGE_BYTES;
@@ -311,7 +312,7 @@ fn processes_bound_to_different_nodes_do_not_merge() {
     let (default, zero, one) = ("7f00 default N0=3\n", "7f00 bind:0 N0=3\n", "7f00 bind:1 N1=3\n");
     assert_eq!(of(policies(default, default, default)).len(), 10);
     assert_eq!(of(policies(zero, zero, zero)).len(), 10, "of one node");
-    // The page stays in the one in which it frees most.
+    // The content stays in the node in which it frees most.
     let alone: BTreeSet<_> = (0..5).map(|page| (2, page)).collect();
     assert_eq!(of(policies(zero, one, default)), alone);
     let with_third: BTreeSet<_> = alone.iter().copied().chain([(3, 0), (3, 1)]).collect();
@@ -358,19 +359,19 @@ fn merged_frames_are_read_once() {
     let merged = |contents: std::ops::Range<u64>| contents.map(Merged).collect::<Vec<_>>();
     let first = process_with_pages(1, &[&merged(100..120)[..], &[Stable(3)]].concat());
     let second = process_with_pages(1, &[&[Stable(3)][..], &merged(110..120), &[Merged(99)]].concat());
-    // So few are read with what lies beside them.
+    // So few pages are read together with their neighbors.
     let third = process_with_pages(2, &[&merged(100..107)[..], &[Stable(119)]].concat());
     let once = CensusOptions { pass_interval: Duration::ZERO, ..census_options(false, CHEAP_COSTS) };
     let (taken, index, read) = take_synthetic_census(&[first.clone(), second.clone(), third.clone()], &once);
     assert_eq!(read, 21 + 2 + 8);
-    // Nor is it read in the second pass.
+    // They are not read in the second pass either.
     let (.., read) =
         take_synthetic_census(&[first.clone(), second.clone(), third.clone()], &census_options(false, CHEAP_COSTS));
     assert_eq!(read, 21 + 2 + 8 + 1 + 1 + 8);
     assert_eq!(taken.counts.merged, Pages(20 + 11 + 7));
     assert!((0..index.page_count() as u32).all(|page| index.mark(page).was_read()));
     assert!(!covered_pages(&taken).contains(&(3, 7)), "user 1 has it merged");
-    // Not of pages that were written while they were read.
+    // But pages that were written during the read are read.
     let parted: Vec<SyntheticPage> = (100..120).map(UnmergedDuringRead).collect();
     let (.., read) = take_synthetic_census(&[process_with_pages(1, &parted), first], &once);
     assert_eq!(read, 20 + 21);
@@ -386,7 +387,7 @@ fn merged_content_stays_in_its_domain() {
     assert_eq!(census_of_one.savings.guided.freed_frames, Pages(1));
     let both = [process_with_pages(1, &merged), process_with_pages(2, &merged), process_with_pages(3, &[Stable(7); 5])];
     let (census_of_both, ..) = take_synthetic_census(&both, &census_options(false, CHEAP_COSTS));
-    assert_eq!(census_of_both.savings.guided.freed_frames, Pages(0), "nobody joins what is shared across domains");
+    assert_eq!(census_of_both.savings.guided.freed_frames, Pages(0), "two domains share this content");
 }
 
 #[test]
@@ -465,13 +466,13 @@ fn plan_recounts_savings_without_excluded() {
     assert_eq!(all.predicted.effect, census.savings.guided);
     assert_eq!((all.predicted.effect.freed_frames, all.predicted.merging), (Pages(5), Pages(7)));
     assert_eq!(all.predicted.wall_time, all.predicted.ksmd_time * 2);
-    assert_eq!(all.temporary_unenrolls.len(), 1, "the third has enrolled what changes all the time");
+    assert_eq!(all.temporary_unenrolls.len(), 1, "the third has enrolled volatile pages");
     assert_eq!(all.predicted.regions_added, 1, "the ranges are whole regions, but for the third's");
 
     let without = plan(&constraints, &|pid| pid == 1);
     assert_eq!(without.skipped.len(), 1);
     assert_eq!(without.skipped[0].why, "it holds keys");
-    assert_eq!(without.predicted.effect.freed_frames, Pages(1), "a copy in a process left alone is none");
+    assert_eq!(without.predicted.effect.freed_frames, Pages(1), "a copy in a skipped process does not count");
 
     constraints.min_profit = Bytes(3 * PAGE_BYTES);
     assert_eq!(plan(&constraints, &|_| false).skipped[0].pid, Pid(1), "three of four pages, less metadata");
@@ -516,18 +517,18 @@ fn unstable_pages_wait_for_a_later_census() {
         let kept = ranges.map(|range| (pages(range.range.start), pages(range.range.end))).collect::<Vec<_>>();
         (kept, plan.predicted.merging)
     };
-    // Two pieces of 1024 pages; the first holds zeros.
+    // Two chunks of 1024 pages; the first one is zero.
     let contents = |second: u64| [vec![Stable(0); 1024], (0..1024).map(|i| Stable(second + i)).collect()].concat();
     let none = (Vec::new(), Pages(0));
     assert_eq!(sift(&contents(5000), 0), none, "seen for the first time");
     assert_eq!(sift(&contents(5000), 4), none);
-    assert_eq!(sift(&contents(9000), 8), (vec![(0, 1024); 2], Pages(2048)), "what changed is young again");
+    assert_eq!(sift(&contents(9000), 8), (vec![(0, 1024); 2], Pages(2048)), "changed pages are not stable yet");
     assert_eq!(sift(&contents(9000), 12).1, Pages(2048));
     assert_eq!(sift(&contents(9000), 14), (vec![(0, 2048); 2], Pages(4096)));
     assert_eq!(sift(&[vec![Hole; 1024], contents(9000)].concat(), 15), none, "elsewhere it is another page");
 }
 
-/// Who was seen with one partner before has nothing to merge with while another is too young.
+/// A page whose former partner is gone cannot merge while its new partner is not stable yet.
 #[test]
 fn stable_pages_need_a_stable_partner() {
     let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap()).unwrap();
@@ -542,16 +543,12 @@ fn stable_pages_need_a_stable_partner() {
     let full = || process_with_pages(1, &contents);
     let other = || process_with_pages(1, &[Stable(1); 3]);
     assert_eq!(sift(&[full(), full(), other()], 0), (Pages(0), vec![50, 50, 3]));
-    assert_eq!(sift(&[full(), other(), full()], 6), (Pages(0), vec![50, 3, 50]), "the third has come to hold it");
-    assert_eq!(
-        sift(&[full(), full(), full()], 12),
-        (Pages(100), vec![0, 50, 0]),
-        "the second is its partner no longer"
-    );
-    // What is merged already is there to merge with.
+    assert_eq!(sift(&[full(), other(), full()], 6), (Pages(0), vec![50, 3, 50]), "the third got the same content");
+    assert_eq!(sift(&[full(), full(), full()], 12), (Pages(100), vec![0, 50, 0]), "the second is no partner any more");
+    // Pages that are merged already count as partners.
     let merged = process_with_pages(1, &(0..40).map(|i| Merged(5000 + i)).collect::<Vec<_>>());
     assert_eq!(sift(&[full(), other(), merged], 13).0, Pages(50));
-    // What lost its partner before does not count for it.
+    // Pages that lost their partner earlier do not count.
     let half = |own: u64| {
         process_with_pages(1, &(0..40).map(|i| Stable(if i < 20 { 7000 + i } else { own + i })).collect::<Vec<_>>())
     };
@@ -559,11 +556,11 @@ fn stable_pages_need_a_stable_partner() {
     assert_eq!(
         sift(&[half(8000), half(9000), other()], 26).0,
         Pages(0),
-        "half of it is alone, the rest has one too young"
+        "half has no partner, the rest has one that is not stable yet"
     );
 }
 
-/// Where CPU time is short a census has few processes, and may have nobody with whom a page is shared.
+/// With little CPU time a census has few processes, and may lack the partner of a page.
 #[test]
 fn pages_keep_stable_age_when_partner_is_missing() {
     let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap()).unwrap();
@@ -577,11 +574,11 @@ fn pages_keep_stable_age_when_partner_is_missing() {
     };
     let both = [process_with_pages(1, &contents), process_with_pages(1, &contents)];
     assert_eq!(sift(&both, 0), Pages(0));
-    assert_eq!(sift(&both[..1], 6), Pages(0), "there is nobody else");
+    assert_eq!(sift(&both[..1], 6), Pages(0), "there is no other process");
     assert_eq!(sift(&both, 7), Pages(80));
     let changing = [SyntheticPage::Volatile; 40];
     assert_eq!(sift(&[process_with_pages(1, &changing), process_with_pages(1, &changing)], 8), Pages(0));
-    assert_eq!(sift(&both, 9), Pages(0), "what was written meanwhile is");
+    assert_eq!(sift(&both, 9), Pages(0), "rewritten pages are not stable yet");
 }
 
 #[test]
@@ -590,9 +587,9 @@ fn sketches_estimate_shared_pages() {
     let other = [Stable(0), Volatile, Hole, Merged(7), Merged(8)];
     let first = process_with_pages(1, &still(100..140).chain(other).collect::<Vec<_>>());
     let second = process_with_pages(1, &still(115..200).chain(other).chain(still(115..120)).collect::<Vec<_>>());
-    // In another domain, where nothing is merged with them: what it holds is the same all the same.
+    // In another domain, where it merges with none of them: its contents are compared all the same.
     let third = process_with_pages(2, &[Stable(130), Stable(0), Stable(8)]);
-    // One that holds nothing, and one of which every sixteenth content is in the sample.
+    // One without pages, and one of which the sample has every sixteenth content.
     let (empty, big) =
         (process_with_pages(1, &[Hole; 4]), process_with_pages(1, &still(120..4000).collect::<Vec<_>>()));
     let host = SyntheticHost::new(&[first, empty, second, third, big]);
@@ -622,7 +619,7 @@ fn sketches_estimate_shared_pages() {
     assert_eq!((unmerged(1).shared(all(3)), unmerged(1).shared(all(1))), (Pages(25), Pages(40)), "7 and 8 are merged");
 }
 
-/// Runs of what both hold among what is each one's own, in another order in the second.
+/// Runs of common contents between unique contents, in another order in the second process.
 #[test]
 fn metadata_limit_keeps_ranges_with_their_partners() {
     let run = |number: u64| (number * 40..(number + 1) * 40).map(|content| Stable(1 + content));
@@ -654,7 +651,7 @@ fn metadata_limit_keeps_ranges_with_their_partners() {
                     .collect(),
             );
         }
-        assert!(held.windows(2).all(|two| two[0] == two[1]), "each with its copy: {held:?}");
+        assert!(held.windows(2).all(|two| two[0] == two[1]), "each range with its partner: {held:?}");
     }
 }
 
@@ -679,7 +676,7 @@ fn stable_ages_need_the_same_fingerprint_key() {
     };
     assert_eq!(sift(0, false), Pages(0));
     assert_eq!(sift(6, false), Pages(80));
-    assert_eq!(sift(7, true), Pages(0), "under another key nothing is known again");
+    assert_eq!(sift(7, true), Pages(0), "another key starts an empty record");
 }
 
 #[test]
@@ -696,12 +693,12 @@ fn probes_tell_written_pages_from_lost_partners() {
     let look = |first: &[SyntheticPage], second: &[SyntheticPage], given_up: &[(AddressRange, PageFate)]| {
         let host = SyntheticHost::new(&[process_with_pages(1, first), process_with_pages(1, second)]);
         let fates = probes.determine_fates(&host, |_| given_up.to_vec()).unwrap();
-        assert_eq!(fates.predicted_frames, 20.0, "all of so small a plan is followed");
+        assert_eq!(fates.predicted_frames, 20.0, "a small plan is followed completely");
         fates.missing_frames.into_iter().collect::<Vec<_>>()
     };
     let merged: Vec<SyntheticPage> = (10..30).map(Merged).collect();
     assert!(look(&merged, &merged, &[]).is_empty());
-    // Three are written and one went away, so that their partners stay alone; of two nobody did anything.
+    // Three are written and one is unmapped, so that their partners stay unmerged; two more were not changed.
     let first = [&[Stable(99), Stable(98), Stable(97), Hole], &contents[4..6], &merged[6..]].concat();
     let second = [&contents[..6], &merged[6..]].concat();
     assert_eq!(look(&first, &second, &[]), [(PageFate::Written, 4.0), (PageFate::UnchangedUnmerged, 2.0)]);
@@ -710,7 +707,7 @@ fn probes_tell_written_pages_from_lost_partners() {
         look(&first, &second, &[(four, PageFate::NotEnrolled)]),
         [(PageFate::NotEnrolled, 4.0), (PageFate::UnchangedUnmerged, 2.0)]
     );
-    // Where nothing was merged in the end, that tells no more of what was written.
+    // If no page of a range merged in the end, that does not explain the written pages.
     let six = AddressRange { start: BASE_ADDRESS, end: BASE_ADDRESS + 6 * PAGE_BYTES };
     assert_eq!(
         look(&first, &second, &[(six, PageFate::UnenrolledUnmerged)]),
@@ -718,14 +715,14 @@ fn probes_tell_written_pages_from_lost_partners() {
     );
     assert_eq!(look(&contents, &merged, &[]), [(PageFate::UnchangedUnmerged, 20.0)]);
     let other = [&[Merged(99)], &merged[1..]].concat();
-    assert_eq!(look(&other, &merged, &[]), [(PageFate::Written, 1.0)], "it merged with something else");
-    assert_eq!(look(&merged, &[], &[]), [(PageFate::Written, 20.0)], "what is not mapped any more was given back");
+    assert_eq!(look(&other, &merged, &[]), [(PageFate::Written, 1.0)], "it merged with another content");
+    assert_eq!(look(&merged, &[], &[]), [(PageFate::Written, 20.0)], "unmapped pages were freed");
 }
 
 #[test]
 fn unenroll_does_not_split_huge_pages() {
     let page_size = PageSize::new(PAGE_BYTES).unwrap();
-    // Huge pages of four pages: the second of them holds a page of which nothing is known.
+    // Huge pages of four pages: the second one contains a merged page if `known` is false.
     let idle = |huge: bool, known: bool| {
         let mut pages: Vec<SyntheticPage> = (1000..1012).map(Stable).collect();
         pages[5] = if known { pages[5] } else { Merged(1) };
@@ -759,7 +756,7 @@ fn idle_ranges_are_unenrolled_except_merged_pages() {
     assert_eq!(
         idle,
         [AddressRange { start: at(2), end: at(52) }, AddressRange { start: at(53), end: at(103) }],
-        "what is not resident may be a page of zeros that was merged"
+        "a page that is not resident may be a merged zero page"
     );
     assert!(census.ranges.iter().all(|range| range.enrolled && range.range.start == at(103)));
 }
@@ -774,7 +771,7 @@ fn any_page() -> impl Strategy<Value = SyntheticPage> {
     ]
 }
 
-/// A page, or some that are merged.
+/// A page, or a run of merged pages.
 fn any_page_run() -> impl Strategy<Value = Vec<SyntheticPage>> {
     let merged = (0u64..20, 1u64..20).prop_map(|(first, pages)| (first..first + pages).map(Merged).collect::<Vec<_>>());
     prop_oneof![any_page().prop_map(|page| vec![page]), merged]
@@ -810,7 +807,7 @@ proptest! {
             }
         }
 
-        // What is covered frees all of a content but one, or all where some are merged already.
+        // The covered pages of a content free all frames but one, or all if the content is merged already.
         let mut groups: BTreeMap<u64, (u64, bool, BTreeSet<u32>)> = BTreeMap::new();
         for at in &covered {
             if let Stable(content) = page(at) {

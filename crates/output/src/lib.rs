@@ -1,6 +1,6 @@
-//! What all reports share: wire types of common parts, and tables, numbers and wrapped lines for the terminal.
+//! Parts common to all reports: JSON types, and tables, numbers and wrapped lines for the terminal.
 //!
-//! Field names of wire types are a promise: a change of meaning is a new number in `schema`.
+//! Field names of JSON types are stable. If a meaning changes, the number in `schema` changes.
 
 #![forbid(unsafe_code)]
 

@@ -1,28 +1,30 @@
-//! Tables for the terminal: aligned numbers with units, bars for shares, colour only where the terminal has it.
+//! Text for the terminal: tables with aligned numbers and units, bars for shares, and color if the terminal supports
+//! it.
 
 use comfy_table::presets::NOTHING;
 use comfy_table::{Attribute, Cell, CellAlignment, Color, ContentArrangement, Table};
 use pagefold_base::Bytes;
 use std::borrow::Cow;
 
-/// How wide and how colourful the output may be.
+/// Width and color of the output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TextStyle {
-    /// Columns.
+    /// Columns of the terminal.
     pub width: u16,
-    /// Whether to use colour.
+    /// Whether to use color.
     pub color: bool,
 }
 
 impl Default for TextStyle {
-    /// For files and pipes.
+    /// The style for files and pipes.
     fn default() -> Self {
         Self { width: 120, color: false }
     }
 }
 
 impl TextStyle {
-    /// An empty table with these column headings. Headings that begin with `>` are right-aligned, without the `>`.
+    /// An empty table with these column headings. A heading that begins with `>` is right-aligned; the `>` is not
+    /// shown.
     pub fn new_table(self, headings: &[&str]) -> Table {
         let mut table = Table::new();
         table.load_style(NOTHING).set_width(self.width).set_content_arrangement(ContentArrangement::Dynamic);
@@ -49,13 +51,13 @@ impl TextStyle {
         if self.color { format!("\n\x1b[1m{text}\x1b[0m\n") } else { format!("\n{text}\n") }
     }
 
-    /// A paragraph in lines that fit, all but the first indented.
+    /// Wraps a paragraph to the width. All lines but the first are indented.
     pub fn format_paragraph(self, text: &str, indent: usize) -> String {
         let indent = " ".repeat(indent);
         textwrap::fill(text, wrap_options(usize::from(self.width)).subsequent_indent(&indent)) + "\n"
     }
 
-    /// A table as text, without blanks at the ends of lines.
+    /// Renders a table without trailing blanks.
     pub fn render_table(self, table: &Table) -> String {
         let mut text = String::new();
         for line in table.lines() {
@@ -66,7 +68,7 @@ impl TextStyle {
     }
 }
 
-/// Text in lines of at most so many columns, broken at blanks. A longer word has a line of its own.
+/// Wraps text to lines of at most `columns` columns, at blanks only. A longer word gets a line of its own.
 pub fn wrap(text: &str, columns: usize) -> Vec<String> {
     textwrap::wrap(text, wrap_options(columns)).into_iter().map(Cow::into_owned).collect()
 }
@@ -79,23 +81,23 @@ fn wrap_options<'a>(columns: usize) -> textwrap::Options<'a> {
         .wrap_algorithm(textwrap::WrapAlgorithm::FirstFit)
 }
 
-/// A share of at most 1 as a bar of `width` columns, in eighths of a column.
+/// A share of at most 1 as a bar of up to `width` columns, in steps of an eighth of a column.
 pub fn format_bar(share: f64, width: usize) -> String {
     let eighths = (share.clamp(0.0, 1.0) * width as f64 * 8.0).round() as usize;
     let mut bar = "█".repeat(eighths / 8);
     if !eighths.is_multiple_of(8) {
         bar.push(['▏', '▎', '▍', '▌', '▋', '▊', '▉'][eighths % 8 - 1]);
     }
-    // Something is not nothing.
+    // A small share still shows a bar.
     if bar.is_empty() && share > 0.0 { "▏".to_owned() } else { bar }
 }
 
-/// A part of a whole in percent, `-` where there is no whole.
+/// A share in percent; `-` if the whole is zero.
 pub fn format_percent(part: u64, whole: u64) -> String {
     if whole == 0 { "-".to_owned() } else { format!("{:.1} %", part as f64 * 100.0 / whole as f64) }
 }
 
-/// A number with a thin mark at every third digit.
+/// A number with a comma between groups of three digits.
 pub fn format_number(value: u64) -> String {
     let digits = value.to_string();
     let mut text = String::new();
@@ -108,18 +110,18 @@ pub fn format_number(value: u64) -> String {
     text
 }
 
-/// Bytes, or a dot for none, which keeps tables readable.
+/// Bytes with a unit, or a dot for zero, which keeps tables readable.
 pub fn format_bytes(value: u64) -> String {
     if value == 0 { "·".to_owned() } else { Bytes(value).to_string() }
 }
 
-/// Bytes that may be a loss.
+/// Bytes with a sign.
 pub fn format_net(value: i64) -> String {
     pagefold_base::units::NetBytes(value).to_string()
 }
 
-/// Text without anything that could steer a terminal or reorder a line: control characters, and the invisible ones that
-/// Unicode has for direction and joining.
+/// Escapes characters that could control a terminal or reorder a line: control characters, and Unicode's invisible
+/// characters for direction and joining.
 pub fn escape_unprintable(text: &str) -> Cow<'_, str> {
     let steers = |c: char| {
         c.is_control()
@@ -139,12 +141,12 @@ pub fn escape_unprintable(text: &str) -> Cow<'_, str> {
     safe.into()
 }
 
-/// What the parts of a saving are called in every report: what KSM's counters have, and what they do not have.
+/// The name in all reports for the savings that KSM's counters contain.
 pub const COUNTED_BY_KSM: &str = "counted by KSM";
-/// Pages of zeros that the kernel freed when it split huge pages for ksmd.
+/// The name of zero pages that the kernel freed when it split huge pages for ksmd. KSM's counters do not contain them.
 pub const ZEROS_IN_SPLIT_HUGE_PAGES: &str = "zeros in split huge pages";
 
-/// The part of a saving that KSM does not count, for the end of a sentence; nothing if there is none.
+/// The part of a saving that KSM does not count, to append to a sentence; empty if there is none.
 pub fn format_split_zeros(bytes: u64) -> String {
     match bytes {
         0 => String::new(),
@@ -152,7 +154,7 @@ pub fn format_split_zeros(bytes: u64) -> String {
     }
 }
 
-/// Text cut to so many characters, with an ellipsis in the place of what is missing. Printable, whatever it was.
+/// Cuts text to this many characters, with an ellipsis for the rest. The result is printable.
 pub fn cut_end(text: &str, width: usize) -> String {
     let text = escape_unprintable(text);
     if text.chars().count() <= width {
@@ -161,7 +163,7 @@ pub fn cut_end(text: &str, width: usize) -> String {
     text.chars().take(width.saturating_sub(1)).chain(['…']).collect()
 }
 
-/// The end of a text if it is longer than so many characters: of paths, the end tells most. Printable, whatever it was.
+/// Cuts text to its last characters, because the end of a path is the most specific. The result is printable.
 pub fn cut_start(text: &str, width: usize) -> String {
     let text = escape_unprintable(text);
     let length = text.chars().count();
@@ -171,7 +173,7 @@ pub fn cut_start(text: &str, width: usize) -> String {
     ['…'].into_iter().chain(text.chars().skip(length - width.saturating_sub(1))).collect()
 }
 
-/// A cell in a colour.
+/// A colored table cell.
 pub fn colored_cell(text: impl ToString, color: Color) -> Cell {
     Cell::new(text).fg(color)
 }

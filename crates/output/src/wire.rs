@@ -1,4 +1,4 @@
-//! Parts that several reports have in common.
+//! Types common to several JSON reports.
 
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::identity::Monitor;
@@ -11,20 +11,21 @@ use serde::{Deserialize, Serialize};
 /// The unit is pages in `pages` objects and bytes in `bytes` objects.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct PageClasses {
-    /// All of them: the sum of the next five.
+    /// All pages: the sum of the next five fields.
     pub resident: u64,
-    /// Pages of zeros.
+    /// Zero pages.
     pub zero: u64,
-    /// Pages of a content that two or more frames hold, pages of zeros apart. A page that several processes share since
-    /// a fork is one frame: it is `unique` in each unless another has its content.
+    /// Pages of a content that two or more frames hold, without zero pages. A frame that several processes share since
+    /// a fork is one frame: it is `unique` in each of them unless another frame has its content.
     pub duplicate: u64,
     /// Pages whose content no other page has.
     pub unique: u64,
-    /// Pages that KSM shares already.
+    /// Pages that KSM has merged already.
     pub merged: u64,
     /// Pages that changed between the two passes.
     pub volatile: u64,
-    /// The part of `duplicate` beyond one copy of each content. A content that KSM holds already needs no further copy.
+    /// The part of `duplicate` beyond one copy of each content. If KSM holds the content already, all its duplicates
+    /// count.
     pub redundant: u64,
     /// The part of `duplicate` with another copy in the same process.
     pub duplicate_within_process: u64,
@@ -35,12 +36,12 @@ pub struct PageClasses {
 }
 
 impl PageClasses {
-    /// In pages.
+    /// The counts in pages.
     pub fn from_counts_in_pages(counts: &PageCounts) -> Self {
         Self::from_counts_scaled(counts, 1)
     }
 
-    /// In bytes.
+    /// The counts in bytes.
     pub fn from_counts_in_bytes(counts: &PageCounts, page_size: PageSize) -> Self {
         Self::from_counts_scaled(counts, page_size.bytes())
     }
@@ -61,16 +62,16 @@ impl PageClasses {
     }
 }
 
-/// Who a process is.
+/// Identifies a process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct ProcessInfo {
-    /// Its number.
+    /// Its process number.
     pub pid: u32,
-    /// When it started, in clock ticks since boot: with `pid` it names the process for good.
+    /// Its start time in clock ticks since boot. Together with `pid` it identifies the process uniquely.
     pub start_time: u64,
-    /// The kernel's name of its program.
+    /// The kernel's name of the program (`comm`).
     pub comm: String,
-    /// Its effective user.
+    /// Its effective user ID.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
     /// Its trust domain.
@@ -79,7 +80,7 @@ pub struct ProcessInfo {
     /// Its cgroup.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cgroup: Option<String>,
-    /// The virtual machine it runs.
+    /// The virtual machine that it runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub vm: Option<VmInfo>,
     /// The container it belongs to.
@@ -101,13 +102,13 @@ pub struct VmInfo {
     /// Its name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// Bytes of guest RAM by the command line.
+    /// Bytes of guest RAM according to the command line.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory: Option<u64>,
 }
 
 impl ProcessInfo {
-    /// From what is known of a process.
+    /// Makes the record from the observed process.
     pub fn from_process(process: &Process, domain: Option<&TrustDomain>) -> Self {
         let identity = &process.identity;
         Self {
@@ -142,22 +143,22 @@ impl ProcessInfo {
     }
 }
 
-/// A process that could not be looked at, or not wholly.
+/// A process that could not be scanned, or not in full.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct UnscannedProcessReport {
-    /// Its number.
+    /// Its process number.
     pub pid: u32,
-    /// Its name, where that much could be read.
+    /// Its name, if it could be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub comm: Option<String>,
     /// `denied`, `vanished`, `not_on_this_kernel` or `malformed`.
     pub reason: &'static str,
-    /// The reason for people.
+    /// The reason as text.
     pub detail: String,
 }
 
 impl UnscannedProcessReport {
-    /// From a process's number, name and reason.
+    /// Makes the report from the process number, name and reason.
     pub fn new(pid: u32, comm: Option<String>, why: &Absent) -> Self {
         let reason = match why {
             Absent::Denied => "denied",
@@ -169,7 +170,7 @@ impl UnscannedProcessReport {
     }
 }
 
-/// A report as one JSON document with a line break at its end.
+/// A report as one JSON document that ends with a newline.
 ///
 /// # Panics
 /// Never: the wire types have string keys and finite numbers only.
@@ -179,10 +180,10 @@ pub fn to_json<T: Serialize>(report: &T) -> String {
     text
 }
 
-/// The same in one line without a break.
+/// A report as JSON in one line without a newline.
 ///
 /// # Panics
-/// As [`to_json`].
+/// Never, for the same reason as [`to_json`].
 pub fn to_json_line<T: Serialize>(report: &T) -> String {
     serde_json::to_string(report).expect("wire types are serializable")
 }

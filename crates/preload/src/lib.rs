@@ -1,25 +1,25 @@
-//! `libpagefold_preload.so`: enrols the program that loads it in KSM, from within (`LD_PRELOAD`, set by `pagefold
+//! `libpagefold_preload.so`: enrolls the program that loads it in KSM, from within (`LD_PRELOAD`, set by `pagefold
 //! run`).
 //!
-//! It is for hosts on which enrolment cannot be inherited over exec. When it is loaded it asks for
-//! `prctl(PR_SET_MEMORY_MERGE)`, which covers all that the process will ever map (kernel/sys.c, mm/ksm.c
-//! `ksm_enable_merge_any`, Linux 6.4). Where that is refused, a thread marks the whole address space as
-//! `MADV_MERGEABLE`, at once and then twice a second: mm/madvise.c `madvise_walk_vmas` passes over holes, answering
-//! `ENOMEM` in the end, and mm/ksm.c `ksm_madvise` over what cannot be merged.
+//! It is for hosts on which programs cannot inherit enrollment over exec. When it is loaded it calls
+//! `prctl(PR_SET_MEMORY_MERGE)`, which covers all present and future mappings of the process (kernel/sys.c, mm/ksm.c
+//! `ksm_enable_merge_any`, Linux 6.4). If the kernel refuses, a thread marks the whole address space as
+//! `MADV_MERGEABLE`, at once and then twice a second: mm/madvise.c `madvise_walk_vmas` skips holes and returns `ENOMEM`
+//! in the end, and mm/ksm.c `ksm_madvise` skips regions that cannot be merged.
 //!
-//! A guest in somebody else's process touches as little as it can:
+//! The library runs inside another program, and changes as little of it as possible:
 //! - the thread opens no file (a program that closes or counts its descriptors sees nothing of it), allocates nothing
 //!   while it runs, takes no signal, and makes two system calls: `madvise` and `futex`;
 //! - a forked child gets a thread of its own; the child of a `vfork` has its parent's memory and needs none;
 //! - when the main thread ends by `pthread_exit` this one ends too, since a process whose other threads have ended
 //!   must end.
 //!
-//! It says nothing, also where nothing can be marked: what came of it `pagefold run` looks at from beside.
+//! It prints nothing, even if nothing can be marked: `pagefold run` checks the result from outside.
 //!
-//! Limits: what is mapped and unmapped between two rounds is missed. A process with a second thread cannot
-//! `unshare(CLONE_NEWUSER)`. A child made by a bare `clone` system call has no thread. A seccomp filter that is laid
-//! over all threads at once (`SECCOMP_FILTER_FLAG_TSYNC`) reaches this thread too, and one that kills for `madvise` or
-//! `futex` would kill the process. For glibc alone: other C libraries do not load it.
+//! Limits: a mapping that exists only between two rounds is missed. A process with a second thread cannot
+//! `unshare(CLONE_NEWUSER)`. A child of a bare `clone` system call has no thread. A seccomp filter that is set on all
+//! threads at once (`SECCOMP_FILTER_FLAG_TSYNC`) applies to this thread too; one that kills for `madvise` or `futex`
+//! would kill the process. For glibc only: other C libraries do not load it.
 
 use std::ffi::{c_int, c_long, c_ulong, c_void};
 use std::io;
@@ -27,36 +27,37 @@ use std::mem::MaybeUninit;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-/// All of the address space that mmap(2) gives out unless it is asked for more: 47 bits on x86-64, short of the last
-/// page (Documentation/arch/x86/x86_64/5level-paging.rst), 48 elsewhere (Documentation/arch/arm64/memory.rst).
+/// The address space that mmap(2) uses by default: 47 bits on x86-64, less the last page
+/// (Documentation/arch/x86/x86_64/5level-paging.rst), 48 bits elsewhere (Documentation/arch/arm64/memory.rst).
 const ADDRESS_SPACE_BYTES: usize = if cfg!(target_arch = "x86_64") { (1 << 47) - 4096 } else { 1 << 48 };
 
-/// Between the first two rounds, in nanoseconds; doubled until it is [`MARK_INTERVAL_NS`]. Programs map most when they start.
+/// Pause between the first two rounds, in nanoseconds; doubled up to [`MARK_INTERVAL_NS`]. Programs map most when they
+/// start.
 const FIRST_MARK_INTERVAL_NS: i64 = 15_625_000;
-/// Between later rounds, in nanoseconds.
+/// Pause between later rounds, in nanoseconds.
 const MARK_INTERVAL_NS: i64 = 500_000_000;
 
-/// What the thread sleeps on: 1 when it is to end.
+/// The futex on which the thread sleeps: 1 tells it to end.
 static STOP_FUTEX: AtomicU32 = AtomicU32::new(0);
-/// Whether there is a thread.
+/// Whether the thread runs.
 static IS_MARKER_RUNNING: AtomicBool = AtomicBool::new(false);
 /// The key of [`on_thread_exit`].
 static THREAD_EXIT_KEY: AtomicU32 = AtomicU32::new(0);
 
-/// The loader calls it before the program begins.
+/// The loader calls it before the program starts.
 #[used]
 #[unsafe(link_section = ".init_array")]
 static INIT_ARRAY_ENTRY: extern "C" fn() = on_load;
 
 extern "C" fn on_load() {
     let (yes, zero): (c_ulong, c_ulong) = (1, 0);
-    // SAFETY: this option takes numbers only, and changes neither the content nor the access of memory.
+    // SAFETY: this option takes only numbers, and changes neither the content nor the protection of memory.
     let inherited = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, yes, zero, zero, zero) } == 0;
     if inherited || !mark_address_space() {
         return;
     }
     let mut key = 0;
-    // SAFETY: `key` is there to be written, and `on_thread_exit` stays loaded: a preloaded library is never unloaded.
+    // SAFETY: `key` is valid for writes, and `on_thread_exit` stays loaded: a preloaded library is never unloaded.
     let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(on_thread_exit)) } == 0;
     THREAD_EXIT_KEY.store(key, Ordering::Relaxed);
     // SAFETY: `on_fork_in_child` stays loaded.
@@ -66,7 +67,7 @@ extern "C" fn on_load() {
     }
 }
 
-/// In a forked child only the thread that forked is left. glibc calls this once its own locks are usable again.
+/// In a forked child only the forking thread remains. glibc calls this once its own locks are usable again.
 extern "C" fn on_fork_in_child() {
     if IS_MARKER_RUNNING.load(Ordering::Relaxed) {
         start_marker_thread();
@@ -81,35 +82,35 @@ extern "C" fn on_thread_exit(_: *mut c_void) {
     unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, one) };
 }
 
-/// Mark everything that is mapped now; whether this kernel can.
+/// Mark all present mappings. Returns whether this kernel supports that.
 fn mark_address_space() -> bool {
-    // SAFETY: this advice changes neither the content nor the access of memory, and holes are passed over.
+    // SAFETY: this advice changes neither the content nor the protection of memory, and the kernel skips holes.
     let answer = unsafe { libc::madvise(ptr::null_mut(), ADDRESS_SPACE_BYTES, libc::MADV_MERGEABLE) };
     answer == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM)
 }
 
-/// Start the thread, with every signal blocked in it from its beginning. Where there can be none, what was marked
-/// already stays marked.
+/// Start the thread, with every signal blocked from its start. If it cannot be created, the ranges marked so far stay
+/// marked.
 fn start_marker_thread() {
     STOP_FUTEX.store(0, Ordering::Relaxed);
     let mut all = MaybeUninit::uninit();
     let mut before = MaybeUninit::uninit();
-    // SAFETY: `all` is there to be written.
+    // SAFETY: `all` is valid for writes.
     unsafe { libc::sigfillset(all.as_mut_ptr()) };
-    // SAFETY: `all` was filled; `before` is there to be written.
+    // SAFETY: `all` was filled; `before` is valid for writes.
     if unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) } != 0 {
         return;
     }
     let mut thread = MaybeUninit::uninit();
-    // SAFETY: `thread` is there to be written, `rounds` stays loaded and asks nothing of its argument.
+    // SAFETY: `thread` is valid for writes; `run_marker_thread` stays loaded and ignores its argument.
     let made =
         unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), run_marker_thread, ptr::null_mut()) } == 0;
     if made {
-        // SAFETY: the thread was made, so this was written.
+        // SAFETY: the thread was created, so this was written.
         let thread = unsafe { thread.assume_init() };
-        // SAFETY: nobody joins it.
+        // SAFETY: no code joins the thread.
         unsafe { libc::pthread_detach(thread) };
-        // SAFETY: the key was made; its value is never followed, it only has to differ from null.
+        // SAFETY: the key was created; its value is never dereferenced, it only has to differ from null.
         unsafe { libc::pthread_setspecific(THREAD_EXIT_KEY.load(Ordering::Relaxed), STOP_FUTEX.as_ptr().cast()) };
     }
     IS_MARKER_RUNNING.store(made, Ordering::Relaxed);
@@ -126,7 +127,7 @@ extern "C" fn run_marker_thread(_: *mut c_void) -> *mut c_void {
     ptr::null_mut()
 }
 
-/// Sleep for so many nanoseconds, or until it is to end.
+/// Sleep for so many nanoseconds, or until the thread is told to end.
 fn sleep_unless_stopped(nanoseconds: i64) {
     let time = libc::timespec { tv_sec: 0, tv_nsec: nanoseconds };
     let unchanged: c_long = 0;

@@ -1,25 +1,25 @@
-//! A host read back from a folder, and how such a folder is made.
+//! Reads a recorded host from a folder, and creates such folders.
 //!
-//! A recording is for bug reports: a folder of readable files in which page contents are replaced by fingerprints under
-//! a key that is thrown away, so that it tells which pages are equal and nothing of what is in them.
+//! A recording is for bug reports: a folder of readable files. Fingerprints under a key that is discarded replace page
+//! contents. So a recording shows which pages are equal, but none of their content.
 //!
 //! ```text
-//! recording.toml        what it is: schema, page size, what was left out
+//! recording.toml        about the recording: schema, page size, omissions
 //! files/                /proc and /sys files, byte for byte, below their own paths
-//!   proc/PID/cmdline    of recognised monitors and tuners; of other programs the first word alone
+//!   proc/PID/cmdline    of recognized monitors and tuners; of other programs only the first word
 //!   proc/PID/environ    only the variables that name a job
-//!   proc/PID/fd.links   where the links of a directory point
-//!   DIRECTORY/.names    the names in a directory that was listed
+//!   proc/PID/fd.links   the link targets of a directory
+//!   DIRECTORY/.names    the names in a listed directory
 //! absent.txt            files that could not be read, with the reason
-//! pages/PID.txt         the pages of a process: see `pages`
-//! frames.txt            the frames, numbered anew: see `pages`
+//! pages/PID.txt         the pages of a process: see `lines`
+//! frames.txt            the frames, renumbered: see `lines`
 //! contents.txt          kinds of the most frequent contents, by fingerprint
 //! ```
 //!
-//! A recording of many moments has a folder with such a recording for each: see [`trace`].
+//! A trace has one folder with such a recording for each point in time: see [`trace`].
 //!
-//! [`HostRecorder`] makes one: it is a host that passes every question on to another and keeps the answers, so a recording holds
-//! exactly what the commands read that were run through it.
+//! [`HostRecorder`] creates a recording. It is a host that forwards each request to another host and stores the
+//! answers. So a recording contains exactly the data that the recorded commands read.
 
 #![forbid(unsafe_code)]
 
@@ -40,7 +40,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-/// What `recording.toml` must say first.
+/// The schema, in the first line of `recording.toml`.
 pub const RECORDING_SCHEMA: &str = "pagefold.recording/1";
 
 /// Why a recording cannot be read.
@@ -49,37 +49,37 @@ pub enum RecordingError {
     /// A file cannot be read.
     #[error("{path}")]
     Io {
-        /// Which.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The system's error.
         source: io::Error,
     },
-    /// A file is not as it should be.
+    /// A file has an unexpected content.
     #[error("{path}: {what}")]
     Malformed {
-        /// Which.
+        /// The file.
         path: PathBuf,
         /// What is wrong.
         what: String,
     },
 }
 
-/// A host read back from a folder.
+/// A recorded host, read from a folder.
 #[derive(Debug)]
 pub struct Recording {
     root: PathBuf,
     page_size: PageSize,
     absent: BTreeMap<String, Absent>,
-    /// By their first frame, and kinds by content: read once somebody asks, as [`Recording::process_pages`] are. Most moments
-    /// of a day are asked for neither.
+    /// Frames by the first frame of each line, and kinds by content. Read at the first request, like
+    /// [`Recording::process_pages`], because most recordings of a trace need neither.
     frames_by_first: OnceLock<Reading<BTreeMap<u64, FrameLine>>>,
     content_kinds: OnceLock<Reading<BTreeMap<Fingerprint, ContentKind>>>,
-    /// Of the processes whose pages were asked for: a census opens each many times.
+    /// Pages of the processes requested so far, because a census opens each process many times.
     pages_by_pid: Mutex<BTreeMap<Pid, Arc<Vec<PageLine>>>>,
 }
 
 impl Recording {
-    /// Open the recording in a folder; of many moments the last one.
+    /// Open the recording in a folder; for a trace the last recording.
     pub fn open(root: &Path) -> Result<Self, RecordingError> {
         let last = trace::recording_folders(root)?.and_then(|mut folders| folders.pop());
         let recording = Self::open_lazily(last.as_deref().unwrap_or(root))?;
@@ -87,7 +87,7 @@ impl Recording {
         Ok(Self { frames_by_first: Ok(frames).into(), content_kinds: Ok(kinds).into(), ..recording })
     }
 
-    /// Open it without a look at frames and contents: what is wrong with those is told to who asks for them.
+    /// Open it without reading frames and contents; errors in those are reported when they are requested.
     fn open_lazily(root: &Path) -> Result<Self, RecordingError> {
         let about = read_text(&root.join("recording.toml"))?;
         let malformed = |what: String| RecordingError::Malformed { path: root.join("recording.toml"), what };
@@ -153,7 +153,7 @@ impl Recording {
         fs::read(self.root.join("files").join(path)).map_err(|_| self.absence_reason(path))
     }
 
-    /// Why something is not in the recording: for its own reason, or for that of what it lies in.
+    /// Why something is not in the recording: its own reason, or that of its parent directory.
     fn absence_reason(&self, path: &str) -> Absent {
         let mut path = path;
         loop {
@@ -236,7 +236,7 @@ struct RecordedProcess<'a> {
     directory: String,
 }
 
-/// The lines of some that touch a range, each cut to it.
+/// The lines that overlap a range, each clipped to it.
 fn lines_in_range(pages: &[PageLine], range: AddressRange, page_len: u64) -> impl Iterator<Item = PageLine> + '_ {
     let first = pages.partition_point(|line| line.end_address(page_len) <= range.start);
     pages[first..]
@@ -339,7 +339,7 @@ impl ProcessHandle for RecordedProcess<'_> {
     }
 }
 
-/// What a line of `recording.toml` says.
+/// The value of a key in `recording.toml`.
 fn toml_value<'a>(about: &'a str, name: &str) -> Option<&'a str> {
     about.lines().find_map(|line| Some(line.strip_prefix(name)?.trim_start().strip_prefix('=')?.trim()))
 }
@@ -348,7 +348,7 @@ fn read_text(path: &Path) -> Result<String, RecordingError> {
     fs::read_to_string(path).map_err(|source| RecordingError::Io { path: path.to_owned(), source })
 }
 
-/// A file that a recording need not have.
+/// Read an optional file of a recording.
 fn read_optional_text(path: &Path) -> Result<String, RecordingError> {
     match read_text(path) {
         Err(RecordingError::Io { source, .. }) if source.kind() == io::ErrorKind::NotFound => Ok(String::new()),
@@ -369,7 +369,7 @@ fn parse_lines<T>(path: &Path, parse: impl Fn(&str) -> Option<T>) -> Result<Vec<
         .collect()
 }
 
-/// What an error in a file is to who asks for what is in it.
+/// The reading error for requests of data from a file with this error.
 fn error_to_absent(error: RecordingError) -> Absent {
     Absent::Malformed(error.to_string())
 }

@@ -1,11 +1,11 @@
-//! The lines of a recording that stand for pages, frames and contents.
+//! The lines of a recording for pages, frames and contents.
 //!
-//! - A page line is `ADDRESS PAGES FRAME FLAGS CONTENT`: hexadecimal address, decimal count, the first page's frame or
-//!   `-`, letters (`f` of a file or shared, `x` mapped by nobody else, `h` by a huge page, `m` a KSM page, `z` the
-//!   kernel's page of zeros; `-` for none) and `zero`, `volatile`, a hexadecimal fingerprint, or `-` where it was not
-//!   read. A line of several pages says that their frames follow one another and their contents are the same.
+//! - A page line is `ADDRESS PAGES FRAME FLAGS CONTENT`: hexadecimal address, decimal count, first page's frame or `-`,
+//!   flag letters, content. Flags: `f` file or shared page, `x` exclusively mapped, `h` mapped by a huge page, `m` KSM
+//!   page, `z` the kernel's zero page; `-` for none. Content: `zero`, `volatile`, a hexadecimal fingerprint, or `-` if
+//!   it was not read. In a line of several pages the frames are consecutive and the contents equal.
 //! - A frame line is `FRAME FRAMES FLAGS MAPPINGS`: number, count, hexadecimal kpageflags, mappings of each. Frames are
-//!   numbered anew in their order, on a host with several NUMA nodes within each memory block.
+//!   renumbered in order, on a host with several NUMA nodes within each memory block.
 //! - A content line is `FINGERPRINT KIND`, for a pattern with its word.
 
 use pagefold_base::content::ContentKind;
@@ -13,7 +13,7 @@ use pagefold_base::{AddressRange, Fingerprint, Pfn};
 use pagefold_host::{FrameFlags, PagemapEntry};
 use std::fmt;
 
-/// What is known of the content of recorded pages.
+/// The content of recorded pages, if known.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RecordedContent {
     /// It was not read.
@@ -24,29 +24,29 @@ pub enum RecordedContent {
     Known(Fingerprint),
 }
 
-/// Pages of a line or a run at most, so that they are counted in 32 bits.
+/// The maximum number of pages in a line or a run, so that they are counted in 32 bits.
 pub const MAX_PAGES_PER_LINE: u64 = (u32::MAX / 2) as u64;
 
-/// Pages behind one another that are alike.
+/// Adjacent pages with the same properties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PageLine {
-    /// Of the first page.
+    /// The address of the first page.
     pub address: u64,
-    /// How many.
+    /// The number of pages.
     pub pages: u64,
-    /// Of the first page; those of the others follow it.
+    /// The frame of the first page; those of the others follow it.
     pub first_frame: Option<Pfn>,
-    /// Of a file or of shared memory.
+    /// Whether they belong to a file or to shared memory.
     pub file: bool,
-    /// Mapped by nobody else.
+    /// Whether no other process maps them.
     pub exclusive: bool,
-    /// Mapped by a huge page.
+    /// Whether a huge page maps them.
     pub huge: bool,
-    /// A KSM page.
+    /// Whether they are KSM pages.
     pub merged: bool,
-    /// A mapping of the kernel's page of zeros.
+    /// Whether they map the kernel's zero page.
     pub zero_page: bool,
-    /// What it holds.
+    /// Their content.
     pub content: RecordedContent,
 }
 
@@ -56,7 +56,7 @@ impl PageLine {
         self.address + self.pages * page_len
     }
 
-    /// Whether KSM could take the pages, the region permitting.
+    /// Whether KSM could merge the pages, if the region permits.
     pub fn is_resident_anonymous(&self) -> bool {
         !self.file && !self.zero_page
     }
@@ -74,7 +74,7 @@ impl PageLine {
         }
     }
 
-    /// The mapping of one of the pages.
+    /// The pagemap entry of one of the pages.
     pub fn pagemap_entry(&self, page_index: u64) -> PagemapEntry {
         PagemapEntry {
             present: true,
@@ -85,7 +85,7 @@ impl PageLine {
         }
     }
 
-    /// Take up the next page, if one line can say both. `next` is a line of one page.
+    /// Append the next page, if one line can describe both. `next` is a line of one page.
     pub fn try_append(&mut self, next: &Self, page_len: u64) -> bool {
         let follows = next.address == self.end_address(page_len)
             && next.first_frame == self.first_frame.map(|frame| Pfn(frame.0 + self.pages))
@@ -116,7 +116,7 @@ impl fmt::Display for PageLine {
     }
 }
 
-/// Read a page line back.
+/// Parse a page line.
 pub fn parse_page_line(line: &str) -> Option<PageLine> {
     let mut words = line.split(' ');
     let address = u64::from_str_radix(words.next()?, 16).ok()?;
@@ -132,7 +132,7 @@ pub fn parse_page_line(line: &str) -> Option<PageLine> {
         "zero" => RecordedContent::Known(Fingerprint::ZERO_PAGE),
         fingerprint => RecordedContent::Known(Fingerprint(u64::from_str_radix(fingerprint, 16).ok()?)),
     };
-    // Every address of the run is one: nothing overflows later, whatever the size of a page.
+    // Each address of the run is valid, so nothing overflows later, for any page size.
     address.checked_add(pages.checked_mul(1 << 30)?)?;
     let has = |letter| flags.contains(letter);
     words.next().is_none().then_some(PageLine {
@@ -148,28 +148,28 @@ pub fn parse_page_line(line: &str) -> Option<PageLine> {
     })
 }
 
-/// The first of some lines, sorted by address, that does not begin with a page or runs into the next.
+/// The first of some lines, sorted by address, that does not begin at a page boundary or overlaps the next line.
 pub fn first_misplaced_line(lines: &[PageLine], page_len: u64) -> Option<String> {
     let ends = lines.iter().skip(1).map(|next| next.address).chain([u64::MAX]);
     let wrong = |line: &PageLine, end| !line.address.is_multiple_of(page_len) || line.end_address(page_len) > end;
     lines.iter().zip(ends).find(|&(line, end)| wrong(line, end)).map(|(line, _)| line.to_string())
 }
 
-/// Frames behind one another that are alike.
+/// Adjacent frames with the same properties.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameLine {
-    /// The first one.
+    /// The first frame.
     pub first_frame: Pfn,
-    /// How many.
+    /// The number of frames.
     pub frame_count: u64,
-    /// Of each.
+    /// The flags of each frame.
     pub flags: FrameFlags,
-    /// Of each.
+    /// The number of mappings of each frame.
     pub mappings: u64,
 }
 
 impl FrameLine {
-    /// Take up the next frame, if one line can say both. `next` is a line of one frame.
+    /// Append the next frame, if one line can describe both. `next` is a line of one frame.
     pub fn try_append(&mut self, next: &Self) -> bool {
         let follows = next.first_frame.0 == self.first_frame.0 + self.frame_count
             && (next.flags, next.mappings) == (self.flags, self.mappings);
@@ -184,7 +184,7 @@ impl fmt::Display for FrameLine {
     }
 }
 
-/// Read a frame line back.
+/// Parse a frame line.
 pub fn parse_frame_line(line: &str) -> Option<FrameLine> {
     let mut words = line.split(' ');
     let frame = Pfn(words.next()?.parse().ok()?);
@@ -195,7 +195,7 @@ pub fn parse_frame_line(line: &str) -> Option<FrameLine> {
     words.next().is_none().then_some(FrameLine { first_frame: frame, frame_count: frames, flags, mappings })
 }
 
-/// A content line.
+/// Format a content line.
 pub fn format_content_line(fingerprint: Fingerprint, kind: ContentKind) -> String {
     let kind = match kind {
         ContentKind::Zero => "zero".to_owned(),
@@ -207,7 +207,7 @@ pub fn format_content_line(fingerprint: Fingerprint, kind: ContentKind) -> Strin
     format!("{:016x} {kind}", fingerprint.0)
 }
 
-/// Read a content line back.
+/// Parse a content line.
 pub fn parse_content_line(line: &str) -> Option<(Fingerprint, ContentKind)> {
     let (fingerprint, kind) = line.split_once(' ')?;
     let kind = match kind.split_once(' ') {

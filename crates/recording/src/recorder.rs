@@ -1,4 +1,4 @@
-//! A host that passes every question on to another and keeps the answers in a folder.
+//! A host that forwards each request to another host and stores the answers in a folder.
 
 use super::{RECORDING_SCHEMA, reason_to_text};
 use pagefold_base::identity;
@@ -13,22 +13,22 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// Keeps what is read through it. Files are written as they are read; [`HostRecorder::undo_all`] writes the rest. Pages and frames
-/// are passed on and not kept: whoever records writes them.
+/// Stores the files that are read through it. Files are written when they are read; [`HostRecorder::finish`] writes the
+/// rest. Pages and frames are forwarded and not stored: the caller writes them.
 pub struct HostRecorder<'a> {
     host: &'a dyn Host,
     root: PathBuf,
     keeps_arguments: fn(comm: &str, arguments: &[String]) -> bool,
     visible_pids: Mutex<Option<BTreeSet<Pid>>>,
     absence_reasons: Mutex<BTreeMap<String, Absent>>,
-    /// What may be kept of the files that runtimes have about containers; which of these, is known in the end.
+    /// Redacted files of container runtimes. Only at the end it is known which of these to keep.
     label_files: Mutex<BTreeMap<String, Vec<u8>>>,
     first_error: Mutex<Option<io::Error>>,
     finished: bool,
 }
 
 impl Drop for HostRecorder<'_> {
-    /// Half a recording helps nobody: the folder is as empty as it was.
+    /// Removes an unfinished recording: the folder is empty again.
     fn drop(&mut self) {
         if !self.finished {
             let _ = fs::remove_dir_all(self.root.join("files"));
@@ -41,9 +41,9 @@ impl Drop for HostRecorder<'_> {
 }
 
 impl<'a> HostRecorder<'a> {
-    /// Record `host` into a new or empty folder, which only its owner may enter: it holds what others may not read of
-    /// these processes. Command lines are kept whole where `keep_arguments` says so, and cut to their first word
-    /// elsewhere.
+    /// Record `host` into a new or empty folder. Only its owner may enter it, because it contains data of these
+    /// processes that other users may not read. Command lines are kept in full where `keep_arguments` allows it, and
+    /// cut to their first word elsewhere.
     pub fn new(
         host: &'a dyn Host,
         root: &Path,
@@ -54,7 +54,7 @@ impl<'a> HostRecorder<'a> {
             return Err(io::Error::new(io::ErrorKind::AlreadyExists, "the folder is not empty"));
         }
         fs::create_dir(root.join("files"))?;
-        // Who owns the folder could put links where files are about to be written.
+        // The owner of the folder could create links in place of the files to be written.
         if fs::metadata(root)?.uid() != fs::metadata(root.join("files"))?.uid() {
             fs::remove_dir(root.join("files"))?;
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the folder belongs to another user"));
@@ -73,21 +73,21 @@ impl<'a> HostRecorder<'a> {
         })
     }
 
-    /// From now on, and in the recording, only these processes are there. What was read of others, to choose these, is
-    /// not kept.
+    /// From now on only these processes are visible, also in the recording. Data of other processes, read to choose
+    /// these, is not kept.
     ///
     /// # Panics
-    /// If a thread panicked while it recorded.
+    /// If a thread panicked while recording.
     pub fn restrict_to_pids(&self, pids: BTreeSet<Pid>) {
         *self.visible_pids.lock().expect("no thread panicked") = Some(pids);
     }
 
-    /// Write what remains. `about` are further lines of `recording.toml`.
+    /// Write the rest. `about` has additional lines for `recording.toml`.
     ///
-    /// Errors are the first that occurred at any time while recording.
+    /// Errors are the first error since recording began.
     ///
     /// # Panics
-    /// If a thread panicked while it recorded.
+    /// If a thread panicked while recording.
     pub fn finish(mut self, about: &str) -> io::Result<()> {
         if let Some(shown) = self.visible_pids.get_mut().expect("no thread panicked").take() {
             self.remove_other_processes(&shown)?;
@@ -112,7 +112,7 @@ impl<'a> HostRecorder<'a> {
         Ok(())
     }
 
-    /// Take out what was kept of processes that are not shown.
+    /// Remove the data of processes that are not visible.
     fn remove_other_processes(&mut self, visible_pids: &BTreeSet<Pid>) -> io::Result<()> {
         let is_other = |name: &str| name.parse().is_ok_and(|pid| !visible_pids.contains(&Pid(pid)));
         for entry in fs::read_dir(self.root.join("files/proc"))? {
@@ -131,7 +131,7 @@ impl<'a> HostRecorder<'a> {
         Ok(())
     }
 
-    /// Keep an answer below its path.
+    /// Store an answer below its path.
     fn save_answer(&self, path: &str, answer: Reading<&[u8]>) {
         match answer {
             Ok(bytes) => {
@@ -202,7 +202,7 @@ impl Host for HostRecorder<'_> {
         match self.host.open(pid) {
             Ok(process) => {
                 let process = ProcessRecorder { recorder: self, process, directory };
-                // Without it a process cannot be opened again.
+                // Without `stat` a recorded process cannot be opened.
                 process.read("stat")?;
                 Ok(Box::new(process))
             }
@@ -237,7 +237,7 @@ struct ProcessRecorder<'a> {
 }
 
 impl ProcessRecorder<'_> {
-    /// What may be kept of a file.
+    /// The part of a file that may be kept.
     fn redact(&self, file: &str, bytes: &[u8]) -> Vec<u8> {
         match file {
             "environ" => parse::job_environment(bytes)
@@ -255,7 +255,7 @@ impl ProcessRecorder<'_> {
                 if (self.recorder.keeps_arguments)(&comm, &arguments) {
                     bytes.to_vec()
                 } else {
-                    // A program may have put one title over all of its arguments: `postgres: user database host`.
+                    // A program may have replaced its arguments by one title: `postgres: user database host`.
                     let word = arguments.first().and_then(|first| first.split(' ').next());
                     word.map(|word| format!("{word}\0").into_bytes()).unwrap_or_default()
                 }
@@ -306,8 +306,8 @@ mod tests {
     use crate::Recording;
     use pagefold_host::observe;
 
-    /// Two processes in containers of Docker's, with what Docker keeps of these; of the second as one in a container of
-    /// its own sees it.
+    /// Two processes in Docker containers, with Docker's files about these. The second container's files are at the
+    /// path that a process in another container sees.
     fn host_with_two_containers(root: &Path) -> Recording {
         let file = |path: &str, text: &str| {
             let file = root.join("files").join(path);
@@ -332,7 +332,7 @@ mod tests {
         observe::process(host, &*handle).unwrap().identity.labels
     }
 
-    /// All that is below a folder: paths and contents.
+    /// Paths and contents of all files below a folder.
     fn folder_dump(folder: &Path) -> String {
         let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
         let one = |path: PathBuf| {

@@ -1,14 +1,14 @@
-//! A recording of many moments: a day of a host.
+//! A trace: recordings of a host at many points in time, for example over a day.
 //!
 //! ```text
-//! recording.toml   that it is one of many moments
-//! 000000/          the first moment: a recording as any other, with `at_seconds` since the first, Unix `time`, and the
+//! recording.toml   says that this is a trace
+//! 000000/          the first recording, like any other, with `at_seconds` since the first, Unix `time`, and the
 //!                  `utc_offset_seconds` of the host's time zone
-//! 000001/          the next; files that are as they were a moment before are hard links to those
+//! 000001/          the next one; files that have not changed are hard links to those of the previous recording
 //! ```
 //!
-//! So each moment is read by every command on its own, and takes as much room as has changed. A moment that was not
-//! finished has no `recording.toml`, and is passed over.
+//! So each command can read each recording separately, and a recording only takes space for changed files. An
+//! unfinished recording has no `recording.toml`, and is skipped.
 
 use super::{Recording, RecordingError, read_text, toml_value};
 use std::fs;
@@ -17,24 +17,24 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What `recording.toml` says of many moments.
+/// The schema in `recording.toml` of a trace.
 pub const TRACE_SCHEMA: &str = "pagefold.recording.moments/1";
 
-/// A host at a moment.
+/// A host at one point in time.
 #[derive(Debug)]
 pub struct TimedRecording {
     /// The host.
     pub host: Recording,
-    /// Since the first moment.
+    /// Time since the first recording.
     pub since_start: Duration,
     /// Unix time.
     pub unix_time: Duration,
-    /// By how many seconds the host's own clock was ahead of UTC, where that was recorded.
+    /// How many seconds the host's local time was ahead of UTC, if recorded.
     pub utc_offset_seconds: Option<i64>,
 }
 
 impl TimedRecording {
-    /// Read it from its folder: pages, frames and contents once somebody asks for them.
+    /// Open it. Pages, frames and contents are read at the first request.
     pub fn open(folder: &Path) -> Result<Self, RecordingError> {
         let path = folder.join("recording.toml");
         let about = read_text(&path)?;
@@ -57,7 +57,7 @@ impl TimedRecording {
     }
 }
 
-/// The folders of all moments in their order, if a recording is one of many.
+/// The folders of all recordings in order, if the recording is a trace.
 pub fn recording_folders(root: &Path) -> Result<Option<Vec<PathBuf>>, RecordingError> {
     let about = read_text(&root.join("recording.toml"))?;
     if toml_value(&about, "schema") != Some(&format!("\"{TRACE_SCHEMA}\"")) {
@@ -73,12 +73,12 @@ pub fn recording_folders(root: &Path) -> Result<Option<Vec<PathBuf>>, RecordingE
     }
     folders.sort();
     if folders.is_empty() {
-        return Err(RecordingError::Malformed { path: root.to_owned(), what: "it has no moment".to_owned() });
+        return Err(RecordingError::Malformed { path: root.to_owned(), what: "the trace has no recording".to_owned() });
     }
     Ok(Some(folders))
 }
 
-/// Moments that are being recorded.
+/// Writes a trace.
 #[derive(Debug)]
 pub struct TraceWriter {
     root: PathBuf,
@@ -88,7 +88,7 @@ pub struct TraceWriter {
 }
 
 impl TraceWriter {
-    /// Begin in a new or empty folder, which only its owner may enter.
+    /// Start in a new or empty folder, which only its owner may enter.
     pub fn create(root: &Path) -> io::Result<Self> {
         fs::DirBuilder::new().recursive(true).mode(0o700).create(root)?;
         if fs::read_dir(root)?.next().is_some() {
@@ -98,12 +98,12 @@ impl TraceWriter {
         Ok(Self { root: root.to_owned(), last_folder: None, recording_count: 0, written_bytes: 0 })
     }
 
-    /// The folder of the next moment.
+    /// The folder of the next recording.
     pub fn next_folder(&self) -> PathBuf {
         self.root.join(format!("{:06}", self.recording_count))
     }
 
-    /// The next moment was recorded: what has not changed since the one before is linked.
+    /// Finish the next recording: files that have not changed since the previous one become links.
     pub fn commit_next(&mut self) -> io::Result<()> {
         let folder = self.next_folder();
         self.written_bytes += link_unchanged(self.last_folder.as_deref(), &folder)?;
@@ -112,24 +112,24 @@ impl TraceWriter {
         Ok(())
     }
 
-    /// The next moment could not be recorded: nothing is left of it.
+    /// Discard the next recording, because it could not be completed.
     pub fn discard_next(&self) {
-        // What stays there has no recording.toml, and is passed over.
+        // A folder that remains has no recording.toml, and is skipped.
         let _ = fs::remove_dir_all(self.next_folder());
     }
 
-    /// How many moments there are.
+    /// How many recordings there are.
     pub fn recording_count(&self) -> usize {
         self.recording_count
     }
 
-    /// Bytes in files that are no links to those of a moment before.
+    /// Bytes in files that are no links to files of an earlier recording.
     pub fn written_bytes(&self) -> u64 {
         self.written_bytes
     }
 }
 
-/// Replace the files of a folder that are as in another by links to those. Tells how many bytes are in all others.
+/// Replace files of a folder that equal those of another by hard links. Returns the number of bytes in all other files.
 fn link_unchanged(previous: Option<&Path>, folder: &Path) -> io::Result<u64> {
     let mut bytes = 0;
     for entry in fs::read_dir(folder)? {
@@ -144,7 +144,7 @@ fn link_unchanged(previous: Option<&Path>, folder: &Path) -> io::Result<u64> {
             fs::metadata(old).is_ok_and(|old| old.len() == length)
                 && fs::read(old).is_ok_and(|old| fs::read(&path).is_ok_and(|new| new == old))
         };
-        // File systems bound the links to a file: then it is kept once more.
+        // File systems limit the number of links to a file. Beyond that the file is stored again.
         let linked = old.as_deref().filter(same).is_some_and(|old| replace_with_hard_link(old, &path).is_ok());
         bytes += if linked { 0 } else { length };
     }
@@ -193,7 +193,7 @@ mod tests {
 
         fs::create_dir(moments.next_folder()).unwrap();
         let folders = recording_folders(&root).unwrap().unwrap();
-        assert_eq!(folders, [root.join("000000"), root.join("000001")], "what is not finished is passed over");
+        assert_eq!(folders, [root.join("000000"), root.join("000001")], "an unfinished recording is skipped");
         let second = TimedRecording::open(&folders[1]).unwrap();
         assert_eq!(
             (second.since_start, second.unix_time),
@@ -201,7 +201,7 @@ mod tests {
         );
         assert_eq!(second.utc_offset_seconds, Some(-3600));
         use pagefold_host::Host;
-        assert_eq!(Recording::open(&root).unwrap().read("proc/other").unwrap(), b"2", "the last is what is opened");
+        assert_eq!(Recording::open(&root).unwrap().read("proc/other").unwrap(), b"2", "the last recording is opened");
     }
 
     #[test]
@@ -235,7 +235,7 @@ mod tests {
             process.contents(pagefold_host::ReadMethod::ProcMem { detect_merged: false }, &[], &mut |_, _| ()).err(),
             "contents.txt",
         );
-        assert!(Recording::open(&there).unwrap_err().to_string().contains("frames.txt"), "one alone is looked through");
+        assert!(Recording::open(&there).unwrap_err().to_string().contains("frames.txt"), "it is checked on open");
     }
 
     #[test]

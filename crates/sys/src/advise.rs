@@ -1,7 +1,7 @@
-//! Advice that the kernel takes about another process's memory from outside, and about room in one's own.
+//! Kernel advice about another process's memory, and about memory of this process.
 //!
-//! Mirrors `process_madvise(2)` (mm/madvise.c, 6.18): from outside it takes `MADV_COLLAPSE`, since 6.1, with the right
-//! to read the target and CAP_SYS_NICE.
+//! Mirrors `process_madvise(2)` (mm/madvise.c, 6.18). For another process it accepts `MADV_COLLAPSE` since 6.1. The
+//! caller needs the right to read the target and CAP_SYS_NICE.
 
 use std::ffi::c_void;
 use std::io;
@@ -10,26 +10,27 @@ use std::os::fd::{AsFd, AsRawFd};
 
 const MADV_COLLAPSE: i32 = 25;
 
-/// Put a range back into huge pages. `process` is a pidfd; the range is aligned to huge pages.
+/// Collapse a range into huge pages. `pidfd` names the process; the range is aligned to huge pages.
 ///
 /// # Errors
-/// The kernel's: `ENOMEM` where it is not mapped, `EBUSY` where pages are in use, `EINVAL` where no huge page may be.
+/// The kernel's: `ENOMEM` if the range is not mapped, `EBUSY` if pages are in use, `EINVAL` if huge pages are not
+/// allowed.
 pub fn collapse(pidfd: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
     let range = libc::iovec { iov_base: start as *mut libc::c_void, iov_len: bytes as usize };
-    // SAFETY: the vector of one element is valid for the call. The address is one of the target, whose contents
-    // collapsing leaves as they are.
+    // SAFETY: the vector of one element is valid for the call. The address belongs to the target; collapsing does not
+    // change its contents.
     let done = unsafe {
         libc::syscall(libc::SYS_process_madvise, pidfd.as_fd().as_raw_fd(), &raw const range, 1_usize, MADV_COLLAPSE, 0)
     };
     if done == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Have memory that is about to be filled backed with huge pages: it then costs one fault for each of those instead of
-/// one for each base page, and fewer misses of the TLB afterwards. Where the allocator gives the memory to somebody
-/// else later, the advice is still there.
+/// Back memory that will soon be filled with huge pages. This costs one fault for each huge page instead of one for
+/// each base page, and fewer TLB misses later. The advice stays on the memory after the allocator reuses it for
+/// something else.
 ///
 /// # Errors
-/// The kernel's: `EINVAL` on one without transparent huge pages.
+/// The kernel's: `EINVAL` on a kernel without transparent huge pages.
 pub fn prefer_huge_pages<T>(memory: &mut [MaybeUninit<T>]) -> io::Result<()> {
     let page = crate::mapping::page_size();
     let all = memory.as_mut_ptr_range();
@@ -39,7 +40,7 @@ pub fn prefer_huge_pages<T>(memory: &mut [MaybeUninit<T>]) -> io::Result<()> {
         return Ok(());
     }
     let start = memory.as_mut_ptr().with_addr(start).cast::<c_void>();
-    // SAFETY: the range lies within `room`, which is borrowed mutably, and this advice leaves contents as they are.
+    // SAFETY: the range lies within `memory`, which is borrowed mutably. This advice does not change contents.
     unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::LinuxHugepage) }?;
     Ok(())
 }
@@ -56,7 +57,7 @@ mod tests {
             assert!(refused.is_none_or(|why| why == Some(libc::EINVAL)), "{refused:?}");
             bytes.resize(len, 7);
             assert!(bytes.iter().all(|&byte| byte == 7));
-            // The flag of the mapping tells that the advice came through.
+            // The flag of the mapping shows that the kernel took the advice.
             if refused.is_none() && len >= 1 << 20 {
                 let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
                 let middle = bytes.as_ptr().addr() + len / 2;

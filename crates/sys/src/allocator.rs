@@ -1,39 +1,40 @@
-//! What the C library's allocator does with memory that is freed.
+//! How the C library's allocator returns freed memory to the kernel.
 
 use std::fs;
 use std::io;
 
-/// Blocks of at least so many bytes are mappings of their own.
+/// The allocator maps blocks of at least this size separately.
 #[cfg(target_env = "gnu")]
 const MMAP_THRESHOLD_BYTES: libc::c_int = 1 << 20;
 
-/// Have big blocks given back to the kernel the moment they are freed, and threads share two arenas. For who needs much
-/// for a moment, now and then, and should be small meanwhile: by itself glibc serves ever bigger blocks, up to 32 MiB,
-/// from arenas of which it keeps what is freed, one for each thread (`M_MMAP_THRESHOLD` and `M_ARENA_MAX` of
-/// mallopt(3)). Other C libraries are left as they are.
+/// Return large blocks to the kernel as soon as they are freed, and let all threads share two arenas. This suits a
+/// process that needs much memory for short moments and must be small between them.
+///
+/// By default glibc serves ever larger blocks, up to 32 MiB, from arenas. It has one arena for each thread and keeps
+/// freed memory there (`M_MMAP_THRESHOLD` and `M_ARENA_MAX` of mallopt(3)). Other C libraries are not changed.
 ///
 /// # Errors
-/// `ResourceBusy` where there are other threads already, which mallopt(3) does not allow for; otherwise those of reading
-/// how many there are.
+/// `ResourceBusy` if the process has other threads, which mallopt(3) does not allow. Otherwise the errors of counting
+/// the threads.
 pub fn return_large_blocks_when_freed() -> io::Result<()> {
     if fs::read_dir("/proc/self/task")?.count() != 1 {
         return Err(io::ErrorKind::ResourceBusy.into());
     }
     #[cfg(target_env = "gnu")]
     for (parameter, value) in [(libc::M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES), (libc::M_ARENA_MAX, 2)] {
-        // SAFETY: this is the only thread, so nobody else reads or sets what mallopt sets, and both parameters only say
-        // where later blocks come from. It returns 0 for a value that it does not take, and changes nothing then.
+        // SAFETY: this is the only thread, so no other code reads or sets what mallopt sets. Both parameters only
+        // choose where later blocks come from. mallopt returns 0 for a value that it rejects, and changes nothing then.
         let _ = unsafe { libc::mallopt(parameter, value) };
     }
     Ok(())
 }
 
-/// Have what lies free in the arenas given back to the kernel (malloc_trim(3)): glibc by itself gives back the top of each
-/// of them only, so that what much small work took for a moment stays. Other C libraries are left as they are.
+/// Return free memory inside the arenas to the kernel (malloc_trim(3)). By itself glibc returns only the top of each
+/// arena, so memory of many small temporary allocations would stay. Other C libraries are not changed.
 pub fn trim_free_memory() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: it may be called by any thread at any time (MT-Safe), and gives back pages in which nothing is allocated.
-    // Whether there were any is all that it returns.
+    // SAFETY: any thread may call it at any time (MT-Safe). It returns only pages in which nothing is allocated. The
+    // result only says whether there were any.
     let _ = unsafe { libc::malloc_trim(0) };
 }
 
@@ -41,7 +42,7 @@ pub fn trim_free_memory() {
 mod tests {
     use super::*;
 
-    /// Pages among all of a process that are present now (Documentation/admin-guide/mm/pagemap.rst, bit 63).
+    /// How many of these pages of this process are present (Documentation/admin-guide/mm/pagemap.rst, bit 63).
     #[cfg(target_env = "gnu")]
     fn count_present_pages(addresses: &[usize]) -> usize {
         use std::os::unix::fs::FileExt;
@@ -60,7 +61,7 @@ mod tests {
     fn trim_returns_pages_below_live_blocks() {
         let page = crate::mapping::page_size();
         let mut blocks: Vec<Vec<u8>> = (0..2048).map(|_| vec![1; page]).collect();
-        // Each sixteenth stays; asked for are pages in the middle of what is freed between.
+        // Each sixteenth block stays. The test checks pages in the middle of the freed blocks between them.
         let middles: Vec<usize> = blocks.iter().skip(8).step_by(16).map(|block| block.as_ptr().addr()).collect();
         let mut number = 0;
         blocks.retain(|_| {
@@ -71,7 +72,7 @@ mod tests {
         trim_free_memory();
         let after = count_present_pages(&middles);
         assert!(blocks.iter().flatten().all(|&byte| byte == 1));
-        // Other tests may take a few of them.
+        // Other tests may use a few of these pages.
         assert!(before > 100 && after < 28, "of {} pages {before} before and {after} after", middles.len());
     }
 

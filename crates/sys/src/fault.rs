@@ -1,20 +1,24 @@
-//! Numbered places at which a test ends this process, to show that what it was doing to others survives that.
+//! Numbered fault points at which a test ends this process, to show that the processes it works on survive.
 //!
-//! Without the cargo feature `fault-points` a point is nothing at all. With it, the environment variable
-//! `PAGEFOLD_FAULT_POINT` says what happens: `N` ends the process at the N-th point reached, from 1, by a SIGKILL that
-//! it sends itself, so that no handler, destructor or exit function of it runs; `N NAME` at the N-th time that it is at
-//! the point of that name; `stop N` and `stop N NAME` stop the process there by a SIGSTOP, until somebody has it go on;
-//! `count` prints on exit how many were reached, as `fault points: N` on standard error, and how often each, as
-//! `fault points at NAME: N`; so does [`report_before_exit`], for a process that ends without an exit. Limits: points are numbered
-//! in the order in which this process reaches them, which is the same in each run only as long as one thread reaches
-//! them at a time.
+//! Without the cargo feature `fault-points` a point does nothing. With it, the environment variable
+//! `PAGEFOLD_FAULT_POINT` selects the action:
+//!
+//! - `N` ends the process at the N-th point reached, counted from 1. The process sends itself SIGKILL, so no handler,
+//!   destructor or exit function runs.
+//! - `N NAME` ends it when it reaches the point NAME for the N-th time.
+//! - `stop N` and `stop N NAME` stop the process there with SIGSTOP, until it receives SIGCONT.
+//! - `count` prints the number of points reached on exit, as `fault points: N` on standard error, and one line
+//!   `fault points at NAME: N` for each name. A process that ends without exit functions calls [`report_before_exit`].
+//!
+//! Limits: points are numbered in the order in which this process reaches them. The order is the same in each run only
+//! if one thread at a time reaches them.
 
-/// A place to fail at. `name` says what has just been done.
+/// A fault point. `name` says which step has just finished.
 #[cfg(not(feature = "fault-points"))]
 #[inline(always)]
 pub fn point(_name: &'static str) {}
 
-/// To be called by a process that ends by `_exit`, right before that.
+/// A process that ends by `_exit` calls this right before.
 #[cfg(not(feature = "fault-points"))]
 #[inline(always)]
 pub fn report_before_exit() {}
@@ -35,7 +39,7 @@ mod armed {
     enum FaultPlan {
         Disabled,
         CountPoints,
-        /// At the N-th time that a point is reached, or the one of a name.
+        /// At the N-th point reached, or at the N-th time that the named point is reached.
         SignalAt(u64, Option<String>, Signal),
     }
 
@@ -47,7 +51,7 @@ mod armed {
         FAULT_PLAN.get_or_init(|| match std::env::var(FAULT_POINT_VARIABLE) {
             Err(_) => FaultPlan::Disabled,
             Ok(text) if text == "count" => {
-                // SAFETY: `print_count` is a function of the signature asked for that never unwinds into C.
+                // SAFETY: `print_counts` has the required signature and never unwinds into C.
                 unsafe { libc::atexit(print_counts) };
                 FaultPlan::CountPoints
             }
@@ -72,23 +76,23 @@ mod armed {
         for (name, times) in &*counted {
             lines.push_str(&format!("fault points at {name}: {times}\n"));
         }
-        // An exit without standard error has nobody to tell.
+        // Without standard error there is no place for the report.
         let _ = std::io::stderr().write_all(lines.as_bytes());
     }
 
-    /// To be called by a process that ends by `_exit`, right before that.
+    /// A process that ends by `_exit` calls this right before.
     pub fn report_before_exit() {
         if matches!(fault_plan(), FaultPlan::CountPoints) {
             print_counts();
         }
     }
 
-    /// A place to fail at. `name` says what has just been done.
+    /// A fault point. `name` says which step has just finished.
     pub fn point(name: &'static str) {
         match fault_plan() {
             FaultPlan::Disabled => {}
             FaultPlan::CountPoints => {
-                *COUNTS_BY_NAME.lock().expect("nothing panics with it").entry(name).or_default() += 1
+                *COUNTS_BY_NAME.lock().expect("no thread panics while it holds this lock").entry(name).or_default() += 1
             }
             FaultPlan::SignalAt(_, Some(wanted), _) if wanted != name => {}
             FaultPlan::SignalAt(at, _, signal) => {

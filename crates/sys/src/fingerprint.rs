@@ -1,4 +1,4 @@
-//! A keyed fingerprint of a page, with a proof of how rarely two pages share one.
+//! A keyed fingerprint of a page, with a proven bound on the collision probability of two pages.
 //!
 //! A page is read as pairs of 64-bit little-endian words (a1, b1), (a2, b2), ... and hashed with a random key of the
 //! page's length, (k1, l1), (k2, l2), ...:
@@ -7,23 +7,23 @@
 //! h = sum over i of (ai + ki) * (bi + li)      in GF(2^64) modulo x^64 + x^4 + x^3 + x + 1
 //! ```
 //!
-//! For two different pages, one pair differs, say in b. The difference of the two hashes is then `ki * (bi + bi')` plus
-//! terms without `ki`; bi + bi' is not zero, so over a random `ki` the difference takes each of its 2^64 values equally
-//! often, and it is 0 with probability exactly 2^-64, whatever the pages are. This is the half-multiplication form of
-//! multilinear hashing over GF(2^64) (D. Lemire and O. Kaser, "Faster 64-bit universal hashing using carry-less
-//! multiplications", Journal of Cryptographic Engineering 6, 2016, section 4). The bound needs a key that is drawn at
-//! random, not shown to whoever fills the pages, and used for one census.
+//! For two different pages, at least one pair differs, say in b. The difference of the two hashes is then
+//! `ki * (bi + bi')` plus terms without `ki`. Because bi + bi' is not zero, the difference takes each of its 2^64
+//! values equally often over a random `ki`. It is 0 with probability exactly 2^-64, for any two pages. This is the
+//! half-multiplication form of multilinear hashing over GF(2^64) (D. Lemire and O. Kaser, "Faster 64-bit universal
+//! hashing using carry-less multiplications", Journal of Cryptographic Engineering 6, 2016, section 4). The bound needs
+//! a key that is drawn at random, unknown to the programs that fill the pages, and used for one census.
 //!
-//! The value 0 stands for the page of zeros, which is found by comparison; any other page whose hash is 0 gets 1, which
-//! at most doubles the bound.
+//! The value 0 stands for the zero page, which is found by comparison. Any other page whose hash is 0 gets 1, which at
+//! most doubles the bound.
 //!
-//! The multiplication is the carry-less one of PCLMULQDQ, VPCLMULQDQ or PMULL, chosen at run time; sums stay unreduced
-//! until the end, because reduction is linear. Where the 512-bit form runs it outruns XXH3, rapidhash and BLAKE3 and
-//! keeps up with gxhash (`make bench ARGS=hashes`), none of which has such a bound.
+//! The multiplication is the carry-less one of PCLMULQDQ, VPCLMULQDQ or PMULL, chosen at run time. Sums stay unreduced
+//! until the end, because reduction is linear. The 512-bit form is faster than XXH3, rapidhash and BLAKE3 and as fast
+//! as gxhash (`make bench ARGS=hashes`). None of these has such a bound.
 
 use std::io;
 
-/// Lines of a page in a sample of it.
+/// Number of 64-byte lines in a sample of a page.
 const SAMPLED_LINES: usize = 4;
 
 /// Hashes pages of one length under one key.
@@ -51,7 +51,7 @@ enum CarrylessMultiply {
 }
 
 impl CarrylessMultiply {
-    /// All that this CPU can run, slowest first.
+    /// All implementations that this CPU can run, slowest first.
     fn available() -> Vec<Self> {
         #[allow(unused_mut)]
         let mut available = vec![Self::Portable];
@@ -73,7 +73,7 @@ impl CarrylessMultiply {
 }
 
 impl std::fmt::Debug for Hasher {
-    /// Without the key, which whoever fills the pages must not see.
+    /// Leaves out the key: programs that fill pages must not learn it.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Hasher").field("multiply", &self.multiply).finish_non_exhaustive()
     }
@@ -90,7 +90,7 @@ impl Hasher {
         Ok(Self::with_key(&bytes))
     }
 
-    /// A hasher for pages as long as `key`, a multiple of 64 bytes. The bound holds for a random key only.
+    /// A hasher for pages as long as `key`, a multiple of 64 bytes. The bound holds only for a random key.
     ///
     /// # Panics
     /// If the key's length is no multiple of 64.
@@ -98,7 +98,7 @@ impl Hasher {
         let (lines, rest) = key.as_chunks::<64>();
         assert!(rest.is_empty(), "a key of {} bytes is no multiple of 64", key.len());
         let key = lines.iter().map(|line| KeyLine(line_words(line))).collect();
-        let multiply = *CarrylessMultiply::available().last().expect("the portable one is always there");
+        let multiply = *CarrylessMultiply::available().last().expect("the portable implementation is always available");
         Self { key, multiply }
     }
 
@@ -107,7 +107,7 @@ impl Hasher {
         self.key.len() * 64
     }
 
-    /// Which instructions do the work, for reports.
+    /// Which instructions compute the hash, for reports.
     pub fn implementation(&self) -> &'static str {
         match self.multiply {
             CarrylessMultiply::Portable => "portable",
@@ -120,7 +120,7 @@ impl Hasher {
         }
     }
 
-    /// The fingerprint of a page: 0 for the page of zeros and for no other.
+    /// The fingerprint of a page: 0 for the zero page only.
     ///
     /// # Panics
     /// If the page is not as long as the key.
@@ -133,8 +133,8 @@ impl Hasher {
         self.hash_lines(lines, &self.key).max(1)
     }
 
-    /// The fingerprint of a few lines of a page, from its first to its last: most pages that have changed have done so
-    /// there, too, and reading those takes a fraction of the time. Some bits of it.
+    /// 16 bits of the fingerprint of a few lines of a page, spread from its first to its last. Most changed pages
+    /// differ in these lines, too, and reading them takes a fraction of the time.
     ///
     /// # Panics
     /// If the page is not as long as the key, or has fewer lines.
@@ -148,7 +148,7 @@ impl Hasher {
         self.hash_lines(&sampled, &key) as u16
     }
 
-    /// The hash of some lines under as many of the key.
+    /// The hash of some lines under the same number of key lines.
     fn hash_lines(&self, lines: &[[u8; 64]], key: &[KeyLine]) -> u64 {
         let (low, high) = match self.multiply {
             CarrylessMultiply::Portable => multiply_portable(lines, key),
@@ -170,10 +170,10 @@ fn line_words(line: &[u8; 64]) -> [u64; 8] {
     std::array::from_fn(|i| u64::from_le_bytes(line.as_chunks::<8>().0[i]))
 }
 
-/// Whether all bytes of whole lines of 64 are zero; looks at one line of most other pages.
+/// Whether all bytes are zero. For most other pages it reads only one line of 64 bytes.
 ///
 /// # Panics
-/// If a part of a line is left over.
+/// If the length is no multiple of 64.
 pub fn is_all_zeros(bytes: &[u8]) -> bool {
     let (lines, rest) = bytes.as_chunks::<64>();
     assert!(rest.is_empty(), "{} bytes", bytes.len());
@@ -186,8 +186,8 @@ fn are_lines_zero(lines: &[[u8; 64]]) -> bool {
 
 /// The 127-bit polynomial modulo x^64 + x^4 + x^3 + x + 1.
 fn reduce_modulo(low: u64, high: u64) -> u64 {
-    // x^64 is x^4 + x^3 + x + 1, so the high half comes down multiplied by it, and its own overflow of at most four
-    // bits once more.
+    // x^64 is x^4 + x^3 + x + 1. So the high half is multiplied by it and added to the low half. The overflow of at
+    // most four bits is reduced once more.
     let down = |half: u64| {
         let half = u128::from(half);
         half ^ half << 1 ^ half << 3 ^ half << 4
@@ -263,7 +263,7 @@ fn add_products(sum: std::arch::x86_64::__m512i, line: &[u8; 64], key: &KeyLine)
     use std::arch::x86_64::*;
     // SAFETY: `line` is 64 readable bytes, and the load needs no alignment.
     let line = unsafe { _mm512_loadu_si512(line.as_ptr().cast()) };
-    // SAFETY: a `Line` is 64 readable bytes, aligned to 64.
+    // SAFETY: a `KeyLine` is 64 readable bytes, aligned to 64.
     let key = unsafe { _mm512_load_si512(key.0.as_ptr().cast()) };
     let pairs = _mm512_xor_si512(line, key);
     _mm512_xor_si512(sum, _mm512_clmulepi64_epi128::<0x10>(pairs, pairs))
@@ -343,7 +343,7 @@ mod tests {
             page[position] = 1;
             assert_ne!(hasher.fingerprint(&page), 0, "byte {position}");
         }
-        // A page equal to the key hashes to 0 and must not pass for the page of zeros.
+        // A page equal to the key hashes to 0 and must not be taken for the zero page.
         let key = random_bytes(3, 4096);
         assert_eq!(Hasher::with_key(&key).fingerprint(&key), 1);
     }

@@ -1,13 +1,12 @@
-//! Becoming another program without leaving a trace on it.
+//! Replaces this process by another program that starts in the same state as if its parent had started it.
 //!
-//! The Rust runtime changes what a process was given before `main` begins: it ignores SIGPIPE and opens `/dev/null` in
-//! place of standard descriptors that were closed (library/std/src/sys/pal/unix/mod.rs, `init`). An ignored signal
-//! stays ignored over exec, so a program that is started in place of this one would find another world than its parent
-//! made. What there was is noted by a function that the loader calls before the runtime, and [`exec_program`] puts it
-//! back.
+//! The Rust runtime changes the inherited state before `main` begins. It ignores SIGPIPE and opens `/dev/null` in place
+//! of closed standard descriptors (library/std/src/sys/pal/unix/mod.rs, `init`). An ignored signal stays ignored over
+//! exec, so the program would start in a different state. A function that the loader calls before the runtime records
+//! the initial state, and [`exec_program`] restores it.
 //!
-//! [`spawn_companion`] makes the one process that may stay behind: detached, so that the program neither waits for it nor
-//! gets its signals. Limits: glibc and musl on Linux, whose loaders honour `.init_array`.
+//! [`spawn_companion`] creates the only process that may stay behind. It is detached, so the program neither waits for
+//! it nor shares its signals. Limits: glibc and musl on Linux, whose loaders process `.init_array`.
 
 use crate::fault;
 use rustix::fs::FileType;
@@ -21,7 +20,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
 /// Whether SIGPIPE was ignored when this process began.
 static SIGPIPE_IGNORED: AtomicBool = AtomicBool::new(false);
-/// Which of the descriptors 0, 1 and 2 were closed when this process began: a bit each.
+/// Which of the descriptors 0, 1 and 2 were closed when this process began, one bit each.
 static CLOSED_STANDARD_DESCRIPTORS: AtomicU8 = AtomicU8::new(0);
 
 // Miri has no sigaction(2).
@@ -32,25 +31,25 @@ static INIT_ARRAY_ENTRY: extern "C" fn() = record_initial_state;
 /// Runs before the Rust runtime: system calls and atomics only.
 extern "C" fn record_initial_state() {
     let mut action = MaybeUninit::<libc::sigaction>::uninit();
-    // SAFETY: a null action asks only; `action` is there to be written.
+    // SAFETY: a null action only queries; `action` is writable.
     if unsafe { libc::sigaction(libc::SIGPIPE, ptr::null(), action.as_mut_ptr()) } == 0 {
         // SAFETY: the call succeeded, so it was written.
         let action = unsafe { action.assume_init() };
         SIGPIPE_IGNORED.store(action.sa_sigaction == libc::SIG_IGN, Ordering::Relaxed);
     }
     for descriptor in 0..3 {
-        // SAFETY: F_GETFD takes and changes nothing, whether the descriptor is open or not.
+        // SAFETY: F_GETFD reads and changes nothing, for open and for closed descriptors.
         if unsafe { libc::fcntl(descriptor, libc::F_GETFD) } == -1 {
             CLOSED_STANDARD_DESCRIPTORS.fetch_or(1 << descriptor, Ordering::Relaxed);
         }
     }
 }
 
-/// Become a program, found as execvp(3) finds it, with the environment, signals and descriptors that this process was
-/// given, but for the variables that are set here. Returns only when that fails, with why.
+/// Execute a program, found as execvp(3) finds it, with the environment, signals and descriptors that this process
+/// inherited. Only the given variables are set in addition. Returns only on failure, with the error.
 ///
 /// # Panics
-/// If the environment is to be changed and this process has more than one thread, to all of which it belongs.
+/// If variables are given and this process has more than one thread, because the environment belongs to all of them.
 #[must_use]
 pub fn exec_program(program: &CStr, arguments: &[CString], variables: &[(CString, CString)]) -> io::Error {
     for (name, value) in variables {
@@ -63,112 +62,114 @@ pub fn exec_program(program: &CStr, arguments: &[CString], variables: &[(CString
     for descriptor in
         (0..3).filter(|descriptor| CLOSED_STANDARD_DESCRIPTORS.load(Ordering::Relaxed) >> descriptor & 1 == 1)
     {
-        // SAFETY: it is what the runtime opened in place of a closed one, and stays open while this program runs.
+        // SAFETY: the runtime opened this descriptor in place of a closed one, and it stays open while this program
+        // runs.
         unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
     let inherited = if SIGPIPE_IGNORED.load(Ordering::Relaxed) { libc::SIG_IGN } else { libc::SIG_DFL };
-    // SAFETY: neither of the two is a handler of ours.
+    // SAFETY: neither of the two values is a handler of this program.
     unsafe { libc::signal(libc::SIGPIPE, inherited) };
     let Err(errno) = nix::unistd::execvp(program, arguments);
-    // SAFETY: as above; this program goes on as it was, to say what went wrong.
+    // SAFETY: as above. This program continues, to report the error.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
     errno.into()
 }
 
-/// Have this process and what it becomes or starts laid out at the same addresses each time (`ADDR_NO_RANDOMIZE` of
-/// personality(2)), from the next exec on.
+/// Disable address space randomization for this process, for what it executes and for what it starts
+/// (`ADDR_NO_RANDOMIZE` of personality(2)), from the next exec on.
 ///
 /// # Errors
-/// That of personality(2).
+/// The error of personality(2).
 pub fn disable_address_randomization() -> io::Result<()> {
     const QUERY_PERSONALITY: libc::c_ulong = 0xffff_ffff;
-    // SAFETY: this value only asks.
+    // SAFETY: this value only queries.
     let now = unsafe { libc::personality(QUERY_PERSONALITY) };
-    // SAFETY: nothing of this process moves; the flag is read at exec.
+    // SAFETY: no memory of this process moves; the kernel reads the flag at exec.
     let answer = unsafe { libc::personality((now | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) };
     if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Take away a SIGCHLD of children of our own: blocked, as a parent may have left it, it would stay pending over exec.
+/// Remove a pending SIGCHLD of our own children. If the parent left the signal blocked, it would stay pending over
+/// exec.
 pub fn discard_pending_sigchld() {
     let mut pending = MaybeUninit::uninit();
-    // SAFETY: `pending` is there to be written.
+    // SAFETY: `pending` is writable.
     if unsafe { libc::sigpending(pending.as_mut_ptr()) } != 0 {
         return;
     }
-    // SAFETY: the call above succeeded, so the set was written, and SIGCHLD is a signal.
+    // SAFETY: the call above succeeded, so the set was written. SIGCHLD is a signal.
     if unsafe { libc::sigismember(pending.as_ptr(), libc::SIGCHLD) } != 1 {
         return;
     }
     let mut child = MaybeUninit::uninit();
-    // SAFETY: `child` is there to be written.
+    // SAFETY: `child` is writable.
     unsafe { libc::sigemptyset(child.as_mut_ptr()) };
     // SAFETY: `child` was written, and SIGCHLD is a signal.
     unsafe { libc::sigaddset(child.as_mut_ptr(), libc::SIGCHLD) };
     let at_once = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: the set and the time are initialized and outlive the call; nothing is asked to be written.
+    // SAFETY: the set and the time are initialized and outlive the call; no output is requested.
     unsafe { libc::sigtimedwait(child.as_ptr(), ptr::null_mut(), &raw const at_once) };
 }
 
-/// Which standard error a process keeps that is left behind.
+/// Which standard error a companion process keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StderrPolicy {
-    /// A terminal or a file alone: whoever reads a pipe to its end, as a shell's `$(...)` does, waits for the program
-    /// and for nobody else.
+    /// Only a terminal or a file. A program that reads a pipe to its end, such as a shell's `$(...)`, must not wait for
+    /// the companion.
     KeepIfNoReader,
-    /// Whatever it is, for work that soon ends.
+    /// Keep it in any case, for work that ends soon.
     Keep,
 }
 
-/// Leave a process behind that outlives exec: not a child of the program to come, in a session of its own, in `/`, with
-/// standard error as said, and no other descriptor of this process. There `work` is called once this process has become
-/// another program, and the process ends when it returns. Dropping the returned handle, as a failed exec does by ending
-/// this process, looks to it as an exec does.
+/// Start a process that outlives exec. It is not a child of the new program. It runs in a session of its own, in `/`,
+/// with standard error as requested and no other descriptor of this process. It calls `work` after this process has
+/// executed another program, and ends when `work` returns. If the returned handle is dropped, for example because exec
+/// failed and this process ended, the companion sees that as an exec, too.
 ///
 /// # Errors
-/// `ResourceBusy` if this process has more than one thread, of which a fork would copy one; else those of pipe(2) and
-/// fork(2).
+/// `ResourceBusy` if this process has more than one thread, of which a fork would copy only one. Otherwise the errors
+/// of pipe(2) and fork(2).
 pub fn spawn_companion(stderr_policy: StderrPolicy, work: impl FnOnce()) -> io::Result<CompanionHandle> {
     if count_threads()? != 1 {
         return Err(io::ErrorKind::ResourceBusy.into());
     }
-    // Both ends are closed on exec; the writing one is in nobody's hands but this process's.
+    // Both ends close on exec. Only this process has the writing end.
     let (exec, until_exec) = io::pipe()?;
     match fork()? {
         0 => {
             drop(until_exec);
             let detached = nix::unistd::setsid().is_ok();
             if detached && fork().is_ok_and(|child| child == 0) && detach_companion(stderr_policy, exec).is_ok() {
-                // A panic says why and must not unwind into what the original goes on with.
+                // A panic prints its message and must not unwind into the original's code.
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
                 fault::report_before_exit();
             }
-            // SAFETY: ends this copy without running what the original registered for its own exit.
+            // SAFETY: ends this copy without the exit functions that the original registered.
             unsafe { libc::_exit(0) }
         }
         child => {
-            // Who ignores SIGCHLD is told that there is no such child, once it has ended.
+            // If SIGCHLD is ignored, waitpid reports that there is no such child after it has ended.
             let _ = nix::sys::wait::waitpid(nix::unistd::Pid::from_raw(child), None);
             Ok(CompanionHandle { _until_exec: until_exec })
         }
     }
 }
 
-/// Holds back the process that [`spawn_companion`] left behind, until this one becomes another program.
+/// Makes the process of [`spawn_companion`] wait until this process executes another program.
 #[derive(Debug)]
 pub struct CompanionHandle {
     _until_exec: io::PipeWriter,
 }
 
-/// Let go of what the original had, but for standard error where it may stay, and wait for its exec.
+/// Close what the original had open, except standard error if it may stay, and wait for the original's exec.
 fn detach_companion(stderr_policy: StderrPolicy, mut exec: PipeReader) -> io::Result<()> {
     std::env::set_current_dir("/")?;
-    // The runtime made sure that the first three descriptors are open, so this is another.
+    // The runtime opened the first three descriptors, so this is another one.
     let waiting = exec.as_raw_fd() as u32;
     let null = File::options().read(true).write(true).open("/dev/null")?;
     let last = if stderr_policy == StderrPolicy::Keep || has_no_reader(io::stderr().as_fd()) { 1 } else { 2 };
     for descriptor in 0..=last {
-        // SAFETY: all are open, and nothing in this copy owns a standard descriptor as an object.
+        // SAFETY: all are open, and no object in this copy owns a standard descriptor.
         if unsafe { libc::dup2(null.as_raw_fd(), descriptor) } == -1 {
             return Err(io::Error::last_os_error());
         }
@@ -179,28 +180,29 @@ fn detach_companion(stderr_policy: StderrPolicy, mut exec: PipeReader) -> io::Re
     Ok(())
 }
 
-/// Close all descriptors from 3 on but one.
+/// Close all descriptors from 3 on except one.
 fn close_all_but(kept: u32) -> io::Result<()> {
     let mut whole = true;
     for (first, last) in [(3, kept - 1), (kept + 1, u32::MAX)].into_iter().filter(|(first, last)| first <= last) {
-        // SAFETY: this copy uses none of them again: what owned them was the original's and is never dropped here.
+        // SAFETY: this copy uses none of them again. Their owners were the original's and are never dropped here.
         whole &= unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } == 0;
     }
     if !whole {
-        // It came with 5.9, and old filters of containers do not know it.
+        // close_range came with 5.9, and old seccomp filters of containers do not know it.
         let open: Vec<c_int> = std::fs::read_dir("/proc/self/fd")?
             .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
             .filter(|&descriptor| descriptor > 2 && descriptor != kept.cast_signed())
             .collect();
         for descriptor in open {
-            // SAFETY: as above. The one that was read from is closed by now, and one that is not open is an error alone.
+            // SAFETY: as above. The descriptor that was read is closed by now; closing a closed one only returns an
+            // error.
             unsafe { libc::close(descriptor) };
         }
     }
     Ok(())
 }
 
-/// Whether it is a terminal or a file: nothing of which somebody waits for the end.
+/// Whether it is a terminal or a file, so that no process waits for its end.
 #[must_use]
 pub fn has_no_reader(descriptor: BorrowedFd<'_>) -> bool {
     let is_file = |status: rustix::fs::Stat| FileType::from_raw_mode(status.st_mode).is_file();
@@ -208,7 +210,7 @@ pub fn has_no_reader(descriptor: BorrowedFd<'_>) -> bool {
 }
 
 fn fork() -> io::Result<c_int> {
-    // SAFETY: the process has one thread, so the copy's locks and memory are as consistent as the original's.
+    // SAFETY: the process has one thread, so locks and memory of the copy are consistent.
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         child => Ok(child),
@@ -231,7 +233,7 @@ mod tests {
         assert!(!has_no_reader(pipe.as_fd()));
         assert!(!has_no_reader(socket.as_fd()));
         assert!(has_no_reader(File::open(std::env::current_exe().unwrap()).unwrap().as_fd()));
-        // A new terminal, of which this is the far end.
+        // The subordinate end of a new terminal.
         let Ok(terminal) = File::options().read(true).write(true).open("/dev/ptmx") else {
             return println!("skipped: needs /dev/ptmx");
         };

@@ -1,7 +1,7 @@
-//! The unsafe corner: system calls without a safe wrapper elsewhere, and the vectorised fingerprint.
+//! System calls without a safe wrapper elsewhere, and the vectorized fingerprint: most of Pagefold's unsafe code.
 //!
-//! Everything exported is safe to call. Each unsafe block holds one operation and its argument. Nothing of Pagefold is
-//! imported here.
+//! All exported items are safe to call. Each unsafe block has one operation and its safety argument. This crate imports
+//! no other Pagefold crate.
 
 pub mod advise;
 pub mod allocator;

@@ -1,13 +1,12 @@
-//! Memory mappings that are owned, isolated and safe to use: the ground on which laboratories, tests and benchmarks
-//! lay out memory with known content.
+//! Owned, isolated memory mappings with a safe interface, for memory with known content in labs, tests and benchmarks.
 //!
-//! Each [`Mapping`] lies between two inaccessible guard pages, so the kernel never merges its VMA with a neighbour and
-//! `/proc/PID/smaps` shows it as a region of its own (`vma_merge` in `mm/vma.c` joins adjacent VMAs of equal flags).
-//! Anonymous memory is mapped with `MAP_NORESERVE`: 20 TiB of untouched memory can be had unless
+//! Each [`Mapping`] lies between two inaccessible guard pages. So the kernel never merges its VMA with a neighbor, and
+//! `/proc/PID/smaps` shows it as a separate region (`vma_merge` in `mm/vma.c` joins adjacent VMAs with equal flags).
+//! Anonymous memory is mapped with `MAP_NORESERVE`: 20 TiB of untouched memory are possible unless
 //! `vm.overcommit_memory` is 2.
 //!
 //! The constants are those of `include/uapi/asm-generic/mman-common.h` and `include/uapi/linux/prctl.h` of Linux 6.18.
-//! Limits: a mapping is created whole and dropped whole; it neither grows nor moves.
+//! Limits: a mapping is created and dropped as a whole; it neither grows nor moves.
 
 use std::ffi::c_void;
 use std::fs::File;
@@ -28,10 +27,10 @@ pub fn page_size() -> usize {
     rustix::param::page_size()
 }
 
-/// What may be done with memory, in ascending order.
+/// Access rights of memory, in ascending order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Access {
-    /// Nothing: an access ends the program.
+    /// No access: an access ends the program.
     None,
     /// Reading.
     Read,
@@ -57,25 +56,25 @@ impl Access {
     }
 }
 
-/// Advice to the kernel about a range of memory (`madvise(2)`). None of it frees, moves or changes memory that is still
-/// borrowed, which is why the list is closed.
+/// Advice to the kernel about a range of memory (`madvise(2)`). The list is closed, because none of these frees, moves
+/// or changes memory that is still borrowed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MadviseAdvice {
-    /// ksmd may merge it. Fails with `EINVAL` on a kernel without KSM; without effect on shared memory.
+    /// ksmd may merge it. Fails with `EINVAL` on a kernel without KSM; no effect on shared memory.
     Mergeable,
-    /// ksmd may not merge it, and what is merged is copied back now.
+    /// ksmd may not merge it, and the kernel copies merged pages back now.
     Unmergeable,
     /// Back it with transparent huge pages. Fails with `EINVAL` on a kernel without them.
     HugePage,
     /// Back it with base pages only. Fails with `EINVAL` on a kernel without transparent huge pages.
     NoHugePage,
-    /// Make huge pages of what is there, now (Linux 6.1).
+    /// Collapse it into huge pages now (Linux 6.1).
     Collapse,
-    /// Drop it: private anonymous memory reads as zeros afterwards, a private file mapping as its file.
+    /// Drop it. Private anonymous memory reads as zeros afterwards, a private file mapping as its file.
     DontNeed,
-    /// Leave it out of forked children.
+    /// Exclude it from forked children.
     DontFork,
-    /// Reclaim it now: to swap, or to its file.
+    /// Reclaim it now, to swap or to its file.
     PageOut,
 }
 
@@ -97,25 +96,25 @@ impl MadviseAdvice {
 /// A memory mapping between two guard pages. Unmapped when dropped.
 #[derive(Debug)]
 pub struct Mapping {
-    /// Everything that is mapped: the guards, what alignment cost, and the memory itself.
+    /// The complete mapped range: the guards, alignment padding, and the memory itself.
     span: *mut c_void,
     span_bytes: usize,
     start: *mut u8,
     byte_len: usize,
-    /// The least access that any page may have.
+    /// The lowest access right that any page may have.
     min_access: Access,
 }
 
 // SAFETY: the memory belongs to the process, not to a thread, and `Mapping` is its only owner.
 unsafe impl Send for Mapping {}
-// SAFETY: through `&Mapping` memory is only read; every change takes `&mut Mapping`.
+// SAFETY: through `&Mapping` memory is only read; each change takes `&mut Mapping`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Private anonymous memory, untouched: it reads as zeros. `bytes` is rounded up to whole pages.
     ///
     /// # Errors
-    /// `InvalidInput` when `bytes` is 0 or not addressable, else that of `mmap(2)`.
+    /// `InvalidInput` when `bytes` is 0 or not addressable, else the error of `mmap(2)`.
     pub fn anonymous(bytes: usize) -> io::Result<Self> {
         Self::anonymous_aligned(bytes, page_size())
     }
@@ -137,7 +136,7 @@ impl Mapping {
         Self::map_between_guards(bytes, page_size(), Access::ReadWrite, MapFlags::SHARED, None)
     }
 
-    /// Address space only: inaccessible until [`Mapping::protect`] says otherwise.
+    /// Address space only, inaccessible until [`Mapping::protect`] changes that.
     ///
     /// # Errors
     /// As [`Mapping::anonymous`].
@@ -145,11 +144,11 @@ impl Mapping {
         Self::map_between_guards(bytes, page_size(), Access::None, MapFlags::PRIVATE | MapFlags::NORESERVE, None)
     }
 
-    /// A private mapping of a file without a name in `directory` that holds `contents`. Nobody else can reach the file,
-    /// so what is mapped changes only through this mapping. The rest of the last page is zeros.
+    /// A private mapping of an unnamed file in `directory` with these `contents`. No other process can open the file,
+    /// so the mapped content changes only through this mapping. The rest of the last page is zeros.
     ///
     /// # Errors
-    /// As [`Mapping::anonymous`]; that of `open(2)` where the file system has no `O_TMPFILE`; those of writing.
+    /// As [`Mapping::anonymous`]; the error of `open(2)` if the file system has no `O_TMPFILE`; errors of writing.
     pub fn private_file(directory: &Path, contents: &[u8]) -> io::Result<Self> {
         let file = rustix::fs::open(directory, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, Mode::RUSR)?;
         let file = File::from(file);
@@ -171,13 +170,13 @@ impl Mapping {
         }
         let bytes = bytes.checked_next_multiple_of(page).ok_or_else(invalid)?;
         let alignment = alignment.max(page);
-        // One guard before, one after, and room to move the start up to the next multiple of the alignment.
+        // One guard before, one after, and padding to move the start up to the next multiple of the alignment.
         let span_bytes = bytes.checked_add(alignment).and_then(|sum| sum.checked_add(page)).ok_or_else(invalid)?;
         if isize::try_from(span_bytes).is_err() {
             return Err(invalid());
         }
         let reserved = MapFlags::PRIVATE | MapFlags::NORESERVE;
-        // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
+        // SAFETY: without MAP_FIXED the kernel chooses unused addresses.
         let span = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), span_bytes, ProtFlags::empty(), reserved) }?;
         let offset = (span.addr() + page).next_multiple_of(alignment) - span.addr();
         let start = span.cast::<u8>().wrapping_add(offset);
@@ -187,79 +186,82 @@ impl Mapping {
         let protection = access.mmap_protection();
         match file {
             None => {
-                // SAFETY: `start` and `bytes` lie within the span above, which this mapping owns and nobody has seen.
+                // SAFETY: `start` and `bytes` lie within the span above. This mapping owns it and no other code has its
+                // address.
                 unsafe { rustix::mm::mmap_anonymous(start.cast(), bytes, protection, flags) }?;
             }
             Some(file) => {
-                // SAFETY: as above; the file is one that `Mapping::file` created without a name and closes, so nobody
-                // can change or truncate it under the mapping.
+                // SAFETY: as above. `Mapping::private_file` created the file without a name and closes it, so no
+                // process can change or truncate it under the mapping.
                 unsafe { rustix::mm::mmap(start.cast(), bytes, protection, flags, file.as_fd(), 0) }?;
             }
         }
         Ok(mapping)
     }
 
-    /// Its first address.
+    /// The first address.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.start.addr() as u64
     }
 
-    /// Its size in bytes, a multiple of the page size.
+    /// The size in bytes, a multiple of the page size.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "a mapping is never empty")]
     pub fn len(&self) -> usize {
         self.byte_len
     }
 
-    /// Its bytes. Reading a page that was never touched maps the shared zero page.
+    /// The bytes. Reading an untouched page maps the shared zero page.
     ///
     /// # Panics
-    /// When a part of it is not readable.
+    /// If a part of it is not readable.
     #[must_use]
     pub fn as_slice(&self) -> &[u8] {
         assert!(self.min_access >= Access::Read, "a part of the mapping is not readable");
-        // SAFETY: `start` and `bytes` are a live mapping until drop, all of it readable by the assertion, initialised
-        // by the kernel, at most isize::MAX long (checked in `place`), and written only through `&mut self`.
+        // SAFETY: `start` and `byte_len` are a live mapping until drop. By the assertion all of it is readable; the
+        // kernel initialized it. It is at most isize::MAX long (checked in `map_between_guards`), and written only
+        // through `&mut self`.
         unsafe { slice::from_raw_parts(self.start, self.byte_len) }
     }
 
-    /// Its bytes, to write.
+    /// The bytes, to write.
     ///
     /// # Panics
-    /// When a part of it is not writable.
+    /// If a part of it is not writable.
     #[must_use]
     pub fn as_mut_slice(&mut self) -> &mut [u8] {
         assert!(self.min_access >= Access::ReadWrite, "a part of the mapping is not writable");
-        // SAFETY: as in `as_slice`, all of it writable by the assertion, and `&mut self` makes this the only borrow.
+        // SAFETY: as in `as_slice`. By the assertion all of it is writable, and `&mut self` makes this the only borrow.
         unsafe { slice::from_raw_parts_mut(self.start, self.byte_len) }
     }
 
     /// Advise the kernel about a range: offsets in bytes, multiples of the page size.
     ///
     /// # Errors
-    /// `InvalidInput` when the range is not of whole pages of this mapping, else that of `madvise(2)`.
+    /// `InvalidInput` if the range is not made of whole pages of this mapping, else the error of `madvise(2)`.
     pub fn advise(&mut self, range: Range<usize>, advice: MadviseAdvice) -> io::Result<()> {
         let (address, bytes) = self.checked_range(range)?;
-        // SAFETY: the range lies in this mapping, borrowed mutably, so no slice of it is alive; no `Advice` makes a
-        // readable page unreadable.
+        // SAFETY: the range lies in this mapping, which is borrowed mutably, so no slice of it exists. No
+        // `MadviseAdvice` makes a readable page unreadable.
         let answer = unsafe { libc::madvise(address, bytes, advice.madvise_number()) };
         if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Set what may be done with a range: offsets in bytes, multiples of the page size. A range that differs from its
-    /// neighbours becomes a VMA of its own. Slices can be had again when the whole mapping was given access at once.
+    /// Set the access rights of a range: offsets in bytes, multiples of the page size. A range with other rights than
+    /// its neighbors becomes a separate VMA. Slices are available again after the whole mapping was given access with
+    /// one call.
     ///
     /// # Errors
-    /// `InvalidInput` when the range is not of whole pages of this mapping, else that of `mprotect(2)`: `ENOMEM` when
-    /// the process would have more than `vm.max_map_count` VMAs.
+    /// `InvalidInput` if the range is not made of whole pages of this mapping, else the error of `mprotect(2)`:
+    /// `ENOMEM` if the process would have more than `vm.max_map_count` VMAs.
     pub fn protect(&mut self, range: Range<usize>, access: Access) -> io::Result<()> {
         let whole = range == (0..self.byte_len);
         let (address, bytes) = self.checked_range(range)?;
-        // Lowered before the call, since a call that fails may have changed a part.
+        // Lowered before the call, because a failed call may have changed a part.
         self.min_access = self.min_access.min(access);
-        // SAFETY: the range lies in this mapping, borrowed mutably, so no slice of it is alive; `access` keeps later
-        // slices from covering what they may not touch.
+        // SAFETY: the range lies in this mapping, which is borrowed mutably, so no slice of it exists. `min_access`
+        // keeps later slices from covering inaccessible pages.
         unsafe { rustix::mm::mprotect(address, bytes, access.mprotect_protection()) }?;
         if whole {
             self.min_access = access;
@@ -281,19 +283,19 @@ impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: the span is this mapping's own, and no slice of it outlives the mapping.
         let unmapped = unsafe { rustix::mm::munmap(self.span, self.span_bytes) };
-        debug_assert!(unmapped.is_ok(), "unmapping one's own span: {unmapped:?}");
+        debug_assert!(unmapped.is_ok(), "munmap of the mapping's own span failed: {unmapped:?}");
     }
 }
 
-/// Make all memory of this process mergeable, now and in the future, and of its children
-/// (`prctl(PR_SET_MEMORY_MERGE)`, Linux 6.4), or no longer.
+/// Make all memory of this process and of its children mergeable, now and in the future (`prctl(PR_SET_MEMORY_MERGE)`,
+/// Linux 6.4), or no longer mergeable.
 ///
 /// # Errors
-/// That of `prctl(2)`: `EINVAL` on a kernel without it, `EPERM` where `CAP_SYS_RESOURCE` is asked for, `ENOMEM` where
-/// there is no memory to copy what was merged.
+/// The error of `prctl(2)`: `EINVAL` on a kernel without it, `EPERM` where the kernel requires `CAP_SYS_RESOURCE`,
+/// `ENOMEM` without enough memory to copy merged pages.
 pub fn set_merge_any(enable: bool) -> io::Result<()> {
     let zero: libc::c_ulong = 0;
-    // SAFETY: this option takes numbers only, and changes neither the content nor the access of memory.
+    // SAFETY: this option takes only numbers, and changes neither content nor access of memory.
     let answer = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, libc::c_ulong::from(enable), zero, zero, zero) };
     if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -340,7 +342,7 @@ mod tests {
         for mapping in &mappings {
             let Range { start, end } = address_range(mapping);
             assert_eq!(maps_entries(start..end), [(start, end, "rw-p".to_owned())]);
-            // What follows is inaccessible; guards of neighbours may have become one region.
+            // The memory after it is inaccessible; guards of neighbors may have become one region.
             let maps = maps_entries(end..end + page);
             assert_eq!(maps.iter().map(|region| region.2.as_str()).collect::<Vec<_>>(), ["---p"]);
         }
@@ -437,7 +439,7 @@ mod tests {
         let mapping = Mapping::anonymous(64 * page_size()).unwrap();
         let range = address_range(&mapping);
         drop(mapping);
-        // Another test's thread may have mapped something there since, but not exactly this.
+        // A thread of another test may have mapped something there since, but not exactly this range.
         assert!(!maps_entries(range.clone()).contains(&(range.start, range.end, "rw-p".to_owned())));
     }
 }

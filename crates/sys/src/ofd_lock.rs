@@ -1,39 +1,40 @@
 //! Locks of open file descriptions (fcntl(2), `F_OFD_SETLK`; fs/locks.c, `fcntl_setlk`, 6.18).
 //!
-//! They belong to the inode, so that all paths and mounts of one file system instance share them, sysfs included. A
-//! write lock takes a file that is open for writing: whoever may only read the file can put a read lock in its way, and
-//! can never be mistaken for a holder. They end with the last descriptor of the open file, also after `kill -9`.
+//! They belong to the inode, so all paths and mounts of one file system instance share them, including sysfs. A write
+//! lock needs a file that is open for writing. A process that may only read the file can block the write lock with a
+//! read lock, but can never appear to be its holder. A lock ends with the last descriptor of the open file, also after
+//! `kill -9`.
 
 use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 
-/// What came of asking for a write lock.
+/// The result of a request for a write lock.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum WriteLockAttempt {
-    /// It is held until the file is closed.
+    /// The lock is acquired until the file is closed.
     Acquired,
-    /// Another open file holds it for writing.
+    /// Another open file has a write lock.
     HeldForWriting,
-    /// Read locks of other open files are in its way.
+    /// Other open files have read locks.
     HeldForReading,
 }
 
-/// Ask for the write lock of all of a file that is open for writing, without waiting.
+/// Request the write lock of a whole file that is open for writing, without waiting.
 ///
 /// # Errors
-/// Those of fcntl(2) but for `EAGAIN` and `EACCES`.
+/// Those of fcntl(2) except `EAGAIN` and `EACCES`.
 pub fn try_lock_for_writing(file: &File) -> io::Result<WriteLockAttempt> {
     if set(file, libc::F_WRLCK)? {
         return Ok(WriteLockAttempt::Acquired);
     }
-    // `F_UNLCK`: it was let go meanwhile. To say that it is held is true of the moment before.
+    // `F_UNLCK`: the lock was released meanwhile. The lock existed a moment before, so that result is reported.
     let reading = in_the_way(file)? == libc::F_RDLCK;
     Ok(if reading { WriteLockAttempt::HeldForReading } else { WriteLockAttempt::HeldForWriting })
 }
 
-/// Ask for a read lock of all of a file that is open for reading, without waiting: false where another open file holds
-/// the write lock.
+/// Request a read lock of a whole file that is open for reading, without waiting. False if another open file has the
+/// write lock.
 ///
 /// # Errors
 /// As those of [`try_lock_for_writing`].
@@ -41,7 +42,7 @@ pub fn lock_for_reading(file: &File) -> io::Result<bool> {
     set(file, libc::F_RDLCK)
 }
 
-/// Whether another open file holds a lock of this file, for reading or for writing.
+/// Whether another open file has a read or write lock of this file.
 ///
 /// # Errors
 /// Those of fcntl(2).
@@ -49,7 +50,7 @@ pub fn is_locked_beside(file: &File) -> io::Result<bool> {
     Ok(in_the_way(file)? != libc::F_UNLCK)
 }
 
-/// Set a lock, unless another one is in its way.
+/// Set a lock, unless another lock conflicts.
 fn set(file: &File, kind: libc::c_int) -> io::Result<bool> {
     let mut lock = whole_file(kind);
     // SAFETY: the descriptor is open as long as `file` is borrowed, and `lock` is a valid `flock`.
@@ -62,7 +63,8 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<bool> {
     }
 }
 
-/// The kind of a lock of another open file that a write lock would meet; `F_UNLCK` for none. It takes no right to write.
+/// The kind of another open file's lock that conflicts with a write lock; `F_UNLCK` for none. It needs no write
+/// permission.
 fn in_the_way(file: &File) -> io::Result<libc::c_int> {
     let mut holder = whole_file(libc::F_WRLCK);
     // SAFETY: the descriptor is open as long as `file` is borrowed, and `holder` is a valid `flock`.

@@ -1,8 +1,8 @@
-//! `PAGEMAP_SCAN`: which pages of a range are resident, found by walking page tables and not addresses.
+//! `PAGEMAP_SCAN`: finds the resident pages of a range by walking page tables instead of addresses.
 //!
-//! The ioctl on `/proc/PID/pagemap` came with Linux 6.7 (fs/proc/task_mmu.c; layout in include/uapi/linux/fs.h), and
-//! older headers lack it, so its structures stand here. It skips what is not mapped at the highest table level, which
-//! makes 20 TiB of emptiness free.
+//! The ioctl on `/proc/PID/pagemap` came with Linux 6.7 (fs/proc/task_mmu.c; layout in include/uapi/linux/fs.h). Older
+//! headers lack it, so its structures are defined here. It skips unmapped memory at the highest page table level, so 20
+//! TiB of unmapped space cost nothing.
 
 use std::fs::File;
 use std::io;
@@ -48,18 +48,18 @@ nix::ioctl_readwrite!(
     pagemap_scan, b'f', 16, PmScanArg
 );
 
-/// How many ranges one call returns at most; larger results are fetched in several.
+/// The maximum number of ranges that one call returns; larger results take several calls.
 const RANGES_PER_SCAN_CALL: usize = 4096;
 
-/// A range of pages that are mapped alike.
+/// A range of pages that are mapped in the same way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MappedRange {
     /// First address.
     pub start: u64,
     /// First address after it.
     pub end: u64,
-    /// Whether they are pages of a file or of shared memory, not written since they were mapped privately; not asked of
-    /// what is known to hold none.
+    /// Whether they are pages of a file or of shared memory, not written since a private mapping. Not requested from
+    /// the kernel for ranges without such pages.
     pub file: bool,
     /// Whether they map the kernel's zero page.
     pub zero_page: bool,
@@ -69,17 +69,17 @@ pub struct MappedRange {
     pub swapped: bool,
 }
 
-/// What a range holds, as far as is known.
+/// What is known about the contents of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RangeContents {
-    /// Nothing of a file or of shared memory. Then the kernel need not look at the frame of each page, which is most of
-    /// what a scan takes (`pagemap_page_category` in fs/proc/task_mmu.c, 6.18).
+    /// No pages of a file or of shared memory. Then the kernel need not read the frame of each page, which is the
+    /// largest cost of a scan (`pagemap_page_category` in fs/proc/task_mmu.c, 6.18).
     OnlyAnonymous,
-    /// Anything.
+    /// Any pages.
     Anything,
 }
 
-/// Which pages a scan finds and what it tells of them, in the ioctl's terms.
+/// Which pages a scan finds and which categories it returns, in the ioctl's terms.
 struct ScanFilter {
     inverted: u64,
     all_of: u64,
@@ -87,9 +87,9 @@ struct ScanFilter {
     returned: u64,
 }
 
-/// Hand the anonymous pages of `range` that are resident or swapped out to `found`, in address order. Left out: file
-/// pages, shared memory and mappings of the kernel's zero page. A page that the kernel is moving to another frame is
-/// told to be swapped out.
+/// Pass the anonymous pages of `range` that are resident or swapped out to `visit`, in address order. File pages,
+/// shared memory and mappings of the kernel's zero page are left out. A page that the kernel is migrating to another
+/// frame is reported as swapped out.
 ///
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are the ioctl's: `ENOTTY` before 6.7, `ESRCH` when the process's
 /// memory is gone.
@@ -103,12 +103,12 @@ pub fn scan_anonymous(pagemap: &File, range: Range<u64>, visit: impl FnMut(Mappe
     run_pagemap_scan(pagemap, range, &wanted, visit)
 }
 
-/// Hand all pages of `range` that are resident or swapped out to `found`, in address order. What the range holds is
-/// known.
+/// Pass all pages of `range` that are resident or swapped out to `visit`, in address order. `contents` says what the
+/// range may contain.
 ///
-/// Before 6.7 the entries of `pagemap` are read, which tell less: no page is told to be a part of a huge one, and a
-/// page that others map, too, as after a fork or a merge by KSM, cannot be told from the kernel's zero page, and is
-/// told to be that.
+/// Before 6.7 the entries of `pagemap` are read, which have less information. No page is reported as part of a huge
+/// page. A page that other processes also map, after a fork or a KSM merge, cannot be distinguished from the kernel's
+/// zero page and is reported as that.
 ///
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are those of the ioctl or of reading it: `ESRCH` when the process's
 /// memory is gone.
@@ -119,30 +119,31 @@ pub fn scan_mapped(
     mut visit: impl FnMut(MappedRange),
 ) -> io::Result<()> {
     match scan_mapped_by_ioctl(pagemap, range.clone(), contents, &mut visit) {
-        // The first call was refused, so nothing has been told.
+        // The first call failed, so no page has been reported yet.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => scan_mapped_by_entries(pagemap, range, visit),
         told => told,
     }
 }
 
-/// The calling process's own pages, of which those that the kernel is moving to other frames are waited for.
+/// The calling process's own pages. It waits for pages that the kernel is migrating to other frames.
 ///
-/// Compaction moves anybody's memory, up to 512 pages at once, in a millisecond or two if it has a CPU. Meanwhile they
-/// look swapped out. That nothing is told by `VmSwap` of `/proc/thread-self/status`, and that they are not guard regions
-/// by mincore(2), which takes what is being moved to be in memory (mm/mincore.c, `mincore_pte_range`).
+/// Compaction migrates memory of any process, up to 512 pages at once, in one or two milliseconds if it has a CPU.
+/// Meanwhile these pages appear as swapped out. `VmSwap` of `/proc/thread-self/status` shows that nothing is swapped
+/// out. mincore(2), which treats migrating pages as present (mm/mincore.c, `mincore_pte_range`), distinguishes them
+/// from guard regions.
 pub struct OwnPagemap {
     pagemap: File,
-    /// How long may still be waited.
+    /// The remaining time to wait.
     migration_wait_left: Duration,
-    /// Whether something of this process is swapped out, once it is known: then nothing is waited for.
+    /// Whether memory of this process is swapped out, once known. If so, it does not wait.
     is_swapped: Option<bool>,
 }
 
-/// For how long [`OwnPagemap`] waits before it looks again.
+/// How long [`OwnPagemap`] waits before it scans again.
 const MIGRATION_RETRY_DELAY: Duration = Duration::from_micros(200);
 
 impl OwnPagemap {
-    /// With how long may be waited in all. Errors are those of opening `/proc/thread-self/pagemap`.
+    /// With the maximum time to wait in total. Errors are those of opening `/proc/thread-self/pagemap`.
     pub fn open(max_migration_wait: Duration) -> io::Result<Self> {
         Ok(Self {
             pagemap: File::open("/proc/thread-self/pagemap")?,
@@ -185,8 +186,8 @@ fn is_any_page_in_memory(range: Range<u64>) -> bool {
         let end = range.end.min(start + 512 * page);
         let states = &mut states[..((end - start) / page) as usize];
         let first = std::ptr::with_exposed_provenance_mut(start as usize);
-        // SAFETY: the kernel writes a byte for each page of the range to `states`, which has as many, and nothing
-        // else; where nothing is mapped it fails.
+        // SAFETY: the kernel writes one byte for each page of the range to `states`, which has that many, and nothing
+        // else. It fails if a page is not mapped.
         let told = unsafe { libc::mincore(first, (end - start) as usize, states.as_mut_ptr()) };
         told == 0 && states.iter().any(|state| state & 1 != 0)
     })
@@ -208,7 +209,7 @@ fn scan_mapped_by_ioctl(
     run_pagemap_scan(pagemap, range, &wanted, visit)
 }
 
-/// As [`scan_mapped`], by the entries of eight bytes each (Documentation/admin-guide/mm/pagemap.rst, 4.2 and later).
+/// As [`scan_mapped`], from the entries of eight bytes each (Documentation/admin-guide/mm/pagemap.rst, 4.2 and later).
 fn scan_mapped_by_entries(pagemap: &File, range: Range<u64>, mut visit: impl FnMut(MappedRange)) -> io::Result<()> {
     const EXCLUSIVE: u64 = 1 << 56;
     const FILE: u64 = 1 << 61;
@@ -222,7 +223,7 @@ fn scan_mapped_by_entries(pagemap: &File, range: Range<u64>, mut visit: impl FnM
         let wanted = buffer.len().min(((range.end - start) / page) as usize * size_of::<u64>());
         let read = pagemap.read_exact_at(&mut buffer[..wanted], start / page * size_of::<u64>() as u64);
         read.map_err(|error| match error.kind() {
-            // The file has no entries once the memory is gone (fs/proc/task_mmu.c, `pagemap_read`).
+            // The file has no entries after the memory is gone (fs/proc/task_mmu.c, `pagemap_read`).
             io::ErrorKind::UnexpectedEof => io::Error::from_raw_os_error(libc::ESRCH),
             _ => error,
         })?;
@@ -257,8 +258,8 @@ fn run_pagemap_scan(
 ) -> io::Result<()> {
     let pages = (range.end.saturating_sub(range.start)).div_ceil(crate::mapping::page_size() as u64);
     let mut batch = vec![PageRegion::default(); RANGES_PER_SCAN_CALL.min(pages as usize)];
-    // Where the kernel empties its own buffer of 512 ranges on the way, the end that it tells may lie before what it
-    // has told already (`walk_end` in do_pagemap_scan, 6.18).
+    // When the kernel empties its own buffer of 512 ranges during a walk, the end that it returns may lie before ranges
+    // that it has returned already (`walk_end` in do_pagemap_scan, 6.18).
     let (mut start, mut told) = (range.start, range.start);
     while start < range.end {
         let mut request = PmScanArg {
@@ -306,12 +307,12 @@ fn run_pagemap_scan(
 mod tests {
     use super::*;
 
-    /// Both ways tell the same of memory that nobody shares.
+    /// Both methods return the same for memory that no other process shares.
     #[test]
     fn pagemap_entries_match_pagemap_scan() {
         let page = crate::mapping::page_size();
         let mut memory = vec![0_u8; 9000 * page];
-        // Neither huge pages nor another test's forks are to be seen.
+        // Exclude huge pages and forks of other tests.
         for advice in [libc::MADV_NOHUGEPAGE, libc::MADV_DONTFORK] {
             let (first, whole) = (memory.as_mut_ptr().addr().next_multiple_of(page), 8999 * page);
             // SAFETY: the range is this test's own, and the advice changes no content.
@@ -319,7 +320,7 @@ mod tests {
         }
         let start = (memory.as_ptr().expose_provenance() as u64).next_multiple_of(page as u64);
         let end = start + 8999 * page as u64;
-        // Written, read only, or not touched at all.
+        // Written, only read, or not touched.
         for (at, page) in memory.chunks_mut(page).enumerate() {
             match at % 7 {
                 0..3 => page[0] = 1,
@@ -327,9 +328,9 @@ mod tests {
                 _ => {}
             }
         }
-        let pagemap = File::open("/proc/self/pagemap").expect("one's own");
+        let pagemap = File::open("/proc/self/pagemap").expect("our own pagemap opens");
         let mut read = Vec::new();
-        scan_mapped_by_entries(&pagemap, start..end, |found| read.push(found)).expect("one's own can be read");
+        scan_mapped_by_entries(&pagemap, start..end, |found| read.push(found)).expect("our own pagemap is readable");
         assert!(
             read.len() > 1000 && read.iter().any(|found| found.zero_page) && read.iter().any(|found| !found.zero_page)
         );
@@ -343,7 +344,7 @@ mod tests {
         }
     }
 
-    /// As the scan tells it, on kernels that have one.
+    /// The same as the scan, on kernels that have it.
     #[test]
     fn entries_of_memory_that_was_left_by_exec_are_gone() {
         use std::io::Write;
@@ -381,13 +382,13 @@ mod tests {
     #[test]
     fn each_page_is_reported_once() {
         let page = crate::mapping::page_size();
-        // Every other page of it is written, which makes several buffers of ranges, the last of them not full.
+        // Every other page is written. This makes several buffers of ranges, the last one not full.
         for pages in [2 * 1024, 2 * 5000] {
             let mut memory = vec![0_u8; pages * page];
             memory.iter_mut().step_by(2 * page).for_each(|byte| *byte = 1);
             let start = memory.as_ptr().expose_provenance() as u64;
             let (first, end) = (start.next_multiple_of(page as u64), start + memory.len() as u64);
-            let pagemap = File::open("/proc/self/pagemap").expect("one's own");
+            let pagemap = File::open("/proc/self/pagemap").expect("our own pagemap opens");
             let (mut told, mut count) = (first, 0);
             let each = |range: MappedRange| {
                 assert!(range.start >= told, "{range:?} after {told:#x}");

@@ -1,11 +1,11 @@
-//! Keeps signal handlers away from a thread while it must not be interrupted by them.
+//! Blocks signal handlers in a thread while it must not be interrupted.
 //!
-//! A signal that is blocked stays pending, or goes to another thread of the process that takes it (signal(7)). The
-//! mask is set by pthread_sigmask(3) of the C library, which leaves out the two real-time signals that it needs itself:
-//! setuid(2) and its like signal every thread, and wait for all of them.
+//! A blocked signal stays pending, or goes to another thread of the process that accepts it (signal(7)). The mask is
+//! set with pthread_sigmask(3) of the C library. It leaves out the two real-time signals that the C library needs:
+//! setuid(2) and similar functions signal every thread and wait for all of them.
 //!
 //! Limits: signals that an instruction of the thread raises (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGTRAP) are not blocked,
-//! since the kernel ends a process that blocks one of them. Their handlers still run in the thread.
+//! because the kernel ends a process that blocks one of them. Their handlers still run in the thread.
 
 use std::io;
 use std::marker::PhantomData;
@@ -15,30 +15,30 @@ use std::ptr;
 /// Signals that instructions raise.
 const SYNCHRONOUS_SIGNALS: [libc::c_int; 5] = [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP];
 
-/// The calling thread takes no signals until this is dropped, which sets the mask back. A thread that it makes
-/// meanwhile inherits the mask, and keeps it.
+/// Blocks the signals of the calling thread until dropped, which restores the mask. A thread that it starts meanwhile
+/// inherits the mask and keeps it.
 #[derive(Debug)]
 pub struct BlockedSignals {
     previous_mask: libc::sigset_t,
-    /// The mask is the thread's own: it has to be set back by the same thread.
+    /// The mask belongs to the thread, so the same thread must restore it.
     not_send: PhantomData<*const ()>,
 }
 
 impl BlockedSignals {
-    /// Block all signals but those that instructions raise.
+    /// Block all signals except those that instructions raise.
     ///
     /// # Errors
     /// Those of pthread_sigmask(3).
     pub fn new() -> io::Result<Self> {
         let mut all = MaybeUninit::uninit();
-        // SAFETY: `all` is there to be written.
+        // SAFETY: `all` is writable.
         unsafe { libc::sigfillset(all.as_mut_ptr()) };
         for signal in SYNCHRONOUS_SIGNALS {
             // SAFETY: `all` was filled.
             unsafe { libc::sigdelset(all.as_mut_ptr(), signal) };
         }
         let mut former = MaybeUninit::uninit();
-        // SAFETY: `all` was filled; `former` is there to be written.
+        // SAFETY: `all` was filled; `former` is writable.
         let error = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), former.as_mut_ptr()) };
         if error != 0 {
             return Err(io::Error::from_raw_os_error(error));
@@ -50,7 +50,7 @@ impl BlockedSignals {
 
 impl Drop for BlockedSignals {
     fn drop(&mut self) {
-        // SAFETY: the mask is one that the thread had; where the former one is to go is null, for nowhere.
+        // SAFETY: the mask is a former mask of this thread; null means that the old mask is not requested.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.previous_mask, ptr::null_mut()) };
     }
 }
@@ -80,7 +80,7 @@ mod tests {
             assert_ne!(within & signal_bit(signal), 0, "signal {signal}");
         }
         assert!(SYNCHRONOUS_SIGNALS.iter().all(|&signal| within & signal_bit(signal) == 0));
-        // Signals 32 and 33 are the C library's: blocked, they would make setuid(2) wait forever.
+        // Signals 32 and 33 belong to the C library. If they were blocked, setuid(2) would wait forever.
         assert_eq!(within >> 31 & 0b11, 0);
         drop(guard);
         assert_eq!(blocked_signal_mask(), before);

@@ -1,14 +1,14 @@
-//! userfaultfd(2) for one purpose: to hold writers to some pages up for as long as somebody looks at them.
+//! userfaultfd(2) for one purpose: to block writers to some pages while these pages are compared.
 //!
-//! Pages are write-protected, and a write waits in the kernel until the protection is lifted (mm/userfaultfd.c,
-//! fs/userfaultfd.c; Documentation/admin-guide/mm/userfaultfd.rst). Nobody has to read events for that. The kernel's
-//! own writes, those of read(2) into such a page, must wait, too, so this is for whoever may handle kernel faults: with
-//! `CAP_SYS_PTRACE`, `vm.unprivileged_userfaultfd` set, or access to `/dev/userfaultfd` (6.1). Structures are those of
+//! Pages are write-protected, and a write waits in the kernel until the protection is removed (mm/userfaultfd.c,
+//! fs/userfaultfd.c; Documentation/admin-guide/mm/userfaultfd.rst). No code has to read events for that. Writes by the
+//! kernel, such as read(2) into such a page, must wait, too. So the process must be allowed to handle kernel faults:
+//! `CAP_SYS_PTRACE`, `vm.unprivileged_userfaultfd`, or access to `/dev/userfaultfd` (6.1). Structures are those of
 //! include/uapi/linux/userfaultfd.h.
 //!
-//! Limits: what was pinned before for a device, or for direct or asynchronous I/O, is written past the protection. A
-//! futex(2) that the kernel has to write (priority inheritance, a robust owner's death, a thread's end) does not wait
-//! but fails.
+//! Limits: pages pinned before for a device, or for direct or asynchronous I/O, are written despite the protection. A
+//! futex(2) word that the kernel has to write (priority inheritance, the death of a robust owner, the end of a thread)
+//! does not wait; the write fails.
 
 use rustix::mm::{UserfaultfdFlags, userfaultfd};
 use std::fs::File;
@@ -71,7 +71,7 @@ nix::ioctl_read!(
     uffdio_unregister, 0xaa, 0x01, UffdioRange
 );
 nix::ioctl_read!(
-    /// `UFFDIO_WAKE`, which only reads its argument whatever its number says.
+    /// `UFFDIO_WAKE`, which only reads its argument, despite its number.
     uffdio_wake, 0xaa, 0x02, UffdioRange
 );
 nix::ioctl_readwrite!(
@@ -79,7 +79,7 @@ nix::ioctl_readwrite!(
     uffdio_writeprotect, 0xaa, 0x06, UffdioWriteprotect
 );
 
-/// The power to hold writers of this process up.
+/// A userfaultfd that can block writers of this process.
 #[derive(Debug)]
 pub struct UserfaultFd {
     descriptor: OwnedFd,
@@ -87,48 +87,48 @@ pub struct UserfaultFd {
 }
 
 impl UserfaultFd {
-    /// Ask for it.
+    /// Open a userfaultfd.
     ///
     /// # Errors
-    /// `EPERM` and `EACCES` where it is not permitted, `ENOSYS` and `EINVAL` where the kernel cannot protect anonymous
-    /// and shared memory, and what is not there yet (before 6.4).
+    /// `EPERM` and `EACCES` if it is not permitted; `ENOSYS` and `EINVAL` if the kernel (before 6.4) cannot protect
+    /// anonymous and shared memory, and untouched pages.
     pub fn new() -> io::Result<Self> {
-        // SAFETY: the descriptor alone does nothing; what is done with it below changes no content.
+        // SAFETY: the descriptor alone has no effect; the operations on it below change no content.
         let descriptor = match unsafe { userfaultfd(UserfaultfdFlags::CLOEXEC) } {
             Ok(descriptor) => descriptor,
             Err(error) => Self::open_device().map_err(|_| io::Error::from(error))?,
         };
         let features = UFFD_FEATURE_PAGEFAULT_FLAG_WP | UFFD_FEATURE_WP_HUGETLBFS_SHMEM | UFFD_FEATURE_WP_UNPOPULATED;
         let mut api = UffdioApi { api: UFFD_API, features, ioctls: 0 };
-        // SAFETY: `api` is a valid `uffdio_api`, to be read and written.
+        // SAFETY: `api` is a valid, readable and writable `uffdio_api`.
         unsafe { uffdio_api(descriptor.as_raw_fd(), &raw mut api) }?;
         Ok(Self { descriptor, registered_ranges: Mutex::default() })
     }
 
-    /// As `/dev/userfaultfd` gives it.
+    /// From `/dev/userfaultfd`.
     fn open_device() -> io::Result<OwnedFd> {
         let device = File::options().read(true).write(true).open("/dev/userfaultfd")?;
-        // SAFETY: the call takes its flags by value; without any the descriptor is as of userfaultfd(0).
+        // SAFETY: the call takes its flags by value; without flags the descriptor is the same as from userfaultfd(0).
         let descriptor = unsafe { userfaultfd_new(device.as_raw_fd()) }?;
-        // SAFETY: the call has just made it, and nobody else has it.
+        // SAFETY: the call has just created the descriptor, and no other object owns it.
         Ok(unsafe { OwnedFd::from_raw_fd(descriptor) })
     }
 
-    /// Take a range of whole pages on, all of it mapped.
+    /// Register a range of whole, mapped pages.
     ///
     /// # Errors
-    /// `EINVAL` for what cannot be protected, `EBUSY` where another userfaultfd has part of it, `ENOMEM` where it would
-    /// be too many mappings.
+    /// `EINVAL` for memory that cannot be protected, `EBUSY` if another userfaultfd has part of it, `ENOMEM` if there
+    /// would be too many mappings.
     pub fn register(&self, range: Range<u64>) -> io::Result<()> {
         let uffdio = UffdioRange { start: range.start, len: range.end - range.start };
         let mut register = UffdioRegister { range: uffdio, mode: UFFDIO_REGISTER_MODE_WP, ioctls: 0 };
-        // SAFETY: `register` is a valid `uffdio_register`, to be read and written; no content changes.
+        // SAFETY: `register` is a valid, readable and writable `uffdio_register`; no content changes.
         unsafe { uffdio_register(self.descriptor.as_raw_fd(), &raw mut register) }?;
         self.registered_ranges.lock().unwrap_or_else(PoisonError::into_inner).push(range);
         Ok(())
     }
 
-    /// Hold writers to a registered range up until what this gives is dropped.
+    /// Block writers to a registered range until the returned value is dropped.
     ///
     /// # Errors
     /// `ENOENT` if part of it is not registered, `EAGAIN` while the process is being forked.
@@ -140,19 +140,19 @@ impl UserfaultFd {
 }
 
 impl Drop for UserfaultFd {
-    /// Closing the descriptor would do, but a child that was forked meanwhile has it open, too.
+    /// Closing the descriptor is not enough if a child that was forked meanwhile also has it open.
     fn drop(&mut self) {
         let registered = std::mem::take(self.registered_ranges.get_mut().unwrap_or_else(PoisonError::into_inner));
         for range in registered {
             let mut range = UffdioRange { start: range.start, len: range.end - range.start };
-            // SAFETY: `range` is a valid `uffdio_range`, which the kernel only reads. What of it something else has
-            // taken the place of is passed over.
+            // SAFETY: `range` is a valid `uffdio_range`, which the kernel only reads. Parts that were mapped anew are
+            // skipped.
             let _ = unsafe { uffdio_unregister(self.descriptor.as_raw_fd(), &raw mut range) };
         }
     }
 }
 
-/// A range that nobody writes to. Writers go on when it is dropped.
+/// A write-protected range. Writers continue when it is dropped.
 #[derive(Debug)]
 pub struct WriteProtectedRange<'u> {
     userfault_fd: &'u UserfaultFd,
@@ -167,9 +167,9 @@ impl WriteProtectedRange<'_> {
     fn set_protection(&self, mode: u64) -> io::Result<()> {
         let mut protect = UffdioWriteprotect { range: self.ioctl_range(), mode };
         loop {
-            // SAFETY: `protect` is a valid `uffdio_writeprotect`, to be read and written; no content changes.
+            // SAFETY: `protect` is a valid, readable and writable `uffdio_writeprotect`; no content changes.
             match unsafe { uffdio_writeprotect(self.userfault_fd.descriptor.as_raw_fd(), &raw mut protect) } {
-                // Mappings change, as they do in a fork.
+                // Mappings are changing, for example in a fork.
                 Err(nix::errno::Errno::EAGAIN) => std::thread::yield_now(),
                 done => return Ok(done.map(|_| ())?),
             }
@@ -179,8 +179,8 @@ impl WriteProtectedRange<'_> {
 
 impl Drop for WriteProtectedRange<'_> {
     fn drop(&mut self) {
-        // Where something else has taken the place of all or part of it there is nothing to lift, and whoever waits is
-        // to look again.
+        // If all or part of the range was mapped anew, there is no protection to remove, and waiting writers must
+        // retry.
         if self.set_protection(0).is_err() {
             let mut range = self.ioctl_range();
             // SAFETY: `range` is a valid `uffdio_range`, which the kernel only reads.
@@ -211,7 +211,7 @@ mod tests {
         let range = memory.address()..memory.address() + memory.len() as u64;
         power.register(range.clone()).unwrap();
         let first = memory.as_mut_slice().as_mut_ptr().cast();
-        // SAFETY: the word is aligned, mapped and writable, and from here on used by atomic operations only.
+        // SAFETY: the word is aligned, mapped and writable, and from here on only atomic operations use it.
         let word = unsafe { AtomicU64::from_ptr(first) };
         let before = word.load(Ordering::SeqCst);
         let held = power.write_protect(range).unwrap();

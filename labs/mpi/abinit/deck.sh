@@ -1,5 +1,5 @@
 #!/bin/sh
-# ABINIT: the ground state of a silicon crystal, eight atoms, its k-points dealt out to four ranks. The result is the
+# ABINIT: the ground state of a silicon crystal, eight atoms, its k-points distributed to four ranks. The result is the
 # total energy.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,7 +1,7 @@
 #!/bin/sh
 # CP2K: path-integral molecular dynamics of a water molecule, DFT on Gaussians and plane waves (GPW). Each rank computes
-# one of the four beads alone, so that it has all tables of the grid, equal to the others', and fields of its own. The
-# result is the energy after the last steps.
+# one of the four beads alone: it has all grid tables, equal to those of the other ranks, and its own fields. The result
+# is the energy after the last steps.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Elk: the ground state of an aluminum crystal with a basis of linearized augmented plane waves, its k-points dealt out to
-# four ranks. The result is the total energy of the last step.
+# Elk: the ground state of an aluminum crystal with a basis of linearized augmented plane waves, its k-points
+# distributed to four ranks. The result is the total energy of the last step.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"

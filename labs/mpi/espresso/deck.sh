@@ -1,6 +1,6 @@
 #!/bin/sh
-# Quantum ESPRESSO: the ground state of a lattice of silane molecules, its k-points dealt out to four pools, so that each
-# rank has tables of its own that are equal to the others'. The result is the total energy.
+# Quantum ESPRESSO: the ground state of a lattice of silane molecules, its k-points distributed to four pools. So each
+# rank has its own tables, equal to those of the other ranks. The result is the total energy.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"

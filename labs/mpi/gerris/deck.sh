@@ -1,5 +1,5 @@
 #!/bin/sh
-# Gerris: vortices of an incompressible fluid in a periodic square, on a quadtree that follows them; each rank has a
+# Gerris: vortices of an incompressible fluid in a periodic square, on a quadtree that adapts to them; each rank has a
 # quarter. The result is the kinetic energy at the end.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,6 +1,6 @@
 #!/bin/sh
 # GROMACS: molecular dynamics of water, each rank a quarter of the box. The result is the volume and the number of
-# steps: sums in floating point differ in their order from run to run.
+# steps, because floating-point sums differ in their order from run to run.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# LAMMPS: a melting Lennard-Jones crystal, each rank a quarter of the box. Atoms change ranks every 20 steps, when arrays
-# that hold the same for all atoms are written again. The result is the energy after the last step.
+# LAMMPS: a melting Lennard-Jones crystal, each rank a quarter of the box. Atoms move between ranks every 20 steps,
+# which rewrites arrays that have the same value for all atoms. The result is the energy after the last step.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"

@@ -1,6 +1,6 @@
 #!/bin/sh
 # Meep: a pulse of light in a box with a dielectric slab and absorbing layers, in three dimensions. Until the light
-# arrives most fields are zeros, and each step writes them anew. The result is the energy that passed two planes.
+# arrives most fields are zeros, and each step rewrites them. The result is the energy that passed two planes.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"

@@ -1,5 +1,6 @@
 #!/bin/sh
-# NWChem: the energy of water molecules in a row by density functional theory, in a Gaussian basis. The result is that.
+# NWChem: the energy of water molecules in a row by density functional theory, in a Gaussian basis. The result is that
+# energy.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"

@@ -1,6 +1,6 @@
 #!/bin/sh
-# OpenFOAM: a column of water collapses in a tank (volume of fluid, laminar). Fields are allocated and freed in each step.
-# The result is how much water there is and what the solver last left over.
+# OpenFOAM: a column of water collapses in a tank (volume of fluid, laminar). Fields are allocated and freed in each
+# step. The result is the volume of water and the solver's last continuity error.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/../common.sh"

@@ -1,4 +1,4 @@
-//! Visits on a host that is busy: targets with many threads, and a real-time program that keeps a CPU.
+//! Injection on a busy host: targets with many threads, and a real-time program that occupies a CPU.
 
 use super::*;
 use pagefold_sys::inject::{self, InjectTarget};
@@ -18,8 +18,8 @@ fn visit_cost_does_not_grow_with_threads() {
     }
     let victim = SelfCheckingTarget::start("crowd");
     assert!(victim.status_field("Threads").parse::<u32>().expect("a number") > 500);
-    let directory = fs::File::open(format!("/proc/{}", victim.pid())).expect("it lives");
-    let target = InjectTarget::new(&directory, victim.pid().cast_signed()).expect("it can be visited");
+    let directory = fs::File::open(format!("/proc/{}", victim.pid())).expect("it is alive");
+    let target = InjectTarget::new(&directory, victim.pid().cast_signed()).expect("it can be opened");
     let number = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
     let before = reads();
     for _ in 0..10 {
@@ -28,17 +28,18 @@ fn visit_cost_does_not_grow_with_threads() {
             .0;
         assert_eq!(answer, i64::from(victim.pid()));
     }
-    let reads = reads().zip(before).map(|(after, before)| after - before).expect("told before");
-    // Two of each thread would be ten thousand; a machine so loaded that other threads are tried reads of 32.
+    let reads = reads().zip(before).map(|(after, before)| after - before).expect("read before");
+    // Two reads of each thread would be ten thousand. On a loaded machine, where other threads are tried, there are
+    // reads of 32 threads.
     assert!(reads < 2_000, "{reads} reads for ten visits");
     victim.finish_and_check();
 }
 
-/// A program that keeps a CPU under SCHED_FIFO for seconds.
+/// A program that occupies a CPU under SCHED_FIFO for seconds.
 struct RealTimeLoop(Child);
 
 impl RealTimeLoop {
-    /// Nothing where the kernel forbids it.
+    /// `None` if the kernel forbids it.
     fn start(cpu: usize) -> Option<Self> {
         let mut command = Command::new("chrt");
         command.args(["--fifo", "50", "timeout", "6", "sh", "-c", "while :; do :; done"]);
@@ -69,7 +70,7 @@ impl RealTimeLoop {
 
 impl Drop for RealTimeLoop {
     fn drop(&mut self) {
-        // timeout(1) hands it on to the loop.
+        // timeout(1) forwards the signal to the loop.
         let _ = kill(Pid::from_raw(self.0.id().cast_signed()), Signal::SIGTERM);
         let _ = self.0.wait();
     }
@@ -90,10 +91,10 @@ fn visit_succeeds_beside_real_time_task_on_same_cpu() {
     for _ in 0..3 {
         let victim = SelfCheckingTarget::start("futex");
         let pid = rustix::process::Pid::from_raw(victim.pid().cast_signed());
-        // Its main thread runs there, and may then run anywhere.
-        sched_setaffinity(pid, &one).expect("it lives");
+        // Its main thread runs on that CPU, and may then run anywhere.
+        sched_setaffinity(pid, &one).expect("it is alive");
         advise_successfully(victim.pid(), &["mergeable"]);
-        sched_setaffinity(pid, &all).expect("it lives");
+        sched_setaffinity(pid, &all).expect("it is alive");
         let Some(mut poller) = RealTimeLoop::start(cpu) else {
             return println!("skipped: needs chrt(1) and the right to SCHED_FIFO");
         };
@@ -107,8 +108,8 @@ fn visit_succeeds_beside_real_time_task_on_same_cpu() {
     panic!("three visits ended no sooner than the real-time program");
 }
 
-/// Have `helper` ask the kernel to evict a range of another process; whether none of it is left in memory, or why the
-/// kernel refuses.
+/// Make `helper` ask the kernel to evict a range of another process. Returns whether no page of it is left in memory,
+/// or the kernel's error.
 fn paged_out(helper: &InjectTarget, pid: u32, range: &std::ops::Range<u64>) -> Result<bool, Errno> {
     const PIDFD_OPEN: i64 = 434;
     const PROCESS_MADVISE: i64 = 440;
@@ -122,33 +123,33 @@ fn paged_out(helper: &InjectTarget, pid: u32, range: &std::ops::Range<u64>) -> R
     if answer < 0 {
         return Err(Errno::from_raw(i32::try_from(-answer).expect("an error number")));
     }
-    let pagemap = fs::File::open(format!("/proc/{pid}/pagemap")).expect("it lives");
+    let pagemap = fs::File::open(format!("/proc/{pid}/pagemap")).expect("it is alive");
     let mut left = false;
     pagefold_sys::pagemap::scan_mapped(&pagemap, range.clone(), pagefold_sys::pagemap::RangeContents::Anything, |_| {
         left = true
     })
-    .expect("it lives");
+    .expect("it is alive");
     Ok(!left)
 }
 
-/// Without a file server that does not answer: the test checks that nothing is read from a file meanwhile.
+/// Instead of a file server that does not answer, the test checks that nothing is read from a file during the visit.
 #[test]
 fn visit_is_busy_if_code_must_be_read_from_file() {
     let Some(shared) = build_target("static").filter(|_| can_run()) else {
         return println!("skipped: needs a static C library");
     };
-    // Pages that other processes map, too, are not dropped.
+    // The kernel does not evict pages that other processes map, too.
     let program = shared.with_file_name(format!("states-alone-{}", std::process::id()));
-    // By another program: a sibling test that forks while this one has the copy open for writing keeps it from being
-    // executed (ETXTBSY).
+    // Another program copies it: a concurrent test that forks while this process has the copy open for writing would
+    // prevent its execution (ETXTBSY).
     assert!(Command::new("cp").args([&shared, &program]).status().is_ok_and(|status| status.success()));
     fs::File::open(&program).and_then(|file| file.sync_all()).expect("dirty pages are not dropped");
     let (helper, victim) = (SelfCheckingTarget::start("futex"), SelfCheckingTarget::start_program(&program, "futex"));
     let target = |pid: u32| {
-        let directory = fs::File::open(format!("/proc/{pid}")).expect("it lives");
+        let directory = fs::File::open(format!("/proc/{pid}")).expect("it is alive");
         InjectTarget::new(&directory, pid.cast_signed()).expect("it can be visited")
     };
-    let maps = fs::read_to_string(format!("/proc/{}/maps", victim.pid())).expect("it lives");
+    let maps = fs::read_to_string(format!("/proc/{}/maps", victim.pid())).expect("it is alive");
     let name = program.to_str().expect("text");
     let code = maps.lines().find(|line| line.contains("r-xp") && line.ends_with(name)).expect("it has code");
     let (start, end) = code.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
@@ -160,10 +161,10 @@ fn visit_is_busy_if_code_must_be_read_from_file() {
         inject::with_stopped_thread(target, |inside| inside.call_syscall(number, [0; 6])).map(|done| done.0)
     };
     assert_eq!(visit(&known), Ok(i64::from(victim.pid())));
-    // Otherwise its threads would run between two attempts, and have the code read for themselves.
+    // Otherwise its threads would run between two attempts, and fault the code in.
     victim.send_signal(Signal::SIGSTOP);
     wait_until("it stops", || victim.status_field("State").starts_with('T'));
-    // Pages may be in use by the kernel for a moment.
+    // The kernel may use the pages for a moment.
     let mut tries = (0..100).map(|_| paged_out(&helping, victim.pid(), &range));
     match tries.find(|dropped| *dropped != Ok(false)) {
         Some(Ok(_)) => {
@@ -172,12 +173,12 @@ fn visit_is_busy_if_code_must_be_read_from_file() {
                 matches!(&visited, Err(inject::InjectError::Busy(why)) if why.contains("from a file")),
                 "{visited:?}"
             );
-            // Code is read again before a thread is stopped.
+            // The code is read again before a thread is stopped.
             assert_eq!(visit(&target(victim.pid())), Ok(i64::from(victim.pid())));
         }
         Some(Err(Errno::EPERM)) => println!("skipped: MADV_PAGEOUT for another process is not permitted here"),
         Some(Err(errno)) => panic!("MADV_PAGEOUT for another process: {errno}"),
-        None => println!("skipped: this kernel does not drop the code of a program"),
+        None => println!("skipped: this kernel does not evict the code of a program"),
     }
     victim.send_signal(Signal::SIGCONT);
     victim.finish_and_check();

@@ -1,4 +1,4 @@
-//! Targets whose threads end while others begin, and that become other programs, in the midst of a visit.
+//! Targets whose threads end while others start, and that execute other programs, during a visit.
 
 use super::*;
 use pagefold_sys::inject::{InjectError, InjectTarget, with_stopped_thread};
@@ -11,19 +11,19 @@ fn exec_during_injection_is_harmless() {
     }
     let mut victim = SelfCheckingTarget::start("execs");
     let mut taken = 0;
-    // On a slow machine it may be long until it is caught.
+    // On a slow machine it may take long until a visit succeeds.
     for _ in 0..cycle_count(300).max(300) {
-        // It may have begun another program meanwhile: then it is refused.
+        // It may have executed another program meanwhile: then the action is refused.
         taken += usize::from(run_advise(victim.pid(), &["mergeable"], "").status.success());
     }
     drop(victim.child.stdin.take());
     let mut said = String::new();
     victim.stdout.take().expect("taken once").read_to_string(&mut said).expect("its output");
-    assert!(victim.child.wait().expect("its end").success() && said.contains("OK\n"), "{said}");
+    assert!(victim.child.wait().expect("its exit").success() && said.contains("OK\n"), "{said}");
     assert_ne!(taken, 0, "never taken");
 }
 
-/// A process whose children of vfork(2) become `program`, each once it is told to.
+/// A process whose children of vfork(2) execute `program`, each on request.
 struct VforkParent(SelfCheckingTarget);
 
 impl VforkParent {
@@ -33,15 +33,15 @@ impl VforkParent {
         Self(SelfCheckingTarget::start_command(command, "newborn"))
     }
 
-    /// The next child, which has its parent's memory until it is told.
+    /// The next child, which shares its parent's memory until its exec.
     fn next_child(&self) -> u32 {
         let parent = self.0.pid();
-        let children = || fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).expect("it lives");
+        let children = || fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).expect("it is alive");
         wait_until("it has a child", || !children().is_empty());
         children().trim().parse().expect("one child")
     }
 
-    /// Tell the child to become the other program.
+    /// Tell the child to execute the other program.
     fn let_child_exec(&mut self) {
         self.0.child.stdin.as_mut().expect("piped").write_all(b"x").expect("it listens");
     }
@@ -52,25 +52,25 @@ impl VforkParent {
         assert_eq!(lossy_text(&said), text);
     }
 
-    /// Have a child that is the other program check itself and end.
+    /// Let a child that has executed the other program check itself and end.
     fn finish_child(&mut self, child: u32) {
         advise_successfully(child, &["whole"]);
-        kill(Pid::from_raw(child.cast_signed()), Signal::SIGUSR1).expect("it lives");
+        kill(Pid::from_raw(child.cast_signed()), Signal::SIGUSR1).expect("it is alive");
         self.expect_output("OK\n");
-        wait_until("it is gone", || !Path::new(&format!("/proc/{child}")).exists());
+        wait_until("it has ended", || !Path::new(&format!("/proc/{child}")).exists());
     }
 }
 
-/// What a visit of a child comes to that was looked at and is then given a moment.
+/// The result of a visit to a child that is opened first; `meanwhile` runs before the visit.
 fn inject_getpid(child: u32, meanwhile: impl FnOnce()) -> Result<i64, InjectError> {
-    let directory = fs::File::open(format!("/proc/{child}")).expect("it lives");
+    let directory = fs::File::open(format!("/proc/{child}")).expect("it is alive");
     let target = InjectTarget::new(&directory, child.cast_signed())?;
     meanwhile();
     let number = if cfg!(target_arch = "x86_64") { 39 } else { 172 };
     with_stopped_thread(&target, |inside| inside.call_syscall(number, [0; 6])).map(|(answer, _)| answer)
 }
 
-/// Whether the kernel lists the children of a thread; says so if not.
+/// Whether the kernel lists the children of a thread; prints the reason for skipping if not.
 fn can_list_children() -> bool {
     let listed = Path::new("/proc/thread-self/children").exists();
     if !listed {
@@ -98,7 +98,7 @@ fn execed_vfork_child_is_not_mistaken_for_parent() {
         }
         assert_eq!(nursery.0.status_field("VmStk"), stack, "its parent's stack grows");
         let child = nursery.next_child();
-        assert_eq!(inject_getpid(child, || ()), Ok(i64::from(child)), "it has its parent's memory still");
+        assert_eq!(inject_getpid(child, || ()), Ok(i64::from(child)), "it still has its parent's memory");
         nursery.0.finish_and_check();
     }
 }
@@ -114,7 +114,7 @@ fn vfork_child_visit_survives_exec_at_any_moment() {
         let child = nursery.next_child();
         let outcome = thread::scope(|scope| {
             let visiting = scope.spawn(|| inject_getpid(child, || ()));
-            // At another moment of the visit each time.
+            // At a different moment of the visit each time.
             thread::sleep(Duration::from_micros(u64::from(round % 50) * 20));
             nursery.let_child_exec();
             visiting.join().expect("no panic")
@@ -139,14 +139,14 @@ fn thread_churn_is_not_reported_as_process_end() {
         let mut actions = vec!["whole"];
         if state == "leaderless" {
             wait_until("its main thread has ended", || victim.status_field("State").starts_with('Z'));
-            // Before 6.16 its memory looks empty. Since then it is seen by other threads.
+            // Before 6.16 its memory looks empty. Since then other threads give access to it.
             if fs::read(format!("/proc/{}/smaps", victim.pid())).is_err() {
                 actions.push("mergeable");
             }
         } else {
             wait_until("it waits for its child", || victim.status_field("State").starts_with('D'));
         }
-        // To be refused takes long.
+        // A refusal takes a long time.
         for _ in 0..(cycle_count(50) / 10).max(5) {
             for action in &actions {
                 let output = run_advise(victim.pid(), &[action], "");

@@ -4,13 +4,13 @@ use super::*;
 use std::collections::BTreeSet;
 use std::sync::Mutex;
 
-/// The names of all the points that a visit passes.
+/// The names of all fault points that a visit passes.
 fn fault_point_names() -> impl Iterator<Item = &'static str> {
     let source = include_str!("../../../crates/sys/src/inject/mod.rs");
     source.split("fault::point(\"").skip(1).map(|rest| rest.split('"').next().expect("a string"))
 }
 
-/// How many points an undisturbed run reaches.
+/// How many fault points an undisturbed run reaches.
 fn count_fault_points(pid: u32, action: &str) -> u32 {
     let output = run_advise(pid, &[action], "count");
     let said = lossy_text(&output.stderr);
@@ -18,9 +18,10 @@ fn count_fault_points(pid: u32, action: &str) -> u32 {
     count.parse().expect("a number")
 }
 
-/// End the injector at one point, and see that the target does not notice.
+/// Kill the injector at one point, and check that the target is unaffected.
 ///
-/// The name of the point, if it got there: on a busy machine a thread more may be tried in one run than in another.
+/// Returns the name of the point, if the injector reached it: on a busy machine one run may try more threads than
+/// another.
 fn kill_injector_at(state: &str, action: &str, point: u32, is_stopped: bool) -> Option<String> {
     let victim = SelfCheckingTarget::start(state);
     if is_stopped {
@@ -35,11 +36,11 @@ fn kill_injector_at(state: &str, action: &str, point: u32, is_stopped: bool) -> 
         let state = victim.status_field("State");
         victim.status_field("TracerPid") == "0" && !state.starts_with('t') && state.starts_with('T') == is_stopped
     };
-    wait_until(&format!("{state} is let go at {place}"), || left(&victim));
+    wait_until(&format!("{state} is released at {place}"), || left(&victim));
     if is_stopped {
         victim.send_signal(Signal::SIGCONT);
     }
-    wait_until(&format!("{state} has its mask back at {place}"), || victim.status_field("SigBlk") == mask);
+    wait_until(&format!("{state} has its signal mask again at {place}"), || victim.status_field("SigBlk") == mask);
     victim.finish_and_check();
     let name = place.trim().strip_prefix(&format!("fault point {point}: ")).map(str::to_owned);
     assert_eq!(ended.is_none(), name.is_some(), "{place}");
@@ -51,9 +52,9 @@ fn kill_injector_at_every_point(state: &'static str, action: &'static str, is_st
     let points = count_fault_points(victim.pid(), action);
     drop(victim);
     let reached = Mutex::new(BTreeSet::new());
-    // Where a thread more was tried than when they were counted, a point has another number: then once more.
+    // If more threads were tried than when the points were counted, a point has another number: then repeat.
     for _ in 0..12 {
-        // Sleepers side by side: each takes its time.
+        // Targets that sleep, in parallel: each takes time.
         let next = AtomicU32::new(1);
         thread::scope(|scope| {
             for _ in 0..4 {
@@ -109,9 +110,9 @@ fn injection_works_after_forty_killed_injectors() {
     };
     let point = (1..40).find(parked).expect("it is parked").to_string();
     for _ in 0..40 {
-        // Nothing is enrolled yet by then.
+        // No range is enrolled at this point.
         assert_eq!(run_advise(victim.pid(), &["mergeable"], &point).status.code(), None);
-        wait_until("it is let go", || victim.status_field("TracerPid") == "0");
+        wait_until("it is released", || victim.status_field("TracerPid") == "0");
     }
     advise_successfully(victim.pid(), &["mergeable"]);
     advise_successfully(victim.pid(), &["unmergeable"]);

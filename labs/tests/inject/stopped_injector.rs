@@ -1,9 +1,9 @@
-//! Pagefold itself is stopped while it visits a target: by job control, by SIGSTOP and by a frozen cgroup. The target
+//! Pagefold itself is stopped during a visit to a target: by job control, by SIGSTOP and by a frozen cgroup. The target
 //! never waits for it.
 
 use super::*;
 
-/// An injector that goes through cycles in a process group of its own.
+/// An injector that runs cycles in a process group of its own.
 struct Injector(Child);
 
 impl Injector {
@@ -23,7 +23,7 @@ impl Injector {
 
     /// Send a signal to its process group, as a terminal does.
     fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(-self.pid().cast_signed()), signal).expect("it lives");
+        kill(Pid::from_raw(-self.pid().cast_signed()), signal).expect("it is alive");
     }
 
     fn state(&self) -> char {
@@ -42,7 +42,7 @@ impl Drop for Injector {
 
 /// Whether a thread of the process is stopped or traced.
 fn is_stopped_or_traced(pid: u32) -> bool {
-    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).expect("it is alive");
     let mut statuses = tasks.flatten().filter_map(|task| fs::read_to_string(task.path().join("status")).ok());
     statuses.any(|status| {
         let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).expect("a field").trim();
@@ -54,7 +54,7 @@ fn is_stopped_or_traced(pid: u32) -> bool {
 fn wait_until_visited(pid: u32) {
     let deadline = Instant::now() + Duration::from_secs(20);
     while !is_stopped_or_traced(pid) {
-        assert!(Instant::now() < deadline, "it is never visited");
+        assert!(Instant::now() < deadline, "no thread of the target is ever traced");
     }
 }
 
@@ -68,7 +68,7 @@ fn target_runs_while_pagefold_is_stopped() {
         let injector = Injector::start(victim.pid(), "");
         for round in 0..cycle_count(12) {
             wait_until_visited(victim.pid());
-            // At another moment of a visit each time.
+            // At a different moment of a visit each time.
             thread::sleep(Duration::from_micros(u64::from(round % 12) * 40));
             injector.signal(signal);
             wait_until(&format!("{signal} stops it"), || injector.state() == 'T');
@@ -76,7 +76,7 @@ fn target_runs_while_pagefold_is_stopped() {
             thread::sleep(Duration::from_millis(5));
             assert!(!is_stopped_or_traced(victim.pid()) && injector.state() == 'T', "round {round}: {signal}");
             injector.signal(Signal::SIGCONT);
-            wait_until("it goes on", || injector.state() != 'T');
+            wait_until("it continues", || injector.state() != 'T');
         }
         drop(injector);
         wait_until("the target is released", || !is_stopped_or_traced(victim.pid()));
@@ -100,8 +100,8 @@ fn target_is_released_when_pagefold_is_killed() {
     victim.finish_and_check();
 }
 
-/// A SIGSTOP for the process group of Pagefold reaches a tracer that has no session of its own yet, and the SIGCONT for
-/// the group does not.
+/// A SIGSTOP for the process group of Pagefold reaches a tracer that has no session of its own yet; the SIGCONT for the
+/// group does not.
 #[cfg(feature = "fault-points")]
 #[test]
 fn a_tracer_that_is_stopped_before_it_leaves_the_group_goes_on() {
@@ -115,7 +115,7 @@ fn a_tracer_that_is_stopped_before_it_leaves_the_group_goes_on() {
     victim.finish_and_check();
 }
 
-/// The processes whose parent this is.
+/// The children of a process.
 #[cfg(feature = "fault-points")]
 fn child_pids(parent: u32) -> Vec<u32> {
     let entries = fs::read_dir("/proc").expect("processes");
@@ -147,16 +147,16 @@ fn stopped_tracer_ends_with_pagefold() {
         let tracer = tracer().expect("it is stopped");
         assert!(is_stopped_or_traced(victim.pid()));
         if kills_parent {
-            injector.0.kill().expect("it lives");
+            injector.0.kill().expect("it is alive");
         }
         wait_until("the target is released", || !is_stopped_or_traced(victim.pid()));
-        assert!(!injector.0.wait().expect("its end").success());
+        assert!(!injector.0.wait().expect("its exit").success());
         wait_until("the tracer has ended", || !Path::new(&format!("/proc/{tracer}")).exists());
         victim.finish_and_check();
     }
 }
 
-/// A cgroup of version 2 below the root, removed when dropped.
+/// A cgroup v2 below the root, removed on drop.
 struct TestCgroup(PathBuf);
 
 impl TestCgroup {
@@ -182,7 +182,7 @@ impl TestCgroup {
 impl Drop for TestCgroup {
     fn drop(&mut self) {
         let _ = fs::write(self.0.join("cgroup.freeze"), "0");
-        // Processes leave it a moment after they were killed.
+        // Killed processes leave the cgroup after a moment.
         for _ in 0..1000 {
             if fs::remove_dir(&self.0).is_ok() {
                 return;

@@ -1,4 +1,4 @@
-// A busy program in Go: goroutines compute over memory of their own and check it, until standard input closes.
+// A busy program in Go: goroutines compute on their own memory and check it, until standard input closes.
 package main
 
 import (

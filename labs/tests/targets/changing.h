@@ -1,7 +1,7 @@
-/* States of a process that does not stay what it is: its threads end and others begin, its children become other
- * programs, as it does itself. Part of `states.c`. */
+/* States of a process that changes itself: its threads end and others start, its children execute other programs, as it
+ * does itself. Part of `states.c`. */
 
-/* Threads come and go, children are made by fork, vfork and exec, all the time. */
+/* Threads start and end, and children are made by fork, vfork and exec, all the time. */
 static void *nothing(void *argument)
 {
 	return argument;
@@ -28,7 +28,7 @@ static void storm(void)
 	}
 }
 
-/* Becomes itself again and again, until its standard input closes. */
+/* Executes itself repeatedly, until its standard input closes. */
 static char **own;
 static void execs(void)
 {
@@ -45,14 +45,14 @@ static void execs(void)
 		fflush(stdout);
 		_exit(0);
 	}
-	/* More and more time to catch it in: on a slow machine a visit takes longer than on others. */
+	/* Leaves more and more time for a visit, which takes longer on a slow machine. */
 	usleep(500 + 5 * times);
 	execv("/proc/self/exe", own);
 	fail("exec");
 }
 
-/* A child of vfork, in the memory of this process, begins another program once it is told to by a byte on standard
- * input, then the next one: this one again, or what PROGRAM names, in the state `spin`. Without randomization, so that
+/* A child of vfork, in the memory of this process, executes another program when a byte arrives on standard input; then
+ * the next child does. The program is this one again, or PROGRAM, in the state `spin`. Without randomization, so that
  * the stacks of both are at the same addresses. */
 static void newborn(void)
 {
@@ -74,11 +74,11 @@ static void newborn(void)
 			_exit(0);
 		}
 		int status;
-		check(waitpid(child, &status, 0) == child && status == 0, "a child that became another program");
+		check(waitpid(child, &status, 0) == child && status == 0, "a child that executed another program");
 	}
 }
 
-/* Threads of which each begins the next and ends, until standard input closes. */
+/* Threads that each start the next one and end, until standard input closes. */
 enum { CHAINS = 8 };
 static atomic_int chains;
 static int main_has_ended;
@@ -133,7 +133,7 @@ static void churn(void)
 		usleep(1000);
 }
 
-/* Such threads, and no main one. */
+/* Such threads, without a main thread. */
 static void leaderless(void)
 {
 	main_has_ended = 1;

@@ -1,14 +1,14 @@
-/* A process in one state after another's choice, that checks itself: its registers, its memory, its stack, its signal
- * mask, and that its waits end as they should.
+/* A process in one of several states that checks itself: its registers, its memory, its stack, its signal mask, and the
+ * results of its waits.
  *
  *     states STATE
  *
- * Prints READY once it is in the state. SIGUSR1 asks it to finish; then it prints OK, or what went wrong, and ends.
- * The states `sleep` and `poll_fully` finish by themselves when their time is over.
+ * Prints READY once it is in the state. SIGUSR1 asks it to finish; then it prints OK, or an error, and exits. The
+ * states `sleep` and `poll_fully` finish by themselves when their time is over.
  *
- * In each state memory and the stack hold a pattern that is checked at the end, SIGUSR2 is blocked in the waiting
- * thread, SIGRTMIN+1 is counted by its handler, and no system call may fail with an error that it would not have
- * failed with had nobody looked: EINTR without a signal to a handler among them. */
+ * In each state memory and the stack contain a pattern that is checked at the end, SIGUSR2 is blocked in the waiting
+ * thread, and the handler of SIGRTMIN+1 counts its signals. No system call may fail with an error that an undisturbed
+ * process would not get, including EINTR without a signal to a handler. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -59,7 +59,7 @@ static void check(int good, const char *what)
 		fail(what);
 }
 
-/* Ends whatever wait there is, by its own means: the handler runs in another thread than the one that waits. */
+/* Ends any wait by other means than a signal: the handler runs in another thread than the waiting one. */
 static void on_finish(int signal)
 {
 	(void)signal;
@@ -76,7 +76,7 @@ static void on_count(int signal)
 	atomic_fetch_add(&caught, 1);
 }
 
-/* Whether there is something to read: without the C library, which a child of vfork shares with its parent. 64-bit Arm
+/* Whether there is something to read, without the C library, which a child of vfork shares with its parent. 64-bit Arm
  * has no poll. */
 static long look(struct pollfd *poll, int wait)
 {
@@ -111,7 +111,7 @@ static void mask_is_as_it_was(void)
 		check(!sigismember(&mask, signal), "the signal mask, real-time signals");
 }
 
-/* Live values in general and in vector registers, over a loop without a call: what the general ones come to. */
+/* Live values in general and in vector registers, during a loop without a call; returns the general result. */
 #ifdef __x86_64__
 #define LOOP "mov $200000, %%rcx\n mov %1, %%r12\n mov $77, %%r15\n std\n 1: dec %%rcx\n jnz 1b\n" \
 	     "cld\n sub $77, %%r15\n add %%r15, %%r12\n mov %%r12, %1\n"
@@ -150,14 +150,14 @@ static uint64_t hold(const uint64_t *in, uint64_t *out)
 	return (zmm ? hold_zmm : ymm ? hold_ymm : hold_xmm)(in, out);
 }
 #else
-/* The flags hold as well: `eq`. */
+/* The flags must be preserved as well: `eq`. */
 #define LOOP "mov w9, #50000\n ldr x20, %1\n mov x21, #77\n cmp xzr, xzr\n 1: sub w9, w9, #1\n cbnz w9, 1b\n" \
 	     "cset x22, eq\n sub x21, x21, #78\n add x20, x20, x21\n add x20, x20, x22\n str x20, %1\n"
 
-/* Scalable vectors, of which no call may come between: it would clear them. */
+/* Scalable vectors. No call may intervene, because it would clear them. */
 __attribute__((target("+sve"))) static uint64_t hold_z(const uint64_t *in, uint64_t *out)
 {
-	/* As long as the longest vectors are. */
+	/* The maximum length of vectors. */
 	static uint8_t all[256], seen[256], some[32], held[32], first[32];
 	uint64_t general = 0x5eed;
 	memcpy(out, in, 64);
@@ -206,7 +206,7 @@ static void spin(void)
 	}
 }
 
-/* Arithmetic that keeps partial results on the stack, deep down. */
+/* Arithmetic that keeps partial results on the stack, in deep recursion. */
 static uint64_t deep(int depth)
 {
 	volatile uint64_t here[32];
@@ -231,10 +231,10 @@ static void sleep_fully(void)
 	struct timespec time = {.tv_sec = 0, .tv_nsec = 700000000};
 	ready();
 	double begun = now();
-	/* Without a handler that runs here, nobody may cut it short. */
+	/* No handler runs in this thread, so nothing may interrupt the sleep. */
 	check(nanosleep(&time, NULL) == 0, "nanosleep");
 	double slept = now() - begun;
-	check(slept >= 0.7, "it slept too little");
+	check(slept >= 0.7, "the sleep was too short");
 	printf("slept %.3f\n", slept);
 }
 
@@ -245,7 +245,7 @@ static void wait_on_futex(void)
 		check(syscall(SYS_futex, &word, FUTEX_WAIT, 0, NULL, 0, 0) == 0 || errno == EAGAIN, "futex");
 }
 
-/* Sandboxes do that. From here on nothing may ask for the time through the C library. */
+/* Sandboxes do that. From here on, nothing may read the time through the C library. */
 static void without_vdso(void)
 {
 	uintptr_t vdso = getauxval(AT_SYSINFO_EHDR), start, end;
@@ -257,7 +257,7 @@ static void without_vdso(void)
 			check(munmap((void *)start, end - start) == 0, "munmap");
 	rewind(maps);
 	while (fgets(line, sizeof line, maps))
-		check(!strstr(line, "[vdso]"), "the vDSO is mapped still");
+		check(!strstr(line, "[vdso]"), "the vDSO is still mapped");
 	fclose(maps);
 	wait_on_futex();
 }
@@ -309,7 +309,7 @@ static void wait_epoll(void)
 	check(count == 1, "epoll_pwait");
 }
 
-/* The main thread waits with much room below it, and another thread may be stopped instead. */
+/* The main thread waits with much stack space below it, and another thread may be stopped instead. */
 static void wait_epoll_beside(void)
 {
 	pthread_t thread;
@@ -318,8 +318,8 @@ static void wait_epoll_beside(void)
 	pthread_join(thread, NULL);
 }
 
-/* The kernel ends this wait with EINTR when a thread is stopped and goes on, whoever stops it: a tracer that dies
- * before it could see to that leaves it so. */
+/* The kernel ends this wait with EINTR when a thread is stopped and continues, for any tracer. A tracer that dies
+ * before it could repair that leaves the error. */
 static void wait_epoll_again(void)
 {
 	forgiving = 1;
@@ -346,7 +346,7 @@ static void ticks(void)
 	printf("ticks %d\n", ticked);
 }
 
-/* On 64-bit Arm a wait ends with EINTR that was begun in the moment between the look at it and the stop. */
+/* On 64-bit Arm a wait ends with EINTR if it started between the check of the thread and the stop. */
 #ifdef __x86_64__
 enum { BEGUN_UNSEEN = 0 };
 #else
@@ -383,7 +383,7 @@ static void array(void)
 	pthread_join(thread, NULL);
 }
 
-/* As many regions as it may have: none can be split. */
+/* As many regions as the limit permits, so that none can be split. */
 static void regions(void)
 {
 	size_t page = sysconf(_SC_PAGESIZE), most = 1 << 18;
@@ -407,7 +407,8 @@ static void wait_ppoll(void)
 }
 
 #ifdef SYS_poll
-/* Not what the C library makes of it: like a sleep, the kernel goes on with this call by another (restart_syscall). */
+/* The system call itself, without the C library: like a sleep, the kernel continues it with another call
+ * (restart_syscall). */
 static void wait_poll(void)
 {
 	struct pollfd poll = {.fd = channel[0], .events = POLLIN};
@@ -415,7 +416,7 @@ static void wait_poll(void)
 	check(syscall(SYS_poll, &poll, 1, 100000) == 1 && poll.revents == POLLIN, "poll");
 }
 
-/* Nothing comes before its time is over. */
+/* No event arrives before its time is over. */
 static void poll_fully(void)
 {
 	struct pollfd poll = {.fd = channel[0], .events = POLLIN};
@@ -423,7 +424,7 @@ static void poll_fully(void)
 	double begun = now();
 	check(syscall(SYS_poll, &poll, 1, 700) == 0, "poll");
 	double waited = now() - begun;
-	check(waited >= 0.7, "it waited too little");
+	check(waited >= 0.7, "the wait was too short");
 	printf("waited %.3f\n", waited);
 }
 #endif
@@ -467,11 +468,11 @@ static void coroutine(void)
 	int used = 0;
 	while (memory[AROUND + used] == 0xa5)
 		used++;
-	/* Nothing but our own frames, at its upper end. */
-	check(used > SMALL / 4, "the small stack was written far down");
+	/* Only the program's own frames, at its upper end. */
+	check(used > SMALL / 4, "the small stack was written below its frames");
 }
 
-/* Zeros at the end of the main stack that its frames come back to, looked at all the while by another thread. */
+/* Zeros at the end of the main stack, to which its frames return; another thread checks them all the time. */
 enum { ZEROS = 512 * 1024 };
 static void *look_at_zeros(void *argument)
 {
@@ -494,13 +495,13 @@ static void coroutine_above_zeros(void)
 		check(zeros[i] == 0, "an array of zeros on the main stack, afterwards");
 }
 
-/* An array on the main stack that nobody has written yet: another thread fills it, from its end. */
+/* An array on the main stack that was never written: another thread fills it, from its end. */
 static void *fill(void *argument)
 {
 	volatile unsigned char *array = argument;
 	for (int i = ZEROS - 1; i >= 0; i--) {
 		/* Its upper end was in use before. */
-		check(array[i] == 0 || i >= ZEROS / 2, "somebody has written to an array on the main stack");
+		check(array[i] == 0 || i >= ZEROS / 2, "an array on the main stack was changed");
 		array[i] = 0x5a;
 		if (i % 4096 == 0)
 			usleep(1000);
@@ -519,7 +520,7 @@ static void coroutine_above_untouched(void)
 		check(array[i] == 0x5a, "an array on the main stack");
 }
 
-/* An array of zeros there, and the small stack is an array on the main one, too. */
+/* An array of zeros there; the small stack is also an array on the main one. */
 static void coroutine_on_main_stack(void)
 {
 	unsigned char memory[SMALL + 2 * AROUND];
@@ -527,7 +528,7 @@ static void coroutine_on_main_stack(void)
 	coroutine_above_zeros();
 }
 
-/* A coroutine without any other thread: the signal to finish is its own. */
+/* A coroutine without any other thread: it receives the signal to finish itself. */
 static void coroutine_alone(void)
 {
 	struct sigaction action = {.sa_handler = on_finish, .sa_flags = SA_RESTART};
@@ -540,7 +541,7 @@ static void coroutine_alone(void)
 	sigprocmask(SIG_BLOCK, &set, NULL);
 }
 
-/* The main thread has ended; another one lives on. */
+/* The main thread has ended; another thread continues. */
 static void *outlives(void *argument)
 {
 	(void)argument;
@@ -577,7 +578,7 @@ static void vforking(void)
 	check(waitpid(child, NULL, 0) == child, "waitpid");
 }
 
-/* With the stack pointer at the start of a page so far down, and nothing called from there: whether it was. */
+/* With the stack pointer at the start of a page so far down, and no call from there. Returns whether it was. */
 static int at_the_edge(size_t down, uintptr_t page)
 {
 	volatile unsigned char here[down];
@@ -589,7 +590,7 @@ static int at_the_edge(size_t down, uintptr_t page)
 	return 1;
 }
 
-/* Down the stack and up again, and at its lowest with a red zone that reaches into the page below. */
+/* Moves down the stack and up again, with a red zone at the lowest point that reaches into the page below. */
 static void down_and_up(void)
 {
 	uintptr_t page = sysconf(_SC_PAGESIZE);
@@ -598,8 +599,8 @@ static void down_and_up(void)
 		;
 }
 
-/* Advice on a part of the stack cuts it in pieces: above an array's lower quarter, whose pages belong to this frame
- * whether or not it has touched them. */
+/* Advice on a part of the stack splits it into several regions: above an array's lower quarter, whose pages belong to
+ * this frame whether or not it has touched them. */
 static void in_pieces(size_t bytes, int touched)
 {
 	unsigned char array[bytes];
@@ -613,7 +614,7 @@ static void in_pieces(size_t bytes, int touched)
 		down_and_up();
 	/* Its upper end was in use before. */
 	for (size_t i = 0; i < (touched ? bytes : bytes / 2); i++)
-		check(array[i] == (touched ? 0x5a : 0), "an array on a stack in pieces");
+		check(array[i] == (touched ? 0x5a : 0), "an array on a split stack");
 }
 
 static void stack_in_pieces(void)
@@ -626,7 +627,7 @@ static void stack_in_untouched_pieces(void)
 	in_pieces(ZEROS, 0);
 }
 
-/* The same where the lowest piece is bigger than a stack of whoever looks may be. */
+/* The same with a lowest region that is larger than the maximum stack of the tracer. */
 static void stack_in_big_pieces(void)
 {
 	struct rlimit limit;
@@ -636,7 +637,7 @@ static void stack_in_big_pieces(void)
 	in_pieces(48 << 20, 1);
 }
 
-/* A part of the stack that is not to be touched, as of programs that watch how deep they are. */
+/* A part of the stack without access, as in programs that check their stack depth. */
 static void stack_with_guard(void)
 {
 	unsigned char array[ZEROS];
@@ -650,8 +651,8 @@ static void stack_with_guard(void)
 		check(array[i] == 0, "an array on a stack with a guard");
 }
 
-/* Memory of the program's own below a stack whose pages were all used: right below it, or after a gap of a page. The
- * kernel lets a stack grow up to what may not be accessed. */
+/* The program's own memory below a stack whose pages were all used: right below it, or after a gap of a page. The
+ * kernel lets a stack grow up to memory without access. */
 static void above_memory(int gap, int protection)
 {
 	enum { PAGES = 4 };
@@ -690,7 +691,7 @@ static void stack_near_memory(void)
 	above_memory(1, PROT_NONE);
 }
 
-/* A filter that kills for madvise, process_madvise and prctl, on the main thread alone. */
+/* A filter that kills for madvise, process_madvise and prctl, on the main thread only. */
 static uint32_t verdict = SECCOMP_RET_KILL_PROCESS;
 static unsigned long on_all;
 static void filtered(void)
@@ -716,7 +717,7 @@ static void filtered_throughout(void)
 	filtered();
 }
 
-/* A filter that answers one call with an error, in a thread that tries again and again. */
+/* A filter that returns an error for one call, in a thread that repeats the call. */
 static void forbidden(void)
 {
 	struct sock_filter code[] = {
@@ -733,7 +734,7 @@ static void forbidden(void)
 		check(syscall(SYS_getppid) == -1 && errno == EPERM, "a forbidden call was made");
 }
 
-/* Once the main thread is traced, another one puts a filter on all threads that kills for process_madvise. */
+/* Once the main thread is traced, another thread sets a filter on all threads that kills for process_madvise. */
 static void *ambush(void *argument)
 {
 	struct sock_filter code[] = {
@@ -765,7 +766,7 @@ static void filtered_by_another(void)
 	wait_on_futex();
 }
 
-/* A filter that lets all of that pass. */
+/* A filter that permits all of these calls. */
 static void sandboxed(void)
 {
 	verdict = SECCOMP_RET_ALLOW;
@@ -777,7 +778,7 @@ static void strict(void)
 	ready();
 	check(prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) == 0, "strict mode");
 	char byte;
-	/* A signal's handler would kill it: it ends with its pipe. */
+	/* A signal handler would kill it: it ends when its pipe closes. */
 	while (read(0, &byte, 1) > 0)
 		;
 	syscall(SYS_exit, 0);
@@ -814,7 +815,7 @@ static void signals(void)
 		;
 	if (atomic_load(&caught) != sent) {
 		printf("sent %ld, caught %ld\n", sent, atomic_load(&caught));
-		fail("signals were lost or doubled");
+		fail("signals were lost or duplicated");
 	}
 	printf("signals %ld\n", sent);
 }
@@ -836,7 +837,7 @@ static void single_step(void)
 	check(atomic_load(&caught) >= 3 * steps, "a step was lost");
 }
 
-/* System calls of 32-bit programs, from 64-bit code: what the kernel restarts is restarted as such a call. */
+/* System calls of 32-bit programs, from 64-bit code: the kernel must restart them as such calls. */
 static long compat_call(long number, long first, long second, long third)
 {
 	long result;
@@ -852,7 +853,7 @@ static char *low_memory(void)
 	return memory;
 }
 
-/* getpid: killed by SIGSEGV where the kernel has no such calls. */
+/* getpid: killed by SIGSEGV if the kernel has no such calls. */
 static void compat_probe(void)
 {
 	ready();
@@ -868,7 +869,7 @@ static void compat_sleep(void)
 		time[1] = 3000000;
 		double begun = now();
 		check(compat_call(162, (long)time, 0, 0) == 0, "nanosleep");
-		check(now() - begun >= 0.003, "it slept too little");
+		check(now() - begun >= 0.003, "the sleep was too short");
 	}
 }
 
@@ -880,7 +881,7 @@ static void compat_read(void)
 }
 #endif
 
-/* It locks its own list of mappings. */
+/* Locks its own list of mappings. */
 static void locked_maps(void)
 {
 	int file = open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
@@ -888,7 +889,7 @@ static void locked_maps(void)
 	wait_on_futex();
 }
 
-/* So many threads that reading of each of them shows. */
+/* So many threads that reading each of them is noticeable. */
 static void *idle(void *argument)
 {
 	for (;;)
@@ -922,7 +923,7 @@ static void *judge(void *argument)
 	(void)argument;
 	sigwait(&set, &signal);
 	on_finish(signal);
-	/* A thread that ends gives its stack back, by madvise. */
+	/* A thread that ends frees its stack by madvise. */
 	while (on_all)
 		pause();
 	return NULL;

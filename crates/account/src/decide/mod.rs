@@ -1,24 +1,24 @@
-//! Accounts: what a process, a virtual machine, a cgroup, a job really costs.
+//! Accounts: the real memory cost of a process, virtual machine, cgroup or job.
 //!
-//! RSS is blind to sharing: a page that ten processes map counts ten times. The fair share divides each frame by its
-//! mappings, so the shares of all mappers add up to the frame, and the shares of all processes to the memory in use.
-//! That sum is what [`reconcile`] holds against the kernel's own counters.
+//! RSS ignores sharing: a page that ten processes map counts ten times. The fair share divides each frame by its
+//! mappings. The shares of all mappers then add up to the frame, and the shares of all processes to the memory in use.
+//! [`reconcile`] compares that sum with the kernel's counters.
 //!
 //! # Arithmetic
-//! A share is kept as a histogram, [`MappingShares`]: so many pages of a frame with N mappings, for each N. Adding two of
-//! them adds integers, in any order, and loses nothing; when all N mappers of each frame were seen, the pages at N are
-//! a multiple of N and the quotient is the number of frames. A fixed-point sum could not do that: 1/3 three times is
-//! not 1, and a common denominator of all N up to 65,535 does not fit any machine integer. Histograms are small (a
-//! process has tens of different N) and are rounded to bytes once, when a figure is shown.
+//! A share is stored as a histogram, [`MappingShares`]: the number of pages whose frame has N mappings, for each N.
+//! Histograms are added as integers, in any order and without loss. When all N mappers of each frame were read, the
+//! pages at N are a multiple of N, and the quotient is the number of frames. A fixed-point sum cannot do that: three
+//! times 1/3 is not 1, and a common denominator of all N up to 65,535 does not fit any machine integer. Histograms are
+//! small (a process has tens of different N). They are rounded to bytes once, when a figure is shown.
 //!
-//! # What merging saves whom
-//! A KSM frame of N mappings holds N pages in one, so each mapper saves 1 - 1/N of a page, and the savings of all
-//! mappers add up to what the host saves. `ksm_process_profit` charges the kept copy to nobody, so its sum over the
-//! processes exceeds `general_profit` by `pages_shared` pages (mm/ksm.c, `ksm_process_profit`,
+//! # How savings are divided
+//! A KSM frame with N mappings holds N pages in one frame. Each mapper therefore saves 1 - 1/N of a page, and the
+//! savings of all mappers add up to the savings of the host. `ksm_process_profit` charges the kept copy to no process,
+//! so its sum over the processes exceeds `general_profit` by `pages_shared` pages (mm/ksm.c, `ksm_process_profit`,
 //! `general_profit_show`, 6.18).
 //!
 //! # Limits
-//! The page cache that nobody maps, kernel memory and page tables belong to no process and are not in the account.
+//! Unmapped page cache, kernel memory and page tables belong to no process and are not in the account.
 
 pub mod reconcile;
 
@@ -31,12 +31,12 @@ use std::fmt;
 use std::num::NonZeroU64;
 use std::ops::{Add, AddAssign};
 
-/// Mapped pages by the number of mappings of their frame: an exact sum of fractions of pages.
+/// Mapped pages by the number of mappings of their frame. This is an exact sum of fractions of pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MappingShares(BTreeMap<NonZeroU64, u64>);
 
 impl MappingShares {
-    /// Add pages whose frames have so many mappings.
+    /// Adds pages whose frames have this many mappings.
     pub fn add(&mut self, mappings: NonZeroU64, pages: u64) {
         if pages > 0 {
             *self.0.entry(mappings).or_default() += pages;
@@ -48,12 +48,12 @@ impl MappingShares {
         Pages(self.0.values().sum())
     }
 
-    /// The pages whose frame nobody else maps.
+    /// The pages whose frame has no other mapping.
     pub fn private(&self) -> Pages {
         Pages(self.0.get(&NonZeroU64::MIN).copied().unwrap_or(0))
     }
 
-    /// Number of mappings and pages, by ascending number of mappings.
+    /// The numbers of mappings, ascending, with their pages.
     pub fn iter(&self) -> impl Iterator<Item = (NonZeroU64, Pages)> {
         self.0.iter().map(|(&mappings, &pages)| (mappings, Pages(pages)))
     }
@@ -72,7 +72,7 @@ impl MappingShares {
         Bytes(((fixed + HALF) >> 64) as u64)
     }
 
-    /// What is left when `other` is taken away, if it is all in here.
+    /// The difference to `other`, if `other` is contained in these shares.
     pub fn without(&self, other: &Self) -> Option<Self> {
         let mut rest = self.clone();
         for (mappings, pages) in &other.0 {
@@ -82,7 +82,7 @@ impl MappingShares {
         Some(rest)
     }
 
-    /// The sum in whole pages, if the pages at each number of mappings make up whole frames: always so when every
+    /// The sum in whole frames, if the pages at each number of mappings make up whole frames. This holds whenever every
     /// mapping of every frame is in the sum.
     pub fn frames(&self) -> Option<Pages> {
         self.0
@@ -100,12 +100,12 @@ impl AddAssign<&Self> for MappingShares {
     }
 }
 
-/// A fair share: the part that is known exactly, and the part that is an estimate.
+/// A fair share: an exact part and an estimated part.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct FairShare {
-    /// From the frames.
+    /// Counted from the frames.
     pub exact: MappingShares,
-    /// From sums of the kernel.
+    /// Derived from totals of the kernel.
     pub estimated: Bytes,
 }
 
@@ -123,10 +123,10 @@ impl AddAssign<&Self> for FairShare {
     }
 }
 
-/// What the page tables of one process map, page by page.
+/// The pages that the page tables of one process map.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MappedPages {
-    /// All pages but those of the kernel's zero pages; each base page of a huge page counts for itself.
+    /// All pages except those mapped to the kernel's zero pages. Each base page of a huge page counts by itself.
     pub shares: MappingShares,
     /// The part of `shares` that is mapped to KSM frames.
     pub ksm: MappingShares,
@@ -134,52 +134,52 @@ pub struct MappedPages {
     pub engine: MappingShares,
     /// The part of `shares` that is hugetlb memory, which RSS leaves out.
     pub hugetlb: Pages,
-    /// Pages mapped to the kernel's zero page, whether a read fault or KSM put it there. No memory in use.
+    /// Pages mapped to the kernel's zero page by a read fault or by KSM. They use no memory.
     pub zero: Pages,
-    /// Pages mapped to the kernel's huge zero page. No memory in use.
+    /// Pages mapped to the kernel's huge zero page. They use no memory.
     pub huge_zero: Pages,
-    /// Pages that were mapped when the page table was read, whose frame had no mapping any more when it was counted,
-    /// and that were not found in another one. In no other field.
+    /// Pages whose frame had no mapping left when it was counted and that were not found in another frame. They are in
+    /// no other field.
     pub gone: Pages,
 }
 
-/// All frames that the processes seen map, each once.
+/// All frames that the processes read map, each counted once.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Frames {
-    /// Different frames, without the kernel's zero pages.
+    /// Distinct frames, without the kernel's zero pages.
     pub distinct: Pages,
-    /// The anonymous ones among them, KSM frames included, hugetlb left out.
+    /// The anonymous frames among them, with KSM frames, without hugetlb.
     pub anonymous: Pages,
-    /// The hugetlb ones.
+    /// The hugetlb frames among them.
     pub hugetlb: Pages,
-    /// The KSM frames.
+    /// The KSM frames among them.
     pub ksm: Pages,
-    /// All mappings of those KSM frames by the kernel's count, whoever holds them.
+    /// All mappings of these KSM frames by the kernel's count, including mappings of processes that were not read.
     pub ksm_mappings: Pages,
-    /// Pages mapped to the kernel's zero page, summed over the processes. No memory in use.
+    /// Pages mapped to the kernel's zero page, summed over the processes. They use no memory.
     pub zero: Pages,
-    /// Pages mapped to the kernel's huge zero page, summed over the processes. No memory in use.
+    /// Pages mapped to the kernel's huge zero page, summed over the processes. They use no memory.
     pub huge_zero: Pages,
-    /// Mappings of the frames that are held by none of the processes seen.
+    /// Mappings of the frames by processes that were not read.
     pub unseen: MappingShares,
-    /// Mappings seen beyond the number the kernel counts: the frame was given on between two reads, or two processes
-    /// run in one address space.
+    /// Mappings found beyond the kernel's count: the frame was reused between two reads, or two processes run in one
+    /// address space.
     pub excess: MappingShares,
     /// Pages of processes that could not be read to the end. Their frames are in `distinct`.
     pub partially_read: MappingShares,
     /// Mappings whose frame had another number of mappings when it was read through another process.
     pub changed_mappings: Pages,
-    /// The processes that could not be read, or not to the end, and why.
+    /// The processes that could not be read in full, with the reason.
     pub unread: Vec<(ProcessId, Absent)>,
 }
 
-/// What the figures of an account rest on.
+/// Whether the figures of an account are exact.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Basis {
-    /// Every frame was looked at.
+    /// Every frame was read.
     #[default]
     Exact,
-    /// Frames could not be looked at, for this reason; the kernel's sums were used instead.
+    /// Frames could not be read, for this reason; the figures use the kernel's totals instead.
     Estimated(Absent),
 }
 
@@ -195,20 +195,21 @@ impl fmt::Display for Basis {
 /// The footprint of a process, or the sum over several.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Footprint {
-    /// Resident bytes, blind to merging and sharing; without hugetlb memory and the kernel's zero page, like `Rss:`.
+    /// Resident bytes regardless of merging and sharing; without hugetlb memory and the kernel's zero page, like
+    /// `Rss:`.
     pub rss: Bytes,
-    /// Resident hugetlb memory; unknown to an estimate.
+    /// Resident hugetlb memory; unknown if estimated.
     pub hugetlb: Reading<Bytes>,
     /// `Pss:` of `smaps_rollup`: the kernel's own fair share, without hugetlb.
     pub pss: Reading<Bytes>,
-    /// Bytes that are mapped once. A page that two members of a group share and nobody else is in no one's.
+    /// Bytes that are mapped once. A page that two members of a group share counts for neither.
     pub private: Bytes,
     /// Pages mapped to KSM frames.
     pub ksm: Pages,
     /// Pages that KSM mapped to the kernel's zero page; they are in neither RSS nor PSS.
     pub ksm_zero: Reading<Pages>,
-    /// Pages of zeros that the kernel freed when it split huge pages for ksmd, as merges noted it and page tables still
-    /// have it; in no counter of KSM, and in neither RSS nor PSS.
+    /// Zero pages that the kernel freed when it split huge pages for ksmd, as recorded by merges and still mapped in
+    /// page tables. KSM's counters, RSS and PSS do not contain them.
     pub zeros_by_splitting: Reading<Pages>,
     /// Each page divided by the mappings of its frame.
     pub fair: FairShare,
@@ -216,13 +217,13 @@ pub struct Footprint {
     pub ksm_fair: FairShare,
     /// Pages that map a store of the user-space engine, by the store's name.
     pub engine: Reading<Pages>,
-    /// Their part of `fair`; unknown to an estimate.
+    /// The part of `fair` of these pages; unknown if estimated.
     pub engine_fair: Reading<MappingShares>,
-    /// `ksm_rmap_items`: pages ksmd keeps metadata for.
+    /// `ksm_rmap_items`: pages for which ksmd keeps metadata.
     pub rmap_items: Reading<u64>,
-    /// `ksm_merging_pages`: what `ksm` should be, as of ksmd's last visit.
+    /// `ksm_merging_pages`: the value of `ksm` at ksmd's last visit.
     pub merging_pages: Reading<u64>,
-    /// `ksm_process_profit`, which charges the copy that is kept to nobody.
+    /// `ksm_process_profit`, which charges the kept copy to no process.
     pub kernel_profit: Reading<NetBytes>,
     /// Swapped-out bytes.
     pub swap: Reading<Bytes>,
@@ -231,7 +232,7 @@ pub struct Footprint {
 }
 
 impl Footprint {
-    /// Of nothing: where sums begin.
+    /// The footprint of no process, the start value of sums.
     pub fn empty() -> Self {
         Self {
             rss: Bytes::ZERO,
@@ -253,7 +254,7 @@ impl Footprint {
         }
     }
 
-    /// From the frames, with `Pss:` and the swapped-out bytes as the kernel gives them.
+    /// The exact footprint, from the frames and with the kernel's `Pss:` and swapped-out bytes.
     pub fn exact(
         page: PageSize,
         mapped: MappedPages,
@@ -277,12 +278,12 @@ impl Footprint {
         }
     }
 
-    /// Without the frames, from sums that the kernel gives to the owner of a process; `why` says what kept the frames
-    /// from being read.
+    /// An estimated footprint, from totals that the kernel shows to the owner of a process. `why` is the reason why the
+    /// frames could not be read.
     ///
-    /// The fair share is `Pss:`. How many mappings the KSM pages have is not known, so their part of it is taken as
-    /// the host's mean, `pages_shared / (pages_shared + pages_sharing)` of a page each. Without `KSM:` (before 6.6)
-    /// they are counted by `ksm_merging_pages`, stale as it may be. An error is the first sum that is missing.
+    /// The fair share is `Pss:`. The number of mappings of the KSM pages is unknown, so each counts as the host's mean,
+    /// `pages_shared / (pages_shared + pages_sharing)` of a page. Without `KSM:` (before 6.6) the KSM pages are
+    /// `ksm_merging_pages`, which may be stale. The error is that of the first missing total.
     pub fn estimated(
         page: PageSize,
         rollup: &SmapsRollup,
@@ -291,7 +292,7 @@ impl Footprint {
         why: Absent,
     ) -> Reading<Self> {
         let counters = Self::counters(process);
-        // `KSM:` counts no zero pages, though they are KSM's doing (fs/proc/task_mmu.c, `smaps_account`; seen on 6.18).
+        // `KSM:` does not include zero pages merged by KSM (fs/proc/task_mmu.c, `smaps_account`; observed on 6.18).
         let ksm = match &rollup.ksm {
             Ok(bytes) => page.pages_in(*bytes),
             Err(_) => Pages(counters.merging_pages.clone()?),
@@ -300,7 +301,7 @@ impl Footprint {
             Bytes::ZERO
         } else {
             let (shared, sharing) = (u128::from(host.pages_shared.clone()?), u128::from(host.pages_sharing.clone()?));
-            // Pages are merged and ksmd counts none: it has not got there yet, and two is the fewest that can share.
+            // The process has merged pages that ksmd has not counted yet. At least two pages share a frame.
             let (part, whole) = if shared + sharing == 0 { (1, 2) } else { (shared, shared + sharing) };
             Bytes((u128::from(page.bytes_of(ksm).0) * part / whole) as u64)
         };
@@ -321,10 +322,10 @@ impl Footprint {
         })
     }
 
-    /// Only what `/proc/PID/ksm_stat` says.
+    /// The figures of `/proc/PID/ksm_stat` alone.
     fn counters(ksm: &ProcessKsm) -> Self {
         Self {
-            // The kernel's counter is signed and updated without a lock; below zero it means none.
+            // The kernel's counter is signed and updated without a lock; a negative value means zero.
             ksm_zero: ksm.zero_pages.clone().map(|pages| Pages(u64::try_from(pages).unwrap_or(0))),
             rmap_items: ksm.rmap_items.clone(),
             merging_pages: ksm.merging_pages.clone(),
@@ -333,37 +334,37 @@ impl Footprint {
         }
     }
 
-    /// What merging saves this process, gross: what KSM counts, and the zeros in split huge pages as far as they are
-    /// known.
+    /// The gross savings of this process by merging: those that KSM counts, and the zeros in split huge pages if known.
     pub fn saved(&self, page: PageSize) -> Reading<Bytes> {
         let by_splitting = self.zeros_by_splitting.as_ref().map_or(Bytes::ZERO, |pages| page.bytes_of(*pages));
         Ok(self.counted_by_ksm(page)? + by_splitting)
     }
 
-    /// The part of it that KSM counts: each page it merged in full, less what the process still pays for it.
+    /// The savings that KSM counts: all pages that it merged, minus the share that the process still pays for them.
     pub fn counted_by_ksm(&self, page: PageSize) -> Reading<Bytes> {
         let merged = page.bytes_of(self.ksm).saturating_sub(self.ksm_fair.bytes(page));
         Ok(merged + page.bytes_of(self.ksm_zero.clone()?))
     }
 
-    /// What the user-space engine saves this process, gross: each page that maps its store in full, less what the
-    /// process still pays for it. Zeros that it gave back are not seen.
+    /// The gross savings of this process by the user-space engine: all pages that map its store, minus the share that
+    /// the process still pays for them. Zeros that the engine freed are not included.
     pub fn engine_saved(&self, page: PageSize) -> Reading<Bytes> {
         Ok(page.bytes_of(self.engine.clone()?).saturating_sub(self.engine_fair.clone()?.bytes(page)))
     }
 
-    /// What the process would cost if all that was merged in it were unmerged: its fair share with every KSM page and
-    /// every zero page that KSM or the splitting of a huge page placed in full. What is shared for other reasons (page cache, fork) stays shared.
+    /// The cost of the process if all its merged pages were unmerged. This is its fair share with every KSM page and
+    /// every zero page from KSM or from the splitting of a huge page in full. Pages shared for other reasons (page
+    /// cache, fork) stay shared.
     pub fn unmerged(&self, page: PageSize) -> Reading<Bytes> {
         Ok(self.fair.bytes(page) + self.saved(page)?)
     }
 
-    /// What merging saves this process net of the metadata that ksmd keeps for it.
+    /// The savings of this process by merging, minus the metadata that ksmd keeps for it.
     pub fn profit(&self, page: PageSize) -> Reading<NetBytes> {
         self.subtract_metadata(self.saved(page)?)
     }
 
-    /// The part of it that KSM counts, which is what the kernel's own figures of profit are held against.
+    /// The net savings that KSM counts, to compare with the kernel's profit figures.
     pub fn profit_counted_by_ksm(&self, page: PageSize) -> Reading<NetBytes> {
         self.subtract_metadata(self.counted_by_ksm(page)?)
     }
@@ -374,12 +375,12 @@ impl Footprint {
     }
 }
 
-/// Saturating, as no host has that many of anything.
+/// Saturates; no host reaches the limit.
 fn signed(value: u64) -> i64 {
     i64::try_from(value).unwrap_or(i64::MAX)
 }
 
-/// The sum of two readings; absent if either is, because a sum without a part of it is another figure.
+/// The sum of two readings; absent if either is absent, because a partial sum would be misleading.
 fn sum<T: Clone + Add<Output = T>>(a: &Reading<T>, b: &Reading<T>) -> Reading<T> {
     Ok(a.clone()? + b.clone()?)
 }
@@ -417,13 +418,13 @@ impl AddAssign<&Self> for Footprint {
 /// A process and its footprint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Account {
-    /// Who.
+    /// The process.
     pub process: Process,
-    /// What it costs.
+    /// The memory it uses.
     pub footprint: Footprint,
 }
 
-/// What to sum over.
+/// How to group processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GroupBy {
     /// Each process by itself.
@@ -440,7 +441,7 @@ pub enum GroupBy {
     User,
 }
 
-/// Whose sum it is.
+/// The group that a sum belongs to.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum GroupKey {
     /// A process and its `comm`.
@@ -453,18 +454,18 @@ pub enum GroupKey {
     Job(String),
     /// A user by number.
     User(u32),
-    /// Processes that belong to none.
+    /// Processes that belong to no group.
     Ungrouped,
-    /// Processes of which it could not be read, and why.
+    /// Processes whose group could not be read, with the reason.
     Unread(Absent),
 }
 
 /// A sum over processes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FootprintGroup {
-    /// Whose.
+    /// The group.
     pub key: GroupKey,
-    /// How many processes.
+    /// Number of processes.
     pub processes: u64,
     /// The sum of their footprints.
     pub footprint: Footprint,
@@ -491,14 +492,14 @@ impl GroupBy {
     }
 }
 
-/// `slurm:1234` of the step `slurm:1234.0`; other names as they are.
+/// `slurm:1234` for the step `slurm:1234.0`; other names unchanged.
 fn job_without_step(name: &str) -> String {
     let slurm = name.starts_with("slurm:").then(|| name.split_once('.')).flatten();
     slurm.map_or(name, |(job, _)| job).to_owned()
 }
 
-/// The footprints summed by group, in the order of the keys. Every account is in exactly one group, so the sums add up
-/// to the same whatever they are grouped by.
+/// The footprints summed by group, in the order of the keys. Every account is in exactly one group, so the total is the
+/// same for every grouping.
 pub fn group_footprints(accounts: &[Account], by: GroupBy) -> Vec<FootprintGroup> {
     let mut groups = BTreeMap::<GroupKey, (u64, Footprint)>::new();
     for account in accounts {

@@ -1,18 +1,18 @@
-//! Holding an account against the kernel's counters, and explaining each difference.
+//! Compares an account with the kernel's counters and explains each difference.
 //!
-//! First the balance, which needs no counter: the fair shares of the processes seen, plus the shares of mappers that
-//! were not seen, are the frames in use. It holds exactly, as integers, unless numbers of mappings changed while they
-//! were read; what that moved is a figure of its own. Then line by line what the kernel counts of the same memory
-//! (`/proc/meminfo`, `/sys/kernel/mm/ksm/*`, `/proc/PID/ksm_stat`, `smaps_rollup`), with the reasons why the two may
+//! The balance comes first and needs no counter: the fair shares of the processes read, plus the shares of other
+//! mappers, equal the frames in use. It holds exactly, in integers, unless numbers of mappings changed while they were
+//! read; such changes are a separate figure. Then each line compares a figure with the kernel's counter
+//! (`/proc/meminfo`, `/sys/kernel/mm/ksm/*`, `/proc/PID/ksm_stat`, `smaps_rollup`) and gives the reasons why they may
 //! differ. The reasons were found by experiment on 6.18 and in mm/ksm.c:
 //!
-//! - `pages_shared`, `pages_sharing` and `ksm_merging_pages` change when ksmd visits a page, not when a merged page is
-//!   written, unmapped or its process ends. With ksmd stopped they stay as they are.
+//! - `pages_shared`, `pages_sharing` and `ksm_merging_pages` change when ksmd visits a page. They do not change when a
+//!   merged page is written or unmapped or its process exits, and with ksmd stopped they do not change at all.
 //! - A fork maps KSM frames once more without metadata: the child's `ksm_merging_pages` begins at 0 (`ksm_fork`,
 //!   include/linux/ksm.h), and such mappings count in `pages_sharing` only after ksmd has visited the child. They may
 //!   also exceed `max_page_sharing`, which limits merging and not forking.
 //! - `ksm_zero_pages` changes at once when such a page is written or unmapped (`ksm_might_unmap_zero_page`), in the
-//!   host's counter and in the process's.
+//!   counters of the host and of the process.
 //! - A KSM frame counts in `AnonPages` once, a zero page not at all.
 
 use super::{Account, Basis, Footprint, Frames, MappingShares, signed};
@@ -21,29 +21,29 @@ use pagefold_base::memory::MemInfo;
 use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::units::{Bytes, NetBytes, PageSize, Pages};
 
-/// The sum of all shares against the frames in use.
+/// The sum of all shares compared with the frames in use.
 ///
-/// `fair + unseen + lost - excess + moved = frames`, up to a byte of rounding in each.
+/// `fair + unseen + partially_read - excess + changed_mappings = frames`, within a rounding error of one byte in each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Balance {
-    /// Frames mapped by the processes seen, each once; the kernel's zero pages are not among them.
+    /// Frames mapped by the processes read, each counted once, without the kernel's zero pages.
     pub frames: Bytes,
-    /// The fair shares of the processes seen.
+    /// The fair shares of the processes read.
     pub fair: Bytes,
-    /// The shares of mappers that were not seen.
+    /// The shares of mappers that were not read.
     pub unseen: Bytes,
     /// The shares of processes that could not be read to the end.
     pub partially_read: Bytes,
-    /// The shares of mappings beyond the kernel's count: frames given on between two reads, address spaces that are
-    /// shared by processes.
+    /// The shares of mappings beyond the kernel's count: frames reused between two reads, and address spaces shared by
+    /// processes.
     pub excess: Bytes,
-    /// What is left: numbers of mappings that changed while they were read. Zero if `exact`.
+    /// The remainder, caused by numbers of mappings that changed while they were read. Zero if `exact`.
     pub changed_mappings: NetBytes,
-    /// Whether the shares add up to the frames without any remainder, in integers.
+    /// Whether the shares add up to the frames exactly, in integers.
     pub exact: bool,
 }
 
-/// What a line counts in.
+/// The unit of a compared figure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CounterUnit {
     /// Base pages.
@@ -52,7 +52,7 @@ pub enum CounterUnit {
     Bytes,
 }
 
-/// The kernel's counters that an account is held against.
+/// The kernel's counters that an account is compared with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum KernelCounter {
     /// `Pss:` of `smaps_rollup`, summed over the processes.
@@ -67,11 +67,11 @@ pub enum KernelCounter {
     MergingPages,
     /// `ksm_zero_pages`.
     ZeroPages,
-    /// `stable_node_dups` less `stable_node_chains`.
+    /// `stable_node_dups` minus `stable_node_chains`.
     FramesAtSharingLimit,
     /// `Hugetlb` of `/proc/meminfo`.
     Hugetlb,
-    /// The kernel counts no mappings of its huge zero page.
+    /// The mappings of the huge zero page, for which the kernel has no counter.
     HugeZeroPage,
     /// `general_profit`.
     GeneralProfit,
@@ -80,7 +80,7 @@ pub enum KernelCounter {
 }
 
 impl KernelCounter {
-    /// What the account counts.
+    /// The label of the account's figure.
     pub fn account_label(self) -> &'static str {
         match self {
             Self::Pss => "fair shares without hugetlb",
@@ -96,7 +96,7 @@ impl KernelCounter {
         }
     }
 
-    /// Where the kernel's figure is from.
+    /// The source of the kernel's figure.
     pub fn kernel_label(self) -> &'static str {
         match self {
             Self::Pss => "sum of Pss, smaps_rollup",
@@ -113,7 +113,7 @@ impl KernelCounter {
         }
     }
 
-    /// What both figures count in.
+    /// The unit of both figures.
     pub fn unit(self) -> CounterUnit {
         match self {
             Self::Pss | Self::AnonPages | Self::Hugetlb | Self::GeneralProfit | Self::ProcessProfit => {
@@ -128,27 +128,27 @@ impl KernelCounter {
         }
     }
 
-    /// Why the account may show less, and why it may show more, than the counter.
+    /// Why the account may show less than the counter, and why it may show more.
     fn difference_reasons(self) -> (&'static str, &'static str) {
         match self {
             Self::Pss => (
-                "Pss was read at another moment than the frames",
-                "Pss is rounded down for each page and to whole kB, and was read at another moment than the frames",
+                "Pss was read at another time than the frames",
+                "Pss is rounded down for each page and to whole kB, and was read at another time than the frames",
             ),
             Self::AnonPages => (
-                "anonymous memory of processes that were not seen or that grew since, this program among them; the \
+                "anonymous memory of processes that were not read or grew since, including this program; the \
                  counter is summed from parts per CPU and may lag by 125 pages for each of them",
                 "memory was freed since the frames were read; the counter is summed from parts per CPU and may lag by \
                  125 pages for each of them",
             ),
             Self::PagesShared => (
                 "the counter is stale: frames whose pages were written or unmapped leave it when ksmd visits them; or \
-                 they are mapped by processes that were not seen",
+                 they are mapped by processes that were not read",
                 "merging went on since the counter was read, or forked children keep frames that ksmd gave up",
             ),
             Self::PagesSharing => (
                 "the counter is stale: pages that were written or unmapped, also by the end of their process, leave it \
-                 when ksmd visits them; or they belong to processes that were not seen",
+                 when ksmd visits them; or they belong to processes that were not read",
                 "forked children map KSM frames that ksmd has not visited in them yet, or merging went on since",
             ),
             Self::MergingPages => (
@@ -156,62 +156,62 @@ impl KernelCounter {
                 "forked children map KSM frames with a counter that begins at 0, or merging went on since",
             ),
             Self::ZeroPages => (
-                "zero pages of processes or of sparse regions that were not seen",
-                "the rest is memory that was read and never written, or zeros that were freed when huge pages were split; \
-                 KSM counts neither",
+                "zero pages of processes or of sparse regions that were not read",
+                "the rest is memory that was read and never written, or zeros that were freed when huge pages were \
+                 split; KSM counts neither",
             ),
             Self::FramesAtSharingLimit => (
-                "further copies are not full: mappings left them, and ksmd moves none from one frame to another",
+                "further copies are not full: some mappings ended, and ksmd does not move mappings between frames",
                 "frames that forks filled, or that are the only copy of their content",
             ),
             Self::Hugetlb => (
-                "the rest of the pool: free, reserved, or mapped by processes that were not seen",
+                "the rest of the pool: free, reserved, or mapped by processes that were not read",
                 "the pool was changed since the frames were read",
             ),
             Self::HugeZeroPage => ("", ""),
             Self::GeneralProfit | Self::ProcessProfit => (
-                "the kernel counts what was merged when ksmd last visited, the account what is",
+                "the kernel counts the pages merged at ksmd's last visit, the account those merged now",
                 "forked children save memory with KSM frames that ksmd has not visited in them yet",
             ),
         }
     }
 }
 
-/// One figure of the account beside the kernel's figure for the same thing.
+/// A figure of the account and the kernel's figure for the same memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CounterComparison {
-    /// What is compared, and the unit of both figures.
+    /// The counter, which also determines the unit of both figures.
     pub counter: KernelCounter,
-    /// From the frames.
+    /// The figure of the account, from the frames.
     pub account_value: i64,
-    /// The kernel's.
+    /// The kernel's figure.
     pub kernel_value: Reading<i64>,
-    /// Why they differ, as far as they do.
+    /// The reasons for the difference, if there is one.
     pub explanation: String,
 }
 
 impl CounterComparison {
-    /// Ours less the kernel's.
+    /// The account's figure minus the kernel's.
     pub fn difference(&self) -> Reading<i64> {
         Ok(self.account_value.saturating_sub(self.kernel_value.clone()?))
     }
 }
 
-/// The difference between the pages that KSM frames save and `pages_sharing`, in the parts that make it up: pages.
+/// The difference between the pages saved by KSM frames and `pages_sharing`, divided into its causes, in pages.
 ///
-/// The kernel counts `pages_shared + pages_sharing` as the sum of `ksm_merging_pages` over all processes, those that
-/// ended since ksmd's last visit included (mm/ksm.c, `stable_tree_append`, `remove_rmap_item_from_tree`).
+/// The kernel counts `pages_shared + pages_sharing` as the sum of `ksm_merging_pages` over all processes, including
+/// those that exited since ksmd's last visit (mm/ksm.c, `stable_tree_append`, `remove_rmap_item_from_tree`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SharingDrift {
-    /// Mapped to KSM frames by processes seen and not in their `ksm_merging_pages`: forked, or merged since.
+    /// Pages mapped to KSM frames by the processes read, but not in their `ksm_merging_pages`: forked or merged since.
     pub unvisited: i64,
-    /// In the `ksm_merging_pages` of processes seen and no longer merged: written or unmapped since.
+    /// Pages in the `ksm_merging_pages` of the processes read that are no longer merged: written or unmapped since.
     pub stale: i64,
-    /// Counted by the kernel for processes that ended or were not seen.
+    /// Pages that the kernel counts for processes that exited or were not read.
     pub counted_elsewhere: i64,
-    /// Mapped to the KSM frames seen by processes that were not seen.
+    /// Pages mapped to the counted KSM frames by processes that were not read.
     pub unseen: i64,
-    /// `pages_shared` less the KSM frames seen: each is one page more that is counted as saved.
+    /// `pages_shared` minus the KSM frames counted. Each of these frames is a page more that counts as saved.
     pub excess_frames: i64,
 }
 
@@ -239,22 +239,22 @@ impl SharingDrift {
         Ok(drift)
     }
 
-    /// The saved pages less `pages_sharing`.
+    /// The saved pages minus `pages_sharing`.
     pub fn total(self) -> i64 {
         self.unvisited - self.stale - self.counted_elsewhere + self.unseen + self.excess_frames
     }
 
-    /// The parts that are not zero, for people.
+    /// The causes that are not zero, as text.
     fn describe(self) -> String {
         [
             (self.unvisited, "forked or newly merged pages that ksmd has not visited"),
             (-self.stale, "pages written or unmapped since ksmd's last visit"),
             (
                 -self.counted_elsewhere,
-                "pages still counted for processes that ended, or of processes that were not seen",
+                "pages still counted for processes that ended, or of processes that were not read",
             ),
-            (self.unseen, "pages on the same frames in processes that were not seen"),
-            (self.excess_frames, "frames counted as shared that are not mapped any more, or not by the processes seen"),
+            (self.unseen, "pages on the same frames in processes that were not read"),
+            (self.excess_frames, "frames counted as shared that are not mapped any more, or not by the processes read"),
         ]
         .into_iter()
         .filter(|(pages, _)| *pages != 0)
@@ -264,23 +264,23 @@ impl SharingDrift {
     }
 }
 
-/// The account against the kernel.
+/// The comparison of an account with the kernel.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reconciliation {
-    /// The shares against the frames.
+    /// The comparison of the shares with the frames.
     pub balance: Balance,
-    /// The kernel's counters.
+    /// The comparisons with the kernel's counters.
     pub comparisons: Vec<CounterComparison>,
-    /// What `pages_sharing` differs by, in parts.
+    /// The causes of the difference to `pages_sharing`.
     pub drift: Reading<SharingDrift>,
-    /// Processes in the account whose figures are estimates; they are in no line and not in the balance.
+    /// Processes in the account with estimated figures. They are in no comparison and not in the balance.
     pub estimated_processes: u64,
 }
 
-/// Hold an account against the kernel's counters, which should be read right after the frames.
+/// Compares an account with the kernel's counters, which should be read right after the frames.
 pub fn reconcile(page: PageSize, accounts: &[Account], frames: &Frames, ksm: &Ksm, memory: &MemInfo) -> Reconciliation {
     let exact = || accounts.iter().map(|account| &account.footprint).filter(|f| f.basis == Basis::Exact);
-    // Summed before anything is rounded to bytes.
+    // Sums before rounding to bytes.
     let mut all = Footprint::empty();
     exact().for_each(|footprint| all += footprint);
     let balance = compute_balance(page, &all.fair.exact, frames);
@@ -344,28 +344,28 @@ fn compute_balance(page: PageSize, fair: &MappingShares, frames: &Frames) -> Bal
     }
 }
 
-/// KSM frames with as many mappings as `max_page_sharing` allows or, after forks, more.
+/// KSM frames whose number of mappings reaches `max_page_sharing` or, after forks, exceeds it.
 fn frames_at_limit(merged: &MappingShares, ksm: &Ksm) -> i64 {
     let limit = ksm.max_page_sharing.clone().unwrap_or(DEFAULT_MAX_PAGE_SHARING);
     signed(merged.iter().filter(|(n, _)| n.get() >= limit).map(|(n, pages)| pages.0.div_ceil(n.get())).sum())
 }
 
-/// Copies that contents keep beyond the first because one frame takes `max_page_sharing` mappings.
+/// Additional copies of contents that have more mappings than one frame may take (`max_page_sharing`).
 fn copies_in_chains(ksm: &Ksm) -> Reading<i64> {
     Ok(signed(ksm.stable_node_dups.clone()?).saturating_sub(signed(ksm.stable_node_chains.clone()?)))
 }
 
-/// Why the figures of a line differ, by the direction of the difference, and what the counter means besides.
+/// Why the figures differ, by the direction of the difference, and the meaning of the counter.
 fn explain_difference(counter: KernelCounter, difference: Option<i64>, page: PageSize, frames: &Frames) -> String {
     let (less, more) = counter.difference_reasons();
-    // What is not stale nor forked but always so.
+    // The expected difference: `ksm_process_profit` does not charge the kept copies.
     let kept = if counter == KernelCounter::ProcessProfit { signed(page.bytes_of(frames.ksm).0) } else { 0 };
     let reason = match difference.map(|difference| difference.saturating_add(kept)) {
         _ if counter == KernelCounter::HugeZeroPage => {
-            "mapped wherever memory for huge pages was read and never written; no process's memory, in neither RSS nor \
-             PSS"
+            "mapped where memory for huge pages was read and never written; it belongs to no process and is in neither \
+             RSS nor PSS"
         }
-        None => "the kernel gives no such figure here",
+        None => "this kernel has no such counter",
         Some(0) if kept > 0 => "nothing else differs",
         Some(0) => "agrees",
         Some(..0) => less,
@@ -373,11 +373,11 @@ fn explain_difference(counter: KernelCounter, difference: Option<i64>, page: Pag
     };
     let meaning = match counter {
         KernelCounter::MergingPages => format!(
-            "; as a saving it overstates by pages_shared, {} pages, because it counts the copy that is kept",
+            "; as a saving it overstates by pages_shared, {} pages, because it counts the kept copy",
             frames.ksm.0
         ),
         KernelCounter::ProcessProfit => format!(
-            "; it overstates by pages_shared, {}, because it charges the copy that is kept to nobody",
+            "; it overstates by pages_shared, {}, because it charges the kept copy to no process",
             page.bytes_of(frames.ksm)
         ),
         KernelCounter::GeneralProfit => {

@@ -28,7 +28,7 @@ fn process_ksm(rmap_items: u64, merging: u64, zero: i64) -> ProcessKsm {
     }
 }
 
-/// Of a process with 100 private pages and `ksm` ones on frames of four mappings, 10 zero pages by KSM.
+/// A process with 100 private pages, `ksm` pages on frames with four mappings, and 10 zero pages from KSM.
 fn footprint(ksm: u64) -> Footprint {
     let mapped =
         MappedPages { shares: shares(&[(1, 100), (4, ksm)]), ksm: shares(&[(4, ksm)]), ..MappedPages::default() };
@@ -93,13 +93,13 @@ fn zeros_in_split_huge_pages_are_saved_and_not_counted_by_ksm() {
     assert_eq!(with.saved(page()).unwrap(), without.saved(page()).unwrap() + five);
     assert_eq!(with.profit(page()).unwrap().0, without.profit(page()).unwrap().0 + five.0.cast_signed());
     assert_eq!(with.unmerged(page()).unwrap(), without.unmerged(page()).unwrap() + five);
-    assert_eq!(with.profit_counted_by_ksm(page()), without.profit(page()), "what the kernel's profit is held against");
-    assert_eq!(split(Err(Absent::Denied)).saved(page()), without.saved(page()), "what is known is told");
+    assert_eq!(with.profit_counted_by_ksm(page()), without.profit(page()), "compared with the kernel's profit");
+    assert_eq!(split(Err(Absent::Denied)).saved(page()), without.saved(page()), "the known part is still reported");
     let mut sum = with.clone();
     sum += &with;
     assert_eq!(sum.zeros_by_splitting, Ok(Pages(10)));
     sum += &split(Err(Absent::Denied));
-    assert_eq!(sum.zeros_by_splitting, Err(Absent::Denied), "a sum that lacks a part says so");
+    assert_eq!(sum.zeros_by_splitting, Err(Absent::Denied), "a sum with a missing part is absent");
 }
 
 #[test]
@@ -157,7 +157,7 @@ fn estimate_reports_its_basis() {
     };
     let footprint = estimate(&rollup(), &process_ksm(100, 45, 10), &host(10, 30)).unwrap();
     assert_eq!(footprint.basis.to_string(), "estimated (frames: permission denied)");
-    assert_eq!(footprint.ksm, Pages(50), "KSM: leaves the zero pages out");
+    assert_eq!(footprint.ksm, Pages(50), "KSM: does not include zero pages");
     assert_eq!(footprint.private, Bytes(80 * PAGE));
     assert_eq!(footprint.hugetlb, Err(Absent::Denied));
     assert_eq!(footprint.fair.bytes(page()), Bytes(120 * PAGE));
@@ -166,7 +166,7 @@ fn estimate_reports_its_basis() {
     let before_6_6 = SmapsRollup { ksm: Err(Absent::NotOnThisKernel), ..rollup() };
     assert_eq!(estimate(&before_6_6, &process_ksm(100, 45, 0), &host(1, 1)).unwrap().ksm, Pages(45));
     let fresh = estimate(&rollup(), &process_ksm(100, 0, 10), &host(0, 0)).unwrap();
-    assert_eq!(fresh.saved(page()), Ok(Bytes(35 * PAGE)), "two share at least");
+    assert_eq!(fresh.saved(page()), Ok(Bytes(35 * PAGE)), "at least two pages share a frame");
     let unreadable = SmapsRollup { pss: Err(Absent::Vanished), ..rollup() };
     assert_eq!(estimate(&unreadable, &process_ksm(0, 0, 0), &host(1, 1)), Err(Absent::Vanished));
 }
@@ -177,7 +177,7 @@ fn sum_with_absent_reading_is_absent() {
     let unknown = Footprint { rmap_items: Err(Absent::NotOnThisKernel), ..footprint(4) };
     sum += &unknown;
     assert_eq!(sum.profit(page()), Err(Absent::NotOnThisKernel));
-    assert_eq!(sum.saved(page()), Ok(Bytes(26 * PAGE)), "what is known of both is still summed");
+    assert_eq!(sum.saved(page()), Ok(Bytes(26 * PAGE)), "figures known for both are still summed");
     sum += &Footprint { basis: Basis::Estimated(Absent::Denied), ..footprint(4) };
     assert_eq!(sum.basis, Basis::Estimated(Absent::Denied));
 }
@@ -226,7 +226,7 @@ fn groups_hold_every_process_once() {
 }
 
 proptest! {
-    /// However the mappings of frames are dealt out to processes, the shares of all make up the frames.
+    /// However the mappings of frames are distributed over processes, the shares of all add up to the frames.
     #[test]
     fn shares_of_all_mappers_are_the_frames(
         frames in proptest::collection::vec(proptest::collection::vec(0..6usize, 1..300), 0..40),
@@ -240,7 +240,7 @@ proptest! {
         processes.iter().for_each(|process| all += process);
         prop_assert_eq!(all.frames(), Some(Pages(frames.len() as u64)));
         prop_assert_eq!(all.bytes(page()), Bytes(frames.len() as u64 * PAGE));
-        // Rounding is half a byte at most for each process.
+        // Rounding costs at most half a byte for each process.
         let rounded: u64 = processes.iter().map(|process| process.bytes(page()).0).sum();
         prop_assert!(rounded.abs_diff(frames.len() as u64 * PAGE) <= 3);
     }

@@ -15,7 +15,7 @@ const KPF_HUGE_ANON: u64 = 1 << 17 | 1 << 12;
 const KPF_ZERO_PAGE: u64 = 1 << 24;
 const KPF_ZERO_PAGE_THP: u64 = 1 << 24 | 1 << 22;
 
-/// A host of frames with counts and flags, and processes that map them.
+/// A host of frames with counts and flags, and of processes that map them.
 #[derive(Default)]
 struct FakeFrameHost {
     frames: Mutex<BTreeMap<u64, (u64, u64)>>,
@@ -25,11 +25,11 @@ struct FakeMapper {
     id: ProcessId,
     /// Frame by page number of the address; `None` where the frame number is hidden.
     pages: BTreeMap<u64, Option<Pfn>>,
-    /// How many ranges it can be asked for before it vanishes.
+    /// Number of ranges that can be read before the process exits.
     reads_before_exit: usize,
-    /// Frames that are of files or of shared memory.
+    /// Frames of files or of shared memory.
     file_frames: Range<u64>,
-    /// Pages that are elsewhere, or nowhere, from the second time on that any are asked for.
+    /// Pages that have moved to another frame, or have been unmapped, from the second read on.
     frames_after_migration: BTreeMap<u64, Option<Pfn>>,
     requested_ranges: Mutex<Vec<AddressRange>>,
 }
@@ -40,7 +40,7 @@ impl FakeFrameHost {
     }
 
     fn lookup_frames<T>(&self, frames: &[Pfn], field: impl Fn((u64, u64)) -> T) -> Reading<Vec<T>> {
-        assert!(frames.is_sorted_by(|a, b| a < b), "asked for in ascending order, each once");
+        assert!(frames.is_sorted_by(|a, b| a < b), "frames must be requested in ascending order, each once");
         let known = self.frames.lock().unwrap();
         Ok(frames.iter().map(|pfn| field(known[&pfn.0])).collect())
     }
@@ -177,7 +177,7 @@ fn unseen_mappers_of_ksm_frames_are_counted() {
     host.set_frame(2, 256, KPF_KSM_ANON);
     host.set_frame(3, 512, KPF_KSM_ANON);
     let mut ledger = FrameLedger::new(&host);
-    // It maps frame 1 twice, and the others 200 times each.
+    // The process maps frame 1 twice, and the other frames 200 times each.
     let pages = [1, 1].into_iter().chain([2; 200]).chain([3; 200]);
     let mapped = add_to_ledger(&mut ledger, &FakeMapper::new(1, pages));
     assert_eq!(mapped.ksm, shares(&[(4, 2), (256, 200), (512, 200)]));
@@ -218,7 +218,7 @@ fn engine_store_pages_are_counted_separately() {
         rss: Bytes((end - first) * PAGE_BYTES),
         ..region_of_pages(first, end)
     };
-    // Frame 9 was written since it was merged, 3 is of the store in another region, 4 of another memfd.
+    // Frame 9 was written since it was merged, frame 3 is of the store in another region, frame 4 of another memfd.
     let store = "/memfd:pagefold-store (deleted)";
     let regions = [part(store, 16, 20), part(store, 20, 21), part("/memfd:other (deleted)", 21, 22)];
     let mapped = ledger.add_process(&process, &regions).unwrap();
@@ -272,21 +272,21 @@ fn changes_between_reads_are_reported() {
     host.set_frame(3, 0, 0);
     let mut ledger = FrameLedger::new(&host);
     let first = add_to_ledger(&mut ledger, &FakeMapper::new(1, [1, 2, 3]));
-    assert_eq!(first.gone, Pages(1), "frame 3 lost its last mapping meanwhile");
+    assert_eq!(first.gone, Pages(1), "frame 3 has no mapping left");
     host.set_frame(1, 3, KPF_ANON);
     let second = add_to_ledger(&mut ledger, &FakeMapper::new(2, [1, 2]));
     assert_eq!(second.shares, shares(&[(3, 1), (1, 1)]));
     let frames = ledger.finish();
     assert_eq!(frames.distinct, Pages(2));
     assert_eq!(frames.changed_mappings, Pages(1));
-    assert_eq!(frames.unseen, shares(&[(3, 1)]), "by the newest count one mapper of frame 1 was not seen");
-    assert_eq!(frames.excess, shares(&[(1, 1)]), "frame 2 has one mapping and was seen in two processes");
+    assert_eq!(frames.unseen, shares(&[(3, 1)]), "the latest count of frame 1 has one unread mapper");
+    assert_eq!(frames.excess, shares(&[(1, 1)]), "frame 2 has one mapping but two processes map it");
 }
 
 #[test]
 fn migrated_pages_are_found_again() {
     let host = FakeFrameHost::default();
-    // All frames of the process have been left meanwhile, but for the first.
+    // All pages of the process but the first have left their frames meanwhile.
     host.set_frame(1, 2, KPF_SWAPBACKED);
     (2..5).for_each(|pfn| host.set_frame(pfn, 0, 0));
     host.set_frame(6, 2, KPF_SWAPBACKED);
@@ -295,8 +295,8 @@ fn migrated_pages_are_found_again() {
     let stores = [Region { name: "/memfd:pagefold-store (deleted)".to_owned(), ..process.regions().remove(0) }];
     let mut ledger = FrameLedger::new(&host);
     let mapped = ledger.add_process(&process, &stores).unwrap();
-    assert_eq!((mapped.shares, mapped.engine), (shares(&[(2, 2)]), shares(&[(2, 2)])), "one was found in frame 6");
-    assert_eq!(mapped.gone, Pages(2), "one is not mapped any more, and one was not found for all looking");
+    assert_eq!((mapped.shares, mapped.engine), (shares(&[(2, 2)]), shares(&[(2, 2)])), "one page was found in frame 6");
+    assert_eq!(mapped.gone, Pages(2), "one page is unmapped, and one was not found within the limit");
     assert_eq!(ledger.finish().distinct, Pages(2));
 }
 
@@ -306,7 +306,7 @@ fn empty_ranges_are_not_read() {
     (0..4).for_each(|pfn| host.set_frame(pfn, 1, KPF_ANON));
     let tib = (1 << 40) / PAGE_BYTES;
     let mut process = FakeMapper::new(1, []);
-    // Two neighbours, one in the same window, one 10 TiB further.
+    // Two adjacent pages, one in the same window, one 10 TiB further.
     for (pfn, number) in [tib, tib + 1, tib + 1000, 11 * tib].into_iter().enumerate() {
         process.pages.insert(number, Some(Pfn(pfn as u64)));
     }
@@ -348,16 +348,16 @@ fn frame_counts_of_any_size_are_kept() {
         expected = (mappings, seen);
         let known: Vec<_> =
             table.counts().filter(|cell| cell.kernel_mappings > 0).map(|cell| cell.seen_mappings).collect();
-        assert_eq!(known, [seen], "each frame is in one place");
+        assert_eq!(known, [seen], "each frame has exactly one count");
     }
 }
 
 proptest! {
-    // Unoptimised, each case walks two blocks of cells three times.
+    // Without optimization, each case walks two blocks of counts three times.
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever processes map whatever frames: seen together, their shares are the frames; with one of them not seen,
-    /// its part is exactly what is reported as unseen; and the order of entering does not matter.
+    /// For any processes and frames: if all processes are read, their shares equal the frames. If one is left out, its
+    /// part equals the unseen part. The order of the processes does not matter.
     #[test]
     fn shares_add_up_to_distinct_frames(
         owners in proptest::collection::vec(

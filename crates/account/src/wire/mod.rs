@@ -1,4 +1,4 @@
-//! The account on the wire.
+//! The account in JSON.
 
 use crate::decide::reconcile::{Balance, CounterComparison, CounterUnit, Reconciliation, SharingDrift};
 use crate::decide::{Account, Basis, Footprint, FootprintGroup, GroupBy, GroupKey, group_footprints};
@@ -10,12 +10,12 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use std::cmp::Reverse;
 
-/// The result of `pagefold account`. Figures that the kernel does not tell are absent, never 0.
+/// The result of `pagefold account`. Figures that the kernel does not provide are absent, never 0.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct AccountReport {
     /// `pagefold.account/1`.
     pub schema: &'static str,
-    /// What was looked at: `this host` or a recording.
+    /// What was read: `this host` or a recording.
     pub host: String,
     /// Bytes of a base page.
     pub page_size: u64,
@@ -25,28 +25,28 @@ pub struct AccountReport {
     pub total: FootprintReport,
     /// The processes, the largest fair share first.
     pub processes: Vec<ProcessAccount>,
-    /// What `groups` are: `process` (then there are none), `vm`, `cgroup`, `job`, `step` or `user`.
+    /// The grouping of `groups`: `process` (then `groups` is empty), `vm`, `cgroup`, `job`, `step` or `user`.
     pub by: &'static str,
-    /// Sums over the processes that belong together, the largest fair share first. Each process is in exactly one.
+    /// Sums over groups of processes, the largest fair share first. Each process is in exactly one group.
     pub groups: Vec<GroupAccount>,
-    /// With `--explain`: the account of all processes of the host against the kernel's counters.
+    /// With `--explain`: the account of all processes of the host, compared with the kernel's counters.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reconciliation: Option<ReconciliationReport>,
-    /// Processes that were asked for and not seen.
+    /// Processes that were selected and could not be read.
     pub not_seen: Vec<UnscannedProcessReport>,
 }
 
-/// What a process or a group costs. Bytes, unless the name says pages.
+/// The memory cost of a process or group. The unit is bytes, unless the name says pages.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct FootprintReport {
-    /// Resident memory as `Rss:` counts it: blind to sharing and merging, without hugetlb.
+    /// Resident memory as in `Rss:`: regardless of sharing and merging, without hugetlb.
     pub rss: u64,
     /// `Pss:` of `smaps_rollup`, the kernel's own fair share, without hugetlb.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pss: Option<u64>,
-    /// The part that nobody else maps.
+    /// Memory that no other process maps.
     pub private: u64,
-    /// Resident hugetlb memory; unknown to an estimate.
+    /// Resident hugetlb memory; unknown if estimated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hugetlb: Option<u64>,
     /// Swapped-out memory.
@@ -54,46 +54,46 @@ pub struct FootprintReport {
     pub swap: Option<u64>,
     /// Each page divided by the mappings of its frame, hugetlb included.
     pub fair_share: u64,
-    /// Pages that KSM merged, the copies that are kept included.
+    /// Pages that KSM merged, including the kept copies.
     pub ksm_pages: u64,
-    /// Their part of `fair_share`.
+    /// The part of `fair_share` of these pages.
     pub ksm_fair_share: u64,
     /// Pages that map a store of the user-space engine (`pagefold engine status`), by the name of its memfd.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub engine_pages: Option<u64>,
-    /// Their part of `fair_share`; unknown to an estimate.
+    /// The part of `fair_share` of these pages; unknown if estimated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub engine_fair_share: Option<u64>,
-    /// What merging by the engine saves, gross, without zeros that it gave back.
+    /// Gross savings by the engine, without zeros that it freed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub engine_saved: Option<u64>,
-    /// Pages of zeros that KSM mapped to the kernel's zero page; in neither RSS nor PSS.
+    /// Zero pages that KSM mapped to the kernel's zero page; in neither RSS nor PSS.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksm_zero_pages: Option<u64>,
-    /// Pages of zeros that the kernel freed when it split huge pages for ksmd, by the notes of Pagefold's merges and as
-    /// far as page tables still have them; in no counter of KSM. Absent where the notes cannot be read.
+    /// Zero pages that the kernel freed when it split huge pages for ksmd, as recorded by Pagefold's merges and still
+    /// mapped in page tables. KSM's counters do not contain them. Absent if the records cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub split_zero_pages: Option<u64>,
-    /// `fair_share` if everything that was merged in it were unmerged: `fair_share + saved`.
+    /// The fair share if all merged pages were unmerged: `fair_share + saved`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub unmerged: Option<u64>,
-    /// What merging saves, gross: what KSM counts, and `split_zero_pages` where they are known.
+    /// Gross savings by merging: those that KSM counts, and `split_zero_pages` if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
-    /// What ksmd keeps for it: 64 for each page it has an item for (`ksm_rmap_items`).
+    /// ksmd's metadata for it: 64 bytes for each page with an rmap item (`ksm_rmap_items`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
-    /// `saved - metadata`. Negative where KSM costs more than it gives.
+    /// `saved - metadata`. Negative if KSM costs more than it saves.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub profit: Option<i64>,
-    /// `ksm_merging_pages`: what `ksm_pages` was when ksmd last looked.
+    /// `ksm_merging_pages`: the value of `ksm_pages` at ksmd's last visit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksm_merging_pages: Option<u64>,
-    /// `ksm_process_profit`, which charges the copy that is kept to nobody.
+    /// `ksm_process_profit`, which charges the kept copy to no process.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksm_process_profit: Option<i64>,
-    /// Why the frames could not be looked at, where the figures are estimates from the kernel's sums; absent where
-    /// they are exact.
+    /// Why the frames could not be read, if the figures are estimates from the kernel's totals; absent if they are
+    /// exact.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub estimated: Option<String>,
 }
@@ -101,73 +101,73 @@ pub struct FootprintReport {
 /// A process in the account.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct ProcessAccount {
-    /// Who it is.
+    /// The process.
     #[serde(flatten)]
     pub process: ProcessInfo,
-    /// What it costs.
+    /// Its memory cost.
     #[serde(flatten)]
     pub footprint: FootprintReport,
 }
 
-/// Processes that belong together.
+/// A group of processes.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct GroupAccount {
-    /// The name of the virtual machine, cgroup or job; `user N`; `others` of processes that belong to none; `unknown`
-    /// of those of which it could not be read.
+    /// The name of the virtual machine, cgroup or job; `user N`; `others` for processes without a group; `unknown` for
+    /// processes whose group could not be read.
     pub name: String,
-    /// How many processes.
+    /// Number of processes.
     pub processes: u64,
-    /// What they cost together.
+    /// Their total memory cost.
     #[serde(flatten)]
     pub footprint: FootprintReport,
 }
 
-/// The account of all processes of the host against the kernel's counters.
+/// The account of all processes of the host, compared with the kernel's counters.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct ReconciliationReport {
-    /// Processes whose frames were looked at.
+    /// Processes whose frames were read.
     pub processes: u64,
-    /// Processes whose frames could not be looked at: they are in neither the balance nor the lines.
+    /// Processes whose frames could not be read. They are in neither the balance nor the lines.
     pub estimated: u64,
-    /// Processes that could not be looked at at all.
+    /// Processes that could not be read at all.
     pub not_seen: Vec<UnscannedProcessReport>,
-    /// The fair shares against the frames in use.
+    /// The fair shares compared with the frames in use.
     pub balance: BalanceReport,
-    /// Figures of the account beside the kernel's for the same thing.
+    /// Figures of the account, each with the kernel's figure for the same memory.
     pub lines: Vec<CounterComparisonReport>,
-    /// What the saved pages differ from `pages_sharing` by, in parts.
+    /// The causes of the difference between the saved pages and `pages_sharing`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drift: Option<DriftReport>,
 }
 
-/// `fair + unseen + lost - excess + moved = frames`, in bytes, up to a byte of rounding in each.
+/// `fair + unseen + lost - excess + moved = frames`, in bytes, within a rounding error of one byte in each.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct BalanceReport {
-    /// Frames that are mapped, each once; the kernel's zero pages are not among them.
+    /// Mapped frames, each counted once, without the kernel's zero pages.
     pub frames: u64,
     /// The fair shares.
     pub fair: u64,
-    /// The shares of mappers that were not seen.
+    /// The shares of mappers that were not read.
     pub unseen: u64,
-    /// The shares of processes that ended while they were read.
+    /// The shares of processes that exited while they were read.
     pub lost: u64,
-    /// The shares of mappings beyond the kernel's count: frames given on between two reads, address spaces that
-    /// processes have in common.
+    /// The shares of mappings beyond the kernel's count: frames reused between two reads, and address spaces shared by
+    /// processes.
     pub excess: u64,
-    /// Numbers of mappings that changed while they were read.
+    /// The remainder, caused by numbers of mappings that changed while they were read.
     pub moved: i64,
-    /// Whether the shares add up to the frames without any remainder, in integers.
+    /// Whether the shares add up to the frames exactly, in integers.
     pub exact: bool,
 }
 
-/// A figure of the account beside the kernel's.
+/// A figure of the account with the kernel's figure.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct CounterComparisonReport {
-    /// What is counted.
+    /// The memory that both figures count.
     pub what: &'static str,
     /// `pages` or `bytes`.
     pub unit: &'static str,
-    /// From the frames.
+    /// The figure of the account, from the frames.
     pub account: i64,
     /// The kernel's figure.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -175,59 +175,59 @@ pub struct CounterComparisonReport {
     /// `account - kernel`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub difference: Option<i64>,
-    /// Where the kernel's figure is from.
+    /// The source of the kernel's figure.
     pub source: &'static str,
-    /// Why they differ, as far as they do.
+    /// The reasons for the difference, if there is one.
     pub explanation: String,
 }
 
-/// `unvisited - stale - elsewhere + unseen + frames` is what the saved pages differ from `pages_sharing` by.
+/// The difference between the saved pages and `pages_sharing` is `unvisited - stale - elsewhere + unseen + frames`.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct DriftReport {
-    /// Pages that are merged and not in `ksm_merging_pages` of their process: forked, or merged since.
+    /// Merged pages that are not in `ksm_merging_pages` of their process: forked or merged since.
     pub unvisited: i64,
     /// Pages in `ksm_merging_pages` that are no longer merged: written or unmapped since.
     pub stale: i64,
-    /// Pages that the kernel counts for processes that ended or were not seen.
+    /// Pages that the kernel counts for processes that exited or were not read.
     pub elsewhere: i64,
-    /// Pages on the KSM frames seen in processes that were not seen.
+    /// Pages mapped to the counted KSM frames by processes that were not read.
     pub unseen: i64,
-    /// `pages_shared` less the KSM frames seen.
+    /// `pages_shared` minus the KSM frames counted.
     pub frames: i64,
 }
 
-/// What a report is made from.
+/// The input of a report.
 #[derive(Clone, Debug)]
 pub struct AccountInput<'a> {
-    /// What was looked at.
+    /// The name of the host: `this host` or a recording.
     pub host: String,
-    /// The size of its pages.
+    /// The size of the host's pages.
     pub page_size: PageSize,
-    /// What to sum over.
+    /// How to group the processes.
     pub group_by: GroupBy,
-    /// The processes that were asked for.
+    /// The selected processes.
     pub accounts: &'a [Account],
-    /// Those among them that were not seen.
+    /// The selected processes that could not be read.
     pub unscanned: &'a [UnscannedProcess],
-    /// With `--explain`.
+    /// The comparison with the kernel, with `--explain`.
     pub reconciliation: Option<ReconciliationInput<'a>>,
     /// Wall time.
     pub seconds: f64,
 }
 
-/// All processes of the host against the kernel's counters.
+/// The comparison of all processes of the host with the kernel's counters.
 #[derive(Clone, Copy, Debug)]
 pub struct ReconciliationInput<'a> {
     /// The comparison.
     pub reconciliation: &'a Reconciliation,
-    /// How many processes were looked at.
+    /// Number of processes read.
     pub processes: u64,
-    /// Processes that could not be looked at.
+    /// Processes that could not be read.
     pub unscanned: &'a [UnscannedProcess],
 }
 
 impl AccountReport {
-    /// From accounts.
+    /// Makes the report.
     pub fn from_input(input: &AccountInput<'_>) -> Self {
         let page = input.page_size;
         let mut total = Footprint::empty();
@@ -270,20 +270,20 @@ impl AccountReport {
         }
     }
 
-    /// Whether something that was asked for was not seen: a process, or with `--explain` the frames of one.
+    /// Whether a selected process could not be read or, with `--explain`, the frames of any process.
     pub fn is_incomplete(&self) -> bool {
         let unexplained = |whole: &ReconciliationReport| whole.estimated > 0 || !whole.not_seen.is_empty();
         !self.not_seen.is_empty() || self.reconciliation.as_ref().is_some_and(unexplained)
     }
 
-    /// How many processes have estimates for figures.
+    /// Number of processes with estimated figures.
     pub fn estimated_count(&self) -> usize {
         self.processes.iter().filter(|process| process.footprint.estimated.is_some()).count()
     }
 }
 
 impl FootprintReport {
-    /// From a footprint.
+    /// Makes the report of a footprint.
     pub fn from_footprint(footprint: &Footprint, page: PageSize) -> Self {
         fn bytes<T>(reading: &Reading<T>, value: impl Fn(&T) -> u64) -> Option<u64> {
             reading.as_ref().ok().map(value)

@@ -57,9 +57,9 @@ fn shares(entries: &[(u64, u64)]) -> MappingShares {
     shares
 }
 
-/// Two machines that share 60 MiB of KSM pages with each other and 40 MiB of zeros with the kernel, of which one page
-/// in each was written since ksmd came by; a rank of a job that KSM only costs; and a process of somebody who may see
-/// no frames.
+/// Two machines, a job rank for which KSM costs more than it saves, and a process of a user that may not read frames.
+/// The machines share 60 MiB of KSM pages with each other and 40 MiB of zeros with the kernel. One page in each was
+/// written since ksmd's last visit.
 fn sample_accounts() -> Vec<Account> {
     let guest = |pid, name| {
         let mapped = MappedPages {
@@ -182,7 +182,7 @@ fn render_report(by: GroupBy, width: u16) -> String {
 #[test]
 fn processes_are_shown_in_a_wide_terminal() {
     insta::assert_snapshot!(render_report(GroupBy::Process, 160), @r"
-    Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves them 134 MiB net. 1 of them by estimate.
+    Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves them 134 MiB net. 1 of them estimated.
 
      pid  name             RSS       PSS   private       KSM  KSM zero  fair share  unmerged  saved, net      swap  share
      101  web1         160 MiB   130 MiB   100 MiB  60.0 MiB  40.0 MiB     130 MiB   200 MiB    66.9 MiB         ·  █████▋
@@ -191,9 +191,9 @@ fn processes_are_shown_in_a_wide_terminal() {
           total of 4   338 MiB   276 MiB   215 MiB   120 MiB  80.0 MiB    ~276 MiB  ~416 MiB    ~134 MiB  1.00 MiB
     … and 1 more (--top 4 shows all)
 
-    ~ marks estimates (1 of 4 processes): the frames could not be looked at (permission denied), so the fair share is Pss, and what KSM saves is taken as the host's
-    mean for each merged page. Run as root for exact figures.
-    Not seen for lack of permission: 1 process, such as 1 (init). Run as root to see all.
+    ~ marks estimates (1 of 4 processes): the frames could not be read (permission denied), so the fair share is Pss, and the savings by KSM are the host's mean for
+    each merged page. Run as root for exact figures.
+    Not scanned for lack of permission: 1 process, such as 1 (init). Run as root to see all.
     ");
 }
 
@@ -201,7 +201,7 @@ fn processes_are_shown_in_a_wide_terminal() {
 fn processes_are_shown_in_a_narrow_terminal() {
     insta::assert_snapshot!(render_report(GroupBy::Process, 80), @r"
     Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves
-    them 134 MiB net. 1 of them by estimate.
+    them 134 MiB net. 1 of them estimated.
 
      pid  name             RSS       KSM  fair share  unmerged  saved, net
      101  web1         160 MiB  60.0 MiB     130 MiB   200 MiB    66.9 MiB
@@ -209,12 +209,12 @@ fn processes_are_shown_in_a_narrow_terminal() {
      103  cp2k #3     10.0 MiB         ·    10.0 MiB  10.0 MiB    -160 KiB
           total of 4   338 MiB   120 MiB    ~276 MiB  ~416 MiB    ~134 MiB
     … and 1 more (--top 4 shows all)
-    For want of room without: KSM zero, swap, PSS, private (--json has all).
+    Columns that do not fit: KSM zero, swap, PSS, private (--json has all).
 
-    ~ marks estimates (1 of 4 processes): the frames could not be looked at
-    (permission denied), so the fair share is Pss, and what KSM saves is taken as
-    the host's mean for each merged page. Run as root for exact figures.
-    Not seen for lack of permission: 1 process, such as 1 (init). Run as root to see all.
+    ~ marks estimates (1 of 4 processes): the frames could not be read (permission
+    denied), so the fair share is Pss, and the savings by KSM are the host's mean
+    for each merged page. Run as root for exact figures.
+    Not scanned for lack of permission: 1 process, such as 1 (init). Run as root to see all.
     ");
 }
 
@@ -222,19 +222,19 @@ fn processes_are_shown_in_a_narrow_terminal() {
 fn accounts_are_grouped_by_machine() {
     insta::assert_snapshot!(render_report(GroupBy::Vm, 100), @r"
     Account of this host: 4 processes cost 276 MiB, by RSS 338 MiB; merging saves them 134 MiB net. 1 of
-    them by estimate.
+    them estimated.
 
      name    processes       RSS       PSS   private       KSM  fair share   unmerged  saved, net
      web1            1   160 MiB   130 MiB   100 MiB  60.0 MiB     130 MiB    200 MiB    66.9 MiB
      web2            1   160 MiB   130 MiB   100 MiB  60.0 MiB     130 MiB    200 MiB    66.9 MiB
      others          2  18.0 MiB  16.0 MiB  15.0 MiB         ·   ~16.0 MiB  ~16.0 MiB   ~-160 KiB
      total           4   338 MiB   276 MiB   215 MiB   120 MiB    ~276 MiB   ~416 MiB    ~134 MiB
-    For want of room without: KSM zero, swap (--json has all).
+    Columns that do not fit: KSM zero, swap (--json has all).
 
-    ~ marks estimates (1 of 4 processes): the frames could not be looked at (permission denied), so the
-    fair share is Pss, and what KSM saves is taken as the host's mean for each merged page. Run as root
-    for exact figures.
-    Not seen for lack of permission: 1 process, such as 1 (init). Run as root to see all.
+    ~ marks estimates (1 of 4 processes): the frames could not be read (permission denied), so the fair
+    share is Pss, and the savings by KSM are the host's mean for each merged page. Run as root for exact
+    figures.
+    Not scanned for lack of permission: 1 process, such as 1 (init). Run as root to see all.
     ");
 }
 
@@ -265,29 +265,28 @@ fn counter_differences_are_explained() {
 
     Why they differ
     sum of Pss, smaps_rollup: Pss is rounded down for each page and to whole kB, and was read at another
-      moment than the frames.
-    AnonPages, meminfo: anonymous memory of processes that were not seen or that grew since, this
-      program among them; the counter is summed from parts per CPU and may lag by 125 pages for each of
-      them.
+      time than the frames.
+    AnonPages, meminfo: anonymous memory of processes that were not read or grew since, including this
+      program; the counter is summed from parts per CPU and may lag by 125 pages for each of them.
     pages_shared: the counter is stale: frames whose pages were written or unmapped leave it when ksmd
-      visits them; or they are mapped by processes that were not seen.
+      visits them; or they are mapped by processes that were not read.
     pages_sharing: -2 pages written or unmapped since ksmd's last visit; +1 frames counted as shared
-      that are not mapped any more, or not by the processes seen.
+      that are not mapped any more, or not by the processes read.
     sum of ksm_merging_pages: the counters are stale: pages that were written or unmapped leave them
       when ksmd visits them; as a saving it overstates by pages_shared, 15359 pages, because it counts
-      the copy that is kept.
-    general_profit: the kernel counts what was merged when ksmd last visited, the account what is; both
-      pay 64 bytes of metadata for each page that ksmd keeps.
-    sum of ksm_process_profit: the kernel counts what was merged when ksmd last visited, the account
-      what is; it overstates by pages_shared, 60.0 MiB, because it charges the copy that is kept to
-      nobody.
+      the kept copy.
+    general_profit: the kernel counts the pages merged at ksmd's last visit, the account those merged
+      now; both pay 64 bytes of metadata for each page that ksmd keeps.
+    sum of ksm_process_profit: the kernel counts the pages merged at ksmd's last visit, the account
+      those merged now; it overstates by pages_shared, 60.0 MiB, because it charges the kept copy to no
+      process.
     A page is 4.00 KiB.
 
-    ~ marks estimates (1 of 4 processes): the frames could not be looked at (permission denied), so the
-    fair share is Pss, and what KSM saves is taken as the host's mean for each merged page. Run as root
-    for exact figures.
-    Not seen for lack of permission: 1 process, such as 1 (init). Run as root to see all.
-    Neither in the balance nor in the lines: 1 process by estimate.
+    ~ marks estimates (1 of 4 processes): the frames could not be read (permission denied), so the fair
+    share is Pss, and the savings by KSM are the host's mean for each merged page. Run as root for exact
+    figures.
+    Not scanned for lack of permission: 1 process, such as 1 (init). Run as root to see all.
+    Not in the balance and not in the comparison: 1 process with estimated figures.
     ");
 }
 
@@ -330,7 +329,7 @@ fn json_matches_its_schema() {
     assert!(rank.get("estimated").is_none());
     let estimate = report["processes"].as_array().unwrap().iter().find(|process| process["pid"] == 104).unwrap();
     assert_eq!(estimate["estimated"], "permission denied");
-    assert!(estimate.get("hugetlb").is_none(), "unknown is not 0");
+    assert!(estimate.get("hugetlb").is_none(), "an unknown figure is absent and not 0");
     let mut wrong = report.clone();
     wrong["total"]["rss"] = "much".into();
     assert!(!validator.is_valid(&wrong));
@@ -361,8 +360,8 @@ fn engine_savings_are_shown_if_present() {
     let engine = (total.engine_pages, total.engine_fair_share, total.engine_saved);
     assert_eq!(engine, (Some(8 * PAGES_PER_MIB), Some(2 << 20), Some(6 << 20)));
     insta::assert_snapshot!(text::render(&report, 3, REMEDY, TextStyle { width: 160, color: false }), @r"
-    Account of this host: 2 processes cost 6.00 MiB, by RSS 12.0 MiB; what merging saves them is not known; the user-space engine saves them 6.00 MiB. Every frame
-    was looked at.
+    Account of this host: 2 processes cost 6.00 MiB, by RSS 12.0 MiB; the savings by merging are unknown; the user-space engine saves them 6.00 MiB. All frames were
+    read.
 
      pid  name             RSS  PSS   private  KSM  KSM zero  fair share  unmerged  saved, net    engine  engine saves  share
        1  rank        10.0 MiB    ·  2.00 MiB    ·         ?    4.00 MiB         ?           ?  8.00 MiB      6.00 MiB  ████████

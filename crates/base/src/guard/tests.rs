@@ -26,7 +26,7 @@ fn tightest_limit_is_listed_first() {
     let judgement = check_memory(&need, &room, page());
     assert_eq!(judgement.verdict, MemoryVerdict::OverLimit);
     let (binding, needed) = &judgement.limits_and_needs[0];
-    // The cgroup gets no credit for frames that come free, the host does.
+    // The cgroup gets no credit for freed frames, but the host does.
     assert_eq!((&binding.scope, *needed), (&cgroup("/a"), Bytes(16 * MIB)));
     let host = judgement.limits_and_needs.iter().find(|(limit, _)| limit.scope == LimitScope::Host).unwrap();
     assert_eq!(host.1, Bytes(12 * MIB));
@@ -107,7 +107,7 @@ fn any_needs() -> impl Strategy<Value = Vec<FrameNeed>> {
     prop::collection::vec(need, 0..8)
 }
 
-/// What counts to a place, worked out another way.
+/// The pages charged to a scope, computed in another way.
 fn charged_pages(needs: &[FrameNeed], place: &LimitScope) -> u64 {
     let below = |path: &str| match place {
         LimitScope::Host => true,

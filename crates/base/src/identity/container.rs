@@ -1,23 +1,23 @@
-//! Containers and machines by the cgroup that a runtime makes for them.
+//! Recognizes containers and machines by the cgroup that a runtime creates for them.
 //!
-//! Runtimes name the cgroup after the container, by way of systemd (`docker-ID.scope`) or in the file system
-//! (`/docker/ID`). There is no standard; these are the forms of Docker, containerd and nerdctl, CRI-O and Kubernetes,
-//! Podman, LXC and Proxmox, and what registers with systemd-machined: systemd-nspawn and libvirt
+//! Runtimes name the cgroup after the container, through systemd (`docker-ID.scope`) or in the file system
+//! (`/docker/ID`). There is no standard. These are the forms of Docker, containerd and nerdctl, CRI-O and Kubernetes,
+//! Podman, LXC and Proxmox, and of machines registered with systemd-machined: systemd-nspawn and libvirt
 //! (<https://libvirt.org/cgroups.html>).
 //!
-//! What a container was labelled with is in a file that its runtime keeps below a folder of root's, under the whole id:
-//! Docker's own description of it, and the annotations of the configuration by which containerd, CRI-O and Podman have
-//! it run (<https://github.com/opencontainers/runtime-spec/blob/main/config.md#annotations>).
+//! The labels of a container are in a file that its runtime stores below a folder of root, under the full id. It is
+//! Docker's own description of the container, or the annotations of the configuration with which containerd, CRI-O and
+//! Podman run it (<https://github.com/opencontainers/runtime-spec/blob/main/config.md#annotations>).
 
 use std::borrow::Cow;
 
-/// How many digits of a container's id are shown, as the runtimes themselves do.
+/// How many digits of a container's id are shown, as in the runtimes' own output.
 const SHORT_ID_DIGITS: usize = 12;
 
-/// How many digits a whole id has.
+/// How many digits a full id has.
 const FULL_ID_DIGITS: usize = 64;
 
-/// The prefix of a scope, and the runtime that uses it. `-conmon-` scopes hold a runtime's monitor, not a container.
+/// The prefix of a scope, and the runtime that uses it. `-conmon-` scopes contain a runtime's monitor, not a container.
 const SCOPE_PREFIXES: [(&str, &str); 6] = [
     ("docker-", "docker"),
     ("cri-containerd-", "containerd"),
@@ -27,10 +27,11 @@ const SCOPE_PREFIXES: [(&str, &str); 6] = [
     ("libpod-", "podman"),
 ];
 
-/// The root of the host: one's own, or that of its first process for who is in a container and sees the host's.
+/// Prefixes of the host's root: this process's root, or PID 1's root if this process is in a container that sees the
+/// host's processes.
 const HOST_ROOTS: [&str; 2] = ["", "proc/1/root/"];
 
-/// The files in which a runtime keeps labels: what goes before and after a container's whole id, and the runtimes.
+/// The files in which a runtime stores labels: the path before and after a container's full id, and the runtimes.
 const LABEL_FILE_PATHS: [(&str, &str, &[&str]); 6] = [
     ("var/lib/docker/containers/", "/config.v2.json", &["docker"]),
     ("run/containerd/io.containerd.runtime.v2.task/k8s.io/", "/config.json", &["containerd", "cri"]),
@@ -40,14 +41,14 @@ const LABEL_FILE_PATHS: [(&str, &str, &[&str]); 6] = [
     ("run/containers/storage/overlay-containers/", "/userdata/config.json", &["crio", "cri"]),
 ];
 
-/// A container as its cgroup names it.
+/// A container, from the name of its cgroup.
 struct Container<'a> {
     runtime: &'static str,
     name: Cow<'a, str>,
 }
 
 impl Container<'_> {
-    /// By its whole name.
+    /// From its full name.
     fn named<'a>(runtime: &'static str, name: impl Into<Cow<'a, str>>) -> Option<Container<'a>> {
         let name = name.into();
         (!name.is_empty()).then_some(Container { runtime, name })
@@ -58,16 +59,16 @@ impl Container<'_> {
     }
 }
 
-/// The innermost container of a cgroup path, as it is shown.
+/// The display name of the innermost container of a cgroup path.
 pub(super) fn container_name(cgroup: &str) -> Option<String> {
     let Container { runtime, name } = innermost(cgroup)?;
     let by_id = SCOPE_PREFIXES.iter().any(|&(_, known)| known == runtime) || runtime == "cri";
     Some(format!("{runtime}:{}", if by_id { &name[..SHORT_ID_DIGITS] } else { &name }))
 }
 
-/// Where the labels of the outermost container of a cgroup path may be, by paths below the root; nowhere unless root
-/// alone makes cgroups where it is. Whoever has cgroups of its own to make, in its session or in a container, may name
-/// them after any container.
+/// The possible label files of the outermost container of a cgroup path, as paths below the root. Empty unless only
+/// root creates cgroups there. Users with the right to create cgroups, in their session or in a container, could name them after
+/// any container.
 pub(super) fn label_files(cgroup: &str) -> Vec<String> {
     let path: Vec<&str> = cgroup.strip_suffix(" (deleted)").unwrap_or(cgroup).split('/').collect();
     let outermost = (0..path.len()).find_map(|depth| Some((depth, parse_container(&path[..depth], path[depth])?)));
@@ -78,14 +79,14 @@ pub(super) fn label_files(cgroup: &str) -> Vec<String> {
     HOST_ROOTS.iter().flat_map(|root| files.clone().map(|parts| file(root, parts))).collect()
 }
 
-/// Whether a path is of a file that [`label_files`] names.
+/// Whether a path is a file that [`label_files`] names.
 pub(super) fn is_label_file(path: &str) -> bool {
     let path = path.strip_prefix(HOST_ROOTS[1]).unwrap_or(path);
     LABEL_FILE_PATHS.iter().any(|(before, after, _)| path.starts_with(before) && path.ends_with(after))
 }
 
-/// Whether nobody but root makes cgroups below a path: below slices of systemd, and where a runtime that does without
-/// it has its own. Of a cgroup namespace's path the beginning is missing (cgroup_namespaces(7)).
+/// Whether only root creates cgroups below a path: below slices of systemd, and in the directories of runtimes that do
+/// not use systemd. In a cgroup namespace the beginning of the path is missing (cgroup_namespaces(7)).
 fn is_root_managed(path: &[&str]) -> bool {
     let mut parts = path.iter().filter(|part| !matches!(**part, "" | ".."));
     let runtimes = ["docker", "kubepods", "libpod_parent"];
@@ -111,14 +112,14 @@ fn parse_container<'a>(ancestors: &[&str], part: &'a str) -> Option<Container<'a
     if let Some(container) = SCOPE_PREFIXES.iter().find_map(scope) {
         return Some(container);
     }
-    // A runtime that was told of systemd's form while the cgroup file system was in use: SLICE:PREFIX:ID.
+    // The runtime was configured for systemd's form, but used the cgroup file system: SLICE:PREFIX:ID.
     let (prefix, id) = part.rsplit_once(':').unwrap_or(("", part));
     if id.len() == FULL_ID_DIGITS && is_hexadecimal(id) {
         let runtime = match prefix.rsplit(':').next() {
             Some("docker") => "docker",
             Some("cri-containerd") => "containerd",
             Some("crio") => "crio",
-            // Who runs the containers of a kubelet cannot be told from the bare id.
+            // The id alone does not tell which runtime a kubelet uses.
             _ if ancestors.iter().any(|ancestor| ancestor.starts_with("kubepods")) => "cri",
             _ if ancestors.contains(&"docker") => "docker",
             _ => return None,
@@ -146,8 +147,8 @@ fn is_hexadecimal(text: &str) -> bool {
     text.bytes().all(|byte| byte.is_ascii_hexdigit())
 }
 
-/// The name under which a machine was registered: of `machine-NAME.scope`, or of libvirt's `NAME.libvirt-qemu` on hosts
-/// without systemd.
+/// The name under which a machine was registered: from `machine-NAME.scope`, or from libvirt's `NAME.libvirt-qemu` on
+/// hosts without systemd.
 fn machine_name(part: &str) -> Option<String> {
     if let Some(name) = part.strip_prefix("machine-").and_then(|unit| unit.strip_suffix(".scope")) {
         return Some(unescape(name));
@@ -155,7 +156,7 @@ fn machine_name(part: &str) -> Option<String> {
     part.strip_suffix(".libvirt-qemu").or_else(|| part.strip_suffix(".libvirt-lxc")).map(str::to_owned)
 }
 
-/// `NAME` of `qemu-1-NAME`, the driver and the number before it being libvirt's.
+/// `NAME` of `qemu-1-NAME`; libvirt adds the driver and the number before it.
 fn libvirt_name(machine: &str, driver: &str) -> Option<String> {
     let (number, name) = machine.strip_prefix(driver)?.split_once('-')?;
     let is_number = !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit());
@@ -254,10 +255,10 @@ mod tests {
         check("/system.slice/nerdctl-ID.scope", &[&task, &k3s, default]);
         check("/docker/ID/init.scope", &["var/lib/docker/containers/ID/config.v2.json"]);
         check("/../../system.slice/docker-ID.scope", &["var/lib/docker/containers/ID/config.v2.json"]);
-        // Of a container in a container those of the outer one, which cannot choose them.
+        // For nested containers, the files of the outer one, which the inner one cannot choose.
         let other = "ab".repeat(32);
         check(&format!("/machine.slice/libpod-ID.scope/libpod-{other}.scope"), &[&storage]);
-        // A user's own.
+        // Cgroups that a user created.
         for own in
             ["user@1000.service/app.slice/docker-ID.scope", "session-3.scope/docker/ID", "user@1000.service/docker/ID"]
         {
@@ -265,7 +266,7 @@ mod tests {
         }
         check("/system.slice/delegated.service/docker-ID.scope", &[]);
         check("/lxc.payload.web/docker/ID", &[]);
-        // A name or the beginning of an id would not do as a part of a path, nor would what only looks like one.
+        // A name or the beginning of an id is not accepted as a part of a path, nor is a lookalike.
         check("/system.slice/docker-4c01db0b339c.scope", &[]);
         check("/lxc/..", &[]);
         check("/lxc/ID", &[]);

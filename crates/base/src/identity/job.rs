@@ -1,14 +1,14 @@
-//! Jobs by the environment that a launcher gives its processes: Slurm, Open MPI and whatever else speaks PMIx, and the
-//! launchers that speak PMI (MPICH's Hydra, Intel MPI).
+//! Recognizes jobs by the environment that a launcher gives its processes: Slurm, Open MPI and other PMIx launchers,
+//! and launchers with PMI (MPICH's Hydra, Intel MPI).
 
 use super::Job;
 use std::collections::BTreeMap;
 
-/// Where a rank is found, the surest first. `mpirun` in an allocation hands `SLURM_PROCID` on to its ranks, where it is
-/// that of the shell or daemon that started them, so MPI's own numbers come before it.
+/// Variables with the rank, the most reliable first. `mpirun` in an allocation passes `SLURM_PROCID` on to its ranks.
+/// There it is the number of the shell or daemon that started them, so MPI's own numbers come first.
 const RANK_VARIABLES: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID"];
 
-/// The job that the environment tells of. Slurm's name for it wins over MPI's.
+/// The job in the environment. Slurm's name takes precedence over MPI's.
 pub(super) fn identify_job(environment: &BTreeMap<String, String>) -> Option<Job> {
     let value = |name: &str| environment.get(name).map(String::as_str).filter(|value| !value.is_empty());
     let rank = RANK_VARIABLES.iter().find_map(|name| value(name)?.parse().ok());
@@ -25,8 +25,8 @@ pub(super) fn identify_job(environment: &BTreeMap<String, String>) -> Option<Job
     Some(Job { name, rank })
 }
 
-/// The name of a step: Slurm numbers those that `srun` did not start from the top of 32 bits (slurm/slurm.h,
-/// `SLURM_BATCH_SCRIPT` and its neighbours), and prints them by name.
+/// The name of a step. Slurm numbers steps that `srun` did not start from the top of 32 bits (slurm/slurm.h,
+/// `SLURM_BATCH_SCRIPT` and its neighbors), and prints them by name.
 fn step(id: &str) -> &str {
     match id.parse() {
         Ok(0xffff_fffc_u32) => "extern",

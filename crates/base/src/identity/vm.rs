@@ -1,11 +1,11 @@
-//! Virtual machines by the command line of their monitor.
+//! Recognizes virtual machines by the command line of their monitor.
 //!
 //! - QEMU: qemu-options.hx and util/keyval.c for `key=value,...`, where `,,` is a comma, the first key may be left out
-//!   and a bare `key` or `nokey` means on or off. libvirt writes `-object` and `-device` as JSON since 7.9. What a file
-//!   of `-readconfig` says or QMP changed since the start is not seen.
-//! - Firecracker: a guest's memory is set over its socket, so the command line does not tell.
-//! - cloud-hypervisor: options of several values (`--device path=A path=B`). A guest that is made over the socket, as
-//!   Kata Containers does, has no memory on the command line either.
+//!   and a bare `key` or `nokey` means on or off. libvirt writes `-object` and `-device` as JSON since 7.9. Settings in
+//!   a file of `-readconfig` and later changes by QMP are not visible.
+//! - Firecracker: a guest's memory is set over its socket, so it is not on the command line.
+//! - cloud-hypervisor: options of several values (`--device path=A path=B`). A guest created over the socket, as by
+//!   Kata Containers, has no memory on the command line either.
 
 use super::container::libvirt_guest;
 use super::{Monitor, Vm, VmMemoryBackend};
@@ -16,23 +16,23 @@ pub(super) fn identify_vm(arguments: &[String], cgroup: Option<&str>) -> Option<
     let (program, arguments) = arguments.split_first()?;
     let program = program.rsplit('/').next().unwrap_or(program);
     let guest = cgroup.and_then(libvirt_guest);
-    // libvirt starts what `<emulator>` names, and puts helpers such as swtpm into the guest's cgroup too.
+    // libvirt starts the program of `<emulator>`, and also puts helpers such as swtpm into the guest's cgroup.
     let is_emulator = || guest.is_some() && options(arguments).any(|(option, _)| matches!(option, "M" | "machine"));
     let is_qemu = program.starts_with("qemu-system-") || matches!(program, "qemu-kvm" | "kvm" | "kvm-spice");
     if is_qemu || is_emulator() {
         let vm = parse_qemu(arguments);
         return Some(Vm { name: vm.name.or(guest), ..vm });
     }
-    // Releases carry version and architecture in their file names; firecracker-containerd is another program.
+    // Released binaries have version and architecture in their names; firecracker-containerd is another program.
     if program == "firecracker" || program.starts_with("firecracker-v") {
         return Some(parse_firecracker(arguments));
     }
     matches!(program, "cloud-hypervisor" | "cloud-hypervisor-static").then(|| parse_cloud_hypervisor(arguments))
 }
 
-/// The technique that keeps a guest's memory from its host, if the command line of a virtual machine names one: QEMU's
-/// objects of AMD SEV and SEV-SNP, Intel TDX, IBM Secure Execution and PEF
-/// (docs/system/confidential-guest-support.rst), or any other that the machine is told of, and cloud-hypervisor's
+/// The technique that protects a guest's memory from its host, if the command line of a virtual machine names one.
+/// QEMU: objects of AMD SEV and SEV-SNP, Intel TDX, IBM Secure Execution and PEF
+/// (docs/system/confidential-guest-support.rst), or any other object that the machine option names. cloud-hypervisor:
 /// `--platform tdx=on` and `sev_snp=on`.
 pub(super) fn confidential_technique(arguments: &[String]) -> Option<String> {
     let Vm { monitor, .. } = identify_vm(arguments, None)?;
@@ -101,7 +101,7 @@ fn parse_qemu(arguments: &[String]) -> Vm {
         control.filter_map(|monitor| sockets.remove(monitor.get("chardev")?)).next()
     };
     let mem_merge = is_on(&machine, "mem-merge").unwrap_or(true);
-    // Without -m a guest has the memory of the backend that the machine names (hw/core/machine.c).
+    // Without -m a guest has the memory of the backend that the machine option names (hw/core/machine.c).
     let of_machine = || {
         let id = machine.get("memory-backend")?;
         let backend = objects.iter().find(|object| object.get("id") == Some(id))?;
@@ -118,10 +118,10 @@ fn parse_qemu(arguments: &[String]) -> Vm {
     }
 }
 
-/// A backend from an object's properties, if it is one of memory.
+/// A memory backend from an object's properties, if it is one.
 fn parse_backend(object: &Parameters, mem_merge: bool) -> Option<VmMemoryBackend> {
     let kind = object.get("qom-type").filter(|kind| kind.starts_with("memory-backend-"))?;
-    // Those share unless told otherwise (backends/hostmem-memfd.c, hostmem-shm.c).
+    // These share by default (backends/hostmem-memfd.c, hostmem-shm.c).
     let shares = matches!(kind.as_str(), "memory-backend-memfd" | "memory-backend-shm");
     Some(VmMemoryBackend {
         id: object.get("id").cloned().unwrap_or_default(),
@@ -131,18 +131,18 @@ fn parse_backend(object: &Parameters, mem_merge: bool) -> Option<VmMemoryBackend
     })
 }
 
-/// The backend that QEMU makes of `-mem-path`, under the option's name: its id depends on the machine.
+/// The backend that QEMU creates for `-mem-path`, under the option's name: its id depends on the machine.
 fn mem_path() -> Parameters {
     [("qom-type", "memory-backend-file"), ("id", "mem-path")].map(|(key, value)| (key.into(), value.into())).into()
 }
 
-/// Devices that the kernel's VFIO drives: it pins all that they may reach by DMA. `vfio-user` devices live in another
-/// process and pin nothing.
+/// Devices of the kernel's VFIO driver: it pins all memory that they may reach by DMA. `vfio-user` devices run in
+/// another process and pin nothing.
 fn pins_guest_ram(driver: &str) -> bool {
     driver.starts_with("vfio-") && !driver.starts_with("vfio-user")
 }
 
-/// The path in `unix:PATH,server=on`. Without `server` QEMU calls there and nobody can call it.
+/// The path in `unix:PATH,server=on`. Without `server` QEMU is the client, and the socket does not accept connections.
 fn listening_socket(value: &str) -> Option<String> {
     let mut parts = split_at_commas(value).into_iter();
     let path = parts.next()?.strip_prefix("unix:")?.to_owned();
@@ -173,7 +173,7 @@ fn parse_cloud_hypervisor(arguments: &[String]) -> Vm {
     for (kind, part) in [("memory", memory)].into_iter().chain(zones.map(|zone| ("memory-zone", zone))) {
         let Some(bytes) = part.get("size").and_then(|text| parse_size(text, 1)) else { continue };
         total = Some(total.unwrap_or(0).saturating_add(bytes));
-        // With zones, --memory is there for its settings and has size=0.
+        // With zones, --memory only has settings and size=0.
         if bytes > 0 {
             let id = part.get("id").cloned().unwrap_or_else(|| kind.to_owned());
             let share = is_on(&part, "shared") == Some(true);
@@ -193,8 +193,8 @@ fn parse_cloud_hypervisor(arguments: &[String]) -> Vm {
     }
 }
 
-/// cloud-hypervisor has no option for a name: its socket's file tells guests apart, or the directory where that is
-/// always `clh-api.sock` (Kata Containers, virtcontainers/clh.go).
+/// cloud-hypervisor has no option for a name. The name of its socket file identifies the guest, or the directory if the
+/// file is always `clh-api.sock` (Kata Containers, virtcontainers/clh.go).
 fn name_of_socket(path: &str) -> Option<String> {
     let mut parts = path.rsplit('/');
     let file = parts.next()?;
@@ -205,7 +205,7 @@ fn name_of_socket(path: &str) -> Option<String> {
 
 type Parameters = BTreeMap<String, String>;
 
-/// QEMU's options with the argument after each, which is its value if it takes one. One dash and two are the same.
+/// QEMU's options, each with the next argument, which is its value if it takes one. One dash and two are equivalent.
 fn options(arguments: &[String]) -> impl Iterator<Item = (&str, &str)> {
     arguments.iter().enumerate().filter_map(|(position, argument)| {
         let option = argument.strip_prefix("--").or_else(|| argument.strip_prefix('-'))?;
@@ -233,7 +233,7 @@ fn option_values<'a>(arguments: &'a [String], name: &str) -> Vec<&'a str> {
     values
 }
 
-/// `key=value,...` or the same as JSON.
+/// Parse `key=value,...` or the same as JSON.
 fn parse_properties(value: &str, implied: &str) -> Parameters {
     if !value.starts_with('{') {
         return parse_parameters(value, implied);
@@ -248,7 +248,8 @@ fn parse_properties(value: &str, implied: &str) -> Parameters {
     object.into_iter().filter_map(|(key, value)| Some((key, text(value)?))).collect()
 }
 
-/// The parameters of `key=value,...`, the last of a key winning; `implied` is the key of a first value that has none.
+/// The parameters of `key=value,...`; the last value of a key applies. `implied` is the key of a first value without a
+/// key.
 fn parse_parameters(value: &str, implied: &str) -> Parameters {
     let mut parts = split_at_commas(value);
     if let Some(first) = parts.first_mut().filter(|first| !first.contains('=')) {
@@ -268,7 +269,7 @@ fn parse_pairs(parts: impl IntoIterator<Item = String>) -> Parameters {
     parts.into_iter().map(pair).collect()
 }
 
-/// What stands between commas, with `,,` for a comma.
+/// The parts between commas; `,,` stands for a comma.
 fn split_at_commas(value: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut rest = value.chars().peekable();
@@ -291,7 +292,7 @@ fn is_on(parameters: &Parameters, key: &str) -> Option<bool> {
 
 const MIB: u64 = 1 << 20;
 
-/// Bytes of `4G`, `1.5G`, `4194304k` or, in `unit`s, of a bare number.
+/// The bytes of `4G`, `1.5G`, `4194304k`, or of a bare number in units of `unit`.
 fn parse_size(text: &str, unit: u64) -> Option<u64> {
     let (digits, unit) = match text.bytes().last()?.to_ascii_lowercase() {
         b'b' => (&text[..text.len() - 1], 1),
@@ -306,7 +307,7 @@ fn parse_size(text: &str, unit: u64) -> Option<u64> {
     }
     match digits.parse::<u64>() {
         Ok(number) => number.checked_mul(unit),
-        // Guests are smaller than 2^53 bytes, up to which this is exact to the byte.
+        // Guests are smaller than 2^53 bytes, and below that this is exact to the byte.
         Err(_) => digits.parse::<f64>().ok().map(|number| number * unit as f64).filter(|&b| b < 2e18).map(|b| b as u64),
     }
 }
@@ -328,7 +329,7 @@ mod tests {
         VmMemoryBackend { id: id.into(), kind: kind.into(), share, merge }
     }
 
-    /// As libvirt 10 starts a guest with a device passed through, shared memory and an agent.
+    /// The command line of libvirt 10 for a guest with a passed-through device, shared memory and an agent.
     const LIBVIRT: &str = r#"/usr/bin/qemu-system-x86_64 -name guest=web01,debug-threads=on -S
         -object {"qom-type":"secret","id":"masterKey0","format":"raw","file":"/var/lib/libvirt/qemu/domain-4-web01/master-key.aes"}
         -machine pc-q35-8.2,usb=off,vmport=off,dump-guest-core=off,mem-merge=off,memory-backend=pc.ram,hpet=off,acpi=on

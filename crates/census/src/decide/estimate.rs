@@ -1,72 +1,75 @@
-//! What a sample of pages says about the whole host.
+//! Estimates figures for the whole host from a sample of pages.
 //!
-//! A census of a big host may fingerprint only some of the resident pages, each drawn by itself with one probability.
-//! How many pages are zero, merged or volatile is then an ordinary proportion. How many are duplicates is not: a page
-//! whose twin was not drawn looks unique, and from `f_j`, the number of contents seen exactly `j` times, the number of
-//! distinct contents cannot be estimated well by anything (Charikar, Chaudhuri, Motwani, Narasayya, "Towards
-//! Estimation Error Guarantees for Distinct Values", PODS 2000). What can be done is to say honestly what is possible.
-//! As Harnik, Khaitzin, Sotnikov ("Estimating Unseen Deduplication - from Theory to Practice", FAST 2016) do after
-//! Valiant and Valiant ("Estimating the Unseen", STOC 2011), a linear program searches the histograms of group sizes
-//! that would explain the sample; here it is asked for the extremes among them, which is a confidence interval.
+//! A census of a big host may fingerprint only some of the resident pages, each drawn independently with one
+//! probability. The number of zero, merged or volatile pages is then an ordinary proportion. The number of duplicates
+//! is not: a page whose duplicate was not drawn looks unique. No estimator can derive the number of distinct contents
+//! well from `f_j`, the number of contents seen exactly `j` times (Charikar, Chaudhuri, Motwani, Narasayya, "Towards
+//! Estimation Error Guarantees for Distinct Values", PODS 2000). This module therefore computes which numbers are
+//! possible. As Harnik, Khaitzin, Sotnikov ("Estimating Unseen Deduplication - from Theory to Practice", FAST 2016) do
+//! after Valiant and Valiant ("Estimating the Unseen", STOC 2011), a linear program searches the histograms of group
+//! sizes that would explain the sample. Here it finds the extremes among them, which form a confidence interval.
 //!
 //! The model, with `N` resident pages of which `m` were drawn:
 //!
-//! - Given `m`, every set of `m` pages is equally likely, so `m / N` stands for the probability of drawing: it is known
-//!   exactly and already contains the luck of the draw. A content with `n` copies is seen `Binomial(n, m / N)` times.
-//! - Contents seen more than 16 times (`FEW`) are set apart. Their number is known, only their pages are estimated.
-//!   Given which contents these are, the others are independent and follow the binomial cut off above that.
+//! - Given `m`, every set of `m` pages is equally likely, so `m / N` stands for the probability of drawing. It is known
+//!   exactly and already contains the randomness of the draw. A content with `n` copies is seen `Binomial(n, m / N)`
+//!   times.
+//! - Contents seen more than 16 times (`MAX_RARE_SIGHTINGS`) are set apart. Their number is known; only their pages
+//!   are estimated. Given which contents these are, the others are independent and follow the binomial distribution
+//!   truncated above 16.
 //! - Each `f_j` is a sum of independent indicators, whose tails beyond its mean are thinner than Poisson's (Hoeffding
-//!   1956; Anderson and Samuels 1967), so a Poisson interval around `f_j` is a valid band for its mean. All bands hold
-//!   at once by Bonferroni.
-//! - The interval of a figure runs over every histogram of group sizes that keeps to all bands. It is therefore
-//!   conservative: it covers more often than its level says, for any population, and it is wide where the sample says
-//!   little. No prior shape of the group sizes narrows it.
+//!   1956; Anderson and Samuels 1967). A Poisson interval around `f_j` is therefore a valid band for its mean. All
+//!   bands hold at once by Bonferroni.
+//! - The interval of a figure covers every histogram of group sizes that keeps to all bands. It is therefore
+//!   conservative: it covers the true value more often than its level says, for any population. It is wide where the
+//!   sample gives little information. No prior shape of the group sizes narrows it.
 //!
-//! Limits: pages must be drawn independently of their content and of each other; drawing whole regions is not that.
-//! Binomial for hypergeometric is an approximation that matters only for samples of a few dozen pages, where the bands
-//! are wider than what there is to know. Poisson's variance is generous when most pages are drawn. Group sizes lie on
-//! a grid whose steps are 5 % beyond small ones, for which the bands make allowance.
+//! Limits: pages must be drawn independently of their content and of each other; drawing whole regions violates this.
+//! Using the binomial instead of the hypergeometric distribution matters only for samples of a few dozen pages, where
+//! the bands are wide anyway. Poisson's variance is too large when most pages are drawn. Above
+//! `MAX_DENSE_GROUP_SIZE`, group sizes lie on a grid with steps of 5 %, for which the bands allow.
 
 use std::collections::BTreeMap;
 use std::ops::RangeInclusive;
 
 use microlp::{ComparisonOp, OptimizationDirection, Problem, Variable};
 
-/// Contents seen at most this many times take part in the linear program, each count having its own band.
+/// Contents seen at most this many times take part in the linear program. Each number of sightings has its own band.
 const MAX_RARE_SIGHTINGS: u64 = 16;
 
-/// The bands that must hold together: one for each count up to [`MAX_RARE_SIGHTINGS`], the pages of contents seen more often, those
-/// of the others, both together, and the largest group size.
+/// Number of bands that must hold together: one for each number of sightings up to [`MAX_RARE_SIGHTINGS`], and four
+/// more. These are the pages of contents seen more often, the pages of the other contents, both together, and the
+/// largest group size.
 const BAND_COUNT: f64 = MAX_RARE_SIGHTINGS as f64 + 4.0;
 
-/// Every group size up to this one is on the grid.
+/// The grid has every group size up to this one.
 const MAX_DENSE_GROUP_SIZE: u64 = 24;
 
-/// The ratio of neighbours on the grid beyond [`MAX_DENSE_GROUP_SIZE`], less one.
+/// The ratio of adjacent grid points above [`MAX_DENSE_GROUP_SIZE`], minus one.
 const GRID_STEP: f64 = 0.05;
 
-/// Coefficients below this part of the largest in their row are left out: microlp asks for rows that span at most six
+/// Coefficients below this share of the largest one in their row are left out: microlp needs rows that span at most six
 /// orders of magnitude.
 const MIN_RELATIVE_COEFFICIENT: f64 = 1e-6;
 
-/// How often bands that contradict each other are made twice as wide before the answer is what logic alone allows.
+/// How often contradictory bands are doubled in width before the result falls back to the logical limits.
 const MAX_BAND_WIDENINGS: u32 = 8;
 
-/// Passes of expectation maximisation; stopping early is what keeps its answer smooth.
+/// Passes of expectation maximization. Stopping early keeps the result smooth.
 const EM_PASSES: u32 = 200;
 
-/// What a sample of the resident pages of a host holds. The pages drawn are those that the fields count.
+/// Counts of a sample of the resident pages of a host.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PageSample {
-    /// Resident pages of the whole, drawn or not. Taken to be at least the pages drawn.
+    /// Resident pages of the host, drawn or not. Taken to be at least the number of pages drawn.
     pub population: u64,
     /// Pages drawn that hold only zero bytes.
     pub zero: u64,
-    /// Pages drawn that KSM shares already.
+    /// Pages drawn that KSM has merged already.
     pub merged: u64,
     /// Pages drawn whose content changed between the passes.
     pub volatile: u64,
-    /// The other pages drawn: how many contents (value) were seen exactly how many times (key).
+    /// The other pages drawn: the number of contents (value) by their number of sightings (key).
     pub contents_by_sightings: BTreeMap<u64, u64>,
 }
 
@@ -81,21 +84,21 @@ pub struct Interval {
     pub high: f64,
 }
 
-/// Pages of the whole by class, as [`pagefold_base::PageCounts`] has them. Each interval holds at the level asked for by itself,
-/// not all of them together.
+/// Pages of the whole host by class, as in [`pagefold_base::PageCounts`]. Each interval holds at the requested level by
+/// itself; together they may hold less often.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Estimate {
-    /// Only zero bytes.
+    /// Pages that hold only zero bytes.
     pub zero: Interval,
-    /// Already shared by KSM.
+    /// Pages that KSM has merged already.
     pub merged: Interval,
-    /// Changed between the passes.
+    /// Pages that changed between the passes.
     pub volatile: Interval,
-    /// Without another copy.
+    /// Pages without a copy.
     pub unique: Interval,
-    /// In groups of two or more.
+    /// Pages in groups of two or more.
     pub duplicate: Interval,
-    /// Duplicates beyond the one copy that each group keeps.
+    /// Duplicates other than the one copy that each group keeps.
     pub redundant: Interval,
 }
 
@@ -105,12 +108,12 @@ impl PageSample {
         self.zero as f64 + self.merged as f64 + self.volatile as f64 + self.pages(0..=u64::MAX)
     }
 
-    /// Contents seen a number of times that lies in `times`.
+    /// The number of contents whose number of sightings is in `times`.
     fn contents(&self, times: RangeInclusive<u64>) -> f64 {
         self.contents_by_sightings.range(times).map(|(_, &contents)| contents as f64).sum()
     }
 
-    /// Pages drawn of the contents seen a number of times that lies in `times`.
+    /// The number of pages drawn of contents whose number of sightings is in `times`.
     fn pages(&self, times: RangeInclusive<u64>) -> f64 {
         self.contents_by_sightings.range(times).map(|(&times, &contents)| times as f64 * contents as f64).sum()
     }
@@ -123,30 +126,30 @@ impl Interval {
         Self { low, estimate: estimate.clamp(low, high), high }
     }
 
-    /// Both ends moved into `[low, high]`.
+    /// This interval with both ends clamped to `[low, high]`.
     fn within(self, low: f64, high: f64) -> Self {
         let high = high.max(low);
         Self::new(self.low.clamp(low, high), self.estimate.clamp(low, high), self.high.clamp(low, high))
     }
 
-    /// The same, `margin` wider at both ends and moved up by `shift`.
+    /// This interval, `margin` wider at both ends and moved up by `shift`.
     fn shifted_and_widened(self, shift: f64, margin: f64) -> Self {
         Self::new(self.low + shift - margin, self.estimate + shift, self.high + shift + margin)
     }
 
-    /// `1 + factor` times as wide.
+    /// This interval, `1 + factor` times as wide.
     fn widened(self, factor: f64) -> Self {
         self.shifted_and_widened(0.0, factor * (self.high - self.low) / 2.0)
     }
 }
 
-/// What `sample` says about the whole host, with intervals that hold with probability `confidence` (0.95 is usual;
-/// values outside of 0 to 1 - 1e-9 are moved there).
+/// Estimates the whole host from `sample`. Each interval holds with probability `confidence` (0.95 is usual; values are
+/// clamped to 0 to 1 - 1e-9).
 ///
-/// The likely value of `unique`, `duplicate` and `redundant` is that of the group sizes which expectation maximisation
-/// finds from a start that favours small groups: it is close to the most likely histogram and yet smooth, where the
-/// sample leaves a choice it promises less, and where the interval is one-sided, as when nothing is duplicate, it does
-/// not sit in the middle of what is merely not excluded. It is no better than its interval is narrow.
+/// The likely values of `unique`, `duplicate` and `redundant` come from group sizes found by expectation maximization.
+/// Its start favors small groups. The result is smooth, close to the most likely histogram, and promises less where the
+/// sample leaves a choice. Where the interval is one-sided, for example without duplicates, the likely value is not its
+/// middle. A likely value is only as reliable as its interval is narrow.
 pub fn estimate(sample: &PageSample, confidence: f64) -> Estimate {
     let alpha = 1.0 - if confidence.is_nan() { 0.95 } else { confidence.clamp(0.0, 1.0 - 1e-9) };
     let drawn = sample.drawn();
@@ -157,13 +160,13 @@ pub fn estimate(sample: &PageSample, confidence: f64) -> Estimate {
     let twice_or_more = sample.pages(2..=u64::MAX);
     let contents = sample.contents(1..=u64::MAX);
     let rest = once + twice_or_more;
-    // What is certain: all that was not drawn may be anything, and pages seen once may have a twin.
+    // Logical limits: a page not drawn may have any class, and a page seen once may have a duplicate.
     let unseen = population - drawn;
     let spare = unseen + if unseen > 0.0 { once } else { 0.0 };
     let figures = if unseen > 0.0 && drawn > 0.0 {
         group_size_intervals(sample, drawn, population, share(rest, alpha / BAND_COUNT), alpha)
     } else {
-        // All was drawn, or nothing.
+        // All pages or no pages were drawn.
         let whole = |known: f64| Interval::new(0.0, known + unseen / 2.0, population);
         GroupSizeIntervals { unique: whole(once), duplicate: whole(twice_or_more), redundant: whole(rest - contents) }
     };
@@ -177,9 +180,9 @@ pub fn estimate(sample: &PageSample, confidence: f64) -> Estimate {
     }
 }
 
-/// Pages of a class in the whole, `count` of `drawn` pages being of it: Wilson's interval with continuity correction
-/// (Newcombe, "Two-sided confidence intervals for the single proportion", Statistics in Medicine 17, 1998, method 4),
-/// its variance times the finite population correction `(N - m) / (N - 1)`.
+/// The number of pages of a class on the whole host if `count` of `drawn` pages belong to it. This is Wilson's interval
+/// with continuity correction (Newcombe, "Two-sided confidence intervals for the single proportion", Statistics in
+/// Medicine 17, 1998, method 4), with its variance times the finite population correction `(N - m) / (N - 1)`.
 fn class_interval(count: f64, drawn: f64, population: f64, alpha: f64) -> Interval {
     let unseen = population - drawn;
     if drawn <= 0.0 {
@@ -205,30 +208,31 @@ fn class_interval(count: f64, drawn: f64, population: f64, alpha: f64) -> Interv
     Interval::new(low, p * population, high).within(count, count + unseen)
 }
 
-/// The figures that depend on group sizes.
+/// The intervals of the figures that depend on group sizes.
 struct GroupSizeIntervals {
     unique: Interval,
     duplicate: Interval,
     redundant: Interval,
 }
 
-/// What the sample allows for the contents seen at most [`MAX_RARE_SIGHTINGS`] times and for the pages of the others.
+/// The bands that the sample allows for contents seen at most [`MAX_RARE_SIGHTINGS`] times, and for the pages of all
+/// others.
 struct SampleBands {
-    /// All pages that are neither zero nor merged nor volatile.
+    /// All pages that are not zero, merged or volatile.
     other_pages: Interval,
-    /// Those whose content was seen more than [`MAX_RARE_SIGHTINGS`] times.
+    /// Pages whose content was seen more than [`MAX_RARE_SIGHTINGS`] times.
     frequent_pages: Interval,
-    /// Those whose content was not.
+    /// Pages whose content was seen at most [`MAX_RARE_SIGHTINGS`] times.
     rare_pages: Interval,
-    /// Mean of the contents seen `j + 1` times.
+    /// At position `j`, the mean number of contents seen `j + 1` times.
     sightings: Vec<Interval>,
 }
 
-/// Group sizes and how contents of each are seen.
+/// The group sizes, with the probabilities of seeing their contents.
 struct GroupSizeGrid {
-    /// Group sizes, rising from 1.
+    /// Group sizes, ascending from 1.
     group_sizes: Vec<f64>,
-    /// For each group size the probabilities to be seen 1, 2 ... [`MAX_RARE_SIGHTINGS`] times.
+    /// For each group size the probabilities of being seen 1, 2 ... [`MAX_RARE_SIGHTINGS`] times.
     sighting_probabilities: Vec<Vec<f64>>,
 }
 
@@ -245,8 +249,8 @@ fn group_size_intervals(
     let often_pages = sample.pages(MAX_RARE_SIGHTINGS + 1..=u64::MAX);
     let seldom_pages = sample.pages(1..=MAX_RARE_SIGHTINGS);
 
-    // Contents that are seen often are partly so by luck: over those seen more than J times, the sum of X - n p has the
-    // mean (1 - p) (J + 1) E f_{J+1} (Stein's identity for the binomial).
+    // Some contents are seen often by chance: over contents seen more than J times, the sum of X - n p has the mean (1
+    // - p) (J + 1) E f_{J+1} (Stein's identity for the binomial).
     let edge = (MAX_RARE_SIGHTINGS + 1) as f64;
     let at_edge = sample.contents(MAX_RARE_SIGHTINGS + 1..=MAX_RARE_SIGHTINGS + 1);
     let shift = (1.0 - p) * edge * at_edge / p;
@@ -264,8 +268,8 @@ fn group_size_intervals(
     };
     let seen = (1..=MAX_RARE_SIGHTINGS).map(|j| {
         let mean = poisson_mean(sample.contents(j..=j), each);
-        // A group size between two of the grid is a mixture of both. Over a step of d in the logarithm of the size
-        // that misses the probability of j by about its second derivative times d^2 / 8, which is j near the peak.
+        // A group size between two grid points is a mixture of both. Over a step of d in the logarithm of the size, the
+        // error of the probability of j is about its second derivative times d^2 / 8, which is j near the peak.
         let miss = j as f64 * GRID_STEP * GRID_STEP / 8.0;
         Interval::new(mean.low * (1.0 - miss), mean.estimate, mean.high * (1.0 + miss))
     });
@@ -303,7 +307,7 @@ fn group_size_intervals(
             break;
         }
         bands.widen();
-        // Bands that just meet leave next to no room, which would pass for precision: hence once more.
+        // Bands that just meet give a very narrow interval, which would look precise. Therefore widen once more.
         found = ends(&bands).and_then(|_| {
             bands.widen();
             ends(&bands)
@@ -331,11 +335,11 @@ impl SampleBands {
 }
 
 impl GroupSizeGrid {
-    /// The group sizes that the sample does not exclude at level `alpha`, contents being seen at most `most` times
-    /// except those set apart, if any were (`cut`).
+    /// The group sizes that the sample does not exclude at level `alpha`. Contents were seen at most `most` times,
+    /// except those set apart, if there were any (`cut`).
     fn new(p: f64, population: f64, most: u64, cut: bool, alpha: f64) -> Self {
-        // Without contents set apart, the largest group too was seen at most `most` times. With them, groups so large
-        // that not one of the population / n of them would be seen as seldom as FEW times are not among the others.
+        // Without contents set apart, the largest group too was seen at most `most` times. With them, a group size is
+        // excluded if of its population / n possible groups probably none was seen at most MAX_RARE_SIGHTINGS times.
         let possible = |n: f64| {
             let seen_at_most = |times: u64| (0..=times).map(|j| binomial(n, p, j)).sum::<f64>();
             if cut { population / n * seen_at_most(MAX_RARE_SIGHTINGS) >= alpha } else { seen_at_most(most) >= alpha }
@@ -346,7 +350,7 @@ impl GroupSizeGrid {
             copies.push(n);
             n = if n < MAX_DENSE_GROUP_SIZE as f64 { n + 1.0 } else { (n * (1.0 + GRID_STEP)).ceil() };
         }
-        // The last size on the grid may fall short of the largest possible by a step: one more bounds it from above.
+        // The last grid point may be one step below the largest possible size. One more point bounds it from above.
         if n <= population {
             copies.push(n);
         }
@@ -362,13 +366,14 @@ impl GroupSizeGrid {
         Self { group_sizes: copies, sighting_probabilities: seen }
     }
 
-    /// The pages of contents seen at most [`MAX_RARE_SIGHTINGS`] times by group size, by expectation maximisation for the mixture of
-    /// what a page drawn sees: how many times its content was drawn in all. It starts from parts that fall as 1 / n,
-    /// and the result adds up to `pages`.
+    /// The pages, by group size, of contents seen at most [`MAX_RARE_SIGHTINGS`] times. Expectation maximization fits a
+    /// mixture to the number of sightings of the content of each page drawn. It starts from shares proportional to 1 /
+    /// n. The result adds up to `pages`.
     fn likely_pages(&self, sample: &PageSample, pages: f64) -> Vec<f64> {
         let counts: Vec<f64> = (1..=MAX_RARE_SIGHTINGS).map(|j| sample.pages(j..=j)).collect();
         let total: f64 = counts.iter().sum();
-        // Probability that a page of a group is drawn and sees j; its sum is the probability that it is drawn.
+        // Probability that a page of a group is drawn and its content is seen j times; the sum is the probability of
+        // being drawn.
         let sees = self.group_sizes.iter().zip(&self.sighting_probabilities).map(|(n, seen)| {
             let sees: Vec<f64> = seen.iter().zip(1..).map(|(probability, j)| probability * f64::from(j) / n).collect();
             let drawn: f64 = sees.iter().sum();
@@ -396,8 +401,8 @@ impl GroupSizeGrid {
         weights.iter().map(|weight| weight / sum * pages).collect()
     }
 
-    /// The extreme of the sum of `cost(n)` over the pages in groups of `n`, and of `often` for each page of contents
-    /// set apart, over all histograms that keep to the bands. `None` if there is none, or microlp fails.
+    /// The extreme cost over all histograms that keep to the bands: `cost(n)` for each page in groups of `n`, plus
+    /// `often` for each page of contents set apart. `None` if there is no such histogram or microlp fails.
     fn extreme_value(
         &self,
         bands: &SampleBands,
@@ -405,8 +410,8 @@ impl GroupSizeGrid {
         often: f64,
         cost: &dyn Fn(f64) -> f64,
     ) -> Option<f64> {
-        // Variables are parts of what they can be at most, rows parts of their upper ends: no number grows with the
-        // host, and few pages beside very many are not lost in the tolerance of the solver.
+        // Variables are scaled by their maximum and rows by their upper ends. No number then grows with the host, and
+        // small page counts beside very large ones are not lost in the tolerance of the solver.
         let (seldom_scale, often_scale) = (bands.rare_pages.high.max(1.0), bands.frequent_pages.high.max(1.0));
         let scale = seldom_scale.max(often_scale);
         let mut problem = Problem::new(direction);
@@ -439,7 +444,7 @@ impl GroupSizeGrid {
     }
 }
 
-/// Probability that `n` pages, each drawn with probability `0 < p < 1`, give `j` pages drawn; meant for small `j`.
+/// The probability that `j` of `n` pages are drawn, each with probability `0 < p < 1`; meant for small `j`.
 fn binomial(n: f64, p: f64, j: u64) -> f64 {
     if j as f64 > n {
         return 0.0;
@@ -448,8 +453,8 @@ fn binomial(n: f64, p: f64, j: u64) -> f64 {
     (choose + (n - j as f64) * (-p).ln_1p()).exp()
 }
 
-/// The mean of a Poisson variable of which `count` was seen, at level `1 - alpha`: the exact interval (Garwood 1936)
-/// by Wilson and Hilferty's approximation of the chi-squared quantiles (Breslow and Day 1987).
+/// The interval at level `1 - alpha` for the mean of a Poisson variable that was observed as `count`. This is the exact
+/// interval (Garwood 1936) by Wilson and Hilferty's approximation of the chi-squared quantiles (Breslow and Day 1987).
 fn poisson_mean(count: f64, alpha: f64) -> Interval {
     let z = normal_quantile(alpha / 2.0);
     let cube = |count: f64, z: f64| count * (1.0 - 1.0 / (9.0 * count) + z / (3.0 * count.sqrt())).max(0.0).powi(3);
@@ -457,8 +462,8 @@ fn poisson_mean(count: f64, alpha: f64) -> Interval {
     Interval::new(low, count, cube(count + 1.0, z))
 }
 
-/// The point that a standard normal variable exceeds with probability `tail` in (0, 0.5], within 4.5e-4 (Abramowitz
-/// and Stegun, 26.2.23).
+/// The point that a standard normal variable exceeds with probability `tail` in (0, 0.5], accurate to 4.5e-4
+/// (Abramowitz and Stegun, 26.2.23).
 fn normal_quantile(tail: f64) -> f64 {
     let t = (-2.0 * tail.clamp(f64::MIN_POSITIVE, 0.5).ln()).sqrt();
     let above = 2.515517 + t * (0.802853 + t * 0.010328);

@@ -1,4 +1,4 @@
-//! Pure decisions about what a census shows.
+//! Decisions about the results of a census, without I/O.
 
 pub mod estimate;
 pub mod sketch;

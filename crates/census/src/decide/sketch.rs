@@ -1,68 +1,70 @@
-//! What somebody's memory holds, in a sample of contents, so that whoever holds the same is known without reading it
-//! again.
+//! A sketch summarizes the contents of some memory, so that two memories can be compared without reading them again.
 //!
-//! Each content has a [`rank`] that depends on nothing but its fingerprint, and a [`Sketch`] keeps those from some rank
-//! on. Equal contents are so in both of two sketches or in neither, and what both keep counts for all that both hold
-//! (A. Broder, On the resemblance and containment of documents, Compression and Complexity of Sequences 1997; by
-//! contents that divide evenly instead of the least ones, which leaves every sketch as it is when another is bigger).
+//! Each content has a [`rank`] that depends only on its fingerprint. A [`Sketch`] keeps the contents of some rank or
+//! more, so both of two sketches keep an equal content or neither does. The contents that both keep give an estimate of
+//! all that both memories share (A. Broder, On the resemblance and containment of documents, Compression and Complexity
+//! of Sequences 1997). A sketch keeps the contents whose hash begins with enough zero bits instead of a fixed number of
+//! smallest hashes. Therefore a sketch does not depend on the size of the memory it is compared with.
 //!
-//! Sketches can be compared that were made under one key of fingerprints.
+//! Only sketches made under one fingerprint key can be compared.
 
 use pagefold_base::content::Fingerprint;
 use pagefold_base::splitmix::splitmix64;
 use pagefold_base::units::Pages;
 use std::cmp::Ordering;
 
-/// Contents in a sketch at most, in the mean: half of that and more, of memory of which no two pages are alike.
+/// Mean number of contents in a sketch at most. A sketch of memory without equal pages has more than half of that.
 const MAX_MEAN_SKETCH_CONTENTS: u64 = 256;
 
-/// How rare a content is: one in two to the power of `n` has rank `n` or more.
+/// The rarity of a content: one content in 2^n has rank `n` or more.
 pub fn rank(fingerprint: Fingerprint) -> u32 {
     scrambled(fingerprint).leading_zeros()
 }
 
-/// Fingerprints of a recording may be small numbers, so that their own bits tell little.
+/// Mixes the bits, because fingerprints in a recording may be small numbers.
 fn scrambled(fingerprint: Fingerprint) -> u64 {
     splitmix64(fingerprint.0)
 }
 
-/// A sample of the contents of some memory: 8 bytes for each, some 2 KiB at most.
+/// A sample of the contents of some memory: 8 bytes for each content, at most about 2 KiB.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Sketch {
-    /// The lowest rank that is kept.
+    /// The lowest rank of the contents kept.
     min_rank: u32,
-    /// What is kept, scrambled: ascending, each once.
+    /// The contents kept, as mixed hashes in ascending order without repetition.
     kept: Vec<u64>,
 }
 
-/// What somebody holds.
+/// The sketches of one process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct ContentSketches {
-    /// All of it.
+    /// All contents.
     pub all: Sketch,
-    /// What is not merged, and may be with whoever holds it too.
+    /// The contents that are not merged and may merge with equal pages of other processes.
     pub unmerged: Sketch,
 }
 
 impl Sketch {
-    /// The lowest rank that a sketch of so many pages keeps.
+    /// The lowest rank that a sketch of this many pages keeps.
     pub fn min_rank_for(pages: Pages) -> u32 {
         pages.0.div_ceil(MAX_MEAN_SKETCH_CONTENTS).next_power_of_two().ilog2()
     }
 
-    /// Of so many pages and their contents, of which those below [`Sketch::min_rank_for`] may be missing.
+    /// A sketch of this many pages and their contents. Contents of a rank below [`Sketch::min_rank_for`] may be
+    /// missing.
     pub fn from_contents(pages: Pages, contents: impl IntoIterator<Item = Fingerprint>) -> Self {
         let least = Self::min_rank_for(pages);
         let kept = contents.into_iter().filter(|&content| rank(content) >= least).map(scrambled);
         Self::new(least, kept.collect())
     }
 
-    /// Whether it has nothing.
+    /// Whether the sketch keeps no content.
     pub fn is_empty(&self) -> bool {
         self.kept.is_empty()
     }
 
-    /// What it holds and the other does not. Where they share something, at the rarer rate of both.
+    /// The contents of this sketch that the other lacks. If the sketches share any, the result has the higher of both
+    /// lowest ranks.
     pub fn without(self, other: &Self) -> Self {
         if self.shared(other) == Pages::ZERO {
             return self;
@@ -79,18 +81,19 @@ impl Sketch {
         Self { min_rank: least, kept }
     }
 
-    /// What it keeps of some rank or more.
+    /// The contents kept of this rank or more.
     fn kept_from_rank(&self, rank: u32) -> &[u64] {
         &self.kept[..self.kept.partition_point(|content| content.leading_zeros() >= rank)]
     }
 
-    /// How many contents it has, estimated: each that is kept stands for two to the power of the lowest rank.
+    /// The estimated number of contents: each content kept stands for `2^min_rank` contents.
     pub fn contents(&self) -> Pages {
         Pages((self.kept.len() as u64).saturating_mul(1_u64.checked_shl(self.min_rank).unwrap_or(u64::MAX)))
     }
 
-    /// How many contents both hold, estimated alike, by the higher of their lowest ranks: the variance is the estimate
-    /// times what each stands for. No more than either has, and exact where both keep all.
+    /// The estimated number of contents that both memories hold, by the higher of the lowest ranks. The variance is the
+    /// estimate times the number of contents that each one kept stands for. The estimate is at most the number of
+    /// contents of either, and exact if both sketches keep all contents.
     pub fn shared(&self, other: &Self) -> Pages {
         let least = self.min_rank.max(other.min_rank);
         let (mut a, mut b, mut both) = (self.kept_from_rank(least), other.kept_from_rank(least), 0_u64);
@@ -124,18 +127,18 @@ mod tests {
         assert_eq!(sketch([7; 300]).shared(&sketch([7])), Pages(u64::from(rank(Fingerprint(7)) >= 1)));
     }
 
-    /// A GiB, a terabyte, and more than there is.
+    /// One GiB, one TiB and an impossible size.
     #[test]
     fn sketch_size_is_bounded() {
         for (pages, least) in [(0, 0), (256, 0), (257, 1), (1 << 18, 10), (1 << 28, 20), (1 << 63, 55)] {
             assert_eq!(Sketch::min_rank_for(Pages(pages)), least);
         }
         let kept = sketch(0..1 << 18).kept.len();
-        assert!((176..=336).contains(&kept), "{kept}: 256 and five standard deviations");
+        assert!((176..=336).contains(&kept), "{kept} is not within five standard deviations of 256");
     }
 
-    /// Whatever fingerprints look like, the mean over many of what a big and a small memory share is what they do, to
-    /// five standard errors; one estimate, to five standard deviations.
+    /// For any fingerprints, the mean of many estimates for a big and a small memory is within five standard errors of
+    /// the contents they share. A single estimate is within five standard deviations.
     #[test]
     fn shared_contents_are_estimated_from_sketches() {
         let (each, times) = (512.0_f64, 100);
@@ -155,7 +158,7 @@ mod tests {
         }
     }
 
-    /// A rare content that a small memory shares with a big one stands for no more than the small one has.
+    /// A rare content that both memories share counts for at most the contents of the smaller one.
     #[test]
     fn shared_estimate_is_at_most_the_smaller_memory() {
         let rarest = (0..1 << 20).map(Fingerprint).max_by_key(|content| rank(*content)).unwrap();
@@ -165,7 +168,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever is compared, in either order.
+        /// Holds for any two memories, in either order.
         #[test]
         fn sketches_behave_like_sets(
             one in prop::collection::btree_set(0_u64..2000, 0..700),

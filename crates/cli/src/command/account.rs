@@ -1,9 +1,9 @@
-//! `pagefold account`: what processes cost in truth, where RSS is blind to merging.
+//! `pagefold account`: the true memory footprint of processes; RSS ignores merging.
 //!
-//! Every figure of a process is known from its own page tables and the counts of the frames they name, so only the
-//! chosen processes are read. The balance of `--explain` is one of the whole host: fair shares add up to the frames in
-//! use, and the kernel's counters compare, only when everybody's page tables were read. So with it the others are
-//! entered too, and shown in no row.
+//! Every figure of a process comes from its own page tables and the mapping counts of their frames. So the command
+//! reads only the selected processes. `--explain` compares the whole host with the kernel's counters. Fair shares add
+//! up to the frames in use only if the page tables of all processes were read. So with `--explain` it reads all other
+//! processes too, but shows no rows for them.
 
 use crate::command_line::{GlobalOptions, ProcessOptions};
 use crate::{CommandOutcome, host_selection, output, progress};
@@ -31,23 +31,23 @@ use std::time::Instant;
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold account                       what each process costs, exactly if run by root
+  pagefold account                       the footprint of each process, exact if run by root
   pagefold account --by vm --top 50      the same by virtual machine
   pagefold account --by job --user alice by Slurm or MPI job
   pagefold account --cgroup /machine.slice --json > account.json
-  pagefold account --explain             held against the kernel's own counters
+  pagefold account --explain             compared with the kernel's counters
 
-Reads page tables and counters only; nothing is changed or stopped. \
-Without root the figures of one's own processes are estimates from the kernel's sums.";
+It reads only page tables and counters, and changes and stops nothing. \
+Without root, it estimates the figures of your own processes from the kernel's sums.";
 
 /// Arguments of `account`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct AccountArguments {
-    /// What to sum over
-    #[arg(long, value_enum, value_name = "WHAT", default_value_t = GroupByArgument::Process)]
+    /// Group the figures by this
+    #[arg(long, value_enum, value_name = "KIND", default_value_t = GroupByArgument::Process)]
     by: GroupByArgument,
-    /// Hold the account of the whole host against the kernel's counters, and explain each difference
+    /// Compare the account of the whole host with the kernel's counters, and explain each difference
     #[arg(long)]
     explain: bool,
     /// Rows of the table
@@ -56,23 +56,23 @@ pub struct AccountArguments {
     /// Print JSON (see `pagefold schema account`)
     #[arg(long)]
     json: bool,
-    // Last, because its heading in the help holds for all that follows.
+    // Last, because its help heading applies to all options after it.
     #[command(flatten)]
     targets: ProcessOptions,
 }
 
-/// What to sum over.
+/// How figures are grouped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum GroupByArgument {
-    /// Each process by itself
+    /// Single processes
     Process,
     /// Virtual machines
     Vm,
     /// Cgroups
     Cgroup,
-    /// Jobs: of Slurm with all their steps, of MPI
+    /// Jobs: Slurm jobs with all their steps, and MPI jobs
     Job,
-    /// Steps of Slurm jobs; other jobs have one
+    /// Steps of Slurm jobs; other jobs count as one step
     Step,
     /// Users
     User,
@@ -127,11 +127,11 @@ pub fn run(options: &AccountArguments, global: &GlobalOptions) -> anyhow::Result
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
 }
 
-/// The accounts of the chosen processes, those that were not seen, and with `explain` the comparison for the whole host
-/// with the number of its processes and those not seen of them.
+/// The accounts of the selected processes and the processes that could not be read. With `explain`, also the comparison
+/// for the whole host, its number of processes, and those of them that could not be read.
 pub type AccountResult = (Vec<Account>, Vec<UnscannedProcess>, Option<(Reconciliation, u64, Vec<UnscannedProcess>)>);
 
-/// What merges have noted of zeros in huge pages that they had split. A recording has no notes.
+/// Load the counts of zero pages that merges freed by splitting huge pages. A recording has none.
 fn load_freed_zeros(host: &dyn Host, global: &GlobalOptions) -> Reading<FreedZeroPages> {
     if global.host != "live" {
         return Err(Absent::NotOnThisKernel);
@@ -139,8 +139,8 @@ fn load_freed_zeros(host: &dyn Host, global: &GlobalOptions) -> Reading<FreedZer
     split_zeros::load_freed(host, &global.state).map_err(|error| split_zeros::absent_from_error(&error))
 }
 
-/// Enter the chosen processes, and with `explain` everybody else. `noted` is what merges have noted of zeros in huge
-/// pages that they had split.
+/// Account for the selected processes, and with `explain` for all others too. `freed_zeros` has the zero pages that
+/// merges freed by splitting huge pages.
 pub fn take_account(
     host: &dyn Host,
     selection: &ProcessSelection,
@@ -161,7 +161,7 @@ pub fn take_account(
     })?;
     let frames = books.ledger.into_inner().expect("no thread panicked").finish();
     let everybody: Vec<Account> = accounts.iter().cloned().chain(rest.into_iter().flatten()).collect();
-    // The counters as they are now, right after the frames.
+    // Read the counters right after the frames, so that they are from the same time.
     let memory = observe::memory(host).unwrap_or_else(|_| parse::meminfo(b""));
     let reconciliation = reconcile(host.page_size(), &everybody, &frames, &read_ksm(host), &memory);
     Ok((accounts, unseen, Some((reconciliation, everybody.len() as u64, missed))))
@@ -172,23 +172,23 @@ fn read_ksm(host: &dyn Host) -> Ksm {
     observe::ksm(host).unwrap_or_else(|why| parse::ksm(|_| Err(why.clone())))
 }
 
-/// Where the processes are entered.
+/// The data that accounts are computed from.
 struct AccountBooks<'h> {
     host: &'h dyn Host,
-    /// Whether frames may be looked at.
+    /// Whether frames can be read.
     frames: Reading<()>,
     ledger: Mutex<FrameLedger<'h>>,
-    /// For the estimates.
+    /// KSM's counters, for the estimates.
     ksm: Ksm,
-    /// What merges have noted of zeros in huge pages that they had split.
+    /// Zero pages that merges freed by splitting huge pages.
     freed_zeros: Reading<FreedZeroPages>,
 }
 
 impl AccountBooks<'_> {
-    /// Exactly where frames may be looked at, otherwise from the kernel's sums.
+    /// Account for a process: exactly if frames can be read, otherwise from the kernel's sums.
     fn account_process(&self, handle: &dyn Handle, process: Process) -> Reading<Account> {
         let page = self.host.page_size();
-        // First, so that who is gone by then is in no part of the balance.
+        // First, so that a process that has ended by now is in no part of the comparison.
         let rollup = observe::rollup(handle);
         if rollup == Err(Absent::Vanished) {
             return Err(Absent::Vanished);
@@ -206,13 +206,13 @@ impl AccountBooks<'_> {
         Ok(Account { footprint: Footprint { zeros_by_splitting, ..footprint }, process })
     }
 
-    /// What of the noted zeros in split huge pages is still free.
+    /// The zero pages freed by splitting that are still free.
     fn count_split_zeros(&self, handle: &dyn Handle, process: &Process) -> Reading<Pages> {
         let noted = self.freed_zeros.as_ref().map_err(Absent::clone)?.get(&process.id).copied();
         split_zeros::count_still_free(self.host, handle, noted.unwrap_or(Pages::ZERO))
     }
 
-    /// The pages of a process that map a store of the engine: what its own regions say, without the frames.
+    /// The pages of a process that map a store of the user-space engine, from its regions, without the frames.
     fn count_engine_pages(&self, handle: &dyn Handle) -> Reading<Pages> {
         if !observe::mapped_regions(handle)?.iter().any(|mapped| is_store_mapping(&mapped.name)) {
             return Ok(Pages::ZERO);
@@ -222,7 +222,7 @@ impl AccountBooks<'_> {
         Ok(self.host.page_size().pages_in(bytes))
     }
 
-    /// What the page tables of a process map.
+    /// The pages that the page tables of a process map.
     fn read_mapped_pages(&self, handle: &dyn Handle) -> Reading<MappedPages> {
         self.frames.clone()?;
         let regions = observe::regions(handle)?;
@@ -230,7 +230,7 @@ impl AccountBooks<'_> {
         let resident: Bytes = regions.iter().map(|region| region.rss).sum();
         let found = mapped.shares.pages() + mapped.zero + mapped.huge_zero + mapped.gone;
         if resident > Bytes::ZERO && found == Pages::ZERO {
-            // A recording need not hold the pages of every process.
+            // A recording may lack the pages of a process.
             return Err(Absent::Malformed("no page tables, though memory is resident".to_owned()));
         }
         Ok(mapped)

@@ -1,4 +1,4 @@
-//! `pagefold census`: what the memory of a host holds twice, before anything is changed.
+//! `pagefold census`: count identical pages on a host, without changing anything.
 
 use crate::command_line::{
     DomainRuleArgument, GlobalOptions, MatrixRowsArgument, ProcessOptions, parquet_path_parser, parse_duration,
@@ -15,51 +15,51 @@ use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold census                          everything that may be read
+  pagefold census                          all processes that may be read
   pagefold census --name 'qemu-*' --top 20 the 20 largest QEMU processes
   pagefold census --pid 1234 --regions     one process, region by region
   pagefold census --cgroup /machine.slice --json > census.json
   pagefold census --sample 5%              a big host, estimated from a twentieth of its pages
 
-Nothing is changed: no page is faulted in, no sharing is broken, no process is stopped. \
-Ctrl-C prints what was seen so far.";
+A census changes nothing: it faults no page in, unshares no page and stops no process. \
+Ctrl-C ends it and prints the results so far.";
 
 /// Arguments of `census`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct CensusArguments {
-    /// Pause between the two passes that tell volatile pages; 0 for one pass
+    /// Pause between the two passes that detect volatile pages; 0 for one pass
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
     settle: Duration,
-    /// Look at each page with this probability only, and estimate the whole
+    /// Read each page only with this probability, and estimate the totals
     #[arg(long, value_name = "SHARE", value_parser = parse_probability)]
     sample: Option<f64>,
-    /// Seed of the sample [default: by the clock]
+    /// Seed of the sample [default: from the clock]
     #[arg(long, value_name = "N", requires = "sample")]
     seed: Option<u64>,
-    /// Threads that read [default: one for each CPU]
+    /// Number of reading threads [default: one for each CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// How processes that are in no group of the configuration are sorted into trust domains [default: as the
-    /// configuration says, otherwise user]
+    /// Rule that sorts processes into trust domains if they are in no group of the configuration [default: from the
+    /// configuration, otherwise user]
     #[arg(long, value_enum, value_name = "RULE")]
     domains: Option<DomainRuleArgument>,
-    /// Who the rows of the sharing matrix are
-    #[arg(long, value_enum, value_name = "WHO", default_value_t = MatrixRowsArgument::Process)]
+    /// Rows of the sharing matrix
+    #[arg(long, value_enum, value_name = "KIND", default_value_t = MatrixRowsArgument::Process)]
     matrix: MatrixRowsArgument,
     /// Rows of each table, and extents in JSON
     #[arg(long, value_name = "N", default_value_t = 12)]
     top: usize,
-    /// Show every region too
+    /// Also show every region
     #[arg(long)]
     regions: bool,
-    /// Show the largest extents of mergeable pages too
+    /// Also show the largest extents of mergeable pages
     #[arg(long)]
     extents: bool,
     /// Print JSON (see `pagefold schema census`)
     #[arg(long)]
     json: bool,
-    /// Write every extent of mergeable pages to a Parquet file, by a build with the feature `parquet`
+    /// Write every extent of mergeable pages to a Parquet file; needs a build with the feature `parquet`
     #[arg(long, value_name = "FILE", value_parser = parquet_path_parser())]
     parquet: Option<std::path::PathBuf>,
     #[command(flatten)]

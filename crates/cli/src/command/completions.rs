@@ -9,7 +9,7 @@ use clap_complete::Shell;
 #[derive(Args, Debug)]
 #[command(after_help = "Example:\n  pagefold completions bash > /etc/bash_completion.d/pagefold")]
 pub struct CompletionsArguments {
-    /// Which shell
+    /// The shell
     #[arg(value_enum)]
     shell: Shell,
 }

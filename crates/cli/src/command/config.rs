@@ -1,4 +1,4 @@
-//! `pagefold config`: what the configuration says.
+//! `pagefold config`: print, check or import a configuration.
 
 use crate::command_line::GlobalOptions;
 use crate::config::{Config, DEFAULT_CONFIG_FILE, DEFAULT_CONFIG_TEXT, KsmtunedImport, import};
@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 const EXAMPLES: &str = "\
 Examples:
   pagefold config default | sudo tee /etc/pagefold/pagefold.toml
-  pagefold config check                       is it well-formed, and who is in which domain?
+  pagefold config check                       check it, and list domains and exclusions
   pagefold --config new.toml config check     the same for another file
-  pagefold config import-ksmtuned             what /etc/ksmtuned.conf means for the daemon
+  pagefold config import-ksmtuned             convert /etc/ksmtuned.conf for the daemon
   pagefold schema config                      its JSON schema, for editors and programs";
 
 /// Arguments of `config`.
@@ -28,19 +28,19 @@ pub struct ConfigArguments {
 
 #[derive(Clone, Debug, Subcommand)]
 enum ConfigCommand {
-    /// Print the default configuration with what could be said in it
+    /// Print the default configuration, with all possible keys in comments
     Default,
-    /// Print what a configuration of ksmtuned means for the daemon
+    /// Convert a configuration of ksmtuned to a section for the daemon, and print it
     ImportKsmtuned {
         /// The file
         #[arg(value_name = "FILE", default_value = "/etc/ksmtuned.conf")]
         file: PathBuf,
     },
-    /// Say whether the configuration is well-formed, who is in which trust domain, and who is left alone
+    /// Check whether the configuration is well-formed, and list the trust domains and the excluded processes
     Check,
 }
 
-/// Print or check.
+/// Print, check or import a configuration.
 pub fn run(options: &ConfigArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match &options.command {
         ConfigCommand::Default => output::print_stdout(DEFAULT_CONFIG_TEXT)?,
@@ -50,7 +50,7 @@ pub fn run(options: &ConfigArguments, global: &GlobalOptions) -> anyhow::Result<
     Ok(CommandOutcome::Done)
 }
 
-/// The section on standard output, and as comments above it what became of each assignment and what counts beside them.
+/// Print the converted section. Comments above it list the imported and skipped assignments and ksmtuned's defaults.
 fn import_ksmtuned(file: &Path, global: &GlobalOptions) -> anyhow::Result<()> {
     let text = std::fs::read_to_string(file).with_context(|| format!("cannot read {}", file.display()))?;
     let host = host_selection::open_host(global)?;
@@ -70,11 +70,11 @@ fn check_config(global: &GlobalOptions) -> anyhow::Result<()> {
     let host = host_selection::open_host(global)?;
     let mut text = match &config.path {
         Some(path) => format!("{}: well-formed\n", escape_unprintable(&path.to_string_lossy())),
-        None => format!("{DEFAULT_CONFIG_FILE} is not there: the defaults are in force\n"),
+        None => format!("{DEFAULT_CONFIG_FILE} does not exist: the defaults are in force\n"),
     };
     let style = output::stdout_style(global);
     let (mut domains, mut alone) =
-        (BTreeMap::<String, u64>::new(), style.new_table(&[">pid", "program", "left alone because"]));
+        (BTreeMap::<String, u64>::new(), style.new_table(&[">pid", "program", "excluded because"]));
     let processes = observe::processes(&*host).context("cannot list the processes")?;
     for process in processes.into_iter().filter_map(|(_, process)| process.ok()) {
         if process.kernel_thread || process.is_zombie() {
@@ -93,7 +93,7 @@ fn check_config(global: &GlobalOptions) -> anyhow::Result<()> {
     text.push_str(&style.render_table(&table));
     text.push('\n');
     text.push_str(&match alone.is_empty() {
-        true => "Nobody who runs now is left alone.\n".to_owned(),
+        true => "No running process is excluded.\n".to_owned(),
         false => style.render_table(&alone),
     });
     output::print_stdout(&text)

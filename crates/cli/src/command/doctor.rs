@@ -1,4 +1,4 @@
-//! `pagefold doctor`: KSM is on, why is nothing merging, and what is wrong with how this host merges?
+//! `pagefold doctor`: why KSM merges nothing although it is on, and what is wrong with the KSM setup of a host.
 
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
@@ -14,24 +14,24 @@ use pagefold_output::wire;
 
 const EXAMPLES: &str = "\
 Examples:
-  sudo pagefold doctor                what is wrong with how this host merges
-  sudo pagefold doctor --pid 1234     why is nothing of this process merging?
-  pagefold doctor --verbose           with the reasons for what is right, too
+  sudo pagefold doctor                find problems in the KSM setup of this host
+  sudo pagefold doctor --pid 1234     find out why nothing of this process merges
+  pagefold doctor --verbose           also show the reasons for findings that are ok
   pagefold doctor --json | jq '.findings[] | select(.verdict == \"fail\")'
 
 Nothing is changed: remedies are printed, not applied.
 
-Exit status: 0 nothing fails, 1 something fails, 2 no such process or another error, 3 nothing \
-fails but something could not be told, for want of privilege or because ksmd has not come so far.";
+Exit status: 0 no finding fails, 1 a finding fails, 2 no such process or another error, 3 no finding \
+fails but some are unknown, for lack of privilege or because ksmd has not scanned enough.";
 
 /// Arguments of `doctor`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct DoctorArguments {
-    /// Ask for a process instead of the host; may be given several times
+    /// Examine this process instead of the host; may be given several times
     #[arg(long, value_name = "N")]
     pid: Vec<u32>,
-    /// Show in full what is as it should be, too
+    /// Also show findings that are ok in full
     #[arg(long, short)]
     verbose: bool,
     /// Print JSON (see `pagefold schema doctor`)
@@ -39,7 +39,7 @@ pub struct DoctorArguments {
     json: bool,
 }
 
-/// Examine the host or processes of it, and print the findings.
+/// Examine the host or some of its processes, and print the findings.
 pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
     let mut pids: Vec<Pid> = options.pid.iter().copied().map(Pid).collect();
@@ -75,10 +75,10 @@ pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<
     })
 }
 
-/// What to say where asking again as root would change nothing.
+/// The remedy where running again as root would change nothing.
 fn remedy_without_sudo(global: &GlobalOptions) -> Option<&'static str> {
     if global.host != "live" {
-        Some("# it is not in the recording: make one as root with pagefold record")
+        Some("# it is not in the recording: record as root with pagefold record")
     } else if rustix::process::geteuid().is_root() {
         Some("# refused even to root: CAP_SYS_PTRACE is missing (a container?), or a security module forbids it")
     } else {

@@ -1,7 +1,7 @@
-//! `pagefold engine`: domains of programs that merge their memory by `libpagefold`.
+//! `pagefold engine`: domains of programs that merge their memory with `libpagefold`.
 //!
-//! All that is shown is what members have written down of themselves, read without joining
-//! (`pagefold_engine::observe`). A record is believed if its process lives and is of the user whose domain it is.
+//! All figures come from records that members write about themselves. They are read without joining the domain
+//! (`pagefold_engine::observe`). A record is accepted if its process runs and belongs to the owner of the domain.
 
 mod text;
 pub mod wire;
@@ -20,13 +20,13 @@ use std::time::Duration;
 const EXAMPLES: &str = "\
 Examples:
   pagefold engine status                the domains of this user; of all users if run by root
-  pagefold engine status job42          its members, their regions, the store and what it saves
-  pagefold engine status job42 --json   the same, all of it
+  pagefold engine status job42          its members, their regions, the store and the savings
+  pagefold engine status job42 --json   the same, with all rows
 
-A domain is programs that merge their memory by libpagefold, see pagefold(3). Figures are as of each \
-member's last merge. Reads only; nobody is held up.
+A domain is a set of programs that merge their memory with libpagefold, see pagefold(3). Figures are as of \
+each member's last merge. The command only reads, and stops no program.
 
-Exit status: 0 done, 2 there is no such domain, 3 something was not seen.";
+Exit status: 0 done, 2 there is no such domain, 3 something could not be read.";
 
 /// Arguments of `engine`.
 #[derive(Args, Debug)]
@@ -38,14 +38,14 @@ pub struct EngineArguments {
 
 #[derive(Debug, Subcommand)]
 enum EngineCommand {
-    /// Show domains: who is a member, what is merged, what it saves and costs
+    /// Show domains: their members, merged memory, savings and costs
     #[command(after_help = EXAMPLES)]
     Status(EngineStatusArguments),
 }
 
 #[derive(Args, Debug)]
 struct EngineStatusArguments {
-    /// The domain to show in full, those of its NUMA nodes with it; without it, all are listed
+    /// The domain to show in full, with those of its NUMA nodes [default: list all domains]
     #[arg(value_name = "DOMAIN")]
     domain: Option<String>,
     /// Rows of each table
@@ -60,16 +60,16 @@ struct EngineStatusArguments {
 pub fn run(options: &EngineArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let EngineCommand::Status(options) = &options.command;
     if global.host != "live" {
-        bail!("--host {}: recordings hold no domains of the engine; leave --host out", global.host);
+        bail!("--host {}: recordings contain no domains of the user-space engine; leave --host out", global.host);
     }
     let host = host_selection::open_host(global)?;
     let (domains, not_seen) = find_domains(&*host, options.domain.as_deref());
     if let (Some(name), []) = (&options.domain, &domains[..]) {
-        let others: String = not_seen.iter().map(|unlooked| format!(". Not looked at: {}", unlooked.detail)).collect();
+        let others: String = not_seen.iter().map(|unlooked| format!(". Not read: {}", unlooked.detail)).collect();
         bail!(
-            "there is no domain {name:?} to be seen: `pagefold engine status` lists those there are. Those of other \
-             users are for root to see, and those that are kept elsewhere are found with PAGEFOLD_RUNTIME set as for \
-             the program{others}"
+            "there is no domain {name:?} that this user can see: `pagefold engine status` lists the domains. Only root \
+             sees domains of other users. For domains in another directory, set PAGEFOLD_RUNTIME as for the \
+             program{others}"
         );
     }
     let report = EngineReport::from_domains(host.page_size(), &domains, not_seen, time_since_boot());
@@ -82,14 +82,14 @@ pub fn run(options: &EngineArguments, global: &GlobalOptions) -> anyhow::Result<
     Ok(if report.is_incomplete() { CommandOutcome::Partial } else { CommandOutcome::Done })
 }
 
-/// Since the host was booted.
+/// The time since the host was booted.
 fn time_since_boot() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
     Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
 }
 
-/// The domains of a name, of each user who has them and of each NUMA node where they are kept apart, or all; with the
-/// names of the members' programs, and what could not be looked at.
+/// Find all domains, or those of a name: of each user, and of each NUMA node if merged separately. Each comes with the
+/// program names of its members. Also returns the directories that could not be read.
 fn find_domains(host: &dyn Host, name: Option<&str>) -> (Vec<(EngineDomain, Vec<String>)>, Vec<UnreadableDirectory>) {
     let (mut domains, mut not_seen) = (Vec::new(), Vec::new());
     for root in observe::readable_roots() {
@@ -107,13 +107,13 @@ fn find_domains(host: &dyn Host, name: Option<&str>) -> (Vec<(EngineDomain, Vec<
     (domains, not_seen)
 }
 
-/// Whether that is the domain of a name, or of one NUMA node of it.
+/// Whether `found` is the domain `name`, or that of one of its NUMA nodes.
 fn is_domain_or_its_node(found: &str, name: &str) -> bool {
     let node = found.strip_prefix(name).and_then(|rest| rest.strip_prefix(".node"));
     found == name || node.is_some_and(|node| node.parse::<u32>().is_ok())
 }
 
-/// What could not be looked at; what is not there, or has gone meanwhile, is nothing.
+/// A directory that could not be read. `None` if it does not exist or was removed meanwhile.
 fn unreadable_directory(root: &DomainsRoot, error: observe::ObserveError) -> Option<UnreadableDirectory> {
     if matches!(&error, observe::ObserveError::Io { source, .. } if source.kind() == std::io::ErrorKind::NotFound) {
         return None;
@@ -124,7 +124,7 @@ fn unreadable_directory(root: &DomainsRoot, error: observe::ObserveError) -> Opt
     })
 }
 
-/// With those members only that are what they say, and the names of their programs.
+/// Keep only members whose process is verified. Also returns the names of their programs.
 fn keep_verified_members(host: &dyn Host, mut domain: EngineDomain) -> (EngineDomain, Vec<String>) {
     let mut comms = Vec::new();
     let members = std::mem::take(&mut domain.members);
@@ -141,12 +141,12 @@ fn keep_verified_members(host: &dyn Host, mut domain: EngineDomain) -> (EngineDo
     (domain, comms)
 }
 
-/// The name of a member's program, if it is a process of that user.
+/// The name of a member's program, if the member is a process of the domain's owner.
 fn member_program_name(host: &dyn Host, member: &EngineMember, owner: u32) -> Reading<String> {
     let handle = host.open(member.process.pid)?;
     if handle.id() != member.process {
         return Err(Absent::Vanished);
     }
     let process = pagefold_host::observe::process(host, &*handle)?;
-    if process.uid? == owner { Ok(process.comm) } else { Err(Absent::Malformed("of another user".to_owned())) }
+    if process.uid? == owner { Ok(process.comm) } else { Err(Absent::Malformed("belongs to another user".to_owned())) }
 }

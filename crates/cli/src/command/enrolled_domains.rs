@@ -1,4 +1,5 @@
-//! Who is enrolled in KSM already, by trust domain: in its one tree their pages meet those of whoever is enrolled next.
+//! The trust domains of processes that are already enrolled in KSM. KSM has one tree, so their pages merge with those
+//! of any process that is enrolled next.
 
 use anyhow::anyhow;
 use pagefold_base::domain::{DomainConfig, TrustDomain};
@@ -7,29 +8,30 @@ use pagefold_host::{Host, observe};
 use pagefold_merge::verify;
 use std::collections::BTreeSet;
 
-/// The namespace of process numbers in which a host begins (include/linux/proc_ns.h, `PROC_PID_INIT_INO`).
+/// The host's initial PID namespace (include/linux/proc_ns.h, `PROC_PID_INIT_INO`).
 const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
 
-/// What sharing across trust domains gives away.
-pub const SIDE_CHANNEL_NOTE: &str = "whoever times writes to such a page learns that another has it";
+/// The side channel of sharing across trust domains.
+pub const SIDE_CHANNEL_NOTE: &str =
+    "a process that times its writes to a shared page learns that another process has it";
 
-/// Processes that are enrolled, wholly or in part, by whoever enrolled them.
+/// The trust domains of processes that are enrolled, wholly or in part, by any program.
 #[derive(Debug)]
 pub struct EnrolledDomains {
-    /// Their trust domains.
+    /// The trust domains.
     pub domains: BTreeSet<TrustDomain>,
-    /// Whether there may be others that cannot be seen from here: those of other users without root, and those outside
-    /// of a container.
+    /// Whether there may be enrolled processes that this process cannot see: those of other users without root, and
+    /// those outside a container.
     pub may_be_incomplete: bool,
 }
 
 impl EnrolledDomains {
-    /// All but one, if that is whose neighbours they are.
+    /// Find the domains of all enrolled processes except the process `except`.
     pub fn observe(host: &dyn Host, domains: &DomainConfig, except: Option<ProcessId>) -> anyhow::Result<Self> {
         let enrolled =
-            verify::find_enrolled(host).map_err(|why| anyhow!("cannot tell who is enrolled already: {why}"))?;
+            verify::find_enrolled(host).map_err(|why| anyhow!("cannot find the enrolled processes: {why}"))?;
         let domain = |id: &ProcessId| {
-            // Who has ended since shares nothing.
+            // A process that has ended since shares nothing.
             let process = pagefold_host::hold(host, *id).and_then(|handle| observe::process(host, &*handle)).ok()?;
             Some(domains.domain(&process))
         };
@@ -41,8 +43,8 @@ impl EnrolledDomains {
     }
 }
 
-/// Whether `/proc` lists everybody: it does not in another namespace, nor where it is mounted with `hidepid`, which
-/// hides the first process from all but root.
+/// Whether `/proc` lists all processes. It does not in another PID namespace, nor with the mount option `hidepid`,
+/// which hides process 1 from all users but root.
 pub fn lists_all_processes(host: &dyn Host) -> bool {
     let spaces = host.open(Pid(std::process::id())).and_then(|this| this.links("ns"));
     host.open(Pid(1)).is_ok() && spaces.is_ok_and(|spaces| spaces.iter().any(|space| space == INITIAL_PID_NAMESPACE))

@@ -1,5 +1,5 @@
-//! How the commands that enrol and withdraw reach a virtual machine: by QEMU's control socket where one is named or
-//! found, and then by nothing else unless that is asked for.
+//! How commands that enroll and unenroll reach a virtual machine: by QEMU's control socket (QMP) if one is named or
+//! found. Then they use no other method unless `--inject` is given.
 
 use crate::command_line::GlobalOptions;
 use anyhow::bail;
@@ -10,28 +10,28 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What a control socket is good for.
+/// The state of a process's control socket.
 pub enum GuestControl {
-    /// There is none, or it is to be left alone: as any other process.
+    /// There is no socket, or it must not be used: treat the process like any other.
     Unused,
-    /// The guest tells its memory backends at this socket.
+    /// The socket, with the memory backends that QEMU listed there.
     Reachable(PathBuf, Vec<MemoryBackend>),
-    /// There is one that is of no use, for this reason, which names what else can be done.
+    /// The socket cannot be used. The text has the reason and a remedy.
     Unreachable(String),
 }
 
-/// How long the control sockets of all processes may take in all. Any process may claim to be a virtual machine.
+/// The time limit for the control sockets of all processes together. Any process may claim to be a virtual machine.
 const TOTAL_SOCKET_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// What one command asks control sockets for: for how long it has, and whether it is told to stop.
+/// The control socket queries of one command, with their time limit and stop flag.
 pub struct GuestSocketQueries<'a> {
     stop: &'a AtomicBool,
-    /// Milliseconds.
+    /// Time spent on queries so far, in milliseconds.
     elapsed_millis: AtomicU64,
 }
 
 impl<'a> GuestSocketQueries<'a> {
-    /// Nothing was asked for yet.
+    /// No queries yet.
     pub fn new(stop: &'a AtomicBool) -> Self {
         Self { stop, elapsed_millis: AtomicU64::new(0) }
     }
@@ -39,7 +39,7 @@ impl<'a> GuestSocketQueries<'a> {
     fn query_backends(&self, socket: &Path, process: &Process) -> Result<Vec<MemoryBackend>, String> {
         if Duration::from_millis(self.elapsed_millis.load(Ordering::Relaxed)) >= TOTAL_SOCKET_TIMEOUT {
             let seconds = TOTAL_SOCKET_TIMEOUT.as_secs();
-            return Err(format!("{} was not asked: other control sockets took {seconds} s", socket.display()));
+            return Err(format!("{} was not queried: other control sockets took {seconds} s", socket.display()));
         }
         let started = Instant::now();
         let backends = qmp::list_backends(socket, process.id, self.stop).map_err(|error| error.to_string());
@@ -49,19 +49,19 @@ impl<'a> GuestSocketQueries<'a> {
     }
 }
 
-/// Refuse a control socket that is `named` where several virtual machines are among those chosen: it is of one.
+/// Refuse a control socket given by `--qmp` if several virtual machines are selected: it belongs to only one.
 pub fn check_single_guest<'p>(named: Option<&Path>, chosen: impl Iterator<Item = &'p Process>) -> anyhow::Result<()> {
     let guests = chosen.filter(|process| process.identity.vm.is_some()).count();
     if named.is_some() && guests > 1 {
-        bail!("--qmp is of one virtual machine, and {guests} are chosen: choose one by --vm or --pid");
+        bail!("--qmp applies to one virtual machine, but {guests} are selected: select one by --vm or --pid");
     }
     Ok(())
 }
 
-/// Ask a process that runs a virtual machine at its control socket: at `named` or where its command line says.
+/// Query the control socket of a process that runs a virtual machine: `named_socket`, or the one on its command line.
 ///
 /// # Errors
-/// If a socket was named that is of no use, or for a process that is no virtual machine.
+/// If `named_socket` cannot be used, or the process is not a virtual machine.
 pub fn find_control(
     handle: &dyn Handle,
     process: &Process,
@@ -76,7 +76,7 @@ pub fn find_control(
     let Some(vm) = &process.identity.vm else {
         if named_socket.is_some() {
             let (comm, pid) = (&process.comm, process.id.pid);
-            bail!("{comm}[{pid}] is no virtual machine as far as its command line tells: leave --qmp out");
+            bail!("{comm}[{pid}] is not a virtual machine according to its command line: leave --qmp out");
         }
         return Ok(GuestControl::Unused);
     };
@@ -86,7 +86,7 @@ pub fn find_control(
     match queries.query_backends(&socket, process) {
         Ok(backends) => Ok(GuestControl::Reachable(socket, backends)),
         Err(error) => {
-            let why = format!("{error}; `--inject` goes from within");
+            let why = format!("{error}; `--inject` uses code injection instead");
             if named_socket.is_some() {
                 bail!(why);
             }

@@ -1,4 +1,4 @@
-//! `pagefold man`: the manual pages, from the same definition as the command line.
+//! `pagefold man`: the manual pages, generated from the definition of the command line.
 
 use crate::CommandOutcome;
 use crate::command_line::CommandLine;
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 #[derive(Args, Debug)]
 #[command(after_help = "Example:\n  pagefold man /usr/local/share/man/man1")]
 pub struct ManArguments {
-    /// The folder, which is made if it is not there
+    /// The directory; it is created if it does not exist
     #[arg(value_name = "DIR")]
     folder: PathBuf,
 }
@@ -29,7 +29,7 @@ pub fn run(options: &ManArguments) -> anyhow::Result<CommandOutcome> {
     Ok(CommandOutcome::Done)
 }
 
-/// The pages of a command and of those below it.
+/// Write the pages of a command and of its subcommands.
 fn write_pages(command: &Command, folder: &Path) -> io::Result<()> {
     for below in command.get_subcommands().filter(|below| !below.is_hide_set()) {
         write_pages(below, folder)?;
@@ -50,14 +50,14 @@ fn render_page(command: &Command) -> io::Result<Vec<u8>> {
     if command.has_subcommands() {
         man.render_subcommands_section(&mut text)?;
     }
-    // Its own rendering of what follows would fill the lines of the examples.
+    // clap_mangen would reflow the lines of the examples.
     if let Some(after) = command.get_after_help() {
         writeln!(text, ".SH NOTES\n.nf\n{}\n.fi", escape_roff(&after.to_string()))?;
     }
     Ok(text)
 }
 
-/// Text as roff shows it unchanged, where it does not fill lines.
+/// Escape text so that roff in no-fill mode shows it unchanged.
 fn escape_roff(text: &str) -> String {
     let line = |line: &str| {
         let line = line.replace('\\', "\\e").replace('-', "\\-");

@@ -1,4 +1,4 @@
-//! `pagefold merge`: census, plan, apply, settle, verify, report.
+//! `pagefold merge`: take a census, plan, enroll, merge, verify, report.
 
 use crate::command::enrolled_domains::{self, EnrolledDomains, SIDE_CHANNEL_NOTE};
 use crate::command::guest::{GuestControl, GuestSocketQueries, check_single_guest, find_control};
@@ -30,77 +30,78 @@ use std::time::{Duration, Instant};
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold merge --dry-run                     what would be enrolled, what it would save and cost
+  pagefold merge --dry-run                     show the plan with predicted savings and costs
   pagefold merge --vm web1 --vm web2 --across-domains
   pagefold merge --cgroup /job7 --cpu 20       at a fifth of one CPU
   pagefold merge --pid 1234 --deadline 10s     as much as ten seconds allow
-  pagefold merge --name postgres --whole       whole processes, with what they map later
+  pagefold merge --name postgres --whole       whole processes, with memory that they map later
 
-KSM's settings come back when it ends, also by Ctrl-C, and after kill -9 by `pagefold recover`. What is merged then \
-stays merged and enrolled: `pagefold unmerge` takes it back. Where Ctrl-C or a deadline ends it, ranges that had not \
-merged by then are withdrawn; what it had enrolled when it failed or was killed, with the settings, as memory allows.
+The command restores KSM's settings when it ends, also by Ctrl-C; after kill -9, `pagefold recover` restores them. \
+Merged pages stay merged and enrolled; `pagefold unmerge` undoes that. If Ctrl-C or a deadline ends the command, it \
+unenrolls the ranges that have not merged. If it fails or is killed, all that it enrolled is unenrolled together with \
+restoring the settings, as far as there is memory.
 
---whole enrols a virtual machine by QEMU's control socket where one is named or found, and injects nothing into it: \
-where that socket is of no use it is left as it is, unless --inject is given.
+--whole enrolls a virtual machine through QEMU's control socket if one is named or found, and injects no code into it. \
+If the socket cannot be used, the virtual machine is not enrolled, unless --inject is given.
 
-Exit status: 0 done, 1 less than nine tenths of what was predicted was reached, 2 usage or failure, with everything put \
-back or what remains said, 3 something was not seen, not enrolled or not put back, or it was interrupted or yielded to \
-another program. A deadline ends it with 0 or 1.";
+Exit status: 0 done, 1 measured savings are below nine tenths of the predicted ones, 2 usage error or failure, with \
+all changes undone or the remaining ones listed, 3 something could not be read, enrolled or undone, or the command \
+was interrupted or yielded to another program. A deadline ends it with 0 or 1.";
 
 /// Arguments of `merge`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct MergeArguments {
-    /// Show the plan and change nothing
+    /// Show the plan, and change nothing
     #[arg(long)]
     dry_run: bool,
-    /// Enrol whole processes, with what they map later, instead of the ranges that pay
+    /// Enroll whole processes, with memory that they map later, instead of only the ranges with net savings
     #[arg(long)]
     whole: bool,
-    /// ksmd's share of one CPU at most; 100 is no bound
+    /// Maximum CPU use of ksmd, as a percentage of one CPU; 100 sets no limit
     #[arg(long, value_name = "PERCENT", default_value = "50", value_parser = parse_cpu_share)]
     cpu: f64,
-    /// End after this time, settled or not; neither the census nor withdrawing what has not merged is cut short
+    /// End after this time, even if merging is not finished. The census, and unenrolling ranges that have not merged,
+    /// are not cut short
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     deadline: Option<Duration>,
-    /// Enrol nothing of processes that would save less than this, net
+    /// Enroll only processes whose predicted net savings are at least this
     #[arg(long, value_name = "BYTES", default_value = "1MiB", value_parser = parse_bytes)]
     min_profit: Bytes,
-    /// Leave ksmd running slowly afterwards, so that what changes merges again
+    /// Leave ksmd running slowly afterwards, so that changed pages merge again
     #[arg(long)]
     keep: bool,
-    /// Merge across trust domains too. Whoever can write to a merged page can tell by the time it takes that somebody
-    /// else has the same content: only for domains that may know that of each other
+    /// Also merge across trust domains. A process can tell by the time of a write that another process has the same
+    /// page content: use this only for domains that may know that of each other
     #[arg(long)]
     across_domains: bool,
-    /// How processes that are in no group of the configuration are sorted into trust domains [default: as the
-    /// configuration says, otherwise user]
+    /// Rule that sorts processes into trust domains if they are in no group of the configuration [default: from the
+    /// configuration, otherwise user]
     #[arg(long, value_enum, value_name = "RULE")]
     domains: Option<DomainRuleArgument>,
-    /// Watch merged pages of running programs for this time at least, from when ksmd begins, and for up to 600ms of it
-    /// once ksmd is done; withdraw what is written too often to pay, with the bytes that were there too; 0 for not at
-    /// all
+    /// Minimum time to watch merged pages of running programs, from the start of ksmd; up to 600ms of it after ksmd has
+    /// finished. Ranges that are written too often for net savings are unenrolled as a whole; 0 disables this
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_duration)]
     watch: Duration,
-    /// Pause between the two looks of the census at each page that might merge: what merges has held still for as long.
-    /// 5s is about the age from which `run --policy guided` expects a page to stay until merging it has paid; 0 for one
-    /// look
+    /// Pause between the two reads of each page that might merge; only pages that stay unchanged in it are merged. 5s
+    /// is about the stable age from which `run --policy guided` expects a page to last until merging it has paid off; 0
+    /// for one read
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
     settle: Duration,
-    /// Threads of the census [default: one for each CPU]
+    /// Number of census threads [default: one for each CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// With --whole: the control socket (QMP) of the one virtual machine that is chosen [default: by its command line]
+    /// With --whole: the control socket (QMP) of the one selected virtual machine [default: from its command line]
     #[arg(long, value_name = "PATH", requires = "whole")]
     qmp: Option<PathBuf>,
-    /// With --whole: inject also where a virtual machine could be told by its control socket
+    /// With --whole: inject code even into virtual machines that have a control socket
     #[arg(long, requires = "whole", conflicts_with = "qmp")]
     inject: bool,
-    /// Merge also virtual machines whose owner forbids it: QEMU's mem-merge=off, merge=off of a memory backend,
-    /// libvirt's <nosharepages/>
+    /// Also merge virtual machines whose owner forbids it: QEMU's mem-merge=off, merge=off of a memory backend,
+    /// libvirt's `<nosharepages/>`
     #[arg(long)]
     ignore_opt_out: bool,
-    /// Go on although another program that writes KSM's settings runs
+    /// Continue although another program that writes KSM's settings is running
     #[arg(long)]
     force: bool,
     /// Rows of each table
@@ -113,7 +114,7 @@ pub struct MergeArguments {
     targets: ProcessOptions,
 }
 
-/// Merge.
+/// Take a census, merge, and print the report.
 pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let started = Instant::now();
     let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
@@ -162,7 +163,7 @@ pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<C
     })
 }
 
-/// Take the census that a plan needs, and plan.
+/// Take the census and make the plan.
 fn prepare_merge(
     host: &dyn Host,
     options: &MergeArguments,
@@ -212,18 +213,19 @@ fn prepare_merge(
     Ok(prepared)
 }
 
-/// That merging across domains, or of whole processes, may move pages of a process from the nodes that it is bound to.
+/// A warning that merging may move pages of a process away from the NUMA nodes that it is bound to.
 fn cross_node_warning(target: &PlanTarget) -> Option<String> {
     let nodes = target.domain.nodes()?;
     Some(format!(
-        "the memory of process {} is bound to node {nodes}, and KSM merges across nodes here: merged pages of it may lie \
-         on another node. `echo 0 > /sys/kernel/mm/ksm/merge_across_nodes` keeps nodes apart, while nothing is merged",
+        "the memory of process {} is bound to node {nodes}, but KSM merges across nodes here: its merged pages may be \
+         on another node. `echo 0 > /sys/kernel/mm/ksm/merge_across_nodes` keeps nodes apart; run it while nothing is \
+         merged",
         target.process.id.pid
     ))
 }
 
-/// Refuse to enrol processes whole where other trust domains are, or have been enrolled before. Whether there may be
-/// others that cannot be seen from here.
+/// Refuse to enroll whole processes of several trust domains; processes that are already enrolled count, too. Returns
+/// whether there may be enrolled processes that this process cannot see.
 fn check_single_domain(
     host: &dyn Host,
     plan: &MergePlan,
@@ -239,8 +241,8 @@ fn check_single_domain(
     if !plan.targets.is_empty() && all.len() > 1 {
         let some: Vec<String> = all.iter().take(2).map(TrustDomain::to_string).collect();
         bail!(
-            "--whole would let {} trust domains share pages ({}, ...: those of processes that are enrolled already among \
-             them), and {SIDE_CHANNEL_NOTE}: choose one of them, or give --across-domains",
+            "--whole would let {} trust domains share pages ({}, ..., with those of processes already enrolled), and \
+             {SIDE_CHANNEL_NOTE}: select processes of one domain, or give --across-domains",
             all.len(),
             some.join(", ")
         );
@@ -248,7 +250,7 @@ fn check_single_domain(
     Ok(hidden)
 }
 
-/// How a process is enrolled whole.
+/// The method to enroll a whole process.
 fn enroll_method(
     host: &dyn Host,
     target: &PlanTarget,
@@ -257,7 +259,7 @@ fn enroll_method(
     queries: &GuestSocketQueries<'_>,
 ) -> anyhow::Result<EnrollMethod> {
     let process = &target.process;
-    // What has become of it is told when it is enrolled.
+    // If it has ended, enrolling it reports that.
     let Ok(handle) = host.open(process.id.pid) else { return Ok(EnrollMethod::InProcess) };
     Ok(match find_control(&*handle, process, options.qmp.as_deref(), options.inject, global, queries)? {
         GuestControl::Unused => EnrollMethod::InProcess,
@@ -276,7 +278,7 @@ fn enroll_method(
     })
 }
 
-/// Begin to change the host, or say why not.
+/// Begin a session that changes the host. Fails if the merge could not work.
 fn begin_session<'a>(
     host: &'a dyn Host,
     options: &MergeArguments,
@@ -286,10 +288,10 @@ fn begin_session<'a>(
     let session = recover::begin_session(host, global)?;
     session.check_writable().map_err(with_remedy)?;
     host.frame_flags(&[]).map_err(|why| {
-        anyhow!("page frames cannot be seen ({why}), which tell what was reached: root with CAP_SYS_ADMIN is needed")
+        anyhow!("cannot read page frames ({why}), which measure the savings: run as root with CAP_SYS_ADMIN")
     })?;
     if let (Err(why), true) = (ksmd::KsmdThread::find(host).and_then(|ksmd| ksmd.cpu_time()), options.cpu < 1.0) {
-        bail!("the CPU time of ksmd cannot be read here ({why}), so --cpu cannot be held: --cpu 100 sets no bound");
+        bail!("cannot read the CPU time of ksmd ({why}), which --cpu needs: --cpu 100 sets no limit");
     }
     Ok(session)
 }

@@ -1,4 +1,4 @@
-//! `pagefold policy`: KSM's settings by rule, until they are restored.
+//! `pagefold policy`: set KSM's settings by a policy, until they are restored.
 
 use crate::command::recover::{
     begin_session, check_ksm_present, check_no_tuner, open_live_host, print_result, with_remedy,
@@ -24,17 +24,17 @@ use std::sync::atomic::Ordering;
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold policy show                      settings, who wrote them, what each policy would write
-  sudo pagefold policy set flat-out         ksmd as fast as it goes
+  pagefold policy show                      settings, their source, and the values of each policy
+  sudo pagefold policy set flat-out         run ksmd at full speed
   sudo pagefold policy set advisor:20       the kernel's advisor, a full scan in 20 seconds
-  sudo pagefold policy set ksmtuned --follow     be ksmtuned until Ctrl-C
-  sudo pagefold policy set night.toml       what a file says: [ksm] and pages_to_scan = 500, ...
-  sudo pagefold policy restore              what the host had before the first `set`
+  sudo pagefold policy set ksmtuned --follow     act as ksmtuned until Ctrl-C
+  sudo pagefold policy set night.toml       settings from a file: [ksm] and pages_to_scan = 500, ...
+  sudo pagefold policy restore              restore the settings from before the first `set`
 
 Policies: default (100 pages every 20 ms), ksmtuned (the daemon of that name), advisor (the kernel's, \
 200 s for a scan), flat-out (20000 pages, no sleep), guided (100 pages a second, between merges).
 
-Exit status: 0 done, 2 refused with nothing changed, 3 something could not be put back, or another \
+Exit status: 0 done, 2 refused with nothing changed, 3 a setting could not be restored, or another \
 program took over.";
 
 /// Arguments of `policy`.
@@ -49,9 +49,9 @@ pub struct PolicyArguments {
 enum PolicyCommand {
     /// Give KSM the settings of a policy, until they are restored
     Set(PolicySetArguments),
-    /// Show KSM's settings, who wrote them, and what each policy would write
+    /// Show KSM's settings, their source, and the values that each policy would set
     Show(PolicyPrintArguments),
-    /// Put back what the host had before a policy was set
+    /// Restore the settings from before a policy was set
     Restore(PolicyPrintArguments),
 }
 
@@ -60,10 +60,10 @@ struct PolicySetArguments {
     /// default, ksmtuned, advisor or advisor:SECONDS, flat-out, guided or a TOML file
     #[arg(value_name = "POLICY")]
     policy: String,
-    /// Stay and adapt the settings every minute, until Ctrl-C; only ksmtuned does
+    /// Keep running and adapt the settings every minute, until Ctrl-C; only for ksmtuned
     #[arg(long)]
     follow: bool,
-    /// Set it although another program tunes KSM, too
+    /// Set it although another program tunes KSM
     #[arg(long)]
     force: bool,
     /// Print JSON (see `pagefold schema policy`)
@@ -78,7 +78,7 @@ struct PolicyPrintArguments {
     json: bool,
 }
 
-/// Set, show or restore.
+/// Set, show or restore settings.
 pub fn run(options: &PolicyArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match &options.command {
         PolicyCommand::Show(print) => show_policies(&*host_selection::open_host(global)?, print.json, global),
@@ -88,7 +88,7 @@ pub fn run(options: &PolicyArguments, global: &GlobalOptions) -> anyhow::Result<
     }
 }
 
-/// What a policy is called on the command line, or says in its file.
+/// The policy of a name, or of a policy file.
 pub fn parse_policy(name: &str) -> anyhow::Result<Policy> {
     match Policy::from_name(name) {
         Some(Ok(policy)) => Ok(policy),
@@ -106,7 +106,7 @@ pub fn parse_policy(name: &str) -> anyhow::Result<Policy> {
     }
 }
 
-/// A policy that may be set on a host now, as far as can be told without changing anything.
+/// Check, without changes, that a policy can be set on a host now.
 fn check_policy(host: &dyn Host, options: &PolicySetArguments) -> anyhow::Result<Policy> {
     let policy = parse_policy(&options.policy)?;
     if options.follow && !policy.adapts() {
@@ -136,14 +136,14 @@ fn set_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow::R
     let list: Vec<_> = settings.iter().map(|(setting, value)| format!("{} = {value}", setting.file_name())).collect();
     let mut text = format!("{} is set: {}.\n", options.policy, list.join(", "));
     if policy.adapts() {
-        text.push_str("These are the settings of one step. To adapt them every minute it needs --follow.\n");
+        text.push_str("These are the settings of one step. To adapt them every minute, add --follow.\n");
     }
     text.push_str("They stay until `pagefold policy restore`.\n");
     output::print_stdout(&text)?;
     Ok(outcome)
 }
 
-/// Say what remains on standard error; the terminal may be what went away.
+/// Print the failed undos to standard error. Write errors are ignored, because the terminal may be closed.
 fn report_failed_undos(remains: &[FailedUndo]) -> CommandOutcome {
     for remains in remains {
         let _ = writeln!(std::io::stderr(), "pagefold: not put back: {remains}");
@@ -160,13 +160,13 @@ fn follow_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow
     match policy::follow_policy(&mut session, &policy, || stop.load(Ordering::Relaxed)) {
         Ok(steps) => {
             let outcome = report_failed_undos(&session.undo_all().map_err(with_remedy)?);
-            let back = if outcome == CommandOutcome::Done { " What the host had before is back." } else { "" };
+            let back = if outcome == CommandOutcome::Done { " The previous settings are restored." } else { "" };
             let _ = writeln!(std::io::stderr(), "Took {steps} steps.{back}");
             Ok(outcome)
         }
         Err(error @ Error::SettingOverwritten { .. }) => {
             report_failed_undos(&session.undo_all().map_err(with_remedy)?);
-            let _ = writeln!(std::io::stderr(), "pagefold: {error}. Left it to them.");
+            let _ = writeln!(std::io::stderr(), "pagefold: {error}. KSM is left to that program.");
             Ok(CommandOutcome::Partial)
         }
         Err(error) => Err(with_remedy(session.abort(error))),
@@ -210,7 +210,7 @@ fn show_policies(host: &dyn Host, json: bool, global: &GlobalOptions) -> anyhow:
     Ok(CommandOutcome::Done)
 }
 
-/// The names of all programs that tune KSM again and again, each once.
+/// The names of all programs that repeatedly tune KSM, without duplicates.
 fn other_tuners(host: &dyn Host) -> anyhow::Result<Vec<String>> {
     let processes = observe::processes(host).context("cannot list the processes")?;
     let mut names = BTreeMap::new();

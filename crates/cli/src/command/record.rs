@@ -1,4 +1,4 @@
-//! `pagefold record`: a folder from which every read-only command can be run again, elsewhere.
+//! `pagefold record`: write a directory from which every read-only command can run again on another host.
 
 mod page_lines;
 
@@ -40,37 +40,37 @@ Examples:
   pagefold record --every 1m --for 8h --vm 'web-*' /var/tmp/day
   pagefold --host recording:/var/tmp/day daemon
 
-Page contents are replaced by fingerprints under a key that is thrown away. Of environments only the \
-variables that name a job are kept, of what is known of containers their labels, which may be telling, \
-of command lines the first word, except for virtual machines and programs that tune KSM. Only you may \
-enter the folder; look it through before you give it away.";
+The recording has fingerprints instead of page contents, under a key that is thrown away. From environments it has \
+only the variables that name a job. It has the labels of containers, which may be sensitive. From command lines it has \
+only the first word, except for virtual machines and programs that tune KSM. Only you may read the directory; check \
+its files before you share it.";
 
-/// Contents whose kinds are kept.
+/// The number of most frequent page contents whose kinds are recorded.
 const MAX_CONTENT_KINDS: usize = 256;
 
 /// Arguments of `record`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct RecordArguments {
-    /// The folder to make; it must not exist or be empty
+    /// The directory to create; it must not exist, or must be empty
     directory: PathBuf,
-    /// Pause between the two passes that tell volatile pages; 0 for one pass
+    /// Pause between the two passes that detect volatile pages; 0 for one pass
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
     settle: Duration,
-    /// Record again and again, with this pause from beginning to beginning; what has not changed is kept once
+    /// Record repeatedly at this interval, as a trace; unchanged data is stored once
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     every: Option<Duration>,
-    /// End after so long [default: when it is told to, or by --limit]
+    /// End after this time [default: at a signal, or by --limit]
     #[arg(long = "for", value_name = "TIME", value_parser = parse_duration, requires = "every")]
     length: Option<Duration>,
-    /// End when what was recorded takes so much room
+    /// End when the trace has this size
     #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = parse_bytes, requires = "every")]
     limit: Bytes,
     #[command(flatten)]
     targets: ProcessOptions,
 }
 
-/// Looks for a signal while the next moment is waited for.
+/// How often the stop flag is checked between two recordings.
 const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 
 /// Make the recording.
@@ -79,7 +79,7 @@ pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let recorder = RecordingSession {
         host: &*host,
-        hasher: Hasher::with_random_key(host.page_size().as_len()).context("there is no key for fingerprints")?,
+        hasher: Hasher::with_random_key(host.page_size().as_len()).context("cannot create a key for fingerprints")?,
         pass_interval: options.settle,
         selection: host_selection::process_selection(&options.targets, global)?,
         stop: &stop,
@@ -92,7 +92,7 @@ pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<
                 recorder.record_once(&options.directory, "", true)?;
             output::print_stdout(&format!(
                 "Recorded {} with {lines} lines of pages in {path}.\n\
-                 Look it through, then attach it: tar czf recording.tar.gz -C {path} .\n",
+                 Check the files, then attach them: tar czf recording.tar.gz -C {path} .\n",
                 format_process_count(processes),
                 path = options.directory.display(),
             ))?;
@@ -108,10 +108,10 @@ fn format_process_count(processes: usize) -> String {
     }
 }
 
-/// What records a host.
+/// The state of one `record` command.
 struct RecordingSession<'a> {
     host: &'a dyn Host,
-    /// One for all moments, so that their contents can be compared.
+    /// The same for all recordings of a trace, so that their contents can be compared.
     hasher: Hasher,
     pass_interval: Duration,
     selection: ProcessSelection,
@@ -119,22 +119,22 @@ struct RecordingSession<'a> {
     global: &'a GlobalOptions,
 }
 
-/// What was recorded.
+/// The result of one recording.
 struct RecordingSummary {
     process_count: usize,
     line_count: usize,
-    /// Whether all that was chosen was seen.
+    /// Whether all selected processes could be read.
     is_complete: bool,
 }
 
 impl RecordingSession<'_> {
-    /// Record again and again, until it is told to end, its time is over or its room is used up.
+    /// Record a trace until a signal, the time limit or the size limit ends it.
     fn record_trace(&self, options: &RecordArguments, every: Duration) -> anyhow::Result<CommandOutcome> {
         if every.is_zero() {
-            bail!("--every 0: there is no pause to keep");
+            bail!("--every 0: the interval must be above 0");
         }
         let root = &options.directory;
-        let cannot = || format!("cannot record into {}: name a new folder", root.display());
+        let cannot = || format!("cannot record into {}: name a new directory", root.display());
         let mut moments = TraceWriter::create(root).with_context(cannot)?;
         let (began, mut whole, mut processes) = (Instant::now(), true, 0);
         let why = loop {
@@ -148,10 +148,10 @@ impl RecordingSession<'_> {
                 utc_offset(now),
             );
             match self.record_once(&moments.next_folder(), &about, moments.recording_count() == 0) {
-                // What was interrupted tells less than was there.
+                // An interrupted recording is incomplete.
                 Ok(_) if self.stop.load(Ordering::Relaxed) => {
                     moments.discard_next();
-                    break "it was told to end";
+                    break "a signal ended it";
                 }
                 Ok(recorded) => {
                     moments.commit_next().with_context(|| format!("cannot write to {}", root.display()))?;
@@ -164,26 +164,26 @@ impl RecordingSession<'_> {
                 }
             }
             if moments.written_bytes() >= options.limit.0 {
-                break "its room is used up (--limit)";
+                break "the size limit is reached (--limit)";
             }
-            // A moment that took longer than the pause puts off those after it.
+            // If a recording takes longer than the interval, the next one starts at the next multiple of the interval.
             let next = every * (at.as_secs_f64() / every.as_secs_f64()).floor() as u32 + every;
             if options.length.is_some_and(|length| next >= length) {
-                break "its time is over";
+                break "the time limit is reached (--for)";
             }
             while began.elapsed() < next && !self.stop.load(Ordering::Relaxed) {
                 std::thread::sleep(SIGNAL_POLL_INTERVAL.min(next.saturating_sub(began.elapsed())));
             }
             if self.stop.load(Ordering::Relaxed) {
-                break "it was told to end";
+                break "a signal ended it";
             }
         };
         if moments.recording_count() == 0 {
             bail!("nothing was recorded: {why}");
         }
         output::print_stdout(&format!(
-            "Recorded {} moments of up to {} in {}, {}: {why}.\n\
-             What the daemon would have done: pagefold --host recording:{} daemon\n",
+            "Recorded a trace of {} recordings of up to {} in {}, {}: {why}.\n\
+             To replay the daemon's decisions: pagefold --host recording:{} daemon\n",
             moments.recording_count(),
             format_process_count(processes),
             root.display(),
@@ -193,12 +193,12 @@ impl RecordingSession<'_> {
         Ok(if whole { CommandOutcome::Done } else { CommandOutcome::Partial })
     }
 
-    /// Record the host as it is now, with these lines about it beside those of every recording, and with somebody in it
-    /// if it must be so.
+    /// Record the host as it is now. `extra_lines` go to recording.toml. If `requires_process` is set, fail if no
+    /// selected process could be read.
     fn record_once(&self, root: &Path, extra_lines: &str, requires_process: bool) -> anyhow::Result<RecordingSummary> {
         let host = self.host;
         let tap = HostRecorder::new(host, root, is_command_line_kept)
-            .with_context(|| format!("cannot record into {}: name a new folder", root.display()))?;
+            .with_context(|| format!("cannot record into {}: name a new directory", root.display()))?;
         let options = pagefold_census::CensusOptions {
             selection: self.selection.clone(),
             domains: DomainRule::default().into(),
@@ -242,7 +242,7 @@ impl RecordingSession<'_> {
     }
 }
 
-/// What the other commands read beside; the tap keeps it, absence too.
+/// Read the files that other commands read beyond a census. The tap records them, also if they are absent.
 fn read_for_other_commands(host: &dyn Host, tap: &HostRecorder<'_>, census: &Census) {
     let facts = doctor_facts::gather_host_facts(tap, &[], &Default::default());
     for process in &facts.processes {
@@ -252,12 +252,12 @@ fn read_for_other_commands(host: &dyn Host, tap: &HostRecorder<'_>, census: &Cen
         }
     }
     let _ = observe::huge_page_bytes(tap);
-    // The same for what `policy show` and `unmerge --dry-run` go by.
+    // For `policy show` and `unmerge --dry-run`.
     for setting in Setting::ALL {
         let _ = current_setting(tap, setting);
     }
     let _ = policy::observe_host(tap);
-    // And the daemon.
+    // For the daemon.
     let _ = observe::pressure(tap);
     if let Some(ksmd) = find_ksmd(host).and_then(|ksmd| tap.open(ksmd).ok()) {
         let _ = ksmd.read("schedstat");
@@ -274,18 +274,18 @@ fn find_ksmd(host: &dyn Host) -> Option<Pid> {
     host.pids().unwrap_or_default().into_iter().find(is_ksmd)
 }
 
-/// The processes of the census, and ksmd, of which the doctor wants to know the CPU.
+/// The processes of the census, and ksmd, whose CPU time the doctor reads.
 fn recorded_pids(host: &dyn Host, census: &Census) -> BTreeSet<Pid> {
     let seen = census.subjects.iter().map(|subject| subject.process.id.pid);
     seen.chain(census.unscanned.iter().map(|unseen| unseen.pid)).chain(find_ksmd(host)).collect()
 }
 
-/// Whether a command line is kept whole.
+/// Whether a command line is recorded whole.
 fn is_command_line_kept(comm: &str, arguments: &[String]) -> bool {
     identify_tuner(comm, arguments).is_some() || Identity::new(arguments, &Default::default(), None).vm.is_some()
 }
 
-/// Write the pages of every process and the frames of all. Returns how many lines of pages.
+/// Write the pages of every process and the frames of all processes. Returns the number of page lines.
 fn write_pages(
     host: &dyn Host,
     census: &Census,
@@ -294,7 +294,7 @@ fn write_pages(
     root: &Path,
 ) -> anyhow::Result<usize> {
     let mut pages = PageLineBuilder::new(host, index);
-    // A process that went away since keeps what was read of its files; it just has no pages.
+    // A process that has ended since keeps its recorded files, but has no pages.
     let mut lines: Vec<_> =
         (0..census.subjects.len()).map(|i| pages.process_lines(census, i).unwrap_or_default()).collect();
     let frames = pages.renumber_frames(&mut lines, nodes);

@@ -1,4 +1,5 @@
-//! `pagefold recover`: put back what a killed run left, and what every command does before it changes a host.
+//! `pagefold recover`: undo the changes that a killed run left behind; and the checks of every command that changes a
+//! host.
 
 use crate::command::daemon::control_socket;
 use crate::command_line::GlobalOptions;
@@ -15,13 +16,13 @@ use pagefold_output::wire;
 
 const EXAMPLES: &str = "\
 Examples:
-  sudo pagefold recover                 put back what a killed pagefold left
-  sudo pagefold recover --state /tmp/p  the same for one that was run with --state /tmp/p
+  sudo pagefold recover                 undo the changes of a killed pagefold
+  sudo pagefold recover --state /tmp/p  the same for one that ran with --state /tmp/p
 
-Every command that changes the host does this first. What somebody else has written since is \
-theirs and stays.
+Every command that changes the host does this first. A setting that another program has written since \
+keeps its value.
 
-Exit status: 0 everything is as it was, 2 nothing could be tried, 3 something remains.";
+Exit status: 0 everything is undone, 2 nothing could be tried, 3 some changes remain.";
 
 /// Arguments of `recover`.
 #[derive(Args, Debug)]
@@ -32,7 +33,7 @@ pub struct RecoverArguments {
     json: bool,
 }
 
-/// Put back, and say what.
+/// Undo the changes of a killed run, and print them.
 pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
     let (_session, undone, remains) =
@@ -40,7 +41,7 @@ pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result
     print_result(&undone, &remains, options.json, "Nothing was left to put back.")
 }
 
-/// The host, if it is one that can be changed.
+/// The host, if it can be changed.
 pub fn open_live_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
     if global.host != "live" {
         bail!("--host {}: only the live host can be changed; leave --host out", global.host);
@@ -48,27 +49,27 @@ pub fn open_live_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
     host_selection::open_host(global)
 }
 
-/// Begin to change a host. What a killed run left is put back first, and said on standard error.
+/// Begin a session that changes a host. First it undoes the changes of a killed run, and prints them to standard error.
 pub fn begin_session<'a>(host: &'a dyn Host, global: &GlobalOptions) -> anyhow::Result<Session<'a>> {
     let (session, undone, remains) =
         Session::begin(host, &global.state).map_err(with_remedy).map_err(|error| with_daemon_hint(error, global))?;
     if !undone.is_empty() || !remains.is_empty() {
-        eprint!("A pagefold was killed before.\n{}", build_report(&undone, &remains).render(""));
+        eprint!("An earlier pagefold was killed.\n{}", build_report(&undone, &remains).render(""));
     }
     Ok(session)
 }
 
-/// An error with what to do where it is the daemon that changes this host.
+/// Add a hint to an error if the daemon holds the lock of this host.
 fn with_daemon_hint(error: anyhow::Error, global: &GlobalOptions) -> anyhow::Error {
     let busy = matches!(error.downcast_ref(), Some(Error::Busy(_)));
     if busy && control_socket::is_daemon_listening(&global.state) {
         return error
-            .context("the daemon drives this host: `pagefold pause` gives it back, and `pagefold resume` goes on");
+            .context("the daemon controls KSM on this host: run `pagefold pause` before and `pagefold resume` after");
     }
     error
 }
 
-/// Print what was put back and what was not.
+/// Print the changes that were undone and those that were not.
 pub fn print_result(
     undone: &[Action],
     remains: &[FailedUndo],
@@ -89,7 +90,7 @@ fn build_report(undone: &[Action], remains: &[FailedUndo]) -> RecoverReport {
     RecoverReport::new(undone.iter().map(|undo| UndoDescription(undo).to_string()).collect(), remains.collect())
 }
 
-/// An error with its remedy.
+/// Add the remedy to an error.
 pub fn with_remedy(error: Error) -> anyhow::Error {
     let remedy = match &error {
         Error::Refused(ActionError::Denied(_)) if rustix::process::geteuid().is_root() => {
@@ -105,14 +106,14 @@ pub fn with_remedy(error: Error) -> anyhow::Error {
     Err::<(), _>(error).context(remedy).expect_err("it is an error")
 }
 
-/// With what status the program ends for an error: 3 where something remains of what was changed, else 2.
+/// The exit status for an error: 3 if some changes were not undone, otherwise 2.
 pub fn exit_status(error: &anyhow::Error) -> u8 {
     let remains =
         |error: &(dyn std::error::Error + 'static)| matches!(error.downcast_ref(), Some(Error::UndoFailed { .. }));
     if error.chain().any(remains) { 3 } else { 2 }
 }
 
-/// That the kernel has KSM, which everything else takes for granted.
+/// Check that the kernel has KSM. All other code relies on this check.
 pub fn check_ksm_present(host: &dyn Host) -> anyhow::Result<()> {
     match host.read("sys/kernel/mm/ksm/run") {
         Ok(_) => Ok(()),
@@ -123,11 +124,11 @@ pub fn check_ksm_present(host: &dyn Host) -> anyhow::Result<()> {
     }
 }
 
-/// That no other program writes KSM's settings again and again, unless that is to be ignored.
+/// Check that no other program repeatedly writes KSM's settings, unless `force` is set.
 pub fn check_no_tuner(host: &dyn Host, force: bool) -> anyhow::Result<()> {
     match ksmd::find_other_tuner(host).context("cannot look for other programs that tune KSM")? {
         Some(tuner) if !force => bail!(
-            "{} tunes KSM, and each would undo the other: stop it with `{}`, or use --force",
+            "{} tunes KSM, and both would overwrite each other's settings: stop it with `{}`, or use --force",
             tuner.name(),
             tuner.stop_commands().join("; ")
         ),
@@ -148,7 +149,7 @@ mod tests {
         let in_part = with_remedy(Error::UndoFailed { failed_undos: remains, source: Box::new(refused()) });
         assert_eq!(
             format!("{in_part:#}"),
-            "not all is put back (/sys/kernel/mm/ksm/pages_to_scan was 100: permission denied): \
+            "some changes could not be undone (/sys/kernel/mm/ksm/pages_to_scan was 100: permission denied): \
              permission denied: writing 1 to run"
         );
         assert_eq!(exit_status(&in_part.context("around it")), 3);

@@ -1,4 +1,4 @@
-//! `pagefold report`: what daemons have kept of hosts over time, as a page, pictures, tables and figures.
+//! `pagefold report`: the histories that daemons recorded, as an HTML page, charts, tables and figures.
 
 use crate::command_line::{GlobalOptions, parquet_path_parser, parse_duration};
 use crate::config::{Config, HistoryLocation};
@@ -16,51 +16,52 @@ use std::time::{Duration, SystemTime};
 const EXAMPLES: &str = "\
 Examples:
   pagefold report                           pagefold-report.html of this host
-  pagefold report --since 24h -o day.html   of the last day
+  pagefold report --since 24h -o day.html   the last day only
   pagefold report a.db b.db c.db            three hosts side by side
-  pagefold report --compare a.db b.db       two, each from its beginning, and what is different
+  pagefold report --compare a.db b.db       two histories, each from its start, and their differences
   pagefold report --compare 48h..24h 24h..  the last two days of this host
   pagefold report --compare a.db@2026-11-20..2026-11-21 b.db@2026-11-21..2026-11-22
   pagefold report --svg plots --csv all.csv --json
 
-A span is FROM..TO. Each is a time in UTC (2026-11-20, 2026-11-20T14:30, with seconds), how long it was \
-before the last sample (90m, 24h, 7d), or nothing for as far as there is. To take a history along, \
-copy the file together with the one beside it that ends in -wal, if there is one.
+A span is FROM..TO. Each end is a time in UTC (2026-11-20, 2026-11-20T14:30, with seconds), a duration \
+before the last sample (90m, 24h, 7d), or empty for an open end. To copy a history to another host, \
+copy the file together with the -wal file of the same name, if there is one.
 
-Exit status: 0 done, 1 nothing was kept in that time, 2 usage or failure.";
+Exit status: 0 done, 1 the history has no samples in that span, 2 usage error or failure.";
 
-/// Where the page goes unless said otherwise.
+/// The default file of the page.
 const DEFAULT_PAGE_FILE: &str = "pagefold-report.html";
 
 /// Arguments of `report`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct ReportArguments {
-    /// Histories, one for each host [default: the daemon's, by the configuration or /var/lib/pagefold/history.db]
+    /// History files, one for each host [default: the daemon's, from the configuration, otherwise
+    /// /var/lib/pagefold/history.db]
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// From when on
+    /// Start of the span
     #[arg(long, value_name = "TIME", value_parser = parse_time, conflicts_with = "compare")]
     since: Option<TimeArgument>,
-    /// Until when
+    /// End of the span
     #[arg(long, value_name = "TIME", value_parser = parse_time, conflicts_with = "compare")]
     until: Option<TimeArgument>,
-    /// Put two side by side and tell what is different: files, spans of time of one file, or FILE@SPAN
+    /// Compare two histories and show the differences: files, spans of one file, or FILE@SPAN
     #[arg(long, num_args = 2, value_names = ["A", "B"])]
     compare: Option<Vec<String>>,
-    /// Write the page to this file [default: pagefold-report.html unless something else is written]
+    /// Write the page to this file [default: pagefold-report.html, unless another output option is given]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Write the pictures: into one file if its name ends in .svg, otherwise one by one into a folder
+    /// Write the charts: to one file if its name ends in .svg, otherwise one file each to a directory
     #[arg(long, value_name = "PATH")]
     svg: Option<PathBuf>,
     /// Write every sample as comma-separated values
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
-    /// Write every sample to a Parquet file, by a build with the feature `parquet`
+    /// Write every sample to a Parquet file; needs a build with the feature `parquet`
     #[arg(long, value_name = "FILE", value_parser = parquet_path_parser())]
     parquet: Option<PathBuf>,
-    /// Members that are named in the terminal
+    /// Number of processes in the terminal output
     #[arg(long, value_name = "N", default_value_t = 12)]
     top: usize,
     /// Print JSON (see `pagefold schema report`)
@@ -68,16 +69,16 @@ pub struct ReportArguments {
     json: bool,
 }
 
-/// A time that is said.
+/// A time argument.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum TimeArgument {
     /// Seconds since 1970.
     UnixSeconds(f64),
-    /// So long before the last sample.
+    /// This long before the last sample.
     BeforeLastSample(Duration),
 }
 
-/// A span of time that is said; open where nothing is.
+/// A span argument; `None` is an open end.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct TimeSpanArgument {
     from: Option<TimeArgument>,
@@ -95,7 +96,7 @@ fn parse_time(text: &str) -> Result<TimeArgument, String> {
         Ok(time) => {
             Ok(TimeArgument::UnixSeconds(time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs_f64()))
         }
-        Err(_) => Err("write for example 24h, 7d, 2026-11-20 or 2026-11-20T14:30 (UTC)".to_owned()),
+        Err(_) => Err("expected for example 24h, 7d, 2026-11-20 or 2026-11-20T14:30 (UTC)".to_owned()),
     }
 }
 
@@ -105,14 +106,14 @@ fn parse_span(text: &str) -> Option<Result<TimeSpanArgument, String>> {
     Some(end(from).and_then(|from| Ok(TimeSpanArgument { from, to: end(to)? })))
 }
 
-/// Make the report.
+/// Write the report.
 pub fn run(options: &ReportArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let sides = match &options.compare {
         Some(compare) => compared_sides(compare, options, global)?,
         None => sides_of_files(options, global)?,
     };
     if sides.iter().all(|(_, kept)| kept.samples.is_empty()) {
-        eprintln!("pagefold: there is nothing in that time: {}", join_side_names(&sides));
+        eprintln!("pagefold: the history has no samples in that span: {}", join_side_names(&sides));
         return Ok(CommandOutcome::NegativeVerdict);
     }
     let report = HistoryReport::from_spans(&sides, options.compare.is_some());
@@ -133,7 +134,7 @@ fn join_side_names(sides: &[(String, HistorySpan)]) -> String {
     sides.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ")
 }
 
-/// A side for each file, by its host's name; by the file too where hosts have the same.
+/// One side for each file, named by its host, and also by its file if several hosts have the same name.
 fn sides_of_files(options: &ReportArguments, global: &GlobalOptions) -> anyhow::Result<Vec<(String, HistorySpan)>> {
     let default = [default_history_file(global)?];
     let files = if options.files.is_empty() { &default[..] } else { &options.files };
@@ -147,14 +148,14 @@ fn sides_of_files(options: &ReportArguments, global: &GlobalOptions) -> anyhow::
     Ok(names.into_iter().zip(kept).collect())
 }
 
-/// The two sides that are compared, by what was said.
+/// The two sides of `--compare`.
 fn compared_sides(
     operands: &[String],
     options: &ReportArguments,
     global: &GlobalOptions,
 ) -> anyhow::Result<Vec<(String, HistorySpan)>> {
     if options.files.len() > 1 {
-        bail!("--compare takes its files itself: name at most one, of which the spans are");
+        bail!("--compare takes its own files: besides it, give at most one FILE, which its spans refer to");
     }
     let side = |text: &String| {
         let (file, span) = parse_operand(text)?;
@@ -167,7 +168,7 @@ fn compared_sides(
     operands.iter().map(side).collect()
 }
 
-/// What is compared: `FILE`, `SPAN` or `FILE@SPAN`.
+/// Parse an operand of `--compare`: `FILE`, `SPAN` or `FILE@SPAN`.
 fn parse_operand(text: &str) -> anyhow::Result<(Option<PathBuf>, TimeSpanArgument)> {
     if Path::new(text).exists() {
         return Ok((Some(text.into()), TimeSpanArgument::default()));
@@ -180,7 +181,7 @@ fn parse_operand(text: &str) -> anyhow::Result<(Option<PathBuf>, TimeSpanArgumen
         Some(Ok(span)) => Ok((file, span)),
         Some(Err(why)) => bail!("{text}: {why}"),
         None => {
-            bail!("{text}: there is no such file, and it is no span of time such as 48h..24h or 2026-11-20..2026-11-21")
+            bail!("{text}: no such file, and not a span such as 48h..24h or 2026-11-20..2026-11-21")
         }
     }
 }
@@ -194,7 +195,10 @@ fn default_history_file(global: &GlobalOptions) -> anyhow::Result<PathBuf> {
 
 fn load_history(file: &Path, span: TimeSpanArgument) -> anyhow::Result<HistorySpan> {
     let mut reader = HistoryReader::open(file).with_context(|| {
-        format!("{}: the daemon keeps one with --history FILE or `history` in the configuration", file.display())
+        format!(
+            "cannot read the history {}: the daemon records one with --history FILE or `history` in the configuration",
+            file.display()
+        )
     })?;
     let last = reader.last_sample_time()?.unwrap_or(0.0);
     let second = |when: TimeArgument| match when {
@@ -203,12 +207,12 @@ fn load_history(file: &Path, span: TimeSpanArgument) -> anyhow::Result<HistorySp
     };
     let (from, to) = (span.from.map_or(f64::NEG_INFINITY, second), span.to.map_or(f64::INFINITY, second));
     if from > to {
-        bail!("{}: that span of time ends before it begins", file.display());
+        bail!("{}: the span ends before it begins", file.display());
     }
     Ok(reader.load_span(from, to)?)
 }
 
-/// Write all files that are asked for, and name them.
+/// Write all requested files, and return their names.
 fn write_outputs(
     options: &ReportArguments,
     sides: &[(String, HistorySpan)],
@@ -231,7 +235,7 @@ fn write_outputs(
         if path.extension().is_some_and(|extension| extension == "svg") {
             put(path, &svg::render_file(&charts))?;
         } else {
-            std::fs::create_dir_all(path).with_context(|| format!("cannot make {}", path.display()))?;
+            std::fs::create_dir_all(path).with_context(|| format!("cannot create {}", path.display()))?;
             for one in &charts {
                 put(&path.join(format!("{}.svg", one.id)), &svg::render_file(std::slice::from_ref(one)))?;
             }

@@ -1,9 +1,10 @@
-//! `pagefold run`: starts a program with its whole process tree enrolled in KSM, or merged in user space ([`user_engine`]),
+//! `pagefold run`: starts a program with its process tree enrolled in KSM, or merged in user space ([`user_engine`]),
 //! and becomes it.
 //!
-//! This process turns into the program by exec, so its number, parent, terminal, process group, limits and descriptors
-//! are what they would have been. The ways to enrol it ([`enroll_method`]) are tried, best first, on a copy of this program. For
-//! prctl, which is inherited, that is proof; what a library did in the program is looked at after exec ([`preload_check`]).
+//! This process becomes the program by exec, so PID, parent, terminal, process group, limits and descriptors are the
+//! same as without Pagefold. It tries the enroll methods ([`enroll_method`]), best first, on a copy of this program.
+//! For prctl, which is inherited, that is proof. Whether a preloaded library worked is checked after exec
+//! ([`preload_check`]).
 
 mod companion;
 mod enroll_method;
@@ -34,121 +35,123 @@ use std::path::Path;
 use std::process;
 use std::time::Duration;
 
-/// The longest name that the kernel keeps of a program (include/linux/sched.h, `TASK_COMM_LEN`, less the end).
+/// The longest program name that the kernel stores (include/linux/sched.h, `TASK_COMM_LEN`, less the NUL).
 const MAX_TASK_NAME_BYTES: usize = 15;
 
-/// What somebody is told who cannot see all processes of the host.
-const HIDDEN_PROCESSES_WARNING: &str = "others may be enrolled who cannot be seen from here (root on the host sees all, from Linux 6.14 \
-    on), of other trust domains too: what is equal merges with theirs";
+/// The warning where not all processes of the host are visible.
+const HIDDEN_PROCESSES_WARNING: &str = "processes may be enrolled that are not visible here, also of other trust \
+    domains (root on the host sees all, since Linux 6.14): identical pages merge with theirs";
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold run -- ./server --port 80            enrolled, with all that it starts
-  pagefold run --verbose -- make -j8            and say how, on standard error
+  pagefold run -- ./server --port 80            enrolled, with all processes that it starts
+  pagefold run --verbose -- make -j8            also print the method to standard error
   mpirun -np 4 pagefold run -- ./solver         every rank
   mpirun -np 4 pagefold run --no-aslr -- ./solver
   pagefold run --policy guided -- mpirun -np 4 ./solver
-                                                merge what pays and lasts while the job runs
-  pagefold run --dry-run -- ./program           only say which way would be taken
+                                                merge pages with net savings while the job runs
+  pagefold run --dry-run -- ./program           only print the method
   mpirun -np 4 pagefold run --engine user -- ./solver
-                                                without KSM and root, in user space, at barriers
+                                                merge in user space, at barriers, without KSM and root
   pagefold run --engine user --report -- python3 crunch.py
 
 The program replaces pagefold: same process, exit status, signals and terminal. Enrolled memory merges while ksmd runs \
-(/sys/kernel/mm/ksm/run). Do not enrol what holds secrets: a program that the configuration excludes is refused by its \
-name, user, cgroup or container (`pagefold config default` shows whom); what it starts is not looked at.
+(/sys/kernel/mm/ksm/run). Do not enroll programs that hold secrets. A program that the configuration excludes by name, \
+user, cgroup or container is refused (see `pagefold config default`); its child processes are not checked.
 
-KSM merges with whatever else is enrolled on the host: who can time writes to his own memory can tell whether others \
-hold the same page. So a program is not enrolled whole while anybody of another trust domain is, unless \
---across-domains is given. A domain is a user or a virtual machine of root's, if the configuration does not say \
-otherwise; `--policy guided` keeps them apart. Only root sees whom other users have enrolled: who cannot see it is \
-enrolled beside them, which --verbose and --dry-run say.
+KSM merges all enrolled memory of the host. A process that times writes to its own memory can tell whether another \
+process has the same page. So a program is not enrolled whole while a process of another trust domain is enrolled, \
+unless --across-domains is given. By default, each user and each virtual machine of root is a domain; the configuration \
+can change that. `--policy guided` keeps domains apart. Only root sees the enrolled processes of other users. Without \
+root the program is enrolled beside them; --verbose and --dry-run say so.
 
-Ways: prctl is inherited by all that the program starts, and complete. preload needs programs that are linked \
-dynamically with glibc, adds a thread to each where the kernel refuses prctl there too, and sets LD_PRELOAD: what the \
-program starts is not enrolled if it is linked statically, setuid, or started without that variable. A process beside \
-it says so on standard error, of what begins in its first ten seconds; where that is a pipe, of the program alone. \
-inject needs the right to trace the program, and leaves a process beside it until all that it started have ended.
+Methods: prctl is inherited by all processes that the program starts, and covers all their memory. preload sets \
+LD_PRELOAD and needs programs that are linked dynamically with glibc. Where the kernel refuses prctl in the program \
+too, it adds a thread to each. Child processes are not enrolled if they are linked statically, setuid, or started \
+without that variable. A companion process reports these on standard error, for processes that start in the first ten \
+seconds; if standard error is a pipe, for the program only. inject needs permission to trace the program. It leaves a \
+companion process until the program and all its descendants have ended.
 
-With --policy a process beside the program drives KSM until all that it started have ended, and then puts back what \
-there was. One such process drives at a time; others take over when it ends. `guided` enrols nothing whole: it takes a \
-census of the tree now and then and merges what pays and lasts; put it before mpirun, so that it sees all ranks.
+With --policy, a companion process controls KSM until the program and all its descendants have ended, and then restores \
+the settings. Only one companion controls KSM at a time; others take over when it ends. `guided` does not enroll whole \
+processes. It repeatedly takes a census of the process tree and merges stable pages with net savings. Put it before \
+mpirun, so that it covers all ranks.
 
-With --engine user a preloaded library merges what is equal in large allocations of the program and of what it starts, \
-with nobody but the members of its domain. An MPI program is merged when MPI_Barrier or MPI_Allreduce return, if no other \
-threads run than MPI's; any other program beside its work, for which writers have to wait for moments: that takes \
-Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd). Memory that \
-MPI may write to at any time (receives that are not waited for, windows) is left alone, and so is all of a process that \
-has a device, direct I/O or io_uring open. Not for programs that pin memory in other ways, or that make system calls on \
-large memory past the C library: those are not seen.
+With --engine user, a preloaded library merges identical pages in large allocations of the program and its children, \
+only with members of the same domain. It merges an MPI program when MPI_Barrier or MPI_Allreduce returns, if no \
+threads but MPI's run. It merges other programs while they run; writers then wait for short times. That needs \
+Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd). It skips \
+memory that MPI may write to at any time (pending receives, windows). It skips processes that have a device, direct \
+I/O or io_uring open. Do not use it for programs that pin memory in other ways, or that make system calls on large \
+memory without the C library: the library does not see these.
 
-Exit status: the program's; 127 it was not found, 126 it cannot be executed, 2 pagefold could not enrol it.";
+Exit status: that of the program; 127 not found, 126 cannot be executed, 2 pagefold could not enroll it.";
 
 /// Arguments of `run`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct RunArguments {
-    /// Who merges
+    /// The merge engine
     #[arg(long, value_enum, value_name = "ENGINE", default_value_t = MergeEngine::Kernel)]
     engine: MergeEngine,
-    /// With whom to merge, for the engine `user`: whoever names the same domain [default: its MPI job, else itself]
+    /// With --engine user: merge with programs of the same domain name [default: its MPI job, otherwise itself]
     #[arg(long, value_name = "NAME")]
     domain: Option<String>,
-    /// By how much the program may become slower, for the engine `user` [default: 2]
+    /// With --engine user: maximum slowdown of the program [default: 2]
     #[arg(long, value_name = "PERCENT", value_parser = parse_cpu_share)]
     max_slowdown: Option<f64>,
-    /// For how long each process that is merged runs at least, for the engine `user`: merges that are expected to pay
-    /// may take what --max-slowdown allows of that time from the beginning on, which is when most is to be merged
-    /// [default: 0]
+    /// With --engine user: the minimum run time of each merged process. Merges with predicted net savings may use the
+    /// CPU time that --max-slowdown allows for all of it from the start, when there is most to merge [default: 0]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     lifetime: Option<Duration>,
-    /// The smallest allocation that is merged, for the engine `user` [default: 1MiB]
+    /// With --engine user: the smallest allocation that is merged [default: 1MiB]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
     threshold: Option<Bytes>,
-    /// Keep what is merged on each NUMA node by itself, for the engine `user`: for processes that stay on a node
+    /// With --engine user: merge each NUMA node separately, for processes that stay on a node
     #[arg(long)]
     per_node: bool,
-    /// Have each process say on standard error at its end what was merged, for the engine `user`
+    /// With --engine user: each process prints its merge results to standard error when it ends
     #[arg(long)]
     report: bool,
-    /// How to enrol it [default: the first of these that works]
+    /// The enroll method [default: the first of these that works]
     #[arg(long, value_enum, value_name = "WAY")]
     way: Option<ProgramEnrollMethod>,
-    /// Merge across trust domains too: enrol it although somebody of another one is. Whoever can write to a merged page
-    /// can tell by the time it takes that somebody else has the same content: only for domains that may know that of
-    /// each other
+    /// Enroll the program even if a process of another trust domain is enrolled. A process can tell by the time of a
+    /// write that another process has the same page content: use this only for domains that may know that of each
+    /// other
     #[arg(long)]
     across_domains: bool,
-    /// Merge also a virtual machine whose owner forbids it: QEMU's mem-merge=off, merge=off of a memory backend,
-    /// libvirt's <nosharepages/>
+    /// Also merge a virtual machine whose owner forbids it: QEMU's mem-merge=off, merge=off of a memory backend,
+    /// libvirt's `<nosharepages/>`
     #[arg(long)]
     ignore_opt_out: bool,
-    /// Run it also where it cannot or must not be enrolled, or KSM not be driven, with a warning
+    /// If the program cannot or must not be enrolled, or KSM cannot be controlled, print a warning and run it anyway
     #[arg(long)]
     best_effort: bool,
-    /// Drive KSM while it runs: default, ksmtuned, advisor or advisor:SECONDS, flat-out, guided or a TOML file
+    /// Control KSM while the program runs: default, ksmtuned, advisor or advisor:SECONDS, flat-out, guided or a TOML
+    /// file
     #[arg(long, value_name = "POLICY")]
     policy: Option<String>,
-    /// ksmd's share of one CPU at most, for the policy `guided` [default: 10]
+    /// With --policy guided: maximum CPU use of ksmd, as a percentage of one CPU [default: 10]
     #[arg(long, value_name = "PERCENT", value_parser = parse_cpu_share, requires = "policy")]
     cpu: Option<f64>,
-    /// Drive KSM although another program that writes its settings runs
+    /// Control KSM although another program that writes its settings is running
     #[arg(long, requires = "policy")]
     force: bool,
-    /// Start it without address space randomisation, so that more pages of several processes are alike
+    /// Start the program without address space randomization, so that more pages of its processes are identical
     ///
-    /// Pages with addresses in them differ between processes whose memory lies elsewhere. Without randomisation
-    /// whoever finds a memory error in the program knows the addresses to attack: for jobs that read trusted input. All
-    /// that the program starts is without it too, but for setuid programs.
+    /// Pages that contain addresses differ between processes with different address layouts. Without randomization, an
+    /// attacker who finds a memory error in the program knows its addresses: use this only for jobs with trusted input.
+    /// Child processes inherit it, except setuid programs.
     #[arg(long)]
     no_aslr: bool,
-    /// Say on standard error which way was taken
+    /// Print the enroll method to standard error
     #[arg(long, short, visible_alias = "how")]
     verbose: bool,
-    /// Say which way would be taken, and why the others would not, and start nothing
+    /// Print the enroll method, and why better methods do not work; start nothing
     #[arg(long)]
     dry_run: bool,
-    /// Say whether this process is enrolled
+    /// Print whether this process is enrolled
     #[arg(long, hide = true)]
     probe: bool,
     /// The program and its arguments
@@ -156,7 +159,7 @@ pub struct RunArguments {
     command: Vec<OsString>,
 }
 
-/// Who merges.
+/// The merge engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum MergeEngine {
     /// The kernel's KSM
@@ -165,7 +168,7 @@ enum MergeEngine {
     User,
 }
 
-/// Become the program.
+/// Enroll this process and become the program.
 pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     if global.host != "live" {
         bail!("--host {}: a program can be started on this machine only", global.host);
@@ -190,7 +193,7 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
                 Vec::new()
             }
             Err(why) if options.dry_run => return Err(why),
-            Err(why) => bail!("{why:#}; --best-effort runs it all the same"),
+            Err(why) => bail!("{why:#}; --best-effort runs it anyway"),
         };
         if options.dry_run {
             crate::output::print_stdout(&format!(
@@ -209,11 +212,11 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
     let drive = |name| policy_driver::PolicyDriver::new(name, options.cpu, options.across_domains, config, global);
     let policy = options.policy.as_deref().map(drive).transpose()?;
     let guided = policy.as_ref().is_some_and(policy_driver::PolicyDriver::is_guided);
-    // What is merged range by range must not be enrolled whole.
+    // With `guided`, which merges range by range, the process must not be enrolled whole.
     let (mut ready, passed) =
         if guided || excluded.is_some() { (None, Vec::new()) } else { choose_enroll_method(options, name) };
-    // Looked for now that this process is enrolled, if it inherits that: of two that start at once one sees the other,
-    // where the kernel tells who is (from 6.14 on).
+    // Checked after this process is enrolled, if the method is inherited. So if two programs start at once, at least
+    // one sees the other, where the kernel reports enrolled processes (since 6.14).
     let neighbours = match &ready {
         Some(_) if !options.across_domains => Some(
             EnrolledDomains::observe(&LiveHost::new(), &domains, Some(process.id)).map_err(|why| format!("{why:#}")),
@@ -253,7 +256,7 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
         None => {
             let why = refused.unwrap_or_else(|| failure_summary(&passed));
             if !options.best_effort {
-                bail!("{why}; --best-effort runs it all the same");
+                bail!("{why}; --best-effort runs it anyway");
             }
             eprintln!("pagefold: not enrolled in KSM: {why}");
         }
@@ -263,10 +266,10 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
             eprintln!("pagefold: KSM is not driven: {why:#}");
             None
         }
-        Err(why) => return Err(why.context("not started, which --best-effort does all the same")),
+        Err(why) => return Err(why.context("the program was not started; --best-effort runs it anyway")),
         Ok(policy) => policy,
     };
-    // Held until exec, which closes them.
+    // These handles stay open until exec closes them.
     let _companion = match &ready {
         Some(PreparedEnroll::Companion) => {
             let exclusions = crate::config::Config::load(global)?.exclusions;
@@ -279,16 +282,16 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
             let library = enroll_method::last_preloaded_file(value);
             let watch =
                 spawn_companion(StderrPolicy::Keep, |this| preload_check::check_tree(&LiveHost::new(), this, library));
-            watch.inspect_err(|why| eprintln!("pagefold: what comes of preloading is not looked at: {why:#}")).ok()
+            watch.inspect_err(|why| eprintln!("pagefold: cannot check whether preloading works: {why:#}")).ok()
         }
         _ => None,
     };
     let enrolled = ready == Some(PreparedEnroll::Inherited);
     let drive = |drive: policy_driver::PolicyDriver| {
         spawn_companion(StderrPolicy::KeepIfNoReader, move |this| {
-            // The program is to be enrolled, and not who stays beside it.
+            // Only the program must be enrolled, not its companion process.
             if enrolled && let Err(why) = launch::set_merge_any(false) {
-                eprintln!("pagefold: what drives KSM is enrolled too: {why}");
+                eprintln!("pagefold: the companion process that controls KSM stays enrolled: {why}");
             }
             drive.run(this);
         })
@@ -301,7 +304,8 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
     exec_program(options, name, &command, &variables)
 }
 
-/// Become the program with some variables. Returns only with an error, and ends where there is no such program.
+/// Become the program, with additional environment variables. If exec fails, the process exits; other errors are
+/// returned.
 fn exec_program(
     options: &RunArguments,
     name: &OsString,
@@ -319,7 +323,7 @@ fn exec_program(
 }
 
 impl RunArguments {
-    /// Whether all that was said is for the same engine.
+    /// Check that all given options are for the same engine.
     fn check_engine_options(&self) -> anyhow::Result<()> {
         let user = [
             ("--domain", self.domain.is_some()),
@@ -343,8 +347,8 @@ impl RunArguments {
     }
 }
 
-/// What this process will be once it is the program, with its user, cgroup and container. Known by the name that it is
-/// started by: whom a setuid program runs as, what it turns into or starts in its turn is not.
+/// This process as it will be after exec, with its user, cgroup and container. It is identified by its program name.
+/// The user of a setuid program, later execs and child processes are not known.
 fn future_process(command: &[OsString], name: &str) -> Process {
     let host = LiveHost::new();
     let this = host.open(Pid(process::id())).and_then(|handle| observe::process(&host, &*handle));
@@ -360,21 +364,21 @@ fn future_process(command: &[OsString], name: &str) -> Process {
     }
 }
 
-/// Why the configuration has a program left alone, if it does.
+/// Why the configuration excludes a program, if it does.
 fn exclusion_reason(config: &Config, process: &Process, name: &str) -> Option<String> {
     Some(format!("{name} must not be enrolled in KSM: {}", config.exclusions.reason(process)?))
 }
 
-/// Why a program must not be enrolled whole beside those who are enrolled, if so.
+/// Why a program must not be enrolled whole beside the enrolled processes, if so.
 fn foreign_domain_reason(enrolled: &EnrolledDomains, own: &TrustDomain, name: &str) -> Option<String> {
     let other = enrolled.domains.iter().find(|domain| *domain != own)?;
     Some(format!(
-        "{name} is of the trust domain {own} and would share pages with {other}, of which somebody is enrolled in KSM \
-         already, and {SIDE_CHANNEL_NOTE}: --policy guided keeps them apart, --across-domains does not"
+        "{name} is in the trust domain {own} and would share pages with {other}, which has a process enrolled in KSM, \
+         and {SIDE_CHANNEL_NOTE}: --policy guided keeps domains apart, --across-domains does not"
     ))
 }
 
-/// The first way that works, and why those before it do not.
+/// The first method that works, and why better ones do not.
 fn choose_enroll_method(
     options: &RunArguments,
     name: &OsString,
@@ -409,25 +413,25 @@ fn print_dry_run(
     }
 }
 
-/// Why better ways were passed over, in parentheses.
+/// Why better methods were rejected, in parentheses.
 fn rejected_methods_note(rejected: &[(ProgramEnrollMethod, anyhow::Error)]) -> String {
     if rejected.is_empty() { String::new() } else { format!(" ({})", join_reasons(rejected)) }
 }
 
-/// Why nothing works, in a line.
+/// Why no method works, in one line.
 fn failure_summary(rejected: &[(ProgramEnrollMethod, anyhow::Error)]) -> String {
     if LiveHost::new().read("sys/kernel/mm/ksm/run") == Err(Absent::NotOnThisKernel) {
         return "there is no /sys/kernel/mm/ksm: boot a kernel with CONFIG_KSM=y, or mount /sys".to_owned();
     }
-    format!("cannot enrol it in KSM: {}", join_reasons(rejected))
+    format!("cannot enroll it in KSM: {}", join_reasons(rejected))
 }
 
 fn join_reasons(rejected: &[(ProgramEnrollMethod, anyhow::Error)]) -> String {
     rejected.iter().map(|(way, why)| format!("{way}: {why:#}")).collect::<Vec<_>>().join("; ")
 }
 
-/// Leave a process behind that does something about this one, once it is the program.
+/// Start a companion process that runs `work` for this process after it has become the program.
 fn spawn_companion(errors: StderrPolicy, work: impl FnOnce(ProcessId)) -> anyhow::Result<launch::CompanionHandle> {
     let this = LiveHost::new().open(Pid(process::id())).map_err(anyhow::Error::msg)?.id();
-    launch::spawn_companion(errors, || work(this)).context("cannot leave a process behind")
+    launch::spawn_companion(errors, || work(this)).context("cannot start a companion process")
 }

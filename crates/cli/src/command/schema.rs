@@ -19,7 +19,7 @@ use pagefold_output::wire;
 #[derive(Args, Debug)]
 #[command(after_help = "Example:\n  pagefold schema census > census.schema.json")]
 pub struct SchemaArguments {
-    /// Of what
+    /// The report, or `config`
     #[arg(value_enum)]
     report: SchemaName,
 }
@@ -49,7 +49,7 @@ enum SchemaName {
     /// `pagefold report --json`
     #[value(name = "report")]
     OverTime,
-    /// A line of `pagefold daemon --json` over a recording
+    /// A line of `pagefold daemon --json` over a trace
     Decision,
     /// `/etc/pagefold/pagefold.toml`
     Config,

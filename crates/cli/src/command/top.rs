@@ -15,17 +15,17 @@ use std::time::Duration;
 #[derive(Args, Debug)]
 #[command(after_help = "Keys: ? for help, q to quit. Without a terminal: `pagefold status`, once.")]
 pub struct TopArguments {
-    /// How often the daemon is asked
+    /// Interval between status requests
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = parse_duration)]
     every: Duration,
 }
 
-/// Show the status until somebody quits.
+/// Show the status until the operator quits.
 pub fn run(options: &TopArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     if !std::io::stdout().is_terminal() {
-        bail!("standard output is no terminal: use `pagefold status`");
+        bail!("standard output is not a terminal: use `pagefold status`");
     }
-    // Where there is no daemon, that is said before the screen is taken.
+    // Without a daemon, fail before the terminal switches to the full-screen view.
     read_status(&global.state)?;
     let every = options.every.max(Duration::from_millis(100));
     let (state, colour) = (global.state.clone(), output::stdout_style(global).color);

@@ -1,4 +1,4 @@
-//! `pagefold unmerge`: gives processes pages of their own again, if the memory for it is there.
+//! `pagefold unmerge`: give processes their own pages again, if there is enough memory.
 
 use crate::command::guest::{GuestControl, GuestSocketQueries, check_single_guest, find_control};
 use crate::command::recover::{self, check_ksm_present};
@@ -28,49 +28,50 @@ use std::time::{Duration, Instant};
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold unmerge --vm web1 --dry-run     what it takes, and whether it fits
-  pagefold unmerge --vm web1               by its control socket if that is known, else from within
+  pagefold unmerge --vm web1 --dry-run     show the memory needed, and whether it fits
+  pagefold unmerge --vm web1               by its control socket if known, else by injection
   pagefold unmerge --cgroup /machine.slice --staged --wait 5m
-  pagefold unmerge --pid 4711 --collapse   and its huge pages back
+  pagefold unmerge --pid 4711 --collapse   and restore its huge pages
 
-It first counts the frames that are needed: a frame for each merged page, less the frames whose last mapping goes, \
-and one for each page of zeros that KSM placed. These must fit into MemAvailable less min_free_kbytes and a hundredth \
-of all memory, and into memory.max, memory.high (v1: memory.limit_in_bytes, memory.memsw.limit_in_bytes) of each \
-process's cgroup and of all above it. Swap is no room. What does not fit is refused with the figures. It goes part by \
-part, 32 MiB at most, and asks again before each: where the rest no longer fits, it stops.
+The command first counts the frames needed: one for each merged page, less the frames whose last mapping goes, \
+and one for each zero page that KSM placed. They must fit into MemAvailable less min_free_kbytes and a hundredth \
+of all memory. They must also fit into memory.max and memory.high (v1: memory.limit_in_bytes, \
+memory.memsw.limit_in_bytes) of each process's cgroup and its ancestors. Swap does not count. If they do not fit, \
+the command refuses and prints the figures. It works in batches of at most 32 MiB and checks memory before each: if \
+the rest no longer fits, it stops.
 
-Nothing is ever unmerged by writing 2 to /sys/kernel/mm/ksm/run, also not by --all: that asks nobody whether there is \
-memory, goes on while processes are killed for it, and leaves everything enrolled. ksmd's settings stay as they are.
+It never writes 2 to /sys/kernel/mm/ksm/run, not even with --all: that unmerges without checking memory, continues \
+while the kernel kills processes for lack of memory, and leaves everything enrolled. KSM's settings do not change.
 
-Exit status: 0 nothing is merged any more, 1 it does not fit and nothing was changed, 2 usage or failure, \
-3 something is still merged or could not be seen, or a process ended meanwhile.";
+Exit status: 0 nothing is merged any more, 1 it does not fit and nothing was changed, 2 usage error or failure, \
+3 something is still merged or could not be read, or a process ended meanwhile.";
 
 /// Arguments of `unmerge`.
 #[derive(Args, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct UnmergeArguments {
-    /// Begin though not all of it fits: least first, as long as the next part fits; stop where one does not
+    /// Begin even if not everything fits: smallest processes first, batch by batch, until the next batch does not fit
     ///
-    /// A virtual machine that is reached by its control socket goes all at once: it is one part. With --inject it is
-    /// withdrawn from within, and range by range.
+    /// A virtual machine that is reached by its control socket is one batch. With --inject it is unenrolled by
+    /// injection, range by range.
     #[arg(long)]
     staged: bool,
-    /// Wait so long for memory, such as 30s or 5m
+    /// Maximum time to wait for memory, such as 30s or 5m
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "0")]
     wait: Duration,
-    /// Go on though it does not fit: processes may be swapped out, throttled or killed
+    /// Continue although it does not fit: processes may be swapped out, throttled or killed
     #[arg(long, conflicts_with_all = ["staged", "wait"])]
     force: bool,
-    /// Put huge pages together again afterwards, where they are allowed
+    /// Collapse pages into huge pages again afterwards, where huge pages are allowed
     #[arg(long)]
     collapse: bool,
-    /// Say what would be done, and change nothing
+    /// Show the plan, and change nothing
     #[arg(long)]
     dry_run: bool,
-    /// The control socket of the one virtual machine that is chosen
+    /// The control socket (QMP) of the one selected virtual machine
     #[arg(long, value_name = "PATH", conflicts_with = "inject")]
     qmp: Option<PathBuf>,
-    /// Leave control sockets alone: withdraw virtual machines from within as all others
+    /// Use no control sockets: unenroll virtual machines by injection, like other processes
     #[arg(long)]
     inject: bool,
     /// Rows of the table
@@ -79,18 +80,18 @@ pub struct UnmergeArguments {
     /// Print JSON (see `pagefold schema unmerge`)
     #[arg(long)]
     json: bool,
-    // Last, because its heading in the help holds for all that follows.
+    // Last, because its help heading applies to all options after it.
     #[command(flatten)]
     targets: ProcessOptions,
 }
 
-/// Unmerge and say what came of it.
+/// Unmerge, and print the report.
 pub fn run(options: &UnmergeArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     if !are_targets_given(&options.targets) {
-        bail!("say which processes, for example --vm NAME or --pid N; --all means every one that is enrolled");
+        bail!("no processes are selected: give for example --vm NAME or --pid N, or --all for all enrolled processes");
     }
     if global.host != "live" && !options.dry_run {
-        bail!("a recording cannot be changed: add --dry-run to see what it would have taken");
+        bail!("a recording cannot be changed: add --dry-run to see the plan");
     }
     let host = host_selection::open_host(global)?;
     check_ksm_present(&*host)?;
@@ -131,7 +132,7 @@ struct UnmergeJob<'a> {
 impl UnmergeJob<'_> {
     fn run_and_report(&self, stop: &AtomicBool) -> anyhow::Result<UnmergeReport> {
         let options = self.options;
-        // Taken before anything is counted, so that nobody merges in between.
+        // Take the session lock before counting, so that no other pagefold merges in between.
         let mut session = if options.dry_run { None } else { Some(recover::begin_session(self.host, self.global)?) };
         let plan = self.make_plan(stop)?;
         let need = plan.frame_need();
@@ -189,7 +190,7 @@ impl UnmergeJob<'_> {
         Ok(plan)
     }
 
-    /// How a guest is reached.
+    /// The method to unenroll a virtual machine.
     fn unenroll_method(
         &self,
         handle: &dyn Handle,
@@ -266,7 +267,7 @@ fn process_report(target: &UnenrollTarget) -> UnmergedProcessReport {
     }
 }
 
-/// Enter what was done.
+/// Add the outcome to the report.
 fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &UnenrollOutcome) {
     let figures = (outcome.before.oom_kills.clone(), outcome.after.oom_kills.clone());
     for ((target, done), process) in plan.targets.iter().zip(&outcome.targets).zip(&mut report.processes) {
@@ -285,7 +286,7 @@ fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &Unenro
             collapsed: collapsed.0,
         });
         let missed = done.missed_ranges.first().map(|(range, why)| {
-            format!("{} ranges were not taken, the first {range}: {why}", done.missed_ranges.len())
+            format!("{} ranges were not unenrolled, the first is {range}: {why}", done.missed_ranges.len())
         });
         process.error =
             if done.ended { Some(exit_note(&figures.0, &figures.1)) } else { done.error.clone().or(missed) };
@@ -315,7 +316,7 @@ fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &Unenro
     });
 }
 
-/// What to say of a process that ended, by the OOM killer's counter before and after.
+/// The note for a process that ended, with the OOM killer's counter before and after.
 fn exit_note(oom_kills_before: &Reading<u64>, oom_kills_after: &Reading<u64>) -> String {
     let kills = oom_kills_before
         .as_ref()
@@ -326,7 +327,7 @@ fn exit_note(oom_kills_before: &Reading<u64>, oom_kills_after: &Reading<u64>) ->
     if kills == 0 {
         return ended.to_owned();
     }
-    format!("{ended}; the OOM killer acted on this host meanwhile (oom_kill grew by {kills}): see the kernel log")
+    format!("{ended}; the OOM killer killed processes meanwhile (oom_kill grew by {kills}): see the kernel log")
 }
 
 fn unenroll_state(done: &UnenrollResult) -> &'static str {

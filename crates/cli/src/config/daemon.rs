@@ -1,4 +1,4 @@
-//! `[daemon]`: what `pagefold daemon` does and keeps to.
+//! `[daemon]`: the settings of `pagefold daemon`.
 
 use super::{Config, ConfigText, GroupConditions, schema};
 use crate::command_line::{parse_bytes, parse_cpu_share, parse_duration};
@@ -13,87 +13,89 @@ use toml::Spanned;
 
 type OptionalWord = Option<Spanned<String>>;
 
-/// The section as it is written.
+/// The section `[daemon]` of the file.
 #[derive(Default, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub(super) struct DaemonConfigSection {
-    /// What it may do.
+    /// The mode: what the daemon may do.
     #[schemars(extend("default" = "advise"))]
     mode: Option<DaemonModeArgument>,
-    /// Merge only while less memory than this is available (MemAvailable); else all that pays is merged.
+    /// Merge only while less memory than this is available (MemAvailable). Without it, merge all with net savings.
     #[schemars(with = "Option<schema::Amount>")]
     keep_available: OptionalWord,
-    /// CPU time of ksmd and pagefold together on average: percent of one CPU.
+    /// Average CPU limit of ksmd and pagefold together, as a percentage of one CPU: the rate of the token bucket.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     cpu: OptionalWord,
-    /// CPU time that may be saved up for a burst.
+    /// CPU time that a burst may take at once: the size of the token bucket.
     #[schemars(with = "Option<schema::Time>", extend("default" = "30s"))]
     burst: OptionalWord,
-    /// CPU seconds at most for each MiB that merging a process gives back: ksmd's, and its part of those of the census.
+    /// Maximum CPU seconds for each MiB of net savings of a process: those of ksmd, and its share of the census.
     #[schemars(with = "Option<f64>", extend("exclusiveMinimum" = 0, "default" = 0.02))]
     price: Option<Spanned<f64>>,
-    /// Memory that the kernel may keep to know what is merged.
+    /// Maximum memory for KSM's metadata.
     #[schemars(with = "Option<schema::Amount>")]
     max_metadata: OptionalWord,
-    /// Regions that enrolling may bring a process to.
+    /// Maximum number of regions of a process after it is enrolled.
     max_regions: Option<u64>,
-    /// Whether huge pages may be split for what is in them.
+    /// Whether huge pages may be split to merge the pages in them.
     #[schemars(extend("default" = true))]
     split_huge_pages: Option<bool>,
-    /// Processes with less resident memory are not looked at.
+    /// Processes with less resident memory are not scanned.
     #[schemars(with = "Option<schema::Amount>", extend("default" = "16MiB"))]
     min_memory: OptionalWord,
-    /// Processes that would give back less are left alone.
+    /// Processes with smaller net savings are not merged.
     #[schemars(with = "Option<schema::Amount>", extend("default" = "1MiB"))]
     min_profit: OptionalWord,
-    /// Memory is short while tasks wait for it for this part of ten seconds, on the host or in a process's cgroup.
-    /// What it is short for is merged first, and nothing of that is withdrawn. Less than a twentieth left is short as
-    /// well: of a limit of a cgroup or one above it, and of the host's memory where it does not tell who waits.
+    /// Memory is short while tasks wait for it for this share of ten seconds, on the host or in a process's cgroup.
+    /// Processes that are short of memory are merged first and are not unenrolled meanwhile. Memory is also short if
+    /// less than a twentieth is left of a limit of the cgroup or its ancestors, or of the host's memory where the
+    /// kernel reports no pressure.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     pressure: OptionalWord,
-    /// The part of ten seconds by which programs may wait longer for a CPU by its work before it backs off.
+    /// The daemon backs off if its work makes programs wait longer for a CPU by this share of ten seconds.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
     slowdown: OptionalWord,
-    /// When nobody is looked at and nothing is merged. What is merged is watched, and what has to be is withdrawn.
+    /// Hours without scans and merges. Merged pages are still monitored, and unenrolled where necessary.
     #[serde(default)]
     #[schemars(with = "Vec<schema::HoursOfDay>")]
     quiet_hours: Vec<Spanned<String>>,
-    /// Whether pages of different trust domains may be merged: whoever times writes learns what the other holds.
+    /// Whether to merge pages across trust domains. A process that times its writes then learns which contents
+    /// processes of other domains have.
     #[schemars(extend("default" = false))]
     across_domains: Option<bool>,
-    /// Go on although another program tunes KSM.
+    /// Whether to continue although another program tunes KSM.
     #[schemars(extend("default" = false))]
     force: Option<bool>,
-    /// Who is managed; without it everybody is.
+    /// Conditions of the processes that the daemon manages; all processes by default.
     #[schemars(with = "Option<GroupConditions>")]
     only: Option<Spanned<GroupConditions>>,
-    /// Where it keeps its history.
+    /// The file of the history. Read once, when the daemon starts.
     #[schemars(with = "Option<schema::KeptIn>")]
     history: OptionalWord,
-    /// Where to show what it does over HTTP. Read once, when the daemon starts.
+    /// The listen address of the HTTP server. Read once, when the daemon starts.
     #[schemars(with = "Option<schema::Address>")]
     http: OptionalWord,
-    /// Names by which requests may call this host, beside its addresses and localhost; others are refused.
+    /// Host names that HTTP requests may use, besides the host's addresses and localhost; others are refused.
     #[serde(default)]
     #[schemars(with = "Vec<schema::HostName>")]
     http_names: Vec<Spanned<String>>,
 }
 
-/// Where the daemon shows what it does.
+/// The settings of the daemon's HTTP server.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HttpConfig {
-    /// The address; without one there is no server.
+    /// The listen address; without one there is no server.
     pub address: Option<SocketAddr>,
-    /// Names by which requests may call this host, beside its addresses and `localhost`.
+    /// Host names that requests may use, besides the host's addresses and `localhost`.
     pub names: Vec<String>,
 }
 
-/// Where the daemon keeps its history, if anywhere.
+/// The location of the daemon's history.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum HistoryLocation {
-    /// Nowhere: `off`.
+    /// No history is recorded: `off`.
     Off,
-    /// In this file.
+    /// This file.
     File(PathBuf),
 }
 
@@ -104,13 +106,13 @@ impl FromStr for HistoryLocation {
         match Path::new(text) {
             _ if text == "off" => Ok(Self::Off),
             path if path.is_absolute() => Ok(Self::File(path.to_owned())),
-            _ => Err(format!("a path from / on is needed such as {}, or off", HistoryLocation::SERVICE_HISTORY_FILE)),
+            _ => Err(format!("expected an absolute path such as {}, or off", HistoryLocation::SERVICE_HISTORY_FILE)),
         }
     }
 }
 
 impl HistoryLocation {
-    /// Where the daemon of the service keeps it.
+    /// The history file of the systemd service.
     pub const SERVICE_HISTORY_FILE: &str = "/var/lib/pagefold/history.db";
 }
 
@@ -118,11 +120,11 @@ impl HistoryLocation {
 #[derive(Clone, Copy, Debug, Deserialize, JsonSchema, clap::ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum DaemonModeArgument {
-    /// Look and tell
+    /// Watch processes and memory, and take no census
     Observe,
-    /// Take censuses and tell what would pay; change nothing
+    /// Take censuses and report predicted savings; change nothing
     Advise,
-    /// Merge what pays
+    /// Merge pages with net savings
     Act,
 }
 
@@ -137,31 +139,31 @@ impl From<DaemonModeArgument> for DaemonMode {
 }
 
 impl DaemonConfigSection {
-    /// Where the daemon shows what it does. An error begins with its line.
+    /// Parse the settings of the HTTP server. An error begins with its line number.
     pub(super) fn parse_http(&mut self, place: &ConfigText<'_>) -> Result<HttpConfig, String> {
-        let address = |text: String| text.parse().map_err(|_| "an address is needed such as 127.0.0.1:9750".to_owned());
+        let address = |text: String| text.parse().map_err(|_| "expected an address such as 127.0.0.1:9750".to_owned());
         let name =
             |name: String| match name.bytes().all(|c| c.is_ascii_alphanumeric() || matches!(c, b'-' | b'.' | b'_')) {
                 true if !name.is_empty() => Ok(name),
-                _ => Err("the name of a host is needed, without a port".to_owned()),
+                _ => Err("expected a host name without a port".to_owned()),
             };
         let names = place.convert_each(std::mem::take(&mut self.http_names), name)?;
         Ok(HttpConfig { address: place.convert_optional(self.http.take(), address)?, names })
     }
 
-    /// Where the daemon keeps its history. An error begins with its line.
+    /// Parse the location of the history. An error begins with its line number.
     pub(super) fn parse_history(&mut self, place: &ConfigText<'_>) -> Result<Option<HistoryLocation>, String> {
         place.convert_optional(self.history.take(), |text| text.parse())
     }
 
-    /// The settings it stands for, but for who trusts whom and who is left alone. An error begins with its line.
+    /// Convert the section to settings, without trust domains and exclusions. An error begins with its line number.
     pub(super) fn into_settings(self, place: &ConfigText<'_>) -> Result<DaemonSettings, String> {
         let (defaults, rules) = (DaemonSettings::default(), DaemonRules::default());
         let amount = |word: OptionalWord| place.convert_optional(word, |text: String| parse_bytes(&text));
         let price = place.convert_optional(self.price, |price| match price > 0.0 && price.is_finite() {
             true => Ok(price),
-            false => Err("a number above 0 is needed, in CPU seconds for a MiB; with one such as 1000.0 the price \
-                          hardly counts"
+            false => Err("expected a number above 0, in CPU seconds per MiB; a large number such as 1000.0 turns \
+                          the limit off"
                 .to_owned()),
         })?;
         let rules = DaemonRules {
@@ -187,9 +189,9 @@ impl DaemonConfigSection {
             min_profit: amount(self.min_profit)?.unwrap_or(defaults.min_profit),
             max_metadata: amount(self.max_metadata)?,
             max_regions: self.max_regions,
-            tracked_group: place.convert_optional(self.only, |only| match only.to_group(place)? {
+            tracked_group: place.convert_optional(self.only, |only| match only.into_group(place)? {
                 only if only.has_condition() => Ok(only),
-                _ => Err("it does not say who is managed".to_owned()),
+                _ => Err("[daemon.only] has no condition".to_owned()),
             })?,
             split_huge_pages: self.split_huge_pages.unwrap_or(defaults.split_huge_pages),
             ..defaults
@@ -198,13 +200,13 @@ impl DaemonConfigSection {
 }
 
 impl Config {
-    /// What the daemon is to do.
+    /// The settings of the daemon, with trust domains and exclusions.
     pub fn daemon_settings(&self) -> DaemonSettings {
         DaemonSettings { domains: self.domains.clone(), exclusions: self.exclusions.clone(), ..self.daemon.clone() }
     }
 }
 
-/// Hours such as `22:00-06:30` by the host's clock, or `22:00-06:30Z` by UTC.
+/// Parse hours such as `22:00-06:30` in the host's local time, or `22:00-06:30Z` in UTC.
 fn parse_hours(text: &str) -> Result<DailyHours, String> {
     let second = |text: &str| {
         let (hour, minute) = text.trim().split_once(':')?;
@@ -216,7 +218,7 @@ fn parse_hours(text: &str) -> Result<DailyHours, String> {
         let (from, to) = hours.split_once('-')?;
         Some(DailyHours { start_second: second(from)?, end_second: second(to)?, in_utc: utc })
     };
-    both().ok_or_else(|| "hours are needed such as 22:00-06:30, or 22:00-06:30Z for UTC".to_owned())
+    both().ok_or_else(|| "expected hours such as 22:00-06:30, or 22:00-06:30Z for UTC".to_owned())
 }
 
 #[cfg(test)]
@@ -261,7 +263,7 @@ mod tests {
         assert_eq!(history("").unwrap(), None);
         assert_eq!(history("history = \"off\"").unwrap(), Some(HistoryLocation::Off));
         assert_eq!(history("history = \"/a/b.db\"").unwrap(), Some(HistoryLocation::File("/a/b.db".into())));
-        assert!(history("\nhistory = \"b.db\"").unwrap_err().starts_with("3: a path from / on"));
+        assert!(history("\nhistory = \"b.db\"").unwrap_err().starts_with("3: expected an absolute path"));
     }
 
     #[test]

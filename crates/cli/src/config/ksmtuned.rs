@@ -1,50 +1,49 @@
-//! `/etc/ksmtuned.conf` read as what it means for the daemon.
+//! Import of `/etc/ksmtuned.conf` into settings of the daemon.
 //!
-//! The file is a shell script of assignments, which ksmtuned, itself one of bash, sources (`. /etc/ksmtuned.conf`,
-//! 4.20150326): a variable that is not set or empty has ksmtuned's default then, and `export` is no difference. What
-//! ksmtuned does with a value is in [`pagefold_merge::decide::policy::Ksmtuned`]: it runs ksmd at a rate that moves with free
-//! memory. The daemon has no rate but a bound on CPU time, so that a rate is kept as the CPU time that it takes, and a
-//! threshold as memory to keep.
+//! The file is a shell script of assignments. ksmtuned, a bash script, sources it (`. /etc/ksmtuned.conf`, version
+//! 4.20150326). An unset or empty variable has ksmtuned's default; `export` makes no difference.
+//! [`pagefold_merge::decide::policy::Ksmtuned`] describes the effect of each value: ksmtuned runs ksmd at a rate that
+//! depends on free memory. The daemon has a CPU limit instead of a rate. The import converts a rate to the CPU time
+//! that it takes, and a threshold to memory to keep available.
 //!
-//! Limits: plain assignments are read, and nothing is run. A line that is anything else is told as left out, with what
-//! it may assign; what stands between an `if` and its `fi` is taken as if it ran.
+//! Limits: the import reads plain assignments and runs nothing. It reports any other line as left out, with the
+//! variables that the line may assign. It treats lines between `if` and `fi` as if they ran.
 
 use super::nearest_word;
 use pagefold_base::Bytes;
 use pagefold_doctor::decide::SCAN_MICROSECONDS_PER_PAGE;
 use pagefold_merge::decide::policy::Ksmtuned;
 
-/// What a configuration of ksmtuned comes to. Each of its assignments is in one line of `kept` or `left`, at the
-/// beginning.
+/// The import of a ksmtuned configuration. Each assignment is the beginning of one line in `imported` or `skipped`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct KsmtunedImport {
-    /// The section for the daemon.
+    /// The `[daemon]` section.
     pub section: String,
-    /// What was kept, each with how.
+    /// The imported assignments, each with its effect.
     pub imported: Vec<String>,
-    /// What was not, each with why.
+    /// The assignments that were left out, each with the reason.
     pub skipped: Vec<String>,
-    /// What counts beside it because the file does not say otherwise.
+    /// ksmtuned's defaults for variables that the file does not set.
     pub implied_defaults: Vec<String>,
 }
 
-/// Variables that come to `keep_available`.
+/// Variables that determine `keep_available`.
 const THRESHOLD_VARIABLES: [&str; 2] = ["KSM_THRES_COEF", "KSM_THRES_CONST"];
 
-/// Variables that come to `cpu`.
+/// Variables that determine `cpu`.
 const RATE_VARIABLES: [&str; 2] = ["KSM_NPAGES_MAX", "KSM_SLEEP_MSEC"];
 
-/// Those that come to nothing, and why.
+/// Variables that have no counterpart, with the reason.
 const UNSUPPORTED_VARIABLES: [(&str, &str); 6] = [
-    ("KSM_MONITOR_INTERVAL", "the daemon looks every second, and merges who comes at once"),
-    ("KSM_NPAGES_BOOST", "there is no rate that would move"),
-    ("KSM_NPAGES_DECAY", "there is no rate that would move"),
-    ("KSM_NPAGES_MIN", "ksmd rests where nothing is to be merged"),
-    ("LOGFILE", "decisions go to standard error, which the journal keeps"),
-    ("DEBUG", "decisions are told with their reasons always"),
+    ("KSM_MONITOR_INTERVAL", "the daemon polls every second and merges new processes at once"),
+    ("KSM_NPAGES_BOOST", "the daemon has no rate to increase"),
+    ("KSM_NPAGES_DECAY", "the daemon has no rate to decrease"),
+    ("KSM_NPAGES_MIN", "ksmd is idle while there is nothing to merge"),
+    ("LOGFILE", "decisions go to standard error, which the journal stores"),
+    ("DEBUG", "decisions are always logged with their reasons"),
 ];
 
-/// Read a configuration of ksmtuned for a host with so much memory.
+/// Import a ksmtuned configuration for a host with `total` memory.
 pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
     let statements = parse_statements(text);
     let said = |name: &str| {
@@ -52,7 +51,7 @@ pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
         parse_decimal(last.assignment?.1)
     };
     let default = Ksmtuned::default();
-    // ksmtuned: the larger of a part of all memory and a constant in kB.
+    // ksmtuned's threshold: the larger of a share of all memory and a constant in kB.
     let [coefficient, constant] = THRESHOLD_VARIABLES.map(said);
     let threshold = Bytes((total.0 / 100).saturating_mul(coefficient.unwrap_or(default.threshold_percent)))
         .max(Bytes(constant.unwrap_or(default.threshold_kib).saturating_mul(1024)));
@@ -80,7 +79,7 @@ pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
     for (position, statement) in statements.iter().enumerate() {
         let again = |name: &str| statements[position + 1..].iter().any(|later| later.may_assign(name));
         let why = match statement.assignment {
-            None => "no plain assignment, and what the shell makes of it is not found out here".to_owned(),
+            None => "not a plain assignment; the import runs no shell code".to_owned(),
             Some((name, _)) if again(name) => "it is assigned again below".to_owned(),
             Some((name, value)) if THRESHOLD_VARIABLES.contains(&name) || RATE_VARIABLES.contains(&name) => {
                 match parse_decimal(value) {
@@ -88,8 +87,8 @@ pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
                         kept.push(format!("{}: {}", statement.text, meaning(name)));
                         continue;
                     }
-                    None if value.is_empty() => "empty, which is as if it were not there".to_owned(),
-                    None => "no plain decimal number".to_owned(),
+                    None if value.is_empty() => "empty, which means ksmtuned's default".to_owned(),
+                    None => "not a plain decimal number".to_owned(),
                 }
             }
             Some((name, _)) => skip_reason(name),
@@ -101,13 +100,13 @@ pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
     KsmtunedImport { section, imported: kept, skipped: left, implied_defaults: defaults }
 }
 
-/// A number as the shell's arithmetic reads it where it is decimal: a 0 at the beginning makes it octal.
+/// Parse a decimal number. In shell arithmetic a leading 0 makes a number octal, which is refused.
 fn parse_decimal(value: &str) -> Option<u64> {
     let plain = value.bytes().all(|c| c.is_ascii_digit()) && (value == "0" || !value.starts_with('0'));
     value.parse().ok().filter(|_| plain)
 }
 
-/// Why a variable comes to nothing.
+/// Why a variable is left out.
 fn skip_reason(name: &str) -> String {
     if let Some((_, why)) = UNSUPPORTED_VARIABLES.iter().find(|(known, _)| *known == name) {
         return (*why).to_owned();
@@ -121,12 +120,12 @@ fn skip_reason(name: &str) -> String {
 /// A plain assignment, or a line that is something else.
 struct ShellStatement<'a> {
     text: &'a str,
-    /// What it assigns, and to which variable.
+    /// The variable and its value, for a plain assignment.
     assignment: Option<(&'a str, &'a str)>,
 }
 
 impl ShellStatement<'_> {
-    /// Whether a variable may have another value after it.
+    /// Whether the statement may change a variable.
     fn may_assign(&self, name: &str) -> bool {
         let written = |sign: &str| self.text.contains(&format!("{name}{sign}"));
         self.assignment.map_or_else(|| written("=") || written("+="), |(assigned, _)| assigned == name)
@@ -142,7 +141,7 @@ fn parse_statements(text: &str) -> Vec<ShellStatement<'_>> {
         .collect()
 }
 
-/// The assignments of a line that has nothing else but a comment.
+/// The assignments of a line that contains only assignments and a comment.
 fn parse_assignments(line: &str) -> Option<Vec<ShellStatement<'_>>> {
     let mut rest = line.strip_prefix("export").filter(|rest| rest.starts_with([' ', '\t'])).unwrap_or(line);
     let mut found = Vec::new();
@@ -163,7 +162,7 @@ fn parse_assignments(line: &str) -> Option<Vec<ShellStatement<'_>>> {
     }
 }
 
-/// A word that the shell takes as it stands, in quotes or without, and what follows it.
+/// Split off a word, quoted or not, that the shell does not expand. Returns the word and the rest of the text.
 fn parse_word(text: &str) -> Option<(&str, &str)> {
     let quote = text.chars().next().filter(|c| matches!(c, '"' | '\''));
     let (value, after) = match quote {
@@ -188,9 +187,9 @@ mod tests {
     const SAMPLE_KSMTUNED_CONF: &str = "# Configuration file for ksmtuned.\n# KSM_MONITOR_INTERVAL=60\nKSM_SLEEP_MSEC=10\n\
                         KSM_NPAGES_MAX=1250\nKSM_NPAGES_BOOST=300 # more\nKSM_THRES_COEF=\"30\"\nLOGFILE=/var/log/x\n";
 
-    /// What lines of a report are about.
+    /// The assignments at the beginning of report lines.
     fn line_subjects(lines: &[String]) -> Vec<&str> {
-        lines.iter().map(|line| line.split_once(": ").expect("a subject and what is told of it").0).collect()
+        lines.iter().map(|line| line.split_once(": ").expect("a line has an assignment and a text").0).collect()
     }
 
     #[test]
@@ -236,10 +235,10 @@ mod tests {
         );
         let unreadable = kept("KSM_SLEEP_MSEC=${X:-10}").1;
         assert_eq!(line_subjects(&unreadable.skipped), ["KSM_SLEEP_MSEC=${X:-10}"]);
-        assert_eq!(unreadable.imported, [""; 0], "what could not be read is not kept");
+        assert_eq!(unreadable.imported, [""; 0], "an unreadable value is not imported");
     }
 
-    /// A line with its assignments, each as it is told.
+    /// A line with its assignments, each as it is reported.
     fn any_line_with_assignments() -> impl Strategy<Value = (String, Vec<String>)> {
         let known = THRESHOLD_VARIABLES
             .into_iter()

@@ -1,8 +1,9 @@
-//! The JSON schema of the configuration, for editors and whatever writes configurations: `pagefold schema config`.
+//! The JSON schema of the configuration, for editors and generators of configurations: `pagefold schema config`.
 //!
-//! It is made from the types that read the file, with the forms of words that they are parsed from later. TOML has the
-//! values of JSON but for dates, of which there is none here. Limits: names of users, patterns that are none and names
-//! that occur twice are found by `pagefold config check` alone; of numbers it takes the plain forms.
+//! It is generated from the types that deserialize the file, with regular expressions for strings that are parsed
+//! later. TOML has the same values as JSON, except dates, which the configuration does not use. Limits: only
+//! `pagefold config check` finds unknown users, invalid patterns and duplicate names. The schema accepts only the
+//! plain forms of numbers.
 
 use super::ConfigDocument;
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
@@ -13,13 +14,13 @@ pub fn config_schema() -> String {
     pagefold_output::wire::json_schema::<ConfigDocument>()
 }
 
-/// The kinds of conditions of which a group needs one.
+/// Require at least one condition in a group.
 pub(super) fn require_condition(schema: &mut Schema) {
     let kinds = ["users", "cgroups", "vms", "names", "containers", "labels", "jobs"];
     schema.insert("anyOf".to_owned(), kinds.map(|kind| serde_json::json!({ "required": [kind] })).into());
 }
 
-/// Each of several groups has a name.
+/// Require a name for each group of an array.
 pub(super) fn require_unique_names(schema: &mut Schema) {
     if let Some(items) = schema.get_mut("items").and_then(|items| items.as_object_mut()) {
         items.insert("required".to_owned(), serde_json::json!(["name"]));
@@ -27,7 +28,7 @@ pub(super) fn require_unique_names(schema: &mut Schema) {
     }
 }
 
-/// A kind of word: its name in the schema, what it says, an example, and its form.
+/// Define a string type: its name in the schema, description, example and regular expression.
 macro_rules! word {
     ($name:ident, $describes:literal, $example:literal, $pattern:literal) => {
         #[doc = $describes]
@@ -47,12 +48,12 @@ macro_rules! word {
     };
 }
 
-word!(Amount, "Memory; without a unit bytes.", "8GiB", r"^[0-9]+(\.[0-9]+)? ?([kKmMgGtTpPeE][iI]?)?[bB]?$");
-word!(Percent, "Above 0 and at most 100.", "10%", r"^(100(\.0+)?|[0-9]{1,2}(\.[0-9]+)?) ?%?$");
-word!(Time, "A time with its unit.", "30s", r"^(0|([0-9]+ ?[A-Za-z]+ ?)+)$");
+word!(Amount, "Memory; without a unit, in bytes.", "8GiB", r"^[0-9]+(\.[0-9]+)? ?([kKmMgGtTpPeE][iI]?)?[bB]?$");
+word!(Percent, "A percentage above 0 and at most 100.", "10%", r"^(100(\.0+)?|[0-9]{1,2}(\.[0-9]+)?) ?%?$");
+word!(Time, "A duration with its unit.", "30s", r"^(0|([0-9]+ ?[A-Za-z]+ ?)+)$");
 word!(
     HoursOfDay,
-    "Hours of each day by the host's clock, with Z at the end by UTC; over midnight where they end before they begin.",
+    "Daily hours in local time, or in UTC with Z at the end. If they end before they begin, they include midnight.",
     "22:00-06:30",
     r"^ *([01]?[0-9]|2[0-4]):[0-5]?[0-9] *- *([01]?[0-9]|2[0-4]):[0-5]?[0-9] *Z? *$"
 );
@@ -62,8 +63,8 @@ word!(
     "127.0.0.1:9750",
     r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}$"
 );
-word!(KeptIn, "A path from /, or `off`.", "/var/lib/pagefold/history.db", "^(/.*|off)$");
-word!(HostName, "The name of a host, without a port.", "node17", r"^[A-Za-z0-9._-]+$");
+word!(KeptIn, "An absolute path, or `off`.", "/var/lib/pagefold/history.db", "^(/.*|off)$");
+word!(HostName, "A host name without a port.", "node17", r"^[A-Za-z0-9._-]+$");
 word!(Glob, "A pattern with * and ?.", "web-*", "^.+$");
 
 #[cfg(test)]
@@ -105,7 +106,7 @@ mod tests {
     #[test]
     fn refused_fixtures_violate_the_schema_where_expressible() {
         let validator = schema_validator();
-        // JSON has no infinity, and takes it for what is not said.
+        // serde_json turns an infinite number into null, which the schema accepts.
         let unseen = ["pattern", "twice", "unknown-user", "daemon-price"];
         for (name, text) in config_fixtures("invalid") {
             let Some(document) = toml_to_json(&text) else { continue };
@@ -117,14 +118,14 @@ mod tests {
     fn schema_defaults_are_the_real_defaults() {
         let schema: Value = serde_json::from_str(&config_schema()).unwrap();
         let mut said = toml::Table::new();
-        for section in ["Section", "Exclude"] {
+        for section in ["DaemonConfigSection", "ExcludeConfig"] {
             let fields = schema["$defs"][section]["properties"].as_object().expect("fields");
             let given = fields.iter().filter_map(|(name, field)| Some((name, field.get("default")?)));
             let values = given.filter(|(_, value)| !value.is_null());
             let table: toml::Table =
                 values.map(|(name, value)| (name.clone(), toml::Value::try_from(value).unwrap())).collect();
             assert!(!table.is_empty(), "{section}");
-            let key = if section == "Section" { "daemon" } else { "exclude" };
+            let key = if section == "DaemonConfigSection" { "daemon" } else { "exclude" };
             said.insert(key.to_owned(), table.into());
         }
         let text = toml::to_string(&said).unwrap();

@@ -1,4 +1,4 @@
-//! Guests that are told by their control sockets.
+//! Kills during the enrollment of guests by their QMP control sockets.
 
 use crate::{
     kill_at_selected_points, parse_json, reached_points, run_pagefold, run_recover, was_killed, write_settings_before,
@@ -21,8 +21,8 @@ fn guest_merge_by_control_sockets_survives_kill() {
         Err(why) => return println!("skipped: {why}"),
     };
     let arguments = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8", "--names", "kept"];
-    let fleet =
-        RunningLab::<GuestLine>::start_fleet(&[&arguments[..], &["--no-mem-merge"]].concat()).expect("two guests");
+    let fleet = RunningLab::<GuestLine>::start_fleet(&[&arguments[..], &["--no-mem-merge"]].concat())
+        .expect("cannot start guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
     let marked = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().contains(" mg");
     let merge = |fault: &str| {
@@ -38,20 +38,21 @@ fn guest_merge_by_control_sockets_survives_kill() {
         assert_eq!(unmerged.status.code(), Some(0), "{place}: {unmerged:?}");
         assert!(!pids.iter().any(marked), "{place}");
     };
-    // What the guests themselves read in their memory: most of it is merged by one and separated by the other.
+    // Checksums that the guests compute of their own memory. A merge merges most of that memory; `unmerge` separates
+    // it.
     let hold = || -> Vec<String> {
-        let sums = |guest| query_guest(guest, "sha1sum /data/same /data/own").expect("it answers");
+        let sums = |guest| query_guest(guest, "sha1sum /data/same /data/own").expect("the guest does not answer");
         std::thread::scope(|scope| {
             let asked: Vec<_> = fleet.lines().iter().map(|guest| scope.spawn(move || sums(guest))).collect();
-            asked.into_iter().map(|asked| asked.join().expect("it answers")).collect()
+            asked.into_iter().map(|asked| asked.join().expect("the guest does not answer")).collect()
         })
     };
     let before = hold();
     assert!(before.iter().all(|sums| sums.lines().count() == 2) && before[0] != before[1], "{before:?}");
     let (state, output) = merge("count");
     assert!(parse_json(&output)["outcome"]["saved"].as_u64() >= Some(16 << 20), "{output:?}");
-    assert_eq!(parse_json(&output)["outcome"]["stops"], 0, "no thread was stopped: {output:?}");
-    separate(state.path(), "not killed");
+    assert_eq!(parse_json(&output)["outcome"]["stops"], 0, "a merge by control socket must stop no thread: {output:?}");
+    separate(state.path(), "without a kill");
     let taken_back = Cell::new(0);
     kill_at_selected_points("backend", &reached_points(&output), |point| {
         let (state, output) = merge(point);
@@ -60,12 +61,12 @@ fn guest_merge_by_control_sockets_survives_kill() {
         let undone = journal.contains("until_done");
         taken_back.set(taken_back.get() + u32::from(undone && pids.iter().any(marked)));
         run_recover(&ksm, state.path(), &pids, &place);
-        assert!(!undone || !pids.iter().any(marked), "{place}: it was not done, and stays");
-        // What was done by then lasts.
+        assert!(!undone || !pids.iter().any(marked), "{place}: recover left memory enrolled by an unfinished merge");
+        // Changes made before the kill persist.
         separate(state.path(), &place);
         assert_eq!(hold(), before, "{place}");
         killed
     });
-    // No other kind of change switches backends: right after one it is killed each day.
-    assert_ne!(taken_back.get(), 0, "no guest was left marked by a merge that was not done");
+    // Only this kind of change switches backends, so every day it is killed right after such a switch.
+    assert_ne!(taken_back.get(), 0, "no kill left a guest enrolled by an unfinished merge");
 }

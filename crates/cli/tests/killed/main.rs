@@ -1,11 +1,11 @@
-//! The program killed with -9 at any step of each kind of change that it makes to a host: whoever it was at goes on as
-//! if nothing had been, and `recover` brings back the rest. That holds of memory ([`change`], [`guests`]), of settings
-//! that are to last ([`policies`]), and of programs that it starts and stays beside ([`programs`]).
+//! Kills pagefold with SIGKILL at every step of each kind of change that it makes to a host. The processes it works on
+//! must continue undisturbed, and `recover` must restore the rest. This covers memory ([`memory_changes`], [`guests`]),
+//! persistent settings ([`setting_changes`]), and programs that pagefold starts and accompanies ([`started_programs`]).
 //!
-//! Each kind of change names the fault points that it reaches, and all that there are in the code are named. They are
-//! dealt among the kinds, anew each day, so that each is hit in every run (`PAGEFOLD_DAY` repeats another day's).
-//! `PAGEFOLD_SOAK=1` takes every one of each kind, as often as it is reached. Needs root and KSM, and the feature
-//! `fault-points`.
+//! Each kind of change lists the fault points that it reaches, and all fault points in the code are listed. Each day
+//! they are distributed anew among the kinds, so that every run hits each point. `PAGEFOLD_DAY` repeats the
+//! distribution of another day. `PAGEFOLD_SOAK=1` kills each kind at every point, as often as it reaches the point.
+//! Needs root, KSM and the feature `fault-points`.
 
 #![cfg(feature = "fault-points")]
 
@@ -25,13 +25,13 @@ use std::path::Path;
 use std::process::{Command, Output};
 use std::time::{Instant, UNIX_EPOCH};
 
-/// In how many kinds of change each point is hit in the short form, where so many reach it.
+/// In the short form, the number of kinds of change that are killed at each point, if that many reach it.
 const MIN_KINDS_PER_POINT: usize = 2;
 
-/// How often a point that was not reached is tried, at most.
+/// Maximum number of attempts to reach a point.
 const MAX_TRIES_PER_POINT: usize = 4;
 
-/// The points of a journal.
+/// The fault points of a journal.
 const JOURNAL_POINTS: &[&str] = &[
     "before writing a journal",
     "between writing a journal and renaming it",
@@ -42,11 +42,12 @@ const JOURNAL_POINTS: &[&str] = &[
     "after removing a journal",
 ];
 
-/// Those of KSM's settings.
+/// The fault points of KSM settings.
 const SETTING_POINTS: &[&str] = &["before writing a setting", "after writing a setting"];
 
-/// Those of a visit to a process, and of the pause behind it.
+/// The fault points of a system call injected into a process, and of the pause after it.
 const VISIT_POINTS: &[&str] = &[
+    "tracer started",
     "thread chosen",
     "seized",
     "interrupted",
@@ -74,7 +75,7 @@ const BACKEND_POINTS: &[&str] = &["before switching a backend", "after switching
 
 const COLLAPSE_POINTS: &[&str] = &["before collapsing a range", "after collapsing a range"];
 
-/// What each kind of change reaches.
+/// The kinds of change and the fault points that each reaches.
 const CHANGE_KINDS: [(&str, &[&[&str]]); 14] = [
     ("merge", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("narrow", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
@@ -92,16 +93,17 @@ const CHANGE_KINDS: [(&str, &[&[&str]]); 14] = [
     (GUIDED_KIND, &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
 ];
 
-/// The kind that takes longest, by far: nothing is dealt to it but one point a day.
+/// By far the slowest kind: it is killed at one point a day only.
 const GUIDED_KIND: &str = "guided";
 
 const PAGEFOLD_BINARY: &str = env!("CARGO_BIN_EXE_pagefold");
 
-/// The labs' pages.
+/// The labs' page size.
 const PAGE_BYTES: u64 = 4096;
 
-/// The settings that are there before, where the kernel has them: not the ones that Pagefold writes. Where `smart_scan`
-/// is 1, a merge that misses what ksmd skips sets it to 0 for a while; where it is 0, none touches it.
+/// The settings before each change, if the kernel has them; they differ from all values that Pagefold writes. If
+/// `smart_scan` is 1, a merge sets it to 0 for a while when it misses pages that ksmd skips. If it is 0, no change
+/// writes it.
 const SETTINGS_BEFORE: [(&str, &str); 6] = [
     ("advisor_mode", "none"),
     ("run", "0"),
@@ -111,7 +113,7 @@ const SETTINGS_BEFORE: [(&str, &str); 6] = [
     ("smart_scan", "1"),
 ];
 
-/// The settings that there are of a kernel, in the order in which it takes them.
+/// The settings that the kernel has, in the order in which it accepts them.
 type KsmSettingValues = Vec<(&'static str, String)>;
 
 fn read_settings(ksm: &KsmTestGuard) -> KsmSettingValues {
@@ -128,7 +130,7 @@ fn are_settings_as_before(settings: &[(&str, String)]) -> bool {
     settings.iter().all(|(name, value)| SETTINGS_BEFORE.contains(&(name, value.as_str())))
 }
 
-/// Run a command about some processes, none for a command that is not about any.
+/// Run a command with the given processes as `--pid` arguments; an empty list passes none.
 fn run_pagefold(state: &Path, command: &str, pids: &[u32], fault: Option<&str>) -> Output {
     let mut pagefold = Command::new(PAGEFOLD_BINARY);
     pagefold.args(command.split(' ')).arg("--json").arg("--state").arg(state);
@@ -141,27 +143,27 @@ fn parse_json(output: &Output) -> Value {
     serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{output:?}"))
 }
 
-/// How often a command that nobody killed reached each point.
+/// How often a command that was not killed reached each point.
 fn reached_points(output: &Output) -> BTreeMap<String, u64> {
     parse_points(&String::from_utf8_lossy(&output.stderr))
 }
 
-/// The same, by what it said on standard error.
+/// The same, from the text on standard error.
 fn parse_points(stderr: &str) -> BTreeMap<String, u64> {
     let times = |line: &str| {
         let (name, times) = line.strip_prefix("fault points at ")?.rsplit_once(": ")?;
-        Some((name.to_owned(), times.parse().expect("a number")))
+        Some((name.to_owned(), times.parse().expect("the count is not a number")))
     };
     stderr.lines().filter_map(times).collect()
 }
 
 /// The points that a kind of change reaches.
 fn points_of_kind(kind: &str) -> BTreeSet<&'static str> {
-    let (_, groups) = CHANGE_KINDS.iter().find(|(name, _)| *name == kind).expect("a kind of change");
+    let (_, groups) = CHANGE_KINDS.iter().find(|(name, _)| *name == kind).expect("there is no such kind of change");
     groups.iter().copied().flatten().copied().collect()
 }
 
-/// The points at which a kind of change is killed today.
+/// The points at which a kind of change is killed on a given day.
 fn points_for_day(kind: &str, day: usize) -> Vec<&'static str> {
     let own = points_of_kind(kind);
     if kind == GUIDED_KIND {
@@ -176,24 +178,24 @@ fn points_for_day(kind: &str, day: usize) -> Vec<&'static str> {
     own.into_iter().filter(deals).collect()
 }
 
-/// Whether every point is to be taken.
+/// Whether each kind is killed at every point.
 fn is_soak_run() -> bool {
     std::env::var_os("PAGEFOLD_SOAK").is_some()
 }
 
-/// The days since 1970, by which points are dealt; `PAGEFOLD_DAY` has another day's again.
+/// The days since 1970, which select the points; `PAGEFOLD_DAY` overrides them.
 fn days_since_1970() -> u64 {
     let told = std::env::var("PAGEFOLD_DAY").ok();
     told.map_or_else(|| UNIX_EPOCH.elapsed().unwrap().as_secs() / 86_400, |day| day.parse().expect("a number of days"))
 }
 
-/// Kill a kind of change at the points that are its today, all of them in the long form, as it has reached them when
-/// nobody killed it. `kill` tells whether it got to one: how far ksmd is when it is looked at decides how often its
-/// pace is written, so that a point may be reached less often.
+/// Kill a kind of change at the points selected for today, or at all points in the soak run. `reached` counts the
+/// points of a run without a kill. `kill` returns whether the run reached the point: the progress of ksmd decides how
+/// often pagefold writes its pace, so a run may reach a point less often.
 fn kill_at_selected_points(kind_name: &str, reached: &BTreeMap<String, u64>, kill: impl Fn(&str) -> bool) {
     let began = Instant::now();
     let names: BTreeSet<&str> = reached.keys().map(String::as_str).collect();
-    assert_eq!(names, points_of_kind(kind_name), "what {kind_name} reaches");
+    assert_eq!(names, points_of_kind(kind_name), "{kind_name} reaches other points than CHANGE_KINDS lists");
     let (soak, day) = (is_soak_run(), days_since_1970());
     let (mut tried, mut killed) = (0, 0);
     let today = if soak { names.into_iter().collect() } else { points_for_day(kind_name, day as usize) };
@@ -204,15 +206,15 @@ fn kill_at_selected_points(kind_name: &str, reached: &BTreeMap<String, u64>, kil
         assert!(hit > 0 || kill(&format!("1 {name}")), "{kind_name} was not killed at {name:?}");
         (tried, killed) = (tried + times.len(), killed + hit);
     }
-    println!("{kind_name}: killed {killed} times of {tried} tried on day {day}, in {:.1?}", began.elapsed());
-    assert!(!soak || killed * 10 >= tried * 9, "killed {killed} times of {tried} tried");
+    println!("{kind_name}: {killed} of {tried} attempts were killed on day {day}, in {:.1?}", began.elapsed());
+    assert!(!soak || killed * 10 >= tried * 9, "only {killed} of {tried} attempts were killed");
 }
 
 #[test]
 fn every_fault_point_is_reached_and_dealt_each_day() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let mut in_code = BTreeSet::new();
-    let mut folders = ["drive/src", "linux/src", "sys/src"].map(|folder| crates.join(folder)).to_vec();
+    let mut folders = ["daemon/src", "host/src", "linux/src", "merge/src", "sys/src"].map(|folder| crates.join(folder)).to_vec();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -235,25 +237,25 @@ fn every_fault_point_is_reached_and_dealt_each_day() {
     }
 }
 
-/// A command that was to be killed at a point: whether it was, and where.
+/// Whether a command was killed at the given point, and its standard error.
 fn was_killed(output: &Output, point: &str) -> (bool, String) {
     let place = String::from_utf8_lossy(&output.stderr).into_owned();
     let killed = output.status.code().is_none();
-    let (number, name) = point.split_once(' ').expect("the number and the name of a point");
+    let (number, name) = point.split_once(' ').expect("a point consists of a number and a name");
     assert_eq!(killed, place.contains(&format!("fault point {number}: {name}\n")), "{output:?}");
     (killed, place)
 }
 
-/// Whether somebody traces a process or has stopped it.
+/// Whether a process is traced or stopped.
 fn is_traced_or_stopped(pid: u32) -> bool {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     !status.contains("TracerPid:\t0\n") || status.contains("State:\tT") || status.contains("State:\tt")
 }
 
-/// Put back what was left, as far as it is in a state directory.
+/// Run `recover` on a state directory and check that it restored the settings and left no process stopped.
 fn run_recover(ksm: &KsmTestGuard, state: &Path, pids: &[u32], context: &str) {
     for &pid in pids {
-        assert!(!is_traced_or_stopped(pid), "{context}: {pid}");
+        assert!(!is_traced_or_stopped(pid), "{context}: process {pid} is traced or stopped");
     }
     let recovered = run_pagefold(state, "recover", &[], None);
     assert_eq!(recovered.status.code(), Some(0), "{context}: {recovered:?}");
@@ -261,7 +263,7 @@ fn run_recover(ksm: &KsmTestGuard, state: &Path, pids: &[u32], context: &str) {
     assert!(are_settings_as_before(&settings), "{context}: {settings:?}");
 }
 
-/// What some regions of a process hold.
+/// A checksum of some regions of a process.
 fn regions_checksum(pid: u32, regions: &[RegionLine]) -> u64 {
     let memory = File::open(format!("/proc/{pid}/mem")).unwrap();
     let mut hasher = DefaultHasher::new();

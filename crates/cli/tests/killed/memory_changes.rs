@@ -14,24 +14,24 @@ use std::fs;
 use std::path::Path;
 use std::process::Output;
 
-/// How often a kind of change is tried until it does what is to be killed.
+/// Maximum number of attempts until a change performs the work that is to be killed.
 const MAX_TRIES: usize = 8;
 
 /// A kind of change.
 struct MemoryChange {
-    /// Its name among the kinds.
+    /// Its name in [`CHANGE_KINDS`](crate::CHANGE_KINDS).
     kind_name: &'static str,
     /// Arguments of `pagefold-lab`, for each process.
     lab_arguments: &'static [&'static str],
-    /// Whether ksmd has merged all of them before.
+    /// Whether ksmd merges all the labs' regions before the change.
     merged_before: bool,
-    /// What is killed before at a point, so that there is something to be put back.
+    /// A command that is killed at a point before the change, so that there is something to restore.
     killed_before: Option<(&'static str, &'static str)>,
-    /// What is killed.
+    /// The command that is killed.
     command: &'static str,
-    /// What its report says where it is not: that it did what is to be killed.
+    /// Checks in the report of a run without a kill that it performed the work that is to be killed.
     is_done: fn(&Value) -> bool,
-    /// Whether what the labs enrolled themselves is to be enrolled afterwards.
+    /// Whether the memory that the labs enrolled themselves must be enrolled afterwards.
     enrolled_afterwards: bool,
 }
 
@@ -39,18 +39,18 @@ fn pids(labs: &[RunningLab<RegionLine>]) -> Vec<u32> {
     labs.iter().map(RunningLab::pid).collect()
 }
 
-/// Two that enrolled themselves more than pays, and what narrows that.
+/// Two labs that enrolled more of their memory than is profitable, and the merge that unenrolls the excess.
 const OVER_ENROLLED_LABS: &[&str] = &["layout --mergeable unique=600 shared-content=n:600"; 2];
 const UNENROLLING_MERGE: &str = "merge --settle 0 --cpu 100 --min-profit 0 --watch 0";
 
-/// Two processes that hold the same in part.
+/// Two processes with half of their content in common.
 const MIXTURE_LABS: &[&str] = &["mixture --mib 4 --duplicate 50% --salt a", "mixture --mib 4 --duplicate 50% --salt b"];
 
 /// Whether all of the lab's regions are merged.
 fn are_all_regions_merged(lab: &RunningLab<RegionLine>) -> bool {
     let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", lab.pid())).unwrap();
     let kib = rollup.lines().find_map(|line| line.strip_prefix("KSM:")?.trim().strip_suffix(" kB"));
-    let kib: u64 = kib.expect("a kernel from 6.6 on").parse().unwrap();
+    let kib: u64 = kib.expect("smaps_rollup has no KSM field (Linux 6.6)").parse().unwrap();
     kib * 1024 >= lab.lines().iter().map(|region| region.end_address() - region.start).sum()
 }
 
@@ -62,19 +62,19 @@ impl MemoryChange {
         };
         let labs: Vec<RunningLab<RegionLine>> = self.lab_arguments.iter().map(start).collect();
         if self.merged_before {
-            // ksmd may skip pages for ever that it came upon at different times.
+            // With smart_scan, ksmd may skip pages forever that it first scanned at different times.
             let settings = [("smart_scan", 0), ("pages_to_scan", 20_000), ("sleep_millisecs", 1), ("run", 1)];
             for (name, value) in settings.into_iter().filter(|(name, _)| ksm.read_setting(name).is_some()) {
                 ksm.write_setting(name, value);
             }
-            // Not until ksmd settles: who else is enrolled may keep it busy.
-            wait_until("a merge", || labs.iter().all(are_all_regions_merged));
+            // Do not wait until ksmd settles: other enrolled processes may keep it busy.
+            wait_until("the merge of all regions", || labs.iter().all(are_all_regions_merged));
         }
         write_settings_before(ksm);
         labs
     }
 
-    /// Run the command, once what is to come before it was killed.
+    /// Run the command, after the kill of the command before it, if any.
     fn run_command(&self, state: &Path, pids: &[u32], fault: Option<&str>) -> Output {
         if let Some((first, point)) = self.killed_before {
             let output = run_pagefold(state, first, pids, Some(point));
@@ -83,18 +83,18 @@ impl MemoryChange {
         run_pagefold(state, self.command, if self.killed_before.is_some() { &[] } else { pids }, fault)
     }
 
-    /// How often it reaches each point when nobody kills it. Where the machine is busy, it may see too late what it is
-    /// to do.
+    /// How often the command reaches each point without a kill. On a busy machine it may notice too late what it has to
+    /// do.
     fn fault_points(&self, ksm: &KsmTestGuard) -> BTreeMap<String, u64> {
         let count = |_| {
             let (state, labs) = (tempfile::tempdir().unwrap(), self.start_labs(ksm));
             self.run_command(state.path(), &pids(&labs), Some("count"))
         };
         let did = |output: &Output| (self.is_done)(&parse_json(output));
-        reached_points(&(0..MAX_TRIES).map(count).find(did).expect("one that does what is to be killed"))
+        reached_points(&(0..MAX_TRIES).map(count).find(did).expect("no attempt performed the work"))
     }
 
-    /// Kill it at a point. Whether it got there.
+    /// Kill the command at a point; returns whether it reached the point.
     fn kill_at(&self, ksm: &KsmTestGuard, point: &str) -> bool {
         let state = tempfile::tempdir().unwrap();
         let labs = self.start_labs(ksm);
@@ -113,11 +113,11 @@ impl MemoryChange {
             );
             assert!(
                 !undone || *was_enrolled == enrolled_page_addresses(lab.pid()),
-                "{place}: it was not done, and stays"
+                "{place}: recover left an unfinished change in place"
             );
         }
         if !self.enrolled_afterwards {
-            // What is to last is not taken back. It can be done once more, to its end.
+            // A persistent change is not undone, and the command can be repeated to completion.
             let again = run_pagefold(state.path(), self.command, &pids(&labs), None);
             assert_eq!(again.status.code(), Some(0), "{place}: {again:?}");
             assert!(labs.iter().all(|lab| enrolled_page_addresses(lab.pid()).is_empty()), "{place}");
@@ -162,7 +162,7 @@ fn merge_with_temporary_unenroll_survives_kill() {
         killed_before: None,
         command: UNENROLLING_MERGE,
         is_done: |report| {
-            let narrowed = report["plan"]["narrowed"].as_array().expect("a list");
+            let narrowed = report["plan"]["narrowed"].as_array().expect("the plan has no list of unenrolled ranges");
             narrowed.len() == 2 && narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(600 * PAGE_BYTES))
         },
         enrolled_afterwards: true,
@@ -174,7 +174,7 @@ fn merge_with_temporary_unenroll_survives_kill() {
 fn merge_that_unenrolls_short_lived_pages_survives_kill() {
     MemoryChange {
         kind_name: "withdraw",
-        // It writes all the time, so that it is seen to run however soon ksmd is done.
+        // The lab writes all the time, so that the writes are noticed however soon ksmd finishes.
         lab_arguments: &["layout text=4000 hot-text=4000 --interval 1"],
         merged_before: false,
         killed_before: None,
@@ -233,7 +233,7 @@ fn recover_survives_kill() {
         kind_name: "recover",
         lab_arguments: OVER_ENROLLED_LABS,
         merged_before: false,
-        // By then memory is withdrawn and all settings are written.
+        // At this point memory is unenrolled and all settings are written.
         killed_before: Some((UNENROLLING_MERGE, "4 after writing a setting")),
         command: "recover",
         is_done: |report| {
@@ -252,7 +252,7 @@ fn unmerge_with_collapse_survives_kill() {
     }
     MemoryChange {
         kind_name: "collapse",
-        // Equal in both, so that huge pages are split to merge them.
+        // The same content in both, so that ksmd splits huge pages to merge them.
         lab_arguments: &["layout --mergeable --salt twin huge=2048"; 2],
         merged_before: true,
         killed_before: None,

@@ -1,5 +1,5 @@
-//! Settings that are to last: wherever it is killed, there are those from before it or its own, and `policy restore`
-//! brings back what there was before the first.
+//! Persistent settings. Wherever the command is killed, either the settings before it or its own are in force.
+//! `policy restore` then brings back the settings before the first policy.
 
 use crate::{
     KsmSettingValues, kill_at_selected_points, parse_json, reached_points, read_settings, regions_checksum,
@@ -13,7 +13,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Output;
 
-/// Other values than those before, of all settings that are looked at, as a policy's file says them.
+/// Values that differ from the settings before, for all settings compared, as in a policy file.
 const OTHER_SETTINGS: [(&str, &str); 6] = [
     ("advisor_mode", "\"none\""),
     ("run", "1"),
@@ -23,22 +23,22 @@ const OTHER_SETTINGS: [(&str, &str); 6] = [
     ("smart_scan", "false"),
 ];
 
-/// Settings that are to last for longer than what sets them.
+/// A change of settings that outlives the command.
 struct SettingChange {
-    /// Its name among the kinds.
+    /// Its name in [`CHANGE_KINDS`](crate::CHANGE_KINDS).
     kind_name: &'static str,
-    /// Whether the kernel's advisor is on before, where there is one.
+    /// Whether the kernel's advisor is on before the change, if the kernel has one.
     advisor_on_before: bool,
-    /// Whether a policy of [`OTHERS`] is set before.
+    /// Whether a policy with [`OTHER_SETTINGS`] is set before the change.
     policy_set_before: bool,
-    /// What is killed.
+    /// The command that is killed.
     command: &'static str,
-    /// Arguments of the `pagefold-lab` that it is about.
+    /// Arguments of the `pagefold-lab` that the command works on.
     lab: Option<&'static str>,
 }
 
 impl SettingChange {
-    /// The settings before all, a state directory, and whom it is about.
+    /// The original settings, a state directory, and the labs that the command works on.
     fn prepare(&self, ksm: &KsmTestGuard) -> (KsmSettingValues, tempfile::TempDir, Vec<RunningLab<RegionLine>>) {
         write_settings_before(ksm);
         if self.advisor_on_before && ksm.read_setting("advisor_mode").is_some() {
@@ -65,7 +65,7 @@ impl SettingChange {
         run_pagefold(state, self.command, &pids, Some(fault))
     }
 
-    /// How often it reaches each point when nobody kills it, and which settings it leaves.
+    /// How often the command reaches each point without a kill, and the settings that it leaves.
     fn fault_points(&self, ksm: &KsmTestGuard) -> (BTreeMap<String, u64>, KsmSettingValues) {
         let (_, state, labs) = self.prepare(ksm);
         let before = read_settings(ksm);
@@ -76,7 +76,7 @@ impl SettingChange {
         (reached_points(&output), after)
     }
 
-    /// Kill it at a point. Whether it got there.
+    /// Kill the command at a point; returns whether it reached the point.
     fn kill_at(&self, ksm: &KsmTestGuard, expected: &KsmSettingValues, point: &str) -> bool {
         let (first, state, labs) = self.prepare(ksm);
         let before = read_settings(ksm);
@@ -102,7 +102,7 @@ impl SettingChange {
     }
 }
 
-/// Run a command that nobody kills, and see that nothing remains to be done.
+/// Run a command without a kill, and check that nothing remains to restore.
 fn assert_completes(state: &Path, command: &str) {
     let output = run_pagefold(state, command, &[], None);
     assert_eq!(output.status.code(), Some(0), "{command}: {output:?}");

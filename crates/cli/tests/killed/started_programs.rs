@@ -1,5 +1,5 @@
-//! Programs that are started with somebody beside them, who enrols them from outside or drives KSM: it is killed, or
-//! the process that is to become the program before it does. The program goes on.
+//! Programs that pagefold starts together with a companion process, which enrolls them from outside or drives KSM. The
+//! tests kill the companion, or the process that is about to exec the program. The program continues.
 
 use crate::{
     GUIDED_KIND, PAGEFOLD_BINARY, are_settings_as_before, days_since_1970, is_soak_run, is_traced_or_stopped,
@@ -17,27 +17,27 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What there is to merge in the program: 1500 frames, more than a policy asks for.
+/// The program's layout: merging saves 1500 frames, more than a policy requires.
 const LAYOUT_ARGUMENTS: &[&str] = &["layout", "within=2000,copies=4", "unique=500"];
 
-/// How long whoever is beside a program may take from what can be seen of it to the end of what it does.
+/// Maximum time from the visible effect of the companion to the end of its work.
 const COMPANION_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A way to start a program.
 struct ProgramStart {
-    /// Its name among the kinds.
+    /// Its name in [`CHANGE_KINDS`](crate::CHANGE_KINDS).
     kind_name: &'static str,
     /// Arguments of `pagefold run`.
     arguments: &'static [&'static str],
-    /// Whether the program is as it is to be, and settings are as they were.
+    /// Whether the change to the program is complete and the settings are as before.
     is_in_effect: fn(&KsmTestGuard, &StartedProgram) -> bool,
 }
 
-/// A program that was started, or was to be.
+/// A program that was started, or was killed before exec.
 struct StartedProgram {
     child: Child,
     state: tempfile::TempDir,
-    /// Its regions; none if it has not begun.
+    /// Its regions; empty if the program did not start.
     regions: Vec<RegionLine>,
 }
 
@@ -64,12 +64,12 @@ impl StartedProgram {
         !self.regions.is_empty()
     }
 
-    /// What was said on standard error.
+    /// The text on standard error.
     fn stderr_text(&self) -> String {
         fs::read_to_string(stderr_path(self.state.path())).unwrap()
     }
 
-    /// Whether somebody beside it has its standard error, too.
+    /// Whether another process also has the program's standard error open.
     fn has_companion(&self) -> bool {
         let file = stderr_path(self.state.path()).canonicalize().unwrap();
         let others = fs::read_dir("/proc").unwrap().map(|entry| entry.unwrap());
@@ -77,7 +77,7 @@ impl StartedProgram {
         others.into_iter().any(|entry| fs::read_link(entry.path().join("fd/2")).is_ok_and(|holder| holder == file))
     }
 
-    /// What was begun can be done, where it was not, and taken back, to its end.
+    /// Check that the change can be made again, and undone, to completion.
     fn assert_change_can_be_repeated(&self, context: &str) {
         for command in ["merge --whole --settle 0 --cpu 100 --min-profit 0 --watch 0", "unmerge"] {
             let output = run_pagefold(self.state.path(), command, &[self.pid()], None);
@@ -87,11 +87,11 @@ impl StartedProgram {
         }
     }
 
-    /// Have the program end, as one that works, and wait for who is beside it.
+    /// Check that the program exits normally, and wait until its companion exits.
     fn stop(&mut self) {
         drop(self.child.stdin.take());
         assert!(self.child.wait().unwrap().success() || !self.has_started(), "{}", self.stderr_text());
-        wait_until("the end of who is beside it", || !self.has_companion());
+        wait_until("the exit of the companion", || !self.has_companion());
     }
 }
 
@@ -100,18 +100,18 @@ fn stderr_path(state: &Path) -> PathBuf {
 }
 
 impl ProgramStart {
-    /// How often each point is reached when nobody is killed.
+    /// How often each point is reached without a kill.
     fn fault_points(&self, ksm: &KsmTestGuard) -> BTreeMap<String, u64> {
         let mut program = StartedProgram::start(self, ksm, "count");
-        wait_until("what is to be killed", || (self.is_in_effect)(ksm, &program));
+        wait_until("the effect of the command", || (self.is_in_effect)(ksm, &program));
         program.stop();
         crate::parse_points(&program.stderr_text())
     }
 
-    /// Kill whoever gets to a point. Whether somebody did.
+    /// Kill the process that reaches a point; returns whether one did.
     fn kill_at(&self, ksm: &KsmTestGuard, point: &str) -> bool {
         let mut program = StartedProgram::start(self, ksm, point);
-        let (number, name) = point.split_once(' ').expect("the number and the name of a point");
+        let (number, name) = point.split_once(' ').expect("a point consists of a number and a name");
         let place = format!("fault point {number}: {name}\n");
         let is_killed = || program.stderr_text().contains(&place);
         let mut since = Instant::now();
@@ -123,7 +123,7 @@ impl ProgramStart {
         });
         let killed = is_killed();
         if killed && program.has_started() {
-            wait_until("the end of who was killed", || !program.has_companion());
+            wait_until("the exit of the killed companion", || !program.has_companion());
             let held = regions_checksum(program.pid(), &program.regions);
             run_recover(ksm, program.state.path(), &[program.pid()], &place);
             program.assert_change_can_be_repeated(&place);
@@ -135,7 +135,7 @@ impl ProgramStart {
     }
 }
 
-/// KSM for a test; `None`, once it has said why, where the test is to be skipped.
+/// KSM for one test; `None` after printing why the test is skipped.
 fn acquire_ksm() -> Option<KsmTestGuard> {
     KsmTestGuard::acquire().inspect_err(|why| println!("skipped: {why}")).ok()
 }
@@ -170,7 +170,7 @@ fn program_with_guided_merge_survives_kill() {
     if is_soak_run() {
         return kill_at_selected_points(way.kind_name, &way.fault_points(&ksm), |point| way.kill_at(&ksm, point));
     }
-    // It takes as long as a content has to be there before it is merged.
+    // Each attempt takes as long as a content must be stable before it is merged.
     for name in points_for_day(way.kind_name, days_since_1970() as usize) {
         assert!(way.kill_at(&ksm, &format!("1 {name}")), "{name}");
     }

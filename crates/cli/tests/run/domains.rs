@@ -1,5 +1,5 @@
-//! `pagefold run` enrols nobody beside those of another trust domain unless it is asked to. Needs root, to be several
-//! users, and the lock: nobody else's test may have anybody enrolled meanwhile.
+//! `pagefold run` does not enroll a program while processes of another trust domain are enrolled, unless it is asked
+//! to. Needs root to become several users, and the KSM test lock: no other test may have enrolled processes meanwhile.
 
 use crate::test_programs::{
     self, PAGEFOLD_BINARY, compile, has_program, lossy_text, refusal_line, run_within_domain,
@@ -18,13 +18,13 @@ use std::process::{Command, Stdio};
 
 const NOBODY_UID: u32 = 65534;
 
-/// Says whether it is enrolled.
+/// A command that prints whether it is enrolled.
 const PRINT_MERGE_ANY_COMMAND: [&str; 4] = ["grep", "-s", "ksm_merge_any", "/proc/self/ksm_stat"];
 
-/// KSM, and a folder into which anybody may look. Nothing where the kernel does not tell who is enrolled.
+/// KSM, and a directory that all users can read. `None` if the kernel does not report which processes are enrolled.
 fn acquire_ksm_and_folder() -> Option<(KsmTestGuard, tempfile::TempDir)> {
     if !fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|told| told.contains("ksm_mergeable")) {
-        println!("skipped: needs Linux 6.14, which tells who is enrolled");
+        println!("skipped: needs Linux 6.14, which reports the enrolled processes");
         return None;
     }
     let ksm = KsmTestGuard::acquire_with_foreign_settings()?;
@@ -33,19 +33,19 @@ fn acquire_ksm_and_folder() -> Option<(KsmTestGuard, tempfile::TempDir)> {
     Some((ksm, folder))
 }
 
-/// Somebody who is enrolled until this is dropped.
+/// Start a process that is enrolled until this is dropped.
 fn start_enrolled_lab(user: u32) -> RunningLab<RegionLine> {
     RunningLab::start_layout(&["--uid", &user.to_string(), "--mergeable", "unique=500"]).unwrap()
 }
 
-/// A script that says whether it is enrolled.
+/// Write a script that prints whether it is enrolled.
 fn write_script(path: &Path) {
     let text = path.with_extension("text");
     fs::write(&text, format!("#!/bin/sh\n{}\n", PRINT_MERGE_ANY_COMMAND.join(" "))).unwrap();
     install_executable(&text, path, 0o755).unwrap();
 }
 
-/// What it says that ends with 0, on standard output and error.
+/// Run a command that must exit with 0; returns its standard output and standard error.
 fn run_successfully(command: &mut Command) -> (String, String) {
     let output = command.output().unwrap();
     assert_eq!(output.status.code(), Some(0), "{output:?}");
@@ -68,7 +68,7 @@ fn program_of_another_domain_is_refused() {
     }
     refusal_line(run_within_domain().args(["--dry-run", "--", "touch"]).arg(&file));
     refusal_line(run_within_domain().args(["--policy", "flat-out", "--", "touch"]).arg(&file));
-    assert!(!file.exists(), "it was not started");
+    assert!(!file.exists(), "a rejected program was started");
 
     assert_eq!(
         run_successfully(run_within_domain().args(["--across-domains", "--"]).args(PRINT_MERGE_ANY_COMMAND)),
@@ -76,11 +76,11 @@ fn program_of_another_domain_is_refused() {
     );
     let (out, error) =
         run_successfully(run_within_domain().args(["--best-effort", "--"]).args(PRINT_MERGE_ANY_COMMAND));
-    assert_eq!(out, MERGE_ANY_NO, "what was enrolled to be tried is so no longer");
+    assert_eq!(out, MERGE_ANY_NO, "the program must not stay enrolled after the check");
     assert!(error.starts_with("pagefold: not enrolled in KSM: grep is of the trust domain user 0"), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
 
-    // Who trusts each other is one domain.
+    // Users listed as one trust domain may share pages.
     let config = folder.path().join("pagefold.toml");
     let with = |text: &str| {
         fs::write(&config, text).unwrap();
@@ -122,7 +122,7 @@ fn guest_of_root_is_its_own_domain() {
         "{said}"
     );
 
-    // Nor is it enrolled where its owner forbids that, unless it is asked for.
+    // A program whose owner forbids merging is not enrolled without `--ignore-opt-out`.
     let opted_out = |options: &[&str]| {
         let mut command = run(options);
         command.args(["-machine", "pc,mem-merge=off"]);
@@ -152,7 +152,7 @@ fn user_with_hidden_processes_is_warned_with_verbose() {
     assert!(run_successfully(&mut nobodys(&["--dry-run"])).0.contains("others may be enrolled who cannot be seen"));
     let told = run_successfully(&mut nobodys(&["--verbose", "--across-domains"])).1;
     assert!(!told.contains("others may be"), "{told}");
-    // What is his he can see: here each program is a domain of its own.
+    // The user can see the user's own processes: in this configuration each program is a trust domain of its own.
     let _his = start_enrolled_lab(NOBODY_UID);
     assert_eq!(run_successfully(&mut nobodys(&[])).0, MERGE_ANY_YES);
     let config = folder.path().join("pagefold.toml");
@@ -172,7 +172,7 @@ fn root_in_container_knows_of_hidden_processes() {
     command.args(kinds).args([PAGEFOLD_BINARY, "run", "--dry-run", "--way", "prctl", "--", "true"]);
     assert!(run_successfully(&mut command).0.contains("others may be enrolled who cannot be seen"));
     if fs::read_link("/proc/self/ns/pid").unwrap().as_os_str() != "pid:[4026531836]" {
-        return println!("skipped: these tests are in a container themselves");
+        return println!("skipped: the tests run in a container");
     }
     assert!(!run_successfully(run_within_domain().args(["--dry-run", "--", "true"])).0.contains("others may be"));
 }
@@ -199,7 +199,7 @@ fn companion_is_not_enrolled_and_holds_no_descriptors() {
     let lab = pagefold_labs::client::lab_binary().unwrap();
     let refuses = [lab.to_str().unwrap(), "refuse-prctl", "--"];
     for (refuses, is_enrolled) in [(&refuses[..0], true), (&refuses[..], false)] {
-        // A descriptor that whoever stays beside it must not keep.
+        // A descriptor that the companion process must not keep.
         let words = [refuses, &["sh", "-c", r#"exec 9</etc/passwd; exec "$0" "$@""#, PAGEFOLD_BINARY]].concat();
         let mut command = Command::new(words[0]);
         command.args(&words[1..]).arg("--state").arg(folder.path());
@@ -215,7 +215,7 @@ fn companion_is_not_enrolled_and_holds_no_descriptors() {
             "cat",
         ]);
         let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
-        wait_until("the policy", || ksm.read_counter("pages_to_scan") == 20_000);
+        wait_until("the policy's settings", || ksm.read_counter("pages_to_scan") == 20_000);
         let enrolled = |pid: &str| fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains(MERGE_ANY_YES);
         let journal = fs::read_to_string(folder.path().join("journal.json")).unwrap();
         let journal: Value = serde_json::from_str(journal.lines().next().unwrap()).unwrap();
@@ -233,7 +233,7 @@ fn companion_is_not_enrolled_and_holds_no_descriptors() {
     }
 }
 
-/// Two programs of one tree and of two users, with pages in common and pages that each has four times.
+/// Two programs of one process tree and of two users, with common pages and pages that each has four times.
 #[test]
 fn guided_merge_keeps_domains_of_a_tree_apart() {
     let Some((ksm, folder)) = acquire_ksm_and_folder() else { return };
@@ -245,7 +245,7 @@ fn guided_merge_keeps_domains_of_a_tree_apart() {
         command.arg("shared-content=d:800,within=2000,copies=4").stdin(Stdio::piped()).stdout(Stdio::null());
         let mut child = command.spawn().unwrap();
         let mut merged = 0;
-        wait_until("a merge", || {
+        wait_until("the guided merge", || {
             let pages = fs::read_to_string(format!("/proc/{}/ksm_merging_pages", child.id())).unwrap();
             merged = pages.trim().parse::<u64>().unwrap();
             merged >= enough
@@ -256,7 +256,7 @@ fn guided_merge_keeps_domains_of_a_tree_apart() {
         assert_eq!(ksm.changed_settings(), []);
         merged
     };
-    assert!(merged(&[], 2000) < 2800, "what two domains have in common is left alone");
+    assert!(merged(&[], 2000) < 2800, "content shared across domains must not be merged");
     assert!(merged(&["--across-domains"], 2800) >= 2800);
 }
 

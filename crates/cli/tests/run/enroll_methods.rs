@@ -1,4 +1,4 @@
-//! Each way to enrol a program, held against what the kernel says of its memory.
+//! Compares each method to enroll a program with what the kernel reports about its memory.
 
 use crate::test_programs::{
     self, anonymous_and_mergeable_bytes, compile, has_ksm, has_program, lossy_text, refusal_line, run_command,
@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 const NOBODY_UID: u32 = 65534;
 
-/// A program of `labs/run/tree.c` and its descendants, that hold until this is dropped.
+/// A program of `labs/run/tree.c` and its descendants, which run until this is dropped.
 struct ProgramTree {
     child: Child,
     pids: Vec<u32>,
@@ -32,12 +32,12 @@ impl ProgramTree {
         Self { child, pids }
     }
 
-    /// Wait until a condition holds for every process.
+    /// Wait until a condition is true for every process.
     fn wait_for_each(&self, description: &str, condition: impl Fn(u32) -> bool) {
         let started = Instant::now();
         for &pid in &self.pids {
             while !condition(pid) {
-                assert!(started.elapsed() < Duration::from_secs(60), "{description}: not within a minute");
+                assert!(started.elapsed() < Duration::from_secs(60), "timeout after a minute: {description}");
                 std::thread::sleep(Duration::from_millis(20));
             }
         }
@@ -51,7 +51,7 @@ impl Drop for ProgramTree {
     }
 }
 
-/// The second thread's blocked signals, and nothing if there is none.
+/// The blocked signals of the second thread, or `None` if there is no second thread.
 fn second_thread_signal_mask(pid: u32) -> Option<String> {
     let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().map(|task| task.unwrap().path());
     let threads: Vec<_> = tasks.filter(|task| !task.ends_with(pid.to_string())).collect();
@@ -95,7 +95,7 @@ fn preload_library_enrolls_from_within() {
     let tree = ProgramTree::start(run_command().args(["--way", "preload", "--"]).arg(&program).args(["20", "3"]), 3);
     for &pid in &tree.pids {
         assert!(has_merge_any(pid) && is_mostly_mergeable(pid), "{:?}", anonymous_and_mergeable_bytes(pid));
-        assert_eq!(second_thread_signal_mask(pid), None, "where the kernel does it, no thread is needed");
+        assert_eq!(second_thread_signal_mask(pid), None, "prctl works, so the library must start no thread");
     }
 }
 
@@ -112,8 +112,8 @@ fn library_marks_mappings_when_prctl_is_refused() {
         tree.wait_for_each("enrolled by a thread", is_mostly_mergeable);
         for &pid in &tree.pids {
             assert!(!has_merge_any(pid));
-            let blocked = second_thread_signal_mask(pid).expect("a thread in each process, forked or started");
-            // All that can be blocked: not KILL (9) and STOP (19), nor glibc's own 32 and 33.
+            let blocked = second_thread_signal_mask(pid).expect("a process of the tree has no second thread");
+            // All signals that can be blocked: not KILL (9) and STOP (19), nor glibc's internal 32 and 33.
             assert_eq!(u64::from_str_radix(&blocked, 16).unwrap(), !(1 << 8 | 1 << 18 | 3 << 31), "{blocked}");
         }
     }
@@ -155,7 +155,7 @@ fn programs_without_preload_support_are_named() {
     assert!(refusal_line(preload().arg(&script)).contains("is linked statically"));
 
     let output = run_command().args(["--way", "preload", "--best-effort", "--"]).arg(&fixed).arg("x").output().unwrap();
-    assert_eq!(output.status.code(), Some(2), "the program's own status, for its own reason");
+    assert_eq!(output.status.code(), Some(2), "the exit status must be the program's own");
     assert!(
         lossy_text(&output.stderr).starts_with("pagefold: not enrolled in KSM: "),
         "{}",
@@ -168,9 +168,9 @@ fn setuid_programs_are_named_to_affected_users() {
     if !has_ksm() || !nix::unistd::geteuid().is_root() {
         return println!("skipped: needs root to make a setuid program, and KSM");
     }
-    // He is enrolled for a moment, and others' tests are of other domains.
+    // The user is enrolled for a moment, and other tests use other trust domains.
     let Some(_ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
-    // What the user may execute, wherever this tree is.
+    // A copy that the user can execute, wherever this tree is.
     let folder = tempfile::tempdir().unwrap();
     let copy = |from: &Path, name: &str, mode| {
         let path = folder.path().join(name);
@@ -188,11 +188,11 @@ fn setuid_programs_are_named_to_affected_users() {
     };
     assert!(refusal_line(&mut run("preload")).contains("is setuid"));
     assert!(run("prctl").status().unwrap().success());
-    // For root it is a program as any other.
+    // For root it is an ordinary program.
     assert!(test_programs::run_command().args(["--way", "preload", "--"]).arg(&setuid).status().unwrap().success());
 }
 
-/// Whether a tree can be enrolled from outside; says that the test is skipped otherwise.
+/// Whether a process tree can be enrolled from outside; prints `skipped: why` if not.
 fn can_inject() -> bool {
     if !has_ksm() || !has_program("gcc") {
         return false;
@@ -204,14 +204,14 @@ fn can_inject() -> bool {
     how.status.success()
 }
 
-/// Wait until nobody has a file open for standard error.
+/// Wait until no process has a file open as standard error.
 fn wait_until_stderr_is_closed(file: &Path) {
     let started = Instant::now();
     let holds = |entry: std::io::Result<fs::DirEntry>| {
         fs::read_link(entry.unwrap().path().join("fd/2")).is_ok_and(|holder| holder == file)
     };
     while fs::read_dir("/proc").unwrap().any(holds) {
-        assert!(started.elapsed() < Duration::from_secs(60), "somebody stays behind for a minute");
+        assert!(started.elapsed() < Duration::from_secs(60), "a process still has the file open after a minute");
         std::thread::sleep(Duration::from_millis(20));
     }
 }
@@ -236,7 +236,7 @@ fn companion_enrolls_a_tree_and_ends_with_it() {
     }
 }
 
-/// Who reads what a program says waits until the program has closed it, and not for the companion.
+/// A reader of the program's output waits until the program has closed it, not until the companion exits.
 #[test]
 fn companion_holds_no_pipe_of_the_program() {
     if !can_inject() {
@@ -288,7 +288,7 @@ fn no_aslr_gives_the_same_addresses_each_time() {
     }
     let addresses = |options: &[&str]| {
         let output = run_command().args(options).args(["--", "sh", "-c", "cat /proc/self/maps"]).output().unwrap();
-        lossy_text(&output.stdout).lines().find(|line| line.ends_with("[stack]")).map(str::to_owned).expect("a stack")
+        lossy_text(&output.stdout).lines().find(|line| line.ends_with("[stack]")).map(str::to_owned).expect("no stack")
     };
     assert_eq!(addresses(&["--no-aslr"]), addresses(&["--no-aslr"]));
     if fs::read_to_string("/proc/sys/kernel/randomize_va_space").is_ok_and(|value| value.trim() != "0") {
@@ -301,7 +301,7 @@ fn kernel_without_ksm_is_reported_with_remedy() {
     if !nix::unistd::geteuid().is_root() || !has_program("unshare") {
         return println!("skipped: needs root and unshare(1) to hide /sys/kernel/mm/ksm");
     }
-    // prctl fails as on such a kernel, the library is away, and /sys has no such folder.
+    // prctl fails as on a kernel without KSM, the library is missing, and /sys has no KSM directory.
     let lab = pagefold_labs::client::lab_binary().unwrap();
     let script = "mount -t tmpfs none /sys/kernel/mm && exec \"$@\"";
     let mut command = Command::new("unshare");

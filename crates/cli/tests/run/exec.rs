@@ -1,5 +1,5 @@
-//! `pagefold run` leaves no trace on the program that it becomes: everything but its memory's enrolment is compared
-//! with a run without it. The ways that need a process beside the program, or a library in it, are held to the same.
+//! `pagefold run` changes nothing about the program except the enrollment of its memory: the tests compare with a
+//! direct start. The same holds for the methods with a companion process or a preloaded library.
 
 use crate::test_programs::{
     self, ENV_DEFAULT_SIGNALS, PAGEFOLD_BINARY, ProgramTimeout, has_ksm, has_program, lossy_text, refusal_line,
@@ -13,7 +13,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output, Stdio};
 
-/// Ways to start a program with nothing between it and whoever starts it: words to put before it.
+/// Commands that start a program as the direct child of the caller: words to put before the program.
 fn start_commands() -> Vec<Vec<String>> {
     let words = |command: Command| {
         let words = std::iter::once(command.get_program()).chain(command.get_args());
@@ -24,7 +24,7 @@ fn start_commands() -> Vec<Vec<String>> {
     vec![words(run_command()), preload, words(run_with_prctl_refused(1))]
 }
 
-/// What a shell script says when `{}` in it is `pagefold run`, in each way, and when it is nothing.
+/// Compare the output of a shell script in which `{}` is `pagefold run`, for each method, with a direct start.
 fn compare_with_direct_start(script: &str) {
     let output = |shell: &[&str], starter: &str| {
         let mut command = Command::new(shell[0]);
@@ -80,7 +80,7 @@ fn unstartable_program_exits_as_in_a_shell() {
             assert!(said.starts_with(&format!("pagefold: {program}: ")) && said.lines().count() == 1, "{said}");
         }
     }
-    // Neither ELF nor `#!`: execvp gives it to the shell.
+    // Neither ELF nor `#!`: execvp starts the shell for it.
     let script = folder.path().join("script");
     fs::write(&path, "echo $0 $1").unwrap();
     install_executable(&path, &script, 0o755).unwrap();
@@ -100,12 +100,12 @@ fn signal_state_is_preserved() {
         "--block-signal=CHLD,USR1,PIPE",
         "--ignore-signal=SEGV,BUS --block-signal=CHLD,TERM",
     ] {
-        // The first 28 signals: 32 and 33 are glibc's own, which it sets up with the library's thread.
+        // The first 28 signals: 32 and 33 are glibc's own, which it sets up together with the library's thread.
         compare_with_direct_start(&format!(
             "env {signals} {{}} grep -E '^(Sig[BIC]|ShdPnd|SigPnd)' /proc/self/status | sed -E 's/\t.{{9}}/ /'"
         ));
     }
-    // Who is told that nobody reads dies of it, quietly.
+    // A program that writes to a closed pipe dies of SIGPIPE without a message.
     compare_with_direct_start(
         "{ env --default-signal=PIPE {} sh -c 'while echo; do :; done'; echo $? >&2; } | head -n 1",
     );
@@ -120,7 +120,7 @@ fn descriptors_arguments_and_environment_are_preserved() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("output");
     for redirection in ["", "0<&-", "0<&- 2>&-", "</dev/zero 7</dev/null 2>/dev/full"] {
-        // A file, since pipes differ from run to run.
+        // A file, because the names of pipes differ between runs.
         let file = file.display();
         compare_with_direct_start(&format!(
             "exec 3>&1 >{file}; {{}} {list} {redirection} 3>&-; sed s/pipe:.*/pipe/ {file} >&3; exec 3>&-"
@@ -129,7 +129,7 @@ fn descriptors_arguments_and_environment_are_preserved() {
     compare_with_direct_start("{} sh -c 'printf \"%s|\" \"$0\" \"$@\"' zero '' 'a b' -- --help -x");
     compare_with_direct_start("A=1 env -u PAGEFOLD_PRELOAD {} env | grep -v -e ^_= -e ^PAGEFOLD_ -e ^LD_PRELOAD=");
     compare_with_direct_start("cd /; umask 027; ulimit -n 99; {} sh -c 'pwd; umask; ulimit -n'");
-    // Not looked for again in another directory, nor by another name.
+    // The program is not searched for in another directory or under another name.
     compare_with_direct_start("PATH=/nowhere:/usr/bin:/bin; {} sh -c 'echo $0'");
 }
 
@@ -140,7 +140,7 @@ fn program_keeps_the_pid() {
     }
     for starter in start_commands() {
         let starter = starter.join(" ");
-        // Number, parent, process group, session, terminal: the fields of stat after the name and state.
+        // Pid, parent, process group, session and terminal: the fields of stat after the name and state.
         let script = format!(
             "cut -d' ' -f1,4-7 /proc/$$/stat; \
              exec {starter} -- sh -c 'cut -d\" \" -f1,4-7 /proc/$$/stat; cut -d\" \" -f1 /proc/$$/task/$$/children'"
@@ -150,7 +150,7 @@ fn program_keeps_the_pid() {
         let found = lossy_text(&output.unwrap().stdout);
         let lines: Vec<&str> = found.lines().collect();
         assert_eq!(lines[0], lines[1], "{starter}");
-        // The one child is the `cut` that reads the list.
+        // The only child is the `cut` that reads the list.
         assert_eq!(lines.len(), 3, "{found}");
     }
 }
@@ -182,10 +182,10 @@ fn program_controls_its_terminal() {
             said.push(byte[0]);
         }
         assert!(lossy_text(&said).contains("33 91"), "{}", lossy_text(&said));
-        // Ctrl-C, which the terminal turns into a signal for its foreground group.
+        // Ctrl-C, which the terminal turns into a signal to its foreground process group.
         input.write_all(b"\x03").unwrap();
         input.flush().unwrap();
-        // To the end of what it says, which comes when it ends: the bound must not outlive it.
+        // Read to the end of its output, that is, until it exits: the timeout must not outlive the program.
         output.read_to_end(&mut said).unwrap();
         drop(bound);
         assert_eq!(script.wait().unwrap().code(), Some(128 + 2), "{prefix}: {}", lossy_text(&said));
@@ -209,7 +209,7 @@ fn program_can_be_stopped_and_continued() {
         let stopped = nix::sys::wait::WaitStatus::Stopped(pid, nix::sys::signal::Signal::SIGSTOP);
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
         let wait = nix::sys::wait::waitpid(pid, Some(WaitPidFlag::WUNTRACED));
-        assert_eq!(wait, Ok(stopped), "whoever waits for pagefold waits for the program");
+        assert_eq!(wait, Ok(stopped), "a wait for pagefold must report the program's stop");
         nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGCONT).unwrap();
         drop(child.stdin.take());
         let ended = WaitId::Pid(pid);

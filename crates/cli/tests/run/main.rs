@@ -1,6 +1,11 @@
-//! `pagefold run`: what the program that it becomes finds ([`exec`]), whether its memory is enrolled ([`ways`]) and may
-//! be ([`domains`]), what is said where a library did not enrol it ([`preloaded`]), and how KSM is driven meanwhile
-//! ([`policies`]).
+//! Tests of `pagefold run`:
+//!
+//! - [`exec`]: the environment of the program that it executes;
+//! - [`enroll_methods`]: the methods of enrollment;
+//! - [`domains`]: trust domains;
+//! - [`preload_check`]: warnings if a library did not enroll the program;
+//! - [`policies`]: policies that drive KSM while the program runs;
+//! - [`user_engine`]: the user-space engine.
 
 mod domains;
 mod enroll_methods;

@@ -1,5 +1,5 @@
-//! `pagefold run --policy`: KSM is driven while the program runs and put back afterwards, however the process beside it
-//! ends. Needs root and KSM; what is refused before the program starts needs neither.
+//! `pagefold run --policy` drives KSM while the program runs and restores the settings afterwards, however the
+//! companion process ends. Needs root and KSM; rejections before the program starts need neither.
 
 use crate::test_programs::{PAGEFOLD_BINARY, lossy_text, refusal_line, wait_until_companion_exits};
 use pagefold_labs::client::install_executable;
@@ -17,12 +17,12 @@ use std::process::{Child, Command, Stdio};
 
 const NOBODY_UID: u32 = 65534;
 
-/// KSM with settings that no policy writes, and a directory for state.
+/// KSM with settings that no policy writes, and a state directory.
 fn acquire_ksm_and_state() -> Option<(KsmTestGuard, tempfile::TempDir)> {
     KsmTestGuard::acquire_with_foreign_settings().map(|ksm| (ksm, tempfile::tempdir().unwrap()))
 }
 
-/// Whether the policy `flat-out` is in force.
+/// Whether the settings of the policy `flat-out` are in force.
 fn is_flat_out_policy_set(ksm: &KsmTestGuard) -> bool {
     ["run", "pages_to_scan", "sleep_millisecs"].map(|name| ksm.read_counter(name)) == [1, 20_000, 0]
 }
@@ -33,21 +33,21 @@ fn run_with_policy_command(state: &Path, arguments: &[&str]) -> Command {
     command
 }
 
-/// The process beside a program, by whom the journal names.
+/// The companion process of a program: the writer that the journal names.
 fn companion_pid(state: &Path) -> rustix::process::Pid {
     let journal = fs::read_to_string(state.join("journal.json")).unwrap();
     let journal: Value = serde_json::from_str(journal.lines().next().unwrap()).unwrap();
     rustix::process::Pid::from_raw(journal["writer"].as_i64().unwrap() as i32).unwrap()
 }
 
-/// A program that ends when this is dropped, with KSM driven flat out.
+/// A program with KSM driven by `flat-out`; it exits when this is dropped.
 struct FlatOutProgram(Child);
 
 impl FlatOutProgram {
     fn start(ksm: &KsmTestGuard, state: &Path) -> Self {
         let arguments = ["--best-effort", "--policy", "flat-out", "--", "cat"];
         let driven = Self(run_with_policy_command(state, &arguments).stdin(Stdio::piped()).spawn().unwrap());
-        wait_until("the policy", || is_flat_out_policy_set(ksm));
+        wait_until("the policy's settings", || is_flat_out_policy_set(ksm));
         driven
     }
 }
@@ -64,7 +64,7 @@ fn policy_is_in_force_while_the_program_runs() {
     let Some((ksm, state)) = acquire_ksm_and_state() else { return };
     let mut child =
         run_with_policy_command(state.path(), &["--policy", "flat-out", "--", "sleep", "1"]).spawn().unwrap();
-    wait_until("the policy", || is_flat_out_policy_set(&ksm));
+    wait_until("the policy's settings", || is_flat_out_policy_set(&ksm));
     assert!(child.wait().unwrap().success());
     wait_until_companion_exits(state.path());
     assert_eq!(ksm.changed_settings(), []);
@@ -77,7 +77,7 @@ fn stopped_companion_restores_settings() {
     kill_process(companion_pid(state.path()), Signal::TERM).unwrap();
     wait_until_companion_exits(state.path());
     assert_eq!(ksm.changed_settings(), []);
-    assert_eq!(driven.0.try_wait().unwrap(), None, "the program goes on");
+    assert_eq!(driven.0.try_wait().unwrap(), None, "the program must continue");
 }
 
 #[test]
@@ -86,9 +86,9 @@ fn recover_undoes_a_killed_companion() {
     let mut driven = FlatOutProgram::start(&ksm, state.path());
     let driver = companion_pid(state.path());
     kill_process(driver, Signal::KILL).unwrap();
-    wait_until("its end", || rustix::process::test_kill_process(driver).is_err());
-    assert!(is_flat_out_policy_set(&ksm), "it had no chance to put anything back");
-    assert_eq!(driven.0.try_wait().unwrap(), None, "the program goes on");
+    wait_until("the exit of the companion", || rustix::process::test_kill_process(driver).is_err());
+    assert!(is_flat_out_policy_set(&ksm), "a killed companion cannot restore settings");
+    assert_eq!(driven.0.try_wait().unwrap(), None, "the program must continue");
     let recovered = Command::new(PAGEFOLD_BINARY).arg("--state").arg(state.path()).arg("recover").output().unwrap();
     assert_eq!(recovered.status.code(), Some(0), "{recovered:?}");
     assert_eq!(ksm.changed_settings(), []);
@@ -117,14 +117,14 @@ fn guided_policy_merges_while_the_program_runs() {
         .map(|line| serde_json::from_str(&line).unwrap())
         .collect();
     assert_eq!(regions.iter().map(|region| region.kind.as_str()).collect::<Vec<_>>(), ["within", "unique"]);
-    // 500 contents, each four times: all 2000 pages are of merged frames in the end.
+    // 500 contents, each four times: in the end all 2000 pages map merged frames.
     let merged = || {
         let pages = fs::read_to_string(format!("/proc/{}/ksm_merging_pages", child.id())).unwrap();
         pages.trim().parse::<u64>().unwrap()
     };
-    wait_until("a merge", || merged() >= 2000);
-    // Between rounds, too, everything is as it was.
-    wait_until("what was before", || ksm.changed_settings().is_empty());
+    wait_until("the guided merge", || merged() >= 2000);
+    // Between rounds all settings are restored, too.
+    wait_until("the restored settings", || ksm.changed_settings().is_empty());
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
     wait_until_companion_exits(state.path());
@@ -135,7 +135,7 @@ fn guided_policy_merges_while_the_program_runs() {
 fn guided_policy_unenrolls_pages_that_break_between_rounds() {
     let Some((ksm, state)) = acquire_ksm_and_state() else { return };
     let lab = pagefold_labs::client::lab_binary().unwrap();
-    // Written in one go every six seconds: old enough to be merged, and seen to break by none but a later round.
+    // Written in one go every six seconds: stable long enough to be merged, but COW breaks show only in a later round.
     let lab = [lab.to_str().unwrap(), "layout", "zero=4000", "hot-zero=4000", "--interval", "6000"];
     let mut command =
         run_with_policy_command(state.path(), &[&["--policy", "guided", "--cpu", "100", "--"][..], &lab].concat());
@@ -149,8 +149,8 @@ fn guided_policy_unenrolls_pages_that_break_between_rounds() {
     let enrolled = |region: &RegionLine| {
         enrolled_page_addresses(child.id()).range(region.start..region.end_address()).count() as u64
     };
-    wait_until("an enrolment", || enrolled(hot) == hot.pages);
-    wait_until("a withdrawal", || enrolled(hot) == 0);
+    wait_until("the enrollment", || enrolled(hot) == hot.pages);
+    wait_until("the unenrollment", || enrolled(hot) == 0);
     assert_eq!(enrolled(zero), zero.pages);
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
@@ -158,7 +158,7 @@ fn guided_policy_unenrolls_pages_that_break_between_rounds() {
     assert_eq!(ksm.changed_settings(), []);
 }
 
-/// Whether a program was started: it would leave a file.
+/// Assert that a command is rejected before it starts its program, which would create a file.
 fn assert_refused(command: &mut Command, folder: &Path, messages: &str) {
     let said = refusal_line(command.current_dir(folder).args(["--", "touch", "started"]));
     assert!(said.contains(messages), "{said}");
@@ -199,12 +199,12 @@ fn other_tuner_is_named_and_ignored_with_force() {
     let script = state.path().join("ksmtuned");
     fs::write(&script, "#!/bin/sh\nread line\n").unwrap();
     let mut tuner = Command::new("sh").arg(&script).stdin(Stdio::piped()).spawn().unwrap();
-    // Its name is that of the shell until it has become it.
+    // Until the exec its name is that of the shell.
     wait_until("the tuner", || fs::read(format!("/proc/{}/cmdline", tuner.id())).unwrap().ends_with(b"ksmtuned\0"));
     let own = state.path().join("state");
     assert_refused(&mut run_with_policy_command(&own, &["--policy", "flat-out"]), state.path(), "ksmtuned tunes KSM");
     let forced = run_with_policy_command(&own, &["--policy", "flat-out", "--force", "--", "sleep", "1"]).spawn();
-    wait_until("the policy", || is_flat_out_policy_set(&ksm));
+    wait_until("the policy's settings", || is_flat_out_policy_set(&ksm));
     assert!(forced.unwrap().wait().unwrap().success());
     wait_until_companion_exits(&own);
     assert_eq!(ksm.changed_settings(), []);

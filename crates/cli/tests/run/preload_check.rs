@@ -1,4 +1,4 @@
-//! Whoever starts a program by preload is told where that did not enrol it, or what it started.
+//! `pagefold run --way preload` warns if the library did not enroll the program or a program that it started.
 
 use crate::test_programs::{compile, has_ksm, has_program, run_command, run_with_prctl_refused};
 use pagefold_labs::process_checks::wait_until;
@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
-/// A program of `labs/run/tree.c` that holds until this is dropped, with a file for standard error.
+/// A program of `labs/run/tree.c` that runs until this is dropped, with a file for standard error.
 struct TreeProgram {
     child: Child,
     stderr_path: PathBuf,
@@ -24,14 +24,14 @@ impl TreeProgram {
         fs::read_to_string(&self.stderr_path).unwrap()
     }
 
-    /// What was said when it and who stays beside it have ended.
+    /// The text on standard error, once the program and its companion have exited.
     fn finish(self) -> String {
         let errors = self.stderr_path.canonicalize().unwrap();
         drop(self);
         let holds = |entry: std::io::Result<fs::DirEntry>| {
             fs::read_link(entry.unwrap().path().join("fd/2")).is_ok_and(|holder| holder == errors)
         };
-        wait_until("the end of who stays", || !fs::read_dir("/proc").unwrap().any(holds));
+        wait_until("the exit of the companion", || !fs::read_dir("/proc").unwrap().any(holds));
         fs::read_to_string(&errors).unwrap()
     }
 }
@@ -50,14 +50,14 @@ fn unreached_child_of_launcher_is_reported_once() {
     }
     let folder = tempfile::tempdir().unwrap();
     let fixed = compile("gcc", "tree.c", &["-static"], folder.path());
-    // Two of them, each with a child of its own.
+    // Two programs, each with a child process.
     let script = format!("exec 3<&0; {0} 1 2 <&3 & {0} 1 2; wait", fixed.display());
     let program = TreeProgram::start(run_with_prctl_refused(1).args(["--", "sh", "-c", &script]), folder.path());
-    wait_until("a word", || program.stderr_text().ends_with('\n'));
+    wait_until("the warning", || program.stderr_text().ends_with('\n'));
     let said = program.stderr_text();
     let is = format!("is not enrolled in KSM: {} is linked statically: it has no loader", fixed.display());
     assert!(said.starts_with("pagefold: process ") && said.contains(&is), "{said}");
-    assert_eq!(program.finish(), said, "once for all four");
+    assert_eq!(program.finish(), said, "the warning must appear once for all four processes");
 }
 
 #[test]
@@ -69,13 +69,13 @@ fn program_without_ld_preload_is_reported() {
     let dynamic = compile("gcc", "tree.c", &[], folder.path());
     let command = &mut run_with_prctl_refused(22);
     let program = TreeProgram::start(command.args(["--", "env", "-i"]).arg(&dynamic).args(["1", "1"]), folder.path());
-    wait_until("a word", || program.stderr_text().ends_with('\n'));
+    wait_until("the warning", || program.stderr_text().ends_with('\n'));
     let said = program.stderr_text();
     let is = format!("process {} is not enrolled in KSM: {}", program.child.id(), dynamic.display());
     assert!(said.contains(&is) && said.contains("was started without LD_PRELOAD"), "{said}");
 }
 
-/// A library that enrols the copy of pagefold on which it is tried, and nobody else. Who reads a pipe is told, too.
+/// A library that enrolls only pagefold's own probe process. The warning also reaches a reader of a pipe.
 #[test]
 fn library_that_enrolls_only_the_probe_is_reported() {
     if !has_ksm() || !has_program("gcc") {
@@ -108,7 +108,7 @@ fn library_that_enrolls_only_the_probe_is_reported() {
     assert!(said.ends_with(&is), "{said}");
 }
 
-/// What is as it should be is no news, and nobody waits for who looks after it.
+/// A successful enrollment prints nothing, and the caller does not wait for the process that checks it.
 #[test]
 fn successful_preload_is_silent() {
     if !has_ksm() || !has_program("gcc") {
@@ -118,7 +118,7 @@ fn successful_preload_is_silent() {
     let dynamic = compile("gcc", "tree.c", &[], folder.path());
     for command in [&mut run_with_prctl_refused(1), run_command().args(["--way", "preload"])] {
         let mut program = TreeProgram::start(command.arg("--").arg(&dynamic).args(["1", "3"]), folder.path());
-        // All three have begun, one after another, while they were looked at.
+        // All three processes have started, one after another, during the check.
         let output = BufReader::new(program.child.stdout.take().unwrap());
         assert_eq!(output.lines().take(3).count(), 3);
         assert_eq!(program.finish(), "");

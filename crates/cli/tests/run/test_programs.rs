@@ -1,4 +1,4 @@
-//! Programs for the tests of `pagefold run`: built from `labs/run`, and started in its many ways.
+//! Programs for the tests of `pagefold run`: built from `labs/run`, and started by its various methods.
 
 use pagefold_labs::process_checks::wait_until;
 use std::fs;
@@ -13,14 +13,14 @@ use std::time::Duration;
 
 pub const PAGEFOLD_BINARY: &str = env!("CARGO_BIN_EXE_pagefold");
 
-/// For env(1): the signals that nohup(1) and shells have background jobs ignore, the tests among them.
+/// For env(1): the signals that nohup(1) and shells ignore in background jobs, such as these tests.
 pub const ENV_DEFAULT_SIGNALS: &str = "--default-signal=HUP,INT,QUIT";
 
-/// How long a program of a test may take.
+/// Maximum running time of a test program.
 const PROGRAM_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Kills a child that takes longer than [`PATIENCE`], so that no test waits for it without end. Dropped before the
-/// child is waited for or after it has ended.
+/// Kills a child that runs longer than [`PROGRAM_TIMEOUT`], so that no test waits forever. Drop it before waiting for
+/// the child, or after the child has exited.
 pub struct ProgramTimeout(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl ProgramTimeout {
@@ -29,7 +29,7 @@ impl ProgramTimeout {
         let (sender, dropped) = mpsc::channel::<()>();
         let watch = thread::spawn(move || {
             if dropped.recv_timeout(PROGRAM_TIMEOUT) == Err(RecvTimeoutError::Timeout) {
-                eprintln!("process {pid:?} was killed after {PROGRAM_TIMEOUT:?}");
+                eprintln!("killed process {pid:?} after {PROGRAM_TIMEOUT:?}");
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
             }
         });
@@ -46,7 +46,7 @@ impl Drop for ProgramTimeout {
     }
 }
 
-/// Whether there is a program; says that the test is skipped otherwise.
+/// Whether a program is installed; prints `skipped: why` if not.
 pub fn has_program(program: &str) -> bool {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let found = std::env::split_paths(&path).any(|folder| folder.join(program).is_file());
@@ -56,7 +56,7 @@ pub fn has_program(program: &str) -> bool {
     found
 }
 
-/// Whether the kernel has KSM; says that the test is skipped otherwise.
+/// Whether the kernel has KSM; prints `skipped: why` if not.
 pub fn has_ksm() -> bool {
     let found = Path::new("/sys/kernel/mm/ksm/run").exists();
     if !found {
@@ -65,7 +65,7 @@ pub fn has_ksm() -> bool {
     found
 }
 
-/// Compile a program. `source` is the name of one in `labs/run`.
+/// Compile a program. `source` is a file name in `labs/run`.
 pub fn compile(compiler: &str, source: &str, flags: &[&str], folder: &Path) -> PathBuf {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/run").join(source);
     let program = folder.join(source.file_stem().unwrap());
@@ -75,16 +75,16 @@ pub fn compile(compiler: &str, source: &str, flags: &[&str], folder: &Path) -> P
     program
 }
 
-/// The library that enrols its program, built as this test was if it is not there.
+/// The library that enrolls its program. Built with the profile of this test if it is missing.
 pub fn preload_library() -> &'static Path {
     static PRELOAD_LIBRARY: OnceLock<PathBuf> = OnceLock::new();
     PRELOAD_LIBRARY.get_or_init(|| build_library("libpagefold_preload.so", &["--package", "pagefold-preload"]))
 }
 
-/// The library that adopts what its program allocates, likewise.
+/// The library that adopts its program's allocations. Built in the same way.
 pub fn adopt_library() -> &'static Path {
     static ADOPT_LIBRARY: OnceLock<PathBuf> = OnceLock::new();
-    // With all features it is what `make test` has built: for itself, all that it imports would be built anew.
+    // With all features, use the one that `make test` has built: a separate build would build all dependencies anew.
     let whole = cfg!(feature = "fault-points");
     let what: &[_] = if whole {
         &["--workspace", "--all-features", "--examples", "--lib"]
@@ -102,21 +102,21 @@ fn build_library(library: &str, cargo_arguments: &[&str]) -> PathBuf {
     target.join("debug").join(library)
 }
 
-/// `pagefold run` with the library at hand, not yet started, whoever else is enrolled on this machine.
+/// `pagefold run` with the preload library, whatever other processes on this machine are enrolled.
 pub fn run_command() -> Command {
     let mut command = run_within_domain();
     command.arg("--across-domains");
     command
 }
 
-/// The same, within its trust domain.
+/// The same, without `--across-domains`.
 pub fn run_within_domain() -> Command {
     let mut command = Command::new("env");
     command.args([ENV_DEFAULT_SIGNALS, PAGEFOLD_BINARY, "run"]).env("PAGEFOLD_PRELOAD", preload_library());
     command
 }
 
-/// `pagefold run`, across trust domains, where the kernel refuses `prctl(PR_SET_MEMORY_MERGE)` with an error number.
+/// `pagefold run --across-domains` with a kernel that fails `prctl(PR_SET_MEMORY_MERGE)` with an error number.
 pub fn run_with_prctl_refused(errno: u32) -> Command {
     let mut command = Command::new(pagefold_labs::client::lab_binary().unwrap());
     command.args(["refuse-prctl", "--errno", &errno.to_string(), "--", PAGEFOLD_BINARY, "run", "--across-domains"]);
@@ -128,7 +128,7 @@ pub fn lossy_text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-/// What a command says when it fails with 2, which is one line.
+/// The error line of a command that must exit with 2.
 pub fn refusal_line(command: &mut Command) -> String {
     let Output { status, stdout, stderr } = command.output().unwrap();
     let said = lossy_text(&stderr);
@@ -137,18 +137,18 @@ pub fn refusal_line(command: &mut Command) -> String {
     said
 }
 
-/// Wait until nobody is beside the program any more who was started with a state directory. Until then he may begin to
-/// drive KSM again, whoever has taken it.
+/// Wait until the companion that was started with this state directory has exited. Until then it may start to drive KSM
+/// again, although another process now has the KSM lock.
 pub fn wait_until_companion_exits(state: &Path) {
     let state = state.as_os_str().as_bytes();
     let is_beside = |entry: io::Result<fs::DirEntry>| {
         let arguments = fs::read(entry.unwrap().path().join("cmdline")).unwrap_or_default();
         arguments.split(|&byte| byte == 0).any(|argument| argument == state)
     };
-    wait_until("the end of the driver", || !fs::read_dir("/proc").unwrap().any(is_beside));
+    wait_until("the exit of the companion", || !fs::read_dir("/proc").unwrap().any(is_beside));
 }
 
-/// Bytes of the anonymous memory of a process: in regions that are mergeable, and all.
+/// Bytes of anonymous memory of a process: in mergeable regions, and in total.
 pub fn anonymous_and_mergeable_bytes(pid: u32) -> (u64, u64) {
     let (mut anonymous, mut marked, mut all) = (0, 0, 0);
     for line in fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap().lines() {

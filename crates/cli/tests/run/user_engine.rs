@@ -1,4 +1,5 @@
-//! `pagefold run --engine user`: programs that know nothing of it find their memory as without it, and it is merged.
+//! `pagefold run --engine user`: unmodified programs read the same memory content as without the engine, and their
+//! memory is merged.
 
 use crate::test_programs::{self, PAGEFOLD_BINARY, compile, has_program, lossy_text, refusal_line};
 use pagefold_labs::client::install_executable;
@@ -11,7 +12,7 @@ use tempfile::TempDir;
 
 const NOBODY_UID: u32 = 65534;
 
-/// A user's place: programs that he may start, and domains of his own.
+/// A user's directory, with programs that the user can start and the user's domains.
 struct UserDirectory {
     folder: TempDir,
     user: u32,
@@ -44,7 +45,7 @@ impl UserDirectory {
         compile(compiler, source, flags, self.path())
     }
 
-    /// Something that the user starts.
+    /// A program started as the user.
     fn user_command(&self, program: &str) -> Command {
         let mut command = Command::new(program);
         command
@@ -58,7 +59,7 @@ impl UserDirectory {
         command
     }
 
-    /// `pagefold run --engine user`, of small allocations too, and as fast as may be.
+    /// `pagefold run --engine user` that also adopts small allocations and runs at full speed.
     fn run_user_engine(&self) -> Command {
         let mut command = self.user_command(self.path().join("pagefold").to_str().unwrap());
         command.args(self.run_arguments());
@@ -69,7 +70,7 @@ impl UserDirectory {
         ["run", "--engine", "user", "--max-slowdown", "100", "--threshold", "64KiB", "--report"]
     }
 
-    /// The same under mpirun, for three ranks of a program.
+    /// Run a program under mpirun with three ranks.
     fn run_ranks(&self, words: &[&str], program: &Path, arguments: &[&str]) -> Output {
         let mut command = self.user_command("mpirun");
         command.args(["--allow-run-as-root", "--oversubscribe", "-np", "3"]).args(words).arg(program).args(arguments);
@@ -77,7 +78,7 @@ impl UserDirectory {
     }
 }
 
-/// Whether writers can be held up by this user; says that the test is skipped otherwise.
+/// Whether this user can block writers; prints `skipped: why` if not.
 fn can_block_writers(home: &UserDirectory) -> bool {
     let output = home.run_user_engine().args(["--dry-run", "--", "true"]).output().unwrap();
     if !output.status.success() {
@@ -86,7 +87,7 @@ fn can_block_writers(home: &UserDirectory) -> bool {
     output.status.success()
 }
 
-/// Whether a report tells that anything was merged.
+/// Whether a report shows that memory was merged.
 fn has_merged(report: &str) -> bool {
     report.contains(" merged at most") && !report.contains("had 0 B merged")
 }
@@ -99,10 +100,10 @@ fn program_always_reads_what_it_wrote() {
     }
     let program = home.compile("gcc", "blocks.c", &["-pthread"]);
     let alone = Command::new(&program).args(["1", "300"]).output().unwrap();
-    assert!(alone.status.success(), "the program itself is right: {}", lossy_text(&alone.stderr));
+    assert!(alone.status.success(), "the program fails without the engine: {}", lossy_text(&alone.stderr));
     let milliseconds = std::env::var("PAGEFOLD_SOAK").map_or("2500", |_| "60000");
     for seed in ["1", "2"] {
-        // A slow machine gets more time to have merged anything.
+        // A slow machine gets more time to merge.
         let merges = [milliseconds, "15000"].iter().any(|milliseconds| {
             let output = home.run_user_engine().arg("--").arg(&program).args([seed, milliseconds]).output().unwrap();
             let said = lossy_text(&output.stderr);
@@ -112,7 +113,7 @@ fn program_always_reads_what_it_wrote() {
         });
         assert!(merges, "{seed}");
     }
-    // Started by what was started; at the default pace, and one that is killed leaves nothing in anybody's way.
+    // Started by a shell, at the default pace. A killed program must not disturb the others.
     let killed =
         format!("{} 3 60000 & sleep 1; kill -9 $!; wait; exec {} 4 1500", program.display(), program.display());
     let output = home.run_user_engine().args(["--domain", "x", "--", "sh", "-c", &killed]).output().unwrap();
@@ -130,7 +131,7 @@ fn program_with_open_device_is_not_merged() {
     let output = home.run_user_engine().args(["--", "sh", "-c", &script]).output().unwrap();
     let said = lossy_text(&output.stderr);
     assert!(output.status.success() && said.contains("not merged: /dev/userfaultfd is open"), "{said}");
-    // A child says it once, too.
+    // A child prints it only once, too.
     let (mut lines, count) = (said.lines().collect::<Vec<_>>(), said.lines().count());
     assert!(lines.iter().all(|line| line.contains("not merged: /dev/userfaultfd is open")), "{said}");
     lines.sort_unstable();
@@ -138,7 +139,7 @@ fn program_with_open_device_is_not_merged() {
     assert_eq!(lines.len(), count, "{said}");
 }
 
-/// Frees blocks that are merged while a merge maps another one, and says whether that went on afterwards.
+/// Frees merged blocks while a merge maps another one, and prints whether the merge continued afterwards.
 const FREE_DURING_MERGE_C: &str = r#"#include <fcntl.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -207,14 +208,14 @@ fn memory_is_freed_during_a_merge() {
     let source = home.path().join("frees.c");
     fs::write(&source, FREE_DURING_MERGE_C).unwrap();
     let program = home.compile("gcc", source.to_str().unwrap(), &[]);
-    // With so much time no merge is cut short.
+    // With such a long lifetime no merge is cut short.
     let output = home.run_user_engine().args(["--lifetime", "10h", "--"]).arg(&program).output().unwrap();
     let said = lossy_text(&output.stderr);
     assert!(output.status.success() && has_merged(&said), "{said}");
     assert_eq!(lossy_text(&output.stdout), "freed beside a merge\n", "{said}");
 }
 
-/// Does what may have others write to its memory, and has some to merge for a while.
+/// Uses interfaces by which external writers can change its memory, and keeps mergeable memory for a while.
 const EXTERNAL_WRITER_C: &str = r#"#define _GNU_SOURCE
 #include <fcntl.h>
 #include <linux/io_uring.h>
@@ -268,7 +269,7 @@ fn program_with_external_writers_is_not_merged() {
         let output = home.run_user_engine().arg("--").arg(&program).arg(does).output().unwrap();
         let said = lossy_text(&output.stderr);
         match output.status.code() {
-            Some(77) => println!("skipped: the kernel lets nobody have {does}"),
+            Some(77) => println!("skipped: the kernel does not permit {does}"),
             code => assert!(code == Some(0) && said.contains(why), "{does}: {said}"),
         }
         assert!(does != "nothing" || !said.contains("not merged"), "{said}");
@@ -293,7 +294,7 @@ fn exit_and_robust_mutexes_work_as_without_the_engine() {
         assert_eq!(output.status.code(), Some(0), "{output:?}");
         lossy_text(&output.stderr)
     };
-    // The main thread ends first, and with it the thread that merges, or the process would not.
+    // The main thread exits first. The merge thread must exit with it, or the process would not end.
     run("static void *works(void *none) { fill(); usleep(900000); return none; }\n\
          int main(void) { pthread_t thread; fill(); return pthread_create(&thread, 0, works, 0) || \
          usleep(500000) || (pthread_exit(0), 1); }\n");
@@ -321,8 +322,8 @@ fn ranks_merge_at_safe_points_unprivileged() {
     words.push("--".to_owned());
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     assert!(shrunk(&home.run_ranks(&[], &program, &["8", "5"])) < 2);
-    // Of 24 MiB, half are the same in all three, and a quarter is zeros: 14 MiB could go. A slow machine gets more
-    // time.
+    // Of 24 MiB, half is the same in all three ranks and a quarter is zero: 14 MiB could be saved. A slow machine gets
+    // more time.
     let shrinks = |program: &Path, before: &[&str], after: &[&str]| {
         ["60", "1000"].iter().any(|steps| {
             let output = home.run_ranks(&words, program, &[before, &["8", steps], after].concat());
@@ -330,20 +331,20 @@ fn ranks_merge_at_safe_points_unprivileged() {
         })
     };
     assert!(shrinks(&program, &[], &[]));
-    // What the bound allows of an hour is there at the first of three barriers.
+    // The allowance of an hour is available at the first of three barriers.
     let bound = words.iter().position(|word| *word == "100").unwrap();
     let mut early = words.clone();
     early.splice(bound..=bound, ["0.01", "--lifetime", "1h"]);
     let output = home.run_ranks(&early, &program, &["8", "0"]);
     assert_eq!(lossy_text(&output.stderr).matches("gave 2.00 MiB of zeros back").count(), 3, "{output:?}");
-    // Another thread could write: what can be held up, is.
+    // Another thread could write, so the engine blocks writers where it can.
     if home.run_user_engine().args(["--dry-run", "--", "true"]).output().unwrap().status.success() {
         assert!(shrinks(&program, &[], &["threads"]));
     } else {
         let output = home.run_ranks(&words, &program, &["8", "60", "threads"]);
         assert!(shrunk(&output) < 2 && lossy_text(&output.stderr).contains("not merged: "), "{output:?}");
     }
-    // MPI that comes with a module of an interpreter.
+    // MPI loaded by a module of an interpreter.
     let module = home.compile("mpicc", "safe.c", &["-pthread", "-shared", "-fPIC", "-Dmain=entry"]);
     let plugin = home.compile("gcc", "plugin.c", &["-ldl"]);
     assert!(shrinks(&plugin, &[module.to_str().unwrap()], &[]));
@@ -384,7 +385,7 @@ fn real_programs_have_the_same_output() {
         }
         let without = home.user_command("sh").args(["-c", script]).output().unwrap();
         let mut command = home.run_user_engine();
-        // Nothing but what it is asked to say.
+        // Nothing but the program's own output.
         let with = command.args(["--", "sh", "-c", script]).output().unwrap();
         assert_eq!(lossy_text(&with.stdout), lossy_text(&without.stdout), "{program}: {}", lossy_text(&with.stderr));
         assert_eq!(with.status.code(), without.status.code(), "{program}: {}", lossy_text(&with.stderr));
@@ -400,7 +401,7 @@ fn unmergeable_program_is_refused_before_start() {
         let said = refusal_line(home.run_user_engine().arg("--").arg(&fixed));
         assert!(said.contains("is linked statically") && said.contains("--best-effort"), "{said}");
         let output = home.run_user_engine().args(["--best-effort", "--"]).arg(&fixed).arg("x").output().unwrap();
-        assert_eq!(output.status.code(), Some(2), "the program's own status, for its own reason");
+        assert_eq!(output.status.code(), Some(2), "the exit status must be the program's own");
         assert!(lossy_text(&output.stderr).starts_with("pagefold: not merged: "), "{}", lossy_text(&output.stderr));
     }
     assert!(
@@ -412,7 +413,7 @@ fn unmergeable_program_is_refused_before_start() {
     assert!(said.contains("--domain is for --engine user"), "{said}");
     let open = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|value| value.trim() == "1");
     if open || !nix::unistd::geteuid().is_root() {
-        return println!("skipped: needs root, to be a user who may not have userfaultfd");
+        return println!("skipped: needs root to become a user without access to userfaultfd");
     }
     let home = UserDirectory::new(NOBODY_UID);
     let said = refusal_line(home.run_user_engine().args(["--", "true"]));

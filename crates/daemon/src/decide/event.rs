@@ -1,4 +1,4 @@
-//! What happens, what is done about it, and what is said of it.
+//! Events that the daemon reacts to, actions that it orders, and decisions that it reports.
 
 use super::{DaemonRules, ProcessArrival, ScanCause, TimeOfDay, WaitTimes};
 use pagefold_base::memory::Shortage;
@@ -7,63 +7,63 @@ use pagefold_census::decide::sketch::ContentSketches;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Something that happened.
+/// An event on the host, from a worker or from an operator.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Event {
     /// Time has passed.
     Tick(TickReadings),
-    /// A process has come that is worth managing, or is known and has become another program.
+    /// A process that is big enough to track has started, or a known process now runs another program.
     ProcessArrived(ProcessArrival),
-    /// A process has ended.
+    /// A process has exited.
     ProcessExited(ProcessId),
-    /// Answers [`Action::AcquireHost`]: whether the host can be changed, or why not.
+    /// Answer to [`Action::AcquireHost`]: the daemon may change the host, or the reason why not.
     HostAcquired(Result<(), String>),
-    /// Answers [`Action::Census`].
+    /// Answer to [`Action::Census`].
     CensusDone(CensusSummary),
-    /// Answers [`Action::Merge`].
+    /// Answer to [`Action::Merge`].
     MergeDone(MergeSummary),
-    /// Answers [`Action::CheckMerged`].
+    /// Answer to [`Action::CheckMerged`].
     MergedCheckDone(MergedCheckSummary),
-    /// Answers [`Action::Sweep`].
+    /// Answer to [`Action::Sweep`].
     SweepDone {
-        /// Whether ksmd has passed by all who had ended.
+        /// Whether ksmd has visited all exited processes.
         complete: bool,
     },
-    /// Answers [`Action::Unenroll`].
+    /// Answer to [`Action::Unenroll`].
     UnenrollDone(UnenrollSummary),
-    /// Answers [`Action::RestoreSettings`].
+    /// Answer to [`Action::RestoreSettings`].
     SettingsRestored {
-        /// Whether everything is as it was before.
+        /// Whether all settings have their earlier values again.
         complete: bool,
     },
-    /// Answers anything: it could not be done.
+    /// Answer to any action: it failed.
     TaskFailed(String),
-    /// Somebody else wrote KSM's settings.
+    /// Another program wrote KSM's settings.
     SettingsOverwritten(String),
-    /// A program that writes KSM's settings again and again runs, or no longer.
+    /// A program that rewrites KSM's settings periodically has started (its name) or ended (`None`).
     TunerChanged(Option<String>),
     /// The configuration has changed.
     RulesChanged(DaemonRules),
-    /// An operator wants nothing to be done.
+    /// An operator pauses the daemon.
     Pause,
-    /// An operator wants work to go on, also where somebody else wrote.
+    /// An operator resumes the daemon, even after another program wrote KSM's settings.
     Resume,
-    /// An operator wants a process to be looked at now.
+    /// An operator wants a process to be scanned now.
     Enroll(ProcessId),
-    /// An operator wants a process to be left alone, and what is merged of it withdrawn; once it has come, if it is not
-    /// known yet.
+    /// An operator excludes a process and wants its merged pages unenrolled. If the process is not known yet, this
+    /// applies once it arrives.
     Unenroll(ProcessId),
-    /// The daemon ends; whether what it enrolled is withdrawn first.
+    /// The daemon stops.
     Stop {
-        /// Withdraw it.
+        /// Whether to unenroll what the daemon enrolled first.
         unmerge: bool,
     },
 }
 
-/// What is read at every tick.
+/// Readings taken at every tick.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct TickReadings {
-    /// CPU time of ksmd and pagefold together so far.
+    /// Total CPU time of ksmd and pagefold so far.
     pub cpu_spent: Duration,
     /// `MemAvailable`.
     pub available: Option<Bytes>,
@@ -71,155 +71,155 @@ pub struct TickReadings {
     pub total: Option<Bytes>,
     /// Percent of the last ten seconds in which some task waited for memory.
     pub pressure_percent: Option<f64>,
-    /// How short memory is in the cgroups of those of whom it was read.
+    /// Memory shortage in the cgroups of processes, where it was read at this tick.
     pub cgroup_shortages: Vec<(ProcessId, Shortage)>,
-    /// What programs waited for, where it was read.
+    /// Time that programs waited for CPUs, where it was read.
     pub wait_times: Option<WaitTimes>,
-    /// What clocks show.
+    /// Time of day.
     pub time_of_day: TimeOfDay,
-    /// Resident memory of those of which it was read.
+    /// Resident memory of processes, where it was read at this tick.
     pub resident: Vec<(ProcessId, Bytes)>,
-    /// CPU time so far of those of whom it was read.
+    /// Total CPU time of processes, where it was read at this tick.
     pub cpu_times: Vec<(ProcessId, Duration)>,
 }
 
-/// What a census found.
+/// Result of a census.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct CensusSummary {
-    /// CPU time that it took.
+    /// CPU time of the census.
     pub cpu_time: Duration,
-    /// How much memory was read of those who were looked at, with what is remembered as a part of that; nothing where most
-    /// of it is remembered, which tells little of what reading takes.
+    /// Memory scanned, with reused fingerprints counted as a fraction. Zero where most fingerprints were reused: such a
+    /// census tells little of what reading costs.
     pub bytes_scanned: Bytes,
-    /// What looking at each of them took, in pages that are read: regions take time, too.
+    /// Scan cost of each process, in pages read. Regions add to it.
     pub cost_in_pages: BTreeMap<ProcessId, u64>,
-    /// Who has something to merge that pays.
+    /// Processes with a merge plan.
     pub candidates: Vec<MergeCandidate>,
-    /// Who has something that would pay, but is not old enough to be merged.
+    /// Processes whose duplicates are profitable but not stable yet.
     pub not_yet_stable: Vec<ProcessId>,
-    /// A sample of what each of them holds.
+    /// Content sketches of each process.
     pub sketches: BTreeMap<ProcessId, ContentSketches>,
-    /// Whether it was halted.
+    /// Whether the census was halted.
     pub partial: bool,
 }
 
-/// What merging would do for somebody.
+/// Predicted result of merging one process.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MergeCandidate {
-    /// Who.
+    /// The process.
     pub process: ProcessId,
-    /// What it would give back.
+    /// Predicted net savings.
     pub net_savings: NetBytes,
-    /// CPU time of ksmd.
+    /// Predicted CPU time of ksmd.
     pub ksmd_time: Duration,
 }
 
-/// What a merge came to.
+/// Result of a merge.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MergeSummary {
-    /// In whom something was enrolled.
+    /// Processes in which ranges were enrolled.
     pub enrolled: Vec<ProcessId>,
-    /// What should have come back.
+    /// Predicted savings.
     pub predicted: Bytes,
-    /// What came back.
+    /// Measured net savings.
     pub net: NetBytes,
-    /// What of that came back by each, where it is known: a frame that several map is a part of each.
+    /// Measured net savings of each process, where known. A frame that several processes map is divided among them.
     pub nets: BTreeMap<ProcessId, NetBytes>,
     /// CPU time of ksmd and pagefold.
     pub cpu_time: Duration,
-    /// What was withdrawn because it did not last.
+    /// Bytes unenrolled because of COW breaks.
     pub unenrolled_bytes: Bytes,
-    /// From whom that was.
+    /// Processes in which they were unenrolled.
     pub unenrolled_from: Vec<ProcessId>,
-    /// Who refused, and why.
+    /// Processes that refused to be enrolled, with reasons.
     pub refused: Vec<(ProcessId, String)>,
-    /// In whom something should have been withdrawn and could not be, and why.
+    /// Processes in which ranges could not be unenrolled, with reasons.
     pub failed_unenrolls: Vec<(ProcessId, String)>,
-    /// What somebody else wrote, if that ended it.
+    /// The setting that another program wrote, if that ended the merge.
     pub settings_overwritten: Option<String>,
 }
 
-/// What came of a look at what is merged.
+/// Result of a check of merged pages.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MergedCheckSummary {
-    /// What was withdrawn because it did not last.
+    /// Bytes unenrolled because of COW breaks.
     pub unenrolled_bytes: Bytes,
-    /// From whom that was.
+    /// Processes in which they were unenrolled.
     pub unenrolled_from: Vec<ProcessId>,
-    /// CPU time that it took.
+    /// CPU time of the check.
     pub cpu_time: Duration,
-    /// In whom something should have been withdrawn and could not be, and why, where that was tried.
+    /// Processes in which ranges could not be unenrolled, with reasons; `None` if unenrolling was not tried.
     pub failed_unenrolls: Option<Vec<(ProcessId, String)>>,
 }
 
-/// What came of withdrawing some processes.
+/// Result of unenrolling some processes.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct UnenrollSummary {
-    /// Of whom nothing is merged any more.
+    /// Processes without merged pages now.
     pub unenrolled: Vec<ProcessId>,
-    /// Of whom something stays merged, and why.
+    /// Processes with pages that stay merged, with reasons.
     pub failed_unenrolls: Vec<(ProcessId, String)>,
-    /// CPU time that it took.
+    /// CPU time of the action.
     pub cpu_time: Duration,
 }
 
-/// What of somebody is withdrawn.
+/// Which ranges of a process are unenrolled.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum UnenrollScope {
-    /// What the daemon has enrolled. What the program had, or others, stays.
+    /// Ranges that the daemon enrolled. Ranges that other programs enrolled stay.
     DaemonEnrolled,
-    /// All that is merged, whoever enrolled it.
+    /// All merged and enrolled ranges, whatever program enrolled them.
     AllMerged,
 }
 
-/// Something to be done.
+/// An action that the daemon orders.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Action {
-    /// Take the right to change the host, and stop ksmd with all merges kept.
+    /// Acquire the right to change the host, and stop ksmd with all merged pages kept.
     AcquireHost,
-    /// Take a census of these, and keep the plan.
+    /// Take a census of these processes, and keep the plan.
     Census(Vec<ProcessId>),
-    /// Carry out the plan for these, and stop ksmd again.
+    /// Execute the plan for some processes, then stop ksmd again.
     Merge {
-        /// Whom.
+        /// The processes.
         processes: Vec<ProcessId>,
         /// ksmd's share of one CPU.
         cpu_share: f64,
     },
-    /// Look at what is merged.
+    /// Check whether merged pages are still merged.
     CheckMerged {
-        /// Whether to withdraw what does not last.
+        /// Whether to unenroll pages with COW breaks.
         unenroll: bool,
     },
-    /// Have ksmd pass by who has ended, and stop it again.
+    /// Run ksmd until it has visited exited processes, then stop it again.
     Sweep,
-    /// Withdraw these, each to its extent, as far as there is memory for it.
+    /// Unenroll these processes, each in its scope, as far as memory allows.
     Unenroll(BTreeMap<ProcessId, UnenrollScope>),
-    /// Put KSM's settings back, with all merges kept, and let others change the host.
+    /// Restore KSM's settings with all merged pages kept, and release the host to other programs.
     RestoreSettings,
-    /// End the census or merge under way soon.
+    /// Halt the running census or merge soon.
     Halt,
-    /// Tell what was decided.
+    /// Report a decision.
     Report(Decision),
-    /// Nothing more is to be done.
+    /// The daemon has finished.
     End {
-        /// Whether KSM's settings are back, and nobody stays merged who was to be withdrawn.
+        /// Whether KSM's settings are restored, and no process that was to be unenrolled stays merged.
         complete: bool,
     },
 }
 
-/// Something that was decided.
+/// A decision of the daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Decision {
-    /// What.
+    /// What was decided.
     pub kind: DecisionKind,
-    /// About whom; nobody: the host.
+    /// The processes it is about; empty for the host.
     pub processes: Vec<ProcessId>,
-    /// The word of the reason.
+    /// The reason as one word.
     pub reason: DecisionReason,
-    /// The reason in words.
+    /// The reason as a sentence.
     pub explanation: String,
-    /// What it should save.
+    /// Predicted savings.
     pub predicted: Option<Bytes>,
     /// Whether it is carried out.
     pub carried_out: bool,
@@ -233,7 +233,7 @@ macro_rules! words {
         pub enum $name { $($variant,)* }
 
         impl $name {
-            /// The word for it.
+            /// The word in reports and JSON.
             pub fn word(self) -> &'static str {
                 match self { $(Self::$variant => $word,)* }
             }
@@ -242,7 +242,7 @@ macro_rules! words {
 }
 
 words! {
-    /// What is decided.
+    /// Kind of a decision.
     DecisionKind {
         Census = "census",
         Merge = "merge",
@@ -256,7 +256,7 @@ words! {
 }
 
 words! {
-    /// Why.
+    /// Reason of a decision.
     DecisionReason {
         Arrived = "arrived",
         Grown = "filled",
@@ -282,19 +282,19 @@ words! {
 }
 
 impl DecisionReason {
-    /// Why somebody is to be withdrawn, in words.
+    /// Why a process is to be unenrolled, as a sentence.
     pub fn unenroll_explanation(self) -> &'static str {
         match self {
-            Self::Operator => "an operator withdraws it",
-            Self::Excluded => "it must not be merged any more",
-            Self::DomainChanged => "its trust domain has changed, and it may share pages with another",
-            Self::Stopped => "the daemon ends",
-            Self::Failed => "a merge of it failed half-way",
-            _ => "what was enrolled costs more than it gives back",
+            Self::Operator => "an operator unenrolled it",
+            Self::Excluded => "it is excluded from merging now",
+            Self::DomainChanged => "its trust domain has changed, and it may share pages with another domain",
+            Self::Stopped => "the daemon stops",
+            Self::Failed => "a merge of it failed partway",
+            _ => "the enrolled ranges cost more than they save",
         }
     }
 
-    /// What of somebody is withdrawn for this reason.
+    /// Which ranges of the process are unenrolled for this reason.
     pub fn unenroll_scope(self) -> UnenrollScope {
         match self {
             Self::Operator | Self::Excluded | Self::DomainChanged => UnenrollScope::AllMerged,

@@ -1,4 +1,4 @@
-//! Taking note of an event.
+//! Updating the state for an event.
 
 use super::merge_estimate::{self, MergeEstimate};
 use super::{Action, ProcessArrival, UnenrollScope, UnenrollSummary};
@@ -12,30 +12,30 @@ use pagefold_base::units::{Bytes, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// How much of a new measurement of what a census costs is believed at once.
+/// Weight of a new measurement in the moving average of census costs.
 const CENSUS_COST_EWMA_WEIGHT: f64 = 0.3;
 
-/// The longest pause between two looks at what is merged.
+/// Longest interval between two checks of merged pages.
 const MAX_MERGED_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The pause after a look that found nothing, in times of what it took: looking stays below a thousandth of one CPU.
+/// Interval after a check that found nothing, as a multiple of the check's CPU time: checks stay below a thousandth of
+/// one CPU.
 const MERGED_CHECK_INTERVAL_COST_FACTOR: u32 = 1000;
 
-/// How long after somebody who was merged has ended ksmd passes by: others may end as well, or a merge come first.
+/// Delay from the exit of a merged process to the sweep: other processes may exit as well, or a merge may come first.
 const SWEEP_DELAY: Duration = Duration::from_secs(5);
 
-/// The pause after a time at which it did not get to all of them.
+/// Delay before the next sweep when ksmd did not visit all exited processes.
 const SWEEP_RETRY_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The part of what was predicted of a merge that has to come back: where it does not, contents change faster than it
-/// was looked.
+/// Share of the predicted savings that a merge must reach. Below it, contents change faster than they are scanned.
 const MIN_MEASURED_TO_PREDICTED: f64 = 0.5;
 
-/// CPU seconds that are saved up for a merge that was halted, in times of what ksmd should take for it: enrolling and
-/// watching take some, too, and ksmd may look at pages twice.
+/// CPU seconds to reserve for a halted merge, as a multiple of ksmd's predicted CPU time. Enrolling and watching also
+/// take CPU time, and ksmd may scan pages twice.
 const MERGE_RESERVATION_FACTOR: f64 = 2.0;
 
-/// When the right to change the host is asked for again after somebody else had it.
+/// Delay before the daemon tries to acquire the host again after another Pagefold held it.
 const ACQUIRE_HOST_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 impl DaemonState {
@@ -44,7 +44,7 @@ impl DaemonState {
             Event::Tick(readings) => self.update_readings(readings, actions),
             Event::ProcessArrived(arrival) => self.handle_arrival(arrival, actions),
             Event::ProcessExited(process) => {
-                // What is in a merge may be merged, whatever comes of that.
+                // A process in a running merge may have merged pages, whatever the merge reports.
                 let merges = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
                 if self.tracked.remove(&process).is_some_and(|member| merges || member.maybe_merged || member.enrolled)
                 {
@@ -144,18 +144,18 @@ impl DaemonState {
         }
     }
 
-    /// Back off where programs are slowed down. A census comes to its end, or there would be none on a host that is
-    /// always busy; a merge is done again at a lower pace.
+    /// Back off when programs are slowed down. A running census completes, otherwise a host that is always busy would
+    /// get none. A merge is halted and repeated at a lower pace.
     fn back_off_on_slowdown(&mut self, waits: &WaitTimes, actions: &mut Vec<Action>) {
         let works = matches!(self.task, Some(DaemonTask::Census(..) | DaemonTask::Merge(_)));
         let slowest = self.slowdown.is_at_lowest_pace();
         let Some((pause, why)) = self.slowdown.observe(waits, works, self.rules.max_slowdown, self.now) else { return };
         let halts = matches!(&self.task, Some(DaemonTask::Merge(processes)) if !slowest && !self.is_memory_short_for(processes));
         let (first, then) = match (&self.task, halts) {
-            (Some(DaemonTask::Merge(_)), false) => ("when this is done ", ""),
+            (Some(DaemonTask::Merge(_)), false) => ("after this merge ", ""),
             _ => ("", " and then merges more slowly"),
         };
-        let why = format!("{why}: {first}it rests for {} s{then}", pause.as_secs());
+        let why = format!("{why}: {first}the daemon pauses for {} s{then}", pause.as_secs());
         actions.push(self.report_decision(DecisionKind::Pause, &[], DecisionReason::Slowdown, why));
         self.reported_pause = Some(DecisionReason::Slowdown);
         if halts && !self.task_halted {
@@ -173,7 +173,7 @@ impl DaemonState {
                     member.sketches = None;
                 }
                 (member.similarity_key, member.exclusion_reason) = (arrival.similarity_key, arrival.exclusion_reason);
-                // What it had merged before it must not any more is withdrawn.
+                // Pages merged before the exclusion are unenrolled.
                 if member.exclusion_reason.is_some() && member.maybe_merged {
                     member.request_unenroll(DecisionReason::Excluded, self.now);
                 } else if member
@@ -213,7 +213,7 @@ impl DaemonState {
             self.census_seconds_per_mib += CENSUS_COST_EWMA_WEIGHT * (measured - self.census_seconds_per_mib);
         }
         if !found.partial {
-            // What comes next begins before the next reading, and has to fit as well.
+            // The next task starts before the next CPU reading and must fit the budget as well.
             let read = self.cpu_budget.total_spent().saturating_sub(self.task_start_cpu_time);
             self.cpu_budget.update(self.now, self.cpu_budget.total_spent() + found.cpu_time.saturating_sub(read));
         }
@@ -227,7 +227,7 @@ impl DaemonState {
             }
         }
         if found.partial || self.domains_changed {
-            // Else it would be begun and halted again and again, and nobody else have a turn.
+            // Otherwise this census would be started and halted again and again, and no other process would be scanned.
             for process in turns.iter().filter(|_| overran) {
                 if let Some(member) = self.tracked.get_mut(process) {
                     member.next_scan = self.now + member.scan_interval;
@@ -249,7 +249,7 @@ impl DaemonState {
             }
         }
         let is_new = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::is_unscanned);
-        // What has just come has not been there for long enough, whoever enrolled it.
+        // The contents of a new process are not stable yet, whatever program enrolled them.
         let young = turns.iter().any(is_new);
         let all: u64 = found.cost_in_pages.values().sum();
         let effort = |process: &ProcessId| found.cost_in_pages.get(process).copied().unwrap_or(0);
@@ -279,11 +279,11 @@ impl DaemonState {
         if young {
             return;
         }
-        // The others are told of when it is their turn.
+        // Unprofitable partners are reported when their own scan is due.
         let (dear, sum) =
             merge_estimate::sum_estimates(dear.into_iter().filter(|(process, _)| turns.contains(process)));
         if !dear.is_empty() {
-            let why = format!("it would give back {sum} (at most {most} is worth it)");
+            let why = format!("it would save {sum} (limit: {most})");
             actions.push(self.report_decision(DecisionKind::Skip, &dear, DecisionReason::Unprofitable, why));
         }
         let outlays: Vec<f64> =
@@ -294,7 +294,7 @@ impl DaemonState {
         }
         let (net, cost) = (Bytes(sum.net_savings.0.max(0).unsigned_abs()), sum.ksmd_time.as_secs_f64());
         let acts = self.may_act() && self.host_acquired && self.shutdown_stage.is_none();
-        let why = format!("it should give back {sum}");
+        let why = format!("it should save {sum}");
         let decision = Decision {
             kind: DecisionKind::Merge,
             processes: processes.clone(),
@@ -305,7 +305,7 @@ impl DaemonState {
         };
         actions.push(Action::Report(decision));
         if acts {
-            // At the pace at which the budget fills up again there is no end to it.
+            // At the refill rate of the budget, the merge would never end.
             let share = if cost * 1.5 <= self.cpu_budget.available_seconds() {
                 1.0
             } else {
@@ -329,7 +329,7 @@ impl DaemonState {
         self.task = None;
         let found = looked.unenrolled_bytes > Bytes::ZERO;
         if found {
-            let why = format!("{} were written too soon", looked.unenrolled_bytes);
+            let why = format!("{} were written again soon after merging", looked.unenrolled_bytes);
             actions.push(self.report_decision(
                 DecisionKind::Unenroll,
                 &looked.unenrolled_from,
@@ -347,7 +347,7 @@ impl DaemonState {
         self.merged_check = (self.now + pause, pause);
     }
 
-    /// Say what cannot be withdrawn, where that is news.
+    /// Report ranges that could not be unenrolled, where the failure is new.
     fn report_failed_unenrolls(&mut self, stuck: Vec<(ProcessId, String)>, actions: &mut Vec<Action>) {
         let before = std::mem::take(&mut self.failed_unenrolls);
         for (process, why) in stuck {
@@ -356,7 +356,7 @@ impl DaemonState {
                     DecisionKind::Refuse,
                     &[process],
                     DecisionReason::Refused,
-                    format!("not withdrawn: {why}"),
+                    format!("not unenrolled: {why}"),
                 ));
             }
             self.failed_unenrolls.insert(process, why);
@@ -380,7 +380,7 @@ impl DaemonState {
             }
         }
         if merged.unenrolled_bytes > Bytes::ZERO {
-            let why = format!("{} were written too soon", merged.unenrolled_bytes);
+            let why = format!("{} were written again soon after merging", merged.unenrolled_bytes);
             actions.push(self.report_decision(
                 DecisionKind::Unenroll,
                 &merged.unenrolled_from,
@@ -393,11 +393,11 @@ impl DaemonState {
         if let Some(why) = merged.settings_overwritten {
             return self.yield_to_other_writer(why, actions);
         }
-        // When it is halted there is metadata of what ksmd has only looked at so far.
+        // A halted merge leaves metadata of pages that ksmd has scanned only once.
         let judged = !self.task_halted;
         let loses = |process: &ProcessId| judged && merged.nets.get(process).is_some_and(|net| net.0 < 0);
         let (losing, others): (Vec<ProcessId>, Vec<ProcessId>) = merged.enrolled.iter().copied().partition(loses);
-        // What was merged of somebody before is not given up for what came to it; looks see what of that does not last.
+        // Earlier merged pages are not given up because of new ones; checks of merged pages find those with COW breaks.
         let mut lost = Vec::new();
         for (process, net) in &merged.nets {
             if let Some(member) = self.tracked.get_mut(process).filter(|member| !member.net_known) {
@@ -419,7 +419,7 @@ impl DaemonState {
             !self.task_halted && (merged.net.0 as f64) < merged.predicted.0 as f64 * MIN_MEASURED_TO_PREDICTED;
         if fell_short && !others.is_empty() {
             let reached = Bytes(merged.net.0.max(0).unsigned_abs());
-            let why = format!("{reached} came back of {} predicted: it is looked at later", merged.predicted);
+            let why = format!("{reached} saved of {} predicted: the next scan is delayed", merged.predicted);
             actions.push(self.report_decision(DecisionKind::Skip, &others, DecisionReason::Unprofitable, why));
         }
         let in_vain =
@@ -434,8 +434,8 @@ impl DaemonState {
         }
     }
 
-    /// These were in a merge, which may have used up the CPU time. Who came to be excluded meanwhile, or into another
-    /// domain, is withdrawn.
+    /// Update the processes of a merge, which may have used up the CPU budget. Processes that were excluded or changed
+    /// their trust domain during the merge are to be unenrolled.
     fn record_merge(&mut self, processes: &[ProcessId], overran: bool) {
         for process in processes {
             if let Some(member) = self.tracked.get_mut(process) {
@@ -454,10 +454,10 @@ impl DaemonState {
         }
     }
 
-    /// Who could not be withdrawn is tried again, and told of where that is news.
+    /// Processes that could not be unenrolled are tried again; new failures are reported.
     fn handle_unenroll(&mut self, withdrawn: UnenrollSummary, actions: &mut Vec<Action>) {
         let Some(DaemonTask::Unenroll(extents)) = self.task.take() else { return };
-        // Of some more is to be withdrawn by now: that is still to come.
+        // If a wider scope was requested meanwhile, that request stays pending.
         let extent = |process: &ProcessId| extents.get(process).copied().unwrap_or(UnenrollScope::DaemonEnrolled);
         let is_all = |member: &TrackedProcess, extent| {
             member.pending_unenroll.as_ref().is_none_or(|leaving| leaving.scope() <= extent)
@@ -467,14 +467,14 @@ impl DaemonState {
             let member = self.tracked.get_mut(&process).filter(|member| is_all(member, extent));
             if let Some(reason) = member.and_then(|member| member.record_unenrolled(extent)) {
                 let why = match extent {
-                    UnenrollScope::AllMerged => "nothing of it is merged any more",
-                    UnenrollScope::DaemonEnrolled => "what was enrolled of it is not any more",
+                    UnenrollScope::AllMerged => "it has no merged pages any more",
+                    UnenrollScope::DaemonEnrolled => "the ranges that the daemon enrolled are unenrolled",
                 };
                 actions.push(self.report_decision(DecisionKind::Unenroll, &[process], reason, why));
             }
         }
         for (process, why) in withdrawn.failed_unenrolls {
-            let (told, extent) = (format!("not withdrawn: {why}"), extent(&process));
+            let (told, extent) = (format!("not unenrolled: {why}"), extent(&process));
             let member = self.tracked.get_mut(&process).filter(|member| is_all(member, extent));
             if member.is_some_and(|member| member.record_unenroll_failure(why, withdrawn.cpu_time, self.now)) {
                 actions.push(self.report_decision(DecisionKind::Refuse, &[process], DecisionReason::Refused, told));
@@ -482,11 +482,11 @@ impl DaemonState {
         }
     }
 
-    /// The host is not to be had for now.
+    /// The host cannot be acquired for now.
     fn record_host_busy(&mut self, why: String) {
         self.acquire_host_after = self.now + ACQUIRE_HOST_RETRY_INTERVAL;
         self.host_busy_reason = Some(why);
-        // At the end it is tried once.
+        // During shutdown it is tried once.
         self.shutdown_stage = self.shutdown_stage.map(|stopping| match stopping {
             ShutdownStage::UnmergePending => ShutdownStage::UnmergeTried,
             other => other,
@@ -501,7 +501,7 @@ impl DaemonState {
             Some(DaemonTask::Merge(processes)) => {
                 self.back_off(&processes);
                 self.record_merge(&processes, false);
-                // Any of them may be enrolled in part.
+                // Some of their ranges may be enrolled.
                 let enrolled = |process: &ProcessId| self.tracked.get(process).is_some_and(|member| member.enrolled);
                 let fresh: Vec<ProcessId> = processes.into_iter().filter(|process| !enrolled(process)).collect();
                 for process in &fresh {

@@ -1,18 +1,19 @@
-//! What merging somebody costs for what it gives back.
+//! Cost and net savings of merging processes.
 //!
-//! In it is the CPU time that ksmd should take for its ranges, and its part of that of the census that found them: by
-//! its pages and regions, of all that was looked at. What earlier censuses took is not, nor what enrolling and watching
-//! take, which is little beside. Net are the frames that come back less ksmd's metadata.
+//! The cost is ksmd's predicted CPU time for the process's ranges, plus its part of the CPU time of the census that
+//! found them. That part is divided by pages and regions among all scanned processes. The CPU time of earlier censuses,
+//! of enrolling and of watching is not included; enrolling and watching take little. Net savings are the freed frames
+//! less ksmd's metadata.
 
 use super::MergeCandidate;
 use pagefold_base::units::{Bytes, NetBytes, ProcessId};
 use std::fmt;
 use std::time::Duration;
 
-/// What merging somebody, or several, would give back and cost.
+/// Predicted net savings and cost of merging one or several processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct MergeEstimate {
-    /// What comes back.
+    /// Predicted net savings.
     pub net_savings: NetBytes,
     /// CPU time of ksmd.
     pub ksmd_time: Duration,
@@ -21,18 +22,18 @@ pub(super) struct MergeEstimate {
 }
 
 impl MergeEstimate {
-    /// What was planned for somebody, whose part of the census took so long.
+    /// The estimate for a planned process, with its part of the census's CPU time.
     pub fn new(plan: &MergeCandidate, census: Duration) -> Self {
         Self { net_savings: plan.net_savings, ksmd_time: plan.ksmd_time, census_time: census }
     }
 
-    /// CPU seconds for a MiB; without bound where nothing comes back.
+    /// CPU seconds per MiB saved; infinite if nothing is saved.
     pub fn cpu_seconds_per_mib(&self) -> f64 {
         let mib = self.net_savings.0 as f64 / 1048576.0;
         if mib > 0.0 { (self.ksmd_time + self.census_time).as_secs_f64() / mib } else { f64::INFINITY }
     }
 
-    /// Whether it costs no more than that for a MiB.
+    /// Whether it saves memory at no more than this cost.
     pub fn is_profitable(&self, max_cpu_seconds_per_mib: f64) -> bool {
         self.net_savings.0 > 0 && self.cpu_seconds_per_mib() <= max_cpu_seconds_per_mib
     }
@@ -51,7 +52,7 @@ impl fmt::Display for MergeEstimate {
     }
 }
 
-/// Who they are, and all of it together.
+/// The processes, and the sum of their estimates.
 pub(super) fn sum_estimates(
     worth: impl IntoIterator<Item = (ProcessId, MergeEstimate)>,
 ) -> (Vec<ProcessId>, MergeEstimate) {
@@ -93,7 +94,7 @@ mod tests {
     }
 
     proptest! {
-        /// Those who pay each by itself pay together, and those who do not pay do not.
+        /// A sum of profitable estimates is profitable; a sum of unprofitable ones is not.
         #[test]
         fn sum_is_profitable_if_its_parts_are(
             parts in prop::collection::vec((1i64..100, 0u64..1000, 0u64..1000), 1..10),
@@ -105,7 +106,7 @@ mod tests {
             let (paying, dear): (Vec<_>, Vec<_>) = named.partition(|(_, worth)| worth.is_profitable(most));
             for (of, pays) in [(paying, true), (dear, false)] {
                 let (processes, sum) = sum_estimates(of);
-                // What lies at the bound itself is a matter of rounding.
+                // Sums at the limit itself depend on rounding.
                 let close = (sum.cpu_seconds_per_mib() - most).abs() < 1e-12;
                 prop_assert!(processes.is_empty() || close || sum.is_profitable(most) == pays, "{sum}");
             }

@@ -1,38 +1,38 @@
-//! The daemon's decisions: from what happens on a host to what is done about it.
+//! The daemon's decisions: from events on a host to actions.
 //!
-//! [`step`] takes the state, a time and an event, and gives the state after it with the actions to carry out. There is
-//! no clock and no host in it, so a recorded day is gone through in no time, and the same seed and events give the same
-//! actions.
+//! [`step`] takes the state, a time and an event, and returns the next state and the actions to execute. It uses no
+//! clock and no host. So a recorded day is replayed in no time, and the same seed and events give the same actions.
 //!
-//! At most one piece of work is under way: every action but [`Action::Report`], [`Action::Halt`] and [`Action::End`] is
-//! answered by one event before the next one is asked for.
+//! At most one task runs at a time: every action except [`Action::Report`], [`Action::Halt`] and [`Action::End`] is
+//! answered by one event before the next one is ordered.
 //!
-//! # Who is looked at when
-//! Who has come is looked at after a short debounce, which only takes note of what there is; again once that is old
-//! enough to be merged, and whenever it has grown. Everybody else waits longer and longer as long as nothing is found,
-//! and who has hardly run since the longest ([`tracked`]). With those whose turn it is a few of their domain are looked
-//! at that are known already: a guest that equals its siblings is found out by two of them, since what all have merged
-//! lies in each.
+//! # Scan schedule
+//! The first scan of a process follows its arrival after a short debounce and only records its pages. The next one
+//! comes when these pages are stable enough to merge, and further ones whenever the process has grown. Other processes
+//! are scanned with exponential backoff while scans find nothing; processes that hardly ran since the last scan wait
+//! longest ([`tracked`]). Each census also includes a few known processes of the same trust domains: two guests are
+//! enough to find that a new guest equals its siblings, since each of them holds what all have merged.
 //!
-//! # What it may cost
-//! CPU time of ksmd and pagefold comes out of one [`cpu_budget`]. Nothing is begun that does not fit, and what takes longer
-//! than expected is halted. Each member has a `price`: who would be merged for more CPU time than [`DaemonRules::max_cpu_seconds_per_mib`]
-//! allows is left out, the others are merged, and who took more of ksmd in the end waits for twice as long.
+//! # Cost
+//! CPU time of ksmd and pagefold comes out of one token bucket ([`CpuTokenBucket`]). A task that does not fit is not
+//! started, and a task that takes longer than predicted is halted. Each process has a cost in CPU seconds per MiB
+//! saved. Processes above [`DaemonRules::max_cpu_seconds_per_mib`] are left out of the merge. A process for which ksmd
+//! needed more than that waits twice as long for its next scan.
 //!
-//! # What is taken back
-//! Whoever loses by its first merge, was in one that failed, must not be merged any more, came into another trust
-//! domain or is withdrawn by an operator is withdrawn once there is memory for it. Who had something merged before
-//! keeps it: what of that does not last is seen by the looks. Where it is refused it is tried again, later each time,
-//! and until then it is in no plan.
+//! # Unenrolling
+//! A process is unenrolled, once there is memory for it, in these cases: its first merge was a net loss or failed, it
+//! is excluded, its trust domain has changed, or an operator asks for it. A process that had merged pages before keeps
+//! them after a loss; checks of merged pages find those with COW breaks. A failed attempt is repeated with exponential
+//! backoff, and until it succeeds the process is in no plan.
 //!
-//! # When nothing is done
-//! While programs wait longer for a CPU than they do without it (`slowdown`), unless memory is short. Above the goal,
-//! in quiet hours, while paused, while somebody else writes KSM's settings. Nothing is withdrawn while memory is short:
-//! unmerging takes memory.
+//! # When the daemon does nothing
+//! While programs wait longer for a CPU than they do without the daemon (`slowdown`), unless memory is short. While
+//! available memory is above the goal, in quiet hours, while paused, and while another program writes KSM's settings.
+//! Nothing is unenrolled while memory is short: unmerging takes memory.
 //!
-//! Memory may be short on the host or in somebody's cgroup ([`pagefold_base::memory::Shortage`]). Then it comes first, nothing
-//! of it is withdrawn, and neither the goal, the slow-down nor the price counts for it; all else goes on. Quiet hours
-//! are an operator's word, and hold all the same.
+//! Memory may be short on the host or in a process's cgroup ([`pagefold_base::memory::Shortage`]). Such processes come
+//! first, are not unenrolled, and ignore the goal, the slowdown and the cost limit; all other processes are treated as
+//! usual. Quiet hours apply nevertheless, because the operator has set them.
 
 mod event;
 mod event_handling;
@@ -62,31 +62,31 @@ use pagefold_base::units::{Bytes, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// CPU seconds for a MiB of a census, before any was measured: two looks at 4 GiB a second.
+/// CPU seconds per MiB of a census before any is measured: two scans at 4 GiB/s.
 pub const INITIAL_CENSUS_SECONDS_PER_MIB: f64 = 0.5 / 1024.0;
 
-/// Pauses between looks in vain, in times of what looking at everybody costs.
+/// Interval between fruitless scans, as a multiple of the cost of scanning all processes.
 const SCAN_INTERVAL_COST_FACTOR: f64 = 2000.0;
 
-/// What the daemon does.
+/// Current status of the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DaemonStatus {
-    /// Nobody was looked at yet.
+    /// No process has been scanned yet.
     Starting,
-    /// A census or a merge is under way.
+    /// A census or a merge runs.
     Working,
-    /// Nothing is to be done, or not now.
+    /// There is nothing to do, or not now.
     Idle,
     /// An operator paused it.
     Paused,
-    /// Somebody else drives KSM.
+    /// Another program tunes KSM.
     Yielding,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 enum DaemonTask {
     AcquireHost,
-    /// Whose turn it was, and everybody who is looked at.
+    /// Processes that were due, and all processes of the census.
     Census(Vec<ProcessId>, Vec<ProcessId>),
     Merge(Vec<ProcessId>),
     CheckMerged,
@@ -96,7 +96,7 @@ enum DaemonTask {
 }
 
 impl DaemonTask {
-    /// Whether it may have somebody share pages with others.
+    /// Whether the task may make this process share pages with other processes.
     fn involves(&self, process: ProcessId) -> bool {
         match self {
             Self::Census(_, processes) | Self::Merge(processes) => processes.contains(&process),
@@ -105,18 +105,18 @@ impl DaemonTask {
     }
 }
 
-/// How far it has come to its end.
+/// Progress of the shutdown.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ShutdownStage {
-    /// What is merged stays merged.
+    /// Merged pages stay merged.
     KeepMerged,
-    /// What is enrolled is withdrawn first.
+    /// Enrolled ranges are to be unenrolled first.
     UnmergePending,
-    /// That was tried.
+    /// Unenrolling was tried.
     UnmergeTried,
 }
 
-/// All that is remembered from event to event.
+/// The daemon's state between events.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DaemonState {
     rules: DaemonRules,
@@ -126,16 +126,16 @@ pub struct DaemonState {
     available: Option<Bytes>,
     shortage: Shortage,
     slowdown: SlowdownMonitor,
-    /// What clocks show, once they were read.
+    /// Time of day, once read.
     time_of_day: Option<TimeOfDay>,
     tracked: BTreeMap<ProcessId, TrackedProcess>,
-    /// Who is to be left alone once it is known.
+    /// Processes to leave alone once they arrive.
     unenroll_on_arrival: BTreeSet<ProcessId>,
     task: Option<DaemonTask>,
     task_halted: bool,
-    /// The CPU time that had been read when it began.
+    /// Total CPU time at the start of the task.
     task_start_cpu_time: Duration,
-    /// Whether trust domains have changed since it began, so that it heeds others than there are.
+    /// Whether trust domains have changed since the task started, so that its plan uses outdated ones.
     domains_changed: bool,
     host_acquired: bool,
     acquire_host_after: Duration,
@@ -145,20 +145,20 @@ pub struct DaemonState {
     tuner: Option<String>,
     shutdown_stage: Option<ShutdownStage>,
     ended: bool,
-    /// Whether KSM's settings came back the last time that they were to.
+    /// Whether the last attempt to restore KSM's settings was complete.
     settings_restored: bool,
-    /// What could not be withdrawn the last time that it was tried, and why.
+    /// Processes with ranges that the last attempt could not unenroll, and why.
     failed_unenrolls: BTreeMap<ProcessId, String>,
-    /// When what is merged is looked at next, and the pause before that.
+    /// Time of the next check of merged pages, and the interval before it.
     merged_check: (Duration, Duration),
-    /// When ksmd is to pass by those who were merged and have ended.
+    /// Time at which ksmd is to visit merged processes that have exited.
     sweep_at: Option<Duration>,
     census_seconds_per_mib: f64,
     census_count: u64,
     reported_pause: Option<DecisionReason>,
 }
 
-/// The state after an event, and what is to be done.
+/// The state after an event, and the actions to execute.
 pub fn step(mut state: DaemonState, at: Duration, event: Event) -> (DaemonState, Vec<Action>) {
     let mut actions = Vec::new();
     if !state.ended {
@@ -171,7 +171,7 @@ pub fn step(mut state: DaemonState, at: Duration, event: Event) -> (DaemonState,
 }
 
 impl DaemonState {
-    /// At the beginning, with the CPU time that ksmd and pagefold have used so far.
+    /// The initial state. `cpu_spent` is the CPU time that ksmd and pagefold have used so far.
     pub fn new(rules: DaemonRules, seed: u64, at: Duration, cpu_spent: Duration) -> Self {
         Self {
             cpu_budget: CpuTokenBucket::new(rules.cpu_rate, rules.burst, at, cpu_spent),
@@ -206,27 +206,27 @@ impl DaemonState {
         }
     }
 
-    /// What it keeps to.
+    /// The rules in force.
     pub fn rules(&self) -> &DaemonRules {
         &self.rules
     }
 
-    /// Who is known.
+    /// The tracked processes.
     pub fn tracked(&self) -> &BTreeMap<ProcessId, TrackedProcess> {
         &self.tracked
     }
 
-    /// The CPU time that may be spent.
+    /// The CPU budget.
     pub fn cpu_budget(&self) -> &CpuTokenBucket {
         &self.cpu_budget
     }
 
-    /// Whether a piece of work is under way, so that an answer is waited for.
+    /// Whether a task runs, so that an answer is expected.
     pub fn is_task_pending(&self) -> bool {
         self.task.is_some()
     }
 
-    /// What it does, and why.
+    /// Current status, with the reason.
     pub fn status(&self) -> (DaemonStatus, String) {
         let of = |processes: usize| match processes {
             1 => "one process".to_owned(),
@@ -242,32 +242,32 @@ impl DaemonState {
             }
             Some(DaemonTask::Merge(processes)) => (DaemonStatus::Working, format!("merging {}", of(processes.len()))),
             Some(DaemonTask::Unenroll(extents)) => {
-                (DaemonStatus::Working, format!("withdrawing {}", of(extents.len())))
+                (DaemonStatus::Working, format!("unenrolling {}", of(extents.len())))
             }
             _ if self.rules.mode == DaemonMode::Observe => (DaemonStatus::Idle, "it only observes".to_owned()),
-            _ if self.census_count == 0 => (DaemonStatus::Starting, "nobody was looked at yet".to_owned()),
-            _ => (DaemonStatus::Idle, self.pause_reason().unwrap_or("nobody's turn has come").to_owned()),
+            _ if self.census_count == 0 => (DaemonStatus::Starting, "no process has been scanned yet".to_owned()),
+            _ => (DaemonStatus::Idle, self.pause_reason().unwrap_or("no scan is due").to_owned()),
         }
     }
 
-    /// Why nobody's turn comes for now.
+    /// Why no scan starts for now.
     fn pause_reason(&self) -> Option<&'static str> {
         match self.reported_pause? {
-            DecisionReason::Budget => Some("its CPU time is used up for now"),
-            DecisionReason::MemoryGoal => Some("there is as much memory as it is to keep"),
+            DecisionReason::Budget => Some("the CPU budget is used up for now"),
+            DecisionReason::MemoryGoal => Some("available memory is above the goal"),
             DecisionReason::Slowdown => Some("programs waited longer while it worked"),
             DecisionReason::QuietHours => Some("these are quiet hours"),
             _ => None,
         }
     }
 
-    /// Why nobody is looked at now, whoever asks for it; `None` where that is done. Who only observes never does.
+    /// Why no process is scanned now, even if an operator asks for it; `None` if scans run. In observe mode none do.
     pub fn scan_block_reason(&self) -> Option<String> {
         let paused = self.paused.then(|| "an operator paused it".to_owned());
         paused.or_else(|| self.yield_reason()).or_else(|| self.pause_reason().map(str::to_owned))
     }
 
-    /// Why nothing is merged or withdrawn now, whoever asks for it; `None` where that is done.
+    /// Why nothing is merged or unenrolled now, even if an operator asks for it; `None` if it is.
     pub fn inaction_reason(&self) -> Option<String> {
         match self.rules.mode {
             DaemonMode::Observe => Some("it only observes".to_owned()),
@@ -277,16 +277,16 @@ impl DaemonState {
         }
     }
 
-    /// Why others are left to drive KSM.
+    /// Why the daemon leaves KSM to another program.
     fn yield_reason(&self) -> Option<String> {
         let tuner = self.tuner.as_ref().filter(|_| !self.rules.ignore_tuners);
-        let tuner = tuner.map(|name| format!("{name} tunes KSM, and each would undo the other"));
+        let tuner = tuner.map(|name| format!("{name} tunes KSM, and each program would undo the other's settings"));
         let acts = |_: &String| self.rules.mode == DaemonMode::Act;
         self.settings_overwritten.clone().or(tuner).or_else(|| self.host_busy_reason.clone()).filter(acts)
     }
 
-    /// The longest pause between two looks at somebody: looking at everybody in vain takes a two-thousandth of one CPU
-    /// at most, however much memory there is.
+    /// Longest scan interval of a process: fruitless scans of all processes take at most a two-thousandth of one CPU,
+    /// however much memory there is.
     fn max_scan_interval(&self) -> Duration {
         let open = self.tracked.values().filter(|member| member.may_be_scanned());
         let mib = open.map(|member| member.resident.0).sum::<u64>() as f64 / 1048576.0;
@@ -300,7 +300,7 @@ impl DaemonState {
         self.shortage.is_short(self.rules.pressure_percent)
     }
 
-    /// Whether memory is short on the host, or in the cgroup of any of these.
+    /// Whether memory is short on the host, or in the cgroup of any of these processes.
     fn is_memory_short_for(&self, processes: &[ProcessId]) -> bool {
         let squeezed = |process| {
             self.tracked.get(process).is_some_and(|member: &TrackedProcess| member.is_cgroup_memory_short(&self.rules))
@@ -317,12 +317,12 @@ impl DaemonState {
         self.rules.mode == DaemonMode::Act && !yields
     }
 
-    /// Between 0 and 1, by [`DaemonState::random_u64`].
+    /// Pseudo-random number between 0 and 1, from [`DaemonState::random_u64`].
     fn random_fraction(&self, process: ProcessId) -> f64 {
         self.random_u64(process) as f64 / u64::MAX as f64
     }
 
-    /// Any number, by the seed, a process and how much was done so far.
+    /// Pseudo-random number, from the seed, the process and the number of censuses.
     fn random_u64(&self, process: ProcessId) -> u64 {
         splitmix64(self.seed ^ u64::from(process.pid.0) << 32 ^ process.start_time ^ self.census_count << 48)
     }
@@ -354,7 +354,7 @@ impl DaemonState {
         }
     }
 
-    /// What is merged of these is to be withdrawn.
+    /// Mark these processes to be unenrolled.
     fn request_unenroll(&mut self, processes: &[ProcessId], reason: DecisionReason) {
         for process in processes {
             if let Some(member) = self.tracked.get_mut(process) {
@@ -363,7 +363,7 @@ impl DaemonState {
         }
     }
 
-    /// End what is under way where it costs too much, or is no longer wanted.
+    /// Halt the current task if it exceeds the CPU budget or is no longer wanted.
     fn halt_if_unwanted(&mut self, actions: &mut Vec<Action>) {
         let wanted = match &self.task {
             Some(DaemonTask::Census(..) | DaemonTask::Merge(_)) if self.domains_changed => false,
@@ -371,7 +371,7 @@ impl DaemonState {
                 self.rules.mode != DaemonMode::Observe && !self.paused && self.shutdown_stage.is_none()
             }
             Some(DaemonTask::Merge(_)) => self.may_act() && self.shutdown_stage.is_none(),
-            // What must be withdrawn is, whatever it costs, but does not keep the daemon from its end.
+            // Required unenrolling runs at any cost, but does not delay the shutdown.
             Some(DaemonTask::Unenroll(_)) if self.shutdown_stage == Some(ShutdownStage::KeepMerged) => false,
             _ => return,
         };

@@ -1,20 +1,21 @@
-//! What was merged and written too soon is left alone: for a while, then for longer, and after the third time for good.
-//! What was merged and written twice before it was withdrawn has two of the three behind it.
+//! Exponential backoff for ranges whose merged pages had COW breaks: a range is left alone for a while, then for
+//! longer, and after the third break for good. If both of two merges broke before the range was unenrolled, two of the
+//! three are used up.
 //!
-//! Memory that is filled when a guest boots is written, and then stays; memory that a program computes in is written
-//! again and again.
+//! A guest writes memory once while it boots and then keeps it. Memory that a program computes in is written again and
+//! again.
 
 use pagefold_base::units::{AddressRange, ProcessId};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// How long it is left alone the first times.
+/// Pauses after the first and second break.
 const REMERGE_PAUSES: [Duration; 2] = [Duration::from_secs(30), Duration::from_secs(600)];
 
-/// Bytes whose strikes are counted together: what is withdrawn together is no larger where huge pages are of 2 MiB.
+/// Bytes whose breaks are counted together: with huge pages of 2 MiB, ranges unenrolled together are no larger.
 const BLOCK_BYTES: u64 = 4 << 20;
 
-/// What was written too soon, how often, and what of it is left alone.
+/// Ranges with COW breaks, the number of breaks, and until when each is left alone.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RemergeBackoff {
     blocks: BTreeMap<(ProcessId, u64), BackoffBlock>,
@@ -28,7 +29,8 @@ struct BackoffBlock {
 }
 
 impl RemergeBackoff {
-    /// A range was withdrawn because it was written too soon, so many times. One that is left alone already counts once.
+    /// Record that a range was unenrolled after this many COW breaks. If it is already left alone, this counts as one
+    /// break.
     pub fn record_break(&mut self, process: ProcessId, range: AddressRange, breaks: usize, now: Duration) {
         let piece = self.blocks.entry((process, range.start / BLOCK_BYTES)).or_default();
         if piece.paused_ranges.is_empty() {
@@ -40,7 +42,7 @@ impl RemergeBackoff {
         }
     }
 
-    /// What may be tried again now. Told once.
+    /// Ranges that may be merged again now. Each is returned once.
     pub fn take_expired(&mut self, now: Duration) -> Vec<(ProcessId, AddressRange)> {
         let mut over = Vec::new();
         for (&(process, _), piece) in &mut self.blocks {
@@ -51,7 +53,7 @@ impl RemergeBackoff {
         over
     }
 
-    /// Forget the processes that do not fit.
+    /// Forget processes that do not satisfy `fits`.
     pub fn retain(&mut self, fits: impl Fn(ProcessId) -> bool) {
         self.blocks.retain(|&(process, _), _| fits(process));
     }
@@ -73,7 +75,7 @@ mod tests {
             assert_eq!(strikes.take_expired(now + pause - Duration::from_secs(1)), []);
             now += pause;
             assert_eq!(strikes.take_expired(now), [(process, range)]);
-            assert_eq!(strikes.take_expired(now), [], "told once");
+            assert_eq!(strikes.take_expired(now), [], "each range is returned once");
         }
         strikes.record_break(process, range, 1, now);
         assert_eq!(strikes.take_expired(now + Duration::from_secs(1 << 30)), []);

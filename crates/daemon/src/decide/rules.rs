@@ -1,44 +1,43 @@
-//! What a daemon is told to do and to keep to.
+//! The daemon's rules: its mode, goals and limits.
 
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::units::Bytes;
 use std::time::Duration;
 
-/// What a daemon may do.
+/// What the daemon may do.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DaemonMode {
-    /// Look and tell; take no census.
+    /// Track processes and report them; take no census.
     Observe,
-    /// Take censuses and tell what would pay; change nothing.
+    /// Take censuses and report profitable merges; change nothing.
     #[default]
     Advise,
-    /// Merge what pays.
+    /// Execute profitable merges.
     Act,
 }
 
-/// What clocks show, in seconds since midnight. Where a clock is put forward or back, so are the hours that are told by
-/// it.
+/// Time of day on the host's clocks, in seconds since midnight. Hours given by a clock follow it when it is adjusted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TimeOfDay {
-    /// The host's own, in its time zone.
+    /// In the host's time zone.
     pub local: u32,
-    /// UTC.
+    /// In UTC.
     pub utc: u32,
 }
 
-/// A part of each day, in seconds since midnight. One that ends before it begins goes over midnight.
+/// A daily period, in seconds since midnight. A period that ends before it starts spans midnight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DailyHours {
-    /// The first second.
+    /// The first second of the period.
     pub start_second: u32,
-    /// The first second after it.
+    /// The first second after the period.
     pub end_second: u32,
-    /// Whether they are told by UTC, and not by the host's own clock.
+    /// Whether the period is given in UTC instead of local time.
     pub in_utc: bool,
 }
 
 impl DailyHours {
-    /// Whether a time of the day lies within. Hours that begin when they end are all day.
+    /// Whether a time of day lies within the period. A period with equal start and end covers the whole day.
     pub fn contains(self, time: TimeOfDay) -> bool {
         let second = if self.in_utc { time.utc } else { time.local };
         if self.start_second < self.end_second {
@@ -49,33 +48,35 @@ impl DailyHours {
     }
 }
 
-/// What a daemon is told to do and to keep to.
+/// The daemon's rules: its mode, goals and limits.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DaemonRules {
     /// What it may do.
     pub mode: DaemonMode,
-    /// `MemAvailable` to keep: above it nothing is merged. `None`: all that pays is merged.
+    /// `MemAvailable` to keep: above it nothing is merged. `None`: all profitable merges are executed.
     pub keep_available: Option<Bytes>,
-    /// The share of one CPU that ksmd and pagefold use together on average.
+    /// Share of one CPU that ksmd and pagefold may use together on average.
     pub cpu_rate: f64,
-    /// CPU time that may be saved up for a burst.
+    /// CPU time that may accumulate for a burst.
     pub burst: Duration,
-    /// CPU seconds at most for a MiB that is given back, net: what ksmd should take for somebody's ranges, and its part
-    /// of the census that found them, by its pages and regions. Everybody is judged by itself; it is not asked of those
-    /// whom memory is short for.
+    /// Cost limit in CPU seconds per MiB of net savings. The cost of a process is ksmd's CPU time for its ranges, plus
+    /// its part of the census that found them, by pages and regions. Each process is judged alone. The limit does not
+    /// apply to processes that are short of memory.
     pub max_cpu_seconds_per_mib: f64,
-    /// How long somebody who has just come is left alone.
+    /// How long a new process is left alone.
     pub debounce: Duration,
-    /// The pause between the first two looks at somebody's memory: after it a content is old enough to be merged
-    /// ([`pagefold_base::merge_lifetime::stable_age`]). Each further one is longer, unless something is found.
+    /// Interval between the first two scans of a process. A content that is unchanged after it is stable enough to
+    /// merge ([`pagefold_base::merge_lifetime::stable_age`]). Later intervals are longer, unless a scan finds
+    /// something.
     pub min_scan_interval: Duration,
-    /// The longest such pause.
+    /// The longest scan interval.
     pub max_scan_interval: Duration,
-    /// Percent of ten seconds in which some task waited for memory, from which on memory is short.
+    /// Percent of ten seconds in which some task waited for memory; memory is short from here on.
     pub pressure_percent: f64,
-    /// The part of ten seconds by which programs may wait longer for a CPU by its work, before it backs off.
+    /// Additional CPU waiting of programs caused by the daemon, as a share of ten seconds. Above it the daemon backs
+    /// off.
     pub max_slowdown: f64,
-    /// When nobody is looked at and nothing is merged. What is merged is watched, and what has to be is withdrawn.
+    /// Periods without scans and merges. Merged pages are still checked, and unenrolled where needed.
     pub quiet_hours: Vec<DailyHours>,
     /// Whether to act although another program tunes KSM.
     pub ignore_tuners: bool,

@@ -1,4 +1,4 @@
-//! Choosing what is done next.
+//! Choosing the next task.
 
 use super::{
     Action, DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, PendingUnenroll, ScanCause,
@@ -11,38 +11,39 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// Of so many of those whose turn it is partners are sought for what they hold.
+/// Due processes for which a partner with common contents is sought, at most.
 const MAX_PARTNER_SEEKERS: usize = 8;
 
-/// Of so many of those who were looked at it is asked whom they have missed: that takes a microsecond for each of whom it
-/// may be.
+/// Scanned processes for which missed partners are sought, at most: each candidate partner takes a microsecond.
 const MAX_MISSED_PARTNER_CHECKS: usize = 32;
 
-/// The part of what somebody has not merged, and the least, for which it is looked at soon with whoever holds that.
+/// Share of a process's unmerged pages, and the least number of pages, that a partner must hold for an early joint
+/// scan.
 const MIN_LARGE_OVERLAP: (u64, Pages) = (16, Pages(256));
 
-/// One look in so many has a partner that is chosen by chance.
+/// One scan in this many has a partner that is chosen at random.
 const SCANS_PER_RANDOM_PARTNER: u64 = 4;
 
-/// What the index of a census may take, in bytes: so much, and this part of all memory that is managed. That, with what
-/// the daemon takes beside it, some 0.11 % for what is remembered of members among it, is below 32 MiB and 0.4 % of it,
-/// unless two alone take more, or members of other domains that are read beside them, or what is remembered of these.
+/// Size limit of a census's index: this many bytes, plus this part of all tracked memory (divisor). With the daemon's
+/// other memory, including some 0.11 % for reused fingerprints, that stays below 32 MiB plus 0.4 % of tracked memory.
+/// Two large processes alone, foreign processes scanned beside them, and fingerprints of these may exceed it.
 const INDEX_BYTES_LIMIT: (u64, u64) = (16 << 20, 640);
 
-/// The part of the memory it is of that an index takes while it is grouped: at most 33 bytes for a page of 4 KiB.
+/// Bytes of memory per byte of its index while contents are grouped: at most 33 index bytes per page of 4 KiB.
 const MEMORY_BYTES_PER_INDEX_BYTE: u64 = 124;
 
-/// The part of what may be saved up for which it is waited before a merge that was halted: others have turns, too.
+/// Share of the burst that may be reserved for a halted merge: other processes need scans, too.
 const MAX_RESERVED_BURST_SHARE: f64 = 0.75;
 
-/// For how long that is waited for: in times of what it takes to save up all that may be, and in seconds at least.
+/// How long CPU time is reserved for a halted merge: a multiple of the time that refills the burst, and seconds at
+/// least.
 const MERGE_RESERVATION_TIMEOUT: (f64, f64) = (2.0, 60.0);
 
-/// The part of its pause by which somebody is looked at earlier, where others are looked at now.
+/// Share of its scan interval by which a process is scanned early if another scan is due.
 const EARLY_SCAN_INTERVAL_SHARE: f64 = 0.25;
 
 impl DaemonState {
-    /// Begin the next piece of work, if none is under way and there is one.
+    /// Start the next task, if none runs and there is one.
     pub(super) fn begin(&mut self, actions: &mut Vec<Action>) {
         if self.task.is_some() {
             return;
@@ -58,7 +59,7 @@ impl DaemonState {
                     DecisionKind::Restore,
                     &[],
                     reason,
-                    "KSM's settings come back, and merges stay",
+                    "KSM's settings are restored, and merged pages stay merged",
                 ));
                 return self.start_task(DaemonTask::RestoreSettings, Action::RestoreSettings, actions);
             }
@@ -72,7 +73,8 @@ impl DaemonState {
             return;
         }
         if self.host_acquired && !self.is_host_memory_short() {
-            // Where there was no memory for it, looking whether there is comes out of the budget as all looks.
+            // After a failure for lack of memory, the next try measures memory again; the CPU budget pays for it as for
+            // all scans.
             let tries = |leaving: &PendingUnenroll| {
                 leaving.next_try <= self.now
                     && (leaving.last_failure.is_none() || self.cpu_budget.available_seconds() > 0.0)
@@ -95,7 +97,7 @@ impl DaemonState {
         if self.time_of_day.is_some_and(|time| self.rules.quiet_hours.iter().any(|hours| hours.contains(time))) {
             return self.report_pause(DecisionReason::QuietHours, "these are quiet hours", actions);
         }
-        // Until ksmd comes by, the kernel counts as merged what has ended, and keeps its metadata.
+        // Until ksmd visits exited processes, the kernel counts their pages as merged and keeps their metadata.
         if self.host_acquired
             && self.sweep_at.is_some_and(|at| at <= self.now)
             && self.cpu_budget.available_seconds() > 0.0
@@ -109,22 +111,18 @@ impl DaemonState {
         let due = self.due_processes(rests);
         if rests && due.is_empty() {
             if at_goal {
-                return self.report_pause(
-                    DecisionReason::MemoryGoal,
-                    "there is as much memory as it is to keep",
-                    actions,
-                );
+                return self.report_pause(DecisionReason::MemoryGoal, "available memory is above the goal", actions);
             }
             self.reported_pause = Some(DecisionReason::Slowdown);
             return;
         }
         let told = self.reported_pause;
         self.begin_census(due, actions);
-        // All others rest on.
+        // All other processes stay paused.
         self.reported_pause = self.reported_pause.or(told.filter(|_| rests));
     }
 
-    /// Come to the end: with what is enrolled withdrawn, where that is asked for and may be, and with settings back.
+    /// Shut down: unenroll what is enrolled, where requested and allowed, and restore KSM's settings.
     fn shut_down(&mut self, stopping: ShutdownStage, actions: &mut Vec<Action>) {
         let merged = self.processes_where(|member| member.enrolled || member.pending_unenroll.is_some());
         if stopping == ShutdownStage::UnmergePending && !merged.is_empty() {
@@ -139,7 +137,7 @@ impl DaemonState {
                 ));
                 return self.start_unenroll(merged, actions);
             }
-            // Who has paused it and ends it so wants that to be done all the same.
+            // A stop with unmerging unmerges pages even while the daemon is paused.
             if self.may_acquire_host() {
                 return self.start_task(DaemonTask::AcquireHost, Action::AcquireHost, actions);
             }
@@ -147,7 +145,7 @@ impl DaemonState {
         if self.host_acquired {
             return self.start_task(DaemonTask::RestoreSettings, Action::RestoreSettings, actions);
         }
-        // What is merged may stay, but of those who were to be withdrawn before.
+        // Merged pages may stay merged, except those of processes that were to be unenrolled before.
         let to_leave = |member: &TrackedProcess| member.pending_unenroll.is_some();
         let stay = if stopping == ShutdownStage::KeepMerged { self.processes_where(to_leave) } else { merged };
         let rests = self
@@ -164,14 +162,14 @@ impl DaemonState {
         actions.push(Action::End { complete: self.settings_restored && stay.is_empty() });
     }
 
-    /// The members that fit.
+    /// The tracked processes that satisfy `fits`.
     pub(super) fn processes_where(&self, fits: impl Fn(&TrackedProcess) -> bool) -> Vec<ProcessId> {
         self.tracked.iter().filter(|(_, member)| fits(member)).map(|(process, _)| *process).collect()
     }
 
     fn report_and_unenroll(&mut self, processes: Vec<ProcessId>, actions: &mut Vec<Action>) {
         for &process in &processes {
-            // What is tried again was told.
+            // Repeated tries were reported before.
             let first =
                 self.tracked[&process].pending_unenroll.as_ref().filter(|leaving| leaving.last_failure.is_none());
             if let Some(reason) = first.map(|leaving| leaving.reason) {
@@ -197,7 +195,7 @@ impl DaemonState {
         self.start_task(DaemonTask::Unenroll(extents.clone()), Action::Unenroll(extents), actions);
     }
 
-    /// Say once why nothing is done.
+    /// Report once why nothing is done.
     fn report_pause(&mut self, reason: DecisionReason, why: &str, actions: &mut Vec<Action>) {
         if self.reported_pause != Some(reason) {
             self.reported_pause = Some(reason);
@@ -205,13 +203,13 @@ impl DaemonState {
         }
     }
 
-    /// CPU seconds of looking at somebody.
+    /// Predicted CPU seconds of scanning a process.
     fn scan_cpu_seconds(&self, member: &TrackedProcess) -> f64 {
         member.resident.0 as f64 / 1048576.0 * self.census_seconds_per_mib * member.scan_cost_factor()
     }
 
-    /// CPU seconds to save up for a merge of somebody that was halted: none where memory is short, nor where others
-    /// have used them up for longer than [`MERGE_RESERVATION_TIMEOUT`].
+    /// CPU seconds reserved for the halted merge of a process. None if memory is short, or if other processes have used
+    /// them up for longer than [`MERGE_RESERVATION_TIMEOUT`].
     fn reserved_merge_seconds(&self, process: ProcessId) -> f64 {
         let member = &self.tracked[&process];
         let patience = (self.cpu_budget.burst_seconds() / self.rules.cpu_rate * MERGE_RESERVATION_TIMEOUT.0)
@@ -220,13 +218,13 @@ impl DaemonState {
         if waited < patience && !self.is_memory_short_for(&[process]) { member.reserved_merge_seconds } else { 0.0 }
     }
 
-    /// CPU seconds to save up before some are looked at: where merges of them were halted, for all of these besides, or
-    /// looking would use them up each time. No more than most of what may be saved up, unless looking alone takes more.
+    /// CPU seconds that must be available before a scan. They include the reserves for halted merges, because the scan
+    /// would use these up each time. The sum is limited to most of the burst, unless the scan alone takes more.
     fn required_cpu_seconds(&self, looks: f64, unmerged: f64) -> f64 {
         (looks + unmerged).min(looks.max(self.cpu_budget.burst_seconds() * MAX_RESERVED_BURST_SHARE))
     }
 
-    /// Take a census of those whose turn it is, as far as there is CPU time for it.
+    /// Take a census of the due processes, as far as CPU time allows.
     fn begin_census(&mut self, due: Vec<ProcessId>, actions: &mut Vec<Action>) {
         if due.is_empty() {
             self.reported_pause = None;
@@ -237,13 +235,13 @@ impl DaemonState {
         let (impossible, possible): (Vec<ProcessId>, Vec<ProcessId>) = due.iter().copied().partition(never);
         let chosen = self.choose_affordable(&possible);
         if !impossible.is_empty() {
-            let why = "a census of it takes more CPU time than may be saved up: give it a larger burst";
+            let why = "a census of it takes more CPU time than the burst: set a larger burst";
             actions.push(self.report_decision(DecisionKind::Refuse, &impossible, DecisionReason::Budget, why));
             self.back_off(&impossible);
         }
         let Some(chosen) = chosen else {
             if !possible.is_empty() {
-                self.report_pause(DecisionReason::Budget, "the CPU time that it may use is used up for now", actions);
+                self.report_pause(DecisionReason::Budget, "the CPU budget is used up for now", actions);
             }
             return;
         };
@@ -251,17 +249,17 @@ impl DaemonState {
         let turns: Vec<ProcessId> = possible.into_iter().filter(|process| chosen.contains(process)).collect();
         let cause = self.tracked[&turns[0]].scan_cause;
         let why = match cause {
-            ScanCause::Arrived => "new here",
-            ScanCause::Grown => "it has grown, or been at work, since it was looked at",
+            ScanCause::Arrived => "new process",
+            ScanCause::Grown => "it has grown or used CPU time since the last scan",
             ScanCause::Due if self.tracked[&turns[0]].scan_interval <= self.rules.min_scan_interval => {
-                "what it holds may be old enough by now"
+                "its contents may be stable by now"
             }
-            ScanCause::Due => "not looked at for long",
+            ScanCause::Due => "not scanned for long",
         };
         actions.push(self.report_decision(DecisionKind::Census, &turns, cause.into(), why));
         if self.can_never_afford_partner(&chosen) {
-            let why = "a census of it and another takes more CPU time than may be saved up, so that it is looked at \
-                       alone and nothing is found that it shares: give it a larger burst";
+            let why = "a census of it and another process takes more CPU time than the burst, so it is scanned \
+                       alone and no shared pages are found: set a larger burst";
             actions.push(self.report_decision(DecisionKind::Refuse, &turns, DecisionReason::Budget, why));
         }
         for process in &turns {
@@ -273,11 +271,12 @@ impl DaemonState {
         self.start_task(DaemonTask::Census(turns, processes.clone()), Action::Census(processes), actions);
     }
 
-    /// Whose turn it is, in the order in which they come; only of those in whose cgroups memory is short, if it is so.
+    /// The due processes in order of priority. With `squeezed`, only processes that are short of memory in their
+    /// cgroup.
     fn due_processes(&self, squeezed: bool) -> Vec<ProcessId> {
         let all = |sooner: f64| -> Vec<(ScanCause, Duration, u64, ProcessId)> {
             let turn = |(_, member): &(&ProcessId, &TrackedProcess)| {
-                // Who waits for long may be what is needed when memory is short.
+                // A process with a long backoff may hold the duplicates that are needed when memory is short.
                 let short = member.is_cgroup_memory_short(&self.rules);
                 let sooner = if short || self.is_host_memory_short() { 0.75 } else { sooner };
                 (short || !squeezed)
@@ -285,26 +284,26 @@ impl DaemonState {
                     && member.next_scan.saturating_sub(member.scan_interval.mul_f64(sooner)) <= self.now
             };
             let due = self.tracked.iter().filter(turn);
-            // Of those who have come together not the same ones are first each time.
+            // Of processes that arrived together, the first one differs from scan to scan.
             due.map(|(process, member)| (member.scan_cause, member.next_scan, self.random_u64(*process), *process))
                 .collect()
         };
         if all(0.0).is_empty() {
             return Vec::new();
         }
-        // One census of several is less work than several.
+        // One census of several processes costs less than several censuses.
         let mut due = all(EARLY_SCAN_INTERVAL_SHARE);
         due.sort_unstable();
         let mut due: Vec<ProcessId> = due.into_iter().map(|(.., process)| process).collect();
         let member = |process: &ProcessId| &self.tracked[process];
         if self.is_cpu_time_scarce(&due) {
-            // Where CPU time is short, taking note of ever more would leave none to merge what was noted. Those who were
-            // there before wait for both.
+            // Where CPU time is scarce, first scans of ever more new processes would leave none for merging. Known
+            // processes wait for both.
             due.sort_by_key(|process| member(process).scan_order(&self.rules));
         } else {
             due.sort_by_key(|process| !member(process).is_unscanned());
         }
-        // Where there is not room for all, alike ones are looked at together: others have little in common.
+        // If the census cannot take all, similar processes are scanned together: different ones have little in common.
         let mut places: BTreeMap<_, usize> = BTreeMap::new();
         for (place, process) in due.iter().enumerate() {
             places.entry(self.similarity_class(process)).or_insert(place);
@@ -315,14 +314,14 @@ impl DaemonState {
         if member(&due[0]).overruns == 0 {
             due.retain(|process| member(process).overruns == 0);
         }
-        // Those who are new are only taken note of, which others need not wait for, nor spoil.
+        // First scans of new processes only record their pages. Known processes do not wait for them and are not mixed
+        // with them.
         let new = member(&due[0]).is_unscanned();
         due.retain(|process| member(process).is_unscanned() == new);
         due
     }
 
-    /// Those of whose turn it is, and of others beside them, for whom there is CPU time now; `None` while it is waited
-    /// for.
+    /// The due processes and their partners that the CPU budget can pay for now; `None` to wait for more.
     pub(super) fn choose_affordable(&self, due: &[ProcessId]) -> Option<BTreeSet<ProcessId>> {
         let alone = |process: &ProcessId| {
             self.required_cpu_seconds(
@@ -333,8 +332,8 @@ impl DaemonState {
         if !due.iter().any(|process| alone(process) <= self.cpu_budget.available_seconds()) {
             return None;
         }
-        // Who was in a look that used up the budget is looked at with one other alone, so that it is found out who
-        // costs it.
+        // A process whose scan exceeded the budget is scanned with one partner only, to find out which of them is
+        // expensive.
         let apart = due.first().is_some_and(|process| self.tracked[process].overruns > 0);
         let most = if apart { 1 } else { usize::MAX };
         let managed: u64 = self.tracked.values().map(|member| member.resident.0).sum();
@@ -345,7 +344,7 @@ impl DaemonState {
             let member = &self.tracked[&process];
             let (seconds, bytes) = (looks + self.scan_cpu_seconds(member), member.resident.0);
             let more = unmerged + self.reserved_merge_seconds(process);
-            // A big host is looked at in portions, of two members at least.
+            // A big host is scanned in portions of at least two processes.
             let fits = chosen.len() < most.min(2) || chosen.len() < most && looked + bytes <= room;
             let joins = fits && self.required_cpu_seconds(seconds, more) <= self.cpu_budget.available_seconds();
             if joins {
@@ -360,7 +359,7 @@ impl DaemonState {
             for process in self.order_by_shared_content(alike, scarce) {
                 if chosen.contains(&process) || join(&mut chosen, process, most) {
                     turns.push(process);
-                    // With whoever holds much of the same, before others take the room.
+                    // Add the process with the most common contents before others fill the portion.
                     if companions < MAX_PARTNER_SEEKERS
                         && let Some((like, true)) = self.choose_companion(process, &chosen)
                     {
@@ -368,7 +367,7 @@ impl DaemonState {
                     }
                 }
             }
-            // One comes with another like it.
+            // A single process gets a similar partner.
             if let [one] = turns[before..]
                 && chosen
                     .iter()
@@ -380,28 +379,28 @@ impl DaemonState {
         }
         let first = *turns.first()?;
         let (alone, mut partners) = (chosen.len() == 1, self.choose_partners(&turns, &chosen));
-        // The most alike one, also if it has to be waited for: a cheaper one may have nothing in common.
+        // Take the most similar partner, even if its cost must be awaited: a cheaper one may have nothing in common.
         partners.truncate(if apart { 1 } else { usize::MAX });
         let joined = partners.iter().filter(|partner| join(&mut chosen, **partner, most.saturating_add(1))).count();
-        // Without anybody to share with there is little to be found: that is waited for.
+        // A scan without a partner finds little: wait until the CPU budget can pay for one.
         let waits = alone && joined == 0 && partners.iter().any(|partner| self.can_ever_afford_pair(&first, partner));
         (!waits).then_some(chosen)
     }
 
-    /// Whether there is CPU time to look at fewer than all of these.
+    /// Whether the CPU budget cannot pay for scanning all of these processes now.
     fn is_cpu_time_scarce(&self, due: &[ProcessId]) -> bool {
         due.iter().map(|process| self.scan_cpu_seconds(&self.tracked[process])).sum::<f64>()
             > self.cpu_budget.available_seconds()
     }
 
-    /// Members of one kind are likely to share: they may, and are alike by what is known of them.
+    /// Processes of one class are likely to share pages: they have the same trust domain and the same similarity key.
     fn similarity_class(&self, process: &ProcessId) -> (&TrustDomain, &str) {
         let member = &self.tracked[process];
         (&member.domain, &member.similarity_key)
     }
 
-    /// Those of one kind in their order; of those none of whom needs it more, first who holds most of what the first
-    /// one does.
+    /// Orders the processes of one class. The first stays first; the others are sorted by urgency, then by how much
+    /// they have in common with it.
     fn order_by_shared_content(&self, alike: &[ProcessId], scarce: bool) -> Vec<ProcessId> {
         let mut ordered = alike.to_vec();
         if let [first, others @ ..] = &mut ordered[..] {
@@ -420,8 +419,8 @@ impl DaemonState {
         ordered
     }
 
-    /// What some hold that is not merged, each without what others hold that are looked at beside it; of the first who
-    /// seek anything.
+    /// The unmerged contents of some processes, each without the contents of partners in the same scan. Limited to the
+    /// first few processes with any such contents.
     fn unmatched_contents(&self, turns: &[ProcessId], beside: &BTreeSet<ProcessId>) -> Vec<Sketch> {
         turns
             .iter()
@@ -431,7 +430,7 @@ impl DaemonState {
             .collect()
     }
 
-    /// What one holds that is not merged, without what others hold that are looked at beside it.
+    /// The unmerged contents of one process, without the contents of partners in the same scan.
     fn unmatched_content(&self, one: &ProcessId, beside: &BTreeSet<ProcessId>) -> Sketch {
         let Some((domain, held)) = self.tracked.get(one).and_then(|one| Some((&one.domain, one.sketches.as_ref()?)))
         else {
@@ -442,16 +441,16 @@ impl DaemonState {
         beside.fold(held.unmerged.clone(), |rest, other| rest.without(&other.all))
     }
 
-    /// How much somebody holds of what is sought, as far as it is known: 0 for nothing, and one more for twice as many
-    /// pages, since a sample tells little more.
+    /// How many of the sought pages a process holds, by its sketch: 0 for none, and one more for each doubling. A
+    /// sketch is no more precise.
     fn overlap_level(&self, sought: &[Sketch], process: &ProcessId) -> u32 {
         let Some(held) = &self.tracked[process].sketches else { return 0 };
         let shared: Pages = sought.iter().map(|sketch| sketch.shared(&held.all)).sum();
         shared.0.checked_ilog2().map_or(0, |power| power + 1)
     }
 
-    /// For whom of these, who were looked at, somebody else of its domain holds much of what it has not merged, and those
-    /// it was looked at with do not.
+    /// The scanned processes with a missed partner: a process of the same domain holds many of their unmerged pages,
+    /// and the partners in that scan do not.
     pub(super) fn find_missed_partners(&self, turns: &[ProcessId], beside: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
         let others: Vec<&TrackedProcess> = self
             .tracked
@@ -467,22 +466,22 @@ impl DaemonState {
         turns.iter().take(MAX_MISSED_PARTNER_CHECKS).filter(has_missed).copied().collect()
     }
 
-    /// Whether there will be CPU time at all for a census of these two.
+    /// Whether the burst can ever pay for a census of these two processes.
     fn can_ever_afford_pair(&self, one: &ProcessId, other: &ProcessId) -> bool {
         self.cpu_budget
             .time_until(self.scan_cpu_seconds(&self.tracked[one]) + self.scan_cpu_seconds(&self.tracked[other]))
             .is_some()
     }
 
-    /// Whether this is one, for whom with anybody else there will never be CPU time.
+    /// Whether a single process was chosen and the burst can never pay for scanning it with a partner.
     fn can_never_afford_partner(&self, chosen: &BTreeSet<ProcessId>) -> bool {
         let (Some(one), 1) = (chosen.first(), chosen.len()) else { return false };
         let partners = self.choose_partners(&[*one], chosen);
         !partners.is_empty() && !partners.iter().any(|partner| self.can_ever_afford_pair(one, partner))
     }
 
-    /// Who of its kind is best looked at beside somebody, and whether it is known to hold much of what that one has not
-    /// merged, and those who are chosen do not hold.
+    /// The best partner of the same class, and whether it holds many of the pages that `one` has not merged and the
+    /// chosen processes do not hold.
     fn choose_companion(&self, one: ProcessId, chosen: &BTreeSet<ProcessId>) -> Option<(ProcessId, bool)> {
         let is_like =
             |other: &ProcessId| !chosen.contains(other) && self.similarity_class(other) == self.similarity_class(&one);
@@ -493,10 +492,10 @@ impl DaemonState {
         Some((best, has_large_overlap(&self.tracked[&one], &rest, &self.tracked[&best])))
     }
 
-    /// Known members of the domains of those whose turn it is: of those that look alike, the one that holds most of what
-    /// they seek, and the one that holds most of the rest; of the others the former, and the biggest that holds anything
-    /// of it, or of which nothing is known. In some looks one of each is drawn, since not all that they hold is in a
-    /// sample.
+    /// Known partners from the trust domains of the due processes. Of similar processes: the one that holds most of the
+    /// sought contents, and the one that holds most of the rest. Of other processes: the one that holds most of the
+    /// sought contents, and the biggest that holds any of them or has no sketch. Some scans choose one of each group at
+    /// random, because a sketch does not contain all contents.
     fn choose_partners(&self, turns: &[ProcessId], chosen: &BTreeSet<ProcessId>) -> Vec<ProcessId> {
         let mut partners = Vec::new();
         let domains: BTreeSet<_> = turns.iter().map(|process| &self.tracked[process].domain).collect();
@@ -534,29 +533,29 @@ impl DaemonState {
         partners
     }
 
-    /// What to expect of looking at somebody beside those who seek that, the more the greater: who holds most of it for
-    /// what looking costs comes first, then who costs little, has something merged, and is biggest.
+    /// Rank of a partner, the best last: most sought contents for its scan cost, then a low cost, then merged ranges,
+    /// then its size.
     fn partner_rank(&self, sought: &[Sketch], process: &ProcessId) -> impl Ord + use<> {
         let member = &self.tracked[process];
         (self.overlap_per_cost(sought, process), member.enrolled, member.resident, *process)
     }
 
-    /// How much somebody holds of what is sought, half of that for each doubling of what a look is taken to cost; then
-    /// how few of these there are. A dear look is worth more than one at somebody who holds nothing of it.
+    /// How many of the sought pages a process holds, halved for each doubling of its scan cost; then the number of
+    /// these doublings. An expensive scan beats a scan of a process that holds none of the pages.
     fn overlap_per_cost(&self, sought: &[Sketch], process: &ProcessId) -> (u32, Reverse<u32>) {
         let overran = self.tracked[process].overruns;
         (self.overlap_level(sought, process).saturating_sub(overran), Reverse(overran))
     }
 }
 
-/// Whether another holds much of what one has not merged, of the rest of that which is sought.
+/// Whether `other` holds many of the unmerged pages of `one`, restricted to the sought contents `rest`.
 fn has_large_overlap(one: &TrackedProcess, rest: &Sketch, other: &TrackedProcess) -> bool {
     let unmerged = one.sketches.as_ref().map_or(Pages::ZERO, |held| held.unmerged.contents());
     let much = MIN_LARGE_OVERLAP.1.max(Pages(unmerged.0.div_ceil(MIN_LARGE_OVERLAP.0)));
     other.sketches.as_ref().is_some_and(|held| rest.shared(&held.all) >= much)
 }
 
-/// Take out who ranks highest.
+/// Remove and return the process with the highest rank.
 fn take_best<K: Ord>(from: &mut Vec<ProcessId>, rank: impl Fn(&ProcessId) -> K) -> Option<ProcessId> {
     let (at, _) = from.iter().enumerate().max_by_key(|(_, process)| rank(process))?;
     Some(from.swap_remove(at))

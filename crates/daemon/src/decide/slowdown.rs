@@ -1,57 +1,55 @@
-//! Whether programs are slowed down while the daemon works, and what it does about it: rest, then work at a lower pace.
+//! Whether programs are slowed down while the daemon works, and the reaction: a pause, then a lower pace.
 //!
-//! What programs wait for is compared between when it works and when it rests, so that a host that is busy anyway is
-//! not taken for one that it makes busy. What counts is the part of the CPU time that managed programs want for which
-//! they are kept waiting in run queues; where the kernel does not tell, the time in which any task waited for a CPU, in
-//! which its own waiting counts, too; and the time that a hypervisor gives to others, since the CPU that it uses may be
-//! what is taken away.
+//! Waiting of programs is compared between work and idle times of the daemon, so that a host that is busy anyway does
+//! not count as slowed down by it. The measure is the share of wanted CPU time that tracked programs spend in run
+//! queues. Where the kernel does not report it, the measure is the time in which any task waited for a CPU, which
+//! includes the daemon's own waiting. The time that a hypervisor gives to other guests counts as well, since the
+//! daemon's CPU use may be the cause.
 //!
-//! What counts of that is how much it is of ten seconds: who has just come and boots waits for a CPU, and is looked at
-//! and merged just then, in a second of work that costs it little. Whoever works on and on slows programs down by all
-//! that they wait for longer.
+//! The excess is weighted by the daemon's share of the last ten seconds. A new process that boots waits for a CPU and
+//! is scanned and merged just then, in a second of work that costs it little. Continuous work counts in full.
 //!
-//! Each time that it finds itself in the way it rests for twice as long as the time before and then has ksmd work at
-//! half the pace; each second of work in which nobody waits longer takes one such step back. At the lowest pace it is
-//! not stopped, so that it comes to an end on a host that is always busy.
+//! Each detected slowdown doubles the pause of the one before, and afterwards ksmd works at half the pace. Each second
+//! of work without longer waiting undoes one such step. At the lowest pace the work is not halted, so that it completes
+//! on a host that is always busy.
 
 use std::time::Duration;
 
-/// The time over which what is seen at work is averaged, and at rest.
+/// Averaging times of readings during work, and while idle.
 const AVERAGING_TIMES: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(30)];
 
-/// The time of which a slow-down is a part.
+/// Time of which a slowdown is a share.
 const LOAD_WINDOW: Duration = Duration::from_secs(10);
 
-/// What has to be seen of work, and of rest, before anything is said.
+/// Seconds of work, and of idle time, that must be observed before a verdict.
 const MIN_OBSERVED_SECONDS: [f64; 2] = [0.4, 1.0];
 
-/// CPU seconds that programs want before a part of them means anything.
+/// CPU seconds that programs must want before their waiting share means anything.
 const MIN_WANTED_CPU_SECONDS: f64 = 0.05;
 
 /// The first pause.
 const FIRST_PAUSE: Duration = Duration::from_secs(10);
 
-/// The most steps: pauses of five minutes, and a thirty-second of the pace.
+/// Maximum number of steps: pauses of five minutes, and 1/32 of the pace.
 const MAX_BACKOFF_STEPS: u32 = 5;
 
-/// Work without anybody waiting longer that takes a step back.
+/// Work without longer waiting that undoes one step.
 const CLEAR_WORK_PER_STEP: Duration = Duration::from_secs(1);
 
-/// What programs waited for since the reading before.
+/// Waiting of programs since the last reading.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct WaitTimes {
-    /// How long ago that was.
+    /// Time since the last reading.
     pub elapsed: Duration,
-    /// For how long threads of managed programs stood in run queues and ran, both summed over the threads that were
-    /// looked at.
+    /// Time that threads of tracked programs spent in run queues, and running, each summed over the observed threads.
     pub queue_and_run_time: Option<(Duration, Duration)>,
     /// Seconds in which some task waited for a CPU.
     pub cpu_pressure_seconds: Option<f64>,
-    /// The share of the time of all CPUs that a hypervisor gave to others.
+    /// Share of the time of all CPUs that a hypervisor gave to other guests.
     pub stolen_share: Option<f64>,
 }
 
-/// What programs waited for, forgotten little by little.
+/// Exponentially decaying average of waiting.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct WaitAverage {
     elapsed_seconds: f64,
@@ -77,8 +75,8 @@ impl WaitAverage {
         };
     }
 
-    /// The parts of the time for which programs wait, each between 0 and 1: in run queues or for any CPU, and because
-    /// of others than this host.
+    /// Shares of the time for which programs wait, each between 0 and 1: in run queues or for any CPU, and because of
+    /// other guests.
     fn waiting_shares(&self) -> [f64; 2] {
         let queued =
             if self.wanted_seconds >= MIN_WANTED_CPU_SECONDS { self.queued_seconds / self.wanted_seconds } else { 0.0 };
@@ -88,14 +86,14 @@ impl WaitAverage {
     }
 }
 
-/// What is known of how it slows programs down.
+/// Observed waiting of programs during work and idle time, and the backoff state.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SlowdownMonitor {
     while_working: WaitAverage,
     while_idle: WaitAverage,
-    /// For how long it worked of the last [`LOAD_WINDOW`], about, in seconds: what is past counts less and less.
+    /// Approximate seconds of work within the last [`LOAD_WINDOW`], with exponential decay.
     work_seconds_in_window: f64,
-    /// Whether it worked at the last reading.
+    /// Whether the daemon worked at the last reading.
     was_working: bool,
     clear_work_time: Duration,
     backoff_steps: u32,
@@ -103,8 +101,8 @@ pub struct SlowdownMonitor {
 }
 
 impl SlowdownMonitor {
-    /// Take in a reading made while it works, or rests. Tells for how long it should rest, and why, if by its work
-    /// programs wait for longer by this part of their time.
+    /// Take in a reading made during work or while idle. Returns the length of the pause and its reason if the work
+    /// makes programs wait longer by more than `max_slowdown` of their time.
     pub fn observe(
         &mut self,
         waits: &WaitTimes,
@@ -118,7 +116,7 @@ impl SlowdownMonitor {
         if is_working {
             self.work_seconds_in_window = (self.work_seconds_in_window + seconds).min(LOAD_WINDOW.as_secs_f64());
         }
-        // What lies half in the work says nothing of either.
+        // A reading that spans a change between work and idle time is not used.
         if !same || waits.elapsed.is_zero() {
             return None;
         }
@@ -142,13 +140,13 @@ impl SlowdownMonitor {
                 (self.clear_work_time, self.backoff_steps) = (Duration::ZERO, self.backoff_steps.saturating_sub(1));
             }
         }
-        // What is told to end goes on for a moment, and a census to its end.
+        // A halted task still runs for a moment, and a census runs to its end.
         if longer * busy <= max_slowdown || now < self.paused_until {
             return None;
         }
         let why = match waiting >= stolen {
             true => ("programs waited for a CPU", 0),
-            false => ("the hypervisor gave CPU time to others", 1),
+            false => ("the hypervisor gave CPU time to other guests", 1),
         };
         let why = format!(
             "{} for {:.0} % of their time while it worked, which was {:.0} % of the time, and for {:.0} % before",
@@ -164,17 +162,17 @@ impl SlowdownMonitor {
         Some((pause, why))
     }
 
-    /// Until when it rests.
+    /// End of the current pause.
     pub fn paused_until(&self) -> Duration {
         self.paused_until
     }
 
-    /// What its pace is multiplied with.
+    /// Factor of ksmd's pace.
     pub fn pace_factor(&self) -> f64 {
         0.5f64.powi(self.backoff_steps as i32)
     }
 
-    /// Whether it works at the lowest pace that there is.
+    /// Whether the pace is at its minimum.
     pub fn is_at_lowest_pace(&self) -> bool {
         self.backoff_steps >= MAX_BACKOFF_STEPS
     }
@@ -187,7 +185,7 @@ mod tests {
 
     const TICK: Duration = Duration::from_millis(250);
 
-    /// A reading after a tick: milliseconds in queues and running.
+    /// A reading after a tick: milliseconds in run queues and running.
     fn wait_times(queued: u64, ran: u64) -> WaitTimes {
         let queued = Some((Duration::from_millis(queued), Duration::from_millis(ran)));
         WaitTimes {
@@ -208,7 +206,7 @@ mod tests {
         (1..=times).filter_map(read).map(|(tick, (pause, why))| (tick, pause, why)).collect()
     }
 
-    /// The first time that it finds itself in the way at work.
+    /// The first slowdown detected during work.
     fn first_slowdown(slowdown: &mut SlowdownMonitor, waits: &WaitTimes) -> (u32, Duration, String) {
         let tell = |tick| slowdown.observe(waits, true, 0.1, TICK * tick).map(|(pause, why)| (tick, pause, why));
         (1..100).find_map(tell).unwrap()
@@ -218,8 +216,9 @@ mod tests {
     fn repeated_slowdowns_double_the_pause() {
         let mut slowdown = SlowdownMonitor::default();
         assert_eq!(observe_times(&mut slowdown, &wait_times(10, 490), false, 40), []);
-        // 100 ms of 500 ms are 20 %, 18 % more than before; the first reading is half of one, two are enough.
-        // That is too much once it has worked for more than a tenth of 18 %, 56 % of the time.
+        // 100 ms of 500 ms are 20 %, 18 points more than when idle. The first reading spans the change and is skipped;
+        // two more suffice. The limit of a tenth is exceeded once the daemon worked for more than 56 % of the time (a
+        // tenth of 18 %).
         let (tick, pause, why) = first_slowdown(&mut slowdown, &wait_times(100, 400));
         assert!((30..36).contains(&tick), "1 - e^(-t / 10 s) is 0.56 after 8.1 s, 33 ticks: {tick}");
         let words = "programs waited for a CPU for 20 % of their time while it worked, which was 56 % of the time, and \
@@ -230,7 +229,7 @@ mod tests {
         assert_eq!(first_slowdown(&mut slowdown, &wait_times(100, 400)).1, FIRST_PAUSE * 2);
         assert_eq!(slowdown.pace_factor(), 0.25);
         assert_eq!(observe_times(&mut slowdown, &wait_times(10, 490), false, 400), []);
-        // 11 % are no more than a tenth above 2 %: a second of it takes a step back, two seconds both.
+        // 11 % is no more than a tenth above 2 %: one second of such work undoes one step, two seconds both.
         assert_eq!(observe_times(&mut slowdown, &wait_times(55, 445), true, 10), []);
         assert_eq!(slowdown.pace_factor(), 1.0);
         assert!(!slowdown.is_at_lowest_pace());
@@ -241,14 +240,14 @@ mod tests {
         let mut slowdown = SlowdownMonitor::default();
         observe_times(&mut slowdown, &wait_times(10, 490), false, 40);
         for _ in 0..30 {
-            // Two thirds of their time for a second and a quarter, each twenty seconds: some 4 % in all.
+            // Two thirds of their time for 1.25 s, every 20 s: about 4 % in all.
             assert_eq!(observe_times(&mut slowdown, &wait_times(330, 170), true, 5), []);
             assert_eq!(observe_times(&mut slowdown, &wait_times(10, 490), false, 75), []);
         }
         assert_eq!(slowdown.pace_factor(), 1.0);
         assert!(
             !observe_times(&mut slowdown, &wait_times(330, 170), true, 12).is_empty(),
-            "three seconds are too much"
+            "three seconds exceed the limit"
         );
     }
 
@@ -257,7 +256,7 @@ mod tests {
         let mut slowdown = SlowdownMonitor::default();
         assert_eq!(observe_times(&mut slowdown, &wait_times(250, 250), false, 40), []);
         assert_eq!(observe_times(&mut slowdown, &wait_times(280, 220), true, 40), []);
-        // Programs that hardly want to run tell nothing: 16 ms in two seconds.
+        // Programs that hardly want CPU time give no verdict: 16 ms in two seconds.
         let mut slowdown = SlowdownMonitor::default();
         assert_eq!(observe_times(&mut slowdown, &wait_times(0, 1), false, 40), []);
         assert_eq!(observe_times(&mut slowdown, &wait_times(1, 1), true, 40), []);
@@ -269,14 +268,14 @@ mod tests {
             |pressure| WaitTimes { elapsed: TICK, cpu_pressure_seconds: Some(pressure), ..WaitTimes::default() };
         let mut slowdown = SlowdownMonitor::default();
         assert_eq!(observe_times(&mut slowdown, &pressed(0.05), false, 40), []);
-        // 0.1 of 0.25 s are 40 %, 0.05 of them 20 %.
+        // 0.1 of 0.25 s is 40 %, 0.05 is 20 %.
         let told = observe_times(&mut slowdown, &pressed(0.1), true, 40);
         assert!(told[0].2.contains("for 40 % of their time") && told[0].2.contains("20 % before"), "{told:?}");
         let mut slowdown = SlowdownMonitor::default();
         assert_eq!(observe_times(&mut slowdown, &wait_times(10, 490), false, 40), []);
         let told =
             observe_times(&mut slowdown, &WaitTimes { stolen_share: Some(0.15), ..wait_times(10, 490) }, true, 100);
-        assert!(told[0].2.starts_with("the hypervisor gave CPU time to others for 15 %"), "{told:?}");
+        assert!(told[0].2.starts_with("the hypervisor gave CPU time to other guests for 15 %"), "{told:?}");
     }
 
     #[test]
@@ -285,7 +284,7 @@ mod tests {
     }
 
     proptest! {
-        /// Who waits no longer while it works is not told of, and steps stay within their bounds.
+        /// Without longer waiting no slowdown is reported, and steps stay within their bounds.
         #[test]
         fn backoff_steps_follow_excess_waiting_only(
             rest in 0u64..400,

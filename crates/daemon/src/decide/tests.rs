@@ -32,65 +32,65 @@ fn rules(mode: DaemonMode) -> DaemonRules {
     DaemonRules { mode, ..DaemonRules::default() }
 }
 
-/// A host that does what it is told: each piece of work takes some ticks, and CPU time.
+/// A simulated host that executes actions: each task takes some ticks and CPU time.
 struct SimulatedHost {
     state: DaemonState,
     now: Duration,
     cpu_spent: Duration,
     available: Bytes,
-    /// All memory, on a host that does not tell of pressure.
+    /// Total memory, on a host without pressure information.
     total: Option<Bytes>,
     pressure: f64,
     second: u32,
-    /// What the work under way will answer, and when.
+    /// The pending answer of the running task, and its time.
     pending_answer: Option<(Duration, Event)>,
-    /// CPU seconds for each second of it, and whether it can be halted.
+    /// CPU seconds per second of the running task, and whether it can be halted.
     task_cpu_rate: f64,
     can_halt: bool,
     enrolled: BTreeSet<ProcessId>,
     acquired: bool,
-    /// What merging gives back to each, net.
+    /// Net savings of merging each process.
     net_per_process: i64,
-    /// CPU seconds for each second of work.
+    /// CPU seconds per second of work.
     cpu_per_second: f64,
-    /// Seconds that a census takes.
+    /// Seconds per census.
     census_seconds: f64,
-    /// Seconds that a merge takes, and the CPU time that is told of it.
+    /// Seconds per merge, and the CPU time that it reports.
     merge_seconds: f64,
     merge_cpu_time: Duration,
-    /// The CPU time that ksmd should take for each.
+    /// Predicted CPU time of ksmd per process.
     ksmd_time: Duration,
-    /// The part of their time that programs wait for while it works.
+    /// Share of their time that programs wait while the daemon works.
     wait_share: f64,
-    /// Milliseconds that a look takes.
+    /// Milliseconds per check of merged pages.
     check_millis: u64,
-    /// What cannot be withdrawn.
+    /// Ranges that cannot be unenrolled.
     failed_unenrolls: Vec<(ProcessId, String)>,
-    /// Who refuses to be enrolled.
+    /// A process that refuses to be enrolled.
     refuses_enroll: Option<ProcessId>,
-    /// For whom there is no memory to be withdrawn.
+    /// Processes that cannot be unenrolled for lack of memory.
     cannot_unenroll: BTreeSet<ProcessId>,
-    /// Whether withdrawing fails altogether.
+    /// Whether unenrolling fails as a whole.
     unenroll_fails: bool,
-    /// Who was refused to be withdrawn, and is to be in no plan.
+    /// Processes that could not be unenrolled and must be in no plan.
     unenroll_failed: BTreeSet<ProcessId>,
-    /// Whom merging gives something else, and what a census plans for whom.
+    /// Processes with a net loss when merged, and the planned net savings of single processes.
     losing: BTreeSet<ProcessId>,
     planned_net: BTreeMap<ProcessId, NetBytes>,
-    /// What a census tells that they hold.
+    /// Content sketches that a census reports.
     sketches: BTreeMap<ProcessId, ContentSketches>,
-    /// Why the host is not to be had.
+    /// Why the host cannot be acquired.
     host_busy_reason: Option<String>,
-    /// What a merge should give back, as far as it matters.
+    /// Predicted savings of a merge, where that matters.
     predicted: Bytes,
-    /// Whether ksmd gets to all who have ended.
+    /// Whether ksmd visits all exited processes.
     sweep_completes: bool,
-    /// Whether settings come back.
+    /// Whether restoring the settings succeeds.
     restore_completes: bool,
-    /// With whom in it a census takes so much longer.
+    /// A process whose presence multiplies the time of a census.
     costly_process: Option<(ProcessId, f64)>,
     trace: Vec<(Duration, Action)>,
-    /// When, the CPU seconds until then, and those of them that cannot be halted.
+    /// Time, total CPU seconds, and the part of these that cannot be halted.
     readings: Vec<(f64, f64, f64)>,
 }
 
@@ -145,7 +145,7 @@ impl SimulatedHost {
     }
 
     fn schedule_answer(&mut self, seconds: f64, event: Event) {
-        assert!(self.pending_answer.is_none(), "one piece of work at a time");
+        assert!(self.pending_answer.is_none(), "one task at a time");
         self.can_halt = matches!(event, Event::CensusDone(_) | Event::MergeDone(_));
         self.pending_answer = Some((self.now + Duration::from_secs_f64(seconds), event));
     }
@@ -181,7 +181,7 @@ impl SimulatedHost {
             Action::Census(processes) => {
                 assert!(
                     processes.iter().all(|process| !self.unenroll_failed.contains(process)),
-                    "it is to be withdrawn"
+                    "it is to be unenrolled"
                 );
                 let plan = |&process: &ProcessId| MergeCandidate {
                     process,
@@ -220,7 +220,7 @@ impl SimulatedHost {
                 assert!(self.acquired && share > 0.0 && share <= 1.0);
                 assert!(
                     processes.iter().all(|process| !self.unenroll_failed.contains(process)),
-                    "it is to be withdrawn"
+                    "it is to be unenrolled"
                 );
                 let (refused, enrolled): (Vec<_>, Vec<_>) =
                     processes.into_iter().partition(|process| self.refuses_enroll == Some(*process));
@@ -335,13 +335,13 @@ impl SimulatedHost {
         self.trace.iter().filter(|(_, action)| wanted(action)).count()
     }
 
-    /// An operator has a process enrolled, or it ends: nothing of the past counts.
+    /// An operator enrolls the process, or it exits: earlier failures no longer count.
     fn deliver_and_forget_failure(&mut self, process: ProcessId, event: Event) {
         self.unenroll_failed.remove(&process);
         self.deliver(event);
     }
 
-    /// How it ended, if it has.
+    /// Whether the shutdown was complete, once the daemon has ended.
     fn ended(&self) -> Option<bool> {
         match self.trace.last() {
             Some((_, Action::End { complete: whole })) => Some(*whole),
@@ -366,7 +366,7 @@ fn new_process_is_merged_within_seconds() {
     host.run(2);
     host.deliver(arrival(1));
     host.run(3);
-    assert!(host.count_actions(is_census) == 1 && host.enrolled.is_empty(), "it is only taken note of");
+    assert!(host.count_actions(is_census) == 1 && host.enrolled.is_empty(), "the first scan only records its pages");
     host.run(6);
     assert!(host.enrolled.contains(&id(1)), "{:?}", host.trace);
     host.deliver(arrival(3));
@@ -376,7 +376,7 @@ fn new_process_is_merged_within_seconds() {
         Action::Census(processes) => Some(processes.clone()),
         _ => None,
     });
-    assert_eq!(last, Some(vec![id(1), id(3)]), "with a known member of its domain");
+    assert_eq!(last, Some(vec![id(1), id(3)]), "with a known process of its domain");
 }
 
 #[test]
@@ -434,7 +434,7 @@ fn daemon_yields_to_other_writers() {
     host.deliver(Event::RulesChanged(DaemonRules { ignore_tuners: true, ..rules(DaemonMode::Act) }));
     host.deliver(Event::TunerChanged(Some("ksmtuned".into())));
     host.run(1);
-    assert!(host.acquired, "it was told to");
+    assert!(host.acquired, "an operator resumed it");
 }
 
 #[test]
@@ -444,7 +444,7 @@ fn losing_enrollment_is_undone_once_memory_is_available() {
     host.pressure = 50.0;
     host.deliver(arrival(1));
     host.run(10);
-    assert!(host.enrolled.contains(&id(1)), "nothing is withdrawn while memory is short");
+    assert!(host.enrolled.contains(&id(1)), "nothing is unenrolled while memory is short");
     host.pressure = 0.0;
     host.run(1);
     assert!(host.enrolled.is_empty());
@@ -471,13 +471,13 @@ fn daemon_backs_off_while_programs_are_slowed_down() {
     let censuses = host.count_actions(is_census);
     host.deliver(arrival(3));
     host.run(5);
-    assert_eq!(host.count_actions(is_census), censuses, "who comes waits, too");
+    assert_eq!(host.count_actions(is_census), censuses, "new processes wait, too");
     host.wait_share = 0.0;
     host.run(20);
     assert_eq!(host.merge_cpu_shares(), [1.0, 0.5]);
     host.deliver(arrival(5));
     host.run(20);
-    assert_eq!(host.merge_cpu_shares(), [1.0, 0.5, 1.0], "nobody waited longer meanwhile");
+    assert_eq!(host.merge_cpu_shares(), [1.0, 0.5, 1.0], "no program waited longer meanwhile");
     host.wait_share = 0.4;
     host.pressure = 50.0;
     host.deliver(arrival(7));
@@ -485,7 +485,7 @@ fn daemon_backs_off_while_programs_are_slowed_down() {
     assert!(host.count_decisions(DecisionKind::Pause, DecisionReason::Slowdown) > 1);
     host.deliver(arrival(2));
     host.run(3);
-    assert!(host.state.tracked()[&id(2)].last_scan.is_some(), "memory that is short comes first");
+    assert!(host.state.tracked()[&id(2)].last_scan.is_some(), "memory shortage has priority");
 }
 
 #[test]
@@ -497,7 +497,7 @@ fn checks_of_merged_pages_cost_little_cpu() {
     host.run(60);
     let before = looks(&host);
     host.run(5000);
-    assert!((9..=11).contains(&(looks(&host) - before)), "one in 500 s, a thousand times what it takes");
+    assert!((9..=11).contains(&(looks(&host) - before)), "one in 500 s, a thousand times its CPU time");
 }
 
 #[test]
@@ -510,7 +510,7 @@ fn merge_far_below_prediction_is_reported_and_delayed() {
         let paused = host.state.tracked()[&id(1)].scan_interval;
         (host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable), paused)
     };
-    // 16 MiB come back.
+    // 16 MiB are saved.
     let ((kept, calm), (short, longer)) = (told(32), told(33));
     assert_eq!((kept, short), (0, 1));
     assert_eq!(longer, calm * 2);
@@ -524,7 +524,7 @@ fn unprofitable_merges_back_off() {
     let mut merges = Vec::new();
     for _ in 0..2000 {
         host.run(1);
-        // Whatever it does, as much is predicted again.
+        // Whatever the daemon does, the same savings are predicted again.
         if host.enrolled.remove(&id(1)) {
             merges.push(host.now.as_secs());
         }
@@ -533,7 +533,7 @@ fn unprofitable_merges_back_off() {
     assert!(pauses.len() > 3 && pauses.windows(2).all(|two| two[1] * 2 >= two[0] * 3), "{pauses:?}");
 }
 
-/// Until ksmd comes by, the kernel counts what has ended as merged.
+/// Until ksmd visits exited processes, the kernel counts their pages as merged.
 #[test]
 fn ksmd_sweeps_ended_processes_soon_and_together() {
     let swept = |host: &SimulatedHost| host.count_actions(|action| matches!(action, Action::Sweep));
@@ -542,10 +542,10 @@ fn ksmd_sweeps_ended_processes_soon_and_together() {
     host.run(60);
     host.deliver(Event::ProcessExited(id(9)));
     host.run(60);
-    assert_eq!(swept(&host), 0, "nobody who was merged has ended");
+    assert_eq!(swept(&host), 0, "no merged process has exited");
     [1, 2].into_iter().for_each(|pid| host.deliver(Event::ProcessExited(id(pid))));
     host.run(4);
-    assert_eq!(swept(&host), 0, "others may end as well");
+    assert_eq!(swept(&host), 0, "other processes may exit as well");
     host.run(3);
     assert_eq!(swept(&host), 1);
     host.run(600);
@@ -555,15 +555,15 @@ fn ksmd_sweeps_ended_processes_soon_and_together() {
     host.run(60);
     assert_eq!(swept(&host), 2);
     host.run(65);
-    assert_eq!(swept(&host), 3, "it is tried again where ksmd did not get there");
+    assert_eq!(swept(&host), 3, "an incomplete sweep is retried");
     host.sweep_completes = true;
     host.run(600);
     assert_eq!(swept(&host), 4);
     host.deliver(Event::Pause);
     host.deliver(Event::ProcessExited(id(4)));
     host.run(60);
-    assert_eq!(swept(&host), 4, "others drive ksmd");
-    // Nor in quiet hours.
+    assert_eq!(swept(&host), 4, "another program runs ksmd");
+    // No sweep in quiet hours either.
     let mut host = SimulatedHost::new(DaemonRules {
         quiet_hours: vec![DailyHours { start_second: 100, end_second: 1000, in_utc: false }],
         ..rules(DaemonMode::Act)
@@ -595,18 +595,18 @@ fn failed_unenroll_is_reported_once() {
     host.run(300);
     host.failed_unenrolls = vec![(id(1), "it does not stop".into())];
     host.run(300);
-    assert_eq!(host.count_decisions(DecisionKind::Refuse, DecisionReason::Refused), 3, "and so is what was over");
+    assert_eq!(host.count_decisions(DecisionKind::Refuse, DecisionReason::Refused), 3, "so is a past reason");
 }
 
 #[test]
 fn process_over_the_cost_limit_is_not_merged() {
-    // 50 ms of ksmd and 200 ms of a census for 16 MiB are 0.016 s for each.
+    // 50 ms of ksmd and 200 ms of a census for 16 MiB are 0.016 s per MiB.
     let mut host = SimulatedHost::new(DaemonRules { max_cpu_seconds_per_mib: 0.015, ..rules(DaemonMode::Act) });
     host.deliver(arrival(1));
     host.run(60);
     assert!(host.merge_cpu_shares().is_empty());
     assert!(host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable) > 0);
-    // 300 ms for 16 MiB are 0.019 s for each: as it was foreseen it pays, and as it came out it does not.
+    // 300 ms for 16 MiB are 0.019 s per MiB: profitable as predicted, unprofitable as measured.
     let mut host = SimulatedHost::new(DaemonRules { max_cpu_seconds_per_mib: 0.018, ..rules(DaemonMode::Act) });
     host.merge_cpu_time = Duration::from_millis(300);
     host.deliver(arrival(1));

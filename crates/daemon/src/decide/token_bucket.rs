@@ -1,7 +1,7 @@
-//! CPU time as a budget: so much on average, and so much saved up for a burst.
+//! Token bucket for CPU time.
 //!
-//! A token bucket in CPU seconds. Over any time `t` no more than `average * t + burst` is spent, but for what is spent
-//! between two readings before anybody can tell it to stop.
+//! Tokens are CPU seconds. Within any time `t`, at most `rate * t + burst` is spent, plus what is spent between two
+//! readings before the daemon can halt its work.
 
 use std::time::Duration;
 
@@ -16,21 +16,20 @@ pub struct CpuTokenBucket {
 }
 
 impl CpuTokenBucket {
-    /// A share of one CPU on average, and CPU time that may be saved up; all of that is there. `spent` is the reading
-    /// of the CPU time at `at`.
+    /// A full bucket with this rate (share of one CPU) and burst. `spent` is the reading of the CPU time at `at`.
     pub fn new(rate: f64, burst: Duration, at: Duration, spent: Duration) -> Self {
         let burst = burst.as_secs_f64();
         Self { rate: rate.max(0.0), burst_seconds: burst, available_seconds: burst, updated_at: at, total_spent: spent }
     }
 
-    /// Other bounds from now on. What was saved up stays, as far as the new ones let it.
+    /// Change the limits. Available tokens stay, up to the new burst.
     pub fn set_limits(&mut self, rate: f64, burst: Duration) {
         self.rate = rate.max(0.0);
         self.burst_seconds = burst.as_secs_f64();
         self.available_seconds = self.available_seconds.min(self.burst_seconds);
     }
 
-    /// Take note of how much was spent in all by a time.
+    /// Update the bucket with the total CPU time spent at a time.
     pub fn update(&mut self, at: Duration, spent: Duration) {
         let elapsed = at.saturating_sub(self.updated_at).as_secs_f64();
         let cost = spent.saturating_sub(self.total_spent).as_secs_f64();
@@ -38,22 +37,22 @@ impl CpuTokenBucket {
         (self.updated_at, self.total_spent) = (self.updated_at.max(at), self.total_spent.max(spent));
     }
 
-    /// The CPU time at the last reading.
+    /// Total CPU time at the last update.
     pub fn total_spent(&self) -> Duration {
         self.total_spent
     }
 
-    /// CPU seconds that may be spent at once; negative while too much was.
+    /// CPU seconds available now; negative after overspending.
     pub fn available_seconds(&self) -> f64 {
         self.available_seconds
     }
 
-    /// CPU seconds that can be saved up.
+    /// Burst in CPU seconds.
     pub fn burst_seconds(&self) -> f64 {
         self.burst_seconds
     }
 
-    /// How long until so much may be spent at once; `None` if never, or not within the range of [`Duration`].
+    /// Time until this many CPU seconds are available; `None` if never, or beyond the range of [`Duration`].
     pub fn time_until(&self, cpu_seconds: f64) -> Option<Duration> {
         let missing = (cpu_seconds - self.available_seconds).max(0.0);
         if cpu_seconds > self.burst_seconds || (missing > 0.0 && self.rate <= 0.0) {
@@ -75,9 +74,9 @@ mod tests {
         let mut budget = CpuTokenBucket::new(0.1, 10 * SECOND, Duration::ZERO, 3 * SECOND);
         assert_eq!(budget.available_seconds(), 10.0);
         budget.update(10 * SECOND, 13 * SECOND);
-        assert!((budget.available_seconds() - 1.0).abs() < 1e-9, "ten seconds were spent, and one came back");
+        assert!((budget.available_seconds() - 1.0).abs() < 1e-9, "ten seconds were spent, and one was refilled");
         assert_eq!(budget.time_until(2.0), Some(10 * SECOND));
-        assert_eq!(budget.time_until(11.0), None, "more than can be saved up");
+        assert_eq!(budget.time_until(11.0), None, "more than the burst");
         budget.update(1000 * SECOND, 13 * SECOND);
         assert_eq!(budget.available_seconds(), 10.0);
         budget.set_limits(0.1, 2 * SECOND);
@@ -95,7 +94,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever spends only what is left keeps to the bound in every window.
+        /// A consumer that spends only available tokens stays within the bound in every window.
         #[test]
         fn spending_stays_within_rate_and_burst(
             steps in prop::collection::vec((1u64..5_000, 0.0f64..1.5), 1..100),

@@ -1,4 +1,4 @@
-//! When somebody's memory is looked at next.
+//! A tracked process, and when its memory is scanned next.
 
 use super::event::{DecisionReason, UnenrollScope};
 use super::rules::DaemonRules;
@@ -9,163 +9,162 @@ use pagefold_census::decide::sketch::ContentSketches;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Growth from which memory counts as filled anew: an eighth, and no less than this.
+/// Growth since the last scan that triggers a new one: an eighth, but at least this many bytes.
 const REFILL_MIN_GROWTH: (u64, Bytes) = (8, Bytes(16 << 20));
 
-/// The same for who has come within so long: a machine that boots and is then filled, all within seconds.
+/// The same for processes younger than this time, such as a VM that boots and fills its memory within seconds.
 const RECENT_ARRIVAL_MIN_GROWTH: (Duration, u64, Bytes) = (Duration::from_secs(60), 32, Bytes(2 << 20));
 
-/// Growth between two readings by which memory still fills: looking at it now would be in vain.
+/// Growth between two readings of a process that still fills its memory: a scan would be too early.
 const FILLING_MIN_GROWTH_PER_READING: Bytes = Bytes(1 << 20);
 
-/// The share of one CPU from which on somebody is busy.
+/// Share of one CPU from which a process counts as busy.
 const BUSY_CPU_SHARE: f64 = 0.2;
 
-/// The share of one CPU up to which somebody is idle: memory that was looked at in vain has hardly changed since.
+/// Share of one CPU up to which a process counts as idle: after a fruitless scan its memory has hardly changed.
 const IDLE_CPU_SHARE: f64 = 0.01;
 
-/// Looks one after the other that may find only what is not old enough before the next one waits longer: memory that is
-/// written all the time is never old.
+/// Consecutive scans that may find only unstable contents before the interval grows: memory that is written all the
+/// time never becomes stable.
 const MAX_EARLY_UNSTABLE_SCANS: u32 = 2;
 
-/// Looks at most that come sooner because those before were without somebody who holds much of the same.
+/// Maximum number of early scans after scans without a partner that holds many of the same pages.
 const MAX_EARLY_MISSED_PARTNER_SCANS: u32 = 4;
 
-/// For how long who has come into another trust domain stays there: an hour.
+/// After a change of its trust domain, a process that changes it again within this time is not merged for a while.
 const DOMAIN_CHANGE_COOLDOWN: Duration = Duration::from_secs(3600);
 
-/// Doublings of what a look is taken to cost, at most.
+/// Maximum number of doublings of the predicted scan cost.
 const MAX_COST_DOUBLINGS: u32 = 10;
 
-/// The first pause before what could not be withdrawn is tried again; each further one is twice as long, up to the
-/// longest.
+/// First and longest pause before unenrolling is retried. The pause doubles after each failure.
 const UNENROLL_RETRY_INTERVALS: [Duration; 2] = [Duration::from_secs(10), Duration::from_secs(300)];
 
-/// That pause in times of what the last try took, at least: trying stays below a two-hundredth of one CPU.
+/// Minimum of that pause, as a multiple of the last attempt's CPU time: retries stay below 1/200 of one CPU.
 const UNENROLL_RETRY_COST_FACTOR: u32 = 200;
 
-/// How long it has not grown, or been busy, when it is taken to be filled.
+/// A process that has not grown or been busy for this long counts as filled.
 const FILL_SETTLE_TIME: Duration = Duration::from_millis(750);
 
-/// Why somebody is looked at.
+/// Why a process is scanned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ScanCause {
-    /// It has come, or an operator asks for it.
+    /// It is new, or an operator asks for it.
     Arrived,
-    /// It has grown since it was looked at, or has just come and was busy.
+    /// It has grown since the last scan, or is new and was busy.
     Grown,
-    /// The pause is over.
+    /// Its scan interval has passed.
     Due,
 }
 
-/// What the daemon knows of a process when it comes.
+/// What the daemon knows of a process when it arrives.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessArrival {
-    /// Which.
+    /// The process.
     pub process: ProcessId,
     /// Its trust domain.
     pub domain: TrustDomain,
-    /// What is alike among processes: the program, for virtual machines with the size of their memory.
+    /// Equal for similar processes: the program name, and the memory size of a VM.
     pub similarity_key: String,
-    /// Why it must not be merged, if it must not.
+    /// Why it must not be merged, if it is excluded.
     pub exclusion_reason: Option<String>,
     /// Resident memory.
     pub resident: Bytes,
 }
 
-/// What becomes of somebody who is to be withdrawn.
+/// A pending request to unenroll a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PendingUnenroll {
-    /// Why it is.
+    /// Reason of the request.
     pub reason: DecisionReason,
-    /// Why it could not be, the last time that it was tried.
+    /// Why the last attempt failed.
     pub last_failure: Option<String>,
-    /// From when on it is tried.
+    /// Time of the next attempt.
     pub next_try: Duration,
-    /// The pause before that.
+    /// Pause before the next attempt.
     retry_interval: Duration,
 }
 
 impl PendingUnenroll {
-    /// What of it is withdrawn.
+    /// Which ranges are unenrolled.
     pub fn scope(&self) -> UnenrollScope {
         self.reason.unenroll_scope()
     }
 }
 
-/// Somebody whose memory is looked at.
+/// A process whose memory is scanned.
 #[derive(Clone, Debug, PartialEq)]
 pub struct TrackedProcess {
     /// Its trust domain.
     pub domain: TrustDomain,
-    /// What is alike among members.
+    /// Equal for similar processes.
     pub similarity_key: String,
-    /// Why it must not be merged.
+    /// Why it must not be merged, if it is excluded.
     pub exclusion_reason: Option<String>,
-    /// Whether an operator withdrew it.
+    /// Whether an operator unenrolled it.
     pub unenrolled_by_operator: bool,
-    /// Until when it is left alone because it has refused to be enrolled, or lost by it.
+    /// Until when it is left alone because it refused to be enrolled or merging it was a net loss.
     pub refused_until: Option<Duration>,
-    /// Whether what is merged of it is to be withdrawn, and has not been.
+    /// The request to unenroll it, until that has succeeded.
     pub pending_unenroll: Option<PendingUnenroll>,
     /// Resident memory.
     pub resident: Bytes,
-    /// A sample of what it held when it was looked at last.
+    /// Its content sketches from the last scan.
     pub sketches: Option<Arc<ContentSketches>>,
-    /// How short memory is in its cgroup, as far as it is known.
+    /// Memory shortage in its cgroup, as far as it is known.
     pub shortage: Shortage,
-    /// Whether the daemon has enrolled any of it.
+    /// Whether the daemon has enrolled any of its ranges.
     pub enrolled: bool,
-    /// Whether any of it may be merged, whoever enrolled it: it was in a merge.
+    /// Whether it may have merged pages, whatever program enrolled them: it was in a merge.
     pub maybe_merged: bool,
-    /// Whether a merge of it has come to its end, so that it is known whether it loses by it.
+    /// Whether a merge of it has completed, so that its net savings are known.
     pub net_known: bool,
-    /// What came of its merges until then, those that were halted among them.
+    /// Net savings of its merges until then, including halted ones.
     pub net_savings: NetBytes,
-    /// Whether it may share pages with another trust domain, since its own has changed.
+    /// Whether it may share pages with another trust domain, because its own has changed.
     pub maybe_shared_across_domains: bool,
-    /// CPU seconds that its merge wants beside a look, where the last one was halted for want of them.
+    /// CPU seconds that its merge needs beside a scan, after the last merge was halted for lack of CPU time.
     pub reserved_merge_seconds: f64,
-    /// When that was.
+    /// Time of that halt.
     pub merge_halted_at: Duration,
-    /// When it came into another trust domain last.
+    /// Time of the last change of its trust domain.
     domain_changed_at: Option<Duration>,
-    /// When it was looked at last.
+    /// Time of the last scan.
     pub last_scan: Option<Duration>,
-    /// The pause after the next look.
+    /// Interval after the next scan.
     pub scan_interval: Duration,
-    /// When it is looked at next.
+    /// Time of the next scan.
     pub next_scan: Duration,
-    /// Why.
+    /// Reason of the next scan.
     pub scan_cause: ScanCause,
-    /// When it has come.
+    /// Time of its arrival.
     arrived_at: Duration,
-    /// Since when it fills, if that has not been looked at.
+    /// Start of its current growth, if it has not been scanned since.
     filling_since: Option<Duration>,
-    /// Its CPU time, and when that was read.
+    /// Its total CPU time, and the time of that reading.
     cpu_reading: Option<(Duration, Duration)>,
-    /// When it was busy last, if that has not been looked at.
+    /// When it was busy last, if it has not been scanned since.
     last_busy: Option<Duration>,
-    /// How often a look at it has used up the budget, less those that have not.
+    /// Scans of it that exceeded the CPU budget, less the later ones that did not.
     pub overruns: u32,
-    /// Looks one after the other that found only what was not old enough.
+    /// Consecutive scans that found only unstable contents.
     unstable_scans: u32,
-    /// Looks without somebody who is known to hold much of the same, since what it holds has changed.
+    /// Scans without a partner known to hold many of the same pages, since its contents changed.
     missed_partner_scans: u32,
-    /// Whether the last look found nothing, not even what is too young.
+    /// Whether the last scan found nothing, not even unstable contents.
     last_scan_found_nothing: bool,
-    /// Whether its last merge gave back less than half of what it promised, or cost more than it was worth.
+    /// Whether its last merge saved less than half of the prediction, or cost more than the limit.
     pub last_merge_unprofitable: bool,
-    /// Its CPU time when that look began, and when it was read.
+    /// Its CPU time at the start of the last scan, and the time of that reading.
     cpu_reading_at_scan: Option<(Duration, Duration)>,
-    /// When the last look at it began.
+    /// Start of its last scan.
     scan_started_at: Duration,
-    /// Resident memory then.
+    /// Resident memory at that time.
     resident_at_scan: Bytes,
 }
 
 impl TrackedProcess {
-    /// Somebody who has come at a time.
+    /// A process that arrived at this time.
     pub fn new(arrival: ProcessArrival, now: Duration, rules: &DaemonRules) -> Self {
         let ProcessArrival { domain, similarity_key: likeness, exclusion_reason: excluded, resident, .. } = arrival;
         Self {
@@ -205,7 +204,7 @@ impl TrackedProcess {
         }
     }
 
-    /// Whether its memory may be looked at.
+    /// Whether its memory may be scanned.
     pub fn may_be_scanned(&self) -> bool {
         self.exclusion_reason.is_none()
             && !self.unenrolled_by_operator
@@ -218,13 +217,13 @@ impl TrackedProcess {
         self.shortage.is_short(rules.pressure_percent)
     }
 
-    /// Whether it has not been looked at yet.
+    /// Whether it has not been scanned yet.
     pub fn is_unscanned(&self) -> bool {
         self.last_scan.is_none()
     }
 
-    /// Who comes first where CPU time is short, the least first: who was noted and may be merged, who is to be noted,
-    /// who was looked at before.
+    /// Priority when CPU time is scarce, lowest first: processes scanned once that may be merged now, new processes,
+    /// all others.
     pub fn scan_order(&self, rules: &DaemonRules) -> u8 {
         match self.last_scan {
             Some(_) if !self.enrolled && self.scan_interval <= rules.min_scan_interval => 0,
@@ -233,12 +232,12 @@ impl TrackedProcess {
         }
     }
 
-    /// Whether it waits longer and longer.
+    /// Whether its scan interval has grown.
     pub fn is_backed_off(&self, rules: &DaemonRules) -> bool {
         self.scan_interval > rules.min_scan_interval * 8
     }
 
-    /// Take note of its memory. What fills is looked at once it has stopped to, or has filled for long.
+    /// Record its resident memory. A growing process is scanned once it stops growing, or after the minimum interval.
     pub fn update_resident(&mut self, resident: Bytes, now: Duration, rules: &DaemonRules) {
         let fills = resident.saturating_sub(self.resident) >= FILLING_MIN_GROWTH_PER_READING;
         self.resident = resident;
@@ -265,8 +264,8 @@ impl TrackedProcess {
         }
     }
 
-    /// Take note of its CPU time. Who has just come and is no longer busy is as it will be: memory that was there
-    /// before, as in huge pages, fills without growing.
+    /// Record its CPU time. A new process that is no longer busy has filled its memory: memory that is already
+    /// resident, such as huge pages, fills without growth.
     pub fn update_cpu_time(&mut self, ran: Duration, now: Duration, rules: &DaemonRules) {
         let (before, at) = self.cpu_reading.replace((ran, now)).unwrap_or((ran, now));
         if now >= self.arrived_at + RECENT_ARRIVAL_MIN_GROWTH.0 {
@@ -286,8 +285,8 @@ impl TrackedProcess {
         }
     }
 
-    /// Its turn has come. Who was looked at in vain and has hardly run since is put off, until `rarest` is over since
-    /// that look: others may write its memory, too.
+    /// Defer a due scan if the last one found nothing and the process has hardly run since. The scan is deferred until
+    /// `max_interval` after the last one at most, because other processes may write its memory, too.
     pub fn defer_if_idle(&mut self, now: Duration, max_interval: Duration) {
         self.refused_until = self.refused_until.filter(|until| now < *until);
         let idle = |(before, then): (Duration, Duration), (ran, at): (Duration, Duration)| {
@@ -304,18 +303,19 @@ impl TrackedProcess {
         }
     }
 
-    /// A look at it begins.
+    /// A scan starts.
     pub fn begin_scan(&mut self, now: Duration) {
         (self.scan_started_at, self.resident_at_scan, self.filling_since) = (now, self.resident, None);
         self.cpu_reading_at_scan = self.cpu_reading;
-        // What is busy still may fill still.
+        // A process that is still busy may still fill its memory.
         self.last_busy = self.last_busy.filter(|busy| now < *busy + FILL_SETTLE_TIME);
     }
 
-    /// It was looked at. What had something to merge, or will have when that `ripens`, is looked at again sooner, what
-    /// had nothing later, up to the pause `rarest`; `spread` between 0 and 1 keeps those apart that came together, so
-    /// that none meets a program's own rhythm each time. Contents were read in the order of the look before, so that it
-    /// counts when that began.
+    /// A scan has ended. `found` is whether it found anything to merge, `ripens` whether it found contents that will be
+    /// stable. The interval shrinks after a successful scan and grows up to `max_interval` after a fruitless one.
+    /// `spread`, between 0 and 1, separates scans of processes that arrived together, and avoids resonance with
+    /// periodic programs. The next scan reads pages in the same order, so the interval counts from the start of this
+    /// one.
     pub fn finish_scan(
         &mut self,
         now: Duration,
@@ -340,7 +340,7 @@ impl TrackedProcess {
         self.scan_cause = ScanCause::Due;
     }
 
-    /// Take note of what it holds.
+    /// Record its content sketches.
     pub fn set_sketches(&mut self, held: ContentSketches) {
         let before = self.sketches.take().unwrap_or_default();
         if before.unmerged.shared(&held.unmerged).0 * 2 < held.unmerged.contents().0 {
@@ -349,7 +349,8 @@ impl TrackedProcess {
         self.sketches = Some(Arc::new(held));
     }
 
-    /// It was just looked at without somebody who holds much of the same: it is again, soon, unless that was in vain.
+    /// Its last scan missed a partner with many of the same pages: scan it again soon, unless earlier such scans were
+    /// fruitless.
     pub fn record_missed_partner(&mut self, rules: &DaemonRules) {
         self.missed_partner_scans += 1;
         if self.missed_partner_scans <= MAX_EARLY_MISSED_PARTNER_SCANS && !self.last_merge_unprofitable {
@@ -358,35 +359,36 @@ impl TrackedProcess {
         }
     }
 
-    /// A look in which it took part has used up the budget: it is taken to cost twice as much.
+    /// A scan of it exceeded the CPU budget: double its predicted scan cost.
     pub fn record_overrun(&mut self) {
         self.overruns = (self.overruns + 1).min(MAX_COST_DOUBLINGS);
     }
 
-    /// A look in which it took part has come to its end.
+    /// A scan of it completed within the budget.
     pub fn record_within_budget(&mut self) {
         self.overruns = self.overruns.saturating_sub(1);
     }
 
-    /// How many times as much a look at it costs as one at others of its size: one with very many regions, say.
+    /// Its scan cost relative to other processes of its size. It is high for a process with very many regions, for
+    /// example.
     pub fn scan_cost_factor(&self) -> f64 {
         f64::from(1_u32 << self.overruns)
     }
 
-    /// Little is expected of it for twice as long.
+    /// Delay the next scan and double the interval, since little savings are expected.
     pub fn double_scan_interval(&mut self, rules: &DaemonRules) {
         self.next_scan += self.scan_interval;
         self.scan_interval = (self.scan_interval * 2).min(rules.max_scan_interval);
     }
 
-    /// Nothing more is expected of it for long.
+    /// Delay the next scan by eight times the interval.
     pub fn back_off(&mut self, now: Duration, rules: &DaemonRules) {
         self.scan_interval = (self.scan_interval * 8).clamp(rules.min_scan_interval, rules.max_scan_interval);
         self.next_scan = now + self.scan_interval;
     }
 
-    /// It has refused to be enrolled, or lost by it. A plan that counts on its copies comes to nothing: it is in none
-    /// until its next turn.
+    /// It refused to be enrolled, or merging it was a net loss. A plan must not count on its copies, so it is in none
+    /// until its next scan.
     pub fn record_refusal(&mut self, now: Duration, rules: &DaemonRules) {
         self.back_off(now, rules);
         self.refused_until = Some(self.next_scan);
@@ -398,9 +400,9 @@ impl TrackedProcess {
         self.request_unenroll(DecisionReason::Operator, now);
     }
 
-    /// What is merged of it is to be withdrawn. Until it is, it is in no plan: others would share with what goes away.
+    /// Request to unenroll it. Until that is done it is in no plan: other processes would share pages that go away.
     pub fn request_unenroll(&mut self, reason: DecisionReason, now: Duration) {
-        // An operator has it tried at once, as has whoever wants more of it withdrawn.
+        // Requests by an operator, and requests with a wider scope, are tried at once.
         let more = self.pending_unenroll.as_ref().is_none_or(|leaving| leaving.scope() < reason.unenroll_scope());
         if more || reason == DecisionReason::Operator {
             self.pending_unenroll =
@@ -408,7 +410,7 @@ impl TrackedProcess {
         }
     }
 
-    /// Not all that is merged of it could be withdrawn: it is tried again, later each time. Tells whether that is news.
+    /// Unenrolling failed: retry it with exponential backoff. Returns whether the reason is new.
     pub fn record_unenroll_failure(&mut self, why: String, cpu_time: Duration, now: Duration) -> bool {
         let Some(leaving) = &mut self.pending_unenroll else { return false };
         leaving.retry_interval = (leaving.retry_interval * 2)
@@ -419,7 +421,7 @@ impl TrackedProcess {
         before != leaving.last_failure
     }
 
-    /// It may share pages with others that it must not any more.
+    /// It may share pages with processes of another domain: request to unenroll it.
     pub fn unenroll_if_shared(&mut self, now: Duration) {
         if self.maybe_merged {
             self.maybe_shared_across_domains = true;
@@ -427,14 +429,15 @@ impl TrackedProcess {
         }
     }
 
-    /// It came into another trust domain. Who does so again and again would be merged and withdrawn each time.
+    /// Its trust domain has changed. Frequent changes count as a refusal; otherwise it would be merged and unenrolled
+    /// each time.
     pub fn record_domain_change(&mut self, now: Duration, rules: &DaemonRules) {
         if self.domain_changed_at.replace(now).is_some_and(|before| now < before + DOMAIN_CHANGE_COOLDOWN) {
             self.record_refusal(now, rules);
         }
     }
 
-    /// It was withdrawn. Tells why it was to be, where that was refused before.
+    /// It was unenrolled. Returns the reason of the request if an earlier attempt had failed.
     pub fn record_unenrolled(&mut self, extent: UnenrollScope) -> Option<DecisionReason> {
         (self.enrolled, self.net_known, self.net_savings, self.reserved_merge_seconds) =
             (false, false, NetBytes(0), 0.0);
@@ -444,7 +447,7 @@ impl TrackedProcess {
         self.pending_unenroll.take().filter(|leaving| leaving.last_failure.is_some()).map(|leaving| leaving.reason)
     }
 
-    /// It is not withdrawn unless it must be.
+    /// Cancel a pending request to unenroll it, unless exclusion or its domain requires it.
     pub fn cancel_unenroll_if_allowed(&mut self) {
         self.pending_unenroll = self
             .pending_unenroll
@@ -452,7 +455,7 @@ impl TrackedProcess {
             .filter(|_| self.exclusion_reason.is_some() || self.maybe_shared_across_domains);
     }
 
-    /// It is to be looked at now, and is not withdrawn unless it must be.
+    /// Scan it now, and cancel a pending request to unenroll it unless that is required.
     pub fn enroll_by_operator(&mut self, now: Duration, rules: &DaemonRules) {
         (self.unenrolled_by_operator, self.refused_until) = (false, None);
         self.cancel_unenroll_if_allowed();

@@ -1,8 +1,8 @@
-//! How short memory is in the cgroups of managed programs: pressure, and what is left of every limit that counts there.
+//! Memory shortage in the cgroups of tracked processes: pressure, and the headroom below every limit that applies.
 //!
-//! Pressure is an average of ten seconds, and limits move slowly, so that it is read as often. A cgroup takes from three
-//! files to some twelve, of which `memory.stat` has the kernel add up all of its counters; where there are very many,
-//! each is read in its turn.
+//! Pressure is an average over ten seconds and limits change slowly, so readings are ten seconds apart. Reading one
+//! cgroup takes three to about twelve files. For one of them, `memory.stat`, the kernel sums all counters. With very
+//! many cgroups, each reading covers the next few of them.
 
 use pagefold_base::ProcessId;
 use pagefold_base::memory::Shortage;
@@ -11,22 +11,22 @@ use pagefold_host::{Host, memory_headroom};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// Between two readings.
+/// Interval between readings.
 const READ_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Cgroups that are read at once.
+/// Cgroups per reading, at most.
 const MAX_CGROUPS_PER_READ: usize = 32;
 
-/// Whose turn it is.
+/// The rotation over the cgroups.
 #[derive(Default)]
 pub(super) struct CgroupShortageReader {
     last_read_at: Option<Duration>,
-    /// The last one that was read, in the order of their paths.
+    /// Path of the last cgroup read; cgroups are read in the order of their paths.
     last_path: String,
 }
 
 impl CgroupShortageReader {
-    /// How short memory is for those of these processes whose turn it is, if it is time to read it.
+    /// Memory shortage of the processes whose cgroups are read now, if a reading is due.
     pub fn read_shortages<'p>(
         &mut self,
         host: &dyn Host,
@@ -42,7 +42,8 @@ impl CgroupShortageReader {
         for member in tracked {
             match member.cgroup.as_ref().ok().filter(|path| *path != "/") {
                 Some(cgroup) => of.entry(cgroup.clone()).or_default().push(member.id),
-                // Of the root the host tells; who was in another one is not short by what was read there.
+                // The root cgroup is covered by the host's readings. A process that moved there loses the shortage of
+                // its old cgroup.
                 None => told.push((member.id, Shortage::default())),
             }
         }

@@ -1,14 +1,13 @@
-//! What the host's clocks show, for hours of the day.
+//! Time of day on the host's clocks, for quiet hours.
 //!
-//! The host's time zone is that of `TZ` or `/etc/localtime`, which is looked at again every few minutes; UTC where
-//! there is none.
+//! The host's time zone is that of `TZ` or `/etc/localtime`, reread every few minutes; UTC where there is none.
 
 use crate::decide::TimeOfDay;
 use jiff::Timestamp;
 use jiff::tz::TimeZone;
 use std::time::SystemTime;
 
-/// What clocks show at an instant in a time zone. Midnight for instants that have no date.
+/// Time of day at an instant in a time zone. Midnight for instants without a date.
 pub(super) fn time_of_day(at: SystemTime, zone: &TimeZone) -> TimeOfDay {
     let Ok(instant) = Timestamp::try_from(at) else { return TimeOfDay::default() };
     let second = |zone: &TimeZone| {
@@ -19,7 +18,7 @@ pub(super) fn time_of_day(at: SystemTime, zone: &TimeZone) -> TimeOfDay {
     TimeOfDay { local: second(zone), utc: second(&TimeZone::UTC) }
 }
 
-/// By how many seconds the host's own clock is ahead of UTC at an instant; 0 for instants that have no date.
+/// Seconds by which the host's local time is ahead of UTC at an instant; 0 for instants without a date.
 pub fn utc_offset(at: SystemTime) -> i64 {
     let offset = |instant| TimeZone::system().to_offset(instant).seconds();
     Timestamp::try_from(at).map_or(0, |instant| offset(instant).into())
@@ -32,7 +31,7 @@ mod tests {
 
     const NIGHT_HOURS: DailyHours = DailyHours { start_second: 22 * 3600, end_second: 6 * 3600 + 1800, in_utc: false };
 
-    /// Central European time: an hour later in summer, from the last Sunday of March to that of October, at 1:00 UTC.
+    /// Central European Time: one hour later in summer, from the last Sunday of March to that of October, at 1:00 UTC.
     fn berlin() -> TimeZone {
         TimeZone::posix("CET-1CEST,M3.5.0,M10.5.0/3").unwrap()
     }
@@ -62,7 +61,7 @@ mod tests {
 
     #[test]
     fn quiet_hours_follow_daylight_saving_start() {
-        // On 2026-03-29 two o'clock is three.
+        // On 2026-03-29, 2:00 becomes 3:00.
         assert_eq!(time_of_day_at("2026-03-29T00:59:59Z", &berlin()).local, seconds_since_midnight(1, 59) + 59);
         assert_eq!(time_of_day_at("2026-03-29T01:00:00Z", &berlin()).local, seconds_since_midnight(3, 0));
         let quiet = |instant| NIGHT_HOURS.contains(time_of_day_at(instant, &berlin()));
@@ -80,7 +79,7 @@ mod tests {
 
     #[test]
     fn quiet_hours_follow_daylight_saving_end() {
-        // On 2026-10-25 it is half past two twice.
+        // On 2026-10-25, 2:30 occurs twice.
         let twice = DailyHours {
             start_second: seconds_since_midnight(2, 0),
             end_second: seconds_since_midnight(3, 0),

@@ -1,17 +1,19 @@
-//! What members take by fair share: each page divided by those who map it, as page tables tell (`Pss`).
+//! Fair shares of tracked processes: each page divided by the number of processes that map it, from page tables
+//! (`Pss`).
 //!
-//! A walk through them takes 10 to 20 ms of CPU for a GiB, measured on a 2-core virtual machine: it is done on a thread
-//! of its own, of one process at a time, and so seldom that it takes a fixed small part of one CPU however much memory
-//! there is. The more there is, the older is what is known; what has changed since is added from cheaper counters by
-//! whoever shows it. Where a walk finds what the one before did, the next comes later, until somebody is merged,
-//! withdrawn or gone: the others then take more or less, too.
+//! Walking page tables takes 10 to 20 ms of CPU per GiB, measured on a 2-core virtual machine. A thread of its own
+//! walks one process at a time, so seldom that it uses a fixed small part of one CPU however much memory there is. The
+//! more memory there is, the older the readings are; reports correct them with cheaper counters. If a walk finds no
+//! change, the interval grows, until a process is merged, unenrolled or exits: then the fair shares of other processes
+//! change, too.
 //!
-//! While one region is walked its process can map and unmap nothing (fs/proc/task_mmu.c, `show_smaps_rollup` lets go of
-//! `mmap_lock` between regions only), and a virtual machine is one region: those beyond [`LARGEST`] are not walked so.
-//! Their zero pages are counted all the same, where a merge noted any: by `pagemap`, for which the kernel locks a few MiB
-//! at a time (`pagemap_read`), and in a bounded part of the address space ([`verify::uncounted_zero_pages`]).
-//! Limits: a walk that hangs because its target does, in a page fault of a dead file server, holds up the others and the
-//! end of the daemon, which by then has put everything back.
+//! While a region is walked, its process cannot map or unmap memory: `show_smaps_rollup` (fs/proc/task_mmu.c) drops
+//! `mmap_lock` between regions only. The RAM of a virtual machine is one region, so processes beyond [`LARGEST`] are
+//! not walked. Their zero pages are still counted if a merge noted any. That reads `pagemap`, for which the kernel
+//! holds the lock for a few MiB at a time (`pagemap_read`), in a bounded part of the address space
+//! ([`verify::uncounted_zero_pages`]).
+//! Limits: if a target hangs, for example in a page fault on a dead file server, the walk hangs as well. That delays
+//! other walks and the daemon's exit; by then the daemon has restored everything.
 
 use super::{Message, WorkResult};
 use pagefold_base::{Bytes, Pages, ProcessId, Reading};
@@ -22,62 +24,62 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::{Duration, SystemTime};
 
-/// Of one CPU, what walks may take on average.
+/// Average rate of walks, in CPUs.
 const WALK_CPU_RATE: f64 = 0.0003;
 
-/// What may be saved up for when much has just changed.
+/// Burst of walks in CPU seconds, for when many processes have just changed.
 const WALK_CPU_BURST_SECONDS: f64 = 1.0;
 
-/// Between two looks at whose turn it is.
+/// Interval between two checks of the schedule.
 const SCHEDULE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Between two walks of one process at least, unless it was merged meanwhile, and before the first of one that has just
-/// come.
+/// Minimum interval between two walks of one process, unless it was merged meanwhile, and delay of the first walk of a
+/// new process.
 const MIN_WALK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// By how much that is longer each time that nothing has changed, and how long it is at most.
+/// Growth of that interval while nothing changes, and its maximum.
 const WALK_BACKOFF_FACTOR: u32 = 4;
 const MAX_WALK_INTERVAL: Duration = Duration::from_secs(3600);
 
-/// The part of it by which what a process takes may have moved when nothing has changed.
+/// A fair share counts as unchanged if it moved by at most this part of it (divisor).
 const UNCHANGED_PSS_DIVISOR: u64 = 64;
 
-/// What a process took when its page tables were walked.
+/// Fair share of a process when its page tables were walked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FairShareReading {
-    /// When.
+    /// Time of the walk.
     pub measured_at: SystemTime,
-    /// Each of its pages divided by those who map it, huge pages of hugetlb apart.
+    /// `Pss`: each page divided by the number of processes that map it, without hugetlb pages.
     pub pss: Bytes,
-    /// What of it was resident then that is neither a file nor shared memory, by `statm`.
+    /// Resident memory at that time that is neither file pages nor shared memory, from `statm`.
     pub anonymous_resident: Bytes,
-    /// Pages that were merged then by the counter that is read all the time, where the kernel has it.
+    /// Merged pages at that time, by the counter that is also read between walks; `None` where the kernel lacks it.
     pub merged_pages: Option<Pages>,
 }
 
 impl FairShareReading {
-    /// Whether hardly anything has changed since.
+    /// Whether the fair share has hardly changed.
     pub(super) fn is_close_to(&self, later: &Self) -> bool {
         self.pss.0.abs_diff(later.pss.0) <= self.pss.0 / UNCHANGED_PSS_DIVISOR
     }
 }
 
-/// A walk that is to be made.
+/// A request to walk the page tables of a process.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct WalkRequest {
-    /// Through the page tables of which process.
+    /// The process.
     pub process: ProcessId,
-    /// Whether to find out what it takes by fair share.
+    /// Whether to measure its fair share.
     pub wants_fair_share: bool,
-    /// Whether to count the zero pages that KSM does not count.
+    /// Whether to count zero pages that KSM does not count.
     pub wants_zero_pages: bool,
 }
 
-/// When it is somebody's turn.
+/// The next walk of a process.
 #[derive(Clone, Copy, Debug)]
 struct ScheduledWalk {
     due_at: Duration,
-    /// The pause before that.
+    /// Interval before this walk.
     interval: Duration,
 }
 
@@ -87,20 +89,20 @@ impl ScheduledWalk {
     }
 }
 
-/// Whose turn it is.
+/// When each process is walked next.
 #[derive(Debug)]
 pub(super) struct WalkSchedule {
-    /// From when on it is whose turn.
+    /// The scheduled walks.
     walks: BTreeMap<ProcessId, ScheduledWalk>,
-    /// Of whom much has just changed.
+    /// Processes that have just changed much.
     changed_processes: BTreeSet<ProcessId>,
-    /// Whether the last walk was of one of them: others have every second one.
+    /// Whether the last walk was of a changed process: these alternate with the other processes.
     last_was_changed: bool,
-    /// Whether a walk is under way.
+    /// Whether a walk is running.
     is_walking: bool,
-    /// CPU seconds that are left; less than none after a long walk.
+    /// CPU seconds left; negative after a long walk.
     tokens_left_seconds: f64,
-    /// When it was looked at last.
+    /// Time of the last update.
     updated_at: Duration,
 }
 
@@ -118,8 +120,8 @@ impl Default for WalkSchedule {
 }
 
 impl WalkSchedule {
-    /// Of these, who is to be walked now, if there is CPU time for it and no other walk is under way: of whom much has
-    /// changed, and in turn with those who has waited longest.
+    /// The process to walk now, if the CPU budget allows it and no walk is running. Changed processes alternate with
+    /// the process that has waited longest.
     pub fn next_walk(&mut self, now: Duration, tracked: impl Iterator<Item = ProcessId>) -> Option<ProcessId> {
         let since = now.saturating_sub(self.updated_at);
         if self.is_walking || since < SCHEDULE_INTERVAL {
@@ -149,7 +151,7 @@ impl WalkSchedule {
         Some(process)
     }
 
-    /// The walk of a process has ended, and taken so much; whether it found anything new.
+    /// Record the end of a walk: its CPU time, and whether it found a change.
     pub fn record_walk(&mut self, now: Duration, process: ProcessId, cpu_time: Duration, has_changed: bool) {
         (self.is_walking, self.tokens_left_seconds) = (false, self.tokens_left_seconds - cpu_time.as_secs_f64());
         if let Some(turn) = self.walks.get_mut(&process) {
@@ -162,13 +164,13 @@ impl WalkSchedule {
         }
     }
 
-    /// Much of a process has just changed.
+    /// Mark a process that has just changed much.
     pub fn mark_changed(&mut self, process: ProcessId) {
         self.changed_processes.insert(process);
     }
 }
 
-/// Walk one process after the other, until nobody asks any more.
+/// Walk one process after the other, until the requests end.
 pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, messages: &Sender<Message>) {
     for WalkRequest { process, wants_fair_share: counts_share, wants_zero_pages: counts_zeros } in requests {
         let before = thread_cpu_time();
@@ -176,7 +178,7 @@ pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, mess
         let count = || verify::uncounted_zero_pages(host, &*pagefold_host::hold(host, process)?);
         let uncounted_zeros = counts_zeros.then(count).and_then(Reading::ok);
         let cost = thread_cpu_time().saturating_sub(before);
-        // Nobody listens once the daemon ends.
+        // During shutdown the receiver may be gone.
         let _ = messages.send(Message::WorkResult(WorkResult::PageTableWalk {
             process,
             fair_share: fair,
@@ -186,7 +188,7 @@ pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, mess
     }
 }
 
-/// The CPU time of this thread so far.
+/// CPU time of this thread so far.
 fn thread_cpu_time() -> Duration {
     rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime).try_into().unwrap_or_default()
 }
@@ -215,7 +217,7 @@ mod tests {
         ProcessId { pid: Pid(pid), start_time: 1 }
     }
 
-    /// Who is walked in so many seconds, when, and at what cost each.
+    /// The walks within some seconds, as (second, pid), for a given CPU time per walk.
     fn run_changing_walks(
         turns: &mut WalkSchedule,
         from: u64,
@@ -226,7 +228,7 @@ mod tests {
         run_walks(turns, (from, seconds), members, cost, true)
     }
 
-    /// The same, of walks that find something new or nothing.
+    /// The same, where walks find a change or none.
     fn run_walks(
         turns: &mut WalkSchedule,
         (from, seconds): (u64, u64),
@@ -246,16 +248,16 @@ mod tests {
     #[test]
     fn walks_take_turns_within_the_cpu_rate() {
         let mut turns = WalkSchedule::default();
-        // What is cheap is walked once a minute.
+        // Cheap processes are walked once a minute.
         let found = run_changing_walks(&mut turns, 0, 200, 2, Duration::from_micros(10));
         assert_eq!(found, [(61, 1), (62, 2), (121, 1), (122, 2), (181, 1), (182, 2)]);
-        // A day with 200 members of some 30 GiB each.
+        // A day with 200 processes of about 30 GiB each.
         let (mut turns, cost) = (WalkSchedule::default(), Duration::from_millis(400));
         let found = run_changing_walks(&mut turns, 0, 86_400, 200, cost);
         let used = found.len() as f64 * cost.as_secs_f64();
         assert!((25.0..=27.4).contains(&used), "{used} s of 0.0003 x 86,400 s and 1 s");
-        assert!(found.iter().zip(1..).all(|((_, pid), turn)| *pid == turn), "nobody is left out, nobody comes twice");
-        // One whose walk takes longer than all that is saved up is walked all the same, and paid for.
+        assert!(found.iter().zip(1..).all(|((_, pid), turn)| *pid == turn), "each process is walked once per round");
+        // A process whose walk takes longer than the whole burst is still walked, and the rate makes up for it.
         let mut turns = WalkSchedule::default();
         let found = run_changing_walks(&mut turns, 0, 86_400, 1, Duration::from_secs(10));
         assert_eq!(found.iter().map(|(at, _)| *at).collect::<Vec<u64>>(), [61, 30_061, 63_395], "9 s, then 10 s");
@@ -273,7 +275,7 @@ mod tests {
         let soon = run_walks(&mut turns, (10_000, 100), 2, Duration::ZERO, false);
         assert_eq!((at(&soon, 1), at(&soon, 2)), (vec![10_060], vec![10_000]));
         run_walks(&mut turns, (10_100, 20_000), 2, Duration::ZERO, false);
-        // One has gone, with whom the other shared.
+        // The process that shared with it has exited.
         let alone = run_walks(&mut turns, (30_100, 200), 1, Duration::ZERO, false);
         assert_eq!(at(&alone, 1), [30_160]);
         let fair = |mib: u64| FairShareReading {
@@ -303,13 +305,13 @@ mod tests {
         assert_eq!(
             turns.next_walk(Duration::from_secs(162), [process(7)].into_iter()),
             None,
-            "who has gone has no turn"
+            "an exited process is not walked"
         );
     }
 
     #[test]
     fn changed_and_other_processes_alternate() {
-        // More than there is time for: each waits longer than since it was walked last.
+        // More processes than CPU time: each waits its turn.
         let (mut turns, cost) = (WalkSchedule::default(), Duration::from_millis(300));
         let found = run_changing_walks(&mut turns, 0, 40_000, 100, cost);
         let (last, _) = found[found.len() - 1];
@@ -318,8 +320,8 @@ mod tests {
             run_changing_walks(&mut turns, last + 1, 7000, 100, cost).into_iter().map(|(_, pid)| pid).collect();
         let others: Vec<u32> = found.iter().copied().filter(|pid| !(50..53).contains(pid)).collect();
         assert_eq!((found[0], found[2], found[4]), (50, 51, 52), "{found:?}");
-        assert!(others.windows(2).all(|pair| pair[1] == pair[0] + 1), "the others go on in turn: {others:?}");
-        // What changes during its walk is walked again.
+        assert!(others.windows(2).all(|pair| pair[1] == pair[0] + 1), "other processes keep their order: {others:?}");
+        // A process that changes during its walk is walked again.
         let mut turns = WalkSchedule::default();
         run_changing_walks(&mut turns, 0, 61, 1, Duration::ZERO);
         assert_eq!(turns.next_walk(Duration::from_secs(61), [process(1)].into_iter()), Some(process(1)));
@@ -344,7 +346,7 @@ mod tests {
         run_walker(&host, &asked, &tell);
         let fair = told.try_iter().map(|message| match message {
             Message::WorkResult(WorkResult::PageTableWalk { process, fair_share: fair, .. }) => (process, fair),
-            _ => panic!("only walks"),
+            _ => panic!("only walks are sent"),
         });
         let fair: Vec<(ProcessId, Option<FairShareReading>)> = fair.collect();
         let found = fair[0].1.unwrap();

@@ -1,11 +1,13 @@
-//! The daemon: the loop with a clock.
+//! The daemon's main loop, with clock and threads.
 //!
-//! One thread takes in what happens, hands it to [`crate::decide::step`] and gives out what that decides;
-//! another carries it out, since a merge takes seconds in which somebody may ask or stop. Who runs is told by the host
-//! or found out by polling ([`process_table`]). While it may act, the daemon has the host's one [`Session`](pagefold_host::transaction::Session)
-//! all the time and ksmd rests between merges; paused, or where somebody else drives KSM, it has not, and the settings
-//! are what they were. What programs wait for is read at each tick while it works and now and then while it rests
-//! ([`wait_reader`]); what they take by fair share is found out by a third thread, seldom ([`fair_share`]).
+//! The main thread collects events, passes them to [`crate::decide::step`] and dispatches the resulting actions. A
+//! worker thread executes them, since a merge takes seconds during which an operator may ask for status or stop the
+//! daemon. New processes are reported by the host or found by polling ([`process_table`]).
+//!
+//! While the daemon may act, it holds the host's only [`Session`](pagefold_host::transaction::Session) all the time,
+//! and ksmd is idle between merges. While it is paused, or another program tunes KSM, it releases the session and
+//! restores the settings. Waiting of programs is read at each tick while the daemon works, and now and then while it is
+//! idle ([`wait_reader`]). A third thread measures fair shares, seldom ([`fair_share`]).
 
 mod cgroup_shortages;
 mod clock;
@@ -49,32 +51,32 @@ use std::time::{Duration, Instant, SystemTime};
 use wait_reader::WaitReader;
 use worker::{WorkOrder, Worker};
 
-/// Between two polls while somebody has just come or work is under way.
+/// Poll interval while a process is new or a task is running.
 const BUSY_POLL_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Between two polls otherwise, where the host tells of programs as they begin, and where it does not.
+/// Poll intervals otherwise: where the host reports new programs, and where it does not.
 const IDLE_POLL_INTERVALS: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(1)];
 
-/// How long work may be under way without any answer of the host before it counts as hung. No honest answer takes as
-/// long: the longest is to advice over much memory at once, of which each page is copied, some seconds for a GiB where
+/// How long a task may run without any answer from the host before it counts as hung. No healthy answer takes as long.
+/// The longest answer is to `madvise` over much memory at once, of which each page is copied: some seconds per GiB if
 /// it is swapped out meanwhile.
 const HANG_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Decisions that are kept.
+/// Number of decisions kept.
 const MAX_KEPT_DECISIONS: usize = 100;
 
-/// Processes that a decision names at most.
+/// Maximum number of processes named in a decision.
 const MAX_NAMES_PER_DECISION: usize = 4;
 
-/// What is said to the daemon.
+/// A message to the daemon's main thread.
 pub enum Message {
-    /// Something happened: to be taken in as it is.
+    /// An event, passed on as it is.
     Event(Event),
-    /// Other settings are in force.
+    /// New settings are in force.
     Settings(Box<DaemonSettings>),
-    /// Somebody asks how it stands.
+    /// A request for the daemon's status.
     StatusRequest(Sender<Box<Snapshot>>),
-    /// What the worker tells.
+    /// A report of the worker.
     #[doc(hidden)]
     WorkResult(WorkResult),
 }
@@ -82,7 +84,7 @@ pub enum Message {
 /// Why the daemon cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// There is no key for fingerprints.
+    /// The key for fingerprints is not available.
     #[error(transparent)]
     Census(#[from] pagefold_census::Error),
     /// The processes cannot be listed.
@@ -90,16 +92,16 @@ pub enum Error {
     Processes(#[source] Absent),
 }
 
-/// What a process is called in decisions and in the matrix.
+/// Label of a process in decisions and in the sharing matrix.
 pub fn process_label(process: &Process) -> String {
     MatrixRowKind::Process.row_name(process).unwrap_or_default()
 }
 
-/// The loop, until it is told to stop and has put everything back.
+/// The main loop. It runs until the daemon is told to stop and has restored everything.
 pub struct Daemon<'h, 'a> {
     host: &'h dyn Host,
     started_at: Instant,
-    /// The time since then at which what happens is taken in.
+    /// Time since `started_at` of the current event.
     event_time: Duration,
     state: Option<DaemonState>,
     settings: Arc<DaemonSettings>,
@@ -107,46 +109,46 @@ pub struct Daemon<'h, 'a> {
     wait_reader: WaitReader,
     cgroup_shortages: CgroupShortageReader,
     other_tuner: Option<String>,
-    /// What an operator has said, where it can be kept.
+    /// Saves operator commands, where that is possible.
     operator_store: Option<OperatorStore>,
     work_orders: Sender<WorkOrder>,
-    /// Whose page tables are to be walked.
+    /// Requests to the thread that walks page tables.
     walk_requests: Sender<WalkRequest>,
     walk_schedule: fair_share::WalkSchedule,
-    /// Ends the work under way soon.
+    /// Set to end the running task soon.
     cancel: Arc<AtomicBool>,
     watchdog: WorkWatchdog,
     ksmd_thread: Option<KsmdThread<'h>>,
     ksmd_meter: CpuMeter,
     own_meter: CpuMeter,
     snapshot: Snapshot,
-    /// What merges noted, those of other commands as well.
+    /// Zero pages noted by merges, also by those of other commands.
     split_zero_notes: Option<Notes>,
-    /// Whether everything is back, once it has ended.
+    /// Whether everything was restored, once the daemon has ended.
     restored_at_end: Option<bool>,
-    /// Gets each decision as it falls, and what could not be done.
+    /// Receives each decision and each failure.
     log: &'a mut dyn FnMut(&str),
 }
 
-/// What goes to the other threads, and what is seen of them.
+/// Channels to the other threads, and their progress.
 struct WorkerChannels {
     work_orders: Sender<WorkOrder>,
     walk_requests: Sender<WalkRequest>,
-    /// What the host has answered to whoever does the work.
+    /// Number of answers that the worker has received from the host.
     host_answer_count: Arc<AtomicU64>,
 }
 
-/// Whether the work under way gets on.
+/// Detects tasks that hang.
 struct WorkWatchdog {
-    /// What the host has answered to whoever does the work.
+    /// Number of answers that the worker has received from the host.
     host_answer_count: Arc<AtomicU64>,
-    /// How much that was when it was seen to have changed, and when that was.
+    /// The answer count when it last changed, and the time of that.
     last_progress: (u64, Duration),
     is_hung: bool,
 }
 
 impl WorkWatchdog {
-    /// Whether work that is under way, or none, has got on lately.
+    /// Whether a running task has received answers lately. True if no task is running.
     fn is_progressing(&mut self, now: Duration, works: bool) -> bool {
         let answers = self.host_answer_count.load(Ordering::Relaxed);
         if !works || answers != self.last_progress.0 {
@@ -156,9 +158,9 @@ impl WorkWatchdog {
     }
 }
 
-/// Run the daemon over a host. `messages` is what is said to it; `sender` is the other end of it. `alive` is called
-/// about once a second while all is well and the work under way gets on, `log` for what an operator should know. Tells
-/// whether everything was put back and withdrawn in the end that was to be; what was not, `log` is told.
+/// Run the daemon over a host. `messages` receives messages to it, and `sender` is the other end of that channel.
+/// `alive` is called about once a second unless the running task hangs. `log` receives lines for the operator. Returns
+/// whether everything was restored and unenrolled at the end as requested; `log` receives what was not.
 pub fn run(
     host: &dyn Host,
     directory: &Path,
@@ -261,7 +263,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         dead: impl Fn() -> bool,
     ) -> Result<bool, Error> {
         if let Err(why) = self.process_table.check_exec_events() {
-            (self.log)(&format!("new programs are found by polling; the process connector: {why}"));
+            (self.log)(&format!("new programs are found by polling, as the process connector is not available: {why}"));
         }
         let mut polled: Option<Instant> = None;
         loop {
@@ -287,7 +289,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                         alive(self.state());
                     }
                     if dead() {
-                        (self.log)("the thread that does the work has ended");
+                        (self.log)("the worker thread has ended");
                         return Ok(false);
                     }
                 }
@@ -296,7 +298,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         }
     }
 
-    /// Go on with what an operator said to a daemon that was killed, and with what merges noted.
+    /// Apply the operator commands that were given to a killed daemon, and load the zero pages that merges noted.
     fn load_saved_state(&mut self, directory: &Path) {
         self.split_zero_notes = Some(Notes::new(directory));
         self.update_split_zeros();
@@ -306,48 +308,48 @@ impl<'h, 'a> Daemon<'h, 'a> {
             Ok((operator, events, why)) => {
                 if let Some(why) = why {
                     (self.log)(&format!(
-                        "what an operator said before cannot be read: it is paused until told to resume: {why}"
+                        "saved operator commands are unreadable; the daemon is paused until `pagefold resume`: {why}"
                     ));
                 } else if !events.is_empty() {
-                    (self.log)("a daemon was killed before: what an operator said to it holds");
+                    (self.log)("an earlier daemon was killed: the operator commands given to it still apply");
                 }
                 events.into_iter().for_each(|event| self.apply_event(event));
                 self.operator_store = Some(operator);
             }
             Err(why) => {
                 let path = directory.join(operator_store::OPERATOR_FILE);
-                (self.log)(&format!("what an operator says is not kept in {}: {why}", path.display()));
+                (self.log)(&format!("operator commands cannot be saved in {}: {why}", path.display()));
             }
         }
     }
 
-    /// Take in what merges have noted since.
+    /// Load the zero pages that merges have noted since.
     fn update_split_zeros(&mut self) {
         let Some(notes) = &mut self.split_zero_notes else { return };
         match notes.update(self.host, &mut self.snapshot.split_zero_pages) {
             Ok(grown) => grown.into_iter().for_each(|process| self.walk_schedule.mark_changed(process)),
-            Err(why) => (self.log)(&format!("what merges freed by splitting huge pages is not known: {why}")),
+            Err(why) => (self.log)(&format!("zero pages freed by splitting huge pages are not known: {why}")),
         }
     }
 
-    /// Keep what an event says of an operator's, if anything.
+    /// Save an operator's command, if the event is one.
     fn save_operator_event(&mut self, event: &Event) {
         let kept = self.operator_store.as_mut().map_or(Ok(()), |operator| operator.record_event(event));
         if let Err(why) = kept {
-            (self.log)(&format!("what an operator says does not outlive this daemon: {why}"));
+            (self.log)(&format!("an operator command cannot be saved and ends with this daemon: {why}"));
         }
     }
 
     fn state(&self) -> &DaemonState {
-        self.state.as_ref().expect("it is put back after every step")
+        self.state.as_ref().expect("the state is put back after every step")
     }
 
-    /// Whether the work under way gets on. Tells once where it does not.
+    /// Whether the running task makes progress. Logs once if it does not.
     fn check_progress(&mut self) -> bool {
         let well = self.watchdog.is_progressing(self.event_time, self.state().is_task_pending());
         if !well && !self.watchdog.is_hung {
             let minutes = HANG_TIMEOUT.as_secs() / 60;
-            (self.log)(&format!("the work under way has had no answer from the host for {minutes} minutes"));
+            (self.log)(&format!("the running task has had no answer from the host for {minutes} minutes"));
         }
         self.watchdog.is_hung = !well;
         well
@@ -360,10 +362,10 @@ impl<'h, 'a> Daemon<'h, 'a> {
             || self.is_check_due_soon()
     }
 
-    /// Whether somebody's turn comes before the next calm poll.
+    /// Whether a scan is due before the next idle poll.
     fn is_check_due_soon(&self) -> bool {
         let now = self.started_at.elapsed();
-        // Not those whose turn has come long ago, and who wait for something else.
+        // Overdue scans do not count: they wait for something else.
         let soon = now.saturating_sub(IDLE_POLL_INTERVALS[1])..=now + IDLE_POLL_INTERVALS[1];
         self.state().tracked().values().any(|member| member.may_be_scanned() && soon.contains(&member.next_scan))
     }
@@ -378,7 +380,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 self.apply_event(Event::RulesChanged(rules));
             }
             Message::StatusRequest(answer) => {
-                // Who asked may have gone.
+                // The requester may be gone.
                 let _ = answer.send(Box::new(self.take_snapshot()));
             }
             Message::WorkResult(told) => self.record_work_result(told),
@@ -388,7 +390,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
     fn tick(&mut self) -> Result<(), Error> {
         let now = self.event_time;
         let polled = self.process_table.poll(self.host, now, &self.settings).map_err(Error::Processes)?;
-        // Before anything is done for those who have come.
+        // Other tuners are handled before new processes.
         let tuner = self.process_table.tuner().map(|tuner| tuner.name().to_owned());
         if tuner != self.other_tuner {
             self.other_tuner.clone_from(&tuner);
@@ -401,7 +403,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                     self.snapshot.enrolled_ranges.remove(process);
                     self.snapshot.fair_shares.remove(process);
                 }
-                // It may be another program.
+                // The process may run another program now.
                 Event::ProcessArrived(arrival) if self.snapshot.fair_shares.remove(&arrival.process).is_some() => {
                     self.walk_schedule.mark_changed(arrival.process);
                 }
@@ -436,7 +438,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
         Ok(())
     }
 
-    /// Have the process walked whose turn it is, if any.
+    /// Request the next walk of page tables, if one is due.
     fn request_walk(&mut self) {
         let noted = &self.snapshot.split_zero_pages;
         let members = || self.state.as_ref().into_iter().flat_map(|state| state.tracked());
@@ -461,7 +463,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             looked.unenrolled_from.iter().for_each(|process| self.walk_schedule.mark_changed(*process));
         }
         self.save_operator_event(&event);
-        let state = self.state.take().expect("it is put back after every step");
+        let state = self.state.take().expect("the state is put back after every step");
         let (state, actions) = step(state, self.event_time, event);
         self.state = Some(state);
         for action in actions {
@@ -471,14 +473,14 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 Action::End { complete: whole } => {
                     self.restored_at_end = Some(whole);
                     if let Some(Err(why)) = self.operator_store.take().map(|operator| operator.remove_file()) {
-                        (self.log)(&format!("what an operator said is left behind: {why}"));
+                        (self.log)(&format!("the saved operator commands cannot be removed: {why}"));
                     }
                 }
                 action => {
                     self.cancel = Arc::default();
                     let (settings, halt) = (Arc::clone(&self.settings), Arc::clone(&self.cancel));
                     let order = WorkOrder { action, settings, cancel: halt };
-                    // Where the worker has ended, the loop ends at its next tick.
+                    // If the worker has ended, the loop ends at its next tick.
                     let _ = self.work_orders.send(order);
                 }
             }
@@ -568,7 +570,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 }
                 self.walk_schedule.record_walk(self.event_time, process, cost, news);
             }
-            WorkResult::Undone(was) => (self.log)(&format!("a pagefold was killed before; put back: {was}")),
+            WorkResult::Undone(was) => (self.log)(&format!("an earlier pagefold was killed; put back: {was}")),
             WorkResult::UndoFailed(what) => {
                 (self.log)(&format!("not done: {what}"));
                 snapshot.failed_undos.push(what);
@@ -583,12 +585,12 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let who: Vec<Process> = self.process_table.tracked_processes().cloned().collect();
         let labels: BTreeSet<String> = who.iter().map(process_label).collect();
         self.snapshot.sharing.retain_parties(|label| labels.contains(label));
-        // Who has ended meanwhile may have been in the last census or merge.
+        // Processes of the last census or merge may have exited meanwhile.
         let lives: BTreeSet<ProcessId> = who.iter().map(|who| who.id).collect();
         self.snapshot.page_counts.retain(|process, _| lives.contains(process));
         self.snapshot.enrolled_ranges.retain(|process, _| lives.contains(process));
         self.snapshot.fair_shares.retain(|process, _| lives.contains(process));
-        // Others are kept: a process of which a merge noted something may become a member later.
+        // Other entries are kept: an untracked process with noted zero pages may be tracked later.
         let mut by_splitting = self.snapshot.split_zero_pages.clone();
         by_splitting.retain(|process, _| lives.contains(process));
         Snapshot {

@@ -1,7 +1,7 @@
-//! What an operator has said, so that it outlives a daemon that is killed.
+//! Operator commands, saved so that they outlive a killed daemon.
 //!
-//! A pause, and who is withdrawn, are one JSON file beside the journal, replaced atomically. The next daemon of the
-//! same boot takes it up. One that is stopped removes it: what was said to it ends with it.
+//! A pause and the unenrolled processes are one JSON file beside the journal, replaced atomically. The next daemon of
+//! the same boot applies it. A daemon that is stopped regularly removes the file: its operator commands end with it.
 
 use crate::decide::Event;
 use pagefold_base::{Pid, ProcessId};
@@ -11,22 +11,22 @@ use std::collections::BTreeSet;
 use std::io;
 use std::path::Path;
 
-/// The file.
+/// Name of the file.
 pub const OPERATOR_FILE: &str = "operator.json";
 
-/// What was said and holds.
+/// The commands in force.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct OperatorState {
-    /// Under which boot.
+    /// Id of the boot.
     boot: String,
-    /// Whether nothing is to be done.
+    /// Whether the daemon is paused.
     paused: bool,
-    /// Who is to be left alone: number and start time.
+    /// Unenrolled processes: pid and start time.
     withdrawn: BTreeSet<(u32, u64)>,
 }
 
-/// Keeps it.
+/// Saves operator commands.
 #[derive(Debug)]
 pub(super) struct OperatorStore {
     directory: StateDirectory,
@@ -34,11 +34,11 @@ pub(super) struct OperatorStore {
 }
 
 impl OperatorStore {
-    /// Take up what was said before under this boot, of those who live. What cannot be understood may have been a pause,
-    /// and is taken for one: with the reason.
+    /// Load the commands of this boot, for processes that are alive. An unreadable file may have been a pause and
+    /// counts as one; the reason is returned.
     ///
     /// # Errors
-    /// Where the directory cannot be opened, others may write in it, or the file cannot be read.
+    /// If the directory cannot be opened, other users may write to it, or the file cannot be read.
     pub fn load(
         directory: &Path,
         boot_id: String,
@@ -46,7 +46,7 @@ impl OperatorStore {
     ) -> io::Result<(Self, Vec<Event>, Option<serde_json::Error>)> {
         let directory = StateDirectory::open(directory)?;
         if !directory.is_private()? {
-            return Err(io::Error::other("others may write in it"));
+            return Err(io::Error::other("other users may write to it"));
         }
         let (before, why) = match directory.read(OPERATOR_FILE) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => (None, None),
@@ -65,10 +65,10 @@ impl OperatorStore {
         Ok((Self { directory, state: said }, events, why))
     }
 
-    /// Keep what an event says, if anything.
+    /// Save the command in an event, if it has one.
     ///
     /// # Errors
-    /// Where it cannot be written.
+    /// If the file cannot be written.
     pub fn record_event(&mut self, event: &Event) -> io::Result<()> {
         let of = |process: &ProcessId| (process.pid.0, process.start_time);
         let mut said = self.state.clone();
@@ -86,10 +86,10 @@ impl OperatorStore {
         Ok(())
     }
 
-    /// Nothing holds any more.
+    /// Remove the file: no command applies any more.
     ///
     /// # Errors
-    /// Where the file cannot be removed.
+    /// If the file cannot be removed.
     pub fn remove_file(&self) -> io::Result<()> {
         match self.directory.remove(OPERATOR_FILE) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -128,10 +128,10 @@ mod tests {
         let (mut operator, before, why) = take_up("one");
         assert_eq!(before, [Event::Pause, Event::Unenroll(process(1)), Event::Unenroll(process(4))]);
         assert!(why.is_none());
-        assert_eq!(take_up("two").1, [], "of another boot");
+        assert_eq!(take_up("two").1, [], "commands of another boot do not apply");
         operator.record_event(&Event::Resume).unwrap();
         assert_eq!(take_up("one").1, [Event::Unenroll(process(1)), Event::Unenroll(process(4))]);
-        // What could not be written is written when it is said again.
+        // A command that could not be saved is saved when it is repeated.
         std::fs::create_dir(directory.path().join("operator.json.new")).unwrap();
         assert!(operator.record_event(&Event::Pause).is_err());
         std::fs::remove_dir(directory.path().join("operator.json.new")).unwrap();
@@ -154,7 +154,7 @@ mod tests {
             let (mut operator, events, why) = take_up().unwrap();
             assert!(events == [Event::Pause] && why.is_some(), "{strange}");
             operator.record_event(&Event::Resume).unwrap();
-            assert!(take_up().unwrap().1.is_empty(), "that ends it");
+            assert!(take_up().unwrap().1.is_empty(), "resuming clears the state");
         }
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
         assert!(take_up().is_err());

@@ -1,16 +1,15 @@
-//! Who runs: who has come and is big enough to be managed, who went, who grew.
+//! All processes on the host: which are new and big enough to track, which have exited, which have grown.
 //!
-//! Where the host tells of programs as they begin, those are looked at, and all processes are listed now and then: for
-//! those that forked and did not become another program, and to see who went. Elsewhere they are listed at every poll.
+//! If the host reports new programs, these are checked at once. All processes are listed now and then, to find those
+//! that forked without an exec, and those that exited. Without such reports, each poll lists all processes.
 //!
-//! Only those are looked at whose turn it is: a process that has just come at every poll for a few seconds, since a
-//! virtual machine is small when it starts, and longer and longer ones afterwards. A look at who is not managed is one
-//! read of its size, so that thousands of short-lived programs cost little. A number that was given to another process
-//! is noticed when its turn comes.
+//! Only due processes are checked. A new process is checked at every poll for a few seconds, since a virtual machine is
+//! small when it starts; later the intervals grow. Checking an untracked process takes one read of its size, so
+//! thousands of short-lived programs cost little. A reused pid is noticed at the next check.
 //!
-//! Any user can start processes that become other programs again and again, so what all of this costs is bounded: the
-//! pauses grow with the number of new processes, and a token bucket holds a part of the daemon's CPU bound. Where that
-//! is empty, the processes that are due wait, the longest due first.
+//! Any user can start processes that exec again and again, so the cost of all of this is bounded. Intervals grow with
+//! the number of new processes, and a token bucket limits polling to a part of the daemon's CPU rate. While it is
+//! empty, due processes wait, the longest due first.
 
 use super::DaemonSettings;
 use crate::decide::{CpuTokenBucket, Event, ProcessArrival};
@@ -23,56 +22,56 @@ use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// The longest pause between two looks at a process that is not managed.
+/// Longest check interval of an untracked process.
 const MAX_UNTRACKED_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// The longest pause between two looks at a program that writes KSM's settings.
+/// Longest check interval of a program that writes KSM's settings.
 const MAX_TUNER_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
-/// The longest pause between two looks at the memory of one that is managed and has been there for long.
+/// Longest interval between two memory readings of a tracked process that is not new.
 const MAX_TRACKED_CHECK_INTERVAL: Duration = Duration::from_secs(16);
 
-/// Growth between two looks with which it fills.
+/// Growth between two checks from which a process counts as growing.
 const GROWTH_THRESHOLD: Bytes = Bytes(1 << 20);
 
-/// Between two looks at who it is: it may have become another program.
+/// Interval between two checks of a process's identity: it may run another program.
 const IDENTITY_CHECK_INTERVAL: Duration = Duration::from_secs(60);
 
-/// How long somebody has not been there for long: what it does is followed.
+/// How long a process counts as new after it was seen first.
 const NEW_PROCESS_TIME: Duration = Duration::from_secs(60);
 
-/// The first pause.
+/// The first check interval.
 const FIRST_CHECK_INTERVAL: Duration = Duration::from_millis(200);
 
-/// The pause after which a process is asked what program it is. Most have ended before.
+/// Interval after which a process's program is identified. Most short-lived processes have exited before.
 const PROGRAM_CHECK_DELAY: Duration = Duration::from_millis(800);
 
-/// Between two lists of all processes where the host tells of programs as they begin.
+/// Interval between two lists of all processes, where the host reports new programs.
 const PROCESS_LIST_INTERVAL: Duration = Duration::from_secs(30);
 
-/// The same after some were lost.
+/// The same after reports were lost.
 const LIST_INTERVAL_AFTER_OVERFLOW: Duration = Duration::from_secs(1);
 
-/// New processes up to which the first pause is [`FIRST_CHECK_INTERVAL`]. With more of them it grows in proportion, so that the looks
-/// at new processes within a second do not.
+/// Number of new processes up to which the first interval is [`FIRST_CHECK_INTERVAL`]. Above it, the interval grows in
+/// proportion, so that the number of checks per second does not.
 const MAX_NEW_AT_FIRST_INTERVAL: usize = 64;
 
-/// The part of the daemon's CPU bound that observing processes may take on average, and the burst.
+/// Share of the daemon's CPU rate that polling may use on average, and its burst.
 const POLL_CPU_SHARE: f64 = 0.25;
 const POLL_CPU_BURST: Duration = Duration::from_secs(1);
 
 struct KnownProcess {
-    /// Which it was when it was taken hold of.
+    /// Its pid and start time, once it was opened.
     id: Option<ProcessId>,
     seen_at: Duration,
     check_interval: Duration,
     next_check_at: Duration,
     resident: Bytes,
-    /// Who it is, and when that is looked at again, if it is managed.
+    /// The process and the time of its next identity check, if it is tracked.
     tracked: Option<(Process, Duration)>,
-    /// Until when it is taken to be nobody who is managed, whatever its size.
+    /// Until when it counts as untracked, whatever its size.
     untracked_until: Duration,
-    /// Whether it was asked what program it is.
+    /// Whether its program was identified.
     program_checked: bool,
     tuner: Option<Tuner>,
 }
@@ -98,18 +97,18 @@ pub(super) struct ProcessTable {
     entries: BTreeMap<Pid, KnownProcess>,
     own_pid: Pid,
     exec_events: Reading<Box<dyn ExecEvents>>,
-    /// When all processes were listed last.
+    /// Time of the last list of all processes.
     listed_at: Option<Duration>,
-    /// Whether programs have begun that are not known.
+    /// Whether reports of new programs were lost.
     events_overflowed: bool,
-    /// The CPU time of the polling thread.
+    /// CPU time of the polling thread.
     cpu_clock: fn() -> Duration,
-    /// CPU time that polls have taken in all, and what they may take.
+    /// Total CPU time of polls, and its budget.
     cpu_time_used: Duration,
     token_bucket: CpuTokenBucket,
 }
 
-/// What a poll found.
+/// Result of a poll.
 #[derive(Default)]
 pub(super) struct PollResult {
     pub events: Vec<Event>,
@@ -131,38 +130,38 @@ impl ProcessTable {
         }
     }
 
-    /// With another clock of CPU time.
+    /// Use another CPU clock.
     #[cfg(test)]
     pub fn with_cpu_clock(self, cpu_clock: fn() -> Duration) -> Self {
         Self { cpu_clock, ..self }
     }
 
-    /// Whether the host tells of programs as they begin, or why not.
+    /// Whether the host reports new programs, or why not.
     pub fn check_exec_events(&self) -> Reading<()> {
         self.exec_events.as_ref().map(drop).map_err(Absent::clone)
     }
 
-    /// Who is managed.
+    /// The tracked processes.
     pub fn tracked_processes(&self) -> impl Iterator<Item = &Process> {
         self.entries.values().filter_map(|known| Some(&known.tracked.as_ref()?.0))
     }
 
-    /// A program that writes KSM's settings again and again.
+    /// A program that rewrites KSM's settings periodically.
     pub fn tuner(&self) -> Option<Tuner> {
         self.entries.values().find_map(|known| known.tuner)
     }
 
-    /// Whether anybody has come so lately that it may still fill.
+    /// Whether an untracked process is so new that it may still fill its memory.
     pub fn has_new_untracked(&self) -> bool {
         self.entries.values().any(|known| known.tracked.is_none() && known.check_interval < FIRST_CHECK_INTERVAL * 16)
     }
 
-    /// Whether anybody who is managed has grown so lately that it may still fill.
+    /// Whether a tracked process has grown so lately that it may still fill its memory.
     pub fn has_growing_tracked(&self) -> bool {
         self.entries.values().any(|known| known.tracked.is_some() && known.check_interval < MAX_TUNER_CHECK_INTERVAL)
     }
 
-    /// Everybody is to be judged anew.
+    /// Check the identity of all processes again.
     pub fn recheck_all(&mut self) {
         for known in self.entries.values_mut() {
             (known.check_interval, known.next_check_at, known.untracked_until) =
@@ -173,7 +172,7 @@ impl ProcessTable {
         }
     }
 
-    /// See who came, went and grew.
+    /// Find processes that have arrived, exited or grown.
     pub fn poll(&mut self, host: &dyn Host, now: Duration, settings: &DaemonSettings) -> Reading<PollResult> {
         let mut polled = PollResult::default();
         let (began, before) = ((self.cpu_clock)(), self.cpu_time_used);
@@ -183,7 +182,7 @@ impl ProcessTable {
             roster.token_bucket.available_seconds() > 0.0
         };
         self.token_bucket.set_limits(settings.rules.cpu_rate * POLL_CPU_SHARE, POLL_CPU_BURST);
-        // At first all are looked at, whatever it costs: a program that writes KSM's settings may be among them.
+        // The first poll checks all processes at any cost: a program that writes KSM's settings may be among them.
         let first = self.listed_at.is_none();
         let affordable = read(self);
         self.read_exec_events(now);
@@ -210,13 +209,13 @@ impl ProcessTable {
         Ok(polled)
     }
 
-    /// The first pause between two looks at a process, by the number of those that are new.
+    /// The first check interval, by the number of new processes.
     fn first_check_interval(&self, now: Duration) -> Duration {
         let new = self.entries.values().filter(|known| known.is_new(now)).count();
         FIRST_CHECK_INTERVAL * u32::try_from(new.div_ceil(MAX_NEW_AT_FIRST_INTERVAL).max(1)).unwrap_or(u32::MAX)
     }
 
-    /// Take in which programs have begun.
+    /// Read the reports of new programs.
     fn read_exec_events(&mut self, now: Duration) {
         let Ok(programs) = &mut self.exec_events else { return };
         let StartedPrograms { mut pids, overflowed: lost } = match programs.take_started() {
@@ -245,8 +244,8 @@ impl ProcessTable {
             }
             there
         });
-        // Who was there before is asked at once: a program that writes KSM's settings is heeded before anything is
-        // done.
+        // Processes of the first list are identified at once: the daemon must know a program that writes KSM's settings
+        // before it acts.
         let pause = if self.listed_at.is_none() { PROGRAM_CHECK_DELAY } else { FIRST_CHECK_INTERVAL };
         for pid in pids.into_iter().filter(|pid| *pid != self.own_pid) {
             self.entries.entry(pid).or_insert_with(|| KnownProcess { check_interval: pause, ..KnownProcess::new(now) });
@@ -255,7 +254,7 @@ impl ProcessTable {
         Ok(())
     }
 
-    /// Look at somebody whose turn it is.
+    /// Check a due process.
     fn check_process(
         &mut self,
         host: &dyn Host,
@@ -272,7 +271,7 @@ impl ProcessTable {
             && (resident < settings.min_resident || now < known.untracked_until)
             && (known.program_checked || known.check_interval < PROGRAM_CHECK_DELAY)
         {
-            // Kernel threads have no memory, nor has who has ended and was not waited for.
+            // Kernel threads and zombies have no memory.
             let pause = (known.check_interval * 2).max(first_pause);
             known.check_interval = if resident == Bytes::ZERO {
                 MAX_UNTRACKED_CHECK_INTERVAL
@@ -294,7 +293,7 @@ impl ProcessTable {
 }
 
 impl KnownProcess {
-    /// Whether it is looked at often: it has just come, or it is managed and has come lately.
+    /// Whether its check interval is short: it is new, or it is tracked and arrived lately.
     fn is_new(&self, now: Duration) -> bool {
         self.check_interval < FIRST_CHECK_INTERVAL * 16
             || self.tracked.is_some() && now < self.seen_at + NEW_PROCESS_TIME
@@ -346,11 +345,11 @@ impl KnownProcess {
         }
         let Ok(mut who) = observe::process(host, handle) else { return };
         if let Some((before, _)) = &self.tracked {
-            // Where nothing can be read for once it has not moved.
+            // A failed read does not count as a change of user or cgroup.
             if before.uid.is_ok() && who.uid.is_err() || before.cgroup.is_ok() && who.cgroup.is_err() {
                 return;
             }
-            // A container keeps its labels, also when it ends and its runtime has thrown them away.
+            // A container process keeps its labels, even after the runtime has deleted them at the container's end.
             if before.cgroup == who.cgroup && !before.identity.labels.is_empty() {
                 who.identity.labels.clone_from(&before.identity.labels);
             }
@@ -360,7 +359,7 @@ impl KnownProcess {
             self.untracked_until = now + IDENTITY_CHECK_INTERVAL;
             return;
         }
-        // What decides with whom it may share: where that changes it is told of again.
+        // Everything that decides with which processes it may share pages: a change is reported as a new arrival.
         let standing = |who: &Process| {
             let chosen = settings.tracked_group.as_ref().is_none_or(|only| only.has(who));
             (settings.domains.domain(who), chosen, settings.exclusions.reason(who))
@@ -370,8 +369,8 @@ impl KnownProcess {
             program && standing(before) == standing(&who) && !again.is_zero()
         };
         if !self.tracked.as_ref().is_some_and(same) {
-            // Who was managed before, and may be merged, is not forgotten for that.
-            let not_chosen = foreign.then(|| "it is not among those that are managed ([daemon.only])".to_owned());
+            // A process that was tracked before may have merged pages, so it stays known.
+            let not_chosen = foreign.then(|| "it is not in the group of managed processes ([daemon.only])".to_owned());
             let arrival = build_arrival(&who, resident, settings);
             polled.events.push(Event::ProcessArrived(ProcessArrival {
                 exclusion_reason: not_chosen.or(arrival.exclusion_reason),
@@ -383,14 +382,14 @@ impl KnownProcess {
 }
 
 impl PollResult {
-    /// Somebody is managed no more.
+    /// Report the exit of a tracked process.
     fn untrack(&mut self, known: &mut KnownProcess) {
         self.events.extend(known.tracked.take().map(|(who, _)| Event::ProcessExited(who.id)));
     }
 }
 
-/// Whether a process is a program of root that writes KSM's settings again and again. Whose it is is asked only of one
-/// that has the name.
+/// Whether a process is a program of root that rewrites KSM's settings periodically. Its user is read only if the name
+/// matches.
 fn detect_tuner(host: &dyn Host, handle: &dyn Handle) -> Option<Tuner> {
     let stat = handle.read("stat").and_then(|bytes| parse::stat(&bytes)).ok()?;
     let arguments = handle.read("cmdline").map(|bytes| parse::arguments(&bytes)).unwrap_or_default();
@@ -410,13 +409,13 @@ fn build_arrival(who: &Process, resident: Bytes, settings: &DaemonSettings) -> P
     }
 }
 
-/// The CPU time of this thread.
+/// CPU time of this thread.
 fn thread_cpu_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32)
 }
 
-/// CPU time of all threads, in ticks.
+/// CPU time of all threads, in the resolution of ticks.
 fn process_cpu_time(handle: &dyn Handle) -> Reading<Duration> {
     let stat = parse::stat(&handle.read("stat")?)?;
     Ok(Duration::from_secs_f64(stat.utime.saturating_add(stat.stime) as f64 / USER_HZ))

@@ -1,8 +1,8 @@
-//! The daemon over a recording of many moments: the same roster and the same decisions by the recorded clock.
+//! The daemon over a recording of a host over time: the same process table and decisions, driven by the recorded clock.
 //!
-//! Each moment is a tick. A census is answered within it, at the price that the model takes it for, because what it
-//! took depends on the machine that replays. Nothing can be changed, so the daemon only advises, and the host goes on
-//! as it was recorded. The same recording, settings and seed give the same decisions.
+//! Each recorded state is one tick. A census is answered within the same tick. Its CPU time is the predicted one,
+//! because the measured one depends on the machine that replays. Nothing can be changed, so the daemon only advises,
+//! and the host goes on as recorded. The same recording, settings and seed give the same decisions.
 
 use super::cgroup_shortages::CgroupShortageReader;
 use super::process_table::ProcessTable;
@@ -21,17 +21,17 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-/// A host at a moment.
+/// A recorded host state.
 pub struct ReplayStep<'h> {
     /// The host.
     pub host: &'h dyn Host,
-    /// Since the first moment.
+    /// Time since the first state.
     pub elapsed: Duration,
-    /// What clocks showed.
+    /// Time of day at that state.
     pub time_of_day: TimeOfDay,
 }
 
-/// A daemon that is taken through a recording.
+/// A daemon that replays a recording.
 pub struct DaemonReplay {
     settings: DaemonSettings,
     seed: u64,
@@ -41,13 +41,13 @@ pub struct DaemonReplay {
     state: Option<DaemonState>,
     stable_ages: StableAges,
     started_at: Instant,
-    /// CPU time of the censuses, as the model takes it.
+    /// Predicted CPU time of the censuses so far.
     census_cpu_time: Duration,
     labels: BTreeMap<ProcessId, String>,
 }
 
 impl DaemonReplay {
-    /// Before the first moment.
+    /// A daemon before the first state.
     pub fn new(settings: DaemonSettings, seed: u64, page_size: PageSize) -> Result<Self, Error> {
         let began = Instant::now();
         Ok(Self {
@@ -64,7 +64,7 @@ impl DaemonReplay {
         })
     }
 
-    /// Take it through the next moment. `say` gets each decision with the names of those whom it is about.
+    /// Replay the next state. `say` receives each decision with the names of the processes it is about.
     pub fn run_step(
         &mut self,
         moment: &ReplayStep<'_>,
@@ -88,7 +88,7 @@ impl DaemonReplay {
             total: memory.and_then(|memory| memory.total.ok()),
             cgroup_shortages: self.cgroup_shortages.read_shortages(host, at, roster.tracked_processes()),
             pressure_percent: observe::pressure(host).ok().map(|pressure| pressure.some.avg10),
-            // What programs waited for is not recorded.
+            // Waiting of programs is not recorded.
             wait_times: None,
             time_of_day: time,
             resident: polled.resident,

@@ -1,4 +1,4 @@
-//! What a daemon is told to do and to keep to, and whom it manages.
+//! The daemon's settings: rules, trust domains, and the processes to track.
 
 use crate::decide::DaemonRules;
 use pagefold_base::Bytes;
@@ -6,31 +6,31 @@ use pagefold_base::domain::{DomainConfig, TrustGroup};
 use pagefold_base::exclusion::Exclusions;
 use std::time::Duration;
 
-/// What is in force.
+/// The settings in force.
 #[derive(Clone, Debug)]
 pub struct DaemonSettings {
-    /// What to do and to keep to.
+    /// Mode, goals and limits.
     pub rules: DaemonRules,
-    /// Who trusts whom.
+    /// Trust domains.
     pub domains: DomainConfig,
-    /// Who is left alone.
+    /// Excluded processes.
     pub exclusions: Exclusions,
-    /// Who is managed; `None` for everybody.
+    /// The group of processes to track; `None` for all processes.
     pub tracked_group: Option<TrustGroup>,
-    /// Processes with less resident memory are not managed.
+    /// Processes with less resident memory are not tracked.
     pub min_resident: Bytes,
-    /// Processes that would give back less, net, are left alone.
+    /// Processes with less predicted net savings are left alone.
     pub min_profit: Bytes,
-    /// ksmd's metadata at most.
+    /// Limit of ksmd's metadata.
     pub max_metadata: Option<Bytes>,
-    /// Regions that enrolling may bring a process to.
+    /// Limit of a process's number of regions when enrolling splits regions.
     pub max_regions: Option<u64>,
     /// Whether huge pages may be split.
     pub split_huge_pages: bool,
-    /// The pause between the two looks of a census; none where each look but the first of a process is compared with
-    /// the one before.
+    /// Pause between the two reads of a census; zero if each scan of a process is compared with its previous scan
+    /// instead.
     pub pass_interval: Duration,
-    /// For how long merged pages are watched at least at the end of a merge.
+    /// Minimum time for which merged pages are watched at the end of a merge.
     pub watch_time: Duration,
     /// Threads of a census.
     pub census_threads: usize,

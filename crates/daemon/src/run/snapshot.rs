@@ -1,4 +1,4 @@
-//! How the daemon stands, for whoever asks.
+//! A snapshot of the daemon's state for status requests.
 
 use super::{DaemonSettings, FairShareReading};
 use crate::decide::{DaemonState, Decision, DecisionReason};
@@ -10,25 +10,25 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-/// Between two readings of CPU time that are kept.
+/// Interval between two CPU time samples that are kept.
 const CPU_SAMPLE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What what is used in a minute is measured over.
+/// Window of the CPU usage over the last minute.
 const CPU_USAGE_WINDOW: Duration = Duration::from_secs(60);
 
-/// Of how many it is kept who shares with whom: some times those of one census.
+/// Maximum number of parties in the sharing history: a few times those of one census.
 const MAX_SHARING_PARTIES: usize = 60;
 
-/// What came of a piece of work, for whoever asks.
+/// A report of the worker for the status.
 #[derive(Debug)]
 pub enum WorkResult {
     /// A census was taken.
     Census {
-        /// What each process holds.
+        /// Page counts of each process.
         page_counts: BTreeMap<ProcessId, PageCounts>,
-        /// Processes that were chosen and not seen.
+        /// Number of selected processes that were not scanned.
         unscanned_processes: u64,
-        /// Who shares with whom.
+        /// The sharing matrix.
         matrix: Matrix,
         /// Wall time.
         wall_seconds: f64,
@@ -37,11 +37,11 @@ pub enum WorkResult {
     },
     /// A merge has ended.
     Merge {
-        /// Ranges that are enrolled by now of those of whom any was.
+        /// Enrolled ranges of each process with any.
         enrolled_ranges: BTreeMap<ProcessId, u64>,
-        /// What should have come back.
+        /// Predicted savings.
         predicted: Bytes,
-        /// What came back.
+        /// Measured net savings.
         measured_net: NetBytes,
         /// Wall time.
         wall_time: Duration,
@@ -50,68 +50,68 @@ pub enum WorkResult {
     },
     /// The page tables of a process were walked.
     PageTableWalk {
-        /// Whose.
+        /// The process.
         process: ProcessId,
-        /// What it takes by fair share, where that was asked for and can be read.
+        /// Its fair share, if it was requested and could be read.
         fair_share: Option<FairShareReading>,
-        /// Zero pages that it maps and KSM does not count, where they were asked for.
+        /// Zero pages that it maps and KSM does not count, if they were requested.
         uncounted_zero_pages: Option<Pages>,
-        /// CPU time of it.
+        /// CPU time of the walk.
         cpu_time: Duration,
     },
-    /// Something that a killed run had left was put back.
+    /// A change that a killed run had left was undone.
     Undone(String),
-    /// Something could not be put back.
+    /// A change could not be undone.
     UndoFailed(String),
 }
 
-/// A pass: a census, and the merge where there was one.
+/// A pass: a census and, if anything was profitable, the merge.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct PassSummary {
-    /// When it ended.
+    /// Time of its end.
     pub ended_at: SystemTime,
     /// Wall time.
     pub wall_seconds: f64,
     /// CPU time of ksmd and pagefold.
     pub cpu_time: Duration,
-    /// Who was looked at.
+    /// Number of scanned processes.
     pub scanned_processes: u64,
-    /// What its plan should give back.
+    /// Predicted savings of its plan.
     pub predicted: Bytes,
-    /// What came back, if anything was merged.
+    /// Measured net savings, if anything was merged.
     pub measured_net: Option<NetBytes>,
 }
 
-/// CPU time of somebody.
+/// CPU usage of ksmd or of the daemon.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct CpuUsage {
     /// Since the daemon started.
     pub total: Duration,
-    /// Its share of one CPU over the last minute.
+    /// Share of one CPU over the last minute.
     pub last_minute_share: f64,
 }
 
-/// A decision that was said.
+/// A reported decision.
 #[derive(Clone, Debug)]
 pub struct LoggedDecision {
-    /// When.
+    /// Time of the report.
     pub logged_at: SystemTime,
-    /// About whom: names, or `this host`.
+    /// The labels of the processes it is about, or `this host`.
     pub subject: String,
-    /// What.
+    /// The decision.
     pub decision: Decision,
 }
 
-/// Who shares with whom: of those who were in the latest censuses.
+/// Which parties share pages, for the parties of the latest censuses.
 #[derive(Clone, Debug, Default)]
 pub struct SharingHistory {
-    /// By label, who was in a census last at the end.
+    /// Labels of the parties; those of the latest census come last.
     parties: Vec<String>,
     shared_pages: BTreeMap<(String, String), Pages>,
 }
 
 impl SharingHistory {
-    /// Take note of a census.
+    /// Add the sharing matrix of a census.
     pub(super) fn add_census(&mut self, matrix: &Matrix) {
         self.parties.retain(|label| !matrix.parties.contains(label));
         self.parties.extend(matrix.parties.iter().cloned());
@@ -125,24 +125,24 @@ impl SharingHistory {
         }
     }
 
-    /// Forget who does not fit.
+    /// Forget parties that do not satisfy `keep`.
     pub(super) fn retain_parties(&mut self, keep: impl Fn(&str) -> bool) {
         self.parties.retain(|label| keep(label));
         self.shared_pages.retain(|(one, other), _| keep(one) && keep(other));
     }
 
-    /// Pages of the first whose content the second has, by label, from the last census in which both were.
+    /// Pages of the first party whose content the second party has too, by label, from the last census with both.
     pub fn shared_pages(&self) -> &BTreeMap<(String, String), Pages> {
         &self.shared_pages
     }
 }
 
-/// How the daemon stands.
+/// State of the daemon at one time.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    /// What was decided and is remembered.
+    /// The state of its decisions.
     pub state: DaemonState,
-    /// What is in force.
+    /// The settings in force.
     pub settings: Arc<DaemonSettings>,
     /// When the daemon started.
     pub started_at: SystemTime,
@@ -150,30 +150,30 @@ pub struct Snapshot {
     pub decisions: VecDeque<LoggedDecision>,
     /// All decisions, by reason.
     pub reasons: BTreeMap<DecisionReason, u64>,
-    /// Who is known.
+    /// The tracked processes.
     pub tracked_processes: Vec<Process>,
-    /// What the last census of each found.
+    /// Page counts of each process from its last census.
     pub page_counts: BTreeMap<ProcessId, PageCounts>,
-    /// When the last census was taken, and who was not seen in it.
+    /// Time of the last census, and the number of selected processes that were not scanned.
     pub last_census: Option<(SystemTime, u64)>,
-    /// Who shares with whom.
+    /// Which parties share pages.
     pub sharing: SharingHistory,
-    /// Pages of zeros that came back as huge pages of each were split, which KSM does not count: as merges noted them,
-    /// and no more than its page tables had when they were walked last.
+    /// Zero pages freed when huge pages of each process were split, which KSM does not count. As noted by merges,
+    /// limited to the zero pages found in the last walk of its page tables.
     pub split_zero_pages: FreedZeroPages,
-    /// What each takes by fair share, of those whose page tables were walked.
+    /// Fair shares of the processes whose page tables were walked.
     pub fair_shares: BTreeMap<ProcessId, FairShareReading>,
-    /// Ranges that are enrolled of each, neighbours as one.
+    /// Enrolled ranges of each process, with adjacent ranges counted as one.
     pub enrolled_ranges: BTreeMap<ProcessId, u64>,
-    /// Passes so far, and those that merged.
+    /// Number of passes, and of those that merged.
     pub pass_and_merge_counts: (u64, u64),
     /// Wall time and CPU time of all passes.
     pub pass_wall_and_cpu_time: (Duration, Duration),
-    /// What all merges should have given back, and did.
+    /// Predicted and measured net savings of all merges.
     pub predicted_and_measured: (Bytes, NetBytes),
     /// The last pass.
     pub last_pass: Option<PassSummary>,
-    /// Whether the host tells of programs as they begin, or why they are found by polling.
+    /// Whether the host reports new programs, or why they are found by polling.
     pub exec_events: Reading<()>,
     /// CPU time of ksmd, where it can be read.
     pub ksmd_cpu: Option<CpuUsage>,
@@ -181,13 +181,13 @@ pub struct Snapshot {
     pub own_cpu: CpuUsage,
     /// `thp_split_page` and `cow_ksm` when the daemon started.
     pub thp_splits_and_cow_breaks_at_start: (Option<u64>, Option<u64>),
-    /// What could not be put back.
+    /// Changes that could not be undone.
     pub failed_undos: Vec<String>,
-    /// Whether the work under way has had no answer for so long that it counts as hung.
+    /// Whether the running task counts as hung, because the host has not answered for too long.
     pub is_hung: bool,
 }
 
-/// Readings of CPU time over the last minute.
+/// CPU time samples over the last minute.
 #[derive(Default)]
 pub(super) struct CpuMeter {
     first_reading: Option<Duration>,

@@ -11,14 +11,14 @@ use pagefold_host::transaction::journal::StateDirectory;
 use pagefold_merge::split_zeros;
 use std::sync::atomic::AtomicUsize;
 
-/// Pages of 4 KiB of a process that is managed, and of one that is not.
+/// Size in 4 KiB pages of a tracked process, and of an untracked one.
 const TRACKED_PROCESS_PAGES: u64 = 50_000;
 const UNTRACKED_PROCESS_PAGES: u64 = 100;
 
-/// The first of those who are managed.
+/// Pid of the first tracked process.
 const FIRST_TRACKED_PID: u32 = 1000;
 
-/// Forty small processes and four that are managed, each in a cgroup with a limit.
+/// A host with forty small processes and four tracked ones, each in a cgroup with a limit.
 fn host() -> FakeHost {
     let host = FakeHost::booted();
     host.set_free_kib(5_000_000);
@@ -31,12 +31,12 @@ fn host() -> FakeHost {
     host
 }
 
-/// The other threads, of which one does the work.
+/// Channels to the other threads; `orders` receives the tasks.
 fn worker_channels(orders: Sender<WorkOrder>) -> WorkerChannels {
     WorkerChannels { work_orders: orders, walk_requests: mpsc::channel().0, host_answer_count: Arc::default() }
 }
 
-/// Put a process into a cgroup with a limit, half of which is left, and have memory waited for there.
+/// Put a process into a cgroup with a limit, half of which is free, and with this memory pressure.
 fn confine_to_cgroup(host: &FakeHost, pid: u32, cgroup: &str, percent: &str) {
     host.put_file(&format!("proc/{pid}/cgroup"), &format!("0::{cgroup}\n"));
     let file = |name: &str, text: &str| host.put_file(&format!("sys/fs/cgroup{cgroup}/{name}"), text);
@@ -49,7 +49,7 @@ fn confine_to_cgroup(host: &FakeHost, pid: u32, cgroup: &str, percent: &str) {
     file("memory.pressure", &(line("some") + &line("full")));
 }
 
-/// So many polls of a roster, half a second after each other, and what they told.
+/// Poll the table some times, half a second apart. Returns the events.
 fn poll_table(roster: &mut ProcessTable, host: &dyn Host, now: &mut Duration, times: u32) -> Vec<Event> {
     let settings = DaemonSettings::default();
     let mut poll = || {
@@ -79,21 +79,21 @@ fn idle_merged_host_gets_few_reads() {
         for _ in 0..count {
             daemon.event_time += IDLE_POLL_INTERVALS[0];
             daemon.tick().unwrap();
-            // Nothing is found, as on a host where all is merged.
+            // Nothing is found, as on a host where all duplicates are merged.
             while work.try_recv().is_ok() {
                 daemon.apply_event(Event::CensusDone(CensusSummary::default()));
             }
         }
     };
-    // Half an hour, and then another: whoever does not change is asked less and less.
+    // Half an hour, and then another: unchanged processes are read less and less often.
     ticks(3600);
     let before = asked.swap(0, Ordering::Relaxed);
     ticks(3600);
     let after = asked.load(Ordering::Relaxed);
-    // Each tick reads how much memory there is and how it is waited for. Everybody's size once a minute, those of four
-    // each 16 s and who they are each minute, their cgroups each 10 s, what is waited for each 2 s and a list each 30 s
-    // come to about three more.
-    assert!(after <= 3600 * 6, "{after} questions in 3600 ticks, {before} in those before");
+    // Each tick reads available memory and memory pressure. About three more reads per tick come from other readings.
+    // The size of every process is read once a minute, and that of the four tracked ones every 16 s. Their identities
+    // follow every minute, their cgroups every 10 s, waiting every 2 s, and a list every 30 s.
+    assert!(after <= 3600 * 6, "{after} reads in 3600 ticks, {before} in the ticks before");
 }
 
 #[test]
@@ -107,8 +107,8 @@ fn exec_is_seen_at_once_and_fork_soon() {
     host.exec_process(7000);
     assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 1), 7000));
     host.start_process(7001, TRACKED_PROCESS_PAGES);
-    assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 61), 7001), "nobody told of it");
-    // One that becomes another program is told of again, and one that ends as well.
+    assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 61), 7001), "no event was reported");
+    // An exec of a known process is reported again, and so is an exit.
     host.exec_process(7000);
     host.put_file("proc/7000/stat", "7000 (other) S 1 1 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
     assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 1), 7000));
@@ -140,14 +140,14 @@ fn exec_storm_hides_no_process() {
     let mut roster = ProcessTable::new(&host);
     poll_table(&mut roster, &host, &mut now, 20);
     asked.store(0, Ordering::Relaxed);
-    // Programs that have ended before anybody looks, and more that are lost, among them one that stays.
+    // Programs that exit before they are checked, and lost reports, one of them of a program that stays.
     for _ in 0..20 {
         (10_000..10_500).for_each(|pid| fake.exec_process(pid));
         fake.overflow_exec_events();
         poll_table(&mut roster, &host, &mut now, 1);
     }
     let questions = asked.load(Ordering::Relaxed);
-    assert!(questions <= 20 * 1000 + 1000, "{questions}: two for each that is told");
+    assert!(questions <= 20 * 1000 + 1000, "{questions}: two for each report");
     fake.start_process(7000, TRACKED_PROCESS_PAGES);
     fake.overflow_exec_events();
     assert!(has_arrived(&poll_table(&mut roster, &host, &mut now, 2), 7000), "all are listed within a second");
@@ -155,7 +155,7 @@ fn exec_storm_hides_no_process() {
 }
 
 thread_local! {
-    /// CPU time that this thread's questions to a host have taken, as if each took the same.
+    /// CPU time that this thread's reads of a host have taken, at a fixed cost per read.
     static READ_CPU_TIME: std::cell::Cell<Duration> = const { std::cell::Cell::new(Duration::ZERO) };
 }
 
@@ -173,8 +173,8 @@ fn exec_storm_keeps_to_the_poll_cpu_share() {
     let mut roster = ProcessTable::new(&faulty).with_cpu_clock(|| READ_CPU_TIME.get());
     let (mut now, mut execs, mut seen) = (Duration::ZERO, STORM_PIDS.cycle(), None);
     let mut poll = |now: Duration| {
-        // Each becomes another program every 40 seconds.
-        (0..37).for_each(|_| fake.exec_process(execs.next().expect("they go on for ever")));
+        // Each process execs every 40 seconds.
+        (0..37).for_each(|_| fake.exec_process(execs.next().expect("the iterator is endless")));
         let events = roster.poll(&faulty, now, &settings).unwrap().events;
         seen = seen.or(has_arrived(&events, 7000).then_some(now));
     };
@@ -184,7 +184,7 @@ fn exec_storm_keeps_to_the_poll_cpu_share() {
     }
     let bound = now.mul_f64(settings.rules.cpu_rate / 4.0) + Duration::from_secs(1);
     assert!(READ_CPU_TIME.get() <= bound + Duration::from_millis(50), "{:?} of {bound:?}", READ_CPU_TIME.get());
-    // One that comes in the midst of it is not forgotten.
+    // A process that arrives meanwhile is still found.
     fake.start_process(7000, TRACKED_PROCESS_PAGES);
     fake.exec_process(7000);
     while now < Duration::from_secs(180) {
@@ -213,7 +213,7 @@ fn other_tuner_is_known_after_first_poll() {
 #[test]
 fn tuner_counts_only_if_run_by_root() {
     let nobody = "Uid:\t65534\t65534\t65534\t65534\n";
-    // A setuid program, and one that has become root altogether: the auxiliary vector still tells of it.
+    // A setuid program, and one that changed all its user ids to root: the auxiliary vector still shows the origin.
     let (setuid, root) = ("Uid:\t65534\t0\t0\t0\n", "Uid:\t0\t0\t0\t0\n");
     let secure = |value: u8| [[23u8, 0, 0, 0, 0, 0, 0, 0], [value, 0, 0, 0, 0, 0, 0, 0], [0; 8], [0; 8]].concat();
     let text = |value| String::from_utf8(secure(value)).unwrap();
@@ -277,7 +277,7 @@ fn sharing_history_keeps_recent_parties() {
 #[test]
 fn cgroup_shortages_are_read_in_rotation() {
     let (fake, mut now, mut cgroups) = (host(), Duration::ZERO, CgroupShortageReader::default());
-    // More than are read at once.
+    // More cgroups than one reading covers.
     let pids: Vec<u32> = (2000..2050).collect();
     for &pid in &pids {
         fake.start_process(pid, TRACKED_PROCESS_PAGES);
@@ -289,14 +289,14 @@ fn cgroup_shortages_are_read_in_rotation() {
     let mut short = BTreeMap::new();
     for second in 0..20 {
         let found = cgroups.read_shortages(&fake, Duration::from_secs(second), roster.tracked_processes());
-        assert!(found.is_empty() || second % 10 == 0, "each ten seconds");
+        assert!(found.is_empty() || second % 10 == 0, "every ten seconds");
         short.extend(found.into_iter().map(|(process, shortage)| (process.pid, shortage.is_short(10.0))));
     }
     let expect = (FIRST_TRACKED_PID..FIRST_TRACKED_PID + 4).map(|pid| (Pid(pid), false));
     let expect = expect.chain(pids.into_iter().map(|pid| (Pid(pid), pid % 2 == 0)));
     assert_eq!(short, expect.collect());
 
-    // Who is moved out of there is short by the host alone.
+    // A process that left its cgroup is short of memory only if the host is.
     fake.put_file("proc/2000/cgroup", "0::/\n");
     roster.recheck_all();
     poll_table(&mut roster, &fake, &mut now, 1);
@@ -305,7 +305,7 @@ fn cgroup_shortages_are_read_in_rotation() {
     assert_eq!(told.map(|(_, shortage)| *shortage), Some(Shortage::default()));
 }
 
-/// What is merged of somebody is not forgotten when it is no longer among those that are managed.
+/// A tracked process that leaves the managed group stays known, as it may have merged pages.
 #[test]
 fn leaving_the_group_excludes_the_process() {
     let (fake, mut now) = (host(), Duration::ZERO);
@@ -318,9 +318,9 @@ fn leaving_the_group_excludes_the_process() {
     let events: Vec<Event> = (1..10)
         .flat_map(|second| roster.poll(&fake, now + Duration::from_secs(second), &settings).unwrap().events)
         .collect();
-    assert_eq!(events.len(), 4, "once each: {events:?}");
+    assert_eq!(events.len(), 4, "one event each: {events:?}");
     for event in events {
-        let Event::ProcessArrived(arrival) = event else { panic!("it lives: {event:?}") };
+        let Event::ProcessArrived(arrival) = event else { panic!("the process is alive: {event:?}") };
         assert!(arrival.process.pid.0 < 3000 && arrival.exclusion_reason.unwrap().contains("[daemon.only]"));
     }
     roster.recheck_all();
@@ -343,10 +343,10 @@ fn domain_change_is_reported_soon() {
         events
     };
     assert!(has_arrived(&minutes(1), FIRST_TRACKED_PID));
-    assert_eq!(minutes(3), [], "as long as nobody moves");
+    assert_eq!(minutes(3), [], "no events without a change");
     fake.put_file(&format!("proc/{FIRST_TRACKED_PID}/cgroup"), "0::/elsewhere\n");
     let events = minutes(2);
-    let [Event::ProcessArrived(arrival)] = &events[..] else { panic!("once, and nobody else: {events:?}") };
+    let [Event::ProcessArrived(arrival)] = &events[..] else { panic!("one event for one process: {events:?}") };
     assert_eq!(
         (arrival.process.pid, arrival.domain.to_string().as_str()),
         (Pid(FIRST_TRACKED_PID), "cgroup /elsewhere")
@@ -393,14 +393,14 @@ fn hung_work_stops_the_alive_signal() {
         all.collect::<Vec<bool>>()
     };
     let well = ticks(&mut daemon, true);
-    assert!(daemon.state().is_task_pending() && work.try_recv().is_ok(), "there is an order that nobody answers");
-    assert!(well.iter().all(|well| *well), "long work that gets on");
+    assert!(daemon.state().is_task_pending() && work.try_recv().is_ok(), "an order stays unanswered");
+    assert!(well.iter().all(|well| *well), "a long task that makes progress");
     let well = ticks(&mut daemon, false);
     let longest = HANG_TIMEOUT.as_secs() as usize;
     assert!(well[..longest - 1].iter().all(|well| *well) && well[longest..].iter().all(|well| !well));
     let hung = told.try_iter().filter(|line| line.contains("no answer from the host")).count();
-    assert_eq!(hung, 1, "it is told once");
-    daemon.apply_event(Event::TaskFailed("it has come back".to_owned()));
+    assert_eq!(hung, 1, "it is logged once");
+    daemon.apply_event(Event::TaskFailed("the task has ended".to_owned()));
     assert!(ticks(&mut daemon, true).iter().all(|well| *well));
 }
 
@@ -420,8 +420,8 @@ fn work_progress_counts_host_answers() {
     assert!(answers.load(Ordering::Relaxed) > 0);
 }
 
-/// What is noted of a process that is too large for its fair share to be found out is kept to what its page tables have,
-/// and notes of other commands are seen while the daemon runs.
+/// Noted zero pages of a process too large for a fair share walk are limited to those in its page tables, and notes of
+/// other commands are loaded while the daemon runs.
 #[test]
 fn split_zero_notes_are_capped_by_walks() {
     let (host, folder) = (host(), tempfile::tempdir().unwrap());

@@ -1,8 +1,9 @@
-//! What managed programs wait for: run-queue delay of their threads (`/proc/PID/task/TID/schedstat`), pressure on the
-//! CPUs (`/proc/pressure/cpu`) and time stolen by a hypervisor (`/proc/stat`), each since the reading before.
+//! Waiting of tracked programs since the last reading: run-queue delay of their threads
+//! (`/proc/PID/task/TID/schedstat`), CPU pressure (`/proc/pressure/cpu`) and time stolen by a hypervisor
+//! (`/proc/stat`).
 //!
-//! At rest this is read seldom, and of many threads only some are looked at: those of the programs that came first,
-//! which are the same at work and at rest.
+//! While the daemon is idle, readings are rare. If there are many threads, only those of the oldest programs are read:
+//! they are the same during work and idle time.
 
 use crate::decide::WaitTimes;
 use pagefold_base::ProcessId;
@@ -10,35 +11,35 @@ use pagefold_host::{Host, observe, parse};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// Between two readings while the daemon rests, but for those at which it begins to and ends: at first, and once it has
-/// rested for [`LONG_IDLE_TIME`].
+/// Intervals between readings while the daemon is idle: at first, and after [`LONG_IDLE_TIME`]. Changes between work
+/// and idle time are always read.
 const IDLE_READ_INTERVALS: [Duration; 2] = [Duration::from_secs(2), Duration::from_secs(8)];
 const LONG_IDLE_TIME: Duration = Duration::from_secs(30);
 
-/// Threads that are looked at, in all and of one process.
+/// Number of threads that are read, in total and per process.
 const MAX_THREADS_TOTAL_AND_PER_PROCESS: [usize; 2] = [64, 16];
 
-/// Between two looks at which threads there are.
+/// Interval between two lists of threads.
 const THREAD_LIST_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Readings that the next one is compared with.
+/// The last reading.
 #[derive(Default)]
 pub(super) struct WaitReader {
     last_read_at: Option<Duration>,
-    /// Whether the daemon worked then, and since when that was so.
+    /// Whether the daemon worked at that time, and since when that was so.
     was_working: bool,
     state_changed_at: Duration,
     threads_listed_at: Option<Duration>,
-    /// Who was there when threads were listed.
+    /// Processes whose threads were listed.
     listed_processes: Vec<ProcessId>,
-    /// By its file: for how long it stood in run queues and ran.
+    /// Run-queue and run time of each thread, by its file.
     thread_schedstats: BTreeMap<String, Option<parse::Schedstat>>,
     cpu_pressure_micros: Option<u64>,
     stolen_time: Option<parse::CpuTicks>,
 }
 
 impl WaitReader {
-    /// What was waited for since the last time, if it is time to read it.
+    /// Waiting since the last reading, if a reading is due.
     pub fn read_wait_times(
         &mut self,
         host: &dyn Host,
@@ -70,7 +71,7 @@ impl WaitReader {
         })
     }
 
-    /// See which threads there are. Those that are known stay.
+    /// List the threads. Readings of known threads stay.
     fn list_threads(&mut self, host: &dyn Host, now: Duration, members: impl Iterator<Item = ProcessId>) {
         let members: Vec<ProcessId> = members.collect();
         if members == self.listed_processes
@@ -94,8 +95,8 @@ impl WaitReader {
         (self.thread_schedstats, self.listed_processes, self.threads_listed_at) = (threads, members, Some(now));
     }
 
-    /// For how long threads stood in run queues and ran since they were read last; nothing where the kernel does not
-    /// tell.
+    /// Time that threads spent in run queues and running since they were read last; `None` if the kernel does not
+    /// report it.
     fn read_queue_times(&mut self, host: &dyn Host) -> Option<(Duration, Duration)> {
         let mut sum = None;
         for (file, before) in &mut self.thread_schedstats {
@@ -128,6 +129,6 @@ mod tests {
         let rest: Vec<u64> = (2..30).step_by(2).chain([36, 44, 52]).collect();
         assert_eq!(read(0..60, false), rest);
         assert_eq!(read(60..63, true), [60, 61, 62]);
-        assert_eq!(read(63..70, false), [63, 65, 67, 69], "there is something to compare with soon again");
+        assert_eq!(read(63..70, false), [63, 65, 67, 69], "the first interval is short again");
     }
 }

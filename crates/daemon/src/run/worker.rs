@@ -1,8 +1,8 @@
-//! Carrying out what was decided, one piece of work after the other, on a thread of its own.
+//! Executes the daemon's actions one after the other, on a thread of its own.
 //!
-//! The worker has what changes the host: the session while it is held, what is watched and what was withdrawn, the ages
-//! of contents, the plan of the last census. It answers each order with one event; what a piece of work cost is what
-//! the process and ksmd used meanwhile.
+//! The worker owns everything that changes the host: the session while it is held, the watched and unenrolled ranges,
+//! the stable ages of contents, and the plan of the last census. It answers each order with one event. The cost of a
+//! task is the CPU time that the process and ksmd used meanwhile.
 
 use super::{DaemonSettings, Message, WorkResult};
 use crate::decide::{
@@ -36,55 +36,54 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-/// How often it is looked whether somebody else writes KSM's settings.
+/// Interval between two checks whether another program wrote KSM's settings.
 const OVERWRITE_CHECK_INTERVAL: Duration = Duration::from_secs(5);
 
 /// Rows of the sharing matrix.
 const MAX_MATRIX_ROWS: usize = 20;
 
-/// What a region takes of a census, in pages that are read: 10 us beside 1.3 us, measured on a program of 60,000 pages
-/// in one region and in as many, on a 2-core virtual machine.
+/// Scan cost of a region, in pages read: 10 us against 1.3 us, measured on a program with 60,000 pages in one region
+/// and in 60,000 regions, on a 2-core virtual machine.
 const REGION_SCAN_COST_PAGES: u64 = 8;
 
-/// So many pages that are remembered take the time of one that is read, to be listed and looked up (`make bench
-/// ARGS=again`).
+/// Reused fingerprints that cost as much as one page read, for listing and lookup; measured by `make bench ARGS=again`.
 const REMEMBERED_PAGES_PER_READ_PAGE: u64 = 5;
 
-/// A piece of work, with what is in force.
+/// A task with the settings in force.
 pub(super) struct WorkOrder {
     pub action: Action,
     pub settings: Arc<DaemonSettings>,
-    /// Ends it soon.
+    /// Set to end the task soon.
     pub cancel: Arc<AtomicBool>,
 }
 
 pub(super) struct Worker<'h> {
     host: &'h dyn Host,
     directory: PathBuf,
-    /// Ends what is under way soon.
+    /// Set to end the running task soon.
     cancel: Arc<AtomicBool>,
     messages: Sender<Message>,
     session: Option<Session<'h>>,
     settings_overwritten: bool,
-    /// Whether ksmd may not have passed by those yet who ended before the host was held.
+    /// Whether processes that exited before the host was acquired may still need a sweep by ksmd.
     needs_sweep: bool,
     merge_monitor: MergeMonitor<'h>,
     stable_ages: StableAges,
     remerge_backoff: RemergeBackoff,
-    /// What it has enrolled of whom, whether that was taken or not.
+    /// Ranges of each process that the daemon has tried to enroll, accepted or not.
     enrolled_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
     started_at: Instant,
     prepared: Option<PreparedPlan>,
 }
 
-/// Why a piece of work could not be done.
+/// Why a task failed.
 #[derive(Debug, thiserror::Error)]
 enum Error {
     #[error(transparent)]
     Session(#[from] session::Error),
     #[error(transparent)]
     Census(#[from] pagefold_census::Error),
-    #[error("the host is not held")]
+    #[error("the host was not acquired")]
     HostNotAcquired,
 }
 
@@ -113,7 +112,7 @@ impl<'h> Worker<'h> {
         })
     }
 
-    /// Work until there are no more orders. What is held then is put back.
+    /// Execute orders until there are no more, then restore the settings.
     pub fn run(mut self, orders: &Receiver<WorkOrder>) {
         loop {
             match orders.recv_timeout(OVERWRITE_CHECK_INTERVAL) {
@@ -132,11 +131,11 @@ impl<'h> Worker<'h> {
     }
 
     fn send(&self, message: Message) {
-        // Nobody listens once the daemon ends.
+        // During shutdown the receiver may be gone.
         let _ = self.messages.send(message);
     }
 
-    /// See whether somebody else has written a setting. Told once.
+    /// Check whether another program has written a setting. Reported once.
     fn check_overwritten(&mut self) {
         let Some(session) = self.session.as_ref().filter(|_| !self.settings_overwritten) else { return };
         if let Err(error @ session::Error::SettingOverwritten { .. }) = session.check_not_overwritten() {
@@ -162,7 +161,7 @@ impl<'h> Worker<'h> {
                 self.unenroll(&processes, settings.rules.pressure_percent).map(Event::UnenrollDone)
             }
             Action::RestoreSettings => self.restore_settings().map(|whole| Event::SettingsRestored { complete: whole }),
-            Action::Halt | Action::Report(_) | Action::End { .. } => return Event::TaskFailed("no work".to_owned()),
+            Action::Halt | Action::Report(_) | Action::End { .. } => return Event::TaskFailed("not a task".to_owned()),
         };
         done.unwrap_or_else(|error| match error {
             Error::Session(error @ session::Error::SettingOverwritten { .. }) => {
@@ -174,7 +173,7 @@ impl<'h> Worker<'h> {
         })
     }
 
-    /// Take the right to change the host, put back what a killed run left, and stop ksmd with all merges kept.
+    /// Acquire the host, undo what a killed run left, and stop ksmd with all merged pages kept.
     fn acquire_host(&mut self) -> Result<(), session::Error> {
         let (mut session, undone, left) = Session::begin(self.host, &self.directory)?;
         session.check_writable()?;
@@ -188,7 +187,7 @@ impl<'h> Worker<'h> {
         Ok(())
     }
 
-    /// Put KSM's settings back. Tells whether everything is.
+    /// Restore KSM's settings. Returns whether all are restored.
     fn restore_settings(&mut self) -> Result<bool, Error> {
         let Some(mut session) = self.session.take() else { return Ok(true) };
         let remains = session.undo_all()?;
@@ -225,7 +224,7 @@ impl<'h> Worker<'h> {
         let mut prepared = prepare_plan(self.host, &request, &excluded, ages, &progress, &self.cancel)?;
         prepared.plan.retain_processes(|process| chosen.contains(&process));
         let census = &prepared.census;
-        // What witnesses cost is in the price of those who need them.
+        // The cost of foreign processes is part of the cost of the processes that need them.
         let chosen = || census.subjects.iter().filter(|subject| !subject.is_foreign);
         let looked: Pages = chosen().map(|subject| pages_read(subject, &self.stable_ages)).sum();
         let is_telling = looked.0 * 2 >= chosen().map(|subject| subject.counts.resident().0).sum();
@@ -256,8 +255,8 @@ impl<'h> Worker<'h> {
         Ok(found)
     }
 
-    /// How much metadata KSM may still take, if that is bounded. Processes that ended before the host was held have left
-    /// some, which only goes when ksmd passes by.
+    /// Metadata that KSM may still allocate, if it is limited. Metadata of processes that exited before the host was
+    /// acquired stays until ksmd visits them.
     fn remaining_metadata(&mut self, settings: &DaemonSettings) -> Result<Option<Bytes>, Error> {
         let Some(most) = settings.max_metadata else { return Ok(None) };
         if self.session.is_some() && self.needs_sweep && read_ksm_metadata(self.host).0 * 2 > most.0 {
@@ -280,7 +279,7 @@ impl<'h> Worker<'h> {
         let fresh = plan.targets.iter().map(|target| (target.process.id, to_enrol(target)));
         let fresh: BTreeMap<_, _> = fresh.filter(|(_, ranges)| !ranges.is_empty()).collect();
         let enrolled: Vec<ProcessId> = fresh.keys().copied().collect();
-        // Whatever becomes of it: it is withdrawn by what may have been enrolled.
+        // Recorded in any case: later unenrolling covers all ranges that may have been enrolled.
         for (process, ranges) in fresh {
             let before = self.enrolled_ranges.entry(process).or_default();
             *before = unmerge::joined([std::mem::take(before), ranges].concat());
@@ -339,7 +338,7 @@ impl<'h> Worker<'h> {
         })
     }
 
-    /// What no plan is to have since it was written too soon, but for what may be tried again now.
+    /// Ranges that no plan may contain because of COW breaks, without those that may be merged again now.
     fn excluded_ranges(&mut self, now: Duration) -> BTreeMap<ProcessId, Vec<AddressRange>> {
         for (process, range) in self.remerge_backoff.take_expired(now) {
             self.merge_monitor.allow_again(process, range);
@@ -347,7 +346,7 @@ impl<'h> Worker<'h> {
         self.merge_monitor.unenrolled().iter().map(|(&process, withdrawn)| (process, withdrawn.all_ranges())).collect()
     }
 
-    /// Count what was withdrawn because it was written too soon.
+    /// Count the ranges that were unenrolled because of COW breaks.
     fn record_cow_breaks(&mut self, now: Duration) {
         for (&process, withdrawn) in self.merge_monitor.unenrolled() {
             for range in withdrawn.all_ranges() {
@@ -356,7 +355,7 @@ impl<'h> Worker<'h> {
         }
     }
 
-    /// Look at what is merged, and withdraw what does not last.
+    /// Check whether merged pages are still merged, and unenroll those with COW breaks.
     fn check_merged_pages(&mut self, withdraw: bool, now: Duration) -> Result<MergedCheckSummary, Error> {
         let before = own_cpu_time();
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
@@ -372,15 +371,16 @@ impl<'h> Worker<'h> {
         Ok(looked)
     }
 
-    /// Have ksmd pass by who has ended. What broke of others is taken note of first: it would merge that again.
+    /// Run ksmd until it has visited exited processes. COW breaks are recorded first, because ksmd would merge those
+    /// pages again.
     fn sweep(&mut self) -> Result<bool, Error> {
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
         self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck);
         Ok(ksmd::sweep_ended_processes(session, &self.cancel)?)
     }
 
-    /// Withdraw some processes, each to its extent, as far as there is memory for it and it is not waited for meanwhile,
-    /// by more than `pressure` in per cent of time.
+    /// Unenroll some processes, each in its scope, as far as memory allows. Nothing is unenrolled while tasks wait for
+    /// memory for more than `pressure` percent of the time.
     fn unenroll(
         &mut self,
         processes: &BTreeMap<ProcessId, UnenrollScope>,
@@ -396,7 +396,7 @@ impl<'h> Worker<'h> {
             ..unmerge::UnenrollLimits::default()
         };
         let mut refused = Vec::new();
-        // Each by itself: what there is no memory for in one cgroup says nothing of another.
+        // One process at a time: a lack of memory in one cgroup does not affect processes in others.
         for process in there {
             if self.cancel.load(Ordering::Relaxed) {
                 refused.push((process, NO_TIME_REASON.to_owned()));
@@ -413,7 +413,7 @@ impl<'h> Worker<'h> {
                 None => gone.push(process),
             }
         }
-        // It is not written that its pages are no longer merged.
+        // Unenrolled pages are not COW breaks.
         for process in &gone {
             self.merge_monitor.forget_process(*process);
             self.enrolled_ranges.remove(process);
@@ -426,32 +426,32 @@ impl<'h> Worker<'h> {
     }
 }
 
-/// Why somebody is not withdrawn whom the end did not wait for.
+/// Reason for a process that was not unenrolled before the shutdown.
 const NO_TIME_REASON: &str = "there was no time for it";
 
-/// Why something of the process of a plan is merged still, if it is.
+/// Why pages of the process in a plan are still merged, if any are.
 fn failure_reason(plan: &unmerge::UnenrollPlan, done: unmerge::UnenrollOutcome) -> Option<String> {
     if let Some(unseen) = plan.unscanned.iter().find(|unseen| unseen.why != Absent::Vanished) {
         return Some(unseen.why.to_string());
     }
     let interrupted = done.interrupted;
     let mut done = done.targets.into_iter().next()?;
-    // Memory that the program has unmapped needs no withdrawing.
+    // Ranges that the program has unmapped need no unenrolling.
     done.missed_ranges.retain(|(_, why)| !why.starts_with(NOT_MAPPED_REASON));
     if done.is_complete() {
         return None;
     }
     let missed = done.missed_ranges.first().map(|(_, why)| why.clone());
     let short = match done.all_unenrolled {
-        true => "some of it is merged still",
+        true => "it still has merged pages",
         false if interrupted => NO_TIME_REASON,
-        false => "there is not the memory for it",
+        false => "not enough memory to unmerge its pages",
     };
     Some(done.error.or(missed).unwrap_or_else(|| short.to_owned()))
 }
 
-/// What looking at each process took, in pages that are read. What witnesses took is in the price of those who need
-/// them.
+/// Scan cost of each process, in pages read. The cost of foreign processes is part of the cost of the processes that
+/// need them.
 pub(super) fn scan_costs_in_pages(census: &Census, ages: &StableAges) -> BTreeMap<ProcessId, u64> {
     let chosen = census.subjects.iter().filter(|subject| !subject.is_foreign);
     let effort =
@@ -459,13 +459,13 @@ pub(super) fn scan_costs_in_pages(census: &Census, ages: &StableAges) -> BTreeMa
     chosen.map(|subject| (subject.process.id, effort(subject))).collect()
 }
 
-/// What looking at a process took but for its regions, in pages that are read.
+/// Scan cost of a process without its regions, in pages read.
 pub(super) fn pages_read(subject: &SubjectCensus, ages: &StableAges) -> Pages {
     let spared = ages.reused_pages(subject.process.id).0;
     Pages(subject.counts.resident().0.saturating_sub(spared) + spared / REMEMBERED_PAGES_PER_READ_PAGE)
 }
 
-/// What a census of some processes is to plan.
+/// The plan request of a census of some processes.
 pub(super) fn census_plan_request(processes: &[ProcessId], settings: &DaemonSettings) -> PlanRequest {
     let pids = processes.iter().map(|process| process.pid).collect();
     PlanRequest {
@@ -485,13 +485,13 @@ pub(super) fn census_plan_request(processes: &[ProcessId], settings: &DaemonSett
     }
 }
 
-/// In whom enough is left out for now because it is not old enough.
+/// Processes with enough savings in ranges that are not stable yet.
 pub(super) fn unstable_processes(prepared: &PreparedPlan, settings: &DaemonSettings) -> Vec<ProcessId> {
     let enough = prepared.unstable_bytes.iter().filter(|(_, bytes)| **bytes >= settings.min_profit);
     enough.map(|(process, _)| *process).collect()
 }
 
-/// What a plan would do for each of its targets.
+/// Predicted result for each target of a plan.
 pub(super) fn merge_candidates(plan: &MergePlan) -> Vec<Worth> {
     let pages = |target: &PlanTarget| -> Pages { target.ranges.iter().map(|range| range.pages).sum() };
     let all = plan.targets.iter().map(pages).sum::<Pages>().0.max(1) as f64;
@@ -507,7 +507,7 @@ pub(super) fn merge_candidates(plan: &MergePlan) -> Vec<Worth> {
     plan.targets.iter().map(of).collect()
 }
 
-/// Whom a change was not made in at all, with the first reason of each.
+/// Processes in which no range could be enrolled, with the first reason of each.
 fn refused_processes(
     outcome: &MergeOutcome,
     change: EnrollChange,
@@ -522,7 +522,7 @@ fn refused_processes(
     refused.into_iter().collect()
 }
 
-/// Bytes of metadata that KSM keeps: what its profit falls short of what is saved by. Nothing where it does not tell.
+/// Bytes of KSM's metadata: the gross savings less KSM's profit. Zero if the kernel does not report them.
 fn read_ksm_metadata(host: &dyn Host) -> Bytes {
     let Ok(ksm) = observe::ksm(host) else { return Bytes::ZERO };
     let zeros = ksm.ksm_zero_pages.unwrap_or(0).max(0).unsigned_abs();

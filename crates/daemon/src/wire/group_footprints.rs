@@ -1,15 +1,15 @@
-//! What members take that belong together: those of a virtual machine, a container or a job, and those of a cgroup.
+//! Footprints of groups of processes: those of a virtual machine, a container or a job, and those of a cgroup.
 //!
-//! Fair shares add up. Not so estimates: files and shared memory are resident in each process that maps them, and
-//! processes that belong together map the same ones: the buffers of a database server, the window that ranks share.
-//! Added up they would count once for each. So of them a sum of estimates has what the one with the most of them maps,
-//! which is too little where the processes map different ones.
+//! Fair shares can be added up, estimates cannot. Files and shared memory are resident in each process that maps them,
+//! and processes of one group map the same ones: a database server's buffers, or a window that MPI ranks share. Added
+//! up, they would count once per process. So a sum of estimates includes only the largest shared part of any process.
+//! That is too low if the processes map different files.
 
 use super::{CgroupReport, GroupFootprint, TrackedProcessReport, WorkloadKind, WorkloadReport};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// By workload, the largest footprint first.
+/// Sum by workload, the largest footprint first.
 pub fn sum_by_workload(processes: &[TrackedProcessReport]) -> Vec<WorkloadReport> {
     let mut parts: BTreeMap<(WorkloadKind, &str, &str), Vec<&TrackedProcessReport>> = BTreeMap::new();
     for member in processes {
@@ -23,7 +23,7 @@ pub fn sum_by_workload(processes: &[TrackedProcessReport]) -> Vec<WorkloadReport
     workloads
 }
 
-/// By cgroup, the largest footprint first.
+/// Sum by cgroup, the largest footprint first.
 pub fn sum_by_cgroup(processes: &[TrackedProcessReport]) -> Vec<CgroupReport> {
     let mut parts: BTreeMap<&str, Vec<&TrackedProcessReport>> = BTreeMap::new();
     for member in processes {
@@ -56,7 +56,7 @@ fn sum_footprints(members: &[&TrackedProcessReport]) -> GroupFootprint {
     }
 }
 
-/// What of an estimate of a member's footprint others may map too.
+/// The part of an estimated footprint that other processes may map too.
 fn shared_estimate(member: &TrackedProcessReport) -> Option<u64> {
     match member.footprint_age_seconds {
         Some(_) => Some(0),
@@ -106,13 +106,13 @@ mod tests {
             tracked_process(2, WorkloadKind::Job, "slurm:7", all(30, 8, 50, 4)),
             tracked_process(3, WorkloadKind::Job, "slurm:7", all(20, 6, 60, 3)),
             tracked_process(4, WorkloadKind::Job, "slurm:7", [None, Some(2), Some(10), Some(1)]),
-            // What is known of its shared memory is more than all that it takes.
+            // A process whose shared memory exceeds its estimated footprint.
             tracked_process(5, WorkloadKind::Vm, "web", all(9, 0, 7, 0)),
             tracked_process(9, WorkloadKind::Container, "web", [Some(1), None, None, Some(5)]),
         ];
         let found = sum_by_workload(&members);
         let of = |name: &str, kind: WorkloadKind| {
-            found.iter().find(|workload| workload.name == name && workload.kind == kind).expect("it is there").sum
+            found.iter().find(|workload| workload.name == name && workload.kind == kind).expect("it is listed").sum
         };
         let sum = |processes, merged, footprint, saved| {
             let footprint_age_seconds = None;
@@ -128,7 +128,7 @@ mod tests {
         let found = sum_by_cgroup(&members);
         let paths: Vec<&str> = found.iter().map(|cgroup| cgroup.path.as_str()).collect();
         assert_eq!(paths, ["/slurm:7", "/cat 1", "/web"]);
-        assert_eq!(found[2].sum, of("web", WorkloadKind::Vm), "who tells no cgroup is in none");
+        assert_eq!(found[2].sum, of("web", WorkloadKind::Vm), "a process without a known cgroup is in none");
     }
 
     #[test]
@@ -142,7 +142,7 @@ mod tests {
             (sum.footprint, sum.footprint_age_seconds)
         };
         assert_eq!(of(&[read(1, 40, Some(5)), read(2, 50, Some(70))]), (Some(90), Some(70)));
-        // By hand: 40, and of the estimates 20 + 10 of their own and 30 once.
+        // By hand: 40, and from the estimates 20 + 10 private and 30 shared once.
         assert_eq!(of(&[read(1, 40, Some(5)), read(2, 50, None), read(3, 40, None)]), (Some(40 + 30 + 30), None));
     }
 

@@ -1,8 +1,8 @@
-//! How the daemon stands, on the wire: the one document that the control socket answers with, and that every face is
-//! drawn from.
+//! The daemon's status in JSON: the document that the control socket returns, and that every view is drawn from.
 //!
-//! It is bounded whatever the host holds: the lists name the biggest or the latest and say how many they leave out.
-//! What could not be read is absent, never 0. Bytes, unless the name says otherwise; times are Unix times in seconds.
+//! Its size is bounded on any host: lists name the biggest or latest entries, and say how many they leave out. Values
+//! that could not be read are absent, never 0. Sizes are bytes unless the name says otherwise; times are Unix times in
+//! seconds.
 
 pub mod group_footprints;
 
@@ -12,98 +12,98 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The name of this document's form.
+/// Name of this schema.
 pub const STATUS_SCHEMA: &str = "pagefold.status/1";
 
-/// Members that are named at most.
+/// Maximum number of listed processes.
 pub const MAX_LISTED_PROCESSES: usize = 200;
 
-/// Workloads that are named at most, and cgroups.
+/// Maximum number of listed workloads, and of cgroups.
 pub const MAX_LISTED_GROUPS: usize = 100;
 
-/// Members in the sharing matrix at most, the row of all others not counted.
+/// Maximum number of parties in the sharing matrix, without the row for all others.
 pub const MAX_MATRIX_PARTIES: usize = 20;
 
-/// Decisions that are kept at most.
+/// Maximum number of listed decisions.
 pub const MAX_LISTED_DECISIONS: usize = 100;
 
-/// Trust domains that are named at most.
+/// Maximum number of listed trust domains.
 pub const MAX_LISTED_DOMAINS: usize = 50;
 
-/// How the daemon stands: `pagefold status --json`.
+/// Status of the daemon: `pagefold status --json`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct StatusReport {
     /// `pagefold.status/1`.
     pub schema: String,
     /// The version of pagefold.
     pub version: String,
-    /// What is looked at: `this host` or a recording.
+    /// The observed host: `this host` or a recording.
     pub host: String,
     /// The daemon's process.
     pub pid: u32,
-    /// When this was written.
+    /// Time of this report.
     pub time: f64,
     /// Seconds since the daemon started.
     pub uptime_seconds: f64,
     /// What it may do.
     pub mode: DaemonModeName,
-    /// What it does.
+    /// Its current state.
     pub state: DaemonStateName,
-    /// Why, in words.
+    /// Reason of the state, as text.
     pub why: String,
     /// The host's memory.
     pub memory: HostMemoryReport,
-    /// What it works for.
+    /// The goal of merging.
     pub goal: GoalReport,
-    /// What it keeps to.
+    /// Limits of the daemon.
     pub bounds: BoundsReport,
     /// KSM's settings and counters; absent where the kernel has no KSM.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksm: Option<KsmReport>,
-    /// What merging saves on this host, by the kernel's counters and what merges measured that these do not have.
+    /// Savings on this host, by the kernel's counters and by measurements of merges that these counters lack.
     pub saved: HostSavingsReport,
-    /// What it costs.
+    /// CPU time of merging.
     pub cpu: CpuReport,
     /// Resident memory of the daemon.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident: Option<u64>,
     /// How it learns of new programs.
     pub arrivals: ProcessDiscovery,
-    /// What the passes came to.
+    /// Totals of all passes.
     pub passes: PassTotalsReport,
-    /// Decisions since the daemon started, by the word of their reason.
+    /// Number of decisions since the daemon started, by reason.
     pub decisions_by_reason: BTreeMap<String, u64>,
-    /// Since the daemon started: huge pages that the kernel split (`thp_split_page`), for any reason.
+    /// Huge pages that the kernel has split since the daemon started (`thp_split_page`), for any reason.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub huge_pages_split: Option<u64>,
-    /// Since the daemon started: merged pages that were written and copied (`cow_ksm`).
+    /// COW breaks since the daemon started (`cow_ksm`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cow_breaks: Option<u64>,
-    /// What the last census of each process found.
+    /// Totals of the last census of each process.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub census: Option<CensusTotalsReport>,
-    /// By trust domain, the most saved first; the rest is summed up as the last one, `others`.
+    /// Trust domains, largest savings first. The last one, `others`, sums up the rest.
     pub domains: Vec<DomainSavingsReport>,
-    /// Who is known, the largest resident memory first.
+    /// Tracked processes, the largest resident memory first.
     pub members: Vec<TrackedProcessReport>,
-    /// Members that are not named.
+    /// Number of tracked processes that are not listed.
     pub members_left_out: u64,
-    /// All members by the virtual machine, container or job that they belong to, the largest footprint first.
+    /// All tracked processes by virtual machine, container or job, the largest footprint first.
     pub workloads: Vec<WorkloadReport>,
-    /// Workloads that are not named.
+    /// Number of workloads that are not listed.
     pub workloads_left_out: u64,
-    /// All members by their cgroup, the largest footprint first.
+    /// All tracked processes by cgroup, the largest footprint first.
     pub cgroups: Vec<CgroupReport>,
-    /// Cgroups that are not named.
+    /// Number of cgroups that are not listed.
     pub cgroups_left_out: u64,
-    /// Who shares with whom, of each two by the last census in which both were.
+    /// Which parties share pages; for each pair from the last census with both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sharing: Option<SharingReport>,
     /// The latest decisions, the latest first.
     pub decisions: Vec<DecisionReport>,
-    /// What the doctor finds wrong with the host, worst first.
+    /// Findings of the doctor, worst first.
     pub findings: Vec<FindingReport>,
-    /// All that it judged, by verdict; empty where it was not asked.
+    /// Number of all findings, by verdict; empty if the doctor was not run.
     pub findings_by_verdict: BTreeMap<VerdictName, u64>,
 }
 
@@ -111,38 +111,38 @@ pub struct StatusReport {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DaemonModeName {
-    /// Look and tell; take no census.
+    /// Track processes and report them; take no census.
     Observe,
-    /// Take censuses and say what would pay; change nothing.
+    /// Take censuses and report profitable merges; change nothing.
     #[default]
     Advise,
-    /// Merge what pays.
+    /// Execute profitable merges.
     Act,
 }
 
-/// How the daemon learns of new programs.
+/// How the daemon finds new programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ProcessDiscovery {
-    /// The kernel's process connector tells of them.
+    /// The kernel's process connector reports them.
     ProcConnector,
-    /// It lists all processes again and again.
+    /// The daemon lists all processes at each poll.
     Polling,
 }
 
-/// What the daemon does.
+/// Current state of the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DaemonStateName {
-    /// It has not looked at everybody yet.
+    /// It has not scanned all processes yet.
     Starting,
     /// A census or a merge is under way.
     Working,
-    /// Nothing is to be done, or not now: ksmd rests, what is merged stays merged.
+    /// There is nothing to do, or not now: ksmd is idle, and merged pages stay merged.
     Resting,
-    /// Somebody paused it.
+    /// An operator paused it.
     Paused,
-    /// Somebody else drives KSM.
+    /// Another program tunes KSM.
     Yielding,
 }
 
@@ -166,30 +166,30 @@ pub struct HostMemoryReport {
     pub pressure_percent: Option<f64>,
 }
 
-/// What the daemon works for.
+/// The goal of merging.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GoalReport {
-    /// `MemAvailable` to keep; merging rests above it. Absent: all that pays is merged.
+    /// `MemAvailable` to keep; above it merging pauses. Absent: all profitable merges are executed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub keep_available: Option<u64>,
 }
 
-/// What the daemon keeps to.
+/// Limits of the daemon.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct BoundsReport {
-    /// Percent of one CPU that ksmd and pagefold use together on average.
+    /// Percent of one CPU that ksmd and pagefold may use together on average.
     pub cpu_percent: f64,
-    /// CPU seconds that may have been saved up for a burst.
+    /// CPU seconds that may accumulate for a burst.
     pub burst_seconds: f64,
-    /// CPU seconds of that which are there now; negative while a burst is being made up for.
+    /// CPU seconds of the burst that are available now; negative after overspending.
     pub burst_left_seconds: f64,
-    /// ksmd's metadata at most. Absent: no bound.
+    /// Limit of ksmd's metadata. Absent: no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
-    /// Memory regions that enrolling may bring a process to. Absent: the kernel's bound alone.
+    /// Limit of a process's number of regions when enrolling splits regions. Absent: only the kernel's limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub regions_per_process: Option<u64>,
-    /// Whether huge pages may be split for what is in them.
+    /// Whether huge pages may be split to merge parts of them.
     pub split_huge_pages: bool,
 }
 
@@ -199,7 +199,7 @@ pub struct KsmReport {
     /// 0 stopped with merges kept, 1 running, 2 stopped and everything unmerged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run: Option<u64>,
-    /// Pages of a batch.
+    /// Pages per batch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pages_to_scan: Option<u64>,
     /// Milliseconds between batches.
@@ -211,19 +211,19 @@ pub struct KsmReport {
     /// Pages: further mappings of those frames.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pages_sharing: Option<u64>,
-    /// Pages: looked at, no copy found.
+    /// Pages: scanned, no duplicate found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pages_unshared: Option<u64>,
     /// Pages: changed between scans.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pages_volatile: Option<u64>,
-    /// Pages: looked at since boot, each time counted.
+    /// Pages: scanned since boot, each scan counted.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pages_scanned: Option<u64>,
-    /// Pages: passed over by smart scan.
+    /// Pages: skipped by smart scan.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pages_skipped: Option<u64>,
-    /// Pages: mapped to the kernel's page of zeros by KSM.
+    /// Pages: mapped to the kernel's zero page by KSM.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksm_zero_pages: Option<i64>,
     /// Complete scans since boot.
@@ -232,43 +232,42 @@ pub struct KsmReport {
     /// Bytes saved less metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub general_profit: Option<i64>,
-    /// Pages: merged ones that were written and copied, since boot (`/proc/vmstat`).
+    /// Pages: COW breaks since boot (`/proc/vmstat`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cow_ksm: Option<u64>,
 }
 
-/// What merging saves. `net = gross - metadata` and `gross = duplicate + zero + split_zero`. What `net` is less than
-/// `duplicate_net`, `zero` and `split_zero` together is the metadata of pages that were not merged. For pages of zeros
-/// ksmd keeps none beyond the pass after.
+/// Savings of merging. `net = gross - metadata` and `gross = duplicate + zero + split_zero`. The sum of
+/// `duplicate_net`, `zero` and `split_zero` exceeds `net` by the metadata of unmerged pages. ksmd drops the metadata of
+/// zero pages in the next pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct HostSavingsReport {
-    /// Frames that came back.
+    /// Freed frames.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gross: Option<u64>,
-    /// Of them, those of pages that were merged with equal ones (`pages_sharing`); where KSM does not map pages of
-    /// zeros to the kernel's (`use_zero_pages`), these are among them.
+    /// The part of `gross` from pages merged with equal ones (`pages_sharing`). Includes zero pages where KSM does not
+    /// map them to the kernel's zero page (`use_zero_pages`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub duplicate: Option<u64>,
-    /// Of them, those of pages that KSM mapped to the kernel's page of zeros (`ksm_zero_pages`); absent before 6.6.
+    /// The part of `gross` from pages that KSM mapped to the kernel's zero page (`ksm_zero_pages`); absent before 6.6.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zero: Option<u64>,
-    /// Of them, those of pages of zeros that the kernel freed when it split huge pages for ksmd: in no counter of KSM, but
-    /// measured by merges, and no more than page tables had when they were walked last. What other programs had ksmd
-    /// merge is not among it.
+    /// The part of `gross` from zero pages that the kernel freed when it split huge pages for ksmd. No KSM counter has
+    /// it: merges measure it, and the last walk of page tables limits it. Merges by other programs are not included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub split_zero: Option<u64>,
-    /// `duplicate` less the metadata of the pages that were merged, the kept copies among them.
+    /// `duplicate` less the metadata of merged pages, kept copies included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub duplicate_net: Option<i64>,
     /// The kernel's metadata.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
-    /// What is left.
+    /// `gross` less `metadata`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub net: Option<i64>,
 }
 
-/// CPU time.
+/// CPU time of merging.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CpuReport {
     /// Of ksmd.
@@ -279,7 +278,7 @@ pub struct CpuReport {
     pub pagefold: Option<CpuUsageReport>,
 }
 
-/// The CPU time of somebody.
+/// CPU time of ksmd or of the daemon.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CpuUsageReport {
     /// Seconds since the daemon started.
@@ -288,22 +287,22 @@ pub struct CpuUsageReport {
     pub percent: f64,
 }
 
-/// What the passes came to. A pass is a census, and the merge where anything pays.
+/// Totals of all passes. A pass is a census and, if anything is profitable, the merge.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PassTotalsReport {
     /// Passes since the daemon started.
     pub passes: u64,
-    /// Those that merged anything.
+    /// Passes that merged anything.
     pub merges: u64,
-    /// How long all of them took.
+    /// Duration of all passes.
     pub seconds: f64,
-    /// CPU seconds of ksmd and pagefold in them.
+    /// CPU seconds of ksmd and pagefold in all passes.
     pub cpu_seconds: f64,
-    /// What all plans that were carried out should have saved.
+    /// Predicted savings of all executed plans.
     pub predicted: u64,
-    /// What they saved.
+    /// Measured net savings of all executed plans.
     pub reached: i64,
-    /// The last one.
+    /// The last pass.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last: Option<PassReport>,
 }
@@ -311,40 +310,40 @@ pub struct PassTotalsReport {
 /// A pass.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PassReport {
-    /// When it ended.
+    /// Time of its end.
     pub time: f64,
-    /// How long it took.
+    /// Its duration.
     pub seconds: f64,
     /// CPU seconds of ksmd and pagefold together.
     pub cpu_seconds: f64,
-    /// Processes that were looked at.
+    /// Number of scanned processes.
     pub processes: u64,
-    /// What its plan should save.
+    /// Predicted savings of its plan.
     pub predicted: u64,
-    /// What it saved; absent where nothing was merged.
+    /// Measured net savings; absent if nothing was merged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reached: Option<i64>,
 }
 
-/// What censuses found of those who may be managed: of each process the last one in which it was.
+/// Totals of censuses over all tracked processes, each by its last census.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct CensusTotalsReport {
-    /// When the latest was taken, whoever it was of.
+    /// Time of the latest census.
     pub time: f64,
-    /// Processes that were looked at.
+    /// Number of scanned processes.
     pub processes: u64,
-    /// Processes that were chosen for the latest and not seen.
+    /// Number of processes selected for the latest census that were not scanned.
     pub not_seen: u64,
-    /// What their pages are.
+    /// Classes of their pages.
     pub classes: PageClasses,
 }
 
-/// What merging saves in a trust domain.
+/// Savings in a trust domain.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DomainSavingsReport {
     /// The domain.
     pub name: String,
-    /// Its members.
+    /// Number of its tracked processes.
     pub members: u64,
     /// Their resident memory.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -352,15 +351,15 @@ pub struct DomainSavingsReport {
     /// Their merged memory, kept copies and pages of zeros included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged: Option<u64>,
-    /// An estimate of what merging saves for its members, by their shares.
+    /// Estimated savings of its processes, by their share of merged pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
-    /// The metadata of their pages, merged or not: what is saved net is so much less.
+    /// Metadata of their pages, merged or not. Net savings are lower by this amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
 }
 
-/// What a member is.
+/// Kind of a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkloadKind {
@@ -374,38 +373,38 @@ pub enum WorkloadKind {
     Process,
 }
 
-/// What is done with a member.
+/// State of a tracked process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TrackingState {
-    /// It has just come, and waits for its first census.
+    /// It is new, and waits for its first census.
     Arriving,
-    /// It was looked at, and is looked at again.
+    /// It was scanned, and will be scanned again.
     Followed,
-    /// Parts of it are merged.
+    /// Some of its pages are merged.
     Merged,
-    /// Nothing of it pays, or it does not last: it is looked at less and less often.
+    /// Nothing of it is profitable, or its merged pages had COW breaks: it is scanned less and less often.
     BackedOff,
-    /// It must not be merged.
+    /// It is excluded from merging.
     Excluded,
-    /// Somebody withdrew it.
+    /// An operator unenrolled it.
     Withdrawn,
 }
 
-/// A process or virtual machine that the daemon knows.
+/// A tracked process or virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct TrackedProcessReport {
-    /// Its number.
+    /// Its pid.
     pub pid: u32,
     /// When it started, in clock ticks since boot.
     pub start_time: u64,
-    /// The virtual machine's name, or the program's.
+    /// Name of the virtual machine, or of the program.
     pub label: String,
-    /// What it is.
+    /// Kind of its workload.
     pub kind: WorkloadKind,
-    /// The virtual machine, container or job that it belongs to, else the program and its number.
+    /// Its virtual machine, container or job, otherwise the program name and pid.
     pub workload: String,
-    /// Its effective user.
+    /// Its effective user id.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub uid: Option<u32>,
     /// Its cgroup.
@@ -413,123 +412,123 @@ pub struct TrackedProcessReport {
     pub cgroup: Option<String>,
     /// Its trust domain.
     pub domain: String,
-    /// Resident memory, blind to merging.
+    /// Resident memory, not reduced by merging.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident: Option<u64>,
-    /// Of that, files and shared memory, which others may map too.
+    /// The part of `resident` in files and shared memory, which other processes may map too.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shared: Option<u64>,
     /// Merged memory, kept copies and pages of zeros included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged: Option<u64>,
-    /// What it takes: its fair share, each page divided by those who map it (`Pss` of `smaps_rollup`), with what its
-    /// resident and merged memory has changed since that was read. Before that an estimate: `resident` less what
-    /// merging saves of it, where what is shared otherwise, by fork or as files, counts in full.
+    /// Its fair share, each page divided by the number of processes that map it (`Pss` of `smaps_rollup`), corrected by
+    /// later changes of its resident and merged memory. Before the first reading an estimate: `resident` less what
+    /// merging saves for it. Pages shared by fork or as files count in full in the estimate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint: Option<u64>,
-    /// Seconds since its fair share was read. Absent where `footprint` is an estimate.
+    /// Seconds since its fair share was read. Absent if `footprint` is an estimate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint_age_seconds: Option<u64>,
-    /// An estimate of what merging saves for it: of its merged pages the part that is saved of all on this host,
-    /// `pages_sharing / (pages_shared + pages_sharing)`, and pages of zeros in full.
+    /// Estimated savings of merging it: its merged pages times `pages_sharing / (pages_shared + pages_sharing)`, the
+    /// saved part of all merged pages on this host, plus its zero pages in full.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
-    /// The metadata of its pages, merged or not (`ksm_rmap_items`): what is saved net is so much less.
+    /// Metadata of its pages, merged or not (`ksm_rmap_items`). Net savings are lower by this amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
-    /// Ranges that the daemon has enrolled in it.
+    /// Number of its ranges that the daemon has enrolled.
     pub ranges: u64,
-    /// What is done with it.
+    /// Its state.
     pub state: TrackingState,
-    /// Why, in words.
+    /// Reason of the state, as text.
     pub why: String,
 }
 
-/// A virtual machine, a container, a job, or a process that belongs to none, with all of its members.
+/// A virtual machine, container or job, or a single process outside of these, with all of its tracked processes.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct WorkloadReport {
     /// Its name.
     pub name: String,
-    /// What it is.
+    /// Its kind.
     pub kind: WorkloadKind,
-    /// The trust domain of those members.
+    /// Trust domain of its processes.
     pub domain: String,
-    /// What they take.
+    /// Their footprint.
     #[serde(flatten)]
     pub sum: GroupFootprint,
 }
 
-/// A cgroup with the members that are in it itself.
+/// A cgroup with the tracked processes directly in it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct CgroupReport {
-    /// Where it is.
+    /// Its path.
     pub path: String,
-    /// What they take.
+    /// Their footprint.
     #[serde(flatten)]
     pub sum: GroupFootprint,
 }
 
-/// What several processes take together. A figure is absent where it is not known of one of them.
+/// Footprint of several processes. A value is absent if it is unknown for any of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GroupFootprint {
-    /// How many they are.
+    /// Number of processes.
     pub processes: u64,
     /// Their merged memory, kept copies and pages of zeros included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged: Option<u64>,
-    /// What they take, as of one. Of estimates among them files and shared memory are in it only once: as much as the
-    /// one of them that maps the most.
+    /// Sum of their footprints. For estimates, files and shared memory count only once: as much as the process with the
+    /// most of them maps.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint: Option<u64>,
-    /// Seconds since the fair share of each was read, at most. Absent where any of it is an estimate.
+    /// Age in seconds of the oldest fair share. Absent if any footprint is an estimate.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint_age_seconds: Option<u64>,
-    /// An estimate of what merging saves for them.
+    /// Estimated savings of merging them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
-    /// The metadata of their pages, merged or not: what is saved net is so much less.
+    /// Metadata of their pages, merged or not. Net savings are lower by this amount.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
 }
 
-/// Who shares how much with whom, pages of zeros apart.
+/// Which parties share how many bytes, without zero pages.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct SharingReport {
-    /// The members with the most duplicates first; the last may be `others`.
+    /// Labels of the parties, most duplicates first; the last one may be `others`.
     pub parties: Vec<String>,
     /// `shared[a][b]`: bytes of `a` whose content `b` has too; for `a == b`, bytes with another copy in `a`.
     pub shared: Vec<Vec<u64>>,
 }
 
-/// Something that the daemon decided.
+/// A decision of the daemon.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DecisionReport {
-    /// When, in milliseconds of Unix time.
+    /// Time of the decision, in milliseconds of Unix time.
     pub time_ms: u64,
-    /// What: `census`, `merge`, `withdraw`, `pace`, `rest`, `yield`, `restore`, `leave`, `refuse`.
+    /// Kind of the decision: `census`, `merge`, `withdraw`, `pace`, `rest`, `yield`, `restore`, `leave`, `refuse`.
     pub what: String,
-    /// Whom it is about: labels, or `this host`.
+    /// Labels of the processes it is about, or `this host`.
     pub whom: String,
-    /// The word of the reason, of a small fixed set: `arrived`, `filled`, `due`, `budget`, `pressure`, ...
+    /// Reason, one of a small fixed set: `arrived`, `filled`, `due`, `budget`, `pressure`, ...
     pub reason: String,
-    /// Why, in words.
+    /// Reason, as text.
     pub why: String,
-    /// What it should save.
+    /// Predicted savings.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted: Option<u64>,
-    /// Whether it was carried out; not in the modes `observe` and `advise`.
+    /// Whether it was carried out; always false in the modes `observe` and `advise`.
     pub acted: bool,
 }
 
-/// What the control socket answers, in one line.
+/// Answer of the control socket, in one line.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ControlReply {
-    /// To `status`.
+    /// Answer to `status`.
     Status(Box<StatusReport>),
-    /// What is done now.
+    /// The command was accepted; what happens now.
     Done(String),
-    /// Why it is not.
+    /// The command was refused; why.
     Refused(String),
 }
 

@@ -12,14 +12,14 @@ fn status_json_round_trips() {
     let status: StatusReport = serde_json::from_str(&text).expect("a status");
     assert_eq!(status.schema, STATUS_SCHEMA);
     let written = serde_json::to_value(&status).unwrap();
-    assert_eq!(written, serde_json::from_str::<serde_json::Value>(&text).unwrap(), "nothing is lost");
+    assert_eq!(written, serde_json::from_str::<serde_json::Value>(&text).unwrap(), "no field is lost");
     let schema = serde_json::from_str(&pagefold_output::wire::json_schema::<StatusReport>()).unwrap();
     let validator = jsonschema::validator_for(&schema).unwrap();
     let wrong: Vec<String> = validator.iter_errors(&written).map(|error| error.to_string()).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
 }
 
-/// Whatever is drawn of the fixture must be possible.
+/// The fixture must be consistent.
 #[test]
 fn fixture_figures_are_consistent() {
     let status: StatusReport = serde_json::from_str(&fixture_json()).unwrap();
@@ -42,7 +42,7 @@ fn fixture_figures_are_consistent() {
     assert!(status.decisions.len() as u64 <= counted);
     let of_domains: u64 = status.domains.iter().filter_map(|domain| domain.saved).sum();
     assert!(of_domains <= saved.gross.unwrap());
-    // Those that are named, of which it names the largest.
+    // The listed processes only, which are the largest.
     assert_eq!(group_footprints::sum_by_workload(&status.members), status.workloads);
     assert_eq!(group_footprints::sum_by_cgroup(&status.members), status.cgroups);
     for domain in &status.domains {

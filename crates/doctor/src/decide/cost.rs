@@ -1,4 +1,4 @@
-//! What merging costs: metadata, copies, huge pages, CPU; and whether the host has the memory to undo it.
+//! Costs of merging: metadata, copies, huge pages and CPU time; and whether the host has the memory to undo it.
 
 use super::host_processes::{HostProcesses, bytes_of, is_at_least_percent, total, tracked, workload};
 use super::settings::{STALE_COUNTERS_TITLE, anything_enrolled, ksm, saved};
@@ -16,8 +16,8 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-profit",
             source: "/sys/kernel/mm/ksm/general_profit",
-            why: "ksmd keeps 64 bytes for every page it looks at, merged or not. Where few pages merge, that is more \
-                  than merging saves.",
+            why: "ksmd keeps 64 bytes of metadata for every page it scans, merged or not. If few pages merge, that is \
+                  more than merging saves.",
             needs_ksm: true,
         },
         judge: judge_profit,
@@ -36,8 +36,8 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-huge-pages",
             source: "/proc/*/smaps (AnonHugePages), /proc/vmstat (thp_split_page)",
-            why: "ksmd splits a huge page to merge a part of it, also for pages of zeros, and the rest keeps its \
-                  small pages: khugepaged takes long to rebuild it, and unmerging does not.",
+            why: "ksmd splits a huge page to merge a part of it, even for zero pages. The rest stays in small pages: \
+                  khugepaged takes long to rebuild huge pages, and unmerging does not.",
             needs_ksm: true,
         },
         judge: judge_huge_pages,
@@ -46,7 +46,7 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksmd-cpu",
             source: "/proc/PID/stat of ksmd",
-            why: "ksmd is one thread and takes the CPU from whoever runs beside it.",
+            why: "ksmd is one thread and takes CPU time from other programs.",
             needs_ksm: true,
         },
         judge: judge_ksmd_cpu,
@@ -55,8 +55,8 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "memory-headroom",
             source: "/proc/meminfo (MemAvailable, SwapFree)",
-            why: "What merging saved is lent: each write to a merged page takes a page back. If more is lent than is \
-                  free, a burst of writes, or run=2, ends in the OOM killer.",
+            why: "Saved memory may be needed again: each write to a merged page takes a page back. If more is saved \
+                  than is free, a burst of writes, or run=2, ends in the OOM killer.",
             needs_ksm: true,
         },
         judge: judge_headroom,
@@ -65,8 +65,8 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "memory-pressure",
             source: "/proc/pressure/memory",
-            why: "Tasks that wait for memory are slow already. ksmd then comes late and competes with reclaim, and \
-                  nothing should be unmerged.",
+            why: "Tasks that wait for memory are slow already. ksmd then merges too late and competes with reclaim, \
+                  and nothing should be unmerged.",
             needs_ksm: false,
         },
         judge: judge_pressure,
@@ -75,23 +75,22 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "memory-swap",
             source: "/proc/meminfo (SwapTotal, SwapFree)",
-            why: "A merged page that is swapped out comes back unshared and must be found again. Swapped-out pages \
-                  are not looked at.",
+            why: "A merged page that is swapped out comes back unshared and must be merged again. ksmd does not scan \
+                  swapped-out pages.",
             needs_ksm: false,
         },
         judge: judge_swap,
     },
 ];
 
-/// Passes after which a loss is one: pages merge in the second pass at the earliest.
+/// Passes after which a net loss counts: pages merge in the second pass at the earliest.
 const SETTLED_PASSES: u64 = 3;
 
-/// Whether ksmd has had the passes over the memory of these processes, of which it has metadata for `tracked` pages,
-/// that merging takes: it runs, it knows most of the pages, and most of them belong to processes that are older than
-/// [`SETTLED_PASSES`]. `full_scans` alone does not tell, since it counts from boot.
+/// Whether ksmd has completed the passes over these processes that merging takes; it has metadata for `tracked` of
+/// their pages. That is so if it runs, has metadata for most of the pages, and most of them belong to processes older
+/// than [`SETTLED_PASSES`] passes. `full_scans` alone does not show it, since it counts from boot.
 ///
-/// Limits: of a process that was enrolled, or of a ksmd that was started, long after the process, it is believed after
-/// one pass instead of three.
+/// Limits: if a process was enrolled, or ksmd was started, long after the process started, one pass counts as three.
 pub(super) fn has_settled(
     facts: &HostFacts,
     fleet: &HostProcesses,
@@ -116,8 +115,8 @@ pub(super) fn has_settled(
         || (is_at_least_percent(known.0, mergeable.0, 90) && is_at_least_percent(old.0, mergeable.0, 50)))
 }
 
-/// A loss while ksmd runs and has had its passes is a failure: the host has less memory for it. Before that, or
-/// stopped, it is a warning: metadata stays, and may yet pay.
+/// A net loss is a failure if ksmd runs and has completed its passes: the host has less memory because of merging.
+/// Before that, or while ksmd is stopped, it is a warning: the metadata may still become profitable.
 ///
 /// `general_profit` is (pages_sharing + ksm_zero_pages) x page size - ksm_rmap_items x 64 (mm/ksm.c,
 /// `general_profit_show`); before 6.4 it is computed here in the same way (ksm.rst, "Monitoring KSM profit").
@@ -134,7 +133,7 @@ fn judge_profit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> Ru
     };
     let value = format!("{} net, {} pages with metadata", NetBytes(profit), tracked.0);
     if tracked == Pages::ZERO && profit == 0 {
-        return Ok(rule.not_applicable("ksmd has looked at nothing", value));
+        return Ok(rule.not_applicable("ksmd has scanned nothing", value));
     }
     if profit >= 0 {
         return Ok(rule.ok("merging pays for its metadata", value));
@@ -147,7 +146,7 @@ fn judge_profit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> Ru
     Ok(rule
         .finding(verdict, "merging costs more memory than it saves", value)
         .remedy([
-            "# find out who holds duplicates, and enrol only these; each enrolled process: pagefold doctor --pid N",
+            "# find the processes that hold duplicates, and enroll only these; for each: pagefold doctor --pid N",
             "pagefold census --all",
         ])
         .verify("test $(cat /sys/kernel/mm/ksm/general_profit) -ge 0"))
@@ -159,12 +158,12 @@ fn vmstat_counter(facts: &HostFacts, name: &str) -> Result<u64, MissingReading> 
     require("/proc/vmstat", &facts.vmstat)?.get(name).copied().ok_or(absent)
 }
 
-/// More copies since boot than ten for each page that is merged now is a warning: much of what was merged did not
-/// last. Reading merged pages with process_vm_readv is counted, too.
+/// More than ten copies since boot per page that is merged now is a warning: many merged pages had COW breaks. Reads of
+/// merged pages with process_vm_readv count, too.
 fn judge_copies(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let copied = vmstat_counter(facts, "cow_ksm")?;
-    // A kernel built without swap has no such counter, and no such copies.
+    // A kernel built without swap lacks this counter, and makes no such copies.
     let swapped = vmstat_counter(facts, "ksm_swpin_copy").unwrap_or(0);
     let merged =
         require("pages_shared", &ksm.pages_shared)?.saturating_add(*require("pages_sharing", &ksm.pages_sharing)?);
@@ -174,7 +173,7 @@ fn judge_copies(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> Ru
         return Ok(rule.not_applicable("nothing was merged since boot", value));
     }
     if all <= merged.saturating_mul(10) {
-        return Ok(rule.ok("what is merged lasts", value));
+        return Ok(rule.ok("merged pages stay merged", value));
     }
     if !anything_enrolled(facts, fleet)? {
         return Ok(rule.not_applicable("nothing is enrolled any more", value));
@@ -185,8 +184,8 @@ fn judge_copies(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> Ru
         .verify("grep cow_ksm /proc/vmstat; sleep 60; grep cow_ksm /proc/vmstat"))
 }
 
-/// A tenth or more of what is enrolled in huge pages while ksmd runs, or as much split since boot, is a warning: it is
-/// a trade of speed for memory that somebody should have decided on.
+/// A warning if ksmd runs and a tenth or more of the enrolled memory is in huge pages, or as much was split since boot.
+/// The operator should decide this trade of speed for memory.
 fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let enabled = match &facts.thp_enabled {
@@ -227,7 +226,7 @@ fn judge_huge_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -
         .verify("grep thp_split_page /proc/vmstat; sleep 60; grep thp_split_page /proc/vmstat"))
 }
 
-/// More than half a CPU on the average since boot is a warning. The average hides bursts: it never says too much.
+/// More than half a CPU on average since boot is a warning. The average hides bursts, so it never overstates.
 fn judge_ksmd_cpu(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let ksmd = require("CPU time of ksmd", &facts.ksmd)?;
     let value = format!("{:.1} s of CPU in {:.0} s since boot", ksmd.cpu_seconds, ksmd.uptime_seconds);
@@ -238,7 +237,7 @@ fn judge_ksmd_cpu(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Rule
     if share <= 0.5 {
         return Ok(rule.ok(format!("ksmd takes {:.1} % of a CPU", share * 100.0), value));
     }
-    // Five times the kernel's default, and in any case longer than now.
+    // Five times the kernel's default, and always longer than now.
     let now = *require("sleep_millisecs", &ksm(facts)?.sleep_millisecs)?;
     let wanted = now.saturating_mul(2).clamp(100, u64::from(u32::MAX));
     Ok(rule
@@ -247,8 +246,8 @@ fn judge_ksmd_cpu(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Rule
         .verify(is_set_command("sleep_millisecs", wanted)))
 }
 
-/// More lent than is free is a warning; it becomes a failure only when it is called in, which is what
-/// `memory-pressure` sees.
+/// More saved than free memory is a warning. It becomes a failure only under memory pressure, which `memory-pressure`
+/// judges.
 fn judge_headroom(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let lent = saved(facts)?;
     let available = *require("MemAvailable", &facts.memory.available)?;
@@ -266,8 +265,8 @@ fn judge_headroom(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Rule
         .verify("pagefold doctor"))
 }
 
-/// `full` counts the time in which every task that could run waited for memory: a tenth of a minute of it is a
-/// failure, a hundredth a warning, as is a tenth of `some` (Documentation/accounting/psi.rst; systemd-oomd kills at 60
+/// `full` counts the time in which every runnable task waited for memory. A tenth of a minute of it is a failure. A
+/// hundredth is a warning, and so is a tenth of `some` (Documentation/accounting/psi.rst; systemd-oomd kills at 60
 /// percent).
 fn judge_pressure(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let pressure = require("/proc/pressure/memory", &facts.pressure)?;
@@ -283,11 +282,11 @@ fn judge_pressure(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Rule
     };
     Ok(rule
         .finding(verdict, "tasks wait for memory", value)
-        .remedy(["# see who holds it and what merging would free, then move or stop something:", "pagefold account"])
+        .remedy(["# see which processes use it and what merging saves, then move or stop some:", "pagefold account"])
         .verify("awk '/^full/ { split($3, a, \"=\"); exit a[2] >= 1 }' /proc/pressure/memory"))
 }
 
-/// Half of the swap in use is a warning: there is little left to give way with.
+/// Half of the swap in use is a warning: little is left for reclaim.
 fn judge_swap(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let total = *require("SwapTotal", &facts.memory.swap_total)?;
     let free = *require("SwapFree", &facts.memory.swap_free)?;
@@ -301,6 +300,6 @@ fn judge_swap(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResu
     }
     Ok(rule
         .warn("most of the swap is in use", value)
-        .remedy(["# see whose memory could be merged instead:", "pagefold census --all"])
+        .remedy(["# see which memory could be merged instead:", "pagefold census --all"])
         .verify("awk '/^SwapTotal/ { t = $2 } /^SwapFree/ { f = $2 } END { exit 2 * f < t }' /proc/meminfo"))
 }

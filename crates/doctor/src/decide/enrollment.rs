@@ -1,4 +1,4 @@
-//! Who is enrolled, who is not, and what keeps memory from being enrolled.
+//! Which processes are enrolled, which are not, and what keeps memory from being enrolled.
 
 use super::host_processes::{HostProcesses, ineligible_bytes, is_at_least_percent, process_count_text, total};
 use super::settings::{anything_enrolled, ksm};
@@ -13,8 +13,8 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-enrolled",
             source: "/proc/*/smaps (mg), /proc/*/ksm_stat",
-            why: "ksmd looks only at memory that its owner has enrolled: with madvise(MADV_MERGEABLE), as QEMU does \
-                  for guest RAM, or for the whole process with prctl(PR_SET_MEMORY_MERGE).",
+            why: "ksmd scans only memory that its process has enrolled: with madvise(MADV_MERGEABLE), as QEMU does for \
+                  guest RAM, or for the whole process with prctl(PR_SET_MEMORY_MERGE).",
             needs_ksm: true,
         },
         judge: judge_enrolled,
@@ -23,8 +23,8 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-ineligible",
             source: "/proc/*/smaps (VmFlags)",
-            why: "KSM takes private anonymous pages only; of shared memory, hugetlb pages and secret memory nothing \
-                  is merged, enrolled or not.",
+            why: "KSM merges private anonymous pages only. It never merges shared memory, hugetlb pages or secret \
+                  memory, enrolled or not.",
             needs_ksm: true,
         },
         judge: judge_ineligible,
@@ -45,22 +45,22 @@ pub(super) const RULES: &[HostRule] = &[
 ];
 
 pub(super) const SECCOMP_WHY: &str = "\
-     A seccomp filter may refuse madvise and prctl, or kill who calls them. Such a process must enrol itself before \
-     the filter is set, or be started enrolled; a system call injected into it needs PTRACE_O_SUSPEND_SECCOMP.";
+     A seccomp filter may refuse madvise and prctl, or kill the caller. Such a process must enroll itself before the \
+     filter is set, or be started enrolled; a system call injected into it needs PTRACE_O_SUSPEND_SECCOMP.";
 
 pub(super) const PRCTL_EXEC_WHY: &str = "\
-     PR_SET_MEMORY_MERGE is inherited by fork, and by exec since 6.7. Until 2025 ksmd cleared it when it came to a \
-     new process before that had any memory (fixed by \"mm/ksm: fix exec/fork inheritance support for prctl\", 6.19 \
-     and stable), and the process is then not enrolled.";
+     PR_SET_MEMORY_MERGE is inherited by fork, and by exec since 6.7. Until 2025 ksmd cleared it when it scanned a new \
+     process before that had any memory (fixed by \"mm/ksm: fix exec/fork inheritance support for prctl\", 6.19 and \
+     stable), and the process is then not enrolled.";
 
-/// A command that starts a program enrolled, whatever it is and without a service manager. It needs no more than the
-/// C library; exec keeps the flag from 6.7 on.
+/// A command that starts any program enrolled, without a service manager. It needs only the C library; exec keeps the
+/// flag from 6.7 on.
 pub(super) const START_ENROLLED_COMMAND: &str = "python3 -c 'import ctypes,os,sys; \
     ctypes.CDLL(None).prctl(67,1,0,0,0) and sys.exit(\"refused\"); \
     os.execvp(sys.argv[1],sys.argv[1:])' PROGRAM ARGUMENTS";
 
-/// Nothing enrolled while ksmd is on is a failure: somebody turned it on for merging, and it sleeps. While it is off
-/// nobody expects anything.
+/// If nothing is enrolled while ksmd is on, that is a failure: the operator turned it on for merging, and it merges
+/// nothing. While it is off, no merging is expected.
 fn judge_enrolled(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let count = fleet.enrolled().count();
     let bytes = fleet.sum(|p| if p.is_enrolled() == Ok(true) { p.mergeable() } else { Bytes::ZERO });
@@ -84,7 +84,7 @@ fn judge_enrolled(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> 
         .verify("grep -q -s 'ksm_mergeable: yes' /proc/[0-9]*/ksm_stat"))
 }
 
-/// Memory that KSM cannot take, by reason, over all the regions given.
+/// Memory that KSM cannot merge, by reason, over all given regions.
 pub(super) fn ineligible_bytes_by_reason<'a>(
     processes: impl Iterator<Item = &'a ProcessFacts>,
 ) -> BTreeMap<Ineligible, Bytes> {
@@ -97,9 +97,9 @@ pub(super) fn ineligible_bytes_by_reason<'a>(
     sums
 }
 
-/// A tenth or more of the memory out of KSM's reach is a warning, never a failure: shared guest RAM or hugetlb pages
-/// are mostly chosen for good reasons, and the operator should know what they cost. Memory that several processes map
-/// is counted for each.
+/// A tenth or more of ineligible memory is a warning, never a failure. Shared guest RAM or hugetlb pages are mostly
+/// chosen for good reasons, and the operator should know what they cost. Memory that several processes map is counted
+/// for each.
 fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let sums = ineligible_bytes_by_reason(fleet.processes.iter().copied());
     let out = total(sums.values().copied());
@@ -113,7 +113,7 @@ fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> Ru
         return Ok(rule
             .warn(format!("{out} cannot be merged"), value)
             .remedy([
-                "# see region by region what it is: pagefold doctor --pid N. Guest RAM becomes eligible with",
+                "# see it by region: pagefold doctor --pid N. Guest RAM becomes eligible with",
                 "# -object memory-backend-ram (no share=on, no hugetlb) or, in libvirt, without <memoryBacking>",
                 "# <source type='memfd'/>, <access mode='shared'/>, <hugepages/>",
             ])
@@ -123,8 +123,8 @@ fn judge_ineligible(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> Ru
     Ok(rule.ok("little memory is out of KSM's reach", value))
 }
 
-/// Filters are everywhere in containers and no fault. They are worth a warning where much memory that could merge
-/// belongs to processes which are neither enrolled nor easy to enrol.
+/// Filters are common in containers and no fault. They are a warning if much mergeable memory belongs to processes that
+/// are neither enrolled nor easy to enroll.
 fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let behind: Vec<_> = fleet
         .processes
@@ -145,7 +145,7 @@ fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleR
             .verify("grep -q -s 'ksm_merge_any: yes' /proc/[0-9]*/ksm_stat"));
     }
     fleet.require_readable("seccomp mode", |p| p.process.seccomp.clone())?;
-    fleet.require_readable("enrolment", ProcessFacts::is_enrolled)?;
+    fleet.require_readable("enrollment", ProcessFacts::is_enrolled)?;
     Ok(rule.ok("seccomp keeps little memory from being enrolled", value))
 }
 
@@ -154,14 +154,14 @@ pub(super) fn lacks_parent_merge_flag(facts: &ProcessFacts) -> Reading<bool> {
     match (&facts.parent_merge_any, &facts.process.ksm.merge_any) {
         (Ok(false), _) | (_, Ok(true)) => Ok(false),
         (Ok(true), Ok(false)) => Ok(true),
-        // Without a parent that lives, nothing was passed on that could have been lost.
+        // Without a living parent, no inherited flag can have been lost.
         (Err(Absent::Vanished), Ok(false)) => Ok(false),
         (_, Err(absent)) | (Err(absent), _) => Err(absent.clone()),
     }
 }
 
-/// A warning, for the parent may as well have enrolled itself after it started the child, or the child may have
-/// declined.
+/// A warning only: the parent may have enrolled itself after it started the child, or the child may have unenrolled
+/// itself.
 fn judge_prctl_exec(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let lost: Vec<_> =
         fleet.processes.iter().filter(|p| lacks_parent_merge_flag(p) == Ok(true)).map(|p| p.name()).collect();
@@ -177,14 +177,14 @@ fn judge_prctl_exec(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -
             format!("{}; kernel {release}", join_first_names(&lost)),
         )
         .remedy([
-            "# ask for each: pagefold doctor --pid N",
+            "# check each one: pagefold doctor --pid N",
             "# keep ksmd off while they start, or start each with",
             START_ENROLLED_COMMAND,
         ])
         .verify("pagefold doctor"))
 }
 
-/// The first few of a list, and how many more there are.
+/// The first few names of a list, and the number of the others.
 pub(super) fn join_first_names(names: &[String]) -> String {
     let shown = names.iter().take(5).cloned().collect::<Vec<_>>().join(", ");
     if names.len() > 5 { format!("{shown} and {} more", names.len() - 5) } else { shown }

@@ -7,13 +7,13 @@ use pagefold_base::reading::{Absent, Reading};
 use pagefold_base::region::{Ineligible, Region, VmFlags};
 use pagefold_base::units::{Bytes, PageSize, Pages};
 
-/// The processes that have memory, in the order of their identity.
+/// The processes that have memory, sorted by pid and start time.
 pub(super) struct HostProcesses<'a> {
     pub processes: Vec<&'a ProcessFacts>,
 }
 
 impl ProcessFacts {
-    /// Whether ksmd looks at it: the process as a whole (prctl) or at least one region (madvise) is enrolled.
+    /// Whether ksmd scans it: the whole process (prctl) or at least one region (madvise) is enrolled.
     pub(super) fn is_enrolled(&self) -> Reading<bool> {
         if self.process.ksm.merge_any == Ok(true) || self.process.ksm.mergeable == Ok(true) {
             return Ok(true);
@@ -24,27 +24,27 @@ impl ProcessFacts {
         }
     }
 
-    /// Bytes that are enrolled and that KSM can take; 0 where the regions cannot be read.
+    /// Enrolled bytes that KSM can merge; 0 if the regions cannot be read.
     pub(super) fn mergeable(&self) -> Bytes {
         self.sum(|region| if is_mergeable(region) { region.anonymous } else { Bytes::ZERO })
     }
 
-    /// The part of [`Self::mergeable`] that is in huge pages.
+    /// The part of [`Self::mergeable`] in huge pages.
     pub(super) fn mergeable_huge(&self) -> Bytes {
         self.sum(|region| if is_mergeable(region) { region.anon_huge } else { Bytes::ZERO })
     }
 
-    /// Bytes that KSM could take, enrolled or not.
+    /// Bytes that KSM could merge, enrolled or not.
     pub(super) fn eligible(&self) -> Bytes {
         self.sum(|region| if region.ineligible().is_none() { region.anonymous } else { Bytes::ZERO })
     }
 
-    /// The setting by which its owner forbids merging, where it is a virtual machine.
+    /// The setting by which a virtual machine's owner forbids merging.
     pub(super) fn opt_out(&self) -> Option<String> {
         self.process.identity.vm.as_ref()?.opt_out()
     }
 
-    /// Whether its owner forbids merging of all its memory, so that QEMU itself enrols none.
+    /// Whether its owner forbids merging of all its memory, so that QEMU itself enrolls none.
     pub(super) fn forbids_all(&self) -> bool {
         self.opt_out().is_some()
             && self.process.identity.vm.as_ref().is_some_and(|vm| {
@@ -52,7 +52,7 @@ impl ProcessFacts {
             })
     }
 
-    /// Whether it is left alone for what it holds, and not for what its owner says.
+    /// Whether it is excluded for the secrets it holds, and not by its owner's setting.
     pub(super) fn holds_secrets(&self) -> bool {
         self.exclusion_reason.is_some() && self.opt_out().is_none()
     }
@@ -61,10 +61,10 @@ impl ProcessFacts {
         total(self.regions.iter().flatten().map(bytes))
     }
 
-    /// For people: name and number. No process has the number 0: that stands for those that are not even listed.
+    /// Name and pid for reports. No process has pid 0: it stands for processes that are not listed.
     pub(super) fn name(&self) -> String {
         if self.process.id.pid.0 == 0 {
-            return "processes that are hidden".to_owned();
+            return "hidden processes".to_owned();
         }
         format!("{} ({})", self.process.comm.escape_debug(), self.process.id.pid)
     }
@@ -74,11 +74,11 @@ fn is_mergeable(region: &Region) -> bool {
     region.flags.has(VmFlags::MERGEABLE) && region.ineligible().is_none()
 }
 
-/// Why KSM cannot take the memory of a region, and how much memory that is. `None` where it can, and for what is no
-/// memory of the process's own: device registers, and files, which the page cache shares already.
+/// Why KSM cannot merge the memory of a region, and how much memory that is. `None` if it can, and for memory that is
+/// not the process's own: device registers, and files, which the page cache shares already.
 pub(super) fn ineligible_bytes(facts: &ProcessFacts, region: &Region) -> Option<(Ineligible, Bytes)> {
     let why = region.ineligible()?;
-    // Guest RAM may be any file, where a backend of the machine is shared.
+    // Guest RAM may be any file if a memory backend of the machine is shared.
     let shares = facts.process.identity.vm.iter().flat_map(|vm| &vm.backends).any(|backend| backend.share);
     let bytes = match why {
         Ineligible::Hugetlb => region.hugetlb,
@@ -89,26 +89,26 @@ pub(super) fn ineligible_bytes(facts: &ProcessFacts, region: &Region) -> Option<
     (bytes > Bytes::ZERO).then_some((why, bytes))
 }
 
-/// Whether a shared mapping of that name is memory and no file: memfd, POSIX and System V shared memory, anonymous
-/// shared memory (mm/shmem.c `shmem_zero_setup`, ipc/shm.c `newseg`), and the folders where libvirt and QEMU keep
-/// guest RAM.
+/// Whether a shared mapping with this name is memory rather than a file: memfd, POSIX and System V shared memory,
+/// anonymous shared memory (mm/shmem.c `shmem_zero_setup`, ipc/shm.c `newseg`), and the folders where libvirt and QEMU
+/// keep guest RAM.
 fn is_memory_object(name: &str) -> bool {
     ["/memfd:", "/dev/shm/", "/dev/zero", "/SYSV", "/run/shm/", "/var/lib/libvirt/qemu/ram/"]
         .iter()
         .any(|prefix| name.starts_with(prefix))
 }
 
-/// A sum that saturates.
+/// Saturating sum.
 pub(super) fn total(values: impl Iterator<Item = Bytes>) -> Bytes {
     values.fold(Bytes::ZERO, |sum, value| Bytes(sum.0.saturating_add(value.0)))
 }
 
-/// The bytes of so many pages; saturates.
+/// The size of these pages in bytes; saturates.
 pub(super) fn bytes_of(page_size: PageSize, pages: Pages) -> Bytes {
     Bytes(pages.0.saturating_mul(page_size.bytes()))
 }
 
-/// Whether `part` is at least `percent` of `whole`, and not nothing.
+/// Whether `part` is at least `percent` of `whole`, and not zero.
 pub(super) fn is_at_least_percent(part: u64, whole: u64, percent: u64) -> bool {
     part > 0 && u128::from(part) * 100 >= u128::from(whole) * u128::from(percent)
 }
@@ -124,13 +124,13 @@ impl<'a> HostProcesses<'a> {
         self.processes.iter().copied().filter(|p| p.is_enrolled() == Ok(true))
     }
 
-    /// Sum of something over the processes.
+    /// Saturating sum over the processes.
     pub fn sum(&self, bytes: impl Fn(&ProcessFacts) -> Bytes) -> Bytes {
         total(self.processes.iter().map(|p| bytes(p)))
     }
 
-    /// Fails if a process that may matter could not be read: `read` gives the reading that the rule needs of each.
-    /// Processes that went away do not matter.
+    /// Fails if a relevant process could not be read; `read` returns the reading that the rule needs of each process.
+    /// Processes that have exited are not relevant.
     pub fn require_readable<T>(
         &self,
         what: &str,
@@ -140,24 +140,24 @@ impl<'a> HostProcesses<'a> {
         let unseen: Vec<_> = unseen.filter(|(_, absent)| *absent != Absent::Vanished).collect();
         let Some((first, _)) = unseen.first() else { return Ok(()) };
         let who = if unseen.len() == 1 { first.name() } else { process_count_text(unseen.len()) };
-        // The least reason of all, so that the order of the processes does not show.
+        // The smallest reason, so that the result does not depend on the order of processes.
         let absent = unseen.iter().map(|(_, absent)| absent).min().cloned().unwrap_or(Absent::Denied);
         Err(MissingReading { reading_name: format!("{what} of {who}"), absent })
     }
 }
 
-/// So many processes, for people.
+/// Number of processes, as text.
 pub(super) fn process_count_text(count: usize) -> String {
     if count == 1 { "1 process".to_owned() } else { format!("{count} processes") }
 }
 
-/// Kernel threads and the dead have no memory.
+/// Kernel threads and zombies have no memory.
 pub(super) fn has_memory(facts: &ProcessFacts) -> bool {
     !facts.process.kernel_thread && !facts.process.is_zombie()
 }
 
-/// Pages that ksmd has metadata for: `pages_volatile` is defined as the rest of them (mm/ksm.c,
-/// `pages_volatile_show`), so that the four sum to `ksm_rmap_items`.
+/// Pages for which ksmd has metadata. `pages_volatile` is defined as the remainder (mm/ksm.c, `pages_volatile_show`),
+/// so the four counters sum to `ksm_rmap_items`.
 pub(super) fn tracked(ksm: &pagefold_base::ksm::Ksm) -> Result<Pages, MissingReading> {
     let readings = [
         ("pages_shared", &ksm.pages_shared),
@@ -170,15 +170,15 @@ pub(super) fn tracked(ksm: &pagefold_base::ksm::Ksm) -> Result<Pages, MissingRea
         .try_fold(Pages::ZERO, |sum, (name, reading)| Ok(Pages(sum.0.saturating_add(*super::require(name, reading)?))))
 }
 
-/// How much ksmd has to look at.
+/// The memory that ksmd has to scan.
 pub(super) struct ScanWorkload {
     pub pages: Pages,
-    /// Whether it is all, and not merely what could be seen.
+    /// An error if some processes could not be read, so that the number is a lower bound.
     pub complete: Result<(), MissingReading>,
 }
 
-/// The larger of what the readable processes have enrolled and what ksmd has metadata for. The latter is everybody's
-/// once a pass is complete, also where the regions of others may not be read.
+/// The larger of the enrolled memory of readable processes and the pages with ksmd metadata. The latter covers all
+/// processes once a pass is complete, even those whose regions cannot be read.
 pub(super) fn workload(facts: &HostFacts, fleet: &HostProcesses) -> Result<ScanWorkload, MissingReading> {
     let ksm = super::require("/sys/kernel/mm/ksm", &facts.ksm)?;
     let seen = facts.page_size.pages_in(fleet.sum(ProcessFacts::mergeable));

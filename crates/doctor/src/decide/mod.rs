@@ -1,19 +1,19 @@
 //! The rules behind `pagefold doctor`: why is nothing merging, and what is wrong with how this host merges?
 //!
-//! [`examine_host`] judges the host, [`examine_process`] answers for one process. A rule is a function from facts to a
-//! [`Finding`]; it asks for each reading it needs, and a reading that is absent makes the finding
-//! [`Verdict::Unknown`] with the reason, so that no rule can call healthy what it has not seen. Where the absence is
-//! itself the answer (a feature this kernel does not have) the verdict is [`Verdict::NotApplicable`].
+//! [`examine_host`] judges the host, [`examine_process`] judges one process. A rule is a function from facts to a
+//! [`Finding`]. It asks for each reading it needs. An absent reading makes the finding [`Verdict::Unknown`] with the
+//! reason, so that no rule reports as healthy what it has not read. If the absence itself is the answer (a feature that
+//! this kernel lacks), the verdict is [`Verdict::NotApplicable`].
 //!
-//! The rules mirror mm/ksm.c and Documentation/admin-guide/mm/ksm.rst as of 6.18; what differs in older kernels is
-//! said at each rule. They are grouped by what a finding is about: KSM's settings, who is enrolled, programs that write
-//! the settings, the cost to memory and CPU, and security.
+//! The rules mirror mm/ksm.c and Documentation/admin-guide/mm/ksm.rst as of 6.18; differences in older kernels are
+//! stated at each rule. They are grouped by subject: KSM's settings, enrolled processes, programs that write the
+//! settings, the cost in memory and CPU time, and security.
 //!
-//! Names that processes give themselves go into a command only if no shell could take them for anything else, and into
-//! titles and values escaped.
+//! Names that processes give themselves are put into a command only if no shell can misinterpret them. In titles and
+//! values they are escaped.
 //!
-//! Limits: facts are one moment. Rates since boot are averages, and the counters of merged pages are those of ksmd's
-//! last scan.
+//! Limits: facts are from one point in time. Rates since boot are averages, and the counters of merged pages are those
+//! of ksmd's last scan.
 
 mod cost;
 mod enrollment;
@@ -40,7 +40,7 @@ use pagefold_base::units::{PageSize, ProcessId};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// What the rules read of a host.
+/// Facts that the rules read of a host.
 #[derive(Clone, Debug, PartialEq)]
 pub struct HostFacts {
     /// The size of a base page.
@@ -59,12 +59,13 @@ pub struct HostFacts {
     pub thp_enabled: Reading<String>,
     /// NUMA nodes with memory (`/sys/devices/system/node/has_memory`).
     pub nodes: Reading<u32>,
-    /// What ksmd has cost since boot.
+    /// CPU time of ksmd since boot.
     pub ksmd: Reading<KsmdCpuTime>,
-    /// Programs that write KSM's settings, as [`identify_tuner`] finds them among the processes.
+    /// Programs that write KSM's settings, found among the processes by
+    /// [`identify_tuner`](pagefold_host::observe::identify_tuner).
     pub tuners: Reading<Vec<Tuner>>,
-    /// Settings of KSM that somebody changed while the facts were gathered, each with its values: `run: 1, then 0`.
-    /// What the advisor sets is not among them while it is on.
+    /// Settings of KSM that changed while the facts were gathered, each with its values: `run: 1, then 0`. While the
+    /// advisor is on, the settings that it changes are not included.
     pub rewritten_settings: Vec<String>,
     /// All processes, in any order.
     pub processes: Vec<ProcessFacts>,
@@ -79,33 +80,33 @@ pub struct KsmdCpuTime {
     pub uptime_seconds: f64,
 }
 
-/// What the rules read of a process.
+/// Facts that the rules read of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ProcessFacts {
-    /// Who it is.
+    /// The process.
     pub process: Process,
     /// `/proc/PID/smaps`.
     pub regions: Reading<Vec<Region>>,
     /// The trust domain it belongs to.
     pub domain: TrustDomain,
-    /// Why it is to be left alone, if it is: see [`pagefold_base::exclusion`].
+    /// Why it is excluded from merging, if it is: see [`pagefold_base::exclusion`].
     pub exclusion_reason: Option<String>,
-    /// `ksm_merge_any` of its parent (`/proc/PPID/ksm_stat`): what it should have inherited.
+    /// `ksm_merge_any` of its parent (`/proc/PPID/ksm_stat`): the flag that it should have inherited.
     pub parent_merge_any: Reading<bool>,
 }
 
-/// How a rule judges, from the least to the worst.
+/// Verdict of a rule, from the least to the most severe.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Verdict {
-    /// There is nothing here that the rule could judge.
+    /// There is nothing that the rule could judge.
     NotApplicable,
-    /// As it should be.
+    /// No problem found.
     Ok,
-    /// What would decide could not be read.
+    /// A required reading is missing.
     Unknown,
-    /// Worth a decision: it costs something, or risks something, or will not do what was probably meant.
+    /// The operator should decide: it has a cost or a risk, or does not work as probably intended.
     Warn,
-    /// It defeats what merging is for, or harms the host now.
+    /// It prevents merging, or harms the host now.
     Fail,
 }
 
@@ -121,7 +122,7 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// What a finding is about.
+/// Subject of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Scope {
     /// The host.
@@ -130,25 +131,25 @@ pub enum Scope {
     Process(ProcessId),
 }
 
-/// What a rule found.
+/// Result of a rule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
     /// The rule's id, stable over versions.
     pub rule: &'static str,
-    /// What it is about.
+    /// The host or process that it is about.
     pub scope: Scope,
-    /// The judgement.
+    /// The verdict.
     pub verdict: Verdict,
-    /// The finding in one phrase.
+    /// Summary in one phrase.
     pub title: String,
     /// The file that was read.
     pub source: String,
-    /// What was read in it.
+    /// The value that was read.
     pub value: String,
     /// Why it matters.
     pub why: &'static str,
-    /// Shell commands to run as root, one each; lines that begin with `#` say what no command can do. Empty where
-    /// there is nothing to do.
+    /// Shell commands to run as root, one per line; lines that start with `#` are instructions that no command can
+    /// replace. Empty if there is nothing to do.
     pub remedy: Vec<String>,
     /// A shell command that succeeds once the remedy has worked.
     pub verify: Option<String>,
@@ -170,7 +171,7 @@ pub fn examine_host(facts: &HostFacts) -> Vec<Finding> {
     worst_first(findings.collect())
 }
 
-/// Answer for one process of the host why its memory is not merging, worst first.
+/// Judge one process of the host: why its memory is not merging. Worst findings first.
 pub fn examine_process(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
     worst_first(process::examine(host, facts))
 }
@@ -180,13 +181,13 @@ fn worst_first(mut findings: Vec<Finding>) -> Vec<Finding> {
     findings
 }
 
-/// What all findings of a rule share.
+/// Fields common to all findings of a rule.
 struct RuleInfo {
     id: &'static str,
-    /// The file it reads, with `PID` where the process's number belongs.
+    /// The file that the rule reads, with `PID` in place of the pid.
     source: &'static str,
     why: &'static str,
-    /// Whether the rule has nothing to judge on a kernel without KSM.
+    /// Whether the rule does not apply to a kernel without KSM.
     needs_ksm: bool,
 }
 
@@ -196,16 +197,16 @@ struct HostRule {
     judge: fn(&RuleInfo, &HostFacts, &HostProcesses) -> RuleResult,
 }
 
-/// A finding, or the reading that keeps the rule from one.
+/// A finding, or the missing reading that prevents one.
 type RuleResult = Result<Finding, MissingReading>;
 
-/// A reading that a rule cannot do without.
+/// A reading that a rule needs and that is absent.
 struct MissingReading {
     reading_name: String,
     absent: Absent,
 }
 
-/// The value of a reading, or what is missing for want of it.
+/// The value of a reading, or the error that it is missing.
 fn require<'a, T>(what: &str, reading: &'a Reading<T>) -> Result<&'a T, MissingReading> {
     reading.as_ref().map_err(|absent| MissingReading { reading_name: what.to_owned(), absent: absent.clone() })
 }
@@ -241,7 +242,7 @@ impl RuleInfo {
         self.finding(Verdict::NotApplicable, title, value)
     }
 
-    /// The finding for want of a reading; `again` is the command that asks anew, for more privilege.
+    /// The finding for a missing reading; `again` is the command to repeat with more privilege.
     fn unknown(&self, missing: &MissingReading, again: &str) -> Finding {
         let MissingReading { reading_name: what, absent } = missing;
         let finding = self.finding(Verdict::Unknown, format!("cannot tell: {what}"), format!("{what}: {absent}"));
@@ -261,12 +262,12 @@ impl Finding {
     }
 }
 
-/// The command that writes a setting of KSM.
+/// The command that writes a KSM setting.
 fn set_command(file: &str, value: impl fmt::Display) -> String {
     format!("echo {value} > /sys/kernel/mm/ksm/{file}")
 }
 
-/// The command that succeeds when a setting of KSM has a value.
+/// The command that succeeds if a KSM setting has this value.
 fn is_set_command(file: &str, value: impl fmt::Display) -> String {
     format!("grep -x {value} /sys/kernel/mm/ksm/{file}")
 }

@@ -1,27 +1,27 @@
-//! How long ksmd takes for a full pass, and the settings for a pass of a given length.
+//! Duration of a full pass of ksmd, and the settings for a pass of a given duration.
 
 use pagefold_base::units::Pages;
 
-/// Microseconds of CPU for each page that ksmd looks at. mm/ksm.c gives no figure; ksmd's CPU time over
-/// `pages_scanned` was 3.5 to 4.0 us for 64 and 256 MiB of random pages on 6.18 (x86-64, 2 CPUs). Merging a page takes
-/// up to 10 us, and cold memory more.
+/// Microseconds of CPU time per page that ksmd scans. mm/ksm.c gives no figure; ksmd's CPU time over `pages_scanned`
+/// was 3.5 to 4.0 us for 64 and 256 MiB of random pages on 6.18 (x86-64, 2 CPUs). Merging a page takes up to 10 us, and
+/// cold memory more.
 pub const SCAN_MICROSECONDS_PER_PAGE: f64 = 4.0;
 
-/// Seconds that ksmd takes at least to look at so many pages once; `None` if it looks at none.
+/// Minimum duration in seconds of a scan of this many pages; `None` if ksmd scans no pages.
 ///
-/// `ksm_scan_thread` (mm/ksm.c) looks at `pages_to_scan` pages and then sleeps `sleep_millisecs`, over and over; the
-/// last batch of a pass ends early and sleeps too. Hence ceil(pages / pages_to_scan) sleeps and
-/// [`SCAN_MICROSECONDS_PER_PAGE`] for each page. Pages that smart scan skips are not counted against a batch
-/// (`scan_get_next_rmap_item`), so later passes over memory that does not merge are shorter, down to a ninth. The
-/// sleep is rounded up to the kernel's tick and ksmd waits for a CPU: on two busy CPUs at 250 Hz, passes at 100/20,
-/// 2000/20 and 5000/20 took 1.26, 1.41 and 1.21 times as long as this says.
+/// `ksm_scan_thread` (mm/ksm.c) scans `pages_to_scan` pages and then sleeps `sleep_millisecs`, in a loop; the last
+/// batch of a pass ends early and sleeps too. Hence ceil(pages / pages_to_scan) sleeps and
+/// [`SCAN_MICROSECONDS_PER_PAGE`] per page. Pages that smart scan skips do not count against a batch
+/// (`scan_get_next_rmap_item`), so later passes over memory that does not merge are shorter, down to a ninth. The sleep
+/// is rounded up to the kernel's tick, and ksmd waits for a CPU. On two busy CPUs at 250 Hz, passes at 100/20, 2000/20
+/// and 5000/20 took 1.26, 1.41 and 1.21 times as long as this formula says.
 pub fn pass_seconds(pages: Pages, pages_to_scan: u64, sleep_millisecs: u64) -> Option<f64> {
     let batches = pages.0.div_ceil((pages_to_scan > 0).then_some(pages_to_scan)?);
     Some(batches as f64 * sleep_millisecs as f64 / 1e3 + pages.0 as f64 * SCAN_MICROSECONDS_PER_PAGE / 1e6)
 }
 
-/// The smallest `pages_to_scan`, in hundreds, for a pass within `target` seconds, and never more than keeps ksmd busy
-/// half the time. `None` where a longer batch changes nothing, because ksmd does not sleep.
+/// The smallest `pages_to_scan`, in hundreds, for a pass within `target_seconds`, limited so that ksmd is busy at most
+/// half of the time. `None` if ksmd does not sleep, so that a longer batch changes nothing.
 ///
 /// Solves [`pass_seconds`] for `pages_to_scan`: pages x sleep / (target - pages x cost); ksmd is busy half the time
 /// at sleep / cost.
@@ -35,7 +35,7 @@ pub fn pages_to_scan_for(pages: Pages, sleep_millisecs: u64, target_seconds: f64
     Some(u64::from((wanted.min(half) / 100.0).ceil().max(1.0).min(f64::from(u32::MAX / 100)) as u32) * 100)
 }
 
-/// A duration for people.
+/// A duration as text.
 pub(super) fn format_duration(seconds: f64) -> String {
     match seconds {
         s if s < 120.0 => format!("{s:.1} s"),
@@ -77,7 +77,7 @@ mod tests {
             let proposed = pages_to_scan_for(Pages(pages), sleep, target).unwrap();
             let seconds = pass_seconds(Pages(pages), proposed, sleep).unwrap();
             let half = sleep as f64 / 1e3 / (SCAN_MICROSECONDS_PER_PAGE / 1e6);
-            // One more sleep than the continuous formula has, for the batch that is not full.
+            // One more sleep than in the continuous formula, for the last partial batch.
             prop_assert!(seconds <= target + sleep as f64 / 1e3 || proposed as f64 >= half);
             prop_assert!(proposed as f64 <= half + 100.0);
         }

@@ -1,7 +1,7 @@
-//! One process: why is nothing of it merging?
+//! One process: why is none of its memory merging?
 //!
-//! Asking for one process says that it should merge; what would be a warning for the host is therefore a failure here
-//! where nothing of the process can merge for it.
+//! The operator asks about one process because it should merge. So a warning for the host is a failure here if it
+//! prevents all merging in the process.
 
 use super::cost::has_settled;
 use super::enrollment::{
@@ -30,7 +30,7 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
         process_rule(
             "process-run",
             "/sys/kernel/mm/ksm/run",
-            "ksmd merges only while run is 1; what is enrolled waits until then.",
+            "ksmd merges only while run is 1; enrolled memory waits until then.",
         ),
         judge_run,
     ),
@@ -38,8 +38,8 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
         process_rule(
             "process-enrolled",
             "/proc/PID/smaps (mg), /proc/PID/ksm_stat",
-            "ksmd looks only at memory that is enrolled, by madvise(MADV_MERGEABLE) of the process itself or by \
-             prctl(PR_SET_MEMORY_MERGE) of it or of who started it.",
+            "ksmd scans only memory that is enrolled: by madvise(MADV_MERGEABLE) in the process itself, or by \
+             prctl(PR_SET_MEMORY_MERGE) in it or in its parent.",
         ),
         judge_enrolled,
     ),
@@ -47,7 +47,7 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
         process_rule(
             "process-mem-merge",
             "/proc/PID/cmdline",
-            "QEMU enrols guest RAM by itself unless mem-merge=off or merge=off forbids it (libvirt: <nosharepages/>).",
+            "QEMU enrolls guest RAM by itself unless mem-merge=off or merge=off forbids it (libvirt: <nosharepages/>).",
         ),
         judge_mem_merge,
     ),
@@ -59,8 +59,8 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
         process_rule(
             "process-pinned",
             "/proc/PID/status (VmPin), /proc/PID/cmdline",
-            "ksmd passes over a page that a driver has pinned, since the device would go on with the old frame: a \
-             device that is passed through pins all guest RAM.",
+            "ksmd skips a page that a driver has pinned, since the device would keep using the old frame. A \
+             passed-through device pins all guest RAM.",
         ),
         judge_pinned,
     ),
@@ -70,9 +70,9 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
         process_rule(
             "process-scanned",
             "/proc/PID/ksm_stat (ksm_rmap_items)",
-            "ksmd comes to the processes in turn, and merges a page when it comes to it for the second time. \
-             From 6.7 to 6.9 it never came to a process that had inherited the prctl flag over exec (\"mm/ksm: fix ksm \
-             exec support for prctl\", 6.10 and stable).",
+            "ksmd scans the processes in turn, and merges a page in its second scan at the earliest. From 6.7 to 6.9 \
+             it never scanned a process that had inherited the prctl flag over exec (\"mm/ksm: fix ksm exec support \
+             for prctl\", 6.10 and stable).",
         ),
         judge_scanned,
     ),
@@ -80,8 +80,8 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
         process_rule(
             "process-merging",
             "/proc/PID/ksm_stat (ksm_merging_pages, ksm_zero_pages), /proc/PID/smaps (KSM)",
-            "Where ksmd has looked and merged nothing, there may be nothing equal to merge, or it changes between two \
-             passes. A census tells which.",
+            "If ksmd has scanned the process and merged nothing, there may be no duplicates, or they change between \
+             two passes. A census tells which.",
         ),
         judge_merging,
     ),
@@ -89,7 +89,7 @@ const PROCESS_RULES: [(RuleInfo, ProcessJudge); 11] = [
         process_rule(
             "process-profit",
             "/proc/PID/ksm_stat (ksm_process_profit)",
-            "64 bytes of metadata for each page that ksmd looks at: below one merged page in 64, the process costs \
+            "ksmd keeps 64 bytes of metadata for each page it scans: below one merged page in 64, the process costs \
              memory.",
         ),
         judge_profit,
@@ -134,7 +134,7 @@ pub(super) fn examine(host: &HostFacts, facts: &ProcessFacts) -> Vec<Finding> {
     findings
 }
 
-/// The remedy that enrols the process: by its own means where it has them, otherwise from outside, and never past a
+/// The remedy that enrolls the process: by its own means where it has them, otherwise from outside, and never past a
 /// seccomp filter.
 fn enroll_remedy(facts: &ProcessFacts) -> Vec<String> {
     let pid = facts.process.id.pid;
@@ -150,7 +150,7 @@ fn enroll_remedy(facts: &ProcessFacts) -> Vec<String> {
     }
 }
 
-/// The remedy that takes the process out of KSM, with the same care.
+/// The remedy that unenrolls the process, with the same care.
 fn unenroll_remedy(facts: &ProcessFacts) -> Vec<String> {
     let process = &facts.process;
     match &process.identity.vm {
@@ -159,18 +159,18 @@ fn unenroll_remedy(facts: &ProcessFacts) -> Vec<String> {
             vec![format!("gdb -p {} -batch -ex 'call (int)prctl(67,0,0,0,0)'", process.id.pid)]
         }
         _ => {
-            vec!["# start it anew, not enrolled; where it enrols itself by madvise, its configuration may tell".into()]
+            vec!["# restart it without enrolling it; if it enrolls itself by madvise, see its configuration".into()]
         }
     }
 }
 
-/// Guest RAM is enrolled and withdrawn over QMP while the guest runs.
+/// Guest RAM is enrolled and unenrolled over QMP while the guest runs.
 fn qom_merge_commands(vm: &Vm, merge: bool) -> Vec<String> {
     let name = shell_safe_or(vm.name.as_deref().unwrap_or_default(), "NAME");
     let mut lines =
         vec!["# guest RAM without a backend of its own is /objects/pc.ram (machine types pc and q35)".to_owned()];
     if vm.control_socket.is_none() {
-        lines.push("# this taints the domain for libvirt (custom-monitor) until it is started anew:".to_owned());
+        lines.push("# this taints the domain for libvirt (custom-monitor) until it is restarted:".to_owned());
     }
     let ids: Vec<_> = vm.backends.iter().map(|backend| backend.id.as_str()).collect();
     for id in if ids.is_empty() { vec!["pc.ram"] } else { ids } {
@@ -194,7 +194,7 @@ fn socket_path(socket: &str) -> &str {
     shell_safe_or(socket.split(',').next().unwrap_or(socket), "SOCKET")
 }
 
-/// A name that somebody else gave, if a shell and JSON take it as it is; otherwise a word to put it for.
+/// A name from an untrusted source, if it is safe in a shell and in JSON; otherwise a placeholder.
 fn shell_safe_or<'a>(name: &'a str, otherwise: &'a str) -> &'a str {
     let safe = |c: char| c.is_ascii_alphanumeric() || "_./-".contains(c);
     if !name.is_empty() && !name.starts_with('-') && name.chars().all(safe) { name } else { otherwise }
@@ -205,10 +205,10 @@ fn enrollment_check_command(facts: &ProcessFacts) -> String {
 }
 
 fn require_enrolled(facts: &ProcessFacts) -> Result<bool, MissingReading> {
-    require("enrolment", &facts.is_enrolled()).copied()
+    require("enrollment", &facts.is_enrolled()).copied()
 }
 
-/// Stopped fails an enrolled process; to one that is not enrolled it does not matter yet.
+/// A stopped ksmd is a failure for an enrolled process; for one that is not enrolled it does not matter yet.
 fn judge_run(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     let run = *require("run", &ksm(host)?.run)?;
     let value = format!("run = {run}");
@@ -219,7 +219,8 @@ fn judge_run(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleRes
     Ok(rule.finding(verdict, "ksmd is off", value).remedy([set_command("run", 1)]).verify(is_set_command("run", 1)))
 }
 
-/// Not enrolled is a failure: nothing can merge. Enrolled for less than half of what could be is a warning.
+/// A process that is not enrolled is a failure: nothing can merge. One with less than half of its eligible memory
+/// enrolled is a warning.
 fn judge_enrolled(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if !require_enrolled(facts)? {
         return Ok(rule
@@ -241,36 +242,37 @@ fn judge_enrolled(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleR
     Ok(rule.ok("enrolled", value))
 }
 
-/// Off is a failure of what was asked here, and as the operator of the machine wanted it.
+/// Merging forbidden by the VM's owner is a failure here, although the owner intended it.
 fn judge_mem_merge(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     require("command line", &facts.process.arguments)?;
     let Some(vm) = facts.process.identity.vm.as_ref() else {
         return Ok(rule.not_applicable("no virtual machine", facts.name()));
     };
     if vm.monitor != Monitor::Qemu {
-        return Ok(rule.not_applicable("this monitor does not enrol guest RAM by itself", facts.name()));
+        return Ok(rule.not_applicable("this monitor does not enroll guest RAM by itself", facts.name()));
     }
     let off: Vec<_> = vm.backends.iter().filter(|backend| !backend.merge).map(|b| b.id.clone()).collect();
     let value = match (vm.mem_merge, off.as_slice()) {
-        (true, []) => return Ok(rule.ok("QEMU enrols guest RAM", "mem-merge=on")),
+        (true, []) => return Ok(rule.ok("QEMU enrolls guest RAM", "mem-merge=on")),
         (false, _) => "mem-merge=off".to_owned(),
         (true, off) => format!("merge=off of {}", off.join(", ")),
     };
-    // The property may have been set over QMP since.
+    // The property may have been changed over QMP since.
     let verdict = if facts.is_enrolled() == Ok(true) { Verdict::Warn } else { Verdict::Fail };
     Ok(rule
-        .finding(verdict, "its owner forbids merging: QEMU is told not to enrol guest RAM", value)
+        .finding(verdict, "its owner forbids merging: QEMU is told not to enroll guest RAM", value)
         .remedy(
-            ["# pagefold leaves it alone, but for --ignore-opt-out, and opted_out = false in the configuration."
+            ["# pagefold leaves it alone, except with --ignore-opt-out or opted_out = false in the configuration."
                 .to_owned()]
             .into_iter()
-            .chain(["# To have QEMU enrol it while it runs, if its owner agrees:".to_owned()])
+            .chain(["# To have QEMU enroll it while it runs, if its owner agrees:".to_owned()])
             .chain(qom_merge_commands(vm, true)),
         )
         .verify(enrollment_check_command(facts)))
 }
 
-/// Most of the memory out of reach is a failure, a tenth a warning. The regions are listed one by one below.
+/// If most of the memory is ineligible, that is a failure; a tenth is a warning. The regions are listed one by one
+/// below.
 fn judge_eligible(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     require("regions", &facts.regions)?;
     let sums = ineligible_bytes_by_reason([facts].into_iter());
@@ -291,7 +293,7 @@ fn judge_eligible(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleR
     Ok(rule.finding(verdict, title, value).remedy(remedy).verify(enrollment_check_command(facts)))
 }
 
-/// What would make memory of that kind eligible.
+/// How to make memory of this kind eligible.
 fn eligibility_remedy(why: Ineligible, facts: &ProcessFacts) -> Vec<String> {
     let vm = facts.process.identity.vm.as_ref();
     let text: &[&str] = match (why, vm.map(|vm| vm.monitor)) {
@@ -321,11 +323,11 @@ fn eligibility_remedy(why: Ineligible, facts: &ProcessFacts) -> Vec<String> {
     text.iter().map(|&line| line.to_owned()).collect()
 }
 
-/// Regions smaller than this are only in the sums.
+/// Smaller regions are only part of the sums.
 const MIN_LISTED_REGION_BYTES: Bytes = Bytes(1 << 20);
 
-/// A finding for each region of a MiB or more that KSM cannot take, the largest first: a warning each, for the failure
-/// is judged over all of them.
+/// A warning for each region of a MiB or more that KSM cannot merge, the largest first. The failure is judged over all
+/// regions.
 fn region_findings(facts: &ProcessFacts) -> Vec<Finding> {
     let mut out: Vec<(&Region, Ineligible, Bytes)> = facts
         .regions
@@ -347,12 +349,12 @@ fn region_findings(facts: &ProcessFacts) -> Vec<Finding> {
         .collect()
 }
 
-/// A device that is passed through fails a machine: all of its RAM is pinned. Other pinned memory is a warning where it
-/// is a tenth or more.
+/// A passed-through device is a failure for a VM: all of its RAM is pinned. Other pinned memory is a warning if it is a
+/// tenth or more.
 fn judge_pinned(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if facts.process.identity.vm.as_ref().is_some_and(|vm| vm.vfio) {
         return Ok(rule
-            .fail("a device that is passed through pins guest RAM", "VFIO device on the command line")
+            .fail("a passed-through device pins guest RAM", "VFIO device on the command line")
             .remedy(eligibility_remedy(Ineligible::Vfio, facts))
             .verify(format!("! tr '\\0' '\\n' < /proc/{}/cmdline | grep -q vfio", facts.process.id.pid)));
     }
@@ -367,21 +369,21 @@ fn judge_pinned(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleRes
             .remedy([remedy])
             .verify(format!("grep VmPin /proc/{}/status", facts.process.id.pid)));
     }
-    Ok(rule.ok("nothing worth mentioning is pinned", value))
+    Ok(rule.ok("little or no memory is pinned", value))
 }
 
-/// A failure where nothing is enrolled for it: the one who started the process wanted it to be. A warning where part of
-/// it is enrolled by madvise.
+/// A failure if nothing in the process is enrolled, since the merge flag of its parent shows that it should be. A
+/// warning if part of it is enrolled by madvise.
 fn judge_prctl_exec(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if !*require("ksm_merge_any of the process or its parent", &lacks_parent_merge_flag(facts))? {
-        return Ok(rule.ok("it has lost no merge flag of its parent", merge_flag_text(facts)));
+        return Ok(rule.ok("no merge flag of its parent is missing", merge_flag_text(facts)));
     }
     let verdict = if require_enrolled(facts)? { Verdict::Warn } else { Verdict::Fail };
     let release = host.kernel.as_deref().unwrap_or("unknown release");
     Ok(rule
         .finding(
             verdict,
-            "its parent has the merge flag and it has not",
+            "its parent has the merge flag, the process does not",
             format!("{}; kernel {release}", merge_flag_text(facts)),
         )
         .remedy(enroll_remedy(facts))
@@ -397,7 +399,7 @@ fn merge_flag_text(facts: &ProcessFacts) -> String {
     format!("ksm_merge_any: {}, of the parent: {}", word(&facts.process.ksm.merge_any), word(&facts.parent_merge_any))
 }
 
-/// A filter is a warning where the process is not enrolled yet, since that narrows the ways to enrol it.
+/// A filter is a warning if the process is not enrolled yet, since that limits the ways to enroll it.
 fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     let mode = *require("seccomp mode", &facts.process.seccomp)?;
     let value = format!("Seccomp = {mode}");
@@ -413,8 +415,8 @@ fn judge_seccomp(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleRe
         .verify(enrollment_check_command(facts)))
 }
 
-/// Enrolled and never looked at is a warning: how often ksmd has gone round since the process started is not known, so
-/// that it may still come.
+/// An enrolled process that ksmd has not scanned is a warning: the number of passes since the process started is not
+/// known, so ksmd may still scan it.
 fn judge_scanned(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if !require_enrolled(facts)? {
         return Ok(rule.not_applicable("not enrolled", facts.name()));
@@ -423,24 +425,24 @@ fn judge_scanned(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> Rul
     let bytes = bytes_of(host.page_size, Pages(items));
     let value = format!("ksm_rmap_items = {items} ({bytes})");
     if items > 0 {
-        return Ok(rule.ok("ksmd has looked at it", value));
+        return Ok(rule.ok("ksmd has scanned it", value));
     }
     if *require("run", &ksm(host)?.run)? != 1 {
         return Ok(rule.not_applicable("ksmd is off", value));
     }
     Ok(rule
-        .warn("ksmd has not looked at it", value)
-        .remedy(["# wait for the time that process-pace gives; if it stays so, start it anew, enrolled"])
+        .warn("ksmd has not scanned it", value)
+        .remedy(["# wait for the time that process-pace gives; if that changes nothing, restart it enrolled"])
         .verify(format!("grep -v '^ksm_rmap_items 0$' /proc/{}/ksm_stat | grep rmap_items", facts.process.id.pid)))
 }
 
-/// Looked at and nothing merged is a warning that points to the census.
+/// A process that was scanned and not merged is a warning that suggests a census.
 fn judge_merging(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     let pid = facts.process.id.pid;
     let merged = *require("ksm_merging_pages", &facts.process.ksm.merging_pages)?;
     let zeros = placed_zeros(host, &facts.process.ksm.zero_pages)?;
     let pages = Pages(merged.saturating_add(zeros));
-    // The counters are those of ksmd's last visit; smaps tells of now, from 6.6 on.
+    // The counters are from ksmd's last scan of it; smaps is current, from 6.6 on.
     let now = facts.regions.iter().flatten().map(|region| region.ksm.clone()).collect::<Result<Vec<_>, _>>();
     let now = match now {
         Ok(regions) if !regions.is_empty() => format!("; {} now", total(regions.into_iter())),
@@ -455,25 +457,25 @@ fn judge_merging(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> Rul
     }
     let tracked = Pages(*require("ksm_rmap_items", &facts.process.ksm.rmap_items)?);
     if tracked == Pages::ZERO {
-        return Ok(rule.not_applicable("ksmd has not looked at it", value));
+        return Ok(rule.not_applicable("ksmd has not scanned it", value));
     }
     let verify = format!("grep -v '^ksm_merging_pages 0$' /proc/{pid}/ksm_stat | grep merging_pages");
     if *require("run", &ksm(host)?.run)? == 1 && !has_settled(host, &HostProcesses::new(host), &[facts], tracked)? {
         return Ok(rule
-            .finding(Verdict::Unknown, "cannot tell: ksmd has not come round often enough", value)
+            .finding(Verdict::Unknown, "cannot tell: ksmd has not completed enough passes", value)
             .remedy(["# wait for the time that process-pace gives, then ask again"])
             .verify(verify));
     }
     Ok(rule
-        .warn("ksmd has looked and merged nothing", value)
+        .warn("ksmd has scanned it and merged nothing", value)
         .remedy([format!("pagefold census --pid {pid}")])
         .verify(verify))
 }
 
-/// A loss is a failure once ksmd has had its passes, as for the host; until then a warning.
+/// A net loss is a failure once ksmd has completed its passes, as for the host; until then a warning.
 ///
-/// `ksm_process_profit` (6.4) is (ksm_merging_pages + ksm_zero_pages) x page size - ksm_rmap_items x 64 and counts the
-/// kept copy as saved, too (mm/ksm.c): what it calls a loss is one.
+/// `ksm_process_profit` (6.4) is (ksm_merging_pages + ksm_zero_pages) x page size - ksm_rmap_items x 64. It counts the
+/// kept copy as saved, too (mm/ksm.c), so what it reports as a loss is a loss.
 fn judge_profit(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     let profit = *require("ksm_process_profit", &facts.process.ksm.profit)?;
     let value = format!("{} net", NetBytes(profit));
@@ -499,7 +501,7 @@ fn judge_profit(rule: &RuleInfo, host: &HostFacts, facts: &ProcessFacts) -> Rule
         .verify(format!("! grep 'ksm_process_profit -' /proc/{pid}/ksm_stat")))
 }
 
-/// A warning: no harm by itself, and easily avoided.
+/// A warning only: harmless by itself, and easily avoided.
 fn judge_keys(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     require("command line", &facts.process.arguments)?;
     if !facts.holds_secrets() {
@@ -515,8 +517,8 @@ fn judge_keys(rule: &RuleInfo, _: &HostFacts, facts: &ProcessFacts) -> RuleResul
         .verify(format!("! grep -q '^VmFlags:.* mg' /proc/{pid}/smaps")))
 }
 
-/// The pace of the host, for the process shares it with everybody who is enrolled. That of a host without the memory of
-/// the process would promise too much to one that is not.
+/// The pace of the host, since all enrolled processes share it. It is not reported for a process that is not enrolled:
+/// without the process's memory it would be too optimistic.
 fn judge_process_pace(host: &HostFacts, facts: &ProcessFacts) -> RuleResult {
     if !require_enrolled(facts)? {
         return Ok(PACE_RULE.not_applicable("not enrolled", facts.name()));

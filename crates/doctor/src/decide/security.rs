@@ -1,7 +1,7 @@
-//! What merging tells the neighbours.
+//! What merging reveals to other processes.
 //!
-//! ksmd has one tree for all (mm/ksm.c, `root_stable_tree`; one for each node with `merge_across_nodes=0`): it merges
-//! across users, containers and machines alike. Who is enrolled is the only control.
+//! ksmd has one stable tree for all processes (mm/ksm.c, `root_stable_tree`; one per node with `merge_across_nodes=0`).
+//! It merges across users, containers and machines. Enrollment is the only control.
 
 use super::enrollment::join_first_names;
 use super::host_processes::{HostProcesses, total};
@@ -30,22 +30,22 @@ pub(super) const RULES: &[HostRule] = &[
 ];
 
 const DOMAINS_WHY: &str = "\
-     Equal pages of all who are enrolled are merged, whoever owns them. A write to a merged page takes a copy and is \
-     measurably slower, so that a neighbour can find out what another's memory holds (memory deduplication side \
-     channel), and Rowhammer on a merged frame flips bits in the neighbour's copy (Flip Feng Shui).";
+     Equal pages of all enrolled processes are merged, across all users and machines. A write to a merged page takes a \
+     copy and is measurably slower. So one process can find out what another process's memory holds (memory \
+     deduplication side channel), and Rowhammer on a merged frame flips bits in the other process's copy (Flip Feng \
+     Shui).";
 
 pub(super) const KEYS_WHY: &str = "\
-     A program that holds keys gains little from merging, and a neighbour who is enrolled can test guesses of its \
-     pages by the time of a write. The memory of a confidential guest cannot merge usefully and only costs ksmd \
-     time.";
+     A program that holds keys gains little from merging, and another enrolled process can test guesses of its pages \
+     by the time of a write. The memory of a confidential guest cannot merge usefully and only costs ksmd time.";
 
 const OPT_OUT_WHY: &str = "\
      QEMU is told not to merge the memory of a virtual machine by mem-merge=off (libvirt: <nosharepages/>) or by \
      merge=off of a memory backend. The owner decides that, and pagefold leaves such a machine alone unless \
      --ignore-opt-out or opted_out = false in the configuration is given.";
 
-/// More than one trust domain is a warning, not a failure: it may be what the operator chose. One domain among those
-/// that can be seen is no verdict while others cannot.
+/// More than one trust domain is a warning, not a failure: the operator may have chosen it. If only one domain is
+/// visible, there is no verdict while some processes cannot be read.
 fn judge_domains(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let mut sizes = BTreeMap::<_, Bytes>::new();
     for process in fleet.enrolled() {
@@ -57,39 +57,39 @@ fn judge_domains(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleR
         return Ok(rule
             .warn(format!("{} trust domains may share memory", names.len()), join_first_names(&names))
             .remedy([
-                "# enrol one domain only. A QEMU machine: -machine mem-merge=off, in libvirt <nosharepages/>; or now,",
-                "# which taints the domain for libvirt (custom-monitor) until it is started anew:",
+                "# enroll one domain only. A QEMU machine: -machine mem-merge=off, in libvirt <nosharepages/>; or now,",
+                "# which taints the domain for libvirt (custom-monitor) until it is restarted:",
                 "# virsh qemu-monitor-command NAME '{\"execute\":\"qom-set\",\"arguments\": \
                  {\"path\":\"/objects/pc.ram\",\"property\":\"merge\",\"value\":false}}'",
                 "# for a process enrolled by prctl: gdb -p PID -batch -ex 'call (int)prctl(67,0,0,0,0)'",
             ])
             .verify("pagefold doctor"));
     }
-    fleet.require_readable("enrolment", ProcessFacts::is_enrolled)?;
+    fleet.require_readable("enrollment", ProcessFacts::is_enrolled)?;
     Ok(match names.as_slice() {
         [one] => rule.ok("one trust domain is enrolled", one.clone()),
         _ => rule.not_applicable("nothing is enrolled", "none"),
     })
 }
 
-/// A warning: no harm by itself, and easily avoided.
+/// A warning only: harmless by itself, and easily avoided.
 fn judge_keys(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let names: Vec<_> = fleet.enrolled().filter(|p| p.holds_secrets()).map(ProcessFacts::name).collect();
     if names.is_empty() {
-        fleet.require_readable("enrolment", ProcessFacts::is_enrolled)?;
+        fleet.require_readable("enrollment", ProcessFacts::is_enrolled)?;
         fleet.require_readable("command lines", |p| p.process.arguments.clone())?;
         return Ok(rule.ok("no program that is known to hold keys is enrolled", "none"));
     }
     Ok(rule
         .warn("programs that hold secrets are enrolled", join_first_names(&names))
-        .remedy(["# ask for each: pagefold doctor --pid N"])
+        .remedy(["# check each one: pagefold doctor --pid N"])
         .verify("pagefold doctor"))
 }
 
-/// A warning: the owner has said no, and somebody else has enrolled it all the same.
+/// A warning: the owner forbids merging, but another program has enrolled it.
 fn judge_opt_out(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let opted_out: Vec<_> = fleet.processes.iter().copied().filter(|process| process.opt_out().is_some()).collect();
-    // Where one backend is left out, QEMU itself enrols the others.
+    // If one backend opts out, QEMU itself enrolls the other backends.
     let against = |process: &&&ProcessFacts| process.forbids_all() && process.is_enrolled() == Ok(true);
     let named = |process: &&ProcessFacts| {
         let setting = process.opt_out().unwrap_or_default();
@@ -113,7 +113,7 @@ fn judge_opt_out(rule: &RuleInfo, _: &HostFacts, fleet: &HostProcesses) -> RuleR
     if opted_out.is_empty() {
         return Ok(rule.not_applicable("no virtual machine forbids merging", "none"));
     }
-    fleet.require_readable("enrolment", ProcessFacts::is_enrolled)?;
+    fleet.require_readable("enrollment", ProcessFacts::is_enrolled)?;
     let names: Vec<_> = opted_out.iter().map(named).collect();
     Ok(rule.ok("virtual machines that forbid merging are left alone", join_first_names(&names)))
 }

@@ -36,7 +36,7 @@ pub(super) const RULES: &[HostRule] = &[
             id: "ksm-pace",
             source: "/sys/kernel/mm/ksm/pages_to_scan, /sys/kernel/mm/ksm/sleep_millisecs",
             why: "A page is merged in the second pass that finds it unchanged, so merging takes two passes at least; \
-                  what lives shorter is never merged. The kernel's defaults are for demonstration.",
+                  pages that live shorter are never merged. The kernel's defaults are for demonstration.",
             needs_ksm: true,
         },
         judge: judge_pace,
@@ -55,9 +55,9 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-smart-scan",
             source: "/sys/kernel/mm/ksm/smart_scan, /sys/kernel/mm/ksm/pages_skipped",
-            why: "Smart scan looks at pages that did not merge in earlier passes only every second to ninth pass: \
-                  much less CPU, and a copy of an old page is found a few passes later. Skipped pages drift from \
-                  pages_unshared to pages_volatile.",
+            why: "Smart scan visits pages that did not merge in earlier passes only in every second to ninth pass. \
+                  That takes much less CPU time, but a copy of an old page is found a few passes later. Skipped pages \
+                  move from pages_unshared to pages_volatile.",
             needs_ksm: true,
         },
         judge: judge_smart_scan,
@@ -66,8 +66,8 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-zero-pages",
             source: "/sys/kernel/mm/ksm/use_zero_pages",
-            why: "Pages of zeros can be mapped to the kernel's zero page instead of being merged with each other: \
-                  that keeps no copy and no chain. It takes effect for pages merged after the change.",
+            why: "Zero pages can be mapped to the kernel's zero page instead of being merged with each other. That \
+                  keeps no copy and no chain. It takes effect for pages merged after the change.",
             needs_ksm: true,
         },
         judge: judge_zero_pages,
@@ -86,7 +86,7 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-nodes",
             source: "/sys/kernel/mm/ksm/merge_across_nodes",
-            why: "A merged page lies on one node and is remote for all others, and NUMA balancing passes it over. \
+            why: "A merged page lies on one NUMA node and is remote for all other nodes, and NUMA balancing skips it. \
                   With 0 each node keeps a copy of its own.",
             needs_ksm: true,
         },
@@ -96,31 +96,31 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-counters",
             source: "/sys/kernel/mm/ksm/full_scans",
-            why: "ksmd corrects its counters when it comes to a page again. Until then they count pages that were \
-                  written, freed or not seen yet; smaps and PSS are right at any time.",
+            why: "ksmd corrects its counters when it scans a page again. Until then they count pages that were \
+                  written, freed or not scanned yet; smaps and PSS are right at any time.",
             needs_ksm: true,
         },
         judge: judge_counters,
     },
 ];
 
-/// The kernel's default of `advisor_target_scan_time` (mm/ksm.c): what its authors hold for an acceptable pass.
+/// The kernel's default of `advisor_target_scan_time` (mm/ksm.c): an acceptable pass to its authors.
 const SLOW_PASS_SECONDS: f64 = 200.0;
-/// A pass this long merges nothing of a machine that lives an hour or two.
+/// A pass of this length merges nothing in a VM that lives for an hour or two.
 const HOPELESS_PASS_SECONDS: f64 = 3600.0;
-/// The pass that remedies aim at: memory of a booted machine is back after two of them.
+/// Target duration of the remedies: the memory of a booted VM is merged after two such passes.
 const TARGET_PASS_SECONDS: f64 = 60.0;
 
 pub(super) fn ksm(facts: &HostFacts) -> Result<&Ksm, MissingReading> {
     require("/sys/kernel/mm/ksm", &facts.ksm)
 }
 
-/// Counters of what has ended, until ksmd comes to it.
+/// The counters of exited processes stay until ksmd visits them.
 pub(super) const STALE_COUNTERS_TITLE: &str = "nothing is enrolled; the counters are of processes that have ended";
 
-/// Whether anything is enrolled anywhere: seen in a process, or witnessed by ksmd's metadata where others cannot be
-/// seen. A stopped ksmd is no witness: it keeps what it knew of processes that have ended until it comes to them
-/// (mm/ksm.c, `__ksm_exit`).
+/// Whether anything is enrolled: seen in a process, or shown by ksmd's metadata if some processes cannot be read. The
+/// metadata of a stopped ksmd shows nothing: it includes exited processes until ksmd visits them (mm/ksm.c,
+/// `__ksm_exit`).
 pub(super) fn anything_enrolled(facts: &HostFacts, fleet: &HostProcesses) -> Result<bool, MissingReading> {
     if fleet.enrolled().next().is_some() {
         return Ok(true);
@@ -130,7 +130,7 @@ pub(super) fn anything_enrolled(facts: &HostFacts, fleet: &HostProcesses) -> Res
     if *require("run", &ksm.run)? == 1 && tracked(ksm)? > Pages::ZERO { Ok(true) } else { Err(missing) }
 }
 
-/// No KSM is a failure: nothing can be merged by this kernel, whatever else is right.
+/// A kernel without KSM is a failure: it cannot merge anything.
 fn judge_kernel(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let release = facts.kernel.as_deref().unwrap_or("unknown release");
     Ok(match &facts.ksm {
@@ -145,9 +145,9 @@ fn judge_kernel(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
     })
 }
 
-/// Stopped while something is enrolled is a failure: somebody asked for merging and gets none. Stopped while nothing
-/// is enrolled is only a warning, for nobody misses it, and so it is while that cannot be told. Whether 0 or 2 makes no
-/// difference to what merges from now on.
+/// A stopped ksmd is a failure while something is enrolled: merging was requested and does not happen. It is only a
+/// warning while nothing is enrolled, or while that is unknown. For future merging it makes no difference whether `run`
+/// is 0 or 2.
 fn judge_run(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let run = *require("run", &ksm(facts)?.run)?;
     let value = format!("run = {run}");
@@ -162,9 +162,9 @@ fn judge_run(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleR
             let bytes = fleet.sum(|p| p.mergeable());
             rule.fail(format!("ksmd is {state} while memory is enrolled"), format!("{value}, {bytes} enrolled"))
         }
-        Ok(false) => rule.warn(format!("ksmd is {state}, and nothing asks for it"), value),
+        Ok(false) => rule.warn(format!("ksmd is {state}, and nothing is enrolled"), value),
         Err(MissingReading { reading_name: what, absent }) => rule.warn(
-            format!("ksmd is {state}; whether anything asks for it is not known"),
+            format!("ksmd is {state}; whether anything is enrolled is not known"),
             format!("{value}; {what}: {absent}"),
         ),
     };
@@ -177,7 +177,7 @@ fn judge_run(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleR
         .verify(is_set_command("run", 1)))
 }
 
-/// Whether the advisor sets `pages_to_scan`; not on kernels before 6.8, which have none.
+/// Whether the advisor sets `pages_to_scan`; kernels before 6.8 have no advisor.
 pub(super) fn advisor_is_on(ksm: &Ksm) -> Result<bool, MissingReading> {
     match &ksm.advisor_mode {
         Err(Absent::NotOnThisKernel) => Ok(false),
@@ -191,9 +191,9 @@ pub(super) fn advisor_is_on(ksm: &Ksm) -> Result<bool, MissingReading> {
     }
 }
 
-/// Slower than the kernel's own target is a warning; over an hour is a failure, since KSM is then on in name only. A
-/// pass that is fast enough for what was seen is no verdict while other processes could not be read. The pace of a
-/// stopped ksmd is judged as it would be.
+/// A pass slower than the kernel's own target is a warning. Over an hour is a failure, since then almost nothing
+/// merges. A fast enough pass over the visible processes is no verdict if other processes could not be read. For a
+/// stopped ksmd, the pace is judged as if it ran.
 pub(super) fn judge_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let to_scan = *require("pages_to_scan", &ksm.pages_to_scan)?;
@@ -209,7 +209,7 @@ pub(super) fn judge_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcess
         return Ok(rule.not_applicable(STALE_COUNTERS_TITLE, settings));
     }
     let (verdict, title) = match pass_seconds(work.pages, to_scan, sleep) {
-        None => (Verdict::Fail, "ksmd looks at no page".to_owned()),
+        None => (Verdict::Fail, "ksmd scans no page".to_owned()),
         Some(s) if s > HOPELESS_PASS_SECONDS => {
             (Verdict::Fail, format!("a full pass takes {} or more", format_duration(s)))
         }
@@ -225,7 +225,7 @@ pub(super) fn judge_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcess
     Ok(with_faster_pass_remedy(finding, advisor_is_on(ksm)?, work.pages, to_scan, sleep))
 }
 
-/// The remedy of a slow pass.
+/// The remedy for a slow pass.
 fn with_faster_pass_remedy(finding: Finding, advised: bool, pages: Pages, to_scan: u64, sleep: u64) -> Finding {
     if advised {
         return finding
@@ -238,14 +238,14 @@ fn with_faster_pass_remedy(finding: Finding, advised: bool, pages: Pages, to_sca
         }
         _ => finding
             .remedy([
-                "# ksmd is as busy as it should be: enrol less; a census shows which regions hold duplicates",
+                "# ksmd is as busy as it should be: enroll less; a census shows which regions hold duplicates",
                 "pagefold census --all",
             ])
             .verify("pagefold doctor"),
     }
 }
 
-/// A target that the kernel's default settings would beat is a warning: turning the advisor off merges sooner.
+/// A target slower than the kernel's default settings is a warning: without the advisor, pages merge sooner.
 fn judge_advisor_pace(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if !advisor_is_on(ksm)? {
@@ -276,7 +276,7 @@ fn mode(reading: &Reading<String>) -> String {
     reading.as_ref().map_or_else(ToString::to_string, Clone::clone)
 }
 
-/// Off is a warning where there is something to scan: it costs CPU and gains little.
+/// Smart scan turned off is a warning if there is something to scan: it costs CPU time and gains little.
 fn judge_smart_scan(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if ksm.smart_scan == Err(Absent::NotOnThisKernel) {
@@ -285,7 +285,7 @@ fn judge_smart_scan(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Ru
     if *require("smart_scan", &ksm.smart_scan)? == 0 {
         let finding = if tracked(ksm)? == Pages::ZERO { Verdict::NotApplicable } else { Verdict::Warn };
         return Ok(rule
-            .finding(finding, "every pass looks at every page", "smart_scan = 0")
+            .finding(finding, "every pass scans every page", "smart_scan = 0")
             .remedy([set_command("smart_scan", 1)])
             .verify(is_set_command("smart_scan", 1)));
     }
@@ -297,12 +297,12 @@ fn judge_smart_scan(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> Ru
     Ok(rule.ok("smart scan is on", value))
 }
 
-/// Passes after which a content with many copies has reached its chain: two to merge, one to settle.
+/// Passes after which the counters of chains are settled: two to merge, one to build chains.
 const SETTLED_PASSES: u64 = 3;
 
-/// Off can be told to be harmless only by ksmd's own work: after a few passes without a single chain no content has
-/// more than `max_page_sharing` copies, so neither have the zeros, and that is little if it is less than a hundredth of
-/// what ksmd looks at. Otherwise only a census can tell.
+/// Only ksmd's own counters can show that the setting is harmless when off. Without a single chain after a few passes,
+/// no content, zeros included, has more than `max_page_sharing` copies. That is little if it is less than a hundredth
+/// of the pages ksmd scans. Otherwise only a census can tell.
 fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if *require("use_zero_pages", &ksm.use_zero_pages)? != 0 {
@@ -318,7 +318,7 @@ fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -
     let limit = require("max_page_sharing", &ksm.max_page_sharing)?.saturating_mul(100);
     if settled && *require("stable_node_chains", &ksm.stable_node_chains)? == 0 && limit <= tracked(ksm)?.0 {
         let value = format!("{value}, stable_node_chains = 0 after {passes} passes");
-        return Ok(rule.ok("no content abounds, so zeros do not either", value));
+        return Ok(rule.ok("no content has many copies, so neither have zeros", value));
     }
     Ok(rule
         .finding(Verdict::Unknown, "cannot tell: how many enrolled pages hold only zeros", value)
@@ -330,11 +330,11 @@ fn judge_zero_pages(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -
         .verify(is_set_command("use_zero_pages", 1)))
 }
 
-/// Percent of the saving that chains may cost before it is worth unmerging everything once: the default limit of 256
-/// costs at most 0.4 percent, so more than this says that the limit is low or that chains have become ragged.
+/// Percentage of the savings that chains may cost before it is useful to unmerge everything once. The default limit of
+/// 256 costs at most 0.4 percent. A higher cost means that the limit is low or that chains have gaps.
 const MAX_CHAIN_COST_PERCENT: u64 = 5;
 
-/// Frames lost to chains are a warning where they are a noticeable part of the saving.
+/// Frames lost to chains are a warning if they are a noticeable part of the savings.
 fn judge_sharing_limit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let chains = *require("stable_node_chains", &ksm.stable_node_chains)?;
@@ -361,8 +361,8 @@ fn judge_sharing_limit(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses
     ))
 }
 
-/// More than two nodes is a warning, as ksm.rst advises 0 for "systems with more nodes, at significant NUMA
-/// distances"; with two it is a matter of taste.
+/// More than two nodes is a warning, as ksm.rst advises 0 for "systems with more nodes, at significant NUMA distances".
+/// With two nodes either setting is fine.
 fn judge_nodes(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     if ksm.merge_across_nodes == Err(Absent::NotOnThisKernel) {
@@ -385,13 +385,13 @@ fn judge_nodes(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> Rul
     })
 }
 
-/// The remedy that changes a setting which the kernel refuses with EBUSY while pages are merged: unmerge first, and
-/// only where memory is there for it.
+/// The remedy for a setting that the kernel refuses to change (EBUSY) while pages are merged: unmerge first, but only
+/// if there is memory for it.
 fn with_remerge_remedy(finding: Finding, facts: &HostFacts, file: &str, value: u64) -> Finding {
     let verify = is_set_command(file, value);
     let saved = saved(facts);
     match (&saved, &facts.memory.available) {
-        // A tenth is left over, for the machine goes on allocating meanwhile.
+        // A margin of a tenth, since the host continues to allocate memory meanwhile.
         (Ok(saved), Ok(available)) if saved.0.saturating_add(saved.0 / 10) <= available.0 => {
             finding.remedy([set_command("run", 2), set_command(file, value), set_command("run", 1)])
         }
@@ -404,8 +404,8 @@ fn with_remerge_remedy(finding: Finding, facts: &HostFacts, file: &str, value: u
     .verify(verify)
 }
 
-/// Pages mapped to the zero page, of the host or of a process. Before 6.6 they were not counted: none are only where
-/// `use_zero_pages` is off, as far as it always was.
+/// Pages mapped to the zero page, for the host or a process. Kernels before 6.6 do not count them: there are surely
+/// none only if `use_zero_pages` is off, assuming that it always was.
 pub(super) fn placed_zeros(facts: &HostFacts, reading: &Reading<i64>) -> Result<u64, MissingReading> {
     if *reading == Err(Absent::NotOnThisKernel) && ksm(facts)?.use_zero_pages == Ok(0) {
         return Ok(0);
@@ -421,8 +421,8 @@ pub(super) fn saved(facts: &HostFacts) -> Result<Bytes, MissingReading> {
     Ok(total([sharing, zeros].map(|pages| bytes_of(facts.page_size, Pages(pages))).into_iter()))
 }
 
-/// Stopped with pages merged is a warning: the saving is real, its figures are old. Before the first complete pass
-/// nothing can be said.
+/// A stopped ksmd with merged pages is a warning: the savings are real, but their figures are outdated. Before the
+/// first complete pass there is no verdict.
 fn judge_counters(rule: &RuleInfo, facts: &HostFacts, fleet: &HostProcesses) -> RuleResult {
     let ksm = ksm(facts)?;
     let run = *require("run", &ksm.run)?;

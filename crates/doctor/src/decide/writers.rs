@@ -12,8 +12,7 @@ pub(super) const RULES: &[HostRule] = &[
             id: "ksm-tuners",
             source: "/proc/*/cmdline",
             why: "These daemons set run, pages_to_scan and sleep_millisecs by rules of their own, mostly by free \
-                  memory: what is set by hand lasts until their next turn, and with enough free memory they stop \
-                  ksmd.",
+                  memory. Manual settings last until their next update, and with enough free memory they stop ksmd.",
             needs_ksm: true,
         },
         judge: judge_tuners,
@@ -22,9 +21,8 @@ pub(super) const RULES: &[HostRule] = &[
         rule: RuleInfo {
             id: "ksm-advisor-writer",
             source: "/sys/kernel/mm/ksm/advisor_mode",
-            why: "While the advisor is on, a write to pages_to_scan fails with EINVAL; the daemons do not look at the \
-                  error, and only their run and sleep_millisecs take effect. Each write of advisor_mode resets \
-                  pages_to_scan.",
+            why: "While the advisor is on, a write to pages_to_scan fails with EINVAL; the daemons ignore the error, \
+                  and only their run and sleep_millisecs take effect. Each write of advisor_mode resets pages_to_scan.",
             needs_ksm: true,
         },
         judge: judge_advisor_writer,
@@ -42,11 +40,11 @@ fn tuner_names(tuners: &[Tuner]) -> String {
     join_first_names(&tuners.iter().map(|tuner| tuner.name().to_owned()).collect::<Vec<_>>())
 }
 
-/// What `pages_to_scan` and `sleep_millisecs` are if nobody sets them (mm/ksm.c, `DEFAULT_PAGES_TO_SCAN` and
+/// The kernel's defaults of `pages_to_scan` and `sleep_millisecs` (mm/ksm.c, `DEFAULT_PAGES_TO_SCAN` and
 /// `ksm_thread_sleep_millisecs`).
 const KERNEL_DEFAULT_PACE: (u64, u64) = (100, 20);
 
-/// Whether somebody has set the pace, for people. The advisor is not somebody.
+/// A note on whether a program or operator has changed the pace. Changes by the advisor do not count.
 fn describe_pace_changes(facts: &HostFacts) -> String {
     match facts.ksm.as_ref().map(|ksm| (&ksm.pages_to_scan, &ksm.sleep_millisecs, &ksm.advisor_mode)) {
         Ok((Ok(pages), Ok(sleep), mode))
@@ -58,9 +56,10 @@ fn describe_pace_changes(facts: &HostFacts) -> String {
     }
 }
 
-/// A writer that no name is known for can be caught in the act only: a setting that changes while the doctor looks is a
-/// warning. One daemon is a warning, for it may be wanted, and whoever sets KSM by hand must know. Two are a failure:
-/// they undo each other. tuned and ksmctl write once and are fine alone; tuned is what to ask when `run` is 2.
+/// An unknown program is only detected while it writes: a setting that changes during the examination is a warning. One
+/// known daemon is a warning: it may be wanted, but the operator must know that it overwrites manual settings. Two are
+/// a failure: they undo each other's settings. tuned and ksmctl write once and are fine alone; tuned may be the cause
+/// if `run` is 2.
 fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     let tuners = match sorted_tuners(facts) {
         Err(_) if !facts.rewritten_settings.is_empty() => Vec::new(),
@@ -70,9 +69,9 @@ fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
     let stop = |which: &[Tuner]| which.iter().flat_map(|tuner| tuner.stop_commands()).copied().collect::<Vec<_>>();
     Ok(match daemons.as_slice() {
         [] if !facts.rewritten_settings.is_empty() => rule
-            .warn("somebody sets KSM at this moment", facts.rewritten_settings.join(", "))
+            .warn("another program changes KSM's settings now", facts.rewritten_settings.join(", "))
             .remedy([
-                "# no known daemon is there; look for a unit, a timer or a script that does:",
+                "# no known daemon runs; look for a unit, a timer or a script that writes them:",
                 "grep -rlsI mm/ksm /etc /usr/lib/systemd /usr/lib/tmpfiles.d /usr/local",
             ])
             .verify("pagefold doctor"),
@@ -102,7 +101,7 @@ fn judge_tuners(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleRe
     })
 }
 
-/// A failure: the daemon believes that it sets the rate and does not.
+/// A failure: the daemon's rate settings have no effect, and it does not notice.
 fn judge_advisor_writer(rule: &RuleInfo, facts: &HostFacts, _: &HostProcesses) -> RuleResult {
     if !advisor_is_on(ksm(facts)?)? {
         return Ok(rule.not_applicable("the advisor is off", "none"));

@@ -1,6 +1,6 @@
 /*
- * Processes that hold the same table, and each a work array that is mostly zeros: like the ranks of an MPI program.
- * They merge when all of them have come to a barrier, and tell what it saved. A thread of each watches that.
+ * Processes with the same table, and a work array of mostly zeros in each: like the ranks of an MPI program. They merge
+ * after a barrier that all of them have reached, and print the savings. A thread of each process monitors them.
  *
  *     cc -O2 -pthread ranks.c $(pkg-config --cflags --libs pagefold) -o ranks && ./ranks 4 64
  *
@@ -24,14 +24,14 @@ static void fail(const char *what)
 	exit(1);
 }
 
-/* Words that follow from their place. */
+/* The content of a word follows from its index. */
 static uint64_t word(uint64_t place)
 {
 	place *= 0x9e3779b97f4a7c15u;
 	return (place ^ place >> 31) | 1;
 }
 
-/* This process's memory, in KiB, shared pages divided by those who share them. */
+/* The PSS of this process, in KiB: shared pages count in proportion to the number of their processes. */
 static long pss(void)
 {
 	FILE *file = fopen("/proc/self/smaps_rollup", "r");
@@ -45,11 +45,11 @@ static long pss(void)
 	return kib;
 }
 
-/* How things stand, by a thread beside the one that merges. */
+/* Status that a second thread reads while the first one merges. */
 struct monitor {
 	pagefold_engine *engine;
 	atomic_bool ends;
-	/* Of the last look, to be read once the thread has ended. */
+	/* From the last reading; read these after the thread has ended. */
 	pagefold_standing standing;
 	pagefold_domain domain;
 };
@@ -57,10 +57,10 @@ struct monitor {
 static void *watch(void *argument)
 {
 	struct monitor *monitor = argument;
-	/* It looks once more when it is told to end: after all that was merged before. */
+	/* It reads once more after the request to end, so that it sees all merges before that request. */
 	for (int last = 0; !last;) {
 		last = atomic_load(&monitor->ends);
-		/* The first of these waits while this process merges. */
+		/* The first of these calls waits while this process merges. */
 		if (pagefold_standing_of(monitor->engine, &monitor->standing) ||
 		    pagefold_domain_of(monitor->engine, &monitor->domain))
 			fail("watch");
@@ -72,7 +72,7 @@ static void *watch(void *argument)
 static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barrier_t *barrier)
 {
 	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
-	options.max_slowdown = -1; /* it does nothing else */
+	options.max_slowdown = -1; /* no bound: the program has no other work here */
 	options.threads = 2;
 	pagefold_engine *engine = pagefold_join(domain, &options);
 	if (!engine)
@@ -88,13 +88,13 @@ static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barr
 	struct monitor monitor = { .engine = engine };
 	pthread_t watching;
 	if (pthread_create(&watching, NULL, watch, &monitor)) {
-		fprintf(stderr, "no thread to watch\n");
+		fprintf(stderr, "cannot start the monitor thread\n");
 		exit(1);
 	}
 	pthread_barrier_wait(barrier);
 	long before = pss();
 
-	/* Nobody writes here. What the others hold is known after the first merge, and found by the second. */
+	/* No rank writes here. The first merge publishes what each rank holds; the second merge finds the duplicates. */
 	pagefold_merged merged, sum = { 0 };
 	for (int round = 0; round < 2; round++) {
 		pthread_barrier_wait(barrier);
@@ -113,7 +113,7 @@ static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barr
 	       pss() / 1024, (unsigned long)monitor.standing.merges, (long)(monitor.domain.saved >> 20));
 
 	pthread_barrier_wait(barrier);
-	table[0] = word(rank); /* its own copy, from here on */
+	table[0] = word(rank); /* private to this rank from here on */
 	int wrong = table[0] != word(rank) || work[words / 2] != word(rank);
 	for (size_t i = 1; i < words; i++)
 		wrong |= table[i] != word(i) || (i != words / 2 && work[i] != 0);

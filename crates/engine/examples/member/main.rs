@@ -1,44 +1,44 @@
-//! A member of a domain that does what lines on its standard input say, and knows what its memory has to hold. Any
-//! sequence of lines is allowed: pages that a line is not for, as they are unmapped or protected, are passed over.
+//! A member of a domain that runs the commands on its standard input and knows the expected content of its memory. Any
+//! sequence of commands is valid: a command skips pages that it cannot handle, such as unmapped or protected ones.
 //!
 //! ```text
 //! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT] [--lifetime SECONDS] [--per-node] [--split-huge-pages]
 //!
-//! fill START COUNT SEED   pages from START on; SEED 0 is zeros, and equal seeds and places are equal contents
-//! copy START COUNT FROM   pages from START on become what those from FROM on hold
-//! clear START COUNT       by the engine's own way
+//! fill START COUNT SEED   pages from START on; SEED 0 is zeros; equal seeds and page numbers give equal contents
+//! copy START COUNT FROM   copies the pages from FROM on to the pages from START on
+//! clear START COUNT       by the engine's function
 //! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 hot
-//! forsake START COUNT     `adopt` forsakes all, and adopts what is mapped
-//! merge                   tells what was done
-//! running                 merges by `merge_while_running`, or tells why it cannot
-//! background              a thread merges from now on, until a line comes beside which it may not; or tells why not
-//! foreground              ends it once it has merged; tells how often it has
-//! race ROUNDS             merges so often while a thread writes to pages without pause
-//! shuffle ROUNDS          merges so often while a thread moves forsaken memory without pause
-//! check                   every page against what was written
-//! standing                tells how it stands
+//! forsake START COUNT     disowns the pages; `adopt` disowns them all, and adopts those that are mapped
+//! merge                   prints the counters of the merge
+//! running                 merges by `merge_while_running`, or prints why it cannot
+//! background              starts a thread that merges until a command that must not run beside it; or prints why not
+//! foreground              ends that thread after its next merge; prints the number of merges
+//! race ROUNDS             merges this often while a thread writes to pages without pause
+//! shuffle ROUNDS          merges this often while a thread moves disowned memory without pause
+//! check                   compares every page with its expected content
+//! standing                prints the status of the engine
 //!
-//! unmap START COUNT       forsakes and unmaps; `map` maps what is unmapped, and adopts it
-//! munmap START COUNT      unmaps, and does not tell the engine
-//! replace START COUNT     maps new memory in the place, likewise
-//! mapfile START COUNT     maps a file in the place, likewise, privately and to be written
-//! files                   tells whether the files that were mapped hold what they did
-//! move START COUNT        by mremap, with memory of no access in the place; `back` moves it back
-//! grow START              one page, to two, by mremap, likewise
-//! dontneed START COUNT    by MADV_DONTNEED; tells how many pages read as zeros, and as what they were merged with;
-//!                         but for pages that came by `grow`, which would read as nothing in particular
+//! unmap START COUNT       disowns and unmaps; `map` maps unmapped pages, and adopts them
+//! munmap START COUNT      unmaps without notice to the engine
+//! replace START COUNT     maps new memory over the pages, likewise without notice
+//! mapfile START COUNT     maps a file over the pages, private and writable, likewise without notice
+//! files                   prints whether the mapped files still have their contents
+//! move START COUNT        by mremap; the old range becomes inaccessible memory; `back` moves it back
+//! grow START              grows one page to two, by mremap, likewise
+//! dontneed START COUNT    by MADV_DONTNEED; prints how many pages read as zeros, and how many as merged content;
+//!                         skips pages that came by `grow`, whose content after that is not known
 //! guard START COUNT       by MADV_GUARD_INSTALL, likewise
-//! protect START COUNT HOW 0 not to be accessed, 1 to be read; `expose` to be written, guarded pages too
+//! protect START COUNT HOW 0 no access, 1 read-only; `expose` makes pages writable, guarded ones too
 //! huge                    asks for huge pages; `small` for none
-//! mappings LEFT           takes mappings of this process until so many are left of those that a merge may make
+//! mappings LEFT           creates mappings until LEFT remain of those that a merge may create
 //!
-//! base                    tells where its memory is
-//! core DIRECTORY          dies of a signal that dumps core there
-//! exec                    becomes the same program anew
-//! close                   closes all descriptors but the first three, and opens others by their numbers
+//! base                    prints the address of the memory
+//! core DIRECTORY          dies by a signal that dumps core there
+//! exec                    executes the same program again
+//! close                   closes all descriptors but the first three, and reuses their numbers for other files
 //! leave                   drops its memory and its engine, and ends
-//! fork                    a child that waits; `child` has it check, write and merge its memory, and end
-//! forks ROUNDS            children that do so one after another, while a thread merges without pause
+//! fork                    forks a child that waits; `child` makes it check, write and merge its memory, and end
+//! forks ROUNDS            forks such children one after another, while a thread merges without pause
 //! ```
 
 mod page;
@@ -62,7 +62,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 const GUARD_INSTALL: c_int = 102;
 const GUARD_REMOVE: c_int = 103;
 
-/// Lines that may be done while a thread merges.
+/// Commands that may run while a thread merges.
 const COMMANDS_DURING_MERGE: [&str; 12] = [
     "fill",
     "copy",
@@ -78,26 +78,26 @@ const COMMANDS_DURING_MERGE: [&str; 12] = [
     "standing",
 ];
 
-/// Take mappings until so many, or one more, are left of those up to which a merge makes them.
+/// Create mappings until `mappings_left`, or one more, remain below the limit up to which a merge creates them.
 fn exhaust_mappings(mappings_left: usize) -> usize {
     let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
     let most = limit.trim().parse::<usize>().expect("a number") / 8 * 6;
     let taken = BufReader::new(File::open("/proc/self/maps").expect("its own")).lines().count();
     let wanted = most.saturating_sub(taken + mappings_left);
     let start = reserve_address_space(wanted + 1, 0);
-    // Each page that may be read is a mapping, and so is what lies behind it.
+    // Each readable page is a mapping, and so is the range behind it.
     for page in (1..wanted.saturating_sub(1)).step_by(2) {
         ExpectedPage::new(start + page * PAGE_BYTES).protect(PageAccess::Read);
     }
     wanted
 }
 
-/// All that a member has.
+/// The memory of a member, with its expected contents.
 struct MemberMemory<'e> {
     engine: &'e Engine,
     region: AllocatedRegion<'e>,
     pages: Vec<ExpectedPage>,
-    /// What was moved away: from which place on, and the pages.
+    /// Pages that were moved away, with the index of the first one.
     moved_away: Vec<(usize, Vec<ExpectedPage>)>,
 }
 
@@ -116,7 +116,7 @@ impl MemberMemory<'_> {
         all.enumerate().find(|(_, page)| !page.has_expected_content()).map_or(Ok(()), |(at, _)| Err(at))
     }
 
-    /// Pages may be merged with what they hold now.
+    /// Pages may be merged with their present contents.
     fn record_contents(&mut self) {
         for page in self.pages.iter_mut().chain(self.moved_away.iter_mut().flat_map(|(_, pages)| pages)) {
             if !page.merged_contents.contains(&page.content) {
@@ -154,7 +154,7 @@ impl MemberMemory<'_> {
         }
     }
 
-    /// The page that comes with it reads as nothing in particular, until it is written.
+    /// The content of the page that comes with it is not known until it is written.
     fn grow_mapping(&mut self, start: u64) {
         let page = &mut self.pages[start as usize];
         if page.access == PageAccess::Unmapped {
@@ -175,19 +175,18 @@ impl MemberMemory<'_> {
     }
 }
 
-/// Merge while another thread writes to what may be written, which looks whether what it has written is there.
+/// Merge while another thread writes to the writable pages, and checks that its writes are still there.
 fn write_while_merging(engine: &Engine, pages: &mut [ExpectedPage], rounds: u64) -> String {
     let words: Vec<&AtomicU64> = pages
         .iter_mut()
         .filter(|page| page.access == PageAccess::Write)
-        // SAFETY: each is the first word of a page, aligned and writable, and used by atomic operations only until the
-        // end.
+        // SAFETY: each is the first word of a page, aligned and writable; only atomic operations use it until the end.
         .map(|page| unsafe { AtomicU64::from_ptr(page.pointer().cast()) })
         .collect();
     if words.is_empty() {
         return " lost: 0 .".to_owned();
     }
-    // Other numbers each time: what two members have written alike could be merged, and in no page's past is any of it.
+    // Different numbers each time. Equal writes of two members could be merged, and no page may have held them before.
     let begin = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
     let end = AtomicBool::new(false);
     let (told, lost) = std::thread::scope(|scope| {
@@ -198,7 +197,7 @@ fn write_while_merging(engine: &Engine, pages: &mut [ExpectedPage], rounds: u64)
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 let at = (state >> 33) as usize % words.len();
                 lost += u64::from(words[at].load(Ordering::Relaxed) != last[at]);
-                // Often what was there, so that pages become equal again.
+                // Often the previous value, so that pages become equal again.
                 last[at] = if state >> 20 & 3 == 0 { state } else { before[at] };
                 words[at].store(last[at], Ordering::Relaxed);
             }
@@ -207,7 +206,7 @@ fn write_while_merging(engine: &Engine, pages: &mut [ExpectedPage], rounds: u64)
         });
         let mut told = String::new();
         for _ in 0..rounds {
-            // SAFETY: nobody unmaps anything.
+            // SAFETY: no thread unmaps memory.
             match unsafe { engine.merge_while_running() } {
                 Ok(merged) => told = format!("{merged:?}"),
                 Err(error) => told = error.to_string(),
@@ -219,12 +218,12 @@ fn write_while_merging(engine: &Engine, pages: &mut [ExpectedPage], rounds: u64)
     format!("{told} lost: {lost} .")
 }
 
-/// Merge while another thread moves merged memory that was forsaken to and fro, past whoever looks for what is mapped.
+/// Merge while another thread moves disowned merged memory to and fro, past the merge's scan of the mappings.
 fn move_while_merging(engine: &Engine, rounds: u64) -> String {
     const MOVED_PAGES: usize = 100;
     const PAGES_BETWEEN: usize = 6000;
     let content = |at: usize| (77, (at % MOVED_PAGES) as u64);
-    // One far below the other, with what the engine maps between them.
+    // One is far below the other; the engine's mappings are between them.
     let places = [reserve_address_space(MOVED_PAGES, 1 << 32), reserve_address_space(MOVED_PAGES, 0)];
     let between = reserve_address_space(PAGES_BETWEEN, 0);
     for page in (0..PAGES_BETWEEN).step_by(2) {
@@ -232,7 +231,7 @@ fn move_while_merging(engine: &Engine, rounds: u64) -> String {
     }
     let mut memory = ExpectedPage::new(places[0]);
     let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
-    // SAFETY: it is empty space of its own.
+    // SAFETY: the range is empty address space that this function reserved.
     unsafe { libc::mprotect(pointer(places[0]), MOVED_PAGES * PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE) };
     let range = AddressRange { start: places[0] as u64, end: (places[0] + MOVED_PAGES * PAGE_BYTES) as u64 };
     // SAFETY: it is private anonymous memory.
@@ -244,11 +243,11 @@ fn move_while_merging(engine: &Engine, rounds: u64) -> String {
     (0..MOVED_PAGES).for_each(|at| fill_at(&mut memory, places[0] + at * PAGE_BYTES, content(at)));
     let mut twin = engine.allocate(MOVED_PAGES * PAGE_BYTES).expect("memory");
     twin.as_mut_slice().chunks_exact_mut(PAGE_BYTES).enumerate().for_each(|(at, page)| fill_page(page, content(at)));
-    // SAFETY: there is one thread as yet.
-    let merged = unsafe { engine.merge() }.expect("a domain that works");
+    // SAFETY: there is only one thread so far.
+    let merged = unsafe { engine.merge() }.expect("a usable domain");
     assert_eq!(merged.pages_merged.0, 2 * MOVED_PAGES as u64, "{merged:?}");
     drop(twin);
-    engine.disown(range).expect("a domain that works");
+    engine.disown(range).expect("a usable domain");
     let end = AtomicBool::new(false);
     let (told, at) = std::thread::scope(|scope| {
         let mover = scope.spawn(|| {
@@ -257,7 +256,7 @@ fn move_while_merging(engine: &Engine, rounds: u64) -> String {
                 if end.load(Ordering::Relaxed) {
                     break;
                 }
-                // Where it was is free for anybody.
+                // The old range is free for any mapping.
                 let to = reserve_address_space(MOVED_PAGES, *place);
                 move_mapping(at, MOVED_PAGES * PAGE_BYTES, to, 0);
                 at = to;
@@ -266,12 +265,12 @@ fn move_while_merging(engine: &Engine, rounds: u64) -> String {
         });
         let mut told = String::new();
         for round in 0..rounds {
-            // New each time, so that its references are soon not needed.
+            // New memory each time, so that its references are soon unused.
             let mut other = engine.allocate(2 * MOVED_PAGES * PAGE_BYTES).expect("memory");
             for (at, page) in other.as_mut_slice().chunks_exact_mut(PAGE_BYTES).enumerate() {
                 fill_page(page, (1000 + round, (at % MOVED_PAGES) as u64));
             }
-            // SAFETY: nobody unmaps, moves or replaces adopted memory.
+            // SAFETY: no thread unmaps, moves or replaces adopted memory.
             match unsafe { engine.merge_while_running() } {
                 Ok(merged) => told = format!("{merged:?}"),
                 Err(error) => told = error.to_string(),
@@ -289,11 +288,11 @@ fn move_while_merging(engine: &Engine, rounds: u64) -> String {
 
 struct ForkedChild {
     process: libc::pid_t,
-    /// Closed to have the child go on.
+    /// Closing it lets the child continue.
     gate: OwnedFd,
 }
 
-/// What a forked child does: nothing that needs a lock which another thread of the parent may have had.
+/// The work of a forked child. It takes no lock that another thread of the parent may have held.
 fn run_child(memory: &mut MemberMemory<'_>) -> ! {
     let wrong = |memory: &MemberMemory<'_>| memory.check_contents().is_err();
     let mut failed = wrong(memory);
@@ -312,12 +311,12 @@ fn run_child(memory: &mut MemberMemory<'_>) -> ! {
         }
         failed |= wrong(memory) || (merged.is_err() && !forked);
     }
-    // SAFETY: it ends here.
+    // SAFETY: the process ends here.
     unsafe { libc::_exit(if failed { 1 } else { c_int::from(forked) * 2 }) }
 }
 
 fn fork_process() -> libc::pid_t {
-    // SAFETY: the child does only what a child of a program of several threads may.
+    // SAFETY: the child calls only what is allowed after a fork of a multithreaded program.
     let process = unsafe { libc::fork() };
     assert!(process >= 0, "a child");
     process
@@ -325,7 +324,7 @@ fn fork_process() -> libc::pid_t {
 
 fn wait_exit_code(process: libc::pid_t) -> c_int {
     let mut status = 0;
-    // SAFETY: `status` is there to be written.
+    // SAFETY: `status` is valid for writes.
     unsafe { libc::waitpid(process, &raw mut status, 0) };
     if libc::WIFEXITED(status) { libc::WEXITSTATUS(status) } else { 1 }
 }
@@ -336,8 +335,8 @@ fn fork_while_merging(memory: &mut MemberMemory<'_>, rounds: u64) -> String {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             while !end.load(Ordering::Relaxed) {
-                // SAFETY: the other thread only forks, and what children write is their own.
-                unsafe { engine.merge() }.expect("a domain that works");
+                // SAFETY: the other thread only forks, and children write to their own memory.
+                unsafe { engine.merge() }.expect("a usable domain");
             }
         });
         let code = |_| match fork_process() {
@@ -351,7 +350,7 @@ fn fork_while_merging(memory: &mut MemberMemory<'_>, rounds: u64) -> String {
     })
 }
 
-/// Adopt pages, unless they are.
+/// Adopt pages that are not adopted yet.
 fn adopt_pages(memory: &MemberMemory<'_>, start: u64, count: u64) {
     // SAFETY: it is private anonymous memory, or maps the store privately.
     match unsafe { memory.engine.adopt(memory.page_address_range(start, count)) } {
@@ -363,7 +362,7 @@ fn adopt_pages(memory: &MemberMemory<'_>, start: u64, count: u64) {
 fn dump_core(directory: &str) -> ! {
     std::env::set_current_dir(directory).expect("a directory");
     let limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
-    // SAFETY: `limit` is valid, and a higher limit that is refused leaves the one that is there.
+    // SAFETY: `limit` is valid, and a refused higher limit leaves the present one.
     unsafe { libc::setrlimit(libc::RLIMIT_CORE, &raw const limit) };
     std::process::abort()
 }
@@ -372,7 +371,7 @@ fn exec_self(arguments: &[String]) -> ! {
     let program = CString::new("/proc/self/exe").expect("no zeros");
     let arguments: Vec<CString> = arguments.iter().map(|text| CString::new(text.as_str()).expect("no zeros")).collect();
     let pointers: Vec<_> = arguments.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect();
-    // SAFETY: strings that end with zero, and a list of them that ends with null.
+    // SAFETY: the strings end with NUL, and the list of pointers ends with null.
     unsafe { libc::execv(program.as_ptr(), pointers.as_ptr()) };
     panic!("exec: {}", std::io::Error::last_os_error())
 }
@@ -405,9 +404,9 @@ fn main() {
     let pages = (0..pages).map(|page| ExpectedPage::new(start + page * PAGE_BYTES)).collect();
     let mut memory = MemberMemory { engine: &engine, region, pages, moved_away: Vec::new() };
     let mut children: Vec<ForkedChild> = Vec::new();
-    // The program's own files, which are none of the engine's business.
+    // The program's own files, which the engine must not touch.
     let mut others = Vec::new();
-    // Those that are mapped, with the pages of each.
+    // The mapped files, with the number of pages of each.
     let mut files: Vec<(File, u64)> = Vec::new();
     let mut background: Option<BackgroundMerger> = None;
     println!("ready");
@@ -451,15 +450,15 @@ fn main() {
             }
             ("advise", &[start, count, how]) => {
                 let advice = [PageAdvice::Mergeable, PageAdvice::Unmergeable, PageAdvice::Volatile][how as usize];
-                engine.advise(memory.page_address_range(start, count), advice).expect("a domain that works");
+                engine.advise(memory.page_address_range(start, count), advice).expect("a usable domain");
                 println!("advised");
             }
             ("forsake", &[start, count]) => {
-                engine.disown(memory.page_address_range(start, count)).expect("a domain that works");
+                engine.disown(memory.page_address_range(start, count)).expect("a usable domain");
                 println!("forsaken");
             }
             ("adopt", &[start, count]) => {
-                engine.disown(memory.page_address_range(start, count)).expect("a domain that works");
+                engine.disown(memory.page_address_range(start, count)).expect("a usable domain");
                 let is_mapped = |number: u64| memory.pages[number as usize].access != PageAccess::Unmapped;
                 let numbers: Vec<u64> = (start..start + count).collect();
                 for stretch in numbers.chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
@@ -472,10 +471,10 @@ fn main() {
             ("merge", []) => println!("{}", memory.run_merge(false)),
             ("running", []) => println!("{}", memory.run_merge(true)),
             ("background", []) => {
-                // Whatever it merges before the next line is done was there when this one was.
+                // Any content that it merges before the next command existed at the time of this one.
                 memory.record_contents();
-                // SAFETY: it is dropped before any line that is not one of `BESIDE`, and those leave what is adopted
-                // mapped where it is, but for what the engine does.
+                // SAFETY: it is dropped before any command that is not in [`COMMANDS_DURING_MERGE`]. Those commands
+                // leave adopted memory mapped in its place, except for the engine's own changes.
                 match unsafe { engine.merge_in_background(0.5) } {
                     Ok(begun) => {
                         background = Some(begun);
@@ -500,7 +499,7 @@ fn main() {
             },
             ("unmap" | "munmap", &[start, count]) => {
                 if command == "unmap" {
-                    engine.disown(memory.page_address_range(start, count)).expect("a domain that works");
+                    engine.disown(memory.page_address_range(start, count)).expect("a usable domain");
                 }
                 memory.page_range_mut(start, count).iter_mut().for_each(ExpectedPage::unmap);
                 println!("unmapped");
@@ -513,7 +512,7 @@ fn main() {
             }
             ("mapfile", &[start, count]) => {
                 let mut file = tempfile::tempfile().expect("a file");
-                // One more than there are pages, should the last of them grow.
+                // One more than the number of pages, in case the last page grows.
                 file.write_all(&file_content(count + 1)).expect("a file");
                 for (page, number) in memory.page_range_mut(start, count).iter_mut().zip(0..) {
                     if page.access != PageAccess::Unmapped {
@@ -601,7 +600,7 @@ fn main() {
             ("core", _) => dump_core(text),
             ("exec", []) => exec_self(&arguments),
             ("close", []) => {
-                // SAFETY: what of these is somebody's finds that out, which is what is tested.
+                // SAFETY: the test checks that the owners of these descriptors notice that they are closed.
                 unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
                 for _ in 0..64 {
                     others.push(tempfile::tempfile().expect("a file"));
@@ -618,7 +617,7 @@ fn main() {
                 println!("left");
                 return;
             }
-            ("standing", []) => println!("{:?}", engine.status().expect("a domain that works")),
+            ("standing", []) => println!("{:?}", engine.status().expect("a usable domain")),
             ("fork", []) => {
                 let (wait, gate) = std::io::pipe().expect("a pipe");
                 let process = fork_process();
@@ -642,6 +641,6 @@ fn main() {
         if background.is_some() {
             memory.record_contents();
         }
-        std::io::stdout().flush().expect("somebody reads");
+        std::io::stdout().flush().expect("the test reads");
     }
 }

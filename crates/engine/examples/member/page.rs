@@ -1,4 +1,4 @@
-//! Pages, what each of them is to hold, and what a program may do to them.
+//! Pages, their expected contents, and the operations of a program on them.
 
 use std::ffi::{c_int, c_void};
 use std::fs::File;
@@ -8,12 +8,12 @@ use std::{ptr, slice};
 
 pub const PAGE_BYTES: usize = 4096;
 
-/// What a page is to hold: a seed and a place, from which all its bytes follow.
+/// The content of a page: a seed and a page number, from which all its bytes follow.
 pub type ExpectedContent = (u64, u64);
 
 pub const ZERO_CONTENT: ExpectedContent = (0, 0);
 
-/// The seed of what files hold. Places are those in the file.
+/// The seed of file contents. The page number is that in the file.
 pub const FILE_SEED: u64 = 10;
 
 pub fn fill_page(page: &mut [u8], (seed, place): ExpectedContent) {
@@ -42,15 +42,15 @@ pub enum PageAccess {
     Unmapped,
 }
 
-/// A page of the program's, wherever it is.
+/// A page of the program, at any address.
 #[derive(Clone, Debug)]
 pub struct ExpectedPage {
     pub address: usize,
     pub access: PageAccess,
     pub content: ExpectedContent,
-    /// What it may have been merged with.
+    /// Contents with which the page may have been merged.
     pub merged_contents: Vec<ExpectedContent>,
-    /// It came with another one that grew, and has whatever the store has next to that one below what was written.
+    /// The page came with another one that grew. If its content is dropped, it reads as the next page of the store.
     pub is_growth_remainder: bool,
 }
 
@@ -65,7 +65,7 @@ impl ExpectedPage {
         }
     }
 
-    /// Whether it is known what it may read as once its content is dropped.
+    /// Whether the possible contents are known after its content is dropped.
     pub fn may_be_dropped(&self) -> bool {
         self.is_readable() && !self.is_growth_remainder
     }
@@ -80,13 +80,13 @@ impl ExpectedPage {
 
     pub fn bytes(&self) -> &[u8] {
         assert!(self.is_readable());
-        // SAFETY: it is mapped readable, and this program writes to it through `&mut self` only.
+        // SAFETY: the page is mapped readable, and this program writes to it through `&mut self` only.
         unsafe { slice::from_raw_parts(self.pointer(), PAGE_BYTES) }
     }
 
     pub fn write_content(&mut self, content: ExpectedContent) {
         if self.access == PageAccess::Write {
-            // SAFETY: it is mapped writable, and `&mut self` makes this the only borrow.
+            // SAFETY: the page is mapped writable, and `&mut self` makes this the only borrow.
             fill_page(unsafe { slice::from_raw_parts_mut(self.pointer(), PAGE_BYTES) }, content);
             self.content = content;
         }
@@ -97,21 +97,21 @@ impl ExpectedPage {
     }
 
     pub fn advise(&self, advice: c_int) -> bool {
-        // SAFETY: what the program holds there is no longer borrowed, and the content is found out afterwards.
+        // SAFETY: the page is no longer borrowed, and the caller determines the content afterwards.
         unsafe { libc::madvise(self.pointer().cast(), PAGE_BYTES, advice) == 0 }
     }
 
-    /// What it holds was dropped: it reads as zeros, or as what it was merged with.
+    /// The content was dropped: the page reads as zeros, or as the content with which it was merged.
     pub fn read_dropped_content(&mut self) -> bool {
         let held = [ZERO_CONTENT]
             .into_iter()
             .chain(self.merged_contents.iter().copied())
             .find(|&past| self.bytes() == filled_page(past));
-        self.content = held.unwrap_or_else(|| panic!("page at {:#x} reads as what it never was", self.address));
+        self.content = held.unwrap_or_else(|| panic!("page at {:#x} never had this content", self.address));
         held != Some(ZERO_CONTENT)
     }
 
-    /// Map it, unless somebody else has taken the address; whether that was done.
+    /// Map the page, unless another mapping has taken the address. Returns whether the page was mapped.
     pub fn map(&mut self) -> bool {
         let at = reserve_address_space(1, self.address);
         let mapped = at == self.address;
@@ -127,13 +127,13 @@ impl ExpectedPage {
 
     pub fn unmap(&mut self) {
         if self.access != PageAccess::Unmapped {
-            // SAFETY: no borrow of it lives.
+            // SAFETY: there is no borrow of the page.
             unsafe { libc::munmap(self.pointer().cast(), PAGE_BYTES) };
             self.access = PageAccess::Unmapped;
         }
     }
 
-    /// Map something else in its place: a page of a file, or new memory.
+    /// Map a page of a file, or new memory, over the page.
     pub fn map_replacement(&mut self, file: Option<(&File, u64)>) {
         let (kind, descriptor, number) = match file {
             Some((file, number)) => (0, file.as_raw_fd(), number),
@@ -141,18 +141,18 @@ impl ExpectedPage {
         };
         let (access, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_FIXED | kind);
         let offset = (number * PAGE_BYTES as u64) as libc::off_t;
-        // SAFETY: what is replaced is mapped for this page, and no borrow of it lives.
+        // SAFETY: the replaced range is this page, and there is no borrow of it.
         let mapped = unsafe { libc::mmap(self.pointer().cast(), PAGE_BYTES, access, flags, descriptor, offset) };
         assert_eq!(mapped.expose_provenance(), self.address, "mmap: {}", std::io::Error::last_os_error());
         *self = Self::new(self.address);
         if file.is_some() {
             self.content = (FILE_SEED, number);
-            // What is written there and dropped reads as the file again.
+            // If written data are dropped there, the page reads as the file again.
             self.merged_contents.push(self.content);
         }
     }
 
-    /// It was moved away: keep others from the address.
+    /// The page was moved away: keep other mappings from the address.
     pub fn reserve_old_address(&mut self) {
         assert_eq!(reserve_address_space(1, self.address), self.address, "it was free");
         *self = Self { access: PageAccess::NoAccess, ..Self::new(self.address) };
@@ -164,14 +164,14 @@ impl ExpectedPage {
             PageAccess::Read => libc::PROT_READ,
             _ => libc::PROT_NONE,
         };
-        // SAFETY: it is mapped, and no borrow of it lives.
+        // SAFETY: the page is mapped, and there is no borrow of it.
         let done = unsafe { libc::mprotect(self.pointer().cast(), PAGE_BYTES, protection) };
         assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
         self.access = access;
     }
 }
 
-/// Address space for so many pages, mapped without access: at some address if it is free, or somewhere.
+/// Reserve address space for some pages, mapped without access: at `address` if that is free, or elsewhere.
 pub fn reserve_address_space(pages: usize, address: usize) -> usize {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
@@ -182,21 +182,21 @@ pub fn reserve_address_space(pages: usize, address: usize) -> usize {
     start.expose_provenance()
 }
 
-/// Move mapped memory to space that it may have; where it is then.
+/// Move mapped memory to a reserved range, and check that it is there.
 pub fn move_mapping(from: usize, bytes: usize, to: usize, more: usize) {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
     let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
-    // SAFETY: what is moved is not borrowed, and what is replaced is empty space.
+    // SAFETY: the moved memory is not borrowed, and the replaced range is empty address space.
     let moved = unsafe { libc::mremap(pointer(from), bytes, bytes + more, flags, pointer(to)) };
     assert_eq!(moved.addr(), to, "mremap: {}", std::io::Error::last_os_error());
 }
 
-/// What a file of so many pages holds.
+/// The content of a file with so many pages.
 pub fn file_content(pages: u64) -> Vec<u8> {
     (0..pages).map(|page| filled_page((FILE_SEED, page))).collect::<Vec<_>>().concat()
 }
 
-/// Whether a file of so many pages holds what it did.
+/// Whether a file with so many pages still has its content.
 pub fn is_file_unchanged(mut file: &File, pages: u64) -> bool {
     let mut held = Vec::new();
     file.rewind().expect("a file");

@@ -1,57 +1,58 @@
-//! When the members of a domain merge: together.
+//! Scheduling of merges: all members of a domain merge together.
 //!
-//! Ranks of a parallel program wait at each barrier for the slowest of them. If each of them merges as soon as it has
-//! room for that, they do so one after another, and the program waits for each: n ranks slow it down n times as much as
-//! any of them thinks. So a member that could merge names a moment that is not far, and all merge at their first safe
-//! points after it. Ranks that come to safe points at about the same times pass the moment between the same two of
-//! them: it lies in the middle between two, as far as the member that names it can tell from its last ones.
+//! Ranks of a parallel program wait at each barrier for the slowest rank. If each rank merged as soon as its time
+//! budget allowed, they would merge one after another, and the program would wait for each: n ranks would slow it down
+//! n times as much as each rank accounts for. So a member that could merge proposes a time in the near future, and all
+//! members merge at their first safe points after it. Ranks that reach safe points at about the same times should pass
+//! the proposed time between the same two safe points. So the proposer puts it in the middle between two, as far as it
+//! can tell from its last ones.
 
 use std::time::Duration;
 
-/// How far away the moment at least is that a member names: more than lies between the first and the last rank at a
-/// barrier, where ranks share CPUs, too.
+/// Minimum lead time of a proposed merge time: more than the time between the first and the last rank at a barrier,
+/// even if ranks share CPUs.
 const MIN_LEAD_TIME: Duration = Duration::from_millis(50);
 
-/// A moment that is longer ago than this, and for which a member has not merged, is none for it any more. Safe points
-/// that lie farther apart are nothing to wait for.
+/// A proposed time that is older than this has expired for a member that has not merged for it. Safe points with longer
+/// intervals are not waited for.
 const MERGE_TIME_EXPIRY: Duration = Duration::from_secs(1);
 
-/// How long at most an answer that it is not a member's turn holds, where safe points come more often than that: asking
-/// costs microseconds. A moment is named [`MIN_LEAD_TIME`] before it comes at the latest, so each member learns of it in time.
+/// How long a negative answer stays valid if safe points are more frequent than that: a check costs microseconds. A
+/// merge time is proposed at least [`MIN_LEAD_TIME`] ahead, so each member learns of it in time.
 const RECHECK_INTERVAL: Duration = Duration::from_millis(5);
 
-/// What a member knows as it comes to a safe point. Times are of a clock that all members share.
+/// State of a member at a safe point. Times are of a clock that all members share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SafePoint {
-    /// When it is.
+    /// Time of this safe point.
     pub now: Duration,
-    /// When the one before was.
+    /// Time of the previous safe point.
     pub previous: Option<Duration>,
-    /// The moment that was named last, by anybody.
+    /// Merge time that was proposed last, by any member.
     pub proposed_merge_time: Duration,
-    /// The moment for which this member merged last, or had no room to.
+    /// Last proposed time for which this member merged, or lacked the time budget.
     pub last_merge_time: Duration,
     /// Whether there are no other members.
     pub is_only_member: bool,
-    /// Whether there is room for a merge that is worth it.
+    /// Whether the time budget allows a profitable merge.
     pub can_merge_profitably: bool,
-    /// Whether there is room for one that does anything.
+    /// Whether the time budget allows any merge.
     pub can_merge: bool,
 }
 
-/// What a member does at a safe point.
+/// Decision of a member at a safe point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MergeTurn {
     /// Merge.
     Merge,
-    /// Go on, and have all merge after this moment.
+    /// Continue, and propose that all merge after this time.
     ProposeTime(Duration),
-    /// Go on.
+    /// Continue.
     Continue,
 }
 
 impl SafePoint {
-    /// Whose turn it is.
+    /// Decide whether to merge, to propose a time, or to continue.
     pub fn decide(self) -> MergeTurn {
         let seldom = self.previous.is_none_or(|before| self.now.saturating_sub(before) > MERGE_TIME_EXPIRY);
         if self.is_only_member || seldom {
@@ -60,7 +61,7 @@ impl SafePoint {
         if self.is_due() {
             return if self.can_merge { MergeTurn::Merge } else { MergeTurn::Continue };
         }
-        // One that is farther away than anybody names it is of another clock.
+        // A time farther ahead than any member proposes comes from another clock.
         let to_come =
             self.proposed_merge_time > self.now && self.proposed_merge_time <= self.now + 2 * MERGE_TIME_EXPIRY;
         if self.can_merge_profitably && !to_come {
@@ -70,14 +71,14 @@ impl SafePoint {
         }
     }
 
-    /// When to ask again after the answer was no: at the first safe point after the moment that was named, or after
-    /// [`RECHECK_INTERVAL`], by which there may be another one.
+    /// Time of the next check after a negative answer: the proposed time, or after [`RECHECK_INTERVAL`], since another
+    /// time may be proposed by then.
     pub fn next_check(now: Duration, proposed_merge_time: Duration) -> Duration {
         let recheck = now + RECHECK_INTERVAL;
         if proposed_merge_time > now { proposed_merge_time.min(recheck) } else { recheck }
     }
 
-    /// In the middle between two safe points that are to come, if they come as the last two did.
+    /// The middle between two future safe points, if their interval stays that of the last two.
     fn propose_merge_time(self) -> Duration {
         let step =
             self.previous.map_or(MIN_LEAD_TIME, |before| self.now.saturating_sub(before)).max(Duration::from_nanos(1));
@@ -85,7 +86,7 @@ impl SafePoint {
         self.now + step.mul_f64(steps + 0.5)
     }
 
-    /// Whether it is the first after a moment that was named.
+    /// Whether this is the first safe point after a proposed time.
     pub fn is_due(self) -> bool {
         self.proposed_merge_time > self.last_merge_time
             && self.proposed_merge_time <= self.now
@@ -130,10 +131,10 @@ mod tests {
     #[test]
     fn next_check_is_not_after_the_proposed_time() {
         let now = ms(10_000);
-        assert_eq!(SafePoint::next_check(now, ms(9_990)), ms(10_005), "none is to come");
-        assert_eq!(SafePoint::next_check(now, ms(10_003)), ms(10_003), "it comes first");
-        assert_eq!(SafePoint::next_check(now, ms(10_050)), ms(10_005), "another member may name an earlier one");
-        assert!(RECHECK_INTERVAL < MIN_LEAD_TIME, "a moment is known before it comes");
+        assert_eq!(SafePoint::next_check(now, ms(9_990)), ms(10_005), "no merge time is proposed");
+        assert_eq!(SafePoint::next_check(now, ms(10_003)), ms(10_003), "the proposed time comes first");
+        assert_eq!(SafePoint::next_check(now, ms(10_050)), ms(10_005), "another member may propose an earlier time");
+        assert!(RECHECK_INTERVAL < MIN_LEAD_TIME, "a merge time is known before it comes");
     }
 
     #[test]
@@ -142,22 +143,22 @@ mod tests {
         assert_eq!(
             SafePoint { previous: Some(ms(9_980)), ..SAFE_POINT }.decide(),
             MergeTurn::ProposeTime(ms(10_050)),
-            "two steps and a half"
+            "two and a half steps later"
         );
         assert_eq!(SafePoint { previous: Some(ms(9_400)), ..SAFE_POINT }.decide(), MergeTurn::ProposeTime(ms(10_300)));
         assert_eq!(
             SafePoint { proposed_merge_time: ms(10_050), ..SAFE_POINT }.decide(),
             MergeTurn::Continue,
-            "it is still to come"
+            "it is in the future"
         );
         let due = SafePoint { proposed_merge_time: ms(9_990), can_merge_profitably: false, ..SAFE_POINT };
-        assert_eq!(due.decide(), MergeTurn::Merge, "for the sake of the others");
+        assert_eq!(due.decide(), MergeTurn::Merge, "because the other members merge");
         assert_eq!(SafePoint { can_merge: false, ..due }.decide(), MergeTurn::Continue);
         assert_eq!(SafePoint { last_merge_time: ms(9_990), ..due }.decide(), MergeTurn::Continue);
         assert_eq!(
             SafePoint { proposed_merge_time: ms(8_000), ..SAFE_POINT }.decide(),
             MergeTurn::ProposeTime(ms(10_050)),
-            "it is long ago"
+            "it has expired"
         );
         assert_eq!(
             SafePoint { proposed_merge_time: ms(99_000), ..SAFE_POINT }.decide(),
@@ -168,7 +169,8 @@ mod tests {
     }
 
     proptest! {
-        /// Ranks with a barrier at each step merge in the same steps, though each has room again at another time.
+        /// Ranks with a barrier at each step merge in the same steps, although their time budgets recover at different
+        /// times.
         #[test]
         fn ranks_merge_in_the_same_steps(
             step in 20u64..900,

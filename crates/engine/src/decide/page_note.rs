@@ -1,90 +1,91 @@
-//! Which pages are left alone: those that are written too soon after they were merged, and those that were looked at in
-//! vain.
+//! Notes on pages: which pages to skip because they were written too soon after they were merged, or were scanned
+//! without finding a partner.
 //!
-//! A page that is merged and written again costs its program a fault and a copy, and whoever merges it the work once
-//! more. So each page has a note of eight bytes: when it was merged last, or until when it is left alone, and how often
-//! in a row it did not last. A page without a partner costs only that it is read; but most pages of a program have
-//! none, and those that it computes with have another content each time. So they are looked at less and less often,
-//! too, and all of them that wait equally long at the same moments: partners that are looked at by turns never meet.
+//! A page that is merged and then written costs its program a fault and a copy, and the engine repeated work. So each
+//! page has a note of eight bytes: when it was last merged, or until when it is skipped, and how often in a row it did
+//! not last. A page without a partner costs only a read. But most pages of a program have none, and pages used in
+//! computations have another content each time. So these are scanned with exponential backoff, too. All pages with the
+//! same backoff interval are scanned at the same times, because partners that are scanned at different times never
+//! match.
 //!
-//! Times are whole seconds of a clock that all members share, of which the lowest 16 bits are kept: a note that is
-//! older than nine hours may be taken for a young one, and its page is then left alone for once too often.
+//! Times are whole seconds of a clock that all members share, of which the lowest 16 bits are kept. A note older than
+//! nine hours may appear recent, and its page is then skipped once too often.
 
 use std::time::Duration;
 
-/// The longest that a page is left alone is 2 to this power of seconds, 68 minutes.
+/// A page is skipped for at most 2 to this power of seconds, 68 minutes.
 const MAX_BACKOFF_LOG2_SECONDS: u8 = 12;
 
-/// So often a page is looked at in vain before it is left alone; one whose content has changed is so at once.
+/// Number of scans without a partner before a page is skipped; a page whose content has changed is skipped at once.
 const SCANS_BEFORE_BACKOFF: u8 = 4;
 
-/// The longest that a page without a partner is left alone is 2 to this power of seconds, a minute.
+/// A page without a partner is skipped for at most 2 to this power of seconds, a minute.
 const MAX_UNPAIRED_BACKOFF_LOG2_SECONDS: u8 = 6;
 
-/// What is remembered of a page.
+/// Note on one page.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PageNote {
-    /// In seconds: when it was merged if it is, else until when it is left alone.
+    /// In seconds: when it was merged if it is merged, else until when it is skipped.
     stamp_seconds: u16,
-    /// How often in a row it did not last, which doubles how long it is left alone.
+    /// How often in a row it did not last. Each step doubles the time for which it is skipped.
     backoff_level: u8,
     state: PageState,
-    /// How often in a row it was looked at in vain.
+    /// Number of scans in a row without a partner.
     unpaired_scans: u8,
-    /// Whether it held something else at the last look than at the one before.
+    /// Whether its content differed between the last two scans.
     changed_at_last_scan: bool,
-    /// Some bits of what it held then: of its fingerprint, or of a sample of it.
+    /// Some bits of its content at the last scan: of its fingerprint, or of a sample.
     content_bits: u16,
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 enum PageState {
-    /// Nothing is known of it.
+    /// It has not been scanned.
     #[default]
     Unscanned,
-    /// It was looked at, and had no partner.
+    /// It was scanned, and had no partner.
     Unpaired,
-    /// It is merged, or given back as a page of zeros, as far as was seen.
+    /// It is merged, or was freed as a page of zeros, as far as known.
     Merged,
-    /// It was given back as a page of zeros, and read since.
+    /// It was freed as a page of zeros, and read since.
     MergedAndRead,
-    /// It was merged and written.
+    /// It was merged, then written.
     CowBroken,
 }
 
-/// Whole seconds, of which 16 bits are kept.
+/// Whole seconds, truncated to 16 bits.
 fn stamp(now: Duration) -> u16 {
     now.as_secs() as u16
 }
 
-/// How many seconds `now` lies behind a stamp; of later stamps none.
+/// Seconds from a stamp to `now`; 0 for later stamps.
 fn since(stamp: u16, now: u16) -> u16 {
     let passed = now.wrapping_sub(stamp);
     if passed > u16::MAX / 2 { 0 } else { passed }
 }
 
 impl PageNote {
-    /// Whether it is merged, as far as was seen.
+    /// Whether it is merged, as far as known.
     pub fn is_merged(self) -> bool {
         matches!(self.state, PageState::Merged | PageState::MergedAndRead)
     }
 
-    /// Whether it is not expected to last when it is merged: more often than not it did not.
+    /// Whether a merge of it is not expected to last: it did not last more often than it did.
     pub fn is_unlikely_to_last(self) -> bool {
         self.backoff_level > 0
     }
 
-    /// Whether nothing is known of it: of all pages these are looked at first.
+    /// Whether it has no scan result. Such pages are scanned first.
     pub fn is_unscanned(self) -> bool {
         self.state == PageState::Unscanned
     }
 
-    /// Whether it is left alone at a time because it did not last.
+    /// Whether it is skipped now because it did not last.
     pub fn is_volatile(self, now: Duration) -> bool {
         self.state == PageState::CowBroken && !self.may_merge(now)
     }
 
-    /// Whether it may be merged at a time.
+    /// Whether it may be merged now.
     pub fn may_merge(self, now: Duration) -> bool {
         match self.state {
             PageState::Unscanned | PageState::Merged | PageState::MergedAndRead => true,
@@ -93,26 +94,26 @@ impl PageNote {
         }
     }
 
-    /// Whether it held the same when it was looked at last, by some bits: what was written since is likely to be
-    /// written again, as ksmd takes it, too (`calc_checksum` in mm/ksm.c, 6.18).
+    /// Whether these bits of its content are the same as at the last scan. A page that was written since is likely to
+    /// be written again, as ksmd assumes, too (`calc_checksum` in mm/ksm.c, 6.18).
     pub fn is_unchanged(self, content: u16) -> bool {
         self.state == PageState::Unpaired && self.content_bits == content
     }
 
-    /// Whether it is to be looked at again at once: it was not often enough to tell, and does not change.
+    /// Whether to scan it again soon: it was scanned too few times to decide, and does not change.
     pub fn needs_rescan(self) -> bool {
         self.state == PageState::Unpaired && self.unpaired_scans < SCANS_BEFORE_BACKOFF
     }
 
-    /// It was merged.
+    /// Record that it was merged.
     pub fn record_merge(&mut self, now: Duration) {
         self.stamp_seconds = stamp(now);
         self.state = PageState::Merged;
         (self.unpaired_scans, self.changed_at_last_scan) = (0, false);
     }
 
-    /// Its program says that it is written again and again, and is taken at its word as if that had been found: if it is
-    /// not merged it is left alone for as long as any page is, and else once it is found written.
+    /// The program declares it volatile, and the note trusts that as if it had been observed. If it is not merged, it
+    /// is skipped for the maximum time; otherwise once it is found written.
     pub fn advise_volatile(&mut self, now: Duration) {
         self.backoff_level = MAX_BACKOFF_LOG2_SECONDS;
         if !self.is_merged() {
@@ -121,7 +122,7 @@ impl PageNote {
         }
     }
 
-    /// Its program says that it may be merged: whatever it did is forgotten, but not whether it is merged.
+    /// The program declares it mergeable: the write history is discarded, but not whether it is merged.
     pub fn advise_mergeable(&mut self) {
         if self.is_merged() {
             self.backoff_level = 0;
@@ -130,10 +131,10 @@ impl PageNote {
         }
     }
 
-    /// It was looked at, and nobody was known to hold what it does, of which these are some bits. After some looks it
-    /// is left alone until the next moment that is a multiple of 1, 2, 4 and so on seconds. If it has changed it is so at
-    /// once, and that goes two steps further each time: what the program computes with is likely to change again. If it
-    /// no longer does, the next look comes at once.
+    /// Record a scan that found no partner; `content` is some bits of the content. After some scans the page is skipped
+    /// until the next time that is a multiple of 1, 2, 4 and so on seconds. If its content has changed it is skipped at
+    /// once, and the interval grows two steps each time: such a page is likely to change again. Once it no longer
+    /// changes, the next scan comes soon.
     pub fn record_unpaired_scan(&mut self, now: Duration, content: u16) {
         let changed = self.state == PageState::Unpaired && !self.is_unchanged(content);
         let looks = match (changed, self.changed_at_last_scan) {
@@ -149,7 +150,7 @@ impl PageNote {
         self.state = PageState::Unpaired;
     }
 
-    /// It was found to be read, as a page of zeros is that was given back. Whether that was not known.
+    /// Record that a freed page of zeros was found read. Returns whether that is new.
     pub fn read(&mut self) -> bool {
         let new = self.state == PageState::Merged;
         if new {
@@ -158,9 +159,9 @@ impl PageNote {
         new
     }
 
-    /// It was found written, and was not when somebody looked before. It lasted if it was merged for `must_last` at
-    /// least; if it did not it is left alone for twice as long as the last time. Whether it did not, as far as is
-    /// known: who looks seldom cannot tell.
+    /// Record that it was found written since `previous_scan`. It lasted if it was merged for at least `min_lifetime`;
+    /// if it did not last, it is skipped for twice as long as the last time. Returns whether it did not last, as far as
+    /// known: rare scans cannot tell.
     pub fn record_cow_break(&mut self, now: Duration, previous_scan: Duration, min_lifetime: Duration) -> bool {
         let (now, must_last) = (stamp(now), min_lifetime.as_secs().max(1));
         let for_seconds = |until| u64::from(since(self.stamp_seconds, until));
@@ -186,7 +187,7 @@ mod tests {
         Duration::from_secs(seconds)
     }
 
-    /// The seconds for which a page is left alone that is merged as soon as may be and written a second later.
+    /// Seconds for which a page is skipped that is merged as soon as possible and written a second later.
     fn backoff_seconds(rounds: usize) -> Vec<u64> {
         let (mut note, mut now) = (PageNote::default(), 0);
         let mut waits = Vec::new();
@@ -219,13 +220,13 @@ mod tests {
         assert!(!note.record_cow_break(at(30), at(29), MUST_LAST));
         assert!(!note.may_merge(at(31)) && note.may_merge(at(32)), "two seconds, not eight");
         assert!(!seldom.record_cow_break(at(30), at(5), MUST_LAST));
-        assert!(!seldom.may_merge(at(33)) && seldom.may_merge(at(34)), "nobody has looked meanwhile");
+        assert!(!seldom.may_merge(at(33)) && seldom.may_merge(at(34)), "no merge has scanned it meanwhile");
     }
 
     #[test]
     fn freed_zero_page_counts_as_read_once() {
         let mut note = PageNote::default();
-        assert!(!note.read() && note.is_unscanned(), "it was not given back");
+        assert!(!note.read() && note.is_unscanned(), "it was not freed");
         for now in [0, 20] {
             note.record_merge(at(now));
             assert!(note.read() && !note.read() && note.is_merged() && note.may_merge(at(now)));
@@ -246,11 +247,11 @@ mod tests {
             looked
         };
         assert_eq!(looks(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
-        assert_eq!(looks(|now| now as u16), [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384], "it changes");
+        assert_eq!(looks(|now| now as u16), [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384], "its content changes");
         assert_eq!(
             looks(|now| now.min(3) as u16),
             [0, 1, 2, 8, 32, 33, 34, 36, 40, 48, 64, 96, 128, 192, 256, 320, 384],
-            "it did"
+            "its content changed at first"
         );
         let mut note = PageNote::default();
         assert!(note.is_unscanned() && !note.is_unchanged(7) && !note.needs_rescan());
@@ -261,7 +262,7 @@ mod tests {
         assert!(!note.needs_rescan() && !note.is_unscanned() && !note.may_merge(at(31)));
         note.record_merge(at(32));
         note.record_unpaired_scan(at(33), 7);
-        assert!(note.may_merge(at(33)), "as if for the first time");
+        assert!(note.may_merge(at(33)), "as after the first scan");
     }
 
     #[test]
@@ -291,6 +292,6 @@ mod tests {
         assert!(!note.may_merge(at(65_536)) && note.may_merge(at(65_537)));
         note.record_merge(at(65_537));
         note.record_cow_break(at(65_600), at(65_599), MUST_LAST);
-        assert!(note.may_merge(at(65_601)), "it lasted over the end");
+        assert!(note.may_merge(at(65_601)), "it lasted across the wraparound");
     }
 }

@@ -1,45 +1,45 @@
-//! By how much an engine may slow down the program that it works in.
+//! How much an engine may slow down its program.
 //!
-//! What it spends of the program's time (its own work at safe points, and the faults that merging costs the program) is
-//! held against a share of the time that has passed. Work that does not fit now waits until time has passed, and work
-//! that does not pay is done less and less often.
+//! The engine compares the program's time that it spends (its own work at safe points, and the faults that merging
+//! causes) with a share of the elapsed time. Work that does not fit waits until more time has passed, and unprofitable
+//! work is done with exponential backoff.
 
 use pagefold_base::savings::BYTES_PER_CPU_SECOND;
 use pagefold_base::units::{Bytes, NetBytes};
 use std::time::Duration;
 
-/// What may be spent, and what was.
+/// Time that may be spent, and time that was.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TimeBudget {
-    /// Of the time that has passed, from 0 to 1; `None` for no bound.
+    /// Share of the elapsed time, from 0 to 1; `None` for no bound.
     max_slowdown: Option<f64>,
-    /// For how long the program runs at least.
+    /// Minimum run time of the program.
     min_runtime: Duration,
     spent: Duration,
 }
 
 impl TimeBudget {
-    /// Nothing spent yet, by a program that runs for some time at least: what may be spent of that is there from the
-    /// beginning.
+    /// Budget with nothing spent yet, for a program that runs at least for `lifetime`: the share of that time is
+    /// available from the beginning.
     pub fn new(max_slowdown: Option<f64>, lifetime: Duration) -> Self {
         let share = max_slowdown.map(|share| if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) });
         Self { max_slowdown: share, min_runtime: lifetime, spent: Duration::ZERO }
     }
 
-    /// What was spent so far.
+    /// Time spent so far.
     pub fn spent(&self) -> Duration {
         self.spent
     }
 
-    /// So much was spent.
+    /// Record spent time.
     pub fn spend(&mut self, time: Duration) {
         self.spent += time;
     }
 
-    /// How much may be spent now, so long after the beginning; `None` if there is no bound. What is not earned yet is
-    /// there only for what is expected to pay: whoever spent it in vain would have nothing left for that.
+    /// Time that may be spent now, `elapsed` after the beginning; `None` if there is no bound. Time that is not earned
+    /// yet is available only for work that is expected to be profitable: otherwise unprofitable work could use it up.
     ///
-    /// The bound holds against the time that the program would have taken by itself: with `s` spent of `t`, it was
+    /// The bound is relative to the time that the program would have taken by itself: with `s` spent of `t`, it was
     /// slowed by `s / (t - s)`.
     pub fn available(&self, elapsed: Duration, is_profitable: bool) -> Option<Duration> {
         let share = self.max_slowdown?;
@@ -49,12 +49,12 @@ impl TimeBudget {
     }
 }
 
-/// The shortest and the longest rest between two rounds of work in the background.
+/// Minimum and maximum pause between two rounds of background work.
 const MIN_PAUSE: Duration = Duration::from_millis(200);
 const MAX_PAUSE: Duration = Duration::from_secs(60);
 
-/// How long to rest after a round of work, so that all rounds together take at most a share of one CPU; longer, twice
-/// for each round in a row that found nothing to do.
+/// Pause after a round of work, so that all rounds together use at most a share of one CPU. It doubles with each round
+/// in a row that found nothing to do.
 pub fn pause_after_round(took: Duration, cpu_share: f64, idle_rounds: u32) -> Duration {
     let share = if cpu_share.is_nan() { 0.001 } else { cpu_share.clamp(0.001, 1.0) };
     let rest = took.mul_f64(1.0 / share - 1.0).max(MIN_PAUSE);
@@ -62,51 +62,53 @@ pub fn pause_after_round(took: Duration, cpu_share: f64, idle_rounds: u32) -> Du
     rest.max(longer)
 }
 
-/// A round of work: what it took of the program, and what it won.
+/// A round of work: its cost to the program, and its net savings.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WorkRound {
-    /// The time that it took.
+    /// Time that it took.
     pub time_spent: Duration,
-    /// Memory that it won, less what of former rounds did not last.
+    /// Memory saved, minus savings of former rounds that did not last.
     pub net_gained: NetBytes,
-    /// Whether it, or those before since the last such one, looked at everything that could be.
+    /// Whether this round, or the rounds since the last complete one, scanned all that could be scanned.
     pub is_complete: bool,
 }
 
 impl WorkRound {
-    /// Whether it won anything, and no less than its time is worth ([`BYTES_PER_CPU_SECOND`]).
+    /// Whether its net savings are positive, and at least as high as the cost of its time ([`BYTES_PER_CPU_SECOND`]).
     pub fn is_profitable(&self) -> bool {
         self.net_gained.0 > 0 && self.net_gained.0 >= bytes_for_cpu_time(self.time_spent).0.cast_signed()
     }
 }
 
-/// What some CPU time is worth.
+/// Cost of CPU time, in bytes.
 fn bytes_for_cpu_time(time: Duration) -> Bytes {
     Bytes((time.as_secs_f64() * BYTES_PER_CPU_SECOND as f64) as u64)
 }
 
-/// When there is to be another round, after some that did not pay.
+/// Backoff after unprofitable rounds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RoundBackoff {
-    /// How many in a row did not.
+    /// Number of unprofitable rounds in a row.
     unprofitable_rounds: u32,
-    /// When it is over.
+    /// End of the pause.
     paused_until: Duration,
-    /// What they took more than they won.
+    /// Excess of the costs of these rounds over their savings.
     net_debt: NetBytes,
-    /// What another round has to win: as much as the dearest of late, of which each counts half of the next.
+    /// Minimum savings of the next round: the cost of the most expensive recent round, where each round halves the
+    /// former value.
     min_gain: Bytes,
 }
 
-/// So many rounds' worth is owed at most: a program that fills its memory once is not held to that for ever.
+/// Maximum debt, in rounds: a program that fills its memory once is not held to that forever.
 const MAX_DEBT_ROUNDS: i64 = 4;
 
 impl RoundBackoff {
-    /// A round was made at a time, of which so much memory was promising: new, or not looked at often enough to tell.
+    /// Record a round that ended at `now`. `promising_bytes` is memory that is new, or was scanned too few times to
+    /// decide.
     ///
-    /// It makes up for those before, too: what is merged and written by turns is won in every second one. Rounds that
-    /// were cut short say nothing of what they did not come to, and one that was made during the rest, for the sake of
-    /// others, does not prolong it. What is promising says that everything may be different.
+    /// A round also has to repay former ones: memory that is alternately merged and written is gained in every second
+    /// round. Incomplete rounds give no information on memory that they did not reach. A round during the pause, made
+    /// because other members merge, does not prolong the pause. Enough promising memory resets the backoff.
     pub fn record_round(&mut self, round: WorkRound, now: Duration, promising_bytes: Bytes) {
         if promising_bytes >= self.min_gain {
             *self = Self { min_gain: self.min_gain, ..Self::default() };
@@ -127,12 +129,12 @@ impl RoundBackoff {
         }
     }
 
-    /// Whether it is over at a time: at once if what is promising could pay for a round by itself.
+    /// Whether the pause is over: at once if the promising memory alone could make a round profitable.
     pub fn is_expired(&self, now: Duration, promising_bytes: Bytes) -> bool {
         now >= self.paused_until || self.expects_profit(promising_bytes)
     }
 
-    /// Whether another round is likely to pay: the last one did, or what is promising could.
+    /// Whether another round is likely to be profitable: the last ones were, or the promising memory could make it so.
     pub fn expects_profit(&self, promising_bytes: Bytes) -> bool {
         self.net_debt.0 == 0 || promising_bytes >= self.min_gain
     }
@@ -156,7 +158,7 @@ mod tests {
         allowance.spend(3 * second / 2);
         assert_eq!(allowance.available(10 * second, true), Some(second / 2));
         allowance.spend(second);
-        assert_eq!(allowance.available(10 * second, true), Some(Duration::ZERO), "never less than nothing");
+        assert_eq!(allowance.available(10 * second, true), Some(Duration::ZERO), "never below zero");
         assert_eq!(allowance.spent(), 5 * second / 2);
     }
 
@@ -167,7 +169,7 @@ mod tests {
         assert_eq!(pause_after_round(second, 1.0, 0), MIN_PAUSE);
         assert_eq!(pause_after_round(second, 1.0, 3), 8 * MIN_PAUSE);
         assert_eq!(pause_after_round(second, 1.0, u32::MAX), MAX_PAUSE);
-        assert_eq!(pause_after_round(100 * second, 0.5, 9), 100 * second, "the share holds whatever else");
+        assert_eq!(pause_after_round(100 * second, 0.5, 9), 100 * second, "the CPU share always holds");
         assert_eq!(pause_after_round(second, 0.0, 0), 999 * second);
     }
 
@@ -175,10 +177,10 @@ mod tests {
     fn min_runtime_is_available_from_the_start() {
         let second = Duration::from_secs(1);
         let mut allowance = TimeBudget::new(Some(0.25), 10 * second);
-        assert_eq!(allowance.available(5 * second, false), Some(second), "by what does not pay, as it is earned");
+        assert_eq!(allowance.available(5 * second, false), Some(second), "unprofitable work gets only earned time");
         assert_eq!(allowance.available(Duration::ZERO, true), Some(2 * second));
         allowance.spend(2 * second);
-        assert_eq!(allowance.available(10 * second, true), Some(Duration::ZERO), "and not once more");
+        assert_eq!(allowance.available(10 * second, true), Some(Duration::ZERO), "and it is available only once");
         assert_eq!(allowance.available(15 * second, false), Some(second));
     }
 
@@ -193,7 +195,7 @@ mod tests {
         );
         assert!(
             !WorkRound { net_gained: NetBytes(-4096), ..PROFITABLE_ROUND }.is_profitable(),
-            "more was written than merged"
+            "more pages were written than merged"
         );
     }
 
@@ -210,28 +212,28 @@ mod tests {
         let ms = Duration::from_millis;
         let (vain, mut rest, mut now) =
             (WorkRound { net_gained: NetBytes(0), ..PROFITABLE_ROUND }, RoundBackoff::default(), ms(1000));
-        assert!(rest.is_expired(Duration::ZERO, NO_BYTES) && rest.expects_profit(NO_BYTES), "before the first");
+        assert!(rest.is_expired(Duration::ZERO, NO_BYTES) && rest.expects_profit(NO_BYTES), "before the first round");
         rest.record_round(PROFITABLE_ROUND, now, NO_BYTES);
         assert!(rest.is_expired(now, NO_BYTES) && rest.expects_profit(NO_BYTES));
         rest.record_round(WorkRound { is_complete: false, ..vain }, now, NO_BYTES);
-        assert!(rest.is_expired(now, NO_BYTES), "what it did not come to may pay");
+        assert!(rest.is_expired(now, NO_BYTES), "memory that it did not reach may be profitable");
         let waits = [400, 800, 1600, 3200, 6400, 12_800, 25_600, 51_200, 60_000, 60_000];
         for wait in waits {
             rest.record_round(vain, now, NO_BYTES);
             rest.record_round(vain, now + ms(wait / 2), NO_BYTES);
-            assert!(!rest.is_expired(now + ms(wait - 1), Bytes(MIB.0 - 1)), "it was not one of its own");
+            assert!(!rest.is_expired(now + ms(wait - 1), Bytes(MIB.0 - 1)), "a round in the pause does not extend it");
             assert!(!rest.expects_profit(NO_BYTES) && rest.expects_profit(MIB) && rest.is_expired(now, MIB));
             now += ms(wait);
             assert!(rest.is_expired(now, NO_BYTES));
         }
         rest.record_round(WorkRound { is_complete: false, ..vain }, now, NO_BYTES);
-        assert!(!rest.is_expired(now + ms(59_999), NO_BYTES), "as long as before");
+        assert!(!rest.is_expired(now + ms(59_999), NO_BYTES), "the pause is as long as before");
         rest.record_round(PROFITABLE_ROUND, now, MIB);
-        assert!(rest.is_expired(now, NO_BYTES), "what was owed is forgotten for what is new");
+        assert!(rest.is_expired(now, NO_BYTES), "new memory cancels the debt");
         rest.record_round(vain, now, MIB);
         assert!(
             !rest.is_expired(now + ms(399), NO_BYTES) && rest.is_expired(now + ms(400), NO_BYTES),
-            "as if for the first time"
+            "as after the first unprofitable round"
         );
     }
 
@@ -259,6 +261,6 @@ mod tests {
             .collect();
         assert_eq!(rests, [false, true, true, true, true, true, true, true]);
         rest.record_round(WorkRound { net_gained: NetBytes(5 << 20), ..PROFITABLE_ROUND }, at(8), NO_BYTES);
-        assert!(rest.is_expired(at(8), NO_BYTES), "no more is owed than four rounds' worth");
+        assert!(rest.is_expired(at(8), NO_BYTES), "the debt is at most four rounds");
     }
 }

@@ -4,13 +4,13 @@ use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
-/// The folder in which cargo has left it.
+/// The directory in which cargo leaves it.
 pub fn build_directory() -> PathBuf {
     let tests = std::env::current_exe().expect("a test is a program");
     tests.parent().map(Path::to_owned).expect("target/PROFILE/deps")
 }
 
-/// A directory for domains and for the library, by the names that programs ask for.
+/// A directory for domains and for the library, under the names that programs load.
 pub fn library_and_domains_root() -> TempDir {
     let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
     for name in ["libpagefold.so", "libpagefold.so.0"] {

@@ -1,6 +1,6 @@
-//! A running `examples/member`, and what it tells.
+//! A running `examples/member`, and its answers.
 
-#![allow(dead_code, reason = "each test program uses a part of it")]
+#![allow(dead_code, reason = "each test program uses only some of these items")]
 
 use std::io::{BufRead, BufReader, Write};
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ pub const PAGE_BYTES: u64 = 4096;
 pub fn domains_root() -> TempDir {
     use std::os::unix::fs::PermissionsExt;
     let root = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
-    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("its owner may");
+    std::fs::set_permissions(root.path(), std::fs::Permissions::from_mode(0o700)).expect("permission");
     root
 }
 
@@ -27,7 +27,7 @@ pub struct MemberProcess {
 
 pub fn member_program() -> PathBuf {
     let tests = std::env::current_exe().expect("a test is a program");
-    // Somewhere below target/PROFILE, where depends on cargo.
+    // Somewhere below target/PROFILE; the depth depends on cargo.
     let mut programs = tests.ancestors().map(|folder| folder.join("examples/member"));
     programs.find(|program| program.exists()).unwrap_or_else(|| PathBuf::from("examples/member"))
 }
@@ -41,40 +41,40 @@ impl MemberProcess {
         let mut command = Command::new(member_program());
         command.args(["test", &pages.to_string()]).args(options).env("PAGEFOLD_RUNTIME", root.path());
         command.envs(fault.map(|fault| ("PAGEFOLD_FAULT_POINT", fault)));
-        // What a member that is to die at a point says of that is of no interest.
+        // The error messages of a member that dies at a fault point do not matter.
         Self::spawn(&mut command, if fault.is_some() { Stdio::null() } else { Stdio::inherit() })
             .wait_until_ready(fault.is_some())
     }
 
-    /// One that does all that a script says, with a fault point.
+    /// A member that runs all commands of a script, with a fault point.
     pub fn start_with_script(root: &TempDir, pages: u64, script: &[&str], fault: &str) -> Self {
         let mut command = Command::new(member_program());
         command.args(["test", &pages.to_string()]).env("PAGEFOLD_RUNTIME", root.path());
         let mut member = Self::spawn(command.env("PAGEFOLD_FAULT_POINT", fault), Stdio::null());
-        script.iter().for_each(|line| writeln!(member.commands, "{line}").expect("it reads"));
+        script.iter().for_each(|line| writeln!(member.commands, "{line}").expect("a reader"));
         member
     }
 
-    /// Wait until it has ended, or was stopped; whether it has ended.
+    /// Wait until the member has ended or was stopped. Returns whether it has ended.
     pub fn has_ended_or_stopped(&mut self) -> bool {
         for _ in 0..60_000 {
-            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("it is ours");
+            let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).expect("our child");
             match stat.rsplit_once(") ").map(|(_, after)| after.as_bytes()[0]) {
                 Some(b'T') => return false,
                 Some(b'Z') => return true,
                 _ => std::thread::sleep(std::time::Duration::from_millis(5)),
             }
         }
-        panic!("neither within minutes")
+        panic!("the member neither ended nor stopped within five minutes")
     }
 
-    /// Have it go on if it was stopped.
+    /// Continue the member if it was stopped.
     pub fn continue_process(&self) {
         let process = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(process, rustix::process::Signal::CONT).expect("it is ours");
+        rustix::process::kill_process(process, rustix::process::Signal::CONT).expect("our child");
     }
 
-    /// As some command starts it. Its first answer is still to come.
+    /// Start a member by a command, without waiting for its first answer.
     pub fn spawn(command: &mut Command, errors: Stdio) -> Self {
         let mut child = command
             .stdin(Stdio::piped())
@@ -93,26 +93,26 @@ impl MemberProcess {
         self
     }
 
-    /// What it says next, if it lives.
+    /// The next answer of the member; `None` if the member has died.
     pub fn read_answer(&mut self) -> Option<String> {
         let mut line = String::new();
         let read = self.answers.read_line(&mut line).expect("text");
         (read > 0).then(|| line.trim_end().to_owned())
     }
 
-    /// Have it do something, and do not wait for its answer.
+    /// Send a command, without waiting for the answer.
     pub fn send_command(&mut self, line: &str) {
-        writeln!(self.commands, "{line}").expect("it reads");
+        writeln!(self.commands, "{line}").expect("a reader");
     }
 
-    /// What it answers, if it lives.
+    /// The answer to a command; `None` if the member has died.
     pub fn try_command(&mut self, line: &str) -> Option<String> {
         writeln!(self.commands, "{line}").ok()?;
         self.read_answer()
     }
 
     pub fn run_command(&mut self, line: &str) -> String {
-        self.try_command(line).unwrap_or_else(|| panic!("{line}: it has died"))
+        self.try_command(line).unwrap_or_else(|| panic!("{line}: the member has died"))
     }
 
     pub fn run_merge(&mut self) -> MemberAnswer {
@@ -129,14 +129,14 @@ impl MemberProcess {
 
     /// A line of `smaps_rollup`, in KiB.
     pub fn smaps_rollup_kib(&self, name: &str) -> u64 {
-        let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", self.child.id())).expect("it lives");
+        let text = std::fs::read_to_string(format!("/proc/{}/smaps_rollup", self.child.id())).expect("it is alive");
         let line = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in {text}"));
         line.split_ascii_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("a number")
     }
 
     pub fn kill(mut self) {
-        self.child.kill().expect("it is ours");
-        self.child.wait().expect("it is ours");
+        self.child.kill().expect("our child");
+        self.child.wait().expect("our child");
     }
 }
 
@@ -147,7 +147,7 @@ impl Drop for MemberProcess {
     }
 }
 
-/// What a member told of itself.
+/// An answer of a member.
 #[derive(Debug)]
 pub struct MemberAnswer(pub String);
 
@@ -160,7 +160,7 @@ impl MemberAnswer {
     }
 }
 
-/// Members merge until nothing moves any more, and all memory is as it was.
+/// Members merge until no page changes state any more, and all memory is unchanged.
 pub fn merge_until_settled(members: &mut [&mut MemberProcess]) {
     for _ in 0..3 {
         for member in members.iter_mut() {

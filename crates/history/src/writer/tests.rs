@@ -4,7 +4,7 @@ use crate::tiers::MILLIS_PER_DAY;
 use pagefold_daemon::wire::WorkloadKind;
 use tempfile::TempDir;
 
-/// The status that all faces are tested with, at a time.
+/// The status of the shared test fixture, at a time.
 fn status(time: f64) -> StatusReport {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/status.json");
     let mut status: StatusReport = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
@@ -15,7 +15,7 @@ fn status(time: f64) -> StatusReport {
 }
 
 fn new_writer(limits: HistoryLimits, time: f64) -> (TempDir, PathBuf, HistoryWriter) {
-    // In memory: it is not about how fast a disk writes.
+    // In memory, so that the disk's speed does not matter.
     let folder = tempfile::tempdir_in("/dev/shm").unwrap();
     let path = folder.path().join("history.db");
     let writer = HistoryWriter::open(&path, limits, "node17", "0.1.0", time).unwrap();
@@ -48,7 +48,7 @@ fn committed_rows_are_read_back() {
     (status.decisions, status.decisions_by_reason) = Default::default();
     decide(&mut status, 1_795_000_000_000);
     writer.note_status(&status);
-    // The latest come first, and what was noted is not noted again; clocks may be set back.
+    // The latest come first, and recorded decisions are not recorded again; clocks may be set back.
     status.time += 10.0;
     decide(&mut status, 1_795_000_009_000);
     decide(&mut status, 1_795_000_009_000);
@@ -79,7 +79,7 @@ fn pass_is_timed_from_arrival_to_end() {
     for second in 0..30_u32 {
         let at = f64::from(second);
         moment.time = NOW_SECONDS + at;
-        // Seen at 2, looked at from 5 on; the census has ended at 7, the merge at 15.
+        // Seen at 2, scanned from 5 on; the census ends at 7, the merge at 15.
         moment.members = if (2..5).contains(&second) { vec![newcomer.clone()] } else { Vec::new() };
         let merged = (at - 8.0).clamp(0.0, 5.0) / 5.0;
         moment.saved.gross = Some(((100.0 * merged) as u64) << 20);
@@ -101,11 +101,11 @@ fn pass_is_timed_from_arrival_to_end() {
     }
     writer.commit().unwrap();
     let passes = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().passes;
-    assert_eq!(passes.len(), 1, "one pass, whatever became of it: {passes:#?}");
+    assert_eq!(passes.len(), 1, "one row for the pass: {passes:#?}");
     let pass = passes[0];
     assert_eq!((pass.number, pass.measured, pass.arrival_wait_seconds), (1, Some(99 << 20), Some(3.0)));
     let (to_90, to_99) = (pass.seconds_to_90.unwrap(), pass.seconds_to_99.unwrap());
-    // 90 % of it are there 4.5 s after the eighth second, which is the third of the pass.
+    // 90 % of the savings are reached 4.5 s after the eighth second, which is the third of the pass.
     assert!((to_90 - 7.5).abs() < 0.01 && (to_99 - 7.95).abs() < 0.01, "{to_90} {to_99}");
 }
 
@@ -115,7 +115,7 @@ fn short_pass_is_timed_between_samples() {
     let mut moment = status(NOW_SECONDS);
     moment.saved.gross = Some(0);
     writer.note_status(&moment);
-    // A pass of one second, of which the second half merges.
+    // A pass of one second that merges in its second half.
     for quarter in 1..8_u32 {
         let at = f64::from(quarter) / 4.0;
         writer.note_saved_by_ksm(NOW_SECONDS + at, (((at - 0.5).clamp(0.0, 0.5) * 200.0) as u64) << 20);
@@ -138,7 +138,7 @@ fn short_pass_is_timed_between_samples() {
     writer.note_status(&moment);
     writer.commit().unwrap();
     let kept = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap();
-    assert_eq!(kept.samples.len(), 3, "what was noted between is not kept");
+    assert_eq!(kept.samples.len(), 3, "samples for measuring a pass are not stored");
     assert!((kept.passes[0].seconds_to_90.unwrap() - 0.95).abs() < 0.01, "{:?}", kept.passes[0]);
 }
 
@@ -146,7 +146,7 @@ fn short_pass_is_timed_between_samples() {
 fn old_samples_are_thinned() {
     let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
     let end = seconds_to_millis(NOW_SECONDS);
-    // At even distances within each tier, and before all of them.
+    // At equal intervals within each tier, and before all of them.
     let ages = |from: i64, to: i64, step: i64| (from..to).step_by(usize::try_from(step).unwrap());
     let spans = [
         (0, 2 * MILLIS_PER_DAY, 20_000),
@@ -172,7 +172,7 @@ fn old_samples_are_thinned() {
     near(within(31 * MILLIS_PER_DAY, 32 * MILLIS_PER_DAY), 24);
     near(within(365 * MILLIS_PER_DAY, 366 * MILLIS_PER_DAY), 24);
     assert_eq!(within(366 * MILLIS_PER_DAY + 1, i64::MAX), 0);
-    // Once more changes nothing.
+    // Thinning again changes nothing.
     thin_tables(&mut writer.connection, end, HistoryLimits::default()).unwrap();
     assert_eq!(HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap().samples, kept);
 }
@@ -198,9 +198,9 @@ fn files_stay_within_their_bound() {
         most = most.max(total_file_bytes(&path));
     }
     assert!(most <= limits.max_bytes, "{most} bytes");
-    assert!(most >= limits.max_bytes / 3, "{most} bytes: the bound was not met");
+    assert!(most >= limits.max_bytes / 3, "{most} bytes: the limit was not reached");
     let kept = HistoryReader::open(&path).unwrap().load_span(0.0, f64::INFINITY).unwrap();
-    assert_eq!(kept.samples.last().map(|sample| sample.time), Some(status.time), "the latest stays");
+    assert_eq!(kept.samples.last().map(|sample| sample.time), Some(status.time), "the latest sample stays");
     assert!(kept.samples.len() < 1500 && !kept.footprints.is_empty());
 }
 
@@ -282,7 +282,7 @@ fn foreign_file_is_left_unchanged() {
     assert!(matches!(open(), Some(Error::NotAHistory(_))));
     assert_eq!(std::fs::read(&path).unwrap(), before);
     std::fs::remove_file(&path).unwrap();
-    assert!(matches!(HistoryReader::open(&path).err(), Some(Error::Open(..))), "nothing is made by looking");
+    assert!(matches!(HistoryReader::open(&path).err(), Some(Error::Open(..))), "opening for reading creates no file");
     assert!(!path.exists());
 
     assert!(open().is_none());

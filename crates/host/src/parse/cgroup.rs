@@ -1,14 +1,14 @@
-//! The memory limits of cgroups: `memory.max` and its like (mm/memcontrol.c), `memory.limit_in_bytes` and its like of
-//! v1 (mm/memcontrol-v1.c).
+//! The memory limits of cgroups: `memory.max` and similar files (mm/memcontrol.c), `memory.limit_in_bytes` and similar
+//! files of v1 (mm/memcontrol-v1.c).
 
 use super::text::{field, number};
 use pagefold_base::{Absent, Bytes, Reading};
 
-/// At and above this v1 means no limit: it prints the largest multiple of the page size that a long holds
+/// From this value on, a v1 limit means no limit: v1 prints the largest multiple of the page size that fits into a long
 /// (`PAGE_COUNTER_MAX`, include/linux/page_counter.h).
 const MIN_V1_UNLIMITED_BYTES: u64 = 1 << 62;
 
-/// A limit in bytes; `None` for `max`, and for the number by which v1 says the same.
+/// A limit in bytes; `None` for `max` and for the corresponding number of v1.
 pub fn parse_limit(bytes: &[u8]) -> Reading<Option<Bytes>> {
     if bytes.trim_ascii() == b"max" {
         return Ok(None);
@@ -16,14 +16,14 @@ pub fn parse_limit(bytes: &[u8]) -> Reading<Option<Bytes>> {
     Ok(Some(number(bytes)?).filter(|&limit| limit < MIN_V1_UNLIMITED_BYTES).map(Bytes))
 }
 
-/// What of a cgroup's usage is reclaimed first and at once, from its `memory.stat`: inactive pages of files that are
-/// neither dirty nor being written. `v1` takes the `total_` lines, which count the cgroups below too, as v2 always
-/// does.
+/// The part of a cgroup's usage that is reclaimed first and at once, from its `memory.stat`: inactive file pages that
+/// are neither dirty nor under writeback. With `v1` the `total_` lines are used, which include the descendants as v2
+/// always does.
 pub fn reclaimable_bytes(bytes: &[u8], v1: bool) -> Reading<Bytes> {
     let line =
         |v2_name: &str, v1_name: &str| -> Reading<u64> { number(field(bytes, if v1 { v1_name } else { v2_name })?) };
     let inactive = line("inactive_file", "total_inactive_file")?;
-    // Older kernels do not tell these two.
+    // Older kernels do not print these two fields.
     let or_none = |reading| match reading {
         Err(Absent::NotOnThisKernel) => Ok(0),
         reading => reading,
@@ -33,8 +33,8 @@ pub fn reclaimable_bytes(bytes: &[u8], v1: bool) -> Reading<Bytes> {
     Ok(Bytes(inactive.saturating_sub(dirty).saturating_sub(writeback)))
 }
 
-/// The directory of a file system that is mounted at a place, of `/proc/PID/mountinfo` (proc_pid_mountinfo(5)): of the
-/// last mount there, which covers those before it.
+/// The directory of a file system that is mounted at a mount point, from `/proc/PID/mountinfo` (proc_pid_mountinfo(5)).
+/// The last mount at that point counts, because it covers earlier ones.
 pub fn mount_root<'a>(mountinfo: &'a str, mount_point: &str) -> Option<&'a str> {
     mountinfo.lines().rev().find_map(|line| {
         let mut fields = line.split(' ').skip(3);

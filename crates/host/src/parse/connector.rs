@@ -13,34 +13,34 @@ const PROC_EVENT_NONE: u32 = 0;
 /// `PROC_EVENT_EXEC`.
 pub const PROC_EVENT_EXEC: u32 = 2;
 
-/// Bytes of `nlmsghdr`, of `cn_msg`, and of `proc_event` before what differs from event to event.
+/// Bytes of `nlmsghdr`, of `cn_msg`, and of the common part of all `proc_event`s.
 const HEADER_BYTES: [usize; 3] = [16, 20, 16];
 
-/// What a datagram tells.
+/// The event in a datagram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcEvent {
-    /// The request with this number was heard, and answered with this error (0 for none).
+    /// The kernel has answered the request with this number; `error` is 0 for success.
     Ack {
-        /// `ack` of the request, one less than that of the answer; the kernel has numbers of its own for `seq`.
+        /// `ack` of the request, one less than in the answer; the kernel uses other numbers for `seq`.
         request: u32,
         /// An errno.
         error: u32,
     },
-    /// A process has become another program: `process_tgid`, in the initial PID namespace.
+    /// A process has executed another program: `process_tgid`, in the initial PID namespace.
     Exec(Pid),
-    /// Something else.
+    /// Another event.
     Other,
 }
 
-/// A datagram of the process connector.
+/// Parses a datagram of the process connector.
 pub fn proc_event(datagram: &[u8]) -> Reading<ProcEvent> {
     let word = |at: usize| {
         let bytes = datagram.get(at..at + 4).and_then(|bytes| bytes.try_into().ok());
-        bytes.map(u32::from_ne_bytes).ok_or_else(|| malformed("no event of a process", datagram))
+        bytes.map(u32::from_ne_bytes).ok_or_else(|| malformed("not a process event", datagram))
     };
     let [message, event, data] = [HEADER_BYTES[0], HEADER_BYTES[0] + HEADER_BYTES[1], HEADER_BYTES.iter().sum()];
     if (word(message)?, word(message + 4)?) != PROC_CONNECTOR_ID || word(0)? as usize > datagram.len() {
-        return Err(malformed("no event of a process", datagram));
+        return Err(malformed("not a process event", datagram));
     }
     Ok(match word(event)? {
         PROC_EVENT_NONE => ProcEvent::Ack { request: word(message + 12)?.wrapping_sub(1), error: word(data)? },
@@ -49,18 +49,18 @@ pub fn proc_event(datagram: &[u8]) -> Reading<ProcEvent> {
     })
 }
 
-/// What `request` asks for.
+/// The kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcRequest {
-    /// `PROC_CN_MCAST_LISTEN`: all events, and an answer.
+    /// `PROC_CN_MCAST_LISTEN`: all events, with an answer.
     Listen,
-    /// The same for events of these kinds alone, without an answer. Kernels before 6.6 take no notice of it.
+    /// The same for events of these kinds only, without an answer. Kernels before 6.6 ignore it.
     ListenFor(u32),
     /// `PROC_CN_MCAST_IGNORE`.
     Ignore,
 }
 
-/// A request to the process connector, with a number of its own.
+/// Encodes a request to the process connector with its number.
 pub fn encode_proc_request(request: ProcRequest, request_number: u32) -> Vec<u8> {
     let body = match request {
         ProcRequest::Listen => vec![1],
@@ -69,7 +69,7 @@ pub fn encode_proc_request(request: ProcRequest, request_number: u32) -> Vec<u8>
     };
     let length = body.len() * 4;
     let whole = HEADER_BYTES[0] + HEADER_BYTES[1] + length;
-    // NLMSG_DONE is 3, in the lower half of the word with the flags.
+    // NLMSG_DONE is 3, in the half of the word before the flags.
     let kind = u32::from_ne_bytes(match 3u16.to_ne_bytes() {
         [one, other] => [one, other, 0, 0],
     });
@@ -87,7 +87,7 @@ mod tests {
     use pagefold_base::Absent;
     use proptest::prelude::*;
 
-    /// As 6.18 on x86-64 sent it, in words: a process 11865 has become another program.
+    /// A datagram of 6.18 on x86-64, in words: process 11865 has executed another program.
     fn exec_datagram() -> Vec<u8> {
         let words: [u32; 19] = [76, 3, 0, 0, 1, 1, 66, 0, 40, 2, 1, 0x5047_4e81, 0x69, 11865, 11865, 0, 0, 0, 0];
         words.iter().flat_map(|word| word.to_ne_bytes()).collect()

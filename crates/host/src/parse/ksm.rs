@@ -1,15 +1,15 @@
 //! `/sys/kernel/mm/ksm/*` (mm/ksm.c) and `/proc/PID/ksm_stat` (fs/proc/base.c, `proc_pid_ksm_stat`).
 //!
-//! `/proc/PID/ksm_merging_pages` came in 5.19 as a file of one number, `ksm_stat` in 6.1 with `ksm_rmap_items` alone;
+//! `/proc/PID/ksm_merging_pages` came in 5.19 as a file with one number, `ksm_stat` in 6.1 with `ksm_rmap_items` alone.
 //! 6.4 added `ksm_merging_pages` and `ksm_process_profit`, 6.6 `ksm_zero_pages`, 6.14 `ksm_merge_any` and
-//! `ksm_mergeable`, which alone have a colon. Both counts of zero pages could fall below zero while they were printed
-//! as unsigned (before 6.10): what wrapped is read as the negative number it is.
+//! `ksm_mergeable`, which are the only keys with a colon. Before 6.10 both counts of zero pages could fall below zero
+//! and were printed as unsigned numbers. The parser reads such a number as negative.
 
 use super::text::{bracketed_word, field, malformed, number, signed};
 use pagefold_base::ksm::{Ksm, ProcessKsm};
 use pagefold_base::{Absent, Reading};
 
-/// The settings and counters of KSM. `read` gets the bare name of a file under `sys/kernel/mm/ksm`.
+/// Parses the settings and counters of KSM. `read` gets the name of a file in `sys/kernel/mm/ksm`.
 pub fn ksm(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Ksm {
     let count = |name| read(name).and_then(|bytes| number(&bytes));
     let balance = |name| read(name).and_then(|bytes| signed(&bytes));
@@ -37,9 +37,9 @@ pub fn ksm(read: impl Fn(&str) -> Reading<Vec<u8>>) -> Ksm {
     }
 }
 
-/// A process's share in KSM, from `ksm_stat` and, where that does not tell it, the older `ksm_merging_pages`.
+/// A process's KSM figures, from `ksm_stat` and, for kernels without the field, the older `ksm_merging_pages`.
 ///
-/// `ksm_stat` is empty for a process without memory, such as a zombie: then its memory has vanished.
+/// `ksm_stat` is empty for a process without memory, such as a zombie; its memory then counts as vanished.
 pub fn process_ksm(ksm_stat: Reading<Vec<u8>>, merging_pages: Reading<Vec<u8>>) -> ProcessKsm {
     let value = |key| match ksm_stat.as_deref() {
         Ok([]) => Err(Absent::Vanished),

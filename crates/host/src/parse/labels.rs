@@ -1,23 +1,24 @@
-//! What container runtimes write down of a container's labels, as JSON.
+//! Container labels in the JSON files of container runtimes.
 
 use serde_json::{Map, Value};
 
-/// How many bytes a label may have with its key. Runtimes keep lists and whole specifications as annotations, too,
-/// which nobody is grouped by.
+/// Maximum bytes of a label with its key. Runtimes also store lists and whole specifications as annotations, which are
+/// no use for grouping.
 const MAX_LABEL_BYTES: usize = 256;
 
-/// How many bytes such a file may have: who starts a container may have much written there, and it is read often.
+/// Maximum bytes of such a file. Any user with container rights can make it large, and it is read often.
 const MAX_LABEL_FILE_BYTES: usize = 1 << 20;
 
 /// The labels in a runtime's file about a container, as `KEY=VALUE` of at most 256 bytes: `Config.Labels` of Docker's
-/// `config.v2.json`, or the `annotations` of the `config.json` of an OCI runtime. None where it is neither, or has more
-/// than a MiB.
+/// `config.v2.json`, or the `annotations` of the `config.json` of an OCI runtime. Empty if the file is neither or is
+/// larger than 1 MiB.
 pub fn labels(bytes: &[u8]) -> Vec<String> {
     let document = parse_document(bytes);
     short_labels(&document).map(|(key, value)| format!("{key}={value}")).collect()
 }
 
-/// What may be kept of such a file, which [`labels`] reads as the same: the rest has a container's environment in it.
+/// The part of such a file that a recording may store; [`labels`] returns the same for it. The rest contains the
+/// container's environment.
 pub fn strip_to_labels(bytes: &[u8]) -> Vec<u8> {
     let document = parse_document(bytes);
     let kept: Map<String, Value> = short_labels(&document).map(|(key, value)| (key.to_owned(), value.into())).collect();
@@ -43,7 +44,7 @@ mod tests {
 
     #[test]
     fn labels_of_docker_and_podman_are_parsed() {
-        // As dockerd 20.10 and Podman 4.3 wrote them, shortened.
+        // Files of dockerd 20.10 and Podman 4.3, shortened.
         let docker = include_bytes!("samples/docker-config.v2.json");
         assert_eq!(labels(docker), ["com.docker.compose.project=shop", "tenant=acme"]);
         let podman = include_bytes!("samples/podman-config.json");

@@ -20,7 +20,7 @@ pub fn meminfo(bytes: &[u8]) -> MemInfo {
     }
 }
 
-/// `Buffers` and `Cached` of `/proc/meminfo` together.
+/// The sum of `Buffers` and `Cached` of `/proc/meminfo`.
 pub fn buffers_and_cached(bytes: &[u8]) -> Reading<Bytes> {
     let amount = |key| field(bytes, key).and_then(kib);
     Ok(amount("Buffers")? + amount("Cached")?)
@@ -45,7 +45,7 @@ fn pressure_line(text: &[u8]) -> Reading<PressureLine> {
     };
     let percent = |key| {
         let digits = value(key)?;
-        // `nan`, `inf` and exponents are floating-point numbers too, and the kernel prints none of them.
+        // `nan`, `inf` and exponents are floating-point numbers too, but the kernel never prints them.
         match digits.iter().all(|byte| byte.is_ascii_digit() || *byte == b'.') {
             true => number::<f64>(digits),
             false => Err(malformed("not a percentage", digits)),
@@ -59,7 +59,7 @@ fn pressure_line(text: &[u8]) -> Reading<PressureLine> {
     })
 }
 
-/// The counters of `/proc/vmstat` by name. Lines that are not a name and a number are left out.
+/// The counters of `/proc/vmstat` by name. Lines without a name and a number are skipped.
 pub fn vmstat(bytes: &[u8]) -> BTreeMap<String, u64> {
     let counter = |line: Reading<&[u8]>| {
         let (name, value) = std::str::from_utf8(line.ok()?).ok()?.split_once(' ')?;

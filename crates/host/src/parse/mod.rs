@@ -1,16 +1,15 @@
-//! The kernel's text formats, as functions of bytes and never of a system.
+//! Parsers of the kernel's text formats. They take bytes and never access a system.
 //!
-//! What is read from `/proc` and `/sys` is written by the kernel and by the processes it describes, who choose their
-//! names, their arguments and the names of their files. So every parser takes any bytes whatever, and answers with a
-//! value or with the reason why there is none:
-//! - a field that other kernel versions have and this one does not is [`Absent::NotOnThisKernel`];
-//! - text that is not what the kernel prints, and numbers that do not fit, are [`Absent::Malformed`] and shown;
-//! - a file whose last line has no end was cut off. The cut line is never taken for a value, since its digits may be
-//!   the beginning of a longer number, and a field that is missing from such a file is malformed, not absent.
+//! The kernel writes `/proc` and `/sys`, but processes choose their own names, arguments and file names. Every parser
+//! therefore accepts any bytes. It returns a value or the reason why there is none:
+//! - A field that other kernel versions have and this one does not is [`Absent::NotOnThisKernel`].
+//! - Text that the kernel does not print, and numbers that do not fit, are [`Absent::Malformed`], and the message shows
+//!   them.
+//! - A file whose last line has no newline was truncated. The truncated line is never used as a value, because its
+//!   digits may be the beginning of a longer number. A field that is missing from such a file is malformed, not absent.
 //!
-//! What container runtimes write of a container's labels is read in the same way, and is none where it is malformed.
-//! Names keep their bytes as far as they are UTF-8; the others become U+FFFD. Kernels from 4.18 to 6.18 were looked
-//! at.
+//! The files in which container runtimes store labels are parsed in the same way, but malformed files have no labels.
+//! Names keep their bytes as far as they are UTF-8; other bytes become U+FFFD. Kernels from 4.18 to 6.18 were examined.
 
 mod cgroup;
 mod connector;

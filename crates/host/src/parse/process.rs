@@ -1,4 +1,4 @@
-//! What `/proc/PID` says of a process beside its memory: `stat` and `status` (fs/proc/array.c), `cmdline` and `environ`
+//! The files of `/proc/PID` other than its memory: `stat` and `status` (fs/proc/array.c), `cmdline` and `environ`
 //! (fs/proc/base.c), `cgroup` (kernel/cgroup/cgroup.c, `proc_cgroup_show`).
 
 use super::text::{field, kib, lines, malformed, number, number_list};
@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 /// The flag of a kernel thread in [`Stat::flags`] (include/linux/sched.h).
 pub const PF_KTHREAD: u64 = 0x0020_0000;
-/// The flag of a thread that has begun to end; soon after that it has no memory any more (kernel/exit.c, `do_exit`).
+/// The flag of a thread that has begun to exit; it loses its memory soon afterwards (kernel/exit.c, `do_exit`).
 pub const PF_EXITING: u64 = 0x0000_0004;
 
 /// The fields of `/proc/PID/stat` that Pagefold uses (Documentation/filesystems/proc.rst, table 1-4).
@@ -16,15 +16,15 @@ pub const PF_EXITING: u64 = 0x0000_0004;
 pub struct Stat {
     /// Field 1.
     pub pid: Pid,
-    /// Field 2, the kernel's name of the program without its parentheses, with bytes that are no UTF-8 replaced.
+    /// Field 2, the kernel's name of the program without its parentheses; bytes that are not UTF-8 are replaced.
     pub comm: String,
     /// Field 3, the letter of the state.
     pub state: char,
-    /// Field 4, the parent; 0 for none that can be seen.
+    /// Field 4, the parent; 0 if it is not visible.
     pub ppid: Pid,
     /// Field 9, the `PF_` flags.
     pub flags: u64,
-    /// Fields 10 and 12, page faults so far, without those of children: each write to a merged page is one.
+    /// Fields 10 and 12, page faults so far, without those of children. Each write to a merged page is one.
     pub page_faults: u64,
     /// Field 14, clock ticks in user mode.
     pub utime: u64,
@@ -34,40 +34,41 @@ pub struct Stat {
     pub start_time: u64,
 }
 
-/// `/proc/PID/statm` (fs/proc/task_mmu.c, `task_statm`): what is resident.
+/// `/proc/PID/statm` (fs/proc/task_mmu.c, `task_statm`): resident memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Statm {
-    /// All of it.
+    /// All resident pages.
     pub resident: Pages,
-    /// Of that, files and shared memory.
+    /// The resident pages of files and shared memory.
     pub shared: Pages,
 }
 
 impl Statm {
-    /// What is neither a file nor shared memory. The kernel's counters are not of one instant.
+    /// Resident memory that is neither a file nor shared memory. The kernel's counters may not match exactly.
     pub fn anonymous_bytes(self, page: PageSize) -> Bytes {
         page.bytes_of(self.resident.saturating_sub(self.shared))
     }
 }
 
-/// The second and the third number.
+/// Parses the second and third number.
 pub fn statm(bytes: &[u8]) -> Reading<Statm> {
     let mut words = bytes.split(u8::is_ascii_whitespace).skip(1);
     let mut pages = || number(words.next().unwrap_or_default()).map(Pages);
     Ok(Statm { resident: pages()?, shared: pages()? })
 }
 
-/// `/proc/PID/stat`. A program names itself, and may put spaces, parentheses and line feeds into its name: the fields
-/// begin after the last parenthesis, since they have none.
+/// Parses `/proc/PID/stat`. A program chooses its own name, which may contain spaces, parentheses and newlines. The
+/// fields begin after the last parenthesis, because they contain none.
 pub fn stat(bytes: &[u8]) -> Reading<Stat> {
     let wrong = || malformed("not a line of stat", bytes);
     let open = bytes.iter().position(|&byte| byte == b'(').ok_or_else(wrong)?;
     let close = bytes.iter().rposition(|&byte| byte == b')').filter(|&close| close > open).ok_or_else(wrong)?;
     let tail = &bytes[close + 1..];
-    // Without the end of the line it was cut off, perhaps within a number: only what a blank ends is whole.
+    // Without a newline the line was truncated, perhaps within a number. Then only fields followed by a blank are
+    // complete.
     let end = tail.iter().position(|&byte| byte == b'\n').or_else(|| tail.iter().rposition(|&byte| byte == b' '));
     let fields: Vec<&[u8]> = tail[..end.ok_or_else(wrong)?].trim_ascii().split(|&byte| byte == b' ').collect();
-    // Counted as in the documentation, from 1, where the third is the first after the name.
+    // Numbered as in the documentation, from 1; field 3 is the first one after the name.
     let at = |position: usize| fields.get(position - 3).copied().ok_or_else(wrong);
     let state = match at(3)? {
         [letter] if letter.is_ascii_alphabetic() => char::from(*letter),
@@ -91,20 +92,20 @@ pub fn stat(bytes: &[u8]) -> Reading<Stat> {
 pub struct Status {
     /// The second number of `Uid:`: the effective user.
     pub uid: Reading<u32>,
-    /// Whether the first three numbers of `Uid:` differ: the real, the effective and the saved user.
+    /// Whether the real, effective and saved user (the first three numbers of `Uid:`) differ.
     pub setuid: Reading<bool>,
     /// `Seccomp:`: 0 none, 1 strict, 2 filter.
     pub seccomp: Reading<u64>,
-    /// `VmPin:`: memory that drivers hold pinned. A process without memory does not have the line.
+    /// `VmPin:`: memory that drivers have pinned. Absent for a process without memory.
     pub pinned: Reading<Bytes>,
     /// `Threads:`.
     pub threads: Reading<u64>,
-    /// `RssAnon:`: anonymous memory, in which merged pages count and those of zeros do not. A process without memory
-    /// does not have the line.
+    /// `RssAnon:`: anonymous memory, including merged pages but not zero pages merged by KSM. Absent for a process
+    /// without memory.
     pub rss_anon: Reading<Bytes>,
 }
 
-/// `/proc/PID/status`.
+/// Parses `/proc/PID/status`.
 pub fn status(bytes: &[u8]) -> Status {
     let user = |ids: &[u8], position: usize, what: &str| {
         let id = ids.split(u8::is_ascii_whitespace).filter(|id| !id.is_empty()).nth(position);
@@ -125,11 +126,11 @@ pub fn status(bytes: &[u8]) -> Status {
     }
 }
 
-/// The nodes that the memory of a process is bound to by policies (`bind`, set_mempolicy(2) and mbind(2)) in
-/// `/proc/PID/numa_maps`, or by its cpuset (`Mems_allowed_list:` of its `status`, cpuset(7)); `None` where neither keeps
-/// it from any of `nodes`, those that have memory. Other policies prefer a node and do not bind to it.
+/// The nodes that the memory of a process is bound to. The bindings come from policies (`bind`, set_mempolicy(2) and
+/// mbind(2)) in `/proc/PID/numa_maps`, or from its cpuset (`Mems_allowed_list:` of its `status`, cpuset(7)). `None` if
+/// neither excludes any of `nodes`, the nodes with memory. Other policies prefer a node and do not bind to it.
 ///
-/// Several policies are told side by side: `0 and 1`. A line of `numa_maps` is `ADDRESS POLICY ...` (fs/proc/task_mmu.c,
+/// Several policies are joined: `0 and 1`. A line of `numa_maps` is `ADDRESS POLICY ...` (fs/proc/task_mmu.c,
 /// `show_numa_map`), and a policy `bind:0-1` or `bind=static:0-1` (mm/mempolicy.c, `mpol_to_str`).
 pub fn bound_nodes(numa_maps: &[u8], status: &[u8], nodes: &[u32]) -> Option<String> {
     let binds = |list: &&[u8]| number_list(list).is_ok_and(|list| !nodes.iter().all(|node| list.contains(node)));
@@ -147,13 +148,14 @@ pub fn bound_nodes(numa_maps: &[u8], status: &[u8], nodes: &[u32]) -> Option<Str
     Some(allowed).filter(binds).map(text)
 }
 
-/// Whether `/proc/PID/auxv` says that the program was started with more privileges than its caller had (`AT_SECURE`,
-/// getauxval(3)): setuid, setgid or with capabilities of its file. `None` where it does not say.
+/// Whether the program was started with more privileges than its caller (`AT_SECURE` in `/proc/PID/auxv`,
+/// getauxval(3)): setuid, setgid or with file capabilities. `None` if the file does not contain it.
 ///
-/// Pairs of words, 4 bytes each for a 32-bit program (fs/binfmt_elf.c, `create_elf_tables`), ended by `AT_NULL`.
+/// The file has pairs of words, 4 bytes each for a 32-bit program (fs/binfmt_elf.c, `create_elf_tables`), and ends with
+/// `AT_NULL`.
 pub fn is_at_secure(auxv: &[u8]) -> Option<bool> {
     const AT_SECURE: u64 = 23;
-    // Two words of a 32-bit program read as one are far above all keys.
+    // Two 32-bit words read as one 64-bit word are far above all keys.
     let word = match auxv.first_chunk::<8>() {
         Some(first) if u64::from_ne_bytes(*first) >> 32 == 0 => 8,
         _ => 4,
@@ -166,8 +168,8 @@ pub fn is_at_secure(auxv: &[u8]) -> Option<bool> {
     pairs.take_while(|(key, _)| *key != 0).find(|(key, _)| *key == AT_SECURE).map(|(_, value)| value != 0)
 }
 
-/// The arguments in `/proc/PID/cmdline`; none for a kernel thread or a zombie. Empty ones at the end are left out: a
-/// program that puts a title over its arguments leaves hundreds of them.
+/// The arguments in `/proc/PID/cmdline`; none for a kernel thread or a zombie. Empty ones at the end are dropped,
+/// because a program that overwrites its arguments with a title leaves hundreds of them.
 pub fn arguments(bytes: &[u8]) -> Vec<String> {
     let end = bytes.iter().rposition(|&byte| byte != 0).map_or(0, |last| last + 1);
     if end == 0 {
@@ -176,8 +178,8 @@ pub fn arguments(bytes: &[u8]) -> Vec<String> {
     bytes[..end].split(|&byte| byte == 0).map(|argument| String::from_utf8_lossy(argument).into_owned()).collect()
 }
 
-/// The [`JOB_VARIABLES`] in `/proc/PID/environ`. Of a variable that is there twice the first counts, as for `getenv`;
-/// one that was cut off is left out.
+/// The [`JOB_VARIABLES`] in `/proc/PID/environ`. The first of several equal names counts, as for `getenv`; a truncated
+/// variable is left out.
 pub fn job_environment(bytes: &[u8]) -> BTreeMap<String, String> {
     let mut environment = BTreeMap::new();
     for entry in bytes.split_inclusive(|&byte| byte == 0).filter_map(|entry| entry.strip_suffix(b"\0")) {
@@ -190,14 +192,14 @@ pub fn job_environment(bytes: &[u8]) -> BTreeMap<String, String> {
     environment
 }
 
-/// The cgroup whose memory a process counts to, from `/proc/PID/cgroup`: where a v1 hierarchy has the memory
-/// controller, the path in it, otherwise the path in the unified hierarchy (`0::`). The ` (deleted)` after the path of
-/// a removed cgroup stays.
+/// The cgroup that a process's memory is charged to, from `/proc/PID/cgroup`. If a v1 hierarchy has the memory
+/// controller, this is the path in it, otherwise the path in the unified hierarchy (`0::`). The ` (deleted)` after the
+/// path of a removed cgroup stays.
 pub fn cgroup(bytes: &[u8]) -> Reading<String> {
     let mut unified = Err(Absent::NotOnThisKernel);
     for line in lines(bytes) {
         let line = line?;
-        // The path may hold colons, the others may not.
+        // The path may contain colons, the other fields may not.
         let mut parts = line.splitn(3, |&byte| byte == b':');
         let (Some(id), Some(controllers), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
             return Err(malformed("not a line of cgroup", line));
@@ -298,7 +300,7 @@ mod tests {
         let thread = status(b"Name:\tkthreadd\nUid:\t0\t1000\t0\t0\nThreads:\t1\nSeccomp:\t2\n");
         assert_eq!((thread.uid, thread.seccomp), (Ok(1000), Ok(2)));
         assert_eq!(thread.setuid, Ok(true));
-        assert_eq!(status(b"Uid:\t7\t7\t0\t7\n").setuid, Ok(true), "it may become root again");
+        assert_eq!(status(b"Uid:\t7\t7\t0\t7\n").setuid, Ok(true), "the process may become root again");
         assert_eq!(status(b"Uid:\t7\t7\t7\t0\n").setuid, Ok(false));
         assert_eq!(thread.pinned, Err(Absent::NotOnThisKernel));
         let odd = status(b"Uid:\t0\nSeccomp:\t\nVmPin:\t  7 MB\nThreads:\t1");
@@ -340,7 +342,7 @@ mod tests {
         assert_eq!(is_at_secure(&wide(&[[6, 4096], [0, 0], [23, 1]])), None);
         assert_eq!((is_at_secure(b""), is_at_secure(b"abc")), (None, None));
         let own = std::fs::read("/proc/self/auxv").unwrap();
-        assert_eq!(is_at_secure(&own), Some(false), "tests are not run setuid");
+        assert_eq!(is_at_secure(&own), Some(false), "tests must not run setuid");
     }
 
     #[test]

@@ -1,25 +1,25 @@
 //! `/proc/PID/smaps` and `/proc/PID/smaps_rollup` (fs/proc/task_mmu.c, `show_smap` and `show_smaps_rollup`).
 //!
 //! An entry of smaps is a line as in `/proc/PID/maps`, lines of `Key:  N kB`, and `VmFlags:`, which has been the last
-//! line since 3.8. Keys came and went (`KSM:` in 6.6, `Pss_Dirty:` in 6.0, `FilePmdMapped:` in 5.4), so the unknown are
-//! passed over. The kernel writes a line feed in a file's name as `\012`, so a line is never part of a name.
+//! line since 3.8. Keys differ between versions (`KSM:` in 6.6, `Pss_Dirty:` in 6.0, `FilePmdMapped:` in 5.4), so
+//! unknown keys are skipped. The kernel writes a newline in a file's name as `\012`, so a name never spans lines.
 //!
-//! A process of 100,000 regions has some 70 MB of this text. It is gone through once, and nothing is allocated but the
-//! regions and their names.
+//! A process with 100,000 regions has about 70 MB of this text. The parser reads it once and allocates only the regions
+//! and their names.
 
 use super::text::{field, kib, lines, malformed};
 use pagefold_base::process::SmapsRollup;
 use pagefold_base::region::{MapsEntry, Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, Reading};
 
-/// Bytes of text of a typical entry, to size the result by.
+/// Bytes of a typical entry, to estimate the capacity of the result.
 const TYPICAL_ENTRY_BYTES: usize = 640;
 
-/// The regions of `/proc/PID/smaps`, in the order given; none for a process without memory.
+/// The regions of `/proc/PID/smaps`, in file order; none for a process without memory.
 ///
-/// A file that was cut off gives the entries that are whole, that is up to the last complete `VmFlags:`. `Rss:`,
-/// `Anonymous:` and `VmFlags:` are required. A kernel that does not print `AnonHugePages:`, `Swap:` or
-/// `Shared_Hugetlb:` and `Private_Hugetlb:` (before 4.4) has none of those pages.
+/// A truncated file yields its complete entries, up to the last complete `VmFlags:`. `Rss:`, `Anonymous:` and
+/// `VmFlags:` are required. If a kernel does not print `AnonHugePages:`, `Swap:`, or `Shared_Hugetlb:` and
+/// `Private_Hugetlb:` (before 4.4), these amounts count as zero.
 pub fn smaps(bytes: &[u8]) -> Reading<Vec<Region>> {
     let mut regions = Vec::with_capacity(bytes.len() / TYPICAL_ENTRY_BYTES);
     let mut open: Option<SmapsEntry> = None;
@@ -37,12 +37,12 @@ pub fn smaps(bytes: &[u8]) -> Reading<Vec<Region>> {
     Ok(regions)
 }
 
-/// The lines of `/proc/PID/maps`, in the order given; a last one that was cut off is left out.
+/// The lines of `/proc/PID/maps`, in file order; a truncated last line is left out.
 pub fn maps(bytes: &[u8]) -> Reading<Vec<MapsEntry>> {
     lines(bytes).map_while(Result::ok).map(parse_header).collect()
 }
 
-/// An entry that is being read.
+/// An entry that is being parsed.
 struct SmapsEntry {
     region: Region,
     has_rss: bool,
@@ -57,7 +57,7 @@ impl SmapsEntry {
         Ok(Self { region, has_rss: false, has_anonymous: false, has_flags: false })
     }
 
-    /// Take in a line `Key: value`.
+    /// Parses a line `Key: value`.
     fn parse_field(&mut self, line: &[u8]) -> Reading<()> {
         let (key, value) = split_at_byte(line, b':').ok_or_else(|| malformed("not a field of smaps", line))?;
         let amount = || parse_kib(value).ok_or_else(|| malformed("not an amount in kB", line));
@@ -86,7 +86,7 @@ impl SmapsEntry {
     }
 }
 
-/// From the line of addresses, permissions, offset, device, inode and name.
+/// Parses the line of addresses, permissions, offset, device, inode and name.
 fn parse_header(line: &[u8]) -> Reading<MapsEntry> {
     let parts = || -> Option<MapsEntry> {
         let (start, rest) = split_at_byte(line, b'-')?;
@@ -107,14 +107,14 @@ fn parse_header(line: &[u8]) -> Reading<MapsEntry> {
     parts().ok_or_else(|| malformed("not a line of smaps", line))
 }
 
-/// What stands before and after the first `at`.
+/// The parts before and after the first `separator`.
 fn split_at_byte(bytes: &[u8], separator: u8) -> Option<(&[u8], &[u8])> {
     let position = bytes.iter().position(|&byte| byte == separator)?;
     Some((&bytes[..position], &bytes[position + 1..]))
 }
 
 fn parse_hexadecimal(digits: &[u8]) -> Option<u64> {
-    // from_str_radix would take a sign.
+    // from_str_radix would accept a sign.
     if digits.is_empty() || digits.len() > 16 {
         return None;
     }
@@ -131,7 +131,7 @@ fn parse_decimal(digits: &[u8]) -> Option<u64> {
     })
 }
 
-/// As `text::kib`, without the cost of its messages.
+/// Like `text::kib`, without the cost of error messages.
 fn parse_kib(value: &[u8]) -> Option<Bytes> {
     parse_decimal(value.trim_ascii_start().strip_suffix(b" kB")?)?.checked_mul(1024).map(Bytes)
 }
@@ -143,9 +143,9 @@ fn parse_vm_flags(value: &[u8]) -> VmFlags {
         .fold(VmFlags::default(), |flags, mnemonic| flags.with(VmFlags::from_mnemonic(mnemonic)))
 }
 
-/// The sums of `/proc/PID/smaps_rollup` (4.14).
+/// The totals of `/proc/PID/smaps_rollup` (4.14).
 ///
-/// The file of a process without memory cannot be read; should it be empty, its memory has vanished.
+/// The file of a process without memory cannot be read. If it is empty, the memory counts as vanished.
 pub fn rollup(bytes: &[u8]) -> SmapsRollup {
     let amount = |key| match bytes.is_empty() {
         true => Err(Absent::Vanished),
@@ -198,7 +198,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
     fn expect_malformed(reading: Reading<Vec<Region>>) -> String {
         match reading {
             Err(Absent::Malformed(text)) => text,
-            other => panic!("{other:?} in place of malformed"),
+            other => panic!("expected a malformed reading, got {other:?}"),
         }
     }
 
@@ -208,7 +208,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
             7f0000000000-7f0000001000 r--s 00002000 08:01 77                     /lib/a b\nffff";
         let regions = maps(text).unwrap();
         let ranges: Vec<_> = regions.iter().map(|region| (region.range.start, region.range.end)).collect();
-        assert_eq!(ranges, [(0x1000, 0x3000), (0x7f00_0000_0000, 0x7f00_0000_1000)], "the last line is cut off");
+        assert_eq!(ranges, [(0x1000, 0x3000), (0x7f00_0000_0000, 0x7f00_0000_1000)], "the last line is truncated");
         assert_eq!((regions[0].name.as_str(), regions[1].name.as_str(), regions[1].inode), ("[heap]", "/lib/a b", 77));
         assert_eq!(regions[1].permissions, *b"r--s");
         assert!(matches!(maps(b"Rss: 4 kB\n"), Err(Absent::Malformed(_))));
@@ -328,7 +328,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
         }
     }
 
-    /// Where the lines of flags end.
+    /// The offsets where the `VmFlags:` lines end.
     fn entry_end_offsets(text: &[u8]) -> Vec<usize> {
         let mut at = 0;
         let mut ends = Vec::new();
@@ -359,7 +359,7 @@ VmFlags: rd ex mr mw me dw sd ?? \n";
 
     const MNEMONICS: [&str; 12] = ["sh", "ms", "pf", "io", "de", "ht", "mm", "dp", "mg", "hg", "lo", "uw"];
 
-    /// As the kernel prints it, the hugetlb pages by halves.
+    /// An entry in the kernel's format, with the hugetlb pages split in halves.
     fn format_smaps_entry(region: &Region) -> String {
         let permissions = std::str::from_utf8(&region.permissions).unwrap();
         let mut text = format!("{} {permissions} 00000000 fe:00 {:<26} {}\n", region.range, region.inode, region.name);

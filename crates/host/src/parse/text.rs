@@ -1,27 +1,27 @@
-//! What the kernel's text files have in common: lines, `key value` fields, numbers and lists of numbers.
+//! Common elements of the kernel's text files: lines, `key value` fields, numbers and lists of numbers.
 
 use pagefold_base::{Absent, Bytes, Reading};
 use std::str::FromStr;
 
-/// How many offending bytes a message shows.
+/// Maximum number of offending bytes in a message.
 const MAX_SHOWN_BYTES: usize = 60;
 
-/// How many numbers a list may name. The kernel's own limits, `NR_CPUS` and `MAX_NUMNODES`, are below it; garbage such
-/// as `0-4294967295` is above it.
+/// Maximum count of numbers in a list. The kernel's own limits, `NR_CPUS` and `MAX_NUMNODES`, are below it; garbage
+/// such as `0-4294967295` is above it.
 const MAX_LIST_NUMBERS: usize = 1 << 16;
 
-/// That `bytes` are not `what`.
+/// The error that `bytes` are malformed, with the message `what`.
 pub(super) fn malformed(what: &str, bytes: &[u8]) -> Absent {
     let shown = String::from_utf8_lossy(&bytes[..bytes.len().min(MAX_SHOWN_BYTES)]);
     let more = if bytes.len() > MAX_SHOWN_BYTES { "..." } else { "" };
     Absent::Malformed(format!("{what}: {shown:?}{more}"))
 }
 
-/// The lines of a file without their ends; an error in place of a last line that has none.
+/// The lines of a file without their newlines; an error in place of a last line without one.
 pub(super) fn lines(bytes: &[u8]) -> impl Iterator<Item = Reading<&[u8]>> {
     bytes
         .split_inclusive(|&byte| byte == b'\n')
-        .map(|line| line.strip_suffix(b"\n").ok_or_else(|| malformed("cut off in a line", line)))
+        .map(|line| line.strip_suffix(b"\n").ok_or_else(|| malformed("truncated line", line)))
 }
 
 /// The trimmed value of the first line that begins with `key` and a colon or a blank.
@@ -42,42 +42,42 @@ pub fn number<T: FromStr>(bytes: &[u8]) -> Reading<T> {
         .ok_or_else(|| malformed("not a number in range", bytes))
 }
 
-/// `/proc/PID/schedstat`: what a thread did, in nanoseconds (fs/proc/base.c, `proc_pid_schedstat`).
+/// `/proc/PID/schedstat`: the scheduling times of a thread, in nanoseconds (fs/proc/base.c, `proc_pid_schedstat`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedstat {
-    /// For how long it ran.
+    /// Time spent running.
     pub run_ns: u64,
-    /// For how long it stood in a run queue.
+    /// Time spent waiting in a run queue.
     pub wait_ns: u64,
 }
 
-/// `/proc/PID/schedstat`.
+/// Parses `/proc/PID/schedstat`.
 pub fn schedstat(bytes: &[u8]) -> Reading<Schedstat> {
     let mut words = bytes.split(|&byte| byte == b' ');
-    let mut word = || words.next().ok_or_else(|| malformed("no line of schedstat", bytes)).and_then(number);
+    let mut word = || words.next().ok_or_else(|| malformed("not a line of schedstat", bytes)).and_then(number);
     Ok(Schedstat { run_ns: word()?, wait_ns: word()? })
 }
 
-/// The first line of `/proc/stat`: ticks of all CPUs together (fs/proc/stat.c, `show_stat`).
+/// The first line of `/proc/stat`: the ticks of all CPUs together (fs/proc/stat.c, `show_stat`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CpuTicks {
-    /// Fields 1 to 8: all but what guests used, which is among them.
+    /// Fields 1 to 8, without the guest fields, whose ticks these include.
     pub total: u64,
-    /// Field 8: the time that a hypervisor gave to others.
+    /// Field 8: the time that a hypervisor gave to other guests.
     pub steal: u64,
 }
 
 impl CpuTicks {
-    /// The share that was stolen from one reading to a later one.
+    /// The share of stolen time between this reading and a later one.
     pub fn steal_share(self, later: Self) -> f64 {
         let all = later.total.saturating_sub(self.total).max(1);
         (later.steal.saturating_sub(self.steal) as f64 / all as f64).min(1.0)
     }
 }
 
-/// The first line of `/proc/stat`.
+/// Parses the first line of `/proc/stat`.
 pub fn cpu_ticks(bytes: &[u8]) -> Reading<CpuTicks> {
-    let wrong = || malformed("no line of all CPUs", bytes);
+    let wrong = || malformed("no line for all CPUs", bytes);
     let line =
         bytes.strip_prefix(b"cpu ").and_then(|rest| rest.split(|&byte| byte == b'\n').next()).ok_or_else(wrong)?;
     let words = line.split(|&byte| byte == b' ').filter(|word| !word.is_empty()).take(8);
@@ -86,7 +86,7 @@ pub fn cpu_ticks(bytes: &[u8]) -> Reading<CpuTicks> {
     Ok(CpuTicks { total: ticks.iter().fold(0, |sum: u64, ticks| sum.saturating_add(*ticks)), steal: stolen })
 }
 
-/// A signed count, also where an older kernel printed it as unsigned after it had fallen below zero.
+/// A signed count, also if an older kernel printed a negative one as unsigned.
 pub(super) fn signed(bytes: &[u8]) -> Reading<i64> {
     number::<i64>(bytes).or_else(|_| number::<u64>(bytes).map(u64::cast_signed))
 }
@@ -100,7 +100,7 @@ pub(super) fn kib(bytes: &[u8]) -> Reading<Bytes> {
         .ok_or_else(|| malformed("an amount beyond 64 bits of bytes", bytes))
 }
 
-/// The chosen word of a setting that lists its choices: `madvise` of `always [madvise] never`.
+/// The selected word of a setting that lists its choices: `madvise` of `always [madvise] never`.
 pub fn bracketed_word(bytes: &[u8]) -> Reading<String> {
     let missing = || malformed("no word in brackets", bytes);
     let open = bytes.iter().position(|&byte| byte == b'[').ok_or_else(missing)?;
@@ -109,8 +109,8 @@ pub fn bracketed_word(bytes: &[u8]) -> Reading<String> {
     Ok(String::from_utf8_lossy(&word[..close]).into_owned())
 }
 
-/// A list of processors or nodes, `0-3,8`, in the order given; nothing for an empty one (lib/vsprintf.c, `%*pbl`).
-/// A list of more than 65,536 numbers is malformed.
+/// A list of processors or nodes, `0-3,8`, in file order; empty for empty text (lib/vsprintf.c, `%*pbl`). A list of
+/// more than 65,536 numbers is malformed.
 pub fn number_list(bytes: &[u8]) -> Reading<Vec<u32>> {
     let text = bytes.trim_ascii();
     let mut list = Vec::new();
@@ -197,7 +197,7 @@ mod tests {
 
     #[test]
     fn malformed_message_truncates_long_input() {
-        let Absent::Malformed(text) = malformed("garbage", &[b'x'; 1000]) else { panic!("another reason") };
+        let Absent::Malformed(text) = malformed("garbage", &[b'x'; 1000]) else { panic!("not malformed") };
         assert_eq!(text, format!("garbage: \"{}\"...", "x".repeat(60)));
     }
 

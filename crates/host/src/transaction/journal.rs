@@ -1,11 +1,11 @@
-//! What is written down before a host is changed, so that it can be put back by whoever comes after a crash.
+//! The journal: the undo of each change is stored before the host is changed, so that it can be undone after a crash.
 //!
-//! A file in a directory on a file system that does not outlive the kernel (`/run/pagefold`). Its first line is JSON of
-//! the whole journal, replaced atomically; each further line is JSON of changes to it ([`JournalChange`]), so that what is
-//! written for an action does not grow with the number of actions before it. A last line without an end was cut off
-//! while it was written: what it was to allow was not done. The journal names the boot it belongs to: after a reboot
-//! there is nothing to put back. A second file of the same form keeps what the host had before a policy was set, which
-//! lasts beyond the command that set it.
+//! The journal is a file in a directory on a file system that does not survive a reboot (`/run/pagefold`). Its first
+//! line is JSON of the whole journal and is replaced atomically. Each further line is JSON of changes to it
+//! ([`JournalChange`]), so that the bytes written for an action do not grow with the number of earlier actions. A last
+//! line without a newline was truncated while it was written; the action it precedes was not performed. The journal
+//! names the boot it belongs to: after a reboot there is nothing to undo. A second file of the same form stores the
+//! state before a policy was set. It outlives the command that set the policy.
 
 use crate::action::{Action, MergeAdvice};
 use pagefold_base::ksm::Setting;
@@ -18,58 +18,58 @@ use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
-/// What is to be put back when the session ends.
+/// The changes that are undone when the session ends.
 pub const SESSION_FILE: &str = "journal.json";
 
-/// What is to be put back when the policy is.
+/// The changes that are undone when the policy is removed.
 pub const POLICY_FILE: &str = "policy.json";
 
-/// What is to be put back, oldest first.
+/// The changes to undo, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Journal {
-    /// `/proc/sys/kernel/random/boot_id` of the boot it was written under.
+    /// `/proc/sys/kernel/random/boot_id` of the boot in which it was written.
     pub boot: String,
     /// The process that writes it.
     pub writer: u32,
-    /// What they were made for, where that outlasts the process: the name of a policy.
+    /// The purpose of the changes if it outlives the process: the name of a policy.
     pub purpose: Option<String>,
-    /// In the order in which they were made.
+    /// In the order in which the changes were made.
     pub entries: Vec<JournalEntry>,
 }
 
-/// One thing that is to be put back.
+/// One change to undo.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JournalEntry {
-    /// What puts it back.
+    /// The action that undoes the change.
     pub undo: Action,
-    /// For a setting, the last two values that were written, since the last may not have been when it ended: another
-    /// value there is somebody else's and stays.
+    /// For a setting, the last two values that this session wrote, because it may have ended before it wrote the last
+    /// one. Any other value was written by another program and stays.
     pub written_values: Vec<String>,
-    /// For advice, what each of its ranges was part of: like memory without a gap. Whatever else lies there later is
-    /// not what was advised.
+    /// For advice, the extent that contained each of its ranges: adjacent memory of one kind. If another mapping lies
+    /// there later, it is not the advised one.
     pub enclosing_extents: Vec<AddressRange>,
-    /// Whether it stays once what it was made for is done.
+    /// Whether the change stays once its purpose is achieved.
     pub until_commit: bool,
 }
 
 /// A change to the entries of a journal.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum JournalChange {
-    /// One more, the newest.
+    /// Adds the newest entry.
     Push(JournalEntry),
-    /// Without the newest.
+    /// Removes the newest entry.
     Pop,
-    /// Other values that were written to the setting of an entry, counted from the oldest.
+    /// Replaces the values written to the setting of an entry, whose position is counted from the oldest one.
     SetWrittenValues(usize, Vec<String>),
 }
 
-/// What a setting is to be put back to. `run` stays readable as 2 after everything was unmerged, and ksmd rests then
-/// as it does at 0; but to write 2 once more would unmerge everything once more (mm/ksm.c, `run_store`).
+/// The value to which a setting is restored. `run` stays at 2 after everything was unmerged, and ksmd is then idle as
+/// with 0. Writing 2 again would unmerge everything again (mm/ksm.c, `run_store`).
 pub fn restorable_value(setting: Setting, value: String) -> String {
     if setting == Setting::Run && value == "2" { "0".to_owned() } else { value }
 }
 
-/// A directory that is held: what was found out about it stays true of what is used, whatever its path leads to later.
+/// An open directory. Checks made on it stay valid for later accesses, even if its path is redirected.
 #[derive(Debug)]
 pub struct StateDirectory {
     path: PathBuf,
@@ -77,7 +77,7 @@ pub struct StateDirectory {
 }
 
 impl StateDirectory {
-    /// Take hold of one. A symbolic link in place of it is refused.
+    /// Opens a directory. A symbolic link is refused.
     ///
     /// # Errors
     /// Those of open(2).
@@ -91,7 +91,7 @@ impl StateDirectory {
         &self.path
     }
 
-    /// Whether nobody but this user can write in it.
+    /// Whether only this user can write in it.
     ///
     /// # Errors
     /// Those of fstat(2).
@@ -100,7 +100,7 @@ impl StateDirectory {
         Ok(status.st_uid == rustix::process::geteuid().as_raw() && status.st_mode & 0o022 == 0)
     }
 
-    /// Open a file in it, no symbolic link; a new one is for this user alone.
+    /// Opens a file in it, but no symbolic link; a new file is accessible to this user only.
     ///
     /// # Errors
     /// Those of openat(2).
@@ -109,7 +109,7 @@ impl StateDirectory {
         Ok(openat(&self.handle, name, flags, Mode::RUSR | Mode::WUSR)?.into())
     }
 
-    /// All that is in a file of it.
+    /// The whole content of a file in it.
     ///
     /// # Errors
     /// Those of openat(2) and read(2).
@@ -119,7 +119,7 @@ impl StateDirectory {
         Ok(bytes)
     }
 
-    /// Replace a file, or leave it as it was.
+    /// Replaces a file, or leaves it unchanged if that fails.
     ///
     /// # Errors
     /// Those of openat(2), write(2), fdatasync(2) and renameat(2).
@@ -135,10 +135,10 @@ impl StateDirectory {
         Ok(())
     }
 
-    /// Add to the end of a file that is there.
+    /// Appends to an existing file.
     ///
     /// # Errors
-    /// Those of openat(2), write(2) and fdatasync(2). A part may have been added then.
+    /// Those of openat(2), write(2) and fdatasync(2). A part may have been appended then.
     pub fn append(&self, name: &str, bytes: &[u8]) -> io::Result<()> {
         let mut file = self.open_file(name, OFlags::WRONLY | OFlags::APPEND)?;
         fault::point("before appending to a journal");
@@ -148,7 +148,7 @@ impl StateDirectory {
         Ok(())
     }
 
-    /// Remove a file.
+    /// Removes a file.
     ///
     /// # Errors
     /// Those of unlinkat(2).
@@ -163,26 +163,26 @@ impl StateDirectory {
 /// Why a journal could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// The file system refused.
+    /// The file system returned an error.
     #[error("{path}")]
     Io {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// The file is no journal.
-    #[error("{path} is no journal of this version; move it away once you have looked at it")]
+    /// The file is not a journal.
+    #[error("{path} is not a journal of this version: inspect it and move it away")]
     Malformed {
-        /// Which file.
+        /// The file.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: serde_json::Error,
     },
 }
 
 impl Journal {
-    /// The one of a name in a directory, if there is one.
+    /// Loads the journal with this name from a directory, if there is one.
     pub fn load(directory: &StateDirectory, file_name: &str) -> Result<Option<Self>, Error> {
         let path = directory.path.join(file_name);
         let bytes = match directory.read(file_name) {
@@ -204,9 +204,9 @@ impl Journal {
         Ok(journal)
     }
 
-    /// Make a change.
+    /// Applies a change.
     fn apply_change(&mut self, change: JournalChange) -> Result<(), serde_json::Error> {
-        let none = || serde::de::Error::custom("a change to an entry that is not there");
+        let none = || serde::de::Error::custom("a change to an entry that does not exist");
         match change {
             JournalChange::Push(entry) => self.entries.push(entry),
             JournalChange::Pop => drop(self.entries.pop().ok_or_else(none)?),
@@ -217,7 +217,8 @@ impl Journal {
         Ok(())
     }
 
-    /// Replace the one of a name in a directory; remove it if there is nothing to put back. Tells its size in bytes.
+    /// Replaces the journal with this name in a directory, or removes it if there is nothing to undo. Returns its size
+    /// in bytes.
     pub fn store(&self, directory: &StateDirectory, file_name: &str) -> Result<usize, Error> {
         let stored = if self.entries.is_empty() {
             directory.remove(file_name).map(|()| 0).or_else(|error| match error.kind() {
@@ -231,10 +232,10 @@ impl Journal {
         stored.map_err(|source| Error::Io { path: directory.path.join(file_name), source })
     }
 
-    /// Add changes to the one of a name in a directory. Tells how many bytes that took.
+    /// Appends changes to the journal with this name in a directory. Returns the number of bytes appended.
     ///
     /// # Errors
-    /// Then the file is as it was, or ends in a line that is cut off: it has to be replaced before anything is added.
+    /// After an error the file is unchanged or ends in a truncated line. It must be replaced before the next append.
     pub fn append(directory: &StateDirectory, file_name: &str, changes: &[JournalChange]) -> Result<usize, Error> {
         let changes: Vec<WireChange> = changes.iter().filter_map(WireChange::from_change).collect();
         let appended = to_json_line(&changes).and_then(|text| directory.append(file_name, &text).map(|()| text.len()));
@@ -242,7 +243,7 @@ impl Journal {
     }
 }
 
-/// JSON with the end of a line.
+/// JSON with a newline.
 fn to_json_line(value: &impl Serialize) -> io::Result<Vec<u8>> {
     let mut text = serde_json::to_vec(value)?;
     text.push(b'\n');
@@ -302,7 +303,7 @@ impl TryFrom<String> for WireSetting {
     type Error = String;
 
     fn try_from(file: String) -> Result<Self, String> {
-        Setting::from_file_name(&file).map(Self).ok_or_else(|| format!("{file} is no setting of KSM"))
+        Setting::from_file_name(&file).map(Self).ok_or_else(|| format!("{file} is not a setting of KSM"))
     }
 }
 
@@ -321,7 +322,7 @@ fn address_ranges(pairs: Vec<(u64, u64)>) -> Vec<AddressRange> {
 }
 
 impl WireAction {
-    /// What puts something back, for the file; a collapse never does.
+    /// The file format of an undo action; `None` for a collapse, which is never an undo.
     fn from_action(undo: &Action) -> Option<Self> {
         Some(match undo {
             Action::Set { setting, value } => Self::Set { setting: WireSetting(*setting), value: value.clone() },
@@ -369,7 +370,7 @@ impl From<WireAction> for Action {
 }
 
 impl WireEntry {
-    /// An entry for the file, if anything puts it back.
+    /// The file format of an entry, if its undo has one.
     fn from_entry(entry: &JournalEntry) -> Option<Self> {
         Some(Self {
             written: entry.written_values.clone(),
@@ -474,7 +475,7 @@ mod tests {
         assert_eq!(Journal::load(&directory, SESSION_FILE).unwrap(), None);
     }
 
-    /// Entries of one setting each, by the value that it had.
+    /// Entries of one setting each, by its previous value.
     fn setting_entry(value: &str) -> JournalEntry {
         let undo = Action::Set { setting: Setting::PagesToScan, value: value.to_owned() };
         JournalEntry { undo, written_values: Vec::new(), enclosing_extents: Vec::new(), until_commit: false }
@@ -502,7 +503,7 @@ mod tests {
         let longer = directory.read(SESSION_FILE).unwrap();
         for length in whole.len()..longer.len() {
             directory.replace(SESSION_FILE, &longer[..length]).unwrap();
-            assert_eq!(loaded().unwrap(), expected, "cut off after {length} of {} bytes", longer.len());
+            assert_eq!(loaded().unwrap(), expected, "truncated after {length} of {} bytes", longer.len());
         }
         for wrong in [&b"[\"pop\",\"pop\",\"pop\"]\n"[..], b"[{\"written\":{\"entry\":2,\"written\":[]}}]\n", b"x\n"] {
             directory.replace(SESSION_FILE, &[&whole, wrong].concat()).unwrap();
@@ -538,7 +539,7 @@ mod tests {
         assert_eq!(fs::read_to_string(&foreign).unwrap(), "theirs");
     }
 
-    /// What is put in the place of a directory that is held is never written.
+    /// A directory that replaces the open one is never written.
     #[test]
     fn open_directory_survives_replacement() {
         let temporary = tempfile::tempdir().unwrap();

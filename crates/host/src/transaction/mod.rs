@@ -1,4 +1,4 @@
-//! Changes to a host that are undone: a session under locks, and the journal of what undoes it.
+//! Changes to a host that can be undone: a session under locks, and the journal with the undo of each change.
 
 pub mod journal;
 pub mod session;

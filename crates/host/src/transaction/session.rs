@@ -1,26 +1,26 @@
-//! Changing a host, with everything put back.
+//! Changes a host and undoes the changes.
 //!
-//! A [`Session`] holds the one lock that lets somebody change KSM's settings and enrolments, and writes each change
-//! into the [`journal`] before it is made. The lock is in the state directory; another one, which all Pagefolds on the
-//! host share ([`Host::acquire_lock`]), keeps those out that have a state directory of their own. What was changed for a time
-//! only comes back when the session ends, newest first: at the end of the work, on an error, in a panic. After `kill -9`
-//! the next session, or `pagefold recover`, finds the journal and puts it back. What cannot be put back now but may be
-//! later stays written down, and the next session tries again.
+//! A [`Session`] holds the lock under which KSM's settings and enrollments may be changed. It stores the undo of each
+//! change in the [`journal`](super::journal) before making the change. The lock is in the state directory. A second
+//! lock, which all Pagefold processes on the host share ([`Host::acquire_lock`]), excludes processes with another state
+//! directory. Temporary changes are undone when the session ends, newest first: at the end of the work, on an error, in
+//! a panic. After `kill -9` the next session, or `pagefold recover`, finds the journal and undoes the changes. If an
+//! undo fails now but may succeed later, its entry stays in the journal, and the next session retries it.
 //!
-//! A setting is put back only where it still has the value that was written last. Another value was written by
-//! somebody else since, and is theirs: Pagefold yields and says so. One setting is written by the kernel too: a change
-//! of `advisor_mode` resets `pages_to_scan` (mm/ksm.c, `set_advisor_defaults`), and while the advisor is on it moves.
-//! So what `pages_to_scan` was is written down before the mode is changed, and comes back after it.
+//! A setting is restored only if it still has the value that was written last. If another program has written another
+//! value since, that value stays and Pagefold reports it. The kernel also writes one setting: a change of
+//! `advisor_mode` resets `pages_to_scan` (mm/ksm.c, `set_advisor_defaults`), and while the advisor is on it changes it.
+//! Therefore the value of `pages_to_scan` is stored before the mode changes and restored after it.
 //!
-//! Advice is put back only where its range still lies in what it lay in when it was given: a run of adjacent regions of
-//! one kind that has not grown, but for the heap. By then the program may have mapped something else there, which it
-//! never enrolled. Limits: something of the same kind and place cannot be told from what was there.
+//! Advice is undone only if its range still lies in the same extent: a run of adjacent regions of one kind that has not
+//! grown, except for the heap. Otherwise the program may have mapped other memory there that it never enrolled. Limit:
+//! a new mapping of the same kind and place cannot be distinguished from the old one.
 //!
-//! What a session enrols is to stay, once it is done. If it ends before, by an error, a panic or `kill -9`, that is
-//! withdrawn again, as far as there is memory for copies of what has merged and nobody waits for memory; where there is
-//! not, it stays written down.
+//! The enrollments of a session stay once it commits. If it ends before, by an error, a panic or `kill -9`, they are
+//! undone. This needs free memory for copies of the merged pages, without memory pressure; otherwise the entries stay
+//! in the journal.
 //!
-//! Settings that a policy leaves behind on purpose ([`Session::keep_as_policy`]) are written down apart, until
+//! Settings that a policy leaves behind on purpose ([`Session::keep_as_policy`]) are stored in a separate file until
 //! [`Session::restore_policy`].
 
 mod error;
@@ -52,39 +52,38 @@ use std::sync::atomic::AtomicBool;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Where lock and journal are kept unless said otherwise.
+/// The default directory of lock and journal.
 pub const DEFAULT_STATE_DIRECTORY: &str = "/run/pagefold";
 
-/// How long processes are waited for in all that are ending or do not stop, where that keeps something from being put
-/// back.
+/// Total time to wait for processes that are exiting or do not stop, if they delay an undo.
 const PROCESS_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A guest that refuses a backend after so long hangs, busy or not.
+/// A guest that takes this long to refuse a backend hangs, busy or not.
 const HUNG_AFTER: Duration = Duration::from_secs(1);
 
-/// Why a backend of a guest is not put back after another one of the guest.
+/// Why a backend of a guest is not undone after another backend of the same guest.
 const GUEST_HUNG_REASON: &str = "the control socket of the guest did not answer in time for another backend";
 
-/// Whether a change comes back when the session ends.
+/// Whether and when a change is undone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ChangeLifetime {
-    /// It is put back.
+    /// Undone when the session ends.
     Temporary,
-    /// It is what the session is for, and stays once that is done ([`Session::success`]). Until then it is put back, too,
-    /// as far as there is memory for that.
+    /// The purpose of the session: it stays after [`Session::commit`]. Before that, it is undone when the session ends,
+    /// if memory allows.
     PermanentOnCommit,
-    /// It is never put back.
+    /// Never undone.
     Permanent,
 }
 
-/// Something that could not be put back.
+/// A change that could not be undone.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FailedUndo {
-    /// What would have put it back.
+    /// The action that would have undone it.
     pub undo: Action,
-    /// Why it was not.
+    /// The reason.
     pub why: String,
-    /// Whether the next session tries again.
+    /// Whether the next session retries it.
     pub will_retry: bool,
 }
 
@@ -94,7 +93,7 @@ impl fmt::Display for FailedUndo {
     }
 }
 
-/// What puts a change back, for people: as what there was before it.
+/// Describes an undo action in reports, as the state before the change.
 pub struct UndoDescription<'a>(pub &'a Action);
 
 impl fmt::Display for UndoDescription<'_> {
@@ -112,19 +111,19 @@ impl fmt::Display for UndoDescription<'_> {
                 let was = if *on { "" } else { "not " };
                 write!(f, "{backend} of the guest of process {} was {was}enrolled", process.pid)
             }
-            // It has no undo.
+            // A collapse has no undo.
             Action::Collapse { .. } => Ok(()),
         }
     }
 }
 
-/// The right to change a host, and what is to be put back.
+/// The right to change a host, with the changes to undo.
 pub struct Session<'a> {
     host: &'a dyn Host,
     directory: StateDirectory,
-    /// What comes back when this session ends.
+    /// The changes that are undone when this session ends.
     journal: Journal,
-    /// What could not be put back and may be later, oldest first.
+    /// Entries whose undo failed and is retried later, oldest first.
     retry_entries: Vec<JournalEntry>,
     journal_size: JournalSize,
     stop_durations: Vec<Duration>,
@@ -132,26 +131,26 @@ pub struct Session<'a> {
     _claim: HostLock,
 }
 
-/// What the journal's file has in bytes.
+/// The size of the journal file in bytes.
 #[derive(Clone, Copy, Default)]
 struct JournalSize {
-    /// When it was last written whole; 0 where there is none, or where it has to be written whole again.
+    /// The size when it was last rewritten; 0 if there is no file or it must be rewritten.
     rewritten_bytes: usize,
-    /// Since then.
+    /// Bytes appended since.
     appended_bytes: usize,
 }
 
-/// Changes may be appended to a journal until they are as large as it was, and as this: all that is written is so within
-/// a small multiple of what is to be kept.
+/// Changes are appended until they are as large as the rewritten journal and as this limit. The file therefore stays
+/// within a small multiple of its needed size.
 const MIN_APPENDED_BYTES_TO_REWRITE: usize = 64 << 10;
 
-/// What of an entry was put back.
+/// The result of undoing an entry.
 #[derive(Default)]
 struct UndoResult {
     undone: Option<Action>,
-    /// Whether the process was busy until it was given up.
+    /// Whether the process was busy until the timeout.
     is_busy: bool,
-    /// What was not, why, and whether to try again later.
+    /// The parts that failed, with the reason and whether to retry them later.
     failed: Vec<(JournalEntry, String, bool)>,
 }
 
@@ -165,14 +164,15 @@ impl UndoResult {
     }
 }
 
-/// How the journal was before an action was noted.
+/// The state of the journal before an action was stored in it.
 struct JournalMark {
     entry_count: usize,
     previous_values: Vec<(usize, Vec<String>)>,
 }
 
 impl<'a> Session<'a> {
-    /// Take the lock in a directory, made if it is not there, and put back what a killed session left. Tells that too.
+    /// Takes the lock in a directory, which is created if necessary, and undoes the changes of a killed session. Also
+    /// returns the undone and the failed actions.
     pub fn begin(host: &'a dyn Host, directory: &Path) -> Result<(Self, Vec<Action>, Vec<FailedUndo>), Error> {
         let (directory, lock) = lock_directory(directory)?;
         let claim = host.acquire_lock().map_err(Error::Busy)?;
@@ -180,7 +180,7 @@ impl<'a> Session<'a> {
             let _ = writeln!(
                 io::stderr(),
                 "pagefold: another program holds a read lock on /sys/kernel/mm/ksm/run: a second pagefold with another \
-                 state directory would not be noticed"
+                 state directory cannot be detected"
             );
         }
         let boot = read_boot_id(host).map_err(Error::HostStateUnreadable)?;
@@ -203,29 +203,29 @@ impl<'a> Session<'a> {
         Ok((session, undone, remains))
     }
 
-    /// The host.
+    /// The host that the session changes.
     pub fn host(&self) -> &'a dyn Host {
         self.host
     }
 
-    /// Where its journal is.
+    /// The directory of its journal.
     pub fn directory(&self) -> &StateDirectory {
         &self.directory
     }
 
-    /// For how long threads of targets were stopped, each time, by all changes and by putting them back.
+    /// How long threads of targets were stopped, once for each stop, by all changes and undos.
     pub fn stop_durations(&self) -> &[Duration] {
         &self.stop_durations
     }
 
-    /// Make a change, after it was written down what puts it back. A setting that is changed for good no longer comes
-    /// back, whatever was done to it before.
+    /// Makes a change after its undo was stored in the journal. After a permanent change of a setting, earlier changes
+    /// of it are no longer undone.
     pub fn apply(&mut self, action: &Action, lifetime: ChangeLifetime) -> Result<ActionOutcome, Error> {
         self.apply_until_stopped(action, lifetime, &AtomicBool::new(false))
     }
 
-    /// The same, ending the wait for a process that does not answer once `stop` is set. What puts a change back waits
-    /// for its time limit all the same.
+    /// Like [`Self::apply`], but stops waiting for an unresponsive process once `stop` is set. An undo still waits
+    /// until its timeout.
     pub fn apply_until_stopped(
         &mut self,
         action: &Action,
@@ -245,7 +245,7 @@ impl<'a> Session<'a> {
         }
         let noted = self.journal_action(action, lifetime == ChangeLifetime::PermanentOnCommit)?;
         self.apply_to_host(action, stop).map_err(|refusal| {
-            // Where something may have been changed, its undo stays: taking back what was not done does no harm.
+            // The undo stays if something may have changed; undoing a change that was not made does no harm.
             let in_part = matches!(refusal, ActionError::Busy(_) | ActionError::Failed(_));
             let untouched = matches!(action, Action::Set { .. }) || !in_part;
             match if untouched { self.revert_journal(noted) } else { Ok(()) } {
@@ -255,15 +255,15 @@ impl<'a> Session<'a> {
         })
     }
 
-    /// Have an action carried out.
+    /// Performs an action on the host.
     fn apply_to_host(&mut self, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
         let effect = self.host.apply_until_stopped(action, stop)?;
         self.stop_durations.extend(&effect.stop_durations);
         Ok(effect)
     }
 
-    /// Put something back, or find that its process has ended. A process that does not stop at once is tried again until
-    /// some time: it may be ending, wait in the kernel, or get no processor, and one that is given up stays as it is.
+    /// Performs an undo action, or finds that its process has exited. A process that does not stop at once is retried
+    /// until `until`: it may be exiting, waiting in the kernel, or have no CPU. After that it stays as it is.
     fn undo_with_retries(&mut self, undo: &Action, until: Instant) -> Result<ActionOutcome, ActionError> {
         loop {
             let effect = self.apply_to_host(undo, &AtomicBool::new(false));
@@ -275,7 +275,8 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Write settings for now, in the order in which the kernel takes them. Those that have the value are not written.
+    /// Writes temporary settings, in the order in which the kernel accepts them. Settings that have the value already
+    /// are not written.
     pub fn write_settings(&mut self, settings: &Settings) -> Result<(), Error> {
         for (&setting, value) in settings {
             let now = self.read_setting(setting)?;
@@ -287,15 +288,15 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Whether settings can be written at all, found out by writing one that changes nothing. Not `run`, which somebody
-    /// else may switch between the look and the write.
+    /// Tests whether settings can be written by writing one with its present value. The setting is not `run`, because
+    /// another program may change it between the read and the write.
     pub fn check_writable(&self) -> Result<(), Error> {
         let value = self.read_setting(Setting::SleepMillisecs)?;
         self.host.apply(&Action::Set { setting: Setting::SleepMillisecs, value })?;
         Ok(())
     }
 
-    /// Whether every setting still has the value that this session wrote.
+    /// Checks that every setting still has the value that this session wrote.
     pub fn check_not_overwritten(&self) -> Result<(), Error> {
         for entry in &self.journal.entries {
             if let Action::Set { setting, .. } = entry.undo {
@@ -305,7 +306,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Forget what would put back something of processes that have ended.
+    /// Drops the entries of processes that have exited.
     pub fn drop_ended_processes(&mut self) -> Result<(), Error> {
         let length = self.journal.entries.len();
         let host = self.host;
@@ -314,8 +315,8 @@ impl<'a> Session<'a> {
         if self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }
 
-    /// What the session is for is done: it stays. What an earlier one had begun of the same processes, and could not be
-    /// withdrawn, stays with it.
+    /// Ends the work of the session successfully: its enrollments stay. If an earlier session could not undo
+    /// enrollments of the same processes, these stay too.
     pub fn commit(&mut self) -> Result<(), Error> {
         let length = self.retry_entries.len() + self.journal.entries.len();
         let done: BTreeSet<ProcessId> = self
@@ -332,26 +333,26 @@ impl<'a> Session<'a> {
         if self.retry_entries.len() + self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }
 
-    /// Put everything back that was changed for now, newest first.
+    /// Undoes all temporary changes, newest first.
     ///
     /// # Errors
-    /// When the journal cannot be written in the end: [`SessionError::FailedUndo`] with what is not put back, if there is any.
+    /// If the journal cannot be written in the end: [`Error::UndoFailed`] with the failed undos, if there are any.
     pub fn undo_all(&mut self) -> Result<Vec<FailedUndo>, Error> {
         Ok(self.undo_entries()?.1)
     }
 
-    /// The same because something failed: the error, with what remains.
+    /// Undoes all temporary changes because of an error. Returns the error with the failed undos.
     pub fn abort(&mut self, error: Error) -> Error {
         let remains = match self.undo_all() {
             Ok(remains) | Err(Error::UndoFailed { failed_undos: remains, .. }) => remains,
-            // All is back: the journal that says otherwise does no harm.
+            // All changes are undone; a journal that still has them does no harm.
             Err(_) => Vec::new(),
         };
         if remains.is_empty() { error } else { Error::UndoFailed { failed_undos: remains, source: Box::new(error) } }
     }
 
-    /// End with the settings as they are now, as a policy's, and write down what they were before the first policy.
-    /// Anything else that was changed for now comes back.
+    /// Ends the session and keeps its settings as those of a policy. Stores their values from before the first policy.
+    /// All other temporary changes are undone.
     pub fn keep_as_policy(&mut self, name: &str) -> Result<Vec<FailedUndo>, Error> {
         let mut kept =
             self.load_policy_journal()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
@@ -360,7 +361,7 @@ impl<'a> Session<'a> {
             let Action::Set { setting, value } = &entry.undo else { continue };
             match kept.entries.iter_mut().find(|known| is_entry_of_setting(known, *setting)) {
                 Some(known) => {
-                    // The former policy's is there again if this ends before its own journal is gone.
+                    // The previous policy's value is restored if this process ends before its own journal is removed.
                     known.written_values.retain(|written| written == value);
                     known.written_values.extend(entry.written_values.last().cloned());
                 }
@@ -371,7 +372,7 @@ impl<'a> Session<'a> {
         kept.store(&self.directory, POLICY_FILE)?;
         let all = self.journal.entries.clone();
         self.journal.entries.retain(|entry| !settings(entry));
-        // While its own journal has them, they come back.
+        // While the session's own journal contains the settings, they are restored.
         if let Err(error) = self.rewrite_journal() {
             self.journal.entries = all;
             return Err(error);
@@ -379,16 +380,16 @@ impl<'a> Session<'a> {
         self.undo_all()
     }
 
-    /// What the host had before a policy was set, with the policy's name, if one is set.
+    /// The journal of the settings before a policy was set, with the policy's name, if a policy is set.
     pub fn load_policy_journal(&self) -> Result<Option<Journal>, Error> {
         Ok(Journal::load(&self.directory, POLICY_FILE)?.filter(|journal| journal.boot == self.journal.boot))
     }
 
-    /// Put back what the host had before a policy was set. Tells what was put back and what was not.
+    /// Restores the settings from before a policy was set. Returns the undone actions and the failed ones.
     pub fn restore_policy(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
         let Some(policy) = self.load_policy_journal()? else { return Ok((Vec::new(), Vec::new())) };
         self.journal.entries.extend(policy.entries);
-        // From here on it is this session's to put back, also after it was killed.
+        // From here on this session undoes the entries, even after a kill.
         self.rewrite_journal()?;
         Journal { entries: Vec::new(), ..self.journal.clone() }.store(&self.directory, POLICY_FILE)?;
         self.undo_entries()
@@ -399,7 +400,7 @@ impl<'a> Session<'a> {
     }
 
     fn check_setting_not_overwritten(&self, setting: Setting, now: &str) -> Result<(), Error> {
-        // While this session has the advisor on, the kernel moves it.
+        // While this session has the advisor on, the kernel changes the setting.
         if setting == Setting::PagesToScan && self.last_written_value(Setting::AdvisorMode) == Some("scan-time") {
             return Ok(());
         }
@@ -411,7 +412,7 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// What was written last.
+    /// The value that this session wrote last.
     fn last_written_value(&self, setting: Setting) -> Option<&str> {
         self.journal
             .entries
@@ -422,7 +423,7 @@ impl<'a> Session<'a> {
             .map(String::as_str)
     }
 
-    /// Write down what puts an action back. A setting keeps the value that it had first.
+    /// Stores the undo of an action. A setting keeps its first value.
     fn journal_action(&mut self, action: &Action, until_done: bool) -> Result<JournalMark, Error> {
         let mut noted = JournalMark { entry_count: self.journal.entries.len(), previous_values: Vec::new() };
         if let Action::Set { setting, value } = action {
@@ -452,7 +453,7 @@ impl<'a> Session<'a> {
         Ok(noted)
     }
 
-    /// What was changed since an action was noted.
+    /// The journal changes since the mark.
     fn journal_changes(&self, noted: &JournalMark) -> Vec<JournalChange> {
         let entries = &self.journal.entries;
         let older = self.retry_entries.len();
@@ -463,15 +464,15 @@ impl<'a> Session<'a> {
         written.chain(entries[noted.entry_count..].iter().cloned().map(JournalChange::Push)).collect()
     }
 
-    /// What each range of advice is part of now.
+    /// The present extent of each range of advice.
     fn enclosing_extents(&self, action: &Action) -> Result<Vec<AddressRange>, Absent> {
         let Action::Advise { process, ranges, .. } = action else { return Ok(Vec::new()) };
         let extents = Extents::read(self.host, *process)?;
-        // What has changed since it was chosen is bounded by itself.
+        // A range that has changed since it was selected is its own extent.
         Ok(ranges.iter().map(|&range| extents.enclosing(range).unwrap_or(range)).collect())
     }
 
-    /// Write down that a setting is about to be written.
+    /// Stores that a setting is about to be written.
     fn journal_setting(&mut self, setting: Setting, value: &str, noted: &mut JournalMark) -> Result<(), Error> {
         match self.journal.entries.iter().position(|entry| is_entry_of_setting(entry, setting)) {
             Some(position) => {
@@ -494,7 +495,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Take back what was noted, because it was not done.
+    /// Removes the stored undo of an action that was not performed.
     fn revert_journal(&mut self, noted: JournalMark) -> Result<(), Error> {
         let mut changes = vec![JournalChange::Pop; self.journal.entries.len() - noted.entry_count];
         self.journal.entries.truncate(noted.entry_count);
@@ -509,7 +510,7 @@ impl<'a> Session<'a> {
         self.journal.entries.iter().any(|entry| is_entry_of_setting(entry, setting))
     }
 
-    /// Write the journal whole.
+    /// Rewrites the whole journal.
     fn rewrite_journal(&mut self) -> Result<(), Error> {
         let entries = self.retry_entries.iter().chain(&self.journal.entries).cloned().collect();
         let journal = Journal { boot: self.journal.boot.clone(), writer: self.journal.writer, purpose: None, entries };
@@ -518,7 +519,7 @@ impl<'a> Session<'a> {
         Ok(())
     }
 
-    /// Write changes down that were made to the journal.
+    /// Appends changes to the journal file.
     fn append_changes(&mut self, changes: &[JournalChange]) -> Result<(), Error> {
         let JournalSize { rewritten_bytes: whole, appended_bytes: appended } = self.journal_size;
         let empty = self.retry_entries.is_empty() && self.journal.entries.is_empty();
@@ -530,19 +531,19 @@ impl<'a> Session<'a> {
         }
         match Journal::append(&self.directory, SESSION_FILE, changes) {
             Ok(bytes) => self.journal_size.appended_bytes += bytes,
-            // A part of a line may be there, after which no other may come.
+            // The file may end in a truncated line, after which nothing may be appended.
             Err(_) => self.rewrite_journal()?,
         }
         Ok(())
     }
 
-    /// Put back all there is, newest first, whatever happens to one of them or to the journal.
+    /// Undoes all entries, newest first, even if an undo or a write of the journal fails.
     fn undo_entries(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
         let (mut undone, mut remains, mut stored) = (Vec::new(), Vec::new(), Ok(()));
         let (older, until) = (self.retry_entries.len(), Instant::now() + PROCESS_EXIT_TIMEOUT);
-        // Each backend of a guest that hangs would take the whole time limit of its control socket.
+        // Each backend of a guest that hangs would take the whole timeout of its control socket.
         let mut hung: BTreeSet<ProcessId> = BTreeSet::new();
-        // `run` was written last and is put back first, so that ksmd does not run under half of the old settings.
+        // `run` was written last and is restored first, so that ksmd does not run with half of the old settings.
         while let Some(entry) = self.journal.entries.pop() {
             let guest = matches!(entry.undo, Action::GuestMerge { .. }).then(|| action_process(&entry.undo)).flatten();
             let started = Instant::now();
@@ -560,7 +561,7 @@ impl<'a> Session<'a> {
                     self.retry_entries.insert(older, entry);
                 }
             }
-            // Where something stays, what comes after it in the file has another place.
+            // After a failed undo, the later entries have other positions in the file.
             let same = stored.is_ok() && self.retry_entries.len() == left;
             stored = if same { self.append_changes(&[JournalChange::Pop]) } else { self.rewrite_journal() };
         }
@@ -572,7 +573,7 @@ impl<'a> Session<'a> {
     }
 
     fn undo_entry(&mut self, entry: &JournalEntry, until: Instant) -> UndoResult {
-        // The socket of a guest that has ended would be tried for ever.
+        // The socket of a guest that has exited would be retried forever.
         if action_process(&entry.undo)
             .is_some_and(|process| matches!(crate::hold(self.host, process), Err(Absent::Vanished)))
         {
@@ -603,23 +604,23 @@ impl<'a> Session<'a> {
         }
     }
 
-    /// Whether there is memory for pages of their own for all that is merged of a process that is to be withdrawn, and
-    /// none is waited for; or why not.
+    /// Checks before unenrolling a process that memory suffices for copies of its merged pages and is not short. The
+    /// error is the reason why not.
     fn check_memory_for_copies(&self, undo: &Action) -> Result<(), &'static str> {
         match self.memory_for_copies(undo) {
             Ok(None) => Ok(()),
-            Ok(Some((false, _))) | Err(_) => Err("there is no memory for copies of what has merged"),
+            Ok(Some((false, _))) | Err(_) => Err("there is no memory for copies of the merged pages"),
             Ok(Some((true, cgroup)))
                 if memory_headroom::is_memory_short(self.host, cgroup.as_deref(), DEFAULT_PRESSURE_PERCENT) =>
             {
-                Err("memory is short, and copies of what has merged take more")
+                Err("memory is short, and copies of the merged pages take more")
             }
             Ok(Some((true, _))) => Ok(()),
         }
     }
 
-    /// Whether there is room for copies of all that is merged of a process that is to be withdrawn, and its cgroup;
-    /// nothing where nothing is to be copied.
+    /// Whether memory suffices for copies of all merged pages of a process to unenroll, with its cgroup; `None` if
+    /// nothing is to be copied.
     fn memory_for_copies(&self, undo: &Action) -> Result<Option<(bool, Option<String>)>, Absent> {
         let process = match undo {
             Action::Advise { process, advice: MergeAdvice::Unmergeable, .. }
@@ -635,7 +636,7 @@ impl<'a> Session<'a> {
         let merged = ksm.merging_pages.map(|pages| pages.saturating_add_signed(ksm.zero_pages.unwrap_or(0)));
         let copies = match (merged, undo) {
             (Ok(pages), _) => Pages(pages),
-            // At most.
+            // An upper bound.
             (Err(_), Action::Advise { ranges, .. }) => {
                 ranges.iter().map(|range| self.host.page_size().pages_in(range.bytes())).sum()
             }
@@ -651,7 +652,7 @@ impl<'a> Session<'a> {
         Ok(Some((fits, cgroup)))
     }
 
-    /// Whether a setting is to be put back. If it is but must not be: why, and whether to try again later.
+    /// Whether a setting is to be restored. The error says why it must not be restored, and whether to retry later.
     fn needs_undo(&self, entry: &JournalEntry, setting: Setting, value: &str) -> Result<bool, (String, bool)> {
         let read = |setting| action::current_setting(self.host, setting);
         let now = read(setting).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
@@ -661,20 +662,20 @@ impl<'a> Session<'a> {
         if setting == Setting::PagesToScan && read(Setting::AdvisorMode).as_deref() == Ok("scan-time") {
             let advisor = Action::Set { setting: Setting::AdvisorMode, value: "scan-time".to_owned() };
             if self.retry_entries.iter().any(|entry| is_entry_of_setting(entry, Setting::AdvisorMode)) {
-                return Err(("the advisor is on, which could not be switched off".to_owned(), true));
+                return Err(("the advisor is on and could not be switched off".to_owned(), true));
             }
-            // If the advisor was on before, it sets this.
+            // If the advisor was on before, it controls this setting.
             let before = self.journal.entries.iter().any(|older| older.undo == advisor);
-            let foreign = || ("the advisor is on, which somebody else switched on".to_owned(), false);
+            let foreign = || ("another program switched the advisor on".to_owned(), false);
             return if before { Ok(false) } else { Err(foreign()) };
         }
         if !entry.written_values.contains(&now) {
-            return Err((format!("it is {now} now, which somebody else wrote"), false));
+            return Err((format!("it is {now} now, written by another program"), false));
         }
         Ok(true)
     }
 
-    /// Put advice back where what was advised is still there.
+    /// Undoes advice where the advised memory is still mapped.
     fn undo_advice(
         &mut self,
         entry: &JournalEntry,
@@ -699,7 +700,7 @@ impl<'a> Session<'a> {
         let mut back = UndoResult::default();
         let (mut same, mut other) = (Vec::new(), Vec::new());
         for (position, &range) in ranges.iter().enumerate() {
-            // What nothing is mapped at any more needs nothing.
+            // Ranges that are no longer mapped need no undo.
             match entry.enclosing_extents.get(position) {
                 _ if !extents.is_mapped(range) => {}
                 Some(&within) if extents.is_unchanged(range, within) => same.push((range, within)),
@@ -707,7 +708,7 @@ impl<'a> Session<'a> {
             }
         }
         if !other.is_empty() {
-            let why = "something else may be mapped there by now: it was left as it is";
+            let why = "another mapping may be there now and was left unchanged";
             back.failed.push((part(&other), why.to_owned(), false));
         }
         if same.is_empty() {
@@ -718,7 +719,7 @@ impl<'a> Session<'a> {
         match self.undo_with_retries(&action.undo, until) {
             Ok(effect) => {
                 let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
-                // What was unmapped meanwhile has nothing that could come back.
+                // A range that was unmapped meanwhile has nothing to undo.
                 for (range, why) in
                     effect.missed_ranges.into_iter().filter(|(_, why)| !why.starts_with(action::NOT_MAPPED_REASON))
                 {
@@ -740,22 +741,22 @@ impl<'a> Session<'a> {
 impl Drop for Session<'_> {
     fn drop(&mut self) {
         let told: Vec<String> = match self.undo_entries() {
-            Ok((_, remains)) => remains.iter().map(|remains| format!("not put back: {remains}")).collect(),
+            Ok((_, remains)) => remains.iter().map(|remains| format!("not undone: {remains}")).collect(),
             Err(error) => vec![chain(&error)],
         };
         for told in told {
-            // Nobody may be left to read it, and a panic here would end more than this.
+            // Standard error may be closed, and a panic here would abort the process.
             let _ = writeln!(io::stderr(), "pagefold: {told}");
         }
     }
 }
 
-/// Whether something that was refused may be taken later.
+/// Whether an action that failed may succeed later.
 fn is_retryable(why: &ActionError) -> bool {
     !matches!(why, ActionError::ReadOnly | ActionError::Unsupported(_))
 }
 
-/// Whose memory it is about.
+/// The process that an action concerns.
 fn action_process(undo: &Action) -> Option<ProcessId> {
     match undo {
         Action::Advise { process, .. } | Action::MergeAny { process, .. } | Action::GuestMerge { process, .. } => {
@@ -769,12 +770,13 @@ fn is_entry_of_setting(entry: &JournalEntry, of: Setting) -> bool {
     matches!(entry.undo, Action::Set { setting, .. } if setting == of)
 }
 
-/// Which boot of the host this is: journals of another one are void.
+/// The identifier of the present boot: journals of another boot are void.
 pub fn read_boot_id(host: &dyn Host) -> Result<String, Absent> {
     Ok(String::from_utf8_lossy(&host.read("proc/sys/kernel/random/boot_id")?).trim().to_owned())
 }
 
-/// A directory, made if it is not there, and its lock. The lock's file holds the number of the process that has it.
+/// Opens a directory, which is created if necessary, and takes its lock. The lock file contains the holder's process
+/// number.
 fn lock_directory(path: &Path) -> Result<(StateDirectory, File), Error> {
     let state = |path: &Path| {
         let path = path.to_owned();

@@ -1,13 +1,15 @@
-//! Advice about a process's memory, given from within it.
+//! Advice (`madvise`) about a process's memory, made inside that process.
 //!
-//! The ranges were found some time ago. They are held against `smaps` right before, and what is no longer as it has to
-//! be is left out and named. The rest goes in as few stops of one thread as keep each near a millisecond: up to 256
-//! ranges by one `process_madvise(2)` on the target's own memory where the kernel takes that (any advice from 6.13, by
-//! `PIDFD_SELF_THREAD` from 6.15), otherwise and where that stops short one by one by `madvise(2)`. A range that takes
-//! longer than a stop is advised in parts, and for a moment a region begins and ends in between: parts end where huge
-//! pages do, which the kernel would split there (mm/huge_memory.c, `vma_adjust_trans_huge`). Mirrors mm/madvise.c and
-//! mm/ksm.c (6.18). Limits: withdrawing a whole process (`PR_SET_MEMORY_MERGE` off) is one call, and
-//! stops the thread for as long as unmerging it takes.
+//! The ranges were chosen some time ago. Right before the advice they are compared with `smaps`; ranges that no longer
+//! qualify are left out and reported. The rest is advised in as few stops of one thread as possible, each of about a
+//! millisecond. Where the kernel supports it (any advice from 6.13, by `PIDFD_SELF_THREAD` from 6.15), one
+//! `process_madvise(2)` on the target's own memory takes up to 256 ranges. Otherwise, and where that call ends early,
+//! `madvise(2)` takes them one by one.
+//!
+//! A range that takes longer than a stop is advised in parts, so for a moment there is a region boundary inside it.
+//! Parts end at huge page boundaries, because the kernel would split a huge page there (mm/huge_memory.c,
+//! `vma_adjust_trans_huge`). Mirrors mm/madvise.c and mm/ksm.c (6.18). Limits: unenrolling a whole process
+//! (`PR_SET_MEMORY_MERGE` off) is one call, and stops the thread until all its pages are unmerged.
 
 use super::{action_error, push_missed_range};
 use crate::process::LiveProcess;
@@ -34,26 +36,26 @@ mod syscall_numbers {
     pub const PROCESS_MADVISE: i64 = 440;
 }
 
-/// PIDFD_SELF_THREAD (include/uapi/linux/fcntl.h): the caller.
+/// PIDFD_SELF_THREAD (include/uapi/linux/fcntl.h): the calling thread.
 const PIDFD_SELF_THREAD: i64 = -10_000;
 const PR_SET_MEMORY_MERGE: u64 = 67;
 const PR_GET_MEMORY_MERGE: u64 = 68;
 
-/// A stop is ended when it has taken so long: with the call under way, and with stopping and leaving, that is about a
+/// A stop ends after this time. With the current call, and with stopping and releasing the thread, it takes about a
 /// millisecond.
 const MAX_STOP_DURATION: Duration = Duration::from_micros(400);
-/// What one call is meant to take at most.
+/// The target for the duration of one call.
 const TARGET_CALL_DURATION: Duration = Duration::from_micros(250);
-/// A kernel call takes at most 2 GiB less a page of a vector (MAX_RW_COUNT) and drops the rest without a word.
+/// A kernel call processes at most 2 GiB less a page of a vector (MAX_RW_COUNT) and ignores the rest silently.
 const MAX_ADVISE_BYTES: u64 = 1 << 30;
-/// Unmerging copies pages, at some microseconds each, and what has none merged says nothing of what comes behind it:
-/// how many bytes to begin with, at least and at most.
+/// Bytes of one unmerge call: initial, minimum, maximum. Unmerging copies pages, at some microseconds each. A range
+/// without merged pages does not predict the cost of the next one.
 const INITIAL_UNMERGE_BYTES: u64 = 128 << 10;
 const MIN_UNMERGE_BYTES: u64 = 64 << 10;
 const MAX_UNMERGE_BYTES: u64 = 512 << 10;
 /// `struct iovec` of the target.
 const IOVEC_BYTES: usize = 16;
-/// Ranges in a call, each of which may split a region: to begin with, at least and at most.
+/// Ranges in a call, each of which may split a region: initial, minimum, maximum.
 const INITIAL_RANGES_PER_CALL: usize = 128;
 const MIN_RANGES_PER_CALL: usize = 16;
 const MAX_RANGES_PER_CALL: usize = ARGUMENT_SPACE_BYTES / IOVEC_BYTES;
@@ -66,7 +68,7 @@ fn madvise_code(advice: MergeAdvice) -> u64 {
     }
 }
 
-/// Give advice about ranges.
+/// Advise ranges.
 pub fn advise(
     process: &LiveProcess<'_>,
     advice: MergeAdvice,
@@ -91,11 +93,11 @@ pub fn advise(
                 stops.push(stopped);
                 fault::point("between two stops");
                 if !work.ranges.is_empty() {
-                    // The target gets at least as much time as was taken from it.
+                    // The target runs at least as long as it was stopped.
                     std::thread::sleep(stopped.min(Duration::from_millis(5)));
                 }
             }
-            // What was done stays done, and is told.
+            // Completed work stays, and is reported.
             Err(error) if work.started_calls > 0 && error != inject::InjectError::Vanished => {
                 let why = action_error(error).to_string();
                 work.ranges.drain(..).for_each(|range| work.missed_ranges.push((range, why.clone())));
@@ -110,22 +112,22 @@ pub fn advise(
     Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed })
 }
 
-/// Enrol or withdraw a process as a whole. A kernel that cannot enrol one has none to withdraw.
+/// Enroll or unenroll a process as a whole. On a kernel that cannot enroll one, there is none to unenroll.
 pub fn set_merge_any(process: &LiveProcess<'_>, enable: bool) -> Result<ActionOutcome, ActionError> {
     let (answer, stopped) = inject_prctl(process, [PR_SET_MEMORY_MERGE, u64::from(enable), 0, 0, 0, 0])?;
     match errno_from_result(answer) {
         Some(Errno::INVAL) if enable => Err(ActionError::Unsupported(
-            "this kernel cannot enrol whole processes (PR_SET_MEMORY_MERGE, 6.4): enrol ranges".to_owned(),
+            "this kernel cannot enroll whole processes (PR_SET_MEMORY_MERGE, 6.4): enroll ranges".to_owned(),
         )),
         None | Some(Errno::INVAL) => Ok(ActionOutcome { stop_durations: vec![stopped], missed_ranges: Vec::new() }),
         Some(Errno::PERM) => Err(ActionError::Denied(
-            "this kernel lets only processes with CAP_SYS_RESOURCE be enrolled whole: enrol ranges".to_owned(),
+            "this kernel enrolls whole processes only with CAP_SYS_RESOURCE: enroll ranges".to_owned(),
         )),
         Some(errno) => Err(ActionError::Failed(format!("PR_SET_MEMORY_MERGE: {errno}"))),
     }
 }
 
-/// Whether a process is enrolled as a whole (kernel/sys.c). None is where the kernel does not know of it.
+/// Whether a process is enrolled as a whole (kernel/sys.c). False on a kernel without this feature.
 pub fn ask_merge_any(process: &LiveProcess<'_>) -> Result<bool, ActionError> {
     let (answer, _) = inject_prctl(process, [PR_GET_MEMORY_MERGE, 0, 0, 0, 0, 0])?;
     match errno_from_result(answer) {
@@ -135,7 +137,7 @@ pub fn ask_merge_any(process: &LiveProcess<'_>) -> Result<bool, ActionError> {
     }
 }
 
-/// What prctl(2) answers from within a process, and for how long a thread was stopped.
+/// The result of prctl(2) inside a process, and for how long a thread was stopped.
 fn inject_prctl(process: &LiveProcess<'_>, arguments: [u64; 6]) -> Result<(i64, Duration), ActionError> {
     inject::with_stopped_thread(&inject_target(process)?, |inside| {
         inside.call_syscall(syscall_numbers::PRCTL, arguments)
@@ -143,7 +145,7 @@ fn inject_prctl(process: &LiveProcess<'_>, arguments: [u64; 6]) -> Result<(i64, 
     .map_err(action_error)
 }
 
-/// The huge pages in some ranges, one by one and ascending. None where they cannot be seen.
+/// The huge pages in these ranges, in ascending order. Empty if they cannot be read.
 fn list_huge_pages(process: &LiveProcess<'_>, ranges: &VecDeque<AddressRange>) -> Vec<AddressRange> {
     let Ok(bytes) = observe::huge_page_bytes(process.host) else { return Vec::new() };
     let page = pagefold_host::Host::page_size(process.host).bytes();
@@ -166,7 +168,7 @@ fn errno_from_result(result: i64) -> Option<Errno> {
     (result < 0).then(|| Errno::from_raw_os_error(i32::try_from(-result).unwrap_or(i32::MAX)))
 }
 
-/// Which parts of the ranges the advice would change, and which it cannot, with why.
+/// The parts of the ranges that the advice would change, and the parts that it cannot change, with the reason.
 fn revalidate(
     regions: &[Region],
     advice: MergeAdvice,
@@ -200,20 +202,20 @@ fn revalidate(
     (wanted, missed)
 }
 
-/// What is still to be advised.
+/// The remaining advice.
 struct AdviceWork {
     advice: MergeAdvice,
     ranges: VecDeque<AddressRange>,
-    /// Huge pages in them, ascending.
+    /// Huge pages in these ranges, ascending.
     huge_pages: Vec<AddressRange>,
     missed_ranges: Vec<(AddressRange, String)>,
-    /// Whether the kernel takes many ranges in a call.
+    /// Whether the kernel accepts many ranges in a call.
     batched: bool,
-    /// At most so many bytes in a call.
+    /// The maximum number of bytes in a call.
     bytes_per_call: u64,
-    /// At most so many ranges in a call.
+    /// The maximum number of ranges in a call.
     ranges_per_call: usize,
-    /// How many calls were begun: one that was not seen to end may have changed something.
+    /// How many calls were started. A call whose end was not seen may have changed something.
     started_calls: usize,
 }
 
@@ -257,8 +259,8 @@ impl AdviceWork {
         Ok(())
     }
 
-    /// The front of a range, so many bytes of it and the rest of the huge page that would be cut. In that nothing is
-    /// merged, so that it takes next to no time.
+    /// The front of a range: this many bytes, extended to the end of a huge page that would be cut. A huge page has no
+    /// merged pages, so the extension takes almost no time.
     fn clip_front(&self, range: AddressRange, max_bytes: u64) -> AddressRange {
         let end = range.start.saturating_add(max_bytes);
         let next = self.huge_pages.partition_point(|page| page.end <= end);
@@ -266,7 +268,7 @@ impl AdviceWork {
         AddressRange { start: range.start, end: range.end.min(end) }
     }
 
-    /// The first ranges, as far as fits in one call.
+    /// The first ranges that fit in one call.
     fn next_batch(&self) -> Vec<AddressRange> {
         let mut left = self.bytes_per_call;
         let mut batch = Vec::new();
@@ -281,7 +283,7 @@ impl AdviceWork {
         batch
     }
 
-    /// Take so many bytes off the front.
+    /// Remove this many bytes from the front.
     fn advance(&mut self, mut bytes: u64) {
         while let Some(first) = self.ranges.front_mut().filter(|_| bytes > 0) {
             let len = first.bytes().0;
@@ -306,7 +308,7 @@ impl AdviceWork {
         let done = answer.max(0).cast_unsigned();
         self.advance(done);
         if done < whole {
-            // It stopped at a range that it does not take, or takes nothing of the kind at all: one by one tells.
+            // It ended at a range that it refuses, or it does not support batches: advise one range to find out.
             let taken = self.advise_first_range(inside)?;
             let unknown =
                 matches!(errno_from_result(answer), Some(Errno::BADF | Errno::INVAL | Errno::PERM | Errno::NOSYS));
@@ -315,7 +317,7 @@ impl AdviceWork {
         Ok(())
     }
 
-    /// The first range, as far as fits in one call; whether the kernel took it.
+    /// Advise the first range, as far as it fits in one call. Returns whether the kernel accepted it.
     fn advise_first_range(&mut self, inside: &StoppedThread<'_>) -> Result<bool, inject::InjectError> {
         let Some(&range) = self.ranges.front() else { return Ok(true) };
         let range = self.clip_front(range, self.bytes_per_call);
@@ -332,12 +334,12 @@ impl AdviceWork {
     }
 }
 
-/// Why a range was not taken (mm/madvise.c: `madvise_walk_vmas` goes on behind a hole, and `madvise_vma_behavior` turns
-/// each want of memory, and of regions to split into, into EAGAIN).
+/// Why a range was refused. In mm/madvise.c `madvise_walk_vmas` continues after a hole, and `madvise_vma_behavior`
+/// returns EAGAIN for a lack of memory or of regions.
 fn describe_errno(errno: Errno) -> String {
     match errno {
-        Errno::NOMEM => format!("{NOT_MAPPED_REASON} in places, the others were taken"),
-        Errno::AGAIN => "the process has vm.max_map_count regions, or the kernel no memory for it".to_owned(),
+        Errno::NOMEM => format!("{NOT_MAPPED_REASON} in parts; the other parts were advised"),
+        Errno::AGAIN => "the process has vm.max_map_count regions, or the kernel is out of memory".to_owned(),
         Errno::INVAL => "this kernel has no KSM".to_owned(),
         errno => format!("refused by the kernel: {errno}"),
     }
@@ -415,6 +417,6 @@ mod tests {
             work.advance(part.bytes().0);
         }
         assert_eq!(ends[..3], [0x20_0000, 0x40_0000, 0x41_0000]);
-        assert_eq!(ends[ends.len() - 2..], [0x60_0000, 0x61_0000], "not beyond what was asked for");
+        assert_eq!(ends[ends.len() - 2..], [0x60_0000, 0x61_0000], "not beyond the requested range");
     }
 }

@@ -1,8 +1,7 @@
-//! Huge pages put back together, from outside: nothing is stopped.
+//! Collapses ranges into huge pages from outside: no thread is stopped.
 //!
-//! Mirrors `madvise_collapse` (mm/khugepaged.c, 6.18), which goes on behind a huge page that it fails at and tells only
-//! of the last one. So a range that failed is gone over again page by huge page, which leaves those that are huge as
-//! they are.
+//! Mirrors `madvise_collapse` (mm/khugepaged.c, 6.18). It continues after a huge page that failed and only reports the
+//! last error. So a failed range is processed again huge page by huge page, which does not change existing huge pages.
 
 use super::push_missed_range;
 use crate::LiveHost;
@@ -25,7 +24,7 @@ pub fn collapse(
         .map_err(|_| ActionError::Unsupported("this kernel has no transparent huge pages".to_owned()))?;
     let pid = Pid::from_raw(process.id().pid.0.cast_signed()).ok_or(ActionError::Vanished)?;
     let pidfd = pidfd_open(pid, PidfdFlags::empty()).map_err(|_| ActionError::Vanished)?;
-    // The number was the process's when the handle was made if it is its own still.
+    // If the process still exists, the pidfd refers to it and not to a later process with its PID.
     if !process.exists() {
         return Err(ActionError::Vanished);
     }
@@ -49,7 +48,7 @@ pub fn collapse(
     Ok(ActionOutcome { stop_durations: Vec::new(), missed_ranges: missed })
 }
 
-/// Errors that hold for the whole process.
+/// Errors that apply to the whole process.
 fn process_wide_error(error: &io::Error) -> Option<ActionError> {
     match Errno::from_io_error(error)? {
         Errno::SRCH => Some(ActionError::Vanished),
@@ -61,14 +60,14 @@ fn process_wide_error(error: &io::Error) -> Option<ActionError> {
     }
 }
 
-/// Why one huge page was not made (mm/khugepaged.c, `madvise_collapse_errno`).
+/// Why one huge page was not created (mm/khugepaged.c, `madvise_collapse_errno`).
 fn describe_error(error: &io::Error) -> String {
     match Errno::from_io_error(error) {
-        Some(Errno::NOMEM) => "not mapped any more, or no huge page was to be had".to_owned(),
-        Some(Errno::BUSY) => "a cgroup's limit leaves no room for a huge page".to_owned(),
-        Some(Errno::AGAIN) => "pages of it are in use just now".to_owned(),
+        Some(Errno::NOMEM) => "not mapped any more, or no huge page was available".to_owned(),
+        Some(Errno::BUSY) => "a cgroup's limit does not allow another huge page".to_owned(),
+        Some(Errno::AGAIN) => "some of its pages are in use".to_owned(),
         Some(Errno::INVAL) => {
-            "nothing is there, it may not hold huge pages, or this kernel cannot collapse (6.1)".to_owned()
+            "no page is resident, huge pages are not allowed there, or this kernel cannot collapse (6.1)".to_owned()
         }
         _ => format!("refused by the kernel: {error}"),
     }

@@ -1,4 +1,4 @@
-//! Against servers that are not QEMU: the real one is met in the tests of the command.
+//! Tests against servers that are not QEMU. Tests of the command use a real QEMU.
 
 use super::*;
 use pagefold_base::Pid;
@@ -8,7 +8,7 @@ use std::thread;
 
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 0, "minor": 2, "major": 10}}, "capabilities": []}}"#;
 
-/// Short, since some servers here never answer.
+/// Short, because some servers here never answer.
 const SHORT_TIMEOUT: Duration = Duration::from_millis(300);
 
 fn own_process_id() -> ProcessId {
@@ -16,7 +16,8 @@ fn own_process_id() -> ProcessId {
     ProcessId { pid: stat.pid, start_time: stat.start_time }
 }
 
-/// Listen, let `serve` talk to the first client, and tell what `client` got. A server whose client goes away ends.
+/// Listen, let `serve` talk to the first client, and return the result of `client`. A server whose client disconnects
+/// ends.
 fn with_server<T>(serve: impl FnOnce(UnixStream) + Send, client: impl FnOnce(&Path) -> T) -> T {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("qmp");
@@ -34,7 +35,7 @@ fn connect(path: &Path) -> Result<QmpMonitor<'static>, QmpError> {
     QmpMonitor::connect(path, own_process_id(), (SHORT_TIMEOUT, LIST_BACKENDS_TIMEOUT), &NEVER_STOPPED)
 }
 
-/// A server that greets and then answers each command by `answer`.
+/// A server that sends a greeting and then answers each command with `answer`.
 fn serve_qemu(mut stream: UnixStream, mut answer: impl FnMut(&str, &Value) -> Vec<Value>) {
     writeln!(stream, "{GREETING}").unwrap();
     let lines = io::BufReader::new(stream.try_clone().unwrap()).lines();
@@ -51,7 +52,7 @@ fn serve_qemu(mut stream: UnixStream, mut answer: impl FnMut(&str, &Value) -> Ve
     }
 }
 
-/// Wait until the client is gone.
+/// Wait until the client disconnects.
 fn read_to_end(mut stream: UnixStream) {
     let _ = stream.read_to_end(&mut Vec::new());
 }
@@ -194,7 +195,7 @@ fn closed_or_missing_socket_is_an_error() {
     assert!(matches!(long, Err(QmpError::Connect { .. })));
 }
 
-/// A program that claims many backends and lets each answer take its time.
+/// A server that reports many backends and delays each answer.
 fn slow_answers(backends: usize, pause: Duration) -> impl FnMut(&str, &Value) -> Vec<Value> {
     move |command, arguments| {
         let objects = || (0..backends).map(|n| json!({"name": format!("m{n}"), "type": "child<memory-backend-ram>"}));
@@ -253,7 +254,8 @@ fn stop_flag_ends_a_session() {
     assert!(matches!(error, Err(QmpError::Stopped { .. })), "{error:?}");
 }
 
-/// The server greets, takes the capabilities and then never answers the switch: the flag is set once that was asked for.
+/// The server sends a greeting, accepts the capabilities and then never answers `qom-set`. The flag is set when that
+/// command arrives.
 #[test]
 fn stop_flag_ends_wait_for_qom_set() {
     for on in [false, true] {

@@ -1,9 +1,9 @@
-//! Merging again what was written, between rounds.
+//! Merges rewritten pages again, between rounds.
 //!
-//! A page that a program writes with the bytes that were there keeps its checksum in ksmd's metadata, so that one scan
-//! merges it (mm/ksm.c, `cmp_and_merge_page`, 6.18). ksmd runs for one scan after the one that was under way, without
-//! skipping pages (`should_skip_rmap_item` passes over pages that broke a few times), and then rests again, so that the
-//! next check sees each COW break.
+//! A page that a program rewrites with the same bytes keeps its checksum in ksmd's metadata, so one scan merges it
+//! (mm/ksm.c, `cmp_and_merge_page`, 6.18). ksmd runs for the rest of the current scan and one whole scan, without
+//! skipping pages (`should_skip_rmap_item` skips pages that broke a few times). Then it is idle again, so that the next
+//! check sees each COW break.
 
 use crate::decide::pace::KsmdPace;
 use crate::ksmd::{self, KsmdThread, read_full_scans};
@@ -17,29 +17,29 @@ use pagefold_host::{Host, action};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// The pause between two checks at least. Pages that are overwritten at once seem to last for half of it, so that it has
-/// to be less than twice what merged pages have to last at any price (2.6 s).
+/// Minimum pause between two checks. Pages that are overwritten at once seem to stay merged for half of it. It must
+/// therefore be less than twice the minimum lifetime of merged pages under any criterion (2.6 s).
 pub const MIN_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
-/// Written pages that are worth a scan: 1 MiB of 4 KiB pages, at about 10 ms of CPU time.
+/// Broken pages that justify a scan: 1 MiB of 4 KiB pages, at about 10 ms of CPU time.
 const MIN_BROKEN_PAGES: Pages = Pages(256);
 
-/// Scans: the rest of the one that was under way, and a whole one.
+/// Scans: the rest of the current one, and a whole one.
 const SCANS_PER_REMERGE: u64 = 2;
 
-/// For how long ksmd runs at most, where others have much enrolled.
+/// Maximum run time of ksmd, for hosts on which other programs enrolled much memory.
 const MAX_REMERGE_TIME: Duration = Duration::from_secs(2);
 
-/// Between two readings of how far it has come, and between two settings of its pace.
+/// Intervals between two checks of ksmd's progress, and between two updates of its pace.
 const SCAN_POLL_INTERVAL: Duration = Duration::from_millis(20);
 const PACE_UPDATE_INTERVAL: Duration = Duration::from_millis(100);
 
-/// Whether enough was written to merge it again.
+/// Whether enough pages broke to merge them again.
 pub fn is_due(monitor: &MergeMonitor<'_>) -> bool {
     monitor.cow_breaks() >= MIN_BROKEN_PAGES
 }
 
-/// What is kept from one time to the next.
+/// The state that is kept between two runs.
 pub struct Remerge<'h> {
     ksmd: Reading<KsmdThread<'h>>,
     ksmd_cpu_share: f64,
@@ -52,12 +52,12 @@ impl<'h> Remerge<'h> {
         Self { ksmd: KsmdThread::find(host), ksmd_cpu_share, pace: KsmdPace::new(ksmd_cpu_share) }
     }
 
-    /// The pause after which ksmd's share is kept, where it took so much CPU time.
+    /// The pause that keeps ksmd within its share after it used so much CPU time.
     pub fn pause_after(&self, ksmd_cpu_time: Duration) -> Duration {
         ksmd_cpu_time.div_f64(self.ksmd_cpu_share.max(0.001))
     }
 
-    /// Merge again what was written. Tells the CPU time that ksmd took.
+    /// Merge broken pages again. Returns ksmd's CPU time.
     pub fn run(
         &mut self,
         session: &mut Session<'_>,
@@ -88,12 +88,12 @@ impl<'h> Remerge<'h> {
             }
         }
         ksmd::pause(session)?;
-        // What is merged now is seen to break from here on.
+        // Breaks of the pages that are merged now are visible from here on.
         monitor.check_pages(CheckScope::All);
         Ok(self.ksmd_cpu_time().saturating_sub(before))
     }
 
-    /// The CPU time that ksmd has used; nothing where it cannot be read.
+    /// ksmd's CPU time so far; zero where it cannot be read.
     fn ksmd_cpu_time(&self) -> Duration {
         self.ksmd.as_ref().ok().and_then(|ksmd| ksmd.cpu_time().ok()).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! Looks between rounds, over a host in memory.
+//! Checks between rounds, over a host in memory.
 
 use super::*;
 use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget, PlannedRange};
@@ -15,7 +15,7 @@ const PAGE_BYTES: u64 = 4096;
 const PID: u32 = 7;
 const RANGE: AddressRange = AddressRange { start: 64 * PAGE_BYTES, end: 128 * PAGE_BYTES };
 
-/// A plan of the one range of the one process.
+/// A plan with one range of one process.
 fn one_range_plan() -> MergePlan {
     let pages = Pages(64);
     let range = PlannedRange {
@@ -40,7 +40,7 @@ fn one_range_plan() -> MergePlan {
     MergePlan { targets: vec![target], ..MergePlan::default() }
 }
 
-/// A process whose pages were merged and broke right away, and the trial that saw it.
+/// A process whose pages were merged and broke at once, and the monitor that saw it.
 fn monitor_with_cow_breaks(host: &FakeHost) -> MergeMonitor<'_> {
     host.map_pages(PID, (RANGE.start, RANGE.end), MERGED_PAGE_NAME, true);
     let mut trial = MergeMonitor::new(host);
@@ -80,7 +80,7 @@ fn continuous_merge<'h, 'a>(host: &'h FakeHost, directory: &'a Path) -> Continuo
     }
 }
 
-/// What a look tells.
+/// The events of a check.
 fn check_and_collect_events<'h>(host: &'h FakeHost, directory: &Path, trial: &mut MergeMonitor<'h>) -> Vec<String> {
     let mut lines = Vec::new();
     let mut tell = |told: ContinuousMergeEvent<'_>| {
@@ -108,7 +108,7 @@ fn failed_unenroll_is_retried() {
         host.set_advice_fault(Some(trouble));
         assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0]);
         assert!(!failure_reasons(&trial).is_empty(), "it was tried");
-        assert!(trial.unenrolled().values().all(|withdrawn| withdrawn.all_ranges().is_empty()), "and not done");
+        assert!(trial.unenrolled().values().all(|withdrawn| withdrawn.all_ranges().is_empty()), "and failed");
         host.set_cpu_ticks(PID, 2);
     }
     host.set_advice_fault(None);
@@ -126,7 +126,7 @@ fn failed_unenroll_is_retried() {
     assert_eq!(failure_reasons(&trial), ["memory is short"]);
     pressure(9);
     check_and_collect_events(&host, directory.path(), &mut trial);
-    assert!(failure_reasons(&trial).is_empty(), "in the end it was taken");
+    assert!(failure_reasons(&trial).is_empty(), "it succeeded in the end");
     assert_eq!(trial.unenrolled()[&ProcessId { pid: Pid(PID), start_time: 1 }].enrolled_by_pagefold, [RANGE]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
 }
@@ -146,7 +146,7 @@ fn unmerged_range_unenrolls_without_memory() {
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
 }
 
-/// What is told at the end, once there is nobody left to merge.
+/// The events at the end, once no process is left to merge.
 fn events_at_the_end<'h>(host: &'h FakeHost, directory: &Path, trial: &mut MergeMonitor<'h>) -> Vec<String> {
     let mut lines = Vec::new();
     let tell = |told: ContinuousMergeEvent<'_>| {
@@ -166,12 +166,12 @@ fn last_failed_unenrolls_are_reported() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let mut trial = monitor_with_cow_breaks(&host);
     host.set_free_kib(0);
-    assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0], "it is tried again");
+    assert_eq!(check_and_collect_events(&host, directory.path(), &mut trial), [""; 0], "it will be tried again");
     let lines = events_at_the_end(&host, directory.path(), &mut trial);
     assert_eq!(lines, ["program (7): there is no memory for copies"]);
     host.set_free_kib(5_000_000);
     check_and_collect_events(&host, directory.path(), &mut trial);
-    assert_eq!(events_at_the_end(&host, directory.path(), &mut trial), [""; 0], "it was taken in the end");
+    assert_eq!(events_at_the_end(&host, directory.path(), &mut trial), [""; 0], "it succeeded in the end");
 }
 
 #[test]
@@ -195,15 +195,15 @@ fn failed_undo_of_a_killed_run_is_reported() {
     let journal = fs::read(directory.path().join(SESSION_FILE)).unwrap();
     drop(killed);
     fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
-    // Somebody else has written it since.
+    // Another program has written it since.
     host.put_setting("sleep_millisecs", "99");
     let lines = check_and_collect_events(&host, directory.path(), &mut trial);
     assert!(matches!(&lines[..], [line] if line.contains("sleep_millisecs") && line.contains("99")), "{lines:?}");
-    assert!(failure_reasons(&trial).is_empty(), "and what does not last was withdrawn");
+    assert!(failure_reasons(&trial).is_empty(), "and the unstable range was unenrolled");
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
 }
 
-/// Without a scan between rounds they would stay apart until the next census.
+/// Without a scan between rounds they would stay unmerged until the next census.
 #[test]
 fn stable_broken_pages_are_remerged() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
@@ -216,7 +216,7 @@ fn stable_broken_pages_are_remerged() {
     trial.set_ksmd_share(0.1);
     trial.add_plan(&plan);
     trial.check_pages(CheckScope::All);
-    // Each lasts for some seconds, by what is seen of all.
+    // Each page lasts for some seconds, by the rate over all pages.
     std::thread::sleep(Duration::from_millis(300));
     for start in (range.start..range.end).step_by(20 * PAGE_BYTES as usize) {
         host.map_pages(PID, (start, start + PAGE_BYTES), "", true);
@@ -229,7 +229,7 @@ fn stable_broken_pages_are_remerged() {
     assert!(at("run=1").is_some() && at("run=1") < at("run=0"), "{written:?}");
     assert_eq!((host.setting_value("run"), host.setting_value("smart_scan")), ("0".to_owned(), "1".to_owned()));
     assert!(host.regions(Pid(PID)).unwrap().iter().all(|(.., enrolled)| *enrolled), "nothing was unenrolled");
-    // What is still apart is not scanned for again.
+    // Pages that are still unmerged do not trigger another scan.
     host.set_cpu_ticks(PID, 2);
     check_and_collect_events(&host, directory.path(), &mut trial);
     assert_eq!(host.written_settings(), written);

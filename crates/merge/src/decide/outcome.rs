@@ -1,4 +1,4 @@
-//! What a merge came to, beside what was planned.
+//! The outcome of a merge, beside its plan.
 
 use crate::decide::plan::MergePlan;
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
@@ -8,68 +8,68 @@ use pagefold_base::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid, 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The share of what is merged in the end at which a merge counts as done. The last pages may take a scan more.
+/// The share of the final merged pages at which a merge counts as done. The last pages may take another scan.
 pub const NEARLY_ALL_MERGED_SHARE: f64 = 0.99;
 
 /// The result of a merge.
 #[derive(Clone, Debug)]
 pub struct MergeOutcome {
-    /// What was planned.
+    /// The plan.
     pub plan: MergePlan,
     /// How it ended.
     pub end: MergeEnd,
-    /// What KSM held of the planned ranges before.
+    /// KSM's pages in the planned ranges before.
     pub before: KsmPageCounts,
-    /// What it holds of them now, read with ksmd stopped.
+    /// KSM's pages in them now, read with ksmd stopped.
     pub after: KsmPageCounts,
-    /// What came back by each target that lives on, less ksmd's metadata for it: a frame that several of them map is a
-    /// part of each.
+    /// Net savings of each target that still runs, less ksmd's metadata for it. A frame that several targets map is
+    /// divided among them.
     pub nets: BTreeMap<ProcessId, NetBytes>,
-    /// Pages of zeros that were freed when huge pages were split, by each target that lives on. They are part of what
-    /// came back, and in no counter of KSM: the kernel maps them to its zero page as it splits a huge page for ksmd
+    /// Zero pages that were freed when huge pages were split, by each target that still runs. They are part of the
+    /// savings, and in no counter of KSM: the kernel maps them to its zero page as it splits a huge page for ksmd
     /// (mm/migrate.c, `try_to_map_unused_to_zeropage`, since 6.12).
     pub zeros_by_splitting: BTreeMap<ProcessId, Pages>,
-    /// What is merged, over time from the start of the command.
+    /// Merged pages over time from the start of the command.
     pub timeline: Vec<TimelinePoint>,
-    /// From the start of the command to the first enrolment: the census and the plan.
+    /// From the start of the command to the first enrollment: the census and the plan.
     pub census_time: Duration,
     /// CPU time of ksmd since the start of the command.
     pub ksmd_time: Reading<Duration>,
-    /// Looks of ksmd at pages meanwhile, those of others included (`pages_scanned`).
+    /// ksmd's page visits meanwhile, those of other processes included (`pages_scanned`).
     pub pages_scanned: Reading<Pages>,
-    /// Regions of those that live on, before and while the ranges are enrolled.
+    /// Regions of the targets that still run, before and while the ranges are enrolled.
     pub regions: RegionCounts,
-    /// What became of the contents that should merge.
+    /// The fates of the contents that should merge.
     pub fates: FrameFates,
     /// CPU time of this process since it started.
     pub own_cpu_time: Duration,
-    /// `MemAvailable` before and after; others use and free memory too.
+    /// `MemAvailable` before and after; other processes use and free memory too.
     pub available: (Reading<Bytes>, Reading<Bytes>),
     /// Memory of the targets and of this process, each before and after.
     pub resident: Reading<Resident>,
     /// Huge pages of the targets before and after, in bytes.
     pub huge_page_bytes: (Bytes, Reading<Bytes>),
-    /// For how long a thread of a target was stopped, each time.
+    /// How long a thread of a target was stopped, for each stop.
     pub stops: Vec<Duration>,
-    /// What was seen of merged pages while they were watched.
+    /// Observations of merged pages while they were watched.
     pub merged_watch: MergedPagesWatch,
-    /// What was withdrawn because it did not stay merged: by position of the target in the plan.
+    /// Ranges that were unenrolled because they did not stay merged, by position of the target in the plan.
     pub unenrolled: BTreeMap<usize, Vec<AddressRange>>,
     /// Positions in the plan of targets that ended meanwhile.
     pub ended_targets: Vec<usize>,
-    /// What could not be enrolled or withdrawn.
+    /// Ranges that could not be enrolled or unenrolled.
     pub failed_changes: Vec<FailedChange>,
-    /// What was changed for the time being and could not be put back, in words.
+    /// Temporary changes that could not be undone, as messages.
     pub not_restored: Vec<String>,
-    /// Processes outside the plan that were enrolled meanwhile: KSM's one tree may have merged theirs with the
+    /// Processes outside the plan that were enrolled meanwhile: KSM's one tree may have merged their pages with the
     /// targets'.
     pub bystanders: Reading<u64>,
 }
 
-/// Anonymous memory before and after, in which merged pages count once for each mapping, and pages of zeros do not.
+/// Anonymous memory before and after. Merged pages count once for each mapping; zero pages do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resident {
-    /// Of the targets: of those that ended, none after.
+    /// Of the targets; after the merge without ended ones.
     pub targets: (Bytes, Bytes),
     /// Of this process.
     pub own: (Bytes, Bytes),
@@ -78,26 +78,26 @@ pub struct Resident {
 /// How a merge ended.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum MergeEnd {
-    /// Nothing more was to come.
+    /// No more pages were expected to merge.
     Settled,
     /// The deadline was reached first.
     Deadline,
-    /// It was told to stop.
+    /// The operator stopped it.
     Stopped,
-    /// Somebody else writes KSM's settings; this is what they did.
+    /// Another program writes KSM's settings; the text says which.
     SettingsOverwritten(String),
 }
 
-/// What KSM holds of some ranges.
+/// KSM's pages in some ranges.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct KsmPageCounts {
     /// Pages that are mapped to a KSM frame.
     pub merged: Pages,
     /// Those frames.
     pub frames: Pages,
-    /// Pages that are mapped to the kernel's page of zeros.
+    /// Pages that are mapped to the kernel's zero page.
     pub zero: Pages,
-    /// Pages ksmd keeps metadata for, in the whole of the processes.
+    /// Pages with ksmd metadata, in the whole processes.
     pub rmap_items: Pages,
     /// Anonymous pages in memory, merged or not.
     pub present: Pages,
@@ -110,56 +110,56 @@ impl KsmPageCounts {
     }
 }
 
-/// What was merged at a time.
+/// The merged pages at one time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TimelinePoint {
     /// Since the start of the command.
     pub at: Duration,
-    /// Pages of the targets that were merged since, kept copies included, by the kernel's counters.
+    /// Pages of the targets merged since the start, kept copies included, by the kernel's counters.
     pub merged: Pages,
     /// CPU time of ksmd since the start of the command.
     pub ksmd_time: Duration,
 }
 
-/// What became of a page that should merge.
+/// The fate of a page that should merge.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PageFate {
     /// It is merged.
     Merged,
     /// Its process has ended.
     ProcessEnded,
-    /// It lies beside the guest's memory, where the control socket does not reach.
+    /// It is outside the guest's memory; the control socket does not reach it.
     OutsideGuestMemory,
     /// It could not be enrolled.
     NotEnrolled,
-    /// It was withdrawn, because it did not stay merged.
+    /// It was unenrolled because it did not stay merged.
     Unenrolled,
-    /// It was written since the census, or given back.
+    /// It was written or freed since the census.
     Written,
     /// It is swapped out.
     Swapped,
-    /// It is as it was, and not merged.
+    /// It is unchanged, and not merged.
     UnchangedUnmerged,
-    /// It is as it was, and was withdrawn because nothing around it was merged in the end.
+    /// It is unchanged, and was unenrolled because no page around it merged in the end.
     UnenrolledUnmerged,
 }
 
-/// What became of some contents, in frames: all contents of a small plan, a sample of those of a large one.
+/// The fates of some contents, in frames: all contents of a small plan, a sample of those of a large one.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct FrameFates {
-    /// What they should give back.
+    /// The frames that they should free.
     pub predicted_frames: f64,
-    /// What of that did not come back, by what became of the pages.
+    /// The frames that were not freed, by the fate of the pages.
     pub missing_frames: BTreeMap<PageFate, f64>,
 }
 
 impl FrameFates {
-    /// Add a content: the frames that merging its pages should give back, and what became of each page.
+    /// Add a content: the frames that merging its pages should free, and the fate of each page.
     ///
-    /// Of `n` pages that should give back `f` frames, `n - f` are the copies that stay, and of `m` that are merged as
-    /// large a part stays. A page that is not merged for a reason of its own loses one frame, and what is lost beyond
-    /// that is lost by those that are as they were. Where less is lost than pages are, each stands for its share: of
-    /// two equal pages that were both written, one frame is lost, by the writing.
+    /// If `n` pages should free `f` frames, `n - f` copies stay; of `m` merged pages the same share stays. A page that
+    /// is not merged for a known cause loses one frame. Losses beyond that are assigned to the unchanged pages. If
+    /// fewer frames are lost than pages have causes, each page counts for its share: of two equal pages that were both
+    /// written, one frame is lost, by the writing.
     pub fn add_content(&mut self, predicted_frames: f64, pages: &[PageFate]) {
         self.predicted_frames += predicted_frames;
         let merged = pages.iter().filter(|&&fate| fate == PageFate::Merged).count();
@@ -193,40 +193,40 @@ impl FrameFates {
 /// Merged pages that were watched.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct MergedPagesWatch {
-    /// What was seen of a sample of them.
+    /// Observations of a sample of them.
     pub lifetime_stats: LifetimeStats,
-    /// Pages of the plan that were withdrawn because they did not stay merged for long enough to pay.
+    /// Pages of the plan that were unenrolled because they did not stay merged for long enough.
     pub unenrolled_pages: Pages,
-    /// From whom that was.
+    /// The processes that they belong to.
     pub unenrolled_from: BTreeSet<ProcessId>,
 }
 
-/// What was to be done to a range.
+/// An attempted change of a range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EnrollChange {
-    /// To enrol it.
+    /// Enroll it.
     Enroll,
-    /// To withdraw it.
+    /// Unenroll it.
     Unenroll,
 }
 
-/// Something that could not be enrolled or withdrawn.
+/// A change that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FailedChange {
-    /// What could not be done.
+    /// The change that failed.
     pub change: EnrollChange,
-    /// Of which process.
+    /// The process.
     pub pid: Pid,
     /// Its name.
     pub comm: String,
-    /// Where; `None` for all of it.
+    /// The range; `None` for the whole process.
     pub range: Option<AddressRange>,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
 impl MergeOutcome {
-    /// Frames that came back.
+    /// Frames that were freed.
     pub fn saved(&self) -> Pages {
         self.after.saved().saturating_sub(self.before.saved())
     }
@@ -236,41 +236,42 @@ impl MergeOutcome {
         self.zeros_by_splitting.values().copied().sum::<Pages>().min(self.saved())
     }
 
-    /// Bytes that came back less ksmd's metadata for the targets.
+    /// Freed bytes less ksmd's metadata for the targets.
     pub fn net(&self, page_size: PageSize) -> NetBytes {
         let metadata = self.after.rmap_items.saturating_sub(self.before.rmap_items).0 * RMAP_ITEM_BYTES;
         NetBytes(page_size.bytes_of(self.saved()).0 as i64 - metadata as i64)
     }
 
-    /// Whether at least nine tenths of what was predicted came back.
+    /// Whether at least nine tenths of the predicted savings were reached.
     pub fn met_prediction(&self, page_size: PageSize) -> bool {
         let reachable = self.plan.predicted.effect.freed_frames.0.saturating_sub(self.unreachable_frames(page_size));
         self.saved().0 * 10 >= reachable * 9
     }
 
-    /// Frames of the prediction that lie in a monitor's memory beside its guest's, where the control socket was used.
+    /// Predicted frames in a monitor's memory outside its guest's, where the control socket was used.
     pub(crate) fn unreachable_frames(&self, page_size: PageSize) -> u64 {
         let beside = self.plan.targets.iter().flat_map(|target| target.ranges_outside_guest(self.plan.whole_processes));
         beside.map(|range| range.freed_bytes.0).sum::<u64>() / page_size.bytes()
     }
 
-    /// When a share of what is merged in the end was reached, by the timeline; `None` if nothing was merged.
+    /// When a share of the final merged pages was reached, by the timeline; `None` if no page was merged.
     pub fn time_to(&self, share: f64) -> Option<Duration> {
         self.first_point_at_share(share).map(|sample| sample.at)
     }
 
-    /// From the first enrolment until nearly all is merged ([`NEARLY_ALL_MERGED_SHARE`]); `None` if nothing was merged.
+    /// From the first enrollment until nearly all pages are merged ([`NEARLY_ALL_MERGED_SHARE`]); `None` if no page was
+    /// merged.
     pub fn wall_time(&self) -> Option<Duration> {
         Some(self.time_to(NEARLY_ALL_MERGED_SHARE)?.saturating_sub(self.census_time))
     }
 
-    /// The first sample at which a share of what is merged in the end was.
+    /// The first sample at which a share of the final merged pages was reached.
     pub(crate) fn first_point_at_share(&self, share: f64) -> Option<&TimelinePoint> {
         let last = self.timeline.last()?.merged.0 as f64;
         self.timeline.iter().find(|sample| last > 0.0 && sample.merged.0 as f64 >= last * share)
     }
 
-    /// What was saved at a time, as far as it can be told: each merged page stands for what one does in the end.
+    /// The estimated savings at a time: each merged page counts for its share of the final savings.
     pub fn saved_at(&self, sample: &TimelinePoint) -> Pages {
         match self.timeline.last() {
             Some(last) if last.merged.0 > 0 => {
@@ -282,22 +283,22 @@ impl MergeOutcome {
     }
 }
 
-/// Regions of the processes of a plan, and how many of them are there for what was enrolled or withdrawn.
+/// Regions of the processes of a plan, and how many of them enrolling and unenrolling added.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RegionCounts {
-    /// How many there were.
+    /// Number of regions before.
     pub before: u64,
-    /// How many there are.
+    /// Number of regions now.
     pub now: u64,
-    /// How many more of them than before begin where a range of the plan begins or ends.
+    /// How many more regions than before begin at a boundary of a planned range.
     pub planned_boundaries: i64,
-    /// The same where anything else begins or ends that was withdrawn.
+    /// The same for boundaries of other unenrolled ranges.
     pub unenrolled_boundaries: i64,
 }
 
 impl RegionCounts {
-    /// Compare where regions began and begin, ascending, by process; those are left out that have ended. `withdrawn` tells
-    /// what was withdrawn of a process.
+    /// Compare the ascending region starts before and now, by process, without ended processes. `withdrawn` returns the
+    /// unenrolled ranges of a process.
     pub fn compare(
         plan: &MergePlan,
         before: &BTreeMap<ProcessId, Vec<u64>>,
@@ -335,7 +336,7 @@ pub(crate) mod tests {
         PageSize::new(4096).unwrap()
     }
 
-    /// Two processes, each with one planned range of 100 pages that stands for 50 frames.
+    /// Two processes, each with one planned range of 100 pages that should free 50 frames.
     pub(crate) fn outcome(end: MergeEnd, saved: u64) -> MergeOutcome {
         let target = |pid| {
             let range = AddressRange { start: 0, end: 100 * 4096 };
@@ -428,7 +429,7 @@ pub(crate) mod tests {
             let of = |fate| pages.iter().filter(|&&other| other == fate).count() as f64;
             let lost: f64 = sum.missing_frames.values().sum();
             prop_assert!(sum.missing_frames.values().all(|&lost| lost >= 0.0) && lost <= frees + 1e-9);
-            // Each copy that is kept is of at most as many pages as before.
+            // Each copy that stays has at most as many pages as before.
             let merged = of(PageFate::Merged);
             let stay = (kept as f64 * merged / pages.len() as f64).ceil();
             prop_assert!((frees - lost - (merged - stay).max(0.0)).abs() < 1e-9, "{:?}", sum);

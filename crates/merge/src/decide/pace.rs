@@ -1,30 +1,29 @@
-//! How fast ksmd is to go: the settings that hold a bound on its CPU time, and when it may stop.
+//! ksmd's pace: the settings that keep a limit on its CPU time, and when it may stop.
 
 use pagefold_base::units::Pages;
 use std::time::Duration;
 
-/// The pause between batches while the bound leaves any. Long against the kernel's tick, to which pauses are rounded up
-/// (4 ms at 250 Hz), and short against what a person waits for.
+/// The pause between batches while the limit leaves any. Long compared with the kernel's tick, to which pauses are
+/// rounded up (4 ms at 250 Hz), and short for a waiting operator.
 const BATCH_PAUSE_MS: f64 = 10.0;
 
-/// What a page is taken to cost before anything was measured, in milliseconds: ksmd's dearest work, merging
-/// ([`pagefold_doctor::decide::SCAN_MICROSECONDS_PER_PAGE`] is the mean over all it does).
+/// Assumed cost of a page before the first measurement, in milliseconds: ksmd's most expensive work, merging
+/// (`SCAN_MICROSECONDS_PER_PAGE` of `pagefold-doctor` is the mean over all of its work).
 const INITIAL_PAGE_COST_MS: f64 = 0.006;
 
-/// Pages of a batch when nothing bounds ksmd: some 20 ms, after which it looks at its settings again.
+/// Pages of a batch when ksmd has no limit: some 20 ms, after which it reads its settings again.
 const UNBOUNDED_BATCH_PAGES: f64 = 5000.0;
 
-/// Pages of a batch at most: `pages_to_scan` is an unsigned int, and ksmd sees a new setting only between batches.
+/// Maximum pages of a batch: `pages_to_scan` is an unsigned int, and ksmd sees a new setting only between batches.
 const MAX_BATCH_PAGES: f64 = 200_000.0;
 
-/// How much of a new measurement is believed at once.
+/// Weight of a new measurement in the moving average.
 const CPU_SHARE_EWMA_WEIGHT: f64 = 0.4;
 
-/// Settings of ksmd that hold its share of one CPU, adapted to what it was seen to use.
+/// Settings of ksmd that keep its share of one CPU, adapted to its measured share.
 ///
-/// How long a batch takes varies tenfold: a first look at a page is a checksum, a page of the unstable tree a search,
-/// a merge rewrites page tables. So the batch is what gives way: it is made larger or smaller by the ratio of the
-/// bound to the share that was measured.
+/// The time of a batch varies tenfold: a first visit of a page is a checksum, a page of the unstable tree takes a
+/// search, a merge rewrites page tables. So the batch size changes: by the ratio of the limit to the measured share.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct KsmdPace {
     cpu_share_limit: f64,
@@ -33,7 +32,7 @@ pub struct KsmdPace {
 }
 
 impl KsmdPace {
-    /// For a share of one CPU, above 0; 1 and more is no bound.
+    /// For a share of one CPU, above 0; 1 and more mean no limit.
     pub fn new(share: f64) -> Self {
         let share = share.clamp(0.001, 1.0);
         let batch = if share >= 1.0 {
@@ -49,7 +48,7 @@ impl KsmdPace {
         (self.batch_pages.round() as u64, if self.cpu_share_limit >= 1.0 { 0 } else { BATCH_PAUSE_MS as u64 })
     }
 
-    /// Adapt to the CPU time that ksmd used in a time that spans several batches.
+    /// Adapt to the CPU time that ksmd used in an interval of several batches.
     pub fn adapt(&mut self, cpu: Duration, elapsed: Duration) {
         if self.cpu_share_limit >= 1.0 || elapsed.is_zero() {
             return;
@@ -62,13 +61,13 @@ impl KsmdPace {
     }
 }
 
-/// Decides when ksmd has done what there was to do.
+/// Decides when ksmd has finished.
 ///
-/// A page merges on its second look at the earliest, because ksmd wants its checksum unchanged, and before 6.11 on its
-/// first where its content is in the stable tree (mm/ksm.c, `cmp_and_merge_page`). An address space that is enrolled
-/// now is looked at last in the scan under way. So nothing is settled before two whole scans after the one that was
-/// under way; from then on, as soon as a whole scan adds next to nothing; before, when all that was expected has come,
-/// or at the end of a scan all but a thousandth.
+/// A page merges at ksmd's second visit at the earliest, because ksmd wants its checksum unchanged; before 6.11 at its
+/// first if its content is in the stable tree (mm/ksm.c, `cmp_and_merge_page`). A newly enrolled address space comes
+/// last in the current scan. So the detector waits for two whole scans after the current one; from then on, a whole
+/// scan with almost no gain settles it. It settles earlier once all expected savings are there, or all but a thousandth
+/// at the end of a scan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SettleDetector {
     expected: Option<Pages>,
@@ -77,24 +76,24 @@ pub struct SettleDetector {
     saved: Pages,
 }
 
-/// Whole scans before which nothing is settled.
+/// Whole scans before it can settle.
 const MIN_SCANS_TO_SETTLE: u64 = 2;
 
-/// The part of what was expected that is missed.
+/// The share of the expected savings that may be missing.
 const MAX_MISSING_SHARE: f64 = 0.1;
 
 impl SettleDetector {
-    /// From the count of full scans at the time of enrolling. `expected` is what should be saved, if that is known.
+    /// From the count of full scans at the time of enrolling. `expected` is the expected savings, if known.
     pub fn new(full_scans: u64, expected: Option<Pages>) -> Self {
         Self { expected, first_scan: full_scans, scan: full_scans, saved: Pages::ZERO }
     }
 
-    /// What should be saved, if that is known.
+    /// The expected savings, if known.
     pub fn expected(&self) -> Option<Pages> {
         self.expected
     }
 
-    /// Whether it is settled, by the full scans and by what is saved now.
+    /// Whether merging is settled, by the number of full scans and the current savings.
     pub fn update(&mut self, full_scans: u64, saved: Pages) -> bool {
         if self.expected.is_some_and(|expected| expected.0 > 0 && saved >= expected) {
             return true;
@@ -110,11 +109,12 @@ impl SettleDetector {
         full_scans > self.first_scan + MIN_SCANS_TO_SETTLE && gained.0 * 1000 <= saved.0
     }
 
-    /// Whether what has not come may be what ksmd has skipped meanwhile.
+    /// Whether the missing savings may be pages that ksmd has skipped meanwhile.
     ///
-    /// With `smart_scan` a page that has found no partner in its first looks is looked at in every second scan only, and
-    /// in the end in every ninth (mm/ksm.c, `should_skip_rmap_item`). Two pages of the same content merge in a scan that
-    /// looks at both. If they were enrolled at different times the scans of one may never be those of the other.
+    /// With `smart_scan`, ksmd visits a page without a partner in its first scans only in every second scan, and in the
+    /// end in every ninth (mm/ksm.c, `should_skip_rmap_item`). Two pages of the same content merge in a scan that
+    /// visits both. If they were enrolled at different times, the scans of one may never coincide with those of the
+    /// other.
     pub fn may_be_skipped(&self, saved: Pages, skipped: Pages) -> bool {
         let missing = self.expected.map_or(0, |expected| expected.0.saturating_sub(saved.0));
         missing as f64 > self.expected.map_or(0, |expected| expected.0) as f64 * MAX_MISSING_SHARE
@@ -127,7 +127,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// ksmd as ksm_do_scan and its pause make it, at 250 Hz: the share that it uses while it is paced for ten seconds.
+    /// ksmd as simulated from ksm_do_scan and its pause at 250 Hz: the share that it uses while paced for ten seconds.
     fn simulated_cpu_share(bound: f64, cost_us: impl Fn(f64) -> f64) -> f64 {
         let mut pace = KsmdPace::new(bound);
         let (mut now, mut used) = (0.0, 0.0);
@@ -175,7 +175,7 @@ mod tests {
         let mut settle = SettleDetector::new(0, Some(Pages(100)));
         assert!(!settle.update(0, Pages(99)));
         assert!(settle.update(0, Pages(100)));
-        assert!(!SettleDetector::new(0, Some(Pages(0))).update(0, Pages(0)), "nothing expected proves nothing");
+        assert!(!SettleDetector::new(0, Some(Pages(0))).update(0, Pages(0)), "nothing was expected");
         let mut settle = SettleDetector::new(0, Some(Pages(10_000)));
         assert!(!settle.update(0, Pages(9990)), "more may come in the same scan");
         assert!(settle.update(1, Pages(9990)));
@@ -186,7 +186,7 @@ mod tests {
     fn missing_pages_may_be_skipped_by_smart_scan() {
         let settle = SettleDetector::new(0, Some(Pages(100)));
         assert!(settle.may_be_skipped(Pages(50), Pages(50)));
-        assert!(!settle.may_be_skipped(Pages(50), Pages(49)), "it was looked at");
+        assert!(!settle.may_be_skipped(Pages(50), Pages(49)), "it was visited");
         assert!(!settle.may_be_skipped(Pages(90), Pages(1000)), "little is missing");
         assert!(!SettleDetector::new(0, None).may_be_skipped(Pages(0), Pages(1000)), "nothing was expected");
     }

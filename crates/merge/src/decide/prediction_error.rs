@@ -1,4 +1,4 @@
-//! Why what a merge reached is not what was predicted, figure by figure.
+//! Why the measured figures of a merge differ from the predicted ones, figure by figure.
 
 use crate::decide::outcome::{
     EnrollChange, FailedChange, MergeEnd, MergeOutcome, NEARLY_ALL_MERGED_SHARE, PageFate, RegionCounts,
@@ -21,24 +21,24 @@ pub enum PlanFigure {
     HugePages,
     /// Regions added to the processes.
     Regions,
-    /// Seconds from the first enrolment until nearly all is merged.
+    /// Seconds from the first enrollment until nearly all pages are merged.
     Wall,
-    /// Bytes of `MemAvailable`: what is saved, net, should be more of it.
+    /// Bytes of `MemAvailable`, which the net savings should increase.
     Available,
 }
 
-/// A part of the difference between what was reached and what was predicted.
+/// A part of the difference between the measured and the predicted figure.
 #[derive(Clone, Debug, PartialEq)]
 pub struct FigureDifference {
-    /// Of which figure.
+    /// The figure.
     pub figure: PlanFigure,
-    /// By how much it is more than predicted, in the figure's unit; less if negative.
+    /// How much more than predicted, in the figure's unit; negative if less.
     pub amount: f64,
-    /// Why: a phrase that says what that much is.
+    /// The reason, as a phrase.
     pub reason: &'static str,
 }
 
-/// Reasons of one figure, which together are the whole difference.
+/// The reasons for one figure's difference; together they are the whole difference.
 struct DifferenceReasons {
     figure: PlanFigure,
     unexplained: f64,
@@ -50,7 +50,7 @@ impl DifferenceReasons {
         Self { figure: of, unexplained: reached - predicted, reasons: Vec::new() }
     }
 
-    /// What may be a part of the difference: no more of it than there is.
+    /// Add a possible reason: at most the difference that is still unexplained.
     fn add_at_most(&mut self, by: f64, why: &'static str) {
         self.add_exactly(
             if by < 0.0 { by.max(self.unexplained.min(0.0)) } else { by.min(self.unexplained.max(0.0)) },
@@ -58,7 +58,7 @@ impl DifferenceReasons {
         );
     }
 
-    /// What is known to be a part of the difference, whatever works against it.
+    /// Add a known reason, also if it exceeds the difference.
     fn add_exactly(&mut self, by: f64, why: &'static str) {
         if by.abs() > 1e-9 {
             self.unexplained -= by;
@@ -66,7 +66,7 @@ impl DifferenceReasons {
         }
     }
 
-    /// What is left, by its sign.
+    /// Assign the rest, by its sign.
     fn finish(mut self, less: &'static str, more: &'static str) -> Vec<FigureDifference> {
         let rest = self.unexplained;
         self.add_exactly(rest, if rest < 0.0 { less } else { more });
@@ -74,23 +74,22 @@ impl DifferenceReasons {
     }
 }
 
-/// What ksmd takes to pass a page that is merged already: 0.31 s for 0.79 M looks at four guests, on an AMD EPYC with
-/// Linux 6.18.
+/// Seconds for ksmd to revisit a page that is merged already: 0.31 s for 0.79 M visits of four guests' pages, on an AMD
+/// EPYC with Linux 6.18.
 const REVISIT_SECONDS: f64 = 0.4e-6;
 
 const PROCESS_ENDED_REASON: &str = "in processes that ended";
 const NOT_ENROLLED_REASON: &str = "could not be enrolled";
-const UNENROLLED_REASON: &str = "did not stay merged, and withdrawn";
+const UNENROLLED_REASON: &str = "unenrolled: unstable";
 
 impl MergeOutcome {
-    /// Why what was reached is not what was predicted: the differences of a figure add up to the whole.
+    /// The reasons why measured and predicted figures differ; the differences of a figure add up to the whole.
     ///
-    /// Effects that are opposite are told side by side. What is saved is followed content by content ([`Fates`]):
-    /// exactly in a plan of few pages, from a sample otherwise, whose error is in the last of the reasons. Of the other
-    /// figures a part of the plan stands for its share of the prediction, and what is measured of none is called not
-    /// explained.
+    /// Opposite effects are listed side by side. Savings are followed content by content ([`FrameFates`]): exactly in a
+    /// plan of few pages, otherwise from a sample, whose error is in the last reason. For the other figures, a part of
+    /// the plan counts for its share of the prediction. A part without a measurement is labeled `not explained`.
     ///
-    /// [`Fates`]: crate::decide::merge_outcome::PageFates
+    /// [`FrameFates`]: crate::decide::outcome::FrameFates
     pub fn differences(&self, page_size: PageSize, huge_page: Bytes) -> Vec<FigureDifference> {
         let mut all = self.saved_differences(page_size);
         all.extend(self.metadata_differences());
@@ -110,24 +109,21 @@ impl MergeOutcome {
         for (&fate, lost) in &self.fates.missing_frames {
             let why = match fate {
                 PageFate::ProcessEnded => PROCESS_ENDED_REASON,
-                PageFate::OutsideGuestMemory => "beside the guests' memory, where their control sockets do not reach",
+                PageFate::OutsideGuestMemory => "outside guest memory, not reached by the control socket",
                 PageFate::NotEnrolled => NOT_ENROLLED_REASON,
                 PageFate::Unenrolled => UNENROLLED_REASON,
-                PageFate::Written => "written or given back since the census",
-                PageFate::Swapped => "swapped out since the census",
-                PageFate::UnenrolledUnmerged if self.end == MergeEnd::Settled => "not merged in the end, and withdrawn",
-                PageFate::UnenrolledUnmerged => "not merged before it ended, and withdrawn",
+                PageFate::Written => "pages rewritten or freed since the census",
+                PageFate::Swapped => "pages swapped out since the census",
+                PageFate::UnenrolledUnmerged if self.end == MergeEnd::Settled => "unenrolled: no page of it merged",
+                PageFate::UnenrolledUnmerged => "unenrolled: not merged before the end",
                 PageFate::Merged | PageFate::UnchangedUnmerged if self.end == MergeEnd::Settled => {
-                    "as they were, without a partner that ksmd came upon"
+                    "unchanged pages without a partner that ksmd found"
                 }
-                PageFate::Merged | PageFate::UnchangedUnmerged => "not merged before it ended",
+                PageFate::Merged | PageFate::UnchangedUnmerged => "not merged before the end",
             };
             saved.add_exactly(-bytes((lost * each).round()), why);
         }
-        saved.finish(
-            "not explained by the contents that were followed",
-            "contents that came since, or partners outside of the plan",
-        )
+        saved.finish("not explained by the followed contents", "new duplicates, or partners outside of the plan")
     }
 
     fn metadata_differences(&self) -> Vec<FigureDifference> {
@@ -139,39 +135,42 @@ impl MergeOutcome {
         metadata.add_exactly(-self.sum_over_ended(pages), PROCESS_ENDED_REASON);
         metadata.add_exactly(-self.sum_over_not_enrolled(pages), NOT_ENROLLED_REASON);
         metadata.add_at_most(-self.sum_over_unenrolled(pages), UNENROLLED_REASON);
-        // They have no page of their own any more that ksmd would come upon (mm/ksm.c, `get_next_rmap_item`).
+        // Merged zero pages have no page that ksmd would visit again (mm/ksm.c, `get_next_rmap_item`).
         let zeros = self.after.zero.saturating_sub(self.before.zero);
-        metadata.add_at_most(-bytes(zeros.0), "pages of zeros, of which ksmd keeps nothing once it comes by again");
+        metadata.add_at_most(-bytes(zeros.0), "zero pages: ksmd frees their metadata at its next visit");
         let targets = self.plan.targets.iter().flat_map(|target| &target.ranges);
         let enrolled: u64 = targets.filter(|range| range.enrolled).map(|range| range.pages.0).sum();
-        metadata.add_at_most(-bytes(enrolled.min(self.before.rmap_items.0)), "kept by ksmd before");
+        metadata.add_at_most(-bytes(enrolled.min(self.before.rmap_items.0)), "metadata that ksmd had before");
         let came = bytes(self.after.present.0) - bytes(self.before.present.0);
-        metadata.add_at_most(came, if came < 0.0 { "pages that went away since" } else { "pages that came since" });
+        metadata.add_at_most(
+            came,
+            if came < 0.0 { "pages freed since the census" } else { "pages allocated since the census" },
+        );
         let settled = self.end == MergeEnd::Settled;
-        let late = "pages that ksmd had not come to before it ended";
-        let fewer = if settled { "not explained: pages that ksmd did not come to?" } else { late };
+        let late = "pages that ksmd had not visited before the end";
+        let fewer = if settled { "not explained: pages that ksmd did not visit?" } else { late };
         metadata.finish(fewer, "not explained: other ranges enrolled?")
     }
 
-    /// ksmd's time is its looks at pages times what one of them takes. Looks beyond two at each page are mostly at pages
-    /// that are merged already, and count as such. Looks are the host's, those at pages of others included; before
-    /// 6.10 the kernel leaves out those of the batch in which a scan ends (mm/ksm.c, `ksm_do_scan`), and before 6.6 it
-    /// does not count them.
+    /// ksmd's time is its page visits times the time of one visit. Visits beyond two per page are mostly of merged
+    /// pages, and count as such. The number of visits is the host's and includes pages of other processes. Before 6.10
+    /// the kernel omits the batch in which a scan ends (mm/ksm.c, `ksm_do_scan`), and before 6.6 it does not count
+    /// visits.
     fn ksmd_time_differences(&self) -> Vec<FigureDifference> {
         let Ok(reached) = self.ksmd_time.as_ref().map(Duration::as_secs_f64) else { return Vec::new() };
         let predicted = self.plan.predicted.ksmd_time.as_secs_f64();
         let mut cpu = DifferenceReasons::new(PlanFigure::KsmdCpu, reached, predicted);
-        // Each page is reckoned to be looked at twice ([`crate::decide::plan::Speed`]).
+        // The prediction assumes two visits per page (`decide::plan::KsmdPageTimes`).
         let looks = 2.0 * self.plan.predicted.effect.scanned_pages.0 as f64;
         match &self.pages_scanned {
             Ok(seen) if looks > 0.0 => {
                 let further = seen.0 as f64 - looks;
                 let more = further * if further < 0.0 { predicted / looks } else { REVISIT_SECONDS };
-                let fewer = "looked less often than twice at each page";
-                cpu.add_exactly(more, if more < 0.0 { fewer } else { "looked again, or at others" });
-                cpu.finish("a look was quicker than reckoned", "a look took longer than reckoned")
+                let fewer = "fewer than two visits per page";
+                cpu.add_exactly(more, if more < 0.0 { fewer } else { "further visits, or pages of other processes" });
+                cpu.finish("less time per visit than predicted", "more time per visit than predicted")
             }
-            _ => cpu.finish("not explained: fewer or quicker looks", "not explained: more or slower looks"),
+            _ => cpu.finish("not explained: fewer or faster visits", "not explained: more or slower visits"),
         }
     }
 
@@ -192,8 +191,8 @@ impl MergeOutcome {
         huge.add_at_most(-self.sum_over_not_enrolled(pages), NOT_ENROLLED_REASON);
         huge.add_at_most(-self.sum_over_unenrolled(pages), UNENROLLED_REASON);
         huge.finish(
-            "not explained: held nothing any more that merged, or came since?",
-            "not explained: split by the programs, by boundaries, or by contents that came since?",
+            "not explained: huge pages without duplicates by now, or new ones?",
+            "not explained: split by the programs, by range boundaries, or for new duplicates?",
         )
     }
 
@@ -203,19 +202,19 @@ impl MergeOutcome {
         let mut regions = DifferenceReasons::new(PlanFigure::Regions, now as f64 - before as f64, predicted);
         let ended = self.sum_over_ended(PlannedRange::added_regions);
         regions.add_exactly(-ended, PROCESS_ENDED_REASON);
-        // Of the boundaries of the plan those that are not there.
+        // The planned boundaries that do not exist.
         let absent = predicted - ended - planned as f64;
         let missed = self.sum_over_not_enrolled(PlannedRange::added_regions).min(absent.max(0.0));
         regions.add_exactly(-missed, NOT_ENROLLED_REASON);
         regions.add_exactly(
             missed - absent,
-            "boundaries of the plan that are none: side by side, at an edge, or withdrawn",
+            "planned boundaries that vanished: adjacent, at a region edge, or unenrolled",
         );
-        regions.add_exactly(withdrawn as f64, "boundaries of parts that were withdrawn");
-        regions.finish("unmapped by the programs since, or joined", "mapped by the programs since, or cut")
+        regions.add_exactly(withdrawn as f64, "boundaries of unenrolled ranges");
+        regions.finish("regions unmapped by the programs, or joined", "regions mapped by the programs, or split")
     }
 
-    /// It takes what ksmd's CPU time takes at its share of a CPU.
+    /// The wall time follows from ksmd's CPU time at its share of a CPU.
     fn wall_time_differences(&self) -> Vec<FigureDifference> {
         let predicted = self.plan.predicted;
         let (Some(reached), Some(last)) = (self.wall_time(), self.first_point_at_share(NEARLY_ALL_MERGED_SHARE)) else {
@@ -232,8 +231,8 @@ impl MergeOutcome {
             );
         }
         wall.finish(
-            "ksmd had more than its share for a while",
-            "enrolling, and ksmd had less than its share: it slept, or others had the CPU",
+            "ksmd had more than its CPU share for a while",
+            "enrolling, and ksmd had less than its CPU share: it slept or waited",
         )
     }
 
@@ -242,26 +241,29 @@ impl MergeOutcome {
         let (Ok(before), Ok(after)) = self.available else { return Vec::new() };
         let (net, predicted) = (self.net(page_size).0 as f64, self.plan.predicted.effect.net(page_size).0 as f64);
         let mut available = DifferenceReasons::new(PlanFigure::Available, bytes(after) - bytes(before), predicted);
-        available.add_exactly(net - predicted, "what is saved, net, came to that: see above");
+        available.add_exactly(net - predicted, "difference of the net savings: see above");
         if let Ok(resident) = &self.resident {
-            // Pages of zeros that were merged are saved already.
+            // Zero pages that were merged are in the savings already.
             let zeros = bytes(page_size.bytes_of(self.after.zero.saturating_sub(self.before.zero)));
             let came = bytes(resident.targets.1) + zeros - bytes(resident.targets.0);
-            available
-                .add_exactly(-came, if came > 0.0 { "the targets took" } else { "the targets gave back, or ended" });
+            available.add_exactly(
+                -came,
+                if came > 0.0 { "allocated by the targets" } else { "freed by targets, or targets ended" },
+            );
             let own = bytes(resident.own.1) - bytes(resident.own.0);
-            available.add_exactly(-own, if own > 0.0 { "pagefold itself holds" } else { "pagefold itself gave back" });
+            available
+                .add_exactly(-own, if own > 0.0 { "allocated by pagefold itself" } else { "freed by pagefold itself" });
         }
-        let (others_took, others_gave) = ("others took, page tables and the kernel among them", "others gave back");
+        let (others_took, others_gave) = ("allocated by other processes and the kernel", "freed by other processes");
         available.finish(others_took, others_gave)
     }
 
-    /// What the targets that ended stand for.
+    /// The sum of a figure over ended targets.
     fn sum_over_ended(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
         self.ended_targets.iter().map(|&target| self.sum_over_target(target, None, &of)).sum()
     }
 
-    /// What could not be enrolled stands for.
+    /// The sum of a figure over ranges that could not be enrolled.
     fn sum_over_not_enrolled(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
         let of_one = |missed: &FailedChange| {
             let target = self.plan.targets.iter().position(|target| target.process.id.pid == missed.pid)?;
@@ -270,14 +272,14 @@ impl MergeOutcome {
         self.failed_changes.iter().filter(|missed| missed.change == EnrollChange::Enroll).filter_map(of_one).sum()
     }
 
-    /// What was withdrawn stands for.
+    /// The sum of a figure over unenrolled ranges.
     fn sum_over_unenrolled(&self, of: impl Fn(&PlannedRange) -> u64) -> f64 {
         let living = self.unenrolled.iter().filter(|(target, _)| !self.ended_targets.contains(target));
         let ranges = living.flat_map(|(&target, ranges)| ranges.iter().map(move |&range| (target, range)));
         ranges.map(|(target, range)| self.sum_over_target(target, Some(range), &of)).sum()
     }
 
-    /// The share of a figure that a target, or a part of it, stands for.
+    /// The share of a figure that belongs to a target, or to a part of it.
     fn sum_over_target(&self, target: usize, part: Option<AddressRange>, of: impl Fn(&PlannedRange) -> u64) -> f64 {
         let share = |range: &PlannedRange| match part {
             None => of(range) as f64,
@@ -300,7 +302,7 @@ mod tests {
 
     const HUGE: Bytes = Bytes(2 << 20);
 
-    /// The reasons of one figure, in frames for what is saved.
+    /// The reasons for one figure; savings in frames.
     fn figure_reasons(outcome: &MergeOutcome, of: PlanFigure) -> Vec<(f64, &'static str)> {
         let unit = if of == PlanFigure::Saved { page_size().bytes() as f64 } else { 1.0 };
         let all = outcome.differences(page_size(), HUGE).into_iter().filter(|difference| difference.figure == of);
@@ -329,7 +331,7 @@ mod tests {
         assert!(outcome.differences(page_size(), HUGE).is_empty(), "{:?}", outcome.differences(page_size(), HUGE));
     }
 
-    /// What became of so many pairs of pages, one frame each.
+    /// The fates of so many pairs of pages, one frame each.
     fn pairs(of: &[(u64, [PageFate; 2])]) -> FrameFates {
         let mut fates = FrameFates::default();
         of.iter().for_each(|(count, pair)| (0..*count).for_each(|_| fates.add_content(1.0, pair)));
@@ -356,15 +358,15 @@ mod tests {
             &[whole, (40, [Unenrolled; 2]), (10, [NotEnrolled, UnchangedUnmerged])],
             &[(-10.0, NOT_ENROLLED_REASON), (-40.0, UNENROLLED_REASON)],
         );
-        let written = "written or given back since the census";
-        let alone = "as they were, without a partner that ksmd came upon";
+        let written = "pages rewritten or freed since the census";
+        let alone = "unchanged pages without a partner that ksmd found";
         check(
             MergeEnd::Settled,
             50,
             &[whole, (30, [Merged, Written]), (20, [UnchangedUnmerged; 2])],
             &[(-30.0, written), (-20.0, alone)],
         );
-        let idle = "not merged in the end, and withdrawn";
+        let idle = "unenrolled: no page of it merged";
         check(
             MergeEnd::Settled,
             50,
@@ -376,7 +378,7 @@ mod tests {
             ],
             &[(-30.0, written), (-5.0, alone), (-15.0, idle)],
         );
-        let late = [(-20.0, "not merged before it ended"), (-30.0, "not merged before it ended, and withdrawn")];
+        let late = [(-20.0, "not merged before the end"), (-30.0, "unenrolled: not merged before the end")];
         check(MergeEnd::Deadline, 50, &[whole, (20, [UnchangedUnmerged; 2]), (30, [UnenrolledUnmerged; 2])], &late);
         // A sample of a tenth.
         check(MergeEnd::Settled, 80, &[(8, [Merged; 2]), (2, [Written, UnchangedUnmerged])], &[(-20.0, written)]);
@@ -384,14 +386,14 @@ mod tests {
             MergeEnd::Settled,
             70,
             &[(8, [Merged; 2]), (2, [Written, UnchangedUnmerged])],
-            &[(-20.0, written), (-10.0, "not explained by the contents that were followed")],
+            &[(-20.0, written), (-10.0, "not explained by the followed contents")],
         );
     }
 
     #[test]
     fn opposite_effects_do_not_hide_each_other() {
         let fates = pairs(&[(70, [PageFate::Merged; 2]), (30, [PageFate::ProcessEnded; 2])]);
-        let more = "contents that came since, or partners outside of the plan";
+        let more = "new duplicates, or partners outside of the plan";
         assert_eq!(
             saved_reasons(&MergeOutcome { fates, ..outcome(MergeEnd::Settled, 100) }),
             [(-30.0, PROCESS_ENDED_REASON), (30.0, more)]
@@ -411,10 +413,10 @@ mod tests {
                 .collect::<Vec<_>>()
         };
         assert!(metadata(200, (200, 230)).is_empty());
-        assert_eq!(metadata(220, (200, 230)), [(20.0, "pages that came since")]);
+        assert_eq!(metadata(220, (200, 230)), [(20.0, "pages allocated since the census")]);
         let [came, (rest, _)] = metadata(250, (200, 230))[..] else { panic!("two reasons") };
-        assert_eq!((came, rest), ((30.0, "pages that came since"), 20.0));
-        assert_eq!(metadata(190, (200, 190)), [(-10.0, "pages that went away since")]);
+        assert_eq!((came, rest), ((30.0, "pages allocated since the census"), 20.0));
+        assert_eq!(metadata(190, (200, 190)), [(-10.0, "pages freed since the census")]);
     }
 
     #[test]
@@ -432,8 +434,8 @@ mod tests {
         outcome.pages_scanned = Ok(Pages(500));
         outcome.ksmd_time = Ok(Duration::from_millis(10));
         let [looks, each] = figure_reasons(&outcome, PlanFigure::KsmdCpu)[..] else { panic!("two reasons") };
-        assert!((looks.0 - 0.00004).abs() < 1e-9 && looks.1 == "looked again, or at others");
-        assert!((each.0 - 0.00596).abs() < 1e-9 && each.1 == "a look took longer than reckoned");
+        assert!((looks.0 - 0.00004).abs() < 1e-9 && looks.1 == "further visits, or pages of other processes");
+        assert!((each.0 - 0.00596).abs() < 1e-9 && each.1 == "more time per visit than predicted");
         outcome.pages_scanned = Err(pagefold_base::reading::Absent::NotOnThisKernel);
         assert_eq!(figure_reasons(&outcome, PlanFigure::KsmdCpu).len(), 1);
     }
@@ -464,10 +466,10 @@ mod tests {
             Ok(Resident { targets: (Bytes(500 * 4096), Bytes(530 * 4096)), own: (Bytes(0), Bytes(20 * 4096)) });
         let zeros = 10.0 * 4096.0;
         let expected = [
-            (zeros - 100.0 * 64.0, "what is saved, net, came to that: see above"),
-            (-40.0 * 4096.0, "the targets took"),
-            (-20.0 * 4096.0, "pagefold itself holds"),
-            (-20.0 * 4096.0, "others took, page tables and the kernel among them"),
+            (zeros - 100.0 * 64.0, "difference of the net savings: see above"),
+            (-40.0 * 4096.0, "allocated by the targets"),
+            (-20.0 * 4096.0, "allocated by pagefold itself"),
+            (-20.0 * 4096.0, "allocated by other processes and the kernel"),
         ];
         assert_eq!(figure_reasons(&outcome, PlanFigure::Available), expected);
     }
@@ -482,7 +484,7 @@ mod tests {
         outcome.regions = RegionCounts { before: 10, now: 11, planned_boundaries: 1, unenrolled_boundaries: 0 };
         assert_eq!(figure_reasons(&outcome, PlanFigure::HugePages).iter().map(|(by, _)| *by).sum::<f64>(), 2.0);
         outcome.ended_targets = vec![1];
-        // Its three went with it, one of which was to be split.
+        // Its three huge pages went with it; one of them was planned to be split.
         assert_eq!(figure_reasons(&outcome, PlanFigure::HugePages)[0], (2.0, PROCESS_ENDED_REASON));
         assert_eq!(figure_reasons(&outcome, PlanFigure::Regions)[0].0, -1.0);
     }
@@ -506,17 +508,17 @@ mod tests {
             let regions = RegionCounts::compare(&outcome.plan, &before, &now, withdrawn);
             figure_reasons(&MergeOutcome { regions, ..outcome.clone() }, PlanFigure::Regions)
         };
-        let none = "boundaries of the plan that are none: side by side, at an edge, or withdrawn";
-        let parts = "boundaries of parts that were withdrawn";
+        let none = "planned boundaries that vanished: adjacent, at a region edge, or unenrolled";
+        let parts = "boundaries of unenrolled ranges";
         assert_eq!(compare(&outcome, [&[0, 10, 20], &[0, 50, 200]], &[]), []);
-        // The first half of the first range was withdrawn, and its program has mapped something.
+        // The first half of the first range was unenrolled, and its program mapped a new region.
         assert_eq!(
             compare(&outcome, [&[0, 15, 20, 300], &[0, 50, 200]], &[(10, 15)]),
-            [(-1.0, none), (1.0, parts), (1.0, "mapped by the programs since, or cut")],
+            [(-1.0, none), (1.0, parts), (1.0, "regions mapped by the programs, or split")],
         );
         assert_eq!(
             compare(&outcome, [&[0, 10, 20], &[0, 50]], &[]),
-            [(-1.0, "unmapped by the programs since, or joined")]
+            [(-1.0, "regions unmapped by the programs, or joined")]
         );
         let missed = |range| {
             let (change, pid, comm, why) = (EnrollChange::Enroll, Pid(1), String::new(), String::new());

@@ -7,7 +7,7 @@ use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
 use pagefold_host::fake_host::{AdviceFault, FakeHost};
 
-/// A guest with these backends, whole.
+/// A guest with these backends, enrolled whole.
 fn guest(pid: u32, backends: &[&str]) -> PlanTarget {
     let process = Process::absent(ProcessId { pid: Pid(pid), start_time: 1 }, &Absent::Denied);
     let backends = backends.iter().map(|&backend| backend.to_owned()).collect();
@@ -22,7 +22,7 @@ fn guest(pid: u32, backends: &[&str]) -> PlanTarget {
     }
 }
 
-/// Enroll all of a plan: whether any of it was taken, and what was not.
+/// Enroll a whole plan. Returns whether any of it was enrolled, and the failed changes.
 fn enrol(host: &FakeHost, plan: &MergePlan) -> (bool, Vec<FailedChange>) {
     let directory = tempfile::tempdir().unwrap();
     let (mut session, ..) = Session::begin(host, directory.path()).unwrap();

@@ -1,4 +1,4 @@
-//! A plan and what it came to, for people.
+//! The plan and the outcome of a merge as text.
 
 use crate::wire::merge::{MergeReport, OutcomeReport, PlanReport, TargetReport, TemporaryUnenrollReport};
 use pagefold_base::Bytes;
@@ -10,16 +10,16 @@ use pagefold_output::text::{
 use std::cmp::Reverse;
 use std::fmt::Write;
 
-/// Columns of the bar.
+/// Columns of the bar chart.
 const BAR_COLUMNS: usize = 12;
 
-/// Whose own enrolment is withdrawn for a while, by name at most.
+/// Maximum number of named processes whose own enrollment is suspended.
 const MAX_NAMED_UNENROLLED: usize = 4;
 
-/// What could not be enrolled, in lines at most.
+/// Maximum number of lines about ranges that could not be enrolled.
 const MAX_FAILED_CHANGE_LINES: usize = 5;
 
-/// The whole report. Tables have `top` rows.
+/// The whole report. Tables have at most `max_rows` rows.
 pub fn render(report: &MergeReport, max_rows: usize, remedy: &str, style: TextStyle) -> String {
     let mut text = style.format_paragraph(&render_title(report), 0);
     if let Some(outcome) = &report.outcome {
@@ -44,7 +44,7 @@ fn render_title(report: &MergeReport) -> String {
     let seen = format_process_count(report.processes);
     let Some(outcome) = &report.outcome else {
         if plan.targets.is_empty() {
-            return format!("Nothing pays: merging would save nothing in the {seen} of {}.", report.host);
+            return format!("Nothing to merge: merging has no net savings in the {seen} of {}.", report.host);
         }
         return format!(
             "Plan for {}: {} net from {} of {seen}. Nothing was changed.",
@@ -56,8 +56,8 @@ fn render_title(report: &MergeReport) -> String {
     let end = match outcome.end {
         "settled" => "Settled.".to_owned(),
         "deadline" => "Ended by its deadline before it settled.".to_owned(),
-        "stopped" => "Stopped before it settled; what is merged stays merged.".to_owned(),
-        _ => format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("somebody else drives KSM")),
+        "stopped" => "Stopped before it settled; merged pages stay merged.".to_owned(),
+        _ => format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("another program drives KSM")),
     };
     format!(
         "Merged {} of {}: {} saved, {} net of metadata{}. {end}",
@@ -77,10 +77,10 @@ fn format_optional_seconds(seconds_used: Option<f64>) -> String {
     seconds_used.map_or_else(|| "?".to_owned(), format_seconds)
 }
 
-/// Predicted beside reached.
+/// Predicted and measured figures side by side.
 fn render_comparison(report: &MergeReport, outcome: &OutcomeReport, style: TextStyle) -> String {
     let plan = &report.plan;
-    let mut table = style.new_table(&["", ">predicted", ">reached", ">of it"]);
+    let mut table = style.new_table(&["", ">predicted", ">measured", ">ratio"]);
     let metadata = outcome.saved as i64 - outcome.net;
     table.add_row([
         "saved, gross".to_owned(),
@@ -144,9 +144,9 @@ fn render_comparison(report: &MergeReport, outcome: &OutcomeReport, style: TextS
     text
 }
 
-/// Why the one is not the other.
+/// The reasons for the differences between predicted and measured.
 fn render_differences(outcome: &OutcomeReport, style: TextStyle) -> String {
-    let mut table = style.new_table(&["differs in", ">by", "because of what was"]);
+    let mut table = style.new_table(&["differs in", ">by", "reason"]);
     let mut rows = 0;
     for difference in &outcome.differences {
         let whole = difference.by.abs().round() as u64;
@@ -205,7 +205,7 @@ fn render_costs(outcome: &OutcomeReport, page_size: u64, style: TextStyle) -> St
     }
     if let Some(watched) = &outcome.watched {
         line(format!(
-            "Watched {} merged pages of running programs for {} each: {} were lost again; {} withdrawn as not lasting.",
+            "Watched {} merged pages of running programs for {} each: {} had a COW break; {} unenrolled as unstable.",
             format_number(watched.merged_pages),
             format_seconds(watched.page_seconds / watched.merged_pages.max(1) as f64),
             format_number(watched.broken_pages),
@@ -239,9 +239,9 @@ fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String 
         ]);
     }
     let mut text = style.format_heading(match &report.outcome {
-        None => "What would be enrolled",
-        Some(outcome) if outcome.end == "settled" => "What was enrolled",
-        Some(_) => "What was to be enrolled",
+        None => "Planned enrollment",
+        Some(outcome) if outcome.end == "settled" => "Enrolled",
+        Some(_) => "Planned, not all enrolled",
     });
     text.push_str(&style.render_table(&table));
     if rows.len() > top {
@@ -283,11 +283,11 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
         };
         let mut whose: Vec<String> = narrowed.iter().take(MAX_NAMED_UNENROLLED).map(of).collect();
         if narrowed.len() > MAX_NAMED_UNENROLLED {
-            whose.push(format!("and of {} more", format_number((narrowed.len() - MAX_NAMED_UNENROLLED) as u64)));
+            whose.push(format!("and {} more", format_number((narrowed.len() - MAX_NAMED_UNENROLLED) as u64)));
         }
         text.push_str(&style.format_paragraph(
             &format!(
-                "{} that programs enrolled themselves do not pay and {} withdrawn while ksmd works: {}.",
+                "{} that programs enrolled themselves are not profitable and {} unenrolled while ksmd works: {}.",
                 Bytes(all),
                 if report.outcome.is_some() { "were" } else { "would be" },
                 whose.join(", "),
@@ -318,9 +318,10 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
     }
     if report.others_hidden {
         text.push_str(&style.format_paragraph(
-            "Others may be enrolled who cannot be seen from here: those outside of a container, those of other users \
-             without root, before Linux 6.14 whoever ksmd has not come to. What is enrolled may merge with theirs, and \
-             who shares a page can tell by the time of a write that somebody else holds it.",
+            "Other processes may be enrolled that are not visible from here: those outside of a container, those of \
+             other users without root, and before Linux 6.14 those that ksmd has not visited. Enrolled pages may merge \
+             with theirs. A process that shares a page can tell by the time of a write that another one has the same \
+             content.",
             2,
         ));
     }
@@ -332,8 +333,8 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
         };
         text.push_str(&style.format_paragraph(
             &format!(
-                "{others} enrolled already. What they hold was left out: who shares a page can tell by the time of a write \
-                 that somebody else holds it. `--across-domains` merges it all the same."
+                "{others} enrolled already. Their contents were left out: a process that shares a page can tell by the \
+                 time of a write that another one has the same content. `--across-domains` merges them all the same."
             ),
             2,
         ));
@@ -342,7 +343,7 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
         if let Some(others @ 1..) = outcome.other_enrolled_processes {
             text.push_str(&style.format_paragraph(
                 &format!(
-                    "Outside of the plan {} enrolled too: KSM has one tree, and may have merged theirs with these.",
+                    "Outside of the plan {} enrolled too: KSM has one tree and may have merged their pages with these.",
                     if others == 1 {
                         "1 process is".to_owned()
                     } else {
@@ -358,19 +359,19 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
                 _ => String::new(),
             };
             let comm = escape_unprintable(&missed.comm);
-            let what = if missed.change == "withdraw" { "withdrawn" } else { "enrolled" };
+            let what = if missed.change == "withdraw" { "unenrolled" } else { "enrolled" };
             let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, escape_unprintable(&missed.why));
         }
         if outcome.missed.len() > MAX_FAILED_CHANGE_LINES {
             let _ = writeln!(
                 text,
-                "... and {} more ranges not enrolled or withdrawn (--json)",
+                "... and {} more ranges not enrolled or unenrolled (--json)",
                 outcome.missed.len() - MAX_FAILED_CHANGE_LINES
             );
         }
     }
     for remains in report.outcome.iter().flat_map(|outcome| &outcome.not_put_back) {
-        let _ = writeln!(text, "Not put back: {}.", escape_unprintable(remains));
+        let _ = writeln!(text, "Not restored: {}.", escape_unprintable(remains));
     }
     text.push_str(&unseen(&report.not_seen, remedy));
     if text.is_empty() { text } else { format!("\n{text}") }

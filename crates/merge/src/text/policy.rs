@@ -1,4 +1,4 @@
-//! KSM's settings for the terminal.
+//! KSM's settings as text.
 
 use crate::wire::policy::{PolicyReport, SettingReport, SettingSource};
 use comfy_table::Color;
@@ -16,12 +16,12 @@ pub fn render(report: &PolicyReport, style: TextStyle) -> String {
         None => line("Policy", "none set by pagefold"),
     }
     match report.tuners.as_slice() {
-        [] => line("Tuners", "none that is known runs"),
+        [] => line("Tuners", "no known tuner runs"),
         tuners => line("Tuners", &tuners.join(", ")),
     }
     match report.ksmd_cpu_seconds {
         Some(seconds) => line("ksmd", &format!("{seconds:.1} s of CPU since boot")),
-        None => line("ksmd", "not seen: no KSM, or another PID namespace"),
+        None => line("ksmd", "not found: no KSM, or another PID namespace"),
     }
     text.push('\n');
 
@@ -50,9 +50,9 @@ pub fn render(report: &PolicyReport, style: TextStyle) -> String {
     }
     text.push_str(&style.render_table(&table));
     for (policy, why) in &report.unknown_policies {
-        text.push_str(&style.format_paragraph(&format!("What {policy} would write cannot be told: {why}."), 0));
+        text.push_str(&style.format_paragraph(&format!("The settings of {policy} are unknown: {why}."), 0));
     }
-    text.push_str("\nRight of `before` is what each policy would write now; a dot is what it leaves as it is.\n");
+    text.push_str("\nColumns right of `before`: the value that each policy would write now; a dot means no change.\n");
     text
 }
 
@@ -69,6 +69,6 @@ fn source_cell(setting: &SettingReport) -> comfy_table::Cell {
         SettingSource::Unknown => comfy_table::Cell::new("·"),
         SettingSource::Policy => comfy_table::Cell::new("policy"),
         SettingSource::Advisor => comfy_table::Cell::new("advisor"),
-        SettingSource::SomebodyElse => pagefold_output::text::colored_cell("somebody else", Color::Yellow),
+        SettingSource::SomebodyElse => pagefold_output::text::colored_cell("other program", Color::Yellow),
     }
 }

@@ -1,4 +1,4 @@
-//! The report of `unmerge` for people.
+//! The report of `unmerge` as text.
 
 use crate::wire::unmerge::{GuardReport, TakenReport, UnmergeReport, UnmergedProcessReport};
 use comfy_table::{Cell, Color};
@@ -8,13 +8,14 @@ use pagefold_output::text::{
     TextStyle, colored_cell, cut_end, cut_start, escape_unprintable, format_bytes, format_number,
 };
 
-/// The whole report, with `top` rows of processes; `remedy` says what to do about those that could not be seen.
+/// The whole report, with at most `max_rows` rows of processes. `remedy` says how to see processes that were not
+/// readable.
 pub fn render(report: &UnmergeReport, max_rows: usize, remedy: &str, style: TextStyle) -> String {
     let mut text = style.format_paragraph(&render_title(report), 0);
     if !report.processes.is_empty() {
         text.push('\n');
         text.push_str(&render_processes(report, max_rows, style));
-        text.push_str(&style.format_heading("Room"));
+        text.push_str(&style.format_heading("Limits"));
         text.push_str(&render_limits(report.stopped.as_ref().unwrap_or(&report.guard), style));
     }
     if let Some(taken) = &report.taken {
@@ -42,12 +43,8 @@ fn render_title(report: &UnmergeReport) -> String {
             "Dry run on {host}: {they} with {merged} merged would take {needed}; {}. Nothing was changed.",
             if report.guard.verdict == "fits" { "it fits".to_owned() } else { format!("it does not fit: {binds}") }
         ),
-        "refused" => format!(
-            "Refused on {host}: giving {they} pages of their own takes {needed}, and {binds}. Nothing was changed."
-        ),
-        "done" => format!(
-            "Unmerged on {host}: {they} with {merged} merged: pages of their own again, and none is merged any more."
-        ),
+        "refused" => format!("Refused on {host}: unmerging {they} takes {needed}, and {binds}. Nothing was changed."),
+        "done" => format!("Unmerged on {host}: {they} with {merged} merged: no page is merged any more."),
         _ => format!(
             "Unmerged in part on {host}: of {they} with {merged} merged, {} still is{}.",
             still_merged_bytes(report),
@@ -78,7 +75,7 @@ fn needed_bytes(report: &UnmergeReport) -> u64 {
     report.processes.iter().map(of).sum::<u64>() * report.page_size
 }
 
-/// What keeps it from being done.
+/// The limit that prevents unmerging.
 fn describe_binding_limit(guard: &GuardReport) -> String {
     match (guard.limits.iter().find(|limit| !limit.fits), guard.unknown.first()) {
         (Some(limit), _) => {
@@ -159,17 +156,17 @@ fn render_taken(taken: &TakenReport, page_size: u64, style: TextStyle) -> String
     let mut table = style.new_table(&["", ">predicted", ">found", "by"]);
     let found = |value: Option<i64>| value.map_or_else(|| "?".to_owned(), |value| NetBytes(value).to_string());
     let predicted = Bytes(taken.predicted).to_string();
-    table.add_row(["memory taken", &predicted, &Bytes(taken.withdrawn).to_string(), "parts that were withdrawn"]);
-    table.add_row(["", "", &found(taken.anon_pages), "AnonPages, everybody's"]);
-    table.add_row(["", "", &found(taken.mem_available), "MemAvailable, everybody's"]);
+    table.add_row(["memory taken", &predicted, &Bytes(taken.withdrawn).to_string(), "unenrolled parts"]);
+    table.add_row(["", "", &found(taken.anon_pages), "AnonPages, all processes"]);
+    table.add_row(["", "", &found(taken.mem_available), "MemAvailable, all processes"]);
     let copies = taken.copies.map_or_else(|| "?".to_owned(), format_number);
-    table.add_row(["pages copied", &format_number(taken.copies_predicted), &copies, "cow_ksm, everybody's"]);
+    table.add_row(["pages copied", &format_number(taken.copies_predicted), &copies, "cow_ksm, all processes"]);
     let mut text = style.render_table(&table);
     if let Some(copies) = taken.copies.filter(|copies| *copies < taken.copies_predicted) {
         let pages = taken.copies_predicted - copies;
         text.push_str(&style.format_paragraph(
             &format!(
-                "{} fewer copies: {} of pages that were written, unmapped or left merged.",
+                "{} fewer copies: {} of pages were written, unmapped or left merged.",
                 format_number(pages),
                 Bytes(pages * page_size)
             ),
@@ -185,7 +182,7 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     if refused {
         let parts = report.parts;
         notes.push(format!(
-            "`--staged` would withdraw {} of {} parts now; `--wait TIME` waits for memory; `--force` goes on all the same.",
+            "`--staged` would unenroll {} of {} parts now; `--wait TIME` waits for memory; `--force` skips the check.",
             format_number(parts.fit),
             format_number(parts.all)
         ));
@@ -196,7 +193,7 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
         && let Some(guest) = report.processes.iter().find(whole)
     {
         notes.push(format!(
-            "{} is reached by its control socket and goes all at once: `--staged --inject` withdraws virtual \
+            "{} is reached by its control socket and is unmerged all at once: `--staged --inject` unenrolls virtual \
              machines from within, range by range.",
             guest.process.label()
         ));
@@ -212,11 +209,10 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
         }
     }
     if report.stopped.is_some() {
-        notes
-            .push("Stopped before the part that does not fit. What was withdrawn stays so; run it again later.".into());
+        notes.push("Stopped before the part that does not fit. Unenrolled parts stay so; run it again later.".into());
     }
     if report.interrupted {
-        notes.push("Interrupted: what was withdrawn stays so.".into());
+        notes.push("Interrupted: unenrolled parts stay unenrolled.".into());
     }
     for process in &report.processes {
         if let Some(error) = &process.error {
@@ -226,14 +222,13 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     let beside: u64 = report.processes.iter().filter_map(|process| process.beside_pages).sum();
     if beside > 0 {
         notes.push(format!(
-            "{} of firmware and video memory stay merged, which no memory backend rules: `--inject` reaches them.",
+            "{} of firmware and video memory stay merged: they belong to no memory backend; `--inject` reaches them.",
             Bytes(beside * report.page_size)
         ));
     }
     if report.processes.iter().any(|process| process.estimated.is_some()) {
         notes.push(
-            "≤ marks upper bounds from the kernel's sums, frames that come free left out: run as root to count frames."
-                .into(),
+            "≤ marks upper bounds from the kernel's sums, without freed frames; run as root to count frames.".into(),
         );
     }
     let (mut before, mut unmerged, mut collapsed, mut any) = (0, 0, 0, false);
@@ -243,7 +238,7 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     }
     if any {
         notes.push(format!(
-            "Huge pages: {} before, {} after unmerging, {} after putting them together.",
+            "Huge pages: {} before, {} after unmerging, {} after the collapse.",
             Bytes(before),
             Bytes(unmerged),
             Bytes(collapsed)
@@ -269,7 +264,7 @@ mod tests {
     use pagefold_base::{PageSize, Pages};
     use pagefold_output::wire::{ProcessInfo, VmInfo};
 
-    /// A report on 16 MiB that are needed in `/vms`, of which there is a half.
+    /// A report on 16 MiB that are needed in `/vms`, of which half is available.
     fn sample_report(outcome: &'static str, swap: u64, forced: bool) -> UnmergeReport {
         let limit = |place, rule, room| MemoryLimit {
             scope: place,
@@ -311,7 +306,7 @@ mod tests {
         let text = render(&sample_report("refused", 0, false), 10, "", TextStyle::default());
         let text = text.replace('\n', " ");
         assert!(text.contains("memory.high of /vms\\u{1b}[2J leaves 8.00 MiB. Nothing was changed."), "{text}");
-        assert!(text.contains("`--staged` would withdraw 1 of 3 parts now"), "{text}");
+        assert!(text.contains("`--staged` would unenroll 1 of 3 parts now"), "{text}");
         let text = render(&sample_report("refused", 8 << 20, false), 10, "", TextStyle::default());
         assert!(text.contains("the rest would be swapped out"), "{text}");
     }
@@ -352,13 +347,13 @@ mod tests {
             report.processes = vec![guest(state)];
             let text = render(&report, 10, "", TextStyle::default());
             text.split_whitespace().collect::<Vec<_>>().join(" ").contains(
-                "web1 is reached by its control socket and goes all at once: `--staged --inject` withdraws virtual \
-                 machines from within",
+                "web1 is reached by its control socket and is unmerged all at once: `--staged --inject` unenrolls \
+                 virtual machines from within",
             )
         };
         assert!(told("refused", false, "planned"));
         assert!(told("partial", true, "untouched"));
-        assert!(!told("partial", true, "withdrawn"), "it fitted");
+        assert!(!told("partial", true, "withdrawn"), "the part fitted");
         assert!(!told("done", false, "withdrawn"));
     }
 

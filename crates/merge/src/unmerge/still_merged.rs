@@ -1,4 +1,4 @@
-//! What is left of a process once it was withdrawn: what is merged still, or that it has ended.
+//! What remains of a process after unenrolling: its pages that are still merged, or that it has ended.
 
 use super::{RangePages, UnenrollBatch, UnenrollMethod, UnenrollTarget, is_mergeable, read_ksm_pages};
 use pagefold_base::process::Process;
@@ -8,21 +8,21 @@ use pagefold_host::hold as held;
 use pagefold_host::{Host, observe, parse};
 use std::time::{Duration, Instant};
 
-/// How long the end of a process is waited for whose main thread has ended, until it counts as one that goes on.
+/// How long to wait for the exit of a process whose main thread has ended, before it counts as running.
 const PROCESS_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What is still merged in a process.
+/// Pages that are still merged in a process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StillMerged {
     /// Pages on KSM frames.
     pub merged_pages: Pages,
-    /// Pages of zeros that KSM placed.
+    /// Zero pages that KSM placed.
     pub zero_pages: Pages,
-    /// Pages of either that the way in which it is withdrawn does not reach; in none of the others.
+    /// Merged and zero pages that the unenroll method does not reach. The other two counts exclude them.
     pub uncovered_pages: Pages,
 }
 
-/// All that is still marked of a guest as one part, by the kernel's sums.
+/// All still marked regions of a guest as one batch, by the kernel's sums.
 pub(super) fn guest_remainder_batch(host: &dyn Host, target: &UnenrollTarget) -> Reading<UnenrollBatch> {
     let handle = held(host, target.process.id)?;
     let regions = observe::regions(&*handle)?;
@@ -33,7 +33,7 @@ pub(super) fn guest_remainder_batch(host: &dyn Host, target: &UnenrollTarget) ->
     super::estimate_batch(host, &process, &target.method, &marked, target.max_zero_pages)
 }
 
-/// What is merged in a process now, by smaps: `ksm_merging_pages` is only right once ksmd comes by again.
+/// Pages of a process that are merged now, by smaps: `ksm_merging_pages` is right only after ksmd visits again.
 pub(super) fn read_still_merged(host: &dyn Host, target: &UnenrollTarget) -> Reading<StillMerged> {
     let handle = held(host, target.process.id)?;
     let regions = observe::regions(&*handle)?;
@@ -48,7 +48,7 @@ pub(super) fn read_still_merged(host: &dyn Host, target: &UnenrollTarget) -> Rea
     };
     let zeros = ksm.zero_pages.map_or(Pages::ZERO, |pages| Pages(u64::try_from(pages).unwrap_or(0)));
     let (Ok(merged), Ok(beside)) = (pages(true), pages(false)) else {
-        // The count of the whole process is not that of some ranges.
+        // The count of the whole process is not the count of some ranges.
         if matches!(target.method, UnenrollMethod::Ranges(_)) {
             let marked = regions
                 .iter()
@@ -65,7 +65,8 @@ pub(super) fn read_still_merged(host: &dyn Host, target: &UnenrollTarget) -> Rea
             uncovered_pages: Pages::ZERO,
         });
     };
-    // Which zero pages are whose cannot be seen. While nothing that is reached is marked, they are not there.
+    // The kernel does not show which regions the zero pages are in. Where no reached region is marked, none is in a
+    // reached one.
     let reached = regions.iter().any(|region| is_mergeable(region) && target.method.covers(region));
     let elsewhere = if reached || matches!(target.method, UnenrollMethod::WholeProcess | UnenrollMethod::MarkedRegions)
     {
@@ -80,8 +81,8 @@ pub(super) fn read_still_merged(host: &dyn Host, target: &UnenrollTarget) -> Rea
     })
 }
 
-/// Whether a process has ended, though its parent may not have asked for its status yet: its memory reads as empty
-/// then, and not as gone.
+/// Whether a process has ended. Its parent may not have read its exit status yet; its memory then reads as empty and
+/// not as gone.
 pub(super) fn has_ended(host: &dyn Host, id: ProcessId) -> bool {
     let until = Instant::now() + PROCESS_EXIT_TIMEOUT;
     loop {
@@ -93,7 +94,7 @@ pub(super) fn has_ended(host: &dyn Host, id: ProcessId) -> bool {
         match end {
             Err(why) => return why == Absent::Vanished,
             Ok((false, _)) => return false,
-            // Other threads are ending as well, or go on without the first one.
+            // Other threads are ending as well, or continue without the main thread.
             Ok((true, Ok(threads))) if threads > 1 && Instant::now() < until => {
                 std::thread::sleep(Duration::from_millis(10));
             }

@@ -1,5 +1,5 @@
-//! Over a host of a few pages, each of whose frames is known: what is planned is what is taken, and what fails leaves
-//! the rest as it was.
+//! Tests over a host of a few pages with known frames: unmerging takes exactly the planned frames, and a failure leaves
+//! all other pages unchanged.
 
 use super::*;
 use pagefold_base::{PageSize, Pid, ProcessId};
@@ -12,33 +12,33 @@ use std::sync::Mutex;
 const PAGE_BYTES: u64 = 4096;
 const BASE_ADDRESS: u64 = 0x10_0000;
 
-/// A page of the fake.
+/// A page of the fake host.
 #[derive(Clone, Copy, PartialEq)]
 enum FakeUnmergePage {
     Own,
     /// On this KSM frame.
     Merged(u64),
-    /// On the kernel's page of zeros, by KSM.
+    /// On the kernel's zero page, by KSM.
     Zero,
 }
 
 struct FakeUnmergeHost {
     state: Mutex<FakeUnmergeState>,
-    /// Asked before each action whether it is refused.
+    /// Called before each action; an error refuses it.
     refuse_action: fn(&Action) -> Option<ActionError>,
-    /// Whether its kernel tells who is enrolled whole (6.14).
+    /// Whether its kernel shows which process is enrolled whole (6.14).
     reports_merge_any: bool,
-    /// What happens beside an action that was carried out.
+    /// Called after each executed action.
     after_action: fn(&mut FakeUnmergeState),
 }
 
 struct FakeUnmergeState {
-    /// By number: pages from `BASE` on, and whether each is marked, and whether the process is enrolled whole.
+    /// By PID: the pages from `BASE_ADDRESS` on, whether each is marked, and whether the process is enrolled whole.
     processes: BTreeMap<u32, (Vec<(FakeUnmergePage, bool)>, bool)>,
-    /// Frames that may still be taken.
+    /// Free frames.
     free_frames: u64,
     actions: Vec<Action>,
-    /// Killed, and its parent has not asked for its status.
+    /// Killed processes whose parent has not read their exit status.
     zombies: BTreeSet<u32>,
 }
 
@@ -72,7 +72,7 @@ impl FakeUnmergeState {
     }
 }
 
-/// Frame numbers of the fake: of zeros, of merged ones, and of a process's own.
+/// Frame numbers of the fake: of the zero page, of merged pages, and of a process's own pages.
 const ZERO_FRAME: u64 = 1;
 const FIRST_MERGED_FRAME: u64 = 100;
 const FIRST_OWN_FRAME: u64 = 10_000;
@@ -88,7 +88,7 @@ impl Host for FakeUnmergeHost {
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
         match path {
-            // A reserve of nothing: the fake's total is 0.
+            // No reserve: the fake's total is 0.
             "proc/meminfo" => {
                 let kib = self.state.lock().unwrap().free_frames * PAGE_BYTES / 1024;
                 Ok(format!("MemTotal: 0 kB\nMemAvailable: {kib} kB\nAnonPages: 0 kB\nSwapFree: 0 kB\n").into_bytes())
@@ -231,7 +231,8 @@ impl Handle for FakeUnmergeProcess<'_> {
     }
 }
 
-/// Processes 1, 2, ... of these pages: a letter is a KSM frame, `0` a page of zeros, `.` a page of its own; all marked.
+/// Processes 1, 2, ... with these pages, all marked: a letter is a KSM frame, `0` a zero page, `.` the process's own
+/// page.
 fn host(free: u64, processes: &[&str]) -> FakeUnmergeHost {
     let page = |letter: char| match letter {
         '.' => FakeUnmergePage::Own,
@@ -248,7 +249,7 @@ fn make_default_plan(host: &dyn Host) -> UnenrollPlan {
     make_plan(host, &ProcessSelection::default(), &|_, _| None).unwrap()
 }
 
-/// Plan and carry out.
+/// Plan and execute.
 fn plan_and_execute(host: &dyn Host, limits: UnenrollLimits) -> (UnenrollPlan, UnenrollOutcome) {
     execute_in_session(host, make_default_plan(host), limits)
 }
@@ -258,7 +259,7 @@ fn execute_in_session(host: &dyn Host, plan: UnenrollPlan, limits: UnenrollLimit
     let (mut session, _, _) = Session::begin(host, directory.path()).unwrap();
     let done = execute_plan(&mut session, &plan, limits, &AtomicBool::new(false)).unwrap();
     session.undo_all().unwrap();
-    assert!(!Path::new(directory.path()).join("journal.json").exists(), "nothing is to be put back");
+    assert!(!Path::new(directory.path()).join("journal.json").exists(), "no change remains to undo");
     (plan, done)
 }
 
@@ -273,14 +274,14 @@ const STAGED_LIMITS: UnenrollLimits = UnenrollLimits {
 #[test]
 fn unmerge_takes_exactly_the_planned_frames() {
     for (processes, needed) in [
-        // Both mappings of a frame go, and the frame comes back.
+        // Both mappings of a frame are removed, so the frame is freed.
         (vec!["a", "a"], 1),
         (vec!["ab", "abb"], 3),
-        // Pages of zeros take a frame each, and pages of one's own none.
+        // Zero pages take a frame each; a process's own pages take none.
         (vec!["00..", "a0", "a"], 4),
         (vec!["aaaa"], 3),
     ] {
-        // One more, which a copy takes before the frame that it leaves comes back: of a real host the reserve has it.
+        // One more: a copy takes a frame before the KSM frame is freed. On a real host the reserve has it.
         let fake = host(needed + 1, &processes);
         let (plan, done) = plan_and_execute(&fake, UnenrollLimits::default());
         assert_eq!(plan.frame_need().host, Pages(needed), "{processes:?}");
@@ -351,7 +352,7 @@ fn merge_any_is_cleared_before_linux_6_14() {
         assert_eq!(plan.targets[0].method, UnenrollMethod::MarkedRegions);
         assert!(done.targets[0].is_complete(), "{done:?}");
         let state = fake.state.lock().unwrap();
-        assert!(!state.processes[&1].1, "what it maps from now on is not enrolled");
+        assert!(!state.processes[&1].1, "later mappings are not enrolled");
         assert!(matches!(state.actions.first(), Some(Action::Advise { .. })), "{:?}", state.actions);
     }
     let refuses = |action: &Action| {
@@ -410,7 +411,7 @@ fn running_unmerge_stops_under_pressure() {
         [(STAGED_LIMITS, false), (UnenrollLimits { max_pressure_percent: Some(10.0), ..STAGED_LIMITS }, true)]
     {
         let fake = host(2 * MAX_PAGES_PER_BATCH as u64, &["b", &pages]);
-        // From the second part on.
+        // From the second batch on.
         let avg10 = || if fake.state.lock().unwrap().actions.len() >= 2 { "10.00" } else { "9.99" };
         let line = |word: &str| format!("{word} avg10={} avg60=0.00 avg300=0.00 total=1\n", avg10());
         let told = |path: &str| {
@@ -428,7 +429,7 @@ fn running_unmerge_stops_under_pressure() {
     }
 }
 
-/// Pages that all fit when it begins, in three parts; a neighbor takes memory once the first part is withdrawn.
+/// All pages fit at the start, in three batches; a neighbor takes memory after the first batch.
 #[test]
 fn unmerge_stops_when_neighbor_takes_memory() {
     let part = MAX_PAGES_PER_BATCH as u64;
@@ -438,7 +439,8 @@ fn unmerge_stops_when_neighbor_takes_memory() {
     for (limits, grows, parts) in [
         (UnenrollLimits::default(), little as fn(&mut FakeUnmergeState), 1),
         (STAGED_LIMITS, little, 1),
-        // One part would fit, and the rest would not: the room is left to the neighbor unless told otherwise.
+        // One batch would fit, but the rest would not: the free memory is left to the neighbor unless the run is
+        // staged.
         (UnenrollLimits::default(), for_one_part, 1),
         (STAGED_LIMITS, for_one_part, 3),
     ] {
@@ -460,7 +462,7 @@ fn unmerge_stops_when_neighbor_takes_memory() {
     }
 }
 
-/// A guest of two backends of four merged pages each; pages 8 on are no backend's.
+/// A guest of two backends of four merged pages each; pages from 8 on belong to no backend.
 fn make_guest_plan(host: &dyn Host) -> UnenrollPlan {
     let size = Bytes(4 * PAGE_BYTES);
     let backends = vec![("0-4".to_owned(), size), ("4-8".to_owned(), size)];
@@ -474,7 +476,7 @@ fn each_backend_of_a_guest_asks_the_guard() {
     let hides_frames = |path: &str| path.ends_with("#frame_flags").then_some(InjectedFault::Absent(Absent::Denied));
     for (beside, fits) in [((|_| {}) as fn(&mut FakeUnmergeState), true), (little, false)] {
         for exact in [true, false] {
-            // Other processes have the frames, too, which do not come back.
+            // Other processes map the frames too, so no frame is freed.
             let fake = FakeUnmergeHost { after_action: beside, ..host(8, &["abcdefgh", "abcdefgh"]) };
             let faulty = FaultyHost::new(&fake, |path: &str| hides_frames(path).filter(|_| !exact));
             let mut plan = make_guest_plan(&faulty);
@@ -498,10 +500,7 @@ fn process_killed_during_unmerge_is_ended() {
         let fake = FakeUnmergeHost { after_action: killed, ..host(10, &["ab"]) };
         let (_, done) = plan_and_execute(&fake, limits);
         assert!(done.targets[0].ended, "{done:?}");
-        assert_eq!(
-            done.targets[0].still_merged, None,
-            "an empty list of regions is not a process that has nothing merged"
-        );
+        assert_eq!(done.targets[0].still_merged, None, "an empty region list does not mean that nothing is merged");
     }
 }
 

@@ -1,4 +1,4 @@
-//! A plan and what it came to, on the wire.
+//! The plan and the outcome of a merge, on the wire.
 
 use crate::decide::outcome::{EnrollChange, MergeEnd, MergeOutcome};
 use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget};
@@ -11,7 +11,7 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use std::time::Duration;
 
-/// Points of the timeline that are told at most.
+/// Maximum points of the timeline.
 const MAX_TIMELINE_POINTS: usize = 400;
 
 /// The result of `pagefold merge`.
@@ -19,74 +19,74 @@ const MAX_TIMELINE_POINTS: usize = 400;
 pub struct MergeReport {
     /// `pagefold.merge/1`.
     pub schema: &'static str,
-    /// What was merged: `this host`.
+    /// The host: `this host`.
     pub host: String,
     /// Bytes of a page.
     pub page_size: u64,
     /// Bytes of a huge page.
     pub huge_page_size: u64,
-    /// The processes that the census looked at.
+    /// The processes that the census scanned.
     pub processes: u64,
-    /// Processes of other trust domains that are enrolled already. They were looked at, too: what they hold is in no
-    /// plan.
+    /// Processes of other trust domains that are enrolled already. They were scanned too; pages with the same contents
+    /// are in no plan.
     pub kept_apart_from: u64,
-    /// Whether there may be others who are enrolled and cannot be seen from here: those outside of a container, those
-    /// of other users without root, before Linux 6.14 whoever ksmd has not come to.
+    /// Whether enrolled processes may exist that are not visible from here: those outside of a container, those of
+    /// other users without root, and before Linux 6.14 those that ksmd has not visited.
     pub others_hidden: bool,
-    /// What was planned.
+    /// The plan.
     pub plan: PlanReport,
-    /// What it came to; absent for a dry run, and where nothing pays.
+    /// The outcome; absent for a dry run, and if there is nothing to merge.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outcome: Option<OutcomeReport>,
-    /// Processes that were chosen and not seen.
+    /// Chosen processes that could not be scanned.
     pub not_seen: Vec<UnscannedProcessReport>,
 }
 
-/// What is to be enrolled, and what it should come to.
+/// The ranges to enroll, and the prediction.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct PlanReport {
     /// Whether processes are enrolled whole.
     pub whole: bool,
     /// The processes.
     pub targets: Vec<TargetReport>,
-    /// Processes, targets or not, of which something is withdrawn while ksmd works: what they enrolled themselves and
-    /// does not pay.
+    /// Processes, targets or not, of which ranges are unenrolled while ksmd works: unprofitable ranges that they
+    /// enrolled themselves.
     pub narrowed: Vec<TemporaryUnenrollReport>,
-    /// Processes of which nothing is enrolled, on purpose.
+    /// Processes that are not enrolled on purpose.
     pub left_alone: Vec<SkippedProcessReport>,
-    /// What should be saved.
+    /// Predicted savings.
     pub savings: MergeSavings,
     /// Pages that should merge, kept copies included.
     pub merging_pages: u64,
-    /// Ranges in all.
+    /// Number of ranges.
     pub ranges: u64,
-    /// Memory regions that the ranges add to the processes, at most.
+    /// Maximum number of memory regions that the ranges add to the processes.
     pub regions_added: u64,
-    /// CPU seconds that ksmd should need.
+    /// Predicted CPU seconds of ksmd.
     pub ksmd_seconds: f64,
-    /// Seconds from enrolling until merged.
+    /// Predicted seconds from enrolling until merged.
     pub wall_seconds: f64,
 }
 
 /// A process of the plan.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct TargetReport {
-    /// Who it is.
+    /// The process.
     #[serde(flatten)]
     pub process: ProcessInfo,
     /// How it is enrolled: `ranges` or `whole` from within, by injection; `qmp` by QEMU's control socket; `none` where
-    /// that was found and is of no use.
+    /// that was found but is unusable.
     pub way: &'static str,
     /// Why it is not enrolled, for `none`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
     /// Pages that ksmd has to scan.
     pub pages: u64,
-    /// Pages that should merge, pages of zeros included.
+    /// Pages that should merge, zero pages included.
     pub merging_pages: u64,
-    /// Pages of zeros.
+    /// Zero pages.
     pub zero_pages: u64,
-    /// What is enrolled.
+    /// The enrolled ranges.
     pub ranges: Vec<RangeReport>,
 }
 
@@ -105,34 +105,34 @@ pub struct RangeReport {
     pub enrolled: bool,
 }
 
-/// A process that has enrolled itself more than pays.
+/// A process that enrolled unprofitable ranges itself.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct TemporaryUnenrollReport {
-    /// Its number.
+    /// Its PID.
     pub pid: u32,
     /// Its name.
     pub comm: String,
-    /// Bytes that it has enrolled itself and that are withdrawn while ksmd works.
+    /// Bytes that it enrolled itself and that are unenrolled while ksmd works.
     pub bytes: u64,
 }
 
-/// A process of which nothing is enrolled, on purpose.
+/// A process that is not enrolled on purpose.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct SkippedProcessReport {
-    /// Its number.
+    /// Its PID.
     pub pid: u32,
     /// Its name.
     pub comm: String,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
-/// Bytes saved, or to be saved.
+/// Bytes saved, measured or predicted.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct MergeSavings {
-    /// Frames that come back.
+    /// Freed frames.
     pub gross: u64,
-    /// ksmd's metadata: 64 bytes a page that it scans.
+    /// ksmd's metadata: 64 bytes per scanned page.
     pub metadata: u64,
     /// `gross - metadata`.
     pub net: i64,
@@ -140,37 +140,36 @@ pub struct MergeSavings {
     pub huge_pages_split: u64,
 }
 
-/// What a merge came to.
+/// The outcome of a merge.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct OutcomeReport {
     /// `settled`, `deadline`, `stopped` or `yielded`.
     pub end: &'static str,
-    /// What somebody else did to KSM's settings, for `yielded`.
+    /// What another program did to KSM's settings, for `yielded`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yielded_to: Option<String>,
-    /// Bytes saved, read from page tables, with ksmd stopped unless somebody else drives it.
+    /// Bytes saved, read from page tables, with ksmd stopped unless another program drives it.
     pub saved: u64,
-    /// The part of `saved` that no counter of KSM has: pages of zeros that the kernel freed when it split huge pages for
+    /// The part of `saved` that no counter of KSM has: zero pages that the kernel freed when it split huge pages for
     /// ksmd.
     pub saved_by_splitting: u64,
     /// `saved` less ksmd's metadata for the targets.
     pub net: i64,
     /// Pages mapped to frames that KSM shares.
     pub merged_pages: u64,
-    /// Those frames.
+    /// The number of these frames.
     pub ksm_frames: u64,
-    /// Pages of zeros mapped to the kernel's zero page.
+    /// Zero pages mapped to the kernel's zero page.
     pub zero_pages: u64,
-    /// Why figures are not what was predicted: those of one figure sum up to the difference, opposite ones side by
-    /// side. Of `saved` they are exact where up to 131,072 pages should merge, and from a sample of contents otherwise.
-    /// What is measured of nothing begins with `not explained`.
+    /// Why figures differ from the prediction: the parts of one figure add up to the difference, opposite ones side by
+    /// side. Those of `saved` are exact if up to 131,072 pages should merge, and otherwise from a sample of contents. A
+    /// part without a measurement begins with `not explained`.
     pub differences: Vec<DifferenceReport>,
-    /// Regions added to the processes while the ranges are enrolled, as far as these live on; they map others
-    /// meanwhile.
+    /// Regions added to the targets that still run, while the ranges are enrolled; the programs may map more meanwhile.
     pub regions_added: i64,
     /// Seconds of the census and the plan.
     pub census_seconds: f64,
-    /// Seconds from the start of the command to 50, 90 and 99 % of what was saved.
+    /// Seconds from the start of the command to 50, 90 and 99 % of the savings.
     pub seconds_to_50: Option<f64>,
     /// See `seconds_to_50`.
     pub seconds_to_90: Option<f64>,
@@ -181,7 +180,7 @@ pub struct OutcomeReport {
     pub ksmd_seconds: Option<f64>,
     /// CPU seconds of pagefold, the census included.
     pub pagefold_seconds: f64,
-    /// `MemAvailable` before; others use and free memory too.
+    /// `MemAvailable` before; other processes use and free memory too.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub available_before: Option<u64>,
     /// `MemAvailable` after.
@@ -192,40 +191,40 @@ pub struct OutcomeReport {
     /// Bytes in huge pages of the targets after.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub huge_after: Option<u64>,
-    /// How often a thread of a target was stopped.
+    /// Number of stops of a target's thread.
     pub stops: u64,
-    /// Microseconds of such a stop at the median; absent if there was none.
+    /// Microseconds of the median stop; absent if there was none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_median_us: Option<f64>,
-    /// Microseconds of the longest.
+    /// Microseconds of the longest stop.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stop_max_us: Option<f64>,
-    /// Merged pages that were watched; absent if no target ran.
+    /// Watched merged pages; absent if no target ran.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub watched: Option<MergedWatchReport>,
-    /// What could not be enrolled or withdrawn.
+    /// Ranges that could not be enrolled or unenrolled.
     pub missed: Vec<FailedChangeReport>,
-    /// Processes outside the plan that were enrolled too: KSM has one tree, and may have merged theirs with the
-    /// targets'. Absent where the kernel does not tell (before 6.14).
+    /// Processes outside the plan that were enrolled too: KSM has one tree and may have merged their pages with the
+    /// targets'. Absent where the kernel does not show it (before 6.14).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub other_enrolled_processes: Option<u64>,
-    /// What was changed for the time being and could not be put back.
+    /// Temporary changes that could not be undone.
     pub not_put_back: Vec<String>,
-    /// What was saved over time, by the kernel's counters of the targets' merged pages.
+    /// Savings over time, by the kernel's counters of the targets' merged pages.
     pub timeline: Vec<TimelinePointReport>,
 }
 
-/// A part of the difference between what was reached and what was predicted.
+/// A part of the difference between the measured and the predicted figure.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct DifferenceReport {
-    /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds` (CPU seconds: looks at pages times what one takes; looks
-    /// at pages of others are among them), `huge_pages_split`, `regions_added`, `wall_seconds` (from the first
-    /// enrolment until 99 % is merged, where anything is), `available` (bytes of `MemAvailable`, which what is saved,
-    /// net, should add to; absent if it could not be read).
+    /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds` (CPU seconds: page visits times the time of one; visits
+    /// of other processes' pages are included), `huge_pages_split`, `regions_added`, `wall_seconds` (from the first
+    /// enrollment until 99 % is merged, if any page is), `available` (bytes of `MemAvailable`, which the net savings
+    /// should increase; absent if it could not be read).
     pub of: &'static str,
-    /// By how much it is more than predicted, less if negative.
+    /// How much more than predicted, negative if less.
     pub by: f64,
-    /// What that much is.
+    /// The reason.
     pub why: &'static str,
 }
 
@@ -234,20 +233,20 @@ pub struct DifferenceReport {
 pub struct MergedWatchReport {
     /// Pages of the sample that merged.
     pub merged_pages: u64,
-    /// How often one of them was written.
+    /// COW breaks of these pages.
     pub broken_pages: u64,
-    /// Seconds that they were merged, summed over the pages.
+    /// Seconds for which they were merged, summed over the pages.
     pub page_seconds: f64,
-    /// Pages of the plan that were withdrawn because they did not stay merged for long enough to pay.
+    /// Pages of the plan that were unenrolled because they did not stay merged for long enough.
     pub withdrawn_pages: u64,
 }
 
-/// Something that could not be enrolled or withdrawn.
+/// A range that could not be enrolled or unenrolled.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct FailedChangeReport {
-    /// What could not be done: `enrol` or `withdraw`.
+    /// The change that failed: `enrol` or `withdraw`.
     pub change: &'static str,
-    /// Of which process.
+    /// The PID of the process.
     pub pid: u32,
     /// Its name.
     pub comm: String,
@@ -257,7 +256,7 @@ pub struct FailedChangeReport {
     /// The first address after it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub end: Option<u64>,
-    /// Why.
+    /// The reason.
     pub why: String,
 }
 
@@ -273,7 +272,7 @@ pub struct TimelinePointReport {
 }
 
 impl MergeReport {
-    /// A plan that is not, or not yet, carried out.
+    /// The report of a plan that is not, or not yet, executed.
     pub fn from_plan(
         host: String,
         page_size: PageSize,
@@ -299,14 +298,14 @@ impl MergeReport {
         }
     }
 
-    /// With what it came to.
+    /// Adds the outcome.
     #[must_use]
     pub fn with_outcome(self, outcome: &MergeOutcome, page_size: PageSize) -> Self {
         let huge_page = Bytes(self.huge_page_size);
         Self { outcome: Some(OutcomeReport::from_outcome(outcome, page_size, huge_page)), ..self }
     }
 
-    /// Whether something that was asked for was not seen or not done.
+    /// Whether a chosen process was not scanned or a planned change was not made.
     pub fn is_incomplete(&self) -> bool {
         let unfinished = |outcome: &OutcomeReport| {
             let cut_short = outcome.end == "stopped" || outcome.end == "yielded";
@@ -393,7 +392,7 @@ impl MergeSavings {
     }
 }
 
-/// What a figure is called in a report.
+/// The name of a figure in a report.
 fn figure_name(figure: PlanFigure) -> &'static str {
     match figure {
         PlanFigure::Saved => "saved",

@@ -1,4 +1,4 @@
-//! What was put back and what was not, on the wire.
+//! Undone and failed changes, on the wire.
 
 use schemars::JsonSchema;
 use serde::Serialize;
@@ -8,41 +8,41 @@ use serde::Serialize;
 pub struct RecoverReport {
     /// `pagefold.recover/1`.
     pub schema: &'static str,
-    /// What was put back, in the order in which it was, as what there was before.
+    /// Undone changes in the order of undoing, each as the value before the change.
     pub put_back: Vec<String>,
-    /// What was not.
+    /// Changes that could not be undone.
     pub remains: Vec<FailedUndoReport>,
 }
 
-/// Something that could not be put back.
+/// A change that could not be undone.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct FailedUndoReport {
-    /// What there was before.
+    /// The value before the change.
     pub was: String,
-    /// Why it was not put back.
+    /// Why it could not be undone.
     pub why: String,
-    /// Whether it is still written down, and the next command that changes the host tries again.
+    /// Whether it is still in the journal, so that the next command that changes the host tries again.
     pub retried: bool,
 }
 
 impl RecoverReport {
-    /// Put it together.
+    /// Create the report.
     pub fn new(undone: Vec<String>, failed_undos: Vec<FailedUndoReport>) -> Self {
         Self { schema: "pagefold.recover/1", put_back: undone, remains: failed_undos }
     }
 
-    /// As text; `nothing` says what it means that there was nothing.
+    /// As text; `empty_text` is printed if there was nothing to undo.
     pub fn render(&self, empty_text: &str) -> String {
         if self.put_back.is_empty() && self.remains.is_empty() {
             return format!("{empty_text}\n");
         }
         let mut text = String::new();
         for was in &self.put_back {
-            text.push_str(&format!("Put back: {was}\n"));
+            text.push_str(&format!("Restored: {was}\n"));
         }
         for FailedUndoReport { was, why, retried } in &self.remains {
             let again = if *retried { "; the next command tries again" } else { "" };
-            text.push_str(&format!("Not put back: {was}: {why}{again}\n"));
+            text.push_str(&format!("Not restored: {was}: {why}{again}\n"));
         }
         text
     }
@@ -60,8 +60,8 @@ mod tests {
         let report = RecoverReport::new(vec!["x was 1".into()], vec![remains(true), remains(false)]);
         assert_eq!(
             report.render(""),
-            "Put back: x was 1\nNot put back: run was 0: busy; the next command tries again\n\
-             Not put back: run was 0: busy\n"
+            "Restored: x was 1\nNot restored: run was 0: busy; the next command tries again\n\
+             Not restored: run was 0: busy\n"
         );
     }
 }

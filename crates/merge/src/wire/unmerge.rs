@@ -1,4 +1,4 @@
-//! What was withdrawn from KSM, or why it was not, on the wire.
+//! The result of unenrolling processes from KSM, on the wire.
 
 use pagefold_base::guard::{LimitKind, MemoryCheck, MemoryVerdict};
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
@@ -10,43 +10,43 @@ use serde::Serialize;
 pub struct UnmergeReport {
     /// `pagefold.unmerge/1`.
     pub schema: &'static str,
-    /// What was changed: `this host`, or a recording of which it was only asked.
+    /// The host: `this host`, or a recording for a dry run.
     pub host: String,
     /// Bytes of a base page.
     pub page_size: u64,
     /// Wall time in seconds.
     pub seconds: f64,
     /// `nothing`: no chosen process is enrolled. `planned`: a dry run. `refused`: it does not fit, and nothing was
-    /// changed. `done`: nothing is merged any more. `partial`: something is, or a process ended meanwhile.
+    /// changed. `done`: no page is merged any more. `partial`: some pages still are, or a process ended meanwhile.
     pub outcome: &'static str,
-    /// What the guard said of all of it, before anything was changed.
+    /// The guard's verdict on the whole plan, before any change.
     pub guard: GuardReport,
-    /// Of how many parts, and how many of them fit one after the other, before anything was changed.
+    /// The number of parts, and how many of them fit one after the other, before any change.
     pub parts: BatchesReport,
-    /// The guard's word on the step that did not fit, if one did not.
+    /// The guard's verdict on the step that did not fit and stopped the run, if there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stopped: Option<GuardReport>,
-    /// Whether it went on in spite of the guard.
+    /// Whether it continued in spite of the guard.
     pub forced: bool,
-    /// Whether it was asked to stop.
+    /// Whether it was interrupted.
     pub interrupted: bool,
-    /// What was predicted and what the kernel says was taken, once something was done.
+    /// Predicted and measured memory taken, if anything was changed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub taken: Option<TakenReport>,
-    /// The processes that were enrolled, in the order in which they are withdrawn: who needs least first.
+    /// The enrolled processes, in the order of unenrolling: the one that needs the fewest frames first.
     pub processes: Vec<UnmergedProcessReport>,
-    /// How many of the chosen processes are not enrolled.
+    /// Number of chosen processes that are not enrolled.
     pub not_enrolled: u64,
-    /// Processes that were asked for and not seen.
+    /// Chosen processes that could not be scanned.
     pub not_seen: Vec<UnscannedProcessReport>,
 }
 
-/// How many parts.
+/// Numbers of parts.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct BatchesReport {
-    /// All.
+    /// All parts.
     pub all: u64,
-    /// Those that fit one after the other.
+    /// Parts that fit one after the other.
     pub fit: u64,
 }
 
@@ -55,7 +55,7 @@ pub struct BatchesReport {
 pub struct GuardReport {
     /// `fits`, `swaps` (only if as much is swapped out), `short`, or `unknown` (a limit could not be read).
     pub verdict: &'static str,
-    /// Each limit, those that bind first.
+    /// Each limit, the ones that do not fit first.
     pub limits: Vec<LimitReport>,
     /// Limits that could not be read.
     pub unknown: Vec<UnreadableLimitReport>,
@@ -70,11 +70,12 @@ pub struct LimitReport {
     pub rule: &'static str,
     /// The limit itself.
     pub limit: u64,
-    /// What is left of it: of the host less a reserve, of a cgroup with inactive clean file pages counted as free.
+    /// Bytes left below the limit: of the host less a reserve, of a cgroup with inactive clean file pages counted as
+    /// free.
     pub room: u64,
-    /// What swapping out could add.
+    /// Bytes that swapping out could add.
     pub swap: u64,
-    /// What would count to it.
+    /// Bytes that would count against it.
     pub needed: u64,
     /// Whether that fits without swapping.
     pub fits: bool,
@@ -83,23 +84,23 @@ pub struct LimitReport {
 /// A limit that could not be read.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct UnreadableLimitReport {
-    /// Of the host or of which cgroup.
+    /// `this host`, or the path of a cgroup.
     pub place: String,
-    /// Why.
+    /// The reason.
     pub reason: String,
 }
 
-/// What was taken, in bytes, from before the first step until after the last; without huge pages put together.
+/// Memory taken, in bytes, from before the first step until after the last, without the collapse of huge pages.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct TakenReport {
-    /// Frames taken, less those that came free, by the plan.
+    /// Predicted frames taken, less the freed ones.
     pub predicted: u64,
-    /// The part of it that is of the parts that were withdrawn.
+    /// The part of it for unenrolled parts.
     pub withdrawn: u64,
-    /// By how much `AnonPages` grew, everybody's.
+    /// Growth of `AnonPages`, of all processes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub anon_pages: Option<i64>,
-    /// By how much `MemAvailable` fell, everybody's.
+    /// Decrease of `MemAvailable`, by all processes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mem_available: Option<i64>,
     /// `MemAvailable` before.
@@ -108,52 +109,52 @@ pub struct TakenReport {
     /// `MemAvailable` after.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mem_available_after: Option<u64>,
-    /// Copies of KSM pages that the kernel made, everybody's, in pages (`cow_ksm` of `/proc/vmstat`).
+    /// Copies of KSM pages that the kernel made, of all processes, in pages (`cow_ksm` of `/proc/vmstat`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copies: Option<u64>,
-    /// Copies that were predicted, in pages; zero pages are not among them.
+    /// Predicted copies, in pages, without zero pages.
     pub copies_predicted: u64,
 }
 
-/// A process that was enrolled.
+/// An enrolled process.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct UnmergedProcessReport {
-    /// Who it is.
+    /// The process.
     #[serde(flatten)]
     pub process: ProcessInfo,
-    /// How it is withdrawn: `whole`, `regions`, `qmp`, or `none` where that is not known.
+    /// How it is unenrolled: `whole`, `regions`, `qmp`, or `none` where that is not known.
     pub way: &'static str,
     /// Pages on KSM frames, before.
     pub merged_pages: u64,
-    /// Pages of zeros that KSM placed, before.
+    /// Zero pages that KSM placed, before.
     pub zero_pages: u64,
-    /// Frames that come free once those before it are withdrawn.
+    /// Frames that are freed after all processes before it are unenrolled.
     pub returned_pages: u64,
-    /// Why frames could not be looked at, where the pages are an upper bound.
+    /// Why frames could not be read, where the page counts are upper bounds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub estimated: Option<String>,
-    /// Parts in all.
+    /// Number of parts.
     pub parts: u64,
-    /// Parts that were withdrawn.
+    /// Unenrolled parts.
     pub parts_withdrawn: u64,
     /// `planned`, `untouched`, `withdrawn`, `partial`, `failed` or `ended`.
     pub state: &'static str,
     /// Pages on KSM frames, after.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged_pages_after: Option<u64>,
-    /// Pages of zeros that KSM placed, after.
+    /// Zero pages that KSM placed, after.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zero_pages_after: Option<u64>,
-    /// Of a guest: pages of firmware and video memory that stay merged, because no backend rules them.
+    /// Of a guest: pages of firmware and video memory that stay merged, because they belong to no backend.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub beside_pages: Option<u64>,
-    /// For how long a thread of it was stopped at a time, at most, in milliseconds.
+    /// The longest stop of a thread of it, in milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub longest_stop_ms: Option<f64>,
-    /// Its memory in huge pages: before unmerging, after, and after putting them together.
+    /// Its memory in huge pages: before unmerging, after, and after the collapse.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub huge: Option<HugePagesReport>,
-    /// What went wrong.
+    /// The error that ended the work on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
 }
@@ -161,16 +162,16 @@ pub struct UnmergedProcessReport {
 /// `AnonHugePages` in bytes.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct HugePagesReport {
-    /// Before anything was changed.
+    /// Before any change.
     pub before: u64,
-    /// After it was unmerged.
+    /// After unmerging.
     pub unmerged: u64,
-    /// After huge pages were put together.
+    /// After the collapse of huge pages.
     pub collapsed: u64,
 }
 
 impl GuardReport {
-    /// From a judgement.
+    /// From a memory check.
     pub fn from_judgement(check: &MemoryCheck) -> Self {
         let limits = check.limits_and_needs.iter().map(|(limit, needed)| LimitReport {
             place: limit.scope.to_string(),
@@ -196,7 +197,7 @@ impl GuardReport {
         }
     }
 
-    /// What passing a limit would do, for people.
+    /// The consequence of passing a limit, as text.
     pub(crate) fn limit_consequence(kind: &str) -> &'static str {
         match kind {
             _ if kind == LimitKind::Available.kernel_name() => "the host's OOM killer may end processes",

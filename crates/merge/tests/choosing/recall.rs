@@ -1,8 +1,8 @@
-//! Of whom is looked at again little is read, and what is found is what there is.
+//! Repeated censuses read few pages of known processes, and still find the same as a full census.
 
 use super::*;
 
-/// Looks at some processes, again and again, under one key.
+/// Repeated censuses of some processes under one key.
 struct CensusSeries {
     ages: StableAges,
     started: Instant,
@@ -10,15 +10,15 @@ struct CensusSeries {
     stop: AtomicBool,
 }
 
-/// What a look found.
+/// The result of a census.
 #[derive(Debug, PartialEq, Default)]
 struct CensusResult {
     covered: BTreeSet<(u32, usize)>,
     /// Pages that were read.
     pages_read: u64,
-    /// Pages of the first process that were not.
+    /// Pages of the first process that were taken from the cache.
     reused_pages: u64,
-    /// Pages that are taken to change.
+    /// Pages that count as volatile.
     volatile_pages: u64,
 }
 
@@ -34,7 +34,7 @@ impl CensusSeries {
         self.scan_pids(host, elapsed, &[])
     }
 
-    /// Look at all processes, or at some.
+    /// Scan all processes, or only some.
     fn scan_pids(&mut self, host: &SyntheticHost, elapsed: Duration, pids: &[u32]) -> CensusResult {
         let before = host.pages_read.load(Ordering::Relaxed);
         let (remembered, hasher) = self.ages.cache_and_hasher();
@@ -63,7 +63,7 @@ impl CensusSeries {
     }
 }
 
-/// Of two hundred and fifty-six pages, in pieces of 64, each alone with its content.
+/// Pages of a process: four blocks of 64 pages, each page with a unique content.
 const PROCESS_PAGES: u64 = 256;
 
 fn unique_pages(first_content: u64) -> Vec<SyntheticPage> {
@@ -75,7 +75,7 @@ fn host_with_activity(processes: &[SyntheticProcess]) -> SyntheticHost {
     SyntheticHost { activity: ran, ..SyntheticHost::new(processes) }
 }
 
-/// Some time after which others than its own threads may have written a process's memory.
+/// Time after which a process's memory may have been written from outside.
 const CACHE_LIFETIME: Duration = Duration::from_secs(3600);
 
 #[test]
@@ -85,8 +85,8 @@ fn inactive_process_is_cached_active_partly_read() {
     let mut look = |host: &SyntheticHost, after: u64| looks.scan_all(host, Duration::from_secs(after));
     assert_eq!(look(&host, 0), CensusResult { pages_read: PROCESS_PAGES, ..CensusResult::default() });
     assert_eq!(look(&host, 1), CensusResult { reused_pages: PROCESS_PAGES, ..CensusResult::default() });
-    assert!(look(&host, CACHE_LIFETIME.as_secs()).pages_read > 0, "others may have written to it");
-    // It runs all the while, and writes nothing.
+    assert!(look(&host, CACHE_LIFETIME.as_secs()).pages_read > 0, "other processes may have written to it");
+    // It runs all the time, and writes nothing.
     let mut read = Vec::new();
     for second in 1..=32 {
         host.activity.insert(1, (second + 1, 0));
@@ -95,12 +95,12 @@ fn inactive_process_is_cached_active_partly_read() {
         read.push(found.pages_read);
     }
     assert!(read.iter().sum::<u64>() <= PROCESS_PAGES * 32 / 6, "{read:?}");
-    // Of each piece four are read in a look.
+    // Each census reads four pages of each block.
     assert!(
         read[16..].iter().sum::<u64>() >= 4 * (64 + 15 * 4),
         "each piece is read whole in one look of 16: {read:?}"
     );
-    // Where the kernel does not tell, it may have run.
+    // If the kernel does not count, the process may have run.
     host.activity.insert(1, (0, 0));
     assert!(look(&host, CACHE_LIFETIME.as_secs() + 40).pages_read > 0);
 }
@@ -117,8 +117,8 @@ fn new_process_matches_cached_fingerprints() {
     ]);
     let found = looks.scan_all(&both, Duration::from_secs(2));
     assert_eq!(found.covered, BTreeSet::from([(1, 7), (1, 100), (1, 200), (2, 0), (2, 1), (2, 2)]));
-    assert_eq!((found.pages_read, found.reused_pages), (4 + 3 * 64, 64), "who rests is read where it has a partner");
-    // What it was remembered to hold it holds no longer, and its pages are read before they count.
+    assert_eq!((found.pages_read, found.reused_pages), (4 + 3 * 64, 64), "an idle block with a partner is read");
+    // Its content differs from the cache, so its pages are read before they count.
     let mut pages = unique_pages(1000);
     (pages[7], pages[100]) = (Stable(6), Stable(8));
     let changed = host_with_activity(&[process_with_pages(1, &pages), both.processes[1].clone()]);
@@ -128,7 +128,7 @@ fn new_process_matches_cached_fingerprints() {
 #[test]
 fn unread_pages_are_not_enrolled_with_read_ones() {
     let mut looks = CensusSeries::new();
-    // A range costs more than all that lies between two pages.
+    // A range costs more than all pages between two covered ones.
     looks.options.costs = Some(EnrollCostBytes { per_range: 1500, per_scanned_page: 1, ..CHEAP_COSTS });
     let host = host_with_activity(&[
         process_with_pages(1, &unique_pages(1000)),
@@ -172,7 +172,7 @@ fn enrolled_and_foreign_processes_are_always_read() {
     );
 }
 
-/// A content that another domain has enrolled, in a page between two that are worth a range with all between them.
+/// A content that another domain has enrolled, in a page between two pages that justify one range across the gap.
 #[test]
 fn unverified_pages_are_not_enrolled_with_neighbors() {
     let of = |changed: SyntheticPage| {
@@ -183,13 +183,13 @@ fn unverified_pages_are_not_enrolled_with_neighbors() {
     let between = Some(EnrollCostBytes { per_range: 1500, per_scanned_page: 1, ..CHEAP_COSTS });
     let witness = || SyntheticProcess { enrolled: true, ..process_with_pages(2, &[Stable(9)]) };
     let witnesses = vec![ProcessId { pid: Pid(2), start_time: 1 }];
-    // It rests, by its own account: a device wrote to it. Then what was to be merged with is new.
+    // The process is inactive by its own counters, but a device wrote to it. Then its partners are new.
     let mut looks = CensusSeries::new();
     looks.options.costs = between;
     let mut host = host_with_activity(&[process_with_pages(1, &unique_pages(1000)), witness()]);
     looks.scan_pids(&host, Duration::ZERO, &[1]);
     host.processes[0] = of(Stable(9));
-    // So that its witness is read.
+    // So that the foreign process is read.
     looks.options.enrolled_processes = witnesses.clone();
     let fresh = covered_pages(
         &take_census_on(
@@ -201,12 +201,12 @@ fn unverified_pages_are_not_enrolled_with_neighbors() {
         )
         .0,
     );
-    assert_eq!(fresh, BTreeSet::from([(1, 10), (1, 14)]), "as it is without remembering");
+    assert_eq!(fresh, BTreeSet::from([(1, 10), (1, 14)]), "the same without a cache");
     host.processes.push(process_with_pages(1, &[Stable(1010), Stable(7)]));
     host.activity.insert(3, (1, 0));
     let found = looks.scan_pids(&host, Duration::from_secs(1), &[1, 3]).covered;
     assert!(!found.contains(&(1, 12)), "{found:?}");
-    // It changes each time until it holds that.
+    // It changes each time until it has that content.
     let mut looks = CensusSeries::new();
     (looks.options.costs, looks.options.enrolled_processes) = (between, witnesses);
     for second in 0..40 {
@@ -219,7 +219,7 @@ fn unverified_pages_are_not_enrolled_with_neighbors() {
 
 #[test]
 fn unreadable_pages_are_not_counted() {
-    // The same, but nobody has seen them side by side.
+    // The same, but no census has seen them side by side.
     let host =
         host_with_activity(&[process_with_pages(1, &unique_pages(1000)), process_with_pages(1, &unique_pages(1000))]);
     let mut looks = CensusSeries::new();
@@ -243,7 +243,7 @@ fn new_and_changed_pages_are_read() {
     for second in 0..6 {
         look(&mut host, second);
     }
-    // Everything is written, and there are pages that were not there: one like one of each piece.
+    // All pages are rewritten, and new pages appear: one equal to one page of each block.
     let of_each = |from: u64| (0..4).map(move |piece| Stable(from + piece * 64));
     let written: Vec<SyntheticPage> = unique_pages(9000).into_iter().chain(of_each(9000)).collect();
     host.processes[0] = process_with_pages(1, &written);
@@ -251,7 +251,7 @@ fn new_and_changed_pages_are_read() {
         (0..4).flat_map(move |i| [(1, i * 64 + at), (1, PROCESS_PAGES as usize + i)]).collect::<BTreeSet<_>>()
     };
     assert_eq!(look(&mut host, 10), shared(0));
-    // Where it has just been written, one page that is written alone is found, too.
+    // Near recent writes, a single written page is found, too.
     let mut pages = written[..PROCESS_PAGES as usize].to_vec();
     (0..4).for_each(|piece| pages[piece * 64 + 3] = Stable(20000 + piece as u64 * 64));
     host.processes[0] = process_with_pages(1, &pages.into_iter().chain(of_each(20000)).collect::<Vec<_>>());
@@ -311,7 +311,7 @@ fn volatile_pages_are_read_less_often_until_stable() {
     };
     let read: Vec<u64> = (0..40).map(|second| look(&mut host, second).pages_read).collect();
     assert_eq!(read[..2], [PROCESS_PAGES + 2; 2], "{read:?}");
-    // In one look of eight, with a sixteenth and four of each piece of the others, and the partner.
+    // They are read in one census of eight, with a sixteenth of the other blocks, four pages of each, and the partner.
     let late = read[24..].iter().sum::<u64>();
     assert!((32 * 2..32 * 2 + 16 * (16 + 16 + 2)).contains(&late), "{late}: {read:?}");
     let some = [&[Stable(7), Stable(8)][..], &[Volatile; 30]].concat();
@@ -319,7 +319,7 @@ fn volatile_pages_are_read_less_often_until_stable() {
     let found: Vec<_> = (40..57).map(|second| look(&mut host, second).covered).collect();
     let shared = BTreeSet::from([(1, 0), (1, 1), (2, 0), (2, 1)]);
     assert!(found[8..].iter().all(|found| *found == shared), "{found:?}");
-    // What is still again, though it is like nothing else, is not taken to change for ever.
+    // A page that is stable again does not count as volatile for ever, even if it is unique.
     host.processes[0] = with(&[Stable(7), Stable(8)]);
     let found: Vec<_> = (57..82).map(|second| look(&mut host, second).volatile_pages).collect();
     assert!(found[0] > 0 && found[17..].iter().all(|volatile| *volatile == 0), "{found:?}");
@@ -338,7 +338,7 @@ fn sparse_blocks_are_not_cached() {
 #[test]
 fn stopped_or_partial_scan_does_not_corrupt_cache() {
     let mut looks = CensusSeries::new();
-    // Beyond what is read at once, with pieces in two portions.
+    // More than one read takes at once, with blocks in two portions.
     let pages: Vec<SyntheticPage> = [Hole].into_iter().chain((0..20000).map(|i| Stable(1000 + i))).collect();
     let mut host = host_with_activity(&[process_with_pages(1, &pages), process_with_pages(1, &[Stable(1063)])]);
     assert_eq!(looks.scan_pids(&host, Duration::ZERO, &[1]).pages_read, 20000);
@@ -356,7 +356,7 @@ fn stopped_or_partial_scan_does_not_corrupt_cache() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whatever was written unseen, nothing is enrolled that another domain has enrolled, or that is enrolled in another.
+    /// Whatever was written unseen: no content is enrolled that another domain has enrolled, or in two domains.
     #[test]
     fn cache_never_merges_across_domains(
         contents in prop::collection::vec(1u64..300, 300),
@@ -387,8 +387,8 @@ proptest! {
         }
     }
 
-    /// What is covered is shared, whatever is remembered; and after as many looks as it takes for each piece to be read
-    /// whole it is what is found without remembering anything.
+    /// Covered pages are shared, whatever the cache contains. Once each block was read whole, the result equals a
+    /// census without a cache.
     #[test]
     fn cached_census_converges_to_uncached_census(
         contents in prop::collection::vec(1u64..400, 150),
@@ -411,7 +411,7 @@ proptest! {
             let count = |content: u64| contents.iter().filter(|other| **other == content).count();
             for (pid, page) in found.covered {
                 let content = contents[page + if pid == 2 { 100 } else { 0 }];
-                prop_assert!(count(content) > 1, "page {page} of {pid} is shared with nobody");
+                prop_assert!(count(content) > 1, "page {page} of {pid} has no partner");
             }
         }
         for step in 0..17 {

@@ -1,18 +1,18 @@
-//! Whoever is enrolled in another trust domain and rests is remembered, and kept apart from like whoever is read.
+//! Inactive enrolled processes of other trust domains are cached, and kept apart like those that are read.
 
 use super::*;
 
-/// A time within a second of the beginning.
+/// A time within a second of the start.
 const ONE_SECOND: Duration = Duration::from_secs(1);
 
-/// Looks at the first process, with all others enrolled.
+/// Repeated censuses of the first process; all other processes are enrolled.
 struct ForeignCensusSeries {
     ages: StableAges,
     started: Instant,
 }
 
-/// What a look at the first process of a host found: the pages of it that are covered, how many pages were read, and
-/// how often regions were.
+/// The result of a census of the first process: its covered pages, the number of pages read, and the number of reads of
+/// regions.
 #[derive(Debug, PartialEq)]
 struct ForeignCensusResult {
     covered_pages: BTreeSet<usize>,
@@ -45,29 +45,29 @@ impl ForeignCensusSeries {
                 .unwrap();
         let [read, listed] = [0, 1].map(|of| count()[of] - before[of]);
         let covered = covered_pages(&census).into_iter().map(|(pid, page)| {
-            assert_eq!(pid, 1, "nobody else was chosen");
+            assert_eq!(pid, 1, "no other process was selected");
             page
         });
         ForeignCensusResult { covered_pages: covered.collect(), pages_read: read, smaps_reads: listed }
     }
 }
 
-/// Two of a content that somebody has merged in another domain, and five that nobody has, with one between them that
-/// somebody has enrolled, and one that is nobody else's.
+/// Two pages of a content that is merged in another domain, five of a content that is merged nowhere with one foreign
+/// content between them, and one unique page.
 const SUBJECT_PAGES: [SyntheticPage; 9] =
     [Stable(7), Stable(7), Stable(20), Stable(20), Stable(8), Stable(20), Stable(20), Stable(9), Stable(20)];
 
 /// A hole costs less than a further range.
 const BRIDGING_COSTS: EnrollCostBytes = EnrollCostBytes { per_range: 1000, ..CHEAP_COSTS };
 
-/// Those that may be merged, and the hole between them.
+/// The pages that may be merged, and the unique page between them.
 const EXPECTED_COVERED_PAGES: [usize; 6] = [2, 3, 5, 6, 7, 8];
 
 fn foreign_process() -> SyntheticProcess {
     process_with_pages(2, &[Merged(7), Merged(7), Stable(8), Merged(30), Stable(31)])
 }
 
-/// A host that tells what has run: nobody, so far.
+/// A host with activity counters, in which no process has run so far.
 fn host_with_activity(processes: &[SyntheticProcess]) -> SyntheticHost {
     let ran = (1..=processes.len() as u32).map(|pid| (pid, (1, 0))).collect();
     SyntheticHost { activity: ran, ..SyntheticHost::new(processes) }
@@ -75,7 +75,7 @@ fn host_with_activity(processes: &[SyntheticProcess]) -> SyntheticHost {
 
 #[test]
 fn inactive_foreign_process_is_cached() {
-    // Both domains are known from the beginning, or the witness's alone.
+    // Both domains are known from the start, or only the foreign process's.
     for uid in [1, 3] {
         let host = host_with_activity(&[process_with_pages(uid, &SUBJECT_PAGES), foreign_process()]);
         let mut looks = ForeignCensusSeries::new();
@@ -109,8 +109,8 @@ fn active_or_expired_foreign_process_is_reread() {
     assert_eq!([5, 6].map(|second| listed(&host, ONE_SECOND * second)), [2, 1], "it had a page fault");
     let hour = Duration::from_secs(3600);
     assert_eq!(listed(&host, ONE_SECOND * 4 + hour), 1);
-    assert_eq!(listed(&host, ONE_SECOND * 5 + hour), 2, "others may have written to it");
-    // What it holds now counts.
+    assert_eq!(listed(&host, ONE_SECOND * 5 + hour), 2, "other processes may have written to it");
+    // Its current contents count.
     host.activity.insert(2, (3, 1));
     host.processes[1] = process_with_pages(2, &[Merged(20)]);
     let covered_pages = looks.scan_first(&host, ONE_SECOND * 6 + hour, &options).covered_pages;
@@ -119,7 +119,7 @@ fn active_or_expired_foreign_process_is_reread() {
         looks.scan_first(&host, ONE_SECOND * 7 + hour, &options),
         ForeignCensusResult { covered_pages, pages_read: 9, smaps_reads: 1 }
     );
-    // Where the kernel does not count, nothing tells whether anybody has run.
+    // If the kernel does not count, it is unknown whether the process has run.
     host.activity.insert(2, (0, 1));
     assert_eq!([8, 9].map(|second| looks.scan_first(&host, ONE_SECOND * second + hour, &options).smaps_reads), [2, 2]);
 }
@@ -139,24 +139,24 @@ fn content_of_two_foreign_processes_is_avoided() {
     host.activity.insert(2, (2, 0));
     let some = looks.scan_first(&host, ONE_SECOND, &options);
     assert_eq!((&some.covered_pages, some.smaps_reads), (&covered, 2));
-    // Its own domain has it merged, but so has another that rests.
+    // Its own domain has merged it, but so has another domain whose process is inactive.
     host.processes[0].uid = 3;
     assert_eq!(looks.scan_first(&host, ONE_SECOND, &options).covered_pages, covered);
-    // Where only its own domain has it, it may join.
+    // If only its own domain has merged it, it may join.
     host.processes[2] = process_with_pages(2, &[Merged(40)]);
     host.activity.insert(3, (2, 0));
     assert_eq!(looks.scan_first(&host, ONE_SECOND, &options).covered_pages, BTreeSet::from(EXPECTED_COVERED_PAGES));
 }
 
 proptest! {
-    /// Whether they are read or remembered, the same is covered.
+    /// The same pages are covered whether foreign processes are read or cached.
     #[test]
     fn cached_foreign_contents_forbid_the_same_pages(
         mut processes in any_processes(),
         range in 0i64..2000,
         use_zero_pages in any::<bool>(),
     ) {
-        // Nobody has run.
+        // No process has run.
         let pages = processes.iter_mut().flat_map(|made| &mut made.pages);
         pages.filter(|page| **page == SyntheticPage::Volatile).for_each(|page| *page = SyntheticPage::Hole);
         let host = host_with_activity(&processes);

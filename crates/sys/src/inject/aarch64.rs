@@ -1,13 +1,17 @@
-//! aarch64: registers, the signal frame, and the code that a thread is parked at.
+//! aarch64: registers, the signal frame, and the code at which a thread is parked.
 //!
 //! Mirrors arch/arm64/kernel/signal.c, arch/arm64/include/uapi/asm/sigcontext.h, ptrace.h and
-//! arch/arm64/kernel/vdso/sigreturn.S (6.18). The kernel winds an interrupted call back before a tracer sees the
-//! thread, so it begins anew when the thread goes on: a relative sleep that is interrupted here sleeps its full time
-//! again, so that one longer than the time between two of many stops ends after the last of them only. A signal that
-//! comes meanwhile is to the thread as one that came right before the call. Limits: calls that end with EINTR when
-//! stopped (epoll_wait(2)) do so if they wait for a limited time, or began in the moment before the stop; a length of
-//! scalable vectors that was set for the next exec alone (PR_SVE_SET_VL_ONEXEC) is forgotten where such vectors are
-//! live; threads with vectors too long for a frame, with live SME state or with a guarded control stack are refused.
+//! arch/arm64/kernel/vdso/sigreturn.S (6.18).
+//!
+//! The kernel rewinds an interrupted call before a tracer sees the thread, so the call restarts when the thread
+//! continues. A relative sleep then sleeps its full time again. A sleep longer than the interval between repeated stops
+//! therefore ends only after the last stop. A signal that arrives during the stop acts as if it had arrived right
+//! before the call.
+//!
+//! Limits: calls that end with EINTR when stopped (epoll_wait(2)) do so if they have a timeout, or if they began
+//! immediately before the stop. A vector length that was set for the next exec only (PR_SVE_SET_VL_ONEXEC) is lost if
+//! SVE registers are live. Threads with vectors too long for a frame, with live SME state or with a guarded control
+//! stack are refused.
 
 use std::io;
 use std::time::Duration;
@@ -30,23 +34,24 @@ const PR_SHADOW_STACK_ENABLE: u8 = 1;
 
 /// Number of `rt_sigreturn`.
 pub const SYS_RT_SIGRETURN: i64 = 139;
-/// The procedure call standard has none.
+/// The procedure call standard defines no red zone.
 pub const RED_ZONE_BYTES: u64 = 0;
-/// Whether the kernel's own code, `[vdso]`, may hold the stub.
+/// Whether the stub may lie in the kernel's own code, `[vdso]`.
 pub const STUB_IN_VDSO: bool = true;
-/// Whether a call that was interrupted still has its first argument.
+/// Whether an interrupted call still has its first argument.
 pub const KEEPS_FIRST_ARGUMENT: bool = false;
 
-/// io_getevents, epoll_pwait, rt_sigtimedwait, semtimedop, semop, io_pgetevents, epoll_pwait2: see the head.
+/// io_getevents, epoll_pwait, rt_sigtimedwait, semtimedop, semop, io_pgetevents, epoll_pwait2: see the module
+/// documentation.
 pub const INTERRUPTED_BY_STOP: [u64; 7] = [4, 22, 137, 192, 193, 292, 441];
 
-/// System calls that end so if they wait for a socket with a timeout, or for whatever else cannot be restarted by
-/// itself: read, write, readv, writev, accept, connect, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg,
-/// sendmmsg, io_uring_enter. None has done anything then.
+/// System calls that end with EINTR if they wait for a socket with a timeout, or for another operation that cannot
+/// restart: read, write, readv, writev, accept, connect, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg,
+/// sendmmsg, io_uring_enter. A call that ends so has done nothing.
 const SOMETIMES_INTERRUPTED_BY_STOP: [u64; 14] = [63, 64, 65, 66, 202, 203, 206, 207, 211, 212, 242, 243, 269, 426];
 
-/// `nop; mov x8, #139; svc #0`: the `nop` is there so that unwinders may look one instruction back. A call that the
-/// kernel restarts comes back to it.
+/// `nop; mov x8, #139; svc #0`. The `nop` lets unwinders read one instruction back. A call that the kernel restarts
+/// returns to it.
 const NOP_STUB_CODE: [u8; 12] = [0x1f, 0x20, 0x03, 0xd5, 0x68, 0x11, 0x80, 0xd2, 0x01, 0x00, 0x00, 0xd4];
 
 /// `struct rt_sigframe`: siginfo, then `struct ucontext`.
@@ -59,17 +64,17 @@ const FRAME_BYTES: usize = RECORDS_OFFSET + 4096;
 const FPSIMD_MAGIC: u32 = 0x4650_8001;
 const FPSIMD_BYTES: u32 = 528;
 const SVE_MAGIC: u32 = 0x5356_4501;
-/// `struct user_sve_header`, and `struct sve_context` before its registers: both are as long.
+/// `struct user_sve_header`, and `struct sve_context` before its registers: both have this length.
 const SVE_HEADER_BYTES: usize = 16;
-/// SVE_PT_REGS_SVE: the state is not merely that of the old vectors.
+/// SVE_PT_REGS_SVE: the set has full SVE registers, not only the FPSIMD part.
 const SVE_PT_REGS_SVE: u8 = 1;
-/// No register set of scalable vectors is longer (SVE_PT_SIZE for vectors of 256 bytes).
+/// The longest possible SVE register set (SVE_PT_SIZE for vectors of 256 bytes).
 const MAX_SVE_SET_BYTES: usize = 9 << 10;
-/// No mode of an alternate stack, which `sigreturn` therefore leaves alone.
+/// Not a valid mode of an alternate stack, so `sigreturn` does not change the alternate stack.
 const SS_FLAGS_INVALID: u64 = 3;
 
-/// PSR_BTYPE_MASK: an indirect branch was just taken, so that the next instruction of a guarded page must be a landing
-/// for such. The stub is none: the kernel has handlers return to it.
+/// PSR_BTYPE_MASK: an indirect branch was just taken, so the next instruction of a guarded page must be a landing
+/// instruction. The stub has none: the kernel makes handlers return to it.
 const PSR_BTYPE_MASK: u64 = 0xc00;
 
 const ERESTARTSYS: i64 = -512;
@@ -77,7 +82,7 @@ const ERESTARTNOINTR: i64 = -513;
 const ERESTARTNOHAND: i64 = -514;
 const ERESTART_RESTARTBLOCK: i64 = -516;
 
-/// `struct user_pt_regs`, and the number of the call that the thread is in, or -1.
+/// `struct user_pt_regs`, and the number of the system call that the thread is in, or -1.
 #[derive(Clone, Copy, Debug)]
 pub struct Registers {
     words: [u64; 34],
@@ -88,28 +93,28 @@ const SP_INDEX: usize = 31;
 const PC_INDEX: usize = 32;
 const PSTATE_INDEX: usize = 33;
 
-/// All that a thread has in its processor.
+/// The complete register state of a thread.
 #[derive(Clone)]
 pub struct ThreadState {
     pub registers: Registers,
     /// `struct user_fpsimd_state`: 32 vectors, fpsr, fpcr.
     fpsimd_registers: [u8; 528],
-    /// The register set of scalable vectors; nothing where none are live.
+    /// The SVE register set; empty if no SVE registers are live.
     sve_registers: Vec<u8>,
 }
 
-/// Positions of the stub and of the landing in code: they are one here.
+/// Positions of the stub and of the return site in code. They are the same here.
 pub fn find_sites(code: &[u8]) -> (Option<usize>, Option<usize>) {
     let stub = memmem::find(code, &NOP_STUB_CODE).map(|position| position + 4);
     (stub, stub)
 }
 
-/// Whether the code is still what was found.
+/// Whether the code at both sites is unchanged.
 pub fn are_sites_intact(stub: &[u8; 16], return_code: &[u8; 16]) -> bool {
     stub.starts_with(&NOP_STUB_CODE[4..]) && return_code.starts_with(&NOP_STUB_CODE)
 }
 
-/// Where to read the code that [`are_sites_intact`] looks at.
+/// The address of the code that [`are_sites_intact`] compares.
 pub fn return_code_address(return_site: u64) -> u64 {
     return_site - 4
 }
@@ -141,18 +146,18 @@ impl ThreadState {
             Some(libc::ENOEXEC) => InjectError::Unsupported("it is a 32-bit program".to_owned()),
             _ => operation_failed("reading its registers")(error),
         })?;
-        // `struct user_gcs` (6.13): features_enabled at 0. `sigreturn` would look for a token on that stack that only
-        // the kernel can put there.
+        // `struct user_gcs` (6.13): features_enabled at 0. `sigreturn` would expect a token on that stack that only the
+        // kernel can write.
         let mut control = [0; 24];
         if thread.read_register_set(NT_ARM_GCS, &mut control).is_ok() && control[0] & PR_SHADOW_STACK_ENABLE != 0 {
             return Err(InjectError::Unsupported("it runs with a guarded control stack".to_owned()));
         }
         let mut vectors = [0; 528];
         thread.read_register_set(NT_PRFPREG, &mut vectors).map_err(operation_failed("reading its vector registers"))?;
-        // A processor without an extension has no such set.
+        // A processor without the extension has no such set.
         let mut header = [0; SVE_HEADER_BYTES];
         if thread.read_register_set(NT_ARM_SSVE, &mut header).is_ok() && has_sve_registers(&header) {
-            return Err(InjectError::Busy("it is in the midst of streaming vectors".to_owned()));
+            return Err(InjectError::Busy("it is in streaming SVE mode".to_owned()));
         }
         let mut scalable = vec![0; MAX_SVE_SET_BYTES];
         let filled = thread.read_register_set(NT_ARM_SVE, &mut scalable).unwrap_or(0);
@@ -161,7 +166,7 @@ impl ThreadState {
             let record = sve_record_bytes(&scalable);
             if scalable.len() < record || RECORDS_OFFSET + FPSIMD_BYTES as usize + record + 8 > FRAME_BYTES {
                 return Err(InjectError::Busy(
-                    "it is in the midst of vectors too long for a signal's frame".to_owned(),
+                    "its SVE vectors are too long for a signal frame".to_owned(),
                 ));
             }
         }
@@ -170,14 +175,14 @@ impl ThreadState {
         if thread.read_register_set(NT_ARM_ZA, &mut header).is_ok()
             && u32::from_ne_bytes([header[0], header[1], header[2], header[3]]) > 16
         {
-            return Err(InjectError::Busy("it is in the midst of matrix arithmetic".to_owned()));
+            return Err(InjectError::Busy("its SME matrix state is live".to_owned()));
         }
         Ok(Self { registers, fpsimd_registers: vectors, sve_registers: scalable })
     }
 
-    /// Give the thread what a call may have changed.
+    /// Restore the registers that a call may have changed.
     pub fn restore(&self, thread: TracedThread) -> io::Result<()> {
-        // Every call clears scalable vectors but for what the old ones have of them (`fp_user_discard`).
+        // Each call clears SVE registers except their FPSIMD part (`fp_user_discard`).
         if !self.sve_registers.is_empty() {
             thread.write_register_set(NT_ARM_SVE, &self.sve_registers)?;
         }
@@ -188,7 +193,7 @@ impl ThreadState {
         self.registers.words[SP_INDEX]
     }
 
-    /// The instruction it is at, unless it is in a system call.
+    /// The address of its next instruction, unless it is in a system call.
     pub fn user_ip(&self) -> Option<u64> {
         (self.registers.syscall_number < 0).then_some(self.registers.words[PC_INDEX])
     }
@@ -197,9 +202,11 @@ impl ThreadState {
         self.registers.words[PC_INDEX] = ip;
     }
 
-    /// A call that answers EINTR because of the stop is to begin anew, if no argument of it limits its time. Its answer
-    /// has replaced its first argument, which `blocked_call` knows: the call that the thread was found waiting in once it was
-    /// traced, from when on no handler of a signal has run in it. Whether it was so.
+    /// Restart a call that returns EINTR because of the stop, if none of its arguments limits its time. Returns whether
+    /// it did.
+    ///
+    /// The result has replaced the call's first argument. `blocked_call` still has it: the call in which the thread
+    /// waited when tracing began. No signal handler has run in the thread since then.
     pub fn restart_interrupted_call(
         &mut self,
         _now: Duration,
@@ -229,8 +236,8 @@ impl ThreadState {
         true
     }
 
-    /// Whether bytes are a whole frame of [`ThreadState::build_frame`] and nothing else. One of the kernel's has another alternate
-    /// stack, and says of what signal it is.
+    /// Whether the bytes are exactly one complete frame of [`ThreadState::build_frame`]. A frame of the kernel has
+    /// another alternate stack and a signal number.
     pub fn is_own_frame(&self, bytes: &[u8], _sites: InjectionSites) -> bool {
         let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_ne_bytes(at.try_into().expect("eight bytes")));
         let end = RECORDS_OFFSET + FPSIMD_BYTES as usize;
@@ -244,13 +251,13 @@ impl ThreadState {
             && bytes.get(end..).is_some_and(|rest| rest.iter().all(|&byte| byte == 0))
     }
 
-    /// How many bytes [`ThreadState::build_frame`] has at most.
+    /// The maximum size of a frame of [`ThreadState::build_frame`], in bytes.
     pub fn max_frame_bytes(&self) -> usize {
         FRAME_BYTES
     }
 
-    /// What is to be written at `base`, 64-byte aligned, so that a thread that [`parked_registers`] stands at the stub comes back
-    /// to this state by itself, with that signal mask.
+    /// The frame to write at `base`, 64-byte aligned. A thread that [`parked_registers`] puts at the stub then restores
+    /// this state and this signal mask by itself.
     pub fn build_frame(&self, _base: u64, signal_mask: u64, _sites: InjectionSites) -> Vec<u8> {
         let mut bytes = vec![0; FRAME_BYTES];
         let mut put = |at: usize, value: u64| bytes[at..at + 8].copy_from_slice(&value.to_ne_bytes());
@@ -260,12 +267,12 @@ impl ThreadState {
             put(SIGCONTEXT_OFFSET + 8 + position * 8, word);
         }
         put(RECORDS_OFFSET, u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32);
-        // fpsr and fpcr come first in the frame, last in the register set.
+        // fpsr and fpcr come first in the frame, but last in the register set.
         bytes[RECORDS_OFFSET + 8..RECORDS_OFFSET + 16].copy_from_slice(&self.fpsimd_registers[512..520]);
         bytes[RECORDS_OFFSET + 16..RECORDS_OFFSET + 528].copy_from_slice(&self.fpsimd_registers[..512]);
         if !self.sve_registers.is_empty() {
-            // The registers lie in the record as in the register set; of its header the record has the length of
-            // vectors.
+            // The record has the registers in the same layout as the register set. Of its header, the record has only
+            // the vector length.
             let record = sve_record_bytes(&self.sve_registers);
             let place = &mut bytes[RECORDS_OFFSET + FPSIMD_BYTES as usize..][..record];
             place.copy_from_slice(&self.sve_registers[..record]);
@@ -278,24 +285,24 @@ impl ThreadState {
     }
 }
 
-/// Whether a `struct user_sve_header`, whose flags are at 12, tells of registers.
+/// Whether a `struct user_sve_header`, with flags at 12, announces registers.
 fn has_sve_registers(header: &[u8]) -> bool {
     header[12] & SVE_PT_REGS_SVE != 0
 }
 
-/// How long the record of a register set of scalable vectors is in a frame: 32 vectors, 17 predicates of a bit for each
-/// byte of a vector (SVE_SIG_CONTEXT_SIZE). The length of a vector is at 8 of the header.
+/// The length of the record of an SVE register set in a frame: 32 vectors and 17 predicates with one bit for each
+/// vector byte (SVE_SIG_CONTEXT_SIZE). The vector length is at 8 of the header.
 fn sve_record_bytes(scalable: &[u8]) -> usize {
     let vector = usize::from(u16::from_ne_bytes([scalable[8], scalable[9]]));
     SVE_HEADER_BYTES + (32 * vector + 17 * vector / 8).next_multiple_of(16)
 }
 
-/// Whether the kernel means to restart the call that came to this.
+/// Whether this result means that the kernel will restart the call.
 pub fn is_restart_code(result: i64) -> bool {
     matches!(result, ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
 }
 
-/// At the stub: the next instructions are `rt_sigreturn` of the frame at `base`.
+/// Registers of a thread at the stub: the next instructions are `rt_sigreturn` of the frame at `base`.
 pub fn parked_registers(state: &ThreadState, frame_address: u64, sites: InjectionSites) -> Registers {
     let mut registers = state.registers;
     registers.words[PC_INDEX] = sites.sigreturn_stub;
@@ -305,18 +312,18 @@ pub fn parked_registers(state: &ThreadState, frame_address: u64, sites: Injectio
     registers
 }
 
-/// Whether a thread whose tracer died may be on its way through its frame.
+/// Whether a thread whose tracer died may be executing `sigreturn` with its frame.
 pub fn may_be_in_sigreturn(registers: &Registers, sites: InjectionSites) -> bool {
     (sites.sigreturn_stub - 4..=sites.sigreturn_stub + 8).contains(&registers.words[PC_INDEX])
 }
 
-/// Whether a thread that stopped is at the entry of the stub's own call.
+/// Whether a stopped thread is at the entry of the stub's own call.
 pub fn is_at_sigreturn_entry(registers: &Registers, sites: InjectionSites) -> bool {
     i64::from(registers.syscall_number) == SYS_RT_SIGRETURN && registers.words[PC_INDEX] == sites.sigreturn_stub + 8
 }
 
-/// Turn the call that a thread is at the entry of into another, that comes back to the stub. If the kernel restarts the
-/// call it is from the `nop` before.
+/// Replace the call at whose entry the thread stopped by another one, which returns to the stub. If the kernel restarts
+/// the call, it starts at the `nop` before it.
 pub fn replace_call(
     thread: TracedThread,
     parked: &Registers,
@@ -352,7 +359,7 @@ mod tests {
         }
     }
 
-    /// A register set of vectors of so many bytes.
+    /// A register set with vectors of this many bytes.
     fn sve_register_set(vector: u16) -> Vec<u8> {
         let registers = 32 * usize::from(vector) + 17 * usize::from(vector) / 8;
         let mut set = vec![0; SVE_HEADER_BYTES];
@@ -435,7 +442,7 @@ mod tests {
         };
         assert_eq!(forgiven(words, Some(&call)), Some([3, 0x4000]));
         assert_eq!(forgiven(words, None), None);
-        // It is another call by now, or at another place, or came to something.
+        // A different call, address or result is not restarted.
         for (register, value) in [(0, 1), (1, 9), (5, 9), (8, 21), (SP_INDEX, 0x7f10), (PC_INDEX, 0x4000)] {
             let mut words = words;
             words[register] = value;
@@ -447,7 +454,7 @@ mod tests {
         // read: a socket's timeout is not among its arguments.
         words[8] = 63;
         assert_eq!(forgiven(words, Some(&BlockedCall { number: 63, ..call })), Some([3, 0x4000]));
-        // What other calls answer is theirs: openat.
+        // openat: other calls keep their result.
         words[8] = 56;
         assert_eq!(forgiven(words, Some(&BlockedCall { number: 56, ..call })), None);
     }

@@ -1,38 +1,43 @@
 //! System calls made inside another running process, from outside.
 //!
-//! Some of what a process may do to its memory the kernel takes only from itself: `MADV_MERGEABLE` and
-//! `PR_SET_MEMORY_MERGE` among it. So one thread of it is stopped for a moment by ptrace(2), makes the call, and goes
-//! on where it was; the other threads never stop.
+//! The kernel accepts some memory operations only from the process itself, among them `MADV_MERGEABLE` and
+//! `PR_SET_MEMORY_MERGE`. So ptrace(2) stops one thread of the process for a moment, the thread makes the call, and
+//! then continues where it was. The other threads never stop.
 //!
-//! **The thread is at all times one instruction away from healing itself.** Before anything of it is changed, a signal
-//! frame is laid out on its stack, below what is in use: the one that the kernel would write if a signal came just
-//! then, holding every register, the vector state and the signal mask. The thread is then parked at the code that ends
-//! signal handlers (`rt_sigreturn`), with the stack pointer at that frame. Whenever the tracer is gone from here on, by
-//! `kill -9` or a crash, the kernel lets the thread go and it restores itself.
+//! **The thread can restore itself with one instruction at any time.** Before anything changes, a signal frame is
+//! written on the thread's stack, below the part in use. It is the frame that the kernel would write for a signal at
+//! this moment: all registers, the vector state and the signal mask. The thread is then parked at the code that ends
+//! signal handlers (`rt_sigreturn`), with the stack pointer at that frame. If the tracer ends from here on, by
+//! `kill -9` or a crash, the kernel releases the thread and the thread restores itself.
 //!
-//! A call is made by letting the thread enter `rt_sigreturn` and turning that, at its entry, into the call that is
-//! wanted, with a return address that leads back to the stub. There the thread is again at the next call's beginning.
-//! While it is parked all signals are blocked; they stay pending and are delivered afterwards.
+//! To make a call, the thread enters `rt_sigreturn`. At its entry the tracer replaces that call by the wanted one, with
+//! a return address that leads back to the stub. There the thread can begin the next call. While it is parked, all
+//! signals are blocked; they stay pending and are delivered afterwards.
 //!
 //! At the end the thread is made to trap before it returns to user mode. That is the place in the kernel (`get_signal`)
-//! at which it was found, so that its registers, among them the number of an interrupted call, can be put back as they
-//! were: the kernel restarts the call as if nothing had happened, on x86-64 a sleep with the time that is left. A
-//! tracer that died takes that last finesse with it: the call then begins anew. What is left is a mark in a few KiB of
-//! stack that nobody had ever used, by which they are known the next time.
+//! at which it was first stopped. Its registers, among them the number of an interrupted call, can then be restored
+//! exactly. The kernel restarts the call without any difference; on x86-64 a sleep continues with the time that is
+//! left. If the tracer dies, the call restarts from its beginning instead. The only trace is a mark in a few KiB of
+//! stack that were never used. It identifies these pages at the next visit.
 //!
-//! Nor does a tracer that is itself stopped keep the thread: it is a process beside Pagefold that job control does not
-//! reach, and a timer of the kernel ends one that a SIGSTOP or a frozen cgroup holds (`tracer`).
+//! A stopped tracer does not keep the thread stopped either. The tracer is a separate process that job control does not
+//! reach. A kernel timer ends a tracer that a SIGSTOP or a frozen cgroup stopped (`tracer`).
 //!
-//! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18); what depends on the processor
-//! is in one module each. Limits: a thread with a seccomp filter needs it suspended (CAP_SYS_ADMIN), which is so only
-//! while the thread is parked, and ends with the tracer: if that is killed in the microseconds between turning a call
-//! and the kernel's check of it, a filter that forbids the call judges it. Without that privilege the same goes for a
-//! filter that another thread puts on this one while it is parked. A few calls (epoll_wait(2), sigwaitinfo(2), sockets
-//! with a timeout: signal(7)) end with EINTR when their thread is stopped by whatever means; that is undone, with a
-//! socket's timeout begun anew, but not by a tracer that is killed before the thread is parked. What a socket had sent
-//! or received in part is told as a short count, as after any stop. A signal that only the mask of ppoll(2) and its
-//! like held back ends that wait. 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system
-//! calls themselves are refused.
+//! Mirrors kernel/ptrace.c, kernel/signal.c, kernel/entry/common.c, kernel/rseq.c (6.18). Each architecture has its own
+//! module.
+//!
+//! Limits:
+//!
+//! - A thread with a seccomp filter needs the filter suspended (CAP_SYS_ADMIN). The suspension lasts only while the
+//!   thread is parked, and ends with the tracer. If the tracer is killed in the microseconds between replacing a call
+//!   and the kernel's check of it, the filter applies to the call. Without that privilege the same is true for a filter
+//!   that another thread installs on this one while it is parked.
+//! - A few calls (epoll_wait(2), sigwaitinfo(2), sockets with a timeout: signal(7)) end with EINTR when their thread is
+//!   stopped for any reason. The tracer undoes that; a socket's timeout starts again. A tracer that is killed before
+//!   the thread is parked cannot undo it.
+//! - A partial send or receive on a socket returns a short count, as after any stop.
+//! - A signal that only the mask of ppoll(2) or a similar call blocked ends that wait.
+//! - 32-bit programs, strict seccomp, shadow stacks, and programs that dispatch system calls themselves are refused.
 
 #[cfg_attr(target_arch = "x86_64", path = "x86_64.rs")]
 #[cfg_attr(target_arch = "aarch64", path = "aarch64.rs")]
@@ -53,36 +58,36 @@ pub use target::InjectTarget;
 use target::{BlockedCall, VisitLock};
 pub use tracer::tracer_cpu_time;
 
-/// Room for arguments in the target's memory, in bytes.
+/// Space for arguments in the target's memory, in bytes.
 pub const ARGUMENT_SPACE_BYTES: usize = 4096;
 
 /// How long to wait for a call to be entered, and for the thread to trap after the last one.
 const STOP_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a call may take. Unmerging many gigabytes takes seconds.
 const CALL_TIMEOUT: Duration = Duration::from_secs(600);
-/// How often a call is begun again that the kernel wants restarted.
+/// How many times a call is restarted if the kernel asks for that.
 const MAX_CALL_RESTARTS: usize = 1000;
 
 const ALL_SIGNALS: u64 = u64::MAX;
 
-/// Why nothing was injected, or not all. The target goes on as it was in every case.
+/// Why nothing was injected, or not everything. In each case the target continues unchanged.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum InjectError {
-    /// The process has ended, or has begun another program, or the threads of it that were tried have ended.
+    /// The process has ended or executes another program, or all threads that were tried have ended.
     Vanished,
-    /// The privilege is missing; for what.
+    /// A privilege is missing; the text says which operation needs it.
     Denied(String),
-    /// This thread or process traces it.
+    /// This thread or process already traces it.
     Traced(u32),
-    /// It cannot be done to this process; why.
+    /// This process does not support injection; the text says why.
     Unsupported(String),
-    /// It cannot be done now; why.
+    /// Injection is not possible now; the text says why.
     Busy(String),
-    /// Something else went wrong; what.
+    /// Another error; the text says which.
     Failed(String),
 }
 
-/// Where code lies in the target's memory.
+/// Addresses of code in the target's memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct InjectionSites {
     /// The code that ends signal handlers.
@@ -91,7 +96,7 @@ struct InjectionSites {
     return_site: u64,
 }
 
-/// An I/O error, with what was being done. The errors of a thread that is no longer there are `Gone`.
+/// Convert an I/O error, with the operation that failed. Errors because the thread has ended become `Vanished`.
 fn operation_failed(operation: &'static str) -> impl Fn(io::Error) -> InjectError {
     move |error| match error.raw_os_error() {
         Some(libc::ESRCH) => InjectError::Vanished,
@@ -100,7 +105,7 @@ fn operation_failed(operation: &'static str) -> impl Fn(io::Error) -> InjectErro
     }
 }
 
-/// A stopped thread, from which system calls can be made.
+/// A stopped thread that can make system calls.
 #[derive(Debug)]
 pub struct StoppedThread<'a> {
     target: &'a InjectTarget,
@@ -119,13 +124,14 @@ impl StoppedThread<'_> {
         self.stopped_at.elapsed()
     }
 
-    /// Lay out at most [`ARGUMENT_SPACE_BYTES`] bytes for a call to read; where they lie in the target. Replaces what was there.
+    /// Write at most [`ARGUMENT_SPACE_BYTES`] bytes for a call to read. Returns their address in the target. Replaces
+    /// earlier arguments.
     ///
     /// # Errors
-    /// `Gone` when the process is.
+    /// `Vanished` when the process has ended.
     ///
     /// # Panics
-    /// If it is too much.
+    /// If there are too many bytes.
     pub fn write_arguments(&self, bytes: &[u8]) -> Result<u64, InjectError> {
         assert!(bytes.len() <= ARGUMENT_SPACE_BYTES, "{} bytes", bytes.len());
         self.target
@@ -135,10 +141,10 @@ impl StoppedThread<'_> {
         Ok(self.argument_space)
     }
 
-    /// Make a system call. What it answers is the kernel's: a negative number is an error.
+    /// Make a system call. Returns the kernel's result: a negative number is an error.
     ///
     /// # Errors
-    /// `Gone` when the process ended, `Busy` when it was frozen; nothing more can be called then.
+    /// `Vanished` when the process ended, `Busy` when it was frozen. No further call is possible then.
     pub fn call_syscall(&self, number: i64, arguments: [u64; 6]) -> Result<i64, InjectError> {
         let deadline = Instant::now() + CALL_TIMEOUT;
         for _ in 0..MAX_CALL_RESTARTS {
@@ -147,7 +153,7 @@ impl StoppedThread<'_> {
             fault::point("at the entry of the call that heals");
             let registers = arch::read_registers(self.thread).map_err(operation_failed("reading registers"))?;
             if !arch::is_at_sigreturn_entry(&registers, self.sites) {
-                // Whatever is at the stub now, it makes no call of its own choice here: seccomp is suspended.
+                // Whatever code is at the stub now, it makes no call of its own here: seccomp is suspended.
                 arch::write_registers(self.thread, &self.parked_registers)
                     .map_err(operation_failed("writing registers"))?;
                 return Err(InjectError::Failed("the thread is not where it was parked".to_owned()));
@@ -162,12 +168,12 @@ impl StoppedThread<'_> {
                 .map_err(operation_failed("writing registers"))?;
             fault::point("parked again");
             let result = arch::call_result(&registers);
-            // Something woke it: a stop signal, which cannot be blocked, or another kind of work.
+            // The wait was interrupted by a stop signal, which cannot be blocked, or by other task work.
             if !arch::is_restart_code(result) {
                 return Ok(result);
             }
         }
-        Err(InjectError::Busy("the call is interrupted again and again".to_owned()))
+        Err(InjectError::Busy("the call is interrupted repeatedly".to_owned()))
     }
 
     fn wait_for_syscall_stop(&self, timeout: Duration) -> Result<(), InjectError> {
@@ -175,13 +181,13 @@ impl StoppedThread<'_> {
         let deadline = Instant::now() + timeout;
         self.thread.resume_to_syscall(0).map_err(&resuming)?;
         loop {
-            // Stop signals may come without end.
+            // Stop signals may arrive without end.
             check_deadline(deadline)?;
             match self.thread.wait_for_stop(deadline).map_err(operation_failed("waiting for it"))? {
                 Some(StopReason::Syscall) => return Ok(()),
-                // A group stop: it goes back to it when it is let go.
+                // A group stop: the thread returns to it when it is released.
                 Some(StopReason::EventStop) => self.thread.resume_to_syscall(0).map_err(&resuming)?,
-                // Only stop signals get here, the others are blocked.
+                // Only stop signals arrive here; all others are blocked.
                 Some(StopReason::Signal(signal)) => self.thread.resume_to_syscall(signal).map_err(&resuming)?,
                 Some(StopReason::Exec | StopReason::Ended) => return Err(InjectError::Vanished),
                 None => return Err(InjectError::Busy("it does not run: is it frozen?".to_owned())),
@@ -194,11 +200,11 @@ fn check_deadline(deadline: Instant) -> Result<(), InjectError> {
     if Instant::now() < deadline {
         Ok(())
     } else {
-        Err(InjectError::Busy("signals keep it from getting there".to_owned()))
+        Err(InjectError::Busy("repeated signals keep it from stopping".to_owned()))
     }
 }
 
-/// Wait until a thread that was interrupted traps within `get_signal`. Signals that come before that are delivered.
+/// Wait until an interrupted thread traps within `get_signal`. Signals that arrive before are delivered.
 fn wait_for_trap(thread: TracedThread, deadline: Instant) -> Result<(), InjectError> {
     loop {
         check_deadline(deadline)?;
@@ -209,24 +215,24 @@ fn wait_for_trap(thread: TracedThread, deadline: Instant) -> Result<(), InjectEr
             Some(StopReason::Exec | StopReason::Ended) => return Err(InjectError::Vanished),
             None => {
                 return Err(InjectError::Busy(
-                    "it does not stop: it waits in the kernel, or gets no processor".to_owned(),
+                    "it does not stop: it waits in the kernel, or gets no CPU".to_owned(),
                 ));
             }
         }
     }
 }
 
-/// How an attempt at one thread went wrong.
+/// Why an attempt on one thread failed.
 enum VisitError {
-    /// Another thread may do.
+    /// Another thread may work.
     TryAnotherThread(InjectError),
-    /// No thread will.
+    /// No thread will work.
     Unreachable(InjectError),
-    /// This tracer may not trace the process. A thread of Pagefold may if the process is a descendant (Yama).
+    /// This tracer may not trace the process. A thread of Pagefold may trace it if the process is a descendant (Yama).
     TracerDenied(InjectError),
 }
 
-/// [`visit_thread`] in a process of its own or, where that may not trace the target, on a thread of this process.
+/// [`visit_thread`] in a separate process. If that process may not trace the target, on a thread of this process.
 fn visit_from_tracer_process<T: Send>(
     target: &InjectTarget,
     tid: i32,
@@ -248,16 +254,16 @@ fn visit_from_tracer_process<T: Send>(
         let tracer = std::thread::Builder::new()
             .name(name)
             .spawn_scoped(scope, || visit_thread(target, tid, stop_timeout, lock, work));
-        // A panic in it is ours; the thread it visited has been released by the kernel.
+        // Pass its panic on. The kernel has released the thread that it visited.
         tracer.map(|tracer| tracer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
     visited.map_err(starting).map_err(VisitError::Unreachable)?
 }
 
-/// Stop one thread of `target`, let `work` make calls in it, and let it go; for how long it was stopped.
+/// Stop one thread of `target`, let `work` make calls in it, and release it. Returns for how long it was stopped.
 ///
-/// Must run in a process or on a thread of its own: a thread that was seized but does not stop is released by the
-/// tracer's end alone.
+/// Must run in a process or on a thread of its own. The kernel releases a thread that was seized but does not stop only
+/// when the tracer ends.
 fn visit_thread<T>(
     target: &InjectTarget,
     tid: i32,
@@ -272,11 +278,11 @@ fn visit_thread<T>(
         why => VisitError::Unreachable(why),
     })?;
     fault::point("seized");
-    // What has the number now may be another process's thread. Traced, it keeps the number.
+    // The TID may now belong to another process's thread. A traced thread keeps its TID.
     if !target.has_thread(tid) {
         return Err(VisitError::TryAnotherThread(InjectError::Vanished));
     }
-    // Two visits lock first, then seize, then look, so that one of them sees the other.
+    // Two visits first lock, then seize, then check. So at least one of them sees the other.
     if lock.may_be_shared()
         && let Some(tracer) = target.tracer_of_other_thread(tid)
     {
@@ -285,15 +291,15 @@ fn visit_thread<T>(
     if let Some(processor) = target.last_cpu(tid) {
         ptrace::pin_to_cpu(processor);
     }
-    // Now that it is traced: the handler of a signal would run only after a stop.
+    // Only now that the thread is traced: a signal handler would run only after a stop.
     let waited = if arch::KEEPS_FIRST_ARGUMENT { None } else { target.blocked_call(tid) };
     thread.interrupt().map_err(operation_failed("interrupting it")).map_err(VisitError::TryAnotherThread)?;
     fault::point("interrupted");
     let (mut deadline, last) = (Instant::now() + stop_timeout, Instant::now() + STOP_TIMEOUT);
     loop {
         match wait_for_trap(thread, deadline) {
-            // On its way, but without a processor. Let go now, a call that was interrupted already would end with
-            // EINTR.
+            // The thread is runnable, but has no CPU. If released now, a call that was interrupted already would end
+            // with EINTR.
             Err(InjectError::Busy(_)) if Instant::now() < last && target.is_runnable(tid) => {
                 deadline = last.min(Instant::now() + stop_timeout);
             }
@@ -303,7 +309,7 @@ fn visit_thread<T>(
     let stopped = Instant::now();
     fault::point("stopped");
     let parked = park_thread(target, tid, thread, waited.as_ref(), stopped).map_err(|why| {
-        // As it was: nothing has been written but unused stack, or that its call is to be restarted.
+        // Nothing else changed: only unused stack was written, or the call was set to restart.
         let _ = thread.detach();
         match why {
             InjectError::Unsupported(_) | InjectError::Vanished => VisitError::Unreachable(why),
@@ -313,29 +319,29 @@ fn visit_thread<T>(
     let outcome = work(&parked.thread);
     match parked.restore_and_detach() {
         Ok(()) => Ok((outcome, stopped.elapsed())),
-        // The calls were made; whether the process ended since is not their business.
+        // The calls were made. Their result does not depend on whether the process ended since.
         Err(InjectError::Vanished) => Ok((outcome, stopped.elapsed())),
         Err(why) => Err(VisitError::Unreachable(why)),
     }
 }
 
-/// A thread at the stub, with what it takes to put it back.
+/// A thread at the stub, with all that restores it.
 struct ParkedThread<'a> {
     thread: StoppedThread<'a>,
     state: arch::ThreadState,
     signal_mask: u64,
-    /// What is to be on the stack at `base` afterwards.
+    /// The bytes that `base` on the stack must have afterwards.
     restored_stack: Vec<u8>,
 }
 
-/// Where to look at memory to know whether it is the one in which `frame` is written over `before`: at the first word
-/// that changes. Where a killed tracer left the very same frame none does; then at the first that is not zero, as it
-/// would be in memory that nobody has touched.
+/// The offset at which to read memory to find out whether `frame` was written over `before` in it: the first word that
+/// differs. If a killed tracer left the same frame, no word differs. Then it is the first word that is not zero, as
+/// untouched memory is.
 fn distinguishing_offset(previous: &[u8], frame: &[u8]) -> usize {
     let words = || previous.as_chunks::<8>().0.iter().zip(frame.as_chunks::<8>().0);
     let changed = words().position(|(before, frame)| before != frame);
     let place = changed.or_else(|| words().position(|(_, frame)| *frame != [0; 8]));
-    8 * place.expect("a frame holds more than zeros")
+    8 * place.expect("a frame has words that are not zero")
 }
 
 fn park_thread<'a>(
@@ -350,12 +356,12 @@ fn park_thread<'a>(
         let mut bytes = [0; 16];
         target.read_if_present(&mut bytes, at).ok().map(|()| bytes)
     };
-    // At once: it may be let go soon, refused.
+    // At once, because the thread may soon be released and refused.
     if state.restart_interrupted_call(ptrace::monotonic_time(), read, blocked_call) {
         arch::write_registers(thread, &state.registers).map_err(operation_failed("writing registers"))?;
     }
     let home = target.verify_sites()?;
-    // Not before it is stopped: until then it runs code of its own. In any case: another thread may put a filter on it
+    // Only after the stop: until then the thread runs its own code. Always: another thread may install a filter on it
     // at any time (SECCOMP_FILTER_FLAG_TSYNC).
     let suspended = thread.suspend_seccomp();
     fault::point("seccomp suspended");
@@ -377,8 +383,8 @@ fn park_thread<'a>(
     let stack::StackSpace { address: base, previous_bytes: before, restored_bytes: after } =
         target.find_stack_space(tid, &state, bytes)?;
     let frame = state.build_frame(base, mask, home);
-    // The memory that is held outlives an exec if a process that shares it does. It must still be this thread's: what
-    // is written to the one has to change the other.
+    // The open memory outlives an exec if another process shares it. It must still be this thread's memory: a write to
+    // one must change the other.
     let at = distinguishing_offset(&before, &frame);
     let sees = |bytes: &[u8]| {
         let word = thread.peek_word(base + at as u64);
@@ -389,10 +395,10 @@ fn park_thread<'a>(
     }
     target.memory.write_all_at(&frame, base).map_err(operation_failed("writing to its stack"))?;
     fault::point("frame written");
-    // Only now is it known whether its sequence was looked for in its own memory.
+    // Only now is it certain that its sequence was read from its own memory.
     let refusal = if sees(&frame) { sequence.err() } else { Some(InjectError::Vanished) };
     if let Some(why) = refusal {
-        // With the mark, or whoever has this memory would be left less and less stack that nobody has touched.
+        // Restore with the mark. Otherwise each visit would leave less untouched stack to the owner of this memory.
         target.memory.write_all_at(&after, base).map_err(operation_failed("restoring its stack"))?;
         return Err(why);
     }
@@ -419,7 +425,7 @@ fn park_thread<'a>(
 }
 
 impl ParkedThread<'_> {
-    /// Put everything back and let the thread go.
+    /// Restore everything and release the thread.
     fn restore_and_detach(self) -> Result<(), InjectError> {
         let StoppedThread { target, thread, frame_address: base, .. } = self.thread;
         thread.interrupt().map_err(operation_failed("interrupting it"))?;
@@ -432,22 +438,23 @@ impl ParkedThread<'_> {
         fault::point("signal mask restored");
         self.state.restore(thread).map_err(operation_failed("restoring its registers"))?;
         fault::point("registers restored");
-        // From here the frame is of no use to it. Leaving it there would harm nobody either: it lies where nobody is.
+        // From here the thread does not need the frame. Leaving it there would do no harm, because that stack is
+        // unused.
         target.memory.write_all_at(&self.restored_stack, base).map_err(operation_failed("restoring its stack"))?;
         fault::point("stack restored");
-        thread.detach().map_err(operation_failed("letting it go"))?;
+        thread.detach().map_err(operation_failed("releasing it"))?;
         fault::point("let go");
         Ok(())
     }
 }
 
-/// Stop one thread of a process for a moment and let `work` make system calls in it. What `work` came to, and for how
-/// long the thread was stopped.
+/// Stop one thread of a process for a moment and let `work` make system calls in it. Returns the result of `work` and
+/// for how long the thread was stopped.
 ///
-/// `work` is called at most once. Whatever goes wrong, the thread goes on as it was.
+/// `work` is called at most once. After any error the thread continues unchanged.
 ///
 /// # Errors
-/// Why no thread could be stopped, or what `work` said.
+/// Why no thread could be stopped, or the error of `work`.
 pub fn with_stopped_thread<T: Send>(
     target: &InjectTarget,
     work: impl FnOnce(&StoppedThread<'_>) -> Result<T, InjectError> + Send,
@@ -456,7 +463,7 @@ pub fn with_stopped_thread<T: Send>(
     let mut work = Some(work);
     let mut once = |inside: &StoppedThread<'_>| (work.take().expect("a thread is visited once"))(inside);
     let mut why = InjectError::Vanished;
-    // Looked for only where the preferred one fails: that reads of many threads.
+    // Threads are listed only if the preferred one fails, because listing reads files of many threads.
     let mut listed = false;
     let mut waiting: VecDeque<_> = target.preferred_thread().into_iter().collect();
     loop {

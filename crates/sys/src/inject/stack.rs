@@ -1,22 +1,22 @@
-//! Room for a frame on the main stack, where nobody notices it.
+//! Space for a frame on the main stack that no other code uses.
 //!
-//! Programs that run elsewhere (Go, coroutines) have a main stack, too, and their own small stacks are never touched.
-//! While one thread is stopped the others run, so the room has to be where none of them can come, nor the kernel on
-//! behalf of one that waits in a call. And nobody can tell from a stack pointer what a program will come back to: a
-//! coroutine may have left an array of zeros there, or one that nobody has written yet. So the room is below all pages
-//! that were ever touched, since whoever leaves a frame has touched the page below it, and what is left there says
-//! whose it has become, for the next time.
+//! Programs that run on other stacks (Go, coroutines) have a main stack, too. Their own small stacks are never touched.
+//! While one thread is stopped, the others run. So the space must be out of reach for these threads, and for the kernel
+//! on behalf of a thread that waits in a call. The stack pointer does not tell which memory a program will use again: a
+//! coroutine may have left an array of zeros there, or an array that is not written yet. So the space lies below all
+//! pages that were ever touched. A frame also touches the page below it, and the bytes left there identify the space at
+//! the next visit.
 //!
-//! The main stack is one mapping or several: where advice holds for a part of it the kernel cuts it, and so does
-//! withdrawing what was enrolled whole, range by range, for a while. Which of the mappings right below it are pieces of
-//! it, and which a program put there, nobody tells cheaply. So the pages of a stack in pieces all count as touched, none
-//! of them is taken below a stack pointer, and it is made to grow, which only a stack does.
+//! The main stack is one mapping or several. The kernel splits it where advice applies to a part of it. Unenrolling a
+//! fully enrolled stack range by range splits it, too, for a while. There is no cheap way to tell which of the mappings
+//! right below it are parts of the stack and which the program mapped. So all pages of a split stack count as touched,
+//! and none of them is used below a stack pointer. Instead the stack is made to grow, which only a stack can do.
 //!
-//! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: a main
-//! thread that returns from its call and within that stop goes down by more than [`MAIN_THREAD_MARGIN_BYTES`] meets the frame; and where
-//! a stack may not grow any more, the place is right below the stack pointer of whoever runs there. Where a killed
-//! tracer left its frame, that place is used again in processes of one thread; in others, and with arguments left
-//! beside it, it stays in the way, and the next is taken.
+//! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: if a main
+//! thread returns from its call during the stop and goes down by more than [`MAIN_THREAD_MARGIN_BYTES`], it meets the
+//! frame. If a stack cannot grow any more, the space is right below the stack pointer of the thread that runs there. If
+//! a killed tracer left its frame, a process with one thread uses that space again. In other processes, or with
+//! arguments left beside the frame, that space stays blocked and the next one is used.
 
 use std::fs::File;
 use std::io;
@@ -32,12 +32,12 @@ use super::{InjectError, arch, operation_failed};
 use crate::mapping::page_size;
 use crate::pagemap;
 
-/// How far below a main thread that is not stopped.
+/// Distance below a main thread that is not stopped.
 const MAIN_THREAD_MARGIN_BYTES: u64 = 64 << 10;
-/// How far up from the end of the stack to look.
+/// How far up from the end of the stack to search.
 const SEARCHED_STACK_BYTES: u64 = 64 << 10;
 
-/// What pages are filled with that nobody had touched, so that they are known again.
+/// Content written to untouched pages, so that they are recognized later.
 const UNUSED_PAGE_MARK: &[u8; 64] = b"Pagefold made system calls on this page, which was never used.\n\0";
 
 /// `struct procmap_query` (include/uapi/linux/fs.h).
@@ -67,7 +67,7 @@ const PROCMAP_QUERY_VMA_SHARED: u64 = 8;
 /// `PROCMAP_QUERY_COVERING_OR_NEXT_VMA`.
 const PROCMAP_QUERY_COVERING_OR_NEXT_VMA: u64 = 16;
 
-/// Of how many mappings a stack may be.
+/// The maximum number of mappings of a stack.
 const MAX_STACK_MAPPINGS: usize = 64;
 
 nix::ioctl_readwrite!(
@@ -78,16 +78,16 @@ nix::ioctl_readwrite!(
     ProcmapQuery
 );
 
-/// A mapping that may be one of a stack.
+/// A mapping that may belong to a stack.
 struct StackMapping {
     start: u64,
     end: u64,
     is_writable: bool,
-    /// Private and of no file.
+    /// Private and not backed by a file.
     is_private_anonymous: bool,
 }
 
-/// The mapping that covers an address, or the next above it, without reading all of them while a thread is stopped.
+/// The mapping that covers an address, or the next above it. It does not read all mappings while a thread is stopped.
 /// `maps` is an open `/proc/PID/maps`. Errors are the ioctl's: `ENOTTY` before 6.11.
 fn query_mapping(maps: &File, address: u64) -> Result<Option<StackMapping>, Errno> {
     let mut query = ProcmapQuery {
@@ -96,8 +96,8 @@ fn query_mapping(maps: &File, address: u64) -> Result<Option<StackMapping>, Errn
         address,
         ..ProcmapQuery::default()
     };
-    // SAFETY: the descriptor is open, and `query` is the structure that the kernel reads and fills, with its size in it
-    // and no buffers asked for.
+    // SAFETY: the descriptor is open. `query` is the structure that the kernel reads and fills, has its size set, and
+    // requests no buffers.
     match unsafe { procmap_query(maps.as_raw_fd(), &raw mut query) } {
         Ok(_) => Ok(Some(StackMapping {
             start: query.start,
@@ -121,29 +121,29 @@ fn find_listed_mapping(maps: &str, address: u64) -> Option<StackMapping> {
     })
 }
 
-/// The end of the main stack, or of a piece of it, in the text of `maps`.
+/// The end of the main stack, or of a part of it, in the text of `maps`.
 pub(super) fn main_stack_end(maps: &str) -> Option<u64> {
     maps.lines().rev().filter_map(parse_maps_line).find(|mapping| mapping.name == "[stack]").map(|stack| stack.end)
 }
 
-/// Where the main stack lies.
+/// The address range of the main stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct MainStack {
     start: u64,
     end: u64,
-    /// Several mappings, of which the lower ones may not be the stack's.
+    /// It consists of several mappings; the lower ones may not belong to the stack.
     is_split: bool,
 }
 
 impl MainStack {
-    /// The stack that has its end there, of the mappings that are told for addresses and above. None where a part of it
-    /// is not readable and writable, or there are too many, or a file has been mapped in its place.
+    /// The stack that ends at this address, from the mappings at given addresses and above. None if a part of it is not
+    /// readable and writable, if it has too many mappings, or if a file is mapped in its place.
     fn ending_at(
         end: u64,
         mapping_at: impl Fn(u64) -> Result<Option<StackMapping>, Errno>,
     ) -> Result<Option<Self>, Errno> {
         let covering = |address: u64| Ok(mapping_at(address)?.filter(|piece| piece.start <= address));
-        // Memory of a file might have to be read from it while a thread is stopped (`Target::read_present`).
+        // Memory of a file may have to be read from disk while a thread is stopped (`InjectTarget::read_if_present`).
         let usable = |piece: &StackMapping| piece.is_writable && piece.is_private_anonymous;
         let Some(piece) = covering(end - 1)?.filter(usable) else { return Ok(None) };
         let mut stack = Self { start: piece.start, end: piece.end, is_split: false };
@@ -162,8 +162,8 @@ impl MainStack {
     }
 }
 
-/// With a limit of this process's own stack of so many bytes, as far as it may be as high: the kernel judges by that,
-/// and not by the target's, how far another's stack may grow (mm/vma.c, `acct_stack_growth`).
+/// Run `grow` with a stack limit of this process of `limit_bytes`, or as much of it as is allowed. The kernel uses this
+/// limit, not the target's, when it decides how far another process's stack may grow (mm/vma.c, `acct_stack_growth`).
 fn with_stack_limit<T>(limit_bytes: u64, grow: impl FnOnce() -> T) -> T {
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
     let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
@@ -171,19 +171,19 @@ fn with_stack_limit<T>(limit_bytes: u64, grow: impl FnOnce() -> T) -> T {
     let raised = limit_bytes > soft && setrlimit(Resource::RLIMIT_STACK, limit_bytes.min(hard), hard).is_ok();
     let grown = grow();
     if raised {
-        // It is not above the hard one, which has not changed.
+        // The soft limit is not above the hard limit, which has not changed.
         let _ = setrlimit(Resource::RLIMIT_STACK, soft, hard);
     }
     grown
 }
 
-/// Room on a stack.
+/// Space on a stack.
 pub(super) struct StackSpace {
-    /// Where it begins, 64-byte aligned.
+    /// The first address, 64-byte aligned.
     pub address: u64,
-    /// What is there.
+    /// The bytes there now.
     pub previous_bytes: Vec<u8>,
-    /// What is to be there afterwards.
+    /// The bytes that must be there afterwards.
     pub restored_bytes: Vec<u8>,
 }
 
@@ -217,11 +217,12 @@ impl InjectTarget {
         Ok(next.is_some_and(|next| next.start == stack.start))
     }
 
-    /// Where on the main stack so many bytes can be written without anybody noticing while `tid` is stopped.
+    /// Where on the main stack this many bytes can be written while `tid` is stopped, without any effect on the
+    /// program.
     ///
-    /// That is below all pages that were ever touched: the ones there are neither resident nor swapped out, or hold our
-    /// mark. Where there are none the stack grows. Where it may not, it is below the stack pointer of a thread that
-    /// runs there, where the kernel would put a signal's frame.
+    /// That is below all pages that were ever touched. Pages there are neither resident nor swapped out, or have our
+    /// mark. If there are none, the stack grows. If it cannot grow, the space is below the stack pointer of a thread
+    /// that runs there, where the kernel would write a signal frame.
     pub(super) fn find_stack_space(
         &self,
         tid: i32,
@@ -248,7 +249,7 @@ impl InjectTarget {
         Ok(StackSpace { address: base, previous_bytes: found.clone(), restored_bytes: found })
     }
 
-    /// So many bytes, which are whole pages, below all that was ever touched, and below `top`.
+    /// Space of this many bytes, in whole pages, below all touched pages and below `upper_limit`.
     fn find_untouched_space(
         &self,
         stack: MainStack,
@@ -271,8 +272,8 @@ impl InjectTarget {
         let is_touched = |page: u64| touched.contains(&page);
         let is_free = |page: u64| if is_touched(page) { is_marked(page) } else { !stack.is_split };
         let used = reach.clone().step_by(page_size()).find(|&page| !is_free(page)).unwrap_or(reach.end);
-        // With as much again below it, if possible: there the kernel puts the frame of a signal that comes when the
-        // tracer is gone, and the stack need not grow for it.
+        // If possible with the same size again below it. There the kernel writes the frame of a signal that arrives
+        // after the tracer has ended, and the stack need not grow for it.
         for base in [stack.start + len, stack.start] {
             if base + len <= used.min(upper_limit) {
                 let is_new = !(base..base + len).step_by(page_size()).any(is_touched);
@@ -286,9 +287,9 @@ impl InjectTarget {
                 }
             }
         }
-        // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), as far as a limit allows, up to what
-        // is mapped there and may not be accessed. Out of reach of the red zone of whoever is at its lowest, or the room
-        // would be in the way then, and the next visit would need another.
+        // Reading below a stack makes it grow (mm/memory.c, `__access_remote_vm`), up to its limit or to an
+        // inaccessible mapping. The space must be outside the red zone of the lowest thread. Otherwise that thread
+        // would overwrite it later, and the next visit would need other space.
         let page = page_size() as u64;
         let base = ((stack.start - arch::RED_ZONE_BYTES).min(upper_limit) / page * page).saturating_sub(len);
         if !self.is_unmapped_up_to_stack(stack, base)? {
@@ -305,21 +306,21 @@ impl InjectTarget {
         self.memory.read_exact_at(&mut found, base).map(|()| found)
     }
 
-    /// Whether that is the frame of a tracer that was killed, and nobody needs it any more: the only thread is here and
-    /// not on its way through it.
+    /// Whether these bytes are the unused frame of a killed tracer: the only thread is here and not executing
+    /// `sigreturn` with it.
     fn is_abandoned_frame(&self, found: &[u8], state: &arch::ThreadState) -> bool {
         state.is_own_frame(found, self.sites)
             && !arch::may_be_in_sigreturn(&state.registers, self.sites)
             && read_text(&self.directory, "status").is_ok_and(|status| status_number(&status, "Threads") == Some(1))
     }
 
-    /// Whether another thread than the main one may be stopped for so many bytes, as things are.
+    /// Whether another thread than the main one can currently be stopped and leave this many bytes.
     pub(super) fn leaves_main_thread_space(&self, bytes: u64) -> bool {
         self.find_main_stack()
             .is_ok_and(|stack| self.limit_below_main_thread(stack).is_ok_and(|top| stack.start + bytes <= top))
     }
 
-    /// Up to where the stack is out of reach of the main thread, which is not stopped.
+    /// The highest address that the main thread, which is not stopped, does not reach.
     fn limit_below_main_thread(&self, stack: MainStack) -> Result<u64, InjectError> {
         let main = format!("task/{}", self.pid);
         let stat = read_text(&self.directory, &format!("{main}/stat"))?;
@@ -336,7 +337,7 @@ impl InjectTarget {
     }
 }
 
-/// The stack pointer of a thread that waits, from its `/proc/PID/task/TID/syscall`.
+/// The stack pointer of a waiting thread, from its `/proc/PID/task/TID/syscall`.
 fn blocked_stack_pointer(syscall_line: &str) -> Option<u64> {
     let pointer = syscall_line.split_ascii_whitespace().rev().nth(1)?;
     u64::from_str_radix(pointer.strip_prefix("0x")?, 16).ok()

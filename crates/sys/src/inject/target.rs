@@ -1,8 +1,8 @@
-//! What is found out about a process before a thread of it is stopped, and read again while one is.
+//! What injection reads about a process before and while a thread of it is stopped.
 //!
-//! A process is given by an open directory of it below `/proc`, which belongs to it for good. Its memory is reached
-//! through `/proc/PID/mem`, held open: that belongs to the address space and answers with nothing once that was left by
-//! exit or exec.
+//! The process is given by its open directory below `/proc`, which always refers to the same process. Its memory is
+//! accessed through an open `/proc/PID/mem`. That file refers to the address space, and reads return nothing after exit
+//! or exec.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -19,26 +19,27 @@ use super::{ARGUMENT_SPACE_BYTES, InjectError, InjectionSites, arch, operation_f
 use crate::mapping::page_size;
 use crate::{ofd_lock, pagemap};
 
-/// How long to wait for one thread of several before the next is tried, and in the second round.
+/// How long to wait for one of several threads before the next one is tried: in the first and in the second round.
 const FIRST_STOP_TIMEOUT: Duration = Duration::from_millis(20);
 const RETRY_STOP_TIMEOUT: Duration = Duration::from_millis(500);
-/// How many threads are tried, and of how many those are chosen: what is read of a process is not to grow with its
-/// threads.
+/// How many threads are tried, and from how many these are chosen. The number of files read must not grow with the
+/// number of threads.
 const MAX_THREADS_TRIED: usize = 6;
 const MAX_THREADS_EXAMINED: usize = 32;
-/// How long to wait while another tracer holds the process: one of ours lets go within milliseconds.
+/// How long to wait while another tracer has the lock of the process. A tracer of Pagefold releases it within
+/// milliseconds.
 const LOCK_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long the kernel may take to map a program that begins.
+/// How long the kernel may take to map a new program in exec.
 const EXEC_MAPPING_DELAY: Duration = Duration::from_millis(2);
 
 /// PF_KTHREAD (include/linux/sched.h).
 const PF_KTHREAD: u64 = 0x0020_0000;
 
-/// Bytes of code that are read at once, and how much of them is read twice so that nothing is missed between.
+/// Bytes of code in one read, and the overlap of two reads so that no site is missed between them.
 const CODE_BYTES_PER_READ: usize = 1 << 20;
 const CODE_OVERLAP_BYTES: usize = 16;
 
-/// A process that is to be visited.
+/// A process whose threads may be stopped.
 #[derive(Debug)]
 pub struct InjectTarget {
     pub(super) directory: OwnedFd,
@@ -46,27 +47,28 @@ pub struct InjectTarget {
     pub(super) memory: File,
     pub(super) maps: File,
     pub(super) pagemap: File,
-    /// Where the main stack ends, or the piece of it that was used first: nothing above that matters.
+    /// The end of the main stack, or of the part that was used first. Nothing above it matters.
     pub(super) stack_end: Option<u64>,
     pub(super) sites: InjectionSites,
-    /// The thread that was visited last; 0 before the first visit and after one that failed.
+    /// The thread that was visited last; 0 before the first visit and after a failed one.
     last_visited_tid: AtomicI32,
 }
 
-/// Held while a thread of a process is visited, so that no two Pagefolds use its stack at once.
+/// Locked while a thread of a process is visited, so that two Pagefold processes never use its stack at once.
 ///
-/// It is a lock on the `maps` of the process (flock(2)), or a mark where another program has that lock: a read lock of
-/// another kind ([`ofd_lock`]), which goes with the lock and with other marks.
+/// It is a flock(2) lock on the `maps` file of the process. If another program has that lock, it is a mark instead: an
+/// OFD read lock ([`ofd_lock`]), which is compatible with the lock and with other marks.
 #[derive(Debug)]
 pub(super) struct VisitLock {
     maps: File,
-    /// Whether it is no mark.
+    /// Whether it is a lock and not a mark.
     is_exclusive: bool,
 }
 
 impl VisitLock {
-    /// Whether another Pagefold may visit the process: [`InjectTarget::tracer_of_other_thread`] then tells. The lock may be had while
-    /// a visit with a mark goes on, once the other program has let go of it.
+    /// Whether another Pagefold process may visit the process at the same time;
+    /// [`InjectTarget::tracer_of_other_thread`] then detects it. The lock can be free while a visit with a mark
+    /// continues, after the other program has released it.
     pub fn may_be_shared(&self) -> bool {
         !self.is_exclusive || ofd_lock::is_locked_beside(&self.maps).unwrap_or(true)
     }
@@ -91,17 +93,17 @@ pub(super) fn parse_maps_line(line: &str) -> Option<MapsLine<'_>> {
     Some(MapsLine { start: address(start)?, end: address(end)?, permissions, inode, name })
 }
 
-/// A system call that a thread waits in.
+/// A system call in which a thread waits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct BlockedCall {
     pub number: u64,
     pub arguments: [u64; 6],
     pub stack_pointer: u64,
-    /// Where it returns to.
+    /// The return address of the call.
     pub return_address: u64,
 }
 
-/// `/proc/PID/task/TID/syscall`; nothing of a thread that runs, or waits for something else.
+/// Parse `/proc/PID/task/TID/syscall`. None for a thread that runs or waits outside a system call.
 fn parse_syscall_line(syscall_line: &str) -> Option<BlockedCall> {
     let mut fields = syscall_line.split_ascii_whitespace();
     let number = fields.next()?.parse().ok()?;
@@ -113,7 +115,7 @@ fn parse_syscall_line(syscall_line: &str) -> Option<BlockedCall> {
     Some(BlockedCall { number, arguments, stack_pointer, return_address: ip })
 }
 
-/// The value of a line of `/proc/PID/status`.
+/// The value of a field of `/proc/PID/status`.
 fn status_field<'a>(status: &'a str, name: &str) -> Option<&'a str> {
     status.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
 }
@@ -128,17 +130,17 @@ fn has_shadow_stack(status: &str) -> bool {
     features.split(' ').any(|feature| feature == "shstk")
 }
 
-/// Whether a thread has ended, from its status.
+/// Whether a thread has ended, according to its status.
 fn has_ended(status: &str) -> bool {
     status_field(status, "State").is_some_and(|state| state.starts_with(['Z', 'X']))
 }
 
 impl InjectTarget {
-    /// Find out whether and how a process can be visited. `directory` is its open directory below `/proc`, `pid` the
-    /// number it has there.
+    /// Check whether and how a process can be visited. `directory` is its open directory below `/proc`, `pid` its PID
+    /// there.
     ///
     /// # Errors
-    /// Why it cannot. Nothing has been done to it.
+    /// Why it cannot be visited. The process is unchanged.
     pub fn new(directory: impl AsFd, pid: i32) -> Result<Self, InjectError> {
         let directory = directory.as_fd().try_clone_to_owned().map_err(operation_failed("holding its directory"))?;
         let status = read_text(&directory, "status")?;
@@ -154,7 +156,7 @@ impl InjectTarget {
         if has_shadow_stack(&status) {
             return Err(InjectError::Unsupported("it runs with a shadow stack".to_owned()));
         }
-        // Its memory comes first: what the thread that is stopped sees is held against that (`park`).
+        // Open its memory first: the memory of the stopped thread is compared with it (`park_thread`).
         let look = || {
             let memory = openat(&directory, "mem", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(File::from);
             let memory = memory.map_err(|errno| match errno {
@@ -169,8 +171,8 @@ impl InjectTarget {
             Ok((memory, listing, home))
         };
         let (memory, listing, home) = match look() {
-            // It may have begun another program in between, so that the memory was of one and the listing of the other,
-            // or be in the midst of it, so that not all code is mapped yet.
+            // The process may have called exec in between, so that memory and listing belong to different programs. Or
+            // it is still in exec, and not all code is mapped.
             Err(InjectError::Unsupported(_)) => {
                 std::thread::sleep(EXEC_MAPPING_DELAY);
                 look()
@@ -186,7 +188,7 @@ impl InjectTarget {
         Ok(Self { directory, pid, memory, maps, pagemap, stack_end, sites: home, last_visited_tid: visited })
     }
 
-    /// Take the lock for a visit. Only that of another Pagefold is waited for.
+    /// Take the lock for a visit. Only a lock of another Pagefold process is waited for.
     pub(super) fn lock(&self) -> Result<VisitLock, InjectError> {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let file =
@@ -209,7 +211,8 @@ impl InjectTarget {
                     if pid == self.pid
                         || !may_be_pagefold(executable_path(pid).as_deref(), executable_path("self").as_deref()) =>
                 {
-                    // Refused only beside the write lock of a program that is root: no reason not to visit its process.
+                    // This fails only beside a write lock of a program that runs as root. That is no reason to refuse
+                    // the visit.
                     let _ = ofd_lock::lock_for_reading(&file);
                     return Ok(VisitLock { maps: file, is_exclusive: false });
                 }
@@ -217,12 +220,12 @@ impl InjectTarget {
                 Some(pid) => {
                     return Err(InjectError::Busy(format!("process {pid} has locked /proc/{}/maps", self.pid)));
                 }
-                None => return Err(InjectError::Busy("another pagefold is at it".to_owned())),
+                None => return Err(InjectError::Busy("another pagefold process is injecting into it".to_owned())),
             }
         }
     }
 
-    /// The tracer of another thread of it than `tid`.
+    /// The tracer of any other thread of the process than `tid`.
     pub(super) fn tracer_of_other_thread(&self, tid: i32) -> Option<u32> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = Dir::new(openat(&self.directory, "task", flags, Mode::empty()).ok()?).ok()?;
@@ -233,22 +236,22 @@ impl InjectTarget {
         others.find_map(|status| status_number(&status, "TracerPid").filter(|&tracer| tracer != 0))
     }
 
-    /// The thread to try before any is looked for: the one that was visited last, at first the main one. None for a
-    /// process with one thread, and where that call of it ends early by being stopped.
+    /// The thread to try before listing others: the last visited thread, at first the main one. None for a process with
+    /// one thread, and if stopping the thread would end its call early.
     pub(super) fn preferred_thread(&self) -> Option<(i32, Duration)> {
-        // A directory has a link for itself, one from its parent and one for each thread (fs/proc/base.c,
+        // A directory has one link for itself, one from its parent and one for each thread (fs/proc/base.c,
         // `proc_task_getattr`).
         let links = statat(&self.directory, "task", AtFlags::empty()).ok()?.st_nlink;
         let tid = Some(self.last_visited_tid.load(Ordering::Relaxed)).filter(|&tid| tid != 0).unwrap_or(self.pid);
         (links > 3 && !self.is_in_stop_sensitive_call(tid)).then_some((tid, FIRST_STOP_TIMEOUT))
     }
 
-    /// Note which thread was visited, or that it could not be.
+    /// Record which thread was visited, or that the visit failed.
     pub(super) fn note_visit(&self, tid: i32, visited: bool) {
         self.last_visited_tid.store(if visited { tid } else { 0 }, Ordering::Relaxed);
     }
 
-    /// The threads to try, with how long each may take to stop: the main one first. One that has ended cannot.
+    /// The threads to try, with the stop timeout of each: the main thread first. Threads that have ended are left out.
     pub(super) fn candidate_threads(&self) -> Result<Vec<(i32, Duration)>, InjectError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let handle = openat(&self.directory, "task", flags, Mode::empty()).map_err(|_| InjectError::Vanished)?;
@@ -261,7 +264,7 @@ impl InjectTarget {
                 break;
             }
         }
-        // A thread whose call ends early by being stopped is spared if another can be had.
+        // A thread whose call would end early by a stop is used only if there is no other.
         let spared = |tid| {
             self.is_in_stop_sensitive_call(tid)
                 && (tid != self.pid || self.leaves_main_thread_space(4 * ARGUMENT_SPACE_BYTES as u64))
@@ -271,7 +274,7 @@ impl InjectTarget {
             let status = read_text(&self.directory, &format!("task/{tid}/status")).unwrap_or_default();
             status_field(&status, "State").is_some() && !has_ended(&status)
         });
-        // The main one is not left out: the others need more of its stack.
+        // The main thread is always included: other threads need more of its stack.
         if let Some(main) = threads.iter().position(|&tid| tid == self.pid).filter(|&main| main >= MAX_THREADS_TRIED) {
             threads.swap(main, MAX_THREADS_TRIED - 1);
         }
@@ -289,18 +292,18 @@ impl InjectTarget {
         self.blocked_call(tid).is_some_and(|call| arch::INTERRUPTED_BY_STOP.contains(&call.number))
     }
 
-    /// The system call that a thread waits in.
+    /// The system call in which a thread waits.
     pub(super) fn blocked_call(&self, tid: i32) -> Option<BlockedCall> {
         parse_syscall_line(&read_text(&self.directory, &format!("task/{tid}/syscall")).ok()?)
     }
 
-    /// The processor that a thread ran on last.
+    /// The CPU on which a thread ran last.
     pub(super) fn last_cpu(&self, tid: i32) -> Option<usize> {
         let stat = read_text(&self.directory, &format!("task/{tid}/stat")).ok()?;
         stat.rsplit(')').next()?.split(' ').nth(37)?.parse().ok()
     }
 
-    /// Whether a thread runs, or waits for nothing but a processor.
+    /// Whether a thread runs or only waits for a CPU.
     pub(super) fn is_runnable(&self, tid: i32) -> bool {
         let stat = read_text(&self.directory, &format!("task/{tid}/stat")).unwrap_or_default();
         stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('R'))
@@ -310,7 +313,7 @@ impl InjectTarget {
         read_text(&self.directory, &format!("task/{tid}/stat")).is_ok()
     }
 
-    /// Refuse a stopped thread whose calls seccomp would judge.
+    /// Refuse a stopped thread whose calls a seccomp filter would check.
     pub(super) fn check_seccomp(&self, tid: i32, is_suspended: bool) -> Result<(), InjectError> {
         let status = read_text(&self.directory, &format!("task/{tid}/status"))?;
         match status_number(&status, "Seccomp") {
@@ -327,7 +330,7 @@ impl InjectTarget {
     /// Whether the process runs under seccomp.
     ///
     /// # Errors
-    /// `Gone` when it ended.
+    /// `Vanished` when it ended.
     pub fn has_seccomp(&self) -> Result<bool, InjectError> {
         Ok(status_number(&read_text(&self.directory, "status")?, "Seccomp").is_some_and(|mode: u32| mode != 0))
     }
@@ -340,7 +343,7 @@ impl InjectTarget {
         let tracer = status_number(&status, "TracerPid").unwrap_or(0);
         match error.raw_os_error() {
             Some(libc::ESRCH) => InjectError::Vanished,
-            // The kernel answers EPERM for it.
+            // The kernel returns EPERM for such a thread.
             _ if has_ended(&status) => InjectError::Vanished,
             _ if tracer != 0 => InjectError::Traced(tracer),
             Some(libc::EPERM) => InjectError::Denied("tracing it needs its owner or CAP_SYS_PTRACE".to_owned()),
@@ -348,7 +351,7 @@ impl InjectTarget {
         }
     }
 
-    /// Where the code lies, if it still does. `Busy` where it is no longer in memory.
+    /// Verify that the code is still at its sites. `Busy` if it is no longer in memory.
     pub(super) fn verify_sites(&self) -> Result<InjectionSites, InjectError> {
         let mut stub = [0; 16];
         let mut landing = [0; 16];
@@ -357,8 +360,8 @@ impl InjectTarget {
         if arch::are_sites_intact(&stub, &landing) { Ok(self.sites) } else { Err(InjectError::Vanished) }
     }
 
-    /// Read memory that may belong to a file, while a thread is stopped. `Busy` where a page of it is not in memory: a
-    /// file server that does not answer would keep the thread stopped. Swapped out, it is anonymous, and is read.
+    /// Read memory that may belong to a file, while a thread is stopped. `Busy` if a page of it is not in memory: a
+    /// file server that does not answer would keep the thread stopped. A swapped-out page is anonymous, so it is read.
     pub(super) fn read_if_present(&self, bytes: &mut [u8], at: u64) -> Result<(), InjectError> {
         let page = page_size() as u64;
         let end = at.checked_add(bytes.len() as u64).and_then(|end| end.checked_next_multiple_of(page));
@@ -374,9 +377,9 @@ impl InjectTarget {
         self.memory.read_exact_at(bytes, at).map_err(|_| InjectError::Vanished)
     }
 
-    /// Where a thread that was stopped within a restartable sequence has to go on: the kernel forgets the sequence once
-    /// it sees the thread elsewhere (kernel/rseq.c, `rseq_ip_fixup`), so what preemption would do has to be done.
-    /// `Busy` where that is not in memory.
+    /// The address at which a thread that was stopped within a restartable sequence must continue. The kernel forgets
+    /// the sequence once it sees the thread elsewhere (kernel/rseq.c, `rseq_ip_fixup`), so the tracer must do what
+    /// preemption would do. `Busy` if the sequence is not in memory.
     pub(super) fn rseq_abort_address(&self, rseq: u64, ip: u64) -> Result<Option<u64>, InjectError> {
         let read = |at: u64| {
             let mut bytes = [0; 8];
@@ -394,41 +397,42 @@ impl InjectTarget {
     }
 }
 
-/// The process that has locked a file by flock(2), of `/proc/locks` (fs/locks.c, `lock_get_status`, 6.18).
+/// The PID of the process that has a flock(2) lock on a file, from `/proc/locks` (fs/locks.c, `lock_get_status`, 6.18).
 fn flock_holder(locks: &str, device: u64, inode: u64) -> Option<i32> {
     let file = format!("{:02x}:{:02x}:{inode}", rustix::fs::major(device), rustix::fs::minor(device));
     locks.lines().find_map(|line| match line.split_ascii_whitespace().collect::<Vec<_>>()[..] {
-        // A process that waits for the lock has an arrow in the second place.
+        // A process that waits for the lock has an arrow in the second field.
         [_, "FLOCK", _, _, pid, at, ..] if at == file => pid.parse().ok(),
         _ => None,
     })
 }
 
-/// The program that a process runs. Only the name is read: its file may be on a server that does not answer.
+/// The program that a process runs. Only the link is read, because the file may be on a server that does not answer.
 fn executable_path(process: impl std::fmt::Display) -> Option<PathBuf> {
     std::fs::read_link(format!("/proc/{process}/exe")).ok()
 }
 
-/// Whether a process that runs `program` may be a Pagefold: it runs the same as this one, or has its name, or cannot be
-/// seen. A Pagefold that runs under another name beside this one is not known, and may visit the same process.
+/// Whether a process that runs `program` may be Pagefold: it runs the same program as this process, or has its name, or
+/// its program cannot be read. A Pagefold process with another program name is not recognized, and may visit the same
+/// process at the same time.
 fn may_be_pagefold(program: Option<&Path>, own: Option<&Path>) -> bool {
     let Some(program) = program else { return true };
     let is_named = program.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"pagefold"));
     is_named || own == Some(program)
 }
 
-/// A file of the process. `Gone` when it is.
+/// Read a file of the process. `Vanished` when the process has ended.
 pub(super) fn read_text(directory: &OwnedFd, file: &str) -> Result<String, InjectError> {
     let mut bytes = Vec::new();
     let file = openat(directory, file, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()).map(File::from);
     match file.map_err(io::Error::from).and_then(|mut file| file.read_to_end(&mut bytes)) {
         Ok(_) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Err(InjectError::Vanished),
-        Err(error) => Err(operation_failed("reading what it is")(error)),
+        Err(error) => Err(operation_failed("reading its state")(error)),
     }
 }
 
-/// Look for the code in the target's libraries and its program.
+/// Search the target's libraries and its program for the code.
 fn find_injection_sites(memory: &File, maps: &str) -> Result<InjectionSites, InjectError> {
     let code = maps.lines().filter_map(parse_maps_line).filter(|mapping| {
         let vdso = arch::STUB_IN_VDSO && mapping.name == "[vdso]";
@@ -438,7 +442,7 @@ fn find_injection_sites(memory: &File, maps: &str) -> Result<InjectionSites, Inj
     if code.is_empty() {
         return Err(InjectError::Vanished);
     }
-    // A program of gigabytes need not be searched when the C library is there.
+    // A program of gigabytes need not be searched if the C library is mapped.
     code.sort_by_key(|mapping| {
         let file = mapping.name.rsplit('/').next().unwrap_or_default();
         !(["libc.so", "libc-", "libc.musl", "ld-musl"].iter().any(|name| file.starts_with(name)) || file == "[vdso]")
@@ -449,7 +453,7 @@ fn find_injection_sites(memory: &File, maps: &str) -> Result<InjectionSites, Inj
         let mut start = mapping.start;
         while start < mapping.end {
             let len = (mapping.end - start).min(buffer.len() as u64) as usize;
-            // What cannot be read, beyond the end of a file that was cut, holds no code.
+            // Unreadable bytes, beyond the end of a truncated file, contain no code.
             if memory.read_exact_at(&mut buffer[..len], start).is_ok() {
                 let (stub_at, landing_at) = arch::find_sites(&buffer[..len]);
                 stub = stub.or(stub_at.map(|at| start + at as u64));
@@ -462,7 +466,7 @@ fn find_injection_sites(memory: &File, maps: &str) -> Result<InjectionSites, Inj
         }
     }
     Err(InjectError::Unsupported(
-        "its code has no return from signal handlers, through which it could heal itself".to_owned(),
+        "its code has no return from signal handlers (rt_sigreturn), which injection needs".to_owned(),
     ))
 }
 
@@ -498,7 +502,7 @@ mod tests {
         let status = |features: &str| format!("Name:\tcat\nx86_Thread_features:\t{features}\nThreads:\t1\n");
         assert!(has_shadow_stack(&status("shstk wrss ")));
         assert!(!has_shadow_stack(&status("")) && !has_shadow_stack(&status("wrss ")));
-        // That they are locked says nothing of what they are.
+        // The line of locked features does not list active features.
         assert!(!has_shadow_stack("Name:\tcat\nx86_Thread_features_locked:\tshstk wrss \n"));
     }
 

@@ -1,27 +1,28 @@
 //! The process that traces a target during one visit.
 //!
-//! A tracer that is stopped leaves its target stopped. Job control (SIGTSTP from Ctrl-Z, SIGTTIN, SIGTTOU) and SIGSTOP
-//! stop all threads of a process, so the tracer is a process of its own: in its own session, with all signals
-//! blocked. It shares the memory and the open files of Pagefold, and the thread-local state of the thread that starts
-//! it. That thread makes raw system calls alone until the tracer has ended.
+//! A stopped tracer leaves its target stopped. Job control (SIGTSTP from Ctrl-Z, SIGTTIN, SIGTTOU) and SIGSTOP stop all
+//! threads of a process. So the tracer is a separate process in its own session, with all signals blocked. It shares
+//! Pagefold's memory and open files, and the thread-local state of the thread that starts it. That thread only makes
+//! raw system calls until the tracer has ended.
 //!
 //! Both end together. When Pagefold is killed, the kernel kills the tracer (`PR_SET_PDEATHSIG`). When the tracer is
-//! killed, Pagefold kills itself: the memory of both may be in the middle of a change. A kernel timer kills a tracer
-//! that has not run for [`WATCHDOG_TIMEOUT`], because a SIGSTOP was sent to it or its cgroup was frozen; the end of the tracer
-//! releases the target. The timer restarts where the tracer waits for its target only. So while a thread is stopped,
-//! memory that may belong to a file is read only if it is there (`Target::read_present`): a page of a file on a FUSE or
-//! NFS server that does not answer would keep the tracer until its timer ends it, and Pagefold with it.
+//! killed, Pagefold kills itself, because the tracer may have been in the middle of a change to their common memory. A
+//! kernel timer kills a tracer that has not run for [`WATCHDOG_TIMEOUT`], because of a SIGSTOP or a frozen cgroup. The
+//! end of the tracer releases the target. The timer restarts only where the tracer waits for its target. So while a
+//! thread is stopped, memory that may belong to a file is read only if it is present (`InjectTarget::read_if_present`).
+//! A page on a FUSE or NFS server that does not answer would block the tracer until its timer ends it, and Pagefold
+//! with it.
 //!
-//! A tracer may run on the target's CPU only (`super::ptrace::run_on`). Where a real-time program keeps that CPU, the
-//! waiting thread sends the tracer to the other CPUs after [`STALL_TIMEOUTS`], and later takes its real-time priority away, so
-//! that it gets the share of a CPU which the kernel reserves for ordinary tasks.
+//! A tracer may be limited to the target's CPU (`super::ptrace::pin_to_cpu`). If a real-time program occupies that CPU,
+//! the waiting thread moves the tracer to the other CPUs after [`STALL_TIMEOUTS`]. Later it removes the tracer's
+//! real-time priority, so that it gets the CPU share that the kernel reserves for ordinary tasks.
 //!
-//! Mirrors kernel/fork.c, kernel/exit.c and kernel/time/posix-timers.c (6.18). Limits: a freezer of cgroup v1 holds a
-//! killed process until it is thawed, and the target with it. A page that is dropped between the look and the reading,
-//! and a target whose mappings the kernel has locked, still hold the tracer up. Where Yama lets a process trace only
-//! its descendants (`kernel.yama.ptrace_scope` 1, without CAP_SYS_PTRACE) this process is refused, and `super::inside`
-//! traces from a thread of Pagefold. Job control is held back meanwhile ([`StopSignalDeferral`]), but there SIGSTOP and a frozen
-//! cgroup hold the target until Pagefold goes on.
+//! Mirrors kernel/fork.c, kernel/exit.c and kernel/time/posix-timers.c (6.18). Limits: a freezer of cgroup v1 keeps a
+//! killed process, and with it the target, until it is thawed. Two cases still block the tracer: a page that is dropped
+//! between check and read, and a target whose mappings the kernel has locked. If Yama lets a process trace only its
+//! descendants (`kernel.yama.ptrace_scope` 1, without CAP_SYS_PTRACE), it refuses this process. Then
+//! `super::with_stopped_thread` traces from a thread of Pagefold. Job control is deferred meanwhile
+//! ([`StopSignalDeferral`]), but SIGSTOP and a frozen cgroup then keep the target stopped until Pagefold continues.
 
 use std::cell::Cell;
 use std::io;
@@ -50,9 +51,10 @@ static TRACER_CPU_NANOSECONDS: AtomicU64 = AtomicU64::new(0);
 thread_local! {
     /// The timer of the tracer that runs on behalf of this thread.
     static WATCHDOG_TIMER: Cell<Option<libc::timer_t>> = const { Cell::new(None) };
-    /// The stack of this thread's last tracer: its pages are there already, so that a target is not stopped for them.
+    /// The stack of this thread's last tracer. Its pages are present already, so a target is not stopped while they
+    /// fault in.
     static CACHED_STACK: Cell<Option<TracerStack>> = const { Cell::new(None) };
-    /// How often a tracer restarted its timer: it is known to have run by that.
+    /// How often a tracer restarted its timer. A change shows that the tracer has run.
     static WATCHDOG_RESTARTS: AtomicU32 = const { AtomicU32::new(0) };
 }
 
@@ -73,7 +75,7 @@ pub(super) fn restart_watchdog() {
     unsafe { libc::timer_settime(timer, 0, &raw const when, std::ptr::null_mut()) };
 }
 
-/// Create the watchdog timer: SIGKILL for this process, which neither a stop nor a blocked signal holds back.
+/// Create the watchdog timer. It sends SIGKILL to this process; neither a stop nor a blocked signal prevents that.
 fn start_watchdog() -> bool {
     // SAFETY: all zeros are a valid `sigevent`.
     let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
@@ -121,16 +123,17 @@ impl Drop for TracerStack {
     }
 }
 
-/// Blocks all signals of the calling thread until dropped. A tracer that is started meanwhile begins with them blocked.
+/// Blocks all signals of the calling thread until dropped. A tracer that is started meanwhile begins with blocked
+/// signals.
 struct SignalMaskGuard(libc::sigset_t);
 
 impl SignalMaskGuard {
     fn new() -> Self {
         let mut all = std::mem::MaybeUninit::uninit();
-        // SAFETY: `all` is a place for a set.
+        // SAFETY: `all` is writable memory for a set.
         unsafe { libc::sigfillset(all.as_mut_ptr()) };
         let mut before = std::mem::MaybeUninit::uninit();
-        // SAFETY: `sigfillset` has initialized `all`; `before` is a place for a set.
+        // SAFETY: `sigfillset` has initialized `all`; `before` is writable memory for a set.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) };
         // SAFETY: `pthread_sigmask` fails only for an unknown first argument, so it has initialized `before`.
         Self(unsafe { before.assume_init() })
@@ -139,27 +142,28 @@ impl SignalMaskGuard {
 
 impl Drop for SignalMaskGuard {
     fn drop(&mut self) {
-        // SAFETY: the set is valid; no old set is asked for.
+        // SAFETY: the set is valid; the old set is not requested.
         unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &raw const self.0, std::ptr::null_mut()) };
     }
 }
 
-/// Stop signals of job control. SIGSTOP cannot be held back.
+/// Stop signals of job control. SIGSTOP cannot be deferred.
 const JOB_CONTROL_SIGNALS: [libc::c_int; 3] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
 
-/// The signals of [`JOB_CONTROL_SIGNALS`] that came while a [`StopSignalDeferral`] lived, as bits by number, with [`HOLDING`].
+/// The signals of [`JOB_CONTROL_SIGNALS`] that arrived while a [`StopSignalDeferral`] existed, as bits by number, with
+/// [`HOLDING`].
 static DEFERRED_STOP_SIGNALS: AtomicU32 = AtomicU32::new(0);
 
-/// The bit of [`DEFERRED_STOP_SIGNALS`] that is set while a [`StopSignalDeferral`] lives. No signal has the number 0.
+/// The bit of [`DEFERRED_STOP_SIGNALS`] that is set while a [`StopSignalDeferral`] exists. No signal has the number 0.
 const HOLDING: u32 = 1;
 
 /// The handler of [`JOB_CONTROL_SIGNALS`] and SIGCONT.
 extern "C" fn defer_stop_signal(signal: libc::c_int) {
     if signal == libc::SIGCONT {
-        // As the kernel drops stop signals that are pending (kernel/signal.c, `prepare_signal`).
+        // The kernel also drops pending stop signals then (kernel/signal.c, `prepare_signal`).
         DEFERRED_STOP_SIGNALS.fetch_and(HOLDING, Ordering::Relaxed);
     } else if DEFERRED_STOP_SIGNALS.fetch_or(1 << signal, Ordering::Relaxed) & HOLDING == 0 {
-        // This began before the actions were restored, and the signals that were held have been sent since.
+        // This handler began before the actions were restored, and the deferred signals have been sent since.
         DEFERRED_STOP_SIGNALS.fetch_and(!(1 << signal), Ordering::Relaxed);
         send_to_self(signal);
     }
@@ -170,11 +174,11 @@ fn send_to_self(signal: libc::c_int) {
     unsafe { libc::kill(getpid().as_raw_nonzero().get(), signal) };
 }
 
-/// Holds the stop signals of job control back from all threads of this process until dropped; then they take effect,
-/// but for those that SIGCONT came after. For a visit by a thread of Pagefold itself. One at a time, as signal actions
-/// belong to the process.
+/// Defers the stop signals of job control for all threads of this process until dropped. Then they take effect, except
+/// those followed by a SIGCONT. Used for a visit by a thread of Pagefold itself. Only one exists at a time, because
+/// signal actions belong to the process.
 ///
-/// A handler, because programs that are started meanwhile would inherit that a signal is ignored.
+/// It uses a handler, because programs started meanwhile would inherit an ignored signal.
 pub(super) struct StopSignalDeferral {
     previous_actions: Vec<(libc::c_int, libc::sigaction)>,
     _alone: MutexGuard<'static, ()>,
@@ -191,8 +195,8 @@ impl StopSignalDeferral {
         DEFERRED_STOP_SIGNALS.fetch_or(HOLDING, Ordering::Relaxed);
         let before = JOB_CONTROL_SIGNALS.into_iter().chain([libc::SIGCONT]).filter_map(|signal| {
             let mut before = std::mem::MaybeUninit::uninit();
-            // SAFETY: `action` is valid, and its handler changes an atomic and calls kill(2), which is
-            // async-signal-safe; `before` is a place for the old one.
+            // SAFETY: `action` is valid. Its handler changes an atomic and calls kill(2), which is async-signal-safe.
+            // `before` is writable memory for the old action.
             let answer = unsafe { libc::sigaction(signal, &raw const action, before.as_mut_ptr()) };
             // SAFETY: the call has succeeded, so it has initialized `before`.
             (answer == 0).then(|| (signal, unsafe { before.assume_init() }))
@@ -204,7 +208,7 @@ impl StopSignalDeferral {
 impl Drop for StopSignalDeferral {
     fn drop(&mut self) {
         for (signal, before) in &self.previous_actions {
-            // SAFETY: the action was the process's before; no old one is asked for.
+            // SAFETY: the action was the process's before; the old action is not requested.
             unsafe { libc::sigaction(*signal, before, std::ptr::null_mut()) };
         }
         let held = DEFERRED_STOP_SIGNALS.swap(0, Ordering::Relaxed);
@@ -212,7 +216,7 @@ impl Drop for StopSignalDeferral {
     }
 }
 
-/// What the tracer is to do, and what came of it: in memory that both processes share.
+/// The tracer's work and its result, in memory that both processes share.
 struct TracerJob<W, T> {
     parent: Pid,
     work: Option<W>,
@@ -221,16 +225,17 @@ struct TracerJob<W, T> {
 
 /// The main function of the tracer; `job` is the address of its [`TracerJob`].
 extern "C" fn tracer_main<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::c_int {
-    // SAFETY: `run` passes the address of its job and does not touch it until this process has left the memory.
+    // SAFETY: `run_in_tracer_process` passes the address of its job and does not touch it until this process has left
+    // the memory.
     let job = unsafe { &mut *job.cast::<TracerJob<W, T>>() };
     let bound = set_parent_process_death_signal(Some(Signal::KILL)).is_ok();
     fault::point("tracer started");
-    // A parent that ended before the signal was requested sends none.
-    // Not merely a process group of its own: on a loaded machine (two CPUs, load 30) stops then took longer, 1.8 ms
-    // instead of 0.6 ms at the 99th percentile.
+    // If the parent ended before the signal was requested, the kernel sends none. A process group of its own instead of
+    // a session made stops slower on a loaded machine (two CPUs, load 30): 1.8 ms instead of 0.6 ms at the 99th
+    // percentile.
     let protected = bound && getppid() == Some(job.parent) && setsid().is_ok() && start_watchdog();
     if let Some(work) = job.work.take().filter(|_| protected) {
-        // The name is only shown.
+        // The name is only for display.
         let _ = set_name(c"pagefold-inject");
         job.outcome = Some(catch_unwind(AssertUnwindSafe(work)));
     }
@@ -241,16 +246,16 @@ extern "C" fn tracer_main<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::
     0
 }
 
-/// How often tracers of this thread have run.
+/// How often tracers of this thread have restarted their timer.
 fn watchdog_restarts() -> u32 {
     WATCHDOG_RESTARTS.with(|runs| runs.load(Ordering::Relaxed))
 }
 
-/// Wait until the tracer has left this memory, and see that it runs. `alive` is not 0 until then; `before` is what
-/// [`watchdog_restarts`] was before the tracer was started.
+/// Wait until the tracer has left this memory, and check that it runs. `alive` is not 0 until then; `restarts_before`
+/// is the value of [`watchdog_restarts`] before the tracer was started.
 ///
-/// All in here is raw system calls but for the last step, which writes to `errno` only if the tracer is gone: the
-/// thread-local state is the tracer's.
+/// All code here makes raw system calls, because the thread-local state belongs to the tracer. Only the last step
+/// writes to `errno`, and only if the tracer has ended.
 fn wait_for_tracer_exit(tracer: Pid, alive: &AtomicU32, restarts_before: u32) {
     let (mut seen, mut stage) = (restarts_before, 0);
     loop {
@@ -262,12 +267,12 @@ fn wait_for_tracer_exit(tracer: Pid, alive: &AtomicU32, restarts_before: u32) {
             tv_sec: patience.as_secs().cast_signed(),
             tv_nsec: patience.subsec_nanos().into(),
         });
-        // The kernel wakes a futex that is not private.
+        // The kernel wakes only a shared futex here, not a private one.
         let waited = futex::wait(alive, futex::Flags::empty(), value, timeout.as_ref());
         if waited == Err(Errno::TIMEDOUT) {
             if watchdog_restarts() == restarts_before {
-                // Until it has begun it is an ordinary task that may run anywhere. Before it has a session of its own,
-                // a SIGSTOP for the process group stops it as well, and the SIGCONT for the group comes too late for it.
+                // Before it begins, the tracer is an ordinary task on any CPU. Before it has its own session, a SIGSTOP
+                // for the process group stops it, too, and the group's SIGCONT arrives too late for it.
                 let _ = kill_process(tracer, Signal::CONT);
             } else if watchdog_restarts() == seen {
                 match stage {
@@ -281,23 +286,23 @@ fn wait_for_tracer_exit(tracer: Pid, alive: &AtomicU32, restarts_before: u32) {
     }
 }
 
-/// Send a tracer that may run on one CPU only to the others that this thread may run on.
+/// Move a tracer that is limited to one CPU to the others that this thread may use.
 fn move_to_other_cpus(tracer: Pid) {
     let (Ok(allowed), Ok(pinned)) = (sched_getaffinity(None), sched_getaffinity(Some(tracer))) else { return };
     if let Some(others) = other_cpus(&allowed, &pinned) {
-        // Where it is refused, the tracer waits for its CPU, at most until its timer ends it.
+        // If this fails, the tracer waits for its CPU, at most until its timer ends it.
         let _ = sched_setaffinity(Some(tracer), &others);
     }
 }
 
-/// The CPUs that are allowed without the one of `pinned`. None where that is more than one, or nothing is left.
+/// The allowed CPUs without the one of `pinned`. None if `pinned` has more than one CPU, or if no CPU is left.
 fn other_cpus(allowed: &CpuSet, pinned: &CpuSet) -> Option<CpuSet> {
     let mut others = *allowed;
     (0..CpuSet::MAX_CPU).filter(|&cpu| pinned.is_set(cpu)).for_each(|cpu| others.unset(cpu));
     (pinned.count() == 1 && others.count() > 0).then_some(others)
 }
 
-/// Make an ordinary task of a tracer.
+/// Give a tracer ordinary priority.
 fn lower_priority(tracer: Pid) {
     let parameters = libc::sched_param { sched_priority: 0 };
     // SAFETY: `parameters` is valid.
@@ -307,10 +312,11 @@ fn lower_priority(tracer: Pid) {
     }
 }
 
-/// Run `work` in a tracer process while the calling thread waits. What it has seized is released when this returns.
+/// Run `work` in a tracer process while the calling thread waits. Threads that it has seized are released when this
+/// returns.
 ///
 /// # Errors
-/// No process could be started, or it could not be protected from stops; `work` has not run then.
+/// The process could not be started, or could not be protected from stops. `work` has not run then.
 ///
 /// # Panics
 /// If `work` does.
@@ -327,20 +333,20 @@ pub(super) fn run_in_tracer_process<T>(work: impl FnOnce() -> T) -> io::Result<T
     let flags = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_CHILD_CLEARTID;
     let (job_address, parent_tid, tls) =
         ((&raw mut job).cast(), std::ptr::null_mut::<i32>(), std::ptr::null_mut::<()>());
-    // SAFETY: the tracer runs `trace` on a stack of its own. It uses the thread-local state of this thread, which
-    // leaves it alone (`await_end`) until the tracer has left this memory; until then this frame keeps all that `job`
-    // refers to.
+    // SAFETY: the tracer runs `tracer_main` on a stack of its own. It uses the thread-local state of this thread, which
+    // this thread does not touch (`wait_for_tracer_exit`) until the tracer has left this memory. Until then this frame
+    // keeps everything that `job` refers to.
     let tracer = unsafe { libc::clone(enter, stack.top(), flags, job_address, parent_tid, tls, alive.as_ptr()) };
     let Some(pid) = Pid::from_raw(tracer).filter(|_| tracer > 0) else {
         return Err(io::Error::last_os_error());
     };
     wait_for_tracer_exit(pid, &alive, before);
-    // Its end is not complete when this thread goes on: it releases what it traces later than its memory.
+    // The tracer's end is not complete yet: it releases its tracees after its memory.
     let mut status = 0;
-    // SAFETY: `status` is a valid place for the status. All signals are blocked, so the call is not interrupted.
+    // SAFETY: `status` is writable memory for the status. All signals are blocked, so the call is not interrupted.
     let waited = unsafe { libc::waitpid(tracer, &raw mut status, libc::__WALL) };
     if waited == tracer && libc::WIFSIGNALED(status) {
-        // See the head: this memory cannot be relied upon.
+        // The memory may be inconsistent now: see the module documentation.
         let _ = kill_process(getpid(), Signal::KILL);
         loop {
             std::thread::park();
@@ -368,7 +374,7 @@ mod tests {
         let (pid, name, group) = answer.expect("a process starts");
         assert_eq!((seen, name.as_str()), (1, "shared!"));
         assert!(pid != getpid() && group == pid);
-        assert!(!std::fs::exists(format!("/proc/{pid}")).expect("a look at /proc"), "it has ended and is reaped");
+        assert!(!std::fs::exists(format!("/proc/{pid}")).expect("/proc is readable"), "it has ended and is reaped");
         assert!(tracer_cpu_time() > Duration::ZERO);
     }
 
@@ -405,10 +411,10 @@ mod tests {
     const CASE: &str = "PAGEFOLD_TEST_STOPS_HELD";
     const FILE: &str = "PAGEFOLD_TEST_STOPS_HELD_FILE";
 
-    /// What the child of the test below does. Tells in a file when it has come to its last step.
+    /// The child of the test below. Writes a file when it reaches its last step.
     fn child(case: &str) {
-        // It may be ignored where the tests are started, which programs inherit.
-        // SAFETY: the default action is valid for this signal, and nothing in this process relies on another one.
+        // The signal may be ignored where the tests are started, and programs inherit that. SAFETY: the default action
+        // is valid for this signal, and no code in this process relies on another one.
         unsafe { libc::signal(libc::SIGTSTP, libc::SIG_DFL) };
         let tell = || std::fs::write(std::env::var_os(FILE).expect("a file"), "held").expect("it can be written");
         if case == "late handler" {
@@ -437,7 +443,7 @@ mod tests {
         assert_eq!(DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed), 0);
     }
 
-    /// The child is this test again.
+    /// The child process is this test again.
     #[test]
     fn job_control_stops_this_process_after_a_visit_by_a_thread_of_it() {
         if let Ok(case) = std::env::var(CASE) {
@@ -449,7 +455,7 @@ mod tests {
             let mut command = std::process::Command::new(std::env::current_exe().expect("a test"));
             command.args([name, "--exact", "--nocapture"]).env(CASE, case).env(FILE, &file);
             command.stdout(std::process::Stdio::null());
-            // With its parent in another group of its session it is no orphan, which job control would not stop.
+            // Its parent is in another group of its session, so it is no orphan. Job control would not stop an orphan.
             std::os::unix::process::CommandExt::process_group(&mut command, 0);
             let mut child = command.spawn().expect("it starts");
             let status = format!("/proc/{}/status", child.id());

@@ -1,8 +1,8 @@
-//! x86-64: registers, the signal frame, and the code that a thread is parked at.
+//! x86-64: registers, the signal frame, and the code at which a thread is parked.
 //!
 //! Mirrors arch/x86/kernel/signal_64.c, arch/x86/kernel/fpu/signal.c, arch/x86/include/uapi/asm/sigcontext.h and the
-//! restart of system calls in arch/x86/kernel/signal.c (6.18). Limits: needs a processor with XSAVE; threads in 32-bit
-//! or x32 code, or with a shadow stack, are refused.
+//! restart of system calls in arch/x86/kernel/signal.c (6.18). Limits: the CPU must have XSAVE. Threads in 32-bit or
+//! x32 code, or with a shadow stack, are refused.
 
 use std::arch::x86_64::__cpuid_count;
 use std::io;
@@ -22,12 +22,12 @@ const NT_X86_SHSTK: usize = 0x204;
 pub const SYS_RT_SIGRETURN: i64 = 15;
 /// Bytes below the stack pointer that belong to the running function (System V ABI, 3.2.2).
 pub const RED_ZONE_BYTES: u64 = 128;
-/// Whether the kernel's own code, `[vdso]`, may hold the stub.
+/// Whether the stub may lie in the kernel's own code, `[vdso]`.
 pub const STUB_IN_VDSO: bool = false;
-/// Whether a call that was interrupted still has its first argument.
+/// Whether an interrupted call still has its first argument.
 pub const KEEPS_FIRST_ARGUMENT: bool = true;
 
-/// `mov $15,%rax; syscall`: what every C library's `restore_rt` and Go's `sigreturn` consist of.
+/// `mov $15,%rax; syscall`: the code of each C library's `restore_rt` and of Go's `sigreturn`.
 const STUB_CODE: [u8; 9] = [0x48, 0xc7, 0xc0, 0x0f, 0x00, 0x00, 0x00, 0x0f, 0x05];
 /// `ret` behind `syscall`, and behind `xor %eax,%eax`.
 const RETURN_CODES: [[u8; 3]; 2] = [[0x0f, 0x05, 0xc3], [0x31, 0xc0, 0xc3]];
@@ -44,7 +44,7 @@ const SIGMASK_OFFSET: usize = SIGCONTEXT_OFFSET + 256;
 const FRAME_BYTES: usize = SIGMASK_OFFSET + 8 + 128;
 /// UC_FP_XSTATE | UC_SIGCONTEXT_SS | UC_STRICT_RESTORE_SS.
 const UC_FLAGS: u64 = 7;
-/// No mode of an alternate stack, which `sigreturn` therefore leaves alone.
+/// Not a valid mode of an alternate stack, so `sigreturn` does not change the alternate stack.
 const SS_FLAGS_INVALID: u64 = 3;
 
 const SW_RESERVED_OFFSET: usize = 464;
@@ -53,7 +53,7 @@ const FP_XSTATE_MAGIC1: u32 = 0x4650_5853;
 const FP_XSTATE_MAGIC2: u32 = 0x4650_5845;
 /// x87 and SSE, which the kernel always marks as present.
 const XFEATURE_MASK_FPSSE: u64 = 3;
-/// XFEATURE_XTILE_DATA, for which a thread has room only once it used it.
+/// XFEATURE_XTILE_DATA. A thread has space for it only after its first use.
 const XFEATURE_MASK_XTILE_DATA: u64 = 1 << 18;
 
 const ERESTARTSYS: i64 = -512;
@@ -61,47 +61,48 @@ const ERESTARTNOINTR: i64 = -513;
 const ERESTARTNOHAND: i64 = -514;
 const ERESTART_RESTARTBLOCK: i64 = -516;
 
-/// System calls that answer EINTR to a thread that was merely stopped, where others are restarted (signal(7),
+/// System calls that return EINTR to a thread that was only stopped, while other calls are restarted (signal(7),
 /// "Interruption of system calls and library functions by stop signals"): semop, rt_sigtimedwait, io_getevents,
-/// semtimedop, epoll_wait, epoll_pwait, io_pgetevents, epoll_pwait2. None has done anything when it answers so.
+/// semtimedop, epoll_wait, epoll_pwait, io_pgetevents, epoll_pwait2. A call that returns so has done nothing.
 pub const INTERRUPTED_BY_STOP: [u64; 8] = [65, 128, 208, 220, 232, 281, 333, 441];
 
-/// System calls that do so if they wait for a socket with a timeout, or for whatever else cannot be restarted by
-/// itself: read, write, readv, writev, connect, accept, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg,
-/// sendmmsg, io_uring_enter. Nor have these done anything then: what was done in part is told by a count.
+/// System calls that do so if they wait for a socket with a timeout, or for another operation that cannot restart:
+/// read, write, readv, writev, connect, accept, sendto, recvfrom, sendmsg, recvmsg, accept4, recvmmsg, sendmmsg,
+/// io_uring_enter. A call that returns so has done nothing: partial work returns a count.
 const SOMETIMES_INTERRUPTED_BY_STOP: [u64; 14] = [0, 1, 19, 20, 42, 43, 44, 45, 46, 47, 288, 299, 307, 426];
 
-/// Milliseconds of the clock that fit beside the number of a call, which stays positive.
+/// Milliseconds of the clock that fit beside a call's number, which stays positive.
 const START_MILLIS_MASK: u64 = (1 << 31) - 1;
-/// What was first interrupted longer ago than its time and so many milliseconds was not marked here.
+/// If a call was first interrupted longer ago than its timeout plus this many milliseconds, this module did not mark
+/// it.
 const STALE_START_MILLIS: u64 = 60_000;
 
-/// General registers, as NT_PRSTATUS has them.
+/// General registers, in the layout of NT_PRSTATUS.
 pub type Registers = libc::user_regs_struct;
 
 const REGISTER_BYTES: usize = size_of::<Registers>();
 
-/// All that a thread has in its processor.
+/// The complete register state of a thread.
 #[derive(Clone)]
 pub struct ThreadState {
     pub registers: Registers,
     xsave_area: Vec<u8>,
 }
 
-/// Positions of the stub and of the landing in code: each where there is one.
+/// Positions of the stub and of the return site in code, each if present.
 pub fn find_sites(code: &[u8]) -> (Option<usize>, Option<usize>) {
     let stub = memmem::find(code, &STUB_CODE);
     let landing = RETURN_CODES.iter().filter_map(|landing| memmem::find(code, landing)).min();
-    // The landing is the `ret`; the two bytes before it are where a restarted call comes back to.
+    // The return site is the `ret`. A restarted call returns to the two bytes before it.
     (stub, landing.map(|position| position + 2))
 }
 
-/// Whether the code is still what was found.
+/// Whether the code at both sites is unchanged.
 pub fn are_sites_intact(stub: &[u8; 16], return_code: &[u8; 16]) -> bool {
     stub.starts_with(&STUB_CODE) && RETURN_CODES.iter().any(|code| return_code.starts_with(code))
 }
 
-/// Where to read the code that [`are_sites_intact`] looks at.
+/// The address of the code that [`are_sites_intact`] compares.
 pub fn return_code_address(return_site: u64) -> u64 {
     return_site - 2
 }
@@ -132,8 +133,9 @@ impl ThreadState {
         if registers.cs != USER_CS || called.is_some_and(|number| number & X32_SYSCALL_BIT != 0) {
             return Err(InjectError::Unsupported("it runs 32-bit code".to_owned()));
         }
-        // `ssp_get` (arch/x86/kernel/fpu/regset.c, 6.6) answers for a thread that has one alone. `sigreturn` would look
-        // for a frame on that stack that only the kernel can put there. `Target::new` has seen the main thread's.
+        // `ssp_get` (arch/x86/kernel/fpu/regset.c, 6.6) succeeds only for a thread with a shadow stack. `sigreturn`
+        // would expect a frame on that stack that only the kernel can write. `InjectTarget::new` has checked the main
+        // thread's.
         if thread.read_register_set(NT_X86_SHSTK, &mut [0; 8]).is_ok() {
             return Err(InjectError::Unsupported("it runs with a shadow stack".to_owned()));
         }
@@ -143,12 +145,12 @@ impl ThreadState {
             .map_err(operation_failed("reading its vector registers"))?;
         vectors.truncate(filled);
         if filled < XSTATE_HEADER_OFFSET + 64 {
-            return Err(InjectError::Unsupported("this processor has no XSAVE".to_owned()));
+            return Err(InjectError::Unsupported("this CPU has no XSAVE".to_owned()));
         }
         Ok(Self { registers, xsave_area: vectors })
     }
 
-    /// Give the thread what a call may have changed.
+    /// Restore the registers that a call may have changed.
     pub fn restore(&self, thread: TracedThread) -> io::Result<()> {
         write_registers(thread, &self.registers)
     }
@@ -157,7 +159,7 @@ impl ThreadState {
         self.registers.rsp
     }
 
-    /// The instruction it is at, unless it is in a system call.
+    /// The address of its next instruction, unless it is in a system call.
     pub fn user_ip(&self) -> Option<u64> {
         ((self.registers.orig_rax as i64) < 0).then_some(self.registers.rip)
     }
@@ -166,14 +168,14 @@ impl ThreadState {
         self.registers.rip = ip;
     }
 
-    /// A call that answers EINTR because of the stop is to be restarted instead, or answers that its time is over:
-    /// begun anew at each of many stops it would never see its timeout. `now` is the monotonic clock, `read` reads the
-    /// target's memory. Whether it was so.
+    /// Restart a call that returns EINTR because of the stop, or let it return its timeout result if its time is over.
+    /// A call restarted at each of many stops would otherwise never reach its timeout. `now` is the monotonic clock;
+    /// `read` reads the target's memory. Returns whether it changed the call.
     ///
-    /// When it was first interrupted is kept in the upper half of the call's number. The kernel ignores that half,
-    /// hands it on when it restarts the call, and forgets it when the call is over (`syscall_get_nr`,
-    /// `arch_do_signal_or_restart`), so that a new call of the same kind is known to be new, and the program never sees
-    /// a register that is not as it was.
+    /// The time of the first interruption is stored in the upper half of the call's number. The kernel ignores that
+    /// half, keeps it when it restarts the call, and drops it when the call is over (`syscall_get_nr`,
+    /// `arch_do_signal_or_restart`). So a new call of the same kind is recognized as new, and the program never sees a
+    /// changed register.
     pub fn restart_interrupted_call(
         &mut self,
         now: Duration,
@@ -199,8 +201,8 @@ impl ThreadState {
         true
     }
 
-    /// How many milliseconds a call of [`INTERRUPTED_BY_STOP`] waits at most, if not for ever, and what it then
-    /// answers.
+    /// The timeout of a call of [`INTERRUPTED_BY_STOP`] in milliseconds, if it has one, and the result that it then
+    /// returns.
     fn call_timeout(&self, syscall_number: u64, read: impl Fn(u64) -> Option<[u8; 16]>) -> Option<(u64, i64)> {
         let r = &self.registers;
         let again = -i64::from(libc::EAGAIN);
@@ -217,7 +219,7 @@ impl ThreadState {
         Some((word(0).saturating_mul(1000).saturating_add(word(8).div_ceil(1_000_000)), answer))
     }
 
-    /// The registers with which it goes on from user mode: a call that the kernel would restart begins anew.
+    /// The registers with which the thread continues in user mode. A call that the kernel would restart begins again.
     fn resumed_registers(&self) -> Registers {
         let mut registers = self.registers;
         let in_call = registers.orig_rax as i64 >= 0;
@@ -228,13 +230,13 @@ impl ThreadState {
         registers
     }
 
-    /// How many bytes [`ThreadState::build_frame`] has at most.
+    /// The maximum size of a frame of [`ThreadState::build_frame`], in bytes.
     pub fn max_frame_bytes(&self) -> usize {
         8 + FRAME_BYTES + 64 + self.xsave_area.len() + 8
     }
 
-    /// What is to be written at `base`, 64-byte aligned, so that a thread that [`parked_registers`] stands at the stub comes back
-    /// to this state by itself, with that signal mask.
+    /// The frame to write at `frame_address`, 64-byte aligned. A thread that [`parked_registers`] puts at the stub then
+    /// restores this state and this signal mask by itself.
     pub fn build_frame(&self, frame_address: u64, signal_mask: u64, sites: InjectionSites) -> Vec<u8> {
         let mut bytes = vec![0; self.max_frame_bytes()];
         let vectors = (8 + FRAME_BYTES).next_multiple_of(64);
@@ -260,9 +262,9 @@ impl ThreadState {
         bytes
     }
 
-    /// Whether bytes are a whole frame of [`ThreadState::build_frame`] with that home and nothing else: known by its head, which
-    /// one of the kernel's does not have (another alternate stack), and by its end, from where a stack would grow into
-    /// it.
+    /// Whether the bytes are exactly one complete frame of [`ThreadState::build_frame`] with these sites. Its head
+    /// differs from a frame of the kernel, which has another alternate stack. Its end is checked because a growing
+    /// stack would overwrite it first.
     pub fn is_own_frame(&self, bytes: &[u8], sites: InjectionSites) -> bool {
         let end = (8 + FRAME_BYTES).next_multiple_of(64) + self.xsave_area.len();
         let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_le_bytes(at.try_into().expect("eight bytes")));
@@ -276,13 +278,13 @@ impl ThreadState {
         parts.iter().all(|&(at, value)| word(at) == Some(value)) && bytes[end + 8..].iter().all(|&byte| byte == 0)
     }
 
-    /// The XSAVE area as `sigreturn` wants it.
+    /// Write the XSAVE area in the format that `sigreturn` expects.
     fn write_xsave_area(&self, area: &mut [u8]) {
         area[..self.xsave_area.len()].copy_from_slice(&self.xsave_area);
         let number = |at: usize| u64::from_le_bytes(self.xsave_area[at..at + 8].try_into().expect("eight bytes"));
         let (all, used) = (number(SW_RESERVED_OFFSET), number(XSTATE_HEADER_OFFSET) | XFEATURE_MASK_FPSSE);
-        // ptrace shows the largest state any thread may have. A thread that never used tiles has no room for them, and
-        // `sigreturn` takes no more than the thread has room for.
+        // ptrace returns the largest state that any thread may have. A thread that never used tiles has no space for
+        // them, and `sigreturn` accepts only what fits the thread's space.
         let restored = if used & XFEATURE_MASK_XTILE_DATA == 0 { all & !XFEATURE_MASK_XTILE_DATA } else { all };
         let size = xstate_bytes(restored).min(self.xsave_area.len());
         area[XSTATE_HEADER_OFFSET..XSTATE_HEADER_OFFSET + 8].copy_from_slice(&used.to_le_bytes());
@@ -291,8 +293,8 @@ impl ThreadState {
         for (position, word) in software.into_iter().enumerate() {
             area[SW_RESERVED_OFFSET + position * 4..][..4].copy_from_slice(&word.to_le_bytes());
         }
-        // Kernels look for the second mark behind the stated size, those of 6.14 to 6.18 behind the room that the
-        // thread has, which may be the full one although it uses less now.
+        // Most kernels read the second mark behind the stated size. Those of 6.14 to 6.18 read it behind the thread's
+        // space, which may be the full one although the thread now uses less.
         for at in [size, self.xsave_area.len()] {
             area[at..at + 4].copy_from_slice(&FP_XSTATE_MAGIC2.to_le_bytes());
         }
@@ -308,37 +310,38 @@ fn xstate_bytes(features: u64) -> usize {
     extended.max().unwrap_or(0).max(XSTATE_HEADER_OFFSET + 64)
 }
 
-/// Whether the kernel means to restart the call that came to this.
+/// Whether this result means that the kernel will restart the call.
 pub fn is_restart_code(result: i64) -> bool {
     matches!(result, ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
 }
 
-/// At the stub: the next instructions are `rt_sigreturn` of the frame at `base`.
+/// Registers of a thread at the stub: the next instructions are `rt_sigreturn` of the frame at `frame_address`.
 pub fn parked_registers(state: &ThreadState, frame_address: u64, sites: InjectionSites) -> Registers {
     let mut registers = state.registers;
     registers.rip = sites.sigreturn_stub;
     registers.rsp = frame_address + 16;
     registers.orig_rax = u64::MAX;
     registers.rax = 0;
-    // A program that steps through itself would be killed by SIGTRAP, which is blocked here. The frame has the flag.
+    // SIGTRAP, which is blocked here, would kill a program that single-steps itself. The frame keeps the flag.
     registers.eflags &= !X86_EFLAGS_TF;
     registers
 }
 
-/// Whether a thread whose tracer died may be on its way through its frame.
+/// Whether a thread whose tracer died may be executing `sigreturn` with its frame.
 pub fn may_be_in_sigreturn(registers: &Registers, sites: InjectionSites) -> bool {
     let code = sites.sigreturn_stub..=sites.sigreturn_stub + STUB_CODE.len() as u64;
     code.contains(&registers.rip)
         || (return_code_address(sites.return_site)..=sites.return_site).contains(&registers.rip)
 }
 
-/// Whether a thread that stopped is at the entry of the stub's own call.
+/// Whether a stopped thread is at the entry of the stub's own call.
 pub fn is_at_sigreturn_entry(registers: &Registers, sites: InjectionSites) -> bool {
     registers.orig_rax as i64 == SYS_RT_SIGRETURN && registers.rip == sites.sigreturn_stub + STUB_CODE.len() as u64
 }
 
-/// Turn the call that a thread is at the entry of into another, that comes back to the landing: its `ret` goes to the
-/// stub, whose address is the first word of the frame. If the kernel restarts the call it is from two bytes before.
+/// Replace the call at whose entry the thread stopped by another one, which returns to the return site. Its `ret` goes
+/// to the stub, whose address is the first word of the frame. If the kernel restarts the call, it starts two bytes
+/// before.
 pub fn replace_call(
     thread: TracedThread,
     parked: &Registers,
@@ -352,7 +355,7 @@ pub fn replace_call(
     [registers.rdi, registers.rsi, registers.rdx, registers.r10, registers.r8, registers.r9] = arguments;
     registers.rip = sites.return_site;
     registers.rsp = frame_address + 8;
-    // The kernel has this in place at the entry of a call.
+    // The kernel sets this at the entry of a call.
     registers.rax = -i64::from(libc::ENOSYS) as u64;
     write_registers(thread, &registers)
 }
@@ -389,11 +392,11 @@ mod tests {
             assert_eq!((state.registers.orig_rax as u32, state.registers.r10), (232, 50));
         }
         assert_eq!(stop_at(&mut state, 1051), 0);
-        // The next call comes with a plain number.
+        // The next call has a plain number.
         state.registers.orig_rax = 232;
         assert_eq!(stop_at(&mut state, 1052), ERESTARTNOHAND);
         assert_eq!(stop_at(&mut state, 1100), ERESTARTNOHAND);
-        // What is in the upper half by somebody else's doing says nothing.
+        // Other values in the upper half are ignored.
         state.registers.orig_rax = 232 | 7 << 32;
         assert_eq!(stop_at(&mut state, 1_000_000), ERESTARTNOHAND);
         assert_eq!(stop_at(&mut state, 1_000_010), ERESTARTNOHAND);

@@ -69,7 +69,7 @@ fn made_up_host(name: &str, gib: f64, cpu: f64) -> (String, HistorySpan) {
         what: "merge".to_owned(),
         whom: format!("web-{number}"),
         reason: "arrived".to_owned(),
-        why: "it holds what <b>others</b> hold".to_owned(),
+        why: "it shares pages with <b>other</b> VMs".to_owned(),
         predicted: Some(1 << 28),
         acted: !number.is_multiple_of(2),
     };
@@ -110,7 +110,7 @@ fn report_is_one_self_contained_file() {
             assert!(!text.contains(never), "{name}: {never} is in {text}");
         }
         assert!(report.sides.iter().all(|side| text.contains(&side.name)), "{name}: {text}");
-        assert_eq!(text.contains("What is different"), name == "compare");
+        assert_eq!(text.contains("Differences"), name == "compare");
         assert_eq!(
             browser.evaluate("performance.getEntriesByType('resource').length"),
             0,
@@ -154,7 +154,7 @@ fn report_charts_have_names_and_numbers() {
     let nodes: Vec<(String, String)> = nodes.map(|node| (text(node, "role"), text(node, "name"))).collect();
     let images: Vec<&String> = nodes.iter().filter(|(role, _)| role == "image").map(|(_, name)| name).collect();
     assert_eq!(images.len(), 4, "{images:?}");
-    assert!(images[0].contains("Memory in use") && images[0].contains("without merging at most"), "{images:?}");
+    assert!(images[0].contains("Memory in use") && images[0].contains("without merging: maximum"), "{images:?}");
     for role in ["region", "columnheader", "rowheader", "table"] {
         let named: Vec<_> = nodes.iter().filter(|(of, _)| of == role).collect();
         assert!(!named.is_empty() && named.iter().all(|(_, name)| !name.is_empty()), "{role}: {named:?}");

@@ -52,8 +52,8 @@ fn process_ksm(rmap_items: u64, merging: u64, zero: i64) -> ProcessKsm {
     }
 }
 
-/// Counters as they were on 6.18 with four processes, each with 4,000 pages equal in all, 600 pages of one content
-/// and 1,000 of zeros, with 7,600 registered; see the values asserted below.
+/// Counters observed on 6.18 with four processes. Each has 4,000 pages that all have in common, 600 pages of one
+/// content and 1,000 zero pages, with 7,600 pages registered; see the values asserted below.
 fn merged_host() -> (Vec<Account>, Frames, Ksm) {
     let no = || Err(Absent::NotOnThisKernel);
     // 2,400 mappings of one content: nine frames at the limit of 256, and one of 96.
@@ -154,8 +154,8 @@ fn settled_memory_agrees_line_by_line() {
     assert!(comparison(&result, KernelCounter::ZeroPages).explanation.contains("read and never written"));
 }
 
-/// As it was on 6.18 after the first process wrote 100 merged pages, the second forked and the fourth ended, with
-/// ksmd stopped.
+/// Counters observed on 6.18 after the first process wrote 100 merged pages, the second forked and the fourth exited,
+/// with ksmd stopped.
 #[test]
 fn stale_counters_are_explained_by_part() {
     let (mut accounts, frames, ksm) = merged_host();
@@ -230,5 +230,5 @@ fn absent_counter_has_no_difference() {
     let result = reconcile(page(), &accounts, &frames, &ksm, &memory(0));
     let line = comparison(&result, KernelCounter::PagesShared);
     assert_eq!(line.difference(), Err(Absent::NotOnThisKernel));
-    assert_eq!(line.explanation, "the kernel gives no such figure here");
+    assert_eq!(line.explanation, "this kernel has no such counter");
 }

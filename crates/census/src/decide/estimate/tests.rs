@@ -13,20 +13,20 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// How many of `n` pages are drawn when each is with probability `p`.
+    /// How many of `n` pages are drawn, each with probability `p`.
     fn draw(&mut self, n: u64, p: f64) -> u64 {
         let limit = (p * 2f64.powi(64)) as u64;
         (0..n).map(|_| u64::from(self.next() < limit)).sum()
     }
 }
 
-/// A host whose every page is known.
+/// A host of which every page is known.
 struct Population {
     name: &'static str,
     zero: u64,
     merged: u64,
     volatile: u64,
-    /// Groups by their number of copies.
+    /// Number of copies, and number of contents that have so many copies.
     groups: Vec<(u64, u64)>,
 }
 
@@ -66,7 +66,7 @@ impl Population {
     }
 }
 
-/// Whether the truth is inside, but for rounding.
+/// Whether the true value is inside the interval, except for rounding.
 fn contains(interval: &Interval, truth: f64) -> bool {
     interval.low <= truth * (1.0 + 1e-9) + 1e-6 && truth <= interval.high * (1.0 + 1e-9) + 1e-6
 }
@@ -77,7 +77,8 @@ fn intervals(estimate: &Estimate) -> [Interval; 6] {
     [estimate.zero, estimate.merged, estimate.volatile, estimate.unique, estimate.duplicate, estimate.redundant]
 }
 
-/// Eight similar VMs: pages of zeros, pages found twice or more in one VM, pages found in several, a few patterns.
+/// Eight similar VMs: zero pages, pages that occur twice or more in one VM, pages that occur in several, a few
+/// patterns.
 fn fleet(shrink: u64) -> Population {
     let groups = [(1, 72_000), (2, 3_500), (4, 3_750), (5, 1_000), (8, 7_875), (1_000, 3)];
     Population {
@@ -97,11 +98,12 @@ fn pattern() -> Population {
     Population::new("pattern", &[(1, 5_000), (15_000, 1)])
 }
 
-/// Draws pages of `population` again and again and counts how often the intervals hold what is true.
+/// Draws pages of `population` repeatedly and counts how often the intervals contain the true values.
 fn check_coverage(population: &Population) {
     const TRIALS: u64 = 100;
     const LEVEL: f64 = 0.95;
-    // A share of trials at the level, less four standard deviations: a hundred shares are looked at.
+    // The lowest acceptable share of trials: the level minus four standard deviations, because a hundred shares are
+    // tested.
     let least = |trials: f64| LEVEL - 4.0 * (LEVEL * (1.0 - LEVEL) / trials).sqrt();
     let shares = [0.02, 0.1, 0.5];
     let truth = population.truth();
@@ -122,7 +124,7 @@ fn check_coverage(population: &Population) {
             let what = format!("{} of {} at p = {p}", FIGURES[figure], population.name);
             let share = covered[figure] / TRIALS as f64;
             assert!(share >= least(TRIALS as f64), "{what}: covered in {share}");
-            assert!(width[figure] < last_width[figure], "{what}: no narrower than with fewer pages");
+            assert!(width[figure] < last_width[figure], "{what}: interval is not narrower than with fewer pages");
             in_all[figure] += covered[figure];
         }
         last_width = width;
@@ -157,7 +159,7 @@ fn covers_groups_of_all_sizes() {
 
 #[test]
 fn covers_groups_near_the_rare_sightings_limit() {
-    // Seen 17 times on the average at each of the three probabilities: some are set apart and some are not.
+    // Seen 17 times on average at each of the three probabilities: some are set apart and some are not.
     check_coverage(&Population::new("edge", &[(1, 3_000), (34, 60), (170, 30), (850, 10)]));
 }
 
@@ -182,11 +184,11 @@ fn covers_a_small_host() {
     });
 }
 
-/// The sample whose every count is its expectation, rounded: what a host too big to simulate would show.
+/// The sample in which every count is its rounded expectation, for hosts too big to simulate.
 fn expected(population: &Population, p: f64) -> PageSample {
     let mut means = BTreeMap::new();
     for &(copies, groups) in &population.groups {
-        // Far groups are drawn as often as they should be; the others by their distribution.
+        // Contents with many copies are drawn exactly as often as expected, the others by their distribution.
         if copies as f64 * p > 100.0 {
             *means.entry((copies as f64 * p) as u64).or_insert(0.0) += groups as f64;
         } else {
@@ -219,9 +221,10 @@ fn intervals_hold_for_hosts_of_any_size() {
             let found = intervals(&estimate(&sample, 0.95));
             let pages = sample.population as f64;
             for ((figure, interval), truth) in FIGURES.iter().zip(found).zip(host.truth()) {
-                assert!(contains(&interval, truth), "{figure}: {interval:?} without {truth}, {pages} pages, p = {p}");
+                assert!(contains(&interval, truth), "{figure}: {interval:?} excludes {truth}, {pages} pages, p = {p}");
             }
-            // What logic alone allows is nearly the whole; a program that failed would show it.
+            // The logical limits cover nearly the whole range; falling back to them after a solver failure would show
+            // here.
             let redundant = found[5].high - found[5].low;
             if pages * p * p > 2e4 {
                 assert!(redundant < 0.4 * pages, "{found:?} of {pages} pages, p = {p}");
@@ -262,7 +265,7 @@ fn a_higher_level_is_wider() {
 
 #[test]
 fn contradictions_widen_the_bands() {
-    // Contents seen often once and never twice: no host is likely to show that.
+    // Contents seen three and nine times but never twice: no host is likely to show that.
     let sample = PageSample {
         population: 10_000,
         contents_by_sightings: [(1, 10), (3, 900), (9, 200)].into(),
@@ -272,7 +275,7 @@ fn contradictions_widen_the_bands() {
     assert!(estimate.redundant.low >= 3_400.0 && estimate.redundant.high <= 8_890.0, "{estimate:?}");
 }
 
-/// The share of a class and Newcombe's table I, method 4, to its four decimals.
+/// The interval of a class matches Newcombe's table I, method 4, to its four decimals.
 #[test]
 fn class_interval_matches_published_table() {
     let check = |count, drawn, low, high| {
@@ -310,7 +313,7 @@ fn binomial_probabilities_match_formula() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60.min(ProptestConfig::default().cases)))]
 
-    /// Whatever was drawn: no panic, ordered ends, and nothing that logic excludes.
+    /// For any sample: no panic, ordered ends, and no values outside the logical limits.
     #[test]
     fn intervals_stay_within_possible_values(
         undrawn in prop_oneof![Just(0u64), 0u64..1_000, 0..=1u64 << 34, Just(u64::MAX)],
@@ -344,7 +347,7 @@ proptest! {
     }
 }
 
-/// More pages drawn than there are said to be, and nonsense keys.
+/// More pages drawn than the population has, and invalid keys.
 #[test]
 fn inconsistent_counts_do_not_panic() {
     let sample = PageSample {

@@ -1,7 +1,7 @@
 //! The control socket: one request in one line, one answer in one line.
 //!
-//! Only root and the user that the daemon runs as may speak to it: the directory is closed to others, and the kernel is
-//! asked who is at the other end. Who is slow, says too much or comes when too many are there is cut off.
+//! Only root and the user that the daemon runs as may use it. The directory is closed to other users, and the kernel
+//! reports the UID of the client. Clients that are slow, send too much or exceed the connection limit are disconnected.
 
 use anyhow::{Context, bail};
 use pagefold_daemon::wire::ControlReply;
@@ -17,33 +17,33 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-/// The socket's name in the directory of state.
+/// The name of the socket in the state directory.
 const SOCKET_FILE: &str = "control";
 
 /// The file that is locked while a daemon runs.
 const LOCK_FILE: &str = "daemon.lock";
 
-/// For how long somebody may take to ask, and to take the answer.
+/// The time limit for a client to send its request, and to read the answer.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Bytes of a request at most.
+/// The maximum length of a request.
 const MAX_REQUEST_BYTES: u64 = 256;
 
-/// Who is served at once at most.
+/// The maximum number of connections at once.
 const MAX_CONCURRENT_REQUESTS: usize = 16;
 
-/// What can be asked.
+/// A request to the daemon.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ControlRequest {
-    /// How the daemon stands.
+    /// Return the status of the daemon.
     Status,
-    /// Do nothing until resumed.
+    /// Pause until resumed.
     Pause,
-    /// Go on.
+    /// Resume.
     Resume,
-    /// Look at a process now.
+    /// Scan a process now.
     Enroll(u32),
-    /// Leave a process alone, and withdraw what is merged of it.
+    /// Unenroll a process and leave it alone.
     Unenroll(u32),
 }
 
@@ -71,17 +71,17 @@ impl ControlRequest {
     }
 }
 
-/// The socket in a directory.
+/// The path of the socket in a state directory.
 pub fn socket_path(directory: &Path) -> PathBuf {
     directory.join(SOCKET_FILE)
 }
 
-/// Whether a daemon listens there.
+/// Whether a daemon listens at the socket of a state directory.
 pub fn is_daemon_listening(directory: &Path) -> bool {
     UnixStream::connect(socket_path(directory)).is_ok()
 }
 
-/// Ask the daemon. An error where none runs.
+/// Send a request to the daemon. Fails if no daemon runs.
 pub fn send_request(directory: &Path, request: ControlRequest) -> anyhow::Result<ControlReply> {
     let path = socket_path(directory);
     let mut stream = UnixStream::connect(&path).map_err(|error| match error.kind() {
@@ -93,14 +93,14 @@ pub fn send_request(directory: &Path, request: ControlRequest) -> anyhow::Result
     })?;
     let patience = Some(REQUEST_TIMEOUT * 4);
     stream.set_read_timeout(patience).and_then(|()| stream.set_write_timeout(patience))?;
-    // Who may not ask is told so before anything is read.
-    let sent = stream.write_all(request.to_line().as_bytes()).context("the daemon does not listen");
+    // The daemon refuses a user without permission before it reads the request, so the write may fail with an answer.
+    let sent = stream.write_all(request.to_line().as_bytes()).context("cannot send the request to the daemon");
     let mut answer = String::new();
     stream.read_to_string(&mut answer).context("the daemon does not answer")?;
     if answer.is_empty() {
         sent?;
     }
-    serde_json::from_str(&answer).context("the daemon's answer cannot be read: is it of another version?")
+    serde_json::from_str(&answer).context("cannot parse the daemon's answer: does it have another version?")
 }
 
 /// Open the state directory, if only this user can write in it.
@@ -117,17 +117,17 @@ fn open_private_directory(path: &Path) -> anyhow::Result<StateDirectory> {
     Ok(directory)
 }
 
-/// The socket of a daemon that runs. Gone when it is dropped.
+/// The socket of a running daemon. It is removed when dropped.
 pub struct ControlSocket {
     path: PathBuf,
     listener: UnixListener,
-    /// Held for as long as it runs, however busy it is.
+    /// Locked for as long as the daemon runs, even if it is too busy to answer.
     _lock: File,
 }
 
 impl ControlSocket {
-    /// Make the socket, unless another daemon runs. A directory in which another user can write is refused: that user
-    /// could put a symbolic link in the place of the lock, or a socket in the place of the daemon's.
+    /// Create the socket, unless another daemon runs. A directory in which another user can write is refused: that user
+    /// could replace the lock with a symbolic link, or the socket with another one.
     pub fn bind(directory: &Path) -> anyhow::Result<Self> {
         let path = socket_path(directory);
         let lock = directory.join(LOCK_FILE);
@@ -152,19 +152,19 @@ impl ControlSocket {
             }
             _ => {}
         }
-        let listener = UnixListener::bind(&path).with_context(|| format!("cannot make {}", path.display()))?;
+        let listener = UnixListener::bind(&path).with_context(|| format!("cannot create {}", path.display()))?;
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))?;
         Ok(Self { path, listener, _lock: file })
     }
 
-    /// Answer whoever asks, until the process ends: on a thread of its own.
+    /// Answer requests on a separate thread until the process ends.
     pub fn serve_requests(&self, answer: Arc<dyn Fn(ControlRequest) -> ControlReply + Send + Sync>) -> io::Result<()> {
         let listener = self.listener.try_clone()?;
         let busy = Arc::new(AtomicUsize::new(0));
         std::thread::Builder::new().name("control".to_owned()).spawn(move || {
             for stream in listener.incoming() {
                 let Ok(stream) = stream else {
-                    // Out of descriptors, most likely: nothing is gained by trying at once.
+                    // Most likely out of file descriptors: trying again at once would not help.
                     std::thread::sleep(Duration::from_millis(100));
                     continue;
                 };
@@ -174,7 +174,7 @@ impl ControlSocket {
                 }
                 let (answer, served) = (Arc::clone(&answer), Arc::clone(&busy));
                 let spawned = std::thread::Builder::new().name("control".to_owned()).spawn(move || {
-                    // Whoever goes away before the answer does not want it.
+                    // If the client disconnects before the answer, the error does not matter.
                     let _ = serve_connection(&stream, &*answer);
                     served.fetch_sub(1, Ordering::Relaxed);
                 });
@@ -189,7 +189,7 @@ impl ControlSocket {
 
 impl Drop for ControlSocket {
     fn drop(&mut self) {
-        // It may be gone with its directory.
+        // The socket may have been removed with its directory.
         let _ = std::fs::remove_file(&self.path);
     }
 }
@@ -199,13 +199,13 @@ fn serve_connection(stream: &UnixStream, answer: &dyn Fn(ControlRequest) -> Cont
     stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let uid = socket_peercred(stream)?.uid;
     if !uid.is_root() && uid != rustix::process::geteuid() {
-        return write_reply(stream, &ControlReply::Refused("only root and the daemon's user may ask".to_owned()));
+        return write_reply(stream, &ControlReply::Refused("only root and the daemon's user may send requests".to_owned()));
     }
     let mut line = String::new();
     BufReader::new(stream.take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
     let told = match ControlRequest::parse(&line) {
         Some(request) => answer(request),
-        None => ControlReply::Refused("no such request: status, pause, resume, enrol PID, withdraw PID".to_owned()),
+        None => ControlReply::Refused("unknown request: use status, pause, resume, enrol PID, withdraw PID".to_owned()),
     };
     write_reply(stream, &told)
 }
@@ -238,20 +238,20 @@ mod tests {
     #[test]
     fn valid_request_is_answered_and_garbage_is_not() {
         let directory = tempfile::tempdir().unwrap();
-        assert!(send_request(directory.path(), ControlRequest::Pause).is_err(), "nobody is there");
+        assert!(send_request(directory.path(), ControlRequest::Pause).is_err(), "no daemon listens");
         let control = ControlSocket::bind(directory.path()).unwrap();
         control.serve_requests(Arc::new(|request| ControlReply::Done(format!("{request:?}")))).unwrap();
         assert_eq!(
             send_request(directory.path(), ControlRequest::Enroll(3)).unwrap(),
-            ControlReply::Done("Enrol(3)".to_owned())
+            ControlReply::Done("Enroll(3)".to_owned())
         );
         let mut stream = UnixStream::connect(socket_path(directory.path())).unwrap();
-        // It may hang up before all is written.
+        // The daemon may disconnect before all is written.
         let _ = stream.write_all(&[b'x'; 1 << 20]);
         let mut told = String::new();
         let _ = stream.read_to_string(&mut told);
         assert!(told.is_empty() || told.contains("refused"), "{told}");
-        assert!(send_request(directory.path(), ControlRequest::Pause).is_ok(), "others are answered still");
+        assert!(send_request(directory.path(), ControlRequest::Pause).is_ok(), "other clients are still answered");
         drop(control);
         assert!(!socket_path(directory.path()).exists());
     }
@@ -284,7 +284,7 @@ mod tests {
         let (directory, victim) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
         std::os::unix::fs::symlink(victim.path().join("victim"), directory.path().join(LOCK_FILE)).unwrap();
         assert!(bind_error(directory.path()).contains(LOCK_FILE));
-        assert!(!victim.path().join("victim").exists(), "the lock is not made at the end of a link");
+        assert!(!victim.path().join("victim").exists(), "no lock is created behind a symbolic link");
         let link = directory.path().join("link");
         std::os::unix::fs::symlink(victim.path(), &link).unwrap();
         assert!(bind_error(&link).contains("state directory"));

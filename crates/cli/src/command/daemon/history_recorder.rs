@@ -1,9 +1,10 @@
-//! What the daemon keeps of the past: its status, noted every ten seconds, each second while work is under way and when
-//! somebody comes, and written to an SQLite database about once a minute and when a merge has ended. Between the notes
-//! of a second, what merging saves is looked at alone, so that the course of a short merge is known.
+//! Records the daemon's history. A sample of the status is taken every ten seconds. While work is in progress, and when
+//! a new process arrives, one is taken every second. Samples are committed to an SQLite database about once a minute
+//! and when a merge has ended. Between the samples of a second, only the savings are read, to record the course of a
+//! short merge.
 //!
-//! It is a thread of its own, so that a slow disk holds nobody up. Where the file cannot be used, that is said, and the
-//! daemon goes on without.
+//! The recorder has its own thread, so that a slow disk does not delay the daemon. If the file cannot be used, the
+//! daemon logs that and continues without a history.
 
 use super::status::{self, ProcessScope};
 use super::{DaemonArguments, StatusDesk, log_line};
@@ -21,26 +22,26 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant, SystemTime};
 
-/// Between two looks at what merging saves, while work is under way.
+/// The interval between two reads of the savings while work is in progress.
 const BUSY_SAVINGS_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Between two notes at least.
+/// The minimum interval between two samples.
 const MIN_NOTE_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Between two notes otherwise.
+/// The interval between two samples while no work is in progress.
 const IDLE_NOTE_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Between two commits, and between two looks at all members.
+/// The interval between two commits, and between two samples of all tracked processes.
 const COMMIT_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Between two commits at least, however many passes end.
+/// The minimum interval between two commits, even if many passes end.
 const MIN_COMMIT_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Of the past before this daemon, what is shown.
+/// How much history from before this daemon is shown.
 const MAX_SHOWN_HISTORY: Duration = Duration::from_secs(86_400);
 
-/// About so many points of the past in this history, with one at which nothing is known between two daemons; none where
-/// there is no history yet, or it cannot be read, which is said.
+/// Load at most about `max_points` points of a history, with an unknown point between two daemons. Returns none if
+/// there is no history yet, or if it cannot be read, which is logged.
 pub fn load_points(path: &Path, max_points: usize) -> Vec<HistoryPoint> {
     if !path.exists() {
         return Vec::new();
@@ -49,7 +50,7 @@ pub fn load_points(path: &Path, max_points: usize) -> Vec<HistoryPoint> {
     let read =
         HistoryReader::open(path).and_then(|reader| reader.samples(until - MAX_SHOWN_HISTORY.as_secs_f64(), until));
     let samples = read.unwrap_or_else(|error| {
-        log_line(&format!("going on without the past: {:#}", anyhow::Error::from(error)));
+        log_line(&format!("continuing without the earlier history: {:#}", anyhow::Error::from(error)));
         Vec::new()
     });
     let points = series::points_from_samples(&series::thin_samples(&samples, max_points / 2));
@@ -72,13 +73,13 @@ pub fn load_points(path: &Path, max_points: usize) -> Vec<HistoryPoint> {
     past
 }
 
-/// A history that is kept until it is dropped, which writes what is left.
+/// Records a history until it is dropped; dropping it commits the remaining samples.
 pub struct HistoryRecorder {
     signal: Arc<RecorderSignal>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// Where the history is kept, as the command line, the configuration or the service manager says.
+/// The history file, from the command line, the configuration or the service manager.
 pub fn history_path(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<Option<PathBuf>> {
     let said = match &options.history {
         Some(said) => Some(said.clone()),
@@ -87,12 +88,12 @@ pub fn history_path(options: &DaemonArguments, global: &GlobalOptions) -> anyhow
     Ok(match said {
         Some(HistoryLocation::Off) => None,
         Some(HistoryLocation::File(path)) => Some(path),
-        // One directory is asked for; systemd separates several by colons.
+        // systemd would separate several directories by colons; the unit has only one.
         None => std::env::var_os("STATE_DIRECTORY").map(|directory| PathBuf::from(directory).join("history.db")),
     })
 }
 
-/// Keep the history in this file.
+/// Record the history in this file.
 pub fn start_recorder(
     desk: Arc<StatusDesk>,
     path: &Path,
@@ -102,11 +103,11 @@ pub fn start_recorder(
     let writer = match open_writer(path, &host) {
         Ok(writer) => writer,
         Err(error) => {
-            log_line(&format!("going on without a history: {error:#}"));
+            log_line(&format!("continuing without a history: {error:#}"));
             return Ok(None);
         }
     };
-    log_line(&format!("keeping the history in {}", path.display()));
+    log_line(&format!("recording the history in {}", path.display()));
     let bell = Arc::new(RecorderSignal::default());
     let keeper = RecorderThread { desk, writer, signal: Arc::clone(&bell), failure_logged: false };
     let thread = std::thread::Builder::new().name("history".to_owned()).spawn(move || keeper.run())?;
@@ -119,12 +120,12 @@ fn open_writer(path: &Path, host: &str) -> anyhow::Result<HistoryWriter> {
             .recursive(true)
             .mode(0o700)
             .create(directory)
-            .with_context(|| format!("cannot make {}", directory.display()))?;
+            .with_context(|| format!("cannot create {}", directory.display()))?;
     }
     Ok(HistoryWriter::open(path, HistoryLimits::default(), host, env!("CARGO_PKG_VERSION"), unix_now())?)
 }
 
-/// Seconds since 1970.
+/// The Unix time in seconds.
 fn unix_now() -> f64 {
     SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64()
 }
@@ -134,7 +135,7 @@ fn host_name() -> String {
 }
 
 impl HistoryRecorder {
-    /// Look at what the daemon does: work that begins, and who has come, is noted within a second.
+    /// Report the state of the daemon. When work begins or processes arrive, a sample follows within a second.
     pub fn observe_state(&self, state: &DaemonState) {
         let waiting =
             state.tracked().values().filter(|member| member.is_unscanned() && member.may_be_scanned()).count();
@@ -146,13 +147,13 @@ impl Drop for HistoryRecorder {
     fn drop(&mut self) {
         self.signal.close();
         if let Some(thread) = self.thread.take() {
-            // Whether it panicked or not, there is nothing left to keep.
+            // A panic of the thread needs no handling here: nothing is left to record.
             let _ = thread.join();
         }
     }
 }
 
-/// Wakes the thread.
+/// Wakes the recorder thread.
 #[derive(Debug, Default)]
 struct RecorderSignal {
     activity: Mutex<RecorderActivity>,
@@ -161,11 +162,11 @@ struct RecorderSignal {
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct RecorderActivity {
-    /// Whether work is under way.
+    /// Whether work is in progress.
     is_working: bool,
-    /// How many have not been looked at yet.
+    /// The number of processes that have not been scanned yet.
     unscanned_processes: usize,
-    /// Whether somebody has come, or work has ended, since the last note.
+    /// Whether a process has arrived, or work has ended, since the last sample.
     note_due: bool,
     is_closed: bool,
 }
@@ -186,8 +187,8 @@ impl RecorderSignal {
         self.changed.notify_all();
     }
 
-    /// Wait until it is time for the next look: so long while work is under way, otherwise so long. `false` once there
-    /// is none.
+    /// Wait for the next sample: `busy_interval` while work is in progress, otherwise `idle_interval`. Returns `false`
+    /// once the recorder is closed.
     fn wait_for_note(&self, busy_interval: Duration, idle_interval: Duration) -> bool {
         let wait = |ring, pause, on: fn(&mut RecorderActivity) -> bool| {
             let (ring, _) = self.changed.wait_timeout_while(ring, pause, on).unwrap_or_else(PoisonError::into_inner);
@@ -200,7 +201,7 @@ impl RecorderSignal {
         !ring.is_closed
     }
 
-    /// Who has come, and what work came to, is noted.
+    /// Clear the flag for new processes and ended work before a sample.
     fn clear_note_due(&self) {
         self.lock_activity().note_due = false;
     }
@@ -214,7 +215,7 @@ struct RecorderThread {
     desk: Arc<StatusDesk>,
     writer: HistoryWriter,
     signal: Arc<RecorderSignal>,
-    /// Whether it has been said that nothing can be written.
+    /// Whether a failed commit was already logged.
     failure_logged: bool,
 }
 
@@ -230,7 +231,7 @@ impl RecorderThread {
                 self.note_savings();
             } else if let Some(status) = self.note_status(all) {
                 noted = Some(Instant::now());
-                // Who is there is not known yet when the daemon has just started.
+                // A daemon that has just started does not know the processes yet.
                 if all && !status.members.is_empty() {
                     looked = Some(Instant::now());
                 }
@@ -250,7 +251,8 @@ impl RecorderThread {
         }
     }
 
-    /// Note how the daemon stands, and what its members take where all are to be looked at; nothing where it ends.
+    /// Take a sample of the status, and of all tracked processes if `with_all_processes` is set. Returns `None` if the
+    /// daemon is ending.
     fn note_status(&mut self, with_all_processes: bool) -> Option<StatusReport> {
         self.signal.clear_note_due();
         let snapshot = self.desk.request_snapshot()?;
@@ -263,7 +265,7 @@ impl RecorderThread {
         Some(status)
     }
 
-    /// Look at what KSM counts of what merging saves.
+    /// Sample the savings by KSM's counters.
     fn note_savings(&mut self) {
         if let Some(gross) = status::gross_saved_by_ksm(self.desk.host) {
             self.writer.note_saved_by_ksm(unix_now(), gross);
@@ -274,13 +276,13 @@ impl RecorderThread {
         match self.writer.commit() {
             Ok(()) => {
                 if std::mem::take(&mut self.failure_logged) {
-                    log_line("the history is written again; what was noted meanwhile is lost");
+                    log_line("the history is written again; samples from the meantime are lost");
                 }
             }
             Err(error) => {
                 if !std::mem::replace(&mut self.failure_logged, true) {
                     let why = anyhow::Error::from(error);
-                    log_line(&format!("the history is not written for now, and the daemon goes on without: {why:#}"));
+                    log_line(&format!("cannot write the history, continuing without it for now: {why:#}"));
                 }
             }
         }
@@ -291,7 +293,7 @@ impl RecorderThread {
 mod tests {
     use super::*;
 
-    /// Longer than any test may take.
+    /// Longer than any test takes.
     const LONG_INTERVAL: Duration = Duration::from_secs(3600);
 
     #[test]
@@ -299,19 +301,19 @@ mod tests {
         let bell = RecorderSignal::default();
         let wait = || bell.wait_for_note(Duration::from_millis(1), LONG_INTERVAL);
         bell.report_activity(true, 0);
-        assert!(wait() && wait(), "while work is under way");
+        assert!(wait() && wait(), "work is in progress");
         bell.report_activity(false, 1);
-        assert!(wait() && wait(), "somebody has come, and is not noted");
+        assert!(wait() && wait(), "a process has arrived and is not sampled yet");
         bell.clear_note_due();
         bell.report_activity(false, 0);
-        assert!(!bell.lock_activity().note_due, "who goes rings nothing");
+        assert!(!bell.lock_activity().note_due, "an ended process wakes nothing");
         bell.report_activity(true, 0);
         bell.report_activity(false, 0);
-        assert!(bell.lock_activity().note_due, "what came of work is noted, however short it was");
+        assert!(bell.lock_activity().note_due, "ended work is sampled, however short it was");
         std::thread::scope(|scope| {
             let waits = scope.spawn(|| bell.wait_for_note(LONG_INTERVAL, LONG_INTERVAL));
             bell.close();
-            assert!(!waits.join().expect("it ends"));
+            assert!(!waits.join().expect("the waiting thread ends"));
         });
     }
 }

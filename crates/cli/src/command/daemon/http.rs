@@ -1,4 +1,4 @@
-//! What the daemon shows over HTTP: its status, published on a board at even distances.
+//! The daemon's HTTP server: the status is published on a board at regular intervals.
 
 use super::{DaemonArguments, StatusDesk, history_recorder, log_line};
 use crate::command_line::GlobalOptions;
@@ -11,19 +11,19 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How often the status is published while somebody follows it.
+/// The publish interval while a client follows the status.
 const WATCHED_PUBLISH_INTERVAL: Duration = Duration::from_secs(2);
 
-/// How often it is otherwise, for metrics and for the past.
+/// The publish interval otherwise, for metrics and the history.
 const IDLE_PUBLISH_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A server that shows the status, until it is dropped.
+/// A server that shows the status until it is dropped.
 pub struct HttpStatusServer {
     board: Arc<StatusBoard>,
     _server: Server,
 }
 
-/// Show what the desk tells where the command line or the configuration says, with the past that is in a history.
+/// Serve the status of `desk` at the address of the command line or the configuration, with the points of a history.
 pub fn start_server(
     desk: Arc<StatusDesk>,
     options: &DaemonArguments,
@@ -36,12 +36,12 @@ pub fn start_server(
     let board = Arc::new(StatusBoard::with_history(past));
     let server = Server::start(address, http.names, Arc::clone(&board))
         .with_context(|| format!("cannot listen at {address} (--http, or http in the configuration)"))?;
-    let told = if address.ip().is_loopback() { "every local user" } else { "whoever reaches it" };
+    let told = if address.ip().is_loopback() { "every local user" } else { "every client that reaches it" };
     log_line(&format!("shown at http://{}/ to {told}", server.address()));
     let published = Arc::clone(&board);
     std::thread::Builder::new().name("figures".to_owned()).spawn(move || {
         while !published.is_closed() {
-            // As systemd is told no more of a daemon whose work hangs, so is whoever probes it.
+            // If the daemon's work hangs, publish nothing, so that probes fail like systemd's watchdog.
             if let Some(snapshot) = desk.request_snapshot().filter(|snapshot| !snapshot.is_hung) {
                 published.publish(desk.build_status(&snapshot));
             }

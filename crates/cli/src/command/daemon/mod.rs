@@ -1,4 +1,4 @@
-//! `pagefold daemon`: merge what pays, all the time, within a bound; and the commands that speak to it.
+//! `pagefold daemon`: merge pages with net savings continuously, within a CPU limit; and the commands that control it.
 
 pub mod control_socket;
 mod history_recorder;
@@ -37,52 +37,52 @@ use std::time::{Duration, Instant};
 
 const EXAMPLES: &str = "\
 Examples:
-  pagefold daemon                        say what would pay, and change nothing
-  pagefold daemon --mode act             merge what pays, at 10 % of one CPU on average
-  pagefold daemon --http                 show it as a page and as metrics: http://127.0.0.1:9750/
+  pagefold daemon                        report predicted savings, and change nothing
+  pagefold daemon --mode act             merge, with 10 % of one CPU on average
+  pagefold daemon --http                 serve a page and metrics at http://127.0.0.1:9750/
   pagefold daemon --history /var/lib/pagefold/history.db
-                                         keep how the host stood, for `pagefold report`
-  pagefold status                        what it does, why, what it saves and costs
-  pagefold top                           the same as it comes
-  pagefold pause                         give the host back; `pagefold resume` goes on
-  pagefold --host recording:DIR daemon   what it would do on a recorded host: of one moment
-                                         until told to stop, of many (`record --every`) at once
+                                         record a history for `pagefold report`
+  pagefold status                        show its state, savings and costs
+  pagefold top                           the same, updated live
+  pagefold pause                         restore KSM's settings; `pagefold resume` continues
+  pagefold --host recording:DIR daemon   show what it would do on a recorded host: a recording
+                                         runs until stopped, a trace (`record --every`) at once
 
-What it does and keeps to is said in the configuration (`pagefold config default`); SIGHUP reads it again, \
-but for http, http_names and history.
+The configuration sets what it does (`pagefold config default`). SIGHUP reads the configuration again, \
+except http, http_names and history.
 
-SIGTERM puts KSM's settings back, and what is merged stays merged. With --unmerge-on-exit it is withdrawn \
-first, also where the daemon is paused, as far as there is memory for it; not where it only observes or \
-advises by then, or another program drives KSM. What an earlier daemon has enrolled this one does not \
-know: `pagefold unmerge` withdraws that, too. A pause, and who is withdrawn, hold beyond a daemon that is \
-killed, and end with one that is stopped.
+SIGTERM restores KSM's settings; merged pages stay merged. With --unmerge-on-exit the daemon first unenrolls \
+all that it enrolled, as far as there is memory, even if it is paused. It does not if it only observes or \
+advises by then, or another program controls KSM. It does not know what an earlier daemon enrolled; \
+`pagefold unmerge` unenrolls that, too. A pause and withdrawn processes outlast a daemon that is killed, but \
+not one that is stopped.
 
-Exit status: 0 it was told to stop and everything is back, 2 it could not run, 3 not everything could be \
-put back, or somebody stays merged who was to be withdrawn (with --unmerge-on-exit everybody is); who, and \
-why, is said on standard error.";
+Exit status: 0 stopped and everything undone, 2 it could not run, 3 not everything could be undone, or a \
+process that had to be unenrolled stays merged (with --unmerge-on-exit all processes). Standard error names \
+the processes and reasons.";
 
 /// Arguments of `daemon`.
 #[derive(Args, Clone, Debug)]
 #[command(after_help = EXAMPLES)]
 pub struct DaemonArguments {
-    /// What it may do [default: as the configuration says, otherwise advise]
+    /// What the daemon may do [default: from the configuration, otherwise advise]
     #[arg(long, value_enum)]
     mode: Option<DaemonModeArgument>,
-    /// When it ends, withdraw what it has enrolled since it started, as far as the memory is there
+    /// At the end, unenroll all that the daemon enrolled since its start, as far as there is memory
     #[arg(long)]
     unmerge_on_exit: bool,
-    /// Show what it does over HTTP, at 127.0.0.1:9750 if no address is given [default: as the configuration says,
-    /// otherwise nowhere]
+    /// Serve the status over HTTP at this address, 127.0.0.1:9750 if none is given [default: from the configuration,
+    /// otherwise off]
     #[arg(long, value_name = "ADDRESS", num_args = 0..=1, default_missing_value = "127.0.0.1:9750")]
     http: Option<SocketAddr>,
-    /// Keep how the host stood in this file, or `off` [default: as the configuration says, otherwise history.db in the
-    /// directory that the service manager gives ($STATE_DIRECTORY), otherwise nowhere]
+    /// Record the history in this file, or `off` [default: from the configuration, otherwise history.db in the
+    /// service's $STATE_DIRECTORY, otherwise off]
     #[arg(long, value_name = "FILE")]
     history: Option<HistoryLocation>,
-    /// Seed of what is random in its decisions
+    /// Seed of the random choices
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Print each decision over a recording of many moments as a line of JSON (see `pagefold schema decision`)
+    /// With a trace: print each decision as a line of JSON (see `pagefold schema decision`)
     #[arg(long)]
     json: bool,
 }
@@ -101,12 +101,12 @@ pub struct StatusArguments {
 /// Arguments of `enrol` and `withdraw`.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct ProcessArgument {
-    /// The process by its number
+    /// The PID of the process
     #[arg(value_name = "PID")]
     pid: u32,
 }
 
-/// Ask the daemon how it stands.
+/// Print the status of the daemon.
 pub fn show_status(options: &StatusArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match send_request(&global.state, ControlRequest::Status)? {
         ControlReply::Status(status) if options.json => output::print_stdout(&wire::to_json(&*status))?,
@@ -118,29 +118,29 @@ pub fn show_status(options: &StatusArguments, global: &GlobalOptions) -> anyhow:
     Ok(CommandOutcome::Done)
 }
 
-/// Tell the daemon something.
+/// Send a request to the daemon and print its answer.
 pub fn send_control_request(request: ControlRequest, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     match send_request(&global.state, request)? {
         ControlReply::Done(what) => output::print_stdout(&format!("{}\n", escape_unprintable(&what)))?,
         ControlReply::Refused(why) => bail!("{}", escape_unprintable(&why)),
-        ControlReply::Status(_) => bail!("the daemon's answer is to another question: is it of another version?"),
+        ControlReply::Status(_) => bail!("the daemon answered another request: does it have another version?"),
     }
     Ok(CommandOutcome::Done)
 }
 
 impl ProcessArgument {
-    /// To look at it now.
+    /// The request to scan it now.
     pub fn enroll_request(self) -> ControlRequest {
         ControlRequest::Enroll(self.pid)
     }
 
-    /// To leave it alone.
+    /// The request to unenroll it and leave it alone.
     pub fn unenroll_request(self) -> ControlRequest {
         ControlRequest::Unenroll(self.pid)
     }
 }
 
-/// Run until told to stop.
+/// Run until a signal stops it.
 pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let settings = load_settings(options, global)?;
     if let Some(folders) = replay::recording_folders(global)? {
@@ -148,12 +148,12 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     }
     if options.json {
         bail!(
-            "--json: only decisions over a recording of many moments are printed; `pagefold status --json` asks a daemon"
+            "--json prints only decisions over a trace; `pagefold status --json` prints the status of a daemon"
         );
     }
-    // Where it cannot be had it takes more memory, that is all.
+    // If this fails, the daemon only uses more memory.
     let _ = daemon::return_large_blocks_when_freed();
-    // It lives as long as the process, so that threads that answer may look at it.
+    // Leaked so that the threads that answer requests can read it for as long as the process runs.
     let host: &'static dyn Host = Box::leak(host_selection::open_host(global)?);
     if global.host == "live" {
         check_ksm_present(host)?;
@@ -164,7 +164,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
         .recursive(true)
         .mode(0o700)
         .create(&global.state)
-        .with_context(|| format!("cannot make {} (elsewhere give --state DIR)", global.state.display()))?;
+        .with_context(|| format!("cannot create the state directory {}: pass --state DIR", global.state.display()))?;
     let control = ControlSocket::bind(&global.state)?;
     let signals = Signals::new([SIGTERM, SIGINT, SIGHUP]).context("cannot handle signals")?;
     let (sender, messages) = mpsc::channel();
@@ -177,7 +177,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     handle_signals(signals, sender.clone(), options, global)?;
 
     let mut notify = SystemdNotifier::from_environment();
-    log_line(&format!("looking at {}, mode {}", host.describe(), mode_name(settings.rules.mode)));
+    log_line(&format!("started on {}, mode {}", host.describe(), mode_name(settings.rules.mode)));
     if settings.rules.mode == DaemonMode::Act
         && let Some(warning) = describe_unreadable_limits(host)
     {
@@ -197,11 +197,11 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
     drop(shown);
     drop(kept);
     let whole = done?;
-    log_line(if whole { "ended" } else { "ended, and not everything is as it was" });
+    log_line(if whole { "ended" } else { "ended, but not all changes are undone" });
     Ok(if whole { CommandOutcome::Done } else { CommandOutcome::Partial })
 }
 
-/// What is in force by the configuration and the command line.
+/// The settings in force, from the configuration and the command line.
 fn load_settings(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<DaemonSettings> {
     let mut settings = Config::load(global)?.daemon_settings();
     if let Some(mode) = options.mode {
@@ -210,13 +210,13 @@ fn load_settings(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::R
     Ok(settings)
 }
 
-/// What cannot be unmerged later because limits of memory cannot be read.
+/// A warning about cgroups that the daemon cannot unmerge later, because their memory limits cannot be read.
 fn describe_unreadable_limits(host: &dyn Host) -> Option<String> {
     let unknown = memory_headroom::unreadable_limits(host);
     let (place, why) = unknown.first()?;
     Some(format!(
-        "warning: the memory limits of {} cgroups cannot be read, the first {place}: {why}. What is merged there will \
-         not be unmerged by the daemon",
+        "warning: the memory limits of {} cgroups cannot be read, the first is {place}: {why}. The daemon will not \
+         unmerge pages of their processes",
         unknown.len()
     ))
 }
@@ -229,13 +229,13 @@ fn mode_name(mode: DaemonMode) -> &'static str {
     }
 }
 
-/// One line on standard error, which systemd's journal keeps with the time.
+/// Write one line to standard error, which systemd's journal stores with the time.
 fn log_line(line: &str) {
-    // Nobody may be left to read it.
+    // Standard error may have no reader.
     let _ = writeln!(std::io::stderr(), "pagefold daemon: {}", escape_unprintable(line));
 }
 
-/// Take signals in on a thread of their own.
+/// Handle signals on a separate thread.
 fn handle_signals(
     mut signals: Signals,
     sender: Sender<Message>,
@@ -249,7 +249,7 @@ fn handle_signals(
             let message = match signal {
                 SIGHUP => match load_settings(&options, &global) {
                     Ok(settings) => {
-                        log_line("the configuration was read again, but for http, http_names and history");
+                        log_line("the configuration was read again, except http, http_names and history");
                         Message::Settings(Box::new(settings))
                     }
                     Err(error) => {
@@ -267,39 +267,39 @@ fn handle_signals(
     Ok(())
 }
 
-/// For how long what the doctor found is shown: ten thousand times as long as it took, but from ten minutes to an hour.
+/// How long the doctor's findings are cached: ten thousand times the time they took, from ten minutes to an hour.
 const FINDINGS_CACHE_TIMES: (u32, Duration, Duration) = (10_000, Duration::from_secs(600), Duration::from_secs(3600));
 
-/// For how long an answer may take to be made.
+/// The time limit for a snapshot.
 const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// What becomes of a process that an operator has enrolled.
+/// The answer to `enrol`: what the daemon does with the process.
 fn enroll_outcome_text(state: &DaemonState) -> String {
     let then = match state.rules().mode {
-        DaemonMode::Observe => return "nobody is looked at: the daemon only observes".to_owned(),
+        DaemonMode::Observe => return "nothing is scanned: the daemon only observes".to_owned(),
         DaemonMode::Advise => "nothing is merged: the daemon only advises",
-        DaemonMode::Act => "what pays of it is merged",
+        DaemonMode::Act => "its pages with net savings are merged",
     };
     let not_now = state.scan_block_reason().map(|why| format!(", but not now ({why})"));
-    format!("it is looked at next{}; {then}", not_now.unwrap_or_default())
+    format!("it is scanned next{}; {then}", not_now.unwrap_or_default())
 }
 
-/// What becomes of a process that an operator has withdrawn.
+/// The answer to `withdraw`: what the daemon does with the process.
 fn unenroll_outcome_text(state: &DaemonState, pid: u32) -> String {
     match state.inaction_reason() {
-        None => "it is left alone, and withdrawn as soon as there is memory for it".to_owned(),
+        None => "it is left alone, and unenrolled as soon as there is memory for it".to_owned(),
         Some(why) => {
-            let stays = format!("it is left alone, and what is merged of it stays so for now ({why})");
-            format!("{stays}: `pagefold unmerge --pid {pid}` withdraws it")
+            let stays = format!("it is left alone, and its merged pages stay merged for now ({why})");
+            format!("{stays}: `pagefold unmerge --pid {pid}` unenrolls it")
         }
     }
 }
 
-/// Where requests are answered.
+/// Answers requests, from snapshots of the daemon.
 struct StatusDesk {
     host: &'static dyn Host,
     sender: Sender<Message>,
-    /// What the doctor found, and until when that is shown.
+    /// The doctor's findings, and when they expire.
     cached_findings: Mutex<Option<(Instant, Vec<FindingReport>)>>,
 }
 
@@ -307,21 +307,21 @@ impl StatusDesk {
     fn answer_request(&self, request: ControlRequest) -> ControlReply {
         let tell = |event: Event, done: &str| match self.sender.send(Message::Event(event)) {
             Ok(()) => ControlReply::Done(done.to_owned()),
-            Err(_) => ControlReply::Refused("the daemon ends".to_owned()),
+            Err(_) => ControlReply::Refused("the daemon is ending".to_owned()),
         };
         let Some(snapshot) = self.request_snapshot() else {
-            return ControlReply::Refused("the daemon ends".to_owned());
+            return ControlReply::Refused("the daemon is ending".to_owned());
         };
         match request {
             ControlRequest::Status => ControlReply::Status(Box::new(self.build_status(&snapshot))),
             ControlRequest::Pause => {
-                tell(Event::Pause, "paused: KSM's settings come back, and what is merged stays merged")
+                tell(Event::Pause, "paused: KSM's settings are restored, and merged pages stay merged")
             }
             ControlRequest::Resume => tell(Event::Resume, "resumed"),
             ControlRequest::Enroll(pid) | ControlRequest::Unenroll(pid) => {
                 let Some(who) = snapshot.tracked_processes.iter().find(|who| who.id.pid == Pid(pid)) else {
                     return ControlReply::Refused(format!(
-                        "process {pid} is not managed: it is not there, has less memory than {}, or is not chosen by \
+                        "process {pid} is not tracked: it does not exist, has less memory than {}, or does not match \
                          [daemon.only]",
                         snapshot.settings.min_resident
                     ));
@@ -330,7 +330,7 @@ impl StatusDesk {
                     snapshot.state.tracked().get(&who.id).and_then(|member| member.exclusion_reason.as_ref());
                 match (request, excluded) {
                     (ControlRequest::Enroll(_), Some(why)) => {
-                        ControlReply::Refused(format!("process {pid} is left alone: {why}"))
+                        ControlReply::Refused(format!("process {pid} is excluded: {why}"))
                     }
                     (ControlRequest::Enroll(_), None) => {
                         tell(Event::Enroll(who.id), &enroll_outcome_text(&snapshot.state))
@@ -368,7 +368,7 @@ mod tests {
     use super::*;
     use pagefold_daemon::decide::{DaemonRules, TickReadings, TimeOfDay, step};
 
-    /// What is answered to who has a process enrolled, and withdrawn, after some events.
+    /// The answers to `enrol` and `withdraw` after some events.
     fn operator_replies(mode: DaemonMode, events: impl IntoIterator<Item = Event>) -> [String; 2] {
         let hours = pagefold_daemon::decide::DailyHours { start_second: 10, end_second: 20, in_utc: true };
         let rules = DaemonRules { mode, quiet_hours: vec![hours], ..DaemonRules::default() };
@@ -381,30 +381,30 @@ mod tests {
     #[test]
     fn operator_reply_matches_what_the_daemon_does() {
         let stays = |why: &str| {
-            let stays = format!("it is left alone, and what is merged of it stays so for now ({why})");
-            format!("{stays}: `pagefold unmerge --pid 7` withdraws it")
+            let stays = format!("it is left alone, and its merged pages stay merged for now ({why})");
+            format!("{stays}: `pagefold unmerge --pid 7` unenrolls it")
         };
-        let withdrawn = "it is left alone, and withdrawn as soon as there is memory for it".to_owned();
+        let withdrawn = "it is left alone, and unenrolled as soon as there is memory for it".to_owned();
         assert_eq!(
             operator_replies(DaemonMode::Act, []),
-            ["it is looked at next; what pays of it is merged".to_owned(), withdrawn.clone()]
+            ["it is scanned next; its pages with net savings are merged".to_owned(), withdrawn.clone()]
         );
         let quiet = TickReadings { time_of_day: TimeOfDay { local: 0, utc: 12 }, ..TickReadings::default() };
-        let not_now = |why: &str| format!("it is looked at next, but not now ({why}); what pays of it is merged");
+        let not_now = |why: &str| format!("it is scanned next, but not now ({why}); its pages with net savings are merged");
         assert_eq!(
             operator_replies(DaemonMode::Act, [Event::Tick(quiet)]),
             [not_now("these are quiet hours"), withdrawn]
         );
         let paused = "an operator paused it";
         assert_eq!(operator_replies(DaemonMode::Act, [Event::Pause]), [not_now(paused), stays(paused)]);
-        let other = Event::SettingsOverwritten("somebody writes run".to_owned());
+        let other = Event::SettingsOverwritten("ksmtuned writes run".to_owned());
         assert_eq!(
             operator_replies(DaemonMode::Act, [other]),
-            [not_now("somebody writes run"), stays("somebody writes run")]
+            [not_now("ksmtuned writes run"), stays("ksmtuned writes run")]
         );
-        let advice = "it is looked at next; nothing is merged: the daemon only advises".to_owned();
+        let advice = "it is scanned next; nothing is merged: the daemon only advises".to_owned();
         assert_eq!(operator_replies(DaemonMode::Advise, []), [advice, stays("it only advises")]);
-        let nobody = "nobody is looked at: the daemon only observes".to_owned();
+        let nobody = "nothing is scanned: the daemon only observes".to_owned();
         assert_eq!(operator_replies(DaemonMode::Observe, []), [nobody, stays("it only observes")]);
     }
 }

@@ -1,40 +1,41 @@
-//! Telling systemd how it goes: sd_notify(3), a datagram to the socket that `NOTIFY_SOCKET` names.
+//! Notifications to systemd: sd_notify(3), a datagram to the socket in `NOTIFY_SOCKET`.
 
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::{Duration, Instant};
 
-/// Who is told, if anybody is.
+/// Sends notifications to systemd, if it started the daemon.
 pub struct SystemdNotifier {
     socket: Option<(UnixDatagram, SocketAddr)>,
-    /// How often it wants to hear that all is well.
+    /// The interval of watchdog notifications.
     watchdog: Option<Duration>,
     last_notified: Instant,
-    /// Whether it was told that all is well.
+    /// Whether READY was sent.
     is_ready_sent: bool,
     status_text: String,
 }
 
 impl SystemdNotifier {
-    /// By the environment of the process.
+    /// Read the socket and the interval from the environment.
     pub fn from_environment() -> Self {
         let address = std::env::var("NOTIFY_SOCKET").ok().and_then(|name| socket_address(&name));
         let socket = address.and_then(|address| Some((UnixDatagram::unbound().ok()?, address)));
         let microseconds = std::env::var("WATCHDOG_USEC").ok().and_then(|text| text.parse::<u64>().ok());
-        // Half of it, as sd_watchdog_enabled(3) recommends.
+        // Half the timeout, as sd_watchdog_enabled(3) recommends.
         let watchdog = microseconds.map(|time| Duration::from_micros(time / 2));
         Self { socket, watchdog, last_notified: Instant::now(), is_ready_sent: false, status_text: String::new() }
     }
 
-    /// Tell it something.
+    /// Send a message.
     pub fn send(&self, message: &str) {
         if let Some((socket, address)) = &self.socket {
-            // Nothing depends on whether anybody hears it.
+            // A failed notification does not matter to the daemon.
             let _ = socket.send_to_addr(message.as_bytes(), address);
         }
     }
 
-    /// Tell it that all is well and what is done, where it is time to; the first time that it is ready.
+    /// Notify that the daemon works. Sends READY the first time, a changed status text, and the watchdog message when
+    /// due.
     pub fn notify_alive(&mut self, status_text: &str) {
         if !std::mem::replace(&mut self.is_ready_sent, true) {
             self.send("READY=1");
@@ -50,7 +51,7 @@ impl SystemdNotifier {
     }
 }
 
-/// A path, or with `@` a name in the abstract namespace.
+/// The address of a path, or with `@` of a name in the abstract namespace.
 fn socket_address(name: &str) -> Option<SocketAddr> {
     match name.strip_prefix('@') {
         Some(name) => SocketAddr::from_abstract_name(name).ok(),

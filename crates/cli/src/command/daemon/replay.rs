@@ -1,4 +1,4 @@
-//! The daemon over a recording of many moments, as fast as they are read.
+//! Replay of a trace by the daemon, as fast as it can be read.
 
 use super::{DaemonArguments, status};
 use crate::command_line::GlobalOptions;
@@ -14,17 +14,17 @@ use pagefold_recording::trace;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-/// Processes that a line names at most.
+/// The maximum number of processes that a line names.
 const MAX_NAMES_PER_LINE: usize = 4;
 
-/// The folders of the moments, where the host is a recording of many.
+/// The directories of the recordings, if the host is a trace.
 pub fn recording_folders(global: &GlobalOptions) -> anyhow::Result<Option<Vec<PathBuf>>> {
     let Some(("recording", path)) = global.host.split_once(':') else { return Ok(None) };
     let folders = trace::recording_folders(Path::new(path));
     folders.with_context(|| format!("cannot read the recording {path}: make one with `pagefold record DIR`"))
 }
 
-/// Go through them, and print what is decided.
+/// Replay the recordings, and print the daemon's decisions.
 pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArguments) -> anyhow::Result<CommandOutcome> {
     if settings.rules.mode == DaemonMode::Act {
         bail!("a recording cannot be changed: give --mode advise");
@@ -32,7 +32,7 @@ pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArgume
     let mut settings = Some(settings);
     let mut replay = None;
     for folder in folders {
-        let moment = trace::TimedRecording::open(folder).with_context(|| format!("the moment {}", folder.display()))?;
+        let moment = trace::TimedRecording::open(folder).with_context(|| format!("cannot read {}", folder.display()))?;
         let replay = match &mut replay {
             Some(replay) => replay,
             none => {
@@ -62,8 +62,7 @@ pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArgume
     Ok(CommandOutcome::Done)
 }
 
-/// What clocks showed at a Unix time. Recordings of before it was kept do not say by how much the host's own was ahead:
-/// it is taken to have shown UTC.
+/// The time of day at a Unix time. Old recordings lack the host's UTC offset; their local time is taken as UTC.
 fn time_of_day(time: Duration, ahead: Option<i64>) -> TimeOfDay {
     let second = |ahead: i64| (time.as_secs().cast_signed().saturating_add(ahead)).rem_euclid(86400) as u32;
     TimeOfDay { local: second(ahead.unwrap_or(0)), utc: second(0) }

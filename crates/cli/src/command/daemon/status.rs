@@ -1,4 +1,4 @@
-//! From what the daemon remembers and what the host says now to the document that is shown.
+//! Builds the status report from a snapshot of the daemon and the current state of the host.
 
 use pagefold_base::ksm::{Ksm as Counters, RMAP_ITEM_BYTES};
 use pagefold_base::process::Process;
@@ -14,17 +14,16 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::{Duration, SystemTime};
 
-/// Whom to look at.
+/// The processes in the status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ProcessScope {
-    /// Every member.
+    /// Every tracked process.
     All,
-    /// Those that wait for their first census: to look at all takes a while where there are many. The others are left
-    /// out.
+    /// Only processes that wait for their first census. Reading all processes takes long if there are many.
     Unscanned,
 }
 
-/// The document.
+/// Build the status report.
 pub fn build_status(
     host: &dyn Host,
     snapshot: &Snapshot,
@@ -39,7 +38,7 @@ pub fn build_status(
     let page = host.page_size().bytes();
     let shares = MeanPageSavings { page, counters: counters.as_ref() };
     let known = snapshot.state.tracked();
-    // Who only observes takes no census, and nobody waits for one.
+    // In the mode `observe` the daemon takes no census, so no process waits for one.
     let awaits = |known: &Known| known.is_unscanned() && known.may_be_scanned() && rules.mode != Told::Observe;
     let chosen = |who: &&Process| scope == ProcessScope::All || known.get(&who.id).is_some_and(awaits);
     let managed = snapshot.tracked_processes.iter().filter(|who| known.contains_key(&who.id)).count();
@@ -122,14 +121,14 @@ pub fn build_status(
     }
 }
 
-/// The first of them, and how many are left out.
+/// The first items, and how many are left out.
 fn split_first<T>(mut all: Vec<T>, max_items: usize) -> (Vec<T>, u64) {
     let left_out = all.len().saturating_sub(max_items) as u64;
     all.truncate(max_items);
     (all, left_out)
 }
 
-/// All that the doctor finds on a host, worst first, what is in order among it.
+/// All findings of the doctor, worst first, including those that are ok.
 pub fn collect_findings(host: &dyn Host, settings: &DaemonSettings) -> Vec<FindingReport> {
     let trust =
         doctor_facts::TrustPolicy { domains: settings.domains.clone(), exclusions: settings.exclusions.clone() };
@@ -137,7 +136,7 @@ pub fn collect_findings(host: &dyn Host, settings: &DaemonSettings) -> Vec<Findi
     DoctorReport::from_host(host.describe(), &facts).findings
 }
 
-/// How many there are of each verdict; nothing where nobody was asked.
+/// The number of findings of each verdict; empty if there are no findings.
 fn count_by_verdict(findings: &[FindingReport]) -> BTreeMap<VerdictName, u64> {
     let verdicts =
         [VerdictName::NotApplicable, VerdictName::Ok, VerdictName::Unknown, VerdictName::Warn, VerdictName::Fail];
@@ -183,13 +182,13 @@ fn ksm_report(counters: &Counters, cow_ksm: Option<u64>) -> KsmReport {
     }
 }
 
-/// Pages of zeros that were freed as huge pages were split, which KSM does not count.
+/// Zero pages that were freed by splitting huge pages, which KSM does not count.
 fn split_zero_pages(snapshot: &Snapshot) -> Pages {
     snapshot.split_zero_pages.values().copied().sum()
 }
 
-/// What merging saves: by the kernel's counters, and what was freed as huge pages were split. Before 6.6 pages of zeros
-/// are merged like others.
+/// The savings: by the kernel's counters, and zero pages freed by splitting huge pages. Before 6.6, KSM merges zero
+/// pages like other pages.
 fn savings_report(counters: &Counters, split_zeros: Pages, page: u64) -> HostSavingsReport {
     let duplicate = counters.pages_sharing.as_ref().ok().map(|pages| pages * page);
     let zero = counters.ksm_zero_pages.as_ref().ok().map(|pages| (*pages).max(0).unsigned_abs() * page);
@@ -211,7 +210,7 @@ fn savings_report(counters: &Counters, split_zeros: Pages, page: u64) -> HostSav
     }
 }
 
-/// What KSM counts of what merging saves on a host, gross, where it can be read.
+/// The gross savings on a host by KSM's counters, if they can be read.
 pub fn gross_saved_by_ksm(host: &dyn Host) -> Option<u64> {
     savings_report(&observe::ksm(host).ok()?, Pages::ZERO, host.page_size().bytes()).gross
 }
@@ -250,16 +249,15 @@ fn census_totals(snapshot: &Snapshot, host: &dyn Host) -> Option<CensusTotalsRep
     Some(CensusTotalsReport { time: unix_seconds(at), processes: snapshot.page_counts.len() as u64, not_seen, classes })
 }
 
-/// What a merged page of a process saves on average: frames are shared by all who map them. How many map its own is in
-/// its page tables alone, and to walk those of everybody whenever somebody asks would cost more than what is looked at
-/// here.
+/// The mean savings of a merged page. A frame is shared by all processes that map it. The real number of mappings is
+/// only in the page tables, and walking those of all processes for each status would cost too much.
 struct MeanPageSavings<'a> {
     page: u64,
     counters: Option<&'a Counters>,
 }
 
 impl MeanPageSavings<'_> {
-    /// Bytes that merging saves for somebody with so many pages on KSM frames.
+    /// The bytes that merging saves for a process with `merging` pages on KSM frames.
     fn saved_bytes(&self, merging: u64) -> Option<u64> {
         let counters = self.counters?;
         let (shared, sharing) = (*counters.pages_shared.as_ref().ok()?, *counters.pages_sharing.as_ref().ok()?);
@@ -267,13 +265,13 @@ impl MeanPageSavings<'_> {
         Some((u128::from(merging * self.page) * u128::from(sharing) / u128::from(all)) as u64)
     }
 
-    /// What somebody takes by now of whom the page tables were walked: its own memory that is resident since then counts
-    /// in full, and what was merged since then saves by the mean. How many map files and shared memory is seen by the
-    /// next walk alone.
+    /// The current fair share of a process whose page tables were walked before. Anonymous memory that became resident
+    /// since counts in full; pages merged since save the mean. New mappings of files and shared memory count only after
+    /// the next walk.
     fn update_fair_share(&self, fair: &FairShareReading, own: Option<u64>, merging: Option<u64>) -> u64 {
         let saved = |merging: Option<u64>| merging.and_then(|merging| self.saved_bytes(merging));
         let then = fair.merged_pages.map(|pages| pages.0);
-        // Where one of the two is not known there is no difference to tell.
+        // If one of the two is unknown, so is the difference.
         let more = match (saved(merging), saved(then)) {
             (Some(now), Some(then)) => now.cast_signed() - then.cast_signed(),
             _ => 0,
@@ -302,7 +300,7 @@ fn tracked_process_report(
     let fair = snapshot.fair_shares.get(&process.id);
     let by_splitting = snapshot.split_zero_pages.get(&process.id).map_or(0, |pages| pages.0);
     let own = statm.map(|statm| statm.anonymous_bytes(host.page_size()).0);
-    // Pages of zeros that KSM placed are not resident.
+    // Zero pages that KSM placed are not resident.
     let estimate = || by_share.map(|saved| resident.saturating_sub(saved));
     let kind = workload_kind(process);
     let wire = ProcessInfo::from_process(process, Some(&known.domain));
@@ -338,7 +336,7 @@ fn workload_kind(process: &Process) -> WorkloadKind {
     }
 }
 
-/// What it belongs to, by name.
+/// The name of the workload that a process belongs to.
 fn workload_name(process: &Process, kind: WorkloadKind) -> String {
     let identity = &process.identity;
     let name = match kind {
@@ -354,7 +352,7 @@ fn tracking_state(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64
     let next = || {
         let since = snapshot.started_at.elapsed().unwrap_or_default();
         let left = known.next_scan.saturating_sub(since);
-        format!("looked at again in {}", format_duration(left))
+        format!("next scan in {}", format_duration(left))
     };
     let still = |what: &str| {
         describe_unenroll(what, known.pending_unenroll.as_ref(), snapshot.started_at.elapsed().unwrap_or_default())
@@ -365,7 +363,7 @@ fn tracking_state(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64
         Known { pending_unenroll: Some(leaving), .. } => {
             (TrackingState::BackedOff, still(leaving.reason.unenroll_explanation()))
         }
-        known if known.is_unscanned() => (TrackingState::Arriving, "not looked at yet".to_owned()),
+        known if known.is_unscanned() => (TrackingState::Arriving, "not scanned yet".to_owned()),
         known if known.enrolled && merged > 0 => (TrackingState::Merged, next()),
         known if known.is_backed_off(snapshot.state.rules()) => (TrackingState::BackedOff, next()),
         _ => {
@@ -376,14 +374,14 @@ fn tracking_state(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64
     }
 }
 
-/// Why nothing more is merged of somebody, and what becomes of what is merged.
+/// Why a process is no longer merged, and when its merged pages are unenrolled.
 fn describe_unenroll(reason: &str, leaving: Option<&PendingUnenroll>, now: Duration) -> String {
     match leaving {
         None => reason.to_owned(),
-        Some(PendingUnenroll { last_failure: None, .. }) => format!("{reason}: it is withdrawn when that may be"),
+        Some(PendingUnenroll { last_failure: None, .. }) => format!("{reason}: it is unenrolled as soon as possible"),
         Some(PendingUnenroll { last_failure: Some(why), next_try: next, .. }) => {
             let again = format_duration(next.saturating_sub(now));
-            format!("{reason}: not withdrawn yet ({why}), tried again in {again}")
+            format!("{reason}: not unenrolled yet ({why}), next try in {again}")
         }
     }
 }
@@ -429,7 +427,7 @@ fn empty_domain_savings(name: &str) -> DomainSavingsReport {
     DomainSavingsReport { name: name.to_owned(), members: 0, resident: None, merged: None, saved: None, metadata: None }
 }
 
-/// The matrix of those who share most.
+/// The sharing matrix of the parties that share most.
 fn sharing_report(snapshot: &Snapshot, page: u64) -> Option<SharingReport> {
     let mut sums: BTreeMap<&str, u64> = BTreeMap::new();
     for ((one, _), pages) in snapshot.sharing.shared_pages() {
@@ -483,11 +481,11 @@ mod tests {
         let of = |saved: HostSavingsReport| (saved.gross, saved.duplicate, saved.zero);
         assert_eq!(of(saved(b"3", 0)), (Some(13 * 4096), Some(10 * 4096), Some(3 * 4096)));
         assert_eq!(of(saved(b"", 0)), (Some(10 * 4096), Some(10 * 4096), None), "absent is not zero");
-        // By hand: 64 bytes for each of 2 + 10 pages, and of 8 more that are not merged.
+        // Calculated by hand: 64 bytes for each of 2 + 10 merged pages and 8 unmerged pages.
         let found = saved(b"3", 0);
         assert_eq!(found.duplicate_net, Some(10 * 4096 - 12 * 64));
         assert_eq!((found.metadata, found.net), (Some(20 * 64), Some(13 * 4096 - 20 * 64)));
-        // What splitting huge pages freed is saved as well, and takes no metadata.
+        // Zero pages freed by splitting huge pages count as savings, and need no metadata.
         let split = saved(b"3", 5);
         assert_eq!((split.gross, split.split_zero), (Some(18 * 4096), Some(5 * 4096)));
         assert_eq!((split.metadata, split.net), (Some(20 * 64), Some(18 * 4096 - 20 * 64)));
@@ -514,12 +512,12 @@ mod tests {
         };
         assert_eq!(since(&fair, 1000, Some(100)), 600, "nothing has changed");
         assert_eq!(since(&fair, 1050, Some(100)), 650, "50 pages more");
-        assert_eq!(since(&fair, 1000, Some(140)), 570, "three in four of 40 are saved");
-        assert_eq!(since(&fair, 1000, Some(60)), 630, "and were");
+        assert_eq!(since(&fair, 1000, Some(140)), 570, "three quarters of 40 more merged pages are saved");
+        assert_eq!(since(&fair, 1000, Some(60)), 630, "three quarters of 40 fewer merged pages are no longer saved");
         assert_eq!(since(&fair, 1000, None), 600);
         assert_eq!(since(&FairShareReading { merged_pages: None, ..fair }, 1000, Some(60)), 600);
-        assert_eq!(since(&fair, 100, Some(100)), 0, "no less than nothing");
-        assert_eq!(shares.update_fair_share(&fair, None, None), fair.pss.0, "as it was, where nothing else is known");
+        assert_eq!(since(&fair, 100, Some(100)), 0, "never negative");
+        assert_eq!(shares.update_fair_share(&fair, None, None), fair.pss.0, "unchanged if nothing else is known");
     }
 
     #[test]
@@ -533,9 +531,9 @@ mod tests {
             |member: &Known| describe_unenroll("an operator withdrew it", member.pending_unenroll.as_ref(), 3 * second);
         assert_eq!(told(&member), "an operator withdrew it");
         member.request_unenroll(DecisionReason::Operator, Duration::ZERO);
-        assert_eq!(told(&member), "an operator withdrew it: it is withdrawn when that may be");
+        assert_eq!(told(&member), "an operator withdrew it: it is unenrolled as soon as possible");
         member.record_unenroll_failure("there is not the memory for it".to_owned(), Duration::ZERO, Duration::ZERO);
-        let again = "an operator withdrew it: not withdrawn yet (there is not the memory for it), tried again in 7 s";
+        let again = "an operator withdrew it: not unenrolled yet (there is not the memory for it), next try in 7 s";
         assert_eq!(told(&member), again);
     }
 }

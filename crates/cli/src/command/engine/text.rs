@@ -1,4 +1,4 @@
-//! Domains of the user-space engine, for people.
+//! Domains of the user-space engine, as text.
 
 use crate::command::engine::wire::{
     EngineDomainReport, EngineMemberReport, EngineRegionReport, EngineReport, EngineUsageReport,
@@ -7,11 +7,11 @@ use pagefold_base::Bytes;
 use pagefold_output::text::{TextStyle, cut_end, escape_unprintable, format_bytes, format_net, format_number};
 use std::cmp::Reverse;
 
-/// All domains, a line each.
+/// All domains, one line each.
 pub fn render_list(report: &EngineReport, style: TextStyle) -> String {
     let mut text = String::new();
     if report.domains.is_empty() {
-        text.push_str("There is no domain: the first program that joins one makes it.\n");
+        text.push_str("There is no domain: the first program that joins one creates it.\n");
     } else {
         let mut headings = vec!["domain", ">uid", ">members"];
         headings.extend(USAGE_HEADINGS);
@@ -29,7 +29,7 @@ pub fn render_list(report: &EngineReport, style: TextStyle) -> String {
     text + &render_unreadable(report, style)
 }
 
-/// Each domain with its members and their regions, of which `top` are shown.
+/// Each domain with its members and their regions, at most `max_rows` of each.
 pub fn render_details(report: &EngineReport, max_rows: usize, style: TextStyle) -> String {
     let domains: Vec<String> = report.domains.iter().map(|domain| render_domain(domain, max_rows, style)).collect();
     domains.join("\n") + &render_unreadable(report, style)
@@ -71,7 +71,7 @@ fn render_domain(domain: &EngineDomainReport, top: usize, style: TextStyle) -> S
     text + &render_uncounted_members(domain, style)
 }
 
-/// Whose figures are in no sum.
+/// The members whose figures are in no sum.
 fn render_uncounted_members(domain: &EngineDomainReport, style: TextStyle) -> String {
     let mut text = String::new();
     let mut say = |count: u64, one: &str, many: &str| {
@@ -87,13 +87,13 @@ fn render_uncounted_members(domain: &EngineDomainReport, style: TextStyle) -> St
     };
     say(
         domain.ended,
-        "member that has ended; what it told goes as others merge.",
-        "members that have ended; what they told goes as others merge.",
+        "member that has ended; the next merge removes its record.",
+        "members that have ended; the next merge removes their records.",
     );
     say(
         domain.unread,
-        "record of a member that could not be read, or makes no sense.",
-        "records of members that could not be read, or make no sense.",
+        "record of a member that could not be read or is invalid.",
+        "records of members that could not be read or are invalid.",
     );
     text
 }
@@ -156,7 +156,7 @@ fn render_omitted(rows: usize, top: usize) -> String {
     if rows <= top { String::new() } else { format!("… and {} more (--top {rows} shows all)\n", rows - top) }
 }
 
-/// With three digits, in the unit that suits.
+/// Format seconds with about three digits in a suitable unit.
 fn format_seconds(seconds: f64) -> String {
     match seconds {
         seconds if seconds >= 100.0 => format!("{seconds:.0} s"),

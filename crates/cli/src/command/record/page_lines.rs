@@ -1,4 +1,4 @@
-//! The pages of a process line by line, as a recording keeps them: where each is, which frame it has, what it holds.
+//! The pages of a process as lines of a recording: address, frame and content of each page.
 
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageClass, Pfn, Reading};
 use pagefold_census::index::{PageIndex, PageMark};
@@ -8,11 +8,11 @@ use pagefold_host::{FrameFlags, Host, PagemapEntry};
 use pagefold_recording::lines::{FrameLine, PageLine, RecordedContent};
 use std::collections::BTreeMap;
 
-/// Pages looked at at once.
+/// Page table entries that are read at once.
 const PAGES_PER_READ: u64 = 1 << 16;
 
-/// Joins what the page tables say now with what the census found. Takes some 100 bytes for each line that it makes, and
-/// a line is a page unless neighbours are alike: it is for recordings, not for a census of a big host.
+/// Joins the current page tables with the results of the census. It takes some 100 bytes for each line. A line is one
+/// page unless adjacent pages are alike: use it for recordings, not for a census of a big host.
 pub struct PageLineBuilder<'a> {
     host: &'a dyn Host,
     index: &'a PageIndex,
@@ -21,7 +21,7 @@ pub struct PageLineBuilder<'a> {
 }
 
 impl<'a> PageLineBuilder<'a> {
-    /// Of a census with its index, of which nothing was let go.
+    /// A builder for a census and its complete index.
     pub fn new(host: &'a dyn Host, index: &'a PageIndex) -> Self {
         let mut fingerprints = vec![Fingerprint::ZERO_PAGE; index.page_count()];
         for entry in index.entries() {
@@ -58,13 +58,12 @@ impl<'a> PageLineBuilder<'a> {
         Ok(lines)
     }
 
-    /// All frames that the processes map, numbered anew in their order, and the lines with the new numbers. Numbers
-    /// begin with 1; where there are several nodes, with the first number of each memory block, so that frames stay on
-    /// their node.
+    /// Renumber all frames that the processes map, in their order, also in `lines`. Numbers begin with 1. With several
+    /// NUMA nodes they begin with the first number of each memory block, so that frames stay on their node.
     pub fn renumber_frames(self, lines: &mut [Vec<PageLine>], nodes: &NumaNodes) -> Vec<FrameLine> {
         let mut next = 1;
         let mut number = |frame: Pfn| {
-            // Never beyond the block: it has no more frames than numbers, and frame 0 is nobody's.
+            // A number never exceeds its block: a block has no more frames than numbers, and no process maps frame 0.
             let number = nodes.block_start(frame).0.max(next);
             next = number + 1;
             number
@@ -83,7 +82,7 @@ impl<'a> PageLineBuilder<'a> {
         frames
     }
 
-    /// Where the census has pages of a subject: their addresses, with ordinal and whether a huge page maps them.
+    /// The pages of a subject in the census: address to ordinal, and whether a huge page maps it.
     fn indexed_pages(&self, subject: usize) -> BTreeMap<u64, (u32, bool)> {
         let page_len = self.index.page_bytes();
         self.index
@@ -94,7 +93,7 @@ impl<'a> PageLineBuilder<'a> {
             .collect()
     }
 
-    /// The flags of the frames that are mapped; none without privilege.
+    /// The flags of the mapped frames; empty without privilege.
     fn lookup_frame_flags(&mut self, mappings: &[PagemapEntry]) -> BTreeMap<Pfn, FrameFlags> {
         let mut frames: Vec<Pfn> = mappings.iter().filter_map(|mapping| mapping.frame).collect();
         frames.sort_unstable();

@@ -1,10 +1,9 @@
-//! What stays beside a program that was started: a process that follows the program's tree until the last of it has
-//! ended.
+//! The companion process of a started program: it follows the program's process tree until the last process has ended.
 //!
-//! The tree is followed by looking at `/proc` again and again, and remembering who belonged to it. The alternatives
-//! would show in the program: a subreaper takes orphans away from init, a cgroup moves the program to other limits, an
-//! inherited descriptor or variable is one that its parent did not give. Limits: a process whose parent ended before
-//! either was seen is not found again, as is a daemon's that forks twice between two looks.
+//! It polls `/proc` and stores which processes belong to the tree. The alternatives would be visible to the program: a
+//! subreaper takes orphans away from init, a cgroup moves the program to other limits, and a descriptor or variable
+//! would be inherited. Limits: a process whose parent ended before a poll saw either of them is lost, such as a daemon
+//! that forks twice between two polls.
 
 use pagefold_base::process::Process;
 use pagefold_base::region::{Region, VmFlags};
@@ -15,24 +14,24 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
 use std::time::Duration;
 
-/// The first pause between two looks at a tree; doubled until it is [`MAX_POLL_INTERVAL`].
+/// The first pause between two polls of a tree; it doubles up to [`MAX_POLL_INTERVAL`].
 pub const FIRST_POLL_INTERVAL: Duration = Duration::from_millis(5);
-/// The longest pause between two looks at a tree.
+/// The longest pause between two polls of a tree.
 pub const MAX_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A process and its descendants, as far as they were seen.
+/// A process and its descendants, as far as polls have seen them.
 #[derive(Debug)]
 pub struct ProcessTree {
     processes: BTreeSet<ProcessId>,
 }
 
 impl ProcessTree {
-    /// The tree that a process begins.
+    /// The tree of a root process.
     pub fn new(process: ProcessId) -> Self {
         Self { processes: BTreeSet::from([process]) }
     }
 
-    /// Look who is there now.
+    /// Update the tree from the running processes.
     pub fn update(&mut self, host: &dyn Host) -> Reading<()> {
         let running = host.pids()?.into_iter().filter_map(|pid| {
             let stat = parse::stat(&host.open(pid).ok()?.read("stat").ok()?).ok()?;
@@ -43,17 +42,17 @@ impl ProcessTree {
         Ok(())
     }
 
-    /// Who belongs to it now.
+    /// The running processes of the tree.
     pub fn processes(&self) -> impl Iterator<Item = ProcessId> {
         self.processes.iter().copied()
     }
 
-    /// Whether all have ended.
+    /// Whether all processes of the tree have ended.
     pub fn has_ended(&self) -> bool {
         self.processes.is_empty()
     }
 
-    /// Drop who has ended and add the descendants of the others, from the running processes and their parents.
+    /// Remove ended processes and add descendants, from the running processes and their parents.
     fn update_from(&mut self, running: &BTreeMap<ProcessId, Pid>) {
         self.processes.retain(|member| running.contains_key(member));
         loop {
@@ -67,17 +66,18 @@ impl ProcessTree {
     }
 }
 
-/// Enrol every process of a tree that is not enrolled, from outside, until all have ended, but for those that
-/// `excluded` tells a reason for. Tells on standard error whom it left or could not enrol, once each.
+/// Enroll every process of a tree that is not enrolled, from outside, until all have ended. Processes for which
+/// `exclusion_reason` returns a reason are skipped. Reports each process that was skipped or could not be enrolled once
+/// on standard error.
 ///
-/// Who is excluded is asked anew at each look, since a process becomes another program by exec. Limits: what an
-/// enrolled process starts is enrolled from its start, because the kernel hands it on over fork and exec.
+/// Exclusions are checked at each poll, because a process can become another program by exec. Limits: child processes
+/// of an enrolled process are always enrolled, because they inherit it over fork and exec.
 pub fn enroll_tree(host: &dyn Host, root: ProcessId, exclusion_reason: &dyn Fn(&Process) -> Option<String>) {
     let mut tree = ProcessTree::new(root);
     let (mut refused, mut left, mut asked) = (BTreeSet::new(), BTreeSet::new(), UnverifiedEnrolls::new());
     let mut pause = FIRST_POLL_INTERVAL;
     let tell = |process: ProcessId, why: &str| {
-        // Nobody may be left to read it.
+        // Standard error may have no reader.
         let _ = writeln!(std::io::stderr(), "pagefold: process {} is not enrolled in KSM: {why}", process.pid);
     };
     while tree.update(host).is_ok() && !tree.has_ended() {
@@ -100,12 +100,13 @@ pub fn enroll_tree(host: &dyn Host, root: ProcessId, exclusion_reason: &dyn Fn(&
     }
 }
 
-/// Who said that it is enrolled whole, where the kernel does not tell (before 6.14), with the regions that had no mark
-/// then. Asking stops a thread, and who is enrolled whole has all marked that it maps: only other regions without a
-/// mark are a reason to ask again, such as those of another program that it has become (not enrolled before 6.7).
+/// Processes that answered that they are enrolled whole, with the regions that were unmarked then. Used where the
+/// kernel does not report enrolled processes (before 6.14). A query stops a thread of the process. All regions that an
+/// enrolled process maps later are marked. So only new unmarked regions are a reason to query again, for example after
+/// exec (before 6.7 a program is not enrolled after exec).
 type UnverifiedEnrolls = BTreeMap<ProcessId, BTreeSet<AddressRange>>;
 
-/// Enrol a process from outside, where it is not and there is no reason against it. Tells the reason.
+/// Enroll a process from outside, if it is not enrolled and not excluded. Returns the exclusion reason.
 fn enroll_unless_excluded(
     host: &dyn Host,
     process: ProcessId,
@@ -134,8 +135,8 @@ fn enroll_unless_excluded(
     Ok(None)
 }
 
-/// Regions that would be marked if the process were enrolled whole. Not the main stack, which the kernel makes for a
-/// new program before it marks what that maps (fs/exec.c), and not the page that belongs to no address space.
+/// The unmarked regions that would be marked if the process were enrolled whole. Without the main stack, which the
+/// kernel creates for a new program before it marks regions (fs/exec.c), and without the vsyscall page.
 fn unmarked_regions(handle: &dyn Handle) -> Reading<BTreeSet<AddressRange>> {
     let lacks = |region: &&Region| region.ineligible().is_none() && !region.flags.has(VmFlags::MERGEABLE);
     let own = |region: &&Region| !matches!(region.name.as_str(), "[stack]" | "[vsyscall]");
@@ -143,7 +144,7 @@ fn unmarked_regions(handle: &dyn Handle) -> Reading<BTreeSet<AddressRange>> {
     Ok(regions.iter().filter(lacks).filter(own).map(|region| region.range).collect())
 }
 
-/// Enrol a process from outside, where it is not, and see that it took.
+/// Enroll a process from outside, if it is not enrolled, and verify the result.
 pub fn enroll_process(host: &dyn Host, process: ProcessId) -> Result<(), ActionError> {
     let handle = pagefold_host::hold(host, process)?;
     if action::query_merge_any(&*handle)? {
@@ -153,7 +154,7 @@ pub fn enroll_process(host: &dyn Host, process: ProcessId) -> Result<(), ActionE
     if action::query_merge_any(&*handle)? {
         Ok(())
     } else {
-        Err(ActionError::Failed("the kernel agreed and did not".to_owned()))
+        Err(ActionError::Failed("the kernel reported success but did not enroll it".to_owned()))
     }
 }
 
@@ -168,7 +169,7 @@ mod tests {
         ProcessId { pid: Pid(pid), start_time }
     }
 
-    /// Members after looks at running processes, each (number, start time, parent).
+    /// The PIDs of the tree after polls of running processes, each (PID, start time, parent).
     fn follow_tree(scans: &[&[(u32, u64, u32)]]) -> Vec<u32> {
         let mut tree = ProcessTree::new(process_id(10, 1));
         for look in scans {
@@ -181,7 +182,7 @@ mod tests {
     fn descendants_join_the_tree_and_stay() {
         let look: &[_] = &[(1, 0, 0), (9, 1, 1), (10, 1, 9), (5, 4, 11), (11, 2, 10), (12, 3, 9)];
         assert_eq!(follow_tree(&[look]), [5, 10, 11]);
-        // Its parent gone, an orphan still belongs to it.
+        // An orphan still belongs to the tree.
         assert_eq!(follow_tree(&[look, &[(1, 0, 0), (5, 4, 1), (6, 9, 5), (12, 3, 9)]]), [5, 6]);
         assert!(follow_tree(&[look, &[(1, 0, 0), (12, 3, 9)]]).is_empty());
     }
@@ -194,12 +195,12 @@ mod tests {
     /// A process of a kernel before 6.14.
     #[derive(Default)]
     struct FakePre614Process {
-        /// Its regions, with whether they are marked.
+        /// Its regions, and whether they are marked.
         regions: Vec<(&'static str, bool)>,
         is_enrolled: bool,
-        /// Whether it refuses without a word to be enrolled.
+        /// Whether enrolling it silently has no effect.
         ignores_enroll: bool,
-        /// What was done to it.
+        /// The actions on it.
         actions: Vec<&'static str>,
     }
 
@@ -230,7 +231,8 @@ mod tests {
         }
     }
 
-    /// What is done to a process at looks, before each of which it has these regions, and what the last look came to.
+    /// The actions on a process over several polls, each with these regions, and whether the last poll found it
+    /// enrolled.
     fn enroll_over_scans(
         ignores_enroll: bool,
         why: Option<&str>,
@@ -259,15 +261,15 @@ mod tests {
     fn marked_region_is_no_proof_of_enrollment() {
         let guest: &[_] = &[("", true), ("[heap]", false), ("[stack]", false)];
         assert_eq!(enroll_over_scans(false, None, &[guest]), (vec!["ask", "enrol", "ask"], true));
-        // It says so once, until something else has no mark.
+        // One query is enough until another region is unmarked.
         assert_eq!(enroll_over_scans(false, None, &[guest, guest]), (vec!["ask", "enrol", "ask"], true));
         let more: &[_] = &[("", true), ("[heap]", false), ("", false)];
         assert_eq!(
             enroll_over_scans(false, None, &[guest, guest, more, more]),
             (vec!["ask", "enrol", "ask", "ask"], true)
         );
-        assert_eq!(enroll_over_scans(true, None, &[guest]), (vec!["ask", "enrol", "ask"], false), "it did not take");
-        // Who is enrolled by its parent is not stopped, nor is who is to be left alone.
+        assert_eq!(enroll_over_scans(true, None, &[guest]), (vec!["ask", "enrol", "ask"], false), "enrolling had no effect");
+        // A process that inherited enrollment is not stopped, nor is an excluded one.
         assert_eq!(
             enroll_over_scans(
                 false,

@@ -1,4 +1,4 @@
-//! The ways to enrol a program that is about to start, each tried on a process of our own before it is relied upon.
+//! The methods to enroll a program that is about to start. Each is first tried on a process of our own.
 
 use super::{companion, program_loader};
 use anyhow::{Context, bail};
@@ -14,31 +14,31 @@ use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// A library that is preloaded.
+/// A library for `LD_PRELOAD`.
 #[derive(Clone, Copy, Debug)]
 pub struct PreloadLibrary {
-    /// Its file.
+    /// Its file name.
     pub file: &'static str,
-    /// The variable that says where it is, if it is nowhere beside the program.
+    /// The environment variable with its path, for installations in other places.
     pub variable: &'static str,
 }
 
-/// The one that enrols its program in KSM.
+/// The library that enrolls its program in KSM.
 const ENROLL_LIBRARY: PreloadLibrary = PreloadLibrary { file: "libpagefold_preload.so", variable: "PAGEFOLD_PRELOAD" };
 
-/// How a program comes to be enrolled, best first.
+/// The methods to enroll a program, best first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum ProgramEnrollMethod {
-    /// It inherits what is asked for before it starts (Linux 6.4)
+    /// pagefold enrolls itself, and the program inherits that (Linux 6.4)
     Prctl,
-    /// A library in LD_PRELOAD asks for it from within
+    /// A library in LD_PRELOAD enrolls the program from within
     Preload,
-    /// A process that stays beside it makes it ask, from outside
+    /// A companion process enrolls the program by code injection
     Inject,
 }
 
 impl ProgramEnrollMethod {
-    /// All, best first.
+    /// All methods, best first.
     pub const BEST_FIRST: [Self; 3] = [Self::Prctl, Self::Preload, Self::Inject];
 }
 
@@ -52,19 +52,19 @@ impl fmt::Display for ProgramEnrollMethod {
     }
 }
 
-/// A way that works here, and what it needs.
+/// A method that works here, with its data.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PreparedEnroll {
-    /// This process is enrolled, and what it becomes will be.
+    /// This process is enrolled, and the program inherits it.
     Inherited,
-    /// What `LD_PRELOAD` is to be.
+    /// The value of `LD_PRELOAD`.
     Preload(CString),
-    /// A companion will do it.
+    /// A companion process enrolls the program after exec.
     Companion,
 }
 
 impl PreparedEnroll {
-    /// What is done, in words.
+    /// A description of the method for messages.
     pub fn describe(&self) -> &'static str {
         match self {
             Self::Inherited => "by prctl, inherited over fork and exec",
@@ -73,7 +73,7 @@ impl PreparedEnroll {
         }
     }
 
-    /// Take back what was done for it already.
+    /// Undo the changes of the preparation.
     pub fn undo_preparation(&self) -> anyhow::Result<()> {
         match self {
             Self::Inherited => launch::set_merge_any(false).context("PR_SET_MEMORY_MERGE"),
@@ -82,13 +82,13 @@ impl PreparedEnroll {
     }
 }
 
-/// Whether a way works for a program, as far as can be known before it runs.
+/// Prepare a method. Fails if it cannot work for the program, as far as that is known before exec.
 pub fn prepare_method(method: ProgramEnrollMethod, name: &OsStr) -> anyhow::Result<PreparedEnroll> {
     match method {
         ProgramEnrollMethod::Prctl => {
             launch::set_merge_any(true).context("PR_SET_MEMORY_MERGE")?;
             if !EnrollProbe::start(None)?.is_enrolled()? {
-                bail!("this kernel loses it over exec");
+                bail!("this kernel does not keep it over exec");
             }
             Ok(PreparedEnroll::Inherited)
         }
@@ -111,10 +111,10 @@ pub fn prepare_method(method: ProgramEnrollMethod, name: &OsStr) -> anyhow::Resu
 }
 
 impl PreloadLibrary {
-    /// What `LD_PRELOAD` has to be for a program to load it, as far as can be known before that runs.
+    /// The value of `LD_PRELOAD` with which a program loads this library. Fails if it would not, as far as is known.
     pub fn ld_preload_for(self, name: &OsStr) -> anyhow::Result<CString> {
         let path = std::env::var_os("PATH");
-        // What is not found fails at exec, with the status that says so.
+        // If the program is not found, exec fails later, with status 127.
         if let Some(file) = program_loader::find_program(name, path.as_deref()) {
             let loading = program_loader::preload_support(&file).with_context(|| file.display().to_string())?;
             if let program_loader::PreloadSupport::Ignored(why) = loading {
@@ -124,14 +124,14 @@ impl PreloadLibrary {
         append_preload(&self.find_file()?, std::env::var_os("LD_PRELOAD"))
     }
 
-    /// Find it: where the variable says, beside this program (as cargo builds both), or where packages put it.
+    /// Find the file: by the variable, beside this program (as cargo builds both), or where packages install it.
     fn find_file(self) -> anyhow::Result<PathBuf> {
         let Self { file, variable } = self;
         if let Some(path) = std::env::var_os(variable) {
             let path = PathBuf::from(path);
             return path.canonicalize().with_context(|| format!("{variable}={}", path.display()));
         }
-        let program = std::env::current_exe().context("cannot tell where this program is")?;
+        let program = std::env::current_exe().context("cannot find the path of this program")?;
         let folder = program.parent().unwrap_or(Path::new("/"));
         let places = [folder.join(file), folder.join("../lib/pagefold").join(file)];
         let found = places.iter().find_map(|path| path.canonicalize().ok());
@@ -139,9 +139,9 @@ impl PreloadLibrary {
     }
 }
 
-/// What `LD_PRELOAD` has to be for the library to come after what is there.
+/// Append the library to an existing value of `LD_PRELOAD`.
 fn append_preload(library: &Path, existing: Option<OsString>) -> anyhow::Result<CString> {
-    // ld.so(8): parts are separated by either, and neither can be escaped.
+    // ld.so(8): spaces and colons separate entries and cannot be escaped.
     if library.as_os_str().as_bytes().iter().any(|byte| b": ".contains(byte)) {
         bail!("LD_PRELOAD cannot name {}: move it to a path without spaces and colons", library.display());
     }
@@ -153,24 +153,24 @@ fn append_preload(library: &Path, existing: Option<OsString>) -> anyhow::Result<
     Ok(CString::new(value)?)
 }
 
-/// The file that an `LD_PRELOAD` of [`append_preload`] ends with, without its directories.
+/// The file name at the end of an `LD_PRELOAD` value of [`append_preload`].
 pub fn last_preloaded_file(preload: &CStr) -> &[u8] {
     preload.to_bytes().rsplit(|&byte| byte == b'/').next().unwrap_or_default()
 }
 
-/// Whether a part of a file's name is in what a process maps (`/proc/PID/maps`).
+/// Whether `maps` (`/proc/PID/maps`) contains a part of a file name.
 pub fn is_mapped(maps: &[u8], name: &[u8]) -> bool {
     maps.windows(name.len()).any(|window| window == name)
 }
 
-/// A copy of this program, started as the program to come will be, that says whether it is enrolled. Ends when dropped.
+/// A copy of this program, started like the real program, that reports whether it is enrolled. It ends when dropped.
 pub struct EnrollProbe {
     child: std::process::Child,
     answers: BufReader<std::process::ChildStdout>,
 }
 
 impl EnrollProbe {
-    /// Start it, with `LD_PRELOAD` as given.
+    /// Start the copy with this `LD_PRELOAD`.
     pub fn start(preload: Option<&CString>) -> anyhow::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.args(["run", "--probe"]).stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -178,20 +178,20 @@ impl EnrollProbe {
             command.env("LD_PRELOAD", OsStr::from_bytes(preload.as_bytes()));
         }
         let mut child =
-            command.spawn().context("cannot start a copy of this program, to try it (is /proc mounted?)")?;
-        let answers = BufReader::new(child.stdout.take().context("its output was piped")?);
+            command.spawn().context("cannot start a copy of this program for a test (is /proc mounted?)")?;
+        let answers = BufReader::new(child.stdout.take().context("the copy has no output pipe")?);
         Ok(Self { child, answers })
     }
 
     fn is_enrolled(&mut self) -> anyhow::Result<bool> {
         let mut answer = String::new();
-        self.answers.read_line(&mut answer).context("a copy of this program, started to try it, does not answer")?;
+        self.answers.read_line(&mut answer).context("the copy of this program, started for a test, does not answer")?;
         Ok(answer.trim() == "enrolled")
     }
 
-    /// Whether it has loaded a library.
+    /// Whether the copy has loaded a library.
     pub fn has_loaded(&mut self, library: PreloadLibrary) -> anyhow::Result<bool> {
-        // It answers once it runs.
+        // Its answer means that it has started.
         self.is_enrolled()?;
         let maps = std::fs::read(format!("/proc/{}/maps", self.child.id()))?;
         Ok(is_mapped(&maps, library.file.as_bytes()))
@@ -201,16 +201,16 @@ impl EnrollProbe {
 impl Drop for EnrollProbe {
     fn drop(&mut self) {
         drop(self.child.stdin.take());
-        // Who ignores SIGCHLD is told that there is no such child, once it has ended.
+        // If this process ignores SIGCHLD, wait fails with ECHILD once the child has ended.
         let _ = self.child.wait();
     }
 }
 
-/// Be the copy: say whether this process is enrolled, then wait until standard input closes.
+/// Run as the copy: print whether this process is enrolled, then wait until standard input closes.
 pub fn run_probe() -> anyhow::Result<()> {
     let host = LiveHost::new();
     let regions = host.open(Pid(std::process::id())).and_then(|handle| observe::regions(&*handle));
-    // Both, where the kernel tells: a flag without regions would merge nothing.
+    // Regions are checked, not the process flag: a flag without marked regions merges nothing.
     let marked = regions.is_ok_and(|regions| regions.iter().any(|region| region.flags.has(VmFlags::MERGEABLE)));
     let mut output = std::io::stdout().lock();
     writeln!(output, "{}", if marked { "enrolled" } else { "not" })?;

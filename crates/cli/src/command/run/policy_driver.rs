@@ -1,4 +1,4 @@
-//! Driving KSM by a policy for as long as a program's tree lives, from the process beside it.
+//! Controls KSM by a policy while a program's process tree runs, from the companion process.
 
 use super::companion::ProcessTree;
 use crate::command::{policy, recover};
@@ -27,17 +27,17 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// ksmd's share of one CPU unless said otherwise.
+/// The default CPU limit of ksmd, as a share of one CPU.
 const DEFAULT_KSMD_CPU_SHARE: f64 = 0.1;
 
-/// What a round must give back of a process, net. Ranks of a job have a little each, round by round. Enrolling takes some
-/// 2 ms of a process, which is this much by the price of CPU time.
+/// The minimum net savings of a process in a round. Ranks of a job have small savings in each round. Enrolling takes
+/// some 2 ms of a process, which costs this much at the price of CPU time.
 const MIN_ROUND_PROFIT: Bytes = Bytes(256 << 10);
 
-/// The pause between two looks at the tree.
+/// The pause between two polls of the tree.
 const TREE_POLL_INTERVAL: Duration = Duration::from_millis(500);
 
-/// A policy, checked as far as it can be before the program is started.
+/// A policy, checked as far as possible before the program starts.
 pub struct PolicyDriver {
     policy: Policy,
     ksmd_cpu_share: f64,
@@ -47,7 +47,7 @@ pub struct PolicyDriver {
 }
 
 impl PolicyDriver {
-    /// By the name of a policy.
+    /// A driver for the policy of a name.
     pub fn new(
         name: &str,
         ksmd_cpu_share: Option<f64>,
@@ -57,35 +57,35 @@ impl PolicyDriver {
     ) -> anyhow::Result<Self> {
         let policy = policy::parse_policy(name)?;
         if ksmd_cpu_share.is_some() && policy != Policy::Guided {
-            bail!("--cpu is for the policy guided: {name} has a rate of its own; leave --cpu out");
+            bail!("--cpu is for --policy guided: {name} sets its own rate; leave --cpu out");
         }
         let share = ksmd_cpu_share.unwrap_or(DEFAULT_KSMD_CPU_SHARE);
         Ok(Self { policy, ksmd_cpu_share: share, across_domains, config, state_directory: global.state.clone() })
     }
 
-    /// That this host can be driven: what the process beside the program would find out too late for anybody to heed.
-    /// Puts back what a killed run left.
+    /// Check that KSM can be controlled on this host. The companion process would find errors only after the program
+    /// has started. Also undoes the changes of a killed run.
     pub fn check(&self, force: bool, global: &GlobalOptions) -> anyhow::Result<()> {
         let host = LiveHost::new();
         recover::check_ksm_present(&host)?;
         recover::check_no_tuner(&host, force)?;
         match recover::begin_session(&host, global) {
             Ok(session) => session.check_writable().map_err(recover::with_remedy),
-            // Of several ranks one drives, and others take over.
+            // One of several ranks controls KSM; others take over when it ends.
             Err(error) if matches!(error.downcast_ref(), Some(session::Error::Busy(_))) => Ok(()),
             Err(error) => Err(error),
         }
     }
 
-    /// Whether it merges range by range.
+    /// Whether the policy merges range by range.
     pub fn is_guided(&self) -> bool {
         self.policy == Policy::Guided
     }
 
-    /// Drive until all that a process started have ended, or this process is told to stop.
+    /// Control KSM until the process tree has ended or a signal stops this process.
     pub fn run(self, root: ProcessId) {
         let done = || -> anyhow::Result<()> {
-            // Before there are other threads. Where it fails, what a census takes stays until the end.
+            // Must run before other threads start. If it fails, the memory of each census stays allocated.
             let _ = return_large_blocks_when_freed();
             let stop = progress::stop_on_signal()?;
             let host = LiveHost::new();
@@ -130,10 +130,10 @@ impl PolicyDriver {
             exclusion_reason: &excluded,
         };
         let members = || {
-            // A tree that cannot be looked at is taken to have ended.
+            // A tree that cannot be read counts as ended.
             if tree.update(host).is_err() { Vec::new() } else { tree.processes().map(|member| member.pid).collect() }
         };
-        // What the next session tries again would be told again.
+        // The next session tries failed changes again; report each only once.
         let mut known = BTreeSet::new();
         let mut say = |line: String| {
             if known.insert(line.clone()) {
@@ -146,7 +146,7 @@ impl PolicyDriver {
             }
             ContinuousMergeEvent::UndoFailed(remains) => say(failed_undos_message(remains)),
             ContinuousMergeEvent::UnenrollFailed(FailedChange { pid, comm, why, .. }) => {
-                say(format!("what did not stay merged of {comm} ({pid}) stays enrolled: {why}"));
+                say(format!("cannot unenroll ranges of {comm} ({pid}) that did not stay merged: {why}"));
             }
         };
         Ok(follow.run(members, tell, stop)?)
@@ -161,7 +161,7 @@ impl PolicyDriver {
                     let mut last = std::time::Instant::now();
                     let mut over = false;
                     let followed = rules::follow_policy(&mut session, &self.policy, || {
-                        // The policy asks more often than the tree needs to be looked at.
+                        // The policy calls this more often than the tree needs a poll.
                         if last.elapsed() >= TREE_POLL_INTERVAL {
                             (last, over) = (std::time::Instant::now(), ended());
                         }

@@ -1,10 +1,10 @@
-//! What came of preloading, seen from beside the program once it is there.
+//! Checks after exec, from a companion process, whether the preloaded library enrolled the program.
 //!
-//! What files say before exec ([`program_loader`]) is not all that decides: a program may be started by one that it does not
-//! get `LD_PRELOAD` from, be linked statically though a launcher is not, or live where the kernel lets nobody be
-//! enrolled. So a process stays beside it for some seconds, and tells on standard error who was not enrolled, once for
-//! each program. Limits: what begins later, or ends between two looks, is not seen; and where somebody may wait for the
-//! end of standard error, as of a pipe, nothing is looked at but what the program is first found to be.
+//! The check of files before exec ([`program_loader`]) is not enough. A launcher may start a program without
+//! `LD_PRELOAD`, or start one that is linked statically, or the kernel may refuse to enroll it. So a companion process
+//! checks the process tree for some seconds and reports on standard error which programs were not enrolled, once for
+//! each. Limits: it does not see processes that start later, or that end between two polls. If standard error may have
+//! a reader that waits for its end, such as a pipe, it checks only the first program.
 
 use super::companion::{FIRST_POLL_INTERVAL, MAX_POLL_INTERVAL, ProcessTree};
 use super::enroll_method;
@@ -20,29 +20,29 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// For how long a tree is looked at: launchers have started their programs by then.
+/// How long a tree is checked: launchers have started their programs by then.
 const CHECK_TIME: Duration = Duration::from_secs(10);
 
-/// What glibc's own library is called, which is mapped after what is preloaded (elf/rtld.c, `dl_main`): `libc-2.31.so`
-/// and the like before 2.34.
+/// The file names of glibc, which is mapped after preloaded libraries (elf/rtld.c, `dl_main`): before 2.34 names such
+/// as `libc-2.31.so`.
 const LIBC_NAMES: [&[u8]; 2] = [b"/libc.so.", b"/libc-2."];
 
-/// What is seen of a process.
+/// The observed state of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 enum PreloadState {
     /// It is enrolled.
     Enrolled,
-    /// Its loader has come to nothing yet.
+    /// Its loader has not loaded libraries yet.
     Starting,
-    /// The library is in it, and has not enrolled it yet.
+    /// It has loaded the library, which has not enrolled it yet.
     Loaded,
-    /// It is not and will not be enrolled, and why.
+    /// It will not be enrolled, with the reason.
     NotEnrolled(String),
-    /// Nothing: it is setuid, or does not let itself be looked at.
+    /// It cannot be read: it is setuid, or refuses access.
     Unknown,
 }
 
-/// Look at a process and at what it starts, and tell who has not been enrolled by a library, by the name of its file.
+/// Check a process and its descendants, and report which ones the library with this file name has not enrolled.
 pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
     let stays = launch::has_no_reader(io::stderr().as_fd());
     let mut tree = ProcessTree::new(root);
@@ -51,7 +51,7 @@ pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
     while tree.update(host).is_ok() && !tree.has_ended() {
         let last = began.elapsed() >= CHECK_TIME;
         for process in tree.processes() {
-            // By exec it becomes another.
+            // After exec, the process runs another program.
             let Some(which) = executable_path(process).map(|program| (process, program)) else { continue };
             if judged.contains(&which) {
                 continue;
@@ -60,10 +60,10 @@ pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
                 PreloadState::Enrolled => None,
                 PreloadState::NotEnrolled(why) => Some(format!("is not enrolled in KSM: {} {why}", which.1.display())),
                 PreloadState::Unknown => {
-                    Some("cannot be looked at, and is not enrolled in KSM if it is setuid".to_owned())
+                    Some("cannot be read, and is not enrolled in KSM if it is setuid".to_owned())
                 }
                 PreloadState::Loaded if last && late.contains(&which) => Some(format!(
-                    "is not enrolled in KSM: {} has loaded the library, which could not do it",
+                    "is not enrolled in KSM: {} has loaded the library, which could not enroll it",
                     which.1.display()
                 )),
                 PreloadState::Loaded => {
@@ -73,7 +73,7 @@ pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
                 PreloadState::Starting => continue,
             };
             if let Some(why) = why.filter(|_| told.insert(which.1.clone())) {
-                // Nobody may be left to read it.
+                // Standard error may have no reader.
                 let _ = writeln!(io::stderr(), "pagefold: process {} {why}", process.pid);
             }
             judged.insert(which);
@@ -87,7 +87,7 @@ pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
     }
 }
 
-/// The program of a process: a file, by which it is told, or nothing but that it is kept from us.
+/// The program file of a process. Empty if reading it is not permitted, `None` if it has none.
 fn executable_path(process: ProcessId) -> Option<PathBuf> {
     match fs::read_link(format!("/proc/{}/exe", process.pid)) {
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Some(PathBuf::new()),
@@ -95,7 +95,7 @@ fn executable_path(process: ProcessId) -> Option<PathBuf> {
     }
 }
 
-/// What came of the library in a process, which executed `file` just before.
+/// The state of the library in a process that was seen running `executable` just before.
 fn check_process(host: &dyn Host, process: ProcessId, executable: &Path, library: &[u8]) -> PreloadState {
     let Ok(handle) = pagefold_host::hold(host, process) else { return PreloadState::Starting };
     if verify::has_enrolled_memory(&*handle) == Ok(true) {
@@ -117,7 +117,7 @@ fn check_process(host: &dyn Host, process: ProcessId, executable: &Path, library
         }
         _ => return PreloadState::Starting,
     };
-    // What was seen was of the same program.
+    // Only valid if the process still runs the same program.
     if executable_path(process).is_some_and(|now| now == executable) {
         PreloadState::NotEnrolled(why)
     } else {

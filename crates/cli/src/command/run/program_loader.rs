@@ -1,9 +1,9 @@
-//! What kind of program it is, as far as its loader is concerned: who honours `LD_PRELOAD` and who does not.
+//! Determines whether the loader of a program honors `LD_PRELOAD`.
 //!
 //! Mirrors fs/binfmt_elf.c (PT_INTERP names the loader), fs/binfmt_script.c (`#!`), security/commoncap.c
 //! (`cap_bprm_creds_from_file` decides on secure execution, in which ld.so ignores most of `LD_PRELOAD`), and execvp(3)
-//! of glibc for the search. Limits: a mount with `nosuid` and `no_new_privs` are not looked at, both of which take
-//! setuid away; what the program starts in its turn is not known.
+//! of glibc for the search. Limits: it does not check for `nosuid` mounts and `no_new_privs`, which both disable
+//! setuid. It does not know which programs the program starts.
 
 use elf::ElfStream;
 use elf::abi::{EM_AARCH64, EM_X86_64, PT_INTERP, PT_NOTE};
@@ -23,33 +23,33 @@ const ELF_MACHINE: u16 = if cfg!(target_arch = "x86_64") { EM_X86_64 } else { EM
 const MAX_INTERPRETER_DEPTH: usize = 5;
 /// The longest first line of a script that the kernel reads (include/uapi/linux/binfmts.h, `BINPRM_BUF_SIZE`).
 const MAX_SCRIPT_LINE_BYTES: u64 = 256;
-/// Notes and loader names longer than this are no such thing.
+/// The longest note segment or loader name that is accepted.
 const MAX_SEGMENT_BYTES: u64 = 1 << 16;
-/// What execvp(3) searches where there is no PATH (confstr(3), `_CS_PATH`).
+/// The path that execvp(3) searches if PATH is unset (confstr(3), `_CS_PATH`).
 const DEFAULT_PATH: &str = "/bin:/usr/bin";
 
-/// Who will load a program.
+/// Whether the loader of a program honors `LD_PRELOAD`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PreloadSupport {
-    /// A loader of glibc, which honours `LD_PRELOAD`.
+    /// Its loader is glibc's, which honors `LD_PRELOAD`.
     Honored,
-    /// Nobody who would load the library, and why.
+    /// It has no loader that would load the library, with the reason.
     Ignored(String),
 }
 
-/// The file that execvp(3) would start. `None` where there is none that may be executed.
+/// The file that execvp(3) would start. `None` if there is no executable file.
 pub fn find_program(name: &OsStr, path: Option<&OsStr>) -> Option<PathBuf> {
     let executable = |file: &PathBuf| file.is_file() && rustix::fs::access(file, rustix::fs::Access::EXEC_OK).is_ok();
     if name.as_bytes().contains(&b'/') {
         return Some(PathBuf::from(name)).filter(executable);
     }
     std::env::split_paths(path.unwrap_or(OsStr::new(DEFAULT_PATH)))
-        // An empty part is the working directory.
+        // An empty entry means the working directory.
         .map(|folder| if folder.as_os_str().is_empty() { Path::new(".").join(name) } else { folder.join(name) })
         .find(executable)
 }
 
-/// How a file would be loaded. A script is loaded as its interpreter is.
+/// Whether a file would be loaded with `LD_PRELOAD`. A script has the support of its interpreter.
 pub fn preload_support(file: &Path) -> io::Result<PreloadSupport> {
     let mut file = file.to_owned();
     for _ in 0..MAX_INTERPRETER_DEPTH {
@@ -61,7 +61,7 @@ pub fn preload_support(file: &Path) -> io::Result<PreloadSupport> {
     Ok(PreloadSupport::Ignored("is a script whose interpreter is a script, and so on".to_owned()))
 }
 
-/// The interpreter of a script. What is neither a script nor ELF is given to the shell by execvp(3).
+/// The interpreter of a script. execvp(3) runs files that are neither scripts nor ELF with the shell.
 fn script_interpreter(file: &Path) -> io::Result<Option<PathBuf>> {
     let mut start = Vec::new();
     File::open(file)?.take(MAX_SCRIPT_LINE_BYTES).read_to_end(&mut start)?;
@@ -85,7 +85,7 @@ fn elf_preload_support<S: Read + Seek>(stream: S) -> Result<PreloadSupport, elf:
     let ignores = |why: &str| Ok(PreloadSupport::Ignored(why.to_owned()));
     let mut elf = ElfStream::<AnyEndian, S>::open_stream(stream)?;
     if elf.ehdr.class != Class::ELF64 || elf.ehdr.e_machine != ELF_MACHINE {
-        return ignores("is built for another kind of processor than the library");
+        return ignores("is built for another processor architecture than the library");
     }
     let segments = elf.segments().clone();
     let short = |kind| segments.iter().filter(move |s| s.p_type == kind && s.p_filesz <= MAX_SEGMENT_BYTES);
@@ -103,16 +103,16 @@ fn elf_preload_support<S: Read + Seek>(stream: S) -> Result<PreloadSupport, elf:
         let is_go =
             |note: Note<'_>| matches!(note, Note::Unknown(note) if note.name_str().is_ok_and(|name| name == "Go"));
         if elf.segment_data_as_notes(segment)?.any(is_go) {
-            return ignores("is a Go program, linked statically as Go's are: it has no loader that would preload");
+            return ignores("is a Go program, which is linked statically: it has no loader for LD_PRELOAD");
         }
     }
-    ignores("is linked statically: it has no loader that would preload")
+    ignores("is linked statically: it has no loader for LD_PRELOAD")
 }
 
-/// Why the loader will run in secure mode, if it will.
+/// Why the loader would run in secure-execution mode, if it would.
 fn secure_execution_reason(path: &Path) -> io::Result<Option<&'static str>> {
     const SETUID_MODE: u32 = 0o4000;
-    // Without permission to execute for the group the bit means mandatory locking (fs/exec.c, `bprm_fill_uid`).
+    // Without group execute permission the bit means mandatory locking (fs/exec.c, `bprm_fill_uid`).
     const SETGID_EXEC_MODE: u32 = 0o2010;
     let file = fs::metadata(path)?;
     let (user, group) = (rustix::process::getuid(), rustix::process::getgid());
@@ -124,7 +124,7 @@ fn secure_execution_reason(path: &Path) -> io::Result<Option<&'static str>> {
     }
     let capabilities =
         rustix::fs::getxattr(path, "security.capability", &mut [0_u8; 0][..]).is_ok_and(|bytes| bytes > 0);
-    let why = "has capabilities of its own, and the loader of such programs ignores LD_PRELOAD";
+    let why = "has file capabilities, and the loader of such programs ignores LD_PRELOAD";
     Ok((capabilities && !user.is_root()).then_some(why))
 }
 
@@ -134,7 +134,7 @@ mod tests {
     use std::io::Cursor;
     use std::os::unix::fs::PermissionsExt;
 
-    /// A program of headers alone: segments as (type, content).
+    /// An ELF file with only headers and segments, each (type, content).
     fn elf_headers(machine: u16, segments: &[(u32, &[u8])]) -> Vec<u8> {
         let mut bytes = b"\x7fELF\x02\x01\x01".to_vec();
         bytes.extend([0; 9]);

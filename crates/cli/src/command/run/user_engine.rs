@@ -1,4 +1,4 @@
-//! The engine in user space: what a program needs to be merged by a library that is preloaded.
+//! The user-space engine: the environment with which a preloaded library merges a program.
 
 use super::RunArguments;
 use super::enroll_method::{EnrollProbe, PreloadLibrary};
@@ -7,16 +7,16 @@ use pagefold_linux::launch::UserfaultFd;
 use std::ffi::{CString, OsStr};
 use std::path::Path;
 
-/// The library that adopts what its program allocates.
+/// The library that adopts the allocations of its program.
 const ADOPT_LIBRARY: PreloadLibrary = PreloadLibrary { file: "libpagefold_adopt.so", variable: "PAGEFOLD_ADOPT" };
 
-/// What says that a program is a rank of an MPI job (Open MPI, PMIx, MPICH and its kin).
+/// Environment variables of a rank of an MPI job (Open MPI, PMIx, MPICH and derivatives).
 const RANK_VARIABLES: [&str; 4] = ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "MPI_LOCALRANKID"];
 
-/// What starts ranks, for which permission to hold writers up is not needed.
+/// Programs that start MPI ranks. Ranks need no userfaultfd.
 const MPI_LAUNCHERS: [&str; 5] = ["mpirun", "mpiexec", "orterun", "prterun", "srun"];
 
-/// The variables that make a program one that is merged.
+/// The environment variables that make the library merge a program.
 pub fn prepare_variables(options: &RunArguments, name: &OsStr) -> anyhow::Result<Vec<(CString, CString)>> {
     let preload = ADOPT_LIBRARY.ld_preload_for(name)?;
     if !EnrollProbe::start(Some(&preload))?.has_loaded(ADOPT_LIBRARY)? {
@@ -26,16 +26,16 @@ pub fn prepare_variables(options: &RunArguments, name: &OsStr) -> anyhow::Result
     let launcher = Path::new(name).file_name().is_some_and(|name| MPI_LAUNCHERS.iter().any(|known| name == *known));
     if !RANK_VARIABLES.iter().any(set) && !launcher {
         UserfaultFd::new().context(
-            "merging beside a program that runs needs Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, \
-             vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd); MPI programs do without, under mpirun",
+            "merging a running program needs Linux 6.4 and userfaultfd (CAP_SYS_PTRACE, \
+             vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd); MPI programs under mpirun do not need it",
         )?;
     }
     let domain = options.domain.clone().or_else(pagefold_engine::job_domain_name);
     let domain = domain.unwrap_or_else(|| format!("run-{}", std::process::id()));
-    // With room for the name of a node.
+    // With --per-node, the name of a node is appended.
     let most = if options.per_node { 54 } else { 64 };
     if !pagefold_engine::is_valid_domain_name(&domain) || domain.len() > most {
-        bail!("--domain {domain}: at most {most} letters, digits, '.', '_' and '-' make a name, and '.' is not first");
+        bail!("--domain {domain}: a name has at most {most} letters, digits, '.', '_' and '-', and no '.' at its start");
     }
     let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
     let mut say = |name, value: Option<String>| -> anyhow::Result<()> {
@@ -50,7 +50,7 @@ pub fn prepare_variables(options: &RunArguments, name: &OsStr) -> anyhow::Result
     variables.into_iter().map(|(name, value)| Ok((CString::new(name)?, value))).collect()
 }
 
-/// What is done, in words.
+/// A description of the merge for messages.
 pub fn describe(variables: &[(CString, CString)]) -> String {
     let domain = variables.iter().find(|(name, _)| name.as_bytes() == b"PAGEFOLD_DOMAIN");
     let domain = domain.map_or_else(String::new, |(_, value)| value.to_string_lossy().into_owned());

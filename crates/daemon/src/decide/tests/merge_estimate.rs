@@ -1,4 +1,4 @@
-//! Each member is judged by what it costs itself.
+//! Each process is judged by its own cost.
 
 use super::*;
 use proptest::prelude::*;
@@ -20,31 +20,29 @@ fn first_explanation(host: &SimulatedHost, what: DecisionKind) -> Option<&str> {
 
 #[test]
 fn unprofitable_process_is_skipped_and_others_are_merged() {
-    // For each 50 ms of ksmd and half of a census of 200 ms: 0.009 s for each of 16 MiB, 0.15 s for 1 MiB.
+    // For each process: 50 ms of ksmd and half of a census of 200 ms. That is 0.009 s per MiB for 16 MiB, and 0.15 s
+    // for 1 MiB.
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     host.planned_net.insert(id(3), NetBytes(MIB as i64));
     [1, 3].into_iter().for_each(|pid| host.deliver(arrival(pid)));
     host.run(9);
     assert_eq!(merged_process_sets(&host), [[id(1)]]);
-    assert_eq!(
-        first_explanation(&host, DecisionKind::Merge),
-        Some("it should give back 16.0 MiB at 0.009 CPU s per MiB")
-    );
-    let dear = "it would give back 1.00 MiB at 0.150 CPU s per MiB (at most 0.02 is worth it)";
+    assert_eq!(first_explanation(&host, DecisionKind::Merge), Some("it should save 16.0 MiB at 0.009 CPU s per MiB"));
+    let dear = "it would save 1.00 MiB at 0.150 CPU s per MiB (limit: 0.02)";
     assert_eq!(first_explanation(&host, DecisionKind::Skip), Some(dear));
     let pauses = [1, 3].map(|pid| host.state.tracked()[&id(pid)].scan_interval);
-    assert!(pauses[1] > pauses[0], "it is looked at less and less: {pauses:?}");
-    // As the partner of others it is judged again, and told of only when it is its turn.
+    assert!(pauses[1] > pauses[0], "it is scanned less and less often: {pauses:?}");
+    // As a partner of other processes it is judged again, but reported only when its own scan is due.
     host.deliver(arrival(5));
     host.run(60);
     let turn = |action: &Action| matches!(action, Action::Report(said) if said.kind == DecisionKind::Census && said.processes.contains(&id(3)));
     let looks = host.count_actions(|action| matches!(action, Action::Census(processes) if processes.contains(&id(3))));
     let (turns, told) =
         (host.count_actions(turn), host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable));
-    assert!(told < turns && turns < looks, "{told}, {turns}, {looks}: the first is only taken note of");
+    assert!(told < turns && turns < looks, "{told}, {turns}, {looks}: the first scan only records its pages");
 }
 
-/// Somebody big is looked at in vain; what is found in somebody small beside it is not charged for that.
+/// A fruitless scan of a big process is not charged to a small one in the same census.
 #[test]
 fn census_cost_is_divided_by_scanned_memory() {
     let resident = |pid: u32, mib: u64| {
@@ -54,7 +52,7 @@ fn census_cost_is_divided_by_scanned_memory() {
     let merged = |sizes: [u64; 2]| {
         let mut host = SimulatedHost::new(rules(DaemonMode::Act));
         host.planned_net = [1, 3].into_iter().map(|pid| (id(pid), NetBytes(8 * MIB as i64))).collect();
-        // 2 s for both, and 0.16 s may be spent on 8 MiB.
+        // 2 s for both; the limit for 8 MiB is 0.16 s.
         host.census_seconds = 2.0;
         host.deliver(resident(1, sizes[0]));
         host.deliver(resident(3, sizes[1]));
@@ -69,8 +67,8 @@ fn census_cost_is_divided_by_scanned_memory() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64.min(ProptestConfig::default().cases)))]
 
-    /// Nobody is merged who costs more than may be spent, and nobody is left out who does not, whoever else is looked at
-    /// beside it: up to 2 GiB are one portion.
+    /// Exactly the processes within the cost limit are merged, whatever other processes are scanned with them. Up to 2
+    /// GiB are one portion.
     #[test]
     fn each_process_is_judged_by_its_own_cost(
         gains in prop::collection::vec((0i64..40, 16u64..400), 1..6),
@@ -86,7 +84,7 @@ proptest! {
             host.planned_net.insert(id(pid), NetBytes(gain * MIB as i64));
             host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(resident * MIB), ..known }));
             let cost = 0.05 + host.census_seconds * resident as f64 / all as f64;
-            // What lies at the bound itself is a matter of rounding.
+            // Costs at the limit itself depend on rounding.
             prop_assume!((cost - price * gain as f64).abs() > 1e-6);
             if gain > 0 && cost <= price * gain as f64 {
                 pays.insert(id(pid));

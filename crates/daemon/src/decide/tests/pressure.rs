@@ -1,11 +1,11 @@
-//! Memory that is short, on the host or in somebody's cgroup.
+//! Memory shortage on the host, or in a process's cgroup.
 
 use super::properties::any_step;
 use super::*;
 use pagefold_base::memory::Shortage;
 use proptest::prelude::*;
 
-/// Memory is waited for in somebody's cgroup, or no longer.
+/// Set or clear memory pressure in a process's cgroup.
 fn set_cgroup_pressure(host: &mut SimulatedHost, pid: u32, short: bool) {
     let pressure_percent = Some(if short { 50.0 } else { 0.0 });
     host.deliver(Event::Tick(TickReadings {
@@ -25,7 +25,7 @@ fn low_available_memory_counts_as_short_without_psi() {
     host.available = Bytes(1 << 29);
     host.deliver(arrival(1));
     host.run(10);
-    assert!(host.enrolled.contains(&id(1)), "nothing is withdrawn while memory is short");
+    assert!(host.enrolled.contains(&id(1)), "nothing is unenrolled while memory is short");
     host.available = Bytes(1 << 30);
     host.run(1);
     assert!(host.enrolled.is_empty());
@@ -42,7 +42,7 @@ fn process_in_short_cgroup_stays_enrolled() {
     assert_eq!(host.enrolled, BTreeSet::from([id(1)]));
     set_cgroup_pressure(&mut host, 1, false);
     host.run(1);
-    assert!(host.enrolled.is_empty(), "it was only put off");
+    assert!(host.enrolled.is_empty(), "unenrolling was only deferred");
 }
 
 #[test]
@@ -51,7 +51,7 @@ fn process_in_short_cgroup_is_merged_during_a_pause() {
     for (rules, slow) in [(goal, 0.0), (rules(DaemonMode::Act), 0.4)] {
         let mut host = SimulatedHost::new(rules);
         (host.merge_seconds, host.wait_share) = (5.0, slow);
-        // That it slows programs down is found out by this one.
+        // This process shows that the daemon slows programs down.
         host.run(5);
         host.deliver(arrival(2));
         host.run(8);
@@ -64,10 +64,10 @@ fn process_in_short_cgroup_is_merged_during_a_pause() {
         host.run(2);
         let looked = host.trace.iter().rev().find(|(_, action)| is_census(action));
         assert!(host.count_actions(is_census) > before, "{resting:?}");
-        assert_eq!(looked.map(|(_, action)| action), Some(&Action::Census(vec![id(1)])), "and nobody else");
+        assert_eq!(looked.map(|(_, action)| action), Some(&Action::Census(vec![id(1)])), "and no other process");
         host.run(1);
         if slow > 0.0 {
-            assert_eq!(host.state.status(), resting, "all others rest on");
+            assert_eq!(host.state.status(), resting, "all other processes stay paused");
         }
     }
 }
@@ -75,7 +75,7 @@ fn process_in_short_cgroup_is_merged_during_a_pause() {
 #[test]
 fn process_in_short_cgroup_is_scanned_first() {
     let first = |squeezed: bool| {
-        // Two processes have room in it.
+        // The portion has room for two processes.
         let mut host = SimulatedHost::new(DaemonRules {
             burst: Duration::from_millis(70),
             cpu_rate: 0.001,
@@ -93,7 +93,7 @@ fn process_in_short_cgroup_is_scanned_first() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64.min(ProptestConfig::default().cases)))]
 
-    /// Whatever else happens: the host of these tests asserts it at each withdrawal.
+    /// This holds for any sequence of steps: the simulated host asserts it at each unenroll action.
     #[test]
     fn no_unenroll_while_cgroup_memory_is_short(
         strokes in prop::collection::vec((any_step(), 0u32..8, any::<bool>()), 1..40),
@@ -107,7 +107,7 @@ proptest! {
     }
 }
 
-/// Who is new is only taken note of, and nobody is merged after such a look.
+/// First scans of new processes only record their pages, and no merge follows them.
 #[test]
 fn process_in_short_cgroup_does_not_wait_for_arrivals() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));

@@ -1,4 +1,4 @@
-//! What holds whatever happens to a host.
+//! Properties that hold for any sequence of host events.
 
 use super::*;
 use proptest::prelude::*;
@@ -48,7 +48,7 @@ fn host_after_steps(strokes: &[HostStep], base: &DaemonRules, cores: f64, long: 
 }
 
 impl SimulatedHost {
-    /// Nobody is in its way any more.
+    /// Remove memory pressure and all failures.
     fn remove_obstacles(&mut self) {
         (self.pressure, self.unenroll_fails) = (0.0, false);
         self.deliver(Event::RulesChanged(rules(DaemonMode::Act)));
@@ -73,7 +73,7 @@ impl SimulatedHost {
                 HostStep::SetUnenrollFails(fails) => host.unenroll_fails = *fails,
                 HostStep::Pause => host.deliver(Event::Pause),
                 HostStep::Resume => host.deliver(Event::Resume),
-                HostStep::OverwriteSettings => host.deliver(Event::SettingsOverwritten("somebody".into())),
+                HostStep::OverwriteSettings => host.deliver(Event::SettingsOverwritten("another program".into())),
                 HostStep::SetPressure(high) => host.pressure = if *high { 90.0 } else { 0.0 },
                 HostStep::SetNetPerProcess(gain) => host.net_per_process = *gain,
                 HostStep::SetMode(mode) => {
@@ -88,8 +88,8 @@ impl SimulatedHost {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64.min(ProptestConfig::default().cases)))]
 
-    /// Over any time, the CPU time is within the bound, but for one tick in which nobody could have told it to stop,
-    /// and what must not be halted: to withdraw, and to give the host back.
+    /// Within any time, CPU time stays within the bound. Exceptions are one tick before the daemon can halt its work,
+    /// and tasks that must not be halted: unenrolling and restoring settings.
     #[test]
     fn cpu_time_stays_within_rate_and_burst(
         strokes in prop::collection::vec(any_step(), 1..40),
@@ -109,7 +109,7 @@ proptest! {
         }
     }
 
-    /// In the end nobody is enrolled whom an end with unmerging would not withdraw or name, and nothing is held.
+    /// After a stop with unmerging, every process is unenrolled or reported, and the host is released.
     #[test]
     fn stop_with_unmerge_unenrolls_or_reports_each_process(strokes in prop::collection::vec(any_step(), 1..40), paused in any::<bool>()) {
         let mut host = host_after_steps(&strokes, &rules(DaemonMode::Act), 0.5, 0.3);
@@ -132,7 +132,7 @@ proptest! {
         prop_assert_eq!(host.ended(), Some(host.enrolled.is_empty() && host.unenroll_failed.is_empty()));
     }
 
-    /// Who could not be withdrawn is, once there is memory for it, however often it was refused before.
+    /// A process that could not be unenrolled is unenrolled once there is memory, however often it failed before.
     #[test]
     fn pending_unenroll_succeeds_once_memory_is_available(strokes in prop::collection::vec(any_step(), 1..40)) {
         let mut host = host_after_steps(&strokes, &rules(DaemonMode::Act), 0.5, 0.3);
@@ -146,8 +146,8 @@ proptest! {
         prop_assert!(withdrawn.clone().all(|(process, _)| !host.enrolled.contains(process)));
     }
 
-    /// While it may not act nothing is changed, while memory is short nothing is withdrawn, and whom an operator
-    /// withdrew nobody looks at.
+    /// Nothing changes while the daemon may not act, nothing is unenrolled while memory is short, and processes that an
+    /// operator unenrolled are not scanned.
     #[test]
     fn forbidden_actions_never_happen(strokes in prop::collection::vec(any_step(), 1..40)) {
         let mut mode = DaemonMode::Act;

@@ -1,4 +1,4 @@
-//! Whose turn it is: who has just come, and where CPU time is short.
+//! Scan order of new processes, and with scarce CPU time.
 
 use super::*;
 use pagefold_base::content::Fingerprint;
@@ -20,13 +20,13 @@ fn unchanged_process_is_scanned_less_and_less_often() {
     };
     let before = host.count_actions(is_census);
     host.deliver(Event::Tick(grown));
-    assert_eq!(host.count_actions(is_census), before, "it may fill still");
+    assert_eq!(host.count_actions(is_census), before, "it may still fill its memory");
     host.run(1);
     assert_eq!(host.count_actions(is_census), before + 1, "it has filled");
     assert_eq!(host.count_decisions(DecisionKind::Census, DecisionReason::Grown), 1);
 }
 
-/// A guest whose memory is there already while it boots and is filled: only its CPU time tells when it is ready.
+/// A guest whose memory is resident before it boots: only its CPU time shows when it is ready.
 #[test]
 fn new_process_is_scanned_once_it_is_not_busy() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
@@ -46,7 +46,7 @@ fn new_process_is_scanned_once_it_is_not_busy() {
         }
     };
     work(&mut host, 4.0, true);
-    assert_eq!(host.count_actions(is_census), 0, "it is busy still");
+    assert_eq!(host.count_actions(is_census), 0, "it is still busy");
     work(&mut host, 1.0, false);
     assert_eq!(host.count_actions(is_census), 1, "it is ready");
     work(&mut host, 4.0, true);
@@ -72,7 +72,7 @@ fn always_busy_process_is_scanned_anyway() {
     assert!((1..=2).contains(&host.count_actions(is_census)), "{:?}", host.trace);
 }
 
-/// Whoever hardly runs has hardly written its memory.
+/// A process that hardly runs has hardly written its memory.
 #[test]
 fn idle_process_is_scanned_after_work_or_max_interval() {
     let censuses = |share: f64, seconds: u64| {
@@ -92,7 +92,7 @@ fn idle_process_is_scanned_after_work_or_max_interval() {
     let rarest = DaemonRules::default().max_scan_interval.as_secs();
     let settled = censuses(0.005, 60);
     assert_eq!(censuses(0.005, rarest - 60), settled);
-    assert_eq!(censuses(0.005, rarest + 120), settled + 1, "others may write its memory");
+    assert_eq!(censuses(0.005, rarest + 120), settled + 1, "other processes may write its memory");
     assert!(censuses(0.05, rarest - 60) >= settled + 5, "{settled}");
 }
 
@@ -108,12 +108,12 @@ fn fruitless_scans_cost_at_most_a_2000th_of_a_cpu() {
     assert!(share > 0.0001 && share < 0.0006, "{share}");
 }
 
-/// Tick until something is done again. Tells the ticks.
+/// Tick until the action occurs again. Returns the number of ticks.
 fn tick_until(host: &mut SimulatedHost, wanted: fn(&Action) -> bool, beside: impl Fn(&mut SimulatedHost)) -> usize {
     let before = host.count_actions(wanted);
     let mut ticks = 0;
     while host.count_actions(wanted) == before {
-        assert!(ticks < 10_000, "it never is");
+        assert!(ticks < 10_000, "the action never occurs");
         beside(host);
         host.tick();
         ticks += 1;
@@ -121,7 +121,7 @@ fn tick_until(host: &mut SimulatedHost, wanted: fn(&Action) -> bool, beside: imp
     ticks
 }
 
-/// A merge of two, of a second of ksmd each, was halted, because it took more than could be saved up.
+/// A merge of two processes, each with a second of ksmd, was halted because it took more than the burst.
 fn host_with_halted_merge() -> SimulatedHost {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(10), ..rules(DaemonMode::Act) });
     (host.ksmd_time, host.merge_seconds) = (Duration::from_secs(1), 20.0);
@@ -134,16 +134,16 @@ fn host_with_halted_merge() -> SimulatedHost {
     host
 }
 
-/// Else a look would use up all that was saved up each time, and nothing be left to merge what it finds.
+/// Otherwise each scan would use up the budget, and nothing would be left to merge what it finds.
 #[test]
 fn halted_merge_restarts_once_its_cpu_time_is_available() {
     let mut host = host_with_halted_merge();
     tick_until(&mut host, is_census, |_| ());
     let left = host.state.cpu_budget().available_seconds();
-    assert!((4.0..5.0).contains(&left), "twice what was reckoned for each: {left}");
+    assert!((4.0..5.0).contains(&left), "twice the prediction for each: {left}");
     host.merge_seconds = 2.0;
     host.run(10);
-    assert!(host.state.tracked().values().all(|member| member.reserved_merge_seconds == 0.0), "it has come to its end");
+    assert!(host.state.tracked().values().all(|member| member.reserved_merge_seconds == 0.0), "the merge is complete");
 }
 
 #[test]
@@ -153,20 +153,20 @@ fn halted_merge_is_not_awaited_under_pressure_or_forever() {
     tick_until(&mut host, is_census, |_| ());
     let left = host.state.cpu_budget().available_seconds();
     assert!(left < 4.0, "{left}");
-    // Others use up all but half a second.
+    // Other processes use up all but half a second.
     let mut host = host_with_halted_merge();
     let ticks = tick_until(&mut host, is_census, |host| {
         host.cpu_spent += Duration::from_secs_f64((host.state.cpu_budget().available_seconds() - 0.5).max(0.0));
     });
-    assert!((800..820).contains(&ticks), "twice what it takes to save up ten seconds: {ticks}");
+    assert!((800..820).contains(&ticks), "twice the time to refill ten seconds: {ticks}");
 }
 
-/// Two that can be looked at together are, however much a merge of one of them wants besides.
+/// Two processes within the budget are scanned together, even if a merge of one of them needs more CPU time.
 #[test]
 fn process_awaiting_merge_can_be_scanned_with_a_big_one() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(10), ..rules(DaemonMode::Act) });
     (host.ksmd_time, host.merge_seconds, host.net_per_process) = (Duration::from_secs(2), 20.0, 8192 * MIB as i64);
-    // As much as is reckoned before any was measured.
+    // The predicted cost before any measurement.
     host.census_seconds = 0.0625;
     let big = |pid, mib| match arrival(pid) {
         Event::ProcessArrived(arrival) => {
@@ -184,7 +184,7 @@ fn process_awaiting_merge_can_be_scanned_with_a_big_one() {
     }
 }
 
-/// A plan that counts on the copies of somebody who refuses comes to nothing.
+/// A plan must not count on copies in a process that refuses to be enrolled.
 #[test]
 fn process_that_refuses_enrollment_is_in_no_plan() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
@@ -196,14 +196,14 @@ fn process_that_refuses_enrollment_is_in_no_plan() {
     let merges = |host: &SimulatedHost| {
         host.count_actions(|action| matches!(action, Action::Merge { processes, .. } if processes.contains(&id(1))))
     };
-    assert_eq!(merges(&host), 2, "again once after a while");
+    assert_eq!(merges(&host), 2, "one more try after a while");
     host.refuses_enroll = None;
     host.deliver(Event::Enroll(id(1)));
     host.run(20);
-    assert!(host.enrolled.contains(&id(1)), "an operator has it tried at once");
+    assert!(host.enrolled.contains(&id(1)), "an operator's request is tried at once");
 }
 
-/// What is not old enough when it is looked at is looked at again when it is, but not for ever.
+/// Unstable contents are scanned again early, but not forever.
 #[test]
 fn unstable_content_is_rescanned_early_twice() {
     let rules = rules(DaemonMode::Act);
@@ -219,7 +219,7 @@ fn unstable_content_is_rescanned_early_twice() {
     assert_eq!(pauses, [false, false, true, true]);
 }
 
-/// Where CPU time is short, who was noted comes before those who are to be noted: else nobody would be merged.
+/// With scarce CPU time, scanned processes come before new ones: otherwise no process would be merged.
 #[test]
 fn scanned_processes_come_before_unscanned_ones() {
     let rules = rules(DaemonMode::Act);
@@ -233,8 +233,8 @@ fn scanned_processes_come_before_unscanned_ones() {
     assert!(urgency(&noted) < urgency(&new) && urgency(&new) < urgency(&merged));
 }
 
-/// What a look at somebody costs can be far beyond its size: one with very many regions. Others are merged all the
-/// same.
+/// Scanning a process with very many regions can cost far more than its size suggests. Other processes are merged
+/// nevertheless.
 #[test]
 fn expensive_process_does_not_delay_others() {
     let rules = DaemonRules { burst: Duration::from_secs(3), ..rules(DaemonMode::Act) };
@@ -246,10 +246,10 @@ fn expensive_process_does_not_delay_others() {
     host.run(300);
     assert!(host.enrolled.contains(&id(4)) && host.enrolled.contains(&id(6)), "{:?}", host.enrolled);
     let halted = host.count_actions(|action| matches!(action, Action::Halt));
-    assert!((1..=12).contains(&halted), "{halted} looks in vain");
+    assert!((1..=12).contains(&halted), "{halted} fruitless scans");
 }
 
-/// A page that is looked at takes some bytes of an index, and the daemon's memory is bounded.
+/// Each scanned page takes some bytes of an index, and the daemon's memory is bounded.
 #[test]
 fn big_host_is_scanned_in_portions() {
     const GIB: u64 = 1 << 30;
@@ -265,17 +265,17 @@ fn big_host_is_scanned_in_portions() {
             _ => None,
         });
         let seen: BTreeSet<&ProcessId> = who.clone().flatten().collect();
-        assert_eq!(seen.len(), sizes.len(), "everybody has its turn");
+        assert_eq!(seen.len(), sizes.len(), "every process is scanned");
         who.map(Vec::len).max()
     };
-    // 2 GiB and nearly a fifth of 64: two beside each other, and no third.
+    // 2 GiB plus nearly a fifth of 64: two processes fit together, but not three.
     assert_eq!(censuses(&[8; 8]), Some(2));
     assert_eq!(censuses(&[1; 64]), Some(14));
-    // However big they are, one is never alone.
+    // However big they are, no process is scanned alone.
     assert_eq!(censuses(&[100, 100]), Some(2));
 }
 
-/// The censuses of a host with members of so many GiB, each of this kind, over so many seconds.
+/// The censuses of a host over some seconds. Each member has a size in GiB and a similarity key.
 fn run_censuses(rules: DaemonRules, members: &[(u64, &str)], seconds: u64) -> Vec<Vec<ProcessId>> {
     let mut host = SimulatedHost::new(rules);
     for (pid, (gib, kind)) in (1..).zip(members) {
@@ -305,10 +305,10 @@ fn portion_contains_similar_processes() {
     }
 }
 
-/// Of those that look alike from outside some may hold nothing in common.
+/// Processes with equal similarity keys may have no contents in common.
 #[test]
 fn new_process_is_scanned_with_varying_partners() {
-    // There is CPU time for three at a time.
+    // CPU time for three processes at a time.
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(700), ..rules(DaemonMode::Advise) });
     host.net_per_process = 0;
     (1..=10).for_each(|pid| host.deliver(arrival(2 * pid)));
@@ -327,14 +327,14 @@ fn new_process_is_scanned_with_varying_partners() {
     assert!(met.len() > 5, "{met:?}");
 }
 
-/// Who holds that, and has so much of it merged.
+/// Sketches of these contents, of which the first `merged` are merged.
 fn make_sketches(contents: impl Iterator<Item = u64>, merged: usize) -> ContentSketches {
     let contents: Vec<Fingerprint> = contents.map(Fingerprint).collect();
     let of = |from: usize| Sketch::from_contents(Pages(contents.len() as u64), contents[from..].iter().copied());
     ContentSketches { all: of(0), unmerged: of(merged) }
 }
 
-/// The censuses with somebody in them from some place of the trace on: the last but one decimal of each number.
+/// The censuses with a process, from an index of the trace on. Each number is the last but one decimal digit of a pid.
 fn censuses_with(host: &SimulatedHost, from: usize, whom: ProcessId) -> Vec<Vec<u32>> {
     let censuses = host.trace[from..].iter().filter_map(|(_, action)| match action {
         Action::Census(processes) => processes.contains(&whom).then_some(processes),
@@ -343,8 +343,8 @@ fn censuses_with(host: &SimulatedHost, from: usize, whom: ProcessId) -> Vec<Vec<
     censuses.map(|processes| processes.iter().map(|process| process.pid.0 / 10 % 10).collect()).collect()
 }
 
-/// All look the same from outside, and each holds the same as one other, and much more. Who comes holds what three
-/// pairs do, has merged with the first, and meets one of each other.
+/// All processes look alike, and each has its contents in common with one other process. The new process has contents
+/// of three pairs, is merged with the first pair, and meets one process of each other pair.
 #[test]
 fn new_process_is_scanned_with_processes_of_same_content() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(700), ..rules(DaemonMode::Advise) });
@@ -362,13 +362,13 @@ fn new_process_is_scanned_with_processes_of_same_content() {
     host.deliver(arrival(1000));
     host.run(60);
     let met = censuses_with(&host, before, id(1000));
-    // Nothing is known of it at first, and one place may be left to chance once.
+    // Nothing is known of it at first, and one place may be filled at random once.
     let times = |met: &[u32], one: u32| met.iter().filter(|of| **of == one).count();
     let is_found = |met: &Vec<u32>| [3, 7, 9].map(|one| times(met, one)) == [1, 1, 0];
     assert!(met[1..3].iter().any(is_found) && met[1..3].iter().all(|met| met.contains(&3)), "{met:?}");
 }
 
-/// Of those whose turn it is together, each meets who holds the same.
+/// Due processes that are scanned together each meet a process with the same contents.
 #[test]
 fn processes_arriving_together_each_meet_a_match() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(900), ..rules(DaemonMode::Advise) });
@@ -390,7 +390,7 @@ fn processes_arriving_together_each_meet_a_match() {
     assert!(met[1..3].iter().any(is_found), "{met:?}");
 }
 
-/// However many come together, and whoever is first of them: each holds the same as one who has long been there.
+/// However many arrive together, each meets an old process with the same contents.
 #[test]
 fn many_arrivals_all_meet_their_match() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Advise) });
@@ -399,7 +399,7 @@ fn many_arrivals_all_meet_their_match() {
         let number = u64::from(pid % 1000);
         host.sketches.insert(id(pid), make_sketches((0..5000).map(|content| number * 10_000 + content), 0));
         let Event::ProcessArrived(arrival) = arrival(pid) else { unreachable!() };
-        // There is room for twenty.
+        // Room for twenty processes.
         host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(200 * MIB), ..arrival }));
     };
     let pids = || (0..24).map(|number| 2 * number);
@@ -418,7 +418,7 @@ fn many_arrivals_all_meet_their_match() {
     assert!(missed.is_empty(), "{missed:?}");
 }
 
-/// Somebody's contents have become those of another: that is known once it was looked at, and the two meet soon after.
+/// The contents of one process have become those of another. The next scan finds that, and the two meet soon after.
 #[test]
 fn processes_with_new_common_content_meet_soon() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_secs(3600), ..rules(DaemonMode::Advise) });
@@ -440,8 +440,8 @@ fn processes_with_new_common_content_meet_soon() {
     assert!(!met[0].contains(&6) && met[1..].iter().any(|met| met.contains(&6)), "{met:?}");
 }
 
-/// Who holds the same may have been in a look that used up the budget, by itself or beside the one that seeks it:
-/// others cost less, and hold nothing of it.
+/// The matching process may have been in a scan that exceeded the budget, alone or with the seeking process. Other
+/// processes cost less but hold none of the contents.
 #[test]
 fn matching_processes_meet_after_a_halted_scan() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(700), ..rules(DaemonMode::Advise) });
@@ -454,28 +454,28 @@ fn matching_processes_meet_after_a_halted_scan() {
     }
     for overran in [[0, 1], [1, 1]] {
         for (pid, times) in [1050, 50].into_iter().zip(overran) {
-            host.state.tracked.get_mut(&id(pid)).expect("it has come").overruns = times;
+            host.state.tracked.get_mut(&id(pid)).expect("the process is tracked").overruns = times;
         }
         let chosen = host.state.choose_affordable(&[id(1050)]).expect("there is CPU time");
         assert!(chosen.contains(&id(50)), "{overran:?}: {chosen:?}");
     }
 }
 
-/// The answer comes between two readings, and the others' turn has come as well.
+/// The answer arrives between two readings, and other processes are due as well.
 #[test]
 fn scan_cost_is_charged_before_the_next_scan() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(200), ..rules(DaemonMode::Advise) });
     host.net_per_process = 0;
     (1..=16).for_each(|pid| host.deliver(arrival(2 * pid)));
     tick_until(&mut host, is_census, |_| ());
-    // It takes all that may be saved up.
-    let (_, event) = host.pending_answer.take().expect("a census is under way");
+    // The census takes the whole burst.
+    let (_, event) = host.pending_answer.take().expect("a census runs");
     host.deliver(event);
     assert!(host.state.cpu_budget().available_seconds() < 0.01, "{}", host.state.cpu_budget().available_seconds());
     assert_eq!(host.count_actions(is_census), 1, "{:?}", host.trace);
 }
 
-/// A small one is looked at with big ones that hold what its like does not, and else by chance alone.
+/// A small process is scanned with big ones only if they hold contents that similar processes do not, or at random.
 #[test]
 fn big_processes_are_not_scanned_for_unrelated_small_ones() {
     let gibibytes = |shared: bool| {
@@ -530,7 +530,7 @@ fn portion_contains_matches_unless_others_are_urgent() {
         }
         let chosen = host.state.choose_affordable(&due).expect("there is CPU time");
         let pids: Vec<u32> = chosen.iter().map(|process| process.pid.0).collect();
-        // There is room for three: the first, who holds the same, and the next.
+        // Room for three: the first process, its match, and the next one.
         assert_eq!(pids, if squeezed { [6, 8, 14] } else { [2, 6, 14] });
     }
 }

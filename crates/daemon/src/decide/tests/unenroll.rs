@@ -1,4 +1,4 @@
-//! Withdrawals: those that are refused, and those at the end.
+//! Unenrolling: failed attempts, and during shutdown.
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn unenroll_times(host: &SimulatedHost, process: ProcessId) -> Vec<Duration> {
     tries.collect()
 }
 
-/// What was withdrawn of a process, each time.
+/// The scopes in which a process was unenrolled.
 fn unenroll_scopes(host: &SimulatedHost, process: ProcessId) -> Vec<UnenrollScope> {
     let of = |action: &Action| match action {
         Action::Unenroll(extents) => extents.get(&process).copied(),
@@ -23,7 +23,7 @@ fn count_censuses_with(host: &SimulatedHost, process: ProcessId) -> usize {
     host.count_actions(|action| matches!(action, Action::Census(processes) if processes.contains(&process)))
 }
 
-/// A host on which these are merged.
+/// A host on which these processes are merged.
 fn host_with_merged(pids: &[u32]) -> SimulatedHost {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     pids.iter().for_each(|&pid| host.deliver(arrival(pid)));
@@ -52,7 +52,7 @@ fn failed_unenroll_is_retried_with_backoff_and_reported_once() {
             (1, 1)
         );
         let leaving = host.state.tracked()[&id(1)].pending_unenroll.as_ref().unwrap();
-        assert!(leaving.last_failure.is_some() && leaving.next_try > host.now, "it is known meanwhile: {leaving:?}");
+        assert!(leaving.last_failure.is_some() && leaving.next_try > host.now, "the request is pending: {leaving:?}");
 
         (host.unenroll_fails, host.cannot_unenroll) = (false, BTreeSet::new());
         host.run(301);
@@ -60,17 +60,17 @@ fn failed_unenroll_is_retried_with_backoff_and_reported_once() {
         assert_eq!(
             host.count_decisions(DecisionKind::Unenroll, DecisionReason::Operator),
             2,
-            "what was refused is told when it is done"
+            "success after a failure is reported"
         );
         let tries = unenroll_times(&host, id(1)).len();
         host.run(1000);
-        assert_eq!(unenroll_times(&host, id(1)).len(), tries, "it is over");
+        assert_eq!(unenroll_times(&host, id(1)).len(), tries, "no further attempts");
     }
 }
 
 #[test]
 fn process_pending_unenroll_is_in_no_census_or_merge() {
-    // The host fails where somebody is looked at or merged that it was told to withdraw.
+    // The simulated host fails if a process with a pending request is scanned or merged.
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     host.losing.insert(id(1));
     host.cannot_unenroll.insert(id(1));
@@ -90,7 +90,7 @@ fn process_pending_unenroll_is_in_no_census_or_merge() {
         assert!(host.enrolled.contains(&id(pid)));
     }
     host.run(4000);
-    assert_eq!(count_censuses_with(&host, id(1)), before, "its own turn does not come either");
+    assert_eq!(count_censuses_with(&host, id(1)), before, "it is not scanned on its own either");
     assert!(host.enrolled.contains(&id(1)));
     host.losing.clear();
     host.enrolled.remove(&id(1));
@@ -98,11 +98,11 @@ fn process_pending_unenroll_is_in_no_census_or_merge() {
     host.run(12);
     assert!(
         count_censuses_with(&host, id(1)) > before && host.enrolled.contains(&id(1)),
-        "an operator has it enrolled again"
+        "an operator enrolled it again"
     );
     let tries = unenroll_times(&host, id(1)).len();
     host.run(600);
-    assert_eq!(unenroll_times(&host, id(1)).len(), tries, "and nobody withdraws it");
+    assert_eq!(unenroll_times(&host, id(1)).len(), tries, "and it is not unenrolled");
 }
 
 #[test]
@@ -116,11 +116,11 @@ fn operator_unenroll_is_tried_at_once_and_enroll_cancels_it() {
     assert_eq!(unenroll_times(&host, id(1)).len(), tries + 1);
     host.deliver_and_forget_failure(id(1), Event::Enroll(id(1)));
     host.run(700);
-    assert_eq!(unenroll_times(&host, id(1)).len(), tries + 1, "the refusal came after that");
+    assert_eq!(unenroll_times(&host, id(1)).len(), tries + 1, "the failed attempt came after that");
     assert!(host.state.tracked()[&id(1)].may_be_scanned());
 }
 
-/// What was said to a daemon that was killed is said to the next before it knows anybody.
+/// A restarted daemon gets the operator commands of the killed one before it knows any process.
 #[test]
 fn process_unenrolled_before_arrival_is_never_scanned() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
@@ -129,7 +129,7 @@ fn process_unenrolled_before_arrival_is_never_scanned() {
     [1, 2].into_iter().for_each(|pid| host.deliver(arrival(pid)));
     host.run(60);
     assert!(host.state.tracked()[&id(1)].unenrolled_by_operator && count_censuses_with(&host, id(1)) == 0);
-    assert!(count_censuses_with(&host, id(2)) > 0, "that was taken back");
+    assert!(count_censuses_with(&host, id(2)) > 0, "the command was revoked");
     host.deliver(Event::Enroll(id(1)));
     host.run(60);
     assert!(count_censuses_with(&host, id(1)) > 0);
@@ -144,7 +144,7 @@ fn unenroll_retries_stay_within_the_cpu_budget() {
     host.run(200);
     assert_eq!(unenroll_times(&host, id(1)).len(), 1);
     host.deliver(Event::Unenroll(id(1)));
-    assert_eq!(unenroll_times(&host, id(1)).len(), 2, "an operator is not kept waiting");
+    assert_eq!(unenroll_times(&host, id(1)).len(), 2, "an operator's request is tried at once");
     host.run(400);
     assert!(unenroll_times(&host, id(1)).len() > 2);
 }
@@ -158,7 +158,7 @@ fn lifted_exclusion_cancels_pending_unenroll() {
     host.deliver(Event::ProcessArrived(excluded));
     host.run(2);
     host.deliver(Event::Enroll(id(1)));
-    assert!(host.state.tracked()[&id(1)].pending_unenroll.is_some(), "no operator has it merged that must not be");
+    assert!(host.state.tracked()[&id(1)].pending_unenroll.is_some(), "an operator cannot merge an excluded process");
     host.deliver_and_forget_failure(id(1), Event::ProcessArrived(known));
     let tries = unenroll_times(&host, id(1)).len();
     host.run(600);
@@ -173,14 +173,14 @@ fn net_loss_unenrolls_only_what_the_daemon_enrolled() {
     host.cannot_unenroll.insert(id(1));
     host.deliver(arrival(1));
     host.run(12);
-    assert_eq!(unenroll_scopes(&host, id(1)), [UnenrollScope::DaemonEnrolled], "it loses by what was enrolled now");
+    assert_eq!(unenroll_scopes(&host, id(1)), [UnenrollScope::DaemonEnrolled], "enrolling these caused the loss");
     let Event::ProcessArrived(known) = arrival(1) else { unreachable!() };
     host.deliver(Event::ProcessArrived(ProcessArrival { exclusion_reason: Some("it holds keys".into()), ..known }));
     host.run(2);
     assert_eq!(
         unenroll_scopes(&host, id(1)),
         [UnenrollScope::DaemonEnrolled, UnenrollScope::AllMerged],
-        "that is not put off until the next try"
+        "a wider request does not wait for the next attempt"
     );
 
     let mut host = host_with_merged(&[3]);
@@ -210,9 +210,9 @@ fn process_that_changes_domain_is_unenrolled() {
     assert_eq!(host.count_decisions(DecisionKind::Unenroll, DecisionReason::DomainChanged), 1);
     host.deliver(Event::Enroll(id(1)));
     host.run(60);
-    assert!(host.enrolled.contains(&id(1)), "it is merged again, in its own");
+    assert!(host.enrolled.contains(&id(1)), "it is merged again, in its own domain");
 
-    // Who was alone leaves nobody behind, and takes with it what is its own.
+    // A process that was alone in its domain shares no pages with its old domain, so its merged pages stay.
     let Event::ProcessArrived(other) = arrival(5) else { unreachable!() };
     host.deliver(Event::ProcessArrived(ProcessArrival {
         domain: TrustDomain::Vm(Some("web".into()), 5),
@@ -223,7 +223,7 @@ fn process_that_changes_domain_is_unenrolled() {
     host.run(2);
     assert!(unenroll_scopes(&host, id(5)).is_empty() && host.enrolled.contains(&id(5)));
 
-    // Where all may be merged with all no domain counts, until they do.
+    // While all domains may be merged, changes of domain do not matter; once they may not, they do.
     let across = |across_domains| Event::RulesChanged(DaemonRules { across_domains, ..rules(DaemonMode::Act) });
     let mut host = host_with_merged(&[1, 3]);
     host.deliver(across(true));
@@ -258,7 +258,7 @@ fn domain_change_does_not_halt_tasks_on_other_processes() {
         assert_eq!(
             (unenroll_scopes(&host, id(1)), unenroll_scopes(&host, id(3))),
             (vec![], vec![]),
-            "they are not parted"
+            "the task does not involve it"
         );
         assert_eq!(unenroll_scopes(&host, id(2)), [UnenrollScope::AllMerged]);
     }
@@ -276,7 +276,7 @@ fn process_that_alternates_domains_is_merged_less_often() {
     }
     let withdrawn = unenroll_scopes(&host, id(1)).len();
     assert!((1..minutes / 20).contains(&withdrawn), "{withdrawn} times in {minutes} minutes");
-    assert!(unenroll_scopes(&host, id(3)).is_empty(), "who stays where it is loses nothing by it");
+    assert!(unenroll_scopes(&host, id(3)).is_empty(), "the process that keeps its domain keeps its merges");
 }
 
 #[test]
@@ -302,7 +302,7 @@ fn domain_change_halts_the_running_task() {
             let across_domains = matches!(event, Event::RulesChanged(_));
             let mut host = SimulatedHost::new(DaemonRules { across_domains, ..rules(DaemonMode::Act) });
             [1, 3].into_iter().for_each(|pid| host.deliver(arrival(pid)));
-            // Until one is under way whose plan is for both, or carries it out.
+            // Wait until a task is running that plans or merges both processes.
             let works = |host: &SimulatedHost| match &host.state.task {
                 Some(DaemonTask::Census(turns, _)) => !merges && turns.len() == 2,
                 Some(DaemonTask::Merge(processes)) => merges && processes.len() == 2,
@@ -320,10 +320,10 @@ fn domain_change_halts_the_running_task() {
                 whom.iter()
                     .for_each(|process| assert_eq!(unenroll_scopes(&host, *process), [UnenrollScope::AllMerged]));
             } else {
-                assert_eq!(host.merge_cpu_shares().len(), before, "that plan is none any more");
+                assert_eq!(host.merge_cpu_shares().len(), before, "the outdated plan is dropped");
             }
             host.run(60);
-            assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]), "each in its own");
+            assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]), "each in its own domain");
         }
     }
 }
@@ -348,7 +348,7 @@ fn wider_request_during_unenroll_is_carried_out() {
 
 #[test]
 fn self_enrolled_pages_are_unenrolled_when_excluded() {
-    // It is in a merge in which nothing of it had to be enrolled.
+    // It was in a merge in which none of its ranges had to be enrolled.
     let mut host = host_with_merged(&[1, 3]);
     let member = host.state.tracked.get_mut(&id(1)).unwrap();
     assert!(std::mem::take(&mut member.enrolled) && member.maybe_merged);
@@ -366,7 +366,7 @@ fn stop_halts_a_running_unenroll() {
     assert_eq!(host.count_actions(|action| *action == Action::Halt), 1);
     let mut host = host_with_merged(&[1]);
     host.deliver(Event::Stop { unmerge: true });
-    assert_eq!(host.count_actions(|action| *action == Action::Halt), 0, "that one is what is waited for");
+    assert_eq!(host.count_actions(|action| *action == Action::Halt), 0, "the running task is the awaited one");
 }
 
 #[test]
@@ -375,7 +375,7 @@ fn leaving_act_mode_restores_settings() {
     host.deliver(Event::RulesChanged(rules(DaemonMode::Advise)));
     assert_eq!(host.count_decisions(DecisionKind::Restore, DecisionReason::Operator), 1);
     let mut host = host_with_merged(&[1]);
-    host.deliver(Event::SettingsOverwritten("somebody writes".into()));
+    host.deliver(Event::SettingsOverwritten("another program writes".into()));
     assert_eq!(host.count_decisions(DecisionKind::Restore, DecisionReason::OtherWriter), 1);
 }
 
@@ -401,13 +401,13 @@ fn only_processes_with_net_loss_are_unenrolled() {
     assert_eq!(
         host.count_decisions(DecisionKind::Unenroll, DecisionReason::NetLoss),
         1,
-        "nor is it merged again as their partner"
+        "it is not merged again as a partner either"
     );
     let pause = |pid| host.state.tracked()[&id(pid)].scan_interval;
     assert!(pause(3) >= pause(1) * 4, "{:?}, {:?}", pause(3), pause(1));
 }
 
-/// There is metadata of what ksmd has looked at once when it is halted, and nothing merged.
+/// After a halt there is metadata of pages that ksmd scanned once, and nothing is merged.
 #[test]
 fn halted_merge_is_judged_by_the_next_one() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
@@ -418,13 +418,13 @@ fn halted_merge_is_judged_by_the_next_one() {
     host.run(11);
     assert_eq!((host.merge_cpu_shares().len(), host.count_actions(|action| *action == Action::Halt)), (1, 1));
     assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]));
-    // More of one of them is to be enrolled.
+    // More ranges of one of them are to be enrolled.
     host.wait_share = 0.0;
     host.enrolled.remove(&id(1));
     host.run(30);
     assert_eq!((host.merge_cpu_shares().len(), host.enrolled.len()), (2, 1));
     assert_eq!(host.count_decisions(DecisionKind::Unenroll, DecisionReason::NetLoss), 1);
-    // Of the other nothing is new: it still lacks what the halted merge took.
+    // The other one has no new ranges: it still has the loss of the halted merge.
     let nets = BTreeMap::from([(id(3), NetBytes(MIB as i64 / 2))]);
     host.deliver(Event::MergeDone(MergeSummary { nets, ..MergeSummary::default() }));
     host.run(2);
@@ -434,7 +434,7 @@ fn halted_merge_is_judged_by_the_next_one() {
 
 #[test]
 fn stop_with_unmerge_reacquires_a_paused_host() {
-    // Whoever paused it has the host; whoever ends it so wants it unmerged.
+    // A paused daemon has released the host. A stop with unmerging still unmerges its pages.
     let mut host = host_with_merged(&[1]);
     host.deliver(Event::Pause);
     host.run(2);
@@ -444,7 +444,7 @@ fn stop_with_unmerge_reacquires_a_paused_host() {
     assert_eq!((host.enrolled.len(), host.acquired, host.ended()), (0, false, Some(true)));
 }
 
-/// Why somebody stays merged, and how that comes about.
+/// Why a process stays merged, and how that comes about.
 type StayMergedCase<'a> = (&'a str, &'a dyn Fn(&mut SimulatedHost));
 
 #[test]
@@ -462,7 +462,7 @@ fn stop_reports_processes_that_stay_merged() {
         ("there is no memory", &|host| _ = host.cannot_unenroll.insert(id(1))),
         ("the journal cannot be written", &|host| host.unenroll_fails = true),
         ("it only advises", &|host| host.deliver(Event::RulesChanged(rules(DaemonMode::Advise)))),
-        ("somebody writes", &|host| host.deliver(Event::SettingsOverwritten("somebody writes".into()))),
+        ("another program writes", &|host| host.deliver(Event::SettingsOverwritten("another program writes".into()))),
         ("another pagefold", &|host| {
             host.deliver(Event::Pause);
             host.host_busy_reason = Some("another pagefold".into());
@@ -478,7 +478,7 @@ fn stop_reports_processes_that_stay_merged() {
         assert_eq!(told(&host), [(vec![id(1)], format!("it stays merged: {why}"))]);
         assert!(host.enrolled.contains(&id(1)));
 
-        // Who does not ask for it is told nothing.
+        // A stop without unmerging reports nothing.
         let mut host = host_with_merged(&[1]);
         way(&mut host);
         host.run(20);
@@ -501,9 +501,9 @@ fn unrestored_settings_are_reported_at_exit() {
 fn inaction_reason_is_available() {
     let mut host = host_with_merged(&[1]);
     assert_eq!(host.state.inaction_reason(), None);
-    host.deliver(Event::SettingsOverwritten("somebody writes".into()));
-    assert_eq!(host.state.inaction_reason().as_deref(), Some("somebody writes"));
-    assert_eq!(host.state.scan_block_reason().as_deref(), Some("somebody writes"));
+    host.deliver(Event::SettingsOverwritten("another program writes".into()));
+    assert_eq!(host.state.inaction_reason().as_deref(), Some("another program writes"));
+    assert_eq!(host.state.scan_block_reason().as_deref(), Some("another program writes"));
     host.deliver(Event::Pause);
     assert_eq!(host.state.inaction_reason().as_deref(), Some("an operator paused it"));
     assert_eq!(host.state.scan_block_reason().as_deref(), Some("an operator paused it"));
@@ -513,7 +513,7 @@ fn inaction_reason_is_available() {
     }
 }
 
-/// Until it is merged there is nothing of it to be withdrawn.
+/// It has nothing to unenroll until it is merged.
 #[test]
 fn process_excluded_during_merge_is_unenrolled_after_it() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
@@ -539,7 +539,7 @@ fn earlier_merged_pages_survive_a_later_loss() {
     host.deliver(Event::MergeDone(MergeSummary { enrolled: vec![id(1)], net: loss, nets, ..MergeSummary::default() }));
     host.run(10);
     assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]));
-    assert!(!host.state.tracked()[&id(1)].may_be_scanned(), "and nothing more of it is merged for a while");
+    assert!(!host.state.tracked()[&id(1)].may_be_scanned(), "and no further ranges are merged for a while");
 }
 
 #[test]
@@ -551,7 +551,7 @@ fn failed_merge_is_unenrolled() {
     while merges(&host) < 2 {
         host.run(1);
     }
-    assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]), "in part, say");
+    assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]), "partially enrolled");
     host.pending_answer = None;
     host.deliver(Event::TaskFailed("the journal cannot be written".into()));
     host.run(3);
@@ -576,7 +576,7 @@ fn stop_that_keeps_merges_reports_pending_unenrolls() {
     }
 }
 
-/// It may end before ksmd has gone around.
+/// A merge may end before ksmd has visited all processes.
 #[test]
 fn merge_does_not_replace_a_sweep() {
     let is =
@@ -592,7 +592,7 @@ fn merge_does_not_replace_a_sweep() {
     assert!(merge.is_some() && merge < sweep, "{:?}", host.trace);
 }
 
-/// Who ends while it is merged for the first time is passed by, too.
+/// A process that exits during its first merge is swept, too.
 #[test]
 fn process_that_ends_during_first_merge_is_swept() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));

@@ -1,4 +1,4 @@
-//! What is withdrawn, over a host in memory.
+//! Tests of unenrolling, on a fake host.
 
 use super::*;
 use pagefold_base::domain::TrustDomain;
@@ -9,7 +9,7 @@ use std::sync::mpsc;
 
 const PAGE_BYTES: u64 = 4096;
 const PID: u32 = 7;
-/// Per cent of time for which memory is waited for, from which on nothing is withdrawn.
+/// Percent of time with memory pressure from which nothing is unenrolled.
 const MAX_PRESSURE_PERCENT: f64 = 10.0;
 const RANGE: AddressRange = AddressRange { start: 64 * PAGE_BYTES, end: 128 * PAGE_BYTES };
 
@@ -17,17 +17,17 @@ fn process() -> ProcessId {
     ProcessId { pid: Pid(PID), start_time: 1 }
 }
 
-/// A worker that has the host, and where its state is kept.
+/// A worker that has acquired the host, and its state directory.
 fn worker(host: &FakeHost) -> (Worker<'_>, tempfile::TempDir) {
     let directory = tempfile::tempdir().unwrap();
-    // Nobody listens.
+    // No receiver.
     let (tell, _) = mpsc::channel();
     let mut worker = Worker::new(host, directory.path().to_owned(), tell).unwrap();
     worker.acquire_host().unwrap();
     (worker, directory)
 }
 
-/// The plan that a census makes each time: the one range of the one process.
+/// The plan of each census: the only range of the only process.
 fn one_range_plan() -> MergePlan {
     let pages = Pages(64);
     let range = PlannedRange {
@@ -51,7 +51,7 @@ fn one_range_plan() -> MergePlan {
     MergePlan { targets: vec![target], ..MergePlan::default() }
 }
 
-/// What a census at a time would plan of the range.
+/// The plan that a census at this time would make of the range.
 fn plan_at(worker: &mut Worker<'_>, at: Duration) -> MergePlan {
     let mut plan = one_range_plan();
     for (process, ranges) in worker.excluded_ranges(at) {
@@ -60,14 +60,14 @@ fn plan_at(worker: &mut Worker<'_>, at: Duration) -> MergePlan {
     plan
 }
 
-/// The range is merged by a plan.
+/// Merge the range by a plan.
 fn merge(worker: &mut Worker<'_>, host: &FakeHost, plan: &MergePlan) {
     host.map_pages(PID, (RANGE.start, RANGE.end), MERGED_PAGE_NAME, true);
     worker.merge_monitor.add_plan(plan);
     worker.merge_monitor.check_pages(CheckScope::All);
 }
 
-/// What is merged twice and written too soon is tried once more, after a longer pause, and then left alone.
+/// After two merges with COW breaks the range is tried once more after a longer pause, and then left alone.
 #[test]
 fn repeated_breaks_back_off_then_exclude() {
     let host = FakeHost::booted();
@@ -78,19 +78,19 @@ fn repeated_breaks_back_off_then_exclude() {
         let plan = plan_at(&mut worker, now);
         assert_eq!(plan.targets.len(), 1, "it is merged for the {number}. time");
         merge(&mut worker, &host, &plan);
-        assert_eq!(worker.check_merged_pages(true, now).unwrap().unenrolled_bytes, Bytes::ZERO, "it stays so far");
+        assert_eq!(worker.check_merged_pages(true, now).unwrap().unenrolled_bytes, Bytes::ZERO, "not broken yet");
         host.map_pages(PID, (RANGE.start, RANGE.end), "", true);
         host.set_cpu_ticks(PID, number);
         assert_eq!(worker.check_merged_pages(true, now).unwrap().unenrolled_bytes, RANGE.bytes());
         assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, "", false)]);
-        // Each look counts what is withdrawn: the same once.
+        // Each check counts the unenrolled range, but the same one only once.
         worker.record_cow_breaks(now);
         let Some(pause) = pause else { break };
         assert!(plan_at(&mut worker, now + pause - second).targets.is_empty(), "too soon");
         now += pause;
     }
-    assert!(plan_at(&mut worker, now + 1_000_000 * second).targets.is_empty(), "for good");
-    // Another program of the same number is not that one.
+    assert!(plan_at(&mut worker, now + 1_000_000 * second).targets.is_empty(), "excluded forever");
+    // Another process with the same pid is not affected.
     worker.remerge_backoff.retain(|_| false);
     worker.merge_monitor.retain_processes(|_| false);
     assert_eq!(plan_at(&mut worker, now).targets.len(), 1);
@@ -117,7 +117,7 @@ fn double_break_backs_off_longer_at_once() {
     assert_eq!(plan_at(&mut worker, now + 600 * second).targets.len(), 1);
 }
 
-/// A process that is enrolled, of which its kernel tells by a count how much is merged.
+/// An enrolled process; its kernel reports how many of its pages are merged.
 fn put_enrolled_process(host: &FakeHost) {
     host.start_process(PID, 64);
     host.map_pages(PID, (RANGE.start, RANGE.end), MERGED_PAGE_NAME, true);
@@ -128,12 +128,12 @@ fn set_merging_pages(host: &FakeHost, pages: u64) {
     host.put_file(&format!("proc/{PID}/ksm_merging_pages"), &format!("{pages}\n"));
 }
 
-/// All of these.
+/// Unenroll all ranges of these processes.
 fn full_scopes(processes: &[ProcessId]) -> BTreeMap<ProcessId, UnenrollScope> {
     processes.iter().map(|process| (*process, UnenrollScope::AllMerged)).collect()
 }
 
-/// Its program, or somebody before, had one half enrolled.
+/// Its program, or another run, had enrolled one half of the range.
 #[test]
 fn unenroll_keeps_ranges_of_the_program() {
     let host = FakeHost::booted();
@@ -147,7 +147,7 @@ fn unenroll_keeps_ranges_of_the_program() {
     let ours = BTreeMap::from([(process(), UnenrollScope::DaemonEnrolled)]);
     let marked = || host.regions(Pid(PID)).unwrap().into_iter().map(|(range, _, marked)| (range.start, marked));
     assert_eq!(worker.unenroll(&ours, MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);
-    assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, true), (middle, true)], "it has enrolled nothing");
+    assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, true), (middle, true)], "the daemon has enrolled nothing");
     worker.enrolled_ranges.insert(process(), vec![AddressRange { start: middle, end: RANGE.end }]);
     assert_eq!(worker.unenroll(&ours, MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);
     assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, true), (middle, false)]);
@@ -156,7 +156,7 @@ fn unenroll_keeps_ranges_of_the_program() {
     assert_eq!(marked().collect::<Vec<_>>(), [(RANGE.start, false), (middle, false)]);
 }
 
-/// Since the last session its program's marks are back, and ksmd may have merged it again.
+/// Since the last session the program has enrolled the range again, and ksmd may have merged it again.
 #[test]
 fn repeated_unenroll_needs_memory() {
     let host = FakeHost::booted();
@@ -170,7 +170,7 @@ fn repeated_unenroll_needs_memory() {
     worker.merge_monitor.check_pages(CheckScope::All);
     worker.merge_monitor.unenroll_unprofitable(worker.session.as_mut().unwrap(), UnenrollPhase::DuringMerge).unwrap();
     assert_eq!(worker.merge_monitor.unenrolled()[&process()].enrolled_by_program, [RANGE]);
-    // Of a later round, below that.
+    // A range of a later round, below the first one.
     let below = AddressRange { start: 16 * PAGE_BYTES, end: 32 * PAGE_BYTES };
     let mut own = one_range_plan();
     (own.targets[0].ranges[0].range, own.targets[0].ranges[0].enrolled) = (below, true);
@@ -189,7 +189,7 @@ fn repeated_unenroll_needs_memory() {
         host.put_file("proc/pressure/memory", &lines.concat());
     };
     worker.merge_monitor.set_max_pressure(MAX_PRESSURE_PERCENT);
-    let unknown = "it is not known how much memory there is for copies";
+    let unknown = "the memory available for copies is unknown";
     for (percent, merged, free, why) in [
         ("10.00", 64, 5_000_000, "memory is short"),
         ("0.00", -1, 5_000_000, unknown),
@@ -223,8 +223,8 @@ fn failed_unenroll_reports_the_reason() {
     assert_eq!(short.failed_unenrolls, [(process(), "memory is short".to_owned())]);
     waited("9.99");
     let short = worker.unenroll(&full_scopes(&[process(), gone]), MAX_PRESSURE_PERCENT).unwrap();
-    assert_eq!(short.unenrolled, [gone], "it has ended");
-    assert_eq!(short.failed_unenrolls, [(process(), "there is not the memory for it".to_owned())]);
+    assert_eq!(short.unenrolled, [gone], "it has exited");
+    assert_eq!(short.failed_unenrolls, [(process(), "not enough memory to unmerge its pages".to_owned())]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED_PAGE_NAME, true)]);
 
     host.set_free_kib(5_000_000);
@@ -233,16 +233,16 @@ fn failed_unenroll_reports_the_reason() {
     assert!(busy.unenrolled.is_empty() && busy.failed_unenrolls[0].1.contains("it does not stop"), "{busy:?}");
     host.set_advice_fault(None);
     let left = worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap();
-    assert_eq!(left.failed_unenrolls, [(process(), "some of it is merged still".to_owned())], "by its kernel's count");
+    assert_eq!(left.failed_unenrolls, [(process(), "it still has merged pages".to_owned())], "by its kernel's count");
     put_enrolled_process(&host);
     set_merging_pages(&host, 0);
     assert_eq!(worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).unwrap().unenrolled, [process()]);
     assert_eq!(host.regions(Pid(PID)).unwrap(), [(RANGE, MERGED_PAGE_NAME, false)]);
     worker.session = None;
-    assert!(worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).is_err(), "the host is not held");
+    assert!(worker.unenroll(&full_scopes(&[process()]), MAX_PRESSURE_PERCENT).is_err(), "the host was not acquired");
 }
 
-/// Pages that are no longer merged because they were withdrawn were not written.
+/// Pages that are no longer merged because they were unenrolled are not COW breaks.
 #[test]
 fn operator_unenroll_is_no_cow_break() {
     let host = FakeHost::booted();

@@ -1,4 +1,4 @@
-//! Tests as data: healthy facts, one change, the verdict of one rule.
+//! Table tests: healthy facts, one change, and the verdict of one rule.
 
 mod properties;
 
@@ -13,7 +13,7 @@ use pagefold_base::units::{AddressRange, Bytes, Pid};
 
 const GIB: u64 = 1 << 30;
 
-/// A region of so many anonymous bytes.
+/// A region with this many anonymous bytes.
 fn region(bytes: u64, flags: VmFlags) -> Region {
     let mut region = Region::empty(AddressRange { start: 0x7f00_0000_0000, end: 0x7f00_0000_0000 + bytes });
     region.rss = Bytes(bytes);
@@ -30,7 +30,7 @@ fn shared(bytes: u64, name: &str) -> Region {
     region
 }
 
-/// A process of user 1000 with 1 GiB enrolled by madvise, of which half has merged.
+/// A process of user 1000 with 1 GiB enrolled by madvise, half of it merged.
 fn healthy_process(pid: u32) -> ProcessFacts {
     ProcessFacts {
         process: Process {
@@ -61,7 +61,7 @@ fn healthy_process(pid: u32) -> ProcessFacts {
     }
 }
 
-/// Find out whether it is to be left alone.
+/// Determine whether the process is excluded from merging.
 fn exclude(facts: &mut ProcessFacts) {
     facts.exclusion_reason = Exclusions::default().reason(&facts.process);
 }
@@ -95,7 +95,7 @@ fn line(avg60: f64) -> PressureLine {
     PressureLine { avg10: avg60, avg60, avg300: avg60, total: 0 }
 }
 
-/// A host with two enrolled processes on which nothing is wrong.
+/// A host with two enrolled processes and no problem.
 fn healthy() -> HostFacts {
     HostFacts {
         page_size: PageSize::new(4096).unwrap(),
@@ -138,14 +138,14 @@ fn qemu() -> Vm {
     }
 }
 
-/// Makes a process a virtual machine of QEMU.
+/// Makes a process a QEMU virtual machine.
 fn vm(facts: &mut ProcessFacts, change: impl FnOnce(&mut Vm)) {
     let mut vm = qemu();
     change(&mut vm);
     facts.process.identity.vm = Some(vm);
 }
 
-/// Takes every process out of KSM, and its traces out of the counters.
+/// Unenrolls every process, and clears the counters.
 fn nothing_enrolled(facts: &mut HostFacts) {
     for process in &mut facts.processes {
         unenroll(process);
@@ -183,7 +183,7 @@ fn old_kernel(process: &mut ProcessFacts) {
     process.parent_merge_any = Err(Absent::NotOnThisKernel);
 }
 
-/// The verdict of one rule after one change to healthy facts.
+/// Check the verdict of one host rule after one change to healthy facts.
 fn check(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts)) {
     let mut facts = healthy();
     change(&mut facts);
@@ -195,7 +195,7 @@ fn check(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts)) {
     assert_complete(&findings);
 }
 
-/// The worst verdict of one rule about a process after one change to healthy facts.
+/// Check the worst verdict of one process rule after one change to healthy facts.
 fn check_process(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFacts, &mut ProcessFacts)) {
     let (mut host, mut process) = (healthy(), healthy_process(100));
     change(&mut host, &mut process);
@@ -208,7 +208,7 @@ fn check_process(rule: &str, expected: Verdict, change: impl FnOnce(&mut HostFac
     assert_complete(&findings);
 }
 
-/// What must hold of any findings.
+/// Requirements on any findings.
 fn assert_complete(findings: &[Finding]) {
     assert!(findings.is_sorted_by(|a, b| a.verdict >= b.verdict), "worst first");
     for finding in findings {
@@ -265,9 +265,9 @@ fn settings_rules_give_expected_verdicts() {
     check("ksm-pace", Fail, |f| ksm(f).pages_to_scan = Ok(0));
     check("ksm-pace", Unknown, |f| ksm(f).pages_to_scan = Err(Absent::Malformed("x".into())));
     check("ksm-pace", NotApplicable, nothing_enrolled);
-    // What ended is still counted.
+    // Exited processes are still counted.
     check("ksm-pace", NotApplicable, |f| f.processes.iter_mut().for_each(unenroll));
-    // Before its first pass ksmd's metadata does not speak for those that cannot be seen.
+    // Before its first pass, ksmd's metadata does not cover unreadable processes.
     check("ksm-pace", Unknown, |f| {
         deny(&mut f.processes[1]);
         ksm(f).full_scans = Ok(0);
@@ -295,7 +295,7 @@ fn settings_rules_give_expected_verdicts() {
         ksm(f).use_zero_pages = Ok(0);
         ksm(f).stable_node_chains = Ok(1);
     });
-    // A limit so high says nothing of the zeros.
+    // With such a high limit, missing chains tell nothing of zero pages.
     check("ksm-zero-pages", Unknown, |f| (ksm(f).use_zero_pages, ksm(f).max_page_sharing) = (Ok(0), Ok(100_000)));
     check("ksm-zero-pages", NotApplicable, |f| {
         nothing_enrolled(f);
@@ -342,7 +342,7 @@ fn counters_of_ended_processes_are_not_applicable() {
     for rule in ["ksm-enrolled", "ksm-sharing-limit", "ksm-counters", "ksm-profit", "ksm-copies"] {
         check(rule, NotApplicable, left_over);
     }
-    // With one that cannot be seen it may be that one's.
+    // The counters may belong to an unreadable process.
     for rule in ["ksm-enrolled", "ksm-sharing-limit", "ksm-counters", "ksm-profit", "ksm-copies"] {
         check(rule, Unknown, |f| {
             left_over(f);
@@ -360,7 +360,7 @@ fn unreadable_processes_are_named() {
     };
     assert_eq!(title(&facts), "cannot tell: regions of simulation (200)");
     facts.processes[1].process.id.pid = Pid(0);
-    assert_eq!(title(&facts), "cannot tell: regions of processes that are hidden");
+    assert_eq!(title(&facts), "cannot tell: regions of hidden processes");
     deny(&mut facts.processes[0]);
     assert_eq!(title(&facts), "cannot tell: regions of 2 processes");
 }
@@ -377,7 +377,7 @@ fn enrollment_rules_give_expected_verdicts() {
         nothing_enrolled(f);
         deny(&mut f.processes[0]);
     });
-    // Nobody that can be seen is enrolled, but ksmd keeps metadata of somebody.
+    // No readable process is enrolled, but ksmd has metadata of some process.
     check("ksm-enrolled", Fine, |f| f.processes.iter_mut().for_each(deny));
     check("ksm-enrolled", Fail, |f| {
         nothing_enrolled(f);
@@ -442,7 +442,7 @@ fn cost_rules_give_expected_verdicts() {
         ksm(f).general_profit = Ok(-1);
         ksm(f).full_scans = Ok(1);
     });
-    // ksmd has counted passes, but has not come round since these processes were started or enrolled.
+    // ksmd has completed passes, but not since these processes were started or enrolled.
     check("ksm-profit", Warn, |f| {
         ksm(f).general_profit = Ok(-1);
         ksm(f).pages_volatile = Ok(0);
@@ -536,7 +536,7 @@ fn security_rules_give_expected_verdicts() {
         opted_out(&mut f.processes[0]);
         unenroll(&mut f.processes[0]);
     });
-    // QEMU enrols the other backends itself.
+    // QEMU enrolls the other backends itself.
     let backend =
         |id: &str, merge| VmMemoryBackend { id: id.into(), kind: "memory-backend-ram".into(), share: false, merge };
     let part = vec![backend("a", true), backend("b", false)];
@@ -588,7 +588,7 @@ fn process_rules_give_expected_verdicts() {
     check_process("process-eligible", Fine, |_, _| ());
     check_process("process-eligible", Warn, |_, p| p.regions.as_mut().unwrap().push(shared(GIB / 2, "/dev/shm/x")));
     check_process("process-eligible", Fail, |_, p| p.regions = Ok(vec![shared(GIB, "/memfd:pc.ram (deleted)")]));
-    // A shared file is the page cache's, unless it is guest RAM.
+    // A shared file belongs to the page cache, unless it is guest RAM.
     check_process("process-eligible", Fine, |_, p| p.regions.as_mut().unwrap().push(shared(9 * GIB, "/srv/ram")));
     check_process("process-eligible", Fail, |_, p| {
         p.regions.as_mut().unwrap().push(shared(9 * GIB, "/srv/ram"));
@@ -685,7 +685,7 @@ fn busy_ksmd_gets_a_longer_sleep() {
     }
 }
 
-/// What would unmerge is only advised where memory is there for it.
+/// Unmerging is only advised if there is memory for it.
 #[test]
 fn unmerge_remedy_requires_available_memory() {
     let remedy = |available| {
@@ -704,7 +704,7 @@ fn unmerge_remedy_requires_available_memory() {
     assert!(remedy(Err(Absent::Denied))[0].starts_with("# not now"));
 }
 
-/// A filter may kill the process over an injected call.
+/// A filter may kill the process for an injected call.
 #[test]
 fn no_gdb_remedy_with_a_seccomp_filter() {
     let mut process = healthy_process(7);
@@ -729,7 +729,7 @@ fn vm_is_enrolled_over_its_qmp_socket() {
     assert_eq!(finding.remedy[1], expected);
 }
 
-/// A root shell gets to see these lines.
+/// These lines are meant for a root shell.
 #[test]
 fn untrusted_names_never_reach_a_shell() {
     let mut process = healthy_process(7);

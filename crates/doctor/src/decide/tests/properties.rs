@@ -18,7 +18,7 @@ fn reading<T: Clone + std::fmt::Debug + 'static>(
     prop_oneof![4 => value.prop_map(Ok), 1 => absent().prop_map(Err)].boxed()
 }
 
-/// Numbers at which decisions turn, and any others.
+/// Boundary values of the rules, and any other numbers.
 fn number() -> impl Strategy<Value = u64> + Clone {
     prop_oneof![Just(0), Just(1), Just(2), 3u64..10_000, any::<u64>(), Just(u64::MAX)]
 }
@@ -143,7 +143,7 @@ proptest! {
         prop_assert_eq!(examine_host(&facts), examine_host(&turned));
     }
 
-    /// Nothing that could not be read is called healthy: with every reading absent no rule says so.
+    /// A missing reading is never reported as healthy: with every reading absent, no rule returns `Ok`.
     #[test]
     fn absent_readings_are_never_ok(why in absent()) {
         let mut facts = healthy();
@@ -167,7 +167,7 @@ proptest! {
             process.parent_merge_any = Err(why.clone());
         }
         let mut findings = examine_process(&facts, &facts.processes[0]);
-        // A host on which every process went away has none that could be at fault.
+        // If every process has exited, none can have a problem.
         if why != Absent::Vanished {
             findings.extend(examine_host(&facts));
         }

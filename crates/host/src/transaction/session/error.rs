@@ -1,4 +1,4 @@
-//! Why a session could not do something.
+//! The errors of a session.
 
 use super::FailedUndo;
 use crate::LockHolder;
@@ -12,55 +12,53 @@ use std::path::PathBuf;
 /// Why a session could not begin or a change could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Another one is under way, perhaps with another state directory.
-    #[error("another pagefold{} changes this host now: wait for it, or stop it", describe_holder(.0))]
+    /// Another session is active, perhaps with another state directory.
+    #[error("another pagefold{} is changing this host: wait until it ends, or stop it", describe_holder(.0))]
     Busy(LockHolder),
-    /// The lock cannot be had.
-    #[error("cannot use {path} (as root it is made; elsewhere give --state DIR)")]
+    /// The lock cannot be taken.
+    #[error("cannot use {path} (run as root to create it, or pass --state DIR)")]
     StateDirectoryUnusable {
-        /// Which path.
+        /// The path.
         path: PathBuf,
-        /// Why.
+        /// The reason.
         source: io::Error,
     },
-    /// Others could write what is to be put back.
-    #[error(
-        "{0} can be written by others: whoever can write the journal decides what is done; use a directory of yours"
-    )]
+    /// Other users could change the journal.
+    #[error("{0} is writable by other users and could be tampered with: use a directory that only you can write")]
     DirectoryWritableByOthers(PathBuf),
     /// The journal cannot be read or written.
     #[error(transparent)]
     Journal(#[from] journal::Error),
-    /// What the host has now cannot be read, so it could not be put back.
-    #[error("cannot tell what there is now, so it could not be put back")]
+    /// The present state of the host cannot be read, so a change could not be undone.
+    #[error("cannot read the present state, so the change could not be undone")]
     HostStateUnreadable(#[source] Absent),
-    /// A setting cannot be read, so it could not be put back.
+    /// A setting cannot be read, so a change could not be undone.
     #[error("cannot read /sys/kernel/mm/ksm/{}{}", .setting.file_name(), unreadable_hint(.source))]
     SettingUnreadable {
-        /// Which.
+        /// The setting.
         setting: Setting,
-        /// Why.
+        /// The reason.
         source: Absent,
     },
     /// The change was refused.
     #[error(transparent)]
     Refused(#[from] ActionError),
-    /// Somebody else has written a setting since.
-    #[error("somebody else writes /sys/kernel/mm/ksm/{}: it was {wrote}, it is {found}", .setting.file_name())]
+    /// Another program has written a setting since.
+    #[error("another program writes /sys/kernel/mm/ksm/{}: it was {wrote}, it is {found}", .setting.file_name())]
     SettingOverwritten {
-        /// Which.
+        /// The setting.
         setting: Setting,
-        /// What this session had written.
+        /// The value that this session wrote.
         wrote: String,
-        /// What is there.
+        /// The present value.
         found: String,
     },
-    /// Something failed, and not all that was changed before is put back.
-    #[error("not all is put back ({})", join_failed_undos(.failed_undos))]
+    /// An error occurred, and some earlier changes could not be undone.
+    #[error("some changes could not be undone ({})", join_failed_undos(.failed_undos))]
     UndoFailed {
-        /// What is not.
+        /// The undo actions that failed.
         failed_undos: Vec<FailedUndo>,
-        /// What had failed, or what failed in putting it back.
+        /// The first error, or the error of the undo.
         source: Box<Error>,
     },
 }
@@ -69,7 +67,7 @@ fn join_failed_undos(remains: &[FailedUndo]) -> String {
     remains.iter().map(FailedUndo::to_string).collect::<Vec<_>>().join("; ")
 }
 
-/// An error with what caused it.
+/// An error with its causes.
 pub fn chain(error: &dyn std::error::Error) -> String {
     let causes = std::iter::successors(Some(error), |error| error.source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
@@ -79,11 +77,11 @@ fn describe_holder(LockHolder { pid, state_directory: state }: &LockHolder) -> S
     match (pid, state) {
         (Some(pid), Some(state)) => format!(" (process {pid}, state directory {})", state.display()),
         (Some(pid), None) => format!(" (process {pid})"),
-        (None, _) => " that is not seen from here, in another container or on its host,".to_owned(),
+        (None, _) => " (not visible here: in another container or on the container host)".to_owned(),
     }
 }
 
-/// What to do about a setting that cannot be read.
+/// The remedy for a setting that cannot be read.
 fn unreadable_hint(why: &Absent) -> &'static str {
     match why {
         Absent::NotOnThisKernel => " (a kernel with CONFIG_KSM is needed, and for the advisor 6.8 or later)",

@@ -1,21 +1,21 @@
-//! What memory of a process a range is part of, so that it can be known again.
+//! The extents of a process: used to decide whether a range still belongs to the memory that was advised.
 //!
-//! The kernel splits a region where advice differs and joins it again where it no longer does (mm/vma.c, 6.18), so a
-//! region's bounds move with the very advice that is put back. What stays is the extent: a run of adjacent regions with
-//! the same permissions of the same file, or of none.
+//! The kernel splits a region where advice differs and joins it again where it no longer does (mm/vma.c, 6.18). Undoing
+//! advice therefore changes the bounds of regions. The extent does not change: a run of adjacent regions with the same
+//! permissions of the same file, or of none.
 
 use crate::{Host, observe};
 use pagefold_base::region::MapsEntry;
 use pagefold_base::{Absent, AddressRange, ProcessId, Reading};
 
-/// What `maps` calls the memory that brk(2) moves the end of. Its start stays for the life of the program.
+/// The name in `maps` of the memory whose end brk(2) moves. Its start is constant for the life of the program.
 const HEAP_NAME: &str = "[heap]";
 
 /// The extents of a process, ascending.
 pub struct Extents(Vec<MapsEntry>);
 
 impl Extents {
-    /// As they are now. `Vanished` if the process has ended.
+    /// Reads the present extents. `Vanished` if the process has exited.
     pub fn read(host: &dyn Host, process: ProcessId) -> Reading<Self> {
         let handle = host.open(process.pid)?;
         if handle.id() != process {
@@ -33,7 +33,7 @@ impl Extents {
         Ok(Self(extents))
     }
 
-    /// The one that holds all of a range.
+    /// The extent that contains a whole range.
     pub fn enclosing(&self, range: AddressRange) -> Option<AddressRange> {
         self.enclosing_mapping(range).map(|extent| extent.range)
     }
@@ -43,7 +43,7 @@ impl Extents {
         self.first_ending_after(range).is_some_and(|extent| extent.range.overlap(range).is_some())
     }
 
-    /// Whether a range still is part of what it was part of, or of what is left of that.
+    /// Whether a range still belongs to the extent that contained it, or to what remains of it.
     pub fn is_unchanged(&self, range: AddressRange, enclosing: AddressRange) -> bool {
         self.enclosing_mapping(range).is_some_and(|extent| {
             let grown = extent.name == HEAP_NAME && extent.range.start == enclosing.start;
@@ -55,7 +55,7 @@ impl Extents {
         self.first_ending_after(range).filter(|extent| contains(range, extent.range))
     }
 
-    /// The first that ends behind where a range starts.
+    /// The first extent that ends after the start of a range.
     fn first_ending_after(&self, range: AddressRange) -> Option<&MapsEntry> {
         self.0.get(self.0.partition_point(|extent| extent.range.end <= range.start))
     }

@@ -1,4 +1,4 @@
-//! Sessions over a host in memory: whatever fails, the settings come back or it is said what remains.
+//! Sessions on an in-memory host: after any failure the settings are restored, or the report says what remains.
 
 mod advice;
 
@@ -28,7 +28,7 @@ fn advisor_settings() -> Settings {
     settings(&[(Setting::AdvisorMode, "scan-time"), (Setting::AdvisorTargetScanTime, "20"), (Setting::Run, "1")])
 }
 
-/// What a killed session leaves: lock gone, journal there.
+/// The state after a kill: the lock is released, the journal remains.
 fn simulate_kill(session: Session<'_>, directory: &Path) {
     let bytes = fs::read(directory.join(SESSION_FILE)).ok();
     drop(session);
@@ -38,7 +38,7 @@ fn simulate_kill(session: Session<'_>, directory: &Path) {
     }
 }
 
-/// As if it had been killed before it could put back anything.
+/// The state after a kill before anything was undone.
 fn simulate_kill_before_undo(mut session: Session<'_>, directory: &Path) {
     let bytes = fs::read(directory.join(SESSION_FILE)).unwrap();
     session.journal.entries.clear();
@@ -68,7 +68,7 @@ fn each_hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     }
     host.set_advice_fault(Some(AdviceFault::GuestsHang));
     let remains = session.undo_all().unwrap();
-    // The time for which processes are waited for in all is over after the first guest.
+    // The total time to wait for processes is over after the first guest.
     let asked: BTreeSet<String> = host.written_settings().split_off(9).into_iter().collect();
     let one_each = [7, 8, 9].map(|pid| format!("/objects/c of {pid}=false"));
     assert_eq!(asked, BTreeSet::from(one_each));
@@ -80,14 +80,14 @@ fn each_hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     assert_eq!((undone.len(), remains), (9, Vec::new()));
 }
 
-/// It answers, but takes its time to refuse.
+/// The guest answers, but takes a long time to refuse.
 #[test]
 fn slow_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     let (host, directory, asked) = (FakeHost::booted(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
     host.map_pages(7, (0x1000, 0x3000), "", false);
     let faulty = FaultyHost::new(&host, |path: &str| {
         path.ends_with("#guest_merge").then(|| {
-            // Both are enrolled; then the socket takes time.
+            // The first two requests enroll both backends; later ones are slow.
             if asked.fetch_add(1, Ordering::Relaxed) < 2 {
                 return InjectedFault::Replaced(Vec::new());
             }
@@ -124,7 +124,7 @@ fn ended_guest_needs_no_undo() {
     session.apply(&Action::GuestMerge { process, socket, backend, enable: true }, ChangeLifetime::Temporary).unwrap();
     host.end_process(Pid(7));
     assert_eq!(session.undo_all().unwrap(), []);
-    assert_eq!(asked.load(Ordering::Relaxed), 1, "its socket is not tried");
+    assert_eq!(asked.load(Ordering::Relaxed), 1, "the socket of an exited guest must not be tried");
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn pages_to_scan_is_restored_after_advisor() {
     let before = host.setting_values();
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&advisor_settings()).unwrap();
-    // The kernel moves it while the advisor is on: nobody else's doing.
+    // While the advisor is on, the kernel changes the setting, and no other program.
     host.put_setting("pages_to_scan", "4321");
     session.check_not_overwritten().unwrap();
     session.write_settings(&busy_settings()).unwrap();
@@ -173,7 +173,7 @@ fn advisor_that_was_on_is_restored() {
     session.write_settings(&advisor_settings()).unwrap();
     session.write_settings(&busy_settings()).unwrap();
     assert_eq!(session.undo_all().unwrap(), Vec::new());
-    // Where the advisor starts: it finds its own way from there.
+    // The start value of the advisor, which adapts it from there.
     assert_eq!(
         (host.setting_value("advisor_mode").as_str(), host.setting_value("pages_to_scan").as_str()),
         ("scan-time", "500")
@@ -198,7 +198,7 @@ fn next_session_undoes_a_killed_one() {
             let (now, journal) = (host.setting_values(), fs::read(directory.path().join(SESSION_FILE)).ok());
             drop(session);
             assert_eq!(host.setting_values(), before, "{steps} steps");
-            // As it was when it was killed.
+            // The state at the time of the kill.
             for line in &now {
                 let (file, value) = line.split_once('=').unwrap();
                 host.put_setting(file, value);
@@ -232,7 +232,7 @@ fn kill_after_journaling_is_undone() {
     assert_eq!(host.setting_values(), before);
 }
 
-/// What is written for an action does not grow with the number of actions before it.
+/// The bytes written for an action do not grow with the number of earlier actions.
 #[test]
 fn journal_is_appended_and_seldom_rewritten() {
     const ACTION_COUNT: u64 = 200;
@@ -240,7 +240,7 @@ fn journal_is_appended_and_seldom_rewritten() {
     host.map_pages(7, (0x1000, 0x1000 + ACTION_COUNT * 0x2000), "", false);
     let mut session = begin_clean_session(&host, directory.path());
     let process = ProcessId { pid: Pid(7), start_time: 1 };
-    // A file that replaces another one is made while that is there, and has another number.
+    // A file that replaces another one is created while the other exists, so it has another inode number.
     let (mut file, mut rewritten) = (None, 0);
     for n in 0..ACTION_COUNT {
         let start = 0x1000 + n * 0x2000;
@@ -260,10 +260,10 @@ fn journal_is_appended_and_seldom_rewritten() {
 #[test]
 fn undo_waits_for_ending_or_busy_process() {
     let ranges = vec![AddressRange { start: 0x1000, end: 0x3000 }];
-    // Nobody else knows that they end.
+    // No other process reaps the exiting one.
     let exits =
         |host: &FakeHost| host.put_file("proc/7/stat", "7 (program) Z 1 1 1 0 -1 4 0 0 0 0 0 0 0 0 20 0 1 0 1\n");
-    // The last one only did not stop for a while, as on a host that is short of processors.
+    // The last process only did not stop for a while, as on a host that is short of CPUs.
     for (exiting, ends, stops) in
         [(true, true, false), (true, false, false), (false, false, false), (false, false, true)]
     {
@@ -291,13 +291,13 @@ fn undo_waits_for_ending_or_busy_process() {
             session.undo_all().unwrap()
         });
         assert_eq!(remains.is_empty(), ends || stops, "{remains:?}");
-        assert!(ends || stops || began.elapsed() >= PROCESS_EXIT_TIMEOUT, "it was given up at once");
+        assert!(ends || stops || began.elapsed() >= PROCESS_EXIT_TIMEOUT, "the undo did not wait for the process");
         host.set_advice_fault(None);
     }
 }
 
-/// Every write and every read of a setting fails in turn: afterwards the host is as before, or it is said what is not,
-/// and the next session mends that.
+/// Every write and every read of a setting fails in turn. Afterwards the host is as before, or the report lists what
+/// remains and the next session undoes it.
 #[test]
 fn any_failure_restores_or_reports_settings() {
     for wanted in [busy_settings(), advisor_settings()] {
@@ -324,10 +324,10 @@ fn any_failure_restores_or_reports_settings() {
             if remains.is_empty() {
                 assert_eq!(fake.setting_values(), before, "{failing}");
             } else {
-                assert!(set.is_ok(), "one fault at a time");
+                assert!(set.is_ok(), "only one fault is injected at a time");
                 assert!(remains.iter().any(|remains| remains.will_retry), "{failing}: {remains:?}");
                 let (_, _, remains) = Session::begin(&fake, directory.path()).unwrap();
-                // What the kernel reset in between stays for the same reason.
+                // A setting that the kernel reset in between remains for the same reason.
                 assert_eq!(remains, Vec::new(), "{failing}");
                 assert_eq!(fake.setting_values(), before, "{failing}");
             }
@@ -337,7 +337,7 @@ fn any_failure_restores_or_reports_settings() {
     }
 }
 
-/// Neither a setting can be put back nor the journal be written: it is said, and the next session mends both.
+/// Neither a setting can be restored nor the journal be written: both are reported, and the next session repairs both.
 #[test]
 fn undo_and_journal_failures_are_reported() {
     let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
@@ -348,7 +348,7 @@ fn undo_and_journal_failures_are_reported() {
     let wanted = settings(&[(Setting::PagesToScan, "5000"), (Setting::Run, "1")]);
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&wanted).unwrap();
-    // It is in the way of the file that is to replace the journal.
+    // A directory that blocks the file that is to replace the journal.
     let obstacle = directory.path().join(format!("{SESSION_FILE}.new"));
     fs::create_dir(&obstacle).unwrap();
     let error = session.undo_all().unwrap_err();
@@ -358,12 +358,15 @@ fn undo_and_journal_failures_are_reported() {
         remains.iter().map(|remains| &remains.undo).collect::<Vec<_>>(),
         [&Action::Set { setting: Setting::PagesToScan, value: "100".to_owned() }]
     );
-    assert!(chain(&error).starts_with("not all is put back (/sys/kernel/mm/ksm/pages_to_scan was 100: "), "{error}");
+    assert!(
+        chain(&error).starts_with("some changes could not be undone (/sys/kernel/mm/ksm/pages_to_scan was 100: "),
+        "{error}"
+    );
     drop(session);
     fs::remove_dir(&obstacle).unwrap();
     let (mut session, _, remains) = Session::begin(&fake, directory.path()).unwrap();
     assert_eq!((remains, fake.setting_values()), (Vec::new(), before.clone()));
-    // A journal is removed once all is back, however often it could not be replaced on the way.
+    // The journal is removed once everything is undone, even if it could not be replaced before.
     session.write_settings(&wanted).unwrap();
     fs::create_dir(&obstacle).unwrap();
     assert_eq!((session.undo_all().unwrap(), fake.setting_values()), (Vec::new(), before));
@@ -376,13 +379,13 @@ fn setting_of_another_writer_stays() {
     session.write_settings(&busy_settings()).unwrap();
     host.put_setting("sleep_millisecs", "33");
     let error = session.check_not_overwritten().unwrap_err();
-    assert_eq!(error.to_string(), "somebody else writes /sys/kernel/mm/ksm/sleep_millisecs: it was 1, it is 33");
+    assert_eq!(error.to_string(), "another program writes /sys/kernel/mm/ksm/sleep_millisecs: it was 1, it is 33");
     assert!(matches!(session.write_settings(&busy_settings()), Err(Error::SettingOverwritten { .. })));
     let remains = session.undo_all().unwrap();
     assert_eq!(remains.len(), 1);
     assert_eq!(
         remains[0].to_string(),
-        "/sys/kernel/mm/ksm/sleep_millisecs was 20: it is 33 now, which somebody else wrote"
+        "/sys/kernel/mm/ksm/sleep_millisecs was 20: it is 33 now, written by another program"
     );
     assert!(!remains[0].will_retry);
     assert_eq!((host.setting_value("sleep_millisecs"), host.setting_value("run")), ("33".to_owned(), "0".to_owned()));
@@ -409,7 +412,7 @@ fn refused_change_needs_no_undo() {
     session.write_settings(&settings(&[(Setting::MaxPageSharing, "64")])).unwrap();
     let bad = settings(&[(Setting::MaxPageSharing, "1")]);
     assert!(matches!(session.write_settings(&bad), Err(Error::Refused(_))));
-    // Refused is not contested.
+    // A refused change is no overwrite by another program.
     session.check_not_overwritten().unwrap();
     session.write_settings(&settings(&[(Setting::MaxPageSharing, "128")])).unwrap();
     let bad = settings(&[(Setting::SleepMillisecs, "-1")]);
@@ -457,7 +460,7 @@ fn symbolic_link_to_directory_is_refused() {
     assert!(!directory.path().join("lock").exists());
 }
 
-/// The journal goes where the lock is, whatever is put in the place of the directory.
+/// The journal stays in the locked directory, even if another directory takes its path.
 #[test]
 fn replaced_directory_gets_no_journal() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
@@ -470,14 +473,14 @@ fn replaced_directory_gets_no_journal() {
     assert_eq!(fs::read_dir(&path).unwrap().count(), 0);
 }
 
-/// `run` of 2 is left over from unmerging everything: it is not done again.
+/// A value of 2 in `run` remains from an earlier unmerge: the unmerge is not repeated.
 #[test]
 fn undo_never_writes_run_2() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     host.put_setting("run", "2");
     let mut session = begin_clean_session(&host, directory.path());
     session.check_writable().unwrap();
-    // Noted and not yet written when it was killed: nobody else's doing.
+    // The value was stored in the journal but not written before the kill; no other program wrote it.
     session.journal_action(&Action::Set { setting: Setting::Run, value: "1".to_owned() }, false).unwrap();
     simulate_kill_before_undo(session, directory.path());
     let (mut session, _, remains) = Session::begin(&host, directory.path()).unwrap();
@@ -486,7 +489,7 @@ fn undo_never_writes_run_2() {
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert_eq!(host.setting_value("run"), "0");
     drop(session);
-    // So it is with one that a former version noted as it was.
+    // The same holds for an entry that an earlier version stored unchanged.
     let entry = r#"{"written":["1"],"undo":{"set":{"setting":"run","value":"2"}}}"#;
     let journal = format!(r#"{{"boot":"this-boot","writer":1,"entries":[{entry}]}}"#);
     for file in [SESSION_FILE, POLICY_FILE] {
@@ -529,9 +532,9 @@ fn restore_skips_intermediate_policies() {
         assert_eq!(session.keep_as_policy(name).unwrap(), Vec::new());
         assert_eq!(session.load_policy_journal().unwrap().unwrap().purpose.as_deref(), Some(name));
         drop(session);
-        assert_eq!(host.setting_value("run"), "1", "a policy lasts");
+        assert_eq!(host.setting_value("run"), "1", "a policy outlives its session");
     }
-    // What others change for a time comes back to the policy's.
+    // Temporary changes of other sessions are undone to the policy's values.
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&busy_settings()).unwrap();
     drop(session);
@@ -554,7 +557,7 @@ fn killed_policy_change_keeps_old_policy() {
     session.keep_as_policy("first").unwrap();
     drop(session);
     let first = host.setting_values();
-    // Killed once it had written down the policy, before it let go of its own journal; twice.
+    // Killed twice after the policy was stored and before the session's own journal was removed.
     for _ in 0..2 {
         let mut session = begin_clean_session(&host, directory.path());
         session.write_settings(&busy_settings()).unwrap();

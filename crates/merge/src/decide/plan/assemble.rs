@@ -1,4 +1,4 @@
-//! From a census to a plan: who is left alone, what is enrolled of the others, and what that should come to.
+//! From a census to a plan: which processes are skipped, which ranges of the others are enrolled, and the prediction.
 
 use super::{EnrollMethod, MergePlan, PlanTarget, PlannedRange, Prediction, SkippedProcess};
 use pagefold_base::process::Process;
@@ -10,28 +10,29 @@ use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What a plan must keep to.
+/// Constraints of a plan.
 #[derive(Clone, Debug)]
 pub struct PlanConstraints {
     /// The size of a page.
     pub page_size: PageSize,
     /// Whether processes are enrolled whole.
     pub whole_processes: bool,
-    /// Of processes that would give back less, net of metadata, nothing is enrolled.
+    /// Processes whose net savings are lower are skipped.
     pub min_profit: Bytes,
     /// Regions that a process may have (`vm.max_map_count`).
     pub max_map_count: u64,
-    /// The regions that each process has now. One that is not told has those that the census saw.
+    /// The current number of regions of each process. A missing process has the regions that the census saw.
     pub region_counts: BTreeMap<ProcessId, u64>,
     /// The share of one CPU that ksmd may take, above 0.
     pub ksmd_cpu_share: f64,
-    /// How fast ksmd is.
+    /// ksmd's times per page.
     pub page_times: KsmdPageTimes,
-    /// Whether ksmd merges a page at its first look ([`merges_at_first_scan`](pagefold_base::ksm::merges_at_first_scan)).
+    /// Whether ksmd merges a page at its first visit
+    /// ([`merges_at_first_scan`](pagefold_base::ksm::merges_at_first_scan)).
     pub merges_at_first_scan: bool,
 }
 
-/// What ksmd takes for a page.
+/// ksmd's CPU time for a page.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct KsmdPageTimes {
     /// The first scan: a checksum, and before 6.11 a search in the stable tree.
@@ -40,12 +41,12 @@ pub struct KsmdPageTimes {
     pub unique: Duration,
     /// The second scan of a page that merges.
     pub merge: Duration,
-    /// The second scan of a page of zeros, which all join one content.
+    /// The second scan of a zero page; all zero pages join one content.
     pub zero: Duration,
 }
 
 impl Default for KsmdPageTimes {
-    /// As measured on a virtual machine of two shared CPUs (Intel Xeon) with Linux 6.18, by the run time of ksmd in its
+    /// Measured on a virtual machine of two shared CPUs (Intel Xeon) with Linux 6.18, by the run time of ksmd in its
     /// `schedstat` over 512 MiB of each kind. Other machines differ; the ratios hold.
     fn default() -> Self {
         let [first, unique, merge, zero] = [900, 5900, 6700, 2400].map(Duration::from_nanos);
@@ -54,7 +55,7 @@ impl Default for KsmdPageTimes {
 }
 
 impl KsmdPageTimes {
-    /// CPU time for so many pages, of which some merge, and of those some hold zeros.
+    /// CPU time for so many pages, of which `merging` merge and `zero` are zero pages.
     pub fn time(self, pages: Pages, merging: Pages, zero: Pages) -> Duration {
         let of = |each: Duration, pages: Pages| Duration::from_nanos((each.as_nanos() as u64).saturating_mul(pages.0));
         of(self.first, pages)
@@ -64,13 +65,13 @@ impl KsmdPageTimes {
     }
 }
 
-/// Make a plan of what a census found. `excluded` says why a process must not be enrolled, if it must not.
+/// Make a plan from a census. `excluded` returns why a process must not be enrolled, or nothing.
 ///
-/// The frames that it should free are the census's own figure if nobody with anything to gain is left alone. Otherwise
-/// they are the sum of what the pages of the targets stand for, which takes their partners for enrolled too: who holds
-/// the index of the census counts them again.
+/// If no process with savings is skipped, the predicted frames are the census's own figure. Otherwise they are the sum
+/// over the pages of the targets, which assumes that their partners are enrolled too. A caller with the index of the
+/// census counts them again.
 ///
-/// Make no plan of a sample: pages that were left out stand in the ranges unseen.
+/// Do not plan from a sample: the ranges contain pages that the sample left out.
 pub fn make_plan(
     census: &Census,
     constraints: &PlanConstraints,
@@ -106,7 +107,7 @@ pub fn make_plan(
             + gives.0 as i64;
         if net < constraints.min_profit.0 as i64 {
             everybody = false;
-            leave(&mut plan, format!("would give back {} net", NetBytes(net)));
+            leave(&mut plan, format!("would save only {} net", NetBytes(net)));
             continue;
         }
         freed += gives;
@@ -123,7 +124,7 @@ pub fn make_plan(
     plan
 }
 
-/// Everything that KSM could take of a process, and about how much that gives back.
+/// All eligible regions of a process, and roughly how many bytes merging them frees.
 fn plan_whole_process(
     census: &Census,
     constraints: &PlanConstraints,
@@ -135,8 +136,8 @@ fn plan_whole_process(
     for RegionCensus { region, counts, .. } in subject.regions.iter().filter(eligible) {
         let foreign = if census.across_domains { counts.foreign } else { Pages::ZERO };
         let duplicate = counts.within + counts.across + foreign;
-        // Which of two copies is the redundant one is a matter of order: each stands for half a frame at least, or the
-        // first of two equal processes would seem to give nothing.
+        // Which of two copies is redundant depends on their order. Each therefore counts for at least half a frame;
+        // otherwise the first of two equal processes would seem to save nothing.
         let freed = counts.zero + counts.redundant.min(duplicate).max(Pages(duplicate.0 / 2));
         gives += freed;
         ranges.push(PlannedRange {
@@ -157,10 +158,10 @@ fn plan_whole_process(
     (ranges, constraints.page_size.bytes_of(gives))
 }
 
-/// The ranges of a process that pay, and how much they give back. If they would take the process beyond half of the
-/// regions that it may still have, which the census kept to as things were then, those are left out that are worth
-/// least by the costs at which the census chose them. Of these ranges that is the best choice of so many, but for a
-/// huge page that two of them split; fewer and longer ones, over what lies between, are not looked for again.
+/// The profitable ranges of a process, and the bytes that they free. They may add regions only up to half of the
+/// process's remaining regions, which the census checked against the count at its time. Beyond that, the ranges with
+/// the lowest net savings, by the census's costs, are dropped. Of these ranges the rest is the best choice of that
+/// size, except for a huge page that two of them split. Fewer and longer ranges across the gaps are not tried again.
 fn plan_guided_ranges(
     census: &Census,
     constraints: &PlanConstraints,
@@ -204,7 +205,7 @@ fn subject_items<T>(items: &[T], subject: usize, of: impl Fn(&T) -> usize) -> &[
     &items[start..end]
 }
 
-/// The region of a range.
+/// The region that contains a range.
 pub(super) fn containing_region(subject: &SubjectCensus, range: AddressRange) -> AddressRange {
     let after = subject.regions.partition_point(|known| known.region.range.start <= range.start);
     after.checked_sub(1).map_or(range, |position| subject.regions[position].region.range)
@@ -214,7 +215,7 @@ fn idle_ranges(census: &Census, position: usize) -> Vec<AddressRange> {
     subject_items(&census.idle_ranges, position, |idle| idle.subject).iter().map(|idle| idle.range).collect()
 }
 
-/// The least share of a CPU that is reckoned with, so that there is an end to it.
+/// The smallest share of a CPU in predictions; it keeps the predicted time finite.
 const MIN_KSMD_CPU_SHARE: f64 = 0.001;
 
 fn predict(
@@ -233,7 +234,7 @@ fn predict(
         (true, false) => census.savings.within_domains,
         (false, _) => census.savings.guided,
     };
-    // The census's figures hold for what it chose.
+    // The census's figures hold for the ranges that it chose.
     let same = everybody && (constraints.whole_processes || scanned == of_census.scanned_pages);
     let exact = constraints.page_size.pages_in(freed);
     let huge_split = if constraints.whole_processes {

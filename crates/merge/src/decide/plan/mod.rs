@@ -1,6 +1,6 @@
-//! A plan: what is to be enrolled, what that should save, and what it should cost. Pure data, made from a census.
+//! A plan: ranges to enroll, predicted savings, predicted cost. Pure data, made from a census.
 //!
-//! [`make_plan`] makes one; [`pagefold_base::merge_lifetime`] judges afterwards what of it stays merged.
+//! [`make_plan`] makes one; [`pagefold_base::merge_lifetime`] judges afterwards which of it stays merged.
 
 mod assemble;
 mod search;
@@ -19,31 +19,31 @@ use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What is to be enrolled in KSM.
+/// Ranges to enroll in KSM.
 #[derive(Clone, Debug, Default)]
 pub struct MergePlan {
     /// Whether processes are enrolled whole instead of range by range.
     pub whole_processes: bool,
-    /// By process, in the order of the census. Processes of which nothing pays are not among them.
+    /// By process, in the order of the census, without processes that have no profitable range.
     pub targets: Vec<PlanTarget>,
-    /// What programs enrolled themselves and does not pay, those of which nothing else is enrolled among them: ksmd would
-    /// walk it. Each process once; nothing where there are no targets.
+    /// Unprofitable ranges that programs enrolled themselves, also of processes without targets: ksmd would scan them.
+    /// Each process appears once; empty if there are no targets.
     pub temporary_unenrolls: Vec<TemporaryUnenroll>,
-    /// What it should come to.
+    /// The prediction.
     pub predicted: Prediction,
-    /// Processes of the census of which nothing is enrolled, on purpose.
+    /// Processes of the census that are skipped on purpose.
     pub skipped: Vec<SkippedProcess>,
 }
 
 impl MergePlan {
-    /// How many ranges there are, those that the programs have enrolled already included.
+    /// The number of ranges, including those that the programs have enrolled already.
     pub fn range_count(&self) -> usize {
         self.targets.iter().map(|target| target.ranges.len()).sum()
     }
 
-    /// Leave out what of the ranges lies in `without`, in any order. Counts shrink in proportion; what should merge of
-    /// the parts that stay is at most what should have of the whole range, and is taken for that. The prediction becomes
-    /// that of what stays.
+    /// Remove the ranges `without`, in any order, from the plan's ranges. Counts shrink in proportion. The pages that
+    /// should merge in a remaining part are only known to be at most those of the whole range, and that bound is used.
+    /// The prediction is rescaled to the remaining ranges.
     pub fn exclude_ranges(&mut self, process: ProcessId, without: Vec<AddressRange>) {
         let before = self.pages_and_freed_bytes();
         let without = AddressRange::union(without);
@@ -54,7 +54,7 @@ impl MergePlan {
         self.rescale_prediction(before);
     }
 
-    /// Keep to some processes. The prediction becomes that of the ranges that stay.
+    /// Keep only some processes. The prediction is rescaled to the remaining ranges.
     pub fn retain_processes(&mut self, fits: impl Fn(ProcessId) -> bool) {
         let before = self.pages_and_freed_bytes();
         self.targets.retain(|target| fits(target.process.id));
@@ -63,7 +63,7 @@ impl MergePlan {
         self.rescale_prediction(before);
     }
 
-    /// Split no huge page. The prediction becomes that of the ranges that stay.
+    /// Drop the ranges that split huge pages. The prediction is rescaled to the remaining ranges.
     pub fn drop_huge_page_splits(&mut self) {
         let before = self.pages_and_freed_bytes();
         for target in &mut self.targets {
@@ -73,7 +73,7 @@ impl MergePlan {
         self.rescale_prediction(before);
     }
 
-    /// Withdraw more of a process while ksmd works.
+    /// Unenroll more of a process while ksmd works.
     pub fn add_temporary_unenroll(&mut self, subject: &SubjectCensus, ranges: &[AddressRange]) {
         let process = &subject.process;
         let before = self.temporary_unenrolls.iter().position(|narrowed| narrowed.process == process.id);
@@ -95,8 +95,7 @@ impl MergePlan {
         }
     }
 
-    /// Leave those out of whom nothing is enrolled. Where that is everybody, ksmd is not set going, and nothing withdrawn
-    /// for it.
+    /// Drop targets without ranges. If none remains, ksmd is not started, so no range is temporarily unenrolled either.
     fn drop_empty_targets(&mut self) {
         self.targets.retain(|target| !target.ranges.is_empty());
         if self.targets.is_empty() {
@@ -104,8 +103,7 @@ impl MergePlan {
         }
     }
 
-    /// Make the prediction that of the ranges that stay, of which there were so many pages, and so many bytes to be
-    /// freed, before.
+    /// Rescale the prediction to the remaining ranges; `before` holds the pages and freed bytes of all ranges before.
     fn rescale_prediction(&mut self, before: (Pages, Bytes)) {
         let (scanned, bytes) = self.pages_and_freed_bytes();
         if scanned == before.0 {
@@ -126,20 +124,20 @@ impl MergePlan {
         self.predicted = Prediction { effect: reach, merging, regions_added, ksmd_time: ksmd, wall_time: wall };
     }
 
-    /// Regions that its boundaries add to all processes, at most.
+    /// Maximum number of regions that the boundaries add to all processes.
     fn added_regions(&self) -> u64 {
         let ranges = self.targets.iter().flat_map(|target| &target.ranges);
         let narrowed = self.temporary_unenrolls.iter().map(|narrowed| narrowed.boundaries.len() as u64);
         ranges.map(PlannedRange::added_regions).sum::<u64>() + narrowed.sum::<u64>()
     }
 
-    /// The processes that it is about, each once.
+    /// The processes of the plan, each once.
     pub fn processes(&self) -> BTreeSet<ProcessId> {
         let targets = self.targets.iter().map(|target| target.process.id);
         targets.chain(self.temporary_unenrolls.iter().map(|narrowed| narrowed.process)).collect()
     }
 
-    /// Where its ranges begin or end within a region of a process: ascending, each once.
+    /// The addresses inside regions of a process at which ranges begin or end; ascending, each once.
     pub fn boundaries(&self, process: ProcessId) -> Vec<u64> {
         let targets = self.targets.iter().filter(|target| target.process.id == process);
         let narrowed = self.temporary_unenrolls.iter().filter(|narrowed| narrowed.process == process);
@@ -148,7 +146,7 @@ impl MergePlan {
         ranges.chain(own).collect::<BTreeSet<u64>>().into_iter().collect()
     }
 
-    /// The pages of all ranges, and what of them should be freed.
+    /// The pages of all ranges, and the bytes that they should free.
     fn pages_and_freed_bytes(&self) -> (Pages, Bytes) {
         let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
         (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.freed_bytes).sum())
@@ -165,11 +163,11 @@ impl MergePlan {
 /// A process in a plan.
 #[derive(Clone, Debug)]
 pub struct PlanTarget {
-    /// Which one.
+    /// The process.
     pub process: Process,
     /// Its trust domain.
     pub domain: TrustDomain,
-    /// What is to be enrolled of it: ascending, disjoint, each within one region of the census.
+    /// The ranges to enroll: ascending, disjoint, each within one region of the census.
     pub ranges: Vec<PlannedRange>,
     /// Bytes of it in huge pages.
     pub huge_page_bytes: Bytes,
@@ -177,69 +175,69 @@ pub struct PlanTarget {
     pub enroll_method: EnrollMethod,
 }
 
-/// What a program enrolled itself and does not pay: withdrawn while ksmd works, and put back afterwards.
+/// Unprofitable ranges that a program enrolled itself: unenrolled while ksmd works, and enrolled again afterwards.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TemporaryUnenroll {
-    /// Which process.
+    /// The process.
     pub process: ProcessId,
     /// Its name.
     pub comm: String,
-    /// Ascending and disjoint; nothing is merged in them.
+    /// Ascending and disjoint; no page in them is merged.
     pub ranges: Vec<AddressRange>,
-    /// Where they begin or end within a region of the census.
+    /// The addresses inside regions of the census at which the ranges begin or end.
     pub boundaries: Vec<u64>,
 }
 
 /// How a process is enrolled.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum EnrollMethod {
-    /// From within: its ranges, or all of it.
+    /// From within the process: its ranges, or all of it.
     InProcess,
-    /// The memory of its guest as a whole, without touching the monitor.
+    /// The memory of its guest as a whole, without changing the monitor process.
     GuestControl(GuestMemoryControl),
-    /// Not at all: it runs a guest whose control socket was found and is of no use, for this reason.
+    /// Not at all: its guest's control socket was found but is unusable, for this reason.
     Unreachable(String),
 }
 
-/// A virtual machine that is told by its control socket what KSM may have.
+/// A virtual machine whose control socket sets which memory KSM may merge.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GuestMemoryControl {
     /// The path of the socket.
     pub socket: PathBuf,
     /// The memory backends that are not enrolled yet: `/objects/pc.ram`.
     pub backends: Vec<String>,
-    /// Where the memory of its backends lies: the regions of their sizes. What else the monitor has stays as it is.
+    /// The memory of its backends: the regions of their sizes. Other memory of the monitor stays as it is.
     pub memory: Vec<AddressRange>,
 }
 
 /// A range in a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedRange {
-    /// Where.
+    /// The range.
     pub range: AddressRange,
-    /// The region that it lies in, as the census saw it.
+    /// The region that contains it, as the census saw it.
     pub region: AddressRange,
-    /// Resident pages in it that are not merged yet: what ksmd has to scan.
+    /// Resident pages in it that are not merged yet and that ksmd has to scan.
     pub pages: Pages,
-    /// Those of them that have a copy or hold zeros: what should merge.
+    /// Pages of these that have a copy or are zero and should merge.
     pub merging: Pages,
-    /// Those of them that hold zeros.
+    /// Zero pages among these.
     pub zero: Pages,
-    /// What they are likely to give back: of `n` equal pages each stands for `1 - 1/n`, as if all were enrolled.
+    /// The predicted freed bytes: of `n` equal pages each counts for `1 - 1/n`, as if all were enrolled.
     pub freed_bytes: Bytes,
-    /// Huge pages that are split because a part of them merges or it begins or ends in them. Not told where a process
-    /// is enrolled whole.
+    /// Huge pages that are split because a part of them merges or because the range begins or ends in them. Unset where
+    /// a process is enrolled whole.
     pub split_huge_pages: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
-    /// Whether it is enrolled only once the others have merged: most of what merges in it are third and further copies,
-    /// which merge at ksmd's first look when the first two of each are in the stable tree already, instead of at its
-    /// second. Not since 6.11 ([`merges_at_first_scan`](pagefold_base::ksm::merges_at_first_scan)).
+    /// Whether it is enrolled only after the other ranges have merged. This applies if most of its merging pages are
+    /// third and further copies. Those merge at ksmd's first visit, instead of its second, once the first two copies
+    /// are in the stable tree. Not since 6.11 ([`merges_at_first_scan`](pagefold_base::ksm::merges_at_first_scan)).
     pub late: bool,
 }
 
 impl PlanTarget {
-    /// What is still to be enrolled, first or late: ascending ranges, those that touch joined.
+    /// The ranges still to enroll, early or late: ascending, adjacent ones joined.
     pub fn ranges_to_enroll(&self, late: bool) -> Vec<AddressRange> {
         let mut ranges: Vec<AddressRange> = Vec::new();
         for planned in self.ranges.iter().filter(|planned| !planned.enrolled && planned.late == late) {
@@ -251,8 +249,8 @@ impl PlanTarget {
         ranges
     }
 
-    /// Its planned ranges that lie beside its guest's memory, where a control socket by which the guest is enrolled as
-    /// a `whole` does not reach.
+    /// Its planned ranges outside the guest's memory: if the guest is enrolled as a `whole`, its control socket does
+    /// not reach them.
     pub fn ranges_outside_guest(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
         let memory = match &self.enroll_method {
             EnrollMethod::GuestControl(guest) if whole => Some(&guest.memory),
@@ -264,12 +262,12 @@ impl PlanTarget {
 }
 
 impl PlannedRange {
-    /// Regions that its boundaries add to the process, at most.
+    /// Maximum number of regions that its boundaries add to the process.
     pub fn added_regions(&self) -> u64 {
         self.boundaries().count() as u64
     }
 
-    /// Where it begins or ends within its region, unless the program has enrolled it already.
+    /// Its boundaries inside its region, unless the program has enrolled it already.
     pub fn boundaries(&self) -> impl Iterator<Item = u64> {
         let (range, region) = (self.range, self.region);
         let start = (!self.enrolled && range.start > region.start).then_some(range.start);
@@ -277,7 +275,7 @@ impl PlannedRange {
         start.into_iter().chain(end)
     }
 
-    /// The parts of it that lie outside of some ascending and disjoint ranges.
+    /// The parts of it outside of some ascending and disjoint ranges.
     fn subtract(&self, ranges: &[AddressRange]) -> Vec<Self> {
         let parts = self.range.subtract(ranges);
         let whole = self.range.bytes().0.max(1) as u128;
@@ -298,7 +296,7 @@ impl PlannedRange {
     }
 }
 
-/// What a plan should come to.
+/// The prediction of a plan.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Prediction {
     /// Frames freed, pages scanned, huge pages split.
@@ -313,13 +311,13 @@ pub struct Prediction {
     pub wall_time: Duration,
 }
 
-/// Why a process is left alone.
+/// A process that the plan skips, and why.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SkippedProcess {
-    /// Which.
+    /// The PID.
     pub pid: Pid,
     /// Its name.
     pub comm: String,
-    /// Why, in one phrase.
+    /// The reason, in one phrase.
     pub why: String,
 }

@@ -1,27 +1,27 @@
-//! What ksmd's searches cost where pages begin alike.
+//! The cost of ksmd's searches where pages have equal beginnings.
 //!
 //! ksmd keeps contents in two trees that are ordered by memcmp(3) (mm/ksm.c, `stable_tree_search`,
 //! `unstable_tree_search_insert`, 6.18). A search compares a page with one page of each level, and a comparison reads
-//! both as far as they are equal. [`Speed`](super::KsmdPageTimes) was measured on pages that differ in their first bytes. Pages
-//! that share a long beginning, such as formatted records, take up to twice as long.
+//! both as far as they are equal. [`KsmdPageTimes`](super::KsmdPageTimes) was measured on pages that differ in their
+//! first bytes. Pages that share a long beginning, such as formatted records, take up to twice as long.
 
 use super::{MergePlan, Prediction};
 use pagefold_base::units::Pages;
 use std::time::Duration;
 
-/// Bytes of a comparison that [`Speed`](super::KsmdPageTimes) contains: a cache line.
+/// Bytes of a comparison that [`KsmdPageTimes`](super::KsmdPageTimes) includes: a cache line.
 const INCLUDED_COMPARISON_BYTES: usize = 64;
 
-/// Further bytes that ksmd compares in a nanosecond. Measured on four guests that share 700 MiB, on an AMD EPYC with Linux
-/// 6.18: 10.1 s of ksmd where pages have their first 4,086 bytes in common and 6.1 s where they differ at once, for 1.17 M
-/// searches over 16 levels.
+/// Further bytes that ksmd compares in a nanosecond. Measured on four guests that share 700 MiB, on an AMD EPYC with
+/// Linux 6.18: 10.1 s of ksmd where pages have their first 4,086 bytes in common and 6.1 s where they differ at once,
+/// for 1.17 M searches over 16 levels.
 const COMPARED_BYTES_PER_NANOSECOND: f64 = 19.0;
 
-/// Bytes that one search compares beyond the first of each page, in a tree of so many contents, judged by a sample of
-/// pages.
+/// Bytes that one search compares beyond `INCLUDED_COMPARISON_BYTES` of each page, in a tree of so many contents,
+/// estimated from a sample of pages.
 ///
-/// The sample is taken for the upper levels of a balanced tree. Further down a page meets its neighbors, so there the
-/// longer of the beginnings that it shares with its neighbors in the sample counts.
+/// The sample stands for the upper levels of a balanced tree. Further down a page meets its neighbors; there the longer
+/// beginning that it shares with a neighbor in the sample counts.
 pub fn bytes_per_search(mut sample: Vec<Vec<u8>>, contents: u64) -> f64 {
     sample.sort_unstable();
     sample.dedup();
@@ -53,29 +53,29 @@ pub fn bytes_per_search(mut sample: Vec<Vec<u8>>, contents: u64) -> f64 {
 }
 
 impl Prediction {
-    /// Searches through a tree: two for each page that finds no copy; four for the first two pages of a content
-    /// together, which go through the unstable tree, one of them through the stable tree too, and are inserted there;
-    /// one for each further copy. Pages of zeros are not searched for.
+    /// Searches through a tree: two for each page that finds no copy. The first two pages of a content take four
+    /// together: both go through the unstable tree, one of them through the stable tree too, and both are inserted
+    /// there. Each further copy takes one. Zero pages are not searched for.
     fn searches(&self, zero: Pages) -> u64 {
         let contents = self.contents();
         let unique = self.effect.scanned_pages.saturating_sub(self.merging);
         self.merging.saturating_sub(zero).0 + 2 * contents + 2 * unique.0
     }
 
-    /// Contents that stay as one copy.
+    /// Contents that remain as one copy.
     fn contents(&self) -> u64 {
         self.merging.saturating_sub(self.effect.freed_frames).0
     }
 }
 
 impl MergePlan {
-    /// Contents that ksmd's trees hold in the end.
+    /// Contents that ksmd's trees contain in the end.
     pub fn contents(&self) -> u64 {
         let unique = self.predicted.effect.scanned_pages.saturating_sub(self.predicted.merging);
         self.predicted.contents() + unique.0
     }
 
-    /// Add what ksmd takes for the bytes that its searches compare ([`bytes_per_search`]).
+    /// Add ksmd's time for the bytes that its searches compare ([`bytes_per_search`]).
     pub fn add_comparison_time(&mut self, bytes_per_search: f64) {
         let zero: Pages = self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.zero).sum();
         let searches = self.predicted.searches(zero) as f64;
@@ -94,7 +94,7 @@ mod tests {
     use super::*;
     use pagefold_base::savings::MergeEffect;
 
-    /// Pages that share `alike` leading bytes, and then a number.
+    /// Pages that share `alike` leading bytes, followed by a number.
     fn pages(alike: usize, count: u32) -> Vec<Vec<u8>> {
         let page = |number: u32| {
             let mut page = vec![7; 4096];
@@ -109,7 +109,7 @@ mod tests {
         assert_eq!(bytes_per_search(pages(0, 100), 1 << 20), 0.0);
         assert_eq!(bytes_per_search(pages(60, 100), 1 << 20), 0.0);
         assert_eq!(bytes_per_search(Vec::new(), 1 << 20), 0.0);
-        assert_eq!(bytes_per_search(pages(4000, 1), 1 << 20), 0.0, "one page tells nothing");
+        assert_eq!(bytes_per_search(pages(4000, 1), 1 << 20), 0.0, "one page is not enough");
         assert_eq!(bytes_per_search(vec![vec![1; 4096]; 9], 1 << 20), 0.0, "nor do copies of one");
     }
 

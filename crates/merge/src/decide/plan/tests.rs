@@ -106,7 +106,7 @@ fn skipped_processes_are_listed_with_reason() {
         plan.skipped.iter().map(|left| (left.pid.0, left.why.clone())).collect()
     };
     let plan = make_plan(&census, &least, &excluded);
-    let expected = [(1, "would give back 7.75 KiB net"), (2, "encrypted"), (3, "holds keys")];
+    let expected = [(1, "would save only 7.75 KiB net"), (2, "encrypted"), (3, "holds keys")];
     assert_eq!(of(&plan), expected.map(|(pid, why)| (pid, why.to_owned())));
     assert!(plan.targets.is_empty());
     assert_eq!(plan.predicted.effect.freed_frames, Pages::ZERO);
@@ -141,7 +141,7 @@ fn unprofitable_processes_are_temporarily_unenrolled() {
     let targets =
         |plan: &MergePlan| -> Vec<u32> { plan.targets.iter().map(|target| target.process.id.pid.0).collect() };
     let mut some = make_plan(&census, &least, &kept_out);
-    assert_eq!((targets(&some), narrowed(&some)), (vec![1], vec![1, 2, 3]), "but for whom nobody may touch");
+    assert_eq!((targets(&some), narrowed(&some)), (vec![1], vec![1, 2, 3]), "all but the excluded process");
     assert_eq!(some.predicted.regions_added, 1 + 3 * 2);
     assert_eq!(some.boundaries(some.targets[0].process.id), [50, 60, 90].map(|page| page * PAGE));
     some.add_temporary_unenroll(&census.subjects[0], &[pages(90, 95), pages(10, 20)]);
@@ -150,7 +150,7 @@ fn unprofitable_processes_are_temporarily_unenrolled() {
     some.add_temporary_unenroll(&census.subjects[1], &[pages(0, 100)]);
     let second = some.temporary_unenrolls.iter().find(|narrowed| narrowed.process.pid == Pid(2)).unwrap();
     assert_eq!((&second.ranges[..], &second.boundaries[..]), (&[pages(0, 100)][..], &[][..]), "all of its region");
-    // Nobody is touched for ksmd's sake where ksmd has nothing to do.
+    // Without targets ksmd has nothing to do, so no process is temporarily unenrolled.
     some.exclude_ranges(some.targets[0].process.id, vec![pages(0, 100)]);
     assert_eq!((targets(&some), narrowed(&some), some.predicted.regions_added), (vec![], vec![], 0));
     let nobody = make_plan(&census, &least, &|_| Some("excluded".to_owned()));
@@ -250,13 +250,13 @@ proptest! {
             let some = fresh.iter().enumerate().filter(|(i, _)| chosen >> i & 1 == 1);
             some.map(|(_, range)| worth(range)).sum::<i64>()
         };
-        // The census has chosen them all, so that as many stay as fit.
+        // The census chose all of them, so as many stay as fit.
         let most = fresh.len().min(room as usize) as u32;
         let best = (0u32..1 << fresh.len()).filter(|chosen| chosen.count_ones() == most).map(of).max();
         let is_kept = |range: &&&GuidedRange| kept.contains(&range.range.start);
         prop_assert_eq!(fresh.iter().filter(is_kept).count() as u32, most);
         prop_assert_eq!(Some(fresh.iter().filter(is_kept).map(|range| worth(range)).sum()), best);
-        prop_assert_eq!(kept.len() - most as usize, census.ranges.len() - fresh.len(), "what is enrolled stays");
+        prop_assert_eq!(kept.len() - most as usize, census.ranges.len() - fresh.len(), "enrolled ranges stay");
     }
 }
 
@@ -277,7 +277,7 @@ fn restricting_a_plan_shrinks_its_prediction() {
     assert_eq!((kept(&one), one.predicted.merging), (vec![(2, 40)], Pages(40)));
     assert_eq!(one.predicted.effect.scanned_pages, Pages(40));
     assert!(one.predicted.effect.freed_frames < whole.predicted.effect.freed_frames);
-    // Of the other process the same, piece by piece: half of its one range, and then all of it.
+    // The same for the other process, step by step: half of its one range, and then all of it.
     let mut half = made();
     let range = half.targets[1].ranges[0].range;
     half.exclude_ranges(half.targets[1].process.id, vec![AddressRange { end: range.start + 20 * PAGE, ..range }]);

@@ -1,33 +1,33 @@
-//! The kernel's scan-time advisor: what it is told, and what it does.
+//! The kernel's scan-time advisor: its inputs and its steps.
 //!
 //! Mirrors `scan_time_advisor`, `set_advisor_defaults` and `advisor_start_scan` of mm/ksm.c as of 6.18 (since 6.8). At
-//! the end of each full scan it sets `pages_to_scan` so that the next one should take `advisor_target_scan_time`,
-//! within bounds of ksmd's CPU. It aims at a time and never at a benefit: on a host with little to scan it stretches
+//! the end of each full scan it sets `pages_to_scan` so that the next scan should take `advisor_target_scan_time`,
+//! within bounds of ksmd's CPU. It aims at a scan time and not at savings: on a host with little to scan it stretches
 //! the scan to the target, and is slower than the kernel's default.
 //!
-//! Quirks, kept: arithmetic is of integers and divides early; the moving average starts at nothing, so that the first
-//! change counts by its weight of 30 % only; switching the advisor on forgets the CPU time it last saw, so that the
-//! first step takes ksmd's CPU since boot for that of one scan; and where it is switched on in the middle of a scan the
-//! first step takes the time since boot for that scan's. `advisor_min_pages_to_scan` is where it starts, and is no
-//! lower bound afterwards.
+//! Quirks, kept: arithmetic is in integers and divides early. The moving average starts at zero, so the first change
+//! counts with its weight of 30 % only. Switching the advisor on resets its record of ksmd's CPU time, so the first
+//! step takes ksmd's CPU time since boot for one scan's. If it is switched on in the middle of a scan, the first step
+//! takes the time since boot for that scan's. `advisor_min_pages_to_scan` is the start value, and no lower bound
+//! afterwards.
 
 use pagefold_base::ksm::{Setting, Settings};
 use std::time::Duration;
 
-/// `EWMA_WEIGHT`: what the newest change counts, in percent.
+/// `EWMA_WEIGHT`: the weight of the newest change, in percent.
 const EWMA_WEIGHT_PERCENT: u64 = 30;
 
 /// `KSM_ADVISOR_MIN_CPU`, in percent of one CPU.
 const MIN_CPU_PERCENT: u64 = 10;
 
-/// What the advisor is told: its files in `/sys/kernel/mm/ksm`.
+/// The advisor's inputs: its files in `/sys/kernel/mm/ksm`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Advisor {
     /// `advisor_target_scan_time`, in seconds.
     pub target_scan_time: u64,
     /// `advisor_max_cpu`, in percent of one CPU.
     pub max_cpu: u64,
-    /// `advisor_min_pages_to_scan`: where it starts.
+    /// `advisor_min_pages_to_scan`: the start value.
     pub min_pages_to_scan: u64,
     /// `advisor_max_pages_to_scan`.
     pub max_pages_to_scan: u64,
@@ -39,21 +39,21 @@ impl Default for Advisor {
     }
 }
 
-/// What the advisor remembers from scan to scan (`struct advisor_ctx`), with the value that it sets.
+/// The advisor's state from scan to scan (`struct advisor_ctx`), with the value that it sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AdvisorContext {
     /// `pages_to_scan`.
     pub pages_to_scan: u64,
-    /// `scan_time`: whole seconds of the scan before; 0 for none.
+    /// `scan_time`: whole seconds of the previous scan; 0 for none.
     pub scan_time: u64,
     /// `change`: the moving average, in percent.
     pub change: u64,
-    /// `cpu_time`: what ksmd had used at the end of the scan before.
+    /// `cpu_time`: ksmd's CPU time at the end of the previous scan.
     pub cpu_time: Duration,
 }
 
 impl Advisor {
-    /// What switches it on, with ksmd's sleep as the kernel has it.
+    /// The settings that switch it on, with the kernel's default sleep of ksmd.
     pub fn settings(&self) -> Settings {
         Settings::from([
             (Setting::AdvisorMode, "scan-time".to_owned()),
@@ -66,14 +66,14 @@ impl Advisor {
         ])
     }
 
-    /// What it remembers when it has just been switched on.
+    /// The state directly after it is switched on.
     pub fn start(&self) -> AdvisorContext {
         AdvisorContext { pages_to_scan: self.min_pages_to_scan, scan_time: 0, change: 0, cpu_time: Duration::ZERO }
     }
 }
 
 impl AdvisorContext {
-    /// The end of a scan: how long it took, and what ksmd has used since boot.
+    /// The end of a scan, with its duration and ksmd's CPU time since boot.
     #[must_use]
     pub fn step(self, rule: &Advisor, scan: Duration, cpu_time: Duration) -> Self {
         let scan_time = scan.as_secs().max(1);

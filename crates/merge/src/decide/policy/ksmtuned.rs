@@ -1,17 +1,17 @@
 //! ksmtuned, the shell daemon that tunes KSM by free memory.
 //!
-//! As the script of Debian's package ksmtuned 4.20150326 (the same as Fedora's) computes: in kB, with the shell's
-//! integer division. It runs ksmd while the guests' memory with a threshold on top exceeds the host's, or while less
-//! than the threshold is free, and works harder the longer memory is short.
+//! Computes what the script of Debian's package ksmtuned 4.20150326 (the same as Fedora's) computes: in kB, with the
+//! shell's integer division. It runs ksmd while the guests' memory plus a threshold exceeds the host's memory, or while
+//! less than the threshold is free. The longer memory is short, the faster ksmd scans.
 //!
-//! Quirks, kept: exactly as much free as the threshold neither stops ksmd nor boosts it, it decays; the number of pages
-//! is kept while ksmd is stopped, so that a later start goes on from there; a smaller host sleeps longer, but a larger
-//! one never less than 10 ms; nothing is written before the first interval is over. The daemon finds guests by the
-//! pattern `^qemu-system.*-enable-kvm` of the command line, so that Debian's misses those that are started by their
-//! full path; here the caller says what is committed.
+//! Quirks, kept: free memory equal to the threshold neither stops ksmd nor boosts it; the page count decays. The page
+//! count survives while ksmd is stopped, so a later start continues from it. A smaller host sleeps longer, but a larger
+//! one never less than 10 ms. Nothing is written before the first interval is over. The daemon finds guests by the
+//! pattern `^qemu-system.*-enable-kvm` of the command line, so Debian's misses guests that are started by their full
+//! path; here the caller passes the committed memory.
 //!
-//! Limits: `SIGUSR1`, which makes the daemon take a step at once, is not mirrored; while the kernel's advisor is on,
-//! the daemon's writes of `pages_to_scan` fail and it does not notice, where Pagefold stops with the error.
+//! Limits: `SIGUSR1`, which makes the daemon take a step at once, is not mirrored. While the kernel's advisor is on,
+//! the daemon's writes of `pages_to_scan` fail and it does not notice; Pagefold stops with the error.
 
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::units::Bytes;
@@ -67,7 +67,7 @@ pub struct KsmtunedState {
 }
 
 impl Ksmtuned {
-    /// What the script sets up before its loop.
+    /// The script's setup before its loop.
     pub fn start(&self, total: Bytes) -> KsmtunedState {
         let total_kib = total.0 / 1024;
         let sleep = (self.sleep_millisecs * 16 * 1024 * 1024).checked_div(total_kib).unwrap_or(u64::MAX);
@@ -80,7 +80,7 @@ impl Ksmtuned {
         }
     }
 
-    /// One turn of the loop (`adjust`).
+    /// One iteration of the loop (`adjust`).
     pub fn step(&self, state: KsmtunedState, free: Bytes, committed: Bytes) -> (KsmtunedState, Settings) {
         let (free, committed) = (free.0 / 1024, committed.0 / 1024);
         if committed + state.threshold_kib < state.total_kib && free > state.threshold_kib {

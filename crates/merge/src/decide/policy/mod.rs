@@ -1,15 +1,14 @@
-//! Policies: rules by which KSM's settings are chosen, as pure functions.
+//! Policies: rules that choose KSM's settings, as pure functions.
 //!
-//! The published ones are here as they are, quirks included, because they are the baselines that every claim is
-//! measured against: the kernel's default pace, the shell daemon [`ksmtuned`], the kernel's own [`advisor`]. Beside
-//! them stand flat out, the pace between guided merges, and settings that somebody wrote down.
+//! The published policies are copied exactly, quirks included, because they are the baselines of every claim: the
+//! kernel's default pace, the shell daemon [`ksmtuned`], the kernel's own [`advisor`]. The others are flat out, the
+//! pace between guided merges, and fixed settings from a file.
 //!
-//! A policy is asked once to [`start`](Policy::start) and then to [`step`](Policy::step) after each
-//! [`interval`](Policy::interval). Both answer with the settings to write and a [`PolicyState`] to hand in the next time;
-//! what they need to know of the host is an [`HostObservation`].
+//! Call [`start`](Policy::start) once and then [`step`](Policy::step) after each [`interval`](Policy::interval). Both
+//! return the settings to write and a [`PolicyState`] to pass to the next step. Their input is a [`HostObservation`].
 //!
-//! Limits: the advisor runs in the kernel, at the end of each full scan, and is only switched on by
-//! [`Policy::Advisor`]; what it then does can be computed with [`advisor::AdvisorContext::tick_step`].
+//! Limits: the advisor runs in the kernel, at the end of each full scan; [`Policy::Advisor`] only switches it on.
+//! [`advisor::AdvisorContext::step`] computes its steps.
 
 pub mod advisor;
 pub mod ksmtuned;
@@ -26,7 +25,7 @@ use std::time::Duration;
 /// A rule for KSM's settings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Policy {
-    /// What the kernel starts with when KSM is switched on: 100 pages every 20 ms.
+    /// The kernel's defaults when KSM is switched on: 100 pages every 20 ms.
     Default,
     /// The daemon of Red Hat, Debian and Proxmox.
     Ksmtuned(Ksmtuned),
@@ -36,18 +35,18 @@ pub enum Policy {
     FlatOut,
     /// The pace between guided merges, while ranges stay enrolled.
     Guided,
-    /// Settings as somebody wrote them down.
+    /// Fixed settings that an operator wrote.
     Fixed(Settings),
 }
 
-/// What policies know of a host at one moment.
+/// The state of a host at one moment, as input of policies.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HostObservation {
     /// `MemTotal`.
     pub total: Reading<Bytes>,
-    /// `MemFree + Buffers + Cached`: what ksmtuned takes for free.
+    /// `MemFree + Buffers + Cached`: ksmtuned's free memory.
     pub free: Reading<Bytes>,
-    /// Resident memory of all QEMU processes: what ksmtuned takes for committed.
+    /// Resident memory of all QEMU processes: ksmtuned's committed memory.
     pub committed: Reading<Bytes>,
     /// KSM's settings and counters.
     pub ksm: Reading<Ksm>,
@@ -55,33 +54,33 @@ pub struct HostObservation {
     pub ksmd_cpu: Reading<Duration>,
 }
 
-/// What a policy remembers from step to step.
+/// The state of a policy from step to step.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum PolicyState {
-    /// Nothing: the settings stay as they are.
+    /// None: the settings stay as they are.
     Stateless,
-    /// What the shell daemon keeps in variables.
+    /// The variables of the shell daemon.
     Ksmtuned(ksmtuned::KsmtunedState),
 }
 
-/// `pages_to_scan` when flat out. ksmd does not sleep then, so the batch decides only how often it comes to look at
-/// its settings and whether it is to stop: 20,000 pages are 80 ms at 4 us each, and the time between batches no longer
-/// counts. A batch of 5,000 at 10 ms merges a small fleet half as fast.
+/// `pages_to_scan` when flat out. ksmd does not sleep then, so the batch only decides how often ksmd reads its settings
+/// and checks whether to stop. 20,000 pages are 80 ms at 4 us each, so the time between batches no longer matters. A
+/// batch of 5,000 at 10 ms merges a small fleet half as fast.
 pub const FLAT_OUT_PAGES_TO_SCAN: u64 = 20_000;
 
-/// `sleep_millisecs` between guided merges. What is enrolled then is known to be merged already; ksmd is left only to
-/// take up what was written and became alike again. 100 pages a second are 0.04 % of a CPU at 4 us each.
+/// `sleep_millisecs` between guided merges. Enrolled pages are then known to be merged already; ksmd only has to merge
+/// pages that were written and became equal again. 100 pages a second are 0.04 % of a CPU at 4 us each.
 pub const GUIDED_SLEEP_MILLISECS: u64 = 1000;
 
 /// The names of the policies that need no file.
 pub const POLICY_NAMES: [&str; 5] = ["default", "ksmtuned", "advisor", "flat-out", "guided"];
 
-/// How often somebody looks whether fixed settings are still there.
+/// How often to check whether fixed settings are still in place.
 const FIXED_SETTINGS_CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 impl Policy {
-    /// The policy of a name: one of [`POLICY_NAMES`], or `advisor:SECONDS` for another target. `None` for a name that is
-    /// none; an error for a target that is none.
+    /// The policy of a name: one of [`POLICY_NAMES`], or `advisor:SECONDS` for another target. `None` for an unknown
+    /// name; an error for an invalid target.
     pub fn from_name(name: &str) -> Option<Result<Self, String>> {
         Some(Ok(match name {
             "default" => Self::Default,
@@ -91,7 +90,7 @@ impl Policy {
             "guided" => Self::Guided,
             _ => {
                 let target = name.strip_prefix("advisor:")?;
-                let wrong = || format!("advisor:{target}: a target of whole seconds is needed, 1 or more: advisor:20");
+                let wrong = || format!("advisor:{target}: the target must be whole seconds, 1 or more: advisor:20");
                 return Some(
                     target
                         .parse()
@@ -112,12 +111,12 @@ impl Policy {
         }
     }
 
-    /// Whether its settings move with the host, so that somebody has to take its steps.
+    /// Whether its settings depend on the host, so that its steps must run.
     pub fn adapts(&self) -> bool {
         matches!(self, Self::Ksmtuned(_))
     }
 
-    /// What is written when it begins. ksmtuned writes nothing before its first interval is over.
+    /// The settings at the start. ksmtuned writes nothing before its first interval is over.
     pub fn start(&self, host: &HostObservation) -> Reading<(PolicyState, Settings)> {
         Ok(match self {
             Self::Default => {
@@ -133,7 +132,7 @@ impl Policy {
         })
     }
 
-    /// What is written after another interval.
+    /// The settings after another interval.
     pub fn step(&self, state: PolicyState, host: &HostObservation) -> Reading<(PolicyState, Settings)> {
         match (self, state) {
             (Self::Ksmtuned(rule), PolicyState::Ksmtuned(state)) => {
@@ -144,7 +143,7 @@ impl Policy {
         }
     }
 
-    /// What is written at once by somebody who does not come back: the start, and for a policy that adapts one step.
+    /// The settings for a single write without later steps: the start, and for a policy that adapts one step.
     pub fn one_shot_settings(&self, host: &HostObservation) -> Reading<Settings> {
         let (state, mut settings) = self.start(host)?;
         if self.adapts() {
@@ -168,7 +167,7 @@ impl fmt::Display for Policy {
     }
 }
 
-/// A pace of ksmd that nobody changes: without the advisor, where the kernel has one.
+/// A fixed pace of ksmd: without the advisor, where the kernel has one.
 fn fixed_pace_settings(host: &HostObservation, pages_to_scan: u64, sleep_millisecs: u64) -> Reading<Settings> {
     let ksm = host.ksm.as_ref().map_err(Clone::clone)?;
     let mut settings = Settings::from([

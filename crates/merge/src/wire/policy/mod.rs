@@ -1,4 +1,4 @@
-//! KSM's settings on the wire: what they are, who wrote them, and what each policy would write.
+//! KSM's settings on the wire: their values, their sources, and the values that each policy would write.
 
 use pagefold_base::Reading;
 use pagefold_base::ksm::{Setting, Settings};
@@ -11,18 +11,18 @@ use std::collections::BTreeMap;
 pub struct PolicyReport {
     /// `pagefold.policy/1`.
     pub schema: &'static str,
-    /// What was looked at: `this host` or a recording.
+    /// The host: `this host` or a recording.
     pub host: String,
-    /// The policy that `pagefold policy set` has set and nobody has restored, by its name or file.
+    /// The policy that `pagefold policy set` has set and no command has restored, by its name or file.
     pub policy: Option<String>,
-    /// Programs that write KSM's settings again and again, and run.
+    /// Running programs that write KSM's settings repeatedly.
     pub tuners: Vec<String>,
     /// CPU time of ksmd since boot, in seconds; absent where it cannot be read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksmd_cpu_seconds: Option<f64>,
-    /// In the order in which they are written.
+    /// The settings, in the order in which they are written.
     pub settings: Vec<SettingReport>,
-    /// Policies whose values could not be told, with why.
+    /// Policies whose values are unknown, with the reason.
     pub unknown_policies: BTreeMap<String, String>,
 }
 
@@ -34,62 +34,62 @@ pub struct SettingReport {
     /// Its value now.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub value: Option<String>,
-    /// Why it has none.
+    /// Why there is no value.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub absent: Option<String>,
-    /// Who wrote the value.
+    /// The source of the value.
     pub writer: SettingSource,
-    /// What it was before the policy was set, and will be again when it is restored.
+    /// Its value before the policy was set, which a restore writes again.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub before: Option<String>,
-    /// What each policy would write now, by the policy's name.
+    /// The value that each policy would write now, by the policy's name.
     pub policies: BTreeMap<String, String>,
 }
 
-/// Who wrote a value.
+/// The source of a value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum SettingSource {
-    /// Nobody that Pagefold knows of: the kernel's default, or somebody by hand.
+    /// Not known to Pagefold: the kernel's default, or an operator by hand.
     Unknown,
     /// The policy that is set.
     Policy,
-    /// Somebody else, after the policy was set: `policy restore` will leave it.
+    /// Another program, after the policy was set: `policy restore` will leave it.
     SomebodyElse,
     /// The kernel's advisor, which is on.
     Advisor,
 }
 
-/// What a policy has written down of a setting.
+/// A policy's record of a setting.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RecordedSetting {
-    /// What it was before.
+    /// The value before.
     pub value_before: String,
-    /// What was written.
+    /// The written values.
     pub written_values: Vec<String>,
 }
 
-/// What the report is made of.
+/// The input of the report.
 #[derive(Clone, Debug)]
 pub struct PolicyFacts {
     /// The host, in a few words.
     pub host: String,
     /// The policy that is set.
     pub policy: Option<String>,
-    /// Names of programs that tune.
+    /// Names of running tuners.
     pub tuners: Vec<String>,
     /// CPU time of ksmd since boot, in seconds.
     pub ksmd_cpu_seconds: Option<f64>,
     /// The settings now.
     pub current: BTreeMap<Setting, Reading<String>>,
-    /// What the policy has written down.
+    /// The policy's record of each setting.
     pub recorded: BTreeMap<Setting, RecordedSetting>,
-    /// What each policy would write, by its name.
+    /// The settings that each policy would write, by its name.
     pub policies: Vec<(String, Reading<Settings>)>,
 }
 
 impl PolicyReport {
-    /// Put it together.
+    /// Create the report.
     pub fn from_facts(facts: &PolicyFacts) -> Self {
         let advised = facts.current.get(&Setting::AdvisorMode) == Some(&Ok("scan-time".to_owned()));
         let settings = facts.current.iter().map(|(&setting, now)| {

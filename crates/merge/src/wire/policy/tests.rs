@@ -66,12 +66,12 @@ ksmd    12.3 s of CPU since boot
                                  now  written by     before  default  ksmtuned  advisor  flat-out  guided
  advisor_mode                   none  ·                   ·        ·         ·        ·         ·       ·
  pages_to_scan                 20000  policy            100      100         ·        ·     20000       ·
- sleep_millisecs                  33  somebody else      20       20         ·        ·         0       ·
+ sleep_millisecs                  33  other program      20       20         ·        ·         0       ·
  smart_scan       not on this kernel  ·                   ·        ·         ·        ·         ·       ·
  run                               1  ·                   1        1         ·        ·         1       ·
-What ksmtuned would write cannot be told: permission denied.
+The settings of ksmtuned are unknown: permission denied.
 
-Right of `before` is what each policy would write now; a dot is what it leaves as it is.
+Columns right of `before`: the value that each policy would write now; a dot means no change.
 ");
 }
 

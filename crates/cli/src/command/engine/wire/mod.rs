@@ -1,4 +1,4 @@
-//! Domains of the user-space engine, on the wire.
+//! Domains of the user-space engine, as JSON.
 
 use pagefold_base::engine::{EngineDomain, EngineMember, PageTally, RegionTally};
 use pagefold_base::{PageSize, Pages};
@@ -6,112 +6,113 @@ use schemars::JsonSchema;
 use serde::Serialize;
 use std::time::Duration;
 
-/// The result of `pagefold engine status`. Sizes are in bytes, unless the name says pages.
+/// The result of `pagefold engine status`. Sizes are in bytes, unless the field name says pages.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct EngineReport {
     /// `pagefold.engine/1`.
     pub schema: &'static str,
-    /// Bytes of a base page.
+    /// The base page size in bytes.
     pub page_size: u64,
-    /// The domains, by user and name.
+    /// The domains, sorted by user and name.
     pub domains: Vec<EngineDomainReport>,
-    /// Directories that could not be looked at.
+    /// Directories that could not be read.
     pub not_seen: Vec<UnreadableDirectory>,
 }
 
-/// A directory that could not be looked at.
+/// A directory that could not be read.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct UnreadableDirectory {
-    /// Which one.
+    /// The path of the directory.
     pub path: String,
-    /// Why.
+    /// Why it could not be read.
     pub detail: String,
 }
 
-/// A domain. Sums are over members that live, each as of when it has told of itself.
+/// A domain. Sums are over running members, each as of its last record.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct EngineDomainReport {
     /// Its name.
     pub name: String,
-    /// The user whose processes its members are.
+    /// The UID of its members' processes.
     pub uid: u32,
-    /// The members, by process.
+    /// The members, sorted by process.
     pub members: Vec<EngineMemberReport>,
-    /// Processes that have ended, and whose figures lie there still: they are in no sum.
+    /// Members that have ended but still have a record: they are in no sum.
     pub ended: u64,
-    /// Records of members that could not be read, or make no sense: they are in no sum.
+    /// Records of members that could not be read or are invalid: they are in no sum.
     pub unread: u64,
     /// The sums over the members.
     #[serde(flatten)]
     pub usage: EngineUsageReport,
     /// Pages of members that map the store.
     pub references_pages: u64,
-    /// Contents in the store, a page each.
+    /// Contents in the store, one page each.
     pub stored_pages: u64,
-    /// The memory that those take.
+    /// The memory of the store's pages.
     pub stored: u64,
-    /// How many pages of members share one of the store, in the mean; absent of an empty store.
+    /// Mean number of member pages for each page of the store; absent if the store is empty.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sharing: Option<f64>,
     /// Memory of the index of contents.
     pub index: u64,
-    /// All that the engine keeps beside the store: the index among it, references, and what members remember of their
+    /// All memory that the engine uses besides the store: the index, references, and the members' data about their
     /// pages.
     pub overhead: u64,
-    /// `saved - overhead`. Negative where the engine costs more than it gives.
+    /// `saved - overhead`. Negative if the engine costs more than it saves.
     pub net: i64,
 }
 
-/// What memory holds.
+/// The use of memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 pub struct EngineUsageReport {
     /// Memory that may be merged, resident or not.
     pub adopted: u64,
-    /// The part of it that maps the store and was not written since.
+    /// Memory of it that maps the store and was not written since.
     pub merged: u64,
-    /// Zeros that were given back and not written since.
+    /// Zero pages that were freed and not written since.
     pub zeros: u64,
-    /// What is left alone, because it was written too soon after it was merged.
+    /// Memory that is not merged because it was written too soon after an earlier merge.
     pub hot: u64,
-    /// `merged + zeros` less the part of the store, gross. What the store takes is laid on all merged pages evenly.
+    /// `merged + zeros` less its share of the store, gross. The store's memory is divided evenly among all merged
+    /// pages.
     pub saved: i64,
 }
 
 /// A member.
 #[derive(Clone, Debug, PartialEq, Serialize, JsonSchema)]
 pub struct EngineMemberReport {
-    /// Its number.
+    /// Its PID.
     pub pid: u32,
-    /// When it started, in clock ticks since boot: with `pid` it names the process for good.
+    /// Its start time in clock ticks since boot: with `pid` it identifies the process uniquely.
     pub start_time: u64,
     /// The kernel's name of its program.
     pub comm: String,
-    /// What it holds.
+    /// The use of its memory.
     #[serde(flatten)]
     pub usage: EngineUsageReport,
-    /// What it remembers of its pages.
+    /// Memory of its data about its pages.
     pub notes: u64,
-    /// Merges so far.
+    /// Number of merges so far.
     pub merges: u64,
-    /// The time that they took.
+    /// Total time of the merges.
     pub merge_seconds: f64,
-    /// How long ago the last one ended; absent if there was none.
+    /// Time since the last merge ended; absent if there was none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_merge_seconds_ago: Option<f64>,
-    /// How long ago it told this.
+    /// Time since the member wrote its record.
     pub told_seconds_ago: f64,
-    /// How long it was a member then.
+    /// Time from joining the domain to the record.
     pub elapsed_seconds: f64,
-    /// What the engine took of that from the program: its own work, and the faults of writes to what it had merged.
+    /// Time of that which the engine took from the program: its own work, and page faults of writes to merged pages.
     pub spent_seconds: f64,
-    /// By how much the program was slowed down: a share of the time that it would have taken by itself.
+    /// Slowdown of the program, as a share of its run time without the engine.
     pub slowdown: f64,
-    /// By how much it may be slowed down; absent if there is no bound.
+    /// Maximum slowdown of the program; absent if there is no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_slowdown: Option<f64>,
-    /// How many regions it has.
+    /// The number of its regions.
     pub region_count: u64,
-    /// The regions: the first 1,600 or so.
+    /// The regions: at most about the first 1,600.
     pub regions: Vec<EngineRegionReport>,
 }
 
@@ -122,13 +123,13 @@ pub struct EngineRegionReport {
     pub start: String,
     /// The first address after it, hexadecimal.
     pub end: String,
-    /// What it holds.
+    /// The use of its memory.
     #[serde(flatten)]
     pub usage: EngineUsageReport,
 }
 
 impl EngineReport {
-    /// Of domains with the names of their members' programs, in the order of the members, at a time since boot.
+    /// A report of domains, each with its members' program names in the order of the members, at a time since boot.
     pub fn from_domains(
         page: PageSize,
         domains: &[(EngineDomain, Vec<String>)],
@@ -146,7 +147,7 @@ impl EngineReport {
         }
     }
 
-    /// Whether something was not seen.
+    /// Whether something could not be read.
     pub fn is_incomplete(&self) -> bool {
         !self.not_seen.is_empty() || self.domains.iter().any(|domain| domain.unread > 0)
     }

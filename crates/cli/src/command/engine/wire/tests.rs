@@ -76,14 +76,14 @@ fn details_are_rendered() {
      pid  addresses                   adopted    merged     zeros       hot     saved
       11  7f0000000000-7f0000a00000  10.0 MiB  4.69 MiB  1.00 MiB  12.0 KiB  3.34 MiB
     … and 1 more (--top 2 shows all)
-    Not counted in job42: 2 members that have ended; what they told goes as others merge.
-    Not counted in job42: 1 record of a member that could not be read, or makes no sense.
+    Not counted in job42: 2 members that have ended; the next merge removes their records.
+    Not counted in job42: 1 record of a member that could not be read or is invalid.
 
     Not seen:
     /dev/shm/pagefold-7 is odd
     ");
     let all = crate::command::engine::text::render_details(&sample_report(), 9, TextStyle::default());
-    assert!(all.contains("a\\u{1b}[2J") && !all.contains('\x1b'), "names cannot steer the terminal: {all}");
+    assert!(all.contains("a\\u{1b}[2J") && !all.contains('\x1b'), "names cannot control the terminal: {all}");
 }
 
 #[test]
@@ -91,8 +91,8 @@ fn list_is_rendered() {
     insta::assert_snapshot!(crate::command::engine::text::render_list(&sample_report(), TextStyle::default()), @r"
      domain   uid  members   adopted    merged     zeros       hot     saved     store  overhead       net
      job42   1000        2  15.0 MiB  9.38 MiB  1.00 MiB  12.0 KiB  5.69 MiB  4.69 MiB   143 KiB  5.55 MiB
-    Not counted in job42: 2 members that have ended; what they told goes as others merge.
-    Not counted in job42: 1 record of a member that could not be read, or makes no sense.
+    Not counted in job42: 2 members that have ended; the next merge removes their records.
+    Not counted in job42: 1 record of a member that could not be read or is invalid.
 
     Not seen:
     /dev/shm/pagefold-7 is odd

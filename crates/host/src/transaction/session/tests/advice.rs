@@ -1,4 +1,4 @@
-//! Advice over a host in memory: it comes back to what it was given about, and to nothing else.
+//! Advice on an in-memory host: it is undone on the advised memory and nowhere else.
 
 use super::*;
 use crate::fake_host::{AdviceFault, FakeHostState};
@@ -13,7 +13,7 @@ fn advise_action(advice: MergeAdvice, ranges: &[(u64, u64)]) -> Action {
     Action::Advise { process: PROCESS, advice, ranges }
 }
 
-/// A host with a process of two mappings, of which the first is enrolled in part.
+/// A host with a process with two mappings, the first of which is partly enrolled.
 fn host() -> FakeHost {
     let host = FakeHost::booted();
     host.put_setting("pages_to_scan", "777");
@@ -23,7 +23,7 @@ fn host() -> FakeHost {
     host
 }
 
-/// A session that was killed after it had withdrawn ranges of both mappings.
+/// A session that was killed after it had unenrolled ranges of both mappings.
 fn kill_after_unenroll(host: &FakeHost, directory: &Path) {
     let mut session = begin_clean_session(host, directory);
     let withdraw =
@@ -32,21 +32,21 @@ fn kill_after_unenroll(host: &FakeHost, directory: &Path) {
     simulate_kill_before_undo(session, directory);
 }
 
-/// The regions of a process that are enrolled.
+/// The enrolled regions of a process.
 fn enrolled_ranges(host: &FakeHost) -> Vec<(u64, u64)> {
     let regions = host.regions(PROCESS.pid).unwrap().into_iter();
     regions.filter(|&(.., enrolled)| enrolled).map(|(range, ..)| (range.start, range.end)).collect()
 }
 
-/// Every step of a session is a question to the host, an action or a write of the journal. Killed after any of them, it
-/// leaves a journal from which the next session puts everything back.
+/// Every step of a session is a read of the host, an action or a write of the journal. After a kill at any step, the
+/// journal lets the next session undo everything.
 #[test]
 fn kill_after_any_step_is_undone() {
     let (fake, directory) = (host(), tempfile::tempdir().unwrap());
     let before = fake.state();
     let journal = directory.path().join(SESSION_FILE);
-    // What there was at each question or action: the actions are the only thing that changes the host, so that right
-    // after one there is what the next question finds, with the journal that this one found.
+    // The host's state at each read or action. Only actions change the host, so the state right after one is the state
+    // of the next read, with the journal found by that read.
     let moments: Mutex<Vec<(FakeHostState, Option<Vec<u8>>)>> = Mutex::default();
     let look = |_: &str| {
         moments.lock().unwrap().push((fake.state(), fs::read(&journal).ok()));
@@ -90,7 +90,7 @@ fn kill_after_any_step_is_undone() {
     assert!(changed > 50, "{changed}");
 }
 
-/// What a session is for stays once it is done, and not before.
+/// The enrollments of a session stay after its commit, and not before.
 #[test]
 fn enrollment_stays_after_commit() {
     let enrol = advise_action(MergeAdvice::Mergeable, &[(0x21000, 0x23000)]);
@@ -127,7 +127,7 @@ fn undo_keeps_merged_range_without_memory() {
     assert_ne!(enrolled_ranges(&host), before);
     drop(session);
     host.set_free_kib(5_000_000);
-    assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next one tries again");
+    assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next session retries");
     assert_eq!(enrolled_ranges(&host), before);
 }
 
@@ -152,10 +152,10 @@ fn undo_keeps_merged_range_under_pressure() {
     assert_ne!(enrolled_ranges(&host), before);
     drop(session);
     waits("9.90");
-    assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next one tries again");
+    assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next session retries");
     assert_eq!(enrolled_ranges(&host), before);
 
-    // What is done for the same process meanwhile is not taken back with it.
+    // A later enrollment of the same process is not undone with the earlier one.
     waits("10.00");
     let mut session = begin_clean_session(&host, directory.path());
     session
@@ -173,7 +173,7 @@ fn undo_keeps_merged_range_under_pressure() {
     assert_ne!(enrolled_ranges(&host), before);
 }
 
-/// Before 6.14 `ksm_stat` does not tell who is enrolled whole.
+/// Before 6.14 `ksm_stat` does not report which processes are enrolled whole.
 #[test]
 fn merge_any_set_before_survives_undo() {
     let whole = |on| Action::MergeAny { process: PROCESS, enable: on };
@@ -189,7 +189,7 @@ fn merge_any_set_before_survives_undo() {
         let mut session = begin_clean_session(&host, directory.path());
         session.apply(&whole(true), ChangeLifetime::PermanentOnCommit).unwrap();
         if before {
-            assert!(!directory.path().join(SESSION_FILE).exists(), "nothing changes, and nothing is to be put back");
+            assert!(!directory.path().join(SESSION_FILE).exists(), "nothing changes, and nothing is to be undone");
             drop(session);
         } else {
             simulate_kill_before_undo(session, directory.path());
@@ -200,7 +200,7 @@ fn merge_any_set_before_survives_undo() {
     }
 }
 
-/// Nothing is enrolled that could not be put back.
+/// A process is not enrolled if the enrollment could not be undone.
 #[test]
 fn unknown_merge_any_refuses_enrollment() {
     let (fake, directory) = (host(), tempfile::tempdir().unwrap());
@@ -215,7 +215,7 @@ fn unknown_merge_any_refuses_enrollment() {
     assert_eq!(session.undo_all().unwrap(), Vec::new());
 }
 
-/// The same settings and memory; a process that was never asked says nothing, which is as if it said no.
+/// Compares settings and memory. A process without `ksm_merge_any` counts as one that reports no.
 fn assert_same_state(now: &FakeHostState, before: &FakeHostState, step: usize) {
     let mut files = now.0.clone();
     if files.get("proc/7/ksm_stat").is_some_and(|stat| stat == "ksm_merge_any: no\n") {
@@ -228,7 +228,7 @@ fn assert_same_state(now: &FakeHostState, before: &FakeHostState, step: usize) {
 fn new_mapping_is_left_alone() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
     kill_after_unenroll(&host, directory.path());
-    // Something larger in place of the first mapping, nothing in place of the heap.
+    // A larger mapping replaces the first one, and nothing replaces the heap.
     host.map_pages(7, (0x8000, 0x24000), "", false);
     host.unmap_pages(7, (0x40000, 0x44000));
     let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
@@ -249,7 +249,7 @@ fn mapping_smaller_than_range_is_left_alone() {
     let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
     assert_eq!(remains.len(), 1, "{remains:?}");
     assert_eq!(remains[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x12000, 0x14000)]));
-    // One that lies within what was there cannot be told from what is left of it.
+    // A mapping within the bounds of the old one cannot be distinguished from the remainder of the old one.
     assert_eq!(enrolled_ranges(&host), [(0x1e000, 0x20000), (0x40000, 0x44000)]);
 }
 
@@ -307,10 +307,10 @@ fn entries_of_ended_process_are_dropped() {
     session.write_settings(&settings(&[(Setting::Run, "1")])).unwrap();
     session.apply(&advise_action(MergeAdvice::Unmergeable, &[(0x12000, 0x14000)]), ChangeLifetime::Temporary).unwrap();
     session.drop_ended_processes().unwrap();
-    assert_eq!(session.journal.entries.len(), 2, "it lives");
+    assert_eq!(session.journal.entries.len(), 2, "the process is alive");
     host.end_process(PROCESS.pid);
     session.drop_ended_processes().unwrap();
-    assert_eq!(session.journal.entries.len(), 1, "settings stay");
+    assert_eq!(session.journal.entries.len(), 1, "entries of settings stay");
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert_eq!(host.setting_value("run"), "0");
 }
