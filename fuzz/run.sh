@@ -1,12 +1,12 @@
 #!/bin/sh
-# Run every fuzz target for so many seconds (60 unless told otherwise), from the seeds and from what earlier runs found;
-# and as long random calls of the user-space engine, by processes that know what their memory has to hold.
+# Run every fuzz target for the given number of seconds (default 60), from the seeds and the corpus of earlier runs.
+# Then run random calls of the user-space engine for the same time, in processes that check their memory.
 #
 #   fuzz/run.sh [SECONDS_PER_TARGET]
 #
-# Needs a C++ compiler for libFuzzer. Takes the nightly toolchain if it is installed, and otherwise lets the default
-# one use the unstable options that the sanitizers need. Exits with 1 if a target failed; the input that broke it is in
-# fuzz/artifacts. The engine's calls follow from a number that is printed: PAGEFOLD_SEED=NUMBER has them again.
+# Needs a C++ compiler for libFuzzer. Uses the nightly toolchain if it is installed; otherwise it permits the default
+# toolchain to use the unstable options that the sanitizers need. Exits with 1 if a target failed; the failing input is
+# in fuzz/artifacts. The engine's calls depend on a printed seed: PAGEFOLD_SEED=NUMBER repeats them.
 set -eu
 seconds=${1:-60}
 cd "$(dirname "$0")/.."

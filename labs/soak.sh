@@ -97,8 +97,8 @@ check() {
     grep "$2" "$work/$1.out"
 }
 
-# enrol_and_withdraw N: enrolls and unenrolls the target N times. A range that is refused would test no injection.
-enrol_and_withdraw() {
+# enroll_and_unenroll N: enrolls and unenrolls the target N times. A range that is refused would test no injection.
+enroll_and_unenroll() {
     # The pause lets ksmd scan a page twice, which a merge needs.
     "$lab" advise "$target" mergeable --cycles "$1" --pause 8 > "$work/advised"
     if grep -m 3 '^missed' "$work/advised" >&2; then
@@ -110,7 +110,7 @@ enrol_and_withdraw() {
 
 echo "soak: $cycles cycles on a busy program"
 start busy "$lab" busy --threads 4 --memory 2
-enrol_and_withdraw "$cycles"
+enroll_and_unenroll "$cycles"
 check busy "all right"
 copies
 
@@ -119,7 +119,7 @@ if command -v go > /dev/null; then
     cp labs/tests/targets/busy.go "$work/"
     (cd "$work" && go build -o busy-go busy.go)
     start go "$work/busy-go"
-    enrol_and_withdraw "$((cycles / 10))"
+    enroll_and_unenroll "$((cycles / 10))"
     check go "all right"
     copies
 else

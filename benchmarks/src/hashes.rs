@@ -23,9 +23,9 @@ struct HashCandidate {
 
 type HashFn = Box<dyn Fn(&[u8]) -> u64>;
 
-const GXHASH_ABSENT_NOTE: &str = "gxhash is not in this table: it compiles only where the compiler may use AES instructions \
-                         everywhere (`RUSTFLAGS=\"-C target-feature=+aes\"`, which `make bench` sets where the CPU has \
-                         them).";
+const GXHASH_ABSENT_NOTE: &str = "gxhash is not in this table: it compiles only where the compiler may use AES \
+                         instructions everywhere (`RUSTFLAGS=\"-C target-feature=+aes\"`, which `make bench` sets \
+                         where the CPU has them).";
 
 fn hash_candidates() -> Result<Vec<HashCandidate>> {
     let ours = Hasher::with_random_key(page_size())?;

@@ -33,17 +33,10 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             bytes >> 20,
             WARM_UP_SCANS + 1
         ),
-        &[
-            "activity",
-            "full CPU s",
-            "repeated CPU s",
-            "share of CPU",
-            "share of pages read",
-            "CPU share, 2nd scan",
-        ],
+        &["activity", "full CPU s", "repeated CPU s", "share of CPU", "share of pages read", "CPU share, 2nd scan"],
     );
     let cases = [
-        ("rests", TargetActivity::Sleep),
+        ("sleeps", TargetActivity::Sleep),
         ("runs without writes", TargetActivity::Run),
         ("writes the same contiguous tenth", TargetActivity::WriteTenth),
         ("writes another tenth each second", TargetActivity::WriteTenths),

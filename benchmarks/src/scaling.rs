@@ -75,8 +75,7 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
             let line = LinearFit::from_points(&points);
             let tebibyte = line.slope * (1u64 << 40) as f64 + line.intercept;
             table.notes.push(format!(
-                "{threads} thread{}: {:.1} ms for each GiB, R² = {:.4}. Extrapolated to 1 TiB of resident memory: {:.0} \
-                 s.",
+                "{threads} thread{}: {:.1} ms per GiB, R² = {:.4}. Extrapolated to 1 TiB of resident memory: {:.0} s.",
                 if threads == 1 { "" } else { "s" },
                 line.slope * (1u64 << 30) as f64 * 1e3,
                 line.r_squared,

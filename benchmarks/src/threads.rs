@@ -73,8 +73,8 @@ pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
     table.rows.push(vec!["reading alone".to_owned(), median(&alone[0]), median(&alone[1]), machine.format_factor()]);
     let cpus = std::thread::available_parallelism()?.get();
     table.notes.push(format!(
-        "{cpus} CPUs. The steps were timed in censuses of their own. \"Reading alone\" is the same memory read without a \
-         census: the limit of the machine."
+        "{cpus} CPUs. The steps were timed in censuses of their own. \"Reading alone\" reads the same memory without \
+         a census: the limit of the machine."
     ));
     findings.checks.push(ThresholdCheck {
         claim: format!("two threads are near-linear, at least {MIN_TWO_THREAD_SPEEDUP} times as fast as one"),

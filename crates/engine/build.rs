@@ -1,4 +1,4 @@
-//! Gives the shared library the name by which programs ask for it.
+//! Sets the soname of the shared library.
 
 fn main() {
     println!("cargo:rustc-cdylib-link-arg=-Wl,-soname,libpagefold.so.0");

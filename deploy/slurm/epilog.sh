@@ -1,8 +1,8 @@
 #!/bin/bash
-# Epilog of slurm.conf: as root on the node, after a job. Ends watch.sh, keeps the job's last account in
-# $PAGEFOLD_LOG/JOB.json (/var/log/pagefold/jobs), and removes what a domain of the job's leaves in /dev/shm: no other
-# job has that name, so that nobody would come to tidy up. There is nothing to withdraw: what was merged went with the
-# job's processes. It never fails: an epilog that does drains the node.
+# Epilog of slurm.conf: runs as root on the node, after a job. It ends watch.sh and keeps the job's last account in
+# $PAGEFOLD_LOG/JOB.json (/var/log/pagefold/jobs). It removes the files of the job's engine domain in /dev/shm, because
+# no later job uses that name and would remove them. Nothing needs to be unenrolled: merged pages end with the job's
+# processes. The script never fails, because Slurm drains a node whose epilog fails.
 
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 trap 'exit 0' EXIT
@@ -14,9 +14,9 @@ log=${PAGEFOLD_LOG:-/var/log/pagefold/jobs}
 if [ -d /run/systemd/system ]; then
     timeout 10 systemctl stop "pagefold-job-$SLURM_JOB_ID.service"
 elif pid=$(cat "$jobs/$SLURM_JOB_ID.pid"); then
-    # Its number may be another's by now.
+    # Another process may have the number by now.
     if grep -qz watch.sh "/proc/$pid/cmdline" && kill -TERM "$pid"; then
-        # It may be just about to put an account there.
+        # Wait: it may be about to write an account.
         for ((tenth = 0; tenth < 20; tenth++)); do
             [ -e "$jobs/$SLURM_JOB_ID.pid" ] || break
             sleep 0.1
@@ -24,7 +24,7 @@ elif pid=$(cat "$jobs/$SLURM_JOB_ID.pid"); then
     fi
 fi < /dev/null > /dev/null 2>&1
 
-# As the user, who may have put anything there.
+# As the user, because the directory may contain arbitrary files of the user.
 if [[ ${SLURM_JOB_UID:-} =~ ^[0-9]+$ ]]; then
     shopt -s nullglob
     domain=/dev/shm/pagefold-$SLURM_JOB_UID/mpi-$SLURM_JOB_ID

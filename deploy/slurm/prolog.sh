@@ -1,6 +1,6 @@
 #!/bin/bash
-# Prolog of slurm.conf: as root on the node, before the first step of a job. Has the job watched by watch.sh until
-# epilog.sh. It never fails: a prolog that does drains the node.
+# Prolog of slurm.conf: runs as root on the node, before the first step of a job. It starts watch.sh, which watches the
+# job until epilog.sh. The script never fails, because Slurm drains a node whose prolog fails.
 
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
 trap 'exit 0' EXIT
@@ -8,8 +8,8 @@ trap 'exit 0' EXIT
 [[ ${SLURM_JOB_ID:-} =~ ^[0-9]+$ ]] || exit 0
 watch=$(dirname "$(readlink -f "$0")")/watch.sh
 
-# In a unit of its own, or a session, as slurmd kills what a prolog leaves in its process group. It must be there before
-# this ends: `setsid --fork` does not wait for that.
+# In a separate unit or session, because slurmd kills the process group of a prolog. watch.sh must have started before
+# the prolog ends: `setsid --fork` does not wait for that.
 if [ -d /run/systemd/system ]; then
     given=()
     for name in PAGEFOLD_BINARY PAGEFOLD_JOBS PAGEFOLD_PAUSE; do given+=("--setenv=$name=${!name:-}"); done

@@ -1,13 +1,13 @@
 #!/bin/bash
-# TaskProlog of slurm.conf: as the user before each task. What it prints as `export NAME=value` is in the task's
-# environment. It does something for jobs that ask for it, as by `PAGEFOLD=user sbatch ...`:
+# TaskProlog of slurm.conf: runs as the user before each task. Slurm adds each line `export NAME=value` that it prints
+# to the task's environment. It acts only for jobs that request it, as by `PAGEFOLD=user sbatch ...`:
 #
 #   PAGEFOLD=kernel  each program is enrolled in KSM from its start, as by `pagefold run`
 #   PAGEFOLD=user    MPI programs merge in user space at their barriers, as by `pagefold run --engine user`, with the
 #                    other ranks of their job on the node: the job is the domain
 #
-# A program that is statically linked or set-uid starts as without it. The libraries are looked for in
-# $PAGEFOLD_LIBRARIES, else /usr/local/lib/pagefold and /usr/lib/pagefold.
+# A statically linked or setuid program starts without the library. The libraries are in $PAGEFOLD_LIBRARIES, else in
+# /usr/local/lib/pagefold or /usr/lib/pagefold.
 
 case ${PAGEFOLD:-} in
 kernel) name=libpagefold_preload.so ;;

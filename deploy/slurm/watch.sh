@@ -1,12 +1,12 @@
 #!/bin/bash
 # Usage: watch.sh JOB
 #
-# Has the daemon look at what a job starts, as it starts it, and keeps what the job truly takes: the account of its
-# processes each minute, the last one in $PAGEFOLD_JOBS/JOB.json. It ends with the job's cgroup, or after ten minutes
-# without one. Nobody waits for it.
+# Asks the daemon to scan each process of a job when it starts. Each minute it writes the account of the job's
+# processes; the last account stays in $PAGEFOLD_JOBS/JOB.json. It ends with the job's cgroup, or after ten minutes
+# without one. No other script waits for it.
 #
 #   PAGEFOLD_BINARY  the program, `pagefold` of /usr/local/bin or /usr/bin
-#   PAGEFOLD_JOBS    where it keeps things, /run/pagefold-jobs
+#   PAGEFOLD_JOBS    the directory of its files, /run/pagefold-jobs
 #   PAGEFOLD_PAUSE   seconds between two accounts, 60
 
 PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin
@@ -19,23 +19,23 @@ echo $$ > "$jobs/$job.pid"
 trap 'rm -f "$jobs/$job.pid" "$jobs/$job.new"' EXIT
 trap 'kill $! 2> /dev/null; exit 0' TERM
 
-# wait_for COMMAND...: what epilog.sh sends comes through meanwhile, as the shell would be deaf to it until the end of
-# what it runs itself: epilog.sh takes the last account away, and none may come after it.
+# wait_for COMMAND...: run a command in the background and wait for it, so that the shell handles epilog.sh's signal at
+# once and not after the command. epilog.sh moves the last account away, and none may follow.
 wait_for() {
     "$@" &
     wait $!
 }
 
-# slurm/uid_1000/job_7 with v1 of cgroups, slurmstepd.scope/job_7 below a slice with v2, with the node's name before
-# slurmstepd or after slurm where Slurm was built for several on a machine, as Debian's is.
+# The job's cgroup: slurm/uid_1000/job_7 with cgroups v1, slurmstepd.scope/job_7 below a slice with v2. If Slurm was
+# built for several nodes on a machine, as in Debian, the node's name is before slurmstepd or after slurm.
 cgroup() { find /sys/fs/cgroup -maxdepth 6 -type d -name "job_$job" -path '*slurm*' -print -quit 2> /dev/null; }
 
-# Accounts by the number of the job's processes, so that nothing depends on which hierarchy is mounted where.
+# Selects the job's processes by pid, so that the account is independent of the mounted cgroup hierarchies.
 account() {
     local -a of=()
     for pid in "$@"; do of+=(--pid "$pid"); done
     wait_for timeout 50 "$pagefold" account --by job --json "${of[@]}" > "$jobs/$job.new" 2> /dev/null
-    # 3: a process ended meanwhile. Where slurmstepd alone was seen, between steps or at the end, it is no account.
+    # 3: a process ended meanwhile. An account of slurmstepd alone, between steps or at the end, is discarded.
     case $? in 0 | 3) ! grep -qF "\"slurm:$job\"" "$jobs/$job.new" || mv "$jobs/$job.new" "$jobs/$job.json" ;; esac
 }
 
@@ -50,7 +50,7 @@ declare -A known
 while [ -n "$folder" ] && [ -d "$folder" ]; do
     mapfile -t pids < <(find "$folder" -name cgroup.procs -exec cat {} + 2> /dev/null | sort -un)
     for pid in "${pids[@]}"; do
-        # Refused of who is small or not there yet: the daemon finds those by itself.
+        # The daemon refuses small or unknown processes; it finds these itself later.
         [ -n "${known[$pid]:-}" ] || wait_for timeout 10 "$pagefold" enrol "$pid" > /dev/null 2>&1
         known[$pid]=1
     done

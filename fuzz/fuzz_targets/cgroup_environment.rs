@@ -1,9 +1,9 @@
-//! `/proc/PID/cgroup`, `cmdline` and `environ`: nothing but the variables of jobs is kept.
+//! `/proc/PID/cgroup`, `cmdline` and `environ`: only the variables of jobs are kept.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use pagefold_host::parse;
 use pagefold_base::identity::JOB_VARIABLES;
+use pagefold_host::parse;
 
 fuzz_target!(|bytes: &[u8]| {
     if let Ok(path) = parse::cgroup(bytes) {

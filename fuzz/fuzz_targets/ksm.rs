@@ -7,7 +7,7 @@ use pagefold_host::parse;
 fuzz_target!(|bytes: &[u8]| {
     let _ = parse::ksm(|_| Ok(bytes.to_vec()));
     let _ = parse::process_ksm(Ok(bytes.to_vec()), Ok(bytes.to_vec()));
-    if let Ok(word) = parse::bracketed(bytes) {
+    if let Ok(word) = parse::bracketed_word(bytes) {
         assert!(!word.contains(']'));
     }
     if let Ok(list) = parse::number_list(bytes) {

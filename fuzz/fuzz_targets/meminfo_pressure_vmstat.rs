@@ -1,4 +1,5 @@
-//! `/proc/meminfo`, `/proc/pressure/memory`, `/proc/vmstat`: percentages are numbers, and counters come back.
+//! `/proc/meminfo`, `/proc/pressure/memory`, `/proc/vmstat`: percentages are numbers, and counters are parsed back to
+//! the same value.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

@@ -1,5 +1,5 @@
-//! `/proc/PID/smaps`, `maps` and `smaps_rollup`: regions are not empty, and the beginning of another line changes
-//! nothing.
+//! `/proc/PID/smaps`, `maps` and `smaps_rollup`: regions are not empty, and a truncated last line does not change the
+//! result.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

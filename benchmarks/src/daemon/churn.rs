@@ -129,7 +129,7 @@ fn daemon_config() -> String {
 }
 
 impl ChurnBenchmark {
-    /// Run the guests under a driver. The caller holds KSM meanwhile.
+    /// Run the guests under a driver. It reserves KSM meanwhile.
     pub fn run(&self, driver_kind: KsmDriverKind, log: &Path) -> Result<ChurnRun> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         // The reference guest has ended before a driver starts or the clock runs.

@@ -217,11 +217,7 @@ impl HostileMix {
         let writer = place.start_lab('w', &["busy", "--threads", &threads, "--memory", &memory])?;
         let forker = place.start_program(Path::new("/usr/bin/perl"), 'f', &["-e", FORKER_PERL])?;
         Ok(Self(vec![
-            HostileProgram {
-                name: "rewrites all its memory",
-                process: writer,
-                integrity: IntegrityCheck::SelfChecked,
-            },
+            HostileProgram { name: "rewrites all its memory", process: writer, integrity: IntegrityCheck::SelfChecked },
             HostileProgram::with_contents(
                 PERIODIC_WRITER_PROGRAM,
                 layout('t', &["hot-text=16384", "--interval", &interval])?,
@@ -339,7 +335,7 @@ struct HostileSample {
 }
 
 impl HostileMixBenchmark {
-    /// Run the measurement. The caller holds KSM meanwhile.
+    /// Run the measurement. It reserves KSM meanwhile.
     pub fn measure(&self, log: &Path) -> Result<Findings> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         let place = ProgramFolder::new("pfhost")?;

@@ -66,7 +66,7 @@ struct QuietSample {
 }
 
 impl QuietHostBenchmark {
-    /// Run the measurement. The caller holds KSM meanwhile.
+    /// Run the measurement. It reserves KSM meanwhile.
     pub fn measure(&self, log: &Path) -> Result<Findings> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         let place = ProgramFolder::new("pfquiet")?;

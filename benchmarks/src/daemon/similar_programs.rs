@@ -53,7 +53,7 @@ pub struct SimilarProgramsRun {
 }
 
 impl SimilarProgramsBenchmark {
-    /// Run the programs under a driver. The caller holds KSM meanwhile.
+    /// Run the programs under a driver. It reserves KSM meanwhile.
     pub fn run(&self, driver_kind: KsmDriverKind, log: &Path) -> Result<SimilarProgramsRun> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         let place = ProgramFolder::new("pfalike")?.with_enrollment(driver_kind.enrolls_whole_qemu());

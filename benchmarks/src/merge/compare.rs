@@ -387,8 +387,8 @@ impl PolicyComparison {
 }
 
 /// The columns of [`PolicyComparison::trials_csv`].
-pub const TRIALS_CSV_HEADER: &str = "workload,round,policy,saved_bytes,counted_bytes,net_bytes,rmap_items,huge_bytes_before,\
-                          huge_bytes_after,regions_before,regions_after,probe_slow_down";
+pub const TRIALS_CSV_HEADER: &str = "workload,round,policy,saved_bytes,counted_bytes,net_bytes,rmap_items,\
+                          huge_bytes_before,huge_bytes_after,regions_before,regions_after,probe_slow_down";
 
 /// The number of scanned pages at the end of each full scan.
 fn full_scan_page_counts(samples: &[KsmSample]) -> Vec<f64> {

@@ -1,11 +1,11 @@
 //! The stand-in for HERA (`labs/hera`) in all its modes: memory over time, savings, and run time.
 //!
 //! The cases are those of the evaluation that it stands for: six materials on 4 and on 8 ranks, a bigger case, and a
-//! code that is slowed as by a build with `-finstrument-functions`. One case is Pagefold's own: the indirection writes
-//! no zeros over stored zeros, and the case tests the same for all modes: a program that never rewrites equal contents.
-//! In each round the modes run in a random order, and each is compared with the plain run of its round. Their results
-//! must be equal to the last bit. Run times of the same code vary by more than the cost of the user engine; therefore
-//! some extra rounds run only these two.
+//! code that is slowed as by a build with `-finstrument-functions`. One more case is Pagefold's own: the code writes
+//! only values that differ (`--writes changed`). The indirection writes no zeros where it stores none; in this case no
+//! mode rewrites the present content. In each round the modes run in a random order, and each is compared with the
+//! plain run of its round. Their results must be equal to the last bit. Run times of the same code vary by more than
+//! the cost of the user engine; therefore some extra rounds run only these two.
 //!
 //! Memory is that of the job's control group, read in the same way for all modes: anonymous and shared memory. This
 //! includes the ranks' messages, and the user engine's store, its index and the directory of its domain. Added to this

@@ -1,9 +1,10 @@
 //! What merging saves and costs: `pagefold merge` against the usual KSM policies.
 //!
 //! All figures are measured from outside and in the same way for every policy ([`readings`]). From pagefold's own
-//! report only the misses are printed, and no figure is taken ([`command_reports`]). Each trial holds KSM and restores
-//! it ([`pagefold_labs::ksm`]). A section keeps its run in a folder below `benchmarks/runs/DATE-REVISION/`:
-//! settings.toml, samples.csv, trials.csv, reports.jsonl, summary.md, and a chart for each workload. Needs root.
+//! report only the misses are printed, and no figure is taken ([`command_reports`]). Each trial reserves KSM and
+//! restores its settings ([`pagefold_labs::ksm`]). A section keeps its run in a folder below
+//! `benchmarks/runs/DATE-REVISION/`: settings.toml, samples.csv, trials.csv, reports.jsonl, summary.md, and a chart for
+//! each workload. Needs root.
 
 mod command_reports;
 mod compare;
@@ -321,7 +322,8 @@ pub(crate) fn new_section_folder(
     Ok(folder)
 }
 
-/// The writable KSM settings of the host. The caller holds KSM, because otherwise other programs may change it.
+/// The writable KSM settings of the host. The caller must hold the KSM test guard, so that no other program changes
+/// them.
 pub(crate) fn writable_ksm_settings() -> BTreeMap<String, String> {
     let files = pagefold_base::ksm::Setting::ALL.map(|setting| setting.file_name());
     let read = |file: &str| {

@@ -1,10 +1,10 @@
-//! What is read from outside, the same way for every policy.
+//! The outside measurements, made in the same way for every policy.
 //!
-//! While merging goes on, only counters are read: `pages_sharing` and `ksm_zero_pages`, which cost nothing and are
-//! nearly right then, and CPU times. They do not see what a split huge page gives back (the kernel frees its pages of
-//! zeros, which count for nobody); where that matters, the processes' memory is read instead, which is a walk through
-//! their page tables and so done less often. When it is over and ksmd stands still, the truth: proportional shares from
-//! the page tables (`Pss_Anon` of smaps_rollup), metadata, huge pages and regions.
+//! During merging only counters are read: `pages_sharing`, `ksm_zero_pages` and CPU times. They cost nothing and are
+//! nearly exact then. They omit the memory that a split huge page frees: the kernel frees its zero pages without a
+//! counter. Where that matters, the memory of the processes is read instead; this walks their page tables and is
+//! therefore done less often. At the end, with ksmd stopped, exact figures are read: proportional shares from the page
+//! tables (`Pss_Anon` of smaps_rollup), metadata, huge pages and regions.
 //!
 //! Formats: Documentation/admin-guide/mm/ksm.rst, Documentation/filesystems/proc.rst and
 //! Documentation/scheduler/sched-stats.rst (schedstat) of Linux 6.18.
@@ -14,29 +14,29 @@ use std::fs;
 
 const KSM_DIRECTORY: &str = "/sys/kernel/mm/ksm";
 
-/// One look while merging goes on.
+/// A sample during merging.
 #[derive(Clone, Copy, Debug)]
 pub struct KsmSample {
-    /// Since the policy began.
+    /// Seconds since the policy began.
     pub seconds: f64,
-    /// Pages saved: `pages_sharing` and `ksm_zero_pages` together, against before, or what [`resident_anonymous`] fell by.
+    /// Pages saved: the increase of `pages_sharing` plus `ksm_zero_pages`, or the decrease of [`resident_anonymous`].
     pub saved_pages: i64,
     /// CPU seconds of ksmd so far.
     pub ksmd_seconds: f64,
     /// CPU seconds of pagefold so far.
     pub pagefold_seconds: f64,
-    /// `pages_scanned`, against before.
+    /// The increase of `pages_scanned`.
     pub scanned_pages: i64,
-    /// `full_scans`, against before.
+    /// The increase of `full_scans`.
     pub full_scans: i64,
-    /// `pages_to_scan`, as policies set it.
+    /// `pages_to_scan`, as the policy sets it.
     pub pages_to_scan: u64,
 }
 
-/// What the counters say now, in pages and seconds.
+/// The present counters, in pages and seconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct KsmCounters {
-    /// `pages_sharing` and `ksm_zero_pages` together.
+    /// `pages_sharing` plus `ksm_zero_pages`.
     pub saved_pages: i64,
     /// `pages_scanned`.
     pub scanned_pages: i64,
@@ -49,12 +49,12 @@ pub struct KsmCounters {
 }
 
 impl KsmCounters {
-    /// Read them.
+    /// Read the counters.
     pub fn read(ksmd: u32) -> Result<Self> {
         let counter = |name: &str| -> Result<i64> {
             let path = format!("{KSM_DIRECTORY}/{name}");
             let text = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
-            text.trim().parse().with_context(|| format!("{path} says {text:?}"))
+            text.trim().parse().with_context(|| format!("{path} contains {text:?}, which is not a number"))
         };
         let schedstat = fs::read_to_string(format!("/proc/{ksmd}/schedstat")).context("ksmd's CPU time")?;
         let on_cpu: f64 = schedstat.split(' ').next().unwrap_or_default().parse().context("ksmd's CPU time")?;
@@ -68,25 +68,25 @@ impl KsmCounters {
     }
 }
 
-/// The number of the kernel's thread that merges.
+/// The process ID of ksmd.
 pub fn ksmd_pid() -> Result<u32> {
     let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
     let named = |pid: &u32| fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm.trim() == "ksmd");
-    pids.into_iter().find(named).context("there is no ksmd: a kernel without KSM")
+    pids.into_iter().find(named).context("ksmd does not run: the kernel has no KSM")
 }
 
-/// CPU seconds of a process, all its threads and the children it waited for, user and system: also of one that has
-/// ended and was not waited for. In steps of 10 ms, the unit of `/proc/PID/stat`.
+/// CPU seconds of a process, including all its threads and the children it waited for, user and system. It also works
+/// for a process that has ended and was not waited for. The resolution is 10 ms, the unit of `/proc/PID/stat`.
 pub fn cpu_seconds(pid: u32) -> Result<f64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
-    // The name is in parentheses and may hold anything.
+    // The name is in parentheses and may contain any character.
     let (_, fields) = stat.rsplit_once(") ").context("a stat without a name")?;
     // Fields 14 to 17 of proc_pid_stat(5); the first after the name is the third.
     let ticks: Vec<f64> = fields.split(' ').skip(11).take(4).filter_map(|field| field.parse().ok()).collect();
     Ok(ticks.iter().sum::<f64>() / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// What a file of a process in `/proc` says.
+/// The content of a file of a process in `/proc`.
 fn read_proc_file(pid: u32, name: &str) -> Result<String> {
     let path = format!("/proc/{pid}/{name}");
     fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))
@@ -99,17 +99,18 @@ fn smaps_rollup_bytes(rollup: &str, name: &str) -> Result<i64> {
     Ok(amount.with_context(|| format!("no {name} in smaps_rollup"))? << 10)
 }
 
-/// Anonymous memory of processes, each page divided by its mappings: [`ExactMemory::resident_anonymous`] alone, while they run. Bytes.
+/// Anonymous memory of processes in bytes, each page divided by its mappings: [`ExactMemory::resident_bytes`] alone,
+/// readable while they run.
 pub fn resident_anonymous(pids: &[u32]) -> Result<i64> {
     pids.iter().map(|&pid| smaps_rollup_bytes(&read_proc_file(pid, "smaps_rollup")?, "Pss_Anon:")).sum()
 }
 
-/// The truth about processes, with ksmd standing still. Sums over them.
+/// Exact figures of processes, read with ksmd stopped. Sums over the processes.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct ExactMemory {
-    /// Anonymous memory, each page divided by its mappings: what it takes. Bytes.
+    /// Anonymous memory in bytes, each page divided by its mappings.
     pub resident_bytes: i64,
-    /// In huge pages. Bytes.
+    /// Bytes in huge pages.
     pub huge_bytes: i64,
     /// Pages for which ksmd keeps metadata.
     pub rmap_items: i64,
@@ -118,7 +119,7 @@ pub struct ExactMemory {
 }
 
 impl ExactMemory {
-    /// Read it.
+    /// Read the figures.
     pub fn read(pids: &[u32]) -> Result<Self> {
         let mut sum = Self::default();
         for &pid in pids {
@@ -134,7 +135,7 @@ impl ExactMemory {
     }
 }
 
-/// Whether all memory of a process is enrolled by prctl.
+/// Whether all memory of a process is enrolled by prctl(2).
 pub fn is_enrolled(pid: u32) -> Result<bool> {
     let stat = fs::read_to_string(format!("/proc/{pid}/ksm_stat"))?;
     Ok(stat.lines().any(|line| line.trim_end() == "ksm_merge_any: yes"))
@@ -158,7 +159,7 @@ mod tests {
         let before = resident_anonymous(&own).unwrap();
         let written = vec![1_u8; size];
         let grown = resident_anonymous(&own).unwrap() - before;
-        // Other tests come and go meanwhile.
+        // Other tests allocate and free memory meanwhile.
         assert!(grown >= size as i64 / 2, "{grown} for {}", written.len());
     }
 }

@@ -1,7 +1,7 @@
-//! A program that holds memory to be merged, or runs beside: started, waited for, asked, and ended when dropped.
+//! A program whose memory is merged, or that runs beside: started, awaited, queried, and ended on drop.
 //!
-//! Such programs print what they have to say and then a line that begins with `READY`, answer lines of standard input,
-//! and end when that closes. So they end with the benchmark, however that ends.
+//! Such programs print their output and then a line that begins with `READY`. They answer lines on standard input, and
+//! exit when it closes. Therefore they exit with the benchmark, even if that is killed.
 
 use anyhow::{Context, Result, bail, ensure};
 use std::ffi::OsStr;
@@ -24,10 +24,10 @@ pub fn command_through_hold(program: impl AsRef<OsStr>, enrolled: bool) -> Resul
     Ok(command)
 }
 
-/// Become a program that is killed first should memory run short and, if asked for, whose memory is all mergeable
+/// Replace this process by a program that the OOM killer takes first. On request all its memory is mergeable
 /// (`PR_SET_MEMORY_MERGE`, inherited over fork and exec).
 pub fn exec_as_first_oom_victim(enrollment: &str, program: &str, arguments: &[&str]) -> Result<()> {
-    std::fs::write("/proc/self/oom_score_adj", "1000").context("cannot offer to be killed first")?;
+    std::fs::write("/proc/self/oom_score_adj", "1000").context("cannot write /proc/self/oom_score_adj")?;
     if enrollment == "enrolled" {
         pagefold_sys::mapping::set_merge_any(true).context("prctl(PR_SET_MEMORY_MERGE)")?;
     }
@@ -35,7 +35,7 @@ pub fn exec_as_first_oom_victim(enrollment: &str, program: &str, arguments: &[&s
 }
 
 impl RunningProgram {
-    /// Start it.
+    /// Start the program.
     pub fn start(mut command: Command) -> Result<Self> {
         let mut child = command
             .stdin(Stdio::piped())
@@ -47,12 +47,12 @@ impl RunningProgram {
         Ok(Self { child, input, output: Some(output) })
     }
 
-    /// Its number.
+    /// The process ID.
     pub fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Wait until it is ready, and tell what it said before.
+    /// Wait until the program is ready, and return the lines that it printed before.
     pub fn wait_until_ready(&mut self) -> Result<Vec<String>> {
         let mut said = Vec::new();
         for line in self.output.as_mut().context("its output was taken")? {
@@ -62,30 +62,31 @@ impl RunningProgram {
             }
             said.push(line);
         }
-        bail!("a program to measure ended before it was ready: {}; it said {said:?}", self.child.wait()?)
+        bail!("a program to measure exited before it was ready: {}; its output was {said:?}", self.child.wait()?)
     }
 
-    /// Say a line.
+    /// Send a line.
     pub fn send_line(&mut self, line: &str) -> Result<()> {
-        writeln!(self.input.as_mut().context("no input")?, "{line}").context("a program to measure does not listen")
+        writeln!(self.input.as_mut().context("no input")?, "{line}")
+            .context("a program to measure has closed its standard input")
     }
 
-    /// Say a line and wait for the answer.
+    /// Send a line and wait for the answer.
     pub fn query(&mut self, line: &str) -> Result<String> {
         self.send_line(line)?;
         let output = self.output.as_mut().context("its output was taken")?;
         Ok(output.next().context("a program to measure gave no answer")??)
     }
 
-    /// What it says from now on, for a reader of its own.
+    /// The further output, for a reader of its own.
     pub fn take_output(&mut self) -> Option<Lines<BufReader<ChildStdout>>> {
         self.output.take()
     }
 
-    /// That it is still there.
+    /// Check that the program still runs.
     pub fn check_alive(&mut self) -> Result<()> {
         let ended = self.child.try_wait()?;
-        ensure!(ended.is_none(), "a program to measure ended: {ended:?}");
+        ensure!(ended.is_none(), "a program to measure exited: {ended:?}");
         Ok(())
     }
 }
@@ -93,7 +94,7 @@ impl RunningProgram {
 impl Drop for RunningProgram {
     fn drop(&mut self) {
         drop(self.input.take());
-        // What does not listen to standard input is a probe: its reader is gone, and so is it at its next line.
+        // A program that ignores standard input is a probe: its reader is gone, and it exits at its next line.
         let _ = self.child.wait();
     }
 }

@@ -1,21 +1,20 @@
-//! Programs that write what was merged: simulations on four ranks over all CPUs, run to their end under each way to
-//! merge.
+//! Programs that rewrite merged pages: simulations on four ranks over all CPUs, run to their end under each policy.
 //!
-//! What counts is how long they take, by the ratio to the run without merging in the same round, and how much memory
-//! their control group had less, in the mean over the run and in its last quarter. The latter are the savings that
-//! last: while a program sets itself up it holds zeros that it is about to overwrite, and what merges of them is soon
-//! gone. The decks are in `labs/mpi`, each a script that prepares, runs, and prints the physical result, which must be
-//! the same under each.
+//! Two results count. One is the run time, relative to the run without merging in the same round. The other is the
+//! memory saved in their control group, as the mean over the run and over its last quarter. The latter are the lasting
+//! savings: during setup a program holds zeros that it is about to overwrite, and their merges are soon broken. The
+//! inputs are in `labs/mpi`, each with a script that prepares, runs, and prints the physical result. The result must be
+//! the same under each policy.
 //!
-//! Bars are judged on CP2K alone. It was added before any run of it with KSM, its deck chosen by plain runs and one
-//! census, and no setting was made with it in view; should one be changed after a look at its runs, another code has to
-//! take its place. Of the others bars are told and not judged. Quantum ESPRESSO was held out before: its first kept run
-//! missed the bar of what lasts (10.3 of 17.1 %), the second round of guided runs was then moved forward (commit
-//! 98ce66d), and the run after that met it.
+//! Targets are judged on CP2K alone. It was added before any run of it with KSM, its input was chosen by plain runs and
+//! one census, and no setting was made for it. If a setting is changed after an inspection of its runs, another code
+//! must take its place. Targets of the other codes are reported and not judged. Quantum ESPRESSO was held out before:
+//! its first kept run missed the target of lasting savings (10.3 of 17.1 %). Then the second round of guided runs was
+//! moved forward (commit 98ce66d), and the next run met the target.
 //!
-//! A second set, `debian`, asks whether guided merging serves codes that it was not developed on. LAMMPS is the known
-//! case: `run --policy guided` held a quarter of what whole-process KSM at 2000/20 held. Five further codes were chosen
-//! before any of them was run, installed or looked at, for different methods and different use of memory:
+//! A second set, `debian`, tests whether guided merging serves codes that it was not developed on. LAMMPS is the known
+//! case: `run --policy guided` kept a quarter of the savings of whole-process KSM at 2000/20. Five further codes were
+//! chosen before any of them was installed, run or examined, for different methods and different use of memory:
 //!
 //! - GROMACS: molecular dynamics of water, C++ with its own allocators.
 //! - NWChem: density functional theory in a Gaussian basis, Fortran with memory that it manages itself.
@@ -23,17 +22,18 @@
 //! - MrBayes: Bayesian phylogenetics, four chains on four ranks, C.
 //! - Gerris: an incompressible flow on an adaptive quadtree, C with many small allocations.
 //!
-//! Should one not run on four ranks in Debian's build, Elk (linearized augmented plane waves) takes its place. So it came
-//! for MrBayes: the program of `mrbayes-mpi` is not linked to MPI, and each rank does all of the work by itself. No
-//! setting is tuned on the five. The bars for each, LAMMPS included: at least 70 % of what whole-process KSM at 2000/20
-//! holds in the last quarter of the run, at no more than 3 % slow-down beyond the share of the CPU bound. Misses stay in
-//! the results. The section `debian` measures them in three modes, and judges the five; of LAMMPS the bars are told.
+//! If a code does not run on four ranks in Debian's build, Elk (linearized augmented plane waves) takes its place. This
+//! happened to MrBayes: the program of `mrbayes-mpi` is not linked to MPI, and each rank does all of the work by
+//! itself. No setting is tuned on the five codes. The targets for each, LAMMPS included: at least 70 % of the savings
+//! of whole-process KSM at 2000/20 in the last quarter of the run, at a slow-down of at most 3 % beyond the share of
+//! the CPU bound. Misses stay in the results. The section `debian` measures the codes in three modes and judges the
+//! five; targets of LAMMPS are reported only.
 //!
-//! Guided is what the product offers for such programs: `pagefold run --policy guided` before the job, whose process
-//! beside it merges again and again until the job has ended. That process is in the job's control group, so that its
-//! memory is charged to the savings; its CPU time is read until it ends, and KSM must then be set as before.
+//! Guided merging is `pagefold run --policy guided` before the job. Its companion process merges again and again until
+//! the job has ended. The companion is in the job's control group, so that its memory reduces the savings. Its CPU time
+//! is read until it ends; then KSM must be set as before.
 //!
-//! Memory is `rss` of memory.stat of a control group of version 1, or `anon` of version 2: it falls by exactly the
+//! Memory is `rss` of memory.stat in a control group of version 1, or `anon` in version 2. It falls by exactly the
 //! frames that merging frees, and costs nothing to read.
 
 use super::compare::shuffle;
@@ -59,7 +59,7 @@ use std::time::{Duration, Instant};
 const BYTES_PER_MIB: f64 = (1 << 20) as f64;
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// pagefold puts back what it changed within this time after the program has ended.
+/// Time limit for pagefold to undo its changes after the program has ended.
 const COMPANION_EXIT_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A simulation.
@@ -67,18 +67,17 @@ const COMPANION_EXIT_TIMEOUT: Duration = Duration::from_secs(30);
 pub struct SimulationCode {
     /// Its folder in `labs/mpi`.
     pub name: &'static str,
-    /// What it does.
+    /// What it simulates.
     pub title: &'static str,
-    /// Whether it judges: it was added before any run of it with KSM, and no setting was made with it in view.
+    /// Whether its targets are judged: it was added before any run of it with KSM, and no setting was made for it.
     pub is_held_out: bool,
-    /// With which `pages_to_scan` whole-process KSM is measured beside it.
+    /// The `pages_to_scan` values with which whole-process KSM is measured.
     pub whole_pages_to_scan: &'static [u32],
-    /// By how much numbers in the result may differ, relative to themselves. 0 where a run repeats its result to the
-    /// last printed digit.
+    /// The relative tolerance for numbers in the result. 0 if a run repeats its result to the last printed digit.
     pub tolerance: f64,
 }
 
-/// Those that are measured. Without any merging, Meep's result on four ranks differs from run to run by 1e-4.
+/// The codes that are measured. Without any merging, Meep's result on four ranks differs from run to run by 1e-4.
 pub const SIMULATION_CODES: &[SimulationCode] = &[
     tuned_code("meep", "Meep: light and a slab (FDTD), 4 ranks", 1e-3),
     tuned_code("openfoam", "OpenFOAM: a dam of water breaks (VOF), 4 ranks", 0.0),
@@ -86,7 +85,7 @@ pub const SIMULATION_CODES: &[SimulationCode] = &[
     SimulationCode { is_held_out: true, ..tuned_code("cp2k", "CP2K: a water molecule (GPW, PIMD), 4 beads", 0.0) },
 ];
 
-/// Those of the section `debian`.
+/// The codes of the section `debian`.
 pub const DEBIAN_CODES: &[SimulationCode] = &[
     debian_code("lammps", "LAMMPS: a melting crystal (molecular dynamics), 4 ranks", false, 1e-6),
     debian_code("gromacs", "GROMACS: water (molecular dynamics), 4 ranks", true, 0.1),
@@ -104,24 +103,24 @@ const fn debian_code(name: &'static str, title: &'static str, held_out: bool, to
     SimulationCode { name, title, is_held_out: held_out, whole_pages_to_scan: &[2000], tolerance }
 }
 
-/// Those of some codes that are named, or all.
+/// The codes with these names, or all.
 pub fn select_codes(codes: &[SimulationCode], names: &[String]) -> Result<Vec<SimulationCode>> {
     let unknown = names.iter().find(|name| codes.iter().all(|code| code.name != **name));
     let all = || codes.iter().map(|code| code.name).collect::<Vec<_>>().join(", ");
-    ensure!(unknown.is_none(), "there is no simulation {unknown:?}; the ones in labs/mpi are {}", all());
+    ensure!(unknown.is_none(), "unknown simulation {unknown:?}; those in labs/mpi are {}", all());
     Ok(codes.iter().copied().filter(|code| names.is_empty() || names.iter().any(|name| name == code.name)).collect())
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum SimulationMode {
     Off,
-    /// Everything enrolled, with this `pages_to_scan` and `sleep_millisecs` 20.
+    /// All memory enrolled, with this `pages_to_scan` and `sleep_millisecs` 20.
     Whole(u32),
     Guided,
 }
 
 impl SimulationMode {
-    /// Those in which a code is run.
+    /// The modes in which a code runs.
     fn modes_of(code: SimulationCode) -> Vec<Self> {
         let whole = code.whole_pages_to_scan.iter().map(|&pages| Self::Whole(pages));
         [Self::Off].into_iter().chain(whole).chain([Self::Guided]).collect()
@@ -136,15 +135,15 @@ impl SimulationMode {
     }
 }
 
-/// One run.
+/// A run.
 #[derive(Debug)]
 struct SimulationRun {
     mode: SimulationMode,
     round: usize,
     seconds: f64,
-    /// Mean over the run, in bytes.
+    /// Mean memory over the run, in bytes.
     mean_memory: f64,
-    /// Mean over its last quarter.
+    /// Mean memory over its last quarter, in bytes.
     mean_late_memory: f64,
     faults: u64,
     ksmd_seconds: f64,
@@ -152,12 +151,12 @@ struct SimulationRun {
     result: String,
 }
 
-/// How runs are made.
+/// The conditions of the runs.
 #[derive(Debug)]
 pub struct SimulationConditions {
-    /// How pagefold is called.
+    /// The pagefold binary.
     pub pagefold: PagefoldProgram,
-    /// Its bound on CPU, in percent of one.
+    /// CPU bound of pagefold, in percent of one CPU.
     pub cpu_percent: u32,
     /// Short runs.
     pub quick: bool,
@@ -188,7 +187,7 @@ pub fn measure_code(code: SimulationCode, rounds: usize, conditions: &Simulation
     Ok(findings)
 }
 
-/// Whether two results say the same: word by word, numbers within a tolerance relative to themselves.
+/// Whether two results agree: word by word, numbers within a relative tolerance.
 fn results_agree(left: &str, right: &str, tolerance: f64) -> bool {
     let words = |text: &str| text.split([' ', ',', '\n']).map(str::to_owned).collect::<Vec<_>>();
     let alike = |(left, right): (&String, &String)| match (left.parse::<f64>(), right.parse::<f64>()) {
@@ -199,14 +198,14 @@ fn results_agree(left: &str, right: &str, tolerance: f64) -> bool {
     left.len() == right.len() && left.iter().zip(&right).all(alike)
 }
 
-/// Find a table of the modes, and the bars: of a code that was not held out they are told and decide nothing.
+/// Build the table of modes, and the checks; checks of a code that was not held out are reported and not judged.
 fn build_table_and_checks(
     code: SimulationCode,
     runs: &[SimulationRun],
     cpu: u32,
     findings: &mut Findings,
 ) -> Result<()> {
-    // Each run with the one without merging in its round.
+    // Each run with the run without merging in its round.
     let pairs = |mode: SimulationMode| {
         let off = |round| runs.iter().find(move |run| run.mode == SimulationMode::Off && run.round == round);
         let of = runs.iter().filter(move |run| run.mode == mode);
@@ -223,10 +222,10 @@ fn build_table_and_checks(
         &[
             "mode",
             "run s",
-            "against off",
+            "relative to off",
             "95 % interval",
             "memory MiB",
-            "saved in the mean",
+            "saved on average",
             "in the last quarter",
             "faults",
             "ksmd CPU s",
@@ -274,7 +273,7 @@ fn build_table_and_checks(
     let bars = vec![
         ThresholdCheck {
             claim: format!(
-                "{}, {}: at most {:.0} % slower, {:.0} % beyond the bound on CPU",
+                "{}, {}: at most {:.0} % slower, {:.0} % beyond the CPU bound",
                 code.name,
                 if code.is_held_out { "held out" } else { "not held out" },
                 allowed * 100.0,
@@ -285,7 +284,7 @@ fn build_table_and_checks(
         },
         ThresholdCheck {
             claim: format!(
-                "{}: at least {:.0} % of the savings that last, those of the last quarter of a run",
+                "{}: at least {:.0} % of the lasting savings (last quarter of a run)",
                 code.name,
                 MIN_SIMULATION_SAVINGS_SHARE * 100.0
             ),
@@ -298,12 +297,12 @@ fn build_table_and_checks(
         findings.checks = bars;
     } else {
         findings.unjudged =
-            bars.iter().map(|bar| format!("told, not judged: {}: {}", bar.claim, bar.measured)).collect();
+            bars.iter().map(|bar| format!("reported, not judged: {}: {}", bar.claim, bar.measured)).collect();
     }
     Ok(())
 }
 
-/// The geometric mean of ratios, and its 95 % interval by Student's t on their logarithms; none with a single ratio.
+/// The geometric mean of ratios, and its 95 % interval by Student's t on their logarithms; no interval for one ratio.
 pub fn geometric_mean(ratios: &[f64]) -> (f64, Option<(f64, f64)>) {
     // Quantiles 0.975 of Student's distribution for 1 to 9 degrees of freedom.
     const STUDENT_T_975: [f64; 9] = [12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262];
@@ -357,7 +356,7 @@ fn run_code(
         }
         let CgroupUsage { anonymous_bytes: bytes, page_faults: so_far, .. } = group.read_usage()?;
         memory.push(bytes as f64);
-        // When the last process is gone the group is empty, and its counter stays.
+        // When the last process has ended the group is empty, and its counter remains.
         faults = so_far;
         let now = KsmCounters::read(ksmd)?.ksmd_seconds - before.ksmd_seconds;
         if let Some(beside) = &mut beside {
@@ -375,18 +374,18 @@ fn run_code(
     let status: Result<ExitStatus> = watch();
     let seconds = begin.elapsed().as_secs_f64();
     if status.is_err() {
-        // mpirun ends its ranks when it is asked to end.
+        // mpirun ends its ranks on SIGTERM.
         let _ = rustix::process::kill_process(Pid::from_child(&program), Signal::TERM);
         let _ = program.wait();
     }
-    // In any case: until then pagefold needs its folder, and may set KSM.
+    // Also after a failure: until it exits, pagefold needs its folder and may set KSM.
     let put_back = beside.as_mut().map_or(Ok(()), CompanionMeter::wait_for_exit);
     let (status, complaints) = (status?, fs::read_to_string(deck.stderr_path())?);
     ensure!(status.success(), "{} failed: {status}: {complaints}", code.name);
     put_back?;
     if mode == SimulationMode::Guided {
         let own: Vec<&str> = complaints.lines().filter(|line| line.starts_with("pagefold: ")).collect();
-        ensure!(own.is_empty(), "guided merging of {} did not go through: {own:?}", code.name);
+        ensure!(own.is_empty(), "guided merging of {} failed: {own:?}", code.name);
         let after = writable_ksm_settings();
         ensure!(after == settings, "pagefold left KSM with {after:?} instead of {settings:?}");
     }
@@ -408,7 +407,7 @@ fn run_code(
     })
 }
 
-/// A script of `labs/mpi` in a folder of its own.
+/// A script of `labs/mpi` with a folder of its own.
 struct SimulationScript<'a> {
     script: PathBuf,
     folder: &'a Path,
@@ -437,12 +436,12 @@ impl SimulationScript<'_> {
         Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
     }
 
-    /// What is said on standard error during a run.
+    /// The file with the standard error of a run.
     fn stderr_path(&self) -> PathBuf {
         self.folder.join("complaints")
     }
 
-    /// Start it as a member of a group, through another program if one is given.
+    /// Start a run as a member of a control group, through another program if one is given.
     fn start(&self, group: &BenchmarkCgroup, enrolled: bool, through: Option<&Command>) -> Result<Child> {
         let held = match through {
             Some(command) => {
@@ -465,19 +464,19 @@ impl SimulationScript<'_> {
     }
 }
 
-/// The process that `pagefold run` leaves beside a program. It is no child of this one, and is known by the folder for
-/// its state, which nobody else was given.
+/// The companion process of `pagefold run`. It is no child of this process. It is recognized by its state folder, which
+/// no other process has.
 pub struct CompanionMeter {
-    /// The program: it was pagefold for a moment, and has the same arguments until then.
+    /// The program: before its exec it was pagefold, with the same arguments as the companion.
     program_pid: u32,
     state_directory: Vec<u8>,
     companion_pid: Option<u32>,
-    /// CPU seconds, as of the last look.
+    /// CPU seconds at the last reading.
     pub cpu_seconds: f64,
 }
 
 impl CompanionMeter {
-    /// Of a program that was just started, with a folder for pagefold's state.
+    /// The meter of a program that was just started with this state folder.
     pub fn new(program: u32, state: &Path) -> Self {
         Self {
             program_pid: program,
@@ -487,27 +486,27 @@ impl CompanionMeter {
         }
     }
 
-    /// Whether a process is it: of one that has ended there are no arguments left.
+    /// Whether a process is the companion. A process that has ended has no arguments left.
     fn is_companion(&self, pid: u32) -> bool {
         let arguments = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         pid != self.program_pid && arguments.split(|&byte| byte == 0).any(|argument| argument == self.state_directory)
     }
 
-    /// Read its CPU time; whether it is there.
+    /// Read the CPU time of the companion. Returns whether it is running.
     pub fn read_cpu(&mut self) -> Result<bool> {
         if self.companion_pid.is_none_or(|pid| !self.is_companion(pid)) {
             let pids = fs::read_dir("/proc")?.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
             let Some(found) = pids.into_iter().find(|&pid| self.is_companion(pid)) else { return Ok(false) };
             self.companion_pid = Some(found);
         }
-        // One that ends in this moment has used what was read last.
+        // If it is just ending, the last reading remains.
         if let Some(cpu) = self.companion_pid.and_then(|pid| cpu_seconds(pid).ok()) {
             self.cpu_seconds = self.cpu_seconds.max(cpu);
         }
         Ok(true)
     }
 
-    /// The program has ended: so does this by itself, having put everything back.
+    /// Wait until the companion exits, which it does by itself after the program and after undoing its changes.
     pub fn wait_for_exit(&mut self) -> Result<()> {
         let begin = Instant::now();
         while self.read_cpu()? {
@@ -517,7 +516,7 @@ impl CompanionMeter {
             );
             sleep(Duration::from_millis(10));
         }
-        ensure!(self.companion_pid.is_some(), "pagefold left no process beside the program");
+        ensure!(self.companion_pid.is_some(), "pagefold started no companion process");
         Ok(())
     }
 }
@@ -529,7 +528,7 @@ pub struct BenchmarkCgroup {
     anonymous_line: &'static str,
 }
 
-/// What a group uses.
+/// The usage of a control group.
 #[derive(Clone, Copy, Debug)]
 pub struct CgroupUsage {
     /// Bytes of anonymous memory.
@@ -541,7 +540,7 @@ pub struct CgroupUsage {
 }
 
 impl BenchmarkCgroup {
-    /// A new one, without members.
+    /// A new group without processes.
     pub fn create() -> Result<Self> {
         let first = Path::new("/sys/fs/cgroup/memory");
         let (root, line) = if first.exists() { (first, "rss ") } else { (Path::new("/sys/fs/cgroup"), "anon ") };
@@ -550,7 +549,7 @@ impl BenchmarkCgroup {
         Ok(Self { folder, anonymous_line: line })
     }
 
-    /// What starts another command as a member of it.
+    /// A command that starts another command as a member of the group.
     pub fn command_in_group(&self, other: &Command) -> Command {
         let mut command = Command::new("sh");
         command.args(["-c", "echo $$ > \"$1/cgroup.procs\" && shift && exec \"$@\"", "sh"]);
@@ -558,7 +557,7 @@ impl BenchmarkCgroup {
         command
     }
 
-    /// Read it.
+    /// Read the usage.
     pub fn read_usage(&self) -> Result<CgroupUsage> {
         let path = self.folder.join("memory.stat");
         let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -573,7 +572,7 @@ impl BenchmarkCgroup {
 
 impl Drop for BenchmarkCgroup {
     fn drop(&mut self) {
-        // A group whose last member has just ended is busy for a moment.
+        // A group whose last process has just ended is busy for a moment.
         for _ in 0..50 {
             if fs::remove_dir(&self.folder).is_ok() {
                 return;

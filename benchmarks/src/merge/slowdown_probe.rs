@@ -1,5 +1,5 @@
-//! A program that suffers: it repeats a fixed piece of work, half arithmetic and half a walk through memory, and a
-//! slow-down shows in how long each repetition takes. One thread, pinned nowhere.
+//! A program that measures slow-down. It repeats a fixed amount of work, half arithmetic and half a walk through
+//! memory, and prints the duration of each repetition. One thread, not pinned to a CPU.
 
 use super::running_program::{RunningProgram, command_through_hold};
 use anyhow::{Context, Result, ensure};
@@ -8,14 +8,14 @@ use std::io::Write;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-/// Bytes that are walked through: more than caches hold.
+/// Bytes of the walk: more than caches hold.
 const WALKED_BYTES: usize = 64 << 20;
 
-/// Steps of each half of a repetition: some ten milliseconds together.
+/// Steps of each half of a repetition: some ten milliseconds in total.
 const ARITHMETIC_STEPS: u64 = 2_000_000;
 const MEMORY_STEPS: usize = 100_000;
 
-/// Be the probe: a line for each repetition, with its seconds, until nobody reads them.
+/// Run as the probe: print a line with the seconds of each repetition, until the reader has gone.
 pub fn run_probe() -> Result<()> {
     let size = WALKED_BYTES / 8;
     // A walk over all words in one cycle: a full-period congruential sequence (D. Knuth, TAOCP 2, 3.2.1.2, theorem A).
@@ -39,17 +39,17 @@ pub fn run_probe() -> Result<()> {
     }
 }
 
-/// The probe at work.
+/// The running probe.
 pub struct SlowdownProbe {
     repetitions: Receiver<(Instant, f64)>,
-    /// Seconds of a repetition when nothing else goes on.
+    /// Seconds of a repetition on the otherwise idle machine.
     baseline_seconds: f64,
-    /// Dropped after the receiver: the reader then stops, and the probe with it.
+    /// Dropped after the receiver: the reader then stops, and the probe exits.
     _process: RunningProgram,
 }
 
 impl SlowdownProbe {
-    /// Start it, and see for so long how fast it is alone.
+    /// Start the probe, and measure its speed alone for this time.
     pub fn start(baseline_time: Duration) -> Result<Self> {
         let mut command = command_through_hold(std::env::current_exe()?, false)?;
         command.arg("probe");
@@ -65,7 +65,7 @@ impl SlowdownProbe {
                 }
             }
         });
-        // The first repetitions fill caches.
+        // The first repetitions fill the caches.
         std::thread::sleep(Duration::from_millis(200));
         let mut probe = Self { repetitions: told, _process: holder, baseline_seconds: 0.0 };
         let begin = Instant::now();
@@ -74,7 +74,8 @@ impl SlowdownProbe {
         Ok(probe)
     }
 
-    /// How much longer a repetition took between two moments than alone: 0.1 is a tenth. Earlier ones are forgotten.
+    /// How much longer a repetition took in this interval than alone: 0.1 is 10 % longer. Earlier samples are
+    /// discarded.
     pub fn slowdown(&self, from: Instant, to: Instant) -> Result<f64> {
         Ok(self.mean_seconds(from, to)? / self.baseline_seconds - 1.0)
     }

@@ -1,8 +1,9 @@
-//! For how long a process is stopped while its ranges are enrolled and withdrawn from outside.
+//! How long a process is stopped while its ranges are enrolled and unenrolled from outside.
 //!
-//! A thread of the target is stopped, made to call madvise(2), and let go, again and again: a command of many ranges is
-//! several stops, so that no single one is long. What is measured is each stop, as the host tells it, and their sum
-//! over all ranges of a command. ksmd stands still meanwhile: nothing merges, and withdrawing has nothing to unmerge.
+//! A thread of the target is stopped, made to call madvise(2), and resumed, again and again: a command with many ranges
+//! causes several stops, so that no single stop is long. The host reports each stop; the benchmark reports single stops
+//! and their sum over all ranges of a command. ksmd is stopped meanwhile: it merges nothing, so that unenrolling has no
+//! pages to unmerge.
 
 use super::thresholds::MAX_MEDIAN_STOP_SECONDS;
 use crate::findings::{Findings, MarkdownTable, SampleSpread, ThresholdCheck};
@@ -18,20 +19,20 @@ use std::time::Duration;
 /// Ranges of one command.
 const RANGES_PER_COMMAND: u64 = 1000;
 
-/// Pages of a range, and of the gap after it: each range is a region of its own while it is enrolled.
+/// Pages of a range, and of the gap after it: each range is a separate region while it is enrolled.
 const PAGES_PER_RANGE: u64 = 16;
 
-/// What is done in turns.
+/// The actions, taken in turns.
 const ADVICE_TURNS: [(&str, MergeAdvice); 2] =
-    [("enrol", MergeAdvice::Mergeable), ("withdraw", MergeAdvice::Unmergeable)];
+    [("enroll", MergeAdvice::Mergeable), ("unenroll", MergeAdvice::Unmergeable)];
 
-/// Enrol and withdraw, in cycles.
+/// Enroll and unenroll, in cycles.
 pub fn measure(quick: bool) -> Result<Findings> {
     let cycles = if quick { 3 } else { 30 };
     let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
     ksm.write_setting("run", 0);
     let lab = RunningLab::start_layout(&[&format!("unique={}", RANGES_PER_COMMAND * PAGES_PER_RANGE * 2)])
-        .context("a process to stop")?;
+        .context("cannot start the process to stop")?;
     let region = lab.first_region("unique");
     let host = LiveHost::new();
     let process = host.open(Pid(lab.pid())).map_err(|why| anyhow!("the process to stop: {why}"))?.id();
@@ -45,7 +46,7 @@ pub fn measure(quick: bool) -> Result<Findings> {
         for ((name, advice), commands) in ADVICE_TURNS.into_iter().zip(&mut commands) {
             let effect = host.apply(&Action::Advise { process, advice, ranges: ranges.clone() })?;
             ensure!(effect.missed_ranges.is_empty(), "cycle {cycle}: ranges were missed: {:?}", effect.missed_ranges);
-            ensure!(!effect.stop_durations.is_empty(), "cycle {cycle}: the host tells of no stop");
+            ensure!(!effect.stop_durations.is_empty(), "cycle {cycle}: the host reported no stop");
             for (number, stop) in (1..).zip(&effect.stop_durations) {
                 findings.samples.push(format!("{cycle},{name},{number},{:.1}", stop.as_secs_f64() * 1e6));
             }
@@ -54,7 +55,7 @@ pub fn measure(quick: bool) -> Result<Findings> {
     }
     let mut table = MarkdownTable::new(
         format!("{RANGES_PER_COMMAND} ranges of {} KiB in a process, {cycles} cycles", bytes >> 10),
-        &["action", "stops", "of a command", "median us", "p99 us", "longest us", "sum of a command ms"],
+        &["action", "stops", "per command", "median us", "p99 us", "longest us", "sum per command ms"],
     );
     for ((name, _), commands) in ADVICE_TURNS.into_iter().zip(&commands) {
         let count = SampleSpread::from_samples(commands.iter().map(|stops| stops.len() as f64));
@@ -79,9 +80,9 @@ pub fn measure(quick: bool) -> Result<Findings> {
         });
     }
     table.notes.push(format!(
-        "A command of {RANGES_PER_COMMAND} ranges is several stops, each of as many ranges as fit into a short one; between them the \
-         process runs. Median, 99th percentile and longest are of single stops, the sum is of all stops of a command. \
-         ksmd stands still, so that nothing is merged and nothing to be unmerged."
+        "A command of {RANGES_PER_COMMAND} ranges causes several stops, each for as many ranges as fit into a short \
+         one; between them the process runs. Median, 99th percentile and longest are of single stops; the sum covers \
+         all stops of a command. ksmd is stopped, so that no page is merged or unmerged."
     ));
     findings.tables.push(table);
     Ok(findings)
@@ -93,7 +94,7 @@ fn sort_durations(commands: &[Vec<Duration>]) -> Vec<Duration> {
     stops
 }
 
-/// Of sorted values: the least that so many percent of them do not exceed.
+/// The percentile of sorted values: the smallest value that this percentage of them does not exceed.
 fn percentile(sorted: &[Duration], percent: usize) -> Duration {
     sorted[(sorted.len() * percent).div_ceil(100).clamp(1, sorted.len()) - 1]
 }

@@ -1,36 +1,37 @@
-//! What `pagefold merge` is held to: all bars, as data.
+//! The targets of `pagefold merge`, as data.
 //!
-//! Against whole-process KSM flat out at the same bound on CPU; pagefold's own CPU and its census are in its figures.
+//! They compare with whole-process KSM, flat out, at the same CPU bound. Pagefold's figures include its own CPU and its
+//! census.
 
 use crate::findings::{SampleSpread, ThresholdCheck};
 
-/// What is compared in each round.
+/// The measures that are compared in each round.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MergeMeasure {
-    /// CPU of whole over that of guided, to 90 % of the savings.
+    /// CPU of whole divided by that of guided, to 90 % of the savings.
     CpuRatio,
-    /// CPU of whole to 99 % of what both save in the end, over all CPU of guided.
+    /// CPU of whole, to 99 % of the savings that both reach, divided by all CPU of guided.
     LessCpuInAll,
-    /// Seconds of whole over those of guided, to 90 % of the savings.
+    /// Seconds of whole divided by those of guided, to 90 % of the savings.
     TimeRatio,
-    /// Net savings of guided over what can be reached.
+    /// Net savings of guided divided by the reachable net savings.
     NetSavingsShare,
-    /// The share of huge pages that guided leaves.
+    /// The share of huge pages that remain under guided.
     HugePagesKept,
-    /// The share of huge pages that whole leaves.
+    /// The share of huge pages that remain under whole.
     HugePagesKeptByWhole,
 }
 
-/// Which of the rounds decides.
+/// The round that decides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum DecidingRound {
-    /// Their median: so much more in general.
+    /// The median of the rounds: a typical value.
     Median,
-    /// The worst: always so much, or never worse than that.
+    /// The worst round: a guarantee.
     Worst,
 }
 
-/// A bar.
+/// A target.
 #[derive(Clone, Copy, Debug)]
 struct MergeThreshold {
     workload: &'static str,
@@ -58,7 +59,7 @@ const fn worst_round_threshold(
     MergeThreshold { deciding_round: DecidingRound::Worst, ..median_threshold(workload, measure, bound, says) }
 }
 
-/// Each is a least value, but for what whole-process KSM leaves of huge pages.
+/// Each bound is a minimum, except for the huge pages that remain under whole-process KSM, where it is a maximum.
 const MERGE_THRESHOLDS: &[MergeThreshold] = &[
     median_threshold("tenth", MergeMeasure::CpuRatio, 5.0, "a tenth is duplicate: 5 times less CPU to 90 %"),
     median_threshold("tenth", MergeMeasure::TimeRatio, 5.0, "a tenth is duplicate: 5 times sooner to 90 %"),
@@ -112,8 +113,8 @@ const MERGE_THRESHOLDS: &[MergeThreshold] = &[
         0.98,
         "a tenth, in single pages: always 98 % of the reachable net savings",
     ),
-    median_threshold("huge", MergeMeasure::HugePagesKept, 0.9, "huge pages, few duplicates: 90 % of them are left"),
-    median_threshold("huge", MergeMeasure::HugePagesKeptByWhole, 0.5, "where whole-process KSM loses half"),
+    median_threshold("huge", MergeMeasure::HugePagesKept, 0.9, "huge pages, few duplicates: 90 % of them remain"),
+    median_threshold("huge", MergeMeasure::HugePagesKeptByWhole, 0.5, "huge pages, few duplicates: KSM splits half"),
     worst_round_threshold(
         "huge",
         MergeMeasure::NetSavingsShare,
@@ -148,7 +149,7 @@ const MERGE_THRESHOLDS: &[MergeThreshold] = &[
         "big-fleet-equal-start",
         MergeMeasure::NetSavingsShare,
         0.98,
-        "the same: always 98 % of the reachable net savings",
+        "big guests, equal first bytes: always 98 % of the reachable net savings",
     ),
     worst_round_threshold(
         "program",
@@ -158,15 +159,16 @@ const MERGE_THRESHOLDS: &[MergeThreshold] = &[
     ),
 ];
 
-/// What a hot program may lose in time beyond the bound on CPU, and what it must keep of the savings that last.
+/// The maximum slow-down of a hot program beyond the CPU bound. [`MIN_SIMULATION_SAVINGS_SHARE`] is the share of
+/// lasting savings that it must keep.
 pub const MAX_SIMULATION_SLOWDOWN: f64 = 0.03;
 /// See [`MAX_SIMULATION_SLOWDOWN`].
 pub const MIN_SIMULATION_SAVINGS_SHARE: f64 = 0.7;
 
-/// What a single stop of a target stays below in the median, in seconds.
+/// The limit of the median stop of a target, in seconds.
 pub const MAX_MEDIAN_STOP_SECONDS: f64 = 0.001;
 
-/// For people.
+/// The measured value as text.
 fn format_measure(measure: MergeMeasure, spread: Option<SampleSpread>) -> String {
     match (spread, measure) {
         (None, _) => "not reached".to_owned(),
@@ -181,7 +183,7 @@ fn spread_if_any(values: Vec<f64>) -> Option<SampleSpread> {
     (!values.is_empty()).then(|| SampleSpread::from_samples(values))
 }
 
-/// The bars of a workload, by the measures in its rounds.
+/// The checks of a workload, given the measures of its rounds.
 pub fn evaluate(workload: &str, measured: impl Fn(MergeMeasure) -> Vec<f64>) -> Vec<ThresholdCheck> {
     let judge = |claim: &MergeThreshold| {
         let spread = spread_if_any(measured(claim.measure));

@@ -1,16 +1,20 @@
-//! How fast equal memory is merged: the user engine against ksmd flat out, by length of run.
+//! Merge speed for equal memory: the user engine against ksmd flat out, by run length.
 //!
-//! Two, four or eight processes hold the same, in runs of so many pages with a page between them that is not there; or
-//! zeros. Nothing of it is merged at first and all of it at last. One after another, on one and on two threads, the
-//! user engine takes a merge for each process and one more for that, all of which count: one to see what the first
-//! process has, one to store and map it in the second, one to map it in each of the others, the first at last. All at
-//! once, on one thread each, is how the ranks of a parallel program merge, which come to a safe point together; whoever
-//! has seen nothing of what came later merges once more, and what counts is the time from when all are told until all
-//! have answered, of each such round. ksmd takes two scans and more; what counts is its CPU time until the last page is
-//! merged. In each round all take their turn, in an order drawn anew.
+//! Two, four or eight processes hold equal contents in runs of a given number of pages, with an absent page between
+//! runs; or they hold zeros. At first no page is merged, at last all pages are. The user engine merges in two ways:
 //!
-//! The processes are the engine's `examples/member`, which fill their memory as they are told; the time of a merge that
-//! is alone is what it says of itself.
+//! - One after another, on one and on two threads: one merge for each process plus one for the first, all of which
+//!   count. The first merge reads the first process, the second stores and maps its content in the second process, each
+//!   further one maps it in another process, and the last maps it in the first.
+//! - All at once, on one thread each, as the ranks of a parallel program merge at a common safe point. A process that
+//!   has not seen the content of a later one merges once more. The time of a round is from the command to all processes
+//!   until the last answer; all rounds count.
+//!
+//! ksmd takes two scans and more; its CPU time until the last page is merged counts. In each round all methods take
+//! their turn, in a random order.
+//!
+//! The processes run the engine's `examples/member`, which fills memory on command. The time of a merge that runs alone
+//! is the time that the member reports.
 
 use super::compare::shuffle;
 use super::readings::{KsmCounters, ksmd_pid};
@@ -27,27 +31,27 @@ use std::time::{Duration, Instant};
 /// Pages of a run.
 const RUN_LENGTHS_PAGES: [u64; 6] = [1, 4, 16, 64, 256, 1024];
 
-/// How many processes hold the same.
+/// The numbers of processes with equal contents.
 const PROCESS_COUNTS: [u64; 3] = [2, 4, 8];
 
-/// From this length on the engine is to be so many times as fast as ksmd, which is one thread: members that merge all at
-/// once, and on two threads one after another.
+/// From this run length on the speed is judged against ksmd, which has one thread: for members that merge all at once,
+/// and for members that merge one after another on two threads.
 const MIN_JUDGED_RUN_PAGES: u64 = 64;
 const MIN_ENGINE_TO_KSMD_RATIO: f64 = 5.0;
 
-/// So many times all merge at most: at the second everybody knows what everybody has.
+/// Maximum rounds in which all members merge: by the second round every member has published its content.
 const MAX_CONCURRENT_MERGES: usize = 4;
 
-/// ksmd has what it can get once nothing is merged for so long.
+/// ksmd has merged everything possible once no page was merged for this long.
 const KSMD_SETTLE_TIME: Duration = Duration::from_secs(3);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ThroughputMethod {
-    /// Members that merge one after another.
+    /// Members merge one after another.
     Engine {
         threads: usize,
     },
-    /// Members that merge all at once, on one thread each.
+    /// Members merge all at once, on one thread each.
     ConcurrentEngine,
     Ksmd,
 }
@@ -65,23 +69,24 @@ impl ThroughputMethod {
     }
 }
 
-/// What processes hold.
+/// The memory of the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct ThroughputMemory {
     processes: u64,
     run_pages: u64,
     zeros: bool,
-    /// In each process, without the gaps.
+    /// Pages of each process, without the gaps.
     pages_per_process: u64,
 }
 
 impl ThroughputMemory {
-    /// In all processes.
+    /// Pages of all processes.
     fn total_pages(self) -> u64 {
         self.processes * self.pages_per_process
     }
 
-    /// What is measured: zeros of two processes only, which have nothing to do with each other.
+    /// The measured shapes. Zeros are measured with two processes only, because their merges do not involve other
+    /// processes.
     fn all_shapes(pages: u64) -> Vec<Self> {
         let lengths = |processes, zeros| {
             RUN_LENGTHS_PAGES.map(|run| Self { processes, run_pages: run, zeros, pages_per_process: pages })
@@ -95,20 +100,20 @@ struct ThroughputTrial {
     memory: ThroughputMemory,
     method: ThroughputMethod,
     round: usize,
-    /// Of all processes.
+    /// Merged pages of all processes.
     merged_pages: u64,
     seconds: f64,
 }
 
 impl ThroughputTrial {
-    /// Bytes in a second; nothing if not nearly everything was merged.
+    /// Bytes per second; none if a significant share was not merged.
     fn bytes_per_second(&self) -> Option<f64> {
         let bytes = self.merged_pages as f64 * pagefold_sys::mapping::page_size() as f64;
         (self.merged_pages as f64 >= 0.99 * self.memory.total_pages() as f64).then(|| bytes / self.seconds)
     }
 }
 
-/// Measure.
+/// Run the measurement.
 pub fn measure(rounds: usize, quick: bool) -> Result<Findings> {
     let pages = if quick { 2048 } else { 16_384 };
     let mut trials = Vec::new();
@@ -147,7 +152,7 @@ fn build_findings(trials: &[ThroughputTrial], pages: u64) -> Findings {
     let of = |held: ThroughputMemory, way: ThroughputMethod| {
         trials.iter().filter(move |trial| trial.memory == held && trial.method == way)
     };
-    // Within rounds.
+    // Ratios within rounds.
     let ratios = |held: ThroughputMemory, over: ThroughputMethod, under: ThroughputMethod| {
         let pair = |one: &ThroughputTrial| {
             let other = of(held, under).find(|other| other.round == one.round)?;
@@ -201,9 +206,10 @@ fn build_findings(trials: &[ThroughputTrial], pages: u64) -> Findings {
                     let ratio = spread(ratios(held, way, ksmd));
                     ThresholdCheck {
                         claim: format!(
-                            "{processes} processes, runs of {run} pages, {how}: at least {MIN_ENGINE_TO_KSMD_RATIO} times ksmd flat out"
+                            "{processes} processes, runs of {run} pages, {how}: at least \
+                             {MIN_ENGINE_TO_KSMD_RATIO} times ksmd flat out"
                         ),
-                        measured: ratio.map_or("not all was merged".to_owned(), SampleSpread::format_factor),
+                        measured: ratio.map_or("not all pages were merged".to_owned(), SampleSpread::format_factor),
                         met: ratio.is_some_and(|ratio| ratio.median >= MIN_ENGINE_TO_KSMD_RATIO),
                     }
                 }));
@@ -213,8 +219,9 @@ fn build_findings(trials: &[ThroughputTrial], pages: u64) -> Findings {
     }
     if let Some(last) = findings.tables.last_mut() {
         last.notes.push(
-            "Bytes of all processes by the time from when nothing is merged until all is: of all merges that takes, \
-             by the engine, one after another or, all at once, beside one another; of ksmd's CPU time. \"not all\": what the engine does not find worth a mapping of its own."
+            "Bytes of all processes divided by the time until all are merged: the time of all merges by the engine, \
+             one after another or all at once; the CPU time of ksmd. \"not all\": runs too short for the engine \
+             to map."
                 .to_owned(),
         );
     }
@@ -233,7 +240,7 @@ fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -
         ThroughputMethod::Engine { .. } => {
             for member in (0..members.len()).chain([0]) {
                 let told = members[member].run_command("merge")?;
-                merged += parse_field(&told, "merged: Pages(")? + parse_field(&told, "zeros: Pages(")?;
+                merged += parse_field(&told, "pages_merged: Pages(")? + parse_field(&told, "zeros_freed: Pages(")?;
                 seconds += parse_merge_seconds(&told)?;
             }
         }
@@ -244,7 +251,7 @@ fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -
                 let told = members.iter_mut().map(ThroughputMember::read_answer).collect::<Result<Vec<_>>>()?;
                 seconds += began.elapsed().as_secs_f64();
                 for told in &told {
-                    merged += parse_field(told, "merged: Pages(")? + parse_field(told, "zeros: Pages(")?;
+                    merged += parse_field(told, "pages_merged: Pages(")? + parse_field(told, "zeros_freed: Pages(")?;
                 }
                 if merged >= memory.total_pages() {
                     break;
@@ -257,7 +264,7 @@ fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -
             ksm.write_setting("pages_to_scan", 20_000);
             ksm.write_setting("sleep_millisecs", 0);
             ksm.write_setting("run", 1);
-            // Of equal pages one is kept.
+            // One page of each set of equal pages is kept.
             let saved = |now: KsmCounters| (now.saved_pages - before.saved_pages).unsigned_abs();
             let (mut best, mut since) = (0, quiet);
             let most =
@@ -277,23 +284,23 @@ fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -
         let checked = member.run_command("check")?;
         ensure!(checked == "same", "after merging, {checked}");
     }
-    // Other memory of the processes is merged by ksmd, too.
+    // ksmd also merges other memory of the processes.
     Ok(ThroughputTrial { memory, method, round, merged_pages: merged.min(memory.total_pages()), seconds })
 }
 
-/// A number in what a member says.
+/// A number in the output of a member.
 fn parse_field(output: &str, name: &str) -> Result<u64> {
     let number = output.split_once(name).and_then(|(_, rest)| rest.split_once(')')?.0.parse().ok());
     number.with_context(|| format!("no {name:?} in {output:?}"))
 }
 
-/// Seconds of a merge, from how Rust prints a duration.
+/// Seconds of a merge, from the format in which Rust prints a duration.
 fn parse_merge_seconds(output: &str) -> Result<f64> {
-    let words = output.split_once("time: ").and_then(|(_, rest)| rest.split_once(','));
-    let word = words.with_context(|| format!("no time in {output:?}"))?.0;
+    let words = output.split_once("program_time: ").and_then(|(_, rest)| rest.split_once(','));
+    let word = words.with_context(|| format!("no duration in {output:?}"))?.0;
     let units = [("ns", 1e-9), ("µs", 1e-6), ("ms", 1e-3), ("s", 1.0)];
     let seconds = units.iter().find_map(|(unit, factor)| Some(word.strip_suffix(unit)?.parse::<f64>().ok()? * factor));
-    seconds.with_context(|| format!("{word:?} is no time"))
+    seconds.with_context(|| format!("{word:?} is not a duration"))
 }
 
 /// A process that holds memory.
@@ -338,7 +345,7 @@ impl ThroughputMember {
     }
 
     fn send_command(&mut self, line: &str) -> Result<()> {
-        writeln!(self.commands, "{line}").context("a member does not listen")
+        writeln!(self.commands, "{line}").context("a member has closed its standard input")
     }
 
     fn run_command(&mut self, line: &str) -> Result<String> {
@@ -360,11 +367,11 @@ mod tests {
 
     #[test]
     fn member_output_is_parsed() {
-        let told = "Merged { looked_at: Pages(10), zeros: Pages(3), merged: Pages(7), time: 1.5ms, cut_short: 0 }";
-        assert_eq!(parse_field(told, "merged: Pages(").unwrap(), 7);
+        let told = "MergeCounters { pages_scanned: Pages(10), zeros_freed: Pages(3), pages_merged: Pages(7), program_time: 1.5ms, incomplete_merges: 0 }";
+        assert_eq!(parse_field(told, "pages_merged: Pages(").unwrap(), 7);
         assert!((parse_merge_seconds(told).unwrap() - 0.0015).abs() < 1e-12);
-        assert!((parse_merge_seconds("time: 20µs, x").unwrap() - 2e-5).abs() < 1e-12);
-        assert!((parse_merge_seconds("time: 2s, x").unwrap() - 2.0).abs() < 1e-12);
+        assert!((parse_merge_seconds("program_time: 20µs, x").unwrap() - 2e-5).abs() < 1e-12);
+        assert!((parse_merge_seconds("program_time: 2s, x").unwrap() - 2.0).abs() < 1e-12);
         assert!(parse_merge_seconds("the store is full").is_err());
     }
 

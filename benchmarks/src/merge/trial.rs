@@ -1,4 +1,4 @@
-//! One policy on one workload, from fresh processes to the truth about what came of it.
+//! A trial: one policy on one workload, from fresh processes to the exact result.
 
 use super::command_reports::MergeCommandReport;
 use super::mergeable_pages::MergeablePages;
@@ -18,91 +18,92 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-/// Between two samples, while nobody wants the benchmark to end.
+/// The interval between two samples.
 const SAMPLE_INTERVAL: Duration = Duration::from_millis(25);
 
-/// The same where a look walks through page tables: 12 ms of a CPU for a fleet of 8 guests, so a twentieth of one.
+/// The interval where a sample walks page tables: the walk takes 12 ms of a CPU for 8 guests, so a twentieth of one
+/// CPU.
 const PAGE_TABLE_SAMPLE_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Nothing is given longer.
+/// The time limit of every trial.
 const TRIAL_TIMEOUT: Duration = Duration::from_secs(180);
 
-/// Batches of a bounded ksmd: short, so that it keeps to the bound within a tenth of a second.
+/// The batch size of ksmd under a CPU bound: short, so that ksmd keeps the bound within a tenth of a second.
 const BOUNDED_BATCH_PAGES: u64 = 2000;
 
-/// How trials are made.
+/// The conditions of trials.
 #[derive(Debug)]
 pub struct TrialConditions {
-    /// How pagefold is called.
+    /// The pagefold binary.
     pub pagefold: PagefoldProgram,
-    /// Whether it is to be over soon.
+    /// Whether the run is a quick one.
     pub quick: bool,
     /// The bound on CPU, in percent of one, for pagefold and for whole-process merging.
     pub cpu_percent: u32,
-    /// What policies go by.
+    /// The host facts that policies depend on.
     pub host: HostObservation,
 }
 
-/// What came of it.
+/// The result of a trial.
 #[derive(Clone, Debug)]
 pub struct PolicyTrial {
     /// The policy.
     pub policy: MergePolicy,
-    /// From 1.
+    /// The round, counted from 1.
     pub round: usize,
-    /// Every look while it went on.
+    /// All samples during the trial.
     pub samples: Vec<KsmSample>,
-    /// What it was given at most, if its policy is slow.
+    /// The maximum window, if the policy is slow.
     pub max_window: Duration,
-    /// Whether it came to its end; otherwise the window of a slow policy was over before.
+    /// Whether merging ended by itself; otherwise the window of a slow policy ended before.
     pub is_complete: bool,
-    /// What pagefold said, of guided merging.
+    /// The report of pagefold, for guided merging.
     pub report: Option<MergeCommandReport>,
     /// Bytes saved, by the page tables.
     pub exact_saved_bytes: i64,
     /// Bytes saved, by the counters at the same moment.
     pub counted_saved_bytes: i64,
-    /// What is known.
+    /// The possible savings.
     pub mergeable: MergeablePages,
-    /// Before.
+    /// Exact figures before the policy began.
     pub memory_before: ExactMemory,
-    /// After.
+    /// Exact figures after it.
     pub memory_after: ExactMemory,
-    /// The probe's, if it ran beside.
+    /// The slow-down of the probe, if it ran.
     pub probe_slowdown: Option<f64>,
 }
 
 impl PolicyTrial {
-    /// Bytes saved less ksmd's metadata.
+    /// Bytes saved minus ksmd's metadata.
     pub fn net_bytes(&self) -> f64 {
         (self.exact_saved_bytes - (self.memory_after.rmap_items - self.memory_before.rmap_items) * 64) as f64
     }
 
-    /// What is reachable of that: all that can be saved less the least metadata.
+    /// The reachable net savings: all possible savings minus the least metadata.
     pub fn reachable_net_bytes(&self) -> f64 {
         let page = pagefold_sys::mapping::page_size() as f64;
         self.mergeable.redundant_pages as f64 * page - self.mergeable.mapped_to_shared as f64 * 64.0
     }
 
-    /// The last look.
+    /// The last sample.
     pub fn last_sample(&self) -> KsmSample {
         self.samples.last().copied().expect("a trial has samples")
     }
 
-    /// The first look at which so many bytes were saved.
+    /// The first sample at which this many bytes were saved.
     pub fn first_sample_at(&self, bytes: f64) -> Option<KsmSample> {
         let page = pagefold_sys::mapping::page_size() as f64;
         self.samples.iter().find(|sample| sample.saved_pages as f64 * page >= bytes).copied()
     }
 
-    /// The share of huge pages that are left; nothing where there were none.
+    /// The share of huge pages that remain; none if there were none.
     pub fn huge_pages_kept(&self) -> Option<f64> {
         (self.memory_before.huge_bytes > 0)
             .then(|| self.memory_after.huge_bytes as f64 / self.memory_before.huge_bytes as f64)
     }
 }
 
-/// Make one. KSM is held throughout and put back.
+/// Run a trial. It reserves KSM throughout and restores its settings.
 pub fn run_trial(
     workload: &MergeWorkload,
     policy: MergePolicy,
@@ -150,7 +151,7 @@ pub fn run_trial(
     let end = Instant::now();
     let slow_down = probe.as_ref().map(|probe| probe.slowdown(watch.started_at, end)).transpose()?;
     drop(probe);
-    // Frozen: what is read now holds.
+    // ksmd is stopped, so that the figures read now are exact.
     ksm.write_setting("run", 0);
     let counted = KsmCounters::read(ksmd)?.saved_pages - watch.counters_before.saved_pages;
     let after = ExactMemory::read(&running.pids)?;
@@ -177,7 +178,7 @@ pub fn run_trial(
     })
 }
 
-/// Wait a moment. Fails when a signal has asked the benchmark to end, so that everything is put back on the way out.
+/// Sleep for a moment. Fails if a signal has asked the benchmark to end, so that all guards restore their state.
 ///
 /// # Errors
 /// When interrupted.
@@ -191,9 +192,9 @@ pub fn sleep_unless_signaled(moment: Duration) -> Result<()> {
 /// The signal that asked the benchmark to end, or 0.
 static RECEIVED_SIGNAL: AtomicUsize = AtomicUsize::new(0);
 
-/// Note signals that would end the benchmark at once, for [`sleep_unless_signaled`].
+/// Record the signals that would otherwise end the benchmark at once, for [`sleep_unless_signaled`].
 pub fn install_signal_handlers() -> Result<()> {
-    let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot note signals")?;
+    let mut signals = Signals::new([SIGHUP, SIGINT, SIGTERM]).context("cannot install signal handlers")?;
     std::thread::spawn(move || {
         for signal in signals.forever() {
             RECEIVED_SIGNAL.store(signal.unsigned_abs() as usize, Ordering::Relaxed);
@@ -202,14 +203,15 @@ pub fn install_signal_handlers() -> Result<()> {
     Ok(())
 }
 
-/// Let ksmd forget the processes that have ended: until it comes by they still count.
+/// Wait until ksmd drops the processes that have ended: until its next scan its counters include them.
 pub fn wait_until_ksmd_forgets(ksm: &KsmTestGuard, ksmd: u32) -> Result<()> {
     ksm.write_setting("advisor_mode", "none");
     ksm.write_setting("pages_to_scan", 20_000);
     ksm.write_setting("sleep_millisecs", 0);
     ksm.write_setting("run", 1);
     let (begin, mut last, mut since) = (Instant::now(), KsmCounters::default(), Instant::now());
-    // With nothing left to scan it sleeps and no scan is counted; so what is waited for is that counters stand still.
+    // With nothing left to scan ksmd sleeps and counts no scan; therefore this waits until the counters no longer
+    // change.
     while since.elapsed() < Duration::from_millis(300) && begin.elapsed() < Duration::from_secs(20) {
         sleep_unless_signaled(SAMPLE_INTERVAL)?;
         let now = KsmCounters::read(ksmd)?;
@@ -225,16 +227,16 @@ fn write_due_settings(steps: &mut PolicySchedule, ksm: &KsmTestGuard, seconds: f
     steps.write_due_settings(ksm, seconds).map_err(|why| anyhow!("a step of a policy: {why}"))
 }
 
-/// Full scans without progress after which there is none to come: with `smart_scan` ksmd may leave a page out of eight
-/// in a row (mm/ksm.c, `skip_age`, 6.18), and then looks at it twice before it merges it.
+/// Full scans without progress after which none is expected: with `smart_scan` ksmd may skip a page in up to eight
+/// consecutive scans (mm/ksm.c, `skip_age`, 6.18), and then needs two visits to merge it.
 const MAX_SCANS_WITHOUT_PROGRESS: i64 = 10;
 
-/// Whether merging that goes on by itself has come to its end.
+/// Detects when merging has come to its end.
 struct SavingsProgress {
     mergeable: MergeablePages,
-    /// Pages saved when last there was progress.
+    /// Pages saved at the last progress.
     max_saved_pages: i64,
-    /// Full scans then.
+    /// Full scans at the last progress.
     scans_at_progress: i64,
 }
 
@@ -243,12 +245,12 @@ impl SavingsProgress {
         Self { mergeable: truth, max_saved_pages: 0, scans_at_progress: 0 }
     }
 
-    /// What can be saved is, or nothing has come in [`MAX_SCANS_WITHOUT_PROGRESS`] full scans.
+    /// Whether all possible savings are reached, or [`MAX_SCANS_WITHOUT_PROGRESS`] full scans brought none.
     fn has_converged(&mut self, sample: &KsmSample) -> bool {
         if sample.saved_pages as f64 >= 0.998 * self.mergeable.redundant_pages as f64 {
             return true;
         }
-        // Less than a hundredth more is not progress: a guest that runs always has something.
+        // Less than 1 % more is not progress: a running guest always has small changes.
         if sample.saved_pages as f64 > self.max_saved_pages as f64 * 1.01 {
             (self.max_saved_pages, self.scans_at_progress) = (sample.saved_pages, sample.full_scans);
         }
@@ -259,7 +261,7 @@ impl SavingsProgress {
 struct TrialMeter<'a> {
     ksm: &'a KsmTestGuard,
     ksmd: u32,
-    /// The processes and what they took before, where their memory tells what is saved.
+    /// The processes and their memory before, where savings are read from their memory.
     memory_baseline: Option<(&'a [u32], i64)>,
     counters_before: KsmCounters,
     started_at: Instant,
@@ -267,7 +269,7 @@ struct TrialMeter<'a> {
 
 impl TrialMeter<'_> {
     fn take_sample(&self, pagefold: f64) -> Result<(KsmSample, KsmCounters)> {
-        // This may wait for ksmd: what it finds was saved at the moment that is noted after it, or before.
+        // This may wait for ksmd: the savings it reads were reached at the noted time or before.
         let fallen = match self.memory_baseline {
             None => None,
             Some((pids, before)) => {
@@ -291,7 +293,7 @@ impl TrialMeter<'_> {
         if self.memory_baseline.is_some() { PAGE_TABLE_SAMPLE_INTERVAL } else { SAMPLE_INTERVAL }
     }
 
-    /// A slow policy until its end, or for as long as it is given. Whether it came to its end.
+    /// Watch a slow policy until its end or the end of its window. Returns whether it came to its end.
     fn watch_slow_policy(
         &self,
         window: Duration,
@@ -312,7 +314,7 @@ impl TrialMeter<'_> {
         }
     }
 
-    /// Everything enrolled, until its end.
+    /// Merge whole processes, until no further savings come.
     fn watch_whole_process(&self, mut progress: SavingsProgress, cpu_share: f64) -> Result<Vec<KsmSample>> {
         if cpu_share < 1.0 {
             self.ksm.write_setting("pages_to_scan", BOUNDED_BATCH_PAGES);
@@ -339,10 +341,10 @@ impl TrialMeter<'_> {
         }
     }
 
-    /// pagefold, until it has ended, and what it said.
+    /// Run pagefold until it exits, and return its report.
     fn watch_pagefold(&self, command: &mut Command) -> Result<(Vec<KsmSample>, MergeCommandReport)> {
-        // A file takes everything; a pipe that nobody reads meanwhile does not.
-        let mut said = tempfile::tempfile().context("no file for what pagefold says")?;
+        // A file never blocks the writer; an unread pipe would.
+        let mut said = tempfile::tempfile().context("cannot create a file for pagefold's report")?;
         command.stdout(said.try_clone()?);
         let mut child: Child = command.spawn().with_context(|| format!("cannot start {command:?}"))?;
         let mut samples = Vec::new();
@@ -355,16 +357,17 @@ impl TrialMeter<'_> {
                 sleep_unless_signaled(self.sample_interval())
             };
             if in_time.is_err() {
-                // It puts back what it changed when it is asked to end.
+                // On SIGTERM pagefold undoes its changes.
                 let _ = rustix::process::kill_process(Pid::from_child(&child), rustix::process::Signal::TERM);
                 let _ = child.wait();
                 in_time?;
             }
         }
-        // Not waited for yet: its times can still be read.
+        // Not waited for yet: its CPU times are still readable.
         samples.push(self.take_sample(cpu_seconds(pid)?)?.0);
         let status = child.wait()?;
-        // 1: the result is not what it predicted; 3: something was not seen. Both are results, and are measured.
+        // 1: the result differs from the prediction; 3: some processes were not seen. Both are results, and are
+        // measured.
         let exit = status.code().filter(|code| matches!(code, 0 | 1 | 3));
         let exit = exit.with_context(|| format!("pagefold merge failed: {status}"))?;
         let mut text = String::new();
@@ -417,7 +420,7 @@ mod tests {
         );
         let mut progress =
             SavingsProgress::new(MergeablePages { redundant_pages: 1_000_000, mapped_to_shared: 2_000_000 });
-        // The second of these is a hundredth more and no progress.
+        // The second sample is 1 % more, which is no progress.
         let looks =
             [(5, 1000), (6, 1010), (MAX_SCANS_WITHOUT_PROGRESS + 4, 1010), (MAX_SCANS_WITHOUT_PROGRESS + 5, 1010)];
         assert_eq!(has_converged_after(&mut progress, &looks), [false, false, false, true]);

@@ -1,4 +1,4 @@
-//! What is merged: memory of known content, a fleet of virtual machines, databases with their data.
+//! The workloads: memory of known content, a fleet of guests, databases with their data.
 
 use super::mergeable_pages::{self, MergeablePages};
 use super::readings::is_enrolled;
@@ -13,79 +13,79 @@ use std::process::{Command, Stdio};
 /// A workload, not yet started.
 #[derive(Clone, Debug)]
 pub struct MergeWorkload {
-    /// Its name in tables, bars and files.
+    /// Its name in tables, checks and files.
     pub name: &'static str,
-    /// What it is, for people.
+    /// Its title in reports.
     pub title: String,
-    /// What it consists of.
+    /// Its setup.
     pub setup: WorkloadSetup,
-    /// Whether every policy is measured, and in further rounds what each does to the probe beside it; or only those the
-    /// bars compare.
+    /// Whether every policy is measured, with further rounds for the slow-down of the probe; otherwise only the
+    /// policies that the targets compare.
     pub all_policies: bool,
 }
 
-/// Where a look while merging goes on finds what is saved.
+/// The source of the savings during merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SavingsGauge {
-    /// In KSM's counters, at no cost.
+    /// KSM's counters, at no cost.
     Counters,
-    /// In the memory of the processes, by their page tables: it costs, and is looked at less often.
+    /// The memory of the processes, by their page tables: it costs CPU, and is read less often.
     Memory,
 }
 
-/// What a workload consists of.
+/// The setup of a workload.
 #[derive(Clone, Debug)]
 pub enum WorkloadSetup {
     /// Processes of `pagefold-lab mixture`.
     Mixture {
-        /// How many.
+        /// Number of processes.
         processes: u32,
-        /// Size of each.
+        /// Size of each process, in MiB.
         mib: u64,
-        /// The share of runs that are duplicates, in percent.
+        /// Share of runs that are duplicates, in percent.
         duplicate: u32,
-        /// The share of runs with one stray duplicate, in percent.
+        /// Share of runs with one stray duplicate page, in percent.
         stray: u32,
-        /// Length of a run in base pages.
+        /// Run length in base pages.
         run: u64,
-        /// Whether it is of huge pages.
+        /// Whether its memory is in huge pages.
         huge: bool,
     },
     /// QEMU guests of `pagefold-lab fleet`.
     Fleet {
-        /// How many.
+        /// Number of guests.
         guests: u32,
-        /// Memory of each.
+        /// Memory of each guest, in MiB.
         mib: u32,
-        /// Data that all hold, in MiB.
+        /// Data that is equal in all guests, in MiB.
         same: u32,
-        /// Data that only one holds, in MiB.
+        /// Data that is unique to each guest, in MiB.
         own: u32,
-        /// Whether the first 4,086 bytes of all pages of data are equal.
+        /// Whether the first 4,086 bytes of all data pages are equal.
         equal_start: bool,
     },
     /// SQLite shells, each with the same database and own tables in memory.
     Databases {
-        /// How many.
+        /// Number of processes.
         processes: u32,
-        /// Rows of the common database; a thousand take some 270 KiB.
+        /// Rows of the common database; a thousand rows take some 270 KiB.
         rows: u64,
     },
 }
 
-/// A workload that runs.
+/// A running workload.
 #[derive(Debug)]
 pub struct RunningWorkload {
     processes: Vec<RunningProgram>,
     /// The processes whose memory is merged.
     pub pids: Vec<u32>,
     checksum_query: Option<&'static str>,
-    /// What can be saved: known where the memory is, and counted where it is a program's.
+    /// The possible savings: known for laid-out memory, counted for programs.
     pub mergeable: MergeablePages,
 }
 
 impl MergeWorkload {
-    /// Those of the section `synthetic`.
+    /// The workloads of the section `synthetic`.
     pub fn synthetic_workloads(quick: bool) -> Vec<Self> {
         let mib = if quick { 64 } else { 1024 };
         let one = |name, what: &str, duplicate, stray, run, huge| Self {
@@ -99,12 +99,13 @@ impl MergeWorkload {
             one("third", "33 % duplicates in runs of 256 KiB", 33, 0, 64, false),
             one("most", "95 % duplicates in runs of 256 KiB", 95, 0, 64, false),
             one("scattered", "10 % duplicates, single pages", 10, 0, 1, false),
-            // Whole-process KSM splits what holds any duplicate. One page in a huge page pays for no split.
+            // Whole-process KSM splits huge pages with any duplicate. One duplicate page in a huge page does not repay
+            // the split.
             one("huge", "huge pages, 6 % of them all duplicates, 45 % with one duplicate page", 6, 45, 512, true),
         ]
     }
 
-    /// That of the section `fleet`.
+    /// The workload of the section `fleet`.
     pub fn fleet_workload(quick: bool) -> Vec<Self> {
         let guests = if quick { 2 } else { 8 };
         let title = format!("{guests} QEMU guests of 128 MiB: 16 MiB of the same and 16 MiB of own data in each");
@@ -112,7 +113,7 @@ impl MergeWorkload {
         vec![Self { name: "fleet", title, setup, all_policies: true }]
     }
 
-    /// Those of the section `big-fleet`: guests in which much is duplicate.
+    /// The workloads of the section `big-fleet`: guests with many duplicate pages.
     pub fn big_fleet(quick: bool) -> Vec<Self> {
         let (guests, mib, same, own) = if quick { (2, 256, 64, 64) } else { (4, 1700, 700, 500) };
         let one = |name, equal_start, pages: &str| Self {
@@ -129,7 +130,7 @@ impl MergeWorkload {
         ]
     }
 
-    /// That of the section `program`.
+    /// The workload of the section `program`.
     pub fn database_workload(quick: bool) -> Vec<Self> {
         let rows = if quick { 100_000 } else { 600_000 };
         let processes = if quick { 2 } else { 6 };
@@ -137,12 +138,12 @@ impl MergeWorkload {
         vec![Self { name: "program", title, setup: WorkloadSetup::Databases { processes, rows }, all_policies: true }]
     }
 
-    /// Whether what can be saved is known, because it was laid out; otherwise it is counted.
+    /// Whether the possible savings are known from the layout; otherwise they are counted.
     pub fn is_mergeable_known(&self) -> bool {
         matches!(self.setup, WorkloadSetup::Mixture { .. })
     }
 
-    /// Where savings are looked up. Guests have huge pages with zeros in them, which are saved by a split alone.
+    /// The source of the savings. Guests have huge pages with zeros in them, which a split alone frees.
     pub fn gauge(&self) -> SavingsGauge {
         match self.setup {
             WorkloadSetup::Fleet { .. } => SavingsGauge::Memory,
@@ -150,7 +151,7 @@ impl MergeWorkload {
         }
     }
 
-    /// Start it, and wait until it holds what it shall.
+    /// Start the workload, and wait until its memory is filled.
     pub fn start(&self, enrolled: bool) -> Result<RunningWorkload> {
         let lab = pagefold_labs::client::lab_binary()?;
         let (holders, pids, question, truth) = match self.setup {
@@ -184,7 +185,7 @@ impl MergeWorkload {
             }
             WorkloadSetup::Fleet { guests, mib, same, own, equal_start } => {
                 GuestAssets::find(&GuestAssets::default_directory())?;
-                // QEMU enrols the guests' memory itself, as it does anywhere.
+                // QEMU enrolls the guests' memory itself, as on any host.
                 let mut command = command_through_hold(&lab, false)?;
                 command.args(["fleet", "--guests", &guests.to_string(), "--memory", &mib.to_string()]);
                 command.args(["--same", &same.to_string(), "--own", &own.to_string(), "--timeout", "600"]);
@@ -221,14 +222,14 @@ impl MergeWorkload {
         };
         if enrolled && !matches!(self.setup, WorkloadSetup::Fleet { .. }) {
             for &pid in &pids {
-                ensure!(is_enrolled(pid)?, "process {pid} was to be enrolled and is not");
+                ensure!(is_enrolled(pid)?, "process {pid} is not enrolled as requested");
             }
         }
         Ok(RunningWorkload { processes: holders, pids, checksum_query: question, mergeable: truth })
     }
 }
 
-/// SQLite checks that all pages of the database are sound, and sums the data up.
+/// SQLite checks the integrity of the database, and sums up the data.
 const DATABASE_CHECK_SQL: &str = "SELECT (SELECT group_concat(integrity_check) FROM pragma_integrity_check) || ' ' || \
                      (SELECT sum(key) FROM data) || ' ' || (SELECT sum(length(value) + unicode(hex(value))) FROM own);";
 
@@ -237,7 +238,7 @@ pub fn lab_file(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("labs").join(name)
 }
 
-/// The common database, made once.
+/// The common database, created once.
 fn create_database(rows: u64) -> Result<PathBuf> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name(".cache").join("bench");
     let path = folder.join(format!("data-{rows}.db"));

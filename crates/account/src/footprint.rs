@@ -264,7 +264,7 @@ impl LedgerEntry<'_, '_, '_> {
 /// Whether this process may read the counts and flags of frames.
 pub fn check_frames_readable(host: &dyn Host) -> Reading<()> {
     vanished_to_malformed(host.frame_mappings(&[]))
-        .and_then(|_| vanished_to_malformed(host.frame_flags(&[])))
+        .and_then(|_| vanished_to_malformed(pagefold_host::check_frame_access(host)))
         .map(|_| ())
 }
 

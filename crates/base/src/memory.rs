@@ -108,6 +108,6 @@ mod tests {
         assert!(cgroup(Some(10.0), &[]) && !cgroup(Some(0.0), &[]) && !cgroup(None, &[]));
         assert!(cgroup(Some(0.0), &[(90, 100), (4, 100)]), "any limit is enough");
         assert!(!cgroup(Some(0.0), &[(90, 100), (6, 100)]));
-        assert!(cgroup(None, &[(0, 0)]), "a limit of nothing");
+        assert!(cgroup(None, &[(0, 0)]), "a limit of zero");
     }
 }

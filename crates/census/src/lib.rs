@@ -264,7 +264,7 @@ fn run_census(
     sharing.use_zero_pages |= options.use_zero_pages;
     let nodes = if sharing.across_nodes { None } else { observe::NumaNodes::read(host).ok() };
     let nodes = nodes.filter(|nodes| nodes.node_count() > 1);
-    let nodes_unknown = nodes.is_some() && host.frame_flags(&[]).is_err();
+    let nodes_unknown = nodes.is_some() && pagefold_host::check_frame_access(host).is_err();
 
     let mut index = threads.install(|| PageIndex::build(host, &survey, nodes.is_some()))?;
     progress.set_expected_pages(index.page_count() as u64 * if options.pass_interval.is_zero() { 1 } else { 2 });

@@ -294,11 +294,7 @@ struct PolicyDocument {
 /// Read a policy file: the table `[ksm]` with names and values of files in `/sys/kernel/mm/ksm`.
 pub fn load_policy(path: &Path) -> anyhow::Result<Policy> {
     let text = std::fs::read_to_string(path).with_context(|| {
-        format!(
-            "cannot read {} (the built-in policies are {})",
-            path.display(),
-            policy::POLICY_NAMES.join(", ")
-        )
+        format!("cannot read {} (the built-in policies are {})", path.display(), policy::POLICY_NAMES.join(", "))
     })?;
     parse_policy_settings(&text).map(Policy::Fixed).map_err(|why| anyhow!("{}:{why}", path.display()))
 }

@@ -225,7 +225,7 @@ fn full_history_disk_is_logged_and_daemon_continues() {
     let (code, said) = daemon.stop();
     let unmounted = Command::new("umount").arg("--lazy").arg(&disk).status();
     assert!(answered && code == Some(0), "{code:?}: {said}");
-    assert!(said.contains("going on without a history") && said.contains("history.db"), "{said}");
+    assert!(said.contains("continuing without a history") && said.contains("history.db"), "{said}");
     assert!(unmounted.is_ok_and(|status| status.success()));
 }
 

@@ -276,10 +276,10 @@ fn root_sees_all_domains_and_trusts_no_directory() {
     let output = run_pagefold(root.path(), &["engine", "status"]);
     let text = String::from_utf8(output.stdout).unwrap();
     assert_eq!(output.status.code(), Some(3), "{text}");
-    assert!(text.contains(&format!("pagefold-{uid} is not a directory")), "{text}");
+    assert!(text.contains(&format!("pagefold-{uid} is not a private directory")), "{text}");
     let output = run_pagefold(root.path(), &["engine", "status", &name]);
     assert_eq!(output.status.code(), Some(2));
-    assert!(String::from_utf8_lossy(&output.stderr).contains(&format!("pagefold-{uid} is not a directory")));
+    assert!(String::from_utf8_lossy(&output.stderr).contains(&format!("pagefold-{uid} is not a private directory")));
     drop(one);
     drop(removed);
 }

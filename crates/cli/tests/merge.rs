@@ -632,7 +632,7 @@ fn guest_with_busy_control_socket_is_unchanged() {
     let named = merge(&["--qmp", &held.qmp]);
     assert_eq!(named.status.code(), Some(2), "{named:?}");
     let said = String::from_utf8_lossy(&named.stderr);
-    assert!(said.contains("--qmp is of one virtual machine, and 2 are chosen"), "{said}");
+    assert!(said.contains("--qmp applies to one virtual machine, but 2 are selected"), "{said}");
     let named =
         merge_command(state.path(), &pids[..1], &[&whole[..], &["--qmp", &held.qmp]].concat()).output().unwrap();
     assert_eq!(named.status.code(), Some(2), "{named:?}");
@@ -666,7 +666,7 @@ fn invalid_input_fails_with_one_line_and_no_change() {
     refused(&nobody, "run pagefold there");
     let lab = RunningLab::start_layout(&["zero=2000"]).unwrap();
     let no_guest = merge_command(state.path(), &[lab.pid()], &["--whole", "--qmp", "/nowhere"]).output().unwrap();
-    refused(&no_guest, "is no virtual machine");
+    refused(&no_guest, "is not a virtual machine");
     // A mount namespace in which /sys is read-only.
     let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;
     let state_text = state.path().to_str().unwrap();

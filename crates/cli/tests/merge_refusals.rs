@@ -109,5 +109,5 @@ fn kernel_thread_is_refused() {
     let Some(ksmd) = ksmd else { return println!("skipped: ksmd is not in this PID namespace") };
     let mut command = Command::new(PAGEFOLD_BINARY);
     command.args(["merge", "--pid", &ksmd, "--state"]).arg(folder.path().join("state"));
-    assert_refused(&ksm, &command.output().unwrap(), &["no process with memory of its own fits", "kernel threads"]);
+    assert_refused(&ksm, &command.output().unwrap(), &["no process with memory of its own matches", "kernel threads"]);
 }

@@ -308,7 +308,7 @@ fn invalid_policy_is_refused() {
     check(&["--config", "/none.toml", "census"], "cannot read /none.toml");
     let bad = state.join("bad.toml");
     fs::write(&bad, "[ksm]\npage_to_scan = 1\n").unwrap();
-    check(&["policy", "set", bad.to_str().unwrap()], "bad.toml:2: \"page_to_scan\" is no setting of KSM");
+    check(&["policy", "set", bad.to_str().unwrap()], "bad.toml:2: \"page_to_scan\" is not a KSM setting");
     check(&["--config", bad.to_str().unwrap(), "config", "check"], "bad.toml:1: unknown field `ksm`");
     assert!(!state.join("lock").exists(), "a rejected command created the lock file");
 }

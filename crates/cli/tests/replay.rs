@@ -122,11 +122,14 @@ fn trace_recording_ends_after_its_length() {
     let (path, pid) = (root.display().to_string(), format!("--pid={}", lab.pid()));
     let output = run_pagefold(&["record", "--every", "200ms", "--for", "500ms", "--settle", "0", &pid, &path]);
     let said = stdout_text(&output);
-    assert!(said.contains("its time is over"), "{said}");
+    assert!(said.contains("the time limit is reached"), "{said}");
     let pages = |number: u32| root.join(format!("{number:06}/pages/{}.txt", lab.pid()));
     // On a busy machine a recording takes longer, so there are fewer of them. The last one began before the end.
     let count = (0..3).take_while(|number| pages(*number).exists()).count();
-    assert!(count >= 1 && said.contains(&format!("Recorded {count} moments of up to 1 process")), "{said}");
+    assert!(
+        count >= 1 && said.contains(&format!("Recorded a trace of {count} recordings of up to 1 process")),
+        "{said}"
+    );
     let inode =
         |number: u32| fs::metadata(root.join(format!("{number:06}/files/proc/{}/cmdline", lab.pid()))).unwrap().ino();
     assert!((1..count as u32).all(|number| inode(number) == inode(0)), "unchanged files must be stored once");

@@ -231,10 +231,10 @@ fn unusable_histories_are_reported() {
     std::fs::write(folder.path().join("other"), "text").unwrap();
     failed(&["report", "other"], 2, "is no history of pagefold");
     write_empty_history(&folder.path().join("empty.db"));
-    failed(&["report", "empty.db"], 1, "nothing in that time");
+    failed(&["report", "empty.db"], 1, "no samples in that span");
     failed(&["report", "empty.db", "--since", "soon"], 2, "2026-11-20");
     failed(&["report", "empty.db", "--since", "1h", "--until", "2h"], 2, "ends before it begins");
-    failed(&["report", "--compare", "empty.db", "1h"], 2, "no span of time");
+    failed(&["report", "--compare", "empty.db", "1h"], 2, "not a span such as");
     assert!(!folder.path().join("pagefold-report.html").exists());
 }
 
@@ -341,5 +341,5 @@ fn history_survives_daemon_exit_and_kill() {
     let daemon = RecordingHistoryDaemon::start(folder.path());
     wait_until("the daemon's answer", || daemon.read_status().is_some());
     let log = daemon.read_log();
-    assert!(log.contains("going on without a history") && log.contains("is no history of pagefold"), "{log}");
+    assert!(log.contains("continuing without a history") && log.contains("is no history of pagefold"), "{log}");
 }

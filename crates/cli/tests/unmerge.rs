@@ -283,7 +283,7 @@ fn busy_or_foreign_socket_is_not_used() -> UnmergeTestResult {
 
     let (status, _, error) = run_unmerge(&["--vm", "held-0", "--vm", "held-1", "--qmp", &first.qmp])?;
     assert_eq!(status, Some(2));
-    assert!(error.contains("--qmp is of one virtual machine, and 2 are chosen"), "{error}");
+    assert!(error.contains("--qmp applies to one virtual machine, but 2 are selected"), "{error}");
 
     let held = UnixStream::connect(&first.qmp)?;
     BufReader::new(&held).read_line(&mut String::new())?;
@@ -392,7 +392,7 @@ fn unmerge_requires_existing_targets() -> UnmergeTestResult {
     check(&["--host", "recording:/nonexistent", "--pid", "1"], "a recording cannot be changed")?;
     if Path::new("/sys/kernel/mm/ksm/run").exists() {
         check(&["--pid", "4194304"], "there is no process 4194304")?;
-        check(&["--vm", "no-such-guest"], "no process with memory of its own fits")?;
+        check(&["--vm", "no-such-guest"], "no process with memory of its own matches")?;
     } else {
         println!("skipped in part: this kernel has no KSM");
     }

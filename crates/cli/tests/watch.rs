@@ -164,7 +164,7 @@ fn http_address_must_be_valid_and_free() {
     assert!(daemon.wait_for_log_line("cannot listen at ").starts_with(&address));
     assert_eq!(daemon.child.wait().unwrap().code(), Some(2));
     let mut daemon = WatchedDaemon::start("http = \"9750\"", &[]);
-    assert!(daemon.wait_for_log_line("an address is needed").contains("127.0.0.1:9750"));
+    assert!(daemon.wait_for_log_line("expected an address").contains("127.0.0.1:9750"));
     assert_eq!(daemon.child.wait().unwrap().code(), Some(2));
 }
 
@@ -194,7 +194,7 @@ fn other_users_are_refused_by_the_control_socket() {
     all(&socket, 0o666);
     for request in ["status", "pause", "withdraw 1", "nonsense"] {
         let answer = ask(request, 65534);
-        assert_eq!(answer.trim(), "{\"refused\":\"only root and the daemon's user may ask\"}", "{request}");
+        assert_eq!(answer.trim(), "{\"refused\":\"only root and the daemon's user may send requests\"}", "{request}");
     }
     assert_eq!(wait_for_status(&address).state, DaemonStateName::Resting, "a rejected request paused the daemon");
     assert!(ask("status", 0).starts_with("{\"status\":"));

@@ -234,14 +234,14 @@ mod tests {
         insta::assert_snapshot!(render(&sample(), false, style), @r"
         FAIL     ksmd is stopped while memory is enrolled [ksm-run]
                  /sys/kernel/mm/ksm/run: run = 0
-                 ksmd merges only while run is 1, and the default of
-                 the kernel is another.
+                 ksmd merges only while run is 1, and the kernel's
+                 default is 0.
                  remedy: # a remark on the command below that is
                          # longer than a line
                          echo 1 > /sys/kernel/mm/ksm/run # a command is longer than a line, and stays whole
                  verify: grep -x 1 /sys/kernel/mm/ksm/run
 
-        unknown  ksm-run: enrolment of 2 processes: permission
+        unknown  ksm-run: enrollment of 2 processes: permission
                  denied
         ok       ksmd is on (run = 0)
 

@@ -18,7 +18,7 @@ fn merged_pair(root: &TempDir, pages: u64) -> (MemberProcess, MemberProcess) {
         member.run_command(&format!("fill 0 {pages} 5"));
         member.run_merge();
     }
-    assert_eq!(first.run_merge().number("merged"), pages);
+    assert_eq!(first.run_merge().number("pages_merged"), pages);
     (first, second)
 }
 
@@ -34,14 +34,14 @@ fn unmapped_memory_leaves_the_store() {
         member.run_command("unmap 100 300");
     }
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert_eq!(second.read_status().number("store"), 700 * PAGE_BYTES);
+    assert_eq!(second.read_status().number("store_bytes"), 700 * PAGE_BYTES);
     for member in [&mut first, &mut second] {
         // A new mapping of the program at that address is not the engine's.
         member.run_command("map 100 300");
         member.run_command("fill 100 300 6");
     }
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert!(second.read_status().number("store") > 700 * PAGE_BYTES, "new memory is adopted like any other");
+    assert!(second.read_status().number("store_bytes") > 700 * PAGE_BYTES, "new memory is adopted like any other");
 }
 
 /// Two members have `pages` merged pages, and again `pages` after the last 600 get new contents. Nothing else remains
@@ -52,11 +52,11 @@ fn merge_new_contents(first: &mut MemberProcess, second: &mut MemberProcess, pag
         member.run_command("clear 400 600");
         member.run_command("fill 400 600 6");
     }
-    assert_eq!(first.read_status().number("store"), pages * PAGE_BYTES);
+    assert_eq!(first.read_status().number("store_bytes"), pages * PAGE_BYTES);
     merge_until_settled(&mut [&mut *first, &mut *second]);
     for member in [first, second] {
         let standing = member.read_status();
-        assert_eq!((standing.number("merged"), standing.number("store")), (pages, pages * PAGE_BYTES));
+        assert_eq!((standing.number("merged"), standing.number("store_bytes")), (pages, pages * PAGE_BYTES));
     }
 }
 
@@ -79,10 +79,10 @@ fn remapped_memory_counts_as_written() {
         member.run_command("replace 100 300");
         member.run_command("fill 100 300 6");
         let merged = member.run_merge();
-        assert_eq!((merged.number("broken"), merged.number("left_alone")), (300, 300));
+        assert_eq!((merged.number("cow_breaks"), merged.number("backed_off")), (300, 300));
     }
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert_eq!(second.read_status().number("store"), 700 * PAGE_BYTES);
+    assert_eq!(second.read_status().number("store_bytes"), 700 * PAGE_BYTES);
     // Longer than pages are left alone after one write.
     std::thread::sleep(std::time::Duration::from_millis(2100));
     merge_until_settled(&mut [&mut first, &mut second]);
@@ -111,7 +111,7 @@ fn file_mapped_over_adopted_memory_is_not_merged() {
     merge_until_settled(&mut [&mut first, &mut second]);
     for member in [&mut first, &mut second] {
         let standing = member.read_status();
-        assert_eq!((standing.number("merged"), standing.number("store")), (1000, 1000 * PAGE_BYTES));
+        assert_eq!((standing.number("merged"), standing.number("store_bytes")), (1000, 1000 * PAGE_BYTES));
         assert_eq!(member.run_command("files"), "untouched");
     }
 }
@@ -123,11 +123,11 @@ fn moved_memory_keeps_its_content() {
     first.run_command("move 100 300");
     second.run_command("fill 0 1000 6");
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert_eq!(second.read_status().number("store"), 1000 * PAGE_BYTES, "a moved mapping stays merged");
+    assert_eq!(second.read_status().number("store_bytes"), 1000 * PAGE_BYTES, "a moved mapping stays merged");
     first.run_command("back");
     first.run_command("fill 0 1000 7");
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert_eq!(second.read_status().number("store"), 0);
+    assert_eq!(second.read_status().number("store_bytes"), 0);
 }
 
 #[test]
@@ -168,14 +168,14 @@ fn protected_memory_is_not_merged() {
         member.run_command("protect 100 200 0");
         member.run_command("protect 400 200 1");
     }
-    assert_eq!(third.run_merge().number("merged"), 600);
+    assert_eq!(third.run_merge().number("pages_merged"), 600);
     second.run_command("fill 0 1000 6");
     merge_until_settled(&mut [&mut first, &mut second, &mut third]);
     for member in [&mut first, &mut third] {
         member.run_command("expose 0 1000");
         member.check_memory();
     }
-    assert_eq!(third.run_merge().number("merged"), 400, "contents that were merged before still exist");
+    assert_eq!(third.run_merge().number("pages_merged"), 400, "contents that were merged before still exist");
     merge_until_settled(&mut [&mut first, &mut second, &mut third]);
 }
 
@@ -201,7 +201,7 @@ fn exec_ends_the_membership() {
     assert_eq!(first.read_status().number("merged"), 0);
     second.run_command("fill 0 1000 6");
     merge_until_settled(&mut [&mut first, &mut second]);
-    assert_eq!(second.read_status().number("store"), 0);
+    assert_eq!(second.read_status().number("store_bytes"), 0);
 }
 
 #[test]
@@ -379,13 +379,13 @@ fn merging_reduces_cgroup_memory() {
         member.run_command("fill 16000 4000 0");
     }
     let (before, before_pss) = (cgroup.used_bytes(), first.smaps_rollup_kib("Pss:") + second.smaps_rollup_kib("Pss:"));
-    let zeros = first.run_merge().number("zeros") + second.run_merge().number("zeros");
+    let zeros = first.run_merge().number("zeros_freed") + second.run_merge().number("zeros_freed");
     let mut merged = second.read_status().number("merged");
     first.run_merge();
     merged += first.read_status().number("merged");
     assert_eq!((merged, zeros), (32_000, 8_000));
     let (after, after_pss) = (cgroup.used_bytes(), first.smaps_rollup_kib("Pss:") + second.smaps_rollup_kib("Pss:"));
-    let saved = (merged - first.read_status().number("store") / PAGE_BYTES + zeros) * PAGE_BYTES;
+    let saved = (merged - first.read_status().number("store_bytes") / PAGE_BYTES + zeros) * PAGE_BYTES;
     assert_eq!(saved, 24_000 * PAGE_BYTES);
     // Less the engine's own memory, and the memory that the kernel charges in advance on each CPU.
     let slack = 8 << 20;
@@ -422,16 +422,16 @@ fn members_need_no_privilege_and_share_only_with_own_user() {
         member.run_command("fill 0 900 5");
         member.run_merge();
     }
-    assert_eq!(first.run_merge().number("merged"), 900);
+    assert_eq!(first.run_merge().number("pages_merged"), 900);
     // While they run, these members can merge only where every user may use userfaultfd, if the kernel supports that.
-    let able = MemberProcess::start(&own, 10, &[]).run_command("running").contains("looked_at");
+    let able = MemberProcess::start(&own, 10, &[]).run_command("running").contains("pages_scanned");
     let set = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|set| set.trim() == "1");
     let mut open = Command::new("sh");
     open.args(["-c", ": <> /dev/userfaultfd"]).stderr(Stdio::null());
     let opened = open.uid(65534).gid(65534).status().expect("a shell").success();
     let told = first.run_command("running");
     if able && (set || opened) {
-        assert!(told.contains("looked_at"), "{told}");
+        assert!(told.contains("pages_scanned"), "{told}");
     } else {
         let remedy = "merging while the program runs needs Linux 6.4 and userfaultfd: CAP_SYS_PTRACE, \
                       vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; \
@@ -481,7 +481,7 @@ fn members_work_on_kernels_without_ksm() {
         member.run_command("fill 900 100 0");
         member.run_merge();
     }
-    assert_eq!(first.run_merge().number("merged"), 900);
+    assert_eq!(first.run_merge().number("pages_merged"), 900);
     merge_until_settled(&mut [&mut first, &mut second]);
 }
 

@@ -27,7 +27,7 @@ fn file_size_limit_refuses_join_without_sigxfsz() {
     refused(under_a_limit());
     // The refused member has left the domain as it was.
     member.run_command("copy 8 8 0");
-    assert_eq!(member.run_merge().number("merged"), 16);
+    assert_eq!(member.run_merge().number("pages_merged"), 16);
     member.check_memory();
 }
 
@@ -41,10 +41,10 @@ fn later_file_size_limit_kills_no_process() {
     let limit = rustix::process::Rlimit { current: Some(4096), maximum: None };
     rustix::process::prlimit(Some(process), rustix::process::Resource::Fsize, limit).expect("our child");
     let merged = member.run_merge();
-    assert_eq!((merged.number("zeros"), merged.number("stored"), merged.number("failed")), (0, 0, 600), "{merged:?}");
+    assert_eq!((merged.number("zeros_freed"), merged.number("contents_stored"), merged.number("pages_failed")), (0, 0, 600), "{merged:?}");
     member.run_command("fill 600 400 9");
     member.run_command("fill 600 400 0");
-    assert_eq!(member.run_merge().number("zeros"), 400, "freeing zeros needs no file space");
+    assert_eq!(member.run_merge().number("zeros_freed"), 400, "freeing zeros needs no file space");
     member.check_memory();
 }
 
@@ -79,7 +79,7 @@ fn full_tmpfs_merges_what_fits() {
     let Some((mut member, tmpfs)) = start_member_on_small_tmpfs(6000) else { return };
     member.run_command("fill 0 100 3");
     member.run_command("copy 100 100 0");
-    assert_eq!(member.run_merge().number("merged"), 200);
+    assert_eq!(member.run_merge().number("pages_merged"), 200);
     let filler = fill_filesystem(&tmpfs);
     // More contents than fit into the index, some of them duplicates, and zeros.
     member.run_command("fill 200 4000 5");
@@ -87,8 +87,8 @@ fn full_tmpfs_merges_what_fits() {
     member.run_command("fill 5000 1000 9");
     member.run_command("fill 5000 1000 0");
     let merged = member.run_merge();
-    assert_eq!(merged.number("zeros"), 1000, "{merged:?}");
-    assert!((1..=1600).contains(&merged.number("merged")) && merged.number("failed") > 0, "{merged:?}");
+    assert_eq!(merged.number("zeros_freed"), 1000, "{merged:?}");
+    assert!((1..=1600).contains(&merged.number("pages_merged")) && merged.number("pages_failed") > 0, "{merged:?}");
     member.check_memory();
     std::fs::remove_file(filler).expect("it exists");
     for _ in 0..3 {

@@ -70,7 +70,7 @@ fn members_with_little_headroom_survive_and_merge_what_fits() {
             member.run_command(&format!("fill 0 {MEMBER_PAGES} 7"));
             // Allocates the member's records of mergeable pages in advance.
             member.run_command(&format!("advise 0 {MEMBER_PAGES} 1"));
-            assert_eq!(member.run_merge().number("merged"), 0);
+            assert_eq!(member.run_merge().number("pages_merged"), 0);
             member.run_command(&format!("advise 0 {MEMBER_PAGES} 0"));
         }
         cgroup.set_headroom(headroom * BYTES_PER_MIB);
@@ -112,7 +112,7 @@ fn members_with_little_headroom_survive_restoring_pages() {
             member.run_command(&format!("fill 0 {MEMBER_PAGES} 7"));
             member.run_merge();
         }
-        assert_eq!(members[0].run_merge().number("merged"), MEMBER_PAGES);
+        assert_eq!(members[0].run_merge().number("pages_merged"), MEMBER_PAGES);
         members.iter_mut().for_each(|member| drop(member.run_command(&format!("fill 0 {MEMBER_PAGES} 8"))));
         cgroup.set_headroom(headroom * BYTES_PER_MIB);
         let (mut broken, mut merged) = (0, 0);
@@ -122,7 +122,7 @@ fn members_with_little_headroom_survive_restoring_pages() {
                 let told = MemberAnswer(
                     member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom")),
                 );
-                (broken, merged) = (broken + told.number("broken"), merged + told.number("merged"));
+                (broken, merged) = (broken + told.number("cow_breaks"), merged + told.number("pages_merged"));
                 // Otherwise pages that were written soon after a merge are left alone.
                 member.run_command(&format!("advise 0 {MEMBER_PAGES} 0"));
             }

@@ -39,7 +39,7 @@ fn unprofitable_huge_pages_are_not_split() {
     first.run_command("copy 2000 1 2500");
     first.run_command("fill 2100 1 0");
     let merged = first.run_merge();
-    assert_eq!((merged.number("merged"), merged.number("zeros"), merged.number("not_worth")), (0, 0, 3), "{merged:?}");
+    assert_eq!((merged.number("pages_merged"), merged.number("zeros_freed"), merged.number("unprofitable")), (0, 0, 3), "{merged:?}");
     assert_eq!(first.smaps_rollup_kib("AnonHugePages:"), before);
     let mut second = MemberProcess::start(&root, 4096, &[]);
     huge(&mut second);
@@ -56,7 +56,7 @@ fn scattered_zeros_of_a_huge_page_are_freed_together() {
     (512..1536).step_by(2).for_each(|page| drop(member.run_command(&format!("fill {page} 1 0"))));
     let merged = member.run_merge();
     // At either end a few pages may be in a huge page with too few zeros for a profitable split.
-    assert!((480..=512).contains(&merged.number("zeros")), "{merged:?}");
+    assert!((480..=512).contains(&merged.number("zeros_freed")), "{merged:?}");
     merge_until_settled(&mut [&mut member]);
 }
 
@@ -66,7 +66,7 @@ fn unprofitable_zeros_back_off() {
     let root = domains_root();
     let Some(mut member) = start_member_with_huge_pages(&root, 3) else { return };
     member.run_command("fill 1024 1 0");
-    let looks: Vec<u64> = (0..6).map(|_| member.run_merge().number("looked_at")).collect();
+    let looks: Vec<u64> = (0..6).map(|_| member.run_merge().number("pages_scanned")).collect();
     assert_eq!((looks[0], looks[5]), (2048, 0), "{looks:?}");
 }
 
@@ -80,12 +80,12 @@ fn huge_page_of_zeros_takes_one_read_fault() {
         return;
     }
     let Some(mut member) = start_member_with_huge_pages(&root, 0) else { return };
-    assert_eq!(member.run_merge().number("zeros"), 2048);
+    assert_eq!(member.run_merge().number("zeros_freed"), 2048);
     member.check_memory();
     // At least three huge pages are whole; the other pages take a read fault each.
     let merged = member.run_merge();
-    assert!((3..=2048 - 3 * 512 + 3).contains(&merged.number("read")), "{merged:?}");
-    assert_eq!((merged.number("broken"), member.run_merge().number("read")), (0, 0));
+    assert!((3..=2048 - 3 * 512 + 3).contains(&merged.number("zeros_read")), "{merged:?}");
+    assert_eq!((merged.number("cow_breaks"), member.run_merge().number("zeros_read")), (0, 0));
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn bounded_merge_splits_only_fully_mergeable_huge_pages() {
         for _ in 0..300 {
             first.run_merge();
             let told = member.run_merge();
-            (merged, kept) = (merged + told.number("merged"), kept + told.number("not_worth"));
+            (merged, kept) = (merged + told.number("pages_merged"), kept + told.number("unprofitable"));
             if merged.max(kept) >= 3 * 1024 {
                 break;
             }
@@ -127,13 +127,13 @@ fn bounded_merge_splits_only_fully_mergeable_huge_pages() {
     assert_eq!(second.smaps_rollup_kib("AnonHugePages:"), before[1]);
 
     let mut zeros = start("2", &[], 0);
-    let found = zeros.run_merge().number("zeros");
+    let found = zeros.run_merge().number("zeros_freed");
     assert!((4096 - 2 * 511..=4096).contains(&found) && zeros.smaps_rollup_kib("AnonHugePages:") == 0, "{found}");
     let mut scattered = start("2", &[], 5);
     (1024..2048).step_by(2).for_each(|page| drop(scattered.run_command(&format!("fill {page} 1 0"))));
     let huge = scattered.smaps_rollup_kib("AnonHugePages:");
     assert_eq!(
-        (scattered.run_merge().number("zeros"), scattered.smaps_rollup_kib("AnonHugePages:")),
+        (scattered.run_merge().number("zeros_freed"), scattered.smaps_rollup_kib("AnonHugePages:")),
         (0, huge),
         "zeros are only a part of these huge pages"
     );
@@ -174,7 +174,7 @@ fn bounded_merge_keeps_mixed_zero_and_paired_huge_pages() {
         first.run_merge();
         let told = second.run_merge();
         (zeros, merged, kept) =
-            (zeros + told.number("zeros"), merged + told.number("merged"), kept + told.number("not_worth"));
+            (zeros + told.number("zeros_freed"), merged + told.number("pages_merged"), kept + told.number("unprofitable"));
         if kept >= 3 * 4096 {
             break;
         }

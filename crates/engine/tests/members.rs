@@ -20,12 +20,12 @@ fn equal_memory_of_two_members_is_stored_once() {
     let footprint =
         |member: &mut MemberProcess| member.smaps_rollup_kib("Pss_Anon:") + member.smaps_rollup_kib("Pss_Shmem:");
     let before = footprint(&mut first) + footprint(&mut second);
-    let mappings = first.read_status().number("mappings");
-    assert_eq!(first.run_merge().number("merged"), 0, "no other member has published these contents");
+    let mappings = first.read_status().number("mapping_count");
+    assert_eq!(first.run_merge().number("pages_merged"), 0, "no other member has published these contents");
     let merged = second.run_merge();
-    assert_eq!((merged.number("merged"), merged.number("stored")), (1900, 1900));
+    assert_eq!((merged.number("pages_merged"), merged.number("contents_stored")), (1900, 1900));
     let merged = first.run_merge();
-    assert_eq!((merged.number("merged"), merged.number("stored"), merged.number("runs")), (1900, 0, 2));
+    assert_eq!((merged.number("pages_merged"), merged.number("contents_stored"), merged.number("runs_mapped")), (1900, 0, 2));
     first.check_memory();
     second.check_memory();
     let after = footprint(&mut first) + footprint(&mut second);
@@ -33,9 +33,9 @@ fn equal_memory_of_two_members_is_stored_once() {
     assert!(before - after > 1900 * 4 - 800, "{before} KiB before, {after} after");
     assert!(first.smaps_rollup_kib("Pss_Shmem:") >= 1900 * 2, "two members share each page");
     let standing = first.read_status();
-    assert_eq!((standing.number("merged"), standing.number("store")), (1900, 1900 * PAGE_BYTES));
-    assert!(standing.number("mappings") <= mappings + 4, "a run takes one mapping: {standing:?}");
-    assert_eq!(second.run_merge().number("looked_at"), 100, "only unmerged pages are scanned again");
+    assert_eq!((standing.number("merged"), standing.number("store_bytes")), (1900, 1900 * PAGE_BYTES));
+    assert!(standing.number("mapping_count") <= mappings + 4, "a run takes one mapping: {standing:?}");
+    assert_eq!(second.run_merge().number("pages_scanned"), 100, "only unmerged pages are scanned again");
 }
 
 #[test]
@@ -45,9 +45,9 @@ fn duplicates_within_one_process_are_merged() {
     member.run_command("fill 0 500 3");
     member.run_command("copy 500 500 0");
     let merged = member.run_merge();
-    assert_eq!((merged.number("merged"), merged.number("stored"), merged.number("runs")), (1000, 500, 2));
+    assert_eq!((merged.number("pages_merged"), merged.number("contents_stored"), merged.number("runs_mapped")), (1000, 500, 2));
     member.check_memory();
-    assert_eq!(member.read_status().number("store"), 500 * PAGE_BYTES);
+    assert_eq!(member.read_status().number("store_bytes"), 500 * PAGE_BYTES);
 }
 
 #[test]
@@ -60,13 +60,13 @@ fn program_advice_is_followed() {
     };
     let merge = |member: &mut MemberProcess| {
         let merged = member.run_merge();
-        ["merged", "broken", "left_alone"].map(|what| merged.number(what))
+        ["pages_merged", "cow_breaks", "backed_off"].map(|what| merged.number(what))
     };
     write(&mut member, 7);
     member.run_command("advise 0 500 2");
     member.run_command("advise 500 500 1");
     assert_eq!(merge(&mut member), [1000, 0, 500], "the first part is hot, and the second unmergeable");
-    assert_eq!(member.read_status().number("hot"), 500);
+    assert_eq!(member.read_status().number("volatile_pages"), 500);
     member.run_command("advise 0 1000 0");
     assert_eq!(merge(&mut member), [1000, 0, 0]);
 
@@ -92,19 +92,19 @@ fn concurrent_merges_store_each_content_once() {
         member.run_command(&format!("fill 0 {CONTENT_COUNT} 7"));
         member.run_command(&format!("copy {CONTENT_COUNT} {CONTENT_COUNT} 0"));
     }
-    let mappings: Vec<u64> = members.iter_mut().map(|member| member.read_status().number("mappings")).collect();
+    let mappings: Vec<u64> = members.iter_mut().map(|member| member.read_status().number("mapping_count")).collect();
     let mut merged = 0;
     for _ in 0..4 {
         members.iter_mut().for_each(|member| member.send_command("merge"));
         let told = members.iter_mut().map(|member| MemberAnswer(member.read_answer().expect("it is alive")));
-        merged += told.map(|told| told.number("merged")).sum::<u64>();
+        merged += told.map(|told| told.number("pages_merged")).sum::<u64>();
     }
     assert_eq!(merged, 4 * 2 * CONTENT_COUNT);
     for (member, before) in members.iter_mut().zip(mappings) {
         member.check_memory();
         let standing = member.read_status();
-        assert_eq!(standing.number("store"), CONTENT_COUNT * PAGE_BYTES, "unused contents are freed");
-        let now = standing.number("mappings");
+        assert_eq!(standing.number("store_bytes"), CONTENT_COUNT * PAGE_BYTES, "unused contents are freed");
+        let now = standing.number("mapping_count");
         assert!(now < before + 200, "{now} mappings, {before} before: adjacent pages are stored together");
     }
 }
@@ -117,14 +117,14 @@ fn zero_pages_are_freed() {
     member.run_command("fill 100 1 9");
     let before = member.smaps_rollup_kib("Rss:");
     let merged = member.run_merge();
-    assert_eq!((merged.number("zeros"), merged.number("merged")), (4999, 0));
+    assert_eq!((merged.number("zeros_freed"), merged.number("pages_merged")), (4999, 0));
     let after = member.smaps_rollup_kib("Rss:");
     assert!(before - after > 4999 * 4 - 1000, "{before} KiB before, {after} after");
     member.check_memory();
     // Pages that are written again at once are left alone for a while.
     member.run_command("fill 200 10 0");
     let merged = member.run_merge();
-    assert_eq!((merged.number("broken"), merged.number("left_alone"), merged.number("zeros")), (10, 10, 0));
+    assert_eq!((merged.number("cow_breaks"), merged.number("backed_off"), merged.number("zeros_freed")), (10, 10, 0));
     member.check_memory();
 }
 
@@ -136,9 +136,9 @@ fn written_pages_become_ordinary_and_leave_the_store() {
         member.run_command("fill 0 1000 5");
         member.run_merge();
     }
-    assert_eq!(first.run_merge().number("merged"), 1000);
+    assert_eq!(first.run_merge().number("pages_merged"), 1000);
     second.run_command("fill 0 600 6");
-    assert_eq!(second.run_merge().number("broken"), 600);
+    assert_eq!(second.run_merge().number("cow_breaks"), 600);
     first.check_memory();
     second.check_memory();
     first.run_command("fill 0 500 4");
@@ -149,7 +149,7 @@ fn written_pages_become_ordinary_and_leave_the_store() {
     first.check_memory();
     second.check_memory();
     assert_eq!(
-        first.read_status().number("store"),
+        first.read_status().number("store_bytes"),
         500 * PAGE_BYTES,
         "pages 500 to 599 of the first member, the others of both"
     );
@@ -159,7 +159,7 @@ fn written_pages_become_ordinary_and_leave_the_store() {
         first.run_merge();
         second.run_merge();
     }
-    assert_eq!(second.read_status().number("store"), 0);
+    assert_eq!(second.read_status().number("store_bytes"), 0);
     first.check_memory();
     second.check_memory();
 }
@@ -176,15 +176,15 @@ fn contents_of_killed_members_are_freed() {
     first.kill();
     second.run_merge();
     second.check_memory();
-    assert_eq!(second.read_status().number("store"), 1000 * PAGE_BYTES, "it is still mapped");
+    assert_eq!(second.read_status().number("store_bytes"), 1000 * PAGE_BYTES, "it is still mapped");
     second.run_command("fill 0 1000 6");
     second.run_merge();
     second.run_merge();
-    assert_eq!(second.read_status().number("store"), 0);
+    assert_eq!(second.read_status().number("store_bytes"), 0);
     second.kill();
     let mut third = MemberProcess::start(&root, 10, &[]);
-    assert_eq!(third.read_status().number("store"), 0);
-    assert_eq!(third.run_merge().number("merged"), 0);
+    assert_eq!(third.read_status().number("store_bytes"), 0);
+    assert_eq!(third.run_merge().number("pages_merged"), 0);
 }
 
 #[test]
@@ -295,7 +295,7 @@ fn forked_child_keeps_its_memory() {
         member.run_merge();
         other.run_merge();
     }
-    assert_eq!(other.read_status().number("store"), 500 * PAGE_BYTES);
+    assert_eq!(other.read_status().number("store_bytes"), 500 * PAGE_BYTES);
 }
 
 #[test]
@@ -318,7 +318,7 @@ fn memory_can_be_written_during_a_merge() {
         assert_eq!(told.number("lost"), 0, "{told:?}");
         member.check_memory();
         let told = member.read_status();
-        if told.number("broken") > 0 && told.number("store") > 0 {
+        if told.number("cow_breaks") > 0 && told.number("store_bytes") > 0 {
             return;
         }
         assert!(begin.elapsed() < Duration::from_secs(120), "no page was merged and then written: {told:?}");
@@ -331,7 +331,7 @@ fn slowdown_stays_within_its_bound() {
     let mut member = MemberProcess::start(&root, 20_000, &["--max-slowdown", "0"]);
     member.run_command("fill 0 20000 3");
     let merged = member.run_merge();
-    assert_eq!((merged.number("cut_short"), merged.number("looked_at")), (1, 0));
+    assert_eq!((merged.number("incomplete_merges"), merged.number("pages_scanned")), (1, 0));
 }
 
 /// A run in the middle of a region takes two mappings. If few mappings are left, the runs with the largest savings get
@@ -364,26 +364,26 @@ fn longest_runs_are_merged_when_mappings_are_scarce() {
         copy(3100, 2500, 500);
         [5700, 6000, 6300].into_iter().for_each(|page| copy(page + 100, 64, page));
         member.run_command(&format!("mappings {MAPPINGS_LEFT}"));
-        let before = member.read_status().number("mappings");
+        let before = member.read_status().number("mapping_count");
         assert!(before.abs_diff(most - MAPPINGS_LEFT) <= 3, "{before} mappings of at most {most}");
 
         let merged = member.run_merge();
-        assert_eq!((merged.number("looked_at"), merged.number("failed")), (MEMBER_PAGES, 0), "{merged:?}");
+        assert_eq!((merged.number("pages_scanned"), merged.number("pages_failed")), (MEMBER_PAGES, 0), "{merged:?}");
         assert_eq!(
-            merged.number("merged") + merged.number("not_worth"),
+            merged.number("pages_merged") + merged.number("unprofitable"),
             PAGES_IN_LONG_RUNS + SINGLE_PAGE_RUNS,
             "{merged:?}"
         );
         // Fewer single pages are merged than any of the long runs has.
-        assert!(merged.number("merged") >= PAGES_IN_LONG_RUNS, "{merged:?}");
-        let after = member.read_status().number("mappings");
+        assert!(merged.number("pages_merged") >= PAGES_IN_LONG_RUNS, "{merged:?}");
+        let after = member.read_status().number("mapping_count");
         assert!(after > before && after <= most, "{before} mappings before and {after} after, of {most}");
         member.check_memory();
         // Skipped runs are tried again, and merged pages stay merged.
         member.run_merge();
         let standing = member.read_status();
         assert!(
-            standing.number("merged") >= merged.number("merged") && standing.number("mappings") <= most,
+            standing.number("merged") >= merged.number("pages_merged") && standing.number("mapping_count") <= most,
             "{standing:?}"
         );
         member.check_memory();
@@ -456,8 +456,8 @@ fn run_random_members(while_written: bool) {
     // Merges that scanned anything, and pages that they merged, without a bound and with one.
     let (mut merges, mut merged) = ([0_u64; 2], [0_u64; 2]);
     let mut note = |bounded: bool, told: &MemberAnswer| {
-        merges[usize::from(bounded)] += u64::from(told.number("looked_at") > 0);
-        merged[usize::from(bounded)] += told.number("merged");
+        merges[usize::from(bounded)] += u64::from(told.number("pages_scanned") > 0);
+        merged[usize::from(bounded)] += told.number("pages_merged");
     };
     let (length, mut round) = (RandomRunLength::from_environment(), 0);
     while !length.is_over(round) {
@@ -616,7 +616,7 @@ fn member_can_die_at_any_step() {
         third.check_memory();
         let standing = third.read_status();
         assert_eq!(
-            (standing.number("merged"), standing.number("store")),
+            (standing.number("merged"), standing.number("store_bytes")),
             (600, 600 * PAGE_BYTES),
             "killed at point {at}"
         );
@@ -627,7 +627,7 @@ fn member_can_die_at_any_step() {
             third.run_merge();
             other.run_merge();
         }
-        assert_eq!(third.read_status().number("store"), 0, "killed at point {at}");
+        assert_eq!(third.read_status().number("store_bytes"), 0, "killed at point {at}");
     }
     assert!(at > 15, "there are more points than {at}");
 }
@@ -652,7 +652,7 @@ fn members_merge_at_common_safe_points() {
         ranks.iter_mut().for_each(|member| member.send_command("merge"));
         let merged = ranks.iter_mut().map(|member| member.read_answer().expect("it is alive"));
         let merged =
-            merged.map(MemberAnswer).filter(|told| told.number("cut_short") == 0 || told.number("looked_at") > 0);
+            merged.map(MemberAnswer).filter(|told| told.number("incomplete_merges") == 0 || told.number("pages_scanned") > 0);
         match merged.count() {
             0 => {}
             all if all == bounds.len() => together += 1,
@@ -684,13 +684,13 @@ fn member_can_be_stopped_at_any_step() {
         ended = stopped.has_ended_or_stopped();
         other.run_command("fill 0 300 9");
         other.run_command("copy 300 300 0");
-        held_up += other.run_merge().number("held_up");
+        held_up += other.run_merge().number("blocked_merges");
         other.check_memory();
         stopped.continue_process();
         let answers: Vec<String> = std::iter::from_fn(|| stopped.read_answer()).collect();
         assert!(answers.iter().any(|answer| answer == "same"), "stopped at point {at}: {answers:?}");
         let merged = other.run_merge();
-        assert_eq!((merged.number("held_up"), merged.number("failed")), (0, 0), "stopped at point {at}");
+        assert_eq!((merged.number("blocked_merges"), merged.number("pages_failed")), (0, 0), "stopped at point {at}");
         other.check_memory();
         assert_eq!(other.read_status().number("merged"), 600, "stopped at point {at}");
     }

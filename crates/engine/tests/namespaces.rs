@@ -43,7 +43,7 @@ fn join_from_other_pid_namespace_fails_with_reason() {
     let told = String::from_utf8_lossy(&output.stdout);
     assert!(told.contains("its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME"), "{told}");
     // They have damaged nothing, and may use the domain once no other member is in it.
-    assert_eq!(first.run_merge().number("failed"), 0);
+    assert_eq!(first.run_merge().number("pages_failed"), 0);
     drop(first);
     let output = beside().expect("it exists");
     assert!(!String::from_utf8_lossy(&output.stdout).contains("namespace"), "{output:?}");

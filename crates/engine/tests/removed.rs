@@ -42,7 +42,7 @@ fn assert_all_merge_again(members: &mut [MemberProcess]) {
             member.run_merge();
         }
     }
-    let store = members[0].read_status().number("store");
+    let store = members[0].read_status().number("store_bytes");
     assert_eq!(store, MEMBER_PAGES * PAGE_BYTES, "all members share the pages");
     for member in members {
         member.check_memory();
@@ -127,7 +127,7 @@ fn unwritten_pages_move_to_the_new_store() {
     assert!(present.is_disjoint(&former), "the former store is still in use");
     for member in &mut members {
         let standing = member.read_status();
-        assert_eq!([standing.number("merged"), standing.number("store")], [500, 500 * PAGE_BYTES]);
+        assert_eq!([standing.number("merged"), standing.number("store_bytes")], [500, 500 * PAGE_BYTES]);
     }
 }
 
@@ -143,7 +143,7 @@ fn rejoined_member_keeps_pages_of_former_store() {
         member.run_command("fill 0 500 5");
         member.run_merge();
     }
-    assert_eq!(leaving.run_merge().number("merged"), 500);
+    assert_eq!(leaving.run_merge().number("pages_merged"), 500);
     freeing.run_command("fill 0 500 6");
     // It gives up its own references, frees what it can at the next merge, and tries again two merges later.
     (0..3).for_each(|_| drop(freeing.run_merge()));
@@ -201,8 +201,8 @@ fn run_random_members(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + S
                 // Otherwise pages that were written soon after their merge are left alone.
                 member.run_command("adopt 0 600");
                 let told = member.run_merge();
-                assert!(told.0.contains("looked_at"), "a merge failed: {told:?}");
-                (merges, merged) = (merges + 1, merged + told.number("merged"));
+                assert!(told.0.contains("pages_scanned"), "a merge failed: {told:?}");
+                (merges, merged) = (merges + 1, merged + told.number("pages_merged"));
             }
             12 => {
                 member.run_command("fork");

@@ -13,7 +13,7 @@ use super::series::SeriesPoint;
 pub struct Chart {
     /// An identifier for names of files and anchors.
     pub id: &'static str,
-    /// What it shows.
+    /// The title.
     pub title: String,
     /// The vertical axis.
     pub scale: ChartScale,

@@ -311,8 +311,11 @@ fn render_decisions(side: &SideReport) -> String {
         let why = format!("{} ({}){undone}", escape_markup(&one.why), escape_markup(&one.reason.replace('_', " ")));
         vec![format_utc(one.time_ms as f64 / 1e3), escape_markup(&one.what), escape_markup(&one.whom), why]
     };
-    let latest =
-        render_html_table("Latest decisions", &["time, UTC", "decision", "target", "why"], side.decisions.iter().map(row));
+    let latest = render_html_table(
+        "Latest decisions",
+        &["time, UTC", "decision", "target", "why"],
+        side.decisions.iter().map(row),
+    );
     format!(
         "<p class=\"note\">By reason: {}.</p>\n<details>\n<summary>Latest decisions</summary>\n{latest}</details>\n",
         counts.join(", ")

@@ -227,7 +227,7 @@ fn css_class(colour: SeriesColor) -> String {
         SeriesColor::Ksmd => "ksmd".to_owned(),
         SeriesColor::Pagefold => "pagefold".to_owned(),
         SeriesColor::Bound => "bound".to_owned(),
-        // Eight colors, and dashes for readers who cannot distinguish some of them.
+        // Eight colors, and dashes for readers with a color vision deficiency.
         SeriesColor::Side(number) => format!("side{} dash{}", number % 8, number % 4),
     }
 }

@@ -3,20 +3,20 @@
 //! Nothing else changes the host. Therefore a dry run is a run that stops before `apply`, and a test can make any action
 //! fail. The journal written beforehand is complete: [`undo_actions`] computes the inverse of an action.
 
+use crate::knob::Knob;
 use crate::{Host, ProcessHandle, hold, observe, parse};
-use pagefold_base::ksm::Setting;
 use pagefold_base::region::VmFlags;
-use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, Pid, ProcessId};
 use std::path::PathBuf;
 use std::time::Duration;
 
 /// One effect on a host.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// Write a file of `/sys/kernel/mm/ksm`.
-    Set {
+    /// Write a kernel setting.
+    Write {
         /// The setting.
-        setting: Setting,
+        knob: Knob,
         /// The value to write.
         value: String,
     },
@@ -138,9 +138,9 @@ impl From<Absent> for ActionError {
 /// Why the present state cannot be read. An action without a known inverse must not be performed.
 pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, ActionError> {
     Ok(match action {
-        Action::Set { setting, value } => {
-            let now = current_setting(host, *setting)?;
-            if now == *value { Vec::new() } else { vec![Action::Set { setting: *setting, value: now }] }
+        Action::Write { knob, value } => {
+            let now = knob.read(host)?;
+            if now == *value { Vec::new() } else { vec![Action::Write { knob: *knob, value: now }] }
         }
         Action::Advise { process, advice, ranges } => {
             let handle = hold(host, *process)?;
@@ -190,12 +190,6 @@ pub fn query_merge_any(handle: &dyn ProcessHandle) -> Result<bool, ActionError> 
         Err(Absent::NotOnThisKernel) => handle.ask_merge_any(),
         told => Ok(told?),
     }
-}
-
-/// The value of a setting: the bracketed word of a choice, otherwise the whole text.
-pub fn current_setting(host: &dyn Host, setting: Setting) -> Reading<String> {
-    let bytes = host.read(&format!("sys/kernel/mm/ksm/{}", setting.file_name()))?;
-    Ok(parse::bracketed_word(&bytes).unwrap_or_else(|_| String::from_utf8_lossy(&bytes).trim().to_owned()))
 }
 
 #[cfg(test)]

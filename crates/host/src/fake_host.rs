@@ -311,9 +311,9 @@ impl Host for FakeHost {
 
     fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {
         match action {
-            Action::Set { setting, value } => {
-                self.apply_setting(*setting, value)?;
-                self.written_settings.lock().unwrap().push(format!("{}={value}", setting.file_name()));
+            Action::Write { knob, value } => {
+                self.apply_setting(knob.ksm_setting().expect("only settings of KSM are written"), value)?;
+                self.written_settings.lock().unwrap().push(format!("{}={value}", knob.name()));
                 Ok(ActionOutcome::default())
             }
             Action::Advise { process, advice, ranges } => self.apply_advice(process.pid, *advice, ranges),

@@ -20,7 +20,7 @@ pub enum InjectedFault {
 
 /// Wraps a host. `faults` is called before every answer with a path. For a file this is its path. For other answers it
 /// is the path of the process followed by `#resident`, `#mappings`, `#contents` or `#ask_merge_any`; or `#frame_flags`,
-/// `#frame_mappings` or `#follow_programs`. Before an action it is `#set NAME`, or the path of the process followed by
+/// `#frame_mappings` or `#follow_programs`. Before an action it is `#write NAME`, or the path of the process followed by
 /// `#advise`, `#merge_any`, `#guest_merge` or `#collapse`.
 pub struct FaultyHost<'a, F> {
     host: &'a dyn Host,
@@ -103,7 +103,7 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
 
     fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
         let path = match action {
-            Action::Set { setting, .. } => format!("#set {}", setting.file_name()),
+            Action::Write { knob, .. } => format!("#write {}", knob.name()),
             Action::Advise { process, .. } => format!("proc/{}#advise", process.pid),
             Action::MergeAny { process, .. } => format!("proc/{}#merge_any", process.pid),
             Action::GuestMerge { process, .. } => format!("proc/{}#guest_merge", process.pid),

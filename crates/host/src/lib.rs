@@ -13,6 +13,7 @@ pub mod counting_host;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake_host;
 pub mod faulty_host;
+pub mod knob;
 pub mod memory_headroom;
 pub mod observe;
 pub mod parse;
@@ -79,6 +80,14 @@ pub trait Host: Sync {
     fn apply_until_stopped(&self, action: &Action, _stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
         self.apply(action)
     }
+}
+
+/// Tests whether frames can be read (`/proc/kpageflags`), as measuring savings needs.
+///
+/// # Errors
+/// `Denied` without CAP_SYS_ADMIN, or why the file cannot be read.
+pub fn check_frame_access(host: &dyn Host) -> Reading<()> {
+    host.frame_flags(&[]).map(drop)
 }
 
 /// Opens exactly this process, even if its number has been reused.

@@ -7,9 +7,9 @@ pub use advise::ask_merge_any;
 
 use crate::LiveHost;
 use crate::process::LiveProcess;
-use pagefold_base::ksm::Setting;
 use pagefold_base::{AddressRange, Pid, ProcessId};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::knob::Knob;
 use pagefold_sys::{fault, inject};
 use std::fs;
 use std::io::{self, Write};
@@ -18,7 +18,7 @@ use std::sync::atomic::AtomicBool;
 /// Apply one action. Once `stop` is set, it does not wait for the answer of a guest.
 pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
     match action {
-        Action::Set { setting, value } => write_setting(*setting, value).map(|()| ActionOutcome::default()),
+        Action::Write { knob, value } => write_knob(*knob, value).map(|()| ActionOutcome::default()),
         Action::Advise { process, advice, ranges } => {
             with_process(host, *process, |process| advise::advise(process, *advice, ranges))
         }
@@ -35,8 +35,8 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
 }
 
 /// Write a file of `/sys/kernel/mm/ksm`.
-fn write_setting(setting: Setting, value: &str) -> Result<(), ActionError> {
-    let path = format!("/sys/kernel/mm/ksm/{}", setting.file_name());
+fn write_knob(knob: Knob, value: &str) -> Result<(), ActionError> {
+    let path = knob.to_string();
     // Without O_CREAT, because sysfs returns EACCES for it if the file does not exist.
     let write = || fs::OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes());
     fault::point("before writing a setting");

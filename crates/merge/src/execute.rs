@@ -30,7 +30,8 @@ use crate::{split_zeros, verify};
 use pagefold_base::ksm::DEFAULT_PAGES_TO_SCAN;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
-use pagefold_host::action::{self, Action, MergeAdvice};
+use pagefold_host::action::{Action, MergeAdvice};
+use pagefold_host::knob::Knob;
 use pagefold_host::observe;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::{ChangeLifetime, Session};
@@ -161,7 +162,7 @@ pub fn execute_plan<'h>(
     let resident = verify::resident_anonymous(host, &plan);
     let huge: Bytes = plan.targets.iter().map(|target| target.huge_page_bytes).sum();
     // Without readable frame numbers the result could not be measured.
-    host.frame_flags(&[]).map_err(unknown)?;
+    pagefold_host::check_frame_access(host).map_err(unknown)?;
     let before = verify::measure_targets(host, &plan).map_err(unknown)?;
     let (regions, looked) = (verify::region_starts(host, &plan), read_pages_scanned(host));
     let mut work = MergeRun {
@@ -373,7 +374,7 @@ impl MergeRun<'_, '_> {
         // Pages merged since the census would be unmerged: ksmd is stopped, and ranges with such pages are left
         // unchanged.
         let host = self.session.host();
-        let ran = action::current_setting(host, Setting::Run).is_ok_and(|run| run == "1");
+        let ran = Knob::from(Setting::Run).read(host).is_ok_and(|run| run == "1");
         self.pause_ksmd()?;
         for TemporaryUnenroll { process, comm, ranges, .. } in &self.plan.temporary_unenrolls {
             let merged =
@@ -500,8 +501,8 @@ impl MergeRun<'_, '_> {
                     settle = SettleDetector::new(read_full_scans(host).map_err(unknown)?, Some(expected));
                     continue;
                 }
-                let skips = !self.smart_scan_disabled
-                    && action::current_setting(host, Setting::SmartScan).is_ok_and(|on| on == "1");
+                let skips =
+                    !self.smart_scan_disabled && Knob::from(Setting::SmartScan).read(host).is_ok_and(|on| on == "1");
                 let passed_over = skipped.as_ref().is_ok_and(|before| {
                     let now = ksmd::read_pages_skipped(host).unwrap_or(*before);
                     settle.may_be_skipped(merged, now.saturating_sub(*before))

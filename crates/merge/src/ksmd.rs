@@ -7,11 +7,21 @@ use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::process::USER_HZ;
 use pagefold_base::tuner::Tuner;
 use pagefold_base::{Absent, Pages, Reading};
+use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
-use pagefold_host::{Host, ProcessHandle, action, observe, parse};
+use pagefold_host::{Host, ProcessHandle, observe, parse};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+/// Tests whether KSM's settings can be written. It writes a setting that other programs rarely change with its present
+/// value.
+///
+/// # Errors
+/// Those of reading and writing the setting.
+pub fn check_writable(session: &Session<'_>) -> Result<(), session::Error> {
+    session.check_writable(Setting::SleepMillisecs.into())
+}
 
 /// A handle of the kernel's merging thread.
 pub struct KsmdThread<'a> {
@@ -152,7 +162,7 @@ pub fn run_at_pace(session: &mut Session<'_>, pace: KsmdPace) -> Result<(), sess
         (Setting::Run, "1".to_owned()),
     ]);
     // Before 6.8 there is no advisor to switch off.
-    if action::current_setting(session.host(), Setting::AdvisorMode).is_err() {
+    if Knob::from(Setting::AdvisorMode).read(session.host()).is_err() {
         settings.remove(&Setting::AdvisorMode);
     }
     session.write_settings(&settings)

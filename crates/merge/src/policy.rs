@@ -7,6 +7,8 @@ use crate::ksmd::KsmdThread;
 use pagefold_base::identity::Monitor;
 use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Absent, Bytes, Reading};
+use pagefold_host::action::Action;
+use pagefold_host::knob::Knob;
 use pagefold_host::transaction::journal;
 use pagefold_host::transaction::session::{Error, FailedUndo, Session};
 use pagefold_host::{Host, observe, parse};
@@ -54,7 +56,7 @@ fn qemu_resident(host: &dyn Host) -> Reading<Bytes> {
 pub fn find_conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
     let mode = match settings.get(&Setting::AdvisorMode) {
         Some(mode) => mode.clone(),
-        None => pagefold_host::action::current_setting(host, Setting::AdvisorMode).ok()?,
+        None => Knob::from(Setting::AdvisorMode).read(host).ok()?,
     };
     (mode == "scan-time" && settings.contains_key(&Setting::PagesToScan)).then(|| {
         "the kernel rejects pages_to_scan while advisor_mode is scan-time: omit it, or add advisor_mode = \"none\""
@@ -67,7 +69,9 @@ pub fn find_conflict(host: &dyn Host, settings: &Settings) -> Option<String> {
 pub fn settings_to_write(session: &Session<'_>, settings: Settings) -> Result<Settings, Error> {
     let mut wanted = Settings::new();
     for entry in session.load_policy_journal()?.into_iter().flat_map(|policy| policy.entries) {
-        if let pagefold_host::action::Action::Set { setting, value } = entry.undo {
+        if let Action::Write { knob, value } = entry.undo
+            && let Some(setting) = knob.ksm_setting()
+        {
             wanted.insert(setting, value);
         }
     }
@@ -227,7 +231,10 @@ mod tests {
                 }
                 false
             });
-            assert!(matches!(error, Err(Error::SettingOverwritten { setting: Setting::PagesToScan, .. })), "{error:?}");
+            assert!(
+                matches!(error, Err(Error::SettingOverwritten { knob, .. }) if knob == Setting::PagesToScan.into()),
+                "{error:?}"
+            );
             let remains = session.undo_all().unwrap();
             assert_eq!(remains.len(), 1, "{remains:?}");
             assert_eq!(
@@ -263,7 +270,7 @@ mod tests {
     fn failed_policy_changes_nothing() {
         for setting in ["advisor_mode", "pages_to_scan", "sleep_millisecs", "run"] {
             let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
-            let wanted = format!("#set {setting}");
+            let wanted = format!("#write {setting}");
             let refused = |path: &str| (path == wanted).then_some(InjectedFault::Absent(Absent::Denied));
             let host = FaultyHost::new(&fake, refused);
             fake.put_setting("advisor_mode", "scan-time");
@@ -287,8 +294,8 @@ mod tests {
         let paces = AtomicUsize::new(0);
         let refused = |path: &str| {
             let fails = match path {
-                "#set run" => true,
-                "#set pages_to_scan" => paces.fetch_add(1, Ordering::Relaxed) > 0,
+                "#write run" => true,
+                "#write pages_to_scan" => paces.fetch_add(1, Ordering::Relaxed) > 0,
                 _ => false,
             };
             fails.then_some(InjectedFault::Absent(Absent::Denied))

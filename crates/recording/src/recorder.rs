@@ -42,7 +42,7 @@ impl Drop for HostRecorder<'_> {
 
 impl<'a> HostRecorder<'a> {
     /// Record `host` into a new or empty folder. Only its owner may enter it, because it contains data of these
-    /// processes that other users may not read. Command lines are kept in full where `keep_arguments` allows it, and
+    /// processes that other users may not read. Command lines are kept in full where `keeps_arguments` allows it, and
     /// cut to their first word elsewhere.
     pub fn new(
         host: &'a dyn Host,

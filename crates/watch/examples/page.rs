@@ -1,8 +1,8 @@
-//! Serves a status from a file, to look at the page and the metrics without a daemon:
+//! Serves a status from a file, to test the page and the metrics without a daemon:
 //!
 //!     cargo run -p pagefold-watch --example page -- fixtures/status.json 127.0.0.1:9750
 //!
-//! The figures of the file are told as of now. Ends with standard input.
+//! The status of the file gets the current time. Ends with standard input.
 
 use pagefold_daemon::wire::StatusReport;
 use pagefold_watch::StatusBoard;

@@ -1,4 +1,4 @@
-//! Shows a status from a file as `pagefold top` does, read anew each second; NO_COLOR as there:
+//! Shows a status from a file like `pagefold top`, read again each second; NO_COLOR applies, too:
 //!
 //!     cargo run -p pagefold-watch --example top -- fixtures/status.json
 

@@ -1,9 +1,9 @@
-//! The board: where the daemon publishes its status, and where everybody who watches finds it.
+//! The status board: the daemon publishes its status here, and all clients read it here.
 //!
-//! A status is written as JSON once, however many look at it. Points of the past are kept to a fixed number: whenever
-//! that is reached, every second point goes, and from then on only every second of those that would have been kept is.
-//! So the whole life of a daemon fits, the finer the younger it is, and before it what it is given of a past. A moment of
-//! which nothing is known, between two daemons, stays: it parts what was before from what came after.
+//! A status is written as JSON once, for any number of clients. The number of history points is limited. At the limit
+//! every second point is removed, and from then on only every second new point is kept. So the history covers the whole
+//! run of the daemon, and optionally the history before it; younger daemons have finer points. A point without known
+//! values, between two daemons, is kept: it separates their points.
 
 use pagefold_daemon::wire::StatusReport;
 use pagefold_history::points::{HistoryPoint, HistoryResponse};
@@ -11,10 +11,10 @@ use pagefold_output::wire;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// The most points of the past that are kept.
+/// The maximum number of history points.
 pub const MAX_HISTORY_POINTS: usize = 1440;
 
-/// The latest status, and the past in points.
+/// The latest status, and history points.
 #[derive(Debug, Default)]
 pub struct StatusBoard {
     state: Mutex<BoardState>,
@@ -25,7 +25,7 @@ pub struct StatusBoard {
 struct BoardState {
     latest: Option<PublishedStatus>,
     history: PointHistory,
-    /// How many wait for the next status.
+    /// How many clients wait for the next status.
     waiter_count: usize,
     closed: bool,
 }
@@ -37,21 +37,21 @@ pub struct PublishedStatus {
     pub number: u64,
     /// The status.
     pub status: Arc<StatusReport>,
-    /// The same as JSON in one line.
+    /// The status as JSON in one line.
     pub json: Arc<str>,
     /// When it was published.
     pub published_at: Instant,
 }
 
 impl StatusBoard {
-    /// A board that begins with these points of a past before it: the last of them, half as many as it keeps.
+    /// A board that begins with these earlier history points: the last of them, at most half of the maximum.
     pub fn with_history(mut points: Vec<HistoryPoint>) -> Self {
         let board = Self::default();
         board.state().history.points = points.split_off(points.len().saturating_sub(MAX_HISTORY_POINTS / 2));
         board
     }
 
-    /// Publish a status, and wake those who wait for it.
+    /// Publish a status, and wake the waiting clients.
     pub fn publish(&self, status: StatusReport) {
         let json = wire::to_json_line(&status).into();
         let point = HistoryPoint::from_status(&status);
@@ -63,18 +63,17 @@ impl StatusBoard {
         self.status_changed.notify_all();
     }
 
-    /// The latest status, if there is one yet.
+    /// The latest status, if there is one.
     pub fn latest(&self) -> Option<PublishedStatus> {
         self.state().latest.clone()
     }
 
-    /// The latest status, once it is younger than the one with this number: `None` if that takes longer than this, or
-    /// the board is closed.
+    /// The latest status, once its number is higher than this one. `None` after the timeout or if the board is closed.
     pub fn wait_for_newer(&self, seen_number: u64, timeout: Duration) -> Option<PublishedStatus> {
         let mut state = self.state();
         state.waiter_count += 1;
         if state.waiter_count == 1 {
-            // Whoever publishes does so more often now.
+            // The publisher shortens its interval now.
             self.status_changed.notify_all();
         }
         let old = |state: &mut BoardState| {
@@ -86,8 +85,8 @@ impl StatusBoard {
         state.latest.clone().filter(|sheet| sheet.number > seen_number && !state.closed)
     }
 
-    /// Wait until it is time for the next status: so long while somebody waits for it, otherwise longer, and no more
-    /// once the board is closed.
+    /// Wait until the next status is due: the first interval while clients wait for it, otherwise the second. Returns
+    /// at once if the board is closed.
     pub fn wait_until_due(&self, interval_with_waiters: Duration, idle_interval: Duration) {
         let since = Instant::now();
         let mut state = self.state();
@@ -101,35 +100,35 @@ impl StatusBoard {
         }
     }
 
-    /// The points of the past after a moment (seconds since 1970).
+    /// The history points after a time (seconds since 1970).
     pub fn history(&self, since: f64) -> HistoryResponse {
         HistoryResponse::new(self.state().history.points.iter().filter(|point| point.time > since).cloned().collect())
     }
 
-    /// Tell those who wait that nothing comes any more.
+    /// Close the board and wake the waiting clients.
     pub fn close(&self) {
         self.state().closed = true;
         self.status_changed.notify_all();
     }
 
-    /// Whether it was closed.
+    /// Whether the board is closed.
     pub fn is_closed(&self) -> bool {
         self.state().closed
     }
 
     fn state(&self) -> MutexGuard<'_, BoardState> {
-        // Nothing here can panic halfway through a change.
+        // No code here can panic halfway through a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Points at even distances, at most [`MAX_HISTORY_POINTS`] of them.
+/// Points at equal intervals, at most [`MAX_HISTORY_POINTS`] of them.
 #[derive(Debug)]
 struct PointHistory {
     points: Vec<HistoryPoint>,
-    /// How many were seen, kept or not.
+    /// How many points were added, kept or not.
     points_seen: u64,
-    /// Every so-manieth is kept.
+    /// One in this many points is kept.
     points_per_kept_point: u64,
 }
 
@@ -150,7 +149,7 @@ impl PointHistory {
             let mut at = 0_usize;
             self.points.retain(|point| {
                 at += 1;
-                // Where little is ever known there are no gaps.
+                // Gaps are kept only if there are few unknown points.
                 at % 2 == 1 || point.is_unknown() && gaps < MAX_HISTORY_POINTS / 4
             });
             self.points_per_kept_point *= 2;
@@ -189,7 +188,7 @@ mod tests {
         let mut past = std::mem::take(&mut board.state().history);
         assert!(
             past.points.len() == MAX_HISTORY_POINTS / 2 && past.points[MAX_HISTORY_POINTS / 2 - 1].is_unknown(),
-            "the last of it"
+            "the last points of the history"
         );
         for second in 3000..30_000_u32 {
             past.add_point(known(f64::from(second)));
@@ -205,7 +204,7 @@ mod tests {
             past.add_point(point(f64::from(second)));
             assert!(past.points.len() < MAX_HISTORY_POINTS);
         }
-        // It reaches from the first point to the last stride.
+        // It spans from the first point to the last interval.
         assert!(past.points.len() >= MAX_HISTORY_POINTS / 2);
         let times: Vec<f64> = past.points.iter().map(|point| point.time).collect();
         assert_eq!(times[0].to_bits(), 0_f64.to_bits());

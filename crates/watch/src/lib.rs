@@ -1,8 +1,8 @@
-//! What people and monitoring systems see of a running daemon: its state as metrics, as a web page and in a terminal.
+//! Views of a running daemon for people and monitoring systems: metrics, a web page and a terminal display.
 //!
-//! All of it is drawn from one document, [`pagefold_daemon::wire::StatusReport`]: [`http`] shows the one that the daemon
-//! publishes on a [`StatusBoard`], [`top`] the one that it is given.
-//! Nothing here looks at the host or changes it.
+//! All views show one document, [`pagefold_daemon::wire::StatusReport`]: [`http`] serves the status that the daemon
+//! publishes on a [`StatusBoard`], [`top`] shows the status that it is given. This crate does not read or change the
+//! host.
 
 #![forbid(unsafe_code)]
 

@@ -1,12 +1,12 @@
-//! A status as metrics, for Prometheus and what reads its format.
+//! A status as metrics, for Prometheus and compatible tools.
 //!
-//! Two formats that differ in a few words: OpenMetrics 1.0 tells units and ends with `# EOF`, and its metadata names a
-//! counter without `_total`; the older text format of Prometheus (0.0.4) is what tools without content negotiation,
-//! such as `promtool check metrics`, understand. Names are `pagefold_`, what is counted, and the base unit.
+//! The two formats differ slightly. OpenMetrics 1.0 has units and ends with `# EOF`, and its metadata names a counter
+//! without `_total`. Tools without content negotiation, such as `promtool check metrics`, read the older text format of
+//! Prometheus (0.0.4). Names consist of `pagefold_`, the counted object, and the base unit.
 //!
-//! How many series there can be is bounded whatever the host holds: [`MAX_NAMED_SERIES`] of each kind, the biggest, are named and
-//! the rest is summed up as `others`. Members of the same kind, name and domain are one series. A figure that is absent
-//! from the status has no sample, so that 0 always means 0.
+//! The number of series is limited for any host: the [`MAX_NAMED_SERIES`] largest of each kind are named and the rest
+//! is summed up as `others`. Tracked processes of the same kind, name and domain are one series. A value that is absent
+//! from the status has no sample, so 0 always means 0.
 
 mod families;
 
@@ -14,7 +14,7 @@ use pagefold_daemon::wire::StatusReport;
 use pagefold_output::text::escape_unprintable;
 use std::fmt::{self, Write as _};
 
-/// Members, workloads, cgroups, trust domains and reasons that have series of their own, of each at most.
+/// The maximum number of named series for tracked processes, workloads, cgroups, trust domains and reasons, each.
 pub const MAX_NAMED_SERIES: usize = 50;
 
 /// The format of the text.
@@ -27,7 +27,7 @@ pub enum MetricsFormat {
 }
 
 impl MetricsFormat {
-    /// What a Content-Type field calls it.
+    /// Its name in a Content-Type field.
     pub fn media_type(self) -> &'static str {
         match self {
             Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
@@ -36,7 +36,7 @@ impl MetricsFormat {
     }
 }
 
-/// All that a status tells, as metrics.
+/// All figures of a status, as metrics.
 pub fn render_metrics(status: &StatusReport, format: MetricsFormat) -> String {
     let mut exposition = Exposition { format, text: String::new() };
     families::write_status(status, &mut exposition);
@@ -46,19 +46,19 @@ pub fn render_metrics(status: &StatusReport, format: MetricsFormat) -> String {
     exposition.text
 }
 
-/// What a family of metrics counts.
+/// The kind of a metric family.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MetricKind {
-    /// What goes up and down.
+    /// A value that can rise and fall.
     Gauge,
-    /// What only goes up.
+    /// A value that only rises.
     Counter,
 }
 
-/// A family of metrics: samples that differ in labels.
+/// A metric family: samples that differ in labels.
 struct MetricFamily<'a> {
     kind: MetricKind,
-    /// Without `_total`.
+    /// The name without `_total`.
     name: &'static str,
     help: &'static str,
     samples: Vec<MetricSample<'a>>,
@@ -70,22 +70,22 @@ type Labels<'a> = Vec<(&'static str, &'a str)>;
 /// A value with its labels.
 type MetricSample<'a> = (Labels<'a>, f64);
 
-/// The base units, by which names end.
+/// The base units; names end with one of them.
 const BASE_UNITS: [&str; 4] = ["bytes", "seconds", "ratio", "pages"];
 
-/// A text in the making.
+/// The text output.
 struct Exposition {
     format: MetricsFormat,
     text: String,
 }
 
 impl Exposition {
-    /// A value without labels, if there is one.
+    /// Add a gauge without labels, if it has a value.
     fn add_gauge(&mut self, name: &'static str, help: &'static str, value: Option<impl MetricValue>) {
         self.add_scalar(MetricKind::Gauge, name, help, value);
     }
 
-    /// The same of a counter.
+    /// Add a counter without labels, if it has a value.
     fn add_counter(&mut self, name: &'static str, help: &'static str, value: Option<impl MetricValue>) {
         self.add_scalar(MetricKind::Counter, name, help, value);
     }
@@ -101,9 +101,9 @@ impl Exposition {
         self.add_family(&MetricFamily { kind, name, help, samples });
     }
 
-    /// A family; nothing if it has no sample.
+    /// Add a family; nothing if it has no sample.
     fn add_family(&mut self, family: &MetricFamily) {
-        self.write_family(family).expect("a string takes all that is written");
+        self.write_family(family).expect("writing to a string never fails");
     }
 
     fn write_family(&mut self, family: &MetricFamily) -> fmt::Result {
@@ -138,7 +138,7 @@ impl Exposition {
     }
 }
 
-/// A figure of a status as a value.
+/// A figure of a status that can be a metric value.
 trait MetricValue {
     /// The value, exact below 2^53.
     fn to_f64(self) -> f64;
@@ -162,8 +162,8 @@ impl MetricValue for f64 {
     }
 }
 
-/// The value of a label. Names are chosen by processes, and a terminal shows what `curl` gets: characters that steer it
-/// are written as escapes.
+/// A label value. Processes choose their names, and a terminal may show the output of `curl`. So terminal control
+/// characters are written as escapes.
 struct EscapedLabel<'a>(&'a str);
 
 impl fmt::Display for EscapedLabel<'_> {

@@ -1,4 +1,4 @@
-//! The page: one document with its style and script in it, which fetches nothing but the daemon's own figures.
+//! The page: one document with embedded style and script, which only loads the daemon's own figures.
 
 /// The page.
 pub const PAGE_HTML: &str = concat!(
@@ -13,10 +13,10 @@ pub const PAGE_HTML: &str = concat!(
     "</script>\n</body>\n</html>\n"
 );
 
-/// What a browser may do for a document of ours (Content Security Policy): run this script, apply this style, and ask
-/// this server. The hashes are SHA-256 of what stands between the tags.
+/// The Content Security Policy of the page: a browser may only run this script, apply this style, and request this
+/// server. The hashes are SHA-256 of the text between the tags.
 pub const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; \
-     script-src 'sha256-y8EStWOVDRQgTchoieE6txcV5/BPX7mH6CXOIj4AwDE='; \
+     script-src 'sha256-MQZNtTceaqBqmdpO0UqLIZS1EKWZaROfYBK0vAIzUcs='; \
      style-src 'sha256-K5cNmtRX/BKIkuT7IAvj3sLJtn/29jh3kqUxtw9FCSc='; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 
@@ -29,19 +29,19 @@ mod tests {
     fn csp_hashes_match_script_and_style() {
         for (what, text) in [("script", include_str!("page/page.js")), ("style", include_str!("page/page.css"))] {
             let source = format!("{what}-src 'sha256-{}'", base64(&Sha256::digest(text)));
-            assert!(CONTENT_SECURITY_POLICY.contains(&source), "POLICY wants: {source}");
+            assert!(CONTENT_SECURITY_POLICY.contains(&source), "CONTENT_SECURITY_POLICY must contain: {source}");
         }
     }
 
     #[test]
     fn page_loads_nothing_from_elsewhere() {
         for elsewhere in ["http://", "https://", " src=", "@import", "url("] {
-            // The namespace of SVG is a name, and nothing that is fetched.
+            // The SVG namespace is a name that is not loaded.
             let page = PAGE_HTML.replace("http://www.w3.org/2000/svg", "");
             assert!(!page.contains(elsewhere), "the page mentions {elsewhere}");
         }
         for markup in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write"] {
-            assert!(!PAGE_HTML.contains(markup), "the script makes markup of text by {markup}");
+            assert!(!PAGE_HTML.contains(markup), "the script creates markup from text with {markup}");
         }
     }
 

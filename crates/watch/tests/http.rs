@@ -1,4 +1,4 @@
-//! The server against real sockets: what it answers, and what it does not let a peer do.
+//! The server with real sockets: its answers, and its limits for peers.
 
 mod common;
 
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-/// How long anything may take here: far more than it does.
+/// The timeout for any answer, far more than the server needs.
 const RESPONSE_TIMEOUT: Duration = Duration::from_secs(120);
 
 fn connect(address: SocketAddr) -> TcpStream {
@@ -22,10 +22,10 @@ fn connect(address: SocketAddr) -> TcpStream {
     stream
 }
 
-/// What is answered to these bytes.
+/// Send these bytes and return the answer.
 fn send(server: &Server, bytes: &[u8]) -> String {
     let mut stream = connect(server.address());
-    // The server may have answered and gone before it has taken everything.
+    // The server may have answered and closed before it has read everything.
     let _ = stream.write_all(bytes);
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).expect("an answer");
@@ -195,7 +195,7 @@ fn malformed_requests_are_refused() {
     ] {
         assert_eq!(status_code(&send(&server, bytes)), 400, "{bytes:?}");
     }
-    // Half a request, and the end of what the peer will send.
+    // Half a request, and then the end of the peer's data.
     let mut stream = connect(server.address());
     stream.write_all(b"GET / HTTP/1.1\r\nHost: lo").unwrap();
     stream.shutdown(std::net::Shutdown::Write).unwrap();
@@ -220,7 +220,7 @@ fn long_request_heads_are_refused() {
     assert_eq!(status_code(&get(&server, "/api/status")), 200);
 }
 
-/// As many peers as the server answers at once send a byte now and then: they are told that it takes too long.
+/// As many peers as the server answers at once send single bytes slowly: they get the answer that it takes too long.
 #[test]
 fn slow_peers_do_not_block_requests() {
     let server = start_server(&fixture_board());
@@ -231,7 +231,7 @@ fn slow_peers_do_not_block_requests() {
             thread::spawn(move || {
                 let mut writer = stream.try_clone().unwrap();
                 let drip = thread::spawn(move || {
-                    // Until the server has had enough.
+                    // Until the server refuses it.
                     for byte in b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ".iter().chain([&b'x'; 1000]) {
                         if writer.write_all(&[*byte]).is_err() {
                             return;
@@ -240,7 +240,7 @@ fn slow_peers_do_not_block_requests() {
                     }
                 });
                 let mut answer = String::new();
-                // What is still sent may reset the connection after the answer.
+                // Bytes sent after the answer may reset the connection.
                 let _ = stream.read_to_string(&mut answer);
                 drop(stream);
                 drip.join().unwrap();
@@ -254,8 +254,8 @@ fn slow_peers_do_not_block_requests() {
     }
 }
 
-/// Hundreds of connections that send half a request do not keep a scrape waiting until they time out. Whether they have
-/// is seen by their end. Since the machine may be busy, one round in five is enough.
+/// Hundreds of connections that send half a request do not delay a scrape until they time out, which their end would
+/// show. The machine may be busy, so one success in five rounds is enough.
 #[test]
 fn scrape_is_answered_before_slow_peers() {
     // Each connection takes two descriptors here.
@@ -275,7 +275,7 @@ fn scrape_is_answered_before_slow_peers() {
     let answered_first = (0..5).any(|_| {
         let peers: Vec<TcpStream> = (0..500).map(|_| slow(b"GET /metrics HTTP/1.1\r\nHost: lo")).collect();
         assert_eq!(status_code(&get(&server, "/metrics")), 200);
-        // A server that takes connections in order has ended at least 436 of them by then.
+        // A server that reads connections in order has ended at least 436 of them by then.
         peers.iter().filter(|peer| is_open(peer)).count() >= 100
     });
     assert!(answered_first);
@@ -351,7 +351,7 @@ fn streams_leave_room_for_requests() {
     assert!(open.iter_mut().all(|stream| stream.next_time().is_some()));
     assert_eq!(EventReader::open(&server).0, 503);
     assert_eq!(status_code(&get(&server, "/metrics")), 200);
-    // The place of one that went is free again, once the server has seen that it went.
+    // The slot of a closed stream becomes free once the server notices that it is closed.
     drop(open.pop());
     let again = (0..600).any(|_| {
         board.publish(fixture_status());
@@ -373,7 +373,7 @@ fn peer_that_does_not_read_is_dropped() {
         round % 50 == 0 && EventReader::open(&server).0 == 200
     });
     assert!(freed);
-    // What had been sent is there; then the connection ends, if in a reset.
+    // Already sent data arrives; then the connection ends, possibly with a reset.
     let ended = loop {
         match deaf[0].0.read_until(b'\n', &mut Vec::new()) {
             Ok(0) => break true,
@@ -394,8 +394,8 @@ fn server_stops_when_dropped() {
     board.close();
     drop(server);
     assert_eq!(stream.next_time(), None);
-    TcpStream::connect(address).expect_err("nobody listens");
-    // As after a restart: the address is free, though connections were there.
+    TcpStream::connect(address).expect_err("the server has closed its socket");
+    // As after a restart: the address is free, although connections existed.
     let board = common::fixture_board();
     let again = Server::start(address, Vec::new(), board).expect("the address is free");
     assert_eq!(status_code(&get(&again, "/api/status")), 200);

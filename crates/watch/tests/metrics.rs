@@ -1,5 +1,5 @@
-//! The metrics of the fixture, against a golden file and Prometheus' own tools; and that alert rules and dashboard ask
-//! for metrics and labels that exist.
+//! The metrics of the fixture, compared with golden files and checked with Prometheus' own tools. Alert rules and
+//! dashboard may only use existing metrics and labels.
 
 mod common;
 
@@ -19,13 +19,13 @@ fn sample_names(text: &str) -> BTreeSet<&str> {
     samples.map(|line| line.split(['{', ' ']).next().unwrap_or_default()).collect()
 }
 
-/// The values of samples that begin so.
+/// The values of samples that begin with this text.
 fn sample_values(text: &str, sample: &str) -> Vec<f64> {
     let found = text.lines().filter(|line| line.starts_with(sample));
     found.map(|line| line.rsplit_once(' ').expect("a sample").1.parse().expect("a number")).collect()
 }
 
-/// A status with more of everything than anybody wants series of.
+/// A status with more items of each kind than there are named series.
 fn crowded_status() -> StatusReport {
     let mut status = fixture_status();
     let member = status.members[0].clone();
@@ -119,11 +119,11 @@ fn parts_sum_to_their_total() {
         sample_values(&text, "pagefold_workload_saved_bytes{kind=\"process\"").is_empty(),
         "numbers make no series"
     );
-    // Files are counted once in a job.
+    // Files count once in a job.
     assert!(
         sum("pagefold_workload_footprint_bytes{kind=\"job\"") < sum("pagefold_member_footprint_bytes{kind=\"job\"")
     );
-    // What is in order is counted, and 0 is said.
+    // Findings without a problem are counted, and 0 is reported.
     assert_eq!(sample_values(&text, "pagefold_findings{verdict=\"ok\"}"), [24.0]);
     assert_eq!(sample_values(&text, "pagefold_findings{verdict=\"fail\"}"), [0.0]);
 }
@@ -158,7 +158,7 @@ fn terminal_escapes_in_labels_are_escaped() {
     assert_promtool_accepts(&text);
 }
 
-/// Each restart of a program would be a new series.
+/// With the PID each restart of a program would be a new series.
 #[test]
 fn single_process_domains_have_no_pid() {
     let mut status = fixture_status();
@@ -205,10 +205,10 @@ fn promtool_accepts_all_metrics() {
         assert_promtool_accepts(&render_metrics(&status, MetricsFormat::Prometheus));
     }
     let complaint = promtool(&["check", "metrics"], "# TYPE a counter\na 1\n");
-    assert!(complaint.is_none_or(|output| !output.status.success()), "promtool lets everything pass");
+    assert!(complaint.is_none_or(|output| !output.status.success()), "promtool accepts invalid input");
 }
 
-/// Prometheus' parser of OpenMetrics is reached by its import of old samples, which want a time each.
+/// Prometheus' parser of OpenMetrics is only available through its import of old samples, which needs a time for each.
 #[test]
 fn prometheus_parses_openmetrics() {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("openmetrics");
@@ -229,7 +229,7 @@ fn prometheus_parses_openmetrics() {
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
     let output = read("# TYPE a counter\n# UNIT a seconds\na_total 1\n# EOF\n").expect("promtool is there");
-    assert!(!output.status.success(), "it lets everything pass");
+    assert!(!output.status.success(), "it accepts invalid input");
 }
 
 fn utf8_path(path: &Path) -> &str {
@@ -247,7 +247,7 @@ fn alert_rules_pass_their_tests() {
     }
 }
 
-/// The metrics that a text asks for.
+/// The metrics in a text.
 fn metric_names_in(text: &str) -> BTreeSet<String> {
     let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
     words.filter(|word| word.starts_with("pagefold_")).map(ToOwned::to_owned).collect()
@@ -282,14 +282,14 @@ fn rules_and_dashboard_use_existing_metrics() {
     found.extend(rules.lines().filter(|line| line.trim_start().starts_with("expr:")).map(ToOwned::to_owned));
     for expression in found {
         let asked = metric_names_in(&expression);
-        assert!(!asked.is_empty() || expression.contains("up{"), "{expression} asks for nothing of ours");
+        assert!(!asked.is_empty() || expression.contains("up{"), "{expression} has no metric of Pagefold");
         for metric in asked {
             assert!(names.contains(metric.as_str()), "{expression}: there is no {metric}");
         }
     }
 }
 
-/// The labels that a query of the dashboard picks, sums by and names its lines after. Prometheus adds `instance`.
+/// The labels that a query of the dashboard selects, sums by and uses in legends. Prometheus adds `instance`.
 fn query_labels(query: &Value) -> BTreeSet<&str> {
     let text = |name: &str| query[name].as_str().unwrap_or_default();
     let (expression, legend) = (text("expr"), text("legendFormat"));

@@ -1,4 +1,4 @@
-//! `pagefold top`: frames in memory, and the whole in tmux.
+//! `pagefold top`: frames in memory, and the program in tmux.
 
 mod common;
 
@@ -15,7 +15,7 @@ use std::process::Command;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long anything may take here: far more than it does.
+/// The timeout for any screen change, far more than it needs.
 const SCREEN_TIMEOUT: Duration = Duration::from_secs(120);
 
 fn app(colour: bool) -> App {
@@ -42,7 +42,7 @@ fn press_keys(app: &mut App, keys: &str) -> bool {
     keys.chars().any(|key| app.handle_key(KeyEvent::from(KeyCode::Char(key))))
 }
 
-/// The names of the members in the order in which they stand.
+/// The names of the processes in display order.
 fn shown_names(app: &mut App) -> Vec<String> {
     let labels: Vec<String> = fixture_status().members.into_iter().map(|member| member.label).collect();
     let text = frame_text(app);
@@ -50,7 +50,7 @@ fn shown_names(app: &mut App) -> Vec<String> {
     rows.filter(|row| labels.iter().any(|label| label == row)).map(ToOwned::to_owned).collect()
 }
 
-/// The names in the order of a figure, the largest first.
+/// The names in descending order of a figure.
 fn sorted(figure: fn(&pagefold_daemon::wire::TrackedProcessReport) -> Option<u64>) -> Vec<String> {
     let mut members = fixture_status().members;
     members.sort_by_key(|member| std::cmp::Reverse(figure(member)));
@@ -104,7 +104,7 @@ fn processes_are_sorted() {
     press_keys(&mut app, "r");
     let mut upwards = shown_names(&mut app);
     upwards.reverse();
-    // Of equals the order stays.
+    // Equal values keep their order.
     assert_eq!(upwards.first(), sorted(|member| member.footprint).first());
     press_keys(&mut app, "s");
     assert_eq!(shown_names(&mut app), sorted(|member| member.saved));
@@ -128,7 +128,7 @@ fn filter_keeps_matching_rows() {
     app.handle_key(KeyEvent::from(KeyCode::Esc));
     assert_eq!(shown_names(&mut app).len(), fixture_status().members.len());
     press_keys(&mut app, "/no such thing");
-    assert!(frame_text(&mut app).contains("nothing fits the filter"));
+    assert!(frame_text(&mut app).contains("no row matches the filter"));
 }
 
 #[test]
@@ -142,9 +142,9 @@ fn selected_row_is_described() {
     assert!(words(&frame_text(&mut app)).contains(&words(&findings[1].value)));
     press_keys(&mut app, "jjjjjjjjjjj");
     assert!(words(&frame_text(&mut app)).contains(&words(&findings.last().unwrap().value)));
-    // A shorter table after that.
+    // Then a shorter table.
     app.update(Ok(StatusReport { findings: Vec::new(), ..fixture_status() }));
-    assert!(frame_text(&mut app).contains("nothing is wrong"));
+    assert!(frame_text(&mut app).contains("no findings"));
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn absent_is_a_dash_and_names_are_escaped() {
     assert_eq!(line("Saved").split_whitespace().nth(1), Some("-"));
     assert_eq!(line("Available").split_whitespace().nth(1), Some("-"));
     assert!(!frame.contains('\u{1b}') && !frame.contains('\u{202e}') && frame.contains("evil\\u{1b}[2J"));
-    // What is not known stands last, whichever way it is sorted.
+    // Unknown values come last in both sort directions.
     let last = |frame: &str| frame.lines().position(|line| line.starts_with("evil\\u{1b}"));
     let at = last(&frame);
     assert!(at.is_some());
@@ -206,7 +206,7 @@ fn quit_keys_end_the_program() {
     assert!(press_keys(&mut app(false), "?qq"));
 }
 
-/// A terminal of its own.
+/// A separate terminal.
 struct Tmux(PathBuf);
 
 impl Tmux {
@@ -230,7 +230,7 @@ impl Tmux {
         self.run(&[&["send-keys"], keys].concat());
     }
 
-    /// Wait until the screen is as it should be.
+    /// Wait until the screen fulfills a condition.
     fn wait_until(&self, what: &str, fits: impl Fn(&str) -> bool) -> String {
         let end = Instant::now() + SCREEN_TIMEOUT;
         loop {
@@ -251,7 +251,7 @@ impl Drop for Tmux {
     }
 }
 
-/// The example, which shows a file.
+/// The path of the example, which shows a file.
 fn example_path() -> PathBuf {
     let tests = std::env::current_exe().expect("a test is a program");
     tests.parent().and_then(Path::parent).expect("target/PROFILE/deps").join("examples/top")
@@ -270,7 +270,7 @@ fn top_works_in_a_terminal() {
     let Some(tmux) = Tmux::start("live", &command) else { return };
     tmux.wait_until("members", |screen| screen.contains("Footprint") && screen.contains("web-1"));
 
-    // It follows the status.
+    // It shows the new status.
     write(&StatusReport { why: "a test wrote this".to_owned(), ..fixture_status() });
     tmux.wait_until("news", |screen| screen.contains("a test wrote this"));
 
@@ -283,22 +283,22 @@ fn top_works_in_a_terminal() {
     tmux.keys(&["Escape"]);
     tmux.wait_until("all", |screen| screen.contains("postgres"));
 
-    // Smaller and larger.
+    // Resize to smaller and larger.
     tmux.run(&["resize-window", "-x", "60", "-y", "12"]);
     tmux.wait_until("small frame", |screen| {
         let shown = screen.contains("Footprint") && !screen.contains("Domain") && screen.contains("q quit");
         screen.lines().count() <= 12 && shown
     });
     tmux.run(&["resize-window", "-x", "110", "-y", "30"]);
-    tmux.wait_until("large frame", |screen| screen.contains("Domain") && screen.contains("Reached"));
+    tmux.wait_until("large frame", |screen| screen.contains("Domain") && screen.contains("Measured"));
 
-    // A reading that fails, and one that works again.
+    // A failing reading, then a working one.
     fs::remove_file(&file).unwrap();
     tmux.wait_until("failure", |screen| screen.contains("OLD: No such file"));
     write(&fixture_status());
     tmux.wait_until("recovery", |screen| !screen.contains("OLD"));
 
-    // It leaves the terminal as it was.
+    // The terminal is restored.
     tmux.keys(&["q"]);
     let after = tmux.wait_until("end", |screen| screen.contains("ended with 0"));
     assert!(!after.contains("Footprint"), "{after}");
@@ -309,7 +309,7 @@ fn top_works_in_a_terminal() {
     assert!(echoed.contains("ended with 0"));
 }
 
-/// The example in a terminal of its own, without colour, and its number.
+/// Start the example in a separate terminal without color. Returns its PID, too.
 fn start_example_with_pid(name: &str) -> Option<(Tmux, String)> {
     let file = repository_path("fixtures/status.json");
     let number = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("top-{name}"));
@@ -325,7 +325,7 @@ fn start_example_with_pid(name: &str) -> Option<(Tmux, String)> {
 #[test]
 fn signal_restores_the_terminal() {
     let Some((tmux, pid)) = start_example_with_pid("signal") else { return };
-    // Without colour: bold and reversed text, and the terminal's own colours (39, 49).
+    // Without color: bold and reversed text, and the terminal's own colors (39, 49).
     let screen = tmux.run(&["capture-pane", "-p", "-e"]);
     let styles = screen.split("\u{1b}[").skip(1).filter_map(|rest| Some(rest.split_once('m')?.0));
     let plain = |style: &&str| style.split(';').all(|part| matches!(part, "" | "0" | "1" | "7" | "39" | "49"));
@@ -336,13 +336,13 @@ fn signal_restores_the_terminal() {
     assert!(!after.contains("Footprint"), "{after}");
 }
 
-/// As when a connection over ssh breaks.
+/// As if an ssh connection broke.
 #[test]
 fn top_ends_with_its_terminal() {
     let Some((tmux, pid)) = start_example_with_pid("gone") else { return };
     drop(tmux);
     let end = Instant::now() + SCREEN_TIMEOUT;
-    // Gone, or dead and not yet seen to by whoever inherited it.
+    // Ended, or a zombie that its new parent has not reaped yet.
     while fs::read_to_string(format!("/proc/{pid}/stat")).is_ok_and(|stat| !stat.contains(") Z ")) {
         assert!(Instant::now() < end, "process {pid} outlives its terminal");
         thread::sleep(Duration::from_millis(100));

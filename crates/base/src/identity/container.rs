@@ -67,8 +67,8 @@ pub(super) fn container_name(cgroup: &str) -> Option<String> {
 }
 
 /// The possible label files of the outermost container of a cgroup path, as paths below the root. Empty unless only
-/// root creates cgroups there. Users with the right to create cgroups, in their session or in a container, could name them after
-/// any container.
+/// root creates cgroups there. Users with the right to create cgroups, in their session or in a container, could name
+/// them after any container.
 pub(super) fn label_files(cgroup: &str) -> Vec<String> {
     let path: Vec<&str> = cgroup.strip_suffix(" (deleted)").unwrap_or(cgroup).split('/').collect();
     let outermost = (0..path.len()).find_map(|depth| Some((depth, parse_container(&path[..depth], path[depth])?)));

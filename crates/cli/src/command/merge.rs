@@ -286,8 +286,8 @@ fn begin_session<'a>(
 ) -> anyhow::Result<Session<'a>> {
     check_no_tuner(host, options.force)?;
     let session = recover::begin_session(host, global)?;
-    session.check_writable().map_err(with_remedy)?;
-    host.frame_flags(&[]).map_err(|why| {
+    ksmd::check_writable(&session).map_err(with_remedy)?;
+    pagefold_host::check_frame_access(host).map_err(|why| {
         anyhow!("cannot read page frames ({why}), which measure the savings: run as root with CAP_SYS_ADMIN")
     })?;
     if let (Err(why), true) = (ksmd::KsmdThread::find(host).and_then(|ksmd| ksmd.cpu_time()), options.cpu < 1.0) {

@@ -8,7 +8,8 @@ use crate::{CommandOutcome, config, host_selection, output, progress};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use pagefold_base::ksm::Setting;
-use pagefold_host::action::{Action, current_setting};
+use pagefold_host::action::Action;
+use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::{Error, FailedUndo};
 use pagefold_host::{Host, observe};
@@ -185,8 +186,8 @@ fn show_policies(host: &dyn Host, json: bool, global: &GlobalOptions) -> anyhow:
     let set = policy::load_current_policy(host, &global.state).map_err(session::Error::from)?;
     let observation = policy::observe_host(host);
     let written = set.iter().flat_map(|journal| &journal.entries).filter_map(|entry| match &entry.undo {
-        Action::Set { setting, value } => Some((
-            *setting,
+        Action::Write { knob, value } => Some((
+            knob.ksm_setting()?,
             RecordedSetting { value_before: value.clone(), written_values: entry.written_values.clone() },
         )),
         _ => None,
@@ -197,7 +198,7 @@ fn show_policies(host: &dyn Host, json: bool, global: &GlobalOptions) -> anyhow:
         policy: set.as_ref().and_then(|journal| journal.purpose.clone()),
         tuners: other_tuners(host)?,
         ksmd_cpu_seconds: observation.ksmd_cpu.as_ref().ok().map(|cpu| cpu.as_secs_f64()),
-        current: Setting::ALL.into_iter().map(|setting| (setting, current_setting(host, setting))).collect(),
+        current: Setting::ALL.into_iter().map(|setting| (setting, Knob::from(setting).read(host))).collect(),
         recorded: written.collect(),
         policies: policies.map(|(name, policy)| ((*name).to_owned(), policy.one_shot_settings(&observation))).collect(),
     };

@@ -16,7 +16,7 @@ use pagefold_census::results::Census;
 use pagefold_census::{Hasher, PageIndex, ProcessSelection};
 use pagefold_daemon::run::utc_offset;
 use pagefold_doctor::doctor_facts;
-use pagefold_host::action::current_setting;
+use pagefold_host::knob::Knob;
 use pagefold_host::observe::{self, NumaNodes};
 use pagefold_host::{Host, memory_headroom, parse};
 use pagefold_merge::policy;
@@ -254,7 +254,7 @@ fn read_for_other_commands(host: &dyn Host, tap: &HostRecorder<'_>, census: &Cen
     let _ = observe::huge_page_bytes(tap);
     // For `policy show` and `unmerge --dry-run`.
     for setting in Setting::ALL {
-        let _ = current_setting(tap, setting);
+        let _ = Knob::from(setting).read(tap);
     }
     let _ = policy::observe_host(tap);
     // For the daemon.

@@ -144,7 +144,7 @@ mod tests {
     #[test]
     fn error_claims_nothing_changed_only_if_true() {
         let refused = || Error::Refused(ActionError::Denied("writing 1 to run".to_owned()));
-        let undo = Action::Set { setting: Setting::PagesToScan, value: "100".to_owned() };
+        let undo = Action::Write { knob: Setting::PagesToScan.into(), value: "100".to_owned() };
         let remains = vec![FailedUndo { undo, why: "permission denied".to_owned(), will_retry: true }];
         let in_part = with_remedy(Error::UndoFailed { failed_undos: remains, source: Box::new(refused()) });
         assert_eq!(

@@ -61,9 +61,9 @@ user, cgroup or container is refused (see `pagefold config default`); its child 
 
 KSM merges all enrolled memory of the host. A process that times writes to its own memory can tell whether another \
 process has the same page. So a program is not enrolled whole while a process of another trust domain is enrolled, \
-unless --across-domains is given. By default, each user and each virtual machine of root is a domain; the configuration \
-can change that. `--policy guided` keeps domains apart. Only root sees the enrolled processes of other users. Without \
-root the program is enrolled beside them; --verbose and --dry-run say so.
+unless --across-domains is given. By default, each user and each virtual machine of root is a domain; the \
+configuration can change that. `--policy guided` keeps domains apart. Only root sees the enrolled processes of other \
+users. Without root the program is enrolled beside them; --verbose and --dry-run say so.
 
 Methods: prctl is inherited by all processes that the program starts, and covers all their memory. preload sets \
 LD_PRELOAD and needs programs that are linked dynamically with glibc. Where the kernel refuses prctl in the program \
@@ -72,10 +72,10 @@ without that variable. A companion process reports these on standard error, for 
 seconds; if standard error is a pipe, for the program only. inject needs permission to trace the program. It leaves a \
 companion process until the program and all its descendants have ended.
 
-With --policy, a companion process controls KSM until the program and all its descendants have ended, and then restores \
-the settings. Only one companion controls KSM at a time; others take over when it ends. `guided` does not enroll whole \
-processes. It repeatedly takes a census of the process tree and merges stable pages with net savings. Put it before \
-mpirun, so that it covers all ranks.
+With --policy, a companion process controls KSM until the program and all its descendants have ended, and then \
+restores the settings. Only one companion controls KSM at a time; others take over when it ends. `guided` does not \
+enroll whole processes. It repeatedly takes a census of the process tree and merges stable pages with net savings. Put \
+it before mpirun, so that it covers all ranks.
 
 With --engine user, a preloaded library merges identical pages in large allocations of the program and its children, \
 only with members of the same domain. It merges an MPI program when MPI_Barrier or MPI_Allreduce returns, if no \
@@ -263,7 +263,7 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
     }
     let policy = match policy.map(|policy| policy.check(options.force, global).map(|()| policy)).transpose() {
         Err(why) if options.best_effort => {
-            eprintln!("pagefold: KSM is not driven: {why:#}");
+            eprintln!("pagefold: KSM is not controlled: {why:#}");
             None
         }
         Err(why) => return Err(why.context("the program was not started; --best-effort runs it anyway")),

@@ -214,14 +214,15 @@ fn kill_at_selected_points(kind_name: &str, reached: &BTreeMap<String, u64>, kil
 fn every_fault_point_is_reached_and_dealt_each_day() {
     let crates = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
     let mut in_code = BTreeSet::new();
-    let mut folders = ["daemon/src", "host/src", "linux/src", "merge/src", "sys/src"].map(|folder| crates.join(folder)).to_vec();
+    let mut folders =
+        ["daemon/src", "host/src", "linux/src", "merge/src", "sys/src"].map(|folder| crates.join(folder)).to_vec();
     while let Some(folder) = folders.pop() {
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
             if path.is_dir() {
                 folders.push(path);
             } else {
-                let source = fs::read_to_string(&path).unwrap();
+                let source = String::from_utf8_lossy(&fs::read(&path).unwrap()).into_owned();
                 let names = source.split("fault::point(\"").skip(1).filter_map(|rest| rest.split('"').next());
                 in_code.extend(names.map(str::to_owned));
             }

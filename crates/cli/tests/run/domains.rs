@@ -62,7 +62,7 @@ fn program_of_another_domain_is_refused() {
     let file = folder.path().join("started");
     for way in ["prctl", "preload"] {
         let said = refusal_line(run_within_domain().args(["--way", way, "--", "touch"]).arg(&file));
-        for part in ["touch is of the trust domain user 0", "with user 65534", "--across-domains", "--best-effort"] {
+        for part in ["touch is in the trust domain user 0", "with user 65534", "--across-domains", "--best-effort"] {
             assert!(said.contains(part), "{said}");
         }
     }
@@ -77,7 +77,7 @@ fn program_of_another_domain_is_refused() {
     let (out, error) =
         run_successfully(run_within_domain().args(["--best-effort", "--"]).args(PRINT_MERGE_ANY_COMMAND));
     assert_eq!(out, MERGE_ANY_NO, "the program must not stay enrolled after the check");
-    assert!(error.starts_with("pagefold: not enrolled in KSM: grep is of the trust domain user 0"), "{error}");
+    assert!(error.starts_with("pagefold: not enrolled in KSM: grep is in the trust domain user 0"), "{error}");
     assert_eq!(error.lines().count(), 1, "{error}");
 
     // Users listed as one trust domain may share pages.
@@ -91,11 +91,11 @@ fn program_of_another_domain_is_refused() {
     assert_eq!(run_successfully(&mut with("[[domain]]\nname = \"two\"\nusers = [0, 65534]\n")).0, MERGE_ANY_YES);
     assert_eq!(run_successfully(&mut with("domains = \"host\"\n")).0, MERGE_ANY_YES);
     let other = refusal_line(&mut with("[[domain]]\nname = \"searches\"\nusers = [0]\nnames = [\"grep\"]\n"));
-    assert!(other.contains("grep is of the trust domain group searches"), "{other}");
+    assert!(other.contains("grep is in the trust domain group searches"), "{other}");
     let output = with("[[domain]]\nname = \"searches\"\nnames = [\"grep\"]\n").output().unwrap();
     let other = String::from_utf8_lossy(&output.stderr);
     assert!(other.contains("pagefold.toml:1: the domain \"searches\" is not applied"), "{other}");
-    assert!(other.contains("grep is of the trust domain user 0"), "{other}");
+    assert!(other.contains("grep is in the trust domain user 0"), "{other}");
 
     drop(his);
     assert_eq!(
@@ -118,7 +118,7 @@ fn guest_of_root_is_its_own_domain() {
     assert_eq!(run_successfully(&mut run(&["--across-domains"])).0, MERGE_ANY_YES);
     let said = refusal_line(&mut run(&[]));
     assert!(
-        said.contains("qemu-system-x86_64 is of the trust domain vm web") && said.contains("with user 0"),
+        said.contains("qemu-system-x86_64 is in the trust domain vm web") && said.contains("with user 0"),
         "{said}"
     );
 
@@ -148,17 +148,19 @@ fn user_with_hidden_processes_is_warned_with_verbose() {
     assert_eq!(run_successfully(&mut nobodys(&[])), (MERGE_ANY_YES.to_owned(), String::new()));
     let (out, error) = run_successfully(&mut nobodys(&["--verbose"]));
     assert_eq!(out, MERGE_ANY_YES);
-    assert!(error.contains("others may be enrolled who cannot be seen"), "{error}");
-    assert!(run_successfully(&mut nobodys(&["--dry-run"])).0.contains("others may be enrolled who cannot be seen"));
+    assert!(error.contains("processes may be enrolled that are not visible"), "{error}");
+    assert!(
+        run_successfully(&mut nobodys(&["--dry-run"])).0.contains("processes may be enrolled that are not visible")
+    );
     let told = run_successfully(&mut nobodys(&["--verbose", "--across-domains"])).1;
-    assert!(!told.contains("others may be"), "{told}");
+    assert!(!told.contains("processes may be enrolled"), "{told}");
     // The user can see the user's own processes: in this configuration each program is a trust domain of its own.
     let _his = start_enrolled_lab(NOBODY_UID);
     assert_eq!(run_successfully(&mut nobodys(&[])).0, MERGE_ANY_YES);
     let config = folder.path().join("pagefold.toml");
     fs::write(&config, "domains = \"process\"\n").unwrap();
     let refused = refusal_line(&mut nobodys(&["--config", config.to_str().unwrap()]));
-    assert!(refused.contains("grep is of the trust domain process "), "{refused}");
+    assert!(refused.contains("grep is in the trust domain process "), "{refused}");
 }
 
 #[test]
@@ -170,11 +172,15 @@ fn root_in_container_knows_of_hidden_processes() {
     }
     let mut command = Command::new("unshare");
     command.args(kinds).args([PAGEFOLD_BINARY, "run", "--dry-run", "--way", "prctl", "--", "true"]);
-    assert!(run_successfully(&mut command).0.contains("others may be enrolled who cannot be seen"));
+    assert!(run_successfully(&mut command).0.contains("processes may be enrolled that are not visible"));
     if fs::read_link("/proc/self/ns/pid").unwrap().as_os_str() != "pid:[4026531836]" {
         return println!("skipped: the tests run in a container");
     }
-    assert!(!run_successfully(run_within_domain().args(["--dry-run", "--", "true"])).0.contains("others may be"));
+    assert!(
+        !run_successfully(run_within_domain().args(["--dry-run", "--", "true"]))
+            .0
+            .contains("processes may be enrolled")
+    );
 }
 
 #[test]

@@ -171,7 +171,7 @@ fn unusable_policy_is_refused_before_start() {
     let check = |arguments: &[&str], says| {
         assert_refused(&mut run_with_policy_command(folder.path(), arguments), folder.path(), says)
     };
-    check(&["--policy", "flat-out", "--cpu", "20"], "--cpu is for the policy guided");
+    check(&["--policy", "flat-out", "--cpu", "20"], "--cpu is for --policy guided");
     check(&["--policy", "flatout"], "did you mean flat-out?");
     let Some((ksm, state)) = acquire_ksm_and_state() else { return };
     fs::set_permissions(state.path(), fs::Permissions::from_mode(0o777)).unwrap();
@@ -189,7 +189,7 @@ fn unusable_policy_is_refused_before_start() {
         .output()
         .unwrap();
     assert!(output.status.success() && state.path().join("started").exists(), "{output:?}");
-    assert!(lossy_text(&output.stderr).starts_with("pagefold: KSM is not driven: "), "{output:?}");
+    assert!(lossy_text(&output.stderr).starts_with("pagefold: KSM is not controlled: "), "{output:?}");
     assert_eq!(ksm.changed_settings(), []);
 }
 

@@ -104,7 +104,7 @@ fn library_that_enrolls_only_the_probe_is_reported() {
     BufReader::new(child.stderr.take().unwrap()).read_line(&mut said).unwrap();
     drop(child.stdin.take());
     assert!(child.wait().unwrap().success());
-    let is = format!("{} has loaded the library, which could not do it\n", program.display());
+    let is = format!("{} has loaded the library, which could not enroll it\n", program.display());
     assert!(said.ends_with(&is), "{said}");
 }
 

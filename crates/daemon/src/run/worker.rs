@@ -176,8 +176,8 @@ impl<'h> Worker<'h> {
     /// Acquire the host, undo what a killed run left, and stop ksmd with all merged pages kept.
     fn acquire_host(&mut self) -> Result<(), session::Error> {
         let (mut session, undone, left) = Session::begin(self.host, &self.directory)?;
-        session.check_writable()?;
-        self.host.frame_flags(&[]).map_err(session::Error::HostStateUnreadable)?;
+        ksmd::check_writable(&session)?;
+        pagefold_host::check_frame_access(self.host).map_err(session::Error::HostStateUnreadable)?;
         for was in undone.iter().map(|undo| session::UndoDescription(undo).to_string()) {
             self.send(Message::WorkResult(WorkResult::Undone(was)));
         }

@@ -107,8 +107,8 @@ static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barr
 	pthread_barrier_wait(barrier);
 	atomic_store(&monitor.ends, 1);
 	pthread_join(watching, NULL);
-	printf("rank %d: %lu pages merged, %lu of zeros given back in %.1f ms; %ld MiB before, %ld after; "
-	       "%lu merges seen, and %ld MiB saved by all\n",
+	printf("rank %d: %lu pages merged, %lu of zeros freed in %.1f ms; %ld MiB before, %ld after; "
+	       "%lu merges seen, and %ld MiB saved by all ranks\n",
 	       rank, (unsigned long)sum.merged, (unsigned long)sum.zeros, sum.nanoseconds / 1e6, before / 1024,
 	       pss() / 1024, (unsigned long)monitor.standing.merges, (long)(monitor.domain.saved >> 20));
 

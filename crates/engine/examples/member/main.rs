@@ -7,11 +7,11 @@
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros; equal seeds and page numbers give equal contents
 //! copy START COUNT FROM   copies the pages from FROM on to the pages from START on
 //! clear START COUNT       by the engine's function
-//! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 hot
+//! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 volatile
 //! forsake START COUNT     disowns the pages; `adopt` disowns them all, and adopts those that are mapped
 //! merge                   prints the counters of the merge
-//! running                 merges by `merge_while_running`, or prints why it cannot
-//! background              starts a thread that merges until a command that must not run beside it; or prints why not
+//! running                 merges by `merge_while_running`, or prints the reason of a failure
+//! background              starts a thread that merges until a command that must not run beside it, or prints an error
 //! foreground              ends that thread after its next merge; prints the number of merges
 //! race ROUNDS             merges this often while a thread writes to pages without pause
 //! shuffle ROUNDS          merges this often while a thread moves disowned memory without pause
@@ -26,14 +26,14 @@
 //! move START COUNT        by mremap; the old range becomes inaccessible memory; `back` moves it back
 //! grow START              grows one page to two, by mremap, likewise
 //! dontneed START COUNT    by MADV_DONTNEED; prints how many pages read as zeros, and how many as merged content;
-//!                         skips pages that came by `grow`, whose content after that is not known
+//!                         skips pages that `grow` added: their content would be unknown
 //! guard START COUNT       by MADV_GUARD_INSTALL, likewise
 //! protect START COUNT HOW 0 no access, 1 read-only; `expose` makes pages writable, guarded ones too
 //! huge                    asks for huge pages; `small` for none
 //! mappings LEFT           creates mappings until LEFT remain of those that a merge may create
 //!
 //! base                    prints the address of the memory
-//! core DIRECTORY          dies by a signal that dumps core there
+//! core DIRECTORY          dies by a signal, and dumps core in DIRECTORY
 //! exec                    executes the same program again
 //! close                   closes all descriptors but the first three, and reuses their numbers for other files
 //! leave                   drops its memory and its engine, and ends
@@ -82,7 +82,7 @@ const COMMANDS_DURING_MERGE: [&str; 12] = [
 fn exhaust_mappings(mappings_left: usize) -> usize {
     let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
     let most = limit.trim().parse::<usize>().expect("a number") / 8 * 6;
-    let taken = BufReader::new(File::open("/proc/self/maps").expect("its own")).lines().count();
+    let taken = BufReader::new(File::open("/proc/self/maps").expect("a readable list of mappings")).lines().count();
     let wanted = most.saturating_sub(taken + mappings_left);
     let start = reserve_address_space(wanted + 1, 0);
     // Each readable page is a mapping, and so is the range behind it.
@@ -154,7 +154,7 @@ impl MemberMemory<'_> {
         }
     }
 
-    /// The content of the page that comes with it is not known until it is written.
+    /// The content of the added page is undefined until it is written.
     fn grow_mapping(&mut self, start: u64) {
         let page = &mut self.pages[start as usize];
         if page.access == PageAccess::Unmapped {

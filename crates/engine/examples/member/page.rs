@@ -50,7 +50,7 @@ pub struct ExpectedPage {
     pub content: ExpectedContent,
     /// Contents with which the page may have been merged.
     pub merged_contents: Vec<ExpectedContent>,
-    /// The page came with another one that grew. If its content is dropped, it reads as the next page of the store.
+    /// The page was added by growing another page. If its content is dropped, it reads as the next page of the store.
     pub is_growth_remainder: bool,
 }
 
@@ -119,7 +119,7 @@ impl ExpectedPage {
             *self = Self::new(self.address);
             self.protect(PageAccess::Write);
         } else {
-            // SAFETY: it was mapped right above.
+            // SAFETY: this function has just mapped the page.
             unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), PAGE_BYTES) };
         }
         mapped
@@ -154,7 +154,7 @@ impl ExpectedPage {
 
     /// The page was moved away: keep other mappings from the address.
     pub fn reserve_old_address(&mut self) {
-        assert_eq!(reserve_address_space(1, self.address), self.address, "it was free");
+        assert_eq!(reserve_address_space(1, self.address), self.address, "the old address is not free");
         *self = Self { access: PageAccess::NoAccess, ..Self::new(self.address) };
     }
 

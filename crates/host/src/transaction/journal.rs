@@ -8,7 +8,7 @@
 //! state before a policy was set. It outlives the command that set the policy.
 
 use crate::action::{Action, MergeAdvice};
-use pagefold_base::ksm::Setting;
+use crate::knob::Knob;
 use pagefold_base::{AddressRange, Pid, ProcessId};
 use pagefold_sys::fault;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};
@@ -61,12 +61,6 @@ pub enum JournalChange {
     Pop,
     /// Replaces the values written to the setting of an entry, whose position is counted from the oldest one.
     SetWrittenValues(usize, Vec<String>),
-}
-
-/// The value to which a setting is restored. `run` stays at 2 after everything was unmerged, and ksmd is then idle as
-/// with 0. Writing 2 again would unmerge everything again (mm/ksm.c, `run_store`).
-pub fn restorable_value(setting: Setting, value: String) -> String {
-    if setting == Setting::Run && value == "2" { "0".to_owned() } else { value }
 }
 
 /// An open directory. Checks made on it stay valid for later accesses, even if its path is redirected.
@@ -283,7 +277,7 @@ enum WireChange {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 enum WireAction {
-    Set { setting: WireSetting, value: String },
+    Write { knob: WireKnob, value: String },
     Advise { pid: u32, start_time: u64, mergeable: bool, ranges: Vec<(u64, u64)> },
     MergeAny { pid: u32, start_time: u64, on: bool },
     GuestMerge { pid: u32, start_time: u64, socket: PathBuf, backend: String, on: bool },
@@ -291,25 +285,25 @@ enum WireAction {
 
 #[derive(Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
-struct WireSetting(Setting);
+struct WireKnob(Knob);
 
-impl Clone for WireSetting {
+impl Clone for WireKnob {
     fn clone(&self) -> Self {
         Self(self.0)
     }
 }
 
-impl TryFrom<String> for WireSetting {
+impl TryFrom<String> for WireKnob {
     type Error = String;
 
-    fn try_from(file: String) -> Result<Self, String> {
-        Setting::from_file_name(&file).map(Self).ok_or_else(|| format!("{file} is not a setting of KSM"))
+    fn try_from(path: String) -> Result<Self, String> {
+        Knob::from_path(&path).map(Self).ok_or_else(|| format!("{path} is not a setting that Pagefold writes"))
     }
 }
 
-impl From<WireSetting> for String {
-    fn from(setting: WireSetting) -> Self {
-        setting.0.file_name().to_owned()
+impl From<WireKnob> for String {
+    fn from(knob: WireKnob) -> Self {
+        knob.0.path().to_owned()
     }
 }
 
@@ -325,7 +319,7 @@ impl WireAction {
     /// The file format of an undo action; `None` for a collapse, which is never an undo.
     fn from_action(undo: &Action) -> Option<Self> {
         Some(match undo {
-            Action::Set { setting, value } => Self::Set { setting: WireSetting(*setting), value: value.clone() },
+            Action::Write { knob, value } => Self::Write { knob: WireKnob(*knob), value: value.clone() },
             Action::Advise { process, advice, ranges } => Self::Advise {
                 pid: process.pid.0,
                 start_time: process.start_time,
@@ -351,9 +345,7 @@ impl From<WireAction> for Action {
     fn from(action: WireAction) -> Self {
         let process = |pid, start_time| ProcessId { pid: Pid(pid), start_time };
         match action {
-            WireAction::Set { setting, value } => {
-                Self::Set { setting: setting.0, value: restorable_value(setting.0, value) }
-            }
+            WireAction::Write { knob, value } => Self::Write { knob: knob.0, value: knob.0.restorable_value(value) },
             WireAction::Advise { pid, start_time, mergeable, ranges: pairs } => Self::Advise {
                 process: process(pid, start_time),
                 advice: if mergeable { MergeAdvice::Mergeable } else { MergeAdvice::Unmergeable },
@@ -435,6 +427,7 @@ impl From<WireJournal> for Journal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use pagefold_base::ksm::Setting;
     use std::fs;
 
     fn open_directory(directory: &tempfile::TempDir) -> StateDirectory {
@@ -448,7 +441,7 @@ mod tests {
         let process = ProcessId { pid: Pid(7), start_time: 99 };
         let ranges = vec![AddressRange { start: 4096, end: 8192 }];
         let undo = [
-            Action::Set { setting: Setting::Run, value: "0".to_owned() },
+            Action::Write { knob: Setting::Run.into(), value: "0".to_owned() },
             Action::Advise { process, advice: MergeAdvice::Mergeable, ranges: ranges.clone() },
             Action::MergeAny { process, enable: false },
             Action::GuestMerge {
@@ -477,7 +470,7 @@ mod tests {
 
     /// Entries of one setting each, by its previous value.
     fn setting_entry(value: &str) -> JournalEntry {
-        let undo = Action::Set { setting: Setting::PagesToScan, value: value.to_owned() };
+        let undo = Action::Write { knob: Setting::PagesToScan.into(), value: value.to_owned() };
         JournalEntry { undo, written_values: Vec::new(), enclosing_extents: Vec::new(), until_commit: false }
     }
 
@@ -514,7 +507,7 @@ mod tests {
     #[test]
     fn malformed_journal_error_names_the_file() {
         let directory = tempfile::tempdir().unwrap();
-        for text in ["", "{}", r#"{"boot":"","writer":1,"entries":[{"undo":{"set":{"setting":"x","value":""}}}]}"#] {
+        for text in ["", "{}", r#"{"boot":"","writer":1,"entries":[{"undo":{"write":{"knob":"x","value":""}}}]}"#] {
             fs::write(directory.path().join(SESSION_FILE), text).unwrap();
             let error = Journal::load(&open_directory(&directory), SESSION_FILE).unwrap_err();
             assert!(error.to_string().contains("journal.json"), "{error}");

@@ -28,17 +28,14 @@ mod extents;
 
 use crate::action;
 use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
-use crate::transaction::journal::{
-    Journal, JournalChange, JournalEntry, POLICY_FILE, SESSION_FILE, StateDirectory, restorable_value,
-};
+use crate::knob::Knob;
+use crate::transaction::journal::{Journal, JournalChange, JournalEntry, POLICY_FILE, SESSION_FILE, StateDirectory};
 use crate::{Host, HostLock, LockHolder, memory_headroom, parse};
 pub use error::Error;
 pub use error::chain;
 use extents::Extents;
 use pagefold_base::guard;
 use pagefold_base::guard::{FrameNeed, MemoryVerdict};
-use pagefold_base::ksm::DEFAULT_PAGES_TO_SCAN;
-use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
 use pagefold_base::{Absent, AddressRange, Pages, ProcessId};
 use rustix::fs::OFlags;
@@ -99,7 +96,7 @@ pub struct UndoDescription<'a>(pub &'a Action);
 impl fmt::Display for UndoDescription<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
-            Action::Set { setting, value } => write!(f, "/sys/kernel/mm/ksm/{} was {value}", setting.file_name()),
+            Action::Write { knob, value } => write!(f, "{knob} was {value}"),
             Action::Advise { process, advice, ranges } => {
                 let was = if *advice == MergeAdvice::Mergeable { "enrolled" } else { "not enrolled" };
                 write!(f, "{} ranges of process {} were {was}", ranges.len(), process.pid)
@@ -234,9 +231,9 @@ impl<'a> Session<'a> {
     ) -> Result<ActionOutcome, Error> {
         if lifetime == ChangeLifetime::Permanent {
             let effect = self.apply_to_host(action, stop)?;
-            if let Action::Set { setting, .. } = action {
+            if let Action::Write { knob, .. } = action {
                 let length = self.journal.entries.len();
-                self.journal.entries.retain(|entry| !is_entry_of_setting(entry, *setting));
+                self.journal.entries.retain(|entry| !is_entry_of_knob(entry, *knob));
                 if self.journal.entries.len() < length {
                     self.rewrite_journal()?;
                 }
@@ -247,7 +244,7 @@ impl<'a> Session<'a> {
         self.apply_to_host(action, stop).map_err(|refusal| {
             // The undo stays if something may have changed; undoing a change that was not made does no harm.
             let in_part = matches!(refusal, ActionError::Busy(_) | ActionError::Failed(_));
-            let untouched = matches!(action, Action::Set { .. }) || !in_part;
+            let untouched = matches!(action, Action::Write { .. }) || !in_part;
             match if untouched { self.revert_journal(noted) } else { Ok(()) } {
                 Ok(()) => refusal.into(),
                 Err(error) => error,
@@ -277,30 +274,31 @@ impl<'a> Session<'a> {
 
     /// Writes temporary settings, in the order in which the kernel accepts them. Settings that have the value already
     /// are not written.
-    pub fn write_settings(&mut self, settings: &Settings) -> Result<(), Error> {
+    pub fn write_settings<K: Into<Knob> + Copy>(&mut self, settings: &BTreeMap<K, String>) -> Result<(), Error> {
         for (&setting, value) in settings {
-            let now = self.read_setting(setting)?;
-            self.check_setting_not_overwritten(setting, &now)?;
+            let knob = setting.into();
+            let now = self.read_knob(knob)?;
+            self.check_knob_not_overwritten(knob, &now)?;
             if now != *value {
-                self.apply(&Action::Set { setting, value: value.clone() }, ChangeLifetime::Temporary)?;
+                self.apply(&Action::Write { knob, value: value.clone() }, ChangeLifetime::Temporary)?;
             }
         }
         Ok(())
     }
 
-    /// Tests whether settings can be written by writing one with its present value. The setting is not `run`, because
-    /// another program may change it between the read and the write.
-    pub fn check_writable(&self) -> Result<(), Error> {
-        let value = self.read_setting(Setting::SleepMillisecs)?;
-        self.host.apply(&Action::Set { setting: Setting::SleepMillisecs, value })?;
+    /// Tests whether settings can be written by writing `knob` with its present value. It must be one that other
+    /// programs do not change between the read and the write.
+    pub fn check_writable(&self, knob: Knob) -> Result<(), Error> {
+        let value = self.read_knob(knob)?;
+        self.host.apply(&Action::Write { knob, value })?;
         Ok(())
     }
 
     /// Checks that every setting still has the value that this session wrote.
     pub fn check_not_overwritten(&self) -> Result<(), Error> {
         for entry in &self.journal.entries {
-            if let Action::Set { setting, .. } = entry.undo {
-                self.check_setting_not_overwritten(setting, &self.read_setting(setting)?)?;
+            if let Action::Write { knob, .. } = entry.undo {
+                self.check_knob_not_overwritten(knob, &self.read_knob(knob)?)?;
             }
         }
         Ok(())
@@ -356,10 +354,10 @@ impl<'a> Session<'a> {
     pub fn keep_as_policy(&mut self, name: &str) -> Result<Vec<FailedUndo>, Error> {
         let mut kept =
             self.load_policy_journal()?.unwrap_or_else(|| Journal { entries: Vec::new(), ..self.journal.clone() });
-        let settings = |entry: &JournalEntry| matches!(entry.undo, Action::Set { .. });
+        let settings = |entry: &JournalEntry| matches!(entry.undo, Action::Write { .. });
         for entry in self.journal.entries.iter().filter(|entry| settings(entry)) {
-            let Action::Set { setting, value } = &entry.undo else { continue };
-            match kept.entries.iter_mut().find(|known| is_entry_of_setting(known, *setting)) {
+            let Action::Write { knob, value } = &entry.undo else { continue };
+            match kept.entries.iter_mut().find(|known| is_entry_of_knob(known, *knob)) {
                 Some(known) => {
                     // The previous policy's value is restored if this process ends before its own journal is removed.
                     known.written_values.retain(|written| written == value);
@@ -395,29 +393,30 @@ impl<'a> Session<'a> {
         self.undo_entries()
     }
 
-    fn read_setting(&self, setting: Setting) -> Result<String, Error> {
-        action::current_setting(self.host, setting).map_err(|source| Error::SettingUnreadable { setting, source })
+    fn read_knob(&self, knob: Knob) -> Result<String, Error> {
+        knob.read(self.host).map_err(|source| Error::SettingUnreadable { knob, source })
     }
 
-    fn check_setting_not_overwritten(&self, setting: Setting, now: &str) -> Result<(), Error> {
-        // While this session has the advisor on, the kernel changes the setting.
-        if setting == Setting::PagesToScan && self.last_written_value(Setting::AdvisorMode) == Some("scan-time") {
+    fn check_knob_not_overwritten(&self, knob: Knob, now: &str) -> Result<(), Error> {
+        if let Some((driver, value)) = knob.changed_by_kernel_while()
+            && self.last_written_value(driver) == Some(value)
+        {
             return Ok(());
         }
-        match self.last_written_value(setting) {
+        match self.last_written_value(knob) {
             Some(wrote) if wrote != now => {
-                Err(Error::SettingOverwritten { setting, wrote: wrote.to_owned(), found: now.to_owned() })
+                Err(Error::SettingOverwritten { knob, wrote: wrote.to_owned(), found: now.to_owned() })
             }
             _ => Ok(()),
         }
     }
 
     /// The value that this session wrote last.
-    fn last_written_value(&self, setting: Setting) -> Option<&str> {
+    fn last_written_value(&self, knob: Knob) -> Option<&str> {
         self.journal
             .entries
             .iter()
-            .find(|entry| is_entry_of_setting(entry, setting))?
+            .find(|entry| is_entry_of_knob(entry, knob))?
             .written_values
             .last()
             .map(String::as_str)
@@ -426,16 +425,17 @@ impl<'a> Session<'a> {
     /// Stores the undo of an action. A setting keeps its first value.
     fn journal_action(&mut self, action: &Action, until_done: bool) -> Result<JournalMark, Error> {
         let mut noted = JournalMark { entry_count: self.journal.entries.len(), previous_values: Vec::new() };
-        if let Action::Set { setting, value } = action {
-            let now = self.read_setting(*setting)?;
-            if *setting == Setting::AdvisorMode
-                && now != *value
-                && (now == "none" || self.has_setting_entry(Setting::PagesToScan))
+        if let Action::Write { knob, value } = action {
+            let now = self.read_knob(*knob)?;
+            if now != *value
+                && let Some((reset, reset_value)) = knob.resets()
+                // A value that the kernel set itself is not worth restoring.
+                && (reset.changed_by_kernel_while() != Some((*knob, now.as_str())) || self.has_knob_entry(reset))
             {
-                self.journal_setting(Setting::PagesToScan, &DEFAULT_PAGES_TO_SCAN.to_string(), &mut noted)?;
+                self.journal_knob(reset, reset_value, &mut noted)?;
             }
-            if now != *value || self.has_setting_entry(*setting) {
-                self.journal_setting(*setting, value, &mut noted)?;
+            if now != *value || self.has_knob_entry(*knob) {
+                self.journal_knob(*knob, value, &mut noted)?;
             }
         } else {
             let undo = action::undo_actions(self.host, action)?;
@@ -473,8 +473,8 @@ impl<'a> Session<'a> {
     }
 
     /// Stores that a setting is about to be written.
-    fn journal_setting(&mut self, setting: Setting, value: &str, noted: &mut JournalMark) -> Result<(), Error> {
-        match self.journal.entries.iter().position(|entry| is_entry_of_setting(entry, setting)) {
+    fn journal_knob(&mut self, knob: Knob, value: &str, noted: &mut JournalMark) -> Result<(), Error> {
+        match self.journal.entries.iter().position(|entry| is_entry_of_knob(entry, knob)) {
             Some(position) => {
                 let written = &mut self.journal.entries[position].written_values;
                 noted.previous_values.push((position, written.clone()));
@@ -482,7 +482,7 @@ impl<'a> Session<'a> {
                 *written = last.into_iter().chain([value.to_owned()]).collect();
             }
             None => {
-                let undo = Action::Set { setting, value: restorable_value(setting, self.read_setting(setting)?) };
+                let undo = Action::Write { knob, value: knob.restorable_value(self.read_knob(knob)?) };
                 let written = vec![value.to_owned()];
                 self.journal.entries.push(JournalEntry {
                     undo,
@@ -506,8 +506,8 @@ impl<'a> Session<'a> {
         self.append_changes(&changes)
     }
 
-    fn has_setting_entry(&self, setting: Setting) -> bool {
-        self.journal.entries.iter().any(|entry| is_entry_of_setting(entry, setting))
+    fn has_knob_entry(&self, knob: Knob) -> bool {
+        self.journal.entries.iter().any(|entry| is_entry_of_knob(entry, knob))
     }
 
     /// Rewrites the whole journal.
@@ -585,7 +585,7 @@ impl<'a> Session<'a> {
             return UndoResult::failure(entry, why, true);
         }
         match &entry.undo {
-            Action::Set { setting, value } => match self.needs_undo(entry, *setting, value) {
+            Action::Write { knob, value } => match self.needs_undo(entry, *knob, value) {
                 Ok(true) => {}
                 Ok(false) => return UndoResult::success(entry),
                 Err((why, kept)) => return UndoResult::failure(entry, why, kept),
@@ -653,20 +653,21 @@ impl<'a> Session<'a> {
     }
 
     /// Whether a setting is to be restored. The error says why it must not be restored, and whether to retry later.
-    fn needs_undo(&self, entry: &JournalEntry, setting: Setting, value: &str) -> Result<bool, (String, bool)> {
-        let read = |setting| action::current_setting(self.host, setting);
-        let now = read(setting).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
-        if restorable_value(setting, now.clone()) == *value {
+    fn needs_undo(&self, entry: &JournalEntry, knob: Knob, value: &str) -> Result<bool, (String, bool)> {
+        let now = knob.read(self.host).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
+        if knob.restorable_value(now.clone()) == *value {
             return Ok(false);
         }
-        if setting == Setting::PagesToScan && read(Setting::AdvisorMode).as_deref() == Ok("scan-time") {
-            let advisor = Action::Set { setting: Setting::AdvisorMode, value: "scan-time".to_owned() };
-            if self.retry_entries.iter().any(|entry| is_entry_of_setting(entry, Setting::AdvisorMode)) {
-                return Err(("the advisor is on and could not be switched off".to_owned(), true));
+        if let Some((driver, active)) = knob.changed_by_kernel_while()
+            && driver.read(self.host).as_deref() == Ok(active)
+        {
+            if self.retry_entries.iter().any(|entry| is_entry_of_knob(entry, driver)) {
+                return Err((format!("{driver} is {active} and could not be restored"), true));
             }
-            // If the advisor was on before, it controls this setting.
-            let before = self.journal.entries.iter().any(|older| older.undo == advisor);
-            let foreign = || ("another program switched the advisor on".to_owned(), false);
+            let was_active = Action::Write { knob: driver, value: active.to_owned() };
+            // If it was so before, the kernel sets this one.
+            let before = self.journal.entries.iter().any(|older| older.undo == was_active);
+            let foreign = || (format!("{driver} is {active}, which another program wrote"), false);
             return if before { Ok(false) } else { Err(foreign()) };
         }
         if !entry.written_values.contains(&now) {
@@ -766,8 +767,8 @@ fn action_process(undo: &Action) -> Option<ProcessId> {
     }
 }
 
-fn is_entry_of_setting(entry: &JournalEntry, of: Setting) -> bool {
-    matches!(entry.undo, Action::Set { setting, .. } if setting == of)
+fn is_entry_of_knob(entry: &JournalEntry, of: Knob) -> bool {
+    matches!(entry.undo, Action::Write { knob, .. } if knob == of)
 }
 
 /// The identifier of the present boot: journals of another boot are void.

@@ -11,9 +11,10 @@ use crate::merge_monitor::MergeMonitor;
 use crate::recheck::CheckScope;
 use pagefold_base::ksm::Setting;
 use pagefold_base::{Pages, Reading};
+use pagefold_host::Host;
+use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
-use pagefold_host::{Host, action};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -69,7 +70,7 @@ impl<'h> Remerge<'h> {
         monitor.take_cow_breaks();
         let (began, before) = (Instant::now(), self.ksmd_cpu_time());
         let last = read_full_scans(host).map_err(unknown)? + SCANS_PER_REMERGE;
-        if action::current_setting(host, Setting::SmartScan).is_ok_and(|on| on == "1") {
+        if Knob::from(Setting::SmartScan).read(host).is_ok_and(|on| on == "1") {
             ksmd::set_smart_scan(session, false)?;
         }
         ksmd::run_at_pace(session, self.pace)?;

@@ -191,7 +191,7 @@ fn failed_undo_of_a_killed_run_is_reported() {
     let mut trial = monitor_with_cow_breaks(&host);
     let (mut killed, ..) = Session::begin(&host, directory.path()).unwrap();
     let value = "4321".to_owned();
-    killed.apply(&Action::Set { setting: Setting::SleepMillisecs, value }, ChangeLifetime::Temporary).unwrap();
+    killed.apply(&Action::Write { knob: Setting::SleepMillisecs.into(), value }, ChangeLifetime::Temporary).unwrap();
     let journal = fs::read(directory.path().join(SESSION_FILE)).unwrap();
     drop(killed);
     fs::write(directory.path().join(SESSION_FILE), journal).unwrap();

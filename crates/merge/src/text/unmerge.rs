@@ -307,7 +307,7 @@ mod tests {
         let text = text.replace('\n', " ");
         assert!(text.contains("memory.high of /vms\\u{1b}[2J leaves 8.00 MiB. Nothing was changed."), "{text}");
         assert!(text.contains("`--staged` would unenroll 1 of 3 parts now"), "{text}");
-        let text = render(&sample_report("refused", 8 << 20, false), 10, "", TextStyle::default());
+        let text = render(&sample_report("refused", 8 << 20, false), 10, "", TextStyle::default()).replace('\n', " ");
         assert!(text.contains("the rest would be swapped out"), "{text}");
     }
 

@@ -165,9 +165,7 @@ impl ThreadState {
         if !scalable.is_empty() {
             let record = sve_record_bytes(&scalable);
             if scalable.len() < record || RECORDS_OFFSET + FPSIMD_BYTES as usize + record + 8 > FRAME_BYTES {
-                return Err(InjectError::Busy(
-                    "its SVE vectors are too long for a signal frame".to_owned(),
-                ));
+                return Err(InjectError::Busy("its SVE vectors are too long for a signal frame".to_owned()));
             }
         }
         // `struct user_za_header`: size at 0; more than the header when ZA is on.

@@ -214,9 +214,7 @@ fn wait_for_trap(thread: TracedThread, deadline: Instant) -> Result<(), InjectEr
             Some(StopReason::Syscall) => thread.resume(0).map_err(operation_failed("resuming it"))?,
             Some(StopReason::Exec | StopReason::Ended) => return Err(InjectError::Vanished),
             None => {
-                return Err(InjectError::Busy(
-                    "it does not stop: it waits in the kernel, or gets no CPU".to_owned(),
-                ));
+                return Err(InjectError::Busy("it does not stop: it waits in the kernel, or gets no CPU".to_owned()));
             }
         }
     }

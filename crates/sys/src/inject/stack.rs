@@ -3,14 +3,15 @@
 //! Programs that run on other stacks (Go, coroutines) have a main stack, too. Their own small stacks are never touched.
 //! While one thread is stopped, the others run. So the space must be out of reach for these threads, and for the kernel
 //! on behalf of a thread that waits in a call. The stack pointer does not tell which memory a program will use again: a
-//! coroutine may have left an array of zeros there, or an array that is not written yet. So the space lies below all
-//! pages that were ever touched. A frame also touches the page below it, and the bytes left there identify the space at
-//! the next visit.
+//! suspended coroutine may have an array of zeros there, or an array that is not written yet. So the space lies below
+//! all pages that were ever touched: code that leaves its frame on the stack has touched the page below it. The bytes
+//! left in the space identify it at the next visit.
 //!
 //! The main stack is one mapping or several. The kernel splits it where advice applies to a part of it. Unenrolling a
-//! fully enrolled stack range by range splits it, too, for a while. There is no cheap way to tell which of the mappings
-//! right below it are parts of the stack and which the program mapped. So all pages of a split stack count as touched,
-//! and none of them is used below a stack pointer. Instead the stack is made to grow, which only a stack can do.
+//! fully enrolled stack range by range splits it, too, for a while. There is no cheap way to find out which of the
+//! mappings right below it are parts of the stack and which the program mapped. So all pages of a split stack count as
+//! touched, and none of them is used below a stack pointer. Instead the stack is made to grow, which only a stack can
+//! do.
 //!
 //! Mirrors `do_procmap_query` and `task_current_syscall` (fs/proc/task_mmu.c, lib/syscall.c, 6.18). Limits: if a main
 //! thread returns from its call during the stop and goes down by more than [`MAIN_THREAD_MARGIN_BYTES`], it meets the

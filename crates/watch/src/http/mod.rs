@@ -1,23 +1,24 @@
-//! The daemon's HTTP: what a [`StatusBoard`] shows, to read.
+//! The daemon's HTTP server: read access to a [`StatusBoard`].
 //!
-//! | path | what |
+//! | path | content |
 //! |---|---|
 //! | `/` | the page |
-//! | `/metrics` | the status as metrics, in OpenMetrics where the request accepts it, else in Prometheus' older text format |
+//! | `/metrics` | the status as metrics, in OpenMetrics if the request accepts it, else in Prometheus' text format |
 //! | `/api/status` | the status as JSON |
-//! | `/api/history?since=` | points of the past after a moment (seconds since 1970) as JSON |
-//! | `/api/events` | each status as it comes, as server-sent events |
+//! | `/api/history?since=` | history points after a time (seconds since 1970) as JSON |
+//! | `/api/events` | each new status, as server-sent events |
 //!
-//! There is nothing but to GET. A request is compared with these paths and that is all: no file is opened, nothing is
-//! decoded and no body is taken. Everything is bounded: a head to [`MAX_HEAD_BYTES`] in [`MAX_READ_TIME`], an answer to
-//! [`MAX_SEND_TIME`] however slowly it is taken. One thread reads the heads of up to [`MAX_PENDING_CONNECTIONS`] connections; beyond that the
-//! oldest of them is dropped. Up to [`MAX_CONNECTIONS`] are answered at a time, each by a thread, of which [`MAX_EVENT_STREAMS`] may be
-//! streams of events; a stream too many is refused. Where more requests wait, `/metrics` comes first, which is what
-//! probes of liveness ask for, and the oldest answer is cut off once it has taken [`MAX_RESPONSE_TIME_UNDER_LOAD`].
+//! Only GET is allowed. A request is only compared with these paths: the server opens no file, decodes nothing and
+//! reads no body. All resources are limited. A request head may have [`MAX_HEAD_BYTES`] and take [`MAX_READ_TIME`]; an
+//! answer may take [`MAX_SEND_TIME`], however slow the peer is. One thread reads the heads of up to
+//! [`MAX_PENDING_CONNECTIONS`] connections; beyond that the oldest one is dropped. Up to [`MAX_CONNECTIONS`] are
+//! answered at a time, each by a thread. At most [`MAX_EVENT_STREAMS`] of these may be event streams; further streams
+//! are refused. If more requests wait, `/metrics` comes first, which liveness probes request. The oldest answer is cut
+//! off once it has taken [`MAX_RESPONSE_TIME_UNDER_LOAD`].
 //!
-//! Whoever can connect can read, so a server belongs on loopback, and a page of another site that a browser has been
-//! made to load from this address (DNS rebinding) is refused by its name. Who can connect can also keep others waiting.
-//! There is no TLS and no password: for more than loopback, put a proxy before it that has them.
+//! Any client that can connect can read, so a server belongs on loopback. A page of another site that a browser loads
+//! from this address (DNS rebinding) is refused by its host name. A client that can connect can also delay other
+//! clients. There is no TLS and no password: for other addresses than loopback, use a proxy that has both.
 
 mod request;
 mod request_queue;
@@ -43,20 +44,20 @@ pub use request_queue::{MAX_PENDING_CONNECTIONS, MAX_READ_TIME};
 pub use response::MAX_SEND_TIME;
 pub use slots::MAX_RESPONSE_TIME_UNDER_LOAD;
 
-/// Connections that are answered at a time.
+/// The maximum number of connections answered at a time.
 pub const MAX_CONNECTIONS: usize = 64;
 
-/// Requests that wait for a place at most: more are dropped.
+/// The maximum number of requests that wait for a slot; more are dropped.
 const MAX_WAITING_REQUESTS: usize = 1024;
 
-/// Between two looks for a free place while requests wait for one, and between two looks otherwise.
+/// The poll interval for a free slot while requests wait for one, and otherwise.
 const SLOT_POLL_INTERVAL: Duration = Duration::from_millis(10);
 const IDLE_POLL_INTERVAL: Duration = Duration::from_secs(60);
 
-/// How many of them may be streams of events.
+/// How many of these connections may be event streams.
 pub const MAX_EVENT_STREAMS: usize = 32;
 
-/// The stack of a connection's thread: it holds no more than a few buffers.
+/// The stack of a connection's thread: it only needs a few buffers.
 const THREAD_STACK_BYTES: usize = 128 << 10;
 
 /// A server, which ends when this is dropped.
@@ -70,7 +71,7 @@ pub struct Server {
 #[derive(Debug)]
 struct ServerState {
     listener: TcpListener,
-    /// Host names that requests may name beside addresses and `localhost`.
+    /// Host names that requests may use besides addresses and `localhost`.
     host_names: Vec<String>,
     board: Arc<StatusBoard>,
     slots: Arc<ResponseSlots>,
@@ -78,11 +79,11 @@ struct ServerState {
 }
 
 impl Server {
-    /// Serve a board at an address; port 0 stands for any that is free. Requests may name the server by these names
-    /// beside its address and `localhost`.
+    /// Serve a board at an address; port 0 selects a free port. Requests may name the server by these names besides its
+    /// address and `localhost`.
     ///
     /// # Errors
-    /// The address cannot be listened at, or no thread is to be had.
+    /// The server cannot listen at the address, or cannot start a thread.
     pub fn start(address: SocketAddr, host_names: Vec<String>, board: Arc<StatusBoard>) -> io::Result<Self> {
         let listener = TcpListener::bind(address)?;
         let address = listener.local_addr()?;
@@ -97,14 +98,14 @@ impl Server {
         Ok(Self { address, shared, accept_thread: Some(accepting) })
     }
 
-    /// Where it listens.
+    /// The address at which it listens.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
 }
 
 impl Drop for Server {
-    /// Refuse further connections. Those that are there end within their limits, streams at the closing of the board.
+    /// Refuse further connections. Existing ones end within their limits, streams when the board closes.
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Relaxed);
         // On Linux this ends a wait for connections.
@@ -115,7 +116,7 @@ impl Drop for Server {
     }
 }
 
-/// Take in connections and their requests, and have them answered, until the server is dropped.
+/// Accept connections, read their requests and have them answered, until the server is dropped.
 fn run_accept_loop(shared: &Arc<ServerState>) {
     let (mut queue, mut waiting) = (RequestQueue::new(), Vec::new());
     while !shared.closed.load(Ordering::Relaxed) {
@@ -135,7 +136,7 @@ fn run_accept_loop(shared: &Arc<ServerState>) {
     }
 }
 
-/// What is answered first: a scrape, then other requests in the order in which they came, refusals last.
+/// The order of answers: scrapes first, then other requests in order of arrival, refusals last.
 fn request_priority((_, request): &ReceivedRequest) -> u8 {
     match request {
         Ok(request) if request.path == "/metrics" => 0,
@@ -144,7 +145,7 @@ fn request_priority((_, request): &ReceivedRequest) -> u8 {
     }
 }
 
-/// Answer on a thread of its own. Where none is to be had, the connection is dropped.
+/// Answer on a separate thread. If none can be started, the connection is dropped.
 fn spawn_response(
     stream: Arc<TcpStream>,
     request: Result<request::HttpRequest, HttpResponse>,
@@ -157,7 +158,7 @@ fn spawn_response(
             Ok(request) => routes::route(&request, &shared.board),
             Err(refusal) => RouteReply::Response(refusal),
         };
-        // Whatever goes wrong with a peer is the peer's.
+        // Errors concern only this peer.
         let _ = send_reply(&stream, reply, &place, &shared.board);
     });
 }
@@ -168,6 +169,6 @@ fn send_reply(stream: &TcpStream, reply: RouteReply, place: &ResponseSlot, board
     match reply {
         RouteReply::Response(answer) => answer.send(stream),
         RouteReply::EventStream if place.reserve_event_stream() => response::send_events(stream, board),
-        RouteReply::EventStream => HttpResponse::refusal(503, "too many streams of events").send(stream),
+        RouteReply::EventStream => HttpResponse::refusal(503, "too many event streams").send(stream),
     }
 }

@@ -1,36 +1,36 @@
-//! Requests: read within bounds, and refused unless there is no doubt about them.
+//! Reads requests within limits, and refuses all ambiguous ones.
 
 use super::response::HttpResponse;
 use std::io::{self, Read};
 use std::net::{IpAddr, TcpStream};
 
-/// The longest head of a request, in bytes: what a browser sends has some hundred.
+/// The maximum length of a request head in bytes. A browser's head has some hundred.
 pub const MAX_HEAD_BYTES: usize = 8 << 10;
 
-/// The most header fields of a request.
+/// The maximum number of header fields in a request.
 pub const MAX_HEADER_FIELDS: usize = 64;
 
-/// What a request asks for.
+/// A parsed request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpRequest {
-    /// The path, as it was sent.
+    /// The path, as sent.
     pub path: String,
-    /// What stands behind its question mark.
+    /// The text after the question mark.
     pub query: Option<String>,
-    /// Whether the answer may be in OpenMetrics, the text format of Prometheus being the other choice.
+    /// Whether the client accepts OpenMetrics; otherwise it gets the text format of Prometheus.
     pub accepts_openmetrics: bool,
 }
 
-/// What has arrived of a request.
+/// The received part of a request.
 #[derive(Debug, Default)]
 pub struct PartialRequest(Vec<u8>);
 
 impl PartialRequest {
-    /// Read what is there of a connection that does not block. `None` while the head is not whole, `Some(None)` if the
-    /// peer went without a word.
+    /// Read available bytes of a non-blocking connection. `None` while the head is incomplete, `Some(None)` if the peer
+    /// closed the connection without sending anything.
     ///
     /// # Errors
-    /// The answer to what is no request, not a permitted one, or too long.
+    /// The answer to a malformed, forbidden or too long request.
     pub fn read(
         &mut self,
         mut stream: &TcpStream,
@@ -47,7 +47,7 @@ impl PartialRequest {
                 Err(_) => return Ok(Some(None)),
             };
             self.0.extend_from_slice(read);
-            // A head ends with a line, so there is no use in parsing within one.
+            // A head ends with a line end, so parsing makes sense only after one.
             if read.contains(&b'\n')
                 && let Some(request) = HttpRequest::parse(&self.0, host_names)?
             {
@@ -61,7 +61,7 @@ impl PartialRequest {
 }
 
 impl HttpRequest {
-    /// From the bytes of a head; `None` while it is not whole.
+    /// Parse the bytes of a head; `None` while it is incomplete.
     fn parse(head: &[u8], names: &[String]) -> Result<Option<Self>, HttpResponse> {
         let mut fields = [httparse::EMPTY_HEADER; MAX_HEADER_FIELDS];
         let mut request = httparse::Request::new(&mut fields);
@@ -71,10 +71,10 @@ impl HttpRequest {
             Err(httparse::Error::TooManyHeaders) => {
                 return Err(HttpResponse::refusal(431, "the request has more than 64 header fields"));
             }
-            Err(_) => return Err(HttpResponse::refusal(400, "this is no HTTP request")),
+            Err(_) => return Err(HttpResponse::refusal(400, "this is not an HTTP request")),
         }
         if request.method != Some("GET") {
-            return Err(HttpResponse::refusal(405, "there is nothing here but to GET"));
+            return Err(HttpResponse::refusal(405, "only GET is allowed"));
         }
         let values = |name: &'static str| {
             request.headers.iter().filter(move |field| field.name.eq_ignore_ascii_case(name)).map(|field| field.value)
@@ -85,10 +85,10 @@ impl HttpRequest {
             (Some(Ok(_)), None) => {
                 return Err(HttpResponse::refusal(
                     421,
-                    "the host asked for is none of ours: use an address or a name configured",
+                    "this server does not have the requested host name: use its address or a configured name",
                 ));
             }
-            _ => return Err(HttpResponse::refusal(400, "a request names one host")),
+            _ => return Err(HttpResponse::refusal(400, "a request must have exactly one Host field")),
         }
         let target = request.path.unwrap_or_default();
         let (path, query) = match target.split_once('?') {
@@ -104,8 +104,8 @@ impl HttpRequest {
 
 const OPENMETRICS_MEDIA_TYPE: &[u8] = b"application/openmetrics-text";
 
-/// Whether a Host field names this server: by an address, which no resolver can lend to a foreign page (DNS rebinding),
-/// as `localhost`, or by a name that was configured.
+/// Whether a Host field names this server: by an address, which no resolver can give to a foreign page (DNS rebinding),
+/// by `localhost`, or by a configured name.
 fn is_own_host(host: &str, names: &[String]) -> bool {
     let (name, port) = match host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((address, port)) => return address.parse().is_ok_and(|ip: IpAddr| ip.is_ipv6()) && is_port(port),
@@ -117,7 +117,7 @@ fn is_own_host(host: &str, names: &[String]) -> bool {
     known && is_port(port)
 }
 
-/// Nothing, or a colon and a number.
+/// Empty, or a colon and a number.
 fn is_port(text: &str) -> bool {
     text.is_empty() || text.strip_prefix(':').is_some_and(|port| port.parse::<u16>().is_ok())
 }
@@ -165,7 +165,7 @@ mod tests {
             let _ = HttpRequest::parse(&head, &[]);
         }
 
-        /// No resolver can give a name to a foreign page that would be ours.
+        /// No resolver can give a foreign page a name that counts as the server's own.
         #[test]
         fn foreign_names_are_never_own_hosts(host in "[a-z0-9.:\\[\\]-]{1,20}") {
             let name = host.split(':').next().unwrap_or_default();

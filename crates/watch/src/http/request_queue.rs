@@ -1,5 +1,5 @@
-//! Connections whose request has not arrived in full: one thread polls all of them, so that slow ones cost a descriptor
-//! each and no thread. Where there are too many, the one that has waited longest is dropped.
+//! Connections with incomplete requests. One thread polls all of them, so a slow connection costs a descriptor but no
+//! thread. If there are too many, the one that has waited longest is dropped.
 
 use super::request::{HttpRequest, PartialRequest};
 use super::response::HttpResponse;
@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 /// How long a request may take to arrive.
 pub const MAX_READ_TIME: Duration = Duration::from_secs(5);
 
-/// Connections whose request has not arrived in full, at most.
+/// The maximum number of connections with incomplete requests.
 pub const MAX_PENDING_CONNECTIONS: usize = 512;
 
-/// Connections that are accepted before others are looked at.
+/// The maximum number of connections accepted before existing ones are polled.
 const MAX_ACCEPTS_PER_POLL: usize = 64;
 
-/// A request, or the refusal of what is none, and the connection to answer on.
+/// A connection, with its request or the refusal of an invalid one.
 pub type ReceivedRequest = (TcpStream, Result<HttpRequest, HttpResponse>);
 
 /// A connection.
@@ -30,7 +30,7 @@ struct PendingConnection {
     deadline: Instant,
 }
 
-/// All of them, the oldest first.
+/// All pending connections, the oldest first.
 #[derive(Debug)]
 pub struct RequestQueue {
     pending: VecDeque<PendingConnection>,
@@ -38,7 +38,7 @@ pub struct RequestQueue {
 }
 
 impl RequestQueue {
-    /// None yet. A quarter of the descriptors that this process may have are used at most.
+    /// An empty queue. It uses at most a quarter of the descriptors that this process may have.
     pub fn new() -> Self {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
         let most = limit.map_or(MAX_PENDING_CONNECTIONS, |limit| {
@@ -47,8 +47,8 @@ impl RequestQueue {
         Self { pending: VecDeque::new(), max_pending: most }
     }
 
-    /// Wait until something happens, for so long at most; then take in new connections and what has arrived. Requests
-    /// that are whole, and refusals of others, go to `arrived`.
+    /// Wait until something happens, at most this long; then accept new connections and read available bytes. Complete
+    /// requests, and refusals of invalid ones, go to `arrived`.
     pub fn wait_for_requests(
         &mut self,
         listener: &TcpListener,
@@ -63,7 +63,7 @@ impl RequestQueue {
         let mut polled: Vec<PollFd<'_>> = [PollFd::new(listener, PollFlags::IN)].into_iter().chain(streams).collect();
         match poll(&mut polled, Some(&timeout)) {
             Ok(_) | Err(Errno::INTR) => {}
-            // Out of memory, most likely: nothing that haste would mend.
+            // Probably out of memory: retrying at once would not help.
             Err(_) => std::thread::sleep(Duration::from_millis(100)),
         }
         let ready: Vec<bool> = polled.iter().map(|polled| !polled.revents().is_empty()).collect();
@@ -78,7 +78,7 @@ impl RequestQueue {
         }
     }
 
-    /// Take in what has arrived of a request.
+    /// Read the available bytes of a request.
     fn read_request(
         &mut self,
         mut one: PendingConnection,
@@ -89,7 +89,7 @@ impl RequestQueue {
     ) {
         match if ready { one.head.read(&one.stream, names) } else { Ok(None) } {
             Ok(Some(Some(request))) => arrived.push((one.stream, Ok(request))),
-            // The peer went without a word.
+            // The peer closed the connection without sending anything.
             Ok(Some(None)) => {}
             Ok(None) if now >= one.deadline => {
                 arrived.push((one.stream, Err(HttpResponse::refusal(408, "the request took too long"))));
@@ -104,7 +104,7 @@ impl RequestQueue {
             let stream = match listener.accept() {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == ErrorKind::WouldBlock => return,
-                // The peer went at once.
+                // The peer closed the connection at once.
                 Err(error) if matches!(error.kind(), ErrorKind::ConnectionAborted | ErrorKind::Interrupted) => continue,
                 // Out of descriptors or memory, or the server ends.
                 Err(_) => {
@@ -122,7 +122,7 @@ impl RequestQueue {
             }
             let now = Instant::now();
             let arriving = PendingConnection { stream, head: PartialRequest::default(), deadline: now + MAX_READ_TIME };
-            // Most requests are there as soon as their connection is.
+            // Most requests arrive together with their connection.
             self.read_request(arriving, true, now, names, arrived);
         }
     }

@@ -1,4 +1,4 @@
-//! Answers: whole ones with their length, and the stream of events.
+//! Answers: complete ones with their length, and the event stream.
 
 use crate::board::StatusBoard;
 use crate::page;
@@ -8,13 +8,13 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// How long a peer may take to receive an answer, or an event.
+/// How long a peer may take to receive an answer or an event.
 pub const MAX_SEND_TIME: Duration = Duration::from_secs(10);
 
-/// How often a stream of events gives a sign of life where there is no news: then a peer that has gone is found out.
+/// The interval of heartbeats in an event stream without news. They detect a peer that has gone.
 const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(15);
 
-/// How much of what a refused peer still sends is read, so that it gets to see the answer, and how long at most.
+/// How many bytes a refused peer may still send, so that it receives the answer, and for how long.
 const MAX_DRAIN_BYTES: usize = 2 << 20;
 const MAX_DRAIN_TIME: Duration = Duration::from_secs(1);
 
@@ -50,7 +50,7 @@ impl HttpResponse {
         Self { status: 200, media_type, body: ResponseBody::Owned(text) }
     }
 
-    /// A refusal: the status and why.
+    /// A refusal: the status and the reason.
     pub fn refusal(status: u16, why: &str) -> Self {
         Self {
             status,
@@ -62,7 +62,7 @@ impl HttpResponse {
     /// Send it, and end the connection.
     ///
     /// # Errors
-    /// The peer has gone or takes too long.
+    /// The peer has closed the connection or takes too long.
     pub fn send(&self, stream: &TcpStream) -> io::Result<()> {
         let body = match &self.body {
             ResponseBody::Fixed(text) => text,
@@ -82,10 +82,11 @@ impl HttpResponse {
     }
 }
 
-/// Send each status as it is published, as server-sent events, until the peer goes or the board is closed.
+/// Send each status when it is published, as server-sent events, until the peer closes the connection or the board is
+/// closed.
 ///
 /// # Errors
-/// The peer has gone or takes too long.
+/// The peer has closed the connection or takes too long.
 pub fn send_events(stream: &TcpStream, board: &StatusBoard) -> io::Result<()> {
     send_all(stream, format!("{}\r\nretry: 2000\n\n", response_head(200, "text/event-stream")).as_bytes())?;
     let mut seen = 0;
@@ -112,7 +113,7 @@ fn response_head(status: u16, kind: &str) -> String {
         421 => "Misdirected Request",
         431 => "Request Header Fields Too Large",
         503 => "Service Unavailable",
-        // Any three digits may go without a phrase (RFC 9112, 4).
+        // The reason phrase is optional (RFC 9112, 4).
         _ => "",
     };
     format!(
@@ -123,7 +124,7 @@ fn response_head(status: u16, kind: &str) -> String {
     )
 }
 
-/// Send bytes within [`MAX_SEND_TIME`], however slowly the peer takes them.
+/// Send bytes within [`MAX_SEND_TIME`], however slow the peer is.
 fn send_all(mut stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     let until = Instant::now() + MAX_SEND_TIME;
     while !bytes.is_empty() {
@@ -142,7 +143,7 @@ fn send_all(mut stream: &TcpStream, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Read what the peer still sends: to close on it would reset the connection, and take the answer away again.
+/// Read what the peer still sends. Closing earlier would reset the connection, and the peer could lose the answer.
 fn drain_peer(mut stream: &TcpStream) -> io::Result<()> {
     stream.shutdown(Shutdown::Write)?;
     let until = Instant::now() + MAX_DRAIN_TIME;

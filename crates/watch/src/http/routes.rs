@@ -1,4 +1,4 @@
-//! What is there to be asked for.
+//! The paths of the server.
 
 use super::request::HttpRequest;
 use super::response::HttpResponse;
@@ -7,15 +7,15 @@ use crate::metrics::{self, MetricsFormat};
 use pagefold_output::wire;
 use std::time::Duration;
 
-/// How old a status may be that is told as the present one: whoever scrapes or probes a daemon that hangs is to know.
+/// The maximum age of a status that is served as current. Clients must notice a daemon that hangs.
 const MAX_STATUS_AGE: Duration = Duration::from_secs(120);
 
-/// What becomes of a request.
+/// The reply to a request.
 #[derive(Debug)]
 pub enum RouteReply {
-    /// It is answered at once.
+    /// A single answer.
     Response(HttpResponse),
-    /// It is answered by a stream of events.
+    /// An event stream.
     EventStream,
 }
 
@@ -25,7 +25,7 @@ impl From<HttpResponse> for RouteReply {
     }
 }
 
-/// Answer a request from what the board shows.
+/// Answer a request from the board.
 pub fn route(request: &HttpRequest, board: &StatusBoard) -> RouteReply {
     route_with_max_age(request, board, MAX_STATUS_AGE)
 }
@@ -33,9 +33,9 @@ pub fn route(request: &HttpRequest, board: &StatusBoard) -> RouteReply {
 fn route_with_max_age(request: &HttpRequest, board: &StatusBoard, fresh: Duration) -> RouteReply {
     let latest = |answer: &dyn Fn(PublishedStatus) -> HttpResponse| {
         let answer = match board.latest() {
-            None => HttpResponse::refusal(503, "the daemon has not looked at the host yet"),
+            None => HttpResponse::refusal(503, "the daemon has no status yet"),
             Some(sheet) if sheet.published_at.elapsed() > fresh => {
-                HttpResponse::refusal(503, "the daemon hangs: it tells nothing new")
+                HttpResponse::refusal(503, "the daemon hangs: its status is too old")
             }
             Some(sheet) => answer(sheet),
         };
@@ -55,14 +55,12 @@ fn route_with_max_age(request: &HttpRequest, board: &StatusBoard, fresh: Duratio
                 .into(),
         },
         ("/api/events", None) => RouteReply::EventStream,
-        ("/api/status" | "/api/events", Some(_)) => {
-            HttpResponse::refusal(400, "there is nothing to be said after ?").into()
-        }
-        _ => HttpResponse::refusal(404, "there is /, /metrics, /api/status, /api/history and /api/events").into(),
+        ("/api/status" | "/api/events", Some(_)) => HttpResponse::refusal(400, "this path takes no query").into(),
+        _ => HttpResponse::refusal(404, "unknown path: use /, /metrics, /api/status, /api/history, /api/events").into(),
     }
 }
 
-/// The moment that a query asks for: that of the first point if it asks for none.
+/// The requested start time; without a query the time of the first point.
 fn parse_since(query: Option<&str>) -> Option<f64> {
     let Some(query) = query else { return Some(0.0) };
     query.strip_prefix("since=")?.parse().ok().filter(|since: &f64| since.is_finite())
@@ -72,7 +70,7 @@ fn parse_since(query: Option<&str>) -> Option<f64> {
 mod tests {
     use super::*;
 
-    /// Who has published once and never again hangs, for Kubernetes' probe as for whoever scrapes it.
+    /// A daemon that published once and then no more hangs, for liveness probes and for scrapes.
     #[test]
     fn stale_status_is_refused() {
         let board = StatusBoard::default();
@@ -81,7 +79,7 @@ mod tests {
         for (path, old) in [("/metrics", 503), ("/api/status", 503), ("/", 200), ("/api/history", 200)] {
             for (fresh, expect) in [(Duration::from_secs(3600), 200), (Duration::ZERO, old)] {
                 let RouteReply::Response(answer) = route_with_max_age(&request(path), &board, fresh) else {
-                    panic!("no stream")
+                    panic!("expected a response, not a stream")
                 };
                 assert_eq!(answer.status, expect, "{path}");
             }

@@ -1,17 +1,17 @@
-//! Places for answers: how many are under way at once, and which one makes room.
+//! Slots for answers: how many are sent at once, and which one is cut off for another.
 //!
-//! A request that is whole is answered in milliseconds where its peer takes the answer. So where all places are taken
-//! and another request waits, the oldest answer that is not a stream of events is cut off, if it has had its time.
+//! A complete request is answered in milliseconds if its peer reads. So if all slots are in use and another request
+//! waits, the oldest answer that is not an event stream is cut off, if it has had its minimum time.
 
 use std::collections::BTreeMap;
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How long an answer may take while other requests wait for a place.
+/// How long an answer may take while other requests wait for a slot.
 pub const MAX_RESPONSE_TIME_UNDER_LOAD: Duration = Duration::from_millis(500);
 
-/// Places, of which there are `most`, of them at most `streams` for streams of events.
+/// A number of slots, some of which may be event streams.
 #[derive(Debug)]
 pub struct ResponseSlots {
     max_slots: usize,
@@ -23,7 +23,7 @@ pub struct ResponseSlots {
 struct UsedSlot {
     taken_at: Instant,
     peer: Arc<TcpStream>,
-    /// Whether it is a stream of events: those have a bound of their own.
+    /// Whether it is an event stream; these have a separate limit.
     is_event_stream: bool,
     /// Whether it was cut off.
     is_cut_off: bool,
@@ -34,8 +34,8 @@ impl ResponseSlots {
         Self { max_slots, max_event_streams, used: Mutex::default() }
     }
 
-    /// Take a place for the answer to a peer. Where there is none, the oldest answer that has had its time is cut off,
-    /// and its place is free soon.
+    /// Take a slot for the answer to a peer. If there is none, the oldest answer that has had its minimum time is cut
+    /// off, and its slot becomes free soon.
     pub fn acquire(self: &Arc<Self>, peer: &Arc<TcpStream>) -> Option<ResponseSlot> {
         let mut taken = self.lock_used();
         if taken.len() < self.max_slots {
@@ -66,7 +66,7 @@ impl ResponseSlots {
     }
 }
 
-/// A place that was taken, until it is dropped.
+/// An acquired slot, released when dropped.
 #[derive(Debug)]
 pub struct ResponseSlot {
     slots: Arc<ResponseSlots>,
@@ -74,7 +74,7 @@ pub struct ResponseSlot {
 }
 
 impl ResponseSlot {
-    /// Use it for a stream of events from now on; `false` where there are as many as there may be.
+    /// Use it for an event stream from now on; `false` if the maximum number of streams is reached.
     pub fn reserve_event_stream(&self) -> bool {
         let mut taken = self.slots.lock_used();
         let free = taken.values().filter(|answer| answer.is_event_stream).count() < self.slots.max_event_streams;

@@ -1,4 +1,4 @@
-//! Which figures of a status become which metrics.
+//! Maps the figures of a status to metrics.
 
 use super::{Exposition, Labels, MAX_NAMED_SERIES, MetricFamily, MetricKind, MetricSample, MetricValue};
 use pagefold_daemon::wire::{
@@ -29,19 +29,19 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
     to.add_family(&MetricFamily {
         kind: MetricKind::Gauge,
         name: "pagefold_build_info",
-        help: "The version that runs.",
+        help: "The running version of the daemon.",
         samples,
     });
     let start = Some(status.time - status.uptime_seconds);
-    to.add_gauge("pagefold_start_time_seconds", "When the daemon started, since 1970.", start);
-    to.add_gauge("pagefold_status_timestamp_seconds", "When these figures were read, since 1970.", Some(status.time));
+    to.add_gauge("pagefold_start_time_seconds", "Start time of the daemon, since 1970.", start);
+    to.add_gauge("pagefold_status_timestamp_seconds", "Time of these readings, since 1970.", Some(status.time));
 
     let modes =
         [("observe", DaemonModeName::Observe), ("advise", DaemonModeName::Advise), ("act", DaemonModeName::Act)];
     write_state_set(
         to,
         "pagefold_mode",
-        "1 for what the daemon may do, 0 for the others.",
+        "1 for the mode of the daemon, 0 for the other modes.",
         "mode",
         &modes,
         status.mode,
@@ -56,7 +56,7 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
     write_state_set(
         to,
         "pagefold_state",
-        "1 for what the daemon does, 0 for the others.",
+        "1 for the state of the daemon, 0 for the other states.",
         "state",
         &states,
         status.state,
@@ -83,11 +83,11 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
     });
 
     let bounds = &status.bounds;
-    let help = "CPU time that ksmd and the daemon may use together on average, 1 for one CPU.";
+    let help = "Limit of the mean CPU use of ksmd and the daemon together, 1 for one CPU.";
     to.add_gauge("pagefold_bound_cpu_ratio", help, Some(bounds.cpu_percent / 100.0));
-    let help = "CPU time that is left for a burst, negative while one is made up for.";
+    let help = "CPU time left in the token bucket, negative after it was exceeded.";
     to.add_gauge("pagefold_burst_left_seconds", help, Some(bounds.burst_left_seconds));
-    to.add_gauge("pagefold_bound_metadata_bytes", "Metadata of ksmd at most.", bounds.metadata);
+    to.add_gauge("pagefold_bound_metadata_bytes", "Limit of ksmd's metadata.", bounds.metadata);
 
     let samples =
         bounded_series(status.decisions_by_reason.iter().map(|(word, n)| (vec![("reason", &**word)], Some(*n))));
@@ -106,69 +106,77 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
     ];
     let count = |verdict| status.findings_by_verdict.get(&verdict).copied();
     let samples = bounded_series(verdicts.into_iter().map(|(name, verdict)| (vec![("verdict", name)], count(verdict))));
-    let help = "Findings of the doctor by verdict, those in order among them.";
+    let help = "Findings of the doctor by verdict, including ok.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_findings", help, samples });
 }
 
 fn write_host(status: &StatusReport, to: &mut Exposition) {
     let memory = &status.memory;
     to.add_gauge("pagefold_memory_size_bytes", "Memory of the host (MemTotal).", memory.total);
-    to.add_gauge(
-        "pagefold_memory_available_bytes",
-        "Memory that programs can still get (MemAvailable).",
-        memory.available,
-    );
-    to.add_gauge("pagefold_memory_free_bytes", "Memory that nobody uses (MemFree).", memory.free);
+    to.add_gauge("pagefold_memory_available_bytes", "Memory available to programs (MemAvailable).", memory.available);
+    to.add_gauge("pagefold_memory_free_bytes", "Unused memory (MemFree).", memory.free);
     let help = "Anonymous memory in huge pages that are mapped as such (AnonHugePages).";
     to.add_gauge("pagefold_memory_anon_huge_bytes", help, memory.anon_huge);
-    let help = "MemAvailable to keep; without it, all that pays is merged.";
+    let help = "Goal for MemAvailable; absent if all profitable merges are done.";
     to.add_gauge("pagefold_goal_available_bytes", help, status.goal.keep_available);
-    let help = "Part of the last ten seconds in which some task waited for memory (PSI).";
+    let help = "Share of the last ten seconds in which some task waited for memory (PSI).";
     to.add_gauge("pagefold_memory_pressure_ratio", help, memory.pressure_percent.map(|percent| percent / 100.0));
     let help = "Huge pages that the kernel split since the daemon started, for any reason.";
     to.add_counter("pagefold_huge_pages_split", help, status.huge_pages_split);
 }
 
 fn write_ksm(ksm: &KsmReport, to: &mut Exposition) {
-    to.add_gauge("pagefold_ksm_run", "ksmd: 0 stopped, 1 running, 2 unmerging everything.", ksm.run);
+    to.add_gauge("pagefold_ksm_run", "ksmd: 0 stopped, 1 running, 2 unmerging all pages.", ksm.run);
     to.add_gauge(
         "pagefold_ksm_batch_pages",
-        "Pages that ksmd looks at between two sleeps (pages_to_scan).",
+        "Pages that ksmd scans between two sleeps (pages_to_scan).",
         ksm.pages_to_scan,
     );
     let sleep = ksm.sleep_millisecs.map(|millis| millis as f64 / 1e3);
-    to.add_gauge("pagefold_ksm_sleep_seconds", "How long ksmd sleeps between two batches (sleep_millisecs).", sleep);
-    to.add_gauge("pagefold_ksm_shared_pages", "Frames that are shared (pages_shared).", ksm.pages_shared);
-    to.add_gauge("pagefold_ksm_sharing_pages", "Further mappings of them (pages_sharing).", ksm.pages_sharing);
+    to.add_gauge("pagefold_ksm_sleep_seconds", "Time that ksmd sleeps between two batches (sleep_millisecs).", sleep);
+    to.add_gauge("pagefold_ksm_shared_pages", "Shared frames (pages_shared).", ksm.pages_shared);
+    to.add_gauge(
+        "pagefold_ksm_sharing_pages",
+        "Additional mappings of shared frames (pages_sharing).",
+        ksm.pages_sharing,
+    );
     to.add_gauge("pagefold_ksm_unshared_pages", "Pages without a copy (pages_unshared).", ksm.pages_unshared);
-    to.add_gauge("pagefold_ksm_volatile_pages", "Pages that change too fast (pages_volatile).", ksm.pages_volatile);
-    to.add_gauge("pagefold_ksm_zero_pages", "Pages mapped to the page of zeros (ksm_zero_pages).", ksm.ksm_zero_pages);
+    to.add_gauge(
+        "pagefold_ksm_volatile_pages",
+        "Pages that change between scans (pages_volatile).",
+        ksm.pages_volatile,
+    );
+    to.add_gauge("pagefold_ksm_zero_pages", "Pages mapped to the zero page (ksm_zero_pages).", ksm.ksm_zero_pages);
     to.add_counter(
         "pagefold_ksm_scanned_pages",
-        "Pages that ksmd looked at since boot (pages_scanned).",
+        "Pages scanned by ksmd since boot (pages_scanned).",
         ksm.pages_scanned,
     );
     to.add_counter(
         "pagefold_ksm_skipped_pages",
-        "Pages that ksmd passed over since boot (pages_skipped).",
+        "Pages skipped by ksmd since boot (pages_skipped).",
         ksm.pages_skipped,
     );
     to.add_counter("pagefold_ksm_full_scans", "Complete scans since boot (full_scans).", ksm.full_scans);
-    to.add_counter("pagefold_ksm_cow_pages", "Merged pages written and copied since boot (cow_ksm).", ksm.cow_ksm);
+    to.add_counter("pagefold_ksm_cow_pages", "COW breaks of merged pages since boot (cow_ksm).", ksm.cow_ksm);
     to.add_gauge(
         "pagefold_ksm_general_profit_bytes",
-        "Saved less metadata by the kernel (general_profit).",
+        "Savings less metadata, by the kernel's count (general_profit).",
         ksm.general_profit,
     );
 }
 
 fn write_savings(status: &StatusReport, to: &mut Exposition) {
-    to.add_gauge("pagefold_saved_gross_bytes", "What merging saves on this host, before metadata.", status.saved.gross);
+    to.add_gauge(
+        "pagefold_saved_gross_bytes",
+        "Gross savings by merging on this host, before metadata.",
+        status.saved.gross,
+    );
     let split_zero = status.saved.split_zero;
     let by_class = [("duplicate", status.saved.duplicate), ("zero", status.saved.zero), ("split_zero", split_zero)];
     let samples = bounded_series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
-    let help = "What merging saves by class: merged with equal pages, mapped to the kernel's page of zeros by KSM, or \
-                freed with zeros in split huge pages, which KSM does not count.";
+    let help = "Savings by class: merged with equal pages, mapped to the kernel's zero page by KSM, or freed as zeros \
+                of split huge pages, which KSM does not count.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_saved_class_bytes", help, samples });
     let zero = status.saved.zero.map(u64::cast_signed);
     let split_zero = split_zero.map(u64::cast_signed);
@@ -179,54 +187,50 @@ fn write_savings(status: &StatusReport, to: &mut Exposition) {
     let net = status.saved.duplicate_net;
     let by_class = [("duplicate", net), ("zero", zero), ("split_zero", split_zero), ("unmerged", unmerged())];
     let samples = bounded_series(by_class.into_iter().map(|(class, bytes)| (vec![("class", class)], bytes)));
-    let help = "What merging saves by class less metadata, of which pages that are not merged have some, too.";
+    let help = "Net savings by class, less metadata. Pages that are not merged (unmerged) also have metadata.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_saved_class_net_bytes", help, samples });
-    to.add_gauge("pagefold_saved_metadata_bytes", "Metadata that the kernel keeps for it.", status.saved.metadata);
+    to.add_gauge("pagefold_saved_metadata_bytes", "Metadata that the kernel keeps for merging.", status.saved.metadata);
     to.add_gauge(
         "pagefold_saved_net_bytes",
-        "What is left of it, negative where merging costs more.",
+        "Net savings: gross savings less metadata, negative if the metadata is larger.",
         status.saved.net,
     );
     let passes = &status.passes;
-    to.add_counter("pagefold_passes", "Censuses, each with its merge where anything pays.", Some(passes.passes));
-    to.add_counter("pagefold_merges", "Passes that merged anything.", Some(passes.merges));
-    to.add_counter("pagefold_passes_seconds", "How long all passes took.", Some(passes.seconds));
-    let help = "CPU time of all passes, ksmd's included.";
+    to.add_counter("pagefold_passes", "Passes: a census, and a merge if it is profitable.", Some(passes.passes));
+    to.add_counter("pagefold_merges", "Passes that merged pages.", Some(passes.merges));
+    to.add_counter("pagefold_passes_seconds", "Total duration of all passes.", Some(passes.seconds));
+    let help = "CPU time of all passes, including ksmd.";
     to.add_counter("pagefold_passes_cpu_seconds", help, Some(passes.cpu_seconds));
-    let help = "What the plans that were carried out should have saved since the daemon started.";
+    let help = "Predicted net savings of all merges since the daemon started.";
     to.add_gauge("pagefold_predicted_bytes", help, Some(passes.predicted));
-    to.add_gauge("pagefold_reached_bytes", "What they saved.", Some(passes.reached));
+    to.add_gauge(
+        "pagefold_reached_bytes",
+        "Measured net savings of all merges since the daemon started.",
+        Some(passes.reached),
+    );
     if let Some(last) = &passes.last {
-        to.add_gauge("pagefold_last_pass_timestamp_seconds", "When the last pass ended, since 1970.", Some(last.time));
-        to.add_gauge("pagefold_last_pass_duration_seconds", "How long the last pass took.", Some(last.seconds));
+        to.add_gauge("pagefold_last_pass_timestamp_seconds", "End of the last pass, since 1970.", Some(last.time));
+        to.add_gauge("pagefold_last_pass_duration_seconds", "Duration of the last pass.", Some(last.seconds));
         to.add_gauge(
             "pagefold_last_pass_cpu_seconds",
-            "CPU time of the last pass, ksmd's included.",
+            "CPU time of the last pass, including ksmd.",
             Some(last.cpu_seconds),
         );
     }
-    to.add_counter(
-        "pagefold_cow_pages",
-        "Merged pages written and copied since the daemon started.",
-        status.cow_breaks,
-    );
+    to.add_counter("pagefold_cow_pages", "COW breaks of merged pages since the daemon started.", status.cow_breaks);
 }
 
 fn write_page_classes(census: &CensusTotalsReport, to: &mut Exposition) {
     let classes = &census.classes;
-    to.add_gauge(
-        "pagefold_census_timestamp_seconds",
-        "When the last census was taken, whoever it was of.",
-        Some(census.time),
-    );
+    to.add_gauge("pagefold_census_timestamp_seconds", "Time of the last census of any process.", Some(census.time));
     to.add_gauge(
         "pagefold_census_processes",
-        "Processes that were looked at, each as its last census found it.",
+        "Scanned processes; figures of each are from its last census.",
         Some(census.processes),
     );
     to.add_gauge(
         "pagefold_census_not_seen_processes",
-        "Processes that the last census could not look at.",
+        "Processes that the last census could not scan.",
         Some(census.not_seen),
     );
     let by_class = [
@@ -237,7 +241,7 @@ fn write_page_classes(census: &CensusTotalsReport, to: &mut Exposition) {
         ("volatile", classes.volatile),
     ];
     let samples = by_class.map(|(class, bytes)| (vec![("class", class)], bytes.to_f64())).into();
-    let help = "Resident private anonymous memory by what merging could do with it.";
+    let help = "Resident private anonymous memory by page class.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_census_bytes", help, samples });
     let by_partner = [
         ("process", classes.duplicate_within_process),
@@ -245,7 +249,7 @@ fn write_page_classes(census: &CensusTotalsReport, to: &mut Exposition) {
         ("other_domain", classes.duplicate_across_domains),
     ];
     let samples = by_partner.map(|(nearest, bytes)| (vec![("nearest", nearest)], bytes.to_f64())).into();
-    let help = "The class of duplicates by where the nearest copy is.";
+    let help = "Duplicates by the place of the nearest copy.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_census_duplicate_bytes", help, samples });
     let help = "Duplicates beyond one copy of each content.";
     to.add_gauge("pagefold_census_redundant_bytes", help, Some(classes.redundant));
@@ -253,20 +257,20 @@ fn write_page_classes(census: &CensusTotalsReport, to: &mut Exposition) {
 
 fn write_domains(status: &StatusReport, to: &mut Exposition) {
     let figures: [GroupMetric<DomainSavingsReport>; 4] = [
-        ("pagefold_domain_saved_bytes", "What merging saves in a trust domain, an estimate.", |domain| domain.saved),
-        ("pagefold_domain_merged_bytes", "Merged memory of a trust domain, kept copies included.", |domain| {
+        ("pagefold_domain_saved_bytes", "Estimated savings by merging in a trust domain.", |domain| domain.saved),
+        ("pagefold_domain_merged_bytes", "Merged memory of a trust domain, including kept copies.", |domain| {
             domain.merged
         }),
-        ("pagefold_domain_resident_bytes", "Resident memory of a trust domain, blind to merging.", |domain| {
+        ("pagefold_domain_resident_bytes", "Resident memory of a trust domain, not affected by merging.", |domain| {
             domain.resident
         }),
-        ("pagefold_domain_members", "Members of a trust domain.", |domain| Some(domain.members)),
+        ("pagefold_domain_members", "Tracked processes in a trust domain.", |domain| Some(domain.members)),
     ];
     write_group_metrics(to, &figures, &status.domains, |domain| vec![("domain", domain_name(&domain.name))]);
     let net = |domain: &DomainSavingsReport| net_saved(domain.saved, domain.metadata);
     let samples =
         bounded_series(status.domains.iter().map(|domain| (vec![("domain", domain_name(&domain.name))], net(domain))));
-    let help = "What merging saves for the members in a trust domain less the metadata of their pages, an estimate.";
+    let help = "Estimated net savings of the processes in a trust domain, less the metadata of their pages.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_domain_saved_net_bytes", help, samples });
 }
 
@@ -281,29 +285,29 @@ fn write_processes(status: &StatusReport, to: &mut Exposition) {
     ];
     let count = |state| status.members.iter().filter(|member| member.state == state).count() as u64;
     let samples = states.map(|(name, state)| (vec![("state", name)], count(state).to_f64())).into();
-    let help = "Members that the status names, by what is done with them.";
+    let help = "Listed tracked processes by state.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_members", help, samples });
     let known = status.members.iter().filter(|member| member.footprint.is_some());
     let ages = || known.clone().map(|member| member.footprint_age_seconds);
-    let help = "Members that the status names whose footprint is an estimate: their fair share was not read.";
+    let help = "Listed tracked processes with an estimated footprint: their fair share was not read.";
     let estimated = ages().filter(Option::is_none).count() as u64;
     to.add_gauge("pagefold_members_footprint_estimated", help, Some(estimated));
-    let help = "How long ago the fair share of a member was read, at most.";
+    let help = "Maximum age of the fair share of a tracked process.";
     to.add_gauge("pagefold_members_footprint_age_max_seconds", help, ages().flatten().max());
-    let help = "Members that the status does not name: they are in no other series of members.";
+    let help = "Tracked processes that the status omits: no other series includes them.";
     to.add_gauge("pagefold_members_left_out", help, Some(status.members_left_out));
 
     let figures: [GroupMetric<TrackedProcessReport>; 4] = [
         (
             "pagefold_member_footprint_bytes",
-            "What a member takes: its fair share of each page, or an estimate until that is read.",
+            "Footprint of a tracked process: its fair share of each page, or an estimate until that is read.",
             |m| m.footprint,
         ),
-        ("pagefold_member_resident_bytes", "Resident memory of a member, blind to merging.", |m| m.resident),
-        ("pagefold_member_merged_bytes", "Merged memory of a member, kept copies included.", |m| m.merged),
-        ("pagefold_member_saved_bytes", "What merging saves for a member, an estimate by the host's mean.", |m| {
-            m.saved
+        ("pagefold_member_resident_bytes", "Resident memory of a tracked process, not affected by merging.", |m| {
+            m.resident
         }),
+        ("pagefold_member_merged_bytes", "Merged memory of a tracked process, including kept copies.", |m| m.merged),
+        ("pagefold_member_saved_bytes", "Estimated savings of a tracked process, from the host's mean.", |m| m.saved),
     ];
     write_group_metrics(to, &figures, &status.members, |member| {
         vec![("kind", kind_name(member.kind)), ("member", &*member.label), ("domain", domain_name(&member.domain))]
@@ -319,65 +323,67 @@ fn kind_name(kind: MemberKind) -> &'static str {
     }
 }
 
-/// What belongs together.
+/// Write the metrics of workloads and cgroups.
 fn write_groups(status: &StatusReport, to: &mut Exposition) {
     let figures: [GroupMetric<WorkloadReport>; 3] = [
         (
             "pagefold_workload_footprint_bytes",
-            "What a virtual machine, container or job takes with all its processes: their fair shares.",
+            "Footprint of a virtual machine, container or job: fair shares of all its processes.",
             |workload| workload.sum.footprint,
         ),
         (
             "pagefold_workload_saved_bytes",
-            "What merging saves for a virtual machine, container or job, an estimate by the host's mean.",
+            "Estimated savings of a virtual machine, container or job, from the host's mean.",
             |workload| workload.sum.saved,
         ),
         ("pagefold_workload_processes", "Processes of a virtual machine, container or job.", |workload| {
             Some(workload.sum.processes)
         }),
     ];
-    // Other processes are members by their name: with their number each would be a new series.
+    // Other processes have series by their name; with their PID each would be a new series.
     let workloads = status.workloads.iter().filter(|workload| workload.kind != MemberKind::Process);
     write_group_metrics(to, &figures, workloads.clone(), workload_labels);
     let net_of = |sum: &GroupFootprint| net_saved(sum.saved, sum.metadata);
     let samples = bounded_series(workloads.map(|workload| (workload_labels(workload), net_of(&workload.sum))));
-    let help =
-        "What merging saves for a virtual machine, container or job less the metadata of its pages, an estimate.";
+    let help = "Estimated net savings of a virtual machine, container or job, less the metadata of its pages.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_workload_saved_net_bytes", help, samples });
-    let help = "Workloads that the status does not name: they are in no other series of workloads.";
+    let help = "Workloads that the status omits: no other series includes them.";
     to.add_gauge("pagefold_workloads_left_out", help, Some(status.workloads_left_out));
 
     let figures: [GroupMetric<CgroupReport>; 2] = [
-        ("pagefold_cgroup_footprint_bytes", "What the members in a cgroup take: their fair shares.", |cgroup| {
-            cgroup.sum.footprint
-        }),
+        (
+            "pagefold_cgroup_footprint_bytes",
+            "Footprint of the tracked processes in a cgroup: their fair shares.",
+            |cgroup| cgroup.sum.footprint,
+        ),
         (
             "pagefold_cgroup_saved_bytes",
-            "What merging saves for the members in a cgroup, an estimate by the host's mean.",
+            "Estimated savings of the tracked processes in a cgroup, from the host's mean.",
             |cgroup| cgroup.sum.saved,
         ),
     ];
     write_group_metrics(to, &figures, &status.cgroups, |cgroup| vec![("cgroup", &*cgroup.path)]);
     let samples =
         bounded_series(status.cgroups.iter().map(|cgroup| (vec![("cgroup", &*cgroup.path)], net_of(&cgroup.sum))));
-    let help = "What merging saves for the members in a cgroup less the metadata of their pages, an estimate.";
+    let help = "Estimated net savings of the tracked processes in a cgroup, less the metadata of their pages.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_cgroup_saved_net_bytes", help, samples });
-    let help = "Cgroups that the status does not name: they are in no other series of cgroups.";
+    let help = "Cgroups that the status omits: no other series includes them.";
     to.add_gauge("pagefold_cgroups_left_out", help, Some(status.cgroups_left_out));
 }
 
-/// What names a workload.
+/// The labels of a workload.
 fn workload_labels(workload: &WorkloadReport) -> Labels<'_> {
     vec![("kind", kind_name(workload.kind)), ("workload", &*workload.name), ("domain", domain_name(&workload.domain))]
 }
 
-/// What is saved less metadata.
+/// The domain as a label. Domains of a single process get a common label without the PID: otherwise each restart would
+/// be a new series.
 fn net_saved(saved: Option<u64>, metadata: Option<u64>) -> Option<i64> {
     Some(saved?.cast_signed() - metadata?.cast_signed())
 }
 
-/// The domain of those that have none but their own, without the number of a process: each restart would be a new
-/// series.
+/// The domain as a label. Domains of a single process get a common label without the PID: otherwise each restart would
+/// be a new series.
 fn domain_name(domain: &str) -> &str {
     match domain.split_once("process ") {
         Some(("", _)) => "processes",
@@ -386,11 +392,11 @@ fn domain_name(domain: &str) -> &str {
     }
 }
 
-/// A figure of what there is several of: the name of its metric, its meaning, and where it is found.
+/// A metric of a group: its name, its help text, and its value.
 type GroupMetric<T> = (&'static str, &'static str, fn(&T) -> Option<u64>);
 
-/// Write a family for each figure. Things with equal labels are one series; the first [`MAX_NAMED_SERIES`] are named, and the
-/// others summed up.
+/// Write a family for each figure. Items with equal labels are one series; the first [`MAX_NAMED_SERIES`] are named,
+/// and the rest is summed up.
 fn write_group_metrics<'a, T: 'a>(
     to: &mut Exposition,
     figures: &[GroupMetric<T>],
@@ -404,8 +410,8 @@ fn write_group_metrics<'a, T: 'a>(
     }
 }
 
-/// Samples for the first [`MAX_NAMED_SERIES`] different labels, the rest summed up as `others`. Who is named does not depend on
-/// which values are absent.
+/// Samples for the first [`MAX_NAMED_SERIES`] different labels, the rest summed up as `others`. Absent values do not
+/// change which items are named.
 fn bounded_series<'a, N: MetricValue + Add<Output = N> + Copy>(
     rows: impl Iterator<Item = (Labels<'a>, Option<N>)>,
 ) -> Vec<MetricSample<'a>> {
@@ -427,7 +433,7 @@ fn bounded_series<'a, N: MetricValue + Add<Output = N> + Copy>(
     sums.into_iter().filter_map(|(labels, sum)| Some((labels, sum?.to_f64()))).collect()
 }
 
-/// A metric that is 1 for one of some words and 0 for the others.
+/// A metric that is 1 for the current state and 0 for the others.
 fn write_state_set<T: Copy + PartialEq>(
     to: &mut Exposition,
     name: &'static str,

@@ -1,5 +1,5 @@
 "use strict";
-// Draws the status of the daemon as it comes. Whatever the daemon tells is put in as text, never as markup.
+// Draws each new status of the daemon. All values from the daemon are inserted as text, never as markup.
 const $ = (id) => document.getElementById(id);
 const UNKNOWN = "–";
 
@@ -20,7 +20,7 @@ function s(tag, attributes, ...children) {
 const known = (value) => value !== undefined && value !== null;
 const told = (value, write) => known(value) ? write(value) : UNKNOWN;
 
-// Three digits, as the commands write them.
+// Three digits, as in the commands' output.
 function bytes(value) {
   if (!known(value)) return UNKNOWN;
   const sign = value < 0 ? "-" : "";
@@ -29,7 +29,7 @@ function bytes(value) {
   const digits = unit === 0 || size >= 99.95 ? 0 : size >= 9.995 ? 1 : 2;
   return `${sign}${size.toFixed(digits)} ${["B", "KiB", "MiB", "GiB", "TiB", "PiB"][unit]}`;
 }
-// For a cell of the matrix: two digits will do.
+// For a cell of the matrix: two digits are enough.
 function short(value) {
   if (value < 1 << 20) return "";
   const [size, unit] = bytes(value).split(" ");
@@ -48,7 +48,7 @@ function duration(seconds) {
 const nothing = (text) => h("p", { class: "note" }, text);
 const words = (name) => name.replaceAll("_", " ");
 
-// Draws a part only when what it shows has changed, so that nothing that is open or focused is lost for nothing.
+// Draws a part only when its data has changed, so that open details and the focus are kept.
 const drawn = new Map();
 function part(id, data, draw) {
   const text = JSON.stringify(data);
@@ -64,7 +64,7 @@ function glance(status) {
   const wanted = goal.keep_available;
   const below = known(wanted) && known(memory.available) && memory.available < wanted;
   const goalOf = below ? "below the goal of" : "goal";
-  const goalInWords = known(wanted) ? `${goalOf} ${bytes(wanted)}` : "goal: all that pays";
+  const goalInWords = known(wanted) ? `${goalOf} ${bytes(wanted)}` : "goal: all profitable merges";
   const word = (text) => h("span", { class: "word" }, text);
   $("who").textContent = `${status.host}, ${status.version}, up for ${duration(status.uptime_seconds)}`;
   $("state").replaceChildren(word(status.mode), word(status.state), status.why);
@@ -72,28 +72,28 @@ function glance(status) {
     h("dd", { class: bad ? "big bad" : "big" }, big), h("dd", { class: "small" }, small));
   const both = `ksmd ${percent(cpu.ksmd?.percent)}, pagefold ${percent(cpu.pagefold?.percent)}`;
   const reached = passes.predicted ? percent(100 * passes.reached / passes.predicted) : UNKNOWN;
-  // KSM does not count them, so its own figures are less by as much.
+  // KSM does not count these zero pages, so its own counters are lower by this amount.
   const split = saved.split_zero ? ` (${bytes(saved.split_zero)} zeros in split huge pages)` : "";
   $("tiles").replaceChildren(
-    tile("Saved, net", bytes(saved.net), `${bytes(saved.gross)} gross${split}, ${bytes(saved.metadata)} metadata`,
+    tile("Net savings", bytes(saved.net), `${bytes(saved.gross)} gross${split}, ${bytes(saved.metadata)} metadata`,
       saved.net < 0),
-    tile("CPU, last minute", percent(used), `bound ${percent(bounds.cpu_percent)} of one; ${both}`,
+    tile("CPU use, last minute", percent(used), `bound ${percent(bounds.cpu_percent)} of one CPU; ${both}`,
       used > bounds.cpu_percent * 1.5),
     tile("Memory available", bytes(memory.available), `of ${bytes(memory.total)}; ${goalInWords}`, below),
-    tile("Reached of predicted", reached,
+    tile("Measured of predicted savings", reached,
       `${bytes(passes.reached)} of ${bytes(passes.predicted)} in ${count(passes.merges)} merges`),
-    tile("Written after merging", count(status.cow_breaks),
-      `merged pages copied; ${count(status.huge_pages_split)} huge pages split, ${bytes(memory.anon_huge)} in others`),
-    tile("Memory pressure", percent(memory.pressure_percent), "of the last 10 s somebody waited for memory"),
+    tile("COW breaks", count(status.cow_breaks),
+      `since the start; ${count(status.huge_pages_split)} huge pages split, ${bytes(memory.anon_huge)} in huge pages`),
+    tile("Memory pressure", percent(memory.pressure_percent), "of the last 10 s some task waited for memory"),
   );
   document.title = `${bytes(saved.net)} saved · Pagefold`;
   const last = passes.last;
   const pass = last ? `last pass at ${clock(last.time, true)}, ${last.seconds.toFixed(1)} s` : "no pass yet";
-  const daemon = `daemon ${status.pid} takes ${bytes(status.resident)}`;
+  const daemon = `daemon PID ${status.pid}, ${bytes(status.resident)} resident`;
   $("foot").textContent = `As of ${clock(status.time, true)}; ${count(passes.passes)} passes, ${pass}; ${daemon}.`;
 }
 
-// The past: points of /api/history, and those that came since.
+// The past: points of /api/history, and points received since.
 let points = [];
 let span = 0;
 let cursor;
@@ -107,7 +107,7 @@ function pointOf(status) {
     bound_percent: status.bounds.cpu_percent,
   };
 }
-// Nothing is known of the time between two daemons.
+// There is no data for the time between two daemons.
 const isUnknown = (p) => !known(p.saved_net) && !known(p.available);
 function remember(more) {
   for (const point of more) {
@@ -116,7 +116,7 @@ function remember(more) {
   if (points.length > LONGEST) points = points.filter((p, i) => i % 2 || i > LONGEST / 2 || isUnknown(p));
 }
 
-// Steps of 1, 2 and 5, or their like between powers of 1024.
+// Steps of 1, 2 and 5, in binary units between powers of 1024.
 function step(most, binary) {
   const rough = most / 3;
   if (!(rough > 0)) return 1;
@@ -148,7 +148,7 @@ function drawCharts() {
   const some = shown();
   for (const [name, chart] of Object.entries(CHARTS)) {
     const place = document.querySelector(`[data-chart="${name}"]`);
-    place.replaceChildren(some.length ? drawChart(name, chart, some) : "no readings yet");
+    place.replaceChildren(some.length ? drawChart(name, chart, some) : "no data yet");
   }
 }
 
@@ -157,7 +157,7 @@ function drawChart(name, chart, some) {
   const first = some[0].time, last = Math.max(some[some.length - 1].time, first + 1);
   const sum = (p) => chart.stack.map(([, of]) => of(p)).filter(known).reduce((total, value) => total + value, 0);
   const series = [...(chart.area || []), ...(chart.stack || [])].map(([, of]) => of);
-  if (!some.some((p) => series.some((of) => known(of(p))))) return nothing("Not known.");
+  if (!some.some((p) => series.some((of) => known(of(p))))) return nothing("No data.");
   const shownAt = (p) => [...series.map((of) => of(p)), chart.stack && sum(p), chart.limit?.(p)];
   const values = some.flatMap(shownAt).filter(known);
   const tick = step(Math.max(...values, chart.binary ? 1 << 20 : 1), chart.binary);
@@ -176,7 +176,7 @@ function drawChart(name, chart, some) {
     if (x(time) < left + 14 || x(time) > width - 24) continue;
     svg.append(s("text", { x: x(time), y: height - 3, "text-anchor": "middle" }, clock(time, every < 60)));
   }
-  // What is not known leaves a gap.
+  // Unknown values leave a gap.
   const runs = (of) => {
     const found = [];
     let run = [];
@@ -195,7 +195,7 @@ function drawChart(name, chart, some) {
       svg.append(s("path", { class: `${colour} curve`, d: path(run) }));
     }
   }
-  // Stacked: the upper ones first, each down to the axis, and the lower ones over them.
+  // Stacked: the upper areas first, each down to the axis, and the lower ones over them.
   (chart.stack || []).map(([colour], i) => [colour, (p) => {
     const parts = chart.stack.slice(0, i + 1).map(([, of]) => of(p));
     return parts.every(known) ? parts.reduce((a, b) => a + b) : undefined;
@@ -246,7 +246,7 @@ function drawPast() {
   drawPoints();
 }
 
-// Workloads and members: the title, how it is ordered (numbers the largest first), how it is shown.
+// Columns of workloads and processes: title, sort key, cell, whether numeric (largest first).
 const about = (m) => (known(m.footprint_age_seconds) ? "" : "~") + bytes(m.footprint);
 const FOOTPRINT = ["Footprint", (m) => m.footprint,
   (m) => h("td", { class: "n" }, told(m.footprint, () => about(m))), true];
@@ -262,7 +262,7 @@ const COLUMNS = {
     KIND, DOMAIN,
   ],
   members: [
-    ["Member", (m) => m.label, (m) => h("th", { scope: "row" }, m.label)],
+    ["Process", (m) => m.label, (m) => h("th", { scope: "row" }, m.label)],
     FOOTPRINT, SAVED, BAR,
     ["Resident", (m) => m.resident, (m) => h("td", { class: "n" }, bytes(m.resident)), true],
     KIND, DOMAIN,
@@ -299,13 +299,13 @@ function drawMembers() {
   const row = (m) => h("tr", { title: m.pid && `pid ${m.pid}${m.cgroup ? ", " + m.cgroup : ""}` },
     ...columns.map(([, , show]) => show(m, most)));
   $("member-table").tBodies[0].replaceChildren(...rows.map(row));
-  const rest = leftOut ? `; ${count(leftOut)} smaller ones are not named` : "";
+  const rest = leftOut ? `; ${count(leftOut)} smaller ones are omitted` : "";
   const oldest = Math.max(...all.map((m) => m.footprint_age_seconds ?? -1));
   const read = oldest < 0 ? "" : `, read ${duration(oldest)} ago at most`;
-  $("member-note").textContent = `${rows.length} of ${all.length}${rest}. Footprints are fair shares, each page ` +
-    `divided by those who map it${read}; ~ marks estimates where that was not read yet, by resident memory less what ` +
-    "merging saves. Saved is an estimate by the host's mean for each merged page. The bar: footprint, and pale " +
-    "behind it what merging saves.";
+  $("member-note").textContent = `${rows.length} of ${all.length}${rest}. Footprints are fair shares: each page is ` +
+    `divided by the number of its mappings${read}. ~ marks an estimate if that is not read yet: resident memory less ` +
+    "savings. Saved is an estimate from the host's mean savings for each merged page. The bar shows the footprint " +
+    "and, in a pale color, the savings.";
 }
 function headMembers() {
   const columns = COLUMNS[rowsOf];
@@ -337,12 +337,12 @@ function drawCensus(census) {
   if (!census) return $("census").replaceChildren(nothing("No census yet."));
   const c = census.classes;
   const when = clock(census.time, true);
-  const seen = `Resident private anonymous memory of ${count(census.processes)} processes, of each by its last census`;
-  const unseen = census.not_seen ? `, which could not look at ${count(census.not_seen)}` : "";
-  const beyond = `${bytes(c.redundant)} of the duplicates are beyond one copy of each content.`;
+  const seen = `Resident private anonymous memory of ${count(census.processes)} processes, each from its last census`;
+  const unseen = census.not_seen ? `, which could not scan ${count(census.not_seen)} processes` : "";
+  const beyond = `${bytes(c.redundant)} of the duplicates are redundant: beyond one copy of each content.`;
   $("census").replaceChildren(
-    bars([["merged already", c.merged], ["duplicates", c.duplicate], ["zeros", c.zero], ["unique", c.unique, "rest"],
-      ["changes too fast", c.volatile, "rest"]]),
+    bars([["merged", c.merged], ["duplicate", c.duplicate], ["zero", c.zero], ["unique", c.unique, "rest"],
+      ["volatile", c.volatile, "rest"]]),
     nothing(`${seen}; the latest was at ${when}${unseen}. ${beyond}`));
 }
 function drawDomains(domains) {
@@ -354,10 +354,10 @@ function drawSharing(sharing) {
   const { parties, shared } = sharing;
   const most = Math.max(1, ...shared.flat());
   const cell = (value, row, column) => {
-    const where = row === column ? "have another copy in itself" : `are in ${parties[column]} too`;
+    const where = row === column ? "are duplicated within it" : `are also in ${parties[column]}`;
     const title = `${parties[row]}: ${bytes(value)} ${where}`;
     const made = h("td", { class: row === column && "own", title }, short(value));
-    // By the square root: what is small but there stays visible beside what is large.
+    // By the square root, so that small values stay visible beside large ones.
     made.style.setProperty("--heat-share", `${(Math.sqrt(value / most) * 78).toFixed(1)}%`);
     return made;
   };
@@ -375,7 +375,7 @@ function drawDecisions(decisions) {
 }
 function drawFindings(findings) {
   const open = new Set([...$("findings").querySelectorAll("details[open]")].map((one) => one.dataset.rule));
-  if (!findings.length) return $("findings").replaceChildren(nothing("Nothing."));
+  if (!findings.length) return $("findings").replaceChildren(nothing("No findings."));
   $("findings").replaceChildren(...findings.map((f) => {
     const rule = `${f.rule} ${f.pid ?? ""}`;
     return h("details", { "data-rule": rule, open: open.has(rule) && "" },
@@ -414,7 +414,7 @@ function link(state, text) {
   $("link").textContent = text;
 }
 
-// The past once more at each connection: what came while there was none is in it.
+// Load the past again at each connection: it includes points from the time without one.
 function connect() {
   const source = new EventSource("/api/events");
   source.addEventListener("open", async () => {
@@ -430,7 +430,7 @@ function connect() {
   });
   source.addEventListener("status", (event) => draw(JSON.parse(event.data)));
   source.addEventListener("error", () => {
-    link("lost", "connection lost, trying again …");
+    link("lost", "connection lost, reconnecting …");
     source.close();
     setTimeout(connect, 2000);
   });
@@ -438,7 +438,7 @@ function connect() {
 
 headMembers();
 $("filter").addEventListener("input", drawMembers);
-// Buttons of which one is chosen, by an attribute of theirs.
+// Buttons of which one is selected, by an attribute.
 function choice(name, chosen) {
   const buttons = [...document.querySelectorAll(`[data-${name}]`)];
   for (const button of buttons) {

@@ -1,14 +1,14 @@
-//! What is shown, and what keys do to it.
+//! The state of `pagefold top`, and the effect of keys on it.
 
 use super::table::{self, DataTable, SortOrder};
 use pagefold_daemon::wire::StatusReport;
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use ratatui::widgets::TableState;
 
-/// Savings that are remembered for the line of bars.
+/// The number of past savings values kept for the sparkline.
 const MAX_KEPT_SAVINGS: usize = 240;
 
-/// The tables to choose from.
+/// The tables.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum TableView {
     Processes,
@@ -21,7 +21,7 @@ pub(super) enum TableView {
 
 impl TableView {
     pub const ALL_WITH_TITLES: [(Self, &str); 6] = [
-        (Self::Processes, "Members"),
+        (Self::Processes, "Processes"),
         (Self::Workloads, "VMs, jobs"),
         (Self::Decisions, "Decisions"),
         (Self::Findings, "Findings"),
@@ -41,19 +41,19 @@ pub struct App {
     pub(super) status: Option<StatusReport>,
     /// Why the last reading failed.
     pub(super) last_error: Option<String>,
-    /// What was saved, net, at each reading.
+    /// Net savings at each reading.
     pub(super) saved_history: Vec<u64>,
     pub(super) view: TableView,
     pub(super) selection: TableState,
     pub(super) sort_order: SortOrder,
     pub(super) filter: String,
-    /// Whether keys go into the filter.
+    /// Whether keys edit the filter.
     pub(super) is_editing_filter: bool,
     pub(super) is_help_shown: bool,
 }
 
 impl App {
-    /// Nothing read yet.
+    /// The state before the first reading.
     pub fn new(color: bool) -> Self {
         Self {
             color,
@@ -69,7 +69,7 @@ impl App {
         }
     }
 
-    /// Take what was read. A status stays when a later reading fails, and is marked as old.
+    /// Use a new reading. If it failed, the last status stays and is marked as old.
     pub fn update(&mut self, result: Result<StatusReport, String>) {
         match result {
             Ok(status) => {
@@ -84,7 +84,7 @@ impl App {
         }
     }
 
-    /// Do what a key asks for; true to quit.
+    /// Handle a key; true to quit.
     pub fn handle_key(&mut self, key: KeyEvent) -> bool {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
             return key.code == KeyCode::Char('c');
@@ -146,7 +146,7 @@ impl App {
         }
     }
 
-    /// The table that is shown, in so many columns of the terminal.
+    /// The current table, fitted to a width in columns of the terminal.
     pub(super) fn visible_table(&self, status: &StatusReport, width: u16) -> DataTable {
         let mut sheet = match self.view {
             TableView::Processes => table::process_table(status, self.sort_order),

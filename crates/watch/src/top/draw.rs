@@ -1,4 +1,4 @@
-//! The frame: the host at a glance, a table, the row that is selected in words, and the keys.
+//! Draws the frame: a summary of the host, a table, the details of the selected row, and the keys.
 
 use super::app::{App, TableView};
 use super::table::{DataTable, RowMark, format_duration, format_optional};
@@ -11,26 +11,26 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span, Text};
 use ratatui::widgets::{Block, Cell, Clear, Paragraph, Row, Sparkline, Table, Wrap};
 
-/// Blues of the 256 colours for a heat map, pale to strong; white text can be read on all of them.
+/// Blues of the 256 colors for a heat map, pale to strong; white text is readable on all of them.
 const HEAT_MAP_COLORS: [u8; 5] = [17, 18, 19, 20, 26];
 
 const KEY_HELP: &[(&str, &str)] = &[
-    ("Tab, 1-6", "another table"),
-    ("up, down, PgUp, PgDn, g, G", "another row; its words are below the table"),
-    ("s, r", "sort the members by the next column, or the other way round"),
-    ("/", "keep the rows with a text; Enter ends typing, Esc takes all rows again"),
-    ("q", "quit; nothing of the daemon changes"),
+    ("Tab, 1-6", "select another table"),
+    ("up, down, PgUp, PgDn, g, G", "select another row; its details are below the table"),
+    ("s, r", "sort the processes by the next column; reverse the order"),
+    ("/", "show only rows with a text; Enter ends typing, Esc shows all rows"),
+    ("q", "quit; the daemon is not affected"),
 ];
 
 const FIGURE_HELP: [&str; 4] = [
-    " Footprint: the fair share, each page divided by those who map it, with what",
-    " has changed since that was read. Before that, marked ~, an estimate: resident",
-    " memory less what merging saves. Saved, an estimate: by the host's mean for",
-    " each merged page.",
+    " Footprint: fair share, each page divided by the number of its mappings, plus",
+    " changes since it was read. Marked ~ if it is not read yet: an estimate,",
+    " resident memory less savings. Saved: an estimate from the host's mean savings",
+    " for each merged page.",
 ];
 
 impl App {
-    /// Draw all of it, whatever room there is.
+    /// Draw the frame at any terminal size.
     pub fn draw(&mut self, frame: &mut Frame) {
         let room = frame.area();
         let glance = if room.height >= 16 { 5 } else { 2 };
@@ -106,7 +106,7 @@ impl App {
         let goal = status
             .goal
             .keep_available
-            .map_or_else(|| "goal: all that pays".to_owned(), |goal| format!("goal {}", format_amount(goal)));
+            .map_or_else(|| "goal: all profitable merges".to_owned(), |goal| format!("goal {}", format_amount(goal)));
         let cpu = &status.cpu;
         let used: Vec<f64> = [cpu.ksmd, cpu.pagefold].iter().flatten().map(|cpu| cpu.percent).collect();
         let sum = (!used.is_empty()).then(|| used.iter().sum::<f64>());
@@ -159,11 +159,11 @@ impl App {
                 ),
             ),
             figure(
-                "Reached",
+                "Measured",
                 format_net(status.passes.reached),
                 false,
                 format!(
-                    "of {} predicted in {} merges; {} pages written since, {} huge pages split",
+                    "of {} predicted in {} merges; {} COW breaks, {} huge pages split",
                     format_amount(status.passes.predicted),
                     format_number(status.passes.merges),
                     format_optional(status.cow_breaks, format_number),
@@ -172,7 +172,7 @@ impl App {
             ),
         ];
         let [words, line] = Layout::horizontal([Constraint::Min(70), Constraint::Max(60)]).areas(room);
-        // The title may take the whole width.
+        // The title may use the whole width.
         frame.render_widget(Paragraph::new(Text::from(lines)), room);
         if room.height >= 5 && line.width >= 20 && words.width >= 70 {
             let chart = Rect { y: room.y + 1, height: 3, ..line };
@@ -218,7 +218,7 @@ impl App {
 
     fn draw_table(&mut self, frame: &mut Frame, room: Rect, sheet: &DataTable) {
         if sheet.rows.is_empty() {
-            let word = if self.filter.is_empty() { sheet.empty_text } else { "nothing fits the filter" };
+            let word = if self.filter.is_empty() { sheet.empty_text } else { "no row matches the filter" };
             frame.render_widget(Paragraph::new(word), room);
             return;
         }
@@ -234,7 +234,7 @@ impl App {
             });
             Row::new(cells.collect::<Vec<_>>()).style(self.mark_style(row.mark))
         });
-        // Whatever room is left goes to the last column.
+        // The last column gets the remaining width.
         let mut widths: Vec<Constraint> = sheet.columns.iter().map(|column| Constraint::Length(column.width)).collect();
         if let (Some(last), Some(column)) = (widths.last_mut(), sheet.columns.last())
             && !column.right_aligned

@@ -1,9 +1,8 @@
-//! `pagefold top`: the status in a terminal, as it comes.
+//! `pagefold top`: shows the current status in a terminal.
 //!
-//! [`App`] holds what is chosen and shown, and knows nothing of a terminal: keys and statuses go in, a frame comes out.
-//! The loop around it waits for either. The status is read on a thread of its own, so that keys are answered while a
-//! daemon takes its time; the terminal is put back at the end, on an error, a panic and the signals that ask for an
-//! end.
+//! [`App`] has the display state and is independent of a terminal: it takes keys and statuses, and draws a frame. The
+//! loop around it waits for both. A separate thread reads the status, so that keys work while the daemon takes time to
+//! answer. The terminal is restored at the end, on an error, on a panic and on termination signals.
 
 mod app;
 mod draw;
@@ -23,15 +22,15 @@ use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-/// How long a key may wait for a status that has come, and a signal for being heard.
+/// The maximum delay of a status after it arrived while no key is pressed, and of a signal.
 const EVENT_POLL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// How long the loop may take to end once a signal asks for it.
+/// How long the loop may take to end after a signal.
 const SIGNAL_GRACE_TIME: Duration = Duration::from_secs(2);
 
-/// Show the status in the terminal, read anew every so often, until somebody quits.
+/// Show the status in the terminal, read again at each interval, until the user quits.
 ///
-/// A signal ends this and, two seconds later, the process, if it is still there.
+/// A signal ends this function. If the process still exists two seconds later, it is ended, too.
 ///
 /// # Errors
 /// There is no terminal, or it fails.
@@ -42,7 +41,7 @@ pub fn run<E: Display>(
 ) -> io::Result<()> {
     let (sender, statuses) = channel();
     thread::Builder::new().name("status".to_owned()).spawn(move || {
-        // Ends with the receiver.
+        // This loop ends when the receiver is dropped.
         while sender.send(read_status().map_err(|error| error.to_string())).is_ok() {
             thread::sleep(interval);
         }
@@ -55,14 +54,14 @@ pub fn run<E: Display>(
     end.and(restored)
 }
 
-/// Have signals set a flag, and end the process where that does not.
+/// On a signal set a flag, and end the process if that has no effect.
 fn stop_on_signals(stop: Arc<AtomicBool>) -> io::Result<()> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])?;
     thread::Builder::new().name("signals".to_owned()).spawn(move || {
         if signals.forever().next().is_some() {
             stop.store(true, Ordering::Relaxed);
             thread::sleep(SIGNAL_GRACE_TIME);
-            // The terminal has gone: crossterm 0.29 reads its end of file over and over, and comes back no more.
+            // The terminal has gone: crossterm 0.29 then reads end of file in an endless loop.
             std::process::exit(1);
         }
     })?;

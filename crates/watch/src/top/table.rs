@@ -1,4 +1,4 @@
-//! The tables of `pagefold top`: cells, and what is told of the row that is selected.
+//! The tables of `pagefold top`: cells, and the details of the selected row.
 
 use pagefold_base::Bytes;
 use pagefold_daemon::text::format_footprint;
@@ -7,7 +7,7 @@ use pagefold_doctor::wire::VerdictName;
 use pagefold_output::text::{escape_unprintable, format_bar, format_bytes, format_number};
 use std::cmp::{Ordering, Reverse};
 
-/// How much a row asks for attention.
+/// The highlighting of a row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RowMark {
     Plain,
@@ -21,7 +21,7 @@ pub enum RowMark {
 pub struct TableColumn {
     pub title: String,
     pub width: u16,
-    /// Numbers stand at the right.
+    /// Whether the column is right-aligned, for numbers.
     pub right_aligned: bool,
 }
 
@@ -29,14 +29,14 @@ pub struct TableColumn {
 pub struct TableRow {
     pub cells: Vec<TableCell>,
     pub mark: RowMark,
-    /// All of it in words, once it is selected; in lines.
+    /// Details shown when the row is selected, in lines.
     pub detail: String,
 }
 
 #[derive(Debug)]
 pub struct TableCell {
     pub text: String,
-    /// How dark it is in a heat map, to 1.
+    /// The heat map level, from 0 to 1.
     pub heat_level: f64,
 }
 
@@ -50,7 +50,7 @@ impl<T: Into<String>> From<T> for TableCell {
 pub struct DataTable {
     pub columns: Vec<TableColumn>,
     pub rows: Vec<TableRow>,
-    /// What to say where there is no row.
+    /// The text shown if there are no rows.
     pub empty_text: &'static str,
 }
 
@@ -68,14 +68,14 @@ impl DataTable {
         self.rows.push(TableRow { cells: cells.into_iter().collect(), mark, detail });
     }
 
-    /// Keep the rows in which a text occurs, in whatever case.
+    /// Keep the rows that contain a text, ignoring case.
     pub fn filter_rows(&mut self, search_text: &str) {
         let wanted = search_text.to_lowercase();
         let fits = |text: &str| text.to_lowercase().contains(&wanted);
         self.rows.retain(|row| fits(&row.detail) || row.cells.iter().any(|cell| fits(&cell.text)));
     }
 
-    /// Leave out the last columns that a width has no room for.
+    /// Remove the last columns that do not fit the width.
     pub fn fit_columns(&mut self, width: u16) {
         let mut used = 0;
         let fitting = self.columns.iter().take_while(|column| {
@@ -90,12 +90,12 @@ impl DataTable {
     }
 }
 
-/// By what members are sorted.
+/// The sort order of processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SortOrder {
-    /// The column, among [`SORT_COLUMNS`].
+    /// The index of the column in [`SORT_COLUMNS`].
     column: usize,
-    /// The largest, or last in the alphabet, first.
+    /// Whether the largest value, or the last name, comes first.
     pub descending: bool,
 }
 
@@ -105,24 +105,24 @@ impl Default for SortOrder {
     }
 }
 
-/// The columns by which members are sorted, in the order of their choice, and which of them begin with the largest.
+/// The sort columns in selection order, and whether each is descending at first.
 const SORT_COLUMNS: [(&str, bool); 6] =
-    [("Member", false), ("Footprint", true), ("Saved", true), ("Resident", true), ("Kind", false), ("Domain", false)];
+    [("Process", false), ("Footprint", true), ("Saved", true), ("Resident", true), ("Kind", false), ("Domain", false)];
 
 impl SortOrder {
-    /// The next column.
+    /// Select the next column.
     pub fn select_next_column(&mut self) {
         self.column = (self.column + 1) % SORT_COLUMNS.len();
         self.descending = SORT_COLUMNS[self.column].1;
     }
 
-    /// Its name.
+    /// The name of the column.
     pub fn column_name(self) -> &'static str {
         SORT_COLUMNS[self.column].0
     }
 
     fn compare(self, a: &TrackedProcessReport, b: &TrackedProcessReport) -> Ordering {
-        // What is not known comes last, whichever way round.
+        // Unknown values come last in both directions.
         let figure = |of: fn(&TrackedProcessReport) -> Option<u64>| match (of(a), of(b)) {
             (Some(a), Some(b)) if self.descending => b.cmp(&a),
             (Some(a), Some(b)) => a.cmp(&b),
@@ -130,7 +130,7 @@ impl SortOrder {
         };
         let word = |order: Ordering| if self.descending { order.reverse() } else { order };
         match self.column_name() {
-            "Member" => word(a.label.cmp(&b.label)),
+            "Process" => word(a.label.cmp(&b.label)),
             "Kind" => word(a.kind.cmp(&b.kind)),
             "Domain" => word(a.domain.cmp(&b.domain)),
             "Footprint" => figure(|member| member.footprint),
@@ -150,7 +150,7 @@ const BAR_COLUMNS: u16 = 16;
 pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable {
     let mut sheet = DataTable::new(
         &[
-            ("Member", 18, false),
+            ("Process", 18, false),
             ("Footprint", 9, true),
             ("Saved", 9, true),
             ("State", 10, false),
@@ -160,7 +160,7 @@ pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable 
             ("Domain", 20, false),
             ("Ranges", 7, true),
         ],
-        "nobody is known yet",
+        "no process is tracked yet",
     );
     let mut members: Vec<&TrackedProcessReport> = status.members.iter().collect();
     members.sort_by(|a, b| sort_order.compare(a, b));
@@ -204,7 +204,7 @@ pub fn workload_table(status: &StatusReport) -> DataTable {
         ("Kind", 9, false),
         ("Domain", 20, false),
     ];
-    let mut sheet = DataTable::new(&columns, "nobody is known yet");
+    let mut sheet = DataTable::new(&columns, "no process is tracked yet");
     let most = status.workloads.iter().filter_map(|workload| workload.sum.footprint).max();
     for workload in &status.workloads {
         let sum = &workload.sum;
@@ -237,7 +237,7 @@ fn format_optional_amount(value: Option<u64>) -> String {
     value.map_or_else(|| "an unknown amount".to_owned(), |value| Bytes(value).to_string())
 }
 
-/// A figure as a part of the largest.
+/// A bar for a figure, relative to the largest.
 fn share_bar(figure: Option<u64>, most: Option<u64>) -> String {
     let share = figure.zip(most).map_or(0.0, |(figure, most)| figure as f64 / most.max(1) as f64);
     format_bar(share, usize::from(BAR_COLUMNS))
@@ -257,13 +257,13 @@ fn state_label(state: TrackingState) -> (&'static str, RowMark) {
 pub fn decision_table(status: &StatusReport) -> DataTable {
     let columns = [
         ("Ago", 8, true),
-        ("What", 9, false),
-        ("Whom", 16, false),
+        ("Action", 9, false),
+        ("Target", 16, false),
         ("Save", 9, true),
         ("Reason", 12, false),
         ("Why", 20, false),
     ];
-    let mut sheet = DataTable::new(&columns, "nothing was decided yet");
+    let mut sheet = DataTable::new(&columns, "no decision yet");
     for decision in &status.decisions {
         let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
         let cells = [
@@ -274,9 +274,9 @@ pub fn decision_table(status: &StatusReport) -> DataTable {
             escape_unprintable(&decision.reason).into(),
             escape_unprintable(&decision.why).into(),
         ];
-        let done = if decision.acted { "" } else { " It was not carried out." };
+        let done = if decision.acted { "" } else { " Not carried out." };
         let save =
-            decision.predicted.map_or_else(String::new, |save| format!(" It should save {}.", format_bytes(save)));
+            decision.predicted.map_or_else(String::new, |save| format!(" Predicted savings: {}.", format_bytes(save)));
         let detail =
             format!("{} {}, because {} ({}).{save}{done}", decision.what, decision.whom, decision.why, decision.reason);
         sheet.add_row(cells, if decision.acted { RowMark::Plain } else { RowMark::Dim }, detail);
@@ -286,7 +286,7 @@ pub fn decision_table(status: &StatusReport) -> DataTable {
 
 pub fn finding_table(status: &StatusReport) -> DataTable {
     let mut sheet =
-        DataTable::new(&[("Verdict", 8, false), ("Rule", 16, false), ("Finding", 40, false)], "nothing is wrong");
+        DataTable::new(&[("Verdict", 8, false), ("Rule", 16, false), ("Finding", 40, false)], "no findings");
     for finding in &status.findings {
         let (word, mark) = match finding.verdict {
             VerdictName::Fail => ("fail", RowMark::Bad),
@@ -307,7 +307,7 @@ pub fn finding_table(status: &StatusReport) -> DataTable {
 }
 
 pub fn sharing_table(status: &StatusReport) -> DataTable {
-    let mut sheet = DataTable::new(&[("shares with", 18, false)], "no census was taken yet");
+    let mut sheet = DataTable::new(&[("shares with", 18, false)], "no census yet");
     let Some(sharing) = &status.sharing else { return sheet };
     let most = sharing.shared.iter().flatten().copied().max().unwrap_or(1).max(1);
     for number in 1..=sharing.parties.len() {
@@ -331,13 +331,13 @@ pub fn sharing_table(status: &StatusReport) -> DataTable {
         sheet.add_row(
             cells,
             RowMark::Plain,
-            format!("{party} shares {}; {} have another copy in itself.", most.join(", "), format_bytes(own)),
+            format!("{party} shares {}; {} are duplicated within it.", most.join(", "), format_bytes(own)),
         );
     }
     sheet
 }
 
-/// Bytes in at most four characters, nothing below a MiB.
+/// Bytes in at most four characters, empty below 1 MiB.
 fn format_short_bytes(value: u64) -> String {
     let mebi = value >> 20;
     match mebi {
@@ -352,19 +352,23 @@ pub fn ksm_table(status: &StatusReport) -> DataTable {
     let mut sheet = DataTable::new(&[("Counter", 20, false), ("Value", 18, true)], "this kernel has no KSM");
     let Some(ksm) = &status.ksm else { return sheet };
     let counters: [(&str, Option<i64>, &str); 13] = [
-        ("run", ksm.run.map(u64::cast_signed), "0 stopped with merges kept, 1 running, 2 unmerging everything."),
-        ("pages_to_scan", ksm.pages_to_scan.map(u64::cast_signed), "Pages of a batch."),
+        ("run", ksm.run.map(u64::cast_signed), "0 stopped with merges kept, 1 running, 2 unmerging all pages."),
+        ("pages_to_scan", ksm.pages_to_scan.map(u64::cast_signed), "Pages in a batch."),
         ("sleep_millisecs", ksm.sleep_millisecs.map(u64::cast_signed), "Milliseconds between two batches."),
-        ("pages_shared", ksm.pages_shared.map(u64::cast_signed), "Frames that are shared."),
-        ("pages_sharing", ksm.pages_sharing.map(u64::cast_signed), "Further mappings of those frames."),
-        ("pages_unshared", ksm.pages_unshared.map(u64::cast_signed), "Pages that were looked at and have no copy."),
+        ("pages_shared", ksm.pages_shared.map(u64::cast_signed), "Shared frames."),
+        ("pages_sharing", ksm.pages_sharing.map(u64::cast_signed), "Additional mappings of those frames."),
+        ("pages_unshared", ksm.pages_unshared.map(u64::cast_signed), "Scanned pages without a copy."),
         ("pages_volatile", ksm.pages_volatile.map(u64::cast_signed), "Pages that changed between scans."),
-        ("pages_scanned", ksm.pages_scanned.map(u64::cast_signed), "Pages looked at since boot, each time counted."),
-        ("pages_skipped", ksm.pages_skipped.map(u64::cast_signed), "Pages passed over by smart scan."),
-        ("ksm_zero_pages", ksm.ksm_zero_pages, "Pages that KSM mapped to the kernel's page of zeros."),
+        ("pages_scanned", ksm.pages_scanned.map(u64::cast_signed), "Page scans since boot."),
+        ("pages_skipped", ksm.pages_skipped.map(u64::cast_signed), "Pages skipped by smart scan."),
+        ("ksm_zero_pages", ksm.ksm_zero_pages, "Pages that KSM mapped to the kernel's zero page."),
         ("full_scans", ksm.full_scans.map(u64::cast_signed), "Complete scans since boot."),
         ("general_profit", ksm.general_profit, "Bytes saved less metadata."),
-        ("cow_ksm", ksm.cow_ksm.map(u64::cast_signed), "Merged pages that were written and copied since boot."),
+        (
+            "cow_ksm",
+            ksm.cow_ksm.map(u64::cast_signed),
+            "COW breaks since boot: merged pages that were written and copied.",
+        ),
     ];
     for (name, value, meaning) in counters {
         let digits =
@@ -375,7 +379,7 @@ pub fn ksm_table(status: &StatusReport) -> DataTable {
     sheet
 }
 
-/// A time in the two units that tell most.
+/// A duration in its two largest units.
 pub fn format_duration(seconds: f64) -> String {
     let seconds = seconds as u64;
     match seconds {

@@ -1,6 +1,6 @@
-//! A headless Chromium, driven by its DevTools protocol over two pipes (`--remote-debugging-pipe`: it reads from
-//! descriptor 3 and writes to 4, JSON with a zero byte behind each message). A shell moves them there, from where a
-//! child has pipes.
+//! A headless Chromium, controlled with its DevTools protocol over two pipes (`--remote-debugging-pipe`). It reads from
+//! descriptor 3 and writes to 4, JSON with a zero byte after each message. A shell moves a child's pipes to these
+//! descriptors.
 
 use super::common;
 use serde_json::{Value, json};
@@ -10,7 +10,7 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-/// How long the browser may take for anything: far more than it does.
+/// The timeout for any browser operation, far more than it needs.
 const BROWSER_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// A browser with one page.
@@ -21,12 +21,12 @@ pub struct Chromium {
     profile: PathBuf,
     session: Option<String>,
     last_call_id: u64,
-    /// What the page wrote to the console as errors, and exceptions.
+    /// Errors and exceptions on the page's console.
     pub errors: Vec<String>,
 }
 
 impl Chromium {
-    /// Start one; `None` where there is none.
+    /// Start a browser; `None` if it is not installed.
     pub fn start(name: &str) -> Option<Self> {
         let Some(program) = ["chromium-headless-shell", "chromium"].iter().find_map(|name| common::find_program(name))
         else {
@@ -92,7 +92,7 @@ impl Chromium {
         }
     }
 
-    /// Keep what went wrong in the page.
+    /// Record errors in the page.
     fn record_error(&mut self, message: &Value) {
         let parameters = &message["params"];
         let error = match message["method"].as_str() {
@@ -104,13 +104,13 @@ impl Chromium {
         self.errors.push(error.to_string());
     }
 
-    /// Go to an address.
+    /// Open an address.
     pub fn open_address(&mut self, address: &str) {
         let result = self.call_method("Page.navigate", json!({ "url": address }));
         assert!(result["errorText"].is_null(), "{result}");
     }
 
-    /// The value of an expression in the page.
+    /// Evaluate an expression in the page.
     pub fn evaluate(&mut self, expression: &str) -> Value {
         let parameters = json!({ "expression": expression, "returnByValue": true, "awaitPromise": true });
         let result = self.call_method("Runtime.evaluate", parameters);
@@ -134,7 +134,7 @@ impl Chromium {
         }
     }
 
-    /// Set the size of the window and the scheme of colours.
+    /// Set the window size and the color scheme.
     pub fn set_viewport(&mut self, width: u32, height: u32, scheme: &str) {
         let size = json!({ "width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600 });
         self.call_method("Emulation.setDeviceMetricsOverride", size);
@@ -145,7 +145,7 @@ impl Chromium {
 
 impl Drop for Chromium {
     fn drop(&mut self) {
-        // The shell has become the browser, and its other processes end with it.
+        // The shell has become the browser, whose other processes end with it.
         let _ = self.child.kill();
         let _ = self.child.wait();
         let _ = std::fs::remove_dir_all(&self.profile);

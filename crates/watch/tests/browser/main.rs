@@ -1,5 +1,5 @@
-//! The page in headless Chromium: what it shows, that it lives, and that it is of use without a mouse, colours or
-//! width. `PAGEFOLD_PICTURES=FOLDER` has pictures of it written.
+//! The page in headless Chromium: its content, its updates, and its use without a mouse, colors or a wide screen.
+//! `PAGEFOLD_PICTURES=FOLDER` saves screenshots.
 
 #[path = "../common/mod.rs"]
 mod common;
@@ -31,7 +31,7 @@ fn open_page_of_board(name: &str, board: Arc<StatusBoard>) -> Option<(Chromium, 
     Some((browser, server, board))
 }
 
-/// The fixture after hours of a made-up host, so that there is something to draw.
+/// The fixture with hours of made-up history, so that there is something to draw.
 fn board_with_history() -> Arc<StatusBoard> {
     let board = StatusBoard::default();
     let last = fixture_status();
@@ -83,7 +83,7 @@ fn page_shows_the_status() {
     assert_eq!(count(&mut browser, "#findings details"), status.findings.len());
     assert_eq!(count(&mut browser, "#charts svg"), 3);
     assert_eq!(browser.evaluate("document.title"), "7.78 GiB saved · Pagefold");
-    // It fetches nothing from anywhere else.
+    // It loads nothing from other servers.
     let elsewhere =
         "performance.getEntriesByType('resource').filter(e => new URL(e.name).origin !== location.origin).length";
     assert_eq!(browser.evaluate(elsewhere), 0);
@@ -105,11 +105,11 @@ fn page_follows_the_daemon() {
     browser.wait_until("document.querySelector('#tiles .big').textContent === '-3.00 MiB'");
     let text = browser.evaluate("document.body.innerText");
     let text = text.as_str().expect("text");
-    assert!(text.contains("because <b>we</b> say so"), "markup is taken for markup");
+    assert!(text.contains("because <b>we</b> say so"), "text is inserted as markup");
     assert!(text.contains("This kernel has no KSM."));
     assert_eq!(browser.evaluate("document.querySelectorAll('#tiles .big')[2].textContent"), "–", "absent is not zero");
 
-    // The daemon ends, and another begins at the same address.
+    // The daemon ends, and another one starts at the same address.
     let address = server.address();
     board.close();
     drop(server);
@@ -123,7 +123,7 @@ fn page_follows_the_daemon() {
     board.publish(status);
     browser.wait_until("document.querySelector('#tiles .big').textContent === '5.00 GiB'");
     assert_eq!(browser.evaluate("document.querySelector('#link').dataset.link"), "live");
-    // What came before the restart is still drawn.
+    // Points from before the restart are still drawn.
     assert_eq!(browser.evaluate("points.length"), 3);
 }
 
@@ -135,8 +135,8 @@ fn page_says_what_is_unknown() {
     let text = browser.evaluate("document.body.innerText");
     let text = text.as_str().expect("text");
     assert_eq!(text.matches("No census yet.").count(), 2, "{text}");
-    assert_eq!(text.matches("Not known.").count(), 3, "{text}");
-    for said in ["None yet.", "Nothing.", "This kernel has no KSM.", "goal: all that pays", "no pass yet"] {
+    assert_eq!(text.matches("No data.").count(), 3, "{text}");
+    for said in ["None yet.", "No findings.", "This kernel has no KSM.", "goal: all profitable merges", "no pass yet"] {
         assert!(text.contains(said), "{said:?} is not in {text}");
     }
     for never in ["NaN", "undefined", "null", "[object"] {
@@ -146,8 +146,7 @@ fn page_says_what_is_unknown() {
     assert_eq!(browser.errors, [""; 0]);
 }
 
-/// The charts have lines for what must not be exceeded and what is to be kept: here their heights, by the axis beside
-/// them.
+/// The heights of the limit and goal lines of a chart, read with the axis beside them.
 const LIMIT_LINE_SCRIPT: &str = "(chart) => {
     const svg = document.querySelector(`[data-chart=${chart}] svg`);
     const units = { '%': 1, B: 1, MiB: 2 ** 20, GiB: 2 ** 30 };
@@ -184,7 +183,7 @@ fn bound_and_goal_lines_are_drawn() {
     let said = browser.evaluate(said);
     assert!(said.as_str().is_some_and(|said| said.contains("bound 10 %") && said.contains("goal 16.0 GiB")), "{said}");
 
-    // Where there is no goal any more, the line ends and the bound's goes on.
+    // Without a goal that line ends, and the limit's line continues.
     let mut later = status;
     later.time += 15.0;
     later.goal.keep_available = None;
@@ -195,7 +194,7 @@ fn bound_and_goal_lines_are_drawn() {
     assert_eq!(browser.errors, [""; 0]);
 }
 
-/// Has the table show each process, and not what they belong to.
+/// Selects the table of processes instead of workloads.
 const SHOW_PROCESSES_SCRIPT: &str = "document.querySelector('[data-rows=members]').click()";
 
 #[test]
@@ -246,7 +245,7 @@ fn processes_are_sorted_and_filtered() {
     assert_eq!(browser.evaluate(first), members[0].label);
     assert_eq!(browser.evaluate("document.querySelectorAll('th[aria-sort]').length"), 1);
     browser.evaluate(
-        "[...document.querySelectorAll('#member-table thead button')].find(b => b.textContent === 'Member').click()",
+        "[...document.querySelectorAll('#member-table thead button')].find(b => b.textContent === 'Process').click()",
     );
     members.sort_by(|a, b| a.label.cmp(&b.label));
     assert_eq!(browser.evaluate(first), members[0].label);
@@ -255,7 +254,7 @@ fn processes_are_sorted_and_filtered() {
     browser.call_method("Input.insertText", json!({ "text": "GROUP build" }));
     let shown = "[...document.querySelectorAll('#member-table tbody th')].map(cell => cell.textContent)";
     assert_eq!(browser.evaluate(shown), json!(["build-1", "build-2", "build-3"]));
-    // A new status keeps what was chosen, and where the focus is.
+    // A new status keeps the selection and the focus.
     let mut later = fixture_status();
     later.time += 1.0;
     later.members.retain(|member| member.label != "build-2");
@@ -269,7 +268,7 @@ fn processes_are_sorted_and_filtered() {
 fn page_supports_keyboard_and_screen_reader() {
     let Some((mut browser, _server, _board)) = open_page_of_board("keyboard", board_with_history()) else { return };
     browser.wait_until("points.length > 500");
-    // Each of these is announced with a name.
+    // Each of these has an accessible name.
     let tree = browser.call_method("Accessibility.getFullAXTree", json!({}));
     let nodes: Vec<(String, String)> = tree["nodes"]
         .as_array()
@@ -289,13 +288,13 @@ fn page_supports_keyboard_and_screen_reader() {
     for heading in [
         "Over time",
         "VMs, containers and jobs by footprint",
-        "Who shares with whom",
+        "Duplicates between workloads",
         "Decisions",
-        "What the doctor finds",
+        "Doctor findings",
     ] {
         assert!(nodes.iter().any(|(role, name)| role == "heading" && name == heading), "{heading}");
     }
-    // Everything that can be clicked can be reached by Tab; the arrow keys read out points of the charts.
+    // Tab reaches all clickable elements; the arrow keys read out points of the charts.
     let mut reached = std::collections::BTreeSet::new();
     for _ in 0..60 {
         browser.call_method(
@@ -335,7 +334,7 @@ fn page_fits_phones_and_both_color_schemes() {
         browser.wait_until(&format!(
             "innerWidth === {width} && document.querySelector('#charts svg').viewBox.baseVal.width < {width}"
         ));
-        // What is wider scrolls in itself, not the page.
+        // Wide content scrolls inside its own box, not the page.
         assert_eq!(browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), true, "{name}");
         grounds.push(browser.evaluate("getComputedStyle(document.body).backgroundColor"));
         for (what, behind) in [
@@ -365,7 +364,7 @@ fn page_fits_phones_and_both_color_schemes() {
     assert_eq!(browser.errors, [""; 0]);
 }
 
-/// The contrast of a text with what is behind it, by WCAG's definition.
+/// The contrast of a text with its background, by WCAG's definition.
 const CONTRAST_SCRIPT: &str = "(what, behind) => {
     const light = (colour) => {
         const scale = colour.startsWith('rgb') ? 255 : 1;

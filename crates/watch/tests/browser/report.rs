@@ -1,5 +1,5 @@
-//! The document of `pagefold report`, opened from a file: nothing goes wrong, nothing is fetched, and it is of use on a
-//! phone, in the dark and to who hears it.
+//! The document of `pagefold report`, opened from a file: no errors, no external resources, and usable on a phone, in
+//! dark mode and with a screen reader.
 
 use super::chromium::Chromium;
 use super::{CONTRAST_SCRIPT, base64};
@@ -15,7 +15,7 @@ const BYTES_PER_GIB: f64 = (1_u64 << 30) as f64;
 /// 2026-11-20 08:00:00 UTC.
 const START_SECONDS: f64 = 1_795_161_600.0;
 
-/// Eight hours of a made-up host, on which guests come all the time, and whose daemon is started anew once.
+/// Eight hours of a made-up host with constantly arriving guests, whose daemon restarts once.
 fn made_up_host(name: &str, gib: f64, cpu: f64) -> (String, HistorySpan) {
     let steps = 2880_u32;
     let sample = |step: u32| {
@@ -116,7 +116,7 @@ fn report_is_one_self_contained_file() {
             0,
             "{name}: nothing is fetched"
         );
-        // All that is drawn and written in a picture lies within it.
+        // All parts of a chart lie within it.
         let outside = browser.evaluate(
             "[...document.querySelectorAll('svg.chart')].flatMap(svg => [...svg.querySelectorAll('text, path, circle')]
                 .map(part => [part.getBBox(), svg.viewBox.baseVal, part.outerHTML.slice(0, 90)])
@@ -169,7 +169,7 @@ fn report_charts_have_names_and_numbers() {
     assert_eq!(browser.errors, [""; 0]);
 }
 
-/// A picture of the upper part of the page, where `PAGEFOLD_PICTURES` names a folder.
+/// Save a screenshot of the upper part of the page if `PAGEFOLD_PICTURES` names a folder.
 fn save_screenshot(browser: &mut Chromium, name: &str, width: u32) {
     let Some(folder) = std::env::var_os("PAGEFOLD_PICTURES") else { return };
     let height = browser.evaluate("Math.min(3000, document.documentElement.scrollHeight)");

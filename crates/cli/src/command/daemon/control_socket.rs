@@ -199,7 +199,10 @@ fn serve_connection(stream: &UnixStream, answer: &dyn Fn(ControlRequest) -> Cont
     stream.set_write_timeout(Some(REQUEST_TIMEOUT))?;
     let uid = socket_peercred(stream)?.uid;
     if !uid.is_root() && uid != rustix::process::geteuid() {
-        return write_reply(stream, &ControlReply::Refused("only root and the daemon's user may send requests".to_owned()));
+        return write_reply(
+            stream,
+            &ControlReply::Refused("only root and the daemon's user may send requests".to_owned()),
+        );
     }
     let mut line = String::new();
     BufReader::new(stream.take(MAX_REQUEST_BYTES)).read_line(&mut line)?;

@@ -147,9 +147,7 @@ pub fn run(options: &DaemonArguments, global: &GlobalOptions) -> anyhow::Result<
         return replay::run(&folders, settings, options);
     }
     if options.json {
-        bail!(
-            "--json prints only decisions over a trace; `pagefold status --json` prints the status of a daemon"
-        );
+        bail!("--json prints only decisions over a trace; `pagefold status --json` prints the status of a daemon");
     }
     // If this fails, the daemon only uses more memory.
     let _ = daemon::return_large_blocks_when_freed();
@@ -390,7 +388,8 @@ mod tests {
             ["it is scanned next; its pages with net savings are merged".to_owned(), withdrawn.clone()]
         );
         let quiet = TickReadings { time_of_day: TimeOfDay { local: 0, utc: 12 }, ..TickReadings::default() };
-        let not_now = |why: &str| format!("it is scanned next, but not now ({why}); its pages with net savings are merged");
+        let not_now =
+            |why: &str| format!("it is scanned next, but not now ({why}); its pages with net savings are merged");
         assert_eq!(
             operator_replies(DaemonMode::Act, [Event::Tick(quiet)]),
             [not_now("these are quiet hours"), withdrawn]

@@ -32,7 +32,8 @@ pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArgume
     let mut settings = Some(settings);
     let mut replay = None;
     for folder in folders {
-        let moment = trace::TimedRecording::open(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+        let moment =
+            trace::TimedRecording::open(folder).with_context(|| format!("cannot read {}", folder.display()))?;
         let replay = match &mut replay {
             Some(replay) => replay,
             none => {

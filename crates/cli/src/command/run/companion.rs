@@ -268,7 +268,7 @@ mod tests {
             enroll_over_scans(false, None, &[guest, guest, more, more]),
             (vec!["ask", "enrol", "ask", "ask"], true)
         );
-        assert_eq!(enroll_over_scans(true, None, &[guest]), (vec!["ask", "enrol", "ask"], false), "enrolling had no effect");
+        assert_eq!(enroll_over_scans(true, None, &[guest]), (vec!["ask", "enrol", "ask"], false), "it had no effect");
         // A process that inherited enrollment is not stopped, nor is an excluded one.
         assert_eq!(
             enroll_over_scans(

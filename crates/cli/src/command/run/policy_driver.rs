@@ -19,6 +19,7 @@ use pagefold_merge::decide::outcome::FailedChange;
 use pagefold_merge::decide::policy::Policy;
 use pagefold_merge::execute as merge;
 use pagefold_merge::execute::AfterMerge;
+use pagefold_merge::ksmd;
 use pagefold_merge::policy as rules;
 use pagefold_merge::prepare::PlanRequest;
 use std::collections::BTreeSet;
@@ -70,7 +71,7 @@ impl PolicyDriver {
         recover::check_ksm_present(&host)?;
         recover::check_no_tuner(&host, force)?;
         match recover::begin_session(&host, global) {
-            Ok(session) => session.check_writable().map_err(recover::with_remedy),
+            Ok(session) => ksmd::check_writable(&session).map_err(recover::with_remedy),
             // One of several ranks controls KSM; others take over when it ends.
             Err(error) if matches!(error.downcast_ref(), Some(session::Error::Busy(_))) => Ok(()),
             Err(error) => Err(error),

@@ -59,9 +59,7 @@ pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
             let why = match check_process(host, process, &which.1, library) {
                 PreloadState::Enrolled => None,
                 PreloadState::NotEnrolled(why) => Some(format!("is not enrolled in KSM: {} {why}", which.1.display())),
-                PreloadState::Unknown => {
-                    Some("cannot be read, and is not enrolled in KSM if it is setuid".to_owned())
-                }
+                PreloadState::Unknown => Some("cannot be read, and is not enrolled in KSM if it is setuid".to_owned()),
                 PreloadState::Loaded if last && late.contains(&which) => Some(format!(
                     "is not enrolled in KSM: {} has loaded the library, which could not enroll it",
                     which.1.display()

@@ -35,7 +35,7 @@ pub fn prepare_variables(options: &RunArguments, name: &OsStr) -> anyhow::Result
     // With --per-node, the name of a node is appended.
     let most = if options.per_node { 54 } else { 64 };
     if !pagefold_engine::is_valid_domain_name(&domain) || domain.len() > most {
-        bail!("--domain {domain}: a name has at most {most} letters, digits, '.', '_' and '-', and no '.' at its start");
+        bail!("--domain {domain}: a name has at most {most} letters, digits, '.', '_' and '-', and no leading '.'");
     }
     let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
     let mut say = |name, value: Option<String>| -> anyhow::Result<()> {

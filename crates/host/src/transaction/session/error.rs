@@ -3,9 +3,9 @@
 use super::FailedUndo;
 use crate::LockHolder;
 use crate::action::ActionError;
+use crate::knob::Knob;
 use crate::transaction::journal;
 use pagefold_base::Absent;
-use pagefold_base::ksm::Setting;
 use std::io;
 use std::path::PathBuf;
 
@@ -33,10 +33,10 @@ pub enum Error {
     #[error("cannot read the present state, so the change could not be undone")]
     HostStateUnreadable(#[source] Absent),
     /// A setting cannot be read, so a change could not be undone.
-    #[error("cannot read /sys/kernel/mm/ksm/{}{}", .setting.file_name(), unreadable_hint(.source))]
+    #[error("cannot read {knob}{}", unreadable_hint(*.knob, .source))]
     SettingUnreadable {
         /// The setting.
-        setting: Setting,
+        knob: Knob,
         /// The reason.
         source: Absent,
     },
@@ -44,10 +44,10 @@ pub enum Error {
     #[error(transparent)]
     Refused(#[from] ActionError),
     /// Another program has written a setting since.
-    #[error("another program writes /sys/kernel/mm/ksm/{}: it was {wrote}, it is {found}", .setting.file_name())]
+    #[error("another program writes {knob}: it was {wrote}, it is {found}")]
     SettingOverwritten {
         /// The setting.
-        setting: Setting,
+        knob: Knob,
         /// The value that this session wrote.
         wrote: String,
         /// The present value.
@@ -82,10 +82,10 @@ fn describe_holder(LockHolder { pid, state_directory: state }: &LockHolder) -> S
 }
 
 /// The remedy for a setting that cannot be read.
-fn unreadable_hint(why: &Absent) -> &'static str {
+fn unreadable_hint(knob: Knob, why: &Absent) -> String {
     match why {
-        Absent::NotOnThisKernel => " (a kernel with CONFIG_KSM is needed, and for the advisor 6.8 or later)",
-        Absent::Denied => " (run as root)",
-        _ => "",
+        Absent::NotOnThisKernel => format!(" ({})", knob.requirement()),
+        Absent::Denied => " (run as root)".to_owned(),
+        _ => String::new(),
     }
 }

@@ -6,6 +6,7 @@ use super::*;
 use crate::fake_host::{AdviceFault, FakeHost};
 use crate::faulty_host::{FaultyHost, InjectedFault};
 use pagefold_base::Pid;
+use pagefold_base::ksm::{Setting, Settings};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -221,8 +222,8 @@ fn kill_after_journaling_is_undone() {
     let before = host.setting_values();
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&settings(&[(Setting::Run, "1")])).unwrap();
-    session.journal_action(&Action::Set { setting: Setting::PagesToScan, value: "9".to_owned() }, false).unwrap();
-    session.journal_action(&Action::Set { setting: Setting::Run, value: "2".to_owned() }, false).unwrap();
+    session.journal_action(&Action::Write { knob: Setting::PagesToScan.into(), value: "9".to_owned() }, false).unwrap();
+    session.journal_action(&Action::Write { knob: Setting::Run.into(), value: "2".to_owned() }, false).unwrap();
     let journal = fs::read(directory.path().join(SESSION_FILE)).unwrap();
     drop(session);
     host.put_setting("run", "1");
@@ -343,7 +344,7 @@ fn undo_and_journal_failures_are_reported() {
     let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let before = fake.setting_values();
     let written = AtomicUsize::new(0);
-    let again = |path: &str| path == "#set pages_to_scan" && written.fetch_add(1, Ordering::Relaxed) > 0;
+    let again = |path: &str| path == "#write pages_to_scan" && written.fetch_add(1, Ordering::Relaxed) > 0;
     let host = FaultyHost::new(&fake, |path: &str| again(path).then_some(InjectedFault::Absent(Absent::Denied)));
     let wanted = settings(&[(Setting::PagesToScan, "5000"), (Setting::Run, "1")]);
     let mut session = begin_clean_session(&host, directory.path());
@@ -356,7 +357,7 @@ fn undo_and_journal_failures_are_reported() {
     assert!(matches!(**source, Error::Journal(_)), "{error}");
     assert_eq!(
         remains.iter().map(|remains| &remains.undo).collect::<Vec<_>>(),
-        [&Action::Set { setting: Setting::PagesToScan, value: "100".to_owned() }]
+        [&Action::Write { knob: Setting::PagesToScan.into(), value: "100".to_owned() }]
     );
     assert!(
         chain(&error).starts_with("some changes could not be undone (/sys/kernel/mm/ksm/pages_to_scan was 100: "),
@@ -398,7 +399,7 @@ fn advisor_of_another_writer_stays() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&settings(&[(Setting::PagesToScan, "5000")])).unwrap();
-    host.apply(&Action::Set { setting: Setting::AdvisorMode, value: "scan-time".to_owned() }).unwrap();
+    host.apply(&Action::Write { knob: Setting::AdvisorMode.into(), value: "scan-time".to_owned() }).unwrap();
     assert!(session.check_not_overwritten().is_err());
     let remains = session.undo_all().unwrap();
     assert_eq!(remains.len(), 1, "{remains:?}");
@@ -417,7 +418,7 @@ fn refused_change_needs_no_undo() {
     session.write_settings(&settings(&[(Setting::MaxPageSharing, "128")])).unwrap();
     let bad = settings(&[(Setting::SleepMillisecs, "-1")]);
     assert!(matches!(session.write_settings(&bad), Err(Error::Refused(_))));
-    assert!(!session.has_setting_entry(Setting::SleepMillisecs));
+    assert!(!session.has_knob_entry(Setting::SleepMillisecs.into()));
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert_eq!(host.setting_value("max_page_sharing"), "256");
 }
@@ -427,7 +428,7 @@ fn permanent_change_is_not_undone() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let mut session = begin_clean_session(&host, directory.path());
     session.write_settings(&settings(&[(Setting::Run, "1")])).unwrap();
-    let stop = Action::Set { setting: Setting::Run, value: "2".to_owned() };
+    let stop = Action::Write { knob: Setting::Run.into(), value: "2".to_owned() };
     session.apply(&stop, ChangeLifetime::Permanent).unwrap();
     assert_eq!(session.undo_all().unwrap(), Vec::new());
     assert_eq!(host.setting_value("run"), "2");
@@ -479,9 +480,9 @@ fn undo_never_writes_run_2() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     host.put_setting("run", "2");
     let mut session = begin_clean_session(&host, directory.path());
-    session.check_writable().unwrap();
+    session.check_writable(Setting::SleepMillisecs.into()).unwrap();
     // The value was stored in the journal but not written before the kill; no other program wrote it.
-    session.journal_action(&Action::Set { setting: Setting::Run, value: "1".to_owned() }, false).unwrap();
+    session.journal_action(&Action::Write { knob: Setting::Run.into(), value: "1".to_owned() }, false).unwrap();
     simulate_kill_before_undo(session, directory.path());
     let (mut session, _, remains) = Session::begin(&host, directory.path()).unwrap();
     assert_eq!(remains, Vec::new());
@@ -490,7 +491,7 @@ fn undo_never_writes_run_2() {
     assert_eq!(host.setting_value("run"), "0");
     drop(session);
     // The same holds for an entry that an earlier version stored unchanged.
-    let entry = r#"{"written":["1"],"undo":{"set":{"setting":"run","value":"2"}}}"#;
+    let entry = r#"{"written":["1"],"undo":{"write":{"knob":"sys/kernel/mm/ksm/run","value":"2"}}}"#;
     let journal = format!(r#"{{"boot":"this-boot","writer":1,"entries":[{entry}]}}"#);
     for file in [SESSION_FILE, POLICY_FILE] {
         host.put_setting("run", "1");
@@ -498,9 +499,9 @@ fn undo_never_writes_run_2() {
         let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
         let run =
             session.load_policy_journal().unwrap().into_iter().flat_map(|policy| policy.entries).find_map(|entry| {
-                matches!(entry.undo, Action::Set { setting: Setting::Run, .. }).then_some(entry.undo)
+                matches!(entry.undo, Action::Write { knob, .. } if knob == Setting::Run.into()).then_some(entry.undo)
             });
-        let zero = Action::Set { setting: Setting::Run, value: "0".to_owned() };
+        let zero = Action::Write { knob: Setting::Run.into(), value: "0".to_owned() };
         assert_eq!(run, (file == POLICY_FILE).then_some(zero));
         assert_eq!(session.restore_policy().unwrap().1, Vec::new());
         assert_eq!(host.setting_value("run"), "0");

@@ -3,6 +3,7 @@
 use super::*;
 use crate::fake_host::{AdviceFault, FakeHostState};
 use pagefold_base::Pid;
+use pagefold_base::ksm::Setting;
 use std::mem;
 use std::sync::Mutex;
 
