@@ -63,7 +63,7 @@ use foreign_processes::ForeignContents;
 use pagefold_base::domain::DomainConfig;
 use pagefold_base::savings::{EnrollCostBytes, SharingSettings};
 use pagefold_base::{Absent, PageSize, Pages, ProcessId, Reading};
-use pagefold_host::{Host, observe};
+use pagefold_host::{Host, elapsed_since, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -254,7 +254,7 @@ fn run_census(
     progress: &ScanProgress,
     stop: &AtomicBool,
 ) -> Result<(Census, PageIndex), Error> {
-    let started = Instant::now();
+    let started = host.now();
     let threads = rayon::ThreadPoolBuilder::new().num_threads(options.threads).build()?;
     let known = cache.as_ref().map(|known| &known.foreign);
     let mut survey = threads.install(|| {
@@ -272,7 +272,7 @@ fn run_census(
     let recalls = nodes.is_none() && sample.is_none();
     let earlier = cache.as_deref().filter(|_| recalls);
     let scan = scan::Scan { host, scope: &survey, hasher, nodes, progress, stop, sample, cache: earlier };
-    let first = Instant::now();
+    let first = host.now();
     let ran_before = if options.second_pass == SecondPass::Candidates { cpu_times(host, &survey) } else { Vec::new() };
     let mut failures = index.unlisted_subjects().to_vec();
     failures.extend(threads.install(|| scan.first_pass(&mut index)));
@@ -280,7 +280,7 @@ fn run_census(
     failures.extend(more);
     let (mut settled, mut reread) = (false, Pages::ZERO);
     if !options.pass_interval.is_zero() {
-        sleep_unless_stopped(options.pass_interval.saturating_sub(first.elapsed()), stop);
+        sleep_unless_stopped(host, options.pass_interval.saturating_sub(elapsed_since(host, first)), stop);
         if !stop.load(Ordering::Relaxed) {
             let candidates = (options.second_pass == SecondPass::Candidates).then_some(&pairs);
             let ran_since = if candidates.is_some() { cpu_times(host, &survey) } else { Vec::new() };
@@ -332,7 +332,7 @@ fn run_census(
     };
     let mut census = threads.install(|| tally::tally_census(survey, &index, &groups, &plan));
     census.contents = tally::identify_top_contents(host, &index, hasher, &groups, &census);
-    census.wall_seconds = started.elapsed().as_secs_f64();
+    census.wall_seconds = elapsed_since(host, started).as_secs_f64();
     census.bytes_read = progress.bytes_read();
     // The size of the full index, of which entries may have been dropped since.
     census.index_bytes = index_bytes;
@@ -364,12 +364,12 @@ fn huge_page_size(host: &dyn Host) -> PageSize {
 }
 
 /// Sleeps, and wakes up soon after `stop` is set.
-fn sleep_unless_stopped(time: Duration, stop: &AtomicBool) {
-    let end = Instant::now() + time;
-    while let Some(left) = end.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
+fn sleep_unless_stopped(host: &dyn Host, time: Duration, stop: &AtomicBool) {
+    let end = host.now() + time;
+    while let Some(left) = end.checked_duration_since(host.now()).filter(|left| !left.is_zero()) {
         if stop.load(Ordering::Relaxed) {
             return;
         }
-        std::thread::sleep(left.min(Duration::from_millis(20)));
+        host.sleep(left.min(Duration::from_millis(20)));
     }
 }

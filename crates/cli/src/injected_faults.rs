@@ -26,7 +26,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::sync::atomic::AtomicBool;
-use std::time::Duration;
+use std::time::{Duration, Instant, SystemTime};
 
 fn recording_folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18")
@@ -329,6 +329,26 @@ impl Host for PidReuseHost<'_> {
 
     fn apply(&self, _: &Action) -> Result<ActionOutcome, ActionError> {
         Err(ActionError::ReadOnly)
+    }
+
+    fn now(&self) -> Instant {
+        self.host.now()
+    }
+
+    fn sleep(&self, duration: Duration) {
+        self.host.sleep(duration);
+    }
+
+    fn unix_time(&self) -> SystemTime {
+        self.host.unix_time()
+    }
+
+    fn own_cpu_time(&self) -> Duration {
+        self.host.own_cpu_time()
+    }
+
+    fn thread_cpu_time(&self) -> Duration {
+        self.host.thread_cpu_time()
     }
 }
 

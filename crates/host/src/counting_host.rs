@@ -7,6 +7,7 @@ use crate::{
 use pagefold_base::{AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Wraps a host and counts its answers, including errors.
 pub struct CountingHost<'a> {
@@ -74,6 +75,27 @@ impl Host for CountingHost<'_> {
 
     fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
         self.count_answer(self.host.apply_until_stopped(action, stop))
+    }
+
+    // Clock reads and sleeps are no progress of the caller, so they are not counted.
+    fn now(&self) -> Instant {
+        self.host.now()
+    }
+
+    fn sleep(&self, duration: Duration) {
+        self.host.sleep(duration);
+    }
+
+    fn unix_time(&self) -> SystemTime {
+        self.host.unix_time()
+    }
+
+    fn own_cpu_time(&self) -> Duration {
+        self.host.own_cpu_time()
+    }
+
+    fn thread_cpu_time(&self) -> Duration {
+        self.host.thread_cpu_time()
     }
 }
 

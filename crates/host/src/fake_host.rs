@@ -1,7 +1,7 @@
 //! An in-memory host for tests: the files of `/sys/kernel/mm/ksm`, with the kernel's behavior, and the other files that
 //! a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of processes
 //! with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages with the name
-//! [`MERGED_PAGE_NAME`] are merged.
+//! [`MERGED_PAGE_NAME`] are merged. Its clock is the real one until [`FakeHost::enable_virtual_time`].
 
 use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
 use crate::{
@@ -12,7 +12,8 @@ use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 const PAGE_BYTES: u64 = 4096;
 
@@ -27,7 +28,21 @@ pub struct FakeHost {
     written_settings: Mutex<Vec<String>>,
     /// Programs that have begun and were not reported yet; `None` if the host does not report programs.
     pending_execs: Arc<Mutex<Option<StartedPrograms>>>,
+    /// `None` if the host uses the real clock.
+    virtual_clock: Mutex<Option<VirtualClock>>,
 }
+
+/// The virtual time of a host.
+struct VirtualClock {
+    start: Instant,
+    /// Time since `start`: the sum of all sleeps.
+    elapsed: Duration,
+    /// CPU time that Pagefold has used.
+    cpu_time: Duration,
+}
+
+/// The date at which virtual time starts, as time since 1970: 2026-01-01 00:00 UTC.
+const VIRTUAL_TIME_START: Duration = Duration::from_secs(1_767_225_600);
 
 /// By process and address: the name of the mapping and whether it is enrolled.
 type FakeMemory = BTreeMap<Pid, BTreeMap<u64, (&'static str, bool)>>;
@@ -54,6 +69,7 @@ impl FakeHost {
             advice_fault: Mutex::default(),
             written_settings: Mutex::default(),
             pending_execs: Arc::default(),
+            virtual_clock: Mutex::default(),
         };
         let settings = [
             ("advisor_mode", "none"),
@@ -121,6 +137,18 @@ impl FakeHost {
     pub fn set_cpu_ticks(&self, pid: u32, ticks: u64) {
         let stat = format!("{pid} (program) S 1 1 1 0 -1 0 {ticks} 0 0 0 {ticks} 0 0 0 20 0 1 0 1\n");
         self.put_file(&format!("proc/{pid}/stat"), &stat);
+    }
+
+    /// Uses virtual time from now on: time passes only in [`Host::sleep`], which returns at once, and CPU time only in
+    /// [`Self::spend_cpu_time`]. The date starts at 2026-01-01 00:00 UTC.
+    pub fn enable_virtual_time(&self) {
+        *self.virtual_clock.lock().unwrap() =
+            Some(VirtualClock { start: Instant::now(), elapsed: Duration::ZERO, cpu_time: Duration::ZERO });
+    }
+
+    /// Lets Pagefold, and each of its threads, use CPU time. The host must be in virtual time.
+    pub fn spend_cpu_time(&self, time: Duration) {
+        self.virtual_clock.lock().unwrap().as_mut().unwrap().cpu_time += time;
     }
 
     /// Starts a process with this many resident pages.
@@ -333,6 +361,35 @@ impl Host for FakeHost {
             }
             _ => Err(ActionError::Vanished),
         }
+    }
+
+    fn now(&self) -> Instant {
+        let clock = self.virtual_clock.lock().unwrap();
+        clock.as_ref().map_or_else(Instant::now, |clock| clock.start + clock.elapsed)
+    }
+
+    fn sleep(&self, duration: Duration) {
+        if let Some(clock) = &mut *self.virtual_clock.lock().unwrap() {
+            clock.elapsed += duration;
+            return;
+        }
+        thread::sleep(duration);
+    }
+
+    fn unix_time(&self) -> SystemTime {
+        let clock = self.virtual_clock.lock().unwrap();
+        let date = |clock: &VirtualClock| SystemTime::UNIX_EPOCH + VIRTUAL_TIME_START + clock.elapsed;
+        clock.as_ref().map_or_else(SystemTime::now, date)
+    }
+
+    fn own_cpu_time(&self) -> Duration {
+        let clock = self.virtual_clock.lock().unwrap();
+        clock.as_ref().map_or_else(crate::own_cpu_time, |clock| clock.cpu_time)
+    }
+
+    fn thread_cpu_time(&self) -> Duration {
+        let clock = self.virtual_clock.lock().unwrap();
+        clock.as_ref().map_or_else(crate::thread_cpu_time, |clock| clock.cpu_time)
     }
 }
 

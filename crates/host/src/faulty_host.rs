@@ -4,6 +4,7 @@ use crate::action::{Action, ActionError, ActionOutcome};
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant, SystemTime};
 
 /// A fault of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -114,6 +115,26 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Some(InjectedFault::Replaced(_)) => Ok(ActionOutcome::default()),
             _ => self.host.apply_until_stopped(action, stop),
         }
+    }
+
+    fn now(&self) -> Instant {
+        self.host.now()
+    }
+
+    fn sleep(&self, duration: Duration) {
+        self.host.sleep(duration);
+    }
+
+    fn unix_time(&self) -> SystemTime {
+        self.host.unix_time()
+    }
+
+    fn own_cpu_time(&self) -> Duration {
+        self.host.own_cpu_time()
+    }
+
+    fn thread_cpu_time(&self) -> Duration {
+        self.host.thread_cpu_time()
     }
 }
 

@@ -22,10 +22,13 @@ pub mod transaction;
 use action::{Action, ActionError, ActionOutcome};
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
 
 /// A host: live, recorded or faulty.
 pub trait Host: Sync {
@@ -80,6 +83,49 @@ pub trait Host: Sync {
     fn apply_until_stopped(&self, action: &Action, _stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
         self.apply(action)
     }
+
+    /// The monotonic clock of the host. A simulated host returns instants of its virtual time, so do not compare them
+    /// with instants of another host or of [`Instant::now`].
+    fn now(&self) -> Instant {
+        Instant::now()
+    }
+
+    /// Blocks the calling thread for `duration`. A simulated host advances its clock instead.
+    fn sleep(&self, duration: Duration) {
+        thread::sleep(duration);
+    }
+
+    /// The date and time of the host. Unlike [`Self::now`], it may jump.
+    fn unix_time(&self) -> SystemTime {
+        SystemTime::now()
+    }
+
+    /// The user and system CPU time of this Pagefold process so far: all of its threads, and its tracer processes that
+    /// have ended.
+    fn own_cpu_time(&self) -> Duration {
+        own_cpu_time()
+    }
+
+    /// The user and system CPU time of the calling thread so far.
+    fn thread_cpu_time(&self) -> Duration {
+        thread_cpu_time()
+    }
+}
+
+/// The real CPU time of this process, see [`Host::own_cpu_time`].
+fn own_cpu_time() -> Duration {
+    let own: Duration = clock_gettime(ClockId::ProcessCPUTime).try_into().unwrap_or_default();
+    own + pagefold_sys::inject::tracer_cpu_time()
+}
+
+/// The real CPU time of the calling thread.
+fn thread_cpu_time() -> Duration {
+    clock_gettime(ClockId::ThreadCPUTime).try_into().unwrap_or_default()
+}
+
+/// The time since `start`, by the clock of `host`. Zero if `start` is in the future.
+pub fn elapsed_since(host: &dyn Host, start: Instant) -> Duration {
+    host.now().saturating_duration_since(start)
 }
 
 /// Tests whether frames can be read (`/proc/kpageflags`), as measuring savings needs.

@@ -25,13 +25,13 @@ use pagefold_base::Pid;
 use pagefold_base::merge_lifetime::stable_age;
 use pagefold_base::process::Process;
 use pagefold_census::ProcessSelection;
-use pagefold_host::Host;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::{FailedUndo, Session};
+use pagefold_host::{Host, elapsed_since};
 use pagefold_sys::allocator::trim_free_memory;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The pause after a round, as a multiple of the CPU time that it took: except in the first rounds, pagefold's own
 /// share stays below a fortieth of one CPU.
@@ -98,37 +98,37 @@ impl<'h> ContinuousMerge<'h, '_> {
         mut tell: impl FnMut(ContinuousMergeEvent<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        let mut ages = StableAges::new(self.host.page_size())?;
+        let mut ages = StableAges::new(self.host.page_size(), self.host.now())?;
         let mut remerge = Remerge::new(self.host, self.merge_options.ksmd_cpu_share);
         let ripens = stable_age(self.host.page_size().bytes());
         // A program that starts fills its memory first.
         let (mut pause, mut noted) = (ripens, false);
         loop {
-            let rested = Instant::now();
+            let rested = self.host.now();
             let (mut looked, mut again) = (rested, remerge::MIN_CHECK_INTERVAL);
             let mut pids = members();
-            while rested.elapsed() < pause && !pids.is_empty() && !stop.load(Ordering::Relaxed) {
-                std::thread::sleep(STOP_POLL_INTERVAL);
+            while elapsed_since(self.host, rested) < pause && !pids.is_empty() && !stop.load(Ordering::Relaxed) {
+                self.host.sleep(STOP_POLL_INTERVAL);
                 pids = members();
-                if looked.elapsed() >= again {
-                    let before = merge::own_cpu_time();
+                if elapsed_since(self.host, looked) >= again {
+                    let before = self.host.own_cpu_time();
                     let ksmd = self.check_merged_pages(trial, &mut remerge, &mut tell, stop)?;
-                    let own = merge::own_cpu_time().saturating_sub(before) * PAUSE_TO_CPU_TIME_RATIO;
+                    let own = self.host.own_cpu_time().saturating_sub(before) * PAUSE_TO_CPU_TIME_RATIO;
                     (looked, again) =
-                        (Instant::now(), remerge::MIN_CHECK_INTERVAL.max(own).max(remerge.pause_after(ksmd)));
+                        (self.host.now(), remerge::MIN_CHECK_INTERVAL.max(own).max(remerge.pause_after(ksmd)));
                 }
             }
             if pids.is_empty() || stop.load(Ordering::Relaxed) {
                 trial.failed_changes().for_each(|refused| tell(ContinuousMergeEvent::UnenrollFailed(refused)));
                 return Ok(());
             }
-            let before = merge::own_cpu_time();
+            let before = self.host.own_cpu_time();
             self.run_round(pids, trial, &mut ages, &mut remerge, &mut tell, stop)?;
             // The census's memory is in the job's cgroup and would reduce the savings.
             trim_free_memory();
             // The first round only records contents, and counts together with the second.
             let rest =
-                if noted { merge::own_cpu_time().saturating_sub(before) * PAUSE_TO_CPU_TIME_RATIO } else { ripens };
+                if noted { self.host.own_cpu_time().saturating_sub(before) * PAUSE_TO_CPU_TIME_RATIO } else { ripens };
             pause = rest.max(ripens);
             noted = true;
         }
@@ -144,13 +144,13 @@ impl<'h> ContinuousMerge<'h, '_> {
         tell: &mut dyn FnMut(ContinuousMergeEvent<'_>),
         stop: &AtomicBool,
     ) -> Result<(), Error> {
-        let started = Instant::now();
+        let started = self.host.now();
         ages.retain_processes(|process| pids.contains(&process.pid));
         let selection = ProcessSelection { pids, ..ProcessSelection::default() };
         let request = PlanRequest { selection, ..self.plan_request.clone() };
         let progress = pagefold_census::ScanProgress::default();
         let PreparedPlan { mut plan, probes, .. } =
-            prepare_plan(self.host, &request, self.exclusion_reason, Some((ages, Instant::now())), &progress, stop)?;
+            prepare_plan(self.host, &request, self.exclusion_reason, Some((ages, self.host.now())), &progress, stop)?;
         for (&process, withdrawn) in trial.unenrolled() {
             plan.exclude_ranges(process, withdrawn.all_ranges());
         }

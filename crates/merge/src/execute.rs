@@ -32,10 +32,9 @@ use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
 use pagefold_host::action::{Action, MergeAdvice};
 use pagefold_host::knob::Knob;
-use pagefold_host::observe;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::{ChangeLifetime, Session};
-use rustix::time::{ClockId, clock_gettime};
+use pagefold_host::{elapsed_since, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
@@ -139,7 +138,7 @@ pub struct PreparedMerge {
     pub plan: MergePlan,
     /// Probes that show afterwards why the savings differ from the prediction.
     pub probes: MergeProbes,
-    /// The start of the command.
+    /// The start of the command, by the clock of the host.
     pub started_at: Instant,
 }
 
@@ -186,7 +185,7 @@ pub fn execute_plan<'h>(
         failed_changes: Vec::new(),
     };
     work.ksmd_cpu_before = work.ksmd_cpu();
-    let census = started.elapsed();
+    let census = elapsed_since(host, started);
     progress.expected.store(plan.predicted.merging.0, Ordering::Relaxed);
 
     let mut end = match work.merge() {
@@ -284,7 +283,7 @@ pub fn execute_plan<'h>(
         pages_scanned: looks,
         regions,
         fates,
-        own_cpu_time: own_cpu_time(),
+        own_cpu_time: host.own_cpu_time(),
         available: (available, observe::memory(host).and_then(|memory| memory.available)),
         resident: resident.and_then(|before| {
             let after = verify::resident_anonymous(host, &plan)?;
@@ -307,12 +306,6 @@ pub fn execute_plan<'h>(
 fn unenrolled_by_target(plan: &MergePlan, trial: &MergeMonitor<'_>) -> BTreeMap<usize, Vec<AddressRange>> {
     let of = |target: &PlanTarget| Some(trial.unenrolled().get(&target.process.id)?.all_ranges());
     plan.targets.iter().enumerate().filter_map(|(position, target)| Some((position, of(target)?))).collect()
-}
-
-/// The CPU time of this process, of all threads, and of the processes that traced targets for it.
-pub fn own_cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32) + pagefold_sys::inject::tracer_cpu_time()
 }
 
 struct MergeRun<'w, 'h> {
@@ -457,9 +450,14 @@ impl MergeRun<'_, '_> {
         Ok(is_busy)
     }
 
+    /// The time since the start of the command.
+    fn time_since_start(&self) -> Duration {
+        elapsed_since(self.session.host(), self.started_at)
+    }
+
     /// How the merge ends now, if it was stopped or reached its deadline.
     fn early_end(&self) -> Option<MergeEnd> {
-        let late = self.options.deadline.is_some_and(|deadline| self.started_at.elapsed() >= deadline);
+        let late = self.options.deadline.is_some_and(|deadline| self.time_since_start() >= deadline);
         let stopped = self.stop.load(Ordering::Relaxed).then_some(MergeEnd::Stopped);
         stopped.or(late.then_some(MergeEnd::Deadline))
     }
@@ -474,20 +472,20 @@ impl MergeRun<'_, '_> {
         let early = early.map(|pages| Pages(pages.0 - pages.0 / 32));
         let mut late = early.is_some();
         let mut settle = SettleDetector::new(read_full_scans(host).map_err(unknown)?, Some(early.unwrap_or(expected)));
-        let mut adapted = (Instant::now(), self.ksmd_cpu());
-        let (began, mut looked) = (Instant::now(), Instant::now());
+        let mut adapted = (host.now(), self.ksmd_cpu());
+        let (began, mut looked) = (host.now(), host.now());
         let mut settled: Option<Instant> = None;
         let (mut pause, mut again) = (NEAR_POLL_INTERVAL, CHECK_INTERVAL);
         let (skipped, mut walk) = (ksmd::read_pages_skipped(host), StallDetector::new(host));
         loop {
-            std::thread::sleep(pause);
-            let began_to_look = Instant::now();
+            host.sleep(pause);
+            let began_to_look = host.now();
             let scans = read_full_scans(host).map_err(unknown)?;
             let merged = self.page_counter.count_new();
             let ksmd = self.ksmd_cpu_used().unwrap_or_default();
-            self.timeline.push(TimelinePoint { at: self.started_at.elapsed(), merged, ksmd_time: ksmd });
+            self.timeline.push(TimelinePoint { at: self.time_since_start(), merged, ksmd_time: ksmd });
             self.progress.merged.store(merged.0, Ordering::Relaxed);
-            let looking = began_to_look.elapsed();
+            let looking = elapsed_since(host, began_to_look);
             if settled.is_none() && (settle.update(scans, merged) || walk.has_nothing_to_scan(host, &self.page_counter))
             {
                 if late {
@@ -497,7 +495,7 @@ impl MergeRun<'_, '_> {
                     self.pause_ksmd()?;
                     self.enroll_targets(true)?;
                     self.run_ksmd()?;
-                    adapted = (Instant::now(), self.ksmd_cpu());
+                    adapted = (host.now(), self.ksmd_cpu());
                     settle = SettleDetector::new(read_full_scans(host).map_err(unknown)?, Some(expected));
                     continue;
                 }
@@ -517,7 +515,7 @@ impl MergeRun<'_, '_> {
                 // watched. From here on each check sees every break, in this round or the next.
                 self.pause_ksmd()?;
                 self.monitor.check_pages(CheckScope::All);
-                looked = Instant::now();
+                looked = host.now();
                 settled = Some(looked);
             }
             let near = settle.expected().is_none_or(|expected| merged.0 >= expected.0 / 8 * 7);
@@ -527,23 +525,23 @@ impl MergeRun<'_, '_> {
                 .min(PACE_UPDATE_INTERVAL);
             pause = wanted.max(looking * POLL_PAUSE_FACTOR);
             // Pages that merged last are watched, too. While checks still find unstable ranges, more may follow.
-            let rested =
-                settled.is_some_and(|rested| rested.elapsed() >= self.options.watch_time.min(3 * CHECK_INTERVAL));
-            let watched =
-                began.elapsed() >= self.options.watch_time && self.volatile_found_at.elapsed() >= 3 * CHECK_INTERVAL;
+            let rested = settled
+                .is_some_and(|rested| elapsed_since(host, rested) >= self.options.watch_time.min(3 * CHECK_INTERVAL));
+            let watched = elapsed_since(host, began) >= self.options.watch_time
+                && elapsed_since(host, self.volatile_found_at) >= 3 * CHECK_INTERVAL;
             if rested && watched || settled.is_some() && !self.monitor.check_any_ran() {
                 return self.finish(MergeEnd::Settled);
             }
             if let Some(end) = self.early_end() {
                 return self.finish(end);
             }
-            if looked.elapsed() >= again {
-                let began = Instant::now();
+            if elapsed_since(host, looked) >= again {
+                let began = host.now();
                 self.check_and_unenroll(UnenrollPhase::DuringMerge)?;
-                looked = Instant::now();
+                looked = host.now();
                 again = CHECK_INTERVAL.max((looked - began) * CHECK_PAUSE_FACTOR);
             }
-            let elapsed = adapted.0.elapsed();
+            let elapsed = elapsed_since(host, adapted.0);
             if elapsed >= PACE_UPDATE_INTERVAL {
                 self.session.check_not_overwritten()?;
                 let cpu = self.ksmd_cpu();
@@ -551,7 +549,7 @@ impl MergeRun<'_, '_> {
                     self.pace.adapt(now.saturating_sub(*then), elapsed);
                     self.run_ksmd()?;
                 }
-                adapted = (Instant::now(), cpu);
+                adapted = (host.now(), cpu);
             }
         }
     }
@@ -590,7 +588,7 @@ impl MergeRun<'_, '_> {
         });
         let gone = self.monitor.unenroll_unprofitable(self.session, moment)?;
         if !gone.is_empty() {
-            self.volatile_found_at = Instant::now();
+            self.volatile_found_at = self.session.host().now();
         }
         self.unenrolled_pages += gone.values().copied().sum::<Pages>();
         self.unenrolled_processes.extend(gone.into_keys());

@@ -10,7 +10,7 @@ use pagefold_base::{Absent, Pages, Reading};
 use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
-use pagefold_host::{Host, ProcessHandle, observe, parse};
+use pagefold_host::{Host, ProcessHandle, elapsed_since, observe, parse};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -128,7 +128,7 @@ pub struct StallDetector {
 impl StallDetector {
     /// A detector that starts now.
     pub fn new(host: &dyn Host) -> Self {
-        Self { pages_scanned: read_pages_scanned(host), unchanged_since: Instant::now(), stall_time: STALL_TIME }
+        Self { pages_scanned: read_pages_scanned(host), unchanged_since: host.now(), stall_time: STALL_TIME }
     }
 
     /// Whether ksmd stands still and no target has enrolled memory: the targets have ended or executed another program.
@@ -136,15 +136,15 @@ impl StallDetector {
         let pages_scanned = read_pages_scanned(host);
         // Before 6.6 the counter is missing, and the enrollment is checked each time.
         if pages_scanned != self.pages_scanned {
-            *self = Self { pages_scanned, unchanged_since: Instant::now(), ..*self };
+            *self = Self { pages_scanned, unchanged_since: host.now(), ..*self };
         }
-        if self.unchanged_since.elapsed() < self.stall_time {
+        if elapsed_since(host, self.unchanged_since) < self.stall_time {
             return false;
         }
-        let asked = Instant::now();
+        let asked = host.now();
         let over = !targets.has_enrolled();
         (self.unchanged_since, self.stall_time) =
-            (Instant::now(), STALL_TIME.max(asked.elapsed() * STALL_CHECK_PAUSE_FACTOR));
+            (host.now(), STALL_TIME.max(elapsed_since(host, asked) * STALL_CHECK_PAUSE_FACTOR));
         over
     }
 }
@@ -205,9 +205,9 @@ pub fn sweep_ended_processes(session: &mut Session<'_>, cancel: &AtomicBool) -> 
 
 /// Whether ksmd visits all ended processes, from this number of scans and of pages with metadata on.
 fn wait_until_swept(host: &dyn Host, scans: u64, mut last: u64, halt: &AtomicBool) -> Reading<bool> {
-    let (began, mut falls, mut unchanged) = (Instant::now(), false, 0);
+    let (began, mut falls, mut unchanged) = (host.now(), false, 0);
     loop {
-        std::thread::sleep(SWEEP_POLL_INTERVAL);
+        host.sleep(SWEEP_POLL_INTERVAL);
         let now = count_pages_with_metadata(host)?;
         falls |= now < last;
         unchanged = if now == last { unchanged + 1 } else { 0 };
@@ -216,7 +216,7 @@ fn wait_until_swept(host: &dyn Host, scans: u64, mut last: u64, halt: &AtomicBoo
         if read_full_scans(host)? > scans || falls && unchanged >= UNCHANGED_POLLS_TO_FINISH {
             return Ok(true);
         }
-        if began.elapsed() >= MAX_SWEEP_TIME || halt.load(Ordering::Relaxed) {
+        if elapsed_since(host, began) >= MAX_SWEEP_TIME || halt.load(Ordering::Relaxed) {
             return Ok(false);
         }
     }
@@ -248,6 +248,7 @@ mod tests {
     /// value of `run`.
     fn run_sweep(sharing: &[u64], scans: &[u64]) -> (Option<bool>, String) {
         let (fake, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+        fake.enable_virtual_time();
         for name in ["pages_shared", "pages_sharing", "pages_unshared", "full_scans"] {
             fake.put_setting(name, "0");
         }
@@ -281,21 +282,28 @@ mod tests {
     #[test]
     fn stall_without_enrolled_targets_is_found() {
         let fake = FakeHost::booted();
+        fake.enable_virtual_time();
         let set_pages_scanned = |number: &str| fake.put_setting("pages_scanned", number);
         set_pages_scanned("5");
         fake.map_pages(7, (0, 8192), "its own", true);
         let targets = MergedPageCounter { handles: vec![fake.open(Pid(7)).unwrap()], initial_pages: Pages::ZERO };
-        let still = || StallDetector { stall_time: Duration::ZERO, ..StallDetector::new(&fake) };
-        assert!(!StallDetector::new(&fake).has_nothing_to_scan(&fake, &targets), "ksmd may still continue");
-        assert!(!still().has_nothing_to_scan(&fake, &targets), "a target is still enrolled");
+        let mut detector = StallDetector::new(&fake);
+        let mut is_stalled_after = |pause: Duration| {
+            fake.sleep(pause);
+            detector.has_nothing_to_scan(&fake, &targets)
+        };
         fake.map_pages(7, (0, 8192), "another program's", false);
-        assert!(still().has_nothing_to_scan(&fake, &targets));
-        let mut walk = StallDetector { stall_time: Duration::from_secs(3600), ..still() };
+        let half = STALL_TIME / 2;
+        assert!(!is_stalled_after(half), "ksmd may still continue");
+        assert!(is_stalled_after(half));
         set_pages_scanned("6");
-        assert!(!walk.has_nothing_to_scan(&fake, &targets), "ksmd continues");
-        assert_eq!(walk.pages_scanned, Ok(Pages(6)));
+        assert!(!is_stalled_after(STALL_TIME), "ksmd continues");
+        assert!(!is_stalled_after(half), "the stall time starts again");
+        assert!(is_stalled_after(half));
+        fake.map_pages(7, (0, 8192), "its own", true);
+        assert!(!is_stalled_after(STALL_TIME), "a target is enrolled");
         fake.unmap_pages(7, (0, 8192));
-        assert!(still().has_nothing_to_scan(&fake, &targets), "the target unmapped its memory");
+        assert!(is_stalled_after(STALL_TIME), "the target unmapped its memory");
     }
 
     #[test]

@@ -14,8 +14,7 @@ use pagefold_host::transaction::session::{Error, FailedUndo, Session};
 use pagefold_host::{Host, observe, parse};
 use std::io;
 use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How soon a command that follows a policy stops.
 const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
@@ -115,13 +114,13 @@ pub fn follow_policy(
     session.write_settings(&settings)?;
     let mut steps = 0;
     loop {
-        let next = Instant::now() + policy.interval();
+        let next = session.host().now() + policy.interval();
         loop {
             if should_stop() {
                 return Ok(steps);
             }
-            match next.checked_duration_since(Instant::now()).filter(|left| !left.is_zero()) {
-                Some(left) => thread::sleep(left.min(STOP_POLL_INTERVAL)),
+            match next.checked_duration_since(session.host().now()).filter(|left| !left.is_zero()) {
+                Some(left) => session.host().sleep(left.min(STOP_POLL_INTERVAL)),
                 None => break,
             }
         }
@@ -148,6 +147,7 @@ pub fn load_current_policy(host: &dyn Host, directory: &Path) -> Result<Option<j
 mod tests {
     use super::*;
     use crate::decide::policy::Ksmtuned;
+    use pagefold_host::elapsed_since;
     use pagefold_host::fake_host::FakeHost;
     use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
     use std::sync::atomic::{AtomicUsize, Ordering};
@@ -158,10 +158,6 @@ mod tests {
 
     fn named_policy(name: &str) -> Policy {
         Policy::from_name(name).unwrap().unwrap()
-    }
-
-    fn fast_ksmtuned() -> Policy {
-        Policy::Ksmtuned(Ksmtuned { interval: Duration::from_millis(1), ..Ksmtuned::default() })
     }
 
     /// A guest with so many resident pages.
@@ -194,10 +190,12 @@ mod tests {
     #[test]
     fn ksmtuned_policy_follows_free_memory() {
         let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
-        let before = host.setting_values();
+        host.enable_virtual_time();
+        let (before, began) = (host.setting_values(), host.now());
+        let policy = Policy::Ksmtuned(Ksmtuned::default());
         let mut session = begin(&host, directory.path());
         let mut turn = 0;
-        let steps = follow_policy(&mut session, &fast_ksmtuned(), || {
+        let steps = follow_policy(&mut session, &policy, || {
             let pace = (host.setting_value("pages_to_scan"), host.setting_value("run"));
             match turn {
                 0 => {
@@ -211,6 +209,7 @@ mod tests {
             turn == 2
         });
         assert_eq!(steps.unwrap(), 2);
+        assert_eq!(elapsed_since(&host, began), 2 * policy.interval());
         assert_eq!(
             (host.setting_value("sleep_millisecs"), host.setting_value("run")),
             ("16".to_owned(), "1".to_owned())
@@ -221,8 +220,9 @@ mod tests {
 
     #[test]
     fn other_writer_ends_the_policy() {
-        for policy in [fast_ksmtuned(), named_policy("flat-out")] {
+        for policy in [Policy::Ksmtuned(Ksmtuned::default()), named_policy("flat-out")] {
             let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
+            host.enable_virtual_time();
             host.set_free_kib(1);
             let mut session = begin(&host, directory.path());
             let error = follow_policy(&mut session, &policy, || {

@@ -16,7 +16,7 @@ use pagefold_base::merge_lifetime::{CowBreakRate, LifetimeStats};
 use pagefold_base::process::Process as Facts;
 use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{AddressRange, Pages, Pfn, ProcessId, Reading};
-use pagefold_host::{Host, ProcessHandle, observe};
+use pagefold_host::{Host, ProcessHandle, elapsed_since, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -145,7 +145,7 @@ impl<'h> CowSampler<'h> {
             self.processes.entry(process).or_insert_with(|| SampledProcess {
                 process: target.process.clone(),
                 activity: verify::read_activity(self.host, process),
-                checked_at: Instant::now(),
+                checked_at: self.host.now(),
                 ever_ran: false,
             });
             let mut known = excluded(process);
@@ -155,7 +155,7 @@ impl<'h> CowSampler<'h> {
                 for part in planned.range.subtract(&known) {
                     pieces.extend(
                         part.cut_at_multiples(piece)
-                            .map(|range| SampledRange::new(process, range, planned.enrolled, page)),
+                            .map(|range| SampledRange::new(process, range, planned.enrolled, page, self.host.now())),
                     );
                 }
             }
@@ -198,7 +198,7 @@ impl<'h> CowSampler<'h> {
         let page = self.host.page_size().bytes();
         let of = |piece: &SampledRange| {
             let rate = piece.lifetime_stats.min_break_rate();
-            let seconds = piece.sampled_since.elapsed().as_secs_f64();
+            let seconds = elapsed_since(self.host, piece.sampled_since).as_secs_f64();
             let breaks = piece.lifetime_stats.cow_breaks.0 as f64 * piece.pages_per_sample(page) / seconds;
             (rate > 0.0 && seconds > 0.0)
                 .then(|| CowBreakRate { lifetime_seconds: 1.0 / rate, breaks_per_second: breaks })
@@ -209,7 +209,7 @@ impl<'h> CowSampler<'h> {
     /// Check pages again. Time counts only for processes that ever ran: other processes cannot have written. Ended
     /// processes are dropped: their pages were freed, not written.
     pub fn check_pages(&mut self, scope: CheckScope) -> Reading<()> {
-        let now = Instant::now();
+        let now = self.host.now();
         let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
         let mut still: BTreeSet<ProcessId> = BTreeSet::new();
         self.processes.retain(|&process, watched| {
@@ -326,7 +326,7 @@ impl<'h> CowSampler<'h> {
 }
 
 impl SampledRange {
-    fn new(process: ProcessId, range: AddressRange, own: bool, page: u64) -> Self {
+    fn new(process: ProcessId, range: AddressRange, own: bool, page: u64, now: Instant) -> Self {
         let watched = (range.bytes().0 / page).min(PAGES_PER_STRIPE * STRIPES_PER_RANGE);
         let pages = vec![SampledPage::default(); watched as usize].into();
         Self {
@@ -334,7 +334,7 @@ impl SampledRange {
             range,
             enrolled_by_program: own,
             lifetime_stats: LifetimeStats::default(),
-            sampled_since: Instant::now(),
+            sampled_since: now,
             pages,
         }
     }
@@ -479,7 +479,7 @@ mod tests {
             let range = AddressRange { start: 77 * PAGE_BYTES, end: (77 + pages) * PAGE_BYTES };
             let process = ProcessId { pid: Pid(PID), start_time: 1 };
             let stripes: Vec<AddressRange> =
-                SampledRange::new(process, range, false, PAGE_BYTES).stripes(PAGE_BYTES).collect();
+                SampledRange::new(process, range, false, PAGE_BYTES, Instant::now()).stripes(PAGE_BYTES).collect();
             assert!(stripes.is_sorted_by(|a, b| a.end <= b.start), "{stripes:?}");
             assert!(stripes[0].start >= range.start && stripes.last().unwrap().end <= range.end, "{stripes:?}");
             let watched: u64 = stripes.iter().map(|stripe| stripe.bytes().0 / PAGE_BYTES).sum();

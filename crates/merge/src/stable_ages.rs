@@ -101,13 +101,8 @@ impl ProcessAges {
 }
 
 impl StableAges {
-    /// An empty record. Draws the key.
-    pub fn new(page_size: PageSize) -> Result<Self, Error> {
-        Self::starting_at(page_size, Instant::now())
-    }
-
-    /// An empty record that starts at a given time.
-    pub fn starting_at(page_size: PageSize, started: Instant) -> Result<Self, Error> {
+    /// An empty record that starts at a given time. Draws the key.
+    pub fn new(page_size: PageSize, started: Instant) -> Result<Self, Error> {
         let hasher = Hasher::with_random_key(page_size.as_len()).map_err(Error::RandomKey)?;
         Ok(Self { hasher, page_size, started, ages_by_process: BTreeMap::new(), cache: ScanCache::new(started) })
     }

@@ -40,7 +40,7 @@ use pagefold_census::{ProcessSelection, scan_scope};
 use pagefold_host::action::{Action, MergeAdvice};
 use pagefold_host::hold as held;
 use pagefold_host::transaction::session::{ChangeLifetime, Error as SessionError, Session};
-use pagefold_host::{Host, ProcessHandle as Handle, memory_headroom, observe, parse};
+use pagefold_host::{Host, ProcessHandle as Handle, elapsed_since, memory_headroom, observe, parse};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -556,7 +556,7 @@ pub fn execute_plan(
 ) -> Result<UnenrollOutcome, SessionError> {
     let host = session.host();
     let mut work =
-        UnenrollRun { session, plan, limits, stop, deadline: Instant::now() + limits.max_wait, stopped_by_guard: None };
+        UnenrollRun { session, plan, limits, stop, deadline: host.now() + limits.max_wait, stopped_by_guard: None };
     let before = HostCounters::observe(host);
     let mut targets = vec![UnenrollResult::default(); plan.targets.len()];
     for (target, done) in plan.targets.iter().zip(&mut targets) {
@@ -654,9 +654,9 @@ impl UnenrollRun<'_, '_> {
             }
             let (socket, backend) = (socket.to_owned(), backend.clone());
             let action = Action::GuestMerge { process: target.process.id, socket, backend, enable: false };
-            let started = Instant::now();
+            let started = host.now();
             self.apply(&action, done)?;
-            spent += started.elapsed();
+            spent += elapsed_since(host, started);
         }
         Ok(true)
     }
@@ -727,11 +727,11 @@ impl UnenrollRun<'_, '_> {
             if self.stop.load(Ordering::Relaxed) {
                 return Ok(false);
             }
-            if Instant::now() >= self.deadline {
+            if self.session.host().now() >= self.deadline {
                 self.stopped_by_guard = Some(judgement);
                 return Ok(false);
             }
-            std::thread::sleep(MEMORY_POLL_INTERVAL);
+            self.session.host().sleep(MEMORY_POLL_INTERVAL);
         }
     }
 

@@ -503,8 +503,8 @@ fn third_copies_are_late_if_that_saves_a_scan() {
 
 #[test]
 fn unstable_pages_wait_for_a_later_census() {
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap()).unwrap();
     let began = Instant::now();
+    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
     let mut sift = |pages: &[SyntheticPage], seconds: u64| {
         let (census, index, _) = take_synthetic_census(
             &[process_with_pages(1, pages), process_with_pages(1, pages)],
@@ -531,8 +531,8 @@ fn unstable_pages_wait_for_a_later_census() {
 /// A page whose former partner is gone cannot merge while its new partner is not stable yet.
 #[test]
 fn stable_pages_need_a_stable_partner() {
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap()).unwrap();
     let began = Instant::now();
+    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
     let contents: Vec<SyntheticPage> = (0..40).map(|i| Stable(5000 + i)).chain([Stable(0); 10]).collect();
     let mut sift = |processes: &[SyntheticProcess], seconds: u64| {
         let (census, index, _) = take_synthetic_census(processes, &census_options(false, CHEAP_COSTS));
@@ -563,8 +563,8 @@ fn stable_pages_need_a_stable_partner() {
 /// With little CPU time a census has few processes, and may lack the partner of a page.
 #[test]
 fn pages_keep_stable_age_when_partner_is_missing() {
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap()).unwrap();
     let began = Instant::now();
+    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
     let contents: Vec<SyntheticPage> = (0..40).map(|i| Stable(5000 + i)).collect();
     let mut sift = |processes: &[SyntheticProcess], seconds: u64| {
         let (census, index, _) = take_synthetic_census(processes, &census_options(false, CHEAP_COSTS));
@@ -594,7 +594,7 @@ fn sketches_estimate_shared_pages() {
         (process_with_pages(1, &[Hole; 4]), process_with_pages(1, &still(120..4000).collect::<Vec<_>>()));
     let host = SyntheticHost::new(&[first, empty, second, third, big]);
     let began = Instant::now();
-    let mut ages = StableAges::starting_at(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
+    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
     let (remembered, hasher) = ages.cache_and_hasher();
     let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
     take_incremental_census(
@@ -660,8 +660,8 @@ fn stable_ages_need_the_same_fingerprint_key() {
     let page_size = PageSize::new(PAGE_BYTES).unwrap();
     let processes = [process_with_pages(1, &[FilledWith(7); 40]), process_with_pages(1, &[FilledWith(7); 40])];
     let host = SyntheticHost::new(&processes);
-    let mut ages = StableAges::new(page_size).unwrap();
     let began = Instant::now();
+    let mut ages = StableAges::new(page_size, began).unwrap();
     let mut sift = |seconds: u64, own_key: bool| {
         let options = census_options(false, CHEAP_COSTS);
         let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
@@ -684,7 +684,7 @@ fn probes_tell_written_pages_from_lost_partners() {
     let page_size = PageSize::new(PAGE_BYTES).unwrap();
     let contents: Vec<SyntheticPage> = (10..30).map(Stable).collect();
     let before = SyntheticHost::new(&[process_with_pages(1, &contents), process_with_pages(1, &contents)]);
-    let ages = StableAges::new(page_size).unwrap();
+    let ages = StableAges::new(page_size, before.now()).unwrap();
     let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
     let (census, index) =
         take_census_with_hasher(ages.hasher(), &before, &census_options(false, CHEAP_COSTS), &progress, &stop).unwrap();

@@ -12,6 +12,7 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
+use std::time::{Duration, Instant, SystemTime};
 
 /// Stores the files that are read through it. Files are written when they are read; [`HostRecorder::finish`] writes the
 /// rest. Pages and frames are forwarded and not stored: the caller writes them.
@@ -227,6 +228,26 @@ impl Host for HostRecorder<'_> {
 
     fn apply(&self, _: &Action) -> Result<ActionOutcome, ActionError> {
         Err(ActionError::ReadOnly)
+    }
+
+    fn now(&self) -> Instant {
+        self.host.now()
+    }
+
+    fn sleep(&self, duration: Duration) {
+        self.host.sleep(duration);
+    }
+
+    fn unix_time(&self) -> SystemTime {
+        self.host.unix_time()
+    }
+
+    fn own_cpu_time(&self) -> Duration {
+        self.host.own_cpu_time()
+    }
+
+    fn thread_cpu_time(&self) -> Duration {
+        self.host.thread_cpu_time()
     }
 }
 

@@ -26,7 +26,7 @@ use pagefold_merge::wire::merge::MergeReport;
 use pagefold_output::wire;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -116,8 +116,8 @@ pub struct MergeArguments {
 
 /// Take a census, merge, and print the report.
 pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
-    let started = Instant::now();
     let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
+    let started = host.now();
     check_ksm_present(&*host)?;
     let stop = progress::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin_session(&*host, options, global)?) };

@@ -173,11 +173,11 @@ impl WalkSchedule {
 /// Walk one process after the other, until the requests end.
 pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, messages: &Sender<Message>) {
     for WalkRequest { process, wants_fair_share: counts_share, wants_zero_pages: counts_zeros } in requests {
-        let before = thread_cpu_time();
+        let before = host.thread_cpu_time();
         let fair = counts_share.then(|| measure_fair_share(host, process)).and_then(Reading::ok);
         let count = || verify::uncounted_zero_pages(host, &*pagefold_host::hold(host, process)?);
         let uncounted_zeros = counts_zeros.then(count).and_then(Reading::ok);
-        let cost = thread_cpu_time().saturating_sub(before);
+        let cost = host.thread_cpu_time().saturating_sub(before);
         // During shutdown the receiver may be gone.
         let _ = messages.send(Message::WorkResult(WorkResult::PageTableWalk {
             process,
@@ -188,18 +188,13 @@ pub(super) fn run_walker(host: &dyn Host, requests: &Receiver<WalkRequest>, mess
     }
 }
 
-/// CPU time of this thread so far.
-fn thread_cpu_time() -> Duration {
-    rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime).try_into().unwrap_or_default()
-}
-
 fn measure_fair_share(host: &dyn Host, process: ProcessId) -> Reading<FairShareReading> {
     let handle = pagefold_host::hold(host, process)?;
     let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
     let own = parse::statm(&handle.read("statm")?)?.anonymous_bytes(host.page_size());
     let pss = observe::rollup(&*handle)?.pss?;
     Ok(FairShareReading {
-        measured_at: SystemTime::now(),
+        measured_at: host.unix_time(),
         pss,
         anonymous_resident: own,
         merged_pages: ksm.merging_pages.ok().map(Pages),

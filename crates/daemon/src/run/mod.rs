@@ -36,8 +36,7 @@ use pagefold_base::{Absent, Bytes, NetBytes, ProcessId};
 use pagefold_census::tally::MatrixRowKind;
 use pagefold_host::counting_host::CountingHost;
 use pagefold_host::transaction::session;
-use pagefold_host::{Host, observe};
-use pagefold_merge::execute::own_cpu_time;
+use pagefold_host::{Host, elapsed_since, observe};
 use pagefold_merge::ksmd::KsmdThread;
 use pagefold_merge::split_zeros::Notes;
 use process_table::ProcessTable;
@@ -47,7 +46,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 use wait_reader::WaitReader;
 use worker::{WorkOrder, Worker};
 
@@ -200,16 +199,16 @@ impl<'h, 'a> Daemon<'h, 'a> {
         WorkerChannels { work_orders: orders, walk_requests: walks, host_answer_count: answers }: WorkerChannels,
         log: &'a mut dyn FnMut(&str),
     ) -> Self {
-        let began = Instant::now();
+        let began = host.now();
         let ksmd = KsmdThread::find(host).ok();
-        let spent = own_cpu_time() + ksmd.as_ref().and_then(|ksmd| ksmd.cpu_time().ok()).unwrap_or_default();
+        let spent = host.own_cpu_time() + ksmd.as_ref().and_then(|ksmd| ksmd.cpu_time().ok()).unwrap_or_default();
         let state = DaemonState::new(settings.rules.clone(), seed, Duration::ZERO, spent);
         let settings = Arc::new(settings);
         let vmstat = observe::vmstat(host).unwrap_or_default();
         let snapshot = Snapshot {
             state: state.clone(),
             settings: Arc::clone(&settings),
-            started_at: SystemTime::now(),
+            started_at: host.unix_time(),
             decisions: VecDeque::new(),
             reasons: BTreeMap::new(),
             tracked_processes: Vec::new(),
@@ -275,16 +274,16 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 Ok(()) => IDLE_POLL_INTERVALS[0],
                 Err(_) => IDLE_POLL_INTERVALS[1],
             };
-            let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(at.elapsed()));
+            let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(elapsed_since(self.host, at)));
             match messages.recv_timeout(left) {
                 Ok(message) => {
-                    self.event_time = self.started_at.elapsed();
+                    self.event_time = elapsed_since(self.host, self.started_at);
                     self.handle_message(message);
                 }
                 Err(RecvTimeoutError::Timeout) => {
-                    self.event_time = self.started_at.elapsed();
+                    self.event_time = elapsed_since(self.host, self.started_at);
                     self.tick()?;
-                    polled = Some(Instant::now());
+                    polled = Some(self.host.now());
                     if self.check_progress() {
                         alive(self.state());
                     }
@@ -364,7 +363,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
 
     /// Whether a scan is due before the next idle poll.
     fn is_check_due_soon(&self) -> bool {
-        let now = self.started_at.elapsed();
+        let now = elapsed_since(self.host, self.started_at);
         // Overdue scans do not count: they wait for something else.
         let soon = now.saturating_sub(IDLE_POLL_INTERVALS[1])..=now + IDLE_POLL_INTERVALS[1];
         self.state().tracked().values().any(|member| member.may_be_scanned() && soon.contains(&member.next_scan))
@@ -411,7 +410,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             }
             self.apply_event(event);
         }
-        let own = own_cpu_time();
+        let own = self.host.own_cpu_time();
         let ksmd = self.ksmd_thread.as_ref().and_then(|ksmd| ksmd.cpu_time().ok());
         self.own_meter.record(now, own);
         if let Some(ksmd) = ksmd {
@@ -429,7 +428,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
             cgroup_shortages: cgroups,
             pressure_percent: observe::pressure(self.host).ok().map(|pressure| pressure.some.avg10),
             wait_times: waits,
-            time_of_day: clock::time_of_day(SystemTime::now(), &TimeZone::system()),
+            time_of_day: clock::time_of_day(self.host.unix_time(), &TimeZone::system()),
             resident: polled.resident,
             cpu_times: polled.cpu_times,
         }));
@@ -496,7 +495,11 @@ impl<'h, 'a> Daemon<'h, 'a> {
         let whom = if names.is_empty() { "this host".to_owned() } else { names.join(", ") };
         (self.log)(&format!("{} {whom}: {}", decision.kind.word(), decision.explanation));
         *self.snapshot.reasons.entry(decision.reason).or_default() += 1;
-        self.snapshot.decisions.push_front(LoggedDecision { logged_at: SystemTime::now(), subject: whom, decision });
+        self.snapshot.decisions.push_front(LoggedDecision {
+            logged_at: self.host.unix_time(),
+            subject: whom,
+            decision,
+        });
         self.snapshot.decisions.truncate(MAX_KEPT_DECISIONS);
     }
 
@@ -518,11 +521,11 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 snapshot.pass_and_merge_counts.0 += 1;
                 snapshot.pass_wall_and_cpu_time.0 += Duration::from_secs_f64(seconds);
                 snapshot.pass_wall_and_cpu_time.1 += cost;
-                snapshot.last_census = Some((SystemTime::now(), unseen));
+                snapshot.last_census = Some((self.host.unix_time(), unseen));
                 let processes = counts.len() as u64;
                 let (predicted, net) = (Bytes::ZERO, None);
                 snapshot.last_pass = Some(PassSummary {
-                    ended_at: SystemTime::now(),
+                    ended_at: self.host.unix_time(),
                     wall_seconds: seconds,
                     cpu_time: cost,
                     scanned_processes: processes,
@@ -547,7 +550,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 ranges.keys().for_each(|process| self.walk_schedule.mark_changed(*process));
                 snapshot.enrolled_ranges.extend(ranges);
                 if let Some(last) = &mut snapshot.last_pass {
-                    last.ended_at = SystemTime::now();
+                    last.ended_at = self.host.unix_time();
                     last.wall_seconds += seconds.as_secs_f64();
                     last.cpu_time += cost;
                     (last.predicted, last.measured_net) = (predicted, Some(net));

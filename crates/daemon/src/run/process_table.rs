@@ -18,7 +18,6 @@ use pagefold_base::process::USER_HZ;
 use pagefold_base::tuner::{Tuner, identify_tuner};
 use pagefold_base::{Absent, Bytes, Pid, ProcessId, Reading};
 use pagefold_host::{ExecEvents, Host, ProcessHandle as Handle, StartedPrograms, observe, parse};
-use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -101,8 +100,6 @@ pub(super) struct ProcessTable {
     listed_at: Option<Duration>,
     /// Whether reports of new programs were lost.
     events_overflowed: bool,
-    /// CPU time of the polling thread.
-    cpu_clock: fn() -> Duration,
     /// Total CPU time of polls, and its budget.
     cpu_time_used: Duration,
     token_bucket: CpuTokenBucket,
@@ -124,16 +121,9 @@ impl ProcessTable {
             exec_events: host.follow_programs(),
             listed_at: None,
             events_overflowed: false,
-            cpu_clock: thread_cpu_time,
             cpu_time_used: Duration::ZERO,
             token_bucket: CpuTokenBucket::new(0.0, POLL_CPU_BURST, Duration::ZERO, Duration::ZERO),
         }
-    }
-
-    /// Use another CPU clock.
-    #[cfg(test)]
-    pub fn with_cpu_clock(self, cpu_clock: fn() -> Duration) -> Self {
-        Self { cpu_clock, ..self }
     }
 
     /// Whether the host reports new programs, or why not.
@@ -175,9 +165,9 @@ impl ProcessTable {
     /// Find processes that have arrived, exited or grown.
     pub fn poll(&mut self, host: &dyn Host, now: Duration, settings: &DaemonSettings) -> Reading<PollResult> {
         let mut polled = PollResult::default();
-        let (began, before) = ((self.cpu_clock)(), self.cpu_time_used);
+        let (began, before) = (host.thread_cpu_time(), self.cpu_time_used);
         let read = |roster: &mut Self| {
-            roster.cpu_time_used = before + (roster.cpu_clock)().saturating_sub(began);
+            roster.cpu_time_used = before + host.thread_cpu_time().saturating_sub(began);
             roster.token_bucket.update(now, roster.cpu_time_used);
             roster.token_bucket.available_seconds() > 0.0
         };
@@ -407,12 +397,6 @@ fn build_arrival(who: &Process, resident: Bytes, settings: &DaemonSettings) -> P
         exclusion_reason: settings.exclusions.reason(who),
         resident,
     }
-}
-
-/// CPU time of this thread.
-fn thread_cpu_time() -> Duration {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32)
 }
 
 /// CPU time of all threads, in the resolution of ticks.

@@ -11,8 +11,8 @@ use super::{DaemonSettings, Error, process_label};
 use crate::decide::{
     Action, CensusSummary, DaemonState, Decision, Event, INITIAL_CENSUS_SECONDS_PER_MIB, TickReadings, TimeOfDay, step,
 };
+use pagefold_base::ProcessId;
 use pagefold_base::process::Process;
-use pagefold_base::{PageSize, ProcessId};
 use pagefold_host::{Host, observe};
 use pagefold_merge::StableAges;
 use pagefold_merge::ksmd::KsmdThread;
@@ -47,9 +47,9 @@ pub struct DaemonReplay {
 }
 
 impl DaemonReplay {
-    /// A daemon before the first state.
-    pub fn new(settings: DaemonSettings, seed: u64, page_size: PageSize) -> Result<Self, Error> {
-        let began = Instant::now();
+    /// A daemon before the first state, which is on `host`.
+    pub fn new(settings: DaemonSettings, seed: u64, host: &dyn Host) -> Result<Self, Error> {
+        let began = host.now();
         Ok(Self {
             settings,
             seed,
@@ -57,7 +57,7 @@ impl DaemonReplay {
             cgroup_shortages: CgroupShortageReader::default(),
             other_tuner: None,
             state: None,
-            stable_ages: StableAges::starting_at(page_size, began)?,
+            stable_ages: StableAges::new(host.page_size(), began)?,
             started_at: began,
             census_cpu_time: Duration::ZERO,
             labels: BTreeMap::new(),

@@ -154,23 +154,19 @@ fn exec_storm_hides_no_process() {
     assert!(roster.check_exec_events().is_ok() && roster.tracked_processes().count() == 5);
 }
 
-thread_local! {
-    /// CPU time that this thread's reads of a host have taken, at a fixed cost per read.
-    static READ_CPU_TIME: std::cell::Cell<Duration> = const { std::cell::Cell::new(Duration::ZERO) };
-}
-
 #[test]
 fn exec_storm_keeps_to_the_poll_cpu_share() {
     const STORM_PIDS: std::ops::Range<u32> = 10_000..13_000;
     let (fake, settings) = (host(), DaemonSettings::default());
     fake.enable_exec_events();
+    fake.enable_virtual_time();
     STORM_PIDS.for_each(|pid| fake.start_process(pid, TRACKED_PROCESS_PAGES));
     let count = |_: &str| {
-        READ_CPU_TIME.set(READ_CPU_TIME.get() + Duration::from_micros(10));
+        fake.spend_cpu_time(Duration::from_micros(10));
         None::<InjectedFault>
     };
     let faulty = FaultyHost::new(&fake, count);
-    let mut roster = ProcessTable::new(&faulty).with_cpu_clock(|| READ_CPU_TIME.get());
+    let mut roster = ProcessTable::new(&faulty);
     let (mut now, mut execs, mut seen) = (Duration::ZERO, STORM_PIDS.cycle(), None);
     let mut poll = |now: Duration| {
         // Each process execs every 40 seconds.
@@ -183,7 +179,8 @@ fn exec_storm_keeps_to_the_poll_cpu_share() {
         poll(now);
     }
     let bound = now.mul_f64(settings.rules.cpu_rate / 4.0) + Duration::from_secs(1);
-    assert!(READ_CPU_TIME.get() <= bound + Duration::from_millis(50), "{:?} of {bound:?}", READ_CPU_TIME.get());
+    let used = fake.thread_cpu_time();
+    assert!(used <= bound + Duration::from_millis(50), "{used:?} of {bound:?}");
     // A process that arrives meanwhile is still found.
     fake.start_process(7000, TRACKED_PROCESS_PAGES);
     fake.exec_process(7000);

@@ -17,12 +17,12 @@ use pagefold_census::results::{Census, SubjectCensus};
 use pagefold_host::action::NOT_MAPPED_REASON;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
-use pagefold_host::{Host, observe};
+use pagefold_host::{Host, elapsed_since, observe};
 use pagefold_merge::StableAges;
 use pagefold_merge::decide::outcome::{EnrollChange, MergeEnd, MergeOutcome};
 use pagefold_merge::decide::plan::{MergePlan, PlanTarget};
 use pagefold_merge::execute as merge;
-use pagefold_merge::execute::{AfterMerge, PreparedMerge, execute_plan, own_cpu_time};
+use pagefold_merge::execute::{AfterMerge, PreparedMerge, execute_plan};
 use pagefold_merge::ksmd;
 use pagefold_merge::merge_monitor::MergeMonitor;
 use pagefold_merge::prepare::{PlanRequest, PreparedPlan, prepare_plan};
@@ -93,7 +93,7 @@ impl<'h> Worker<'h> {
         directory: PathBuf,
         messages: Sender<Message>,
     ) -> Result<Self, pagefold_census::Error> {
-        let ages = StableAges::new(host.page_size())?;
+        let ages = StableAges::new(host.page_size(), host.now())?;
         let trial = MergeMonitor::new(host);
         Ok(Self {
             host,
@@ -107,7 +107,7 @@ impl<'h> Worker<'h> {
             stable_ages: ages,
             remerge_backoff: RemergeBackoff::default(),
             enrolled_ranges: BTreeMap::new(),
-            started_at: Instant::now(),
+            started_at: host.now(),
             prepared: None,
         })
     }
@@ -128,6 +128,11 @@ impl<'h> Worker<'h> {
                 Err(RecvTimeoutError::Disconnected) => return,
             }
         }
+    }
+
+    /// Time since the worker started.
+    fn time_since_start(&self) -> Duration {
+        elapsed_since(self.host, self.started_at)
     }
 
     fn send(&self, message: Message) {
@@ -154,7 +159,7 @@ impl<'h> Worker<'h> {
                 self.merge(&processes, share, &settings).map(Event::MergeDone)
             }
             Action::CheckMerged { unenroll: withdraw } => {
-                self.check_merged_pages(withdraw, self.started_at.elapsed()).map(Event::MergedCheckDone)
+                self.check_merged_pages(withdraw, self.time_since_start()).map(Event::MergedCheckDone)
             }
             Action::Sweep => self.sweep().map(|whole| Event::SweepDone { complete: whole }),
             Action::Unenroll(processes) => {
@@ -204,10 +209,9 @@ impl<'h> Worker<'h> {
 
     fn take_census(&mut self, processes: &[ProcessId], settings: &DaemonSettings) -> Result<CensusSummary, Error> {
         self.prepared = None;
-        let before = own_cpu_time();
+        let before = self.host.own_cpu_time();
         let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
-        let (metadata, left_out) =
-            (self.remaining_metadata(settings)?, self.excluded_ranges(self.started_at.elapsed()));
+        let (metadata, left_out) = (self.remaining_metadata(settings)?, self.excluded_ranges(self.time_since_start()));
         let request = PlanRequest {
             max_added_metadata: metadata,
             excluded_ranges: left_out,
@@ -220,7 +224,7 @@ impl<'h> Worker<'h> {
         self.merge_monitor.retain_processes(|process| is_alive(host, process));
         self.remerge_backoff.retain(|process| is_alive(host, process));
         self.enrolled_ranges.retain(|process, _| is_alive(host, *process));
-        let ages = Some((&mut self.stable_ages, Instant::now()));
+        let ages = Some((&mut self.stable_ages, self.host.now()));
         let mut prepared = prepare_plan(self.host, &request, &excluded, ages, &progress, &self.cancel)?;
         prepared.plan.retain_processes(|process| chosen.contains(&process));
         let census = &prepared.census;
@@ -229,7 +233,7 @@ impl<'h> Worker<'h> {
         let looked: Pages = chosen().map(|subject| pages_read(subject, &self.stable_ages)).sum();
         let is_telling = looked.0 * 2 >= chosen().map(|subject| subject.counts.resident().0).sum();
         let found = CensusSummary {
-            cpu_time: own_cpu_time().saturating_sub(before),
+            cpu_time: self.host.own_cpu_time().saturating_sub(before),
             bytes_scanned: if is_telling { self.host.page_size().bytes_of(looked) } else { Bytes::ZERO },
             cost_in_pages: scan_costs_in_pages(census, &self.stable_ages),
             candidates: merge_candidates(&prepared.plan),
@@ -294,7 +298,7 @@ impl<'h> Worker<'h> {
             watch_time: settings.watch_time,
             after_merge: AfterMerge::KeepKsmdPaused,
         };
-        let (before, started) = (own_cpu_time(), Instant::now());
+        let (before, started) = (self.host.own_cpu_time(), self.host.now());
         let planned = PreparedMerge { plan, probes, started_at: started };
         let progress = merge::MergeProgress::default();
         let outcome = execute_plan(session, planned, &how, &mut self.merge_monitor, &progress, &self.cancel)?;
@@ -302,14 +306,14 @@ impl<'h> Worker<'h> {
             self.settings_overwritten = true;
         }
         session.drop_ended_processes()?;
-        self.record_cow_breaks(self.started_at.elapsed());
-        let cost = own_cpu_time().saturating_sub(before) + outcome.ksmd_time.clone().unwrap_or_default();
+        self.record_cow_breaks(self.time_since_start());
+        let cost = self.host.own_cpu_time().saturating_sub(before) + outcome.ksmd_time.clone().unwrap_or_default();
         let remains = outcome.not_restored.clone();
         for remains in remains {
             self.send(Message::WorkResult(WorkResult::UndoFailed(remains)));
         }
         let net = outcome.net(page_size);
-        let seconds = started.elapsed();
+        let seconds = elapsed_since(self.host, started);
         self.send(Message::WorkResult(WorkResult::Merge {
             enrolled_ranges: ranges,
             predicted,
@@ -357,7 +361,7 @@ impl<'h> Worker<'h> {
 
     /// Check whether merged pages are still merged, and unenroll those with COW breaks.
     fn check_merged_pages(&mut self, withdraw: bool, now: Duration) -> Result<MergedCheckSummary, Error> {
-        let before = own_cpu_time();
+        let before = self.host.own_cpu_time();
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
         let mut looked = MergedCheckSummary::default();
         if self.merge_monitor.check_pages(CheckScope::FaultedSinceCheck) && withdraw {
@@ -367,7 +371,7 @@ impl<'h> Worker<'h> {
             looked.failed_unenrolls = Some(self.merge_monitor.failed_unenrolls());
             self.record_cow_breaks(now);
         }
-        looked.cpu_time = own_cpu_time().saturating_sub(before);
+        looked.cpu_time = self.host.own_cpu_time().saturating_sub(before);
         Ok(looked)
     }
 
@@ -386,7 +390,7 @@ impl<'h> Worker<'h> {
         processes: &BTreeMap<ProcessId, UnenrollScope>,
         pressure: f64,
     ) -> Result<UnenrollSummary, Error> {
-        let before = own_cpu_time();
+        let before = self.host.own_cpu_time();
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
         let lives = |process: &ProcessId| is_alive(self.host, *process);
         let (there, mut gone): (Vec<ProcessId>, Vec<ProcessId>) = processes.keys().copied().partition(lives);
@@ -421,7 +425,7 @@ impl<'h> Worker<'h> {
         Ok(UnenrollSummary {
             unenrolled: gone,
             failed_unenrolls: refused,
-            cpu_time: own_cpu_time().saturating_sub(before),
+            cpu_time: self.host.own_cpu_time().saturating_sub(before),
         })
     }
 }

@@ -11,12 +11,12 @@ use crate::merge_monitor::MergeMonitor;
 use crate::recheck::CheckScope;
 use pagefold_base::ksm::Setting;
 use pagefold_base::{Pages, Reading};
-use pagefold_host::Host;
+use pagefold_host::{Host, elapsed_since};
 use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// Minimum pause between two checks. Pages that are overwritten at once seem to stay merged for half of it. It must
 /// therefore be less than twice the minimum lifetime of merged pages under any criterion (2.6 s).
@@ -68,24 +68,24 @@ impl<'h> Remerge<'h> {
         let unknown = session::Error::HostStateUnreadable;
         let host = session.host();
         monitor.take_cow_breaks();
-        let (began, before) = (Instant::now(), self.ksmd_cpu_time());
+        let (began, before) = (host.now(), self.ksmd_cpu_time());
         let last = read_full_scans(host).map_err(unknown)? + SCANS_PER_REMERGE;
         if Knob::from(Setting::SmartScan).read(host).is_ok_and(|on| on == "1") {
             ksmd::set_smart_scan(session, false)?;
         }
         ksmd::run_at_pace(session, self.pace)?;
         let mut adapted = (began, before);
-        while began.elapsed() < MAX_REMERGE_TIME && !stop.load(Ordering::Relaxed) {
-            std::thread::sleep(SCAN_POLL_INTERVAL);
+        while elapsed_since(host, began) < MAX_REMERGE_TIME && !stop.load(Ordering::Relaxed) {
+            host.sleep(SCAN_POLL_INTERVAL);
             if read_full_scans(host).map_err(unknown)? >= last {
                 break;
             }
-            if adapted.0.elapsed() >= PACE_UPDATE_INTERVAL {
+            if elapsed_since(host, adapted.0) >= PACE_UPDATE_INTERVAL {
                 session.check_not_overwritten()?;
                 let cpu = self.ksmd_cpu_time();
-                self.pace.adapt(cpu.saturating_sub(adapted.1), adapted.0.elapsed());
+                self.pace.adapt(cpu.saturating_sub(adapted.1), elapsed_since(host, adapted.0));
                 ksmd::run_at_pace(session, self.pace)?;
-                adapted = (Instant::now(), cpu);
+                adapted = (host.now(), cpu);
             }
         }
         ksmd::pause(session)?;

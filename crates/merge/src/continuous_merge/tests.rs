@@ -208,6 +208,7 @@ fn failed_undo_of_a_killed_run_is_reported() {
 fn stable_broken_pages_are_remerged() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     host.put_setting("full_scans", "7");
+    host.enable_virtual_time();
     let range = AddressRange { start: 1 << 24, end: (1 << 24) + (1 << 14) * PAGE_BYTES };
     host.map_pages(PID, (range.start, range.end), MERGED_PAGE_NAME, true);
     let mut plan = one_range_plan();
@@ -217,7 +218,7 @@ fn stable_broken_pages_are_remerged() {
     trial.add_plan(&plan);
     trial.check_pages(CheckScope::All);
     // Each page lasts for some seconds, by the rate over all pages.
-    std::thread::sleep(Duration::from_millis(300));
+    host.sleep(Duration::from_millis(300));
     for start in (range.start..range.end).step_by(20 * PAGE_BYTES as usize) {
         host.map_pages(PID, (start, start + PAGE_BYTES), "", true);
     }

@@ -1,10 +1,11 @@
 //! Steps of a merge over a host in memory.
 
 use super::*;
-use crate::decide::plan::GuestMemoryControl;
+use crate::decide::plan::{GuestMemoryControl, PlannedRange};
 use pagefold_base::Pid;
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
+use pagefold_host::Host;
 use pagefold_host::fake_host::{AdviceFault, FakeHost};
 
 /// A guest with these backends, enrolled whole.
@@ -22,14 +23,19 @@ fn guest(pid: u32, backends: &[&str]) -> PlanTarget {
     }
 }
 
-/// Enroll a whole plan. Returns whether any of it was enrolled, and the failed changes.
-fn enrol(host: &FakeHost, plan: &MergePlan) -> (bool, Vec<FailedChange>) {
+/// Run steps of a merge of a plan that starts now, and commit.
+fn run_steps<T>(
+    host: &FakeHost,
+    plan: &MergePlan,
+    deadline: Option<Duration>,
+    steps: impl FnOnce(&mut MergeRun<'_, '_>) -> T,
+) -> T {
     let directory = tempfile::tempdir().unwrap();
     let (mut session, ..) = Session::begin(host, directory.path()).unwrap();
-    let (progress, stop, started) = (MergeProgress::default(), AtomicBool::new(false), Instant::now());
+    let (progress, stop, started) = (MergeProgress::default(), AtomicBool::new(false), host.now());
     let options = MergeOptions {
         ksmd_cpu_share: 1.0,
-        deadline: None,
+        deadline,
         watch_time: Duration::ZERO,
         after_merge: AfterMerge::UndoChanges,
     };
@@ -53,10 +59,17 @@ fn enrol(host: &FakeHost, plan: &MergePlan) -> (bool, Vec<FailedChange>) {
         timeline: Vec::new(),
         failed_changes: Vec::new(),
     };
-    work.enroll_targets(false).unwrap();
-    let told = (work.any_enrolled, work.failed_changes);
+    let result = steps(&mut work);
     session.commit().unwrap();
-    told
+    result
+}
+
+/// Enroll a whole plan. Returns whether any of it was enrolled, and the failed changes.
+fn enrol(host: &FakeHost, plan: &MergePlan) -> (bool, Vec<FailedChange>) {
+    run_steps(host, plan, None, |work| {
+        work.enroll_targets(false).unwrap();
+        (work.any_enrolled, std::mem::take(&mut work.failed_changes))
+    })
 }
 
 #[test]
@@ -77,4 +90,37 @@ fn each_hung_guest_is_asked_for_one_backend_when_it_is_enrolled() {
     let (enrolled, missed) = enrol(&host, &plan);
     assert_eq!(host.written_settings().len(), 2 + 4);
     assert!(enrolled && missed.is_empty(), "{missed:?}");
+}
+
+/// A host in virtual time, so the test takes no such time itself.
+#[test]
+fn merge_without_progress_ends_at_its_deadline() {
+    const DEADLINE: Duration = Duration::from_secs(600);
+    let range = AddressRange { start: 0x1000, end: 0x5000 };
+    let host = FakeHost::booted();
+    host.enable_virtual_time();
+    host.put_setting("full_scans", "7");
+    host.map_pages(7, (range.start, range.end), "", false);
+    let planned = PlannedRange {
+        range,
+        region: range,
+        pages: Pages(4),
+        merging: Pages(4),
+        zero: Pages::ZERO,
+        freed_bytes: Bytes(0x3000),
+        split_huge_pages: Pages::ZERO,
+        enrolled: false,
+        late: false,
+    };
+    let target = PlanTarget { ranges: vec![planned], enroll_method: EnrollMethod::InProcess, ..guest(7, &[]) };
+    let plan = MergePlan { targets: vec![target], ..MergePlan::default() };
+    let (real_start, virtual_start) = (Instant::now(), host.now());
+    let (end, timeline) =
+        run_steps(&host, &plan, Some(DEADLINE), |work| (work.merge().unwrap(), std::mem::take(&mut work.timeline)));
+    assert_eq!(end, MergeEnd::Deadline);
+    assert!(timeline.iter().map(|point| point.at).is_sorted_by(|a, b| a < b), "each read follows a pause");
+    let elapsed = elapsed_since(&host, virtual_start);
+    assert!((DEADLINE..DEADLINE + FAR_POLL_INTERVAL).contains(&elapsed), "{elapsed:?}");
+    assert!(real_start.elapsed() < DEADLINE / 2, "the merge waited on the real clock");
+    assert_eq!(host.regions(Pid(7)).unwrap(), [(range, "", false)], "unmerged ranges are unenrolled");
 }

@@ -6,7 +6,7 @@ use pagefold_base::region::Region;
 use pagefold_base::{Absent, Bytes, Pages, ProcessId, Reading};
 use pagefold_host::hold as held;
 use pagefold_host::{Host, observe, parse};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// How long to wait for the exit of a process whose main thread has ended, before it counts as running.
 const PROCESS_EXIT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -84,7 +84,7 @@ pub(super) fn read_still_merged(host: &dyn Host, target: &UnenrollTarget) -> Rea
 /// Whether a process has ended. Its parent may not have read its exit status yet; its memory then reads as empty and
 /// not as gone.
 pub(super) fn has_ended(host: &dyn Host, id: ProcessId) -> bool {
-    let until = Instant::now() + PROCESS_EXIT_TIMEOUT;
+    let until = host.now() + PROCESS_EXIT_TIMEOUT;
     loop {
         let end = held(host, id).and_then(|handle| {
             let stat = parse::stat(&handle.read("stat")?)?;
@@ -95,8 +95,8 @@ pub(super) fn has_ended(host: &dyn Host, id: ProcessId) -> bool {
             Err(why) => return why == Absent::Vanished,
             Ok((false, _)) => return false,
             // Other threads are ending as well, or continue without the main thread.
-            Ok((true, Ok(threads))) if threads > 1 && Instant::now() < until => {
-                std::thread::sleep(Duration::from_millis(10));
+            Ok((true, Ok(threads))) if threads > 1 && host.now() < until => {
+                host.sleep(Duration::from_millis(10));
             }
             Ok((true, threads)) => return threads.is_ok_and(|threads| threads <= 1),
         }

@@ -30,6 +30,11 @@ struct FakeUnmergeHost {
     reports_merge_any: bool,
     /// Called after each executed action.
     after_action: fn(&mut FakeUnmergeState),
+    start: Instant,
+    /// The virtual time since `start`.
+    slept: Mutex<Duration>,
+    /// The virtual time at which frames become free, and their number.
+    freed_after: Option<(Duration, u64)>,
 }
 
 struct FakeUnmergeState {
@@ -151,6 +156,18 @@ impl Host for FakeUnmergeHost {
         (self.after_action)(&mut state);
         Ok(ActionOutcome::default())
     }
+
+    fn now(&self) -> Instant {
+        self.start + *self.slept.lock().unwrap()
+    }
+
+    fn sleep(&self, duration: Duration) {
+        let mut slept = self.slept.lock().unwrap();
+        *slept += duration;
+        if let Some((_, frames)) = self.freed_after.filter(|(time, _)| *slept >= *time) {
+            self.state.lock().unwrap().free_frames = frames;
+        }
+    }
 }
 
 struct FakeUnmergeProcess<'a> {
@@ -242,7 +259,15 @@ fn host(free: u64, processes: &[&str]) -> FakeUnmergeHost {
     let pages = |text: &&str| (text.chars().map(|letter| (page(letter), true)).collect(), false);
     let processes = (1..).zip(processes.iter().map(pages)).collect();
     let state = FakeUnmergeState { processes, free_frames: free, actions: Vec::new(), zombies: BTreeSet::new() };
-    FakeUnmergeHost { state: Mutex::new(state), refuse_action: |_| None, reports_merge_any: true, after_action: |_| {} }
+    FakeUnmergeHost {
+        state: Mutex::new(state),
+        refuse_action: |_| None,
+        reports_merge_any: true,
+        after_action: |_| {},
+        start: Instant::now(),
+        slept: Mutex::default(),
+        freed_after: None,
+    }
 }
 
 fn make_default_plan(host: &dyn Host) -> UnenrollPlan {
@@ -393,15 +418,14 @@ fn process_without_enrollment_is_no_target() {
 
 #[test]
 fn unmerge_waits_for_memory() {
-    let fake = host(0, &["a", "a"]);
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            std::thread::sleep(MEMORY_POLL_INTERVAL);
-            fake.state.lock().unwrap().free_frames = 5;
-        });
-        let (_, done) = plan_and_execute(&fake, UnenrollLimits { max_wait: Duration::from_secs(60), ..STAGED_LIMITS });
-        assert!(done.targets.iter().all(UnenrollResult::is_complete), "{done:?}");
-    });
+    let max_wait = Duration::from_secs(60);
+    for (freed_after, in_time) in [(max_wait / 2, true), (max_wait * 2, false)] {
+        let fake = FakeUnmergeHost { freed_after: Some((freed_after, 5)), ..host(0, &["a", "a"]) };
+        let (_, done) = plan_and_execute(&fake, UnenrollLimits { max_wait, ..STAGED_LIMITS });
+        assert_eq!(done.targets.iter().all(UnenrollResult::is_complete), in_time, "{done:?}");
+        let waited = *fake.slept.lock().unwrap();
+        assert_eq!(waited, freed_after.min(max_wait), "{done:?}");
+    }
 }
 
 #[test]

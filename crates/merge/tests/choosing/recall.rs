@@ -25,7 +25,7 @@ struct CensusResult {
 impl CensusSeries {
     fn new() -> Self {
         let began = Instant::now();
-        let ages = StableAges::starting_at(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
+        let ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
         let options = CensusOptions { second_pass: SecondPass::Candidates, ..census_options(false, CHEAP_COSTS) };
         Self { ages, started: began, options, stop: AtomicBool::new(false) }
     }

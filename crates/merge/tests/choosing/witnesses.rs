@@ -23,7 +23,7 @@ struct ForeignCensusResult {
 impl ForeignCensusSeries {
     fn new() -> Self {
         let began = Instant::now();
-        Self { ages: StableAges::starting_at(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap(), started: began }
+        Self { ages: StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap(), started: began }
     }
 
     fn scan_first(&mut self, host: &SyntheticHost, after: Duration, options: &CensusOptions) -> ForeignCensusResult {

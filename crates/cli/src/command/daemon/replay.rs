@@ -7,7 +7,6 @@ use anyhow::{Context, bail};
 use pagefold_daemon::decide::{DaemonMode, TimeOfDay};
 use pagefold_daemon::run::replay::{DaemonReplay, ReplayStep};
 use pagefold_daemon::run::{DaemonSettings, LoggedDecision};
-use pagefold_host::Host;
 use pagefold_output::text::escape_unprintable;
 use pagefold_output::wire;
 use pagefold_recording::trace;
@@ -38,7 +37,7 @@ pub fn run(folders: &[PathBuf], settings: DaemonSettings, options: &DaemonArgume
             Some(replay) => replay,
             none => {
                 let settings = settings.take().unwrap_or_default();
-                none.insert(DaemonReplay::new(settings, options.seed, moment.host.page_size())?)
+                none.insert(DaemonReplay::new(settings, options.seed, &moment.host)?)
             }
         };
         let mut lines = String::new();
