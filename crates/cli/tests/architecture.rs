@@ -1,17 +1,18 @@
 //! Checks the code against the architecture.
 //!
-//! The tests check three rules of ARCHITECTURE.md. They read `cargo metadata` (what the manifests declare: normal and
+//! The tests check four rules of ARCHITECTURE.md. They read `cargo metadata` (what the manifests declare: normal and
 //! build dependencies, including optional and platform-specific ones) and the tokens of every Rust file.
 //!
 //! 1. Each workspace crate imports exactly the workspace crates listed here, and `base` imports nothing that could do
 //!    I/O.
 //! 2. `unsafe` occurs only in `sys`, `engine`, `preload` and `adopt`; every other crate forbids it.
 //! 3. `base`, and the module `decide` of each subject, name no I/O, clock, thread, environment or mutable global of the
-//!    standard library.
+//!    standard library, and no crate that accesses a host or starts threads.
+//! 4. `census`, `merge` and `daemon` take time only from the host, so that they can run in virtual time.
 //!
 //! Development dependencies are not checked: a test may use any crate. Limits: the list of external dependencies of
 //! `base` covers direct dependencies only; a reviewer who extends the list must check what a crate does inside. The
-//! tests do not see a name that a macro builds from parts.
+//! tests do not see a name that a macro builds from parts, or one that `use` renames.
 
 #![forbid(unsafe_code)]
 
@@ -19,7 +20,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
-use proc_macro2::{TokenStream, TokenTree};
+use proc_macro2::{Delimiter, Group, TokenStream, TokenTree};
 
 /// The workspace crates that each crate imports: exactly the existing edges. `labs` and `benchmarks` may import every
 /// crate, and no other crate imports them.
@@ -75,6 +76,19 @@ const IMPURE_MODULES: &[&str] = &["env", "fs", "io", "net", "os", "process", "th
 /// Other names that give pure code access to a clock, a terminal or a mutable global.
 const IMPURE_NAMES: &[&str] =
     &["Instant", "LazyLock", "OnceLock", "SystemTime", "dbg", "eprint", "eprintln", "print", "println", "thread_local"];
+
+/// Crates that pure code must not name: they access a host or start threads.
+const IMPURE_CRATES: &[&str] = &["pagefold_host", "pagefold_sys", "rayon"];
+
+/// The crates whose product code takes all time from the host.
+const HOST_TIME_CRATES: &[&str] = &["census", "merge", "daemon"];
+
+/// Functions of the real clock, each with the type or module before it.
+const REAL_CLOCK_FUNCTIONS: &[(&str, &str)] =
+    &[("Instant", "now"), ("SystemTime", "now"), ("thread", "sleep"), ("time", "clock_gettime")];
+
+/// Files of these crates that may use the real clock, by their path below the root. Each says why in a comment.
+const REAL_CLOCK_FILES: &[&str] = &[];
 
 /// One import: the importing crate, and the workspace crate or external crate that it imports.
 #[derive(Clone, Debug)]
@@ -202,7 +216,8 @@ fn has_unsafe(text: &str) -> bool {
 /// The impure names that a file uses.
 fn impure_names(text: &str) -> Vec<String> {
     let words = flatten_tokens(parse_tokens(text));
-    let mut found: Vec<String> = words.iter().filter(|w| IMPURE_NAMES.contains(&w.as_str())).cloned().collect();
+    let is_impure = |word: &&String| IMPURE_NAMES.iter().chain(IMPURE_CRATES).any(|name| name == word);
+    let mut found: Vec<String> = words.iter().filter(is_impure).cloned().collect();
     for (at, word) in words.iter().enumerate() {
         let rest = &words[at + 1..];
         if word == "static" && rest.first().is_some_and(|w| w == "mut") {
@@ -234,6 +249,57 @@ fn first_path_names(rest: &[String]) -> impl Iterator<Item = &str> {
         }
     }
     group.into_iter()
+}
+
+/// Whether a file belongs to a test: it is `tests.rs`, or lies in a directory `tests`.
+fn is_test_file(path: &Path) -> bool {
+    path.iter().any(|part| part == "tests" || part == "tests.rs")
+}
+
+/// The tokens without the items that `#[cfg(test)]` marks. Such an item ends with its body or its semicolon.
+fn remove_test_items(stream: TokenStream) -> TokenStream {
+    let mut kept: Vec<TokenTree> = Vec::new();
+    let mut in_test_item = false;
+    for tree in stream {
+        if in_test_item {
+            in_test_item = match &tree {
+                TokenTree::Group(group) => group.delimiter() != Delimiter::Brace,
+                TokenTree::Punct(mark) => mark.as_char() != ';',
+                _ => true,
+            };
+            continue;
+        }
+        let TokenTree::Group(group) = tree else {
+            kept.push(tree);
+            continue;
+        };
+        let is_attribute = matches!(kept.last(), Some(TokenTree::Punct(mark)) if mark.as_char() == '#');
+        if is_attribute && flatten_tokens(group.stream()) == ["cfg", "(", "test", ")"] {
+            kept.pop();
+            in_test_item = true;
+        } else {
+            kept.push(Group::new(group.delimiter(), remove_test_items(group.stream())).into());
+        }
+    }
+    kept.into_iter().collect()
+}
+
+/// The uses of the real clock in the product code of a file.
+fn real_clock_uses(text: &str) -> Vec<String> {
+    let words = flatten_tokens(remove_test_items(parse_tokens(text)));
+    let mut found = Vec::new();
+    for (at, word) in words.iter().enumerate() {
+        let rest = &words[at + 1..];
+        if word == "." && rest.len() > 2 && rest[..3] == ["elapsed", "(", ")"] {
+            found.push(".elapsed()".to_owned());
+        }
+        if rest.len() > 2 && rest[..2] == [":", ":"] {
+            let names: Vec<&str> = first_path_names(&rest[2..]).collect();
+            let used = REAL_CLOCK_FUNCTIONS.iter().filter(|(owner, name)| word == owner && names.contains(name));
+            found.extend(used.map(|(owner, name)| format!("{owner}::{name}")));
+        }
+    }
+    found
 }
 
 #[test]
@@ -305,6 +371,28 @@ fn decisions_are_pure() {
 }
 
 #[test]
+fn time_comes_from_the_host() {
+    let metadata = read_metadata();
+    let root = metadata.workspace_root.as_std_path();
+    let mut scanned = std::collections::BTreeSet::new();
+    for (room, path) in rust_files_by_crate(root) {
+        let below = path.strip_prefix(root).expect("a source file lies outside the workspace root");
+        let source = Path::new("crates").join(&room).join("src");
+        if !HOST_TIME_CRATES.contains(&room.as_str()) || !below.starts_with(source) || is_test_file(below) {
+            continue;
+        }
+        let found = real_clock_uses(&fs::read_to_string(&path).expect("cannot read a source file"));
+        if REAL_CLOCK_FILES.iter().any(|listed| below == Path::new(listed)) {
+            assert!(!found.is_empty(), "REAL_CLOCK_FILES lists {}, which does not use the real clock", below.display());
+        } else {
+            assert!(found.is_empty(), "{} uses {}: call the host instead", below.display(), found.join(", "));
+        }
+        scanned.insert(room);
+    }
+    assert_eq!(scanned.len(), HOST_TIME_CRATES.len(), "{scanned:?}");
+}
+
+#[test]
 fn violating_imports_are_detected() {
     let ours = |from: &str, to: &str| {
         import_violation(&CrateImport { importer: from.to_owned(), imported: to.to_owned(), is_workspace_crate: true })
@@ -362,7 +450,22 @@ fn violating_sources_are_detected() {
     assert_eq!(impure_names("use std::{fmt, io::{self, Read}, thread};"), ["std::io", "std::thread"]);
     assert_eq!(impure_names("fn f() { let _ = ::std::env::var(\"A\"); }"), ["std::env"]);
     assert_eq!(impure_names("use std::time::Instant; static mut N: u8 = 0;"), ["Instant", "static mut"]);
+    assert_eq!(impure_names("use rayon::prelude::*; fn f(h: &dyn pagefold_host::Host) {}"), ["rayon", "pagefold_host"]);
+    assert_eq!(impure_names("use pagefold_sys::mapping;"), ["pagefold_sys"]);
+    assert!(impure_names("//! [`pagefold_host`], rayon\nuse pagefold_base::Pages;").is_empty());
     assert!(impure_names("use std::{fmt::{self, io}, time::Duration}; fn f(s: &'static str) {}").is_empty());
+
+    assert_eq!(real_clock_uses("fn f() { g(Instant::now(), || x.elapsed()) }"), ["Instant::now", ".elapsed()"]);
+    assert_eq!(real_clock_uses("fn f() { a.map_or_else(std::time::SystemTime::now, b) }"), ["SystemTime::now"]);
+    assert_eq!(real_clock_uses("use std::thread::{self, sleep};"), ["thread::sleep"]);
+    assert_eq!(real_clock_uses("use rustix::time::{ClockId, clock_gettime};"), ["time::clock_gettime"]);
+    assert_eq!(real_clock_uses("#[cfg(test)] mod tests; fn f() { thread::sleep(d) }"), ["thread::sleep"]);
+    assert_eq!(real_clock_uses("#[cfg(test)] fn f() -> [u8; 2] {} const N: T = Instant::now();"), ["Instant::now"]);
+    assert!(real_clock_uses("fn f() { host.sleep(host.now() - x); p.elapsed; /* Instant::now() */ }").is_empty());
+    assert!(real_clock_uses("#[cfg(test)]\n#[allow(a)]\nmod tests { fn f() { thread::sleep(d) } }").is_empty());
+    assert!(real_clock_uses("mod m { #[cfg(test)] pub fn f(self) -> Self { Instant::now() } }").is_empty());
+    assert!(is_test_file(Path::new("src/run/tests.rs")) && is_test_file(Path::new("src/tests/a.rs")));
+    assert!(!is_test_file(Path::new("src/testing.rs")));
 }
 
 #[test]
