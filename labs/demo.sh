@@ -51,7 +51,7 @@ simulate() {
     trap 'rm -rf "$PAGEFOLD_RUNTIME"' EXIT
     for mode in plain blocks engine; do
         say "hera --ranks 4 --memory $mode${*:+ $*}"
-        "$target/demo/hera" --ranks 4 --steps 40 --lifetime 2 --memory "$mode" "$@" | tee "$target/demo/$mode.txt"
+        "$target/demo/hera" --ranks 4 --steps 40 --min-runtime 2 --memory "$mode" "$@" | tee "$target/demo/$mode.txt"
     done
     plain=$(grep -o 'checksum=[^ ]*' "$target/demo/plain.txt")
     for mode in blocks engine; do

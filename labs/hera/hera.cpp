@@ -26,7 +26,7 @@ struct Options {
     Problem problem;
     Mode mode = Mode::plain;
     std::string trace, domain;
-    double max_slowdown = 0.02, lifetime = 0;
+    double max_slowdown = 0.02, min_runtime = 0;
     int ranks = 4, steps = 100, regrid = 4, merge = 1, check = 20, sample = 250;
 };
 
@@ -36,7 +36,7 @@ constexpr char kHelp[] =
     "\n"
     "  --memory MODE         plain, blocks, ksm or engine: memory of the cells (plain)\n"
     "  --max-slowdown SHARE  maximum slowdown of the run by the engine; negative: no bound (0.02)\n"
-    "  --lifetime SECONDS    minimum time of the run, which the engine may assume (0)\n"
+    "  --min-runtime SECONDS minimum run time that the engine may assume (0)\n"
     "  --merge N             steps from one merge by the engine to the next (1)\n"
     "  --domain NAME         the engine's domain (a new one for this run)\n"
     "  --writes WHICH        arrays to write in a line of cells: all, those of present materials, or values that\n"
@@ -81,7 +81,7 @@ Options options_of(int argc, char **argv)
     Problem &problem = options.problem;
     const option known[] = {
         { "memory", 1, nullptr, 0 },  { "max-slowdown", 1, nullptr, 0 }, { "domain", 1, nullptr, 0 },
-        { "merge", 1, nullptr, 0 },     { "lifetime", 1, nullptr, 0 },
+        { "merge", 1, nullptr, 0 },     { "min-runtime", 1, nullptr, 0 },
         { "writes", 1, nullptr, 0 },  { "ranks", 1, nullptr, 0 },        { "steps", 1, nullptr, 0 },
         { "roots", 1, nullptr, 0 },   { "levels", 1, nullptr, 0 },       { "regrid", 1, nullptr, 0 },
         { "materials", 1, nullptr, 0 }, { "spheres", 1, nullptr, 0 },    { "mach", 1, nullptr, 0 },
@@ -98,8 +98,8 @@ Options options_of(int argc, char **argv)
             options.mode = static_cast<Mode>(choice("memory", optarg, { "plain", "blocks", "ksm", "engine" }));
         else if (name == "max-slowdown")
             options.max_slowdown = number("max-slowdown", optarg, -1, 100);
-        else if (name == "lifetime")
-            options.lifetime = number("lifetime", optarg, 0, 1e9);
+        else if (name == "min-runtime")
+            options.min_runtime = number("min-runtime", optarg, 0, 1e9);
         else if (name == "merge")
             options.merge = whole(1, 1000000);
         else if (name == "domain")
@@ -196,8 +196,8 @@ public:
         file_ = fopen(name.c_str(), "a");
         if (!file_)
             fail("cannot write %s", name.c_str());
-        fputs("step\ttime\tseconds\tpss\tpss_anon\tpss_shmem\tcells\tblocks\tlooked_at\tzeros\tmerged\tstored\tbroken\t"
-              "left_alone\tcut_short\tengine_ns\n",
+        fputs("step\ttime\tseconds\tpss\tpss_anon\tpss_shmem\tcells\tblocks\tpages_scanned\tzeros_freed\t"
+              "pages_merged\tcontents_stored\tcow_breaks\tbacked_off\tincomplete_merges\tprogram_time_ns\n",
               file_);
     }
 
@@ -229,11 +229,12 @@ public:
     {
         if (!file_)
             return;
-        const pagefold_merged &merged = memory.merged();
+        const pagefold_merge_counters &counters = memory.last_merge();
         fprintf(file_, "%d\t%.9g\t%.3f\t%.0f\t%.0f\t%.0f\t%zu\t%zu", step, time, seconds(), last_.pss, last_.anonymous,
             last_.shared, memory.bytes(), blocks);
-        for (uint64_t number : { merged.looked_at, merged.zeros, merged.merged, merged.stored, merged.broken,
-                                 merged.left_alone, merged.cut_short, merged.nanoseconds })
+        for (uint64_t number : { counters.pages_scanned, counters.zeros_freed, counters.pages_merged,
+                                 counters.contents_stored, counters.cow_breaks, counters.backed_off,
+                                 counters.incomplete_merges, counters.program_time_ns })
             fprintf(file_, "\t%" PRIu64, number);
         fputc('\n', file_);
         fflush(file_);
@@ -291,7 +292,7 @@ template <class Array> void simulate(const Options &options, Comm &comm)
     std::string domain = options.domain;
     if (domain.empty())
         domain = "hera-" + std::to_string(static_cast<long>(comm.all_gather({ double(getpid()) })[0]));
-    Memory memory(options.mode, domain.c_str(), options.max_slowdown, options.lifetime);
+    Memory memory(options.mode, domain.c_str(), options.max_slowdown, options.min_runtime);
     Trace trace(options, comm);
     Solver<Array> solver(options.problem, memory, comm);
     double time = 0, fastest = 0, began = trace.seconds(), cpu_began = cpu_seconds();
@@ -348,11 +349,11 @@ template <class Array> void simulate(const Options &options, Comm &comm)
     comm.barrier();
     double seconds = trace.seconds() - began, cpu = cpu_seconds() - cpu_began;
     Drift drift = report(options.steps);
-    pagefold_standing standing = memory.standing();
-    pagefold_merged so_far = memory.so_far();
+    pagefold_member_status status = memory.status();
+    pagefold_merge_counters merge_totals = memory.merge_totals();
     std::vector<double> ranks = comm.all_gather(
         { trace.own_peak(), double(memory.bytes()), double(solver.updates), solver.dropped, trace.spent(),
-          so_far.nanoseconds * 1e-9, double(standing.merged), double(so_far.zeros), cpu });
+          merge_totals.program_time_ns * 1e-9, double(status.merged), double(merge_totals.zeros_freed), cpu });
     if (comm.rank == 0) {
         double updates = 0, dropped = 0, cells = 0, masses = 0, all_cpu = 0;
         for (int r = 0; r < comm.size; r++) {
@@ -369,8 +370,8 @@ template <class Array> void simulate(const Options &options, Comm &comm)
             masses += mass;
         printf("summary seconds=%.3f cpu_s=%.2f peak_mib=%.1f mean_mib=%.1f cells_mib=%.1f store_mib=%.1f "
                "updates=%.0f dropped=%.1e\n",
-               seconds, all_cpu, trace.peak() / kMiB, trace.mean() / kMiB, cells / kMiB, standing.store / kMiB, updates,
-               dropped / masses);
+               seconds, all_cpu, trace.peak() / kMiB, trace.mean() / kMiB, cells / kMiB, status.store_bytes / kMiB,
+               updates, dropped / masses);
         printf("result steps=%d time=%.17g blocks=%zu regridded=%d checksum=%016" PRIx64
                " mass=%.1e energy=%.1e momentum=%.1e fractions=%.1e\n",
                options.steps, time, solver.forest.leaves.size(), regridded, totals.checksum, drift.mass, drift.energy,

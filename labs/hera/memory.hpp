@@ -42,13 +42,13 @@ inline uint64_t bits_of(double value)
 /* The allocator of this process for cells. */
 class Memory {
 public:
-    Memory(Mode mode, const char *domain, double max_slowdown, double lifetime) : mode_(mode)
+    Memory(Mode mode, const char *domain, double max_slowdown, double min_runtime) : mode_(mode)
     {
         if (mode != Mode::engine)
             return;
         pagefold_options options = PAGEFOLD_OPTIONS_INIT;
         options.max_slowdown = max_slowdown;
-        options.lifetime = lifetime;
+        options.min_runtime = min_runtime;
         engine_ = pagefold_join(domain, &options);
         if (!engine_)
             fail("cannot join %s: %s", domain, pagefold_error());
@@ -104,31 +104,31 @@ public:
     /* Merge. No rank writes to its arrays at the same time. */
     void merge()
     {
-        pagefold_merged merged = {};
-        if (engine_ && pagefold_merge(engine_, &merged))
+        pagefold_merge_counters counters = {};
+        if (engine_ && pagefold_merge(engine_, &counters))
             fail("cannot merge: %s", pagefold_error());
-        merged_ = merged;
+        last_merge_ = counters;
     }
 
-    /* The results of the last merge. */
-    const pagefold_merged &merged() const { return merged_; }
+    /* Counters of the last merge. */
+    const pagefold_merge_counters &last_merge() const { return last_merge_; }
 
-    /* The results of all merges so far. */
-    pagefold_merged so_far() const
+    /* Counters of all merges. */
+    pagefold_merge_counters merge_totals() const
     {
-        pagefold_merged so_far = {};
-        if (engine_ && pagefold_so_far_of(engine_, &so_far))
-            fail("cannot read the results of the engine: %s", pagefold_error());
-        return so_far;
+        pagefold_merge_counters totals = {};
+        if (engine_ && pagefold_get_merge_totals(engine_, &totals))
+            fail("cannot read the merge counters of the engine: %s", pagefold_error());
+        return totals;
     }
 
     /* The status of the engine. */
-    pagefold_standing standing() const
+    pagefold_member_status status() const
     {
-        pagefold_standing standing = {};
-        if (engine_ && pagefold_standing_of(engine_, &standing))
+        pagefold_member_status status = {};
+        if (engine_ && pagefold_get_member_status(engine_, &status))
             fail("cannot read the status of the engine: %s", pagefold_error());
-        return standing;
+        return status;
     }
 
     /* Bytes of arrays as requested; in `blocks`, of the stored groups. */
@@ -137,7 +137,7 @@ public:
 private:
     Mode mode_;
     pagefold_engine *engine_ = nullptr;
-    pagefold_merged merged_ = {};
+    pagefold_merge_counters last_merge_ = {};
     size_t bytes_ = 0;
     std::vector<double *> free_groups_;
 

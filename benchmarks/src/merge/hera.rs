@@ -260,7 +260,7 @@ fn run_mode(case: HeraCase, mode: HeraMode, round: usize, conditions: &HeraCondi
     };
     command.args(case.arguments.split(' ')).args(quick.split_ascii_whitespace());
     command.args(["--sample", "1000000", "--memory", memory, "--max-slowdown", &conditions.max_slowdown.to_string()]);
-    command.args(["--lifetime", &conditions.min_runtime_seconds().to_string()]);
+    command.args(["--min-runtime", &conditions.min_runtime_seconds().to_string()]);
     let (output, complaints) = (folder.path().join("output"), folder.path().join("complaints"));
     let before = KsmCounters::read(ksmd)?;
     let begin = Instant::now();

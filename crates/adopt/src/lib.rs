@@ -3,7 +3,7 @@
 //!
 //! It replaces malloc(3), mmap(2) and related functions. A large allocation becomes a mapping of its own (`heap`); a
 //! large mapping of ordinary memory is used as it is (`mappings`). Both are **blocks**. The engine adopts blocks at the
-//! next merge, not before, so that short-lived ones cost nothing. Glibc's own heap is left alone, because it relies on
+//! next merge, not before, so that short-lived ones cost nothing. Glibc's own heap is not merged, because it relies on
 //! zeros after `MADV_DONTNEED`. All operations of the program on a block have the same effect as on ordinary memory. An
 //! operation that could conflict with a running merge waits for it. free(3), munmap(2) and mmap(2) over a block wait
 //! only for the pages that the merge works on, 4 MiB at most.
@@ -24,7 +24,7 @@
 //! direct I/O, io_uring, AF_XDP sockets. Nothing is merged while any of these is open.
 //!
 //! At the call: pending MPI receives and MPI windows, locked memory, stacks that the program supplies, and advice that
-//! merging would lose (`MADV_DONTFORK`, `MADV_WIPEONFORK` and others). Such blocks are left alone from then on; their
+//! merging would lose (`MADV_DONTFORK`, `MADV_WIPEONFORK` and others). Such blocks are not merged from then on; their
 //! merged pages stay merged until they are written. Mutexes with priority inheritance, and robust ones, which the
 //! kernel writes without waiting: they end merging beside the program, and beside other threads at a safe point.
 //!

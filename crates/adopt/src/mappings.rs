@@ -136,7 +136,7 @@ fn has_known_block(range: AddressRange) -> Option<bool> {
 }
 
 /// Run a system call that unmaps or replaces a range, and remove the range from the blocks. If the call fails according
-/// to `succeeded`, the parts that the engine knew are left alone from then on.
+/// to `succeeded`, the parts that the engine knew are not merged from then on.
 fn remove_while<T>(range: AddressRange, syscall: impl FnOnce() -> T, succeeded: impl FnOnce(&T) -> bool) -> T {
     let Some(mut blocks) = BLOCKS.lock() else { return syscall() };
     match blocks.has_known_block(range) {

@@ -155,10 +155,10 @@ impl ProcessMerger {
             WriteExclusionReason::WriteProtected => unsafe { engine.merge_while_running() }?,
         };
         if settings.prints_report {
-            let standing = engine.status()?;
+            let status = engine.status()?;
             let page = mappings::page_bytes();
-            self.max_adopted = self.max_adopted.max(Bytes(standing.pages.0 * page));
-            self.max_merged = self.max_merged.max(Bytes(standing.merged.0 * page));
+            self.max_adopted = self.max_adopted.max(Bytes(status.pages.0 * page));
+            self.max_merged = self.max_merged.max(Bytes(status.merged.0 * page));
             self.freed_zeros = Bytes(self.freed_zeros.0 + merged.zeros_freed.0 * page);
         }
         Ok(merged.to_work_round(mappings::page_bytes()).is_profitable())
@@ -173,8 +173,8 @@ impl ProcessMerger {
     fn disown_range(&mut self, range: AddressRange) {
         // SAFETY: code that moves former blocks holds the lock that this thread holds, and so does not run during a
         // merge.
-        let forsaken = self.engine.as_ref().map(|engine| unsafe { engine.disown_in_place(range) });
-        if let Some(Err(error)) = forsaken {
+        let disowned = self.engine.as_ref().map(|engine| unsafe { engine.disown_in_place(range) });
+        if let Some(Err(error)) = disowned {
             self.drop_engine(&error);
         }
     }

@@ -5,7 +5,7 @@
 //! as it has. Fortran's names are those of gfortran and compatible compilers (`mpi_barrier_`, `mpi_barrier_f08_`).
 //!
 //! Some operations continue after the call has returned: a nonblocking receive, a window. Another process may write to
-//! their memory at any time, even bypassing page tables. Blocks that such a call names are left alone from then on. The
+//! their memory at any time, even bypassing page tables. Blocks that such a call names are not merged from then on. The
 //! same holds for memory that MPI allocates within the functions below, because its threads may write to that.
 //!
 //! Not seen:
@@ -43,7 +43,7 @@ type MpiFunction = unsafe extern "C" fn(
 ) -> c_int;
 
 /// The buffer address is among this many first words, for all these functions (`MPI_Isendrecv`). If a function has
-/// fewer arguments, the other words are arbitrary, and a block may be left alone without need.
+/// fewer arguments, the other words are arbitrary, and a block may be excluded without need.
 const MAX_BUFFER_ARGUMENTS: usize = 6;
 
 /// The return value if there is no MPI: no implementation uses it for success.

@@ -7,8 +7,8 @@ use std::time::Duration;
 /// Names of environment variables.
 const DOMAIN_VARIABLE: &str = "PAGEFOLD_DOMAIN";
 const MAX_SLOWDOWN_VARIABLE: &str = "PAGEFOLD_MAX_SLOWDOWN";
-const LIFETIME_VARIABLE: &str = "PAGEFOLD_LIFETIME";
-const THRESHOLD_VARIABLE: &str = "PAGEFOLD_THRESHOLD";
+const MIN_RUNTIME_VARIABLE: &str = "PAGEFOLD_MIN_RUNTIME";
+const MIN_BLOCK_VARIABLE: &str = "PAGEFOLD_MIN_BLOCK";
 const PER_NODE_VARIABLE: &str = "PAGEFOLD_PER_NODE";
 const REPORT_VARIABLE: &str = "PAGEFOLD_REPORT";
 
@@ -31,21 +31,21 @@ static SETTINGS: OnceLock<PreloadSettings> = OnceLock::new();
 /// Bytes of the smallest block. Before the settings are loaded, no memory becomes a block.
 static MIN_BLOCK_BYTES: AtomicUsize = AtomicUsize::new(usize::MAX);
 
-/// The smallest allowed value: below it, a mapping of its own costs more than merging can save.
-const MIN_THRESHOLD_BYTES: usize = 1 << 16;
+/// The smallest allowed value of `PAGEFOLD_MIN_BLOCK`: below it, a mapping of its own costs more than merging can save.
+const SMALLEST_MIN_BLOCK_BYTES: usize = 1 << 16;
 
 /// Load the settings. Without a domain nothing is merged.
 pub fn load() {
     let text = |name| std::env::var(name).ok().filter(|text| !text.is_empty());
     let Some(domain) = text(DOMAIN_VARIABLE) else { return };
     let max_slowdown = text(MAX_SLOWDOWN_VARIABLE).and_then(|text| text.parse().ok()).unwrap_or(0.02);
-    let lifetime = text(LIFETIME_VARIABLE).and_then(|text| Duration::try_from_secs_f64(text.parse().ok()?).ok());
-    let lifetime = lifetime.unwrap_or_default();
-    let threshold = text(THRESHOLD_VARIABLE).and_then(|text| text.parse().ok()).unwrap_or(1 << 20_usize);
+    let min_runtime = text(MIN_RUNTIME_VARIABLE).and_then(|text| Duration::try_from_secs_f64(text.parse().ok()?).ok());
+    let min_runtime = min_runtime.unwrap_or_default();
+    let min_block = text(MIN_BLOCK_VARIABLE).and_then(|text| text.parse().ok()).unwrap_or(1 << 20_usize);
     let (per_node, report) = (text(PER_NODE_VARIABLE).is_some(), text(REPORT_VARIABLE).is_some());
-    let settings = PreloadSettings { domain, max_slowdown, min_runtime: lifetime, per_node, prints_report: report };
+    let settings = PreloadSettings { domain, max_slowdown, min_runtime, per_node, prints_report: report };
     if SETTINGS.set(settings).is_ok() {
-        MIN_BLOCK_BYTES.store(threshold.max(MIN_THRESHOLD_BYTES), Ordering::Relaxed);
+        MIN_BLOCK_BYTES.store(min_block.max(SMALLEST_MIN_BLOCK_BYTES), Ordering::Relaxed);
     }
 }
 

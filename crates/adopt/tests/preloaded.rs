@@ -57,7 +57,7 @@ fn command_with_preload(directory: &TempDir, libraries: &str, program: &Path) ->
     let mut command = Command::new("timeout");
     command.args(["--signal=KILL", "300", "env", &format!("LD_PRELOAD={libraries}")]).arg(program);
     command.env("PAGEFOLD_RUNTIME", directory.path().join("domains")).env("PAGEFOLD_DOMAIN", "x");
-    command.env("PAGEFOLD_MAX_SLOWDOWN", "100").env("PAGEFOLD_THRESHOLD", "65536").env("PAGEFOLD_REPORT", "1");
+    command.env("PAGEFOLD_MAX_SLOWDOWN", "100").env("PAGEFOLD_MIN_BLOCK", "65536").env("PAGEFOLD_REPORT", "1");
     command
 }
 

@@ -25,14 +25,14 @@ fn allocate_table(engine: &Engine) -> Result<AllocatedRegion<'_>, Error> {
 }
 
 fn print_status(engine: &Engine, label: &str, merged: MergeCounters) -> Result<(), Error> {
-    let standing = engine.status()?;
+    let status = engine.status()?;
     println!(
         "{label}: {} pages merged in {:.1} ms; {} of {} pages are merged now, and the store takes {}",
         merged.pages_merged.0,
         merged.program_time.as_secs_f64() * 1e3,
-        standing.merged.0,
-        standing.pages.0,
-        standing.store_bytes,
+        status.merged.0,
+        status.pages.0,
+        status.store_bytes,
     );
     Ok(())
 }

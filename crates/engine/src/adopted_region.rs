@@ -142,25 +142,26 @@ impl AdoptedRegion {
         found: &[pagemap::MappedRange],
         now: Duration,
     ) {
-        let held = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
-        let hot = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_volatile(now)).count() as u64);
+        let count_merged = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
+        let count_volatile =
+            |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_volatile(now)).count() as u64);
         // Pages that the program has of its own in the range.
         let own = || {
             let own = found.iter().filter(|found| !found.file && !found.zero_page);
             own.map(|found| (found, self.range_notes(found.start, found.end)))
         };
-        let left_alone: Pages = own().map(|(_, notes)| hot(notes)).sum();
+        let volatile_pages: Pages = own().map(|(_, notes)| count_volatile(notes)).sum();
         match kind {
             OwnMappingKind::Stored { .. } => {
                 let written: u64 = own().map(|(found, _)| found.end - found.start).sum();
                 self.last_tally.merged += Pages((range.bytes().0 - written) / self.page_bytes);
             }
             OwnMappingKind::Ordinary => {
-                let written: Pages = own().map(|(_, notes)| held(notes)).sum();
-                self.last_tally.zeros += held(self.range_notes(range.start, range.end)) - written;
+                let written: Pages = own().map(|(_, notes)| count_merged(notes)).sum();
+                self.last_tally.zeros += count_merged(self.range_notes(range.start, range.end)) - written;
             }
         }
-        self.last_tally.volatile_pages += left_alone;
+        self.last_tally.volatile_pages += volatile_pages;
     }
 }
 

@@ -27,138 +27,138 @@ pub struct pagefold_options {
     max_slowdown: c_double,
     threads: c_uint,
     per_node: c_int,
-    lifetime: c_double,
+    min_runtime: c_double,
     merge_while_pinned: c_int,
     split_huge_pages: c_int,
 }
 
-/// `pagefold_merged`.
+/// `pagefold_merge_counters`.
 #[repr(C)]
-pub struct pagefold_merged {
-    looked_at: u64,
-    zeros: u64,
-    merged: u64,
-    retried: u64,
-    stored: u64,
-    runs: u64,
-    not_worth: u64,
-    broken: u64,
-    short_lived: u64,
-    read: u64,
-    left_alone: u64,
-    failed: u64,
-    cut_short: u64,
-    held_up: u64,
-    nanoseconds: u64,
+pub struct pagefold_merge_counters {
+    pages_scanned: u64,
+    zeros_freed: u64,
+    pages_merged: u64,
+    unlikely_to_last: u64,
+    contents_stored: u64,
+    runs_mapped: u64,
+    unprofitable: u64,
+    cow_breaks: u64,
+    early_cow_breaks: u64,
+    zeros_read: u64,
+    backed_off: u64,
+    pages_failed: u64,
+    incomplete_merges: u64,
+    blocked_merges: u64,
+    program_time_ns: u64,
 }
 
-/// `pagefold_standing`.
+/// `pagefold_member_status`.
 #[repr(C)]
-pub struct pagefold_standing {
+pub struct pagefold_member_status {
     pages: u64,
     merged: u64,
     zeros: u64,
-    hot: u64,
-    store: u64,
-    pinned: u64,
-    mappings: u64,
-    notes: u64,
-    merges: u64,
-    elapsed: u64,
-    spent: u64,
+    volatile_pages: u64,
+    store_bytes: u64,
+    pinned_bytes: u64,
+    mapping_count: u64,
+    note_bytes: u64,
+    merge_count: u64,
+    elapsed_ns: u64,
+    overhead_ns: u64,
 }
 
-/// `pagefold_region`.
+/// `pagefold_region_status`.
 #[repr(C)]
-pub struct pagefold_region {
+pub struct pagefold_region_status {
     memory: *mut c_void,
     bytes: usize,
     merged: u64,
     zeros: u64,
-    hot: u64,
-    saved: i64,
+    volatile_pages: u64,
+    saved_bytes: i64,
 }
 
-/// `pagefold_domain`.
+/// `pagefold_domain_status`.
 #[repr(C)]
-pub struct pagefold_domain {
+pub struct pagefold_domain_status {
     members: u64,
     pages: u64,
     merged: u64,
     zeros: u64,
-    hot: u64,
-    stored: u64,
-    saved: i64,
-    index: u64,
-    overhead: u64,
+    volatile_pages: u64,
+    stored_contents: u64,
+    saved_bytes: i64,
+    index_bytes: u64,
+    overhead_bytes: u64,
 }
 
-impl From<MergeCounters> for pagefold_merged {
-    fn from(merged: MergeCounters) -> Self {
+impl From<MergeCounters> for pagefold_merge_counters {
+    fn from(counters: MergeCounters) -> Self {
         Self {
-            looked_at: merged.pages_scanned.0,
-            zeros: merged.zeros_freed.0,
-            merged: merged.pages_merged.0,
-            retried: merged.unlikely_to_last.0,
-            stored: merged.contents_stored.0,
-            runs: merged.runs_mapped,
-            not_worth: merged.unprofitable.0,
-            broken: merged.cow_breaks.0,
-            short_lived: merged.early_cow_breaks.0,
-            read: merged.zeros_read.0,
-            left_alone: merged.backed_off.0,
-            failed: merged.pages_failed.0,
-            cut_short: merged.incomplete_merges,
-            held_up: merged.blocked_merges,
-            nanoseconds: merged.program_time.as_nanos() as u64,
+            pages_scanned: counters.pages_scanned.0,
+            zeros_freed: counters.zeros_freed.0,
+            pages_merged: counters.pages_merged.0,
+            unlikely_to_last: counters.unlikely_to_last.0,
+            contents_stored: counters.contents_stored.0,
+            runs_mapped: counters.runs_mapped,
+            unprofitable: counters.unprofitable.0,
+            cow_breaks: counters.cow_breaks.0,
+            early_cow_breaks: counters.early_cow_breaks.0,
+            zeros_read: counters.zeros_read.0,
+            backed_off: counters.backed_off.0,
+            pages_failed: counters.pages_failed.0,
+            incomplete_merges: counters.incomplete_merges,
+            blocked_merges: counters.blocked_merges,
+            program_time_ns: counters.program_time.as_nanos() as u64,
         }
     }
 }
 
-impl From<MemberStatus> for pagefold_standing {
-    fn from(standing: MemberStatus) -> Self {
+impl From<MemberStatus> for pagefold_member_status {
+    fn from(status: MemberStatus) -> Self {
         Self {
-            pages: standing.pages.0,
-            merged: standing.merged.0,
-            zeros: standing.zeros.0,
-            hot: standing.volatile_pages.0,
-            store: standing.store_bytes.0,
-            pinned: standing.pinned_bytes.0,
-            mappings: standing.mapping_count,
-            notes: standing.note_bytes.0,
-            merges: standing.merge_count,
-            elapsed: standing.time_use.elapsed.as_nanos() as u64,
-            spent: standing.time_use.spent.as_nanos() as u64,
+            pages: status.pages.0,
+            merged: status.merged.0,
+            zeros: status.zeros.0,
+            volatile_pages: status.volatile_pages.0,
+            store_bytes: status.store_bytes.0,
+            pinned_bytes: status.pinned_bytes.0,
+            mapping_count: status.mapping_count,
+            note_bytes: status.note_bytes.0,
+            merge_count: status.merge_count,
+            elapsed_ns: status.time_use.elapsed.as_nanos() as u64,
+            overhead_ns: status.time_use.spent.as_nanos() as u64,
         }
     }
 }
 
-impl From<RegionStatus> for pagefold_region {
+impl From<RegionStatus> for pagefold_region_status {
     fn from(region: RegionStatus) -> Self {
         Self {
             memory: ptr::with_exposed_provenance_mut(region.range.start as usize),
             bytes: region.range.bytes().0 as usize,
             merged: region.tally.merged.0,
             zeros: region.tally.zeros.0,
-            hot: region.tally.volatile_pages.0,
-            saved: region.saved.0,
+            volatile_pages: region.tally.volatile_pages.0,
+            saved_bytes: region.saved.0,
         }
     }
 }
 
-impl From<EngineDomain> for pagefold_domain {
+impl From<EngineDomain> for pagefold_domain_status {
     fn from(domain: EngineDomain) -> Self {
-        let sum = domain.tally();
+        let tally = domain.tally();
         Self {
             members: domain.members.len() as u64,
-            pages: sum.pages.0,
-            merged: sum.merged.0,
-            zeros: sum.zeros.0,
-            hot: sum.volatile_pages.0,
-            stored: domain.stored.0,
-            saved: domain.saved_by_all().0,
-            index: domain.index.0,
-            overhead: domain.overhead().0,
+            pages: tally.pages.0,
+            merged: tally.merged.0,
+            zeros: tally.zeros.0,
+            volatile_pages: tally.volatile_pages.0,
+            stored_contents: domain.stored.0,
+            saved_bytes: domain.saved_by_all().0,
+            index_bytes: domain.index.0,
+            overhead_bytes: domain.overhead().0,
         }
     }
 }
@@ -170,7 +170,7 @@ thread_local! {
 /// Store the reason of a failure.
 fn set_last_error(message: &str) {
     let why = CString::new(message.replace('\0', "?")).unwrap_or_default();
-    LAST_ERROR.with(|kept| kept.replace(why));
+    LAST_ERROR.with(|error| error.replace(why));
 }
 
 /// Run `work` and store its error or panic.
@@ -231,13 +231,15 @@ pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pa
         if !given.is_null() {
             // SAFETY: not null, so it starts with its size, by the caller's promise.
             if unsafe { given.cast::<usize>().read() } != size_of::<pagefold_options>() {
-                return Err("options are of another version: begin with PAGEFOLD_OPTIONS_INIT".to_owned());
+                return Err(
+                    "options have the size of another version: initialize them with PAGEFOLD_OPTIONS_INIT".to_owned()
+                );
             }
             // SAFETY: it has the size of the type, so all of it may be read.
             let given = unsafe { &*given };
             options.max_slowdown = (given.max_slowdown >= 0.0).then_some(given.max_slowdown);
-            options.min_runtime = Duration::try_from_secs_f64(given.lifetime)
-                .map_err(|error| format!("a lifetime of {} s: {error}", given.lifetime))?;
+            options.min_runtime = Duration::try_from_secs_f64(given.min_runtime)
+                .map_err(|error| format!("min_runtime of {} s is invalid: {error}", given.min_runtime))?;
             options.threads = given.threads as usize;
             options.per_node = given.per_node != 0;
             options.merge_while_pinned = given.merge_while_pinned != 0;
@@ -317,7 +319,7 @@ pub unsafe extern "C" fn pagefold_adopt(engine: *mut Engine, memory: *mut c_void
 /// # Safety
 /// As for `pagefold_allocate`.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_forsake(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
+pub unsafe extern "C" fn pagefold_disown(engine: *mut Engine, memory: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
     status_code(unsafe { call_engine(engine, |engine| engine.disown(address_range(memory, bytes))) })
 }
@@ -338,7 +340,7 @@ pub unsafe extern "C" fn pagefold_advise(
         1 => PageAdvice::Unmergeable,
         2 => PageAdvice::Volatile,
         _ => {
-            set_last_error("this version does not know this advice");
+            set_last_error(&format!("advice {advice} is unknown to this version"));
             return -1;
         }
     };
@@ -361,10 +363,14 @@ pub unsafe extern "C" fn pagefold_clear(engine: *mut Engine, memory: *mut c_void
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and as `Engine::merge` requires; `merged` is null or writable for `size` bytes.
+/// As for `pagefold_allocate`, and as `Engine::merge` requires; `counters` is null or writable for `size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_merge_sized(engine: *mut Engine, merged: *mut pagefold_merged, size: usize) -> c_int {
-    if !is_plausible_size(merged, size) {
+pub unsafe extern "C" fn pagefold_merge_sized(
+    engine: *mut Engine,
+    counters: *mut pagefold_merge_counters,
+    size: usize,
+) -> c_int {
+    if !is_plausible_size(counters, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
@@ -372,21 +378,21 @@ pub unsafe extern "C" fn pagefold_merge_sized(engine: *mut Engine, merged: *mut 
     // SAFETY: the caller's promise.
     let done = unsafe { call_engine(engine, merge) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(done, merged, size) }
+    unsafe { fill_structure(done, counters, size) }
 }
 
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`, and as `Engine::merge_while_running` requires; `merged` is null or writable for `size`
+/// As for `pagefold_allocate`, and as `Engine::merge_while_running` requires; `counters` is null or writable for `size`
 /// bytes.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_merge_while_running_sized(
     engine: *mut Engine,
-    merged: *mut pagefold_merged,
+    counters: *mut pagefold_merge_counters,
     size: usize,
 ) -> c_int {
-    if !is_plausible_size(merged, size) {
+    if !is_plausible_size(counters, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
@@ -394,7 +400,7 @@ pub unsafe extern "C" fn pagefold_merge_while_running_sized(
     // SAFETY: the caller's promise.
     let done = unsafe { call_engine(engine, merge) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(done, merged, size) }
+    unsafe { fill_structure(done, counters, size) }
 }
 
 /// Maximum plausible size of a caller's structure.
@@ -416,7 +422,7 @@ fn is_plausible_size<T>(structure: *mut T, size: usize) -> bool {
 /// # Safety
 /// `structure` is null or writable for `size` bytes.
 unsafe fn fill_structure<V: Into<T>, T>(value: Option<V>, structure: *mut T, size: usize) -> c_int {
-    let told = status_code(value.as_ref().map(|_| ()));
+    let code = status_code(value.as_ref().map(|_| ()));
     if let Some(value) = value
         && !structure.is_null()
     {
@@ -429,7 +435,7 @@ unsafe fn fill_structure<V: Into<T>, T>(value: Option<V>, structure: *mut T, siz
         // SAFETY: as above.
         unsafe { rest.write_bytes(0, size - known) };
     }
-    told
+    code
 }
 
 /// See `pagefold.h`.
@@ -437,7 +443,10 @@ unsafe fn fill_structure<V: Into<T>, T>(value: Option<V>, structure: *mut T, siz
 /// # Safety
 /// As for `pagefold_allocate`, and as `Engine::merge_in_background` requires.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share: c_double) -> *mut BackgroundMerger {
+pub unsafe extern "C" fn pagefold_merge_in_background(
+    engine: *mut Engine,
+    cpu_share: c_double,
+) -> *mut BackgroundMerger {
     let begin = |known: &Engine| {
         let engine = ptr::from_ref(known);
         // SAFETY: it was made by `Arc::into_raw`, and exists until `pagefold_leave`.
@@ -445,7 +454,7 @@ pub unsafe extern "C" fn pagefold_merge_in_background(engine: *mut Engine, share
         // SAFETY: as above; this is the reference that was just counted.
         let engine = unsafe { Arc::from_raw(engine) };
         // SAFETY: the caller's promise.
-        unsafe { engine.merge_in_background(share) }
+        unsafe { engine.merge_in_background(cpu_share) }
     };
     // SAFETY: the caller's promise.
     let background = unsafe { call_engine(engine, begin) };
@@ -469,47 +478,47 @@ pub unsafe extern "C" fn pagefold_end_background(background: *mut BackgroundMerg
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `standing` is writable for `size` bytes.
+/// As for `pagefold_allocate`; `status` is writable for `size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_standing_of_sized(
+pub unsafe extern "C" fn pagefold_get_member_status_sized(
     engine: *mut Engine,
-    standing: *mut pagefold_standing,
+    status: *mut pagefold_member_status,
     size: usize,
 ) -> c_int {
-    if standing.is_null() {
-        set_last_error("standing is NULL");
+    if status.is_null() {
+        set_last_error("status is NULL");
         return -1;
     }
-    if !is_plausible_size(standing, size) {
+    if !is_plausible_size(status, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
     let found = unsafe { call_engine(engine, Engine::status) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(found, standing, size) }
+    unsafe { fill_structure(found, status, size) }
 }
 
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `merged` is writable for `size` bytes.
+/// As for `pagefold_allocate`; `counters` is writable for `size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_so_far_of_sized(
+pub unsafe extern "C" fn pagefold_get_merge_totals_sized(
     engine: *mut Engine,
-    merged: *mut pagefold_merged,
+    counters: *mut pagefold_merge_counters,
     size: usize,
 ) -> c_int {
-    if merged.is_null() {
-        set_last_error("merged is NULL");
+    if counters.is_null() {
+        set_last_error("counters is NULL");
         return -1;
     }
-    if !is_plausible_size(merged, size) {
+    if !is_plausible_size(counters, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
     let found = unsafe { call_engine(engine, |engine| Ok(engine.status()?.totals)) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(found, merged, size) }
+    unsafe { fill_structure(found, counters, size) }
 }
 
 /// See `pagefold.h`.
@@ -518,9 +527,9 @@ pub unsafe extern "C" fn pagefold_so_far_of_sized(
 /// As for `pagefold_allocate`; `count` is readable and writable, and `regions` is null or writable for `*count`
 /// structures of `size` bytes each.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_regions_of_sized(
+pub unsafe extern "C" fn pagefold_get_region_statuses_sized(
     engine: *mut Engine,
-    regions: *mut pagefold_region,
+    regions: *mut pagefold_region_status,
     count: *mut usize,
     size: usize,
 ) -> c_int {
@@ -534,45 +543,45 @@ pub unsafe extern "C" fn pagefold_regions_of_sized(
     // SAFETY: the caller's promise.
     let found = unsafe { call_engine(engine, Engine::region_statuses) };
     let Some(found) = found else { return -1 };
-    let all = found.len();
+    let region_count = found.len();
     // SAFETY: not null, so readable, by the caller's promise.
-    let room = if regions.is_null() { 0 } else { unsafe { count.read() } };
-    for (at, region) in found.into_iter().take(room).enumerate() {
-        // SAFETY: by the caller's promise, there is room for more than `at` structures of that size.
-        let place = unsafe { regions.cast::<u8>().add(at * size) };
+    let capacity = if regions.is_null() { 0 } else { unsafe { count.read() } };
+    for (at, region) in found.into_iter().take(capacity).enumerate() {
+        // SAFETY: by the caller's promise, the array holds more than `at` structures of that size.
+        let structure = unsafe { regions.cast::<u8>().add(at * size) };
         // SAFETY: it is writable, by the caller's promise.
-        unsafe { fill_structure(Some(region), place.cast::<pagefold_region>(), size) };
+        unsafe { fill_structure(Some(region), structure.cast::<pagefold_region_status>(), size) };
     }
     // SAFETY: not null, so writable, by the caller's promise.
-    unsafe { count.write(all) };
+    unsafe { count.write(region_count) };
     0
 }
 
 /// See `pagefold.h`.
 ///
 /// # Safety
-/// As for `pagefold_allocate`; `domain` is writable for `size` bytes.
+/// As for `pagefold_allocate`; `status` is writable for `size` bytes.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn pagefold_domain_of_sized(
+pub unsafe extern "C" fn pagefold_get_domain_status_sized(
     engine: *mut Engine,
-    domain: *mut pagefold_domain,
+    status: *mut pagefold_domain_status,
     size: usize,
 ) -> c_int {
-    if domain.is_null() {
-        set_last_error("domain is NULL");
+    if status.is_null() {
+        set_last_error("status is NULL");
         return -1;
     }
-    if !is_plausible_size(domain, size) {
+    if !is_plausible_size(status, size) {
         return -1;
     }
     // SAFETY: the caller's promise.
     let found = unsafe { call_engine(engine, Engine::domain_status) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(found, domain, size) }
+    unsafe { fill_structure(found, status, size) }
 }
 
 /// See `pagefold.h`.
 #[unsafe(no_mangle)]
 pub extern "C" fn pagefold_error() -> *const c_char {
-    LAST_ERROR.with(|kept| kept.borrow().as_ptr())
+    LAST_ERROR.with(|error| error.borrow().as_ptr())
 }

@@ -544,8 +544,8 @@ impl Engine {
     /// [`Error::DomainUnusable`].
     pub fn status(&self) -> Result<MemberStatus, Error> {
         self.with_state(|state| {
-            let standing = state.status(&self.options);
-            standing.map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })
+            let status = state.status(&self.options);
+            status.map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })
         })?
     }
 
@@ -558,11 +558,11 @@ impl Engine {
         // Publishes this member's state, so that the domain's mean is of the same time.
         self.status()?;
         let domain = self.domain_status()?;
-        let standing = |region: &Adopted| {
+        let status = |region: &Adopted| {
             let RegionTally { range, tally } = region.region_tally();
             RegionStatus { range, tally, saved: domain.saved(&tally) }
         };
-        let mut regions: Vec<RegionStatus> = self.with_state(|state| state.regions.iter().map(standing).collect())?;
+        let mut regions: Vec<RegionStatus> = self.with_state(|state| state.regions.iter().map(status).collect())?;
         regions.sort_by_key(|region| region.range);
         Ok(regions)
     }
@@ -720,12 +720,12 @@ impl EngineState {
     fn status(&mut self, options: &EngineOptions) -> io::Result<MemberStatus> {
         let mappings = adopted_region::tally_regions(&self.domain, &mut self.regions, merge_clock())?;
         self.publish_status(options);
-        let PageTally { pages, merged, zeros, volatile_pages: hot } = self.total_tally();
+        let PageTally { pages, merged, zeros, volatile_pages } = self.total_tally();
         Ok(MemberStatus {
             pages,
             merged,
             zeros,
-            volatile_pages: hot,
+            volatile_pages,
             store_bytes: Bytes(self.domain.store.allocated_bytes()?),
             pinned_bytes: pinned_bytes()?,
             mapping_count: mappings,

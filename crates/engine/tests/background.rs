@@ -23,9 +23,9 @@ fn background_merger_stays_within_its_cpu_share() {
     };
     assert!(background.wait_for_merges(2, Duration::from_secs(60)).expect("success") >= 2);
     drop(background);
-    let standing = engine.status().expect("success");
-    assert_eq!((standing.merged.0, standing.totals.zeros_freed.0), (990, 10), "{standing:?}");
-    assert_eq!(standing.store_bytes.0, 99 * 4096, "one page for each byte value but zero");
+    let status = engine.status().expect("success");
+    assert_eq!((status.merged.0, status.totals.zeros_freed.0), (990, 10), "{status:?}");
+    assert_eq!(status.store_bytes.0, 99 * 4096, "one page for each byte value but zero");
     for (number, page) in region.as_slice().chunks_exact(4096).enumerate() {
         assert!(page.iter().all(|&byte| byte == (number / 2 % 100) as u8), "page {number}");
     }

@@ -55,8 +55,8 @@ fn merge_new_contents(first: &mut MemberProcess, second: &mut MemberProcess, pag
     assert_eq!(first.read_status().number("store_bytes"), pages * PAGE_BYTES);
     merge_until_settled(&mut [&mut *first, &mut *second]);
     for member in [first, second] {
-        let standing = member.read_status();
-        assert_eq!((standing.number("merged"), standing.number("store_bytes")), (pages, pages * PAGE_BYTES));
+        let status = member.read_status();
+        assert_eq!((status.number("merged"), status.number("store_bytes")), (pages, pages * PAGE_BYTES));
     }
 }
 
@@ -83,7 +83,7 @@ fn remapped_memory_counts_as_written() {
     }
     merge_until_settled(&mut [&mut first, &mut second]);
     assert_eq!(second.read_status().number("store_bytes"), 700 * PAGE_BYTES);
-    // Longer than pages are left alone after one write.
+    // Longer than pages are skipped after one write.
     std::thread::sleep(std::time::Duration::from_millis(2100));
     merge_until_settled(&mut [&mut first, &mut second]);
     merge_new_contents(&mut first, &mut second, 1000);
@@ -110,8 +110,8 @@ fn file_mapped_over_adopted_memory_is_not_merged() {
     }
     merge_until_settled(&mut [&mut first, &mut second]);
     for member in [&mut first, &mut second] {
-        let standing = member.read_status();
-        assert_eq!((standing.number("merged"), standing.number("store_bytes")), (1000, 1000 * PAGE_BYTES));
+        let status = member.read_status();
+        assert_eq!((status.number("merged"), status.number("store_bytes")), (1000, 1000 * PAGE_BYTES));
         assert_eq!(member.run_command("files"), "untouched");
     }
 }

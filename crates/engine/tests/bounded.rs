@@ -163,7 +163,7 @@ fn short_lived_pages_are_not_counted_as_gain() {
             )
         };
         assert_eq!(round(), ((2000, 0), (0, 0), 2000 - stored));
-        assert_eq!(round(), ((0, 0), (2000, 2000), -2000), "rewritten pages are left alone");
+        assert_eq!(round(), ((0, 0), (2000, 2000), -2000), "rewritten pages are skipped");
         std::thread::sleep(Duration::from_millis(2100));
         assert_eq!(round(), ((2000, 2000), (0, 0), 0));
         assert_eq!(round(), ((0, 0), (2000, 0), 0));

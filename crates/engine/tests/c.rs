@@ -135,14 +135,14 @@ fn manual_page_covers_the_header() {
     for function in functions {
         assert!(page.contains(&format!("{function}(")), "{function} is not in the synopsis");
     }
-    for of in ["pagefold_options", "pagefold_merged"] {
-        let (_, fields) = header.split_once(&format!("typedef struct {of} {{\n")).expect("it is declared");
+    for structure in ["pagefold_options", "pagefold_merge_counters"] {
+        let (_, fields) = header.split_once(&format!("typedef struct {structure} {{\n")).expect("it is declared");
         let (fields, _) = fields.split_once('}').expect("it ends");
         let fields: Vec<&str> =
             fields.lines().filter_map(|line| line.split_once(';')?.0.rsplit([' ', '*']).next()).collect();
         assert!(fields.len() > 5, "{fields:?}");
         for field in fields.into_iter().filter(|&field| field != "size") {
-            assert!(page.contains(&format!(".TP\n.I {field}\n")), "{field} of {of} is not described");
+            assert!(page.contains(&format!(".TP\n.I {field}\n")), "{field} of {structure} is not described");
         }
     }
 }
@@ -163,7 +163,7 @@ fn c_errors_are_reported() {
 
 #[test]
 fn c_status_reports_merged_pages() {
-    assert_eq!(run_c_program("told.c", STATUS_C).unwrap_or(0), 0);
+    assert_eq!(run_c_program("status.c", STATUS_C).unwrap_or(0), 0);
 }
 
 #[test]
@@ -273,27 +273,27 @@ int main(void)
 		return 3;
 	uint64_t merged = 0;
 	for (int round = 0; round < 4; round++) {
-		pagefold_standing before, standing;
-		if (!filled(engine) || pagefold_standing_of(engine, &before))
+		pagefold_member_status before, status;
+		if (!filled(engine) || pagefold_get_member_status(engine, &before))
 			return 4;
 		do {
 			usleep(1000);
-			if (pagefold_standing_of(engine, &standing))
+			if (pagefold_get_member_status(engine, &status))
 				return 5;
-		} while (standing.merges < before.merges + 2);
+		} while (status.merge_count < before.merge_count + 2);
 		if (differs(engine))
 			return 6;
-		pagefold_merged so_far;
-		if (pagefold_so_far_of(engine, &so_far))
+		pagefold_merge_counters totals;
+		if (pagefold_get_merge_totals(engine, &totals))
 			return 9;
-		merged = so_far.merged;
+		merged = totals.pages_merged;
 	}
 	if (merged < PAGES || pagefold_end_background(background))
 		return 7;
 	for (int round = 0; round < 20; round++) {
-		pagefold_merged done;
-		if (!filled(engine) || pagefold_merge_while_running(engine, &done) || done.looked_at < PAGES / 2 ||
-		    differs(engine))
+		pagefold_merge_counters counters;
+		if (!filled(engine) || pagefold_merge_while_running(engine, &counters) ||
+		    counters.pages_scanned < PAGES / 2 || differs(engine))
 			return 8;
 	}
 	int handled = writes;
@@ -321,23 +321,23 @@ int main(void)
 		return 1;
 	for (size_t page = 0; page < 20; page++)
 		memset(memory + page * PAGE, 1 + page % 2, PAGE);
-	pagefold_merged merged;
-	if (pagefold_merge_while_running(engine, &merged))
+	pagefold_merge_counters counters;
+	if (pagefold_merge_while_running(engine, &counters))
 		return strstr(pagefold_error(), "needs Linux 6.4 and userfaultfd") ? 77 : 2;
-	if (merged.merged != 20 || merged.stored != 2)
+	if (counters.pages_merged != 20 || counters.contents_stored != 2)
 		return 3;
 	for (size_t page = 20; page < 40; page++)
 		memset(memory + page * PAGE, 1 + page % 2, PAGE);
 	pagefold_background *background = pagefold_merge_in_background(engine, 0.5);
 	if (!background)
 		return 4;
-	pagefold_standing standing = { 0 };
-	for (int tries = 0; tries < 6000 && standing.merged != 40; tries++) {
+	pagefold_member_status status = { 0 };
+	for (int tries = 0; tries < 6000 && status.merged != 40; tries++) {
 		usleep(10000);
-		if (pagefold_standing_of(engine, &standing))
+		if (pagefold_get_member_status(engine, &status))
 			return 5;
 	}
-	if (standing.merged != 40 || standing.store != 2 * PAGE)
+	if (status.merged != 40 || status.store_bytes != 2 * PAGE)
 		return 6;
 	if (pagefold_end_background(background) || pagefold_end_background(NULL))
 		return 7;
@@ -345,7 +345,8 @@ int main(void)
 		for (size_t byte = 0; byte < PAGE; byte++)
 			if (memory[page * PAGE + byte] != (char)(1 + page % 2))
 				return 8;
-	if (pagefold_advise(engine, memory, PAGE, PAGEFOLD_HOT) || !pagefold_advise(engine, memory, 1, PAGEFOLD_HOT))
+	if (pagefold_advise(engine, memory, PAGE, PAGEFOLD_VOLATILE) ||
+	    !pagefold_advise(engine, memory, 1, PAGEFOLD_VOLATILE))
 		return 9;
 	if (pagefold_free(engine, memory, 40 * PAGE))
 		return 10;
@@ -399,12 +400,12 @@ int main(void)
 	int ring = (int)syscall(__NR_io_uring_setup, 4, &parameters);
 	if (ring < 0)
 		return 77;
-	pagefold_standing standing;
-	if (pagefold_standing_of(engine, &standing) || standing.pinned != 0)
+	pagefold_member_status status;
+	if (pagefold_get_member_status(engine, &status) || status.pinned_bytes != 0)
 		return 3;
 	if (syscall(__NR_io_uring_register, ring, IORING_REGISTER_BUFFERS, &buffer, 1))
 		return 77;
-	if (pagefold_standing_of(engine, &standing) || standing.pinned != PAGES * PAGE)
+	if (pagefold_get_member_status(engine, &status) || status.pinned_bytes != PAGES * PAGE)
 		return 4;
 	/* Each kind of merge is refused with the reason. */
 	if (pagefold_merge(engine, NULL) != -1 || !strstr(pagefold_error(), "64.0 KiB of this process is pinned"))
@@ -425,8 +426,9 @@ int main(void)
 	pagefold_leave(engine);
 	options.merge_while_pinned = 1;
 	engine = pagefold_join("pinned", &options);
-	pagefold_merged merged;
-	if (pagefold_adopt(engine, memory, PAGES * PAGE) || pagefold_merge(engine, &merged) || merged.merged != PAGES)
+	pagefold_merge_counters counters;
+	if (pagefold_adopt(engine, memory, PAGES * PAGE) || pagefold_merge(engine, &counters) ||
+	    counters.pages_merged != PAGES)
 		return 10;
 	if (memcmp(memory, expected, PAGES * PAGE))
 		return 11;
@@ -453,8 +455,8 @@ static void *works(void *none)
 		exit(1);
 	for (size_t page = 0; page < 40; page++)
 		memset(memory + page * PAGE, 1 + page % 2, PAGE);
-	pagefold_merged merged;
-	if (pagefold_merge(leaves, &merged) || merged.merged != 40)
+	pagefold_merge_counters counters;
+	if (pagefold_merge(leaves, &counters) || counters.pages_merged != 40)
 		exit(2);
 	pagefold_leave(leaves);
 	for (int merge = 0; merge < 5; merge++) {
@@ -485,7 +487,7 @@ int main(void)
 {
 	pagefold_options options = PAGEFOLD_OPTIONS_INIT;
 	options.max_slowdown = -1;
-	pagefold_engine *engine = pagefold_join("told", &options);
+	pagefold_engine *engine = pagefold_join("status", &options);
 	/* Sixty pages of ten contents, forty of zeros, and a hundred that are never touched. */
 	char *memory = pagefold_allocate(engine, 200 * PAGE), *more = pagefold_allocate(engine, PAGE);
 	if (!memory || !more)
@@ -494,36 +496,37 @@ int main(void)
 		memset(memory + page * PAGE, page < 60 ? 1 + page % 10 : 0, PAGE);
 	if (pagefold_merge(engine, NULL))
 		return 2;
-	pagefold_standing standing;
-	if (pagefold_standing_of(engine, &standing) || standing.pages != 201 || standing.merged != 60 ||
-	    standing.zeros != 40 || standing.hot != 0 || standing.store != 10 * PAGE || standing.merges != 1 ||
-	    standing.notes != 8 * 201 || standing.spent == 0 || standing.spent >= standing.elapsed)
+	pagefold_member_status status;
+	if (pagefold_get_member_status(engine, &status) || status.pages != 201 || status.merged != 60 ||
+	    status.zeros != 40 || status.volatile_pages != 0 || status.store_bytes != 10 * PAGE ||
+	    status.merge_count != 1 || status.note_bytes != 8 * 201 || status.overhead_ns == 0 || status.overhead_ns >= status.elapsed_ns)
 		return 3;
 	size_t count = 7;
-	if (pagefold_regions_of(engine, NULL, &count) || count != 2)
+	if (pagefold_get_region_statuses(engine, NULL, &count) || count != 2)
 		return 4;
-	pagefold_region regions[2];
+	pagefold_region_status regions[2];
 	count = 1;
-	if (pagefold_regions_of(engine, regions, &count) || count != 2 ||
+	if (pagefold_get_region_statuses(engine, regions, &count) || count != 2 ||
 	    regions[0].memory != (void *)(memory < more ? memory : more))
 		return 5;
-	if (pagefold_regions_of(engine, regions, &count) || count != 2)
+	if (pagefold_get_region_statuses(engine, regions, &count) || count != 2)
 		return 6;
-	pagefold_region *region = regions[0].memory == (void *)memory ? &regions[0] : &regions[1];
-	if (region->bytes != 200 * PAGE || region->merged != 60 || region->zeros != 40 || region->hot != 0 ||
-	    region->saved != (60 - 10 + 40) * (int64_t)PAGE)
+	pagefold_region_status *region = regions[0].memory == (void *)memory ? &regions[0] : &regions[1];
+	if (region->bytes != 200 * PAGE || region->merged != 60 || region->zeros != 40 || region->volatile_pages != 0 ||
+	    region->saved_bytes != (60 - 10 + 40) * (int64_t)PAGE)
 		return 7;
-	pagefold_domain domain;
-	if (pagefold_domain_of(engine, &domain) || domain.members != 1 || domain.pages != 201 || domain.merged != 60 ||
-	    domain.zeros != 40 || domain.hot != 0 || domain.stored != 10 ||
-	    domain.saved != (60 - 10 + 40) * (int64_t)PAGE || domain.index == 0 || domain.overhead <= domain.index)
+	pagefold_domain_status domain;
+	if (pagefold_get_domain_status(engine, &domain) || domain.members != 1 || domain.pages != 201 ||
+	    domain.merged != 60 || domain.zeros != 40 || domain.volatile_pages != 0 || domain.stored_contents != 10 ||
+	    domain.saved_bytes != (60 - 10 + 40) * (int64_t)PAGE || domain.index_bytes == 0 ||
+	    domain.overhead_bytes <= domain.index_bytes)
 		return 8;
-	if (pagefold_regions_of(engine, NULL, NULL) != -1 || strcmp(pagefold_error(), "count is NULL"))
+	if (pagefold_get_region_statuses(engine, NULL, NULL) != -1 || strcmp(pagefold_error(), "count is NULL"))
 		return 9;
-	if (pagefold_domain_of(engine, NULL) != -1 || strcmp(pagefold_error(), "domain is NULL"))
+	if (pagefold_get_domain_status(engine, NULL) != -1 || strcmp(pagefold_error(), "status is NULL"))
 		return 10;
-	pagefold_merged so_far;
-	if (pagefold_so_far_of(engine, &so_far) || so_far.merged != 60 || so_far.zeros != 40)
+	pagefold_merge_counters totals;
+	if (pagefold_get_merge_totals(engine, &totals) || totals.pages_merged != 60 || totals.zeros_freed != 40)
 		return 11;
 	pagefold_leave(engine);
 	return 0;
@@ -565,27 +568,27 @@ int main(void)
 	memset(memory, 1, 20 * PAGE);
 	if (pagefold_merge_sized(engine, fresh(), 16) || !fits() || words[0] != 20)
 		return 2;
-	if (pagefold_merge_sized(engine, fresh(), 800 - 8) || !grows(sizeof(pagefold_merged), 99))
+	if (pagefold_merge_sized(engine, fresh(), 800 - 8) || !grows(sizeof(pagefold_merge_counters), 99))
 		return 3;
-	if (pagefold_so_far_of_sized(engine, fresh(), 16) || !fits())
+	if (pagefold_get_merge_totals_sized(engine, fresh(), 16) || !fits())
 		return 4;
-	if (pagefold_standing_of_sized(engine, fresh(), 16) || !fits() || words[0] != 30 || words[1] != 20)
+	if (pagefold_get_member_status_sized(engine, fresh(), 16) || !fits() || words[0] != 30 || words[1] != 20)
 		return 5;
-	if (pagefold_standing_of_sized(engine, fresh(), 400) || !grows(sizeof(pagefold_standing), 50))
+	if (pagefold_get_member_status_sized(engine, fresh(), 400) || !grows(sizeof(pagefold_member_status), 50))
 		return 6;
-	if (pagefold_domain_of_sized(engine, fresh(), 16) || !fits() || words[0] != 1 || words[1] != 30)
+	if (pagefold_get_domain_status_sized(engine, fresh(), 16) || !fits() || words[0] != 1 || words[1] != 30)
 		return 7;
 	size_t count = 1;
-	if (pagefold_regions_of_sized(engine, fresh(), &count, 16) || count != 2 || !fits())
+	if (pagefold_get_region_statuses_sized(engine, fresh(), &count, 16) || count != 2 || !fits())
 		return 8;
 	/* Two structures, each with a word that the library does not know. */
-	size_t size = sizeof(pagefold_region) + 8;
-	if (pagefold_regions_of_sized(engine, fresh(), &count, size) || count != 2 || words[size / 8 - 1] != 0 ||
+	size_t size = sizeof(pagefold_region_status) + 8;
+	if (pagefold_get_region_statuses_sized(engine, fresh(), &count, size) || count != 2 || words[size / 8 - 1] != 0 ||
 	    words[size / 4 - 1] != 0 || words[size / 4] != UNTOUCHED || words[1] + words[size / 8 + 1] != 30 * PAGE)
 		return 9;
 	size_t wrong[] = { 0, 7, 12, 1 << 20 };
 	for (int each = 0; each < 4; each++)
-		if (pagefold_standing_of_sized(engine, fresh(), wrong[each]) != -1 || words[0] != UNTOUCHED ||
+		if (pagefold_get_member_status_sized(engine, fresh(), wrong[each]) != -1 || words[0] != UNTOUCHED ||
 		    !strstr(pagefold_error(), "is not a valid size of the structure") ||
 		    pagefold_merge_sized(engine, fresh(), wrong[each]) != -1 || words[0] != UNTOUCHED)
 			return 10;
@@ -607,11 +610,11 @@ int main(void)
 	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "PAGEFOLD_OPTIONS_INIT"))
 		return 1;
 	options = (pagefold_options)PAGEFOLD_OPTIONS_INIT;
-	options.lifetime = -1;
-	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "a lifetime of -1 s"))
+	options.min_runtime = -1;
+	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "min_runtime of -1 s"))
 		return 5;
-	options.lifetime = 0.0 / 0.0;
-	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "a lifetime of NaN s"))
+	options.min_runtime = 0.0 / 0.0;
+	if (pagefold_join("x", &options) || !strstr(pagefold_error(), "min_runtime of NaN s"))
 		return 6;
 	if (pagefold_join("../x", NULL) || !strstr(pagefold_error(), "is not a valid domain name"))
 		return 2;

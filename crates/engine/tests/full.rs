@@ -41,7 +41,11 @@ fn later_file_size_limit_kills_no_process() {
     let limit = rustix::process::Rlimit { current: Some(4096), maximum: None };
     rustix::process::prlimit(Some(process), rustix::process::Resource::Fsize, limit).expect("our child");
     let merged = member.run_merge();
-    assert_eq!((merged.number("zeros_freed"), merged.number("contents_stored"), merged.number("pages_failed")), (0, 0, 600), "{merged:?}");
+    assert_eq!(
+        (merged.number("zeros_freed"), merged.number("contents_stored"), merged.number("pages_failed")),
+        (0, 0, 600),
+        "{merged:?}"
+    );
     member.run_command("fill 600 400 9");
     member.run_command("fill 600 400 0");
     assert_eq!(member.run_merge().number("zeros_freed"), 400, "freeing zeros needs no file space");

@@ -123,7 +123,7 @@ fn members_with_little_headroom_survive_restoring_pages() {
                     member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom")),
                 );
                 (broken, merged) = (broken + told.number("cow_breaks"), merged + told.number("pages_merged"));
-                // Otherwise pages that were written soon after a merge are left alone.
+                // Otherwise pages that were written soon after a merge are skipped.
                 member.run_command(&format!("advise 0 {MEMBER_PAGES} 0"));
             }
         }

@@ -39,7 +39,11 @@ fn unprofitable_huge_pages_are_not_split() {
     first.run_command("copy 2000 1 2500");
     first.run_command("fill 2100 1 0");
     let merged = first.run_merge();
-    assert_eq!((merged.number("pages_merged"), merged.number("zeros_freed"), merged.number("unprofitable")), (0, 0, 3), "{merged:?}");
+    assert_eq!(
+        (merged.number("pages_merged"), merged.number("zeros_freed"), merged.number("unprofitable")),
+        (0, 0, 3),
+        "{merged:?}"
+    );
     assert_eq!(first.smaps_rollup_kib("AnonHugePages:"), before);
     let mut second = MemberProcess::start(&root, 4096, &[]);
     huge(&mut second);
@@ -93,7 +97,7 @@ fn bounded_merge_splits_only_fully_mergeable_huge_pages() {
     let _one = TEST_LOCK.lock();
     let root = domains_root();
     let start = |bound: &str, more: &[&str], seed: u64| {
-        let bound = ["--max-slowdown", bound, "--lifetime", "36000"];
+        let bound = ["--max-slowdown", bound, "--min-runtime", "36000"];
         let mut member = MemberProcess::start(&root, 4096, &[&bound, more].concat());
         member.run_command("huge");
         member.run_command(&format!("fill 0 4096 {seed}"));
@@ -155,7 +159,7 @@ fn bounded_merge_keeps_mixed_zero_and_paired_huge_pages() {
     let root = domains_root();
     // The bound allows two of the eight or so huge pages.
     let start = || {
-        let mut member = MemberProcess::start(&root, 4096, &["--max-slowdown", "30", "--lifetime", "36000"]);
+        let mut member = MemberProcess::start(&root, 4096, &["--max-slowdown", "30", "--min-runtime", "36000"]);
         member.run_command("huge");
         member.run_command("fill 0 4096 3");
         // Wherever a huge page starts, 12 of its pages have a partner and the others are zeros.
@@ -173,8 +177,11 @@ fn bounded_merge_keeps_mixed_zero_and_paired_huge_pages() {
     for _ in 0..300 {
         first.run_merge();
         let told = second.run_merge();
-        (zeros, merged, kept) =
-            (zeros + told.number("zeros_freed"), merged + told.number("pages_merged"), kept + told.number("unprofitable"));
+        (zeros, merged, kept) = (
+            zeros + told.number("zeros_freed"),
+            merged + told.number("pages_merged"),
+            kept + told.number("unprofitable"),
+        );
         if kept >= 3 * 4096 {
             break;
         }

@@ -25,16 +25,19 @@ fn equal_memory_of_two_members_is_stored_once() {
     let merged = second.run_merge();
     assert_eq!((merged.number("pages_merged"), merged.number("contents_stored")), (1900, 1900));
     let merged = first.run_merge();
-    assert_eq!((merged.number("pages_merged"), merged.number("contents_stored"), merged.number("runs_mapped")), (1900, 0, 2));
+    assert_eq!(
+        (merged.number("pages_merged"), merged.number("contents_stored"), merged.number("runs_mapped")),
+        (1900, 0, 2)
+    );
     first.check_memory();
     second.check_memory();
     let after = footprint(&mut first) + footprint(&mut second);
     // Less the engine's own memory: its index and the working memory of its last merge.
     assert!(before - after > 1900 * 4 - 800, "{before} KiB before, {after} after");
     assert!(first.smaps_rollup_kib("Pss_Shmem:") >= 1900 * 2, "two members share each page");
-    let standing = first.read_status();
-    assert_eq!((standing.number("merged"), standing.number("store_bytes")), (1900, 1900 * PAGE_BYTES));
-    assert!(standing.number("mapping_count") <= mappings + 4, "a run takes one mapping: {standing:?}");
+    let status = first.read_status();
+    assert_eq!((status.number("merged"), status.number("store_bytes")), (1900, 1900 * PAGE_BYTES));
+    assert!(status.number("mapping_count") <= mappings + 4, "a run takes one mapping: {status:?}");
     assert_eq!(second.run_merge().number("pages_scanned"), 100, "only unmerged pages are scanned again");
 }
 
@@ -45,7 +48,10 @@ fn duplicates_within_one_process_are_merged() {
     member.run_command("fill 0 500 3");
     member.run_command("copy 500 500 0");
     let merged = member.run_merge();
-    assert_eq!((merged.number("pages_merged"), merged.number("contents_stored"), merged.number("runs_mapped")), (1000, 500, 2));
+    assert_eq!(
+        (merged.number("pages_merged"), merged.number("contents_stored"), merged.number("runs_mapped")),
+        (1000, 500, 2)
+    );
     member.check_memory();
     assert_eq!(member.read_status().number("store_bytes"), 500 * PAGE_BYTES);
 }
@@ -65,7 +71,7 @@ fn program_advice_is_followed() {
     write(&mut member, 7);
     member.run_command("advise 0 500 2");
     member.run_command("advise 500 500 1");
-    assert_eq!(merge(&mut member), [1000, 0, 500], "the first part is hot, and the second unmergeable");
+    assert_eq!(merge(&mut member), [1000, 0, 500], "the first part is volatile, and the second unmergeable");
     assert_eq!(member.read_status().number("volatile_pages"), 500);
     member.run_command("advise 0 1000 0");
     assert_eq!(merge(&mut member), [1000, 0, 0]);
@@ -74,7 +80,7 @@ fn program_advice_is_followed() {
     assert_eq!(member.read_status().number("merged"), 2000, "until it is written");
     write(&mut member, 8);
     assert_eq!(merge(&mut member), [0, 2000, 0]);
-    // Longer than pages are left alone after one write.
+    // Longer than pages are skipped after one write.
     std::thread::sleep(Duration::from_millis(2100));
     assert_eq!(merge(&mut member), [0, 0, 2000]);
     member.run_command("advise 0 2000 0");
@@ -102,9 +108,9 @@ fn concurrent_merges_store_each_content_once() {
     assert_eq!(merged, 4 * 2 * CONTENT_COUNT);
     for (member, before) in members.iter_mut().zip(mappings) {
         member.check_memory();
-        let standing = member.read_status();
-        assert_eq!(standing.number("store_bytes"), CONTENT_COUNT * PAGE_BYTES, "unused contents are freed");
-        let now = standing.number("mapping_count");
+        let status = member.read_status();
+        assert_eq!(status.number("store_bytes"), CONTENT_COUNT * PAGE_BYTES, "unused contents are freed");
+        let now = status.number("mapping_count");
         assert!(now < before + 200, "{now} mappings, {before} before: adjacent pages are stored together");
     }
 }
@@ -121,7 +127,7 @@ fn zero_pages_are_freed() {
     let after = member.smaps_rollup_kib("Rss:");
     assert!(before - after > 4999 * 4 - 1000, "{before} KiB before, {after} after");
     member.check_memory();
-    // Pages that are written again at once are left alone for a while.
+    // Pages that are written again at once are skipped for a while.
     member.run_command("fill 200 10 0");
     let merged = member.run_merge();
     assert_eq!((merged.number("cow_breaks"), merged.number("backed_off"), merged.number("zeros_freed")), (10, 10, 0));
@@ -307,7 +313,7 @@ fn memory_can_be_written_during_a_merge() {
         member.run_command("fill 0 2000 7");
     }
     let begin = Instant::now();
-    // Pages that are written all the time are left alone for a second and more, so this may take some turns.
+    // Pages that are written all the time are skipped for a second and more, so this may take some turns.
     for turn in 0.. {
         let member = if turn % 2 == 0 { &mut first } else { &mut second };
         let told = MemberAnswer(member.run_command("race 40"));
@@ -381,10 +387,10 @@ fn longest_runs_are_merged_when_mappings_are_scarce() {
         member.check_memory();
         // Skipped runs are tried again, and merged pages stay merged.
         member.run_merge();
-        let standing = member.read_status();
+        let status = member.read_status();
         assert!(
-            standing.number("merged") >= merged.number("pages_merged") && standing.number("mapping_count") <= most,
-            "{standing:?}"
+            status.number("merged") >= merged.number("pages_merged") && status.number("mapping_count") <= most,
+            "{status:?}"
         );
         member.check_memory();
     }
@@ -419,8 +425,8 @@ impl RandomRunLength {
 const MEMBER_OPTIONS: [&[&str]; 5] = [
     &[],
     &["--threads", "2"],
-    &["--max-slowdown", "2", "--lifetime", "3600"],
-    &["--max-slowdown", "100", "--lifetime", "3600", "--threads", "2"],
+    &["--max-slowdown", "2", "--min-runtime", "3600"],
+    &["--max-slowdown", "100", "--min-runtime", "3600", "--threads", "2"],
     &["--max-slowdown", "100"],
 ];
 
@@ -497,7 +503,7 @@ fn run_random_members(while_written: bool) {
                 let how = random(3);
                 member.run_command(&format!("advise {from} {count} {how}"));
             }
-            41 => drop(member.run_command(&format!("forsake {from} {count}"))),
+            41 => drop(member.run_command(&format!("disown {from} {count}"))),
             42..44 => drop(member.run_command("adopt 0 600")),
             44 => drop(member.run_command(&format!("unmap {from} {few}"))),
             45..47 => drop(member.run_command("map 0 600")),
@@ -537,7 +543,7 @@ fn run_random_members(while_written: bool) {
                 member.run_command(&format!("munmap {from} {few}"));
                 note(bounded[at], &member.run_merge());
                 // Before the program maps anything else there, which the engine would take for adopted memory.
-                member.run_command(&format!("forsake {from} {few}"));
+                member.run_command(&format!("disown {from} {few}"));
             }
             61 => drop(member.run_command(&format!("replace {from} {few}"))),
             62 => drop(member.run_command(&format!("mapfile {from} {few}"))),
@@ -614,9 +620,9 @@ fn member_can_die_at_any_step() {
         }
         other.check_memory();
         third.check_memory();
-        let standing = third.read_status();
+        let status = third.read_status();
         assert_eq!(
-            (standing.number("merged"), standing.number("store_bytes")),
+            (status.number("merged"), status.number("store_bytes")),
             (600, 600 * PAGE_BYTES),
             "killed at point {at}"
         );
@@ -651,8 +657,9 @@ fn members_merge_at_common_safe_points() {
         std::thread::sleep(Duration::from_millis(20));
         ranks.iter_mut().for_each(|member| member.send_command("merge"));
         let merged = ranks.iter_mut().map(|member| member.read_answer().expect("it is alive"));
-        let merged =
-            merged.map(MemberAnswer).filter(|told| told.number("incomplete_merges") == 0 || told.number("pages_scanned") > 0);
+        let merged = merged
+            .map(MemberAnswer)
+            .filter(|told| told.number("incomplete_merges") == 0 || told.number("pages_scanned") > 0);
         match merged.count() {
             0 => {}
             all if all == bounds.len() => together += 1,

@@ -37,7 +37,7 @@ fn assert_all_merge_again(members: &mut [MemberProcess]) {
     }
     for _ in 0..4 {
         for member in members.iter_mut() {
-            // Otherwise pages that were written soon after their merge are left alone.
+            // Otherwise pages that were written soon after their merge are skipped.
             member.run_command("advise 0 600 0");
             member.run_merge();
         }
@@ -64,7 +64,7 @@ fn assert_memory_survives_removal_of(names: &[&str]) {
         }
         for _ in 0..3 {
             for at in lines.iter().map(|(at, _)| *at) {
-                // Otherwise pages that were written soon after their merge are left alone.
+                // Otherwise pages that were written soon after their merge are skipped.
                 members[at].run_command("adopt 0 600");
                 members[at].run_merge();
                 members.iter_mut().for_each(MemberProcess::check_memory);
@@ -126,8 +126,8 @@ fn unwritten_pages_move_to_the_new_store() {
     assert_eq!((present.len(), store_inodes(&members[1])), (1, present.clone()));
     assert!(present.is_disjoint(&former), "the former store is still in use");
     for member in &mut members {
-        let standing = member.read_status();
-        assert_eq!([standing.number("merged"), standing.number("store_bytes")], [500, 500 * PAGE_BYTES]);
+        let status = member.read_status();
+        assert_eq!([status.number("merged"), status.number("store_bytes")], [500, 500 * PAGE_BYTES]);
     }
 }
 
@@ -198,7 +198,7 @@ fn run_random_members(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + S
             0..5 => drop(member.run_command(&format!("fill {from} {count} {}", random(4)))),
             5 => drop(member.run_command(&format!("copy {} {count} {from}", to.min(MEMBER_PAGES - count)))),
             6..12 => {
-                // Otherwise pages that were written soon after their merge are left alone.
+                // Otherwise pages that were written soon after their merge are skipped.
                 member.run_command("adopt 0 600");
                 let told = member.run_merge();
                 assert!(told.0.contains("pages_scanned"), "a merge failed: {told:?}");

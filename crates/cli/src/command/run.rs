@@ -103,10 +103,10 @@ pub struct RunArguments {
     /// With --engine user: the minimum run time of each merged process. Merges with predicted net savings may use the
     /// CPU time that --max-slowdown allows for all of it from the start, when there is most to merge [default: 0]
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
-    lifetime: Option<Duration>,
+    min_runtime: Option<Duration>,
     /// With --engine user: the smallest allocation that is merged [default: 1MiB]
     #[arg(long, value_name = "BYTES", value_parser = parse_bytes)]
-    threshold: Option<Bytes>,
+    min_block: Option<Bytes>,
     /// With --engine user: merge each NUMA node separately, for processes that stay on a node
     #[arg(long)]
     per_node: bool,
@@ -328,8 +328,8 @@ impl RunArguments {
         let user = [
             ("--domain", self.domain.is_some()),
             ("--max-slowdown", self.max_slowdown.is_some()),
-            ("--lifetime", self.lifetime.is_some()),
-            ("--threshold", self.threshold.is_some()),
+            ("--min-runtime", self.min_runtime.is_some()),
+            ("--min-block", self.min_block.is_some()),
             ("--per-node", self.per_node),
             ("--report", self.report),
         ];

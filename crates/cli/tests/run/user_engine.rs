@@ -67,7 +67,7 @@ impl UserDirectory {
     }
 
     fn run_arguments(&self) -> [&str; 8] {
-        ["run", "--engine", "user", "--max-slowdown", "100", "--threshold", "64KiB", "--report"]
+        ["run", "--engine", "user", "--max-slowdown", "100", "--min-block", "64KiB", "--report"]
     }
 
     /// Run a program under mpirun with three ranks.
@@ -208,8 +208,8 @@ fn memory_is_freed_during_a_merge() {
     let source = home.path().join("frees.c");
     fs::write(&source, FREE_DURING_MERGE_C).unwrap();
     let program = home.compile("gcc", source.to_str().unwrap(), &[]);
-    // With such a long lifetime no merge is cut short.
-    let output = home.run_user_engine().args(["--lifetime", "10h", "--"]).arg(&program).output().unwrap();
+    // With such a long minimum run time no merge is cut short.
+    let output = home.run_user_engine().args(["--min-runtime", "10h", "--"]).arg(&program).output().unwrap();
     let said = lossy_text(&output.stderr);
     assert!(output.status.success() && has_merged(&said), "{said}");
     assert_eq!(lossy_text(&output.stdout), "freed beside a merge\n", "{said}");
@@ -334,7 +334,7 @@ fn ranks_merge_at_safe_points_unprivileged() {
     // The allowance of an hour is available at the first of three barriers.
     let bound = words.iter().position(|word| *word == "100").unwrap();
     let mut early = words.clone();
-    early.splice(bound..=bound, ["0.01", "--lifetime", "1h"]);
+    early.splice(bound..=bound, ["0.01", "--min-runtime", "1h"]);
     let output = home.run_ranks(&early, &program, &["8", "0"]);
     assert_eq!(lossy_text(&output.stderr).matches("gave 2.00 MiB of zeros back").count(), 3, "{output:?}");
     // Another thread could write, so the engine blocks writers where it can.

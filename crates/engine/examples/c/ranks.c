@@ -50,8 +50,8 @@ struct monitor {
 	pagefold_engine *engine;
 	atomic_bool ends;
 	/* From the last reading; read these after the thread has ended. */
-	pagefold_standing standing;
-	pagefold_domain domain;
+	pagefold_member_status member_status;
+	pagefold_domain_status domain_status;
 };
 
 static void *watch(void *argument)
@@ -61,8 +61,8 @@ static void *watch(void *argument)
 	for (int last = 0; !last;) {
 		last = atomic_load(&monitor->ends);
 		/* The first of these calls waits while this process merges. */
-		if (pagefold_standing_of(monitor->engine, &monitor->standing) ||
-		    pagefold_domain_of(monitor->engine, &monitor->domain))
+		if (pagefold_get_member_status(monitor->engine, &monitor->member_status) ||
+		    pagefold_get_domain_status(monitor->engine, &monitor->domain_status))
 			fail("watch");
 		usleep(10000);
 	}
@@ -95,22 +95,23 @@ static int rank_of_many(int rank, size_t bytes, const char *domain, pthread_barr
 	long before = pss();
 
 	/* No rank writes here. The first merge publishes what each rank holds; the second merge finds the duplicates. */
-	pagefold_merged merged, sum = { 0 };
+	pagefold_merge_counters counters, sum = { 0 };
 	for (int round = 0; round < 2; round++) {
 		pthread_barrier_wait(barrier);
-		if (pagefold_merge(engine, &merged))
+		if (pagefold_merge(engine, &counters))
 			fail("merge");
-		sum.merged += merged.merged;
-		sum.zeros += merged.zeros;
-		sum.nanoseconds += merged.nanoseconds;
+		sum.pages_merged += counters.pages_merged;
+		sum.zeros_freed += counters.zeros_freed;
+		sum.program_time_ns += counters.program_time_ns;
 	}
 	pthread_barrier_wait(barrier);
 	atomic_store(&monitor.ends, 1);
 	pthread_join(watching, NULL);
 	printf("rank %d: %lu pages merged, %lu of zeros freed in %.1f ms; %ld MiB before, %ld after; "
 	       "%lu merges seen, and %ld MiB saved by all ranks\n",
-	       rank, (unsigned long)sum.merged, (unsigned long)sum.zeros, sum.nanoseconds / 1e6, before / 1024,
-	       pss() / 1024, (unsigned long)monitor.standing.merges, (long)(monitor.domain.saved >> 20));
+	       rank, (unsigned long)sum.pages_merged, (unsigned long)sum.zeros_freed, sum.program_time_ns / 1e6,
+	       before / 1024, pss() / 1024, (unsigned long)monitor.member_status.merge_count,
+	       (long)(monitor.domain_status.saved_bytes >> 20));
 
 	pthread_barrier_wait(barrier);
 	table[0] = word(rank); /* private to this rank from here on */

@@ -2,13 +2,13 @@
 //! sequence of commands is valid: a command skips pages that it cannot handle, such as unmapped or protected ones.
 //!
 //! ```text
-//! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT] [--lifetime SECONDS] [--per-node] [--split-huge-pages]
+//! member DOMAIN PAGES [--threads N] [--max-slowdown PERCENT] [--min-runtime SECONDS] [--per-node] [--split-huge-pages]
 //!
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros; equal seeds and page numbers give equal contents
 //! copy START COUNT FROM   copies the pages from FROM on to the pages from START on
 //! clear START COUNT       by the engine's function
 //! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 volatile
-//! forsake START COUNT     disowns the pages; `adopt` disowns them all, and adopts those that are mapped
+//! disown START COUNT      disowns the pages; `adopt` disowns them all, and adopts those that are mapped
 //! merge                   prints the counters of the merge
 //! running                 merges by `merge_while_running`, or prints the reason of a failure
 //! background              starts a thread that merges until a command that must not run beside it, or prints an error
@@ -16,7 +16,7 @@
 //! race ROUNDS             merges this often while a thread writes to pages without pause
 //! shuffle ROUNDS          merges this often while a thread moves disowned memory without pause
 //! check                   compares every page with its expected content
-//! standing                prints the status of the engine
+//! status                  prints the status of the engine
 //!
 //! unmap START COUNT       disowns and unmaps; `map` maps unmapped pages, and adopts them
 //! munmap START COUNT      unmaps without notice to the engine
@@ -68,14 +68,14 @@ const COMMANDS_DURING_MERGE: [&str; 12] = [
     "copy",
     "clear",
     "advise",
-    "forsake",
+    "disown",
     "adopt",
     "merge",
     "running",
     "background",
     "foreground",
     "check",
-    "standing",
+    "status",
 ];
 
 /// Create mappings until `mappings_left`, or one more, remain below the limit up to which a merge creates them.
@@ -384,7 +384,7 @@ fn main() {
     };
     let options = EngineOptions {
         max_slowdown: option("--max-slowdown").map(|percent| percent / 100.0),
-        min_runtime: option("--lifetime").map_or(Duration::ZERO, Duration::from_secs_f64),
+        min_runtime: option("--min-runtime").map_or(Duration::ZERO, Duration::from_secs_f64),
         threads: option("--threads").map_or(1, |threads| threads as usize),
         per_node: arguments.iter().any(|argument| argument == "--per-node"),
         split_huge_pages: arguments.iter().any(|argument| argument == "--split-huge-pages"),
@@ -453,9 +453,9 @@ fn main() {
                 engine.advise(memory.page_address_range(start, count), advice).expect("a usable domain");
                 println!("advised");
             }
-            ("forsake", &[start, count]) => {
+            ("disown", &[start, count]) => {
                 engine.disown(memory.page_address_range(start, count)).expect("a usable domain");
-                println!("forsaken");
+                println!("disowned");
             }
             ("adopt", &[start, count]) => {
                 engine.disown(memory.page_address_range(start, count)).expect("a usable domain");
@@ -617,7 +617,7 @@ fn main() {
                 println!("left");
                 return;
             }
-            ("standing", []) => println!("{:?}", engine.status().expect("a usable domain")),
+            ("status", []) => println!("{:?}", engine.status().expect("a usable domain")),
             ("fork", []) => {
                 let (wait, gate) = std::io::pipe().expect("a pipe");
                 let process = fork_process();

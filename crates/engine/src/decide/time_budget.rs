@@ -19,11 +19,11 @@ pub struct TimeBudget {
 }
 
 impl TimeBudget {
-    /// Budget with nothing spent yet, for a program that runs at least for `lifetime`: the share of that time is
+    /// Budget with nothing spent yet, for a program that runs at least for `min_runtime`: the share of that time is
     /// available from the beginning.
-    pub fn new(max_slowdown: Option<f64>, lifetime: Duration) -> Self {
+    pub fn new(max_slowdown: Option<f64>, min_runtime: Duration) -> Self {
         let share = max_slowdown.map(|share| if share.is_nan() { 0.0 } else { share.clamp(0.0, 1.0) });
-        Self { max_slowdown: share, min_runtime: lifetime, spent: Duration::ZERO }
+        Self { max_slowdown: share, min_runtime, spent: Duration::ZERO }
     }
 
     /// Time spent so far.

@@ -120,7 +120,7 @@ impl MemberProcess {
     }
 
     pub fn read_status(&mut self) -> MemberAnswer {
-        MemberAnswer(self.run_command("standing"))
+        MemberAnswer(self.run_command("status"))
     }
 
     pub fn check_memory(&mut self) {

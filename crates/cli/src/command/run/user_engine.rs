@@ -38,15 +38,15 @@ pub fn prepare_variables(options: &RunArguments, name: &OsStr) -> anyhow::Result
         bail!("--domain {domain}: a name has at most {most} letters, digits, '.', '_' and '-', and no leading '.'");
     }
     let mut variables = vec![("LD_PRELOAD", preload), ("PAGEFOLD_DOMAIN", CString::new(domain)?)];
-    let mut say = |name, value: Option<String>| -> anyhow::Result<()> {
+    let mut push = |name, value: Option<String>| -> anyhow::Result<()> {
         variables.extend(value.map(CString::new).transpose()?.map(|value| (name, value)));
         Ok(())
     };
-    say("PAGEFOLD_MAX_SLOWDOWN", options.max_slowdown.map(|share| share.to_string()))?;
-    say("PAGEFOLD_LIFETIME", options.lifetime.map(|time| time.as_secs_f64().to_string()))?;
-    say("PAGEFOLD_THRESHOLD", options.threshold.map(|bytes| bytes.0.to_string()))?;
-    say("PAGEFOLD_PER_NODE", options.per_node.then(|| "1".to_owned()))?;
-    say("PAGEFOLD_REPORT", options.report.then(|| "1".to_owned()))?;
+    push("PAGEFOLD_MAX_SLOWDOWN", options.max_slowdown.map(|share| share.to_string()))?;
+    push("PAGEFOLD_MIN_RUNTIME", options.min_runtime.map(|time| time.as_secs_f64().to_string()))?;
+    push("PAGEFOLD_MIN_BLOCK", options.min_block.map(|bytes| bytes.0.to_string()))?;
+    push("PAGEFOLD_PER_NODE", options.per_node.then(|| "1".to_owned()))?;
+    push("PAGEFOLD_REPORT", options.report.then(|| "1".to_owned()))?;
     variables.into_iter().map(|(name, value)| Ok((CString::new(name)?, value))).collect()
 }
 
