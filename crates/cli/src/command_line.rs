@@ -188,8 +188,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, String> {
 
 /// The file of `--parquet`. A build without the feature refuses it before it does any work.
 pub fn parquet_path_parser() -> impl TypedValueParser<Value = PathBuf> {
-    let remedy = "this build cannot write Parquet; build with `cargo install --path crates/cli --features parquet`, \
-                  or use `report --csv`, which has the same columns";
+    let remedy = "this build cannot write Parquet; build with `cargo install --path crates/cli --features parquet`";
     PathBufValueParser::new().try_map(move |path| if cfg!(feature = "parquet") { Ok(path) } else { Err(remedy) })
 }
 

@@ -663,7 +663,7 @@ fn invalid_input_fails_with_one_line_and_no_change() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let nobody = merge_command(state.path(), &[u32::MAX / 4], &[]).output().unwrap();
     refused(&nobody, "there is no process");
-    refused(&nobody, "run pagefold there");
+    refused(&nobody, "run pagefold in the other one");
     let lab = RunningLab::start_layout(&["zero=2000"]).unwrap();
     let no_guest = merge_command(state.path(), &[lab.pid()], &["--whole", "--qmp", "/nowhere"]).output().unwrap();
     refused(&no_guest, "is not a virtual machine");

@@ -113,7 +113,7 @@ fn policies_are_set_and_restored() {
     assert_eq!(read_settings(), before);
     assert!(expect_status(0, state, &["policy", "restore"]).contains("there is nothing to restore"));
     let said = expect_status(0, state, &["policy", "set", "ksmtuned"]);
-    assert!(said.contains("needs --follow"), "{said}");
+    assert!(said.contains("add --follow"), "{said}");
     expect_status(0, state, &["policy", "restore"]);
     assert_eq!(read_settings(), before);
 }

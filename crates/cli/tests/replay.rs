@@ -158,5 +158,5 @@ fn trace_recording_ends_at_its_size_limit() {
     let pid = format!("--pid={}", lab.pid());
     let said =
         stdout_text(&run_pagefold(&["record", "--every", "10ms", "--limit", "1KiB", "--settle", "0", &pid, &path]));
-    assert!(said.contains("Recorded 1 moments") && said.contains("--limit"), "{said}");
+    assert!(said.contains("Recorded a trace of 1 recording ") && said.contains("--limit"), "{said}");
 }

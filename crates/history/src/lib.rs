@@ -15,7 +15,6 @@
 
 pub mod chart;
 pub mod convergence;
-pub mod csv;
 mod database;
 pub mod figures;
 pub mod html;

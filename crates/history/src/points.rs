@@ -1,7 +1,7 @@
 //! The state of hosts over time: the daemon's answer about its past, and the report on its history.
 //!
 //! `record` has the stored rows, `report` the document, `convergence`, `series` and `figures` the arithmetic, `chart`
-//! and `svg` the charts. `text`, `html`, `csv` and `parquet` write the document.
+//! and `svg` the charts. `text`, `html` and `parquet` write the document.
 
 use pagefold_daemon::wire::StatusReport;
 use schemars::JsonSchema;

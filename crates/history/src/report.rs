@@ -1,7 +1,7 @@
 //! The document of `pagefold report`: hosts, or spans of time, side by side.
 //!
 //! Its size is limited: samples are thinned to points, only the latest passes and the largest tracked processes are
-//! listed, and omitted rows are counted. `--csv` and `--parquet` write all samples.
+//! listed, and omitted rows are counted. `--parquet` writes all samples.
 
 use super::figures::{FigureUnit, HistoryFigures};
 use super::record::{FootprintSample, HistoryPass, HistorySpan};

@@ -14,8 +14,6 @@ const CHART_HEIGHT: f64 = 250.0;
 const LEFT_MARGIN: f64 = 74.0;
 const RIGHT_MARGIN: f64 = 12.0;
 const BOTTOM_MARGIN: f64 = 26.0;
-/// In a file the title is above the legend.
-const TITLE_HEIGHT: f64 = 28.0;
 const LEGEND_ROW_HEIGHT: f64 = 20.0;
 
 /// The approximate width of a character in the legend.
@@ -46,27 +44,6 @@ pub fn render_inline(chart: &Chart) -> String {
     format!(
         "<svg class=\"chart\" viewBox=\"0 0 {CHART_WIDTH} {height}\" role=\"img\" aria-label=\"{}\">\n{body}</svg>\n",
         escape_markup(&describe_chart(chart))
-    )
-}
-
-/// Charts one below the other in a file.
-pub fn render_file(charts: &[Chart]) -> String {
-    let (mut body, mut top) = (String::new(), 8.0);
-    for chart in charts {
-        let (inner, height) = render_chart_body(chart);
-        let title = escape_markup(&chart.title);
-        let _ = writeln!(
-            body,
-            "<g transform=\"translate(0 {top})\"><title>{}</title>",
-            escape_markup(&describe_chart(chart))
-        );
-        let _ = writeln!(body, "<text class=\"title\" x=\"12\" y=\"16\">{title}</text>");
-        let _ = writeln!(body, "<g transform=\"translate(0 {TITLE_HEIGHT})\">\n{inner}</g></g>");
-        top += TITLE_HEIGHT + height + 8.0;
-    }
-    format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" class=\"chart\" viewBox=\"0 0 {CHART_WIDTH} {top}\" width=\"{CHART_WIDTH}\" \
-         height=\"{top}\">\n<style>\n{CHART_CSS}</style>\n<rect class=\"ground\" width=\"100%\" height=\"100%\"/>\n{body}</svg>\n"
     )
 }
 
@@ -372,7 +349,7 @@ mod tests {
 
     #[test]
     fn chart_stays_in_frame_and_escapes_names() {
-        let text = render_file(&[chart(ChartScale::Bytes, (0.0, 100.0), &[0.0, 5e9, -1e9, 2e9])]);
+        let text = render_inline(&chart(ChartScale::Bytes, (0.0, 100.0), &[0.0, 5e9, -1e9, 2e9]));
         assert!(text.contains("a&lt;b") && text.contains("A &amp; B") && !text.contains("a<b"), "{text}");
         assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
         let curve = text.lines().find(|line| line.contains("curve\" d=\"M") && line.contains('L')).expect("a curve");
@@ -383,7 +360,7 @@ mod tests {
         }
         // A series without height or length.
         for heights in [&[][..], &[0.0], &[f64::MIN_POSITIVE]] {
-            let text = render_file(&[chart(ChartScale::Seconds, (5.0, 5.0), heights)]);
+            let text = render_inline(&chart(ChartScale::Seconds, (5.0, 5.0), heights));
             assert!(!text.contains("NaN") && !text.contains("inf"), "{text}");
         }
     }

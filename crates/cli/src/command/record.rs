@@ -181,10 +181,11 @@ impl RecordingSession<'_> {
         if moments.recording_count() == 0 {
             bail!("nothing was recorded: {why}");
         }
+        let count = moments.recording_count();
         output::print_stdout(&format!(
-            "Recorded a trace of {} recordings of up to {} in {}, {}: {why}.\n\
+            "Recorded a trace of {count} recording{} of up to {} in {}, {}: {why}.\n\
              To replay the daemon's decisions: pagefold --host recording:{} daemon\n",
-            moments.recording_count(),
+            if count == 1 { "" } else { "s" },
             format_process_count(processes),
             root.display(),
             Bytes(moments.written_bytes()),

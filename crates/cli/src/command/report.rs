@@ -8,7 +8,7 @@ use clap::Args;
 use pagefold_history::HistoryReader;
 use pagefold_history::record::HistorySpan;
 use pagefold_history::report::HistoryReport;
-use pagefold_history::{chart, csv, html, svg, text};
+use pagefold_history::{html, text};
 use pagefold_output::wire;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -21,7 +21,7 @@ Examples:
   pagefold report --compare a.db b.db       two histories, each from its start, and their differences
   pagefold report --compare 48h..24h 24h..  the last two days of this host
   pagefold report --compare a.db@2026-11-20..2026-11-21 b.db@2026-11-21..2026-11-22
-  pagefold report --svg plots --csv all.csv --json
+  pagefold report --json                    every figure, for scripts
 
 A span is FROM..TO. Each end is a time in UTC (2026-11-20, 2026-11-20T14:30, with seconds), a duration \
 before the last sample (90m, 24h, 7d), or empty for an open end. To copy a history to another host, \
@@ -52,12 +52,6 @@ pub struct ReportArguments {
     /// Write the page to this file [default: pagefold-report.html, unless another output option is given]
     #[arg(short, long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// Write the charts: to one file if its name ends in .svg, otherwise one file each to a directory
-    #[arg(long, value_name = "PATH")]
-    svg: Option<PathBuf>,
-    /// Write every sample as comma-separated values
-    #[arg(long, value_name = "FILE")]
-    csv: Option<PathBuf>,
     /// Write every sample to a Parquet file; needs a build with the feature `parquet`
     #[arg(long, value_name = "FILE", value_parser = parquet_path_parser())]
     parquet: Option<PathBuf>,
@@ -224,25 +218,11 @@ fn write_outputs(
         written.push(path.to_owned());
         Ok::<(), anyhow::Error>(())
     };
-    let is_asked = options.svg.is_some() || options.csv.is_some() || options.json || options.parquet.is_some();
+    let is_asked = options.json || options.parquet.is_some();
     let page = options.output.clone().or_else(|| (!is_asked).then(|| DEFAULT_PAGE_FILE.into()));
     if let Some(path) = page {
         let now = SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default().as_secs_f64();
         put(&path, &html::render_document(report, now))?;
-    }
-    if let Some(path) = &options.svg {
-        let charts = chart::build_charts(report);
-        if path.extension().is_some_and(|extension| extension == "svg") {
-            put(path, &svg::render_file(&charts))?;
-        } else {
-            std::fs::create_dir_all(path).with_context(|| format!("cannot create {}", path.display()))?;
-            for one in &charts {
-                put(&path.join(format!("{}.svg", one.id)), &svg::render_file(std::slice::from_ref(one)))?;
-            }
-        }
-    }
-    if let Some(path) = &options.csv {
-        put(path, &csv::render_csv(sides))?;
     }
     #[cfg(feature = "parquet")]
     if let Some(path) = &options.parquet {

@@ -30,7 +30,7 @@ use crate::action;
 use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
 use crate::knob::Knob;
 use crate::transaction::journal::{Journal, JournalChange, JournalEntry, POLICY_FILE, SESSION_FILE, StateDirectory};
-use crate::{Host, HostLock, LockHolder, memory_headroom, parse};
+use crate::{Host, HostLock, LockHolder, elapsed_since, memory_headroom, parse};
 pub use error::Error;
 pub use error::chain;
 use extents::Extents;
@@ -46,7 +46,6 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::thread;
 use std::time::{Duration, Instant};
 
 /// The default directory of lock and journal.
@@ -265,10 +264,10 @@ impl<'a> Session<'a> {
         loop {
             let effect = self.apply_to_host(undo, &AtomicBool::new(false));
             let of_process = action_process(undo).is_some();
-            if !of_process || !matches!(effect, Err(ActionError::Busy(_))) || Instant::now() >= until {
+            if !of_process || !matches!(effect, Err(ActionError::Busy(_))) || self.host.now() >= until {
                 return effect;
             }
-            thread::sleep(Duration::from_millis(10));
+            self.host.sleep(Duration::from_millis(10));
         }
     }
 
@@ -540,18 +539,18 @@ impl<'a> Session<'a> {
     /// Undoes all entries, newest first, even if an undo or a write of the journal fails.
     fn undo_entries(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
         let (mut undone, mut remains, mut stored) = (Vec::new(), Vec::new(), Ok(()));
-        let (older, until) = (self.retry_entries.len(), Instant::now() + PROCESS_EXIT_TIMEOUT);
+        let (older, until) = (self.retry_entries.len(), self.host.now() + PROCESS_EXIT_TIMEOUT);
         // Each backend of a guest that hangs would take the whole timeout of its control socket.
         let mut hung: BTreeSet<ProcessId> = BTreeSet::new();
         // `run` was written last and is restored first, so that ksmd does not run with half of the old settings.
         while let Some(entry) = self.journal.entries.pop() {
             let guest = matches!(entry.undo, Action::GuestMerge { .. }).then(|| action_process(&entry.undo)).flatten();
-            let started = Instant::now();
+            let started = self.host.now();
             let back = match guest {
                 Some(process) if hung.contains(&process) => UndoResult::failure(&entry, GUEST_HUNG_REASON, true),
                 _ => self.undo_entry(&entry, until),
             };
-            let hangs = back.is_busy || !back.failed.is_empty() && started.elapsed() >= HUNG_AFTER;
+            let hangs = back.is_busy || !back.failed.is_empty() && elapsed_since(self.host, started) >= HUNG_AFTER;
             hung.extend(guest.filter(|_| hangs));
             undone.extend(back.undone);
             let left = self.retry_entries.len();

@@ -11,10 +11,10 @@ use crate::merge_monitor::MergeMonitor;
 use crate::recheck::CheckScope;
 use pagefold_base::ksm::Setting;
 use pagefold_base::{Pages, Reading};
-use pagefold_host::{Host, elapsed_since};
 use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
+use pagefold_host::{Host, elapsed_since};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 

@@ -10,6 +10,7 @@ use pagefold_base::ksm::{Setting, Settings};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 
 fn settings(of: &[(Setting, &str)]) -> Settings {
     of.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
