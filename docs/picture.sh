@@ -34,7 +34,7 @@ draw() {
 census() {
     labs/setup.sh
     cargo build --release -p pagefold -p pagefold-labs
-    target/release/pagefold-lab fleet --guests 4 --memory 128 --same 16 --own 16 --names web -- \
+    target/release/pagefold-lab fleet --guests 4 --memory 128 --shared-mib 16 --unique-mib 16 --name-prefix web -- \
         target/release/pagefold --color always census --vm web-0 --vm web-1 --vm web-2 --vm web-3 --top 5 |
         draw census 'pagefold census --vm web-0 --vm web-1 --vm web-2 --vm web-3 --top 5' 1180
 }
@@ -46,7 +46,7 @@ top() {
     until tmux capture-pane -p | grep -q 'q quit'; do sleep 0.2; done
     tmux send-keys 2
     until tmux capture-pane -p | grep -q 'Processes'; do sleep 0.2; done
-    # aha takes default colours for the end of what is reversed.
+    # aha takes default colors for the end of what is reversed.
     tmux capture-pane -e -p | sed 's/7m\x1b\[39m\x1b\[49m/7m/g' | draw top 'pagefold top' 1130
     tmux kill-server
 }

@@ -89,7 +89,7 @@ if [ "$(id -u)" -eq 0 ] && command -v qemu-system-x86_64 >/dev/null && [ -e .cac
     exec 9>/run/pagefold-test.lock
     flock 9
     say "Starting four QEMU guests of 128 MiB: 16 MiB of data the same in all, 16 MiB of its own in each"
-    target/release/pagefold-lab fleet --guests 4 --memory 128 --same 16 --own 16 --names web \
+    target/release/pagefold-lab fleet --guests 4 --memory 128 --shared-mib 16 --unique-mib 16 --name-prefix web \
         -- labs/demo.sh look --vm web-0 --vm web-1 --vm web-2 --vm web-3
 else
     say "Starting four perl interpreters with the same word list in each (no root or no QEMU here)"

@@ -129,7 +129,7 @@ cat > "$work/pagefold" << END
 #!/bin/bash
 "$built/pagefold" "\$@"
 status=\$?
-[ "\$1" != enrol ] || echo "enrol \$2 \$status" >> "$work/asked"
+[ "\$1" != enroll ] || echo "enroll \$2 \$status" >> "$work/asked"
 exit \$status
 END
 chmod 755 "$work/pagefold"
@@ -137,10 +137,10 @@ chmod 755 "$work/pagefold"
 
 cat > "$work/pagefold.toml" << END
 [daemon]
-cpu = "80%"
-burst = "60s"
-price = 10.0
-[daemon.only]
+cpu_rate = "80%"
+cpu_burst = "60s"
+max_cpu_seconds_per_mib = 10.0
+[daemon.tracked]
 users = ["nobody"]
 END
 
@@ -209,7 +209,7 @@ submit() {
 cat > "$work/twice" << END
 #!/bin/bash
 mkfifo in-\$SLURM_JOB_ID
-for copy in 1 2; do "$work/pagefold-lab" mixture --mib 64 --duplicate 50% < in-\$SLURM_JOB_ID & done
+for copy in 1 2; do "$work/pagefold-lab" mixture --mib 64 --duplicate-share 50% < in-\$SLURM_JOB_ID & done
 exec 9> in-\$SLURM_JOB_ID
 until [ -e enough-\$SLURM_JOB_ID ]; do sleep 0.2; done
 exec 9>&-
@@ -227,7 +227,7 @@ said() { grep -q "$1" "$work/out/$job.out"; }
 targets() { sed -n 's/^READY pid=//p' "$work/out/$job.out"; }
 running() { [ "$(targets | wc -l)" -eq 2 ]; }
 enough() { touch "$work/out/enough-$job"; }
-asked() { running && for pid in $(targets); do grep -qx "enrol $pid 0" "$work/asked" || return 1; done; }
+asked() { running && for pid in $(targets); do grep -qx "enroll $pid 0" "$work/asked" || return 1; done; }
 mapped() { running && for pid in $(targets); do grep -q "$1" "/proc/$pid/maps" || return 1; done; }
 told() { grep -qE "$1" "$work/jobs/$job.json"; }
 shrunk() { [ "$(grep -cE '^ranks=2 shrunk=([5-9]|[1-9][0-9])$' "$work/out/$job.out")" -eq "$1" ]; }

@@ -59,7 +59,7 @@ enum BenchmarkSection {
     /// 20 TiB of nothing, 100,000 regions, 2,000 processes
     Shapes,
     /// Repeated scans of the same process
-    Again,
+    Rescan,
 }
 
 impl BenchmarkSection {
@@ -70,7 +70,7 @@ impl BenchmarkSection {
             Self::Threads => "threads",
             Self::Scaling => "scaling",
             Self::Shapes => "shapes",
-            Self::Again => "again",
+            Self::Rescan => "rescan",
         }
     }
 
@@ -81,7 +81,7 @@ impl BenchmarkSection {
             Self::Threads => threads::measure(effort),
             Self::Scaling => scaling::measure(effort),
             Self::Shapes => memory_shapes::measure(effort),
-            Self::Again => rescan::measure(effort),
+            Self::Rescan => rescan::measure(effort),
         }
     }
 }

@@ -26,7 +26,7 @@ pub struct RunSettings {
     fingerprint: &'static str,
     /// Whether the compiler could use AES instructions everywhere.
     built_with_aes: bool,
-    optimised: bool,
+    optimized: bool,
     /// The nice value of the process, if setting it was permitted.
     nice: i32,
     /// The autogroup. Between sessions its priority counts instead, where the scheduler groups by session (sched(7)).
@@ -58,7 +58,7 @@ impl RunSettings {
             batch_bytes: pagefold_linux::BATCH_BYTES,
             fingerprint: Hasher::with_random_key(page_size())?.implementation(),
             built_with_aes: cfg!(target_feature = "aes"),
-            optimised: !cfg!(debug_assertions),
+            optimized: !cfg!(debug_assertions),
             nice,
             autogroup: fs::read_to_string("/proc/self/autogroup").unwrap_or_default().trim().to_owned(),
             load_before: fs::read_to_string("/proc/loadavg")?.split(' ').next().unwrap_or_default().to_owned(),

@@ -51,7 +51,7 @@ while [ -n "$folder" ] && [ -d "$folder" ]; do
     mapfile -t pids < <(find "$folder" -name cgroup.procs -exec cat {} + 2> /dev/null | sort -un)
     for pid in "${pids[@]}"; do
         # The daemon refuses small or unknown processes; it finds these itself later.
-        [ -n "${known[$pid]:-}" ] || wait_for timeout 10 "$pagefold" enrol "$pid" > /dev/null 2>&1
+        [ -n "${known[$pid]:-}" ] || wait_for timeout 10 "$pagefold" enroll "$pid" > /dev/null 2>&1
         known[$pid]=1
     done
     [ ${#pids[@]} -eq 0 ] || account "${pids[@]}"

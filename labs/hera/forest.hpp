@@ -35,7 +35,7 @@ struct Leaf {
 
 /* The neighbors behind a face of a leaf: none, one of the same or the next coarser level, or four of the next finer
  * one. */
-struct Neighbours {
+struct Neighbors {
     enum { wall, same, coarser, finer } kind = wall;
     int count = 0, leaf[4] = {};
 };
@@ -64,9 +64,9 @@ public:
         return found == index_.end() ? -1 : found->second;
     }
 
-    const Neighbours &behind(int leaf, int direction, int side) const
+    const Neighbors &behind(int leaf, int direction, int side) const
     {
-        return neighbours_[leaf][direction * 2 + side];
+        return neighbors_[leaf][direction * 2 + side];
     }
 
     /* Width of a block, as a fraction of the box. */
@@ -92,7 +92,7 @@ public:
                 }
             };
             for (size_t l = 0; l < leaves.size(); l++) {
-                for (const Neighbours &around : neighbours_[l])
+                for (const Neighbors &around : neighbors_[l])
                     for (int n = 0; n < around.count; n++)
                         raise(around.leaf[n], wanted[l] - 1);
                 for (int c = 0; c < 8 && wanted[l] < leaves[l].level; c++) {
@@ -128,7 +128,7 @@ private:
     int roots_, levels_, ranks_;
     bool periodic_;
     std::unordered_map<uint64_t, int> index_;
-    std::vector<std::array<Neighbours, 6>> neighbours_;
+    std::vector<std::array<Neighbors, 6>> neighbors_;
 
     /* The start of a leaf on the curve through blocks of the finest level. */
     uint64_t on_curve(const Leaf &leaf) const
@@ -147,7 +147,7 @@ private:
               [this](const Leaf &a, const Leaf &b) { return on_curve(a) < on_curve(b); });
         index_.clear();
         owner.clear();
-        neighbours_.assign(leaves.size(), {});
+        neighbors_.assign(leaves.size(), {});
         for (size_t l = 0; l < leaves.size(); l++) {
             index_[leaves[l].key()] = static_cast<int>(l);
             /* All levels take the same steps, so that every block is the same amount of work. */
@@ -155,12 +155,12 @@ private:
         }
         for (size_t l = 0; l < leaves.size(); l++)
             for (int face = 0; face < 6; face++)
-                neighbours_[l][face] = look(leaves[l], face / 2, face % 2);
+                neighbors_[l][face] = look(leaves[l], face / 2, face % 2);
     }
 
-    Neighbours look(const Leaf &leaf, int direction, int side) const
+    Neighbors look(const Leaf &leaf, int direction, int side) const
     {
-        Neighbours found;
+        Neighbors found;
         Leaf beside = leaf;
         int across = roots_ << leaf.level;
         beside.at[direction] += side ? 1 : -1;
@@ -170,13 +170,13 @@ private:
             beside.at[direction] = (beside.at[direction] + across) % across;
         }
         if (int same = find(beside); same >= 0) {
-            found.kind = Neighbours::same;
+            found.kind = Neighbors::same;
             found.leaf[found.count++] = same;
         } else if (int coarser = leaf.level ? find(beside.parent()) : -1; coarser >= 0) {
-            found.kind = Neighbours::coarser;
+            found.kind = Neighbors::coarser;
             found.leaf[found.count++] = coarser;
         } else {
-            found.kind = Neighbours::finer;
+            found.kind = Neighbors::finer;
             for (int c = 0; c < 8; c++)
                 if ((c >> direction & 1) == !side)
                     found.leaf[found.count++] = find(beside.child(c));

@@ -169,7 +169,7 @@ private:
     struct Block {
         typename Array::Arrays arrays, fields;
         uint32_t interior = 0, ghosts[6] = {}; /* which materials are there */
-        std::vector<double> finer[2]; /* fluxes of the finer neighbour on this side; empty without one */
+        std::vector<double> finer[2]; /* fluxes of the finer neighbor on this side; empty without one */
 
         Block(Memory &memory, int quantities)
             : arrays(memory, quantities, kLength), fields(memory, kFields, kCells)
@@ -408,7 +408,7 @@ private:
     {
         for (int target = 0; target < static_cast<int>(forest.leaves.size()); target++) {
             for (int side = 0; side < 2; side++) {
-                const Neighbours &behind = forest.behind(target, direction, side);
+                const Neighbors &behind = forest.behind(target, direction, side);
                 for (int n = 0; n < behind.count; n++)
                     visit(target, behind.leaf[n], side, behind.kind);
             }
@@ -433,7 +433,7 @@ private:
             for (int side = 0; side < 2; side++) {
                 stale[side][leaf] = block->ghosts[2 * direction + side];
                 block->ghosts[2 * direction + side] = 0;
-                if (forest.behind(leaf, direction, side).kind == Neighbours::wall)
+                if (forest.behind(leaf, direction, side).kind == Neighbors::wall)
                     mirror(*block, direction, side, stale[side][leaf]);
             }
         }
@@ -537,7 +537,7 @@ private:
         std::vector<Message> out(comm_.size);
         std::map<std::pair<int, int>, Message> own;
         pairs(direction, [&](int fine, int coarse, int side, int kind) {
-            if (kind == Neighbours::coarser && is_mine(fine)) {
+            if (kind == Neighbors::coarser && is_mine(fine)) {
                 Message &message = is_mine(coarse) ? own[{ fine, side }] : out[forest.owner[coarse]];
                 pack_fluxes(*blocks_.at(fine), direction, side, dt / width_of_cells(fine), message);
             }
@@ -549,7 +549,7 @@ private:
         for (auto &[leaf, block] : blocks_)
             block->finer[0].clear(), block->finer[1].clear();
         pairs(direction, [&](int fine, int coarse, int side, int kind) {
-            if (kind != Neighbours::coarser || !is_mine(coarse))
+            if (kind != Neighbors::coarser || !is_mine(coarse))
                 return;
             std::vector<double> &all = blocks_.at(coarse)->finer[!side];
             all.resize(fluxes() * kSide * kSide);

@@ -28,7 +28,7 @@ pub struct AdviseArguments {
     pause: u64,
     /// Cut the range into ranges of this many pages, with gaps of as many pages
     #[arg(long, value_name = "PAGES")]
-    comb: Option<u64>,
+    gap_pages: Option<u64>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -38,9 +38,9 @@ enum AdviseOperation {
     /// Unenroll ranges
     Unmergeable,
     /// Enroll the whole process
-    Whole,
+    WholeProcess,
     /// Unenroll the whole process
-    Unwhole,
+    UnenrollProcess,
     /// Collapse pages into huge pages again
     Collapse,
 }
@@ -56,13 +56,14 @@ pub fn run(arguments: &AdviseArguments) -> Result<()> {
     let handle = host.open(Pid(arguments.pid)).map_err(|why| anyhow!("{why}"))?;
     let process = handle.id();
     let mut ranges = arguments.ranges.clone();
-    if ranges.is_empty() && !matches!(arguments.what, AdviseOperation::Whole | AdviseOperation::Unwhole) {
+    if ranges.is_empty() && !matches!(arguments.what, AdviseOperation::WholeProcess | AdviseOperation::UnenrollProcess)
+    {
         let regions = observe::regions(&*handle).map_err(|why| anyhow!("{why}"))?;
         let own = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
         let large = own.filter(|region| region.range.bytes().0 >= MIN_REGION_BYTES && region.name != "[stack]");
         ranges = large.map(|region| region.range).collect();
     }
-    if let Some(pages) = arguments.comb {
+    if let Some(pages) = arguments.gap_pages {
         let bytes = pages * host.page_size().bytes();
         let teeth = ranges.iter().flat_map(|range| {
             (range.start..range.end)
@@ -75,8 +76,8 @@ pub fn run(arguments: &AdviseArguments) -> Result<()> {
     let back = match arguments.what {
         AdviseOperation::Mergeable => Some(AdviseOperation::Unmergeable),
         AdviseOperation::Unmergeable => Some(AdviseOperation::Mergeable),
-        AdviseOperation::Whole => Some(AdviseOperation::Unwhole),
-        AdviseOperation::Unwhole => Some(AdviseOperation::Whole),
+        AdviseOperation::WholeProcess => Some(AdviseOperation::UnenrollProcess),
+        AdviseOperation::UnenrollProcess => Some(AdviseOperation::WholeProcess),
         AdviseOperation::Collapse => None,
     };
     let back = back.filter(|_| arguments.cycles.is_some()).map(|back| self::build_action(back, process, &ranges));
@@ -105,8 +106,8 @@ fn build_action(what: AdviseOperation, process: ProcessId, ranges: &[AddressRang
     match what {
         AdviseOperation::Mergeable => advise(MergeAdvice::Mergeable),
         AdviseOperation::Unmergeable => advise(MergeAdvice::Unmergeable),
-        AdviseOperation::Whole => Action::MergeAny { process, enable: true },
-        AdviseOperation::Unwhole => Action::MergeAny { process, enable: false },
+        AdviseOperation::WholeProcess => Action::MergeAny { process, enable: true },
+        AdviseOperation::UnenrollProcess => Action::MergeAny { process, enable: false },
         AdviseOperation::Collapse => Action::Collapse { process, ranges: ranges.to_vec() },
     }
 }

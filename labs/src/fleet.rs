@@ -304,7 +304,7 @@ fn exit_code(status: ExitStatus) -> ExitCode {
 /// A program that is killed when this process ends: see `run_killed_with_parent` in the main module.
 fn command_killed_with_parent(program: &std::ffi::OsStr) -> Result<Command> {
     let mut command = Command::new(std::env::current_exe().context("the path of pagefold-lab")?);
-    command.arg("bound").arg(std::process::id().to_string()).arg("--").arg(program);
+    command.arg("killed-with-parent").arg(std::process::id().to_string()).arg("--").arg(program);
     Ok(command)
 }
 

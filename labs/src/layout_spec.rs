@@ -16,8 +16,8 @@ Kinds of regions (N in pages; several may stand in one SPEC, separated by commas
   pattern=N               one byte all over, equal in all processes
   elf=N                   the head of an ELF file, equal in all processes
   volatile=N              each page rewritten with new unique content every --interval
-  hot-zero=N              zeros, each page written over with zeros every --interval
-  hot-text=N              what text=N holds, each page written over with the same bytes every --interval
+  rewritten-zero=N              zeros, each page written over with zeros every --interval
+  rewritten-text=N              what text=N holds, each page written over with the same bytes every --interval
   huge=N                  unique content in huge pages; N fills whole ones
   huge-zero=N             written zeros in huge pages
   shared-memory=N         MAP_SHARED, unique content
@@ -87,8 +87,8 @@ impl RegionKind {
             Self::Pattern => "pattern",
             Self::Elf => "elf",
             Self::Volatile => "volatile",
-            Self::RewrittenZero => "hot-zero",
-            Self::RewrittenText => "hot-text",
+            Self::RewrittenZero => "rewritten-zero",
+            Self::RewrittenText => "rewritten-text",
             Self::Huge => "huge",
             Self::HugeZero => "huge-zero",
             Self::SharedMemory => "shared-memory",
@@ -110,8 +110,8 @@ impl RegionKind {
             "pattern" => Self::Pattern,
             "elf" => Self::Elf,
             "volatile" => Self::Volatile,
-            "hot-zero" => Self::RewrittenZero,
-            "hot-text" => Self::RewrittenText,
+            "rewritten-zero" => Self::RewrittenZero,
+            "rewritten-text" => Self::RewrittenText,
             "huge" => Self::Huge,
             "huge-zero" => Self::HugeZero,
             "shared-memory" => Self::SharedMemory,

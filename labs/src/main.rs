@@ -67,7 +67,7 @@ enum LabCommand {
     Advise(advise::AdviseArguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
-    Bound {
+    KilledWithParent {
         /// The parent; if it has ended already, the program is not started
         parent: i32,
         /// The program and its arguments
@@ -116,13 +116,13 @@ struct MixtureArguments {
     mib: u64,
     /// Share of runs that every process with the same --seed has too, in percent
     #[arg(long, value_name = "PERCENT", default_value = "10%", value_parser = parse_share)]
-    duplicate: f64,
+    duplicate_share: f64,
     /// Share of runs that are unique except for one page, which every process with the same --seed has too
     #[arg(long, value_name = "PERCENT", default_value = "0%", value_parser = parse_share)]
-    stray: f64,
+    stray_share: f64,
     /// Length of a run in base pages
     #[arg(long, value_name = "PAGES", default_value_t = 64, value_parser = clap::value_parser!(u64).range(1..))]
-    run: u64,
+    run_pages: u64,
     /// Seed of the duplicates: equal seeds, equal duplicates
     #[arg(long, value_name = "NAME", default_value = "mixture")]
     seed: String,
@@ -144,16 +144,16 @@ struct FleetArguments {
     memory: u32,
     /// Data that all guests have, in MiB; no two pages of it are equal
     #[arg(long, value_name = "MiB", default_value_t = 16)]
-    same: u32,
+    shared_mib: u32,
     /// Data that only one guest has, in MiB; no two pages of it are equal
     #[arg(long, value_name = "MiB", default_value_t = 16)]
-    own: u32,
+    unique_mib: u32,
     /// Make the first 4,086 bytes of all data pages equal: ksmd must then read two pages to their end to compare them
     #[arg(long)]
     equal_start: bool,
     /// The guests are named PREFIX-0, PREFIX-1, ...
     #[arg(long, value_name = "PREFIX", default_value = "lab", value_parser = parse_name_prefix)]
-    names: String,
+    name_prefix: String,
     /// Exclude the guests' memory from merging (QEMU's mem-merge=off)
     #[arg(long)]
     no_mem_merge: bool,
@@ -202,7 +202,7 @@ fn main() -> ExitCode {
         LabCommand::RefusePrctl { errno, command } => run_refused(errno, &command),
         LabCommand::Busy(arguments) => self_checking_threads::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
-        LabCommand::Bound { parent, command } => run_killed_with_parent(parent, &command),
+        LabCommand::KilledWithParent { parent, command } => run_killed_with_parent(parent, &command),
     };
     outcome.unwrap_or_else(|error| {
         eprintln!("pagefold-lab: {error:#}");
@@ -240,9 +240,9 @@ fn run_mixture(arguments: &MixtureArguments) -> Result<ExitCode> {
     let page_size = mapping::page_size();
     let mixture = Mixture {
         pages: (arguments.mib << 20) / page_size as u64,
-        run_pages: arguments.run,
-        duplicate_share: arguments.duplicate,
-        stray_share: arguments.stray,
+        run_pages: arguments.run_pages,
+        duplicate_share: arguments.duplicate_share,
+        stray_share: arguments.stray_share,
     };
     ensure!(
         mixture.pages.is_multiple_of(mixture.run_pages),
@@ -250,7 +250,10 @@ fn run_mixture(arguments: &MixtureArguments) -> Result<ExitCode> {
         arguments.mib,
         mixture.run_pages
     );
-    ensure!(mixture.duplicate_share + mixture.stray_share <= 1.0, "--duplicate and --stray add up to more than 100%");
+    ensure!(
+        mixture.duplicate_share + mixture.stray_share <= 1.0,
+        "--duplicate-share and --stray-share add up to more than 100%"
+    );
     let salt = arguments.salt.clone().unwrap_or_else(|| std::process::id().to_string());
     let memory = layout::create_mixture(&mixture, arguments.huge, &arguments.seed, &salt)?;
     let region = RegionLine {
@@ -280,10 +283,10 @@ fn run_fleet(arguments: FleetArguments) -> Result<ExitCode> {
     let options = fleet::FleetOptions {
         guests: arguments.guests,
         memory_mib: arguments.memory,
-        shared_mib: arguments.same,
-        unique_mib: arguments.own,
+        shared_mib: arguments.shared_mib,
+        unique_mib: arguments.unique_mib,
         equal_start: arguments.equal_start,
-        name_prefix: arguments.names,
+        name_prefix: arguments.name_prefix,
         mergeable: !arguments.no_mem_merge,
         assets: GuestAssets::find(&directory)?,
         timeout: Duration::from_secs(timeout),

@@ -55,7 +55,8 @@ fn guests_hold_their_data_and_end_with_the_lab() {
     if is_skipped() {
         return;
     }
-    let arguments = ["--guests", "2", "--memory", "96", "--same", "4", "--own", "3", "--names", "pair"];
+    let arguments =
+        ["--guests", "2", "--memory", "96", "--shared-mib", "4", "--unique-mib", "3", "--name-prefix", "pair"];
     let lab = RunningLab::start_fleet(&arguments).unwrap();
     let guests = lab.lines().to_vec();
     let names: Vec<_> = guests.iter().map(|guest| guest.name.as_str()).collect();
@@ -96,7 +97,19 @@ fn lab_returns_exit_code_of_its_command() {
     }
     let script = r#"echo "$PAGEFOLD_FLEET_PIDS"; ls "$PAGEFOLD_FLEET_DIR"; kill -0 $PAGEFOLD_FLEET_PIDS && exit 7"#;
     let output = Command::new(lab_binary().unwrap())
-        .args(["fleet", "--guests", "1", "--memory", "96", "--same", "1", "--own", "1", "--no-mem-merge", "--"])
+        .args([
+            "fleet",
+            "--guests",
+            "1",
+            "--memory",
+            "96",
+            "--shared-mib",
+            "1",
+            "--unique-mib",
+            "1",
+            "--no-mem-merge",
+            "--",
+        ])
         .args(["sh", "-c", script])
         .output()
         .unwrap();
@@ -117,7 +130,7 @@ fn guests_end_when_the_lab_is_killed() {
         // A lab that is killed leaves its directory of sockets.
         let temporary = tempfile::tempdir().unwrap();
         let mut lab = Command::new(lab_binary().unwrap())
-            .args(["fleet", "--guests", "1", "--memory", "96", "--same", "1", "--own", "1"])
+            .args(["fleet", "--guests", "1", "--memory", "96", "--shared-mib", "1", "--unique-mib", "1"])
             .env("TMPDIR", temporary.path())
             .stdin(Stdio::piped())
             .stdout(Stdio::null())
@@ -150,8 +163,8 @@ fn impossible_fleets_are_rejected_before_start() {
     }
     for (arguments, reason) in [
         (["--memory", "64"], "at least 96 MiB"),
-        (["--same", "200"], "do not fit"),
-        (["--names", "a,b"], "letters, digits"),
+        (["--shared-mib", "200"], "do not fit"),
+        (["--name-prefix", "a,b"], "letters, digits"),
         (["--assets", "/nowhere"], "run labs/setup.sh"),
     ] {
         let output =

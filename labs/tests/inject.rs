@@ -257,7 +257,7 @@ fn target_in_any_state_survives_enroll_and_unenroll() {
         }
         let host = LiveHost::new();
         let handle = host.open(pagefold_base::Pid(victim.pid())).expect("it runs");
-        for (what, whole) in [("unmergeable", false), ("whole", true), ("unwhole", false)] {
+        for (what, whole) in [("unmergeable", false), ("whole-process", true), ("unenroll-process", false)] {
             advise_successfully(victim.pid(), &[what]);
             assert_eq!(handle.ask_merge_any(), Ok(whole), "{state}: {what}");
             // The kernel's view of the process from outside (6.14).
@@ -351,10 +351,10 @@ fn stopped_target_stays_stopped() {
         for _ in 0..cycle_count(10).div_ceil(10) {
             victim.send_signal(Signal::SIGSTOP);
             wait_until("it stops", || victim.status_field("State").starts_with('T'));
-            for (action, enrols) in [("mergeable", true), ("unmergeable", false)] {
+            for (action, enrolls) in [("mergeable", true), ("unmergeable", false)] {
                 advise_successfully(victim.pid(), &[action]);
                 wait_until("it is stopped again", || victim.status_field("State").starts_with('T'));
-                assert_eq!(count_enrolled_regions(victim.pid()) > 0, enrols);
+                assert_eq!(count_enrolled_regions(victim.pid()) > 0, enrolls);
             }
             victim.send_signal(Signal::SIGCONT);
             wait_until("it continues", || !victim.status_field("State").starts_with('T'));
@@ -485,7 +485,7 @@ fn max_map_count_is_reported() {
         return;
     }
     let victim = SelfCheckingTarget::start("regions");
-    let said = advise_successfully(victim.pid(), &["mergeable", "--comb", "16"]);
+    let said = advise_successfully(victim.pid(), &["mergeable", "--gap-pages", "16"]);
     assert!(said.contains("vm.max_map_count"), "{said}");
     victim.finish_and_check();
 }

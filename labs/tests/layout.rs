@@ -112,7 +112,7 @@ fn regions_match_their_description() {
     let kinds: Vec<_> = lab.lines().iter().map(|region| region.kind.as_str()).collect();
     assert_eq!(
         kinds.len(),
-        SPEC_HELP.lines().count() - 1 - "huge, huge-zero, hot-zero, hot-text".split(',').count(),
+        SPEC_HELP.lines().count() - 1 - "huge, huge-zero, rewritten-zero, rewritten-text".split(',').count(),
         "{kinds:?}"
     );
     for region in lab.lines() {
@@ -191,8 +191,8 @@ fn volatile_pages_change_and_stay_unique() {
 
 #[test]
 fn hot_pages_are_rewritten_with_same_contents() {
-    let lab = RunningLab::start_layout(&["hot-zero=5,hot-text=6", "--interval", "1"]).unwrap();
-    for (kind, distinct, zero) in [("hot-zero", 1, 5), ("hot-text", 1, 0)] {
+    let lab = RunningLab::start_layout(&["rewritten-zero=5,rewritten-text=6", "--interval", "1"]).unwrap();
+    for (kind, distinct, zero) in [("rewritten-zero", 1, 5), ("rewritten-text", 1, 0)] {
         let region = lab.first_region(kind);
         let before = read_pages(lab.pid(), region);
         assert_eq!((count_by_content(before.clone()).len(), region.zero), (distinct, zero));

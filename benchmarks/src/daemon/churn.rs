@@ -123,7 +123,7 @@ impl ChurnRun {
 /// The configuration of the daemon: only the guests of this benchmark, in one trust domain, at the default CPU bounds.
 fn daemon_config() -> String {
     format!(
-        "[[domain]]\nname = \"churn\"\nusers = [0]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n[daemon.only]\n\
+        "[[domain]]\nname = \"churn\"\nusers = [0]\nvms = [\"{GUEST_NAME_PREFIX}-*\"]\n[daemon.tracked]\n\
          vms = [\"{GUEST_NAME_PREFIX}-*\"]\n"
     )
 }
@@ -252,9 +252,9 @@ fn format_seconds(seconds: Option<f64>) -> String {
 /// The results of all drivers, side by side.
 pub fn build_findings(churn: &ChurnBenchmark, runs: &[ChurnRun]) -> Findings {
     let mut findings = Findings::new("way,seconds,guests,saved_pages,ksmd_seconds,driver_seconds");
-    let (every, life) = (churn.arrival_interval.as_secs(), churn.guest_lifetime.as_secs());
+    let (interval, lifetime) = (churn.arrival_interval.as_secs(), churn.guest_lifetime.as_secs());
     let title = format!(
-        "A guest of {} MiB comes every {every} s and lives for {life} s, for {} s",
+        "A guest of {} MiB comes every {interval} s and lives for {lifetime} s, for {} s",
         churn.mib,
         churn.duration.as_secs()
     );

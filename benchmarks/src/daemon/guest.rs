@@ -104,7 +104,7 @@ impl ChurnGuest {
     pub fn start(number: usize, mib: u32, enrolled: bool) -> Result<Self> {
         let mut command = command_through_hold(pagefold_labs::client::lab_binary()?, enrolled)?;
         command.args(["fleet", "--guests", "1", "--memory", &mib.to_string(), "--timeout", "300"]);
-        command.args(["--names", &format!("{GUEST_NAME_PREFIX}-{number}")]).stderr(Stdio::null());
+        command.args(["--name-prefix", &format!("{GUEST_NAME_PREFIX}-{number}")]).stderr(Stdio::null());
         let mut holder = RunningProgram::start(command)?;
         let output = holder.take_output().context("a guest has no output")?;
         let (sender, coming) = mpsc::channel();

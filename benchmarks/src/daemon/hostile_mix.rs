@@ -101,7 +101,7 @@ impl ProgramFolder {
     pub fn daemon_config(&self, section: &str, others: &[&str]) -> String {
         let own = format!("{}*", self.name_prefix);
         let names: Vec<&str> = others.iter().copied().chain([own.as_str()]).collect();
-        format!("[daemon]\n{section}\n[daemon.only]\nnames = {names:?}\n")
+        format!("[daemon]\n{section}\n[daemon.tracked]\nnames = {names:?}\n")
     }
 }
 
@@ -208,9 +208,9 @@ impl HostileMix {
         let (threads, memory) = (hostile.writer_threads.to_string(), WRITER_THREAD_MIB.to_string());
         let (regions, interval) =
             (format!("within={}", hostile.region_count), hostile.rewrite_interval.as_millis().to_string());
-        let huge = ["--huge", "--run", "512"];
-        let stray = [&huge[..], &["--duplicate", "6%", "--stray", "45%", "--seed", "stray"]].concat();
-        let pays = [&huge[..], &["--duplicate", "50%", "--seed", "huge"]].concat();
+        let huge = ["--huge", "--run-pages", "512"];
+        let stray = [&huge[..], &["--duplicate-share", "6%", "--stray-share", "45%", "--seed", "stray"]].concat();
+        let pays = [&huge[..], &["--duplicate-share", "50%", "--seed", "huge"]].concat();
         let pages = shareable_pages(SMALL_REGIONS_PROGRAM).unwrap_or_default();
         let (content, cut) = (format!("shared-content=pieces:{pages}"), (pages / 16).to_string());
         let pieces = [content.as_str(), "--regions", &cut];
@@ -220,7 +220,7 @@ impl HostileMix {
             HostileProgram { name: "rewrites all its memory", process: writer, integrity: IntegrityCheck::SelfChecked },
             HostileProgram::with_contents(
                 PERIODIC_WRITER_PROGRAM,
-                layout('t', &["hot-text=16384", "--interval", &interval])?,
+                layout('t', &["rewritten-text=16384", "--interval", &interval])?,
             )?,
             HostileProgram::with_checksum("huge pages without profit", mixture('s', &stray)?)?,
             HostileProgram::with_checksum(HUGE_PAGES_PROGRAM, mixture('h', &pays)?)?,
@@ -229,8 +229,8 @@ impl HostileMix {
             HostileProgram::with_contents(MANY_REGIONS_PROGRAM, layout('r', &[&regions, "--fragment"])?)?,
             HostileProgram::with_contents(SMALL_REGIONS_PROGRAM, layout('p', &pieces)?)?,
             HostileProgram::with_contents(SMALL_REGIONS_PROGRAM, layout('p', &pieces)?)?,
-            HostileProgram::with_checksum(PLAIN_PROGRAM, mixture('b', &["--duplicate", "50%"])?)?,
-            HostileProgram::with_checksum(PLAIN_PROGRAM, mixture('b', &["--duplicate", "50%"])?)?,
+            HostileProgram::with_checksum(PLAIN_PROGRAM, mixture('b', &["--duplicate-share", "50%"])?)?,
+            HostileProgram::with_checksum(PLAIN_PROGRAM, mixture('b', &["--duplicate-share", "50%"])?)?,
         ]))
     }
 
@@ -341,8 +341,12 @@ impl HostileMixBenchmark {
         let place = ProgramFolder::new("pfhost")?;
         let mut mix = HostileMix::start(&place, self)?;
         let burst = self.burst.as_secs();
-        let price = if self.is_brief { format!("\nprice = {BRIEF_RUN_CPU_SECONDS_PER_MIB}") } else { String::new() };
-        let section = format!("cpu = \"{}%\"\nburst = \"{burst}s\"{price}", DAEMON_CPU_RATE * 100.0);
+        let price = if self.is_brief {
+            format!("\nmax_cpu_seconds_per_mib = {BRIEF_RUN_CPU_SECONDS_PER_MIB}")
+        } else {
+            String::new()
+        };
+        let section = format!("cpu_rate = \"{}%\"\ncpu_burst = \"{burst}s\"{price}", DAEMON_CPU_RATE * 100.0);
         let driver = KsmDriver::start_daemon(&self.pagefold, &place.daemon_config(&section, &[]), log, &ksm)?;
         let (host, mut breaks) = (LiveHost::new(), CowBreakTracker::default());
         let (began, before) = (Instant::now(), read_cow_breaks()?);

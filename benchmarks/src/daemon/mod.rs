@@ -50,16 +50,16 @@ pub struct DaemonBenchmarkArguments {
     churn: Duration,
     /// Interval at which guests start
     #[arg(long, value_name = "TIME", default_value = "20s", value_parser = humantime::parse_duration)]
-    every: Duration,
+    arrival_interval: Duration,
     /// How long a guest runs
     #[arg(long, value_name = "TIME", default_value = "2m", value_parser = humantime::parse_duration)]
-    life: Duration,
+    guest_lifetime: Duration,
     /// Memory of a guest, in MiB
     #[arg(long, value_name = "MiB", default_value_t = 128)]
     memory: u32,
     /// Measure the daemon alone, without the policies beside it
     #[arg(long)]
-    alone: bool,
+    daemon_only: bool,
     /// How long a quiet host is measured
     #[arg(long, value_name = "TIME", default_value = "1h", value_parser = humantime::parse_duration)]
     quiet: Duration,
@@ -68,7 +68,7 @@ pub struct DaemonBenchmarkArguments {
     quiet_memory: u64,
     /// With a busy process beside the idle ones
     #[arg(long)]
-    restless: bool,
+    with_busy_process: bool,
     /// How long the hostile mix runs; with --quick at most, until every event was seen once
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = humantime::parse_duration)]
     hostile: Duration,
@@ -77,7 +77,7 @@ pub struct DaemonBenchmarkArguments {
     pause: u32,
     /// Measure even if other processes use the machine
     #[arg(long)]
-    regardless: bool,
+    ignore_foreign_load: bool,
     /// The binary to measure [default: the one built beside this program]
     #[arg(long, value_name = "PATH")]
     pagefold: Option<PathBuf>,
@@ -91,7 +91,7 @@ enum DaemonSection {
     /// QEMU guests that come and go
     Churn,
     /// Programs with similar names and sizes, of which few have equal pages
-    Alike,
+    SimilarPrograms,
     /// A host without further changes
     Quiet,
     /// Programs that are hostile to merging
@@ -104,7 +104,7 @@ impl DaemonSection {
     fn name(self) -> &'static str {
         match self {
             Self::Churn => "churn",
-            Self::Alike => "alike",
+            Self::SimilarPrograms => "similar-programs",
             Self::Quiet => "quiet",
             Self::Hostile => "hostile",
             Self::Oom => "oom",
@@ -123,8 +123,8 @@ struct DaemonRunSettings {
     #[serde(flatten)]
     common: RunSettings,
     churn_seconds: u64,
-    every_seconds: u64,
-    life_seconds: u64,
+    arrival_interval_seconds: u64,
+    guest_lifetime_seconds: u64,
     memory_mib: u32,
     /// CPU use of other processes before the run, in percent of one CPU.
     others_percent: f64,
@@ -149,8 +149,8 @@ pub fn run_benchmark(arguments: &DaemonBenchmarkArguments) -> Result<bool> {
     for section in all.iter().filter(chosen).copied() {
         let others = measure_foreign_cpu(Duration::from_secs(if arguments.quick { 1 } else { 5 }))?;
         ensure!(
-            arguments.quick || arguments.regardless || others <= MAX_FOREIGN_CPU_SHARE,
-            "other processes use {:.0} % of a CPU: stop them, or pass --regardless",
+            arguments.quick || arguments.ignore_foreign_load || others <= MAX_FOREIGN_CPU_SHARE,
+            "other processes use {:.0} % of a CPU: stop them, or pass --ignore-foreign-load",
             others * 100.0
         );
         let settings = collect_settings(section, arguments, &program, others)?;
@@ -181,8 +181,8 @@ fn collect_settings(
     Ok(DaemonRunSettings {
         common: RunSettings::observe(arguments.quick, vec![format!("daemon-{}", section.name())], nice)?,
         churn_seconds: arguments.churn.as_secs(),
-        every_seconds: arguments.every.as_secs(),
-        life_seconds: arguments.life.as_secs(),
+        arrival_interval_seconds: arguments.arrival_interval.as_secs(),
+        guest_lifetime_seconds: arguments.guest_lifetime.as_secs(),
         memory_mib: arguments.memory,
         others_percent: others * 100.0,
         ksm,
@@ -200,13 +200,14 @@ fn measure_section(
         DaemonSection::Churn => {
             let churn = ChurnBenchmark {
                 duration: arguments.churn,
-                arrival_interval: arguments.every,
-                guest_lifetime: arguments.life,
+                arrival_interval: arguments.arrival_interval,
+                guest_lifetime: arguments.guest_lifetime,
                 mib: arguments.memory,
                 pagefold: program.to_owned(),
             };
-            let ways =
-                KsmDriverKind::COMPARED.into_iter().filter(|way| !arguments.alone || *way == KsmDriverKind::Daemon);
+            let ways = KsmDriverKind::COMPARED
+                .into_iter()
+                .filter(|way| !arguments.daemon_only || *way == KsmDriverKind::Daemon);
             let mut runs = Vec::new();
             for way in ways {
                 eprintln!("churn: {} for {} s", way.name(), churn.duration.as_secs());
@@ -217,14 +218,15 @@ fn measure_section(
             }
             Ok(churn::build_findings(&churn, &runs))
         }
-        DaemonSection::Alike => {
+        DaemonSection::SimilarPrograms => {
             let (templates, mib, patience) = if arguments.quick { (2, 16, 60) } else { (8, 64, 300) };
             let [burst, patience] = [Duration::from_millis(200), Duration::from_secs(patience)];
             let alike =
                 SimilarProgramsBenchmark { templates, mib, burst, timeout: patience, pagefold: program.to_owned() };
             let mut runs = Vec::new();
-            for way in
-                KsmDriverKind::COMPARED.into_iter().filter(|way| !arguments.alone || *way == KsmDriverKind::Daemon)
+            for way in KsmDriverKind::COMPARED
+                .into_iter()
+                .filter(|way| !arguments.daemon_only || *way == KsmDriverKind::Daemon)
             {
                 eprintln!("alike: {}", way.name());
                 runs.push(alike.run(way, &folder.join("daemon.log"))?);
@@ -236,7 +238,7 @@ fn measure_section(
             let (length, calm) = (arguments.quiet, Duration::from_secs(if arguments.quick { 5 } else { 60 }));
             let mib = if arguments.quick { 32 } else { arguments.quiet_memory };
             let (guests, guest_mib) = if arguments.quick { (1, 128) } else { (4, 512) };
-            let (restless, pagefold) = (arguments.restless, program.to_owned());
+            let (restless, pagefold) = (arguments.with_busy_process, program.to_owned());
             let quiet = QuietHostBenchmark {
                 duration: length,
                 settle_time: calm,

@@ -97,8 +97,8 @@ impl OomBenchmark {
             self.start_interval_seconds,
             u8::from(daemon)
         );
-        let config =
-            "[daemon]\ncpu = \"100%\"\nburst = \"5m\"\nprice = 0.5\n[daemon.only]\nnames = [\"pagefold-lab\"]\n";
+        let config = "[daemon]\ncpu_rate = \"100%\"\ncpu_burst = \"5m\"\nmax_cpu_seconds_per_mib = 0.5\n\
+             [daemon.tracked]\nnames = [\"pagefold-lab\"]\n";
         let machine = EmulatedMachine {
             kernel: &assets.kernel,
             init: &crate::merge::lab_file("guest/init-oom"),
@@ -118,7 +118,8 @@ impl OomBenchmark {
         let mut findings = Findings::new("way,programs,pages_sharing,available_kib");
         let title = format!(
             "Programs of {} MiB, {} % of it equal in all, in an emulated host of {} MiB, one each {} s; the daemon has \
-             `cpu = \"100%\"`, `burst = \"5m\"` and `price = 0.5`, since an emulated CPU is slow",
+             `cpu_rate = \"100%\"`, `cpu_burst = \"5m\"` and `max_cpu_seconds_per_mib = 0.5`, since an \
+             emulated CPU is slow",
             self.program_mib, self.duplicate_percent, self.host_mib, self.start_interval_seconds
         );
         let head = ["variant", "programs that fit", "killed by the kernel", "pages_sharing"];

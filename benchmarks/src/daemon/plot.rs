@@ -62,12 +62,12 @@ fn draw_panel(
     ends.sort_by(|one, other| one.0.total_cmp(&other.0));
     let mut lowest = 0.0;
     for (end, run) in ends {
-        let colour = driver_color(run.driver_kind);
+        let color = driver_color(run.driver_kind);
         let points = run.samples.iter().map(|sample| (sample.seconds, value(sample)));
-        chart.draw_series(LineSeries::new(points, colour.stroke_width(2)))?;
+        chart.draw_series(LineSeries::new(points, color.stroke_width(2)))?;
         let height = f64::max(end, lowest);
         lowest = height + highest / 14.0;
-        let style = text_style(14, colour).pos(Pos::new(HPos::Left, VPos::Center));
+        let style = text_style(14, color).pos(Pos::new(HPos::Left, VPos::Center));
         let at = chart.backend_coord(&(latest, height));
         let origin = area.get_base_pixel();
         area.draw_text(run.driver_kind.name(), &style, (at.0 - origin.0 + 6, at.1 - origin.1))?;

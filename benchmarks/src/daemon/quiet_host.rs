@@ -72,7 +72,9 @@ impl QuietHostBenchmark {
         let place = ProgramFolder::new("pfquiet")?;
         let mib = self.process_mib.to_string();
         let holders: Vec<RunningProgram> = (0..self.processes)
-            .map(|_| place.start_lab('q', &["mixture", "--duplicate", &format!("{DUPLICATE_PERCENT}%"), "--mib", &mib]))
+            .map(|_| {
+                place.start_lab('q', &["mixture", "--duplicate-share", &format!("{DUPLICATE_PERCENT}%"), "--mib", &mib])
+            })
             .collect::<Result<_>>()?;
         let worker = if self.with_busy_process { Some(place.start_lab('w', &BUSY_LAYOUT_ARGUMENTS)?) } else { None };
         let guests = self.start_guests()?;

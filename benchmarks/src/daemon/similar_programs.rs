@@ -57,7 +57,7 @@ impl SimilarProgramsBenchmark {
     pub fn run(&self, driver_kind: KsmDriverKind, log: &Path) -> Result<SimilarProgramsRun> {
         let ksm = KsmTestGuard::acquire().map_err(anyhow::Error::msg)?;
         let place = ProgramFolder::new("pfalike")?.with_enrollment(driver_kind.enrolls_whole_qemu());
-        let config = place.daemon_config(&format!("burst = \"{}ms\"", self.burst.as_millis()), &[]);
+        let config = place.daemon_config(&format!("cpu_burst = \"{}ms\"", self.burst.as_millis()), &[]);
         let mut driver = match driver_kind {
             KsmDriverKind::Policy(policy) => KsmDriver::start_policy(policy, &ksm)?,
             KsmDriverKind::Daemon => KsmDriver::start_daemon(&self.pagefold, &config, log, &ksm)?,
@@ -89,7 +89,8 @@ impl SimilarProgramsBenchmark {
     fn start(&self, place: &ProgramFolder, template: usize) -> Result<TemplateProgram> {
         let (mib, part) = (self.mib.to_string(), format!("{DUPLICATE_PERCENT}%"));
         let seed = format!("template {template}");
-        let mut holder = place.start_lab('x', &["mixture", "--mib", &mib, "--duplicate", &part, "--seed", &seed])?;
+        let mut holder =
+            place.start_lab('x', &["mixture", "--mib", &mib, "--duplicate-share", &part, "--seed", &seed])?;
         let ready = Instant::now();
         Ok(TemplateProgram {
             checksum: holder.query("checksum")?,

@@ -57,7 +57,7 @@ pub struct MergeBenchmarkArguments {
     rounds: u8,
     /// Rounds of the simulations
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=50))]
-    hot_rounds: u8,
+    simulation_rounds: u8,
     /// Simulations to run, by their folders in labs/mpi; all if none is named
     #[arg(long, value_name = "NAME", value_delimiter = ',')]
     codes: Vec<String>,
@@ -66,7 +66,7 @@ pub struct MergeBenchmarkArguments {
     cases: Vec<String>,
     /// Extra rounds of the stand-in for HERA, with only the plain code and the user engine
     #[arg(long, value_name = "N", default_value_t = 2)]
-    pairs: usize,
+    extra_rounds: usize,
     /// The stand-in for HERA, as labs/hera/build.sh makes it [default: target/hera/hera]
     #[arg(long, value_name = "PATH")]
     hera: Option<PathBuf>,
@@ -78,7 +78,7 @@ pub struct MergeBenchmarkArguments {
     cpu: u32,
     /// CPU bound of pagefold beside the simulations, in percent of one CPU
     #[arg(long, default_value_t = 10, value_name = "PERCENT", value_parser = clap::value_parser!(u32).range(1..=100))]
-    hot_cpu: u32,
+    simulation_cpu: u32,
     /// The binary to measure [default: the one built beside this program]
     #[arg(long, value_name = "PATH")]
     pagefold: Option<PathBuf>,
@@ -98,7 +98,7 @@ enum MergeSection {
     /// Databases with their data
     Program,
     /// Simulations that rewrite merged pages
-    Hot,
+    Simulations,
     /// LAMMPS and five further simulations from Debian; only if named
     Debian,
     /// How long a process is stopped while its ranges are enrolled and unenrolled
@@ -116,7 +116,7 @@ impl MergeSection {
             Self::Fleet => "fleet",
             Self::BigFleet => "big-fleet",
             Self::Program => "program",
-            Self::Hot => "hot",
+            Self::Simulations => "simulations",
             Self::Debian => "debian",
             Self::Stops => "stops",
             Self::Hera => "hera",
@@ -131,9 +131,9 @@ struct MergeRunSettings {
     #[serde(flatten)]
     common: RunSettings,
     cpu_percent: u32,
-    hot_cpu_percent: u32,
+    simulation_cpu_percent: u32,
     rounds: u8,
-    hot_rounds: u8,
+    simulation_rounds: u8,
     /// KSM settings before the run.
     ksm: BTreeMap<String, String>,
     /// First lines of the programs' version output.
@@ -169,9 +169,9 @@ pub fn run_benchmark(arguments: &MergeBenchmarkArguments) -> Result<bool> {
         let settings = MergeRunSettings {
             common: RunSettings::observe(arguments.quick, vec![format!("merge-{}", section.name())], nice)?,
             cpu_percent: arguments.cpu,
-            hot_cpu_percent: arguments.hot_cpu,
+            simulation_cpu_percent: arguments.simulation_cpu,
             rounds: arguments.rounds,
-            hot_rounds: arguments.hot_rounds,
+            simulation_rounds: arguments.simulation_rounds,
             ksm,
             versions: program_versions(&pagefold),
         };
@@ -204,21 +204,21 @@ impl SectionRecorder<'_> {
             MergeSection::Fleet => MergeWorkload::fleet_workload(quick),
             MergeSection::BigFleet => MergeWorkload::big_fleet(quick),
             MergeSection::Program => MergeWorkload::database_workload(quick),
-            MergeSection::Hot | MergeSection::Debian => {
-                let codes = if section == MergeSection::Hot {
+            MergeSection::Simulations | MergeSection::Debian => {
+                let codes = if section == MergeSection::Simulations {
                     simulations::SIMULATION_CODES
                 } else {
                     simulations::DEBIAN_CODES
                 };
                 let conditions = simulations::SimulationConditions {
                     pagefold: self.pagefold.clone(),
-                    cpu_percent: self.arguments.hot_cpu,
+                    cpu_percent: self.arguments.simulation_cpu,
                     quick,
                 };
                 for code in simulations::select_codes(codes, &self.arguments.codes)? {
                     all.push((
                         code.name,
-                        simulations::measure_code(code, rounds(self.arguments.hot_rounds), &conditions)?,
+                        simulations::measure_code(code, rounds(self.arguments.simulation_rounds), &conditions)?,
                     ));
                     self.write_findings(section, &all)?;
                 }
@@ -232,9 +232,9 @@ impl SectionRecorder<'_> {
                 let conditions = hera::HeraConditions {
                     program,
                     pagefold: self.pagefold.clone(),
-                    cpu_percent: self.arguments.hot_cpu,
+                    cpu_percent: self.arguments.simulation_cpu,
                     max_slowdown: self.arguments.max_slowdown / 100.0,
-                    extra_rounds: if quick { 0 } else { self.arguments.pairs },
+                    extra_rounds: if quick { 0 } else { self.arguments.extra_rounds },
                     quick,
                 };
                 for case in hera::select_cases(&self.arguments.cases)? {

@@ -159,8 +159,8 @@ impl MergeWorkload {
                 let mut holders = Vec::new();
                 for salt in 0..processes {
                     let mut command = command_through_hold(&lab, enrolled)?;
-                    command.args(["mixture", "--mib", &mib.to_string(), "--run", &run.to_string()]);
-                    command.args(["--duplicate", &duplicate.to_string(), "--stray", &stray.to_string()]);
+                    command.args(["mixture", "--mib", &mib.to_string(), "--run-pages", &run.to_string()]);
+                    command.args(["--duplicate-share", &duplicate.to_string(), "--stray-share", &stray.to_string()]);
                     command.args(["--salt", &salt.to_string()]);
                     command.args(huge.then_some("--huge"));
                     holders.push(RunningProgram::start(command)?);
@@ -188,7 +188,7 @@ impl MergeWorkload {
                 // QEMU enrolls the guests' memory itself, as on any host.
                 let mut command = command_through_hold(&lab, false)?;
                 command.args(["fleet", "--guests", &guests.to_string(), "--memory", &mib.to_string()]);
-                command.args(["--same", &same.to_string(), "--own", &own.to_string(), "--timeout", "600"]);
+                command.args(["--shared-mib", &same.to_string(), "--unique-mib", &own.to_string(), "--timeout", "600"]);
                 command.args(equal_start.then_some("--equal-start"));
                 command.stderr(Stdio::null());
                 let mut holder = RunningProgram::start(command)?;

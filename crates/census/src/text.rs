@@ -95,13 +95,13 @@ fn render_classes(pages: &PageClasses, memory: &PageClasses, style: TextStyle) -
         ("volatile", memory.volatile, pages.volatile, Color::Red),
         ("unique", memory.unique, pages.unique, Color::White),
     ];
-    for (name, memory_here, pages_here, colour) in rows {
+    for (name, memory_here, pages_here, color) in rows {
         table.add_row(vec![
             Cell::new(name),
             Cell::new(format_bytes(memory_here)),
             Cell::new(format_percent(memory_here, memory.resident)),
             Cell::new(format_number(pages_here)),
-            colored_cell(format_bar(memory_here as f64 / memory.resident.max(1) as f64, BAR_COLUMNS), colour),
+            colored_cell(format_bar(memory_here as f64 / memory.resident.max(1) as f64, BAR_COLUMNS), color),
         ]);
     }
     table.add_row(vec![

@@ -84,9 +84,9 @@ pub enum PagefoldCommand {
     /// Resume the daemon
     Resume,
     /// Have the daemon scan a process now
-    Enrol(command::daemon::ProcessArgument),
+    Enroll(command::daemon::ProcessArgument),
     /// Have the daemon unenroll a process and leave it alone
-    Withdraw(command::daemon::ProcessArgument),
+    Unenroll(command::daemon::ProcessArgument),
     /// Set KSM's settings by a policy, show them, or restore the previous ones
     Policy(command::policy::PolicyArguments),
     /// Undo the changes that a killed pagefold left behind

@@ -521,7 +521,7 @@ mod tests {
         };
         let said: String =
             DEFAULT_CONFIG_TEXT.lines().filter(is_default).map(uncomment_line).flat_map(|line| [line, "\n"]).collect();
-        assert!(said.lines().any(|line| line.starts_with("cpu = ")), "{said}");
+        assert!(said.lines().any(|line| line.starts_with("cpu_rate = ")), "{said}");
         assert_eq!(format!("{:?}", Config::parse(&said).unwrap()), format!("{none:?}"));
         // With the examples it parses, too.
         assert_eq!(Config::parse(&default_config_uncommented()).unwrap().domains.groups.len(), 1);

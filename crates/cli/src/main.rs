@@ -60,10 +60,10 @@ fn run_command(arguments: &CommandLine) -> anyhow::Result<CommandOutcome> {
         PagefoldCommand::Report(options) => command::report::run(options, &arguments.global),
         PagefoldCommand::Pause => command::daemon::send_control_request(ControlRequest::Pause, &arguments.global),
         PagefoldCommand::Resume => command::daemon::send_control_request(ControlRequest::Resume, &arguments.global),
-        PagefoldCommand::Enrol(which) => {
+        PagefoldCommand::Enroll(which) => {
             command::daemon::send_control_request(which.enroll_request(), &arguments.global)
         }
-        PagefoldCommand::Withdraw(which) => {
+        PagefoldCommand::Unenroll(which) => {
             command::daemon::send_control_request(which.unenroll_request(), &arguments.global)
         }
         PagefoldCommand::Policy(options) => command::policy::run(options, &arguments.global),

@@ -8,14 +8,14 @@ use std::io::{self, IsTerminal, Write};
 /// The text style for standard output.
 pub fn stdout_style(global: &GlobalOptions) -> TextStyle {
     let terminal = io::stdout().is_terminal();
-    let colour = match global.color {
+    let color = match global.color {
         ColorChoice::Always => true,
         ColorChoice::Never => false,
         // https://no-color.org: any nonempty value turns color off.
         ColorChoice::Auto => terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty()),
     };
     let width = terminal_size::terminal_size().map(|(width, _)| width.0).filter(|_| terminal);
-    TextStyle { width: width.unwrap_or(160).max(60), color: colour }
+    TextStyle { width: width.unwrap_or(160).max(60), color }
 }
 
 /// Write to standard output.

@@ -328,7 +328,7 @@ fn single_pass_reports_no_volatile_pages() {
         return;
     }
     let lab = RunningLab::start_layout(&["volatile=64"]).unwrap();
-    let report = census_json(&[lab.pid()], &["--settle", "0"]);
+    let report = census_json(&[lab.pid()], &["--pass-interval", "0"]);
     expect_classes(&report, &lab, lab.first_region("volatile"), &[("resident", 64), ("unique", 64)]);
 }
 
@@ -460,7 +460,7 @@ fn interrupted_census_reports_what_it_scanned() {
     let interrupted = |options: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));
         // A settle time that is long enough for the interrupt to arrive during it.
-        command.args(["census", "--settle", "10min", &format!("--pid={}", lab.pid())]).args(options);
+        command.args(["census", "--pass-interval", "10min", &format!("--pid={}", lab.pid())]).args(options);
         let child = command.stdout(std::process::Stdio::piped()).spawn().unwrap();
         wait_until_idle(child.id());
         let pid = rustix::process::Pid::from_raw(child.id() as i32).unwrap();

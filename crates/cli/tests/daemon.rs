@@ -35,8 +35,10 @@ impl DaemonTestDirectory {
 
     fn write_config(&self, section: &str) {
         // The daemon must not back off because of other load on the machine.
-        let text =
-            format!("[daemon]\nslowdown = \"100%\"\n{section}\n[daemon.only]\nnames = [\"{}\"]\n", self.program_name);
+        let text = format!(
+            "[daemon]\nmax_slowdown = \"100%\"\n{section}\n[daemon.tracked]\nnames = [\"{}\"]\n",
+            self.program_name
+        );
         fs::write(self.config_path(), text).unwrap();
     }
 
@@ -71,7 +73,7 @@ impl DaemonTestDirectory {
 
     /// Start a program that shares half of its content with every other program started by this function.
     fn start_program(&self) -> LabProgram {
-        self.start_lab(&["mixture", "--mib", "32", "--duplicate", "50%"])
+        self.start_lab(&["mixture", "--mib", "32", "--duplicate-share", "50%"])
     }
 
     /// Start the lab with these arguments, and wait until it is ready.
@@ -291,13 +293,13 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     assert!(programs[0].merged_pages() >= MIN_MERGED_PAGES, "a pause must not unmerge pages");
     daemon.run_control_command(&["resume"]);
 
-    daemon.run_control_command(&["withdraw", &programs[0].pid()]);
+    daemon.run_control_command(&["unenroll", &programs[0].pid()]);
     wait_until("the unenrollment", || programs[0].merged_pages() == 0 && !programs[0].is_enrolled());
     assert!(daemon.has_logged("withdraw", "operator"));
-    daemon.run_control_command(&["enrol", &programs[0].pid()]);
+    daemon.run_control_command(&["enroll", &programs[0].pid()]);
     let is_managed = |member: &Value| member["state"] != "withdrawn";
     wait_until("the enrollment", || daemon.read_status()["members"].as_array().unwrap().iter().all(is_managed));
-    let refused = place.run_pagefold(&["enrol", "1"]);
+    let refused = place.run_pagefold(&["enroll", "1"]);
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
 
     let (code, said) = daemon.stop();
@@ -319,12 +321,14 @@ fn metadata_regions_and_huge_page_splits_stay_bounded() {
     assert_eq!(metadata(), 0, "a process outside the test is enrolled");
 
     let place = DaemonTestDirectory::new(8);
-    let write = |bounds: &str| place.write_config(&format!("mode = \"act\"\nprice = 1000.0\n{bounds}"));
+    let write =
+        |bounds: &str| place.write_config(&format!("mode = \"act\"\nmax_cpu_seconds_per_mib = 1000.0\n{bounds}"));
     write("max_metadata = \"256KiB\"\nmax_regions = 120\nsplit_huge_pages = false");
-    let lab = |more: &[&str]| place.start_lab(&[&["mixture", "--mib", "32", "--duplicate", "50%"], more].concat());
+    let lab =
+        |more: &[&str]| place.start_lab(&[&["mixture", "--mib", "32", "--duplicate-share", "50%"], more].concat());
     // Some hundred runs of duplicates among unique pages, in small pages and in huge pages.
-    let scattered = ["a", "b"].map(|salt| lab(&["--run", "16", "--salt", salt]));
-    let huge = ["c", "d"].map(|salt| lab(&["--run", "512", "--huge", "--seed", "huge", "--salt", salt]));
+    let scattered = ["a", "b"].map(|salt| lab(&["--run-pages", "16", "--salt", salt]));
+    let huge = ["c", "d"].map(|salt| lab(&["--run-pages", "512", "--huge", "--seed", "huge", "--salt", salt]));
     let all = || scattered.iter().chain(&huge);
     let in_huge_pages = || huge.iter().map(|program| program.rollup_kib("AnonHugePages:").unwrap()).sum::<u64>();
     let regions = || scattered.iter().map(LabProgram::region_count).max().unwrap();
@@ -346,14 +350,14 @@ fn metadata_regions_and_huge_page_splits_stay_bounded() {
     until_with_all_bounds_kept("a merge", &|| passes("merges") >= 1);
     let seen = passes("passes");
     until_with_all_bounds_kept("four more passes", &|| {
-        all().for_each(|program| daemon.run_control_command(&["enrol", &program.pid()]));
+        all().for_each(|program| daemon.run_control_command(&["enroll", &program.pid()]));
         passes("passes") >= seen + 4
     });
     assert!(most > 64 << 10, "ksmd has scanned too little: {most} bytes of metadata at most");
 
     write("");
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
-    all().for_each(|program| daemon.run_control_command(&["enrol", &program.pid()]));
+    all().for_each(|program| daemon.run_control_command(&["enroll", &program.pid()]));
     // Pages between the ranges merged before may no longer be profitable.
     wait_until("the larger merge", || all().all(|program| program.merged_pages() >= MIN_MERGED_PAGES * 4 / 5));
     let (metadata, regions) = (metadata(), regions());
@@ -416,7 +420,7 @@ fn killed_or_overruled_daemon_restores_the_host() {
     let program = place.start_program();
     let is_withdrawn = |status: Value| status["members"][0]["state"] == "withdrawn";
     wait_until("the tracked program", || !daemon.read_status()["members"].as_array().unwrap().is_empty());
-    daemon.run_control_command(&["withdraw", &program.pid()]);
+    daemon.run_control_command(&["unenroll", &program.pid()]);
     daemon.run_control_command(&["pause"]);
     wait_until("the pause", || daemon.read_status()["state"] == "paused" && is_withdrawn(daemon.read_status()));
     daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
@@ -452,7 +456,7 @@ fn daemon_backs_off_for_busy_programs() {
     let place = DaemonTestDirectory::new(6);
     fs::write(
         place.config_path(),
-        format!("[daemon]\nslowdown = \"0.5%\"\n[daemon.only]\nnames = [\"{}\"]\n", place.program_name),
+        format!("[daemon]\nmax_slowdown = \"0.5%\"\n[daemon.tracked]\nnames = [\"{}\"]\n", place.program_name),
     )
     .unwrap();
     let busy = || place.start_lab(&["busy", "--threads", "4", "--memory", "64"]);
@@ -462,7 +466,7 @@ fn daemon_backs_off_for_busy_programs() {
         // Scan the programs repeatedly, with idle time in between for comparison.
         sleep(Duration::from_secs(4));
         for program in &programs {
-            place.run_pagefold(&["enrol", &program.pid()]);
+            place.run_pagefold(&["enroll", &program.pid()]);
         }
         daemon.has_logged("rest", "slow_down")
     });
@@ -511,7 +515,7 @@ fn unmerge_on_exit_works_from_a_pause_and_names_kept_processes() {
     place.write_config("mode = \"advise\"");
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
     wait_until("advise mode", || ksm.changed_settings().is_empty() && daemon.read_status()["mode"] == "advise");
-    let told = place.run_pagefold(&["withdraw", &programs[0].pid()]);
+    let told = place.run_pagefold(&["unenroll", &programs[0].pid()]);
     let answer = String::from_utf8_lossy(&told.stdout).into_owned();
     assert!(told.status.success() && answer.contains("it only advises"), "{told:?}");
     let (code, said) = daemon.stop();
@@ -524,7 +528,8 @@ fn unmerge_on_exit_works_from_a_pause_and_names_kept_processes() {
 #[test]
 fn daemon_advises_on_a_recorded_host() {
     let place = DaemonTestDirectory::new(5);
-    let text = "[daemon]\nmode = \"advise\"\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\n";
+    let text =
+        "[daemon]\nmode = \"advise\"\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nmax_cpu_seconds_per_mib = 1000.0\n";
     fs::write(place.config_path(), text).unwrap();
     let recording = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/recordings/linux-6.18");
     let host = format!("recording:{}", recording.display());

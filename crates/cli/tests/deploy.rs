@@ -109,8 +109,12 @@ fn imported_ksmtuned_configuration_is_accepted() {
     };
     let imported = pagefold(&["config", "import-ksmtuned"], &before);
     let text = String::from_utf8(imported.stdout).unwrap();
-    let told =
-        ["# kept: KSM_THRES_COEF=30: ", "# left out: KSM_MONITOR_INTERVAL=30: ", "\nkeep_available = ", "\ncpu = "];
+    let told = [
+        "# kept: KSM_THRES_COEF=30: ",
+        "# left out: KSM_MONITOR_INTERVAL=30: ",
+        "\nkeep_available = ",
+        "\ncpu_rate = ",
+    ];
     assert!(told.iter().all(|told| text.contains(told)), "{text}");
     fs::write(&after, text).unwrap();
     let output = pagefold(&["config", "check", "--config"], &after);

@@ -20,7 +20,8 @@ fn guests_are_named_and_share_their_common_data() {
         return println!("skipped: needs root to read other processes");
     }
     const BYTES_PER_MIB: u64 = 1 << 20;
-    let arguments = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8", "--names", "twin"];
+    let arguments =
+        ["--guests", "2", "--memory", "112", "--shared-mib", "16", "--unique-mib", "8", "--name-prefix", "twin"];
     let fleet = RunningLab::start_fleet(&arguments).expect("cannot start two guests");
     let census = report_json(&["census", "--json", "--vm", "twin-0", "--vm", "twin-1"]);
     let vms = census["vms"].as_array().unwrap();

@@ -144,7 +144,7 @@ fn json_over_every_recording_matches_its_schema() {
             &["doctor", "--json", &pid],
             &["merge", "--dry-run", "--json"],
             &["merge", "--dry-run", "--json", "--min-profit", "4KiB", "--across-domains"],
-            &["merge", "--dry-run", "--json", "--min-profit", "4KiB", "--whole", "--across-domains"],
+            &["merge", "--dry-run", "--json", "--min-profit", "4KiB", "--whole-processes", "--across-domains"],
             &["unmerge", "--dry-run", "--all", "--json"],
             &["policy", "show", "--json"],
         ] {

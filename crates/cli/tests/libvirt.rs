@@ -233,7 +233,7 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     assert!(pids[..2].iter().all(|&pid| merged_bytes(pid) == (0, false)), "{unmerged}");
 
     // All domains run as one user and are separate trust domains all the same.
-    let quick = ["--vm", &webs, "--settle", "0", "--cpu", "100", "--watch", "0"];
+    let quick = ["--vm", &webs, "--pass-interval", "0", "--cpu", "100", "--watch-time", "0"];
     let merge =
         |config: &str, more: &[&str]| place.report_json(config, &[&["merge"], &quick[..], more].concat(), &[0, 1]);
     let gross = |report: &Value| report["plan"]["savings"]["gross"].as_u64().unwrap();
@@ -251,10 +251,13 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     libvirt.assert_domains_unharmed();
 
     // Memory whose owner forbids merging is not merged without `--ignore-opt-out`.
-    let left =
-        place.report_json(&libvirt.group_config(), &["merge", "--vm", &sealed, "--dry-run", "--settle", "0"], &[0, 1]);
+    let left = place.report_json(
+        &libvirt.group_config(),
+        &["merge", "--vm", &sealed, "--dry-run", "--pass-interval", "0"],
+        &[0, 1],
+    );
     assert!(left["plan"]["left_alone"].to_string().contains("its owner forbids merging: mem-merge=off"), "{left}");
-    let over = ["merge", "--vm", &sealed, "--dry-run", "--settle", "0", "--ignore-opt-out"];
+    let over = ["merge", "--vm", &sealed, "--dry-run", "--pass-interval", "0", "--ignore-opt-out"];
     let over = place.report_json(&libvirt.group_config(), &over, &[0, 1]);
     assert!(!over["plan"]["left_alone"].to_string().contains("mem-merge"), "{over}");
     let doctor = place.run("", &["doctor", "--json"]);
@@ -271,8 +274,8 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
     libvirt.assert_domains_unharmed();
 
     let config = format!(
-        "{}[daemon]\nmode = \"act\"\ncpu = \"100%\"\nburst = \"5m\"\nprice = 1.0\nslowdown = \"100%\"\n\
-         [daemon.only]\nvms = [\"{webs}\", \"{sealed}\"]\n",
+        "{}[daemon]\nmode = \"act\"\ncpu_rate = \"100%\"\ncpu_burst = \"5m\"\nmax_cpu_seconds_per_mib = 1.0\n\
+         max_slowdown = \"100%\"\n[daemon.tracked]\nvms = [\"{webs}\", \"{sealed}\"]\n",
         libvirt.group_config()
     );
     let mut daemon = LibvirtDaemon(place.command(&config, &["daemon"]).stderr(Stdio::null()).spawn().unwrap());

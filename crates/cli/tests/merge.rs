@@ -62,7 +62,7 @@ fn wait_until(condition: &str, mut is_met: impl FnMut() -> bool) {
 /// Start a merge so slow that it is still running when the test acts.
 fn start_slow_merge(state: &Path, labs: &[&RunningLab<RegionLine>], options: &[&str]) -> Child {
     let pids: Vec<u32> = labs.iter().map(|lab| lab.pid()).collect();
-    let arguments = [&["--json", "--cpu", "0.1", "--settle", "0", "--watch", "0"], options].concat();
+    let arguments = [&["--json", "--cpu", "0.1", "--pass-interval", "0", "--watch-time", "0"], options].concat();
     let child = merge_command(state, &pids, &arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn();
     child.expect("the binary runs")
 }
@@ -313,7 +313,7 @@ fn whole_processes_are_enrolled_on_request() {
     let specs = ["shared-content=w:800", "unique=100"];
     let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
     let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
-    let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--whole"]), 0);
+    let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--whole-processes"]), 0);
     assert!(merged["outcome"]["saved"].as_u64().unwrap() >= 800 * 4096, "{merged}");
     for lab in &labs {
         let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", lab.pid())).unwrap();
@@ -332,12 +332,12 @@ fn volatile_pages_are_unenrolled() {
 /// Merge volatile memory; returns whether all of it was unenrolled. The report must count the unenrolled pages.
 fn is_unenrolled_as_reported(ksm: &KsmTestGuard) -> bool {
     let state = tempfile::tempdir().unwrap();
-    let lab = RunningLab::start_layout(&["zero=4000", "hot-zero=4000", "--interval", "20"]).unwrap();
-    let output = run_merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch", "2s"]);
+    let lab = RunningLab::start_layout(&["zero=4000", "rewritten-zero=4000", "--interval", "20"]).unwrap();
+    let output = run_merge(state.path(), &[&lab], &["--json", "--cpu", "100", "--watch-time", "2s"]);
     let merged = parse_report(&output, output.status.code().expect("the merge was killed by a signal"));
     assert_eq!(merged["outcome"]["end"], "settled", "{merged}");
     assert_eq!(enrolled_pages(&lab, lab.first_region("zero")), 4000, "{merged}");
-    let gone = 4000 - enrolled_pages(&lab, lab.first_region("hot-zero"));
+    let gone = 4000 - enrolled_pages(&lab, lab.first_region("rewritten-zero"));
     // The other unenrolled pages are the lab's own.
     let told = gone..gone + 400;
     let withdrawn = merged["outcome"]["watched"]["withdrawn_pages"].as_u64();
@@ -378,7 +378,7 @@ fn merge_yields_to_another_settings_writer() {
 fn interrupt_ends_merge_with_a_report() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
-    for more in [&[][..], &["--keep"]] {
+    for more in [&[][..], &["--keep-ksmd-running"]] {
         let specs = ["shared-content=i:8000"];
         let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
         let child = start_slow_merge(state.path(), &labs.iter().collect::<Vec<_>>(), more);
@@ -427,7 +427,7 @@ fn keep_leaves_ksmd_running_slowly() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
     let lab = RunningLab::start_layout(&["zero=2000"]).unwrap();
-    parse_report(&run_merge(state.path(), &[&lab], &["--json", "--keep"]), 0);
+    parse_report(&run_merge(state.path(), &[&lab], &["--json", "--keep-ksmd-running"]), 0);
     assert_eq!(
         [ksm.read_counter("run"), ksm.read_counter("pages_to_scan"), ksm.read_counter("sleep_millisecs")],
         [1, 100, 1000]
@@ -450,7 +450,7 @@ fn domains_are_merged_only_on_request() {
     let roots = RunningLab::start_layout(&specs).unwrap();
     let his = RunningLab::start_layout(&[&["--uid", "65534"], &specs[..]].concat()).unwrap();
     let labs = [&roots, &his];
-    let whole = run_merge(state.path(), &labs, &["--whole", "--min-profit", "0"]);
+    let whole = run_merge(state.path(), &labs, &["--whole-processes", "--min-profit", "0"]);
     assert_eq!(whole.status.code(), Some(2), "{whole:?}");
     assert!(String::from_utf8_lossy(&whole.stderr).contains("--across-domains"), "{whole:?}");
     let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
@@ -484,7 +484,7 @@ fn consecutive_merges_keep_domains_apart() {
     for lab in labs {
         assert_eq!(enrolled_pages(lab, lab.first_region("shared-content")), 0, "enrolled by root already: {merged}");
     }
-    let whole = run_merge(state.path(), &[&his[0], &his[1]], &["--whole"]);
+    let whole = run_merge(state.path(), &[&his[0], &his[1]], &["--whole-processes"]);
     assert_eq!(whole.status.code(), Some(2), "{whole:?}");
     assert!(String::from_utf8_lossy(&whole.stderr).contains("--across-domains"), "{whole:?}");
     let across = parse_report(&run_merge(state.path(), &[&his[0], &his[1]], &["--json", "--across-domains"]), 0);
@@ -509,7 +509,7 @@ fn hidden_processes_are_reported() {
         return println!("skipped: needs root and unshare(1)");
     }
     assert_eq!(hidden(&namespace, "--json"), true);
-    assert_eq!(hidden(&namespace, "--json --whole"), true);
+    assert_eq!(hidden(&namespace, "--json --whole-processes"), true);
     assert_eq!(hidden(&namespace, "--json --across-domains"), false, "with --across-domains no domains are kept apart");
     let told = fs::read_to_string("/proc/self/ksm_stat").is_ok_and(|stat| stat.contains("ksm_mergeable"));
     assert_eq!(hidden(&[], "--json"), !told, "hidden before Linux 6.14 only");
@@ -522,7 +522,7 @@ fn deadline_ends_merge_and_is_reported() {
     let specs = ["shared-content=t:8000"];
     let labs = [RunningLab::start_layout(&specs).unwrap(), RunningLab::start_layout(&specs).unwrap()];
     let labs: Vec<&RunningLab<RegionLine>> = labs.iter().collect();
-    let output = run_merge(state.path(), &labs, &["--cpu", "0.1", "--settle", "0", "--deadline", "1s"]);
+    let output = run_merge(state.path(), &labs, &["--cpu", "0.1", "--pass-interval", "0", "--deadline", "1s"]);
     assert_eq!(output.status.code(), Some(1), "{output:?}");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(text.contains("Ended by its deadline") && text.contains("not merged before the end"), "{text}");
@@ -540,7 +540,7 @@ fn guests_are_enrolled_by_control_socket() {
     let state = tempfile::tempdir().unwrap();
     {
         // QEMU has enrolled all memory of its guests itself.
-        let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "self"]].concat())
+        let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--name-prefix", "self"]].concat())
             .expect("cannot start guests");
         let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
         let output =
@@ -552,15 +552,15 @@ fn guests_are_enrolled_by_control_socket() {
         assert!(merged["outcome"]["not_put_back"].as_array().unwrap().is_empty(), "{merged}");
         assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)), "guest memory must be one enrolled region");
     }
-    let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "told", "--no-mem-merge"]].concat())
+    let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--name-prefix", "told", "--no-mem-merge"]].concat())
         .expect("cannot start guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
     assert!(!pids.iter().any(|&pid| is_guest_memory_marked(pid)));
-    let alone = ["--json", "--across-domains", "--dry-run", "--settle", "0"];
+    let alone = ["--json", "--across-domains", "--dry-run", "--pass-interval", "0"];
     let planned = parse_report(&merge_command(state.path(), &pids, &alone).output().unwrap(), 0);
     assert!(planned["plan"]["targets"].as_array().unwrap().is_empty(), "{planned}");
     assert!(planned.to_string().contains("its owner forbids merging: mem-merge=off"), "{planned}");
-    let whole = ["--json", "--across-domains", "--whole", "--cpu", "100", "--ignore-opt-out"];
+    let whole = ["--json", "--across-domains", "--whole-processes", "--cpu", "100", "--ignore-opt-out"];
     let merged = parse_report(&merge_command(state.path(), &pids, &whole).output().unwrap(), 0);
     assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
     assert_eq!(merged["outcome"]["stops"], 0, "a merge by control socket must stop no thread: {merged}");
@@ -570,7 +570,7 @@ fn guests_are_enrolled_by_control_socket() {
 }
 
 /// Guests of 112 MiB.
-const FLEET_ARGUMENTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
+const FLEET_ARGUMENTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--shared-mib", "16", "--unique-mib", "8"];
 
 /// Whether the memory of a guest, which is one region, is marked mergeable.
 fn is_guest_memory_marked(pid: u32) -> bool {
@@ -608,14 +608,14 @@ fn guest_with_busy_control_socket_is_unchanged() {
     }
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
     let state = tempfile::tempdir().unwrap();
-    let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "held", "--no-mem-merge"]].concat())
+    let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--name-prefix", "held", "--no-mem-merge"]].concat())
         .expect("cannot start guests");
     let [held, free] = fleet.lines() else { panic!("the fleet must have two guests") };
     let pids = [held.pid, free.pid];
     let holder = UnixStream::connect(&held.qmp).unwrap();
     BufReader::new(&holder).read_line(&mut String::new()).unwrap();
 
-    let whole = ["--across-domains", "--whole", "--cpu", "100", "--settle", "0", "--ignore-opt-out"];
+    let whole = ["--across-domains", "--whole-processes", "--cpu", "100", "--pass-interval", "0", "--ignore-opt-out"];
     let merge = |more: &[&str]| merge_command(state.path(), &pids, &[&whole[..], more].concat()).output().unwrap();
     let dry = merge(&["--dry-run"]);
     let text = String::from_utf8_lossy(&dry.stdout);
@@ -665,7 +665,8 @@ fn invalid_input_fails_with_one_line_and_no_change() {
     refused(&nobody, "there is no process");
     refused(&nobody, "run pagefold in the other one");
     let lab = RunningLab::start_layout(&["zero=2000"]).unwrap();
-    let no_guest = merge_command(state.path(), &[lab.pid()], &["--whole", "--qmp", "/nowhere"]).output().unwrap();
+    let no_guest =
+        merge_command(state.path(), &[lab.pid()], &["--whole-processes", "--qmp", "/nowhere"]).output().unwrap();
     refused(&no_guest, "is not a virtual machine");
     // A mount namespace in which /sys is read-only.
     let script = r#"mount -o remount,bind,ro /sys && exec "$0" merge --state "$1" --pid $$"#;

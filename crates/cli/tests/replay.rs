@@ -52,7 +52,8 @@ fn trace_replay_is_deterministic() {
     // One hour, in which all processes start at the beginning.
     let seconds: Vec<f64> = (0..20).map(f64::from).chain((1..=6).map(|tens| f64::from(tens) * 600.0)).collect();
     write_trace(&root, &seconds, "");
-    fs::write(&config, "[daemon]\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\n").unwrap();
+    fs::write(&config, "[daemon]\nmin_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nmax_cpu_seconds_per_mib = 1000.0\n")
+        .unwrap();
     let (host, config) = (format!("recording:{}", root.display()), config.display().to_string());
     let run = |more: &[&str]| {
         let arguments = ["--config", &config, "--host", &host, "daemon"];
@@ -120,7 +121,8 @@ fn trace_recording_ends_after_its_length() {
     let folder = tempfile::tempdir().unwrap();
     let root = folder.path().join("moments");
     let (path, pid) = (root.display().to_string(), format!("--pid={}", lab.pid()));
-    let output = run_pagefold(&["record", "--every", "200ms", "--for", "500ms", "--settle", "0", &pid, &path]);
+    let output =
+        run_pagefold(&["record", "--interval", "200ms", "--duration", "500ms", "--pass-interval", "0", &pid, &path]);
     let said = stdout_text(&output);
     assert!(said.contains("the time limit is reached"), "{said}");
     let pages = |number: u32| root.join(format!("{number:06}/pages/{}.txt", lab.pid()));
@@ -146,7 +148,7 @@ fn trace_recording_ends_after_its_length() {
         assert_eq!(census["processes"].as_array().map(Vec::len), Some(1), "{census}");
     }
     stdout_text(&run_pagefold(&[&format!("--host=recording:{path}"), "daemon"]));
-    let full = run_pagefold(&["record", "--every", "1s", &pid, &path]);
+    let full = run_pagefold(&["record", "--interval", "1s", &pid, &path]);
     assert_eq!(full.status.code(), Some(2), "record must not overwrite an existing trace: {full:?}");
 }
 
@@ -156,7 +158,16 @@ fn trace_recording_ends_at_its_size_limit() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("moments").display().to_string();
     let pid = format!("--pid={}", lab.pid());
-    let said =
-        stdout_text(&run_pagefold(&["record", "--every", "10ms", "--limit", "1KiB", "--settle", "0", &pid, &path]));
-    assert!(said.contains("Recorded a trace of 1 recording ") && said.contains("--limit"), "{said}");
+    let said = stdout_text(&run_pagefold(&[
+        "record",
+        "--interval",
+        "10ms",
+        "--max-bytes",
+        "1KiB",
+        "--pass-interval",
+        "0",
+        &pid,
+        &path,
+    ]));
+    assert!(said.contains("Recorded a trace of 1 recording ") && said.contains("--max-bytes"), "{said}");
 }

@@ -236,7 +236,8 @@ struct RecordingHistoryDaemon<'a> {
 impl<'a> RecordingHistoryDaemon<'a> {
     fn start(folder: &'a Path) -> Self {
         let config = folder.join("pagefold.toml");
-        let section = "min_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nprice = 1000.0\nhistory = \"off\"\n";
+        let section =
+            "min_memory = \"4KiB\"\nmin_profit = \"4KiB\"\nmax_cpu_seconds_per_mib = 1000.0\nhistory = \"off\"\n";
         std::fs::write(&config, format!("[daemon]\n{section}")).unwrap();
         let child = Self::pagefold(folder)
             .args(["daemon", "--mode", "advise", "--config"])

@@ -166,7 +166,7 @@ fn skip_reason() -> Option<String> {
     }
 }
 
-const FLEET_ARGUMENTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8"];
+const FLEET_ARGUMENTS: [&str; 8] = ["--guests", "2", "--memory", "112", "--shared-mib", "16", "--unique-mib", "8"];
 
 #[test]
 fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
@@ -179,7 +179,7 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
         Err(why) => return skip_test(&why),
     };
     let fleet: RunningLab<GuestLine> =
-        RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "apart"]].concat())?;
+        RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--name-prefix", "apart"]].concat())?;
     let [first, second] = fleet.lines() else { return Err("the fleet must have two guests".into()) };
     // So that their memory does not change.
     for guest in [first, second] {
@@ -241,7 +241,8 @@ fn unmerge_killed_at_guest_socket_is_finished_by_the_next() -> UnmergeTestResult
         Ok(ksm) => ksm,
         Err(why) => return skip_test(&why),
     };
-    let alone = ["--guests", "1", "--memory", "112", "--same", "8", "--own", "8", "--names", "killed"];
+    let alone =
+        ["--guests", "1", "--memory", "112", "--shared-mib", "8", "--unique-mib", "8", "--name-prefix", "killed"];
     let fleet: RunningLab<GuestLine> = RunningLab::start_fleet(&alone)?;
     let [guest] = fleet.lines() else { return Err("the fleet must have one guest".into()) };
     let is_marked =
@@ -274,7 +275,8 @@ fn busy_or_foreign_socket_is_not_used() -> UnmergeTestResult {
         Ok(ksm) => ksm,
         Err(why) => return skip_test(&why),
     };
-    let fleet: RunningLab<GuestLine> = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--names", "held"]].concat())?;
+    let fleet: RunningLab<GuestLine> =
+        RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--name-prefix", "held"]].concat())?;
     let [first, second] = fleet.lines() else { return Err("the fleet must have two guests".into()) };
     let (status, _, error) = run_unmerge(&["--vm", "held-0", "--qmp", &second.qmp])?;
     assert_eq!(status, Some(2));
@@ -311,7 +313,7 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
     };
     let Some(cgroup) = UnmergeCgroup::new("limit") else { return skip_test("cannot create a memory cgroup") };
     let fleet: RunningLab<GuestLine> =
-        start_in(&cgroup, "fleet", &[&FLEET_ARGUMENTS[..], &["--names", "tight"]].concat())?;
+        start_in(&cgroup, "fleet", &[&FLEET_ARGUMENTS[..], &["--name-prefix", "tight"]].concat())?;
     for guest in fleet.lines() {
         run_qmp_command(guest, "stop")?;
     }
@@ -388,7 +390,7 @@ fn unmerge_requires_existing_targets() -> UnmergeTestResult {
     check(&[], "say which processes")?;
     check(&["--all", "--pid", "1"], "cannot be used with")?;
     check(&["--all", "--force", "--staged"], "cannot be used with")?;
-    check(&["--pid", "1", "--wait", "soon"], "write for example")?;
+    check(&["--pid", "1", "--max-wait", "soon"], "write for example")?;
     check(&["--host", "recording:/nonexistent", "--pid", "1"], "a recording cannot be changed")?;
     if Path::new("/sys/kernel/mm/ksm/run").exists() {
         check(&["--pid", "4194304"], "there is no process 4194304")?;

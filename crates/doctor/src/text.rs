@@ -163,7 +163,7 @@ impl DoctorPage {
     }
 
     fn format_verdict(&self, verdict: VerdictName) -> String {
-        let (word, colour) = match verdict {
+        let (word, color) = match verdict {
             VerdictName::Fail => ("FAIL", "1;31"),
             VerdictName::Warn => ("warn", "1;33"),
             VerdictName::Unknown => ("unknown", "1;35"),
@@ -171,7 +171,7 @@ impl DoctorPage {
             VerdictName::NotApplicable => ("n/a", "2"),
         };
         let padded = format!("{word:<VERDICT_COLUMNS$}");
-        if self.style.color { format!("\x1b[{colour}m{padded}\x1b[0m") } else { padded }
+        if self.style.color { format!("\x1b[{color}m{padded}\x1b[0m") } else { padded }
     }
 
     fn format_bold(&self, text: &str) -> String {
@@ -262,14 +262,14 @@ mod tests {
 
     #[test]
     fn color_adds_only_escape_codes() {
-        let colourless = |text: &str| {
+        let colorless = |text: &str| {
             let mut parts = text.split("\x1b[");
             let first = parts.next().unwrap_or_default().to_owned();
             parts.fold(first, |text, part| text + part.split_once('m').map_or("", |(_, rest)| rest))
         };
-        let render = |colour| render(&sample(), false, TextStyle { width: 80, color: colour });
+        let render = |color| render(&sample(), false, TextStyle { width: 80, color });
         assert!(render(true).contains("\x1b[1;31mFAIL"));
-        assert_eq!(colourless(&render(true)), render(false));
+        assert_eq!(colorless(&render(true)), render(false));
     }
 
     #[test]

@@ -203,7 +203,7 @@ fn drop_empty_series(series: Vec<ChartSeries>) -> Vec<ChartSeries> {
 
 fn build_series(
     name: &str,
-    colour: SeriesColor,
+    color: SeriesColor,
     mark: SeriesStyle,
     side: &SideReport,
     low: Option<PointValue>,
@@ -213,13 +213,13 @@ fn build_series(
         let low = low.map_or(Some(0.0), |low| low(point))?;
         Some(ChartPoint { time: point.time, low, high: high(point)? })
     };
-    ChartSeries { name: name.to_owned(), color: colour, mark, segments: build_segments(&side.points, &spot) }
+    ChartSeries { name: name.to_owned(), color, mark, segments: build_segments(&side.points, &spot) }
 }
 
 /// A band of values that are means since the previous point.
 fn build_rate_band(
     name: &str,
-    colour: SeriesColor,
+    color: SeriesColor,
     side: &SideReport,
     low: PointValue,
     high: PointValue,
@@ -227,7 +227,7 @@ fn build_rate_band(
     let spot = |point: &SeriesPoint| Some(ChartPoint { time: point.time, low: low(point)?, high: high(point)? });
     ChartSeries {
         name: name.to_owned(),
-        color: colour,
+        color,
         mark: SeriesStyle::Band,
         segments: build_step_segments(&side.points, &spot),
     }
@@ -293,7 +293,7 @@ fn build_step_segments(
 /// A dot for each merge whose duration is known: from the arrival of a process if there was one, otherwise from the
 /// start of the pass.
 fn convergence_series(sides: &[SideReport], clock: ChartClock) -> Vec<ChartSeries> {
-    let colour = |i| if sides.len() == 1 { SeriesColor::Saved } else { SeriesColor::Side(i) };
+    let color = |i| if sides.len() == 1 { SeriesColor::Saved } else { SeriesColor::Side(i) };
     let of = |(i, side): (usize, &SideReport)| {
         let spot = |pass: &super::report::PassRow| {
             let high = pass.to_90_seconds? + pass.waited_seconds.unwrap_or(0.0);
@@ -301,7 +301,7 @@ fn convergence_series(sides: &[SideReport], clock: ChartClock) -> Vec<ChartSerie
         };
         let dots: Vec<ChartPoint> = side.passes.iter().filter_map(spot).collect();
         let name = if sides.len() == 1 { "one merge".to_owned() } else { side.name.clone() };
-        ChartSeries { name, color: colour(i), mark: SeriesStyle::Dots, segments: vec![dots] }
+        ChartSeries { name, color: color(i), mark: SeriesStyle::Dots, segments: vec![dots] }
     };
     let all = sides.iter().enumerate().map(of);
     all.filter(|series| series.segments.iter().any(|part| !part.is_empty())).collect()

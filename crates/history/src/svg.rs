@@ -197,8 +197,8 @@ fn path_data(points: impl Iterator<Item = (f64, f64)>) -> String {
     path
 }
 
-fn css_class(colour: SeriesColor) -> String {
-    match colour {
+fn css_class(color: SeriesColor) -> String {
+    match color {
         SeriesColor::Saved => "saved".to_owned(),
         SeriesColor::InUse => "used".to_owned(),
         SeriesColor::Ksmd => "ksmd".to_owned(),

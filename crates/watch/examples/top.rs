@@ -11,6 +11,6 @@ fn main() -> Result<(), Box<dyn Error>> {
     let file = std::env::args().nth(1).ok_or("which file?")?;
     let read =
         move || -> Result<StatusReport, Box<dyn Error>> { Ok(serde_json::from_str(&std::fs::read_to_string(&file)?)?) };
-    let colour = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    Ok(top::run(read, Duration::from_secs(1), colour)?)
+    let color = std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    Ok(top::run(read, Duration::from_secs(1), color)?)
 }

@@ -16,7 +16,7 @@ pub const PAGE_HTML: &str = concat!(
 /// The Content Security Policy of the page: a browser may only run this script, apply this style, and request this
 /// server. The hashes are SHA-256 of the text between the tags.
 pub const CONTENT_SECURITY_POLICY: &str = "default-src 'none'; connect-src 'self'; img-src data:; \
-     script-src 'sha256-MQZNtTceaqBqmdpO0UqLIZS1EKWZaROfYBK0vAIzUcs='; \
+     script-src 'sha256-PUXgSzxso8UsDPRpPioj5cN8a2GMpcU+7YL3JExqSh4='; \
      style-src 'sha256-K5cNmtRX/BKIkuT7IAvj3sLJtn/29jh3kqUxtw9FCSc='; \
      base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
 

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 /// The timeout for any screen change, far more than it needs.
 const SCREEN_TIMEOUT: Duration = Duration::from_secs(120);
 
-fn app(colour: bool) -> App {
-    let mut app = App::new(colour);
+fn app(color: bool) -> App {
+    let mut app = App::new(color);
     app.update(Ok(fixture_status()));
     app
 }
@@ -149,8 +149,8 @@ fn selected_row_is_described() {
 
 #[test]
 fn disabled_color_is_not_used() {
-    for (colour, expect) in [(false, false), (true, true)] {
-        let mut app = app(colour);
+    for (color, expect) in [(false, false), (true, true)] {
+        let mut app = app(color);
         press_keys(&mut app, "5");
         let terminal = draw(&mut app, 120, 40);
         let cells = &terminal.backend().buffer().content;

@@ -30,7 +30,7 @@ Ctrl-C ends it and prints the results so far.";
 pub struct CensusArguments {
     /// Pause between the two passes that detect volatile pages; 0 for one pass
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
-    settle: Duration,
+    pass_interval: Duration,
     /// Read each page only with this probability, and estimate the totals
     #[arg(long, value_name = "SHARE", value_parser = parse_probability)]
     sample: Option<f64>,
@@ -75,7 +75,7 @@ pub fn run(options: &CensusArguments, global: &GlobalOptions) -> anyhow::Result<
     let census_options = pagefold_census::CensusOptions {
         selection: host_selection::process_selection(&options.targets, global)?,
         domains: Config::load(global)?.domains(options.domains),
-        pass_interval: options.settle,
+        pass_interval: options.pass_interval,
         threads,
         sample_probability: options.sample,
         sample_seed: options.seed.unwrap_or_else(seed_from_clock),

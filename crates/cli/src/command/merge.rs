@@ -34,15 +34,16 @@ Examples:
   pagefold merge --vm web1 --vm web2 --across-domains
   pagefold merge --cgroup /job7 --cpu 20       at a fifth of one CPU
   pagefold merge --pid 1234 --deadline 10s     as much as ten seconds allow
-  pagefold merge --name postgres --whole       whole processes, with memory that they map later
+  pagefold merge --name postgres --whole-processes
+                                               whole processes, with memory that they map later
 
 The command restores KSM's settings when it ends, also by Ctrl-C; after kill -9, `pagefold recover` restores them. \
 Merged pages stay merged and enrolled; `pagefold unmerge` undoes that. If Ctrl-C or a deadline ends the command, it \
 unenrolls the ranges that have not merged. If it fails or is killed, all that it enrolled is unenrolled together with \
 restoring the settings, as far as there is memory.
 
---whole enrolls a virtual machine through QEMU's control socket if one is named or found, and injects no code into it. \
-If the socket cannot be used, the virtual machine is not enrolled, unless --inject is given.
+--whole-processes enrolls a virtual machine through QEMU's control socket if one is named or found, and injects no \
+code into it. If the socket cannot be used, the virtual machine is not enrolled, unless --inject is given.
 
 Exit status: 0 done, 1 measured savings are below nine tenths of the predicted ones, 2 usage error or failure, with \
 all changes undone or the remaining ones listed, 3 something could not be read, enrolled or undone, or the command \
@@ -57,7 +58,7 @@ pub struct MergeArguments {
     dry_run: bool,
     /// Enroll whole processes, with memory that they map later, instead of only the ranges with net savings
     #[arg(long)]
-    whole: bool,
+    whole_processes: bool,
     /// Maximum CPU use of ksmd, as a percentage of one CPU; 100 sets no limit
     #[arg(long, value_name = "PERCENT", default_value = "50", value_parser = parse_cpu_share)]
     cpu: f64,
@@ -70,7 +71,7 @@ pub struct MergeArguments {
     min_profit: Bytes,
     /// Leave ksmd running slowly afterwards, so that changed pages merge again
     #[arg(long)]
-    keep: bool,
+    keep_ksmd_running: bool,
     /// Also merge across trust domains. A process can tell by the time of a write that another process has the same
     /// page content: use this only for domains that may know that of each other
     #[arg(long)]
@@ -82,20 +83,21 @@ pub struct MergeArguments {
     /// Minimum time to watch merged pages of running programs, from the start of ksmd; up to 600ms of it after ksmd has
     /// finished. Ranges that are written too often for net savings are unenrolled as a whole; 0 disables this
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_duration)]
-    watch: Duration,
+    watch_time: Duration,
     /// Pause between the two reads of each page that might merge; only pages that stay unchanged in it are merged. 5s
     /// is about the stable age from which `run --policy guided` expects a page to last until merging it has paid off; 0
     /// for one read
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
-    settle: Duration,
+    pass_interval: Duration,
     /// Number of census threads [default: one for each CPU]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     threads: Option<u16>,
-    /// With --whole: the control socket (QMP) of the one selected virtual machine [default: from its command line]
-    #[arg(long, value_name = "PATH", requires = "whole")]
+    /// With --whole-processes: the control socket (QMP) of the one selected virtual machine [default: from its command
+    /// line]
+    #[arg(long, value_name = "PATH", requires = "whole_processes")]
     qmp: Option<PathBuf>,
-    /// With --whole: inject code even into virtual machines that have a control socket
-    #[arg(long, requires = "whole", conflicts_with = "qmp")]
+    /// With --whole-processes: inject code even into virtual machines that have a control socket
+    #[arg(long, requires = "whole_processes", conflicts_with = "qmp")]
     inject: bool,
     /// Also merge virtual machines whose owner forbids it: QEMU's mem-merge=off, merge=off of a memory backend,
     /// libvirt's `<nosharepages/>`
@@ -131,11 +133,11 @@ pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<C
     drop(census);
     let mut met = true;
     if let Some(mut session) = session.filter(|_| !plan.targets.is_empty()) {
-        let after = if options.keep { AfterMerge::KeepKsmdRunning } else { AfterMerge::UndoChanges };
+        let after = if options.keep_ksmd_running { AfterMerge::KeepKsmdRunning } else { AfterMerge::UndoChanges };
         let how = merge::MergeOptions {
             ksmd_cpu_share: options.cpu,
             deadline: options.deadline,
-            watch_time: options.watch,
+            watch_time: options.watch_time,
             after_merge: after,
         };
         let planned = merge::PreparedMerge { plan, probes, started_at: started };
@@ -177,9 +179,9 @@ fn prepare_merge(
         selection: host_selection::process_selection(&options.targets, global)?,
         domains: config.domains(options.domains),
         across_domains: options.across_domains,
-        pass_interval: options.settle,
+        pass_interval: options.pass_interval,
         threads: options.threads.map_or_else(available, usize::from),
-        whole_processes: options.whole,
+        whole_processes: options.whole_processes,
         min_profit: options.min_profit,
         ksmd_cpu_share: options.cpu,
         max_regions: None,
@@ -192,14 +194,14 @@ fn prepare_merge(
         prepare_plan(host, &request, &excluded, None, progress, stop)
     })?;
     let (census, plan) = (&prepared.census, &mut prepared.plan);
-    if options.whole || options.across_domains {
+    if options.whole_processes || options.across_domains {
         plan.targets.iter().filter_map(cross_node_warning).for_each(|warning| eprintln!("pagefold: {warning}"));
     }
     host_selection::check_any_seen(!census.subjects.is_empty(), &request.selection, &census.unscanned, global)?;
     if census.partial {
         bail!("stopped during the census: nothing was changed");
     }
-    if options.whole {
+    if options.whole_processes {
         check_single_guest(options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
         prepared.enrolled_may_be_hidden = check_single_domain(host, plan, &request.domains, options)?;
         let asked = GuestSocketQueries::new(stop);
@@ -241,8 +243,8 @@ fn check_single_domain(
     if !plan.targets.is_empty() && all.len() > 1 {
         let some: Vec<String> = all.iter().take(2).map(TrustDomain::to_string).collect();
         bail!(
-            "--whole would let {} trust domains share pages ({}, ..., with those of processes already enrolled), and \
-             {SIDE_CHANNEL_NOTE}: select processes of one domain, or give --across-domains",
+            "--whole-processes would let {} trust domains share pages ({}, ..., with those of processes already \
+             enrolled), and {SIDE_CHANNEL_NOTE}: select processes of one domain, or give --across-domains",
             all.len(),
             some.join(", ")
         );

@@ -37,7 +37,7 @@ Examples:
   pagefold record --name 'qemu-*' /tmp/vms
   pagefold --host recording:/tmp/host census
   tar czf host.tar.gz -C /tmp host
-  pagefold record --every 1m --for 8h --vm 'web-*' /var/tmp/day
+  pagefold record --interval 1m --duration 8h --vm 'web-*' /var/tmp/day
   pagefold --host recording:/var/tmp/day daemon
 
 The recording has fingerprints instead of page contents, under a key that is thrown away. From environments it has \
@@ -56,16 +56,16 @@ pub struct RecordArguments {
     directory: PathBuf,
     /// Pause between the two passes that detect volatile pages; 0 for one pass
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
-    settle: Duration,
+    pass_interval: Duration,
     /// Record repeatedly at this interval, as a trace; unchanged data is stored once
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
-    every: Option<Duration>,
-    /// End after this time [default: at a signal, or by --limit]
-    #[arg(long = "for", value_name = "TIME", value_parser = parse_duration, requires = "every")]
-    length: Option<Duration>,
+    interval: Option<Duration>,
+    /// End after this time [default: at a signal, or by --max-bytes]
+    #[arg(long, value_name = "TIME", value_parser = parse_duration, requires = "interval")]
+    duration: Option<Duration>,
     /// End when the trace has this size
-    #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = parse_bytes, requires = "every")]
-    limit: Bytes,
+    #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = parse_bytes, requires = "interval")]
+    max_bytes: Bytes,
     #[command(flatten)]
     targets: ProcessOptions,
 }
@@ -80,13 +80,13 @@ pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<
     let recorder = RecordingSession {
         host: &*host,
         hasher: Hasher::with_random_key(host.page_size().as_len()).context("cannot create a key for fingerprints")?,
-        pass_interval: options.settle,
+        pass_interval: options.pass_interval,
         selection: host_selection::process_selection(&options.targets, global)?,
         stop: &stop,
         global,
     };
-    match options.every {
-        Some(every) => recorder.record_trace(options, every),
+    match options.interval {
+        Some(interval) => recorder.record_trace(options, interval),
         None => {
             let RecordingSummary { process_count: processes, line_count: lines, is_complete: whole } =
                 recorder.record_once(&options.directory, "", true)?;
@@ -129,9 +129,9 @@ struct RecordingSummary {
 
 impl RecordingSession<'_> {
     /// Record a trace until a signal, the time limit or the size limit ends it.
-    fn record_trace(&self, options: &RecordArguments, every: Duration) -> anyhow::Result<CommandOutcome> {
-        if every.is_zero() {
-            bail!("--every 0: the interval must be above 0");
+    fn record_trace(&self, options: &RecordArguments, interval: Duration) -> anyhow::Result<CommandOutcome> {
+        if interval.is_zero() {
+            bail!("--interval 0: the interval must be above 0");
         }
         let root = &options.directory;
         let cannot = || format!("cannot record into {}: name a new directory", root.display());
@@ -163,13 +163,13 @@ impl RecordingSession<'_> {
                     return Err(error);
                 }
             }
-            if moments.written_bytes() >= options.limit.0 {
-                break "the size limit is reached (--limit)";
+            if moments.written_bytes() >= options.max_bytes.0 {
+                break "the size limit is reached (--max-bytes)";
             }
             // If a recording takes longer than the interval, the next one starts at the next multiple of the interval.
-            let next = every * (at.as_secs_f64() / every.as_secs_f64()).floor() as u32 + every;
-            if options.length.is_some_and(|length| next >= length) {
-                break "the time limit is reached (--for)";
+            let next = interval * (at.as_secs_f64() / interval.as_secs_f64()).floor() as u32 + interval;
+            if options.duration.is_some_and(|duration| next >= duration) {
+                break "the time limit is reached (--duration)";
             }
             while began.elapsed() < next && !self.stop.load(Ordering::Relaxed) {
                 std::thread::sleep(SIGNAL_POLL_INTERVAL.min(next.saturating_sub(began.elapsed())));

@@ -115,7 +115,7 @@ pub struct RunArguments {
     report: bool,
     /// The enroll method [default: the first of these that works]
     #[arg(long, value_enum, value_name = "WAY")]
-    way: Option<ProgramEnrollMethod>,
+    method: Option<ProgramEnrollMethod>,
     /// Enroll the program even if a process of another trust domain is enrolled. A process can tell by the time of a
     /// write that another process has the same page content: use this only for domains that may know that of each
     /// other
@@ -217,14 +217,14 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
         if guided || excluded.is_some() { (None, Vec::new()) } else { choose_enroll_method(options, name) };
     // Checked after this process is enrolled, if the method is inherited. So if two programs start at once, at least
     // one sees the other, where the kernel reports enrolled processes (since 6.14).
-    let neighbours = match &ready {
+    let neighbors = match &ready {
         Some(_) if !options.across_domains => Some(
             EnrolledDomains::observe(&LiveHost::new(), &domains, Some(process.id)).map_err(|why| format!("{why:#}")),
         ),
         _ => None,
     };
-    let foreign = match &neighbours {
-        Some(Ok(neighbours)) => foreign_domain_reason(neighbours, &own, &short),
+    let foreign = match &neighbors {
+        Some(Ok(neighbors)) => foreign_domain_reason(neighbors, &own, &short),
         Some(Err(why)) => Some(why.clone()),
         None => None,
     };
@@ -234,7 +234,7 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
         ready.undo_preparation()?;
     }
     let refused = excluded.or(foreign);
-    let unseen = matches!(neighbours, Some(Ok(EnrolledDomains { may_be_incomplete: true, .. })))
+    let unseen = matches!(neighbors, Some(Ok(EnrolledDomains { may_be_incomplete: true, .. })))
         .then_some(HIDDEN_PROCESSES_WARNING);
     if options.dry_run {
         if let Some(why) = refused {
@@ -334,7 +334,7 @@ impl RunArguments {
             ("--report", self.report),
         ];
         let kernel = [
-            ("--way", self.way.is_some()),
+            ("--method", self.method.is_some()),
             ("--across-domains", self.across_domains),
             ("--policy", self.policy.is_some()),
         ];
@@ -384,7 +384,8 @@ fn choose_enroll_method(
     name: &OsString,
 ) -> (Option<PreparedEnroll>, Vec<(ProgramEnrollMethod, anyhow::Error)>) {
     let mut passed = Vec::new();
-    for way in ProgramEnrollMethod::BEST_FIRST.into_iter().filter(|&way| options.way.is_none_or(|wanted| wanted == way))
+    for way in
+        ProgramEnrollMethod::BEST_FIRST.into_iter().filter(|&way| options.method.is_none_or(|method| method == way))
     {
         match enroll_method::prepare_method(way, name) {
             Ok(ready) => return (Some(ready), passed),

@@ -17,7 +17,7 @@ use std::time::Duration;
 pub struct TopArguments {
     /// Interval between status requests
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = parse_duration)]
-    every: Duration,
+    interval: Duration,
 }
 
 /// Show the status until the operator quits.
@@ -27,9 +27,9 @@ pub fn run(options: &TopArguments, global: &GlobalOptions) -> anyhow::Result<Com
     }
     // Without a daemon, fail before the terminal switches to the full-screen view.
     read_status(&global.state)?;
-    let every = options.every.max(Duration::from_millis(100));
-    let (state, colour) = (global.state.clone(), output::stdout_style(global).color);
-    top::run(move || read_status(&state).map_err(|error| format!("{error:#}")), every, colour)
+    let interval = options.interval.max(Duration::from_millis(100));
+    let (state, color) = (global.state.clone(), output::stdout_style(global).color);
+    top::run(move || read_status(&state).map_err(|error| format!("{error:#}")), interval, color)
         .context("cannot use the terminal")?;
     Ok(CommandOutcome::Done)
 }

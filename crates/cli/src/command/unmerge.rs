@@ -30,7 +30,7 @@ const EXAMPLES: &str = "\
 Examples:
   pagefold unmerge --vm web1 --dry-run     show the memory needed, and whether it fits
   pagefold unmerge --vm web1               by its control socket if known, else by injection
-  pagefold unmerge --cgroup /machine.slice --staged --wait 5m
+  pagefold unmerge --cgroup /machine.slice --staged --max-wait 5m
   pagefold unmerge --pid 4711 --collapse   and restore its huge pages
 
 The command first counts the frames needed: one for each merged page, less the frames whose last mapping goes, \
@@ -58,9 +58,9 @@ pub struct UnmergeArguments {
     staged: bool,
     /// Maximum time to wait for memory, such as 30s or 5m
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "0")]
-    wait: Duration,
+    max_wait: Duration,
     /// Continue although it does not fit: processes may be swapped out, throttled or killed
-    #[arg(long, conflicts_with_all = ["staged", "wait"])]
+    #[arg(long, conflicts_with_all = ["staged", "max_wait"])]
     force: bool,
     /// Collapse pages into huge pages again afterwards, where huge pages are allowed
     #[arg(long)]
@@ -138,7 +138,7 @@ impl UnmergeJob<'_> {
         let need = plan.frame_need();
         let mut judgement = plan.check_memory(self.host, &need);
         let parts = plan.count_batches_that_fit(self.host);
-        let deadline = Instant::now() + options.wait;
+        let deadline = Instant::now() + options.max_wait;
         let patient = |judgement: &MemoryCheck| !options.staged && judgement.verdict != MemoryVerdict::Fits;
         while session.is_some() && patient(&judgement) && Instant::now() < deadline && !is_stop_requested(stop) {
             std::thread::sleep(Duration::from_millis(200));
@@ -155,7 +155,7 @@ impl UnmergeJob<'_> {
         let limits = UnenrollLimits {
             staged: options.staged,
             force: options.force,
-            max_wait: options.wait,
+            max_wait: options.max_wait,
             collapse_huge_pages: options.collapse,
             max_pressure_percent: None,
         };

@@ -25,13 +25,13 @@ pub(super) struct DaemonConfigSection {
     keep_available: OptionalWord,
     /// Average CPU limit of ksmd and pagefold together, as a percentage of one CPU: the rate of the token bucket.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
-    cpu: OptionalWord,
+    cpu_rate: OptionalWord,
     /// CPU time that a burst may take at once: the size of the token bucket.
     #[schemars(with = "Option<schema::Time>", extend("default" = "30s"))]
-    burst: OptionalWord,
+    cpu_burst: OptionalWord,
     /// Maximum CPU seconds for each MiB of net savings of a process: those of ksmd, and its share of the census.
     #[schemars(with = "Option<f64>", extend("exclusiveMinimum" = 0, "default" = 0.02))]
-    price: Option<Spanned<f64>>,
+    max_cpu_seconds_per_mib: Option<Spanned<f64>>,
     /// Maximum memory for KSM's metadata.
     #[schemars(with = "Option<schema::Amount>")]
     max_metadata: OptionalWord,
@@ -51,10 +51,10 @@ pub(super) struct DaemonConfigSection {
     /// less than a twentieth is left of a limit of the cgroup or its ancestors, or of the host's memory where the
     /// kernel reports no pressure.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
-    pressure: OptionalWord,
+    pressure_threshold: OptionalWord,
     /// The daemon backs off if its work makes programs wait longer for a CPU by this share of ten seconds.
     #[schemars(with = "Option<schema::Percent>", extend("default" = "10%"))]
-    slowdown: OptionalWord,
+    max_slowdown: OptionalWord,
     /// Hours without scans and merges. Merged pages are still monitored, and unenrolled where necessary.
     #[serde(default)]
     #[schemars(with = "Vec<schema::HoursOfDay>")]
@@ -68,7 +68,7 @@ pub(super) struct DaemonConfigSection {
     force: Option<bool>,
     /// Conditions of the processes that the daemon manages; all processes by default.
     #[schemars(with = "Option<GroupConditions>")]
-    only: Option<Spanned<GroupConditions>>,
+    tracked: Option<Spanned<GroupConditions>>,
     /// The file of the history. Read once, when the daemon starts.
     #[schemars(with = "Option<schema::KeptIn>")]
     history: OptionalWord,
@@ -160,23 +160,24 @@ impl DaemonConfigSection {
     pub(super) fn into_settings(self, place: &ConfigText<'_>) -> Result<DaemonSettings, String> {
         let (defaults, rules) = (DaemonSettings::default(), DaemonRules::default());
         let amount = |word: OptionalWord| place.convert_optional(word, |text: String| parse_bytes(&text));
-        let price = place.convert_optional(self.price, |price| match price > 0.0 && price.is_finite() {
-            true => Ok(price),
-            false => Err("expected a number above 0, in CPU seconds per MiB; a large number such as 1000.0 turns \
+        let price =
+            place.convert_optional(self.max_cpu_seconds_per_mib, |price| match price > 0.0 && price.is_finite() {
+                true => Ok(price),
+                false => Err("expected a number above 0, in CPU seconds per MiB; a large number such as 1000.0 turns \
                           the limit off"
-                .to_owned()),
-        })?;
+                    .to_owned()),
+            })?;
         let rules = DaemonRules {
             mode: self.mode.map_or(rules.mode, Into::into),
             keep_available: amount(self.keep_available)?,
-            cpu_rate: place.convert_optional(self.cpu, |text| parse_cpu_share(&text))?.unwrap_or(rules.cpu_rate),
-            burst: place.convert_optional(self.burst, |text| parse_duration(&text))?.unwrap_or(rules.burst),
+            cpu_rate: place.convert_optional(self.cpu_rate, |text| parse_cpu_share(&text))?.unwrap_or(rules.cpu_rate),
+            burst: place.convert_optional(self.cpu_burst, |text| parse_duration(&text))?.unwrap_or(rules.burst),
             max_cpu_seconds_per_mib: price.unwrap_or(rules.max_cpu_seconds_per_mib),
             pressure_percent: place
-                .convert_optional(self.pressure, |text| parse_cpu_share(&text))?
+                .convert_optional(self.pressure_threshold, |text| parse_cpu_share(&text))?
                 .map_or(rules.pressure_percent, |share| share * 100.0),
             max_slowdown: place
-                .convert_optional(self.slowdown, |text| parse_cpu_share(&text))?
+                .convert_optional(self.max_slowdown, |text| parse_cpu_share(&text))?
                 .unwrap_or(rules.max_slowdown),
             quiet_hours: place.convert_each(self.quiet_hours, |hours| parse_hours(&hours))?,
             ignore_tuners: self.force.unwrap_or(rules.ignore_tuners),
@@ -189,9 +190,9 @@ impl DaemonConfigSection {
             min_profit: amount(self.min_profit)?.unwrap_or(defaults.min_profit),
             max_metadata: amount(self.max_metadata)?,
             max_regions: self.max_regions,
-            tracked_group: place.convert_optional(self.only, |only| match only.into_group(place)? {
+            tracked_group: place.convert_optional(self.tracked, |only| match only.into_group(place)? {
                 only if only.has_condition() => Ok(only),
-                _ => Err("[daemon.only] has no condition".to_owned()),
+                _ => Err("[daemon.tracked] has no condition".to_owned()),
             })?,
             split_huge_pages: self.split_huge_pages.unwrap_or(defaults.split_huge_pages),
             ..defaults
@@ -229,8 +230,8 @@ mod tests {
 
     #[test]
     fn daemon_section_takes_effect() {
-        let text = "[daemon]\nmode = \"act\"\nkeep_available = \"8GiB\"\ncpu = \"25%\"\nburst = \"1m\"\nslowdown = \"5%\"\n\
-                    max_regions = 1000\nquiet_hours = [\"22:00-06:30\", \"1:00-2:00Z\"]\nsplit_huge_pages = false\n";
+        let text = "[daemon]\nmode = \"act\"\nkeep_available = \"8GiB\"\ncpu_rate = \"25%\"\ncpu_burst = \"1m\"\n\
+                    max_slowdown = \"5%\"\nmax_regions = 1000\nquiet_hours = [\"22:00-06:30\", \"1:00-2:00Z\"]\nsplit_huge_pages = false\n";
         let settings = Config::parse(text).unwrap().daemon_settings();
         assert_eq!(settings.rules.mode, DaemonMode::Act);
         assert_eq!(settings.rules.keep_available, Some(Bytes(8 << 30)));

@@ -30,7 +30,7 @@ pub struct KsmtunedImport {
 /// Variables that determine `keep_available`.
 const THRESHOLD_VARIABLES: [&str; 2] = ["KSM_THRES_COEF", "KSM_THRES_CONST"];
 
-/// Variables that determine `cpu`.
+/// Variables that determine `cpu_rate`.
 const RATE_VARIABLES: [&str; 2] = ["KSM_NPAGES_MAX", "KSM_SLEEP_MSEC"];
 
 /// Variables that have no counterpart, with the reason.
@@ -67,7 +67,7 @@ pub fn import(text: &str, total: Bytes) -> KsmtunedImport {
         let pause = (sleep.unwrap_or(default.sleep_millisecs) as f64 * 16.0 / gib).max(10.0);
         let work = most.unwrap_or(default.max_pages.unsigned_abs()) as f64 * SCAN_MICROSECONDS_PER_PAGE / 1000.0;
         let percent = (work / (work + pause) * 100.0).clamp(1.0, 100.0);
-        section.push_str(&format!("cpu = \"{percent:.0}%\"\n"));
+        section.push_str(&format!("cpu_rate = \"{percent:.0}%\"\n"));
         means.push((RATE_VARIABLES, format!("in cpu, which is {percent:.0} % of one CPU on average")));
         defaults.push((RATE_VARIABLES[0], most.is_none(), default.max_pages.unsigned_abs()));
         defaults.push((RATE_VARIABLES[1], sleep.is_none(), default.sleep_millisecs));

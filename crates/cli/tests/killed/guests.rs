@@ -20,7 +20,8 @@ fn guest_merge_by_control_sockets_survives_kill() {
         Ok(ksm) => ksm,
         Err(why) => return println!("skipped: {why}"),
     };
-    let arguments = ["--guests", "2", "--memory", "112", "--same", "16", "--own", "8", "--names", "kept"];
+    let arguments =
+        ["--guests", "2", "--memory", "112", "--shared-mib", "16", "--unique-mib", "8", "--name-prefix", "kept"];
     let fleet = RunningLab::<GuestLine>::start_fleet(&[&arguments[..], &["--no-mem-merge"]].concat())
         .expect("cannot start guests");
     let pids: Vec<u32> = fleet.lines().iter().map(|guest| guest.pid).collect();
@@ -29,7 +30,8 @@ fn guest_merge_by_control_sockets_survives_kill() {
         write_settings_before(&ksm);
         assert!(!pids.iter().any(marked));
         let state = tempfile::tempdir().unwrap();
-        let command = "merge --whole --across-domains --ignore-opt-out --settle 0 --cpu 100 --watch 0";
+        let command =
+            "merge --whole-processes --across-domains --ignore-opt-out --pass-interval 0 --cpu 100 --watch-time 0";
         let output = run_pagefold(state.path(), command, &pids, Some(fault));
         (state, output)
     };

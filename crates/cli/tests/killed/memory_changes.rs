@@ -41,10 +41,11 @@ fn pids(labs: &[RunningLab<RegionLine>]) -> Vec<u32> {
 
 /// Two labs that enrolled more of their memory than is profitable, and the merge that unenrolls the excess.
 const OVER_ENROLLED_LABS: &[&str] = &["layout --mergeable unique=600 shared-content=n:600"; 2];
-const UNENROLLING_MERGE: &str = "merge --settle 0 --cpu 100 --min-profit 0 --watch 0";
+const UNENROLLING_MERGE: &str = "merge --pass-interval 0 --cpu 100 --min-profit 0 --watch-time 0";
 
 /// Two processes with half of their content in common.
-const MIXTURE_LABS: &[&str] = &["mixture --mib 4 --duplicate 50% --salt a", "mixture --mib 4 --duplicate 50% --salt b"];
+const MIXTURE_LABS: &[&str] =
+    &["mixture --mib 4 --duplicate-share 50% --salt a", "mixture --mib 4 --duplicate-share 50% --salt b"];
 
 /// Whether all of the lab's regions are merged.
 fn are_all_regions_merged(lab: &RunningLab<RegionLine>) -> bool {
@@ -146,7 +147,7 @@ fn merge_survives_kill() {
         lab_arguments: MIXTURE_LABS,
         merged_before: false,
         killed_before: None,
-        command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 0",
+        command: "merge --pass-interval 0 --cpu 100 --min-profit 0 --watch-time 0",
         is_done: |report| report["outcome"]["saved"].as_u64() > Some(0),
         enrolled_afterwards: true,
     }
@@ -175,10 +176,10 @@ fn merge_that_unenrolls_short_lived_pages_survives_kill() {
     MemoryChange {
         kind_name: "withdraw",
         // The lab writes all the time, so that the writes are noticed however soon ksmd finishes.
-        lab_arguments: &["layout text=4000 hot-text=4000 --interval 1"],
+        lab_arguments: &["layout text=4000 rewritten-text=4000 --interval 1"],
         merged_before: false,
         killed_before: None,
-        command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 1s",
+        command: "merge --pass-interval 0 --cpu 100 --min-profit 0 --watch-time 1s",
         is_done: |report| report["outcome"]["watched"]["withdrawn_pages"].as_u64() > Some(0),
         enrolled_afterwards: true,
     }
@@ -192,7 +193,7 @@ fn whole_process_merge_survives_kill() {
         lab_arguments: MIXTURE_LABS,
         merged_before: false,
         killed_before: None,
-        command: "merge --settle 0 --cpu 100 --min-profit 0 --watch 0 --whole",
+        command: "merge --pass-interval 0 --cpu 100 --min-profit 0 --watch-time 0 --whole-processes",
         is_done: |report| report["outcome"]["saved"].as_u64() > Some(0),
         enrolled_afterwards: true,
     }

@@ -111,7 +111,7 @@ fn assert_completes(state: &Path, command: &str) {
 
 #[test]
 fn merge_that_keeps_ksmd_running_survives_kill() {
-    let command = "merge --keep --settle 0 --cpu 100 --min-profit 0 --watch 0";
+    let command = "merge --keep-ksmd-running --pass-interval 0 --cpu 100 --min-profit 0 --watch-time 0";
     let lab = Some("layout within=600,copies=3");
     SettingChange { kind_name: "keep", advisor_on_before: false, policy_set_before: false, command, lab }
         .assert_survives_kill_at_any_step();

@@ -79,7 +79,8 @@ impl StartedProgram {
 
     /// Check that the change can be made again, and undone, to completion.
     fn assert_change_can_be_repeated(&self, context: &str) {
-        for command in ["merge --whole --settle 0 --cpu 100 --min-profit 0 --watch 0", "unmerge"] {
+        for command in ["merge --whole-processes --pass-interval 0 --cpu 100 --min-profit 0 --watch-time 0", "unmerge"]
+        {
             let output = run_pagefold(self.state.path(), command, &[self.pid()], None);
             assert_eq!(output.status.code(), Some(0), "{context}: {output:?}");
             assert!(!is_traced_or_stopped(self.pid()), "{context}: {command}");
@@ -145,7 +146,7 @@ fn program_enrolled_from_outside_survives_kill() {
     let Some(ksm) = acquire_ksm() else { return };
     let way = ProgramStart {
         kind_name: "inject",
-        arguments: &["--way", "inject"],
+        arguments: &["--method", "inject"],
         is_in_effect: |_, program| {
             let stat = fs::read_to_string(format!("/proc/{}/ksm_stat", program.pid())).unwrap();
             stat.contains("ksm_merge_any: yes")

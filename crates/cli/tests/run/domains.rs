@@ -61,7 +61,7 @@ fn program_of_another_domain_is_refused() {
     let his = start_enrolled_lab(NOBODY_UID);
     let file = folder.path().join("started");
     for way in ["prctl", "preload"] {
-        let said = refusal_line(run_within_domain().args(["--way", way, "--", "touch"]).arg(&file));
+        let said = refusal_line(run_within_domain().args(["--method", way, "--", "touch"]).arg(&file));
         for part in ["touch is in the trust domain user 0", "with user 65534", "--across-domains", "--best-effort"] {
             assert!(said.contains(part), "{said}");
         }
@@ -141,7 +141,7 @@ fn user_with_hidden_processes_is_warned_with_verbose() {
     let _roots = start_enrolled_lab(0);
     let nobodys = |arguments: &[&str]| {
         let mut command = Command::new(&binary);
-        command.arg("run").args(arguments).args(["--way", "prctl", "--"]).args(PRINT_MERGE_ANY_COMMAND);
+        command.arg("run").args(arguments).args(["--method", "prctl", "--"]).args(PRINT_MERGE_ANY_COMMAND);
         command.current_dir(folder.path()).uid(NOBODY_UID).gid(NOBODY_UID);
         command
     };
@@ -171,7 +171,7 @@ fn root_in_container_knows_of_hidden_processes() {
         return println!("skipped: needs unshare {kinds:?}");
     }
     let mut command = Command::new("unshare");
-    command.args(kinds).args([PAGEFOLD_BINARY, "run", "--dry-run", "--way", "prctl", "--", "true"]);
+    command.args(kinds).args([PAGEFOLD_BINARY, "run", "--dry-run", "--method", "prctl", "--", "true"]);
     assert!(run_successfully(&mut command).0.contains("processes may be enrolled that are not visible"));
     if fs::read_link("/proc/self/ns/pid").unwrap().as_os_str() != "pid:[4026531836]" {
         return println!("skipped: the tests run in a container");
@@ -213,7 +213,7 @@ fn companion_is_not_enrolled_and_holds_no_descriptors() {
             "run",
             "--best-effort",
             "--across-domains",
-            "--way",
+            "--method",
             "prctl",
             "--policy",
             "flat-out",

@@ -77,7 +77,8 @@ fn process_tree_inherits_enrollment() {
     let folder = tempfile::tempdir().unwrap();
     for (name, flags) in [("dynamic", &[][..]), ("static", &["-static"])] {
         let program = compile("gcc", "tree.c", flags, folder.path());
-        let tree = ProgramTree::start(run_command().args(["--way", "prctl", "--"]).arg(&program).args(["20", "3"]), 3);
+        let tree =
+            ProgramTree::start(run_command().args(["--method", "prctl", "--"]).arg(&program).args(["20", "3"]), 3);
         for &pid in &tree.pids {
             assert!(has_merge_any(pid) && is_mostly_mergeable(pid), "{name}: {:?}", anonymous_and_mergeable_bytes(pid));
             assert_eq!(second_thread_signal_mask(pid), None, "{name}");
@@ -92,7 +93,7 @@ fn preload_library_enrolls_from_within() {
     }
     let folder = tempfile::tempdir().unwrap();
     let program = compile("gcc", "tree.c", &[], folder.path());
-    let tree = ProgramTree::start(run_command().args(["--way", "preload", "--"]).arg(&program).args(["20", "3"]), 3);
+    let tree = ProgramTree::start(run_command().args(["--method", "preload", "--"]).arg(&program).args(["20", "3"]), 3);
     for &pid in &tree.pids {
         assert!(has_merge_any(pid) && is_mostly_mergeable(pid), "{:?}", anonymous_and_mergeable_bytes(pid));
         assert_eq!(second_thread_signal_mask(pid), None, "prctl works, so the library must start no thread");
@@ -144,7 +145,7 @@ fn programs_without_preload_support_are_named() {
     let fixed = compile("gcc", "tree.c", &["-static"], folder.path());
     let preload = || {
         let mut command = run_command();
-        command.args(["--way", "preload", "--"]);
+        command.args(["--method", "preload", "--"]);
         command
     };
     let said = refusal_line(preload().arg(&fixed));
@@ -154,7 +155,8 @@ fn programs_without_preload_support_are_named() {
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
     assert!(refusal_line(preload().arg(&script)).contains("is linked statically"));
 
-    let output = run_command().args(["--way", "preload", "--best-effort", "--"]).arg(&fixed).arg("x").output().unwrap();
+    let output =
+        run_command().args(["--method", "preload", "--best-effort", "--"]).arg(&fixed).arg("x").output().unwrap();
     assert_eq!(output.status.code(), Some(2), "the exit status must be the program's own");
     assert!(
         lossy_text(&output.stderr).starts_with("pagefold: not enrolled in KSM: "),
@@ -183,13 +185,13 @@ fn setuid_programs_are_named_to_affected_users() {
     let setuid = copy("/bin/true".as_ref(), "setuid", 0o4755);
     let run = |way| {
         let mut command = Command::new(&pagefold);
-        command.args(["run", "--way", way, "--"]).arg(&setuid).uid(NOBODY_UID).gid(NOBODY_UID);
+        command.args(["run", "--method", way, "--"]).arg(&setuid).uid(NOBODY_UID).gid(NOBODY_UID);
         command
     };
     assert!(refusal_line(&mut run("preload")).contains("is setuid"));
     assert!(run("prctl").status().unwrap().success());
     // For root it is an ordinary program.
-    assert!(test_programs::run_command().args(["--way", "preload", "--"]).arg(&setuid).status().unwrap().success());
+    assert!(test_programs::run_command().args(["--method", "preload", "--"]).arg(&setuid).status().unwrap().success());
 }
 
 /// Whether a process tree can be enrolled from outside; prints `skipped: why` if not.
@@ -197,7 +199,7 @@ fn can_inject() -> bool {
     if !has_ksm() || !has_program("gcc") {
         return false;
     }
-    let how = run_command().args(["--way", "inject", "--dry-run", "--", "true"]).output().unwrap();
+    let how = run_command().args(["--method", "inject", "--dry-run", "--", "true"]).output().unwrap();
     if !how.status.success() {
         println!("skipped: {}", lossy_text(&how.stderr).trim());
     }
@@ -226,7 +228,7 @@ fn companion_enrolls_a_tree_and_ends_with_it() {
     for flags in [&[][..], &["-static"]] {
         let program = compile("gcc", "tree.c", flags, folder.path());
         let mut command = run_command();
-        command.args(["--way", "inject", "--"]).arg(&program).args(["20", "3"]);
+        command.args(["--method", "inject", "--"]).arg(&program).args(["20", "3"]);
         let tree = ProgramTree::start(command.stderr(fs::File::create(&errors).unwrap()), 3);
         tree.wait_for_each("enrolled from outside", |pid| has_merge_any(pid) && is_mostly_mergeable(pid));
         drop(command);
@@ -243,7 +245,7 @@ fn companion_holds_no_pipe_of_the_program() {
         return;
     }
     let mut command = run_command();
-    command.args(["--way", "inject", "--", "sh", "-c", "exec sleep 30 2> /dev/null"]).stderr(Stdio::piped());
+    command.args(["--method", "inject", "--", "sh", "-c", "exec sleep 30 2> /dev/null"]).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap();
     let mut said = String::new();
     child.stderr.take().unwrap().read_to_string(&mut said).unwrap();
@@ -266,7 +268,7 @@ fn mpi_ranks_are_enrolled_with_unchanged_results() {
         command.args(["--allow-run-as-root", "--oversubscribe", "-np", "4"]).args(starter).arg(&program).arg(status);
         command.output().unwrap()
     };
-    let run = |way| [test_programs::PAGEFOLD_BINARY, "run", "--across-domains", "--way", way, "--"];
+    let run = |way| [test_programs::PAGEFOLD_BINARY, "run", "--across-domains", "--method", way, "--"];
     for status in ["0", "3"] {
         let without = ranks(&[], status);
         assert!(lossy_text(&without.stderr).contains("enrolled=0"), "{}", lossy_text(&without.stderr));
@@ -306,7 +308,7 @@ fn kernel_without_ksm_is_reported_with_remedy() {
     let script = "mount -t tmpfs none /sys/kernel/mm && exec \"$@\"";
     let mut command = Command::new("unshare");
     command.args(["--mount", "sh", "-c", script, "sh"]).arg(lab).args(["refuse-prctl", "--errno", "22", "--"]);
-    command.args([test_programs::PAGEFOLD_BINARY, "run", "--way", "prctl", "--", "true"]);
+    command.args([test_programs::PAGEFOLD_BINARY, "run", "--method", "prctl", "--", "true"]);
     let said = refusal_line(&mut command);
     assert!(said.contains("CONFIG_KSM=y") && said.contains("--best-effort"), "{said}");
 }

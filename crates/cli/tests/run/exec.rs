@@ -20,7 +20,7 @@ fn start_commands() -> Vec<Vec<String>> {
         words.map(|word| word.to_str().unwrap().to_owned()).collect::<Vec<_>>()
     };
     let mut preload = words(run_command());
-    preload.extend(["--way", "preload"].map(str::to_owned));
+    preload.extend(["--method", "preload"].map(str::to_owned));
     vec![words(run_command()), preload, words(run_with_prctl_refused(1))]
 }
 
@@ -34,7 +34,7 @@ fn compare_with_direct_start(script: &str) {
     let lab = pagefold_labs::client::lab_binary().unwrap();
     let refused = [lab.to_str().unwrap(), "refuse-prctl", "--", "sh", "-c"];
     let expected = output(&["sh", "-c"], "env -u no-such-variable");
-    for (shell, options) in [(&refused[3..], ""), (&refused[3..], "--way preload"), (&refused[..], "")] {
+    for (shell, options) in [(&refused[3..], ""), (&refused[3..], "--method preload"), (&refused[..], "")] {
         let found = output(shell, &format!("{PAGEFOLD_BINARY} run --across-domains {options} --"));
         assert_eq!(lossy_text(&found.stderr), lossy_text(&expected.stderr), "{shell:?} {options}: {script}");
         assert_eq!(lossy_text(&found.stdout), lossy_text(&expected.stdout), "{shell:?} {options}: {script}");
@@ -72,7 +72,7 @@ fn unstartable_program_exits_as_in_a_shell() {
         (path.to_str().unwrap(), 126),
         (folder.path().to_str().unwrap(), 126),
     ] {
-        for way in [&[][..], &["--way", "preload"]] {
+        for way in [&[][..], &["--method", "preload"]] {
             let Output { status: found, stdout, stderr } =
                 run_command().args(way).args(["--", program]).output().unwrap();
             let said = lossy_text(&stderr);
@@ -222,8 +222,9 @@ fn program_can_be_stopped_and_continued() {
 #[test]
 fn usage_errors_are_one_line() {
     assert!(refusal_line(run_command().args(["--host", "recording:/tmp", "--", "true"])).contains("this machine only"));
-    let missing =
-        refusal_line(run_command().args(["--way", "preload", "--", "true"]).env("PAGEFOLD_PRELOAD", "/no/library.so"));
+    let missing = refusal_line(
+        run_command().args(["--method", "preload", "--", "true"]).env("PAGEFOLD_PRELOAD", "/no/library.so"),
+    );
     assert!(missing.contains("PAGEFOLD_PRELOAD=/no/library.so"), "{missing}");
     assert_eq!(run_command().output().unwrap().status.code(), Some(2));
 }

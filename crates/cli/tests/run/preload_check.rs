@@ -1,4 +1,4 @@
-//! `pagefold run --way preload` warns if the library did not enroll the program or a program that it started.
+//! `pagefold run --method preload` warns if the library did not enroll the program or a program that it started.
 
 use crate::test_programs::{compile, has_ksm, has_program, run_command, run_with_prctl_refused};
 use pagefold_labs::process_checks::wait_until;
@@ -81,7 +81,7 @@ fn library_that_enrolls_only_the_probe_is_reported() {
     if !has_ksm() || !has_program("gcc") {
         return;
     }
-    if !run_command().args(["--dry-run", "--way", "prctl", "--", "true"]).output().unwrap().status.success() {
+    if !run_command().args(["--dry-run", "--method", "prctl", "--", "true"]).output().unwrap().status.success() {
         return println!("skipped: needs prctl(PR_SET_MEMORY_MERGE), for a library of its own");
     }
     let folder = tempfile::tempdir().unwrap();
@@ -98,7 +98,7 @@ fn library_that_enrolls_only_the_probe_is_reported() {
     assert!(built.success());
     let program = compile("gcc", "tree.c", &[], folder.path());
     let mut command = run_command();
-    command.args(["--way", "preload", "--"]).arg(&program).args(["1", "1"]).env("PAGEFOLD_PRELOAD", &library);
+    command.args(["--method", "preload", "--"]).arg(&program).args(["1", "1"]).env("PAGEFOLD_PRELOAD", &library);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
     let mut said = String::new();
     BufReader::new(child.stderr.take().unwrap()).read_line(&mut said).unwrap();
@@ -116,7 +116,7 @@ fn successful_preload_is_silent() {
     }
     let folder = tempfile::tempdir().unwrap();
     let dynamic = compile("gcc", "tree.c", &[], folder.path());
-    for command in [&mut run_with_prctl_refused(1), run_command().args(["--way", "preload"])] {
+    for command in [&mut run_with_prctl_refused(1), run_command().args(["--method", "preload"])] {
         let mut program = TreeProgram::start(command.arg("--").arg(&dynamic).args(["1", "3"]), folder.path());
         // All three processes have started, one after another, during the check.
         let output = BufReader::new(program.child.stdout.take().unwrap());

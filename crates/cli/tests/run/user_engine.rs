@@ -405,8 +405,8 @@ fn unmergeable_program_is_refused_before_start() {
         assert!(lossy_text(&output.stderr).starts_with("pagefold: not merged: "), "{}", lossy_text(&output.stderr));
     }
     assert!(
-        refusal_line(home.run_user_engine().args(["--way", "prctl", "--", "true"]))
-            .contains("--way is for --engine kernel")
+        refusal_line(home.run_user_engine().args(["--method", "prctl", "--", "true"]))
+            .contains("--method is for --engine kernel")
     );
     assert!(refusal_line(home.run_user_engine().args(["--domain", "a/b", "--", "true"])).contains("a/b"));
     let said = refusal_line(test_programs::run_command().args(["--domain", "x", "--", "true"]));

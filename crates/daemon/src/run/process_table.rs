@@ -360,7 +360,8 @@ impl KnownProcess {
         };
         if !self.tracked.as_ref().is_some_and(same) {
             // A process that was tracked before may have merged pages, so it stays known.
-            let not_chosen = foreign.then(|| "it is not in the group of managed processes ([daemon.only])".to_owned());
+            let not_chosen =
+                foreign.then(|| "it is not in the group of managed processes ([daemon.tracked])".to_owned());
             let arrival = build_arrival(&who, resident, settings);
             polled.events.push(Event::ProcessArrived(ProcessArrival {
                 exclusion_reason: not_chosen.or(arrival.exclusion_reason),

@@ -279,8 +279,8 @@ impl<'h> Worker<'h> {
         plan.retain_processes(|process| chosen.contains(&process));
         let page_size = self.host.page_size();
         let predicted = Bytes(plan.predicted.effect.net(page_size).0.max(0).unsigned_abs());
-        let to_enrol = |target: &PlanTarget| [target.ranges_to_enroll(false), target.ranges_to_enroll(true)].concat();
-        let fresh = plan.targets.iter().map(|target| (target.process.id, to_enrol(target)));
+        let to_enroll = |target: &PlanTarget| [target.ranges_to_enroll(false), target.ranges_to_enroll(true)].concat();
+        let fresh = plan.targets.iter().map(|target| (target.process.id, to_enroll(target)));
         let fresh: BTreeMap<_, _> = fresh.filter(|(_, ranges)| !ranges.is_empty()).collect();
         let enrolled: Vec<ProcessId> = fresh.keys().copied().collect();
         // Recorded in any case: later unenrolling covers all ranges that may have been enrolled.

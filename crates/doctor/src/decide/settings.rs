@@ -125,7 +125,7 @@ pub(super) fn anything_enrolled(facts: &HostFacts, fleet: &HostProcesses) -> Res
     if fleet.enrolled().next().is_some() {
         return Ok(true);
     }
-    let Err(missing) = fleet.require_readable("enrolment", |p| p.is_enrolled()) else { return Ok(false) };
+    let Err(missing) = fleet.require_readable("enrollment", |p| p.is_enrolled()) else { return Ok(false) };
     let ksm = ksm(facts)?;
     if *require("run", &ksm.run)? == 1 && tracked(ksm)? > Pages::ZERO { Ok(true) } else { Err(missing) }
 }

@@ -65,7 +65,7 @@ fn run_steps<T>(
 }
 
 /// Enroll a whole plan. Returns whether any of it was enrolled, and the failed changes.
-fn enrol(host: &FakeHost, plan: &MergePlan) -> (bool, Vec<FailedChange>) {
+fn enroll(host: &FakeHost, plan: &MergePlan) -> (bool, Vec<FailedChange>) {
     run_steps(host, plan, None, |work| {
         work.enroll_targets(false).unwrap();
         (work.any_enrolled, std::mem::take(&mut work.failed_changes))
@@ -83,11 +83,11 @@ fn each_hung_guest_is_asked_for_one_backend_when_it_is_enrolled() {
         ..MergePlan::default()
     };
     host.set_advice_fault(Some(AdviceFault::GuestsHang));
-    let (enrolled, missed) = enrol(&host, &plan);
+    let (enrolled, missed) = enroll(&host, &plan);
     assert_eq!(host.written_settings(), ["/objects/a of 7=true", "/objects/a of 8=true"]);
     assert!(!enrolled && missed.len() == 2, "{missed:?}");
     host.set_advice_fault(None);
-    let (enrolled, missed) = enrol(&host, &plan);
+    let (enrolled, missed) = enroll(&host, &plan);
     assert_eq!(host.written_settings().len(), 2 + 4);
     assert!(enrolled && missed.is_empty(), "{missed:?}");
 }

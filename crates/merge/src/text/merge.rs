@@ -359,7 +359,7 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
                 _ => String::new(),
             };
             let comm = escape_unprintable(&missed.comm);
-            let what = if missed.change == "withdraw" { "unenrolled" } else { "enrolled" };
+            let what = if missed.change == "unenroll" { "unenrolled" } else { "enrolled" };
             let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, escape_unprintable(&missed.why));
         }
         if outcome.missed.len() > MAX_FAILED_CHANGE_LINES {

@@ -182,7 +182,7 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     if refused {
         let parts = report.parts;
         notes.push(format!(
-            "`--staged` would unenroll {} of {} parts now; `--wait TIME` waits for memory; `--force` skips the check.",
+            "`--staged` would unenroll {} of {} parts now; `--max-wait TIME` waits for memory; `--force` skips the check.",
             format_number(parts.fit),
             format_number(parts.all)
         ));

@@ -244,7 +244,7 @@ pub struct MergedWatchReport {
 /// A range that could not be enrolled or unenrolled.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct FailedChangeReport {
-    /// The change that failed: `enrol` or `withdraw`.
+    /// The change that failed: `enroll` or `unenroll`.
     pub change: &'static str,
     /// The PID of the process.
     pub pid: u32,
@@ -467,8 +467,8 @@ impl OutcomeReport {
                 .iter()
                 .map(|missed| FailedChangeReport {
                     change: match missed.change {
-                        EnrollChange::Enroll => "enrol",
-                        EnrollChange::Unenroll => "withdraw",
+                        EnrollChange::Enroll => "enroll",
+                        EnrollChange::Unenroll => "unenroll",
                     },
                     pid: missed.pid.0,
                     comm: missed.comm.clone(),

@@ -189,18 +189,18 @@ function drawChart(name, chart, some) {
   const path = (run) => "M" + run.map(([a, b]) => `${a.toFixed(1)} ${b.toFixed(1)}`).join("L");
   const end = (run, at) => `L${run.at(at)[0].toFixed(1)} ${y(0).toFixed(1)}`;
   const under = (run) => `${path(run)}${end(run, -1)}${end(run, 0)}Z`;
-  for (const [colour, of] of chart.area || []) {
+  for (const [color, of] of chart.area || []) {
     for (const run of runs(of)) {
-      svg.append(s("path", { class: `${colour} area`, d: under(run) }));
-      svg.append(s("path", { class: `${colour} curve`, d: path(run) }));
+      svg.append(s("path", { class: `${color} area`, d: under(run) }));
+      svg.append(s("path", { class: `${color} curve`, d: path(run) }));
     }
   }
   // Stacked: the upper areas first, each down to the axis, and the lower ones over them.
-  (chart.stack || []).map(([colour], i) => [colour, (p) => {
+  (chart.stack || []).map(([color], i) => [color, (p) => {
     const parts = chart.stack.slice(0, i + 1).map(([, of]) => of(p));
     return parts.every(known) ? parts.reduce((a, b) => a + b) : undefined;
-  }]).reverse().forEach(([colour, of]) => {
-    for (const run of runs(of)) svg.append(s("path", { class: `${colour} stack`, d: under(run) }));
+  }]).reverse().forEach(([color, of]) => {
+    for (const run of runs(of)) svg.append(s("path", { class: `${color} stack`, d: under(run) }));
   });
   for (const run of chart.limit ? runs(chart.limit) : []) svg.append(s("path", { class: "limit", d: path(run) }));
   if (cursor && cursor >= first && cursor <= last) {

@@ -366,9 +366,9 @@ fn page_fits_phones_and_both_color_schemes() {
 
 /// The contrast of a text with its background, by WCAG's definition.
 const CONTRAST_SCRIPT: &str = "(what, behind) => {
-    const light = (colour) => {
-        const scale = colour.startsWith('rgb') ? 255 : 1;
-        const [r, g, b] = colour.match(/[0-9.]+/g).map(n => n / scale).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
+    const light = (color) => {
+        const scale = color.startsWith('rgb') ? 255 : 1;
+        const [r, g, b] = color.match(/[0-9.]+/g).map(n => n / scale).map(n => n <= .04045 ? n / 12.92 : ((n + .055) / 1.055) ** 2.4);
         return .2126 * r + .7152 * g + .0722 * b;
     };
     const [a, b] = [light(getComputedStyle(document.querySelector(what)).color), light(getComputedStyle(document.querySelector(what).closest(behind)).backgroundColor)];

@@ -53,8 +53,8 @@ impl ControlRequest {
             Self::Status => "status\n".to_owned(),
             Self::Pause => "pause\n".to_owned(),
             Self::Resume => "resume\n".to_owned(),
-            Self::Enroll(pid) => format!("enrol {pid}\n"),
-            Self::Unenroll(pid) => format!("withdraw {pid}\n"),
+            Self::Enroll(pid) => format!("enroll {pid}\n"),
+            Self::Unenroll(pid) => format!("unenroll {pid}\n"),
         }
     }
 
@@ -64,8 +64,8 @@ impl ControlRequest {
             ["status"] => Self::Status,
             ["pause"] => Self::Pause,
             ["resume"] => Self::Resume,
-            ["enrol", pid] => Self::Enroll(pid.parse().ok()?),
-            ["withdraw", pid] => Self::Unenroll(pid.parse().ok()?),
+            ["enroll", pid] => Self::Enroll(pid.parse().ok()?),
+            ["unenroll", pid] => Self::Unenroll(pid.parse().ok()?),
             _ => return None,
         })
     }
@@ -208,7 +208,9 @@ fn serve_connection(stream: &UnixStream, answer: &dyn Fn(ControlRequest) -> Cont
     BufReader::new(stream.take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
     let told = match ControlRequest::parse(&line) {
         Some(request) => answer(request),
-        None => ControlReply::Refused("unknown request: use status, pause, resume, enrol PID, withdraw PID".to_owned()),
+        None => {
+            ControlReply::Refused("unknown request: use status, pause, resume, enroll PID, unenroll PID".to_owned())
+        }
     };
     write_reply(stream, &told)
 }
@@ -233,7 +235,7 @@ mod tests {
         for request in all {
             assert_eq!(ControlRequest::parse(&request.to_line()), Some(request));
         }
-        for wrong in ["", "statuss", "enrol", "enrol x", "enrol 1 2", "withdraw -1", "pause 1"] {
+        for wrong in ["", "statuss", "enroll", "enroll x", "enroll 1 2", "unenroll -1", "pause 1"] {
             assert_eq!(ControlRequest::parse(wrong), None, "{wrong}");
         }
     }

@@ -46,7 +46,7 @@ Examples:
   pagefold top                           the same, updated live
   pagefold pause                         restore KSM's settings; `pagefold resume` continues
   pagefold --host recording:DIR daemon   show what it would do on a recorded host: a recording
-                                         runs until stopped, a trace (`record --every`) at once
+                                         runs until stopped, a trace (`record --interval`) at once
 
 The configuration sets what it does (`pagefold config default`). SIGHUP reads the configuration again, \
 except http, http_names and history.
@@ -54,7 +54,7 @@ except http, http_names and history.
 SIGTERM restores KSM's settings; merged pages stay merged. With --unmerge-on-exit the daemon first unenrolls \
 all that it enrolled, as far as there is memory, even if it is paused. It does not if it only observes or \
 advises by then, or another program controls KSM. It does not know what an earlier daemon enrolled; \
-`pagefold unmerge` unenrolls that, too. A pause and withdrawn processes outlast a daemon that is killed, but \
+`pagefold unmerge` unenrolls that, too. A pause and processes unenrolled by an operator outlast a daemon that is killed, but \
 not one that is stopped.
 
 Exit status: 0 stopped and everything undone, 2 it could not run, 3 not everything could be undone, or a \
@@ -98,7 +98,7 @@ pub struct StatusArguments {
     json: bool,
 }
 
-/// Arguments of `enrol` and `withdraw`.
+/// Arguments of `enroll` and `unenroll`.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct ProcessArgument {
     /// The PID of the process
@@ -271,7 +271,7 @@ const FINDINGS_CACHE_TIMES: (u32, Duration, Duration) = (10_000, Duration::from_
 /// The time limit for a snapshot.
 const SNAPSHOT_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// The answer to `enrol`: what the daemon does with the process.
+/// The answer to `enroll`: what the daemon does with the process.
 fn enroll_outcome_text(state: &DaemonState) -> String {
     let then = match state.rules().mode {
         DaemonMode::Observe => return "nothing is scanned: the daemon only observes".to_owned(),
@@ -282,7 +282,7 @@ fn enroll_outcome_text(state: &DaemonState) -> String {
     format!("it is scanned next{}; {then}", not_now.unwrap_or_default())
 }
 
-/// The answer to `withdraw`: what the daemon does with the process.
+/// The answer to `unenroll`: what the daemon does with the process.
 fn unenroll_outcome_text(state: &DaemonState, pid: u32) -> String {
     match state.inaction_reason() {
         None => "it is left alone, and unenrolled as soon as there is memory for it".to_owned(),
@@ -320,7 +320,7 @@ impl StatusDesk {
                 let Some(who) = snapshot.tracked_processes.iter().find(|who| who.id.pid == Pid(pid)) else {
                     return ControlReply::Refused(format!(
                         "process {pid} is not tracked: it does not exist, has less memory than {}, or does not match \
-                         [daemon.only]",
+                         [daemon.tracked]",
                         snapshot.settings.min_resident
                     ));
                 };
@@ -366,7 +366,7 @@ mod tests {
     use super::*;
     use pagefold_daemon::decide::{DaemonRules, TickReadings, TimeOfDay, step};
 
-    /// The answers to `enrol` and `withdraw` after some events.
+    /// The answers to `enroll` and `unenroll` after some events.
     fn operator_replies(mode: DaemonMode, events: impl IntoIterator<Item = Event>) -> [String; 2] {
         let hours = pagefold_daemon::decide::DailyHours { start_second: 10, end_second: 20, in_utc: true };
         let rules = DaemonRules { mode, quiet_hours: vec![hours], ..DaemonRules::default() };

@@ -359,7 +359,9 @@ fn tracking_state(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64
     };
     match known {
         Known { exclusion_reason: Some(why), .. } => (TrackingState::Excluded, still(why)),
-        Known { unenrolled_by_operator: true, .. } => (TrackingState::Withdrawn, still("an operator withdrew it")),
+        Known { unenrolled_by_operator: true, .. } => {
+            (TrackingState::Withdrawn, still("unenroll requested by an operator"))
+        }
         Known { pending_unenroll: Some(leaving), .. } => {
             (TrackingState::BackedOff, still(leaving.reason.unenroll_explanation()))
         }
@@ -527,13 +529,15 @@ mod tests {
         let arrival = ProcessArrival { process, domain, similarity_key: likeness, exclusion_reason: None, resident };
         let second = Duration::from_secs(1);
         let mut member = Known::new(arrival, Duration::ZERO, &DaemonRules::default());
-        let told =
-            |member: &Known| describe_unenroll("an operator withdrew it", member.pending_unenroll.as_ref(), 3 * second);
-        assert_eq!(told(&member), "an operator withdrew it");
+        let told = |member: &Known| {
+            describe_unenroll("unenroll requested by an operator", member.pending_unenroll.as_ref(), 3 * second)
+        };
+        assert_eq!(told(&member), "unenroll requested by an operator");
         member.request_unenroll(DecisionReason::Operator, Duration::ZERO);
-        assert_eq!(told(&member), "an operator withdrew it: it is unenrolled as soon as possible");
+        assert_eq!(told(&member), "unenroll requested by an operator: it is unenrolled as soon as possible");
         member.record_unenroll_failure("there is not the memory for it".to_owned(), Duration::ZERO, Duration::ZERO);
-        let again = "an operator withdrew it: not unenrolled yet (there is not the memory for it), next try in 7 s";
+        let again =
+            "unenroll requested by an operator: not unenrolled yet (there is not the memory for it), next try in 7 s";
         assert_eq!(told(&member), again);
     }
 }

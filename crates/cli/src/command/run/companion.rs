@@ -212,7 +212,7 @@ mod tests {
                     String::from(if self.is_enrolled { "yes" } else { "no" })
                 }
                 "proc/10#merge_any" => {
-                    self.actions.push("enrol");
+                    self.actions.push("enroll");
                     self.is_enrolled = !self.ignores_enroll;
                     String::new()
                 }
@@ -260,15 +260,15 @@ mod tests {
     #[test]
     fn marked_region_is_no_proof_of_enrollment() {
         let guest: &[_] = &[("", true), ("[heap]", false), ("[stack]", false)];
-        assert_eq!(enroll_over_scans(false, None, &[guest]), (vec!["ask", "enrol", "ask"], true));
+        assert_eq!(enroll_over_scans(false, None, &[guest]), (vec!["ask", "enroll", "ask"], true));
         // One query is enough until another region is unmarked.
-        assert_eq!(enroll_over_scans(false, None, &[guest, guest]), (vec!["ask", "enrol", "ask"], true));
+        assert_eq!(enroll_over_scans(false, None, &[guest, guest]), (vec!["ask", "enroll", "ask"], true));
         let more: &[_] = &[("", true), ("[heap]", false), ("", false)];
         assert_eq!(
             enroll_over_scans(false, None, &[guest, guest, more, more]),
-            (vec!["ask", "enrol", "ask", "ask"], true)
+            (vec!["ask", "enroll", "ask", "ask"], true)
         );
-        assert_eq!(enroll_over_scans(true, None, &[guest]), (vec!["ask", "enrol", "ask"], false), "it had no effect");
+        assert_eq!(enroll_over_scans(true, None, &[guest]), (vec!["ask", "enroll", "ask"], false), "it had no effect");
         // A process that inherited enrollment is not stopped, nor is an excluded one.
         assert_eq!(
             enroll_over_scans(

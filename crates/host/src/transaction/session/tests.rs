@@ -247,8 +247,8 @@ fn journal_is_appended_and_seldom_rewritten() {
     for n in 0..ACTION_COUNT {
         let start = 0x1000 + n * 0x2000;
         let ranges = vec![AddressRange { start, end: start + 0x1000 }];
-        let enrol = Action::Advise { process, advice: MergeAdvice::Mergeable, ranges };
-        session.apply(&enrol, ChangeLifetime::Temporary).unwrap();
+        let enroll = Action::Advise { process, advice: MergeAdvice::Mergeable, ranges };
+        session.apply(&enroll, ChangeLifetime::Temporary).unwrap();
         let now = fs::metadata(directory.path().join(SESSION_FILE)).unwrap().ino();
         rewritten += u64::from(file.replace(now) != Some(now));
     }
@@ -273,8 +273,8 @@ fn undo_waits_for_ending_or_busy_process() {
         host.map_pages(7, (0x1000, 0x3000), "", false);
         let mut session = begin_clean_session(&host, directory.path());
         let process = ProcessId { pid: Pid(7), start_time: 1 };
-        let enrol = Action::Advise { process, advice: MergeAdvice::Mergeable, ranges: ranges.clone() };
-        session.apply(&enrol, ChangeLifetime::Temporary).unwrap();
+        let enroll = Action::Advise { process, advice: MergeAdvice::Mergeable, ranges: ranges.clone() };
+        session.apply(&enroll, ChangeLifetime::Temporary).unwrap();
         host.set_advice_fault(Some(AdviceFault::BusyAfterPages(0)));
         if exiting {
             exits(&host);

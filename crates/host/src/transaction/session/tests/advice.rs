@@ -94,12 +94,12 @@ fn kill_after_any_step_is_undone() {
 /// The enrollments of a session stay after its commit, and not before.
 #[test]
 fn enrollment_stays_after_commit() {
-    let enrol = advise_action(MergeAdvice::Mergeable, &[(0x21000, 0x23000)]);
+    let enroll = advise_action(MergeAdvice::Mergeable, &[(0x21000, 0x23000)]);
     let before = enrolled_ranges(&host());
     for done in [false, true] {
         let (host, directory) = (host(), tempfile::tempdir().unwrap());
         let mut session = begin_clean_session(&host, directory.path());
-        session.apply(&enrol, ChangeLifetime::PermanentOnCommit).unwrap();
+        session.apply(&enroll, ChangeLifetime::PermanentOnCommit).unwrap();
         assert_ne!(enrolled_ranges(&host), before);
         if done {
             session.commit().unwrap();

@@ -61,7 +61,7 @@ fn memory_unenrolled_by_killed_merge_is_enrolled_again() {
     let before = labs.each_ref().map(enrolled_page_addresses);
     let pids = labs.each_ref().map(|lab| format!("--pid={}", lab.pid()));
     let mut merge = pagefold_command(state.path(), "merge");
-    merge.args(&pids).args(["--cpu", "0.1", "--settle", "0", "--watch", "0"]);
+    merge.args(&pids).args(["--cpu", "0.1", "--pass-interval", "0", "--watch-time", "0"]);
     let mut child = merge.stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
     wait_until("the temporary unenrollment", || {
         !labs.iter().zip(&before).any(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab)))

@@ -22,10 +22,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-#[path = "choosing/recall.rs"]
-mod recall;
-#[path = "choosing/witnesses.rs"]
-mod witnesses;
+#[path = "range_selection/fingerprint_cache.rs"]
+mod fingerprint_cache;
+#[path = "range_selection/foreign_processes.rs"]
+mod foreign_processes;
 
 const BASE_ADDRESS: u64 = 1 << 40;
 const PAGE_BYTES: u64 = 4096;

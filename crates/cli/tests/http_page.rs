@@ -192,7 +192,7 @@ fn other_users_are_refused_by_the_control_socket() {
     assert!(ask("status", 65534).contains("Permission denied"), "the socket must deny other users by default");
     all(daemon.state.path(), 0o755);
     all(&socket, 0o666);
-    for request in ["status", "pause", "withdraw 1", "nonsense"] {
+    for request in ["status", "pause", "unenroll 1", "nonsense"] {
         let answer = ask(request, 65534);
         assert_eq!(answer.trim(), "{\"refused\":\"only root and the daemon's user may send requests\"}", "{request}");
     }
@@ -249,7 +249,7 @@ fn top_shows_the_daemon_until_it_ends() {
     until("no pagefold daemon runs here");
 
     let daemon = WatchedDaemon::start("", &[]);
-    let top = format!("{:?}", pagefold_command(daemon.state.path(), &["top", "--every", "200ms"])).replace('"', "'");
+    let top = format!("{:?}", pagefold_command(daemon.state.path(), &["top", "--interval", "200ms"])).replace('"', "'");
     // The daemon may not listen yet, so repeat.
     screen.run_tmux(&["send-keys", &format!("clear; until {top} && echo it ended; do sleep 0.2; done"), "Enter"]);
     until("observe, ");
