@@ -34,19 +34,21 @@ pub struct CommandLine {
     pub command: PagefoldCommand,
 }
 
+const GLOBAL_HEADING: &str = "Options of all commands";
+
 #[derive(Args, Clone, Debug)]
 pub struct GlobalOptions {
     /// The host to read: `live` or `recording:DIR`
-    #[arg(long, global = true, default_value = "live", value_name = "HOST")]
+    #[arg(long, global = true, help_heading = GLOBAL_HEADING, default_value = "live", value_name = "HOST")]
     pub host: String,
     /// When to use color
-    #[arg(long, global = true, value_enum, default_value_t = ColorChoice::Auto)]
+    #[arg(long, global = true, help_heading = GLOBAL_HEADING, value_name = "WHEN", value_enum, default_value_t = ColorChoice::Auto)]
     pub color: ColorChoice,
-    /// Directory of the lock and of the journal of changes to undo
-    #[arg(long, global = true, default_value = pagefold_host::transaction::session::DEFAULT_STATE_DIRECTORY, value_name = "DIR")]
+    /// Directory of the lock, the undo journal and the control socket of the daemon
+    #[arg(long, global = true, help_heading = GLOBAL_HEADING, default_value = pagefold_host::transaction::session::DEFAULT_STATE_DIRECTORY, value_name = "DIR")]
     pub state: PathBuf,
     /// The configuration file [default: /etc/pagefold/pagefold.toml if it exists]
-    #[arg(long, global = true, value_name = "FILE")]
+    #[arg(long, global = true, help_heading = GLOBAL_HEADING, value_name = "FILE")]
     pub config: Option<PathBuf>,
 }
 
@@ -61,7 +63,7 @@ pub enum ColorChoice {
 pub enum PagefoldCommand {
     /// Count identical pages and predict what merging them would save
     Census(command::census::CensusArguments),
-    /// Write the data that the read-only commands read to a directory, for a bug report
+    /// Save what the read-only commands need in a directory, for a bug report or a replay
     Record(command::record::RecordArguments),
     /// Explain why nothing merges, and find problems in the KSM setup of this host
     Doctor(command::doctor::DoctorArguments),
@@ -83,7 +85,7 @@ pub enum PagefoldCommand {
     Pause,
     /// Resume the daemon
     Resume,
-    /// Have the daemon scan a process now
+    /// Have the daemon scan a process now and merge what pays (mode act); also ends `unenroll`
     Enroll(command::daemon::ProcessArgument),
     /// Have the daemon unenroll a process and leave it alone
     Unenroll(command::daemon::ProcessArgument),

@@ -107,7 +107,7 @@ pub enum ActionError {
     #[error("{0}")]
     Unsupported(String),
     /// Another debugger or tracer is attached to the process.
-    #[error("process {0} traces it")]
+    #[error("process {0} traces it already, such as a debugger: end that first")]
     Traced(Pid),
     /// It is not possible now: the target does not stop, or the kernel returns EBUSY.
     #[error("busy: {0}")]

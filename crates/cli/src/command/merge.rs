@@ -73,20 +73,20 @@ pub struct MergeArguments {
     #[arg(long)]
     keep_ksmd_running: bool,
     /// Also merge across trust domains. A process can tell by the time of a write that another process has the same
-    /// page content: use this only for domains that may know that of each other
+    /// page content: use this only if these domains may learn each other's page contents
     #[arg(long)]
     across_domains: bool,
     /// Rule that sorts processes into trust domains if they are in no group of the configuration [default: from the
     /// configuration, otherwise user]
     #[arg(long, value_enum, value_name = "RULE")]
     domains: Option<DomainRuleArgument>,
-    /// Minimum time to watch merged pages of running programs, from the start of ksmd; up to 600ms of it after ksmd has
-    /// finished. Ranges that are written too often for net savings are unenrolled as a whole; 0 disables this
+    /// Minimum time to watch merged pages of running programs, from the start of ksmd; it may prolong the command by up
+    /// to 600ms. Ranges that are written too often for net savings are unenrolled as a whole; 0 disables this. It has
+    /// no effect with --whole-processes
     #[arg(long, value_name = "TIME", default_value = "1s", value_parser = parse_duration)]
     watch_time: Duration,
-    /// Pause between the two reads of each page that might merge; only pages that stay unchanged in it are merged. 5s
-    /// is about the stable age from which `run --policy guided` expects a page to last until merging it has paid off; 0
-    /// for one read
+    /// Pause between the two reads of each page that might merge; only pages that are equal in both are merged. 0 for
+    /// one read
     #[arg(long, value_name = "TIME", default_value = "500ms", value_parser = parse_duration)]
     pass_interval: Duration,
     /// Number of census threads [default: one for each CPU]

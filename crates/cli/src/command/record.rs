@@ -60,10 +60,10 @@ pub struct RecordArguments {
     /// Record repeatedly at this interval, as a trace; unchanged data is stored once
     #[arg(long, value_name = "TIME", value_parser = parse_duration)]
     interval: Option<Duration>,
-    /// End after this time [default: at a signal, or by --max-bytes]
+    /// With --interval: end after this time [default: none; a signal or --max-bytes ends it]
     #[arg(long, value_name = "TIME", value_parser = parse_duration, requires = "interval")]
     duration: Option<Duration>,
-    /// End when the trace has this size
+    /// With --interval: end when the trace has this size
     #[arg(long, value_name = "BYTES", default_value = "4GiB", value_parser = parse_bytes, requires = "interval")]
     max_bytes: Bytes,
     #[command(flatten)]

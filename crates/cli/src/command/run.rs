@@ -61,8 +61,8 @@ user, cgroup or container is refused (see `pagefold config default`); its child 
 
 KSM merges all enrolled memory of the host. A process that times writes to its own memory can tell whether another \
 process has the same page. So a program is not enrolled whole while a process of another trust domain is enrolled, \
-unless --across-domains is given. By default, each user and each virtual machine of root is a domain; the \
-configuration can change that. `--policy guided` keeps domains apart. Only root sees the enrolled processes of other \
+unless --across-domains is given. By default, each user, each virtual machine and each setuid program is a \
+domain; the configuration can change that. `--policy guided` keeps domains apart. Only root sees the enrolled processes of other \
 users. Without root the program is enrolled beside them; --verbose and --dry-run say so.
 
 Methods: prctl is inherited by all processes that the program starts, and covers all their memory. preload sets \
@@ -114,11 +114,11 @@ pub struct RunArguments {
     #[arg(long)]
     report: bool,
     /// The enroll method [default: the first of these that works]
-    #[arg(long, value_enum, value_name = "WAY")]
+    #[arg(long, value_enum, value_name = "METHOD")]
     method: Option<ProgramEnrollMethod>,
     /// Enroll the program even if a process of another trust domain is enrolled. A process can tell by the time of a
-    /// write that another process has the same page content: use this only for domains that may know that of each
-    /// other
+    /// write that another process has the same page content: use this only if these domains may learn each other's page
+    /// contents
     #[arg(long)]
     across_domains: bool,
     /// Also merge a virtual machine whose owner forbids it: QEMU's mem-merge=off, merge=off of a memory backend,

@@ -13,7 +13,7 @@ use std::time::Duration;
 
 /// Arguments of `top`.
 #[derive(Args, Debug)]
-#[command(after_help = "Keys: ? for help, q to quit. Without a terminal: `pagefold status`, once.")]
+#[command(after_help = "Keys: ? for help, q to quit. It needs a terminal; use `pagefold status` in scripts.")]
 pub struct TopArguments {
     /// Interval between status requests
     #[arg(long, value_name = "TIME", default_value = "2s", value_parser = parse_duration)]

@@ -59,7 +59,8 @@ pub struct UnmergeArguments {
     /// Maximum time to wait for memory, such as 30s or 5m
     #[arg(long, value_name = "TIME", value_parser = parse_duration, default_value = "0")]
     max_wait: Duration,
-    /// Continue although it does not fit: processes may be swapped out, throttled or killed
+    /// Continue although it does not fit: processes may be swapped out, throttled or killed; not with --staged or
+    /// --max-wait
     #[arg(long, conflicts_with_all = ["staged", "max_wait"])]
     force: bool,
     /// Collapse pages into huge pages again afterwards, where huge pages are allowed
@@ -68,7 +69,7 @@ pub struct UnmergeArguments {
     /// Show the plan, and change nothing
     #[arg(long)]
     dry_run: bool,
-    /// The control socket (QMP) of the one selected virtual machine
+    /// The control socket (QMP) of the one selected virtual machine [default: from its command line]
     #[arg(long, value_name = "PATH", conflicts_with = "inject")]
     qmp: Option<PathBuf>,
     /// Use no control sockets: unenroll virtual machines by injection, like other processes

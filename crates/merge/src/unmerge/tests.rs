@@ -398,7 +398,10 @@ fn refused_process_does_not_block_others() {
     for limits in [UnenrollLimits::default(), STAGED_LIMITS] {
         let fake = FakeUnmergeHost { refuse_action: refused, ..host(100, &["a", "ab", "abc"]) };
         let (_, done) = plan_and_execute(&fake, limits);
-        assert_eq!(done.targets[0].error.as_deref(), Some("process 9 traces it"));
+        assert_eq!(
+            done.targets[0].error.as_deref(),
+            Some("process 9 traces it already, such as a debugger: end that first")
+        );
         assert_eq!(
             done.targets[0].still_merged,
             Some(Ok(StillMerged { merged_pages: Pages(1), ..StillMerged::default() }))

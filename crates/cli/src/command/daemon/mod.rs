@@ -68,21 +68,21 @@ pub struct DaemonArguments {
     /// What the daemon may do [default: from the configuration, otherwise advise]
     #[arg(long, value_enum)]
     mode: Option<DaemonModeArgument>,
-    /// At the end, unenroll all that the daemon enrolled since its start, as far as there is memory
+    /// At the end, unenroll and unmerge all that this daemon enrolled, as far as there is memory
     #[arg(long)]
     unmerge_on_exit: bool,
     /// Serve the status over HTTP at this address, 127.0.0.1:9750 if none is given [default: from the configuration,
     /// otherwise off]
     #[arg(long, value_name = "ADDRESS", num_args = 0..=1, default_missing_value = "127.0.0.1:9750")]
     http: Option<SocketAddr>,
-    /// Record the history in this file, or `off` [default: from the configuration, otherwise history.db in the
+    /// Record the history in this file (absolute path), or `off` [default: from the configuration, otherwise history.db in the
     /// service's $STATE_DIRECTORY, otherwise off]
     #[arg(long, value_name = "FILE")]
     history: Option<HistoryLocation>,
     /// Seed of the random choices
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// With a trace: print each decision as a line of JSON (see `pagefold schema decision`)
+    /// With --host recording:DIR of a trace (`record --interval`): print each decision as a line of JSON (see `pagefold schema decision`)
     #[arg(long)]
     json: bool,
 }

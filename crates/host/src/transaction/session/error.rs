@@ -30,7 +30,7 @@ pub enum Error {
     #[error(transparent)]
     Journal(#[from] journal::Error),
     /// The present state of the host cannot be read, so a change could not be undone.
-    #[error("cannot read the present state, so the change could not be undone")]
+    #[error("nothing was changed: the present state cannot be read, so a change could not be undone later")]
     HostStateUnreadable(#[source] Absent),
     /// A setting cannot be read, so a change could not be undone.
     #[error("cannot read {knob}{}", unreadable_hint(*.knob, .source))]
