@@ -387,7 +387,7 @@ fn unmerge_requires_existing_targets() -> UnmergeTestResult {
         assert!(error.contains(said), "{arguments:?}: {error}");
         Ok(())
     };
-    check(&[], "say which processes")?;
+    check(&[], "no processes are selected")?;
     check(&["--all", "--pid", "1"], "cannot be used with")?;
     check(&["--all", "--force", "--staged"], "cannot be used with")?;
     check(&["--pid", "1", "--max-wait", "soon"], "write for example")?;
