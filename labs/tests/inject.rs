@@ -582,10 +582,10 @@ fn kernel_threads_are_refused_zombie_leaders_live() {
     if !can_run() {
         return;
     }
-    let said = advise_expecting_refusal(2, &["whole"]);
+    let said = advise_expecting_refusal(2, &["whole-process"]);
     assert!(said.contains("kernel"), "{said}");
     let victim = SelfCheckingTarget::start("zombie");
-    let output = run_advise(victim.pid(), &["whole"], "");
+    let output = run_advise(victim.pid(), &["whole-process"], "");
     assert!(matches!(output.status.code(), Some(0 | 2)), "{}", lossy_text(&output.stderr));
     victim.finish_and_check();
 }
@@ -638,7 +638,7 @@ fn check_32_bit_program_is_refused(waits: bool) {
     };
     let victim = SelfCheckingTarget { child, stdout: None };
     thread::sleep(Duration::from_millis(50));
-    let said = advise_expecting_refusal(victim.pid(), &["whole"]);
+    let said = advise_expecting_refusal(victim.pid(), &["whole-process"]);
     assert!(said.contains("32-bit"), "{said}");
     // Its pause was interrupted, and it is about to start the next.
     wait_until("it continues", || victim.status_field("State").starts_with(if waits { 'S' } else { 'R' }));

@@ -79,7 +79,7 @@ fn members_with_little_headroom_survive_and_merge_what_fits() {
             members.iter_mut().for_each(|member| member.send_command("merge"));
             for member in &mut members {
                 let told = member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom"));
-                merged += MemberAnswer(told).number("merged");
+                merged += MemberAnswer(told).number("pages_merged");
             }
         }
         members.iter_mut().for_each(MemberProcess::check_memory);

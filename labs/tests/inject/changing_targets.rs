@@ -54,7 +54,7 @@ impl VforkParent {
 
     /// Let a child that has executed the other program check itself and end.
     fn finish_child(&mut self, child: u32) {
-        advise_successfully(child, &["whole"]);
+        advise_successfully(child, &["whole-process"]);
         kill(Pid::from_raw(child.cast_signed()), Signal::SIGUSR1).expect("it is alive");
         self.expect_output("OK\n");
         wait_until("it has ended", || !Path::new(&format!("/proc/{child}")).exists());
@@ -136,7 +136,7 @@ fn thread_churn_is_not_reported_as_process_end() {
     }
     for state in ["churn", "leaderless"] {
         let victim = SelfCheckingTarget::start(state);
-        let mut actions = vec!["whole"];
+        let mut actions = vec!["whole-process"];
         if state == "leaderless" {
             wait_until("its main thread has ended", || victim.status_field("State").starts_with('Z'));
             // Before 6.16 its memory looks empty. Since then other threads give access to it.

@@ -122,7 +122,7 @@ fn injection_works_after_forty_killed_injectors() {
 #[test]
 fn stopped_target_survives_killed_injector() {
     if can_run() {
-        kill_injector_at_every_point("spin", "whole", true);
+        kill_injector_at_every_point("spin", "whole-process", true);
         kill_injector_at_every_point("futex", "mergeable", true);
     }
 }
