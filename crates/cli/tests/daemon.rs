@@ -448,8 +448,8 @@ fn killed_or_overruled_daemon_restores_the_host() {
     assert!(!place.state_path().join("operator.json").exists(), "the operator's commands must end with the daemon");
 }
 
-/// Programs that use all CPUs slow down while a census or ksmd uses one of them. The configuration makes the daemon
-/// report the smallest measurable slowdown.
+/// Programs that use all CPUs slow down while a census or ksmd uses one of them. They have just as many threads as
+/// there are CPUs, so that they hardly wait without the daemon, and enough memory for readings within a census.
 #[test]
 fn daemon_backs_off_for_busy_programs() {
     let Some(ksm) = KsmTestGuard::acquire_with_foreign_settings() else { return };
@@ -459,7 +459,8 @@ fn daemon_backs_off_for_busy_programs() {
         format!("[daemon]\nmax_slowdown = \"0.5%\"\n[daemon.tracked]\nnames = [\"{}\"]\n", place.program_name),
     )
     .unwrap();
-    let busy = || place.start_lab(&["busy", "--threads", "4", "--memory", "64"]);
+    let threads = std::thread::available_parallelism().unwrap().get().div_ceil(2).to_string();
+    let busy = || place.start_lab(&["busy", "--threads", &threads, "--memory", "256"]);
     let programs = [busy(), busy()];
     let daemon = place.start_daemon(&["--mode", "act"]);
     wait_until("the daemon's backoff", || {
