@@ -5,6 +5,7 @@
 mod advise;
 mod fleet;
 mod layout;
+mod place;
 mod seccomp_refusal;
 mod self_checking_threads;
 
@@ -65,6 +66,8 @@ enum LabCommand {
     Busy(self_checking_threads::BusyArguments),
     /// Enroll, unenroll or collapse memory of a process, and print how long it was stopped
     Advise(advise::AdviseArguments),
+    /// Place a process on CPUs and NUMA nodes, and undo that when standard input closes
+    Place(place::PlaceArguments),
     /// Run a program that is killed when its parent ends
     #[command(hide = true)]
     KilledWithParent {
@@ -202,6 +205,7 @@ fn main() -> ExitCode {
         LabCommand::RefusePrctl { errno, command } => run_refused(errno, &command),
         LabCommand::Busy(arguments) => self_checking_threads::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::Advise(arguments) => advise::run(&arguments).map(|()| ExitCode::SUCCESS),
+        LabCommand::Place(arguments) => place::run(&arguments).map(|()| ExitCode::SUCCESS),
         LabCommand::KilledWithParent { parent, command } => run_killed_with_parent(parent, &command),
     };
     outcome.unwrap_or_else(|error| {

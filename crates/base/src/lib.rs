@@ -11,6 +11,7 @@ pub mod domain;
 pub mod engine;
 pub mod exclusion;
 pub mod guard;
+pub mod id_set;
 pub mod identity;
 pub mod ksm;
 pub mod memory;
@@ -27,5 +28,6 @@ pub mod units;
 
 pub use class::{PageClass, PageCounts};
 pub use content::{ContentKind, Fingerprint};
+pub use id_set::IdSet;
 pub use reading::{Absent, Reading};
 pub use units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pfn, Pid, ProcessId};

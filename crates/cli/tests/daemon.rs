@@ -305,7 +305,7 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.changed_settings(), []);
-    assert!(!place.state_path().join("control").exists() && !place.state_path().join("journal.json").exists());
+    assert!(!place.state_path().join("control").exists() && !place.state_path().join("ksm.journal.json").exists());
 }
 
 #[test]

@@ -165,7 +165,7 @@ fn recover_reports_failed_undos() {
     let Some((ksm, state)) = acquire_ksm_and_state("recover_puts_back_and_says_what_it_did_not") else { return };
     let state = state.path();
     expect_status(0, state, &["policy", "set", "flat-out"]);
-    fs::rename(state.join("policy.json"), state.join("journal.json")).unwrap();
+    fs::rename(state.join("ksm.policy.json"), state.join("ksm.journal.json")).unwrap();
     ksm.write_setting("pages_to_scan", 5);
     let said = expect_status(3, state, &["recover", "--json"]);
     let report: Value = serde_json::from_str(&said).unwrap();
@@ -253,7 +253,7 @@ fn unsuitable_hosts_fail_with_one_line_and_no_change() {
         assert_eq!(output.status.code(), Some(2), "{prepare}: {error}");
         assert!(error.contains(says) && error.lines().count() == 1, "{prepare}: {error}");
         assert_eq!(read_settings(), before, "{prepare}");
-        assert!(!state.path().join("journal.json").exists());
+        assert!(!state.path().join("ksm.journal.json").exists());
     }
 }
 
@@ -310,7 +310,7 @@ fn invalid_policy_is_refused() {
     fs::write(&bad, "[ksm]\npage_to_scan = 1\n").unwrap();
     check(&["policy", "set", bad.to_str().unwrap()], "bad.toml:2: \"page_to_scan\" is not a KSM setting");
     check(&["--config", bad.to_str().unwrap(), "config", "check"], "bad.toml:1: unknown field `ksm`");
-    assert!(!state.join("lock").exists(), "a rejected command created the lock file");
+    assert!(!state.join("ksm.lock").exists(), "a rejected command created the lock file");
 }
 
 #[test]

@@ -247,7 +247,8 @@ fn unmerge_killed_at_guest_socket_is_finished_by_the_next() -> UnmergeTestResult
     let [guest] = fleet.lines() else { return Err("the fleet must have one guest".into()) };
     let is_marked =
         || -> Result<bool, Box<dyn Error>> { Ok(regions_of(guest.pid, 112 * BYTES_PER_MIB)?.iter().any(|r| r.2)) };
-    for (point, name, marked) in [("1", "before switching a backend", true), ("2", "after switching a backend", false)]
+    for (point, name, marked) in
+        [("1", "before setting a QEMU property", true), ("2", "after setting a QEMU property", false)]
     {
         let state = tempfile::tempdir()?;
         let mut command = Command::new(env!("CARGO_BIN_EXE_pagefold"));

@@ -4,9 +4,12 @@
 //! fail. The journal written beforehand is complete: [`undo_actions`] computes the inverse of an action.
 
 use crate::knob::Knob;
+use crate::resource::ResourceClass;
 use crate::{Host, ProcessHandle, hold, observe, parse};
 use pagefold_base::region::VmFlags;
-use pagefold_base::{Absent, AddressRange, Pid, ProcessId};
+use pagefold_base::{Absent, AddressRange, IdSet, Pid, ProcessId, Reading};
+use std::collections::BTreeMap;
+use std::fmt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -38,17 +41,19 @@ pub enum Action {
         /// Whether to enroll it.
         enable: bool,
     },
-    /// Enrolls or unenrolls a memory backend of a virtual machine through QEMU's control socket (QMP `qom-set` of the
-    /// backend's property `merge`). Unenrolling unmerges.
-    GuestMerge {
+    /// Sets a property of an object of QEMU through its control socket (QMP `qom-set`). The property `merge` of a
+    /// memory backend enrolls the backend; unenrolling unmerges.
+    SetQomProperty {
         /// The QEMU process that must own the socket.
         process: ProcessId,
         /// The path of the socket.
         socket: PathBuf,
-        /// The backend's path in QEMU's object tree: `/objects/pc.ram`.
-        backend: String,
-        /// Whether to enroll it.
-        enable: bool,
+        /// The object's path in QEMU's object tree: `/objects/pc.ram`.
+        object: String,
+        /// The property.
+        property: String,
+        /// Its values.
+        value: Exchange<serde_json::Value>,
     },
     /// Assembles huge pages again (`MADV_COLLAPSE`), from outside the process. This unmerges the merged pages in them.
     Collapse {
@@ -57,6 +62,146 @@ pub enum Action {
         /// The ranges: ascending, whole huge pages.
         ranges: Vec<AddressRange>,
     },
+    /// Restricts a thread to CPUs (sched_setaffinity(2)).
+    SetAffinity {
+        /// The thread.
+        thread: ThreadId,
+        /// The CPUs.
+        cpus: Exchange<IdSet>,
+    },
+    /// Restricts the processes of a cgroup to CPUs or NUMA nodes. With cgroup v1 and `cpuset.memory_migrate`, and
+    /// always with v2, new nodes also move the memory of the processes.
+    WriteCpuset {
+        /// The path of the cgroup's directory below the root: `sys/fs/cgroup/machine.slice`.
+        cgroup: String,
+        /// What is restricted.
+        file: CpusetFile,
+        /// The CPUs or nodes; none stands for those of the parent (cgroup v2).
+        ids: Exchange<IdSet>,
+    },
+    /// Moves pages of a process to a NUMA node (move_pages(2)). Pages that several processes map, such as merged
+    /// pages, stay and are reported as missed.
+    MovePages {
+        /// The process.
+        process: ProcessId,
+        /// The ranges: ascending, disjoint, whole pages.
+        ranges: Vec<AddressRange>,
+        /// The node.
+        node: u32,
+    },
+}
+
+impl Action {
+    /// The name of the property that enrolls a memory backend.
+    const MERGE_PROPERTY: &str = "merge";
+
+    /// Enrolls or unenrolls a memory backend that is not so yet.
+    pub fn set_backend_merge(process: ProcessId, socket: PathBuf, backend: String, enable: bool) -> Self {
+        let value = Exchange { from: (!enable).into(), to: enable.into() };
+        Self::SetQomProperty { process, socket, object: backend, property: Self::MERGE_PROPERTY.to_owned(), value }
+    }
+
+    /// The class whose lock it needs.
+    pub fn class(&self) -> ResourceClass {
+        match self {
+            Self::Write { knob, .. } => knob.class(),
+            Self::Advise { .. } | Self::MergeAny { .. } | Self::Collapse { .. } => ResourceClass::Ksm,
+            Self::SetQomProperty { property, .. } if property == Self::MERGE_PROPERTY => ResourceClass::Ksm,
+            Self::SetQomProperty { .. } => ResourceClass::Settings,
+            Self::SetAffinity { .. } | Self::WriteCpuset { file: CpusetFile::Cpus, .. } => ResourceClass::CpuPlacement,
+            Self::MovePages { .. } | Self::WriteCpuset { file: CpusetFile::Nodes, .. } => {
+                ResourceClass::MemoryPlacement
+            }
+        }
+    }
+
+    /// The process that it concerns, if it is one.
+    pub fn process(&self) -> Option<ProcessId> {
+        match self {
+            Self::Advise { process, .. }
+            | Self::MergeAny { process, .. }
+            | Self::SetQomProperty { process, .. }
+            | Self::Collapse { process, .. }
+            | Self::MovePages { process, .. } => Some(*process),
+            Self::SetAffinity { thread, .. } => Some(thread.process),
+            Self::Write { .. } | Self::WriteCpuset { .. } => None,
+        }
+    }
+
+    /// Whether it may unmerge pages, which takes memory for their copies.
+    pub fn unmerges(&self) -> bool {
+        match self {
+            Self::Advise { advice, .. } => *advice == MergeAdvice::Unmergeable,
+            Self::MergeAny { enable, .. } => !enable,
+            Self::SetQomProperty { property, value, .. } => property == Self::MERGE_PROPERTY && value.to == false,
+            Self::Write { .. }
+            | Self::Collapse { .. }
+            | Self::SetAffinity { .. }
+            | Self::WriteCpuset { .. }
+            | Self::MovePages { .. } => false,
+        }
+    }
+}
+
+/// A value that is replaced only if it is the expected one. If another program has changed it meanwhile, its value
+/// stays and the action fails.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exchange<T> {
+    /// The expected value.
+    pub from: T,
+    /// The new value.
+    pub to: T,
+}
+
+impl<T: Clone + PartialEq + fmt::Display> Exchange<T> {
+    /// The exchange that undoes this one.
+    #[must_use]
+    pub fn inverse(&self) -> Self {
+        Self { from: self.to.clone(), to: self.from.clone() }
+    }
+
+    /// Whether the new value must be written if the present value is `now`.
+    ///
+    /// # Errors
+    /// [`ActionError::ChangedByOthers`] if `now` is neither the expected nor the new value. `what` names the value.
+    pub fn must_write(&self, now: &T, what: impl fmt::Display) -> Result<bool, ActionError> {
+        match now {
+            now if *now == self.to => Ok(false),
+            now if *now == self.from => Ok(true),
+            _ => Err(ActionError::ChangedByOthers(format!("{what} is {now}, not {}", self.from))),
+        }
+    }
+}
+
+/// A thread of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThreadId {
+    /// The process.
+    pub process: ProcessId,
+    /// The thread's number.
+    pub tid: Pid,
+    /// When the thread began, in clock ticks since boot (field 22 of `/proc/PID/task/TID/stat`), which distinguishes it
+    /// from later threads with the same number.
+    pub start_time: u64,
+}
+
+/// A file of the cpuset controller, which is the same in both versions of cgroups.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CpusetFile {
+    /// `cpuset.cpus`: the CPUs on which the processes may run.
+    Cpus,
+    /// `cpuset.mems`: the nodes from which memory may be allocated.
+    Nodes,
+}
+
+impl CpusetFile {
+    /// The name of the file in the cgroup's directory.
+    pub fn file_name(self) -> &'static str {
+        match self {
+            Self::Cpus => "cpuset.cpus",
+            Self::Nodes => "cpuset.mems",
+        }
+    }
 }
 
 /// Prefix of the reason for ranges, or parts of them, that were missed because they are no longer mapped.
@@ -112,6 +257,9 @@ pub enum ActionError {
     /// It is not possible now: the target does not stop, or the kernel returns EBUSY.
     #[error("busy: {0}")]
     Busy(String),
+    /// Another program has changed the value since it was read, and that change stays.
+    #[error("{0}: another program has changed it")]
+    ChangedByOthers(String),
     /// Another failure.
     #[error("{0}")]
     Failed(String),
@@ -132,8 +280,8 @@ impl From<Absent> for ActionError {
 /// present advice, for a process whether it is enrolled whole. Perform the last one first. Empty if the action would
 /// change nothing.
 ///
-/// Only QEMU knows whether a backend is enrolled. The caller must therefore pass only backends that QEMU reported as
-/// different from the wanted state. A collapse has no inverse and needs none, because the contents do not change.
+/// An exchange has its own inverse, without a look at the host: if it changes nothing, neither does the inverse. Pages
+/// are moved back to their present nodes. A collapse has no inverse and needs none, because the contents do not change.
 /// # Errors
 /// Why the present state cannot be read. An action without a known inverse must not be performed.
 pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, ActionError> {
@@ -174,13 +322,51 @@ pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, Act
             }
             undo
         }
-        Action::GuestMerge { process, socket, backend, enable: on } => {
+        Action::SetQomProperty { process, socket, object, property, value } => {
             hold(host, *process)?;
-            let (socket, backend) = (socket.clone(), backend.clone());
-            vec![Action::GuestMerge { process: *process, socket, backend, enable: !on }]
+            vec![Action::SetQomProperty {
+                process: *process,
+                socket: socket.clone(),
+                object: object.clone(),
+                property: property.clone(),
+                value: value.inverse(),
+            }]
+        }
+        Action::SetAffinity { thread, cpus } => {
+            hold(host, thread.process)?;
+            vec![Action::SetAffinity { thread: *thread, cpus: cpus.inverse() }]
+        }
+        Action::WriteCpuset { cgroup, file, ids } => {
+            vec![Action::WriteCpuset { cgroup: cgroup.clone(), file: *file, ids: ids.inverse() }]
+        }
+        Action::MovePages { process, ranges, node } => {
+            let elsewhere = ranges_by_node(host, *process, ranges)?.into_iter().filter(|(from, _)| from != node);
+            elsewhere.map(|(node, ranges)| Action::MovePages { process: *process, ranges, node }).collect()
         }
         Action::Collapse { .. } => Vec::new(),
     })
+}
+
+/// The parts of some ranges that lie on each NUMA node.
+fn ranges_by_node(
+    host: &dyn Host,
+    process: ProcessId,
+    ranges: &[AddressRange],
+) -> Reading<BTreeMap<u32, Vec<AddressRange>>> {
+    let handle = hold(host, process)?;
+    let page_bytes = host.page_size().bytes();
+    let mut parts: BTreeMap<u32, Vec<AddressRange>> = BTreeMap::new();
+    for range in ranges {
+        let starts = (range.start..range.end).step_by(page_bytes as usize);
+        for (start, node) in starts.zip(handle.page_nodes(*range)?) {
+            let Some(parts) = node.map(|node| parts.entry(node).or_default()) else { continue };
+            match parts.last_mut() {
+                Some(last) if last.end == start => last.end += page_bytes,
+                _ => parts.push(AddressRange { start, end: start + page_bytes }),
+            }
+        }
+    }
+    Ok(parts)
 }
 
 /// Whether a process is enrolled whole: from the kernel's report (6.14), otherwise from the process itself, one thread
@@ -264,17 +450,14 @@ mod tests {
         let smaps = smaps_entry(0x10_0000, " mg") + &smaps_entry(0x30_0000, "");
         let cmdline = "qemu-system-x86_64\0-object\0memory-backend-ram,id=pc.ram,size=1M\0";
         let host = host(&[("smaps", &smaps), ("cmdline", cmdline)]);
-        let backend = |id: &str, on| {
-            let (socket, backend) = ("/q".into(), format!("/objects/{id}"));
-            Action::GuestMerge { process: PROCESS, socket, backend, enable: on }
-        };
+        let backend = |id: &str, on| Action::set_backend_merge(PROCESS, "/q".into(), format!("/objects/{id}"), on);
         for id in ["pc.ram", "plugged"] {
             for on in [true, false] {
                 assert_eq!(undo_actions(&host, &backend(id, on)), Ok(vec![backend(id, !on)]));
             }
         }
         let another = ProcessId { start_time: 4712, ..PROCESS };
-        let gone = Action::GuestMerge { process: another, socket: "/q".into(), backend: String::new(), enable: true };
+        let gone = Action::set_backend_merge(another, "/q".into(), String::new(), true);
         assert_eq!(undo_actions(&host, &gone), Err(ActionError::Vanished));
     }
 }

@@ -1,6 +1,7 @@
 //! A wrapper that counts the answers of a host, so that another thread can see whether its user makes progress.
 
 use crate::action::{Action, ActionError, ActionOutcome};
+use crate::resource::ResourceClass;
 use crate::{
     ExecEvents, FrameFlags, Host, HostLock, LockHolder, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod,
 };
@@ -65,8 +66,8 @@ impl Host for CountingHost<'_> {
         self.host.follow_programs()
     }
 
-    fn acquire_lock(&self) -> Result<HostLock, LockHolder> {
-        self.host.acquire_lock()
+    fn acquire_lock(&self, class: ResourceClass) -> Result<HostLock, LockHolder> {
+        self.host.acquire_lock(class)
     }
 
     fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {
@@ -123,6 +124,10 @@ impl ProcessHandle for CountingProcess<'_> {
 
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
         self.host.count_answer(self.process.mappings(range))
+    }
+
+    fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {
+        self.host.count_answer(self.process.page_nodes(range))
     }
 
     fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {

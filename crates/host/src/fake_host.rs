@@ -1,14 +1,14 @@
 //! An in-memory host for tests: the files of `/sys/kernel/mm/ksm`, with the kernel's behavior, and the other files that
 //! a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of processes
 //! with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages with the name
-//! [`MERGED_PAGE_NAME`] are merged. Its clock is the real one until [`FakeHost::enable_virtual_time`].
+//! [`MERGED_PAGE_NAME`] are merged. The CPUs of a thread are in the file `cpus` of its directory. Its clock is the real one until [`FakeHost::enable_virtual_time`].
 
-use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
+use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice};
 use crate::{
     ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
 };
 use pagefold_base::ksm::Setting;
-use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::sync::{Arc, Mutex};
@@ -24,6 +24,8 @@ pub const MERGED_PAGE_NAME: &str = "merged";
 pub struct FakeHost {
     files: Mutex<BTreeMap<String, String>>,
     memory: Mutex<FakeMemory>,
+    /// The NUMA nodes of pages that were moved, by process and address; all others are on node 0.
+    page_nodes: Mutex<BTreeMap<(Pid, u64), u32>>,
     advice_fault: Mutex<Option<AdviceFault>>,
     written_settings: Mutex<Vec<String>>,
     /// Programs that have begun and were not reported yet; `None` if the host does not report programs.
@@ -66,6 +68,7 @@ impl FakeHost {
         let fake = Self {
             files: Mutex::default(),
             memory: Mutex::default(),
+            page_nodes: Mutex::default(),
             advice_fault: Mutex::default(),
             written_settings: Mutex::default(),
             pending_execs: Arc::default(),
@@ -264,6 +267,15 @@ impl FakeHost {
         Ok(effect)
     }
 
+    /// Exchanges the set in a file.
+    fn exchange_ids(&self, path: &str, ids: &Exchange<IdSet>) -> Result<ActionOutcome, ActionError> {
+        let text = String::from_utf8(self.read(path)?).unwrap();
+        if ids.must_write(&text.parse().unwrap(), path)? {
+            self.put_file(path, &ids.to.to_string());
+        }
+        Ok(ActionOutcome::default())
+    }
+
     /// The settings written through the port and the guest backends requested, in order.
     pub fn written_settings(&self) -> Vec<String> {
         self.written_settings.lock().unwrap().clone()
@@ -340,7 +352,10 @@ impl Host for FakeHost {
     fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {
         match action {
             Action::Write { knob, value } => {
-                self.apply_setting(knob.ksm_setting().expect("only settings of KSM are written"), value)?;
+                match knob.ksm_setting() {
+                    Some(setting) => self.apply_setting(setting, value)?,
+                    None => self.put_file(knob.path(), value),
+                }
                 self.written_settings.lock().unwrap().push(format!("{}={value}", knob.name()));
                 Ok(ActionOutcome::default())
             }
@@ -352,12 +367,27 @@ impl Host for FakeHost {
                 self.put_file(&format!("proc/{}/ksm_stat", process.pid), &format!("ksm_merge_any: {answer}\n"));
                 Ok(ActionOutcome { stop_durations: vec![Duration::from_micros(10)], missed_ranges: Vec::new() })
             }
-            Action::GuestMerge { process, backend, enable: on, .. } => {
-                self.written_settings.lock().unwrap().push(format!("{backend} of {}={on}", process.pid));
+            Action::SetQomProperty { process, object, value, .. } => {
+                self.written_settings.lock().unwrap().push(format!("{object} of {}={}", process.pid, value.to));
                 match *self.advice_fault.lock().unwrap() {
                     Some(AdviceFault::GuestsHang) => Err(ActionError::Busy("the socket does not answer".to_owned())),
                     _ => Ok(ActionOutcome::default()),
                 }
+            }
+            Action::SetAffinity { thread, cpus } => {
+                let file = format!("proc/{}/task/{}/cpus", thread.process.pid, thread.tid);
+                self.exchange_ids(&file, cpus).map_err(|why| match why {
+                    ActionError::Unsupported(_) => ActionError::Vanished,
+                    why => why,
+                })
+            }
+            Action::WriteCpuset { cgroup, file, ids } => {
+                self.exchange_ids(&format!("{cgroup}/{}", file.file_name()), ids)
+            }
+            Action::MovePages { process, ranges, node } => {
+                let pages = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
+                self.page_nodes.lock().unwrap().extend(pages.map(|page| ((process.pid, page), *node)));
+                Ok(ActionOutcome::default())
             }
             _ => Err(ActionError::Vanished),
         }
@@ -439,6 +469,13 @@ impl ProcessHandle for FakeHostProcess<'_> {
             None => PagemapEntry::default(),
         };
         Ok((range.start..range.end).step_by(PAGE_BYTES as usize).map(mapping).collect())
+    }
+
+    fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {
+        let (memory, nodes) = (self.host.memory.lock().unwrap(), self.host.page_nodes.lock().unwrap());
+        let pages = memory.get(&self.pid).ok_or(Absent::Vanished)?;
+        let node = |page| pages.contains_key(&page).then(|| nodes.get(&(self.pid, page)).copied().unwrap_or(0));
+        Ok((range.start..range.end).step_by(PAGE_BYTES as usize).map(node).collect())
     }
 
     fn contents(&self, _: ReadMethod, _: &[PageRun], _: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {

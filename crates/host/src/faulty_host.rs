@@ -22,7 +22,8 @@ pub enum InjectedFault {
 /// Wraps a host. `faults` is called before every answer with a path. For a file this is its path. For other answers it
 /// is the path of the process followed by `#resident`, `#mappings`, `#contents` or `#ask_merge_any`; or `#frame_flags`,
 /// `#frame_mappings` or `#follow_programs`. Before an action it is `#write NAME`, or the path of the process followed by
-/// `#advise`, `#merge_any`, `#guest_merge` or `#collapse`.
+/// `#advise`, `#merge_any`, `#set_qom_property`, `#set_affinity`, `#move_pages`,
+/// `#collapse`.
 pub struct FaultyHost<'a, F> {
     host: &'a dyn Host,
     faults: F,
@@ -107,7 +108,10 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Action::Write { knob, .. } => format!("#write {}", knob.name()),
             Action::Advise { process, .. } => format!("proc/{}#advise", process.pid),
             Action::MergeAny { process, .. } => format!("proc/{}#merge_any", process.pid),
-            Action::GuestMerge { process, .. } => format!("proc/{}#guest_merge", process.pid),
+            Action::SetQomProperty { process, .. } => format!("proc/{}#set_qom_property", process.pid),
+            Action::SetAffinity { thread, .. } => format!("proc/{}#set_affinity", thread.process.pid),
+            Action::WriteCpuset { cgroup, file, .. } => format!("{cgroup}/{}#write", file.file_name()),
+            Action::MovePages { process, .. } => format!("proc/{}#move_pages", process.pid),
             Action::Collapse { process, .. } => format!("proc/{}#collapse", process.pid),
         };
         match (self.faults)(&path) {

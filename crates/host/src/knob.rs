@@ -1,8 +1,9 @@
 //! The kernel settings that Pagefold writes, as a table: where each is and how it behaves.
 //!
 //! [`crate::transaction`] and the adapters know of a setting only what its row says, so a new setting is a new row.
-//! Mirrors the `*_store` and `*_show` functions of mm/ksm.c (6.18).
+//! The rows of KSM mirror the `*_store` and `*_show` functions of mm/ksm.c (6.18).
 
+use crate::resource::ResourceClass;
 use crate::{Host, parse};
 use pagefold_base::Reading;
 use pagefold_base::ksm::Setting;
@@ -16,6 +17,8 @@ pub struct Knob(usize);
 struct KnobRow {
     /// The path below the root.
     path: &'static str,
+    /// Whose lock a change needs.
+    class: ResourceClass,
     /// A value that must not be written again to restore it, and the value that has the same effect.
     restored_as: Option<(&'static str, &'static str)>,
     /// The path of a setting that the kernel resets when this one changes, and the value it gets.
@@ -29,13 +32,19 @@ struct KnobRow {
 const KSM: &str = "a kernel with CONFIG_KSM is needed";
 const KSM_ADVISOR: &str = "Linux 6.8 or later with CONFIG_KSM is needed";
 
-/// A setting without quirks.
+/// A setting of KSM without quirks.
 const fn plain(path: &'static str, requirement: &'static str) -> KnobRow {
-    KnobRow { path, restored_as: None, resets: None, changed_by_kernel_while: None, requirement }
+    let class = ResourceClass::Ksm;
+    KnobRow { path, class, restored_as: None, resets: None, changed_by_kernel_while: None, requirement }
 }
 
-/// The settings of KSM, in the order of [`Setting::ALL`].
-static KNOBS: [KnobRow; Setting::ALL.len()] = [
+/// Another setting without quirks.
+const fn general(path: &'static str, requirement: &'static str) -> KnobRow {
+    KnobRow { class: ResourceClass::Settings, ..plain(path, requirement) }
+}
+
+/// The settings of KSM, in the order of [`Setting::ALL`], then all others.
+static KNOBS: &[KnobRow] = &[
     KnobRow {
         // `set_advisor_defaults`
         resets: Some(("sys/kernel/mm/ksm/pages_to_scan", "100")),
@@ -61,6 +70,10 @@ static KNOBS: [KnobRow; Setting::ALL.len()] = [
         restored_as: Some(("2", "0")),
         ..plain("sys/kernel/mm/ksm/run", KSM)
     },
+    // mm/huge_memory.c, `enabled_show`: a choice.
+    general("sys/kernel/mm/transparent_hugepage/enabled", "a kernel with CONFIG_TRANSPARENT_HUGEPAGE is needed"),
+    // kernel/sched/core.c, `sysctl_numa_balancing`: 0 off, 1 on, 2 memory tiering.
+    general("proc/sys/kernel/numa_balancing", "a kernel with CONFIG_NUMA_BALANCING is needed"),
 ];
 
 impl From<Setting> for Knob {
@@ -83,6 +96,11 @@ impl Knob {
     /// The name of its file.
     pub fn name(self) -> &'static str {
         self.path().rsplit('/').next().unwrap_or_default()
+    }
+
+    /// The class whose lock a change needs.
+    pub fn class(self) -> ResourceClass {
+        self.row().class
     }
 
     /// The setting of KSM that it is, if it is one.
@@ -147,9 +165,9 @@ mod tests {
         for setting in Setting::ALL {
             let knob = Knob::from(setting);
             assert_eq!((knob.name(), knob.ksm_setting()), (setting.file_name(), Some(setting)));
-            assert_eq!(Knob::from_path(knob.path()), Some(knob));
+            assert_eq!((Knob::from_path(knob.path()), knob.class()), (Some(knob), ResourceClass::Ksm));
         }
-        for row in &KNOBS {
+        for row in KNOBS {
             let referred = row.resets.iter().chain(&row.changed_by_kernel_while);
             assert!(referred.into_iter().all(|(path, _)| Knob::from_path(path).is_some()), "{}", row.path);
         }

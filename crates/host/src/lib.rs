@@ -17,11 +17,13 @@ pub mod knob;
 pub mod memory_headroom;
 pub mod observe;
 pub mod parse;
+pub mod resource;
 pub mod transaction;
 
 use action::{Action, ActionError, ActionOutcome};
 use pagefold_base::content::ContentKind;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+use resource::ResourceClass;
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
@@ -63,12 +65,12 @@ pub trait Host: Sync {
         Err(Absent::NotOnThisKernel)
     }
 
-    /// Takes the lock that all Pagefold processes on this host share, whatever their state directories. By default
-    /// there is none.
+    /// Takes the lock of a class of resources, which all Pagefold processes on this host share, whatever their state
+    /// directories. By default there is none.
     ///
     /// # Errors
     /// The Pagefold process that holds the lock.
-    fn acquire_lock(&self) -> Result<HostLock, LockHolder> {
+    fn acquire_lock(&self, _class: ResourceClass) -> Result<HostLock, LockHolder> {
         Ok(HostLock::Unavailable)
     }
 
@@ -199,6 +201,12 @@ pub trait ProcessHandle: Send + Sync {
 
     /// The mapping of each page of a range, in address order (`/proc/PID/pagemap`).
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
+
+    /// The NUMA node of each page of a range, in address order (move_pages(2)); `None` for pages that are not in memory
+    /// and for the shared zero page. By default it is not known.
+    fn page_nodes(&self, _range: AddressRange) -> Reading<Vec<Option<u32>>> {
+        Err(Absent::NotOnThisKernel)
+    }
 
     /// Reads pages in the order of `runs`, each at most once. `sink` gets the position of each page in that order and
     /// the result. Pages that are no longer resident are [`PageContent::NotResident`] and are never faulted in. After

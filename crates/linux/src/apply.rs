@@ -2,6 +2,7 @@
 
 mod advise;
 mod collapse;
+mod placement;
 
 pub use advise::ask_merge_any;
 
@@ -25,20 +26,30 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
         Action::MergeAny { process, enable: on } => {
             with_process(host, *process, |process| advise::set_merge_any(process, *on))
         }
-        Action::GuestMerge { process, socket, backend, enable: on } => {
-            Ok(crate::qmp::set_merge(socket, *process, backend, *on, stop).map(|()| ActionOutcome::default())?)
+        Action::SetQomProperty { process, socket, object, property, value } => {
+            crate::qmp::set_property(socket, *process, (object, property), value, stop)?;
+            Ok(ActionOutcome::default())
         }
         Action::Collapse { process, ranges } => {
             with_process(host, *process, |process| collapse::collapse(host, process, ranges))
         }
+        Action::SetAffinity { thread, cpus } => placement::set_affinity(host, *thread, cpus),
+        Action::WriteCpuset { cgroup, file, ids } => placement::write_cpuset(host, cgroup, *file, ids),
+        Action::MovePages { process, ranges, node } => {
+            with_process(host, *process, |process| placement::move_pages(process, ranges, *node))
+        }
     }
 }
 
-/// Write a file of `/sys/kernel/mm/ksm`.
+/// Write a setting of the kernel.
 fn write_knob(knob: Knob, value: &str) -> Result<(), ActionError> {
-    let path = knob.to_string();
+    write_setting(&knob.to_string(), value)
+}
+
+/// Write a file of sysfs, procfs or cgroupfs, by its absolute path.
+fn write_setting(path: &str, value: &str) -> Result<(), ActionError> {
     // Without O_CREAT, because sysfs returns EACCES for it if the file does not exist.
-    let write = || fs::OpenOptions::new().write(true).open(&path)?.write_all(value.as_bytes());
+    let write = || fs::OpenOptions::new().write(true).open(path)?.write_all(value.as_bytes());
     fault::point("before writing a setting");
     let written = write();
     fault::point("after writing a setting");

@@ -17,6 +17,7 @@ pub use page_reader::BATCH_BYTES;
 
 use pagefold_base::{Absent, PageSize, Pfn, Pid, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::{ExecEvents, FrameFlags, Host, HostLock, LockHolder, ProcessHandle};
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -96,8 +97,8 @@ impl Host for LiveHost {
         Ok(Box::new(proc_connector::ProcConnector::open()?))
     }
 
-    fn acquire_lock(&self) -> Result<HostLock, LockHolder> {
-        host_lock::acquire_host_lock()
+    fn acquire_lock(&self, class: ResourceClass) -> Result<HostLock, LockHolder> {
+        host_lock::acquire_host_lock(class)
     }
 
     fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {

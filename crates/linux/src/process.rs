@@ -9,6 +9,7 @@ use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
 use pagefold_host::action::ActionError;
 use pagefold_host::parse::{self, Stat};
 use pagefold_host::{PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
+use pagefold_sys::numa;
 use pagefold_sys::pagemap::{self, MappedRange};
 use rustix::fs::{Dir, Mode, OFlags, openat, readlinkat};
 use rustix::io::Errno;
@@ -340,6 +341,19 @@ impl ProcessHandle for LiveProcess<'_> {
             let moving = self.read_pagemap_entries(range.start, pages, &mut mappings)?;
             Ok((mappings, moving))
         })
+    }
+
+    fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {
+        let page_bytes = self.host.page_size.bytes() as usize;
+        let addresses: Vec<u64> = (range.start..range.end).step_by(page_bytes).collect();
+        let mut nodes = Vec::with_capacity(addresses.len());
+        for part in addresses.chunks(PAGEMAP_ENTRIES_PER_READ) {
+            // The number may belong to another process only after this one has ended.
+            self.read("stat")?;
+            let status = numa::page_nodes(self.id.pid.0, part).map_err(|error| absence_reason(&error))?;
+            nodes.extend(status.into_iter().map(|node| u32::try_from(node).ok()));
+        }
+        Ok(nodes)
     }
 
     fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {

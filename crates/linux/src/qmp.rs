@@ -17,7 +17,7 @@
 
 use pagefold_base::identity::{Monitor as Kind, Vm};
 use pagefold_base::{Bytes, ProcessId};
-use pagefold_host::action::ActionError;
+use pagefold_host::action::{ActionError, Exchange};
 use pagefold_host::{ProcessHandle, parse};
 use pagefold_sys::fault;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
@@ -34,8 +34,8 @@ pub const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long listing all backends of a guest may take.
 const LIST_BACKENDS_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long marking a backend may take. It unmerges nothing.
-const ENROLL_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long setting a property may take that unmerges nothing.
+const SET_PROPERTY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// How long unmarking a backend may take. It takes about 0.2 s per GiB if all of it is merged. It is a constant,
 /// because a hostile process can inflate its apparent memory size.
@@ -133,6 +133,9 @@ pub enum QmpError {
         /// QEMU's error text.
         why: String,
     },
+    /// A property has another value than expected.
+    #[error(transparent)]
+    UnexpectedValue(#[from] ActionError),
 }
 
 impl From<QmpError> for ActionError {
@@ -142,6 +145,7 @@ impl From<QmpError> for ActionError {
             QmpError::Busy { .. } => Self::Busy(said),
             QmpError::Connect { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => Self::Denied(said),
             QmpError::Refused { .. } => Self::Unsupported(said),
+            QmpError::UnexpectedValue(error) => error,
             _ => Self::Failed(said),
         }
     }
@@ -155,29 +159,37 @@ pub fn list_backends(socket: &Path, process: ProcessId, stop: &AtomicBool) -> Re
     QmpMonitor::connect(socket, process, (ANSWER_TIMEOUT, LIST_BACKENDS_TIMEOUT), stop)?.list_backends()
 }
 
-/// Mark or unmark a backend for KSM, and verify the result. Ends early once `stop` is set.
+/// Set a property of an object, and verify the result. Ends early once `stop` is set.
 ///
 /// # Errors
-/// As [`list_backends`]. After [`QmpError::Stopped`] and [`QmpError::Busy`] QEMU may still change the backend.
-pub fn set_merge(
+/// As [`list_backends`], if another program has changed the value, and if QEMU refuses it. After [`QmpError::Stopped`]
+/// and [`QmpError::Busy`] QEMU may still change the property.
+pub fn set_property(
     socket: &Path,
     process: ProcessId,
-    backend: &str,
-    enable: bool,
+    (object, property): (&str, &str),
+    value: &Exchange<Value>,
     stop: &AtomicBool,
 ) -> Result<(), QmpError> {
-    let timeout = if enable { ENROLL_TIMEOUT } else { UNENROLL_TIMEOUT };
-    let mut monitor = QmpMonitor::connect(socket, process, (ANSWER_TIMEOUT, timeout + 3 * ANSWER_TIMEOUT), stop)?;
-    monitor.answer_timeout = timeout;
-    fault::point("before switching a backend");
-    monitor.execute("qom-set", &json!({"path": backend, "property": "merge", "value": enable}))?;
-    fault::point("after switching a backend");
-    monitor.answer_timeout = ANSWER_TIMEOUT;
-    let now = monitor.read_bool_property(backend, "merge")?;
-    if now == enable {
+    // Switching off the property `merge` unmerges.
+    let timeout = if value.to == false { UNENROLL_TIMEOUT } else { SET_PROPERTY_TIMEOUT };
+    let mut monitor = QmpMonitor::connect(socket, process, (ANSWER_TIMEOUT, timeout + 4 * ANSWER_TIMEOUT), stop)?;
+    let read = json!({"path": object, "property": property});
+    let now = monitor.execute("qom-get", &read)?;
+    if !value.must_write(&now, format_args!("{property} of {object}"))? {
         return Ok(());
     }
-    Err(QmpError::Refused { command: "qom-set".to_owned(), why: format!("merge of {backend} is {now} afterwards") })
+    monitor.answer_timeout = timeout;
+    fault::point("before setting a QEMU property");
+    monitor.execute("qom-set", &json!({"path": object, "property": property, "value": value.to}))?;
+    fault::point("after setting a QEMU property");
+    monitor.answer_timeout = ANSWER_TIMEOUT;
+    let now = monitor.execute("qom-get", &read)?;
+    if now == value.to {
+        return Ok(());
+    }
+    let why = format!("{property} of {object} is {now} afterwards");
+    Err(QmpError::Refused { command: "qom-set".to_owned(), why })
 }
 
 /// The path at which this process reaches a guest's control socket, if its command line names one. The guest's process

@@ -25,6 +25,7 @@ use pagefold_base::Pid;
 use pagefold_base::merge_lifetime::stable_age;
 use pagefold_base::process::Process;
 use pagefold_census::ProcessSelection;
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::{FailedUndo, Session};
 use pagefold_host::{Host, elapsed_since};
@@ -202,7 +203,7 @@ impl<'h> ContinuousMerge<'h, '_> {
     /// Begin a session on the host. Changes of a killed run that cannot be undone are reported. Returns `None` while
     /// another program drives the host.
     fn begin_session(&self, tell: &mut dyn FnMut(ContinuousMergeEvent<'_>)) -> Result<Option<Session<'h>>, Error> {
-        match Session::begin(self.host, self.directory) {
+        match Session::begin(self.host, self.directory, ResourceClass::Ksm) {
             Ok((session, _, left)) => {
                 left.iter().for_each(|remains| tell(ContinuousMergeEvent::UndoFailed(remains)));
                 Ok(Some(session))

@@ -407,12 +407,7 @@ impl MergeRun<'_, '_> {
                 (EnrollMethod::GuestControl(guest), true) => guest
                     .backends
                     .iter()
-                    .map(|backend| Action::GuestMerge {
-                        process,
-                        socket: guest.socket.clone(),
-                        backend: backend.clone(),
-                        enable: true,
-                    })
+                    .map(|backend| Action::set_backend_merge(process, guest.socket.clone(), backend.clone(), true))
                     .collect(),
                 (EnrollMethod::InProcess, true) => vec![Action::MergeAny { process, enable: true }],
                 (_, false) if ranges.is_empty() => continue,

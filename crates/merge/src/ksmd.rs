@@ -242,6 +242,7 @@ mod tests {
     use pagefold_base::Pid;
     use pagefold_host::fake_host::FakeHost;
     use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+    use pagefold_host::resource::ResourceClass;
     use std::sync::atomic::AtomicU64;
 
     /// The result of a sweep with these counter values, one for each read and the last one from then on, and the final
@@ -266,7 +267,7 @@ mod tests {
             }))
         };
         let host = FaultyHost::new(&fake, fault);
-        let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+        let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
         let whole = sweep_ended_processes(&mut session, &AtomicBool::new(false)).ok();
         (whole, fake.setting_value("run"))
     }

@@ -376,7 +376,7 @@ pub fn apply_to_process(
     let withdraws = matches!(action, Action::Advise { advice: MergeAdvice::Unmergeable, .. });
     let change = if withdraws { EnrollChange::Unenroll } else { EnrollChange::Enroll };
     let note = |range, why| FailedChange { change, pid: process.pid, comm: comm.to_owned(), range, why };
-    let more = if matches!(action, Action::GuestMerge { .. }) { 0 } else { MAX_BUSY_RETRIES };
+    let more = if matches!(action, Action::SetQomProperty { .. }) { 0 } else { MAX_BUSY_RETRIES };
     let is_busy = |outcome: &_| matches!(outcome, Err(session::Error::Refused(ActionError::Busy(_))));
     let mut outcome = session.apply_until_stopped(action, lifetime, stop);
     for _ in 0..more {

@@ -9,6 +9,7 @@ use pagefold_base::ksm::{Setting, Settings};
 use pagefold_base::{Absent, Bytes, Reading};
 use pagefold_host::action::Action;
 use pagefold_host::knob::Knob;
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::journal;
 use pagefold_host::transaction::session::{Error, FailedUndo, Session};
 use pagefold_host::{Host, observe, parse};
@@ -136,7 +137,7 @@ pub fn follow_policy(
 pub fn load_current_policy(host: &dyn Host, directory: &Path) -> Result<Option<journal::Journal>, journal::Error> {
     let boot = pagefold_host::transaction::session::read_boot_id(host);
     let policy = match journal::StateDirectory::open(directory) {
-        Ok(directory) => journal::Journal::load(&directory, journal::POLICY_FILE)?,
+        Ok(directory) => journal::Journal::load(&directory, ResourceClass::Ksm.policy_file())?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
         Err(source) => return Err(journal::Error::Io { path: directory.to_owned(), source }),
     };
@@ -153,7 +154,7 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     fn begin<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
-        Session::begin(host, directory).unwrap().0
+        Session::begin(host, directory, ResourceClass::Ksm).unwrap().0
     }
 
     fn named_policy(name: &str) -> Policy {
@@ -321,7 +322,7 @@ mod tests {
 
     #[test]
     fn unrecordable_policy_is_undone() {
-        for file in [journal::POLICY_FILE, journal::SESSION_FILE] {
+        for file in [ResourceClass::Ksm.policy_file(), ResourceClass::Ksm.journal_file()] {
             let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
             let before = host.setting_values();
             let mut session = begin(&host, directory.path());

@@ -653,7 +653,7 @@ impl UnenrollRun<'_, '_> {
                 return Ok(false);
             }
             let (socket, backend) = (socket.to_owned(), backend.clone());
-            let action = Action::GuestMerge { process: target.process.id, socket, backend, enable: false };
+            let action = Action::set_backend_merge(target.process.id, socket, backend, false);
             let started = host.now();
             self.apply(&action, done)?;
             spent += elapsed_since(host, started);

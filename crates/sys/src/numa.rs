@@ -1,4 +1,4 @@
-//! NUMA nodes: the node of this thread, and the node from which memory is allocated.
+//! NUMA nodes: the node of this thread, the node from which memory is allocated, and the nodes of a process's pages.
 
 use std::ffi::c_void;
 use std::io;
@@ -44,6 +44,55 @@ pub fn prefer_node(start: usize, bytes: usize, node: u32) -> io::Result<()> {
     }
 }
 
+/// `MPOL_MF_MOVE` (include/uapi/linux/mempolicy.h): move only pages that no other process maps.
+const MPOL_MF_MOVE: libc::c_int = 1 << 1;
+
+/// A status that move_pages(2) never stores: the page was not reached.
+pub const NOT_REACHED: libc::c_int = libc::c_int::MIN;
+
+/// The node of each page of a process, or the negative error number of move_pages(2): `ENOENT` for a page that is not
+/// in memory, `EFAULT` for the shared zero page and for addresses without a mapping.
+///
+/// # Errors
+/// Those of move_pages(2), for the whole process: `ESRCH`, `EPERM`, `ENOSYS`.
+pub fn page_nodes(pid: u32, addresses: &[u64]) -> io::Result<Vec<libc::c_int>> {
+    let mut status = vec![NOT_REACHED; addresses.len()];
+    move_or_query(pid, addresses, None, &mut status)?;
+    Ok(status)
+}
+
+/// Move pages of a process to a node: only those that no other process maps. Returns for each page its new node, the
+/// negative error number, or [`NOT_REACHED`], since the kernel stops at the first part of which a page could not be
+/// moved (`do_pages_move` in mm/migrate.c, 6.18).
+///
+/// # Errors
+/// Those of move_pages(2): also `ENODEV` and `EACCES` for a node that does not exist or that the process may not use.
+pub fn move_pages(pid: u32, addresses: &[u64], node: u32) -> io::Result<Vec<libc::c_int>> {
+    let node = node.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
+    let mut status = vec![NOT_REACHED; addresses.len()];
+    move_or_query(pid, addresses, Some(&vec![node; addresses.len()]), &mut status)?;
+    Ok(status)
+}
+
+fn move_or_query(
+    pid: u32,
+    addresses: &[u64],
+    nodes: Option<&[libc::c_int]>,
+    status: &mut [libc::c_int],
+) -> io::Result<()> {
+    assert!(status.len() == addresses.len() && nodes.is_none_or(|nodes| nodes.len() == addresses.len()));
+    let pid: libc::pid_t = pid.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
+    let nodes = nodes.map_or(ptr::null(), <[libc::c_int]>::as_ptr);
+    // The kernel's array has pointers; these are 64 bits wide on all supported architectures.
+    let (pages, count) = (addresses.as_ptr().cast::<*const c_void>(), addresses.len());
+    // SAFETY: the three arrays have `count` elements, `status` is writable, and the kernel does not keep them. The
+    // content of the moved pages stays the same.
+    match unsafe { libc::syscall(libc::SYS_move_pages, pid, count, pages, nodes, status.as_mut_ptr(), MPOL_MF_MOVE) } {
+        ..0 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -52,6 +101,22 @@ mod tests {
     fn current_node_exists() {
         let node = current_node().unwrap();
         assert!(std::path::Path::new(&format!("/sys/devices/system/node/node{node}")).exists() || node == 0);
+    }
+
+    #[test]
+    fn own_pages_have_a_node_and_stay_in_place() {
+        let page = crate::mapping::page_size();
+        let block = vec![1_u8; 4 * page];
+        let first = block.as_ptr().addr().next_multiple_of(page) as u64;
+        let addresses = [first, first + page as u64, 0];
+        let nodes = page_nodes(std::process::id(), &addresses).unwrap();
+        assert!(nodes[0] >= 0 && nodes[1] >= 0, "{nodes:?}");
+        assert_eq!(nodes[2], -libc::EFAULT, "nothing is mapped there");
+        let node = nodes[0].cast_unsigned();
+        assert_eq!(move_pages(std::process::id(), &addresses[..1], node).unwrap(), [nodes[0]]);
+        assert!(block.iter().all(|&byte| byte == 1));
+        let missing = move_pages(std::process::id(), &addresses[..1], MAX_NUMNODES as u32 - 1).unwrap_err();
+        assert_eq!(missing.raw_os_error(), Some(libc::ENODEV));
     }
 
     #[test]

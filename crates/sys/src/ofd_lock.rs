@@ -25,11 +25,25 @@ pub enum WriteLockAttempt {
 /// # Errors
 /// Those of fcntl(2) except `EAGAIN` and `EACCES`.
 pub fn try_lock_for_writing(file: &File) -> io::Result<WriteLockAttempt> {
-    if set(file, libc::F_WRLCK)? {
+    try_lock(file, whole_file(libc::F_WRLCK))
+}
+
+/// Request the write lock of one byte, which need not exist, of a file that is open for writing, without waiting. It
+/// conflicts with locks of this byte and of the whole file.
+///
+/// # Errors
+/// As those of [`try_lock_for_writing`].
+pub fn try_lock_byte_for_writing(file: &File, byte: u64) -> io::Result<WriteLockAttempt> {
+    let l_start = byte.try_into().map_err(|_| io::ErrorKind::InvalidInput)?;
+    try_lock(file, libc::flock { l_start, l_len: 1, ..whole_file(libc::F_WRLCK) })
+}
+
+fn try_lock(file: &File, range: libc::flock) -> io::Result<WriteLockAttempt> {
+    if set(file, range)? {
         return Ok(WriteLockAttempt::Acquired);
     }
     // `F_UNLCK`: the lock was released meanwhile. The lock existed a moment before, so that result is reported.
-    let reading = in_the_way(file)? == libc::F_RDLCK;
+    let reading = in_the_way(file, range)? == libc::F_RDLCK;
     Ok(if reading { WriteLockAttempt::HeldForReading } else { WriteLockAttempt::HeldForWriting })
 }
 
@@ -39,7 +53,7 @@ pub fn try_lock_for_writing(file: &File) -> io::Result<WriteLockAttempt> {
 /// # Errors
 /// As those of [`try_lock_for_writing`].
 pub fn lock_for_reading(file: &File) -> io::Result<bool> {
-    set(file, libc::F_RDLCK)
+    set(file, whole_file(libc::F_RDLCK))
 }
 
 /// Whether another open file has a read or write lock of this file.
@@ -47,12 +61,11 @@ pub fn lock_for_reading(file: &File) -> io::Result<bool> {
 /// # Errors
 /// Those of fcntl(2).
 pub fn is_locked_beside(file: &File) -> io::Result<bool> {
-    Ok(in_the_way(file)? != libc::F_UNLCK)
+    Ok(in_the_way(file, whole_file(libc::F_WRLCK))? != libc::F_UNLCK)
 }
 
 /// Set a lock, unless another lock conflicts.
-fn set(file: &File, kind: libc::c_int) -> io::Result<bool> {
-    let mut lock = whole_file(kind);
+fn set(file: &File, mut lock: libc::flock) -> io::Result<bool> {
     // SAFETY: the descriptor is open as long as `file` is borrowed, and `lock` is a valid `flock`.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw mut lock) } == 0 {
         return Ok(true);
@@ -63,10 +76,8 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<bool> {
     }
 }
 
-/// The kind of another open file's lock that conflicts with a write lock; `F_UNLCK` for none. It needs no write
-/// permission.
-fn in_the_way(file: &File) -> io::Result<libc::c_int> {
-    let mut holder = whole_file(libc::F_WRLCK);
+/// The kind of another open file's lock that conflicts with a lock; `F_UNLCK` for none. It needs no write permission.
+fn in_the_way(file: &File, mut holder: libc::flock) -> io::Result<libc::c_int> {
     // SAFETY: the descriptor is open as long as `file` is borrowed, and `holder` is a valid `flock`.
     let told = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut holder) };
     if told == 0 { Ok(holder.l_type.into()) } else { Err(io::Error::last_os_error()) }
@@ -104,6 +115,20 @@ mod tests {
         assert_eq!(try_lock_for_writing(&writer).unwrap(), WriteLockAttempt::Acquired);
         let reader = File::open(&path).unwrap();
         assert!(!lock_for_reading(&reader).unwrap() && is_locked_beside(&reader).unwrap());
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    #[test]
+    fn bytes_are_locked_independently() {
+        let path = std::env::temp_dir().join(format!("pagefold-lock-bytes-{}", std::process::id()));
+        let open = || File::options().create(true).truncate(false).write(true).open(&path).unwrap();
+        let (first, second) = (open(), open());
+        assert_eq!(try_lock_byte_for_writing(&first, 0).unwrap(), WriteLockAttempt::Acquired);
+        assert_eq!(try_lock_byte_for_writing(&second, 1).unwrap(), WriteLockAttempt::Acquired);
+        assert_eq!(try_lock_byte_for_writing(&second, 0).unwrap(), WriteLockAttempt::HeldForWriting);
+        assert_eq!(try_lock_for_writing(&open()).unwrap(), WriteLockAttempt::HeldForWriting);
+        drop(first);
+        assert_eq!(try_lock_byte_for_writing(&second, 0).unwrap(), WriteLockAttempt::Acquired);
         std::fs::remove_file(&path).unwrap();
     }
 }

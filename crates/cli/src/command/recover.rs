@@ -8,6 +8,7 @@ use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use pagefold_host::Host;
 use pagefold_host::action::{Action, ActionError};
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::Session;
 use pagefold_host::transaction::session::{Error, FailedUndo, UndoDescription};
 use pagefold_merge::ksmd;
@@ -36,8 +37,24 @@ pub struct RecoverArguments {
 /// Undo the changes of a killed run, and print them.
 pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
-    let (_session, undone, remains) =
-        Session::begin(&*host, &global.state).map_err(with_remedy).map_err(|error| with_daemon_hint(error, global))?;
+    let (mut undone, mut remains, mut busy) = (Vec::new(), Vec::new(), None);
+    for class in ResourceClass::ALL {
+        match Session::begin(&*host, &global.state, class) {
+            Ok((_, more, failed)) => {
+                undone.extend(more);
+                remains.extend(failed);
+            }
+            // The other classes may still have something to undo.
+            Err(error @ Error::Busy(_)) => busy = busy.or(Some(error)),
+            Err(error) => return Err(with_remedy(error)),
+        }
+    }
+    if let Some(error) = busy.map(|error| with_daemon_hint(with_remedy(error), global)) {
+        if undone.is_empty() && remains.is_empty() {
+            return Err(error);
+        }
+        eprintln!("{error:#}");
+    }
     print_result(&undone, &remains, options.json, "Nothing was left to put back.")
 }
 
@@ -51,8 +68,9 @@ pub fn open_live_host(global: &GlobalOptions) -> anyhow::Result<Box<dyn Host>> {
 
 /// Begin a session that changes a host. First it undoes the changes of a killed run, and prints them to standard error.
 pub fn begin_session<'a>(host: &'a dyn Host, global: &GlobalOptions) -> anyhow::Result<Session<'a>> {
-    let (session, undone, remains) =
-        Session::begin(host, &global.state).map_err(with_remedy).map_err(|error| with_daemon_hint(error, global))?;
+    let (session, undone, remains) = Session::begin(host, &global.state, ResourceClass::Ksm)
+        .map_err(with_remedy)
+        .map_err(|error| with_daemon_hint(error, global))?;
     if !undone.is_empty() || !remains.is_empty() {
         eprint!("An earlier pagefold was killed.\n{}", build_report(&undone, &remains).render(""));
     }

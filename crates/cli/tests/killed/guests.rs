@@ -59,7 +59,7 @@ fn guest_merge_by_control_sockets_survives_kill() {
     kill_at_selected_points("backend", &reached_points(&output), |point| {
         let (state, output) = merge(point);
         let (killed, place) = was_killed(&output, point);
-        let journal = fs::read_to_string(state.path().join("journal.json")).unwrap_or_default();
+        let journal = fs::read_to_string(state.path().join("ksm.journal.json")).unwrap_or_default();
         let undone = journal.contains("until_done");
         taken_back.set(taken_back.get() + u32::from(undone && pids.iter().any(marked)));
         run_recover(&ksm, state.path(), &pids, &place);

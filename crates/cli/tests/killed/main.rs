@@ -1,6 +1,6 @@
 //! Kills pagefold with SIGKILL at every step of each kind of change that it makes to a host. The processes it works on
 //! must continue undisturbed, and `recover` must restore the rest. This covers memory ([`memory_changes`], [`guests`]),
-//! persistent settings ([`setting_changes`]), and programs that pagefold starts and accompanies ([`started_programs`]).
+//! placement ([`placement`]), persistent settings ([`setting_changes`]), and programs that pagefold starts and accompanies ([`started_programs`]).
 //!
 //! Each kind of change lists the fault points that it reaches, and all fault points in the code are listed. Each day
 //! they are distributed anew among the kinds, so that every run hits each point. `PAGEFOLD_DAY` repeats the
@@ -11,6 +11,7 @@
 
 mod guests;
 mod memory_changes;
+mod placement;
 mod setting_changes;
 mod started_programs;
 
@@ -71,12 +72,15 @@ const VISIT_POINTS: &[&str] = &[
 
 const PAUSE_POINTS: &[&str] = &["between two stops"];
 
-const BACKEND_POINTS: &[&str] = &["before switching a backend", "after switching a backend"];
+const BACKEND_POINTS: &[&str] = &["before setting a QEMU property", "after setting a QEMU property"];
 
 const COLLAPSE_POINTS: &[&str] = &["before collapsing a range", "after collapsing a range"];
 
+const PLACEMENT_POINTS: &[&str] =
+    &["before setting an affinity", "after setting an affinity", "before moving pages", "after moving pages"];
+
 /// The kinds of change and the fault points that each reaches.
-const CHANGE_KINDS: [(&str, &[&[&str]]); 14] = [
+const CHANGE_KINDS: [(&str, &[&[&str]]); 15] = [
     ("merge", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("narrow", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("withdraw", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
@@ -90,6 +94,7 @@ const CHANGE_KINDS: [(&str, &[&[&str]]); 14] = [
     ("policy", &[JOURNAL_POINTS, SETTING_POINTS]),
     ("restore", &[JOURNAL_POINTS, SETTING_POINTS]),
     ("inject", &[VISIT_POINTS]),
+    ("placement", &[JOURNAL_POINTS, SETTING_POINTS, PLACEMENT_POINTS]),
     (GUIDED_KIND, &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
 ];
 

@@ -165,7 +165,7 @@ fn program_with_guided_merge_survives_kill() {
             let merged = fs::read_to_string(format!("/proc/{}/ksm_merging_pages", program.pid())).unwrap();
             merged.trim().parse::<u64>().unwrap() >= 2000
                 && are_settings_as_before(&read_settings(ksm))
-                && !program.state.path().join("journal.json").exists()
+                && !program.state.path().join("ksm.journal.json").exists()
         },
     };
     if is_soak_run() {

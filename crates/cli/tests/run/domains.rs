@@ -223,7 +223,7 @@ fn companion_is_not_enrolled_and_holds_no_descriptors() {
         let mut child = command.stdin(Stdio::piped()).spawn().unwrap();
         wait_until("the policy's settings", || ksm.read_counter("pages_to_scan") == 20_000);
         let enrolled = |pid: &str| fs::read_to_string(format!("/proc/{pid}/ksm_stat")).unwrap().contains(MERGE_ANY_YES);
-        let journal = fs::read_to_string(folder.path().join("journal.json")).unwrap();
+        let journal = fs::read_to_string(folder.path().join("ksm.journal.json")).unwrap();
         let journal: Value = serde_json::from_str(journal.lines().next().unwrap()).unwrap();
         let driver = journal["writer"].to_string();
         assert_eq!([enrolled(&child.id().to_string()), enrolled(&driver)], [is_enrolled, false]);

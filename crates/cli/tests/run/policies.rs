@@ -35,7 +35,7 @@ fn run_with_policy_command(state: &Path, arguments: &[&str]) -> Command {
 
 /// The companion process of a program: the writer that the journal names.
 fn companion_pid(state: &Path) -> rustix::process::Pid {
-    let journal = fs::read_to_string(state.join("journal.json")).unwrap();
+    let journal = fs::read_to_string(state.join("ksm.journal.json")).unwrap();
     let journal: Value = serde_json::from_str(journal.lines().next().unwrap()).unwrap();
     rustix::process::Pid::from_raw(journal["writer"].as_i64().unwrap() as i32).unwrap()
 }

@@ -15,6 +15,7 @@ use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
 use pagefold_census::ProcessSelection;
 use pagefold_census::results::{Census, SubjectCensus};
 use pagefold_host::action::NOT_MAPPED_REASON;
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
 use pagefold_host::{Host, elapsed_since, observe};
@@ -180,7 +181,7 @@ impl<'h> Worker<'h> {
 
     /// Acquire the host, undo what a killed run left, and stop ksmd with all merged pages kept.
     fn acquire_host(&mut self) -> Result<(), session::Error> {
-        let (mut session, undone, left) = Session::begin(self.host, &self.directory)?;
+        let (mut session, undone, left) = Session::begin(self.host, &self.directory, ResourceClass::Ksm)?;
         ksmd::check_writable(&session)?;
         pagefold_host::check_frame_access(self.host).map_err(session::Error::HostStateUnreadable)?;
         for was in undone.iter().map(|undo| session::UndoDescription(undo).to_string()) {

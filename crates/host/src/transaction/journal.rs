@@ -7,8 +7,9 @@
 //! names the boot it belongs to: after a reboot there is nothing to undo. A second file of the same form stores the
 //! state before a policy was set. It outlives the command that set the policy.
 
-use crate::action::{Action, MergeAdvice};
+use crate::action::{Action, CpusetFile, Exchange, MergeAdvice, ThreadId};
 use crate::knob::Knob;
+use pagefold_base::id_set::{IdSet, InvalidIdSet};
 use pagefold_base::{AddressRange, Pid, ProcessId};
 use pagefold_sys::fault;
 use rustix::fs::{AtFlags, CWD, Mode, OFlags, fstat, openat, renameat, unlinkat};
@@ -17,12 +18,6 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
-
-/// The changes that are undone when the session ends.
-pub const SESSION_FILE: &str = "journal.json";
-
-/// The changes that are undone when the policy is removed.
-pub const POLICY_FILE: &str = "policy.json";
 
 /// The changes to undo, oldest first.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -277,10 +272,76 @@ enum WireChange {
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 enum WireAction {
-    Write { knob: WireKnob, value: String },
-    Advise { pid: u32, start_time: u64, mergeable: bool, ranges: Vec<(u64, u64)> },
-    MergeAny { pid: u32, start_time: u64, on: bool },
-    GuestMerge { pid: u32, start_time: u64, socket: PathBuf, backend: String, on: bool },
+    Write {
+        knob: WireKnob,
+        value: String,
+    },
+    Advise {
+        pid: u32,
+        start_time: u64,
+        mergeable: bool,
+        ranges: Vec<(u64, u64)>,
+    },
+    MergeAny {
+        pid: u32,
+        start_time: u64,
+        on: bool,
+    },
+    SetQomProperty {
+        pid: u32,
+        start_time: u64,
+        socket: PathBuf,
+        object: String,
+        property: String,
+        from: serde_json::Value,
+        to: serde_json::Value,
+    },
+    SetAffinity {
+        pid: u32,
+        start_time: u64,
+        tid: u32,
+        thread_start_time: u64,
+        from: WireIdSet,
+        to: WireIdSet,
+    },
+    WriteCpuset {
+        cgroup: String,
+        file: WireCpusetFile,
+        from: WireIdSet,
+        to: WireIdSet,
+    },
+    MovePages {
+        pid: u32,
+        start_time: u64,
+        ranges: Vec<(u64, u64)>,
+        node: u32,
+    },
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum WireCpusetFile {
+    Cpus,
+    Nodes,
+}
+
+/// A set of numbers as text: `0-3,8`.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+struct WireIdSet(IdSet);
+
+impl TryFrom<String> for WireIdSet {
+    type Error = InvalidIdSet;
+
+    fn try_from(text: String) -> Result<Self, InvalidIdSet> {
+        text.parse().map(Self)
+    }
+}
+
+impl From<WireIdSet> for String {
+    fn from(ids: WireIdSet) -> Self {
+        ids.0.to_string()
+    }
 }
 
 #[derive(Serialize, Deserialize)]
@@ -329,12 +390,37 @@ impl WireAction {
             Action::MergeAny { process, enable: on } => {
                 Self::MergeAny { pid: process.pid.0, start_time: process.start_time, on: *on }
             }
-            Action::GuestMerge { process, socket, backend, enable: on } => Self::GuestMerge {
+            Action::SetQomProperty { process, socket, object, property, value } => Self::SetQomProperty {
                 pid: process.pid.0,
                 start_time: process.start_time,
                 socket: socket.clone(),
-                backend: backend.clone(),
-                on: *on,
+                object: object.clone(),
+                property: property.clone(),
+                from: value.from.clone(),
+                to: value.to.clone(),
+            },
+            Action::SetAffinity { thread, cpus } => Self::SetAffinity {
+                pid: thread.process.pid.0,
+                start_time: thread.process.start_time,
+                tid: thread.tid.0,
+                thread_start_time: thread.start_time,
+                from: WireIdSet(cpus.from.clone()),
+                to: WireIdSet(cpus.to.clone()),
+            },
+            Action::WriteCpuset { cgroup, file, ids } => Self::WriteCpuset {
+                cgroup: cgroup.clone(),
+                file: match file {
+                    CpusetFile::Cpus => WireCpusetFile::Cpus,
+                    CpusetFile::Nodes => WireCpusetFile::Nodes,
+                },
+                from: WireIdSet(ids.from.clone()),
+                to: WireIdSet(ids.to.clone()),
+            },
+            Action::MovePages { process, ranges, node } => Self::MovePages {
+                pid: process.pid.0,
+                start_time: process.start_time,
+                ranges: address_pairs(ranges),
+                node: *node,
             },
             Action::Collapse { .. } => return None,
         })
@@ -354,8 +440,24 @@ impl From<WireAction> for Action {
             WireAction::MergeAny { pid, start_time, on } => {
                 Self::MergeAny { process: process(pid, start_time), enable: on }
             }
-            WireAction::GuestMerge { pid, start_time, socket, backend, on } => {
-                Self::GuestMerge { process: process(pid, start_time), socket, backend, enable: on }
+            WireAction::SetQomProperty { pid, start_time, socket, object, property, from, to } => {
+                let value = Exchange { from, to };
+                Self::SetQomProperty { process: process(pid, start_time), socket, object, property, value }
+            }
+            WireAction::SetAffinity { pid, start_time, tid, thread_start_time, from, to } => {
+                let process = process(pid, start_time);
+                let thread = ThreadId { process, tid: Pid(tid), start_time: thread_start_time };
+                Self::SetAffinity { thread, cpus: Exchange { from: from.0, to: to.0 } }
+            }
+            WireAction::WriteCpuset { cgroup, file, from, to } => {
+                let file = match file {
+                    WireCpusetFile::Cpus => CpusetFile::Cpus,
+                    WireCpusetFile::Nodes => CpusetFile::Nodes,
+                };
+                Self::WriteCpuset { cgroup, file, ids: Exchange { from: from.0, to: to.0 } }
+            }
+            WireAction::MovePages { pid, start_time, ranges: pairs, node } => {
+                Self::MovePages { process: process(pid, start_time), ranges: address_ranges(pairs), node }
             }
         }
     }
@@ -427,8 +529,12 @@ impl From<WireJournal> for Journal {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::resource::ResourceClass;
     use pagefold_base::ksm::Setting;
     use std::fs;
+
+    const SESSION_FILE: &str = ResourceClass::Ksm.journal_file();
+    const POLICY_FILE: &str = ResourceClass::Ksm.policy_file();
 
     fn open_directory(directory: &tempfile::TempDir) -> StateDirectory {
         StateDirectory::open(directory.path()).unwrap()
@@ -444,12 +550,17 @@ mod tests {
             Action::Write { knob: Setting::Run.into(), value: "0".to_owned() },
             Action::Advise { process, advice: MergeAdvice::Mergeable, ranges: ranges.clone() },
             Action::MergeAny { process, enable: false },
-            Action::GuestMerge {
-                process,
-                socket: "/run/q.sock".into(),
-                backend: "/objects/ram".to_owned(),
-                enable: true,
+            Action::set_backend_merge(process, "/run/q.sock".into(), "/objects/ram".to_owned(), true),
+            Action::SetAffinity {
+                thread: ThreadId { process, tid: Pid(8), start_time: 100 },
+                cpus: Exchange { from: "0-3".parse().unwrap(), to: "1,3".parse().unwrap() },
             },
+            Action::WriteCpuset {
+                cgroup: "sys/fs/cgroup/a".to_owned(),
+                file: CpusetFile::Nodes,
+                ids: Exchange { from: IdSet::default(), to: "0".parse().unwrap() },
+            },
+            Action::MovePages { process, ranges: ranges.clone(), node: 1 },
         ];
         let entries = undo
             .map(|undo| JournalEntry {
@@ -510,7 +621,7 @@ mod tests {
         for text in ["", "{}", r#"{"boot":"","writer":1,"entries":[{"undo":{"write":{"knob":"x","value":""}}}]}"#] {
             fs::write(directory.path().join(SESSION_FILE), text).unwrap();
             let error = Journal::load(&open_directory(&directory), SESSION_FILE).unwrap_err();
-            assert!(error.to_string().contains("journal.json"), "{error}");
+            assert!(error.to_string().contains("ksm.journal.json"), "{error}");
         }
     }
 

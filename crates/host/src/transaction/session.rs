@@ -1,9 +1,9 @@
 //! Changes a host and undoes the changes.
 //!
-//! A [`Session`] holds the lock under which KSM's settings and enrollments may be changed. It stores the undo of each
-//! change in the [`journal`](super::journal) before making the change. The lock is in the state directory. A second
-//! lock, which all Pagefold processes on the host share ([`Host::acquire_lock`]), excludes processes with another state
-//! directory. Temporary changes are undone when the session ends, newest first: at the end of the work, on an error, in
+//! A [`Session`] holds the lock under which one class of resources may be changed ([`ResourceClass`]). Sessions of
+//! different classes work side by side. A session stores the undo of each change in the [`journal`](super::journal) of
+//! its class before making the change. The lock is in the state directory. A second lock, which all Pagefold processes
+//! on the host share ([`Host::acquire_lock`]), excludes processes with another state directory. Temporary changes are undone when the session ends, newest first: at the end of the work, on an error, in
 //! a panic. After `kill -9` the next session, or `pagefold recover`, finds the journal and undoes the changes. If an
 //! undo fails now but may succeed later, its entry stays in the journal, and the next session retries it.
 //!
@@ -25,19 +25,18 @@
 
 mod error;
 mod extents;
+mod undo;
 
 use crate::action;
 use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
 use crate::knob::Knob;
-use crate::transaction::journal::{Journal, JournalChange, JournalEntry, POLICY_FILE, SESSION_FILE, StateDirectory};
-use crate::{Host, HostLock, LockHolder, elapsed_since, memory_headroom, parse};
+use crate::resource::ResourceClass;
+use crate::transaction::journal::{Journal, JournalChange, JournalEntry, StateDirectory};
+use crate::{Host, HostLock, LockHolder};
 pub use error::Error;
 pub use error::chain;
 use extents::Extents;
-use pagefold_base::guard;
-use pagefold_base::guard::{FrameNeed, MemoryVerdict};
-use pagefold_base::memory::DEFAULT_PRESSURE_PERCENT;
-use pagefold_base::{Absent, AddressRange, Pages, ProcessId};
+use pagefold_base::{Absent, AddressRange, ProcessId};
 use rustix::fs::OFlags;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -46,19 +45,10 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The default directory of lock and journal.
 pub const DEFAULT_STATE_DIRECTORY: &str = "/run/pagefold";
-
-/// Total time to wait for processes that are exiting or do not stop, if they delay an undo.
-const PROCESS_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
-
-/// A guest that takes this long to refuse a backend hangs, busy or not.
-const HUNG_AFTER: Duration = Duration::from_secs(1);
-
-/// Why a backend of a guest is not undone after another backend of the same guest.
-const GUEST_HUNG_REASON: &str = "the control socket of the guest did not answer in time for another backend";
 
 /// Whether and when a change is undone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,9 +93,15 @@ impl fmt::Display for UndoDescription<'_> {
             Action::MergeAny { process, enable: on } => {
                 write!(f, "process {} was {}enrolled whole", process.pid, if *on { "" } else { "not " })
             }
-            Action::GuestMerge { process, backend, enable: on, .. } => {
-                let was = if *on { "" } else { "not " };
-                write!(f, "{backend} of the guest of process {} was {was}enrolled", process.pid)
+            Action::SetQomProperty { process, object, property, value, .. } => {
+                write!(f, "{property} of {object} of the guest of process {} was {}", process.pid, value.to)
+            }
+            Action::SetAffinity { thread, cpus } => {
+                write!(f, "thread {} of process {} could run on CPUs {}", thread.tid, thread.process.pid, cpus.to)
+            }
+            Action::WriteCpuset { cgroup, file, ids } => write!(f, "/{cgroup}/{} was {}", file.file_name(), ids.to),
+            Action::MovePages { process, ranges, node } => {
+                write!(f, "{} ranges of process {} were on node {node}", ranges.len(), process.pid)
             }
             // A collapse has no undo.
             Action::Collapse { .. } => Ok(()),
@@ -113,9 +109,10 @@ impl fmt::Display for UndoDescription<'_> {
     }
 }
 
-/// The right to change a host, with the changes to undo.
+/// The right to change one class of resources of a host, with the changes to undo.
 pub struct Session<'a> {
     host: &'a dyn Host,
+    class: ResourceClass,
     directory: StateDirectory,
     /// The changes that are undone when this session ends.
     journal: Journal,
@@ -140,26 +137,6 @@ struct JournalSize {
 /// within a small multiple of its needed size.
 const MIN_APPENDED_BYTES_TO_REWRITE: usize = 64 << 10;
 
-/// The result of undoing an entry.
-#[derive(Default)]
-struct UndoResult {
-    undone: Option<Action>,
-    /// Whether the process was busy until the timeout.
-    is_busy: bool,
-    /// The parts that failed, with the reason and whether to retry them later.
-    failed: Vec<(JournalEntry, String, bool)>,
-}
-
-impl UndoResult {
-    fn success(entry: &JournalEntry) -> Self {
-        Self { undone: Some(entry.undo.clone()), ..Self::default() }
-    }
-
-    fn failure(entry: &JournalEntry, why: impl ToString, kept: bool) -> Self {
-        Self { failed: vec![(entry.clone(), why.to_string(), kept)], ..Self::default() }
-    }
-}
-
 /// The state of the journal before an action was stored in it.
 struct JournalMark {
     entry_count: usize,
@@ -167,11 +144,15 @@ struct JournalMark {
 }
 
 impl<'a> Session<'a> {
-    /// Takes the lock in a directory, which is created if necessary, and undoes the changes of a killed session. Also
-    /// returns the undone and the failed actions.
-    pub fn begin(host: &'a dyn Host, directory: &Path) -> Result<(Self, Vec<Action>, Vec<FailedUndo>), Error> {
-        let (directory, lock) = lock_directory(directory)?;
-        let claim = host.acquire_lock().map_err(Error::Busy)?;
+    /// Takes the lock of a class of resources in a directory, which is created if necessary, and undoes the changes of a
+    /// killed session. Also returns the undone and the failed actions.
+    pub fn begin(
+        host: &'a dyn Host,
+        directory: &Path,
+        class: ResourceClass,
+    ) -> Result<(Self, Vec<Action>, Vec<FailedUndo>), Error> {
+        let (directory, lock) = lock_directory(directory, class)?;
+        let claim = host.acquire_lock(class).map_err(Error::Busy)?;
         if matches!(claim, HostLock::Obstructed) {
             let _ = writeln!(
                 io::stderr(),
@@ -180,11 +161,12 @@ impl<'a> Session<'a> {
             );
         }
         let boot = read_boot_id(host).map_err(Error::HostStateUnreadable)?;
-        let left = Journal::load(&directory, SESSION_FILE)?.filter(|journal| journal.boot == boot);
+        let left = Journal::load(&directory, class.journal_file())?.filter(|journal| journal.boot == boot);
         let journal = Journal { boot, writer: std::process::id(), purpose: None, entries: Vec::new() };
         let written = JournalSize::default();
         let mut session = Self {
             host,
+            class,
             directory,
             journal,
             retry_entries: Vec::new(),
@@ -228,6 +210,9 @@ impl<'a> Session<'a> {
         lifetime: ChangeLifetime,
         stop: &AtomicBool,
     ) -> Result<ActionOutcome, Error> {
+        if action.class() != self.class {
+            return Err(Error::ForeignClass { needed: action.class(), held: self.class });
+        }
         if lifetime == ChangeLifetime::Permanent {
             let effect = self.apply_to_host(action, stop)?;
             if let Action::Write { knob, .. } = action {
@@ -256,19 +241,6 @@ impl<'a> Session<'a> {
         let effect = self.host.apply_until_stopped(action, stop)?;
         self.stop_durations.extend(&effect.stop_durations);
         Ok(effect)
-    }
-
-    /// Performs an undo action, or finds that its process has exited. A process that does not stop at once is retried
-    /// until `until`: it may be exiting, waiting in the kernel, or have no CPU. After that it stays as it is.
-    fn undo_with_retries(&mut self, undo: &Action, until: Instant) -> Result<ActionOutcome, ActionError> {
-        loop {
-            let effect = self.apply_to_host(undo, &AtomicBool::new(false));
-            let of_process = action_process(undo).is_some();
-            if !of_process || !matches!(effect, Err(ActionError::Busy(_))) || self.host.now() >= until {
-                return effect;
-            }
-            self.host.sleep(Duration::from_millis(10));
-        }
     }
 
     /// Writes temporary settings, in the order in which the kernel accepts them. Settings that have the value already
@@ -308,7 +280,7 @@ impl<'a> Session<'a> {
         let length = self.journal.entries.len();
         let host = self.host;
         let lives = |process: &ProcessId| host.open(process.pid).is_ok_and(|handle| handle.id() == *process);
-        self.journal.entries.retain(|entry| action_process(&entry.undo).is_none_or(|process| lives(&process)));
+        self.journal.entries.retain(|entry| entry.undo.process().is_none_or(|process| lives(&process)));
         if self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }
 
@@ -321,11 +293,10 @@ impl<'a> Session<'a> {
             .entries
             .iter()
             .filter(|entry| entry.until_commit)
-            .filter_map(|entry| action_process(&entry.undo))
+            .filter_map(|entry| entry.undo.process())
             .collect();
-        self.retry_entries.retain(|entry| {
-            !entry.until_commit || action_process(&entry.undo).is_none_or(|process| !done.contains(&process))
-        });
+        self.retry_entries
+            .retain(|entry| !entry.until_commit || entry.undo.process().is_none_or(|process| !done.contains(&process)));
         self.journal.entries.retain(|entry| !entry.until_commit);
         if self.retry_entries.len() + self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }
@@ -366,7 +337,7 @@ impl<'a> Session<'a> {
             }
         }
         kept.purpose = Some(name.to_owned());
-        kept.store(&self.directory, POLICY_FILE)?;
+        kept.store(&self.directory, self.class.policy_file())?;
         let all = self.journal.entries.clone();
         self.journal.entries.retain(|entry| !settings(entry));
         // While the session's own journal contains the settings, they are restored.
@@ -379,7 +350,8 @@ impl<'a> Session<'a> {
 
     /// The journal of the settings before a policy was set, with the policy's name, if a policy is set.
     pub fn load_policy_journal(&self) -> Result<Option<Journal>, Error> {
-        Ok(Journal::load(&self.directory, POLICY_FILE)?.filter(|journal| journal.boot == self.journal.boot))
+        Ok(Journal::load(&self.directory, self.class.policy_file())?
+            .filter(|journal| journal.boot == self.journal.boot))
     }
 
     /// Restores the settings from before a policy was set. Returns the undone actions and the failed ones.
@@ -388,7 +360,7 @@ impl<'a> Session<'a> {
         self.journal.entries.extend(policy.entries);
         // From here on this session undoes the entries, even after a kill.
         self.rewrite_journal()?;
-        Journal { entries: Vec::new(), ..self.journal.clone() }.store(&self.directory, POLICY_FILE)?;
+        Journal { entries: Vec::new(), ..self.journal.clone() }.store(&self.directory, self.class.policy_file())?;
         self.undo_entries()
     }
 
@@ -514,7 +486,7 @@ impl<'a> Session<'a> {
         let entries = self.retry_entries.iter().chain(&self.journal.entries).cloned().collect();
         let journal = Journal { boot: self.journal.boot.clone(), writer: self.journal.writer, purpose: None, entries };
         self.journal_size = JournalSize::default();
-        self.journal_size.rewritten_bytes = journal.store(&self.directory, SESSION_FILE)?;
+        self.journal_size.rewritten_bytes = journal.store(&self.directory, self.class.journal_file())?;
         Ok(())
     }
 
@@ -528,213 +500,12 @@ impl<'a> Session<'a> {
         if empty || whole == 0 || appended > whole.max(MIN_APPENDED_BYTES_TO_REWRITE) {
             return self.rewrite_journal();
         }
-        match Journal::append(&self.directory, SESSION_FILE, changes) {
+        match Journal::append(&self.directory, self.class.journal_file(), changes) {
             Ok(bytes) => self.journal_size.appended_bytes += bytes,
             // The file may end in a truncated line, after which nothing may be appended.
             Err(_) => self.rewrite_journal()?,
         }
         Ok(())
-    }
-
-    /// Undoes all entries, newest first, even if an undo or a write of the journal fails.
-    fn undo_entries(&mut self) -> Result<(Vec<Action>, Vec<FailedUndo>), Error> {
-        let (mut undone, mut remains, mut stored) = (Vec::new(), Vec::new(), Ok(()));
-        let (older, until) = (self.retry_entries.len(), self.host.now() + PROCESS_EXIT_TIMEOUT);
-        // Each backend of a guest that hangs would take the whole timeout of its control socket.
-        let mut hung: BTreeSet<ProcessId> = BTreeSet::new();
-        // `run` was written last and is restored first, so that ksmd does not run with half of the old settings.
-        while let Some(entry) = self.journal.entries.pop() {
-            let guest = matches!(entry.undo, Action::GuestMerge { .. }).then(|| action_process(&entry.undo)).flatten();
-            let started = self.host.now();
-            let back = match guest {
-                Some(process) if hung.contains(&process) => UndoResult::failure(&entry, GUEST_HUNG_REASON, true),
-                _ => self.undo_entry(&entry, until),
-            };
-            let hangs = back.is_busy || !back.failed.is_empty() && elapsed_since(self.host, started) >= HUNG_AFTER;
-            hung.extend(guest.filter(|_| hangs));
-            undone.extend(back.undone);
-            let left = self.retry_entries.len();
-            for (entry, why, kept) in back.failed {
-                remains.push(FailedUndo { undo: entry.undo.clone(), why, will_retry: kept });
-                if kept {
-                    self.retry_entries.insert(older, entry);
-                }
-            }
-            // After a failed undo, the later entries have other positions in the file.
-            let same = stored.is_ok() && self.retry_entries.len() == left;
-            stored = if same { self.append_changes(&[JournalChange::Pop]) } else { self.rewrite_journal() };
-        }
-        match stored {
-            Ok(()) => Ok((undone, remains)),
-            Err(error) if remains.is_empty() => Err(error),
-            Err(error) => Err(Error::UndoFailed { failed_undos: remains, source: Box::new(error) }),
-        }
-    }
-
-    fn undo_entry(&mut self, entry: &JournalEntry, until: Instant) -> UndoResult {
-        // The socket of a guest that has exited would be retried forever.
-        if action_process(&entry.undo)
-            .is_some_and(|process| matches!(crate::hold(self.host, process), Err(Absent::Vanished)))
-        {
-            return UndoResult::success(entry);
-        }
-        if entry.until_commit
-            && let Err(why) = self.check_memory_for_copies(&entry.undo)
-        {
-            return UndoResult::failure(entry, why, true);
-        }
-        match &entry.undo {
-            Action::Write { knob, value } => match self.needs_undo(entry, *knob, value) {
-                Ok(true) => {}
-                Ok(false) => return UndoResult::success(entry),
-                Err((why, kept)) => return UndoResult::failure(entry, why, kept),
-            },
-            Action::Advise { process, advice, ranges } => {
-                return self.undo_advice(entry, (*process, *advice, ranges), until);
-            }
-            _ => {}
-        }
-        match self.undo_with_retries(&entry.undo, until) {
-            Ok(_) | Err(ActionError::Vanished) => UndoResult::success(entry),
-            Err(why) => UndoResult {
-                is_busy: matches!(why, ActionError::Busy(_)),
-                ..UndoResult::failure(entry, &why, is_retryable(&why))
-            },
-        }
-    }
-
-    /// Checks before unenrolling a process that memory suffices for copies of its merged pages and is not short. The
-    /// error is the reason why not.
-    fn check_memory_for_copies(&self, undo: &Action) -> Result<(), &'static str> {
-        match self.memory_for_copies(undo) {
-            Ok(None) => Ok(()),
-            Ok(Some((false, _))) | Err(_) => Err("there is no memory for copies of the merged pages"),
-            Ok(Some((true, cgroup)))
-                if memory_headroom::is_memory_short(self.host, cgroup.as_deref(), DEFAULT_PRESSURE_PERCENT) =>
-            {
-                Err("memory is short, and copies of the merged pages take more")
-            }
-            Ok(Some((true, _))) => Ok(()),
-        }
-    }
-
-    /// Whether memory suffices for copies of all merged pages of a process to unenroll, with its cgroup; `None` if
-    /// nothing is to be copied.
-    fn memory_for_copies(&self, undo: &Action) -> Result<Option<(bool, Option<String>)>, Absent> {
-        let process = match undo {
-            Action::Advise { process, advice: MergeAdvice::Unmergeable, .. }
-            | Action::MergeAny { process, enable: false }
-            | Action::GuestMerge { process, enable: false, .. } => *process,
-            _ => return Ok(None),
-        };
-        let handle = match crate::hold(self.host, process) {
-            Err(Absent::Vanished) => return Ok(None),
-            handle => handle?,
-        };
-        let ksm = parse::process_ksm(handle.read("ksm_stat"), handle.read("ksm_merging_pages"));
-        let merged = ksm.merging_pages.map(|pages| pages.saturating_add_signed(ksm.zero_pages.unwrap_or(0)));
-        let copies = match (merged, undo) {
-            (Ok(pages), _) => Pages(pages),
-            // An upper bound.
-            (Err(_), Action::Advise { ranges, .. }) => {
-                ranges.iter().map(|range| self.host.page_size().pages_in(range.bytes())).sum()
-            }
-            (Err(why), _) => return Err(why),
-        };
-        let cgroup = handle.read("cgroup").and_then(|bytes| parse::cgroup(&bytes)).ok();
-        if copies == Pages::ZERO {
-            return Ok(None);
-        }
-        let room = memory_headroom::measure_headroom(self.host, &cgroup.iter().cloned().collect());
-        let need = FrameNeed::for_cgroup(cgroup.as_deref(), copies, Pages::ZERO);
-        let fits = guard::check_memory(&need, &room, self.host.page_size()).verdict == MemoryVerdict::Fits;
-        Ok(Some((fits, cgroup)))
-    }
-
-    /// Whether a setting is to be restored. The error says why it must not be restored, and whether to retry later.
-    fn needs_undo(&self, entry: &JournalEntry, knob: Knob, value: &str) -> Result<bool, (String, bool)> {
-        let now = knob.read(self.host).map_err(|why| (why.to_string(), why != Absent::NotOnThisKernel))?;
-        if knob.restorable_value(now.clone()) == *value {
-            return Ok(false);
-        }
-        if let Some((driver, active)) = knob.changed_by_kernel_while()
-            && driver.read(self.host).as_deref() == Ok(active)
-        {
-            if self.retry_entries.iter().any(|entry| is_entry_of_knob(entry, driver)) {
-                return Err((format!("{driver} is {active} and could not be restored"), true));
-            }
-            let was_active = Action::Write { knob: driver, value: active.to_owned() };
-            // If it was so before, the kernel sets this one.
-            let before = self.journal.entries.iter().any(|older| older.undo == was_active);
-            let foreign = || (format!("{driver} is {active}, which another program wrote"), false);
-            return if before { Ok(false) } else { Err(foreign()) };
-        }
-        if !entry.written_values.contains(&now) {
-            return Err((format!("it is {now} now, written by another program"), false));
-        }
-        Ok(true)
-    }
-
-    /// Undoes advice where the advised memory is still mapped.
-    fn undo_advice(
-        &mut self,
-        entry: &JournalEntry,
-        (process, advice, ranges): (ProcessId, MergeAdvice, &[AddressRange]),
-        until: Instant,
-    ) -> UndoResult {
-        let extents = match Extents::read(self.host, process) {
-            Ok(extents) => extents,
-            Err(Absent::Vanished) => return UndoResult::success(entry),
-            Err(why) => return UndoResult::failure(entry, why, true),
-        };
-        let part = |pairs: &[(AddressRange, AddressRange)]| {
-            let (ranges, within) = pairs.iter().copied().unzip();
-            let undo = Action::Advise { process, advice, ranges };
-            JournalEntry {
-                undo,
-                written_values: Vec::new(),
-                enclosing_extents: within,
-                until_commit: entry.until_commit,
-            }
-        };
-        let mut back = UndoResult::default();
-        let (mut same, mut other) = (Vec::new(), Vec::new());
-        for (position, &range) in ranges.iter().enumerate() {
-            // Ranges that are no longer mapped need no undo.
-            match entry.enclosing_extents.get(position) {
-                _ if !extents.is_mapped(range) => {}
-                Some(&within) if extents.is_unchanged(range, within) => same.push((range, within)),
-                within => other.push((range, within.copied().unwrap_or(range))),
-            }
-        }
-        if !other.is_empty() {
-            let why = "another mapping may be there now and was left unchanged";
-            back.failed.push((part(&other), why.to_owned(), false));
-        }
-        if same.is_empty() {
-            back.undone = other.is_empty().then(|| entry.undo.clone());
-            return back;
-        }
-        let action = part(&same);
-        match self.undo_with_retries(&action.undo, until) {
-            Ok(effect) => {
-                let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
-                // A range that was unmapped meanwhile has nothing to undo.
-                for (range, why) in
-                    effect.missed_ranges.into_iter().filter(|(_, why)| !why.starts_with(action::NOT_MAPPED_REASON))
-                {
-                    let cut = same.iter().filter_map(|&(part, within)| Some((part.overlap(range)?, within)));
-                    missed.entry(why).or_default().extend(cut);
-                }
-                if missed.is_empty() {
-                    back.undone = Some(action.undo);
-                }
-                back.failed.extend(missed.into_iter().map(|(why, pairs)| (part(&pairs), why, true)));
-            }
-            Err(ActionError::Vanished) => back.undone = Some(action.undo),
-            Err(why) => back.failed.push((action, why.to_string(), is_retryable(&why))),
-        }
-        back
     }
 }
 
@@ -751,21 +522,6 @@ impl Drop for Session<'_> {
     }
 }
 
-/// Whether an action that failed may succeed later.
-fn is_retryable(why: &ActionError) -> bool {
-    !matches!(why, ActionError::ReadOnly | ActionError::Unsupported(_))
-}
-
-/// The process that an action concerns.
-fn action_process(undo: &Action) -> Option<ProcessId> {
-    match undo {
-        Action::Advise { process, .. } | Action::MergeAny { process, .. } | Action::GuestMerge { process, .. } => {
-            Some(*process)
-        }
-        _ => None,
-    }
-}
-
 fn is_entry_of_knob(entry: &JournalEntry, of: Knob) -> bool {
     matches!(entry.undo, Action::Write { knob, .. } if knob == of)
 }
@@ -775,9 +531,9 @@ pub fn read_boot_id(host: &dyn Host) -> Result<String, Absent> {
     Ok(String::from_utf8_lossy(&host.read("proc/sys/kernel/random/boot_id")?).trim().to_owned())
 }
 
-/// Opens a directory, which is created if necessary, and takes its lock. The lock file contains the holder's process
-/// number.
-fn lock_directory(path: &Path) -> Result<(StateDirectory, File), Error> {
+/// Opens a directory, which is created if necessary, and takes the lock of a class in it. The lock file contains the
+/// holder's process number.
+fn lock_directory(path: &Path, class: ResourceClass) -> Result<(StateDirectory, File), Error> {
     let state = |path: &Path| {
         let path = path.to_owned();
         move |source| Error::StateDirectoryUnusable { path, source }
@@ -787,8 +543,8 @@ fn lock_directory(path: &Path) -> Result<(StateDirectory, File), Error> {
     if !directory.is_private().map_err(state(path))? {
         return Err(Error::DirectoryWritableByOthers(path.to_owned()));
     }
-    let path = path.join("lock");
-    let mut lock = directory.open_file("lock", OFlags::RDWR | OFlags::CREATE).map_err(state(&path))?;
+    let path = path.join(class.lock_file());
+    let mut lock = directory.open_file(class.lock_file(), OFlags::RDWR | OFlags::CREATE).map_err(state(&path))?;
     match lock.try_lock() {
         Ok(()) => {}
         Err(TryLockError::WouldBlock) => {

@@ -86,20 +86,44 @@ fn backends_are_listed_among_objects_and_events() {
     assert_eq!(backends, [expected]);
 }
 
+/// Marks or unmarks a backend.
+fn set_merge(socket: &Path, enable: bool, stop: &AtomicBool) -> Result<(), QmpError> {
+    let value = Exchange { from: json!(!enable), to: json!(enable) };
+    set_property(socket, own_process_id(), ("/objects/x", "merge"), &value, stop)
+}
+
+#[test]
+fn property_with_an_unexpected_value_stays() {
+    let sent = std::sync::Mutex::new(Vec::new());
+    let answer = |command: &str, _: &Value| {
+        sent.lock().unwrap().push(command.to_owned());
+        vec![json!({"return": if command == "qom-get" { json!(500) } else { json!({}) }})]
+    };
+    let set = |from: u64, to: u64| {
+        let value = Exchange { from: json!(from), to: json!(to) };
+        with_server(
+            |stream| serve_qemu(stream, answer),
+            |path| set_property(path, own_process_id(), ("/objects/io0", "poll-max-ns"), &value, &NEVER_STOPPED),
+        )
+    };
+    let error = set(1000, 0).unwrap_err().to_string();
+    assert_eq!(error, "poll-max-ns of /objects/io0 is 500, not 1000: another program has changed it");
+    set(1000, 500).unwrap();
+    assert!(!sent.into_inner().unwrap().contains(&"qom-set".to_owned()));
+}
+
 #[test]
 fn qemu_error_text_is_reported() {
     let answer = |command: &str, _: &Value| {
         vec![match command {
             "qmp_capabilities" => json!({"return": {}}),
+            "qom-get" => json!({"return": true}),
             _ => json!({"error": {"class": "GenericError", "desc": "Property 'x.merge' not found"}}),
         }]
     };
-    let error = with_server(
-        |stream| serve_qemu(stream, answer),
-        |path| set_merge(path, own_process_id(), "/objects/x", false, &NEVER_STOPPED),
-    )
-    .unwrap_err()
-    .to_string();
+    let error = with_server(|stream| serve_qemu(stream, answer), |path| set_merge(path, false, &NEVER_STOPPED))
+        .unwrap_err()
+        .to_string();
     assert_eq!(error, "QEMU refuses qom-set: Property 'x.merge' not found");
 }
 
@@ -107,11 +131,8 @@ fn qemu_error_text_is_reported() {
 fn unchanged_merge_property_is_an_error() {
     let answer =
         |command: &str, _: &Value| vec![json!({"return": if command == "qom-get" { json!(true) } else { json!({}) }})];
-    let error = with_server(
-        |stream| serve_qemu(stream, answer),
-        |path| set_merge(path, own_process_id(), "/objects/x", false, &NEVER_STOPPED),
-    )
-    .unwrap_err();
+    let error =
+        with_server(|stream| serve_qemu(stream, answer), |path| set_merge(path, false, &NEVER_STOPPED)).unwrap_err();
     assert!(error.to_string().ends_with("merge of /objects/x is true afterwards"), "{error}");
 }
 
@@ -262,15 +283,13 @@ fn stop_flag_ends_wait_for_qom_set() {
         let stop = AtomicBool::new(false);
         let answer = |command: &str, _: &Value| match command {
             "qmp_capabilities" => vec![json!({"return": {}})],
+            "qom-get" => vec![json!({"return": !on})],
             _ => {
                 stop.store(true, Ordering::Relaxed);
                 vec![]
             }
         };
-        let ended = with_server(
-            |stream| serve_qemu(stream, answer),
-            |path| set_merge(path, own_process_id(), "/objects/x", on, &stop),
-        );
+        let ended = with_server(|stream| serve_qemu(stream, answer), |path| set_merge(path, on, &stop));
         assert!(matches!(ended, Err(QmpError::Stopped { .. })), "{ended:?}");
     }
 }

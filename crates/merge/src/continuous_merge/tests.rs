@@ -7,7 +7,7 @@ use pagefold_base::ksm::Setting;
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, ProcessId};
 use pagefold_host::action::Action;
 use pagefold_host::fake_host::{AdviceFault, FakeHost, MERGED_PAGE_NAME};
-use pagefold_host::transaction::journal::SESSION_FILE;
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::session::ChangeLifetime;
 use std::fs;
 
@@ -139,7 +139,7 @@ fn unmerged_range_unenrolls_without_memory() {
     trial.add_plan(&one_range_plan());
     trial.check_pages(CheckScope::All);
     host.set_free_kib(0);
-    let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+    let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     let gone = trial.unenroll_unprofitable(&mut session, UnenrollPhase::AfterInterruption).unwrap();
     assert_eq!(failure_reasons(&trial), [""; 0]);
     assert_eq!(gone.into_values().collect::<Vec<_>>(), [Pages(64)]);
@@ -189,12 +189,12 @@ fn ended_process_has_no_failed_unenrolls() {
 fn failed_undo_of_a_killed_run_is_reported() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let mut trial = monitor_with_cow_breaks(&host);
-    let (mut killed, ..) = Session::begin(&host, directory.path()).unwrap();
+    let (mut killed, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     let value = "4321".to_owned();
     killed.apply(&Action::Write { knob: Setting::SleepMillisecs.into(), value }, ChangeLifetime::Temporary).unwrap();
-    let journal = fs::read(directory.path().join(SESSION_FILE)).unwrap();
+    let journal = fs::read(directory.path().join(ResourceClass::Ksm.journal_file())).unwrap();
     drop(killed);
-    fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
+    fs::write(directory.path().join(ResourceClass::Ksm.journal_file()), journal).unwrap();
     // Another program has written it since.
     host.put_setting("sleep_millisecs", "99");
     let lines = check_and_collect_events(&host, directory.path(), &mut trial);

@@ -7,6 +7,7 @@ use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
 use pagefold_host::Host;
 use pagefold_host::fake_host::{AdviceFault, FakeHost};
+use pagefold_host::resource::ResourceClass;
 
 /// A guest with these backends, enrolled whole.
 fn guest(pid: u32, backends: &[&str]) -> PlanTarget {
@@ -31,7 +32,7 @@ fn run_steps<T>(
     steps: impl FnOnce(&mut MergeRun<'_, '_>) -> T,
 ) -> T {
     let directory = tempfile::tempdir().unwrap();
-    let (mut session, ..) = Session::begin(host, directory.path()).unwrap();
+    let (mut session, ..) = Session::begin(host, directory.path(), ResourceClass::Ksm).unwrap();
     let (progress, stop, started) = (MergeProgress::default(), AtomicBool::new(false), host.now());
     let options = MergeOptions {
         ksmd_cpu_share: 1.0,

@@ -5,6 +5,7 @@ use super::*;
 use pagefold_base::{PageSize, Pid, ProcessId};
 use pagefold_host::action::{ActionError, ActionOutcome};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::{FrameFlags, PageRun, PageView, PagemapEntry, ReadMethod as Reader};
 use std::path::Path;
 use std::sync::Mutex;
@@ -146,8 +147,8 @@ impl Host for FakeUnmergeHost {
                 state.break_pages(process.pid.0, AddressRange { start: BASE_ADDRESS, end });
                 state.processes.get_mut(&process.pid.0).unwrap().1 = false;
             }
-            Action::GuestMerge { process, backend, enable: false, .. } => {
-                let (start, end) = backend.split_once('-').unwrap();
+            Action::SetQomProperty { process, object, .. } if action.unmerges() => {
+                let (start, end) = object.split_once('-').unwrap();
                 let at = |page: &str| BASE_ADDRESS + page.parse::<u64>().unwrap() * PAGE_BYTES;
                 state.break_pages(process.pid.0, AddressRange { start: at(start), end: at(end) });
             }
@@ -281,10 +282,10 @@ fn plan_and_execute(host: &dyn Host, limits: UnenrollLimits) -> (UnenrollPlan, U
 
 fn execute_in_session(host: &dyn Host, plan: UnenrollPlan, limits: UnenrollLimits) -> (UnenrollPlan, UnenrollOutcome) {
     let directory = tempfile::tempdir().unwrap();
-    let (mut session, _, _) = Session::begin(host, directory.path()).unwrap();
+    let (mut session, _, _) = Session::begin(host, directory.path(), ResourceClass::Ksm).unwrap();
     let done = execute_plan(&mut session, &plan, limits, &AtomicBool::new(false)).unwrap();
     session.undo_all().unwrap();
-    assert!(!Path::new(directory.path()).join("journal.json").exists(), "no change remains to undo");
+    assert!(!Path::new(directory.path()).join("ksm.journal.json").exists(), "no change remains to undo");
     (plan, done)
 }
 

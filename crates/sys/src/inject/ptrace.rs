@@ -3,8 +3,9 @@
 //! Mirrors kernel/ptrace.c and include/uapi/linux/ptrace.h (6.18). Each request returns `ESRCH` unless the caller
 //! traces the thread and the thread is stopped. So no request can affect a thread that the caller did not seize.
 
-use std::io;
+use std::ffi::c_void;
 use std::time::{Duration, Instant};
+use std::{io, ptr};
 
 use rustix::io::Errno;
 
@@ -18,12 +19,6 @@ const PTRACE_O_TRACESYSGOOD: usize = 1;
 const PTRACE_O_TRACEEXEC: usize = 1 << 4;
 const PTRACE_O_SUSPEND_SECCOMP: usize = 1 << 21;
 
-const PTRACE_CONT: u32 = 7;
-const PTRACE_DETACH: u32 = 17;
-const PTRACE_SETOPTIONS: u32 = 0x4200;
-const PTRACE_SYSCALL: u32 = 24;
-const PTRACE_SEIZE: u32 = 0x4206;
-const PTRACE_INTERRUPT: u32 = 0x4207;
 const PTRACE_GETREGSET: u32 = 0x4204;
 const PTRACE_SETREGSET: u32 = 0x4205;
 const PTRACE_GETSIGMASK: u32 = 0x420a;
@@ -126,11 +121,23 @@ pub enum StopReason {
 #[derive(Clone, Copy, Debug)]
 pub struct TracedThread(i32);
 
+/// Requests whose `data` is a number (include/uapi/linux/ptrace.h).
+#[derive(Clone, Copy)]
+#[repr(u32)]
+enum NumberRequest {
+    Resume = 7,
+    Detach = 17,
+    ResumeToSyscall = 24,
+    SetOptions = 0x4200,
+    Seize = 0x4206,
+    Interrupt = 0x4207,
+}
+
 impl TracedThread {
     /// Begin to trace a thread without stopping it.
     pub fn seize(tid: i32) -> io::Result<Self> {
         let thread = Self(tid);
-        thread.ptrace_request(PTRACE_SEIZE, 0, PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACEEXEC)?;
+        thread.request(NumberRequest::Seize, PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACEEXEC)?;
         Ok(thread)
     }
 
@@ -138,14 +145,23 @@ impl TracedThread {
     /// without CAP_SYS_ADMIN, for a tracer that has a filter itself, and on kernels without CONFIG_CHECKPOINT_RESTORE
     /// (`check_ptrace_options`).
     pub fn suspend_seccomp(self) -> io::Result<()> {
-        self.ptrace_request(PTRACE_SETOPTIONS, 0, PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACEEXEC | PTRACE_O_SUSPEND_SECCOMP)
+        self.request(NumberRequest::SetOptions, PTRACE_O_TRACESYSGOOD | PTRACE_O_TRACEEXEC | PTRACE_O_SUSPEND_SECCOMP)
     }
 
-    /// A request whose `data` is a number, or the address of a buffer of the right size that the caller keeps alive.
-    fn ptrace_request(self, request: u32, address: usize, data: usize) -> io::Result<()> {
-        // SAFETY: only those functions below that say so make requests that write to this process. They pass a buffer
-        // by address and length, and the buffer outlives the call. Memory of the tracee is not memory of this process.
-        let answer = unsafe { libc::ptrace(request as _, self.0, address, data) };
+    /// Make a request that accesses no memory of this process.
+    fn request(self, request: NumberRequest, data: usize) -> io::Result<()> {
+        // SAFETY: `data` is a number for each of these requests (`ptrace_request`, kernel/ptrace.c, 6.18).
+        unsafe { self.request_with_buffer(request as u32, 0, ptr::without_provenance_mut(data)) }
+    }
+
+    /// Make any request.
+    ///
+    /// # Safety
+    /// If the request accesses memory of this process, `buffer` must be valid for that access, with the size that
+    /// `request` and `address` say. Memory of the tracee is not memory of this process.
+    unsafe fn request_with_buffer(self, request: u32, address: usize, buffer: *mut c_void) -> io::Result<()> {
+        // SAFETY: the caller vouches for `buffer`; the other arguments are numbers.
+        let answer = unsafe { libc::ptrace(request as _, self.0, address, buffer) };
         if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
@@ -160,48 +176,51 @@ impl TracedThread {
 
     /// Make the thread trap before it next returns to user mode.
     pub fn interrupt(self) -> io::Result<()> {
-        self.ptrace_request(PTRACE_INTERRUPT, 0, 0)
+        self.request(NumberRequest::Interrupt, 0)
     }
 
     /// Let the thread run to the next entry or exit of a system call, and deliver a signal (0: none).
     pub fn resume_to_syscall(self, signal: i32) -> io::Result<()> {
-        self.ptrace_request(PTRACE_SYSCALL, 0, signal as usize)
+        self.request(NumberRequest::ResumeToSyscall, signal as usize)
     }
 
     /// Let the thread run, and deliver a signal (0: none).
     pub fn resume(self, signal: i32) -> io::Result<()> {
-        self.ptrace_request(PTRACE_CONT, 0, signal as usize)
+        self.request(NumberRequest::Resume, signal as usize)
     }
 
     /// Release the thread.
     pub fn detach(self) -> io::Result<()> {
-        self.ptrace_request(PTRACE_DETACH, 0, 0)
+        self.request(NumberRequest::Detach, 0)
     }
 
     /// Read a register set into `buffer`. Returns how many bytes the kernel filled.
     pub fn read_register_set(self, set: usize, buffer: &mut [u8]) -> io::Result<usize> {
         let mut vector = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
-        self.ptrace_request(PTRACE_GETREGSET, set, (&raw mut vector) as usize)?;
+        // SAFETY: the kernel fills at most the bytes of `buffer`, to which the vector points, and updates the vector.
+        unsafe { self.request_with_buffer(PTRACE_GETREGSET, set, (&raw mut vector).cast()) }?;
         Ok(vector.iov_len)
     }
 
     /// Write a register set.
     pub fn write_register_set(self, set: usize, bytes: &[u8]) -> io::Result<()> {
-        // The kernel only reads what the vector points to.
         let mut vector = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-        self.ptrace_request(PTRACE_SETREGSET, set, (&raw mut vector) as usize)
+        // SAFETY: the kernel reads the bytes to which the vector points, and updates the vector only.
+        unsafe { self.request_with_buffer(PTRACE_SETREGSET, set, (&raw mut vector).cast()) }
     }
 
     /// The thread's signal mask outside of a call that replaces it temporarily (ppoll(2)).
     pub fn read_signal_mask(self) -> io::Result<u64> {
         let mut mask = 0_u64;
-        self.ptrace_request(PTRACE_GETSIGMASK, size_of::<u64>(), (&raw mut mask) as usize)?;
+        // SAFETY: the kernel writes as many bytes as `mask` has.
+        unsafe { self.request_with_buffer(PTRACE_GETSIGMASK, size_of::<u64>(), (&raw mut mask).cast()) }?;
         Ok(mask)
     }
 
     /// Set the signal mask. A saved mask that such a call would restore is lost.
-    pub fn write_signal_mask(self, mask: u64) -> io::Result<()> {
-        self.ptrace_request(PTRACE_SETSIGMASK, size_of::<u64>(), (&raw const mask) as usize)
+    pub fn write_signal_mask(self, mut mask: u64) -> io::Result<()> {
+        // SAFETY: the kernel reads as many bytes as `mask` has.
+        unsafe { self.request_with_buffer(PTRACE_SETSIGMASK, size_of::<u64>(), (&raw mut mask).cast()) }
     }
 
     /// The address of the thread's `struct rseq`. None if the thread has none or the kernel (before 5.13) does not
@@ -209,7 +228,9 @@ impl TracedThread {
     pub fn rseq_address(self) -> Option<u64> {
         let mut configuration = RseqConfiguration::default();
         let size = size_of::<RseqConfiguration>();
-        self.ptrace_request(PTRACE_GET_RSEQ_CONFIGURATION, size, (&raw mut configuration) as usize).ok()?;
+        let buffer = (&raw mut configuration).cast();
+        // SAFETY: the kernel writes at most `size` bytes, and any bytes are a valid configuration.
+        unsafe { self.request_with_buffer(PTRACE_GET_RSEQ_CONFIGURATION, size, buffer) }.ok()?;
         (configuration.pointer != 0).then_some(configuration.pointer)
     }
 
@@ -217,9 +238,11 @@ impl TracedThread {
     pub fn dispatches_syscalls(self) -> bool {
         let mut dispatch = SyscallUserDispatch::default();
         let size = size_of::<SyscallUserDispatch>();
+        // SAFETY: the kernel writes at most `size` bytes, and any bytes are a valid state.
+        let known =
+            unsafe { self.request_with_buffer(PTRACE_GET_SYSCALL_USER_DISPATCH, size, (&raw mut dispatch).cast()) };
         // A kernel that does not report it (before 6.4) may still have it. Only emulators of other systems use it.
-        self.ptrace_request(PTRACE_GET_SYSCALL_USER_DISPATCH, size, (&raw mut dispatch) as usize).is_ok()
-            && dispatch.mode != 0
+        known.is_ok() && dispatch.mode != 0
     }
 
     /// Wait until the thread reports a stop, at most until `deadline`.

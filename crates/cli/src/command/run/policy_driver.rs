@@ -11,6 +11,7 @@ use pagefold_base::{Bytes, ProcessId};
 use pagefold_census::ProcessSelection;
 use pagefold_daemon::run::return_large_blocks_when_freed;
 use pagefold_host::Host;
+use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
 use pagefold_linux::LiveHost;
@@ -156,7 +157,7 @@ impl PolicyDriver {
     fn follow_policy(&self, host: &dyn Host, tree: &mut ProcessTree, stop: &AtomicBool) -> anyhow::Result<()> {
         let mut ended = || tree.update(host).is_err() || tree.has_ended() || stop.load(Ordering::Relaxed);
         while !ended() {
-            match Session::begin(host, &self.state_directory) {
+            match Session::begin(host, &self.state_directory, ResourceClass::Ksm) {
                 Ok((mut session, _, left)) => {
                     left.iter().for_each(|remains| eprintln!("pagefold: {}", failed_undos_message(remains)));
                     let mut last = std::time::Instant::now();

@@ -4,6 +4,7 @@ use super::FailedUndo;
 use crate::LockHolder;
 use crate::action::ActionError;
 use crate::knob::Knob;
+use crate::resource::ResourceClass;
 use crate::transaction::journal;
 use pagefold_base::Absent;
 use std::io;
@@ -39,6 +40,14 @@ pub enum Error {
         knob: Knob,
         /// The reason.
         source: Absent,
+    },
+    /// The action needs the lock of another class of resources.
+    #[error("a session of {held:?} cannot change {needed:?}")]
+    ForeignClass {
+        /// The class that the action needs.
+        needed: ResourceClass,
+        /// The class of the session.
+        held: ResourceClass,
     },
     /// The change was refused.
     #[error(transparent)]

@@ -1,7 +1,9 @@
 //! Sessions on an in-memory host: after any failure the settings are restored, or the report says what remains.
 
 mod advice;
+mod placement;
 
+use super::undo::{GUEST_HUNG_REASON, HUNG_AFTER, PROCESS_EXIT_TIMEOUT};
 use super::*;
 use crate::fake_host::{AdviceFault, FakeHost};
 use crate::faulty_host::{FaultyHost, InjectedFault};
@@ -11,6 +13,10 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use std::time::Instant;
+
+const SESSION_FILE: &str = ResourceClass::Ksm.journal_file();
+const POLICY_FILE: &str = ResourceClass::Ksm.policy_file();
 
 fn settings(of: &[(Setting, &str)]) -> Settings {
     of.iter().map(|&(setting, value)| (setting, value.to_owned())).collect()
@@ -49,7 +55,7 @@ fn simulate_kill_before_undo(mut session: Session<'_>, directory: &Path) {
 }
 
 fn begin_clean_session<'a>(host: &'a dyn Host, directory: &Path) -> Session<'a> {
-    let (session, undone, remains) = Session::begin(host, directory).unwrap();
+    let (session, undone, remains) = Session::begin(host, directory, ResourceClass::Ksm).unwrap();
     assert_eq!((undone, remains), (Vec::new(), Vec::new()));
     session
 }
@@ -64,7 +70,7 @@ fn each_hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
             let process = ProcessId { pid: Pid(pid), start_time: 1 };
             let (socket, backend) = ("/run/qmp".into(), backend.to_owned());
             session
-                .apply(&Action::GuestMerge { process, socket, backend, enable: true }, ChangeLifetime::Temporary)
+                .apply(&Action::set_backend_merge(process, socket, backend, true), ChangeLifetime::Temporary)
                 .unwrap();
         }
     }
@@ -78,7 +84,7 @@ fn each_hung_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     assert_eq!(remains.iter().filter(|remains| remains.why == GUEST_HUNG_REASON).count(), 6, "{remains:?}");
     host.set_advice_fault(None);
     drop(session);
-    let (_, undone, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (_, undone, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!((undone.len(), remains), (9, Vec::new()));
 }
 
@@ -88,7 +94,7 @@ fn slow_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     let (host, directory, asked) = (FakeHost::booted(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
     host.map_pages(7, (0x1000, 0x3000), "", false);
     let faulty = FaultyHost::new(&host, |path: &str| {
-        path.ends_with("#guest_merge").then(|| {
+        path.ends_with("#set_qom_property").then(|| {
             // The first two requests enroll both backends; later ones are slow.
             if asked.fetch_add(1, Ordering::Relaxed) < 2 {
                 return InjectedFault::Replaced(Vec::new());
@@ -101,9 +107,7 @@ fn slow_guest_is_asked_for_one_backend_when_changes_are_put_back() {
     for backend in ["/objects/a", "/objects/b"] {
         let process = ProcessId { pid: Pid(7), start_time: 1 };
         let (socket, backend) = ("/run/qmp".into(), backend.to_owned());
-        session
-            .apply(&Action::GuestMerge { process, socket, backend, enable: true }, ChangeLifetime::Temporary)
-            .unwrap();
+        session.apply(&Action::set_backend_merge(process, socket, backend, true), ChangeLifetime::Temporary).unwrap();
     }
     let remains = session.undo_all().unwrap();
     assert_eq!((asked.load(Ordering::Relaxed), remains.len()), (3, 2), "{remains:?}");
@@ -115,7 +119,7 @@ fn ended_guest_needs_no_undo() {
     let (host, directory, asked) = (FakeHost::booted(), tempfile::tempdir().unwrap(), AtomicUsize::new(0));
     host.map_pages(7, (0x1000, 0x3000), "", false);
     let faulty = FaultyHost::new(&host, |path: &str| {
-        path.ends_with("#guest_merge").then(|| match asked.fetch_add(1, Ordering::Relaxed) {
+        path.ends_with("#set_qom_property").then(|| match asked.fetch_add(1, Ordering::Relaxed) {
             0 => InjectedFault::Replaced(Vec::new()),
             _ => InjectedFault::Absent(Absent::Malformed("no such socket".to_owned())),
         })
@@ -123,7 +127,7 @@ fn ended_guest_needs_no_undo() {
     let mut session = begin_clean_session(&faulty, directory.path());
     let process = ProcessId { pid: Pid(7), start_time: 1 };
     let (socket, backend) = ("/run/qmp".into(), "/objects/a".to_owned());
-    session.apply(&Action::GuestMerge { process, socket, backend, enable: true }, ChangeLifetime::Temporary).unwrap();
+    session.apply(&Action::set_backend_merge(process, socket, backend, true), ChangeLifetime::Temporary).unwrap();
     host.end_process(Pid(7));
     assert_eq!(session.undo_all().unwrap(), []);
     assert_eq!(asked.load(Ordering::Relaxed), 1, "the socket of an exited guest must not be tried");
@@ -208,7 +212,7 @@ fn next_session_undoes_a_killed_one() {
             if let Some(journal) = journal {
                 fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
             }
-            let (_, undone, remains) = Session::begin(&host, directory.path()).unwrap();
+            let (_, undone, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
             assert_eq!(remains, Vec::new(), "{steps} steps");
             assert_eq!(undone.is_empty(), now == before, "{steps} steps");
             assert_eq!(host.setting_values(), before, "{steps} steps");
@@ -229,7 +233,7 @@ fn kill_after_journaling_is_undone() {
     drop(session);
     host.put_setting("run", "1");
     fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
-    let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (_, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!(remains, Vec::new());
     assert_eq!(host.setting_values(), before);
 }
@@ -328,7 +332,7 @@ fn any_failure_restores_or_reports_settings() {
             } else {
                 assert!(set.is_ok(), "only one fault is injected at a time");
                 assert!(remains.iter().any(|remains| remains.will_retry), "{failing}: {remains:?}");
-                let (_, _, remains) = Session::begin(&fake, directory.path()).unwrap();
+                let (_, _, remains) = Session::begin(&fake, directory.path(), ResourceClass::Ksm).unwrap();
                 // A setting that the kernel reset in between remains for the same reason.
                 assert_eq!(remains, Vec::new(), "{failing}");
                 assert_eq!(fake.setting_values(), before, "{failing}");
@@ -366,7 +370,7 @@ fn undo_and_journal_failures_are_reported() {
     );
     drop(session);
     fs::remove_dir(&obstacle).unwrap();
-    let (mut session, _, remains) = Session::begin(&fake, directory.path()).unwrap();
+    let (mut session, _, remains) = Session::begin(&fake, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!((remains, fake.setting_values()), (Vec::new(), before.clone()));
     // The journal is removed once everything is undone, even if it could not be replaced before.
     session.write_settings(&wanted).unwrap();
@@ -439,7 +443,7 @@ fn permanent_change_is_not_undone() {
 fn second_session_error_names_the_holder() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let session = begin_clean_session(&host, directory.path());
-    let error = Session::begin(&host, directory.path()).err().unwrap();
+    let error = Session::begin(&host, directory.path(), ResourceClass::Ksm).err().unwrap();
     assert!(error.to_string().contains(&format!("(process {})", std::process::id())), "{error}");
     drop(session);
     begin_clean_session(&host, directory.path());
@@ -450,7 +454,10 @@ fn directory_writable_by_others_is_refused() {
     use std::os::unix::fs::PermissionsExt;
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o777)).unwrap();
-    assert!(matches!(Session::begin(&host, directory.path()), Err(Error::DirectoryWritableByOthers(_))));
+    assert!(matches!(
+        Session::begin(&host, directory.path(), ResourceClass::Ksm),
+        Err(Error::DirectoryWritableByOthers(_))
+    ));
 }
 
 #[test]
@@ -458,8 +465,8 @@ fn symbolic_link_to_directory_is_refused() {
     let (host, directory) = (FakeHost::booted(), tempfile::tempdir().unwrap());
     let link = directory.path().join("link");
     std::os::unix::fs::symlink(directory.path(), &link).unwrap();
-    assert!(matches!(Session::begin(&host, &link), Err(Error::StateDirectoryUnusable { .. })));
-    assert!(!directory.path().join("lock").exists());
+    assert!(matches!(Session::begin(&host, &link, ResourceClass::Ksm), Err(Error::StateDirectoryUnusable { .. })));
+    assert!(!directory.path().join(ResourceClass::Ksm.lock_file()).exists());
 }
 
 /// The journal stays in the locked directory, even if another directory takes its path.
@@ -485,7 +492,7 @@ fn undo_never_writes_run_2() {
     // The value was stored in the journal but not written before the kill; no other program wrote it.
     session.journal_action(&Action::Write { knob: Setting::Run.into(), value: "1".to_owned() }, false).unwrap();
     simulate_kill_before_undo(session, directory.path());
-    let (mut session, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (mut session, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!(remains, Vec::new());
     session.write_settings(&busy_settings()).unwrap();
     assert_eq!(session.undo_all().unwrap(), Vec::new());
@@ -497,7 +504,7 @@ fn undo_never_writes_run_2() {
     for file in [SESSION_FILE, POLICY_FILE] {
         host.put_setting("run", "1");
         fs::write(directory.path().join(file), &journal).unwrap();
-        let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+        let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
         let run =
             session.load_policy_journal().unwrap().into_iter().flat_map(|policy| policy.entries).find_map(|entry| {
                 matches!(entry.undo, Action::Write { knob, .. } if knob == Setting::Run.into()).then_some(entry.undo)
@@ -567,7 +574,7 @@ fn killed_policy_change_keeps_old_policy() {
         session.keep_as_policy("second").unwrap();
         drop(session);
         fs::write(directory.path().join(SESSION_FILE), journal).unwrap();
-        drop(Session::begin(&host, directory.path()).unwrap());
+        drop(Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap());
         assert_eq!(host.setting_values(), first);
     }
     let (_, remains) = begin_clean_session(&host, directory.path()).restore_policy().unwrap();

@@ -79,7 +79,7 @@ fn kill_after_any_step_is_undone() {
             if let Some(left) = left {
                 fs::write(directory.path().join(SESSION_FILE), left).unwrap();
             }
-            let (session, _, remains) = Session::begin(&host, directory.path()).unwrap();
+            let (session, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
             assert_eq!(remains, Vec::new(), "step {step}");
             drop(session);
             assert_same_state(&host.state(), &before, step);
@@ -106,7 +106,7 @@ fn enrollment_stays_after_commit() {
             assert!(!directory.path().join(SESSION_FILE).exists());
         } else {
             simulate_kill_before_undo(session, directory.path());
-            assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1);
+            assert_eq!(Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap().1.len(), 1);
         }
         assert_eq!(enrolled_ranges(&host) == before, !done);
     }
@@ -123,12 +123,16 @@ fn undo_keeps_merged_range_without_memory() {
     host.put_file("proc/7/ksm_merging_pages", "2\n");
     host.set_free_kib(4);
     simulate_kill_before_undo(session, directory.path());
-    let (session, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (session, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert!(matches!(&remains[..], [one] if one.will_retry && one.why.contains("no memory for copies")), "{remains:?}");
     assert_ne!(enrolled_ranges(&host), before);
     drop(session);
     host.set_free_kib(5_000_000);
-    assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next session retries");
+    assert_eq!(
+        Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap().1.len(),
+        1,
+        "the next session retries"
+    );
     assert_eq!(enrolled_ranges(&host), before);
 }
 
@@ -148,12 +152,16 @@ fn undo_keeps_merged_range_under_pressure() {
     waits("10.00");
     host.put_file("proc/7/ksm_merging_pages", "2\n");
     simulate_kill_before_undo(session, directory.path());
-    let (session, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (session, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert!(matches!(&remains[..], [one] if one.will_retry && one.why.contains("memory is short")), "{remains:?}");
     assert_ne!(enrolled_ranges(&host), before);
     drop(session);
     waits("9.90");
-    assert_eq!(Session::begin(&host, directory.path()).unwrap().1.len(), 1, "the next session retries");
+    assert_eq!(
+        Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap().1.len(),
+        1,
+        "the next session retries"
+    );
     assert_eq!(enrolled_ranges(&host), before);
 
     // A later enrollment of the same process is not undone with the earlier one.
@@ -163,14 +171,14 @@ fn undo_keeps_merged_range_under_pressure() {
         .apply(&advise_action(MergeAdvice::Mergeable, &[(0x21000, 0x23000)]), ChangeLifetime::PermanentOnCommit)
         .unwrap();
     simulate_kill_before_undo(session, directory.path());
-    let (mut session, ..) = Session::begin(&host, directory.path()).unwrap();
+    let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     session
         .apply(&advise_action(MergeAdvice::Mergeable, &[(0x23000, 0x24000)]), ChangeLifetime::PermanentOnCommit)
         .unwrap();
     session.commit().unwrap();
     drop(session);
     waits("0.00");
-    assert_eq!(Session::begin(&host, directory.path()).unwrap().1, []);
+    assert_eq!(Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap().1, []);
     assert_ne!(enrolled_ranges(&host), before);
 }
 
@@ -195,7 +203,7 @@ fn merge_any_set_before_survives_undo() {
         } else {
             simulate_kill_before_undo(session, directory.path());
         }
-        let (_, undone, remains) = Session::begin(&host, directory.path()).unwrap();
+        let (_, undone, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
         assert_eq!((undone.len(), remains), (usize::from(!before), Vec::new()), "{before} {tells}");
         assert_eq!(fake.state(), was, "{before} {tells}");
     }
@@ -232,7 +240,7 @@ fn new_mapping_is_left_alone() {
     // A larger mapping replaces the first one, and nothing replaces the heap.
     host.map_pages(7, (0x8000, 0x24000), "", false);
     host.unmap_pages(7, (0x40000, 0x44000));
-    let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (_, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!(enrolled_ranges(&host), []);
     assert_eq!(remains.len(), 1, "{remains:?}");
     assert_eq!(remains[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x12000, 0x14000), (0x1e000, 0x20000)]));
@@ -247,7 +255,7 @@ fn mapping_smaller_than_range_is_left_alone() {
     host.unmap_pages(7, (0x10000, 0x24000));
     host.map_pages(7, (0x13000, 0x14000), "", false);
     host.map_pages(7, (0x1e000, 0x20000), "", false);
-    let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (_, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!(remains.len(), 1, "{remains:?}");
     assert_eq!(remains[0].undo, advise_action(MergeAdvice::Mergeable, &[(0x12000, 0x14000)]));
     // A mapping within the bounds of the old one cannot be distinguished from the remainder of the old one.
@@ -259,7 +267,7 @@ fn grown_heap_is_the_same_mapping() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
     kill_after_unenroll(&host, directory.path());
     host.map_pages(7, (0x44000, 0x60000), "[heap]", false);
-    let (_, _, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (_, _, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!(remains, Vec::new());
     assert_eq!(enrolled_ranges(&host), [(0x10000, 0x20000), (0x40000, 0x44000)]);
 }
@@ -282,7 +290,7 @@ fn missed_range_is_retried() {
     assert!(remains[0].will_retry);
     drop(session);
     host.set_advice_fault(None);
-    let (_, undone, remains) = Session::begin(&host, directory.path()).unwrap();
+    let (_, undone, remains) = Session::begin(&host, directory.path(), ResourceClass::Ksm).unwrap();
     assert_eq!((undone.len(), remains), (1, Vec::new()));
     assert_eq!(host.state(), before);
 }

@@ -1,0 +1,75 @@
+//! Kills during the placement of a process on CPUs and NUMA nodes, and during changes of a cpuset and of a setting other
+//! than KSM's. On a machine with one node no page is moved, but each step is reached.
+
+use crate::{kill_at_selected_points, parse_json, reached_points, run_pagefold, was_killed};
+use pagefold_labs::client::{RunningLab, lab_binary};
+use pagefold_labs::ksm::KsmTestGuard;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+
+const CPUSET_DIRECTORY: &str = "/sys/fs/cgroup/cpuset";
+const HUGE_PAGES_SETTING: &str = "/sys/kernel/mm/transparent_hugepage/enabled";
+
+/// An empty cgroup with a cpuset, where cgroup v1 has one.
+struct TestCpuset(Option<String>);
+
+impl TestCpuset {
+    fn create() -> Self {
+        let directory = format!("{CPUSET_DIRECTORY}/pagefold-killed-{}", std::process::id());
+        let created = fs::read(format!("{CPUSET_DIRECTORY}/cpuset.cpus")).is_ok() && fs::create_dir(&directory).is_ok();
+        Self(created.then_some(directory))
+    }
+
+    fn cpus(&self) -> Option<String> {
+        Some(fs::read_to_string(format!("{}/cpuset.cpus", self.0.as_ref()?)).unwrap())
+    }
+}
+
+impl Drop for TestCpuset {
+    fn drop(&mut self) {
+        if let Some(directory) = &self.0 {
+            fs::remove_dir(directory).unwrap();
+        }
+    }
+}
+
+#[test]
+fn placement_survives_kill() {
+    // `recover` takes the locks of all classes.
+    let _ksm = match KsmTestGuard::acquire() {
+        Ok(ksm) => ksm,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    let target = RunningLab::start_layout(&["unique=2000"]).unwrap();
+    let cpuset = TestCpuset::create();
+    let read = || {
+        let status = fs::read_to_string(format!("/proc/{}/status", target.pid())).unwrap();
+        let allowed = status.lines().find(|line| line.starts_with("Cpus_allowed_list:")).unwrap().to_owned();
+        (allowed, cpuset.cpus(), fs::read_to_string(HUGE_PAGES_SETTING).ok())
+    };
+    let before = read();
+    let place = |state: &Path, fault: &str| -> Output {
+        let mut lab = Command::new(lab_binary().unwrap());
+        lab.args(["place", &target.pid().to_string(), "--cpus", "0", "--node", "0", "--state"]).arg(state);
+        lab.args(cpuset.0.iter().map(|directory| format!("--cpuset={directory}=0")));
+        if let Some(enabled) = &before.2 {
+            let other = if enabled.contains("[never]") { "madvise" } else { "never" };
+            lab.arg(format!("--setting={HUGE_PAGES_SETTING}={other}"));
+        }
+        lab.env("PAGEFOLD_FAULT_POINT", fault).stdin(Stdio::null()).output().unwrap()
+    };
+    let state = tempfile::tempdir().unwrap();
+    let counted = place(state.path(), "count");
+    assert!(counted.status.success(), "{counted:?}");
+    assert_eq!(read(), before);
+    kill_at_selected_points("placement", &reached_points(&counted), |point| {
+        let state = tempfile::tempdir().unwrap();
+        let (killed, context) = was_killed(&place(state.path(), point), point);
+        let recovered = run_pagefold(state.path(), "recover", &[], None);
+        assert_eq!(recovered.status.code(), Some(0), "{context}: {recovered:?}");
+        assert!(parse_json(&recovered)["remains"].as_array().is_none_or(Vec::is_empty), "{context}: {recovered:?}");
+        assert_eq!(read(), before, "{context}");
+        killed
+    });
+}

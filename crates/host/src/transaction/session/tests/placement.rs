@@ -1,0 +1,132 @@
+//! Changes of other classes than KSM, on a host in memory.
+
+use super::*;
+use crate::action::{CpusetFile, Exchange, ThreadId};
+
+const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 1 };
+const PAGES: AddressRange = AddressRange { start: 0x10_0000, end: 0x10_4000 };
+const CPUS_FILE: &str = "proc/7/task/8/cpus";
+const CPUSET_FILE: &str = "sys/fs/cgroup/vms/cpuset.cpus";
+
+fn host() -> FakeHost {
+    let host = FakeHost::booted();
+    host.map_pages(7, (PAGES.start, PAGES.end), "heap", false);
+    host.put_file(CPUS_FILE, "0-3");
+    host.put_file(CPUSET_FILE, "0-7");
+    host.put_file("proc/sys/kernel/numa_balancing", "1");
+    host
+}
+
+fn exchange<T: std::str::FromStr<Err: fmt::Debug>>(from: &str, to: &str) -> Exchange<T> {
+    Exchange { from: from.parse().unwrap(), to: to.parse().unwrap() }
+}
+
+fn set_affinity(from: &str, to: &str) -> Action {
+    let thread = ThreadId { process: PROCESS, tid: Pid(8), start_time: 1 };
+    Action::SetAffinity { thread, cpus: exchange(from, to) }
+}
+
+/// For each class two changes after one another.
+fn changes() -> [Action; 6] {
+    let cpuset = |from, to| {
+        let ids = exchange(from, to);
+        Action::WriteCpuset { cgroup: "sys/fs/cgroup/vms".to_owned(), file: CpusetFile::Cpus, ids }
+    };
+    let poll = |from: &str, to: &str| Action::SetQomProperty {
+        process: PROCESS,
+        socket: "/q".into(),
+        object: "/objects/io0".to_owned(),
+        property: "poll-max-ns".to_owned(),
+        value: exchange(from, to),
+    };
+    let knob = Knob::from_path("proc/sys/kernel/numa_balancing").unwrap();
+    let half = AddressRange { end: PAGES.start + 0x2000, ..PAGES };
+    [
+        set_affinity("0-3", "1"),
+        cpuset("0-7", "4"),
+        Action::MovePages { process: PROCESS, ranges: vec![half], node: 1 },
+        Action::MovePages { process: PROCESS, ranges: vec![PAGES], node: 2 },
+        Action::Write { knob, value: "0".to_owned() },
+        poll("32768", "0"),
+    ]
+}
+
+/// The CPUs, the cpuset, the nodes of the pages and the setting.
+fn state(host: &FakeHost) -> (Vec<String>, Vec<Option<u32>>) {
+    let read = |path: &&str| String::from_utf8(host.read(path).unwrap()).unwrap();
+    let files = [CPUS_FILE, CPUSET_FILE, "proc/sys/kernel/numa_balancing"];
+    (files.iter().map(read).collect(), host.open(Pid(7)).unwrap().page_nodes(PAGES).unwrap())
+}
+
+#[test]
+fn sessions_of_all_classes_work_side_by_side_and_undo_their_changes() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let before = state(&host);
+    let mut sessions: Vec<Session<'_>> =
+        ResourceClass::ALL.iter().map(|&class| Session::begin(&host, directory.path(), class).unwrap().0).collect();
+    for action in changes() {
+        let session = sessions.iter_mut().find(|session| session.class == action.class()).unwrap();
+        session.apply(&action, ChangeLifetime::Temporary).unwrap();
+    }
+    let nodes = [Some(2); 4].to_vec();
+    assert_eq!(state(&host), (["1", "4", "0"].map(str::to_owned).to_vec(), nodes));
+    let busy = Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).err().unwrap();
+    assert!(matches!(busy, Error::Busy(_)), "{busy}");
+    for mut session in sessions {
+        assert_eq!(session.undo_all().unwrap(), []);
+    }
+    assert_eq!(state(&host), before);
+}
+
+#[test]
+fn next_session_undoes_placement_after_a_kill_at_any_step() {
+    let changes = changes();
+    for (number, action) in changes.iter().enumerate() {
+        let class = action.class();
+        let own: Vec<&Action> = changes[..=number].iter().filter(|change| change.class() == class).collect();
+        for applied in [false, true] {
+            let (host, directory) = (host(), tempfile::tempdir().unwrap());
+            let before = state(&host);
+            let (mut session, ..) = Session::begin(&host, directory.path(), class).unwrap();
+            for change in &own[..own.len() - 1] {
+                session.apply(change, ChangeLifetime::Temporary).unwrap();
+            }
+            session.journal_action(action, false).unwrap();
+            if applied {
+                host.apply(action).unwrap();
+            }
+            let journal = fs::read(directory.path().join(class.journal_file())).unwrap();
+            session.journal.entries.clear();
+            drop(session);
+            fs::write(directory.path().join(class.journal_file()), journal).unwrap();
+            let (_, undone, remains) = Session::begin(&host, directory.path(), class).unwrap();
+            assert_eq!((undone.is_empty(), remains), (false, Vec::new()), "{action:?}");
+            assert_eq!(state(&host), before, "{action:?}, applied: {applied}");
+        }
+    }
+}
+
+#[test]
+fn placement_of_another_program_stays() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).unwrap();
+    session.apply(&set_affinity("0-3", "1"), ChangeLifetime::Temporary).unwrap();
+    host.put_file(CPUS_FILE, "2");
+    let remains = session.undo_all().unwrap();
+    let [failed] = &remains[..] else { panic!("{remains:?}") };
+    assert!(!failed.will_retry && failed.to_string().contains("another program has changed it"), "{failed}");
+    assert_eq!(state(&host).0[0], "2");
+    let error = session.apply(&set_affinity("0-3", "1"), ChangeLifetime::Temporary).unwrap_err();
+    assert!(matches!(error, Error::Refused(ActionError::ChangedByOthers(_))), "{error}");
+    assert_eq!(session.undo_all().unwrap(), [], "a refused change must leave no entry");
+}
+
+#[test]
+fn session_changes_its_own_class_only() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let mut session = begin_clean_session(&host, directory.path());
+    for action in changes() {
+        let error = session.apply(&action, ChangeLifetime::Temporary).unwrap_err();
+        assert!(matches!(error, Error::ForeignClass { held: ResourceClass::Ksm, .. }), "{error}");
+    }
+}

@@ -1,0 +1,114 @@
+//! Places a process on CPUs and NUMA nodes, changes other settings, and undoes everything when standard input closes.
+//! Fault tests kill this command at each step.
+
+use anyhow::{Context, Result, anyhow};
+use clap::Args;
+use pagefold_base::{AddressRange, IdSet, Pid};
+use pagefold_host::action::{Action, CpusetFile, Exchange, ThreadId};
+use pagefold_host::knob::Knob;
+use pagefold_host::resource::ResourceClass;
+use pagefold_host::transaction::Session;
+use pagefold_host::transaction::session::ChangeLifetime;
+use pagefold_host::{Host, observe, parse};
+use pagefold_linux::LiveHost;
+use std::io;
+use std::path::PathBuf;
+
+/// Minimum size of the regions whose pages are moved.
+const MIN_REGION_BYTES: u64 = 1 << 20;
+
+#[derive(Args)]
+pub struct PlaceArguments {
+    /// The process
+    pid: u32,
+    /// The state directory for locks and journals
+    #[arg(long, value_name = "DIR")]
+    state: PathBuf,
+    /// Let its main thread run on these CPUs only
+    #[arg(long, value_name = "LIST")]
+    cpus: Option<IdSet>,
+    /// Move its private anonymous memory to this NUMA node
+    #[arg(long, value_name = "NODE")]
+    node: Option<u32>,
+    /// Let a cgroup, by its directory, run on these CPUs only: DIR=LIST
+    #[arg(long, value_name = "DIR=LIST", value_parser = parse_cpuset)]
+    cpuset: Option<(String, IdSet)>,
+    /// Write a setting that Pagefold knows, by its path: PATH=VALUE
+    #[arg(long, value_name = "PATH=VALUE", value_parser = parse_setting)]
+    setting: Option<(String, String)>,
+}
+
+fn parse_setting(text: &str) -> Result<(String, String)> {
+    let (path, value) = text.split_once('=').context("a setting must have the form PATH=VALUE")?;
+    Ok((path.trim_start_matches('/').to_owned(), value.to_owned()))
+}
+
+fn parse_cpuset(text: &str) -> Result<(String, IdSet)> {
+    let (directory, ids) = parse_setting(text)?;
+    Ok((directory, ids.parse()?))
+}
+
+/// Apply the requested changes, each in a session of its class, print `PLACED`, and undo them when standard input
+/// closes.
+pub fn run(arguments: &PlaceArguments) -> Result<()> {
+    let host = LiveHost::new();
+    let mut sessions = Vec::new();
+    for class in ResourceClass::ALL {
+        let actions = build_actions(&host, arguments)?;
+        let actions: Vec<Action> = actions.into_iter().filter(|action| action.class() == class).collect();
+        if actions.is_empty() {
+            continue;
+        }
+        let (mut session, ..) = Session::begin(&host, &arguments.state, class)?;
+        for action in &actions {
+            let outcome = session.apply(action, ChangeLifetime::Temporary)?;
+            for (range, why) in outcome.missed_ranges {
+                println!("missed {range}: {why}");
+            }
+        }
+        sessions.push(session);
+    }
+    println!("PLACED");
+    io::copy(&mut io::stdin(), &mut io::sink())?;
+    for mut session in sessions.into_iter().rev() {
+        for failed in session.undo_all()? {
+            println!("not undone: {failed}");
+        }
+    }
+    Ok(())
+}
+
+fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Action>> {
+    let failed = |why| anyhow!("{why}");
+    let handle = host.open(Pid(arguments.pid)).map_err(failed)?;
+    let process = handle.id();
+    let mut actions = Vec::new();
+    if let Some(cpus) = &arguments.cpus {
+        let task = format!("task/{}", arguments.pid);
+        let stat = handle.read(&format!("{task}/stat")).and_then(|bytes| parse::stat(&bytes)).map_err(failed)?;
+        let status = handle.read(&format!("{task}/status")).map_err(failed)?;
+        let status = String::from_utf8_lossy(&status);
+        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
+        let from = allowed.context("no Cpus_allowed_list")?.trim().parse()?;
+        let thread = ThreadId { process, tid: process.pid, start_time: stat.start_time };
+        actions.push(Action::SetAffinity { thread, cpus: Exchange { from, to: cpus.clone() } });
+    }
+    if let Some((cgroup, to)) = &arguments.cpuset {
+        let file = CpusetFile::Cpus;
+        let now = host.read(&format!("{cgroup}/{}", file.file_name())).map_err(failed)?;
+        let ids = Exchange { from: String::from_utf8_lossy(&now).parse()?, to: to.clone() };
+        actions.push(Action::WriteCpuset { cgroup: cgroup.clone(), file, ids });
+    }
+    if let Some(node) = arguments.node {
+        let regions = observe::regions(&*handle).map_err(failed)?;
+        let private = regions.iter().filter(|region| region.inode == 0 && region.permissions == *b"rw-p");
+        let ranges: Vec<AddressRange> =
+            private.map(|region| region.range).filter(|range| range.bytes().0 >= MIN_REGION_BYTES).collect();
+        actions.push(Action::MovePages { process, ranges, node });
+    }
+    if let Some((path, value)) = &arguments.setting {
+        let knob = Knob::from_path(path).with_context(|| format!("{path} is not a setting that Pagefold writes"))?;
+        actions.push(Action::Write { knob, value: value.clone() });
+    }
+    Ok(actions)
+}

@@ -1,0 +1,170 @@
+//! Placement of processes on CPUs and NUMA nodes: on this machine, and in a guest with two nodes.
+
+use pagefold_base::{AddressRange, IdSet, Pid};
+use pagefold_host::Host;
+use pagefold_host::action::{Action, ActionError, CpusetFile, Exchange, ThreadId, undo_actions};
+use pagefold_labs::assets::GuestAssets;
+use pagefold_labs::client::lab_binary;
+use pagefold_labs::machine::{self, EmulatedMachine};
+use pagefold_linux::LiveHost;
+use std::fs;
+use std::path::Path;
+use std::process::{Child, Command};
+use std::time::Duration;
+
+fn ids(text: &str) -> IdSet {
+    text.parse().unwrap()
+}
+
+/// A process that sleeps, and is killed with the value.
+struct Sleeper(Child);
+
+impl Sleeper {
+    fn start() -> Self {
+        Self(Command::new("sleep").arg("600").spawn().unwrap())
+    }
+
+    fn thread(&self, host: &LiveHost) -> ThreadId {
+        let process = host.open(Pid(self.0.id())).unwrap().id();
+        ThreadId { process, tid: process.pid, start_time: process.start_time }
+    }
+
+    fn allowed_cpus(&self) -> IdSet {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
+        ids(status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap())
+    }
+}
+
+impl Drop for Sleeper {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+#[test]
+fn affinity_is_exchanged_and_undone() {
+    let (host, sleeper) = (LiveHost::new(), Sleeper::start());
+    let (thread, all) = (sleeper.thread(&host), sleeper.allowed_cpus());
+    let one: IdSet = all.iter().take(1).collect();
+    let set = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: one.clone() } };
+    let undo = undo_actions(&host, &set).unwrap();
+    host.apply(&set).unwrap();
+    assert_eq!(sleeper.allowed_cpus(), one);
+    host.apply(&set).unwrap();
+    let [undo] = &undo[..] else { panic!("{undo:?}") };
+    host.apply(undo).unwrap();
+    assert_eq!(sleeper.allowed_cpus(), all);
+
+    let missing: IdSet = [*all.iter().collect::<Vec<_>>().last().unwrap(), 999].into_iter().collect();
+    let refused = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: missing } };
+    assert!(matches!(host.apply(&refused), Err(ActionError::Unsupported(_))));
+    assert_eq!(sleeper.allowed_cpus(), all, "a refused affinity must change nothing");
+    let another = ThreadId { start_time: thread.start_time + 1, ..thread };
+    let gone = Action::SetAffinity { thread: another, cpus: Exchange { from: all.clone(), to: one.clone() } };
+    assert_eq!(host.apply(&gone), Err(ActionError::Vanished));
+    if all != one {
+        let changed = Action::SetAffinity { thread, cpus: Exchange { from: one.clone(), to: ids("900") } };
+        assert!(matches!(host.apply(&changed), Err(ActionError::ChangedByOthers(_))));
+    }
+}
+
+#[test]
+fn cpuset_is_exchanged_and_undone() {
+    const ROOT: &str = "sys/fs/cgroup/cpuset";
+    let (host, cgroup) = (LiveHost::new(), format!("{ROOT}/pagefold-test-{}", std::process::id()));
+    let Ok(all) = host.read(&format!("{ROOT}/cpuset.cpus")) else {
+        return println!("skipped: /{ROOT} is not a cpuset hierarchy of cgroup v1");
+    };
+    if let Err(error) = fs::create_dir(format!("/{cgroup}")) {
+        return println!("skipped: /{cgroup}: {error}");
+    }
+    let all = ids(&String::from_utf8(all).unwrap());
+    let one: IdSet = all.iter().take(1).collect();
+    let read = || ids(&fs::read_to_string(format!("/{cgroup}/cpuset.cpus")).unwrap());
+    let before = read();
+    let write = |from: &IdSet, to: &IdSet| {
+        let ids = Exchange { from: from.clone(), to: to.clone() };
+        Action::WriteCpuset { cgroup: cgroup.clone(), file: CpusetFile::Cpus, ids }
+    };
+    let result = std::panic::catch_unwind(|| {
+        let set = write(&before, &one);
+        let undo = undo_actions(&host, &set).unwrap();
+        host.apply(&set).unwrap();
+        assert_eq!(read(), one);
+        host.apply(&undo[0]).unwrap();
+        assert_eq!(read(), before);
+        assert!(matches!(host.apply(&write(&ids("900"), &one)), Err(ActionError::ChangedByOthers(_))));
+        assert!(host.apply(&write(&before, &ids("900"))).is_err(), "the CPU does not exist");
+        assert_eq!(read(), before);
+    });
+    fs::remove_dir(format!("/{cgroup}")).unwrap();
+    result.unwrap();
+}
+
+#[test]
+fn pages_that_are_in_place_are_not_moved() {
+    let host = LiveHost::new();
+    let process = host.open(Pid(std::process::id())).unwrap();
+    let page = host.page_size().bytes();
+    let block = vec![1_u8; 9 * page as usize];
+    let start = (block.as_ptr().addr() as u64).next_multiple_of(page);
+    let range = AddressRange { start, end: start + 8 * page };
+    let Ok(nodes) = process.page_nodes(range) else {
+        return println!("skipped: this kernel has no move_pages(2)");
+    };
+    let node = nodes[0].expect("the page is in memory");
+    assert!(nodes.iter().all(Option::is_some), "{nodes:?}");
+    let movement = Action::MovePages { process: process.id(), ranges: vec![range], node };
+    if nodes.iter().all(|now| *now == Some(node)) {
+        assert_eq!(undo_actions(&host, &movement), Ok(Vec::new()));
+    }
+    assert_eq!(host.apply(&movement).unwrap().missed_ranges, []);
+    let missing = Action::MovePages { process: process.id(), ranges: vec![range], node: 900 };
+    assert!(matches!(host.apply(&missing), Err(ActionError::Unsupported(_))), "there is no node 900");
+    assert!(block.iter().all(|&byte| byte == 1));
+}
+
+#[test]
+fn placement_on_two_nodes_is_undone_and_recovered() {
+    let assets = match GuestAssets::find(&GuestAssets::default_directory()) {
+        Ok(assets) => assets,
+        Err(why) => return println!("skipped: {why}"),
+    };
+    if let Err(why) = machine::find_busybox() {
+        return println!("skipped: {why}");
+    }
+    let lab = lab_binary().unwrap();
+    let pagefold = lab.with_file_name("pagefold");
+    assert!(pagefold.exists(), "{}: cargo build -p pagefold", pagefold.display());
+    let folder = tempfile::tempdir().unwrap();
+    let machine = EmulatedMachine {
+        kernel: &assets.kernel,
+        init: &Path::new(env!("CARGO_MANIFEST_DIR")).join("guest/init-placement"),
+        programs: &[(&lab, "pagefold-lab"), (&pagefold, "pagefold")],
+        files: &[],
+        options: &[
+            ["-smp", "2", "-m", "1G"],
+            ["-object", "memory-backend-ram,id=m0,size=512M", "-object", "memory-backend-ram,id=m1,size=512M"],
+            ["-numa", "node,nodeid=0,cpus=0,memdev=m0", "-numa", "node,nodeid=1,cpus=1,memdev=m1"],
+        ]
+        .concat(),
+        kernel_arguments: "",
+    };
+    let said = machine.run(folder.path(), Duration::from_secs(180), &mut || Ok(())).expect("a machine");
+    assert!(said.lines().any(|line| line == "ENDED"), "{said}");
+    let step = |name: &str| -> (u64, u64, String) {
+        let prefix = format!("STEP {name} ");
+        let words: Vec<&str> = said.lines().find_map(|line| line.strip_prefix(&*prefix)).unwrap().split(' ').collect();
+        let value = |number: usize| words[number].split_once('=').unwrap().1;
+        (value(0).parse().unwrap(), value(1).parse().unwrap(), value(2).to_owned())
+    };
+    let before = step("before");
+    assert!(before.0 >= 2000 && before.1 == 0 && before.2 == "0", "{said}");
+    for name in ["placed", "killed"] {
+        assert_eq!(step(name), (0, before.0, "1".to_owned()), "{name}: {said}");
+    }
+    for name in ["undone", "recovered"] {
+        assert_eq!(step(name), before, "{name}: {said}");
+    }
+}
