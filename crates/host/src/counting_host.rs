@@ -87,6 +87,10 @@ impl Host for CountingHost<'_> {
         self.host.sleep(duration);
     }
 
+    fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
+        self.host.wait(timeout, receive);
+    }
+
     fn unix_time(&self) -> SystemTime {
         self.host.unix_time()
     }

@@ -37,14 +37,26 @@ pub struct FakeHost {
 /// The virtual time of a host.
 struct VirtualClock {
     start: Instant,
-    /// Time since `start`: the sum of all sleeps.
+    /// Time since `start`: sleeps and waits.
     elapsed: Duration,
     /// CPU time that Pagefold has used.
     cpu_time: Duration,
+    /// The deadlines of waiting threads. Time advances to the earliest.
+    waits: Vec<Duration>,
+}
+
+impl VirtualClock {
+    fn remove_wait(&mut self, deadline: Duration) {
+        let position = self.waits.iter().position(|other| *other == deadline).unwrap();
+        self.waits.swap_remove(position);
+    }
 }
 
 /// The date at which virtual time starts, as time since 1970: 2026-01-01 00:00 UTC.
 const VIRTUAL_TIME_START: Duration = Duration::from_secs(1_767_225_600);
+
+/// Real time in which the thread that is waited for may answer before virtual time passes.
+const ANSWER_REAL_TIME: Duration = Duration::from_millis(1);
 
 /// By process and address: the name of the mapping and whether it is enrolled.
 type FakeMemory = BTreeMap<Pid, BTreeMap<u64, (&'static str, bool)>>;
@@ -142,11 +154,16 @@ impl FakeHost {
         self.put_file(&format!("proc/{pid}/stat"), &stat);
     }
 
-    /// Uses virtual time from now on: time passes only in [`Host::sleep`], which returns at once, and CPU time only in
+    /// Uses virtual time from now on: time passes only while all threads that use the host's
+    /// clock sleep or wait, up to the earliest deadline, and CPU time only in
     /// [`Self::spend_cpu_time`]. The date starts at 2026-01-01 00:00 UTC.
     pub fn enable_virtual_time(&self) {
-        *self.virtual_clock.lock().unwrap() =
-            Some(VirtualClock { start: Instant::now(), elapsed: Duration::ZERO, cpu_time: Duration::ZERO });
+        *self.virtual_clock.lock().unwrap() = Some(VirtualClock {
+            start: Instant::now(),
+            elapsed: Duration::ZERO,
+            cpu_time: Duration::ZERO,
+            waits: Vec::new(),
+        });
     }
 
     /// Lets Pagefold, and each of its threads, use CPU time. The host must be in virtual time.
@@ -276,6 +293,31 @@ impl FakeHost {
         Ok(ActionOutcome::default())
     }
 
+    /// Registers a wait of this thread in virtual time. Returns its deadline, as virtual time; `None` on the real clock.
+    fn begin_virtual_wait(&self, duration: Duration) -> Option<Duration> {
+        let mut clock = self.virtual_clock.lock().unwrap();
+        let clock = clock.as_mut()?;
+        let deadline = clock.elapsed + duration;
+        clock.waits.push(deadline);
+        Some(deadline)
+    }
+
+    /// Ends a wait, at its deadline, unless that of another thread is earlier.
+    fn end_virtual_wait(&self, deadline: Duration) -> bool {
+        let mut clock = self.virtual_clock.lock().unwrap();
+        let clock = clock.as_mut().unwrap();
+        let ends = clock.waits.iter().all(|other| *other >= deadline);
+        if ends {
+            clock.elapsed = clock.elapsed.max(deadline);
+            clock.remove_wait(deadline);
+        }
+        ends
+    }
+
+    fn cancel_virtual_wait(&self, deadline: Duration) {
+        self.virtual_clock.lock().unwrap().as_mut().unwrap().remove_wait(deadline);
+    }
+
     /// The settings written through the port and the guest backends requested, in order.
     pub fn written_settings(&self) -> Vec<String> {
         self.written_settings.lock().unwrap().clone()
@@ -399,11 +441,28 @@ impl Host for FakeHost {
     }
 
     fn sleep(&self, duration: Duration) {
-        if let Some(clock) = &mut *self.virtual_clock.lock().unwrap() {
-            clock.elapsed += duration;
-            return;
+        match self.begin_virtual_wait(duration) {
+            None => thread::sleep(duration),
+            Some(deadline) => {
+                while !self.end_virtual_wait(deadline) {
+                    thread::sleep(ANSWER_REAL_TIME);
+                }
+            }
         }
-        thread::sleep(duration);
+    }
+
+    fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
+        match self.begin_virtual_wait(timeout) {
+            None => _ = receive(timeout),
+            Some(deadline) => {
+                while !receive(ANSWER_REAL_TIME) {
+                    if self.end_virtual_wait(deadline) {
+                        return;
+                    }
+                }
+                self.cancel_virtual_wait(deadline);
+            }
+        }
     }
 
     fn unix_time(&self) -> SystemTime {

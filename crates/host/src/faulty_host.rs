@@ -129,6 +129,10 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
         self.host.sleep(duration);
     }
 
+    fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
+        self.host.wait(timeout, receive);
+    }
+
     fn unix_time(&self) -> SystemTime {
         self.host.unix_time()
     }

@@ -29,6 +29,7 @@ use std::collections::BTreeSet;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -97,6 +98,13 @@ pub trait Host: Sync {
         thread::sleep(duration);
     }
 
+    /// Waits until `receive` succeeds or `timeout` has passed. `receive` blocks for at most the given real time, and
+    /// returns whether it received what is waited for. A simulated host lets its clock advance instead of blocking. See
+    /// [`receive_timeout`].
+    fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
+        receive(timeout);
+    }
+
     /// The date and time of the host. Unlike [`Self::now`], it may jump.
     fn unix_time(&self) -> SystemTime {
         SystemTime::now()
@@ -128,6 +136,19 @@ fn thread_cpu_time() -> Duration {
 /// The time since `start`, by the clock of `host`. Zero if `start` is in the future.
 pub fn elapsed_since(host: &dyn Host, start: Instant) -> Duration {
     host.now().saturating_duration_since(start)
+}
+
+/// Receives a message, and waits for it at most `timeout` by the clock of `host`.
+///
+/// # Errors
+/// Those of [`Receiver::recv_timeout`].
+pub fn receive_timeout<T>(host: &dyn Host, messages: &Receiver<T>, timeout: Duration) -> Result<T, RecvTimeoutError> {
+    let mut received = Err(RecvTimeoutError::Timeout);
+    host.wait(timeout, &mut |real_timeout| {
+        received = messages.recv_timeout(real_timeout);
+        !matches!(received, Err(RecvTimeoutError::Timeout))
+    });
+    received
 }
 
 /// Tests whether frames can be read (`/proc/kpageflags`), as measuring savings needs.

@@ -36,7 +36,7 @@ use pagefold_base::{Absent, Bytes, NetBytes, ProcessId};
 use pagefold_census::tally::MatrixRowKind;
 use pagefold_host::counting_host::CountingHost;
 use pagefold_host::transaction::session;
-use pagefold_host::{Host, elapsed_since, observe};
+use pagefold_host::{Host, elapsed_since, observe, receive_timeout};
 use pagefold_merge::ksmd::KsmdThread;
 use pagefold_merge::split_zeros::Notes;
 use process_table::ProcessTable;
@@ -275,7 +275,7 @@ impl<'h, 'a> Daemon<'h, 'a> {
                 Err(_) => IDLE_POLL_INTERVALS[1],
             };
             let left = polled.map_or(Duration::ZERO, |at| pause.saturating_sub(elapsed_since(self.host, at)));
-            match messages.recv_timeout(left) {
+            match receive_timeout(self.host, messages, left) {
                 Ok(message) => {
                     self.event_time = elapsed_since(self.host, self.started_at);
                     self.handle_message(message);

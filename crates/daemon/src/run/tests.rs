@@ -468,3 +468,31 @@ fn split_zero_notes_are_capped_by_walks() {
     note(10);
     assert_eq!(daemon.take_snapshot().split_zero_pages, BTreeMap::from([(large, Pages(50))]));
 }
+
+/// All threads of the real daemon on a host in virtual time: new processes are scanned at once, and unchanged ones at
+/// growing intervals.
+#[test]
+fn half_an_hour_of_the_daemon_passes_in_virtual_time() {
+    const HALF_HOUR: Duration = Duration::from_secs(1800);
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    host.enable_virtual_time();
+    host.enable_exec_events();
+    let start = host.now();
+    let (sender, messages) = mpsc::channel();
+    let (mut alive, mut lines, stop) = (0_u64, Vec::new(), sender.clone());
+    let mut on_alive = |_: &DaemonState| {
+        alive += 1;
+        if elapsed_since(&host, start) >= HALF_HOUR {
+            stop.send(Message::Event(Event::Stop { unmerge: false })).unwrap();
+        }
+    };
+    let mut log = |line: &str| lines.push(line.to_owned());
+    let settings = DaemonSettings::default();
+    let done = run(&host, directory.path(), settings, 1, (sender, messages), &mut on_alive, &mut log);
+    assert!(matches!(done, Ok(true)), "{done:?}");
+    assert!(elapsed_since(&host, start) >= HALF_HOUR);
+    let polls = HALF_HOUR.as_secs_f64() / IDLE_POLL_INTERVALS[0].as_secs_f64();
+    assert!((0.8..1.1).contains(&(alive as f64 / polls)), "{alive} of {polls} polls");
+    let censuses: Vec<&String> = lines.iter().filter(|line| line.starts_with("census")).collect();
+    assert!((2..=6).contains(&censuses.len()) && censuses[0].contains("new process"), "{lines:?}");
+}

@@ -18,7 +18,7 @@ use pagefold_host::action::NOT_MAPPED_REASON;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
-use pagefold_host::{Host, elapsed_since, observe};
+use pagefold_host::{Host, elapsed_since, observe, receive_timeout};
 use pagefold_merge::StableAges;
 use pagefold_merge::decide::outcome::{EnrollChange, MergeEnd, MergeOutcome};
 use pagefold_merge::decide::plan::{MergePlan, PlanTarget};
@@ -116,7 +116,7 @@ impl<'h> Worker<'h> {
     /// Execute orders until there are no more, then restore the settings.
     pub fn run(mut self, orders: &Receiver<WorkOrder>) {
         loop {
-            match orders.recv_timeout(OVERWRITE_CHECK_INTERVAL) {
+            match receive_timeout(self.host, orders, OVERWRITE_CHECK_INTERVAL) {
                 Ok(order) => {
                     let takes_much = matches!(order.action, Action::Census(_) | Action::Merge { .. });
                     let event = self.execute(order);
