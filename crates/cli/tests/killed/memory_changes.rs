@@ -104,7 +104,7 @@ impl MemoryChange {
         let output = self.run_command(state.path(), &pids(&labs), Some(point));
         let (killed, place) = was_killed(&output, point);
         let journal = fs::read_to_string(state.path().join("journal.json")).unwrap_or_default();
-        let undone = self.killed_before.is_none() && journal.contains("until_done");
+        let undone = self.killed_before.is_none() && journal.contains("until_commit");
         run_recover(ksm, state.path(), &pids(&labs), &place);
         for (lab, (held, was_enrolled)) in labs.iter().zip(&before) {
             assert_eq!(checksum(lab), *held, "{place}");
