@@ -79,7 +79,7 @@ const COLLAPSE_POINTS: &[&str] = &["before collapsing a range", "after collapsin
 const CHANGE_KINDS: [(&str, &[&[&str]]); 14] = [
     ("merge", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("narrow", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
-    ("withdraw", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
+    ("unenroll", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS, PAUSE_POINTS]),
     ("whole", &[JOURNAL_POINTS, SETTING_POINTS, VISIT_POINTS]),
     ("backend", &[JOURNAL_POINTS, SETTING_POINTS, BACKEND_POINTS]),
     ("unmerge", &[VISIT_POINTS, PAUSE_POINTS]),
