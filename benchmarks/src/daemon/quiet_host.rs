@@ -125,7 +125,7 @@ impl QuietHostBenchmark {
         loop {
             let status = daemon.read_status()?;
             let number = |name: &str| status["passes"][name].as_i64().unwrap_or(0);
-            let now = (number("merges"), number("reached"));
+            let now = (number("merges"), number("measured"));
             if now != last {
                 (last, since) = (now, Instant::now());
             }

@@ -37,15 +37,15 @@ impl MergeCommandReport {
         self.json.pointer(pointer).and_then(Value::as_array).map_or(&[], Vec::as_slice)
     }
 
-    /// Everything that was not seen, left alone, refused or not finished: a line for each process and reason. The trial
-    /// names only processes to merge, so a process that was left alone counts as missed.
+    /// Everything that was not scanned, skipped, refused or not finished: a line for each process and reason. The trial
+    /// names only processes to merge, so a skipped process counts as missed.
     pub fn missed_reasons(&self) -> Vec<String> {
         let word = |entry: &Value, name: &str| entry[name].as_str().unwrap_or("?").to_owned();
         let mut counted: BTreeMap<String, usize> = BTreeMap::new();
         let lists = [
-            ("/not_seen", "not seen", "detail"),
-            ("/plan/left_alone", "left alone", "why"),
-            ("/outcome/missed", "not enrolled", "why"),
+            ("/unscanned_processes", "not scanned", "detail"),
+            ("/plan/skipped", "skipped", "why"),
+            ("/outcome/failed_changes", "not enrolled", "why"),
         ];
         for (place, what, why) in lists {
             for entry in self.json_list(place) {
@@ -53,7 +53,7 @@ impl MergeCommandReport {
                 *counted.entry(line).or_default() += 1;
             }
         }
-        for remains in self.json_list("/outcome/not_put_back") {
+        for remains in self.json_list("/outcome/failed_undos") {
             *counted.entry(format!("not undone: {}", remains.as_str().unwrap_or("?"))).or_default() += 1;
         }
         let outcome = &self.json["outcome"];
@@ -63,9 +63,9 @@ impl MergeCommandReport {
             Some(end) => *counted.entry(format!("it ended by {end}")).or_default() += 1,
         }
         if self.exit_status == 1 {
-            let of_saved = self.json_list("/outcome/differences").iter().filter(|entry| entry["of"] == "saved");
+            let of_saved = self.json_list("/outcome/differences").iter().filter(|entry| entry["figure"] == "saved");
             let differences: Vec<String> =
-                of_saved.map(|entry| format!("{} bytes {}", entry["by"], word(entry, "why"))).collect();
+                of_saved.map(|entry| format!("{} bytes {}", entry["amount"], word(entry, "reason"))).collect();
             let line = format!("measured savings are below nine tenths of the prediction: {}", differences.join(", "));
             *counted.entry(line).or_default() += 1;
         }
@@ -81,7 +81,7 @@ impl MergeCommandReport {
     /// A line of JSON with the trial of the report. Long lists are cut, with the number of omitted entries.
     pub fn to_json_line(&self, workload: &str, round: usize, probed: bool) -> String {
         let mut said = self.json.clone();
-        for place in ["/outcome/missed", "/not_seen", "/plan/left_alone"] {
+        for place in ["/outcome/failed_changes", "/unscanned_processes", "/plan/skipped"] {
             if let Some(list) =
                 said.pointer_mut(place).and_then(Value::as_array_mut).filter(|list| list.len() > MAX_KEPT_ENTRIES)
             {
@@ -104,16 +104,16 @@ mod tests {
         let text = json!({
             "plan": {
                 "targets": [{ "pid": 7, "cgroup": "/user", "ranges": [{ "start": 0 }, { "start": 4096 }] }],
-                "left_alone": [{ "pid": 8, "comm": "b", "why": "too little" }],
+                "skipped": [{ "pid": 8, "comm": "b", "why": "too little" }],
             },
             "outcome": {
                 "end": "settled",
-                "differences": [{ "of": "saved", "by": -20480, "why": "changed" }],
-                "missed": vec![range; missed],
-                "not_put_back": [],
+                "differences": [{ "figure": "saved", "amount": -20480, "reason": "changed" }],
+                "failed_changes": vec![range; missed],
+                "failed_undos": [],
                 "timeline": [{ "seconds": 1.0 }],
             },
-            "not_seen": [{ "pid": 9, "reason": "denied", "detail": "not permitted" }],
+            "unscanned_processes": [{ "pid": 9, "reason": "denied", "detail": "not permitted" }],
         });
         MergeCommandReport::parse(exit, &text.to_string()).unwrap()
     }
@@ -121,9 +121,9 @@ mod tests {
     #[test]
     fn missed_reason_is_reported_once_per_process() {
         let expected = [
-            "left alone: 8 (b): too little",
             "not enrolled: 7 (a): no memory (3 times)",
-            "not seen: 9 (?): not permitted",
+            "not scanned: 9 (?): not permitted",
+            "skipped: 8 (b): too little",
         ];
         assert_eq!(sample_report(3, 3).missed_reasons(), expected);
         let less = "measured savings are below nine tenths of the prediction: -20480 bytes changed";
@@ -136,10 +136,13 @@ mod tests {
 
     #[test]
     fn complete_merge_has_no_missed_reasons() {
-        let said =
-            json!({ "plan": { "targets": [], "left_alone": [] }, "outcome": { "end": "settled" }, "not_seen": [] });
+        let said = json!({
+            "plan": { "targets": [], "skipped": [] },
+            "outcome": { "end": "settled" },
+            "unscanned_processes": [],
+        });
         assert_eq!(MergeCommandReport::parse(0, &said.to_string()).unwrap().missed_reasons(), Vec::<String>::new());
-        let planned = json!({ "plan": { "targets": [], "left_alone": [] }, "not_seen": [] });
+        let planned = json!({ "plan": { "targets": [], "skipped": [] }, "unscanned_processes": [] });
         assert_eq!(
             MergeCommandReport::parse(0, &planned.to_string()).unwrap().missed_reasons(),
             ["nothing was merged"]
@@ -153,7 +156,7 @@ mod tests {
         let value: Value = serde_json::from_str(&line).unwrap();
         assert_eq!((&value["workload"], &value["round"], &value["exit"]), (&json!("program"), &json!(3), &json!(3)));
         assert_eq!(value["report"]["plan"]["targets"][0], json!({ "pid": 7, "ranges": 2 }));
-        assert_eq!(value["report"]["outcome"]["missed"][MAX_KEPT_ENTRIES], json!({ "more": 980 }));
+        assert_eq!(value["report"]["outcome"]["failed_changes"][MAX_KEPT_ENTRIES], json!({ "more": 980 }));
     }
 
     #[test]

@@ -538,7 +538,8 @@ mod tests {
     #[test]
     fn trial_with_missed_processes_has_a_note() {
         let mut comparison = sample_comparison();
-        let text = r#"{"plan":{"targets":[],"left_alone":[]},"not_seen":[],"outcome":{"end":"settled","missed":[
+        let text = r#"{"plan":{"targets":[],"skipped":[]},"unscanned_processes":[],
+            "outcome":{"end":"settled","failed_changes":[
             {"pid":7,"comm":"sqlite3","why":"it is stopped"}]}}"#;
         comparison.trials[1].report = Some(MergeCommandReport::parse(3, text).unwrap());
         let note = "Missed by guided in round 1 (exit status 3): not enrolled: 7 (sqlite3): it is stopped.";

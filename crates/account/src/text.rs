@@ -128,7 +128,7 @@ const ACCOUNT_COLUMNS: [AccountColumn; 12] = [
         heading: "unmerged",
         priority: 6,
         empty_values: &[],
-        cell: |footprint, _| mark_estimate(footprint, format_optional_bytes(footprint.unmerged)),
+        cell: |footprint, _| mark_estimate(footprint, format_optional_bytes(footprint.fair_share_unmerged)),
     },
     AccountColumn {
         heading: "saved, net",
@@ -170,7 +170,7 @@ fn format_optional_net(figure: Option<i64>) -> String {
 
 /// Marks an estimated figure; zero and unknown are not marked.
 fn mark_estimate(footprint: &FootprintReport, figure: String) -> String {
-    let plain = footprint.estimated.is_none() || figure == "·" || figure == "?";
+    let plain = footprint.estimate_reason.is_none() || figure == "·" || figure == "?";
     if plain { figure } else { format!("~{figure}") }
 }
 
@@ -281,9 +281,9 @@ fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextSty
     let parts = [
         (fair.as_str(), signed(balance.fair), true),
         ("+ shares of mappers that were not read", signed(balance.unseen), false),
-        ("+ shares of processes that ended meanwhile", signed(balance.lost), false),
+        ("+ shares of processes that ended meanwhile", signed(balance.partially_read), false),
         ("- mappings read beyond the kernel's count", -signed(balance.excess), false),
-        ("+ mappings that changed meanwhile", balance.moved, false),
+        ("+ mappings that changed meanwhile", balance.changed_mappings, false),
         ("= frames in use, each once", signed(balance.frames), true),
     ];
     for (what, value, always) in parts {
@@ -303,9 +303,9 @@ fn render_reconciliation(whole: &ReconciliationReport, page: u64, style: TextSty
     ));
 
     text.push_str(&style.format_heading("The account against the kernel's counters"));
-    text.push_str(&render_comparisons(&whole.lines, style));
+    text.push_str(&render_comparisons(&whole.comparisons, style));
     text.push_str(&style.format_heading("Why they differ"));
-    for line in whole.lines.iter().filter(|line| !line.explanation.starts_with("agrees")) {
+    for line in whole.comparisons.iter().filter(|line| !line.explanation.starts_with("agrees")) {
         let meaningless = line.account == 0 && line.kernel.is_none();
         if !meaningless {
             text.push_str(
@@ -326,7 +326,7 @@ fn render_comparisons(lines: &[CounterComparisonReport], style: TextStyle) -> St
             value => format_figure(line, value),
         };
         let figures = [format_figure(line, Some(line.account)), format_figure(line, line.kernel), difference];
-        [vec![line.what.to_owned()], figures.to_vec(), vec![line.source.to_owned()]].concat()
+        [vec![line.figure.to_owned()], figures.to_vec(), vec![line.source.to_owned()]].concat()
     };
     let headings = ["what", ">account", ">kernel", ">difference", "the kernel's counter"];
     let rows: Vec<Vec<String>> = lines.iter().map(cells).collect();
@@ -348,7 +348,7 @@ fn render_comparisons(lines: &[CounterComparisonReport], style: TextStyle) -> St
 impl CounterComparisonReport {
     /// The name of a line in its explanation: the kernel's name, if there is one.
     fn counter_or_figure_name(&self) -> &'static str {
-        if self.source == "no counter" { self.what } else { self.source }
+        if self.source == "no counter" { self.figure } else { self.source }
     }
 }
 
@@ -369,7 +369,7 @@ fn format_grouped(value: i64) -> String {
 /// Which figures are estimated and why, and which processes were not read.
 fn render_notes(report: &AccountReport, remedy: &str, style: TextStyle) -> String {
     let mut text = String::new();
-    if let Some(why) = report.processes.iter().find_map(|process| process.footprint.estimated.as_ref()) {
+    if let Some(why) = report.processes.iter().find_map(|process| process.footprint.estimate_reason.as_ref()) {
         text.push_str(&style.format_paragraph(
             &format!(
                 "~ marks estimates ({} of {} processes): the frames could not be read ({why}), so the fair share \
@@ -391,16 +391,20 @@ fn render_notes(report: &AccountReport, remedy: &str, style: TextStyle) -> Strin
             0,
         ));
     }
-    text.push_str(&unseen(&report.not_seen, remedy));
+    text.push_str(&unseen(&report.unscanned_processes, remedy));
     if let Some(whole) = &report.reconciliation {
-        let others =
-            whole.not_seen.iter().filter(|other| !report.not_seen.contains(other)).cloned().collect::<Vec<_>>();
+        let others = whole
+            .unscanned_processes
+            .iter()
+            .filter(|other| !report.unscanned_processes.contains(other))
+            .cloned()
+            .collect::<Vec<_>>();
         text.push_str(&unseen(&others, remedy));
-        if whole.estimated > 0 && whole.processes > 0 {
+        if whole.estimated_processes > 0 && whole.processes > 0 {
             let _ = writeln!(
                 text,
                 "Not in the balance and not in the comparison: {} with estimated figures.",
-                format_process_count(whole.estimated)
+                format_process_count(whole.estimated_processes)
             );
         }
     }

@@ -126,7 +126,7 @@ fn render_savings(report: &CensusReport, style: TextStyle) -> String {
     let guided = format!("KSM, guided: {} ranges", format_number(savings.guided_ranges));
     let rows: [(&str, &MergeEffectReport); 4] = [
         ("at most", &savings.upper_bound),
-        ("KSM, whole processes", &savings.whole),
+        ("KSM, whole processes", &savings.whole_processes),
         ("  within trust domains only", &savings.within_domains),
         (&guided, &savings.guided),
     ];
@@ -325,8 +325,12 @@ fn render_notes(report: &CensusReport, view: CensusView) -> String {
     if not_counted.swapped_bytes > 0 {
         let _ = writeln!(text, "Swapped out and not read: {}.", Bytes(not_counted.swapped_bytes));
     }
-    if not_counted.pages_gone > 0 {
-        let _ = writeln!(text, "Left memory during the census: {} pages.", format_number(not_counted.pages_gone));
+    if not_counted.pages_no_longer_resident > 0 {
+        let _ = writeln!(
+            text,
+            "Left memory during the census: {} pages.",
+            format_number(not_counted.pages_no_longer_resident)
+        );
     }
     if report.partial {
         let what = match not_counted.pages_unread {
@@ -337,18 +341,18 @@ fn render_notes(report: &CensusReport, view: CensusView) -> String {
     } else if not_counted.pages_unread > 0 {
         let _ = writeln!(text, "{} pages could not be read.", format_number(not_counted.pages_unread));
     }
-    text.push_str(&unseen(&not_counted.processes, view.remedy));
-    if report.settle_seconds.is_none() {
+    text.push_str(&unseen(&not_counted.unscanned_processes, view.remedy));
+    if report.pass_interval_seconds.is_none() {
         text.push_str(match report.partial {
             false => "One pass: volatile pages were not identified.\n",
             true => "The second pass was not finished: some volatile pages were not identified.\n",
         });
     }
-    if report.exactness.pages_indistinct > 0 {
+    if report.exactness.unknown_shared_pages > 0 {
         let _ = writeln!(
             text,
             "{} pages are mapped more than once, as after a fork, and were counted as copies; only root can tell.",
-            format_number(report.exactness.pages_indistinct),
+            format_number(report.exactness.unknown_shared_pages),
         );
     }
     let _ = writeln!(
@@ -357,7 +361,8 @@ fn render_notes(report: &CensusReport, view: CensusView) -> String {
         format_number(report.exactness.distinct_contents),
         report.exactness.collision_probability.max(1e-19),
     );
-    let pause = report.settle_seconds.map(|pause| format!(", {pause} s of it between the passes")).unwrap_or_default();
+    let pause =
+        report.pass_interval_seconds.map(|pause| format!(", {pause} s of it between the passes")).unwrap_or_default();
     let _ = writeln!(
         text,
         "Read {} in {:.2} s{pause}; index {}.",

@@ -35,7 +35,7 @@ pub struct CensusReport {
     pub bytes_read: u64,
     /// Seconds between the two passes; absent for a single pass, which finds no volatile pages.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub settle_seconds: Option<f64>,
+    pub pass_interval_seconds: Option<f64>,
     /// Whether the census was stopped early. All figures then count only the pages read so far.
     pub partial: bool,
     /// The share of the pages that was scanned, if not all. `pages` and `processes` then count only the sample, and
@@ -88,7 +88,7 @@ pub struct SavingsReport {
     /// An upper bound: one copy of each content is kept, zero pages are freed, and nothing costs anything.
     pub upper_bound: MergeEffectReport,
     /// KSM with every process enrolled whole.
-    pub whole: MergeEffectReport,
+    pub whole_processes: MergeEffectReport,
     /// KSM with every process enrolled whole, if only pages within a trust domain merged.
     pub within_domains: MergeEffectReport,
     /// KSM with only profitable ranges enrolled.
@@ -153,7 +153,7 @@ pub struct Exactness {
     pub distinct_contents: u64,
     /// Pages that other processes map too, as after a fork, and whose frames only root can read. Each counts as a copy
     /// of its own, although a frame that is mapped twice is only one. 0 for root.
-    pub pages_indistinct: u64,
+    pub unknown_shared_pages: u64,
     /// Whether `merge_across_nodes` is 0 and the pages' NUMA nodes are unknown, because only root can read them. The
     /// savings then assume a single node and are too high.
     pub nodes_unknown: bool,
@@ -172,13 +172,13 @@ pub struct UncountedReport {
     /// Swapped-out bytes; they are not read.
     pub swapped_bytes: u64,
     /// Pages that left memory while the census was taken.
-    pub pages_gone: u64,
+    pub pages_no_longer_resident: u64,
     /// Pages that could not be read, or were not read before the census was stopped.
     pub pages_unread: u64,
     /// Pages left out of the sample.
-    pub pages_skipped: u64,
+    pub pages_not_sampled: u64,
     /// Processes that were selected and could not be scanned.
-    pub processes: Vec<UnscannedProcessReport>,
+    pub unscanned_processes: Vec<UnscannedProcessReport>,
 }
 
 /// Resident memory that KSM cannot take.
@@ -339,14 +339,14 @@ impl CensusReport {
             ),
             savings: SavingsReport {
                 upper_bound: MergeEffectReport { metadata: 0, ..reach(&upper) },
-                whole: reach(&census.savings.whole_processes),
+                whole_processes: reach(&census.savings.whole_processes),
                 within_domains: reach(&census.savings.within_domains),
                 guided: reach(&census.savings.guided),
                 guided_ranges: census.savings.guided_ranges,
             },
             seconds: census.wall_seconds,
             bytes_read: census.bytes_read,
-            settle_seconds: census.pass_interval.map(|settle| settle.as_secs_f64()),
+            pass_interval_seconds: census.pass_interval.map(|settle| settle.as_secs_f64()),
             partial: census.partial,
             sample: census.sample_probability,
             estimate,
@@ -354,7 +354,7 @@ impl CensusReport {
                 fingerprint_bits: 64,
                 nodes_unknown: census.nodes_unknown,
                 distinct_contents: census.distinct_contents,
-                pages_indistinct: census.unknown_shared_frames.0,
+                unknown_shared_pages: census.unknown_shared_frames.0,
                 collision_probability: collision_probability(census.distinct_contents),
             },
             not_counted: UncountedReport {
@@ -365,10 +365,10 @@ impl CensusReport {
                     .collect(),
                 pinned_bytes: census.pinned.0,
                 swapped_bytes: census.swapped.0,
-                pages_gone: census.gone.0,
+                pages_no_longer_resident: census.gone.0,
                 pages_unread: census.unread.0,
-                pages_skipped: census.not_sampled.0,
-                processes: census
+                pages_not_sampled: census.not_sampled.0,
+                unscanned_processes: census
                     .unscanned
                     .iter()
                     .map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why))
@@ -401,7 +401,7 @@ impl CensusReport {
 
     /// Whether the census was stopped early, or did not scan a selected process or read all pages.
     pub fn is_incomplete(&self) -> bool {
-        self.partial || self.not_counted.pages_unread > 0 || !self.not_counted.processes.is_empty()
+        self.partial || self.not_counted.pages_unread > 0 || !self.not_counted.unscanned_processes.is_empty()
     }
 }
 

@@ -238,7 +238,7 @@ fn account_is_exact_or_says_it_is_not() {
 fn doctor_names_every_unreadable_process() {
     let recording = open_recording();
     let truth = doctor_facts::gather_host_facts(&recording, &[], &Default::default());
-    assert!(DoctorReport::from_host("faulty".to_owned(), &truth).not_seen.is_empty());
+    assert!(DoctorReport::from_host("faulty".to_owned(), &truth).unscanned_processes.is_empty());
     for_each_fault(
         |host| doctor_facts::gather_host_facts(host, &[], &Default::default()),
         |path, fault, facts| {
@@ -248,7 +248,7 @@ fn doctor_names_every_unreadable_process() {
                 DoctorReport::from_processes("faulty".to_owned(), &facts, &[process]);
             }
             if path == "proc" {
-                return assert!(!report.not_seen.is_empty());
+                return assert!(!report.unscanned_processes.is_empty());
             }
             for truth in &truth.processes {
                 let pid = truth.process.id.pid;
@@ -265,7 +265,7 @@ fn doctor_names_every_unreadable_process() {
                         assert_eq!(Ok(regions), truth.regions.as_ref(), "{pid}");
                     }
                     Ok(_) => (),
-                    Err(_) => assert!(report.not_seen.iter().any(|not_seen| not_seen.pid == pid.0), "{pid}"),
+                    Err(_) => assert!(report.unscanned_processes.iter().any(|not_seen| not_seen.pid == pid.0), "{pid}"),
                 }
             }
         },

@@ -166,7 +166,7 @@ fn find_account(report: &Value, pid: u32) -> &Value {
 }
 
 fn find_comparison<'a>(report: &'a Value, source: &str) -> &'a Value {
-    let lines = report["reconciliation"]["lines"].as_array().unwrap();
+    let lines = report["reconciliation"]["comparisons"].as_array().unwrap();
     lines.iter().find(|line| line["source"] == source).unwrap_or_else(|| panic!("no counter {source}"))
 }
 
@@ -245,9 +245,9 @@ fn shares_of_merged_memory_sum_to_frames_in_use() -> AccountTestResult {
         assert_eq!(process["ksm_fair_share"], fair, "{process}");
         assert_eq!(process["saved"], KSM_PAGES_PER_PROCESS * page - fair + ZERO_PAGES_LAID_OUT * page, "{process}");
         assert_eq!(process["ksm_merging_pages"], KSM_PAGES_PER_PROCESS, "{process}");
-        assert!(process.get("estimated").is_none(), "{process}");
+        assert!(process.get("estimate_reason").is_none(), "{process}");
         let (fair, saved, unmerged) =
-            (&process["fair_share"], &process["saved"], process["unmerged"].as_u64().unwrap());
+            (&process["fair_share"], &process["saved"], process["fair_share_unmerged"].as_u64().unwrap());
         assert_eq!(fair.as_u64().unwrap() + saved.as_u64().unwrap(), unmerged, "{process}");
     }
     let saved = 3 * KSM_PAGES_PER_PROCESS - KSM_FRAMES;
@@ -321,7 +321,7 @@ fn assert_explanation(report: &Value) {
     assert!(explanation.contains("-13 pages written or unmapped"), "{explanation}");
     assert!(explanation.contains("+1 frames"), "{explanation}");
     let drift = &report["reconciliation"]["drift"];
-    assert_eq!((&drift["stale"], &drift["frames"], &drift["unvisited"]), (&13.into(), &1.into(), &0.into()));
+    assert_eq!((&drift["stale"], &drift["excess_frames"], &drift["unvisited"]), (&13.into(), &1.into(), &0.into()));
     assert_eq!(find_comparison(report, "ksm_zero_pages")["kernel"], 3 * ZERO_PAGES_LAID_OUT - 5);
 }
 
@@ -431,7 +431,7 @@ fn unprivileged_user_gets_estimates_and_unseen_processes() -> AccountTestResult 
     let report: Value = serde_json::from_str(&json)?;
     let process = &report["processes"][0];
     assert_eq!(status, Some(0), "{report}");
-    assert_eq!(process["estimated"], "permission denied");
+    assert_eq!(process["estimate_reason"], "permission denied");
     assert_eq!(process["fair_share"], process["pss"]);
     assert!(process["rss"].as_u64() > Some(0));
     assert!(process.get("hugetlb").is_none(), "an unknown value must not be reported as 0");
@@ -444,7 +444,10 @@ fn unprivileged_user_gets_estimates_and_unseen_processes() -> AccountTestResult 
     let (status, json) = ordinary.run_account(&["--json", "--pid", &own, "--pid", "1"])?;
     let report: Value = serde_json::from_str(&json)?;
     assert_eq!(status, Some(3));
-    assert_eq!((&report["not_seen"][0]["pid"], &report["not_seen"][0]["reason"]), (&1.into(), &"denied".into()));
+    assert_eq!(
+        (&report["unscanned_processes"][0]["pid"], &report["unscanned_processes"][0]["reason"]),
+        (&1.into(), &"denied".into())
+    );
     assert_eq!(report["processes"].as_array().map(Vec::len), Some(1));
 
     // Without frames there is nothing to compare with the counters.

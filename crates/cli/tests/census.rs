@@ -172,7 +172,7 @@ fn huge_pages_are_counted_where_merging_would_split_them() {
     let report = census_json(&[lab.pid()], &[]);
     expect_classes(&report, &lab, lab.first_region("huge"), &[("resident", 1024), ("unique", 1024)]);
     expect_classes(&report, &lab, lab.first_region("huge-zero"), &[("resident", 512), ("zero", 512)]);
-    assert_eq!(report["savings"]["whole"]["huge_pages_split"], 1);
+    assert_eq!(report["savings"]["whole_processes"]["huge_pages_split"], 1);
     assert_eq!(huge_bytes(), before, "the census split huge pages");
 }
 
@@ -289,7 +289,7 @@ fn fork_shared_page_and_its_copy_are_two_pages() {
     let redundant = |classes: &BTreeMap<String, u64>| classes.get("redundant").copied().unwrap_or_default();
     assert_eq!(redundant(&first) + redundant(&second), 300, "four mappings of two frames have one redundant frame");
     // All other common content of the four processes is smaller than another 300 pages.
-    let whole = report["savings"]["whole"]["gross"].as_u64().unwrap() / report["page_size"].as_u64().unwrap();
+    let whole = report["savings"]["whole_processes"]["gross"].as_u64().unwrap() / report["page_size"].as_u64().unwrap();
     assert!((300..600).contains(&whole), "{whole}");
 }
 

@@ -127,7 +127,7 @@ impl DaemonUnderTest<'_> {
     fn has_logged(&self, what: &str, reason: &str) -> bool {
         let status = self.read_status();
         let decisions = status["decisions"].as_array().unwrap();
-        decisions.iter().any(|decision| decision["what"] == what && decision["reason"] == reason)
+        decisions.iter().any(|decision| decision["kind"] == what && decision["reason"] == reason)
     }
 }
 
@@ -200,7 +200,7 @@ fn zeros_freed_by_splitting_count_as_saved() {
     let net = status["saved"]["net"].as_i64().unwrap();
     assert_eq!(net, saved("gross").cast_signed() - saved("metadata").cast_signed());
     // The total includes the savings of the merge, whatever else is merged on this host.
-    let reached = status["passes"]["reached"].as_i64().unwrap();
+    let reached = status["passes"]["measured"].as_i64().unwrap();
     assert!(net >= reached - (1 << 20), "the merge measured {reached} bytes, the host's net savings are {net} bytes");
     let text = String::from_utf8(place.run_pagefold(&["status"]).stdout).unwrap();
     assert!(text.contains("zeros in split huge pages, which KSM does not count"), "{text}");
@@ -246,20 +246,20 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     let validator = jsonschema::validator_for(&serde_json::from_slice(&schema).unwrap()).unwrap();
     let wrong: Vec<String> = validator.iter_errors(&status).map(|error| error.to_string()).collect();
     assert!(wrong.is_empty(), "{wrong:#?}");
-    let members = status["members"].as_array().unwrap();
+    let members = status["tracked_processes"].as_array().unwrap();
     assert_eq!(members.len(), 2, "the daemon must manage the two programs only: {members:#?}");
-    assert!(members.iter().all(|member| member["state"] == "merged" && member["ranges"].as_u64() > Some(0)));
-    assert!(status["passes"]["reached"].as_i64() > Some(8 << 20), "{}", status["passes"]);
+    assert!(members.iter().all(|member| member["state"] == "merged" && member["enrolled_ranges"].as_u64() > Some(0)));
+    assert!(status["passes"]["measured"].as_i64() > Some(8 << 20), "{}", status["passes"]);
     // The fair share divides merged pages and file pages by their mappings. So the footprint of the first program
     // includes half of what both share.
     let fair = |status: &Value| {
-        let members = status["members"].as_array().unwrap().iter();
+        let members = status["tracked_processes"].as_array().unwrap().iter();
         members.filter(|member| member["footprint_age_seconds"].is_u64()).count() == 2
     };
     wait_until("the fair share of both programs", || fair(&daemon.read_status()));
     for program in &programs {
         let status = daemon.read_status();
-        let mut members = status["members"].as_array().unwrap().iter();
+        let mut members = status["tracked_processes"].as_array().unwrap().iter();
         let member = members.find(|member| member["pid"].as_u64() == Some(program.0.id().into())).unwrap();
         let (told, pss) = (member["footprint"].as_u64().unwrap() >> 10, program.rollup_kib("Pss:").unwrap());
         assert!(told.abs_diff(pss) < 512 && pss < 28 << 10, "footprint {told} KiB, Pss {pss} KiB: {member}");
@@ -276,7 +276,7 @@ fn arrivals_are_merged_and_operator_commands_followed() {
     drop(more);
     wait_until("the decreased savings", || saved() < before + MIN_MERGED_PAGES * 4096 / 2);
     wait_until("the idle state", || {
-        ksm.read_counter("run") == 0 && daemon.read_status()["members"].as_array().unwrap().len() == 2
+        ksm.read_counter("run") == 0 && daemon.read_status()["tracked_processes"].as_array().unwrap().len() == 2
     });
 
     // While the daemon manages the host, no other Pagefold process changes it.
@@ -295,10 +295,12 @@ fn arrivals_are_merged_and_operator_commands_followed() {
 
     daemon.run_control_command(&["unenroll", &programs[0].pid()]);
     wait_until("the unenrollment", || programs[0].merged_pages() == 0 && !programs[0].is_enrolled());
-    assert!(daemon.has_logged("withdraw", "operator"));
+    assert!(daemon.has_logged("unenroll", "operator"));
     daemon.run_control_command(&["enroll", &programs[0].pid()]);
-    let is_managed = |member: &Value| member["state"] != "withdrawn";
-    wait_until("the enrollment", || daemon.read_status()["members"].as_array().unwrap().iter().all(is_managed));
+    let is_managed = |member: &Value| member["state"] != "unenrolled";
+    wait_until("the enrollment", || {
+        daemon.read_status()["tracked_processes"].as_array().unwrap().iter().all(is_managed)
+    });
     let refused = place.run_pagefold(&["enroll", "1"]);
     assert_eq!(refused.status.code(), Some(2), "{refused:?}");
 
@@ -375,7 +377,9 @@ fn observe_and_advise_modes_change_nothing() {
     place.write_config("mode = \"observe\"");
     let programs = [place.start_program(), place.start_program()];
     let daemon = place.start_daemon(&[]);
-    wait_until("the two tracked programs", || daemon.read_status()["members"].as_array().map(Vec::len) == Some(2));
+    wait_until("the two tracked programs", || {
+        daemon.read_status()["tracked_processes"].as_array().map(Vec::len) == Some(2)
+    });
     assert_eq!(daemon.read_status()["passes"]["passes"], 0);
     // An invalid configuration file changes nothing; a valid one takes effect.
     fs::write(place.config_path(), "[daemon]\nmod = \"act\"\n").unwrap();
@@ -387,9 +391,9 @@ fn observe_and_advise_modes_change_nothing() {
     daemon.send_signal(nix::sys::signal::Signal::SIGHUP);
     wait_until("advice to merge", || daemon.has_logged("merge", "profitable"));
     let status = daemon.read_status();
-    let merge = |decision: &&Value| decision["what"] == "merge";
+    let merge = |decision: &&Value| decision["kind"] == "merge";
     let advice = status["decisions"].as_array().unwrap().iter().find(merge).unwrap();
-    assert!(advice["acted"] == false && advice["predicted"].as_u64() > Some(8 << 20), "{advice}");
+    assert!(advice["carried_out"] == false && advice["predicted"].as_u64() > Some(8 << 20), "{advice}");
     assert_eq!(ksm.changed_settings(), []);
     assert!(programs.iter().all(|program| !program.is_enrolled()));
     let (code, said) = daemon.stop();
@@ -418,15 +422,15 @@ fn killed_or_overruled_daemon_restores_the_host() {
     let daemon = place.start_daemon(&[]);
     wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
     let program = place.start_program();
-    let is_withdrawn = |status: Value| status["members"][0]["state"] == "withdrawn";
-    wait_until("the tracked program", || !daemon.read_status()["members"].as_array().unwrap().is_empty());
+    let is_unenrolled = |status: Value| status["tracked_processes"][0]["state"] == "unenrolled";
+    wait_until("the tracked program", || !daemon.read_status()["tracked_processes"].as_array().unwrap().is_empty());
     daemon.run_control_command(&["unenroll", &program.pid()]);
     daemon.run_control_command(&["pause"]);
-    wait_until("the pause", || daemon.read_status()["state"] == "paused" && is_withdrawn(daemon.read_status()));
+    wait_until("the pause", || daemon.read_status()["state"] == "paused" && is_unenrolled(daemon.read_status()));
     daemon.send_signal(nix::sys::signal::Signal::SIGKILL);
     daemon.wait_for_exit();
     let daemon = place.start_daemon(&[]);
-    wait_until("the pause again", || daemon.read_status()["state"] == "paused" && is_withdrawn(daemon.read_status()));
+    wait_until("the pause again", || daemon.read_status()["state"] == "paused" && is_unenrolled(daemon.read_status()));
     assert_eq!(ksm.read_counter("run"), 1, "a paused daemon must not write KSM settings");
     daemon.run_control_command(&["resume"]);
     wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
@@ -440,7 +444,7 @@ fn killed_or_overruled_daemon_restores_the_host() {
     assert_eq!(ksm.read_counter("run"), 1, "the daemon must keep a setting that another process wrote");
     daemon.run_control_command(&["resume"]);
     wait_until("the stop of ksmd", || ksm.read_counter("run") == 0);
-    assert!(is_withdrawn(daemon.read_status()) && place.state_path().join("operator.json").exists());
+    assert!(is_unenrolled(daemon.read_status()) && place.state_path().join("operator.json").exists());
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
     assert_eq!(ksm.read_counter("run"), 1);
@@ -469,7 +473,7 @@ fn daemon_backs_off_for_busy_programs() {
         for program in &programs {
             place.run_pagefold(&["enroll", &program.pid()]);
         }
-        daemon.has_logged("rest", "slow_down")
+        daemon.has_logged("pause", "slowdown")
     });
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");
@@ -539,7 +543,7 @@ fn daemon_advises_on_a_recorded_host() {
     let daemon = place.start_daemon(&["--host", &host]);
     wait_until("a census", || daemon.read_status()["passes"]["passes"].as_u64() >= Some(1));
     let status = daemon.read_status();
-    assert!(status["members"].as_array().unwrap().len() >= 4, "{}", status["members"]);
+    assert!(status["tracked_processes"].as_array().unwrap().len() >= 4, "{}", status["tracked_processes"]);
     assert!(status["census"]["classes"]["resident"].as_u64() > Some(0));
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");

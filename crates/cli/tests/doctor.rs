@@ -193,14 +193,17 @@ fn unprivileged_doctor_calls_no_foreign_process_healthy() {
     };
     let (code, process) = parse_report(output);
     assert_eq!(code, Some(3), "{process:#}");
-    assert_eq!((&process["not_seen"][0]["pid"], &process["not_seen"][0]["reason"]), (&pid.into(), &"denied".into()));
+    assert_eq!(
+        (&process["unscanned_processes"][0]["pid"], &process["unscanned_processes"][0]["reason"]),
+        (&pid.into(), &"denied".into())
+    );
     for rule in ["process-enrolled", "process-eligible", "process-run", "process-scanned", "process-merging"] {
         assert_eq!(single_finding(&process, rule)["verdict"], "unknown", "{rule}");
     }
 
     let (code, host) = parse_report(nobody(&["doctor", "--json"]).unwrap());
     assert!(code == Some(3) || code == Some(1), "{code:?}");
-    let unseen = host["not_seen"].as_array().unwrap();
+    let unseen = host["unscanned_processes"].as_array().unwrap();
     assert!(unseen.iter().any(|one| one["pid"] == pid && one["reason"] == "denied"), "{unseen:?}");
     for rule in ["ksm-domains", "ksm-keys", "ksm-huge-pages"] {
         assert_eq!(single_finding(&host, rule)["verdict"], "unknown", "{rule}");

@@ -236,7 +236,7 @@ fn domains_and_exclusions_follow_the_configuration() {
 #[test]
 fn unreadable_process_exits_3_and_is_named() {
     let (report, text) = check_doctor(|host| host.put_absent("proc/1/smaps", "denied"), &[], 3);
-    assert_eq!(report["not_seen"][0]["comm"], "init");
+    assert_eq!(report["unscanned_processes"][0]["comm"], "init");
     assert_eq!(verdict_of_rule(&report, "ksm-ineligible"), "unknown");
     assert!(text.contains("Memory that was not seen: init (1, permission denied).\n"), "{text}");
     // A failed check takes precedence over an unknown one in the exit code.
@@ -251,12 +251,12 @@ fn unreadable_process_exits_3_and_is_named() {
 fn hidden_processes_are_not_counted_as_zero() {
     // With hidepid, or in another PID namespace, no kernel thread is visible.
     let (report, _) = check_doctor(|host| host.files.retain(|path, _| !path.starts_with("proc/37/")), &[], 3);
-    assert_eq!(report["not_seen"][0]["pid"], 0);
+    assert_eq!(report["unscanned_processes"][0]["pid"], 0);
     for rule in ["ksm-tuners", "ksm-domains", "ksm-keys", "ksmd-cpu", "ksm-ineligible"] {
         assert_eq!(verdict_of_rule(&report, rule), "unknown", "{rule}");
     }
     let (report, _) = check_doctor(|host| host.put_absent("proc", "denied"), &[], 3);
-    assert_eq!(report["not_seen"][0]["pid"], 0);
+    assert_eq!(report["unscanned_processes"][0]["pid"], 0);
 }
 
 #[test]

@@ -133,7 +133,7 @@ fn domain_status_matches_its_memory() {
     let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
     let domain = &seen["domains"][0];
     let of = |name: &str| pages_of(domain, name);
-    assert_eq!((of("adopted"), of("merged"), of("zeros"), of("hot")), (4010, 3000, 300, 0));
+    assert_eq!((of("adopted"), of("merged"), of("zeros"), of("volatile")), (4010, 3000, 300, 0));
     assert_eq!((domain["references_pages"].as_u64(), domain["stored_pages"].as_u64()), (Some(3000), Some(1500)));
     assert_eq!((of("stored"), of("saved"), domain["sharing"].as_f64()), (1500, 1800, Some(2.0)));
     let (saved, overhead) = (domain["saved"].as_i64().unwrap(), domain["overhead"].as_i64().unwrap());
@@ -150,7 +150,7 @@ fn domain_status_matches_its_memory() {
         );
         assert_eq!((told.get("max_slowdown"), told["region_count"].as_u64()), (None, Some(1)));
         assert!(told["slowdown"].as_f64().unwrap() > 0.0 && told["merge_seconds"].as_f64().unwrap() > 0.0);
-        assert!(told["last_merge_seconds_ago"].as_f64().unwrap() >= told["told_seconds_ago"].as_f64().unwrap());
+        assert!(told["last_merge_seconds_ago"].as_f64().unwrap() >= told["reported_seconds_ago"].as_f64().unwrap());
         assert_eq!(pages_of(&told["regions"][0], "saved"), 750 + zeros);
     }
     let told = domain["members"].as_array().unwrap().iter().find(|member| member["pid"] == idle.pid());
@@ -180,13 +180,13 @@ fn domain_status_matches_its_memory() {
     drop(second);
     let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
     let domain = &seen["domains"][0];
-    assert_eq!((domain["ended"].as_u64(), pages_of(domain, "merged")), (Some(1), 1500), "a killed member");
+    assert_eq!((domain["ended_members"].as_u64(), pages_of(domain, "merged")), (Some(1), 1500), "a killed member");
     assert!(domain["members"].as_array().unwrap().iter().all(|member| member["pid"] != pid));
     for _ in 0..3 {
         first.run_command("merge");
     }
     let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
-    assert_eq!(seen["domains"][0]["ended"].as_u64(), Some(0), "merges must remove the record");
+    assert_eq!(seen["domains"][0]["ended_members"].as_u64(), Some(0), "merges must remove the record");
 }
 
 #[test]

@@ -30,7 +30,7 @@ fn guests_are_named_and_share_their_common_data() {
         assert_eq!(process["pid"], guest.pid);
         assert_eq!(process["vm"]["name"], guest.name.as_str());
         assert_eq!(process["vm"]["monitor"], "qemu");
-        assert_eq!(process["vm"]["memory"], 112 * BYTES_PER_MIB);
+        assert_eq!(process["vm"]["memory_bytes"], 112 * BYTES_PER_MIB);
         // Guests started by root are separate trust domains, so their common content crosses domains.
         assert!(
             process["bytes"]["duplicate_across_domains"].as_u64().unwrap() >= 16 * BYTES_PER_MIB,
@@ -49,10 +49,14 @@ fn guests_are_named_and_share_their_common_data() {
     let shared = matrix[0][1].as_u64().unwrap() * census["page_size"].as_u64().unwrap();
     assert!(shared >= 16 * BYTES_PER_MIB, "{matrix}");
     // All copies but one of the common content can be saved: at least 16 MiB.
-    assert!(census["savings"]["whole"]["gross"].as_u64().unwrap() >= 16 * BYTES_PER_MIB);
+    assert!(census["savings"]["whole_processes"]["gross"].as_u64().unwrap() >= 16 * BYTES_PER_MIB);
     // Guided savings respect trust domains. As one domain, the guests save more than by enrolling them whole.
     let one = report_json(&["census", "--json", "--domains", "host", "--vm", "twin-0", "--vm", "twin-1"]);
-    assert!(one["savings"]["guided"]["net"].as_i64() >= one["savings"]["whole"]["net"].as_i64(), "{}", one["savings"]);
+    assert!(
+        one["savings"]["guided"]["net"].as_i64() >= one["savings"]["whole_processes"]["net"].as_i64(),
+        "{}",
+        one["savings"]
+    );
     assert!(census["savings"]["guided"]["net"].as_i64() < one["savings"]["guided"]["net"].as_i64());
 
     let account = report_json(&["account", "--json", "--by", "vm", "--vm", "twin-0", "--vm", "twin-1"]);

@@ -107,8 +107,11 @@ fn daemon_is_shown_over_http() {
         assert_eq!(of(verdict), if told { count } else { 0 }, "{verdict:?}");
     }
     assert!(status.findings_by_verdict[&VerdictName::Ok] > 0 && status.findings_by_verdict.len() == 5);
-    assert_eq!((&status.workloads, status.members_left_out), (&group_footprints::sum_by_workload(&status.members), 0));
-    assert_eq!(status.cgroups, group_footprints::sum_by_cgroup(&status.members));
+    assert_eq!(
+        (&status.workloads, status.tracked_processes_omitted),
+        (&group_footprints::sum_by_workload(&status.tracked_processes), 0)
+    );
+    assert_eq!(status.cgroups, group_footprints::sum_by_cgroup(&status.tracked_processes));
     assert!(http_get(&address, "node17", "/metrics").1.contains("\npagefold_mode{mode=\"observe\"} 1\n"));
     assert!(http_get(&address, "node18", "/metrics").0.contains(" 421 "));
     assert!(http_get(&address, "localhost", "/").1.starts_with("<!doctype html>"));
@@ -196,7 +199,7 @@ fn other_users_are_refused_by_the_control_socket() {
         let answer = ask(request, 65534);
         assert_eq!(answer.trim(), "{\"refused\":\"only root and the daemon's user may send requests\"}", "{request}");
     }
-    assert_eq!(wait_for_status(&address).state, DaemonStateName::Resting, "a rejected request paused the daemon");
+    assert_eq!(wait_for_status(&address).state, DaemonStateName::Idle, "a rejected request paused the daemon");
     assert!(ask("status", 0).starts_with("{\"status\":"));
 }
 

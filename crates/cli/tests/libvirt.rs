@@ -256,10 +256,10 @@ fn libvirt_domains_are_kept_apart_and_unharmed() {
         &["merge", "--vm", &sealed, "--dry-run", "--pass-interval", "0"],
         &[0, 1],
     );
-    assert!(left["plan"]["left_alone"].to_string().contains("its owner forbids merging: mem-merge=off"), "{left}");
+    assert!(left["plan"]["skipped"].to_string().contains("its owner forbids merging: mem-merge=off"), "{left}");
     let over = ["merge", "--vm", &sealed, "--dry-run", "--pass-interval", "0", "--ignore-opt-out"];
     let over = place.report_json(&libvirt.group_config(), &over, &[0, 1]);
-    assert!(!over["plan"]["left_alone"].to_string().contains("mem-merge"), "{over}");
+    assert!(!over["plan"]["skipped"].to_string().contains("mem-merge"), "{over}");
     let doctor = place.run("", &["doctor", "--json"]);
     let doctor: Value = serde_json::from_slice(&doctor.stdout).expect("JSON");
     let mut findings = doctor["findings"].as_array().unwrap().iter();

@@ -49,5 +49,5 @@ fn live_reports_match_their_schemas() {
     let merged = report_json("merge", state.path(), &labs, &["--cpu", "100"]);
     assert!(merged["outcome"]["saved"].as_u64() > Some(0), "{merged}");
     let unmerged = report_json("unmerge", state.path(), &labs, &[]);
-    assert!(unmerged["taken"]["withdrawn"].as_u64() > Some(0), "{unmerged}");
+    assert!(unmerged["taken"]["unenrolled"].as_u64() > Some(0), "{unmerged}");
 }

@@ -130,7 +130,7 @@ fn prediction_is_met_and_settings_are_restored() {
     let outcome = &merged["outcome"];
     assert_eq!(outcome["end"], "settled", "{outcome}");
     assert!(outcome["saved"].as_u64().unwrap() >= freed, "{outcome}");
-    assert!(outcome["missed"].as_array().unwrap().is_empty(), "{outcome}");
+    assert!(outcome["failed_changes"].as_array().unwrap().is_empty(), "{outcome}");
     assert!(outcome["stops"].as_u64() >= Some(2), "each process must be stopped at least once");
     assert_differences_explained(&merged);
     assert_eq!(ksm.changed_settings(), []);
@@ -209,11 +209,12 @@ fn assert_differences_explained(merged: &Value) {
         ("available", &plan["savings"]["net"], of(&outcome["available_after"]) - of(&outcome["available_before"])),
     ] {
         let differences = outcome["differences"].as_array().unwrap().iter();
-        let differences: Vec<&Value> = differences.filter(|of| of["of"] == figure).collect();
-        let told: f64 = differences.iter().map(|difference| of(&difference["by"])).sum();
+        let differences: Vec<&Value> = differences.filter(|of| of["figure"] == figure).collect();
+        let told: f64 = differences.iter().map(|difference| of(&difference["amount"])).sum();
         let in_vain =
-            |difference: &&&Value| difference["why"].as_str().is_some_and(|why| why.starts_with("not explained"));
-        let unexplained: f64 = differences.iter().filter(in_vain).map(|difference| of(&difference["by"]).abs()).sum();
+            |difference: &&&Value| difference["reason"].as_str().is_some_and(|why| why.starts_with("not explained"));
+        let unexplained: f64 =
+            differences.iter().filter(in_vain).map(|difference| of(&difference["amount"]).abs()).sum();
         // The merge follows each page; it does not follow durations and other programs' memory.
         let bounded = ["saved", "metadata", "regions_added"].contains(&figure);
         assert!(!bounded || unexplained <= of(predicted) / 50.0, "{figure}: {unexplained} not explained: {merged}");
@@ -267,7 +268,7 @@ fn unprofitable_processes_are_unenrolled() {
     let chosen: Vec<u64> =
         merged["plan"]["targets"].as_array().unwrap().iter().map(|target| target["pid"].as_u64().unwrap()).collect();
     assert_eq!(chosen, [labs[0].pid(), labs[1].pid()].map(u64::from), "{merged}");
-    let left = merged["plan"]["left_alone"].as_array().unwrap().iter();
+    let left = merged["plan"]["skipped"].as_array().unwrap().iter();
     let left: BTreeSet<u64> = left.map(|left| left["pid"].as_u64().unwrap()).collect();
     assert!(left.contains(&labs[3].pid().into()) && left.contains(&labs[4].pid().into()), "{left:?}");
     let items = |lab: &RunningLab<RegionLine>| {
@@ -289,7 +290,11 @@ fn unprofitable_processes_are_unenrolled() {
     assert_eq!(ksm.changed_settings(), []);
     // Without anything to merge, the command unenrolls nothing.
     let alone = parse_report(&run_merge(state.path(), &[&labs[2]], &["--json"]), 0);
-    assert_eq!((&alone["plan"]["narrowed"], &alone["outcome"]), (&Value::Array(Vec::new()), &Value::Null), "{alone}");
+    assert_eq!(
+        (&alone["plan"]["temporary_unenrolls"], &alone["outcome"]),
+        (&Value::Array(Vec::new()), &Value::Null),
+        "{alone}"
+    );
 }
 
 /// Without an enrolled process ksmd sleeps, and the full scan that the merge waits for never happens.
@@ -340,12 +345,12 @@ fn is_unenrolled_as_reported(ksm: &KsmTestGuard) -> bool {
     let gone = 4000 - enrolled_pages(&lab, lab.first_region("rewritten-zero"));
     // The other unenrolled pages are the lab's own.
     let told = gone..gone + 400;
-    let withdrawn = merged["outcome"]["watched"]["withdrawn_pages"].as_u64();
+    let withdrawn = merged["outcome"]["merged_watch"]["unenrolled_pages"].as_u64();
     assert!(withdrawn.is_none_or(|pages| told.contains(&pages)), "{gone}: {merged}");
     let differences = merged["outcome"]["differences"].as_array().unwrap().iter();
     let why = ["unenrolled: unstable", "unenrolled: no page of it merged"];
-    let lost = differences.filter(|of| of["of"] == "saved" && why.iter().any(|why| of["why"] == *why));
-    let bytes: f64 = lost.map(|of| -of["by"].as_f64().unwrap()).sum();
+    let lost = differences.filter(|of| of["figure"] == "saved" && why.iter().any(|why| of["reason"] == *why));
+    let bytes: f64 = lost.map(|of| -of["amount"].as_f64().unwrap()).sum();
     assert!(told.contains(&((bytes / 4096.0) as u64)), "{gone}: {merged}");
     assert_differences_explained(&merged);
     assert_eq!(ksm.changed_settings(), []);
@@ -480,7 +485,7 @@ fn consecutive_merges_keep_domains_apart() {
     assert!(text.contains("processes of other trust domains are enrolled already"), "{text}");
     let merged = parse_report(&run_merge(state.path(), &labs, &["--json", "--min-profit", "0"]), 0);
     // Other enrolled processes on this machine count as well.
-    assert!(merged["kept_apart_from"].as_u64() >= Some(2) && merged["processes"] == 2, "{merged}");
+    assert!(merged["foreign_processes"].as_u64() >= Some(2) && merged["processes"] == 2, "{merged}");
     for lab in labs {
         assert_eq!(enrolled_pages(lab, lab.first_region("shared-content")), 0, "enrolled by root already: {merged}");
     }
@@ -500,7 +505,7 @@ fn hidden_processes_are_reported() {
         let mut command = Command::new(within.first().unwrap_or(&"env"));
         command.args(within.iter().skip(1)).args(["sh", "-c", &script.replace("--json", more)]);
         let output = command.arg(env!("CARGO_BIN_EXE_pagefold")).arg(state.path()).output().unwrap();
-        parse_report(&output, 0)["others_hidden"].clone()
+        parse_report(&output, 0)["enrolled_may_be_hidden"].clone()
     };
     let namespace = ["unshare", "--pid", "--fork", "--mount-proc"];
     if !nix::unistd::geteuid().is_root()
@@ -549,7 +554,7 @@ fn guests_are_enrolled_by_control_socket() {
         assert!(merged["outcome"]["saved"].as_u64() >= Some(16 << 20), "{merged}");
         let narrowed = temporary_unenrolls(&merged).into_values().sum::<u64>();
         assert!(narrowed >= 8 << 20, "the merge must unenroll each guest's unique memory: {narrowed}");
-        assert!(merged["outcome"]["not_put_back"].as_array().unwrap().is_empty(), "{merged}");
+        assert!(merged["outcome"]["failed_undos"].as_array().unwrap().is_empty(), "{merged}");
         assert!(pids.iter().all(|&pid| is_guest_memory_marked(pid)), "guest memory must be one enrolled region");
     }
     let fleet = RunningLab::start_fleet(&[&FLEET_ARGUMENTS[..], &["--name-prefix", "told", "--no-mem-merge"]].concat())
@@ -589,7 +594,7 @@ fn is_guest_memory_marked(pid: u32) -> bool {
 
 /// Bytes unenrolled from each process while ksmd works.
 fn temporary_unenrolls(merged: &Value) -> BTreeMap<u32, u64> {
-    let narrowed = merged["plan"]["narrowed"].as_array().unwrap().iter();
+    let narrowed = merged["plan"]["temporary_unenrolls"].as_array().unwrap().iter();
     let number = |of: &Value, field: &str| of[field].as_u64().unwrap();
     narrowed.map(|of| (number(of, "pid") as u32, number(of, "bytes"))).collect()
 }
@@ -597,7 +602,7 @@ fn temporary_unenrolls(merged: &Value) -> BTreeMap<u32, u64> {
 /// How each target of a merge was enrolled.
 fn enroll_methods(merged: &Value) -> BTreeMap<u32, String> {
     let targets = merged["plan"]["targets"].as_array().unwrap().iter();
-    let way = |target: &Value| (target["pid"].as_u64().unwrap() as u32, target["way"].as_str().unwrap().to_owned());
+    let way = |target: &Value| (target["pid"].as_u64().unwrap() as u32, target["method"].as_str().unwrap().to_owned());
     targets.map(way).collect()
 }
 
@@ -623,7 +628,7 @@ fn guest_with_busy_control_socket_is_unchanged() {
     assert!(text.contains(&format!("Would not be enrolled: {} (held-0): ", held.pid)), "{text}");
     let merged = parse_report(&merge(&["--json"]), 3);
     assert_eq!(enroll_methods(&merged), BTreeMap::from([(held.pid, "none".to_owned()), (free.pid, "qmp".to_owned())]));
-    let missed = &merged["outcome"]["missed"];
+    let missed = &merged["outcome"]["failed_changes"];
     assert_eq!((missed.as_array().unwrap().len(), &missed[0]["pid"]), (1, &held.pid.into()), "{merged}");
     let why = missed[0]["why"].as_str().unwrap();
     assert!(why.contains("virsh qemu-monitor-command") && why.contains("`--inject`"), "{why}");

@@ -57,8 +57,9 @@ fn merge_with_interlude(pids: &[u32], interlude: impl FnOnce()) -> Value {
 /// The saved frames that differences with this reason account for.
 fn frames_for_reason(merged: &Value, reason: &str) -> i64 {
     let differences = merged["outcome"]["differences"].as_array().expect("the report has no differences").iter();
-    let of = differences.filter(|of| of["of"] == "saved" && of["why"].as_str().expect("a string").contains(reason));
-    of.map(|difference| difference["by"].as_f64().expect("a number") as i64 / PAGE_BYTES as i64).sum()
+    let of =
+        differences.filter(|of| of["figure"] == "saved" && of["reason"].as_str().expect("a string").contains(reason));
+    of.map(|difference| difference["amount"].as_f64().expect("a number") as i64 / PAGE_BYTES as i64).sum()
 }
 
 #[test]
@@ -106,7 +107,7 @@ fn each_difference_reason_is_reported_with_its_count() {
     // Written pages are still in memory, and ksmd keeps metadata for each page of the first two processes.
     let why = |word: &str| {
         let differences = merged["outcome"]["differences"].as_array().unwrap();
-        differences.iter().any(|of| of["of"] == "metadata" && of["why"].as_str().unwrap().contains(word))
+        differences.iter().any(|of| of["figure"] == "metadata" && of["reason"].as_str().unwrap().contains(word))
     };
     assert!(why("in processes that ended"), "{merged}");
 }

@@ -169,9 +169,9 @@ fn recover_reports_failed_undos() {
     ksm.write_setting("pages_to_scan", 5);
     let said = expect_status(3, state, &["recover", "--json"]);
     let report: Value = serde_json::from_str(&said).unwrap();
-    assert_eq!(report["remains"].as_array().unwrap().len(), 1);
-    assert_eq!(report["remains"][0]["was"], "/sys/kernel/mm/ksm/pages_to_scan was 777");
-    assert_eq!(report["put_back"][0], "/sys/kernel/mm/ksm/run was 0");
+    assert_eq!(report["failed_undos"].as_array().unwrap().len(), 1);
+    assert_eq!(report["failed_undos"][0]["previous_state"], "/sys/kernel/mm/ksm/pages_to_scan was 777");
+    assert_eq!(report["undone"][0], "/sys/kernel/mm/ksm/run was 0");
     assert_eq!([read_setting("sleep_millisecs"), read_setting("pages_to_scan"), read_setting("run")], ["20", "5", "0"]);
     assert!(expect_status(0, state, &["recover"]).contains("Nothing was left"));
 }

@@ -70,8 +70,8 @@ fn trace_replay_is_deterministic() {
     let times: Vec<u64> = decisions.iter().map(|decision| decision["time_ms"].as_u64().unwrap()).collect();
     assert!(times.is_sorted() && times[0] >= 1_700_000_000_000, "{times:?}");
     assert!(times.iter().any(|time| *time >= 1_700_000_600_000), "the daemon must scan again later: {times:?}");
-    let merge = decisions.iter().find(|decision| decision["what"] == "merge").expect("the daemon decided on no merge");
-    assert!(merge["predicted"].as_u64() > Some(0) && merge["acted"] == false, "{merge}");
+    let merge = decisions.iter().find(|decision| decision["kind"] == "merge").expect("the daemon decided on no merge");
+    assert!(merge["predicted"].as_u64() > Some(0) && merge["carried_out"] == false, "{merge}");
 
     assert_eq!(run(&["--mode", "act"]).status.code(), Some(2), "a recording cannot be changed");
     assert_eq!(run(&["--mode", "observe"]).stdout, b"", "a daemon in observe mode must decide nothing");

@@ -43,7 +43,7 @@ fn write_history(path: &Path, host: &str, mib: f64, tau: f64) {
             writer.note_status(made.status_at(second));
         }
         if second.is_multiple_of(60) {
-            writer.note_footprints(made.status.time, &fixture_status().members);
+            writer.note_footprints(made.status.time, &fixture_status().tracked_processes);
             writer.commit().expect("cannot write the history");
         }
     }
@@ -77,11 +77,11 @@ impl SyntheticStatus {
         let newcomer = TrackedProcessReport {
             state: TrackingState::Arriving,
             start_time: u64::from(number),
-            ..status.members[0].clone()
+            ..status.tracked_processes[0].clone()
         };
-        status.members = vec![TrackedProcessReport { state: TrackingState::Merged, ..newcomer.clone() }];
+        status.tracked_processes = vec![TrackedProcessReport { state: TrackingState::Merged, ..newcomer.clone() }];
         if since < 2.0 {
-            status.members.push(newcomer);
+            status.tracked_processes.push(newcomer);
         }
         let ended = |after: f64, reached| PassReport {
             time: START_SECONDS + f64::from(number * GUEST_INTERVAL_SECONDS) + after,
@@ -89,7 +89,7 @@ impl SyntheticStatus {
             cpu_seconds: after / 1.5,
             processes: 1,
             predicted: (self.mib * 1.02 * f64::from(1 << 20)) as u64,
-            reached,
+            measured: reached,
         };
         let reached = Some((self.mib * 0.985 * f64::from(1 << 20)) as i64);
         // Each daemon counts its own passes.
@@ -106,12 +106,12 @@ impl SyntheticStatus {
             self.decision_count = number + 1;
             status.decisions.push(DecisionReport {
                 time_ms: (status.time * 1e3) as u64,
-                what: "census".to_owned(),
-                whom: format!("guest-{number}"),
+                kind: "census".to_owned(),
+                subject: format!("guest-{number}"),
                 reason: "arrived".to_owned(),
-                why: "it came 2 s ago, & <b>nobody</b> knows it".to_owned(),
+                explanation: "it came 2 s ago, & <b>nobody</b> knows it".to_owned(),
                 predicted: None,
-                acted: true,
+                carried_out: true,
             });
         }
         let decided = u64::from(self.decision_count - self.restarted_at / GUEST_INTERVAL_SECONDS);
@@ -176,7 +176,7 @@ fn hosts_and_time_spans_are_compared() {
     let told = run_successfully(folder, &["report", "a.db", "b.db", "--json"]);
     let mut report: Value = serde_json::from_str(&told).expect("JSON");
     assert_matches_schema(&report);
-    let known = report["sides"][0]["figures"]["converge"].clone();
+    let known = report["sides"][0]["figures"]["convergence"].clone();
     assert_eq!(known["merges"], 9, "{known}");
     // By construction: an exponential rise reaches 90 % after 2.3 time constants. The scan before it took one second,
     // and the guests waited two seconds.
@@ -302,7 +302,7 @@ fn history_survives_daemon_exit_and_kill() {
     let report = report_from_folder(folder.path()).expect("the daemon kept no history");
     let side = &report["sides"][0];
     assert!(side["host"].as_str().is_some_and(|host| host.contains("linux-6.18")), "{}", side["host"]);
-    assert!(side["members"].as_array().is_some_and(|members| !members.is_empty()), "{side}");
+    assert!(side["processes"].as_array().is_some_and(|processes| !processes.is_empty()), "{side}");
     assert!(side["passes"].as_array().is_some_and(|passes| !passes.is_empty()), "{side}");
     assert!(side["decisions"].as_array().is_some_and(|decisions| !decisions.is_empty()), "{side}");
     let samples = side["samples"].as_u64().unwrap();

@@ -45,10 +45,10 @@ fn self_enrolled_memory_is_enrolled_again_after_merge() {
     let pids = labs.each_ref().map(|lab| format!("--pid={}", lab.pid()));
     let output = pagefold_command(state.path(), "merge").args(&pids).output().unwrap();
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let narrowed = report["plan"]["narrowed"].as_array().unwrap();
+    let narrowed = report["plan"]["temporary_unenrolls"].as_array().unwrap();
     assert!(narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(3000 * MIN_PAGE_BYTES)), "{narrowed:?}");
     assert_eq!(narrowed.len(), 2);
-    assert_eq!(report["outcome"]["not_put_back"], Value::Array(Vec::new()));
+    assert_eq!(report["outcome"]["failed_undos"], Value::Array(Vec::new()));
     // By now other profitable memory is enrolled, too.
     assert!(labs.iter().zip(&before).all(|(lab, before)| before.is_subset(&enrolled_page_addresses(lab))));
 }

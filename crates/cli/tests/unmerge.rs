@@ -198,8 +198,8 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
     assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
     let guest = &done["processes"][0];
     assert_eq!(
-        (&guest["pid"], &guest["way"], &guest["state"]),
-        (&first.pid.into(), &"qmp".into(), &"withdrawn".into())
+        (&guest["pid"], &guest["method"], &guest["state"]),
+        (&first.pid.into(), &"qmp".into(), &"unenrolled".into())
     );
     assert_eq!((&guest["merged_pages_after"], &guest["zero_pages_after"]), (&0.into(), &0.into()), "{guest}");
     assert!(guest["longest_stop_ms"].is_null(), "unmerge by control socket must stop no thread");
@@ -219,10 +219,10 @@ fn guest_is_unenrolled_by_socket_with_predicted_copies() -> UnmergeTestResult {
 
     // Firmware and video memory belong to no backend. The first run reports them; the second unenrolls them by
     // injection.
-    assert!(guest["beside_pages"].as_u64() > Some(0), "{guest}");
+    assert!(guest["uncovered_pages"].as_u64() > Some(0), "{guest}");
     let (status, again) = unmerge_json(&["--vm", "apart-0"])?;
     assert_eq!(
-        (status, &again["outcome"], &again["processes"][0]["way"]),
+        (status, &again["outcome"], &again["processes"][0]["method"]),
         (Some(0), &"done".into(), &"regions".into()),
         "{again}"
     );
@@ -261,7 +261,7 @@ fn unmerge_killed_at_guest_socket_is_finished_by_the_next() -> UnmergeTestResult
         assert_eq!(is_marked()?, marked, "{name}");
     }
     let (status, done) = unmerge_json(&["--vm", "killed-0"])?;
-    assert_eq!((status, &done["processes"][0]["state"]), (Some(0), &"withdrawn".into()), "{done}");
+    assert_eq!((status, &done["processes"][0]["state"]), (Some(0), &"unenrolled".into()), "{done}");
     assert!(regions_of(guest.pid, 0)?.iter().all(|region| !region.2));
     Ok(())
 }
@@ -354,7 +354,7 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
     );
     let binds = &refused["guard"]["limits"][0];
     let name = cgroup.directory.file_name().and_then(|name| name.to_str()).ok_or("the cgroup has no name")?;
-    assert!(binds["place"].as_str().is_some_and(|place| place.ends_with(name)), "{binds}");
+    assert!(binds["scope"].as_str().is_some_and(|place| place.ends_with(name)), "{binds}");
     // Compare with the figures of the same plan: between two plans pages merge and COW breaks happen.
     let copies = |process: usize| {
         let pages = |name: &str| refused["processes"][process][name].as_u64().unwrap_or(0);
@@ -369,8 +369,8 @@ fn unmerge_refuses_when_cgroup_limit_is_too_low() -> UnmergeTestResult {
     let (status, staged) = unmerge_json(&[&chosen[..], &["--staged"]].concat())?;
     assert_eq!((status, &staged["outcome"]), (Some(3), &"partial".into()), "{staged}");
     let states: Vec<&str> = (0..2).filter_map(|n| staged["processes"][n]["state"].as_str()).collect();
-    assert_eq!(states, ["withdrawn", "untouched"], "{staged}");
-    assert_eq!(staged["stopped"]["verdict"], "short");
+    assert_eq!(states, ["unenrolled", "untouched"], "{staged}");
+    assert_eq!(staged["stopped_by_guard"]["verdict"], "short");
     let (_, text, _) = run_unmerge(&[&chosen[..], &["--staged"]].concat())?;
     assert!(flat(&text).contains(all_at_once), "{text}");
     assert_eq!(cgroup.oom_kills().unwrap_or(0), 0);
@@ -473,11 +473,11 @@ fn predicted_memory_need_is_exact() -> UnmergeTestResult {
     assert_eq!(status, Some(0), "{dry}");
     let process = &dry["processes"][0];
     // 400 pages on 100 frames, each of which is freed with its last mapping. Each zero page needs a new frame.
-    let figures = ["merged_pages", "zero_pages", "returned_pages"].map(|name| process[name].as_u64());
+    let figures = ["merged_pages", "zero_pages", "freed_frames"].map(|name| process[name].as_u64());
     assert_eq!(figures, [Some(400), Some(100), Some(100)], "{process}");
-    assert!(process["estimated"].is_null());
+    assert!(process["estimate_reason"].is_null());
     let host =
-        dry["guard"]["limits"].as_array().and_then(|limits| limits.iter().find(|limit| limit["place"] == "this host"));
+        dry["guard"]["limits"].as_array().and_then(|limits| limits.iter().find(|limit| limit["scope"] == "this host"));
     assert_eq!(host.ok_or("the guard has no limit of this host")?["needed"].as_u64(), Some(400 * 4096));
     Ok(())
 }
@@ -510,7 +510,7 @@ fn injected_unmerge_restores_private_pages() -> UnmergeTestResult {
         let (status, done) = unmerge_json(&["--pid", &pid.to_string()])?;
         assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");
         let process = &done["processes"][0];
-        assert_eq!(process["way"], if enrolled == "--mergeable" { "regions" } else { "whole" });
+        assert_eq!(process["method"], if enrolled == "--mergeable" { "regions" } else { "whole" });
         let pages = |name: &str| process[name].as_u64();
         assert!(pages("merged_pages") >= Some(4000) && pages("zero_pages") >= Some(1000), "{process}");
         // Zero pages placed by KSM are restored, too.
@@ -575,7 +575,7 @@ fn staged_unmerge_stops_when_the_cgroup_is_full() -> UnmergeTestResult {
     let (status, staged) = unmerge_json(&["--pid", &target, "--staged"])?;
     assert_eq!((status, &staged["outcome"]), (Some(3), &"partial".into()), "{staged}");
     let process = &staged["processes"][0];
-    assert_eq!((&process["parts_withdrawn"], &process["state"]), (&2.into(), &"partial".into()), "{process}");
+    assert_eq!((&process["batches_unenrolled"], &process["state"]), (&2.into(), &"partial".into()), "{process}");
     assert_eq!(process["merged_pages_after"].as_u64(), Some(32768 - 2 * 8192));
     assert_eq!(cgroup.oom_kills().unwrap_or(0), 0);
     assert_eq!(range_checksum(pid, start, end)?, before);
@@ -625,10 +625,10 @@ fn unmerge_in_a_container_finds_the_limits_of_other_cgroups() -> UnmergeTestResu
     pod.set_limit((pod.used_bytes().ok_or("no memory usage")? + BYTES_PER_MIB) & !4095)?;
     let (status, refused) = unmerge(&[])?;
     assert_eq!((status, &refused["outcome"]), (Some(1), &"refused".into()), "{refused}");
-    assert_eq!(refused["guard"]["unknown"], json!([]), "{refused}");
+    assert_eq!(refused["guard"]["unreadable"], json!([]), "{refused}");
     let name = pod.directory.file_name().and_then(|name| name.to_str()).ok_or("the cgroup has no name")?;
     let binds = &refused["guard"]["limits"][0];
-    assert!(binds["place"].as_str().is_some_and(|place| place.ends_with(name)), "{refused}");
+    assert!(binds["scope"].as_str().is_some_and(|place| place.ends_with(name)), "{refused}");
     pod.set_limit((pod.used_bytes().ok_or("no memory usage")? + 64 * BYTES_PER_MIB) & !4095)?;
     let (status, done) = unmerge(&[])?;
     assert_eq!((status, &done["outcome"]), (Some(0), &"done".into()), "{done}");

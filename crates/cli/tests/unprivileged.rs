@@ -64,7 +64,7 @@ fn unprivileged_census_is_exact_and_names_unseen_processes() {
     expect("shared-content", &[("resident", 15), ("unique", 15)]);
 
     for pid in [roots.pid(), std::process::id()] {
-        let unseen = report["not_counted"]["processes"].as_array().unwrap();
+        let unseen = report["not_counted"]["unscanned_processes"].as_array().unwrap();
         let unseen = unseen.iter().find(|process| process["pid"] == pid).expect("root's process is not named");
         assert_eq!(unseen["reason"], "denied");
         assert!(report["processes"].as_array().unwrap().iter().all(|process| process["pid"] != pid));

@@ -40,7 +40,7 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
             used("ksmd", status.cpu.ksmd),
             used("pagefold", status.cpu.pagefold),
             status.bounds.cpu_percent,
-            status.bounds.burst_left_seconds,
+            status.bounds.burst_available_seconds,
             status.bounds.burst_seconds
         ),
         2,
@@ -52,23 +52,23 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
             passes.passes,
             passes.merges,
             Bytes(passes.predicted),
-            format_net(passes.reached),
-            match status.arrivals {
+            format_net(passes.measured),
+            match status.process_discovery {
                 ProcessDiscovery::ProcConnector => "reported by the kernel",
                 ProcessDiscovery::Polling => "found by polling",
             }
         ),
         2,
     ));
-    if !status.members.is_empty() {
-        text.push_str(&style.format_heading("Members"));
+    if !status.tracked_processes.is_empty() {
+        text.push_str(&style.format_heading("Tracked processes"));
         let mut table =
             style.new_table(&[">pid", "name", "trust domain", ">resident", ">merged", ">footprint", "state", "why"]);
-        for member in status.members.iter().take(max_rows) {
+        for member in status.tracked_processes.iter().take(max_rows) {
             table.add_row(process_row(member));
         }
         text.push_str(&style.render_table(&table));
-        let left = status.members.len().saturating_sub(max_rows) as u64 + status.members_left_out;
+        let left = status.tracked_processes.len().saturating_sub(max_rows) as u64 + status.tracked_processes_omitted;
         if left > 0 {
             text.push_str(&format!("and {left} more\n"));
         }
@@ -79,11 +79,11 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
         let mut table = style.new_table(&[">ago", "what", "process", "why"]);
         for decision in status.decisions.iter().take(max_rows) {
             let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
-            let acted = if decision.acted { "" } else { "not carried out: " };
-            let what = decision.what.clone();
-            let plain = matches!(what.as_str(), "leave" | "refuse" | "rest" | "yield");
-            let why = format!("{}{}", if plain { "" } else { acted }, escape_unprintable(&decision.why));
-            table.add_row([format!("{ago:.0} s"), what, cut_end(&decision.whom, 40), why]);
+            let acted = if decision.carried_out { "" } else { "not carried out: " };
+            let what = decision.kind.clone();
+            let plain = matches!(what.as_str(), "skip" | "refuse" | "pause" | "yield");
+            let why = format!("{}{}", if plain { "" } else { acted }, escape_unprintable(&decision.explanation));
+            table.add_row([format!("{ago:.0} s"), what, cut_end(&decision.subject, 40), why]);
         }
         text.push_str(&style.render_table(&table));
     }
@@ -123,10 +123,10 @@ fn json_word<T: serde::Serialize>(value: &T) -> String {
 fn state_label(state: TrackingState) -> &'static str {
     match state {
         TrackingState::Arriving => "arriving",
-        TrackingState::Followed => "followed",
+        TrackingState::Tracked => "tracked",
         TrackingState::Merged => "merged",
         TrackingState::BackedOff => "backed off",
         TrackingState::Excluded => "excluded",
-        TrackingState::Withdrawn => "withdrawn",
+        TrackingState::Unenrolled => "unenrolled",
     }
 }

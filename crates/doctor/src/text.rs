@@ -25,8 +25,8 @@ pub fn render(report: &DoctorReport, verbose: bool, style: TextStyle) -> String 
         page.add_findings(report.findings.iter().filter(own), verbose);
     }
     page.text.push('\n');
-    if !report.not_seen.is_empty() {
-        page.add_paragraph(&escape_unprintable(&render_unscanned(&report.not_seen)), 0);
+    if !report.unscanned_processes.is_empty() {
+        page.add_paragraph(&escape_unprintable(&render_unscanned(&report.unscanned_processes)), 0);
     }
     if let Some(finding) = report.findings.iter().find(|finding| is_refusal(finding)).filter(|_| !verbose) {
         page.add_commands("To see it", &finding.remedy, 0);
@@ -207,7 +207,7 @@ mod tests {
             counts,
             processes: vec![],
             findings,
-            not_seen: vec![],
+            unscanned_processes: vec![],
         }
     }
 
@@ -278,7 +278,7 @@ mod tests {
         let mut report = report(vec![finding(VerdictName::Fail, name), finding(VerdictName::Ok, name)]);
         report.findings[0].value = name.to_owned();
         report.findings[0].remedy = vec![format!("echo {name}"), format!("# {name}")];
-        report.not_seen =
+        report.unscanned_processes =
             vec![UnscannedProcessReport { pid: 7, comm: Some(name.to_owned()), reason: "denied", detail: "no".into() }];
         for width in [60, 160] {
             let text = render(&report, false, TextStyle { width, color: false });

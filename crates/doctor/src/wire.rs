@@ -24,7 +24,7 @@ pub struct DoctorReport {
     pub findings: Vec<FindingReport>,
     /// Processes whose memory could not be read; pid 0 stands for processes that are not listed. Findings that need
     /// them are `unknown`.
-    pub not_seen: Vec<UnscannedProcessReport>,
+    pub unscanned_processes: Vec<UnscannedProcessReport>,
 }
 
 /// Verdict of a rule.
@@ -151,7 +151,7 @@ impl DoctorReport {
         host: String,
         processes: Vec<ProcessInfo>,
         findings: Vec<Finding>,
-        not_seen: Vec<UnscannedProcessReport>,
+        unscanned_processes: Vec<UnscannedProcessReport>,
     ) -> Self {
         let mut findings: Vec<FindingReport> = findings.into_iter().map(Into::into).collect();
         findings.sort_by_key(|finding| Reverse(finding.verdict));
@@ -166,7 +166,7 @@ impl DoctorReport {
             } += 1;
         }
         let verdict = findings.first().map_or(VerdictName::NotApplicable, |finding| finding.verdict);
-        Self { schema: "pagefold.doctor/1", host, verdict, counts, processes, findings, not_seen }
+        Self { schema: "pagefold.doctor/1", host, verdict, counts, processes, findings, unscanned_processes }
     }
 }
 

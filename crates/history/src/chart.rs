@@ -258,7 +258,7 @@ fn build_segments(points: &[SeriesPoint], spot: &dyn Fn(&SeriesPoint) -> Option<
     for point in points {
         match spot(point) {
             Some(spot) => match parts.last_mut() {
-                Some(part) if before == Some(point.run) => part.push(spot),
+                Some(part) if before == Some(point.run_id) => part.push(spot),
                 _ => parts.push(vec![spot]),
             },
             None => {
@@ -266,7 +266,7 @@ fn build_segments(points: &[SeriesPoint], spot: &dyn Fn(&SeriesPoint) -> Option<
                 continue;
             }
         }
-        before = Some(point.run);
+        before = Some(point.run_id);
     }
     parts
 }
@@ -280,7 +280,9 @@ fn build_step_segments(
     let mut parts: Vec<Vec<ChartPoint>> = Vec::new();
     for pair in points.windows(2) {
         let (before, point) = (&pair[0], &pair[1]);
-        let Some(spot) = spot(point).filter(|_| before.run == point.run && before.time < point.time) else { continue };
+        let Some(spot) = spot(point).filter(|_| before.run_id == point.run_id && before.time < point.time) else {
+            continue;
+        };
         let step = [ChartPoint { time: before.time, ..spot }, spot];
         match parts.last_mut() {
             Some(part) if part.last().is_some_and(|last| last.time == before.time) => part.extend(step),
@@ -296,8 +298,8 @@ fn convergence_series(sides: &[SideReport], clock: ChartClock) -> Vec<ChartSerie
     let color = |i| if sides.len() == 1 { SeriesColor::Saved } else { SeriesColor::Side(i) };
     let of = |(i, side): (usize, &SideReport)| {
         let spot = |pass: &super::report::PassRow| {
-            let high = pass.to_90_seconds? + pass.waited_seconds.unwrap_or(0.0);
-            Some(ChartPoint { time: pass.ended - time_offset(side, clock), low: 0.0, high })
+            let high = pass.seconds_to_90? + pass.arrival_wait_seconds.unwrap_or(0.0);
+            Some(ChartPoint { time: pass.ended_at - time_offset(side, clock), low: 0.0, high })
         };
         let dots: Vec<ChartPoint> = side.passes.iter().filter_map(spot).collect();
         let name = if sides.len() == 1 { "one merge".to_owned() } else { side.name.clone() };
@@ -313,7 +315,7 @@ mod tests {
 
     #[test]
     fn unknown_points_split_the_series() {
-        let point = |time: f64, run, net| SeriesPoint { time, run, saved_net: net, ..SeriesPoint::default() };
+        let point = |time: f64, run, net| SeriesPoint { time, run_id: run, saved_net: net, ..SeriesPoint::default() };
         let points = [
             point(0.0, 1, Some(1)),
             point(1.0, 1, Some(2)),
@@ -330,8 +332,12 @@ mod tests {
     /// A burst between two samples is as wide as the time between them, without slopes beside it.
     #[test]
     fn cpu_time_is_drawn_in_steps() {
-        let point =
-            |time: f64, run, percent| SeriesPoint { time, run, ksmd_percent: percent, ..SeriesPoint::default() };
+        let point = |time: f64, run, percent| SeriesPoint {
+            time,
+            run_id: run,
+            ksmd_percent: percent,
+            ..SeriesPoint::default()
+        };
         let points = [
             point(0.0, 1, None),
             point(10.0, 1, Some(0.0)),
@@ -354,8 +360,8 @@ mod tests {
 
     /// A side without data.
     const EMPTY_SIDE_JSON: &str = r#"{
-        "name": "", "host": "", "from": 0, "to": 31, "samples": 8, "points": [], "passes": [], "passes_left_out": 0,
-        "figures": {"covered_seconds": 0, "passes": 0, "merges": 0, "predicted": 0, "reached": 0},
-        "decisions_by_reason": {}, "decisions": [], "members": [], "members_left_out": 0
+        "name": "", "host": "", "from": 0, "to": 31, "samples": 8, "points": [], "passes": [], "passes_omitted": 0,
+        "figures": {"covered_seconds": 0, "passes": 0, "merges": 0, "predicted": 0, "measured": 0},
+        "decisions_by_reason": {}, "decisions": [], "processes": [], "processes_omitted": 0
     }"#;
 }

@@ -17,7 +17,7 @@ pub struct HistoryFigures {
     pub saved_net_mean: Option<f64>,
     /// The same, maximum.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub saved_net_highest: Option<i64>,
+    pub saved_net_max: Option<i64>,
     /// The same at the end.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_net_last: Option<i64>,
@@ -26,13 +26,13 @@ pub struct HistoryFigures {
     pub in_use_mean: Option<f64>,
     /// The same, maximum.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub in_use_highest: Option<u64>,
+    pub in_use_max: Option<u64>,
     /// Maximum of the predicted memory in use without merging: memory in use plus gross savings.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub unmerged_highest: Option<u64>,
+    pub without_merging_max: Option<u64>,
     /// The minimum of `MemAvailable`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub available_lowest: Option<u64>,
+    pub available_min: Option<u64>,
     /// CPU time of ksmd.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ksmd_seconds: Option<f64>,
@@ -52,10 +52,10 @@ pub struct HistoryFigures {
     /// Predicted savings of these merges.
     pub predicted: u64,
     /// Measured savings of these merges.
-    pub reached: i64,
+    pub measured: i64,
     /// How long merges took to reach most of their savings.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub converge: Option<ConvergenceReport>,
+    pub convergence: Option<ConvergenceReport>,
 }
 
 /// How long merges took to reach most of their savings, in seconds; over the merges whose duration is known.
@@ -149,12 +149,12 @@ impl HistoryFigures {
         Self {
             covered_seconds: covered,
             saved_net_mean: net.map(|(mean, _)| mean),
-            saved_net_highest: samples.iter().filter_map(|sample| sample.saved_net).max(),
+            saved_net_max: samples.iter().filter_map(|sample| sample.saved_net).max(),
             saved_net_last: samples.iter().rev().find_map(|sample| sample.saved_net),
             in_use_mean: time_weighted_mean(samples, |sample| Some(sample.in_use()? as f64)).map(|(mean, _)| mean),
-            in_use_highest: samples.iter().filter_map(HistorySample::in_use).max(),
-            unmerged_highest: samples.iter().filter_map(|sample| Some(sample.in_use()? + sample.saved_gross?)).max(),
-            available_lowest: samples.iter().filter_map(|sample| sample.available).min(),
+            in_use_max: samples.iter().filter_map(HistorySample::in_use).max(),
+            without_merging_max: samples.iter().filter_map(|sample| Some(sample.in_use()? + sample.saved_gross?)).max(),
+            available_min: samples.iter().filter_map(|sample| sample.available).min(),
             ksmd_seconds: ksmd,
             pagefold_seconds: pagefold,
             cpu_percent: cpu.filter(|_| covered > 0.0).map(|cpu| 100.0 * cpu / covered),
@@ -165,8 +165,8 @@ impl HistoryFigures {
             passes: span.passes.len() as u64,
             merges: merges().count() as u64,
             predicted: merges().map(|pass| pass.predicted).sum(),
-            reached: merges().filter_map(|pass| pass.measured).sum(),
-            converge: ConvergenceReport::from_passes(&span.passes),
+            measured: merges().filter_map(|pass| pass.measured).sum(),
+            convergence: ConvergenceReport::from_passes(&span.passes),
         }
     }
 
@@ -175,16 +175,16 @@ impl HistoryFigures {
         use FigureUnit::{Bytes, Count, Percent, Seconds};
         let whole = |value: Option<u64>| value.map(|value| value as f64);
         let signed = |value: Option<i64>| value.map(|value| value as f64);
-        let converge = |of: fn(&ConvergenceReport) -> Option<f64>| self.converge.as_ref().and_then(of);
-        let share = (self.predicted > 0).then(|| 100.0 * self.reached as f64 / self.predicted as f64);
+        let converge = |of: fn(&ConvergenceReport) -> Option<f64>| self.convergence.as_ref().and_then(of);
+        let share = (self.predicted > 0).then(|| 100.0 * self.measured as f64 / self.predicted as f64);
         vec![
             ("net savings, mean", Bytes, self.saved_net_mean),
-            ("net savings, maximum", Bytes, signed(self.saved_net_highest)),
+            ("net savings, maximum", Bytes, signed(self.saved_net_max)),
             ("net savings, at the end", Bytes, signed(self.saved_net_last)),
             ("memory in use, mean", Bytes, self.in_use_mean),
-            ("memory in use, maximum", Bytes, whole(self.in_use_highest)),
-            ("in use without merging, maximum", Bytes, whole(self.unmerged_highest)),
-            ("memory available, minimum", Bytes, whole(self.available_lowest)),
+            ("memory in use, maximum", Bytes, whole(self.in_use_max)),
+            ("in use without merging, maximum", Bytes, whole(self.without_merging_max)),
+            ("memory available, minimum", Bytes, whole(self.available_min)),
             ("CPU time of ksmd", Seconds, self.ksmd_seconds),
             ("CPU time of pagefold", Seconds, self.pagefold_seconds),
             ("CPU use of both, of one CPU", Percent, self.cpu_percent),
@@ -192,7 +192,7 @@ impl HistoryFigures {
             ("passes", Count, Some(self.passes as f64)),
             ("merges", Count, Some(self.merges as f64)),
             ("predicted savings of merges", Bytes, Some(self.predicted as f64)),
-            ("measured savings of merges", Bytes, Some(self.reached as f64)),
+            ("measured savings of merges", Bytes, Some(self.measured as f64)),
             ("measured of predicted savings", Percent, share),
             ("merges with known duration", Count, converge(|of| Some(of.merges as f64))),
             ("time to 90 %, median", Seconds, converge(|of| Some(of.to_90_median))),
@@ -258,7 +258,7 @@ mod tests {
         assert!(close(figures.saved_net_mean.map(|bytes| bytes / (1_u64 << 30) as f64), 3.0), "{figures:?}");
         assert!(close(figures.ksmd_seconds, 12.0) && close(figures.cpu_seconds_per_gib_hour, 4.0), "{figures:?}");
         assert!(close(figures.cpu_percent, 100.0 * 12.0 / 3600.0));
-        assert_eq!((figures.in_use_mean, figures.converge), (None, None));
+        assert_eq!((figures.in_use_mean, figures.convergence), (None, None));
     }
 
     #[test]

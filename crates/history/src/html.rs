@@ -65,7 +65,7 @@ fn render_header(report: &HistoryReport, title: &str, made: f64) -> String {
 /// The summary sentence of a side; unknown figures are left out.
 fn render_headline(side: &SideReport) -> String {
     let figures = &side.figures;
-    let saved = figures.saved_net_mean.zip(figures.saved_net_highest).map(|(mean, most)| {
+    let saved = figures.saved_net_mean.zip(figures.saved_net_max).map(|(mean, most)| {
         let (mean, most) =
             (FigureUnit::Bytes.format_value(Some(mean)), FigureUnit::Bytes.format_value(Some(most as f64)));
         format!("net savings {mean} mean, {most} maximum")
@@ -73,7 +73,7 @@ fn render_headline(side: &SideReport) -> String {
     let cpu = figures
         .cpu_percent
         .map(|percent| format!("CPU use {} of one CPU", FigureUnit::Percent.format_value(Some(percent))));
-    let converge = figures.converge.map(|converge| {
+    let converge = figures.convergence.map(|converge| {
         let (merges, seconds) = (converge.merges, FigureUnit::Seconds.format_value(Some(converge.to_90_median)));
         format!("median time to 90 % of a merge's savings {seconds}, over {merges}")
     });
@@ -126,8 +126,8 @@ fn render_figures(sides: &[SideReport]) -> String {
 fn render_differences(differences: &[SideDifference], names: &[String]) -> String {
     let (first, second) = (format!(">{}", names[0]), format!(">{}", names[1]));
     let rows = differences.iter().map(|one| {
-        let by = one.by.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
-        let percent = one.by_percent.map_or_else(String::new, format_signed_percent);
+        let by = one.change.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
+        let percent = one.change_percent.map_or_else(String::new, format_signed_percent);
         vec![one.figure.clone(), one.unit.format_value(one.first), one.unit.format_value(one.second), by, percent]
     });
     render_html_table("Differences", &["figure", &first, &second, ">change", ">in percent"], rows)
@@ -232,21 +232,21 @@ fn render_passes(side: &SideReport) -> String {
     ];
     let row = |pass: &PassRow| {
         let seconds = |value| FigureUnit::Seconds.format_value(value);
-        let reached = pass.reached.map(|reached| reached as f64);
+        let reached = pass.measured.map(|reached| reached as f64);
         let share = reached.filter(|_| pass.predicted > 0).map(|reached| 100.0 * reached / pass.predicted as f64);
         // Only passes with a merge have a plan.
-        let predicted = pass.reached.map(|_| pass.predicted as f64);
+        let predicted = pass.measured.map(|_| pass.predicted as f64);
         vec![
-            format_utc(pass.ended),
+            format_utc(pass.ended_at),
             seconds(Some(pass.seconds)),
             seconds(Some(pass.cpu_seconds)),
             FigureUnit::Count.format_value(Some(pass.processes as f64)),
             FigureUnit::Bytes.format_value(predicted),
             FigureUnit::Bytes.format_value(reached),
             share.map_or_else(|| "–".to_owned(), |share| format!("{share:.1} %")),
-            seconds(pass.waited_seconds),
-            seconds(pass.to_90_seconds),
-            seconds(pass.to_99_seconds),
+            seconds(pass.arrival_wait_seconds),
+            seconds(pass.seconds_to_90),
+            seconds(pass.seconds_to_99),
         ]
     };
     let (shown, more) = side.passes.split_at(side.passes.len().min(MAX_EXPANDED_PASSES));
@@ -255,7 +255,7 @@ fn render_passes(side: &SideReport) -> String {
         let more = render_html_table("Passes before", &headings, more.iter().map(row));
         let _ = write!(text, "<details>\n<summary>Passes before</summary>\n{more}</details>\n");
     }
-    text + &render_omitted(side.passes_left_out, "earlier passes")
+    text + &render_omitted(side.passes_omitted, "earlier passes")
 }
 
 fn render_omitted(count: u64, what: &str) -> String {
@@ -266,7 +266,7 @@ fn render_omitted(count: u64, what: &str) -> String {
 }
 
 fn render_processes(side: &SideReport) -> String {
-    if side.members.is_empty() {
+    if side.processes.is_empty() {
         return "<p class=\"note\">None.</p>\n".to_owned();
     }
     let headings = [
@@ -285,14 +285,14 @@ fn render_processes(side: &SideReport) -> String {
             escape_markup(&member.domain),
             FigureUnit::Count.format_value(Some(member.processes as f64)),
             FigureUnit::Bytes.format_value(member.footprint_mean),
-            FigureUnit::Bytes.format_value(member.footprint_highest.map(|bytes| bytes as f64)),
+            FigureUnit::Bytes.format_value(member.footprint_max.map(|bytes| bytes as f64)),
             FigureUnit::Bytes.format_value(member.resident_mean),
             FigureUnit::Bytes.format_value(member.saved_mean),
-            format_utc(member.last),
+            format_utc(member.last_time),
         ]
     };
-    render_html_table("Processes", &headings, side.members.iter().map(row))
-        + &render_omitted(side.members_left_out, "smaller processes")
+    render_html_table("Processes", &headings, side.processes.iter().map(row))
+        + &render_omitted(side.processes_omitted, "smaller processes")
 }
 
 fn render_decisions(side: &SideReport) -> String {
@@ -303,13 +303,14 @@ fn render_decisions(side: &SideReport) -> String {
     let counts: Vec<String> =
         reasons.map(|(reason, count)| format!("{} {count}", escape_markup(&reason.replace('_', " ")))).collect();
     let row = |one: &pagefold_daemon::wire::DecisionReport| {
-        let undone = if one.acted || matches!(one.what.as_str(), "leave" | "refuse" | "rest" | "yield") {
+        let undone = if one.carried_out || matches!(one.kind.as_str(), "skip" | "refuse" | "pause" | "yield") {
             ""
         } else {
             " <i>not carried out</i>"
         };
-        let why = format!("{} ({}){undone}", escape_markup(&one.why), escape_markup(&one.reason.replace('_', " ")));
-        vec![format_utc(one.time_ms as f64 / 1e3), escape_markup(&one.what), escape_markup(&one.whom), why]
+        let why =
+            format!("{} ({}){undone}", escape_markup(&one.explanation), escape_markup(&one.reason.replace('_', " ")));
+        vec![format_utc(one.time_ms as f64 / 1e3), escape_markup(&one.kind), escape_markup(&one.subject), why]
     };
     let latest = render_html_table(
         "Latest decisions",

@@ -25,7 +25,7 @@ const SAMPLES_SCHEMA: &str = "message history {
     optional double ksmd_percent;
     optional double pagefold_percent;
     required double bound_percent;
-    required int64 members;
+    required int64 tracked_processes;
 }";
 
 /// Write all samples of all sides.
@@ -60,7 +60,7 @@ pub fn write_samples(sides: &[(String, HistorySpan)], path: &Path) -> Result<()>
     write_optional_column::<DoubleType>(&mut group, points().map(|point| point.ksmd_percent))?;
     write_optional_column::<DoubleType>(&mut group, points().map(|point| point.pagefold_percent))?;
     column::<DoubleType>(&mut group, &points().map(|point| point.bound_percent).collect::<Vec<_>>())?;
-    column::<Int64Type>(&mut group, &points().map(|point| point.members.cast_signed()).collect::<Vec<_>>())?;
+    column::<Int64Type>(&mut group, &points().map(|point| point.tracked_processes.cast_signed()).collect::<Vec<_>>())?;
     group.close()?;
     file.close()?;
     Ok(())

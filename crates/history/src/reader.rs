@@ -64,8 +64,8 @@ fn query_rows<T>(
 }
 
 const SELECT_SAMPLES: &str =
-    "SELECT time_ms, run, saved_gross, saved_net, total, available, keep_available, ksmd_seconds,
-    pagefold_seconds, bound_percent, members FROM sample";
+    "SELECT time_ms, run_id, saved_gross, saved_net, total, available, keep_available, ksmd_seconds,
+    pagefold_seconds, bound_percent, tracked_processes FROM sample";
 
 fn sample_from_row(row: &Row<'_>) -> rusqlite::Result<HistorySample> {
     Ok(HistorySample {
@@ -83,9 +83,8 @@ fn sample_from_row(row: &Row<'_>) -> rusqlite::Result<HistorySample> {
     })
 }
 
-const SELECT_PASSES: &str =
-    "SELECT run, number, time_ms, seconds, cpu_seconds, processes, predicted, reached, waited, to_90,
-    to_99 FROM pass";
+const SELECT_PASSES: &str = "SELECT run_id, number, time_ms, seconds, cpu_seconds, processes, predicted, measured,
+    arrival_wait_seconds, seconds_to_90, seconds_to_99 FROM pass";
 
 fn pass_from_row(row: &Row<'_>) -> rusqlite::Result<HistoryPass> {
     Ok(HistoryPass {
@@ -103,21 +102,22 @@ fn pass_from_row(row: &Row<'_>) -> rusqlite::Result<HistoryPass> {
     })
 }
 
-const SELECT_DECISIONS: &str = "SELECT time_ms, what, whom, reason, why, predicted, acted FROM decision";
+const SELECT_DECISIONS: &str =
+    "SELECT time_ms, kind, subject, reason, explanation, predicted, carried_out FROM decision";
 
 fn decision_from_row(row: &Row<'_>) -> rusqlite::Result<DecisionReport> {
     Ok(DecisionReport {
         time_ms: to_unsigned(row.get(0)?),
-        what: row.get(1)?,
-        whom: row.get(2)?,
+        kind: row.get(1)?,
+        subject: row.get(2)?,
         reason: row.get(3)?,
-        why: row.get(4)?,
+        explanation: row.get(4)?,
         predicted: to_optional_unsigned(row.get(5)?),
-        acted: row.get(6)?,
+        carried_out: row.get(6)?,
     })
 }
 
-const SELECT_FOOTPRINTS: &str = "SELECT time_ms, label, kind, domain, pid, resident, footprint, saved FROM member";
+const SELECT_FOOTPRINTS: &str = "SELECT time_ms, label, kind, domain, pid, resident, footprint, saved FROM footprint";
 
 fn footprint_from_row(row: &Row<'_>) -> rusqlite::Result<FootprintSample> {
     let kind: String = row.get(2)?;

@@ -44,7 +44,7 @@ impl HistorySample {
             ksmd_seconds: status.cpu.ksmd.map(|used| used.seconds),
             pagefold_seconds: status.cpu.pagefold.map(|used| used.seconds),
             bound_percent: status.bounds.cpu_percent,
-            tracked_processes: status.members.len() as u64 + status.members_left_out,
+            tracked_processes: status.tracked_processes.len() as u64 + status.tracked_processes_omitted,
         }
     }
 

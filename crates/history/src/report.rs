@@ -58,23 +58,23 @@ pub struct SideReport {
     /// The latest passes, the latest first.
     pub passes: Vec<PassRow>,
     /// The number of omitted passes.
-    pub passes_left_out: u64,
+    pub passes_omitted: u64,
     /// The number of decisions by reason.
     pub decisions_by_reason: BTreeMap<String, u64>,
     /// The latest decisions, the latest first.
     pub decisions: Vec<DecisionReport>,
     /// The largest tracked processes by mean footprint. Only processes that were among the largest when recorded are
     /// included.
-    pub members: Vec<ProcessRow>,
+    pub processes: Vec<ProcessRow>,
     /// The number of omitted tracked processes.
-    pub members_left_out: u64,
+    pub processes_omitted: u64,
 }
 
 /// A pass: a census, and a merge if it is profitable. Bytes and seconds.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PassRow {
     /// When it ended, in seconds since 1970.
-    pub ended: f64,
+    pub ended_at: f64,
     /// Its duration.
     pub seconds: f64,
     /// CPU time of ksmd and pagefold together.
@@ -85,31 +85,31 @@ pub struct PassRow {
     pub predicted: u64,
     /// The measured savings; absent if nothing was merged.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reached: Option<i64>,
+    pub measured: Option<i64>,
     /// The time from the first arrival of a process since the previous merge, at most two minutes before the pass, to
     /// the start of the pass.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub waited_seconds: Option<f64>,
+    pub arrival_wait_seconds: Option<f64>,
     /// From its start to 90 % of its final savings.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub to_90_seconds: Option<f64>,
+    pub seconds_to_90: Option<f64>,
     /// From its start to 99 %.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub to_99_seconds: Option<f64>,
+    pub seconds_to_99: Option<f64>,
 }
 
 impl PassRow {
     fn from_pass(pass: &HistoryPass) -> Self {
         Self {
-            ended: pass.ended_at,
+            ended_at: pass.ended_at,
             seconds: pass.seconds,
             cpu_seconds: pass.cpu_seconds,
             processes: pass.processes,
             predicted: pass.predicted,
-            reached: pass.measured,
-            waited_seconds: pass.arrival_wait_seconds,
-            to_90_seconds: pass.seconds_to_90,
-            to_99_seconds: pass.seconds_to_99,
+            measured: pass.measured,
+            arrival_wait_seconds: pass.arrival_wait_seconds,
+            seconds_to_90: pass.seconds_to_90,
+            seconds_to_99: pass.seconds_to_99,
         }
     }
 }
@@ -126,13 +126,13 @@ pub struct ProcessRow {
     /// The number of processes with that name.
     pub processes: u64,
     /// When it was recorded last, in seconds since 1970.
-    pub last: f64,
+    pub last_time: f64,
     /// Its footprint, mean: its fair share, or an estimate if that is not read yet.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub footprint_mean: Option<f64>,
     /// The same, maximum.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub footprint_highest: Option<u64>,
+    pub footprint_max: Option<u64>,
     /// Resident memory, mean.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident_mean: Option<f64>,
@@ -156,10 +156,10 @@ pub struct SideDifference {
     pub second: Option<f64>,
     /// The second less the first.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub by: Option<f64>,
+    pub change: Option<f64>,
     /// The same in percent of the first.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub by_percent: Option<f64>,
+    pub change_percent: Option<f64>,
 }
 
 impl HistoryReport {
@@ -180,9 +180,9 @@ impl SideReport {
         for decision in &kept.decisions {
             *decisions_by_reason.entry(decision.reason.clone()).or_default() += 1;
         }
-        let mut members = summarize_processes(&kept.footprints);
-        let members_left_out = members.len().saturating_sub(MAX_PROCESSES) as u64;
-        members.truncate(MAX_PROCESSES);
+        let mut processes = summarize_processes(&kept.footprints);
+        let processes_omitted = processes.len().saturating_sub(MAX_PROCESSES) as u64;
+        processes.truncate(MAX_PROCESSES);
         Self {
             name: name.to_owned(),
             host: kept.host.clone(),
@@ -192,11 +192,11 @@ impl SideReport {
             figures: HistoryFigures::from_span(kept),
             points: series::points_from_samples(&series::thin_samples(&kept.samples, MAX_POINTS)),
             passes: kept.passes.iter().rev().take(MAX_PASSES).map(PassRow::from_pass).collect(),
-            passes_left_out: kept.passes.len().saturating_sub(MAX_PASSES) as u64,
+            passes_omitted: kept.passes.len().saturating_sub(MAX_PASSES) as u64,
             decisions_by_reason,
             decisions: kept.decisions.iter().rev().take(MAX_DECISIONS).cloned().collect(),
-            members,
-            members_left_out,
+            processes,
+            processes_omitted,
         }
     }
 }
@@ -205,9 +205,10 @@ fn compare_figures(first: &HistoryFigures, second: &HistoryFigures) -> Vec<SideD
     let pairs = first.named_values().into_iter().zip(second.named_values());
     pairs
         .map(|((figure, unit, first), (_, _, second))| {
-            let by = first.zip(second).map(|(first, second)| second - first);
-            let by_percent = by.zip(first).filter(|(_, first)| *first > 0.0).map(|(by, first)| 100.0 * by / first);
-            SideDifference { figure: figure.to_owned(), unit, first, second, by, by_percent }
+            let change = first.zip(second).map(|(first, second)| second - first);
+            let change_percent =
+                change.zip(first).filter(|(_, first)| *first > 0.0).map(|(change, first)| 100.0 * change / first);
+            SideDifference { figure: figure.to_owned(), unit, first, second, change, change_percent }
         })
         .collect()
 }
@@ -240,9 +241,9 @@ fn summarize_process(group: &[&FootprintSample]) -> ProcessRow {
         kind: last.kind,
         domain: last.domain.clone(),
         processes: pids.len() as u64,
-        last: last.time,
+        last_time: last.time,
         footprint_mean: mean(|footprint| footprint.footprint),
-        footprint_highest: group.iter().filter_map(|footprint| footprint.footprint).max(),
+        footprint_max: group.iter().filter_map(|footprint| footprint.footprint).max(),
         resident_mean: mean(|footprint| footprint.resident),
         saved_mean: mean(|footprint| footprint.saved),
     }

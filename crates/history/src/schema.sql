@@ -12,7 +12,7 @@ CREATE TABLE run (
 -- The state of the host.
 CREATE TABLE sample (
     time_ms INTEGER PRIMARY KEY,
-    run INTEGER NOT NULL,
+    run_id INTEGER NOT NULL,
     saved_gross INTEGER,
     saved_net INTEGER,
     total INTEGER,
@@ -21,42 +21,42 @@ CREATE TABLE sample (
     ksmd_seconds REAL,
     pagefold_seconds REAL,
     bound_percent REAL NOT NULL,
-    members INTEGER NOT NULL
+    tracked_processes INTEGER NOT NULL
 ) STRICT;
 
--- Passes: a census, and a merge if it is profitable. `predicted` and `reached` are predicted and measured savings. The
--- last three columns are `arrival_wait_seconds`, `seconds_to_90` and `seconds_to_99` of `record::HistoryPass`.
+-- Passes: a census, and a merge if it is profitable. The columns are the fields of
+-- `record::HistoryPass`.
 CREATE TABLE pass (
-    run INTEGER NOT NULL,
+    run_id INTEGER NOT NULL,
     number INTEGER NOT NULL,
     time_ms INTEGER NOT NULL,
     seconds REAL NOT NULL,
     cpu_seconds REAL NOT NULL,
     processes INTEGER NOT NULL,
     predicted INTEGER NOT NULL,
-    reached INTEGER,
-    waited REAL,
-    to_90 REAL,
-    to_99 REAL,
-    PRIMARY KEY (run, number)
+    measured INTEGER,
+    arrival_wait_seconds REAL,
+    seconds_to_90 REAL,
+    seconds_to_99 REAL,
+    PRIMARY KEY (run_id, number)
 ) STRICT;
 CREATE INDEX pass_time ON pass (time_ms);
 
--- The daemon's decisions. `whom` is the target.
+-- The daemon's decisions.
 CREATE TABLE decision (
     id INTEGER PRIMARY KEY,
     time_ms INTEGER NOT NULL,
-    what TEXT NOT NULL,
-    whom TEXT NOT NULL,
+    kind TEXT NOT NULL,
+    subject TEXT NOT NULL,
     reason TEXT NOT NULL,
-    why TEXT NOT NULL,
+    explanation TEXT NOT NULL,
     predicted INTEGER,
-    acted INTEGER NOT NULL
+    carried_out INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX decision_time ON decision (time_ms);
 
 -- Footprints of the largest tracked processes.
-CREATE TABLE member (
+CREATE TABLE footprint (
     id INTEGER PRIMARY KEY,
     time_ms INTEGER NOT NULL,
     label TEXT NOT NULL,
@@ -67,4 +67,4 @@ CREATE TABLE member (
     footprint INTEGER,
     saved INTEGER
 ) STRICT;
-CREATE INDEX member_time ON member (time_ms);
+CREATE INDEX footprint_time ON footprint (time_ms);

@@ -10,7 +10,7 @@ pub struct SeriesPoint {
     /// The time in seconds since 1970.
     pub time: f64,
     /// The run of the daemon that recorded it. Nothing is known about the time between two runs.
-    pub run: i64,
+    pub run_id: i64,
     /// Gross savings by merging.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved_gross: Option<u64>,
@@ -35,7 +35,7 @@ pub struct SeriesPoint {
     /// Mean CPU budget of both together, in percent of one CPU.
     pub bound_percent: f64,
     /// The number of tracked processes.
-    pub members: u64,
+    pub tracked_processes: u64,
 }
 
 /// All samples as points.
@@ -52,7 +52,7 @@ fn point_from_samples(before: Option<&HistorySample>, sample: &HistorySample) ->
     };
     SeriesPoint {
         time: sample.time,
-        run: sample.run_id,
+        run_id: sample.run_id,
         saved_gross: sample.saved_gross,
         saved_net: sample.saved_net,
         total: sample.total,
@@ -61,7 +61,7 @@ fn point_from_samples(before: Option<&HistorySample>, sample: &HistorySample) ->
         ksmd_percent: percent(|sample| sample.ksmd_seconds),
         pagefold_percent: percent(|sample| sample.pagefold_seconds),
         bound_percent: sample.bound_percent,
-        members: sample.tracked_processes,
+        tracked_processes: sample.tracked_processes,
     }
 }
 

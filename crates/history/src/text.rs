@@ -26,7 +26,7 @@ pub fn render(report: &HistoryReport, max_rows: usize, style: TextStyle) -> Stri
         Some(_) => text.push_str(&render_differences(report, style)),
         None => text.push_str(&render_figures(&report.sides, style)),
     }
-    for side in report.sides.iter().filter(|side| !side.members.is_empty()) {
+    for side in report.sides.iter().filter(|side| !side.processes.is_empty()) {
         let of = if report.sides.len() > 1 { format!(": {}", escape_unprintable(&side.name)) } else { String::new() };
         text.push_str(&style.format_heading(&format!("Largest processes by footprint{of}")));
         text.push_str(&render_processes(side, max_rows, style));
@@ -50,8 +50,8 @@ fn render_differences(report: &HistoryReport, style: TextStyle) -> String {
     let names: Vec<String> = report.sides.iter().map(|side| format!(">{}", cut_end(&side.name, 40))).collect();
     let mut table = style.new_table(&["figure", &names[0], &names[1], ">change", ">in percent"]);
     for one in report.differences.iter().flatten() {
-        let by = one.by.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
-        let percent = one.by_percent.map_or_else(String::new, format_signed_percent);
+        let by = one.change.map_or_else(|| "–".to_owned(), |by| format_signed(one.unit, by));
+        let percent = one.change_percent.map_or_else(String::new, format_signed_percent);
         table.add_row([
             one.figure.clone(),
             one.unit.format_value(one.first),
@@ -66,17 +66,17 @@ fn render_differences(report: &HistoryReport, style: TextStyle) -> String {
 fn render_processes(side: &SideReport, top: usize, style: TextStyle) -> String {
     let mut table =
         style.new_table(&["name", "trust domain", ">processes", ">footprint, mean", ">maximum", ">saved, mean"]);
-    for member in side.members.iter().take(top) {
+    for member in side.processes.iter().take(top) {
         table.add_row([
             cut_end(&member.label, 30),
             cut_end(&member.domain, 24),
             FigureUnit::Count.format_value(Some(member.processes as f64)),
             FigureUnit::Bytes.format_value(member.footprint_mean),
-            FigureUnit::Bytes.format_value(member.footprint_highest.map(|bytes| bytes as f64)),
+            FigureUnit::Bytes.format_value(member.footprint_max.map(|bytes| bytes as f64)),
             FigureUnit::Bytes.format_value(member.saved_mean),
         ]);
     }
-    let left = side.members.len().saturating_sub(top) as u64 + side.members_left_out;
+    let left = side.processes.len().saturating_sub(top) as u64 + side.processes_omitted;
     let more = if left > 0 { format!("and {left} more\n") } else { String::new() };
     style.render_table(&table) + &more
 }

@@ -198,7 +198,7 @@ impl HistoryWriter {
 
     fn note_arrivals(&mut self, status: &StatusReport) {
         let new: BTreeMap<(u32, u64), f64> = status
-            .members
+            .tracked_processes
             .iter()
             .filter(|member| member.state == TrackingState::Arriving)
             .map(|member| (member.pid, member.start_time))
@@ -218,7 +218,7 @@ impl HistoryWriter {
                 None => self.oldest_arrival_time.map(|seen| (last.time - last.seconds - seen).max(0.0)),
             };
             // New processes are often scanned in one pass and merged in one of the next.
-            let merged = last.reached.is_some() && known.is_none_or(|known| known.measured.is_none());
+            let merged = last.measured.is_some() && known.is_none_or(|known| known.measured.is_none());
             if merged || waited > Some(MAX_ARRIVAL_WAIT_SECONDS) && known.is_none() {
                 self.oldest_arrival_time = None;
             }
@@ -231,7 +231,7 @@ impl HistoryWriter {
                 cpu_seconds: last.cpu_seconds,
                 processes: last.processes,
                 predicted: last.predicted,
-                measured: last.reached,
+                measured: last.measured,
                 arrival_wait_seconds: waited,
                 seconds_to_90: None,
                 seconds_to_99: None,
@@ -402,12 +402,12 @@ fn insert_decisions(transaction: &Transaction<'_>, decisions: &[DecisionReport])
     for decision in decisions {
         insert.execute(params![
             decision.time_ms.cast_signed(),
-            decision.what,
-            truncate_text(&decision.whom),
+            decision.kind,
+            truncate_text(&decision.subject),
             decision.reason,
-            truncate_text(&decision.why),
+            truncate_text(&decision.explanation),
             to_optional_signed(decision.predicted),
-            decision.acted,
+            decision.carried_out,
         ])?;
     }
     Ok(())
@@ -418,7 +418,7 @@ fn insert_footprints(
     time_ms: i64,
     members: &[TrackedProcessReport],
 ) -> rusqlite::Result<()> {
-    let mut insert = transaction.prepare("INSERT INTO member VALUES (NULL, ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)")?;
+    let mut insert = transaction.prepare("INSERT INTO footprint VALUES (NULL, ?1, ?2, ?3, ?4, ?5, ?6, ?7, ?8)")?;
     for member in members {
         let kind = serde_json::to_value(member.kind).unwrap_or_default();
         insert.execute(params![
@@ -448,11 +448,11 @@ fn count_pages(connection: &Connection) -> rusqlite::Result<(u64, u64)> {
 
 /// The tables with times, and the key of each.
 const TABLES_WITH_TIMES: [(&str, &str); 4] =
-    [("sample", "time_ms"), ("member", "id"), ("decision", "id"), ("pass", "rowid")];
+    [("sample", "time_ms"), ("footprint", "id"), ("decision", "id"), ("pass", "rowid")];
 
 /// Thin all rows that are old at a time, in milliseconds.
 fn thin_tables(connection: &mut Connection, now: i64, limits: HistoryLimits) -> rusqlite::Result<()> {
-    for (table, tiers) in [("sample", &tiers::SAMPLE_TIERS[..]), ("member", &tiers::FOOTPRINT_TIERS[..])] {
+    for (table, tiers) in [("sample", &tiers::SAMPLE_TIERS[..]), ("footprint", &tiers::FOOTPRINT_TIERS[..])] {
         for RetentionTier { min_age_millis: age, interval_millis: step } in tiers {
             match step {
                 Some(step) => delete_rows(connection, table, &superseded_rows_before(table, *step), now - age, limits)?,
@@ -465,11 +465,11 @@ fn thin_tables(connection: &mut Connection, now: i64, limits: HistoryLimits) -> 
     delete_rows(
         connection,
         "pass",
-        &rows_before("pass", "reached IS NULL"),
+        &rows_before("pass", "measured IS NULL"),
         now - tiers::MAX_IDLE_PASS_AGE_MILLIS,
         limits,
     )?;
-    let unused = "DELETE FROM run WHERE id < (SELECT max(id) FROM run) AND id NOT IN (SELECT run FROM sample)";
+    let unused = "DELETE FROM run WHERE id < (SELECT max(id) FROM run) AND id NOT IN (SELECT run_id FROM sample)";
     connection.execute(unused, [])?;
     Ok(())
 }
@@ -487,7 +487,7 @@ fn rows_before(table: &str, which: &str) -> String {
 /// A query for the rows of a table before a time that are not the latest of their interval. For samples also the latest
 /// of each run of the daemon stays, so that no CPU time is lost.
 fn superseded_rows_before(table: &str, step: i64) -> String {
-    let (id, same) = (row_key(table), if table == "sample" { ", run" } else { "" });
+    let (id, same) = (row_key(table), if table == "sample" { ", run_id" } else { "" });
     format!(
         "SELECT {id} FROM (SELECT {id}, time_ms, max(time_ms) OVER (PARTITION BY time_ms / {step}{same}) AS latest \
          FROM {table} WHERE time_ms < ?1) WHERE time_ms < latest"

@@ -57,7 +57,7 @@ fn commit_second(
 ) -> Result<(), pagefold_history::Error> {
     status.time = START_SECONDS + f64::from(second);
     writer.note_status(status);
-    writer.note_footprints(status.time, &status.members);
+    writer.note_footprints(status.time, &status.tracked_processes);
     writer.commit()
 }
 

@@ -44,7 +44,7 @@ fn commit_until_killed(file: &Path) -> ! {
     loop {
         status.time = START_SECONDS + second;
         writer.note_status(&status);
-        writer.note_footprints(status.time, &status.members);
+        writer.note_footprints(status.time, &status.tracked_processes);
         writer.commit().expect("it is written");
         println!("{second}");
         std::io::stdout().flush().expect("the parent reads");

@@ -104,7 +104,7 @@ pub struct VmInfo {
     pub name: Option<String>,
     /// Bytes of guest RAM according to the command line.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub memory: Option<u64>,
+    pub memory_bytes: Option<u64>,
 }
 
 impl ProcessInfo {
@@ -125,7 +125,7 @@ impl ProcessInfo {
                     Monitor::CloudHypervisor => "cloud-hypervisor",
                 },
                 name: vm.name.clone(),
-                memory: vm.memory_bytes,
+                memory_bytes: vm.memory_bytes,
             }),
             container: identity.container.clone(),
             job: identity.job.as_ref().map(|job| job.name.clone()),

@@ -28,8 +28,8 @@ fn sample_values(text: &str, sample: &str) -> Vec<f64> {
 /// A status with more items of each kind than there are named series.
 fn crowded_status() -> StatusReport {
     let mut status = fixture_status();
-    let member = status.members[0].clone();
-    status.members = (0..1000)
+    let member = status.tracked_processes[0].clone();
+    status.tracked_processes = (0..1000)
         .map(|n| TrackedProcessReport {
             label: format!("vm-{n}"),
             workload: format!("vm-{n}"),
@@ -38,8 +38,8 @@ fn crowded_status() -> StatusReport {
             ..member.clone()
         })
         .collect();
-    status.workloads = group_footprints::sum_by_workload(&status.members);
-    status.cgroups = group_footprints::sum_by_cgroup(&status.members);
+    status.workloads = group_footprints::sum_by_workload(&status.tracked_processes);
+    status.cgroups = group_footprints::sum_by_cgroup(&status.tracked_processes);
     status.decisions_by_reason = (0..500).map(|n| (format!("reason-{n}"), 1)).collect();
     status
 }
@@ -71,7 +71,7 @@ fn absent_figures_have_no_sample() {
         "pagefold_memory_",
         "pagefold_cpu_",
         "pagefold_census_",
-        "pagefold_member_",
+        "pagefold_tracked_process_",
         "pagefold_workload_",
         "pagefold_cgroup_",
         "pagefold_findings",
@@ -86,7 +86,7 @@ fn series_are_bounded_and_sums_are_kept() {
     let status = crowded_status();
     let text = render_metrics(&status, MetricsFormat::Prometheus);
     for (family, sum) in [
-        ("pagefold_member_footprint_bytes{", 500_500.0),
+        ("pagefold_tracked_process_footprint_bytes{", 500_500.0),
         ("pagefold_workload_footprint_bytes{", 500_500.0),
         ("pagefold_cgroup_footprint_bytes{", 500_500.0),
         ("pagefold_decisions_total{", 500.0),
@@ -95,9 +95,9 @@ fn series_are_bounded_and_sums_are_kept() {
         assert_eq!(values.len(), MAX_NAMED_SERIES + 1, "{family}");
         assert!((values.iter().sum::<f64>() - sum).abs() < 0.5, "{family}");
     }
-    for of in ["member", "workload"] {
-        let others = format!("pagefold_{of}_footprint_bytes{{kind=\"others\",{of}=\"others\"");
-        assert_eq!(sample_values(&text, &others).len(), 1, "{of}");
+    for (group, label) in [("tracked_process", "process"), ("workload", "workload")] {
+        let others = format!("pagefold_{group}_footprint_bytes{{kind=\"others\",{label}=\"others\"");
+        assert_eq!(sample_values(&text, &others).len(), 1, "{group}");
     }
 }
 
@@ -107,13 +107,13 @@ fn parts_sum_to_their_total() {
     let sum = |samples: &str| sample_values(&text, samples).iter().sum::<f64>();
     assert_eq!(sum("pagefold_saved_class_bytes{"), sum("pagefold_saved_gross_bytes"));
     assert_eq!(sum("pagefold_saved_class_net_bytes{"), sum("pagefold_saved_net_bytes"));
-    let metadata: u64 = fixture_status().members.iter().filter_map(|member| member.metadata).sum();
+    let metadata: u64 = fixture_status().tracked_processes.iter().filter_map(|member| member.metadata).sum();
     assert_eq!(sum("pagefold_domain_saved_net_bytes{"), sum("pagefold_domain_saved_bytes{") - metadata as f64);
-    assert_eq!(sum("pagefold_domain_merged_bytes{"), sum("pagefold_member_merged_bytes{"));
+    assert_eq!(sum("pagefold_domain_merged_bytes{"), sum("pagefold_tracked_process_merged_bytes{"));
     for kind in ["vm", "container", "job"] {
         let of = |family: &str| sum(&format!("pagefold_{family}_saved_bytes{{kind=\"{kind}\""));
-        assert_eq!(of("workload"), of("member"), "{kind}");
-        assert!(of("member") > 0.0, "{kind}");
+        assert_eq!(of("workload"), of("tracked_process"), "{kind}");
+        assert!(of("tracked_process") > 0.0, "{kind}");
     }
     assert!(
         sample_values(&text, "pagefold_workload_saved_bytes{kind=\"process\"").is_empty(),
@@ -121,7 +121,8 @@ fn parts_sum_to_their_total() {
     );
     // Files count once in a job.
     assert!(
-        sum("pagefold_workload_footprint_bytes{kind=\"job\"") < sum("pagefold_member_footprint_bytes{kind=\"job\"")
+        sum("pagefold_workload_footprint_bytes{kind=\"job\"")
+            < sum("pagefold_tracked_process_footprint_bytes{kind=\"job\"")
     );
     // Findings without a problem are counted, and 0 is reported.
     assert_eq!(sample_values(&text, "pagefold_findings{verdict=\"ok\"}"), [24.0]);
@@ -131,15 +132,15 @@ fn parts_sum_to_their_total() {
 #[test]
 fn labels_are_escaped_and_series_unique() {
     let mut status = fixture_status();
-    let mut twin = status.members[0].clone();
+    let mut twin = status.tracked_processes[0].clone();
     twin.pid += 1;
     twin.label = "evil\"} 1\npagefold_saved_net_bytes 1e18\\".to_owned();
-    status.members = vec![twin.clone(), twin];
+    status.tracked_processes = vec![twin.clone(), twin];
     let text = render_metrics(&status, MetricsFormat::Prometheus);
     assert_eq!(sample_values(&text, "pagefold_saved_net_bytes").len(), 1);
-    let label = "member=\"evil\\\"} 1\\npagefold_saved_net_bytes 1e18\\\\\"";
+    let label = "process=\"evil\\\"} 1\\npagefold_saved_net_bytes 1e18\\\\\"";
     assert_eq!(
-        text.lines().filter(|line| line.starts_with("pagefold_member_saved") && line.contains(label)).count(),
+        text.lines().filter(|line| line.starts_with("pagefold_tracked_process_saved") && line.contains(label)).count(),
         1
     );
     let series: Vec<&str> = text.lines().filter_map(|line| Some(line.rsplit_once(' ')?.0)).collect();
@@ -151,7 +152,7 @@ fn labels_are_escaped_and_series_unique() {
 #[test]
 fn terminal_escapes_in_labels_are_escaped() {
     let mut status = fixture_status();
-    status.members[0].label = "\u{1b}[2Jw\u{e9}b\u{202e}\u{9b}31m".to_owned();
+    status.tracked_processes[0].label = "\u{1b}[2Jw\u{e9}b\u{202e}\u{9b}31m".to_owned();
     let text = render_metrics(&status, MetricsFormat::Prometheus);
     assert!(text.contains("=\"\\\\u{1b}[2Jw\u{e9}b\\\\u{202e}\\\\u{9b}31m\""), "{text}");
     assert!(!text.contains(|c: char| c.is_control() && c != '\n' || c == '\u{202e}'));
@@ -163,14 +164,17 @@ fn terminal_escapes_in_labels_are_escaped() {
 fn single_process_domains_have_no_pid() {
     let mut status = fixture_status();
     let share = status.domains[0].clone();
-    let named = |name: &str| DomainSavingsReport { name: name.to_owned(), members: 2, ..share.clone() };
+    let named = |name: &str| DomainSavingsReport { name: name.to_owned(), tracked_processes: 2, ..share.clone() };
     status.domains = ["process 7", "vm of process 8", "process 9", "vm web", "group process 1"].map(named).into();
-    status.members[0].domain = "process 7".to_owned();
+    status.tracked_processes[0].domain = "process 7".to_owned();
     let text = render_metrics(&status, MetricsFormat::Prometheus);
     for (domain, members) in
         [("processes", 4.0), ("vms without a name", 2.0), ("vm web", 2.0), ("group process 1", 2.0)]
     {
-        assert_eq!(sample_values(&text, &format!("pagefold_domain_members{{domain=\"{domain}\"}}")), [members]);
+        assert_eq!(
+            sample_values(&text, &format!("pagefold_domain_tracked_processes{{domain=\"{domain}\"}}")),
+            [members]
+        );
     }
     assert!(text.contains("domain=\"processes\"}") && !text.contains("\"process 7\""));
     assert_promtool_accepts(&text);

@@ -44,7 +44,7 @@ fn press_keys(app: &mut App, keys: &str) -> bool {
 
 /// The names of the processes in display order.
 fn shown_names(app: &mut App) -> Vec<String> {
-    let labels: Vec<String> = fixture_status().members.into_iter().map(|member| member.label).collect();
+    let labels: Vec<String> = fixture_status().tracked_processes.into_iter().map(|member| member.label).collect();
     let text = frame_text(app);
     let rows = text.lines().skip(7).map(|line| line.get(..18).unwrap_or(line).trim());
     rows.filter(|row| labels.iter().any(|label| label == row)).map(ToOwned::to_owned).collect()
@@ -52,7 +52,7 @@ fn shown_names(app: &mut App) -> Vec<String> {
 
 /// The names in descending order of a figure.
 fn sorted(figure: fn(&pagefold_daemon::wire::TrackedProcessReport) -> Option<u64>) -> Vec<String> {
-    let mut members = fixture_status().members;
+    let mut members = fixture_status().tracked_processes;
     members.sort_by_key(|member| std::cmp::Reverse(figure(member)));
     members.into_iter().map(|member| member.label).collect()
 }
@@ -126,7 +126,7 @@ fn filter_keeps_matching_rows() {
     app.handle_key(KeyEvent::from(KeyCode::Enter));
     assert!(frame_text(&mut app).contains("filter: GROUP build (Esc)"));
     app.handle_key(KeyEvent::from(KeyCode::Esc));
-    assert_eq!(shown_names(&mut app).len(), fixture_status().members.len());
+    assert_eq!(shown_names(&mut app).len(), fixture_status().tracked_processes.len());
     press_keys(&mut app, "/no such thing");
     assert!(frame_text(&mut app).contains("no row matches the filter"));
 }
@@ -177,8 +177,8 @@ fn absent_is_a_dash_and_names_are_escaped() {
     status.saved.net = None;
     status.memory.available = None;
     status.ksm = None;
-    status.members[0].label = "evil\u{1b}[2J\u{202e}".to_owned();
-    status.members[0].footprint = None;
+    status.tracked_processes[0].label = "evil\u{1b}[2J\u{202e}".to_owned();
+    status.tracked_processes[0].footprint = None;
     let mut app = App::new(false);
     app.update(Ok(status));
     let frame = frame_text(&mut app);

@@ -33,7 +33,7 @@ pub struct AccountReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reconciliation: Option<ReconciliationReport>,
     /// Processes that were selected and could not be read.
-    pub not_seen: Vec<UnscannedProcessReport>,
+    pub unscanned_processes: Vec<UnscannedProcessReport>,
 }
 
 /// The memory cost of a process or group. The unit is bytes, unless the name says pages.
@@ -76,7 +76,7 @@ pub struct FootprintReport {
     pub split_zero_pages: Option<u64>,
     /// The fair share if all merged pages were unmerged: `fair_share + saved`.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub unmerged: Option<u64>,
+    pub fair_share_unmerged: Option<u64>,
     /// Gross savings by merging: those that KSM counts, and `split_zero_pages` if known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub saved: Option<u64>,
@@ -95,7 +95,7 @@ pub struct FootprintReport {
     /// Why the frames could not be read, if the figures are estimates from the kernel's totals; absent if they are
     /// exact.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub estimated: Option<String>,
+    pub estimate_reason: Option<String>,
 }
 
 /// A process in the account.
@@ -127,20 +127,21 @@ pub struct GroupAccount {
 pub struct ReconciliationReport {
     /// Processes whose frames were read.
     pub processes: u64,
-    /// Processes whose frames could not be read. They are in neither the balance nor the lines.
-    pub estimated: u64,
+    /// Processes whose frames could not be read. They are in neither the balance nor the comparisons.
+    pub estimated_processes: u64,
     /// Processes that could not be read at all.
-    pub not_seen: Vec<UnscannedProcessReport>,
+    pub unscanned_processes: Vec<UnscannedProcessReport>,
     /// The fair shares compared with the frames in use.
     pub balance: BalanceReport,
     /// Figures of the account, each with the kernel's figure for the same memory.
-    pub lines: Vec<CounterComparisonReport>,
+    pub comparisons: Vec<CounterComparisonReport>,
     /// The causes of the difference between the saved pages and `pages_sharing`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub drift: Option<DriftReport>,
 }
 
-/// `fair + unseen + lost - excess + moved = frames`, in bytes, within a rounding error of one byte in each.
+/// `fair + unseen + partially_read - excess + changed_mappings = frames`, in bytes, within a rounding error of one byte in
+/// each.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct BalanceReport {
     /// Mapped frames, each counted once, without the kernel's zero pages.
@@ -150,12 +151,12 @@ pub struct BalanceReport {
     /// The shares of mappers that were not read.
     pub unseen: u64,
     /// The shares of processes that exited while they were read.
-    pub lost: u64,
+    pub partially_read: u64,
     /// The shares of mappings beyond the kernel's count: frames reused between two reads, and address spaces shared by
     /// processes.
     pub excess: u64,
     /// The remainder, caused by numbers of mappings that changed while they were read.
-    pub moved: i64,
+    pub changed_mappings: i64,
     /// Whether the shares add up to the frames exactly, in integers.
     pub exact: bool,
 }
@@ -164,7 +165,7 @@ pub struct BalanceReport {
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct CounterComparisonReport {
     /// The memory that both figures count.
-    pub what: &'static str,
+    pub figure: &'static str,
     /// `pages` or `bytes`.
     pub unit: &'static str,
     /// The figure of the account, from the frames.
@@ -181,7 +182,8 @@ pub struct CounterComparisonReport {
     pub explanation: String,
 }
 
-/// The difference between the saved pages and `pages_sharing` is `unvisited - stale - elsewhere + unseen + frames`.
+/// The difference between the saved pages and `pages_sharing` is
+/// `unvisited - stale - counted_elsewhere + unseen + excess_frames`.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct DriftReport {
     /// Merged pages that are not in `ksm_merging_pages` of their process: forked or merged since.
@@ -189,11 +191,11 @@ pub struct DriftReport {
     /// Pages in `ksm_merging_pages` that are no longer merged: written or unmapped since.
     pub stale: i64,
     /// Pages that the kernel counts for processes that exited or were not read.
-    pub elsewhere: i64,
+    pub counted_elsewhere: i64,
     /// Pages mapped to the counted KSM frames by processes that were not read.
     pub unseen: i64,
     /// `pages_shared` minus the KSM frames counted.
-    pub frames: i64,
+    pub excess_frames: i64,
 }
 
 /// The input of a report.
@@ -266,19 +268,20 @@ impl AccountReport {
             },
             groups: sums,
             reconciliation: input.reconciliation.map(ReconciliationReport::from_input),
-            not_seen: unscanned_processes(input.unscanned),
+            unscanned_processes: unscanned_processes(input.unscanned),
         }
     }
 
     /// Whether a selected process could not be read or, with `--explain`, the frames of any process.
     pub fn is_incomplete(&self) -> bool {
-        let unexplained = |whole: &ReconciliationReport| whole.estimated > 0 || !whole.not_seen.is_empty();
-        !self.not_seen.is_empty() || self.reconciliation.as_ref().is_some_and(unexplained)
+        let unexplained =
+            |whole: &ReconciliationReport| whole.estimated_processes > 0 || !whole.unscanned_processes.is_empty();
+        !self.unscanned_processes.is_empty() || self.reconciliation.as_ref().is_some_and(unexplained)
     }
 
     /// Number of processes with estimated figures.
     pub fn estimated_count(&self) -> usize {
-        self.processes.iter().filter(|process| process.footprint.estimated.is_some()).count()
+        self.processes.iter().filter(|process| process.footprint.estimate_reason.is_some()).count()
     }
 }
 
@@ -302,13 +305,13 @@ impl FootprintReport {
             engine_saved: bytes(&footprint.engine_saved(page), |saved| saved.0),
             ksm_zero_pages: bytes(&footprint.ksm_zero, |pages| pages.0),
             split_zero_pages: bytes(&footprint.zeros_by_splitting, |pages| pages.0),
-            unmerged: bytes(&footprint.unmerged(page), |unmerged| unmerged.0),
+            fair_share_unmerged: bytes(&footprint.unmerged(page), |unmerged| unmerged.0),
             saved: bytes(&footprint.saved(page), |saved| saved.0),
             metadata: bytes(&footprint.rmap_items, |items| items.saturating_mul(RMAP_ITEM_BYTES)),
             profit: footprint.profit(page).ok().map(|profit| profit.0),
             ksm_merging_pages: footprint.merging_pages.clone().ok(),
             ksm_process_profit: footprint.kernel_profit.as_ref().ok().map(|profit| profit.0),
-            estimated: match &footprint.basis {
+            estimate_reason: match &footprint.basis {
                 Basis::Exact => None,
                 Basis::Estimated(why) => Some(why.to_string()),
             },
@@ -336,10 +339,10 @@ impl ReconciliationReport {
             whole.reconciliation;
         Self {
             processes: whole.processes.saturating_sub(*estimated),
-            estimated: *estimated,
-            not_seen: unscanned_processes(whole.unscanned),
+            estimated_processes: *estimated,
+            unscanned_processes: unscanned_processes(whole.unscanned),
             balance: BalanceReport::from_balance(balance),
-            lines: lines.iter().map(CounterComparisonReport::from_comparison).collect(),
+            comparisons: lines.iter().map(CounterComparisonReport::from_comparison).collect(),
             drift: drift.as_ref().ok().map(DriftReport::from_drift),
         }
     }
@@ -351,9 +354,9 @@ impl BalanceReport {
             frames: balance.frames.0,
             fair: balance.fair.0,
             unseen: balance.unseen.0,
-            lost: balance.partially_read.0,
+            partially_read: balance.partially_read.0,
             excess: balance.excess.0,
-            moved: balance.changed_mappings.0,
+            changed_mappings: balance.changed_mappings.0,
             exact: balance.exact,
         }
     }
@@ -362,7 +365,7 @@ impl BalanceReport {
 impl CounterComparisonReport {
     fn from_comparison(line: &CounterComparison) -> Self {
         Self {
-            what: line.counter.account_label(),
+            figure: line.counter.account_label(),
             unit: match line.counter.unit() {
                 CounterUnit::Pages => "pages",
                 CounterUnit::Bytes => "bytes",
@@ -379,7 +382,7 @@ impl CounterComparisonReport {
 impl DriftReport {
     fn from_drift(drift: &SharingDrift) -> Self {
         let SharingDrift { unvisited, stale, counted_elsewhere: elsewhere, unseen, excess_frames: frames } = *drift;
-        Self { unvisited, stale, elsewhere, unseen, frames }
+        Self { unvisited, stale, counted_elsewhere: elsewhere, unseen, excess_frames: frames }
     }
 }
 

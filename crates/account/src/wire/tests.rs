@@ -326,9 +326,9 @@ fn json_matches_its_schema() {
     assert_eq!(report["schema"], "pagefold.account/1");
     let rank = report["processes"].as_array().unwrap().iter().find(|process| process["pid"] == 103).unwrap();
     assert_eq!(rank["profit"], -163_840);
-    assert!(rank.get("estimated").is_none());
+    assert!(rank.get("estimate_reason").is_none());
     let estimate = report["processes"].as_array().unwrap().iter().find(|process| process["pid"] == 104).unwrap();
-    assert_eq!(estimate["estimated"], "permission denied");
+    assert_eq!(estimate["estimate_reason"], "permission denied");
     assert!(estimate.get("hugetlb").is_none(), "an unknown figure is absent and not 0");
     let mut wrong = report.clone();
     wrong["total"]["rss"] = "much".into();

@@ -70,7 +70,7 @@ pub fn run(options: &DoctorArguments, global: &GlobalOptions) -> anyhow::Result<
     })?;
     Ok(match report.verdict {
         VerdictName::Fail => CommandOutcome::NegativeVerdict,
-        _ if report.counts.unknown > 0 || !report.not_seen.is_empty() => CommandOutcome::Partial,
+        _ if report.counts.unknown > 0 || !report.unscanned_processes.is_empty() => CommandOutcome::Partial,
         _ => CommandOutcome::Done,
     })
 }

@@ -65,7 +65,7 @@ pub fn run(options: &EngineArguments, global: &GlobalOptions) -> anyhow::Result<
     let host = host_selection::open_host(global)?;
     let (domains, not_seen) = find_domains(&*host, options.domain.as_deref());
     if let (Some(name), []) = (&options.domain, &domains[..]) {
-        let others: String = not_seen.iter().map(|unlooked| format!(". Not read: {}", unlooked.detail)).collect();
+        let others: String = not_seen.iter().map(|unlooked| format!(". Not read: {}", unlooked.reason)).collect();
         bail!(
             "there is no domain {name:?} that this user can see: `pagefold engine status` lists the domains. Only root \
              sees domains of other users. For domains in another directory, set PAGEFOLD_RUNTIME as for the \
@@ -120,7 +120,7 @@ fn unreadable_directory(root: &DomainsRoot, error: observe::ObserveError) -> Opt
     }
     Some(UnreadableDirectory {
         path: root.directory.display().to_string(),
-        detail: format!("{:#}", anyhow::Error::from(error)),
+        reason: format!("{:#}", anyhow::Error::from(error)),
     })
 }
 

@@ -129,7 +129,7 @@ pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<C
     let huge_page_size = observe::huge_page_bytes(&*host).unwrap_or(page_size.bytes() * 512);
     let mut report = MergeReport::from_plan(host.describe(), page_size, huge_page_size, &census, &plan);
     let seen = options.across_domains || !others_hidden && enrolled_domains::lists_all_processes(&*host);
-    report.others_hidden = global.host == "live" && !seen;
+    report.enrolled_may_be_hidden = global.host == "live" && !seen;
     drop(census);
     let mut met = true;
     if let Some(mut session) = session.filter(|_| !plan.targets.is_empty()) {

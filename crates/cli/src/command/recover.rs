@@ -101,9 +101,9 @@ pub fn print_result(
 
 fn build_report(undone: &[Action], remains: &[FailedUndo]) -> RecoverReport {
     let remains = remains.iter().map(|remains| FailedUndoReport {
-        was: UndoDescription(&remains.undo).to_string(),
+        previous_state: UndoDescription(&remains.undo).to_string(),
         why: remains.why.clone(),
-        retried: remains.will_retry,
+        will_retry: remains.will_retry,
     });
     RecoverReport::new(undone.iter().map(|undo| UndoDescription(undo).to_string()).collect(), remains.collect())
 }

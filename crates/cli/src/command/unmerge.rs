@@ -114,7 +114,7 @@ pub fn run(options: &UnmergeArguments, global: &GlobalOptions) -> anyhow::Result
         "refused" => CommandOutcome::NegativeVerdict,
         "planned" if report.guard.verdict != "fits" && !options.force => CommandOutcome::NegativeVerdict,
         "partial" => CommandOutcome::Partial,
-        _ if !report.not_seen.is_empty() => CommandOutcome::Partial,
+        _ if !report.unscanned_processes.is_empty() => CommandOutcome::Partial,
         _ => CommandOutcome::Done,
     })
 }
@@ -223,14 +223,14 @@ impl UnmergeJob<'_> {
             seconds: 0.0,
             outcome: if plan.targets.is_empty() { "nothing" } else { "planned" },
             guard: GuardReport::from_judgement(check),
-            parts: BatchesReport { all: total as u64, fit: fitting as u64 },
-            stopped: None,
+            batches: BatchesReport { total: total as u64, fitting: fitting as u64 },
+            stopped_by_guard: None,
             forced: self.options.force,
             interrupted: false,
             taken: None,
             processes: plan.targets.iter().map(process_report).collect(),
             not_enrolled: plan.not_enrolled as u64,
-            not_seen: plan
+            unscanned_processes: plan
                 .unscanned
                 .iter()
                 .map(|unseen| UnscannedProcessReport::new(unseen.pid.0, unseen.comm.clone(), &unseen.why))
@@ -246,7 +246,7 @@ fn is_stop_requested(stop: &AtomicBool) -> bool {
 fn process_report(target: &UnenrollTarget) -> UnmergedProcessReport {
     UnmergedProcessReport {
         process: ProcessInfo::from_process(&target.process, None),
-        way: match target.method {
+        method: match target.method {
             UnenrollMethod::WholeProcess => "whole",
             UnenrollMethod::MarkedRegions | UnenrollMethod::Ranges(_) => "regions",
             UnenrollMethod::Guest { .. } => "qmp",
@@ -254,14 +254,14 @@ fn process_report(target: &UnenrollTarget) -> UnmergedProcessReport {
         },
         merged_pages: target.merged_pages().0,
         zero_pages: target.max_zero_pages.0,
-        returned_pages: target.freed_frames().0,
-        estimated: target.frames_readable.as_ref().err().map(ToString::to_string),
-        parts: target.batches.len() as u64,
-        parts_withdrawn: 0,
+        freed_frames: target.freed_frames().0,
+        estimate_reason: target.frames_readable.as_ref().err().map(ToString::to_string),
+        batches: target.batches.len() as u64,
+        batches_unenrolled: 0,
         state: "planned",
         merged_pages_after: None,
         zero_pages_after: None,
-        beside_pages: None,
+        uncovered_pages: None,
         longest_stop_ms: None,
         huge: None,
         error: None,
@@ -272,13 +272,13 @@ fn process_report(target: &UnenrollTarget) -> UnmergedProcessReport {
 fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &UnenrollOutcome) {
     let figures = (outcome.before.oom_kills.clone(), outcome.after.oom_kills.clone());
     for ((target, done), process) in plan.targets.iter().zip(&outcome.targets).zip(&mut report.processes) {
-        process.parts_withdrawn = done.batches_done as u64;
+        process.batches_unenrolled = done.batches_done as u64;
         process.state = unenroll_state(done);
         if let Some(Ok(StillMerged { merged_pages: merged, zero_pages: zeros, uncovered_pages: beside })) =
             done.still_merged
         {
             (process.merged_pages_after, process.zero_pages_after) = (Some(merged.0), Some(zeros.0));
-            process.beside_pages = Some(beside.0).filter(|_| matches!(target.method, UnenrollMethod::Guest { .. }));
+            process.uncovered_pages = Some(beside.0).filter(|_| matches!(target.method, UnenrollMethod::Guest { .. }));
         }
         process.longest_stop_ms = done.stop_durations.iter().max().map(|stop| stop.as_secs_f64() * 1e3);
         process.huge = done.huge_before_and_after_collapse.map(|(unmerged, collapsed)| HugePagesReport {
@@ -294,7 +294,7 @@ fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &Unenro
     }
     let succeeded = |done: &UnenrollResult| done.is_complete() && !done.ended;
     report.outcome = if outcome.targets.iter().all(succeeded) { "done" } else { "partial" };
-    report.stopped = outcome.stopped_by_guard.as_ref().map(GuardReport::from_judgement);
+    report.stopped_by_guard = outcome.stopped_by_guard.as_ref().map(GuardReport::from_judgement);
     report.interrupted = outcome.interrupted;
     let size = report.page_size;
     let HostCounters { available, anon, cow_ksm, .. } = &outcome.before;
@@ -307,7 +307,7 @@ fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &Unenro
     let predicted = plan.frame_need().host;
     report.taken = Some(TakenReport {
         predicted: predicted.0 * size,
-        withdrawn: outcome.planned_frames(plan).0 * size,
+        unenrolled: outcome.planned_frames(plan).0 * size,
         anon_pages: grown(anon, &after.anon),
         mem_available: grown(&after.available, available),
         mem_available_before: available.as_ref().ok().map(|bytes| bytes.0),
@@ -334,7 +334,7 @@ fn exit_note(oom_kills_before: &Reading<u64>, oom_kills_after: &Reading<u64>) ->
 fn unenroll_state(done: &UnenrollResult) -> &'static str {
     match done {
         done if done.ended => "ended",
-        done if done.is_complete() => "withdrawn",
+        done if done.is_complete() => "unenrolled",
         done if done.batches_done > 0 || done.all_unenrolled => "partial",
         UnenrollResult { error: Some(_), .. } => "failed",
         _ => "untouched",

@@ -60,7 +60,7 @@ fn guest_merge_by_control_sockets_survives_kill() {
         let (state, output) = merge(point);
         let (killed, place) = was_killed(&output, point);
         let journal = fs::read_to_string(state.path().join("ksm.journal.json")).unwrap_or_default();
-        let undone = journal.contains("until_done");
+        let undone = journal.contains("until_commit");
         taken_back.set(taken_back.get() + u32::from(undone && pids.iter().any(marked)));
         run_recover(&ksm, state.path(), &pids, &place);
         assert!(!undone || !pids.iter().any(marked), "{place}: recover left memory enrolled by an unfinished merge");

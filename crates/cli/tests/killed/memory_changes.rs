@@ -104,7 +104,7 @@ impl MemoryChange {
         let output = self.run_command(state.path(), &pids(&labs), Some(point));
         let (killed, place) = was_killed(&output, point);
         let journal = fs::read_to_string(state.path().join("ksm.journal.json")).unwrap_or_default();
-        let undone = self.killed_before.is_none() && journal.contains("until_done");
+        let undone = self.killed_before.is_none() && journal.contains("until_commit");
         run_recover(ksm, state.path(), &pids(&labs), &place);
         for (lab, (held, was_enrolled)) in labs.iter().zip(&before) {
             assert_eq!(checksum(lab), *held, "{place}");
@@ -163,7 +163,8 @@ fn merge_with_temporary_unenroll_survives_kill() {
         killed_before: None,
         command: UNENROLLING_MERGE,
         is_done: |report| {
-            let narrowed = report["plan"]["narrowed"].as_array().expect("the plan has no list of unenrolled ranges");
+            let narrowed =
+                report["plan"]["temporary_unenrolls"].as_array().expect("the plan has no list of unenrolled ranges");
             narrowed.len() == 2 && narrowed.iter().all(|of| of["bytes"].as_u64() >= Some(600 * PAGE_BYTES))
         },
         enrolled_afterwards: true,
@@ -174,13 +175,13 @@ fn merge_with_temporary_unenroll_survives_kill() {
 #[test]
 fn merge_that_unenrolls_short_lived_pages_survives_kill() {
     MemoryChange {
-        kind_name: "withdraw",
+        kind_name: "unenroll",
         // The lab writes all the time, so that the writes are noticed however soon ksmd finishes.
         lab_arguments: &["layout text=4000 rewritten-text=4000 --interval 1"],
         merged_before: false,
         killed_before: None,
         command: "merge --pass-interval 0 --cpu 100 --min-profit 0 --watch-time 1s",
-        is_done: |report| report["outcome"]["watched"]["withdrawn_pages"].as_u64() > Some(0),
+        is_done: |report| report["outcome"]["merged_watch"]["unenrolled_pages"].as_u64() > Some(0),
         enrolled_afterwards: true,
     }
     .assert_survives_kill_at_any_step();
@@ -238,7 +239,7 @@ fn recover_survives_kill() {
         killed_before: Some((UNENROLLING_MERGE, "4 after writing a setting")),
         command: "recover",
         is_done: |report| {
-            report["put_back"].as_array().map(Vec::len) >= Some(5) && report["remains"] == Value::Array(vec![])
+            report["undone"].as_array().map(Vec::len) >= Some(5) && report["failed_undos"] == Value::Array(vec![])
         },
         enrolled_afterwards: true,
     }

@@ -106,7 +106,7 @@ impl SettingChange {
 fn assert_completes(state: &Path, command: &str) {
     let output = run_pagefold(state, command, &[], None);
     assert_eq!(output.status.code(), Some(0), "{command}: {output:?}");
-    assert!(parse_json(&output)["remains"].as_array().is_none_or(Vec::is_empty), "{command}: {output:?}");
+    assert!(parse_json(&output)["failed_undos"].as_array().is_none_or(Vec::is_empty), "{command}: {output:?}");
 }
 
 #[test]

@@ -23,7 +23,7 @@ struct OperatorState {
     /// Whether the daemon is paused.
     paused: bool,
     /// Unenrolled processes: pid and start time.
-    withdrawn: BTreeSet<(u32, u64)>,
+    unenrolled: BTreeSet<(u32, u64)>,
 }
 
 /// Saves operator commands.
@@ -59,9 +59,9 @@ impl OperatorStore {
         };
         let mut said = before.unwrap_or(OperatorState { boot: boot_id, ..OperatorState::default() });
         let process = |&(pid, start_time): &(u32, u64)| ProcessId { pid: Pid(pid), start_time };
-        said.withdrawn.retain(|of| is_alive(process(of)));
+        said.unenrolled.retain(|of| is_alive(process(of)));
         let pause = said.paused.then_some(Event::Pause);
-        let events = pause.into_iter().chain(said.withdrawn.iter().map(process).map(Event::Unenroll)).collect();
+        let events = pause.into_iter().chain(said.unenrolled.iter().map(process).map(Event::Unenroll)).collect();
         Ok((Self { directory, state: said }, events, why))
     }
 
@@ -75,8 +75,8 @@ impl OperatorStore {
         let changes = match event {
             Event::Pause => !std::mem::replace(&mut said.paused, true),
             Event::Resume => std::mem::replace(&mut said.paused, false),
-            Event::Unenroll(process) => said.withdrawn.insert(of(process)),
-            Event::Enroll(process) | Event::ProcessExited(process) => said.withdrawn.remove(&of(process)),
+            Event::Unenroll(process) => said.unenrolled.insert(of(process)),
+            Event::Enroll(process) | Event::ProcessExited(process) => said.unenrolled.remove(&of(process)),
             _ => false,
         };
         if changes {
@@ -148,7 +148,7 @@ mod tests {
         let path = directory.path().join(OPERATOR_FILE);
         let take_up = || OperatorStore::load(directory.path(), "one".to_owned(), |_| true);
         for strange in
-            ["{\"boot\":\"one\",\"paused\":fal", "{\"boot\":\"one\",\"paused\":false,\"withdrawn\":[],\"more\":1}"]
+            ["{\"boot\":\"one\",\"paused\":fal", "{\"boot\":\"one\",\"paused\":false,\"unenrolled\":[],\"more\":1}"]
         {
             fs::write(&path, strange).unwrap();
             let (mut operator, events, why) = take_up().unwrap();

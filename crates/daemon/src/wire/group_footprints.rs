@@ -60,7 +60,7 @@ fn sum_footprints(members: &[&TrackedProcessReport]) -> GroupFootprint {
 fn shared_estimate(member: &TrackedProcessReport) -> Option<u64> {
     match member.footprint_age_seconds {
         Some(_) => Some(0),
-        None => Some(member.shared.unwrap_or(0).min(member.footprint?)),
+        None => Some(member.file_and_shmem.unwrap_or(0).min(member.footprint?)),
     }
 }
 
@@ -86,14 +86,14 @@ mod tests {
             cgroup: (pid != 9).then(|| format!("/{workload}")),
             domain: "user 1".to_owned(),
             resident: None,
-            shared,
+            file_and_shmem: shared,
             merged,
             footprint,
             footprint_age_seconds: None,
             saved,
             metadata: None,
-            ranges: 0,
-            state: TrackingState::Followed,
+            enrolled_ranges: 0,
+            state: TrackingState::Tracked,
             why: String::new(),
         }
     }

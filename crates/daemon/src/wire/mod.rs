@@ -68,7 +68,7 @@ pub struct StatusReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident: Option<u64>,
     /// How it learns of new programs.
-    pub arrivals: ProcessDiscovery,
+    pub process_discovery: ProcessDiscovery,
     /// Totals of all passes.
     pub passes: PassTotalsReport,
     /// Number of decisions since the daemon started, by reason.
@@ -85,17 +85,17 @@ pub struct StatusReport {
     /// Trust domains, largest savings first. The last one, `others`, sums up the rest.
     pub domains: Vec<DomainSavingsReport>,
     /// Tracked processes, the largest resident memory first.
-    pub members: Vec<TrackedProcessReport>,
+    pub tracked_processes: Vec<TrackedProcessReport>,
     /// Number of tracked processes that are not listed.
-    pub members_left_out: u64,
+    pub tracked_processes_omitted: u64,
     /// All tracked processes by virtual machine, container or job, the largest footprint first.
     pub workloads: Vec<WorkloadReport>,
     /// Number of workloads that are not listed.
-    pub workloads_left_out: u64,
+    pub workloads_omitted: u64,
     /// All tracked processes by cgroup, the largest footprint first.
     pub cgroups: Vec<CgroupReport>,
     /// Number of cgroups that are not listed.
-    pub cgroups_left_out: u64,
+    pub cgroups_omitted: u64,
     /// Which parties share pages; for each pair from the last census with both.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sharing: Option<SharingReport>,
@@ -139,7 +139,7 @@ pub enum DaemonStateName {
     /// A census or a merge is under way.
     Working,
     /// There is nothing to do, or not now: ksmd is idle, and merged pages stay merged.
-    Resting,
+    Idle,
     /// An operator paused it.
     Paused,
     /// Another program tunes KSM.
@@ -182,7 +182,7 @@ pub struct BoundsReport {
     /// CPU seconds that may accumulate for a burst.
     pub burst_seconds: f64,
     /// CPU seconds of the burst that are available now; negative after overspending.
-    pub burst_left_seconds: f64,
+    pub burst_available_seconds: f64,
     /// Limit of ksmd's metadata. Absent: no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
@@ -301,7 +301,7 @@ pub struct PassTotalsReport {
     /// Predicted savings of all executed plans.
     pub predicted: u64,
     /// Measured net savings of all executed plans.
-    pub reached: i64,
+    pub measured: i64,
     /// The last pass.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last: Option<PassReport>,
@@ -322,7 +322,7 @@ pub struct PassReport {
     pub predicted: u64,
     /// Measured net savings; absent if nothing was merged.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub reached: Option<i64>,
+    pub measured: Option<i64>,
 }
 
 /// Totals of censuses over all tracked processes, each by its last census.
@@ -333,7 +333,7 @@ pub struct CensusTotalsReport {
     /// Number of scanned processes.
     pub processes: u64,
     /// Number of processes selected for the latest census that were not scanned.
-    pub not_seen: u64,
+    pub unscanned_processes: u64,
     /// Classes of their pages.
     pub classes: PageClasses,
 }
@@ -344,7 +344,7 @@ pub struct DomainSavingsReport {
     /// The domain.
     pub name: String,
     /// Number of its tracked processes.
-    pub members: u64,
+    pub tracked_processes: u64,
     /// Their resident memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub resident: Option<u64>,
@@ -380,7 +380,7 @@ pub enum TrackingState {
     /// It is new, and waits for its first census.
     Arriving,
     /// It was scanned, and will be scanned again.
-    Followed,
+    Tracked,
     /// Some of its pages are merged.
     Merged,
     /// Nothing of it is profitable, or its merged pages had COW breaks: it is scanned less and less often.
@@ -388,7 +388,7 @@ pub enum TrackingState {
     /// It is excluded from merging.
     Excluded,
     /// An operator unenrolled it.
-    Withdrawn,
+    Unenrolled,
 }
 
 /// A tracked process or virtual machine.
@@ -417,7 +417,7 @@ pub struct TrackedProcessReport {
     pub resident: Option<u64>,
     /// The part of `resident` in files and shared memory, which other processes may map too.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub shared: Option<u64>,
+    pub file_and_shmem: Option<u64>,
     /// Merged memory, kept copies and pages of zeros included.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged: Option<u64>,
@@ -437,7 +437,7 @@ pub struct TrackedProcessReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub metadata: Option<u64>,
     /// Number of its ranges that the daemon has enrolled.
-    pub ranges: u64,
+    pub enrolled_ranges: u64,
     /// Its state.
     pub state: TrackingState,
     /// Reason of the state, as text.
@@ -496,8 +496,8 @@ pub struct GroupFootprint {
 pub struct SharingReport {
     /// Labels of the parties, most duplicates first; the last one may be `others`.
     pub parties: Vec<String>,
-    /// `shared[a][b]`: bytes of `a` whose content `b` has too; for `a == b`, bytes with another copy in `a`.
-    pub shared: Vec<Vec<u64>>,
+    /// `shared_bytes[a][b]`: bytes of `a` whose content `b` has too; for `a == b`, bytes with another copy in `a`.
+    pub shared_bytes: Vec<Vec<u64>>,
 }
 
 /// A decision of the daemon.
@@ -505,19 +505,19 @@ pub struct SharingReport {
 pub struct DecisionReport {
     /// Time of the decision, in milliseconds of Unix time.
     pub time_ms: u64,
-    /// Kind of the decision: `census`, `merge`, `withdraw`, `pace`, `rest`, `yield`, `restore`, `leave`, `refuse`.
-    pub what: String,
+    /// Kind of the decision: `census`, `merge`, `unenroll`, `skip`, `pause`, `yield`, `refuse`, `restore`.
+    pub kind: String,
     /// Labels of the processes it is about, or `this host`.
-    pub whom: String,
-    /// Reason, one of a small fixed set: `arrived`, `filled`, `due`, `budget`, `pressure`, ...
+    pub subject: String,
+    /// Reason, one of a small fixed set: `arrived`, `grown`, `due`, `budget`, ...
     pub reason: String,
     /// Reason, as text.
-    pub why: String,
+    pub explanation: String,
     /// Predicted savings.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub predicted: Option<u64>,
     /// Whether it was carried out; always false in the modes `observe` and `advise`.
-    pub acted: bool,
+    pub carried_out: bool,
 }
 
 /// Answer of the control socket, in one line.

@@ -31,24 +31,25 @@ fn fixture_figures_are_consistent() {
     assert_eq!(saved.gross, Some(saved.duplicate.unwrap() + saved.zero.unwrap()));
     assert_eq!(ksm.general_profit, saved.net);
     let sharing = status.sharing.unwrap();
-    assert!(sharing.shared.len() == sharing.parties.len() && sharing.parties.len() <= MAX_MATRIX_PARTIES + 1);
-    assert!(sharing.shared.iter().all(|row| row.len() == sharing.parties.len()));
+    assert!(sharing.shared_bytes.len() == sharing.parties.len() && sharing.parties.len() <= MAX_MATRIX_PARTIES + 1);
+    assert!(sharing.shared_bytes.iter().all(|row| row.len() == sharing.parties.len()));
     let classes = status.census.unwrap().classes;
     let parts = classes.zero + classes.duplicate + classes.unique + classes.merged + classes.volatile;
     assert_eq!(classes.resident, parts);
-    assert!(status.members.is_sorted_by_key(|member| std::cmp::Reverse(member.resident)));
+    assert!(status.tracked_processes.is_sorted_by_key(|member| std::cmp::Reverse(member.resident)));
     assert!(status.decisions.is_sorted_by_key(|decision| std::cmp::Reverse(decision.time_ms)));
     let counted: u64 = status.decisions_by_reason.values().sum();
     assert!(status.decisions.len() as u64 <= counted);
     let of_domains: u64 = status.domains.iter().filter_map(|domain| domain.saved).sum();
     assert!(of_domains <= saved.gross.unwrap());
     // The listed processes only, which are the largest.
-    assert_eq!(group_footprints::sum_by_workload(&status.members), status.workloads);
-    assert_eq!(group_footprints::sum_by_cgroup(&status.members), status.cgroups);
+    assert_eq!(group_footprints::sum_by_workload(&status.tracked_processes), status.workloads);
+    assert_eq!(group_footprints::sum_by_cgroup(&status.tracked_processes), status.cgroups);
     for domain in &status.domains {
-        let merged = status.members.iter().filter(|member| member.domain == domain.name).map(|member| member.merged);
+        let merged =
+            status.tracked_processes.iter().filter(|member| member.domain == domain.name).map(|member| member.merged);
         assert_eq!(domain.merged, merged.sum());
     }
-    assert!(status.members.iter().all(|member| member.shared <= member.resident));
+    assert!(status.tracked_processes.iter().all(|member| member.file_and_shmem <= member.resident));
     assert!(status.findings.iter().all(|finding| status.findings_by_verdict[&finding.verdict] > 0));
 }

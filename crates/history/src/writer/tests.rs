@@ -34,12 +34,12 @@ fn committed_rows_are_read_back() {
     let mut status = status(NOW_SECONDS);
     let decision = |time_ms| DecisionReport {
         time_ms,
-        what: "merge".to_owned(),
-        whom: "web-7".to_owned(),
+        kind: "merge".to_owned(),
+        subject: "web-7".to_owned(),
         reason: "arrived".to_owned(),
-        why: "it pays".to_owned(),
+        explanation: "it pays".to_owned(),
         predicted: Some(7),
-        acted: true,
+        carried_out: true,
     };
     let decide = |status: &mut StatusReport, time_ms| {
         status.decisions.insert(0, decision(time_ms));
@@ -55,7 +55,7 @@ fn committed_rows_are_read_back() {
     writer.note_status(&status);
     decide(&mut status, 1_794_999_000_000);
     writer.note_status(&status);
-    writer.note_footprints(status.time, &status.members);
+    writer.note_footprints(status.time, &status.tracked_processes);
     assert!(writer.is_pending());
     writer.commit().unwrap();
     assert!(!writer.is_pending());
@@ -66,7 +66,7 @@ fn committed_rows_are_read_back() {
     assert_eq!(kept.samples[1], HistorySample::from_status(&status, 1));
     let times: Vec<u64> = kept.decisions.iter().map(|decision| decision.time_ms).collect();
     assert_eq!(times, [1_794_999_000_000, 1_795_000_000_000, 1_795_000_009_000, 1_795_000_009_000]);
-    assert_eq!(kept.footprints.len(), status.members.len().min(MAX_FOOTPRINTS_PER_NOTE));
+    assert_eq!(kept.footprints.len(), status.tracked_processes.len().min(MAX_FOOTPRINTS_PER_NOTE));
     assert!(kept.footprints.iter().any(|footprint| footprint.kind == WorkloadKind::Vm));
     assert_eq!(reader.load_span(NOW_SECONDS + 1.0, NOW_SECONDS + 20.0).unwrap().samples.len(), 1);
 }
@@ -75,12 +75,13 @@ fn committed_rows_are_read_back() {
 fn pass_is_timed_from_arrival_to_end() {
     let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
     let mut moment = status(NOW_SECONDS);
-    let newcomer = TrackedProcessReport { state: TrackingState::Arriving, start_time: 1, ..moment.members[0].clone() };
+    let newcomer =
+        TrackedProcessReport { state: TrackingState::Arriving, start_time: 1, ..moment.tracked_processes[0].clone() };
     for second in 0..30_u32 {
         let at = f64::from(second);
         moment.time = NOW_SECONDS + at;
         // Seen at 2, scanned from 5 on; the census ends at 7, the merge at 15.
-        moment.members = if (2..5).contains(&second) { vec![newcomer.clone()] } else { Vec::new() };
+        moment.tracked_processes = if (2..5).contains(&second) { vec![newcomer.clone()] } else { Vec::new() };
         let merged = (at - 8.0).clamp(0.0, 5.0) / 5.0;
         moment.saved.gross = Some(((100.0 * merged) as u64) << 20);
         moment.passes.passes = u64::from(second >= 7);
@@ -90,7 +91,7 @@ fn pass_is_timed_from_arrival_to_end() {
             cpu_seconds: 1.0,
             processes: 1,
             predicted: 100 << 20,
-            reached,
+            measured: reached,
         };
         moment.passes.last = match second {
             0..7 => None,
@@ -131,7 +132,7 @@ fn short_pass_is_timed_between_samples() {
         cpu_seconds,
         processes,
         predicted,
-        reached,
+        measured: reached,
     });
     writer.note_status(&moment);
     moment.time += 10.0;
@@ -182,14 +183,14 @@ fn files_stay_within_their_bound() {
     let limits = HistoryLimits { max_bytes: HistoryLimits::MIN_BYTES };
     let (_folder, path, mut writer) = new_writer(limits, NOW_SECONDS);
     let mut status = status(NOW_SECONDS);
-    let long = TrackedProcessReport { label: "x".repeat(5000), ..status.members[0].clone() };
+    let long = TrackedProcessReport { label: "x".repeat(5000), ..status.tracked_processes[0].clone() };
     let mut most = 0;
     for minute in 0..250_u32 {
         for second in 0..6_u32 {
             status.time = NOW_SECONDS + f64::from(minute * 60 + second * 10);
-            let why = "long ".repeat(1000);
+            let explanation = "long ".repeat(1000);
             let time_ms = seconds_to_millis(status.time).unsigned_abs();
-            status.decisions = vec![DecisionReport { time_ms, why, ..decision() }];
+            status.decisions = vec![DecisionReport { time_ms, explanation, ..decision() }];
             *status.decisions_by_reason.entry("word".to_owned()).or_default() += 1;
             writer.note_status(&status);
         }
@@ -208,12 +209,12 @@ fn decision() -> DecisionReport {
     let word = || "word".to_owned();
     DecisionReport {
         time_ms: 0,
-        what: word(),
-        whom: word(),
+        kind: word(),
+        subject: word(),
         reason: word(),
-        why: word(),
+        explanation: word(),
         predicted: None,
-        acted: false,
+        carried_out: false,
     }
 }
 
@@ -226,7 +227,7 @@ fn reader_of_the_log_only_delays_writes() {
         for _ in 0..minutes {
             status.time += 60.0;
             writer.note_status(&status);
-            writer.note_footprints(status.time, &vec![status.members[0].clone(); 32]);
+            writer.note_footprints(status.time, &vec![status.tracked_processes[0].clone(); 32]);
             writer.commit()?;
         }
         Ok(())
@@ -247,7 +248,7 @@ fn oversized_history_is_shrunk() {
     let (_folder, path, mut writer) = new_writer(HistoryLimits::default(), NOW_SECONDS);
     let status = status(NOW_SECONDS);
     for minute in 0..600_u32 {
-        writer.note_footprints(NOW_SECONDS + f64::from(minute), &vec![status.members[0].clone(); 32]);
+        writer.note_footprints(NOW_SECONDS + f64::from(minute), &vec![status.tracked_processes[0].clone(); 32]);
         if minute % 50 == 49 {
             writer.note_status(&StatusReport { time: NOW_SECONDS + f64::from(minute), ..status.clone() });
             writer.commit().unwrap();
@@ -298,7 +299,7 @@ fn damaged_file_is_reported() {
     for minute in 0..500_u32 {
         writer.note_status(&status(NOW_SECONDS + f64::from(minute)));
     }
-    writer.note_footprints(NOW_SECONDS, &status(NOW_SECONDS).members);
+    writer.note_footprints(NOW_SECONDS, &status(NOW_SECONDS).tracked_processes);
     writer.commit().unwrap();
     drop(writer);
     let mut bytes = std::fs::read(&path).unwrap();

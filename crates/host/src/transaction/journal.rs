@@ -253,11 +253,11 @@ struct WireJournal {
 #[serde(deny_unknown_fields)]
 struct WireEntry {
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
-    written: Vec<String>,
+    written_values: Vec<String>,
     #[serde(skip_serializing_if = "Vec::is_empty", default)]
-    within: Vec<(u64, u64)>,
+    enclosing_extents: Vec<(u64, u64)>,
     #[serde(skip_serializing_if = "std::ops::Not::not", default)]
-    until_done: bool,
+    until_commit: bool,
     undo: WireAction,
 }
 
@@ -266,7 +266,7 @@ struct WireEntry {
 enum WireChange {
     Push(WireEntry),
     Pop,
-    Written { entry: usize, written: Vec<String> },
+    SetWrittenValues { entry: usize, written_values: Vec<String> },
 }
 
 #[derive(Serialize, Deserialize)]
@@ -467,9 +467,9 @@ impl WireEntry {
     /// The file format of an entry, if its undo has one.
     fn from_entry(entry: &JournalEntry) -> Option<Self> {
         Some(Self {
-            written: entry.written_values.clone(),
-            within: address_pairs(&entry.enclosing_extents),
-            until_done: entry.until_commit,
+            written_values: entry.written_values.clone(),
+            enclosing_extents: address_pairs(&entry.enclosing_extents),
+            until_commit: entry.until_commit,
             undo: WireAction::from_action(&entry.undo)?,
         })
     }
@@ -479,9 +479,9 @@ impl From<WireEntry> for JournalEntry {
     fn from(entry: WireEntry) -> Self {
         Self {
             undo: entry.undo.into(),
-            written_values: entry.written,
-            enclosing_extents: address_ranges(entry.within),
-            until_commit: entry.until_done,
+            written_values: entry.written_values,
+            enclosing_extents: address_ranges(entry.enclosing_extents),
+            until_commit: entry.until_commit,
         }
     }
 }
@@ -492,7 +492,7 @@ impl WireChange {
             JournalChange::Push(entry) => Self::Push(WireEntry::from_entry(entry)?),
             JournalChange::Pop => Self::Pop,
             JournalChange::SetWrittenValues(entry, written) => {
-                Self::Written { entry: *entry, written: written.clone() }
+                Self::SetWrittenValues { entry: *entry, written_values: written.clone() }
             }
         })
     }
@@ -503,7 +503,7 @@ impl From<WireChange> for JournalChange {
         match change {
             WireChange::Push(entry) => Self::Push(entry.into()),
             WireChange::Pop => Self::Pop,
-            WireChange::Written { entry, written } => Self::SetWrittenValues(entry, written),
+            WireChange::SetWrittenValues { entry, written_values: written } => Self::SetWrittenValues(entry, written),
         }
     }
 }
@@ -609,7 +609,11 @@ mod tests {
             directory.replace(SESSION_FILE, &longer[..length]).unwrap();
             assert_eq!(loaded().unwrap(), expected, "truncated after {length} of {} bytes", longer.len());
         }
-        for wrong in [&b"[\"pop\",\"pop\",\"pop\"]\n"[..], b"[{\"written\":{\"entry\":2,\"written\":[]}}]\n", b"x\n"] {
+        for wrong in [
+            &b"[\"pop\",\"pop\",\"pop\"]\n"[..],
+            b"[{\"set_written_values\":{\"entry\":2,\"written_values\":[]}}]\n",
+            b"x\n",
+        ] {
             directory.replace(SESSION_FILE, &[&whole, wrong].concat()).unwrap();
             assert!(matches!(loaded(), Err(Error::Malformed { .. })), "{}", String::from_utf8_lossy(wrong));
         }

@@ -149,19 +149,19 @@ fn render_differences(outcome: &OutcomeReport, style: TextStyle) -> String {
     let mut table = style.new_table(&["differs in", ">by", "reason"]);
     let mut rows = 0;
     for difference in &outcome.differences {
-        let whole = difference.by.abs().round() as u64;
-        let (name, by) = match difference.of {
+        let whole = difference.amount.abs().round() as u64;
+        let (name, by) = match difference.figure {
             "saved" => ("saved, gross", Bytes(whole).to_string()),
             "metadata" => ("metadata", Bytes(whole).to_string()),
-            "ksmd_seconds" => ("CPU of ksmd", format_seconds(difference.by.abs())),
+            "ksmd_seconds" => ("CPU of ksmd", format_seconds(difference.amount.abs())),
             "huge_pages_split" => ("huge pages split", format_number(whole)),
-            "wall_seconds" => ("time to 99 %", format_seconds(difference.by.abs())),
+            "wall_seconds" => ("time to 99 %", format_seconds(difference.amount.abs())),
             "available" => ("MemAvailable", Bytes(whole).to_string()),
             _ => ("regions added", format_number(whole)),
         };
         if by.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) {
-            let sign = if difference.by < 0.0 { '-' } else { '+' };
-            table.add_row([name, &format!("{sign}{by}"), difference.why]);
+            let sign = if difference.amount < 0.0 { '-' } else { '+' };
+            table.add_row([name, &format!("{sign}{by}"), difference.reason]);
             rows += 1;
         }
     }
@@ -203,13 +203,13 @@ fn render_costs(outcome: &OutcomeReport, page_size: u64, style: TextStyle) -> St
             longest
         ));
     }
-    if let Some(watched) = &outcome.watched {
+    if let Some(watched) = &outcome.merged_watch {
         line(format!(
             "Watched {} merged pages of running programs for {} each: {} had a COW break; {} unenrolled as unstable.",
             format_number(watched.merged_pages),
             format_seconds(watched.page_seconds / watched.merged_pages.max(1) as f64),
-            format_number(watched.broken_pages),
-            Bytes(watched.withdrawn_pages * page_size),
+            format_number(watched.cow_breaks),
+            Bytes(watched.unenrolled_pages * page_size),
         ));
     }
     text
@@ -224,14 +224,14 @@ fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String 
     let mut rows: Vec<&TargetReport> = plan.targets.iter().collect();
     rows.sort_by_key(|target| (Reverse(target.merging_pages), target.process.pid));
     let most = rows.first().map_or(1, |target| target.merging_pages.max(1));
-    let way = if plan.whole { "by" } else { ">ranges" };
+    let way = if plan.whole_processes { "by" } else { ">ranges" };
     let mut table = style.new_table(&[">PID", "name", "domain", way, ">to scan", ">to merge", ">zeros", ""]);
     for target in rows.iter().take(top) {
         table.add_row([
             target.process.pid.to_string(),
             cut_end(&target.process.label(), 24),
             cut_end(target.process.domain.as_deref().unwrap_or("?"), 24),
-            if plan.whole { target.way.to_owned() } else { format_number(target.ranges.len() as u64) },
+            if plan.whole_processes { target.method.to_owned() } else { format_number(target.ranges.len() as u64) },
             format_bytes(target.pages * page),
             format_bytes(target.merging_pages * page),
             format_bytes(target.zero_pages * page),
@@ -274,7 +274,7 @@ fn render_forecast(plan: &PlanReport, style: TextStyle) -> String {
 
 fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle) -> String {
     let mut text = String::new();
-    let mut narrowed: Vec<&TemporaryUnenrollReport> = report.plan.narrowed.iter().collect();
+    let mut narrowed: Vec<&TemporaryUnenrollReport> = report.plan.temporary_unenrolls.iter().collect();
     if !narrowed.is_empty() {
         narrowed.sort_by_key(|narrowed| Reverse(narrowed.bytes));
         let all: u64 = narrowed.iter().map(|narrowed| narrowed.bytes).sum();
@@ -307,7 +307,7 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
             );
         }
     }
-    for left in report.plan.left_alone.iter().take(top) {
+    for left in report.plan.skipped.iter().take(top) {
         let _ = writeln!(
             text,
             "Not enrolled: {} ({}): {}.",
@@ -316,7 +316,7 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
             escape_unprintable(&left.why)
         );
     }
-    if report.others_hidden {
+    if report.enrolled_may_be_hidden {
         text.push_str(&style.format_paragraph(
             "Other processes may be enrolled that are not visible from here: those outside of a container, those of \
              other users without root, and before Linux 6.14 those that ksmd has not visited. Enrolled pages may merge \
@@ -325,11 +325,11 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
             2,
         ));
     }
-    if report.kept_apart_from > 0 {
-        let others = if report.kept_apart_from == 1 {
+    if report.foreign_processes > 0 {
+        let others = if report.foreign_processes == 1 {
             "1 process of another trust domain is".to_owned()
         } else {
-            format!("{} of other trust domains are", format_process_count(report.kept_apart_from))
+            format!("{} of other trust domains are", format_process_count(report.foreign_processes))
         };
         text.push_str(&style.format_paragraph(
             &format!(
@@ -353,7 +353,7 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
                 2,
             ));
         }
-        for missed in outcome.missed.iter().take(MAX_FAILED_CHANGE_LINES) {
+        for missed in outcome.failed_changes.iter().take(MAX_FAILED_CHANGE_LINES) {
             let place = match (missed.start, missed.end) {
                 (Some(start), Some(end)) => format!(" {start:08x}-{end:08x}"),
                 _ => String::new(),
@@ -362,17 +362,17 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
             let what = if missed.change == "unenroll" { "unenrolled" } else { "enrolled" };
             let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, escape_unprintable(&missed.why));
         }
-        if outcome.missed.len() > MAX_FAILED_CHANGE_LINES {
+        if outcome.failed_changes.len() > MAX_FAILED_CHANGE_LINES {
             let _ = writeln!(
                 text,
                 "... and {} more ranges not enrolled or unenrolled (--json)",
-                outcome.missed.len() - MAX_FAILED_CHANGE_LINES
+                outcome.failed_changes.len() - MAX_FAILED_CHANGE_LINES
             );
         }
     }
-    for remains in report.outcome.iter().flat_map(|outcome| &outcome.not_put_back) {
+    for remains in report.outcome.iter().flat_map(|outcome| &outcome.failed_undos) {
         let _ = writeln!(text, "Not restored: {}.", escape_unprintable(remains));
     }
-    text.push_str(&unseen(&report.not_seen, remedy));
+    text.push_str(&unseen(&report.unscanned_processes, remedy));
     if text.is_empty() { text } else { format!("\n{text}") }
 }

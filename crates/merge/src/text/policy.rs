@@ -43,8 +43,9 @@ pub fn render(report: &PolicyReport, style: TextStyle) -> String {
             comfy_table::Cell::new(current_value_text(setting)),
             source_cell(setting),
         ];
-        cells
-            .push(comfy_table::Cell::new(setting.before.as_deref().map_or("·".to_owned(), |value| cut_end(value, 12))));
+        cells.push(comfy_table::Cell::new(
+            setting.value_before_policy.as_deref().map_or("·".to_owned(), |value| cut_end(value, 12)),
+        ));
         cells.extend(POLICY_COLUMNS.iter().map(|name| comfy_table::Cell::new(of(name))));
         table.add_row(cells);
     }
@@ -65,10 +66,10 @@ fn current_value_text(setting: &SettingReport) -> String {
 }
 
 fn source_cell(setting: &SettingReport) -> comfy_table::Cell {
-    match setting.writer {
+    match setting.source {
         SettingSource::Unknown => comfy_table::Cell::new("·"),
         SettingSource::Policy => comfy_table::Cell::new("policy"),
         SettingSource::Advisor => comfy_table::Cell::new("advisor"),
-        SettingSource::SomebodyElse => pagefold_output::text::colored_cell("other program", Color::Yellow),
+        SettingSource::OtherProgram => pagefold_output::text::colored_cell("other program", Color::Yellow),
     }
 }

@@ -16,7 +16,7 @@ pub fn render(report: &UnmergeReport, max_rows: usize, remedy: &str, style: Text
         text.push('\n');
         text.push_str(&render_processes(report, max_rows, style));
         text.push_str(&style.format_heading("Limits"));
-        text.push_str(&render_limits(report.stopped.as_ref().unwrap_or(&report.guard), style));
+        text.push_str(&render_limits(report.stopped_by_guard.as_ref().unwrap_or(&report.guard), style));
     }
     if let Some(taken) = &report.taken {
         text.push_str(&style.format_heading("Taken"));
@@ -33,7 +33,7 @@ fn render_title(report: &UnmergeReport) -> String {
     let (merged, needed) = (merged_bytes(report), Bytes(needed_bytes(report)));
     let count = report.processes.len() as u64;
     let they = format!("{} process{}", format_number(count), if count == 1 { "" } else { "es" });
-    let binds = describe_binding_limit(report.stopped.as_ref().unwrap_or(&report.guard));
+    let binds = describe_binding_limit(report.stopped_by_guard.as_ref().unwrap_or(&report.guard));
     match report.outcome {
         "nothing" => format!(
             "Nothing to unmerge on {host}: none of {} chosen processes is enrolled in KSM.",
@@ -70,20 +70,20 @@ fn still_merged_bytes(report: &UnmergeReport) -> Bytes {
 
 fn needed_bytes(report: &UnmergeReport) -> u64 {
     let of = |process: &UnmergedProcessReport| {
-        (process.merged_pages + process.zero_pages).saturating_sub(process.returned_pages)
+        (process.merged_pages + process.zero_pages).saturating_sub(process.freed_frames)
     };
     report.processes.iter().map(of).sum::<u64>() * report.page_size
 }
 
 /// The limit that prevents unmerging.
 fn describe_binding_limit(guard: &GuardReport) -> String {
-    match (guard.limits.iter().find(|limit| !limit.fits), guard.unknown.first()) {
+    match (guard.limits.iter().find(|limit| !limit.fits), guard.unreadable.first()) {
         (Some(limit), _) => {
             let swap = if guard.verdict == "swaps" { "; the rest would be swapped out" } else { "" };
-            format!("{} of {} leaves {}{swap}", limit.rule, escape_unprintable(&limit.place), Bytes(limit.room))
+            format!("{} of {} leaves {}{swap}", limit.kind, escape_unprintable(&limit.scope), Bytes(limit.headroom))
         }
         (None, Some(unknown)) => {
-            format!("the limit of {} cannot be read ({})", escape_unprintable(&unknown.place), unknown.reason)
+            format!("the limit of {} cannot be read ({})", escape_unprintable(&unknown.scope), unknown.reason)
         }
         (None, None) => "it fits".to_owned(),
     }
@@ -94,21 +94,21 @@ fn render_processes(report: &UnmergeReport, top: usize, style: TextStyle) -> Str
         style.new_table(&[">pid", "name", "by", ">merged", ">zero pages", ">takes", ">left", ">longest stop", "state"]);
     let size = report.page_size;
     for process in report.processes.iter().take(top) {
-        let takes = (process.merged_pages + process.zero_pages).saturating_sub(process.returned_pages) * size;
-        let bound = if process.estimated.is_some() { "≤" } else { "" };
+        let takes = (process.merged_pages + process.zero_pages).saturating_sub(process.freed_frames) * size;
+        let bound = if process.estimate_reason.is_some() { "≤" } else { "" };
         let left = process
             .merged_pages_after
             .map(|pages| format_bytes((pages + process.zero_pages_after.unwrap_or(0)) * size))
             .unwrap_or_default();
         let state = match process.state {
-            "withdrawn" => colored_cell(process.state, Color::Green),
+            "unenrolled" => colored_cell(process.state, Color::Green),
             "planned" | "untouched" | "ended" => Cell::new(process.state),
             state => colored_cell(state, Color::Yellow),
         };
         table.add_row([
             Cell::new(process.process.pid),
             Cell::new(cut_end(&process.process.label(), 32)),
-            Cell::new(process.way),
+            Cell::new(process.method),
             Cell::new(format_bytes(process.merged_pages * size)),
             Cell::new(format_bytes(process.zero_pages * size)),
             Cell::new(format!("{bound}{}", format_bytes(takes))),
@@ -129,18 +129,18 @@ fn render_limits(guard: &GuardReport, style: TextStyle) -> String {
     for limit in &guard.limits {
         let fits = if limit.fits { colored_cell("fits", Color::Green) } else { colored_cell("binds", Color::Red) };
         table.add_row([
-            Cell::new(cut_start(&limit.place, 48)),
-            Cell::new(limit.rule),
+            Cell::new(cut_start(&limit.scope, 48)),
+            Cell::new(limit.kind),
             Cell::new(Bytes(limit.limit)),
-            Cell::new(Bytes(limit.room)),
+            Cell::new(Bytes(limit.headroom)),
             Cell::new(format_bytes(limit.needed)),
-            Cell::new(format_bytes(limit.swap)),
+            Cell::new(format_bytes(limit.swap_headroom)),
             fits,
         ]);
     }
-    for unknown in &guard.unknown {
+    for unknown in &guard.unreadable {
         table.add_row([
-            Cell::new(cut_start(&unknown.place, 48)),
+            Cell::new(cut_start(&unknown.scope, 48)),
             Cell::new(escape_unprintable(&unknown.reason)),
             Cell::new(""),
             Cell::new(""),
@@ -156,7 +156,7 @@ fn render_taken(taken: &TakenReport, page_size: u64, style: TextStyle) -> String
     let mut table = style.new_table(&["", ">predicted", ">found", "by"]);
     let found = |value: Option<i64>| value.map_or_else(|| "?".to_owned(), |value| NetBytes(value).to_string());
     let predicted = Bytes(taken.predicted).to_string();
-    table.add_row(["memory taken", &predicted, &Bytes(taken.withdrawn).to_string(), "unenrolled parts"]);
+    table.add_row(["memory taken", &predicted, &Bytes(taken.unenrolled).to_string(), "unenrolled parts"]);
     table.add_row(["", "", &found(taken.anon_pages), "AnonPages, all processes"]);
     table.add_row(["", "", &found(taken.mem_available), "MemAvailable, all processes"]);
     let copies = taken.copies.map_or_else(|| "?".to_owned(), format_number);
@@ -180,16 +180,16 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     let mut notes = Vec::new();
     let refused = report.outcome == "refused" || (report.outcome == "planned" && report.guard.verdict != "fits");
     if refused {
-        let parts = report.parts;
+        let parts = report.batches;
         notes.push(format!(
             "`--staged` would unenroll {} of {} parts now; `--max-wait TIME` waits for memory; `--force` skips the check.",
-            format_number(parts.fit),
-            format_number(parts.all)
+            format_number(parts.fitting),
+            format_number(parts.total)
         ));
     }
     let whole =
-        |process: &&UnmergedProcessReport| process.way == "qmp" && matches!(process.state, "planned" | "untouched");
-    if (refused || report.stopped.is_some())
+        |process: &&UnmergedProcessReport| process.method == "qmp" && matches!(process.state, "planned" | "untouched");
+    if (refused || report.stopped_by_guard.is_some())
         && let Some(guest) = report.processes.iter().find(whole)
     {
         notes.push(format!(
@@ -202,13 +202,13 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
         for limit in report.guard.limits.iter().filter(|limit| !limit.fits) {
             notes.push(format!(
                 "Forced past {} of {}: {}.",
-                limit.rule,
-                limit.place,
-                GuardReport::limit_consequence(limit.rule)
+                limit.kind,
+                limit.scope,
+                GuardReport::limit_consequence(limit.kind)
             ));
         }
     }
-    if report.stopped.is_some() {
+    if report.stopped_by_guard.is_some() {
         notes.push("Stopped before the part that does not fit. Unenrolled parts stay so; run it again later.".into());
     }
     if report.interrupted {
@@ -219,14 +219,14 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
             notes.push(format!("{} ({}): {error}", process.process.pid, process.process.label()));
         }
     }
-    let beside: u64 = report.processes.iter().filter_map(|process| process.beside_pages).sum();
+    let beside: u64 = report.processes.iter().filter_map(|process| process.uncovered_pages).sum();
     if beside > 0 {
         notes.push(format!(
             "{} of firmware and video memory stay merged: they belong to no memory backend; `--inject` reaches them.",
             Bytes(beside * report.page_size)
         ));
     }
-    if report.processes.iter().any(|process| process.estimated.is_some()) {
+    if report.processes.iter().any(|process| process.estimate_reason.is_some()) {
         notes.push(
             "≤ marks upper bounds from the kernel's sums, without freed frames; run as root to count frames.".into(),
         );
@@ -244,11 +244,11 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
             Bytes(collapsed)
         ));
     }
-    if let Some(first) = report.not_seen.first() {
+    if let Some(first) = report.unscanned_processes.first() {
         notes.push(format!(
             "{} process{} not seen, the first {} ({}). {remedy}",
-            format_number(report.not_seen.len() as u64),
-            if report.not_seen.len() == 1 { "" } else { "es" },
+            format_number(report.unscanned_processes.len() as u64),
+            if report.unscanned_processes.len() == 1 { "" } else { "es" },
             first.pid,
             first.detail
         ));
@@ -290,14 +290,14 @@ mod tests {
                 &MemoryHeadroom { limits, unreadable: Vec::new() },
                 page,
             )),
-            parts: BatchesReport { all: 3, fit: 1 },
-            stopped: None,
+            batches: BatchesReport { total: 3, fitting: 1 },
+            stopped_by_guard: None,
             forced,
             interrupted: false,
             taken: None,
             processes: Vec::new(),
             not_enrolled: 2,
-            not_seen: Vec::new(),
+            unscanned_processes: Vec::new(),
         }
     }
 
@@ -321,29 +321,29 @@ mod tests {
                 uid: None,
                 domain: None,
                 cgroup: None,
-                vm: Some(VmInfo { monitor: "qemu", name: Some("web1".to_owned()), memory: None }),
+                vm: Some(VmInfo { monitor: "qemu", name: Some("web1".to_owned()), memory_bytes: None }),
                 container: None,
                 job: None,
                 rank: None,
             },
-            way: "qmp",
+            method: "qmp",
             merged_pages: 4096,
             zero_pages: 0,
-            returned_pages: 0,
-            estimated: None,
-            parts: 1,
-            parts_withdrawn: 0,
+            freed_frames: 0,
+            estimate_reason: None,
+            batches: 1,
+            batches_unenrolled: 0,
             state,
             merged_pages_after: None,
             zero_pages_after: None,
-            beside_pages: None,
+            uncovered_pages: None,
             longest_stop_ms: None,
             huge: None,
             error: None,
         };
         let told = |outcome, stopped: bool, state| {
             let mut report = sample_report(outcome, 0, false);
-            report.stopped = stopped.then(|| report.guard.clone());
+            report.stopped_by_guard = stopped.then(|| report.guard.clone());
             report.processes = vec![guest(state)];
             let text = render(&report, 10, "", TextStyle::default());
             text.split_whitespace().collect::<Vec<_>>().join(" ").contains(
@@ -353,8 +353,8 @@ mod tests {
         };
         assert!(told("refused", false, "planned"));
         assert!(told("partial", true, "untouched"));
-        assert!(!told("partial", true, "withdrawn"), "the part fitted");
-        assert!(!told("done", false, "withdrawn"));
+        assert!(!told("partial", true, "unenrolled"), "the part fitted");
+        assert!(!told("done", false, "unenrolled"));
     }
 
     #[test]

@@ -29,31 +29,31 @@ pub struct MergeReport {
     pub processes: u64,
     /// Processes of other trust domains that are enrolled already. They were scanned too; pages with the same contents
     /// are in no plan.
-    pub kept_apart_from: u64,
+    pub foreign_processes: u64,
     /// Whether enrolled processes may exist that are not visible from here: those outside of a container, those of
     /// other users without root, and before Linux 6.14 those that ksmd has not visited.
-    pub others_hidden: bool,
+    pub enrolled_may_be_hidden: bool,
     /// The plan.
     pub plan: PlanReport,
     /// The outcome; absent for a dry run, and if there is nothing to merge.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub outcome: Option<OutcomeReport>,
     /// Chosen processes that could not be scanned.
-    pub not_seen: Vec<UnscannedProcessReport>,
+    pub unscanned_processes: Vec<UnscannedProcessReport>,
 }
 
 /// The ranges to enroll, and the prediction.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct PlanReport {
     /// Whether processes are enrolled whole.
-    pub whole: bool,
+    pub whole_processes: bool,
     /// The processes.
     pub targets: Vec<TargetReport>,
     /// Processes, targets or not, of which ranges are unenrolled while ksmd works: unprofitable ranges that they
     /// enrolled themselves.
-    pub narrowed: Vec<TemporaryUnenrollReport>,
+    pub temporary_unenrolls: Vec<TemporaryUnenrollReport>,
     /// Processes that are not enrolled on purpose.
-    pub left_alone: Vec<SkippedProcessReport>,
+    pub skipped: Vec<SkippedProcessReport>,
     /// Predicted savings.
     pub savings: MergeSavings,
     /// Pages that should merge, kept copies included.
@@ -76,7 +76,7 @@ pub struct TargetReport {
     pub process: ProcessInfo,
     /// How it is enrolled: `ranges` or `whole` from within, by injection; `qmp` by QEMU's control socket; `none` where
     /// that was found but is unusable.
-    pub way: &'static str,
+    pub method: &'static str,
     /// Why it is not enrolled, for `none`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub error: Option<String>,
@@ -201,15 +201,15 @@ pub struct OutcomeReport {
     pub stop_max_us: Option<f64>,
     /// Watched merged pages; absent if no target ran.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub watched: Option<MergedWatchReport>,
+    pub merged_watch: Option<MergedWatchReport>,
     /// Ranges that could not be enrolled or unenrolled.
-    pub missed: Vec<FailedChangeReport>,
+    pub failed_changes: Vec<FailedChangeReport>,
     /// Processes outside the plan that were enrolled too: KSM has one tree and may have merged their pages with the
     /// targets'. Absent where the kernel does not show it (before 6.14).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub other_enrolled_processes: Option<u64>,
     /// Temporary changes that could not be undone.
-    pub not_put_back: Vec<String>,
+    pub failed_undos: Vec<String>,
     /// Savings over time, by the kernel's counters of the targets' merged pages.
     pub timeline: Vec<TimelinePointReport>,
 }
@@ -221,11 +221,11 @@ pub struct DifferenceReport {
     /// of other processes' pages are included), `huge_pages_split`, `regions_added`, `wall_seconds` (from the first
     /// enrollment until 99 % is merged, if any page is), `available` (bytes of `MemAvailable`, which the net savings
     /// should increase; absent if it could not be read).
-    pub of: &'static str,
+    pub figure: &'static str,
     /// How much more than predicted, negative if less.
-    pub by: f64,
+    pub amount: f64,
     /// The reason.
-    pub why: &'static str,
+    pub reason: &'static str,
 }
 
 /// A sample of the merged pages of running processes.
@@ -234,11 +234,11 @@ pub struct MergedWatchReport {
     /// Pages of the sample that merged.
     pub merged_pages: u64,
     /// COW breaks of these pages.
-    pub broken_pages: u64,
+    pub cow_breaks: u64,
     /// Seconds for which they were merged, summed over the pages.
     pub page_seconds: f64,
     /// Pages of the plan that were unenrolled because they did not stay merged for long enough.
-    pub withdrawn_pages: u64,
+    pub unenrolled_pages: u64,
 }
 
 /// A range that could not be enrolled or unenrolled.
@@ -286,11 +286,11 @@ impl MergeReport {
             page_size: page_size.bytes(),
             huge_page_size,
             processes: census.subjects.iter().filter(|subject| !subject.is_foreign).count() as u64,
-            kept_apart_from: census.subjects.iter().filter(|subject| subject.is_foreign).count() as u64,
-            others_hidden: false,
+            foreign_processes: census.subjects.iter().filter(|subject| subject.is_foreign).count() as u64,
+            enrolled_may_be_hidden: false,
             plan: PlanReport::from_plan(plan, page_size),
             outcome: None,
-            not_seen: census
+            unscanned_processes: census
                 .unscanned
                 .iter()
                 .map(|UnscannedProcess { pid, comm, why }| UnscannedProcessReport::new(pid.0, comm.clone(), why))
@@ -309,34 +309,34 @@ impl MergeReport {
     pub fn is_incomplete(&self) -> bool {
         let unfinished = |outcome: &OutcomeReport| {
             let cut_short = outcome.end == "stopped" || outcome.end == "yielded";
-            cut_short || !outcome.missed.is_empty() || !outcome.not_put_back.is_empty()
+            cut_short || !outcome.failed_changes.is_empty() || !outcome.failed_undos.is_empty()
         };
         let unreachable = self.plan.targets.iter().any(|target| target.error.is_some());
-        !self.not_seen.is_empty() || unreachable || self.outcome.as_ref().is_some_and(unfinished)
+        !self.unscanned_processes.is_empty() || unreachable || self.outcome.as_ref().is_some_and(unfinished)
     }
 }
 
 impl PlanReport {
     fn from_plan(plan: &MergePlan, page_size: PageSize) -> Self {
-        let left_alone = plan.skipped.iter().map(|left| SkippedProcessReport {
-            pid: left.pid.0,
-            comm: left.comm.clone(),
-            why: left.why.clone(),
+        let skipped = plan.skipped.iter().map(|process| SkippedProcessReport {
+            pid: process.pid.0,
+            comm: process.comm.clone(),
+            why: process.why.clone(),
         });
-        let narrowed = plan.temporary_unenrolls.iter().map(|narrowed| TemporaryUnenrollReport {
-            pid: narrowed.process.pid.0,
-            comm: narrowed.comm.clone(),
-            bytes: narrowed.ranges.iter().map(|range| range.bytes().0).sum(),
+        let temporary_unenrolls = plan.temporary_unenrolls.iter().map(|unenroll| TemporaryUnenrollReport {
+            pid: unenroll.process.pid.0,
+            comm: unenroll.comm.clone(),
+            bytes: unenroll.ranges.iter().map(|range| range.bytes().0).sum(),
         });
         Self {
-            whole: plan.whole_processes,
+            whole_processes: plan.whole_processes,
             targets: plan
                 .targets
                 .iter()
                 .map(|target| TargetReport::from_target(target, plan.whole_processes))
                 .collect(),
-            narrowed: narrowed.collect(),
-            left_alone: left_alone.collect(),
+            temporary_unenrolls: temporary_unenrolls.collect(),
+            skipped: skipped.collect(),
             savings: MergeSavings::from_effect(&plan.predicted.effect, page_size),
             merging_pages: plan.predicted.merging.0,
             ranges: plan.range_count() as u64,
@@ -363,7 +363,7 @@ impl TargetReport {
             .collect();
         Self {
             process: ProcessInfo::from_process(&target.process, Some(&target.domain)),
-            way: match &target.enroll_method {
+            method: match &target.enroll_method {
                 EnrollMethod::Unreachable(_) => "none",
                 EnrollMethod::GuestControl(_) if whole => "qmp",
                 _ if whole => "whole",
@@ -434,10 +434,10 @@ impl OutcomeReport {
             differences: outcome
                 .differences(page_size, huge_page)
                 .into_iter()
-                .map(|FigureDifference { figure: of, amount: by, reason: why }| DifferenceReport {
-                    of: figure_name(of),
-                    by,
-                    why,
+                .map(|FigureDifference { figure, amount, reason }| DifferenceReport {
+                    figure: figure_name(figure),
+                    amount,
+                    reason,
                 })
                 .collect(),
             regions_added: outcome.regions.now as i64 - outcome.regions.before as i64,
@@ -454,15 +454,15 @@ impl OutcomeReport {
             stops: stops.len() as u64,
             stop_median_us: stops.get(stops.len().saturating_sub(1) / 2).copied(),
             stop_max_us: stops.last().copied(),
-            watched: (outcome.merged_watch.lifetime_stats.page_seconds > 0.0
+            merged_watch: (outcome.merged_watch.lifetime_stats.page_seconds > 0.0
                 || outcome.merged_watch.unenrolled_pages > Pages::ZERO)
                 .then_some(MergedWatchReport {
                     merged_pages: outcome.merged_watch.lifetime_stats.max_merged_pages.0,
-                    broken_pages: outcome.merged_watch.lifetime_stats.cow_breaks.0,
+                    cow_breaks: outcome.merged_watch.lifetime_stats.cow_breaks.0,
                     page_seconds: outcome.merged_watch.lifetime_stats.page_seconds,
-                    withdrawn_pages: outcome.merged_watch.unenrolled_pages.0,
+                    unenrolled_pages: outcome.merged_watch.unenrolled_pages.0,
                 }),
-            missed: outcome
+            failed_changes: outcome
                 .failed_changes
                 .iter()
                 .map(|missed| FailedChangeReport {
@@ -478,7 +478,7 @@ impl OutcomeReport {
                 })
                 .collect(),
             other_enrolled_processes: outcome.bystanders.clone().ok(),
-            not_put_back: outcome.not_restored.clone(),
+            failed_undos: outcome.not_restored.clone(),
             timeline: points
                 .map(|(_, sample)| TimelinePointReport {
                     seconds: sample.at.as_secs_f64(),

@@ -21,11 +21,11 @@ pub struct UnmergeReport {
     pub outcome: &'static str,
     /// The guard's verdict on the whole plan, before any change.
     pub guard: GuardReport,
-    /// The number of parts, and how many of them fit one after the other, before any change.
-    pub parts: BatchesReport,
+    /// The number of batches, and how many of them fit one after the other, before any change.
+    pub batches: BatchesReport,
     /// The guard's verdict on the step that did not fit and stopped the run, if there was one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub stopped: Option<GuardReport>,
+    pub stopped_by_guard: Option<GuardReport>,
     /// Whether it continued in spite of the guard.
     pub forced: bool,
     /// Whether it was interrupted.
@@ -38,16 +38,16 @@ pub struct UnmergeReport {
     /// Number of chosen processes that are not enrolled.
     pub not_enrolled: u64,
     /// Chosen processes that could not be scanned.
-    pub not_seen: Vec<UnscannedProcessReport>,
+    pub unscanned_processes: Vec<UnscannedProcessReport>,
 }
 
-/// Numbers of parts.
+/// Numbers of batches.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct BatchesReport {
-    /// All parts.
-    pub all: u64,
-    /// Parts that fit one after the other.
-    pub fit: u64,
+    /// All batches.
+    pub total: u64,
+    /// Batches that fit one after the other.
+    pub fitting: u64,
 }
 
 /// A verdict with all limits.
@@ -58,23 +58,23 @@ pub struct GuardReport {
     /// Each limit, the ones that do not fit first.
     pub limits: Vec<LimitReport>,
     /// Limits that could not be read.
-    pub unknown: Vec<UnreadableLimitReport>,
+    pub unreadable: Vec<UnreadableLimitReport>,
 }
 
 /// A limit in bytes.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct LimitReport {
     /// `this host`, or the path of a cgroup.
-    pub place: String,
+    pub scope: String,
     /// `MemAvailable`, `memory.max` (v1: `memory.limit_in_bytes`), `memory.high`, or `memory.memsw` of v1.
-    pub rule: &'static str,
+    pub kind: &'static str,
     /// The limit itself.
     pub limit: u64,
     /// Bytes left below the limit: of the host less a reserve, of a cgroup with inactive clean file pages counted as
     /// free.
-    pub room: u64,
+    pub headroom: u64,
     /// Bytes that swapping out could add.
-    pub swap: u64,
+    pub swap_headroom: u64,
     /// Bytes that would count against it.
     pub needed: u64,
     /// Whether that fits without swapping.
@@ -85,7 +85,7 @@ pub struct LimitReport {
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct UnreadableLimitReport {
     /// `this host`, or the path of a cgroup.
-    pub place: String,
+    pub scope: String,
     /// The reason.
     pub reason: String,
 }
@@ -95,8 +95,8 @@ pub struct UnreadableLimitReport {
 pub struct TakenReport {
     /// Predicted frames taken, less the freed ones.
     pub predicted: u64,
-    /// The part of it for unenrolled parts.
-    pub withdrawn: u64,
+    /// The part of it for unenrolled batches.
+    pub unenrolled: u64,
     /// Growth of `AnonPages`, of all processes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub anon_pages: Option<i64>,
@@ -123,21 +123,21 @@ pub struct UnmergedProcessReport {
     #[serde(flatten)]
     pub process: ProcessInfo,
     /// How it is unenrolled: `whole`, `regions`, `qmp`, or `none` where that is not known.
-    pub way: &'static str,
+    pub method: &'static str,
     /// Pages on KSM frames, before.
     pub merged_pages: u64,
     /// Zero pages that KSM placed, before.
     pub zero_pages: u64,
     /// Frames that are freed after all processes before it are unenrolled.
-    pub returned_pages: u64,
+    pub freed_frames: u64,
     /// Why frames could not be read, where the page counts are upper bounds.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub estimated: Option<String>,
-    /// Number of parts.
-    pub parts: u64,
-    /// Unenrolled parts.
-    pub parts_withdrawn: u64,
-    /// `planned`, `untouched`, `withdrawn`, `partial`, `failed` or `ended`.
+    pub estimate_reason: Option<String>,
+    /// Number of batches.
+    pub batches: u64,
+    /// Number of unenrolled batches.
+    pub batches_unenrolled: u64,
+    /// `planned`, `untouched`, `unenrolled`, `partial`, `failed` or `ended`.
     pub state: &'static str,
     /// Pages on KSM frames, after.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -147,7 +147,7 @@ pub struct UnmergedProcessReport {
     pub zero_pages_after: Option<u64>,
     /// Of a guest: pages of firmware and video memory that stay merged, because they belong to no backend.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub beside_pages: Option<u64>,
+    pub uncovered_pages: Option<u64>,
     /// The longest stop of a thread of it, in milliseconds.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub longest_stop_ms: Option<f64>,
@@ -174,11 +174,11 @@ impl GuardReport {
     /// From a memory check.
     pub fn from_judgement(check: &MemoryCheck) -> Self {
         let limits = check.limits_and_needs.iter().map(|(limit, needed)| LimitReport {
-            place: limit.scope.to_string(),
-            rule: limit.kind.kernel_name(),
+            scope: limit.scope.to_string(),
+            kind: limit.kind.kernel_name(),
             limit: limit.limit.0,
-            room: limit.headroom.0,
-            swap: limit.swap_headroom.0,
+            headroom: limit.headroom.0,
+            swap_headroom: limit.swap_headroom.0,
             needed: needed.0,
             fits: *needed <= limit.headroom || needed.0 == 0,
         });
@@ -191,8 +191,8 @@ impl GuardReport {
                 MemoryVerdict::Unknown => "unknown",
             },
             limits: limits.collect(),
-            unknown: unknown
-                .map(|(place, why)| UnreadableLimitReport { place: place.to_string(), reason: why.to_string() })
+            unreadable: unknown
+                .map(|(place, why)| UnreadableLimitReport { scope: place.to_string(), reason: why.to_string() })
                 .collect(),
         }
     }

@@ -3,8 +3,7 @@
 use super::{Exposition, Labels, MAX_NAMED_SERIES, MetricFamily, MetricKind, MetricSample, MetricValue};
 use pagefold_daemon::wire::{
     CensusTotalsReport, CgroupReport, CpuUsageReport, DaemonModeName, DaemonStateName, DomainSavingsReport,
-    GroupFootprint, KsmReport, StatusReport, TrackedProcessReport, TrackingState, WorkloadKind as MemberKind,
-    WorkloadReport,
+    GroupFootprint, KsmReport, StatusReport, TrackedProcessReport, TrackingState, WorkloadKind, WorkloadReport,
 };
 use pagefold_doctor::wire::VerdictName;
 use std::ops::Add;
@@ -49,7 +48,7 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
     let states = [
         ("starting", DaemonStateName::Starting),
         ("working", DaemonStateName::Working),
-        ("resting", DaemonStateName::Resting),
+        ("idle", DaemonStateName::Idle),
         ("paused", DaemonStateName::Paused),
         ("yielding", DaemonStateName::Yielding),
     ];
@@ -86,7 +85,7 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
     let help = "Limit of the mean CPU use of ksmd and the daemon together, 1 for one CPU.";
     to.add_gauge("pagefold_bound_cpu_ratio", help, Some(bounds.cpu_percent / 100.0));
     let help = "CPU time left in the token bucket, negative after it was exceeded.";
-    to.add_gauge("pagefold_burst_left_seconds", help, Some(bounds.burst_left_seconds));
+    to.add_gauge("pagefold_burst_available_seconds", help, Some(bounds.burst_available_seconds));
     to.add_gauge("pagefold_bound_metadata_bytes", "Limit of ksmd's metadata.", bounds.metadata);
 
     let samples =
@@ -204,9 +203,9 @@ fn write_savings(status: &StatusReport, to: &mut Exposition) {
     let help = "Predicted net savings of all merges since the daemon started.";
     to.add_gauge("pagefold_predicted_bytes", help, Some(passes.predicted));
     to.add_gauge(
-        "pagefold_reached_bytes",
+        "pagefold_measured_bytes",
         "Measured net savings of all merges since the daemon started.",
-        Some(passes.reached),
+        Some(passes.measured),
     );
     if let Some(last) = &passes.last {
         to.add_gauge("pagefold_last_pass_timestamp_seconds", "End of the last pass, since 1970.", Some(last.time));
@@ -229,9 +228,9 @@ fn write_page_classes(census: &CensusTotalsReport, to: &mut Exposition) {
         Some(census.processes),
     );
     to.add_gauge(
-        "pagefold_census_not_seen_processes",
+        "pagefold_census_unscanned_processes",
         "Processes that the last census could not scan.",
-        Some(census.not_seen),
+        Some(census.unscanned_processes),
     );
     let by_class = [
         ("zero", classes.zero),
@@ -264,7 +263,9 @@ fn write_domains(status: &StatusReport, to: &mut Exposition) {
         ("pagefold_domain_resident_bytes", "Resident memory of a trust domain, not affected by merging.", |domain| {
             domain.resident
         }),
-        ("pagefold_domain_members", "Tracked processes in a trust domain.", |domain| Some(domain.members)),
+        ("pagefold_domain_tracked_processes", "Tracked processes in a trust domain.", |domain| {
+            Some(domain.tracked_processes)
+        }),
     ];
     write_group_metrics(to, &figures, &status.domains, |domain| vec![("domain", domain_name(&domain.name))]);
     let net = |domain: &DomainSavingsReport| net_saved(domain.saved, domain.metadata);
@@ -277,49 +278,59 @@ fn write_domains(status: &StatusReport, to: &mut Exposition) {
 fn write_processes(status: &StatusReport, to: &mut Exposition) {
     let states = [
         ("arriving", TrackingState::Arriving),
-        ("followed", TrackingState::Followed),
+        ("tracked", TrackingState::Tracked),
         ("merged", TrackingState::Merged),
         ("backed_off", TrackingState::BackedOff),
         ("excluded", TrackingState::Excluded),
-        ("withdrawn", TrackingState::Withdrawn),
+        ("unenrolled", TrackingState::Unenrolled),
     ];
-    let count = |state| status.members.iter().filter(|member| member.state == state).count() as u64;
+    let count = |state| status.tracked_processes.iter().filter(|process| process.state == state).count() as u64;
     let samples = states.map(|(name, state)| (vec![("state", name)], count(state).to_f64())).into();
     let help = "Listed tracked processes by state.";
-    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_members", help, samples });
-    let known = status.members.iter().filter(|member| member.footprint.is_some());
-    let ages = || known.clone().map(|member| member.footprint_age_seconds);
+    to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_tracked_processes", help, samples });
+    let known = status.tracked_processes.iter().filter(|process| process.footprint.is_some());
+    let ages = || known.clone().map(|process| process.footprint_age_seconds);
     let help = "Listed tracked processes with an estimated footprint: their fair share was not read.";
     let estimated = ages().filter(Option::is_none).count() as u64;
-    to.add_gauge("pagefold_members_footprint_estimated", help, Some(estimated));
+    to.add_gauge("pagefold_tracked_processes_footprint_estimated", help, Some(estimated));
     let help = "Maximum age of the fair share of a tracked process.";
-    to.add_gauge("pagefold_members_footprint_age_max_seconds", help, ages().flatten().max());
+    to.add_gauge("pagefold_tracked_processes_footprint_age_max_seconds", help, ages().flatten().max());
     let help = "Tracked processes that the status omits: no other series includes them.";
-    to.add_gauge("pagefold_members_left_out", help, Some(status.members_left_out));
+    to.add_gauge("pagefold_tracked_processes_omitted", help, Some(status.tracked_processes_omitted));
 
     let figures: [GroupMetric<TrackedProcessReport>; 4] = [
         (
-            "pagefold_member_footprint_bytes",
+            "pagefold_tracked_process_footprint_bytes",
             "Footprint of a tracked process: its fair share of each page, or an estimate until that is read.",
-            |m| m.footprint,
+            |process| process.footprint,
         ),
-        ("pagefold_member_resident_bytes", "Resident memory of a tracked process, not affected by merging.", |m| {
-            m.resident
-        }),
-        ("pagefold_member_merged_bytes", "Merged memory of a tracked process, including kept copies.", |m| m.merged),
-        ("pagefold_member_saved_bytes", "Estimated savings of a tracked process, from the host's mean.", |m| m.saved),
+        (
+            "pagefold_tracked_process_resident_bytes",
+            "Resident memory of a tracked process, not affected by merging.",
+            |process| process.resident,
+        ),
+        (
+            "pagefold_tracked_process_merged_bytes",
+            "Merged memory of a tracked process, including kept copies.",
+            |process| process.merged,
+        ),
+        (
+            "pagefold_tracked_process_saved_bytes",
+            "Estimated savings of a tracked process, from the host's mean.",
+            |process| process.saved,
+        ),
     ];
-    write_group_metrics(to, &figures, &status.members, |member| {
-        vec![("kind", kind_name(member.kind)), ("member", &*member.label), ("domain", domain_name(&member.domain))]
+    write_group_metrics(to, &figures, &status.tracked_processes, |process| {
+        vec![("kind", kind_name(process.kind)), ("process", &*process.label), ("domain", domain_name(&process.domain))]
     });
 }
 
-fn kind_name(kind: MemberKind) -> &'static str {
+fn kind_name(kind: WorkloadKind) -> &'static str {
     match kind {
-        MemberKind::Vm => "vm",
-        MemberKind::Container => "container",
-        MemberKind::Job => "job",
-        MemberKind::Process => "process",
+        WorkloadKind::Vm => "vm",
+        WorkloadKind::Container => "container",
+        WorkloadKind::Job => "job",
+        WorkloadKind::Process => "process",
     }
 }
 
@@ -341,14 +352,14 @@ fn write_groups(status: &StatusReport, to: &mut Exposition) {
         }),
     ];
     // Other processes have series by their name; with their PID each would be a new series.
-    let workloads = status.workloads.iter().filter(|workload| workload.kind != MemberKind::Process);
+    let workloads = status.workloads.iter().filter(|workload| workload.kind != WorkloadKind::Process);
     write_group_metrics(to, &figures, workloads.clone(), workload_labels);
     let net_of = |sum: &GroupFootprint| net_saved(sum.saved, sum.metadata);
     let samples = bounded_series(workloads.map(|workload| (workload_labels(workload), net_of(&workload.sum))));
     let help = "Estimated net savings of a virtual machine, container or job, less the metadata of its pages.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_workload_saved_net_bytes", help, samples });
     let help = "Workloads that the status omits: no other series includes them.";
-    to.add_gauge("pagefold_workloads_left_out", help, Some(status.workloads_left_out));
+    to.add_gauge("pagefold_workloads_omitted", help, Some(status.workloads_omitted));
 
     let figures: [GroupMetric<CgroupReport>; 2] = [
         (
@@ -368,7 +379,7 @@ fn write_groups(status: &StatusReport, to: &mut Exposition) {
     let help = "Estimated net savings of the tracked processes in a cgroup, less the metadata of their pages.";
     to.add_family(&MetricFamily { kind: MetricKind::Gauge, name: "pagefold_cgroup_saved_net_bytes", help, samples });
     let help = "Cgroups that the status omits: no other series includes them.";
-    to.add_gauge("pagefold_cgroups_left_out", help, Some(status.cgroups_left_out));
+    to.add_gauge("pagefold_cgroups_omitted", help, Some(status.cgroups_omitted));
 }
 
 /// The labels of a workload.

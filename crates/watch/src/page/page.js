@@ -71,7 +71,7 @@ function glance(status) {
   const tile = (name, big, small, bad) => h("div", {}, h("dt", {}, name),
     h("dd", { class: bad ? "big bad" : "big" }, big), h("dd", { class: "small" }, small));
   const both = `ksmd ${percent(cpu.ksmd?.percent)}, pagefold ${percent(cpu.pagefold?.percent)}`;
-  const reached = passes.predicted ? percent(100 * passes.reached / passes.predicted) : UNKNOWN;
+  const measured = passes.predicted ? percent(100 * passes.measured / passes.predicted) : UNKNOWN;
   // KSM does not count these zero pages, so its own counters are lower by this amount.
   const split = saved.split_zero ? ` (${bytes(saved.split_zero)} zeros in split huge pages)` : "";
   $("tiles").replaceChildren(
@@ -80,8 +80,8 @@ function glance(status) {
     tile("CPU use, last minute", percent(used), `bound ${percent(bounds.cpu_percent)} of one CPU; ${both}`,
       used > bounds.cpu_percent * 1.5),
     tile("Memory available", bytes(memory.available), `of ${bytes(memory.total)}; ${goalInWords}`, below),
-    tile("Measured of predicted savings", reached,
-      `${bytes(passes.reached)} of ${bytes(passes.predicted)} in ${count(passes.merges)} merges`),
+    tile("Measured of predicted savings", measured,
+      `${bytes(passes.measured)} of ${bytes(passes.predicted)} in ${count(passes.merges)} merges`),
     tile("COW breaks", count(status.cow_breaks),
       `since the start; ${count(status.huge_pages_split)} huge pages split, ${bytes(memory.anon_huge)} in huge pages`),
     tile("Memory pressure", percent(memory.pressure_percent), "of the last 10 s some task waited for memory"),
@@ -261,19 +261,19 @@ const COLUMNS = {
     ["Processes", (w) => w.processes, (w) => h("td", { class: "n" }, count(w.processes)), true],
     KIND, DOMAIN,
   ],
-  members: [
+  processes: [
     ["Process", (m) => m.label, (m) => h("th", { scope: "row" }, m.label)],
     FOOTPRINT, SAVED, BAR,
     ["Resident", (m) => m.resident, (m) => h("td", { class: "n" }, bytes(m.resident)), true],
     KIND, DOMAIN,
-    ["Ranges", (m) => m.ranges, (m) => h("td", { class: "n" }, count(m.ranges)), true],
+    ["Ranges", (m) => m.enrolled_ranges, (m) => h("td", { class: "n" }, count(m.enrolled_ranges)), true],
     ["State", (m) => m.state, (m) => h("td", { class: m.state === "merged" ? "" : "dim" },
       words(m.state), h("br"), h("span", { class: "note" }, m.why))],
   ],
 };
 let rowsOf = "workloads";
 let order = { column: 1, down: true };
-let everybody = { workloads: [], workloadsLeftOut: 0, members: [], membersLeftOut: 0 };
+let tables = { workloads: [], workloadsOmitted: 0, processes: [], processesOmitted: 0 };
 
 function meter(m, most) {
   if (!known(m.footprint)) return "";
@@ -282,8 +282,8 @@ function meter(m, most) {
   bar.lastChild.style.width = `${100 * (m.saved ?? 0) / most}%`;
   return bar;
 }
-function drawMembers() {
-  const columns = COLUMNS[rowsOf], all = everybody[rowsOf], leftOut = everybody[`${rowsOf}LeftOut`];
+function drawProcesses() {
+  const columns = COLUMNS[rowsOf], all = tables[rowsOf], omitted = tables[`${rowsOf}Omitted`];
   const wanted = $("filter").value.trim().toLowerCase();
   const texts = (m) => [m.name, m.label, m.workload, m.kind, m.domain, m.state, m.cgroup, m.pid && String(m.pid)];
   const fits = (m) => texts(m).some((text) => text?.toLowerCase().includes(wanted));
@@ -298,27 +298,27 @@ function drawMembers() {
   const most = Math.max(1, ...all.map((m) => (m.footprint ?? 0) + (m.saved ?? 0)));
   const row = (m) => h("tr", { title: m.pid && `pid ${m.pid}${m.cgroup ? ", " + m.cgroup : ""}` },
     ...columns.map(([, , show]) => show(m, most)));
-  $("member-table").tBodies[0].replaceChildren(...rows.map(row));
-  const rest = leftOut ? `; ${count(leftOut)} smaller ones are omitted` : "";
+  $("process-table").tBodies[0].replaceChildren(...rows.map(row));
+  const rest = omitted ? `; ${count(omitted)} smaller ones are omitted` : "";
   const oldest = Math.max(...all.map((m) => m.footprint_age_seconds ?? -1));
   const read = oldest < 0 ? "" : `, read ${duration(oldest)} ago at most`;
-  $("member-note").textContent = `${rows.length} of ${all.length}${rest}. Footprints are fair shares: each page is ` +
+  $("process-note").textContent = `${rows.length} of ${all.length}${rest}. Footprints are fair shares: each page is ` +
     `divided by the number of its mappings${read}. ~ marks an estimate if that is not read yet: resident memory less ` +
     "savings. Saved is an estimate from the host's mean savings for each merged page. The bar shows the footprint " +
     "and, in a pale color, the savings.";
 }
-function headMembers() {
+function headProcesses() {
   const columns = COLUMNS[rowsOf];
-  $("member-table").tHead.rows[0].replaceChildren(...columns.map(([name, key, , number], i) => {
+  $("process-table").tHead.rows[0].replaceChildren(...columns.map(([name, key, , number], i) => {
     if (!key) return h("td");
     const button = h("button", { type: "button" }, name);
     button.addEventListener("click", () => {
       order = { column: i, down: order.column === i ? !order.down : Boolean(number) };
-      for (const [at, cell] of [...$("member-table").tHead.rows[0].cells].entries()) {
+      for (const [at, cell] of [...$("process-table").tHead.rows[0].cells].entries()) {
         if (at === i) cell.setAttribute("aria-sort", order.down ? "descending" : "ascending");
         else cell.removeAttribute("aria-sort");
       }
-      drawMembers();
+      drawProcesses();
     });
     const sort = i === order.column && "descending";
     return h("th", { scope: "col", class: number && "n", "aria-sort": sort }, button);
@@ -338,7 +338,7 @@ function drawCensus(census) {
   const c = census.classes;
   const when = clock(census.time, true);
   const seen = `Resident private anonymous memory of ${count(census.processes)} processes, each from its last census`;
-  const unseen = census.not_seen ? `, which could not scan ${count(census.not_seen)} processes` : "";
+  const unseen = census.unscanned_processes ? `, which could not scan ${count(census.unscanned_processes)} processes` : "";
   const beyond = `${bytes(c.redundant)} of the duplicates are redundant: beyond one copy of each content.`;
   $("census").replaceChildren(
     bars([["merged", c.merged], ["duplicate", c.duplicate], ["zero", c.zero], ["unique", c.unique, "rest"],
@@ -346,12 +346,12 @@ function drawCensus(census) {
     nothing(`${seen}; the latest was at ${when}${unseen}. ${beyond}`));
 }
 function drawDomains(domains) {
-  const rows = domains.map((d) => [`${d.name} (${count(d.members)})`, d.saved]);
+  const rows = domains.map((d) => [`${d.name} (${count(d.tracked_processes)})`, d.saved]);
   $("domains").replaceChildren(rows.length ? bars(rows) : nothing("None yet."));
 }
 function drawSharing(sharing) {
   if (!sharing?.parties.length) return $("sharing").replaceChildren(nothing("No census yet."));
-  const { parties, shared } = sharing;
+  const { parties, shared_bytes: shared } = sharing;
   const most = Math.max(1, ...shared.flat());
   const cell = (value, row, column) => {
     const where = row === column ? "are duplicated within it" : `are also in ${parties[column]}`;
@@ -368,9 +368,9 @@ function drawSharing(sharing) {
 }
 function drawDecisions(decisions) {
   $("decisions").tBodies[0].replaceChildren(...decisions.map((d) => h("tr", {},
-    h("td", {}, clock(d.time_ms / 1000, true)), h("th", { scope: "row" }, d.what), h("td", {}, d.whom),
-    h("td", {}, d.why, " ", h("span", { class: "dim" }, `(${words(d.reason)})`),
-      d.acted ? "" : h("span", { class: "not-done" }, " not carried out")),
+    h("td", {}, clock(d.time_ms / 1000, true)), h("th", { scope: "row" }, d.kind), h("td", {}, d.subject),
+    h("td", {}, d.explanation, " ", h("span", { class: "dim" }, `(${words(d.reason)})`),
+      d.carried_out ? "" : h("span", { class: "not-done" }, " not carried out")),
     h("td", { class: "n" }, known(d.predicted) ? bytes(d.predicted) : ""))));
 }
 function drawFindings(findings) {
@@ -395,10 +395,11 @@ function draw(status) {
   glance(status);
   remember([pointOf(status)]);
   drawPast();
-  const { workloads, workloads_left_out: workloadsLeftOut, members, members_left_out: membersLeftOut } = status;
-  part("members", { workloads, workloadsLeftOut, members, membersLeftOut }, (all) => {
-    everybody = all;
-    drawMembers();
+  const { workloads, workloads_omitted: workloadsOmitted } = status;
+  const { tracked_processes: processes, tracked_processes_omitted: processesOmitted } = status;
+  part("processes", { workloads, workloadsOmitted, processes, processesOmitted }, (all) => {
+    tables = all;
+    drawProcesses();
   });
   part("census", status.census, drawCensus);
   part("domains", status.domains, drawDomains);
@@ -436,8 +437,8 @@ function connect() {
   });
 }
 
-headMembers();
-$("filter").addEventListener("input", drawMembers);
+headProcesses();
+$("filter").addEventListener("input", drawProcesses);
 // Buttons of which one is selected, by an attribute.
 function choice(name, chosen) {
   const buttons = [...document.querySelectorAll(`[data-${name}]`)];
@@ -456,8 +457,8 @@ choice("span", (seconds) => {
 choice("rows", (whose) => {
   rowsOf = whose;
   order = { column: 1, down: true };
-  headMembers();
-  drawMembers();
+  headProcesses();
+  drawProcesses();
 });
 $("charts").addEventListener("keydown", (event) => {
   const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];

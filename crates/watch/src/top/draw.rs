@@ -81,7 +81,7 @@ impl App {
         let state = match status.state {
             DaemonStateName::Starting => "starting",
             DaemonStateName::Working => "working",
-            DaemonStateName::Resting => "resting",
+            DaemonStateName::Idle => "idle",
             DaemonStateName::Paused => "paused",
             DaemonStateName::Yielding => "yielding",
         };
@@ -160,7 +160,7 @@ impl App {
             ),
             figure(
                 "Measured",
-                format_net(status.passes.reached),
+                format_net(status.passes.measured),
                 false,
                 format!(
                     "of {} predicted in {} merges; {} COW breaks, {} huge pages split",

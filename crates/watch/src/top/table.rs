@@ -162,7 +162,7 @@ pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable 
         ],
         "no process is tracked yet",
     );
-    let mut members: Vec<&TrackedProcessReport> = status.members.iter().collect();
+    let mut members: Vec<&TrackedProcessReport> = status.tracked_processes.iter().collect();
     members.sort_by(|a, b| sort_order.compare(a, b));
     let most = members.iter().filter_map(|member| member.footprint).max();
     for member in members {
@@ -176,7 +176,7 @@ pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable 
             share_bar(member.footprint, most).into(),
             kind_name(member.kind).into(),
             escape_unprintable(&member.domain).into(),
-            format_number(member.ranges).into(),
+            format_number(member.enrolled_ranges).into(),
         ];
         let cgroup = member.cgroup.as_ref().map_or_else(String::new, |cgroup| format!(", {cgroup}"));
         let detail = format!(
@@ -186,7 +186,7 @@ pub fn process_table(status: &StatusReport, sort_order: SortOrder) -> DataTable 
             member.pid,
             member.domain,
             format_optional_amount(member.merged),
-            format_number(member.ranges)
+            format_number(member.enrolled_ranges)
         );
         sheet.add_row(cells, mark, detail);
     }
@@ -246,11 +246,11 @@ fn share_bar(figure: Option<u64>, most: Option<u64>) -> String {
 fn state_label(state: TrackingState) -> (&'static str, RowMark) {
     match state {
         TrackingState::Arriving => ("arriving", RowMark::Warn),
-        TrackingState::Followed => ("followed", RowMark::Plain),
+        TrackingState::Tracked => ("tracked", RowMark::Plain),
         TrackingState::Merged => ("merged", RowMark::Good),
         TrackingState::BackedOff => ("backed off", RowMark::Dim),
         TrackingState::Excluded => ("excluded", RowMark::Dim),
-        TrackingState::Withdrawn => ("withdrawn", RowMark::Dim),
+        TrackingState::Unenrolled => ("unenrolled", RowMark::Dim),
     }
 }
 
@@ -260,7 +260,7 @@ pub fn decision_table(status: &StatusReport) -> DataTable {
         ("Action", 9, false),
         ("Target", 16, false),
         ("Save", 9, true),
-        ("Reason", 12, false),
+        ("Reason", 14, false),
         ("Why", 20, false),
     ];
     let mut sheet = DataTable::new(&columns, "no decision yet");
@@ -268,18 +268,20 @@ pub fn decision_table(status: &StatusReport) -> DataTable {
         let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
         let cells = [
             format_duration(ago).into(),
-            escape_unprintable(&decision.what).into(),
-            escape_unprintable(&decision.whom).into(),
+            escape_unprintable(&decision.kind).into(),
+            escape_unprintable(&decision.subject).into(),
             decision.predicted.map(format_bytes).unwrap_or_default().into(),
             escape_unprintable(&decision.reason).into(),
-            escape_unprintable(&decision.why).into(),
+            escape_unprintable(&decision.explanation).into(),
         ];
-        let done = if decision.acted { "" } else { " Not carried out." };
+        let done = if decision.carried_out { "" } else { " Not carried out." };
         let save =
             decision.predicted.map_or_else(String::new, |save| format!(" Predicted savings: {}.", format_bytes(save)));
-        let detail =
-            format!("{} {}, because {} ({}).{save}{done}", decision.what, decision.whom, decision.why, decision.reason);
-        sheet.add_row(cells, if decision.acted { RowMark::Plain } else { RowMark::Dim }, detail);
+        let detail = format!(
+            "{} {}, because {} ({}).{save}{done}",
+            decision.kind, decision.subject, decision.explanation, decision.reason
+        );
+        sheet.add_row(cells, if decision.carried_out { RowMark::Plain } else { RowMark::Dim }, detail);
     }
     sheet
 }
@@ -309,11 +311,11 @@ pub fn finding_table(status: &StatusReport) -> DataTable {
 pub fn sharing_table(status: &StatusReport) -> DataTable {
     let mut sheet = DataTable::new(&[("shares with", 18, false)], "no census yet");
     let Some(sharing) = &status.sharing else { return sheet };
-    let most = sharing.shared.iter().flatten().copied().max().unwrap_or(1).max(1);
+    let most = sharing.shared_bytes.iter().flatten().copied().max().unwrap_or(1).max(1);
     for number in 1..=sharing.parties.len() {
         sheet.columns.push(TableColumn { title: number.to_string(), width: 5, right_aligned: true });
     }
-    for (row, (party, shared)) in sharing.parties.iter().zip(&sharing.shared).enumerate() {
+    for (row, (party, shared)) in sharing.parties.iter().zip(&sharing.shared_bytes).enumerate() {
         let mut cells = vec![TableCell::from(format!("{:>2} {}", row + 1, escape_unprintable(party)))];
         cells.extend(shared.iter().map(|&value| TableCell {
             text: format_short_bytes(value),

@@ -64,8 +64,8 @@ fn page_shows_the_status() {
         "web-7",
         "act",
         status.why.as_str(),
-        status.members[0].label.as_str(),
-        status.decisions[0].why.as_str(),
+        status.tracked_processes[0].label.as_str(),
+        status.decisions[0].explanation.as_str(),
         status.findings[0].title.as_str(),
         status.domains[0].name.as_str(),
         "pages_sharing",
@@ -74,9 +74,9 @@ fn page_shows_the_status() {
     }
     let count =
         |browser: &mut Chromium, what: &str| browser.evaluate(&format!("document.querySelectorAll('{what}').length"));
-    assert_eq!(count(&mut browser, "#member-table tbody tr"), status.workloads.len());
+    assert_eq!(count(&mut browser, "#process-table tbody tr"), status.workloads.len());
     browser.evaluate(SHOW_PROCESSES_SCRIPT);
-    assert_eq!(count(&mut browser, "#member-table tbody tr"), status.members.len());
+    assert_eq!(count(&mut browser, "#process-table tbody tr"), status.tracked_processes.len());
     let sharing = status.sharing.expect("a matrix");
     assert_eq!(count(&mut browser, "#sharing tbody td"), sharing.parties.len().pow(2));
     assert_eq!(count(&mut browser, "#decisions tbody tr"), status.decisions.len());
@@ -98,9 +98,10 @@ fn page_follows_the_daemon() {
     status.saved.net = Some(-3 << 20);
     status.ksm = None;
     status.memory.available = None;
-    status
-        .decisions
-        .insert(0, DecisionReport { why: "because <b>we</b> say so".to_owned(), ..status.decisions[0].clone() });
+    status.decisions.insert(
+        0,
+        DecisionReport { explanation: "because <b>we</b> say so".to_owned(), ..status.decisions[0].clone() },
+    );
     board.publish(status.clone());
     browser.wait_until("document.querySelector('#tiles .big').textContent === '-3.00 MiB'");
     let text = browser.evaluate("document.body.innerText");
@@ -195,12 +196,12 @@ fn bound_and_goal_lines_are_drawn() {
 }
 
 /// Selects the table of processes instead of workloads.
-const SHOW_PROCESSES_SCRIPT: &str = "document.querySelector('[data-rows=members]').click()";
+const SHOW_PROCESSES_SCRIPT: &str = "document.querySelector('[data-rows=processes]').click()";
 
 #[test]
 fn processes_of_a_workload_are_grouped() {
     let Some((mut browser, _server, _board)) = open_page("workloads") else { return };
-    let cells = "[...document.querySelectorAll('#member-table tbody tr')]
+    let cells = "[...document.querySelectorAll('#process-table tbody tr')]
         .map(row => [...row.cells].map(cell => cell.textContent))";
     let rows = browser.evaluate(cells);
     let rows = rows.as_array().expect("rows");
@@ -211,7 +212,7 @@ fn processes_of_a_workload_are_grouped() {
     workloads.sort_by_key(|workload| std::cmp::Reverse(workload.sum.footprint));
     let names: Vec<&str> = workloads.iter().map(|workload| workload.name.as_str()).collect();
     assert_eq!(rows.iter().map(|row| row[0].as_str().expect("a name")).collect::<Vec<_>>(), names);
-    let note = "document.querySelector('#member-note').textContent";
+    let note = "document.querySelector('#process-note').textContent";
     assert!(
         browser
             .evaluate(note)
@@ -226,40 +227,40 @@ fn processes_of_a_workload_are_grouped() {
             .is_some_and(|note| note.contains("212 smaller") && note.contains("fair shares"))
     );
     let pressed = "document.querySelector('[data-rows][aria-pressed=true]').dataset.rows";
-    assert_eq!(browser.evaluate(pressed), "members");
+    assert_eq!(browser.evaluate(pressed), "processes");
     assert_eq!(browser.errors, [""; 0]);
 }
 
 #[test]
 fn processes_are_sorted_and_filtered() {
-    let Some((mut browser, _server, board)) = open_page("members") else { return };
+    let Some((mut browser, _server, board)) = open_page("processes") else { return };
     browser.evaluate(SHOW_PROCESSES_SCRIPT);
-    let first = "document.querySelector('#member-table tbody th').textContent";
-    let mut members = fixture_status().members;
+    let first = "document.querySelector('#process-table tbody th').textContent";
+    let mut members = fixture_status().tracked_processes;
     members.sort_by_key(|member| std::cmp::Reverse(member.footprint));
     assert_eq!(browser.evaluate(first), members[0].label);
     browser.evaluate(
-        "[...document.querySelectorAll('#member-table thead button')].find(b => b.textContent === 'Saved').click()",
+        "[...document.querySelectorAll('#process-table thead button')].find(b => b.textContent === 'Saved').click()",
     );
     members.sort_by_key(|member| std::cmp::Reverse(member.saved));
     assert_eq!(browser.evaluate(first), members[0].label);
     assert_eq!(browser.evaluate("document.querySelectorAll('th[aria-sort]').length"), 1);
     browser.evaluate(
-        "[...document.querySelectorAll('#member-table thead button')].find(b => b.textContent === 'Process').click()",
+        "[...document.querySelectorAll('#process-table thead button')].find(b => b.textContent === 'Process').click()",
     );
     members.sort_by(|a, b| a.label.cmp(&b.label));
     assert_eq!(browser.evaluate(first), members[0].label);
 
     browser.evaluate("document.querySelector('#filter').focus()");
     browser.call_method("Input.insertText", json!({ "text": "GROUP build" }));
-    let shown = "[...document.querySelectorAll('#member-table tbody th')].map(cell => cell.textContent)";
+    let shown = "[...document.querySelectorAll('#process-table tbody th')].map(cell => cell.textContent)";
     assert_eq!(browser.evaluate(shown), json!(["build-1", "build-2", "build-3"]));
     // A new status keeps the selection and the focus.
     let mut later = fixture_status();
     later.time += 1.0;
-    later.members.retain(|member| member.label != "build-2");
+    later.tracked_processes.retain(|member| member.label != "build-2");
     board.publish(later);
-    browser.wait_until("document.querySelectorAll('#member-table tbody th').length === 2");
+    browser.wait_until("document.querySelectorAll('#process-table tbody th').length === 2");
     assert_eq!(browser.evaluate("document.activeElement.id"), "filter");
     assert_eq!(browser.errors, [""; 0]);
 }

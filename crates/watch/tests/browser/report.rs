@@ -66,12 +66,12 @@ fn made_up_host(name: &str, gib: f64, cpu: f64) -> (String, HistorySpan) {
     };
     let decision = |number: u64| DecisionReport {
         time_ms: 1_795_161_600_000 + number * 120_000,
-        what: "merge".to_owned(),
-        whom: format!("web-{number}"),
+        kind: "merge".to_owned(),
+        subject: format!("web-{number}"),
         reason: "arrived".to_owned(),
-        why: "it shares pages with <b>other</b> VMs".to_owned(),
+        explanation: "it shares pages with <b>other</b> VMs".to_owned(),
         predicted: Some(1 << 28),
-        acted: !number.is_multiple_of(2),
+        carried_out: !number.is_multiple_of(2),
     };
     let kept = HistorySpan {
         host: name.to_owned(),

@@ -27,7 +27,7 @@ pub fn status_without_optional_fields() -> StatusReport {
     for name in ["memory", "goal", "saved", "cpu", "decisions_by_reason", "findings_by_verdict"] {
         document[name] = serde_json::json!({});
     }
-    for name in ["domains", "members", "workloads", "cgroups", "decisions", "findings"] {
+    for name in ["domains", "tracked_processes", "workloads", "cgroups", "decisions", "findings"] {
         document[name] = serde_json::json!([]);
     }
     document["passes"].as_object_mut().unwrap().remove("last");

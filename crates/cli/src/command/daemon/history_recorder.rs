@@ -66,7 +66,7 @@ pub fn load_points(path: &Path, max_points: usize) -> Vec<HistoryPoint> {
             pagefold_percent: point.pagefold_percent,
             bound_percent: point.bound_percent,
         });
-        if points.get(i + 1).is_none_or(|next| next.run != point.run) {
+        if points.get(i + 1).is_none_or(|next| next.run_id != point.run_id) {
             past.push(HistoryPoint::unknown(point.time + 0.001, point.bound_percent));
         }
     }
@@ -232,7 +232,7 @@ impl RecorderThread {
             } else if let Some(status) = self.note_status(all) {
                 noted = Some(Instant::now());
                 // A daemon that has just started does not know the processes yet.
-                if all && !status.members.is_empty() {
+                if all && !status.tracked_processes.is_empty() {
                     looked = Some(Instant::now());
                 }
                 if passed(committed, COMMIT_INTERVAL)
@@ -259,8 +259,8 @@ impl RecorderThread {
         let whom = if with_all_processes { ProcessScope::All } else { ProcessScope::Unscanned };
         let status = status::build_status(self.desk.host, &snapshot, whom, Vec::new());
         self.writer.note_status(&status);
-        if with_all_processes && !status.members.is_empty() {
-            self.writer.note_footprints(status.time, &status.members);
+        if with_all_processes && !status.tracked_processes.is_empty() {
+            self.writer.note_footprints(status.time, &status.tracked_processes);
         }
         Some(status)
     }

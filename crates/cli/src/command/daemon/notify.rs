@@ -80,10 +80,10 @@ mod tests {
                 is_ready_sent: false,
                 status_text: what,
             };
-            notify.notify_alive("resting");
+            notify.notify_alive("idle");
             notify.notify_alive("working");
             let mut heard = [0; 32];
-            for expected in ["READY=1", "STATUS=resting", "WATCHDOG=1", "STATUS=working", "WATCHDOG=1"] {
+            for expected in ["READY=1", "STATUS=idle", "WATCHDOG=1", "STATUS=working", "WATCHDOG=1"] {
                 let length = listener.recv(&mut heard).unwrap();
                 assert_eq!(&heard[..length], expected.as_bytes());
             }

@@ -42,18 +42,20 @@ pub fn build_status(
     let awaits = |known: &Known| known.is_unscanned() && known.may_be_scanned() && rules.mode != Told::Observe;
     let chosen = |who: &&Process| scope == ProcessScope::All || known.get(&who.id).is_some_and(awaits);
     let managed = snapshot.tracked_processes.iter().filter(|who| known.contains_key(&who.id)).count();
-    let mut members: Vec<TrackedProcessReport> = snapshot
+    let mut tracked_processes: Vec<TrackedProcessReport> = snapshot
         .tracked_processes
         .iter()
         .filter(chosen)
         .filter_map(|who| tracked_process_report(host, snapshot, who, &shares))
         .collect();
-    members.sort_by_key(|member| (Reverse(member.resident), member.pid));
-    let domains = domain_savings(&members);
-    let (workloads, workloads_left_out) = split_first(group_footprints::sum_by_workload(&members), MAX_LISTED_GROUPS);
-    let (cgroups, cgroups_left_out) = split_first(group_footprints::sum_by_cgroup(&members), MAX_LISTED_GROUPS);
-    members.truncate(MAX_LISTED_PROCESSES);
-    let members_left_out = (managed - members.len()) as u64;
+    tracked_processes.sort_by_key(|process| (Reverse(process.resident), process.pid));
+    let domains = domain_savings(&tracked_processes);
+    let (workloads, workloads_omitted) =
+        split_first(group_footprints::sum_by_workload(&tracked_processes), MAX_LISTED_GROUPS);
+    let (cgroups, cgroups_omitted) =
+        split_first(group_footprints::sum_by_cgroup(&tracked_processes), MAX_LISTED_GROUPS);
+    tracked_processes.truncate(MAX_LISTED_PROCESSES);
+    let tracked_processes_omitted = (managed - tracked_processes.len()) as u64;
     let findings_by_verdict = count_by_verdict(&findings);
     let is_wrong = |finding: &FindingReport| [VerdictName::Warn, VerdictName::Fail].contains(&finding.verdict);
     let since = |name: &str, before: Option<u64>| Some(vmstat.get(name)?.saturating_sub(before?));
@@ -72,7 +74,7 @@ pub fn build_status(
         state: match standing {
             DaemonStatus::Starting => DaemonStateName::Starting,
             DaemonStatus::Working => DaemonStateName::Working,
-            DaemonStatus::Idle => DaemonStateName::Resting,
+            DaemonStatus::Idle => DaemonStateName::Idle,
             DaemonStatus::Paused => DaemonStateName::Paused,
             DaemonStatus::Yielding => DaemonStateName::Yielding,
         },
@@ -93,7 +95,7 @@ pub fn build_status(
             .unwrap_or_default(),
         cpu: CpuReport { ksmd: snapshot.ksmd_cpu.map(cpu_usage), pagefold: Some(cpu_usage(snapshot.own_cpu)) },
         resident: own_resident(page),
-        arrivals: if snapshot.exec_events.is_ok() {
+        process_discovery: if snapshot.exec_events.is_ok() {
             ProcessDiscovery::ProcConnector
         } else {
             ProcessDiscovery::Polling
@@ -108,12 +110,12 @@ pub fn build_status(
         cow_breaks: since("cow_ksm", snapshot.thp_splits_and_cow_breaks_at_start.1),
         census: census_totals(snapshot, host),
         domains,
-        members,
-        members_left_out,
+        tracked_processes,
+        tracked_processes_omitted,
         workloads,
-        workloads_left_out,
+        workloads_omitted,
         cgroups,
-        cgroups_left_out,
+        cgroups_omitted,
         sharing: sharing_report(snapshot, page),
         decisions: snapshot.decisions.iter().take(MAX_LISTED_DECISIONS).map(decision_report).collect(),
         findings: findings.into_iter().filter(is_wrong).collect(),
@@ -121,11 +123,11 @@ pub fn build_status(
     }
 }
 
-/// The first items, and how many are left out.
+/// The first items, and the number of omitted ones.
 fn split_first<T>(mut all: Vec<T>, max_items: usize) -> (Vec<T>, u64) {
-    let left_out = all.len().saturating_sub(max_items) as u64;
+    let omitted = all.len().saturating_sub(max_items) as u64;
     all.truncate(max_items);
-    (all, left_out)
+    (all, omitted)
 }
 
 /// All findings of the doctor, worst first, including those that are ok.
@@ -156,7 +158,7 @@ fn bounds_report(settings: &DaemonSettings, burst_available: f64) -> BoundsRepor
     BoundsReport {
         cpu_percent: settings.rules.cpu_rate * 100.0,
         burst_seconds: settings.rules.burst.as_secs_f64(),
-        burst_left_seconds: burst_available,
+        burst_available_seconds: burst_available,
         metadata: settings.max_metadata.map(|bytes| bytes.0),
         regions_per_process: settings.max_regions,
         split_huge_pages: settings.split_huge_pages,
@@ -227,26 +229,31 @@ fn pass_totals(snapshot: &Snapshot) -> PassTotalsReport {
         seconds: snapshot.pass_wall_and_cpu_time.0.as_secs_f64(),
         cpu_seconds: snapshot.pass_wall_and_cpu_time.1.as_secs_f64(),
         predicted: snapshot.predicted_and_measured.0.0,
-        reached: snapshot.predicted_and_measured.1.0,
+        measured: snapshot.predicted_and_measured.1.0,
         last: snapshot.last_pass.map(|last| PassReport {
             time: unix_seconds(last.ended_at),
             seconds: last.wall_seconds,
             cpu_seconds: last.cpu_time.as_secs_f64(),
             processes: last.scanned_processes,
             predicted: last.predicted.0,
-            reached: last.measured_net.map(|net| net.0),
+            measured: last.measured_net.map(|net| net.0),
         }),
     }
 }
 
 fn census_totals(snapshot: &Snapshot, host: &dyn Host) -> Option<CensusTotalsReport> {
-    let (at, not_seen) = snapshot.last_census?;
+    let (at, unscanned_processes) = snapshot.last_census?;
     let mut sum = PageCounts::default();
     for counts in snapshot.page_counts.values() {
         sum += *counts;
     }
     let classes = PageClasses::from_counts_in_bytes(&sum, host.page_size());
-    Some(CensusTotalsReport { time: unix_seconds(at), processes: snapshot.page_counts.len() as u64, not_seen, classes })
+    Some(CensusTotalsReport {
+        time: unix_seconds(at),
+        processes: snapshot.page_counts.len() as u64,
+        unscanned_processes,
+        classes,
+    })
 }
 
 /// The mean savings of a merged page. A frame is shared by all processes that map it. The real number of mappings is
@@ -315,13 +322,13 @@ fn tracked_process_report(
         cgroup: wire.cgroup,
         domain: known.domain.to_string(),
         resident: Some(resident),
-        shared: statm.map(|statm| (statm.shared.0 * shares.page).min(resident)),
+        file_and_shmem: statm.map(|statm| (statm.shared.0 * shares.page).min(resident)),
         merged: pages.map(|pages| pages * shares.page),
         footprint: fair.map(|fair| shares.update_fair_share(fair, own, merging).min(resident)).or_else(estimate),
         footprint_age_seconds: fair.map(|fair| fair.measured_at.elapsed().unwrap_or_default().as_secs()),
         saved: by_share.map(|saved| saved + (zeros.unwrap_or(0) + by_splitting) * shares.page),
         metadata: ksm.and_then(|ksm| Some(ksm.rmap_items.ok()? * RMAP_ITEM_BYTES)),
-        ranges: snapshot.enrolled_ranges.get(&process.id).copied().unwrap_or(0),
+        enrolled_ranges: snapshot.enrolled_ranges.get(&process.id).copied().unwrap_or(0),
         state,
         why,
     })
@@ -360,7 +367,7 @@ fn tracking_state(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64
     match known {
         Known { exclusion_reason: Some(why), .. } => (TrackingState::Excluded, still(why)),
         Known { unenrolled_by_operator: true, .. } => {
-            (TrackingState::Withdrawn, still("unenroll requested by an operator"))
+            (TrackingState::Unenrolled, still("unenroll requested by an operator"))
         }
         Known { pending_unenroll: Some(leaving), .. } => {
             (TrackingState::BackedOff, still(leaving.reason.unenroll_explanation()))
@@ -371,7 +378,7 @@ fn tracking_state(snapshot: &Snapshot, id: ProcessId, known: &Known, merged: u64
         _ => {
             let nothing =
                 snapshot.page_counts.get(&id).is_some_and(|counts| counts.duplicate() + counts.zero == Pages::ZERO);
-            (TrackingState::Followed, if nothing { format!("nothing to merge yet; {}", next()) } else { next() })
+            (TrackingState::Tracked, if nothing { format!("nothing to merge yet; {}", next()) } else { next() })
         }
     }
 }
@@ -403,7 +410,7 @@ fn domain_savings(members: &[TrackedProcessReport]) -> Vec<DomainSavingsReport> 
     };
     for member in members {
         let share = shares.entry(&member.domain).or_insert_with(|| empty_domain_savings(&member.domain));
-        share.members += 1;
+        share.tracked_processes += 1;
         share.resident = add(share.resident, member.resident);
         share.merged = add(share.merged, member.merged);
         share.saved = add(share.saved, member.saved);
@@ -414,7 +421,7 @@ fn domain_savings(members: &[TrackedProcessReport]) -> Vec<DomainSavingsReport> 
     if shares.len() > MAX_LISTED_DOMAINS {
         let rest = shares.split_off(MAX_LISTED_DOMAINS - 1);
         shares.push(rest.iter().fold(empty_domain_savings("others"), |sum, share| DomainSavingsReport {
-            members: sum.members + share.members,
+            tracked_processes: sum.tracked_processes + share.tracked_processes,
             resident: add(sum.resident, share.resident),
             merged: add(sum.merged, share.merged),
             saved: add(sum.saved, share.saved),
@@ -426,7 +433,14 @@ fn domain_savings(members: &[TrackedProcessReport]) -> Vec<DomainSavingsReport> 
 }
 
 fn empty_domain_savings(name: &str) -> DomainSavingsReport {
-    DomainSavingsReport { name: name.to_owned(), members: 0, resident: None, merged: None, saved: None, metadata: None }
+    DomainSavingsReport {
+        name: name.to_owned(),
+        tracked_processes: 0,
+        resident: None,
+        merged: None,
+        saved: None,
+        metadata: None,
+    }
 }
 
 /// The sharing matrix of the parties that share most.
@@ -442,22 +456,22 @@ fn sharing_report(snapshot: &Snapshot, page: u64) -> Option<SharingReport> {
         snapshot.sharing.shared_pages().get(&(one.to_owned(), other.to_owned())).map_or(0, |p| p.0)
     };
     let row = |one: &str| parties.iter().map(|(_, other)| pages(one, other) * page).collect();
-    let shared = parties.iter().map(|(_, one)| row(one)).collect();
-    (!parties.is_empty())
-        .then(|| SharingReport { parties: parties.iter().map(|(_, label)| (*label).to_owned()).collect(), shared })
+    let shared_bytes = parties.iter().map(|(_, one)| row(one)).collect();
+    (!parties.is_empty()).then(|| SharingReport {
+        parties: parties.iter().map(|(_, label)| (*label).to_owned()).collect(),
+        shared_bytes,
+    })
 }
 
-pub(super) fn decision_report(
-    LoggedDecision { logged_at: at, subject: whom, decision }: &LoggedDecision,
-) -> DecisionReport {
+pub(super) fn decision_report(LoggedDecision { logged_at: at, subject, decision }: &LoggedDecision) -> DecisionReport {
     DecisionReport {
         time_ms: at.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_millis() as u64,
-        what: decision.kind.word().to_owned(),
-        whom: whom.clone(),
+        kind: decision.kind.word().to_owned(),
+        subject: subject.clone(),
         reason: decision.reason.word().to_owned(),
-        why: decision.explanation.clone(),
+        explanation: decision.explanation.clone(),
         predicted: decision.predicted.map(|bytes| bytes.0),
-        acted: decision.carried_out,
+        carried_out: decision.carried_out,
     }
 }
 

@@ -86,12 +86,12 @@ fn render_uncounted_members(domain: &EngineDomainReport, style: TextStyle) -> St
         }
     };
     say(
-        domain.ended,
+        domain.ended_members,
         "member that has ended; the next merge removes its record.",
         "members that have ended; the next merge removes their records.",
     );
     say(
-        domain.unread,
+        domain.unreadable_members,
         "record of a member that could not be read or is invalid.",
         "records of members that could not be read or are invalid.",
     );
@@ -105,7 +105,7 @@ fn usage_cells(holds: &EngineUsageReport) -> [String; 5] {
         format_bytes(holds.adopted),
         format_bytes(holds.merged),
         format_bytes(holds.zeros),
-        format_bytes(holds.hot),
+        format_bytes(holds.volatile),
         format_known_net(holds.saved),
     ]
 }
@@ -171,7 +171,7 @@ fn format_share(share: f64) -> String {
 
 fn render_unreadable(report: &EngineReport, style: TextStyle) -> String {
     let line =
-        |unlooked: &super::wire::UnreadableDirectory| style.format_paragraph(&escape_unprintable(&unlooked.detail), 2);
-    let lines: String = report.not_seen.iter().map(line).collect();
+        |unlooked: &super::wire::UnreadableDirectory| style.format_paragraph(&escape_unprintable(&unlooked.reason), 2);
+    let lines: String = report.unreadable_directories.iter().map(line).collect();
     if lines.is_empty() { lines } else { format!("\nNot seen:\n{lines}") }
 }

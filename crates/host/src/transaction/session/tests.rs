@@ -499,7 +499,7 @@ fn undo_never_writes_run_2() {
     assert_eq!(host.setting_value("run"), "0");
     drop(session);
     // The same holds for an entry that an earlier version stored unchanged.
-    let entry = r#"{"written":["1"],"undo":{"write":{"knob":"sys/kernel/mm/ksm/run","value":"2"}}}"#;
+    let entry = r#"{"written_values":["1"],"undo":{"write":{"knob":"sys/kernel/mm/ksm/run","value":"2"}}}"#;
     let journal = format!(r#"{{"boot":"this-boot","writer":1,"entries":[{entry}]}}"#);
     for file in [SESSION_FILE, POLICY_FILE] {
         host.put_setting("run", "1");

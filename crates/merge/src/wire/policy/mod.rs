@@ -38,10 +38,10 @@ pub struct SettingReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub absent: Option<String>,
     /// The source of the value.
-    pub writer: SettingSource,
+    pub source: SettingSource,
     /// Its value before the policy was set, which a restore writes again.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub before: Option<String>,
+    pub value_before_policy: Option<String>,
     /// The value that each policy would write now, by the policy's name.
     pub policies: BTreeMap<String, String>,
 }
@@ -55,7 +55,7 @@ pub enum SettingSource {
     /// The policy that is set.
     Policy,
     /// Another program, after the policy was set: `policy restore` will leave it.
-    SomebodyElse,
+    OtherProgram,
     /// The kernel's advisor, which is on.
     Advisor,
 }
@@ -98,7 +98,7 @@ impl PolicyReport {
                 _ if advised && setting == Setting::PagesToScan => SettingSource::Advisor,
                 (Ok(now), Some(written)) if written.written_values.contains(now) => SettingSource::Policy,
                 (Ok(now), Some(written)) if written.value_before == *now => SettingSource::Unknown,
-                (Ok(_), Some(_)) => SettingSource::SomebodyElse,
+                (Ok(_), Some(_)) => SettingSource::OtherProgram,
                 _ => SettingSource::Unknown,
             };
             let value = |(name, settings): &(String, Reading<Settings>)| {
@@ -108,8 +108,8 @@ impl PolicyReport {
                 name: setting.file_name(),
                 value: now.clone().ok(),
                 absent: now.as_ref().err().map(ToString::to_string),
-                writer,
-                before: written.map(|written| written.value_before.clone()),
+                source: writer,
+                value_before_policy: written.map(|written| written.value_before.clone()),
                 policies: facts.policies.iter().filter_map(value).collect(),
             }
         });

@@ -42,18 +42,18 @@ fn sample_facts() -> PolicyFacts {
 #[test]
 fn source_of_each_setting_is_reported() {
     let report = PolicyReport::from_facts(&sample_facts());
-    let writers: Vec<_> = report.settings.iter().map(|setting| (setting.name, setting.writer)).collect();
+    let writers: Vec<_> = report.settings.iter().map(|setting| (setting.name, setting.source)).collect();
     let expected = [
         ("advisor_mode", SettingSource::Unknown),
         ("pages_to_scan", SettingSource::Policy),
-        ("sleep_millisecs", SettingSource::SomebodyElse),
+        ("sleep_millisecs", SettingSource::OtherProgram),
         ("smart_scan", SettingSource::Unknown),
         ("run", SettingSource::Unknown),
     ];
     assert_eq!(writers, expected);
     let mut advised = sample_facts();
     advised.current.insert(Setting::AdvisorMode, Ok("scan-time".to_owned()));
-    assert_eq!(PolicyReport::from_facts(&advised).settings[1].writer, SettingSource::Advisor);
+    assert_eq!(PolicyReport::from_facts(&advised).settings[1].source, SettingSource::Advisor);
 }
 
 #[test]

@@ -16,7 +16,7 @@ pub struct EngineReport {
     /// The domains, sorted by user and name.
     pub domains: Vec<EngineDomainReport>,
     /// Directories that could not be read.
-    pub not_seen: Vec<UnreadableDirectory>,
+    pub unreadable_directories: Vec<UnreadableDirectory>,
 }
 
 /// A directory that could not be read.
@@ -25,7 +25,7 @@ pub struct UnreadableDirectory {
     /// The path of the directory.
     pub path: String,
     /// Why it could not be read.
-    pub detail: String,
+    pub reason: String,
 }
 
 /// A domain. Sums are over running members, each as of its last record.
@@ -38,9 +38,9 @@ pub struct EngineDomainReport {
     /// The members, sorted by process.
     pub members: Vec<EngineMemberReport>,
     /// Members that have ended but still have a record: they are in no sum.
-    pub ended: u64,
+    pub ended_members: u64,
     /// Records of members that could not be read or are invalid: they are in no sum.
-    pub unread: u64,
+    pub unreadable_members: u64,
     /// The sums over the members.
     #[serde(flatten)]
     pub usage: EngineUsageReport,
@@ -72,7 +72,7 @@ pub struct EngineUsageReport {
     /// Zero pages that were freed and not written since.
     pub zeros: u64,
     /// Memory that is not merged because it was written too soon after an earlier merge.
-    pub hot: u64,
+    pub volatile: u64,
     /// `merged + zeros` less its share of the store, gross. The store's memory is divided evenly among all merged
     /// pages.
     pub saved: i64,
@@ -91,7 +91,7 @@ pub struct EngineMemberReport {
     #[serde(flatten)]
     pub usage: EngineUsageReport,
     /// Memory of its data about its pages.
-    pub notes: u64,
+    pub page_notes: u64,
     /// Number of merges so far.
     pub merges: u64,
     /// Total time of the merges.
@@ -100,11 +100,11 @@ pub struct EngineMemberReport {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub last_merge_seconds_ago: Option<f64>,
     /// Time since the member wrote its record.
-    pub told_seconds_ago: f64,
+    pub reported_seconds_ago: f64,
     /// Time from joining the domain to the record.
     pub elapsed_seconds: f64,
     /// Time of that which the engine took from the program: its own work, and page faults of writes to merged pages.
-    pub spent_seconds: f64,
+    pub overhead_seconds: f64,
     /// Slowdown of the program, as a share of its run time without the engine.
     pub slowdown: f64,
     /// Maximum slowdown of the program; absent if there is no limit.
@@ -143,13 +143,13 @@ impl EngineReport {
                 .iter()
                 .map(|(domain, comms)| EngineDomainReport::from_domain(domain, comms, now))
                 .collect(),
-            not_seen: unreadable,
+            unreadable_directories: unreadable,
         }
     }
 
     /// Whether something could not be read.
     pub fn is_incomplete(&self) -> bool {
-        !self.not_seen.is_empty() || self.domains.iter().any(|domain| domain.unread > 0)
+        !self.unreadable_directories.is_empty() || self.domains.iter().any(|domain| domain.unreadable_members > 0)
     }
 }
 
@@ -165,8 +165,8 @@ impl EngineDomainReport {
                 .zip(comms)
                 .map(|(member, comm)| EngineMemberReport::from_member(domain, member, comm, now))
                 .collect(),
-            ended: domain.ended_members,
-            unread: domain.unreadable_members,
+            ended_members: domain.ended_members,
+            unreadable_members: domain.unreadable_members,
             usage: EngineUsageReport { saved: domain.saved_by_all().0, ..EngineUsageReport::from_tally(domain, &sum) },
             references_pages: sum.merged.0,
             stored_pages: domain.stored.0,
@@ -186,7 +186,7 @@ impl EngineUsageReport {
             adopted: bytes(tally.pages),
             merged: bytes(tally.merged),
             zeros: bytes(tally.zeros),
-            hot: bytes(tally.volatile_pages),
+            volatile: bytes(tally.volatile_pages),
             saved: domain.saved(tally).0,
         }
     }
@@ -205,13 +205,13 @@ impl EngineMemberReport {
             start_time: member.process.start_time,
             comm: comm.to_owned(),
             usage: EngineUsageReport::from_tally(domain, &member.tally),
-            notes: member.notes.0,
+            page_notes: member.notes.0,
             merges: member.merges,
             merge_seconds: member.merge_time.as_secs_f64(),
             last_merge_seconds_ago: member.last_merge.map(ago),
-            told_seconds_ago: ago(member.reported_at),
+            reported_seconds_ago: ago(member.reported_at),
             elapsed_seconds: member.time_use.elapsed.as_secs_f64(),
-            spent_seconds: member.time_use.spent.as_secs_f64(),
+            overhead_seconds: member.time_use.spent.as_secs_f64(),
             slowdown: member.time_use.slowdown(),
             max_slowdown: member.time_use.max_slowdown,
             region_count: member.region_count,

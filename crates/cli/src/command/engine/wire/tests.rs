@@ -41,7 +41,7 @@ fn sample_report() -> EngineReport {
         files: Bytes(131_072),
     };
     let refused =
-        UnreadableDirectory { path: "/dev/shm/pagefold-7".to_owned(), detail: "/dev/shm/pagefold-7 is odd".to_owned() };
+        UnreadableDirectory { path: "/dev/shm/pagefold-7".to_owned(), reason: "/dev/shm/pagefold-7 is odd".to_owned() };
     let comms = vec!["hera".to_owned(), "a\x1b[2J".to_owned()];
     EngineReport::from_domains(page, &[(domain, comms)], vec![refused], Duration::from_secs(100))
 }
