@@ -355,7 +355,7 @@ fn cpu_times(host: &dyn Host, scope: &ScanScope) -> Vec<Reading<u64>> {
 }
 
 /// The bytes of a huge page of the PMD level. If the host does not report it, 512 base pages, as on x86-64.
-fn huge_page_size(host: &dyn Host) -> PageSize {
+pub fn huge_page_size(host: &dyn Host) -> PageSize {
     observe::huge_page_bytes(host)
         .ok()
         .and_then(PageSize::new)

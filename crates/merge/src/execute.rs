@@ -17,7 +17,7 @@
 
 use crate::MergeProbes;
 use crate::decide::outcome::{
-    EnrollChange, FailedChange, MergeEnd, MergeOutcome, MergedPagesWatch, PageFate, RegionCounts, Resident,
+    EnrollChange, FailedChange, FrameFates, MergeEnd, MergeOutcome, MergedPagesWatch, PageFate, RegionCounts, Resident,
     TimelinePoint,
 };
 use crate::decide::pace::{KsmdPace, SettleDetector};
@@ -136,8 +136,8 @@ impl MergeProgress {
 pub struct PreparedMerge {
     /// The plan.
     pub plan: MergePlan,
-    /// Probes that show afterwards why the savings differ from the prediction.
-    pub probes: MergeProbes,
+    /// Probes that show afterwards why the savings differ from the prediction, if that is to be explained.
+    pub probes: Option<MergeProbes>,
     /// The start of the command, by the clock of the host.
     pub started_at: Instant,
 }
@@ -247,7 +247,8 @@ pub fn execute_plan<'h>(
         let given_up = given_up.chain(withdrawn.into_iter().map(named(PageFate::Unenrolled)));
         given_up.chain(trial.unmerged(process).iter().copied().map(named(PageFate::UnenrolledUnmerged))).collect()
     };
-    let fates = probes.determine_fates(host, given_up).map_err(unknown)?;
+    let fates =
+        probes.map_or(Ok(FrameFates::default()), |probes| probes.determine_fates(host, given_up)).map_err(unknown)?;
     session.commit()?;
     // Without the record later commands miss this part, and report that.
     let unnoted = split_zeros::note(host, session.directory(), &zeros_by_splitting).err();

@@ -1,7 +1,9 @@
 //! From a host to a plan: takes the census that a plan needs and makes the plan.
 
-use crate::decide::plan::{KsmdPageTimes, MergePlan, PlanConstraints, bytes_per_search};
-use crate::make_plan;
+use crate::count_plan_contents;
+use crate::decide::plan::{
+    ComparisonCost, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, make_plan,
+};
 use crate::verify::{self, EnrolledProcesses};
 use crate::{MergeProbes, StableAges, sample_pages};
 use pagefold_base::domain::DomainConfig;
@@ -46,22 +48,36 @@ pub struct PlanRequest {
     pub excluded_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
     /// Maximum rows of the census's sharing matrix.
     pub max_matrix_rows: usize,
+    /// Whether contents are followed, to explain afterwards why the savings differ from the prediction.
+    pub explain_differences: bool,
 }
 
 /// The input of a merge.
 pub struct PreparedPlan {
     /// The census.
     pub census: Census,
-    /// The plan.
+    /// The plan. Its prediction is of exactly its ranges.
     pub plan: MergePlan,
-    /// Probes that show afterwards why the savings differ from the prediction.
-    pub probes: MergeProbes,
+    /// Probes that show afterwards why the savings differ from the prediction, if the request asks for that.
+    pub probes: Option<MergeProbes>,
     /// Bytes left out because they, or all of their partners, are not stable for long enough.
     pub unstable_bytes: BTreeMap<ProcessId, Bytes>,
     /// Whether processes may be enrolled that this host does not show: their contents were not kept apart.
     pub enrolled_may_be_hidden: bool,
     /// A sample of the contents of each process, comparable between censuses with the same ages; empty without ages.
     pub sketches: BTreeMap<ProcessId, ContentSketches>,
+    /// The contents of the plan's ranges, and how ksmd merges them: the plan is predicted from both.
+    contents: PlanContents,
+    ksmd: KsmdModel,
+}
+
+impl PreparedPlan {
+    /// Keep only some processes of the plan, and predict what is left. The probes are of the whole plan and are dropped.
+    pub fn retain_processes(&mut self, is_kept: impl Fn(ProcessId) -> bool) {
+        self.plan.retain_processes(is_kept);
+        self.plan.predict(&self.contents, &self.ksmd);
+        self.probes = None;
+    }
 }
 
 /// Take the census and make the plan. `exclusion_reason` returns why a process must not be enrolled, or nothing. With
@@ -116,25 +132,31 @@ pub fn prepare_plan(
         min_profit: request.min_profit,
         max_map_count,
         region_counts: count_regions(host, &census),
-        ksmd_cpu_share: request.ksmd_cpu_share,
-        page_times: KsmdPageTimes::default(),
-        merges_at_first_scan: observe::kernel_release(host).is_ok_and(|release| merges_at_first_scan(&release)),
     };
-    let mut plan = make_plan(&census, &index, &constraints, exclusion_reason);
     index.drop_unique_entries();
+    let mut plan = make_plan(&census, &constraints, exclusion_reason);
     let held = ages.as_mut().map(|(ages, _)| ages.cache_and_hasher().0.take_sketches()).unwrap_or_default();
     let young = ages.map(|(ages, now)| ages.drop_unstable_ranges(&mut plan, &census, &index, now)).unwrap_or_default();
     for (process, ranges) in &request.excluded_ranges {
         plan.exclude_ranges(*process, ranges.clone());
     }
+    // From here on filters drop whole ranges only.
+    let huge_page_size = pagefold_census::huge_page_size(host);
+    let contents = count_plan_contents(&mut plan, &census, &index, host.page_size(), huge_page_size);
     if !request.split_huge_pages {
         plan.drop_huge_page_splits();
     }
     if let Some(metadata) = request.max_added_metadata {
-        crate::limit_to_metadata(&mut plan, &census, &index, metadata);
+        plan.limit_to_metadata(&contents, metadata);
     }
-    plan.add_comparison_time(bytes_per_search(sample_pages(host, &plan), plan.contents()));
-    let probes = MergeProbes::choose(&plan, &census, &index, &hasher);
+    let ksmd = KsmdModel {
+        cpu_share: request.ksmd_cpu_share,
+        page_times: KsmdPageTimes::default(),
+        comparison_cost: ComparisonCost::from_sample(sample_pages(host, &plan)),
+        merges_at_first_scan: observe::kernel_release(host).is_ok_and(|release| merges_at_first_scan(&release)),
+    };
+    plan.predict(&contents, &ksmd);
+    let probes = request.explain_differences.then(|| MergeProbes::choose(&plan, &census, &index, &hasher));
     Ok(PreparedPlan {
         census,
         plan,
@@ -142,6 +164,8 @@ pub fn prepare_plan(
         unstable_bytes: young,
         enrolled_may_be_hidden: others_hidden,
         sketches: held,
+        contents,
+        ksmd,
     })
 }
 
@@ -149,9 +173,6 @@ pub fn prepare_plan(
 /// start that have pages.
 fn count_regions(host: &dyn Host, census: &Census) -> BTreeMap<ProcessId, u64> {
     let subjects: BTreeSet<usize> = census.ranges.iter().map(|range| range.subject).collect();
-    let count = |id: ProcessId| {
-        let handle = host.open(id.pid).ok().filter(|handle| handle.id() == id)?;
-        Some((id, observe::region_count(&*handle).ok()?))
-    };
+    let count = |id: ProcessId| Some((id, observe::region_count(&*pagefold_host::hold(host, id).ok()?).ok()?));
     subjects.into_iter().filter_map(|subject| count(census.subjects[subject].process.id)).collect()
 }
