@@ -16,6 +16,7 @@ pub mod faulty_host;
 pub mod knob;
 pub mod memory_headroom;
 pub mod observe;
+pub mod page_state;
 pub mod parse;
 pub mod transaction;
 

@@ -13,6 +13,7 @@ use pagefold_census::content_groups::GroupPage;
 use pagefold_census::index::{PageIndex, PageMark};
 use pagefold_census::range_selection::each_page;
 use pagefold_census::results::Census;
+use pagefold_host::page_state::{EntryState, FrameLookup, PageState, PageStates};
 use pagefold_host::{Host, PageContent, PageRun, ProcessHandle, ReadMethod};
 use pagefold_sys::fingerprint::Hasher;
 
@@ -212,7 +213,7 @@ impl MergeProbes {
     /// pages.
     fn check_mappings(&self, host: &dyn Host, handle: &dyn ProcessHandle, pages: &mut [ProbedPage]) -> Reading<()> {
         let page_len = host.page_size().bytes();
-        let mut shared: Vec<(Pfn, usize)> = Vec::new();
+        let mut states: PageStates<usize> = PageStates::default();
         let mut first = 0;
         while first < pages.len() {
             let start = pages[first].address;
@@ -224,29 +225,29 @@ impl MergeProbes {
             let mappings = handle.mappings(AddressRange { start, end: pages[last].address + page_len })?;
             for (at, page) in pages.iter_mut().enumerate().take(last + 1).skip(first) {
                 let mapping = mappings.get(((page.address - start) / page_len) as usize).copied().unwrap_or_default();
-                page.fate = match mapping {
-                    _ if mapping.swapped => Some(PageFate::Swapped),
-                    _ if mapping.present && !mapping.file => None,
-                    _ => Some(PageFate::Written),
+                page.fate = match EntryState::from_entry(&mapping, FrameLookup::Shared) {
+                    EntryState::InFrame(frame) => {
+                        states.push(frame, at);
+                        None
+                    }
+                    EntryState::Known(PageState::Swapped) => Some(PageFate::Swapped),
+                    EntryState::Known(PageState::Absent | PageState::File) => Some(PageFate::Written),
+                    EntryState::Known(_) => None,
                 };
-                shared.extend(
-                    mapping.frame.filter(|_| page.fate.is_none() && !mapping.exclusive).map(|frame| (frame, at)),
-                );
             }
             first = last + 1;
         }
-        shared.sort_unstable();
-        let frames: Vec<Pfn> = shared.iter().map(|&(frame, _)| frame).collect();
-        for (&(frame, at), flags) in shared.iter().zip(host.frame_flags(&frames)?) {
+        states.resolve(host, |at, state| {
             let page = &mut pages[at];
-            if flags.is_ksm() {
-                page.ksm_frame = Some(frame);
-            } else if flags.is_zero_page() {
-                let was_zero = self.contents[page.content_position].fingerprint == Fingerprint::ZERO_PAGE;
-                page.fate = Some(if was_zero { PageFate::Merged } else { PageFate::Written });
+            match state {
+                PageState::Ksm(frame) => page.ksm_frame = Some(frame),
+                PageState::ZeroPage { .. } => {
+                    let was_zero = self.contents[page.content_position].fingerprint == Fingerprint::ZERO_PAGE;
+                    page.fate = Some(if was_zero { PageFate::Merged } else { PageFate::Written });
+                }
+                _ => {}
             }
-        }
-        Ok(())
+        })
     }
 
     /// Compare the contents of all pages whose fate is still unknown.

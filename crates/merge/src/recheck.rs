@@ -16,6 +16,7 @@ use pagefold_base::merge_lifetime::{CowBreakRate, LifetimeStats};
 use pagefold_base::process::Process as Facts;
 use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{AddressRange, Pages, Pfn, ProcessId, Reading};
+use pagefold_host::page_state::{EntryState, FrameLookup, PageStates};
 use pagefold_host::{Host, ProcessHandle, elapsed_since, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -235,7 +236,7 @@ impl<'h> CowSampler<'h> {
         for page in self.ranges.iter_mut().flat_map(|piece| &mut piece.pages) {
             page.set_merged(page.was_merged());
         }
-        let mut frames: Vec<(Pfn, u32, u32)> = Vec::new();
+        let mut states: PageStates<(u32, u32)> = PageStates::default();
         let mut first = 0;
         while let Some(process) = self.ranges.get(first).map(|piece| piece.process) {
             let count = self.ranges[first..].partition_point(|piece| piece.process == process);
@@ -245,16 +246,16 @@ impl<'h> CowSampler<'h> {
             {
                 for number in first..first + count {
                     self.ranges[number].check_pages(&*handle, page, &mut |at, frame| {
-                        frames.extend(frame.map(|frame| (frame, number as u32, at as u32)));
+                        states.push(frame, (number as u32, at as u32));
                     });
-                    if frames.len() >= FRAMES_PER_READ {
-                        self.record_merged(&mut frames)?;
+                    if states.len() >= FRAMES_PER_READ {
+                        self.record_merged(&mut states)?;
                     }
                 }
             }
             first += count;
         }
-        self.record_merged(&mut frames)?;
+        self.record_merged(&mut states)?;
         self.cow_breaks = 0.0;
         for piece in &mut self.ranges {
             let Some(&elapsed) = elapsed.get(&piece.process) else { continue };
@@ -272,15 +273,12 @@ impl<'h> CowSampler<'h> {
         Ok(())
     }
 
-    /// Record for the pages of these frames, each with its range and its position there, whether they are merged.
-    fn record_merged(&mut self, frames: &mut Vec<(Pfn, u32, u32)>) -> Reading<()> {
-        frames.sort_unstable();
-        let numbers: Vec<Pfn> = frames.iter().map(|&(frame, ..)| frame).collect();
-        let flags = self.host.frame_flags(&numbers)?;
-        for ((_, piece, at), flags) in frames.drain(..).zip(flags) {
-            self.ranges[piece as usize].pages[at as usize].set_merged(flags.is_ksm() || flags.is_zero_page());
-        }
-        Ok(())
+    /// Record whether pages are merged, each given by its range and its position there.
+    fn record_merged(&mut self, states: &mut PageStates<(u32, u32)>) -> Reading<()> {
+        let ranges = &mut self.ranges;
+        states.resolve(self.host, |(range, at), state| {
+            ranges[range as usize].pages[at as usize].set_merged(state.is_merged());
+        })
     }
 
     /// Add ranges.
@@ -362,15 +360,16 @@ impl SampledRange {
     }
 
     /// Check the sampled pages, except those in swap, which do not count as written. Each counts as not merged until
-    /// recorded; `note` gets the position of each and its frame, if it is shared.
-    fn check_pages(&mut self, handle: &dyn ProcessHandle, page: u64, note: &mut dyn FnMut(usize, Option<Pfn>)) {
+    /// recorded; `note` gets the position and frame of each page that may be merged.
+    fn check_pages(&mut self, handle: &dyn ProcessHandle, page: u64, note: &mut dyn FnMut(usize, Pfn)) {
         let mut position = 0;
         for stripe in self.stripes(page) {
             let mappings = handle.mappings(stripe).unwrap_or_default();
             for (mapping, at) in mappings.iter().zip(position..).filter(|(mapping, _)| !mapping.swapped) {
                 self.pages[at].set_merged(false);
-                let shared = mapping.present && !mapping.file && !mapping.exclusive;
-                note(at, mapping.frame.filter(|_| shared));
+                if let EntryState::InFrame(frame) = EntryState::from_entry(mapping, FrameLookup::Shared) {
+                    note(at, frame);
+                }
             }
             position += (stripe.bytes().0 / page) as usize;
         }

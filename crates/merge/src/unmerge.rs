@@ -39,15 +39,13 @@ use pagefold_census::results::UnscannedProcess;
 use pagefold_census::{ProcessSelection, scan_scope};
 use pagefold_host::action::{Action, MergeAdvice};
 use pagefold_host::hold as held;
+use pagefold_host::page_state::{FrameLookup, PageState, walk_page_states};
 use pagefold_host::transaction::session::{ChangeLifetime, Error as SessionError, Session};
 use pagefold_host::{Host, ProcessHandle as Handle, elapsed_since, memory_headroom, observe, parse};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-
-/// Page table entries per read.
-const PAGEMAP_ENTRIES_PER_READ: u64 = 64 * 1024;
 
 /// Maximum merged pages of one batch: 32 MiB of 4 KiB pages, some tens of milliseconds of copying.
 pub const MAX_PAGES_PER_BATCH: usize = 8192;
@@ -407,44 +405,30 @@ struct RangePages {
 
 /// Read the frames of a range.
 fn read_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> Reading<RangePages> {
-    let page = host.page_size();
-    let mut found = RangePages::default();
-    let mut start = range.start;
-    while start < range.end {
-        let end = range.end.min(start.saturating_add(page.bytes_of(Pages(PAGEMAP_ENTRIES_PER_READ)).0));
-        let mut present = Vec::new();
-        for (i, mapping) in handle.mappings(AddressRange { start, end })?.into_iter().enumerate() {
-            if mapping.present {
-                // The kernel hides frame numbers from processes without CAP_SYS_ADMIN.
-                present.push((start + page.bytes_of(Pages(i as u64)).0, mapping.frame.ok_or(Absent::Denied)?));
-            }
-        }
-        let mut frames: Vec<Pfn> = present.iter().map(|&(_, frame)| frame).collect();
-        frames.sort_unstable();
-        frames.dedup();
-        if !frames.is_empty() {
-            let flags = host.frame_flags(&frames)?;
-            let of: BTreeMap<Pfn, u64> = {
-                let merged: Vec<Pfn> =
-                    frames.iter().zip(&flags).filter(|(_, flags)| flags.is_ksm()).map(|(frame, _)| *frame).collect();
-                let mappings = if merged.is_empty() { Vec::new() } else { host.frame_mappings(&merged)? };
-                merged.into_iter().zip(mappings).collect()
-            };
-            for (address, frame) in present {
-                let zero = || {
-                    let flags = frames.binary_search(&frame).ok().and_then(|i| flags.get(i));
-                    flags.is_some_and(|flags| flags.is_zero_page() && !flags.is_thp())
-                };
-                match of.get(&frame) {
-                    Some(&mappings) => found.pages.push((address, Some((frame, mappings)))),
-                    None if zero() => found.pages.push((address, None)),
-                    None => {}
-                }
-            }
-        }
-        start = end;
+    let mut pages: Vec<(u64, PageState)> = Vec::new();
+    let mut is_hidden = false;
+    walk_page_states(host, handle, range, FrameLookup::All, |address, state| match state {
+        PageState::Ksm(_) | PageState::ZeroPage { huge: false } => pages.push((address, state)),
+        PageState::Hidden => is_hidden = true,
+        _ => {}
+    })?;
+    if is_hidden {
+        return Err(Absent::Denied);
     }
-    Ok(found)
+    pages.sort_unstable_by_key(|&(address, _)| address);
+    let frame = |&(_, state): &(u64, PageState)| match state {
+        PageState::Ksm(frame) => Some(frame),
+        _ => None,
+    };
+    let mut frames: Vec<Pfn> = pages.iter().filter_map(frame).collect();
+    frames.sort_unstable();
+    frames.dedup();
+    let mappings = if frames.is_empty() { Vec::new() } else { host.frame_mappings(&frames)? };
+    let of = |page: &(u64, PageState)| match frame(page) {
+        Some(frame) => Some((page.0, Some((frame, *mappings.get(frames.binary_search(&frame).ok()?)?)))),
+        None => Some((page.0, None)),
+    };
+    Ok(RangePages { pages: pages.iter().filter_map(of).collect() })
 }
 
 /// Limits of a run.
