@@ -37,7 +37,7 @@ use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
 use pagefold_census::results::UnscannedProcess;
 use pagefold_census::{ProcessSelection, scan_scope};
-use pagefold_host::action::{Action, MergeAdvice};
+use pagefold_host::action::{Action, MergeAdvice, MissedReason};
 use pagefold_host::hold as held;
 use pagefold_host::page_state::{FrameLookup, PageState, walk_page_states};
 use pagefold_host::transaction::session::{ChangeLifetime, Error as SessionError, Session};
@@ -457,7 +457,7 @@ pub struct UnenrollResult {
     /// How long a thread of it was stopped, for each stop.
     pub stop_durations: Vec<Duration>,
     /// Ranges that could not be unenrolled, and why.
-    pub missed_ranges: Vec<(AddressRange, String)>,
+    pub missed_ranges: Vec<(AddressRange, MissedReason)>,
     /// The error that ended the work on it.
     pub error: Option<String>,
     /// Whether it ended meanwhile.

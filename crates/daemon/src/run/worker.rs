@@ -14,7 +14,6 @@ use pagefold_base::process::Process;
 use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
 use pagefold_census::ProcessSelection;
 use pagefold_census::results::{Census, SubjectCensus};
-use pagefold_host::action::NOT_MAPPED_REASON;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
 use pagefold_host::{Host, elapsed_since, observe};
@@ -437,11 +436,11 @@ fn failure_reason(plan: &unmerge::UnenrollPlan, done: unmerge::UnenrollOutcome) 
     let interrupted = done.interrupted;
     let mut done = done.targets.into_iter().next()?;
     // Ranges that the program has unmapped need no unenrolling.
-    done.missed_ranges.retain(|(_, why)| !why.starts_with(NOT_MAPPED_REASON));
+    done.missed_ranges.retain(|(_, why)| !why.is_not_mapped());
     if done.is_complete() {
         return None;
     }
-    let missed = done.missed_ranges.first().map(|(_, why)| why.clone());
+    let missed = done.missed_ranges.first().map(|(_, why)| why.to_string());
     let short = match done.all_unenrolled {
         true => "it still has merged pages",
         false if interrupted => NO_TIME_REASON,

@@ -720,11 +720,9 @@ impl<'a> Session<'a> {
             Ok(effect) => {
                 let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
                 // A range that was unmapped meanwhile has nothing to undo.
-                for (range, why) in
-                    effect.missed_ranges.into_iter().filter(|(_, why)| !why.starts_with(action::NOT_MAPPED_REASON))
-                {
+                for (range, why) in effect.missed_ranges.into_iter().filter(|(_, why)| !why.is_not_mapped()) {
                     let cut = same.iter().filter_map(|&(part, within)| Some((part.overlap(range)?, within)));
-                    missed.entry(why).or_default().extend(cut);
+                    missed.entry(why.to_string()).or_default().extend(cut);
                 }
                 if missed.is_empty() {
                     back.undone = Some(action.undo);

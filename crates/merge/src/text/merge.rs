@@ -1,6 +1,6 @@
 //! The plan and the outcome of a merge as text.
 
-use crate::wire::merge::{MergeReport, OutcomeReport, PlanReport, TargetReport, TemporaryUnenrollReport};
+use crate::wire::merge::{MergeEndKind, MergeReport, OutcomeReport, PlanReport, TargetReport, TemporaryUnenrollReport};
 use pagefold_base::Bytes;
 use pagefold_census::text::unseen;
 use pagefold_output::text::{
@@ -54,10 +54,12 @@ fn render_title(report: &MergeReport) -> String {
         );
     };
     let end = match outcome.end {
-        "settled" => "Settled.".to_owned(),
-        "deadline" => "Ended by its deadline before it settled.".to_owned(),
-        "stopped" => "Stopped before it settled; merged pages stay merged.".to_owned(),
-        _ => format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("another program drives KSM")),
+        MergeEndKind::Settled => "Settled.".to_owned(),
+        MergeEndKind::Deadline => "Ended by its deadline before it settled.".to_owned(),
+        MergeEndKind::Stopped => "Stopped before it settled; merged pages stay merged.".to_owned(),
+        MergeEndKind::Yielded => {
+            format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("another program drives KSM"))
+        }
     };
     format!(
         "Merged {} of {}: {} saved, {} net of metadata{}. {end}",
@@ -240,7 +242,7 @@ fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String 
     }
     let mut text = style.format_heading(match &report.outcome {
         None => "Planned enrollment",
-        Some(outcome) if outcome.end == "settled" => "Enrolled",
+        Some(outcome) if outcome.end == MergeEndKind::Settled => "Enrolled",
         Some(_) => "Planned, not all enrolled",
     });
     text.push_str(&style.render_table(&table));

@@ -2,6 +2,7 @@
 //! all other pages unchanged.
 
 use super::*;
+use std::collections::BTreeMap;
 use pagefold_base::{PageSize, Pid, ProcessId};
 use pagefold_host::action::{ActionError, ActionOutcome};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
