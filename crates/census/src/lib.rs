@@ -63,7 +63,8 @@ use foreign_processes::ForeignContents;
 use pagefold_base::domain::DomainConfig;
 use pagefold_base::savings::{EnrollCostBytes, SharingSettings};
 use pagefold_base::{Absent, PageSize, Pages, ProcessId, Reading};
-use pagefold_host::{Host, elapsed_since, observe};
+use pagefold_host::activity::ActivityCounters;
+use pagefold_host::{Host, elapsed_since, hold, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -273,7 +274,8 @@ fn run_census(
     let earlier = cache.as_deref().filter(|_| recalls);
     let scan = scan::Scan { host, scope: &survey, hasher, nodes, progress, stop, sample, cache: earlier };
     let first = host.now();
-    let ran_before = if options.second_pass == SecondPass::Candidates { cpu_times(host, &survey) } else { Vec::new() };
+    let ran_before =
+        if options.second_pass == SecondPass::Candidates { read_activity(host, &survey) } else { Vec::new() };
     let mut failures = index.unlisted_subjects().to_vec();
     failures.extend(threads.install(|| scan.first_pass(&mut index)));
     let (pairs, more) = threads.install(|| scan.build_duplicate_filter(&mut index));
@@ -283,7 +285,7 @@ fn run_census(
         sleep_unless_stopped(host, options.pass_interval.saturating_sub(elapsed_since(host, first)), stop);
         if !stop.load(Ordering::Relaxed) {
             let candidates = (options.second_pass == SecondPass::Candidates).then_some(&pairs);
-            let ran_since = if candidates.is_some() { cpu_times(host, &survey) } else { Vec::new() };
+            let ran_since = if candidates.is_some() { read_activity(host, &survey) } else { Vec::new() };
             let rested = |subject: usize| matches!((ran_before.get(subject), ran_since.get(subject)), (Some(Ok(a)), Some(Ok(b))) if a == b);
             let again = threads.install(|| scan.second_pass(&index, candidates, &rested));
             failures.extend(again.failures);
@@ -345,13 +347,10 @@ fn run_census(
     Ok((census, index))
 }
 
-/// The CPU time used by each process.
-fn cpu_times(host: &dyn Host, scope: &ScanScope) -> Vec<Reading<u64>> {
-    let time = |id: ProcessId| {
-        let handle = host.open(id.pid)?;
-        if handle.id() == id { observe::cpu_time_ns(host, &*handle) } else { Err(Absent::Vanished) }
-    };
-    scope.subjects.iter().map(|subject| time(subject.process.id)).collect()
+/// The activity of each process so far.
+fn read_activity(host: &dyn Host, scope: &ScanScope) -> Vec<Reading<ActivityCounters>> {
+    let read = |id: ProcessId| ActivityCounters::read_exact(host, &*hold(host, id)?);
+    scope.subjects.iter().map(|subject| read(subject.process.id)).collect()
 }
 
 /// The bytes of a huge page of the PMD level. If the host does not report it, 512 base pages, as on x86-64.

@@ -368,9 +368,7 @@ impl Scan<'_> {
 
     /// Opens the process of a unit.
     fn open(&self, unit: &ScanUnit) -> Reading<Box<dyn ProcessHandle + '_>> {
-        let id = self.scope.subjects[unit.subject].process.id;
-        let handle = self.host.open(id.pid)?;
-        if handle.id() == id { Ok(handle) } else { Err(Absent::Vanished) }
+        pagefold_host::hold(self.host, self.scope.subjects[unit.subject].process.id)
     }
 
     /// Visits the current mappings of a unit's pages, for the runs with any `wanted` page.

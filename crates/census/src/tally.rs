@@ -371,7 +371,7 @@ pub fn identify_top_contents(
                 let (subject, _, address) = index.locate(entry.ordinal)?;
                 let SubjectCensus { process, regions, .. } = &census.subjects[subject];
                 let region = regions.iter().find(|known| known.region.range.contains(address))?;
-                let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id)?;
+                let handle = pagefold_host::hold(host, process.id).ok()?;
                 let mut kind = None;
                 let run = PageRun { address, pages: 1, huge: false };
                 let outcome =

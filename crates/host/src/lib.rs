@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod action;
+pub mod activity;
 pub mod counting_host;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake_host;

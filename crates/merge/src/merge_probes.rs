@@ -198,10 +198,7 @@ impl MergeProbes {
     ) -> Reading<()> {
         for pages in pages.chunk_by_mut(|a, b| a.process == b.process) {
             let process = pages[0].process;
-            let handle = host
-                .open(process.pid)
-                .and_then(|handle| if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) });
-            match handle.and_then(|handle| visit(&*handle, pages)) {
+            match pagefold_host::hold(host, process).and_then(|handle| visit(&*handle, pages)) {
                 Err(Absent::Vanished) => pages.iter_mut().for_each(|page| page.fate = Some(PageFate::ProcessEnded)),
                 looked => looked?,
             }

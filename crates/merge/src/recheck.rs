@@ -11,13 +11,14 @@
 //! check that begins a round sees all breaks since the previous one.
 
 use crate::decide::plan::MergePlan;
-use crate::verify::{self, ProcessActivity};
+use crate::verify;
 use pagefold_base::merge_lifetime::{CowBreakRate, LifetimeStats};
 use pagefold_base::process::Process as Facts;
 use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{AddressRange, Pages, Pfn, ProcessId, Reading};
+use pagefold_host::activity::ActivityCounters;
 use pagefold_host::page_state::{EntryState, FrameLookup, PageStates};
-use pagefold_host::{Host, ProcessHandle, elapsed_since, observe};
+use pagefold_host::{Host, ProcessHandle, elapsed_since, hold, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -112,7 +113,7 @@ pub enum UnenrollPhase {
 struct SampledProcess {
     process: Facts,
     /// Its activity at the last check, and the time of that check.
-    activity: Reading<ProcessActivity>,
+    activity: Reading<ActivityCounters>,
     checked_at: Instant,
     /// Whether it has run while watched.
     ever_ran: bool,
@@ -145,7 +146,7 @@ impl<'h> CowSampler<'h> {
             let process = target.process.id;
             self.processes.entry(process).or_insert_with(|| SampledProcess {
                 process: target.process.clone(),
-                activity: verify::read_activity(self.host, process),
+                activity: read_activity(self.host, process),
                 checked_at: self.host.now(),
                 ever_ran: false,
             });
@@ -177,7 +178,7 @@ impl<'h> CowSampler<'h> {
     /// Whether any process has run since a plan was added. A process that does not run writes nothing.
     pub fn check_any_ran(&mut self) -> bool {
         let moved = |(&process, watched): (&ProcessId, &SampledProcess)| {
-            let now = verify::read_activity(self.host, process);
+            let now = read_activity(self.host, process);
             now.is_ok() && now != watched.activity
         };
         self.any_ran = self.any_ran || self.processes.iter().any(moved);
@@ -214,7 +215,7 @@ impl<'h> CowSampler<'h> {
         let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
         let mut still: BTreeSet<ProcessId> = BTreeSet::new();
         self.processes.retain(|&process, watched| {
-            let done = verify::read_activity(self.host, process);
+            let done = read_activity(self.host, process);
             let there = done.is_ok();
             let ran = there && done != watched.activity;
             watched.ever_ran |= ran;
@@ -223,8 +224,8 @@ impl<'h> CowSampler<'h> {
                 let since = now - std::mem::replace(&mut watched.checked_at, now);
                 elapsed.insert(process, if watched.ever_ran { since } else { Duration::ZERO });
             }
-            let faults = |done: &Reading<ProcessActivity>| done.as_ref().ok().map(|done| done.page_faults);
-            if scope == CheckScope::FaultedSinceCheck && faults(&done) == faults(&watched.activity) {
+            let is_same = matches!((&done, &watched.activity), (Ok(now), Ok(before)) if now.has_same_faults(*before));
+            if scope == CheckScope::FaultedSinceCheck && is_same {
                 still.insert(process);
             }
             watched.activity = done;
@@ -242,7 +243,7 @@ impl<'h> CowSampler<'h> {
             let count = self.ranges[first..].partition_point(|piece| piece.process == process);
             if elapsed.contains_key(&process)
                 && !still.contains(&process)
-                && let Ok(handle) = pagefold_host::hold(self.host, process)
+                && let Ok(handle) = hold(self.host, process)
             {
                 for number in first..first + count {
                     self.ranges[number].check_pages(&*handle, page, &mut |at, frame| {
@@ -321,6 +322,11 @@ impl<'h> CowSampler<'h> {
         self.ranges = keep;
         drop
     }
+}
+
+/// The activity of a process so far: often read, so in ticks.
+fn read_activity(host: &dyn Host, process: ProcessId) -> Reading<ActivityCounters> {
+    ActivityCounters::read_in_ticks(&*hold(host, process)?)
 }
 
 impl SampledRange {

@@ -365,21 +365,6 @@ pub fn region_starts(host: &dyn Host, plan: &MergePlan) -> BTreeMap<ProcessId, V
     plan.processes().into_iter().filter_map(starts).collect()
 }
 
-/// The activity of a process so far.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ProcessActivity {
-    /// Used CPU time, in ticks.
-    pub cpu_ticks: u64,
-    /// Page faults.
-    pub page_faults: u64,
-}
-
-/// Read the activity of a process.
-pub fn read_activity(host: &dyn Host, process: ProcessId) -> Reading<ProcessActivity> {
-    let stat = parse::stat(&hold(host, process)?.read("stat")?)?;
-    Ok(ProcessActivity { cpu_ticks: stat.utime.saturating_add(stat.stime), page_faults: stat.page_faults })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

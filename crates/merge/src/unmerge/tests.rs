@@ -2,11 +2,11 @@
 //! all other pages unchanged.
 
 use super::*;
-use std::collections::BTreeMap;
 use pagefold_base::{PageSize, Pid, ProcessId};
 use pagefold_host::action::{ActionError, ActionOutcome};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use pagefold_host::{FrameFlags, PageRun, PageView, PagemapEntry, ReadMethod as Reader};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Mutex;
 
