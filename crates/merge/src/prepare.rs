@@ -12,7 +12,7 @@ use pagefold_base::process::Process;
 use pagefold_base::{AddressRange, Bytes, ProcessId};
 use pagefold_census::decide::sketch::ContentSketches;
 use pagefold_census::results::Census;
-use pagefold_census::{DEFAULT_MAX_MAP_COUNT, ProcessSelection, SecondPass};
+use pagefold_census::{DEFAULT_MAX_MAP_COUNT, PageIndex, ProcessSelection, SecondPass};
 use pagefold_host::{Host, observe};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::{BTreeMap, BTreeSet};
@@ -92,13 +92,9 @@ pub fn prepare_plan(
     progress: &pagefold_census::ScanProgress,
     stop: &AtomicBool,
 ) -> Result<PreparedPlan, pagefold_census::Error> {
-    let kernels = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
-    let max_map_count = request.max_regions.map_or(kernels, |most| most.min(kernels));
-    let apart = !request.across_domains && !request.whole_processes;
-    // A merge of whole processes takes all of their contents and finds enrolled processes elsewhere.
-    let enrolled = if apart { verify::find_enrolled(host) } else { Ok(EnrolledProcesses::default()) };
-    let EnrolledProcesses { processes: enrolled, may_be_incomplete: others_hidden } =
-        enrolled.map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })?;
+    let kernel_limit = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
+    let max_map_count = request.max_regions.map_or(kernel_limit, |limit| limit.min(kernel_limit));
+    let enrolled = find_enrolled_elsewhere(host, request)?;
     let options = pagefold_census::CensusOptions {
         selection: request.selection.clone(),
         domains: request.domains.clone(),
@@ -109,23 +105,11 @@ pub fn prepare_plan(
         max_map_count,
         use_zero_pages: true,
         max_matrix_rows: request.max_matrix_rows,
-        enrolled_processes: enrolled,
+        enrolled_processes: enrolled.processes,
         ..Default::default()
     };
-    let (hasher, (census, mut index)) = match &mut ages {
-        Some((ages, now)) => {
-            let (remembered, hasher) = ages.cache_and_hasher();
-            let taken =
-                pagefold_census::take_incremental_census((remembered, *now), hasher, host, &options, progress, stop)?;
-            (hasher.clone(), taken)
-        }
-        None => {
-            let hasher =
-                Hasher::with_random_key(host.page_size().as_len()).map_err(pagefold_census::Error::RandomKey)?;
-            let taken = pagefold_census::take_census_with_hasher(&hasher, host, &options, progress, stop)?;
-            (hasher, taken)
-        }
-    };
+    let (census, mut index, hasher) = take_plan_census(host, &options, &mut ages, progress, stop)?;
+    index.drop_unique_entries();
     let constraints = PlanConstraints {
         page_size: host.page_size(),
         whole_processes: request.whole_processes,
@@ -133,10 +117,10 @@ pub fn prepare_plan(
         max_map_count,
         region_counts: count_regions(host, &census),
     };
-    index.drop_unique_entries();
     let mut plan = make_plan(&census, &constraints, exclusion_reason);
-    let held = ages.as_mut().map(|(ages, _)| ages.cache_and_hasher().0.take_sketches()).unwrap_or_default();
-    let young = ages.map(|(ages, now)| ages.drop_unstable_ranges(&mut plan, &census, &index, now)).unwrap_or_default();
+    let sketches = ages.as_mut().map(|(ages, _)| ages.cache_and_hasher().0.take_sketches()).unwrap_or_default();
+    let unstable_bytes =
+        ages.map(|(ages, now)| ages.drop_unstable_ranges(&mut plan, &census, &index, now)).unwrap_or_default();
     for (process, ranges) in &request.excluded_ranges {
         plan.exclude_ranges(*process, ranges.clone());
     }
@@ -157,16 +141,39 @@ pub fn prepare_plan(
     };
     plan.predict(&contents, &ksmd);
     let probes = request.explain_differences.then(|| MergeProbes::choose(&plan, &census, &index, &hasher));
-    Ok(PreparedPlan {
-        census,
-        plan,
-        probes,
-        unstable_bytes: young,
-        enrolled_may_be_hidden: others_hidden,
-        sketches: held,
-        contents,
-        ksmd,
-    })
+    let enrolled_may_be_hidden = enrolled.may_be_incomplete;
+    Ok(PreparedPlan { census, plan, probes, unstable_bytes, enrolled_may_be_hidden, sketches, contents, ksmd })
+}
+
+/// The enrolled processes whose contents a plan keeps apart from those of other domains. A merge of whole processes takes
+/// all of their contents and finds enrolled processes elsewhere.
+fn find_enrolled_elsewhere(
+    host: &dyn Host,
+    request: &PlanRequest,
+) -> Result<EnrolledProcesses, pagefold_census::Error> {
+    if request.across_domains || request.whole_processes {
+        return Ok(EnrolledProcesses::default());
+    }
+    verify::find_enrolled(host).map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })
+}
+
+/// The census of a plan and its index, and the hasher that it used: with ages, that of all their censuses.
+fn take_plan_census(
+    host: &dyn Host,
+    options: &pagefold_census::CensusOptions,
+    ages: &mut Option<(&mut StableAges, Instant)>,
+    progress: &pagefold_census::ScanProgress,
+    stop: &AtomicBool,
+) -> Result<(Census, PageIndex, Hasher), pagefold_census::Error> {
+    let Some((ages, now)) = ages else {
+        let hasher = Hasher::with_random_key(host.page_size().as_len()).map_err(pagefold_census::Error::RandomKey)?;
+        let (census, index) = pagefold_census::take_census_with_hasher(&hasher, host, options, progress, stop)?;
+        return Ok((census, index, hasher));
+    };
+    let (cache, hasher) = ages.cache_and_hasher();
+    let (census, index) =
+        pagefold_census::take_incremental_census((cache, *now), hasher, host, options, progress, stop)?;
+    Ok((census, index, hasher.clone()))
 }
 
 /// The current number of regions of each process that has ranges to enroll: the census keeps only the regions at its

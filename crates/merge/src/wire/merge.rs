@@ -140,6 +140,16 @@ pub struct MergeSavings {
     pub huge_pages_split: u64,
 }
 
+/// A change that can fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum FailedChangeKind {
+    /// Enrolling a range or a process.
+    Enroll,
+    /// Unenrolling it.
+    Unenroll,
+}
+
 /// How a merge ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
@@ -258,8 +268,8 @@ pub struct MergedWatchReport {
 /// A range that could not be enrolled or unenrolled.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct FailedChangeReport {
-    /// The change that failed: `enroll` or `unenroll`.
-    pub change: &'static str,
+    /// The change that failed.
+    pub change: FailedChangeKind,
     /// The PID of the process.
     pub pid: u32,
     /// Its name.
@@ -481,8 +491,8 @@ impl OutcomeReport {
                 .iter()
                 .map(|missed| FailedChangeReport {
                     change: match missed.change {
-                        EnrollChange::Enroll => "enroll",
-                        EnrollChange::Unenroll => "unenroll",
+                        EnrollChange::Enroll => FailedChangeKind::Enroll,
+                        EnrollChange::Unenroll => FailedChangeKind::Unenroll,
                     },
                     pid: missed.pid.0,
                     comm: missed.comm.clone(),
