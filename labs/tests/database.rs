@@ -9,7 +9,7 @@
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use pagefold_host::action::NOT_MAPPED_REASON;
+use pagefold_host::action::MissedReason;
 use pagefold_labs::ksm::KsmTestGuard;
 use std::fs::{self, File};
 use std::io::{Read, Write};
@@ -241,7 +241,8 @@ fn enroll_and_unenroll(pid: u32) -> bool {
     if output.status.success() {
         let said = String::from_utf8_lossy(&output.stdout);
         // Memory is mapped and unmapped while a query runs.
-        let refused = said.lines().find(|line| line.starts_with("missed ") && !line.contains(NOT_MAPPED_REASON));
+        let unmapped = MissedReason::NotMapped.to_string();
+        let refused = said.lines().find(|line| line.starts_with("missed ") && !line.contains(&unmapped));
         assert_eq!(refused, None, "process {pid}");
         return true;
     }

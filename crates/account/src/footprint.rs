@@ -48,6 +48,7 @@ use crate::decide::{Frames, MappedPages};
 use pagefold_base::engine::is_store_mapping;
 use pagefold_base::region::{Region, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, Pages, Pfn, Reading};
+use pagefold_host::page_state::PageState;
 use pagefold_host::{FrameFlags, Host, PagemapEntry, ProcessHandle};
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -107,17 +108,18 @@ impl<'h> FrameLedger<'h> {
 
     /// Counts a frame that a process maps at `page_count` addresses.
     fn count_frame(&mut self, pfn: Pfn, mappings: NonZeroU64, flags: FrameFlags, page_count: u64) {
+        let is_ksm = matches!(PageState::of_frame(pfn, flags), PageState::Ksm(_));
         let frames = &mut self.frames;
         self.table.update(pfn, |before| {
             if before.kernel_mappings == 0 {
                 frames.distinct += Pages(1);
                 frames.anonymous += Pages(u64::from(flags.is_anonymous() && !flags.is_hugetlb()));
                 frames.hugetlb += Pages(u64::from(flags.is_hugetlb()));
-                frames.ksm += Pages(u64::from(flags.is_ksm()));
+                frames.ksm += Pages(u64::from(is_ksm));
             } else if before.kernel_mappings != mappings.get() {
                 frames.changed_mappings += Pages(page_count);
             }
-            if flags.is_ksm() {
+            if is_ksm {
                 // The latest count is valid.
                 frames.ksm_mappings =
                     frames.ksm_mappings.saturating_sub(Pages(before.kernel_mappings)) + Pages(mappings.get());
@@ -237,8 +239,9 @@ impl LedgerEntry<'_, '_, '_> {
         let flags = vanished_to_malformed(self.ledger.host.frame_flags(&frames))?;
         for ((same, mappings), flags) in self.pending.chunk_by(of_one).zip(mappings).zip(flags) {
             let (pfn, places) = (same[0].frame, same.len() as u64);
-            if flags.is_zero_page() {
-                let zeros = if flags.is_thp() { &mut self.mapped.huge_zero } else { &mut self.mapped.zero };
+            let state = PageState::of_frame(pfn, flags);
+            if let PageState::ZeroPage { huge } = state {
+                let zeros = if huge { &mut self.mapped.huge_zero } else { &mut self.mapped.zero };
                 *zeros += Pages(places);
                 continue;
             }
@@ -248,7 +251,7 @@ impl LedgerEntry<'_, '_, '_> {
             };
             self.mapped.shares.add(mappings, places);
             self.mapped.engine.add(mappings, same.iter().filter(|page| page.in_engine_store).count() as u64);
-            if flags.is_ksm() {
+            if matches!(state, PageState::Ksm(_)) {
                 self.mapped.ksm.add(mappings, places);
             }
             if flags.is_hugetlb() {

@@ -26,13 +26,14 @@
 //! The cache takes 4 bytes for each cached page (half of its fingerprint) and 40 for each block. Blocks with fewer than
 //! 8 cacheable pages are left out. During a census each block takes 16 bytes more.
 
-use crate::foreign_processes::{ActivityCounters, MAX_CACHE_AGE};
+use crate::foreign_processes::MAX_CACHE_AGE;
 use crate::index::{IndexEntry, PageIndex, PageMark, RegionPages};
 use crate::range_selection::each_page;
 use crate::scan_scope::{ScanScope, Subject, read_method};
 use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{Fingerprint, PageClass, Pages, ProcessId};
 use pagefold_host::ReadMethod;
+use pagefold_host::activity::ActivityCounters;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::OnceLock;

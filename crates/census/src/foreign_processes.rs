@@ -17,8 +17,8 @@
 use crate::index::PageIndex;
 use crate::scan_scope::{ScanScope, Subject};
 use pagefold_base::domain::TrustDomain;
-use pagefold_base::{Absent, Fingerprint, PageClass, ProcessId, Reading};
-use pagefold_host::{Host, ProcessHandle, observe, parse};
+use pagefold_base::{Fingerprint, PageClass, ProcessId};
+use pagefold_host::activity::ActivityCounters;
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
@@ -31,24 +31,6 @@ const CONTENTS_PER_BUCKET: usize = 4;
 
 /// A domain number without a domain, for contents that several domains hold.
 const SEVERAL_DOMAINS: u32 = u32::MAX;
-
-/// The CPU time and page faults of a process. While neither counter moves, none of its threads has written anything.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ActivityCounters {
-    /// CPU time of all threads, in nanoseconds.
-    cpu_ns: u64,
-    page_faults: u64,
-}
-
-impl ActivityCounters {
-    /// The counters of a process now. Fails if the process has no CPU time: the kernel does not count it then.
-    pub fn read(host: &dyn Host, handle: &dyn ProcessHandle) -> Reading<Self> {
-        match observe::cpu_time_ns(host, handle)? {
-            0 => Err(Absent::NotOnThisKernel),
-            ran => Ok(Self { cpu_ns: ran, page_faults: parse::stat(&handle.read("stat")?)?.page_faults }),
-        }
-    }
-}
 
 /// The cached foreign processes, under one key of fingerprints.
 pub struct ForeignProcesses {

@@ -504,11 +504,7 @@ fn list_resident_runs(host: &dyn Host, subject: &Subject) -> Reading<Vec<PageRun
     if ranges.is_empty() {
         return Ok(Vec::new());
     }
-    let handle = host.open(subject.process.id.pid)?;
-    if handle.id() != subject.process.id {
-        return Err(Absent::Vanished);
-    }
-    handle.resident(&ranges)
+    pagefold_host::hold(host, subject.process.id)?.resident(&ranges)
 }
 
 #[cfg(test)]

@@ -43,6 +43,7 @@ pub mod parquet;
 pub mod range_selection;
 pub mod results;
 pub mod scan;
+mod scan_cache;
 pub mod scan_scope;
 mod sketches;
 pub mod tally;
@@ -54,17 +55,17 @@ pub use index::PageIndex;
 /// Computes fingerprints under a key. Only fingerprints of one key can be compared.
 pub use pagefold_sys::fingerprint::Hasher;
 pub use scan::ScanProgress;
+pub use scan_cache::ScanCache;
 pub use scan_scope::{ProcessSelection, ScanScope};
 
-use crate::decide::sketch::ContentSketches;
+use crate::duplicate_filter::DuplicateFilter;
 use crate::results::Census;
-use fingerprint_cache::FingerprintCache;
-use foreign_processes::ForeignContents;
 use pagefold_base::domain::DomainConfig;
 use pagefold_base::savings::{EnrollCostBytes, SharingSettings};
 use pagefold_base::{Absent, PageSize, Pages, ProcessId, Reading};
-use pagefold_host::{Host, elapsed_since, observe};
-use std::collections::{BTreeMap, BTreeSet};
+use pagefold_host::activity::ActivityCounters;
+use pagefold_host::{Host, elapsed_since, hold, observe};
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -194,41 +195,6 @@ pub fn take_census_with_hasher(
     run_census(None, hasher, host, options, progress, stop)
 }
 
-/// The state kept between censuses under one key.
-pub struct ScanCache {
-    foreign: ForeignProcesses,
-    fingerprints: FingerprintCache,
-    sketches: BTreeMap<ProcessId, ContentSketches>,
-}
-
-impl ScanCache {
-    /// An empty cache.
-    pub fn new(now: Instant) -> Self {
-        Self {
-            foreign: ForeignProcesses::new(now),
-            fingerprints: FingerprintCache::new(now),
-            sketches: BTreeMap::new(),
-        }
-    }
-
-    /// How many pages of a process the last census did not read because their contents were cached.
-    pub fn reused_pages(&self, process: ProcessId) -> Pages {
-        self.fingerprints.reused_pages(process)
-    }
-
-    /// Takes the sketches of the processes in the last census. Foreign processes and processes whose pages could not be
-    /// listed have none.
-    pub fn take_sketches(&mut self) -> BTreeMap<ProcessId, ContentSketches> {
-        std::mem::take(&mut self.sketches)
-    }
-
-    /// Drops the processes for which `keep` is false. Foreign processes that are no longer enrolled are dropped when a
-    /// census begins.
-    pub fn retain_processes(&mut self, keep: impl Fn(ProcessId) -> bool) {
-        self.fingerprints.retain_processes(keep);
-    }
-}
-
 /// Takes a census at the time `now` that reads only what the cache cannot supply. The cache holds results of earlier
 /// censuses under the same key. Foreign processes that were inactive are not read, and of the selected processes little
 /// of what has not changed. Pages that changed in each recent census count as volatile without being read. The index
@@ -241,8 +207,7 @@ pub fn take_incremental_census(
     progress: &ScanProgress,
     stop: &AtomicBool,
 ) -> Result<(Census, PageIndex), Error> {
-    cache.foreign.begin_census(now, &options.enrolled_processes);
-    cache.fingerprints.begin_census(now);
+    cache.begin_census(now, &options.enrolled_processes);
     run_census(Some(cache), hasher, host, options, progress, stop)
 }
 
@@ -269,52 +234,25 @@ fn run_census(
     let mut index = threads.install(|| PageIndex::build(host, &survey, nodes.is_some()))?;
     progress.set_expected_pages(index.page_count() as u64 * if options.pass_interval.is_zero() { 1 } else { 2 });
     let sample = options.sample_probability.map(|probability| scan::SampleRule::new(probability, options.sample_seed));
-    let recalls = nodes.is_none() && sample.is_none();
-    let earlier = cache.as_deref().filter(|_| recalls);
+    let reuses_fingerprints = nodes.is_none() && sample.is_none();
+    let earlier = cache.as_deref().filter(|_| reuses_fingerprints);
     let scan = scan::Scan { host, scope: &survey, hasher, nodes, progress, stop, sample, cache: earlier };
-    let first = host.now();
-    let ran_before = if options.second_pass == SecondPass::Candidates { cpu_times(host, &survey) } else { Vec::new() };
-    let mut failures = index.unlisted_subjects().to_vec();
-    failures.extend(threads.install(|| scan.first_pass(&mut index)));
-    let (pairs, more) = threads.install(|| scan.build_duplicate_filter(&mut index));
-    failures.extend(more);
-    let (mut settled, mut reread) = (false, Pages::ZERO);
-    if !options.pass_interval.is_zero() {
-        sleep_unless_stopped(host, options.pass_interval.saturating_sub(elapsed_since(host, first)), stop);
-        if !stop.load(Ordering::Relaxed) {
-            let candidates = (options.second_pass == SecondPass::Candidates).then_some(&pairs);
-            let ran_since = if candidates.is_some() { cpu_times(host, &survey) } else { Vec::new() };
-            let rested = |subject: usize| matches!((ran_before.get(subject), ran_since.get(subject)), (Some(Ok(a)), Some(Ok(b))) if a == b);
-            let again = threads.install(|| scan.second_pass(&index, candidates, &rested));
-            failures.extend(again.failures);
-            reread = again.pages_read;
-            settled = !stop.load(Ordering::Relaxed);
-        }
-    }
+    let PassResults { duplicates, failures, settled, reread } =
+        threads.install(|| run_passes(&scan, &mut index, options));
     let partial = stop.load(Ordering::Relaxed);
 
     let unread: BTreeSet<usize> = failures.iter().map(|(subject, _)| *subject).collect();
     tally::record_unread(&mut survey, failures);
     let rule = content_groups::MergeRule { sharing, across_domains: options.across_domains };
-    let elsewhere =
-        cache.as_ref().map(|known| threads.install(|| ForeignContents::from_inactive(&survey, &known.foreign)));
-    let elsewhere = elsewhere.unwrap_or_default();
     let groups = threads.install(|| {
-        content_groups::classify_pages(&mut index, &survey, &pairs, rule, &elsewhere, options.max_top_contents)
+        let foreign = cache.as_ref().map(|cache| cache.inactive_foreign_contents(&survey)).unwrap_or_default();
+        content_groups::classify_pages(&mut index, &survey, &duplicates, rule, &foreign, options.max_top_contents)
     });
-    drop((pairs, elsewhere));
+    drop(duplicates);
     let index_bytes = index.memory_bytes();
-    if let Some(remembered) = &mut cache {
-        remembered.sketches = threads.install(|| sketches::sketch_processes(&survey, &index));
-        let is_noted = !partial && sample.is_none();
-        if is_noted {
-            threads.install(|| remembered.foreign.record_census(&survey, &index, &unread));
-        }
-        // The fingerprint cache comes last: it drops entries that the other two read.
-        if is_noted && recalls {
-            remembered.fingerprints.record_census(&survey, &mut index, &unread);
-        }
-        index.drop_unique_entries();
+    if let Some(cache) = &mut cache {
+        let is_partial = partial || options.sample_probability.is_some();
+        threads.install(|| cache.record_census(&survey, &mut index, &unread, (is_partial, reuses_fingerprints)));
     }
     let page_size = host.page_size();
     let terms = range_selection::SelectionCriteria {
@@ -345,17 +283,56 @@ fn run_census(
     Ok((census, index))
 }
 
-/// The CPU time used by each process.
-fn cpu_times(host: &dyn Host, scope: &ScanScope) -> Vec<Reading<u64>> {
-    let time = |id: ProcessId| {
-        let handle = host.open(id.pid)?;
-        if handle.id() == id { observe::cpu_time_ns(host, &*handle) } else { Err(Absent::Vanished) }
+/// The result of reading all pages.
+struct PassResults {
+    /// The contents that several pages may have.
+    duplicates: DuplicateFilter,
+    /// The subjects that could not be read, with the reason.
+    failures: Vec<(usize, Absent)>,
+    /// Whether pages were read twice, without a stop.
+    settled: bool,
+    /// Pages that the second pass read.
+    reread: Pages,
+}
+
+/// Reads the pages of the index, and again after the interval, if there is one.
+fn run_passes(scan: &scan::Scan<'_>, index: &mut PageIndex, options: &CensusOptions) -> PassResults {
+    let (host, stop) = (scan.host, scan.stop);
+    let started = host.now();
+    let only_candidates = options.second_pass == SecondPass::Candidates;
+    let activity_before = if only_candidates { read_activity(host, scan.scope) } else { Vec::new() };
+    let mut failures = index.unlisted_subjects().to_vec();
+    failures.extend(scan.first_pass(index));
+    let (duplicates, more) = scan.build_duplicate_filter(index);
+    failures.extend(more);
+    let mut results = PassResults { duplicates, failures, settled: false, reread: Pages::ZERO };
+    if options.pass_interval.is_zero() {
+        return results;
+    }
+    sleep_unless_stopped(host, options.pass_interval.saturating_sub(elapsed_since(host, started)), stop);
+    if stop.load(Ordering::Relaxed) {
+        return results;
+    }
+    let activity_now = if only_candidates { read_activity(host, scan.scope) } else { Vec::new() };
+    let is_inactive = |subject: usize| {
+        let activity = (activity_before.get(subject), activity_now.get(subject));
+        matches!(activity, (Some(Ok(before)), Some(Ok(now))) if before == now)
     };
-    scope.subjects.iter().map(|subject| time(subject.process.id)).collect()
+    let again = scan.second_pass(index, only_candidates.then_some(&results.duplicates), &is_inactive);
+    results.failures.extend(again.failures);
+    results.reread = again.pages_read;
+    results.settled = !stop.load(Ordering::Relaxed);
+    results
+}
+
+/// The activity of each process so far.
+fn read_activity(host: &dyn Host, scope: &ScanScope) -> Vec<Reading<ActivityCounters>> {
+    let read = |id: ProcessId| ActivityCounters::read_exact(host, &*hold(host, id)?);
+    scope.subjects.iter().map(|subject| read(subject.process.id)).collect()
 }
 
 /// The bytes of a huge page of the PMD level. If the host does not report it, 512 base pages, as on x86-64.
-fn huge_page_size(host: &dyn Host) -> PageSize {
+pub fn huge_page_size(host: &dyn Host) -> PageSize {
     observe::huge_page_bytes(host)
         .ok()
         .and_then(PageSize::new)

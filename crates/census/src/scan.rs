@@ -11,6 +11,7 @@ use crate::range_selection::each_page;
 use crate::scan_scope::ScanScope;
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageClass, Pages, Pfn, Reading};
 use pagefold_host::observe::NumaNodes;
+use pagefold_host::page_state::{EntryState, FrameLookup, PageState, PageStates};
 use pagefold_host::{Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use pagefold_sys::fingerprint::Hasher;
 use rayon::prelude::*;
@@ -367,9 +368,7 @@ impl Scan<'_> {
 
     /// Opens the process of a unit.
     fn open(&self, unit: &ScanUnit) -> Reading<Box<dyn ProcessHandle + '_>> {
-        let id = self.scope.subjects[unit.subject].process.id;
-        let handle = self.host.open(id.pid)?;
-        if handle.id() == id { Ok(handle) } else { Err(Absent::Vanished) }
+        pagefold_host::hold(self.host, self.scope.subjects[unit.subject].process.id)
     }
 
     /// Visits the current mappings of a unit's pages, for the runs with any `wanted` page.
@@ -402,26 +401,21 @@ impl Scan<'_> {
         let mut known: Vec<(u32, Pfn, Fingerprint)> = Vec::new();
         let wanted = |ordinal| portion.is_unread(ordinal);
         self.for_each_mapping(portion.index, &portion.unit, &wanted, &mut |ordinal, mapping| {
-            let shared = mapping.present && !mapping.file && !mapping.exclusive;
-            let frame = mapping.frame.filter(|_| shared && wanted(ordinal));
+            let frame = EntryState::from_entry(mapping, FrameLookup::Shared).frame().filter(|_| wanted(ordinal));
             known.extend(frame.and_then(|frame| Some((ordinal, frame, merged.content(frame)?))));
         })?;
         let stretches = known.chunk_by(|a, b| a.0 + 1 == b.0).filter(|stretch| stretch.len() >= MIN_SKIPPED_PAGES);
-        let mut known: Vec<(Pfn, u32, Fingerprint)> =
-            stretches.flatten().map(|&(ordinal, frame, content)| (frame, ordinal, content)).collect();
-        known.sort_unstable();
-        let mut frames: Vec<Pfn> = known.iter().map(|(frame, ..)| *frame).collect();
-        frames.dedup();
-        let flags = if frames.is_empty() { Vec::new() } else { self.host.frame_flags(&frames)? };
-        let mut told = 0;
-        for (same, _) in known.chunk_by(|a, b| a.0 == b.0).zip(flags).filter(|(_, flags)| flags.is_ksm()) {
-            told += same.len();
-            for &(frame, ordinal, content) in same {
+        let mut states = PageStates::default();
+        stretches.flatten().for_each(|&(ordinal, frame, content)| states.push(frame, (ordinal, content)));
+        let mut reused = 0;
+        states.resolve(self.host, |(ordinal, content), state| {
+            if let PageState::Ksm(frame) = state {
+                reused += 1;
                 let (fingerprint, frame) = (Some(content), Some(frame));
                 portion.record_page(ordinal, Some(ReadPage { fingerprint, merged: true, exclusive: false, frame }));
             }
-        }
-        Ok(told)
+        })?;
+        Ok(reused)
     }
 
     /// The cached pages of a unit.

@@ -1,13 +1,14 @@
 //! The scope of a scan: the selected processes with their regions, sorted into trust domains.
 
 use crate::Error;
-use crate::foreign_processes::{ActivityCounters, ForeignProcesses};
+use crate::foreign_processes::ForeignProcesses;
 use crate::results::UnscannedProcess;
 use globset::{Glob, GlobMatcher};
 use pagefold_base::domain::{DomainConfig, TrustDomain};
 use pagefold_base::process::Process;
 use pagefold_base::region::{Ineligible, Region};
 use pagefold_base::{Absent, Pid, ProcessId, Reading};
+use pagefold_host::activity::ActivityCounters;
 use pagefold_host::{Host, ProcessHandle as Handle, ReadMethod, observe};
 use rayon::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
@@ -128,7 +129,7 @@ pub fn determine_scope(
     let domain_of = |handle: &dyn Handle, process: &Process| {
         domains.domain(process).with_nodes(observe::bound_nodes(handle, &nodes))
     };
-    let standing = |handle: &dyn Handle| foreign.and_then(|_| ActivityCounters::read(host, handle).ok());
+    let standing = |handle: &dyn Handle| foreign.and_then(|_| ActivityCounters::read_exact(host, handle).ok());
     // The activity is read before the regions, so that later activity is noticed.
     let look = |handle: &dyn Handle, process: Process, standing: Option<ActivityCounters>| {
         let regions = find_ineligible_regions(handle, &process, observe::regions(handle)?);

@@ -4,12 +4,13 @@ use crate::content_groups::{self, ContentGroup, GroupSummary};
 use crate::index::{PageIndex, PageMark, RegionPages};
 use crate::range_selection::{self, SelectedRanges, SelectionCriteria, each_page};
 use crate::results::{
-    Census, Extent, MAX_EXTENT_GAP_PAGES, Matrix, RegionCensus, Savings, SubjectCensus, TopContent, UnscannedProcess,
+    Census, Extent, GuidedRange, MAX_EXTENT_GAP_PAGES, Matrix, RegionCensus, Savings, SubjectCensus, TopContent,
+    UnscannedProcess,
 };
 use crate::scan_scope::{ScanScope, Subject};
 use pagefold_base::content::ContentKind;
 use pagefold_base::process::Process;
-use pagefold_base::region::Ineligible;
+use pagefold_base::region::{Ineligible, Region};
 use pagefold_base::savings::{MergeEffect, SharingSettings};
 use pagefold_base::{Absent, AddressRange, Bytes, Fingerprint, PageClass, PageCounts, Pages};
 use pagefold_host::{Host, PageContent, PageRun};
@@ -44,93 +45,31 @@ pub struct TallyOptions {
 /// Counts all pages of the census. Marks the pages that a guided enrollment would cover.
 pub fn tally_census(scope: ScanScope, index: &PageIndex, groups: &GroupSummary, options: &TallyOptions) -> Census {
     let sharing = options.criteria.sharing;
-    let SelectedRanges { ranges, idle_ranges: idle } = range_selection::select_ranges(&scope, index, &options.criteria);
+    let SelectedRanges { ranges, idle_ranges } = range_selection::select_ranges(&scope, index, &options.criteria);
     let mut counter = PageCounter::new(&scope.subjects, index, options);
     for pages in index.regions() {
         counter.count_region(&pages);
     }
-    let PageCounter {
-        counts,
-        regions,
-        zeros,
-        extents,
-        mut savings,
-        not_resident: gone,
-        unread,
-        not_sampled: skipped,
-        ..
-    } = counter;
-
-    let total: PageCounts = counts.iter().copied().fold(PageCounts::default(), |mut sum, counts| {
-        sum += counts;
-        sum
-    });
-    let zero = |zeros: &ZeroPagesByNode, merged| zeros.freed_frames(sharing, merged);
-    let merged_zero = groups.merged_zero_pages.values().sum();
-    savings.upper_bound.freed_frames = Pages(zeros.all.0.values().sum()) + total.redundant;
-    savings.whole_processes.freed_frames = groups.freed_frames + zero(&zeros.all, merged_zero);
-    savings.whole_processes.scanned_pages = total.resident().saturating_sub(total.merged);
-    savings.within_domains = MergeEffect {
-        freed_frames: groups.freed_frames_within_domains + zeros.domains.iter().map(|zeros| zero(zeros, 0)).sum(),
-        ..savings.whole_processes
-    };
-    let covered = content_groups::fold_groups(index, &scope.domain_numbers(), |sum: &mut Pages, _, members| {
-        *sum += content_groups::freed_frames(index, sharing, members, |member| index.mark(member.ordinal).is_covered());
-    });
-    savings.guided.freed_frames = covered.into_iter().sum::<Pages>() + zero(&zeros.covered, merged_zero);
-
-    savings.guided.scanned_pages = ranges.iter().map(|range| range.pages).sum();
-    savings.guided_ranges = ranges.len() as u64;
-
-    let matrix = sharing_matrix(&scope, index, &counts, options);
-    let mut ineligible: BTreeMap<Ineligible, Bytes> = BTreeMap::new();
-    let mut swapped = Bytes::ZERO;
+    let savings = counter.sum_savings(&scope, groups, &ranges);
+    let matrix = sharing_matrix(&scope, index, &counter.counts, options);
+    let (ineligible, swapped) = count_unmergeable(&scope);
     let pinned = scope.subjects.iter().filter_map(|subject| subject.process.pinned.clone().ok()).sum();
-    for (region, reason) in scope.subjects.iter().flat_map(|subject| &subject.regions) {
-        swapped += region.swap;
-        let (bytes, reason) = match reason {
-            Some(reason) => (region.rss + region.hugetlb, *reason),
-            None => (region.rss.saturating_sub(region.anonymous), Ineligible::File),
-        };
-        if bytes.0 > 0 {
-            *ineligible.entry(reason).or_default() += bytes;
-        }
-    }
-    let subjects = scope
-        .subjects
-        .into_iter()
-        .zip(counts)
-        .zip(regions)
-        .map(|((subject, counts), pages)| SubjectCensus {
-            process: subject.process,
-            domain: subject.domain,
-            is_foreign: subject.is_foreign,
-            counts,
-            regions: subject
-                .regions
-                .into_iter()
-                .zip(pages)
-                .filter(|((region, _), _)| region.rss.0 + region.hugetlb.0 + region.swap.0 > 0)
-                .map(|((region, ineligible), counts)| RegionCensus { region, ineligible, counts })
-                .collect(),
-        })
-        .collect();
     Census {
-        counts: total,
-        gone,
-        unread,
-        not_sampled: skipped,
+        counts: counter.total(),
+        gone: counter.not_resident,
+        unread: counter.unread,
+        not_sampled: counter.not_sampled,
         pinned,
         nodes_unknown: false,
         unknown_shared_frames: Pages(index.unknown_shared_frames),
         swapped,
-        subjects,
+        subjects: collect_subjects(scope.subjects, counter.counts, counter.regions),
         unscanned: scope.unscanned,
         ineligible,
         savings,
-        extents,
+        extents: counter.extents,
         ranges,
-        idle_ranges: idle,
+        idle_ranges,
         across_domains: options.criteria.across_domains,
         reread: Pages::ZERO,
         contents: Vec::new(),
@@ -146,6 +85,45 @@ pub fn tally_census(scope: ScanScope, index: &PageIndex, groups: &GroupSummary, 
         index_bytes: index.memory_bytes(),
         fingerprint_implementation: "",
     }
+}
+
+/// The bytes that KSM cannot merge, by reason, and the swapped bytes.
+fn count_unmergeable(scope: &ScanScope) -> (BTreeMap<Ineligible, Bytes>, Bytes) {
+    let mut ineligible: BTreeMap<Ineligible, Bytes> = BTreeMap::new();
+    let mut swapped = Bytes::ZERO;
+    for (region, reason) in scope.subjects.iter().flat_map(|subject| &subject.regions) {
+        swapped += region.swap;
+        let (bytes, reason) = match reason {
+            Some(reason) => (region.rss + region.hugetlb, *reason),
+            None => (region.rss.saturating_sub(region.anonymous), Ineligible::File),
+        };
+        if bytes.0 > 0 {
+            *ineligible.entry(reason).or_default() += bytes;
+        }
+    }
+    (ineligible, swapped)
+}
+
+/// The subjects with their page counts. Regions without memory are left out.
+fn collect_subjects(
+    subjects: Vec<Subject>,
+    counts: Vec<PageCounts>,
+    region_counts: Vec<Vec<PageCounts>>,
+) -> Vec<SubjectCensus> {
+    let has_memory = |region: &Region| region.rss.0 + region.hugetlb.0 + region.swap.0 > 0;
+    let collect = |((subject, counts), region_counts): ((Subject, PageCounts), Vec<PageCounts>)| {
+        let regions = subject.regions.into_iter().zip(region_counts).filter(|((region, _), _)| has_memory(region));
+        SubjectCensus {
+            process: subject.process,
+            domain: subject.domain,
+            is_foreign: subject.is_foreign,
+            counts,
+            regions: regions
+                .map(|((region, ineligible), counts)| RegionCensus { region, ineligible, counts })
+                .collect(),
+        }
+    };
+    subjects.into_iter().zip(counts).zip(region_counts).map(collect).collect()
 }
 
 /// Zero pages by NUMA node (all on node 0 if nodes are not kept apart).
@@ -204,6 +182,37 @@ impl<'a> PageCounter<'a> {
             unread: Pages::ZERO,
             not_sampled: Pages::ZERO,
         }
+    }
+
+    /// The pages of all subjects.
+    fn total(&self) -> PageCounts {
+        let mut total = PageCounts::default();
+        self.counts.iter().for_each(|counts| total += *counts);
+        total
+    }
+
+    /// What each way of enrolling saves. All regions are counted.
+    fn sum_savings(&self, scope: &ScanScope, groups: &GroupSummary, ranges: &[GuidedRange]) -> Savings {
+        let (sharing, index, total) = (self.options.criteria.sharing, self.index, self.total());
+        let zero = |zeros: &ZeroPagesByNode, merged| zeros.freed_frames(sharing, merged);
+        let merged_zero = groups.merged_zero_pages.values().sum();
+        let mut savings = self.savings;
+        savings.upper_bound.freed_frames = Pages(self.zeros.all.0.values().sum()) + total.redundant;
+        savings.whole_processes.freed_frames = groups.freed_frames + zero(&self.zeros.all, merged_zero);
+        savings.whole_processes.scanned_pages = total.resident().saturating_sub(total.merged);
+        savings.within_domains = MergeEffect {
+            freed_frames: groups.freed_frames_within_domains
+                + self.zeros.domains.iter().map(|zeros| zero(zeros, 0)).sum(),
+            ..savings.whole_processes
+        };
+        let covered = content_groups::fold_groups(index, &scope.domain_numbers(), |sum: &mut Pages, _, members| {
+            let is_covered = |member: &content_groups::GroupPage| index.mark(member.ordinal).is_covered();
+            *sum += content_groups::freed_frames(index, sharing, members, is_covered);
+        });
+        savings.guided.freed_frames = covered.into_iter().sum::<Pages>() + zero(&self.zeros.covered, merged_zero);
+        savings.guided.scanned_pages = ranges.iter().map(|range| range.pages).sum();
+        savings.guided_ranges = ranges.len() as u64;
+        savings
     }
 
     /// Counts the pages of one region.
@@ -371,7 +380,7 @@ pub fn identify_top_contents(
                 let (subject, _, address) = index.locate(entry.ordinal)?;
                 let SubjectCensus { process, regions, .. } = &census.subjects[subject];
                 let region = regions.iter().find(|known| known.region.range.contains(address))?;
-                let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id)?;
+                let handle = pagefold_host::hold(host, process.id).ok()?;
                 let mut kind = None;
                 let run = PageRun { address, pages: 1, huge: false };
                 let outcome =

@@ -204,8 +204,26 @@ impl CpusetFile {
     }
 }
 
-/// Prefix of the reason for ranges, or parts of them, that were missed because they are no longer mapped.
-pub const NOT_MAPPED_REASON: &str = "not mapped any more";
+/// Why a range was missed.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, thiserror::Error)]
+pub enum MissedReason {
+    /// It is no longer mapped.
+    #[error("not mapped any more")]
+    NotMapped,
+    /// Parts of it are no longer mapped. The other parts were changed.
+    #[error("not mapped any more in parts; the other parts were advised")]
+    PartlyNotMapped,
+    /// It cannot be merged, or the kernel refused it: as a phrase.
+    #[error("{0}")]
+    Refused(String),
+}
+
+impl MissedReason {
+    /// Whether all that was missed is no longer mapped.
+    pub fn is_not_mapped(&self) -> bool {
+        matches!(self, Self::NotMapped | Self::PartlyNotMapped)
+    }
+}
 
 /// Advice about a range (include/uapi/asm-generic/mman-common.h).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -233,7 +251,7 @@ pub struct ActionOutcome {
     /// How long a thread of the target was stopped, once for each stop; empty if none was stopped.
     pub stop_durations: Vec<Duration>,
     /// Ranges that had changed or that the kernel refused, with the reason. All other ranges were changed.
-    pub missed_ranges: Vec<(AddressRange, String)>,
+    pub missed_ranges: Vec<(AddressRange, MissedReason)>,
 }
 
 /// Why an action failed. Nothing was changed, except perhaps with `Busy` and `Failed`.

@@ -1,9 +1,10 @@
-//! An in-memory host for tests: the files of `/sys/kernel/mm/ksm`, with the kernel's behavior, and the other files that
-//! a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of processes
-//! with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages with the name
-//! [`MERGED_PAGE_NAME`] are merged. The CPUs of a thread are in the file `cpus` of its directory. Its clock is the real one until [`FakeHost::enable_virtual_time`].
+//! An in-memory host for tests: the files of `/sys/kernel/mm/ksm`, with the kernel's behavior, and the other files
+//! that a policy reads. Processes exist only if a test adds their files or memory. Advice changes the pages of
+//! processes with memory. `smaps` shows adjacent pages of one kind as one region, as the kernel joins them. Pages
+//! with the name [`MERGED_PAGE_NAME`] are merged. The CPUs of a thread are in the file `cpus` of its directory. Its
+//! clock is the real one until [`FakeHost::enable_virtual_time`].
 
-use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice};
+use crate::action::{Action, ActionError, ActionOutcome, Exchange, MergeAdvice, MissedReason};
 use crate::{
     ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod, StartedPrograms,
 };
@@ -275,10 +276,11 @@ impl FakeHost {
                     return Err(ActionError::Busy("it does not stop".to_owned()));
                 }
                 (_, Some(AdviceFault::MissesRange(range))) if range.contains(start) => {
-                    effect.missed_ranges.push((page, "the kernel has no memory for it".to_owned()));
+                    let why = MissedReason::Refused("the kernel has no memory for it".to_owned());
+                    effect.missed_ranges.push((page, why));
                 }
                 (Some((_, enrolled)), _) => *enrolled = advice == MergeAdvice::Mergeable,
-                (None, _) => effect.missed_ranges.push((page, "not mapped any more".to_owned())),
+                (None, _) => effect.missed_ranges.push((page, MissedReason::NotMapped)),
             }
         }
         Ok(effect)

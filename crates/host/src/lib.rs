@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 pub mod action;
+pub mod activity;
 pub mod counting_host;
 #[cfg(any(test, feature = "fake"))]
 pub mod fake_host;
@@ -16,6 +17,7 @@ pub mod faulty_host;
 pub mod knob;
 pub mod memory_headroom;
 pub mod observe;
+pub mod page_state;
 pub mod parse;
 pub mod resource;
 pub mod transaction;

@@ -108,7 +108,7 @@ pub fn bound_nodes(handle: &dyn ProcessHandle, nodes: &[u32]) -> Option<String> 
 /// that was started with more privileges than its caller does not count, because its caller may have chosen the name.
 pub fn identify_tuner(host: &dyn Host, process: &ProcessFacts) -> Option<Tuner> {
     let tuner = identify_root_tuner(process)?;
-    let handle = host.open(process.id.pid).ok().filter(|handle| handle.id() == process.id);
+    let handle = crate::hold(host, process.id).ok();
     match handle.map(|handle| handle.read("auxv")) {
         Some(Ok(auxv)) => (parse::is_at_secure(&auxv) == Some(false)).then_some(tuner),
         // Recordings do not contain the file.

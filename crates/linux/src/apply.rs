@@ -9,7 +9,7 @@ pub use advise::ask_merge_any;
 use crate::LiveHost;
 use crate::process::LiveProcess;
 use pagefold_base::{AddressRange, Pid, ProcessId};
-use pagefold_host::action::{Action, ActionError, ActionOutcome};
+use pagefold_host::action::{Action, ActionError, ActionOutcome, MissedReason};
 use pagefold_host::knob::Knob;
 use pagefold_sys::{fault, inject};
 use std::fs;
@@ -85,7 +85,7 @@ fn with_process<'a>(
 }
 
 /// Record a missed range. It extends the last one if it follows it directly.
-fn push_missed_range(missed: &mut Vec<(AddressRange, String)>, range: AddressRange, why: String) {
+fn push_missed_range(missed: &mut Vec<(AddressRange, MissedReason)>, range: AddressRange, why: MissedReason) {
     match missed.last_mut() {
         Some((last, same)) if last.end == range.start && *same == why => last.end = range.end,
         _ => missed.push((range, why)),

@@ -69,7 +69,7 @@ pub struct ContinuousMerge<'h, 'a> {
     pub host: &'h dyn Host,
     /// The directory of lock and journal.
     pub directory: &'a Path,
-    /// The request for each round's plan; the processes come from `list_pids`.
+    /// The request for each round's plan; the processes come from `list_pids`, and the excluded ranges from the monitor.
     pub plan_request: PlanRequest,
     /// How a plan is executed.
     pub merge_options: merge::MergeOptions,
@@ -148,13 +148,12 @@ impl<'h> ContinuousMerge<'h, '_> {
         let started = self.host.now();
         ages.retain_processes(|process| pids.contains(&process.pid));
         let selection = ProcessSelection { pids, ..ProcessSelection::default() };
-        let request = PlanRequest { selection, ..self.plan_request.clone() };
+        let excluded_ranges =
+            trial.unenrolled().iter().map(|(&process, withdrawn)| (process, withdrawn.all_ranges())).collect();
+        let request = PlanRequest { selection, excluded_ranges, ..self.plan_request.clone() };
         let progress = pagefold_census::ScanProgress::default();
-        let PreparedPlan { mut plan, probes, .. } =
+        let PreparedPlan { plan, probes, .. } =
             prepare_plan(self.host, &request, self.exclusion_reason, Some((ages, self.host.now())), &progress, stop)?;
-        for (&process, withdrawn) in trial.unenrolled() {
-            plan.exclude_ranges(process, withdrawn.all_ranges());
-        }
         if plan.targets.is_empty() {
             return self.check_merged_pages(trial, remerge, tell, stop).map(drop);
         }

@@ -4,8 +4,8 @@
 //!    targets, so that ksmd does not scan them.
 //! 2. The ranges of the plan are enrolled, and ksmd runs as fast as its limit allows until no more pages merge. On
 //!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged. If that falls
-//!    short and ksmd has skipped pages, it continues without skipping ([`SettleDetector::may_be_skipped`]). If all
-//!    enrolled processes have ended, the merge does not wait ([`StallDetector`]).
+//!    short and ksmd has skipped pages, it continues without skipping ([`SettleDetector::may_be_skipped`](crate::decide::pace::SettleDetector::may_be_skipped)). If all
+//!    enrolled processes have ended, the merge does not wait ([`StallDetector`](crate::ksmd::StallDetector)).
 //! 3. Meanwhile the merged pages of running targets are watched, and ranges that do not stay merged for long enough are
 //!    unenrolled: see [`merge_monitor`].
 //! 4. ksmd is stopped, page tables are read, and its settings are restored. Merged pages stay merged: their ranges stay
@@ -15,17 +15,20 @@
 //! KSM has one tree and one ksmd: ksmd also scans memory that other programs enrolled. The timeline therefore uses the
 //! targets' own counters, and the verdict uses their page tables.
 
+mod settle;
+
 use crate::MergeProbes;
 use crate::decide::outcome::{
-    EnrollChange, FailedChange, MergeEnd, MergeOutcome, MergedPagesWatch, PageFate, RegionCounts, Resident,
-    TimelinePoint,
+    EnrollChange, FailedChange, FrameFates, KsmPageCounts, MergeEnd, MergeOutcome, MergedPagesWatch, PageFate,
+    RegionCounts, Resident, TimelinePoint,
 };
-use crate::decide::pace::{KsmdPace, SettleDetector};
+use crate::decide::pace::KsmdPace;
 use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget, TemporaryUnenroll};
 use crate::decide::policy::GUIDED_SLEEP_MILLISECS;
-use crate::ksmd::{self, KsmdThread, MergedPageCounter, StallDetector, read_full_scans, read_pages_scanned};
+use crate::ksmd::{self, KsmdThread, MergedPageCounter, read_pages_scanned};
 use crate::merge_monitor::{self, MergeMonitor, UnenrolledRanges};
 use crate::recheck::{CheckScope, UnenrollPhase};
+use crate::verify::MergedTarget;
 use crate::{split_zeros, verify};
 use pagefold_base::ksm::DEFAULT_PAGES_TO_SCAN;
 use pagefold_base::ksm::{Setting, Settings};
@@ -33,30 +36,11 @@ use pagefold_base::{Absent, AddressRange, Bytes, Pages, ProcessId, Reading};
 use pagefold_host::action::{Action, MergeAdvice};
 use pagefold_host::knob::Knob;
 use pagefold_host::transaction::session;
-use pagefold_host::transaction::session::{ChangeLifetime, Session};
-use pagefold_host::{elapsed_since, observe};
+use pagefold_host::transaction::session::{ChangeLifetime, FailedUndo, Session};
+use pagefold_host::{Host, elapsed_since, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-
-/// How often the counters are read when settling is near and ksmd has no limit: until it is noticed, ksmd scans in
-/// vain. With a limit the interval is longer, as ksmd is slower.
-const NEAR_POLL_INTERVAL: Duration = Duration::from_millis(5);
-
-/// How often the counters are read before that.
-const FAR_POLL_INTERVAL: Duration = Duration::from_millis(20);
-
-/// The pause between reads, as a multiple of a read's duration: reading stays below a twentieth of one CPU.
-const POLL_PAUSE_FACTOR: u32 = 20;
-
-/// How often the pace is adapted and other writers are detected.
-const PACE_UPDATE_INTERVAL: Duration = Duration::from_millis(50);
-
-/// How often merged pages are checked.
-const CHECK_INTERVAL: Duration = Duration::from_millis(200);
-
-/// The pause between such checks, as a multiple of a check's duration.
-const CHECK_PAUSE_FACTOR: u32 = 50;
 
 /// How a plan is executed.
 #[derive(Clone, Debug)]
@@ -136,8 +120,8 @@ impl MergeProgress {
 pub struct PreparedMerge {
     /// The plan.
     pub plan: MergePlan,
-    /// Probes that show afterwards why the savings differ from the prediction.
-    pub probes: MergeProbes,
+    /// Probes that show afterwards why the savings differ from the prediction, if that is to be explained.
+    pub probes: Option<MergeProbes>,
     /// The start of the command, by the clock of the host.
     pub started_at: Instant,
 }
@@ -154,106 +138,167 @@ pub fn execute_plan<'h>(
     progress: &MergeProgress,
     stop: &AtomicBool,
 ) -> Result<MergeOutcome, session::Error> {
-    let PreparedMerge { plan, probes, started_at: started } = prepared;
+    let PreparedMerge { plan, probes, started_at } = prepared;
     let host = session.host();
-    let unknown = session::Error::HostStateUnreadable;
-    let available = observe::memory(host).and_then(|memory| memory.available);
-    let resident = verify::resident_anonymous(host, &plan);
-    let huge: Bytes = plan.targets.iter().map(|target| target.huge_page_bytes).sum();
+    let memory_before = MemoryReadings::take(host, &plan);
     // Without readable frame numbers the result could not be measured.
-    pagefold_host::check_frame_access(host).map_err(unknown)?;
-    let before = verify::measure_targets(host, &plan).map_err(unknown)?;
-    let (regions, looked) = (verify::region_starts(host, &plan), read_pages_scanned(host));
-    let mut work = MergeRun {
-        plan: &plan,
-        monitor,
-        unenrolled_pages: Pages::ZERO,
-        unenrolled_processes: BTreeSet::new(),
-        volatile_found_at: started,
-        any_enrolled: false,
-        smart_scan_disabled: false,
-        ksmd: KsmdThread::find(host),
-        page_counter: MergedPageCounter::new(host, &plan),
-        ksmd_cpu_before: Err(Absent::NotOnThisKernel),
-        pace: KsmdPace::new(options.ksmd_cpu_share),
-        session,
-        options,
-        started_at: started,
-        progress,
-        stop,
-        timeline: Vec::new(),
-        failed_changes: Vec::new(),
-    };
-    work.ksmd_cpu_before = work.ksmd_cpu();
-    let census = elapsed_since(host, started);
+    pagefold_host::check_frame_access(host).map_err(session::Error::HostStateUnreadable)?;
+    let before = PlanMeasurement::take(host, &plan)?;
+    let mut run = MergeRun::new(session, &plan, options, monitor, (progress, stop), started_at);
+    let census_time = elapsed_since(host, started_at);
     progress.expected.store(plan.predicted.merging.0, Ordering::Relaxed);
-
-    let mut end = match work.merge() {
-        Ok(end) => end,
-        Err(error @ session::Error::SettingOverwritten { .. }) => MergeEnd::SettingsOverwritten(error.to_string()),
-        Err(error) => return Err(error),
-    };
-    progress.enter(MergeStage::Verifying);
-    if !matches!(end, MergeEnd::SettingsOverwritten(_)) {
-        match work.pause_ksmd() {
-            Err(error @ session::Error::SettingOverwritten { .. }) => {
-                end = MergeEnd::SettingsOverwritten(error.to_string())
-            }
-            rested => rested?,
-        }
-    }
-    let after = verify::measure_targets(host, &plan).map_err(unknown)?;
-    let nets = verify::net_savings(host, &plan, &before, &after);
-    let zeros_by_splitting = verify::split_zero_pages(&plan, host.page_size(), &before, &after);
-    // Earlier savings of ended processes are no loss.
-    let lives = |position: &usize| after[*position].is_some();
-    let ended: Vec<usize> = (0..plan.targets.len()).filter(|position| !lives(position)).collect();
-    let before = verify::sum_targets((0..before.len()).filter(lives).filter_map(|position| before[position].as_ref()));
-    let after = verify::sum_targets(after.iter().flatten());
+    let mut end = run.merge_and_pause()?;
+    let after = PlanMeasurement::take(host, &plan)?;
     let bystanders = verify::count_unplanned_enrolled(host, &plan);
-    let ksmd = work.ksmd_cpu_used();
-    let looks = looked.and_then(|before| Ok(read_pages_scanned(host)?.saturating_sub(before)));
-    let now = verify::region_starts(host, &plan);
-    let MergeRun {
-        timeline,
-        failed_changes: mut missed,
-        unenrolled_pages: withdrawn,
-        unenrolled_processes: from,
-        monitor: trial,
-        ..
-    } = work;
-    for refused in trial.failed_changes() {
-        merge_monitor::push_failed_change(&mut missed, refused.clone());
+    let ksmd_time = run.ksmd_cpu_used();
+    let MergeRun { timeline, mut failed_changes, unenrolled_pages, unenrolled_processes, .. } = run;
+    for refused in monitor.failed_changes() {
+        merge_monitor::push_failed_change(&mut failed_changes, refused.clone());
     }
-    let (watched, withdrawn) = (
-        MergedPagesWatch { lifetime_stats: trial.lifetime_stats(), unenrolled_pages: withdrawn, unenrolled_from: from },
-        unenrolled_by_target(&plan, trial),
-    );
-    let parts = |process| {
-        let lost = trial.unenrolled().get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default();
-        [&lost[..], trial.unmerged(process)].concat()
-    };
-    let regions = RegionCounts::compare(&plan, &regions, &now, parts);
-    let given_up = |process: ProcessId| -> Vec<(AddressRange, PageFate)> {
-        let target = plan.targets.iter().filter(|target| target.process.id == process);
-        let beside =
-            target.flat_map(|target| target.ranges_outside_guest(plan.whole_processes)).map(|range| range.range);
-        let missed = missed.iter().filter(|missed| missed.pid == process.pid && missed.change == EnrollChange::Enroll);
-        let everything = AddressRange { start: 0, end: u64::MAX };
-        let missed = missed.map(|missed| missed.range.unwrap_or(everything));
-        let withdrawn = trial.unenrolled().get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default();
-        let named = |fate| move |range| (range, fate);
-        let given_up = beside.map(named(PageFate::OutsideGuestMemory)).chain(missed.map(named(PageFate::NotEnrolled)));
-        let given_up = given_up.chain(withdrawn.into_iter().map(named(PageFate::Unenrolled)));
-        given_up.chain(trial.unmerged(process).iter().copied().map(named(PageFate::UnenrolledUnmerged))).collect()
-    };
-    let fates = probes.determine_fates(host, given_up).map_err(unknown)?;
+    let nets = verify::net_savings(host, &plan, &before.targets, &after.targets);
+    let zeros_by_splitting = verify::split_zero_pages(&plan, host.page_size(), &before.targets, &after.targets);
+    let regions = compare_regions(&plan, &before, &after, monitor);
+    let fates = probes
+        .map_or(Ok(FrameFates::default()), |probes| {
+            probes.determine_fates(host, |process| ranges_given_up(&plan, &failed_changes, monitor, process))
+        })
+        .map_err(session::Error::HostStateUnreadable)?;
     session.commit()?;
     // Without the record later commands miss this part, and report that.
-    let unnoted = split_zeros::note(host, session.directory(), &zeros_by_splitting).err();
-    let unnoted = unnoted
+    let not_recorded = split_zeros::note(host, session.directory(), &zeros_by_splitting)
+        .err()
         .map(|error| format!("cannot record the freed zero pages in {}: {error}", split_zeros::SPLIT_ZEROS_FILE));
-    if options.after_merge.for_end(&end) == AfterMerge::KeepKsmdRunning {
+    let not_restored = end_session(session, options.after_merge, &mut end)?;
+    let memory_after = MemoryReadings::take(host, &plan);
+    let (before_sum, after_sum) = sum_living_targets(&before, &after);
+    let is_ended = |position: &usize| after.targets[*position].is_none();
+    let huge_before: Bytes = plan.targets.iter().map(|target| target.huge_page_bytes).sum();
+    let huge_after = if huge_before > Bytes::ZERO { verify::targets_huge_bytes(host, &plan) } else { Ok(huge_before) };
+    Ok(MergeOutcome {
+        end,
+        before: before_sum,
+        after: after_sum,
+        nets,
+        zeros_by_splitting,
+        timeline,
+        census_time,
+        ksmd_time,
+        pages_scanned: before.pages_scanned.and_then(|before| Ok(after.pages_scanned?.saturating_sub(before))),
+        regions,
+        fates,
+        own_cpu_time: host.own_cpu_time(),
+        available: (memory_before.available, memory_after.available),
+        resident: memory_before.resident.and_then(|(targets, own)| {
+            let after = memory_after.resident?;
+            Ok(Resident { targets: (targets, after.0), own: (own, after.1) })
+        }),
+        huge_page_bytes: (huge_before, huge_after),
+        stops: session.stop_durations().to_vec(),
+        merged_watch: MergedPagesWatch {
+            lifetime_stats: monitor.lifetime_stats(),
+            unenrolled_pages,
+            unenrolled_from: unenrolled_processes,
+        },
+        unenrolled: unenrolled_by_target(&plan, monitor),
+        ended_targets: (0..plan.targets.len()).filter(is_ended).collect(),
+        bystanders,
+        failed_changes,
+        not_restored: not_restored.into_iter().map(|remains| remains.to_string()).chain(not_recorded).collect(),
+        plan,
+    })
+}
+
+/// What is measured before ksmd works and after it.
+struct PlanMeasurement {
+    /// The merged pages of each target; `None` for ended ones.
+    targets: Vec<Option<MergedTarget>>,
+    /// The start addresses of the regions of each process.
+    region_starts: BTreeMap<ProcessId, Vec<u64>>,
+    /// ksmd's page visits.
+    pages_scanned: Reading<Pages>,
+}
+
+impl PlanMeasurement {
+    fn take(host: &dyn Host, plan: &MergePlan) -> Result<Self, session::Error> {
+        Ok(Self {
+            targets: verify::measure_targets(host, plan).map_err(session::Error::HostStateUnreadable)?,
+            region_starts: verify::region_starts(host, plan),
+            pages_scanned: read_pages_scanned(host),
+        })
+    }
+}
+
+/// Memory before the first change and after the last one.
+struct MemoryReadings {
+    /// `MemAvailable`.
+    available: Reading<Bytes>,
+    /// Anonymous memory of the targets, and of this process.
+    resident: Reading<(Bytes, Bytes)>,
+}
+
+impl MemoryReadings {
+    fn take(host: &dyn Host, plan: &MergePlan) -> Self {
+        Self {
+            available: observe::memory(host).and_then(|memory| memory.available),
+            resident: verify::resident_anonymous(host, plan),
+        }
+    }
+}
+
+/// KSM's pages before and after, of the targets that still run: earlier savings of ended processes are no loss.
+fn sum_living_targets(before: &PlanMeasurement, after: &PlanMeasurement) -> (KsmPageCounts, KsmPageCounts) {
+    let living = before.targets.iter().zip(&after.targets).filter(|(_, after)| after.is_some());
+    (
+        verify::sum_targets(living.filter_map(|(before, _)| before.as_ref())),
+        verify::sum_targets(after.targets.iter().flatten()),
+    )
+}
+
+/// How the regions of the processes changed.
+fn compare_regions(
+    plan: &MergePlan,
+    before: &PlanMeasurement,
+    after: &PlanMeasurement,
+    monitor: &MergeMonitor<'_>,
+) -> RegionCounts {
+    let unenrolled = |process| [&all_unenrolled(monitor, process)[..], monitor.unmerged(process)].concat();
+    RegionCounts::compare(plan, &before.region_starts, &after.region_starts, unenrolled)
+}
+
+/// The ranges of a process that a monitor unenrolled because they did not stay merged.
+fn all_unenrolled(monitor: &MergeMonitor<'_>, process: ProcessId) -> Vec<AddressRange> {
+    monitor.unenrolled().get(&process).map(UnenrolledRanges::all_ranges).unwrap_or_default()
+}
+
+/// The ranges of a process that are not enrolled in the end, each with the fate of its pages.
+fn ranges_given_up(
+    plan: &MergePlan,
+    failed_changes: &[FailedChange],
+    monitor: &MergeMonitor<'_>,
+    process: ProcessId,
+) -> Vec<(AddressRange, PageFate)> {
+    let targets = plan.targets.iter().filter(|target| target.process.id == process);
+    let outside_guest = targets.flat_map(|target| target.ranges_outside_guest(plan.whole_processes));
+    let is_of_process = |failed: &&FailedChange| failed.pid == process.pid && failed.change == EnrollChange::Enroll;
+    let everything = AddressRange { start: 0, end: u64::MAX };
+    let failed = failed_changes.iter().filter(is_of_process).map(|failed| failed.range.unwrap_or(everything));
+    let with_fate = |fate| move |range| (range, fate);
+    outside_guest
+        .map(|range| range.range)
+        .map(with_fate(PageFate::OutsideGuestMemory))
+        .chain(failed.map(with_fate(PageFate::NotEnrolled)))
+        .chain(all_unenrolled(monitor, process).into_iter().map(with_fate(PageFate::Unenrolled)))
+        .chain(monitor.unmerged(process).iter().copied().map(with_fate(PageFate::UnenrolledUnmerged)))
+        .collect()
+}
+
+/// Undo temporary changes, or keep them, as the options say. Returns what could not be undone.
+fn end_session(
+    session: &mut Session<'_>,
+    after_merge: AfterMerge,
+    end: &mut MergeEnd,
+) -> Result<Vec<FailedUndo>, session::Error> {
+    if after_merge.for_end(end) == AfterMerge::KeepKsmdRunning {
         let slowly = session.write_settings(&Settings::from([
             (Setting::PagesToScan, DEFAULT_PAGES_TO_SCAN.to_string()),
             (Setting::SleepMillisecs, GUIDED_SLEEP_MILLISECS.to_string()),
@@ -261,45 +306,16 @@ pub fn execute_plan<'h>(
         ]));
         match slowly {
             Err(error @ session::Error::SettingOverwritten { .. }) => {
-                end = MergeEnd::SettingsOverwritten(error.to_string())
+                *end = MergeEnd::SettingsOverwritten(error.to_string())
             }
             set => set?,
         }
     }
-    let remains = match options.after_merge.for_end(&end) {
-        AfterMerge::UndoChanges => session.undo_all()?,
-        AfterMerge::KeepKsmdRunning => session.keep_as_policy("guided")?,
-        AfterMerge::KeepKsmdPaused => Vec::new(),
-    };
-    let outcome = MergeOutcome {
-        end,
-        before,
-        after,
-        nets,
-        zeros_by_splitting,
-        timeline,
-        census_time: census,
-        ksmd_time: ksmd,
-        pages_scanned: looks,
-        regions,
-        fates,
-        own_cpu_time: host.own_cpu_time(),
-        available: (available, observe::memory(host).and_then(|memory| memory.available)),
-        resident: resident.and_then(|before| {
-            let after = verify::resident_anonymous(host, &plan)?;
-            Ok(Resident { targets: (before.0, after.0), own: (before.1, after.1) })
-        }),
-        huge_page_bytes: (huge, if huge.0 > 0 { verify::targets_huge_bytes(host, &plan) } else { Ok(huge) }),
-        stops: session.stop_durations().to_vec(),
-        merged_watch: watched,
-        unenrolled: withdrawn,
-        ended_targets: ended,
-        bystanders,
-        failed_changes: missed,
-        not_restored: remains.into_iter().map(|remains| remains.to_string()).chain(unnoted).collect(),
-        plan,
-    };
-    Ok(outcome)
+    match after_merge.for_end(end) {
+        AfterMerge::UndoChanges => session.undo_all(),
+        AfterMerge::KeepKsmdRunning => session.keep_as_policy("guided"),
+        AfterMerge::KeepKsmdPaused => Ok(Vec::new()),
+    }
 }
 
 /// The ranges that a monitor unenrolled from the targets of a plan, by the targets' positions.
@@ -329,6 +345,59 @@ struct MergeRun<'w, 'h> {
     pace: KsmdPace,
     timeline: Vec<TimelinePoint>,
     failed_changes: Vec<FailedChange>,
+}
+
+impl<'w, 'h> MergeRun<'w, 'h> {
+    fn new(
+        session: &'w mut Session<'h>,
+        plan: &'w MergePlan,
+        options: &'w MergeOptions,
+        monitor: &'w mut MergeMonitor<'h>,
+        (progress, stop): (&'w MergeProgress, &'w AtomicBool),
+        started_at: Instant,
+    ) -> Self {
+        let host = session.host();
+        let mut run = Self {
+            plan,
+            monitor,
+            unenrolled_pages: Pages::ZERO,
+            unenrolled_processes: BTreeSet::new(),
+            volatile_found_at: started_at,
+            any_enrolled: false,
+            smart_scan_disabled: false,
+            ksmd: KsmdThread::find(host),
+            page_counter: MergedPageCounter::new(host, plan),
+            ksmd_cpu_before: Err(Absent::NotOnThisKernel),
+            pace: KsmdPace::new(options.ksmd_cpu_share),
+            session,
+            options,
+            started_at,
+            progress,
+            stop,
+            timeline: Vec::new(),
+            failed_changes: Vec::new(),
+        };
+        run.ksmd_cpu_before = run.ksmd_cpu();
+        run
+    }
+
+    /// Merge, then stop ksmd unless another program drives it.
+    fn merge_and_pause(&mut self) -> Result<MergeEnd, session::Error> {
+        let end = match self.merge() {
+            Err(error @ session::Error::SettingOverwritten { .. }) => MergeEnd::SettingsOverwritten(error.to_string()),
+            end => end?,
+        };
+        self.progress.enter(MergeStage::Verifying);
+        if let MergeEnd::SettingsOverwritten(_) = end {
+            return Ok(end);
+        }
+        match self.pause_ksmd() {
+            Err(error @ session::Error::SettingOverwritten { .. }) => {
+                Ok(MergeEnd::SettingsOverwritten(error.to_string()))
+            }
+            paused => paused.map(|()| end),
+        }
+    }
 }
 
 impl MergeRun<'_, '_> {
@@ -455,123 +524,6 @@ impl MergeRun<'_, '_> {
         let late = self.options.deadline.is_some_and(|deadline| self.time_since_start() >= deadline);
         let stopped = self.stop.load(Ordering::Relaxed).then_some(MergeEnd::Stopped);
         stopped.or(late.then_some(MergeEnd::Deadline))
-    }
-
-    /// Let ksmd work until no more pages merge: if some ranges are late, first until the `early` pages are merged, then
-    /// until all expected pages are.
-    fn wait_until_settled(&mut self, early: Option<Pages>, expected: Pages) -> Result<MergeEnd, session::Error> {
-        let unknown = session::Error::HostStateUnreadable;
-        let host = self.session.host();
-        self.run_ksmd()?;
-        // Late pages merge at the first visit if the first two copies of each are in the stable tree by then.
-        let early = early.map(|pages| Pages(pages.0 - pages.0 / 32));
-        let mut late = early.is_some();
-        let mut settle = SettleDetector::new(read_full_scans(host).map_err(unknown)?, Some(early.unwrap_or(expected)));
-        let mut adapted = (host.now(), self.ksmd_cpu());
-        let (began, mut looked) = (host.now(), host.now());
-        let mut settled: Option<Instant> = None;
-        let (mut pause, mut again) = (NEAR_POLL_INTERVAL, CHECK_INTERVAL);
-        let (skipped, mut walk) = (ksmd::read_pages_skipped(host), StallDetector::new(host));
-        loop {
-            host.sleep(pause);
-            let began_to_look = host.now();
-            let scans = read_full_scans(host).map_err(unknown)?;
-            let merged = self.page_counter.count_new();
-            let ksmd = self.ksmd_cpu_used().unwrap_or_default();
-            self.timeline.push(TimelinePoint { at: self.time_since_start(), merged, ksmd_time: ksmd });
-            self.progress.merged.store(merged.0, Ordering::Relaxed);
-            let looking = elapsed_since(host, began_to_look);
-            if settled.is_none() && (settle.update(scans, merged) || walk.has_nothing_to_scan(host, &self.page_counter))
-            {
-                if late {
-                    late = false;
-                    // A new address space is enrolled behind ksmd's cursor, and waits for the next scan (mm/ksm.c,
-                    // `__ksm_enter`). While ksmd is stopped, all of them wait for the same scan.
-                    self.pause_ksmd()?;
-                    self.enroll_targets(true)?;
-                    self.run_ksmd()?;
-                    adapted = (host.now(), self.ksmd_cpu());
-                    settle = SettleDetector::new(read_full_scans(host).map_err(unknown)?, Some(expected));
-                    continue;
-                }
-                let skips =
-                    !self.smart_scan_disabled && Knob::from(Setting::SmartScan).read(host).is_ok_and(|on| on == "1");
-                let passed_over = skipped.as_ref().is_ok_and(|before| {
-                    let now = ksmd::read_pages_skipped(host).unwrap_or(*before);
-                    settle.may_be_skipped(merged, now.saturating_sub(*before))
-                });
-                if skips && passed_over {
-                    self.smart_scan_disabled = true;
-                    ksmd::set_smart_scan(self.session, false)?;
-                    settle = SettleDetector::new(scans, Some(expected));
-                    continue;
-                }
-                // ksmd would merge pages with COW breaks again and hide the breaks, so it stays stopped while pages are
-                // watched. From here on each check sees every break, in this round or the next.
-                self.pause_ksmd()?;
-                self.monitor.check_pages(CheckScope::All);
-                looked = host.now();
-                settled = Some(looked);
-            }
-            let near = settle.expected().is_none_or(|expected| merged.0 >= expected.0 / 8 * 7);
-            // Many targets take longer to count.
-            let wanted = if near { NEAR_POLL_INTERVAL } else { FAR_POLL_INTERVAL }
-                .div_f64(self.options.ksmd_cpu_share.clamp(0.05, 1.0))
-                .min(PACE_UPDATE_INTERVAL);
-            pause = wanted.max(looking * POLL_PAUSE_FACTOR);
-            // Pages that merged last are watched, too. While checks still find unstable ranges, more may follow.
-            let rested = settled
-                .is_some_and(|rested| elapsed_since(host, rested) >= self.options.watch_time.min(3 * CHECK_INTERVAL));
-            let watched = elapsed_since(host, began) >= self.options.watch_time
-                && elapsed_since(host, self.volatile_found_at) >= 3 * CHECK_INTERVAL;
-            if rested && watched || settled.is_some() && !self.monitor.check_any_ran() {
-                return self.finish(MergeEnd::Settled);
-            }
-            if let Some(end) = self.early_end() {
-                return self.finish(end);
-            }
-            if elapsed_since(host, looked) >= again {
-                let began = host.now();
-                self.check_and_unenroll(UnenrollPhase::DuringMerge)?;
-                looked = host.now();
-                again = CHECK_INTERVAL.max((looked - began) * CHECK_PAUSE_FACTOR);
-            }
-            let elapsed = elapsed_since(host, adapted.0);
-            if elapsed >= PACE_UPDATE_INTERVAL {
-                self.session.check_not_overwritten()?;
-                let cpu = self.ksmd_cpu();
-                if let (None, Ok(then), Ok(now)) = (settled, &adapted.1, &cpu) {
-                    self.pace.adapt(now.saturating_sub(*then), elapsed);
-                    self.run_ksmd()?;
-                }
-                adapted = (host.now(), cpu);
-            }
-        }
-    }
-
-    /// Unenroll ranges without merged pages; after an interrupted round only if ksmd is not to continue with them.
-    fn finish(&mut self, end: MergeEnd) -> Result<MergeEnd, session::Error> {
-        if end == MergeEnd::Settled {
-            self.check_and_unenroll(UnenrollPhase::AfterSettled)?;
-        } else if self.options.after_merge.for_end(&end) == AfterMerge::UndoChanges && !self.plan.whole_processes {
-            self.pause_ksmd()?;
-            let page_size = self.session.host().page_size();
-            // The plan may not be watched yet.
-            self.monitor.add_plan(self.plan);
-            self.monitor.check_pages(CheckScope::All);
-            for (process, pages) in
-                self.monitor.unenroll_unprofitable(self.session, UnenrollPhase::AfterInterruption)?
-            {
-                // Ranges that had only not merged yet are no loss.
-                let idle = self.monitor.unmerged(process).iter().map(|range| page_size.pages_in(range.bytes())).sum();
-                let lost = pages.saturating_sub(idle);
-                if lost > Pages::ZERO {
-                    self.unenrolled_pages += lost;
-                    self.unenrolled_processes.insert(process);
-                }
-            }
-        }
-        Ok(end)
     }
 
     /// Unenroll ranges that do not stay merged.

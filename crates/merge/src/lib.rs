@@ -6,15 +6,14 @@
 
 #![forbid(unsafe_code)]
 
-mod candidates;
 pub mod continuous_merge;
 pub mod decide;
 pub mod execute;
 pub mod ksmd;
 pub mod merge_monitor;
 mod merge_probes;
-mod metadata_limit;
 mod page_sample;
+mod plan_contents;
 pub mod policy;
 pub mod prepare;
 pub mod recheck;
@@ -25,8 +24,7 @@ pub mod unmerge;
 pub mod verify;
 pub mod wire;
 
-pub use candidates::make_plan;
 pub use merge_probes::MergeProbes;
-pub use metadata_limit::limit_to_metadata;
 pub use page_sample::sample_pages;
+pub use plan_contents::count_plan_contents;
 pub use stable_ages::StableAges;

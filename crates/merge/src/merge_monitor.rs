@@ -15,7 +15,7 @@ use pagefold_base::merge_lifetime::{LifetimeCriterion, LifetimeStats};
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, AddressRange, Pages, ProcessId};
 use pagefold_census::ProcessSelection;
-use pagefold_host::action::{Action, ActionError, MergeAdvice, NOT_MAPPED_REASON};
+use pagefold_host::action::{Action, ActionError, MergeAdvice};
 use pagefold_host::memory_headroom::{is_memory_short, measure_headroom};
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::{ChangeLifetime, Session};
@@ -388,9 +388,8 @@ pub fn apply_to_process(
     let is_busy = is_busy(&outcome);
     let missed = match outcome {
         Ok(effect) => {
-            let told =
-                effect.missed_ranges.into_iter().filter(|(_, why)| !withdraws || !why.starts_with(NOT_MAPPED_REASON));
-            told.map(|(range, why)| note(Some(range), why)).collect()
+            let missed = effect.missed_ranges.into_iter().filter(|(_, why)| !(withdraws && why.is_not_mapped()));
+            missed.map(|(range, why)| note(Some(range), why.to_string())).collect()
         }
         Err(session::Error::Refused(why)) => vec![note(None, why.to_string())],
         Err(session::Error::HostStateUnreadable(why)) => vec![note(None, ActionError::from(why).to_string())],

@@ -13,6 +13,7 @@ use pagefold_census::content_groups::GroupPage;
 use pagefold_census::index::{PageIndex, PageMark};
 use pagefold_census::range_selection::each_page;
 use pagefold_census::results::Census;
+use pagefold_host::page_state::{EntryState, FrameLookup, PageState, PageStates};
 use pagefold_host::{Host, PageContent, PageRun, ProcessHandle, ReadMethod};
 use pagefold_sys::fingerprint::Hasher;
 
@@ -58,85 +59,10 @@ pub struct MergeProbes {
 impl MergeProbes {
     /// Choose contents that should merge by a plan of this census; the census used the hasher's key.
     pub fn choose(plan: &MergePlan, census: &Census, index: &PageIndex, hasher: &Hasher) -> Self {
-        let step = plan.predicted.merging.0.div_ceil(MAX_PROBED_PAGES).max(1);
-        let ranges = |id| {
-            let target = plan.targets.iter().find(|target| target.process.id == id);
-            target.map(|target| target.ranges.iter().map(|planned| planned.range).collect()).unwrap_or_default()
-        };
-        let planned: Vec<Vec<AddressRange>> =
-            census.subjects.iter().map(|subject| ranges(subject.process.id)).collect();
-        let merges = |class: PageClass| match class {
-            PageClass::DuplicateForeign => census.across_domains,
-            class => class == PageClass::Zero || class.is_duplicate(),
-        };
-        let may = |mark: PageMark| {
-            (plan.whole_processes || mark.is_covered()) && !mark.is_forbidden() && mark.class().is_some_and(merges)
-        };
-        let is_planned = |subject: usize, address: u64| {
-            let ranges = &planned[subject];
-            let inside = ranges.get(ranges.partition_point(|range| range.end <= address));
-            inside.is_some_and(|range| range.contains(address))
-        };
-        let address = |member: &GroupPage| index.locate(member.ordinal).map(|(.., address)| address);
-        let joins = |member: &GroupPage| {
-            may(index.mark(member.ordinal))
-                && address(member).is_some_and(|address| is_planned(member.subject, address))
-        };
-        let domains = content_groups::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
-        let within_domains = !census.across_domains && plan.whole_processes;
-        let chosen = content_groups::fold_groups(index, &domains, |chosen: &mut Vec<ProbedContent>, start, members| {
-            let fingerprint = index.paired()[start].fingerprint();
-            // The fingerprint is a sum of products; its last bits are as random as any.
-            let whole = step == 1 || members.len() <= MAX_FULLY_PROBED_GROUP_PAGES;
-            if whole && !fingerprint.0.is_multiple_of(step) {
-                return;
-            }
-            let mut follow = |members: &[GroupPage]| {
-                let frees = content_groups::freed_frames(index, census.sharing, members, joins).0 as f64;
-                let joining = members.iter().filter(|member| joins(member));
-                let pages: Vec<(ProcessId, u64)> = joining
-                    .filter_map(|member| Some((census.subjects[member.subject].process.id, address(member)?)))
-                    .collect();
-                if frees > 0.0 && whole {
-                    chosen.push(ProbedContent { fingerprint, predicted_frames: frees, pages });
-                } else if frees > 0.0 {
-                    let share = frees / pages.len() as f64;
-                    let some = pages.into_iter().skip((fingerprint.0 % step) as usize).step_by(step as usize);
-                    chosen.extend(some.map(|page| ProbedContent {
-                        fingerprint,
-                        predicted_frames: share,
-                        pages: vec![page],
-                    }));
-                }
-            };
-            if within_domains {
-                members.chunk_by(|a, b| a.domain == b.domain).for_each(follow);
-            } else {
-                follow(members);
-            }
-        });
-        let mut followed: Vec<ProbedContent> = chosen.into_iter().flatten().collect();
-        // Zero pages that are not merged are in no group.
-        let mut zeros = 0;
-        for (number, subject) in census.subjects.iter().enumerate().filter(|&(number, _)| !planned[number].is_empty()) {
-            for (_, ordinal, address) in each_page(index, &index.subject_ordinals(number)) {
-                let mark = index.mark(ordinal);
-                let zero =
-                    mark.class() == Some(PageClass::Zero) && may(mark) && index.first_page_of_frame(ordinal) == ordinal;
-                if zero && is_planned(number, address) {
-                    if zeros % step == 0 {
-                        let pages = vec![(subject.process.id, address)];
-                        followed.push(ProbedContent {
-                            fingerprint: Fingerprint::ZERO_PAGE,
-                            predicted_frames: 1.0,
-                            pages,
-                        });
-                    }
-                    zeros += 1;
-                }
-            }
-        }
-        Self { hasher: hasher.clone(), contents: followed }
+        let chooser = ProbeChooser::new(plan, census, index);
+        let mut contents = chooser.choose_contents();
+        contents.extend(chooser.choose_zero_pages());
+        Self { hasher: hasher.clone(), contents }
     }
 
     /// Find out what became of the pages. `given_up` returns the unenrolled ranges of a process, and why.
@@ -197,10 +123,7 @@ impl MergeProbes {
     ) -> Reading<()> {
         for pages in pages.chunk_by_mut(|a, b| a.process == b.process) {
             let process = pages[0].process;
-            let handle = host
-                .open(process.pid)
-                .and_then(|handle| if handle.id() == process { Ok(handle) } else { Err(Absent::Vanished) });
-            match handle.and_then(|handle| visit(&*handle, pages)) {
+            match pagefold_host::hold(host, process).and_then(|handle| visit(&*handle, pages)) {
                 Err(Absent::Vanished) => pages.iter_mut().for_each(|page| page.fate = Some(PageFate::ProcessEnded)),
                 looked => looked?,
             }
@@ -212,7 +135,7 @@ impl MergeProbes {
     /// pages.
     fn check_mappings(&self, host: &dyn Host, handle: &dyn ProcessHandle, pages: &mut [ProbedPage]) -> Reading<()> {
         let page_len = host.page_size().bytes();
-        let mut shared: Vec<(Pfn, usize)> = Vec::new();
+        let mut states: PageStates<usize> = PageStates::default();
         let mut first = 0;
         while first < pages.len() {
             let start = pages[first].address;
@@ -224,29 +147,29 @@ impl MergeProbes {
             let mappings = handle.mappings(AddressRange { start, end: pages[last].address + page_len })?;
             for (at, page) in pages.iter_mut().enumerate().take(last + 1).skip(first) {
                 let mapping = mappings.get(((page.address - start) / page_len) as usize).copied().unwrap_or_default();
-                page.fate = match mapping {
-                    _ if mapping.swapped => Some(PageFate::Swapped),
-                    _ if mapping.present && !mapping.file => None,
-                    _ => Some(PageFate::Written),
+                page.fate = match EntryState::from_entry(&mapping, FrameLookup::Shared) {
+                    EntryState::InFrame(frame) => {
+                        states.push(frame, at);
+                        None
+                    }
+                    EntryState::Known(PageState::Swapped) => Some(PageFate::Swapped),
+                    EntryState::Known(PageState::Absent | PageState::File) => Some(PageFate::Written),
+                    EntryState::Known(_) => None,
                 };
-                shared.extend(
-                    mapping.frame.filter(|_| page.fate.is_none() && !mapping.exclusive).map(|frame| (frame, at)),
-                );
             }
             first = last + 1;
         }
-        shared.sort_unstable();
-        let frames: Vec<Pfn> = shared.iter().map(|&(frame, _)| frame).collect();
-        for (&(frame, at), flags) in shared.iter().zip(host.frame_flags(&frames)?) {
+        states.resolve(host, |at, state| {
             let page = &mut pages[at];
-            if flags.is_ksm() {
-                page.ksm_frame = Some(frame);
-            } else if flags.is_zero_page() {
-                let was_zero = self.contents[page.content_position].fingerprint == Fingerprint::ZERO_PAGE;
-                page.fate = Some(if was_zero { PageFate::Merged } else { PageFate::Written });
+            match state {
+                PageState::Ksm(frame) => page.ksm_frame = Some(frame),
+                PageState::ZeroPage { .. } => {
+                    let was_zero = self.contents[page.content_position].fingerprint == Fingerprint::ZERO_PAGE;
+                    page.fate = Some(if was_zero { PageFate::Merged } else { PageFate::Written });
+                }
+                _ => {}
             }
-        }
-        Ok(())
+        })
     }
 
     /// Compare the contents of all pages whose fate is still unknown.
@@ -268,5 +191,116 @@ impl MergeProbes {
                 (false, _) => PageFate::Written,
             });
         })
+    }
+}
+
+/// Chooses which contents of a plan are followed.
+struct ProbeChooser<'a> {
+    census: &'a Census,
+    index: &'a PageIndex,
+    is_whole: bool,
+    /// One content in so many is followed.
+    step: u64,
+    /// The planned ranges of each subject.
+    planned: Vec<Vec<AddressRange>>,
+}
+
+impl<'a> ProbeChooser<'a> {
+    fn new(plan: &MergePlan, census: &'a Census, index: &'a PageIndex) -> Self {
+        let ranges = |id| {
+            let target = plan.targets.iter().find(|target| target.process.id == id);
+            target.map(|target| target.ranges.iter().map(|planned| planned.range).collect()).unwrap_or_default()
+        };
+        Self {
+            census,
+            index,
+            is_whole: plan.whole_processes,
+            step: plan.predicted.merging.0.div_ceil(MAX_PROBED_PAGES).max(1),
+            planned: census.subjects.iter().map(|subject| ranges(subject.process.id)).collect(),
+        }
+    }
+
+    /// Whether a page with this mark should merge if it is in the plan.
+    fn may_merge(&self, mark: PageMark) -> bool {
+        let merges = |class: PageClass| match class {
+            PageClass::DuplicateForeign => self.census.across_domains,
+            class => class.is_mergeable(),
+        };
+        (self.is_whole || mark.is_covered()) && !mark.is_forbidden() && mark.class().is_some_and(merges)
+    }
+
+    fn is_planned(&self, subject: usize, address: u64) -> bool {
+        let ranges = &self.planned[subject];
+        let inside = ranges.get(ranges.partition_point(|range| range.end <= address));
+        inside.is_some_and(|range| range.contains(address))
+    }
+
+    fn address(&self, page: &GroupPage) -> Option<u64> {
+        self.index.locate(page.ordinal).map(|(.., address)| address)
+    }
+
+    /// Whether the plan merges a page.
+    fn is_merging(&self, page: &GroupPage) -> bool {
+        self.may_merge(self.index.mark(page.ordinal))
+            && self.address(page).is_some_and(|address| self.is_planned(page.subject, address))
+    }
+
+    fn choose_contents(&self) -> Vec<ProbedContent> {
+        let (census, index) = (self.census, self.index);
+        let domains = content_groups::domain_numbers(census.subjects.iter().map(|subject| &subject.domain));
+        let within_domains = !census.across_domains && self.is_whole;
+        let chosen = content_groups::fold_groups(index, &domains, |chosen: &mut Vec<ProbedContent>, start, members| {
+            let fingerprint = index.paired()[start].fingerprint();
+            // The fingerprint is a sum of products; its last bits are as random as any.
+            let is_followed_whole = self.step == 1 || members.len() <= MAX_FULLY_PROBED_GROUP_PAGES;
+            if is_followed_whole && !fingerprint.0.is_multiple_of(self.step) {
+                return;
+            }
+            if within_domains {
+                let domains = members.chunk_by(|a, b| a.domain == b.domain);
+                domains.for_each(|members| self.follow(fingerprint, members, is_followed_whole, chosen));
+            } else {
+                self.follow(fingerprint, members, is_followed_whole, chosen);
+            }
+        });
+        chosen.into_iter().flatten().collect()
+    }
+
+    /// Follow a content: all of its pages, or some of them one by one.
+    fn follow(&self, fingerprint: Fingerprint, members: &[GroupPage], whole: bool, chosen: &mut Vec<ProbedContent>) {
+        let is_merging = |page: &GroupPage| self.is_merging(page);
+        let frees = content_groups::freed_frames(self.index, self.census.sharing, members, is_merging).0 as f64;
+        if frees == 0.0 {
+            return;
+        }
+        let id = |page: &GroupPage| self.census.subjects[page.subject].process.id;
+        let merging = members.iter().filter(|page| is_merging(page));
+        let pages: Vec<(ProcessId, u64)> = merging.filter_map(|page| Some((id(page), self.address(page)?))).collect();
+        if whole {
+            chosen.push(ProbedContent { fingerprint, predicted_frames: frees, pages });
+            return;
+        }
+        let predicted_frames = frees / pages.len() as f64;
+        let some = pages.into_iter().skip((fingerprint.0 % self.step) as usize).step_by(self.step as usize);
+        chosen.extend(some.map(|page| ProbedContent { fingerprint, predicted_frames, pages: vec![page] }));
+    }
+
+    /// Zero pages that are not merged: they are in no group.
+    fn choose_zero_pages(&self) -> Vec<ProbedContent> {
+        let index = self.index;
+        let subjects = self.census.subjects.iter().enumerate().filter(|(number, _)| !self.planned[*number].is_empty());
+        let addresses = subjects.flat_map(|(number, subject)| {
+            let pages = each_page(index, &index.subject_ordinals(number)).filter(move |&(_, ordinal, address)| {
+                let mark = index.mark(ordinal);
+                mark.class() == Some(PageClass::Zero)
+                    && self.may_merge(mark)
+                    && index.first_page_of_frame(ordinal) == ordinal
+                    && self.is_planned(number, address)
+            });
+            pages.map(move |(.., address)| (subject.process.id, address))
+        });
+        let probed =
+            |page| ProbedContent { fingerprint: Fingerprint::ZERO_PAGE, predicted_frames: 1.0, pages: vec![page] };
+        addresses.step_by(self.step as usize).map(probed).collect()
     }
 }

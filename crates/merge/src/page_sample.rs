@@ -17,7 +17,7 @@ pub fn sample_pages(host: &dyn Host, plan: &MergePlan) -> Vec<Vec<u8>> {
     let mut position = 0;
     for target in &plan.targets {
         let addresses = spread_addresses(&target.ranges, page_bytes, step, &mut position);
-        let handle = host.open(target.process.id.pid).ok().filter(|handle| handle.id() == target.process.id);
+        let handle = pagefold_host::hold(host, target.process.id);
         // A smaller sample is less exact, but not wrong.
         let _ = handle.map(|handle| read_pages(&*handle, &addresses, page_bytes, &mut sample));
     }

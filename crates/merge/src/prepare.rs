@@ -1,7 +1,9 @@
 //! From a host to a plan: takes the census that a plan needs and makes the plan.
 
-use crate::decide::plan::{KsmdPageTimes, MergePlan, PlanConstraints, bytes_per_search};
-use crate::make_plan;
+use crate::count_plan_contents;
+use crate::decide::plan::{
+    ComparisonCost, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, make_plan,
+};
 use crate::verify::{self, EnrolledProcesses};
 use crate::{MergeProbes, StableAges, sample_pages};
 use pagefold_base::domain::DomainConfig;
@@ -10,7 +12,7 @@ use pagefold_base::process::Process;
 use pagefold_base::{AddressRange, Bytes, ProcessId};
 use pagefold_census::decide::sketch::ContentSketches;
 use pagefold_census::results::Census;
-use pagefold_census::{DEFAULT_MAX_MAP_COUNT, ProcessSelection, SecondPass};
+use pagefold_census::{DEFAULT_MAX_MAP_COUNT, PageIndex, ProcessSelection, SecondPass};
 use pagefold_host::{Host, observe};
 use pagefold_sys::fingerprint::Hasher;
 use std::collections::{BTreeMap, BTreeSet};
@@ -46,22 +48,36 @@ pub struct PlanRequest {
     pub excluded_ranges: BTreeMap<ProcessId, Vec<AddressRange>>,
     /// Maximum rows of the census's sharing matrix.
     pub max_matrix_rows: usize,
+    /// Whether contents are followed, to explain afterwards why the savings differ from the prediction.
+    pub explain_differences: bool,
 }
 
 /// The input of a merge.
 pub struct PreparedPlan {
     /// The census.
     pub census: Census,
-    /// The plan.
+    /// The plan. Its prediction is of exactly its ranges.
     pub plan: MergePlan,
-    /// Probes that show afterwards why the savings differ from the prediction.
-    pub probes: MergeProbes,
+    /// Probes that show afterwards why the savings differ from the prediction, if the request asks for that.
+    pub probes: Option<MergeProbes>,
     /// Bytes left out because they, or all of their partners, are not stable for long enough.
     pub unstable_bytes: BTreeMap<ProcessId, Bytes>,
     /// Whether processes may be enrolled that this host does not show: their contents were not kept apart.
     pub enrolled_may_be_hidden: bool,
     /// A sample of the contents of each process, comparable between censuses with the same ages; empty without ages.
     pub sketches: BTreeMap<ProcessId, ContentSketches>,
+    /// The contents of the plan's ranges, and how ksmd merges them: the plan is predicted from both.
+    contents: PlanContents,
+    ksmd: KsmdModel,
+}
+
+impl PreparedPlan {
+    /// Keep only some processes of the plan, and predict what is left. The probes are of the whole plan and are dropped.
+    pub fn retain_processes(&mut self, is_kept: impl Fn(ProcessId) -> bool) {
+        self.plan.retain_processes(is_kept);
+        self.plan.predict(&self.contents, &self.ksmd);
+        self.probes = None;
+    }
 }
 
 /// Take the census and make the plan. `exclusion_reason` returns why a process must not be enrolled, or nothing. With
@@ -76,13 +92,9 @@ pub fn prepare_plan(
     progress: &pagefold_census::ScanProgress,
     stop: &AtomicBool,
 ) -> Result<PreparedPlan, pagefold_census::Error> {
-    let kernels = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
-    let max_map_count = request.max_regions.map_or(kernels, |most| most.min(kernels));
-    let apart = !request.across_domains && !request.whole_processes;
-    // A merge of whole processes takes all of their contents and finds enrolled processes elsewhere.
-    let enrolled = if apart { verify::find_enrolled(host) } else { Ok(EnrolledProcesses::default()) };
-    let EnrolledProcesses { processes: enrolled, may_be_incomplete: others_hidden } =
-        enrolled.map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })?;
+    let kernel_limit = observe::max_map_count(host).unwrap_or(DEFAULT_MAX_MAP_COUNT);
+    let max_map_count = request.max_regions.map_or(kernel_limit, |limit| limit.min(kernel_limit));
+    let enrolled = find_enrolled_elsewhere(host, request)?;
     let options = pagefold_census::CensusOptions {
         selection: request.selection.clone(),
         domains: request.domains.clone(),
@@ -93,65 +105,81 @@ pub fn prepare_plan(
         max_map_count,
         use_zero_pages: true,
         max_matrix_rows: request.max_matrix_rows,
-        enrolled_processes: enrolled,
+        enrolled_processes: enrolled.processes,
         ..Default::default()
     };
-    let (hasher, (census, mut index)) = match &mut ages {
-        Some((ages, now)) => {
-            let (remembered, hasher) = ages.cache_and_hasher();
-            let taken =
-                pagefold_census::take_incremental_census((remembered, *now), hasher, host, &options, progress, stop)?;
-            (hasher.clone(), taken)
-        }
-        None => {
-            let hasher =
-                Hasher::with_random_key(host.page_size().as_len()).map_err(pagefold_census::Error::RandomKey)?;
-            let taken = pagefold_census::take_census_with_hasher(&hasher, host, &options, progress, stop)?;
-            (hasher, taken)
-        }
-    };
+    let (census, mut index, hasher) = take_plan_census(host, &options, &mut ages, progress, stop)?;
+    index.drop_unique_entries();
     let constraints = PlanConstraints {
         page_size: host.page_size(),
         whole_processes: request.whole_processes,
         min_profit: request.min_profit,
         max_map_count,
         region_counts: count_regions(host, &census),
-        ksmd_cpu_share: request.ksmd_cpu_share,
-        page_times: KsmdPageTimes::default(),
-        merges_at_first_scan: observe::kernel_release(host).is_ok_and(|release| merges_at_first_scan(&release)),
     };
-    let mut plan = make_plan(&census, &index, &constraints, exclusion_reason);
-    index.drop_unique_entries();
-    let held = ages.as_mut().map(|(ages, _)| ages.cache_and_hasher().0.take_sketches()).unwrap_or_default();
-    let young = ages.map(|(ages, now)| ages.drop_unstable_ranges(&mut plan, &census, &index, now)).unwrap_or_default();
+    let mut plan = make_plan(&census, &constraints, exclusion_reason);
+    let sketches = ages.as_mut().map(|(ages, _)| ages.cache_and_hasher().0.take_sketches()).unwrap_or_default();
+    let unstable_bytes =
+        ages.map(|(ages, now)| ages.drop_unstable_ranges(&mut plan, &census, &index, now)).unwrap_or_default();
     for (process, ranges) in &request.excluded_ranges {
         plan.exclude_ranges(*process, ranges.clone());
     }
+    // From here on filters drop whole ranges only.
+    let huge_page_size = pagefold_census::huge_page_size(host);
+    let contents = count_plan_contents(&mut plan, &census, &index, host.page_size(), huge_page_size);
     if !request.split_huge_pages {
         plan.drop_huge_page_splits();
     }
     if let Some(metadata) = request.max_added_metadata {
-        crate::limit_to_metadata(&mut plan, &census, &index, metadata);
+        plan.limit_to_metadata(&contents, metadata);
     }
-    plan.add_comparison_time(bytes_per_search(sample_pages(host, &plan), plan.contents()));
-    let probes = MergeProbes::choose(&plan, &census, &index, &hasher);
-    Ok(PreparedPlan {
-        census,
-        plan,
-        probes,
-        unstable_bytes: young,
-        enrolled_may_be_hidden: others_hidden,
-        sketches: held,
-    })
+    let ksmd = KsmdModel {
+        cpu_share: request.ksmd_cpu_share,
+        page_times: KsmdPageTimes::default(),
+        comparison_cost: ComparisonCost::from_sample(sample_pages(host, &plan)),
+        merges_at_first_scan: observe::kernel_release(host).is_ok_and(|release| merges_at_first_scan(&release)),
+    };
+    plan.predict(&contents, &ksmd);
+    let probes = request.explain_differences.then(|| MergeProbes::choose(&plan, &census, &index, &hasher));
+    let enrolled_may_be_hidden = enrolled.may_be_incomplete;
+    Ok(PreparedPlan { census, plan, probes, unstable_bytes, enrolled_may_be_hidden, sketches, contents, ksmd })
+}
+
+/// The enrolled processes whose contents a plan keeps apart from those of other domains. A merge of whole processes takes
+/// all of their contents and finds enrolled processes elsewhere.
+fn find_enrolled_elsewhere(
+    host: &dyn Host,
+    request: &PlanRequest,
+) -> Result<EnrolledProcesses, pagefold_census::Error> {
+    if request.across_domains || request.whole_processes {
+        return Ok(EnrolledProcesses::default());
+    }
+    verify::find_enrolled(host).map_err(|source| pagefold_census::Error::Processes { host: host.describe(), source })
+}
+
+/// The census of a plan and its index, and the hasher that it used: with ages, that of all their censuses.
+fn take_plan_census(
+    host: &dyn Host,
+    options: &pagefold_census::CensusOptions,
+    ages: &mut Option<(&mut StableAges, Instant)>,
+    progress: &pagefold_census::ScanProgress,
+    stop: &AtomicBool,
+) -> Result<(Census, PageIndex, Hasher), pagefold_census::Error> {
+    let Some((ages, now)) = ages else {
+        let hasher = Hasher::with_random_key(host.page_size().as_len()).map_err(pagefold_census::Error::RandomKey)?;
+        let (census, index) = pagefold_census::take_census_with_hasher(&hasher, host, options, progress, stop)?;
+        return Ok((census, index, hasher));
+    };
+    let (cache, hasher) = ages.cache_and_hasher();
+    let (census, index) =
+        pagefold_census::take_incremental_census((cache, *now), hasher, host, options, progress, stop)?;
+    Ok((census, index, hasher.clone()))
 }
 
 /// The current number of regions of each process that has ranges to enroll: the census keeps only the regions at its
 /// start that have pages.
 fn count_regions(host: &dyn Host, census: &Census) -> BTreeMap<ProcessId, u64> {
     let subjects: BTreeSet<usize> = census.ranges.iter().map(|range| range.subject).collect();
-    let count = |id: ProcessId| {
-        let handle = host.open(id.pid).ok().filter(|handle| handle.id() == id)?;
-        Some((id, observe::region_count(&*handle).ok()?))
-    };
+    let count = |id: ProcessId| Some((id, observe::region_count(&*pagefold_host::hold(host, id).ok()?).ok()?));
     subjects.into_iter().filter_map(|subject| count(census.subjects[subject].process.id)).collect()
 }

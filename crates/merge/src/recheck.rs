@@ -11,12 +11,14 @@
 //! check that begins a round sees all breaks since the previous one.
 
 use crate::decide::plan::MergePlan;
-use crate::verify::{self, ProcessActivity};
+use crate::verify;
 use pagefold_base::merge_lifetime::{CowBreakRate, LifetimeStats};
 use pagefold_base::process::Process as Facts;
 use pagefold_base::splitmix::splitmix64;
 use pagefold_base::{AddressRange, Pages, Pfn, ProcessId, Reading};
-use pagefold_host::{Host, ProcessHandle, elapsed_since, observe};
+use pagefold_host::activity::ActivityCounters;
+use pagefold_host::page_state::{EntryState, FrameLookup, PageStates};
+use pagefold_host::{Host, ProcessHandle, elapsed_since, hold, observe};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
@@ -111,7 +113,7 @@ pub enum UnenrollPhase {
 struct SampledProcess {
     process: Facts,
     /// Its activity at the last check, and the time of that check.
-    activity: Reading<ProcessActivity>,
+    activity: Reading<ActivityCounters>,
     checked_at: Instant,
     /// Whether it has run while watched.
     ever_ran: bool,
@@ -144,7 +146,7 @@ impl<'h> CowSampler<'h> {
             let process = target.process.id;
             self.processes.entry(process).or_insert_with(|| SampledProcess {
                 process: target.process.clone(),
-                activity: verify::read_activity(self.host, process),
+                activity: read_activity(self.host, process),
                 checked_at: self.host.now(),
                 ever_ran: false,
             });
@@ -176,7 +178,7 @@ impl<'h> CowSampler<'h> {
     /// Whether any process has run since a plan was added. A process that does not run writes nothing.
     pub fn check_any_ran(&mut self) -> bool {
         let moved = |(&process, watched): (&ProcessId, &SampledProcess)| {
-            let now = verify::read_activity(self.host, process);
+            let now = read_activity(self.host, process);
             now.is_ok() && now != watched.activity
         };
         self.any_ran = self.any_ran || self.processes.iter().any(moved);
@@ -213,7 +215,7 @@ impl<'h> CowSampler<'h> {
         let mut elapsed: BTreeMap<ProcessId, Duration> = BTreeMap::new();
         let mut still: BTreeSet<ProcessId> = BTreeSet::new();
         self.processes.retain(|&process, watched| {
-            let done = verify::read_activity(self.host, process);
+            let done = read_activity(self.host, process);
             let there = done.is_ok();
             let ran = there && done != watched.activity;
             watched.ever_ran |= ran;
@@ -222,8 +224,8 @@ impl<'h> CowSampler<'h> {
                 let since = now - std::mem::replace(&mut watched.checked_at, now);
                 elapsed.insert(process, if watched.ever_ran { since } else { Duration::ZERO });
             }
-            let faults = |done: &Reading<ProcessActivity>| done.as_ref().ok().map(|done| done.page_faults);
-            if scope == CheckScope::FaultedSinceCheck && faults(&done) == faults(&watched.activity) {
+            let is_same = matches!((&done, &watched.activity), (Ok(now), Ok(before)) if now.has_same_faults(*before));
+            if scope == CheckScope::FaultedSinceCheck && is_same {
                 still.insert(process);
             }
             watched.activity = done;
@@ -235,26 +237,26 @@ impl<'h> CowSampler<'h> {
         for page in self.ranges.iter_mut().flat_map(|piece| &mut piece.pages) {
             page.set_merged(page.was_merged());
         }
-        let mut frames: Vec<(Pfn, u32, u32)> = Vec::new();
+        let mut states: PageStates<(u32, u32)> = PageStates::default();
         let mut first = 0;
         while let Some(process) = self.ranges.get(first).map(|piece| piece.process) {
             let count = self.ranges[first..].partition_point(|piece| piece.process == process);
             if elapsed.contains_key(&process)
                 && !still.contains(&process)
-                && let Ok(handle) = pagefold_host::hold(self.host, process)
+                && let Ok(handle) = hold(self.host, process)
             {
                 for number in first..first + count {
                     self.ranges[number].check_pages(&*handle, page, &mut |at, frame| {
-                        frames.extend(frame.map(|frame| (frame, number as u32, at as u32)));
+                        states.push(frame, (number as u32, at as u32));
                     });
-                    if frames.len() >= FRAMES_PER_READ {
-                        self.record_merged(&mut frames)?;
+                    if states.len() >= FRAMES_PER_READ {
+                        self.record_merged(&mut states)?;
                     }
                 }
             }
             first += count;
         }
-        self.record_merged(&mut frames)?;
+        self.record_merged(&mut states)?;
         self.cow_breaks = 0.0;
         for piece in &mut self.ranges {
             let Some(&elapsed) = elapsed.get(&piece.process) else { continue };
@@ -272,15 +274,12 @@ impl<'h> CowSampler<'h> {
         Ok(())
     }
 
-    /// Record for the pages of these frames, each with its range and its position there, whether they are merged.
-    fn record_merged(&mut self, frames: &mut Vec<(Pfn, u32, u32)>) -> Reading<()> {
-        frames.sort_unstable();
-        let numbers: Vec<Pfn> = frames.iter().map(|&(frame, ..)| frame).collect();
-        let flags = self.host.frame_flags(&numbers)?;
-        for ((_, piece, at), flags) in frames.drain(..).zip(flags) {
-            self.ranges[piece as usize].pages[at as usize].set_merged(flags.is_ksm() || flags.is_zero_page());
-        }
-        Ok(())
+    /// Record whether pages are merged, each given by its range and its position there.
+    fn record_merged(&mut self, states: &mut PageStates<(u32, u32)>) -> Reading<()> {
+        let ranges = &mut self.ranges;
+        states.resolve(self.host, |(range, at), state| {
+            ranges[range as usize].pages[at as usize].set_merged(state.is_merged());
+        })
     }
 
     /// Add ranges.
@@ -325,6 +324,11 @@ impl<'h> CowSampler<'h> {
     }
 }
 
+/// The activity of a process so far: often read, so in ticks.
+fn read_activity(host: &dyn Host, process: ProcessId) -> Reading<ActivityCounters> {
+    ActivityCounters::read_in_ticks(&*hold(host, process)?)
+}
+
 impl SampledRange {
     fn new(process: ProcessId, range: AddressRange, own: bool, page: u64, now: Instant) -> Self {
         let watched = (range.bytes().0 / page).min(PAGES_PER_STRIPE * STRIPES_PER_RANGE);
@@ -362,15 +366,16 @@ impl SampledRange {
     }
 
     /// Check the sampled pages, except those in swap, which do not count as written. Each counts as not merged until
-    /// recorded; `note` gets the position of each and its frame, if it is shared.
-    fn check_pages(&mut self, handle: &dyn ProcessHandle, page: u64, note: &mut dyn FnMut(usize, Option<Pfn>)) {
+    /// recorded; `note` gets the position and frame of each page that may be merged.
+    fn check_pages(&mut self, handle: &dyn ProcessHandle, page: u64, note: &mut dyn FnMut(usize, Pfn)) {
         let mut position = 0;
         for stripe in self.stripes(page) {
             let mappings = handle.mappings(stripe).unwrap_or_default();
             for (mapping, at) in mappings.iter().zip(position..).filter(|(mapping, _)| !mapping.swapped) {
                 self.pages[at].set_merged(false);
-                let shared = mapping.present && !mapping.file && !mapping.exclusive;
-                note(at, mapping.frame.filter(|_| shared));
+                if let EntryState::InFrame(frame) = EntryState::from_entry(mapping, FrameLookup::Shared) {
+                    note(at, frame);
+                }
             }
             position += (stripe.bytes().0 / page) as usize;
         }

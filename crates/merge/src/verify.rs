@@ -8,6 +8,7 @@ use crate::decide::plan::{MergePlan, PlanTarget};
 use pagefold_base::ksm::{ProcessKsm, RMAP_ITEM_BYTES};
 use pagefold_base::region::{MapsEntry, VmFlags};
 use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, PageSize, Pages, Pfn, Pid, ProcessId, Reading};
+use pagefold_host::page_state::{FrameLookup, PageState, walk_page_states};
 use pagefold_host::{Host, ProcessHandle, hold, observe, parse};
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -20,9 +21,6 @@ const MAX_WALKED_ADDRESS_SPACE: Bytes = Bytes(256 << 30);
 /// CPU time; during most of it the process cannot map or unmap memory.
 pub const LARGEST: Bytes = Bytes(64 << 30);
 
-/// Pages per read.
-const PAGES_PER_READ: u64 = 1 << 16;
-
 /// Count the pages of a range that are mapped to a KSM frame, the pages that are mapped to the kernel's zero page, and
 /// all resident pages. A KSM page without another mapping saves nothing and does not count. The KSM frames are added to
 /// `frames`.
@@ -32,31 +30,22 @@ fn count_ksm_pages(
     range: AddressRange,
     frames: &mut Vec<Pfn>,
 ) -> Reading<KsmPageCounts> {
-    let page_size = host.page_size().bytes();
     let mut found = KsmPageCounts::default();
-    let mut start = range.start;
-    while start < range.end {
-        let end = range.end.min(start + PAGES_PER_READ * page_size);
-        let mappings = handle.mappings(AddressRange { start, end })?;
-        let present = || mappings.iter().filter(|mapping| mapping.present && !mapping.file);
-        let shared = || present().filter(|mapping| !mapping.exclusive);
-        found.present.0 += present().count() as u64;
-        let mut seen: Vec<Pfn> = shared().filter_map(|mapping| mapping.frame).collect();
-        if seen.len() < shared().count() {
-            return Err(Absent::Denied);
-        }
-        seen.sort_unstable();
-        for (&frame, flags) in seen.iter().zip(host.frame_flags(&seen)?) {
-            if flags.is_ksm() {
+    let mut is_hidden = false;
+    walk_page_states(host, handle, range, FrameLookup::Shared, |_, state| {
+        match state {
+            PageState::Absent | PageState::Swapped | PageState::File => return,
+            PageState::Ksm(frame) => {
                 found.merged.0 += 1;
                 frames.push(frame);
-            } else if flags.is_zero_page() {
-                found.zero.0 += 1;
             }
+            PageState::ZeroPage { .. } => found.zero.0 += 1,
+            PageState::Hidden => is_hidden = true,
+            PageState::Anonymous => {}
         }
-        start = end;
-    }
-    Ok(found)
+        found.present.0 += 1;
+    })?;
+    if is_hidden { Err(Absent::Denied) } else { Ok(found) }
 }
 
 /// Count the KSM pages of a range of a process.
@@ -374,21 +363,6 @@ pub fn region_starts(host: &dyn Host, plan: &MergePlan) -> BTreeMap<ProcessId, V
         Some((id, maps.iter().map(|mapped| mapped.range.start).collect()))
     };
     plan.processes().into_iter().filter_map(starts).collect()
-}
-
-/// The activity of a process so far.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ProcessActivity {
-    /// Used CPU time, in ticks.
-    pub cpu_ticks: u64,
-    /// Page faults.
-    pub page_faults: u64,
-}
-
-/// Read the activity of a process.
-pub fn read_activity(host: &dyn Host, process: ProcessId) -> Reading<ProcessActivity> {
-    let stat = parse::stat(&hold(host, process)?.read("stat")?)?;
-    Ok(ProcessActivity { cpu_ticks: stat.utime.saturating_add(stat.stime), page_faults: stat.page_faults })
 }
 
 #[cfg(test)]

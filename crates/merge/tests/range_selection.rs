@@ -14,9 +14,7 @@ use pagefold_census::{
 };
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
 use pagefold_host::{FrameFlags, Host, PageContent, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
-use pagefold_merge::decide::outcome::PageFate;
-use pagefold_merge::decide::plan::{KsmdPageTimes, MergePlan, PlanConstraints};
-use pagefold_merge::{MergeProbes, StableAges};
+use pagefold_merge::StableAges;
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -26,6 +24,8 @@ use std::time::{Duration, Instant};
 mod fingerprint_cache;
 #[path = "range_selection/foreign_processes.rs"]
 mod foreign_processes;
+#[path = "range_selection/plans.rs"]
+mod plans;
 
 const BASE_ADDRESS: u64 = 1 << 40;
 const PAGE_BYTES: u64 = 4096;
@@ -434,153 +434,6 @@ fn ranges_keep_huge_pages_and_bridge_small_holes() {
     assert_eq!(ranges(17)[0].pages, Pages(4));
 }
 
-fn constraints() -> PlanConstraints {
-    PlanConstraints {
-        page_size: PageSize::new(PAGE_BYTES).unwrap(),
-        whole_processes: false,
-        min_profit: Bytes(0),
-        max_map_count: 65530,
-        region_counts: BTreeMap::new(),
-        ksmd_cpu_share: 0.5,
-        page_times: KsmdPageTimes::default(),
-        merges_at_first_scan: false,
-    }
-}
-
-#[test]
-fn plan_recounts_savings_without_excluded() {
-    let processes = [
-        process_with_pages(1, &[Stable(7); 4]),
-        process_with_pages(1, &[Stable(7), Stable(8), Stable(8)]),
-        process_with_pages(1, &[Merged(9), Volatile]),
-    ];
-    let (census, index, _) = take_synthetic_census(&processes, &census_options(false, CHEAP_COSTS));
-    let mut constraints = constraints();
-    let plan = |constraints: &PlanConstraints, excluded: &dyn Fn(u32) -> bool| -> MergePlan {
-        pagefold_merge::make_plan(&census, &index, constraints, &|process| {
-            excluded(process.id.pid.0).then(|| "it holds keys".to_owned())
-        })
-    };
-    let all = plan(&constraints, &|_| false);
-    assert_eq!(all.targets.len(), 2, "nothing of the third gains");
-    assert_eq!(all.predicted.effect, census.savings.guided);
-    assert_eq!((all.predicted.effect.freed_frames, all.predicted.merging), (Pages(5), Pages(7)));
-    assert_eq!(all.predicted.wall_time, all.predicted.ksmd_time * 2);
-    assert_eq!(all.temporary_unenrolls.len(), 1, "the third has enrolled volatile pages");
-    assert_eq!(all.predicted.regions_added, 1, "the ranges are whole regions, but for the third's");
-
-    let without = plan(&constraints, &|pid| pid == 1);
-    assert_eq!(without.skipped.len(), 1);
-    assert_eq!(without.skipped[0].why, "it holds keys");
-    assert_eq!(without.predicted.effect.freed_frames, Pages(1), "a copy in a skipped process does not count");
-
-    constraints.min_profit = Bytes(3 * PAGE_BYTES);
-    assert_eq!(plan(&constraints, &|_| false).skipped[0].pid, Pid(1), "three of four pages, less metadata");
-    constraints.min_profit = Bytes(2 * PAGE_BYTES);
-    assert_eq!(plan(&constraints, &|_| false).targets[0].process.id.pid, Pid(1));
-    constraints.whole_processes = true;
-    constraints.min_profit = Bytes(0);
-    let whole = plan(&constraints, &|_| false);
-    assert_eq!(whole.predicted.effect.freed_frames, Pages(5));
-    assert_eq!(
-        whole.targets[0].ranges[0].range,
-        AddressRange { start: BASE_ADDRESS, end: BASE_ADDRESS + 4 * PAGE_BYTES }
-    );
-}
-
-#[test]
-fn third_copies_are_late_if_that_saves_a_scan() {
-    let processes = [(); 4].map(|()| process_with_pages(1, &[Stable(7), Stable(8), Stable(9)]));
-    let (census, index, _) = take_synthetic_census(&processes, &census_options(false, CHEAP_COSTS));
-    for first_look in [true, false] {
-        let constraints = PlanConstraints { merges_at_first_scan: first_look, ..constraints() };
-        let plan = pagefold_merge::make_plan(&census, &index, &constraints, &|_| None);
-        let late: Vec<bool> = plan.targets.iter().flat_map(|target| &target.ranges).map(|range| range.late).collect();
-        assert_eq!(late, [false, false, first_look, first_look]);
-        assert_eq!(plan.merging_early(), first_look.then_some(Pages(6)));
-    }
-}
-
-#[test]
-fn unstable_pages_wait_for_a_later_census() {
-    let began = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
-    let mut sift = |pages: &[SyntheticPage], seconds: u64| {
-        let (census, index, _) = take_synthetic_census(
-            &[process_with_pages(1, pages), process_with_pages(1, pages)],
-            &census_options(false, CHEAP_COSTS),
-        );
-        let mut plan = pagefold_merge::make_plan(&census, &index, &constraints(), &|_| None);
-        ages.drop_unstable_ranges(&mut plan, &census, &index, began + Duration::from_secs(seconds));
-        let ranges = plan.targets.iter().flat_map(|target| &target.ranges);
-        let pages = |address: u64| (address - BASE_ADDRESS) / PAGE_BYTES;
-        let kept = ranges.map(|range| (pages(range.range.start), pages(range.range.end))).collect::<Vec<_>>();
-        (kept, plan.predicted.merging)
-    };
-    // Two chunks of 1024 pages; the first one is zero.
-    let contents = |second: u64| [vec![Stable(0); 1024], (0..1024).map(|i| Stable(second + i)).collect()].concat();
-    let none = (Vec::new(), Pages(0));
-    assert_eq!(sift(&contents(5000), 0), none, "seen for the first time");
-    assert_eq!(sift(&contents(5000), 4), none);
-    assert_eq!(sift(&contents(9000), 8), (vec![(0, 1024); 2], Pages(2048)), "changed pages are not stable yet");
-    assert_eq!(sift(&contents(9000), 12).1, Pages(2048));
-    assert_eq!(sift(&contents(9000), 14), (vec![(0, 2048); 2], Pages(4096)));
-    assert_eq!(sift(&[vec![Hole; 1024], contents(9000)].concat(), 15), none, "elsewhere it is another page");
-}
-
-/// A page whose former partner is gone cannot merge while its new partner is not stable yet.
-#[test]
-fn stable_pages_need_a_stable_partner() {
-    let began = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
-    let contents: Vec<SyntheticPage> = (0..40).map(|i| Stable(5000 + i)).chain([Stable(0); 10]).collect();
-    let mut sift = |processes: &[SyntheticProcess], seconds: u64| {
-        let (census, index, _) = take_synthetic_census(processes, &census_options(false, CHEAP_COSTS));
-        let mut plan = pagefold_merge::make_plan(&census, &index, &constraints(), &|_| None);
-        let left_out = ages.drop_unstable_ranges(&mut plan, &census, &index, began + Duration::from_secs(seconds));
-        (plan.predicted.merging, left_out.into_values().map(|bytes| bytes.0 / PAGE_BYTES).collect::<Vec<_>>())
-    };
-    let full = || process_with_pages(1, &contents);
-    let other = || process_with_pages(1, &[Stable(1); 3]);
-    assert_eq!(sift(&[full(), full(), other()], 0), (Pages(0), vec![50, 50, 3]));
-    assert_eq!(sift(&[full(), other(), full()], 6), (Pages(0), vec![50, 3, 50]), "the third got the same content");
-    assert_eq!(sift(&[full(), full(), full()], 12), (Pages(100), vec![0, 50, 0]), "the second is no partner any more");
-    // Pages that are merged already count as partners.
-    let merged = process_with_pages(1, &(0..40).map(|i| Merged(5000 + i)).collect::<Vec<_>>());
-    assert_eq!(sift(&[full(), other(), merged], 13).0, Pages(50));
-    // Pages that lost their partner earlier do not count.
-    let half = |own: u64| {
-        process_with_pages(1, &(0..40).map(|i| Stable(if i < 20 { 7000 + i } else { own + i })).collect::<Vec<_>>())
-    };
-    assert_eq!(sift(&[half(8000), other(), half(8000)], 20), (Pages(3), vec![40, 0, 40]));
-    assert_eq!(
-        sift(&[half(8000), half(9000), other()], 26).0,
-        Pages(0),
-        "half has no partner, the rest has one that is not stable yet"
-    );
-}
-
-/// With little CPU time a census has few processes, and may lack the partner of a page.
-#[test]
-fn pages_keep_stable_age_when_partner_is_missing() {
-    let began = Instant::now();
-    let mut ages = StableAges::new(PageSize::new(PAGE_BYTES).unwrap(), began).unwrap();
-    let contents: Vec<SyntheticPage> = (0..40).map(|i| Stable(5000 + i)).collect();
-    let mut sift = |processes: &[SyntheticProcess], seconds: u64| {
-        let (census, index, _) = take_synthetic_census(processes, &census_options(false, CHEAP_COSTS));
-        let mut plan = pagefold_merge::make_plan(&census, &index, &constraints(), &|_| None);
-        ages.drop_unstable_ranges(&mut plan, &census, &index, began + Duration::from_secs(seconds));
-        plan.predicted.merging
-    };
-    let both = [process_with_pages(1, &contents), process_with_pages(1, &contents)];
-    assert_eq!(sift(&both, 0), Pages(0));
-    assert_eq!(sift(&both[..1], 6), Pages(0), "there is no other process");
-    assert_eq!(sift(&both, 7), Pages(80));
-    let changing = [SyntheticPage::Volatile; 40];
-    assert_eq!(sift(&[process_with_pages(1, &changing), process_with_pages(1, &changing)], 8), Pages(0));
-    assert_eq!(sift(&both, 9), Pages(0), "rewritten pages are not stable yet");
-}
-
 #[test]
 fn sketches_estimate_shared_pages() {
     let still = |range: std::ops::Range<u64>| range.map(Stable);
@@ -617,106 +470,6 @@ fn sketches_estimate_shared_pages() {
     assert_eq!(shared(5, 5), 16 * rare(120..4000));
     let unmerged = |pid: u32| &held.iter().find(|(process, _)| process.pid == Pid(pid)).unwrap().1.unmerged;
     assert_eq!((unmerged(1).shared(all(3)), unmerged(1).shared(all(1))), (Pages(25), Pages(40)), "7 and 8 are merged");
-}
-
-/// Runs of common contents between unique contents, in another order in the second process.
-#[test]
-fn metadata_limit_keeps_ranges_with_their_partners() {
-    let run = |number: u64| (number * 40..(number + 1) * 40).map(|content| Stable(1 + content));
-    let own = |number: u64| (0..100).map(move |content| Stable(1_000_000 + number * 100 + content));
-    let runs = |order: &[u64], from: u64| -> Vec<SyntheticPage> {
-        order.iter().zip(from..).flat_map(|(&number, at)| run(number).chain(own(at))).collect()
-    };
-    let processes =
-        [process_with_pages(1, &runs(&[0, 1, 2, 3, 4, 5], 0)), process_with_pages(1, &runs(&[3, 5, 1, 0, 4, 2], 100))];
-    let (census, index, _) = take_synthetic_census(&processes, &census_options(false, CHEAP_COSTS));
-    let whole = pagefold_merge::make_plan(&census, &index, &constraints(), &|_| None);
-    assert_eq!((whole.range_count(), whole.predicted.effect.scanned_pages), (12, Pages(480)));
-    for (most, ranges) in [(1000, 12), (480, 12), (479, 10), (250, 6), (160, 4), (159, 2), (80, 2), (79, 0), (0, 0)] {
-        let mut plan = whole.clone();
-        pagefold_merge::limit_to_metadata(&mut plan, &census, &index, Bytes(most * RMAP_ITEM_BYTES));
-        assert_eq!((plan.range_count(), plan.predicted.merging), (ranges, Pages(ranges as u64 * 40)), "{most}");
-        let mut held: Vec<BTreeSet<u64>> = Vec::new();
-        for target in &plan.targets {
-            let pages = &processes[target.process.id.pid.0 as usize - 1].pages;
-            let page = |range: AddressRange| pages[((range.start - BASE_ADDRESS) / PAGE_BYTES) as usize];
-            held.push(
-                target
-                    .ranges
-                    .iter()
-                    .map(|range| match page(range.range) {
-                        Stable(content) => content,
-                        other => panic!("{other:?}"),
-                    })
-                    .collect(),
-            );
-        }
-        assert!(held.windows(2).all(|two| two[0] == two[1]), "each range with its partner: {held:?}");
-    }
-}
-
-#[test]
-fn stable_ages_need_the_same_fingerprint_key() {
-    let page_size = PageSize::new(PAGE_BYTES).unwrap();
-    let processes = [process_with_pages(1, &[FilledWith(7); 40]), process_with_pages(1, &[FilledWith(7); 40])];
-    let host = SyntheticHost::new(&processes);
-    let began = Instant::now();
-    let mut ages = StableAges::new(page_size, began).unwrap();
-    let mut sift = |seconds: u64, own_key: bool| {
-        let options = census_options(false, CHEAP_COSTS);
-        let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
-        let (census, index) = if own_key {
-            take_census(&host, &options, &progress, &stop).unwrap()
-        } else {
-            take_census_with_hasher(ages.hasher(), &host, &options, &progress, &stop).unwrap()
-        };
-        let mut plan = pagefold_merge::make_plan(&census, &index, &constraints(), &|_| None);
-        ages.drop_unstable_ranges(&mut plan, &census, &index, began + Duration::from_secs(seconds));
-        plan.predicted.merging
-    };
-    assert_eq!(sift(0, false), Pages(0));
-    assert_eq!(sift(6, false), Pages(80));
-    assert_eq!(sift(7, true), Pages(0), "another key starts an empty record");
-}
-
-#[test]
-fn probes_tell_written_pages_from_lost_partners() {
-    let page_size = PageSize::new(PAGE_BYTES).unwrap();
-    let contents: Vec<SyntheticPage> = (10..30).map(Stable).collect();
-    let before = SyntheticHost::new(&[process_with_pages(1, &contents), process_with_pages(1, &contents)]);
-    let ages = StableAges::new(page_size, before.now()).unwrap();
-    let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
-    let (census, index) =
-        take_census_with_hasher(ages.hasher(), &before, &census_options(false, CHEAP_COSTS), &progress, &stop).unwrap();
-    let plan = pagefold_merge::make_plan(&census, &index, &constraints(), &|_| None);
-    let probes = MergeProbes::choose(&plan, &census, &index, ages.hasher());
-    let look = |first: &[SyntheticPage], second: &[SyntheticPage], given_up: &[(AddressRange, PageFate)]| {
-        let host = SyntheticHost::new(&[process_with_pages(1, first), process_with_pages(1, second)]);
-        let fates = probes.determine_fates(&host, |_| given_up.to_vec()).unwrap();
-        assert_eq!(fates.predicted_frames, 20.0, "a small plan is followed completely");
-        fates.missing_frames.into_iter().collect::<Vec<_>>()
-    };
-    let merged: Vec<SyntheticPage> = (10..30).map(Merged).collect();
-    assert!(look(&merged, &merged, &[]).is_empty());
-    // Three are written and one is unmapped, so that their partners stay unmerged; two more were not changed.
-    let first = [&[Stable(99), Stable(98), Stable(97), Hole], &contents[4..6], &merged[6..]].concat();
-    let second = [&contents[..6], &merged[6..]].concat();
-    assert_eq!(look(&first, &second, &[]), [(PageFate::Written, 4.0), (PageFate::UnchangedUnmerged, 2.0)]);
-    let four = AddressRange { start: BASE_ADDRESS, end: BASE_ADDRESS + 4 * PAGE_BYTES };
-    assert_eq!(
-        look(&first, &second, &[(four, PageFate::NotEnrolled)]),
-        [(PageFate::NotEnrolled, 4.0), (PageFate::UnchangedUnmerged, 2.0)]
-    );
-    // If no page of a range merged in the end, that does not explain the written pages.
-    let six = AddressRange { start: BASE_ADDRESS, end: BASE_ADDRESS + 6 * PAGE_BYTES };
-    assert_eq!(
-        look(&first, &second, &[(six, PageFate::UnenrolledUnmerged)]),
-        [(PageFate::Written, 4.0), (PageFate::UnenrolledUnmerged, 2.0)]
-    );
-    assert_eq!(look(&contents, &merged, &[]), [(PageFate::UnchangedUnmerged, 20.0)]);
-    let other = [&[Merged(99)], &merged[1..]].concat();
-    assert_eq!(look(&other, &merged, &[]), [(PageFate::Written, 1.0)], "it merged with another content");
-    assert_eq!(look(&merged, &[], &[]), [(PageFate::Written, 20.0)], "unmapped pages were freed");
 }
 
 #[test]

@@ -189,6 +189,7 @@ fn prepare_merge(
         split_huge_pages: true,
         excluded_ranges: Default::default(),
         max_matrix_rows: 0,
+        explain_differences: true,
     };
     let mut prepared = progress::run_census_with_progress(host.page_size(), stop, |progress| {
         prepare_plan(host, &request, &excluded, None, progress, stop)

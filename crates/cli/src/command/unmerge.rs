@@ -17,7 +17,8 @@ use pagefold_merge::unmerge::{
     UnenrollTarget,
 };
 use pagefold_merge::wire::unmerge::{
-    BatchesReport, GuardReport, HugePagesReport, TakenReport, UnmergeReport, UnmergedProcessReport,
+    BatchesReport, GuardReport, GuardVerdict, HugePagesReport, TakenReport, UnenrollMethodKind, UnenrollState,
+    UnmergeOutcomeKind, UnmergeReport, UnmergedProcessReport,
 };
 use pagefold_output::wire;
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
@@ -111,9 +112,11 @@ pub fn run(options: &UnmergeArguments, global: &GlobalOptions) -> anyhow::Result
         ))?;
     }
     Ok(match report.outcome {
-        "refused" => CommandOutcome::NegativeVerdict,
-        "planned" if report.guard.verdict != "fits" && !options.force => CommandOutcome::NegativeVerdict,
-        "partial" => CommandOutcome::Partial,
+        UnmergeOutcomeKind::Refused => CommandOutcome::NegativeVerdict,
+        UnmergeOutcomeKind::Planned if report.guard.verdict != GuardVerdict::Fits && !options.force => {
+            CommandOutcome::NegativeVerdict
+        }
+        UnmergeOutcomeKind::Partial => CommandOutcome::Partial,
         _ if !report.unscanned_processes.is_empty() => CommandOutcome::Partial,
         _ => CommandOutcome::Done,
     })
@@ -149,7 +152,7 @@ impl UnmergeJob<'_> {
         let fits = judgement.verdict == MemoryVerdict::Fits;
         let Some(session) = session.as_mut().filter(|_| !plan.targets.is_empty()) else { return Ok(report) };
         if !fits && !options.force && !options.staged {
-            report.outcome = "refused";
+            report.outcome = UnmergeOutcomeKind::Refused;
             report.interrupted = is_stop_requested(stop);
             return Ok(report);
         }
@@ -221,7 +224,7 @@ impl UnmergeJob<'_> {
             host: self.host.describe(),
             page_size: self.host.page_size().bytes(),
             seconds: 0.0,
-            outcome: if plan.targets.is_empty() { "nothing" } else { "planned" },
+            outcome: if plan.targets.is_empty() { UnmergeOutcomeKind::Nothing } else { UnmergeOutcomeKind::Planned },
             guard: GuardReport::from_judgement(check),
             batches: BatchesReport { total: total as u64, fitting: fitting as u64 },
             stopped_by_guard: None,
@@ -247,10 +250,10 @@ fn process_report(target: &UnenrollTarget) -> UnmergedProcessReport {
     UnmergedProcessReport {
         process: ProcessInfo::from_process(&target.process, None),
         method: match target.method {
-            UnenrollMethod::WholeProcess => "whole",
-            UnenrollMethod::MarkedRegions | UnenrollMethod::Ranges(_) => "regions",
-            UnenrollMethod::Guest { .. } => "qmp",
-            UnenrollMethod::UnreachableGuest(_) => "none",
+            UnenrollMethod::WholeProcess => UnenrollMethodKind::Whole,
+            UnenrollMethod::MarkedRegions | UnenrollMethod::Ranges(_) => UnenrollMethodKind::Regions,
+            UnenrollMethod::Guest { .. } => UnenrollMethodKind::Qmp,
+            UnenrollMethod::UnreachableGuest(_) => UnenrollMethodKind::None,
         },
         merged_pages: target.merged_pages().0,
         zero_pages: target.max_zero_pages.0,
@@ -258,7 +261,7 @@ fn process_report(target: &UnenrollTarget) -> UnmergedProcessReport {
         estimate_reason: target.frames_readable.as_ref().err().map(ToString::to_string),
         batches: target.batches.len() as u64,
         batches_unenrolled: 0,
-        state: "planned",
+        state: UnenrollState::Planned,
         merged_pages_after: None,
         zero_pages_after: None,
         uncovered_pages: None,
@@ -293,7 +296,8 @@ fn add_outcome(report: &mut UnmergeReport, plan: &UnenrollPlan, outcome: &Unenro
             if done.ended { Some(exit_note(&figures.0, &figures.1)) } else { done.error.clone().or(missed) };
     }
     let succeeded = |done: &UnenrollResult| done.is_complete() && !done.ended;
-    report.outcome = if outcome.targets.iter().all(succeeded) { "done" } else { "partial" };
+    report.outcome =
+        if outcome.targets.iter().all(succeeded) { UnmergeOutcomeKind::Done } else { UnmergeOutcomeKind::Partial };
     report.stopped_by_guard = outcome.stopped_by_guard.as_ref().map(GuardReport::from_judgement);
     report.interrupted = outcome.interrupted;
     let size = report.page_size;
@@ -331,13 +335,13 @@ fn exit_note(oom_kills_before: &Reading<u64>, oom_kills_after: &Reading<u64>) ->
     format!("{ended}; the OOM killer killed processes meanwhile (oom_kill grew by {kills}): see the kernel log")
 }
 
-fn unenroll_state(done: &UnenrollResult) -> &'static str {
+fn unenroll_state(done: &UnenrollResult) -> UnenrollState {
     match done {
-        done if done.ended => "ended",
-        done if done.is_complete() => "unenrolled",
-        done if done.batches_done > 0 || done.all_unenrolled => "partial",
-        UnenrollResult { error: Some(_), .. } => "failed",
-        _ => "untouched",
+        done if done.ended => UnenrollState::Ended,
+        done if done.is_complete() => UnenrollState::Unenrolled,
+        done if done.batches_done > 0 || done.all_unenrolled => UnenrollState::Partial,
+        UnenrollResult { error: Some(_), .. } => UnenrollState::Failed,
+        _ => UnenrollState::Untouched,
     }
 }
 

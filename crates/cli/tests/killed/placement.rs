@@ -68,7 +68,10 @@ fn placement_survives_kill() {
         let (killed, context) = was_killed(&place(state.path(), point), point);
         let recovered = run_pagefold(state.path(), "recover", &[], None);
         assert_eq!(recovered.status.code(), Some(0), "{context}: {recovered:?}");
-        assert!(parse_json(&recovered)["failed_undos"].as_array().is_some_and(Vec::is_empty), "{context}: {recovered:?}");
+        assert!(
+            parse_json(&recovered)["failed_undos"].as_array().is_some_and(Vec::is_empty),
+            "{context}: {recovered:?}"
+        );
         assert_eq!(read(), before, "{context}");
         killed
     });

@@ -12,6 +12,9 @@ use pagefold_base::units::{Bytes, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
+/// A process that could be merged, with what that gains and costs.
+type JudgedCandidate = (ProcessId, MergeEstimate);
+
 /// Weight of a new measurement in the moving average of census costs.
 const CENSUS_COST_EWMA_WEIGHT: f64 = 0.3;
 
@@ -205,20 +208,9 @@ impl DaemonState {
         }
     }
 
-    fn handle_census(&mut self, found: CensusSummary, actions: &mut Vec<Action>) {
+    fn handle_census(&mut self, mut found: CensusSummary, actions: &mut Vec<Action>) {
         let Some(DaemonTask::Census(turns, processes)) = self.task.take() else { return };
-        let mib = found.bytes_scanned.0 as f64 / 1048576.0;
-        if mib >= 1.0 && !found.partial {
-            let measured = found.cpu_time.as_secs_f64() / mib;
-            self.census_seconds_per_mib += CENSUS_COST_EWMA_WEIGHT * (measured - self.census_seconds_per_mib);
-        }
-        if !found.partial {
-            // The next task starts before the next CPU reading and must fit the budget as well.
-            let read = self.cpu_budget.total_spent().saturating_sub(self.task_start_cpu_time);
-            self.cpu_budget.update(self.now, self.cpu_budget.total_spent() + found.cpu_time.saturating_sub(read));
-        }
-        let overran = found.partial && self.cpu_budget.available_seconds() <= 0.0;
-        let beside: BTreeSet<ProcessId> = processes.iter().copied().collect();
+        let overran = self.account_census(&found);
         for process in &processes {
             match self.tracked.get_mut(process) {
                 Some(member) if overran => member.record_overrun(),
@@ -227,22 +219,17 @@ impl DaemonState {
             }
         }
         if found.partial || self.domains_changed {
-            // Otherwise this census would be started and halted again and again, and no other process would be scanned.
-            for process in turns.iter().filter(|_| overran) {
-                if let Some(member) = self.tracked.get_mut(process) {
-                    member.next_scan = self.now + member.scan_interval;
-                }
+            if overran {
+                self.postpone_scans(&turns);
             }
             return;
         }
         self.census_count += 1;
-        for (process, held) in found.sketches {
+        for (process, held) in std::mem::take(&mut found.sketches) {
             if let Some(member) = self.tracked.get_mut(&process) {
                 member.set_sketches(held);
             }
         }
-        let planned: BTreeMap<ProcessId, MergeCandidate> =
-            found.candidates.iter().map(|plan| (plan.process, *plan)).collect();
         for process in &turns {
             if let Some(member) = self.tracked.get_mut(process) {
                 member.reserved_merge_seconds = 0.0;
@@ -250,79 +237,133 @@ impl DaemonState {
         }
         let is_new = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::is_unscanned);
         // The contents of a new process are not stable yet, whatever program enrolled them.
-        let young = turns.iter().any(is_new);
-        let all: u64 = found.cost_in_pages.values().sum();
-        let effort = |process: &ProcessId| found.cost_in_pages.get(process).copied().unwrap_or(0);
-        let part = |process: &ProcessId| found.cpu_time.mul_f64(effort(process) as f64 / all.max(1) as f64);
-        let is_open = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::may_be_scanned);
-        let open = planned.into_values().filter(|plan| is_open(&plan.process));
-        let worth = open.map(|plan| (plan.process, MergeEstimate::new(&plan, part(&plan.process))));
-        let most = self.rules.max_cpu_seconds_per_mib;
-        let pays = |(process, worth): &(ProcessId, MergeEstimate)| {
-            worth.is_profitable(if self.is_memory_short_for(&[*process]) { f64::INFINITY } else { most })
-        };
-        let (worth, dear): (Vec<_>, Vec<_>) = worth.partition(pays);
-        let processes: Vec<ProcessId> = worth.iter().map(|(process, _)| *process).collect();
-        let rarest = self.max_scan_interval();
-        for &process in &turns {
-            let spread = self.random_fraction(process);
-            if let Some(member) = self.tracked.get_mut(&process) {
-                let found = (processes.contains(&process), found.not_yet_stable.contains(&process));
-                member.finish_scan(self.now, found, spread, &self.rules, rarest);
+        let has_new = turns.iter().any(is_new);
+        let (profitable, unprofitable) = self.judge_candidates(&found);
+        self.finish_scans(&turns, &processes, &found, &profitable);
+        if has_new {
+            return;
+        }
+        self.report_unprofitable(unprofitable, &turns, actions);
+        if !profitable.is_empty() {
+            self.decide_merge(profitable, actions);
+        }
+    }
+
+    /// Count the cost of a census. Returns whether it was halted because it exceeded the CPU budget.
+    fn account_census(&mut self, found: &CensusSummary) -> bool {
+        let mib = found.bytes_scanned.0 as f64 / 1048576.0;
+        if found.partial {
+            return self.cpu_budget.available_seconds() <= 0.0;
+        }
+        if mib >= 1.0 {
+            let measured = found.cpu_time.as_secs_f64() / mib;
+            self.census_seconds_per_mib += CENSUS_COST_EWMA_WEIGHT * (measured - self.census_seconds_per_mib);
+        }
+        // The next task starts before the next CPU reading and must fit the budget as well.
+        let read = self.cpu_budget.total_spent().saturating_sub(self.task_start_cpu_time);
+        self.cpu_budget.update(self.now, self.cpu_budget.total_spent() + found.cpu_time.saturating_sub(read));
+        false
+    }
+
+    /// Delay the scans of processes whose census exceeded the budget. Otherwise it would be started and halted again and
+    /// again, and no other process would be scanned.
+    fn postpone_scans(&mut self, turns: &[ProcessId]) {
+        for process in turns {
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.next_scan = self.now + member.scan_interval;
             }
         }
-        for process in self.find_missed_partners(&turns, &beside) {
+    }
+
+    /// The profitable and the unprofitable candidates of a census, each with what merging it gains and costs.
+    fn judge_candidates(&self, found: &CensusSummary) -> (Vec<JudgedCandidate>, Vec<JudgedCandidate>) {
+        let all: u64 = found.cost_in_pages.values().sum();
+        let effort = |process: &ProcessId| found.cost_in_pages.get(process).copied().unwrap_or(0);
+        let scan_time = |process: &ProcessId| found.cpu_time.mul_f64(effort(process) as f64 / all.max(1) as f64);
+        let is_open = |process: &ProcessId| self.tracked.get(process).is_some_and(TrackedProcess::may_be_scanned);
+        let candidates: BTreeMap<ProcessId, MergeCandidate> =
+            found.candidates.iter().map(|candidate| (candidate.process, *candidate)).collect();
+        let open = candidates.into_values().filter(|candidate| is_open(&candidate.process));
+        let judged =
+            open.map(|candidate| (candidate.process, MergeEstimate::new(&candidate, scan_time(&candidate.process))));
+        let is_profitable = |(process, estimate): &JudgedCandidate| {
+            let is_short = self.is_memory_short_for(&[*process]);
+            estimate.is_profitable(if is_short { f64::INFINITY } else { self.rules.max_cpu_seconds_per_mib })
+        };
+        judged.partition(is_profitable)
+    }
+
+    /// Record the scans of processes whose turn it was, and schedule their next ones.
+    fn finish_scans(
+        &mut self,
+        turns: &[ProcessId],
+        scanned: &[ProcessId],
+        found: &CensusSummary,
+        profitable: &[JudgedCandidate],
+    ) {
+        let max_interval = self.max_scan_interval();
+        for &process in turns {
+            let spread = self.random_fraction(process);
+            let is_profitable = profitable.iter().any(|(candidate, _)| *candidate == process);
+            let is_unstable = found.not_yet_stable.contains(&process);
+            if let Some(member) = self.tracked.get_mut(&process) {
+                member.finish_scan(self.now, (is_profitable, is_unstable), spread, &self.rules, max_interval);
+            }
+        }
+        for process in self.find_missed_partners(turns, &scanned.iter().copied().collect()) {
             if let Some(member) = self.tracked.get_mut(&process) {
                 member.record_missed_partner(&self.rules);
             }
         }
-        if young {
-            return;
+    }
+
+    /// Report unprofitable candidates whose turn it was: partners are reported when their own scan is due.
+    fn report_unprofitable(
+        &mut self,
+        candidates: Vec<JudgedCandidate>,
+        turns: &[ProcessId],
+        actions: &mut Vec<Action>,
+    ) {
+        let of_turn = candidates.into_iter().filter(|(process, _)| turns.contains(process));
+        let (processes, sum) = merge_estimate::sum_estimates(of_turn);
+        if !processes.is_empty() {
+            let why = format!("it would save {sum} (limit: {})", self.rules.max_cpu_seconds_per_mib);
+            actions.push(self.report_decision(DecisionKind::Skip, &processes, DecisionReason::Unprofitable, why));
         }
-        // Unprofitable partners are reported when their own scan is due.
-        let (dear, sum) =
-            merge_estimate::sum_estimates(dear.into_iter().filter(|(process, _)| turns.contains(process)));
-        if !dear.is_empty() {
-            let why = format!("it would save {sum} (limit: {most})");
-            actions.push(self.report_decision(DecisionKind::Skip, &dear, DecisionReason::Unprofitable, why));
-        }
-        let outlays: Vec<f64> =
-            worth.iter().map(|(_, worth)| worth.ksmd_time.as_secs_f64() * MERGE_RESERVATION_FACTOR).collect();
-        let (processes, sum) = merge_estimate::sum_estimates(worth);
-        if processes.is_empty() {
-            return;
-        }
-        let (net, cost) = (Bytes(sum.net_savings.0.max(0).unsigned_abs()), sum.ksmd_time.as_secs_f64());
+    }
+
+    /// Decide to merge profitable candidates, and start that if the daemon may act.
+    fn decide_merge(&mut self, candidates: Vec<JudgedCandidate>, actions: &mut Vec<Action>) {
+        let reservations: Vec<f64> = candidates
+            .iter()
+            .map(|(_, estimate)| estimate.ksmd_time.as_secs_f64() * MERGE_RESERVATION_FACTOR)
+            .collect();
+        let (processes, sum) = merge_estimate::sum_estimates(candidates);
         let acts = self.may_act() && self.host_acquired && self.shutdown_stage.is_none();
-        let why = format!("it should save {sum}");
-        let decision = Decision {
+        actions.push(Action::Report(Decision {
             kind: DecisionKind::Merge,
             processes: processes.clone(),
             reason: DecisionReason::Profitable,
-            explanation: why,
-            predicted: Some(net),
+            explanation: format!("it should save {sum}"),
+            predicted: Some(Bytes(sum.net_savings.0.max(0).unsigned_abs())),
             carried_out: acts,
-        };
-        actions.push(Action::Report(decision));
-        if acts {
-            // At the refill rate of the budget, the merge would never end.
-            let share = if cost * 1.5 <= self.cpu_budget.available_seconds() {
-                1.0
-            } else {
-                (self.rules.cpu_rate / 2.0).clamp(0.001, 1.0)
-            };
-            let share = (share * self.slowdown.pace_factor()).max(0.001);
-            for (process, outlay) in processes.iter().zip(outlays) {
-                if let Some(member) = self.tracked.get_mut(process) {
-                    member.reserved_merge_seconds = outlay;
-                }
-            }
-            self.start_task(
-                DaemonTask::Merge(processes.clone()),
-                Action::Merge { processes, cpu_share: share },
-                actions,
-            );
+        }));
+        if !acts {
+            return;
         }
+        // At the refill rate of the budget, the merge would never end.
+        let share = if sum.ksmd_time.as_secs_f64() * 1.5 <= self.cpu_budget.available_seconds() {
+            1.0
+        } else {
+            (self.rules.cpu_rate / 2.0).clamp(0.001, 1.0)
+        };
+        let cpu_share = (share * self.slowdown.pace_factor()).max(0.001);
+        for (process, seconds) in processes.iter().zip(reservations) {
+            if let Some(member) = self.tracked.get_mut(process) {
+                member.reserved_merge_seconds = seconds;
+            }
+        }
+        self.start_task(DaemonTask::Merge(processes.clone()), Action::Merge { processes, cpu_share }, actions);
     }
 
     fn handle_merged_check(&mut self, looked: MergedCheckSummary, actions: &mut Vec<Action>) {

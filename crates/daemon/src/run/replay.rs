@@ -6,7 +6,9 @@
 
 use super::cgroup_shortages::CgroupShortageReader;
 use super::process_table::ProcessTable;
-use super::worker::{census_plan_request, merge_candidates, pages_read, scan_costs_in_pages, unstable_processes};
+use super::worker::{
+    census_plan_request, exclusion_reason, merge_candidates, pages_read, scan_costs_in_pages, unstable_processes,
+};
 use super::{DaemonSettings, Error, process_label};
 use crate::decide::{
     Action, CensusSummary, DaemonState, Decision, Event, INITIAL_CENSUS_SECONDS_PER_MIB, TickReadings, TimeOfDay, step,
@@ -17,7 +19,7 @@ use pagefold_host::{Host, observe};
 use pagefold_merge::StableAges;
 use pagefold_merge::ksmd::KsmdThread;
 use pagefold_merge::prepare::prepare_plan;
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
@@ -122,18 +124,16 @@ impl DaemonReplay {
     fn take_census(&mut self, host: &dyn Host, at: Duration, processes: &[ProcessId]) -> Event {
         self.stable_ages.retain_processes(|process| self.labels.contains_key(&process));
         let settings = DaemonSettings { pass_interval: Duration::ZERO, census_threads: 1, ..self.settings.clone() };
-        let excluded = |process: &Process| settings.exclusions.reason(process);
+        let excluded = exclusion_reason(processes, &settings);
         let progress = pagefold_census::ScanProgress::default();
         let ages = Some((&mut self.stable_ages, self.started_at + at));
         let never = AtomicBool::new(false);
         let prepared =
             prepare_plan(host, &census_plan_request(processes, &settings), &excluded, ages, &progress, &never);
-        let mut prepared = match prepared {
+        let prepared = match prepared {
             Ok(prepared) => prepared,
             Err(error) => return Event::TaskFailed(error.to_string()),
         };
-        let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
-        prepared.plan.retain_processes(|process| chosen.contains(&process));
         let looked = host
             .page_size()
             .bytes_of(prepared.census.subjects.iter().map(|subject| pages_read(subject, &self.stable_ages)).sum());

@@ -14,7 +14,6 @@ use pagefold_base::process::Process;
 use pagefold_base::{Absent, AddressRange, Bytes, NetBytes, Pages, ProcessId};
 use pagefold_census::ProcessSelection;
 use pagefold_census::results::{Census, SubjectCensus};
-use pagefold_host::action::NOT_MAPPED_REASON;
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::transaction::session;
 use pagefold_host::transaction::session::Session;
@@ -211,14 +210,13 @@ impl<'h> Worker<'h> {
     fn take_census(&mut self, processes: &[ProcessId], settings: &DaemonSettings) -> Result<CensusSummary, Error> {
         self.prepared = None;
         let before = self.host.own_cpu_time();
-        let chosen: BTreeSet<ProcessId> = processes.iter().copied().collect();
         let (metadata, left_out) = (self.remaining_metadata(settings)?, self.excluded_ranges(self.time_since_start()));
         let request = PlanRequest {
             max_added_metadata: metadata,
             excluded_ranges: left_out,
             ..census_plan_request(processes, settings)
         };
-        let excluded = |process: &Process| settings.exclusions.reason(process);
+        let excluded = exclusion_reason(processes, settings);
         let progress = pagefold_census::ScanProgress::default();
         let host = self.host;
         self.stable_ages.retain_processes(|process| is_alive(host, process));
@@ -227,7 +225,6 @@ impl<'h> Worker<'h> {
         self.enrolled_ranges.retain(|process, _| is_alive(host, *process));
         let ages = Some((&mut self.stable_ages, self.host.now()));
         let mut prepared = prepare_plan(self.host, &request, &excluded, ages, &progress, &self.cancel)?;
-        prepared.plan.retain_processes(|process| chosen.contains(&process));
         let census = &prepared.census;
         // The cost of foreign processes is part of the cost of the processes that need them.
         let chosen = || census.subjects.iter().filter(|subject| !subject.is_foreign);
@@ -273,11 +270,9 @@ impl<'h> Worker<'h> {
 
     fn merge(&mut self, processes: &[ProcessId], share: f64, settings: &DaemonSettings) -> Result<MergeSummary, Error> {
         let session = self.session.as_mut().ok_or(Error::HostNotAcquired)?;
-        let Some(PreparedPlan { mut plan, probes, .. }) = self.prepared.take() else {
-            return Ok(MergeSummary::default());
-        };
-        let chosen: BTreeSet<&ProcessId> = processes.iter().collect();
-        plan.retain_processes(|process| chosen.contains(&process));
+        let Some(mut prepared) = self.prepared.take() else { return Ok(MergeSummary::default()) };
+        prepared.retain_processes(|process| processes.contains(&process));
+        let PreparedPlan { plan, probes, .. } = prepared;
         let page_size = self.host.page_size();
         let predicted = Bytes(plan.predicted.effect.net(page_size).0.max(0).unsigned_abs());
         let to_enroll = |target: &PlanTarget| [target.ranges_to_enroll(false), target.ranges_to_enroll(true)].concat();
@@ -442,11 +437,11 @@ fn failure_reason(plan: &unmerge::UnenrollPlan, done: unmerge::UnenrollOutcome) 
     let interrupted = done.interrupted;
     let mut done = done.targets.into_iter().next()?;
     // Ranges that the program has unmapped need no unenrolling.
-    done.missed_ranges.retain(|(_, why)| !why.starts_with(NOT_MAPPED_REASON));
+    done.missed_ranges.retain(|(_, why)| !why.is_not_mapped());
     if done.is_complete() {
         return None;
     }
-    let missed = done.missed_ranges.first().map(|(_, why)| why.clone());
+    let missed = done.missed_ranges.first().map(|(_, why)| why.to_string());
     let short = match done.all_unenrolled {
         true => "it still has merged pages",
         false if interrupted => NO_TIME_REASON,
@@ -487,6 +482,20 @@ pub(super) fn census_plan_request(processes: &[ProcessId], settings: &DaemonSett
         split_huge_pages: settings.split_huge_pages,
         excluded_ranges: BTreeMap::new(),
         max_matrix_rows: MAX_MATRIX_ROWS,
+        explain_differences: false,
+    }
+}
+
+/// Returns why a process must not be enrolled, or nothing: it is excluded, or it is none of `processes` and has the PID
+/// of one that ended.
+pub(super) fn exclusion_reason(
+    processes: &[ProcessId],
+    settings: &DaemonSettings,
+) -> impl Fn(&Process) -> Option<String> + use<> {
+    let (chosen, exclusions): (BTreeSet<ProcessId>, _) =
+        (processes.iter().copied().collect(), settings.exclusions.clone());
+    move |process| {
+        exclusions.reason(process).or_else(|| (!chosen.contains(&process.id)).then(|| "not selected".to_owned()))
     }
 }
 

@@ -279,7 +279,7 @@ impl<'a> Session<'a> {
     pub fn drop_ended_processes(&mut self) -> Result<(), Error> {
         let length = self.journal.entries.len();
         let host = self.host;
-        let lives = |process: &ProcessId| host.open(process.pid).is_ok_and(|handle| handle.id() == *process);
+        let lives = |process: &ProcessId| crate::hold(host, *process).is_ok();
         self.journal.entries.retain(|entry| entry.undo.process().is_none_or(|process| lives(&process)));
         if self.journal.entries.len() < length { self.rewrite_journal() } else { Ok(()) }
     }

@@ -15,7 +15,7 @@ use super::{action_error, push_missed_range};
 use crate::process::LiveProcess;
 use pagefold_base::AddressRange;
 use pagefold_base::region::{Region, VmFlags};
-use pagefold_host::action::{ActionError, ActionOutcome, MergeAdvice, NOT_MAPPED_REASON};
+use pagefold_host::action::{ActionError, ActionOutcome, MergeAdvice, MissedReason};
 use pagefold_host::{PageRun, ProcessHandle, observe};
 use pagefold_sys::fault;
 use pagefold_sys::inject::{self, ARGUMENT_SPACE_BYTES, InjectTarget, StoppedThread};
@@ -99,7 +99,7 @@ pub fn advise(
             }
             // Completed work stays, and is reported.
             Err(error) if work.started_calls > 0 && error != inject::InjectError::Vanished => {
-                let why = action_error(error).to_string();
+                let why = MissedReason::Refused(action_error(error).to_string());
                 work.ranges.drain(..).for_each(|range| work.missed_ranges.push((range, why.clone())));
             }
             Err(error) => return Err(action_error(error)),
@@ -173,21 +173,21 @@ fn revalidate(
     regions: &[Region],
     advice: MergeAdvice,
     ranges: &[AddressRange],
-) -> (VecDeque<AddressRange>, Vec<(AddressRange, String)>) {
+) -> (VecDeque<AddressRange>, Vec<(AddressRange, MissedReason)>) {
     let mut wanted: VecDeque<AddressRange> = VecDeque::new();
     let mut missed = Vec::new();
-    let unmapped = || NOT_MAPPED_REASON.to_owned();
     for &range in ranges {
         let mut at = range.start;
         let first = regions.partition_point(|region| region.range.end <= range.start);
         for region in &regions[first..] {
             let Some(part) = region.range.overlap(range) else { break };
             if at < part.start {
-                push_missed_range(&mut missed, AddressRange { start: at, end: part.start }, unmapped());
+                push_missed_range(&mut missed, AddressRange { start: at, end: part.start }, MissedReason::NotMapped);
             }
             at = part.end;
             if let Some(why) = region.ineligible() {
-                push_missed_range(&mut missed, part, format!("cannot be merged: {}", why.phrase()));
+                let why = MissedReason::Refused(format!("cannot be merged: {}", why.phrase()));
+                push_missed_range(&mut missed, part, why);
             } else if region.flags.has(VmFlags::MERGEABLE) == (advice == MergeAdvice::Unmergeable) {
                 match wanted.back_mut() {
                     Some(last) if last.end == part.start => last.end = part.end,
@@ -196,7 +196,7 @@ fn revalidate(
             }
         }
         if at < range.end {
-            push_missed_range(&mut missed, AddressRange { start: at, end: range.end }, unmapped());
+            push_missed_range(&mut missed, AddressRange { start: at, end: range.end }, MissedReason::NotMapped);
         }
     }
     (wanted, missed)
@@ -208,7 +208,7 @@ struct AdviceWork {
     ranges: VecDeque<AddressRange>,
     /// Huge pages in these ranges, ascending.
     huge_pages: Vec<AddressRange>,
-    missed_ranges: Vec<(AddressRange, String)>,
+    missed_ranges: Vec<(AddressRange, MissedReason)>,
     /// Whether the kernel accepts many ranges in a call.
     batched: bool,
     /// The maximum number of bytes in a call.
@@ -327,7 +327,7 @@ impl AdviceWork {
             inside.call_syscall(syscall_numbers::MADVISE, [range.start, bytes, madvise_code(self.advice), 0, 0, 0])?;
         self.advance(bytes);
         if let Some(errno) = errno_from_result(answer) {
-            self.missed_ranges.push((range, describe_errno(errno)));
+            self.missed_ranges.push((range, refusal_reason(errno)));
             return Ok(false);
         }
         Ok(true)
@@ -336,13 +336,13 @@ impl AdviceWork {
 
 /// Why a range was refused. In mm/madvise.c `madvise_walk_vmas` continues after a hole, and `madvise_vma_behavior`
 /// returns EAGAIN for a lack of memory or of regions.
-fn describe_errno(errno: Errno) -> String {
-    match errno {
-        Errno::NOMEM => format!("{NOT_MAPPED_REASON} in parts; the other parts were advised"),
+fn refusal_reason(errno: Errno) -> MissedReason {
+    MissedReason::Refused(match errno {
+        Errno::NOMEM => return MissedReason::PartlyNotMapped,
         Errno::AGAIN => "the process has vm.max_map_count regions, or the kernel is out of memory".to_owned(),
         Errno::INVAL => "this kernel has no KSM".to_owned(),
         errno => format!("refused by the kernel: {errno}"),
-    }
+    })
 }
 
 #[cfg(test)]
@@ -368,15 +368,14 @@ mod tests {
         ];
         let (wanted, missed) = revalidate(&regions, MergeAdvice::Mergeable, &[range(0, 0x7000), range(0x8000, 0xa000)]);
         assert_eq!(wanted, [range(0x1000, 0x3000), range(0x6000, 0x7000), range(0x8000, 0x9000)]);
-        let missed: Vec<_> = missed.iter().map(|(range, why)| (*range, why.as_str())).collect();
-        let unmapped = "not mapped any more";
+        let unmapped = || MissedReason::NotMapped;
         assert_eq!(
             missed,
             [
-                (range(0, 0x1000), unmapped),
-                (range(0x4000, 0x5000), unmapped),
-                (range(0x5000, 0x6000), "cannot be merged: shared memory"),
-                (range(0x9000, 0xa000), unmapped),
+                (range(0, 0x1000), unmapped()),
+                (range(0x4000, 0x5000), unmapped()),
+                (range(0x5000, 0x6000), MissedReason::Refused("cannot be merged: shared memory".to_owned())),
+                (range(0x9000, 0xa000), unmapped()),
             ]
         );
         let (wanted, _) = revalidate(&regions, MergeAdvice::Unmergeable, &[range(0, 0x7000)]);

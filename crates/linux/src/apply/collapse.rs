@@ -7,7 +7,7 @@ use super::push_missed_range;
 use crate::LiveHost;
 use crate::process::LiveProcess;
 use pagefold_base::AddressRange;
-use pagefold_host::action::{ActionError, ActionOutcome};
+use pagefold_host::action::{ActionError, ActionOutcome, MissedReason};
 use pagefold_host::{ProcessHandle, observe};
 use pagefold_sys::{advise, fault};
 use rustix::io::Errno;
@@ -41,7 +41,7 @@ pub fn collapse(
         for start in (range.start..range.end).step_by(huge as usize) {
             let page = AddressRange { start, end: range.end.min(start + huge) };
             if let Err(error) = call(page) {
-                push_missed_range(&mut missed, page, describe_error(&error));
+                push_missed_range(&mut missed, page, MissedReason::Refused(describe_error(&error)));
             }
         }
     }

@@ -8,7 +8,7 @@ use super::write_setting;
 use crate::LiveHost;
 use crate::process::LiveProcess;
 use pagefold_base::{AddressRange, IdSet};
-use pagefold_host::action::{ActionError, ActionOutcome, CpusetFile, Exchange, ThreadId};
+use pagefold_host::action::{ActionError, ActionOutcome, CpusetFile, Exchange, MissedReason, ThreadId};
 use pagefold_host::{Host, ProcessHandle, hold, parse};
 use pagefold_sys::{fault, numa};
 use rustix::io::Errno;
@@ -101,7 +101,8 @@ pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32)
         fault::point("after moving pages");
         for page in pages_elsewhere(process, &elsewhere, node)? {
             let range = AddressRange { start: page, end: page + page_bytes };
-            super::push_missed_range(&mut missed, range, refusal_text(refusals.remove(&page)));
+            let why = MissedReason::Refused(refusal_text(refusals.remove(&page)));
+            super::push_missed_range(&mut missed, range, why);
         }
     }
     Ok(ActionOutcome { stop_durations: Vec::new(), missed_ranges: missed })

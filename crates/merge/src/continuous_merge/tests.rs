@@ -69,6 +69,7 @@ fn continuous_merge<'h, 'a>(host: &'h FakeHost, directory: &'a Path) -> Continuo
             split_huge_pages: true,
             excluded_ranges: Default::default(),
             max_matrix_rows: 0,
+            explain_differences: false,
         },
         merge_options: merge::MergeOptions {
             ksmd_cpu_share: 1.0,

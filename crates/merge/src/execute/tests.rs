@@ -5,7 +5,6 @@ use crate::decide::plan::{GuestMemoryControl, PlannedRange};
 use pagefold_base::Pid;
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
-use pagefold_host::Host;
 use pagefold_host::fake_host::{AdviceFault, FakeHost};
 use pagefold_host::resource::ResourceClass;
 
@@ -40,26 +39,8 @@ fn run_steps<T>(
         watch_time: Duration::ZERO,
         after_merge: AfterMerge::UndoChanges,
     };
-    let mut work = MergeRun {
-        plan,
-        monitor: &mut MergeMonitor::new(host),
-        unenrolled_pages: Pages::ZERO,
-        unenrolled_processes: BTreeSet::new(),
-        volatile_found_at: started,
-        any_enrolled: false,
-        smart_scan_disabled: false,
-        ksmd: KsmdThread::find(host),
-        page_counter: MergedPageCounter::new(host, plan),
-        ksmd_cpu_before: Err(Absent::NotOnThisKernel),
-        pace: KsmdPace::new(1.0),
-        session: &mut session,
-        options: &options,
-        started_at: started,
-        progress: &progress,
-        stop: &stop,
-        timeline: Vec::new(),
-        failed_changes: Vec::new(),
-    };
+    let mut monitor = MergeMonitor::new(host);
+    let mut work = MergeRun::new(&mut session, plan, &options, &mut monitor, (&progress, &stop), started);
     let result = steps(&mut work);
     session.commit().unwrap();
     result
@@ -121,7 +102,7 @@ fn merge_without_progress_ends_at_its_deadline() {
     assert_eq!(end, MergeEnd::Deadline);
     assert!(timeline.iter().map(|point| point.at).is_sorted_by(|a, b| a < b), "each read follows a pause");
     let elapsed = elapsed_since(&host, virtual_start);
-    assert!((DEADLINE..DEADLINE + FAR_POLL_INTERVAL).contains(&elapsed), "{elapsed:?}");
+    assert!((DEADLINE..DEADLINE + settle::FAR_POLL_INTERVAL).contains(&elapsed), "{elapsed:?}");
     assert!(real_start.elapsed() < DEADLINE / 2, "the merge waited on the real clock");
     assert_eq!(host.regions(Pid(7)).unwrap(), [(range, "", false)], "unmerged ranges are unenrolled");
 }

@@ -1,6 +1,8 @@
 //! The plan and the outcome of a merge as text.
 
-use crate::wire::merge::{MergeReport, OutcomeReport, PlanReport, TargetReport, TemporaryUnenrollReport};
+use crate::wire::merge::{
+    FailedChangeKind, MergeEndKind, MergeReport, OutcomeReport, PlanReport, TargetReport, TemporaryUnenrollReport,
+};
 use pagefold_base::Bytes;
 use pagefold_census::text::unseen;
 use pagefold_output::text::{
@@ -54,10 +56,12 @@ fn render_title(report: &MergeReport) -> String {
         );
     };
     let end = match outcome.end {
-        "settled" => "Settled.".to_owned(),
-        "deadline" => "Ended by its deadline before it settled.".to_owned(),
-        "stopped" => "Stopped before it settled; merged pages stay merged.".to_owned(),
-        _ => format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("another program drives KSM")),
+        MergeEndKind::Settled => "Settled.".to_owned(),
+        MergeEndKind::Deadline => "Ended by its deadline before it settled.".to_owned(),
+        MergeEndKind::Stopped => "Stopped before it settled; merged pages stay merged.".to_owned(),
+        MergeEndKind::Yielded => {
+            format!("Yielded: {}.", outcome.yielded_to.as_deref().unwrap_or("another program drives KSM"))
+        }
     };
     format!(
         "Merged {} of {}: {} saved, {} net of metadata{}. {end}",
@@ -240,7 +244,7 @@ fn render_targets(report: &MergeReport, top: usize, style: TextStyle) -> String 
     }
     let mut text = style.format_heading(match &report.outcome {
         None => "Planned enrollment",
-        Some(outcome) if outcome.end == "settled" => "Enrolled",
+        Some(outcome) if outcome.end == MergeEndKind::Settled => "Enrolled",
         Some(_) => "Planned, not all enrolled",
     });
     text.push_str(&style.render_table(&table));
@@ -273,49 +277,8 @@ fn render_forecast(plan: &PlanReport, style: TextStyle) -> String {
 }
 
 fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle) -> String {
-    let mut text = String::new();
-    let mut narrowed: Vec<&TemporaryUnenrollReport> = report.plan.temporary_unenrolls.iter().collect();
-    if !narrowed.is_empty() {
-        narrowed.sort_by_key(|narrowed| Reverse(narrowed.bytes));
-        let all: u64 = narrowed.iter().map(|narrowed| narrowed.bytes).sum();
-        let of = |narrowed: &&TemporaryUnenrollReport| {
-            format!("{} of {} ({})", Bytes(narrowed.bytes), narrowed.pid, escape_unprintable(&narrowed.comm))
-        };
-        let mut whose: Vec<String> = narrowed.iter().take(MAX_NAMED_UNENROLLED).map(of).collect();
-        if narrowed.len() > MAX_NAMED_UNENROLLED {
-            whose.push(format!("and {} more", format_number((narrowed.len() - MAX_NAMED_UNENROLLED) as u64)));
-        }
-        text.push_str(&style.format_paragraph(
-            &format!(
-                "{} that programs enrolled themselves are not profitable and {} unenrolled while ksmd works: {}.",
-                Bytes(all),
-                if report.outcome.is_some() { "were" } else { "would be" },
-                whose.join(", "),
-            ),
-            2,
-        ));
-    }
-    if report.outcome.is_none() {
-        for target in report.plan.targets.iter().take(top) {
-            let Some(why) = &target.error else { continue };
-            let (pid, label) = (target.process.pid, target.process.label());
-            let _ = writeln!(
-                text,
-                "Would not be enrolled: {pid} ({}): {}.",
-                escape_unprintable(&label),
-                escape_unprintable(why)
-            );
-        }
-    }
-    for left in report.plan.skipped.iter().take(top) {
-        let _ = writeln!(
-            text,
-            "Not enrolled: {} ({}): {}.",
-            left.pid,
-            escape_unprintable(&left.comm),
-            escape_unprintable(&left.why)
-        );
-    }
+    let mut text = render_temporary_unenrolls(report, style);
+    text.push_str(&render_skipped(report, top));
     if report.enrolled_may_be_hidden {
         text.push_str(&style.format_paragraph(
             "Other processes may be enrolled that are not visible from here: those outside of a container, those of \
@@ -340,39 +303,99 @@ fn render_notes(report: &MergeReport, top: usize, remedy: &str, style: TextStyle
         ));
     }
     if let Some(outcome) = &report.outcome {
-        if let Some(others @ 1..) = outcome.other_enrolled_processes {
-            text.push_str(&style.format_paragraph(
-                &format!(
-                    "Outside of the plan {} enrolled too: KSM has one tree and may have merged their pages with these.",
-                    if others == 1 {
-                        "1 process is".to_owned()
-                    } else {
-                        format!("{} are", format_process_count(others))
-                    }
-                ),
-                2,
-            ));
-        }
-        for missed in outcome.failed_changes.iter().take(MAX_FAILED_CHANGE_LINES) {
-            let place = match (missed.start, missed.end) {
-                (Some(start), Some(end)) => format!(" {start:08x}-{end:08x}"),
-                _ => String::new(),
-            };
-            let comm = escape_unprintable(&missed.comm);
-            let what = if missed.change == "unenroll" { "unenrolled" } else { "enrolled" };
-            let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, escape_unprintable(&missed.why));
-        }
-        if outcome.failed_changes.len() > MAX_FAILED_CHANGE_LINES {
-            let _ = writeln!(
-                text,
-                "... and {} more ranges not enrolled or unenrolled (--json)",
-                outcome.failed_changes.len() - MAX_FAILED_CHANGE_LINES
-            );
-        }
-    }
-    for remains in report.outcome.iter().flat_map(|outcome| &outcome.failed_undos) {
-        let _ = writeln!(text, "Not restored: {}.", escape_unprintable(remains));
+        text.push_str(&render_incomplete_changes(outcome, style));
     }
     text.push_str(&unseen(&report.unscanned_processes, remedy));
     if text.is_empty() { text } else { format!("\n{text}") }
+}
+
+/// The unprofitable memory that programs enrolled themselves.
+fn render_temporary_unenrolls(report: &MergeReport, style: TextStyle) -> String {
+    let mut unenrolled: Vec<&TemporaryUnenrollReport> = report.plan.temporary_unenrolls.iter().collect();
+    if unenrolled.is_empty() {
+        return String::new();
+    }
+    unenrolled.sort_by_key(|unenrolled| Reverse(unenrolled.bytes));
+    let all: u64 = unenrolled.iter().map(|unenrolled| unenrolled.bytes).sum();
+    let describe = |unenrolled: &&TemporaryUnenrollReport| {
+        format!("{} of {} ({})", Bytes(unenrolled.bytes), unenrolled.pid, escape_unprintable(&unenrolled.comm))
+    };
+    let mut named: Vec<String> = unenrolled.iter().take(MAX_NAMED_UNENROLLED).map(describe).collect();
+    if unenrolled.len() > MAX_NAMED_UNENROLLED {
+        named.push(format!("and {} more", format_number((unenrolled.len() - MAX_NAMED_UNENROLLED) as u64)));
+    }
+    style.format_paragraph(
+        &format!(
+            "{} that programs enrolled themselves are not profitable and {} unenrolled while ksmd works: {}.",
+            Bytes(all),
+            if report.outcome.is_some() { "were" } else { "would be" },
+            named.join(", "),
+        ),
+        2,
+    )
+}
+
+/// The processes that would not be enrolled, and those that were left out on purpose.
+fn render_skipped(report: &MergeReport, top: usize) -> String {
+    let mut text = String::new();
+    if report.outcome.is_none() {
+        for target in report.plan.targets.iter().take(top) {
+            let Some(why) = &target.error else { continue };
+            let (pid, label) = (target.process.pid, target.process.label());
+            let _ = writeln!(
+                text,
+                "Would not be enrolled: {pid} ({}): {}.",
+                escape_unprintable(&label),
+                escape_unprintable(why)
+            );
+        }
+    }
+    for left in report.plan.skipped.iter().take(top) {
+        let _ = writeln!(
+            text,
+            "Not enrolled: {} ({}): {}.",
+            left.pid,
+            escape_unprintable(&left.comm),
+            escape_unprintable(&left.why)
+        );
+    }
+    text
+}
+
+/// What else was enrolled, and which changes were not made or not undone.
+fn render_incomplete_changes(outcome: &OutcomeReport, style: TextStyle) -> String {
+    let mut text = String::new();
+    if let Some(others @ 1..) = outcome.other_enrolled_processes {
+        let others =
+            if others == 1 { "1 process is".to_owned() } else { format!("{} are", format_process_count(others)) };
+        text.push_str(&style.format_paragraph(
+            &format!(
+                "Outside of the plan {others} enrolled too: KSM has one tree and may have merged their pages with these."
+            ),
+            2,
+        ));
+    }
+    for missed in outcome.failed_changes.iter().take(MAX_FAILED_CHANGE_LINES) {
+        let place = match (missed.start, missed.end) {
+            (Some(start), Some(end)) => format!(" {start:08x}-{end:08x}"),
+            _ => String::new(),
+        };
+        let comm = escape_unprintable(&missed.comm);
+        let what = match missed.change {
+            FailedChangeKind::Unenroll => "unenrolled",
+            FailedChangeKind::Enroll => "enrolled",
+        };
+        let _ = writeln!(text, "Not {what}: {} ({comm}){place}: {}.", missed.pid, escape_unprintable(&missed.why));
+    }
+    if outcome.failed_changes.len() > MAX_FAILED_CHANGE_LINES {
+        let _ = writeln!(
+            text,
+            "... and {} more ranges not enrolled or unenrolled (--json)",
+            outcome.failed_changes.len() - MAX_FAILED_CHANGE_LINES
+        );
+    }
+    for remains in &outcome.failed_undos {
+        let _ = writeln!(text, "Not restored: {}.", escape_unprintable(remains));
+    }
+    text
 }

@@ -1,6 +1,9 @@
 //! The report of `unmerge` as text.
 
-use crate::wire::unmerge::{GuardReport, TakenReport, UnmergeReport, UnmergedProcessReport};
+use crate::wire::unmerge::{
+    GuardReport, GuardVerdict, TakenReport, UnenrollMethodKind, UnenrollState, UnmergeOutcomeKind, UnmergeReport,
+    UnmergedProcessReport,
+};
 use comfy_table::{Cell, Color};
 use pagefold_base::Bytes;
 use pagefold_base::units::NetBytes;
@@ -35,20 +38,28 @@ fn render_title(report: &UnmergeReport) -> String {
     let they = format!("{} process{}", format_number(count), if count == 1 { "" } else { "es" });
     let binds = describe_binding_limit(report.stopped_by_guard.as_ref().unwrap_or(&report.guard));
     match report.outcome {
-        "nothing" => format!(
+        UnmergeOutcomeKind::Nothing => format!(
             "Nothing to unmerge on {host}: none of {} chosen processes is enrolled in KSM.",
             format_number(report.not_enrolled)
         ),
-        "planned" => format!(
+        UnmergeOutcomeKind::Planned => format!(
             "Dry run on {host}: {they} with {merged} merged would take {needed}; {}. Nothing was changed.",
-            if report.guard.verdict == "fits" { "it fits".to_owned() } else { format!("it does not fit: {binds}") }
+            if report.guard.verdict == GuardVerdict::Fits {
+                "it fits".to_owned()
+            } else {
+                format!("it does not fit: {binds}")
+            }
         ),
-        "refused" => format!("Refused on {host}: unmerging {they} takes {needed}, and {binds}. Nothing was changed."),
-        "done" => format!("Unmerged on {host}: {they} with {merged} merged: no page is merged any more."),
-        _ => format!(
+        UnmergeOutcomeKind::Refused => {
+            format!("Refused on {host}: unmerging {they} takes {needed}, and {binds}. Nothing was changed.")
+        }
+        UnmergeOutcomeKind::Done => {
+            format!("Unmerged on {host}: {they} with {merged} merged: no page is merged any more.")
+        }
+        UnmergeOutcomeKind::Partial => format!(
             "Unmerged in part on {host}: of {they} with {merged} merged, {} still is{}.",
             still_merged_bytes(report),
-            match report.processes.iter().filter(|process| process.state == "ended").count() {
+            match report.processes.iter().filter(|process| process.state == UnenrollState::Ended).count() {
                 0 => String::new(),
                 ended => format!("; {} ended meanwhile", format_number(ended as u64)),
             }
@@ -79,7 +90,7 @@ fn needed_bytes(report: &UnmergeReport) -> u64 {
 fn describe_binding_limit(guard: &GuardReport) -> String {
     match (guard.limits.iter().find(|limit| !limit.fits), guard.unreadable.first()) {
         (Some(limit), _) => {
-            let swap = if guard.verdict == "swaps" { "; the rest would be swapped out" } else { "" };
+            let swap = if guard.verdict == GuardVerdict::Swaps { "; the rest would be swapped out" } else { "" };
             format!("{} of {} leaves {}{swap}", limit.kind, escape_unprintable(&limit.scope), Bytes(limit.headroom))
         }
         (None, Some(unknown)) => {
@@ -101,9 +112,9 @@ fn render_processes(report: &UnmergeReport, top: usize, style: TextStyle) -> Str
             .map(|pages| format_bytes((pages + process.zero_pages_after.unwrap_or(0)) * size))
             .unwrap_or_default();
         let state = match process.state {
-            "unenrolled" => colored_cell(process.state, Color::Green),
-            "planned" | "untouched" | "ended" => Cell::new(process.state),
-            state => colored_cell(state, Color::Yellow),
+            state @ UnenrollState::Unenrolled => colored_cell(state, Color::Green),
+            state @ (UnenrollState::Planned | UnenrollState::Untouched | UnenrollState::Ended) => Cell::new(state),
+            state @ (UnenrollState::Partial | UnenrollState::Failed) => colored_cell(state, Color::Yellow),
         };
         table.add_row([
             Cell::new(process.process.pid),
@@ -178,7 +189,8 @@ fn render_taken(taken: &TakenReport, page_size: u64, style: TextStyle) -> String
 
 fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
     let mut notes = Vec::new();
-    let refused = report.outcome == "refused" || (report.outcome == "planned" && report.guard.verdict != "fits");
+    let refused = report.outcome == UnmergeOutcomeKind::Refused
+        || (report.outcome == UnmergeOutcomeKind::Planned && report.guard.verdict != GuardVerdict::Fits);
     if refused {
         let parts = report.batches;
         notes.push(format!(
@@ -187,8 +199,10 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
             format_number(parts.total)
         ));
     }
-    let whole =
-        |process: &&UnmergedProcessReport| process.method == "qmp" && matches!(process.state, "planned" | "untouched");
+    let whole = |process: &&UnmergedProcessReport| {
+        process.method == UnenrollMethodKind::Qmp
+            && matches!(process.state, UnenrollState::Planned | UnenrollState::Untouched)
+    };
     if (refused || report.stopped_by_guard.is_some())
         && let Some(guest) = report.processes.iter().find(whole)
     {
@@ -198,7 +212,7 @@ fn build_notes(report: &UnmergeReport, remedy: &str) -> Vec<String> {
             guest.process.label()
         ));
     }
-    if report.forced && report.guard.verdict != "fits" {
+    if report.forced && report.guard.verdict != GuardVerdict::Fits {
         for limit in report.guard.limits.iter().filter(|limit| !limit.fits) {
             notes.push(format!(
                 "Forced past {} of {}: {}.",
@@ -265,7 +279,7 @@ mod tests {
     use pagefold_output::wire::{ProcessInfo, VmInfo};
 
     /// A report on 16 MiB that are needed in `/vms`, of which half is available.
-    fn sample_report(outcome: &'static str, swap: u64, forced: bool) -> UnmergeReport {
+    fn sample_report(outcome: UnmergeOutcomeKind, swap: u64, forced: bool) -> UnmergeReport {
         let limit = |place, rule, room| MemoryLimit {
             scope: place,
             kind: rule,
@@ -303,11 +317,12 @@ mod tests {
 
     #[test]
     fn refusal_names_the_limit_and_remedies() {
-        let text = render(&sample_report("refused", 0, false), 10, "", TextStyle::default());
+        let text = render(&sample_report(UnmergeOutcomeKind::Refused, 0, false), 10, "", TextStyle::default());
         let text = text.replace('\n', " ");
         assert!(text.contains("memory.high of /vms\\u{1b}[2J leaves 8.00 MiB. Nothing was changed."), "{text}");
         assert!(text.contains("`--staged` would unenroll 1 of 3 parts now"), "{text}");
-        let text = render(&sample_report("refused", 8 << 20, false), 10, "", TextStyle::default()).replace('\n', " ");
+        let text = render(&sample_report(UnmergeOutcomeKind::Refused, 8 << 20, false), 10, "", TextStyle::default())
+            .replace('\n', " ");
         assert!(text.contains("the rest would be swapped out"), "{text}");
     }
 
@@ -326,7 +341,7 @@ mod tests {
                 job: None,
                 rank: None,
             },
-            method: "qmp",
+            method: UnenrollMethodKind::Qmp,
             merged_pages: 4096,
             zero_pages: 0,
             freed_frames: 0,
@@ -351,15 +366,15 @@ mod tests {
                  virtual machines from within",
             )
         };
-        assert!(told("refused", false, "planned"));
-        assert!(told("partial", true, "untouched"));
-        assert!(!told("partial", true, "unenrolled"), "the part fitted");
-        assert!(!told("done", false, "unenrolled"));
+        assert!(told(UnmergeOutcomeKind::Refused, false, UnenrollState::Planned));
+        assert!(told(UnmergeOutcomeKind::Partial, true, UnenrollState::Untouched));
+        assert!(!told(UnmergeOutcomeKind::Partial, true, UnenrollState::Unenrolled), "the part fitted");
+        assert!(!told(UnmergeOutcomeKind::Done, false, UnenrollState::Unenrolled));
     }
 
     #[test]
     fn forced_report_states_the_risks() {
-        let text = render(&sample_report("done", 0, true), 10, "", TextStyle::default());
+        let text = render(&sample_report(UnmergeOutcomeKind::Done, 0, true), 10, "", TextStyle::default());
         assert!(text.contains("Forced past memory.high of /vms\\u{1b}[2J: its processes are throttled."), "{text}");
         assert!(!text.contains("MemAvailable of"), "{text}");
     }

@@ -1,6 +1,7 @@
 //! What remains of a process after unenrolling: its pages that are still merged, or that it has ended.
 
-use super::{RangePages, UnenrollBatch, UnenrollMethod, UnenrollTarget, is_mergeable, read_ksm_pages};
+use super::plan::{RangePages, estimate_batch, is_mergeable, read_ksm_pages};
+use super::{UnenrollBatch, UnenrollMethod, UnenrollTarget};
 use pagefold_base::process::Process;
 use pagefold_base::region::Region;
 use pagefold_base::{Absent, Bytes, Pages, ProcessId, Reading};
@@ -30,7 +31,7 @@ pub(super) fn guest_remainder_batch(host: &dyn Host, target: &UnenrollTarget) ->
     let marked: Vec<&Region> =
         regions.iter().filter(|region| is_mergeable(region) && target.method.covers(region)).collect();
     let process = Process { ksm, ..target.process.clone() };
-    super::estimate_batch(host, &process, &target.method, &marked, target.max_zero_pages)
+    estimate_batch(host, &process, &target.method, &marked, target.max_zero_pages)
 }
 
 /// Pages of a process that are merged now, by smaps: `ksm_merging_pages` is right only after ksmd visits again.

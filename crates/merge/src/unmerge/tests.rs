@@ -1,12 +1,17 @@
 //! Tests over a host of a few pages with known frames: unmerging takes exactly the planned frames, and a failure leaves
 //! all other pages unchanged.
 
+use super::plan::{BatchBuilder, RangePages};
 use super::*;
+use pagefold_base::Pfn;
 use pagefold_base::{PageSize, Pid, ProcessId};
+use pagefold_census::ProcessSelection;
+use pagefold_host::ProcessHandle as Handle;
 use pagefold_host::action::{ActionError, ActionOutcome};
 use pagefold_host::faulty_host::{FaultyHost, InjectedFault};
 use pagefold_host::resource::ResourceClass;
 use pagefold_host::{FrameFlags, PageRun, PageView, PagemapEntry, ReadMethod as Reader};
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Mutex;
 

@@ -140,11 +140,35 @@ pub struct MergeSavings {
     pub huge_pages_split: u64,
 }
 
+/// A change that can fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum FailedChangeKind {
+    /// Enrolling a range or a process.
+    Enroll,
+    /// Unenrolling it.
+    Unenroll,
+}
+
+/// How a merge ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum MergeEndKind {
+    /// No more pages were expected to merge.
+    Settled,
+    /// The deadline was reached first.
+    Deadline,
+    /// The operator stopped it.
+    Stopped,
+    /// Another program drives KSM.
+    Yielded,
+}
+
 /// The outcome of a merge.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct OutcomeReport {
-    /// `settled`, `deadline`, `stopped` or `yielded`.
-    pub end: &'static str,
+    /// How it ended.
+    pub end: MergeEndKind,
     /// What another program did to KSM's settings, for `yielded`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub yielded_to: Option<String>,
@@ -244,8 +268,8 @@ pub struct MergedWatchReport {
 /// A range that could not be enrolled or unenrolled.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct FailedChangeReport {
-    /// The change that failed: `enroll` or `unenroll`.
-    pub change: &'static str,
+    /// The change that failed.
+    pub change: FailedChangeKind,
     /// The PID of the process.
     pub pid: u32,
     /// Its name.
@@ -308,7 +332,7 @@ impl MergeReport {
     /// Whether a chosen process was not scanned or a planned change was not made.
     pub fn is_incomplete(&self) -> bool {
         let unfinished = |outcome: &OutcomeReport| {
-            let cut_short = outcome.end == "stopped" || outcome.end == "yielded";
+            let cut_short = matches!(outcome.end, MergeEndKind::Stopped | MergeEndKind::Yielded);
             cut_short || !outcome.failed_changes.is_empty() || !outcome.failed_undos.is_empty()
         };
         let unreachable = self.plan.targets.iter().any(|target| target.error.is_some());
@@ -416,10 +440,10 @@ impl OutcomeReport {
         let since = |before: Pages, after: Pages| after.saturating_sub(before).0;
         Self {
             end: match outcome.end {
-                MergeEnd::Settled => "settled",
-                MergeEnd::Deadline => "deadline",
-                MergeEnd::Stopped => "stopped",
-                MergeEnd::SettingsOverwritten(_) => "yielded",
+                MergeEnd::Settled => MergeEndKind::Settled,
+                MergeEnd::Deadline => MergeEndKind::Deadline,
+                MergeEnd::Stopped => MergeEndKind::Stopped,
+                MergeEnd::SettingsOverwritten(_) => MergeEndKind::Yielded,
             },
             yielded_to: match &outcome.end {
                 MergeEnd::SettingsOverwritten(what) => Some(what.clone()),
@@ -467,8 +491,8 @@ impl OutcomeReport {
                 .iter()
                 .map(|missed| FailedChangeReport {
                     change: match missed.change {
-                        EnrollChange::Enroll => "enroll",
-                        EnrollChange::Unenroll => "unenroll",
+                        EnrollChange::Enroll => FailedChangeKind::Enroll,
+                        EnrollChange::Unenroll => FailedChangeKind::Unenroll,
                     },
                     pid: missed.pid.0,
                     comm: missed.comm.clone(),

@@ -4,6 +4,7 @@ use pagefold_base::guard::{LimitKind, MemoryCheck, MemoryVerdict};
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
 use serde::Serialize;
+use std::fmt;
 
 /// The result of `pagefold unmerge`.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
@@ -16,9 +17,8 @@ pub struct UnmergeReport {
     pub page_size: u64,
     /// Wall time in seconds.
     pub seconds: f64,
-    /// `nothing`: no chosen process is enrolled. `planned`: a dry run. `refused`: it does not fit, and nothing was
-    /// changed. `done`: no page is merged any more. `partial`: some pages still are, or a process ended meanwhile.
-    pub outcome: &'static str,
+    /// The outcome for all chosen processes.
+    pub outcome: UnmergeOutcomeKind,
     /// The guard's verdict on the whole plan, before any change.
     pub guard: GuardReport,
     /// The number of batches, and how many of them fit one after the other, before any change.
@@ -41,6 +41,92 @@ pub struct UnmergeReport {
     pub unscanned_processes: Vec<UnscannedProcessReport>,
 }
 
+/// The outcome of unmerging.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum UnmergeOutcomeKind {
+    /// No chosen process is enrolled.
+    Nothing,
+    /// A dry run.
+    Planned,
+    /// It does not fit, and nothing was changed.
+    Refused,
+    /// No page is merged any more.
+    Done,
+    /// Some pages are still merged, or a process ended meanwhile.
+    Partial,
+}
+
+/// Whether memory suffices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum GuardVerdict {
+    /// It suffices.
+    Fits,
+    /// Only if as much is swapped out.
+    Swaps,
+    /// It does not suffice.
+    Short,
+    /// A limit could not be read.
+    Unknown,
+}
+
+/// How a process is unenrolled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum UnenrollMethodKind {
+    /// As a whole.
+    Whole,
+    /// By its enrolled regions or some ranges of them.
+    Regions,
+    /// By the control socket of its guest.
+    Qmp,
+    /// It is not known how.
+    None,
+}
+
+impl fmt::Display for UnenrollMethodKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Whole => "whole",
+            Self::Regions => "regions",
+            Self::Qmp => "qmp",
+            Self::None => "none",
+        })
+    }
+}
+
+/// What was done with a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum UnenrollState {
+    /// Nothing yet: a plan.
+    Planned,
+    /// Nothing was changed.
+    Untouched,
+    /// All of it was unenrolled.
+    Unenrolled,
+    /// A part of it was unenrolled.
+    Partial,
+    /// An error came first.
+    Failed,
+    /// It ended meanwhile.
+    Ended,
+}
+
+impl fmt::Display for UnenrollState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Planned => "planned",
+            Self::Untouched => "untouched",
+            Self::Unenrolled => "unenrolled",
+            Self::Partial => "partial",
+            Self::Failed => "failed",
+            Self::Ended => "ended",
+        })
+    }
+}
+
 /// Numbers of batches.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct BatchesReport {
@@ -53,8 +139,8 @@ pub struct BatchesReport {
 /// A verdict with all limits.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct GuardReport {
-    /// `fits`, `swaps` (only if as much is swapped out), `short`, or `unknown` (a limit could not be read).
-    pub verdict: &'static str,
+    /// Whether the memory suffices.
+    pub verdict: GuardVerdict,
     /// Each limit, the ones that do not fit first.
     pub limits: Vec<LimitReport>,
     /// Limits that could not be read.
@@ -122,8 +208,8 @@ pub struct UnmergedProcessReport {
     /// The process.
     #[serde(flatten)]
     pub process: ProcessInfo,
-    /// How it is unenrolled: `whole`, `regions`, `qmp`, or `none` where that is not known.
-    pub method: &'static str,
+    /// How it is unenrolled.
+    pub method: UnenrollMethodKind,
     /// Pages on KSM frames, before.
     pub merged_pages: u64,
     /// Zero pages that KSM placed, before.
@@ -135,10 +221,10 @@ pub struct UnmergedProcessReport {
     pub estimate_reason: Option<String>,
     /// Number of batches.
     pub batches: u64,
-    /// Number of unenrolled batches.
+    /// Unenrolled batches.
     pub batches_unenrolled: u64,
-    /// `planned`, `untouched`, `unenrolled`, `partial`, `failed` or `ended`.
-    pub state: &'static str,
+    /// What was done with it.
+    pub state: UnenrollState,
     /// Pages on KSM frames, after.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub merged_pages_after: Option<u64>,
@@ -185,10 +271,10 @@ impl GuardReport {
         let unknown = check.unreadable.iter();
         Self {
             verdict: match check.verdict {
-                MemoryVerdict::Fits => "fits",
-                MemoryVerdict::FitsWithSwap => "swaps",
-                MemoryVerdict::OverLimit => "short",
-                MemoryVerdict::Unknown => "unknown",
+                MemoryVerdict::Fits => GuardVerdict::Fits,
+                MemoryVerdict::FitsWithSwap => GuardVerdict::Swaps,
+                MemoryVerdict::OverLimit => GuardVerdict::Short,
+                MemoryVerdict::Unknown => GuardVerdict::Unknown,
             },
             limits: limits.collect(),
             unreadable: unknown

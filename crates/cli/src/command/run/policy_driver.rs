@@ -122,6 +122,7 @@ impl PolicyDriver {
                 split_huge_pages: true,
                 excluded_ranges: Default::default(),
                 max_matrix_rows: 0,
+                explain_differences: false,
             },
             merge_options: merge::MergeOptions {
                 ksmd_cpu_share: self.ksmd_cpu_share,

@@ -6,7 +6,7 @@
 
 use crate::{Host, observe};
 use pagefold_base::region::MapsEntry;
-use pagefold_base::{Absent, AddressRange, ProcessId, Reading};
+use pagefold_base::{AddressRange, ProcessId, Reading};
 
 /// The name in `maps` of the memory whose end brk(2) moves. Its start is constant for the life of the program.
 const HEAP_NAME: &str = "[heap]";
@@ -17,10 +17,7 @@ pub struct Extents(Vec<MapsEntry>);
 impl Extents {
     /// Reads the present extents. `Vanished` if the process has exited.
     pub fn read(host: &dyn Host, process: ProcessId) -> Reading<Self> {
-        let handle = host.open(process.pid)?;
-        if handle.id() != process {
-            return Err(Absent::Vanished);
-        }
+        let handle = crate::hold(host, process)?;
         let mut extents: Vec<MapsEntry> = Vec::new();
         for region in observe::mapped_regions(&*handle)? {
             match extents.last_mut() {

@@ -2,7 +2,7 @@
 
 use super::extents::Extents;
 use super::{Error, FailedUndo, Session, is_entry_of_knob};
-use crate::action::{self, Action, ActionError, ActionOutcome, MergeAdvice};
+use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
 use crate::knob::Knob;
 use crate::transaction::journal::{JournalChange, JournalEntry};
 use crate::{elapsed_since, memory_headroom, parse};
@@ -239,11 +239,9 @@ impl Session<'_> {
             Ok(effect) => {
                 let mut missed: BTreeMap<String, Vec<_>> = BTreeMap::new();
                 // A range that was unmapped meanwhile has nothing to undo.
-                for (range, why) in
-                    effect.missed_ranges.into_iter().filter(|(_, why)| !why.starts_with(action::NOT_MAPPED_REASON))
-                {
+                for (range, why) in effect.missed_ranges.into_iter().filter(|(_, why)| !why.is_not_mapped()) {
                     let cut = same.iter().filter_map(|&(part, within)| Some((part.overlap(range)?, within)));
-                    missed.entry(why).or_default().extend(cut);
+                    missed.entry(why.to_string()).or_default().extend(cut);
                 }
                 if missed.is_empty() {
                     back.undone = Some(action.undo);

@@ -1,6 +1,6 @@
-//! From a census to a plan: which processes are skipped, which ranges of the others are enrolled, and the prediction.
+//! From a census to a plan: which processes are skipped, and which ranges of the others are enrolled.
 
-use super::{EnrollMethod, MergePlan, PlanTarget, PlannedRange, Prediction, SkippedProcess};
+use super::{EnrollMethod, MergePlan, PlanTarget, PlannedRange, SkippedProcess};
 use pagefold_base::process::Process;
 use pagefold_base::region::VmFlags;
 use pagefold_base::savings::{EnrollCostBytes, MergeEffect};
@@ -8,7 +8,6 @@ use pagefold_base::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Proce
 use pagefold_census::results::{Census, GuidedRange, RegionCensus, SubjectCensus};
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::time::Duration;
 
 /// Constraints of a plan.
 #[derive(Clone, Debug)]
@@ -23,53 +22,12 @@ pub struct PlanConstraints {
     pub max_map_count: u64,
     /// The current number of regions of each process. A missing process has the regions that the census saw.
     pub region_counts: BTreeMap<ProcessId, u64>,
-    /// The share of one CPU that ksmd may take, above 0.
-    pub ksmd_cpu_share: f64,
-    /// ksmd's times per page.
-    pub page_times: KsmdPageTimes,
-    /// Whether ksmd merges a page at its first visit
-    /// ([`merges_at_first_scan`](pagefold_base::ksm::merges_at_first_scan)).
-    pub merges_at_first_scan: bool,
-}
-
-/// ksmd's CPU time for a page.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct KsmdPageTimes {
-    /// The first scan: a checksum, and before 6.11 a search in the stable tree.
-    pub first: Duration,
-    /// The second scan of a page without a copy: into the unstable tree.
-    pub unique: Duration,
-    /// The second scan of a page that merges.
-    pub merge: Duration,
-    /// The second scan of a zero page; all zero pages join one content.
-    pub zero: Duration,
-}
-
-impl Default for KsmdPageTimes {
-    /// Measured on a virtual machine of two shared CPUs (Intel Xeon) with Linux 6.18, by the run time of ksmd in its
-    /// `schedstat` over 512 MiB of each kind. Other machines differ; the ratios hold.
-    fn default() -> Self {
-        let [first, unique, merge, zero] = [900, 5900, 6700, 2400].map(Duration::from_nanos);
-        Self { first, unique, merge, zero }
-    }
-}
-
-impl KsmdPageTimes {
-    /// CPU time for so many pages, of which `merging` merge and `zero` are zero pages.
-    pub fn time(self, pages: Pages, merging: Pages, zero: Pages) -> Duration {
-        let of = |each: Duration, pages: Pages| Duration::from_nanos((each.as_nanos() as u64).saturating_mul(pages.0));
-        of(self.first, pages)
-            + of(self.unique, pages.saturating_sub(merging))
-            + of(self.merge, merging.saturating_sub(zero))
-            + of(self.zero, zero)
-    }
 }
 
 /// Make a plan from a census. `excluded` returns why a process must not be enrolled, or nothing.
 ///
-/// If no process with savings is skipped, the predicted frames are the census's own figure. Otherwise they are the sum
-/// over the pages of the targets, which assumes that their partners are enrolled too. A caller with the index of the
-/// census counts them again.
+/// The savings of a process that are compared with `min_profit` assume that the partners of its pages are enrolled too.
+/// The plan has no prediction yet: see [`MergePlan::predict`].
 ///
 /// Do not plan from a sample: the ranges contain pages that the sample left out.
 pub fn make_plan(
@@ -78,8 +36,6 @@ pub fn make_plan(
     excluded: &dyn Fn(&Process) -> Option<String>,
 ) -> MergePlan {
     let mut plan = MergePlan { whole_processes: constraints.whole_processes, ..MergePlan::default() };
-    let mut everybody = true;
-    let mut freed = Bytes::ZERO;
     for (position, subject) in census.subjects.iter().enumerate().filter(|(_, subject)| !subject.is_foreign) {
         let process = &subject.process;
         let leave = |plan: &mut MergePlan, why: String| {
@@ -92,7 +48,6 @@ pub fn make_plan(
         };
         let anything = !ranges.is_empty();
         if let Some(why) = excluded(process) {
-            everybody &= !anything;
             leave(&mut plan, why);
             continue;
         }
@@ -106,11 +61,9 @@ pub fn make_plan(
         let net = MergeEffect { scanned_pages: scanned, ..MergeEffect::default() }.net(constraints.page_size).0
             + gives.0 as i64;
         if net < constraints.min_profit.0 as i64 {
-            everybody = false;
             leave(&mut plan, format!("would save only {} net", NetBytes(net)));
             continue;
         }
-        freed += gives;
         plan.targets.push(PlanTarget {
             process: process.clone(),
             domain: subject.domain.clone(),
@@ -120,7 +73,6 @@ pub fn make_plan(
         });
     }
     plan.drop_empty_targets();
-    plan.predicted = predict(census, constraints, &plan, everybody, freed);
     plan
 }
 
@@ -213,43 +165,4 @@ pub(super) fn containing_region(subject: &SubjectCensus, range: AddressRange) ->
 
 fn idle_ranges(census: &Census, position: usize) -> Vec<AddressRange> {
     subject_items(&census.idle_ranges, position, |idle| idle.subject).iter().map(|idle| idle.range).collect()
-}
-
-/// The smallest share of a CPU in predictions; it keeps the predicted time finite.
-const MIN_KSMD_CPU_SHARE: f64 = 0.001;
-
-fn predict(
-    census: &Census,
-    constraints: &PlanConstraints,
-    plan: &MergePlan,
-    everybody: bool,
-    freed: Bytes,
-) -> Prediction {
-    let ranges = || plan.targets.iter().flat_map(|target| &target.ranges);
-    let scanned: Pages = ranges().map(|range| range.pages).sum();
-    let merging: Pages = ranges().map(|range| range.merging).sum();
-    let zero: Pages = ranges().map(|range| range.zero).sum();
-    let of_census = match (constraints.whole_processes, census.across_domains) {
-        (true, true) => census.savings.whole_processes,
-        (true, false) => census.savings.within_domains,
-        (false, _) => census.savings.guided,
-    };
-    // The census's figures hold for the ranges that it chose.
-    let same = everybody && (constraints.whole_processes || scanned == of_census.scanned_pages);
-    let exact = constraints.page_size.pages_in(freed);
-    let huge_split = if constraints.whole_processes {
-        of_census.split_huge_pages
-    } else {
-        ranges().map(|range| range.split_huge_pages).sum()
-    };
-    let freed = if same { of_census.freed_frames } else { exact.min(of_census.freed_frames) };
-    let reach = MergeEffect { freed_frames: freed, scanned_pages: scanned, split_huge_pages: huge_split };
-    let ksmd = constraints.page_times.time(scanned, merging, zero);
-    Prediction {
-        effect: reach,
-        merging,
-        regions_added: plan.added_regions(),
-        ksmd_time: ksmd,
-        wall_time: ksmd.div_f64(constraints.ksmd_cpu_share.max(MIN_KSMD_CPU_SHARE)),
-    }
 }

@@ -1,23 +1,28 @@
 //! A plan: ranges to enroll, predicted savings, predicted cost. Pure data, made from a census.
 //!
-//! [`make_plan`] makes one; [`pagefold_base::merge_lifetime`] judges afterwards which of it stays merged.
+//! [`make_plan`] chooses the ranges. Filters then drop some of them ([`MergePlan::exclude_ranges`] and others), and
+//! [`MergePlan::predict`] predicts what is left. [`pagefold_base::merge_lifetime`] judges afterwards which of it stays
+//! merged.
 
 mod assemble;
+mod contents;
+mod predict;
 mod search;
 #[cfg(test)]
 mod tests;
 
-pub use assemble::{KsmdPageTimes, PlanConstraints, make_plan};
-pub use search::bytes_per_search;
+pub use assemble::{PlanConstraints, make_plan};
+pub use contents::PlanContents;
+pub(crate) use contents::{EqualPages, ZeroPages};
+pub use predict::{KsmdModel, KsmdPageTimes, Prediction};
+pub use search::ComparisonCost;
 
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
-use pagefold_base::savings::MergeEffect;
 use pagefold_base::units::{AddressRange, Bytes, Pages, Pid, ProcessId};
 use pagefold_census::results::SubjectCensus;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
-use std::time::Duration;
 
 /// Ranges to enroll in KSM.
 #[derive(Clone, Debug, Default)]
@@ -41,36 +46,29 @@ impl MergePlan {
         self.targets.iter().map(|target| target.ranges.len()).sum()
     }
 
-    /// Remove the ranges `without`, in any order, from the plan's ranges. Counts shrink in proportion. The pages that
-    /// should merge in a remaining part are only known to be at most those of the whole range, and that bound is used.
-    /// The prediction is rescaled to the remaining ranges.
+    /// Remove the ranges `without`, in any order, from the plan's ranges. A range of which a part remains keeps its
+    /// counts until the pages of the plan are counted again.
     pub fn exclude_ranges(&mut self, process: ProcessId, without: Vec<AddressRange>) {
-        let before = self.pages_and_freed_bytes();
         let without = AddressRange::union(without);
         for target in self.targets.iter_mut().filter(|target| target.process.id == process) {
             target.ranges = target.ranges.iter().flat_map(|range| range.subtract(&without)).collect();
         }
         self.drop_empty_targets();
-        self.rescale_prediction(before);
     }
 
-    /// Keep only some processes. The prediction is rescaled to the remaining ranges.
+    /// Keep only some processes.
     pub fn retain_processes(&mut self, fits: impl Fn(ProcessId) -> bool) {
-        let before = self.pages_and_freed_bytes();
         self.targets.retain(|target| fits(target.process.id));
         self.temporary_unenrolls.retain(|narrowed| fits(narrowed.process));
         self.drop_empty_targets();
-        self.rescale_prediction(before);
     }
 
-    /// Drop the ranges that split huge pages. The prediction is rescaled to the remaining ranges.
+    /// Drop the ranges that split huge pages.
     pub fn drop_huge_page_splits(&mut self) {
-        let before = self.pages_and_freed_bytes();
         for target in &mut self.targets {
             target.ranges.retain(|range| range.split_huge_pages == Pages::ZERO);
         }
         self.drop_empty_targets();
-        self.rescale_prediction(before);
     }
 
     /// Unenroll more of a process while ksmd works.
@@ -103,27 +101,6 @@ impl MergePlan {
         }
     }
 
-    /// Rescale the prediction to the remaining ranges; `before` holds the pages and freed bytes of all ranges before.
-    fn rescale_prediction(&mut self, before: (Pages, Bytes)) {
-        let (scanned, bytes) = self.pages_and_freed_bytes();
-        if scanned == before.0 {
-            return;
-        }
-        let part = scanned.0 as f64 / before.0.0.max(1) as f64;
-        let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
-        let freed = bytes.0 as f64 / before.1.0.max(1) as f64;
-        let freed = Pages((self.predicted.effect.freed_frames.0 as f64 * freed) as u64);
-        let merging = ranges().map(|range| range.merging).sum();
-        let reach = MergeEffect {
-            freed_frames: freed,
-            scanned_pages: scanned,
-            split_huge_pages: ranges().map(|range| range.split_huge_pages).sum(),
-        };
-        let regions_added = self.added_regions();
-        let (ksmd, wall) = (self.predicted.ksmd_time.mul_f64(part), self.predicted.wall_time.mul_f64(part));
-        self.predicted = Prediction { effect: reach, merging, regions_added, ksmd_time: ksmd, wall_time: wall };
-    }
-
     /// Maximum number of regions that the boundaries add to all processes.
     fn added_regions(&self) -> u64 {
         let ranges = self.targets.iter().flat_map(|target| &target.ranges);
@@ -144,12 +121,6 @@ impl MergePlan {
         let ranges = targets.flat_map(|target| &target.ranges).flat_map(PlannedRange::boundaries);
         let own = narrowed.flat_map(|narrowed| &narrowed.boundaries).copied();
         ranges.chain(own).collect::<BTreeSet<u64>>().into_iter().collect()
-    }
-
-    /// The pages of all ranges, and the bytes that they should free.
-    fn pages_and_freed_bytes(&self) -> (Pages, Bytes) {
-        let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
-        (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.freed_bytes).sum())
     }
 
     /// Pages that should merge before the late ranges are enrolled; `None` where nothing is late.
@@ -223,10 +194,9 @@ pub struct PlannedRange {
     pub merging: Pages,
     /// Zero pages among these.
     pub zero: Pages,
-    /// The predicted freed bytes: of `n` equal pages each counts for `1 - 1/n`, as if all were enrolled.
+    /// The predicted freed bytes: its share of what the contents of its pages free.
     pub freed_bytes: Bytes,
-    /// Huge pages that are split because a part of them merges or because the range begins or ends in them. Unset where
-    /// a process is enrolled whole.
+    /// Huge pages that are split because a part of them merges or because the range begins or ends in them.
     pub split_huge_pages: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
@@ -277,38 +247,8 @@ impl PlannedRange {
 
     /// The parts of it outside of some ascending and disjoint ranges.
     fn subtract(&self, ranges: &[AddressRange]) -> Vec<Self> {
-        let parts = self.range.subtract(ranges);
-        let whole = self.range.bytes().0.max(1) as u128;
-        let of = |range: AddressRange| {
-            let part = |pages: Pages| Pages((u128::from(pages.0) * u128::from(range.bytes().0) / whole) as u64);
-            let pages = part(self.pages);
-            Self {
-                range,
-                pages,
-                merging: self.merging.min(pages),
-                zero: part(self.zero),
-                freed_bytes: Bytes(part(Pages(self.freed_bytes.0)).0),
-                split_huge_pages: part(self.split_huge_pages),
-                ..*self
-            }
-        };
-        parts.into_iter().map(of).collect()
+        self.range.subtract(ranges).into_iter().map(|range| Self { range, ..*self }).collect()
     }
-}
-
-/// The prediction of a plan.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Prediction {
-    /// Frames freed, pages scanned, huge pages split.
-    pub effect: MergeEffect,
-    /// Pages that should merge, kept copies included.
-    pub merging: Pages,
-    /// Regions that the ranges' boundaries add to the processes, at most.
-    pub regions_added: u64,
-    /// CPU time of ksmd.
-    pub ksmd_time: Duration,
-    /// Wall time from enrolling until merged, at the bound on ksmd's CPU.
-    pub wall_time: Duration,
 }
 
 /// A process that the plan skips, and why.

@@ -5,7 +5,7 @@
 //! both as far as they are equal. [`KsmdPageTimes`](super::KsmdPageTimes) was measured on pages that differ in their
 //! first bytes. Pages that share a long beginning, such as formatted records, take up to twice as long.
 
-use super::{MergePlan, Prediction};
+use super::Prediction;
 use pagefold_base::units::Pages;
 use std::time::Duration;
 
@@ -17,39 +17,60 @@ const INCLUDED_COMPARISON_BYTES: usize = 64;
 /// for 1.17 M searches over 16 levels.
 const COMPARED_BYTES_PER_NANOSECOND: f64 = 19.0;
 
-/// Bytes that one search compares beyond `INCLUDED_COMPARISON_BYTES` of each page, in a tree of so many contents,
-/// estimated from a sample of pages.
+/// What ksmd's searches compare beyond `INCLUDED_COMPARISON_BYTES` of each page, estimated from a sample of pages.
 ///
 /// The sample stands for the upper levels of a balanced tree. Further down a page meets its neighbors; there the longer
 /// beginning that it shares with a neighbor in the sample counts.
-pub fn bytes_per_search(mut sample: Vec<Vec<u8>>, contents: u64) -> f64 {
-    sample.sort_unstable();
-    sample.dedup();
-    if sample.len() < 2 {
-        return 0.0;
-    }
-    let shared = |a: usize, b: usize| {
-        let equal = sample[a].iter().zip(&sample[b]).take_while(|(a, b)| a == b).count();
-        equal.saturating_sub(INCLUDED_COMPARISON_BYTES) as f64
-    };
-    let (mut levels, mut above, mut beside) = (0_u32, 0.0, 0.0);
-    for page in 0..sample.len() {
-        let (mut low, mut high) = (0_usize, sample.len());
-        loop {
-            let middle = low.midpoint(high);
-            if middle == page {
-                break;
-            }
-            above += shared(page, middle);
-            levels += 1;
-            (low, high) = if page < middle { (low, middle) } else { (middle + 1, high) };
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct ComparisonCost {
+    /// Mean number of levels of the sample that a search passes.
+    sampled_levels: f64,
+    /// Mean bytes that a search compares on these levels together.
+    bytes_in_sample: f64,
+    /// Mean bytes that a search compares on each further level.
+    bytes_per_further_level: f64,
+}
+
+impl ComparisonCost {
+    /// Estimate the cost from the contents of some pages.
+    pub fn from_sample(mut sample: Vec<Vec<u8>>) -> Self {
+        sample.sort_unstable();
+        sample.dedup();
+        if sample.len() < 2 {
+            return Self::default();
         }
-        let neighbors = [page.checked_sub(1), Some(page + 1).filter(|&next| next < sample.len())];
-        beside += neighbors.into_iter().flatten().map(|neighbor| shared(page, neighbor)).fold(0.0, f64::max);
+        let shared = |a: usize, b: usize| {
+            let equal = sample[a].iter().zip(&sample[b]).take_while(|(a, b)| a == b).count();
+            equal.saturating_sub(INCLUDED_COMPARISON_BYTES) as f64
+        };
+        let (mut levels, mut above, mut beside) = (0_u32, 0.0, 0.0);
+        for page in 0..sample.len() {
+            let (mut low, mut high) = (0_usize, sample.len());
+            loop {
+                let middle = low.midpoint(high);
+                if middle == page {
+                    break;
+                }
+                above += shared(page, middle);
+                levels += 1;
+                (low, high) = if page < middle { (low, middle) } else { (middle + 1, high) };
+            }
+            let neighbors = [page.checked_sub(1), Some(page + 1).filter(|&next| next < sample.len())];
+            beside += neighbors.into_iter().flatten().map(|neighbor| shared(page, neighbor)).fold(0.0, f64::max);
+        }
+        let pages = sample.len() as f64;
+        Self {
+            sampled_levels: f64::from(levels) / pages,
+            bytes_in_sample: above / pages,
+            bytes_per_further_level: beside / pages,
+        }
     }
-    let pages = sample.len() as f64;
-    let below = ((contents.max(1) as f64).log2() - f64::from(levels) / pages).max(0.0);
-    (above + below * beside) / pages
+
+    /// Bytes that one search compares in a tree of so many contents.
+    fn bytes_per_search(self, contents: u64) -> f64 {
+        let further_levels = ((contents.max(1) as f64).log2() - self.sampled_levels).max(0.0);
+        self.bytes_in_sample + further_levels * self.bytes_per_further_level
+    }
 }
 
 impl Prediction {
@@ -57,35 +78,25 @@ impl Prediction {
     /// together: both go through the unstable tree, one of them through the stable tree too, and both are inserted
     /// there. Each further copy takes one. Zero pages are not searched for.
     fn searches(&self, zero: Pages) -> u64 {
-        let contents = self.contents();
-        let unique = self.effect.scanned_pages.saturating_sub(self.merging);
-        self.merging.saturating_sub(zero).0 + 2 * contents + 2 * unique.0
+        self.merging.saturating_sub(zero).0 + 2 * self.merged_contents() + 2 * self.unique_pages().0
     }
 
     /// Contents that remain as one copy.
-    fn contents(&self) -> u64 {
+    fn merged_contents(&self) -> u64 {
         self.merging.saturating_sub(self.effect.freed_frames).0
     }
-}
 
-impl MergePlan {
-    /// Contents that ksmd's trees contain in the end.
-    pub fn contents(&self) -> u64 {
-        let unique = self.predicted.effect.scanned_pages.saturating_sub(self.predicted.merging);
-        self.predicted.contents() + unique.0
+    /// Scanned pages that do not merge.
+    fn unique_pages(&self) -> Pages {
+        self.effect.scanned_pages.saturating_sub(self.merging)
     }
 
-    /// Add ksmd's time for the bytes that its searches compare ([`bytes_per_search`]).
-    pub fn add_comparison_time(&mut self, bytes_per_search: f64) {
-        let zero: Pages = self.targets.iter().flat_map(|target| &target.ranges).map(|range| range.zero).sum();
-        let searches = self.predicted.searches(zero) as f64;
-        let more = Duration::from_secs_f64(searches * bytes_per_search / COMPARED_BYTES_PER_NANOSECOND / 1e9);
-        let predicted = &mut self.predicted;
-        if !predicted.ksmd_time.is_zero() {
-            predicted.wall_time =
-                predicted.wall_time.mul_f64(1.0 + more.as_secs_f64() / predicted.ksmd_time.as_secs_f64());
-            predicted.ksmd_time += more;
-        }
+    /// ksmd's time for the bytes that its searches compare.
+    pub(super) fn comparison_time(&self, zero: Pages, cost: ComparisonCost) -> Duration {
+        // Contents that ksmd's trees contain in the end.
+        let contents = self.merged_contents() + self.unique_pages().0;
+        let bytes = self.searches(zero) as f64 * cost.bytes_per_search(contents);
+        Duration::from_secs_f64(bytes / COMPARED_BYTES_PER_NANOSECOND / 1e9)
     }
 }
 
@@ -102,6 +113,10 @@ mod tests {
             page
         };
         (0..count).map(page).collect()
+    }
+
+    fn bytes_per_search(sample: Vec<Vec<u8>>, contents: u64) -> f64 {
+        ComparisonCost::from_sample(sample).bytes_per_search(contents)
     }
 
     #[test]
@@ -140,19 +155,11 @@ mod tests {
     }
 
     #[test]
-    fn comparisons_prolong_the_prediction() {
-        let reach = MergeEffect { scanned_pages: Pages(4), freed_frames: Pages(3), ..MergeEffect::default() };
-        let (ksmd, wall) = (Duration::from_nanos(1000), Duration::from_nanos(2000));
-        let predicted =
-            Prediction { effect: reach, merging: Pages(4), ksmd_time: ksmd, wall_time: wall, ..Prediction::default() };
-        let mut plan = MergePlan { predicted, ..MergePlan::default() };
-        plan.add_comparison_time(19.0 * 500.0);
-        assert_eq!(
-            (plan.predicted.ksmd_time, plan.predicted.wall_time),
-            (Duration::from_nanos(4000), Duration::from_nanos(8000))
-        );
-        plan.predicted.ksmd_time = Duration::ZERO;
-        plan.add_comparison_time(1e9);
-        assert_eq!(plan.predicted.ksmd_time, Duration::ZERO, "nothing is planned");
+    fn compared_bytes_take_time() {
+        let effect = MergeEffect { scanned_pages: Pages(4), freed_frames: Pages(3), ..MergeEffect::default() };
+        let predicted = Prediction { effect, merging: Pages(4), ..Prediction::default() };
+        let cost = ComparisonCost { bytes_in_sample: 19.0 * 500.0, ..ComparisonCost::default() };
+        assert_eq!(predicted.comparison_time(Pages::ZERO, cost), Duration::from_nanos(3000), "six searches");
+        assert_eq!(Prediction::default().comparison_time(Pages::ZERO, cost), Duration::ZERO, "nothing is planned");
     }
 }

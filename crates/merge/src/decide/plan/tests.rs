@@ -1,11 +1,12 @@
 use super::*;
 use pagefold_base::region::{Region, VmFlags};
-use pagefold_base::savings::EnrollCostBytes;
+use pagefold_base::savings::{EnrollCostBytes, MergeEffect, SharingSettings};
 use pagefold_base::units::{Bytes, PageSize};
 use pagefold_base::{Absent, PageCounts};
 use pagefold_census::results::{Census, GuidedRange, IdleRange, RegionCensus, Savings, SubjectCensus};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 const PAGE: u64 = 4096;
 
@@ -29,9 +30,30 @@ fn constraints() -> PlanConstraints {
         min_profit: Bytes(0),
         max_map_count: 65530,
         region_counts: BTreeMap::new(),
-        ksmd_cpu_share: 0.25,
+    }
+}
+
+/// ksmd at a quarter of a CPU.
+fn ksmd() -> KsmdModel {
+    KsmdModel {
+        cpu_share: 0.25,
         page_times: KsmdPageTimes::default(),
+        comparison_cost: ComparisonCost::default(),
         merges_at_first_scan: false,
+    }
+}
+
+/// The contents of a plan whose ranges contain equal pages: so many contents with a page in each range of a list.
+fn contents_of(plan: &MergePlan, equal: &[(&[u32], u64)]) -> PlanContents {
+    let ranges =
+        plan.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target.process.id, range.range)));
+    let pages = |ranges: &[u32]| EqualPages([0].into_iter().chain(ranges.iter().map(|range| range << 1)).collect());
+    PlanContents {
+        sharing: SharingSettings::default(),
+        page_size: page_size(),
+        ranges: ranges.collect(),
+        equal_pages: equal.iter().map(|&(ranges, contents)| (pages(ranges), contents)).collect(),
+        zero_pages: Vec::new(),
     }
 }
 
@@ -70,7 +92,7 @@ fn census_with_ranges(ranges: &[(usize, AddressRange)], arguments: &[&[&str]]) -
 fn boundaries_at_region_edges_add_no_region() {
     let check = |range, added| {
         let plan = make_plan(&census_with_ranges(&[(0, range)], &[&["a"]]), &constraints(), &|_| None);
-        assert_eq!(plan.predicted.regions_added, added, "{range}");
+        assert_eq!(plan.added_regions(), added, "{range}");
     };
     check(pages(10, 20), 2);
     check(pages(0, 20), 1);
@@ -80,12 +102,14 @@ fn boundaries_at_region_edges_add_no_region() {
 
 #[test]
 fn predicted_time_follows_page_times_and_cpu_share() {
-    let plan = make_plan(&census_with_ranges(&[(0, pages(0, 100))], &[&["a"]]), &constraints(), &|_| None);
+    let mut plan = make_plan(&census_with_ranges(&[(0, pages(0, 100))], &[&["a"]]), &constraints(), &|_| None);
+    let contents = contents_of(&plan, &[(&[0, 0], 50)]);
+    plan.predict(&contents, &ksmd());
     assert_eq!(plan.predicted.ksmd_time, Duration::from_nanos(100 * 7600));
     assert_eq!(plan.predicted.wall_time, Duration::from_nanos(400 * 7600));
     let mixed = KsmdPageTimes::default().time(Pages(10), Pages(4), Pages(1));
     assert_eq!(mixed, Duration::from_nanos(10 * 900 + 6 * 5900 + 3 * 6700 + 2400));
-    assert_eq!(plan.predicted.effect.freed_frames, Pages(77), "the census counted it");
+    assert_eq!(plan.predicted.effect.freed_frames, Pages(50));
 }
 
 #[test]
@@ -109,7 +133,6 @@ fn skipped_processes_are_listed_with_reason() {
     let expected = [(1, "would save only 7.75 KiB net"), (2, "encrypted"), (3, "holds keys")];
     assert_eq!(of(&plan), expected.map(|(pid, why)| (pid, why.to_owned())));
     assert!(plan.targets.is_empty());
-    assert_eq!(plan.predicted.effect.freed_frames, Pages::ZERO);
 }
 
 #[test]
@@ -142,7 +165,7 @@ fn unprofitable_processes_are_temporarily_unenrolled() {
         |plan: &MergePlan| -> Vec<u32> { plan.targets.iter().map(|target| target.process.id.pid.0).collect() };
     let mut some = make_plan(&census, &least, &kept_out);
     assert_eq!((targets(&some), narrowed(&some)), (vec![1], vec![1, 2, 3]), "all but the excluded process");
-    assert_eq!(some.predicted.regions_added, 1 + 3 * 2);
+    assert_eq!(some.added_regions(), 1 + 3 * 2);
     assert_eq!(some.boundaries(some.targets[0].process.id), [50, 60, 90].map(|page| page * PAGE));
     some.add_temporary_unenroll(&census.subjects[0], &[pages(90, 95), pages(10, 20)]);
     let first = some.temporary_unenrolls.iter().find(|narrowed| narrowed.process.pid == Pid(1)).unwrap();
@@ -152,7 +175,7 @@ fn unprofitable_processes_are_temporarily_unenrolled() {
     assert_eq!((&second.ranges[..], &second.boundaries[..]), (&[pages(0, 100)][..], &[][..]), "all of its region");
     // Without targets ksmd has nothing to do, so no process is temporarily unenrolled.
     some.exclude_ranges(some.targets[0].process.id, vec![pages(0, 100)]);
-    assert_eq!((targets(&some), narrowed(&some), some.predicted.regions_added), (vec![], vec![], 0));
+    assert_eq!((targets(&some), narrowed(&some), some.added_regions()), (vec![], vec![], 0));
     let nobody = make_plan(&census, &least, &|_| Some("excluded".to_owned()));
     assert_eq!((targets(&nobody), narrowed(&nobody)), (vec![], vec![]));
     let mut chosen = make_plan(&census, &least, &kept_out);
@@ -220,7 +243,6 @@ proptest! {
             let kept = parts.iter().filter(|part| part.range.contains(page)).count();
             prop_assert_eq!(kept, usize::from(!holes.iter().any(|hole| hole.contains(page))));
         }
-        prop_assert!(parts.iter().map(|part| part.pages.0).sum::<u64>() <= 40);
     }
 
     #[test]
@@ -261,34 +283,53 @@ proptest! {
 }
 
 #[test]
-fn restricting_a_plan_shrinks_its_prediction() {
+fn restricted_plan_is_predicted_from_its_contents() {
     let census = census_with_ranges(&[(0, pages(0, 10)), (0, pages(20, 60)), (1, pages(0, 40))], &[&["a"], &["b"]]);
     let made = || make_plan(&census, &constraints(), &|_| None);
-    let kept = |plan: &MergePlan| -> Vec<(u32, u64)> {
-        let targets = plan.targets.iter();
-        targets.flat_map(|target| target.ranges.iter().map(|range| (target.process.id.pid.0, range.pages.0))).collect()
+    // Ten contents in the first range and the other process, twenty in all ranges, and five within the second range.
+    let contents = contents_of(&made(), &[(&[0, 2], 10), (&[0, 1, 2], 20), (&[1, 1], 5)]);
+    let check = |plan: &mut MergePlan, scanned: u64, merging: u64, freed: u64| {
+        plan.predict(&contents, &ksmd());
+        let effect =
+            MergeEffect { scanned_pages: Pages(scanned), freed_frames: Pages(freed), split_huge_pages: Pages::ZERO };
+        assert_eq!((plan.predicted.effect, plan.predicted.merging), (effect, Pages(merging)));
+        let time = KsmdPageTimes::default().time(Pages(scanned), Pages(merging), Pages::ZERO);
+        assert_eq!((plan.predicted.ksmd_time, plan.predicted.wall_time), (time, time * 4));
     };
-    let whole = made();
-    let mut same = made();
-    same.retain_processes(|_| true);
-    assert_eq!((kept(&same), same.predicted), (kept(&whole), whole.predicted));
-    let mut one = made();
-    one.retain_processes(|process| process.pid == Pid(2));
-    assert_eq!((kept(&one), one.predicted.merging), (vec![(2, 40)], Pages(40)));
-    assert_eq!(one.predicted.effect.scanned_pages, Pages(40));
-    assert!(one.predicted.effect.freed_frames < whole.predicted.effect.freed_frames);
-    // The same for the other process, step by step: half of its one range, and then all of it.
-    let mut half = made();
-    let range = half.targets[1].ranges[0].range;
-    half.exclude_ranges(half.targets[1].process.id, vec![AddressRange { end: range.start + 20 * PAGE, ..range }]);
-    assert_eq!((half.predicted.effect.scanned_pages, half.predicted.merging), (Pages(70), Pages(70)));
-    let [least, some, all] = [&one, &half, &whole].map(|plan| plan.predicted.effect.freed_frames);
-    assert!(least < some && some < all, "{least:?} {some:?} {all:?}");
-    assert_eq!(half.predicted.ksmd_time, whole.predicted.ksmd_time.mul_f64(70.0 / 90.0));
-    half.exclude_ranges(half.targets[0].process.id, vec![AddressRange { start: 0, end: u64::MAX }]);
-    assert_eq!((half.predicted.effect.scanned_pages, kept(&half)), (Pages(20), vec![(2, 20)]));
+    check(&mut made(), 90, 90, 55);
+    let mut first = made();
+    first.retain_processes(|process| process.pid == Pid(1));
+    check(&mut first, 50, 50, 25);
+    let freed: Vec<u64> = first.targets[0].ranges.iter().map(|range| range.freed_bytes.0 / PAGE).collect();
+    assert_eq!(freed, [10, 15], "the pages of a content have equal shares");
+    let mut second = made();
+    second.retain_processes(|process| process.pid == Pid(2));
+    check(&mut second, 40, 0, 0);
     let mut splitting = made();
     splitting.targets[1].ranges[0].split_huge_pages = Pages(1);
     splitting.drop_huge_page_splits();
-    assert_eq!(kept(&splitting), kept(&whole)[..2]);
+    check(&mut splitting, 50, 50, 25);
+    splitting.exclude_ranges(splitting.targets[0].process.id, vec![AddressRange { start: 0, end: u64::MAX }]);
+    check(&mut splitting, 0, 0, 0);
+}
+
+/// Since a fork the first two pages have one frame, and the third has its own.
+#[test]
+fn shared_frames_count_once() {
+    let census =
+        census_with_ranges(&[(0, pages(0, 10)), (1, pages(0, 10)), (2, pages(0, 10))], &[&["a"], &["b"], &["c"]]);
+    let mut plan = make_plan(&census, &constraints(), &|_| None);
+    let mut contents = contents_of(&plan, &[]);
+    contents.equal_pages = vec![(EqualPages([0, 0, 3, 4].into()), 7)];
+    let zeros = ZeroPages { own_frames: [(2, 5)].into(), shared_frames: [(vec![0, 1], 3)].into() };
+    contents.sharing.use_zero_pages = true;
+    contents.zero_pages = vec![zeros];
+    let mut freed = |pids: &[u32]| {
+        plan.retain_processes(|process| pids.contains(&process.pid.0));
+        plan.predict(&contents, &ksmd());
+        plan.predicted.effect.freed_frames
+    };
+    assert_eq!(freed(&[1, 2, 3]), Pages(7 + 8));
+    assert_eq!(freed(&[2, 3]), Pages(7 + 8));
+    assert_eq!(freed(&[2]), Pages(3), "its frame has no partner");
 }

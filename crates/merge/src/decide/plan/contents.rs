@@ -1,0 +1,212 @@
+//! What the pages of a plan contain, as far as they can merge. Any part of the plan is predicted from it exactly.
+//!
+//! Many contents have their copies in the same ranges: they are counted together. Clones of a virtual machine therefore
+//! take little memory.
+
+use super::MergePlan;
+use pagefold_base::ksm::RMAP_ITEM_BYTES;
+use pagefold_base::savings::SharingSettings;
+use pagefold_base::units::{AddressRange, Bytes, PageSize, Pages, ProcessId};
+use std::collections::BTreeMap;
+
+/// The contents of a plan's ranges. Later filters may drop whole ranges from the plan; they must not cut them.
+#[derive(Clone, Debug)]
+pub struct PlanContents {
+    /// KSM's settings.
+    pub(crate) sharing: SharingSettings,
+    /// The size of a page.
+    pub(crate) page_size: PageSize,
+    /// The ranges, in the order of the plan.
+    pub(crate) ranges: Vec<(ProcessId, AddressRange)>,
+    /// Contents other than zero: which ranges hold their pages, and the number of such contents. Each once.
+    pub(crate) equal_pages: Vec<(EqualPages, u64)>,
+    /// Zero pages that KSM may merge with one another.
+    pub(crate) zero_pages: Vec<ZeroPages>,
+}
+
+/// The ranges of the equal pages of one content. Only pages that KSM may merge with one another are together: pages of
+/// one trust domain where whole processes are enrolled, and of one NUMA node where KSM keeps nodes apart.
+///
+/// The first number is the number of pages that are merged already. Each following number is a page that is not merged:
+/// twice the position of its range, plus one if it has the same frame as the page before it, since a fork.
+#[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct EqualPages(pub Box<[u32]>);
+
+impl std::borrow::Borrow<[u32]> for EqualPages {
+    fn borrow(&self) -> &[u32] {
+        &self.0
+    }
+}
+
+/// Zero pages that KSM may merge with one another.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct ZeroPages {
+    /// Zero pages with a frame of their own, by the position of their range.
+    pub own_frames: BTreeMap<u32, u64>,
+    /// The ranges of the pages of a shared frame, and the number of such frames.
+    pub shared_frames: BTreeMap<Vec<u32>, u64>,
+}
+
+impl ZeroPages {
+    /// Frames that the pages of some ranges occupy.
+    fn frames(&self, is_kept: &impl Fn(u32) -> bool) -> u64 {
+        let own = self.own_frames.iter().filter(|(range, _)| is_kept(**range)).map(|(_, frames)| frames);
+        let shared = self.shared_frames.iter().filter(|(ranges, _)| ranges.iter().any(|&range| is_kept(range)));
+        own.sum::<u64>() + shared.map(|(_, frames)| frames).sum::<u64>()
+    }
+
+    /// Adds the bytes that each kept range frees: a shared frame is divided among its pages.
+    fn add_freed_bytes(&self, page_size: PageSize, is_kept: &impl Fn(u32) -> bool, counts: &mut [RangeContents]) {
+        for (&range, &frames) in self.own_frames.iter().filter(|(range, _)| is_kept(**range)) {
+            counts[range as usize].freed_bytes.0 += frames * page_size.bytes();
+        }
+        for (ranges, &frames) in &self.shared_frames {
+            let kept = || ranges.iter().filter(|range| is_kept(**range));
+            let share = page_size.bytes() / (kept().count() as u64).max(1);
+            kept().for_each(|&range| counts[range as usize].freed_bytes.0 += frames * share);
+        }
+    }
+}
+
+/// What a part of a plan merges.
+#[derive(Clone, Debug)]
+pub(crate) struct ContentCounts {
+    /// Frames that are freed.
+    pub freed_frames: Pages,
+    /// The counts of each range of the whole plan; none for ranges outside of the part.
+    pub ranges: Vec<RangeContents>,
+}
+
+/// The pages of a range that merge beside the other ranges of a part of a plan. Zero pages count in `freed_bytes` only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct RangeContents {
+    /// Pages that have a partner.
+    pub merging: Pages,
+    /// Pages of these that are third and further copies of their content.
+    pub further_copies: Pages,
+    /// Freed bytes: the pages of a content have equal shares of what it frees, rounded down.
+    pub freed_bytes: Bytes,
+}
+
+impl PlanContents {
+    /// Count what the ranges merge whose positions `is_kept` selects, as if ksmd found no other pages.
+    ///
+    /// Zero pages that KSM merged with one another earlier are ignored. Where KSM does not map zero pages to the
+    /// kernel's zero page, the count may therefore be one frame too low.
+    pub(crate) fn count(&self, is_kept: impl Fn(u32) -> bool) -> ContentCounts {
+        let page_bytes = self.page_size.bytes();
+        let mut counts = vec![RangeContents::default(); self.ranges.len()];
+        let mut freed_frames = Pages::ZERO;
+        let mut kept: Vec<u32> = Vec::new();
+        for (EqualPages(equal), contents) in &self.equal_pages {
+            let Some((&merged, pages)) = equal.split_first() else { continue };
+            kept.clear();
+            let (mut frames, mut is_counted) = (0, false);
+            for page in pages {
+                let (range, has_new_frame) = (page >> 1, page & 1 == 0);
+                is_counted &= !has_new_frame;
+                if is_kept(range) {
+                    kept.push(range);
+                    frames += u64::from(!is_counted);
+                    is_counted = true;
+                }
+            }
+            if frames == 0 || frames == 1 && merged == 0 {
+                continue;
+            }
+            let freed = self.sharing.freed_frames(frames, kept.len() as u64, merged.into());
+            freed_frames.0 += freed.0 * contents;
+            let share = freed.0 * page_bytes / kept.len() as u64;
+            for (copy, &range) in kept.iter().enumerate() {
+                let counts = &mut counts[range as usize];
+                counts.merging.0 += contents;
+                counts.further_copies.0 += if copy < 2 { 0 } else { *contents };
+                counts.freed_bytes.0 += share * contents;
+            }
+        }
+        for zeros in &self.zero_pages {
+            freed_frames += self.sharing.freed_zero(zeros.frames(&is_kept), 0);
+            zeros.add_freed_bytes(self.page_size, &is_kept, &mut counts);
+        }
+        ContentCounts { freed_frames, ranges: counts }
+    }
+
+    /// The position of each range of a plan, in its order.
+    pub(crate) fn positions(&self, plan: &MergePlan) -> Vec<usize> {
+        let known: BTreeMap<(ProcessId, AddressRange), usize> =
+            self.ranges.iter().enumerate().map(|(position, range)| (*range, position)).collect();
+        let ranges = plan.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target, range)));
+        let positions = ranges.filter_map(|(target, range)| known.get(&(target.process.id, range.range)).copied());
+        let positions: Vec<usize> = positions.collect();
+        debug_assert_eq!(positions.len(), plan.range_count(), "a range was cut after its contents were counted");
+        positions
+    }
+}
+
+/// Each round drops one part in so many of the excess, then computes the profits again.
+const EXCESS_DIVISOR_PER_ROUND: u64 = 4;
+
+/// A range of a plan that is limited. Ranges are never cut: that would add regions and split huge pages.
+struct LimitedRange {
+    /// Pages that would get new metadata: none of a range that is enrolled already.
+    new_rmap_items: Pages,
+    is_kept: bool,
+}
+
+impl MergePlan {
+    /// Fit the plan into a limit on KSM's metadata: keep the ranges that save most per byte of metadata, together with
+    /// their partners. Ranges that are enrolled already take no new metadata.
+    ///
+    /// Ranges with the lowest profit are dropped, some at a time. The profit of the rest is then computed again, so that
+    /// ranges that lost their partners are next. The remaining ranges save more than the metadata that they take.
+    pub fn limit_to_metadata(&mut self, contents: &PlanContents, max_metadata: Bytes) {
+        let max_items = Pages(max_metadata.0 / RMAP_ITEM_BYTES);
+        let positions = contents.positions(self);
+        let mut ranges: Vec<LimitedRange> =
+            contents.ranges.iter().map(|_| LimitedRange { new_rmap_items: Pages::ZERO, is_kept: false }).collect();
+        for (planned, &position) in self.targets.iter().flat_map(|target| &target.ranges).zip(&positions) {
+            let new_rmap_items = if planned.enrolled { Pages::ZERO } else { planned.pages };
+            ranges[position] = LimitedRange { new_rmap_items, is_kept: true };
+        }
+        let kept_items = |ranges: &[LimitedRange]| -> Pages {
+            ranges.iter().filter(|range| range.is_kept).map(|range| range.new_rmap_items).sum()
+        };
+        if kept_items(&ranges) <= max_items {
+            return;
+        }
+        loop {
+            let excess = kept_items(&ranges).saturating_sub(max_items);
+            let dropped = least_profitable(contents, &ranges, excess);
+            if dropped.is_empty() {
+                break;
+            }
+            dropped.into_iter().for_each(|position| ranges[position].is_kept = false);
+        }
+        let mut kept = positions.into_iter().map(|position| ranges[position].is_kept);
+        for target in &mut self.targets {
+            target.ranges.retain(|_| kept.next().unwrap_or(false));
+        }
+        self.drop_empty_targets();
+    }
+}
+
+/// The positions of the kept ranges to drop next: some of those that save least per metadata while there is an excess,
+/// and otherwise those that save less than their metadata.
+fn least_profitable(contents: &PlanContents, ranges: &[LimitedRange], excess: Pages) -> Vec<usize> {
+    let freed = contents.count(|position| ranges[position as usize].is_kept).ranges;
+    let freed = |position: usize| freed[position].freed_bytes.0;
+    let items = |position: usize| ranges[position].new_rmap_items.0;
+    let per_item = |position: usize, other: usize| u128::from(freed(position)) * u128::from(items(other));
+    let takes_metadata = |position: &usize| ranges[*position].is_kept && items(*position) > 0;
+    // Among equals the last one first.
+    let mut order: Vec<usize> = (0..ranges.len()).filter(takes_metadata).collect();
+    order.sort_unstable_by(|&a, &b| per_item(a, b).cmp(&per_item(b, a)).then(b.cmp(&a)));
+    let wanted = excess.0.div_ceil(EXCESS_DIVISOR_PER_ROUND);
+    let mut gone = 0;
+    let goes = |position: &usize| {
+        let goes = gone < wanted || wanted == 0 && freed(*position) <= items(*position) * RMAP_ITEM_BYTES;
+        gone += items(*position);
+        goes
+    };
+    order.into_iter().take_while(goes).collect()
+}

@@ -1,0 +1,112 @@
+//! The prediction of a plan: what merging its ranges frees, and what that costs.
+
+use super::MergePlan;
+use super::contents::PlanContents;
+use super::search::ComparisonCost;
+use pagefold_base::savings::MergeEffect;
+use pagefold_base::units::Pages;
+use std::time::Duration;
+
+/// ksmd's CPU time for a page.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KsmdPageTimes {
+    /// The first scan: a checksum, and before 6.11 a search in the stable tree.
+    pub first: Duration,
+    /// The second scan of a page without a copy: into the unstable tree.
+    pub unique: Duration,
+    /// The second scan of a page that merges.
+    pub merge: Duration,
+    /// The second scan of a zero page; all zero pages join one content.
+    pub zero: Duration,
+}
+
+impl Default for KsmdPageTimes {
+    /// Measured on a virtual machine of two shared CPUs (Intel Xeon) with Linux 6.18, by the run time of ksmd in its
+    /// `schedstat` over 512 MiB of each kind. Other machines differ; the ratios hold.
+    fn default() -> Self {
+        let [first, unique, merge, zero] = [900, 5900, 6700, 2400].map(Duration::from_nanos);
+        Self { first, unique, merge, zero }
+    }
+}
+
+impl KsmdPageTimes {
+    /// CPU time for so many pages, of which `merging` merge and `zero` are zero pages.
+    pub fn time(self, pages: Pages, merging: Pages, zero: Pages) -> Duration {
+        let of = |each: Duration, pages: Pages| Duration::from_nanos((each.as_nanos() as u64).saturating_mul(pages.0));
+        of(self.first, pages)
+            + of(self.unique, pages.saturating_sub(merging))
+            + of(self.merge, merging.saturating_sub(zero))
+            + of(self.zero, zero)
+    }
+}
+
+/// How ksmd merges the pages of a plan.
+#[derive(Clone, Copy, Debug)]
+pub struct KsmdModel {
+    /// The share of one CPU that ksmd may take, above 0.
+    pub cpu_share: f64,
+    /// ksmd's times per page.
+    pub page_times: KsmdPageTimes,
+    /// ksmd's further time for pages with equal beginnings.
+    pub comparison_cost: ComparisonCost,
+    /// Whether ksmd merges a page at its first visit
+    /// ([`merges_at_first_scan`](pagefold_base::ksm::merges_at_first_scan)).
+    pub merges_at_first_scan: bool,
+}
+
+/// The prediction of a plan.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Prediction {
+    /// Frames freed, pages scanned, huge pages split.
+    pub effect: MergeEffect,
+    /// Pages that should merge, kept copies included.
+    pub merging: Pages,
+    /// Regions that the ranges' boundaries add to the processes, at most.
+    pub regions_added: u64,
+    /// CPU time of ksmd.
+    pub ksmd_time: Duration,
+    /// Wall time from enrolling until merged, at the bound on ksmd's CPU.
+    pub wall_time: Duration,
+}
+
+/// The smallest share of a CPU in predictions; it keeps the predicted time finite.
+const MIN_KSMD_CPU_SHARE: f64 = 0.001;
+
+impl MergePlan {
+    /// Predict the plan as it is now, from the contents of its ranges, and count what each of them merges. Call it when
+    /// nothing is dropped from the plan any more, and again after dropping further ranges.
+    pub fn predict(&mut self, contents: &PlanContents, ksmd: &KsmdModel) {
+        let positions = contents.positions(self);
+        let mut is_kept = vec![false; contents.ranges.len()];
+        positions.iter().for_each(|&position| is_kept[position] = true);
+        let counts = contents.count(|position| is_kept[position as usize]);
+        let ranges = self.targets.iter_mut().flat_map(|target| &mut target.ranges);
+        for (range, position) in ranges.zip(positions) {
+            let counts = counts.ranges[position];
+            range.merging = counts.merging + range.zero;
+            range.freed_bytes = counts.freed_bytes;
+            let is_late = ksmd.merges_at_first_scan && !self.whole_processes && !range.enrolled;
+            range.late = is_late && counts.further_copies.0 * 2 > range.merging.0;
+        }
+        let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
+        let (scanned, merging): (Pages, Pages) =
+            (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.merging).sum());
+        let zero: Pages = ranges().map(|range| range.zero).sum();
+        let mut predicted = Prediction {
+            effect: MergeEffect {
+                freed_frames: counts.freed_frames,
+                scanned_pages: scanned,
+                split_huge_pages: ranges().map(|range| range.split_huge_pages).sum(),
+            },
+            merging,
+            regions_added: self.added_regions(),
+            ksmd_time: ksmd.page_times.time(scanned, merging, zero),
+            wall_time: Duration::ZERO,
+        };
+        if !predicted.ksmd_time.is_zero() {
+            predicted.ksmd_time += predicted.comparison_time(zero, ksmd.comparison_cost);
+        }
+        predicted.wall_time = predicted.ksmd_time.div_f64(ksmd.cpu_share.max(MIN_KSMD_CPU_SHARE));
+        self.predicted = predicted;
+    }
+}
