@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes pictures of docs/pictures: census.png, a census of four real QEMU guests; top.png, page.png, dark.png and
-# phone.png of a made-up host. With names only those: docs/picture.sh top. A census needs root. Installs what it draws with (aha, tmux,
-# Chromium) from Debian.
+# Makes the pictures of docs/pictures that show this host: census.png, a census of four QEMU guests; top.png, page.png,
+# dark.png and phone.png of a daemon that merges eight guests and a pair of programs for twelve minutes. With names only
+# those: docs/picture.sh census. Needs root. Installs what it draws with (aha, tmux, Chromium) from Debian.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -39,10 +39,46 @@ census() {
         draw census 'pagefold census --vm web-0 --vm web-1 --vm web-2 --vm web-3 --top 5' 1180
 }
 
-top() {
-    cargo build -p pagefold-watch --example top
+# Guests and programs arrive one after the other while the daemon runs. One guest is of another trust domain.
+daemon() {
+    labs/setup.sh
+    cargo build --release -p pagefold -p pagefold-labs
+    cat >"$scratch/pagefold.toml" <<'END'
+[[domain]]
+name = "web"
+users = ["root"]
+vms = ["web-*"]
+[[domain]]
+name = "build"
+users = ["root"]
+vms = ["build-*"]
+[daemon]
+mode = "act"
+http = "127.0.0.1:9750"
+keep_available = "22GiB"
+END
+    local state=$scratch/state
+    target/release/pagefold --config "$scratch/pagefold.toml" --state "$state" daemon &
+    trap 'kill $(jobs -p) 2>/dev/null; wait; rm -rf "$scratch"' EXIT
+    fleet() { sleep infinity | target/release/pagefold-lab fleet --memory 384 "$@" >/dev/null & }
+    fleet --guests 4 --shared-mib 128 --unique-mib 48 --name-prefix web
+    sleep 240
+    fleet --guests 3 --shared-mib 96 --unique-mib 96 --name-prefix build
+    sleep 180
+    fleet --guests 1 --shared-mib 128 --unique-mib 64 --name-prefix db
+    sleep 300
+    shoot() {
+        local name=$1 size=$2 scheme=$3
+        "$browser" --headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking \
+            --disable-component-update --disable-sync --user-data-dir="$scratch/profile" --hide-scrollbars \
+            --blink-settings="preferredColorScheme=$scheme" --window-size="$size" --timeout=4000 \
+            --screenshot="docs/pictures/$name.png" http://127.0.0.1:9750/
+    }
+    shoot page 1280,1180 1
+    shoot dark 1280,1180 0
+    shoot phone 390,1180 1
     tmux() { env TERM=xterm-256color tmux -S "$scratch/tmux" "$@"; }
-    tmux -f /dev/null new-session -d -x 120 -y 32 "target/debug/examples/top fixtures/status.json"
+    tmux -f /dev/null new-session -d -x 120 -y 32 "target/release/pagefold --state $state top"
     until tmux capture-pane -p | grep -q 'q quit'; do sleep 0.2; done
     tmux send-keys 2
     until tmux capture-pane -p | grep -q 'Processes'; do sleep 0.2; done
@@ -51,12 +87,5 @@ top() {
     tmux kill-server
 }
 
-page() {
-    PAGEFOLD_PICTURES=$scratch cargo test -p pagefold-watch --test browser it_fits
-    cp "$scratch/light.png" docs/pictures/page.png
-    cp "$scratch/dark.png" docs/pictures/dark.png
-    cp "$scratch/phone.png" docs/pictures/phone.png
-}
-
-[ $# -gt 0 ] || set -- census top page
+[ $# -gt 0 ] || set -- census daemon
 for name; do "$name"; done
