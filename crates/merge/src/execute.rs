@@ -20,7 +20,7 @@ mod settle;
 use crate::MergeProbes;
 use crate::decide::outcome::{
     EnrollChange, FailedChange, FrameFates, KsmPageCounts, MergeEnd, MergeOutcome, MergedPagesWatch, PageFate,
-    RegionCounts, Resident, TimelinePoint,
+    Resident, TimelinePoint,
 };
 use crate::decide::pace::KsmdPace;
 use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget, TemporaryUnenroll};
@@ -157,7 +157,7 @@ pub fn execute_plan<'h>(
     }
     let nets = verify::net_savings(host, &plan, &before.targets, &after.targets);
     let zeros_by_splitting = verify::split_zero_pages(&plan, host.page_size(), &before.targets, &after.targets);
-    let regions = compare_regions(&plan, &before, &after, monitor);
+    let regions_added = count_added_regions(&before, &after);
     let fates = probes
         .map_or(Ok(FrameFates::default()), |probes| {
             probes.determine_fates(host, |process| ranges_given_up(&plan, &failed_changes, monitor, process))
@@ -184,7 +184,7 @@ pub fn execute_plan<'h>(
         census_time,
         ksmd_time,
         pages_scanned: before.pages_scanned.and_then(|before| Ok(after.pages_scanned?.saturating_sub(before))),
-        regions,
+        regions_added,
         fates,
         own_cpu_time: host.own_cpu_time(),
         available: (memory_before.available, memory_after.available),
@@ -212,8 +212,8 @@ pub fn execute_plan<'h>(
 struct PlanMeasurement {
     /// The merged pages of each target; `None` for ended ones.
     targets: Vec<Option<MergedTarget>>,
-    /// The start addresses of the regions of each process.
-    region_starts: BTreeMap<ProcessId, Vec<u64>>,
+    /// The number of regions of each process.
+    region_counts: BTreeMap<ProcessId, u64>,
     /// ksmd's page visits.
     pages_scanned: Reading<Pages>,
 }
@@ -222,7 +222,7 @@ impl PlanMeasurement {
     fn take(host: &dyn Host, plan: &MergePlan) -> Result<Self, session::Error> {
         Ok(Self {
             targets: verify::measure_targets(host, plan).map_err(session::Error::HostStateUnreadable)?,
-            region_starts: verify::region_starts(host, plan),
+            region_counts: verify::region_counts(host, plan),
             pages_scanned: read_pages_scanned(host),
         })
     }
@@ -254,15 +254,12 @@ fn sum_living_targets(before: &PlanMeasurement, after: &PlanMeasurement) -> (Ksm
     )
 }
 
-/// How the regions of the processes changed.
-fn compare_regions(
-    plan: &MergePlan,
-    before: &PlanMeasurement,
-    after: &PlanMeasurement,
-    monitor: &MergeMonitor<'_>,
-) -> RegionCounts {
-    let unenrolled = |process| [&all_unenrolled(monitor, process)[..], monitor.unmerged(process)].concat();
-    RegionCounts::compare(plan, &before.region_starts, &after.region_starts, unenrolled)
+/// Regions that the processes that still run have more than before.
+fn count_added_regions(before: &PlanMeasurement, after: &PlanMeasurement) -> i64 {
+    let added = |(process, after): (&ProcessId, &u64)| {
+        Some(after.cast_signed() - before.region_counts.get(process)?.cast_signed())
+    };
+    after.region_counts.iter().filter_map(added).sum()
 }
 
 /// The ranges of a process that a monitor unenrolled because they did not stay merged.

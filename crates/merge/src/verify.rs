@@ -356,13 +356,10 @@ pub fn resident_anonymous(host: &dyn Host, plan: &MergePlan) -> Reading<(Bytes, 
     Ok((sum, of(&*host.open(Pid(std::process::id()))?)?))
 }
 
-/// The start addresses of the regions of each running process of a plan, ascending.
-pub fn region_starts(host: &dyn Host, plan: &MergePlan) -> BTreeMap<ProcessId, Vec<u64>> {
-    let starts = |id| {
-        let maps = parse::maps(&hold(host, id).ok()?.read("maps").ok()?).ok()?;
-        Some((id, maps.iter().map(|mapped| mapped.range.start).collect()))
-    };
-    plan.processes().into_iter().filter_map(starts).collect()
+/// The number of regions of each running process of a plan.
+pub fn region_counts(host: &dyn Host, plan: &MergePlan) -> BTreeMap<ProcessId, u64> {
+    let count = |id| Some((id, observe::region_count(&*hold(host, id).ok()?).ok()?));
+    plan.processes().into_iter().filter_map(count).collect()
 }
 
 #[cfg(test)]

@@ -8,9 +8,6 @@ use pagefold_base::units::{AddressRange, Bytes, NetBytes, PageSize, Pages, Pid, 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-/// The share of the final merged pages at which a merge counts as done. The last pages may take another scan.
-pub const NEARLY_ALL_MERGED_SHARE: f64 = 0.99;
-
 /// The result of a merge.
 #[derive(Clone, Debug)]
 pub struct MergeOutcome {
@@ -37,8 +34,8 @@ pub struct MergeOutcome {
     pub ksmd_time: Reading<Duration>,
     /// ksmd's page visits meanwhile, those of other processes included (`pages_scanned`).
     pub pages_scanned: Reading<Pages>,
-    /// Regions of the targets that still run, before and while the ranges are enrolled.
-    pub regions: RegionCounts,
+    /// Regions that the targets that still run have more than before, while the ranges are enrolled.
+    pub regions_added: i64,
     /// The fates of the contents that should merge.
     pub fates: FrameFates,
     /// CPU time of this process since it started.
@@ -256,19 +253,9 @@ impl MergeOutcome {
 
     /// When a share of the final merged pages was reached, by the timeline; `None` if no page was merged.
     pub fn time_to(&self, share: f64) -> Option<Duration> {
-        self.first_point_at_share(share).map(|sample| sample.at)
-    }
-
-    /// From the first enrollment until nearly all pages are merged ([`NEARLY_ALL_MERGED_SHARE`]); `None` if no page was
-    /// merged.
-    pub fn wall_time(&self) -> Option<Duration> {
-        Some(self.time_to(NEARLY_ALL_MERGED_SHARE)?.saturating_sub(self.census_time))
-    }
-
-    /// The first sample at which a share of the final merged pages was reached.
-    pub(crate) fn first_point_at_share(&self, share: f64) -> Option<&TimelinePoint> {
         let last = self.timeline.last()?.merged.0 as f64;
-        self.timeline.iter().find(|sample| last > 0.0 && sample.merged.0 as f64 >= last * share)
+        let reached = |sample: &&TimelinePoint| last > 0.0 && sample.merged.0 as f64 >= last * share;
+        Some(self.timeline.iter().find(reached)?.at)
     }
 
     /// The estimated savings at a time: each merged page counts for its share of the final savings.
@@ -280,45 +267,6 @@ impl MergeOutcome {
             }
             _ => Pages::ZERO,
         }
-    }
-}
-
-/// Regions of the processes of a plan, and how many of them enrolling and unenrolling added.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct RegionCounts {
-    /// Number of regions before.
-    pub before: u64,
-    /// Number of regions now.
-    pub now: u64,
-    /// How many more regions than before begin at a boundary of a planned range.
-    pub planned_boundaries: i64,
-    /// The same for boundaries of other unenrolled ranges.
-    pub unenrolled_boundaries: i64,
-}
-
-impl RegionCounts {
-    /// Compare the ascending region starts before and now, by process, without ended processes. `withdrawn` returns the
-    /// unenrolled ranges of a process.
-    pub fn compare(
-        plan: &MergePlan,
-        before: &BTreeMap<ProcessId, Vec<u64>>,
-        now: &BTreeMap<ProcessId, Vec<u64>>,
-        withdrawn: impl Fn(ProcessId) -> Vec<AddressRange>,
-    ) -> Self {
-        let mut regions = Self::default();
-        for (&process, now) in now {
-            let Some(before) = before.get(&process) else { continue };
-            let planned = plan.boundaries(process);
-            let ends = withdrawn(process).into_iter().flat_map(|range| [range.start, range.end]);
-            let ends: BTreeSet<u64> = ends.filter(|end| planned.binary_search(end).is_err()).collect();
-            let begins = |starts: &[u64], at: &u64| i64::from(starts.binary_search(at).is_ok());
-            let more = |at: &u64| begins(now, at) - begins(before, at);
-            regions.before += before.len() as u64;
-            regions.now += now.len() as u64;
-            regions.planned_boundaries += planned.iter().map(more).sum::<i64>();
-            regions.unenrolled_boundaries += ends.iter().map(more).sum::<i64>();
-        }
-        regions
     }
 }
 
@@ -385,7 +333,7 @@ pub(crate) mod tests {
             census_time: Duration::ZERO,
             ksmd_time: Err(Absent::Denied),
             pages_scanned: Err(Absent::Denied),
-            regions: RegionCounts::default(),
+            regions_added: 0,
             fates: FrameFates::default(),
             own_cpu_time: Duration::ZERO,
             available: (Err(Absent::Denied), Err(Absent::Denied)),

@@ -1,8 +1,6 @@
 //! Why the measured figures of a merge differ from the predicted ones, figure by figure.
 
-use crate::decide::outcome::{
-    EnrollChange, FailedChange, MergeEnd, MergeOutcome, NEARLY_ALL_MERGED_SHARE, PageFate, RegionCounts,
-};
+use crate::decide::outcome::{EnrollChange, FailedChange, MergeEnd, MergeOutcome, PageFate};
 use crate::decide::plan::PlannedRange;
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
 use pagefold_base::units::{AddressRange, Bytes, PageSize};
@@ -17,12 +15,6 @@ pub enum PlanFigure {
     Metadata,
     /// Seconds of ksmd's CPU time.
     KsmdCpu,
-    /// Huge pages split.
-    HugePages,
-    /// Regions added to the processes.
-    Regions,
-    /// Seconds from the first enrollment until nearly all pages are merged.
-    Wall,
     /// Bytes of `MemAvailable`, which the net savings should increase.
     Available,
 }
@@ -90,13 +82,10 @@ impl MergeOutcome {
     /// the plan counts for its share of the prediction. A part without a measurement is labeled `not explained`.
     ///
     /// [`FrameFates`]: crate::decide::outcome::FrameFates
-    pub fn differences(&self, page_size: PageSize, huge_page: Bytes) -> Vec<FigureDifference> {
+    pub fn differences(&self, page_size: PageSize) -> Vec<FigureDifference> {
         let mut all = self.saved_differences(page_size);
         all.extend(self.metadata_differences());
         all.extend(self.ksmd_time_differences());
-        all.extend(self.huge_page_differences(huge_page));
-        all.extend(self.region_differences());
-        all.extend(self.wall_time_differences());
         all.extend(self.available_memory_differences(page_size));
         all
     }
@@ -174,68 +163,6 @@ impl MergeOutcome {
         }
     }
 
-    fn huge_page_differences(&self, huge_page: Bytes) -> Vec<FigureDifference> {
-        let (before, Ok(after)) = (self.huge_page_bytes.0, &self.huge_page_bytes.1) else { return Vec::new() };
-        if before.0 == 0 || huge_page.0 == 0 {
-            return Vec::new();
-        }
-        let split = before.0.saturating_sub(after.0).div_ceil(huge_page.0);
-        let mut huge = DifferenceReasons::new(
-            PlanFigure::HugePages,
-            split as f64,
-            self.plan.predicted.effect.split_huge_pages.0 as f64,
-        );
-        let pages = |range: &PlannedRange| range.split_huge_pages.0;
-        let gone = self.ended_targets.iter().map(|&target| self.plan.targets[target].huge_page_bytes.0).sum::<u64>();
-        huge.add_exactly((gone / huge_page.0) as f64 - self.sum_over_ended(pages), PROCESS_ENDED_REASON);
-        huge.add_at_most(-self.sum_over_not_enrolled(pages), NOT_ENROLLED_REASON);
-        huge.add_at_most(-self.sum_over_unenrolled(pages), UNENROLLED_REASON);
-        huge.finish(
-            "not explained: huge pages without duplicates by now, or new ones?",
-            "not explained: split by the programs, by range boundaries, or for new duplicates?",
-        )
-    }
-
-    fn region_differences(&self) -> Vec<FigureDifference> {
-        let RegionCounts { before, now, planned_boundaries: planned, unenrolled_boundaries: withdrawn } = self.regions;
-        let predicted = self.plan.predicted.regions_added as f64;
-        let mut regions = DifferenceReasons::new(PlanFigure::Regions, now as f64 - before as f64, predicted);
-        let ended = self.sum_over_ended(PlannedRange::added_regions);
-        regions.add_exactly(-ended, PROCESS_ENDED_REASON);
-        // The planned boundaries that do not exist.
-        let absent = predicted - ended - planned as f64;
-        let missed = self.sum_over_not_enrolled(PlannedRange::added_regions).min(absent.max(0.0));
-        regions.add_exactly(-missed, NOT_ENROLLED_REASON);
-        regions.add_exactly(
-            missed - absent,
-            "planned boundaries that vanished: adjacent, at a region edge, or unenrolled",
-        );
-        regions.add_exactly(withdrawn as f64, "boundaries of unenrolled ranges");
-        regions.finish("regions unmapped by the programs, or joined", "regions mapped by the programs, or split")
-    }
-
-    /// The wall time follows from ksmd's CPU time at its share of a CPU.
-    fn wall_time_differences(&self) -> Vec<FigureDifference> {
-        let predicted = self.plan.predicted;
-        let (Some(reached), Some(last)) = (self.wall_time(), self.first_point_at_share(NEARLY_ALL_MERGED_SHARE)) else {
-            return Vec::new();
-        };
-        let mut wall =
-            DifferenceReasons::new(PlanFigure::Wall, reached.as_secs_f64(), predicted.wall_time.as_secs_f64());
-        if !predicted.ksmd_time.is_zero() && self.ksmd_time.is_ok() {
-            let stretch = predicted.wall_time.as_secs_f64() / predicted.ksmd_time.as_secs_f64();
-            let more = (last.ksmd_time.as_secs_f64() - predicted.ksmd_time.as_secs_f64()) * stretch;
-            wall.add_exactly(
-                more,
-                if more < 0.0 { "ksmd had used less CPU by then" } else { "ksmd had used more CPU by then" },
-            );
-        }
-        wall.finish(
-            "ksmd had more than its CPU share for a while",
-            "enrolling, and ksmd had less than its CPU share: it slept or waited",
-        )
-    }
-
     fn available_memory_differences(&self, page_size: PageSize) -> Vec<FigureDifference> {
         let bytes = |bytes: Bytes| bytes.0 as f64;
         let (Ok(before), Ok(after)) = self.available else { return Vec::new() };
@@ -297,15 +224,12 @@ mod tests {
     use super::*;
     use crate::decide::outcome::tests::{outcome, page_size};
     use crate::decide::outcome::{FrameFates, KsmPageCounts, PageFate, Resident};
-    use pagefold_base::units::{Pages, Pid, ProcessId};
-    use std::collections::BTreeMap;
-
-    const HUGE: Bytes = Bytes(2 << 20);
+    use pagefold_base::units::Pages;
 
     /// The reasons for one figure; savings in frames.
     fn figure_reasons(outcome: &MergeOutcome, of: PlanFigure) -> Vec<(f64, &'static str)> {
         let unit = if of == PlanFigure::Saved { page_size().bytes() as f64 } else { 1.0 };
-        let all = outcome.differences(page_size(), HUGE).into_iter().filter(|difference| difference.figure == of);
+        let all = outcome.differences(page_size()).into_iter().filter(|difference| difference.figure == of);
         all.map(|difference| (difference.amount / unit, difference.reason)).collect()
     }
 
@@ -324,11 +248,8 @@ mod tests {
         outcome.ksmd_time = Ok(Duration::from_millis(4));
         outcome.pages_scanned = Ok(Pages(400));
         outcome.plan.predicted.ksmd_time = Duration::from_millis(4);
-        outcome.plan.predicted.wall_time = Duration::from_millis(40);
         outcome.timeline[3].ksmd_time = Duration::from_millis(4);
-        outcome.plan.predicted.regions_added = 3;
-        outcome.regions = RegionCounts { before: 10, now: 13, planned_boundaries: 3, unenrolled_boundaries: 0 };
-        assert!(outcome.differences(page_size(), HUGE).is_empty(), "{:?}", outcome.differences(page_size(), HUGE));
+        assert!(outcome.differences(page_size()).is_empty(), "{:?}", outcome.differences(page_size()));
     }
 
     /// The fates of so many pairs of pages, one frame each.
@@ -441,21 +362,6 @@ mod tests {
     }
 
     #[test]
-    fn wall_time_is_explained_by_ksmd_time_and_cpu_share() {
-        let mut outcome = outcome(MergeEnd::Settled, 100);
-        // Half of a CPU: 20 ms for 10 ms. It took from 5 to 40 ms, with 12 ms by then.
-        outcome.plan.predicted.ksmd_time = Duration::from_millis(10);
-        outcome.plan.predicted.wall_time = Duration::from_millis(20);
-        (outcome.census_time, outcome.ksmd_time) = (Duration::from_millis(5), Ok(Duration::from_millis(13)));
-        outcome.timeline[3].ksmd_time = Duration::from_millis(12);
-        let [used, had] = figure_reasons(&outcome, PlanFigure::Wall)[..] else { panic!("two reasons") };
-        assert!((used.0 - 0.004).abs() < 1e-9 && used.1 == "ksmd had used more CPU by then");
-        assert!((had.0 - 0.011).abs() < 1e-9);
-        outcome.timeline.clear();
-        assert!(figure_reasons(&outcome, PlanFigure::Wall).is_empty(), "nothing was merged");
-    }
-
-    #[test]
     fn available_memory_is_explained_by_consumer() {
         let mut outcome = outcome(MergeEnd::Settled, 100);
         let net = outcome.net(page_size()).0 as u64;
@@ -472,59 +378,5 @@ mod tests {
             (-20.0 * 4096.0, "allocated by other processes and the kernel"),
         ];
         assert_eq!(figure_reasons(&outcome, PlanFigure::Available), expected);
-    }
-
-    #[test]
-    fn huge_page_and_region_differences_are_explained() {
-        let mut outcome = outcome(MergeEnd::Settled, 100);
-        outcome.plan.predicted.effect.split_huge_pages = Pages(2);
-        outcome.plan.predicted.regions_added = 2;
-        outcome.plan.targets[1].huge_page_bytes = Bytes(3 * HUGE.0);
-        outcome.huge_page_bytes = (Bytes(8 * HUGE.0), Ok(Bytes(4 * HUGE.0)));
-        outcome.regions = RegionCounts { before: 10, now: 11, planned_boundaries: 1, unenrolled_boundaries: 0 };
-        assert_eq!(figure_reasons(&outcome, PlanFigure::HugePages).iter().map(|(by, _)| *by).sum::<f64>(), 2.0);
-        outcome.ended_targets = vec![1];
-        // Its three huge pages went with it; one of them was planned to be split.
-        assert_eq!(figure_reasons(&outcome, PlanFigure::HugePages)[0], (2.0, PROCESS_ENDED_REASON));
-        assert_eq!(figure_reasons(&outcome, PlanFigure::Regions)[0].0, -1.0);
-    }
-
-    #[test]
-    fn region_differences_are_explained_by_boundaries() {
-        let process = |pid| ProcessId { pid: Pid(pid), start_time: 1 };
-        let mut outcome = outcome(MergeEnd::Settled, 100);
-        let page = |number: u64| number * 4096;
-        for (target, (start, end)) in outcome.plan.targets.iter_mut().zip([(10, 20), (0, 50)]) {
-            target.ranges[0].range = AddressRange { start: page(start), end: page(end) };
-        }
-        outcome.plan.predicted.regions_added = 3;
-        let compare = |outcome: &MergeOutcome, now: [&[u64]; 2], withdrawn: &[(u64, u64)]| {
-            let of = |starts: &[u64]| starts.iter().map(|&number| page(number)).collect::<Vec<u64>>();
-            let before = BTreeMap::from([(process(1), of(&[0])), (process(2), of(&[0, 200])), (process(3), of(&[0]))]);
-            let now = BTreeMap::from([(process(1), of(now[0])), (process(2), of(now[1]))]);
-            let ranges = withdrawn.iter().map(|&(start, end)| AddressRange { start: page(start), end: page(end) });
-            let ranges: Vec<AddressRange> = ranges.collect();
-            let withdrawn = |of| if of == process(1) { ranges.clone() } else { Vec::new() };
-            let regions = RegionCounts::compare(&outcome.plan, &before, &now, withdrawn);
-            figure_reasons(&MergeOutcome { regions, ..outcome.clone() }, PlanFigure::Regions)
-        };
-        let none = "planned boundaries that vanished: adjacent, at a region edge, or unenrolled";
-        let parts = "boundaries of unenrolled ranges";
-        assert_eq!(compare(&outcome, [&[0, 10, 20], &[0, 50, 200]], &[]), []);
-        // The first half of the first range was unenrolled, and its program mapped a new region.
-        assert_eq!(
-            compare(&outcome, [&[0, 15, 20, 300], &[0, 50, 200]], &[(10, 15)]),
-            [(-1.0, none), (1.0, parts), (1.0, "regions mapped by the programs, or split")],
-        );
-        assert_eq!(
-            compare(&outcome, [&[0, 10, 20], &[0, 50]], &[]),
-            [(-1.0, "regions unmapped by the programs, or joined")]
-        );
-        let missed = |range| {
-            let (change, pid, comm, why) = (EnrollChange::Enroll, Pid(1), String::new(), String::new());
-            FailedChange { change, pid, comm, range, why }
-        };
-        outcome.failed_changes = vec![missed(None)];
-        assert_eq!(compare(&outcome, [&[0], &[0, 50, 200]], &[]), [(-2.0, NOT_ENROLLED_REASON)]);
     }
 }

@@ -1,7 +1,8 @@
 //! The plan and the outcome of a merge as text.
 
 use crate::wire::merge::{
-    FailedChangeKind, MergeEndKind, MergeReport, OutcomeReport, PlanReport, TargetReport, TemporaryUnenrollReport,
+    DifferenceFigure, FailedChangeKind, MergeEndKind, MergeReport, OutcomeReport, PlanReport, TargetReport,
+    TemporaryUnenrollReport,
 };
 use pagefold_base::Bytes;
 use pagefold_census::text::unseen;
@@ -155,13 +156,10 @@ fn render_differences(outcome: &OutcomeReport, style: TextStyle) -> String {
     for difference in &outcome.differences {
         let whole = difference.amount.abs().round() as u64;
         let (name, by) = match difference.figure {
-            "saved" => ("saved, gross", Bytes(whole).to_string()),
-            "metadata" => ("metadata", Bytes(whole).to_string()),
-            "ksmd_seconds" => ("CPU of ksmd", format_seconds(difference.amount.abs())),
-            "huge_pages_split" => ("huge pages split", format_number(whole)),
-            "wall_seconds" => ("time to 99 %", format_seconds(difference.amount.abs())),
-            "available" => ("MemAvailable", Bytes(whole).to_string()),
-            _ => ("regions added", format_number(whole)),
+            DifferenceFigure::Saved => ("saved, gross", Bytes(whole).to_string()),
+            DifferenceFigure::Metadata => ("metadata", Bytes(whole).to_string()),
+            DifferenceFigure::KsmdSeconds => ("CPU of ksmd", format_seconds(difference.amount.abs())),
+            DifferenceFigure::Available => ("MemAvailable", Bytes(whole).to_string()),
         };
         if by.bytes().any(|digit| (b'1'..=b'9').contains(&digit)) {
             let sign = if difference.amount < 0.0 { '-' } else { '+' };

@@ -4,7 +4,7 @@ use crate::decide::outcome::{EnrollChange, MergeEnd, MergeOutcome};
 use crate::decide::plan::{EnrollMethod, MergePlan, PlanTarget};
 use crate::decide::prediction_error::{FigureDifference, PlanFigure};
 use pagefold_base::savings::MergeEffect;
-use pagefold_base::{Bytes, PageSize, Pages};
+use pagefold_base::{PageSize, Pages};
 use pagefold_census::results::{Census, UnscannedProcess};
 use pagefold_output::wire::{ProcessInfo, UnscannedProcessReport};
 use schemars::JsonSchema;
@@ -238,14 +238,25 @@ pub struct OutcomeReport {
     pub timeline: Vec<TimelinePointReport>,
 }
 
+/// A figure whose difference from the prediction is explained.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DifferenceFigure {
+    /// Bytes saved, gross.
+    Saved,
+    /// Bytes of metadata.
+    Metadata,
+    /// CPU seconds of ksmd: page visits times the time of one. Visits of other processes' pages are included.
+    KsmdSeconds,
+    /// Bytes of `MemAvailable`, which the net savings should increase; absent if it could not be read.
+    Available,
+}
+
 /// A part of the difference between the measured and the predicted figure.
 #[derive(Clone, Debug, Serialize, JsonSchema)]
 pub struct DifferenceReport {
-    /// The figure: `saved`, `metadata` (bytes), `ksmd_seconds` (CPU seconds: page visits times the time of one; visits
-    /// of other processes' pages are included), `huge_pages_split`, `regions_added`, `wall_seconds` (from the first
-    /// enrollment until 99 % is merged, if any page is), `available` (bytes of `MemAvailable`, which the net savings
-    /// should increase; absent if it could not be read).
-    pub figure: &'static str,
+    /// The figure.
+    pub figure: DifferenceFigure,
     /// How much more than predicted, negative if less.
     pub amount: f64,
     /// The reason.
@@ -325,8 +336,7 @@ impl MergeReport {
     /// Adds the outcome.
     #[must_use]
     pub fn with_outcome(self, outcome: &MergeOutcome, page_size: PageSize) -> Self {
-        let huge_page = Bytes(self.huge_page_size);
-        Self { outcome: Some(OutcomeReport::from_outcome(outcome, page_size, huge_page)), ..self }
+        Self { outcome: Some(OutcomeReport::from_outcome(outcome, page_size)), ..self }
     }
 
     /// Whether a chosen process was not scanned or a planned change was not made.
@@ -416,21 +426,19 @@ impl MergeSavings {
     }
 }
 
-/// The name of a figure in a report.
-fn figure_name(figure: PlanFigure) -> &'static str {
-    match figure {
-        PlanFigure::Saved => "saved",
-        PlanFigure::Metadata => "metadata",
-        PlanFigure::KsmdCpu => "ksmd_seconds",
-        PlanFigure::HugePages => "huge_pages_split",
-        PlanFigure::Regions => "regions_added",
-        PlanFigure::Wall => "wall_seconds",
-        PlanFigure::Available => "available",
+impl DifferenceFigure {
+    fn from_figure(figure: PlanFigure) -> Self {
+        match figure {
+            PlanFigure::Saved => Self::Saved,
+            PlanFigure::Metadata => Self::Metadata,
+            PlanFigure::KsmdCpu => Self::KsmdSeconds,
+            PlanFigure::Available => Self::Available,
+        }
     }
 }
 
 impl OutcomeReport {
-    fn from_outcome(outcome: &MergeOutcome, page_size: PageSize, huge_page: Bytes) -> Self {
+    fn from_outcome(outcome: &MergeOutcome, page_size: PageSize) -> Self {
         let seconds = |share| outcome.time_to(share).map(|time: Duration| time.as_secs_f64());
         let mut stops: Vec<f64> = outcome.stops.iter().map(|stop| stop.as_secs_f64() * 1e6).collect();
         stops.sort_by(f64::total_cmp);
@@ -456,15 +464,15 @@ impl OutcomeReport {
             ksm_frames: outcome.after.frames.0,
             zero_pages: since(outcome.before.zero, outcome.after.zero),
             differences: outcome
-                .differences(page_size, huge_page)
+                .differences(page_size)
                 .into_iter()
                 .map(|FigureDifference { figure, amount, reason }| DifferenceReport {
-                    figure: figure_name(figure),
+                    figure: DifferenceFigure::from_figure(figure),
                     amount,
                     reason,
                 })
                 .collect(),
-            regions_added: outcome.regions.now as i64 - outcome.regions.before as i64,
+            regions_added: outcome.regions_added,
             census_seconds: outcome.census_time.as_secs_f64(),
             seconds_to_50: seconds(0.5),
             seconds_to_90: seconds(0.9),

@@ -256,3 +256,12 @@ fn operator_unenroll_is_no_cow_break() {
     assert_eq!(worker.check_merged_pages(true, Duration::ZERO).unwrap().unenrolled_bytes, Bytes::ZERO);
     assert_eq!(plan_at(&mut worker, Duration::ZERO).targets.len(), 1, "it may be enrolled again at once");
 }
+
+/// A PID may be reused between the decision for a census and the census.
+#[test]
+fn process_with_reused_pid_is_excluded() {
+    let excluded = exclusion_reason(&[process()], &DaemonSettings::default());
+    let with_start_time = |start_time| Process::absent(ProcessId { start_time, ..process() }, &Absent::Denied);
+    assert_eq!(excluded(&with_start_time(1)), None);
+    assert!(excluded(&with_start_time(2)).is_some());
+}

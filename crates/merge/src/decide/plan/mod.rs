@@ -114,15 +114,6 @@ impl MergePlan {
         targets.chain(self.temporary_unenrolls.iter().map(|narrowed| narrowed.process)).collect()
     }
 
-    /// The addresses inside regions of a process at which ranges begin or end; ascending, each once.
-    pub fn boundaries(&self, process: ProcessId) -> Vec<u64> {
-        let targets = self.targets.iter().filter(|target| target.process.id == process);
-        let narrowed = self.temporary_unenrolls.iter().filter(|narrowed| narrowed.process == process);
-        let ranges = targets.flat_map(|target| &target.ranges).flat_map(PlannedRange::boundaries);
-        let own = narrowed.flat_map(|narrowed| &narrowed.boundaries).copied();
-        ranges.chain(own).collect::<BTreeSet<u64>>().into_iter().collect()
-    }
-
     /// Pages that should merge before the late ranges are enrolled; `None` where nothing is late.
     pub fn merging_early(&self) -> Option<Pages> {
         let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
