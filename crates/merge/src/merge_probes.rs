@@ -66,7 +66,7 @@ impl MergeProbes {
         let planned: Vec<Vec<AddressRange>> =
             census.subjects.iter().map(|subject| ranges(subject.process.id)).collect();
         let merges = |class: PageClass| match class {
-            PageClass::DuplicateForeign => census.across_domains,
+            PageClass::DuplicateAcrossDomains => census.across_domains,
             class => class == PageClass::Zero || class.is_duplicate(),
         };
         let may = |mark: PageMark| {
