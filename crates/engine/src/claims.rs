@@ -23,11 +23,11 @@ use std::time::Duration;
 const MAX_YIELDS: u32 = 8;
 /// How long it sleeps then.
 const RETRY_INTERVAL: Duration = Duration::from_micros(100);
-/// After this many attempts, some seconds, a thread considers the lock lost: the thread that it names is not in this
+/// After this many attempts to lock, some seconds, a thread considers the lock lost: the thread that it names is not in this
 /// process.
-const LOST_ATTEMPTS: u32 = 20_000;
+const MAX_LOCK_ATTEMPTS: u32 = 20_000;
 /// Marks a lost lock in place of the holder: no process has this PID.
-const LOST: u64 = u64::MAX;
+const LOST_LOCK_HOLDER: u64 = u64::MAX;
 
 /// The claims of one engine.
 #[derive(Debug, Default)]
@@ -97,9 +97,9 @@ impl RangeClaims {
             if other == this || other >> 32 != u64::from(process) {
                 return None;
             }
-            if attempts >= LOST_ATTEMPTS {
+            if attempts >= MAX_LOCK_ATTEMPTS {
                 // Later calls fail at once. If the holder exists after all, it unlocks, and calls succeed again.
-                let _ = self.holder.compare_exchange(other, LOST, Ordering::Relaxed, Ordering::Relaxed);
+                let _ = self.holder.compare_exchange(other, LOST_LOCK_HOLDER, Ordering::Relaxed, Ordering::Relaxed);
                 return None;
             }
             wait_between_tries(attempts);
@@ -283,7 +283,7 @@ mod tests {
             // As in a signal handler that interrupts the thread here.
             let within = claims.with_ranges(|_| {
                 let failed = claims.claim(range(0x1000, 0x2000)).is_none() && !claims.refuse(range(0, 0x1000));
-                (failed, claims.holder.load(Ordering::Relaxed) == LOST)
+                (failed, claims.holder.load(Ordering::Relaxed) == LOST_LOCK_HOLDER)
             });
             done.send((within, claims.refuse(range(0, 0x1000)))).expect("the test waits for it");
         });
