@@ -2,6 +2,7 @@
 
 use crate::action::{Action, ActionError, ActionOutcome};
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
+use delegate::delegate;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
@@ -55,12 +56,19 @@ impl<'a, F: Fn(&str) -> Option<InjectedFault> + Sync> FaultyHost<'a, F> {
 }
 
 impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
-    fn describe(&self) -> String {
-        format!("faulty {}", self.host.describe())
+    delegate! {
+        to self.host {
+            fn page_size(&self) -> PageSize;
+            fn now(&self) -> Instant;
+            fn sleep(&self, duration: Duration);
+            fn unix_time(&self) -> SystemTime;
+            fn own_cpu_time(&self) -> Duration;
+            fn thread_cpu_time(&self) -> Duration;
+        }
     }
 
-    fn page_size(&self) -> PageSize {
-        self.host.page_size()
+    fn describe(&self) -> String {
+        format!("faulty {}", self.host.describe())
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
@@ -115,26 +123,6 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             Some(InjectedFault::Replaced(_)) => Ok(ActionOutcome::default()),
             _ => self.host.apply_until_stopped(action, stop),
         }
-    }
-
-    fn now(&self) -> Instant {
-        self.host.now()
-    }
-
-    fn sleep(&self, duration: Duration) {
-        self.host.sleep(duration);
-    }
-
-    fn unix_time(&self) -> SystemTime {
-        self.host.unix_time()
-    }
-
-    fn own_cpu_time(&self) -> Duration {
-        self.host.own_cpu_time()
-    }
-
-    fn thread_cpu_time(&self) -> Duration {
-        self.host.thread_cpu_time()
     }
 }
 
