@@ -661,12 +661,12 @@ impl EngineState {
     fn status(&mut self, options: &EngineOptions) -> io::Result<MemberStatus> {
         let mappings = adopted_region::tally_regions(&self.domain, &mut self.regions, merge_clock())?;
         self.publish_status(options);
-        let PageTally { pages, merged, zeros, volatile_pages } = self.total_tally();
+        let PageTally { pages, merged, zeros, rewritten_pages } = self.total_tally();
         Ok(MemberStatus {
             pages,
             merged,
             zeros,
-            volatile_pages,
+            rewritten_pages,
             store_bytes: Bytes(self.domain.store.allocated_bytes()?),
             pinned_bytes: pinned_bytes()?,
             mapping_count: mappings,

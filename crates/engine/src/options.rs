@@ -66,5 +66,5 @@ pub enum PageAdvice {
     /// It is written again and again: skip it as if merges had found that out. Pages that are merged when the program
     /// writes to them are skipped for 68 minutes. [`crate::Engine::clear`] ends that, as does disowning and adopting
     /// the range again.
-    Volatile,
+    Rewritten,
 }

@@ -71,8 +71,8 @@ fn program_advice_is_followed() {
     write(&mut member, 7);
     member.run_command("advise 0 500 2");
     member.run_command("advise 500 500 1");
-    assert_eq!(merge(&mut member), [1000, 0, 500], "the first part is volatile, and the second unmergeable");
-    assert_eq!(member.read_status().number("volatile_pages"), 500);
+    assert_eq!(merge(&mut member), [1000, 0, 500], "the first part is rewritten, and the second unmergeable");
+    assert_eq!(member.read_status().number("rewritten_pages"), 500);
     member.run_command("advise 0 1000 0");
     assert_eq!(merge(&mut member), [1000, 0, 0]);
 

@@ -7,7 +7,7 @@
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros; equal seeds and page numbers give equal contents
 //! copy START COUNT FROM   copies the pages from FROM on to the pages from START on
 //! clear START COUNT       by the engine's function
-//! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 volatile
+//! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 rewritten
 //! disown START COUNT      disowns the pages; `adopt` disowns them all, and adopts those that are mapped
 //! merge                   prints the counters of the merge
 //! running                 merges by `merge_while_running`, or prints the reason of a failure
@@ -511,7 +511,7 @@ impl<'e> Member<'e> {
     fn run_merge_command(&mut self, command: &str, numbers: &[u64]) -> Option<String> {
         let answer = match (command, numbers) {
             ("advise", &[start, count, how]) => {
-                let advice = [PageAdvice::Mergeable, PageAdvice::Unmergeable, PageAdvice::Volatile][how as usize];
+                let advice = [PageAdvice::Mergeable, PageAdvice::Unmergeable, PageAdvice::Rewritten][how as usize];
                 self.engine.advise(self.memory.page_address_range(start, count), advice).expect("a usable domain");
                 "advised".to_owned()
             }

@@ -81,7 +81,7 @@ impl PageNote {
     }
 
     /// Whether it is skipped now because it did not last.
-    pub fn is_volatile(self, now: Duration) -> bool {
+    pub fn is_rewritten(self, now: Duration) -> bool {
         self.state == PageState::CowBroken && !self.may_merge(now)
     }
 
@@ -112,9 +112,9 @@ impl PageNote {
         (self.unpaired_scans, self.changed_at_last_scan) = (0, false);
     }
 
-    /// The program declares it volatile, and the note trusts that as if it had been observed. If it is not merged, it
+    /// The program declares that it is written again and again, and the note trusts that as if it had been observed. If it is not merged, it
     /// is skipped for the maximum time; otherwise once it is found written.
-    pub fn advise_volatile(&mut self, now: Duration) {
+    pub fn advise_rewritten(&mut self, now: Duration) {
         self.backoff_level = MAX_BACKOFF_LOG2_SECONDS;
         if !self.is_merged() {
             self.stamp_seconds = stamp(now).wrapping_add(1 << MAX_BACKOFF_LOG2_SECONDS);
@@ -270,16 +270,16 @@ mod tests {
         let (mut lone, mut merged) = (PageNote::default(), PageNote::default());
         merged.record_merge(at(0));
         for note in [&mut lone, &mut merged] {
-            note.advise_volatile(at(5));
+            note.advise_rewritten(at(5));
         }
-        assert!(lone.is_volatile(at(5)) && !lone.may_merge(at(4100)) && lone.may_merge(at(4101)));
+        assert!(lone.is_rewritten(at(5)) && !lone.may_merge(at(4100)) && lone.may_merge(at(4101)));
         assert!(merged.is_merged());
         merged.record_cow_break(at(10), at(9), MUST_LAST);
         assert!(!merged.may_merge(at(4105)) && merged.may_merge(at(4106)));
         merged.advise_mergeable();
         assert!(merged.is_unscanned() && merged.may_merge(at(11)));
         merged.record_merge(at(11));
-        merged.advise_volatile(at(11));
+        merged.advise_rewritten(at(11));
         merged.advise_mergeable();
         assert!(merged.is_merged() && !merged.is_unlikely_to_last());
     }
