@@ -267,19 +267,20 @@ fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -
     match method {
         ThroughputMethod::Engine { .. } => {
             for member in (0..members.len()).chain([0]) {
-                let told = members[member].run_command("merge")?;
-                merged += parse_field(&told, "pages_merged: Pages(")? + parse_field(&told, "zeros_freed: Pages(")?;
-                seconds += parse_merge_seconds(&told)?;
+                let answer = members[member].run_command("merge")?;
+                merged += parse_field(&answer, "pages_merged: Pages(")? + parse_field(&answer, "zeros_freed: Pages(")?;
+                seconds += parse_merge_seconds(&answer)?;
             }
         }
         ThroughputMethod::ConcurrentEngine => {
             for _ in 0..MAX_CONCURRENT_MERGES {
                 let began = Instant::now();
                 members.iter_mut().try_for_each(|member| member.send_command("merge"))?;
-                let told = members.iter_mut().map(ThroughputMember::read_answer).collect::<Result<Vec<_>>>()?;
+                let answers = members.iter_mut().map(ThroughputMember::read_answer).collect::<Result<Vec<_>>>()?;
                 seconds += began.elapsed().as_secs_f64();
-                for told in &told {
-                    merged += parse_field(told, "pages_merged: Pages(")? + parse_field(told, "zeros_freed: Pages(")?;
+                for answer in &answers {
+                    merged +=
+                        parse_field(answer, "pages_merged: Pages(")? + parse_field(answer, "zeros_freed: Pages(")?;
                 }
                 if merged >= memory.total_pages() {
                     break;
@@ -395,9 +396,9 @@ mod tests {
 
     #[test]
     fn member_output_is_parsed() {
-        let told = "MergeCounters { pages_scanned: Pages(10), zeros_freed: Pages(3), pages_merged: Pages(7), program_time: 1.5ms, incomplete_merges: 0 }";
-        assert_eq!(parse_field(told, "pages_merged: Pages(").unwrap(), 7);
-        assert!((parse_merge_seconds(told).unwrap() - 0.0015).abs() < 1e-12);
+        let answer = "MergeCounters { pages_scanned: Pages(10), zeros_freed: Pages(3), pages_merged: Pages(7), program_time: 1.5ms, incomplete_merges: 0 }";
+        assert_eq!(parse_field(answer, "pages_merged: Pages(").unwrap(), 7);
+        assert!((parse_merge_seconds(answer).unwrap() - 0.0015).abs() < 1e-12);
         assert!((parse_merge_seconds("program_time: 20µs, x").unwrap() - 2e-5).abs() < 1e-12);
         assert!((parse_merge_seconds("program_time: 2s, x").unwrap() - 2.0).abs() < 1e-12);
         assert!(parse_merge_seconds("the store is full").is_err());

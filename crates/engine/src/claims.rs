@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_has_the_given_lock_when_it_looks_and_not_while_it_waits() {
+    fn wait_holds_the_given_lock_only_during_checks() {
         let claims = RangeClaims::default();
         let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is revoked");
         assert!(claims.refuse(range(0x1000, 0x2000)));
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_has_the_lock_does_not_wait_for_itself() {
+    fn thread_that_holds_the_lock_does_not_wait_for_itself() {
         let (done, is_done) = std::sync::mpsc::channel();
         // Not joined: on failure it would never return.
         thread::spawn(move || {
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_that_was_lost_in_a_child_of_the_same_number_is_waited_for_once() {
+    fn lock_lost_in_child_with_parents_pid_is_waited_for_once() {
         let claims = Arc::new(RangeClaims::default());
         // As in the child, which has its parent's PID but not the thread.
         claims.holder.store(holder(std::process::id(), u32::MAX), Ordering::Relaxed);

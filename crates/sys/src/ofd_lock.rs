@@ -68,8 +68,8 @@ fn set(file: &File, kind: libc::c_int) -> io::Result<bool> {
 fn in_the_way(file: &File) -> io::Result<libc::c_int> {
     let mut holder = whole_file(libc::F_WRLCK);
     // SAFETY: the descriptor is open as long as `file` is borrowed, and `holder` is a valid `flock`.
-    let told = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut holder) };
-    if told == 0 { Ok(holder.l_type.into()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut holder) };
+    if result == 0 { Ok(holder.l_type.into()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn whole_file(kind: libc::c_int) -> libc::flock {

@@ -137,13 +137,13 @@ impl PageNote {
     /// changes, the next scan comes soon.
     pub fn record_unpaired_scan(&mut self, now: Duration, content: u16) {
         let changed = self.state == PageState::Unpaired && !self.is_unchanged(content);
-        let looks = match (changed, self.changed_at_last_scan) {
+        let scans = match (changed, self.changed_at_last_scan) {
             (true, _) => self.unpaired_scans.max(SCANS_BEFORE_BACKOFF - 1) + 2,
             (false, true) => SCANS_BEFORE_BACKOFF - 1,
             (false, false) => self.unpaired_scans + 1,
         };
         (self.unpaired_scans, self.changed_at_last_scan) =
-            (looks.min(SCANS_BEFORE_BACKOFF + MAX_UNPAIRED_BACKOFF_LOG2_SECONDS), changed);
+            (scans.min(SCANS_BEFORE_BACKOFF + MAX_UNPAIRED_BACKOFF_LOG2_SECONDS), changed);
         self.content_bits = content;
         let step = 1_u64 << self.unpaired_scans.saturating_sub(SCANS_BEFORE_BACKOFF);
         self.stamp_seconds = (now.as_secs() / step * step + step) as u16;
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn unpaired_page_is_scanned_less_and_less_often() {
-        let looks = |content: fn(u64) -> u16| {
+        let scan_seconds = |content: fn(u64) -> u16| {
             let (mut note, mut looked) = (PageNote::default(), Vec::new());
             for now in 0..400 {
                 if note.may_merge(at(now)) {
@@ -246,10 +246,14 @@ mod tests {
             }
             looked
         };
-        assert_eq!(looks(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
-        assert_eq!(looks(|now| now as u16), [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384], "its content changes");
+        assert_eq!(scan_seconds(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
         assert_eq!(
-            looks(|now| now.min(3) as u16),
+            scan_seconds(|now| now as u16),
+            [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384],
+            "its content changes"
+        );
+        assert_eq!(
+            scan_seconds(|now| now.min(3) as u16),
             [0, 1, 2, 8, 32, 33, 34, 36, 40, 48, 64, 96, 128, 192, 256, 320, 384],
             "its content changed at first"
         );
