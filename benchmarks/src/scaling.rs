@@ -9,6 +9,9 @@ use crate::findings::{Findings, LinearFit, MarkdownTable, SampleSpread, Threshol
 use crate::target_process::{TargetLayout, TargetProcesses};
 use anyhow::Result;
 
+const BYTES_PER_GIB: f64 = (1u64 << 30) as f64;
+const BYTES_PER_TIB: f64 = (1u64 << 40) as f64;
+
 /// Target: index bytes for each page.
 const MAX_INDEX_BYTES_PER_PAGE: f64 = 24.0;
 
@@ -17,85 +20,136 @@ const MIN_LINEAR_R_SQUARED: f64 = 0.98;
 
 /// Run the measurement.
 pub fn measure(effort: BenchmarkEffort) -> Result<Findings> {
-    let (unit, most, rounds) = if effort.quick { (16 << 20, 4, 2) } else { (1 << 30, 16, 3) };
-    let most = effort.max_processes(unit, most)?;
-    let sizes: Vec<usize> = [1, 2, 4, 8, 16].into_iter().filter(|&size| size <= most).collect();
-    let layouts =
-        (0..most as u64).map(|seed| TargetLayout { bytes: unit, copies: true, seed, ..TargetLayout::default() });
-    let targets = TargetProcesses::start(layouts)?;
+    let (process_bytes, most, rounds) = if effort.quick { (16 << 20, 4, 2) } else { (1 << 30, 16, 3) };
+    let most = effort.max_processes(process_bytes, most)?;
+    let process_counts: Vec<usize> = [1, 2, 4, 8, 16].into_iter().filter(|&count| count <= most).collect();
+    let layout = |seed| TargetLayout { bytes: process_bytes, copies: true, seed, ..TargetLayout::default() };
+    let targets = TargetProcesses::start((0..most as u64).map(layout))?;
     let pids = targets.pids();
     let mut findings = Findings::new("round,threads,processes,pages,seconds,cpu_seconds,index_bytes,peak_bytes");
-    let mut outcomes: Vec<(usize, usize, CensusMeasurement)> = Vec::new();
+    let mut trials = Vec::new();
     for round in 1..=rounds {
-        for &size in &sizes {
+        for &processes in &process_counts {
             for threads in if round % 2 == 1 { [1, 2] } else { [2, 1] } {
-                let outcome = CensusJob { pids: pids[..size].to_vec(), threads, phases: false }.run_in_child()?;
-                let CensusMeasurement { seconds, cpu_seconds, pages, index_bytes, peak_bytes, .. } = outcome;
+                let census = CensusJob { pids: pids[..processes].to_vec(), threads, phases: false }.run_in_child()?;
+                let CensusMeasurement { seconds, cpu_seconds, pages, index_bytes, peak_bytes, .. } = census;
                 findings.samples.push(format!(
-                    "{round},{threads},{size},{pages},{seconds:.4},{cpu_seconds:.4},{index_bytes},{peak_bytes}"
+                    "{round},{threads},{processes},{pages},{seconds:.4},{cpu_seconds:.4},{index_bytes},{peak_bytes}"
                 ));
-                outcomes.push((size, threads, outcome));
+                trials.push(ScalingTrial { processes, threads, census });
             }
         }
     }
-    let mut table = MarkdownTable::new(
-        format!("Census by resident memory, base pages, medians of {rounds} rounds"),
-        &["MiB", "1 thread s", "2 threads s", "GB/s of 2 threads", "index bytes a page", "peak bytes a page"],
-    );
-    let page = pagefold_sys::mapping::page_size() as f64;
-    let median = |size: usize, threads: usize, value: &dyn Fn(&CensusMeasurement) -> f64| {
-        SampleSpread::from_samples(outcomes.iter().filter(|o| (o.0, o.1) == (size, threads)).map(|o| value(&o.2)))
-            .median
-    };
-    let index_bytes = |o: &CensusMeasurement| o.index_bytes as f64 / o.pages as f64;
-    let peak_bytes = |o: &CensusMeasurement| o.peak_bytes as f64 / o.pages as f64;
-    for &size in &sizes {
-        let seconds = [1, 2].map(|threads| median(size, threads, &|o| o.seconds));
-        table.rows.push(vec![
-            format!("{}", (size * unit) >> 20),
-            format!("{:.3}", seconds[0]),
-            format!("{:.3}", seconds[1]),
-            format!("{:.1}", (size * unit) as f64 / seconds[1] / 1e9),
-            format!("{:.2}", median(size, 1, &index_bytes)),
-            format!("{:.2}", median(size, 1, &peak_bytes)),
-        ]);
-    }
-    let widest = SampleSpread::from_samples(outcomes.iter().map(|o| index_bytes(&o.2))).max;
-    findings.checks.push(ThresholdCheck {
-        claim: format!("the index takes at most {MAX_INDEX_BYTES_PER_PAGE} bytes a page"),
-        measured: format!("{widest:.2}"),
-        met: widest <= MAX_INDEX_BYTES_PER_PAGE,
-    });
-    if sizes.len() > 2 {
+    let trials = ScalingTrials { trials, process_counts, process_bytes };
+    let mut table = trials.build_table(rounds);
+    findings.checks.push(trials.check_index_size());
+    if trials.process_counts.len() > 2 {
         for threads in [1, 2] {
-            let points: Vec<(f64, f64)> = sizes
-                .iter()
-                .map(|&size| (median(size, threads, &|o| o.pages as f64) * page, median(size, threads, &|o| o.seconds)))
-                .collect();
-            let line = LinearFit::from_points(&points);
-            let tebibyte = line.slope * (1u64 << 40) as f64 + line.intercept;
-            table.notes.push(format!(
-                "{threads} thread{}: {:.1} ms per GiB, R² = {:.4}. Extrapolated to 1 TiB of resident memory: {:.0} s.",
-                if threads == 1 { "" } else { "s" },
-                line.slope * (1u64 << 30) as f64 * 1e3,
-                line.r_squared,
-                tebibyte
-            ));
-            findings.checks.push(ThresholdCheck {
-                claim: format!(
-                    "time grows linearly with memory, R² at least {MIN_LINEAR_R_SQUARED} ({threads} thread(s))"
-                ),
-                measured: format!("{:.4}", line.r_squared),
-                met: line.r_squared >= MIN_LINEAR_R_SQUARED,
-            });
+            let line = trials.fit_time(threads);
+            table.notes.push(note_extrapolated_time(&line, threads));
+            findings.checks.push(check_linear_growth(&line, threads));
         }
-        let largest = sizes.last().copied().unwrap_or(1);
-        let peak = median(largest, 1, &peak_bytes) * (1u64 << 40) as f64 / page / (1u64 << 30) as f64;
-        table.notes.push(format!(
-            "At the peak bytes a page of the largest size, 1 TiB needs {peak:.1} GiB. One pass; the default takes two, \
-             and reads everything twice. No host of 1 TiB was measured."
-        ));
+        table.notes.push(trials.note_extrapolated_peak());
     }
     findings.tables.push(table);
     Ok(findings)
+}
+
+/// One census.
+struct ScalingTrial {
+    processes: usize,
+    threads: usize,
+    census: CensusMeasurement,
+}
+
+/// All censuses of a measurement.
+struct ScalingTrials {
+    trials: Vec<ScalingTrial>,
+    /// The measured numbers of processes, ascending.
+    process_counts: Vec<usize>,
+    /// Memory of each process.
+    process_bytes: usize,
+}
+
+impl ScalingTrials {
+    fn median(&self, processes: usize, threads: usize, value: impl Fn(&CensusMeasurement) -> f64) -> f64 {
+        let same = self.trials.iter().filter(|trial| (trial.processes, trial.threads) == (processes, threads));
+        SampleSpread::from_samples(same.map(|trial| value(&trial.census))).median
+    }
+
+    fn build_table(&self, rounds: usize) -> MarkdownTable {
+        let mut table = MarkdownTable::new(
+            format!("Census by resident memory, base pages, medians of {rounds} rounds"),
+            &["MiB", "1 thread s", "2 threads s", "GB/s of 2 threads", "index bytes a page", "peak bytes a page"],
+        );
+        for &processes in &self.process_counts {
+            let seconds = [1, 2].map(|threads| self.median(processes, threads, |census| census.seconds));
+            let bytes = processes * self.process_bytes;
+            table.rows.push(vec![
+                format!("{}", bytes >> 20),
+                format!("{:.3}", seconds[0]),
+                format!("{:.3}", seconds[1]),
+                format!("{:.1}", bytes as f64 / seconds[1] / 1e9),
+                format!("{:.2}", self.median(processes, 1, index_bytes_per_page)),
+                format!("{:.2}", self.median(processes, 1, peak_bytes_per_page)),
+            ]);
+        }
+        table
+    }
+
+    fn check_index_size(&self) -> ThresholdCheck {
+        let sizes = self.trials.iter().map(|trial| index_bytes_per_page(&trial.census));
+        let largest = SampleSpread::from_samples(sizes).max;
+        ThresholdCheck {
+            claim: format!("the index takes at most {MAX_INDEX_BYTES_PER_PAGE} bytes a page"),
+            measured: format!("{largest:.2}"),
+            met: largest <= MAX_INDEX_BYTES_PER_PAGE,
+        }
+    }
+
+    /// Seconds by bytes of memory.
+    fn fit_time(&self, threads: usize) -> LinearFit {
+        let page = pagefold_sys::mapping::page_size() as f64;
+        let point = |&processes: &usize| {
+            let bytes = self.median(processes, threads, |census| census.pages as f64) * page;
+            (bytes, self.median(processes, threads, |census| census.seconds))
+        };
+        LinearFit::from_points(&self.process_counts.iter().map(point).collect::<Vec<_>>())
+    }
+
+    fn note_extrapolated_peak(&self) -> String {
+        let largest = self.process_counts.last().copied().unwrap_or(1);
+        let pages = BYTES_PER_TIB / pagefold_sys::mapping::page_size() as f64;
+        let peak = self.median(largest, 1, peak_bytes_per_page) * pages / BYTES_PER_GIB;
+        format!(
+            "At the peak bytes a page of the largest size, 1 TiB needs {peak:.1} GiB. One pass; the default takes two, \
+             and reads everything twice. No host of 1 TiB was measured."
+        )
+    }
+}
+
+fn index_bytes_per_page(census: &CensusMeasurement) -> f64 {
+    census.index_bytes as f64 / census.pages as f64
+}
+
+fn peak_bytes_per_page(census: &CensusMeasurement) -> f64 {
+    census.peak_bytes as f64 / census.pages as f64
+}
+
+fn note_extrapolated_time(line: &LinearFit, threads: usize) -> String {
+    format!(
+        "{threads} thread{}: {:.1} ms per GiB, R² = {:.4}. Extrapolated to 1 TiB of resident memory: {:.0} s.",
+        if threads == 1 { "" } else { "s" },
+        line.slope * BYTES_PER_GIB * 1e3,
+        line.r_squared,
+        line.slope * BYTES_PER_TIB + line.intercept
+    )
+}
+
+fn check_linear_growth(line: &LinearFit, threads: usize) -> ThresholdCheck {
+    ThresholdCheck {
+        claim: format!("time grows linearly with memory, R² at least {MIN_LINEAR_R_SQUARED} ({threads} thread(s))"),
+        measured: format!("{:.4}", line.r_squared),
+        met: line.r_squared >= MIN_LINEAR_R_SQUARED,
+    }
 }

@@ -414,11 +414,11 @@ impl HostileMixBenchmark {
             format!("{worst:+.2} s at worst, {:.2} s in {:.0} s", last.cpu_seconds, last.seconds),
             worst <= MAX_CPU_OVERRUN_SECONDS,
         );
-        let told = match &intact {
+        let measured = match &intact {
             Ok(()) => "all run, with unchanged memory".to_owned(),
             Err(error) => format!("{error:#}"),
         };
-        bar("no program exits, and no program's memory changes".to_owned(), told, intact.is_ok());
+        bar("no program exits, and no program's memory changes".to_owned(), measured, intact.is_ok());
         let failed = status["decisions_by_reason"]["failed"].as_u64().unwrap_or(0);
         bar("no merge fails".to_owned(), format!("{failed} times"), failed == 0);
         let least = self.min_expected_breaks();

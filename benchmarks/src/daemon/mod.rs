@@ -158,10 +158,11 @@ pub fn run_benchmark(arguments: &DaemonBenchmarkArguments) -> Result<bool> {
             crate::merge::new_section_folder(arguments.out.as_deref(), &settings.common, "daemon", section.name())?;
         write_file(&folder, "settings.toml", &toml::to_string(&settings)?)?;
         let started = Instant::now();
-        let findings = measure_section(section, arguments, &program, &folder).with_context(|| section.name())?;
+        let recorder = DaemonSectionRecorder { arguments, program: &program, folder: &folder };
+        let findings = recorder.measure_section(section).with_context(|| section.name())?;
         write_findings(&folder, section, &findings, arguments.quick)?;
         println!("{}", findings.to_markdown(section.name(), section.is_judged_when_quick(arguments.quick)));
-        met &= !section.is_judged_when_quick(arguments.quick) || findings.checks.iter().all(|bar| bar.met);
+        met &= !section.is_judged_when_quick(arguments.quick) || findings.checks.iter().all(|check| check.met);
         eprintln!("{} took {:.0} s, kept in {}\n", section.name(), started.elapsed().as_secs_f64(), folder.display());
     }
     Ok(met)
@@ -190,92 +191,113 @@ fn collect_settings(
     })
 }
 
-fn measure_section(
-    section: DaemonSection,
-    arguments: &DaemonBenchmarkArguments,
-    program: &Path,
-    folder: &Path,
-) -> Result<Findings> {
-    match section {
-        DaemonSection::Churn => {
-            let churn = ChurnBenchmark {
-                duration: arguments.churn,
-                arrival_interval: arguments.arrival_interval,
-                guest_lifetime: arguments.guest_lifetime,
-                mib: arguments.memory,
-                pagefold: program.to_owned(),
-            };
-            let ways = KsmDriverKind::COMPARED
-                .into_iter()
-                .filter(|way| !arguments.daemon_only || *way == KsmDriverKind::Daemon);
-            let mut runs = Vec::new();
-            for way in ways {
-                eprintln!("churn: {} for {} s", way.name(), churn.duration.as_secs());
-                runs.push(churn.run(way, &folder.join("daemon.log"))?);
-                write_file(folder, "guests.csv", &churn::guests_csv(&runs))?;
-                plot::draw_chart("Guests that come and go", &runs, &folder.join("churn.svg"))?;
-                write_findings(folder, section, &churn::build_findings(&churn, &runs), arguments.quick)?;
-            }
-            Ok(churn::build_findings(&churn, &runs))
+/// Measures a section and keeps its results.
+struct DaemonSectionRecorder<'a> {
+    arguments: &'a DaemonBenchmarkArguments,
+    program: &'a Path,
+    folder: &'a Path,
+}
+
+impl DaemonSectionRecorder<'_> {
+    fn measure_section(&self, section: DaemonSection) -> Result<Findings> {
+        match section {
+            DaemonSection::Churn => self.measure_churn(),
+            DaemonSection::SimilarPrograms => self.measure_similar_programs(),
+            DaemonSection::Quiet => self.measure_quiet_host(),
+            DaemonSection::Hostile => self.measure_hostile_mix(),
+            DaemonSection::Oom => self.measure_oom(),
         }
-        DaemonSection::SimilarPrograms => {
-            let (templates, mib, patience) = if arguments.quick { (2, 16, 60) } else { (8, 64, 300) };
-            let [burst, patience] = [Duration::from_millis(200), Duration::from_secs(patience)];
-            let alike =
-                SimilarProgramsBenchmark { templates, mib, burst, timeout: patience, pagefold: program.to_owned() };
-            let mut runs = Vec::new();
-            for way in KsmDriverKind::COMPARED
-                .into_iter()
-                .filter(|way| !arguments.daemon_only || *way == KsmDriverKind::Daemon)
-            {
-                eprintln!("alike: {}", way.name());
-                runs.push(alike.run(way, &folder.join("daemon.log"))?);
-                write_findings(folder, section, &similar_programs::build_findings(&alike, &runs), arguments.quick)?;
-            }
-            Ok(similar_programs::build_findings(&alike, &runs))
+    }
+
+    /// The compared programs that control ksmd.
+    fn compared_drivers(&self) -> impl Iterator<Item = KsmDriverKind> {
+        let daemon_only = self.arguments.daemon_only;
+        KsmDriverKind::COMPARED.into_iter().filter(move |driver| !daemon_only || *driver == KsmDriverKind::Daemon)
+    }
+
+    fn daemon_log(&self) -> PathBuf {
+        self.folder.join("daemon.log")
+    }
+
+    fn measure_churn(&self) -> Result<Findings> {
+        let churn = ChurnBenchmark {
+            duration: self.arguments.churn,
+            arrival_interval: self.arguments.arrival_interval,
+            guest_lifetime: self.arguments.guest_lifetime,
+            mib: self.arguments.memory,
+            pagefold: self.program.to_owned(),
+        };
+        let mut runs = Vec::new();
+        for driver in self.compared_drivers() {
+            eprintln!("churn: {} for {} s", driver.name(), churn.duration.as_secs());
+            runs.push(churn.run(driver, &self.daemon_log())?);
+            write_file(self.folder, "guests.csv", &churn::guests_csv(&runs))?;
+            plot::draw_chart("Guests that come and go", &runs, &self.folder.join("churn.svg"))?;
+            let findings = churn::build_findings(&churn, &runs);
+            write_findings(self.folder, DaemonSection::Churn, &findings, self.arguments.quick)?;
         }
-        DaemonSection::Quiet => {
-            let (length, calm) = (arguments.quiet, Duration::from_secs(if arguments.quick { 5 } else { 60 }));
-            let mib = if arguments.quick { 32 } else { arguments.quiet_memory };
-            let (guests, guest_mib) = if arguments.quick { (1, 128) } else { (4, 512) };
-            let (restless, pagefold) = (arguments.with_busy_process, program.to_owned());
-            let quiet = QuietHostBenchmark {
-                duration: length,
-                settle_time: calm,
-                processes: 4,
-                process_mib: mib,
-                guests,
-                guest_mib,
-                with_busy_process: restless,
-                pagefold,
-            };
-            quiet.measure(&folder.join("daemon.log"))
+        Ok(churn::build_findings(&churn, &runs))
+    }
+
+    fn measure_similar_programs(&self) -> Result<Findings> {
+        let (templates, mib, timeout_seconds) = if self.arguments.quick { (2, 16, 60) } else { (8, 64, 300) };
+        let programs = SimilarProgramsBenchmark {
+            templates,
+            mib,
+            burst: Duration::from_millis(200),
+            timeout: Duration::from_secs(timeout_seconds),
+            pagefold: self.program.to_owned(),
+        };
+        let mut runs = Vec::new();
+        for driver in self.compared_drivers() {
+            eprintln!("similar programs: {}", driver.name());
+            runs.push(programs.run(driver, &self.daemon_log())?);
+            let findings = similar_programs::build_findings(&programs, &runs);
+            write_findings(self.folder, DaemonSection::SimilarPrograms, &findings, self.arguments.quick)?;
         }
-        DaemonSection::Hostile => {
-            let (regions, writers, burst) = if arguments.quick { (20_000, 1, 5) } else { (60_000, 2, 10) };
-            let [burst, tide] = [burst, 20].map(Duration::from_secs);
-            let (length, brief, pagefold) = (arguments.hostile, arguments.quick, program.to_owned());
-            let hostile = HostileMixBenchmark {
-                duration: length,
-                is_brief: brief,
-                region_count: regions,
-                writer_threads: writers,
-                burst,
-                rewrite_interval: tide,
-                pagefold,
-            };
-            hostile.measure(&folder.join("daemon.log"))
-        }
-        DaemonSection::Oom => {
-            let limit = OomBenchmark {
-                host_mib: 384,
-                program_mib: 24,
-                duplicate_percent: 50,
-                start_interval_seconds: arguments.pause,
-                pagefold: program.to_owned(),
-            };
-            limit.measure(folder)
-        }
+        Ok(similar_programs::build_findings(&programs, &runs))
+    }
+
+    fn measure_quiet_host(&self) -> Result<Findings> {
+        let (settle_seconds, process_mib, guests, guest_mib) =
+            if self.arguments.quick { (5, 32, 1, 128) } else { (60, self.arguments.quiet_memory, 4, 512) };
+        let quiet = QuietHostBenchmark {
+            duration: self.arguments.quiet,
+            settle_time: Duration::from_secs(settle_seconds),
+            processes: 4,
+            process_mib,
+            guests,
+            guest_mib,
+            with_busy_process: self.arguments.with_busy_process,
+            pagefold: self.program.to_owned(),
+        };
+        quiet.measure(&self.daemon_log())
+    }
+
+    fn measure_hostile_mix(&self) -> Result<Findings> {
+        let (region_count, writer_threads, burst_seconds) =
+            if self.arguments.quick { (20_000, 1, 5) } else { (60_000, 2, 10) };
+        let hostile = HostileMixBenchmark {
+            duration: self.arguments.hostile,
+            is_brief: self.arguments.quick,
+            region_count,
+            writer_threads,
+            burst: Duration::from_secs(burst_seconds),
+            rewrite_interval: Duration::from_secs(20),
+            pagefold: self.program.to_owned(),
+        };
+        hostile.measure(&self.daemon_log())
+    }
+
+    fn measure_oom(&self) -> Result<Findings> {
+        let oom = OomBenchmark {
+            host_mib: 384,
+            program_mib: 24,
+            duplicate_percent: 50,
+            start_interval_seconds: self.arguments.pause,
+            pagefold: self.program.to_owned(),
+        };
+        oom.measure(self.folder)
     }
 }
 

@@ -90,7 +90,7 @@ impl QuietHostBenchmark {
         let reached = self.wait_until_merged(daemon, &pids(least as u64).collect::<Vec<_>>())?;
         let peak = status_bytes(daemon.pid(), "VmHWM:")?;
         let managed: f64 = pids(0).map(|(pid, _)| resident_bytes(pid)).sum::<Result<f64>>()?;
-        let looks = read_pass_count(daemon)?;
+        let passes = read_pass_count(daemon)?;
         let (began, before) = (Instant::now(), driver.read_cpu_seconds()?);
         let mut samples = Vec::new();
         while began.elapsed() < self.duration {
@@ -103,9 +103,9 @@ impl QuietHostBenchmark {
                 resident_bytes: resident_bytes(daemon.pid())?,
             });
         }
-        let looks = read_pass_count(daemon)? - looks;
+        let passes = read_pass_count(daemon)? - passes;
         driver.stop()?;
-        Ok(self.build_findings(&samples, managed, (reached, peak, looks)))
+        Ok(self.build_findings(&samples, managed, (reached, peak, passes)))
     }
 
     /// Start the guests, and wait until each is ready.
@@ -147,7 +147,7 @@ impl QuietHostBenchmark {
         &self,
         samples: &[QuietSample],
         managed: f64,
-        (reached, peak, looks): (f64, f64, u64),
+        (reached, peak, passes): (f64, f64, u64),
     ) -> Findings {
         let mut findings = Findings::new("seconds,ksmd_seconds,daemon_seconds,resident_bytes");
         for QuietSample { seconds, ksmd_seconds: ksmd, daemon_seconds: driver, resident_bytes: resident } in samples {
@@ -176,7 +176,7 @@ impl QuietHostBenchmark {
         let mut table = MarkdownTable::new(title, &["of", "value"]);
         for (of, value) in [
             ("merged before, MiB", format!("{:.0}", reached / BYTES_PER_MIB)),
-            ("censuses meanwhile", looks.to_string()),
+            ("censuses meanwhile", passes.to_string()),
             ("ksmd, CPU s", format!("{:.3}", last.ksmd_seconds)),
             ("daemon, CPU s", format!("{:.2}", last.daemon_seconds)),
             ("both, % of one core", format!("{:.3}", share * 100.0)),
@@ -212,8 +212,8 @@ impl QuietHostBenchmark {
         if self.with_busy_process {
             findings.checks.push(ThresholdCheck {
                 claim: "the daemon scans meanwhile, as the busy process requires".to_owned(),
-                measured: format_count(looks, "census", "censuses"),
-                met: looks > 0,
+                measured: format_count(passes, "census", "censuses"),
+                met: passes > 0,
             });
         }
         findings
@@ -247,7 +247,7 @@ fn status_bytes(pid: u32, name: &str) -> Result<f64> {
 mod tests {
     use super::*;
 
-    fn findings_for(guests: usize, restless: bool, looks: u64) -> Findings {
+    fn findings_for(guests: usize, with_busy_process: bool, passes: u64) -> Findings {
         let (length, calm, pagefold) = (Duration::from_secs(60), Duration::from_secs(5), PathBuf::new());
         let quiet = QuietHostBenchmark {
             duration: length,
@@ -256,7 +256,7 @@ mod tests {
             process_mib: 32,
             guests,
             guest_mib: 128,
-            with_busy_process: restless,
+            with_busy_process,
             pagefold,
         };
         let sample = |seconds: f64| QuietSample {
@@ -268,14 +268,15 @@ mod tests {
         quiet.build_findings(
             &[sample(30.0), sample(60.0)],
             1024.0 * BYTES_PER_MIB,
-            (BYTES_PER_MIB, BYTES_PER_MIB, looks),
+            (BYTES_PER_MIB, BYTES_PER_MIB, passes),
         )
     }
 
     #[test]
     fn busy_process_must_be_scanned() {
-        let met =
-            |restless, looks| findings_for(1, restless, looks).checks.iter().map(|bar| bar.met).collect::<Vec<_>>();
+        let met = |with_busy_process, passes| {
+            findings_for(1, with_busy_process, passes).checks.iter().map(|bar| bar.met).collect::<Vec<_>>()
+        };
         assert_eq!(met(true, 0), [true, true, true, false]);
         assert_eq!(met(true, 1), [true; 4]);
         assert_eq!(met(false, 0), [true; 3]);
@@ -283,7 +284,7 @@ mod tests {
 
     #[test]
     fn single_guest_is_not_plural() {
-        let title = |guests, restless| findings_for(guests, restless, 1).tables[0].title.clone();
+        let title = |guests, with_busy_process| findings_for(guests, with_busy_process, 1).tables[0].title.clone();
         assert_eq!(title(1, false), "4 idle processes of 32 MiB and 1 idle virtual machine, merged, for 60 s");
         assert_eq!(
             title(4, true),

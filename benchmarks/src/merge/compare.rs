@@ -195,71 +195,74 @@ impl PolicyComparison {
                 "probe slower",
             ],
         );
-        let none = || "-".to_owned();
-        for policy in MergePolicy::SLOW_FIRST {
-            let trials: Vec<&PolicyTrial> = self.trials_of(policy).collect();
-            if trials.is_empty() {
-                continue;
-            }
-            // The median over all trials; none if a trial has no value.
-            let median = |value: &dyn Fn(&PolicyTrial) -> Option<f64>| {
-                let values: Option<Vec<f64>> = trials.iter().map(|trial| value(trial)).collect();
-                values.map(|values| SampleSpread::from_samples(values).median)
-            };
-            let cell = |value: Option<f64>, digits: usize| match value {
-                None => none(),
-                Some(value) if value.is_infinite() => "never".to_owned(),
-                Some(value) => format!("{value:.digits$}"),
-            };
-            let level = |share: f64, value: &dyn Fn(SavingsMilestone) -> f64| {
-                let measured = trials.iter().all(|trial| self.milestone(trial, share).is_none_or(|at| at.is_measured));
-                let never = |trial: &PolicyTrial| trial.is_complete.then_some(f64::INFINITY);
-                let text = cell(median(&|trial| self.milestone(trial, share).map(value).or(never(trial))), 2);
-                if measured { text } else { format!("~{text}") }
-            };
-            // Flat-out merging ends with a phase in which this program waits for further savings; that phase is not
-            // charged.
-            let cpu = |trial: &PolicyTrial| match policy {
-                MergePolicy::Guided => Some(trial.last_sample().ksmd_seconds + trial.last_sample().pagefold_seconds),
-                _ => self.milestone(trial, 0.99).map(|at| at.cpu_seconds),
-            };
-            let saved = |trial: &PolicyTrial| {
-                if trial.is_complete { trial.exact_saved_bytes as f64 } else { self.reachable_bytes() }
-            };
-            // The end of a policy that was still running is unknown.
-            let complete = trials.iter().all(|trial| trial.is_complete);
-            let finished = |value: Option<f64>| if complete { cell(value, 0) } else { none() };
-            let per_gib = median(&|trial| Some(cpu(trial)? / (saved(trial) / BYTES_PER_GIB)));
-            let tilde = if per_gib.is_some() && !complete { "~" } else { "" };
-            table.rows.push(vec![
-                policy.name().to_owned(),
-                trials.len().to_string(),
-                finished(median(&|trial| Some(trial.exact_saved_bytes as f64 / BYTES_PER_MIB))),
-                finished(median(&|trial| Some(trial.net_bytes() / BYTES_PER_MIB))),
-                level(0.5, &|at| at.seconds),
-                level(0.9, &|at| at.seconds),
-                level(0.99, &|at| at.seconds),
-                level(0.9, &|at| at.cpu_seconds),
-                format!("{tilde}{}", cell(per_gib, 2)),
-                cell(median(&|trial| Some(trial.last_sample().pagefold_seconds)), 2),
-                finished(median(&|trial| {
-                    Some((trial.memory_after.rmap_items - trial.memory_before.rmap_items) as f64 * 64.0 / BYTES_PER_MIB)
-                })),
-                finished(median(&|trial| {
-                    Some((trial.memory_after.region_count - trial.memory_before.region_count) as f64)
-                })),
-                median(&PolicyTrial::huge_pages_kept)
-                    .filter(|_| complete)
-                    .map_or_else(none, |kept| format!("{:.1} %", kept * 100.0)),
-                self.format_slowdown(policy),
-            ]);
-        }
+        table.rows.extend(MergePolicy::SLOW_FIRST.into_iter().filter_map(|policy| self.build_row(policy)));
         table.notes.push(self.explain_columns());
         table.notes.extend(self.missed_notes());
         table
     }
 
-    /// The slow-down of the probe, with its range if it was measured more than once.
+    /// The row of a policy; none if it has no trial.
+    fn build_row(&self, policy: MergePolicy) -> Option<Vec<String>> {
+        let none = || "-".to_owned();
+        let trials: Vec<&PolicyTrial> = self.trials_of(policy).collect();
+        if trials.is_empty() {
+            return None;
+        }
+        // The median over all trials; none if a trial has no value.
+        let median = |value: &dyn Fn(&PolicyTrial) -> Option<f64>| {
+            let values: Option<Vec<f64>> = trials.iter().map(|trial| value(trial)).collect();
+            values.map(|values| SampleSpread::from_samples(values).median)
+        };
+        let cell = |value: Option<f64>, digits: usize| match value {
+            None => none(),
+            Some(value) if value.is_infinite() => "never".to_owned(),
+            Some(value) => format!("{value:.digits$}"),
+        };
+        let level = |share: f64, value: &dyn Fn(SavingsMilestone) -> f64| {
+            let measured = trials.iter().all(|trial| self.milestone(trial, share).is_none_or(|at| at.is_measured));
+            let never = |trial: &PolicyTrial| trial.is_complete.then_some(f64::INFINITY);
+            let text = cell(median(&|trial| self.milestone(trial, share).map(value).or(never(trial))), 2);
+            if measured { text } else { format!("~{text}") }
+        };
+        // Flat-out merging ends with a phase in which this program waits for further savings; that phase is not
+        // charged.
+        let cpu = |trial: &PolicyTrial| match policy {
+            MergePolicy::Guided => Some(trial.last_sample().ksmd_seconds + trial.last_sample().pagefold_seconds),
+            _ => self.milestone(trial, 0.99).map(|at| at.cpu_seconds),
+        };
+        let saved = |trial: &PolicyTrial| {
+            if trial.is_complete { trial.exact_saved_bytes as f64 } else { self.reachable_bytes() }
+        };
+        // The end of a policy that was still running is unknown.
+        let complete = trials.iter().all(|trial| trial.is_complete);
+        let finished = |value: Option<f64>| if complete { cell(value, 0) } else { none() };
+        let per_gib = median(&|trial| Some(cpu(trial)? / (saved(trial) / BYTES_PER_GIB)));
+        let tilde = if per_gib.is_some() && !complete { "~" } else { "" };
+        Some(vec![
+            policy.name().to_owned(),
+            trials.len().to_string(),
+            finished(median(&|trial| Some(trial.exact_saved_bytes as f64 / BYTES_PER_MIB))),
+            finished(median(&|trial| Some(trial.net_bytes() / BYTES_PER_MIB))),
+            level(0.5, &|at| at.seconds),
+            level(0.9, &|at| at.seconds),
+            level(0.99, &|at| at.seconds),
+            level(0.9, &|at| at.cpu_seconds),
+            format!("{tilde}{}", cell(per_gib, 2)),
+            cell(median(&|trial| Some(trial.last_sample().pagefold_seconds)), 2),
+            finished(median(&|trial| {
+                Some((trial.memory_after.rmap_items - trial.memory_before.rmap_items) as f64 * 64.0 / BYTES_PER_MIB)
+            })),
+            finished(median(&|trial| {
+                Some((trial.memory_after.region_count - trial.memory_before.region_count) as f64)
+            })),
+            median(&PolicyTrial::huge_pages_kept)
+                .filter(|_| complete)
+                .map_or_else(none, |kept| format!("{:.1} %", kept * 100.0)),
+            self.format_slowdown(policy),
+        ])
+    }
+
+    /// The slowdown of the probe, with its range if it was measured more than once.
     fn format_slowdown(&self, policy: MergePolicy) -> String {
         let all: Vec<f64> = self
             .trials

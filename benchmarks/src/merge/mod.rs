@@ -35,6 +35,7 @@ use pagefold_labs::ksm::KsmTestGuard;
 use pagefold_linux::LiveHost;
 use policies::PagefoldProgram;
 use serde::Serialize;
+use simulations::SimulationCode;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -186,6 +187,9 @@ pub fn run_benchmark(arguments: &MergeBenchmarkArguments) -> Result<bool> {
     Ok(met || arguments.quick)
 }
 
+/// The findings of a section, each with the name of its workload.
+type SectionFindings = Vec<(&'static str, Findings)>;
+
 /// Measures a section and keeps its results.
 struct SectionRecorder<'a> {
     folder: &'a Path,
@@ -196,75 +200,40 @@ struct SectionRecorder<'a> {
 impl SectionRecorder<'_> {
     fn measure_section(&self, section: MergeSection) -> Result<bool> {
         let quick = self.arguments.quick;
-        let rounds = |rounds: u8| if quick { 1 } else { usize::from(rounds) };
-        let mut all = Vec::new();
-        let (mut trials, mut reports) = (vec![compare::TRIALS_CSV_HEADER.to_owned()], String::new());
-        let workloads = match section {
-            MergeSection::Synthetic => MergeWorkload::synthetic_workloads(quick),
-            MergeSection::Fleet => MergeWorkload::fleet_workload(quick),
-            MergeSection::BigFleet => MergeWorkload::big_fleet(quick),
-            MergeSection::Program => MergeWorkload::database_workload(quick),
-            MergeSection::Simulations | MergeSection::Debian => {
-                let codes = if section == MergeSection::Simulations {
-                    simulations::SIMULATION_CODES
-                } else {
-                    simulations::DEBIAN_CODES
-                };
-                let conditions = simulations::SimulationConditions {
-                    pagefold: self.pagefold.clone(),
-                    cpu_percent: self.arguments.simulation_cpu,
-                    quick,
-                };
-                for code in simulations::select_codes(codes, &self.arguments.codes)? {
-                    all.push((
-                        code.name,
-                        simulations::measure_code(code, rounds(self.arguments.simulation_rounds), &conditions)?,
-                    ));
-                    self.write_findings(section, &all)?;
-                }
-                return Ok(are_checks_met(&all));
-            }
-            MergeSection::Hera => {
-                let program = match &self.arguments.hera {
-                    Some(path) => path.clone(),
-                    None => Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/hera/hera"),
-                };
-                let conditions = hera::HeraConditions {
-                    program,
-                    pagefold: self.pagefold.clone(),
-                    cpu_percent: self.arguments.simulation_cpu,
-                    max_slowdown: self.arguments.max_slowdown / 100.0,
-                    extra_rounds: if quick { 0 } else { self.arguments.extra_rounds },
-                    quick,
-                };
-                for case in hera::select_cases(&self.arguments.cases)? {
-                    let runs = hera::measure_case(case, rounds(self.arguments.rounds), &conditions)?;
-                    hera::draw_chart(case, &runs, &self.folder.join(format!("{}.svg", case.name)))?;
-                    all.push((case.name, hera::build_findings(case, &runs, &conditions)));
-                    self.write_findings(section, &all)?;
-                }
-                return Ok(are_checks_met(&all));
-            }
-            MergeSection::Throughput => {
-                all.push(("throughput", throughput::measure(rounds(self.arguments.rounds), quick)?));
-                self.write_findings(section, &all)?;
-                return Ok(are_checks_met(&all));
-            }
-            MergeSection::Stops => {
-                all.push(("stops", stop_durations::measure(quick)?));
-                self.write_findings(section, &all)?;
-                return Ok(are_checks_met(&all));
-            }
-        };
+        let findings = match section {
+            MergeSection::Synthetic => self.compare_policies(section, MergeWorkload::synthetic_workloads(quick)),
+            MergeSection::Fleet => self.compare_policies(section, MergeWorkload::fleet_workload(quick)),
+            MergeSection::BigFleet => self.compare_policies(section, MergeWorkload::big_fleet(quick)),
+            MergeSection::Program => self.compare_policies(section, MergeWorkload::database_workload(quick)),
+            MergeSection::Simulations => self.measure_simulations(section, simulations::SIMULATION_CODES),
+            MergeSection::Debian => self.measure_simulations(section, simulations::DEBIAN_CODES),
+            MergeSection::Hera => self.measure_hera(section),
+            MergeSection::Throughput => throughput::measure(self.rounds(self.arguments.rounds), quick)
+                .and_then(|findings| self.keep_findings(section, vec![("throughput", findings)])),
+            MergeSection::Stops => stop_durations::measure(quick)
+                .and_then(|findings| self.keep_findings(section, vec![("stops", findings)])),
+        }?;
+        Ok(findings.iter().flat_map(|(_, findings)| &findings.checks).all(|check| check.met))
+    }
+
+    /// The number of rounds; one for a quick run.
+    fn rounds(&self, rounds: u8) -> usize {
+        if self.arguments.quick { 1 } else { usize::from(rounds) }
+    }
+
+    /// Measure all policies on each workload.
+    fn compare_policies(&self, section: MergeSection, workloads: Vec<MergeWorkload>) -> Result<SectionFindings> {
         let conditions = trial::TrialConditions {
             pagefold: self.pagefold.clone(),
-            quick,
+            quick: self.arguments.quick,
             cpu_percent: self.arguments.cpu,
             host: pagefold_merge::policy::observe_host(&LiveHost::new()),
         };
+        let mut all = Vec::new();
+        let (mut trials, mut reports) = (vec![compare::TRIALS_CSV_HEADER.to_owned()], String::new());
         for workload in workloads {
             let name = workload.name;
-            let comparison = PolicyComparison::measure_all(workload, rounds(self.arguments.rounds), &conditions)?;
+            let comparison = PolicyComparison::measure_all(workload, self.rounds(self.arguments.rounds), &conditions)?;
             trials.extend(comparison.trials_csv());
             write_file(self.folder, "trials.csv", &format!("{}\n", trials.join("\n")))?;
             reports.extend(comparison.report_lines().map(|line| line + "\n"));
@@ -273,7 +242,51 @@ impl SectionRecorder<'_> {
             all.push((name, comparison.build_findings()));
             self.write_findings(section, &all)?;
         }
-        Ok(are_checks_met(&all))
+        Ok(all)
+    }
+
+    fn measure_simulations(&self, section: MergeSection, codes: &[SimulationCode]) -> Result<SectionFindings> {
+        let conditions = simulations::SimulationConditions {
+            pagefold: self.pagefold.clone(),
+            cpu_percent: self.arguments.simulation_cpu,
+            quick: self.arguments.quick,
+        };
+        let mut all = Vec::new();
+        for code in simulations::select_codes(codes, &self.arguments.codes)? {
+            let rounds = self.rounds(self.arguments.simulation_rounds);
+            all.push((code.name, simulations::measure_code(code, rounds, &conditions)?));
+            self.write_findings(section, &all)?;
+        }
+        Ok(all)
+    }
+
+    fn measure_hera(&self, section: MergeSection) -> Result<SectionFindings> {
+        let program = match &self.arguments.hera {
+            Some(path) => path.clone(),
+            None => Path::new(env!("CARGO_MANIFEST_DIR")).with_file_name("target/hera/hera"),
+        };
+        let conditions = hera::HeraConditions {
+            program,
+            pagefold: self.pagefold.clone(),
+            cpu_percent: self.arguments.simulation_cpu,
+            max_slowdown: self.arguments.max_slowdown / 100.0,
+            extra_rounds: if self.arguments.quick { 0 } else { self.arguments.extra_rounds },
+            quick: self.arguments.quick,
+        };
+        let mut all = Vec::new();
+        for case in hera::select_cases(&self.arguments.cases)? {
+            let runs = hera::measure_case(case, self.rounds(self.arguments.rounds), &conditions)?;
+            hera::draw_chart(case, &runs, &self.folder.join(format!("{}.svg", case.name)))?;
+            all.push((case.name, hera::build_findings(case, &runs, &conditions)));
+            self.write_findings(section, &all)?;
+        }
+        Ok(all)
+    }
+
+    /// Write findings and return them.
+    fn keep_findings(&self, section: MergeSection, findings: SectionFindings) -> Result<SectionFindings> {
+        self.write_findings(section, &findings)?;
+        Ok(findings)
     }
 
     /// Write the findings so far, and print the latest.
@@ -296,10 +309,6 @@ impl SectionRecorder<'_> {
         write_file(self.folder, "summary.md", &summary)?;
         write_file(self.folder, "samples.csv", &format!("{}\n", samples.join("\n")))
     }
-}
-
-fn are_checks_met(all: &[(&str, Findings)]) -> bool {
-    all.iter().flat_map(|(_, findings)| &findings.checks).all(|bar| bar.met)
 }
 
 /// A folder for a section that does not exist yet.

@@ -32,8 +32,8 @@ pub fn run_probe() -> Result<()> {
             at = next[at as usize];
         }
         black_box((state, at));
-        let told = writeln!(std::io::stdout(), "{}", started.elapsed().as_secs_f64());
-        if told.is_err() {
+        let written = writeln!(std::io::stdout(), "{}", started.elapsed().as_secs_f64());
+        if written.is_err() {
             return Ok(());
         }
     }
@@ -56,7 +56,7 @@ impl SlowdownProbe {
         let mut holder = RunningProgram::start(command)?;
         holder.wait_until_ready()?;
         let output = holder.take_output().context("the probe has no output")?;
-        let (sender, told) = channel();
+        let (sender, written) = channel();
         std::thread::spawn(move || {
             for line in output.map_while(Result::ok) {
                 let Ok(seconds) = line.trim().parse() else { return };
@@ -67,7 +67,7 @@ impl SlowdownProbe {
         });
         // The first repetitions fill the caches.
         std::thread::sleep(Duration::from_millis(200));
-        let mut probe = Self { repetitions: told, _process: holder, baseline_seconds: 0.0 };
+        let mut probe = Self { repetitions: written, _process: holder, baseline_seconds: 0.0 };
         let begin = Instant::now();
         std::thread::sleep(baseline_time);
         probe.baseline_seconds = probe.mean_seconds(begin, Instant::now())?;

@@ -45,18 +45,23 @@ const fn median_threshold(
     workload: &'static str,
     measure: MergeMeasure,
     bound: f64,
-    says: &'static str,
+    description: &'static str,
 ) -> MergeThreshold {
-    MergeThreshold { workload, measure, deciding_round: DecidingRound::Median, bound, description: says }
+    MergeThreshold { workload, measure, deciding_round: DecidingRound::Median, bound, description }
 }
 
 const fn worst_round_threshold(
     workload: &'static str,
     measure: MergeMeasure,
     bound: f64,
-    says: &'static str,
+    description: &'static str,
 ) -> MergeThreshold {
-    MergeThreshold { deciding_round: DecidingRound::Worst, ..median_threshold(workload, measure, bound, says) }
+    MergeThreshold { deciding_round: DecidingRound::Worst, ..median_threshold(workload, measure, bound, description) }
+}
+
+/// 98 % of the reachable net savings in every round.
+const fn net_savings_threshold(workload: &'static str, description: &'static str) -> MergeThreshold {
+    worst_round_threshold(workload, MergeMeasure::NetSavingsShare, 0.98, description)
 }
 
 /// Each bound is a minimum, except for the huge pages that remain under whole-process KSM, where it is a maximum.
@@ -75,20 +80,10 @@ const MERGE_THRESHOLDS: &[MergeThreshold] = &[
         5.0,
         "a tenth is duplicate, in single pages: 5 times sooner to 90 %",
     ),
-    worst_round_threshold(
-        "tenth",
-        MergeMeasure::NetSavingsShare,
-        0.98,
-        "a tenth is duplicate: always 98 % of the reachable net savings",
-    ),
+    net_savings_threshold("tenth", "a tenth is duplicate: always 98 % of the reachable net savings"),
     median_threshold("third", MergeMeasure::CpuRatio, 2.5, "a third is duplicate: 2.5 times less CPU to 90 %"),
     median_threshold("third", MergeMeasure::TimeRatio, 2.5, "a third is duplicate: 2.5 times sooner to 90 %"),
-    worst_round_threshold(
-        "third",
-        MergeMeasure::NetSavingsShare,
-        0.98,
-        "a third is duplicate: always 98 % of the reachable net savings",
-    ),
+    net_savings_threshold("third", "a third is duplicate: always 98 % of the reachable net savings"),
     worst_round_threshold(
         "most",
         MergeMeasure::CpuRatio,
@@ -101,65 +96,33 @@ const MERGE_THRESHOLDS: &[MergeThreshold] = &[
         1.0 / 1.15,
         "nearly all is duplicate: never more than 1.15 times as long to 90 %",
     ),
-    worst_round_threshold(
-        "most",
-        MergeMeasure::NetSavingsShare,
-        0.98,
-        "nearly all is duplicate: always 98 % of the reachable net savings",
-    ),
-    worst_round_threshold(
-        "scattered",
-        MergeMeasure::NetSavingsShare,
-        0.98,
-        "a tenth, in single pages: always 98 % of the reachable net savings",
-    ),
+    net_savings_threshold("most", "nearly all is duplicate: always 98 % of the reachable net savings"),
+    net_savings_threshold("scattered", "a tenth, in single pages: always 98 % of the reachable net savings"),
     median_threshold("huge", MergeMeasure::HugePagesKept, 0.9, "huge pages, few duplicates: 90 % of them remain"),
     median_threshold("huge", MergeMeasure::HugePagesKeptByWhole, 0.5, "huge pages, few duplicates: KSM splits half"),
-    worst_round_threshold(
-        "huge",
-        MergeMeasure::NetSavingsShare,
-        0.98,
-        "huge pages, few duplicates: always 98 % of the reachable net savings",
-    ),
-    worst_round_threshold(
-        "fleet",
-        MergeMeasure::NetSavingsShare,
-        0.98,
-        "guests: always 98 % of the reachable net savings",
-    ),
+    net_savings_threshold("huge", "huge pages, few duplicates: always 98 % of the reachable net savings"),
+    net_savings_threshold("fleet", "guests: always 98 % of the reachable net savings"),
     median_threshold(
         "big-fleet",
         MergeMeasure::LessCpuInAll,
         1.0 / 0.75,
         "big guests: 0.75 of the CPU for the same savings",
     ),
-    worst_round_threshold(
-        "big-fleet",
-        MergeMeasure::NetSavingsShare,
-        0.98,
-        "big guests: always 98 % of the reachable net savings",
-    ),
+    net_savings_threshold("big-fleet", "big guests: always 98 % of the reachable net savings"),
     median_threshold(
         "big-fleet-equal-start",
         MergeMeasure::LessCpuInAll,
         1.0 / 0.75,
         "big guests, pages with equal first bytes: 0.75 of the CPU for the same savings",
     ),
-    worst_round_threshold(
+    net_savings_threshold(
         "big-fleet-equal-start",
-        MergeMeasure::NetSavingsShare,
-        0.98,
         "big guests, equal first bytes: always 98 % of the reachable net savings",
     ),
-    worst_round_threshold(
-        "program",
-        MergeMeasure::NetSavingsShare,
-        0.98,
-        "databases: always 98 % of the reachable net savings",
-    ),
+    net_savings_threshold("program", "databases: always 98 % of the reachable net savings"),
 ];
 
-/// The maximum slow-down of a hot program beyond the CPU bound. [`MIN_SIMULATION_SAVINGS_SHARE`] is the share of
+/// The maximum slowdown of a hot program beyond the CPU bound. [`MIN_SIMULATION_SAVINGS_SHARE`] is the share of
 /// lasting savings that it must keep.
 pub const MAX_SIMULATION_SLOWDOWN: f64 = 0.03;
 /// See [`MAX_SIMULATION_SLOWDOWN`].

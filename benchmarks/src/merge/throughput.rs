@@ -106,6 +106,18 @@ struct ThroughputTrial {
 }
 
 impl ThroughputTrial {
+    fn to_csv(&self) -> String {
+        let ThroughputMemory { processes, run_pages, zeros, .. } = self.memory;
+        format!(
+            "{},{processes},{run_pages},{zeros},{},{},{},{:.6}",
+            self.round,
+            self.method.name().replace(',', ""),
+            self.memory.total_pages(),
+            self.merged_pages,
+            self.seconds
+        )
+    }
+
     /// Bytes per second; none if a significant share was not merged.
     fn bytes_per_second(&self) -> Option<f64> {
         let bytes = self.merged_pages as f64 * pagefold_sys::mapping::page_size() as f64;
@@ -138,38 +150,56 @@ pub fn measure(rounds: usize, quick: bool) -> Result<Findings> {
 
 fn build_findings(trials: &[ThroughputTrial], pages: u64) -> Findings {
     let mut findings = Findings::new("round,processes,run_pages,zeros,way,held_pages,merged_pages,seconds");
-    findings.samples.extend(trials.iter().map(|trial| {
-        let ThroughputMemory { processes, run_pages: run, zeros, .. } = trial.memory;
-        format!(
-            "{},{processes},{run},{zeros},{},{},{},{:.6}",
-            trial.round,
-            trial.method.name().replace(',', ""),
-            trial.memory.total_pages(),
-            trial.merged_pages,
-            trial.seconds
-        )
-    }));
-    let of = |held: ThroughputMemory, way: ThroughputMethod| {
-        trials.iter().filter(move |trial| trial.memory == held && trial.method == way)
-    };
-    // Ratios within rounds.
-    let ratios = |held: ThroughputMemory, over: ThroughputMethod, under: ThroughputMethod| {
-        let pair = |one: &ThroughputTrial| {
-            let other = of(held, under).find(|other| other.round == one.round)?;
-            Some(one.bytes_per_second()? / other.bytes_per_second()?)
+    findings.samples.extend(trials.iter().map(ThroughputTrial::to_csv));
+    let trials = ThroughputTrials(trials);
+    let shapes = ThroughputMemory::all_shapes(pages);
+    for shapes in shapes.chunk_by(|one, next| (one.processes, one.zeros) == (next.processes, next.zeros)) {
+        findings.tables.push(trials.build_table(shapes));
+        let judged = shapes.iter().filter(|shape| shape.run_pages >= MIN_JUDGED_RUN_PAGES && !shape.zeros);
+        findings.checks.extend(judged.flat_map(|&shape| trials.build_checks(shape)));
+    }
+    if let Some(last) = findings.tables.last_mut() {
+        last.notes.push(
+            "Bytes of all processes divided by the time until all are merged: the time of all merges by the engine, \
+             one after another or all at once; the CPU time of ksmd. \"not all\": runs too short for the engine \
+             to map."
+                .to_owned(),
+        );
+    }
+    findings
+}
+
+/// All trials of a measurement.
+struct ThroughputTrials<'t>(&'t [ThroughputTrial]);
+
+impl ThroughputTrials<'_> {
+    fn select(&self, memory: ThroughputMemory, method: ThroughputMethod) -> impl Iterator<Item = &ThroughputTrial> {
+        self.0.iter().filter(move |trial| trial.memory == memory && trial.method == method)
+    }
+
+    /// How many times as fast one method is as another, within rounds. None if no round has both.
+    fn speedup(
+        &self,
+        memory: ThroughputMemory,
+        method: ThroughputMethod,
+        baseline: ThroughputMethod,
+    ) -> Option<SampleSpread> {
+        let ratio = |trial: &ThroughputTrial| {
+            let other = self.select(memory, baseline).find(|other| other.round == trial.round)?;
+            Some(trial.bytes_per_second()? / other.bytes_per_second()?)
         };
-        of(held, over).filter_map(pair).collect::<Vec<f64>>()
-    };
-    let spread = |values: Vec<f64>| (!values.is_empty()).then(|| SampleSpread::from_samples(values));
-    let [one, two, together, ksmd] = ThroughputMethod::EVERY_METHOD;
-    let kinds = ThroughputMemory::all_shapes(pages);
-    for kinds in kinds.chunk_by(|one, next| (one.processes, one.zeros) == (next.processes, next.zeros)) {
-        let ThroughputMemory { processes, zeros, .. } = kinds[0];
+        let ratios: Vec<f64> = self.select(memory, method).filter_map(ratio).collect();
+        (!ratios.is_empty()).then(|| SampleSpread::from_samples(ratios))
+    }
+
+    /// The table of memory shapes that differ only in the length of runs.
+    fn build_table(&self, shapes: &[ThroughputMemory]) -> MarkdownTable {
+        let ThroughputMemory { processes, zeros, pages_per_process, .. } = shapes[0];
         let mut table = MarkdownTable::new(
             format!(
                 "{} in {processes} processes of {:.0} MiB",
                 if zeros { "Zeros" } else { "Equal memory" },
-                (pages * pagefold_sys::mapping::page_size() as u64) as f64 / f64::from(1 << 20)
+                (pages_per_process * pagefold_sys::mapping::page_size() as u64) as f64 / f64::from(1 << 20)
             ),
             &[
                 "pages in a run",
@@ -182,16 +212,21 @@ fn build_findings(trials: &[ThroughputTrial], pages: u64) -> Findings {
                 "all at once over ksmd",
             ],
         );
-        for &held in kinds {
-            let run = held.run_pages;
-            let rate = |way| {
-                let rates: Vec<f64> = of(held, way).filter_map(ThroughputTrial::bytes_per_second).collect();
-                spread(rates).map_or("not all".to_owned(), |rates| format!("{:.2}", rates.median / 1e9))
+        let [one, two, together, ksmd] = ThroughputMethod::EVERY_METHOD;
+        for &shape in shapes {
+            let rate = |method| {
+                let rates: Vec<f64> =
+                    self.select(shape, method).filter_map(ThroughputTrial::bytes_per_second).collect();
+                match rates.is_empty() {
+                    true => "not all".to_owned(),
+                    false => format!("{:.2}", SampleSpread::from_samples(rates).median / 1e9),
+                }
             };
-            let factor =
-                |over, under| spread(ratios(held, over, under)).map_or("-".to_owned(), SampleSpread::format_factor);
+            let factor = |method, baseline| {
+                self.speedup(shape, method, baseline).map_or("-".to_owned(), SampleSpread::format_factor)
+            };
             table.rows.push(vec![
-                run.to_string(),
+                shape.run_pages.to_string(),
                 rate(one),
                 rate(two),
                 rate(together),
@@ -200,32 +235,25 @@ fn build_findings(trials: &[ThroughputTrial], pages: u64) -> Findings {
                 factor(two, one),
                 factor(together, ksmd),
             ]);
-            if run >= MIN_JUDGED_RUN_PAGES && !zeros {
-                let claims = [(together, "all at once"), (two, "one after another on two threads")];
-                findings.checks.extend(claims.map(|(way, how)| {
-                    let ratio = spread(ratios(held, way, ksmd));
-                    ThresholdCheck {
-                        claim: format!(
-                            "{processes} processes, runs of {run} pages, {how}: at least \
-                             {MIN_ENGINE_TO_KSMD_RATIO} times ksmd flat out"
-                        ),
-                        measured: ratio.map_or("not all pages were merged".to_owned(), SampleSpread::format_factor),
-                        met: ratio.is_some_and(|ratio| ratio.median >= MIN_ENGINE_TO_KSMD_RATIO),
-                    }
-                }));
-            }
         }
-        findings.tables.push(table);
+        table
     }
-    if let Some(last) = findings.tables.last_mut() {
-        last.notes.push(
-            "Bytes of all processes divided by the time until all are merged: the time of all merges by the engine, \
-             one after another or all at once; the CPU time of ksmd. \"not all\": runs too short for the engine \
-             to map."
-                .to_owned(),
-        );
+
+    fn build_checks(&self, memory: ThroughputMemory) -> [ThresholdCheck; 2] {
+        let [_, two, together, ksmd] = ThroughputMethod::EVERY_METHOD;
+        let ThroughputMemory { processes, run_pages, .. } = memory;
+        [(together, "all at once"), (two, "one after another on two threads")].map(|(method, order)| {
+            let speedup = self.speedup(memory, method, ksmd);
+            ThresholdCheck {
+                claim: format!(
+                    "{processes} processes, runs of {run_pages} pages, {order}: at least \
+                     {MIN_ENGINE_TO_KSMD_RATIO} times ksmd flat out"
+                ),
+                measured: speedup.map_or("not all pages were merged".to_owned(), SampleSpread::format_factor),
+                met: speedup.is_some_and(|speedup| speedup.median >= MIN_ENGINE_TO_KSMD_RATIO),
+            }
+        })
     }
-    findings
 }
 
 fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -> Result<ThroughputTrial> {
@@ -239,19 +267,20 @@ fn run_trial(memory: ThroughputMemory, method: ThroughputMethod, round: usize) -
     match method {
         ThroughputMethod::Engine { .. } => {
             for member in (0..members.len()).chain([0]) {
-                let told = members[member].run_command("merge")?;
-                merged += parse_field(&told, "pages_merged: Pages(")? + parse_field(&told, "zeros_freed: Pages(")?;
-                seconds += parse_merge_seconds(&told)?;
+                let answer = members[member].run_command("merge")?;
+                merged += parse_field(&answer, "pages_merged: Pages(")? + parse_field(&answer, "zeros_freed: Pages(")?;
+                seconds += parse_merge_seconds(&answer)?;
             }
         }
         ThroughputMethod::ConcurrentEngine => {
             for _ in 0..MAX_CONCURRENT_MERGES {
                 let began = Instant::now();
                 members.iter_mut().try_for_each(|member| member.send_command("merge"))?;
-                let told = members.iter_mut().map(ThroughputMember::read_answer).collect::<Result<Vec<_>>>()?;
+                let answers = members.iter_mut().map(ThroughputMember::read_answer).collect::<Result<Vec<_>>>()?;
                 seconds += began.elapsed().as_secs_f64();
-                for told in &told {
-                    merged += parse_field(told, "pages_merged: Pages(")? + parse_field(told, "zeros_freed: Pages(")?;
+                for answer in &answers {
+                    merged +=
+                        parse_field(answer, "pages_merged: Pages(")? + parse_field(answer, "zeros_freed: Pages(")?;
                 }
                 if merged >= memory.total_pages() {
                     break;
@@ -367,9 +396,9 @@ mod tests {
 
     #[test]
     fn member_output_is_parsed() {
-        let told = "MergeCounters { pages_scanned: Pages(10), zeros_freed: Pages(3), pages_merged: Pages(7), program_time: 1.5ms, incomplete_merges: 0 }";
-        assert_eq!(parse_field(told, "pages_merged: Pages(").unwrap(), 7);
-        assert!((parse_merge_seconds(told).unwrap() - 0.0015).abs() < 1e-12);
+        let answer = "MergeCounters { pages_scanned: Pages(10), zeros_freed: Pages(3), pages_merged: Pages(7), program_time: 1.5ms, incomplete_merges: 0 }";
+        assert_eq!(parse_field(answer, "pages_merged: Pages(").unwrap(), 7);
+        assert!((parse_merge_seconds(answer).unwrap() - 0.0015).abs() < 1e-12);
         assert!((parse_merge_seconds("program_time: 20µs, x").unwrap() - 2e-5).abs() < 1e-12);
         assert!((parse_merge_seconds("program_time: 2s, x").unwrap() - 2.0).abs() < 1e-12);
         assert!(parse_merge_seconds("the store is full").is_err());

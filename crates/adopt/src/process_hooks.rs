@@ -41,9 +41,9 @@ extern "C" fn on_load() {
     // SAFETY: `key` is valid for writes, and `on_main_thread_exit` stays loaded: a preloaded library is never unloaded.
     let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(on_main_thread_exit)) } == 0;
     // SAFETY: the key was created; its value is never dereferenced, it only has to differ from null.
-    let told = keyed && unsafe { libc::pthread_setspecific(key, MAIN_THREAD.as_ptr().cast()) } == 0;
+    let is_set = keyed && unsafe { libc::pthread_setspecific(key, MAIN_THREAD.as_ptr().cast()) } == 0;
     // SAFETY: all three stay loaded.
-    let followed = told
+    let followed = is_set
         && unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) }
             == 0;
     if followed {

@@ -15,11 +15,11 @@ pub enum PageClass {
     /// Only zero bytes.
     Zero,
     /// Another copy is in the same process.
-    DuplicateWithin,
+    DuplicateWithinProcess,
     /// The nearest other copy is in another process of the same trust domain.
-    DuplicateAcross,
+    DuplicateWithinDomain,
     /// The nearest other copy is in another trust domain.
-    DuplicateForeign,
+    DuplicateAcrossDomains,
     /// No other copy was found.
     Unique,
 }
@@ -30,15 +30,15 @@ impl PageClass {
         Self::Merged,
         Self::Volatile,
         Self::Zero,
-        Self::DuplicateWithin,
-        Self::DuplicateAcross,
-        Self::DuplicateForeign,
+        Self::DuplicateWithinProcess,
+        Self::DuplicateWithinDomain,
+        Self::DuplicateAcrossDomains,
         Self::Unique,
     ];
 
     /// Whether the page has another copy and is not a zero page.
     pub fn is_duplicate(self) -> bool {
-        matches!(self, Self::DuplicateWithin | Self::DuplicateAcross | Self::DuplicateForeign)
+        matches!(self, Self::DuplicateWithinProcess | Self::DuplicateWithinDomain | Self::DuplicateAcrossDomains)
     }
 
     /// Whether merging could free the page or a copy of it.
@@ -58,11 +58,11 @@ pub struct PageCounts {
     /// Only zero bytes.
     pub zero: Pages,
     /// Duplicates whose nearest copy is in the same process.
-    pub within: Pages,
-    /// Duplicates whose nearest copy is in the same trust domain.
-    pub across: Pages,
+    pub within_process: Pages,
+    /// Duplicates whose nearest copy is in another process of the same trust domain.
+    pub within_domain: Pages,
     /// Duplicates whose nearest copy is in another trust domain.
-    pub foreign: Pages,
+    pub across_domains: Pages,
     /// Without another copy.
     pub unique: Pages,
     /// Duplicates beyond the one copy that each group keeps.
@@ -76,9 +76,9 @@ impl PageCounts {
             PageClass::Merged => &mut self.merged,
             PageClass::Volatile => &mut self.volatile,
             PageClass::Zero => &mut self.zero,
-            PageClass::DuplicateWithin => &mut self.within,
-            PageClass::DuplicateAcross => &mut self.across,
-            PageClass::DuplicateForeign => &mut self.foreign,
+            PageClass::DuplicateWithinProcess => &mut self.within_process,
+            PageClass::DuplicateWithinDomain => &mut self.within_domain,
+            PageClass::DuplicateAcrossDomains => &mut self.across_domains,
             PageClass::Unique => &mut self.unique,
         };
         field.0 += 1;
@@ -87,7 +87,7 @@ impl PageCounts {
 
     /// All duplicates, wherever their nearest copy is.
     pub fn duplicate(&self) -> Pages {
-        self.within + self.across + self.foreign
+        self.within_process + self.within_domain + self.across_domains
     }
 
     /// All pages that were classified.
@@ -101,9 +101,9 @@ impl AddAssign for PageCounts {
         self.merged += other.merged;
         self.volatile += other.volatile;
         self.zero += other.zero;
-        self.within += other.within;
-        self.across += other.across;
-        self.foreign += other.foreign;
+        self.within_process += other.within_process;
+        self.within_domain += other.within_domain;
+        self.across_domains += other.across_domains;
         self.unique += other.unique;
         self.redundant += other.redundant;
     }

@@ -32,7 +32,7 @@ pub struct PageTally {
     /// Freed zero pages that were not written since: they use no memory.
     pub zeros: Pages,
     /// Pages excluded from merging because they were written too soon after a merge.
-    pub volatile_pages: Pages,
+    pub rewritten_pages: Pages,
 }
 
 impl AddAssign for PageTally {
@@ -40,7 +40,7 @@ impl AddAssign for PageTally {
         self.pages += other.pages;
         self.merged += other.merged;
         self.zeros += other.zeros;
-        self.volatile_pages += other.volatile_pages;
+        self.rewritten_pages += other.rewritten_pages;
     }
 }
 
@@ -170,7 +170,7 @@ mod tests {
     use crate::units::Pid;
 
     fn tally(pages: u64, merged: u64, zeros: u64) -> PageTally {
-        PageTally { pages: Pages(pages), merged: Pages(merged), zeros: Pages(zeros), volatile_pages: Pages(1) }
+        PageTally { pages: Pages(pages), merged: Pages(merged), zeros: Pages(zeros), rewritten_pages: Pages(1) }
     }
 
     fn member(pid: u32, tally: PageTally) -> EngineMember {
@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn region_savings_add_up_to_domain_savings() {
         let domain = domain(vec![member(1, tally(1000, 300, 50)), member(2, tally(500, 100, 0))], 100);
-        assert_eq!(domain.tally(), PageTally { volatile_pages: Pages(2), ..tally(1500, 400, 50) });
+        assert_eq!(domain.tally(), PageTally { rewritten_pages: Pages(2), ..tally(1500, 400, 50) });
         assert_eq!(domain.sharing(), Some(4.0));
         let saved: Vec<i64> = domain.members.iter().map(|member| domain.saved(&member.tally).0 / 4096).collect();
         assert_eq!(saved, [225 + 50, 75]);

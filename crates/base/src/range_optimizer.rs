@@ -56,13 +56,13 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
     let mut ends: Vec<u32> = Vec::new();
     let mut breaks: Vec<u32> = Vec::new();
     let mut huge = None;
-    for stretch in segments {
-        if stretch.hole_cost > costs.per_range {
+    for segment in segments {
+        if segment.hole_cost > costs.per_range {
             breaks.push(ends.len() as u32);
         }
-        ends.push(ends.last().copied().unwrap_or(0) + stretch.pages);
-        let same_huge_page = huge.is_some() && huge == stretch.huge_page;
-        huge = stretch.huge_page;
+        ends.push(ends.last().copied().unwrap_or(0) + segment.pages);
+        let same_huge_page = huge.is_some() && huge == segment.huge_page;
+        huge = segment.huge_page;
         // The best of the possible previous states, the first one if equal.
         let best = |candidates: [(usize, i64); 4]| {
             candidates.into_iter().fold((0, UNREACHABLE_VALUE), |best, next| if next.1 > best.1 { next } else { best })
@@ -72,11 +72,11 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
         for (state, value) in next.iter_mut().enumerate() {
             let inside = state & STATE_INSIDE != 0;
             let split = state & STATE_SPLIT_FLAG != 0;
-            let Some(worth) = (if inside { stretch.net_gain } else { Some(0) }) else { continue };
+            let Some(gain) = (if inside { segment.net_gain } else { Some(0) }) else { continue };
             let arrive = |before: usize| {
                 let was_split = same_huge_page && before & STATE_SPLIT_FLAG != 0;
                 let cut = same_huge_page && (before & STATE_INSIDE != 0) != inside;
-                let splits = cut || inside && stretch.merges && stretch.huge_page.is_some();
+                let splits = cut || inside && segment.merges && segment.huge_page.is_some();
                 if split != (was_split || splits) {
                     return (before, UNREACHABLE_VALUE);
                 }
@@ -85,7 +85,7 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
                     price += if before & STATE_INSIDE == 0 {
                         costs.per_range
                     } else {
-                        stretch.hole_cost.min(costs.per_range)
+                        segment.hole_cost.min(costs.per_range)
                     };
                 }
                 (before, values[before] - price)
@@ -93,7 +93,7 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
             let (before, arrived) =
                 best([STATE_OUTSIDE, STATE_INSIDE, STATE_SPLIT_FLAG, STATE_SPLIT_FLAG | STATE_INSIDE].map(arrive));
             if arrived > UNREACHABLE_VALUE {
-                *value = arrived.saturating_add(worth * i64::from(stretch.pages)).max(UNREACHABLE_VALUE);
+                *value = arrived.saturating_add(gain * i64::from(segment.pages)).max(UNREACHABLE_VALUE);
                 from |= (before as u8) << (2 * state);
             }
         }
@@ -120,7 +120,7 @@ pub fn best_ranges(segments: impl IntoIterator<Item = PageSegment>, costs: Range
     ranges
 }
 
-/// The best ranges of several regions that are at most `at_most` in total. `stretches` returns the segments of a
+/// The best ranges of several regions that are at most `at_most` in total. `segments` returns the segments of a
 /// region.
 ///
 /// If the best ranges are too many, the cost of a range is raised until they fit (`raise_range_cost_to_fit`). That may
@@ -169,7 +169,7 @@ struct RangeChoices {
 /// byte of them. So the ranges that fit at a cost are also optimal one fraction below, where the other choice is made.
 fn raise_range_cost_to_fit<I>(
     regions: usize,
-    stretches: impl Fn(usize) -> I,
+    segments: impl Fn(usize) -> I,
     prices: RangeCosts,
     at_most: usize,
 ) -> RangeChoices
@@ -177,19 +177,19 @@ where
     I: IntoIterator<Item = PageSegment>,
 {
     let all = |region| {
-        stretches(region).into_iter().filter_map(|stretch| Some(stretch.net_gain?.max(0) * i64::from(stretch.pages)))
+        segments(region).into_iter().filter_map(|segment| Some(segment.net_gain?.max(0) * i64::from(segment.pages)))
     };
     let total = (0..regions).flat_map(all).sum::<i64>().max(prices.per_range) + 1;
     let fractions =
         (at_most as i64).saturating_add(1).min(i64::MAX / 8 / total.max(prices.per_split_huge_page + 1)).max(1);
-    let fine = |stretch: PageSegment| PageSegment {
-        net_gain: stretch.net_gain.map(|worth| worth.saturating_mul(fractions)),
-        hole_cost: stretch.hole_cost.saturating_mul(fractions),
-        ..stretch
+    let fine = |segment: PageSegment| PageSegment {
+        net_gain: segment.net_gain.map(|gain| gain.saturating_mul(fractions)),
+        hole_cost: segment.hole_cost.saturating_mul(fractions),
+        ..segment
     };
     let at = |range: i64| -> Vec<Vec<Range<u32>>> {
         let prices = RangeCosts { per_range: range, per_split_huge_page: prices.per_split_huge_page * fractions };
-        (0..regions).map(|region| best_ranges(stretches(region).into_iter().map(fine), prices)).collect()
+        (0..regions).map(|region| best_ranges(segments(region).into_iter().map(fine), prices)).collect()
     };
     let fits = |chosen: &[Vec<Range<u32>>]| chosen.iter().map(Vec::len).sum::<usize>() <= at_most;
     let mut many = at(prices.per_range * fractions);
@@ -239,29 +239,29 @@ fn splice_choices(few: &[Range<u32>], many: &[Range<u32>], room: usize) -> Vec<R
 }
 
 /// The value of ranges, with all costs.
-fn total_net_gain(stretches: impl IntoIterator<Item = PageSegment>, ranges: &[Range<u32>], prices: RangeCosts) -> i64 {
+fn total_net_gain(segments: impl IntoIterator<Item = PageSegment>, ranges: &[Range<u32>], prices: RangeCosts) -> i64 {
     let mut sum = -(ranges.len() as i64) * prices.per_range;
     let (mut at, mut next, mut before, mut split) = (0, 0, None, None);
-    for stretch in stretches {
-        let end = at + stretch.pages;
+    for segment in segments {
+        let end = at + segment.pages;
         while ranges.get(next).is_some_and(|range| range.end < at) {
             next += 1;
         }
-        let within = |place: u32| place > at && place < end || place == at && before == stretch.huge_page;
+        let within = |place: u32| place > at && place < end || place == at && before == segment.huge_page;
         for range in ranges[next..].iter().take_while(|range| range.start < end) {
             let covered = range.end > at;
             if covered {
                 let pages = range.end.min(end) - range.start.max(at);
-                sum += stretch.net_gain.unwrap_or(0) * i64::from(pages);
-                sum -= if range.start < at { stretch.hole_cost } else { 0 };
+                sum += segment.net_gain.unwrap_or(0) * i64::from(pages);
+                sum -= if range.start < at { segment.hole_cost } else { 0 };
             }
-            let splits = covered && stretch.merges || within(range.start) || within(range.end);
-            if splits && stretch.huge_page.is_some() && split != stretch.huge_page {
-                split = stretch.huge_page;
+            let splits = covered && segment.merges || within(range.start) || within(range.end);
+            if splits && segment.huge_page.is_some() && split != segment.huge_page {
+                split = segment.huge_page;
                 sum -= prices.per_split_huge_page;
             }
         }
-        (at, before) = (end, stretch.huge_page);
+        (at, before) = (end, segment.huge_page);
     }
     sum
 }
@@ -274,15 +274,15 @@ mod tests {
 
     const NO_COSTS: RangeCosts = RangeCosts { per_range: 0, per_split_huge_page: 0 };
 
-    fn page(worth: i64) -> PageSegment {
-        PageSegment { pages: 1, net_gain: Some(worth), merges: worth > 0, huge_page: None, hole_cost: 0 }
+    fn page(gain: i64) -> PageSegment {
+        PageSegment { pages: 1, net_gain: Some(gain), merges: gain > 0, huge_page: None, hole_cost: 0 }
     }
 
     #[test]
     fn small_gaps_are_bridged_and_large_ones_are_not() {
-        let check = |worths: &[i64], expected: &[Range<u32>]| {
-            let stretches = worths.iter().map(|&worth| page(worth));
-            assert_eq!(best_ranges(stretches, RangeCosts { per_range: 10, ..NO_COSTS }), expected, "{worths:?}");
+        let check = |gains: &[i64], expected: &[Range<u32>]| {
+            let segments = gains.iter().map(|&gain| page(gain));
+            assert_eq!(best_ranges(segments, RangeCosts { per_range: 10, ..NO_COSTS }), expected, "{gains:?}");
         };
         check(&[], &[]);
         check(&[-1, -1], &[]);
@@ -295,8 +295,8 @@ mod tests {
     #[test]
     fn holes_are_bridged_if_that_is_cheaper_than_another_range() {
         let check = |hole, expected: &[Range<u32>]| {
-            let stretches = [page(20), PageSegment { hole_cost: hole, ..page(20) }];
-            assert_eq!(best_ranges(stretches, RangeCosts { per_range: 10, ..NO_COSTS }), expected, "{hole}");
+            let segments = [page(20), PageSegment { hole_cost: hole, ..page(20) }];
+            assert_eq!(best_ranges(segments, RangeCosts { per_range: 10, ..NO_COSTS }), expected, "{hole}");
         };
         check(10, std::slice::from_ref(&(0..2)));
         check(11, &[0..1, 1..2]);
@@ -305,7 +305,7 @@ mod tests {
     #[test]
     fn ranges_profitable_only_together_are_all_or_none() {
         let prices = RangeCosts { per_range: 0, per_split_huge_page: 25 };
-        let of = |worth: i64| PageSegment { huge_page: Some(1), ..page(worth) };
+        let of = |gain: i64| PageSegment { huge_page: Some(1), ..page(gain) };
         let pair = [of(20), of(-50), of(20)];
         let other = [page(3)];
         let chosen = |at_most| {
@@ -322,16 +322,16 @@ mod tests {
     #[test]
     fn a_huge_page_is_split_once_by_what_merges_or_by_a_boundary() {
         let prices = RangeCosts { per_range: 5, per_split_huge_page: 25 };
-        let of = |huge, worth: i64| PageSegment { huge_page: Some(huge), ..page(worth) };
-        let check = |stretches: &[PageSegment], expected: &[Range<u32>]| {
-            assert_eq!(best_ranges(stretches.iter().copied(), prices), expected, "{stretches:?}");
+        let of = |huge, gain: i64| PageSegment { huge_page: Some(huge), ..page(gain) };
+        let check = |segments: &[PageSegment], expected: &[Range<u32>]| {
+            assert_eq!(best_ranges(segments.iter().copied(), prices), expected, "{segments:?}");
         };
         check(&[of(1, 20)], &[]);
         check(&[of(1, 20), of(2, 20)], &[]);
         check(&[of(1, 20), of(1, -50), of(1, 20)], &[0..1, 2..3]);
         let covered = [page(50), of(1, -2), page(50)];
         check(&covered, std::slice::from_ref(&(0..3)));
-        let idle = |huge, worth: i64| PageSegment { merges: false, ..of(huge, worth) };
+        let idle = |huge, gain: i64| PageSegment { merges: false, ..of(huge, gain) };
         check(&[idle(1, 20), idle(1, -50)], &[]);
         check(&[idle(1, 20), idle(2, -50)], std::slice::from_ref(&(0..1)));
         check(&[idle(1, 40), idle(1, -50), idle(1, 40)], &[0..1, 2..3]);
@@ -389,11 +389,11 @@ mod tests {
             let mut huge_page = 0;
             pages
                 .into_iter()
-                .map(|(worth, merges, kind, hole)| {
+                .map(|(gain, merges, kind, hole)| {
                     // A hole ends a huge page, which is resident as a whole.
                     huge_page += u64::from(kind == 0 || kind == 3 || hole > 0);
                     let huge = (kind < 3).then_some(huge_page);
-                    PageSegment { pages: 1, net_gain: worth, merges, huge_page: huge, hole_cost: hole }
+                    PageSegment { pages: 1, net_gain: gain, merges, huge_page: huge, hole_cost: hole }
                 })
                 .collect()
         })
@@ -493,7 +493,7 @@ mod tests {
         ) {
             // Small numbers, so that many choices have the same value.
             let pages = |region: &Vec<(i64, u8)>| {
-                region.iter().map(|&(worth, hole)| PageSegment { hole_cost: i64::from(hole == 2) * 3, ..page(worth) }).collect()
+                region.iter().map(|&(gain, hole)| PageSegment { hole_cost: i64::from(hole == 2) * 3, ..page(gain) }).collect()
             };
             let regions: Vec<Vec<PageSegment>> = regions.iter().map(pages).collect();
             let prices = RangeCosts { per_range: range, per_split_huge_page: 0 };
@@ -511,21 +511,21 @@ mod tests {
 
         #[test]
         fn segments_score_the_same_as_their_pages(
-            stretches in prop::collection::vec((1u32..4, -30i64..30, any::<bool>(), 0..3u8), 0..8),
+            segments in prop::collection::vec((1u32..4, -30i64..30, any::<bool>(), 0..3u8), 0..8),
             prices in any_costs(),
         ) {
-            let stretches: Vec<PageSegment> = stretches
+            let segments: Vec<PageSegment> = segments
                 .into_iter()
                 .enumerate()
-                .map(|(i, (pages, worth, merges, huge))| {
-                    PageSegment { pages, net_gain: Some(worth), merges, huge_page: (huge > 0).then_some(i as u64 / 2), hole_cost: 0 }
+                .map(|(i, (pages, gain, merges, huge))| {
+                    PageSegment { pages, net_gain: Some(gain), merges, huge_page: (huge > 0).then_some(i as u64 / 2), hole_cost: 0 }
                 })
                 .collect();
-            let pages: Vec<PageSegment> = stretches
+            let pages: Vec<PageSegment> = segments
                 .iter()
-                .flat_map(|&stretch| (0..stretch.pages).map(move |_| PageSegment { pages: 1, ..stretch }))
+                .flat_map(|&segment| (0..segment.pages).map(move |_| PageSegment { pages: 1, ..segment }))
                 .collect();
-            let one = best_ranges(stretches.iter().copied(), prices);
+            let one = best_ranges(segments.iter().copied(), prices);
             let other = best_ranges(pages.iter().copied(), prices);
             prop_assert_eq!(value_of(&pages, &one, prices), value_of(&pages, &other, prices).map(|(value, _)| (value, one.len())));
         }

@@ -245,7 +245,10 @@ fn forbid_ungrouped(index: &PageIndex, domains: &[u32], foreign_contents: &Forei
         let holder = foreign_contents.find_domain(entry.fingerprint());
         if holder.is_some_and(|holder| holder != domains[index.subject_of_page(entry.ordinal)]) {
             let counts = index.first_page_of_frame(entry.ordinal) == entry.ordinal;
-            index.set_mark(entry.ordinal, PageMark::duplicate(PageClass::DuplicateForeign, 1, counts).with_forbidden());
+            index.set_mark(
+                entry.ordinal,
+                PageMark::duplicate(PageClass::DuplicateAcrossDomains, 1, counts).with_forbidden(),
+            );
         }
     });
 }
@@ -389,9 +392,9 @@ impl PartialSummary {
             for process in domain.chunk_by(|a, b| a.subject == b.subject) {
                 processes += 1;
                 let class = match (count_frames(process.iter()), count_frames(domain.iter())) {
-                    (2.., _) => PageClass::DuplicateWithin,
-                    (_, 2..) => PageClass::DuplicateAcross,
-                    _ => PageClass::DuplicateForeign,
+                    (2.., _) => PageClass::DuplicateWithinProcess,
+                    (_, 2..) => PageClass::DuplicateWithinDomain,
+                    _ => PageClass::DuplicateAcrossDomains,
                 };
                 let forbidden = elsewhere || foreign.is_foreign[process[0].subject];
                 for member in process.iter().filter(|member| !member.merged) {

@@ -539,9 +539,9 @@ mod tests {
             assert_eq!((forbidden.class(), forbidden.is_forbidden()), (Some(class), class.is_mergeable()));
             assert_eq!(forbidden.with_forbidden(), forbidden);
         }
-        let mark = PageMark::duplicate(PageClass::DuplicateForeign, 9, true).with_forbidden();
+        let mark = PageMark::duplicate(PageClass::DuplicateAcrossDomains, 9, true).with_forbidden();
         assert!(mark.is_redundant() && mark.was_read() && !mark.is_covered() && mark.with_covered().is_covered());
-        assert_eq!(mark.with_covered().class(), Some(PageClass::DuplicateForeign));
+        assert_eq!(mark.with_covered().class(), Some(PageClass::DuplicateAcrossDomains));
         assert_eq!(PageMark::NOT_SAMPLED.with_forbidden(), PageMark::NOT_SAMPLED);
         for (mark, class) in
             [(PageMark::CACHED_UNIQUE, PageClass::Unique), (PageMark::ASSUMED_VOLATILE, PageClass::Volatile)]

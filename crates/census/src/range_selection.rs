@@ -160,7 +160,7 @@ impl SelectionCriteria {
 
     /// The bytes that a page frees when its whole group is merged.
     fn gross_gain(&self, mark: PageMark) -> i64 {
-        let alone = mark.class() == Some(PageClass::DuplicateForeign) && !self.across_domains;
+        let alone = mark.class() == Some(PageClass::DuplicateAcrossDomains) && !self.across_domains;
         if alone || mark.is_forbidden() { 0 } else { mark.freed_64ths() * self.page_size.bytes() as i64 / 64 }
     }
 

@@ -7,6 +7,7 @@
 use crate::command::account::{AccountResult, take_account};
 use crate::command_line::{ColorChoice, GlobalOptions};
 use crate::output;
+use delegate::delegate;
 use pagefold_account::decide::{Basis, GroupBy};
 use pagefold_account::wire::{AccountInput, AccountReport, ReconciliationInput};
 use pagefold_base::domain::DomainRule;
@@ -287,24 +288,21 @@ struct ReusedPidProcess<'a> {
 }
 
 impl Host for PidReuseHost<'_> {
-    fn describe(&self) -> String {
-        self.host.describe()
-    }
-
-    fn page_size(&self) -> PageSize {
-        self.host.page_size()
-    }
-
-    fn read(&self, path: &str) -> Reading<Vec<u8>> {
-        self.host.read(path)
-    }
-
-    fn list(&self, path: &str) -> Reading<Vec<String>> {
-        self.host.list(path)
-    }
-
-    fn pids(&self) -> Reading<Vec<Pid>> {
-        self.host.pids()
+    delegate! {
+        to self.host {
+            fn describe(&self) -> String;
+            fn page_size(&self) -> PageSize;
+            fn read(&self, path: &str) -> Reading<Vec<u8>>;
+            fn list(&self, path: &str) -> Reading<Vec<String>>;
+            fn pids(&self) -> Reading<Vec<Pid>>;
+            fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>>;
+            fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
+            fn now(&self) -> Instant;
+            fn sleep(&self, duration: Duration);
+            fn unix_time(&self) -> SystemTime;
+            fn own_cpu_time(&self) -> Duration;
+            fn thread_cpu_time(&self) -> Duration;
+        }
     }
 
     fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
@@ -319,62 +317,24 @@ impl Host for PidReuseHost<'_> {
         Ok(Box::new(ReusedPidProcess { process, id }))
     }
 
-    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
-        self.host.frame_flags(frames)
-    }
-
-    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
-        self.host.frame_mappings(frames)
-    }
-
     fn apply(&self, _: &Action) -> Result<ActionOutcome, ActionError> {
         Err(ActionError::ReadOnly)
-    }
-
-    fn now(&self) -> Instant {
-        self.host.now()
-    }
-
-    fn sleep(&self, duration: Duration) {
-        self.host.sleep(duration);
-    }
-
-    fn unix_time(&self) -> SystemTime {
-        self.host.unix_time()
-    }
-
-    fn own_cpu_time(&self) -> Duration {
-        self.host.own_cpu_time()
-    }
-
-    fn thread_cpu_time(&self) -> Duration {
-        self.host.thread_cpu_time()
     }
 }
 
 impl ProcessHandle for ReusedPidProcess<'_> {
+    delegate! {
+        to self.process {
+            fn read(&self, file: &str) -> Reading<Vec<u8>>;
+            fn links(&self, directory: &str) -> Reading<Vec<String>>;
+            fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>>;
+            fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
+            fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+        }
+    }
+
     fn id(&self) -> ProcessId {
         self.id
-    }
-
-    fn read(&self, file: &str) -> Reading<Vec<u8>> {
-        self.process.read(file)
-    }
-
-    fn links(&self, directory: &str) -> Reading<Vec<String>> {
-        self.process.links(directory)
-    }
-
-    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
-        self.process.resident(ranges)
-    }
-
-    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
-        self.process.mappings(range)
-    }
-
-    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
-        self.process.contents(way, runs, sink)
     }
 }
 

@@ -13,6 +13,7 @@ mod host_selection;
 mod injected_faults;
 mod output;
 mod progress;
+mod stop_signal;
 
 use clap::Parser;
 use command::daemon::control_socket::ControlRequest;

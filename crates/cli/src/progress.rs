@@ -1,40 +1,12 @@
-//! Progress display on a terminal, and the stop flag for signals.
+//! Progress display on a terminal.
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use pagefold_base::PageSize;
 use pagefold_census::ScanProgress;
-use pagefold_merge::execute as merge;
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use pagefold_merge::execute::{MergeProgress, MergeStage};
 use std::io::IsTerminal;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-
-/// A flag that SIGINT, SIGTERM, SIGQUIT and SIGHUP set. A second SIGINT, SIGTERM or SIGQUIT ends the process, as
-/// without a handler. If SIGHUP or SIGQUIT is ignored, as nohup(1) arranges, it stays ignored.
-pub fn stop_on_signal() -> std::io::Result<Arc<AtomicBool>> {
-    let (stop, asked) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicBool::new(false)));
-    let ignored = ignored_signal_mask(&std::fs::read_to_string("/proc/self/status").unwrap_or_default());
-    let heeded = |signal| ignored & (1_u64 << (signal - 1)) == 0;
-    for signal in [SIGINT, SIGTERM, SIGQUIT].into_iter().filter(|&signal| signal != SIGQUIT || heeded(signal)) {
-        // The order matters: the conditional handler must see the flag as the previous signal left it.
-        signal_hook::flag::register_conditional_default(signal, Arc::clone(&asked))?;
-        signal_hook::flag::register(signal, Arc::clone(&asked))?;
-        signal_hook::flag::register(signal, Arc::clone(&stop))?;
-    }
-    // A terminal that closes causes two SIGHUPs, one by the kernel and one by the shell. The second must not end this
-    // process while it restores the host's settings.
-    if heeded(SIGHUP) {
-        signal_hook::flag::register(SIGHUP, Arc::clone(&stop))?;
-    }
-    Ok(stop)
-}
-
-/// The mask of signals that this process ignores, from proc_pid_status(5): bit 0 is signal 1. 0 if it is unreadable.
-fn ignored_signal_mask(status: &str) -> u64 {
-    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
-}
 
 /// Run a census and show its progress on standard error, if that is a terminal.
 pub fn run_census_with_progress<T: Send>(
@@ -50,16 +22,16 @@ pub fn run_census_with_progress<T: Send>(
 pub fn run_merge_with_progress<T: Send>(
     page_size: PageSize,
     stop: &AtomicBool,
-    work: impl FnOnce(&merge::MergeProgress) -> T + Send,
+    work: impl FnOnce(&MergeProgress) -> T + Send,
 ) -> T {
-    let progress = merge::MergeProgress::default();
+    let progress = MergeProgress::default();
     let draw = |bar: &ProgressBar| {
         let (merged, expected) = progress.merged();
         let what = match progress.stage() {
             _ if stop.load(Ordering::Relaxed) => "stopping",
-            merge::MergeStage::Waiting | merge::MergeStage::Enrolling => "enrolling",
-            merge::MergeStage::Merging => "merging",
-            merge::MergeStage::Verifying => "verifying",
+            MergeStage::Waiting | MergeStage::Enrolling => "enrolling",
+            MergeStage::Merging => "merging",
+            MergeStage::Verifying => "verifying",
         };
         bar.set_message(format!("{what}: {} of {} merged", page_size.bytes_of(merged), page_size.bytes_of(expected)));
         bar.tick();
@@ -108,19 +80,4 @@ fn draw_census_progress(bar: &ProgressBar, progress: &ScanProgress, page_size: P
     }
     bar.set_position(progress.scanned_pages() * page_size.bytes());
     bar.tick();
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ignored_signals_are_read_from_their_mask() {
-        assert_eq!(
-            ignored_signal_mask("SigBlk:\t0000000000000001\nSigIgn:\t0000000000001001\n"),
-            (1 << 12) | (1 << (SIGHUP - 1))
-        );
-        assert_eq!(ignored_signal_mask("SigBlk:\t0000000000000001\n"), 0);
-        assert_eq!(ignored_signal_mask("SigIgn:\tnone\n"), 0);
-    }
 }

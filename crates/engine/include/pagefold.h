@@ -74,30 +74,30 @@ typedef struct pagefold_merge_counters {
 
 /* Status of a member, and size of its domain's store. */
 typedef struct pagefold_member_status {
-	uint64_t pages;          /* of this member's engine memory, resident or not */
-	uint64_t merged;         /* of these, pages that map the store and were not written since */
-	uint64_t zeros;          /* of these, pages of zeros that were freed and not written since */
-	uint64_t volatile_pages; /* of these, pages that are skipped now: they were written too soon after a merge */
-	uint64_t store_bytes;    /* bytes that the domain's store uses, for all members together */
-	uint64_t pinned_bytes;   /* bytes of this process that are pinned long-term, as for a device: they must not be
-	                            adopted */
-	uint64_t mapping_count;  /* mappings of this process */
-	uint64_t note_bytes;     /* bytes of notes on the pages of this member */
-	uint64_t merge_count;    /* merges since this process joined, including those that did nothing */
-	uint64_t elapsed_ns;     /* nanoseconds since this process joined */
-	uint64_t overhead_ns;    /* nanoseconds of these that the engine took from the program. It is compared with
-	                            max_slowdown of (elapsed_ns - overhead_ns), except for time that min_runtime allowed in
-	                            advance */
+	uint64_t pages;           /* of this member's engine memory, resident or not */
+	uint64_t merged;          /* of these, pages that map the store and were not written since */
+	uint64_t zeros;           /* of these, pages of zeros that were freed and not written since */
+	uint64_t rewritten_pages; /* of these, pages that are skipped now: they were written too soon after a merge */
+	uint64_t store_bytes;     /* bytes that the domain's store uses, for all members together */
+	uint64_t pinned_bytes;    /* bytes of this process that are pinned long-term, as for a device: they must not be
+	                             adopted */
+	uint64_t mapping_count;   /* mappings of this process */
+	uint64_t note_bytes;      /* bytes of notes on the pages of this member */
+	uint64_t merge_count;     /* merges since this process joined, including those that did nothing */
+	uint64_t elapsed_ns;      /* nanoseconds since this process joined */
+	uint64_t overhead_ns;     /* nanoseconds of these that the engine took from the program. It is compared with
+	                             max_slowdown of (elapsed_ns - overhead_ns), except for time that min_runtime allowed in
+	                             advance */
 } pagefold_member_status;
 
 /* Status of a region of a member, in pages. */
 typedef struct pagefold_region_status {
 	void *memory;
 	size_t bytes;
-	uint64_t merged;         /* pages that map the store and were not written since */
-	uint64_t zeros;          /* pages of zeros that were freed and not written since */
-	uint64_t volatile_pages; /* pages that are skipped now: they were written too soon after a merge */
-	int64_t saved_bytes;     /* gross savings, by the mean of the domain */
+	uint64_t merged;          /* pages that map the store and were not written since */
+	uint64_t zeros;           /* pages of zeros that were freed and not written since */
+	uint64_t rewritten_pages; /* pages that are skipped now: they were written too soon after a merge */
+	int64_t saved_bytes;      /* gross savings, by the mean of the domain */
 } pagefold_region_status;
 
 /* Status of a domain: all its members, each as of its last report. */
@@ -106,7 +106,7 @@ typedef struct pagefold_domain_status {
 	uint64_t pages;           /* of their engine memory, resident or not */
 	uint64_t merged;          /* of these, pages that map the store */
 	uint64_t zeros;           /* of these, pages of zeros that were freed */
-	uint64_t volatile_pages;  /* of these, pages that are skipped now */
+	uint64_t rewritten_pages; /* of these, pages that are skipped now */
 	uint64_t stored_contents; /* contents in the store, one page each */
 	int64_t saved_bytes;      /* gross savings: (merged + zeros - stored_contents) pages */
 	uint64_t index_bytes;     /* size of the index */
@@ -116,7 +116,7 @@ typedef struct pagefold_domain_status {
 enum pagefold_advice {
 	PAGEFOLD_MERGEABLE,   /* merge it, whatever its write history; the default */
 	PAGEFOLD_UNMERGEABLE, /* do not merge it; merged pages stay merged until they are written */
-	PAGEFOLD_VOLATILE,    /* it is written again and again: skip it for 68 minutes, merged pages once written */
+	PAGEFOLD_REWRITTEN,   /* it is written again and again: skip it for 68 minutes, merged pages once written */
 };
 
 /*

@@ -59,7 +59,7 @@ impl AdoptedRegion {
         let notes = self.range_notes_mut(range).iter_mut();
         match advice {
             PageAdvice::Mergeable => notes.for_each(PageNote::advise_mergeable),
-            PageAdvice::Volatile => notes.for_each(|note| note.advise_volatile(now)),
+            PageAdvice::Rewritten => notes.for_each(|note| note.advise_rewritten(now)),
             PageAdvice::Unmergeable => {}
         }
     }
@@ -143,14 +143,14 @@ impl AdoptedRegion {
         now: Duration,
     ) {
         let count_merged = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
-        let count_volatile =
-            |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_volatile(now)).count() as u64);
+        let count_rewritten =
+            |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_rewritten(now)).count() as u64);
         // Pages that the program has of its own in the range.
         let own = || {
             let own = found.iter().filter(|found| !found.file && !found.zero_page);
             own.map(|found| (found, self.range_notes(found.start, found.end)))
         };
-        let volatile_pages: Pages = own().map(|(_, notes)| count_volatile(notes)).sum();
+        let rewritten_pages: Pages = own().map(|(_, notes)| count_rewritten(notes)).sum();
         match kind {
             OwnMappingKind::Stored { .. } => {
                 let written: u64 = own().map(|(found, _)| found.end - found.start).sum();
@@ -161,7 +161,7 @@ impl AdoptedRegion {
                 self.last_tally.zeros += count_merged(self.range_notes(range.start, range.end)) - written;
             }
         }
-        self.last_tally.volatile_pages += volatile_pages;
+        self.last_tally.rewritten_pages += rewritten_pages;
     }
 }
 

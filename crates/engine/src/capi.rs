@@ -58,7 +58,7 @@ pub struct pagefold_member_status {
     pages: u64,
     merged: u64,
     zeros: u64,
-    volatile_pages: u64,
+    rewritten_pages: u64,
     store_bytes: u64,
     pinned_bytes: u64,
     mapping_count: u64,
@@ -75,7 +75,7 @@ pub struct pagefold_region_status {
     bytes: usize,
     merged: u64,
     zeros: u64,
-    volatile_pages: u64,
+    rewritten_pages: u64,
     saved_bytes: i64,
 }
 
@@ -86,7 +86,7 @@ pub struct pagefold_domain_status {
     pages: u64,
     merged: u64,
     zeros: u64,
-    volatile_pages: u64,
+    rewritten_pages: u64,
     stored_contents: u64,
     saved_bytes: i64,
     index_bytes: u64,
@@ -121,7 +121,7 @@ impl From<MemberStatus> for pagefold_member_status {
             pages: status.pages.0,
             merged: status.merged.0,
             zeros: status.zeros.0,
-            volatile_pages: status.volatile_pages.0,
+            rewritten_pages: status.rewritten_pages.0,
             store_bytes: status.store_bytes.0,
             pinned_bytes: status.pinned_bytes.0,
             mapping_count: status.mapping_count,
@@ -140,7 +140,7 @@ impl From<RegionStatus> for pagefold_region_status {
             bytes: region.range.bytes().0 as usize,
             merged: region.tally.merged.0,
             zeros: region.tally.zeros.0,
-            volatile_pages: region.tally.volatile_pages.0,
+            rewritten_pages: region.tally.rewritten_pages.0,
             saved_bytes: region.saved.0,
         }
     }
@@ -154,7 +154,7 @@ impl From<EngineDomain> for pagefold_domain_status {
             pages: tally.pages.0,
             merged: tally.merged.0,
             zeros: tally.zeros.0,
-            volatile_pages: tally.volatile_pages.0,
+            rewritten_pages: tally.rewritten_pages.0,
             stored_contents: domain.stored.0,
             saved_bytes: domain.saved_by_all().0,
             index_bytes: domain.index.0,
@@ -338,7 +338,7 @@ pub unsafe extern "C" fn pagefold_advise(
     let advice = match advice {
         0 => PageAdvice::Mergeable,
         1 => PageAdvice::Unmergeable,
-        2 => PageAdvice::Volatile,
+        2 => PageAdvice::Rewritten,
         _ => {
             set_last_error(&format!("advice {advice} is unknown to this version"));
             return -1;

@@ -23,11 +23,11 @@ use std::time::Duration;
 const MAX_YIELDS: u32 = 8;
 /// How long it sleeps then.
 const RETRY_INTERVAL: Duration = Duration::from_micros(100);
-/// After this many attempts, some seconds, a thread considers the lock lost: the thread that it names is not in this
+/// After this many attempts to lock, some seconds, a thread considers the lock lost: the thread that it names is not in this
 /// process.
-const LOST_ATTEMPTS: u32 = 20_000;
+const MAX_LOCK_ATTEMPTS: u32 = 20_000;
 /// Marks a lost lock in place of the holder: no process has this PID.
-const LOST: u64 = u64::MAX;
+const LOST_LOCK_HOLDER: u64 = u64::MAX;
 
 /// The claims of one engine.
 #[derive(Debug, Default)]
@@ -97,9 +97,9 @@ impl RangeClaims {
             if other == this || other >> 32 != u64::from(process) {
                 return None;
             }
-            if attempts >= LOST_ATTEMPTS {
+            if attempts >= MAX_LOCK_ATTEMPTS {
                 // Later calls fail at once. If the holder exists after all, it unlocks, and calls succeed again.
-                let _ = self.holder.compare_exchange(other, LOST, Ordering::Relaxed, Ordering::Relaxed);
+                let _ = self.holder.compare_exchange(other, LOST_LOCK_HOLDER, Ordering::Relaxed, Ordering::Relaxed);
                 return None;
             }
             wait_between_tries(attempts);
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_has_the_given_lock_when_it_looks_and_not_while_it_waits() {
+    fn wait_holds_the_given_lock_only_during_checks() {
         let claims = RangeClaims::default();
         let claim = claims.claim(range(0x1000, 0x2000)).expect("nothing is revoked");
         assert!(claims.refuse(range(0x1000, 0x2000)));
@@ -275,7 +275,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_that_has_the_lock_does_not_wait_for_itself() {
+    fn thread_that_holds_the_lock_does_not_wait_for_itself() {
         let (done, is_done) = std::sync::mpsc::channel();
         // Not joined: on failure it would never return.
         thread::spawn(move || {
@@ -283,7 +283,7 @@ mod tests {
             // As in a signal handler that interrupts the thread here.
             let within = claims.with_ranges(|_| {
                 let failed = claims.claim(range(0x1000, 0x2000)).is_none() && !claims.refuse(range(0, 0x1000));
-                (failed, claims.holder.load(Ordering::Relaxed) == LOST)
+                (failed, claims.holder.load(Ordering::Relaxed) == LOST_LOCK_HOLDER)
             });
             done.send((within, claims.refuse(range(0, 0x1000)))).expect("the test waits for it");
         });
@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_that_was_lost_in_a_child_of_the_same_number_is_waited_for_once() {
+    fn lock_lost_in_child_with_parents_pid_is_waited_for_once() {
         let claims = Arc::new(RangeClaims::default());
         // As in the child, which has its parent's PID but not the thread.
         claims.holder.store(holder(std::process::id(), u32::MAX), Ordering::Relaxed);

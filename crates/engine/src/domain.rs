@@ -9,7 +9,7 @@
 //! | `index-N` | contents ([`crate::content_index`]); N is the generation | by atomic operations |
 //! | `member-*` | slots that a member refers to ([`crate::slot_references`]) | by its member |
 //! | `status-*` | the reported status of a member ([`crate::status_file`]) | by its member |
-//! | `ending-*` | nothing; marks a member as about to exit ([`crate::member_exit`]) | by its member, under the lock |
+//! | `exiting-*` | nothing; marks a member as about to exit ([`crate::member_exit`]) | by its member, under the lock |
 //!
 //! Any of them may be removed at any time. Inodes tell which files belong together: see [`incarnation`].
 //!
@@ -630,10 +630,10 @@ mod tests {
     const MEMBER: &str = "member-7-8-9-0123456789abcdef";
 
     #[test]
-    fn what_killed_members_left_is_removed_and_files_of_other_programs_are_not() {
+    fn files_of_killed_members_are_removed_and_others_are_kept() {
         let root = root();
         let make = |domain: &str, files: &[&str]| make(root.path(), domain, files);
-        for file in [DOMAIN_FILE, MEMBER, "status-8-0123456789abcdef", &format!("ending-{MEMBER}")] {
+        for file in [DOMAIN_FILE, MEMBER, "status-8-0123456789abcdef", &format!("exiting-{MEMBER}")] {
             make(file, &[file]);
         }
         make("all", &[DOMAIN_FILE, SLOTS_FILE, LOCK_FILE, "index-7", MEMBER]);

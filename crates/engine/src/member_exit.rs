@@ -14,7 +14,7 @@ use std::io;
 use std::path::Path;
 
 /// Prefix of the name of a marker file; the name of the member's references file follows.
-pub const EXIT_MARKER_PREFIX: &str = "ending-";
+pub const EXIT_MARKER_PREFIX: &str = "exiting-";
 
 /// Mark the member with this references file as about to exit. Returns whether all members of the domain now are.
 /// Requires the domain's lock.
@@ -28,8 +28,8 @@ pub fn mark_exit_and_check_all(directory: &Path, references: &Path) -> io::Resul
     }
     let names = domain_directory::list_names(directory)?;
     let names: HashSet<&str> = names.iter().filter_map(|name| name.to_str()).collect();
-    let is_left = |name: &&str| name.strip_prefix(EXIT_MARKER_PREFIX).is_some_and(|member| !names.contains(member));
-    for name in names.iter().filter(|name| is_left(name)) {
+    let is_stale = |name: &&str| name.strip_prefix(EXIT_MARKER_PREFIX).is_some_and(|member| !names.contains(member));
+    for name in names.iter().filter(|name| is_stale(name)) {
         // A file that cannot be removed now is found again later.
         let _ = std::fs::remove_file(directory.join(name));
     }
@@ -61,16 +61,16 @@ mod tests {
 
     #[test]
     fn members_are_checked_until_one_is_alive() {
-        let check = |members: u32, ending: u32, expected: (bool, u32)| {
+        let check = |members: u32, exiting: u32, expected: (bool, u32)| {
             let member = |prefix: &str, number: u32| format!("{prefix}{REFERENCES_PREFIX}{number}");
             let mut names: Vec<String> = (0..members).map(|number| member("", number)).collect();
-            names.extend((0..ending).map(|number| member(EXIT_MARKER_PREFIX, number)));
-            let mut asked = 0;
+            names.extend((0..exiting).map(|number| member(EXIT_MARKER_PREFIX, number)));
+            let mut checked = 0;
             let all = are_all_exiting(&names.iter().map(String::as_str).collect(), |_| {
-                asked += 1;
+                checked += 1;
                 Ok(true)
             });
-            assert_eq!((all.unwrap(), asked), expected, "{ending} of {members}");
+            assert_eq!((all.unwrap(), checked), expected, "{exiting} of {members}");
         };
         check(100, 1, (false, 1));
         check(100, 99, (false, 1));
@@ -94,8 +94,8 @@ mod tests {
         std::fs::remove_file(first.path()).unwrap();
         assert!(mark_exit_and_check_all(path, third.path()).unwrap());
         let left = domain_directory::list_names(path).unwrap();
-        let endings =
+        let markers =
             left.iter().filter(|name| name.to_str().is_some_and(|name| name.starts_with(EXIT_MARKER_PREFIX))).count();
-        assert_eq!(endings, 2, "only markers of members with a references file stay: {left:?}");
+        assert_eq!(markers, 2, "only markers of members with a references file stay: {left:?}");
     }
 }

@@ -301,7 +301,7 @@ mod tests {
             pages: Pages(4 * number),
             merged: Pages(number),
             zeros: Pages(number),
-            volatile_pages: Pages(number),
+            rewritten_pages: Pages(number),
         };
         let range = AddressRange { start: 0x1000, end: 0x1000 + 4 * number * 4096 };
         EngineMember {

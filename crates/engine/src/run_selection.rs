@@ -1,6 +1,7 @@
 //! Selection of the runs of pages with a partner whose mapping is profitable, and mapping of these runs.
 
 use crate::domain::JoinedDomain;
+use crate::huge_page_split::SplittableHugePages;
 use crate::memory::{self, ReplacementMemory};
 use crate::write_exclusion::WriteExclusion;
 use pagefold_base::range_optimizer::{PageSegment, RangeCosts, best_ranges_within};
@@ -91,37 +92,41 @@ pub fn choose_runs(
 ) -> Vec<Range<usize>> {
     let Some(size) = PageSize::new(page) else { return Vec::new() };
     let costs = EnrollCostBytes::for_page_size(size);
-    let mut stretches: Vec<PageSegment> = Vec::new();
+    let mut segments: Vec<PageSegment> = Vec::new();
     for (at, found) in pages.iter().enumerate() {
         let huge = found.huge.then(|| huge_page_number(found.address, page)).filter(|huge| !split.contains(huge));
-        let worth = net_gain(at);
-        let behind = at > 0 && pages[at - 1].address + page == found.address && follows(at);
-        match stretches.last_mut() {
-            Some(last) if behind && last.huge_page == huge && last.net_gain == worth => last.pages += 1,
+        let gain = net_gain(at);
+        let is_adjacent = at > 0 && pages[at - 1].address + page == found.address && follows(at);
+        match segments.last_mut() {
+            Some(last) if is_adjacent && last.huge_page == huge && last.net_gain == gain => last.pages += 1,
             _ => {
-                let hole = if behind { 0 } else { UNBRIDGEABLE_HOLE };
-                stretches.push(PageSegment {
-                    pages: 1,
-                    net_gain: worth,
-                    merges: true,
-                    huge_page: huge,
-                    hole_cost: hole,
-                });
+                let hole = if is_adjacent { 0 } else { UNBRIDGEABLE_HOLE };
+                segments.push(PageSegment { pages: 1, net_gain: gain, merges: true, huge_page: huge, hole_cost: hole });
             }
         }
     }
-    let prices = RangeCosts { per_range: costs.per_range, per_split_huge_page: costs.per_split_huge_page };
-    let chosen = best_ranges_within(1, |_| stretches.iter().copied(), prices, max_runs);
+    let range_costs = RangeCosts { per_range: costs.per_range, per_split_huge_page: costs.per_split_huge_page };
+    let chosen = best_ranges_within(1, |_| segments.iter().copied(), range_costs, max_runs);
     chosen.into_iter().flatten().map(|range| range.start as usize..range.end as usize).collect()
 }
 
-/// The pages that have a partner, their placements, and the number of contents to store.
-pub fn find_partners(domain: &JoinedDomain, pages: &[ScannedPage]) -> (Vec<ScannedPage>, Vec<SlotPlacement>, u32) {
+/// Pages that have a partner.
+#[derive(Debug, Default)]
+pub struct PartnerPages {
+    pub pages: Vec<ScannedPage>,
+    /// The placement of each page.
+    pub placements: Vec<SlotPlacement>,
+    /// Number of contents to store.
+    pub content_count: u32,
+}
+
+/// The pages that have a partner.
+pub fn find_partners(domain: &JoinedDomain, pages: &[ScannedPage]) -> PartnerPages {
     let mut orders: HashMap<usize, u32> = HashMap::new();
-    let (mut partners, mut places) = (Vec::new(), Vec::new());
+    let mut partners = PartnerPages::default();
     for &page in pages {
         let state = domain.index.state(page.index_entry);
-        let place = match state.mappable_slot() {
+        let placement = match state.mappable_slot() {
             Some(slot) => SlotPlacement::Stored(slot),
             None if state.is_condemned() || !state.is_paired() => continue,
             None => {
@@ -129,37 +134,58 @@ pub fn find_partners(domain: &JoinedDomain, pages: &[ScannedPage]) -> (Vec<Scann
                 SlotPlacement::ToStore(*orders.entry(page.index_entry).or_insert(next))
             }
         };
-        partners.push(page);
-        places.push(place);
+        partners.pages.push(page);
+        partners.placements.push(placement);
     }
-    (partners, places, orders.len() as u32)
+    partners.content_count = orders.len() as u32;
+    partners
 }
 
-/// Split the chosen ranges into runs of at most `max_pages` pages that are adjacent in the store, too.
-pub fn build_runs<'p>(
-    partners: &'p [ScannedPage],
-    placements: &[SlotPlacement],
-    chosen: &[Range<usize>],
-    stored: &[Option<u32>],
-    max_pages: usize,
-) -> Vec<StoreRun<'p>> {
-    let slot = |at: usize| match placements[at] {
-        SlotPlacement::Stored(slot) => Some(slot),
-        SlotPlacement::ToStore(order) => stored[order as usize],
-    };
-    let mut runs: Vec<StoreRun<'p>> = Vec::new();
-    for range in chosen {
-        let mut start = range.start;
-        for at in range.clone() {
-            let ends =
-                at + 1 == range.end || slot(at + 1) != slot(at).map(|slot| slot + 1) || at - start + 1 >= max_pages;
-            if ends {
-                runs.extend(slot(start).map(|slot| StoreRun { pages: &partners[start..=at], first_slot: slot }));
-                start = at + 1;
+impl PartnerPages {
+    /// Choose the profitable runs, as ranges of indexes, within `mapping_headroom` mappings. Huge pages in `split` are
+    /// split already.
+    pub fn choose_runs(
+        &self,
+        splits: &SplittableHugePages,
+        split: &HashSet<u64>,
+        page: u64,
+        mapping_headroom: usize,
+    ) -> Vec<Range<usize>> {
+        let follows = |at: usize| self.placements[at].is_adjacent_after(self.placements[at - 1]);
+        // Each of two pages that share a content to be stored saves half of it.
+        let savings = |at: usize| match self.placements[at] {
+            SlotPlacement::Stored(_) => page as i64,
+            SlotPlacement::ToStore(_) => page as i64 / 2,
+        };
+        let net_gain = |at: usize| splits.allows(&self.pages[at], page).then(|| savings(at));
+        choose_runs(&self.pages, follows, net_gain, split, page, mapping_headroom)
+    }
+
+    /// Split the chosen ranges into runs of at most `max_pages` pages that are adjacent in the store, too.
+    pub fn build_runs(
+        &self,
+        chosen: &[Range<usize>],
+        stored_slots: &[Option<u32>],
+        max_pages: usize,
+    ) -> Vec<StoreRun<'_>> {
+        let slot = |at: usize| match self.placements[at] {
+            SlotPlacement::Stored(slot) => Some(slot),
+            SlotPlacement::ToStore(order) => stored_slots[order as usize],
+        };
+        let mut runs = Vec::new();
+        for range in chosen {
+            let mut start = range.start;
+            for at in range.clone() {
+                let ends =
+                    at + 1 == range.end || slot(at + 1) != slot(at).map(|slot| slot + 1) || at - start + 1 >= max_pages;
+                if ends {
+                    runs.extend(slot(start).map(|slot| StoreRun { pages: &self.pages[start..=at], first_slot: slot }));
+                    start = at + 1;
+                }
             }
         }
+        runs
     }
-    runs
 }
 
 /// The longest prefix of runs for which the kernel creates at most `max_mappings` mappings. Also returns the number of
@@ -179,8 +205,10 @@ pub fn map_run(domain: &JoinedDomain, run: &StoreRun<'_>, exclusion: &WriteExclu
     let slots = run.first_slot..run.first_slot + run.pages.len() as u32;
     // The order matters: see `domain`.
     domain.references.add(slots.clone())?;
-    let lies = |(page, slot): (&ScannedPage, u32)| domain.index.state(page.index_entry).mappable_slot() == Some(slot);
-    if !domain.has_present_index() || !domain.store.is_descriptor_valid() || !run.pages.iter().zip(slots).all(lies) {
+    let is_stored =
+        |(page, slot): (&ScannedPage, u32)| domain.index.state(page.index_entry).mappable_slot() == Some(slot);
+    if !domain.has_present_index() || !domain.store.is_descriptor_valid() || !run.pages.iter().zip(slots).all(is_stored)
+    {
         return Ok(false);
     }
     fault::point("between referring and mapping");

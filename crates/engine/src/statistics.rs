@@ -91,7 +91,7 @@ pub struct MemberStatus {
     /// Pages of zeros that were freed and not written since: they use no memory.
     pub zeros: Pages,
     /// Pages that are skipped now because they were written too soon after they were merged.
-    pub volatile_pages: Pages,
+    pub rewritten_pages: Pages,
     /// Memory that the domain's store uses, for all members together.
     pub store_bytes: Bytes,
     /// Memory of this process that is pinned long-term, as for a device: it must not be adopted.

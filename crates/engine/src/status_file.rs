@@ -157,7 +157,7 @@ const ABSENT_NUMBER: u64 = u64::MAX;
 
 fn encode_member(member: &EngineMember) -> Vec<u64> {
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(ABSENT_NUMBER - 1);
-    let PageTally { pages, merged, zeros, volatile_pages: hot } = member.tally;
+    let PageTally { pages, merged, zeros, rewritten_pages } = member.tally;
     let room = (MAX_STATUS_WORDS - HEAD_WORDS - MEMBER_WORDS) / WORDS_PER_REGION;
     let regions = &member.regions[..member.regions.len().min(room)];
     let mut numbers = vec![
@@ -175,13 +175,13 @@ fn encode_member(member: &EngineMember) -> Vec<u64> {
         pages.0,
         merged.0,
         zeros.0,
-        hot.0,
+        rewritten_pages.0,
         member.region_count,
         regions.len() as u64,
     ];
     debug_assert_eq!(numbers.len(), MEMBER_WORDS);
     for RegionTally { range, tally } in regions {
-        numbers.extend([range.start, range.end, tally.merged.0, tally.zeros.0, tally.volatile_pages.0]);
+        numbers.extend([range.start, range.end, tally.merged.0, tally.zeros.0, tally.rewritten_pages.0]);
     }
     numbers
 }
@@ -201,7 +201,7 @@ pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
     // At most what four levels of page tables map, so that sums over all members do not overflow.
     let pages = |number: u64| (number <= MAX_BELIEVED_BYTES / page_bytes).then_some(Pages(number));
     let within = |tally: PageTally| {
-        let parts = tally.merged + tally.zeros + tally.volatile_pages;
+        let parts = tally.merged + tally.zeros + tally.rewritten_pages;
         (parts <= tally.pages).then_some(tally)
     };
     let region = |numbers: &[u64]| {
@@ -210,7 +210,7 @@ pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
             pages: pages(range.bytes().0 / page_bytes)?,
             merged: pages(numbers[2])?,
             zeros: pages(numbers[3])?,
-            volatile_pages: pages(numbers[4])?,
+            rewritten_pages: pages(numbers[4])?,
         };
         Some(RegionTally { range, tally: within(tally)? })
     };
@@ -219,7 +219,7 @@ pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
         pages: pages(own[11])?,
         merged: pages(own[12])?,
         zeros: pages(own[13])?,
-        volatile_pages: pages(own[14])?,
+        rewritten_pages: pages(own[14])?,
     };
     Some(EngineMember {
         process: ProcessId { pid: Pid(u32::try_from(own[0]).ok()?), start_time: own[1] },
@@ -249,7 +249,7 @@ mod tests {
         let region = |at: u64| {
             let start = 0x7f00_0000_0000 + at * 0x10_0000;
             let tally =
-                PageTally { pages: Pages(16), merged: Pages(at % 8), zeros: Pages(2), volatile_pages: Pages(1) };
+                PageTally { pages: Pages(16), merged: Pages(at % 8), zeros: Pages(2), rewritten_pages: Pages(1) };
             RegionTally { range: AddressRange { start, end: start + 16 * 4096 }, tally }
         };
         let regions: Vec<_> = (0..regions as u64).map(region).collect();

@@ -345,8 +345,8 @@ int main(void)
 		for (size_t byte = 0; byte < PAGE; byte++)
 			if (memory[page * PAGE + byte] != (char)(1 + page % 2))
 				return 8;
-	if (pagefold_advise(engine, memory, PAGE, PAGEFOLD_VOLATILE) ||
-	    !pagefold_advise(engine, memory, 1, PAGEFOLD_VOLATILE))
+	if (pagefold_advise(engine, memory, PAGE, PAGEFOLD_REWRITTEN) ||
+	    !pagefold_advise(engine, memory, 1, PAGEFOLD_REWRITTEN))
 		return 9;
 	if (pagefold_free(engine, memory, 40 * PAGE))
 		return 10;
@@ -498,7 +498,7 @@ int main(void)
 		return 2;
 	pagefold_member_status status;
 	if (pagefold_get_member_status(engine, &status) || status.pages != 201 || status.merged != 60 ||
-	    status.zeros != 40 || status.volatile_pages != 0 || status.store_bytes != 10 * PAGE ||
+	    status.zeros != 40 || status.rewritten_pages != 0 || status.store_bytes != 10 * PAGE ||
 	    status.merge_count != 1 || status.note_bytes != 8 * 201 || status.overhead_ns == 0 || status.overhead_ns >= status.elapsed_ns)
 		return 3;
 	size_t count = 7;
@@ -512,12 +512,12 @@ int main(void)
 	if (pagefold_get_region_statuses(engine, regions, &count) || count != 2)
 		return 6;
 	pagefold_region_status *region = regions[0].memory == (void *)memory ? &regions[0] : &regions[1];
-	if (region->bytes != 200 * PAGE || region->merged != 60 || region->zeros != 40 || region->volatile_pages != 0 ||
+	if (region->bytes != 200 * PAGE || region->merged != 60 || region->zeros != 40 || region->rewritten_pages != 0 ||
 	    region->saved_bytes != (60 - 10 + 40) * (int64_t)PAGE)
 		return 7;
 	pagefold_domain_status domain;
 	if (pagefold_get_domain_status(engine, &domain) || domain.members != 1 || domain.pages != 201 ||
-	    domain.merged != 60 || domain.zeros != 40 || domain.volatile_pages != 0 || domain.stored_contents != 10 ||
+	    domain.merged != 60 || domain.zeros != 40 || domain.rewritten_pages != 0 || domain.stored_contents != 10 ||
 	    domain.saved_bytes != (60 - 10 + 40) * (int64_t)PAGE || domain.index_bytes == 0 ||
 	    domain.overhead_bytes <= domain.index_bytes)
 		return 8;

@@ -18,12 +18,12 @@ struct MemoryCgroup {
 
 impl MemoryCgroup {
     fn create(name: &str) -> Option<Self> {
-        let (one, two) = (Path::new("/sys/fs/cgroup/memory"), Path::new("/sys/fs/cgroup"));
+        let (v1_root, v2_root) = (Path::new("/sys/fs/cgroup/memory"), Path::new("/sys/fs/cgroup"));
         let name = format!("pagefold-test-{name}-{}", std::process::id());
-        let (path, limit, used) = if one.join("memory.limit_in_bytes").exists() {
-            (one.join(name), "memory.limit_in_bytes", "memory.usage_in_bytes")
+        let (path, limit, used) = if v1_root.join("memory.limit_in_bytes").exists() {
+            (v1_root.join(name), "memory.limit_in_bytes", "memory.usage_in_bytes")
         } else {
-            (two.join(name), "memory.max", "memory.current")
+            (v2_root.join(name), "memory.max", "memory.current")
         };
         std::fs::create_dir(&path).ok()?;
         let cgroup = Self { path, limit_file: limit, usage_file: used };

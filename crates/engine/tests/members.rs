@@ -71,8 +71,8 @@ fn program_advice_is_followed() {
     write(&mut member, 7);
     member.run_command("advise 0 500 2");
     member.run_command("advise 500 500 1");
-    assert_eq!(merge(&mut member), [1000, 0, 500], "the first part is volatile, and the second unmergeable");
-    assert_eq!(member.read_status().number("volatile_pages"), 500);
+    assert_eq!(merge(&mut member), [1000, 0, 500], "the first part is rewritten, and the second unmergeable");
+    assert_eq!(member.read_status().number("rewritten_pages"), 500);
     member.run_command("advise 0 1000 0");
     assert_eq!(merge(&mut member), [1000, 0, 0]);
 
@@ -433,49 +433,128 @@ const MEMBER_OPTIONS: [&[&str]; 5] = [
 /// How many of these option sets have no bound.
 const UNBOUNDED_OPTION_SETS: u64 = 2;
 
+const RANDOM_MEMBER_PAGES: u64 = 600;
+
+/// Random numbers (D. Knuth's MMIX generator, TAOCP 3.3.4).
+struct RandomNumbers(u64);
+
+impl RandomNumbers {
+    /// `PAGEFOLD_SEED` selects the numbers; it is printed.
+    fn from_environment() -> Self {
+        let now = || SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
+        let seed = std::env::var("PAGEFOLD_SEED").map_or_else(|_| now(), |seed| seed.parse().expect("a number"));
+        println!("PAGEFOLD_SEED={seed}");
+        Self(seed)
+    }
+
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 33) % limit
+    }
+}
+
+/// A random member, and whether it has a bound.
+struct RandomMember {
+    process: MemberProcess,
+    is_bounded: bool,
+}
+
 /// Two to four members that call every function, do all that a program may do to its memory, fork, exec and die, all at
-/// random. A copy of the expected content of each page is kept. `PAGEFOLD_SEED` selects the calls; it is printed. If
-/// writers may be blocked, threads also merge while their program writes.
-fn run_random_members(while_written: bool) {
-    let root = domains_root();
-    let now = || SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
-    let seed = std::env::var("PAGEFOLD_SEED").map_or_else(|_| now(), |seed| seed.parse().expect("a number"));
-    println!("PAGEFOLD_SEED={seed}");
-    let mut state = seed;
-    let mut random = move |below: u64| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        (state >> 33) % below
-    };
-    const MEMBER_PAGES: u64 = 600;
-    // There is always a member with a bound, and one without.
-    let start = |at: usize, which: u64| {
-        let which = match at {
-            0 => which % UNBOUNDED_OPTION_SETS,
-            1 => UNBOUNDED_OPTION_SETS + which % (MEMBER_OPTIONS.len() as u64 - UNBOUNDED_OPTION_SETS),
-            _ => which,
+/// random.
+struct RandomMembers {
+    root: tempfile::TempDir,
+    random: RandomNumbers,
+    members: Vec<RandomMember>,
+    /// Merges that scanned anything, and pages that they merged, without a bound and with one.
+    merges: [u64; 2],
+    merged: [u64; 2],
+}
+
+impl RandomMembers {
+    fn start() -> Self {
+        let (root, mut random) = (domains_root(), RandomNumbers::from_environment());
+        let count = 2 + random.below(3) as usize;
+        let mut all = Self { root, random, members: Vec::new(), merges: [0; 2], merged: [0; 2] };
+        for at in 0..count {
+            let member = all.start_member(at);
+            all.members.push(member);
+        }
+        all
+    }
+
+    /// Start the member at an index with random options. There is always a member with a bound, and one without.
+    fn start_member(&mut self, at: usize) -> RandomMember {
+        let options = self.random.below(MEMBER_OPTIONS.len() as u64);
+        let options = match at {
+            0 => options % UNBOUNDED_OPTION_SETS,
+            1 => UNBOUNDED_OPTION_SETS + options % (MEMBER_OPTIONS.len() as u64 - UNBOUNDED_OPTION_SETS),
+            _ => options,
         };
-        (MemberProcess::start(&root, MEMBER_PAGES, MEMBER_OPTIONS[which as usize]), which >= UNBOUNDED_OPTION_SETS)
-    };
-    let count = 2 + random(3);
-    let (mut members, mut bounded): (Vec<MemberProcess>, Vec<bool>) =
-        (0..count as usize).map(|at| start(at, random(MEMBER_OPTIONS.len() as u64))).unzip();
-    // Merges that scanned anything, and pages that they merged, without a bound and with one.
-    let (mut merges, mut merged) = ([0_u64; 2], [0_u64; 2]);
-    let mut note = |bounded: bool, told: &MemberAnswer| {
-        merges[usize::from(bounded)] += u64::from(told.number("pages_scanned") > 0);
-        merged[usize::from(bounded)] += told.number("pages_merged");
-    };
-    let (length, mut round) = (RandomRunLength::from_environment(), 0);
-    while !length.is_over(round) {
-        round += 1;
-        let at = random(count) as usize;
-        let (from, most, to) = (random(MEMBER_PAGES), 1 + random(MEMBER_PAGES / 2), random(MEMBER_PAGES));
-        let (seed, which, other) = (random(4), random(2), random(count) as usize);
-        let next = random(MEMBER_OPTIONS.len() as u64);
-        let count = most.min(MEMBER_PAGES - from.max(to));
+        RandomMember {
+            process: MemberProcess::start(&self.root, RANDOM_MEMBER_PAGES, MEMBER_OPTIONS[options as usize]),
+            is_bounded: options >= UNBOUNDED_OPTION_SETS,
+        }
+    }
+
+    fn count_merge(&mut self, at: usize, answer: &MemberAnswer) {
+        let bounded = usize::from(self.members[at].is_bounded);
+        self.merges[bounded] += u64::from(answer.number("pages_scanned") > 0);
+        self.merged[bounded] += answer.number("pages_merged");
+    }
+
+    fn merge(&mut self, at: usize) {
+        let answer = self.members[at].process.run_merge();
+        self.count_merge(at, &answer);
+    }
+
+    /// Two members merge at the same time, with all of their memory.
+    fn merge_together(&mut self, at: usize, other: usize) {
+        for member in [at, other] {
+            self.members[member].process.run_command("adopt 0 600");
+        }
+        let both = if at == other { vec![at] } else { vec![at, other] };
+        both.iter().for_each(|&member| self.members[member].process.send_command("merge"));
+        for member in both {
+            let answer = MemberAnswer(self.members[member].process.read_answer().expect("it is alive"));
+            self.count_merge(member, &answer);
+        }
+    }
+
+    /// Merge as often as it takes: a member with a bound needs several merges, until it may run one and finds its
+    /// candidates again.
+    fn merge_repeatedly(&mut self, at: usize) {
+        let merges = if self.members[at].is_bounded { 8 } else { 1 };
+        for _ in 0..merges {
+            self.merge(at);
+            std::thread::sleep(Duration::from_millis(15));
+        }
+    }
+
+    /// Kill a member and start another. With `while_merging`, in the middle of a merge, unless that is done by then.
+    fn kill_and_replace(&mut self, at: usize, while_merging: bool) {
+        let next = self.start_member(at);
+        let mut member = std::mem::replace(&mut self.members[at], next).process;
+        if while_merging {
+            member.run_command("adopt 0 600");
+            member.send_command("merge");
+            std::thread::sleep(Duration::from_micros(self.random.below(2000)));
+        }
+        member.kill();
+    }
+
+    /// Let a random member make a random call. If `while_written`, writers may be blocked, and threads also merge while
+    /// their program writes.
+    fn make_random_call(&mut self, while_written: bool) {
+        let members = self.members.len() as u64;
+        let random = &mut self.random;
+        let (at, other) = (random.below(members) as usize, random.below(members) as usize);
+        let (from, to) = (random.below(RANDOM_MEMBER_PAGES), random.below(RANDOM_MEMBER_PAGES));
+        let count = (1 + random.below(RANDOM_MEMBER_PAGES / 2)).min(RANDOM_MEMBER_PAGES - from.max(to));
         let few = count.min(50);
-        let member = &mut members[at];
-        match random(if while_written { 70 } else { 64 }) {
+        let (seed, which, advice) = (random.below(4), random.below(2), random.below(3));
+        let call = random.below(if while_written { 70 } else { 64 });
+        let member = &mut self.members[at].process;
+        match call {
             0..14 => drop(member.run_command(&format!("fill {from} {count} {seed}"))),
             14..18 => drop(member.run_command(&format!("copy {to} {count} {from}"))),
             18..20 => drop(member.run_command(&format!("clear {from} {count}"))),
@@ -484,25 +563,12 @@ fn run_random_members(while_written: bool) {
                     // Forget the history of pages that did not stay merged.
                     member.run_command("adopt 0 600");
                 }
-                note(bounded[at], &member.run_merge());
+                self.merge(at);
             }
-            30..35 => {
-                // Both at the same time, with all of their memory.
-                for member in [at, other] {
-                    members[member].run_command("adopt 0 600");
-                }
-                let both = if at == other { vec![at] } else { vec![at, other] };
-                both.iter().for_each(|&member| members[member].send_command("merge"));
-                for member in both {
-                    note(bounded[member], &MemberAnswer(members[member].read_answer().expect("it is alive")));
-                }
-            }
+            30..35 => self.merge_together(at, other),
             35 => drop(member.run_command("running")),
             36..40 => member.check_memory(),
-            40 => {
-                let how = random(3);
-                member.run_command(&format!("advise {from} {count} {how}"));
-            }
+            40 => drop(member.run_command(&format!("advise {from} {count} {advice}"))),
             41 => drop(member.run_command(&format!("disown {from} {count}"))),
             42..44 => drop(member.run_command("adopt 0 600")),
             44 => drop(member.run_command(&format!("unmap {from} {few}"))),
@@ -517,59 +583,53 @@ fn run_random_members(while_written: bool) {
             55 => drop(member.read_status()),
             56 => {
                 member.run_command("fork");
-                members[other].run_merge();
-                members[at].run_command(&format!("fill {from} {count} 3"));
-                members[at].run_merge();
-                assert_eq!(members[at].run_command("child"), "same");
+                self.members[other].process.run_merge();
+                let member = &mut self.members[at].process;
+                member.run_command(&format!("fill {from} {count} 3"));
+                member.run_merge();
+                assert_eq!(member.run_command("child"), "same");
             }
             57 => assert_eq!(member.run_command("exec"), "ready"),
             58 => {
                 assert_eq!(member.run_command("leave"), "left");
-                (members[at], bounded[at]) = start(at, next);
+                self.members[at] = self.start_member(at);
             }
-            59 => {
-                let next = start(at, next);
-                let mut member = std::mem::replace(&mut members[at], next.0);
-                bounded[at] = next.1;
-                if which == 0 {
-                    // In the middle of a merge, unless that is done by then.
-                    member.run_command("adopt 0 600");
-                    member.send_command("merge");
-                    std::thread::sleep(Duration::from_micros(random(2000)));
-                }
-                member.kill();
-            }
+            59 => self.kill_and_replace(at, which == 0),
             60 => {
                 member.run_command(&format!("munmap {from} {few}"));
-                note(bounded[at], &member.run_merge());
+                self.merge(at);
                 // Before the program maps anything else there, which the engine would take for adopted memory.
-                member.run_command(&format!("disown {from} {few}"));
+                self.members[at].process.run_command(&format!("disown {from} {few}"));
             }
             61 => drop(member.run_command(&format!("replace {from} {few}"))),
             62 => drop(member.run_command(&format!("mapfile {from} {few}"))),
-            63 => {
-                // A member with a bound needs several merges, until it may run one and finds its candidates again.
-                let merges = if bounded[at] { 8 } else { 1 };
-                for _ in 0..merges {
-                    note(bounded[at], &member.run_merge());
-                    std::thread::sleep(Duration::from_millis(15));
-                }
-            }
+            63 => self.merge_repeatedly(at),
             64..68 => drop(member.run_command("background")),
             68 => {
-                let told = member.run_command("foreground");
-                assert!(told.contains(" merges: "), "{told}");
+                let answer = member.run_command("foreground");
+                assert!(answer.contains(" merges: "), "{answer}");
             }
             _ => {
-                let told = MemberAnswer(member.run_command("race 3"));
-                assert_eq!(told.number("lost"), 0, "{told:?}");
+                let answer = MemberAnswer(member.run_command("race 3"));
+                assert_eq!(answer.number("lost"), 0, "{answer:?}");
             }
         }
     }
-    for member in &mut members {
-        member.check_memory();
-        assert_eq!(member.run_command("files"), "untouched");
+}
+
+/// Run random members. Each keeps a copy of the expected content of each page.
+fn run_random_members(while_written: bool) {
+    let mut members = RandomMembers::start();
+    let (length, mut round) = (RandomRunLength::from_environment(), 0);
+    while !length.is_over(round) {
+        round += 1;
+        members.make_random_call(while_written);
     }
+    for member in &mut members.members {
+        member.process.check_memory();
+        assert_eq!(member.process.run_command("files"), "untouched");
+    }
+    let (count, merges, merged) = (members.members.len(), members.merges, members.merged);
     let [without, with] = [0, 1].map(|bounded| format!("{} pages by {} merges", merged[bounded], merges[bounded]));
     println!("{round} rounds of {count} members merged {without} without a bound, and {with} with one");
     assert!(merged[0] > merges[0], "there was something to merge");

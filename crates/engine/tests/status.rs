@@ -33,8 +33,13 @@ fn merge_once(engine: &Engine) {
     unsafe { engine.merge() }.expect("a usable domain");
 }
 
-fn page_tally(pages: u64, merged: u64, zeros: u64, volatile_pages: u64) -> PageTally {
-    PageTally { pages: Pages(pages), merged: Pages(merged), zeros: Pages(zeros), volatile_pages: Pages(volatile_pages) }
+fn page_tally(pages: u64, merged: u64, zeros: u64, rewritten_pages: u64) -> PageTally {
+    PageTally {
+        pages: Pages(pages),
+        merged: Pages(merged),
+        zeros: Pages(zeros),
+        rewritten_pages: Pages(rewritten_pages),
+    }
 }
 
 fn net_bytes_of_pages(pages: i64) -> NetBytes {

@@ -114,9 +114,9 @@ impl FileFormat {
 
 /// Check the structure of all pages. The database size is limited, so the time is, too.
 fn check_integrity(connection: &Connection, path: &Path) -> Result<(), Error> {
-    let told: String =
+    let integrity: String =
         connection.query_row("PRAGMA quick_check(1)", [], |row| row.get(0)).map_err(database_error(path, "check"))?;
-    if told == "ok" { Ok(()) } else { Err(Error::Damaged(path.to_owned(), told)) }
+    if integrity == "ok" { Ok(()) } else { Err(Error::Damaged(path.to_owned(), integrity)) }
 }
 
 /// Whether the missing permission is for creating the file beside the database.

@@ -50,10 +50,10 @@ pub fn render_inline(chart: &Chart) -> String {
 /// A text description of a chart.
 pub fn describe_chart(chart: &Chart) -> String {
     let highest = |series: &ChartSeries| all_points(series).map(|spot| spot.high).reduce(f64::max);
-    let told =
+    let describe =
         |series: &ChartSeries| Some(format!("{}: maximum {}", series.name, tick_label(chart.scale, highest(series)?)));
     let named = chart.series.iter().filter(|series| !series.name.is_empty());
-    let parts: Vec<String> = named.filter_map(told).collect();
+    let parts: Vec<String> = named.filter_map(describe).collect();
     let (from, to) = chart.span;
     let what = if parts.is_empty() { "no data".to_owned() } else { parts.join("; ") };
     format!("{}, {} to {}: {what}", chart.title, format_time(chart.clock, from), format_time(chart.clock, to))

@@ -5,6 +5,7 @@ use crate::resource::ResourceClass;
 use crate::{
     ExecEvents, FrameFlags, Host, HostLock, LockHolder, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod,
 };
+use delegate::delegate;
 use pagefold_base::{AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -29,78 +30,36 @@ impl<'a> CountingHost<'a> {
 }
 
 impl Host for CountingHost<'_> {
-    fn describe(&self) -> String {
-        self.host.describe()
-    }
+    delegate! {
+        to self.host {
+            fn describe(&self) -> String;
+            fn page_size(&self) -> PageSize;
+            fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>>;
+            fn acquire_lock(&self, class: ResourceClass) -> Result<HostLock, LockHolder>;
+            // Clock reads and sleeps are no progress of the caller, so they are not counted.
+            fn now(&self) -> Instant;
+            fn sleep(&self, duration: Duration);
+            fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool);
+            fn unix_time(&self) -> SystemTime;
+            fn own_cpu_time(&self) -> Duration;
+            fn thread_cpu_time(&self) -> Duration;
+        }
 
-    fn page_size(&self) -> PageSize {
-        self.host.page_size()
-    }
-
-    fn read(&self, path: &str) -> Reading<Vec<u8>> {
-        self.count_answer(self.host.read(path))
-    }
-
-    fn list(&self, path: &str) -> Reading<Vec<String>> {
-        self.count_answer(self.host.list(path))
-    }
-
-    fn pids(&self) -> Reading<Vec<Pid>> {
-        self.count_answer(self.host.pids())
+        #[expr(self.count_answer($))]
+        to self.host {
+            fn read(&self, path: &str) -> Reading<Vec<u8>>;
+            fn list(&self, path: &str) -> Reading<Vec<String>>;
+            fn pids(&self) -> Reading<Vec<Pid>>;
+            fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>>;
+            fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
+            fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError>;
+            fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError>;
+        }
     }
 
     fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
         let process = self.count_answer(self.host.open(pid))?;
         Ok(Box::new(CountingProcess { host: self, process }))
-    }
-
-    fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
-        self.count_answer(self.host.frame_flags(frames))
-    }
-
-    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
-        self.count_answer(self.host.frame_mappings(frames))
-    }
-
-    fn follow_programs(&self) -> Reading<Box<dyn ExecEvents>> {
-        self.host.follow_programs()
-    }
-
-    fn acquire_lock(&self, class: ResourceClass) -> Result<HostLock, LockHolder> {
-        self.host.acquire_lock(class)
-    }
-
-    fn apply(&self, action: &Action) -> Result<ActionOutcome, ActionError> {
-        self.count_answer(self.host.apply(action))
-    }
-
-    fn apply_until_stopped(&self, action: &Action, stop: &AtomicBool) -> Result<ActionOutcome, ActionError> {
-        self.count_answer(self.host.apply_until_stopped(action, stop))
-    }
-
-    // Clock reads and sleeps are no progress of the caller, so they are not counted.
-    fn now(&self) -> Instant {
-        self.host.now()
-    }
-
-    fn sleep(&self, duration: Duration) {
-        self.host.sleep(duration);
-    }
-
-    fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
-        self.host.wait(timeout, receive);
-    }
-
-    fn unix_time(&self) -> SystemTime {
-        self.host.unix_time()
-    }
-
-    fn own_cpu_time(&self) -> Duration {
-        self.host.own_cpu_time()
-    }
-
-    fn thread_cpu_time(&self) -> Duration {
-        self.host.thread_cpu_time()
     }
 }
 
@@ -110,35 +69,43 @@ struct CountingProcess<'a> {
 }
 
 impl ProcessHandle for CountingProcess<'_> {
-    fn id(&self) -> ProcessId {
-        self.process.id()
-    }
+    delegate! {
+        to self.process {
+            fn id(&self) -> ProcessId;
+        }
 
-    fn read(&self, file: &str) -> Reading<Vec<u8>> {
-        self.host.count_answer(self.process.read(file))
+        #[expr(self.host.count_answer($))]
+        to self.process {
+            fn read(&self, file: &str) -> Reading<Vec<u8>>;
+            fn links(&self, directory: &str) -> Reading<Vec<String>>;
+            fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>>;
+            fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
+            fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>>;
+            fn contents(
+                &self,
+                method: ReadMethod,
+                runs: &[PageRun],
+                sink: &mut dyn FnMut(usize, PageView<'_>),
+            ) -> Reading<()>;
+            fn ask_merge_any(&self) -> Result<bool, ActionError>;
+        }
     }
+}
 
-    fn links(&self, directory: &str) -> Reading<Vec<String>> {
-        self.host.count_answer(self.process.links(directory))
-    }
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fake_host::FakeHost;
 
-    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
-        self.host.count_answer(self.process.resident(ranges))
-    }
-
-    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
-        self.host.count_answer(self.process.mappings(range))
-    }
-
-    fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {
-        self.host.count_answer(self.process.page_nodes(range))
-    }
-
-    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
-        self.host.count_answer(self.process.contents(way, runs, sink))
-    }
-
-    fn ask_merge_any(&self) -> Result<bool, ActionError> {
-        self.host.count_answer(self.process.ask_merge_any())
+    #[test]
+    fn answers_are_counted_and_clock_reads_are_not() {
+        let (host, answers) = (FakeHost::booted(), Arc::new(AtomicU64::new(0)));
+        host.start_process(7, 3);
+        let counted = CountingHost::new(&host, Arc::clone(&answers));
+        let process = counted.open(Pid(7)).unwrap();
+        let _ = (counted.describe(), counted.now(), counted.own_cpu_time(), process.id());
+        assert_eq!(answers.load(Ordering::Relaxed), 1, "only the process was opened");
+        let _ = (counted.read("proc/meminfo"), counted.pids(), process.read("stat"), process.resident(&[]));
+        assert_eq!(answers.load(Ordering::Relaxed), 5);
     }
 }

@@ -2,6 +2,7 @@
 
 use crate::action::{Action, ActionError, ActionOutcome};
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
+use delegate::delegate;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
@@ -56,12 +57,20 @@ impl<'a, F: Fn(&str) -> Option<InjectedFault> + Sync> FaultyHost<'a, F> {
 }
 
 impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
-    fn describe(&self) -> String {
-        format!("faulty {}", self.host.describe())
+    delegate! {
+        to self.host {
+            fn page_size(&self) -> PageSize;
+            fn now(&self) -> Instant;
+            fn sleep(&self, duration: Duration);
+            fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool);
+            fn unix_time(&self) -> SystemTime;
+            fn own_cpu_time(&self) -> Duration;
+            fn thread_cpu_time(&self) -> Duration;
+        }
     }
 
-    fn page_size(&self) -> PageSize {
-        self.host.page_size()
+    fn describe(&self) -> String {
+        format!("faulty {}", self.host.describe())
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
@@ -120,30 +129,6 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> Host for FaultyHost<'_, F> {
             _ => self.host.apply_until_stopped(action, stop),
         }
     }
-
-    fn now(&self) -> Instant {
-        self.host.now()
-    }
-
-    fn sleep(&self, duration: Duration) {
-        self.host.sleep(duration);
-    }
-
-    fn wait(&self, timeout: Duration, receive: &mut dyn FnMut(Duration) -> bool) {
-        self.host.wait(timeout, receive);
-    }
-
-    fn unix_time(&self) -> SystemTime {
-        self.host.unix_time()
-    }
-
-    fn own_cpu_time(&self) -> Duration {
-        self.host.own_cpu_time()
-    }
-
-    fn thread_cpu_time(&self) -> Duration {
-        self.host.thread_cpu_time()
-    }
 }
 
 struct FaultyProcess<'a, F> {
@@ -180,6 +165,11 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> ProcessHandle for FaultyProces
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
         self.host.check_for_fault(&self.path("#mappings"))?;
         self.process.mappings(range)
+    }
+
+    fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {
+        self.host.check_for_fault(&self.path("#page_nodes"))?;
+        self.process.page_nodes(range)
     }
 
     fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {

@@ -223,7 +223,7 @@ impl<'a> ProbeChooser<'a> {
     /// Whether a page with this mark should merge if it is in the plan.
     fn may_merge(&self, mark: PageMark) -> bool {
         let merges = |class: PageClass| match class {
-            PageClass::DuplicateForeign => self.census.across_domains,
+            PageClass::DuplicateAcrossDomains => self.census.across_domains,
             class => class.is_mergeable(),
         };
         (self.is_whole || mark.is_covered()) && !mark.is_forbidden() && mark.class().is_some_and(merges)

@@ -104,7 +104,7 @@ impl<'a> ContentCounter<'a> {
     /// Whether a page with this mark should merge beside all other pages of the census.
     fn has_partner(&self, mark: PageMark) -> bool {
         let merges = |class| match class {
-            PageClass::DuplicateForeign => self.census.across_domains,
+            PageClass::DuplicateAcrossDomains => self.census.across_domains,
             class => class.is_mergeable(),
         };
         self.is_selected(mark) && (self.is_whole || !mark.is_forbidden()) && mark.class().is_some_and(merges)

@@ -406,7 +406,7 @@ fn second_pass_reads_only_candidates() {
     assert_eq!(read_quickly, 2061 + quick.reread.0);
     assert!((60..60 + 2001 / 16).contains(&quick.reread.0), "{:?} were read again", quick.reread);
     assert_eq!((full.counts.volatile, full.counts.unique), (Pages(1), Pages(2000)));
-    assert_eq!((quick.counts.zero, quick.counts.within), (Pages(20), Pages(40)));
+    assert_eq!((quick.counts.zero, quick.counts.within_process), (Pages(20), Pages(40)));
     assert_eq!(quick.ranges, full.ranges);
 }
 

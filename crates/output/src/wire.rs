@@ -55,9 +55,9 @@ impl PageClasses {
             merged: counts.merged.0 * unit,
             volatile: counts.volatile.0 * unit,
             redundant: counts.redundant.0 * unit,
-            duplicate_within_process: counts.within.0 * unit,
-            duplicate_within_domain: counts.across.0 * unit,
-            duplicate_across_domains: counts.foreign.0 * unit,
+            duplicate_within_process: counts.within_process.0 * unit,
+            duplicate_within_domain: counts.within_domain.0 * unit,
+            duplicate_across_domains: counts.across_domains.0 * unit,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! A host that forwards each request to another host and stores the answers in a folder.
 
 use super::{RECORDING_SCHEMA, reason_to_text};
+use delegate::delegate;
 use pagefold_base::identity;
 use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
 use pagefold_host::action::{Action, ActionError, ActionOutcome};
@@ -161,12 +162,17 @@ impl<'a> HostRecorder<'a> {
 }
 
 impl Host for HostRecorder<'_> {
-    fn describe(&self) -> String {
-        self.host.describe()
-    }
-
-    fn page_size(&self) -> PageSize {
-        self.host.page_size()
+    delegate! {
+        to self.host {
+            fn describe(&self) -> String;
+            fn page_size(&self) -> PageSize;
+            fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>>;
+            fn now(&self) -> Instant;
+            fn sleep(&self, duration: Duration);
+            fn unix_time(&self) -> SystemTime;
+            fn own_cpu_time(&self) -> Duration;
+            fn thread_cpu_time(&self) -> Duration;
+        }
     }
 
     fn read(&self, path: &str) -> Reading<Vec<u8>> {
@@ -222,32 +228,8 @@ impl Host for HostRecorder<'_> {
         answer
     }
 
-    fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
-        self.host.frame_mappings(frames)
-    }
-
     fn apply(&self, _: &Action) -> Result<ActionOutcome, ActionError> {
         Err(ActionError::ReadOnly)
-    }
-
-    fn now(&self) -> Instant {
-        self.host.now()
-    }
-
-    fn sleep(&self, duration: Duration) {
-        self.host.sleep(duration);
-    }
-
-    fn unix_time(&self) -> SystemTime {
-        self.host.unix_time()
-    }
-
-    fn own_cpu_time(&self) -> Duration {
-        self.host.own_cpu_time()
-    }
-
-    fn thread_cpu_time(&self) -> Duration {
-        self.host.thread_cpu_time()
     }
 }
 
@@ -287,8 +269,13 @@ impl ProcessRecorder<'_> {
 }
 
 impl ProcessHandle for ProcessRecorder<'_> {
-    fn id(&self) -> ProcessId {
-        self.process.id()
+    delegate! {
+        to self.process {
+            fn id(&self) -> ProcessId;
+            fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>>;
+            fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
+            fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()>;
+        }
     }
 
     fn read(&self, file: &str) -> Reading<Vec<u8>> {
@@ -306,18 +293,6 @@ impl ProcessHandle for ProcessRecorder<'_> {
         let path = format!("{}/{directory}", self.directory);
         self.recorder.save_lines(&format!("{path}.links"), &path, &answer);
         answer
-    }
-
-    fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>> {
-        self.process.resident(ranges)
-    }
-
-    fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
-        self.process.mappings(range)
-    }
-
-    fn contents(&self, way: ReadMethod, runs: &[PageRun], sink: &mut dyn FnMut(usize, PageView<'_>)) -> Reading<()> {
-        self.process.contents(way, runs, sink)
     }
 }
 

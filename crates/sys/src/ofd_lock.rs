@@ -79,8 +79,8 @@ fn set(file: &File, mut lock: libc::flock) -> io::Result<bool> {
 /// The kind of another open file's lock that conflicts with a lock; `F_UNLCK` for none. It needs no write permission.
 fn in_the_way(file: &File, mut holder: libc::flock) -> io::Result<libc::c_int> {
     // SAFETY: the descriptor is open as long as `file` is borrowed, and `holder` is a valid `flock`.
-    let told = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut holder) };
-    if told == 0 { Ok(holder.l_type.into()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut holder) };
+    if result == 0 { Ok(holder.l_type.into()) } else { Err(io::Error::last_os_error()) }
 }
 
 fn whole_file(kind: libc::c_int) -> libc::flock {

@@ -121,7 +121,7 @@ pub fn scan_mapped(
     match scan_mapped_by_ioctl(pagemap, range.clone(), contents, &mut visit) {
         // The first call failed, so no page has been reported yet.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => scan_mapped_by_entries(pagemap, range, visit),
-        told => told,
+        other => other,
     }
 }
 
@@ -188,8 +188,8 @@ fn is_any_page_in_memory(range: Range<u64>) -> bool {
         let first = std::ptr::with_exposed_provenance_mut(start as usize);
         // SAFETY: the kernel writes one byte for each page of the range to `states`, which has that many, and nothing
         // else. It fails if a page is not mapped.
-        let told = unsafe { libc::mincore(first, (end - start) as usize, states.as_mut_ptr()) };
-        told == 0 && states.iter().any(|state| state & 1 != 0)
+        let result = unsafe { libc::mincore(first, (end - start) as usize, states.as_mut_ptr()) };
+        result == 0 && states.iter().any(|state| state & 1 != 0)
     })
 }
 
@@ -260,7 +260,7 @@ fn run_pagemap_scan(
     let mut batch = vec![PageRegion::default(); RANGES_PER_SCAN_CALL.min(pages as usize)];
     // When the kernel empties its own buffer of 512 ranges during a walk, the end that it returns may lie before ranges
     // that it has returned already (`walk_end` in do_pagemap_scan, 6.18).
-    let (mut start, mut told) = (range.start, range.start);
+    let (mut start, mut reported_end) = (range.start, range.start);
     while start < range.end {
         let mut request = PmScanArg {
             size: size_of::<PmScanArg>() as u64,
@@ -280,7 +280,7 @@ fn run_pagemap_scan(
         // `page_region`s that outlive the call. Without PM_SCAN_WP_MATCHING the kernel changes nothing else.
         let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &mut request) }?;
         for region in &batch[..count as usize] {
-            let (start, end) = (region.start.max(told), region.end);
+            let (start, end) = (region.start.max(reported_end), region.end);
             let is = |category| region.categories & category != 0;
             if start < end {
                 let (file, zero) = (is(PAGE_IS_FILE), is(PAGE_IS_PFNZERO));
@@ -292,7 +292,7 @@ fn run_pagemap_scan(
                     huge: is(PAGE_IS_HUGE),
                     swapped: is(PAGE_IS_SWAPPED),
                 });
-                told = end;
+                reported_end = end;
             }
         }
         if request.walk_end <= start {
@@ -389,10 +389,10 @@ mod tests {
             let start = memory.as_ptr().expose_provenance() as u64;
             let (first, end) = (start.next_multiple_of(page as u64), start + memory.len() as u64);
             let pagemap = File::open("/proc/self/pagemap").expect("our own pagemap opens");
-            let (mut told, mut count) = (first, 0);
+            let (mut reported_end, mut count) = (first, 0);
             let each = |range: MappedRange| {
-                assert!(range.start >= told, "{range:?} after {told:#x}");
-                (told, count) = (range.end, count + (range.end - range.start) / page as u64);
+                assert!(range.start >= reported_end, "{range:?} after {reported_end:#x}");
+                (reported_end, count) = (range.end, count + (range.end - range.start) / page as u64);
             };
             if let Err(error) = scan_anonymous(&pagemap, first..end / page as u64 * page as u64, each) {
                 println!("skipped: PAGEMAP_SCAN: {error}");

@@ -5,7 +5,7 @@ use crate::command_line::{
     parse_probability,
 };
 use crate::config::Config;
-use crate::{CommandOutcome, host_selection, output, progress};
+use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::Context;
 use clap::Args;
 use pagefold_census::text;
@@ -69,7 +69,7 @@ pub struct CensusArguments {
 /// Take the census and print it.
 pub fn run(options: &CensusArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
-    let stop = progress::stop_on_signal().context("cannot handle signals")?;
+    let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let available = || std::thread::available_parallelism().map_or(1, Into::into);
     let threads = options.threads.map_or_else(available, usize::from);
     let census_options = pagefold_census::CensusOptions {

@@ -7,7 +7,7 @@ use crate::command_line::{
     DomainRuleArgument, GlobalOptions, ProcessOptions, parse_bytes, parse_cpu_share, parse_duration,
 };
 use crate::config::Config;
-use crate::{CommandOutcome, host_selection, output, progress};
+use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, anyhow, bail};
 use clap::Args;
 use pagefold_base::Bytes;
@@ -16,8 +16,7 @@ use pagefold_base::process::Process;
 use pagefold_host::transaction::Session;
 use pagefold_host::{Host, observe};
 use pagefold_merge::decide::plan::{EnrollMethod, GuestMemoryControl, MergePlan, PlanTarget};
-use pagefold_merge::execute as merge;
-use pagefold_merge::execute::AfterMerge;
+use pagefold_merge::execute::{self, AfterMerge};
 use pagefold_merge::ksmd;
 use pagefold_merge::merge_monitor::MergeMonitor;
 use pagefold_merge::prepare::{PlanRequest, PreparedPlan, prepare_plan};
@@ -121,7 +120,7 @@ pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<C
     let host = if options.dry_run { host_selection::open_host(global)? } else { open_live_host(global)? };
     let started = host.now();
     check_ksm_present(&*host)?;
-    let stop = progress::stop_on_signal().context("cannot handle signals")?;
+    let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let session = if options.dry_run { None } else { Some(begin_session(&*host, options, global)?) };
     let PreparedPlan { census, plan, probes, enrolled_may_be_hidden: others_hidden, .. } =
         prepare_merge(&*host, options, global, &stop)?;
@@ -134,15 +133,15 @@ pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<C
     let mut met = true;
     if let Some(mut session) = session.filter(|_| !plan.targets.is_empty()) {
         let after = if options.keep_ksmd_running { AfterMerge::KeepKsmdRunning } else { AfterMerge::UndoChanges };
-        let how = merge::MergeOptions {
+        let how = execute::MergeOptions {
             ksmd_cpu_share: options.cpu,
             deadline: options.deadline,
             watch_time: options.watch_time,
             after_merge: after,
         };
-        let planned = merge::PreparedMerge { plan, probes, started_at: started };
+        let planned = execute::PreparedMerge { plan, probes, started_at: started };
         let outcome = progress::run_merge_with_progress(page_size, &stop, |progress| {
-            merge::execute_plan(&mut session, planned, &how, &mut MergeMonitor::new(&*host), progress, &stop)
+            execute::execute_plan(&mut session, planned, &how, &mut MergeMonitor::new(&*host), progress, &stop)
         })
         .map_err(|error| session.abort(error))?;
         report = report.with_outcome(&outcome, page_size);
@@ -205,9 +204,9 @@ fn prepare_merge(
     if options.whole_processes {
         check_single_guest(options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
         prepared.enrolled_may_be_hidden = check_single_domain(host, plan, &request.domains, options)?;
-        let asked = GuestSocketQueries::new(stop);
+        let queries = GuestSocketQueries::new(stop);
         for target in &mut plan.targets {
-            target.enroll_method = enroll_method(host, target, options, global, &asked)?;
+            target.enroll_method = enroll_method(host, target, options, global, &queries)?;
         }
         if stop.load(Ordering::Relaxed) {
             bail!("stopped before anything was merged: nothing was changed");

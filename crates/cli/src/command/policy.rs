@@ -4,7 +4,7 @@ use crate::command::recover::{
     begin_session, check_ksm_present, check_no_tuner, open_live_host, print_result, with_remedy,
 };
 use crate::command_line::GlobalOptions;
-use crate::{CommandOutcome, config, host_selection, output, progress};
+use crate::{CommandOutcome, config, host_selection, output, stop_signal};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use pagefold_base::ksm::Setting;
@@ -155,7 +155,7 @@ fn report_failed_undos(remains: &[FailedUndo]) -> CommandOutcome {
 fn follow_policy(options: &PolicySetArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
     let policy = check_policy(&*host, options)?;
-    let stop = progress::stop_on_signal().context("cannot handle signals")?;
+    let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let mut session = begin_session(&*host, global)?;
     eprintln!("Following {policy} every {} s until Ctrl-C.", policy.interval().as_secs());
     match policy::follow_policy(&mut session, &policy, || stop.load(Ordering::Relaxed)) {

@@ -4,7 +4,7 @@ mod page_lines;
 
 use crate::command::record::page_lines::PageLineBuilder;
 use crate::command_line::{GlobalOptions, ProcessOptions, parse_bytes, parse_duration};
-use crate::{CommandOutcome, host_selection, output, progress};
+use crate::{CommandOutcome, host_selection, output, progress, stop_signal};
 use anyhow::{Context, bail};
 use clap::Args;
 use pagefold_base::domain::DomainRule;
@@ -76,7 +76,7 @@ const SIGNAL_POLL_INTERVAL: Duration = Duration::from_millis(50);
 /// Make the recording.
 pub fn run(options: &RecordArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = host_selection::open_host(global)?;
-    let stop = progress::stop_on_signal().context("cannot handle signals")?;
+    let stop = stop_signal::stop_on_signal().context("cannot handle signals")?;
     let recorder = RecordingSession {
         host: &*host,
         hasher: Hasher::with_random_key(host.page_size().as_len()).context("cannot create a key for fingerprints")?,

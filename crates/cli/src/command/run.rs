@@ -20,13 +20,14 @@ use crate::config::Config;
 use anyhow::{Context, bail};
 use clap::{Args, ValueEnum};
 use enroll_method::{PreparedEnroll, ProgramEnrollMethod};
-use pagefold_base::domain::TrustDomain;
+use pagefold_base::domain::{DomainConfig, TrustDomain};
 use pagefold_base::identity::Identity;
 use pagefold_base::process::Process;
 use pagefold_base::{Absent, Bytes, Pid, ProcessId};
 use pagefold_host::{Host, observe};
 use pagefold_linux::LiveHost;
-use pagefold_linux::launch::{self, StderrPolicy};
+use pagefold_linux::launch::{self, CompanionHandle, StderrPolicy};
+use policy_driver::PolicyDriver;
 use std::collections::BTreeMap;
 use std::ffi::{CString, OsString};
 use std::io;
@@ -168,6 +169,38 @@ enum MergeEngine {
     User,
 }
 
+/// The program to start.
+struct Program<'o> {
+    /// As given.
+    name: &'o OsString,
+    file_name: String,
+    command: Vec<CString>,
+    /// This process as it will be after exec.
+    process: Process,
+}
+
+impl<'o> Program<'o> {
+    fn new(command: &'o [OsString]) -> anyhow::Result<Self> {
+        let words = command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
+        let name = command.first().context("no program was named")?;
+        let file_name = Path::new(name).file_name().unwrap_or(name).to_string_lossy().into_owned();
+        let process = future_process(command, &file_name);
+        Ok(Self { name, file_name, command: words, process })
+    }
+}
+
+/// How the program is enrolled in KSM, or why not.
+struct ProgramEnrollment {
+    /// `None` if no method works, if the program must not be enrolled, or if it is merged range by range.
+    prepared: Option<PreparedEnroll>,
+    /// Better methods, and why they do not work.
+    rejected: Vec<(ProgramEnrollMethod, anyhow::Error)>,
+    /// Why the program must not be enrolled, if so.
+    refusal: Option<String>,
+    /// The warning where not all processes are visible.
+    hidden_warning: Option<&'static str>,
+}
+
 /// Enroll this process and become the program.
 pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     if global.host != "live" {
@@ -177,147 +210,207 @@ pub fn run(options: &RunArguments, global: &GlobalOptions) -> anyhow::Result<Com
         enroll_method::run_probe()?;
         return Ok(CommandOutcome::Done);
     }
-    let command: Vec<CString> =
-        options.command.iter().map(|word| CString::new(word.as_bytes())).collect::<Result<_, _>>()?;
-    let name = options.command.first().context("no program was named")?;
+    let program = Program::new(&options.command)?;
     let config = Config::load(global)?.with_opt_out_ignored(options.ignore_opt_out);
-    let short = Path::new(name).file_name().unwrap_or(name).to_string_lossy();
-    let process = future_process(&options.command, &short);
-    let excluded = exclusion_reason(&config, &process, &short);
+    let exclusion = exclusion_reason(&config, &program);
     options.check_engine_options()?;
-    if options.engine == MergeEngine::User {
-        let variables = match excluded.map_or_else(|| user_engine::prepare_variables(options, name), |why| bail!(why)) {
-            Ok(variables) => variables,
-            Err(why) if options.best_effort && !options.dry_run => {
-                eprintln!("pagefold: not merged: {why:#}");
-                Vec::new()
-            }
-            Err(why) if options.dry_run => return Err(why),
-            Err(why) => bail!("{why:#}; --best-effort runs it anyway"),
-        };
-        if options.dry_run {
-            crate::output::print_stdout(&format!(
-                "would be merged in user space, {}\n",
-                user_engine::describe(&variables)
-            ))?;
-            return Ok(CommandOutcome::Done);
-        }
-        if options.verbose && !variables.is_empty() {
-            eprintln!("pagefold: merged in user space, {}", user_engine::describe(&variables));
-        }
-        return exec_program(options, name, &command, &variables);
+    match options.engine {
+        MergeEngine::User => run_with_user_engine(options, &program, exclusion),
+        MergeEngine::Kernel => run_with_ksm(options, global, &program, config, exclusion),
     }
-    let domains = config.domains(None);
-    let own = domains.domain(&process);
-    let drive = |name| policy_driver::PolicyDriver::new(name, options.cpu, options.across_domains, config, global);
-    let policy = options.policy.as_deref().map(drive).transpose()?;
-    let guided = policy.as_ref().is_some_and(policy_driver::PolicyDriver::is_guided);
-    // With `guided`, which merges range by range, the process must not be enrolled whole.
-    let (mut ready, passed) =
-        if guided || excluded.is_some() { (None, Vec::new()) } else { choose_enroll_method(options, name) };
-    // Checked after this process is enrolled, if the method is inherited. So if two programs start at once, at least
-    // one sees the other, where the kernel reports enrolled processes (since 6.14).
-    let neighbors = match &ready {
-        Some(_) if !options.across_domains => Some(
-            EnrolledDomains::observe(&LiveHost::new(), &domains, Some(process.id)).map_err(|why| format!("{why:#}")),
-        ),
-        _ => None,
+}
+
+/// Become the program, merged in user space.
+fn run_with_user_engine(
+    options: &RunArguments,
+    program: &Program<'_>,
+    exclusion: Option<String>,
+) -> anyhow::Result<CommandOutcome> {
+    let prepared = exclusion.map_or_else(|| user_engine::prepare_variables(options, program.name), |why| bail!(why));
+    let variables = match prepared {
+        Ok(variables) => variables,
+        Err(why) if options.best_effort && !options.dry_run => {
+            eprintln!("pagefold: not merged: {why:#}");
+            Vec::new()
+        }
+        Err(why) if options.dry_run => return Err(why),
+        Err(why) => bail!("{why:#}; --best-effort runs it anyway"),
     };
-    let foreign = match &neighbors {
-        Some(Ok(neighbors)) => foreign_domain_reason(neighbors, &own, &short),
-        Some(Err(why)) => Some(why.clone()),
-        None => None,
-    };
-    if foreign.is_some()
-        && let Some(ready) = ready.take()
-    {
-        ready.undo_preparation()?;
-    }
-    let refused = excluded.or(foreign);
-    let unseen = matches!(neighbors, Some(Ok(EnrolledDomains { may_be_incomplete: true, .. })))
-        .then_some(HIDDEN_PROCESSES_WARNING);
     if options.dry_run {
-        if let Some(why) = refused {
-            bail!(why);
-        }
-        if guided {
-            crate::output::print_stdout("would be merged range by range while it runs\n")?;
-            return Ok(CommandOutcome::Done);
-        }
-        return print_dry_run(ready.as_ref(), &passed, unseen);
+        let description = user_engine::describe(&variables);
+        crate::output::print_stdout(&format!("would be merged in user space, {description}\n"))?;
+        return Ok(CommandOutcome::Done);
     }
-    match &ready {
-        Some(ready) if options.verbose => {
-            eprintln!("pagefold: enrolled in KSM {}{}", ready.describe(), rejected_methods_note(&passed));
-            unseen.iter().for_each(|unseen| eprintln!("pagefold: {unseen}"));
-        }
-        Some(_) => {}
-        None if guided && refused.is_none() => {}
-        None => {
-            let why = refused.unwrap_or_else(|| failure_summary(&passed));
-            if !options.best_effort {
-                bail!("{why}; --best-effort runs it anyway");
-            }
-            eprintln!("pagefold: not enrolled in KSM: {why}");
-        }
+    if options.verbose && !variables.is_empty() {
+        eprintln!("pagefold: merged in user space, {}", user_engine::describe(&variables));
     }
-    let policy = match policy.map(|policy| policy.check(options.force, global).map(|()| policy)).transpose() {
-        Err(why) if options.best_effort => {
-            eprintln!("pagefold: KSM is not controlled: {why:#}");
-            None
-        }
-        Err(why) => return Err(why.context("the program was not started; --best-effort runs it anyway")),
-        Ok(policy) => policy,
-    };
+    exec_program(options, program, &variables)
+}
+
+/// Become the program, merged by KSM.
+fn run_with_ksm(
+    options: &RunArguments,
+    global: &GlobalOptions,
+    program: &Program<'_>,
+    config: Config,
+    exclusion: Option<String>,
+) -> anyhow::Result<CommandOutcome> {
+    let domains = config.domains(None);
+    let new_driver = |name| PolicyDriver::new(name, options.cpu, options.across_domains, config, global);
+    let driver = options.policy.as_deref().map(new_driver).transpose()?;
+    let is_guided = driver.as_ref().is_some_and(PolicyDriver::is_guided);
+    let enrollment = ProgramEnrollment::prepare(options, program, &domains, is_guided, exclusion)?;
+    if options.dry_run {
+        return enrollment.print_dry_run(is_guided);
+    }
+    enrollment.report(options, is_guided)?;
+    let driver = check_driver(driver, options, global)?;
     // These handles stay open until exec closes them.
-    let _companion = match &ready {
-        Some(PreparedEnroll::Companion) => {
-            let exclusions = crate::config::Config::load(global)?.exclusions;
-            let excluded = |process: &Process| exclusions.reason(process);
-            Some(spawn_companion(StderrPolicy::KeepIfNoReader, |this| {
-                companion::enroll_tree(&LiveHost::new(), this, &excluded)
-            })?)
-        }
-        Some(PreparedEnroll::Preload(value)) => {
-            let library = enroll_method::last_preloaded_file(value);
-            let watch =
-                spawn_companion(StderrPolicy::Keep, |this| preload_check::check_tree(&LiveHost::new(), this, library));
-            watch.inspect_err(|why| eprintln!("pagefold: cannot check whether preloading works: {why:#}")).ok()
-        }
-        _ => None,
-    };
-    let enrolled = ready == Some(PreparedEnroll::Inherited);
-    let drive = |drive: policy_driver::PolicyDriver| {
-        spawn_companion(StderrPolicy::KeepIfNoReader, move |this| {
-            // Only the program must be enrolled, not its companion process.
-            if enrolled && let Err(why) = launch::set_merge_any(false) {
-                eprintln!("pagefold: the companion process that controls KSM stays enrolled: {why}");
-            }
-            drive.run(this);
-        })
-    };
-    let _driver = policy.map(drive).transpose()?;
-    let variables: Vec<(CString, CString)> = match ready {
+    let _companion = start_enroll_companion(enrollment.prepared.as_ref(), global)?;
+    let is_inherited = enrollment.prepared == Some(PreparedEnroll::Inherited);
+    let _driver = driver.map(|driver| start_policy_companion(driver, is_inherited)).transpose()?;
+    let variables = match enrollment.prepared {
         Some(PreparedEnroll::Preload(value)) => vec![(c"LD_PRELOAD".to_owned(), value)],
         _ => Vec::new(),
     };
-    exec_program(options, name, &command, &variables)
+    exec_program(options, program, &variables)
+}
+
+impl ProgramEnrollment {
+    /// Enroll this process, or prepare that, unless the configuration or an enrolled process forbids it.
+    fn prepare(
+        options: &RunArguments,
+        program: &Program<'_>,
+        domains: &DomainConfig,
+        is_guided: bool,
+        exclusion: Option<String>,
+    ) -> anyhow::Result<Self> {
+        // With `guided`, which merges range by range, the process must not be enrolled whole.
+        let (mut prepared, rejected) = if is_guided || exclusion.is_some() {
+            (None, Vec::new())
+        } else {
+            choose_enroll_method(options, program.name)
+        };
+        // Checked after this process is enrolled, if the method is inherited. So if two programs start at once, at
+        // least one sees the other, where the kernel reports enrolled processes (since 6.14).
+        let enrolled = (prepared.is_some() && !options.across_domains)
+            .then(|| EnrolledDomains::observe(&LiveHost::new(), domains, Some(program.process.id)));
+        let foreign_domain = match &enrolled {
+            Some(Ok(enrolled)) => foreign_domain_reason(enrolled, &domains.domain(&program.process), program),
+            Some(Err(why)) => Some(format!("{why:#}")),
+            None => None,
+        };
+        if foreign_domain.is_some()
+            && let Some(prepared) = prepared.take()
+        {
+            prepared.undo_preparation()?;
+        }
+        let hidden_warning = matches!(enrolled, Some(Ok(EnrolledDomains { may_be_incomplete: true, .. })))
+            .then_some(HIDDEN_PROCESSES_WARNING);
+        Ok(Self { prepared, rejected, refusal: exclusion.or(foreign_domain), hidden_warning })
+    }
+
+    fn print_dry_run(&self, is_guided: bool) -> anyhow::Result<CommandOutcome> {
+        if let Some(why) = &self.refusal {
+            bail!("{why}");
+        }
+        let text = match &self.prepared {
+            _ if is_guided => "would be merged range by range while it runs\n".to_owned(),
+            Some(prepared) => {
+                let warning = self.hidden_warning.map_or_else(String::new, |warning| format!("{warning}\n"));
+                let rejected = rejected_methods_note(&self.rejected);
+                format!("would be enrolled in KSM {}{rejected}\n{warning}", prepared.describe())
+            }
+            None => bail!("{}", failure_summary(&self.rejected)),
+        };
+        crate::output::print_stdout(&text)?;
+        Ok(CommandOutcome::Done)
+    }
+
+    /// Report the method to standard error with --verbose. Without a method, fail or warn.
+    fn report(&self, options: &RunArguments, is_guided: bool) -> anyhow::Result<()> {
+        match &self.prepared {
+            Some(prepared) if options.verbose => {
+                let rejected = rejected_methods_note(&self.rejected);
+                eprintln!("pagefold: enrolled in KSM {}{rejected}", prepared.describe());
+                self.hidden_warning.iter().for_each(|warning| eprintln!("pagefold: {warning}"));
+            }
+            Some(_) => {}
+            None if is_guided && self.refusal.is_none() => {}
+            None => {
+                let why = self.refusal.clone().unwrap_or_else(|| failure_summary(&self.rejected));
+                if !options.best_effort {
+                    bail!("{why}; --best-effort runs it anyway");
+                }
+                eprintln!("pagefold: not enrolled in KSM: {why}");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Check that the policy can control KSM. With --best-effort, a policy that cannot is left out with a warning.
+fn check_driver(
+    driver: Option<PolicyDriver>,
+    options: &RunArguments,
+    global: &GlobalOptions,
+) -> anyhow::Result<Option<PolicyDriver>> {
+    match driver.map(|driver| driver.check(options.force, global).map(|()| driver)).transpose() {
+        Err(why) if options.best_effort => {
+            eprintln!("pagefold: KSM is not controlled: {why:#}");
+            Ok(None)
+        }
+        checked => checked.context("the program was not started; --best-effort runs it anyway"),
+    }
+}
+
+/// Start the companion process of the enroll method, if it needs one: it enrolls the program by injection, or checks
+/// that preloading works.
+fn start_enroll_companion(
+    prepared: Option<&PreparedEnroll>,
+    global: &GlobalOptions,
+) -> anyhow::Result<Option<CompanionHandle>> {
+    match prepared {
+        Some(PreparedEnroll::Companion) => {
+            let exclusions = Config::load(global)?.exclusions;
+            let excluded = |process: &Process| exclusions.reason(process);
+            let enroll = |this| companion::enroll_tree(&LiveHost::new(), this, &excluded);
+            spawn_companion(StderrPolicy::KeepIfNoReader, enroll).map(Some)
+        }
+        Some(PreparedEnroll::Preload(value)) => {
+            let library = enroll_method::last_preloaded_file(value);
+            let check = |this| preload_check::check_tree(&LiveHost::new(), this, library);
+            let checker = spawn_companion(StderrPolicy::Keep, check);
+            Ok(checker.inspect_err(|why| eprintln!("pagefold: cannot check whether preloading works: {why:#}")).ok())
+        }
+        _ => Ok(None),
+    }
+}
+
+/// Start the companion process that controls KSM.
+fn start_policy_companion(driver: PolicyDriver, is_enrolled: bool) -> anyhow::Result<CompanionHandle> {
+    spawn_companion(StderrPolicy::KeepIfNoReader, move |this| {
+        // Only the program must be enrolled, not its companion process.
+        if is_enrolled && let Err(why) = launch::set_merge_any(false) {
+            eprintln!("pagefold: the companion process that controls KSM stays enrolled: {why}");
+        }
+        driver.run(this);
+    })
 }
 
 /// Become the program, with additional environment variables. If exec fails, the process exits; other errors are
 /// returned.
 fn exec_program(
     options: &RunArguments,
-    name: &OsString,
-    command: &[CString],
+    program: &Program<'_>,
     variables: &[(CString, CString)],
 ) -> anyhow::Result<CommandOutcome> {
     if options.no_aslr {
         launch::disable_address_randomization().context("personality(ADDR_NO_RANDOMIZE): leave out --no-aslr")?;
     }
     launch::discard_pending_sigchld();
-    let error = launch::exec_program(&command[0], command, variables);
-    eprintln!("pagefold: {}: {error}", name.display());
+    let error = launch::exec_program(&program.command[0], &program.command, variables);
+    eprintln!("pagefold: {}: {error}", program.name.display());
     // As shells and env(1) do.
     process::exit(if error.kind() == io::ErrorKind::NotFound { 127 } else { 126 })
 }
@@ -365,13 +458,15 @@ fn future_process(command: &[OsString], name: &str) -> Process {
 }
 
 /// Why the configuration excludes a program, if it does.
-fn exclusion_reason(config: &Config, process: &Process, name: &str) -> Option<String> {
-    Some(format!("{name} must not be enrolled in KSM: {}", config.exclusions.reason(process)?))
+fn exclusion_reason(config: &Config, program: &Program<'_>) -> Option<String> {
+    let reason = config.exclusions.reason(&program.process)?;
+    Some(format!("{} must not be enrolled in KSM: {reason}", program.file_name))
 }
 
 /// Why a program must not be enrolled whole beside the enrolled processes, if so.
-fn foreign_domain_reason(enrolled: &EnrolledDomains, own: &TrustDomain, name: &str) -> Option<String> {
+fn foreign_domain_reason(enrolled: &EnrolledDomains, own: &TrustDomain, program: &Program<'_>) -> Option<String> {
     let other = enrolled.domains.iter().find(|domain| *domain != own)?;
+    let name = &program.file_name;
     Some(format!(
         "{name} is in the trust domain {own} and would share pages with {other}, which has a process enrolled in KSM, \
          and {SIDE_CHANNEL_NOTE}: --policy guided keeps domains apart, --across-domains does not"
@@ -383,35 +478,15 @@ fn choose_enroll_method(
     options: &RunArguments,
     name: &OsString,
 ) -> (Option<PreparedEnroll>, Vec<(ProgramEnrollMethod, anyhow::Error)>) {
-    let mut passed = Vec::new();
-    for way in
-        ProgramEnrollMethod::BEST_FIRST.into_iter().filter(|&way| options.method.is_none_or(|method| method == way))
-    {
-        match enroll_method::prepare_method(way, name) {
-            Ok(ready) => return (Some(ready), passed),
-            Err(why) => passed.push((way, why)),
+    let is_allowed = |method: &ProgramEnrollMethod| options.method.is_none_or(|only| only == *method);
+    let mut rejected = Vec::new();
+    for method in ProgramEnrollMethod::BEST_FIRST.into_iter().filter(is_allowed) {
+        match enroll_method::prepare_method(method, name) {
+            Ok(prepared) => return (Some(prepared), rejected),
+            Err(why) => rejected.push((method, why)),
         }
     }
-    (None, passed)
-}
-
-fn print_dry_run(
-    prepared: Option<&PreparedEnroll>,
-    rejected: &[(ProgramEnrollMethod, anyhow::Error)],
-    hidden_warning: Option<&str>,
-) -> anyhow::Result<CommandOutcome> {
-    match prepared {
-        Some(ready) => {
-            let unseen = hidden_warning.map_or_else(String::new, |unseen| format!("{unseen}\n"));
-            crate::output::print_stdout(&format!(
-                "would be enrolled in KSM {}{}\n{unseen}",
-                ready.describe(),
-                rejected_methods_note(rejected)
-            ))?;
-            Ok(CommandOutcome::Done)
-        }
-        None => bail!("{}", failure_summary(rejected)),
-    }
+    (None, rejected)
 }
 
 /// Why better methods were rejected, in parentheses.
@@ -428,11 +503,11 @@ fn failure_summary(rejected: &[(ProgramEnrollMethod, anyhow::Error)]) -> String 
 }
 
 fn join_reasons(rejected: &[(ProgramEnrollMethod, anyhow::Error)]) -> String {
-    rejected.iter().map(|(way, why)| format!("{way}: {why:#}")).collect::<Vec<_>>().join("; ")
+    rejected.iter().map(|(method, why)| format!("{method}: {why:#}")).collect::<Vec<_>>().join("; ")
 }
 
 /// Start a companion process that runs `work` for this process after it has become the program.
-fn spawn_companion(errors: StderrPolicy, work: impl FnOnce(ProcessId)) -> anyhow::Result<launch::CompanionHandle> {
+fn spawn_companion(errors: StderrPolicy, work: impl FnOnce(ProcessId)) -> anyhow::Result<CompanionHandle> {
     let this = LiveHost::new().open(Pid(process::id())).map_err(anyhow::Error::msg)?.id();
     launch::spawn_companion(errors, || work(this)).context("cannot start a companion process")
 }

@@ -3,7 +3,7 @@
 use crate::command::guest::{GuestControl, GuestSocketQueries, check_single_guest, find_control};
 use crate::command::recover::{self, check_ksm_present};
 use crate::command_line::{GlobalOptions, ProcessOptions, parse_duration};
-use crate::{CommandOutcome, host_selection, output, progress};
+use crate::{CommandOutcome, host_selection, output, stop_signal};
 use anyhow::bail;
 use clap::Args;
 use pagefold_base::guard::{MemoryCheck, MemoryVerdict};
@@ -98,7 +98,7 @@ pub fn run(options: &UnmergeArguments, global: &GlobalOptions) -> anyhow::Result
     let host = host_selection::open_host(global)?;
     check_ksm_present(&*host)?;
     let started = Instant::now();
-    let stop = progress::stop_on_signal()?;
+    let stop = stop_signal::stop_on_signal()?;
     let mut report = UnmergeJob { options, global, host: &*host }.run_and_report(&stop)?;
     report.seconds = started.elapsed().as_secs_f64();
     if options.json {
@@ -170,10 +170,10 @@ impl UnmergeJob<'_> {
 
     fn make_plan(&self, stop: &AtomicBool) -> anyhow::Result<UnenrollPlan> {
         let selection = host_selection::process_selection(&self.options.targets, self.global)?;
-        let asked = GuestSocketQueries::new(stop);
+        let queries = GuestSocketQueries::new(stop);
         let failed: Mutex<Vec<anyhow::Error>> = Mutex::new(Vec::new());
         let plan = unmerge::make_plan(self.host, &selection, &|handle, process| match self
-            .unenroll_method(handle, process, &asked)
+            .unenroll_method(handle, process, &queries)
         {
             Ok(way) => way,
             Err(error) => {

@@ -258,12 +258,13 @@ mod tests {
         let assigned = |(name, value): (&str, String)| format!("{name}={value}");
         let plain = prop::collection::vec((name.clone(), plain).prop_map(assigned), 1..3);
         prop_oneof![
-            (export.clone(), plain, end.clone())
-                .prop_map(|(export, told, end)| { (format!("{export}{}{end}", told.join(" ")), told) }),
+            (export.clone(), plain, end.clone()).prop_map(|(export, assignments, end)| {
+                (format!("{export}{}{end}", assignments.join(" ")), assignments)
+            }),
             (export, name, shell, end).prop_map(|(export, name, value, end)| {
                 let line = format!("{export}{name}={value}{end}");
-                let told = vec![line.trim().to_owned()];
-                (line, told)
+                let assignments = vec![line.trim().to_owned()];
+                (line, assignments)
             }),
             prop::sample::select(vec!["", "# KSM_THRES_COEF=1", "  #"]).prop_map(|line| (line.to_owned(), Vec::new())),
         ]
@@ -272,13 +273,13 @@ mod tests {
     proptest! {
         #[test]
         fn every_assignment_is_reported_once(lines in prop::collection::vec(any_line_with_assignments(), 0..12), gib in 0_u64..4096) {
-            let (lines, told): (Vec<String>, Vec<Vec<String>>) = lines.into_iter().unzip();
+            let (lines, assignments): (Vec<String>, Vec<Vec<String>>) = lines.into_iter().unzip();
             let imported = import(&lines.join("\n"), Bytes(gib << 30));
             let mut said = [line_subjects(&imported.imported), line_subjects(&imported.skipped)].concat();
-            let mut told = told.concat();
+            let mut assignments = assignments.concat();
             said.sort_unstable();
-            told.sort_unstable();
-            prop_assert_eq!(said, told);
+            assignments.sort_unstable();
+            prop_assert_eq!(said, assignments);
             prop_assert!(Config::parse(&imported.section).is_ok(), "{}", imported.section);
             let kept = |line: &str| line.split_once('=').map(|(name, _)| name.to_owned());
             let names: Vec<_> = line_subjects(&imported.imported).into_iter().map(kept).collect();

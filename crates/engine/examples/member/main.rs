@@ -7,7 +7,7 @@
 //! fill START COUNT SEED   pages from START on; SEED 0 is zeros; equal seeds and page numbers give equal contents
 //! copy START COUNT FROM   copies the pages from FROM on to the pages from START on
 //! clear START COUNT       by the engine's function
-//! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 volatile
+//! advise START COUNT HOW  0 mergeable, 1 unmergeable, 2 rewritten
 //! disown START COUNT      disowns the pages; `adopt` disowns them all, and adopts those that are mapped
 //! merge                   prints the counters of the merge
 //! running                 merges by `merge_while_running`, or prints the reason of a failure
@@ -367,214 +367,129 @@ fn dump_core(directory: &str) -> ! {
     std::process::abort()
 }
 
-fn exec_self(arguments: &[String]) -> ! {
+fn exec_self() -> ! {
     let program = CString::new("/proc/self/exe").expect("no zeros");
-    let arguments: Vec<CString> = arguments.iter().map(|text| CString::new(text.as_str()).expect("no zeros")).collect();
+    let arguments: Vec<CString> = std::env::args().map(|text| CString::new(text).expect("no zeros")).collect();
     let pointers: Vec<_> = arguments.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect();
     // SAFETY: the strings end with NUL, and the list of pointers ends with null.
     unsafe { libc::execv(program.as_ptr(), pointers.as_ptr()) };
     panic!("exec: {}", std::io::Error::last_os_error())
 }
 
-fn main() {
-    let arguments: Vec<String> = std::env::args().collect();
-    let option = |name: &str| {
-        let at = arguments.iter().position(|argument| argument == name)?;
-        Some(arguments.get(at + 1).expect("an option has a value").parse::<f64>().expect("a number"))
-    };
-    let options = EngineOptions {
-        max_slowdown: option("--max-slowdown").map(|percent| percent / 100.0),
-        min_runtime: option("--min-runtime").map_or(Duration::ZERO, Duration::from_secs_f64),
-        threads: option("--threads").map_or(1, |threads| threads as usize),
-        per_node: arguments.iter().any(|argument| argument == "--per-node"),
-        split_huge_pages: arguments.iter().any(|argument| argument == "--split-huge-pages"),
-        ..EngineOptions::default()
-    };
-    let pages: usize = arguments[2].parse().expect("a number of pages");
-    let engine = match Engine::join(&arguments[1], &options) {
-        Ok(engine) => Arc::new(engine),
-        Err(error) => {
-            let why = std::error::Error::source(&error).map_or_else(String::new, |source| format!(": {source}"));
-            println!("{error}{why}");
-            return;
+/// A member, and what its commands have created.
+struct Member<'e> {
+    /// Dropped first: it merges the memory.
+    background: Option<BackgroundMerger>,
+    memory: MemberMemory<'e>,
+    engine: &'e Arc<Engine>,
+    children: Vec<ForkedChild>,
+    /// The program's own files, which the engine must not touch.
+    own_files: Vec<File>,
+    /// The mapped files, with the number of pages of each.
+    mapped_files: Vec<(File, u64)>,
+}
+
+impl<'e> Member<'e> {
+    fn new(engine: &'e Arc<Engine>, pages: usize) -> Self {
+        let region = engine.allocate(pages * PAGE_BYTES).expect("memory");
+        let start = region.range().start as usize;
+        let pages = (0..pages).map(|page| ExpectedPage::new(start + page * PAGE_BYTES)).collect();
+        Self {
+            background: None,
+            memory: MemberMemory { engine, region, pages, moved_away: Vec::new() },
+            engine,
+            children: Vec::new(),
+            own_files: Vec::new(),
+            mapped_files: Vec::new(),
         }
-    };
-    let region = engine.allocate(pages * PAGE_BYTES).expect("memory");
-    let start = region.range().start as usize;
-    let pages = (0..pages).map(|page| ExpectedPage::new(start + page * PAGE_BYTES)).collect();
-    let mut memory = MemberMemory { engine: &engine, region, pages, moved_away: Vec::new() };
-    let mut children: Vec<ForkedChild> = Vec::new();
-    // The program's own files, which the engine must not touch.
-    let mut others = Vec::new();
-    // The mapped files, with the number of pages of each.
-    let mut files: Vec<(File, u64)> = Vec::new();
-    let mut background: Option<BackgroundMerger> = None;
-    println!("ready");
-    for line in stdin().lock().lines().map_while(Result::ok) {
+    }
+
+    /// Run a command line. Returns the answer.
+    fn run_command(&mut self, line: &str) -> String {
         let mut words = line.split_ascii_whitespace();
         let command = words.next().unwrap_or_default();
         let text = words.clone().next().unwrap_or_default();
         let numbers: Vec<u64> = words.map_while(|word| word.parse().ok()).collect();
         if !COMMANDS_DURING_MERGE.contains(&command) {
-            background = None;
+            self.background = None;
         }
-        match (command, &numbers[..]) {
+        let answer = self
+            .run_content_command(command, &numbers)
+            .or_else(|| self.run_merge_command(command, &numbers))
+            .or_else(|| self.run_mapping_command(command, &numbers))
+            .or_else(|| self.run_program_command(command, &numbers, text));
+        if self.background.is_some() {
+            self.memory.record_contents();
+        }
+        answer.unwrap_or_else(|| format!("unknown: {line}"))
+    }
+
+    /// Commands that write, drop, protect or check pages.
+    fn run_content_command(&mut self, command: &str, numbers: &[u64]) -> Option<String> {
+        let answer = match (command, numbers) {
             ("fill", &[start, count, seed]) => {
-                for (page, place) in memory.page_range_mut(start, count).iter_mut().zip(start..) {
+                for (page, place) in self.memory.page_range_mut(start, count).iter_mut().zip(start..) {
                     page.write_content((seed, place));
                 }
-                println!("filled");
+                "filled".to_owned()
             }
             ("copy", &[start, count, from]) => {
                 for number in 0..count as usize {
-                    let source = &memory.pages[from as usize + number];
+                    let source = &self.memory.pages[from as usize + number];
                     if source.is_readable() {
                         let content = source.content;
-                        memory.pages[start as usize + number].write_content(content);
+                        self.memory.pages[start as usize + number].write_content(content);
                     }
                 }
-                println!("copied");
+                "copied".to_owned()
             }
             ("clear", &[start, count]) => {
                 // SAFETY: no borrow of the region lives.
-                match unsafe { engine.clear(memory.page_address_range(start, count)) } {
+                match unsafe { self.engine.clear(self.memory.page_address_range(start, count)) } {
                     Ok(()) => {
-                        memory
-                            .page_range_mut(start, count)
-                            .iter_mut()
-                            .for_each(|page| *page = ExpectedPage::new(page.address));
-                        println!("cleared");
+                        let cleared = self.memory.page_range_mut(start, count).iter_mut();
+                        cleared.for_each(|page| *page = ExpectedPage::new(page.address));
+                        "cleared".to_owned()
                     }
-                    Err(error) => println!("{error}"),
+                    Err(error) => format!("{error}"),
                 }
             }
-            ("advise", &[start, count, how]) => {
-                let advice = [PageAdvice::Mergeable, PageAdvice::Unmergeable, PageAdvice::Volatile][how as usize];
-                engine.advise(memory.page_address_range(start, count), advice).expect("a usable domain");
-                println!("advised");
-            }
-            ("disown", &[start, count]) => {
-                engine.disown(memory.page_address_range(start, count)).expect("a usable domain");
-                println!("disowned");
-            }
-            ("adopt", &[start, count]) => {
-                engine.disown(memory.page_address_range(start, count)).expect("a usable domain");
-                let is_mapped = |number: u64| memory.pages[number as usize].access != PageAccess::Unmapped;
-                let numbers: Vec<u64> = (start..start + count).collect();
-                for stretch in numbers.chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
-                    if is_mapped(stretch[0]) {
-                        adopt_pages(&memory, stretch[0], stretch.len() as u64);
-                    }
-                }
-                println!("adopted");
-            }
-            ("merge", []) => println!("{}", memory.run_merge(false)),
-            ("running", []) => println!("{}", memory.run_merge(true)),
-            ("background", []) => {
-                // Any content that it merges before the next command existed at the time of this one.
-                memory.record_contents();
-                // SAFETY: it is dropped before any command that is not in [`COMMANDS_DURING_MERGE`]. Those commands
-                // leave adopted memory mapped in its place, except for the engine's own changes.
-                match unsafe { engine.merge_in_background(0.5) } {
-                    Ok(begun) => {
-                        background = Some(begun);
-                        println!("begun");
-                    }
-                    Err(error) => println!("{error}"),
-                }
-            }
-            ("foreground", []) => {
-                let minute = Duration::from_secs(60);
-                let merges = background.take().map_or(Ok(0), |background| background.wait_for_merges(1, minute));
-                println!("{}", merges.map_or_else(|error| error.to_string(), |merges| format!(" merges: {merges} .")));
-            }
-            ("race", &[rounds]) => {
-                memory.record_contents();
-                println!("{}", write_while_merging(&engine, &mut memory.pages, rounds));
-            }
-            ("shuffle", &[rounds]) => println!("{}", move_while_merging(&engine, rounds)),
-            ("check", []) => match memory.check_contents() {
-                Ok(()) => println!("same"),
-                Err(page) => println!("page {page} differs"),
+            ("check", []) => match self.memory.check_contents() {
+                Ok(()) => "same".to_owned(),
+                Err(page) => format!("page {page} differs"),
             },
-            ("unmap" | "munmap", &[start, count]) => {
-                if command == "unmap" {
-                    engine.disown(memory.page_address_range(start, count)).expect("a usable domain");
-                }
-                memory.page_range_mut(start, count).iter_mut().for_each(ExpectedPage::unmap);
-                println!("unmapped");
-            }
-            ("replace", &[start, count]) => {
-                let mapped =
-                    memory.page_range_mut(start, count).iter_mut().filter(|page| page.access != PageAccess::Unmapped);
-                mapped.for_each(|page| page.map_replacement(None));
-                println!("replaced");
-            }
-            ("mapfile", &[start, count]) => {
-                let mut file = tempfile::tempfile().expect("a file");
-                // One more than the number of pages, in case the last page grows.
-                file.write_all(&file_content(count + 1)).expect("a file");
-                for (page, number) in memory.page_range_mut(start, count).iter_mut().zip(0..) {
-                    if page.access != PageAccess::Unmapped {
-                        page.map_replacement(Some((&file, number)));
-                    }
-                }
-                files.push((file, count + 1));
-                println!("mapped");
-            }
-            ("files", []) => {
-                let untouched = files.iter().all(|(file, pages)| is_file_unchanged(file, *pages));
-                println!("{}", if untouched { "untouched" } else { "touched" });
-            }
-            ("map", &[start, count]) => {
-                for number in start..start + count {
-                    let page = &mut memory.pages[number as usize];
-                    if page.access == PageAccess::Unmapped && page.map() {
-                        adopt_pages(&memory, number, 1);
-                    }
-                }
-                println!("mapped");
-            }
-            ("move", &[start, count]) => {
-                memory.move_away(start, count);
-                println!("moved");
-            }
-            ("back", []) => {
-                memory.move_back();
-                println!("moved back");
-            }
-            ("grow", &[start]) => {
-                memory.grow_mapping(start);
-                println!("grown");
-            }
             ("dontneed", &[start, count]) => {
                 let mut kept = 0;
-                for page in memory.page_range_mut(start, count).iter_mut().filter(|page| page.may_be_dropped()) {
+                for page in self.memory.page_range_mut(start, count).iter_mut().filter(|page| page.may_be_dropped()) {
                     assert!(page.advise(libc::MADV_DONTNEED), "{}", std::io::Error::last_os_error());
                     kept += u64::from(page.read_dropped_content());
                 }
-                println!(" zeros: {} kept: {kept} .", count - kept);
+                format!(" zeros: {} kept: {kept} .", count - kept)
             }
             ("guard", &[start, count]) => {
                 let mut guarded = 0;
                 let droppable = |page: &&mut ExpectedPage| page.access == PageAccess::Write && page.may_be_dropped();
-                for page in memory.page_range_mut(start, count).iter_mut().filter(droppable) {
+                for page in self.memory.page_range_mut(start, count).iter_mut().filter(droppable) {
                     if page.advise(GUARD_INSTALL) {
                         page.access = PageAccess::Guarded;
                         guarded += 1;
                     }
                 }
-                println!(" guarded: {guarded} .");
+                format!(" guarded: {guarded} .")
             }
             ("protect", &[start, count, how]) => {
                 let mapped =
                     |page: &&mut ExpectedPage| !matches!(page.access, PageAccess::Unmapped | PageAccess::Guarded);
                 let access = if how == 0 { PageAccess::NoAccess } else { PageAccess::Read };
-                memory.page_range_mut(start, count).iter_mut().filter(mapped).for_each(|page| page.protect(access));
-                println!("protected");
+                self.memory
+                    .page_range_mut(start, count)
+                    .iter_mut()
+                    .filter(mapped)
+                    .for_each(|page| page.protect(access));
+                "protected".to_owned()
             }
             ("expose", &[start, count]) => {
-                for page in memory.page_range_mut(start, count) {
+                for page in self.memory.page_range_mut(start, count) {
                     match page.access {
                         PageAccess::Unmapped => {}
                         PageAccess::Guarded => {
@@ -585,62 +500,215 @@ fn main() {
                         _ => page.protect(PageAccess::Write),
                     }
                 }
-                println!("exposed");
+                "exposed".to_owned()
+            }
+            _ => return None,
+        };
+        Some(answer)
+    }
+
+    /// Commands that call the engine.
+    fn run_merge_command(&mut self, command: &str, numbers: &[u64]) -> Option<String> {
+        let answer = match (command, numbers) {
+            ("advise", &[start, count, how]) => {
+                let advice = [PageAdvice::Mergeable, PageAdvice::Unmergeable, PageAdvice::Rewritten][how as usize];
+                self.engine.advise(self.memory.page_address_range(start, count), advice).expect("a usable domain");
+                "advised".to_owned()
+            }
+            ("disown", &[start, count]) => {
+                self.engine.disown(self.memory.page_address_range(start, count)).expect("a usable domain");
+                "disowned".to_owned()
+            }
+            ("adopt", &[start, count]) => {
+                self.engine.disown(self.memory.page_address_range(start, count)).expect("a usable domain");
+                let is_mapped = |number: u64| self.memory.pages[number as usize].access != PageAccess::Unmapped;
+                let numbers: Vec<u64> = (start..start + count).collect();
+                for stretch in numbers.chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
+                    if is_mapped(stretch[0]) {
+                        adopt_pages(&self.memory, stretch[0], stretch.len() as u64);
+                    }
+                }
+                "adopted".to_owned()
+            }
+            ("merge", []) => self.memory.run_merge(false),
+            ("running", []) => self.memory.run_merge(true),
+            ("background", []) => {
+                // Any content that it merges before the next command existed at the time of this one.
+                self.memory.record_contents();
+                // SAFETY: it is dropped before any command that is not in [`COMMANDS_DURING_MERGE`]. Those commands
+                // leave adopted memory mapped in its place, except for the engine's own changes.
+                match unsafe { self.engine.merge_in_background(0.5) } {
+                    Ok(begun) => {
+                        self.background = Some(begun);
+                        "begun".to_owned()
+                    }
+                    Err(error) => format!("{error}"),
+                }
+            }
+            ("foreground", []) => {
+                let minute = Duration::from_secs(60);
+                let merges = self.background.take().map_or(Ok(0), |background| background.wait_for_merges(1, minute));
+                merges.map_or_else(|error| error.to_string(), |merges| format!(" merges: {merges} ."))
+            }
+            ("race", &[rounds]) => {
+                self.memory.record_contents();
+                write_while_merging(self.engine, &mut self.memory.pages, rounds)
+            }
+            ("shuffle", &[rounds]) => move_while_merging(self.engine, rounds),
+            ("status", []) => format!("{:?}", self.engine.status().expect("a usable domain")),
+            _ => return None,
+        };
+        Some(answer)
+    }
+
+    /// Commands that change mappings.
+    fn run_mapping_command(&mut self, command: &str, numbers: &[u64]) -> Option<String> {
+        let answer = match (command, numbers) {
+            ("unmap" | "munmap", &[start, count]) => {
+                if command == "unmap" {
+                    self.engine.disown(self.memory.page_address_range(start, count)).expect("a usable domain");
+                }
+                self.memory.page_range_mut(start, count).iter_mut().for_each(ExpectedPage::unmap);
+                "unmapped".to_owned()
+            }
+            ("replace", &[start, count]) => {
+                let mapped = self
+                    .memory
+                    .page_range_mut(start, count)
+                    .iter_mut()
+                    .filter(|page| page.access != PageAccess::Unmapped);
+                mapped.for_each(|page| page.map_replacement(None));
+                "replaced".to_owned()
+            }
+            ("mapfile", &[start, count]) => {
+                let mut file = tempfile::tempfile().expect("a file");
+                // One more than the number of pages, in case the last page grows.
+                file.write_all(&file_content(count + 1)).expect("a file");
+                for (page, number) in self.memory.page_range_mut(start, count).iter_mut().zip(0..) {
+                    if page.access != PageAccess::Unmapped {
+                        page.map_replacement(Some((&file, number)));
+                    }
+                }
+                self.mapped_files.push((file, count + 1));
+                "mapped".to_owned()
+            }
+            ("files", []) => {
+                let untouched = self.mapped_files.iter().all(|(file, pages)| is_file_unchanged(file, *pages));
+                if untouched { "untouched".to_owned() } else { "touched".to_owned() }
+            }
+            ("map", &[start, count]) => {
+                for number in start..start + count {
+                    let page = &mut self.memory.pages[number as usize];
+                    if page.access == PageAccess::Unmapped && page.map() {
+                        adopt_pages(&self.memory, number, 1);
+                    }
+                }
+                "mapped".to_owned()
+            }
+            ("move", &[start, count]) => {
+                self.memory.move_away(start, count);
+                "moved".to_owned()
+            }
+            ("back", []) => {
+                self.memory.move_back();
+                "moved back".to_owned()
+            }
+            ("grow", &[start]) => {
+                self.memory.grow_mapping(start);
+                "grown".to_owned()
             }
             ("huge" | "small", []) => {
-                let range = memory.region.range();
+                let range = self.memory.region.range();
                 let (start, bytes) = (range.start as usize, range.bytes().0 as usize);
                 let advice = if command == "huge" { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
                 // SAFETY: the advice changes no content.
                 let done = unsafe { libc::madvise(ptr::with_exposed_provenance_mut(start), bytes, advice) };
-                println!("advised: {done}");
+                format!("advised: {done}")
             }
-            ("mappings", &[left]) => println!(" taken: {} .", exhaust_mappings(left as usize)),
-            ("base", []) => println!(" base: {} .", memory.region.range().start),
+            ("mappings", &[left]) => format!(" taken: {} .", exhaust_mappings(left as usize)),
+            ("base", []) => format!(" base: {} .", self.memory.region.range().start),
+            _ => return None,
+        };
+        Some(answer)
+    }
+
+    /// Commands that concern the whole process.
+    fn run_program_command(&mut self, command: &str, numbers: &[u64], text: &str) -> Option<String> {
+        let answer = match (command, numbers) {
             ("core", _) => dump_core(text),
-            ("exec", []) => exec_self(&arguments),
+            ("exec", []) => exec_self(),
             ("close", []) => {
                 // SAFETY: the test checks that the owners of these descriptors notice that they are closed.
                 unsafe { libc::close_range(3, libc::c_uint::MAX, 0) };
                 for _ in 0..64 {
-                    others.push(tempfile::tempfile().expect("a file"));
+                    self.own_files.push(tempfile::tempfile().expect("a file"));
                 }
-                println!("closed");
+                "closed".to_owned()
             }
             ("others", []) => {
-                let untouched = others.iter().all(|file| file.metadata().is_ok_and(|file| file.len() == 0));
-                println!("{}", if untouched { "untouched" } else { "touched" });
+                let untouched = self.own_files.iter().all(|file| file.metadata().is_ok_and(|file| file.len() == 0));
+                if untouched { "untouched".to_owned() } else { "touched".to_owned() }
             }
-            ("leave", []) => {
-                drop(memory);
-                drop(engine);
-                println!("left");
-                return;
-            }
-            ("status", []) => println!("{:?}", engine.status().expect("a usable domain")),
             ("fork", []) => {
                 let (wait, gate) = std::io::pipe().expect("a pipe");
                 let process = fork_process();
                 if process == 0 {
                     drop(gate);
-                    drop(std::mem::take(&mut children));
+                    drop(std::mem::take(&mut self.children));
                     let _ = (&wait).read(&mut [0]);
-                    run_child(&mut memory);
+                    run_child(&mut self.memory);
                 }
-                children.push(ForkedChild { process, gate: gate.into() });
-                println!("forked");
+                self.children.push(ForkedChild { process, gate: gate.into() });
+                "forked".to_owned()
             }
             ("child", []) => {
-                let child = children.pop().expect("a child");
+                let child = self.children.pop().expect("a child");
                 drop(child.gate);
-                println!("{}", if wait_exit_code(child.process) == 0 { "same" } else { "different" });
+                if wait_exit_code(child.process) == 0 { "same".to_owned() } else { "different".to_owned() }
             }
-            ("forks", &[rounds]) => println!("{}", fork_while_merging(&mut memory, rounds)),
-            _ => println!("unknown: {line}"),
+            ("forks", &[rounds]) => fork_while_merging(&mut self.memory, rounds),
+            _ => return None,
+        };
+        Some(answer)
+    }
+}
+
+fn parse_options(arguments: &[String]) -> EngineOptions {
+    let option = |name: &str| {
+        let at = arguments.iter().position(|argument| argument == name)?;
+        Some(arguments.get(at + 1).expect("an option has a value").parse::<f64>().expect("a number"))
+    };
+    EngineOptions {
+        max_slowdown: option("--max-slowdown").map(|percent| percent / 100.0),
+        min_runtime: option("--min-runtime").map_or(Duration::ZERO, Duration::from_secs_f64),
+        threads: option("--threads").map_or(1, |threads| threads as usize),
+        per_node: arguments.iter().any(|argument| argument == "--per-node"),
+        split_huge_pages: arguments.iter().any(|argument| argument == "--split-huge-pages"),
+        ..EngineOptions::default()
+    }
+}
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().collect();
+    let pages = arguments[2].parse().expect("a number of pages");
+    let engine = match Engine::join(&arguments[1], &parse_options(&arguments)) {
+        Ok(engine) => Arc::new(engine),
+        Err(error) => {
+            let why = std::error::Error::source(&error).map_or_else(String::new, |source| format!(": {source}"));
+            println!("{error}{why}");
+            return;
         }
-        if background.is_some() {
-            memory.record_contents();
+    };
+    let mut member = Member::new(&engine, pages);
+    println!("ready");
+    for line in stdin().lock().lines().map_while(Result::ok) {
+        if line == "leave" {
+            drop(member);
+            drop(engine);
+            println!("left");
+            return;
         }
+        println!("{}", member.run_command(&line));
         std::io::stdout().flush().expect("the test reads");
     }
 }

@@ -81,7 +81,7 @@ impl PageNote {
     }
 
     /// Whether it is skipped now because it did not last.
-    pub fn is_volatile(self, now: Duration) -> bool {
+    pub fn is_rewritten(self, now: Duration) -> bool {
         self.state == PageState::CowBroken && !self.may_merge(now)
     }
 
@@ -112,9 +112,9 @@ impl PageNote {
         (self.unpaired_scans, self.changed_at_last_scan) = (0, false);
     }
 
-    /// The program declares it volatile, and the note trusts that as if it had been observed. If it is not merged, it
+    /// The program declares that it is written again and again, and the note trusts that as if it had been observed. If it is not merged, it
     /// is skipped for the maximum time; otherwise once it is found written.
-    pub fn advise_volatile(&mut self, now: Duration) {
+    pub fn advise_rewritten(&mut self, now: Duration) {
         self.backoff_level = MAX_BACKOFF_LOG2_SECONDS;
         if !self.is_merged() {
             self.stamp_seconds = stamp(now).wrapping_add(1 << MAX_BACKOFF_LOG2_SECONDS);
@@ -137,13 +137,13 @@ impl PageNote {
     /// changes, the next scan comes soon.
     pub fn record_unpaired_scan(&mut self, now: Duration, content: u16) {
         let changed = self.state == PageState::Unpaired && !self.is_unchanged(content);
-        let looks = match (changed, self.changed_at_last_scan) {
+        let scans = match (changed, self.changed_at_last_scan) {
             (true, _) => self.unpaired_scans.max(SCANS_BEFORE_BACKOFF - 1) + 2,
             (false, true) => SCANS_BEFORE_BACKOFF - 1,
             (false, false) => self.unpaired_scans + 1,
         };
         (self.unpaired_scans, self.changed_at_last_scan) =
-            (looks.min(SCANS_BEFORE_BACKOFF + MAX_UNPAIRED_BACKOFF_LOG2_SECONDS), changed);
+            (scans.min(SCANS_BEFORE_BACKOFF + MAX_UNPAIRED_BACKOFF_LOG2_SECONDS), changed);
         self.content_bits = content;
         let step = 1_u64 << self.unpaired_scans.saturating_sub(SCANS_BEFORE_BACKOFF);
         self.stamp_seconds = (now.as_secs() / step * step + step) as u16;
@@ -236,7 +236,7 @@ mod tests {
 
     #[test]
     fn unpaired_page_is_scanned_less_and_less_often() {
-        let looks = |content: fn(u64) -> u16| {
+        let scan_seconds = |content: fn(u64) -> u16| {
             let (mut note, mut looked) = (PageNote::default(), Vec::new());
             for now in 0..400 {
                 if note.may_merge(at(now)) {
@@ -246,10 +246,14 @@ mod tests {
             }
             looked
         };
-        assert_eq!(looks(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
-        assert_eq!(looks(|now| now as u16), [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384], "its content changes");
+        assert_eq!(scan_seconds(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
         assert_eq!(
-            looks(|now| now.min(3) as u16),
+            scan_seconds(|now| now as u16),
+            [0, 1, 2, 8, 32, 64, 128, 192, 256, 320, 384],
+            "its content changes"
+        );
+        assert_eq!(
+            scan_seconds(|now| now.min(3) as u16),
             [0, 1, 2, 8, 32, 33, 34, 36, 40, 48, 64, 96, 128, 192, 256, 320, 384],
             "its content changed at first"
         );
@@ -270,16 +274,16 @@ mod tests {
         let (mut lone, mut merged) = (PageNote::default(), PageNote::default());
         merged.record_merge(at(0));
         for note in [&mut lone, &mut merged] {
-            note.advise_volatile(at(5));
+            note.advise_rewritten(at(5));
         }
-        assert!(lone.is_volatile(at(5)) && !lone.may_merge(at(4100)) && lone.may_merge(at(4101)));
+        assert!(lone.is_rewritten(at(5)) && !lone.may_merge(at(4100)) && lone.may_merge(at(4101)));
         assert!(merged.is_merged());
         merged.record_cow_break(at(10), at(9), MUST_LAST);
         assert!(!merged.may_merge(at(4105)) && merged.may_merge(at(4106)));
         merged.advise_mergeable();
         assert!(merged.is_unscanned() && merged.may_merge(at(11)));
         merged.record_merge(at(11));
-        merged.advise_volatile(at(11));
+        merged.advise_rewritten(at(11));
         merged.advise_mergeable();
         assert!(merged.is_merged() && !merged.is_unlikely_to_last());
     }

@@ -60,7 +60,11 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
         &states,
         status.state,
     );
+    write_daemon_resources(status, to);
+    write_decisions_and_findings(status, to);
+}
 
+fn write_daemon_resources(status: &StatusReport, to: &mut Exposition) {
     to.add_gauge("pagefold_resident_bytes", "Resident memory of the daemon.", status.resident);
     let uses = [("ksmd", status.cpu.ksmd), ("pagefold", status.cpu.pagefold)];
     let of = |figure: fn(CpuUsageReport) -> f64| {
@@ -87,7 +91,9 @@ fn write_daemon(status: &StatusReport, to: &mut Exposition) {
     let help = "CPU time left in the token bucket, negative after it was exceeded.";
     to.add_gauge("pagefold_burst_available_seconds", help, Some(bounds.burst_available_seconds));
     to.add_gauge("pagefold_bound_metadata_bytes", "Limit of ksmd's metadata.", bounds.metadata);
+}
 
+fn write_decisions_and_findings(status: &StatusReport, to: &mut Exposition) {
     let samples =
         bounded_series(status.decisions_by_reason.iter().map(|(word, n)| (vec![("reason", &**word)], Some(*n))));
     to.add_family(&MetricFamily {

@@ -73,6 +73,29 @@ impl App {
     }
 
     fn draw_summary(&self, frame: &mut Frame, room: Rect, status: &StatusReport) {
+        let lines = vec![
+            self.title_line(status),
+            self.savings_line(status),
+            self.cpu_line(status),
+            self.available_memory_line(status),
+            self.measured_savings_line(status),
+        ];
+        let [words, line] = Layout::horizontal([Constraint::Min(70), Constraint::Max(60)]).areas(room);
+        // The title may use the whole width.
+        frame.render_widget(Paragraph::new(Text::from(lines)), room);
+        if room.height >= 5 && line.width >= 20 && words.width >= 70 {
+            let chart = Rect { y: room.y + 1, height: 3, ..line };
+            frame.render_widget(Clear, chart);
+            let skip = self.saved_history.len().saturating_sub(usize::from(chart.width));
+            frame.render_widget(
+                Sparkline::default().data(&self.saved_history[skip..]).style(self.mark_style(RowMark::Good)),
+                chart,
+            );
+        }
+    }
+
+    /// The version, the state and its reason, or the error of the last request; the host.
+    fn title_line(&self, status: &StatusReport) -> Line<'static> {
         let mode = match status.mode {
             DaemonModeName::Observe => "observe",
             DaemonModeName::Advise => "advise",
@@ -101,88 +124,87 @@ impl App {
             escape_unprintable(&status.host),
             format_duration(status.uptime_seconds)
         )));
+        Line::from(title)
+    }
+
+    fn savings_line(&self, status: &StatusReport) -> Line<'static> {
+        let loss = status.saved.net.is_some_and(|net| net < 0);
+        let split = status.saved.split_zero.filter(|bytes| *bytes > 0);
+        let split =
+            split.map(|bytes| format!(" ({} {ZEROS_IN_SPLIT_HUGE_PAGES})", format_amount(bytes))).unwrap_or_default();
+        self.figure_line(
+            "Saved",
+            &format_optional(status.saved.net, format_net),
+            loss,
+            &format!(
+                "net; {} gross{split}, {} metadata",
+                format_optional(status.saved.gross, format_amount),
+                format_optional(status.saved.metadata, format_amount)
+            ),
+        )
+    }
+
+    fn cpu_line(&self, status: &StatusReport) -> Line<'static> {
+        let cpu = &status.cpu;
+        let used: Vec<f64> = [cpu.ksmd, cpu.pagefold].iter().flatten().map(|cpu| cpu.percent).collect();
+        let sum = (!used.is_empty()).then(|| used.iter().sum::<f64>());
+        let over = sum.is_some_and(|sum| sum > 1.5 * status.bounds.cpu_percent);
+        self.figure_line(
+            "CPU",
+            &format_optional(sum, format_percent),
+            over,
+            &format!(
+                "bound {}; ksmd {}, pagefold {}",
+                format_percent(status.bounds.cpu_percent),
+                format_optional(cpu.ksmd.map(|cpu| cpu.percent), format_percent),
+                format_optional(cpu.pagefold.map(|cpu| cpu.percent), format_percent)
+            ),
+        )
+    }
+
+    fn available_memory_line(&self, status: &StatusReport) -> Line<'static> {
         let memory = &status.memory;
         let short = memory.available.zip(status.goal.keep_available).is_some_and(|(available, goal)| available < goal);
         let goal = status
             .goal
             .keep_available
             .map_or_else(|| "goal: all profitable merges".to_owned(), |goal| format!("goal {}", format_amount(goal)));
-        let cpu = &status.cpu;
-        let used: Vec<f64> = [cpu.ksmd, cpu.pagefold].iter().flatten().map(|cpu| cpu.percent).collect();
-        let sum = (!used.is_empty()).then(|| used.iter().sum::<f64>());
-        let percent = |value: f64| format!("{value:.1} %");
-        let over = sum.is_some_and(|sum| sum > 1.5 * status.bounds.cpu_percent);
-        let loss = status.saved.net.is_some_and(|net| net < 0);
-        let figure = |name: &'static str, big: String, bad: bool, small: String| {
-            let mark = if bad { self.mark_style(RowMark::Bad) } else { strong };
-            Line::from(vec![
-                Span::styled(format!("{name:<10}"), self.mark_style(RowMark::Dim)),
-                Span::styled(format!("{big:>9}"), mark),
-                Span::raw(format!("  {small}")),
-            ])
-        };
-        let split = status.saved.split_zero.filter(|bytes| *bytes > 0);
-        let split =
-            split.map(|bytes| format!(" ({} {ZEROS_IN_SPLIT_HUGE_PAGES})", format_amount(bytes))).unwrap_or_default();
-        let saved = figure(
-            "Saved",
-            format_optional(status.saved.net, format_net),
-            loss,
-            format!(
-                "net; {} gross{split}, {} metadata",
-                format_optional(status.saved.gross, format_amount),
-                format_optional(status.saved.metadata, format_amount)
+        self.figure_line(
+            "Available",
+            &format_optional(memory.available, format_amount),
+            short,
+            &format!(
+                "of {}; {goal}; pressure {}",
+                format_optional(memory.total, format_amount),
+                format_optional(memory.pressure_percent, format_percent)
             ),
-        );
-        let lines = vec![
-            Line::from(title),
-            saved,
-            figure(
-                "CPU",
-                format_optional(sum, percent),
-                over,
-                format!(
-                    "bound {}; ksmd {}, pagefold {}",
-                    percent(status.bounds.cpu_percent),
-                    format_optional(cpu.ksmd.map(|cpu| cpu.percent), percent),
-                    format_optional(cpu.pagefold.map(|cpu| cpu.percent), percent)
-                ),
+        )
+    }
+
+    fn measured_savings_line(&self, status: &StatusReport) -> Line<'static> {
+        self.figure_line(
+            "Measured",
+            &format_net(status.passes.measured),
+            false,
+            &format!(
+                "of {} predicted in {} merges; {} COW breaks, {} huge pages split",
+                format_amount(status.passes.predicted),
+                format_number(status.passes.merges),
+                format_optional(status.cow_breaks, format_number),
+                format_optional(status.huge_pages_split, format_number)
             ),
-            figure(
-                "Available",
-                format_optional(memory.available, format_amount),
-                short,
-                format!(
-                    "of {}; {goal}; pressure {}",
-                    format_optional(memory.total, format_amount),
-                    format_optional(memory.pressure_percent, percent)
-                ),
-            ),
-            figure(
-                "Measured",
-                format_net(status.passes.measured),
-                false,
-                format!(
-                    "of {} predicted in {} merges; {} COW breaks, {} huge pages split",
-                    format_amount(status.passes.predicted),
-                    format_number(status.passes.merges),
-                    format_optional(status.cow_breaks, format_number),
-                    format_optional(status.huge_pages_split, format_number)
-                ),
-            ),
-        ];
-        let [words, line] = Layout::horizontal([Constraint::Min(70), Constraint::Max(60)]).areas(room);
-        // The title may use the whole width.
-        frame.render_widget(Paragraph::new(Text::from(lines)), room);
-        if room.height >= 5 && line.width >= 20 && words.width >= 70 {
-            let chart = Rect { y: room.y + 1, height: 3, ..line };
-            frame.render_widget(Clear, chart);
-            let skip = self.saved_history.len().saturating_sub(usize::from(chart.width));
-            frame.render_widget(
-                Sparkline::default().data(&self.saved_history[skip..]).style(self.mark_style(RowMark::Good)),
-                chart,
-            );
-        }
+        )
+    }
+
+    /// A line of the summary: the name of a figure, its value, and details. `is_bad` highlights the value.
+    fn figure_line(&self, name: &'static str, value: &str, is_bad: bool, details: &str) -> Line<'static> {
+        let value_style =
+            if is_bad { self.mark_style(RowMark::Bad) } else { Style::new().add_modifier(Modifier::BOLD) };
+        Line::from(vec![
+            Span::styled(format!("{name:<10}"), self.mark_style(RowMark::Dim)),
+            Span::styled(format!("{value:>9}"), value_style),
+            Span::raw(format!("  {details}")),
+        ])
     }
 
     fn tab_line(&self) -> Line<'static> {
@@ -290,4 +312,8 @@ impl App {
 
 fn format_amount(bytes: u64) -> String {
     Bytes(bytes).to_string()
+}
+
+fn format_percent(value: f64) -> String {
+    format!("{value:.1} %")
 }

@@ -206,13 +206,13 @@ fn serve_connection(stream: &UnixStream, answer: &dyn Fn(ControlRequest) -> Cont
     }
     let mut line = String::new();
     BufReader::new(stream.take(MAX_REQUEST_BYTES)).read_line(&mut line)?;
-    let told = match ControlRequest::parse(&line) {
+    let reply = match ControlRequest::parse(&line) {
         Some(request) => answer(request),
         None => {
             ControlReply::Refused("unknown request: use status, pause, resume, enroll PID, unenroll PID".to_owned())
         }
     };
-    write_reply(stream, &told)
+    write_reply(stream, &reply)
 }
 
 fn write_reply(mut stream: &UnixStream, answer: &ControlReply) -> anyhow::Result<()> {
@@ -253,9 +253,9 @@ mod tests {
         let mut stream = UnixStream::connect(socket_path(directory.path())).unwrap();
         // The daemon may disconnect before all is written.
         let _ = stream.write_all(&[b'x'; 1 << 20]);
-        let mut told = String::new();
-        let _ = stream.read_to_string(&mut told);
-        assert!(told.is_empty() || told.contains("refused"), "{told}");
+        let mut reply = String::new();
+        let _ = stream.read_to_string(&mut reply);
+        assert!(reply.is_empty() || reply.contains("refused"), "{reply}");
         assert!(send_request(directory.path(), ControlRequest::Pause).is_ok(), "other clients are still answered");
         drop(control);
         assert!(!socket_path(directory.path()).exists());

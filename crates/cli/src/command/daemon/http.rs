@@ -36,8 +36,8 @@ pub fn start_server(
     let board = Arc::new(StatusBoard::with_history(past));
     let server = Server::start(address, http.names, Arc::clone(&board))
         .with_context(|| format!("cannot listen at {address} (--http, or http in the configuration)"))?;
-    let told = if address.ip().is_loopback() { "every local user" } else { "every client that reaches it" };
-    log_line(&format!("shown at http://{}/ to {told}", server.address()));
+    let audience = if address.ip().is_loopback() { "every local user" } else { "every client that reaches it" };
+    log_line(&format!("shown at http://{}/ to {audience}", server.address()));
     let published = Arc::clone(&board);
     std::thread::Builder::new().name("figures".to_owned()).spawn(move || {
         while !published.is_closed() {

@@ -72,11 +72,11 @@ mod tests {
         let listeners = [UnixDatagram::bind(&path).unwrap(), UnixDatagram::bind_addr(&abstract_name).unwrap()];
         for (listener, name) in listeners.iter().zip([path.display().to_string(), format!("@{name}")]) {
             let socket = Some((UnixDatagram::unbound().unwrap(), socket_address(&name).unwrap()));
-            let (told, what) = (Instant::now(), String::new());
+            let (now, what) = (Instant::now(), String::new());
             let mut notify = SystemdNotifier {
                 socket,
                 watchdog: Some(Duration::ZERO),
-                last_notified: told,
+                last_notified: now,
                 is_ready_sent: false,
                 status_text: what,
             };

@@ -78,11 +78,11 @@ fn format_names(names: &[String]) -> String {
     }
 }
 
-fn format_decision(at: f64, LoggedDecision { subject: whom, decision, .. }: &LoggedDecision) -> String {
+fn format_decision(at: f64, LoggedDecision { subject, decision, .. }: &LoggedDecision) -> String {
     format!(
         "{at:>9.1} s  {} {}: {}\n",
         decision.kind.word(),
-        escape_unprintable(whom),
+        escape_unprintable(subject),
         escape_unprintable(&decision.explanation)
     )
 }

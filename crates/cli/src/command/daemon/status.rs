@@ -23,7 +23,7 @@ pub enum ProcessScope {
     Unscanned,
 }
 
-/// Build the status report.
+/// Build the status report. It stays one function because it is a list of fields, each with its source.
 pub fn build_status(
     host: &dyn Host,
     snapshot: &Snapshot,

@@ -98,14 +98,14 @@ fn render_uncounted_members(domain: &EngineDomainReport, style: TextStyle) -> St
     text
 }
 
-const USAGE_HEADINGS: [&str; 5] = [">adopted", ">merged", ">zeros", ">hot", ">saved"];
+const USAGE_HEADINGS: [&str; 5] = [">adopted", ">merged", ">zeros", ">rewritten", ">saved"];
 
 fn usage_cells(holds: &EngineUsageReport) -> [String; 5] {
     [
         format_bytes(holds.adopted),
         format_bytes(holds.merged),
         format_bytes(holds.zeros),
-        format_bytes(holds.volatile),
+        format_bytes(holds.rewritten),
         format_known_net(holds.saved),
     ]
 }
@@ -117,7 +117,7 @@ fn format_known_net(value: i64) -> String {
 fn render_members(members: &[EngineMemberReport], top: usize, style: TextStyle) -> String {
     let mut headings = vec![">pid", "name"];
     headings.extend(USAGE_HEADINGS);
-    headings.extend([">merges", ">time", ">last", ">slow-down", ">bound"]);
+    headings.extend([">merges", ">time", ">last", ">slowdown", ">bound"]);
     let mut table = style.new_table(&headings);
     let mut largest: Vec<&EngineMemberReport> = members.iter().collect();
     largest.sort_by_key(|member| (Reverse(member.usage.adopted), member.pid));

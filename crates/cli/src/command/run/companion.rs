@@ -74,7 +74,7 @@ impl ProcessTree {
 /// of an enrolled process are always enrolled, because they inherit it over fork and exec.
 pub fn enroll_tree(host: &dyn Host, root: ProcessId, exclusion_reason: &dyn Fn(&Process) -> Option<String>) {
     let mut tree = ProcessTree::new(root);
-    let (mut refused, mut left, mut asked) = (BTreeSet::new(), BTreeSet::new(), UnverifiedEnrolls::new());
+    let (mut refused, mut left, mut unverified) = (BTreeSet::new(), BTreeSet::new(), UnverifiedEnrolls::new());
     let mut pause = FIRST_POLL_INTERVAL;
     let tell = |process: ProcessId, why: &str| {
         // Standard error may have no reader.
@@ -82,7 +82,7 @@ pub fn enroll_tree(host: &dyn Host, root: ProcessId, exclusion_reason: &dyn Fn(&
     };
     while tree.update(host).is_ok() && !tree.has_ended() {
         for process in tree.processes().filter(|process| !refused.contains(process)).collect::<Vec<_>>() {
-            match enroll_unless_excluded(host, process, exclusion_reason, &mut asked) {
+            match enroll_unless_excluded(host, process, exclusion_reason, &mut unverified) {
                 Ok(None) | Err(ActionError::Vanished | ActionError::Busy(_)) => {}
                 Ok(Some(why)) => {
                     if left.insert(process) {
@@ -114,8 +114,8 @@ fn enroll_unless_excluded(
     unverified: &mut UnverifiedEnrolls,
 ) -> Result<Option<String>, ActionError> {
     let handle = pagefold_host::hold(host, process)?;
-    let told = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any;
-    match &told {
+    let merge_any = parse::process_ksm(handle.read("ksm_stat"), Err(Absent::NotOnThisKernel)).merge_any;
+    match &merge_any {
         Ok(true) => return Ok(None),
         Err(Absent::NotOnThisKernel)
             if unmarked_regions(&*handle)?.is_subset(unverified.entry(process).or_default()) =>
@@ -129,7 +129,7 @@ fn enroll_unless_excluded(
         return Ok(Some(why));
     }
     enroll_process(host, process)?;
-    if told.is_err() {
+    if merge_any.is_err() {
         unverified.insert(process, unmarked_regions(&*handle)?);
     }
     Ok(None)
@@ -172,19 +172,19 @@ mod tests {
     /// The PIDs of the tree after polls of running processes, each (PID, start time, parent).
     fn follow_tree(scans: &[&[(u32, u64, u32)]]) -> Vec<u32> {
         let mut tree = ProcessTree::new(process_id(10, 1));
-        for look in scans {
-            tree.update_from(&look.iter().map(|&(pid, start, parent)| (process_id(pid, start), Pid(parent))).collect());
+        for scan in scans {
+            tree.update_from(&scan.iter().map(|&(pid, start, parent)| (process_id(pid, start), Pid(parent))).collect());
         }
         tree.processes().map(|member| member.pid.0).collect()
     }
 
     #[test]
     fn descendants_join_the_tree_and_stay() {
-        let look: &[_] = &[(1, 0, 0), (9, 1, 1), (10, 1, 9), (5, 4, 11), (11, 2, 10), (12, 3, 9)];
-        assert_eq!(follow_tree(&[look]), [5, 10, 11]);
+        let scan: &[_] = &[(1, 0, 0), (9, 1, 1), (10, 1, 9), (5, 4, 11), (11, 2, 10), (12, 3, 9)];
+        assert_eq!(follow_tree(&[scan]), [5, 10, 11]);
         // An orphan still belongs to the tree.
-        assert_eq!(follow_tree(&[look, &[(1, 0, 0), (5, 4, 1), (6, 9, 5), (12, 3, 9)]]), [5, 6]);
-        assert!(follow_tree(&[look, &[(1, 0, 0), (12, 3, 9)]]).is_empty());
+        assert_eq!(follow_tree(&[scan, &[(1, 0, 0), (5, 4, 1), (6, 9, 5), (12, 3, 9)]]), [5, 6]);
+        assert!(follow_tree(&[scan, &[(1, 0, 0), (12, 3, 9)]]).is_empty());
     }
 
     #[test]
@@ -247,11 +247,12 @@ mod tests {
         let recording = Recording::open(directory.path()).unwrap();
         let old = Mutex::new(FakePre614Process { ignores_enroll, ..FakePre614Process::default() });
         let host = FaultyHost::new(&recording, |path| old.lock().unwrap().read_answer(path));
-        let mut asked = UnverifiedEnrolls::new();
+        let mut unverified = UnverifiedEnrolls::new();
         let mut done = false;
-        for look in scans {
-            old.lock().unwrap().regions = look.to_vec();
-            let outcome = enroll_unless_excluded(&host, process_id(10, 1), &|_| why.map(str::to_owned), &mut asked);
+        for scan in scans {
+            old.lock().unwrap().regions = scan.to_vec();
+            let outcome =
+                enroll_unless_excluded(&host, process_id(10, 1), &|_| why.map(str::to_owned), &mut unverified);
             done = matches!(outcome, Ok(None));
         }
         (old.into_inner().unwrap().actions, done)

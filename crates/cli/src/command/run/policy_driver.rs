@@ -4,7 +4,7 @@ use super::companion::ProcessTree;
 use crate::command::{policy, recover};
 use crate::command_line::GlobalOptions;
 use crate::config::Config;
-use crate::progress;
+use crate::stop_signal;
 use anyhow::bail;
 use pagefold_base::process::Process;
 use pagefold_base::{Bytes, ProcessId};
@@ -18,8 +18,7 @@ use pagefold_linux::LiveHost;
 use pagefold_merge::continuous_merge::{ContinuousMerge, ContinuousMergeEvent};
 use pagefold_merge::decide::outcome::FailedChange;
 use pagefold_merge::decide::policy::Policy;
-use pagefold_merge::execute as merge;
-use pagefold_merge::execute::AfterMerge;
+use pagefold_merge::execute::{self, AfterMerge};
 use pagefold_merge::ksmd;
 use pagefold_merge::policy as rules;
 use pagefold_merge::prepare::PlanRequest;
@@ -89,7 +88,7 @@ impl PolicyDriver {
         let done = || -> anyhow::Result<()> {
             // Must run before other threads start. If it fails, the memory of each census stays allocated.
             let _ = return_large_blocks_when_freed();
-            let stop = progress::stop_on_signal()?;
+            let stop = stop_signal::stop_on_signal()?;
             let host = LiveHost::new();
             let mut tree = ProcessTree::new(root);
             if self.is_guided() {
@@ -124,7 +123,7 @@ impl PolicyDriver {
                 max_matrix_rows: 0,
                 explain_differences: false,
             },
-            merge_options: merge::MergeOptions {
+            merge_options: execute::MergeOptions {
                 ksmd_cpu_share: self.ksmd_cpu_share,
                 deadline: None,
                 watch_time: Duration::from_secs(1),
@@ -143,7 +142,7 @@ impl PolicyDriver {
                 eprintln!("pagefold: {line}");
             }
         };
-        let tell = |told: ContinuousMergeEvent<'_>| match told {
+        let report_event = |event: ContinuousMergeEvent<'_>| match event {
             ContinuousMergeEvent::RoundEnded(outcome) => {
                 outcome.not_restored.iter().for_each(|remains| say(failed_undos_message(remains)))
             }
@@ -152,7 +151,7 @@ impl PolicyDriver {
                 say(format!("cannot unenroll ranges of {comm} ({pid}) that did not stay merged: {why}"));
             }
         };
-        Ok(follow.run(members, tell, stop)?)
+        Ok(follow.run(members, report_event, stop)?)
     }
 
     fn follow_policy(&self, host: &dyn Host, tree: &mut ProcessTree, stop: &AtomicBool) -> anyhow::Result<()> {

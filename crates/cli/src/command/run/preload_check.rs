@@ -44,9 +44,9 @@ enum PreloadState {
 
 /// Check a process and its descendants, and report which ones the library with this file name has not enrolled.
 pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
-    let stays = launch::has_no_reader(io::stderr().as_fd());
+    let has_no_reader = launch::has_no_reader(io::stderr().as_fd());
     let mut tree = ProcessTree::new(root);
-    let (mut judged, mut late, mut told) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
+    let (mut judged, mut late, mut reported) = (BTreeSet::new(), BTreeSet::new(), BTreeSet::new());
     let (began, mut pause) = (Instant::now(), FIRST_POLL_INTERVAL);
     while tree.update(host).is_ok() && !tree.has_ended() {
         let last = began.elapsed() >= CHECK_TIME;
@@ -70,14 +70,14 @@ pub fn check_tree(host: &dyn Host, root: ProcessId, library: &[u8]) {
                 }
                 PreloadState::Starting => continue,
             };
-            if let Some(why) = why.filter(|_| told.insert(which.1.clone())) {
+            if let Some(why) = why.filter(|_| reported.insert(which.1.clone())) {
                 // Standard error may have no reader.
                 let _ = writeln!(io::stderr(), "pagefold: process {} {why}", process.pid);
             }
             judged.insert(which);
         }
         let is_judged = || judged.iter().any(|(process, _)| *process == root);
-        if last || !stays && (is_judged() || !tree.processes().any(|process| process == root)) {
+        if last || !has_no_reader && (is_judged() || !tree.processes().any(|process| process == root)) {
             return;
         }
         std::thread::sleep(pause);

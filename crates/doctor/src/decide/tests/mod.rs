@@ -237,6 +237,7 @@ fn worst_of_no_findings_is_not_applicable() {
     assert_eq!(worst(&[]), NotApplicable);
 }
 
+/// One function because it is a table: a rule, its verdict and the facts in each row.
 #[test]
 fn settings_rules_give_expected_verdicts() {
     check("ksm-kernel", Fine, |_| ());
@@ -546,6 +547,7 @@ fn security_rules_give_expected_verdicts() {
     check("ksm-opt-out", Unknown, |f| f.processes[0].process.arguments = Err(Absent::Denied));
 }
 
+/// One function because it is a table: a rule, its verdict and the facts in each row.
 #[test]
 fn process_rules_give_expected_verdicts() {
     check_process("process-run", Fine, |_, _| ());

@@ -86,8 +86,8 @@ fn plan_whole_process(
     let mut ranges = Vec::new();
     let eligible = |region: &&RegionCensus| region.ineligible.is_none() && region.counts.resident().0 > 0;
     for RegionCensus { region, counts, .. } in subject.regions.iter().filter(eligible) {
-        let foreign = if census.across_domains { counts.foreign } else { Pages::ZERO };
-        let duplicate = counts.within + counts.across + foreign;
+        let foreign = if census.across_domains { counts.across_domains } else { Pages::ZERO };
+        let duplicate = counts.within_process + counts.within_domain + foreign;
         // Which of two copies is redundant depends on their order. Each therefore counts for at least half a frame;
         // otherwise the first of two equal processes would seem to save nothing.
         let freed = counts.zero + counts.redundant.min(duplicate).max(Pages(duplicate.0 / 2));

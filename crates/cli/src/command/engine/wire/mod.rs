@@ -71,8 +71,8 @@ pub struct EngineUsageReport {
     pub merged: u64,
     /// Zero pages that were freed and not written since.
     pub zeros: u64,
-    /// Memory that is not merged because it was written too soon after an earlier merge.
-    pub volatile: u64,
+    /// Rewritten memory: not merged now because it was written too soon after an earlier merge.
+    pub rewritten: u64,
     /// `merged + zeros` less its share of the store, gross. The store's memory is divided evenly among all merged
     /// pages.
     pub saved: i64,
@@ -186,7 +186,7 @@ impl EngineUsageReport {
             adopted: bytes(tally.pages),
             merged: bytes(tally.merged),
             zeros: bytes(tally.zeros),
-            volatile: bytes(tally.volatile_pages),
+            rewritten: bytes(tally.rewritten_pages),
             saved: domain.saved(tally).0,
         }
     }

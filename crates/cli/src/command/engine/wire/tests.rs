@@ -3,8 +3,8 @@ use pagefold_base::engine::EngineTimeUse;
 use pagefold_base::{AddressRange, Bytes, Pid, ProcessId};
 use pagefold_output::text::TextStyle;
 
-fn tally(pages: u64, merged: u64, zeros: u64, hot: u64) -> PageTally {
-    PageTally { pages: Pages(pages), merged: Pages(merged), zeros: Pages(zeros), volatile_pages: Pages(hot) }
+fn tally(pages: u64, merged: u64, zeros: u64, rewritten: u64) -> PageTally {
+    PageTally { pages: Pages(pages), merged: Pages(merged), zeros: Pages(zeros), rewritten_pages: Pages(rewritten) }
 }
 
 fn member(pid: u32, tally: PageTally, bound: Option<f64>) -> EngineMember {
@@ -68,13 +68,13 @@ fn details_are_rendered() {
     Store: 1,200 pages, 4.69 MiB; mapped by 2,400 pages of members: 2.00 pages share one.
 
     Members
-     pid  name   adopted    merged     zeros       hot     saved  merges     time       last  slow-down   bound
-      11  hera  10.0 MiB  4.69 MiB  1.00 MiB  12.0 KiB  3.34 MiB       3  12.0 ms  5.5 s ago     2.00 %  2.00 %
+     pid  name   adopted    merged     zeros  rewritten     saved  merges     time       last  slowdown   bound
+      11  hera  10.0 MiB  4.69 MiB  1.00 MiB   12.0 KiB  3.34 MiB       3  12.0 ms  5.5 s ago    2.00 %  2.00 %
     … and 1 more (--top 2 shows all)
 
     Regions
-     pid  addresses                   adopted    merged     zeros       hot     saved
-      11  7f0000000000-7f0000a00000  10.0 MiB  4.69 MiB  1.00 MiB  12.0 KiB  3.34 MiB
+     pid  addresses                   adopted    merged     zeros  rewritten     saved
+      11  7f0000000000-7f0000a00000  10.0 MiB  4.69 MiB  1.00 MiB   12.0 KiB  3.34 MiB
     … and 1 more (--top 2 shows all)
     Not counted in job42: 2 members that have ended; the next merge removes their records.
     Not counted in job42: 1 record of a member that could not be read or is invalid.
@@ -89,8 +89,8 @@ fn details_are_rendered() {
 #[test]
 fn list_is_rendered() {
     insta::assert_snapshot!(crate::command::engine::text::render_list(&sample_report(), TextStyle::default()), @r"
-     domain   uid  members   adopted    merged     zeros       hot     saved     store  overhead       net
-     job42   1000        2  15.0 MiB  9.38 MiB  1.00 MiB  12.0 KiB  5.69 MiB  4.69 MiB   143 KiB  5.55 MiB
+     domain   uid  members   adopted    merged     zeros  rewritten     saved     store  overhead       net
+     job42   1000        2  15.0 MiB  9.38 MiB  1.00 MiB   12.0 KiB  5.69 MiB  4.69 MiB   143 KiB  5.55 MiB
     Not counted in job42: 2 members that have ended; the next merge removes their records.
     Not counted in job42: 1 record of a member that could not be read or is invalid.
 
