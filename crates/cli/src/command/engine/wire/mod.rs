@@ -71,7 +71,7 @@ pub struct EngineUsageReport {
     pub merged: u64,
     /// Zero pages that were freed and not written since.
     pub zeros: u64,
-    /// Rewritten memory: not merged now because it was written too soon after an earlier merge.
+    /// Memory that is not merged because it was written too soon after an earlier merge.
     pub rewritten: u64,
     /// `merged + zeros` less its share of the store, gross. The store's memory is divided evenly among all merged
     /// pages.
