@@ -1,7 +1,7 @@
 //! The daemon: continuous merging.
 //!
-//! [`decide`] is the pure state machine, `step(state, event) -> (state, actions)`. [`run`] feeds it with events and
-//! executes its actions. [`wire`] and [`text`] are its status.
+//! [`decide`] is the pure state machine, `step(state, event) -> (state, effects)`. [`run`] feeds it with events and
+//! executes its effects. [`wire`] and [`text`] are its status.
 
 #![forbid(unsafe_code)]
 

@@ -60,33 +60,47 @@ pub fn render(status: &StatusReport, max_rows: usize, style: TextStyle) -> Strin
         ),
         2,
     ));
-    if !status.tracked_processes.is_empty() {
-        text.push_str(&style.format_heading("Tracked processes"));
-        let mut table =
-            style.new_table(&[">pid", "name", "trust domain", ">resident", ">merged", ">footprint", "state", "why"]);
-        for member in status.tracked_processes.iter().take(max_rows) {
-            table.add_row(process_row(member));
-        }
-        text.push_str(&style.render_table(&table));
-        let left = status.tracked_processes.len().saturating_sub(max_rows) as u64 + status.tracked_processes_omitted;
-        if left > 0 {
-            text.push_str(&format!("and {left} more\n"));
-        }
-        text.push_str(&style.format_paragraph(FOOTPRINT_NOTE, 2));
+    text.push_str(&render_tracked_processes(status, max_rows, style));
+    text.push_str(&render_decisions(status, max_rows, style));
+    text
+}
+
+/// The tracked processes with the largest resident memory.
+fn render_tracked_processes(status: &StatusReport, max_rows: usize, style: TextStyle) -> String {
+    if status.tracked_processes.is_empty() {
+        return String::new();
     }
-    if !status.decisions.is_empty() {
-        text.push_str(&style.format_heading("Latest decisions"));
-        let mut table = style.new_table(&[">ago", "what", "process", "why"]);
-        for decision in status.decisions.iter().take(max_rows) {
-            let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
-            let acted = if decision.carried_out { "" } else { "not carried out: " };
-            let what = decision.kind.clone();
-            let plain = matches!(what.as_str(), "skip" | "refuse" | "pause" | "yield");
-            let why = format!("{}{}", if plain { "" } else { acted }, escape_unprintable(&decision.explanation));
-            table.add_row([format!("{ago:.0} s"), what, cut_end(&decision.subject, 40), why]);
-        }
-        text.push_str(&style.render_table(&table));
+    let mut text = style.format_heading("Tracked processes");
+    let mut table =
+        style.new_table(&[">pid", "name", "trust domain", ">resident", ">merged", ">footprint", "state", "why"]);
+    for member in status.tracked_processes.iter().take(max_rows) {
+        table.add_row(process_row(member));
     }
+    text.push_str(&style.render_table(&table));
+    let left = status.tracked_processes.len().saturating_sub(max_rows) as u64 + status.tracked_processes_omitted;
+    if left > 0 {
+        text.push_str(&format!("and {left} more\n"));
+    }
+    text.push_str(&style.format_paragraph(FOOTPRINT_NOTE, 2));
+    text
+}
+
+/// The latest decisions.
+fn render_decisions(status: &StatusReport, max_rows: usize, style: TextStyle) -> String {
+    if status.decisions.is_empty() {
+        return String::new();
+    }
+    let mut text = style.format_heading("Latest decisions");
+    let mut table = style.new_table(&[">ago", "what", "process", "why"]);
+    for decision in status.decisions.iter().take(max_rows) {
+        let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
+        let acted = if decision.carried_out { "" } else { "not carried out: " };
+        let what = decision.kind.clone();
+        let plain = matches!(what.as_str(), "skip" | "refuse" | "pause" | "yield");
+        let why = format!("{}{}", if plain { "" } else { acted }, escape_unprintable(&decision.explanation));
+        table.add_row([format!("{ago:.0} s"), what, cut_end(&decision.subject, 40), why]);
+    }
+    text.push_str(&style.render_table(&table));
     text
 }
 

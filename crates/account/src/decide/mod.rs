@@ -61,7 +61,7 @@ impl MappingShares {
     /// The sum, to the nearest byte.
     pub fn bytes(&self, page: PageSize) -> Bytes {
         // 64 fractional bits: each term is short by less than 2^-64 of a byte, which rounding to nearest absorbs.
-        const HALF: u128 = 1 << 63;
+        const HALF_BYTE: u128 = 1 << 63;
         let fixed: u128 = self
             .iter()
             .map(|(mappings, pages)| {
@@ -69,7 +69,7 @@ impl MappingShares {
                 ((bytes / mappings) << 64) + ((bytes % mappings) << 64) / mappings
             })
             .sum();
-        Bytes(((fixed + HALF) >> 64) as u64)
+        Bytes(((fixed + HALF_BYTE) >> 64) as u64)
     }
 
     /// The difference to `other`, if `other` is contained in these shares.

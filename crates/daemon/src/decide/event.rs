@@ -1,4 +1,4 @@
-//! Events that the daemon reacts to, actions that it orders, and decisions that it reports.
+//! Events that the daemon reacts to, effects that it orders, and decisions that it reports.
 
 use super::{DaemonRules, ProcessArrival, ScanCause, TimeOfDay, WaitTimes};
 use pagefold_base::memory::Shortage;
@@ -16,27 +16,27 @@ pub enum Event {
     ProcessArrived(ProcessArrival),
     /// A process has exited.
     ProcessExited(ProcessId),
-    /// Answer to [`Action::AcquireHost`]: the daemon may change the host, or the reason why not.
+    /// Answer to [`Effect::AcquireHost`]: the daemon may change the host, or the reason why not.
     HostAcquired(Result<(), String>),
-    /// Answer to [`Action::Census`].
+    /// Answer to [`Effect::Census`].
     CensusDone(CensusSummary),
-    /// Answer to [`Action::Merge`].
+    /// Answer to [`Effect::Merge`].
     MergeDone(MergeSummary),
-    /// Answer to [`Action::CheckMerged`].
+    /// Answer to [`Effect::CheckMerged`].
     MergedCheckDone(MergedCheckSummary),
-    /// Answer to [`Action::Sweep`].
+    /// Answer to [`Effect::Sweep`].
     SweepDone {
         /// Whether ksmd has visited all exited processes.
         complete: bool,
     },
-    /// Answer to [`Action::Unenroll`].
+    /// Answer to [`Effect::Unenroll`].
     UnenrollDone(UnenrollSummary),
-    /// Answer to [`Action::RestoreSettings`].
+    /// Answer to [`Effect::RestoreSettings`].
     SettingsRestored {
         /// Whether all settings have their earlier values again.
         complete: bool,
     },
-    /// Answer to any action: it failed.
+    /// Answer to any effect: it failed.
     TaskFailed(String),
     /// Another program wrote KSM's settings.
     SettingsOverwritten(String),
@@ -159,7 +159,7 @@ pub struct UnenrollSummary {
     pub unenrolled: Vec<ProcessId>,
     /// Processes with pages that stay merged, with reasons.
     pub failed_unenrolls: Vec<(ProcessId, String)>,
-    /// CPU time of the action.
+    /// CPU time of the task.
     pub cpu_time: Duration,
 }
 
@@ -172,9 +172,9 @@ pub enum UnenrollScope {
     AllMerged,
 }
 
-/// An action that the daemon orders.
+/// What a decision has the daemon do.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Action {
+pub enum Effect {
     /// Acquire the right to change the host, and stop ksmd with all merged pages kept.
     AcquireHost,
     /// Take a census of these processes, and keep the plan.

@@ -1,12 +1,12 @@
 //! Updating the state for an event.
 
 use super::merge_estimate::{self, MergeEstimate};
-use super::{Action, ProcessArrival, UnenrollScope, UnenrollSummary};
 use super::{
     CensusSummary, DaemonState, Decision, DecisionReason, Event, MergeCandidate, MergeSummary, MergedCheckSummary,
     ShutdownStage, TickReadings, TrackedProcess, WaitTimes,
 };
 use super::{DaemonTask, DecisionKind};
+use super::{Effect, ProcessArrival, UnenrollScope, UnenrollSummary};
 use pagefold_base::memory::Shortage;
 use pagefold_base::units::{Bytes, ProcessId};
 use std::collections::{BTreeMap, BTreeSet};
@@ -42,10 +42,10 @@ const MERGE_RESERVATION_FACTOR: f64 = 2.0;
 const ACQUIRE_HOST_RETRY_INTERVAL: Duration = Duration::from_secs(10);
 
 impl DaemonState {
-    pub(super) fn handle_event(&mut self, event: Event, actions: &mut Vec<Action>) {
+    pub(super) fn handle_event(&mut self, event: Event, effects: &mut Vec<Effect>) {
         match event {
-            Event::Tick(readings) => self.update_readings(readings, actions),
-            Event::ProcessArrived(arrival) => self.handle_arrival(arrival, actions),
+            Event::Tick(readings) => self.update_readings(readings, effects),
+            Event::ProcessArrived(arrival) => self.handle_arrival(arrival, effects),
             Event::ProcessExited(process) => {
                 // A process in a running merge may have merged pages, whatever the merge reports.
                 let merges = matches!(&self.task, Some(DaemonTask::Merge(processes)) if processes.contains(&process));
@@ -61,29 +61,29 @@ impl DaemonState {
             Event::HostAcquired(Err(why)) => {
                 self.task = None;
                 if self.host_busy_reason.as_ref() != Some(&why) {
-                    actions.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::HostBusy, why.clone()));
+                    effects.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::HostBusy, why.clone()));
                 }
                 self.record_host_busy(why);
             }
-            Event::CensusDone(found) => self.handle_census(found, actions),
-            Event::MergeDone(merged) => self.handle_merge(merged, actions),
-            Event::MergedCheckDone(looked) => self.handle_merged_check(looked, actions),
+            Event::CensusDone(found) => self.handle_census(found, effects),
+            Event::MergeDone(merged) => self.handle_merge(merged, effects),
+            Event::MergedCheckDone(looked) => self.handle_merged_check(looked, effects),
             Event::SweepDone { complete: whole } => {
                 self.task = None;
                 if !whole {
                     self.sweep_at.get_or_insert(self.now + SWEEP_RETRY_INTERVAL);
                 }
             }
-            Event::UnenrollDone(withdrawn) => self.handle_unenroll(withdrawn, actions),
+            Event::UnenrollDone(withdrawn) => self.handle_unenroll(withdrawn, effects),
             Event::SettingsRestored { complete: whole } => {
                 (self.task, self.host_acquired, self.settings_restored) = (None, false, whole)
             }
-            Event::TaskFailed(why) => self.handle_task_failure(why, actions),
-            Event::SettingsOverwritten(why) => self.yield_to_other_writer(why, actions),
+            Event::TaskFailed(why) => self.handle_task_failure(why, effects),
+            Event::SettingsOverwritten(why) => self.yield_to_other_writer(why, effects),
             Event::TunerChanged(tuner) => {
                 if let Some(name) = tuner.as_ref().filter(|_| self.tuner.is_none() && !self.rules.ignore_tuners) {
                     let why = format!("{name} tunes KSM");
-                    actions.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::OtherWriter, why));
+                    effects.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::OtherWriter, why));
                 }
                 self.tuner = tuner;
             }
@@ -119,7 +119,7 @@ impl DaemonState {
         }
     }
 
-    fn update_readings(&mut self, readings: TickReadings, actions: &mut Vec<Action>) {
+    fn update_readings(&mut self, readings: TickReadings, effects: &mut Vec<Effect>) {
         self.cpu_budget.update(self.now, readings.cpu_spent);
         (self.available, self.time_of_day) = (readings.available, Some(readings.time_of_day));
         self.shortage = Shortage::for_host(readings.pressure_percent, readings.available, readings.total);
@@ -143,13 +143,13 @@ impl DaemonState {
             member.defer_if_idle(self.now, rarest);
         }
         if let Some(waits) = readings.wait_times {
-            self.back_off_on_slowdown(&waits, actions);
+            self.back_off_on_slowdown(&waits, effects);
         }
     }
 
     /// Back off when programs are slowed down. A running census completes, otherwise a host that is always busy would
     /// get none. A merge is halted and repeated at a lower pace.
-    fn back_off_on_slowdown(&mut self, waits: &WaitTimes, actions: &mut Vec<Action>) {
+    fn back_off_on_slowdown(&mut self, waits: &WaitTimes, effects: &mut Vec<Effect>) {
         let works = matches!(self.task, Some(DaemonTask::Census(..) | DaemonTask::Merge(_)));
         let slowest = self.slowdown.is_at_lowest_pace();
         let Some((pause, why)) = self.slowdown.observe(waits, works, self.rules.max_slowdown, self.now) else { return };
@@ -159,15 +159,15 @@ impl DaemonState {
             _ => ("", " and then merges more slowly"),
         };
         let why = format!("{why}: {first}the daemon pauses for {} s{then}", pause.as_secs());
-        actions.push(self.report_decision(DecisionKind::Pause, &[], DecisionReason::Slowdown, why));
+        effects.push(self.report_decision(DecisionKind::Pause, &[], DecisionReason::Slowdown, why));
         self.reported_pause = Some(DecisionReason::Slowdown);
         if halts && !self.task_halted {
             self.task_halted = true;
-            actions.push(Action::Halt);
+            effects.push(Effect::Halt);
         }
     }
 
-    fn handle_arrival(&mut self, arrival: ProcessArrival, actions: &mut Vec<Action>) {
+    fn handle_arrival(&mut self, arrival: ProcessArrival, effects: &mut Vec<Effect>) {
         let (process, excluded) = (arrival.process, arrival.exclusion_reason.clone());
         let before = self.tracked.get(&process).map(|member| member.exclusion_reason.clone());
         match self.tracked.get_mut(&process) {
@@ -204,11 +204,11 @@ impl DaemonState {
             }
         }
         if let Some(why) = excluded.filter(|why| before != Some(Some(why.clone()))) {
-            actions.push(self.report_decision(DecisionKind::Skip, &[process], DecisionReason::Excluded, why));
+            effects.push(self.report_decision(DecisionKind::Skip, &[process], DecisionReason::Excluded, why));
         }
     }
 
-    fn handle_census(&mut self, mut found: CensusSummary, actions: &mut Vec<Action>) {
+    fn handle_census(&mut self, mut found: CensusSummary, effects: &mut Vec<Effect>) {
         let Some(DaemonTask::Census(turns, processes)) = self.task.take() else { return };
         let overran = self.account_census(&found);
         for process in &processes {
@@ -243,9 +243,9 @@ impl DaemonState {
         if has_new {
             return;
         }
-        self.report_unprofitable(unprofitable, &turns, actions);
+        self.report_unprofitable(unprofitable, &turns, effects);
         if !profitable.is_empty() {
-            self.decide_merge(profitable, actions);
+            self.decide_merge(profitable, effects);
         }
     }
 
@@ -322,25 +322,25 @@ impl DaemonState {
         &mut self,
         candidates: Vec<JudgedCandidate>,
         turns: &[ProcessId],
-        actions: &mut Vec<Action>,
+        effects: &mut Vec<Effect>,
     ) {
         let of_turn = candidates.into_iter().filter(|(process, _)| turns.contains(process));
         let (processes, sum) = merge_estimate::sum_estimates(of_turn);
         if !processes.is_empty() {
             let why = format!("it would save {sum} (limit: {})", self.rules.max_cpu_seconds_per_mib);
-            actions.push(self.report_decision(DecisionKind::Skip, &processes, DecisionReason::Unprofitable, why));
+            effects.push(self.report_decision(DecisionKind::Skip, &processes, DecisionReason::Unprofitable, why));
         }
     }
 
     /// Decide to merge profitable candidates, and start that if the daemon may act.
-    fn decide_merge(&mut self, candidates: Vec<JudgedCandidate>, actions: &mut Vec<Action>) {
+    fn decide_merge(&mut self, candidates: Vec<JudgedCandidate>, effects: &mut Vec<Effect>) {
         let reservations: Vec<f64> = candidates
             .iter()
             .map(|(_, estimate)| estimate.ksmd_time.as_secs_f64() * MERGE_RESERVATION_FACTOR)
             .collect();
         let (processes, sum) = merge_estimate::sum_estimates(candidates);
         let acts = self.may_act() && self.host_acquired && self.shutdown_stage.is_none();
-        actions.push(Action::Report(Decision {
+        effects.push(Effect::Report(Decision {
             kind: DecisionKind::Merge,
             processes: processes.clone(),
             reason: DecisionReason::Profitable,
@@ -363,15 +363,15 @@ impl DaemonState {
                 member.reserved_merge_seconds = seconds;
             }
         }
-        self.start_task(DaemonTask::Merge(processes.clone()), Action::Merge { processes, cpu_share }, actions);
+        self.start_task(DaemonTask::Merge(processes.clone()), Effect::Merge { processes, cpu_share }, effects);
     }
 
-    fn handle_merged_check(&mut self, looked: MergedCheckSummary, actions: &mut Vec<Action>) {
+    fn handle_merged_check(&mut self, looked: MergedCheckSummary, effects: &mut Vec<Effect>) {
         self.task = None;
         let found = looked.unenrolled_bytes > Bytes::ZERO;
         if found {
             let why = format!("{} were written again soon after merging", looked.unenrolled_bytes);
-            actions.push(self.report_decision(
+            effects.push(self.report_decision(
                 DecisionKind::Unenroll,
                 &looked.unenrolled_from,
                 DecisionReason::CowBreaks,
@@ -379,7 +379,7 @@ impl DaemonState {
             ));
         }
         if let Some(stuck) = looked.failed_unenrolls {
-            self.report_failed_unenrolls(stuck, actions);
+            self.report_failed_unenrolls(stuck, effects);
         }
         let calm = (self.merged_check.1 * 2)
             .min(MAX_MERGED_CHECK_INTERVAL)
@@ -389,11 +389,11 @@ impl DaemonState {
     }
 
     /// Report ranges that could not be unenrolled, where the failure is new.
-    fn report_failed_unenrolls(&mut self, stuck: Vec<(ProcessId, String)>, actions: &mut Vec<Action>) {
+    fn report_failed_unenrolls(&mut self, stuck: Vec<(ProcessId, String)>, effects: &mut Vec<Effect>) {
         let before = std::mem::take(&mut self.failed_unenrolls);
         for (process, why) in stuck {
             if before.get(&process) != Some(&why) {
-                actions.push(self.report_decision(
+                effects.push(self.report_decision(
                     DecisionKind::Refuse,
                     &[process],
                     DecisionReason::Refused,
@@ -404,7 +404,7 @@ impl DaemonState {
         }
     }
 
-    fn handle_merge(&mut self, merged: MergeSummary, actions: &mut Vec<Action>) {
+    fn handle_merge(&mut self, merged: MergeSummary, effects: &mut Vec<Effect>) {
         let overran = self.task_halted && self.cpu_budget.available_seconds() <= 0.0;
         if let Some(DaemonTask::Merge(processes)) = self.task.take() {
             self.record_merge(&processes, overran);
@@ -415,24 +415,24 @@ impl DaemonState {
             }
         }
         for (process, why) in &merged.refused {
-            actions.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Refused, why.clone()));
+            effects.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Refused, why.clone()));
             if let Some(member) = self.tracked.get_mut(process) {
                 member.record_refusal(self.now, &self.rules);
             }
         }
         if merged.unenrolled_bytes > Bytes::ZERO {
             let why = format!("{} were written again soon after merging", merged.unenrolled_bytes);
-            actions.push(self.report_decision(
+            effects.push(self.report_decision(
                 DecisionKind::Unenroll,
                 &merged.unenrolled_from,
                 DecisionReason::CowBreaks,
                 why,
             ));
         }
-        self.report_failed_unenrolls(merged.failed_unenrolls, actions);
+        self.report_failed_unenrolls(merged.failed_unenrolls, effects);
         self.merged_check = (self.now + self.rules.min_scan_interval, self.rules.min_scan_interval);
         if let Some(why) = merged.settings_overwritten {
-            return self.yield_to_other_writer(why, actions);
+            return self.yield_to_other_writer(why, effects);
         }
         // A halted merge leaves metadata of pages that ksmd has scanned only once.
         let judged = !self.task_halted;
@@ -461,7 +461,7 @@ impl DaemonState {
         if fell_short && !others.is_empty() {
             let reached = Bytes(merged.net.0.max(0).unsigned_abs());
             let why = format!("{reached} saved of {} predicted: the next scan is delayed", merged.predicted);
-            actions.push(self.report_decision(DecisionKind::Skip, &others, DecisionReason::Unprofitable, why));
+            effects.push(self.report_decision(DecisionKind::Skip, &others, DecisionReason::Unprofitable, why));
         }
         let in_vain =
             fell_short || merged.cpu_time.as_secs_f64() > self.rules.max_cpu_seconds_per_mib * mib && !self.task_halted;
@@ -496,7 +496,7 @@ impl DaemonState {
     }
 
     /// Processes that could not be unenrolled are tried again; new failures are reported.
-    fn handle_unenroll(&mut self, withdrawn: UnenrollSummary, actions: &mut Vec<Action>) {
+    fn handle_unenroll(&mut self, withdrawn: UnenrollSummary, effects: &mut Vec<Effect>) {
         let Some(DaemonTask::Unenroll(extents)) = self.task.take() else { return };
         // If a wider scope was requested meanwhile, that request stays pending.
         let extent = |process: &ProcessId| extents.get(process).copied().unwrap_or(UnenrollScope::DaemonEnrolled);
@@ -511,14 +511,14 @@ impl DaemonState {
                     UnenrollScope::AllMerged => "it has no merged pages any more",
                     UnenrollScope::DaemonEnrolled => "the ranges that the daemon enrolled are unenrolled",
                 };
-                actions.push(self.report_decision(DecisionKind::Unenroll, &[process], reason, why));
+                effects.push(self.report_decision(DecisionKind::Unenroll, &[process], reason, why));
             }
         }
         for (process, why) in withdrawn.failed_unenrolls {
             let (told, extent) = (format!("not unenrolled: {why}"), extent(&process));
             let member = self.tracked.get_mut(&process).filter(|member| is_all(member, extent));
             if member.is_some_and(|member| member.record_unenroll_failure(why, withdrawn.cpu_time, self.now)) {
-                actions.push(self.report_decision(DecisionKind::Refuse, &[process], DecisionReason::Refused, told));
+                effects.push(self.report_decision(DecisionKind::Refuse, &[process], DecisionReason::Refused, told));
             }
         }
     }
@@ -534,7 +534,7 @@ impl DaemonState {
         });
     }
 
-    fn handle_task_failure(&mut self, why: String, actions: &mut Vec<Action>) {
+    fn handle_task_failure(&mut self, why: String, effects: &mut Vec<Effect>) {
         match self.task.take() {
             Some(DaemonTask::AcquireHost) => self.record_host_busy(why.clone()),
             Some(DaemonTask::RestoreSettings) => (self.host_acquired, self.settings_restored) = (false, false),
@@ -557,19 +557,19 @@ impl DaemonState {
                 self.task = Some(DaemonTask::Unenroll(extents));
                 return self.handle_unenroll(
                     UnenrollSummary { failed_unenrolls: refused, ..UnenrollSummary::default() },
-                    actions,
+                    effects,
                 );
             }
             Some(DaemonTask::CheckMerged | DaemonTask::Sweep) | None => {
                 self.merged_check = (self.now + MAX_MERGED_CHECK_INTERVAL, MAX_MERGED_CHECK_INTERVAL)
             }
         }
-        actions.push(self.report_decision(DecisionKind::Refuse, &[], DecisionReason::Failed, why));
+        effects.push(self.report_decision(DecisionKind::Refuse, &[], DecisionReason::Failed, why));
     }
 
-    fn yield_to_other_writer(&mut self, why: String, actions: &mut Vec<Action>) {
+    fn yield_to_other_writer(&mut self, why: String, effects: &mut Vec<Effect>) {
         if self.settings_overwritten.is_none() {
-            actions.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::OtherWriter, why.clone()));
+            effects.push(self.report_decision(DecisionKind::Yield, &[], DecisionReason::OtherWriter, why.clone()));
         }
         self.settings_overwritten = Some(why);
     }

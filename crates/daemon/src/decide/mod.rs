@@ -1,9 +1,9 @@
-//! The daemon's decisions: from events on a host to actions.
+//! The daemon's decisions: from events on a host to effects.
 //!
-//! [`step`] takes the state, a time and an event, and returns the next state and the actions to execute. It uses no
-//! clock and no host. So a recorded day is replayed in no time, and the same seed and events give the same actions.
+//! [`step`] takes the state, a time and an event, and returns the next state and the effects to execute. It uses no
+//! clock and no host. So a recorded day is replayed in no time, and the same seed and events give the same effects.
 //!
-//! At most one task runs at a time: every action except [`Action::Report`], [`Action::Halt`] and [`Action::End`] is
+//! At most one task runs at a time: every effect except [`Effect::Report`], [`Effect::Halt`] and [`Effect::End`] is
 //! answered by one event before the next one is ordered.
 //!
 //! # Scan schedule
@@ -47,7 +47,7 @@ pub mod token_bucket;
 pub mod tracked;
 
 pub use event::{
-    Action, CensusSummary, Decision, DecisionKind, DecisionReason, Event, MergeCandidate, MergeSummary,
+    CensusSummary, Decision, DecisionKind, DecisionReason, Effect, Event, MergeCandidate, MergeSummary,
     MergedCheckSummary, TickReadings, UnenrollScope, UnenrollSummary,
 };
 pub use remerge_backoff::RemergeBackoff;
@@ -158,16 +158,16 @@ pub struct DaemonState {
     reported_pause: Option<DecisionReason>,
 }
 
-/// The state after an event, and the actions to execute.
-pub fn step(mut state: DaemonState, at: Duration, event: Event) -> (DaemonState, Vec<Action>) {
-    let mut actions = Vec::new();
+/// The state after an event, and the effects to execute.
+pub fn step(mut state: DaemonState, at: Duration, event: Event) -> (DaemonState, Vec<Effect>) {
+    let mut effects = Vec::new();
     if !state.ended {
         state.now = state.now.max(at);
-        state.handle_event(event, &mut actions);
-        state.halt_if_unwanted(&mut actions);
-        state.begin(&mut actions);
+        state.handle_event(event, &mut effects);
+        state.halt_if_unwanted(&mut effects);
+        state.begin(&mut effects);
     }
-    (state, actions)
+    (state, effects)
 }
 
 impl DaemonState {
@@ -333,10 +333,10 @@ impl DaemonState {
         whom: &[ProcessId],
         reason: DecisionReason,
         why: impl Into<String>,
-    ) -> Action {
+    ) -> Effect {
         let acted =
             !matches!(what, DecisionKind::Skip | DecisionKind::Refuse | DecisionKind::Pause | DecisionKind::Yield);
-        Action::Report(Decision {
+        Effect::Report(Decision {
             kind: what,
             processes: whom.to_vec(),
             reason,
@@ -364,7 +364,7 @@ impl DaemonState {
     }
 
     /// Halt the current task if it exceeds the CPU budget or is no longer wanted.
-    fn halt_if_unwanted(&mut self, actions: &mut Vec<Action>) {
+    fn halt_if_unwanted(&mut self, effects: &mut Vec<Effect>) {
         let wanted = match &self.task {
             Some(DaemonTask::Census(..) | DaemonTask::Merge(_)) if self.domains_changed => false,
             Some(DaemonTask::Census(..)) => {
@@ -377,13 +377,13 @@ impl DaemonState {
         };
         if (!wanted || self.cpu_budget.available_seconds() <= 0.0) && !self.task_halted {
             self.task_halted = true;
-            actions.push(Action::Halt);
+            effects.push(Effect::Halt);
         }
     }
 
-    fn start_task(&mut self, work: DaemonTask, action: Action, actions: &mut Vec<Action>) {
+    fn start_task(&mut self, work: DaemonTask, effect: Effect, effects: &mut Vec<Effect>) {
         (self.task, self.task_halted, self.domains_changed) = (Some(work), false, false);
         self.task_start_cpu_time = self.cpu_budget.total_spent();
-        actions.push(action);
+        effects.push(effect);
     }
 }

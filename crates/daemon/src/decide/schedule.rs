@@ -1,7 +1,7 @@
 //! Choosing the next task.
 
 use super::{
-    Action, DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, PendingUnenroll, ScanCause,
+    DaemonMode, DaemonState, DaemonTask, DecisionKind, DecisionReason, Effect, PendingUnenroll, ScanCause,
     ShutdownStage, TrackedProcess, UnenrollScope,
 };
 use pagefold_base::domain::TrustDomain;
@@ -44,27 +44,27 @@ const EARLY_SCAN_INTERVAL_SHARE: f64 = 0.25;
 
 impl DaemonState {
     /// Start the next task, if none runs and there is one.
-    pub(super) fn begin(&mut self, actions: &mut Vec<Action>) {
+    pub(super) fn begin(&mut self, effects: &mut Vec<Effect>) {
         if self.task.is_some() {
             return;
         }
         if let Some(stopping) = self.shutdown_stage {
-            return self.shut_down(stopping, actions);
+            return self.shut_down(stopping, effects);
         }
         match (self.may_act(), self.host_acquired) {
             (false, true) => {
                 let others = !self.paused && self.yield_reason().is_some();
                 let reason = if others { DecisionReason::OtherWriter } else { DecisionReason::Operator };
-                actions.push(self.report_decision(
+                effects.push(self.report_decision(
                     DecisionKind::Restore,
                     &[],
                     reason,
                     "KSM's settings are restored, and merged pages stay merged",
                 ));
-                return self.start_task(DaemonTask::RestoreSettings, Action::RestoreSettings, actions);
+                return self.start_task(DaemonTask::RestoreSettings, Effect::RestoreSettings, effects);
             }
             (true, false) if self.now >= self.acquire_host_after => {
-                return self.start_task(DaemonTask::AcquireHost, Action::AcquireHost, actions);
+                return self.start_task(DaemonTask::AcquireHost, Effect::AcquireHost, effects);
             }
             (true, false) => return,
             _ => {}
@@ -83,19 +83,19 @@ impl DaemonState {
                 member.pending_unenroll.as_ref().is_some_and(tries) && !member.is_cgroup_memory_short(&self.rules)
             });
             if !leaving.is_empty() {
-                return self.report_and_unenroll(leaving, actions);
+                return self.report_and_unenroll(leaving, effects);
             }
         }
         if self.host_acquired && self.now >= self.merged_check.0 && self.tracked.values().any(|member| member.enrolled)
         {
             return self.start_task(
                 DaemonTask::CheckMerged,
-                Action::CheckMerged { unenroll: !self.is_host_memory_short() },
-                actions,
+                Effect::CheckMerged { unenroll: !self.is_host_memory_short() },
+                effects,
             );
         }
         if self.time_of_day.is_some_and(|time| self.rules.quiet_hours.iter().any(|hours| hours.contains(time))) {
-            return self.report_pause(DecisionReason::QuietHours, "these are quiet hours", actions);
+            return self.report_pause(DecisionReason::QuietHours, "these are quiet hours", effects);
         }
         // Until ksmd visits exited processes, the kernel counts their pages as merged and keeps their metadata.
         if self.host_acquired
@@ -103,7 +103,7 @@ impl DaemonState {
             && self.cpu_budget.available_seconds() > 0.0
         {
             self.sweep_at = None;
-            return self.start_task(DaemonTask::Sweep, Action::Sweep, actions);
+            return self.start_task(DaemonTask::Sweep, Effect::Sweep, effects);
         }
         let enough = |keep: Bytes| self.available.is_some_and(|available| available >= keep);
         let at_goal = self.rules.keep_available.is_some_and(enough);
@@ -111,39 +111,39 @@ impl DaemonState {
         let due = self.due_processes(rests);
         if rests && due.is_empty() {
             if at_goal {
-                return self.report_pause(DecisionReason::MemoryGoal, "available memory is above the goal", actions);
+                return self.report_pause(DecisionReason::MemoryGoal, "available memory is above the goal", effects);
             }
             self.reported_pause = Some(DecisionReason::Slowdown);
             return;
         }
         let told = self.reported_pause;
-        self.begin_census(due, actions);
+        self.begin_census(due, effects);
         // All other processes stay paused.
         self.reported_pause = self.reported_pause.or(told.filter(|_| rests));
     }
 
     /// Shut down: unenroll what is enrolled, where requested and allowed, and restore KSM's settings.
-    fn shut_down(&mut self, stopping: ShutdownStage, actions: &mut Vec<Action>) {
+    fn shut_down(&mut self, stopping: ShutdownStage, effects: &mut Vec<Effect>) {
         let merged = self.processes_where(|member| member.enrolled || member.pending_unenroll.is_some());
         if stopping == ShutdownStage::UnmergePending && !merged.is_empty() {
             if self.host_acquired {
                 self.shutdown_stage = Some(ShutdownStage::UnmergeTried);
                 self.request_unenroll(&merged, DecisionReason::Stopped);
-                actions.push(self.report_decision(
+                effects.push(self.report_decision(
                     DecisionKind::Unenroll,
                     &merged,
                     DecisionReason::Stopped,
                     DecisionReason::Stopped.unenroll_explanation(),
                 ));
-                return self.start_unenroll(merged, actions);
+                return self.start_unenroll(merged, effects);
             }
             // A stop with unmerging unmerges pages even while the daemon is paused.
             if self.may_acquire_host() {
-                return self.start_task(DaemonTask::AcquireHost, Action::AcquireHost, actions);
+                return self.start_task(DaemonTask::AcquireHost, Effect::AcquireHost, effects);
             }
         }
         if self.host_acquired {
-            return self.start_task(DaemonTask::RestoreSettings, Action::RestoreSettings, actions);
+            return self.start_task(DaemonTask::RestoreSettings, Effect::RestoreSettings, effects);
         }
         // Merged pages may stay merged, except those of processes that were to be unenrolled before.
         let to_leave = |member: &TrackedProcess| member.pending_unenroll.is_some();
@@ -156,10 +156,10 @@ impl DaemonState {
             let leaving = self.tracked[process].pending_unenroll.as_ref();
             let why = leaving.and_then(|leaving| leaving.last_failure.as_ref()).unwrap_or(&rests);
             let why = format!("it stays merged: {why}");
-            actions.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Stopped, why));
+            effects.push(self.report_decision(DecisionKind::Refuse, &[*process], DecisionReason::Stopped, why));
         }
         self.ended = true;
-        actions.push(Action::End { complete: self.settings_restored && stay.is_empty() });
+        effects.push(Effect::End { complete: self.settings_restored && stay.is_empty() });
     }
 
     /// The tracked processes that satisfy `fits`.
@@ -167,13 +167,13 @@ impl DaemonState {
         self.tracked.iter().filter(|(_, member)| fits(member)).map(|(process, _)| *process).collect()
     }
 
-    fn report_and_unenroll(&mut self, processes: Vec<ProcessId>, actions: &mut Vec<Action>) {
+    fn report_and_unenroll(&mut self, processes: Vec<ProcessId>, effects: &mut Vec<Effect>) {
         for &process in &processes {
             // Repeated tries were reported before.
             let first =
                 self.tracked[&process].pending_unenroll.as_ref().filter(|leaving| leaving.last_failure.is_none());
             if let Some(reason) = first.map(|leaving| leaving.reason) {
-                actions.push(self.report_decision(
+                effects.push(self.report_decision(
                     DecisionKind::Unenroll,
                     &[process],
                     reason,
@@ -181,10 +181,10 @@ impl DaemonState {
                 ));
             }
         }
-        self.start_unenroll(processes, actions);
+        self.start_unenroll(processes, effects);
     }
 
-    fn start_unenroll(&mut self, processes: Vec<ProcessId>, actions: &mut Vec<Action>) {
+    fn start_unenroll(&mut self, processes: Vec<ProcessId>, effects: &mut Vec<Effect>) {
         let extent = |process| {
             self.tracked[process]
                 .pending_unenroll
@@ -192,14 +192,14 @@ impl DaemonState {
                 .map_or(UnenrollScope::DaemonEnrolled, PendingUnenroll::scope)
         };
         let extents: BTreeMap<_, _> = processes.iter().map(|process| (*process, extent(process))).collect();
-        self.start_task(DaemonTask::Unenroll(extents.clone()), Action::Unenroll(extents), actions);
+        self.start_task(DaemonTask::Unenroll(extents.clone()), Effect::Unenroll(extents), effects);
     }
 
     /// Report once why nothing is done.
-    fn report_pause(&mut self, reason: DecisionReason, why: &str, actions: &mut Vec<Action>) {
+    fn report_pause(&mut self, reason: DecisionReason, why: &str, effects: &mut Vec<Effect>) {
         if self.reported_pause != Some(reason) {
             self.reported_pause = Some(reason);
-            actions.push(self.report_decision(DecisionKind::Pause, &[], reason, why));
+            effects.push(self.report_decision(DecisionKind::Pause, &[], reason, why));
         }
     }
 
@@ -225,7 +225,7 @@ impl DaemonState {
     }
 
     /// Take a census of the due processes, as far as CPU time allows.
-    fn begin_census(&mut self, due: Vec<ProcessId>, actions: &mut Vec<Action>) {
+    fn begin_census(&mut self, due: Vec<ProcessId>, effects: &mut Vec<Effect>) {
         if due.is_empty() {
             self.reported_pause = None;
             return;
@@ -236,12 +236,12 @@ impl DaemonState {
         let chosen = self.choose_affordable(&possible);
         if !impossible.is_empty() {
             let why = "a census of it takes more CPU time than the burst: set a larger burst";
-            actions.push(self.report_decision(DecisionKind::Refuse, &impossible, DecisionReason::Budget, why));
+            effects.push(self.report_decision(DecisionKind::Refuse, &impossible, DecisionReason::Budget, why));
             self.back_off(&impossible);
         }
         let Some(chosen) = chosen else {
             if !possible.is_empty() {
-                self.report_pause(DecisionReason::Budget, "the CPU budget is used up for now", actions);
+                self.report_pause(DecisionReason::Budget, "the CPU budget is used up for now", effects);
             }
             return;
         };
@@ -256,11 +256,11 @@ impl DaemonState {
             }
             ScanCause::Due => "not scanned for long",
         };
-        actions.push(self.report_decision(DecisionKind::Census, &turns, cause.into(), why));
+        effects.push(self.report_decision(DecisionKind::Census, &turns, cause.into(), why));
         if self.can_never_afford_partner(&chosen) {
             let why = "a census of it and another process takes more CPU time than the burst, so it is scanned \
                        alone and no shared pages are found: set a larger burst";
-            actions.push(self.report_decision(DecisionKind::Refuse, &turns, DecisionReason::Budget, why));
+            effects.push(self.report_decision(DecisionKind::Refuse, &turns, DecisionReason::Budget, why));
         }
         for process in &turns {
             if let Some(member) = self.tracked.get_mut(process) {
@@ -268,7 +268,7 @@ impl DaemonState {
             }
         }
         let processes: Vec<ProcessId> = chosen.into_iter().collect();
-        self.start_task(DaemonTask::Census(turns, processes.clone()), Action::Census(processes), actions);
+        self.start_task(DaemonTask::Census(turns, processes.clone()), Effect::Census(processes), effects);
     }
 
     /// The due processes in order of priority. With `squeezed`, only processes that are short of memory in their

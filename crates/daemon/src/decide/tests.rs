@@ -32,7 +32,7 @@ fn rules(mode: DaemonMode) -> DaemonRules {
     DaemonRules { mode, ..DaemonRules::default() }
 }
 
-/// A simulated host that executes actions: each task takes some ticks and CPU time.
+/// A simulated host that executes effects: each task takes some ticks and CPU time.
 struct SimulatedHost {
     state: DaemonState,
     now: Duration,
@@ -89,7 +89,7 @@ struct SimulatedHost {
     restore_completes: bool,
     /// A process whose presence multiplies the time of a census.
     costly_process: Option<(ProcessId, f64)>,
-    trace: Vec<(Duration, Action)>,
+    trace: Vec<(Duration, Effect)>,
     /// Time, total CPU seconds, and the part of these that cannot be halted.
     readings: Vec<(f64, f64, f64)>,
 }
@@ -136,11 +136,11 @@ impl SimulatedHost {
     }
 
     fn deliver(&mut self, event: Event) {
-        let (state, actions) = step(self.state.clone(), self.now, event);
+        let (state, effects) = step(self.state.clone(), self.now, event);
         self.state = state;
-        for action in actions {
-            self.trace.push((self.now, action.clone()));
-            self.carry_out(action);
+        for effect in effects {
+            self.trace.push((self.now, effect.clone()));
+            self.carry_out(effect);
         }
     }
 
@@ -150,17 +150,17 @@ impl SimulatedHost {
         self.pending_answer = Some((self.now + Duration::from_secs_f64(seconds), event));
     }
 
-    fn carry_out(&mut self, action: Action) {
-        if !matches!(action, Action::Report(_) | Action::Halt) {
-            self.task_cpu_rate = if let Action::Merge { cpu_share: share, .. } = action {
+    fn carry_out(&mut self, effect: Effect) {
+        if !matches!(effect, Effect::Report(_) | Effect::Halt) {
+            self.task_cpu_rate = if let Effect::Merge { cpu_share: share, .. } = effect {
                 self.cpu_per_second * share
             } else {
                 self.cpu_per_second
             };
         }
-        match action {
-            Action::Report(_) | Action::End { .. } => {}
-            Action::Halt => {
+        match effect {
+            Effect::Report(_) | Effect::End { .. } => {}
+            Effect::Halt => {
                 if let Some((at, event)) = &mut self.pending_answer {
                     *at = self.now;
                     if let Event::CensusDone(found) = event {
@@ -168,17 +168,17 @@ impl SimulatedHost {
                     }
                 }
             }
-            Action::AcquireHost => {
+            Effect::AcquireHost => {
                 assert!(!self.acquired);
                 self.acquired = self.host_busy_reason.is_none();
                 self.schedule_answer(0.0, Event::HostAcquired(self.host_busy_reason.clone().map_or(Ok(()), Err)));
             }
-            Action::RestoreSettings => {
+            Effect::RestoreSettings => {
                 assert!(self.acquired);
                 self.acquired = false;
                 self.schedule_answer(0.0, Event::SettingsRestored { complete: self.restore_completes });
             }
-            Action::Census(processes) => {
+            Effect::Census(processes) => {
                 assert!(
                     processes.iter().all(|process| !self.unenroll_failed.contains(process)),
                     "it is to be unenrolled"
@@ -216,7 +216,7 @@ impl SimulatedHost {
                 found.sketches.extend(processes.iter().filter_map(|who| Some((*who, self.sketches.get(who)?.clone()))));
                 self.schedule_answer(long, Event::CensusDone(found));
             }
-            Action::Merge { processes, cpu_share: share } => {
+            Effect::Merge { processes, cpu_share: share } => {
                 assert!(self.acquired && share > 0.0 && share <= 1.0);
                 assert!(
                     processes.iter().all(|process| !self.unenroll_failed.contains(process)),
@@ -238,7 +238,7 @@ impl SimulatedHost {
                 };
                 self.schedule_answer(self.merge_seconds, Event::MergeDone(merged));
             }
-            Action::CheckMerged { .. } => {
+            Effect::CheckMerged { .. } => {
                 assert!(self.acquired);
                 self.schedule_answer(
                     0.0,
@@ -249,11 +249,11 @@ impl SimulatedHost {
                     }),
                 );
             }
-            Action::Sweep => {
+            Effect::Sweep => {
                 assert!(self.acquired && self.state.cpu_budget().available_seconds() > 0.0);
                 self.schedule_answer(0.1, Event::SweepDone { complete: self.sweep_completes });
             }
-            Action::Unenroll(extents) => {
+            Effect::Unenroll(extents) => {
                 assert!(self.acquired && (!self.state.is_host_memory_short() || self.state.shutdown_stage.is_some()));
                 let processes: Vec<ProcessId> = extents.into_keys().collect();
                 let squeezed = |process| {
@@ -320,8 +320,8 @@ impl SimulatedHost {
     }
 
     fn merge_cpu_shares(&self) -> Vec<f64> {
-        let shares = self.trace.iter().filter_map(|(_, action)| match action {
-            Action::Merge { cpu_share: share, .. } => Some(*share),
+        let shares = self.trace.iter().filter_map(|(_, effect)| match effect {
+            Effect::Merge { cpu_share: share, .. } => Some(*share),
             _ => None,
         });
         shares.collect()
@@ -331,8 +331,8 @@ impl SimulatedHost {
         (0..seconds * 4).for_each(|_| self.tick());
     }
 
-    fn count_actions(&self, wanted: impl Fn(&Action) -> bool) -> usize {
-        self.trace.iter().filter(|(_, action)| wanted(action)).count()
+    fn count_effects(&self, wanted: impl Fn(&Effect) -> bool) -> usize {
+        self.trace.iter().filter(|(_, effect)| wanted(effect)).count()
     }
 
     /// An operator enrolls the process, or it exits: earlier failures no longer count.
@@ -344,20 +344,20 @@ impl SimulatedHost {
     /// Whether the shutdown was complete, once the daemon has ended.
     fn ended(&self) -> Option<bool> {
         match self.trace.last() {
-            Some((_, Action::End { complete: whole })) => Some(*whole),
+            Some((_, Effect::End { complete: whole })) => Some(*whole),
             _ => None,
         }
     }
 
     fn count_decisions(&self, what: DecisionKind, reason: DecisionReason) -> usize {
-        self.count_actions(
-            |action| matches!(action, Action::Report(said) if (said.kind, said.reason) == (what, reason)),
+        self.count_effects(
+            |effect| matches!(effect, Effect::Report(said) if (said.kind, said.reason) == (what, reason)),
         )
     }
 }
 
-fn is_census(action: &Action) -> bool {
-    matches!(action, Action::Census(_))
+fn is_census(effect: &Effect) -> bool {
+    matches!(effect, Effect::Census(_))
 }
 
 #[test]
@@ -366,14 +366,14 @@ fn new_process_is_merged_within_seconds() {
     host.run(2);
     host.deliver(arrival(1));
     host.run(3);
-    assert!(host.count_actions(is_census) == 1 && host.enrolled.is_empty(), "the first scan only records its pages");
+    assert!(host.count_effects(is_census) == 1 && host.enrolled.is_empty(), "the first scan only records its pages");
     host.run(6);
     assert!(host.enrolled.contains(&id(1)), "{:?}", host.trace);
     host.deliver(arrival(3));
     host.run(9);
     assert!(host.enrolled.contains(&id(3)));
-    let last = host.trace.iter().rev().find_map(|(_, action)| match action {
-        Action::Census(processes) => Some(processes.clone()),
+    let last = host.trace.iter().rev().find_map(|(_, effect)| match effect {
+        Effect::Census(processes) => Some(processes.clone()),
         _ => None,
     });
     assert_eq!(last, Some(vec![id(1), id(3)]), "with a known process of its domain");
@@ -386,12 +386,12 @@ fn observe_mode_does_nothing_and_advise_mode_changes_nothing() {
         host.deliver(arrival(1));
         host.run(100);
         host.deliver(Event::Stop { unmerge: true });
-        assert_eq!(host.count_actions(is_census) > 0, censuses);
-        let changes = |action: &Action| {
-            !matches!(action, Action::Census(_) | Action::Report(_) | Action::Halt | Action::End { .. })
-                || matches!(action, Action::Report(said) if said.kind == DecisionKind::Merge && said.carried_out)
+        assert_eq!(host.count_effects(is_census) > 0, censuses);
+        let changes = |effect: &Effect| {
+            !matches!(effect, Effect::Census(_) | Effect::Report(_) | Effect::Halt | Effect::End { .. })
+                || matches!(effect, Effect::Report(said) if said.kind == DecisionKind::Merge && said.carried_out)
         };
-        assert_eq!(host.count_actions(changes), 0, "{:?}", host.trace);
+        assert_eq!(host.count_effects(changes), 0, "{:?}", host.trace);
         assert_eq!(host.count_decisions(DecisionKind::Merge, DecisionReason::Profitable) > 0, censuses);
         assert_eq!(host.ended(), Some(true), "nothing is merged");
     }
@@ -405,9 +405,9 @@ fn pause_releases_the_host() {
     host.deliver(Event::Pause);
     host.run(1);
     assert!(!host.acquired && host.state.status().0 == DaemonStatus::Paused);
-    let before = host.count_actions(is_census);
+    let before = host.count_effects(is_census);
     host.run(100);
-    assert_eq!(host.count_actions(is_census), before);
+    assert_eq!(host.count_effects(is_census), before);
     host.deliver(Event::Resume);
     host.run(10);
     assert!(host.acquired && host.enrolled.contains(&id(1)));
@@ -463,15 +463,15 @@ fn daemon_backs_off_while_programs_are_slowed_down() {
         (vec![1.0], 1)
     );
     assert_eq!(
-        host.count_actions(|action| *action == Action::Halt),
+        host.count_effects(|effect| *effect == Effect::Halt),
         1,
         "it is not merged at the pace that slows them down"
     );
     assert_eq!(host.state.status(), (DaemonStatus::Idle, "programs waited longer while it worked".into()));
-    let censuses = host.count_actions(is_census);
+    let censuses = host.count_effects(is_census);
     host.deliver(arrival(3));
     host.run(5);
-    assert_eq!(host.count_actions(is_census), censuses, "new processes wait, too");
+    assert_eq!(host.count_effects(is_census), censuses, "new processes wait, too");
     host.wait_share = 0.0;
     host.run(20);
     assert_eq!(host.merge_cpu_shares(), [1.0, 0.5]);
@@ -490,7 +490,7 @@ fn daemon_backs_off_while_programs_are_slowed_down() {
 
 #[test]
 fn checks_of_merged_pages_cost_little_cpu() {
-    let looks = |host: &SimulatedHost| host.count_actions(|action| matches!(action, Action::CheckMerged { .. }));
+    let looks = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::CheckMerged { .. }));
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     host.check_millis = 500;
     host.deliver(arrival(1));
@@ -536,7 +536,7 @@ fn unprofitable_merges_back_off() {
 /// Until ksmd visits exited processes, the kernel counts their pages as merged.
 #[test]
 fn ksmd_sweeps_ended_processes_soon_and_together() {
-    let swept = |host: &SimulatedHost| host.count_actions(|action| matches!(action, Action::Sweep));
+    let swept = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::Sweep));
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     [1, 2, 3, 4].into_iter().for_each(|pid| host.deliver(arrival(pid)));
     host.run(60);
@@ -635,12 +635,12 @@ fn daemon_pauses_above_memory_goal_and_in_quiet_hours() {
     host.deliver(arrival(1));
     host.run(20);
     assert_eq!(
-        (host.count_actions(is_census), host.count_decisions(DecisionKind::Pause, DecisionReason::MemoryGoal)),
+        (host.count_effects(is_census), host.count_decisions(DecisionKind::Pause, DecisionReason::MemoryGoal)),
         (0, 1)
     );
     host.available = Bytes(1 << 29);
     host.run(2);
-    assert!(host.count_actions(is_census) > 0);
+    assert!(host.count_effects(is_census) > 0);
     let mut host = SimulatedHost::new(DaemonRules {
         quiet_hours: vec![DailyHours { start_second: 0, end_second: 10, in_utc: false }],
         ..rules(DaemonMode::Act)
@@ -648,13 +648,13 @@ fn daemon_pauses_above_memory_goal_and_in_quiet_hours() {
     host.deliver(arrival(1));
     host.run(20);
     assert_eq!(
-        (host.count_actions(is_census), host.count_decisions(DecisionKind::Pause, DecisionReason::QuietHours)),
+        (host.count_effects(is_census), host.count_decisions(DecisionKind::Pause, DecisionReason::QuietHours)),
         (0, 1)
     );
     assert_eq!(host.state.scan_block_reason().as_deref(), Some("these are quiet hours"));
     host.second = 10;
     host.run(2);
-    assert!(host.count_actions(is_census) > 0 && host.state.scan_block_reason().is_none());
+    assert!(host.count_effects(is_census) > 0 && host.state.scan_block_reason().is_none());
 }
 
 #[test]
@@ -679,7 +679,7 @@ fn census_over_the_burst_is_refused() {
     let mut host = SimulatedHost::new(DaemonRules { burst: Duration::from_millis(10), ..rules(DaemonMode::Act) });
     host.deliver(arrival(1));
     host.run(100);
-    assert_eq!(host.count_actions(is_census), 0);
+    assert_eq!(host.count_effects(is_census), 0);
     assert!((1..5).contains(&host.count_decisions(DecisionKind::Refuse, DecisionReason::Budget)));
 }
 

@@ -1,6 +1,6 @@
 //! The daemon's main loop, with clock and threads.
 //!
-//! The main thread collects events, passes them to [`crate::decide::step`] and dispatches the resulting actions. A
+//! The main thread collects events, passes them to [`crate::decide::step`] and dispatches the resulting effects. A
 //! worker thread executes them, since a merge takes seconds during which an operator may ask for status or stop the
 //! daemon. New processes are reported by the host or found by polling ([`process_table`]).
 //!
@@ -26,7 +26,7 @@ pub use pagefold_sys::allocator::return_large_blocks_when_freed;
 pub use settings::DaemonSettings;
 pub use snapshot::{CpuUsage, LoggedDecision, PassSummary, SharingHistory, Snapshot, WorkResult};
 
-use crate::decide::{Action, DaemonState, DaemonStatus, Decision, Event, TickReadings, TrackedProcess, step};
+use crate::decide::{DaemonState, DaemonStatus, Decision, Effect, Event, TickReadings, TrackedProcess, step};
 use cgroup_shortages::CgroupShortageReader;
 use fair_share::WalkRequest;
 use jiff::tz::TimeZone;
@@ -463,22 +463,22 @@ impl<'h, 'a> Daemon<'h, 'a> {
         }
         self.save_operator_event(&event);
         let state = self.state.take().expect("the state is put back after every step");
-        let (state, actions) = step(state, self.event_time, event);
+        let (state, effects) = step(state, self.event_time, event);
         self.state = Some(state);
-        for action in actions {
-            match action {
-                Action::Report(decision) => self.log_decision(decision),
-                Action::Halt => self.cancel.store(true, Ordering::Relaxed),
-                Action::End { complete: whole } => {
+        for effect in effects {
+            match effect {
+                Effect::Report(decision) => self.log_decision(decision),
+                Effect::Halt => self.cancel.store(true, Ordering::Relaxed),
+                Effect::End { complete: whole } => {
                     self.restored_at_end = Some(whole);
                     if let Some(Err(why)) = self.operator_store.take().map(|operator| operator.remove_file()) {
                         (self.log)(&format!("the saved operator commands cannot be removed: {why}"));
                     }
                 }
-                action => {
+                effect => {
                     self.cancel = Arc::default();
                     let (settings, halt) = (Arc::clone(&self.settings), Arc::clone(&self.cancel));
-                    let order = WorkOrder { action, settings, cancel: halt };
+                    let order = WorkOrder { effect, settings, cancel: halt };
                     // If the worker has ended, the loop ends at its next tick.
                     let _ = self.work_orders.send(order);
                 }

@@ -11,7 +11,7 @@ use super::worker::{
 };
 use super::{DaemonSettings, Error, process_label};
 use crate::decide::{
-    Action, CensusSummary, DaemonState, Decision, Event, INITIAL_CENSUS_SECONDS_PER_MIB, TickReadings, TimeOfDay, step,
+    CensusSummary, DaemonState, Decision, Effect, Event, INITIAL_CENSUS_SECONDS_PER_MIB, TickReadings, TimeOfDay, step,
 };
 use pagefold_base::ProcessId;
 use pagefold_base::process::Process;
@@ -99,13 +99,13 @@ impl DaemonReplay {
         let mut state =
             self.state.take().unwrap_or_else(|| DaemonState::new(self.settings.rules.clone(), self.seed, at, ksmd));
         while let Some(event) = events.pop_front() {
-            let actions;
-            (state, actions) = step(state, at, event);
-            for action in actions {
-                match action {
-                    Action::Report(decision) => on_decision(&self.process_names(&decision), &decision),
-                    Action::Census(processes) => events.push_back(self.take_census(host, at, &processes)),
-                    Action::Halt | Action::End { .. } => {}
+            let effects;
+            (state, effects) = step(state, at, event);
+            for effect in effects {
+                match effect {
+                    Effect::Report(decision) => on_decision(&self.process_names(&decision), &decision),
+                    Effect::Census(processes) => events.push_back(self.take_census(host, at, &processes)),
+                    Effect::Halt | Effect::End { .. } => {}
                     _ => events.push_back(Event::TaskFailed("a recording cannot be changed".to_owned())),
                 }
             }

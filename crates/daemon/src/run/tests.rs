@@ -249,11 +249,11 @@ fn host_with_other_tuner_is_not_acquired() {
             daemon.event_time += IDLE_POLL_INTERVALS[0];
             daemon.tick().unwrap();
         }
-        work.try_iter().map(|order: WorkOrder| order.action).collect::<Vec<Action>>()
+        work.try_iter().map(|order: WorkOrder| order.effect).collect::<Vec<Effect>>()
     };
     assert_eq!(orders(&mut daemon), []);
     host.remove_process(77);
-    assert_eq!(orders(&mut daemon), [Action::AcquireHost]);
+    assert_eq!(orders(&mut daemon), [Effect::AcquireHost]);
 }
 
 #[test]
@@ -364,7 +364,7 @@ fn process_short_of_memory_is_scanned_first() {
         daemon.tick().unwrap();
         work.try_recv().ok()
     });
-    let Some(Action::Census(processes)) = first.map(|order: WorkOrder| order.action) else { panic!("no census") };
+    let Some(Effect::Census(processes)) = first.map(|order: WorkOrder| order.effect) else { panic!("no census") };
     assert!(processes.iter().any(|process| process.pid == Pid(FIRST_TRACKED_PID + 2)), "{processes:?}");
 }
 
@@ -410,7 +410,7 @@ fn work_progress_counts_host_answers() {
     let directory = tempfile::tempdir().unwrap();
     let worker = Worker::new(&counted, directory.path().to_owned(), sender).unwrap();
     let (orders, work) = mpsc::channel();
-    let order = WorkOrder { action: Action::AcquireHost, settings: Arc::default(), cancel: Arc::default() };
+    let order = WorkOrder { effect: Effect::AcquireHost, settings: Arc::default(), cancel: Arc::default() };
     orders.send(order).unwrap();
     drop(orders);
     worker.run(&work);

@@ -1,4 +1,4 @@
-//! Executes the daemon's actions one after the other, on a thread of its own.
+//! Executes the daemon's effects one after the other, on a thread of its own.
 //!
 //! The worker owns everything that changes the host: the session while it is held, the watched and unenrolled ranges,
 //! the stable ages of contents, and the plan of the last census. It answers each order with one event. The cost of a
@@ -6,7 +6,7 @@
 
 use super::{DaemonSettings, Message, WorkResult};
 use crate::decide::{
-    Action, CensusSummary, Event, MergeCandidate as Worth, MergeSummary, MergedCheckSummary, RemergeBackoff,
+    CensusSummary, Effect, Event, MergeCandidate as Worth, MergeSummary, MergedCheckSummary, RemergeBackoff,
     UnenrollScope, UnenrollSummary,
 };
 use pagefold_base::ksm::RMAP_ITEM_BYTES;
@@ -51,7 +51,7 @@ const REMEMBERED_PAGES_PER_READ_PAGE: u64 = 5;
 
 /// A task with the settings in force.
 pub(super) struct WorkOrder {
-    pub action: Action,
+    pub effect: Effect,
     pub settings: Arc<DaemonSettings>,
     /// Set to end the task soon.
     pub cancel: Arc<AtomicBool>,
@@ -117,7 +117,7 @@ impl<'h> Worker<'h> {
         loop {
             match receive_timeout(self.host, orders, OVERWRITE_CHECK_INTERVAL) {
                 Ok(order) => {
-                    let takes_much = matches!(order.action, Action::Census(_) | Action::Merge { .. });
+                    let takes_much = matches!(order.effect, Effect::Census(_) | Effect::Merge { .. });
                     let event = self.execute(order);
                     self.send(Message::Event(event));
                     if takes_much {
@@ -149,24 +149,24 @@ impl<'h> Worker<'h> {
         }
     }
 
-    fn execute(&mut self, WorkOrder { action, settings, cancel: halt }: WorkOrder) -> Event {
+    fn execute(&mut self, WorkOrder { effect, settings, cancel: halt }: WorkOrder) -> Event {
         self.cancel = halt;
         self.merge_monitor.set_max_pressure(settings.rules.pressure_percent);
-        let done = match action {
-            Action::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
-            Action::Census(processes) => self.take_census(&processes, &settings).map(Event::CensusDone),
-            Action::Merge { processes, cpu_share: share } => {
+        let done = match effect {
+            Effect::AcquireHost => Ok(Event::HostAcquired(self.acquire_host().map_err(|error| error.to_string()))),
+            Effect::Census(processes) => self.take_census(&processes, &settings).map(Event::CensusDone),
+            Effect::Merge { processes, cpu_share: share } => {
                 self.merge(&processes, share, &settings).map(Event::MergeDone)
             }
-            Action::CheckMerged { unenroll: withdraw } => {
+            Effect::CheckMerged { unenroll: withdraw } => {
                 self.check_merged_pages(withdraw, self.time_since_start()).map(Event::MergedCheckDone)
             }
-            Action::Sweep => self.sweep().map(|whole| Event::SweepDone { complete: whole }),
-            Action::Unenroll(processes) => {
+            Effect::Sweep => self.sweep().map(|whole| Event::SweepDone { complete: whole }),
+            Effect::Unenroll(processes) => {
                 self.unenroll(&processes, settings.rules.pressure_percent).map(Event::UnenrollDone)
             }
-            Action::RestoreSettings => self.restore_settings().map(|whole| Event::SettingsRestored { complete: whole }),
-            Action::Halt | Action::Report(_) | Action::End { .. } => return Event::TaskFailed("not a task".to_owned()),
+            Effect::RestoreSettings => self.restore_settings().map(|whole| Event::SettingsRestored { complete: whole }),
+            Effect::Halt | Effect::Report(_) | Effect::End { .. } => return Event::TaskFailed("not a task".to_owned()),
         };
         done.unwrap_or_else(|error| match error {
             Error::Session(error @ session::Error::SettingOverwritten { .. }) => {

@@ -4,16 +4,16 @@ use super::*;
 use proptest::prelude::*;
 
 fn merged_process_sets(host: &SimulatedHost) -> Vec<Vec<ProcessId>> {
-    let merges = host.trace.iter().filter_map(|(_, action)| match action {
-        Action::Merge { processes, .. } => Some(processes.clone()),
+    let merges = host.trace.iter().filter_map(|(_, effect)| match effect {
+        Effect::Merge { processes, .. } => Some(processes.clone()),
         _ => None,
     });
     merges.collect()
 }
 
 fn first_explanation(host: &SimulatedHost, what: DecisionKind) -> Option<&str> {
-    host.trace.iter().find_map(|(_, action)| match action {
-        Action::Report(said) if said.kind == what => Some(said.explanation.as_str()),
+    host.trace.iter().find_map(|(_, effect)| match effect {
+        Effect::Report(said) if said.kind == what => Some(said.explanation.as_str()),
         _ => None,
     })
 }
@@ -35,10 +35,10 @@ fn unprofitable_process_is_skipped_and_others_are_merged() {
     // As a partner of other processes it is judged again, but reported only when its own scan is due.
     host.deliver(arrival(5));
     host.run(60);
-    let turn = |action: &Action| matches!(action, Action::Report(said) if said.kind == DecisionKind::Census && said.processes.contains(&id(3)));
-    let looks = host.count_actions(|action| matches!(action, Action::Census(processes) if processes.contains(&id(3))));
+    let turn = |effect: &Effect| matches!(effect, Effect::Report(said) if said.kind == DecisionKind::Census && said.processes.contains(&id(3)));
+    let looks = host.count_effects(|effect| matches!(effect, Effect::Census(processes) if processes.contains(&id(3))));
     let (turns, told) =
-        (host.count_actions(turn), host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable));
+        (host.count_effects(turn), host.count_decisions(DecisionKind::Skip, DecisionReason::Unprofitable));
     assert!(told < turns && turns < looks, "{told}, {turns}, {looks}: the first scan only records its pages");
 }
 

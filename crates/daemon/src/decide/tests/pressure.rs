@@ -55,16 +55,16 @@ fn process_in_short_cgroup_is_merged_during_a_pause() {
         host.run(5);
         host.deliver(arrival(2));
         host.run(8);
-        let (before, resting) = (host.count_actions(is_census), host.state.status());
+        let (before, resting) = (host.count_effects(is_census), host.state.status());
         host.deliver(arrival(4));
         host.deliver(arrival(1));
         host.run(2);
-        assert_eq!(host.count_actions(is_census), before, "{resting:?}");
+        assert_eq!(host.count_effects(is_census), before, "{resting:?}");
         set_cgroup_pressure(&mut host, 1, true);
         host.run(2);
-        let looked = host.trace.iter().rev().find(|(_, action)| is_census(action));
-        assert!(host.count_actions(is_census) > before, "{resting:?}");
-        assert_eq!(looked.map(|(_, action)| action), Some(&Action::Census(vec![id(1)])), "and no other process");
+        let looked = host.trace.iter().rev().find(|(_, effect)| is_census(effect));
+        assert!(host.count_effects(is_census) > before, "{resting:?}");
+        assert_eq!(looked.map(|(_, effect)| effect), Some(&Effect::Census(vec![id(1)])), "and no other process");
         host.run(1);
         if slow > 0.0 {
             assert_eq!(host.state.status(), resting, "all other processes stay paused");
@@ -84,8 +84,8 @@ fn process_in_short_cgroup_is_scanned_first() {
         [1, 3, 5, 7].into_iter().for_each(|pid| host.deliver(arrival(pid)));
         set_cgroup_pressure(&mut host, 7, squeezed);
         host.run(2);
-        let census = host.trace.into_iter().find(|(_, action)| is_census(action)).map(|(_, action)| action);
-        matches!(census, Some(Action::Census(who)) if who.len() == 2 && who.contains(&id(7)))
+        let census = host.trace.into_iter().find(|(_, effect)| is_census(effect)).map(|(_, effect)| effect);
+        matches!(census, Some(Effect::Census(who)) if who.len() == 2 && who.contains(&id(7)))
     };
     assert_eq!([false, true].map(first), [false, true]);
 }
@@ -93,7 +93,7 @@ fn process_in_short_cgroup_is_scanned_first() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64.min(ProptestConfig::default().cases)))]
 
-    /// This holds for any sequence of steps: the simulated host asserts it at each unenroll action.
+    /// This holds for any sequence of steps: the simulated host asserts it at each unenroll effect.
     #[test]
     fn no_unenroll_while_cgroup_memory_is_short(
         strokes in prop::collection::vec((any_step(), 0u32..8, any::<bool>()), 1..40),

@@ -126,7 +126,7 @@ proptest! {
         let named = |process: &ProcessId| {
             let stays = (DecisionKind::Refuse, DecisionReason::Stopped);
             let names = |said: &Decision| (said.kind, said.reason) == stays && said.processes == [*process];
-            host.trace[from..].iter().any(|(_, action)| matches!(action, Action::Report(said) if names(said)))
+            host.trace[from..].iter().any(|(_, effect)| matches!(effect, Effect::Report(said) if names(said)))
         };
         prop_assert!(host.enrolled.iter().all(|who| host.cannot_unenroll.contains(who) && named(who)), "{:?}", host.enrolled);
         prop_assert_eq!(host.ended(), Some(host.enrolled.is_empty() && host.unenroll_failed.is_empty()));
@@ -168,14 +168,14 @@ proptest! {
             }
             let base = DaemonRules { mode, ..rules(DaemonMode::Act) };
             host.apply_steps(playing, &base);
-            for (_, action) in &host.trace[from..] {
-                match action {
-                    Action::AcquireHost | Action::Sweep | Action::Merge { .. } => prop_assert_eq!(mode, DaemonMode::Act),
-                    Action::Census(processes) => {
+            for (_, effect) in &host.trace[from..] {
+                match effect {
+                    Effect::AcquireHost | Effect::Sweep | Effect::Merge { .. } => prop_assert_eq!(mode, DaemonMode::Act),
+                    Effect::Census(processes) => {
                         prop_assert!(mode != DaemonMode::Observe);
                         prop_assert!(processes.iter().all(|process| !withdrawn.contains(process)));
                     }
-                    Action::CheckMerged { unenroll } => prop_assert!(!unenroll || host.pressure < 10.0),
+                    Effect::CheckMerged { unenroll } => prop_assert!(!unenroll || host.pressure < 10.0),
                     _ => {}
                 }
             }

@@ -10,19 +10,19 @@ fn unchanged_process_is_scanned_less_and_less_often() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     host.deliver(arrival(1));
     host.run(600);
-    let first = host.count_actions(is_census);
+    let first = host.count_effects(is_census);
     host.run(600);
-    assert!(first <= 9 && host.count_actions(is_census) <= first + 2, "{first}, {}", host.count_actions(is_census));
+    assert!(first <= 9 && host.count_effects(is_census) <= first + 2, "{first}, {}", host.count_effects(is_census));
     let grown = TickReadings {
         resident: vec![(id(1), Bytes(200 * MIB))],
         cpu_spent: host.cpu_spent,
         ..TickReadings::default()
     };
-    let before = host.count_actions(is_census);
+    let before = host.count_effects(is_census);
     host.deliver(Event::Tick(grown));
-    assert_eq!(host.count_actions(is_census), before, "it may still fill its memory");
+    assert_eq!(host.count_effects(is_census), before, "it may still fill its memory");
     host.run(1);
-    assert_eq!(host.count_actions(is_census), before + 1, "it has filled");
+    assert_eq!(host.count_effects(is_census), before + 1, "it has filled");
     assert_eq!(host.count_decisions(DecisionKind::Census, DecisionReason::Grown), 1);
 }
 
@@ -46,13 +46,13 @@ fn new_process_is_scanned_once_it_is_not_busy() {
         }
     };
     work(&mut host, 4.0, true);
-    assert_eq!(host.count_actions(is_census), 0, "it is still busy");
+    assert_eq!(host.count_effects(is_census), 0, "it is still busy");
     work(&mut host, 1.0, false);
-    assert_eq!(host.count_actions(is_census), 1, "it is ready");
+    assert_eq!(host.count_effects(is_census), 1, "it is ready");
     work(&mut host, 4.0, true);
-    let before = host.count_actions(is_census);
+    let before = host.count_effects(is_census);
     work(&mut host, 1.0, false);
-    assert_eq!(host.count_actions(is_census), before + 1, "it was busy again");
+    assert_eq!(host.count_effects(is_census), before + 1, "it was busy again");
     assert_eq!(host.count_decisions(DecisionKind::Census, DecisionReason::Grown), 1);
 }
 
@@ -69,7 +69,7 @@ fn always_busy_process_is_scanned_anyway() {
             ..TickReadings::default()
         }));
     }
-    assert!((1..=2).contains(&host.count_actions(is_census)), "{:?}", host.trace);
+    assert!((1..=2).contains(&host.count_effects(is_census)), "{:?}", host.trace);
 }
 
 /// A process that hardly runs has hardly written its memory.
@@ -87,7 +87,7 @@ fn idle_process_is_scanned_after_work_or_max_interval() {
                 ..TickReadings::default()
             }));
         }
-        host.count_actions(is_census)
+        host.count_effects(is_census)
     };
     let rarest = DaemonRules::default().max_scan_interval.as_secs();
     let settled = censuses(0.005, 60);
@@ -108,12 +108,12 @@ fn fruitless_scans_cost_at_most_a_2000th_of_a_cpu() {
     assert!(share > 0.0001 && share < 0.0006, "{share}");
 }
 
-/// Tick until the action occurs again. Returns the number of ticks.
-fn tick_until(host: &mut SimulatedHost, wanted: fn(&Action) -> bool, beside: impl Fn(&mut SimulatedHost)) -> usize {
-    let before = host.count_actions(wanted);
+/// Tick until the effect occurs again. Returns the number of ticks.
+fn tick_until(host: &mut SimulatedHost, wanted: fn(&Effect) -> bool, beside: impl Fn(&mut SimulatedHost)) -> usize {
+    let before = host.count_effects(wanted);
     let mut ticks = 0;
-    while host.count_actions(wanted) == before {
-        assert!(ticks < 10_000, "the action never occurs");
+    while host.count_effects(wanted) == before {
+        assert!(ticks < 10_000, "the effect never occurs");
         beside(host);
         host.tick();
         ticks += 1;
@@ -128,7 +128,7 @@ fn host_with_halted_merge() -> SimulatedHost {
     (host.merge_cpu_time, host.net_per_process) = (Duration::from_secs(1), 1024 * MIB as i64);
     host.deliver(arrival(1));
     host.deliver(arrival(3));
-    tick_until(&mut host, |action| *action == Action::Halt, |_| ());
+    tick_until(&mut host, |effect| *effect == Effect::Halt, |_| ());
     host.enrolled.clear();
     assert!(host.state.cpu_budget().available_seconds() <= 0.0);
     host
@@ -177,10 +177,10 @@ fn process_awaiting_merge_can_be_scanned_with_a_big_one() {
     host.deliver(big(1, 12 << 10));
     host.deliver(big(3, 6 << 10));
     for _ in 0..2 {
-        let before = host.count_actions(|action| *action == Action::Halt);
+        let before = host.count_effects(|effect| *effect == Effect::Halt);
         host.enrolled.clear();
         host.run(600);
-        assert!(host.count_actions(|action| *action == Action::Halt) > before, "merged, and halted, again");
+        assert!(host.count_effects(|effect| *effect == Effect::Halt) > before, "merged, and halted, again");
     }
 }
 
@@ -194,7 +194,7 @@ fn process_that_refuses_enrollment_is_in_no_plan() {
     host.run(60);
     assert!(host.enrolled.contains(&id(3)) && !host.enrolled.contains(&id(1)), "{:?}", host.enrolled);
     let merges = |host: &SimulatedHost| {
-        host.count_actions(|action| matches!(action, Action::Merge { processes, .. } if processes.contains(&id(1))))
+        host.count_effects(|effect| matches!(effect, Effect::Merge { processes, .. } if processes.contains(&id(1))))
     };
     assert_eq!(merges(&host), 2, "one more try after a while");
     host.refuses_enroll = None;
@@ -245,7 +245,7 @@ fn expensive_process_does_not_delay_others() {
     }
     host.run(300);
     assert!(host.enrolled.contains(&id(4)) && host.enrolled.contains(&id(6)), "{:?}", host.enrolled);
-    let halted = host.count_actions(|action| matches!(action, Action::Halt));
+    let halted = host.count_effects(|effect| matches!(effect, Effect::Halt));
     assert!((1..=12).contains(&halted), "{halted} fruitless scans");
 }
 
@@ -260,8 +260,8 @@ fn big_host_is_scanned_in_portions() {
             host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(gib * GIB), ..arrival }));
         }
         host.run(2000);
-        let who = host.trace.iter().filter_map(|(_, action)| match action {
-            Action::Census(processes) => Some(processes),
+        let who = host.trace.iter().filter_map(|(_, effect)| match effect {
+            Effect::Census(processes) => Some(processes),
             _ => None,
         });
         let seen: BTreeSet<&ProcessId> = who.clone().flatten().collect();
@@ -288,8 +288,8 @@ fn run_censuses(rules: DaemonRules, members: &[(u64, &str)], seconds: u64) -> Ve
         }));
     }
     host.run(seconds);
-    let who = host.trace.into_iter().filter_map(|(_, action)| match action {
-        Action::Census(processes) => Some(processes),
+    let who = host.trace.into_iter().filter_map(|(_, effect)| match effect {
+        Effect::Census(processes) => Some(processes),
         _ => None,
     });
     who.collect()
@@ -318,8 +318,8 @@ fn new_process_is_scanned_with_varying_partners() {
     host.run(3000);
     let met: BTreeSet<ProcessId> = host.trace[before..]
         .iter()
-        .filter_map(|(_, action)| match action {
-            Action::Census(processes) if processes.contains(&id(40)) => Some(processes.clone()),
+        .filter_map(|(_, effect)| match effect {
+            Effect::Census(processes) if processes.contains(&id(40)) => Some(processes.clone()),
             _ => None,
         })
         .flatten()
@@ -336,8 +336,8 @@ fn make_sketches(contents: impl Iterator<Item = u64>, merged: usize) -> ContentS
 
 /// The censuses with a process, from an index of the trace on. Each number is the last but one decimal digit of a pid.
 fn censuses_with(host: &SimulatedHost, from: usize, whom: ProcessId) -> Vec<Vec<u32>> {
-    let censuses = host.trace[from..].iter().filter_map(|(_, action)| match action {
-        Action::Census(processes) => processes.contains(&whom).then_some(processes),
+    let censuses = host.trace[from..].iter().filter_map(|(_, effect)| match effect {
+        Effect::Census(processes) => processes.contains(&whom).then_some(processes),
         _ => None,
     });
     censuses.map(|processes| processes.iter().map(|process| process.pid.0 / 10 % 10).collect()).collect()
@@ -409,8 +409,8 @@ fn many_arrivals_all_meet_their_match() {
     pids().for_each(|pid| come(&mut host, 2000 + pid));
     host.run(60);
     let met = |pid: u32| {
-        host.trace[before..].iter().any(|(_, action)| match action {
-            Action::Census(who) => who.contains(&id(1000 + pid)) && who.contains(&id(2000 + pid)),
+        host.trace[before..].iter().any(|(_, effect)| match effect {
+            Effect::Census(who) => who.contains(&id(1000 + pid)) && who.contains(&id(2000 + pid)),
             _ => false,
         })
     };
@@ -472,7 +472,7 @@ fn scan_cost_is_charged_before_the_next_scan() {
     let (_, event) = host.pending_answer.take().expect("a census runs");
     host.deliver(event);
     assert!(host.state.cpu_budget().available_seconds() < 0.01, "{}", host.state.cpu_budget().available_seconds());
-    assert_eq!(host.count_actions(is_census), 1, "{:?}", host.trace);
+    assert_eq!(host.count_effects(is_census), 1, "{:?}", host.trace);
 }
 
 /// A small process is scanned with big ones only if they hold contents that similar processes do not, or at random.
@@ -546,7 +546,7 @@ fn pair_over_the_burst_is_reported() {
             host.deliver(Event::ProcessArrived(ProcessArrival { resident: Bytes(32 << 30), ..arrival }));
         }
         host.run(600);
-        assert!(host.count_actions(is_census) > 0);
+        assert!(host.count_effects(is_census) > 0);
         host.count_decisions(DecisionKind::Refuse, DecisionReason::Budget) > 0
     };
     assert!(refusals(20) && !refusals(60));

@@ -3,8 +3,8 @@
 use super::*;
 
 fn unenroll_times(host: &SimulatedHost, process: ProcessId) -> Vec<Duration> {
-    let tries = host.trace.iter().filter_map(|(at, action)| match action {
-        Action::Unenroll(processes) if processes.contains_key(&process) => Some(*at),
+    let tries = host.trace.iter().filter_map(|(at, effect)| match effect {
+        Effect::Unenroll(processes) if processes.contains_key(&process) => Some(*at),
         _ => None,
     });
     tries.collect()
@@ -12,15 +12,15 @@ fn unenroll_times(host: &SimulatedHost, process: ProcessId) -> Vec<Duration> {
 
 /// The scopes in which a process was unenrolled.
 fn unenroll_scopes(host: &SimulatedHost, process: ProcessId) -> Vec<UnenrollScope> {
-    let of = |action: &Action| match action {
-        Action::Unenroll(extents) => extents.get(&process).copied(),
+    let of = |effect: &Effect| match effect {
+        Effect::Unenroll(extents) => extents.get(&process).copied(),
         _ => None,
     };
-    host.trace.iter().filter_map(|(_, action)| of(action)).collect()
+    host.trace.iter().filter_map(|(_, effect)| of(effect)).collect()
 }
 
 fn count_censuses_with(host: &SimulatedHost, process: ProcessId) -> usize {
-    host.count_actions(|action| matches!(action, Action::Census(processes) if processes.contains(&process)))
+    host.count_effects(|effect| matches!(effect, Effect::Census(processes) if processes.contains(&process)))
 }
 
 /// A host on which these processes are merged.
@@ -254,7 +254,7 @@ fn domain_change_does_not_halt_tasks_on_other_processes() {
         let Event::ProcessArrived(other) = arrival(2) else { unreachable!() };
         host.deliver(Event::ProcessArrived(ProcessArrival { domain: TrustDomain::Group("apart".into()), ..other }));
         host.run(30);
-        assert_eq!(host.count_actions(|action| *action == Action::Halt), 0);
+        assert_eq!(host.count_effects(|effect| *effect == Effect::Halt), 0);
         assert_eq!(
             (unenroll_scopes(&host, id(1)), unenroll_scopes(&host, id(3))),
             (vec![], vec![]),
@@ -313,7 +313,7 @@ fn domain_change_halts_the_running_task() {
             }
             let before = host.merge_cpu_shares().len();
             host.deliver(event.clone());
-            assert_eq!(host.count_actions(|action| *action == Action::Halt), 1);
+            assert_eq!(host.count_effects(|effect| *effect == Effect::Halt), 1);
             host.tick();
             if merges {
                 host.run(1);
@@ -363,10 +363,10 @@ fn stop_halts_a_running_unenroll() {
     let mut host = host_with_merged(&[1]);
     host.deliver(Event::Unenroll(id(1)));
     host.deliver(Event::Stop { unmerge: false });
-    assert_eq!(host.count_actions(|action| *action == Action::Halt), 1);
+    assert_eq!(host.count_effects(|effect| *effect == Effect::Halt), 1);
     let mut host = host_with_merged(&[1]);
     host.deliver(Event::Stop { unmerge: true });
-    assert_eq!(host.count_actions(|action| *action == Action::Halt), 0, "the running task is the awaited one");
+    assert_eq!(host.count_effects(|effect| *effect == Effect::Halt), 0, "the running task is the awaited one");
 }
 
 #[test]
@@ -395,8 +395,8 @@ fn only_processes_with_net_loss_are_unenrolled() {
     host.losing.insert(id(3));
     [1, 3, 5].into_iter().for_each(|pid| host.deliver(arrival(pid)));
     host.run(12);
-    let together = |action: &Action| matches!(action, Action::Merge { processes, .. } if processes.len() == 3);
-    assert_eq!(host.count_actions(together), 1);
+    let together = |effect: &Effect| matches!(effect, Effect::Merge { processes, .. } if processes.len() == 3);
+    assert_eq!(host.count_effects(together), 1);
     assert_eq!(host.enrolled, BTreeSet::from([id(1), id(5)]));
     assert_eq!(
         host.count_decisions(DecisionKind::Unenroll, DecisionReason::NetLoss),
@@ -416,7 +416,7 @@ fn halted_merge_is_judged_by_the_next_one() {
     host.run(5);
     [1, 3].into_iter().for_each(|pid| host.deliver(arrival(pid)));
     host.run(11);
-    assert_eq!((host.merge_cpu_shares().len(), host.count_actions(|action| *action == Action::Halt)), (1, 1));
+    assert_eq!((host.merge_cpu_shares().len(), host.count_effects(|effect| *effect == Effect::Halt)), (1, 1));
     assert_eq!(host.enrolled, BTreeSet::from([id(1), id(3)]));
     // More ranges of one of them are to be enrolled.
     host.wait_share = 0.0;
@@ -450,8 +450,8 @@ type StayMergedCase<'a> = (&'a str, &'a dyn Fn(&mut SimulatedHost));
 #[test]
 fn stop_reports_processes_that_stay_merged() {
     let told = |host: &SimulatedHost| {
-        let told = host.trace.iter().filter_map(|(_, action)| match action {
-            Action::Report(said) if (said.kind, said.reason) == (DecisionKind::Refuse, DecisionReason::Stopped) => {
+        let told = host.trace.iter().filter_map(|(_, effect)| match effect {
+            Effect::Report(said) if (said.kind, said.reason) == (DecisionKind::Refuse, DecisionReason::Stopped) => {
                 Some(said)
             }
             _ => None,
@@ -519,7 +519,7 @@ fn process_excluded_during_merge_is_unenrolled_after_it() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     host.merge_seconds = 5.0;
     host.deliver(arrival(1));
-    let begun = |host: &SimulatedHost| host.count_actions(|action| matches!(action, Action::Merge { .. })) > 0;
+    let begun = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::Merge { .. })) > 0;
     while !begun(&host) {
         host.run(1);
     }
@@ -547,7 +547,7 @@ fn failed_merge_is_unenrolled() {
     let mut host = host_with_merged(&[1]);
     host.merge_seconds = 5.0;
     host.deliver(arrival(3));
-    let merges = |host: &SimulatedHost| host.count_actions(|action| matches!(action, Action::Merge { .. }));
+    let merges = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::Merge { .. }));
     while merges(&host) < 2 {
         host.run(1);
     }
@@ -580,15 +580,15 @@ fn stop_that_keeps_merges_reports_pending_unenrolls() {
 #[test]
 fn merge_does_not_replace_a_sweep() {
     let is =
-        |what: fn(&Action) -> bool| move |host: &SimulatedHost| host.trace.iter().position(|(_, action)| what(action));
+        |what: fn(&Effect) -> bool| move |host: &SimulatedHost| host.trace.iter().position(|(_, effect)| what(effect));
     let mut host = host_with_merged(&[1, 3]);
     host.trace.clear();
     host.deliver(arrival(5));
     host.run(4);
     host.deliver(Event::ProcessExited(id(1)));
     host.run(30);
-    let merge = is(|action| matches!(action, Action::Merge { .. }))(&host);
-    let sweep = is(|action| matches!(action, Action::Sweep))(&host);
+    let merge = is(|effect| matches!(effect, Effect::Merge { .. }))(&host);
+    let sweep = is(|effect| matches!(effect, Effect::Sweep))(&host);
     assert!(merge.is_some() && merge < sweep, "{:?}", host.trace);
 }
 
@@ -598,11 +598,11 @@ fn process_that_ends_during_first_merge_is_swept() {
     let mut host = SimulatedHost::new(rules(DaemonMode::Act));
     host.merge_seconds = 5.0;
     [1, 3].into_iter().for_each(|pid| host.deliver(arrival(pid)));
-    let merges = |host: &SimulatedHost| host.count_actions(|action| matches!(action, Action::Merge { .. }));
+    let merges = |host: &SimulatedHost| host.count_effects(|effect| matches!(effect, Effect::Merge { .. }));
     while merges(&host) == 0 {
         host.run(1);
     }
     [1, 3].into_iter().for_each(|pid| host.deliver(Event::ProcessExited(id(pid))));
     host.run(30);
-    assert_eq!((merges(&host), host.count_actions(|action| matches!(action, Action::Sweep))), (1, 1));
+    assert_eq!((merges(&host), host.count_effects(|effect| matches!(effect, Effect::Sweep))), (1, 1));
 }

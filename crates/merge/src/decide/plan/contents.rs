@@ -56,7 +56,7 @@ impl ZeroPages {
     }
 
     /// Adds the bytes that each kept range frees: a shared frame is divided among its pages.
-    fn add_freed_bytes(&self, page_size: PageSize, is_kept: &impl Fn(u32) -> bool, counts: &mut [RangeContents]) {
+    fn add_freed_bytes(&self, page_size: PageSize, is_kept: &impl Fn(u32) -> bool, counts: &mut [RangeContentCounts]) {
         for (&range, &frames) in self.own_frames.iter().filter(|(range, _)| is_kept(**range)) {
             counts[range as usize].freed_bytes.0 += frames * page_size.bytes();
         }
@@ -74,12 +74,12 @@ pub(crate) struct ContentCounts {
     /// Frames that are freed.
     pub freed_frames: Pages,
     /// The counts of each range of the whole plan; none for ranges outside of the part.
-    pub ranges: Vec<RangeContents>,
+    pub ranges: Vec<RangeContentCounts>,
 }
 
 /// The pages of a range that merge beside the other ranges of a part of a plan. Zero pages count in `freed_bytes` only.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct RangeContents {
+pub(crate) struct RangeContentCounts {
     /// Pages that have a partner.
     pub merging: Pages,
     /// Pages of these that are third and further copies of their content.
@@ -95,7 +95,7 @@ impl PlanContents {
     /// kernel's zero page, the count may therefore be one frame too low.
     pub(crate) fn count(&self, is_kept: impl Fn(u32) -> bool) -> ContentCounts {
         let page_bytes = self.page_size.bytes();
-        let mut counts = vec![RangeContents::default(); self.ranges.len()];
+        let mut counts = vec![RangeContentCounts::default(); self.ranges.len()];
         let mut freed_frames = Pages::ZERO;
         let mut kept: Vec<u32> = Vec::new();
         for (EqualPages(equal), contents) in &self.equal_pages {
