@@ -84,12 +84,9 @@ fn build_actions(host: &LiveHost, arguments: &PlaceArguments) -> Result<Vec<Acti
     let process = handle.id();
     let mut actions = Vec::new();
     if let Some(cpus) = &arguments.cpus {
-        let task = format!("task/{}", arguments.pid);
-        let stat = handle.read(&format!("{task}/stat")).and_then(|bytes| parse::stat(&bytes)).map_err(failed)?;
-        let status = handle.read(&format!("{task}/status")).map_err(failed)?;
-        let status = String::from_utf8_lossy(&status);
-        let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));
-        let from = allowed.context("no Cpus_allowed_list")?.trim().parse()?;
+        let stat = handle.read(&format!("task/{}/stat", arguments.pid)).and_then(|bytes| parse::stat(&bytes));
+        let stat = stat.map_err(failed)?;
+        let from = handle.thread_cpus(process.pid).map_err(failed)?;
         let thread = ThreadId { process, tid: process.pid, start_time: stat.start_time };
         actions.push(Action::SetAffinity { thread, cpus: Exchange { from, to: cpus.clone() } });
     }

@@ -29,9 +29,9 @@ impl Sleeper {
         ThreadId { process, tid: process.pid, start_time: process.start_time }
     }
 
-    fn allowed_cpus(&self) -> IdSet {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id())).unwrap();
-        ids(status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).unwrap())
+    fn allowed_cpus(&self, host: &LiveHost) -> IdSet {
+        let pid = Pid(self.0.id());
+        host.open(pid).unwrap().thread_cpus(pid).unwrap()
     }
 }
 
@@ -45,26 +45,25 @@ impl Drop for Sleeper {
 #[test]
 fn affinity_is_exchanged_and_undone() {
     let (host, sleeper) = (LiveHost::new(), Sleeper::start());
-    let (thread, all) = (sleeper.thread(&host), sleeper.allowed_cpus());
+    let (thread, all) = (sleeper.thread(&host), sleeper.allowed_cpus(&host));
     let one: IdSet = all.iter().take(1).collect();
     let set = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: one.clone() } };
     let undo = undo_actions(&host, &set).unwrap();
     host.apply(&set).unwrap();
-    assert_eq!(sleeper.allowed_cpus(), one);
-    host.apply(&set).unwrap();
+    assert_eq!(sleeper.allowed_cpus(&host), one);
+    assert!(host.apply(&set).unwrap().unchanged);
     let [undo] = &undo[..] else { panic!("{undo:?}") };
     host.apply(undo).unwrap();
-    assert_eq!(sleeper.allowed_cpus(), all);
+    assert_eq!(sleeper.allowed_cpus(&host), all);
 
-    let missing: IdSet = [*all.iter().collect::<Vec<_>>().last().unwrap(), 999].into_iter().collect();
-    let refused = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: missing } };
-    assert!(matches!(host.apply(&refused), Err(ActionError::Unsupported(_))));
-    assert_eq!(sleeper.allowed_cpus(), all, "a refused affinity must change nothing");
+    let offline = Action::SetAffinity { thread, cpus: Exchange { from: all.clone(), to: ids("1000") } };
+    assert!(matches!(host.apply(&offline), Err(ActionError::Failed(_))));
+    assert_eq!(sleeper.allowed_cpus(&host), all, "a refused affinity must change nothing");
     let another = ThreadId { start_time: thread.start_time + 1, ..thread };
     let gone = Action::SetAffinity { thread: another, cpus: Exchange { from: all.clone(), to: one.clone() } };
     assert_eq!(host.apply(&gone), Err(ActionError::Vanished));
     if all != one {
-        let changed = Action::SetAffinity { thread, cpus: Exchange { from: one.clone(), to: ids("900") } };
+        let changed = Action::SetAffinity { thread, cpus: Exchange { from: one.clone(), to: ids("1000") } };
         assert!(matches!(host.apply(&changed), Err(ActionError::ChangedByOthers(_))));
     }
 }
@@ -119,7 +118,8 @@ fn pages_that_are_in_place_are_not_moved() {
     if nodes.iter().all(|now| *now == Some(node)) {
         assert_eq!(undo_actions(&host, &movement), Ok(Vec::new()));
     }
-    assert_eq!(host.apply(&movement).unwrap().missed_ranges, []);
+    let outcome = host.apply(&movement).unwrap();
+    assert!(outcome.missed_ranges.is_empty() && outcome.unchanged, "{outcome:?}");
     let missing = Action::MovePages { process: process.id(), ranges: vec![range], node: 900 };
     assert!(matches!(host.apply(&missing), Err(ActionError::Unsupported(_))), "there is no node 900");
     assert!(block.iter().all(|&byte| byte == 1));

@@ -18,9 +18,9 @@ impl IdSet {
         self.0.iter().copied()
     }
 
-    /// Whether the set has no number.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+    /// Whether `other` contains all numbers.
+    pub fn is_subset(&self, other: &Self) -> bool {
+        self.0.is_subset(&other.0)
     }
 }
 

@@ -39,8 +39,8 @@ impl ScanCache {
     }
 
     /// Records a census of which `unread` subjects were not read in full. The index must be classified; its entries of
-    /// single pages are dropped. Of a census that `is_partial` only the sketches are kept, and fingerprints only if they
-    /// are `reusable`.
+    /// single pages are dropped. Of a census that `is_partial` only the sketches are kept, and fingerprints only if
+    /// they are `reusable`.
     pub(crate) fn record_census(
         &mut self,
         scope: &ScanScope,

@@ -473,7 +473,7 @@ fn daemon_backs_off_for_busy_programs() {
         for program in &programs {
             place.run_pagefold(&["enroll", &program.pid()]);
         }
-        daemon.has_logged("pause", "slowdown")
+        daemon.has_logged("idle", "slowdown")
     });
     let (code, said) = daemon.stop();
     assert_eq!(code, Some(0), "{said}");

@@ -133,7 +133,7 @@ fn domain_status_matches_its_memory() {
     let seen = report_json(root.path(), "engine", &["engine", "status", "known", "--json"]);
     let domain = &seen["domains"][0];
     let of = |name: &str| pages_of(domain, name);
-    assert_eq!((of("adopted"), of("merged"), of("zeros"), of("volatile")), (4010, 3000, 300, 0));
+    assert_eq!((of("adopted"), of("merged"), of("zeros"), of("rewritten")), (4010, 3000, 300, 0));
     assert_eq!((domain["references_pages"].as_u64(), domain["stored_pages"].as_u64()), (Some(3000), Some(1500)));
     assert_eq!((of("stored"), of("saved"), domain["sharing"].as_f64()), (1500, 1800, Some(2.0)));
     let (saved, overhead) = (domain["saved"].as_i64().unwrap(), domain["overhead"].as_i64().unwrap());

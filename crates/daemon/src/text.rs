@@ -96,7 +96,7 @@ fn render_decisions(status: &StatusReport, max_rows: usize, style: TextStyle) ->
         let ago = (status.time - decision.time_ms as f64 / 1e3).max(0.0);
         let acted = if decision.carried_out { "" } else { "not carried out: " };
         let what = decision.kind.clone();
-        let plain = matches!(what.as_str(), "skip" | "refuse" | "pause" | "yield");
+        let plain = matches!(what.as_str(), "skip" | "refuse" | "idle" | "yield");
         let why = format!("{}{}", if plain { "" } else { acted }, escape_unprintable(&decision.explanation));
         table.add_row([format!("{ago:.0} s"), what, cut_end(&decision.subject, 40), why]);
     }

@@ -23,8 +23,8 @@ use std::time::Duration;
 const MAX_YIELDS: u32 = 8;
 /// How long it sleeps then.
 const RETRY_INTERVAL: Duration = Duration::from_micros(100);
-/// After this many attempts to lock, some seconds, a thread considers the lock lost: the thread that it names is not in this
-/// process.
+/// After this many attempts to lock, some seconds, a thread considers the lock lost: the thread that it names is not in
+/// this process.
 const MAX_LOCK_ATTEMPTS: u32 = 20_000;
 /// Marks a lost lock in place of the holder: no process has this PID.
 const LOST_LOCK_HOLDER: u64 = u64::MAX;

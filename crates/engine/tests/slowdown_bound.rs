@@ -63,7 +63,7 @@ fn unmerged_candidates_are_rescanned_at_once() {
         (engine.allocate(2000 * PAGE_BYTES).unwrap(), engine.allocate(2000 * PAGE_BYTES).unwrap());
     fill_distinct(&mut one, 7);
     fill_distinct(&mut other, 7);
-    assert_eq!(merge_once(&engine).pages_merged, Pages::ZERO, "the pages may be rewritten");
+    assert_eq!(merge_once(&engine).pages_merged, Pages::ZERO, "the pages may be volatile");
     assert_eq!(merge_once(&engine).pages_merged, Pages(4000));
 }
 

@@ -303,7 +303,7 @@ fn render_decisions(side: &SideReport) -> String {
     let counts: Vec<String> =
         reasons.map(|(reason, count)| format!("{} {count}", escape_markup(&reason.replace('_', " ")))).collect();
     let row = |one: &pagefold_daemon::wire::DecisionReport| {
-        let undone = if one.carried_out || matches!(one.kind.as_str(), "skip" | "refuse" | "pause" | "yield") {
+        let undone = if one.carried_out || matches!(one.kind.as_str(), "skip" | "refuse" | "idle" | "yield") {
             ""
         } else {
             " <i>not carried out</i>"

@@ -1,4 +1,4 @@
--- The history of a host, version 1 (PRAGMA user_version). Times are Unix times in milliseconds, amounts bytes, CPU times
+-- The history of a host, version 2 (PRAGMA user_version). Times are Unix times in milliseconds, amounts bytes, CPU times
 -- seconds. Values that could not be read are NULL.
 
 -- A run of the daemon. CPU times of its samples are counted from its start.

@@ -1,7 +1,7 @@
 //! What Pagefold changes on a host. Every effect is one value of [`Action`], performed by [`Host::apply`].
 //!
-//! Nothing else changes the host. Therefore a dry run is a run that stops before `apply`, and a test can make any action
-//! fail. The journal written beforehand is complete: [`undo_actions`] computes the inverse of an action.
+//! Nothing else changes the host. Therefore a dry run is a run that stops before `apply`, and a test can make any
+//! action fail. The journal written beforehand is complete: [`undo_actions`] computes the inverse of an action.
 
 use crate::knob::Knob;
 use crate::resource::ResourceClass;
@@ -62,15 +62,17 @@ pub enum Action {
         /// The ranges: ascending, whole huge pages.
         ranges: Vec<AddressRange>,
     },
-    /// Restricts a thread to CPUs (sched_setaffinity(2)).
+    /// Restricts a thread to CPUs (sched_setaffinity(2)). The kernel leaves out CPUs that are offline or that the
+    /// thread's cgroup does not permit, so a part of a set counts as the set. All online CPUs stand for no restriction.
     SetAffinity {
         /// The thread.
         thread: ThreadId,
         /// The CPUs.
         cpus: Exchange<IdSet>,
     },
-    /// Restricts the processes of a cgroup to CPUs or NUMA nodes. With cgroup v1 and `cpuset.memory_migrate`, and
-    /// always with v2, new nodes also move the memory of the processes.
+    /// Restricts the processes of a cgroup to CPUs or NUMA nodes. The undo restores the file only: with new nodes the
+    /// kernel may move memory of the processes (cgroup v2, and v1 with `cpuset.memory_migrate`), and with new CPUs it
+    /// may replace the CPUs of single threads. A caller that needs both back changes these by their own actions first.
     WriteCpuset {
         /// The path of the cgroup's directory below the root: `sys/fs/cgroup/machine.slice`.
         cgroup: String,
@@ -91,14 +93,14 @@ pub enum Action {
     },
 }
 
-impl Action {
-    /// The name of the property that enrolls a memory backend.
-    const MERGE_PROPERTY: &str = "merge";
+/// The property of QEMU's memory backends that enrolls them.
+pub const MERGE_PROPERTY: &str = "merge";
 
+impl Action {
     /// Enrolls or unenrolls a memory backend that is not so yet.
     pub fn set_backend_merge(process: ProcessId, socket: PathBuf, backend: String, enable: bool) -> Self {
         let value = Exchange { from: (!enable).into(), to: enable.into() };
-        Self::SetQomProperty { process, socket, object: backend, property: Self::MERGE_PROPERTY.to_owned(), value }
+        Self::SetQomProperty { process, socket, object: backend, property: MERGE_PROPERTY.to_owned(), value }
     }
 
     /// The class whose lock it needs.
@@ -106,7 +108,7 @@ impl Action {
         match self {
             Self::Write { knob, .. } => knob.class(),
             Self::Advise { .. } | Self::MergeAny { .. } | Self::Collapse { .. } => ResourceClass::Ksm,
-            Self::SetQomProperty { property, .. } if property == Self::MERGE_PROPERTY => ResourceClass::Ksm,
+            Self::SetQomProperty { property, .. } if property == MERGE_PROPERTY => ResourceClass::Ksm,
             Self::SetQomProperty { .. } => ResourceClass::Settings,
             Self::SetAffinity { .. } | Self::WriteCpuset { file: CpusetFile::Cpus, .. } => ResourceClass::CpuPlacement,
             Self::MovePages { .. } | Self::WriteCpuset { file: CpusetFile::Nodes, .. } => {
@@ -128,12 +130,39 @@ impl Action {
         }
     }
 
+    /// The same action for parts of its ranges.
+    #[must_use]
+    pub fn with_ranges(&self, ranges: Vec<AddressRange>) -> Self {
+        match self {
+            Self::Advise { process, advice, .. } => Self::Advise { process: *process, advice: *advice, ranges },
+            Self::Collapse { process, .. } => Self::Collapse { process: *process, ranges },
+            Self::MovePages { process, node, .. } => Self::MovePages { process: *process, ranges, node: *node },
+            Self::Write { .. }
+            | Self::MergeAny { .. }
+            | Self::SetQomProperty { .. }
+            | Self::SetAffinity { .. }
+            | Self::WriteCpuset { .. } => self.clone(),
+        }
+    }
+
+    /// The ranges of a process that it changes, if it names any.
+    pub fn ranges(&self) -> &[AddressRange] {
+        match self {
+            Self::Advise { ranges, .. } | Self::Collapse { ranges, .. } | Self::MovePages { ranges, .. } => ranges,
+            Self::Write { .. }
+            | Self::MergeAny { .. }
+            | Self::SetQomProperty { .. }
+            | Self::SetAffinity { .. }
+            | Self::WriteCpuset { .. } => &[],
+        }
+    }
+
     /// Whether it may unmerge pages, which takes memory for their copies.
     pub fn unmerges(&self) -> bool {
         match self {
             Self::Advise { advice, .. } => *advice == MergeAdvice::Unmergeable,
             Self::MergeAny { enable, .. } => !enable,
-            Self::SetQomProperty { property, value, .. } => property == Self::MERGE_PROPERTY && value.to == false,
+            Self::SetQomProperty { property, value, .. } => property == MERGE_PROPERTY && value.to == false,
             Self::Write { .. }
             | Self::Collapse { .. }
             | Self::SetAffinity { .. }
@@ -144,7 +173,8 @@ impl Action {
 }
 
 /// A value that is replaced only if it is the expected one. If another program has changed it meanwhile, its value
-/// stays and the action fails.
+/// stays and the action fails. If it is the new value already, nothing changes, and [`ActionOutcome::unchanged`] is
+/// set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exchange<T> {
     /// The expected value.
@@ -252,6 +282,8 @@ pub struct ActionOutcome {
     pub stop_durations: Vec<Duration>,
     /// Ranges that had changed or that the kernel refused, with the reason. All other ranges were changed.
     pub missed_ranges: Vec<(AddressRange, MissedReason)>,
+    /// Whether the host was as requested before the action, as far as the action tests it. There is nothing to undo.
+    pub unchanged: bool,
 }
 
 /// Why an action failed. Nothing was changed, except perhaps with `Busy` and `Failed`.
@@ -298,8 +330,9 @@ impl From<Absent> for ActionError {
 /// present advice, for a process whether it is enrolled whole. Perform the last one first. Empty if the action would
 /// change nothing.
 ///
-/// An exchange has its own inverse, without a look at the host: if it changes nothing, neither does the inverse. Pages
-/// are moved back to their present nodes. A collapse has no inverse and needs none, because the contents do not change.
+/// The inverse of an exchange swaps its values, without a look at the host. Pages are moved back to their present
+/// nodes, and pages that are not in memory now are not. A collapse has no inverse and needs none, because the contents
+/// do not change.
 /// # Errors
 /// Why the present state cannot be read. An action without a known inverse must not be performed.
 pub fn undo_actions(host: &dyn Host, action: &Action) -> Result<Vec<Action>, ActionError> {

@@ -6,7 +6,7 @@ use crate::{
     ExecEvents, FrameFlags, Host, HostLock, LockHolder, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod,
 };
 use delegate::delegate;
-use pagefold_base::{AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -80,6 +80,7 @@ impl ProcessHandle for CountingProcess<'_> {
             fn links(&self, directory: &str) -> Reading<Vec<String>>;
             fn resident(&self, ranges: &[AddressRange]) -> Reading<Vec<PageRun>>;
             fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
+            fn thread_cpus(&self, tid: Pid) -> Reading<IdSet>;
             fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>>;
             fn contents(
                 &self,

@@ -155,8 +155,8 @@ impl FakeHost {
         self.put_file(&format!("proc/{pid}/stat"), &stat);
     }
 
-    /// Uses virtual time from now on: time passes only while all threads that use the host's
-    /// clock sleep or wait, up to the earliest deadline, and CPU time only in
+    /// Uses virtual time from now on: time passes only in sleeps and waits, to the earliest
+    /// deadline of all threads that sleep or wait, and CPU time only in
     /// [`Self::spend_cpu_time`]. The date starts at 2026-01-01 00:00 UTC.
     pub fn enable_virtual_time(&self) {
         *self.virtual_clock.lock().unwrap() = Some(VirtualClock {
@@ -267,7 +267,7 @@ impl FakeHost {
     ) -> Result<ActionOutcome, ActionError> {
         let (mut memory, trouble) = (self.memory.lock().unwrap(), self.advice_fault.lock().unwrap());
         let pages = memory.get_mut(&pid).ok_or(ActionError::Vanished)?;
-        let mut effect = ActionOutcome { stop_durations: vec![Duration::from_micros(100)], missed_ranges: Vec::new() };
+        let mut effect = ActionOutcome { stop_durations: vec![Duration::from_micros(100)], ..ActionOutcome::default() };
         let all = ranges.iter().flat_map(|range| (range.start..range.end).step_by(PAGE_BYTES as usize));
         for (number, start) in all.enumerate() {
             let page = AddressRange { start, end: start + PAGE_BYTES };
@@ -289,13 +289,15 @@ impl FakeHost {
     /// Exchanges the set in a file.
     fn exchange_ids(&self, path: &str, ids: &Exchange<IdSet>) -> Result<ActionOutcome, ActionError> {
         let text = String::from_utf8(self.read(path)?).unwrap();
-        if ids.must_write(&text.parse().unwrap(), path)? {
+        let must_write = ids.must_write(&text.parse().unwrap(), path)?;
+        if must_write {
             self.put_file(path, &ids.to.to_string());
         }
-        Ok(ActionOutcome::default())
+        Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
     }
 
-    /// Registers a wait of this thread in virtual time. Returns its deadline, as virtual time; `None` on the real clock.
+    /// Registers a wait of this thread in virtual time. Returns its deadline, as virtual time; `None` on the real
+    /// clock.
     fn begin_virtual_wait(&self, duration: Duration) -> Option<Duration> {
         let mut clock = self.virtual_clock.lock().unwrap();
         let clock = clock.as_mut()?;
@@ -409,9 +411,17 @@ impl Host for FakeHost {
                 self.memory.lock().unwrap().entry(process.pid).or_default().values_mut().for_each(|page| page.1 = *on);
                 let answer = if *on { "yes" } else { "no" };
                 self.put_file(&format!("proc/{}/ksm_stat", process.pid), &format!("ksm_merge_any: {answer}\n"));
-                Ok(ActionOutcome { stop_durations: vec![Duration::from_micros(10)], missed_ranges: Vec::new() })
+                Ok(ActionOutcome { stop_durations: vec![Duration::from_micros(10)], ..ActionOutcome::default() })
             }
-            Action::SetQomProperty { process, object, value, .. } => {
+            Action::SetQomProperty { process, object, property, value, .. } => {
+                let file = format!("proc/{}/qom{object}/{property}", process.pid);
+                if let Ok(now) = self.read(&file) {
+                    let now = serde_json::from_slice(&now).unwrap();
+                    if !value.must_write(&now, &file)? {
+                        return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
+                    }
+                    self.put_file(&file, &value.to.to_string());
+                }
                 self.written_settings.lock().unwrap().push(format!("{object} of {}={}", process.pid, value.to));
                 match *self.advice_fault.lock().unwrap() {
                     Some(AdviceFault::GuestsHang) => Err(ActionError::Busy("the socket does not answer".to_owned())),
@@ -530,6 +540,11 @@ impl ProcessHandle for FakeHostProcess<'_> {
             None => PagemapEntry::default(),
         };
         Ok((range.start..range.end).step_by(PAGE_BYTES as usize).map(mapping).collect())
+    }
+
+    fn thread_cpus(&self, tid: Pid) -> Reading<IdSet> {
+        let text = self.host.read(&format!("proc/{}/task/{tid}/cpus", self.pid))?;
+        String::from_utf8_lossy(&text).parse().map_err(|_| Absent::Malformed("no set of CPUs".to_owned()))
     }
 
     fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {

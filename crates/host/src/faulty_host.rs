@@ -3,7 +3,7 @@
 use crate::action::{Action, ActionError, ActionOutcome};
 use crate::{ExecEvents, FrameFlags, Host, PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
 use delegate::delegate;
-use pagefold_base::{Absent, AddressRange, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant, SystemTime};
 
@@ -22,9 +22,8 @@ pub enum InjectedFault {
 
 /// Wraps a host. `faults` is called before every answer with a path. For a file this is its path. For other answers it
 /// is the path of the process followed by `#resident`, `#mappings`, `#contents` or `#ask_merge_any`; or `#frame_flags`,
-/// `#frame_mappings` or `#follow_programs`. Before an action it is `#write NAME`, or the path of the process followed by
-/// `#advise`, `#merge_any`, `#set_qom_property`, `#set_affinity`, `#move_pages`,
-/// `#collapse`.
+/// `#frame_mappings` or `#follow_programs`. Before an action it is `#write NAME`, or the path of the process followed
+/// by `#advise`, `#merge_any`, `#set_qom_property`, `#set_affinity`, `#move_pages`, `#collapse`.
 pub struct FaultyHost<'a, F> {
     host: &'a dyn Host,
     faults: F,
@@ -165,6 +164,11 @@ impl<F: Fn(&str) -> Option<InjectedFault> + Sync> ProcessHandle for FaultyProces
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>> {
         self.host.check_for_fault(&self.path("#mappings"))?;
         self.process.mappings(range)
+    }
+
+    fn thread_cpus(&self, tid: Pid) -> Reading<IdSet> {
+        self.host.check_for_fault(&self.path("#thread_cpus"))?;
+        self.process.thread_cpus(tid)
     }
 
     fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {

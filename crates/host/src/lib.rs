@@ -24,7 +24,7 @@ pub mod transaction;
 
 use action::{Action, ActionError, ActionOutcome};
 use pagefold_base::content::ContentKind;
-use pagefold_base::{Absent, AddressRange, Fingerprint, PageSize, Pfn, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, Fingerprint, IdSet, PageSize, Pfn, Pid, ProcessId, Reading};
 use resource::ResourceClass;
 use rustix::time::{ClockId, clock_gettime};
 use std::collections::BTreeSet;
@@ -176,7 +176,7 @@ pub enum HostLock {
     /// The lock is held until this value is dropped.
     Acquired(OwnedFd),
     /// There is no lock, or it needs more privilege than this process has. Such a process cannot change KSM's settings
-    /// either.
+    /// either, but it may place its own user's processes: only the lock in the state directory excludes others then.
     Unavailable,
     /// Another program than Pagefold prevents taking the lock.
     Obstructed,
@@ -225,8 +225,14 @@ pub trait ProcessHandle: Send + Sync {
     /// The mapping of each page of a range, in address order (`/proc/PID/pagemap`).
     fn mappings(&self, range: AddressRange) -> Reading<Vec<PagemapEntry>>;
 
+    /// The CPUs on which a thread may run now (sched_getaffinity(2)): those that are online and permitted. By default
+    /// they are not known.
+    fn thread_cpus(&self, _tid: Pid) -> Reading<IdSet> {
+        Err(Absent::NotOnThisKernel)
+    }
+
     /// The NUMA node of each page of a range, in address order (move_pages(2)); `None` for pages that are not in memory
-    /// and for the shared zero page. By default it is not known.
+    /// and for the shared zero page. Each page costs, mapped or not. By default the nodes are not known.
     fn page_nodes(&self, _range: AddressRange) -> Reading<Vec<Option<u32>>> {
         Err(Absent::NotOnThisKernel)
     }

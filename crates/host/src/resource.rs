@@ -1,22 +1,33 @@
 //! What Pagefold changes on a host, in classes. Each class has its own lock and its own journal, so that one Pagefold
 //! process can place memory while another one merges.
 
-/// A class of resources that only one Pagefold process at a time may change.
+/// A class of resources that only one Pagefold process at a time may change. The numbers identify the host-wide locks,
+/// so they must stay the same in all versions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ResourceClass {
     /// KSM: its settings, and which memory is enrolled.
-    Ksm,
+    Ksm = 0,
     /// On which NUMA nodes memory lies and may be allocated.
-    MemoryPlacement,
+    MemoryPlacement = 1,
     /// On which CPUs threads may run.
-    CpuPlacement,
+    CpuPlacement = 2,
     /// All other settings of the kernel and of virtual machines.
-    Settings,
+    Settings = 3,
 }
 
 impl ResourceClass {
     /// All classes, in the order in which a process must take their locks if it needs several.
     pub const ALL: [Self; 4] = [Self::Ksm, Self::MemoryPlacement, Self::CpuPlacement, Self::Settings];
+
+    /// Its name in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Ksm => "KSM",
+            Self::MemoryPlacement => "the placement of memory",
+            Self::CpuPlacement => "the placement of threads",
+            Self::Settings => "other settings",
+        }
+    }
 
     /// The file in the state directory that is locked while this class is changed.
     pub const fn lock_file(self) -> &'static str {

@@ -5,6 +5,7 @@ mod collapse;
 mod placement;
 
 pub use advise::ask_merge_any;
+pub use placement::read_affinity;
 
 use crate::LiveHost;
 use crate::process::LiveProcess;
@@ -27,8 +28,8 @@ pub fn apply(host: &LiveHost, action: &Action, stop: &AtomicBool) -> Result<Acti
             with_process(host, *process, |process| advise::set_merge_any(process, *on))
         }
         Action::SetQomProperty { process, socket, object, property, value } => {
-            crate::qmp::set_property(socket, *process, (object, property), value, stop)?;
-            Ok(ActionOutcome::default())
+            let written = crate::qmp::set_property(socket, *process, (object, property), value, stop)?;
+            Ok(ActionOutcome { unchanged: !written, ..ActionOutcome::default() })
         }
         Action::Collapse { process, ranges } => {
             with_process(host, *process, |process| collapse::collapse(host, process, ranges))

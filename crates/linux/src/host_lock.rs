@@ -35,7 +35,8 @@ pub fn acquire_host_lock(class: ResourceClass) -> Result<HostLock, LockHolder> {
     }
 }
 
-/// The Pagefold process that has the lock of a class, if visible, found by the locks of its open files (`/proc/PID/fdinfo`).
+/// The Pagefold process that has the lock of a class, if visible, found by the locks of its open files
+/// (`/proc/PID/fdinfo`).
 fn find_lock_holder(file: &File, class: ResourceClass) -> LockHolder {
     let Ok(about) = file.metadata() else { return LockHolder::default() };
     let device = about.dev();

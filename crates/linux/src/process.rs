@@ -5,7 +5,7 @@
 //! return nothing after exit or exec.
 
 use crate::{LiveHost, absence_reason, apply, page_reader, read_whole_file};
-use pagefold_base::{Absent, AddressRange, Pid, ProcessId, Reading};
+use pagefold_base::{Absent, AddressRange, IdSet, Pid, ProcessId, Reading};
 use pagefold_host::action::ActionError;
 use pagefold_host::parse::{self, Stat};
 use pagefold_host::{PageRun, PageView, PagemapEntry, ProcessHandle, ReadMethod};
@@ -341,6 +341,12 @@ impl ProcessHandle for LiveProcess<'_> {
             let moving = self.read_pagemap_entries(range.start, pages, &mut mappings)?;
             Ok((mappings, moving))
         })
+    }
+
+    fn thread_cpus(&self, tid: Pid) -> Reading<IdSet> {
+        // The thread is one of this process.
+        self.read(&format!("task/{tid}/stat"))?;
+        apply::read_affinity(tid).map_err(|_| Absent::Vanished)
     }
 
     fn page_nodes(&self, range: AddressRange) -> Reading<Vec<Option<u32>>> {

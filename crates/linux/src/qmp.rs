@@ -17,7 +17,7 @@
 
 use pagefold_base::identity::{Monitor as Kind, Vm};
 use pagefold_base::{Bytes, ProcessId};
-use pagefold_host::action::{ActionError, Exchange};
+use pagefold_host::action::{ActionError, Exchange, MERGE_PROPERTY};
 use pagefold_host::{ProcessHandle, parse};
 use pagefold_sys::fault;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
@@ -133,7 +133,7 @@ pub enum QmpError {
         /// QEMU's error text.
         why: String,
     },
-    /// A property has another value than expected.
+    /// A property has another value than expected, before or after it was written.
     #[error(transparent)]
     UnexpectedValue(#[from] ActionError),
 }
@@ -159,25 +159,26 @@ pub fn list_backends(socket: &Path, process: ProcessId, stop: &AtomicBool) -> Re
     QmpMonitor::connect(socket, process, (ANSWER_TIMEOUT, LIST_BACKENDS_TIMEOUT), stop)?.list_backends()
 }
 
-/// Set a property of an object, and verify the result. Ends early once `stop` is set.
+/// Set a property of an object, and verify the result. Returns whether it was written. Ends early once `stop` is set.
 ///
 /// # Errors
-/// As [`list_backends`], if another program has changed the value, and if QEMU refuses it. After [`QmpError::Stopped`]
-/// and [`QmpError::Busy`] QEMU may still change the property.
+/// As [`list_backends`], if another program has changed the value, and if QEMU refuses it. If QEMU reports another
+/// value than the written one, the old value is written back. After [`QmpError::Stopped`] and [`QmpError::Busy`] QEMU
+/// may still change the property.
 pub fn set_property(
     socket: &Path,
     process: ProcessId,
     (object, property): (&str, &str),
     value: &Exchange<Value>,
     stop: &AtomicBool,
-) -> Result<(), QmpError> {
+) -> Result<bool, QmpError> {
     // Switching off the property `merge` unmerges.
-    let timeout = if value.to == false { UNENROLL_TIMEOUT } else { SET_PROPERTY_TIMEOUT };
+    let timeout = if property == MERGE_PROPERTY && value.to == false { UNENROLL_TIMEOUT } else { SET_PROPERTY_TIMEOUT };
     let mut monitor = QmpMonitor::connect(socket, process, (ANSWER_TIMEOUT, timeout + 4 * ANSWER_TIMEOUT), stop)?;
     let read = json!({"path": object, "property": property});
     let now = monitor.execute("qom-get", &read)?;
     if !value.must_write(&now, format_args!("{property} of {object}"))? {
-        return Ok(());
+        return Ok(false);
     }
     monitor.answer_timeout = timeout;
     fault::point("before setting a QEMU property");
@@ -186,10 +187,11 @@ pub fn set_property(
     monitor.answer_timeout = ANSWER_TIMEOUT;
     let now = monitor.execute("qom-get", &read)?;
     if now == value.to {
-        return Ok(());
+        return Ok(true);
     }
+    monitor.execute("qom-set", &json!({"path": object, "property": property, "value": value.from}))?;
     let why = format!("{property} of {object} is {now} afterwards");
-    Err(QmpError::Refused { command: "qom-set".to_owned(), why })
+    Err(ActionError::Failed(why).into())
 }
 
 /// The path at which this process reaches a guest's control socket, if its command line names one. The guest's process

@@ -69,7 +69,8 @@ pub struct ContinuousMerge<'h, 'a> {
     pub host: &'h dyn Host,
     /// The directory of lock and journal.
     pub directory: &'a Path,
-    /// The request for each round's plan; the processes come from `list_pids`, and the excluded ranges from the monitor.
+    /// The request for each round's plan; the processes come from `list_pids`, and the excluded ranges from the
+    /// monitor.
     pub plan_request: PlanRequest,
     /// How a plan is executed.
     pub merge_options: merge::MergeOptions,
@@ -207,7 +208,7 @@ impl<'h> ContinuousMerge<'h, '_> {
                 left.iter().for_each(|remains| tell(ContinuousMergeEvent::UndoFailed(remains)));
                 Ok(Some(session))
             }
-            Err(session::Error::Busy(_)) => Ok(None),
+            Err(session::Error::Busy { .. }) => Ok(None),
             Err(error) => Err(error.into()),
         }
     }

@@ -4,8 +4,9 @@
 //!    targets, so that ksmd does not scan them.
 //! 2. The ranges of the plan are enrolled, and ksmd runs as fast as its limit allows until no more pages merge. On
 //!    kernels before 6.11, third and further copies are enrolled once the first two of each have merged. If that falls
-//!    short and ksmd has skipped pages, it continues without skipping ([`SettleDetector::may_be_skipped`](crate::decide::pace::SettleDetector::may_be_skipped)). If all
-//!    enrolled processes have ended, the merge does not wait ([`StallDetector`](crate::ksmd::StallDetector)).
+//!    short and ksmd has skipped pages, it continues without skipping
+//!    ([`SettleDetector::may_be_skipped`](crate::decide::pace::SettleDetector::may_be_skipped)). If all enrolled
+//!    processes have ended, the merge does not wait ([`StallDetector`](crate::ksmd::StallDetector)).
 //! 3. Meanwhile the merged pages of running targets are watched, and ranges that do not stay merged for long enough are
 //!    unenrolled: see [`merge_monitor`].
 //! 4. ksmd is stopped, page tables are read, and its settings are restored. Merged pages stay merged: their ranges stay

@@ -1,5 +1,5 @@
-//! Counts the pages of a plan from the index of its census: how many of each range ksmd would scan, and which of them are
-//! equal.
+//! Counts the pages of a plan from the index of its census: how many of each range ksmd would scan, and which of them
+//! are equal.
 
 use crate::decide::plan::{EqualPages, MergePlan, PlanContents, PlannedRange, ZeroPages};
 use pagefold_base::{AddressRange, PageClass, PageSize, Pages};

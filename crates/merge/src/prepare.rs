@@ -72,7 +72,8 @@ pub struct PreparedPlan {
 }
 
 impl PreparedPlan {
-    /// Keep only some processes of the plan, and predict what is left. The probes are of the whole plan and are dropped.
+    /// Keep only some processes of the plan, and predict what is left. The probes are of the whole plan and are
+    /// dropped.
     pub fn retain_processes(&mut self, is_kept: impl Fn(ProcessId) -> bool) {
         self.plan.retain_processes(is_kept);
         self.plan.predict(&self.contents, &self.ksmd);
@@ -145,8 +146,8 @@ pub fn prepare_plan(
     Ok(PreparedPlan { census, plan, probes, unstable_bytes, enrolled_may_be_hidden, sketches, contents, ksmd })
 }
 
-/// The enrolled processes whose contents a plan keeps apart from those of other domains. A merge of whole processes takes
-/// all of their contents and finds enrolled processes elsewhere.
+/// The enrolled processes whose contents a plan keeps apart from those of other domains. A merge of whole processes
+/// takes all of their contents and finds enrolled processes elsewhere.
 fn find_enrolled_elsewhere(
     host: &dyn Host,
     request: &PlanRequest,

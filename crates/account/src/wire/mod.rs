@@ -140,8 +140,8 @@ pub struct ReconciliationReport {
     pub drift: Option<DriftReport>,
 }
 
-/// `fair + unseen + partially_read - excess + changed_mappings = frames`, in bytes, within a rounding error of one byte in
-/// each.
+/// `fair + unseen + partially_read - excess + changed_mappings = frames`, in bytes, within a rounding error of one byte
+/// in each.
 #[derive(Clone, Copy, Debug, Serialize, JsonSchema)]
 pub struct BalanceReport {
     /// Mapped frames, each counted once, without the kernel's zero pages.

@@ -20,7 +20,7 @@ Examples:
   sudo pagefold recover                 undo the changes of a killed pagefold
   sudo pagefold recover --state /tmp/p  the same for one that ran with --state /tmp/p
 
-Every command that changes the host does this first. A setting that another program has written since \
+Every command that changes KSM does this first for KSM. A setting that another program has written since \
 keeps its value.
 
 Exit status: 0 everything is undone, 2 nothing could be tried, 3 some changes remain.";
@@ -37,7 +37,7 @@ pub struct RecoverArguments {
 /// Undo the changes of a killed run, and print them.
 pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result<CommandOutcome> {
     let host = open_live_host(global)?;
-    let (mut undone, mut remains, mut busy) = (Vec::new(), Vec::new(), None);
+    let (mut undone, mut remains, mut errors) = (Vec::new(), Vec::new(), Vec::new());
     for class in ResourceClass::ALL {
         match Session::begin(&*host, &global.state, class) {
             Ok((_, more, failed)) => {
@@ -45,17 +45,15 @@ pub fn run(options: &RecoverArguments, global: &GlobalOptions) -> anyhow::Result
                 remains.extend(failed);
             }
             // The other classes may still have something to undo.
-            Err(error @ Error::Busy(_)) => busy = busy.or(Some(error)),
-            Err(error) => return Err(with_remedy(error)),
+            Err(error) => errors.push(with_daemon_hint(with_remedy(error), global)),
         }
     }
-    if let Some(error) = busy.map(|error| with_daemon_hint(with_remedy(error), global)) {
-        if undone.is_empty() && remains.is_empty() {
-            return Err(error);
-        }
-        eprintln!("{error:#}");
+    if undone.is_empty() && remains.is_empty() && !errors.is_empty() {
+        return Err(errors.swap_remove(0));
     }
-    print_result(&undone, &remains, options.json, "Nothing was left to put back.")
+    let outcome = print_result(&undone, &remains, options.json, "Nothing was left to put back.")?;
+    errors.iter().for_each(|error| eprintln!("not recovered: {error:#}"));
+    Ok(if errors.is_empty() { outcome } else { CommandOutcome::Partial })
 }
 
 /// The host, if it can be changed.
@@ -79,7 +77,7 @@ pub fn begin_session<'a>(host: &'a dyn Host, global: &GlobalOptions) -> anyhow::
 
 /// Add a hint to an error if the daemon holds the lock of this host.
 fn with_daemon_hint(error: anyhow::Error, global: &GlobalOptions) -> anyhow::Error {
-    let busy = matches!(error.downcast_ref(), Some(Error::Busy(_)));
+    let busy = matches!(error.downcast_ref(), Some(Error::Busy { class: ResourceClass::Ksm, .. }));
     if busy && control_socket::is_daemon_listening(&global.state) {
         return error
             .context("the daemon controls KSM on this host: run `pagefold pause` before and `pagefold resume` after");

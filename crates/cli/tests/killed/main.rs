@@ -1,6 +1,7 @@
 //! Kills pagefold with SIGKILL at every step of each kind of change that it makes to a host. The processes it works on
 //! must continue undisturbed, and `recover` must restore the rest. This covers memory ([`memory_changes`], [`guests`]),
-//! placement ([`placement`]), persistent settings ([`setting_changes`]), and programs that pagefold starts and accompanies ([`started_programs`]).
+//! placement ([`placement`]), persistent settings ([`setting_changes`]), and programs that pagefold starts and
+//! accompanies ([`started_programs`]).
 //!
 //! Each kind of change lists the fault points that it reaches, and all fault points in the code are listed. Each day
 //! they are distributed anew among the kinds, so that every run hits each point. `PAGEFOLD_DAY` repeats the

@@ -1,5 +1,5 @@
-//! Kills during the placement of a process on CPUs and NUMA nodes, and during changes of a cpuset and of a setting other
-//! than KSM's. On a machine with one node no page is moved, but each step is reached.
+//! Kills during the placement of a process on CPUs and NUMA nodes, and during changes of a cpuset and of a setting
+//! other than KSM's. On a machine with one node no page is moved, but each step is reached.
 
 use crate::{kill_at_selected_points, parse_json, reached_points, run_pagefold, was_killed};
 use pagefold_labs::client::{RunningLab, lab_binary};

@@ -248,7 +248,7 @@ words! {
         Merge = "merge",
         Unenroll = "unenroll",
         Skip = "skip",
-        Pause = "pause",
+        Idle = "idle",
         Yield = "yield",
         Refuse = "refuse",
         Restore = "restore",

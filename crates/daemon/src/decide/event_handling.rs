@@ -159,7 +159,7 @@ impl DaemonState {
             _ => ("", " and then merges more slowly"),
         };
         let why = format!("{why}: {first}the daemon pauses for {} s{then}", pause.as_secs());
-        effects.push(self.report_decision(DecisionKind::Pause, &[], DecisionReason::Slowdown, why));
+        effects.push(self.report_decision(DecisionKind::Idle, &[], DecisionReason::Slowdown, why));
         self.reported_pause = Some(DecisionReason::Slowdown);
         if halts && !self.task_halted {
             self.task_halted = true;
@@ -265,8 +265,8 @@ impl DaemonState {
         false
     }
 
-    /// Delay the scans of processes whose census exceeded the budget. Otherwise it would be started and halted again and
-    /// again, and no other process would be scanned.
+    /// Delay the scans of processes whose census exceeded the budget. Otherwise it would be started and halted again
+    /// and again, and no other process would be scanned.
     fn postpone_scans(&mut self, turns: &[ProcessId]) {
         for process in turns {
             if let Some(member) = self.tracked.get_mut(process) {

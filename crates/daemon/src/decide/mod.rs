@@ -335,7 +335,7 @@ impl DaemonState {
         why: impl Into<String>,
     ) -> Effect {
         let acted =
-            !matches!(what, DecisionKind::Skip | DecisionKind::Refuse | DecisionKind::Pause | DecisionKind::Yield);
+            !matches!(what, DecisionKind::Skip | DecisionKind::Refuse | DecisionKind::Idle | DecisionKind::Yield);
         Effect::Report(Decision {
             kind: what,
             processes: whom.to_vec(),

@@ -199,7 +199,7 @@ impl DaemonState {
     fn report_pause(&mut self, reason: DecisionReason, why: &str, effects: &mut Vec<Effect>) {
         if self.reported_pause != Some(reason) {
             self.reported_pause = Some(reason);
-            effects.push(self.report_decision(DecisionKind::Pause, &[], reason, why));
+            effects.push(self.report_decision(DecisionKind::Idle, &[], reason, why));
         }
     }
 

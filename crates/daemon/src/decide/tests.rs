@@ -459,7 +459,7 @@ fn daemon_backs_off_while_programs_are_slowed_down() {
     host.deliver(arrival(1));
     host.run(11);
     assert_eq!(
-        (host.merge_cpu_shares(), host.count_decisions(DecisionKind::Pause, DecisionReason::Slowdown)),
+        (host.merge_cpu_shares(), host.count_decisions(DecisionKind::Idle, DecisionReason::Slowdown)),
         (vec![1.0], 1)
     );
     assert_eq!(
@@ -482,7 +482,7 @@ fn daemon_backs_off_while_programs_are_slowed_down() {
     host.pressure = 50.0;
     host.deliver(arrival(7));
     host.run(20);
-    assert!(host.count_decisions(DecisionKind::Pause, DecisionReason::Slowdown) > 1);
+    assert!(host.count_decisions(DecisionKind::Idle, DecisionReason::Slowdown) > 1);
     host.deliver(arrival(2));
     host.run(3);
     assert!(host.state.tracked()[&id(2)].last_scan.is_some(), "memory shortage has priority");
@@ -635,7 +635,7 @@ fn daemon_pauses_above_memory_goal_and_in_quiet_hours() {
     host.deliver(arrival(1));
     host.run(20);
     assert_eq!(
-        (host.count_effects(is_census), host.count_decisions(DecisionKind::Pause, DecisionReason::MemoryGoal)),
+        (host.count_effects(is_census), host.count_decisions(DecisionKind::Idle, DecisionReason::MemoryGoal)),
         (0, 1)
     );
     host.available = Bytes(1 << 29);
@@ -648,7 +648,7 @@ fn daemon_pauses_above_memory_goal_and_in_quiet_hours() {
     host.deliver(arrival(1));
     host.run(20);
     assert_eq!(
-        (host.count_effects(is_census), host.count_decisions(DecisionKind::Pause, DecisionReason::QuietHours)),
+        (host.count_effects(is_census), host.count_decisions(DecisionKind::Idle, DecisionReason::QuietHours)),
         (0, 1)
     );
     assert_eq!(host.state.scan_block_reason().as_deref(), Some("these are quiet hours"));

@@ -288,7 +288,7 @@ fn foreign_file_is_left_unchanged() {
 
     assert!(open().is_none());
     let connection = Connection::open(&path).unwrap();
-    connection.pragma_update(None, "user_version", 2).unwrap();
+    connection.pragma_update(None, "user_version", 3).unwrap();
     drop(connection);
     assert!(matches!(open(), Some(Error::UnknownVersion(_, 2))));
 }

@@ -3,18 +3,19 @@
 //! A [`Session`] holds the lock under which one class of resources may be changed ([`ResourceClass`]). Sessions of
 //! different classes work side by side. A session stores the undo of each change in the [`journal`](super::journal) of
 //! its class before making the change. The lock is in the state directory. A second lock, which all Pagefold processes
-//! on the host share ([`Host::acquire_lock`]), excludes processes with another state directory. Temporary changes are undone when the session ends, newest first: at the end of the work, on an error, in
-//! a panic. After `kill -9` the next session, or `pagefold recover`, finds the journal and undoes the changes. If an
-//! undo fails now but may succeed later, its entry stays in the journal, and the next session retries it.
+//! on the host share ([`Host::acquire_lock`]), excludes processes with another state directory. Temporary changes are
+//! undone when the session ends, newest first: at the end of the work, on an error, in a panic. After `kill -9` the
+//! next session, or `pagefold recover`, finds the journal and undoes the changes. If an undo fails now but may succeed
+//! later, its entry stays in the journal, and the next session retries it.
 //!
 //! A setting is restored only if it still has the value that was written last. If another program has written another
 //! value since, that value stays and Pagefold reports it. The kernel also writes one setting: a change of
 //! `advisor_mode` resets `pages_to_scan` (mm/ksm.c, `set_advisor_defaults`), and while the advisor is on it changes it.
 //! Therefore the value of `pages_to_scan` is stored before the mode changes and restored after it.
 //!
-//! Advice is undone only if its range still lies in the same extent: a run of adjacent regions of one kind that has not
-//! grown, except for the heap. Otherwise the program may have mapped other memory there that it never enrolled. Limit:
-//! a new mapping of the same kind and place cannot be distinguished from the old one.
+//! Advice and moved pages are undone only if their range still lies in the same extent: a run of adjacent regions of
+//! one kind that has not grown, except for the heap. Otherwise the program may have mapped other memory there that it
+//! never enrolled. Limit: a new mapping of the same kind and place cannot be distinguished from the old one.
 //!
 //! The enrollments of a session stay once it commits. If it ends before, by an error, a panic or `kill -9`, they are
 //! undone. This needs free memory for copies of the merged pages, without memory pressure; otherwise the entries stay
@@ -144,15 +145,15 @@ struct JournalMark {
 }
 
 impl<'a> Session<'a> {
-    /// Takes the lock of a class of resources in a directory, which is created if necessary, and undoes the changes of a
-    /// killed session. Also returns the undone and the failed actions.
+    /// Takes the lock of a class of resources in a directory, which is created if necessary, and undoes the changes of
+    /// a killed session. Also returns the undone and the failed actions.
     pub fn begin(
         host: &'a dyn Host,
         directory: &Path,
         class: ResourceClass,
     ) -> Result<(Self, Vec<Action>, Vec<FailedUndo>), Error> {
         let (directory, lock) = lock_directory(directory, class)?;
-        let claim = host.acquire_lock(class).map_err(Error::Busy)?;
+        let claim = host.acquire_lock(class).map_err(|holder| Error::Busy { class, holder })?;
         if matches!(claim, HostLock::Obstructed) {
             let _ = writeln!(
                 io::stderr(),
@@ -211,7 +212,7 @@ impl<'a> Session<'a> {
         stop: &AtomicBool,
     ) -> Result<ActionOutcome, Error> {
         if action.class() != self.class {
-            return Err(Error::ForeignClass { needed: action.class(), held: self.class });
+            return Err(Error::ClassNotLocked { action: action.class(), session: self.class });
         }
         if lifetime == ChangeLifetime::Permanent {
             let effect = self.apply_to_host(action, stop)?;
@@ -225,15 +226,17 @@ impl<'a> Session<'a> {
             return Ok(effect);
         }
         let noted = self.journal_action(action, lifetime == ChangeLifetime::PermanentOnCommit)?;
-        self.apply_to_host(action, stop).map_err(|refusal| {
-            // The undo stays if something may have changed; undoing a change that was not made does no harm.
-            let in_part = matches!(refusal, ActionError::Busy(_) | ActionError::Failed(_));
-            let untouched = matches!(action, Action::Write { .. }) || !in_part;
-            match if untouched { self.revert_journal(noted) } else { Ok(()) } {
-                Ok(()) => refusal.into(),
-                Err(error) => error,
-            }
-        })
+        let result = self.apply_to_host(action, stop);
+        // The undo stays if something may have changed.
+        let is_untouched = match &result {
+            Ok(outcome) => outcome.unchanged,
+            Err(ActionError::Busy(_) | ActionError::Failed(_)) => matches!(action, Action::Write { .. }),
+            Err(_) => true,
+        };
+        if is_untouched {
+            self.revert_journal(noted)?;
+        }
+        Ok(result?)
     }
 
     /// Performs an action on the host.
@@ -394,7 +397,7 @@ impl<'a> Session<'a> {
     }
 
     /// Stores the undo of an action. A setting keeps its first value.
-    fn journal_action(&mut self, action: &Action, until_done: bool) -> Result<JournalMark, Error> {
+    fn journal_action(&mut self, action: &Action, until_commit: bool) -> Result<JournalMark, Error> {
         let mut noted = JournalMark { entry_count: self.journal.entries.len(), previous_values: Vec::new() };
         if let Action::Write { knob, value } = action {
             let now = self.read_knob(*knob)?;
@@ -416,7 +419,7 @@ impl<'a> Session<'a> {
                     undo,
                     written_values: Vec::new(),
                     enclosing_extents: within,
-                    until_commit: until_done,
+                    until_commit,
                 });
             }
         }
@@ -435,10 +438,10 @@ impl<'a> Session<'a> {
         written.chain(entries[noted.entry_count..].iter().cloned().map(JournalChange::Push)).collect()
     }
 
-    /// The present extent of each range of advice.
+    /// The present extent of each range of an action.
     fn enclosing_extents(&self, action: &Action) -> Result<Vec<AddressRange>, Absent> {
-        let Action::Advise { process, ranges, .. } = action else { return Ok(Vec::new()) };
-        let extents = Extents::read(self.host, *process)?;
+        let (Some(process), ranges @ [_, ..]) = (action.process(), action.ranges()) else { return Ok(Vec::new()) };
+        let extents = Extents::read(self.host, process)?;
         // A range that has changed since it was selected is its own extent.
         Ok(ranges.iter().map(|&range| extents.enclosing(range).unwrap_or(range)).collect())
     }
@@ -551,7 +554,7 @@ fn lock_directory(path: &Path, class: ResourceClass) -> Result<(StateDirectory, 
             let mut holder = String::new();
             let read = lock.read_to_string(&mut holder);
             let pid = read.ok().and_then(|_| holder.trim().parse().ok());
-            return Err(Error::Busy(LockHolder { pid, state_directory: None }));
+            return Err(Error::Busy { class, holder: LockHolder { pid, state_directory: None } });
         }
         Err(TryLockError::Error(source)) => return Err(Error::StateDirectoryUnusable { path, source }),
     }

@@ -77,7 +77,7 @@ pub fn advise(
     let (wanted, mut missed) = revalidate(&observe::regions(process)?, advice, ranges);
     let mut stops = Vec::new();
     if wanted.is_empty() {
-        return Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed });
+        return Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed, unchanged: false });
     }
     let target = inject_target(process)?;
     let batched = !target.has_seccomp().map_err(action_error)?;
@@ -109,7 +109,7 @@ pub fn advise(
         push_missed_range(&mut missed, range, why);
     }
     missed.sort_by_key(|&(range, _)| range);
-    Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed })
+    Ok(ActionOutcome { stop_durations: stops, missed_ranges: missed, unchanged: false })
 }
 
 /// Enroll or unenroll a process as a whole. On a kernel that cannot enroll one, there is none to unenroll.
@@ -119,7 +119,7 @@ pub fn set_merge_any(process: &LiveProcess<'_>, enable: bool) -> Result<ActionOu
         Some(Errno::INVAL) if enable => Err(ActionError::Unsupported(
             "this kernel cannot enroll whole processes (PR_SET_MEMORY_MERGE, 6.4): enroll ranges".to_owned(),
         )),
-        None | Some(Errno::INVAL) => Ok(ActionOutcome { stop_durations: vec![stopped], missed_ranges: Vec::new() }),
+        None | Some(Errno::INVAL) => Ok(ActionOutcome { stop_durations: vec![stopped], ..ActionOutcome::default() }),
         Some(Errno::PERM) => Err(ActionError::Denied(
             "this kernel enrolls whole processes only with CAP_SYS_RESOURCE: enroll ranges".to_owned(),
         )),

@@ -45,7 +45,7 @@ pub fn collapse(
             }
         }
     }
-    Ok(ActionOutcome { stop_durations: Vec::new(), missed_ranges: missed })
+    Ok(ActionOutcome { missed_ranges: missed, ..ActionOutcome::default() })
 }
 
 /// Errors that apply to the whole process.

@@ -4,10 +4,10 @@
 //! to the expected process is checked right before each system call. A number that is reused within this moment would
 //! let another thread run elsewhere, or move some of its pages; no memory content changes.
 
-use super::write_setting;
+use super::{push_missed_range, write_setting};
 use crate::LiveHost;
 use crate::process::LiveProcess;
-use pagefold_base::{AddressRange, IdSet};
+use pagefold_base::{AddressRange, IdSet, Pid};
 use pagefold_host::action::{ActionError, ActionOutcome, CpusetFile, Exchange, MissedReason, ThreadId};
 use pagefold_host::{Host, ProcessHandle, hold, parse};
 use pagefold_sys::{fault, numa};
@@ -15,42 +15,52 @@ use rustix::io::Errno;
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use std::collections::BTreeMap;
 
-/// Pages in one call of move_pages(2): one huge page, which the kernel moves whole. A call occupies the kernel for well
-/// below a millisecond.
-const PAGES_PER_CALL: usize = 512;
+/// Pages in one call of move_pages(2): one huge page of x86, which the kernel moves whole. A call walks this many page
+/// table entries and copies at most as many pages.
+const PAGES_PER_CALL: u64 = 512;
 
-/// Restrict a thread to CPUs. If its cgroup does not permit all of them, nothing changes.
+/// Restrict a thread to CPUs.
 pub fn set_affinity(host: &LiveHost, thread: ThreadId, cpus: &Exchange<IdSet>) -> Result<ActionOutcome, ActionError> {
     let stat = hold(host, thread.process)?.read(&format!("task/{}/stat", thread.tid))?;
     if parse::stat(&stat)?.start_time != thread.start_time {
         return Err(ActionError::Vanished);
     }
-    let tid = rustix::process::Pid::from_raw(thread.tid.0.cast_signed());
-    let allowed = || sched_getaffinity(tid).map(|set| from_cpu_set(&set)).map_err(affinity_error);
-    let set = |ids: &IdSet| sched_setaffinity(tid, &to_cpu_set(ids)?).map_err(affinity_error);
-    if !cpus.must_write(&allowed()?, format_args!("the set of CPUs of thread {}", thread.tid))? {
-        return Ok(ActionOutcome::default());
+    let now = read_affinity(thread.tid)?;
+    if now == cpus.to {
+        return Ok(ActionOutcome { unchanged: true, ..ActionOutcome::default() });
+    }
+    // The kernel leaves out CPUs that the cgroup does not permit or that are offline, so that a part of a set may be
+    // all that is left of it (kernel/sched/syscalls.c, `__sched_setaffinity` and `sched_getaffinity`).
+    if !now.is_subset(&cpus.from) {
+        let (tid, from) = (thread.tid, &cpus.from);
+        return Err(ActionError::ChangedByOthers(format!("the CPUs of thread {tid} are {now}, not {from}")));
     }
     fault::point("before setting an affinity");
-    set(&cpus.to)?;
+    sched_setaffinity(raw_tid(thread.tid), &to_cpu_set(host, &cpus.to)?).map_err(affinity_error)?;
     fault::point("after setting an affinity");
-    // The kernel silently leaves out CPUs that the cgroup does not permit (kernel/sched/syscalls.c,
-    // `__sched_setaffinity`).
-    let now = allowed()?;
-    if now != cpus.to {
-        set(&cpus.from)?;
-        let wanted = &cpus.to;
-        return Err(ActionError::Unsupported(format!("of the CPUs {wanted} the cgroup permits {now} only")));
-    }
     Ok(ActionOutcome::default())
 }
 
-fn from_cpu_set(set: &CpuSet) -> IdSet {
-    (0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).map(|cpu| cpu as u32).collect()
+/// The CPUs on which a thread may run now.
+pub fn read_affinity(tid: Pid) -> Result<IdSet, ActionError> {
+    let set = sched_getaffinity(raw_tid(tid)).map_err(affinity_error)?;
+    Ok((0..CpuSet::MAX_CPU).filter(|&cpu| set.is_set(cpu)).map(|cpu| cpu as u32).collect())
 }
 
-fn to_cpu_set(ids: &IdSet) -> Result<CpuSet, ActionError> {
+fn raw_tid(tid: Pid) -> Option<rustix::process::Pid> {
+    rustix::process::Pid::from_raw(tid.0.cast_signed())
+}
+
+/// The set for the kernel. All online CPUs become all CPUs, so that the thread may also use those that come online
+/// later, as a thread without restriction may.
+fn to_cpu_set(host: &LiveHost, ids: &IdSet) -> Result<CpuSet, ActionError> {
+    let online = host.read("sys/devices/system/cpu/online").ok();
+    let online: Option<IdSet> = online.and_then(|text| String::from_utf8_lossy(&text).parse().ok());
     let mut set = CpuSet::new();
+    if online.is_some_and(|online| online.is_subset(ids)) {
+        (0..CpuSet::MAX_CPU).for_each(|cpu| set.set(cpu));
+        return Ok(set);
+    }
     for id in ids.iter() {
         if id as usize >= CpuSet::MAX_CPU {
             return Err(ActionError::Unsupported(format!("CPU {id}: at most {} CPUs are supported", CpuSet::MAX_CPU)));
@@ -63,8 +73,12 @@ fn to_cpu_set(ids: &IdSet) -> Result<CpuSet, ActionError> {
 fn affinity_error(errno: Errno) -> ActionError {
     match errno {
         Errno::SRCH => ActionError::Vanished,
-        Errno::PERM => ActionError::Denied("setting the CPUs of a thread needs CAP_SYS_NICE".to_owned()),
-        Errno::INVAL => ActionError::Unsupported("the cgroup permits none of the CPUs".to_owned()),
+        Errno::PERM => ActionError::Denied("setting the CPUs of a thread of another user needs CAP_SYS_NICE".to_owned()),
+        Errno::INVAL => ActionError::Failed(
+            "none of the CPUs is online and permitted by the cgroup, the host has more CPUs than are supported, or it is \
+             a kernel thread"
+                .to_owned(),
+        ),
         errno => ActionError::Failed(format!("the CPUs of a thread: {errno}")),
     }
 }
@@ -76,36 +90,42 @@ pub fn write_cpuset(
     file: CpusetFile,
     ids: &Exchange<IdSet>,
 ) -> Result<ActionOutcome, ActionError> {
+    if !std::path::Path::new("/").join(cgroup).is_dir() {
+        return Err(ActionError::Vanished);
+    }
     let path = format!("{cgroup}/{}", file.file_name());
-    let read = || -> Result<IdSet, ActionError> {
-        let text = host.read(&path)?;
-        String::from_utf8_lossy(&text).parse().map_err(|error| ActionError::Failed(format!("/{path}: {error}")))
-    };
-    if ids.must_write(&read()?, format_args!("/{path}"))? {
+    let text = host.read(&path)?;
+    let now: IdSet =
+        String::from_utf8_lossy(&text).parse().map_err(|error| ActionError::Failed(format!("/{path}: {error}")))?;
+    let must_write = ids.must_write(&now, format_args!("/{path}"))?;
+    if must_write {
         // An empty text would be no write at all.
         write_setting(&format!("/{path}"), &format!("{}\n", ids.to))?;
     }
-    Ok(ActionOutcome::default())
+    Ok(ActionOutcome { unchanged: !must_write, ..ActionOutcome::default() })
 }
 
 /// Move pages of a process to a node.
 pub fn move_pages(process: &LiveProcess<'_>, ranges: &[AddressRange], node: u32) -> Result<ActionOutcome, ActionError> {
     let page_bytes = process.host.page_size().bytes();
-    let mut missed = Vec::new();
-    let pages: Vec<u64> =
-        ranges.iter().flat_map(|range| (range.start..range.end).step_by(page_bytes as usize)).collect();
-    for part in pages.chunks(PAGES_PER_CALL) {
-        let elsewhere = pages_elsewhere(process, part, node)?;
-        fault::point("before moving pages");
-        let mut refusals = move_part(process, &elsewhere, node)?;
-        fault::point("after moving pages");
-        for page in pages_elsewhere(process, &elsewhere, node)? {
-            let range = AddressRange { start: page, end: page + page_bytes };
-            let why = MissedReason::Refused(refusal_text(refusals.remove(&page)));
-            super::push_missed_range(&mut missed, range, why);
+    let mut outcome = ActionOutcome { unchanged: true, ..ActionOutcome::default() };
+    for range in ranges {
+        for start in (range.start..range.end).step_by((PAGES_PER_CALL * page_bytes) as usize) {
+            let end = range.end.min(start + PAGES_PER_CALL * page_bytes);
+            let pages: Vec<u64> = (start..end).step_by(page_bytes as usize).collect();
+            let elsewhere = pages_elsewhere(process, &pages, node)?;
+            outcome.unchanged &= elsewhere.is_empty();
+            fault::point("before moving pages");
+            let refusals = move_part(process, &elsewhere, node)?;
+            fault::point("after moving pages");
+            for page in pages_elsewhere(process, &elsewhere, node)? {
+                let range = AddressRange { start: page, end: page + page_bytes };
+                let why = MissedReason::Refused(refusal_text(refusals.get(&page).copied()).to_owned());
+                push_missed_range(&mut outcome.missed_ranges, range, why);
+            }
         }
     }
-    Ok(ActionOutcome { stop_durations: Vec::new(), missed_ranges: missed })
+    Ok(outcome)
 }
 
 /// The pages that are in memory, but on another node.
@@ -116,22 +136,32 @@ fn pages_elsewhere(process: &LiveProcess<'_>, pages: &[u64], node: u32) -> Resul
     Ok(pages.iter().zip(nodes).filter(is_elsewhere).map(|(page, _)| *page).collect())
 }
 
-/// Move pages, and return the error numbers of those that the kernel refused.
+/// Move pages, and return the status of each (move_pages(2)).
 fn move_part(process: &LiveProcess<'_>, pages: &[u64], node: u32) -> Result<BTreeMap<u64, i32>, ActionError> {
+    let mut status = BTreeMap::new();
     if pages.is_empty() {
-        return Ok(BTreeMap::new());
+        return Ok(status);
     }
-    let pid = process.id().pid.0;
+    status.extend(pages.iter().copied().zip(try_move(process, pages, node)?));
+    // The kernel ends the call after a part of which a page could not be moved, so the others are moved one by one.
+    let skipped: Vec<u64> = pages.iter().copied().filter(|page| status[page] == numa::NOT_REACHED).collect();
+    if !skipped.is_empty() {
+        for page in pages_elsewhere(process, &skipped, node)? {
+            status.insert(page, try_move(process, &[page], node)?[0]);
+        }
+    }
+    Ok(status)
+}
+
+/// One call of move_pages(2). If the node is full, all pages have that status.
+fn try_move(process: &LiveProcess<'_>, pages: &[u64], node: u32) -> Result<Vec<i32>, ActionError> {
     check_alive(process)?;
-    let mut status = numa::move_pages(pid, pages, node).map_err(|error| move_error(&error, node))?;
-    // After a page that cannot be moved the kernel ends, so those after it are moved one by one.
-    for (page, status) in pages.iter().zip(&mut status).filter(|(_, status)| **status == numa::NOT_REACHED) {
-        check_alive(process)?;
-        let alone =
-            numa::move_pages(pid, std::slice::from_ref(page), node).map_err(|error| move_error(&error, node))?;
-        *status = alone[0];
+    match numa::move_pages(process.id().pid.0, pages, node) {
+        Err(error) if error.raw_os_error() == Some(Errno::NOMEM.raw_os_error()) => {
+            Ok(vec![-Errno::NOMEM.raw_os_error(); pages.len()])
+        }
+        moved => moved.map_err(|error| move_error(&error, node)),
     }
-    Ok(pages.iter().copied().zip(status).collect())
 }
 
 fn check_alive(process: &LiveProcess<'_>) -> Result<(), ActionError> {
@@ -141,7 +171,7 @@ fn check_alive(process: &LiveProcess<'_>) -> Result<(), ActionError> {
 fn move_error(error: &std::io::Error, node: u32) -> ActionError {
     match error.raw_os_error().map(Errno::from_raw_os_error) {
         Some(Errno::SRCH) => ActionError::Vanished,
-        Some(Errno::PERM) => ActionError::Denied("moving pages needs CAP_SYS_NICE and CAP_SYS_PTRACE".to_owned()),
+        Some(Errno::PERM) => ActionError::Denied("moving pages of another user needs CAP_SYS_PTRACE".to_owned()),
         Some(Errno::NOSYS) => {
             ActionError::Unsupported("this kernel has no CONFIG_NUMA and CONFIG_MIGRATION".to_owned())
         }
@@ -153,12 +183,31 @@ fn move_error(error: &std::io::Error, node: u32) -> ActionError {
     }
 }
 
-/// Why a page stayed (move_pages(2)).
-fn refusal_text(status: Option<i32>) -> String {
-    match status.map(|status| Errno::from_raw_os_error(-status)) {
-        Some(Errno::ACCESS) => "another process maps it too".to_owned(),
-        Some(Errno::BUSY) => "the kernel uses it now".to_owned(),
-        Some(Errno::NOMEM) => "the node has no free memory".to_owned(),
-        _ => "it is pinned, or the node has no free memory".to_owned(),
+/// Why a page stayed, by its status. The kernel gives none for a pinned page.
+fn refusal_text(status: Option<i32>) -> &'static str {
+    const SHARED: i32 = -Errno::ACCESS.raw_os_error();
+    const BUSY: i32 = -Errno::BUSY.raw_os_error();
+    const NO_MEMORY: i32 = -Errno::NOMEM.raw_os_error();
+    match status {
+        Some(SHARED) => "it is mapped more than once",
+        Some(BUSY) => "the kernel uses it now",
+        Some(NO_MEMORY) => "the node has no free memory",
+        _ => "it is pinned, or the node has no free memory",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The largest error number (include/linux/err.h).
+    const MAX_ERRNO: i32 = 4095;
+
+    #[test]
+    fn every_status_of_a_page_has_a_text() {
+        for status in [None, Some(numa::NOT_REACHED), Some(0), Some(1), Some(i32::MAX), Some(-MAX_ERRNO - 1)] {
+            assert_eq!(refusal_text(status), "it is pinned, or the node has no free memory", "{status:?}");
+        }
+        assert_eq!(refusal_text(Some(-Errno::ACCESS.raw_os_error())), "it is mapped more than once");
     }
 }

@@ -87,7 +87,7 @@ fn backends_are_listed_among_objects_and_events() {
 }
 
 /// Marks or unmarks a backend.
-fn set_merge(socket: &Path, enable: bool, stop: &AtomicBool) -> Result<(), QmpError> {
+fn set_merge(socket: &Path, enable: bool, stop: &AtomicBool) -> Result<bool, QmpError> {
     let value = Exchange { from: json!(!enable), to: json!(enable) };
     set_property(socket, own_process_id(), ("/objects/x", "merge"), &value, stop)
 }
@@ -108,7 +108,7 @@ fn property_with_an_unexpected_value_stays() {
     };
     let error = set(1000, 0).unwrap_err().to_string();
     assert_eq!(error, "poll-max-ns of /objects/io0 is 500, not 1000: another program has changed it");
-    set(1000, 500).unwrap();
+    assert!(!set(1000, 500).unwrap(), "it has the value already");
     assert!(!sent.into_inner().unwrap().contains(&"qom-set".to_owned()));
 }
 

@@ -75,14 +75,15 @@ pub struct DaemonArguments {
     /// otherwise off]
     #[arg(long, value_name = "ADDRESS", num_args = 0..=1, default_missing_value = "127.0.0.1:9750")]
     http: Option<SocketAddr>,
-    /// Record the history in this file (absolute path), or `off` [default: from the configuration, otherwise history.db in the
-    /// service's $STATE_DIRECTORY, otherwise off]
+    /// Record the history in this file (absolute path), or `off` [default: from the configuration, otherwise history.db
+    /// in the service's $STATE_DIRECTORY, otherwise off]
     #[arg(long, value_name = "FILE")]
     history: Option<HistoryLocation>,
     /// Seed of the random choices
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// With --host recording:DIR of a trace (`record --interval`): print each decision as a line of JSON (see `pagefold schema decision`)
+    /// With --host recording:DIR of a trace (`record --interval`): print each decision as a line of JSON (see `pagefold
+    /// schema decision`)
     #[arg(long)]
     json: bool,
 }

@@ -73,7 +73,7 @@ impl PolicyDriver {
         match recover::begin_session(&host, global) {
             Ok(session) => ksmd::check_writable(&session).map_err(recover::with_remedy),
             // One of several ranks controls KSM; others take over when it ends.
-            Err(error) if matches!(error.downcast_ref(), Some(session::Error::Busy(_))) => Ok(()),
+            Err(error) if matches!(error.downcast_ref(), Some(session::Error::Busy { .. })) => Ok(()),
             Err(error) => Err(error),
         }
     }
@@ -176,7 +176,7 @@ impl PolicyDriver {
                         .for_each(|remains| eprintln!("pagefold: {}", failed_undos_message(remains)));
                     return Ok(());
                 }
-                Err(session::Error::Busy(_)) => std::thread::sleep(TREE_POLL_INTERVAL),
+                Err(session::Error::Busy { .. }) => std::thread::sleep(TREE_POLL_INTERVAL),
                 Err(error) => return Err(error.into()),
             }
         }

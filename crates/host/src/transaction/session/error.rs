@@ -14,8 +14,13 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// Another session is active, perhaps with another state directory.
-    #[error("another pagefold{} is changing this host: wait until it ends, or stop it", describe_holder(.0))]
-    Busy(LockHolder),
+    #[error("another pagefold{} is changing {} on this host: wait until it ends, or stop it", describe_holder(holder), class.name())]
+    Busy {
+        /// What it changes.
+        class: ResourceClass,
+        /// The process.
+        holder: LockHolder,
+    },
     /// The lock cannot be taken.
     #[error("cannot use {path} (run as root to create it, or pass --state DIR)")]
     StateDirectoryUnusable {
@@ -42,12 +47,12 @@ pub enum Error {
         source: Absent,
     },
     /// The action needs the lock of another class of resources.
-    #[error("a session of {held:?} cannot change {needed:?}")]
-    ForeignClass {
+    #[error("the lock of {} does not permit a change of {}", .session.name(), .action.name())]
+    ClassNotLocked {
         /// The class that the action needs.
-        needed: ResourceClass,
+        action: ResourceClass,
         /// The class of the session.
-        held: ResourceClass,
+        session: ResourceClass,
     },
     /// The change was refused.
     #[error(transparent)]

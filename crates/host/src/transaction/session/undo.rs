@@ -2,7 +2,7 @@
 
 use super::extents::Extents;
 use super::{Error, FailedUndo, Session, is_entry_of_knob};
-use crate::action::{Action, ActionError, ActionOutcome, MergeAdvice};
+use crate::action::{Action, ActionError, ActionOutcome};
 use crate::knob::Knob;
 use crate::transaction::journal::{JournalChange, JournalEntry};
 use crate::{elapsed_since, memory_headroom, parse};
@@ -19,8 +19,8 @@ pub(super) const PROCESS_EXIT_TIMEOUT: Duration = Duration::from_secs(5);
 /// A guest that takes this long to refuse a backend hangs, busy or not.
 pub(super) const HUNG_AFTER: Duration = Duration::from_secs(1);
 
-/// Why a backend of a guest is not undone after another backend of the same guest.
-pub(super) const GUEST_HUNG_REASON: &str = "the control socket of the guest did not answer in time for another backend";
+/// Why a change of a guest is not undone after another one of the same guest.
+pub(super) const GUEST_HUNG_REASON: &str = "the control socket of the guest did not answer in time for another change";
 
 /// The result of undoing an entry.
 #[derive(Default)]
@@ -63,7 +63,7 @@ impl Session<'_> {
         // Each backend of a guest that hangs would take the whole timeout of its control socket.
         let mut hung: BTreeSet<ProcessId> = BTreeSet::new();
         // `run` was written last and is restored first, so that ksmd does not run with half of the old settings.
-        while let Some(entry) = self.journal.entries.pop() {
+        while let Some(entry) = self.journal.entries.last().cloned() {
             let guest = matches!(entry.undo, Action::SetQomProperty { .. }).then(|| entry.undo.process()).flatten();
             let started = self.host.now();
             let back = match guest {
@@ -72,6 +72,7 @@ impl Session<'_> {
             };
             let hangs = back.is_busy || !back.failed.is_empty() && elapsed_since(self.host, started) >= HUNG_AFTER;
             hung.extend(guest.filter(|_| hangs));
+            self.journal.entries.pop();
             undone.extend(back.undone);
             let left = self.retry_entries.len();
             for (entry, why, kept) in back.failed {
@@ -108,17 +109,12 @@ impl Session<'_> {
                 Ok(false) => return UndoResult::success(entry),
                 Err((why, kept)) => return UndoResult::failure(entry, why, kept),
             },
-            Action::Advise { process, advice, ranges } => {
-                return self.undo_advice(entry, (*process, *advice, ranges), until);
+            Action::Advise { process, ranges, .. } | Action::MovePages { process, ranges, .. } => {
+                return self.undo_ranges(entry, *process, ranges, until);
             }
             _ => {}
         }
         match self.undo_with_retries(&entry.undo, until) {
-            Ok(effect) if !effect.missed_ranges.is_empty() => {
-                let why: Vec<String> =
-                    effect.missed_ranges.into_iter().map(|(range, why)| format!("{range}: {why}")).collect();
-                UndoResult::failure(entry, why.join("; "), false)
-            }
             Ok(_) | Err(ActionError::Vanished) => UndoResult::success(entry),
             Err(why) => UndoResult {
                 is_busy: matches!(why, ActionError::Busy(_)),
@@ -194,11 +190,12 @@ impl Session<'_> {
         Ok(true)
     }
 
-    /// Undoes advice where the advised memory is still mapped.
-    fn undo_advice(
+    /// Undoes a change of ranges where the changed memory is still mapped.
+    fn undo_ranges(
         &mut self,
         entry: &JournalEntry,
-        (process, advice, ranges): (ProcessId, MergeAdvice, &[AddressRange]),
+        process: ProcessId,
+        ranges: &[AddressRange],
         until: Instant,
     ) -> UndoResult {
         let extents = match Extents::read(self.host, process) {
@@ -208,7 +205,7 @@ impl Session<'_> {
         };
         let part = |pairs: &[(AddressRange, AddressRange)]| {
             let (ranges, within) = pairs.iter().copied().unzip();
-            let undo = Action::Advise { process, advice, ranges };
+            let undo = entry.undo.with_ranges(ranges);
             JournalEntry {
                 undo,
                 written_values: Vec::new(),

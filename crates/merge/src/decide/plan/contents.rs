@@ -157,8 +157,8 @@ impl MergePlan {
     /// Fit the plan into a limit on KSM's metadata: keep the ranges that save most per byte of metadata, together with
     /// their partners. Ranges that are enrolled already take no new metadata.
     ///
-    /// Ranges with the lowest profit are dropped, some at a time. The profit of the rest is then computed again, so that
-    /// ranges that lost their partners are next. The remaining ranges save more than the metadata that they take.
+    /// Ranges with the lowest profit are dropped, some at a time. The profit of the rest is then computed again, so
+    /// that ranges that lost their partners are next. The remaining ranges save more than the metadata that they take.
     pub fn limit_to_metadata(&mut self, contents: &PlanContents, max_metadata: Bytes) {
         let max_items = Pages(max_metadata.0 / RMAP_ITEM_BYTES);
         let positions = contents.positions(self);

@@ -6,6 +6,7 @@ use crate::action::{CpusetFile, Exchange, ThreadId};
 const PROCESS: ProcessId = ProcessId { pid: Pid(7), start_time: 1 };
 const PAGES: AddressRange = AddressRange { start: 0x10_0000, end: 0x10_4000 };
 const CPUS_FILE: &str = "proc/7/task/8/cpus";
+const QOM_FILE: &str = "proc/7/qom/objects/io0/poll-max-ns";
 const CPUSET_FILE: &str = "sys/fs/cgroup/vms/cpuset.cpus";
 
 fn host() -> FakeHost {
@@ -14,6 +15,7 @@ fn host() -> FakeHost {
     host.put_file(CPUS_FILE, "0-3");
     host.put_file(CPUSET_FILE, "0-7");
     host.put_file("proc/sys/kernel/numa_balancing", "1");
+    host.put_file(QOM_FILE, "32768");
     host
 }
 
@@ -51,10 +53,10 @@ fn changes() -> [Action; 6] {
     ]
 }
 
-/// The CPUs, the cpuset, the nodes of the pages and the setting.
+/// The CPUs, the cpuset, the setting, the property of QEMU, and the nodes of the pages.
 fn state(host: &FakeHost) -> (Vec<String>, Vec<Option<u32>>) {
     let read = |path: &&str| String::from_utf8(host.read(path).unwrap()).unwrap();
-    let files = [CPUS_FILE, CPUSET_FILE, "proc/sys/kernel/numa_balancing"];
+    let files = [CPUS_FILE, CPUSET_FILE, "proc/sys/kernel/numa_balancing", QOM_FILE];
     (files.iter().map(read).collect(), host.open(Pid(7)).unwrap().page_nodes(PAGES).unwrap())
 }
 
@@ -69,9 +71,9 @@ fn sessions_of_all_classes_work_side_by_side_and_undo_their_changes() {
         session.apply(&action, ChangeLifetime::Temporary).unwrap();
     }
     let nodes = [Some(2); 4].to_vec();
-    assert_eq!(state(&host), (["1", "4", "0"].map(str::to_owned).to_vec(), nodes));
+    assert_eq!(state(&host), (["1", "4", "0", "0"].map(str::to_owned).to_vec(), nodes));
     let busy = Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).err().unwrap();
-    assert!(matches!(busy, Error::Busy(_)), "{busy}");
+    assert!(matches!(busy, Error::Busy { class: ResourceClass::CpuPlacement, .. }), "{busy}");
     for mut session in sessions {
         assert_eq!(session.undo_all().unwrap(), []);
     }
@@ -121,12 +123,36 @@ fn placement_of_another_program_stays() {
     assert_eq!(session.undo_all().unwrap(), [], "a refused change must leave no entry");
 }
 
+/// The user has made the same change before the session, so it is not the session's to undo.
+#[test]
+fn exchange_that_changes_nothing_is_not_undone() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::CpuPlacement).unwrap();
+    host.put_file(CPUS_FILE, "1");
+    assert!(session.apply(&set_affinity("0-3", "1"), ChangeLifetime::Temporary).unwrap().unchanged);
+    assert_eq!(session.undo_all().unwrap(), []);
+    assert_eq!(state(&host).0[0], "1");
+}
+
+#[test]
+fn pages_are_moved_back_only_in_the_same_mapping() {
+    let (host, directory) = (host(), tempfile::tempdir().unwrap());
+    let (mut session, ..) = Session::begin(&host, directory.path(), ResourceClass::MemoryPlacement).unwrap();
+    let movement = Action::MovePages { process: PROCESS, ranges: vec![PAGES], node: 1 };
+    session.apply(&movement, ChangeLifetime::Temporary).unwrap();
+    host.unmap_pages(7, (PAGES.start, PAGES.end));
+    host.map_pages(7, (PAGES.start, PAGES.start + 0x2000), "another", false);
+    let remains = session.undo_all().unwrap();
+    assert!(remains.len() == 1 && remains[0].why.contains("another mapping"), "{remains:?}");
+    assert_eq!(state(&host).1, [Some(1), Some(1), None, None]);
+}
+
 #[test]
 fn session_changes_its_own_class_only() {
     let (host, directory) = (host(), tempfile::tempdir().unwrap());
     let mut session = begin_clean_session(&host, directory.path());
     for action in changes() {
         let error = session.apply(&action, ChangeLifetime::Temporary).unwrap_err();
-        assert!(matches!(error, Error::ForeignClass { held: ResourceClass::Ksm, .. }), "{error}");
+        assert!(matches!(error, Error::ClassNotLocked { session: ResourceClass::Ksm, .. }), "{error}");
     }
 }
