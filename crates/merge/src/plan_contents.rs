@@ -1,7 +1,7 @@
 //! Counts the pages of a plan from the index of its census: how many of each range ksmd would scan, and which of them are
 //! equal.
 
-use crate::decide::plan::{EqualPages, MergePlan, PlanContents, PlannedRange, ZeroPages};
+use crate::decide::plan::{EqualPages, MergePlan, OUTSIDE_PLAN, PlanContents, PlannedRange, ZeroPages};
 use pagefold_base::{AddressRange, PageClass, PageSize, Pages};
 use pagefold_census::content_groups::{self, GroupPage};
 use pagefold_census::index::{PageIndex, PageMark};
@@ -56,10 +56,8 @@ struct ContentCounter<'a> {
 #[derive(Default)]
 struct SubjectWalk {
     ranges: Vec<RangePages>,
-    /// Zero pages that are the first page of their frame, by the position of their range.
-    zero_frames: BTreeMap<(MergeClass, u32), u64>,
-    /// Zero pages whose frame has an earlier page, since a fork: that page, and the position of their range.
-    shared_zero_pages: Vec<(MergeClass, u32, u32)>,
+    /// Zero pages, by the position of their range.
+    zero_pages: BTreeMap<(MergeClass, u32), u64>,
 }
 
 /// The pages of a range.
@@ -154,10 +152,7 @@ impl<'a> ContentCounter<'a> {
             }
             if is_zero {
                 let class = self.merge_class(self.domains[subject], ordinal);
-                match self.index.first_page_of_frame(ordinal) {
-                    first if first == ordinal => *walk.zero_frames.entry((class, position)).or_default() += 1,
-                    first => walk.shared_zero_pages.push((class, first, position)),
-                }
+                *walk.zero_pages.entry((class, position)).or_default() += 1;
             }
         }
         walk
@@ -182,11 +177,11 @@ impl<'a> ContentCounter<'a> {
             content_groups::fold_groups(self.index, &self.domains, |found: &mut EqualPagesCounter, _, members| {
                 let class = |member: &GroupPage| self.merge_class(member.domain, member.ordinal);
                 if members.iter().all(|member| class(member) == class(&members[0])) {
-                    return found.add(self, members.iter());
+                    return found.add(self, members.iter(), members);
                 }
                 let mut by_class: BTreeMap<MergeClass, Vec<&GroupPage>> = BTreeMap::new();
                 members.iter().for_each(|member| by_class.entry(class(member)).or_default().push(member));
-                by_class.into_values().for_each(|members| found.add(self, members.into_iter()));
+                by_class.into_values().for_each(|of_class| found.add(self, of_class.into_iter(), members));
             });
         let mut all: HashMap<EqualPages, u64> = HashMap::new();
         for (equal, contents) in found.into_iter().flat_map(|found| found.contents) {
@@ -200,35 +195,54 @@ impl<'a> ContentCounter<'a> {
     /// The zero pages of the plan, which are in no group of the index.
     fn zero_pages(&self, walks: &[SubjectWalk]) -> Vec<ZeroPages> {
         let mut by_class: BTreeMap<MergeClass, ZeroPages> = BTreeMap::new();
-        let mut shared: BTreeMap<(MergeClass, u32), Vec<u32>> = BTreeMap::new();
-        for walk in walks {
-            for (&(class, range), frames) in &walk.zero_frames {
-                *by_class.entry(class).or_default().own_frames.entry(range).or_default() += frames;
-            }
-            for &(class, first, range) in &walk.shared_zero_pages {
-                shared.entry((class, first)).or_default().push(range);
-            }
+        for (&(class, range), pages) in walks.iter().flat_map(|walk| &walk.zero_pages) {
+            *by_class.entry(class).or_default().own_frames.entry(range).or_default() += pages;
         }
-        for ((class, first), mut ranges) in shared {
-            let zeros = by_class.entry(class).or_default();
-            if let Some(range) = self.zero_page_range(first) {
-                if let Some(frames) = zeros.own_frames.get_mut(&range) {
-                    *frames -= 1;
-                }
-                ranges.push(range);
+        if by_class.is_empty() {
+            return Vec::new();
+        }
+        let is_zero = |ordinal: u32| self.index.mark(ordinal).class() == Some(PageClass::Zero);
+        let repeated = self.index.repeated_frames().par_iter();
+        let mut shared: Vec<(u32, u32)> = repeated
+            .filter(|&&(page, first)| is_zero(page) || is_zero(first))
+            .map(|&(page, first)| (first, page))
+            .collect();
+        shared.par_sort_unstable();
+        for frame in shared.chunk_by(|a, b| a.0 == b.0) {
+            let pages = || [frame[0].0].into_iter().chain(frame.iter().map(|&(_, page)| page));
+            let mut planned: BTreeMap<MergeClass, Vec<u32>> = BTreeMap::new();
+            for (class, range) in pages().filter_map(|page| self.planned_zero_page(page)) {
+                planned.entry(class).or_default().push(range);
             }
-            ranges.sort_unstable();
-            *zeros.shared_frames.entry(ranges).or_default() += 1;
+            for (class, mut ranges) in planned {
+                let zeros = by_class.entry(class).or_default();
+                for range in &ranges {
+                    zeros.own_frames.entry(*range).and_modify(|frames| *frames -= 1);
+                }
+                ranges.sort_unstable();
+                if ranges.len() < pages().count() {
+                    ranges.push(OUTSIDE_PLAN);
+                }
+                *zeros.shared_frames.entry(ranges).or_default() += 1;
+            }
         }
         by_class.into_values().collect()
     }
 
-    /// The position of the range of a zero page that the plan merges.
-    fn zero_page_range(&self, ordinal: u32) -> Option<u32> {
+    /// The class and the position of the range of a zero page that the plan merges.
+    fn planned_zero_page(&self, ordinal: u32) -> Option<(MergeClass, u32)> {
         let mark = self.index.mark(ordinal);
         let (subject, _, address) = self.index.locate(ordinal)?;
         let merges = self.has_partner(mark) && mark.class() == Some(PageClass::Zero);
-        self.range_position(subject, address).filter(|_| merges)
+        let position = self.range_position(subject, address).filter(|_| merges)?;
+        Some((self.merge_class(self.domains[subject], ordinal), position))
+    }
+
+    /// The position of the planned range that contains a page, if the plan merges it.
+    fn planned_position(&self, member: &GroupPage) -> Option<u32> {
+        let is_selected = !member.merged && self.is_selected(self.index.mark(member.ordinal));
+        let (.., address) = self.index.locate(member.ordinal).filter(|_| is_selected)?;
+        self.range_position(member.subject, address)
     }
 }
 
@@ -242,17 +256,18 @@ struct EqualPagesCounter {
 }
 
 impl EqualPagesCounter {
-    /// Add the equal pages that KSM may merge with one another.
-    fn add<'m>(&mut self, counter: &ContentCounter<'_>, members: impl Iterator<Item = &'m GroupPage>) {
+    /// Add the equal pages that KSM may merge with one another: some or all pages of a group.
+    fn add<'m>(
+        &mut self,
+        counter: &ContentCounter<'_>,
+        members: impl Iterator<Item = &'m GroupPage>,
+        group: &[GroupPage],
+    ) {
         self.pages.clear();
         let mut merged = 0;
         for member in members {
-            if member.merged {
-                merged += 1;
-            } else if counter.is_selected(counter.index.mark(member.ordinal))
-                && let Some((.., address)) = counter.index.locate(member.ordinal)
-                && let Some(position) = counter.range_position(member.subject, address)
-            {
+            merged += u32::from(member.merged);
+            if let Some(position) = counter.planned_position(member) {
                 self.pages.push((member.first_page_of_frame, position));
             }
         }
@@ -260,6 +275,7 @@ impl EqualPagesCounter {
         if merged == 0 && self.pages.iter().all(|&(other, _)| other == frame) {
             return;
         }
+        self.add_pages_elsewhere(group);
         self.set_key(merged);
         match self.contents.get_mut(&self.key[..]) {
             Some(contents) => *contents += 1,
@@ -267,6 +283,25 @@ impl EqualPagesCounter {
                 self.contents.insert(EqualPages(self.key.as_slice().into()), 1);
             }
         }
+    }
+
+    /// Add a page outside of the plan for each frame that has one: the group has more pages of the frame than were
+    /// collected.
+    fn add_pages_elsewhere(&mut self, group: &[GroupPage]) {
+        if group.iter().all(|member| member.first_page_of_frame == member.ordinal) {
+            return;
+        }
+        self.pages.sort_unstable();
+        let mut frames: Vec<u32> = group.iter().map(|member| member.first_page_of_frame).collect();
+        frames.sort_unstable();
+        let has_page_elsewhere = |same: &&[(u32, u32)]| {
+            let start = frames.partition_point(|&frame| frame < same[0].0);
+            let end = frames.partition_point(|&frame| frame <= same[0].0);
+            same.len() < end - start
+        };
+        let shared = self.pages.chunk_by(|a, b| a.0 == b.0).filter(has_page_elsewhere);
+        let elsewhere: Vec<(u32, u32)> = shared.map(|same| (same[0].0, OUTSIDE_PLAN)).collect();
+        self.pages.extend(elsewhere);
     }
 
     /// Describe the collected pages: frames in the order of their ranges.

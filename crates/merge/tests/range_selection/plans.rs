@@ -86,6 +86,34 @@ fn plan_recounts_savings_without_excluded() {
     );
 }
 
+/// A child shares a frame of each content with its parent since a fork, and has a frame of its own.
+#[test]
+fn frames_of_excluded_processes_are_not_freed() {
+    let shared = [Forked(7, 1), Forked(8, 2), Forked(0, 3), Forked(0, 4)];
+    let child = [&shared[..], &[Stable(7), Stable(8), Stable(0)]].concat();
+    for parent_is_first in [true, false] {
+        let mut processes = [process_with_pages(1, &shared), process_with_pages(1, &child)];
+        if !parent_is_first {
+            processes.reverse();
+        }
+        let options = CensusOptions { use_zero_pages: true, ..census_options(false, CHEAP_COSTS) };
+        let (census, index, _) = take_synthetic_census(&processes, &options);
+        let freed = |whole_processes: bool, is_excluded: &dyn Fn(bool) -> bool| {
+            let constraints = PlanConstraints { whole_processes, ..constraints() };
+            let is_parent = |process: &Process| (process.id.pid == Pid(1)) == parent_is_first;
+            let why = |process: &Process| is_excluded(is_parent(process)).then(|| "excluded".to_owned());
+            let mut plan = make_plan(&census, &constraints, &why);
+            let contents = count_contents(&mut plan, &census, &index);
+            plan.predict(&contents, &ksmd());
+            plan.predicted.effect.freed_frames
+        };
+        assert_eq!(freed(true, &|_| false), Pages(2 + 3), "a frame of each content, and each zero frame");
+        assert_eq!(freed(true, &|is_parent| is_parent), Pages(1), "the child's own zero page");
+        assert_eq!(freed(true, &|is_parent| !is_parent), Pages(0));
+        assert_eq!(freed(false, &|is_parent| is_parent), Pages(1));
+    }
+}
+
 #[test]
 fn third_copies_are_late_if_that_saves_a_scan() {
     let processes = [(); 4].map(|()| process_with_pages(1, &[Stable(7), Stable(8), Stable(9)]));

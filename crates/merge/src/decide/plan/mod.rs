@@ -13,7 +13,7 @@ mod tests;
 
 pub use assemble::{PlanConstraints, make_plan};
 pub use contents::PlanContents;
-pub(crate) use contents::{EqualPages, ZeroPages};
+pub(crate) use contents::{EqualPages, OUTSIDE_PLAN, ZeroPages};
 pub use predict::{KsmdModel, KsmdPageTimes, Prediction};
 pub use search::ComparisonCost;
 

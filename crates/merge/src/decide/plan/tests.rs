@@ -314,21 +314,29 @@ fn restricted_plan_is_predicted_from_its_contents() {
 
 /// Since a fork the first two pages have one frame, and the third has its own.
 #[test]
-fn shared_frames_count_once() {
+fn shared_frames_are_freed_with_their_last_page() {
     let census =
         census_with_ranges(&[(0, pages(0, 10)), (1, pages(0, 10)), (2, pages(0, 10))], &[&["a"], &["b"], &["c"]]);
-    let mut plan = make_plan(&census, &constraints(), &|_| None);
+    let plan = make_plan(&census, &constraints(), &|_| None);
     let mut contents = contents_of(&plan, &[]);
     contents.equal_pages = vec![(EqualPages([0, 0, 3, 4].into()), 7)];
-    let zeros = ZeroPages { own_frames: [(2, 5)].into(), shared_frames: [(vec![0, 1], 3)].into() };
     contents.sharing.use_zero_pages = true;
-    contents.zero_pages = vec![zeros];
-    let mut freed = |pids: &[u32]| {
+    contents.zero_pages = vec![ZeroPages { own_frames: [(2, 5)].into(), shared_frames: [(vec![0, 1], 3)].into() }];
+    let predict = |contents: &PlanContents, pids: &[u32]| {
+        let mut plan = plan.clone();
         plan.retain_processes(|process| pids.contains(&process.pid.0));
-        plan.predict(&contents, &ksmd());
-        plan.predicted.effect.freed_frames
+        plan.predict(contents, &ksmd());
+        let ranges = plan.targets.iter().flat_map(|target| &target.ranges);
+        (plan.predicted.effect.freed_frames.0, ranges.map(|range| range.freed_bytes.0 / PAGE).collect::<Vec<_>>())
     };
-    assert_eq!(freed(&[1, 2, 3]), Pages(7 + 8));
-    assert_eq!(freed(&[2, 3]), Pages(7 + 8));
-    assert_eq!(freed(&[2]), Pages(3), "its frame has no partner");
+    assert_eq!(predict(&contents, &[1, 2, 3]), (7 + 3 + 5, vec![3, 3, 2 + 5]));
+    assert_eq!(predict(&contents, &[2, 3]), (5, vec![0, 5]), "the first process maps the shared frames");
+    assert_eq!(predict(&contents, &[1, 2]), (3, vec![1, 1]), "one frame has no partner");
+    assert_eq!(predict(&contents, &[2]), (0, vec![0]));
+    assert_eq!(predict(&contents, &[3]), (5, vec![5]));
+    // Another process outside of the plan maps the shared frames too. A merged page is left of each content.
+    contents.equal_pages = vec![(EqualPages([1, 0, 3, OUTSIDE_PLAN << 1 | 1, 4].into()), 7)];
+    contents.zero_pages[0].shared_frames = [(vec![0, 1, OUTSIDE_PLAN], 3)].into();
+    assert_eq!(predict(&contents, &[1, 2, 3]), (7 + 5, vec![0, 0, 7 + 5]));
+    assert_eq!(predict(&contents, &[1, 2]), (0, vec![0, 0]));
 }
