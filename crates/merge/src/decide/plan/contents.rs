@@ -160,15 +160,13 @@ impl PlanContents {
         ContentCounts { freed_frames, ranges: counts }
     }
 
-    /// The position of each range of a plan, in its order.
-    pub(crate) fn positions(&self, plan: &MergePlan) -> Vec<usize> {
+    /// The position of each range of a plan, in its order; `None` for a range that was cut after its contents were
+    /// counted.
+    pub(crate) fn positions(&self, plan: &MergePlan) -> Vec<Option<usize>> {
         let known: BTreeMap<(ProcessId, AddressRange), usize> =
             self.ranges.iter().enumerate().map(|(position, range)| (*range, position)).collect();
         let ranges = plan.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target, range)));
-        let positions = ranges.filter_map(|(target, range)| known.get(&(target.process.id, range.range)).copied());
-        let positions: Vec<usize> = positions.collect();
-        debug_assert_eq!(positions.len(), plan.range_count(), "a range was cut after its contents were counted");
-        positions
+        ranges.map(|(target, range)| known.get(&(target.process.id, range.range)).copied()).collect()
     }
 }
 
@@ -187,31 +185,32 @@ impl MergePlan {
     /// their partners. Ranges that are enrolled already take no new metadata.
     ///
     /// Ranges with the lowest profit are dropped, some at a time. The profit of the rest is then computed again, so that
-    /// ranges that lost their partners are next. The remaining ranges save more than the metadata that they take.
+    /// ranges that lost their partners are next. The remaining ranges save more than the metadata that they take. Ranges
+    /// of unknown contents are dropped.
     pub fn limit_to_metadata(&mut self, contents: &PlanContents, max_metadata: Bytes) {
         let max_items = Pages(max_metadata.0 / RMAP_ITEM_BYTES);
         let positions = contents.positions(self);
         let mut ranges: Vec<LimitedRange> =
             contents.ranges.iter().map(|_| LimitedRange { new_rmap_items: Pages::ZERO, is_kept: false }).collect();
-        for (planned, &position) in self.targets.iter().flat_map(|target| &target.ranges).zip(&positions) {
+        for (planned, position) in self.targets.iter().flat_map(|target| &target.ranges).zip(&positions) {
+            let Some(position) = *position else { continue };
             let new_rmap_items = if planned.enrolled { Pages::ZERO } else { planned.pages };
             ranges[position] = LimitedRange { new_rmap_items, is_kept: true };
         }
         let kept_items = |ranges: &[LimitedRange]| -> Pages {
             ranges.iter().filter(|range| range.is_kept).map(|range| range.new_rmap_items).sum()
         };
-        if kept_items(&ranges) <= max_items {
-            return;
-        }
-        loop {
-            let excess = kept_items(&ranges).saturating_sub(max_items);
-            let dropped = least_profitable(contents, &ranges, excess);
-            if dropped.is_empty() {
-                break;
+        if kept_items(&ranges) > max_items {
+            loop {
+                let excess = kept_items(&ranges).saturating_sub(max_items);
+                let dropped = least_profitable(contents, &ranges, excess);
+                if dropped.is_empty() {
+                    break;
+                }
+                dropped.into_iter().for_each(|position| ranges[position].is_kept = false);
             }
-            dropped.into_iter().for_each(|position| ranges[position].is_kept = false);
         }
-        let mut kept = positions.into_iter().map(|position| ranges[position].is_kept);
+        let mut kept = positions.into_iter().map(|position| position.is_some_and(|position| ranges[position].is_kept));
         for target in &mut self.targets {
             target.ranges.retain(|_| kept.next().unwrap_or(false));
         }

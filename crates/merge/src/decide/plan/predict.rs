@@ -4,7 +4,7 @@ use super::MergePlan;
 use super::contents::PlanContents;
 use super::search::ComparisonCost;
 use pagefold_base::savings::MergeEffect;
-use pagefold_base::units::Pages;
+use pagefold_base::units::{Bytes, Pages};
 use std::time::Duration;
 
 /// ksmd's CPU time for a page.
@@ -74,14 +74,20 @@ const MIN_KSMD_CPU_SHARE: f64 = 0.001;
 
 impl MergePlan {
     /// Predict the plan as it is now, from the contents of its ranges, and count what each of them merges. Call it when
-    /// nothing is dropped from the plan any more, and again after dropping further ranges.
+    /// nothing is dropped from the plan any more, and again after dropping further ranges. A range that was cut since its
+    /// contents were counted is scanned and merges nothing.
     pub fn predict(&mut self, contents: &PlanContents, ksmd: &KsmdModel) {
         let positions = contents.positions(self);
         let mut is_kept = vec![false; contents.ranges.len()];
-        positions.iter().for_each(|&position| is_kept[position] = true);
+        positions.iter().flatten().for_each(|&position| is_kept[position] = true);
         let counts = contents.count(|position| is_kept[position as usize]);
         let ranges = self.targets.iter_mut().flat_map(|target| &mut target.ranges);
         for (range, position) in ranges.zip(positions) {
+            let Some(position) = position else {
+                (range.merging, range.zero, range.freed_bytes) = (Pages::ZERO, Pages::ZERO, Bytes::ZERO);
+                range.late = false;
+                continue;
+            };
             let counts = counts.ranges[position];
             range.merging = counts.merging + range.zero;
             range.freed_bytes = counts.freed_bytes;

@@ -312,6 +312,21 @@ fn restricted_plan_is_predicted_from_its_contents() {
     check(&mut splitting, 0, 0, 0);
 }
 
+#[test]
+fn cut_range_does_not_take_the_counts_of_another() {
+    let census = census_with_ranges(&[(0, pages(0, 10)), (0, pages(20, 60)), (1, pages(0, 40))], &[&["a"], &["b"]]);
+    let mut plan = make_plan(&census, &constraints(), &|_| None);
+    let contents = contents_of(&plan, &[(&[0, 0], 5), (&[1, 2], 7)]);
+    plan.exclude_ranges(plan.targets[0].process.id, vec![pages(9, 10)]);
+    plan.predict(&contents, &ksmd());
+    let merging = |plan: &MergePlan| -> Vec<u64> {
+        plan.targets.iter().flat_map(|target| &target.ranges).map(|range| range.merging.0).collect()
+    };
+    assert_eq!((merging(&plan), plan.predicted.effect.freed_frames), (vec![0, 7, 7], Pages(7)));
+    plan.limit_to_metadata(&contents, Bytes(1 << 20));
+    assert_eq!(merging(&plan), [7, 7], "the contents of the first range are unknown");
+}
+
 /// Since a fork the first two pages have one frame, and the third has its own.
 #[test]
 fn shared_frames_are_freed_with_their_last_page() {
