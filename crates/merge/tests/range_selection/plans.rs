@@ -4,7 +4,7 @@ use super::*;
 use pagefold_base::process::Process;
 use pagefold_merge::decide::outcome::PageFate;
 use pagefold_merge::decide::plan::{
-    ComparisonCost, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, make_plan,
+    ComparisonCost, EnrollMethod, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, make_plan,
 };
 use pagefold_merge::{MergeProbes, count_plan_contents};
 
@@ -285,8 +285,8 @@ fn probes_tell_written_pages_from_lost_partners() {
     let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
     let (census, index) =
         take_census_with_hasher(ages.hasher(), &before, &census_options(false, CHEAP_COSTS), &progress, &stop).unwrap();
-    let plan = filtered_plan(&census, &index, |_| {});
-    let probes = MergeProbes::choose(&plan, &census, &index, ages.hasher());
+    let mut plan = filtered_plan(&census, &index, |_| {});
+    let mut probes = MergeProbes::choose(&plan, &census, &index, ages.hasher());
     let look = |first: &[SyntheticPage], second: &[SyntheticPage], given_up: &[(AddressRange, PageFate)]| {
         let host = SyntheticHost::new(&[process_with_pages(1, first), process_with_pages(1, second)]);
         let fates = probes.determine_fates(&host, |_| given_up.to_vec()).unwrap();
@@ -314,6 +314,11 @@ fn probes_tell_written_pages_from_lost_partners() {
     let other = [&[Merged(99)], &merged[1..]].concat();
     assert_eq!(look(&other, &merged, &[]), [(PageFate::Written, 1.0)], "it merged with another content");
     assert_eq!(look(&merged, &[], &[]), [(PageFate::Written, 20.0)], "unmapped pages were freed");
+    // Contents whose partner cannot be enrolled are not followed any more.
+    plan.targets[1].enroll_method = EnrollMethod::Unreachable("busy".to_owned());
+    probes.retain_reachable(&plan);
+    let fates = probes.determine_fates(&before, |_| Vec::new()).unwrap();
+    assert_eq!((fates.predicted_frames, fates.missing_frames), (0.0, BTreeMap::new()));
 }
 
 /// The number of the page at an address.

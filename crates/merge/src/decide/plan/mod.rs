@@ -101,9 +101,14 @@ impl MergePlan {
         }
     }
 
+    /// The ranges that KSM can merge by the targets' methods of enrollment.
+    fn reachable_ranges(&self) -> impl Iterator<Item = &PlannedRange> {
+        self.targets.iter().flat_map(|target| target.reachable_ranges(self.whole_processes))
+    }
+
     /// Maximum number of regions that the boundaries add to all processes.
     fn added_regions(&self) -> u64 {
-        let ranges = self.targets.iter().flat_map(|target| &target.ranges);
+        let ranges = self.reachable_ranges();
         let narrowed = self.temporary_unenrolls.iter().map(|narrowed| narrowed.boundaries.len() as u64);
         ranges.map(PlannedRange::added_regions).sum::<u64>() + narrowed.sum::<u64>()
     }
@@ -210,15 +215,21 @@ impl PlanTarget {
         ranges
     }
 
-    /// Its planned ranges outside the guest's memory: if the guest is enrolled as a `whole`, its control socket does
-    /// not reach them.
-    pub fn ranges_outside_guest(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
-        let memory = match &self.enroll_method {
-            EnrollMethod::GuestControl(guest) if whole => Some(&guest.memory),
-            _ => None,
+    /// Whether KSM can merge one of its ranges, if it is enrolled as a `whole` or not: its method of enrollment reaches
+    /// the range, or the program has enrolled it already. The control socket of a guest that is enrolled as a whole
+    /// reaches the guest's memory only.
+    fn can_merge(&self, range: &PlannedRange, whole: bool) -> bool {
+        let is_reached = match &self.enroll_method {
+            EnrollMethod::Unreachable(_) => false,
+            EnrollMethod::GuestControl(guest) if whole => guest.memory.contains(&range.region),
+            EnrollMethod::GuestControl(_) | EnrollMethod::InProcess => true,
         };
-        let outside = move |range: &&PlannedRange| memory.is_some_and(|memory| !memory.contains(&range.region));
-        self.ranges.iter().filter(outside)
+        is_reached || range.enrolled
+    }
+
+    /// Its ranges that KSM can merge, if it is enrolled as a `whole` or not.
+    pub fn reachable_ranges(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
+        self.ranges.iter().filter(move |range| self.can_merge(range, whole))
     }
 }
 

@@ -75,15 +75,20 @@ const MIN_KSMD_CPU_SHARE: f64 = 0.001;
 impl MergePlan {
     /// Predict the plan as it is now, from the contents of its ranges, and count what each of them merges. Call it when
     /// nothing is dropped from the plan any more, and again after dropping further ranges. A range that was cut since its
-    /// contents were counted is scanned and merges nothing.
+    /// contents were counted is scanned and merges nothing. Ranges that the targets' methods of enrollment do not reach
+    /// are not scanned either.
     pub fn predict(&mut self, contents: &PlanContents, ksmd: &KsmdModel) {
         let positions = contents.positions(self);
         let mut is_kept = vec![false; contents.ranges.len()];
-        positions.iter().flatten().for_each(|&position| is_kept[position] = true);
+        let whole = self.whole_processes;
+        let ranges = self.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target, range)));
+        for (position, (target, range)) in positions.iter().zip(ranges) {
+            position.iter().for_each(|&position| is_kept[position] = target.can_merge(range, whole));
+        }
         let counts = contents.count(|position| is_kept[position as usize]);
         let ranges = self.targets.iter_mut().flat_map(|target| &mut target.ranges);
         for (range, position) in ranges.zip(positions) {
-            let Some(position) = position else {
+            let Some(position) = position.filter(|&position| is_kept[position]) else {
                 (range.merging, range.zero, range.freed_bytes) = (Pages::ZERO, Pages::ZERO, Bytes::ZERO);
                 range.late = false;
                 continue;
@@ -94,7 +99,7 @@ impl MergePlan {
             let is_late = ksmd.merges_at_first_scan && !self.whole_processes && !range.enrolled;
             range.late = is_late && counts.further_copies.0 * 2 > range.merging.0;
         }
-        let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
+        let ranges = || self.reachable_ranges();
         let (scanned, merging): (Pages, Pages) =
             (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.merging).sum());
         let zero: Pages = ranges().map(|range| range.zero).sum();

@@ -327,6 +327,38 @@ fn cut_range_does_not_take_the_counts_of_another() {
     assert_eq!(merging(&plan), [7, 7], "the contents of the first range are unknown");
 }
 
+/// Two equal guests, the second with memory beside its guest's, and a process with the contents of that.
+#[test]
+fn unreachable_ranges_are_no_partners() {
+    let ranges = [(0, pages(0, 100)), (1, pages(0, 100)), (1, pages(200, 300)), (2, pages(0, 100))];
+    let census = census_with_ranges(&ranges, &[&["a"], &["b"], &["c"]]);
+    let mut plan = make_plan(&census, &constraints(), &|_| None);
+    plan.whole_processes = true;
+    plan.targets.iter_mut().flat_map(|target| &mut target.ranges).for_each(|range| range.region = range.range);
+    let contents = contents_of(&plan, &[(&[0, 1], 30), (&[2, 3], 20), (&[3, 3], 5)]);
+    let mut predict = |second: EnrollMethod, first_is_enrolled: bool, first: EnrollMethod| {
+        plan.targets[0].ranges[0].enrolled = first_is_enrolled;
+        (plan.targets[0].enroll_method, plan.targets[1].enroll_method) = (first, second);
+        plan.predict(&contents, &ksmd());
+        assert_eq!(plan.targets.len(), 3, "unreachable targets are reported");
+        (plan.predicted.effect.freed_frames.0, plan.predicted.effect.scanned_pages.0, plan.predicted.merging.0)
+    };
+    let in_process = || EnrollMethod::InProcess;
+    let none = || EnrollMethod::Unreachable("busy".to_owned());
+    let guest = |memory: AddressRange| {
+        EnrollMethod::GuestControl(GuestMemoryControl {
+            socket: "/run/qmp".into(),
+            backends: vec!["/objects/ram".to_owned()],
+            memory: vec![memory],
+        })
+    };
+    assert_eq!(predict(in_process(), false, in_process()), (55, 400, 110));
+    assert_eq!(predict(guest(pages(0, 100)), false, in_process()), (35, 300, 70));
+    assert_eq!(predict(none(), false, in_process()), (5, 200, 10));
+    assert_eq!(predict(in_process(), false, none()), (25, 300, 50));
+    assert_eq!(predict(in_process(), true, none()), (55, 400, 110), "enrolled by itself");
+}
+
 /// Since a fork the first two pages have one frame, and the third has its own.
 #[test]
 fn shared_frames_are_freed_with_their_last_page() {
