@@ -147,6 +147,7 @@ pub fn prepare_plan(
     if let Some(metadata) = request.max_added_metadata {
         plan.limit_to_metadata(&contents, metadata);
     }
+    plan.skip_unprofitable_targets(&contents, request.min_profit);
     let ksmd = KsmdModel {
         cpu_share: request.ksmd_cpu_share,
         page_times: KsmdPageTimes::default(),

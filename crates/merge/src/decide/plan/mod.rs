@@ -19,7 +19,7 @@ pub use search::ComparisonCost;
 
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
-use pagefold_base::units::{AddressRange, Bytes, Pages, Pid, ProcessId};
+use pagefold_base::units::{AddressRange, Bytes, NetBytes, Pages, Pid, ProcessId};
 use pagefold_census::results::SubjectCensus;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -262,4 +262,11 @@ pub struct SkippedProcess {
     pub comm: String,
     /// The reason, in one phrase.
     pub why: String,
+}
+
+impl SkippedProcess {
+    /// A process that would save too little.
+    fn unprofitable(process: &Process, net: NetBytes) -> Self {
+        Self { pid: process.id.pid, comm: process.comm.clone(), why: format!("would save only {net} net") }
+    }
 }

@@ -359,6 +359,29 @@ fn unreachable_ranges_are_no_partners() {
     assert_eq!(predict(in_process(), true, none()), (55, 400, 110), "enrolled by itself");
 }
 
+/// The first process shares contents with the second, the second with the third, and the last two with each other.
+#[test]
+fn targets_that_lose_their_partners_are_skipped() {
+    let ranges = [(0, pages(0, 40)), (1, pages(0, 40)), (2, pages(0, 40)), (3, pages(0, 100)), (4, pages(0, 100))];
+    let census = census_with_ranges(&ranges, &[&["a"], &["b"], &["c"], &["d"], &["e"]]);
+    let plan = make_plan(&census, &constraints(), &|_| None);
+    let contents = contents_of(&plan, &[(&[0, 1], 24), (&[1, 2], 10), (&[3, 4], 50)]);
+    let left = |min_pages: u64| {
+        let mut plan = plan.clone();
+        plan.skip_unprofitable_targets(&contents, Bytes(min_pages * PAGE));
+        plan.predict(&contents, &ksmd());
+        let skipped: Vec<u32> = plan.skipped.iter().map(|skipped| skipped.pid.0).collect();
+        (skipped, plan.predicted.effect.freed_frames.0)
+    };
+    assert_eq!(left(0), (vec![], 84));
+    assert_eq!(left(10), (vec![3], 74), "of twelve pages each, less metadata");
+    assert_eq!(left(12), (vec![1, 3, 2], 50), "the second has its savings from both");
+    assert_eq!(left(24), (vec![1, 2, 3, 4, 5], 0));
+    let mut scarce = plan.clone();
+    scarce.skip_unprofitable_targets(&contents, Bytes(12 * PAGE));
+    assert_eq!(scarce.skipped[2].why, "would save only -2.50 KiB net", "both of its partners are gone");
+}
+
 /// Since a fork the first two pages have one frame, and the third has its own.
 #[test]
 fn shared_frames_are_freed_with_their_last_page() {
