@@ -33,7 +33,18 @@ pub fn count_plan_contents(
     }
     let ranges =
         plan.targets.iter().flat_map(|target| target.ranges.iter().map(|range| (target.process.id, range.range)));
-    PlanContents { sharing: census.sharing, page_size, ranges: ranges.collect(), equal_pages, zero_pages }
+    let mut shared_huge_pages: BTreeMap<Vec<u32>, u64> = BTreeMap::new();
+    for (_, ranges) in walks.into_iter().flat_map(|walk| walk.shared_huge_pages) {
+        *shared_huge_pages.entry(ranges).or_default() += 1;
+    }
+    PlanContents {
+        sharing: census.sharing,
+        page_size,
+        ranges: ranges.collect(),
+        equal_pages,
+        zero_pages,
+        shared_huge_pages,
+    }
 }
 
 /// Pages that KSM keeps apart from all others: the number of their trust domain and NUMA node, 0 where it does not
@@ -58,6 +69,8 @@ struct SubjectWalk {
     ranges: Vec<RangePages>,
     /// Zero pages, by the position of their range.
     zero_pages: BTreeMap<(MergeClass, u32), u64>,
+    /// Huge pages that several ranges split, and the positions of these ranges.
+    shared_huge_pages: Vec<(u64, Vec<u32>)>,
 }
 
 /// The pages of a range.
@@ -66,6 +79,17 @@ struct RangePages {
     pages: Pages,
     zero: Pages,
     split_huge_pages: Pages,
+}
+
+impl SubjectWalk {
+    /// Add a huge page that a range splits, after the last one that any range splits.
+    fn add_split(&mut self, huge_page: u64, range: u32, last: Option<(u64, u32)>) {
+        let Some((_, before)) = last.filter(|(last, _)| *last == huge_page) else { return };
+        match self.shared_huge_pages.last_mut() {
+            Some((known, ranges)) if *known == huge_page => ranges.push(range),
+            _ => self.shared_huge_pages.push((huge_page, vec![before, range])),
+        }
+    }
 }
 
 impl<'a> ContentCounter<'a> {
@@ -115,8 +139,8 @@ impl<'a> ContentCounter<'a> {
         ranges.get(position).is_some_and(|range| range.range.start <= address).then_some(first + position as u32)
     }
 
-    /// Count the pages of a subject's ranges. Ranges that are still those of the census keep its counts; the pages are
-    /// then visited only for zero pages.
+    /// Count the pages of a subject's ranges. Ranges that are still those of the census keep its counts, unless several
+    /// may split one huge page, which the census counts once; the pages are then visited only for zero pages.
     fn walk_subject(&self, subject: usize) -> SubjectWalk {
         let (first, planned) = &self.planned[subject];
         let counts = |range: &PlannedRange| RangePages {
@@ -125,11 +149,13 @@ impl<'a> ContentCounter<'a> {
             split_huge_pages: range.split_huge_pages,
         };
         let mut walk = SubjectWalk { ranges: planned.iter().map(counts).collect(), ..SubjectWalk::default() };
-        let is_cut = self.is_whole || !planned.iter().all(|range| self.is_of_census(subject, range.range));
-        if !is_cut && planned.iter().all(|range| range.zero == Pages::ZERO) {
+        let is_counted = self.is_whole
+            || self.may_share_huge_pages(planned)
+            || !planned.iter().all(|range| self.is_of_census(subject, range.range));
+        if !is_counted && planned.iter().all(|range| range.zero == Pages::ZERO) {
             return walk;
         }
-        if is_cut {
+        if is_counted {
             walk.ranges.fill(RangePages::default());
         }
         let mut last_split = None;
@@ -140,14 +166,15 @@ impl<'a> ContentCounter<'a> {
             let mark = self.index.mark(ordinal);
             let merges = self.has_partner(mark);
             let is_zero = merges && mark.class() == Some(PageClass::Zero);
-            if is_cut {
+            if is_counted {
                 counts.pages.0 += u64::from(mark.class() != Some(PageClass::Merged) && mark != PageMark::NOT_RESIDENT);
                 counts.zero.0 += u64::from(is_zero);
                 let huge_page = address / self.huge_page_size.bytes();
                 let is_split = run.huge && (merges || self.is_boundary(range, address));
-                if is_split && last_split != Some(huge_page) {
-                    last_split = Some(huge_page);
+                if is_split && last_split != Some((huge_page, position)) {
                     counts.split_huge_pages.0 += 1;
+                    walk.add_split(huge_page, position, last_split);
+                    last_split = Some((huge_page, position));
                 }
             }
             if is_zero {
@@ -156,6 +183,13 @@ impl<'a> ContentCounter<'a> {
             }
         }
         walk
+    }
+
+    /// Whether the ranges of a process split huge pages, and two of them have pages of one huge page.
+    fn may_share_huge_pages(&self, planned: &[PlannedRange]) -> bool {
+        let huge_page = |address: u64| address / self.huge_page_size.bytes();
+        let is_shared = |two: &[PlannedRange]| huge_page(two[0].range.end - 1) == huge_page(two[1].range.start);
+        planned.iter().any(|range| range.split_huge_pages > Pages::ZERO) && planned.windows(2).any(is_shared)
     }
 
     /// Whether the census selected exactly this range.

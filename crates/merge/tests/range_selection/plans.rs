@@ -114,6 +114,35 @@ fn frames_of_excluded_processes_are_not_freed() {
     }
 }
 
+/// Two ranges with equal pages in one huge page, between pages that are unique.
+#[test]
+fn each_range_that_splits_a_huge_page_is_dropped() {
+    let own = |number: u64| Stable(1000 + number);
+    let pages = |huge: bool, first: u64| {
+        let pages = [own(first), Stable(1), own(first + 1), Stable(2), Stable(3), Stable(4), Stable(5), Stable(6)];
+        SyntheticProcess { huge, ..process_with_pages(1, &pages) }
+    };
+    let (census, index, _) =
+        take_synthetic_census(&[pages(true, 0), pages(false, 10)], &census_options(false, CHEAP_COSTS));
+    let counts = |plan: &MergePlan| -> Vec<u64> {
+        plan.targets[0].ranges.iter().map(|range| range.split_huge_pages.0).collect()
+    };
+    let plan = filtered_plan(&census, &index, |_| {});
+    assert_eq!((counts(&plan), plan.predicted.effect.split_huge_pages), (vec![1, 2], Pages(2)));
+    assert_eq!(plan.predicted.effect, census.savings.guided);
+    let mut kept = make_plan(&census, &constraints(), &|_| None);
+    let contents = count_contents(&mut kept, &census, &index);
+    let first = kept.targets[0].ranges[0].range;
+    kept.exclude_ranges(kept.targets[0].process.id, vec![first]);
+    kept.predict(&contents, &ksmd());
+    assert_eq!((counts(&kept), kept.predicted.effect.split_huge_pages), (vec![2], Pages(2)));
+    let mut unsplit = make_plan(&census, &constraints(), &|_| None);
+    count_contents(&mut unsplit, &census, &index);
+    unsplit.drop_huge_page_splits();
+    let left: Vec<Pid> = unsplit.targets.iter().map(|target| target.process.id.pid).collect();
+    assert_eq!(left, [Pid(2)], "no range in the huge pages is left");
+}
+
 #[test]
 fn third_copies_are_late_if_that_saves_a_scan() {
     let processes = [(); 4].map(|()| process_with_pages(1, &[Stable(7), Stable(8), Stable(9)]));

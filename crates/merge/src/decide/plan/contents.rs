@@ -22,6 +22,8 @@ pub struct PlanContents {
     pub(crate) equal_pages: Vec<(EqualPages, u64)>,
     /// Zero pages that KSM may merge with one another.
     pub(crate) zero_pages: Vec<ZeroPages>,
+    /// The ranges that split a huge page together, and the number of such huge pages.
+    pub(crate) shared_huge_pages: BTreeMap<Vec<u32>, u64>,
 }
 
 /// The position of pages outside of the plan. It is above all positions of ranges.
@@ -104,6 +106,8 @@ impl KeptPages {
 pub(crate) struct ContentCounts {
     /// Frames that are freed.
     pub freed_frames: Pages,
+    /// Splits of huge pages by several ranges, beyond the first one.
+    pub repeated_splits: Pages,
     /// The counts of each range of the whole plan; none for ranges outside of the part.
     pub ranges: Vec<RangeContentCounts>,
 }
@@ -157,7 +161,12 @@ impl PlanContents {
             freed_frames += self.sharing.freed_zero(zeros.frames(&is_kept), 0);
             zeros.add_freed_bytes(self.page_size, &is_kept, &mut counts);
         }
-        ContentCounts { freed_frames, ranges: counts }
+        let repeated = |(ranges, huge_pages): (&Vec<u32>, &u64)| {
+            let splits = ranges.iter().filter(|range| is_kept(**range)).count() as u64;
+            Pages(splits.saturating_sub(1) * huge_pages)
+        };
+        let repeated_splits = self.shared_huge_pages.iter().map(repeated).sum();
+        ContentCounts { freed_frames, repeated_splits, ranges: counts }
     }
 
     /// The position of each range of a plan, in its order; `None` for a range that was cut after its contents were

@@ -192,7 +192,8 @@ pub struct PlannedRange {
     pub zero: Pages,
     /// The predicted freed bytes: its share of what the contents of its pages free.
     pub freed_bytes: Bytes,
-    /// Huge pages that are split because a part of them merges or because the range begins or ends in them.
+    /// Huge pages that are split because a part of them merges or because the range begins or ends in them. Once the
+    /// contents of the plan are counted, also those that another range splits too.
     pub split_huge_pages: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,

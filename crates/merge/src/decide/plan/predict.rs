@@ -133,11 +133,12 @@ impl MergePlan {
         let (scanned, merging): (Pages, Pages) =
             (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.merging).sum());
         let zero: Pages = ranges().map(|range| range.zero).sum();
+        let splits: Pages = ranges().map(|range| range.split_huge_pages).sum();
         let mut predicted = Prediction {
             effect: MergeEffect {
                 freed_frames: counts.freed_frames,
                 scanned_pages: scanned,
-                split_huge_pages: ranges().map(|range| range.split_huge_pages).sum(),
+                split_huge_pages: splits.saturating_sub(counts.repeated_splits),
             },
             merging,
             regions_added: self.added_regions(),

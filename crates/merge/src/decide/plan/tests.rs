@@ -54,6 +54,7 @@ fn contents_of(plan: &MergePlan, equal: &[(&[u32], u64)]) -> PlanContents {
         ranges: ranges.collect(),
         equal_pages: equal.iter().map(|&(ranges, contents)| (pages(ranges), contents)).collect(),
         zero_pages: Vec::new(),
+        shared_huge_pages: BTreeMap::new(),
     }
 }
 
