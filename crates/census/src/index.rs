@@ -413,6 +413,11 @@ impl PageIndex {
         }
     }
 
+    /// Pages that share the frame of an earlier page since a fork, with that page; sorted.
+    pub fn repeated_frames(&self) -> &[(u32, u32)] {
+        &self.repeated_frames
+    }
+
     /// The first page with the same frame: the page itself, unless processes share the frame since a fork.
     pub fn first_page_of_frame(&self, ordinal: u32) -> u32 {
         let again = self.repeated_frames.binary_search_by_key(&ordinal, |&(page, _)| page);

@@ -193,10 +193,20 @@ fn merge_and_account_agree_on_guests_with_huge_pages() {
     assert!(profit - elsewhere["total"]["profit"].as_i64().unwrap() >= by_splitting.cast_signed() - few);
 }
 
-/// Assert that the reported differences add up to the difference between measured and predicted figures.
+/// Assert that the reported differences add up to the difference between measured and predicted figures, and that the
+/// processes have as many more regions as predicted, unless ranges were unenrolled.
 fn assert_differences_explained(merged: &Value) {
     let (plan, outcome) = (&merged["plan"], &merged["outcome"]);
     let of = |value: &Value| value.as_f64().unwrap_or_default();
+    let is_unenrolled =
+        |difference: &Value| difference["reason"].as_str().is_some_and(|reason| reason.starts_with("unenrolled"));
+    if !outcome["differences"].as_array().unwrap().iter().any(is_unenrolled) {
+        let [predicted, added] = [&plan["regions_added"], &outcome["regions_added"]].map(of);
+        assert!(
+            (added - predicted).abs() <= predicted / 50.0,
+            "{added} regions added, {predicted} predicted: {merged}"
+        );
+    }
     let metadata = of(&outcome["saved"]) - of(&outcome["net"]);
     for (figure, predicted, reached) in [
         ("saved", &plan["savings"]["gross"], of(&outcome["saved"])),

@@ -161,7 +161,7 @@ pub fn execute_plan<'h>(
     let regions_added = count_added_regions(&before, &after);
     let fates = probes
         .map_or(Ok(FrameFates::default()), |probes| {
-            probes.determine_fates(host, |process| ranges_given_up(&plan, &failed_changes, monitor, process))
+            probes.determine_fates(host, |process| ranges_given_up(&failed_changes, monitor, process))
         })
         .map_err(session::Error::HostStateUnreadable)?;
     session.commit()?;
@@ -270,21 +270,16 @@ fn all_unenrolled(monitor: &MergeMonitor<'_>, process: ProcessId) -> Vec<Address
 
 /// The ranges of a process that are not enrolled in the end, each with the fate of its pages.
 fn ranges_given_up(
-    plan: &MergePlan,
     failed_changes: &[FailedChange],
     monitor: &MergeMonitor<'_>,
     process: ProcessId,
 ) -> Vec<(AddressRange, PageFate)> {
-    let targets = plan.targets.iter().filter(|target| target.process.id == process);
-    let outside_guest = targets.flat_map(|target| target.ranges_outside_guest(plan.whole_processes));
     let is_of_process = |failed: &&FailedChange| failed.pid == process.pid && failed.change == EnrollChange::Enroll;
     let everything = AddressRange { start: 0, end: u64::MAX };
     let failed = failed_changes.iter().filter(is_of_process).map(|failed| failed.range.unwrap_or(everything));
     let with_fate = |fate| move |range| (range, fate);
-    outside_guest
-        .map(|range| range.range)
-        .map(with_fate(PageFate::OutsideGuestMemory))
-        .chain(failed.map(with_fate(PageFate::NotEnrolled)))
+    failed
+        .map(with_fate(PageFate::NotEnrolled))
         .chain(all_unenrolled(monitor, process).into_iter().map(with_fate(PageFate::Unenrolled)))
         .chain(monitor.unmerged(process).iter().copied().map(with_fate(PageFate::UnenrolledUnmerged)))
         .collect()

@@ -6,7 +6,7 @@
 //! pages is followed; each page stands for its share. Zero pages are sampled one by one too.
 
 use crate::decide::outcome::{FrameFates, PageFate};
-use crate::decide::plan::MergePlan;
+use crate::decide::plan::{MergePlan, PlanTarget};
 use pagefold_base::{Absent, AddressRange, Fingerprint, PageClass, Pfn, ProcessId, Reading};
 use pagefold_census::content_groups;
 use pagefold_census::content_groups::GroupPage;
@@ -16,6 +16,7 @@ use pagefold_census::results::Census;
 use pagefold_host::page_state::{EntryState, FrameLookup, PageState, PageStates};
 use pagefold_host::{Host, PageContent, PageRun, ProcessHandle, ReadMethod};
 use pagefold_sys::fingerprint::Hasher;
+use std::collections::BTreeMap;
 
 /// Approximate maximum number of pages to follow: half a GiB. Checking them takes some hundredths of a second.
 const MAX_PROBED_PAGES: u64 = 1 << 17;
@@ -63,6 +64,26 @@ impl MergeProbes {
         let mut contents = chooser.choose_contents();
         contents.extend(chooser.choose_zero_pages());
         Self { hasher: hasher.clone(), contents }
+    }
+
+    /// Stop following pages that the plan, as it is now, does not merge. Each page frees one frame less.
+    pub fn retain_reachable(&mut self, plan: &MergePlan) {
+        let ranges = |target: &PlanTarget| {
+            let ranges = target.reachable_ranges(plan.whole_processes).map(|planned| planned.range);
+            (target.process.id, AddressRange::union(ranges.collect()))
+        };
+        let planned: BTreeMap<ProcessId, Vec<AddressRange>> = plan.targets.iter().map(ranges).collect();
+        let is_planned = |(process, address): &(ProcessId, u64)| {
+            let Some(ranges) = planned.get(process) else { return false };
+            let inside = ranges.get(ranges.partition_point(|range| range.end <= *address));
+            inside.is_some_and(|range| range.contains(*address))
+        };
+        self.contents.retain_mut(|content| {
+            let before = content.pages.len();
+            content.pages.retain(is_planned);
+            content.predicted_frames -= (before - content.pages.len()) as f64;
+            content.predicted_frames > 0.0
+        });
     }
 
     /// Find out what became of the pages. `given_up` returns the unenrolled ranges of a process, and why.

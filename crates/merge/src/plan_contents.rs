@@ -1,7 +1,7 @@
 //! Counts the pages of a plan from the index of its census: how many of each range ksmd would scan, and which of them
 //! are equal.
 
-use crate::decide::plan::{EqualPages, MergePlan, PlanContents, PlannedRange, ZeroPages};
+use crate::decide::plan::{EqualPages, MergePlan, OUTSIDE_PLAN, PlanContents, PlannedRange, ZeroPages};
 use pagefold_base::{AddressRange, PageClass, PageSize, Pages};
 use pagefold_census::content_groups::{self, GroupPage};
 use pagefold_census::index::{PageIndex, PageMark};
@@ -33,7 +33,18 @@ pub fn count_plan_contents(
     }
     let ranges =
         plan.targets.iter().flat_map(|target| target.ranges.iter().map(|range| (target.process.id, range.range)));
-    PlanContents { sharing: census.sharing, page_size, ranges: ranges.collect(), equal_pages, zero_pages }
+    let mut shared_huge_pages: BTreeMap<Vec<u32>, u64> = BTreeMap::new();
+    for (_, ranges) in walks.into_iter().flat_map(|walk| walk.shared_huge_pages) {
+        *shared_huge_pages.entry(ranges).or_default() += 1;
+    }
+    PlanContents {
+        sharing: census.sharing,
+        page_size,
+        ranges: ranges.collect(),
+        equal_pages,
+        zero_pages,
+        shared_huge_pages,
+    }
 }
 
 /// Pages that KSM keeps apart from all others: the number of their trust domain and NUMA node, 0 where it does not
@@ -56,10 +67,10 @@ struct ContentCounter<'a> {
 #[derive(Default)]
 struct SubjectWalk {
     ranges: Vec<RangePages>,
-    /// Zero pages that are the first page of their frame, by the position of their range.
-    zero_frames: BTreeMap<(MergeClass, u32), u64>,
-    /// Zero pages whose frame has an earlier page, since a fork: that page, and the position of their range.
-    shared_zero_pages: Vec<(MergeClass, u32, u32)>,
+    /// Zero pages, by the position of their range.
+    zero_pages: BTreeMap<(MergeClass, u32), u64>,
+    /// Huge pages that several ranges split, and the positions of these ranges.
+    shared_huge_pages: Vec<(u64, Vec<u32>)>,
 }
 
 /// The pages of a range.
@@ -68,6 +79,17 @@ struct RangePages {
     pages: Pages,
     zero: Pages,
     split_huge_pages: Pages,
+}
+
+impl SubjectWalk {
+    /// Add a huge page that a range splits, after the last one that any range splits.
+    fn add_split(&mut self, huge_page: u64, range: u32, last: Option<(u64, u32)>) {
+        let Some((_, before)) = last.filter(|(last, _)| *last == huge_page) else { return };
+        match self.shared_huge_pages.last_mut() {
+            Some((known, ranges)) if *known == huge_page => ranges.push(range),
+            _ => self.shared_huge_pages.push((huge_page, vec![before, range])),
+        }
+    }
 }
 
 impl<'a> ContentCounter<'a> {
@@ -117,8 +139,8 @@ impl<'a> ContentCounter<'a> {
         ranges.get(position).is_some_and(|range| range.range.start <= address).then_some(first + position as u32)
     }
 
-    /// Count the pages of a subject's ranges. Ranges that are still those of the census keep its counts; the pages are
-    /// then visited only for zero pages.
+    /// Count the pages of a subject's ranges. Ranges that are still those of the census keep its counts, unless several
+    /// may split one huge page, which the census counts once; the pages are then visited only for zero pages.
     fn walk_subject(&self, subject: usize) -> SubjectWalk {
         let (first, planned) = &self.planned[subject];
         let counts = |range: &PlannedRange| RangePages {
@@ -127,11 +149,13 @@ impl<'a> ContentCounter<'a> {
             split_huge_pages: range.split_huge_pages,
         };
         let mut walk = SubjectWalk { ranges: planned.iter().map(counts).collect(), ..SubjectWalk::default() };
-        let is_cut = self.is_whole || !planned.iter().all(|range| self.is_of_census(subject, range.range));
-        if !is_cut && planned.iter().all(|range| range.zero == Pages::ZERO) {
+        let is_counted = self.is_whole
+            || self.may_share_huge_pages(planned)
+            || !planned.iter().all(|range| self.is_of_census(subject, range.range));
+        if !is_counted && planned.iter().all(|range| range.zero == Pages::ZERO) {
             return walk;
         }
-        if is_cut {
+        if is_counted {
             walk.ranges.fill(RangePages::default());
         }
         let mut last_split = None;
@@ -142,25 +166,30 @@ impl<'a> ContentCounter<'a> {
             let mark = self.index.mark(ordinal);
             let merges = self.has_partner(mark);
             let is_zero = merges && mark.class() == Some(PageClass::Zero);
-            if is_cut {
+            if is_counted {
                 counts.pages.0 += u64::from(mark.class() != Some(PageClass::Merged) && mark != PageMark::NOT_RESIDENT);
                 counts.zero.0 += u64::from(is_zero);
                 let huge_page = address / self.huge_page_size.bytes();
                 let is_split = run.huge && (merges || self.is_boundary(range, address));
-                if is_split && last_split != Some(huge_page) {
-                    last_split = Some(huge_page);
+                if is_split && last_split != Some((huge_page, position)) {
                     counts.split_huge_pages.0 += 1;
+                    walk.add_split(huge_page, position, last_split);
+                    last_split = Some((huge_page, position));
                 }
             }
             if is_zero {
                 let class = self.merge_class(self.domains[subject], ordinal);
-                match self.index.first_page_of_frame(ordinal) {
-                    first if first == ordinal => *walk.zero_frames.entry((class, position)).or_default() += 1,
-                    first => walk.shared_zero_pages.push((class, first, position)),
-                }
+                *walk.zero_pages.entry((class, position)).or_default() += 1;
             }
         }
         walk
+    }
+
+    /// Whether the ranges of a process split huge pages, and two of them have pages of one huge page.
+    fn may_share_huge_pages(&self, planned: &[PlannedRange]) -> bool {
+        let huge_page = |address: u64| address / self.huge_page_size.bytes();
+        let is_shared = |two: &[PlannedRange]| huge_page(two[0].range.end - 1) == huge_page(two[1].range.start);
+        planned.iter().any(|range| range.split_huge_pages > Pages::ZERO) && planned.windows(2).any(is_shared)
     }
 
     /// Whether the census selected exactly this range.
@@ -182,11 +211,11 @@ impl<'a> ContentCounter<'a> {
             content_groups::fold_groups(self.index, &self.domains, |found: &mut EqualPagesCounter, _, members| {
                 let class = |member: &GroupPage| self.merge_class(member.domain, member.ordinal);
                 if members.iter().all(|member| class(member) == class(&members[0])) {
-                    return found.add(self, members.iter());
+                    return found.add(self, members.iter(), members);
                 }
                 let mut by_class: BTreeMap<MergeClass, Vec<&GroupPage>> = BTreeMap::new();
                 members.iter().for_each(|member| by_class.entry(class(member)).or_default().push(member));
-                by_class.into_values().for_each(|members| found.add(self, members.into_iter()));
+                by_class.into_values().for_each(|of_class| found.add(self, of_class.into_iter(), members));
             });
         let mut all: HashMap<EqualPages, u64> = HashMap::new();
         for (equal, contents) in found.into_iter().flat_map(|found| found.contents) {
@@ -200,35 +229,54 @@ impl<'a> ContentCounter<'a> {
     /// The zero pages of the plan, which are in no group of the index.
     fn zero_pages(&self, walks: &[SubjectWalk]) -> Vec<ZeroPages> {
         let mut by_class: BTreeMap<MergeClass, ZeroPages> = BTreeMap::new();
-        let mut shared: BTreeMap<(MergeClass, u32), Vec<u32>> = BTreeMap::new();
-        for walk in walks {
-            for (&(class, range), frames) in &walk.zero_frames {
-                *by_class.entry(class).or_default().own_frames.entry(range).or_default() += frames;
-            }
-            for &(class, first, range) in &walk.shared_zero_pages {
-                shared.entry((class, first)).or_default().push(range);
-            }
+        for (&(class, range), pages) in walks.iter().flat_map(|walk| &walk.zero_pages) {
+            *by_class.entry(class).or_default().own_frames.entry(range).or_default() += pages;
         }
-        for ((class, first), mut ranges) in shared {
-            let zeros = by_class.entry(class).or_default();
-            if let Some(range) = self.zero_page_range(first) {
-                if let Some(frames) = zeros.own_frames.get_mut(&range) {
-                    *frames -= 1;
-                }
-                ranges.push(range);
+        if by_class.is_empty() {
+            return Vec::new();
+        }
+        let is_zero = |ordinal: u32| self.index.mark(ordinal).class() == Some(PageClass::Zero);
+        let repeated = self.index.repeated_frames().par_iter();
+        let mut shared: Vec<(u32, u32)> = repeated
+            .filter(|&&(page, first)| is_zero(page) || is_zero(first))
+            .map(|&(page, first)| (first, page))
+            .collect();
+        shared.par_sort_unstable();
+        for frame in shared.chunk_by(|a, b| a.0 == b.0) {
+            let pages = || [frame[0].0].into_iter().chain(frame.iter().map(|&(_, page)| page));
+            let mut planned: BTreeMap<MergeClass, Vec<u32>> = BTreeMap::new();
+            for (class, range) in pages().filter_map(|page| self.planned_zero_page(page)) {
+                planned.entry(class).or_default().push(range);
             }
-            ranges.sort_unstable();
-            *zeros.shared_frames.entry(ranges).or_default() += 1;
+            for (class, mut ranges) in planned {
+                let zeros = by_class.entry(class).or_default();
+                for range in &ranges {
+                    zeros.own_frames.entry(*range).and_modify(|frames| *frames -= 1);
+                }
+                ranges.sort_unstable();
+                if ranges.len() < pages().count() {
+                    ranges.push(OUTSIDE_PLAN);
+                }
+                *zeros.shared_frames.entry(ranges).or_default() += 1;
+            }
         }
         by_class.into_values().collect()
     }
 
-    /// The position of the range of a zero page that the plan merges.
-    fn zero_page_range(&self, ordinal: u32) -> Option<u32> {
+    /// The class and the position of the range of a zero page that the plan merges.
+    fn planned_zero_page(&self, ordinal: u32) -> Option<(MergeClass, u32)> {
         let mark = self.index.mark(ordinal);
         let (subject, _, address) = self.index.locate(ordinal)?;
         let merges = self.has_partner(mark) && mark.class() == Some(PageClass::Zero);
-        self.range_position(subject, address).filter(|_| merges)
+        let position = self.range_position(subject, address).filter(|_| merges)?;
+        Some((self.merge_class(self.domains[subject], ordinal), position))
+    }
+
+    /// The position of the planned range that contains a page, if the plan merges it.
+    fn planned_position(&self, member: &GroupPage) -> Option<u32> {
+        let is_selected = !member.merged && self.is_selected(self.index.mark(member.ordinal));
+        let (.., address) = self.index.locate(member.ordinal).filter(|_| is_selected)?;
+        self.range_position(member.subject, address)
     }
 }
 
@@ -242,17 +290,18 @@ struct EqualPagesCounter {
 }
 
 impl EqualPagesCounter {
-    /// Add the equal pages that KSM may merge with one another.
-    fn add<'m>(&mut self, counter: &ContentCounter<'_>, members: impl Iterator<Item = &'m GroupPage>) {
+    /// Add the equal pages that KSM may merge with one another: some or all pages of a group.
+    fn add<'m>(
+        &mut self,
+        counter: &ContentCounter<'_>,
+        members: impl Iterator<Item = &'m GroupPage>,
+        group: &[GroupPage],
+    ) {
         self.pages.clear();
         let mut merged = 0;
         for member in members {
-            if member.merged {
-                merged += 1;
-            } else if counter.is_selected(counter.index.mark(member.ordinal))
-                && let Some((.., address)) = counter.index.locate(member.ordinal)
-                && let Some(position) = counter.range_position(member.subject, address)
-            {
+            merged += u32::from(member.merged);
+            if let Some(position) = counter.planned_position(member) {
                 self.pages.push((member.first_page_of_frame, position));
             }
         }
@@ -260,6 +309,7 @@ impl EqualPagesCounter {
         if merged == 0 && self.pages.iter().all(|&(other, _)| other == frame) {
             return;
         }
+        self.add_pages_elsewhere(group);
         self.set_key(merged);
         match self.contents.get_mut(&self.key[..]) {
             Some(contents) => *contents += 1,
@@ -267,6 +317,25 @@ impl EqualPagesCounter {
                 self.contents.insert(EqualPages(self.key.as_slice().into()), 1);
             }
         }
+    }
+
+    /// Add a page outside of the plan for each frame that has one: the group has more pages of the frame than were
+    /// collected.
+    fn add_pages_elsewhere(&mut self, group: &[GroupPage]) {
+        if group.iter().all(|member| member.first_page_of_frame == member.ordinal) {
+            return;
+        }
+        self.pages.sort_unstable();
+        let mut frames: Vec<u32> = group.iter().map(|member| member.first_page_of_frame).collect();
+        frames.sort_unstable();
+        let has_page_elsewhere = |same: &&[(u32, u32)]| {
+            let start = frames.partition_point(|&frame| frame < same[0].0);
+            let end = frames.partition_point(|&frame| frame <= same[0].0);
+            same.len() < end - start
+        };
+        let shared = self.pages.chunk_by(|a, b| a.0 == b.0).filter(has_page_elsewhere);
+        let elsewhere: Vec<(u32, u32)> = shared.map(|same| (same[0].0, OUTSIDE_PLAN)).collect();
+        self.pages.extend(elsewhere);
     }
 
     /// Describe the collected pages: frames in the order of their ranges.

@@ -2,7 +2,8 @@
 
 use crate::count_plan_contents;
 use crate::decide::plan::{
-    ComparisonCost, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, make_plan,
+    ComparisonCost, EnrollMethod, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, PlanTarget,
+    make_plan,
 };
 use crate::verify::{self, EnrolledProcesses};
 use crate::{MergeProbes, StableAges, sample_pages};
@@ -79,6 +80,19 @@ impl PreparedPlan {
         self.plan.predict(&self.contents, &self.ksmd);
         self.probes = None;
     }
+
+    /// Set the method to enroll each target, and predict the plan again: ranges that a method does not reach free
+    /// nothing, and are no partners of the others. Targets that cannot be enrolled stay in the plan.
+    pub fn set_enroll_methods<E>(&mut self, method: impl Fn(&PlanTarget) -> Result<EnrollMethod, E>) -> Result<(), E> {
+        for target in &mut self.plan.targets {
+            target.enroll_method = method(target)?;
+        }
+        self.plan.predict(&self.contents, &self.ksmd);
+        if let Some(probes) = &mut self.probes {
+            probes.retain_reachable(&self.plan);
+        }
+        Ok(())
+    }
 }
 
 /// Take the census and make the plan. `exclusion_reason` returns why a process must not be enrolled, or nothing. With
@@ -134,6 +148,7 @@ pub fn prepare_plan(
     if let Some(metadata) = request.max_added_metadata {
         plan.limit_to_metadata(&contents, metadata);
     }
+    plan.skip_unprofitable_targets(&contents, request.min_profit);
     let ksmd = KsmdModel {
         cpu_share: request.ksmd_cpu_share,
         page_times: KsmdPageTimes::default(),

@@ -29,6 +29,7 @@ mod plans;
 
 const BASE_ADDRESS: u64 = 1 << 40;
 const PAGE_BYTES: u64 = 4096;
+const FIRST_FORKED_FRAME: u64 = 1 << 30;
 
 /// A page of a synthetic process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +38,8 @@ enum SyntheticPage {
     /// A content, 0 for a zero page.
     Stable(u64),
     Merged(u64),
+    /// A content in a frame that processes share since a fork, and the number of that frame.
+    Forked(u64, u64),
     /// Was mapped to the frame of a content while it was read, but has another content and is no longer mapped to it.
     UnmergedDuringRead(u64),
     /// Different at every read.
@@ -121,9 +124,10 @@ impl Host for SyntheticHost {
     fn open(&self, pid: Pid) -> Reading<Box<dyn ProcessHandle + '_>> {
         Ok(Box::new(SyntheticHandle { host: self, pid: pid.0 }))
     }
-    /// The frame number of a content is the content. Only shared frames are queried, and these are KSM frames.
+    /// The frame number of a content is the content. Only shared frames are queried: KSM frames and those of forks.
     fn frame_flags(&self, frames: &[Pfn]) -> Reading<Vec<FrameFlags>> {
-        Ok(frames.iter().map(|_| FrameFlags(1 << 21)).collect())
+        let flag = |frame: &Pfn| FrameFlags(if frame.0 >= FIRST_FORKED_FRAME { 1 << 12 } else { 1 << 21 });
+        Ok(frames.iter().map(flag).collect())
     }
     fn frame_mappings(&self, _: &[Pfn]) -> Reading<Vec<u64>> {
         Err(Absent::Denied)
@@ -197,6 +201,10 @@ impl ProcessHandle for SyntheticHandle<'_> {
             &SyntheticPage::Merged(content) => {
                 PagemapEntry { present: true, frame: Some(Pfn(content)), ..PagemapEntry::default() }
             }
+            &SyntheticPage::Forked(_, frame) => {
+                let frame = Some(Pfn(FIRST_FORKED_FRAME + frame));
+                PagemapEntry { present: true, frame, ..PagemapEntry::default() }
+            }
             _ => PagemapEntry { present: true, exclusive: true, frame: Some(Pfn(1)), ..PagemapEntry::default() },
         };
         Ok((range.start..range.end).step_by(PAGE_BYTES as usize).map(of).map(hides).collect())
@@ -217,6 +225,12 @@ impl ProcessHandle for SyntheticHandle<'_> {
                     let (frame, content) = (Some(Pfn(content)), Fingerprint(1 << 40 | content));
                     let content = PageContent::Fingerprint(content, None);
                     sink(position, PageView { content, merged: true, exclusive: false, frame });
+                    continue;
+                }
+                SyntheticPage::Forked(content, frame) => {
+                    let content = PageContent::Fingerprint(Fingerprint(content), None);
+                    let frame = Some(Pfn(FIRST_FORKED_FRAME + frame));
+                    sink(position, PageView { content, merged: false, exclusive: false, frame });
                     continue;
                 }
                 SyntheticPage::Volatile => (1 << 32 | times, false),
@@ -278,7 +292,7 @@ fn covered_pages(census: &Census) -> BTreeSet<(u32, usize)> {
         .collect()
 }
 
-use SyntheticPage::{FilledWith, Hole, Merged, Stable, UnmergedDuringRead, Volatile};
+use SyntheticPage::{FilledWith, Forked, Hole, Merged, Stable, UnmergedDuringRead, Volatile};
 
 #[test]
 fn shared_content_goes_to_domain_that_frees_most() {

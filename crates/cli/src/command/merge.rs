@@ -145,7 +145,7 @@ pub fn run(options: &MergeArguments, global: &GlobalOptions) -> anyhow::Result<C
         })
         .map_err(|error| session.abort(error))?;
         report = report.with_outcome(&outcome, page_size);
-        met = outcome.met_prediction(page_size);
+        met = outcome.met_prediction();
     }
     if options.json {
         output::print_stdout(&wire::to_json(&report))?;
@@ -193,7 +193,7 @@ fn prepare_merge(
     let mut prepared = progress::run_census_with_progress(host.page_size(), stop, |progress| {
         prepare_plan(host, &request, &excluded, None, progress, stop)
     })?;
-    let (census, plan) = (&prepared.census, &mut prepared.plan);
+    let (census, plan) = (&prepared.census, &prepared.plan);
     if options.whole_processes || options.across_domains {
         plan.targets.iter().filter_map(cross_node_warning).for_each(|warning| eprintln!("pagefold: {warning}"));
     }
@@ -205,9 +205,7 @@ fn prepare_merge(
         check_single_guest(options.qmp.as_deref(), plan.targets.iter().map(|target| &target.process))?;
         prepared.enrolled_may_be_hidden = check_single_domain(host, plan, &request.domains, options)?;
         let queries = GuestSocketQueries::new(stop);
-        for target in &mut plan.targets {
-            target.enroll_method = enroll_method(host, target, options, global, &queries)?;
-        }
+        prepared.set_enroll_methods(|target| enroll_method(host, target, options, global, &queries))?;
         if stop.load(Ordering::Relaxed) {
             bail!("stopped before anything was merged: nothing was changed");
         }

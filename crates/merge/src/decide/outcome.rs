@@ -125,8 +125,6 @@ pub enum PageFate {
     Merged,
     /// Its process has ended.
     ProcessEnded,
-    /// It is outside the guest's memory; the control socket does not reach it.
-    OutsideGuestMemory,
     /// It could not be enrolled.
     NotEnrolled,
     /// It was unenrolled because it did not stay merged.
@@ -240,15 +238,8 @@ impl MergeOutcome {
     }
 
     /// Whether at least nine tenths of the predicted savings were reached.
-    pub fn met_prediction(&self, page_size: PageSize) -> bool {
-        let reachable = self.plan.predicted.effect.freed_frames.0.saturating_sub(self.unreachable_frames(page_size));
-        self.saved().0 * 10 >= reachable * 9
-    }
-
-    /// Predicted frames in a monitor's memory outside its guest's, where the control socket was used.
-    pub(crate) fn unreachable_frames(&self, page_size: PageSize) -> u64 {
-        let beside = self.plan.targets.iter().flat_map(|target| target.ranges_outside_guest(self.plan.whole_processes));
-        beside.map(|range| range.freed_bytes.0).sum::<u64>() / page_size.bytes()
+    pub fn met_prediction(&self) -> bool {
+        self.saved().0 * 10 >= self.plan.predicted.effect.freed_frames.0 * 9
     }
 
     /// When a share of the final merged pages was reached, by the timeline; `None` if no page was merged.
@@ -357,9 +348,9 @@ pub(crate) mod tests {
         assert_eq!(outcome.time_to(0.9), Some(Duration::from_millis(30)));
         assert_eq!(outcome.time_to(0.99), Some(Duration::from_millis(40)));
         assert_eq!(outcome.saved_at(&outcome.timeline[1]), Pages(30), "60 of 200 merged pages stand for 30 of 100");
-        assert!(outcome.met_prediction(page_size()));
+        assert!(outcome.met_prediction());
         let less = MergeOutcome { before: KsmPageCounts { zero: Pages(11), ..KsmPageCounts::default() }, ..outcome };
-        assert!(!less.met_prediction(page_size()));
+        assert!(!less.met_prediction());
     }
 
     proptest! {

@@ -98,7 +98,6 @@ impl MergeOutcome {
         for (&fate, lost) in &self.fates.missing_frames {
             let why = match fate {
                 PageFate::ProcessEnded => PROCESS_ENDED_REASON,
-                PageFate::OutsideGuestMemory => "outside guest memory, not reached by the control socket",
                 PageFate::NotEnrolled => NOT_ENROLLED_REASON,
                 PageFate::Unenrolled => UNENROLLED_REASON,
                 PageFate::Written => "pages rewritten or freed since the census",
@@ -215,7 +214,7 @@ impl MergeOutcome {
                 of(range) as f64 * common as f64 / range.range.bytes().0.max(1) as f64
             }
         };
-        self.plan.targets[target].ranges.iter().map(share).sum()
+        self.plan.targets[target].reachable_ranges(self.plan.whole_processes).map(share).sum()
     }
 }
 

@@ -360,8 +360,24 @@ pub(super) struct RangePages {
     pub pages: Vec<(u64, Option<KsmPageMappings>)>,
 }
 
+/// Pages of a range whose states are in memory at the same time.
+const PAGES_PER_READ: u64 = 1 << 16;
+
 /// Read the frames of a range.
 pub(super) fn read_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange) -> Reading<RangePages> {
+    let bytes_per_read = host.page_size().bytes_of(Pages(PAGES_PER_READ)).0;
+    let mut found = RangePages::default();
+    let mut start = range.start;
+    while start < range.end {
+        let end = range.end.min(start.saturating_add(bytes_per_read));
+        add_ksm_pages(host, handle, AddressRange { start, end }, &mut found)?;
+        start = end;
+    }
+    Ok(found)
+}
+
+/// Read the frames of a short range and add them.
+fn add_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: AddressRange, found: &mut RangePages) -> Reading<()> {
     let mut pages: Vec<(u64, PageState)> = Vec::new();
     let mut is_hidden = false;
     walk_page_states(host, handle, range, FrameLookup::All, |address, state| match state {
@@ -385,5 +401,6 @@ pub(super) fn read_ksm_pages(host: &dyn Host, handle: &dyn Handle, range: Addres
         Some(frame) => Some((page.0, Some((frame, *mappings.get(frames.binary_search(&frame).ok()?)?)))),
         None => Some((page.0, None)),
     };
-    Ok(RangePages { pages: pages.iter().filter_map(of).collect() })
+    found.pages.extend(pages.iter().filter_map(of));
+    Ok(())
 }

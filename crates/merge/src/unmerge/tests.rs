@@ -14,6 +14,7 @@ use pagefold_host::{FrameFlags, PageRun, PageView, PagemapEntry, ReadMethod as R
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Mutex;
+use std::sync::atomic::AtomicUsize;
 
 const PAGE_BYTES: u64 = 4096;
 const BASE_ADDRESS: u64 = 0x10_0000;
@@ -41,6 +42,8 @@ struct FakeUnmergeHost {
     slept: Mutex<Duration>,
     /// The virtual time at which frames become free, and their number.
     freed_after: Option<(Duration, u64)>,
+    /// The most frames whose mappings were read at a time.
+    most_frames_read: AtomicUsize,
 }
 
 struct FakeUnmergeState {
@@ -133,6 +136,7 @@ impl Host for FakeUnmergeHost {
     }
 
     fn frame_mappings(&self, frames: &[Pfn]) -> Reading<Vec<u64>> {
+        self.most_frames_read.fetch_max(frames.len(), Ordering::Relaxed);
         let state = self.state.lock().unwrap();
         Ok(frames.iter().map(|frame| state.mappings(frame.0 - FIRST_MERGED_FRAME)).collect())
     }
@@ -273,6 +277,7 @@ fn host(free: u64, processes: &[&str]) -> FakeUnmergeHost {
         start: Instant::now(),
         slept: Mutex::default(),
         freed_after: None,
+        most_frames_read: AtomicUsize::default(),
     }
 }
 
@@ -535,6 +540,21 @@ fn process_killed_during_unmerge_is_ended() {
         assert!(done.targets[0].ended, "{done:?}");
         assert_eq!(done.targets[0].still_merged, None, "an empty region list does not mean that nothing is merged");
     }
+}
+
+#[test]
+fn long_range_is_read_in_parts() {
+    let own = |pages: usize| ".".repeat(pages);
+    let pages = ["a".to_owned(), own(65_534), "b".to_owned(), "c0".to_owned(), own(65_535), "a".to_owned()].concat();
+    let host = host(0, &[&pages]);
+    let range = AddressRange { start: BASE_ADDRESS, end: BASE_ADDRESS + pages.len() as u64 * PAGE_BYTES };
+    let found = read_ksm_pages(&host, &*host.open(Pid(1)).unwrap(), range).unwrap();
+    let page = |&(address, shared): &(u64, Option<KsmPageMappings>)| {
+        ((address - BASE_ADDRESS) / PAGE_BYTES, shared.map(|(_, mappings)| mappings))
+    };
+    let expected = [(0, Some(2)), (65_535, Some(1)), (65_536, Some(1)), (65_537, None), (131_073, Some(2))];
+    assert_eq!(found.pages.iter().map(page).collect::<Vec<_>>(), expected);
+    assert_eq!(host.most_frames_read.into_inner(), 2, "of four frames");
 }
 
 #[test]

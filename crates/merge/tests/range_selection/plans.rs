@@ -4,7 +4,7 @@ use super::*;
 use pagefold_base::process::Process;
 use pagefold_merge::decide::outcome::PageFate;
 use pagefold_merge::decide::plan::{
-    ComparisonCost, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, make_plan,
+    ComparisonCost, EnrollMethod, KsmdModel, KsmdPageTimes, MergePlan, PlanConstraints, PlanContents, make_plan,
 };
 use pagefold_merge::{MergeProbes, count_plan_contents};
 
@@ -84,6 +84,63 @@ fn plan_recounts_savings_without_excluded() {
         whole.targets[0].ranges[0].range,
         AddressRange { start: BASE_ADDRESS, end: BASE_ADDRESS + 4 * PAGE_BYTES }
     );
+}
+
+/// A child shares a frame of each content with its parent since a fork, and has a frame of its own.
+#[test]
+fn frames_of_excluded_processes_are_not_freed() {
+    let shared = [Forked(7, 1), Forked(8, 2), Forked(0, 3), Forked(0, 4)];
+    let child = [&shared[..], &[Stable(7), Stable(8), Stable(0)]].concat();
+    for parent_is_first in [true, false] {
+        let mut processes = [process_with_pages(1, &shared), process_with_pages(1, &child)];
+        if !parent_is_first {
+            processes.reverse();
+        }
+        let options = CensusOptions { use_zero_pages: true, ..census_options(false, CHEAP_COSTS) };
+        let (census, index, _) = take_synthetic_census(&processes, &options);
+        let freed = |whole_processes: bool, is_excluded: &dyn Fn(bool) -> bool| {
+            let constraints = PlanConstraints { whole_processes, ..constraints() };
+            let is_parent = |process: &Process| (process.id.pid == Pid(1)) == parent_is_first;
+            let why = |process: &Process| is_excluded(is_parent(process)).then(|| "excluded".to_owned());
+            let mut plan = make_plan(&census, &constraints, &why);
+            let contents = count_contents(&mut plan, &census, &index);
+            plan.predict(&contents, &ksmd());
+            plan.predicted.effect.freed_frames
+        };
+        assert_eq!(freed(true, &|_| false), Pages(2 + 3), "a frame of each content, and each zero frame");
+        assert_eq!(freed(true, &|is_parent| is_parent), Pages(1), "the child's own zero page");
+        assert_eq!(freed(true, &|is_parent| !is_parent), Pages(0));
+        assert_eq!(freed(false, &|is_parent| is_parent), Pages(1));
+    }
+}
+
+/// Two ranges with equal pages in one huge page, between pages that are unique.
+#[test]
+fn each_range_that_splits_a_huge_page_is_dropped() {
+    let own = |number: u64| Stable(1000 + number);
+    let pages = |huge: bool, first: u64| {
+        let pages = [own(first), Stable(1), own(first + 1), Stable(2), Stable(3), Stable(4), Stable(5), Stable(6)];
+        SyntheticProcess { huge, ..process_with_pages(1, &pages) }
+    };
+    let (census, index, _) =
+        take_synthetic_census(&[pages(true, 0), pages(false, 10)], &census_options(false, CHEAP_COSTS));
+    let counts = |plan: &MergePlan| -> Vec<u64> {
+        plan.targets[0].ranges.iter().map(|range| range.split_huge_pages.0).collect()
+    };
+    let plan = filtered_plan(&census, &index, |_| {});
+    assert_eq!((counts(&plan), plan.predicted.effect.split_huge_pages), (vec![1, 2], Pages(2)));
+    assert_eq!(plan.predicted.effect, census.savings.guided);
+    let mut kept = make_plan(&census, &constraints(), &|_| None);
+    let contents = count_contents(&mut kept, &census, &index);
+    let first = kept.targets[0].ranges[0].range;
+    kept.exclude_ranges(kept.targets[0].process.id, vec![first]);
+    kept.predict(&contents, &ksmd());
+    assert_eq!((counts(&kept), kept.predicted.effect.split_huge_pages), (vec![2], Pages(2)));
+    let mut unsplit = make_plan(&census, &constraints(), &|_| None);
+    count_contents(&mut unsplit, &census, &index);
+    unsplit.drop_huge_page_splits();
+    let left: Vec<Pid> = unsplit.targets.iter().map(|target| target.process.id.pid).collect();
+    assert_eq!(left, [Pid(2)], "no range in the huge pages is left");
 }
 
 #[test]
@@ -257,8 +314,8 @@ fn probes_tell_written_pages_from_lost_partners() {
     let (progress, stop) = (ScanProgress::default(), AtomicBool::new(false));
     let (census, index) =
         take_census_with_hasher(ages.hasher(), &before, &census_options(false, CHEAP_COSTS), &progress, &stop).unwrap();
-    let plan = filtered_plan(&census, &index, |_| {});
-    let probes = MergeProbes::choose(&plan, &census, &index, ages.hasher());
+    let mut plan = filtered_plan(&census, &index, |_| {});
+    let mut probes = MergeProbes::choose(&plan, &census, &index, ages.hasher());
     let look = |first: &[SyntheticPage], second: &[SyntheticPage], given_up: &[(AddressRange, PageFate)]| {
         let host = SyntheticHost::new(&[process_with_pages(1, first), process_with_pages(1, second)]);
         let fates = probes.determine_fates(&host, |_| given_up.to_vec()).unwrap();
@@ -286,6 +343,11 @@ fn probes_tell_written_pages_from_lost_partners() {
     let other = [&[Merged(99)], &merged[1..]].concat();
     assert_eq!(look(&other, &merged, &[]), [(PageFate::Written, 1.0)], "it merged with another content");
     assert_eq!(look(&merged, &[], &[]), [(PageFate::Written, 20.0)], "unmapped pages were freed");
+    // Contents whose partner cannot be enrolled are not followed any more.
+    plan.targets[1].enroll_method = EnrollMethod::Unreachable("busy".to_owned());
+    probes.retain_reachable(&plan);
+    let fates = probes.determine_fates(&before, |_| Vec::new()).unwrap();
+    assert_eq!((fates.predicted_frames, fates.missing_frames), (0.0, BTreeMap::new()));
 }
 
 /// The number of the page at an address.

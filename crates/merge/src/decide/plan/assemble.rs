@@ -26,8 +26,8 @@ pub struct PlanConstraints {
 
 /// Make a plan from a census. `excluded` returns why a process must not be enrolled, or nothing.
 ///
-/// The savings of a process that are compared with `min_profit` assume that the partners of its pages are enrolled too.
-/// The plan has no prediction yet: see [`MergePlan::predict`].
+/// The savings of a process that are compared with `min_profit` assume that the partners of its pages are enrolled too:
+/// see [`MergePlan::skip_unprofitable_targets`]. The plan has no prediction yet: see [`MergePlan::predict`].
 ///
 /// Do not plan from a sample: the ranges contain pages that the sample left out.
 pub fn make_plan(
@@ -38,9 +38,6 @@ pub fn make_plan(
     let mut plan = MergePlan { whole_processes: constraints.whole_processes, ..MergePlan::default() };
     for (position, subject) in census.subjects.iter().enumerate().filter(|(_, subject)| !subject.is_foreign) {
         let process = &subject.process;
-        let leave = |plan: &mut MergePlan, why: String| {
-            plan.skipped.push(SkippedProcess { pid: process.id.pid, comm: process.comm.clone(), why });
-        };
         let (ranges, gives) = if constraints.whole_processes {
             plan_whole_process(census, constraints, subject)
         } else {
@@ -48,7 +45,7 @@ pub fn make_plan(
         };
         let anything = !ranges.is_empty();
         if let Some(why) = excluded(process) {
-            leave(&mut plan, why);
+            plan.skipped.push(SkippedProcess { pid: process.id.pid, comm: process.comm.clone(), why });
             continue;
         }
         if !constraints.whole_processes {
@@ -61,7 +58,7 @@ pub fn make_plan(
         let net = MergeEffect { scanned_pages: scanned, ..MergeEffect::default() }.net(constraints.page_size).0
             + gives.0 as i64;
         if net < constraints.min_profit.0 as i64 {
-            leave(&mut plan, format!("would save only {} net", NetBytes(net)));
+            plan.skipped.push(SkippedProcess::unprofitable(process, NetBytes(net)));
             continue;
         }
         plan.targets.push(PlanTarget {

@@ -22,13 +22,19 @@ pub struct PlanContents {
     pub(crate) equal_pages: Vec<(EqualPages, u64)>,
     /// Zero pages that KSM may merge with one another.
     pub(crate) zero_pages: Vec<ZeroPages>,
+    /// The ranges that split a huge page together, and the number of such huge pages.
+    pub(crate) shared_huge_pages: BTreeMap<Vec<u32>, u64>,
 }
+
+/// The position of pages outside of the plan. It is above all positions of ranges.
+pub(crate) const OUTSIDE_PLAN: u32 = u32::MAX >> 1;
 
 /// The ranges of the equal pages of one content. Only pages that KSM may merge with one another are together: pages of
 /// one trust domain where whole processes are enrolled, and of one NUMA node where KSM keeps nodes apart.
 ///
 /// The first number is the number of pages that are merged already. Each following number is a page that is not merged:
-/// twice the position of its range, plus one if it has the same frame as the page before it, since a fork.
+/// twice the position of its range, plus one if it has the same frame as the page before it, since a fork. A frame that
+/// pages outside of the plan share has one more page, at [`OUTSIDE_PLAN`].
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct EqualPages(pub Box<[u32]>);
 
@@ -43,27 +49,54 @@ impl std::borrow::Borrow<[u32]> for EqualPages {
 pub(crate) struct ZeroPages {
     /// Zero pages with a frame of their own, by the position of their range.
     pub own_frames: BTreeMap<u32, u64>,
-    /// The ranges of the pages of a shared frame, and the number of such frames.
+    /// The positions of the pages of a shared frame, and the number of such frames. Pages outside of the plan count as
+    /// one page at [`OUTSIDE_PLAN`].
     pub shared_frames: BTreeMap<Vec<u32>, u64>,
 }
 
 impl ZeroPages {
-    /// Frames that the pages of some ranges occupy.
+    /// Frames that only pages of kept ranges map: a page elsewhere keeps its frame.
     fn frames(&self, is_kept: &impl Fn(u32) -> bool) -> u64 {
         let own = self.own_frames.iter().filter(|(range, _)| is_kept(**range)).map(|(_, frames)| frames);
-        let shared = self.shared_frames.iter().filter(|(ranges, _)| ranges.iter().any(|&range| is_kept(range)));
+        let shared = self.shared_frames.iter().filter(|(ranges, _)| ranges.iter().all(|&range| is_kept(range)));
         own.sum::<u64>() + shared.map(|(_, frames)| frames).sum::<u64>()
     }
 
-    /// Adds the bytes that each kept range frees: a shared frame is divided among its pages.
+    /// Adds the bytes that each kept range frees: a shared frame is divided among its pages, if all are kept.
     fn add_freed_bytes(&self, page_size: PageSize, is_kept: &impl Fn(u32) -> bool, counts: &mut [RangeContentCounts]) {
         for (&range, &frames) in self.own_frames.iter().filter(|(range, _)| is_kept(**range)) {
             counts[range as usize].freed_bytes.0 += frames * page_size.bytes();
         }
-        for (ranges, &frames) in &self.shared_frames {
-            let kept = || ranges.iter().filter(|range| is_kept(**range));
-            let share = page_size.bytes() / (kept().count() as u64).max(1);
-            kept().for_each(|&range| counts[range as usize].freed_bytes.0 += frames * share);
+        for (ranges, &frames) in self.shared_frames.iter().filter(|(ranges, _)| ranges.iter().all(|&at| is_kept(at))) {
+            let share = page_size.bytes() / (ranges.len() as u64).max(1);
+            ranges.iter().for_each(|&range| counts[range as usize].freed_bytes.0 += frames * share);
+        }
+    }
+}
+
+/// The pages of one content in the kept ranges.
+#[derive(Default)]
+struct KeptPages {
+    /// The range of each page, and whether all pages of its frame are kept.
+    pages: Vec<(u32, bool)>,
+    /// Frames of these pages.
+    frames: u64,
+    /// Frames of these of which all pages are kept.
+    whole_frames: u64,
+}
+
+impl KeptPages {
+    /// Collect the kept pages of a content, encoded as in [`EqualPages`].
+    fn collect(&mut self, pages: &[u32], is_kept: &impl Fn(u32) -> bool) {
+        self.pages.clear();
+        (self.frames, self.whole_frames) = (0, 0);
+        for frame in pages.chunk_by(|_, next| next & 1 == 1) {
+            let first = self.pages.len();
+            self.pages.extend(frame.iter().map(|page| (page >> 1, false)).filter(|&(range, _)| is_kept(range)));
+            let is_whole = self.pages.len() - first == frame.len();
+            self.pages[first..].iter_mut().for_each(|page| page.1 = is_whole);
+            self.frames += u64::from(self.pages.len() > first);
+            self.whole_frames += u64::from(is_whole);
         }
     }
 }
@@ -73,6 +106,8 @@ impl ZeroPages {
 pub(crate) struct ContentCounts {
     /// Frames that are freed.
     pub freed_frames: Pages,
+    /// Splits of huge pages by several ranges, beyond the first one.
+    pub repeated_splits: Pages,
     /// The counts of each range of the whole plan; none for ranges outside of the part.
     pub ranges: Vec<RangeContentCounts>,
 }
@@ -84,62 +119,63 @@ pub(crate) struct RangeContentCounts {
     pub merging: Pages,
     /// Pages of these that are third and further copies of their content.
     pub further_copies: Pages,
-    /// Freed bytes: the pages of a content have equal shares of what it frees, rounded down.
+    /// Freed bytes: the pages of a content whose frames have no page elsewhere have equal shares of what it frees,
+    /// rounded down.
     pub freed_bytes: Bytes,
 }
 
 impl PlanContents {
     /// Count what the ranges merge whose positions `is_kept` selects, as if ksmd found no other pages.
     ///
+    /// Merging replaces one mapping at a time, and a frame is freed with its last mapping. A frame that a page of no
+    /// kept range maps, since a fork, is therefore not freed. KSM keeps one of the frames of a content. It may keep one
+    /// that is not freed anyway, depending on the order in which ksmd visits the pages; each such content then frees
+    /// one frame more than is counted.
+    ///
     /// Zero pages that KSM merged with one another earlier are ignored. Where KSM does not map zero pages to the
     /// kernel's zero page, the count may therefore be one frame too low.
     pub(crate) fn count(&self, is_kept: impl Fn(u32) -> bool) -> ContentCounts {
+        let is_kept = |range: u32| range != OUTSIDE_PLAN && is_kept(range);
         let page_bytes = self.page_size.bytes();
         let mut counts = vec![RangeContentCounts::default(); self.ranges.len()];
         let mut freed_frames = Pages::ZERO;
-        let mut kept: Vec<u32> = Vec::new();
+        let mut kept = KeptPages::default();
         for (EqualPages(equal), contents) in &self.equal_pages {
             let Some((&merged, pages)) = equal.split_first() else { continue };
-            kept.clear();
-            let (mut frames, mut is_counted) = (0, false);
-            for page in pages {
-                let (range, has_new_frame) = (page >> 1, page & 1 == 0);
-                is_counted &= !has_new_frame;
-                if is_kept(range) {
-                    kept.push(range);
-                    frames += u64::from(!is_counted);
-                    is_counted = true;
-                }
-            }
-            if frames == 0 || frames == 1 && merged == 0 {
+            kept.collect(pages, &is_kept);
+            if kept.frames == 0 || kept.frames == 1 && merged == 0 {
                 continue;
             }
-            let freed = self.sharing.freed_frames(frames, kept.len() as u64, merged.into());
+            let freed = self.sharing.freed_frames(kept.whole_frames, kept.pages.len() as u64, merged.into());
             freed_frames.0 += freed.0 * contents;
-            let share = freed.0 * page_bytes / kept.len() as u64;
-            for (copy, &range) in kept.iter().enumerate() {
+            let whole = kept.pages.iter().filter(|(_, is_whole)| *is_whole).count() as u64;
+            let share = freed.0 * page_bytes / whole.max(1);
+            for (copy, &(range, is_whole)) in kept.pages.iter().enumerate() {
                 let counts = &mut counts[range as usize];
                 counts.merging.0 += contents;
                 counts.further_copies.0 += if copy < 2 { 0 } else { *contents };
-                counts.freed_bytes.0 += share * contents;
+                counts.freed_bytes.0 += if is_whole { share * contents } else { 0 };
             }
         }
         for zeros in &self.zero_pages {
             freed_frames += self.sharing.freed_zero(zeros.frames(&is_kept), 0);
             zeros.add_freed_bytes(self.page_size, &is_kept, &mut counts);
         }
-        ContentCounts { freed_frames, ranges: counts }
+        let repeated = |(ranges, huge_pages): (&Vec<u32>, &u64)| {
+            let splits = ranges.iter().filter(|range| is_kept(**range)).count() as u64;
+            Pages(splits.saturating_sub(1) * huge_pages)
+        };
+        let repeated_splits = self.shared_huge_pages.iter().map(repeated).sum();
+        ContentCounts { freed_frames, repeated_splits, ranges: counts }
     }
 
-    /// The position of each range of a plan, in its order.
-    pub(crate) fn positions(&self, plan: &MergePlan) -> Vec<usize> {
+    /// The position of each range of a plan, in its order; `None` for a range that was cut after its contents were
+    /// counted.
+    pub(crate) fn positions(&self, plan: &MergePlan) -> Vec<Option<usize>> {
         let known: BTreeMap<(ProcessId, AddressRange), usize> =
             self.ranges.iter().enumerate().map(|(position, range)| (*range, position)).collect();
         let ranges = plan.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target, range)));
-        let positions = ranges.filter_map(|(target, range)| known.get(&(target.process.id, range.range)).copied());
-        let positions: Vec<usize> = positions.collect();
-        debug_assert_eq!(positions.len(), plan.range_count(), "a range was cut after its contents were counted");
-        positions
+        ranges.map(|(target, range)| known.get(&(target.process.id, range.range)).copied()).collect()
     }
 }
 
@@ -159,30 +195,31 @@ impl MergePlan {
     ///
     /// Ranges with the lowest profit are dropped, some at a time. The profit of the rest is then computed again, so
     /// that ranges that lost their partners are next. The remaining ranges save more than the metadata that they take.
+    /// Ranges of unknown contents are dropped.
     pub fn limit_to_metadata(&mut self, contents: &PlanContents, max_metadata: Bytes) {
         let max_items = Pages(max_metadata.0 / RMAP_ITEM_BYTES);
         let positions = contents.positions(self);
         let mut ranges: Vec<LimitedRange> =
             contents.ranges.iter().map(|_| LimitedRange { new_rmap_items: Pages::ZERO, is_kept: false }).collect();
-        for (planned, &position) in self.targets.iter().flat_map(|target| &target.ranges).zip(&positions) {
+        for (planned, position) in self.targets.iter().flat_map(|target| &target.ranges).zip(&positions) {
+            let Some(position) = *position else { continue };
             let new_rmap_items = if planned.enrolled { Pages::ZERO } else { planned.pages };
             ranges[position] = LimitedRange { new_rmap_items, is_kept: true };
         }
         let kept_items = |ranges: &[LimitedRange]| -> Pages {
             ranges.iter().filter(|range| range.is_kept).map(|range| range.new_rmap_items).sum()
         };
-        if kept_items(&ranges) <= max_items {
-            return;
-        }
-        loop {
-            let excess = kept_items(&ranges).saturating_sub(max_items);
-            let dropped = least_profitable(contents, &ranges, excess);
-            if dropped.is_empty() {
-                break;
+        if kept_items(&ranges) > max_items {
+            loop {
+                let excess = kept_items(&ranges).saturating_sub(max_items);
+                let dropped = least_profitable(contents, &ranges, excess);
+                if dropped.is_empty() {
+                    break;
+                }
+                dropped.into_iter().for_each(|position| ranges[position].is_kept = false);
             }
-            dropped.into_iter().for_each(|position| ranges[position].is_kept = false);
         }
-        let mut kept = positions.into_iter().map(|position| ranges[position].is_kept);
+        let mut kept = positions.into_iter().map(|position| position.is_some_and(|position| ranges[position].is_kept));
         for target in &mut self.targets {
             target.ranges.retain(|_| kept.next().unwrap_or(false));
         }

@@ -13,13 +13,13 @@ mod tests;
 
 pub use assemble::{PlanConstraints, make_plan};
 pub use contents::PlanContents;
-pub(crate) use contents::{EqualPages, ZeroPages};
+pub(crate) use contents::{EqualPages, OUTSIDE_PLAN, ZeroPages};
 pub use predict::{KsmdModel, KsmdPageTimes, Prediction};
 pub use search::ComparisonCost;
 
 use pagefold_base::domain::TrustDomain;
 use pagefold_base::process::Process;
-use pagefold_base::units::{AddressRange, Bytes, Pages, Pid, ProcessId};
+use pagefold_base::units::{AddressRange, Bytes, NetBytes, Pages, Pid, ProcessId};
 use pagefold_census::results::SubjectCensus;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -101,9 +101,14 @@ impl MergePlan {
         }
     }
 
+    /// The ranges that KSM can merge by the targets' methods of enrollment.
+    fn reachable_ranges(&self) -> impl Iterator<Item = &PlannedRange> {
+        self.targets.iter().flat_map(|target| target.reachable_ranges(self.whole_processes))
+    }
+
     /// Maximum number of regions that the boundaries add to all processes.
     fn added_regions(&self) -> u64 {
-        let ranges = self.targets.iter().flat_map(|target| &target.ranges);
+        let ranges = self.reachable_ranges();
         let narrowed = self.temporary_unenrolls.iter().map(|narrowed| narrowed.boundaries.len() as u64);
         ranges.map(PlannedRange::added_regions).sum::<u64>() + narrowed.sum::<u64>()
     }
@@ -187,7 +192,8 @@ pub struct PlannedRange {
     pub zero: Pages,
     /// The predicted freed bytes: its share of what the contents of its pages free.
     pub freed_bytes: Bytes,
-    /// Huge pages that are split because a part of them merges or because the range begins or ends in them.
+    /// Huge pages that are split because a part of them merges or because the range begins or ends in them. Once the
+    /// contents of the plan are counted, also those that another range splits too.
     pub split_huge_pages: Pages,
     /// Whether the program has enrolled it already.
     pub enrolled: bool,
@@ -210,15 +216,21 @@ impl PlanTarget {
         ranges
     }
 
-    /// Its planned ranges outside the guest's memory: if the guest is enrolled as a `whole`, its control socket does
-    /// not reach them.
-    pub fn ranges_outside_guest(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
-        let memory = match &self.enroll_method {
-            EnrollMethod::GuestControl(guest) if whole => Some(&guest.memory),
-            _ => None,
+    /// Whether KSM can merge one of its ranges, if it is enrolled as a `whole` or not: its method of enrollment reaches
+    /// the range, or the program has enrolled it already. The control socket of a guest that is enrolled as a whole
+    /// reaches the guest's memory only.
+    fn can_merge(&self, range: &PlannedRange, whole: bool) -> bool {
+        let is_reached = match &self.enroll_method {
+            EnrollMethod::Unreachable(_) => false,
+            EnrollMethod::GuestControl(guest) if whole => guest.memory.contains(&range.region),
+            EnrollMethod::GuestControl(_) | EnrollMethod::InProcess => true,
         };
-        let outside = move |range: &&PlannedRange| memory.is_some_and(|memory| !memory.contains(&range.region));
-        self.ranges.iter().filter(outside)
+        is_reached || range.enrolled
+    }
+
+    /// Its ranges that KSM can merge, if it is enrolled as a `whole` or not.
+    pub fn reachable_ranges(&self, whole: bool) -> impl Iterator<Item = &PlannedRange> {
+        self.ranges.iter().filter(move |range| self.can_merge(range, whole))
     }
 }
 
@@ -251,4 +263,11 @@ pub struct SkippedProcess {
     pub comm: String,
     /// The reason, in one phrase.
     pub why: String,
+}
+
+impl SkippedProcess {
+    /// A process that would save too little.
+    fn unprofitable(process: &Process, net: NetBytes) -> Self {
+        Self { pid: process.id.pid, comm: process.comm.clone(), why: format!("would save only {net} net") }
+    }
 }

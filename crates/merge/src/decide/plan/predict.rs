@@ -1,10 +1,10 @@
 //! The prediction of a plan: what merging its ranges frees, and what that costs.
 
-use super::MergePlan;
 use super::contents::PlanContents;
 use super::search::ComparisonCost;
+use super::{MergePlan, SkippedProcess};
 use pagefold_base::savings::MergeEffect;
-use pagefold_base::units::Pages;
+use pagefold_base::units::{Bytes, NetBytes, Pages};
 use std::time::Duration;
 
 /// ksmd's CPU time for a page.
@@ -73,30 +73,72 @@ pub struct Prediction {
 const MIN_KSMD_CPU_SHARE: f64 = 0.001;
 
 impl MergePlan {
+    /// Skip the targets whose ranges save less than `min_profit` beside the other targets, net of metadata, until each
+    /// remaining target saves as much. Dropping a target lowers the savings of those that share contents with it.
+    pub fn skip_unprofitable_targets(&mut self, contents: &PlanContents, min_profit: Bytes) {
+        loop {
+            let positions = contents.positions(self);
+            let mut is_kept = vec![false; contents.ranges.len()];
+            positions.iter().flatten().for_each(|&position| is_kept[position] = true);
+            let counts = contents.count(|position| is_kept[position as usize]);
+            let mut positions = positions.into_iter();
+            let mut skipped = Vec::new();
+            self.targets.retain(|target| {
+                let own = positions.by_ref().take(target.ranges.len()).flatten();
+                let freed: Bytes = own.map(|position| counts.ranges[position].freed_bytes).sum();
+                let scanned_pages = target.ranges.iter().map(|range| range.pages).sum();
+                let effect = MergeEffect { scanned_pages, ..MergeEffect::default() };
+                let net = NetBytes(effect.net(contents.page_size).0 + freed.0.cast_signed());
+                let is_profitable = net.0 >= min_profit.0.cast_signed();
+                if !is_profitable {
+                    skipped.push(SkippedProcess::unprofitable(&target.process, net));
+                }
+                is_profitable
+            });
+            if skipped.is_empty() {
+                break;
+            }
+            self.skipped.append(&mut skipped);
+        }
+        self.drop_empty_targets();
+    }
+
     /// Predict the plan as it is now, from the contents of its ranges, and count what each of them merges. Call it when
-    /// nothing is dropped from the plan any more, and again after dropping further ranges.
+    /// nothing is dropped from the plan any more, and again after dropping further ranges. A range that was cut since
+    /// its contents were counted is scanned and merges nothing. Ranges that the targets' methods of enrollment do not
+    /// reach are not scanned either.
     pub fn predict(&mut self, contents: &PlanContents, ksmd: &KsmdModel) {
         let positions = contents.positions(self);
         let mut is_kept = vec![false; contents.ranges.len()];
-        positions.iter().for_each(|&position| is_kept[position] = true);
+        let whole = self.whole_processes;
+        let ranges = self.targets.iter().flat_map(|target| target.ranges.iter().map(move |range| (target, range)));
+        for (position, (target, range)) in positions.iter().zip(ranges) {
+            position.iter().for_each(|&position| is_kept[position] = target.can_merge(range, whole));
+        }
         let counts = contents.count(|position| is_kept[position as usize]);
         let ranges = self.targets.iter_mut().flat_map(|target| &mut target.ranges);
         for (range, position) in ranges.zip(positions) {
+            let Some(position) = position.filter(|&position| is_kept[position]) else {
+                (range.merging, range.zero, range.freed_bytes) = (Pages::ZERO, Pages::ZERO, Bytes::ZERO);
+                range.late = false;
+                continue;
+            };
             let counts = counts.ranges[position];
             range.merging = counts.merging + range.zero;
             range.freed_bytes = counts.freed_bytes;
             let is_late = ksmd.merges_at_first_scan && !self.whole_processes && !range.enrolled;
             range.late = is_late && counts.further_copies.0 * 2 > range.merging.0;
         }
-        let ranges = || self.targets.iter().flat_map(|target| &target.ranges);
+        let ranges = || self.reachable_ranges();
         let (scanned, merging): (Pages, Pages) =
             (ranges().map(|range| range.pages).sum(), ranges().map(|range| range.merging).sum());
         let zero: Pages = ranges().map(|range| range.zero).sum();
+        let splits: Pages = ranges().map(|range| range.split_huge_pages).sum();
         let mut predicted = Prediction {
             effect: MergeEffect {
                 freed_frames: counts.freed_frames,
                 scanned_pages: scanned,
-                split_huge_pages: ranges().map(|range| range.split_huge_pages).sum(),
+                split_huge_pages: splits.saturating_sub(counts.repeated_splits),
             },
             merging,
             regions_added: self.added_regions(),

@@ -54,6 +54,7 @@ fn contents_of(plan: &MergePlan, equal: &[(&[u32], u64)]) -> PlanContents {
         ranges: ranges.collect(),
         equal_pages: equal.iter().map(|&(ranges, contents)| (pages(ranges), contents)).collect(),
         zero_pages: Vec::new(),
+        shared_huge_pages: BTreeMap::new(),
     }
 }
 
@@ -312,23 +313,101 @@ fn restricted_plan_is_predicted_from_its_contents() {
     check(&mut splitting, 0, 0, 0);
 }
 
+#[test]
+fn cut_range_does_not_take_the_counts_of_another() {
+    let census = census_with_ranges(&[(0, pages(0, 10)), (0, pages(20, 60)), (1, pages(0, 40))], &[&["a"], &["b"]]);
+    let mut plan = make_plan(&census, &constraints(), &|_| None);
+    let contents = contents_of(&plan, &[(&[0, 0], 5), (&[1, 2], 7)]);
+    plan.exclude_ranges(plan.targets[0].process.id, vec![pages(9, 10)]);
+    plan.predict(&contents, &ksmd());
+    let merging = |plan: &MergePlan| -> Vec<u64> {
+        plan.targets.iter().flat_map(|target| &target.ranges).map(|range| range.merging.0).collect()
+    };
+    assert_eq!((merging(&plan), plan.predicted.effect.freed_frames), (vec![0, 7, 7], Pages(7)));
+    plan.limit_to_metadata(&contents, Bytes(1 << 20));
+    assert_eq!(merging(&plan), [7, 7], "the contents of the first range are unknown");
+}
+
+/// Two equal guests, the second with memory beside its guest's, and a process with the contents of that.
+#[test]
+fn unreachable_ranges_are_no_partners() {
+    let ranges = [(0, pages(0, 100)), (1, pages(0, 100)), (1, pages(200, 300)), (2, pages(0, 100))];
+    let census = census_with_ranges(&ranges, &[&["a"], &["b"], &["c"]]);
+    let mut plan = make_plan(&census, &constraints(), &|_| None);
+    plan.whole_processes = true;
+    plan.targets.iter_mut().flat_map(|target| &mut target.ranges).for_each(|range| range.region = range.range);
+    let contents = contents_of(&plan, &[(&[0, 1], 30), (&[2, 3], 20), (&[3, 3], 5)]);
+    let mut predict = |second: EnrollMethod, first_is_enrolled: bool, first: EnrollMethod| {
+        plan.targets[0].ranges[0].enrolled = first_is_enrolled;
+        (plan.targets[0].enroll_method, plan.targets[1].enroll_method) = (first, second);
+        plan.predict(&contents, &ksmd());
+        assert_eq!(plan.targets.len(), 3, "unreachable targets are reported");
+        (plan.predicted.effect.freed_frames.0, plan.predicted.effect.scanned_pages.0, plan.predicted.merging.0)
+    };
+    let in_process = || EnrollMethod::InProcess;
+    let none = || EnrollMethod::Unreachable("busy".to_owned());
+    let guest = |memory: AddressRange| {
+        EnrollMethod::GuestControl(GuestMemoryControl {
+            socket: "/run/qmp".into(),
+            backends: vec!["/objects/ram".to_owned()],
+            memory: vec![memory],
+        })
+    };
+    assert_eq!(predict(in_process(), false, in_process()), (55, 400, 110));
+    assert_eq!(predict(guest(pages(0, 100)), false, in_process()), (35, 300, 70));
+    assert_eq!(predict(none(), false, in_process()), (5, 200, 10));
+    assert_eq!(predict(in_process(), false, none()), (25, 300, 50));
+    assert_eq!(predict(in_process(), true, none()), (55, 400, 110), "enrolled by itself");
+}
+
+/// The first process shares contents with the second, the second with the third, and the last two with each other.
+#[test]
+fn targets_that_lose_their_partners_are_skipped() {
+    let ranges = [(0, pages(0, 40)), (1, pages(0, 40)), (2, pages(0, 40)), (3, pages(0, 100)), (4, pages(0, 100))];
+    let census = census_with_ranges(&ranges, &[&["a"], &["b"], &["c"], &["d"], &["e"]]);
+    let plan = make_plan(&census, &constraints(), &|_| None);
+    let contents = contents_of(&plan, &[(&[0, 1], 24), (&[1, 2], 10), (&[3, 4], 50)]);
+    let left = |min_pages: u64| {
+        let mut plan = plan.clone();
+        plan.skip_unprofitable_targets(&contents, Bytes(min_pages * PAGE));
+        plan.predict(&contents, &ksmd());
+        let skipped: Vec<u32> = plan.skipped.iter().map(|skipped| skipped.pid.0).collect();
+        (skipped, plan.predicted.effect.freed_frames.0)
+    };
+    assert_eq!(left(0), (vec![], 84));
+    assert_eq!(left(10), (vec![3], 74), "of twelve pages each, less metadata");
+    assert_eq!(left(12), (vec![1, 3, 2], 50), "the second has its savings from both");
+    assert_eq!(left(24), (vec![1, 2, 3, 4, 5], 0));
+    let mut scarce = plan.clone();
+    scarce.skip_unprofitable_targets(&contents, Bytes(12 * PAGE));
+    assert_eq!(scarce.skipped[2].why, "would save only -2.50 KiB net", "both of its partners are gone");
+}
+
 /// Since a fork the first two pages have one frame, and the third has its own.
 #[test]
-fn shared_frames_count_once() {
+fn shared_frames_are_freed_with_their_last_page() {
     let census =
         census_with_ranges(&[(0, pages(0, 10)), (1, pages(0, 10)), (2, pages(0, 10))], &[&["a"], &["b"], &["c"]]);
-    let mut plan = make_plan(&census, &constraints(), &|_| None);
+    let plan = make_plan(&census, &constraints(), &|_| None);
     let mut contents = contents_of(&plan, &[]);
     contents.equal_pages = vec![(EqualPages([0, 0, 3, 4].into()), 7)];
-    let zeros = ZeroPages { own_frames: [(2, 5)].into(), shared_frames: [(vec![0, 1], 3)].into() };
     contents.sharing.use_zero_pages = true;
-    contents.zero_pages = vec![zeros];
-    let mut freed = |pids: &[u32]| {
+    contents.zero_pages = vec![ZeroPages { own_frames: [(2, 5)].into(), shared_frames: [(vec![0, 1], 3)].into() }];
+    let predict = |contents: &PlanContents, pids: &[u32]| {
+        let mut plan = plan.clone();
         plan.retain_processes(|process| pids.contains(&process.pid.0));
-        plan.predict(&contents, &ksmd());
-        plan.predicted.effect.freed_frames
+        plan.predict(contents, &ksmd());
+        let ranges = plan.targets.iter().flat_map(|target| &target.ranges);
+        (plan.predicted.effect.freed_frames.0, ranges.map(|range| range.freed_bytes.0 / PAGE).collect::<Vec<_>>())
     };
-    assert_eq!(freed(&[1, 2, 3]), Pages(7 + 8));
-    assert_eq!(freed(&[2, 3]), Pages(7 + 8));
-    assert_eq!(freed(&[2]), Pages(3), "its frame has no partner");
+    assert_eq!(predict(&contents, &[1, 2, 3]), (7 + 3 + 5, vec![3, 3, 2 + 5]));
+    assert_eq!(predict(&contents, &[2, 3]), (5, vec![0, 5]), "the first process maps the shared frames");
+    assert_eq!(predict(&contents, &[1, 2]), (3, vec![1, 1]), "one frame has no partner");
+    assert_eq!(predict(&contents, &[2]), (0, vec![0]));
+    assert_eq!(predict(&contents, &[3]), (5, vec![5]));
+    // Another process outside of the plan maps the shared frames too. A merged page is left of each content.
+    contents.equal_pages = vec![(EqualPages([1, 0, 3, OUTSIDE_PLAN << 1 | 1, 4].into()), 7)];
+    contents.zero_pages[0].shared_frames = [(vec![0, 1, OUTSIDE_PLAN], 3)].into();
+    assert_eq!(predict(&contents, &[1, 2, 3]), (7 + 5, vec![0, 0, 7 + 5]));
+    assert_eq!(predict(&contents, &[1, 2]), (0, vec![0, 0]));
 }
