@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the pictures of docs/pictures that show this host: census.png, a census of four QEMU guests; top.png, page.png,
-# dark.png and phone.png of a daemon that merges eight guests and a pair of programs for twelve minutes. With names only
+# dark.png and phone.png of a daemon that merges eight guests for six minutes. With names only
 # those: docs/picture.sh census. Needs root. Installs what it draws with (aha, tmux, Chromium) from Debian.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -62,11 +62,11 @@ END
     trap 'kill $(jobs -p) 2>/dev/null; wait; rm -rf "$scratch"' EXIT
     fleet() { sleep infinity | target/release/pagefold-lab fleet --memory 384 "$@" >/dev/null & }
     fleet --guests 4 --shared-mib 128 --unique-mib 48 --name-prefix web
-    sleep 240
+    sleep 150
     fleet --guests 3 --shared-mib 96 --unique-mib 96 --name-prefix build
-    sleep 180
+    sleep 100
     fleet --guests 1 --shared-mib 128 --unique-mib 64 --name-prefix db
-    sleep 300
+    sleep 120
     shoot() {
         local name=$1 size=$2 scheme=$3
         "$browser" --headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking \
