@@ -290,7 +290,7 @@ fn foreign_file_is_left_unchanged() {
     let connection = Connection::open(&path).unwrap();
     connection.pragma_update(None, "user_version", 3).unwrap();
     drop(connection);
-    assert!(matches!(open(), Some(Error::UnknownVersion(_, 2))));
+    assert!(matches!(open(), Some(Error::UnknownVersion(_, 3))));
 }
 
 #[test]
