@@ -108,15 +108,21 @@ pub fn criterion_for_break_limit(
     let dearest = min_profitable_lifetime(page_bytes).as_secs_f64();
     let mut churn: Vec<&CowBreakRate> = rates.iter().filter(|churn| churn.lifetime_seconds < dearest).collect();
     churn.sort_by(|left, right| right.lifetime_seconds.total_cmp(&left.lifetime_seconds));
-    let (mut breaks, mut least) = (0.0, dearest);
-    for part in churn {
-        breaks += part.breaks_per_second;
+    // Ranges that are checked together often have equal lifetimes: they stay or go together.
+    let (mut breaks, mut must_last) = (0.0, dearest);
+    for same in churn.chunk_by(|left, right| left.lifetime_seconds == right.lifetime_seconds) {
+        breaks += same.iter().map(|part| part.breaks_per_second).sum::<f64>();
         if breaks > max_breaks_per_second {
-            return LifetimeCriterion::GrantedCpu(Duration::from_secs_f64(least));
+            return granted_cpu(must_last);
         }
-        least = part.lifetime_seconds.max(dearest * MIN_GRANTED_LIFETIME_SHARE);
+        must_last = same[0].lifetime_seconds.max(dearest * MIN_GRANTED_LIFETIME_SHARE);
     }
-    LifetimeCriterion::GrantedCpu(Duration::from_secs_f64(dearest * MIN_GRANTED_LIFETIME_SHARE))
+    granted_cpu(dearest * MIN_GRANTED_LIFETIME_SHARE)
+}
+
+/// The criterion with a lifetime in whole nanoseconds, rounded down: pages with exactly this lifetime meet it.
+fn granted_cpu(must_last_seconds: f64) -> LifetimeCriterion {
+    LifetimeCriterion::GrantedCpu(Duration::from_nanos((must_last_seconds * 1e9) as u64))
 }
 
 /// Observations of merged pages.
@@ -247,6 +253,8 @@ mod tests {
         assert!((price(&[churn(8.0, 3000.0), churn(4.0, 3000.0)]) - 2.61).abs() < 0.01, "all fit");
         assert_eq!(price(&[churn(4.0, 3001.0), churn(8.0, 3000.0)]), 8.0, "the shorter ones do not");
         assert!((price(&[churn(8.0, 6001.0)]) - 13.06).abs() < 0.01, "only pages that pay at the market price stay");
+        let alike = [churn(8.0, 5000.0), churn(8.0, 5000.0)];
+        assert!((price(&alike) - 13.06).abs() < 0.01, "pages with equal lifetimes go together");
         let lasting = [churn(20.0, 9000.0), churn(5.0, 6000.0)];
         assert!((price(&lasting) - 2.61).abs() < 0.01, "pages that pay at the market price do not use the limit");
         // 1.5 % of a CPU at 2.5 us a write, or half of the share at 6 us a merge.
@@ -285,6 +293,27 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn kept_pages_stay_within_the_break_limit(parts in prop::collection::vec((1u8..16, 0u16..5000), 0..20)) {
+            let rates: Vec<CowBreakRate> = parts
+                .iter()
+                .map(|&(lifetime, breaks)| CowBreakRate {
+                    lifetime_seconds: f64::from(lifetime) / 1.1,
+                    breaks_per_second: f64::from(breaks),
+                })
+                .collect();
+            let LifetimeCriterion::GrantedCpu(must_last) = criterion_for_break_limit(&rates, 6000.0, 4096) else {
+                panic!("a share was granted")
+            };
+            let always_stay = min_profitable_lifetime(4096).as_secs_f64();
+            let kept: f64 = rates
+                .iter()
+                .filter(|rate| (must_last.as_secs_f64()..always_stay).contains(&rate.lifetime_seconds))
+                .map(|rate| rate.breaks_per_second)
+                .sum();
+            prop_assert!(kept <= 6000.0, "{kept} at {must_last:?}");
+        }
+
         #[test]
         fn more_cow_breaks_never_favor_merging(seconds in 0.001f64..1e6, broken in 0u64..10_000, more in 0u64..10_000) {
             prop_assert!(lifetime_stats(seconds, broken).min_break_rate() <= lifetime_stats(seconds, broken + more).min_break_rate() + 1e-9);
