@@ -1,9 +1,9 @@
 //! Checks the code against the architecture.
 //!
-//! The tests check four rules of ARCHITECTURE.md. They read `cargo metadata` (what the manifests declare: normal and
+//! The tests check four rules of ARCHITECTURE.md, and take the permitted imports from its table. They read `cargo metadata` (what the manifests declare: normal and
 //! build dependencies, including optional and platform-specific ones) and the tokens of every Rust file.
 //!
-//! 1. Each workspace crate imports exactly the workspace crates listed here, and `base` imports nothing that could do
+//! 1. Each workspace crate imports exactly the workspace crates that the table lists, and `base` imports nothing that could do
 //!    I/O.
 //! 2. `unsafe` occurs only in `sys`, `engine`, `preload` and `adopt`; every other crate forbids it.
 //! 3. `base`, and the module `decide` of each subject, name no I/O, clock, thread, environment or mutable global of the
@@ -16,50 +16,12 @@
 
 #![forbid(unsafe_code)]
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use cargo_metadata::{DependencyKind, Metadata, MetadataCommand, Package};
 use proc_macro2::{Delimiter, Group, TokenStream, TokenTree};
-
-/// The workspace crates that each crate imports: exactly the existing edges. `labs` and `benchmarks` may import every
-/// crate, and no other crate imports them.
-const ALLOWED_IMPORTS: &[(&str, &[&str])] = &[
-    ("base", &[]),
-    ("sys", &[]),
-    ("output", &["base"]),
-    ("host", &["base", "sys"]),
-    ("recording", &["base", "host"]),
-    ("linux", &["base", "host", "sys"]),
-    ("census", &["base", "host", "output", "sys"]),
-    ("merge", &["base", "census", "host", "output", "sys"]),
-    ("account", &["base", "census", "host", "output"]),
-    ("doctor", &["base", "host", "output"]),
-    ("daemon", &["base", "census", "doctor", "host", "merge", "output", "sys"]),
-    ("history", &["base", "census", "daemon", "output"]),
-    ("watch", &["base", "daemon", "doctor", "history", "output"]),
-    ("engine", &["base", "sys"]),
-    ("adopt", &["base", "engine"]),
-    ("preload", &[]),
-    (
-        "cli",
-        &[
-            "account",
-            "base",
-            "census",
-            "daemon",
-            "doctor",
-            "engine",
-            "history",
-            "host",
-            "linux",
-            "merge",
-            "output",
-            "recording",
-            "watch",
-        ],
-    ),
-];
 
 /// The crates outside the product: they may import the product and each other, and the product does not import them.
 const NON_PRODUCT_CRATES: &[&str] = &["labs", "benchmarks"];
@@ -98,10 +60,36 @@ struct CrateImport {
     is_workspace_crate: bool,
 }
 
+/// The workspace crates that each product crate imports.
+type AllowedImports = BTreeMap<String, BTreeSet<String>>;
+
+/// The table of imports in ARCHITECTURE.md.
+fn read_allowed_imports(root: &Path) -> AllowedImports {
+    let text = fs::read_to_string(root.join("ARCHITECTURE.md")).expect("cannot read ARCHITECTURE.md");
+    let allowed = parse_allowed_imports(&text);
+    assert!(allowed.len() > 10, "ARCHITECTURE.md has no table of imports: {allowed:?}");
+    allowed
+}
+
+/// The rows `| crates | imports |` after the heading row. A cell lists names in backquotes; other words stand for none.
+/// The row of crates outside the product is left out.
+fn parse_allowed_imports(text: &str) -> AllowedImports {
+    let names = |cell: &str| cell.split('`').skip(1).step_by(2).map(str::to_owned).collect::<Vec<String>>();
+    let rows = text.lines().skip_while(|line| *line != "| crate | imports |").skip(2);
+    let cells = rows.map_while(|line| line.strip_prefix("| ")?.strip_suffix(" |")?.split_once(" | "));
+    let mut allowed = AllowedImports::new();
+    for (importers, imports) in cells {
+        for importer in names(importers).into_iter().filter(|name| !NON_PRODUCT_CRATES.contains(&name.as_str())) {
+            allowed.insert(importer, names(imports).into_iter().collect());
+        }
+    }
+    allowed
+}
+
 /// The violation of an import, if there is one.
-fn import_violation(edge: &CrateImport) -> Option<String> {
-    let CrateImport { importer: from, imported: to, is_workspace_crate: ours } = edge;
-    if !ours {
+fn import_violation(allowed: &AllowedImports, edge: &CrateImport) -> Option<String> {
+    let CrateImport { importer: from, imported: to, is_workspace_crate } = edge;
+    if !is_workspace_crate {
         let pure = from != "base" || BASE_MAY_USE.contains(&to.as_str());
         return (!pure).then(|| format!("base imports {to}, which is not in BASE_MAY_USE"));
     }
@@ -111,10 +99,10 @@ fn import_violation(edge: &CrateImport) -> Option<String> {
     if NON_PRODUCT_CRATES.contains(&from.as_str()) {
         return None;
     }
-    match ALLOWED_IMPORTS.iter().find(|(room, _)| room == from) {
-        None => Some(format!("{from} is not in ALLOWED_IMPORTS: add the crate and its imports there")),
-        Some((_, allowed)) if allowed.contains(&to.as_str()) => None,
-        Some(_) => Some(format!("{from} imports {to}, which ALLOWED_IMPORTS does not permit")),
+    match allowed.get(from) {
+        None => Some(format!("{from} is not in the table of ARCHITECTURE.md: add the crate and its imports there")),
+        Some(imports) if imports.contains(to) => None,
+        Some(_) => Some(format!("{from} imports {to}, which the table of ARCHITECTURE.md does not list")),
     }
 }
 
@@ -304,31 +292,34 @@ fn real_clock_uses(text: &str) -> Vec<String> {
 
 #[test]
 fn crates_import_exactly_the_listed_crates() {
-    let edges = declared_imports(&read_metadata());
+    let metadata = read_metadata();
+    let (edges, allowed) = (declared_imports(&metadata), read_allowed_imports(metadata.workspace_root.as_std_path()));
     assert!(
         edges.iter().any(|e| e.importer == "host" && e.imported == "base" && e.is_workspace_crate),
         "the imports were not read: {edges:?}"
     );
-    let faults: Vec<String> = edges.iter().filter_map(import_violation).collect();
+    let faults: Vec<String> = edges.iter().filter_map(|edge| import_violation(&allowed, edge)).collect();
     assert!(faults.is_empty(), "{}", faults.join("\n"));
-    for (from, listed) in ALLOWED_IMPORTS {
-        for to in *listed {
+    for (from, imports) in &allowed {
+        for to in imports {
             let exists =
                 edges.iter().any(|edge| edge.is_workspace_crate && edge.importer == *from && edge.imported == *to);
-            assert!(exists, "ALLOWED_IMPORTS lists {from} -> {to}, which no manifest declares");
+            assert!(exists, "ARCHITECTURE.md lists {from} -> {to}, which no manifest declares");
         }
     }
 }
 
 #[test]
-fn every_crate_is_listed_in_allowed_imports() {
+fn every_crate_is_in_the_table_of_imports() {
     let metadata = read_metadata();
-    for package in metadata.workspace_packages() {
-        let room = crate_name_of_package(&metadata, package);
-        let known =
-            NON_PRODUCT_CRATES.contains(&room.as_str()) || ALLOWED_IMPORTS.iter().any(|(name, _)| *name == room);
-        assert!(known, "{} lies in {room}, which is not in ALLOWED_IMPORTS", package.name);
-    }
+    let allowed = read_allowed_imports(metadata.workspace_root.as_std_path());
+    let crates: BTreeSet<String> = metadata
+        .workspace_packages()
+        .into_iter()
+        .map(|package| crate_name_of_package(&metadata, package))
+        .filter(|name| !NON_PRODUCT_CRATES.contains(&name.as_str()))
+        .collect();
+    assert!(crates.iter().eq(allowed.keys()), "ARCHITECTURE.md lists {allowed:?}, and the crates are {crates:?}");
 }
 
 #[test]
@@ -345,10 +336,14 @@ fn unsafe_code_stays_in_its_crates() {
         }
     }
     let sources = rust_files_by_crate(root);
-    assert!(sources.iter().any(|(room, _)| room == "base"), "no sources of base found below {}", root.display());
-    for (room, path) in sources {
+    assert!(
+        sources.iter().any(|(crate_name, _)| crate_name == "base"),
+        "no sources of base found below {}",
+        root.display()
+    );
+    for (crate_name, path) in sources {
         let text = fs::read_to_string(&path).expect("cannot read a source file");
-        assert!(UNSAFE_CRATES.contains(&room.as_str()) || !has_unsafe(&text), "unsafe in {}", path.display());
+        assert!(UNSAFE_CRATES.contains(&crate_name.as_str()) || !has_unsafe(&text), "unsafe in {}", path.display());
     }
 }
 
@@ -356,13 +351,13 @@ fn unsafe_code_stays_in_its_crates() {
 fn decisions_are_pure() {
     let metadata = read_metadata();
     let root = metadata.workspace_root.as_std_path();
-    let is_pure = |room: &str, path: &Path| {
-        let source = root.join("crates").join(room).join("src");
-        path.starts_with(if room == "base" { source } else { source.join("decide") })
+    let is_pure = |crate_name: &str, path: &Path| {
+        let source = root.join("crates").join(crate_name).join("src");
+        path.starts_with(if crate_name == "base" { source } else { source.join("decide") })
     };
-    let mut subjects = std::collections::BTreeSet::new();
-    for (room, path) in rust_files_by_crate(root).iter().filter(|(room, path)| is_pure(room, path)) {
-        subjects.insert(room.clone());
+    let mut subjects = BTreeSet::new();
+    for (crate_name, path) in rust_files_by_crate(root).iter().filter(|(crate_name, path)| is_pure(crate_name, path)) {
+        subjects.insert(crate_name.clone());
         let found = impure_names(&fs::read_to_string(path).expect("cannot read a source file"));
         assert!(found.is_empty(), "{} names {}", path.display(), found.join(", "));
     }
@@ -374,11 +369,11 @@ fn decisions_are_pure() {
 fn time_comes_from_the_host() {
     let metadata = read_metadata();
     let root = metadata.workspace_root.as_std_path();
-    let mut scanned = std::collections::BTreeSet::new();
-    for (room, path) in rust_files_by_crate(root) {
+    let mut scanned = BTreeSet::new();
+    for (crate_name, path) in rust_files_by_crate(root) {
         let below = path.strip_prefix(root).expect("a source file lies outside the workspace root");
-        let source = Path::new("crates").join(&room).join("src");
-        if !HOST_TIME_CRATES.contains(&room.as_str()) || !below.starts_with(source) || is_test_file(below) {
+        let source = Path::new("crates").join(&crate_name).join("src");
+        if !HOST_TIME_CRATES.contains(&crate_name.as_str()) || !below.starts_with(source) || is_test_file(below) {
             continue;
         }
         let found = real_clock_uses(&fs::read_to_string(&path).expect("cannot read a source file"));
@@ -387,19 +382,22 @@ fn time_comes_from_the_host() {
         } else {
             assert!(found.is_empty(), "{} uses {}: call the host instead", below.display(), found.join(", "));
         }
-        scanned.insert(room);
+        scanned.insert(crate_name);
     }
     assert_eq!(scanned.len(), HOST_TIME_CRATES.len(), "{scanned:?}");
 }
 
 #[test]
 fn violating_imports_are_detected() {
-    let ours = |from: &str, to: &str| {
-        import_violation(&CrateImport { importer: from.to_owned(), imported: to.to_owned(), is_workspace_crate: true })
+    let allowed = read_allowed_imports(read_metadata().workspace_root.as_std_path());
+    let violation = |from: &str, to: &str, is_workspace_crate| {
+        import_violation(
+            &allowed,
+            &CrateImport { importer: from.to_owned(), imported: to.to_owned(), is_workspace_crate },
+        )
     };
-    let external = |from: &str, to: &str| {
-        import_violation(&CrateImport { importer: from.to_owned(), imported: to.to_owned(), is_workspace_crate: false })
-    };
+    let ours = |from, to| violation(from, to, true);
+    let external = |from, to| violation(from, to, false);
     for (from, to) in [
         ("base", "host"),
         ("host", "linux"),
@@ -434,6 +432,14 @@ fn violating_imports_are_detected() {
     assert!(external("base", "rustix").is_some());
     assert_eq!(external("base", "globset"), None);
     assert_eq!(external("linux", "rustix"), None);
+}
+
+#[test]
+fn table_of_imports_is_parsed() {
+    let table = "text\n| crate | imports |\n|---|---|\n| `a`, `b` | none |\n| `c` | `a`, `b` |\n\n| `d` | `a` |\n";
+    let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<BTreeSet<String>>();
+    let expected = [("a", names(&[])), ("b", names(&[])), ("c", names(&["a", "b"]))];
+    assert!(parse_allowed_imports(table).into_iter().eq(expected.map(|(name, imports)| (name.to_owned(), imports))));
 }
 
 #[test]
