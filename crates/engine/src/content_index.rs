@@ -101,11 +101,11 @@ impl IndexEntryState {
 
     /// Add a sighting.
     fn with_sighting(self, tag: SightingTag, epoch: u8) -> Self {
-        let recent = self.is_sighting_recent(epoch);
-        let paired = recent && (self.is_paired() || self.tag() != tag.0);
-        let kept = self.0 & (SLOT_MASK | CONDEMNED_BIT);
-        let paired = if paired { PAIRED_BIT } else { 0 };
-        Self(kept | paired | u64::from(tag.0) << TAG_SHIFT | u64::from(epoch) << EPOCH_SHIFT)
+        let is_recent = self.is_sighting_recent(epoch);
+        let is_paired = is_recent && (self.is_paired() || self.tag() != tag.0);
+        let slot_bits = self.0 & (SLOT_MASK | CONDEMNED_BIT);
+        let paired_bit = if is_paired { PAIRED_BIT } else { 0 };
+        Self(slot_bits | paired_bit | u64::from(tag.0) << TAG_SHIFT | u64::from(epoch) << EPOCH_SHIFT)
     }
 
     fn with_slot(self, slot: Option<u32>) -> Self {
@@ -258,14 +258,15 @@ impl ContentIndex {
         }
     }
 
-    /// Update a state atomically. Returns the previous state, or as an error the current state if `to` returns `None`.
+    /// Update a state atomically. Returns the previous state, or as an error the current state if `update` returns
+    /// `None`.
     fn update_state(
         &self,
         number: usize,
-        to: impl Fn(IndexEntryState) -> Option<IndexEntryState>,
+        update: impl Fn(IndexEntryState) -> Option<IndexEntryState>,
     ) -> Result<IndexEntryState, IndexEntryState> {
         let word = &self.words[number * WORDS_PER_ENTRY + 1];
-        word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |word| to(IndexEntryState(word)).map(|state| state.0))
+        word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |word| update(IndexEntryState(word)).map(|state| state.0))
             .map(IndexEntryState)
             .map_err(IndexEntryState)
     }

@@ -38,10 +38,10 @@ pub fn mark_exit_and_check_all(directory: &Path, references: &Path) -> io::Resul
 
 /// Whether all members among these file names are about to exit, or have ended. Checks no member that has a marker, and
 /// stops at the first live one: all ranks of a job call this at the same time, under one lock.
-fn are_all_exiting(names: &HashSet<&str>, mut is_held: impl FnMut(&str) -> io::Result<bool>) -> io::Result<bool> {
+fn are_all_exiting(names: &HashSet<&str>, mut is_alive: impl FnMut(&str) -> io::Result<bool>) -> io::Result<bool> {
     let members = names.iter().filter(|name| name.starts_with(REFERENCES_PREFIX));
     for name in members.filter(|name| !names.contains(format!("{EXIT_MARKER_PREFIX}{name}").as_str())) {
-        if is_held(name)? {
+        if is_alive(name)? {
             return Ok(false);
         }
     }

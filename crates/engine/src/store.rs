@@ -60,10 +60,10 @@ impl ContentStore {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start = unsafe { mmap(ptr::null_mut(), bytes, ProtFlags::empty(), flags, self.file(), 0) }?;
-        let preferred = numa::prefer_node(start.expose_provenance(), bytes, node);
+        let result = numa::prefer_node(start.expose_provenance(), bytes, node);
         // SAFETY: this function owns the range, and there is no borrow of it.
         unsafe { munmap(start, bytes) }?;
-        preferred
+        result
     }
 
     /// Open the store through the descriptor of another member, if it has the given identity.
@@ -73,8 +73,8 @@ impl ContentStore {
     pub fn open_from_member(pid: u32, descriptor: u32, identity: FileIdentity, page_bytes: u64) -> io::Result<Self> {
         let path = PathBuf::from(format!("/proc/{pid}/fd/{descriptor}"));
         // Check before opening: opening a pipe or a device may have side effects.
-        let link = rustix::fs::stat(&path)?;
-        if (link.st_dev, link.st_ino) != identity {
+        let status = rustix::fs::stat(&path)?;
+        if (status.st_dev, status.st_ino) != identity {
             return Err(io::ErrorKind::NotFound.into());
         }
         let store = Self::from_file(File::options().read(true).write(true).open(path)?, page_bytes)?;
@@ -197,22 +197,22 @@ impl SlotBitmap {
             }
             slot += 1;
         }
-        if let Some(at) = gaps.iter().position(|gap| gap.end - gap.start >= slot_count) {
-            gaps = vec![gaps.swap_remove(at)];
+        if let Some(index) = gaps.iter().position(|gap| gap.end - gap.start >= slot_count) {
+            gaps = vec![gaps.swap_remove(index)];
         }
         // Largest first, to fragment contiguous free slots as little as possible.
         gaps.sort_by_key(|gap| std::cmp::Reverse(gap.end - gap.start));
-        let mut left = slot_count;
-        let mut found = Vec::new();
+        let mut remaining = slot_count;
+        let mut ranges = Vec::new();
         for gap in gaps {
-            if left == 0 {
+            if remaining == 0 {
                 break;
             }
-            let taken = left.min(gap.end - gap.start);
-            found.push(gap.start..gap.start + taken);
-            left -= taken;
+            let count = remaining.min(gap.end - gap.start);
+            ranges.push(gap.start..gap.start + count);
+            remaining -= count;
         }
-        found
+        ranges
     }
 
     /// Mark slots as taken or free.

@@ -54,17 +54,17 @@ pub enum MergeTurn {
 impl SafePoint {
     /// Decide whether to merge, to propose a time, or to continue.
     pub fn decide(self) -> MergeTurn {
-        let seldom = self.previous.is_none_or(|before| self.now.saturating_sub(before) > MERGE_TIME_EXPIRY);
-        if self.is_only_member || seldom {
+        let is_rare = self.previous.is_none_or(|previous| self.now.saturating_sub(previous) > MERGE_TIME_EXPIRY);
+        if self.is_only_member || is_rare {
             return if self.can_merge_profitably { MergeTurn::Merge } else { MergeTurn::Continue };
         }
         if self.is_due() {
             return if self.can_merge { MergeTurn::Merge } else { MergeTurn::Continue };
         }
         // A time farther ahead than any member proposes comes from another clock.
-        let to_come =
+        let is_time_pending =
             self.proposed_merge_time > self.now && self.proposed_merge_time <= self.now + 2 * MERGE_TIME_EXPIRY;
-        if self.can_merge_profitably && !to_come {
+        if self.can_merge_profitably && !is_time_pending {
             MergeTurn::ProposeTime(self.propose_merge_time())
         } else {
             MergeTurn::Continue
@@ -80,10 +80,12 @@ impl SafePoint {
 
     /// The middle between two future safe points, if their interval stays that of the last two.
     fn propose_merge_time(self) -> Duration {
-        let step =
-            self.previous.map_or(MIN_LEAD_TIME, |before| self.now.saturating_sub(before)).max(Duration::from_nanos(1));
-        let steps = (MIN_LEAD_TIME.as_secs_f64() / step.as_secs_f64() - 0.5).ceil().max(0.0);
-        self.now + step.mul_f64(steps + 0.5)
+        let interval = self
+            .previous
+            .map_or(MIN_LEAD_TIME, |previous| self.now.saturating_sub(previous))
+            .max(Duration::from_nanos(1));
+        let interval_count = (MIN_LEAD_TIME.as_secs_f64() / interval.as_secs_f64() - 0.5).ceil().max(0.0);
+        self.now + interval.mul_f64(interval_count + 0.5)
     }
 
     /// Whether this is the first safe point after a proposed time.

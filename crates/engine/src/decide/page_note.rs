@@ -60,8 +60,8 @@ fn stamp(now: Duration) -> u16 {
 
 /// Seconds from a stamp to `now`; 0 for later stamps.
 fn since(stamp: u16, now: u16) -> u16 {
-    let passed = now.wrapping_sub(stamp);
-    if passed > u16::MAX / 2 { 0 } else { passed }
+    let elapsed = now.wrapping_sub(stamp);
+    if elapsed > u16::MAX / 2 { 0 } else { elapsed }
 }
 
 impl PageNote {
@@ -152,20 +152,21 @@ impl PageNote {
 
     /// Record that a freed page of zeros was found read. Returns whether that is new.
     pub fn read(&mut self) -> bool {
-        let new = self.state == PageState::Merged;
-        if new {
+        let is_new = self.state == PageState::Merged;
+        if is_new {
             self.state = PageState::MergedAndRead;
         }
-        new
+        is_new
     }
 
     /// Record that it was found written since `previous_scan`. It lasted if it was merged for at least `min_lifetime`;
     /// if it did not last, it is skipped for twice as long as the last time. Returns whether it did not last, as far as
     /// known: rare scans cannot tell.
     pub fn record_cow_break(&mut self, now: Duration, previous_scan: Duration, min_lifetime: Duration) -> bool {
-        let (now, must_last) = (stamp(now), min_lifetime.as_secs().max(1));
-        let for_seconds = |until| u64::from(since(self.stamp_seconds, until));
-        let (lasted, short_lived) = (for_seconds(stamp(previous_scan)) >= must_last, for_seconds(now) < must_last);
+        let (now, min_seconds) = (stamp(now), min_lifetime.as_secs().max(1));
+        let merged_seconds = |until| u64::from(since(self.stamp_seconds, until));
+        let (lasted, short_lived) =
+            (merged_seconds(stamp(previous_scan)) >= min_seconds, merged_seconds(now) < min_seconds);
         if lasted {
             self.backoff_level = self.backoff_level.saturating_sub(1);
         } else if short_lived {

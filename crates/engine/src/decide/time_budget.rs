@@ -43,8 +43,8 @@ impl TimeBudget {
     /// slowed by `s / (t - s)`.
     pub fn available(&self, elapsed: Duration, is_profitable: bool) -> Option<Duration> {
         let share = self.max_slowdown?;
-        let counted = if is_profitable { elapsed.max(self.min_runtime) } else { elapsed };
-        let allowed = counted.mul_f64(share / (1.0 + share));
+        let run_time = if is_profitable { elapsed.max(self.min_runtime) } else { elapsed };
+        let allowed = run_time.mul_f64(share / (1.0 + share));
         Some(allowed.saturating_sub(self.spent))
     }
 }
@@ -55,11 +55,11 @@ const MAX_PAUSE: Duration = Duration::from_secs(60);
 
 /// Pause after a round of work, so that all rounds together use at most a share of one CPU. It doubles with each round
 /// in a row that found nothing to do.
-pub fn pause_after_round(took: Duration, cpu_share: f64, idle_rounds: u32) -> Duration {
+pub fn pause_after_round(time_spent: Duration, cpu_share: f64, idle_rounds: u32) -> Duration {
     let share = if cpu_share.is_nan() { 0.001 } else { cpu_share.clamp(0.001, 1.0) };
-    let rest = took.mul_f64(1.0 / share - 1.0).max(MIN_PAUSE);
-    let longer = (MIN_PAUSE * 2u32.saturating_pow(idle_rounds.min(16))).min(MAX_PAUSE);
-    rest.max(longer)
+    let share_pause = time_spent.mul_f64(1.0 / share - 1.0).max(MIN_PAUSE);
+    let backoff_pause = (MIN_PAUSE * 2u32.saturating_pow(idle_rounds.min(16))).min(MAX_PAUSE);
+    share_pause.max(backoff_pause)
 }
 
 /// A round of work: its cost to the program, and its net savings.
@@ -113,11 +113,11 @@ impl RoundBackoff {
         if promising_bytes >= self.min_gain {
             *self = Self { min_gain: self.min_gain, ..Self::default() };
         }
-        let worth = bytes_for_cpu_time(round.time_spent);
-        self.min_gain = worth.max(Bytes(self.min_gain.0 / 2));
-        let owed = self.net_debt.0.saturating_add(worth.0.cast_signed()).saturating_sub(round.net_gained.0);
-        self.net_debt = NetBytes(owed.clamp(0, MAX_DEBT_ROUNDS * self.min_gain.0.cast_signed()));
-        if owed <= 0 {
+        let cost = bytes_for_cpu_time(round.time_spent);
+        self.min_gain = cost.max(Bytes(self.min_gain.0 / 2));
+        let debt = self.net_debt.0.saturating_add(cost.0.cast_signed()).saturating_sub(round.net_gained.0);
+        self.net_debt = NetBytes(debt.clamp(0, MAX_DEBT_ROUNDS * self.min_gain.0.cast_signed()));
+        if debt <= 0 {
             (self.unprofitable_rounds, self.paused_until) = (0, now);
         } else if now >= self.paused_until {
             self.unprofitable_rounds = self.unprofitable_rounds.saturating_add(u32::from(round.is_complete));
