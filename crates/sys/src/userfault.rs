@@ -133,9 +133,9 @@ impl UserfaultFd {
     /// # Errors
     /// `ENOENT` if part of it is not registered, `EAGAIN` while the process is being forked.
     pub fn write_protect(&self, range: Range<u64>) -> io::Result<WriteProtectedRange<'_>> {
-        let held = WriteProtectedRange { userfault_fd: self, range };
-        held.set_protection(UFFDIO_WRITEPROTECT_MODE_WP)?;
-        Ok(held)
+        let protected = WriteProtectedRange { userfault_fd: self, range };
+        protected.set_protection(UFFDIO_WRITEPROTECT_MODE_WP)?;
+        Ok(protected)
     }
 }
 
@@ -171,7 +171,7 @@ impl WriteProtectedRange<'_> {
             match unsafe { uffdio_writeprotect(self.userfault_fd.descriptor.as_raw_fd(), &raw mut protect) } {
                 // Mappings are changing, for example in a fork.
                 Err(nix::errno::Errno::EAGAIN) => std::thread::yield_now(),
-                done => return Ok(done.map(|_| ())?),
+                result => return Ok(result.map(|_| ())?),
             }
         }
     }

@@ -148,8 +148,9 @@ impl ThreadState {
         })?;
         // `struct user_gcs` (6.13): features_enabled at 0. `sigreturn` would expect a token on that stack that only the
         // kernel can write.
-        let mut control = [0; 24];
-        if thread.read_register_set(NT_ARM_GCS, &mut control).is_ok() && control[0] & PR_SHADOW_STACK_ENABLE != 0 {
+        let mut gcs_header = [0; 24];
+        if thread.read_register_set(NT_ARM_GCS, &mut gcs_header).is_ok() && gcs_header[0] & PR_SHADOW_STACK_ENABLE != 0
+        {
             return Err(InjectError::Unsupported("it runs with a guarded control stack".to_owned()));
         }
         let mut vectors = [0; 528];
@@ -212,21 +213,21 @@ impl ThreadState {
         blocked_call: Option<&BlockedCall>,
     ) -> bool {
         let words = &mut self.registers.words;
-        let stops = [&INTERRUPTED_BY_STOP[..], &SOMETIMES_INTERRUPTED_BY_STOP].concat();
-        let Some(call) = blocked_call.filter(|call| stops.contains(&call.number)) else { return false };
-        let limited = match call.number {
+        let stop_sensitive_calls = [&INTERRUPTED_BY_STOP[..], &SOMETIMES_INTERRUPTED_BY_STOP].concat();
+        let Some(call) = blocked_call.filter(|call| stop_sensitive_calls.contains(&call.number)) else { return false };
+        let has_timeout = match call.number {
             22 => call.arguments[3] as i32 >= 0,
             137 => call.arguments[2] != 0,
             192 | 441 => call.arguments[3] != 0,
             4 | 292 => call.arguments[4] != 0,
             _ => false,
         };
-        let interrupted = words[0].cast_signed() == -i64::from(libc::EINTR)
+        let is_interrupted = words[0].cast_signed() == -i64::from(libc::EINTR)
             && u64::from(words[8] as u32) == call.number
             && words[1..6] == call.arguments[1..]
             && words[SP_INDEX] == call.stack_pointer
             && words[PC_INDEX] == call.return_address;
-        if !interrupted || limited {
+        if !is_interrupted || has_timeout {
             return false;
         }
         words[0] = call.arguments[0];
@@ -237,15 +238,17 @@ impl ThreadState {
     /// Whether the bytes are exactly one complete frame of [`ThreadState::build_frame`]. A frame of the kernel has
     /// another alternate stack and a signal number.
     pub fn is_own_frame(&self, bytes: &[u8], _sites: InjectionSites) -> bool {
-        let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_ne_bytes(at.try_into().expect("eight bytes")));
+        let word = |offset: usize| {
+            bytes.get(offset..offset + 8).map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")))
+        };
         let end = RECORDS_OFFSET + FPSIMD_BYTES as usize;
         let end = match word(end) {
             Some(head) if head as u32 == SVE_MAGIC => end + (head >> 32) as usize,
             _ => end,
         };
         let vectors = u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32;
-        let parts = [(0, 0), (UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID), (RECORDS_OFFSET, vectors)];
-        parts.iter().all(|&(at, value)| word(at) == Some(value))
+        let expected_words = [(0, 0), (UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID), (RECORDS_OFFSET, vectors)];
+        expected_words.iter().all(|&(offset, value)| word(offset) == Some(value))
             && bytes.get(end..).is_some_and(|rest| rest.iter().all(|&byte| byte == 0))
     }
 
@@ -258,7 +261,7 @@ impl ThreadState {
     /// this state and this signal mask by itself.
     pub fn build_frame(&self, _base: u64, signal_mask: u64, _sites: InjectionSites) -> Vec<u8> {
         let mut bytes = vec![0; FRAME_BYTES];
-        let mut put = |at: usize, value: u64| bytes[at..at + 8].copy_from_slice(&value.to_ne_bytes());
+        let mut put = |offset: usize, value: u64| bytes[offset..offset + 8].copy_from_slice(&value.to_ne_bytes());
         put(UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID);
         put(SIGMASK_OFFSET, signal_mask);
         for (position, &word) in self.registers.words.iter().enumerate() {
@@ -272,12 +275,12 @@ impl ThreadState {
             // The record has the registers in the same layout as the register set. Of its header, the record has only
             // the vector length.
             let record = sve_record_bytes(&self.sve_registers);
-            let place = &mut bytes[RECORDS_OFFSET + FPSIMD_BYTES as usize..][..record];
-            place.copy_from_slice(&self.sve_registers[..record]);
-            place[..SVE_HEADER_BYTES].fill(0);
-            place[..4].copy_from_slice(&SVE_MAGIC.to_ne_bytes());
-            place[4..8].copy_from_slice(&(record as u32).to_ne_bytes());
-            place[8..10].copy_from_slice(&self.sve_registers[8..10]);
+            let target = &mut bytes[RECORDS_OFFSET + FPSIMD_BYTES as usize..][..record];
+            target.copy_from_slice(&self.sve_registers[..record]);
+            target[..SVE_HEADER_BYTES].fill(0);
+            target[..4].copy_from_slice(&SVE_MAGIC.to_ne_bytes());
+            target[4..8].copy_from_slice(&(record as u32).to_ne_bytes());
+            target[8..10].copy_from_slice(&self.sve_registers[8..10]);
         }
         bytes
     }
@@ -300,7 +303,7 @@ pub fn is_restart_code(result: i64) -> bool {
     matches!(result, ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
 }
 
-/// Registers of a thread at the stub: the next instructions are `rt_sigreturn` of the frame at `base`.
+/// Registers of a thread at the stub: the next instructions are `rt_sigreturn` of the frame at `frame_address`.
 pub fn parked_registers(state: &ThreadState, frame_address: u64, sites: InjectionSites) -> Registers {
     let mut registers = state.registers;
     registers.words[PC_INDEX] = sites.sigreturn_stub;
