@@ -169,10 +169,10 @@ mod tests {
 
     fn table_of_two_blocks() -> ForkSafeLock<BlockTable> {
         let blocks = ForkSafeLock::new(BlockTable { blocks: BTreeMap::new(), spare_ranges: Vec::new() });
-        let mut held = blocks.lock().expect("this thread does not have it");
-        held.insert(test_block(0x1000, 0x3000, BlockState::Adopted));
-        held.insert(test_block(0x3000, 0x5000, BlockState::Unknown));
-        drop(held);
+        let mut table = blocks.lock().expect("this thread does not have it");
+        table.insert(test_block(0x1000, 0x3000, BlockState::Adopted));
+        table.insert(test_block(0x3000, 0x5000, BlockState::Unknown));
+        drop(table);
         blocks
     }
 
@@ -185,9 +185,9 @@ mod tests {
         let blocks = table_of_two_blocks();
         let range = AddressRange { start: 0x2000, end: 0x4000 };
         // A merge that adopts new blocks takes this lock, and so does a fork.
-        let taken = cut_and_refuse(&blocks, range, || blocks.is_held_by_this_thread());
+        let removed = cut_and_refuse(&blocks, range, || blocks.is_held_by_this_thread());
         assert_eq!(
-            taken,
+            removed,
             Some(vec![
                 test_block(0x2000, 0x3000, BlockState::Adopted),
                 test_block(0x3000, 0x4000, BlockState::Unknown)

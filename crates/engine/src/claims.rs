@@ -304,9 +304,9 @@ mod tests {
         // As in the child, which has its parent's PID but not the thread.
         claims.holder.store(holder(std::process::id(), u32::MAX), Ordering::Relaxed);
         let (done, is_done) = std::sync::mpsc::channel();
-        let of_child = Arc::clone(&claims);
+        let child_claims = Arc::clone(&claims);
         // Not joined: on failure it would never return.
-        thread::spawn(move || done.send((0..100).any(|_| of_child.refuse(range(0x1000, 0x2000)))));
+        thread::spawn(move || done.send((0..100).any(|_| child_claims.refuse(range(0x1000, 0x2000)))));
         assert_eq!(is_done.recv_timeout(Duration::from_secs(100)), Ok(false), "100 waits take five minutes");
         // As by a thread that was only stopped.
         claims.holder.store(0, Ordering::Release);

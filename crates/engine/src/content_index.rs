@@ -332,17 +332,17 @@ mod tests {
     #[test]
     fn full_index_is_reported_and_larger_one_copies_useful_entries() {
         let small = test_index(16);
-        let made: Vec<usize> = (1..=16).filter_map(|print| small.find_or_insert(print)).collect();
-        assert!(made.len() >= 8);
-        assert_eq!(small.count_used(), made.len());
-        let (young, old) = (made[0], made[1]);
-        small.record_sighting(young, page_tag(1), 9);
-        small.record_sighting(old, page_tag(1), 1);
-        let _ = small.publish(made[2], 3);
+        let numbers: Vec<usize> = (1..=16).filter_map(|fingerprint| small.find_or_insert(fingerprint)).collect();
+        assert!(numbers.len() >= 8);
+        assert_eq!(small.count_used(), numbers.len());
+        let (recent_entry, stale_entry) = (numbers[0], numbers[1]);
+        small.record_sighting(recent_entry, page_tag(1), 9);
+        small.record_sighting(stale_entry, page_tag(1), 1);
+        let _ = small.publish(numbers[2], 3);
         let large = test_index(64);
         large.copy_useful_entries(&small, 9);
         assert_eq!(large.count_used(), 2);
-        let number = large.find_or_insert(small.fingerprint(made[2])).unwrap();
+        let number = large.find_or_insert(small.fingerprint(numbers[2])).unwrap();
         assert_eq!(large.count_used(), 2, "the entry was copied");
         assert_eq!(large.state(number).mappable_slot(), Some(3));
     }
@@ -353,18 +353,19 @@ mod tests {
         const CONTENT_COUNT: u64 = if cfg!(miri) { 20 } else { 1500 };
         const ENTRY_COUNT: usize = if cfg!(miri) { 64 } else { 4096 };
         let index = &test_index(ENTRY_COUNT);
-        let places: Vec<Vec<u32>> = thread::scope(|scope| {
+        let slots: Vec<Vec<u32>> = thread::scope(|scope| {
             let threads: Vec<_> = (0..4u32)
                 .map(|thread| {
                     scope.spawn(move || {
-                        let place = |print| index.publish(index.find_or_insert(print).unwrap(), thread).unwrap();
-                        (1..=CONTENT_COUNT).map(place).collect()
+                        let publish_slot =
+                            |fingerprint| index.publish(index.find_or_insert(fingerprint).unwrap(), thread).unwrap();
+                        (1..=CONTENT_COUNT).map(publish_slot).collect()
                     })
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        assert!(places.iter().all(|seen| *seen == places[0]));
+        assert!(slots.iter().all(|thread_slots| *thread_slots == slots[0]));
         assert_eq!(index.count_used(), CONTENT_COUNT as usize);
     }
 }

@@ -626,9 +626,9 @@ mod tests {
     /// Names that a sweep leaves under a root.
     fn swept(root: &Path) -> Vec<OsString> {
         remove_dead_domains(root);
-        let mut left = domain_directory::list_names(root).unwrap();
-        left.sort();
-        left
+        let mut remaining = domain_directory::list_names(root).unwrap();
+        remaining.sort();
+        remaining
     }
 
     const MEMBER: &str = "member-7-8-9-0123456789abcdef";
@@ -681,24 +681,26 @@ mod tests {
     #[test]
     fn larger_index_is_recounted_before_growing_again() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-        let until = Instant::now() + 300 * LOCK_TIMEOUT;
-        let join = || JoinedDomain::join(directory.path(), 4096, None, until).unwrap().0;
+        let deadline = Instant::now() + 300 * LOCK_TIMEOUT;
+        let join = || JoinedDomain::join(directory.path(), 4096, None, deadline).unwrap().0;
         let (first, mut second) = (RefCell::new(join()), join());
         let counts = Cell::new(0);
         // Both members are to record the same contents. While the second counts missing contents, the first grows the
         // index; while the second counts again, the first records them.
-        let missing = |index: &ContentIndex| {
+        let count_missing = |index: &ContentIndex| {
             counts.set(counts.get() + 1);
-            let count = (1..=FIRST_INDEX_ENTRIES as u64).filter(|&print| index.find(print).is_none()).count();
+            let count =
+                (1..=FIRST_INDEX_ENTRIES as u64).filter(|&fingerprint| index.find(fingerprint).is_none()).count();
             let mut first = first.borrow_mut();
             if counts.get() == 1 {
                 first.grow_index(|_| FIRST_INDEX_ENTRIES, u64::MAX).unwrap();
             } else {
-                (1..=FIRST_INDEX_ENTRIES as u64).for_each(|print| assert!(first.index.find_or_insert(print).is_some()));
+                (1..=FIRST_INDEX_ENTRIES as u64)
+                    .for_each(|fingerprint| assert!(first.index.find_or_insert(fingerprint).is_some()));
             }
             count
         };
-        second.grow_index(missing, u64::MAX).unwrap();
+        second.grow_index(count_missing, u64::MAX).unwrap();
         assert_eq!(counts.get(), 2);
         let first = first.borrow();
         assert!(

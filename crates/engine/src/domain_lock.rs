@@ -120,15 +120,15 @@ mod tests {
                 scope.spawn(|| {
                     for _ in 0..50 {
                         let _lock = DomainLock::acquire(&path, Instant::now() + Duration::from_secs(300)).unwrap();
-                        let before = count.0.get();
+                        let value = count.0.get();
                         thread::yield_now();
-                        count.0.set(before + 1);
+                        count.0.set(value + 1);
                     }
                 });
             }
         });
         assert_eq!(count.0.get(), 200);
-        let _held = DomainLock::acquire(&path, Instant::now() + Duration::from_secs(300)).unwrap();
+        let _lock = DomainLock::acquire(&path, Instant::now() + Duration::from_secs(300)).unwrap();
         let refused = thread::scope(|scope| scope.spawn(|| DomainLock::acquire(&path, Instant::now())).join().unwrap());
         assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::TimedOut);
     }

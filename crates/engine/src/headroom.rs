@@ -232,21 +232,21 @@ mod tests {
                 expected.map(|(version, paths)| (version, paths.iter().map(PathBuf::from).collect::<Vec<_>>()));
             assert_eq!(find_limit_directories(cgroups, mounts), expected, "{cgroups} {mounts}");
         };
-        let two = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+        let v2_mount = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
         let all = ["/sys/fs/cgroup/a/b", "/sys/fs/cgroup/a", "/sys/fs/cgroup/"];
-        check("0::/a/b\n", two, Some((CgroupVersion::V2, &all)));
-        check("0::/\n", two, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
-        check("0::/../x\n", two, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
-        let one = "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
-        let both = format!("{two}29 23 0:20 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n{one}");
+        check("0::/a/b\n", v2_mount, Some((CgroupVersion::V2, &all)));
+        check("0::/\n", v2_mount, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
+        check("0::/../x\n", v2_mount, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
+        let v1_mount = "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
+        let mounts = format!("{v2_mount}29 23 0:20 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n{v1_mount}");
         let cgroups = "5:cpu,cpuacct:/\n4:memory:/job\n0::/other\n";
         let found = ["/sys/fs/cgroup/memory/job", "/sys/fs/cgroup/memory/"];
-        check(cgroups, &both, Some((CgroupVersion::V1, &found)));
+        check(cgroups, &mounts, Some((CgroupVersion::V1, &found)));
         // In a container without a cgroup namespace.
         let bound = "31 23 0:27 /docker/7f /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
         check("4:memory:/docker/7f\n", bound, Some((CgroupVersion::V1, &["/sys/fs/cgroup/memory/"])));
         check("4:memory:/docker/7f/x\n", bound, Some((CgroupVersion::V1, &find_limits_below("x"))));
-        check("", two, None);
+        check("", v2_mount, None);
         check("0::/a\n", "", None);
         check("nonsense\n", "nonsense - \n", None);
     }
@@ -269,7 +269,7 @@ mod tests {
         let check = |version, files: &[(&str, &str)], expected: Option<u64>| {
             let directory = fake_cgroup(files);
             assert_eq!(
-                available_in_cgroup(directory.path(), version, Bytes(BYTES_PER_MIB)).map(|left| left.0),
+                available_in_cgroup(directory.path(), version, Bytes(BYTES_PER_MIB)).map(|headroom| headroom.0),
                 expected,
                 "{files:?}"
             );
@@ -283,8 +283,8 @@ mod tests {
         check(CgroupVersion::V2, &[("memory.max", "10\n"), ("memory.current", "90\n")], Some(0));
         check(CgroupVersion::V2, &[], None);
         let stat = ("memory.stat", "inactive_file 1\ntotal_inactive_file 5000\ntotal_dirty 300\ntotal_writeback 200\n");
-        let one = [("memory.limit_in_bytes", "100000\n"), ("memory.usage_in_bytes", "90000\n"), stat];
-        check(CgroupVersion::V1, &one, Some(14_500));
+        let v1_files = [("memory.limit_in_bytes", "100000\n"), ("memory.usage_in_bytes", "90000\n"), stat];
+        check(CgroupVersion::V1, &v1_files, Some(14_500));
     }
 
     #[test]
@@ -307,11 +307,11 @@ mod tests {
         for (headroom, members, pages) in [(16, 2, 50_000), (4, 1, 1000), (64, 4, 100_000), (1024, 2, 50_000)] {
             let budget =
                 MergeMemoryBudget::new(Bytes(headroom * BYTES_PER_MIB), members, pages, 4096).expect("it fits");
-            let one = pages * SURVEY_BYTES_PER_PAGE
+            let member_bytes = pages * SURVEY_BYTES_PER_PAGE
                 + budget.window_pages * WINDOW_BYTES_PER_PAGE
                 // Before a batch the headroom is checked again, with the index in place.
                 + (budget.batch_pages * 4096).max(budget.index_bytes);
-            assert!(members * one <= headroom * BYTES_PER_MIB / HEADROOM_DIVISOR, "{budget:?}");
+            assert!(members * member_bytes <= headroom * BYTES_PER_MIB / HEADROOM_DIVISOR, "{budget:?}");
         }
         assert_eq!(MergeMemoryBudget::new(Bytes(BYTES_PER_MIB), 2, 1000, 4096), None);
         assert_eq!(
@@ -319,8 +319,8 @@ mod tests {
             None,
             "the survey alone needs more memory"
         );
-        let plenty = MergeMemoryBudget::ample_headroom(3, 50_000, 8 * BYTES_PER_MIB);
-        let budget = MergeMemoryBudget::new(plenty, 3, 50_000, 4096).expect("it fits");
+        let ample = MergeMemoryBudget::ample_headroom(3, 50_000, 8 * BYTES_PER_MIB);
+        let budget = MergeMemoryBudget::new(ample, 3, 50_000, 4096).expect("it fits");
         assert!(budget.window_pages >= 50_000 && budget.batch_pages * 4096 >= 8 * BYTES_PER_MIB, "{budget:?}");
     }
 }

@@ -133,16 +133,17 @@ mod tests {
         // All zeros but one page; all zeros; two with all partners; one with both; one with all partners but one.
         let zeros = [zero_candidates(0, 511), zero_candidates(512, 1024), zero_candidates(2048, 2060)];
         let partners = [paired_pages(1024..2048), paired_pages(2060..2560), paired_pages(2561..3072)].concat();
-        let among = |limit| SplittableHugePages::choose(&zeros, &partners, PAGE_BYTES, limit);
-        assert_eq!(among(None), SplittableHugePages::Any);
-        assert_eq!(among(Some(Pages(1 << 20))), listed(&[1, 2, 3]));
-        assert_eq!(among(Some(Pages(512 + 511))), listed(&[1, 2]));
-        assert_eq!(among(Some(Pages(0))), listed(&[1]), "zeros cost nothing");
-        let found = |number: u64, huge| ScannedPage::unscanned(number * PAGE_BYTES, huge);
-        let splits = listed(&[1]);
-        assert!(splits.allows(&found(600, true), PAGE_BYTES) && splits.allows(&found(7, false), PAGE_BYTES));
+        let choose = |limit| SplittableHugePages::choose(&zeros, &partners, PAGE_BYTES, limit);
+        assert_eq!(choose(None), SplittableHugePages::Any);
+        assert_eq!(choose(Some(Pages(1 << 20))), listed(&[1, 2, 3]));
+        assert_eq!(choose(Some(Pages(512 + 511))), listed(&[1, 2]));
+        assert_eq!(choose(Some(Pages(0))), listed(&[1]), "zeros cost nothing");
+        let page = |number: u64, huge| ScannedPage::unscanned(number * PAGE_BYTES, huge);
+        let splittable = listed(&[1]);
+        assert!(splittable.allows(&page(600, true), PAGE_BYTES) && splittable.allows(&page(7, false), PAGE_BYTES));
         assert!(
-            !splits.allows(&found(7, true), PAGE_BYTES) && SplittableHugePages::Any.allows(&found(7, true), PAGE_BYTES)
+            !splittable.allows(&page(7, true), PAGE_BYTES)
+                && SplittableHugePages::Any.allows(&page(7, true), PAGE_BYTES)
         );
     }
 

@@ -502,9 +502,10 @@ mod tests {
 
     #[test]
     fn short_runs_use_one_mapping_thread() {
-        let pages: Vec<ScannedPage> = (0..64).map(|at| ScannedPage::unscanned(at * 4096, false)).collect();
-        let threads = |each: usize| {
-            let runs: Vec<StoreRun<'_>> = pages.chunks(each).map(|pages| StoreRun { pages, first_slot: 0 }).collect();
+        let pages: Vec<ScannedPage> = (0..64).map(|number| ScannedPage::unscanned(number * 4096, false)).collect();
+        let threads = |run_pages: usize| {
+            let runs: Vec<StoreRun<'_>> =
+                pages.chunks(run_pages).map(|pages| StoreRun { pages, first_slot: 0 }).collect();
             mapping_threads(2, &runs)
         };
         assert_eq!([1, 4, 15, 16, 64].map(threads), [1, 1, 1, 2, 2]);

@@ -323,28 +323,28 @@ mod tests {
     fn status_read_is_a_consistent_snapshot() {
         let (_directory, root) = domains_root();
         let path = make_domain(&root, "x");
-        let record = StatusFile::new(&path).unwrap();
+        let status_file = StatusFile::new(&path).unwrap();
         let file = File::open(path.read_dir().unwrap().next().unwrap().unwrap().path()).unwrap();
         assert_eq!(read_status_file(&file, 4096).unwrap(), StatusFileContent::NotWritten);
-        record.publish(&member_from_number(&record, 1));
-        let (end, seen) = (AtomicBool::new(false), &mut std::collections::BTreeSet::new());
+        status_file.publish(&member_from_number(&status_file, 1));
+        let (stop, merge_counts) = (AtomicBool::new(false), &mut std::collections::BTreeSet::new());
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for number in (1..1000).cycle() {
-                    record.publish(&member_from_number(&record, number));
-                    if end.load(Ordering::Relaxed) {
+                    status_file.publish(&member_from_number(&status_file, number));
+                    if stop.load(Ordering::Relaxed) {
                         return;
                     }
                     std::thread::sleep(Duration::from_micros(300));
                 }
             });
-            while seen.len() < 20 {
+            while merge_counts.len() < 20 {
                 // It may have changed during every attempt.
-                let StatusFileContent::Member(found) = read_status_file(&file, 4096).unwrap() else { continue };
-                assert_eq!(found, member_from_number(&record, found.merges));
-                seen.insert(found.merges);
+                let StatusFileContent::Member(member) = read_status_file(&file, 4096).unwrap() else { continue };
+                assert_eq!(member, member_from_number(&status_file, member.merges));
+                merge_counts.insert(member.merges);
             }
-            end.store(true, Ordering::Relaxed);
+            stop.store(true, Ordering::Relaxed);
         });
     }
 
@@ -368,8 +368,9 @@ mod tests {
     fn domain_names_cannot_escape_the_root() {
         let (_directory, root) = domains_root();
         for name in ["", ".", "..", "../x", "a/b", "nobody"] {
-            let missing = |error: &ObserveError| matches!(error, ObserveError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
-            assert!(read_domain(&root, name).is_err_and(|error| missing(&error)), "{name:?}");
+            let error = read_domain(&root, name).err();
+            let Some(ObserveError::Io { source, .. }) = error else { panic!("{name:?}: {error:?}") };
+            assert_eq!(source.kind(), io::ErrorKind::NotFound, "{name:?}");
         }
     }
 
@@ -380,7 +381,7 @@ mod tests {
         let header = [DOMAIN_MAGIC, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
         std::fs::write(path.join("domain"), header).unwrap();
         std::fs::write(path.join("slots"), "").unwrap();
-        let _held =
+        let _lock =
             DomainLock::acquire(&path.join("lock"), std::time::Instant::now() + Duration::from_secs(300)).unwrap();
         // Format of the kernel's list: type, kind, access, PID, file (proc_locks(5)).
         let inode = format!(":{}", path.join("lock").metadata().unwrap().ino());
@@ -419,13 +420,13 @@ mod tests {
         File::create(path.join("status-1-long")).unwrap().set_len(1 << 50).unwrap();
         std::fs::write(path.join("status-1-text"), "\x1b[2J".repeat(10_000)).unwrap();
         let ended = StatusFile::new(&path).unwrap();
-        let mut stranger = member_from_number(&ended, 5);
-        stranger.process.start_time += 1;
-        ended.publish(&stranger);
-        let found = read_domain(&root, "x").unwrap();
-        assert_eq!((found.members.len(), found.ended_members, found.unreadable_members), (0, 1, 1));
-        assert_eq!((found.stored, found.owner), (Pages(100), root.owner_uid));
-        assert_eq!(found.index, Bytes(4096));
-        assert!(found.files.0 > 4 * 4096, "{found:?}");
+        let mut ended_member = member_from_number(&ended, 5);
+        ended_member.process.start_time += 1;
+        ended.publish(&ended_member);
+        let domain = read_domain(&root, "x").unwrap();
+        assert_eq!((domain.members.len(), domain.ended_members, domain.unreadable_members), (0, 1, 1));
+        assert_eq!((domain.stored, domain.owner), (Pages(100), root.owner_uid));
+        assert_eq!(domain.index, Bytes(4096));
+        assert!(domain.files.0 > 4 * 4096, "{domain:?}");
     }
 }

@@ -102,8 +102,8 @@ mod tests {
     use super::*;
 
     fn check(line: &str, expected: Option<OwnMappingKind>) {
-        let found = parse_maps_line(line, (rustix::fs::makedev(0, 1), 77), 4096).expect("a line").map(|part| part.kind);
-        assert_eq!(found, expected, "{line}");
+        let kind = parse_maps_line(line, (rustix::fs::makedev(0, 1), 77), 4096).expect("a line").map(|part| part.kind);
+        assert_eq!(kind, expected, "{line}");
     }
 
     #[test]
@@ -131,8 +131,8 @@ mod tests {
 
     #[test]
     fn own_mappings_are_readable() {
-        let (parts, mappings) = read_own_mappings((0, 77), 4096).unwrap();
-        assert!(!parts.is_empty() && mappings > parts.len() as u64);
-        assert!(parts.is_sorted_by_key(|part| part.range.start));
+        let (mappings, mapping_count) = read_own_mappings((0, 77), 4096).unwrap();
+        assert!(!mappings.is_empty() && mapping_count > mappings.len() as u64);
+        assert!(mappings.is_sorted_by_key(|part| part.range.start));
     }
 }

@@ -246,26 +246,27 @@ mod tests {
 
     #[test]
     fn new_candidates_are_first_and_chunks_are_aligned() {
-        let found = [candidates(0x1000, 0x5000, false), candidates(0x5000, 0x9000, true)];
+        let pages = [candidates(0x1000, 0x5000, false), candidates(0x5000, 0x9000, true)];
         let ranges: Vec<(u64, u64)> =
-            chunks_from_cursor(&found, 0, 0x4000).iter().map(|chunk| (chunk.range.start, chunk.range.end)).collect();
+            chunks_from_cursor(&pages, 0, 0x4000).iter().map(|chunk| (chunk.range.start, chunk.range.end)).collect();
         assert_eq!(ranges, [(0x5000, 0x8000), (0x8000, 0x9000), (0x1000, 0x4000), (0x4000, 0x5000)]);
     }
 
     #[test]
     fn incomplete_merges_visit_all_equally_often() {
-        for each in 1..4 {
-            let mut seen = [0; 6];
+        for chunks_per_merge in 1..4 {
+            let mut visits = [0; 6];
             let mut cursor = 0;
             for merge in 0..60 {
                 // The known state of pages changes between merges, and with it the starts of chunks.
-                let found: Vec<CandidatePages> =
-                    (0..6).map(|at| candidates(at * 0x4000 + merge % 2 * 0x1000, (at + 1) * 0x4000, false)).collect();
-                let chunks = chunks_from_cursor(&found, cursor, 0x4000);
-                chunks[..each].iter().for_each(|chunk| seen[chunk.range.start as usize / 0x4000] += 1);
-                cursor = chunks[each].range.start;
+                let pages: Vec<CandidatePages> = (0..6)
+                    .map(|number| candidates(number * 0x4000 + merge % 2 * 0x1000, (number + 1) * 0x4000, false))
+                    .collect();
+                let chunks = chunks_from_cursor(&pages, cursor, 0x4000);
+                chunks[..chunks_per_merge].iter().for_each(|chunk| visits[chunk.range.start as usize / 0x4000] += 1);
+                cursor = chunks[chunks_per_merge].range.start;
             }
-            assert_eq!(seen, [10 * each; 6]);
+            assert_eq!(visits, [10 * chunks_per_merge; 6]);
         }
     }
 }

@@ -53,9 +53,9 @@ mod tests {
 
     #[test]
     fn first_item_is_done_even_without_time() {
-        let over = Some(Instant::now());
+        let deadline = Some(Instant::now());
         for threads in [1, 2] {
-            assert_eq!(parallel_until(over, threads, &[3, 4, 5], |&item| item), [Some(3), None, None]);
+            assert_eq!(parallel_until(deadline, threads, &[3, 4, 5], |&item| item), [Some(3), None, None]);
             assert_eq!(parallel_until(None, threads, &[3, 4], |&item| item), [Some(3), Some(4)]);
         }
     }

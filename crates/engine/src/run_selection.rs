@@ -237,14 +237,14 @@ mod tests {
     #[test]
     fn adjoining_runs_count_as_one_mapping() {
         const PAGE_BYTES: u64 = 4096;
-        let pages = [0, 1, 2, 3, 4, 6].map(|at| ScannedPage::unscanned(at * PAGE_BYTES, false));
+        let pages = [0, 1, 2, 3, 4, 6].map(|number| ScannedPage::unscanned(number * PAGE_BYTES, false));
         // The second run follows the first in memory and in the store, the third only in memory, the last in neither.
         let parts = [(0..2, 10), (2..3, 12), (3..5, 20), (5..6, 22)];
         let runs = parts.map(|(part, slot)| StoreRun { pages: &pages[part], first_slot: slot });
-        let taken = |room: usize| {
-            let (taken, mappings) = take_runs_that_fit(&runs, room, PAGE_BYTES);
-            (taken.len(), mappings)
+        let take_counts = |max_mappings: usize| {
+            let (taken_runs, mappings) = take_runs_that_fit(&runs, max_mappings, PAGE_BYTES);
+            (taken_runs.len(), mappings)
         };
-        assert_eq!([0, 1, 2, 3, 9].map(taken), [(0, 0), (2, 1), (3, 2), (4, 3), (4, 3)]);
+        assert_eq!([0, 1, 2, 3, 9].map(take_counts), [(0, 0), (2, 1), (3, 2), (4, 3), (4, 3)]);
     }
 }

@@ -298,10 +298,10 @@ mod tests {
     use super::*;
 
     fn find_members_and_slots(directory: &Path) -> (usize, Vec<u32>) {
-        let mut everybody = DomainReferences::find(directory).unwrap();
-        everybody.remove_dead_files(1);
-        let all = everybody.referenced_slots(1).unwrap();
-        (everybody.member_count(), (0..100_000).filter(|&slot| all.contains(slot)).collect())
+        let mut references = DomainReferences::find(directory).unwrap();
+        references.remove_dead_files(1);
+        let slots = references.referenced_slots(1).unwrap();
+        (references.member_count(), (0..100_000).filter(|&slot| slots.contains(slot)).collect())
     }
 
     #[test]

@@ -246,10 +246,10 @@ mod tests {
     use proptest::prelude::*;
 
     fn sample_member(regions: usize) -> EngineMember {
-        let region = |at: u64| {
-            let start = 0x7f00_0000_0000 + at * 0x10_0000;
+        let region = |index: u64| {
+            let start = 0x7f00_0000_0000 + index * 0x10_0000;
             let tally =
-                PageTally { pages: Pages(16), merged: Pages(at % 8), zeros: Pages(2), rewritten_pages: Pages(1) };
+                PageTally { pages: Pages(16), merged: Pages(index % 8), zeros: Pages(2), rewritten_pages: Pages(1) };
             RegionTally { range: AddressRange { start, end: start + 16 * 4096 }, tally }
         };
         let regions: Vec<_> = (0..regions as u64).map(region).collect();
@@ -297,10 +297,10 @@ mod tests {
 
     #[test]
     fn implausible_figures_are_rejected() {
-        let check = |at: usize, number: u64| {
+        let check = |index: usize, number: u64| {
             let mut words = publish_and_read(&sample_member(1));
-            words[HEAD_WORDS + at] = number;
-            assert_eq!(decode_member(&words, 4096), None, "{at}: {number}");
+            words[HEAD_WORDS + index] = number;
+            assert_eq!(decode_member(&words, 4096), None, "{index}: {number}");
         };
         check(0, 1 << 32);
         check(9, f64::NAN.to_bits());
@@ -317,13 +317,13 @@ mod tests {
         fn arbitrary_words_do_not_panic(words: Vec<u64>, changed: Vec<(u8, u64)>, length in 0..40usize) {
             prop_assert_eq!(decode_member(&words, 4096), None);
             let mut words = publish_and_read(&sample_member(3));
-            for (at, number) in changed {
-                let at = usize::from(at) % words.len();
-                words[at] = number;
+            for (index, number) in changed {
+                let index = usize::from(index) % words.len();
+                words[index] = number;
             }
             // Any accepted status can be encoded again, and then decodes to the same.
-            if let Some(found) = decode_member(&words[..length.min(words.len())], 4096) {
-                prop_assert_eq!(decode_member(&publish_and_read(&found), 4096), Some(found));
+            if let Some(member) = decode_member(&words[..length.min(words.len())], 4096) {
+                prop_assert_eq!(decode_member(&publish_and_read(&member), 4096), Some(member));
             }
         }
     }
@@ -332,15 +332,15 @@ mod tests {
     fn status_file_lives_as_long_as_its_member() {
         let directory = tempfile::tempdir().unwrap();
         let files = || directory.path().read_dir().unwrap().count();
-        let record = StatusFile::new(directory.path()).unwrap();
-        record.publish(&sample_member(2));
+        let status_file = StatusFile::new(directory.path()).unwrap();
+        status_file.publish(&sample_member(2));
         remove_dead_status_files(directory.path());
         assert_eq!(files(), 1, "the file is locked");
-        let left = directory.path().join(format!("{STATUS_FILE_PREFIX}1-0"));
-        std::fs::write(left, "").unwrap();
+        let abandoned = directory.path().join(format!("{STATUS_FILE_PREFIX}1-0"));
+        std::fs::write(abandoned, "").unwrap();
         remove_dead_status_files(directory.path());
         assert_eq!(files(), 1);
-        drop(record);
+        drop(status_file);
         assert_eq!(files(), 0);
     }
 

@@ -242,11 +242,11 @@ mod tests {
         assert_eq!(store.allocated_bytes().unwrap(), 2 * PAGE_BYTES);
         store.punch_slots(8..9).unwrap();
         assert_eq!(store.allocated_bytes().unwrap(), PAGE_BYTES);
-        let again =
+        let reopened =
             ContentStore::open_from_member(std::process::id(), store.descriptor(), store.identity(), PAGE_BYTES)
                 .unwrap();
         let mut byte = [0];
-        again.file().read_exact_at(&mut byte, again.slot_offset(7)).unwrap();
+        reopened.file().read_exact_at(&mut byte, reopened.slot_offset(7)).unwrap();
         assert_eq!(byte, [1]);
         let foreign = (store.identity().0, store.identity().1 + 1);
         assert!(ContentStore::open_from_member(std::process::id(), store.descriptor(), foreign, PAGE_BYTES).is_err());
@@ -255,10 +255,10 @@ mod tests {
     #[test]
     fn free_slots_are_contiguous_where_possible() {
         let slots = SlotBitmap::map(&tempfile::tempfile().unwrap(), 1000).unwrap();
-        let check = |wanted, bound, expected: &[(u32, u32)]| {
-            let found: Vec<_> =
-                slots.find_free(wanted, bound).into_iter().map(|slots| (slots.start, slots.end)).collect();
-            assert_eq!(found, expected, "{wanted} below {bound}");
+        let check = |count, bound, expected: &[(u32, u32)]| {
+            let ranges: Vec<_> =
+                slots.find_free(count, bound).into_iter().map(|slots| (slots.start, slots.end)).collect();
+            assert_eq!(ranges, expected, "{count} below {bound}");
         };
         check(10, 1000, &[(0, 10)]);
         slots.set_taken(0..10, true);

@@ -382,21 +382,25 @@ mod tests {
 
     /// Heal every second one of `count` pages, with the given answers to permission requests. Returns the number of
     /// copied pages, whether it ended early, and the requested page counts.
-    fn heal(count: u64, most_pages: u64, deadline: Option<Instant>, answers: &[bool]) -> (usize, bool, Vec<u64>) {
-        let page = rustix::param::page_size() as u64;
-        let memory = crate::memory::map_ordinary(count * page).expect("memory");
-        let broken = memory.cut_at_multiples(page).step_by(2).collect();
+    fn heal(count: u64, max_pages: u64, deadline: Option<Instant>, answers: &[bool]) -> (usize, bool, Vec<u64>) {
+        let page_bytes = rustix::param::page_size() as u64;
+        let memory = crate::memory::map_ordinary(count * page_bytes).expect("memory");
+        let broken = memory.cut_at_multiples(page_bytes).step_by(2).collect();
         let survey = MemorySurvey { cow_broken: broken, ..MemorySurvey::default() };
         let claims = crate::claims::RangeClaims::default();
-        let mut asked = Vec::new();
-        let (healed, is_ended) =
-            survey.restore_cow_broken(&WriteExclusion::promised(&claims), (page, most_pages), deadline, |needed| {
-                asked.push(needed.0 / page);
-                answers[asked.len() - 1]
-            });
+        let mut requests = Vec::new();
+        let (healed, ended_early) = survey.restore_cow_broken(
+            &WriteExclusion::promised(&claims),
+            (page_bytes, max_pages),
+            deadline,
+            |needed| {
+                requests.push(needed.0 / page_bytes);
+                answers[requests.len() - 1]
+            },
+        );
         // SAFETY: it was mapped above, and no borrow of it exists.
         unsafe { crate::memory::unmap_range(memory) }.expect("its own");
-        (healed.len(), is_ended, asked)
+        (healed.len(), ended_early, requests)
     }
 
     #[test]
@@ -419,11 +423,14 @@ mod tests {
 
     #[test]
     fn split_and_appended_candidates_round_trip() {
-        let all = [candidates(3, 9, false), candidates(9, 10, true), candidates(11, 12, true)];
+        let original = [candidates(3, 9, false), candidates(9, 10, true), candidates(11, 12, true)];
         for bytes in [PAGE_BYTES, 4 * PAGE_BYTES, u64::MAX] {
             let mut joined = Vec::new();
-            all.iter().flat_map(|found| found.split_aligned(bytes)).for_each(|piece| piece.append_to(&mut joined));
-            assert_eq!(joined, all, "ranges of different kinds, or with gaps, are not joined");
+            original
+                .iter()
+                .flat_map(|candidate| candidate.split_aligned(bytes))
+                .for_each(|part| part.append_to(&mut joined));
+            assert_eq!(joined, original, "ranges of different kinds, or with gaps, are not joined");
         }
         assert_eq!(
             candidates(3, 9, false).split_aligned(4 * PAGE_BYTES).collect::<Vec<_>>(),
@@ -433,11 +440,11 @@ mod tests {
 
     #[test]
     fn candidates_in_one_huge_page_stay_together() {
-        let bound = |one: CandidatePages, next: CandidatePages| one.shares_huge_page_with(&next, PAGE_BYTES);
-        assert!(bound(candidates(0, 4, false), candidates(4, 5, true)), "it follows directly");
-        assert!(bound(candidates(0, 4, true), candidates(511, 512, true)));
-        assert!(!bound(candidates(0, 4, true), candidates(512, 513, true)), "it is in the next huge page");
-        assert!(bound(candidates(0, 513, true), candidates(600, 601, true)), "it is in the last of two huge pages");
-        assert!(!bound(candidates(0, 4, false), candidates(8, 9, false)), "it is in no huge page");
+        let shares = |first: CandidatePages, next: CandidatePages| first.shares_huge_page_with(&next, PAGE_BYTES);
+        assert!(shares(candidates(0, 4, false), candidates(4, 5, true)), "it follows directly");
+        assert!(shares(candidates(0, 4, true), candidates(511, 512, true)));
+        assert!(!shares(candidates(0, 4, true), candidates(512, 513, true)), "it is in the next huge page");
+        assert!(shares(candidates(0, 513, true), candidates(600, 601, true)), "it is in the last of two huge pages");
+        assert!(!shares(candidates(0, 4, false), candidates(8, 9, false)), "it is in no huge page");
     }
 }

@@ -355,9 +355,9 @@ mod tests {
         command.args(["-c", "read line; exec cat"]).stdin(Stdio::piped()).stdout(Stdio::null());
         let mut child = command.spawn().expect("a shell");
         let pid = child.id();
-        let of = |file: &str| format!("/proc/{pid}/{file}");
-        let pagemap = File::open(of("pagemap")).expect("it is our child's");
-        let maps = std::fs::read_to_string(of("maps")).expect("it is our child's");
+        let proc_path = |file: &str| format!("/proc/{pid}/{file}");
+        let pagemap = File::open(proc_path("pagemap")).expect("it is our child's");
+        let maps = std::fs::read_to_string(proc_path("maps")).expect("it is our child's");
         let (start, end) = maps.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
         let address = |text| u64::from_str_radix(text, 16).expect("an address");
         let range = address(start)..address(end);
@@ -365,7 +365,7 @@ mod tests {
         let mut input = child.stdin.take().expect("piped");
         input.write_all(b"go on\n").expect("it reads");
         let deadline = Instant::now() + Duration::from_secs(20);
-        while std::fs::read_to_string(of("comm")).expect("it is not reaped") != "cat\n" {
+        while std::fs::read_to_string(proc_path("comm")).expect("it is not reaped") != "cat\n" {
             assert!(Instant::now() < deadline, "it does not begin another program");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -392,11 +392,11 @@ mod tests {
             let (first, end) = (start.next_multiple_of(page as u64), start + memory.len() as u64);
             let pagemap = File::open("/proc/self/pagemap").expect("our own pagemap opens");
             let (mut reported_end, mut count) = (first, 0);
-            let each = |range: MappedRange| {
+            let check_range = |range: MappedRange| {
                 assert!(range.start >= reported_end, "{range:?} after {reported_end:#x}");
                 (reported_end, count) = (range.end, count + (range.end - range.start) / page as u64);
             };
-            if let Err(error) = scan_anonymous(&pagemap, first..end / page as u64 * page as u64, each) {
+            if let Err(error) = scan_anonymous(&pagemap, first..end / page as u64 * page as u64, check_range) {
                 println!("skipped: PAGEMAP_SCAN: {error}");
                 return;
             }

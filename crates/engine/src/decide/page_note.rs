@@ -191,16 +191,16 @@ mod tests {
     /// Seconds for which a page is skipped that is merged as soon as possible and written a second later.
     fn backoff_seconds(rounds: usize) -> Vec<u64> {
         let (mut note, mut now) = (PageNote::default(), 0);
-        let mut waits = Vec::new();
+        let mut pauses = Vec::new();
         for _ in 0..rounds {
             note.record_merge(at(now));
             now += 1;
             note.record_cow_break(at(now), at(now), MUST_LAST);
-            let wait = (0..).find(|more| note.may_merge(at(now + more))).unwrap();
-            waits.push(wait);
-            now += wait;
+            let pause = (0..).find(|seconds| note.may_merge(at(now + seconds))).unwrap();
+            pauses.push(pause);
+            now += pause;
         }
-        waits
+        pauses
     }
 
     #[test]
@@ -217,11 +217,14 @@ mod tests {
         assert!(!note.may_merge(at(4)) && note.may_merge(at(5)));
         note.record_merge(at(5));
         assert!(note.is_merged());
-        let mut seldom = note;
+        let mut rarely_scanned = note;
         assert!(!note.record_cow_break(at(30), at(29), MUST_LAST));
         assert!(!note.may_merge(at(31)) && note.may_merge(at(32)), "two seconds, not eight");
-        assert!(!seldom.record_cow_break(at(30), at(5), MUST_LAST));
-        assert!(!seldom.may_merge(at(33)) && seldom.may_merge(at(34)), "no merge has scanned it meanwhile");
+        assert!(!rarely_scanned.record_cow_break(at(30), at(5), MUST_LAST));
+        assert!(
+            !rarely_scanned.may_merge(at(33)) && rarely_scanned.may_merge(at(34)),
+            "no merge has scanned it meanwhile"
+        );
     }
 
     #[test]
@@ -238,14 +241,14 @@ mod tests {
     #[test]
     fn unpaired_page_is_scanned_less_and_less_often() {
         let scan_seconds = |content: fn(u64) -> u16| {
-            let (mut note, mut looked) = (PageNote::default(), Vec::new());
+            let (mut note, mut scan_times) = (PageNote::default(), Vec::new());
             for now in 0..400 {
                 if note.may_merge(at(now)) {
                     note.record_unpaired_scan(at(now), content(now));
-                    looked.push(now);
+                    scan_times.push(now);
                 }
             }
-            looked
+            scan_times
         };
         assert_eq!(scan_seconds(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
         assert_eq!(
@@ -272,12 +275,12 @@ mod tests {
 
     #[test]
     fn program_advice_overrides_observation() {
-        let (mut lone, mut merged) = (PageNote::default(), PageNote::default());
+        let (mut unmerged, mut merged) = (PageNote::default(), PageNote::default());
         merged.record_merge(at(0));
-        for note in [&mut lone, &mut merged] {
+        for note in [&mut unmerged, &mut merged] {
             note.advise_rewritten(at(5));
         }
-        assert!(lone.is_rewritten(at(5)) && !lone.may_merge(at(4100)) && lone.may_merge(at(4101)));
+        assert!(unmerged.is_rewritten(at(5)) && !unmerged.may_merge(at(4100)) && unmerged.may_merge(at(4101)));
         assert!(merged.is_merged());
         merged.record_cow_break(at(10), at(9), MUST_LAST);
         assert!(!merged.may_merge(at(4105)) && merged.may_merge(at(4106)));

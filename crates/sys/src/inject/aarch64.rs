@@ -387,8 +387,8 @@ mod tests {
             assert!(
                 !state.is_own_frame(&frame[..RECORDS_OFFSET], TEST_SITES) && !state.is_own_frame(&[0; 4], TEST_SITES)
             );
-            let place = distinguishing_offset(&vec![0; frame.len()], &frame);
-            assert_eq!(frame[place..place + 8], SS_FLAGS_INVALID.to_ne_bytes());
+            let offset = distinguishing_offset(&vec![0; frame.len()], &frame);
+            assert_eq!(frame[offset..offset + 8], SS_FLAGS_INVALID.to_ne_bytes());
         }
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1004, true), (0x100c, true), (0x1010, false)] {
             let mut state = state_with_registers([0; 34]);
@@ -425,38 +425,38 @@ mod tests {
     #[test]
     fn only_waits_without_timeout_are_restarted() {
         let eintr = (-i64::from(libc::EINTR)).cast_unsigned();
-        let forever = u64::from(u32::MAX);
+        let no_timeout = u64::from(u32::MAX);
         let call = BlockedCall {
             number: 22,
-            arguments: [3, 4, 5, forever, 6, 8],
+            arguments: [3, 4, 5, no_timeout, 6, 8],
             stack_pointer: 0x7f00,
             return_address: 0x4004,
         };
         let mut words = [0; 34];
-        words[..9].copy_from_slice(&[eintr, 4, 5, forever, 6, 8, 0, 0, 22]);
+        words[..9].copy_from_slice(&[eintr, 4, 5, no_timeout, 6, 8, 0, 0, 22]);
         [words[SP_INDEX], words[PC_INDEX]] = [0x7f00, 0x4004];
-        let forgiven = |words: [u64; 34], call: Option<&BlockedCall>| {
+        let restarted = |words: [u64; 34], call: Option<&BlockedCall>| {
             let mut state = state_with_registers(words);
-            let forgiven = state.restart_interrupted_call(Duration::ZERO, |_| None, call);
-            assert_eq!(state.registers.words == words, !forgiven);
-            forgiven.then_some([state.registers.words[0], state.registers.words[PC_INDEX]])
+            let restarted = state.restart_interrupted_call(Duration::ZERO, |_| None, call);
+            assert_eq!(state.registers.words == words, !restarted);
+            restarted.then_some([state.registers.words[0], state.registers.words[PC_INDEX]])
         };
-        assert_eq!(forgiven(words, Some(&call)), Some([3, 0x4000]));
-        assert_eq!(forgiven(words, None), None);
+        assert_eq!(restarted(words, Some(&call)), Some([3, 0x4000]));
+        assert_eq!(restarted(words, None), None);
         // A different call, address or result is not restarted.
         for (register, value) in [(0, 1), (1, 9), (5, 9), (8, 21), (SP_INDEX, 0x7f10), (PC_INDEX, 0x4000)] {
             let mut words = words;
             words[register] = value;
-            assert_eq!(forgiven(words, Some(&call)), None, "{register}");
+            assert_eq!(restarted(words, Some(&call)), None, "{register}");
         }
-        let mut limited = words;
-        limited[3] = 50;
-        assert_eq!(forgiven(limited, Some(&BlockedCall { arguments: [3, 4, 5, 50, 6, 8], ..call })), None);
+        let mut with_timeout = words;
+        with_timeout[3] = 50;
+        assert_eq!(restarted(with_timeout, Some(&BlockedCall { arguments: [3, 4, 5, 50, 6, 8], ..call })), None);
         // read: a socket's timeout is not among its arguments.
         words[8] = 63;
-        assert_eq!(forgiven(words, Some(&BlockedCall { number: 63, ..call })), Some([3, 0x4000]));
+        assert_eq!(restarted(words, Some(&BlockedCall { number: 63, ..call })), Some([3, 0x4000]));
         // openat: other calls keep their result.
         words[8] = 56;
-        assert_eq!(forgiven(words, Some(&BlockedCall { number: 56, ..call })), None);
+        assert_eq!(restarted(words, Some(&BlockedCall { number: 56, ..call })), None);
     }
 }

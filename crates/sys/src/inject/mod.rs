@@ -486,8 +486,8 @@ mod tests {
     fn distinguishing_offset_is_the_first_changed_word() {
         let words = |words: [u64; 3]| words.map(u64::to_ne_bytes).concat();
         let frame = words([0, 7, 8]);
-        for (before, place) in [([0, 0, 0], 8), ([5, 5, 5], 0), ([0, 7, 0], 16), ([0, 7, 8], 8)] {
-            assert_eq!(distinguishing_offset(&[words(before), vec![1; 8]].concat(), &frame), place, "{before:?}");
+        for (previous, offset) in [([0, 0, 0], 8), ([5, 5, 5], 0), ([0, 7, 0], 16), ([0, 7, 8], 8)] {
+            assert_eq!(distinguishing_offset(&[words(previous), vec![1; 8]].concat(), &frame), offset, "{previous:?}");
         }
     }
 }

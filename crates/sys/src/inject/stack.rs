@@ -383,17 +383,17 @@ mod tests {
         let whole = MainStack { start: 0x4000, end: 0x9000, is_split: false };
         let gap = "1000-3000 rw-p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(gap), Some(whole));
-        let pieces = "1000-2000 rw-p 00000000 00:00 0\n3000-5000 rw-p 00000000 00:00 0\n\
+        let split = "1000-2000 rw-p 00000000 00:00 0\n3000-5000 rw-p 00000000 00:00 0\n\
                       5000-8000 rw-p 00000000 00:00 0    [stack]\n8000-9000 rw-p 00000000 00:00 0\n";
-        assert_eq!(stack(pieces), Some(MainStack { start: 0x3000, end: 0x8000, is_split: true }));
+        assert_eq!(stack(split), Some(MainStack { start: 0x3000, end: 0x8000, is_split: true }));
         let file = "2000-4000 rw-p 00000000 08:01 77    /a/file\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(file), Some(whole));
         let replaced = "4000-9000 rw-p 00000000 08:01 77    [stack]\n";
         assert_eq!(stack(replaced), None);
         let guard = "3000-4000 ---p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(guard), None);
-        let piece = |number: u64| format!("{:x}-{:x} rw-p 00000000 00:00 0\n", number << 12, (number + 1) << 12);
-        let many = (1..=MAX_STACK_MAPPINGS as u64 + 1).map(piece).collect::<String>()
+        let mapping_line = |number: u64| format!("{:x}-{:x} rw-p 00000000 00:00 0\n", number << 12, (number + 1) << 12);
+        let many = (1..=MAX_STACK_MAPPINGS as u64 + 1).map(mapping_line).collect::<String>()
             + "42000-43000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(&many), None);
         assert!(stack(&many[many.find('\n').expect("lines") + 1..].replacen("2000-3000", "2800-3000", 1)).is_none());

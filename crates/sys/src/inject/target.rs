@@ -493,12 +493,12 @@ mod tests {
 
     #[test]
     fn other_programs_are_not_taken_for_pagefold() {
-        let own = Some(Path::new("/tmp/deps/inject-1"));
-        for known in ["/tmp/deps/inject-1", "/usr/bin/pagefold", "/usr/bin/pagefold (deleted)", "/a/pagefold-lab"] {
-            assert!(may_be_pagefold(Some(Path::new(known)), own), "{known}");
+        let own_program = Some(Path::new("/tmp/deps/inject-1"));
+        for program in ["/tmp/deps/inject-1", "/usr/bin/pagefold", "/usr/bin/pagefold (deleted)", "/a/pagefold-lab"] {
+            assert!(may_be_pagefold(Some(Path::new(program)), own_program), "{program}");
         }
-        assert!(may_be_pagefold(None, own));
-        assert!(!may_be_pagefold(Some(Path::new("/opt/pagefold/helper")), own));
+        assert!(may_be_pagefold(None, own_program));
+        assert!(!may_be_pagefold(Some(Path::new("/opt/pagefold/helper")), own_program));
         assert!(!may_be_pagefold(Some(Path::new("/usr/bin/flock")), None));
     }
 
@@ -513,14 +513,14 @@ mod tests {
 
     #[test]
     fn blocked_call_is_parsed() {
-        let waits = "22 0x4 0xffffe0 0x1 0xffffffff 0x0 0x8 0xfffff780 0xffff8001\n";
+        let line = "22 0x4 0xffffe0 0x1 0xffffffff 0x0 0x8 0xfffff780 0xffff8001\n";
         let arguments = [4, 0xff_ffe0, 1, 0xffff_ffff, 0, 8];
         assert_eq!(
-            parse_syscall_line(waits),
+            parse_syscall_line(line),
             Some(BlockedCall { number: 22, arguments, stack_pointer: 0xffff_f780, return_address: 0xffff_8001 })
         );
-        for other in ["-1 0x7fff12345678 0x7f0012345678\n", "running\n", "22 0x4 0xff\n", ""] {
-            assert_eq!(parse_syscall_line(other), None, "{other}");
+        for line in ["-1 0x7fff12345678 0x7f0012345678\n", "running\n", "22 0x4 0xff\n", ""] {
+            assert_eq!(parse_syscall_line(line), None, "{line}");
         }
     }
 }

@@ -367,13 +367,13 @@ mod tests {
 
     #[test]
     fn tracer_process_has_own_group_and_shared_memory() {
-        let (mut seen, name) = (0, "shared".to_owned());
-        let answer = run_in_tracer_process(|| {
-            seen += 1;
+        let (mut runs, name) = (0, "shared".to_owned());
+        let result = run_in_tracer_process(|| {
+            runs += 1;
             (getpid(), name.clone() + "!", rustix::process::getpgrp())
         });
-        let (pid, name, group) = answer.expect("a process starts");
-        assert_eq!((seen, name.as_str()), (1, "shared!"));
+        let (pid, name, group) = result.expect("a process starts");
+        assert_eq!((runs, name.as_str()), (1, "shared!"));
         assert!(pid != getpid() && group == pid);
         assert!(!std::fs::exists(format!("/proc/{pid}")).expect("/proc is readable"), "it has ended and is reaped");
         assert!(tracer_cpu_time() > Duration::ZERO);
@@ -398,15 +398,15 @@ mod tests {
             let status = std::fs::read_to_string("/proc/thread-self/status").expect("a status");
             status.lines().find(|line| line.starts_with("SigBlk:")).expect("a mask").to_owned()
         };
-        let before = mask();
-        let within = run_in_tracer_process(mask).expect("a process starts");
-        assert_eq!(mask(), before);
+        let initial = mask();
+        let tracer_mask = run_in_tracer_process(mask).expect("a process starts");
+        assert_eq!(mask(), initial);
         let job_control = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU, libc::SIGCHLD];
-        let blocked = u64::from_str_radix(within.trim_start_matches("SigBlk:").trim(), 16).expect("hexadecimal");
-        assert!(job_control.iter().all(|signal| blocked >> (signal - 1) & 1 == 1), "{within}");
+        let blocked = u64::from_str_radix(tracer_mask.trim_start_matches("SigBlk:").trim(), 16).expect("hexadecimal");
+        assert!(job_control.iter().all(|signal| blocked >> (signal - 1) & 1 == 1), "{tracer_mask}");
         let panic = catch_unwind(|| run_in_tracer_process(|| panic!("on purpose")));
         assert_eq!(panic.expect_err("it panics").downcast_ref::<&str>(), Some(&"on purpose"));
-        assert_eq!(mask(), before);
+        assert_eq!(mask(), initial);
     }
 
     const CASE: &str = "PAGEFOLD_TEST_STOPS_HELD";
@@ -417,15 +417,16 @@ mod tests {
         // The signal may be ignored where the tests are started, and programs inherit that. SAFETY: the default action
         // is valid for this signal, and no code in this process relies on another one.
         unsafe { libc::signal(libc::SIGTSTP, libc::SIG_DFL) };
-        let tell = || std::fs::write(std::env::var_os(FILE).expect("a file"), "held").expect("it can be written");
+        let write_marker =
+            || std::fs::write(std::env::var_os(FILE).expect("a file"), "held").expect("it can be written");
         if case == "late handler" {
-            tell();
+            write_marker();
             return defer_stop_signal(libc::SIGTSTP);
         }
         let deadline = std::time::Instant::now() + Duration::from_secs(20);
-        let send = |signal: Signal, leaves: u32| {
+        let send = |signal: Signal, expected: u32| {
             kill_process(getpid(), signal).expect("a signal for itself");
-            while DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed) != leaves {
+            while DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed) != expected {
                 assert!(
                     std::time::Instant::now() < deadline,
                     "{signal:?} leaves {}",
@@ -434,13 +435,13 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
-        let held = StopSignalDeferral::new();
+        let deferral = StopSignalDeferral::new();
         send(Signal::TSTP, DEFERRAL_ACTIVE_BIT | 1 << libc::SIGTSTP);
         if case == "continued" {
             send(Signal::CONT, DEFERRAL_ACTIVE_BIT);
         }
-        tell();
-        drop(held);
+        write_marker();
+        drop(deferral);
         assert_eq!(DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed), 0);
     }
 
@@ -469,11 +470,11 @@ mod tests {
                 }
                 std::thread::sleep(Duration::from_millis(2));
             };
-            let held = std::fs::read_to_string(&file);
+            let marker = std::fs::read_to_string(&file);
             let _ = std::fs::remove_file(&file);
             kill_process(Pid::from_child(&child), Signal::CONT).expect("it is not reaped");
             assert!(child.wait().expect("its end").success(), "{case}");
-            assert!(held.is_ok_and(|held| held == "held"), "{case}: it has come to the last step");
+            assert!(marker.is_ok_and(|marker| marker == "held"), "{case}: it has come to the last step");
             assert_eq!(stopped, stops, "{case}");
         }
     }

@@ -435,35 +435,35 @@ mod tests {
 
     #[test]
     fn own_frame_and_sigreturn_are_recognized() {
-        let home = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
+        let sites = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
         let mut state = interrupted_state(u64::MAX, 0);
         state.xsave_area = vec![0; 1024];
-        let frame = state.build_frame(0x7000, 0, home);
-        assert!(state.is_own_frame(&frame, home));
+        let frame = state.build_frame(0x7000, 0, sites);
+        assert!(state.is_own_frame(&frame, sites));
         assert!(
-            !state.is_own_frame(&frame, InjectionSites { sigreturn_stub: 0x1001, ..home })
-                && !state.is_own_frame(&frame[64..], home)
+            !state.is_own_frame(&frame, InjectionSites { sigreturn_stub: 0x1001, ..sites })
+                && !state.is_own_frame(&frame[64..], sites)
         );
-        assert!(state.is_own_frame(&[frame.as_slice(), &[0; 9]].concat(), home));
-        assert!(!state.is_own_frame(&[frame.as_slice(), &[0, 1]].concat(), home));
-        assert!(!state.is_own_frame(&frame[..frame.len() / 2], home) && !state.is_own_frame(&[0; 4], home));
-        let place = distinguishing_offset(&vec![0; frame.len()], &frame);
-        assert_eq!(frame[place..place + 8], home.sigreturn_stub.to_ne_bytes());
+        assert!(state.is_own_frame(&[frame.as_slice(), &[0; 9]].concat(), sites));
+        assert!(!state.is_own_frame(&[frame.as_slice(), &[0, 1]].concat(), sites));
+        assert!(!state.is_own_frame(&frame[..frame.len() / 2], sites) && !state.is_own_frame(&[0; 4], sites));
+        let offset = distinguishing_offset(&vec![0; frame.len()], &frame);
+        assert_eq!(frame[offset..offset + 8], sites.sigreturn_stub.to_ne_bytes());
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1009, true), (0x2002, true), (0x3000, false)] {
             state.registers.rip = ip;
-            assert_eq!(may_be_in_sigreturn(&state.registers, home), expected, "{ip:x}");
+            assert_eq!(may_be_in_sigreturn(&state.registers, sites), expected, "{ip:x}");
         }
     }
 
     #[test]
     fn parked_thread_clears_trap_flag_frame_keeps_it() {
-        let home = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
+        let sites = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
         let mut state = interrupted_state(u64::MAX, 0);
         state.xsave_area = vec![0; 1024];
         state.registers.eflags = 0x346;
-        assert_eq!(parked_registers(&state, 0x7000, home).eflags, 0x246);
+        assert_eq!(parked_registers(&state, 0x7000, sites).eflags, 0x246);
         let flags = 8 + SIGCONTEXT_OFFSET + 17 * 8;
-        assert_eq!(state.build_frame(0x7000, 0, home)[flags..flags + 8], 0x346_u64.to_le_bytes());
+        assert_eq!(state.build_frame(0x7000, 0, sites)[flags..flags + 8], 0x346_u64.to_le_bytes());
     }
 
     #[test]
@@ -473,7 +473,7 @@ mod tests {
         time[8..].copy_from_slice(&1_500_000_u64.to_le_bytes());
         let mut state = interrupted_state(128, 0);
         state.registers.rdx = 0x1000;
-        let read = |at: u64| (at == 0x1000).then_some(time);
+        let read = |address: u64| (address == 0x1000).then_some(time);
         assert_eq!(state.call_timeout(128, read), Some((2002, -i64::from(libc::EAGAIN))));
         assert_eq!(state.call_timeout(441, read), None);
     }
