@@ -16,7 +16,7 @@ pub enum BlockState {
     Unknown,
     /// The engine has adopted it, and may have merged parts.
     Adopted,
-    /// The engine leaves it alone, but may have merged parts before.
+    /// The engine does not merge it, but may have merged parts of it before.
     Excluded,
 }
 

@@ -139,7 +139,7 @@ pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_v
         }
         // SAFETY: as above.
         let old_bytes = unsafe { next::usable_size(address) };
-        // An allocation that is large already, from before there were blocks, stays with its allocator.
+        // A large allocation that did not become a block stays with its allocator.
         let new_address = if settings::is_block_size(old_bytes) { None } else { self::allocate_block(bytes, 1, false) };
         let Some(new_address) = new_address else {
             // SAFETY: as above.

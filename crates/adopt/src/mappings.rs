@@ -358,7 +358,7 @@ fn move_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: u64) 
     (result != libc::MAP_FAILED).then(|| result.expose_provenance() as u64)
 }
 
-/// The same for a range of several mappings.
+/// Like [`remap_blocks`], for a range of several mappings.
 fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: Option<u64>) -> Option<u64> {
     let failed = |errno| {
         set_errno(errno);

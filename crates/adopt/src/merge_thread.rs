@@ -245,7 +245,7 @@ fn has_blocks() -> bool {
     BLOCKS.lock().is_none_or(|blocks| blocks.has_any(BlockState::Unknown) || blocks.has_any(BlockState::Adopted))
 }
 
-/// Whether this library's thread may end by itself: unless another thread is ending it, or it is still needed.
+/// Whether this library's thread may end by itself. Not while another thread is ending it or it is still needed.
 fn try_to_retire(is_needed: impl FnOnce() -> bool) -> bool {
     if !process_hooks::uses_libc_allocator()
         || THREAD_STATE.compare_exchange(THREAD_RUNNING, THREAD_NONE, Ordering::AcqRel, Ordering::Relaxed).is_err()

@@ -221,7 +221,7 @@ impl ProcessMerger {
         }
     }
 
-    /// Leave all blocks alone that overlap a range.
+    /// Stop merging all blocks that overlap a range.
     pub fn exclude_blocks(&mut self, range: AddressRange) {
         let Some(mut blocks) = BLOCKS.lock() else { return };
         for block in blocks.blocks_in(range) {
@@ -269,7 +269,7 @@ pub fn remove_without_waiting(range: AddressRange) -> Option<Vec<AdoptableBlock>
     Some(removed)
 }
 
-/// Leave all blocks alone that overlap a range, in any state.
+/// Stop merging all blocks that overlap a range, in any state.
 pub fn exclude_blocks_in(range: AddressRange) {
     let has_known_block = BLOCKS.lock().and_then(|blocks| blocks.has_known_block(range));
     if has_known_block.is_some()

@@ -65,7 +65,7 @@ impl AdoptedRegion {
         }
     }
 
-    /// Discard the notes on pages whose content is gone.
+    /// Discard the notes on pages whose content was dropped.
     pub fn forget_pages(&mut self, range: AddressRange) {
         let Some(range) = self.range.overlap(range) else { return };
         self.range_notes_mut(range).fill(PageNote::default());

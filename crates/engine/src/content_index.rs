@@ -11,7 +11,7 @@
 //!
 //! # Memory model
 //! - **fingerprint**: written once, by the first member that finds it 0; relaxed. A reader sees 0 or the final value.
-//!   It guards no other data: a reader of it goes on to the state, and a state that is still 0 has no information.
+//!   It guards no other data: a reader then loads the state, and a state that is still 0 has no information.
 //! - **state**: written by every member, by compare and exchange; sequentially consistent. A reader may see any former
 //!   state, and all readers agree on their order.
 //!

@@ -2,8 +2,8 @@
 //!
 //! It is a record lock of fcntl(2), because that ends with its process in all cases, and because a forked child does
 //! not inherit it. Record locks do not distinguish threads, and closing any descriptor of the file releases the lock.
-//! So a PID in this process tells whether one of its threads holds the lock. In a child of a process that held the lock
-//! at the fork, that PID is the parent's and blocks no thread.
+//! So `HOLDER_PID` shows whether a thread of this process holds the lock. In a child of a process that held the lock
+//! at the fork, it is the parent's PID and blocks no thread.
 //!
 //! A stopped process keeps its lock while it is stopped. So each caller waits only until its deadline. Callers poll,
 //! because fcntl(2) has no timeout.

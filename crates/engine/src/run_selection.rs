@@ -80,9 +80,9 @@ pub fn huge_page_number(address: u64, page_bytes: u64) -> u64 {
     address / (page_bytes * page_bytes / 8)
 }
 
-/// Choose at most `max_runs` profitable runs, as ranges of indexes into `pages`. `joins_previous` tells whether a page
-/// can be in one mapping with the page directly before it. `net_gain` is the memory saved by merging a page, or `None`
-/// if it must not be merged. Huge pages in `already_split` are split already, so splitting costs nothing.
+/// Choose at most `max_runs` profitable runs, as ranges of indexes into `pages`. `joins_previous` returns whether a
+/// page can be in one mapping with the page directly before it. `net_gain` is the memory saved by merging a page, or
+/// `None` if it must not be merged. Huge pages in `already_split` are split already, so splitting costs nothing.
 pub fn choose_runs(
     pages: &[ScannedPage],
     joins_previous: impl Fn(usize) -> bool,

@@ -112,8 +112,8 @@ impl PageNote {
         (self.unpaired_scans, self.changed_at_last_scan) = (0, false);
     }
 
-    /// The program declares that it is written again and again, and the note trusts that as if it had been observed. If
-    /// it is not merged, it is skipped for the maximum time; otherwise once it is found written.
+    /// The program declares that it rewrites the page often, and the note treats that as if it had been observed. If
+    /// the page is not merged, it is skipped for the maximum time; otherwise once it is found written.
     pub fn advise_rewritten(&mut self, now: Duration) {
         self.backoff_level = MAX_BACKOFF_LOG2_SECONDS;
         if !self.is_merged() {

@@ -257,9 +257,9 @@ impl ThreadState {
         FRAME_BYTES
     }
 
-    /// The frame to write at `base`, 64-byte aligned. A thread that [`parked_registers`] puts at the stub then restores
-    /// this state and this signal mask by itself.
-    pub fn build_frame(&self, _base: u64, signal_mask: u64, _sites: InjectionSites) -> Vec<u8> {
+    /// The frame to write at `frame_address`, 64-byte aligned. A thread that [`parked_registers`] puts at the stub then
+    /// restores this state and this signal mask by itself.
+    pub fn build_frame(&self, _frame_address: u64, signal_mask: u64, _sites: InjectionSites) -> Vec<u8> {
         let mut bytes = vec![0; FRAME_BYTES];
         let mut put = |offset: usize, value: u64| bytes[offset..offset + 8].copy_from_slice(&value.to_ne_bytes());
         put(UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID);
@@ -328,7 +328,7 @@ pub fn is_at_sigreturn_entry(registers: &Registers, sites: InjectionSites) -> bo
 pub fn replace_call(
     thread: TracedThread,
     parked: &Registers,
-    _base: u64,
+    _frame_address: u64,
     sites: InjectionSites,
     number: i64,
     arguments: [u64; 6],
