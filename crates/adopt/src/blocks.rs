@@ -16,7 +16,7 @@ pub enum BlockState {
     Unknown,
     /// The engine has adopted it, and may have merged parts.
     Adopted,
-    /// The engine leaves it alone, but may have merged parts before.
+    /// The engine does not merge it, but may have merged parts of it before.
     Excluded,
 }
 
@@ -56,17 +56,17 @@ impl BlockTable {
 
     /// Remove the heap block that starts at an address, if the engine does not know it. Returns whether it was removed.
     pub fn remove_unknown(&mut self, address: u64) -> bool {
-        let new = self.heap_block_at(address).is_some_and(|block| block.state == BlockState::Unknown);
-        new && self.blocks.remove(&address).is_some()
+        let is_unknown = self.heap_block_at(address).is_some_and(|block| block.state == BlockState::Unknown);
+        is_unknown && self.blocks.remove(&address).is_some()
     }
 
     /// Blocks that overlap a range, ascending.
     pub fn blocks_in(&self, range: AddressRange) -> Vec<AdoptableBlock> {
-        let below = self.blocks.range(..range.end).rev();
-        let mut found: Vec<AdoptableBlock> =
-            below.map(|(_, block)| *block).take_while(|b| b.range.end > range.start).collect();
-        found.reverse();
-        found
+        let from_end = self.blocks.range(..range.end).rev();
+        let mut overlapping: Vec<AdoptableBlock> =
+            from_end.map(|(_, block)| *block).take_while(|b| b.range.end > range.start).collect();
+        overlapping.reverse();
+        overlapping
     }
 
     /// The range from an address in a block to the furthest end of a buffer that starts there. For malloc(3) that is
@@ -85,27 +85,27 @@ impl BlockTable {
 
     /// `None` if no block overlaps the range; otherwise whether the engine knows one of those blocks.
     pub fn has_known_block(&self, range: AddressRange) -> Option<bool> {
-        let below = self.blocks.range(..range.end).rev();
-        let touching = below.map(|(_, block)| block).take_while(|block| block.range.end > range.start);
-        touching.map(|block| block.state != BlockState::Unknown).reduce(|known, next| known || next)
+        let from_end = self.blocks.range(..range.end).rev();
+        let overlapping = from_end.map(|(_, block)| block).take_while(|block| block.range.end > range.start);
+        overlapping.map(|block| block.state != BlockState::Unknown).reduce(|known, next| known || next)
     }
 
     /// Remove a range; the rest of overlapping blocks stays. Returns the removed parts.
     pub fn remove_range(&mut self, range: AddressRange) -> Vec<AdoptableBlock> {
-        let mut taken = Vec::new();
+        let mut removed = Vec::new();
         for block in self.blocks_in(range) {
             self.blocks.remove(&block.range.start);
-            let part_of = |part: AddressRange| AdoptableBlock {
+            let block_part = |part: AddressRange| AdoptableBlock {
                 range: part,
                 is_heap: block.is_heap && part.start == block.range.start,
                 ..block
             };
-            for left in block.range.subtract(&[range]) {
-                self.insert(part_of(left));
+            for remaining in block.range.subtract(&[range]) {
+                self.insert(block_part(remaining));
             }
-            taken.extend(block.range.overlap(range).map(part_of));
+            removed.extend(block.range.overlap(range).map(block_part));
         }
-        taken
+        removed
     }
 
     /// Set the state of a block.
@@ -130,8 +130,8 @@ impl BlockTable {
 
     /// Keep freed memory for the next allocation. Returns whether there was space for it.
     pub fn keep_spare(&mut self, range: AddressRange) -> bool {
-        let kept: u64 = self.spare_ranges.iter().map(|spare| spare.bytes().0).sum();
-        let fits = range.bytes().0 <= MAX_SPARE_BLOCK_BYTES && kept + range.bytes().0 <= MAX_SPARE_BYTES;
+        let spare_bytes: u64 = self.spare_ranges.iter().map(|spare| spare.bytes().0).sum();
+        let fits = range.bytes().0 <= MAX_SPARE_BLOCK_BYTES && spare_bytes + range.bytes().0 <= MAX_SPARE_BYTES;
         if fits {
             self.spare_ranges.push(range);
         }
@@ -169,10 +169,10 @@ mod tests {
 
     fn table_of_two_blocks() -> ForkSafeLock<BlockTable> {
         let blocks = ForkSafeLock::new(BlockTable { blocks: BTreeMap::new(), spare_ranges: Vec::new() });
-        let mut held = blocks.lock().expect("this thread does not have it");
-        held.insert(test_block(0x1000, 0x3000, BlockState::Adopted));
-        held.insert(test_block(0x3000, 0x5000, BlockState::Unknown));
-        drop(held);
+        let mut table = blocks.lock().expect("this thread does not have it");
+        table.insert(test_block(0x1000, 0x3000, BlockState::Adopted));
+        table.insert(test_block(0x3000, 0x5000, BlockState::Unknown));
+        drop(table);
         blocks
     }
 
@@ -185,9 +185,9 @@ mod tests {
         let blocks = table_of_two_blocks();
         let range = AddressRange { start: 0x2000, end: 0x4000 };
         // A merge that adopts new blocks takes this lock, and so does a fork.
-        let taken = cut_and_refuse(&blocks, range, || blocks.is_held_by_this_thread());
+        let removed = cut_and_refuse(&blocks, range, || blocks.is_held_by_this_thread());
         assert_eq!(
-            taken,
+            removed,
             Some(vec![
                 test_block(0x2000, 0x3000, BlockState::Adopted),
                 test_block(0x3000, 0x4000, BlockState::Unknown)

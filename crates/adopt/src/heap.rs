@@ -21,9 +21,9 @@ fn is_block_size(bytes: usize) -> bool {
 /// A new block, filled with zeros if `zeroed`. `None` if there is no memory, or if this thread must not adopt memory
 /// now.
 fn allocate_block(bytes: usize, alignment: usize, zeroed: bool) -> Option<*mut c_void> {
-    let page = mappings::page_bytes();
-    let (bytes, alignment) = ((bytes as u64).next_multiple_of(page), alignment as u64);
-    let reused = if alignment <= page { BLOCKS.lock()?.take_spare(bytes) } else { None };
+    let page_bytes = mappings::page_bytes();
+    let (bytes, alignment) = ((bytes as u64).next_multiple_of(page_bytes), alignment as u64);
+    let reused = if alignment <= page_bytes { BLOCKS.lock()?.take_spare(bytes) } else { None };
     let range = match reused {
         Some(range) => {
             if zeroed {
@@ -57,16 +57,18 @@ fn block_at(address: *mut c_void) -> Option<AdoptableBlock> {
 #[unsafe(no_mangle)]
 pub extern "C" fn malloc(bytes: usize) -> *mut c_void {
     merge_thread::restart_on_allocation();
-    let large = if is_block_size(bytes) { allocate_block(bytes, 1, false) } else { None };
-    large.unwrap_or_else(|| next::malloc(bytes))
+    let block = if is_block_size(bytes) { allocate_block(bytes, 1, false) } else { None };
+    block.unwrap_or_else(|| next::malloc(bytes))
 }
 
 /// calloc(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn calloc(count: usize, bytes: usize) -> *mut c_void {
     merge_thread::restart_on_allocation();
-    let all = count.checked_mul(bytes).filter(|&all| is_block_size(all));
-    all.and_then(|all| allocate_block(all, 1, true)).unwrap_or_else(|| next::calloc(count, bytes))
+    let total_bytes = count.checked_mul(bytes).filter(|&total_bytes| is_block_size(total_bytes));
+    total_bytes
+        .and_then(|total_bytes| allocate_block(total_bytes, 1, true))
+        .unwrap_or_else(|| next::calloc(count, bytes))
 }
 
 /// free(3).
@@ -136,50 +138,50 @@ pub unsafe extern "C" fn realloc(address: *mut c_void, bytes: usize) -> *mut c_v
             return unsafe { next::realloc(address, bytes) };
         }
         // SAFETY: as above.
-        let former = unsafe { next::usable_size(address) };
-        // An allocation that is large already, from before there were blocks, stays with its allocator.
-        let new = if settings::is_block_size(former) { None } else { self::allocate_block(bytes, 1, false) };
-        let Some(new) = new else {
+        let old_bytes = unsafe { next::usable_size(address) };
+        // A large allocation that did not become a block stays with its allocator.
+        let new_address = if settings::is_block_size(old_bytes) { None } else { self::allocate_block(bytes, 1, false) };
+        let Some(new_address) = new_address else {
             // SAFETY: as above.
             return unsafe { next::realloc(address, bytes) };
         };
         // SAFETY: both are at least that long, and no other code uses the new one.
-        unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), new.cast::<u8>(), former.min(bytes)) };
+        unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), new_address.cast::<u8>(), old_bytes.min(bytes)) };
         // SAFETY: as above.
         unsafe { next::free(address) };
-        return new;
+        return new_address;
     };
     if bytes == 0 {
         free_block(block);
         return ptr::null_mut();
     }
-    let length = block.range.bytes().0 as usize;
-    if !settings::is_block_size(bytes) && bytes < length {
-        let new = next::malloc(bytes);
-        if !new.is_null() {
+    let block_bytes = block.range.bytes().0 as usize;
+    if !settings::is_block_size(bytes) && bytes < block_bytes {
+        let new_address = next::malloc(bytes);
+        if !new_address.is_null() {
             // SAFETY: both are at least that long, and no other code uses the new one.
-            unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), new.cast::<u8>(), bytes) };
+            unsafe { ptr::copy_nonoverlapping(address.cast::<u8>(), new_address.cast::<u8>(), bytes) };
             free_block(block);
         }
-        return new;
+        return new_address;
     }
-    let wanted = (bytes as u64).next_multiple_of(mappings::page_bytes());
+    let new_bytes = (bytes as u64).next_multiple_of(mappings::page_bytes());
     if bytes > isize::MAX as usize / 2 {
         mappings::set_errno(libc::ENOMEM);
         return ptr::null_mut();
     }
-    if wanted == block.range.bytes().0 {
+    if new_bytes == block.range.bytes().0 {
         return address;
     }
-    mappings::remap_blocks(block.range, wanted, libc::MREMAP_MAYMOVE, None).map_or(ptr::null_mut(), pointer)
+    mappings::remap_blocks(block.range, new_bytes, libc::MREMAP_MAYMOVE, None).map_or(ptr::null_mut(), pointer)
 }
 
 /// memalign(3).
 #[unsafe(no_mangle)]
 pub extern "C" fn memalign(alignment: usize, bytes: usize) -> *mut c_void {
-    let large = is_block_size(bytes) && alignment.is_power_of_two() && alignment < isize::MAX as usize / 2;
-    let large = if large { allocate_block(bytes, alignment, false) } else { None };
-    large.unwrap_or_else(|| next::memalign(alignment, bytes))
+    let is_large = is_block_size(bytes) && alignment.is_power_of_two() && alignment < isize::MAX as usize / 2;
+    let block = if is_large { allocate_block(bytes, alignment, false) } else { None };
+    block.unwrap_or_else(|| next::memalign(alignment, bytes))
 }
 
 /// aligned_alloc(3).
@@ -193,17 +195,17 @@ pub extern "C" fn aligned_alloc(alignment: usize, bytes: usize) -> *mut c_void {
 /// # Safety
 /// The same as in its manual page.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn posix_memalign(into: *mut *mut c_void, alignment: usize, bytes: usize) -> c_int {
-    let sound = alignment.is_power_of_two() && alignment.is_multiple_of(size_of::<usize>());
-    let large = is_block_size(bytes) && sound && alignment < isize::MAX as usize / 2;
-    match if large { allocate_block(bytes, alignment, false) } else { None } {
+pub unsafe extern "C" fn posix_memalign(output: *mut *mut c_void, alignment: usize, bytes: usize) -> c_int {
+    let is_alignment_valid = alignment.is_power_of_two() && alignment.is_multiple_of(size_of::<usize>());
+    let is_large = is_block_size(bytes) && is_alignment_valid && alignment < isize::MAX as usize / 2;
+    match if is_large { allocate_block(bytes, alignment, false) } else { None } {
         Some(block) => {
             // SAFETY: the caller's promise.
-            unsafe { into.write(block) };
+            unsafe { output.write(block) };
             0
         }
         // SAFETY: the caller's promise.
-        None => unsafe { next::posix_memalign(into, alignment, bytes) },
+        None => unsafe { next::posix_memalign(output, alignment, bytes) },
     }
 }
 

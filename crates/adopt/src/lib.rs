@@ -10,10 +10,9 @@
 //!
 //! # When merging is safe
 //! - **At safe points** (`mpi`): when the main thread returns from a barrier or an allreduce, if the process has no
-//!   other
-//!   threads than after MPI_Init. Then no thread writes to blocks. Only allocations of the main thread, made outside of
-//!   the MPI functions that `mpi` names, are blocks, because MPI's own threads may write to their memory. If a tool
-//!   intercepts the functions of MPI before this library (PMPI), nothing is merged.
+//!   other threads than after MPI_Init. Then no thread writes to blocks. Only allocations of the main thread, made
+//!   outside of the MPI functions that `mpi` names, are blocks, because MPI's own threads may write to their memory. If
+//!   a tool intercepts the functions of MPI before this library (PMPI), nothing is merged.
 //! - **Beside the program**, in a thread of this library (`merge_thread`), if the kernel can block writers. This needs
 //!   userfaultfd with kernel faults, so that system calls wait, too, and none of them fails. MPI programs with other
 //!   threads are merged this way, too.
@@ -52,11 +51,11 @@
 mod blocks;
 mod heap;
 mod lock;
-mod mapping_pieces;
 mod mappings;
 mod merge_thread;
 mod merger;
 mod mpi;
 mod next;
 mod process_hooks;
+mod program_mappings;
 mod settings;

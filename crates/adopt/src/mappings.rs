@@ -8,7 +8,7 @@
 use crate::blocks::{AdoptableBlock, BLOCKS, BlockState};
 use crate::merger::{self, MERGER, ProcessMerger};
 use crate::next::next;
-use crate::{mapping_pieces, merge_thread, mpi, process_hooks, settings};
+use crate::{merge_thread, mpi, process_hooks, program_mappings, settings};
 use pagefold_base::AddressRange;
 use std::ffi::{c_int, c_uint, c_void};
 use std::ptr;
@@ -55,9 +55,9 @@ pub fn page_bytes() -> u64 {
 /// Set the error number of this thread.
 pub fn set_errno(errno: c_int) {
     // SAFETY: the address is that of this thread's own error number.
-    let at = unsafe { libc::__errno_location() };
+    let location = unsafe { libc::__errno_location() };
     // SAFETY: as above.
-    unsafe { at.write(errno) };
+    unsafe { location.write(errno) };
 }
 
 /// Run `work` and restore the error number of this thread afterwards.
@@ -94,13 +94,13 @@ const PROT_READ_WRITE: c_int = libc::PROT_READ | libc::PROT_WRITE;
 
 /// Map new memory of whole pages at a multiple of `alignment`.
 pub fn map_aligned(bytes: u64, alignment: u64) -> Option<AddressRange> {
-    let more = if alignment > page_bytes() { alignment } else { 0 };
+    let padding = if alignment > page_bytes() { alignment } else { 0 };
     // SAFETY: nothing is replaced.
-    let start = unsafe { map_ordinary(0, bytes.checked_add(more)?, PROT_READ_WRITE, 0) }?;
-    let first = start.next_multiple_of(alignment.max(1));
-    unmap_range(AddressRange { start, end: first });
-    unmap_range(AddressRange { start: first + bytes, end: start + bytes + more });
-    Some(AddressRange { start: first, end: first + bytes })
+    let start = unsafe { map_ordinary(0, bytes.checked_add(padding)?, PROT_READ_WRITE, 0) }?;
+    let aligned_start = start.next_multiple_of(alignment.max(1));
+    unmap_range(AddressRange { start, end: aligned_start });
+    unmap_range(AddressRange { start: aligned_start + bytes, end: start + bytes + padding });
+    Some(AddressRange { start: aligned_start, end: aligned_start + bytes })
 }
 
 /// Unmap a range of this library, if it is not empty.
@@ -123,11 +123,12 @@ fn map_zeros_at(range: AddressRange, protection: c_int) -> bool {
 /// Replace the merged parts of a range with zeros. Returns whether that succeeded.
 fn zero_merged(range: AddressRange) -> bool {
     let Some(blocks) = BLOCKS.lock() else { return true };
-    let known: Vec<AdoptableBlock> =
+    let known_blocks: Vec<AdoptableBlock> =
         blocks.blocks_in(range).into_iter().filter(|block| block.state != BlockState::Unknown).collect();
     drop(blocks);
-    let parts = known.iter().filter_map(|block| block.range.overlap(range)).flat_map(mapping_pieces::read_pieces);
-    parts.filter(|part| part.is_file).all(|part| map_zeros_at(part.range, part.protection))
+    let mappings =
+        known_blocks.iter().filter_map(|block| block.range.overlap(range)).flat_map(program_mappings::read_mappings);
+    mappings.filter(|mapping| mapping.is_file).all(|mapping| map_zeros_at(mapping.range, mapping.protection))
 }
 
 /// `None` if no block overlaps the range; otherwise whether the engine knows one of those blocks.
@@ -144,26 +145,26 @@ fn remove_while<T>(range: AddressRange, syscall: impl FnOnce() -> T, succeeded: 
         Some(false) => drop(blocks.remove_range(range)),
         Some(true) => {
             drop(blocks);
-            let mut held = None;
-            let taken = match merger::remove_without_waiting(range) {
-                Some(taken) => taken,
+            let mut merger_guard = None;
+            let removed = match merger::remove_without_waiting(range) {
+                Some(removed) => removed,
                 None => {
                     let Some(mut merger) = MERGER.lock() else { return syscall() };
-                    let taken = merger.remove_blocks(range);
-                    held = Some(merger);
-                    taken
+                    let removed = merger.remove_blocks(range);
+                    merger_guard = Some(merger);
+                    removed
                 }
             };
-            let answer = syscall();
-            if !succeeded(&answer)
+            let result = syscall();
+            if !succeeded(&result)
                 && let Some(mut blocks) = BLOCKS.lock()
             {
-                for part in taken.into_iter().filter(|part| part.state != BlockState::Unknown) {
+                for part in removed.into_iter().filter(|part| part.state != BlockState::Unknown) {
                     blocks.set_state(part, BlockState::Excluded);
                 }
             }
-            drop(held);
-            return answer;
+            drop(merger_guard);
+            return result;
         }
     }
     drop(blocks);
@@ -176,10 +177,10 @@ fn without_merge_in<T>(range: AddressRange, work: impl FnOnce(Option<&mut Proces
     match blocks.as_ref().and_then(|blocks| blocks.has_known_block(range)) {
         // While this thread holds the lock, no merge adopts a new block.
         Some(false) => work(None),
-        touches => {
+        has_known_block => {
             drop(blocks);
-            let mut held = if touches.is_some() { MERGER.lock() } else { None };
-            work(held.as_deref_mut())
+            let mut merger = if has_known_block.is_some() { MERGER.lock() } else { None };
+            work(merger.as_deref_mut())
         }
     }
 }
@@ -214,8 +215,9 @@ pub unsafe extern "C" fn mmap(
     } else {
         call()
     };
-    let ordinary = flags & !libc::MAP_POPULATE == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS && access == PROT_READ_WRITE;
-    if mapped != libc::MAP_FAILED && ordinary && settings::is_block_size(bytes) && mpi::may_adopt() {
+    let is_ordinary =
+        flags & !libc::MAP_POPULATE == libc::MAP_PRIVATE | libc::MAP_ANONYMOUS && access == PROT_READ_WRITE;
+    if mapped != libc::MAP_FAILED && is_ordinary && settings::is_block_size(bytes) && mpi::may_adopt() {
         if let Some(mut blocks) = BLOCKS.lock() {
             blocks.insert(AdoptableBlock {
                 range: page_range(mapped, bytes),
@@ -257,7 +259,7 @@ pub unsafe extern "C" fn munmap(start: *mut c_void, bytes: usize) -> c_int {
     // SAFETY: the caller's promise.
     let call = || unsafe { next(start, bytes) };
     if can_unmap_or_replace(start as u64, bytes) {
-        remove_while(page_range(start, bytes), call, |answer| *answer == 0)
+        remove_while(page_range(start, bytes), call, |result| *result == 0)
     } else {
         call()
     }
@@ -276,41 +278,43 @@ fn fail_with(errno: c_int) -> c_int {
 pub unsafe extern "C" fn mremap(
     start: *mut c_void,
     bytes: usize,
-    wanted: usize,
+    new_bytes: usize,
     flags: c_int,
     target: *mut c_void,
 ) -> *mut c_void {
     let range = page_range(start, bytes);
-    let fixed = flags & libc::MREMAP_FIXED != 0;
-    let place = page_range(target, wanted);
-    let known = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
+    let is_fixed = flags & libc::MREMAP_FIXED != 0;
+    let target_range = page_range(target, new_bytes);
+    let known_flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED | libc::MREMAP_DONTUNMAP;
     // The kernel refuses a call before it unmaps anything.
-    let fits = !fixed
+    let is_target_valid = !is_fixed
         || (flags & libc::MREMAP_MAYMOVE != 0
-            && can_unmap_or_replace(target as u64, wanted)
-            && place.overlap(range).is_none());
-    let sound =
-        can_unmap_or_replace(start as u64, bytes) && wanted > 0 && wanted <= isize::MAX as usize && flags & !known == 0;
+            && can_unmap_or_replace(target as u64, new_bytes)
+            && target_range.overlap(range).is_none());
+    let are_arguments_valid = can_unmap_or_replace(start as u64, bytes)
+        && new_bytes > 0
+        && new_bytes <= isize::MAX as usize
+        && flags & !known_flags == 0;
     let call = || {
         let Some(next) = next_mremap() else {
             set_errno(libc::ENOSYS);
             return libc::MAP_FAILED;
         };
         // SAFETY: the caller's promise.
-        unsafe { next(start, bytes, wanted, flags, target) }
+        unsafe { next(start, bytes, new_bytes, flags, target) }
     };
-    if !sound || !fits {
+    if !are_arguments_valid || !is_target_valid {
         return call();
     }
     if has_known_block(range).is_none() {
-        return if fixed { remove_while(place, call, |moved| *moved != libc::MAP_FAILED) } else { call() };
+        return if is_fixed { remove_while(target_range, call, |moved| *moved != libc::MAP_FAILED) } else { call() };
     }
-    if fixed {
+    if is_fixed {
         // Moving takes the same lock.
-        remove_while(place, || (), |()| true);
+        remove_while(target_range, || (), |()| true);
     }
-    let wanted = (wanted as u64).next_multiple_of(page_bytes());
-    remap_blocks(range, wanted, flags, fixed.then_some(target as u64)).map_or(libc::MAP_FAILED, pointer)
+    let new_bytes = (new_bytes as u64).next_multiple_of(page_bytes());
+    remap_blocks(range, new_bytes, flags, is_fixed.then_some(target as u64)).map_or(libc::MAP_FAILED, pointer)
 }
 
 /// Change the length of a range of blocks, and perhaps its address, as mremap(2) does. Returns the new start; `None`
@@ -324,37 +328,37 @@ pub fn remap_blocks(range: AddressRange, new_bytes: u64, flags: c_int, target: O
         drop(blocks);
         return remap_by_mapping(range, new_bytes, flags, target);
     }
-    let before = blocks.blocks_in(range);
+    let old_blocks = blocks.blocks_in(range);
     blocks.remove_range(range);
-    let moved = move_mapping(range, new_bytes, flags, target.unwrap_or(0));
-    match moved {
+    let new_start = move_mapping(range, new_bytes, flags, target.unwrap_or(0));
+    match new_start {
         Some(start) if flags & libc::MREMAP_DONTUNMAP == 0 => {
-            let heap = before.first().is_some_and(|block| block.is_heap);
+            let is_heap = old_blocks.first().is_some_and(|block| block.is_heap);
             blocks.insert(AdoptableBlock {
                 range: AddressRange { start, end: start + new_bytes },
                 state: BlockState::Unknown,
-                is_heap: heap,
+                is_heap,
             });
         }
-        _ => before.into_iter().for_each(|block| blocks.insert(block)),
+        _ => old_blocks.into_iter().for_each(|block| blocks.insert(block)),
     }
     // The program has split the range into several mappings.
-    if moved.is_none() && std::io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT) {
+    if new_start.is_none() && std::io::Error::last_os_error().raw_os_error() == Some(libc::EFAULT) {
         drop(blocks);
         return remap_by_mapping(range, new_bytes, flags, target);
     }
-    moved
+    new_start
 }
 
 fn move_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: u64) -> Option<u64> {
     let next = next_mremap()?;
     let (start, bytes) = (pointer(range.start), range.bytes().0 as usize);
     // SAFETY: the caller may move the range, and no other part of this library has its address.
-    let moved = unsafe { next(start, bytes, new_bytes as usize, flags, pointer(target)) };
-    (moved != libc::MAP_FAILED).then(|| moved.expose_provenance() as u64)
+    let result = unsafe { next(start, bytes, new_bytes as usize, flags, pointer(target)) };
+    (result != libc::MAP_FAILED).then(|| result.expose_provenance() as u64)
 }
 
-/// The same for a range of several mappings.
+/// Like [`remap_blocks`], for a range of several mappings.
 fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: Option<u64>) -> Option<u64> {
     let failed = |errno| {
         set_errno(errno);
@@ -365,49 +369,51 @@ fn remap_by_mapping(range: AddressRange, new_bytes: u64, flags: c_int, target: O
         // MREMAP_DONTUNMAP works on one mapping of ordinary memory only; this range may be another kind.
         return failed(libc::EINVAL);
     }
-    let touched = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.blocks_in(range));
-    let heap = touched.iter().any(|block| block.is_heap && block.range.start == range.start);
-    let state = touched
+    let blocks_in_range = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.blocks_in(range));
+    let is_heap = blocks_in_range.iter().any(|block| block.is_heap && block.range.start == range.start);
+    let state = blocks_in_range
         .iter()
         .map(|block| block.state)
         .reduce(|all, next| if all == next { all } else { BlockState::Excluded });
     let state = state.unwrap_or(BlockState::Excluded);
-    let kept = AddressRange { start: range.start, end: range.end.min(range.start + new_bytes) };
-    let parts = mapping_pieces::read_pieces(kept);
-    if parts.iter().map(|part| part.range.bytes().0).sum::<u64>() != kept.bytes().0 {
+    let kept_range = AddressRange { start: range.start, end: range.end.min(range.start + new_bytes) };
+    let mappings = program_mappings::read_mappings(kept_range);
+    if mappings.iter().map(|mapping| mapping.range.bytes().0).sum::<u64>() != kept_range.bytes().0 {
         return failed(libc::EFAULT);
     }
-    if target.is_none() && kept.bytes().0 == new_bytes {
-        let tail = AddressRange { start: kept.end, end: range.end };
+    if target.is_none() && kept_range.bytes().0 == new_bytes {
+        let tail = AddressRange { start: kept_range.end, end: range.end };
         merger.remove_blocks(tail);
         unmap_range(tail);
         return Some(range.start);
     }
-    let access = parts.last().map_or(PROT_READ_WRITE, |part| part.protection);
-    if target.is_none() && map_behind(range.end, new_bytes - kept.bytes().0, access) {
+    let protection = mappings.last().map_or(PROT_READ_WRITE, |mapping| mapping.protection);
+    if target.is_none() && map_behind(range.end, new_bytes - kept_range.bytes().0, protection) {
         merger.remove_blocks(range);
-        merger.insert_moved(AddressRange { start: range.start, end: range.start + new_bytes }, heap, state);
+        merger.insert_moved(AddressRange { start: range.start, end: range.start + new_bytes }, is_heap, state);
         return Some(range.start);
     }
     if flags & libc::MREMAP_MAYMOVE == 0 {
         return failed(libc::ENOMEM);
     }
-    let fixed = if target.is_some() { libc::MAP_FIXED } else { 0 };
+    let fixed_flag = if target.is_some() { libc::MAP_FIXED } else { 0 };
     // SAFETY: if a target was given, its present contents are to be replaced.
-    let Some(start) = (unsafe { map_ordinary(target.unwrap_or(0), new_bytes, access, fixed) }) else {
+    let Some(start) = (unsafe { map_ordinary(target.unwrap_or(0), new_bytes, protection, fixed_flag) }) else {
         return failed(libc::ENOMEM);
     };
     merger.remove_blocks(range);
-    for part in parts {
-        let to = start + (part.range.start - range.start);
-        let both = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-        if move_mapping(part.range, part.range.bytes().0, both, to).is_none() && !copy_mapping(part, to) {
+    for mapping in mappings {
+        let destination = start + (mapping.range.start - range.start);
+        let move_flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
+        if move_mapping(mapping.range, mapping.range.bytes().0, move_flags, destination).is_none()
+            && !copy_mapping(mapping, destination)
+        {
             process_hooks::write_to_stderr("cannot move a block of the program: out of memory");
             std::process::abort();
         }
     }
     unmap_range(range);
-    merger.insert_moved(AddressRange { start, end: start + new_bytes }, heap, state);
+    merger.insert_moved(AddressRange { start, end: start + new_bytes }, is_heap, state);
     Some(start)
 }
 
@@ -426,11 +432,11 @@ fn map_behind(address: u64, bytes: u64, protection: c_int) -> bool {
 }
 
 /// Copy a mapping that the limit on mappings prevents from being moved.
-fn copy_mapping(source: mapping_pieces::MappingPiece, target: u64) -> bool {
+fn copy_mapping(source: program_mappings::ProgramMapping, target: u64) -> bool {
     let bytes = source.range.bytes().0;
-    let readable = source.protection & libc::PROT_READ != 0;
+    let is_readable = source.protection & libc::PROT_READ != 0;
     // The kernel may have unmapped the target before the call failed.
-    if !readable || !map_zeros_at(AddressRange { start: target, end: target + bytes }, PROT_READ_WRITE) {
+    if !is_readable || !map_zeros_at(AddressRange { start: target, end: target + bytes }, PROT_READ_WRITE) {
         return false;
     }
     // SAFETY: both are mapped and of the same length, and no other code uses the new range yet.
@@ -462,11 +468,11 @@ pub unsafe extern "C" fn madvise(start: *mut c_void, bytes: usize, advice: c_int
                 merger::exclude_blocks_in(range);
             }
             without_merge_in(range, |merger| {
-                let answer = if zero_merged(range) { call() } else { fail_with(libc::ENOMEM) };
+                let result = if zero_merged(range) { call() } else { fail_with(libc::ENOMEM) };
                 if let Some(merger) = merger {
                     keeping_errno(|| merger.forget_pages(range));
                 }
-                answer
+                result
             })
         }
         libc::MADV_REMOVE
@@ -577,7 +583,7 @@ pub unsafe extern "C" fn pthread_attr_setstack(attributes: *mut c_void, start: *
 #[unsafe(no_mangle)]
 pub extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_int {
     let next = next!(c"close_range", unsafe extern "C" fn(c_uint, c_uint, c_int) -> c_int);
-    let _held = MERGER.lock();
+    let _guard = MERGER.lock();
     match next {
         // SAFETY: any numbers may be given.
         Some(next) => unsafe { next(first, last, flags) },
@@ -589,7 +595,7 @@ pub extern "C" fn close_range(first: c_uint, last: c_uint, flags: c_int) -> c_in
 #[unsafe(no_mangle)]
 pub extern "C" fn closefrom(first: c_int) {
     let next = next!(c"closefrom", unsafe extern "C" fn(c_int));
-    let _held = MERGER.lock();
+    let _guard = MERGER.lock();
     if let Some(next) = next {
         // SAFETY: any number may be given.
         unsafe { next(first) };

@@ -78,8 +78,9 @@ pub fn start() {
     STOP_FUTEX.store(0, Ordering::Relaxed);
     let mut thread = MaybeUninit::uninit();
     // SAFETY: `thread` is valid for writes; `run_rounds` stays loaded and ignores its argument.
-    let make = || unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), run_rounds, ptr::null_mut()) };
-    let error = process_hooks::without_signals(make).unwrap_or(libc::EAGAIN);
+    let create_thread =
+        || unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), run_rounds, ptr::null_mut()) };
+    let error = process_hooks::without_signals(create_thread).unwrap_or(libc::EAGAIN);
     if error == 0 {
         // SAFETY: the thread was created, so this was written.
         PTHREAD_HANDLE.store(unsafe { thread.assume_init() } as usize, Ordering::Relaxed);
@@ -104,15 +105,15 @@ pub fn stop() -> bool {
     if MERGER.is_held_by_this_thread() || BLOCKS.is_held_by_this_thread() {
         return false;
     }
-    let former = loop {
-        let former = THREAD_STATE.load(Ordering::Relaxed);
-        let changes = THREAD_STATE.compare_exchange(former, THREAD_CHANGING, Ordering::Acquire, Ordering::Relaxed);
-        if former != THREAD_CHANGING && changes.is_ok() {
-            break former;
+    let old_state = loop {
+        let old_state = THREAD_STATE.load(Ordering::Relaxed);
+        let exchange = THREAD_STATE.compare_exchange(old_state, THREAD_CHANGING, Ordering::Acquire, Ordering::Relaxed);
+        if old_state != THREAD_CHANGING && exchange.is_ok() {
+            break old_state;
         }
         std::thread::yield_now();
     };
-    if former == THREAD_RUNNING {
+    if old_state == THREAD_RUNNING {
         request_stop();
         let thread = PTHREAD_HANDLE.load(Ordering::Relaxed) as libc::pthread_t;
         // SAFETY: the thread was created, no other code joins it, and it is joined once.
@@ -120,20 +121,20 @@ pub fn stop() -> bool {
     }
     // The kernel counts the joined thread for some microseconds more (exit_mm_release comes before release_task in
     // kernel/exit.c), and also one that has ended by itself.
-    let until = merge_clock() + THREAD_EXIT_TIMEOUT;
-    while is_known_to_kernel(THREAD_ID.load(Ordering::Relaxed)) && merge_clock() < until {
+    let deadline = merge_clock() + THREAD_EXIT_TIMEOUT;
+    while is_known_to_kernel(THREAD_ID.load(Ordering::Relaxed)) && merge_clock() < deadline {
         std::thread::sleep(Duration::from_micros(20));
     }
     THREAD_ID.store(0, Ordering::Relaxed);
     THREAD_STATE.store(THREAD_NONE, Ordering::Release);
-    former == THREAD_RUNNING
+    old_state == THREAD_RUNNING
 }
 
 /// Whether the kernel still knows a thread of this process.
-fn is_known_to_kernel(thread: i32) -> bool {
-    let process = std::process::id();
+fn is_known_to_kernel(tid: i32) -> bool {
+    let pid = std::process::id();
     // SAFETY: signal 0 is not delivered; the call only checks.
-    thread != 0 && unsafe { libc::syscall(libc::SYS_tgkill, process, thread, 0) } == 0
+    tid != 0 && unsafe { libc::syscall(libc::SYS_tgkill, pid, tid, 0) } == 0
 }
 
 /// The main thread ends by pthread_exit(3), before its process does. This library's thread must not delay the end of
@@ -145,9 +146,11 @@ pub fn stop_when_main_thread_exits() {
 
 fn request_stop() {
     STOP_FUTEX.store(1, Ordering::Relaxed);
-    let one: c_int = 1;
+    let max_woken: c_int = 1;
     // SAFETY: the futex is a static; waking reads and writes nothing.
-    unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, one) };
+    unsafe {
+        libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, max_woken)
+    };
 }
 
 /// Before a fork: end the thread if it is the only one besides the caller.
@@ -156,8 +159,8 @@ pub fn stop_before_fork() {
         return;
     }
     // One of the two is this library's, even if it has not stored its number yet.
-    let alone = process_hooks::thread_ids().len() == 2;
-    if alone && stop() {
+    let is_only_other_thread = process_hooks::thread_ids().len() == 2;
+    if is_only_other_thread && stop() {
         RESTART_NS.store(u64::MAX, Ordering::Relaxed);
     }
 }
@@ -171,12 +174,12 @@ pub fn after_fork_in_parent() {
 
 /// After a fork, in the child, which has no thread of this library.
 pub fn after_fork_in_child() {
-    let had_one = THREAD_STATE.swap(THREAD_NONE, Ordering::Relaxed) != THREAD_NONE;
+    let had_thread = THREAD_STATE.swap(THREAD_NONE, Ordering::Relaxed) != THREAD_NONE;
     THREAD_ID.store(0, Ordering::Relaxed);
     HAS_MAIN_THREAD_ENDED.store(false, Ordering::Relaxed);
-    if had_one && !process_hooks::uses_libc_allocator() {
+    if had_thread && !process_hooks::uses_libc_allocator() {
         start();
-    } else if had_one || RESTART_NS.load(Ordering::Relaxed) != 0 {
+    } else if had_thread || RESTART_NS.load(Ordering::Relaxed) != 0 {
         schedule_restart();
     }
 }
@@ -202,8 +205,8 @@ fn restart_if_due() {
     {
         return RESTART_NS.store(0, Ordering::Relaxed);
     }
-    let ours = MERGER.is_held_by_this_thread() || BLOCKS.is_held_by_this_thread() || next::is_in_lookup();
-    if !ours
+    let is_inside_library = MERGER.is_held_by_this_thread() || BLOCKS.is_held_by_this_thread() || next::is_in_lookup();
+    if !is_inside_library
         && now_ns() >= RESTART_NS.load(Ordering::Relaxed)
         && RESTART_PID.load(Ordering::Relaxed) == std::process::id()
     {
@@ -214,25 +217,25 @@ fn restart_if_due() {
 extern "C" fn run_rounds(_: *mut c_void) -> *mut c_void {
     // SAFETY: the call only reads a number.
     THREAD_ID.store(unsafe { libc::gettid() }, Ordering::Relaxed);
-    let due = Duration::from_nanos(NEXT_ROUND_NS.load(Ordering::Relaxed));
-    sleep_until_stop(due.checked_sub(merge_clock()).unwrap_or(if due.is_zero() {
+    let next_round = Duration::from_nanos(NEXT_ROUND_NS.load(Ordering::Relaxed));
+    sleep_until_stop(next_round.checked_sub(merge_clock()).unwrap_or(if next_round.is_zero() {
         FIRST_MERGE_DELAY
     } else {
         Duration::ZERO
     }));
-    let mut without_blocks = 0;
+    let mut rounds_without_blocks = 0;
     while STOP_FUTEX.load(Ordering::Relaxed) == 0 {
-        without_blocks = if has_blocks() { 0 } else { without_blocks + 1 };
-        if without_blocks > MAX_ROUNDS_WITHOUT_BLOCKS && try_to_retire(has_blocks) {
+        rounds_without_blocks = if has_blocks() { 0 } else { rounds_without_blocks + 1 };
+        if rounds_without_blocks > MAX_ROUNDS_WITHOUT_BLOCKS && try_to_retire(has_blocks) {
             break;
         }
-        let Some(rest) = merger::merge_beside_program() else {
+        let Some(pause) = merger::merge_beside_program() else {
             try_to_retire(|| false);
             break;
         };
-        let rest = if without_blocks > 0 { rest.min(PAUSE_WITHOUT_BLOCKS) } else { rest };
-        NEXT_ROUND_NS.store((merge_clock() + rest).as_nanos() as u64, Ordering::Relaxed);
-        sleep_until_stop(rest);
+        let pause = if rounds_without_blocks > 0 { pause.min(PAUSE_WITHOUT_BLOCKS) } else { pause };
+        NEXT_ROUND_NS.store((merge_clock() + pause).as_nanos() as u64, Ordering::Relaxed);
+        sleep_until_stop(pause);
     }
     ptr::null_mut()
 }
@@ -242,7 +245,7 @@ fn has_blocks() -> bool {
     BLOCKS.lock().is_none_or(|blocks| blocks.has_any(BlockState::Unknown) || blocks.has_any(BlockState::Adopted))
 }
 
-/// Whether this library's thread may end by itself: unless another thread is ending it, or it is still needed.
+/// Whether this library's thread may end by itself. Not while another thread is ending it or it is still needed.
 fn try_to_retire(is_needed: impl FnOnce() -> bool) -> bool {
     if !process_hooks::uses_libc_allocator()
         || THREAD_STATE.compare_exchange(THREAD_RUNNING, THREAD_NONE, Ordering::AcqRel, Ordering::Relaxed).is_err()
@@ -256,9 +259,9 @@ fn try_to_retire(is_needed: impl FnOnce() -> bool) -> bool {
         return false;
     }
     NEXT_ROUND_NS.store(0, Ordering::Relaxed);
-    let this = next::this_thread() as libc::pthread_t;
+    let thread = next::this_thread() as libc::pthread_t;
     // SAFETY: no code joins the thread: `stop` joins only in the state that was just left.
-    unsafe { libc::pthread_detach(this) };
+    unsafe { libc::pthread_detach(thread) };
     true
 }
 
@@ -268,27 +271,27 @@ fn sleep_until_stop(time: Duration) {
         tv_sec: time.as_secs().try_into().unwrap_or(libc::time_t::MAX),
         tv_nsec: c_long::from(time.subsec_nanos().cast_signed()),
     };
-    let unchanged: c_long = 0;
-    let wait = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+    let expected: c_long = 0;
+    let futex_operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
     // SAFETY: the futex is a static, `time` outlives the call, and the kernel only reads both.
-    unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), wait, unchanged, &raw const time) };
+    unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), futex_operation, expected, &raw const time) };
 }
 
 /// Make a call that the kernel may refuse if there is another thread; if it does, repeat it without this library's.
 fn retry_without_thread(call: impl Fn() -> c_int) -> c_int {
-    let answer = call();
+    let result = call();
     let errno = std::io::Error::last_os_error().raw_os_error();
-    let refused = answer == -1 && matches!(errno, Some(libc::EINVAL | libc::EUSERS));
-    let had_one = THREAD_STATE.load(Ordering::Relaxed) != THREAD_NONE || THREAD_ID.load(Ordering::Relaxed) != 0;
-    if !refused || !had_one {
-        return answer;
+    let is_refused = result == -1 && matches!(errno, Some(libc::EINVAL | libc::EUSERS));
+    let had_thread = THREAD_STATE.load(Ordering::Relaxed) != THREAD_NONE || THREAD_ID.load(Ordering::Relaxed) != 0;
+    if !is_refused || !had_thread {
+        return result;
     }
-    let ended = stop();
-    let answer = call();
-    if ended {
+    let was_stopped = stop();
+    let result = call();
+    if was_stopped {
         keeping_errno(start);
     }
-    answer
+    result
 }
 
 /// unshare(2), which the kernel may refuse if there is another thread.

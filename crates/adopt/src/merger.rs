@@ -78,31 +78,36 @@ impl ProcessMerger {
     /// `None` if this safe point is to merge.
     fn next_merge_check(&self, previous_safe_point: Option<Duration>) -> Option<Duration> {
         let engine = self.engine.as_ref()?;
-        let to_come = BLOCKS.lock().map_or(Bytes::ZERO, |blocks| blocks.bytes_in_state(BlockState::Unknown));
-        engine.next_merge_check(previous_safe_point, to_come).unwrap_or(None)
+        let to_be_adopted = BLOCKS.lock().map_or(Bytes::ZERO, |blocks| blocks.bytes_in_state(BlockState::Unknown));
+        engine.next_merge_check(previous_safe_point, to_be_adopted).unwrap_or(None)
     }
 
     /// Merge once, unless there is a reason not to. Returns the next pause; `None` if merging has ended.
     fn run_round(&mut self, exclusion: WriteExclusionReason) -> Option<Duration> {
         let settings = settings()?;
         let blocks = BLOCKS.lock().map_or_else(Vec::new, |blocks| blocks.blocks_in_state(BlockState::Unknown));
-        let nothing = self.engine.is_none() && blocks.is_empty();
-        if nothing || IS_MERGING_OVER.load(Ordering::Relaxed) {
+        let has_no_memory = self.engine.is_none() && blocks.is_empty();
+        if has_no_memory || IS_MERGING_OVER.load(Ordering::Relaxed) {
             self.unprofitable_rounds = self.unprofitable_rounds.saturating_add(1);
             return Some(pause_after_round(Duration::ZERO, settings.max_slowdown, self.unprofitable_rounds));
         }
-        let unwaiting =
+        let has_unblockable_writers =
             exclusion == WriteExclusionReason::WriteProtected && HAS_UNBLOCKABLE_WRITERS.load(Ordering::Relaxed);
-        let why =
-            if unwaiting { Some(UNBLOCKABLE_WRITERS_REASON.to_owned()) } else { process_hooks::find_external_writer() };
-        if let Some(why) = why {
-            print_reason_once(&why);
+        let reason = if has_unblockable_writers {
+            Some(UNBLOCKABLE_WRITERS_REASON.to_owned())
+        } else {
+            process_hooks::find_external_writer()
+        };
+        if let Some(reason) = reason {
+            print_reason_once(&reason);
             self.unprofitable_rounds = self.unprofitable_rounds.saturating_add(1);
             return Some(pause_after_round(Duration::ZERO, settings.max_slowdown, self.unprofitable_rounds));
         }
         let began = Instant::now();
         match self.merge_blocks(exclusion) {
-            Ok(paid) => self.unprofitable_rounds = if paid { 0 } else { self.unprofitable_rounds.saturating_add(1) },
+            Ok(is_profitable) => {
+                self.unprofitable_rounds = if is_profitable { 0 } else { self.unprofitable_rounds.saturating_add(1) }
+            }
             Err(error) if is_temporary(&error) => self.unprofitable_rounds = self.unprofitable_rounds.saturating_add(1),
             Err(error) => {
                 stop_merging(&error_chain(&error));
@@ -132,19 +137,19 @@ impl ProcessMerger {
                 ..EngineOptions::default()
             };
             let engine = Arc::new(Engine::join(&settings.domain, &options)?);
-            if let Some(mut freeing) = ENGINE_FOR_FREEING.lock() {
-                *freeing = Some(Arc::clone(&engine));
+            if let Some(mut engine_for_freeing) = ENGINE_FOR_FREEING.lock() {
+                *engine_for_freeing = Some(Arc::clone(&engine));
             }
             self.engine = Some(engine);
         }
         if let Some(mut blocks) = BLOCKS.lock() {
             for block in blocks.blocks_in_state(BlockState::Unknown) {
-                let adopted = self.adopt_range(block.range);
-                blocks.set_state(block, if adopted { BlockState::Adopted } else { BlockState::Excluded });
+                let is_adopted = self.adopt_range(block.range);
+                blocks.set_state(block, if is_adopted { BlockState::Adopted } else { BlockState::Excluded });
             }
         }
         let Some(engine) = &self.engine else { return Ok(false) };
-        let merged = match exclusion {
+        let counters = match exclusion {
             // SAFETY: the caller has checked that no other thread could write. [`process_hooks::find_external_writer`]
             // has excluded other writers. Code that unmaps or replaces blocks takes the lock that this thread holds, or
             // makes the engine disown them before.
@@ -156,12 +161,12 @@ impl ProcessMerger {
         };
         if settings.prints_report {
             let status = engine.status()?;
-            let page = mappings::page_bytes();
-            self.max_adopted = self.max_adopted.max(Bytes(status.pages.0 * page));
-            self.max_merged = self.max_merged.max(Bytes(status.merged.0 * page));
-            self.freed_zeros = Bytes(self.freed_zeros.0 + merged.zeros_freed.0 * page);
+            let page_bytes = mappings::page_bytes();
+            self.max_adopted = self.max_adopted.max(Bytes(status.pages.0 * page_bytes));
+            self.max_merged = self.max_merged.max(Bytes(status.merged.0 * page_bytes));
+            self.freed_zeros = Bytes(self.freed_zeros.0 + counters.zeros_freed.0 * page_bytes);
         }
-        Ok(merged.to_work_round(mappings::page_bytes()).is_profitable())
+        Ok(counters.to_work_round(mappings::page_bytes()).is_profitable())
     }
 
     fn adopt_range(&self, range: AddressRange) -> bool {
@@ -184,8 +189,8 @@ impl ProcessMerger {
         stop_merging(&error_chain(error));
         // The engine is the parent's, and leaving a domain takes time.
         std::mem::forget(self.engine.take());
-        if let Some(mut freeing) = ENGINE_FOR_FREEING.lock() {
-            std::mem::forget(freeing.take());
+        if let Some(mut engine_for_freeing) = ENGINE_FOR_FREEING.lock() {
+            std::mem::forget(engine_for_freeing.take());
         }
     }
 
@@ -209,14 +214,14 @@ impl ProcessMerger {
 
     /// Add a block that was moved from another address, with its state there.
     pub fn insert_moved(&mut self, range: AddressRange, is_heap: bool, state: BlockState) {
-        let lost = state == BlockState::Adopted && !self.adopt_range(range);
-        let state = if lost { BlockState::Excluded } else { state };
+        let is_adoption_failed = state == BlockState::Adopted && !self.adopt_range(range);
+        let state = if is_adoption_failed { BlockState::Excluded } else { state };
         if let Some(mut blocks) = BLOCKS.lock() {
             blocks.insert(AdoptableBlock { range, state, is_heap });
         }
     }
 
-    /// Leave all blocks alone that overlap a range.
+    /// Stop merging all blocks that overlap a range.
     pub fn exclude_blocks(&mut self, range: AddressRange) {
         let Some(mut blocks) = BLOCKS.lock() else { return };
         for block in blocks.blocks_in(range) {
@@ -234,21 +239,14 @@ impl ProcessMerger {
 
     /// Print the results.
     fn print_report(&self) {
-        let Self {
-            round_count: rounds,
-            merge_time: time,
-            max_adopted: most_adopted,
-            max_merged: most_merged,
-            freed_zeros: zeros,
-            ..
-        } = self;
-        let at_safe_points = match CHECKED_SAFE_POINTS.load(Ordering::Relaxed) {
+        let Self { round_count: rounds, merge_time: time, max_adopted, max_merged, freed_zeros, .. } = self;
+        let safe_point_report = match CHECKED_SAFE_POINTS.load(Ordering::Relaxed) {
             0 => String::new(),
-            slow => format!("; {slow} safe points asked for one"),
+            checked => format!("; {checked} safe points asked for one"),
         };
         process_hooks::write_to_stderr(&format!(
-            "adopted {most_adopted} and had {most_merged} merged at most; gave {zeros} of zeros back; {rounds} merges \
-             took {:.2} s{at_safe_points}",
+            "adopted {max_adopted} and had {max_merged} merged at most; gave {freed_zeros} of zeros back; {rounds} \
+             merges took {:.2} s{safe_point_report}",
             time.as_secs_f64()
         ));
     }
@@ -265,16 +263,16 @@ pub fn remove_without_waiting(range: AddressRange) -> Option<Vec<AdoptableBlock>
     // This thread holds no lock while it waits for a claim, so that other threads can free memory in the meantime.
     let engine = Arc::clone(ENGINE_FOR_FREEING.lock()?.as_ref()?);
     // SAFETY: this waits for the merge, and the caller unmaps or replaces the range next, in place.
-    let taken = blocks::cut_and_refuse(&BLOCKS, range, || unsafe { engine.refuse(range) }.is_ok())?;
+    let removed = blocks::cut_and_refuse(&BLOCKS, range, || unsafe { engine.refuse(range) }.is_ok())?;
     // A fork while this thread checks the claims would leave them locked in the child.
     engine.wait_for_claims(range, || BLOCKS.lock());
-    Some(taken)
+    Some(removed)
 }
 
-/// Leave all blocks alone that overlap a range, in any state.
+/// Stop merging all blocks that overlap a range, in any state.
 pub fn exclude_blocks_in(range: AddressRange) {
-    let touches = BLOCKS.lock().and_then(|blocks| blocks.has_known_block(range));
-    if touches.is_some()
+    let has_known_block = BLOCKS.lock().and_then(|blocks| blocks.has_known_block(range));
+    if has_known_block.is_some()
         && let Some(mut merger) = MERGER.lock()
     {
         merger.exclude_blocks(range);
@@ -289,8 +287,8 @@ fn is_temporary(error: &Error) -> bool {
         return true;
     }
     let Error::DomainUnusable { source, .. } = error else { return false };
-    let scarce = matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOSPC));
-    scarce || matches!(source.kind(), ErrorKind::TimedOut | ErrorKind::Interrupted)
+    let is_scarce = matches!(source.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOSPC));
+    is_scarce || matches!(source.kind(), ErrorKind::TimedOut | ErrorKind::Interrupted)
 }
 
 /// Merge nothing from now on, and print the reason.
@@ -354,30 +352,32 @@ pub fn on_safe_point() {
 #[cold]
 fn check_safe_point(now: u64) {
     CHECKED_SAFE_POINTS.fetch_add(1, Ordering::Relaxed);
-    let before = LAST_SAFE_POINT_NS.swap(now, Ordering::Relaxed);
+    let previous_safe_point = LAST_SAFE_POINT_NS.swap(now, Ordering::Relaxed);
     if IS_MERGING_OVER.load(Ordering::Relaxed) {
         NEXT_CHECK_NS.store(u64::MAX, Ordering::Relaxed);
         return;
     }
     let Some(mut merger) = MERGER.lock() else { return };
-    let before = (before > 0).then_some(Duration::from_nanos(before));
-    if let Some(check) = merger.next_merge_check(before) {
+    let previous_safe_point = (previous_safe_point > 0).then_some(Duration::from_nanos(previous_safe_point));
+    if let Some(check) = merger.next_merge_check(previous_safe_point) {
         NEXT_CHECK_NS.store(check.as_nanos() as u64, Ordering::Relaxed);
         return;
     }
     // A coroutine's stack may be in a block, and must not change during a merge that runs on it.
-    let here = 0_u8;
-    let here = (&raw const here).addr() as u64;
-    if BLOCKS.lock().is_some_and(|blocks| blocks.has_known_block(AddressRange { start: here, end: here + 1 }).is_some())
-    {
-        merger.exclude_blocks(AddressRange { start: here, end: here + 1 });
+    let stack_variable = 0_u8;
+    let stack_address = (&raw const stack_variable).addr() as u64;
+    if BLOCKS.lock().is_some_and(|blocks| {
+        blocks.has_known_block(AddressRange { start: stack_address, end: stack_address + 1 }).is_some()
+    }) {
+        merger.exclude_blocks(AddressRange { start: stack_address, end: stack_address + 1 });
     }
     let threads = process_hooks::thread_ids();
-    let alone = !threads.is_empty() && threads.iter().all(|thread| merger.mpi_threads.contains(thread));
-    let stillness = if alone { WriteExclusionReason::OnlyThread } else { WriteExclusionReason::WriteProtected };
+    let is_only_thread = !threads.is_empty() && threads.iter().all(|thread| merger.mpi_threads.contains(thread));
+    let exclusion =
+        if is_only_thread { WriteExclusionReason::OnlyThread } else { WriteExclusionReason::WriteProtected };
     // A signal handler would write during the merge, or wait for the thread that it has interrupted.
-    if let Some(rest) = process_hooks::without_signals(|| merger.run_round(stillness)).flatten() {
-        NEXT_CHECK_NS.store((merge_clock() + rest).as_nanos() as u64, Ordering::Relaxed);
+    if let Some(pause) = process_hooks::without_signals(|| merger.run_round(exclusion)).flatten() {
+        NEXT_CHECK_NS.store((merge_clock() + pause).as_nanos() as u64, Ordering::Relaxed);
     }
 }
 

@@ -10,8 +10,7 @@
 //!
 //! Not seen:
 //! - a buffer that a datatype with absolute addresses (`MPI_BOTTOM`) names, or that starts outside of blocks and
-//!   reaches
-//!   into one;
+//!   reaches into one;
 //! - descriptors of `mpi_f08` in MPICH (`MPI_Irecv_f08ts`), and Fortran's names for large counts (`MPI_Irecv_c_f08`);
 //! - calls by a tool that intercepts MPI before this library, which is reported ([`function_of_tool`]);
 //! - large memory that MPI allocates in other functions, such as the pool for a first message, if an MPI thread writes
@@ -76,15 +75,15 @@ pub fn may_adopt() -> bool {
 
 /// Look up a function of MPI in the next library, or by its profiling name in any library that was loaded later with
 /// local scope, as interpreters do.
-fn find(found: &AtomicPtr<c_void>, name: &'static CStr, for_tools: &'static CStr) -> Option<MpiFunction> {
-    let mut address = crate::next::find(found, name);
+fn find(cached_address: &AtomicPtr<c_void>, name: &'static CStr, profiling_name: &'static CStr) -> Option<MpiFunction> {
+    let mut address = crate::next::find(cached_address, name);
     if address.is_null() {
-        let mut search = SymbolSearch { name: for_tools, address: ptr::null_mut() };
+        let mut search = SymbolSearch { name: profiling_name, address: ptr::null_mut() };
         // SAFETY: `find_in_library` takes the pointer that is passed here, whose target outlives the call.
         unsafe { libc::dl_iterate_phdr(Some(find_in_library), (&raw mut search).cast()) };
         crate::next::clear_dlerror();
         address = search.address;
-        found.store(address, Ordering::Relaxed);
+        cached_address.store(address, Ordering::Relaxed);
     }
     // SAFETY: MPI has functions of words under these names; null is `None`.
     unsafe { std::mem::transmute::<*mut c_void, Option<MpiFunction>>(address) }
@@ -126,24 +125,24 @@ fn on_memory_request(call: impl FnOnce() -> c_int, _: &MpiArguments) -> c_int {
 }
 
 /// MPI starts: from now on the process is merged at safe points.
-fn on_init(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
+fn on_init(call: impl FnOnce() -> c_int, arguments: &MpiArguments) -> c_int {
     // The Fortran function calls the C function.
     if settings::settings().is_none() || MPI_CALL_DEPTH.load(Ordering::Relaxed) > 0 {
         return call();
     }
     process_hooks::merge_at_safe_points_only();
-    let alone = process_hooks::thread_ids().len() == 1;
-    let result = on_memory_request(call, words);
-    merger::record_mpi_threads(alone);
+    let was_single_threaded = process_hooks::thread_ids().len() == 1;
+    let result = on_memory_request(call, arguments);
+    merger::record_mpi_threads(was_single_threaded);
     result
 }
 
 /// When this returns, no rank computes.
-fn on_synchronization(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
-    let result = on_memory_request(call, words);
+fn on_synchronization(call: impl FnOnce() -> c_int, arguments: &MpiArguments) -> c_int {
+    let result = on_memory_request(call, arguments);
     // The Fortran function calls the C function, and MPI calls its own functions.
-    let outermost = MPI_CALL_DEPTH.load(Ordering::Relaxed) == 0;
-    if outermost
+    let is_outermost = MPI_CALL_DEPTH.load(Ordering::Relaxed) == 0;
+    if is_outermost
         && settings::settings().is_some()
         && process_hooks::is_merged_at_safe_points()
         && process_hooks::is_main_thread()
@@ -154,14 +153,14 @@ fn on_synchronization(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_i
 }
 
 /// The buffer may be written after this call has returned.
-fn on_buffer_handover(call: impl FnOnce() -> c_int, words: &MpiArguments) -> c_int {
+fn on_buffer_handover(call: impl FnOnce() -> c_int, arguments: &MpiArguments) -> c_int {
     if settings::settings().is_some() {
-        for &word in &words[..MAX_BUFFER_ARGUMENTS] {
+        for &word in &arguments[..MAX_BUFFER_ARGUMENTS] {
             let buffer = BLOCKS.lock().map(|blocks| blocks.buffer_range(word as u64));
             buffer.into_iter().for_each(merger::exclude_blocks_in);
         }
     }
-    on_memory_request(call, words)
+    on_memory_request(call, arguments)
 }
 
 /// Functions of MPI, with the code to run around them: by their names in C, in Fortran, and in Fortran 2008; or in C
@@ -205,10 +204,10 @@ macro_rules! around {
             m: usize,
             n: usize,
         ) -> c_int {
-            static FOUND: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
+            static CACHED_ADDRESS: AtomicPtr<c_void> = AtomicPtr::new(ptr::null_mut());
             const NAME: &CStr = around!(@name $name);
-            const FOR_TOOLS: &CStr = name(concat!($tools, stringify!($name), "\0"));
-            let Some(next) = find(&FOUND, NAME, FOR_TOOLS) else { return NO_MPI };
+            const PROFILING_NAME: &CStr = name(concat!($tools, stringify!($name), "\0"));
+            let Some(next) = find(&CACHED_ADDRESS, NAME, PROFILING_NAME) else { return NO_MPI };
             // SAFETY: the caller's promise.
             let call = || unsafe { next(a, b, c, d, e, f, g, h, i, j, k, l, m, n) };
             $around(call, &[a, b, c, d, e, f, g, h, i, j, k, l, m, n])

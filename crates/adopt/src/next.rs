@@ -37,10 +37,10 @@ pub fn this_thread() -> usize {
 }
 
 /// Look up a function, once.
-pub fn find(found: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
-    let known = found.load(Ordering::Relaxed);
-    if !known.is_null() {
-        return known;
+pub fn find(cache: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
+    let cached_address = cache.load(Ordering::Relaxed);
+    if !cached_address.is_null() {
+        return cached_address;
     }
     LOOKUP_DEPTH.set(LOOKUP_DEPTH.get() + 1);
     // SAFETY: the name ends in NUL; the call only looks up a symbol.
@@ -49,7 +49,7 @@ pub fn find(found: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
         clear_dlerror();
     }
     LOOKUP_DEPTH.set(LOOKUP_DEPTH.get() - 1);
-    found.store(address, Ordering::Relaxed);
+    cache.store(address, Ordering::Relaxed);
     address
 }
 
@@ -70,8 +70,8 @@ pub fn has_libc_malloc_next() -> bool {
 /// the function, that address is the program's own jump to it (the System V ABI has an undefined symbol with a value
 /// for that). The jump leads to the first library in the lookup order.
 pub fn resolves_to_this_library(name: &CStr) -> bool {
-    let (found, is_jump) = library_at_address(function_called_by(name));
-    is_jump || found.dli_fbase == library_at_address(LOADER_ARENA.0.get().cast()).0.dli_fbase
+    let (info, is_jump) = library_at_address(function_called_by(name));
+    is_jump || info.dli_fbase == library_at_address(LOADER_ARENA.0.get().cast()).0.dli_fbase
 }
 
 /// The path of the library, or of the program, whose function the program finds by a name.
@@ -92,15 +92,15 @@ fn function_called_by(name: &CStr) -> *const c_void {
 
 /// The library that contains an address, and whether that address is a symbol that the library does not define.
 fn library_at_address(address: *const c_void) -> (libc::Dl_info, bool) {
-    let mut found = MaybeUninit::<libc::Dl_info>::zeroed();
+    let mut info = MaybeUninit::<libc::Dl_info>::zeroed();
     let mut symbol: *const libc::Elf64_Sym = ptr::null();
-    let into = (&raw mut symbol).cast::<*mut c_void>();
+    let symbol_output = (&raw mut symbol).cast::<*mut c_void>();
     // SAFETY: both are valid for writes, the second as the flag says; any address is allowed.
-    unsafe { dladdr1(address, found.as_mut_ptr(), into, RTLD_DL_SYMENT) };
+    unsafe { dladdr1(address, info.as_mut_ptr(), symbol_output, RTLD_DL_SYMENT) };
     // SAFETY: the pointer is null, or points into the symbol table of a loaded library.
-    let undefined = unsafe { symbol.as_ref() }.is_some_and(|symbol| symbol.st_shndx == SHN_UNDEF);
+    let is_undefined = unsafe { symbol.as_ref() }.is_some_and(|symbol| symbol.st_shndx == SHN_UNDEF);
     // SAFETY: all zeros is a valid value, too.
-    (unsafe { found.assume_init() }, undefined)
+    (unsafe { info.assume_init() }, is_undefined)
 }
 
 /// From dlfcn.h and elf.h of glibc.
@@ -130,11 +130,11 @@ static LOADER_ARENA_USED: AtomicUsize = AtomicUsize::new(0);
 
 fn from_arena(bytes: usize) -> *mut c_void {
     let bytes = bytes.next_multiple_of(16);
-    let at = LOADER_ARENA_USED.fetch_add(bytes, Ordering::Relaxed);
-    if at.saturating_add(bytes) > ARENA_BYTES {
+    let offset = LOADER_ARENA_USED.fetch_add(bytes, Ordering::Relaxed);
+    if offset.saturating_add(bytes) > ARENA_BYTES {
         ptr::null_mut()
     } else {
-        LOADER_ARENA.0.get().cast::<u8>().wrapping_add(at).cast()
+        LOADER_ARENA.0.get().cast::<u8>().wrapping_add(offset).cast()
     }
 }
 
@@ -183,9 +183,9 @@ pub unsafe fn realloc(pointer: *mut c_void, bytes: usize) -> *mut c_void {
     if is_in_arena(pointer) {
         let new = malloc(bytes);
         if !new.is_null() {
-            let behind = LOADER_ARENA.0.get() as usize + ARENA_BYTES - pointer as usize;
+            let max_bytes = LOADER_ARENA.0.get() as usize + ARENA_BYTES - pointer as usize;
             // SAFETY: within the arena, and within the new memory; the old length is not known.
-            unsafe { ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), bytes.min(behind)) };
+            unsafe { ptr::copy_nonoverlapping(pointer.cast::<u8>(), new.cast::<u8>(), bytes.min(max_bytes)) };
         }
         return new;
     }

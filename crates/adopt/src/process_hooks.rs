@@ -39,14 +39,14 @@ extern "C" fn on_load() {
     IS_MERGED_AT_SAFE_POINTS.store(mpi::is_linked(), Ordering::Relaxed);
     let mut key = 0;
     // SAFETY: `key` is valid for writes, and `on_main_thread_exit` stays loaded: a preloaded library is never unloaded.
-    let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(on_main_thread_exit)) } == 0;
+    let is_key_created = unsafe { libc::pthread_key_create(&raw mut key, Some(on_main_thread_exit)) } == 0;
     // SAFETY: the key was created; its value is never dereferenced, it only has to differ from null.
-    let is_set = keyed && unsafe { libc::pthread_setspecific(key, MAIN_THREAD.as_ptr().cast()) } == 0;
+    let is_set = is_key_created && unsafe { libc::pthread_setspecific(key, MAIN_THREAD.as_ptr().cast()) } == 0;
     // SAFETY: all three stay loaded.
-    let followed = is_set
+    let has_fork_handlers = is_set
         && unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork_in_parent), Some(after_fork_in_child)) }
             == 0;
-    if followed {
+    if has_fork_handlers {
         // Look up functions that are called with a lock held in advance: the loader has locks of its own.
         mappings::resolve_functions();
         USES_LIBC_ALLOCATOR.store(crate::next::has_libc_malloc_next(), Ordering::Relaxed);
@@ -63,9 +63,9 @@ extern "C" fn on_load() {
 /// Merge nothing if a tool intercepts MPI's functions before this library: then this library sees neither safe points
 /// nor buffers to which MPI may write.
 fn give_up_if_tool_intercepts_mpi() {
-    if let Some(taken) = is_merged_at_safe_points().then(mpi::function_of_tool).flatten() {
+    if let Some(tool_function) = is_merged_at_safe_points().then(mpi::function_of_tool).flatten() {
         merger::stop_merging(&format!(
-            "{taken} is called in place of this library's, so that MPI calls are not seen: name the tool after \
+            "{tool_function} is called in place of this library's, so that MPI calls are not seen: name the tool after \
              libpagefold_adopt.so in LD_PRELOAD, or run without it"
         ));
     }
@@ -96,23 +96,23 @@ static FORK_HOLDS_BLOCKS: AtomicBool = AtomicBool::new(false);
 /// library holds the locks already, and keeps them.
 extern "C" fn before_fork() {
     merge_thread::stop_before_fork();
-    let (merger, freeing, blocks) = (
+    let (takes_merger, takes_freeing, takes_blocks) = (
         !MERGER.is_held_by_this_thread(),
         !ENGINE_FOR_FREEING.is_held_by_this_thread(),
         !BLOCKS.is_held_by_this_thread(),
     );
-    if merger {
+    if takes_merger {
         MERGER.hold_until_release();
     }
-    FORK_HOLDS_MERGER.store(merger, Ordering::Relaxed);
-    if freeing {
+    FORK_HOLDS_MERGER.store(takes_merger, Ordering::Relaxed);
+    if takes_freeing {
         ENGINE_FOR_FREEING.hold_until_release();
     }
-    FORK_HOLDS_FREEING.store(freeing, Ordering::Relaxed);
-    if blocks {
+    FORK_HOLDS_FREEING.store(takes_freeing, Ordering::Relaxed);
+    if takes_blocks {
         BLOCKS.hold_until_release();
     }
-    FORK_HOLDS_BLOCKS.store(blocks, Ordering::Relaxed);
+    FORK_HOLDS_BLOCKS.store(takes_blocks, Ordering::Relaxed);
 }
 
 extern "C" fn after_fork_in_parent() {
@@ -155,22 +155,22 @@ pub fn merge_at_safe_points_only() {
 /// Run `work` while this thread receives no signals, except those that its own instructions raise. `None` if signals
 /// cannot be blocked.
 pub fn without_signals<T>(work: impl FnOnce() -> T) -> Option<T> {
-    let mut all = MaybeUninit::uninit();
-    let mut before = MaybeUninit::uninit();
-    // SAFETY: `all` is valid for writes.
-    unsafe { libc::sigfillset(all.as_mut_ptr()) };
+    let mut blocked = MaybeUninit::uninit();
+    let mut previous_mask = MaybeUninit::uninit();
+    // SAFETY: `blocked` is valid for writes.
+    unsafe { libc::sigfillset(blocked.as_mut_ptr()) };
     for signal in [libc::SIGSEGV, libc::SIGBUS, libc::SIGFPE, libc::SIGILL, libc::SIGTRAP] {
-        // SAFETY: `all` was filled.
-        unsafe { libc::sigdelset(all.as_mut_ptr(), signal) };
+        // SAFETY: `blocked` was filled.
+        unsafe { libc::sigdelset(blocked.as_mut_ptr(), signal) };
     }
-    // SAFETY: `all` was filled; `before` is valid for writes.
-    if unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) } != 0 {
+    // SAFETY: `blocked` was filled; `previous_mask` is valid for writes.
+    if unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), previous_mask.as_mut_ptr()) } != 0 {
         return None;
     }
-    let done = work();
-    // SAFETY: `before` was written above.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
-    Some(done)
+    let result = work();
+    // SAFETY: `previous_mask` was written above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, previous_mask.as_ptr(), ptr::null_mut()) };
+    Some(result)
 }
 
 /// Print a message on standard error, in one write. If standard error is closed, the message is lost.
@@ -203,10 +203,10 @@ pub fn thread_ids() -> Vec<u32> {
 fn socket_domain(socket: RawFd) -> Option<c_int> {
     let mut domain: c_int = 0;
     let mut bytes = size_of::<c_int>() as libc::socklen_t;
-    let into = (&raw mut domain).cast();
+    let output = (&raw mut domain).cast();
     // SAFETY: both are valid for writes, and `bytes` is the length of the first.
-    let answer = unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_DOMAIN, into, &raw mut bytes) };
-    (answer == 0).then_some(domain)
+    let result = unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_DOMAIN, output, &raw mut bytes) };
+    (result == 0).then_some(domain)
 }
 
 /// Reports an open file through which memory may be written without the kernel's page tables: devices, direct I/O and
@@ -242,8 +242,9 @@ pub fn find_external_writer() -> Option<String> {
             libc::S_IFREG | libc::S_IFBLK => {
                 // SAFETY: F_GETFL takes no argument and changes nothing.
                 let flags = unsafe { libc::fcntl(descriptor, libc::F_GETFL) };
-                let direct = flags != -1 && flags & libc::O_DIRECT != 0;
-                direct.then(|| format!("{} is open for direct I/O, which writes to memory that it has pinned", name()))
+                let is_direct = flags != -1 && flags & libc::O_DIRECT != 0;
+                is_direct
+                    .then(|| format!("{} is open for direct I/O, which writes to memory that it has pinned", name()))
             }
             libc::S_IFSOCK if socket_domain(descriptor) == Some(libc::AF_XDP) => {
                 Some("an AF_XDP socket is open, and the network writes to memory that it has pinned".to_owned())
@@ -251,8 +252,8 @@ pub fn find_external_writer() -> Option<String> {
             // Anonymous inodes have no type.
             0 => {
                 let name = name();
-                let writes = ["io_uring", "userfaultfd", "kvm", "vfio"].iter().any(|kind| name.contains(kind));
-                writes.then(|| format!("{name} is open, and may write to memory without the program's page tables"))
+                let may_write = ["io_uring", "userfaultfd", "kvm", "vfio"].iter().any(|kind| name.contains(kind));
+                may_write.then(|| format!("{name} is open, and may write to memory without the program's page tables"))
             }
             _ => None,
         }

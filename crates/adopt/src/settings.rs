@@ -36,14 +36,15 @@ const SMALLEST_MIN_BLOCK_BYTES: usize = 1 << 16;
 
 /// Load the settings. Without a domain nothing is merged.
 pub fn load() {
-    let text = |name| std::env::var(name).ok().filter(|text| !text.is_empty());
-    let Some(domain) = text(DOMAIN_VARIABLE) else { return };
-    let max_slowdown = text(MAX_SLOWDOWN_VARIABLE).and_then(|text| text.parse().ok()).unwrap_or(0.02);
-    let min_runtime = text(MIN_RUNTIME_VARIABLE).and_then(|text| Duration::try_from_secs_f64(text.parse().ok()?).ok());
+    let variable = |name| std::env::var(name).ok().filter(|value| !value.is_empty());
+    let Some(domain) = variable(DOMAIN_VARIABLE) else { return };
+    let max_slowdown = variable(MAX_SLOWDOWN_VARIABLE).and_then(|value| value.parse().ok()).unwrap_or(0.02);
+    let min_runtime =
+        variable(MIN_RUNTIME_VARIABLE).and_then(|value| Duration::try_from_secs_f64(value.parse().ok()?).ok());
     let min_runtime = min_runtime.unwrap_or_default();
-    let min_block = text(MIN_BLOCK_VARIABLE).and_then(|text| text.parse().ok()).unwrap_or(1 << 20_usize);
-    let (per_node, report) = (text(PER_NODE_VARIABLE).is_some(), text(REPORT_VARIABLE).is_some());
-    let settings = PreloadSettings { domain, max_slowdown, min_runtime, per_node, prints_report: report };
+    let min_block = variable(MIN_BLOCK_VARIABLE).and_then(|value| value.parse().ok()).unwrap_or(1 << 20_usize);
+    let (per_node, prints_report) = (variable(PER_NODE_VARIABLE).is_some(), variable(REPORT_VARIABLE).is_some());
+    let settings = PreloadSettings { domain, max_slowdown, min_runtime, per_node, prints_report };
     if SETTINGS.set(settings).is_ok() {
         MIN_BLOCK_BYTES.store(min_block.max(SMALLEST_MIN_BLOCK_BYTES), Ordering::Relaxed);
     }

@@ -8,9 +8,9 @@ use tempfile::TempDir;
 /// A directory for programs and domains, in memory as by default.
 fn runtime_directory() -> TempDir {
     use std::os::unix::fs::PermissionsExt;
-    let place = tempfile::tempdir_in("/dev/shm").unwrap();
-    std::fs::set_permissions(place.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
-    place
+    let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+    std::fs::set_permissions(directory.path(), std::fs::Permissions::from_mode(0o700)).unwrap();
+    directory
 }
 
 /// The library, in cargo's output directory.
@@ -137,18 +137,18 @@ fn idle_barrier_only_reads_the_clock() {
     if !has_compiler() {
         return;
     }
-    let place = runtime_directory();
-    let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
-    let program = compile(&place, "barriers.c", &[mpi.to_str().unwrap()]);
+    let directory = runtime_directory();
+    let mpi = compile(&directory, "lonely_mpi.c", &["-shared", "-fPIC"]);
+    let program = compile(&directory, "barriers.c", &[mpi.to_str().unwrap()]);
     let barriers = 1_000_000;
-    let output = preloaded_command(&place, &program).args([&barriers.to_string(), "1000"]).output().unwrap();
-    let said = lossy_text(&output.stderr);
-    assert!(output.status.success() && !said.contains("had 0 B merged"), "{output:?}");
+    let output = preloaded_command(&directory, &program).args([&barriers.to_string(), "1000"]).output().unwrap();
+    let stderr = lossy_text(&output.stderr);
+    assert!(output.status.success() && !stderr.contains("had 0 B merged"), "{output:?}");
     // All other safe points took no lock and made no system call. One asks every 5 ms at most, and a few for each
     // merge.
     let milliseconds: u64 = lossy_text(&output.stdout).trim().parse().unwrap();
-    let (asked, merges) = (reported_number(&said, " safe points asked"), reported_number(&said, " merges took"));
-    assert!(asked <= milliseconds / 5 + 4 * merges + 10 && asked < barriers / 2, "{milliseconds} ms: {said}");
+    let (checked, merges) = (reported_number(&stderr, " safe points asked"), reported_number(&stderr, " merges took"));
+    assert!(checked <= milliseconds / 5 + 4 * merges + 10 && checked < barriers / 2, "{milliseconds} ms: {stderr}");
 }
 
 #[test]
@@ -156,29 +156,29 @@ fn tool_that_intercepts_mpi_is_named() {
     if !has_compiler() {
         return;
     }
-    let place = runtime_directory();
-    let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
-    let tool = compile(&place, "pmpi_tool.c", &["-shared", "-fPIC"]);
+    let directory = runtime_directory();
+    let mpi = compile(&directory, "lonely_mpi.c", &["-shared", "-fPIC"]);
+    let tool = compile(&directory, "pmpi_tool.c", &["-shared", "-fPIC"]);
     let run = |program: &Path, preloads: &str| {
-        let output = command_with_preload(&place, preloads, program).args(["100000", "4"]).output().unwrap();
+        let output = command_with_preload(&directory, preloads, program).args(["100000", "4"]).output().unwrap();
         assert!(output.status.success(), "{output:?}");
         lossy_text(&output.stderr)
     };
-    let program = compile(&place, "barriers.c", &[mpi.to_str().unwrap()]);
-    let (ours, theirs) = (library_path(), tool.to_str().unwrap());
-    let ours = ours.to_str().unwrap();
-    let said = run(&program, &format!("{theirs}:{ours}"));
-    assert!(said.contains(&format!("not merged: MPI_Barrier of {theirs} is called in place")), "{said}");
-    let said = run(&program, &format!("{ours}:{theirs}"));
-    assert!(said.contains(" merged at most") && !said.contains("not merged"), "{said}");
+    let program = compile(&directory, "barriers.c", &[mpi.to_str().unwrap()]);
+    let (library, tool_path) = (library_path(), tool.to_str().unwrap());
+    let library = library.to_str().unwrap();
+    let stderr = run(&program, &format!("{tool_path}:{library}"));
+    assert!(stderr.contains(&format!("not merged: MPI_Barrier of {tool_path} is called in place")), "{stderr}");
+    let stderr = run(&program, &format!("{library}:{tool_path}"));
+    assert!(stderr.contains(" merged at most") && !stderr.contains("not merged"), "{stderr}");
     // Without position-independent code the address of a function is in the program itself.
-    let program = compile(&place, "barriers.c", &["-no-pie", "-fno-pie", mpi.to_str().unwrap()]);
-    let said = run(&program, ours);
-    assert!(said.contains(" merged at most") && !said.contains("not merged"), "{said}");
+    let program = compile(&directory, "barriers.c", &["-no-pie", "-fno-pie", mpi.to_str().unwrap()]);
+    let stderr = run(&program, library);
+    assert!(stderr.contains(" merged at most") && !stderr.contains("not merged"), "{stderr}");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../labs/run/pmpi_tool.c");
-    let program = compile(&place, "barriers.c", &[source.to_str().unwrap(), mpi.to_str().unwrap()]);
-    let said = run(&program, ours);
-    assert!(said.contains(&format!("not merged: MPI_Barrier of {} is called", program.display())), "{said}");
+    let program = compile(&directory, "barriers.c", &[source.to_str().unwrap(), mpi.to_str().unwrap()]);
+    let stderr = run(&program, library);
+    assert!(stderr.contains(&format!("not merged: MPI_Barrier of {} is called", program.display())), "{stderr}");
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn merged_program_can_change_its_user_namespace() {
     if !has_compiler() {
         return;
     }
-    let place = runtime_directory();
+    let directory = runtime_directory();
     let main = r#"int main(int count, char **words)
 {
 	fill();
@@ -198,12 +198,12 @@ fn merged_program_can_change_its_user_namespace() {
 	return count > 1 && !becomes(2) ? 4 : block[77] != 3;
 }
 "#;
-    let program = compile_text(&place, "namespace.c", main, &[]);
+    let program = compile_text(&directory, "namespace.c", main, &[]);
     if Command::new(&program).status().unwrap().code() != Some(0) {
         println!("skipped: user namespaces are not permitted");
         return;
     }
-    let output = preloaded_command(&place, &program).arg("merged").output().unwrap();
+    let output = preloaded_command(&directory, &program).arg("merged").output().unwrap();
     assert_eq!(exit_code(&output).unwrap_or(0), 0, "{output:?}");
 }
 
@@ -212,7 +212,7 @@ fn forking_program_sees_only_its_own_threads() {
     if !has_compiler() {
         return;
     }
-    let place = runtime_directory();
+    let directory = runtime_directory();
     let main = r#"int main(void)
 {
 	fill();
@@ -231,7 +231,7 @@ fn forking_program_sees_only_its_own_threads() {
 	return block[77] != 3;
 }
 "#;
-    let output = preloaded_command(&place, &compile_text(&place, "forks.c", main, &[])).output().unwrap();
+    let output = preloaded_command(&directory, &compile_text(&directory, "forks.c", main, &[])).output().unwrap();
     assert_eq!(exit_code(&output).unwrap_or(0), 0, "{output:?}");
 }
 
@@ -240,7 +240,7 @@ fn program_without_blocks_has_no_merge_thread() {
     if !has_compiler() {
         return;
     }
-    let place = runtime_directory();
+    let directory = runtime_directory();
     let main = r#"int main(void)
 {
 	usleep(500000);
@@ -257,7 +257,7 @@ fn program_without_blocks_has_no_merge_thread() {
 	return 0;
 }
 "#;
-    let output = preloaded_command(&place, &compile_text(&place, "idles.c", main, &[])).output().unwrap();
+    let output = preloaded_command(&directory, &compile_text(&directory, "idles.c", main, &[])).output().unwrap();
     assert_eq!(exit_code(&output).unwrap_or(0), 0, "{output:?}");
 }
 
@@ -292,15 +292,15 @@ fn domain_directory_is_removed_with_simultaneous_exits() {
     if !has_compiler() {
         return;
     }
-    let place = runtime_directory();
-    let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
-    let program = compile_text(&place, "ranks.c", RANK_PROGRAM_C, &[mpi.to_str().unwrap()]);
-    let domain = place.path().join("domains/x");
+    let directory = runtime_directory();
+    let mpi = compile(&directory, "lonely_mpi.c", &["-shared", "-fPIC"]);
+    let program = compile_text(&directory, "ranks.c", RANK_PROGRAM_C, &[mpi.to_str().unwrap()]);
+    let domain = directory.path().join("domains/x");
     for round in 0..3 {
         let ((wait, ends), (merged, says)) = (std::io::pipe().unwrap(), std::io::pipe().unwrap());
         let rank = || {
             let (input, output) = (wait.try_clone().unwrap(), says.try_clone().unwrap());
-            preloaded_command(&place, &program).stdin(input).stdout(output).spawn().unwrap()
+            preloaded_command(&directory, &program).stdin(input).stdout(output).spawn().unwrap()
         };
         let mut ranks: Vec<_> = (0..6).map(|_| rank()).collect();
         drop((wait, says));
@@ -318,11 +318,11 @@ fn surviving_launcher_removes_domain_of_killed_ranks() {
     if !has_compiler() {
         return;
     }
-    let place = runtime_directory();
-    let mpi = compile(&place, "lonely_mpi.c", &["-shared", "-fPIC"]);
-    let program = compile_text(&place, "ranks.c", RANK_PROGRAM_C, &[mpi.to_str().unwrap()]);
-    let output = preloaded_command(&place, &program).arg("launch").output().unwrap();
+    let directory = runtime_directory();
+    let mpi = compile(&directory, "lonely_mpi.c", &["-shared", "-fPIC"]);
+    let program = compile_text(&directory, "ranks.c", RANK_PROGRAM_C, &[mpi.to_str().unwrap()]);
+    let output = preloaded_command(&directory, &program).arg("launch").output().unwrap();
     assert!(output.status.success(), "{output:?}");
-    assert!(place.path().join("domains").exists(), "there was a domain");
-    assert!(!place.path().join("domains/x").exists());
+    assert!(directory.path().join("domains").exists(), "there was a domain");
+    assert!(!directory.path().join("domains/x").exists());
 }

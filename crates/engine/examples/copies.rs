@@ -12,15 +12,15 @@ use pagefold_engine::{AllocatedRegion, Engine, EngineOptions, Error, MergeCounte
 
 const TABLE_BYTES: usize = 16 << 20;
 
-fn table_word(place: usize) -> [u8; 8] {
-    (place as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_ne_bytes()
+fn table_word(index: usize) -> [u8; 8] {
+    (index as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_ne_bytes()
 }
 
 /// A copy of the table, in mergeable memory.
 fn allocate_table(engine: &Engine) -> Result<AllocatedRegion<'_>, Error> {
     let mut memory = engine.allocate(TABLE_BYTES)?;
     let words = memory.as_mut_slice().as_chunks_mut().0.iter_mut();
-    words.enumerate().for_each(|(place, bytes)| *bytes = table_word(place));
+    words.enumerate().for_each(|(index, bytes)| *bytes = table_word(index));
     Ok(memory)
 }
 
@@ -59,7 +59,7 @@ fn main() -> Result<(), Error> {
     for (number, copy) in copies.iter_mut().enumerate() {
         copy.as_mut_slice()[number] ^= 1;
         let mut words = copy.as_slice().as_chunks().0.iter().enumerate();
-        assert!(words.all(|(place, bytes)| *bytes == table_word(place)), "copy {number} has an unexpected content");
+        assert!(words.all(|(index, bytes)| *bytes == table_word(index)), "copy {number} has an unexpected content");
     }
     println!("all memory as it was written");
     Ok(())

@@ -40,22 +40,23 @@ impl AdoptedRegion {
 
     /// The region without a range: up to two regions remain.
     pub fn subtract(&self, range: AddressRange) -> Vec<Self> {
-        let part = |left: AddressRange| {
-            let notes = self.range_notes(left.start, left.end).to_vec();
-            let unmergeable = self.unmergeable.iter().filter_map(|known| known.overlap(left)).collect();
-            Self { notes, unmergeable, last_survey: self.last_survey, ..Self::new(left, self.page_bytes) }
+        let build_subregion = |remaining: AddressRange| {
+            let notes = self.range_notes(remaining.start, remaining.end).to_vec();
+            let unmergeable = self.unmergeable.iter().filter_map(|range| range.overlap(remaining)).collect();
+            Self { notes, unmergeable, last_survey: self.last_survey, ..Self::new(remaining, self.page_bytes) }
         };
-        self.range.subtract(&[range]).into_iter().map(part).collect()
+        self.range.subtract(&[range]).into_iter().map(build_subregion).collect()
     }
 
     /// Apply new advice to a range.
     pub fn advise(&mut self, range: AddressRange, advice: PageAdvice, now: Duration) {
         let Some(range) = self.range.overlap(range) else { return };
-        let mut kept: Vec<AddressRange> = self.unmergeable.iter().flat_map(|known| known.subtract(&[range])).collect();
+        let mut unmergeable: Vec<AddressRange> =
+            self.unmergeable.iter().flat_map(|previous| previous.subtract(&[range])).collect();
         if advice == PageAdvice::Unmergeable {
-            kept.push(range);
+            unmergeable.push(range);
         }
-        self.unmergeable = AddressRange::union(kept);
+        self.unmergeable = AddressRange::union(unmergeable);
         let notes = self.range_notes_mut(range).iter_mut();
         match advice {
             PageAdvice::Mergeable => notes.for_each(PageNote::advise_mergeable),
@@ -64,7 +65,7 @@ impl AdoptedRegion {
         }
     }
 
-    /// Discard the notes on pages whose content is gone.
+    /// Discard the notes on pages whose content was dropped.
     pub fn forget_pages(&mut self, range: AddressRange) {
         let Some(range) = self.range.overlap(range) else { return };
         self.range_notes_mut(range).fill(PageNote::default());
@@ -98,8 +99,8 @@ impl AdoptedRegion {
 
     /// The note on a page.
     pub fn page_note(&mut self, address: u64) -> &mut PageNote {
-        let at = self.note_index(address);
-        &mut self.notes[at]
+        let index = self.note_index(address);
+        &mut self.notes[index]
     }
 
     fn note_index(&self, address: u64) -> usize {
@@ -134,31 +135,31 @@ impl AdoptedRegion {
         self.last_tally = PageTally { pages: self.last_tally.pages, ..PageTally::default() };
     }
 
-    /// Count the pages of a range; `found` lists its mapped pages.
+    /// Count the pages of a range; `mapped` lists its mapped pages.
     pub fn tally_range(
         &mut self,
         range: AddressRange,
         kind: OwnMappingKind,
-        found: &[pagemap::MappedRange],
+        mapped: &[pagemap::MappedRange],
         now: Duration,
     ) {
         let count_merged = |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_merged()).count() as u64);
         let count_rewritten =
             |notes: &[PageNote]| Pages(notes.iter().filter(|note| note.is_rewritten(now)).count() as u64);
-        // Pages that the program has of its own in the range.
-        let own = || {
-            let own = found.iter().filter(|found| !found.file && !found.zero_page);
-            own.map(|found| (found, self.range_notes(found.start, found.end)))
+        // Private pages of the program in the range, with their notes.
+        let private_ranges = || {
+            let private_ranges = mapped.iter().filter(|mapped| !mapped.file && !mapped.zero_page);
+            private_ranges.map(|mapped| (mapped, self.range_notes(mapped.start, mapped.end)))
         };
-        let rewritten_pages: Pages = own().map(|(_, notes)| count_rewritten(notes)).sum();
+        let rewritten_pages: Pages = private_ranges().map(|(_, notes)| count_rewritten(notes)).sum();
         match kind {
             OwnMappingKind::Stored { .. } => {
-                let written: u64 = own().map(|(found, _)| found.end - found.start).sum();
-                self.last_tally.merged += Pages((range.bytes().0 - written) / self.page_bytes);
+                let private_bytes: u64 = private_ranges().map(|(mapped, _)| mapped.end - mapped.start).sum();
+                self.last_tally.merged += Pages((range.bytes().0 - private_bytes) / self.page_bytes);
             }
             OwnMappingKind::Ordinary => {
-                let written: Pages = own().map(|(_, notes)| count_merged(notes)).sum();
-                self.last_tally.zeros += count_merged(self.range_notes(range.start, range.end)) - written;
+                let private_pages: Pages = private_ranges().map(|(_, notes)| count_merged(notes)).sum();
+                self.last_tally.zeros += count_merged(self.range_notes(range.start, range.end)) - private_pages;
             }
         }
         self.last_tally.rewritten_pages += rewritten_pages;
@@ -170,19 +171,19 @@ impl AdoptedRegion {
 /// # Errors
 /// Those of reading `/proc/thread-self/maps` and `pagemap`.
 pub fn tally_regions(domain: &JoinedDomain, regions: &mut [AdoptedRegion], now: Duration) -> io::Result<u64> {
-    let (parts, mappings) = own_mappings::read_own_mappings(domain.store.identity(), domain.page_bytes())?;
+    let (mappings, mapping_count) = own_mappings::read_own_mappings(domain.store.identity(), domain.page_bytes())?;
     let pagemap = File::open("/proc/thread-self/pagemap")?;
     for region in regions {
         region.reset_tally();
-        let first = parts.partition_point(|part| part.range.end <= region.range.start);
-        for part in &parts[first..] {
-            let Some(range) = part.range.overlap(region.range) else { break };
-            let mut found = Vec::new();
-            pagemap::scan_mapped(&pagemap, range.start..range.end, part.kind.range_contents(), |mapped| {
-                found.push(mapped)
+        let first = mappings.partition_point(|mapping| mapping.range.end <= region.range.start);
+        for mapping in &mappings[first..] {
+            let Some(range) = mapping.range.overlap(region.range) else { break };
+            let mut mapped_ranges = Vec::new();
+            pagemap::scan_mapped(&pagemap, range.start..range.end, mapping.kind.range_contents(), |page_range| {
+                mapped_ranges.push(page_range)
             })?;
-            region.tally_range(range, part.kind, &found, now);
+            region.tally_range(range, mapping.kind, &mapped_ranges, now);
         }
     }
-    Ok(mappings)
+    Ok(mapping_count)
 }

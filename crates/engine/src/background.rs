@@ -46,44 +46,44 @@ impl Engine {
         // Report a missing permission now, and not in the thread.
         drop(pagefold_sys::userfault::UserfaultFd::new().map_err(Error::WriteProtectUnavailable)?);
         let shared = Arc::new(SharedProgress::default());
-        let (engine, told) = (Arc::clone(self), Arc::clone(&shared));
+        let (engine, thread_shared) = (Arc::clone(self), Arc::clone(&shared));
         let failed = |source: io::Error| Error::DomainUnusable { name: self.name.clone(), source };
         let thread = thread::Builder::new().name("pagefold".to_owned());
         // The thread inherits the signal mask, so that no handler runs in it even before its first instruction.
         let blocked = BlockedSignals::new().map_err(failed)?;
-        let thread = thread.spawn(move || run_merge_loop(&engine, cpu_share, &told)).map_err(failed)?;
+        let thread = thread.spawn(move || run_merge_loop(&engine, cpu_share, &thread_shared)).map_err(failed)?;
         drop(blocked);
         Ok(BackgroundMerger { owner_pid: std::process::id(), shared, thread: Some(thread) })
     }
 }
 
 fn run_merge_loop(engine: &Engine, cpu_share: f64, shared: &SharedProgress) {
-    let (mut idle, page) = (0, rustix::param::page_size() as u64);
+    let (mut idle_rounds, page_bytes) = (0, rustix::param::page_size() as u64);
     loop {
         let began = Instant::now();
         // SAFETY: the caller of `merge_in_background` has promised it.
-        let done = unsafe { engine.merge_while_running() };
+        let result = unsafe { engine.merge_while_running() };
         // As if all threads of the merge had worked all the time.
-        let took = began.elapsed() * engine.options.threads.max(1) as u32;
-        let mut status = shared.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        status.merge_count += 1;
-        match done {
-            Ok(merged) => {
-                idle = if merged.to_work_round(page).is_profitable() { 0 } else { idle + 1 };
-                status.error = None;
+        let cpu_time = began.elapsed() * engine.options.threads.max(1) as u32;
+        let mut progress = shared.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        progress.merge_count += 1;
+        match result {
+            Ok(counters) => {
+                idle_rounds = if counters.to_work_round(page_bytes).is_profitable() { 0 } else { idle_rounds + 1 };
+                progress.error = None;
             }
             Err(error) => {
                 // Pins may end: retry, with growing pauses.
-                status.stop_requested |= !matches!(error, Error::MemoryPinned(_));
-                status.error = Some(error);
-                idle += 1;
+                progress.stop_requested |= !matches!(error, Error::MemoryPinned(_));
+                progress.error = Some(error);
+                idle_rounds += 1;
             }
         }
         shared.changed.notify_all();
-        let rest = pause_after_round(took, cpu_share, idle);
-        let waited = shared.changed.wait_timeout_while(status, rest, |status| !status.stop_requested);
-        let (status, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if status.stop_requested {
+        let pause = pause_after_round(cpu_time, cpu_share, idle_rounds);
+        let wait_result = shared.changed.wait_timeout_while(progress, pause, |progress| !progress.stop_requested);
+        let (progress, _) = wait_result.unwrap_or_else(PoisonError::into_inner);
+        if progress.stop_requested {
             return;
         }
     }
@@ -100,11 +100,12 @@ impl BackgroundMerger {
         if self.owner_pid != std::process::id() {
             return Err(Error::Forked);
         }
-        let status = self.shared.progress.lock().unwrap_or_else(PoisonError::into_inner);
-        let waits = |status: &mut MergeLoopProgress| status.merge_count < min_merges && !status.stop_requested;
-        let waited = self.shared.changed.wait_timeout_while(status, timeout, waits);
-        let (mut status, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        status.error.take().map_or(Ok(status.merge_count), Err)
+        let progress = self.shared.progress.lock().unwrap_or_else(PoisonError::into_inner);
+        let must_wait =
+            |progress: &mut MergeLoopProgress| progress.merge_count < min_merges && !progress.stop_requested;
+        let wait_result = self.shared.changed.wait_timeout_while(progress, timeout, must_wait);
+        let (mut progress, _) = wait_result.unwrap_or_else(PoisonError::into_inner);
+        progress.error.take().map_or(Ok(progress.merge_count), Err)
     }
 }
 

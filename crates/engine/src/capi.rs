@@ -169,14 +169,15 @@ thread_local! {
 
 /// Store the reason of a failure.
 fn set_last_error(message: &str) {
-    let why = CString::new(message.replace('\0', "?")).unwrap_or_default();
-    LAST_ERROR.with(|error| error.replace(why));
+    let text = CString::new(message.replace('\0', "?")).unwrap_or_default();
+    LAST_ERROR.with(|error| error.replace(text));
 }
 
 /// Run `work` and store its error or panic.
 fn keep_error<T>(work: impl FnOnce() -> Result<T, String>) -> Option<T> {
-    let done = catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("pagefold panicked: this is a bug".into()));
-    done.inspect_err(|why| set_last_error(why)).ok()
+    let result =
+        catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("pagefold panicked: this is a bug".into()));
+    result.inspect_err(|message| set_last_error(message)).ok()
 }
 
 /// The text of an error with all its causes.
@@ -190,8 +191,8 @@ fn error_chain(error: crate::Error) -> String {
     text
 }
 
-fn status_code(done: Option<()>) -> c_int {
-    if done.is_some() { 0 } else { -1 }
+fn status_code(value: Option<()>) -> c_int {
+    if value.is_some() { 0 } else { -1 }
 }
 
 /// Call an engine that may be null.
@@ -216,43 +217,43 @@ fn address_range(memory: *mut c_void, bytes: usize) -> AddressRange {
 /// string.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn pagefold_join(domain: *const c_char, options: *const pagefold_options) -> *mut Engine {
-    let joined = keep_error(|| {
+    let engine = keep_error(|| {
         let name = if domain.is_null() {
-            let nameless =
+            let no_job_error =
                 || format!("domain is NULL, and this is not an MPI rank (no {})", JOB_ID_VARIABLES.join(", "));
-            job_domain_name().ok_or_else(nameless)?
+            job_domain_name().ok_or_else(no_job_error)?
         } else {
             // SAFETY: not null, so a string by the caller's promise.
             let name = unsafe { CStr::from_ptr(domain) }.to_str();
             name.map_err(|_| "domain is not valid UTF-8".to_owned())?.to_owned()
         };
-        let given = options;
+        let caller_options = options;
         let mut options = EngineOptions::default();
-        if !given.is_null() {
+        if !caller_options.is_null() {
             // SAFETY: not null, so it starts with its size, by the caller's promise.
-            if unsafe { given.cast::<usize>().read() } != size_of::<pagefold_options>() {
+            if unsafe { caller_options.cast::<usize>().read() } != size_of::<pagefold_options>() {
                 return Err(
                     "options have the size of another version: initialize them with PAGEFOLD_OPTIONS_INIT".to_owned()
                 );
             }
             // SAFETY: it has the size of the type, so all of it may be read.
-            let given = unsafe { &*given };
-            options.max_slowdown = (given.max_slowdown >= 0.0).then_some(given.max_slowdown);
-            options.min_runtime = Duration::try_from_secs_f64(given.min_runtime)
-                .map_err(|error| format!("min_runtime of {} s is invalid: {error}", given.min_runtime))?;
-            options.threads = given.threads as usize;
-            options.per_node = given.per_node != 0;
-            options.merge_while_pinned = given.merge_while_pinned != 0;
-            options.split_huge_pages = given.split_huge_pages != 0;
-            if !given.root.is_null() {
+            let caller_options = unsafe { &*caller_options };
+            options.max_slowdown = (caller_options.max_slowdown >= 0.0).then_some(caller_options.max_slowdown);
+            options.min_runtime = Duration::try_from_secs_f64(caller_options.min_runtime)
+                .map_err(|error| format!("min_runtime of {} s is invalid: {error}", caller_options.min_runtime))?;
+            options.threads = caller_options.threads as usize;
+            options.per_node = caller_options.per_node != 0;
+            options.merge_while_pinned = caller_options.merge_while_pinned != 0;
+            options.split_huge_pages = caller_options.split_huge_pages != 0;
+            if !caller_options.root.is_null() {
                 // SAFETY: not null, so a string by the caller's promise.
-                let root = unsafe { CStr::from_ptr(given.root) };
+                let root = unsafe { CStr::from_ptr(caller_options.root) };
                 options.root = Some(OsStr::from_bytes(root.to_bytes()).into());
             }
         }
         Engine::join(&name, &options).map_err(error_chain)
     });
-    joined.map_or(ptr::null_mut(), |engine| Arc::into_raw(Arc::new(engine)).cast_mut())
+    engine.map_or(ptr::null_mut(), |engine| Arc::into_raw(Arc::new(engine)).cast_mut())
 }
 
 /// See `pagefold.h`.
@@ -376,9 +377,9 @@ pub unsafe extern "C" fn pagefold_merge_sized(
     // SAFETY: the caller's promise.
     let merge = |engine: &Engine| unsafe { engine.merge() };
     // SAFETY: the caller's promise.
-    let done = unsafe { call_engine(engine, merge) };
+    let merged = unsafe { call_engine(engine, merge) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(done, counters, size) }
+    unsafe { fill_structure(merged, counters, size) }
 }
 
 /// See `pagefold.h`.
@@ -398,9 +399,9 @@ pub unsafe extern "C" fn pagefold_merge_while_running_sized(
     // SAFETY: the caller's promise.
     let merge = |engine: &Engine| unsafe { engine.merge_while_running() };
     // SAFETY: the caller's promise.
-    let done = unsafe { call_engine(engine, merge) };
+    let merged = unsafe { call_engine(engine, merge) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(done, counters, size) }
+    unsafe { fill_structure(merged, counters, size) }
 }
 
 /// Maximum plausible size of a caller's structure.
@@ -408,12 +409,13 @@ const MAX_STRUCTURE_BYTES: usize = 4096;
 
 /// Whether a caller's structure is null or has a plausible size; otherwise the reason is stored.
 fn is_plausible_size<T>(structure: *mut T, size: usize) -> bool {
-    let sizes = size_of::<u64>()..=MAX_STRUCTURE_BYTES;
-    let sound = structure.is_null() || (sizes.contains(&size) && size.is_multiple_of(size_of::<u64>()));
-    if !sound {
+    let plausible_sizes = size_of::<u64>()..=MAX_STRUCTURE_BYTES;
+    let is_plausible =
+        structure.is_null() || (plausible_sizes.contains(&size) && size.is_multiple_of(size_of::<u64>()));
+    if !is_plausible {
         set_last_error(&format!("{size} is not a valid size of the structure: pass its sizeof"));
     }
-    sound
+    is_plausible
 }
 
 /// Fill in a caller's structure, unless it is null or there is no value. Copies the fields that both versions have, and
@@ -427,13 +429,13 @@ unsafe fn fill_structure<V: Into<T>, T>(value: Option<V>, structure: *mut T, siz
         && !structure.is_null()
     {
         let (value, bytes): (T, _) = (value.into(), structure.cast::<u8>());
-        let known = size.min(size_of::<T>());
+        let common_bytes = size.min(size_of::<T>());
         // SAFETY: both have so many bytes, and this function owns the value.
-        unsafe { ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes, known) };
+        unsafe { ptr::copy_nonoverlapping((&raw const value).cast::<u8>(), bytes, common_bytes) };
         // SAFETY: the caller's promise.
-        let rest = unsafe { bytes.add(known) };
+        let rest = unsafe { bytes.add(common_bytes) };
         // SAFETY: as above.
-        unsafe { rest.write_bytes(0, size - known) };
+        unsafe { rest.write_bytes(0, size - common_bytes) };
     }
     code
 }
@@ -447,8 +449,8 @@ pub unsafe extern "C" fn pagefold_merge_in_background(
     engine: *mut Engine,
     cpu_share: c_double,
 ) -> *mut BackgroundMerger {
-    let begin = |known: &Engine| {
-        let engine = ptr::from_ref(known);
+    let start_merger = |engine_ref: &Engine| {
+        let engine = ptr::from_ref(engine_ref);
         // SAFETY: it was made by `Arc::into_raw`, and exists until `pagefold_leave`.
         unsafe { Arc::increment_strong_count(engine) };
         // SAFETY: as above; this is the reference that was just counted.
@@ -457,7 +459,7 @@ pub unsafe extern "C" fn pagefold_merge_in_background(
         unsafe { engine.merge_in_background(cpu_share) }
     };
     // SAFETY: the caller's promise.
-    let background = unsafe { call_engine(engine, begin) };
+    let background = unsafe { call_engine(engine, start_merger) };
     background.map_or(ptr::null_mut(), |background| Box::into_raw(Box::new(background)))
 }
 
@@ -493,9 +495,9 @@ pub unsafe extern "C" fn pagefold_get_member_status_sized(
         return -1;
     }
     // SAFETY: the caller's promise.
-    let found = unsafe { call_engine(engine, Engine::status) };
+    let member_status = unsafe { call_engine(engine, Engine::status) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(found, status, size) }
+    unsafe { fill_structure(member_status, status, size) }
 }
 
 /// See `pagefold.h`.
@@ -516,9 +518,9 @@ pub unsafe extern "C" fn pagefold_get_merge_totals_sized(
         return -1;
     }
     // SAFETY: the caller's promise.
-    let found = unsafe { call_engine(engine, |engine| Ok(engine.status()?.totals)) };
+    let totals = unsafe { call_engine(engine, |engine| Ok(engine.status()?.totals)) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(found, counters, size) }
+    unsafe { fill_structure(totals, counters, size) }
 }
 
 /// See `pagefold.h`.
@@ -541,14 +543,14 @@ pub unsafe extern "C" fn pagefold_get_region_statuses_sized(
         return -1;
     }
     // SAFETY: the caller's promise.
-    let found = unsafe { call_engine(engine, Engine::region_statuses) };
-    let Some(found) = found else { return -1 };
-    let region_count = found.len();
+    let statuses = unsafe { call_engine(engine, Engine::region_statuses) };
+    let Some(statuses) = statuses else { return -1 };
+    let region_count = statuses.len();
     // SAFETY: not null, so readable, by the caller's promise.
     let capacity = if regions.is_null() { 0 } else { unsafe { count.read() } };
-    for (at, region) in found.into_iter().take(capacity).enumerate() {
-        // SAFETY: by the caller's promise, the array holds more than `at` structures of that size.
-        let structure = unsafe { regions.cast::<u8>().add(at * size) };
+    for (index, region) in statuses.into_iter().take(capacity).enumerate() {
+        // SAFETY: by the caller's promise, the array holds more than `index` structures of that size.
+        let structure = unsafe { regions.cast::<u8>().add(index * size) };
         // SAFETY: it is writable, by the caller's promise.
         unsafe { fill_structure(Some(region), structure.cast::<pagefold_region_status>(), size) };
     }
@@ -575,9 +577,9 @@ pub unsafe extern "C" fn pagefold_get_domain_status_sized(
         return -1;
     }
     // SAFETY: the caller's promise.
-    let found = unsafe { call_engine(engine, Engine::domain_status) };
+    let domain_status = unsafe { call_engine(engine, Engine::domain_status) };
     // SAFETY: the caller's promise.
-    unsafe { fill_structure(found, status, size) }
+    unsafe { fill_structure(domain_status, status, size) }
 }
 
 /// See `pagefold.h`.

@@ -81,8 +81,8 @@ fn wait_between_tries(attempts: u32) {
 }
 
 /// A thread of a process, encoded as the holder of the lock.
-fn holder(process: u32, thread: u32) -> u64 {
-    u64::from(process) << 32 | u64::from(thread)
+fn holder(pid: u32, tid: u32) -> u64 {
+    u64::from(pid) << 32 | u64::from(tid)
 }
 
 impl RangeClaims {
@@ -90,16 +90,23 @@ impl RangeClaims {
     /// holds it and a signal handler has interrupted it. Otherwise waits for the holder, which is another thread of
     /// this process.
     fn with_ranges<T>(&self, work: impl FnOnce(&mut ClaimedRanges) -> T) -> Option<T> {
-        let process = std::process::id();
-        let this = holder(process, gettid().as_raw_pid().cast_unsigned());
+        let pid = std::process::id();
+        let this_thread = holder(pid, gettid().as_raw_pid().cast_unsigned());
         let mut attempts = 0;
-        while let Err(other) = self.holder.compare_exchange(0, this, Ordering::Acquire, Ordering::Relaxed) {
-            if other == this || other >> 32 != u64::from(process) {
+        while let Err(current_holder) =
+            self.holder.compare_exchange(0, this_thread, Ordering::Acquire, Ordering::Relaxed)
+        {
+            if current_holder == this_thread || current_holder >> 32 != u64::from(pid) {
                 return None;
             }
             if attempts >= MAX_LOCK_ATTEMPTS {
                 // Later calls fail at once. If the holder exists after all, it unlocks, and calls succeed again.
-                let _ = self.holder.compare_exchange(other, LOST_LOCK_HOLDER, Ordering::Relaxed, Ordering::Relaxed);
+                let _ = self.holder.compare_exchange(
+                    current_holder,
+                    LOST_LOCK_HOLDER,
+                    Ordering::Relaxed,
+                    Ordering::Relaxed,
+                );
                 return None;
             }
             wait_between_tries(attempts);
@@ -108,8 +115,8 @@ impl RangeClaims {
         let ranges = self.ranges.lock().unwrap_or_else(PoisonError::into_inner);
         let mut locked = LockedClaims { ranges: Some(ranges), holder: &self.holder };
         let ranges = locked.ranges.as_deref_mut()?;
-        if ranges.owner_pid != process {
-            ranges.owner_pid = process;
+        if ranges.owner_pid != pid {
+            ranges.owner_pid = pid;
             ranges.claimed.clear();
         }
         Some(work(ranges))
@@ -117,12 +124,12 @@ impl RangeClaims {
 
     /// Claim a range to work on. `None` if the program has revoked part of it.
     pub fn claim(&self, range: AddressRange) -> Option<RangeClaim<'_>> {
-        let is_claimed = self.with_ranges(|ranges| {
-            let is_free = !overlaps_any(&ranges.revoked, range);
-            ranges.claimed.extend(is_free.then_some(range));
-            is_free
+        let is_granted = self.with_ranges(|ranges| {
+            let is_unrevoked = !overlaps_any(&ranges.revoked, range);
+            ranges.claimed.extend(is_unrevoked.then_some(range));
+            is_unrevoked
         })?;
-        is_claimed.then(|| RangeClaim { claims: self, owner_pid: std::process::id(), range })
+        is_granted.then(|| RangeClaim { claims: self, owner_pid: std::process::id(), range })
     }
 
     /// Let no merge claim any part of a range from now on. Returns whether that was possible: `false` in a child that
@@ -135,7 +142,7 @@ impl RangeClaims {
     /// between checks.
     pub fn wait<L>(&self, range: AddressRange, lock: impl Fn() -> L) {
         let is_claimed = || {
-            let _held = lock();
+            let _guard = lock();
             // A child of vfork(2) shares the memory and may hold the lock briefly.
             self.with_ranges(|ranges| overlaps_any(&ranges.claimed, range)).unwrap_or(true)
         };
@@ -156,8 +163,8 @@ impl RangeClaims {
 impl Drop for RangeClaim<'_> {
     fn drop(&mut self) {
         let remove = |ranges: &mut ClaimedRanges| {
-            if let Some(at) = ranges.claimed.iter().position(|range| *range == self.range) {
-                ranges.claimed.swap_remove(at);
+            if let Some(index) = ranges.claimed.iter().position(|range| *range == self.range) {
+                ranges.claimed.swap_remove(index);
             }
         };
         // A claim that stayed would be waited for forever. In a child, the first call drops all claims of the parent.
@@ -297,9 +304,9 @@ mod tests {
         // As in the child, which has its parent's PID but not the thread.
         claims.holder.store(holder(std::process::id(), u32::MAX), Ordering::Relaxed);
         let (done, is_done) = std::sync::mpsc::channel();
-        let of_child = Arc::clone(&claims);
+        let child_claims = Arc::clone(&claims);
         // Not joined: on failure it would never return.
-        thread::spawn(move || done.send((0..100).any(|_| of_child.refuse(range(0x1000, 0x2000)))));
+        thread::spawn(move || done.send((0..100).any(|_| child_claims.refuse(range(0x1000, 0x2000)))));
         assert_eq!(is_done.recv_timeout(Duration::from_secs(100)), Ok(false), "100 waits take five minutes");
         // As by a thread that was only stopped.
         claims.holder.store(0, Ordering::Release);

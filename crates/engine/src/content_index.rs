@@ -11,7 +11,7 @@
 //!
 //! # Memory model
 //! - **fingerprint**: written once, by the first member that finds it 0; relaxed. A reader sees 0 or the final value.
-//!   It guards no other data: a reader of it goes on to the state, and a state that is still 0 has no information.
+//!   It guards no other data: a reader then loads the state, and a state that is still 0 has no information.
 //! - **state**: written by every member, by compare and exchange; sequentially consistent. A reader may see any former
 //!   state, and all readers agree on their order.
 //!
@@ -101,11 +101,11 @@ impl IndexEntryState {
 
     /// Add a sighting.
     fn with_sighting(self, tag: SightingTag, epoch: u8) -> Self {
-        let recent = self.is_sighting_recent(epoch);
-        let paired = recent && (self.is_paired() || self.tag() != tag.0);
-        let kept = self.0 & (SLOT_MASK | CONDEMNED_BIT);
-        let paired = if paired { PAIRED_BIT } else { 0 };
-        Self(kept | paired | u64::from(tag.0) << TAG_SHIFT | u64::from(epoch) << EPOCH_SHIFT)
+        let is_recent = self.is_sighting_recent(epoch);
+        let is_paired = is_recent && (self.is_paired() || self.tag() != tag.0);
+        let slot_bits = self.0 & (SLOT_MASK | CONDEMNED_BIT);
+        let paired_bit = if is_paired { PAIRED_BIT } else { 0 };
+        Self(slot_bits | paired_bit | u64::from(tag.0) << TAG_SHIFT | u64::from(epoch) << EPOCH_SHIFT)
     }
 
     fn with_slot(self, slot: Option<u32>) -> Self {
@@ -258,14 +258,15 @@ impl ContentIndex {
         }
     }
 
-    /// Update a state atomically. Returns the previous state, or as an error the current state if `to` returns `None`.
+    /// Update a state atomically. Returns the previous state, or as an error the current state if `update` returns
+    /// `None`.
     fn update_state(
         &self,
         number: usize,
-        to: impl Fn(IndexEntryState) -> Option<IndexEntryState>,
+        update: impl Fn(IndexEntryState) -> Option<IndexEntryState>,
     ) -> Result<IndexEntryState, IndexEntryState> {
         let word = &self.words[number * WORDS_PER_ENTRY + 1];
-        word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |word| to(IndexEntryState(word)).map(|state| state.0))
+        word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |word| update(IndexEntryState(word)).map(|state| state.0))
             .map(IndexEntryState)
             .map_err(IndexEntryState)
     }
@@ -331,17 +332,17 @@ mod tests {
     #[test]
     fn full_index_is_reported_and_larger_one_copies_useful_entries() {
         let small = test_index(16);
-        let made: Vec<usize> = (1..=16).filter_map(|print| small.find_or_insert(print)).collect();
-        assert!(made.len() >= 8);
-        assert_eq!(small.count_used(), made.len());
-        let (young, old) = (made[0], made[1]);
-        small.record_sighting(young, page_tag(1), 9);
-        small.record_sighting(old, page_tag(1), 1);
-        let _ = small.publish(made[2], 3);
+        let numbers: Vec<usize> = (1..=16).filter_map(|fingerprint| small.find_or_insert(fingerprint)).collect();
+        assert!(numbers.len() >= 8);
+        assert_eq!(small.count_used(), numbers.len());
+        let (recent_entry, stale_entry) = (numbers[0], numbers[1]);
+        small.record_sighting(recent_entry, page_tag(1), 9);
+        small.record_sighting(stale_entry, page_tag(1), 1);
+        let _ = small.publish(numbers[2], 3);
         let large = test_index(64);
         large.copy_useful_entries(&small, 9);
         assert_eq!(large.count_used(), 2);
-        let number = large.find_or_insert(small.fingerprint(made[2])).unwrap();
+        let number = large.find_or_insert(small.fingerprint(numbers[2])).unwrap();
         assert_eq!(large.count_used(), 2, "the entry was copied");
         assert_eq!(large.state(number).mappable_slot(), Some(3));
     }
@@ -352,18 +353,19 @@ mod tests {
         const CONTENT_COUNT: u64 = if cfg!(miri) { 20 } else { 1500 };
         const ENTRY_COUNT: usize = if cfg!(miri) { 64 } else { 4096 };
         let index = &test_index(ENTRY_COUNT);
-        let places: Vec<Vec<u32>> = thread::scope(|scope| {
+        let slots: Vec<Vec<u32>> = thread::scope(|scope| {
             let threads: Vec<_> = (0..4u32)
                 .map(|thread| {
                     scope.spawn(move || {
-                        let place = |print| index.publish(index.find_or_insert(print).unwrap(), thread).unwrap();
-                        (1..=CONTENT_COUNT).map(place).collect()
+                        let publish_slot =
+                            |fingerprint| index.publish(index.find_or_insert(fingerprint).unwrap(), thread).unwrap();
+                        (1..=CONTENT_COUNT).map(publish_slot).collect()
                     })
                 })
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        assert!(places.iter().all(|seen| *seen == places[0]));
+        assert!(slots.iter().all(|thread_slots| *thread_slots == slots[0]));
         assert_eq!(index.count_used(), CONTENT_COUNT as usize);
     }
 }

@@ -36,27 +36,29 @@ impl EngineState {
         &self,
         partners: &PartnerPages,
         batches: &[Vec<Range<usize>>],
-        merged: &mut MergeCounters,
+        counters: &mut MergeCounters,
     ) -> io::Result<Vec<Vec<ContentToStore>>> {
         // The first page of each content: later pages with the same order number have the same content.
-        let mut seen = vec![false; partners.content_count as usize];
-        let mut first = |at: usize| match partners.placements[at] {
-            SlotPlacement::ToStore(order) if !std::mem::replace(&mut seen[order as usize], true) => {
-                Some((order, partners.pages[at]))
+        let mut has_source = vec![false; partners.content_count as usize];
+        let mut first_page = |index: usize| match partners.placements[index] {
+            SlotPlacement::ToStore(order) if !std::mem::replace(&mut has_source[order as usize], true) => {
+                Some((order, partners.pages[index]))
             }
             _ => None,
         };
-        let first = |batch: &Vec<Range<usize>>| batch.iter().cloned().flatten().filter_map(&mut first).collect();
-        let contents: Vec<Vec<(u32, ScannedPage)>> = batches.iter().map(first).collect();
-        let count = seen.iter().filter(|&&seen| seen).count() as u32;
-        let reserved = match count {
+        let batch_contents =
+            |batch: &Vec<Range<usize>>| batch.iter().cloned().flatten().filter_map(&mut first_page).collect();
+        let contents: Vec<Vec<(u32, ScannedPage)>> = batches.iter().map(batch_contents).collect();
+        let content_count = has_source.iter().filter(|&&has_source| has_source).count() as u32;
+        let reserved = match content_count {
             0 => Vec::new(),
-            count => unless_blocked(self.domain.reserve_slots(count), merged)?.unwrap_or_default(),
+            content_count => unless_blocked(self.domain.reserve_slots(content_count), counters)?.unwrap_or_default(),
         };
         let mut reserved = reserved.into_iter().flatten();
-        let slots: Vec<Option<u32>> = seen.into_iter().map(|seen| seen.then(|| reserved.next()).flatten()).collect();
-        let with_slot = |(order, from): (u32, ScannedPage)| {
-            Some(ContentToStore { order, source_page: from, reserved_slot: slots[order as usize]? })
+        let slots: Vec<Option<u32>> =
+            has_source.into_iter().map(|has_source| has_source.then(|| reserved.next()).flatten()).collect();
+        let with_slot = |(order, source_page): (u32, ScannedPage)| {
+            Some(ContentToStore { order, source_page, reserved_slot: slots[order as usize]? })
         };
         Ok(contents.into_iter().map(|batch| batch.into_iter().filter_map(with_slot).collect()).collect())
     }
@@ -70,56 +72,56 @@ impl EngineState {
         exclusion: &WriteExclusion<'_>,
         stored: &mut [Option<u32>],
     ) {
-        let page = self.domain.page_bytes();
+        let page_bytes = self.domain.page_bytes();
         let is_adjacent = |a: &ContentToStore, b: &ContentToStore| {
-            a.source_page.address + page == b.source_page.address && a.reserved_slot + 1 == b.reserved_slot
+            a.source_page.address + page_bytes == b.source_page.address && a.reserved_slot + 1 == b.reserved_slot
         };
         let chunks: Vec<&[ContentToStore]> =
             contents.chunk_by(is_adjacent).flat_map(|run| run.chunks(CONTENTS_PER_STORE_CHUNK)).collect();
         // Random numbers of this member (D. Knuth's MMIX generator, TAOCP 3.3.4); otherwise all members would continue
         // at the same chunk.
         let mut random = self.tag_number;
-        let mut draw_position = |among: usize| {
+        let mut draw_position = |count: usize| {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-            (random >> 33) as usize % among.max(1)
+            (random >> 33) as usize % count.max(1)
         };
-        let mut left = vec![&chunks[..]];
-        while let Some(chunks) = left.pop() {
+        let mut pending = vec![&chunks[..]];
+        while let Some(chunks) = pending.pop() {
             let Some((chunk, rest)) = chunks.split_first() else { continue };
             let slots = self.store_chunk(chunk, exclusion);
-            let is_alone =
+            let is_only_writer =
                 chunk.iter().zip(&slots).all(|(content, &slot)| slot.is_none() || content.is_in_reserved_slot(slot));
             for (content, slot) in chunk.iter().zip(slots) {
                 stored[content.order as usize] = slot;
             }
-            let (later, next) = rest.split_at(if is_alone { 0 } else { draw_position(rest.len()) });
-            left.extend([later, next]);
+            let (deferred, next) = rest.split_at(if is_only_writer { 0 } else { draw_position(rest.len()) });
+            pending.extend([deferred, next]);
         }
     }
 
     /// Store adjacent contents, unless all of them are stored already. Returns the slot of each content.
     fn store_chunk(&self, chunk: &[ContentToStore], exclusion: &WriteExclusion<'_>) -> Vec<Option<u32>> {
-        let (page, index) = (self.domain.page_bytes(), &self.domain.index);
+        let (page_bytes, index) = (self.domain.page_bytes(), &self.domain.index);
         let stored_slot =
             |content: &ContentToStore| index.state(content.source_page.index_entry).mappable_slot().map(Some);
         if let Some(slots) = chunk.iter().map(stored_slot).collect() {
             return slots;
         }
         let start = chunk[0].source_page.address;
-        let range = AddressRange { start, end: start + chunk.len() as u64 * page };
-        let Ok(still) = exclusion.freeze_to_read(range) else { return vec![None; chunk.len()] };
+        let range = AddressRange { start, end: start + chunk.len() as u64 * page_bytes };
+        let Ok(frozen) = exclusion.freeze_to_read(range) else { return vec![None; chunk.len()] };
         // SAFETY: these pages were scanned, so they are resident, and no thread writes to or unmaps them meanwhile.
         let bytes = unsafe { memory::range_bytes(range) };
         // They may have been written since the scan, unless the caller promised otherwise.
-        let same = |(content, bytes): (&ContentToStore, &[u8])| {
+        let has_scanned_content = |(content, bytes): (&ContentToStore, &[u8])| {
             self.hasher.fingerprint(bytes) == index.fingerprint(content.source_page.index_entry)
         };
-        let unchanged =
-            still.is_unchanged_since_scan() || chunk.iter().zip(bytes.chunks_exact(page as usize)).all(same);
+        let unchanged = frozen.is_unchanged_since_scan()
+            || chunk.iter().zip(bytes.chunks_exact(page_bytes as usize)).all(has_scanned_content);
         if !unchanged || self.domain.store.write_slots(chunk[0].reserved_slot, bytes).is_err() {
             return vec![None; chunk.len()];
         }
-        drop(still);
+        drop(frozen);
         fault::point("between storing and publishing");
         let slots: Vec<_> = chunk
             .iter()
@@ -132,9 +134,9 @@ impl EngineState {
             .zip(&slots)
             .map(|(content, &slot)| (content.reserved_slot, content.is_in_reserved_slot(slot)))
             .collect();
-        for unused in slot_uses.chunk_by(|a, b| a.1 == b.1).filter(|same| !same[0].1) {
-            let first = unused[0].0;
-            let _ = self.domain.store.punch_slots(first..first + unused.len() as u32);
+        for run in slot_uses.chunk_by(|a, b| a.1 == b.1).filter(|uses| !uses[0].1) {
+            let first = run[0].0;
+            let _ = self.domain.store.punch_slots(first..first + run.len() as u32);
         }
         slots
     }

@@ -147,40 +147,39 @@ impl JoinedDomain {
     /// Like `join`, with the PID namespace of this process: opens only files of the domain.
     fn join_in_namespace(
         path: &Path,
-        page: u64,
+        page_bytes: u64,
         node: Option<u32>,
         namespace: u64,
-        until: Instant,
+        deadline: Instant,
     ) -> io::Result<(Self, Hasher)> {
-        let lock = DomainLock::acquire(&path.join(LOCK_FILE), until)?;
+        let lock = DomainLock::acquire(&path.join(LOCK_FILE), deadline)?;
         // A file system that proxies another one, as over a network, may not report locks of live members correctly.
         if rustix::fs::statfs(path)?.f_type != TMPFS_MAGIC {
             return Err(io::Error::new(io::ErrorKind::Unsupported, format!("{} is not on a tmpfs", path.display())));
         }
-        let mut everybody = DomainReferences::find(path)?;
+        let mut all_references = DomainReferences::find(path)?;
         status_file::remove_dead_status_files(path);
         let DomainIncarnation { header, identity, slots, store, fingerprint_key: key } =
-            match DomainIncarnation::find(path, page, namespace, &lock, &everybody)? {
+            match DomainIncarnation::find(path, page_bytes, namespace, &lock, &all_references)? {
                 Some(found) => found,
-                None => DomainIncarnation::create(path, page, node, namespace, &lock)?,
+                None => DomainIncarnation::create(path, page_bytes, node, namespace, &lock)?,
             };
-        let number = |of: HeaderField| header[of as usize].load(Ordering::SeqCst);
-        let set = |of: HeaderField, value| header[of as usize].store(value, Ordering::SeqCst);
+        let read_field = |field: HeaderField| header[field as usize].load(Ordering::SeqCst);
+        let write_field = |field: HeaderField, value| header[field as usize].store(value, Ordering::SeqCst);
         // In this order, so that the count is never too low.
-        let buried = everybody.remove_dead_files(store.identity().1) as u64;
-        set(HeaderField::MemberFiles, number(HeaderField::MemberFiles).saturating_sub(buried));
-        if !index_path(path, number(HeaderField::Generation)).exists() {
-            set(HeaderField::Generation, create_index(path, number(HeaderField::Generation))?);
+        let removed_files = all_references.remove_dead_files(store.identity().1) as u64;
+        write_field(HeaderField::MemberFiles, read_field(HeaderField::MemberFiles).saturating_sub(removed_files));
+        if !index_path(path, read_field(HeaderField::Generation)).exists() {
+            write_field(HeaderField::Generation, create_index(path, read_field(HeaderField::Generation))?);
         }
-        let generation = number(HeaderField::Generation);
+        let generation = read_field(HeaderField::Generation);
         let index = open_present_index(path, generation)?;
         let references = create_references(&header, path, &store)?;
-        let record = StatusFile::new(path)?;
+        let status_file = StatusFile::new(path)?;
         let path = path.to_owned();
-        let patience = until;
         let domain = Self {
             path,
-            page_bytes: page,
+            page_bytes,
             header,
             identity,
             store,
@@ -188,8 +187,8 @@ impl JoinedDomain {
             index,
             index_generation: generation,
             references,
-            status_file: record,
-            lock_deadline: patience,
+            status_file,
+            lock_deadline: deadline,
         };
         Ok((domain, Hasher::with_key(&key)))
     }
@@ -239,7 +238,7 @@ impl JoinedDomain {
     /// Propose another merge time, unless another member has proposed one since.
     pub fn propose_merge_time(&self, previous: Duration, proposed: Duration) {
         let word = &self.header[HeaderField::NextMergeTime as usize];
-        let nanoseconds = |moment: Duration| moment.as_nanos() as u64;
+        let nanoseconds = |time: Duration| time.as_nanos() as u64;
         let _ =
             word.compare_exchange(nanoseconds(previous), nanoseconds(proposed), Ordering::Relaxed, Ordering::Relaxed);
     }
@@ -270,12 +269,12 @@ impl JoinedDomain {
     ///
     /// # Errors
     /// Those of files and of the lock; `ENOSPC` if there is no memory for a larger index.
-    pub fn grow_index(&mut self, missing: impl Fn(&ContentIndex) -> usize, max_bytes: u64) -> io::Result<usize> {
+    pub fn grow_index(&mut self, count_missing: impl Fn(&ContentIndex) -> usize, max_bytes: u64) -> io::Result<usize> {
         let _lock = loop {
             self.follow_index()?;
             // In this order: contents that other members record meanwhile are not counted twice.
             let used = self.index.count_used();
-            let contents = missing(&self.index);
+            let contents = count_missing(&self.index);
             if used + contents <= self.index.capacity() / 8 * GROW_AT_USED_EIGHTHS {
                 return Ok(self.index.free_capacity(used));
             }
@@ -288,13 +287,14 @@ impl JoinedDomain {
         };
         let epoch = self.sighting_epoch();
         let used = self.index.entries().filter(|&number| self.index.is_useful(number, epoch)).count();
-        let contents = missing(&self.index);
+        let contents = count_missing(&self.index);
         let capacity = ((used + contents) * 8 / GROW_AT_USED_EIGHTHS + 1).next_power_of_two().max(FIRST_INDEX_ENTRIES);
-        let fitting = ContentIndex::entries_for_bytes(max_bytes).checked_ilog2().map_or(0, |exponent| 1 << exponent);
-        let capacity = if fitting < capacity && fitting <= self.index.capacity() {
+        let max_capacity =
+            ContentIndex::entries_for_bytes(max_bytes).checked_ilog2().map_or(0, |exponent| 1 << exponent);
+        let capacity = if max_capacity < capacity && max_capacity <= self.index.capacity() {
             return Err(rustix::io::Errno::NOSPC.into());
         } else {
-            capacity.min(fitting)
+            capacity.min(max_capacity)
         };
         let generation = self.index_generation + 1;
         let path = index_path(&self.path, generation);
@@ -331,43 +331,43 @@ impl JoinedDomain {
         Ok(())
     }
 
-    /// Reserve up to `wanted` slots for this member alone, contiguous if possible; this member then refers to them.
+    /// Reserve up to `count` slots for this member alone, contiguous if possible; this member then refers to them.
     /// Fewer if there are not enough.
     ///
     /// # Errors
     /// Those of the lock; `ENOSPC` if there is no memory for references.
-    pub fn reserve_slots(&self, wanted: u32) -> io::Result<Vec<Range<u32>>> {
+    pub fn reserve_slots(&self, count: u32) -> io::Result<Vec<Range<u32>>> {
         let _lock = self.lock_intact()?;
-        let count = self.read_field(HeaderField::SlotCount) as u32;
+        let slot_count = self.read_field(HeaderField::SlotCount) as u32;
         let bound = self.read_field(HeaderField::SlotBound) as u32;
-        let upto = bound.saturating_add(wanted).min(count);
-        let backed = incarnation::open_slots_file(&self.path, &self.header)
-            .and_then(|file| SharedWords::allocate_blocks(&file, 0..u64::from(upto.div_ceil(64))));
-        let upto = match backed {
+        let new_bound = bound.saturating_add(count).min(slot_count);
+        let allocated = incarnation::open_slots_file(&self.path, &self.header)
+            .and_then(|file| SharedWords::allocate_blocks(&file, 0..u64::from(new_bound.div_ceil(64))));
+        let new_bound = match allocated {
             // Slots below the bound may be free again.
             Err(error) if is_out_of_space(&error) => bound,
-            backed => backed.map(|()| upto)?,
+            allocated => allocated.map(|()| new_bound)?,
         };
-        let found = self.slots.find_free(wanted, upto);
-        let end = found.iter().map(|slots| slots.end).max().unwrap_or(0);
+        let reserved = self.slots.find_free(count, new_bound);
+        let end = reserved.iter().map(|slots| slots.end).max().unwrap_or(0);
         self.write_field(HeaderField::SlotBound, u64::from(end.max(bound)));
         // Referenced before they are taken: a slot that is taken, unreferenced and in no entry can be freed by others.
-        for slots in &found {
+        for slots in &reserved {
             self.references.add(slots.clone())?;
         }
         fault::point("before slots are taken");
-        for slots in &found {
+        for slots in &reserved {
             self.slots.set_taken(slots.clone(), true);
         }
         fault::point("after slots are taken");
-        Ok(found)
+        Ok(reserved)
     }
 
     /// Count a merge. Returns whether it is time to collect: on average, each member has merged once since the last
     /// collection.
     pub fn count_merge(&self) -> bool {
-        let passes = self.header[HeaderField::MergesSinceCollection as usize].fetch_add(1, Ordering::Relaxed) + 1;
-        passes >= self.read_field(HeaderField::MemberFiles)
+        let merge_count = self.header[HeaderField::MergesSinceCollection as usize].fetch_add(1, Ordering::Relaxed) + 1;
+        merge_count >= self.read_field(HeaderField::MemberFiles)
     }
 
     /// Free the slots that no member refers to.
@@ -383,10 +383,10 @@ impl JoinedDomain {
             self.write_field(HeaderField::Epoch, second << 8 | u64::from((epoch as u8).wrapping_add(1)));
         }
         fault::point("before references are found");
-        let mut everybody = DomainReferences::find(&self.path)?;
+        let mut all_references = DomainReferences::find(&self.path)?;
         let store = self.store.identity().1;
-        let listed = everybody.count_files(store) as u64;
-        if listed < self.read_field(HeaderField::MemberFiles) {
+        let file_count = all_references.count_files(store) as u64;
+        if file_count < self.read_field(HeaderField::MemberFiles) {
             // Files of members were removed, so their references are unknown: no slot of this incarnation is ever freed
             // again.
             self.abandon_incarnation();
@@ -396,15 +396,15 @@ impl JoinedDomain {
         if !self.has_present_store() {
             return Ok(());
         }
-        let buried = everybody.remove_dead_files(store) as u64;
-        self.write_field(HeaderField::MemberFiles, listed - buried);
+        let removed_files = all_references.remove_dead_files(store) as u64;
+        self.write_field(HeaderField::MemberFiles, file_count - removed_files);
         status_file::remove_dead_status_files(&self.path);
-        let before = everybody.referenced_slots(store)?;
+        let referenced_before = all_references.referenced_slots(store)?;
         let mut condemned = Vec::new();
         for number in self.index.entries() {
             let state = self.index.state(number);
             let Some(slot) = state.any_slot() else { continue };
-            if !before.contains(slot) {
+            if !referenced_before.contains(slot) {
                 self.index.set_condemned(number, true);
                 condemned.push((number, slot));
             } else if state.is_condemned() {
@@ -413,9 +413,9 @@ impl JoinedDomain {
             }
         }
         fault::point("after contents are condemned");
-        let after = everybody.referenced_slots(store)?;
+        let referenced_after = all_references.referenced_slots(store)?;
         for (number, slot) in condemned {
-            if after.contains(slot) {
+            if referenced_after.contains(slot) {
                 self.index.set_condemned(number, false);
             } else {
                 self.index.clear_slot(number);
@@ -423,11 +423,11 @@ impl JoinedDomain {
         }
         fault::point("before slots are freed");
         // A slot that no entry names is free, too, unless a member that refers to it is about to publish it.
-        let mut stays = after;
-        stays.extend(self.index.entries().filter_map(|number| self.index.state(number).any_slot()));
+        let mut used_slots = referenced_after;
+        used_slots.extend(self.index.entries().filter_map(|number| self.index.state(number).any_slot()));
         let bound = self.read_field(HeaderField::SlotBound) as u32;
         let mut freed: Vec<Range<u32>> = Vec::new();
-        for slot in (0..bound).filter(|&slot| self.slots.is_taken(slot) && !stays.contains(slot)) {
+        for slot in (0..bound).filter(|&slot| self.slots.is_taken(slot) && !used_slots.contains(slot)) {
             match freed.last_mut() {
                 Some(last) if last.end == slot => last.end += 1,
                 _ => freed.push(slot..slot + 1),
@@ -458,8 +458,8 @@ impl JoinedDomain {
     /// under the name of a removed lock is refused.
     fn lock_intact(&self) -> io::Result<DomainLock> {
         let lock = self.lock()?;
-        let named = incarnation::is_current(&self.path, &self.header, self.identity, Some(lock.inode()?));
-        if named && self.references.is_listed() && self.has_present_store() {
+        let is_current = incarnation::is_current(&self.path, &self.header, self.identity, Some(lock.inode()?));
+        if is_current && self.references.is_listed() && self.has_present_store() {
             Ok(lock)
         } else {
             Err(incarnation::files_removed_error())
@@ -472,7 +472,7 @@ impl JoinedDomain {
         self.lock_deadline = Instant::now() + LOCK_TIMEOUT;
         let Ok(_lock) = self.lock() else { return };
         // A file that cannot be removed stays; the next process that joins finds it.
-        if has_any_live_member(&self.path).is_ok_and(|is_held| !is_held) {
+        if has_any_live_member(&self.path).is_ok_and(|has_member| !has_member) {
             let _ = domain_directory::remove_directory(&self.path);
         }
     }
@@ -517,7 +517,8 @@ fn sweep_domain(domain: &OwnedFd) -> bool {
     let names = domain_directory::names_in(domain).unwrap_or_default();
     is_domain(&path, &names)
         && DomainLock::acquire(&path.join(LOCK_FILE), Instant::now()).is_ok_and(|_lock| {
-            has_any_live_member(&path).is_ok_and(|is_held| !is_held) && domain_directory::remove_files(&path).is_ok()
+            has_any_live_member(&path).is_ok_and(|has_member| !has_member)
+                && domain_directory::remove_files(&path).is_ok()
         })
 }
 
@@ -538,7 +539,7 @@ fn is_domain(path: &Path, names: &[OsString]) -> bool {
 
 /// Whether a name is valid for a file of a member, which ends in a random number.
 fn is_of_member(name: &str) -> bool {
-    let has = |name: &str, prefix: &str, numbers: usize| {
+    let has_format = |name: &str, prefix: &str, numbers: usize| {
         let rest = name.strip_prefix(prefix).and_then(|rest| rest.rsplit_once('-'));
         rest.is_some_and(|(rest, random)| {
             let is_random = random.len() == 16 && random.bytes().all(|digit| digit.is_ascii_hexdigit());
@@ -546,8 +547,11 @@ fn is_of_member(name: &str) -> bool {
         })
     };
     match name.strip_prefix(member_exit::EXIT_MARKER_PREFIX) {
-        Some(member) => has(member, slot_references::REFERENCES_PREFIX, 3),
-        None => has(name, slot_references::REFERENCES_PREFIX, 3) || has(name, status_file::STATUS_FILE_PREFIX, 1),
+        Some(member) => has_format(member, slot_references::REFERENCES_PREFIX, 3),
+        None => {
+            has_format(name, slot_references::REFERENCES_PREFIX, 3)
+                || has_format(name, status_file::STATUS_FILE_PREFIX, 1)
+        }
     }
 }
 
@@ -564,12 +568,12 @@ fn is_header(path: &Path) -> bool {
 
 /// Create references to a store. They are counted before other members can find them.
 fn create_references(header: &SharedWords, path: &Path, store: &ContentStore) -> io::Result<SlotReferences> {
-    let members = &header[HeaderField::MemberFiles as usize];
-    let count = header[HeaderField::SlotCount as usize].load(Ordering::SeqCst) as u32;
-    members.fetch_add(1, Ordering::SeqCst);
-    SlotReferences::new(path, count, store.identity().1, store.descriptor()).inspect_err(|_| {
+    let file_count = &header[HeaderField::MemberFiles as usize];
+    let slot_count = header[HeaderField::SlotCount as usize].load(Ordering::SeqCst) as u32;
+    file_count.fetch_add(1, Ordering::SeqCst);
+    SlotReferences::new(path, slot_count, store.identity().1, store.descriptor()).inspect_err(|_| {
         // The failed call has left no file.
-        members.fetch_sub(1, Ordering::SeqCst);
+        file_count.fetch_sub(1, Ordering::SeqCst);
     })
 }
 
@@ -622,9 +626,9 @@ mod tests {
     /// Names that a sweep leaves under a root.
     fn swept(root: &Path) -> Vec<OsString> {
         remove_dead_domains(root);
-        let mut left = domain_directory::list_names(root).unwrap();
-        left.sort();
-        left
+        let mut remaining = domain_directory::list_names(root).unwrap();
+        remaining.sort();
+        remaining
     }
 
     const MEMBER: &str = "member-7-8-9-0123456789abcdef";
@@ -677,24 +681,26 @@ mod tests {
     #[test]
     fn larger_index_is_recounted_before_growing_again() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-        let until = Instant::now() + 300 * LOCK_TIMEOUT;
-        let join = || JoinedDomain::join(directory.path(), 4096, None, until).unwrap().0;
+        let deadline = Instant::now() + 300 * LOCK_TIMEOUT;
+        let join = || JoinedDomain::join(directory.path(), 4096, None, deadline).unwrap().0;
         let (first, mut second) = (RefCell::new(join()), join());
         let counts = Cell::new(0);
         // Both members are to record the same contents. While the second counts missing contents, the first grows the
         // index; while the second counts again, the first records them.
-        let missing = |index: &ContentIndex| {
+        let count_missing = |index: &ContentIndex| {
             counts.set(counts.get() + 1);
-            let count = (1..=FIRST_INDEX_ENTRIES as u64).filter(|&print| index.find(print).is_none()).count();
+            let count =
+                (1..=FIRST_INDEX_ENTRIES as u64).filter(|&fingerprint| index.find(fingerprint).is_none()).count();
             let mut first = first.borrow_mut();
             if counts.get() == 1 {
                 first.grow_index(|_| FIRST_INDEX_ENTRIES, u64::MAX).unwrap();
             } else {
-                (1..=FIRST_INDEX_ENTRIES as u64).for_each(|print| assert!(first.index.find_or_insert(print).is_some()));
+                (1..=FIRST_INDEX_ENTRIES as u64)
+                    .for_each(|fingerprint| assert!(first.index.find_or_insert(fingerprint).is_some()));
             }
             count
         };
-        second.grow_index(missing, u64::MAX).unwrap();
+        second.grow_index(count_missing, u64::MAX).unwrap();
         assert_eq!(counts.get(), 2);
         let first = first.borrow();
         assert!(

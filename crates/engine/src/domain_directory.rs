@@ -33,8 +33,10 @@ pub enum DirectoryError {
 
 /// Directory of this user's domains: `$PAGEFOLD_RUNTIME`, else under `/dev/shm`, which is in memory.
 pub fn default_root() -> PathBuf {
-    let own = || Path::new("/dev/shm").join(format!("pagefold-{}", rustix::process::geteuid().as_raw()));
-    std::env::var_os(RUNTIME_DIRECTORY_VARIABLE).filter(|path| !path.is_empty()).map_or_else(own, PathBuf::from)
+    let default_path = || Path::new("/dev/shm").join(format!("pagefold-{}", rustix::process::geteuid().as_raw()));
+    std::env::var_os(RUNTIME_DIRECTORY_VARIABLE)
+        .filter(|path| !path.is_empty())
+        .map_or_else(default_path, PathBuf::from)
 }
 
 /// Whether a domain may have this name.
@@ -80,10 +82,11 @@ pub fn prepare_domain_directory(root: &Path, name: &str) -> Result<PathBuf, Dire
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed(error)),
             _ => {}
         }
-        let found = path.symlink_metadata().map_err(failed)?;
-        let private =
-            found.is_dir() && found.uid() == rustix::process::geteuid().as_raw() && found.mode() & forbidden == 0;
-        if !private {
+        let metadata = path.symlink_metadata().map_err(failed)?;
+        let is_private = metadata.is_dir()
+            && metadata.uid() == rustix::process::geteuid().as_raw()
+            && metadata.mode() & forbidden == 0;
+        if !is_private {
             return Err(DirectoryError::WritableByOthers(path.to_owned()));
         }
     }
@@ -96,13 +99,13 @@ pub fn prepare_domain_directory(root: &Path, name: &str) -> Result<PathBuf, Dire
 /// # Errors
 /// Those of openat(2) and fstat(2).
 pub fn open_private<P: rustix::path::Arg>(
-    above: impl AsFd,
+    parent: impl AsFd,
     name: P,
     owner: u32,
     forbidden: u32,
 ) -> io::Result<Option<OwnedFd>> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let directory = match openat(above, name, flags, Mode::empty()) {
+    let directory = match openat(parent, name, flags, Mode::empty()) {
         Err(rustix::io::Errno::LOOP | rustix::io::Errno::NOTDIR) => return Ok(None),
         directory => directory?,
     };

@@ -2,8 +2,8 @@
 //!
 //! It is a record lock of fcntl(2), because that ends with its process in all cases, and because a forked child does
 //! not inherit it. Record locks do not distinguish threads, and closing any descriptor of the file releases the lock.
-//! So a PID in this process tells whether one of its threads holds the lock. In a child of a process that held the lock
-//! at the fork, that PID is the parent's and blocks no thread.
+//! So `HOLDER_PID` shows whether a thread of this process holds the lock. In a child of a process that held the lock
+//! at the fork, it is the parent's PID and blocks no thread.
 //!
 //! A stopped process keeps its lock while it is stopped. So each caller waits only until its deadline. Callers poll,
 //! because fcntl(2) has no timeout.
@@ -38,14 +38,14 @@ impl DomainLock {
     /// `TimedOut` if another process or thread held it all the time; those of open(2) and fcntl(2); `Interrupted` if
     /// the file was removed meanwhile.
     pub fn acquire(path: &Path, deadline: Instant) -> io::Result<Self> {
-        let this = getpid().as_raw_pid();
-        let of_this_process = || {
+        let this_pid = getpid().as_raw_pid();
+        let claim_for_thread = || {
             let holder = HOLDER_PID.load(Ordering::Relaxed);
-            let taken = holder == this
-                || HOLDER_PID.compare_exchange(holder, this, Ordering::Acquire, Ordering::Relaxed).is_err();
-            (!taken).then_some(())
+            let is_taken = holder == this_pid
+                || HOLDER_PID.compare_exchange(holder, this_pid, Ordering::Acquire, Ordering::Relaxed).is_err();
+            (!is_taken).then_some(())
         };
-        poll_until(deadline, || Ok(of_this_process()))?;
+        poll_until(deadline, || Ok(claim_for_thread()))?;
         Self::acquire_for_process(path, deadline).inspect_err(|_| HOLDER_PID.store(0, Ordering::Release))
     }
 
@@ -71,13 +71,13 @@ impl DomainLock {
     }
 }
 
-/// Call `ask` at least once, and again until it succeeds or the deadline passes.
-fn poll_until(deadline: Instant, mut ask: impl FnMut() -> io::Result<Option<()>>) -> io::Result<()> {
+/// Call `attempt` at least once, and again until it succeeds or the deadline passes.
+fn poll_until(deadline: Instant, mut attempt: impl FnMut() -> io::Result<Option<()>>) -> io::Result<()> {
     let mut pause = FIRST_POLL_INTERVAL;
-    while ask()?.is_none() {
+    while attempt()?.is_none() {
         if Instant::now() >= deadline {
-            let why = "another member has held the domain's lock for too long: is one stopped?";
-            return Err(io::Error::new(io::ErrorKind::TimedOut, why));
+            let message = "another member has held the domain's lock for too long: is one stopped?";
+            return Err(io::Error::new(io::ErrorKind::TimedOut, message));
         }
         std::thread::sleep(pause);
         pause = (2 * pause).min(MAX_POLL_INTERVAL);
@@ -87,8 +87,8 @@ fn poll_until(deadline: Instant, mut ask: impl FnMut() -> io::Result<Option<()>>
 
 /// Whether a path leads to this open file.
 fn is_file_at(file: &File, path: &Path) -> bool {
-    let found = path.metadata().and_then(|path| Ok((path, file.metadata()?)));
-    found.is_ok_and(|(path, file)| (path.dev(), path.ino()) == (file.dev(), file.ino()))
+    let metadata = path.metadata().and_then(|path| Ok((path, file.metadata()?)));
+    metadata.is_ok_and(|(path, file)| (path.dev(), path.ino()) == (file.dev(), file.ino()))
 }
 
 impl Drop for DomainLock {
@@ -120,15 +120,15 @@ mod tests {
                 scope.spawn(|| {
                     for _ in 0..50 {
                         let _lock = DomainLock::acquire(&path, Instant::now() + Duration::from_secs(300)).unwrap();
-                        let before = count.0.get();
+                        let value = count.0.get();
                         thread::yield_now();
-                        count.0.set(before + 1);
+                        count.0.set(value + 1);
                     }
                 });
             }
         });
         assert_eq!(count.0.get(), 200);
-        let _held = DomainLock::acquire(&path, Instant::now() + Duration::from_secs(300)).unwrap();
+        let _lock = DomainLock::acquire(&path, Instant::now() + Duration::from_secs(300)).unwrap();
         let refused = thread::scope(|scope| scope.spawn(|| DomainLock::acquire(&path, Instant::now())).join().unwrap());
         assert_eq!(refused.unwrap_err().kind(), io::ErrorKind::TimedOut);
     }

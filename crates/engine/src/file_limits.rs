@@ -15,11 +15,11 @@ use std::io;
 pub fn check_file_size(bytes: u64) -> io::Result<()> {
     match getrlimit(Resource::Fsize).current {
         Some(limit) if limit < bytes => {
-            let why = format!(
+            let message = format!(
                 "the limit on file sizes is {limit} bytes, and the domain needs a file of {bytes}: raise it \
                  (ulimit -f, RLIMIT_FSIZE)"
             );
-            Err(io::Error::new(io::ErrorKind::FileTooLarge, why))
+            Err(io::Error::new(io::ErrorKind::FileTooLarge, message))
         }
         _ => Ok(()),
     }
@@ -27,6 +27,7 @@ pub fn check_file_size(bytes: u64) -> io::Result<()> {
 
 /// Whether an operation failed for lack of space: other parts of the same work may still succeed.
 pub fn is_out_of_space(error: &io::Error) -> bool {
-    let full = [Errno::NOSPC, Errno::DQUOT, Errno::NOMEM, Errno::FBIG].map(Errno::raw_os_error);
-    error.kind() == io::ErrorKind::FileTooLarge || error.raw_os_error().is_some_and(|number| full.contains(&number))
+    let full_errors = [Errno::NOSPC, Errno::DQUOT, Errno::NOMEM, Errno::FBIG].map(Errno::raw_os_error);
+    error.kind() == io::ErrorKind::FileTooLarge
+        || error.raw_os_error().is_some_and(|errno| full_errors.contains(&errno))
 }

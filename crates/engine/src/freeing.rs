@@ -72,9 +72,9 @@ impl Engine {
     /// Remove the regions of memory that was given up. Returns whether those ranges are known. Do not call this during
     /// a merge, which may already have found the memory.
     pub(crate) fn remove_revoked_regions(&self, state: &mut EngineState) -> bool {
-        let Some(given_up) = self.claims.take_revoked() else { return false };
-        if !given_up.is_empty() {
-            given_up.into_iter().for_each(|range| state.disown_range(range));
+        let Some(revoked) = self.claims.take_revoked() else { return false };
+        if !revoked.is_empty() {
+            revoked.into_iter().for_each(|range| state.disown_range(range));
             state.publish_status(&self.options);
         }
         true

@@ -45,30 +45,31 @@ impl MergeMemoryBudget {
     /// none fits.
     pub fn new(headroom: Bytes, members: u64, region_pages: u64, page_bytes: u64) -> Option<Self> {
         let share = headroom.0 / HEADROOM_DIVISOR / members.max(1);
-        let left = share.saturating_sub(region_pages.saturating_mul(SURVEY_BYTES_PER_PAGE));
-        (left >= MIN_MERGE_BYTES).then(|| Self {
-            window_pages: left / 4 / WINDOW_BYTES_PER_PAGE,
-            batch_pages: left / 2 / page_bytes,
-            index_bytes: left / 2,
+        let remaining_bytes = share.saturating_sub(region_pages.saturating_mul(SURVEY_BYTES_PER_PAGE));
+        (remaining_bytes >= MIN_MERGE_BYTES).then(|| Self {
+            window_pages: remaining_bytes / 4 / WINDOW_BYTES_PER_PAGE,
+            batch_pages: remaining_bytes / 2 / page_bytes,
+            index_bytes: remaining_bytes / 2,
         })
     }
 
     /// Number of leading chunks, given by their sizes in pages, that fit into a window: at least one.
     pub fn count_chunks_that_fit(self, chunk_pages: impl IntoIterator<Item = u64>) -> usize {
-        let mut left = self.window_pages;
-        let fit = chunk_pages.into_iter().take_while(|&pages| {
-            let fits = pages <= left;
-            left = left.saturating_sub(pages);
+        let mut remaining_pages = self.window_pages;
+        let fitting = chunk_pages.into_iter().take_while(|&pages| {
+            let fits = pages <= remaining_pages;
+            remaining_pages = remaining_pages.saturating_sub(pages);
             fits
         });
-        fit.count().max(1)
+        fitting.count().max(1)
     }
 
     /// Headroom from which on more headroom makes no difference to merging `region_pages` pages.
     pub fn ample_headroom(members: u64, region_pages: u64, batch_bytes: u64) -> Bytes {
-        let each_page = SURVEY_BYTES_PER_PAGE + 4 * WINDOW_BYTES_PER_PAGE;
-        let one = region_pages.saturating_mul(each_page).saturating_add(2 * batch_bytes + MIN_MERGE_BYTES);
-        Bytes(one.saturating_mul(HEADROOM_DIVISOR).saturating_mul(members.max(1)))
+        let bytes_per_page = SURVEY_BYTES_PER_PAGE + 4 * WINDOW_BYTES_PER_PAGE;
+        let member_bytes =
+            region_pages.saturating_mul(bytes_per_page).saturating_add(2 * batch_bytes + MIN_MERGE_BYTES);
+        Bytes(member_bytes.saturating_mul(HEADROOM_DIVISOR).saturating_mul(members.max(1)))
     }
 }
 
@@ -113,12 +114,12 @@ impl CgroupHeadroom {
         let host = rustix::system::sysinfo();
         let (free, total) = (host.freeram as u64, host.totalram as u64);
         let unit = u64::from(host.mem_unit);
-        let is_free = free.saturating_sub(total / 100).saturating_mul(unit) >= ample.0;
-        let meminfo = (!is_free).then(|| std::fs::read_to_string("/proc/meminfo").ok()).flatten();
-        let of_host = meminfo.and_then(|text| host_available(&text));
-        let of_cgroups =
+        let is_ample = free.saturating_sub(total / 100).saturating_mul(unit) >= ample.0;
+        let meminfo = (!is_ample).then(|| std::fs::read_to_string("/proc/meminfo").ok()).flatten();
+        let host_headroom = meminfo.and_then(|text| host_available(&text));
+        let cgroup_headrooms =
             self.limit_directories.iter().filter_map(|cgroup| available_in_cgroup(cgroup, self.version, ample));
-        of_host.into_iter().chain(of_cgroups).min().unwrap_or(ample)
+        host_headroom.into_iter().chain(cgroup_headrooms).min().unwrap_or(ample)
     }
 }
 
@@ -129,19 +130,19 @@ impl CgroupHeadroom {
         self.available(needed) >= needed
     }
 
-    /// Whether each of `members` members may use `taken` bytes permanently, and merges of `region_pages` pages still
+    /// Whether each of `members` members may use `taken_bytes` permanently, and merges of `region_pages` pages still
     /// have memory for batches of `batch_pages` pages.
     pub fn leaves_memory_for_batches(
         &mut self,
-        taken: Bytes,
+        taken_bytes: Bytes,
         members: u64,
         region_pages: u64,
         (page_bytes, batch_pages): (u64, u64),
     ) -> bool {
-        let taken = taken.0.saturating_mul(members.max(1));
-        let plenty = MergeMemoryBudget::ample_headroom(members, region_pages, batch_pages.saturating_mul(page_bytes));
-        let left = self.available(Bytes(plenty.0.saturating_add(taken))).0.saturating_sub(taken);
-        MergeMemoryBudget::new(Bytes(left), members, region_pages, page_bytes)
+        let taken_bytes = taken_bytes.0.saturating_mul(members.max(1));
+        let ample = MergeMemoryBudget::ample_headroom(members, region_pages, batch_pages.saturating_mul(page_bytes));
+        let remaining = self.available(Bytes(ample.0.saturating_add(taken_bytes))).0.saturating_sub(taken_bytes);
+        MergeMemoryBudget::new(Bytes(remaining), members, region_pages, page_bytes)
             .is_some_and(|budget| budget.batch_pages >= batch_pages)
     }
 }
@@ -161,54 +162,54 @@ fn parse_number_after(text: &str, name: &str) -> Option<u64> {
 /// Directories of the memory cgroup of a process and of all its parents, from its `cgroup` and `mountinfo` files
 /// (cgroups(7), proc_pid_mountinfo(5)).
 fn find_limit_directories(cgroups: &str, mounts: &str) -> Option<(CgroupVersion, Vec<PathBuf>)> {
-    let path_of = |wanted: &dyn Fn(&str) -> bool| {
+    let find_path = |is_wanted: &dyn Fn(&str) -> bool| {
         cgroups.lines().find_map(|line| {
             let (_, rest) = line.split_once(':')?;
             let (controllers, path) = rest.split_once(':')?;
-            wanted(controllers).then_some(path)
+            is_wanted(controllers).then_some(path)
         })
     };
-    let one = path_of(&|controllers| controllers.split(',').any(|name| name == "memory"));
-    let (version, path) = match one {
+    let v1_path = find_path(&|controllers| controllers.split(',').any(|name| name == "memory"));
+    let (version, path) = match v1_path {
         Some(path) => (CgroupVersion::V1, path),
-        None => (CgroupVersion::V2, path_of(&str::is_empty)?),
+        None => (CgroupVersion::V2, find_path(&str::is_empty)?),
     };
-    let (root, top) = mounts.lines().find_map(|line| {
+    let (mount_root, mount_point) = mounts.lines().find_map(|line| {
         let (mount, kind) = line.split_once(" - ")?;
         let mut kind = kind.split(' ');
         let (name, options) = (kind.next()?, kind.nth(1)?);
-        let wanted = match version {
+        let is_memory_mount = match version {
             CgroupVersion::V1 => name == "cgroup" && options.split(',').any(|option| option == "memory"),
             CgroupVersion::V2 => name == "cgroup2",
         };
         let mut words = mount.split(' ').skip(3);
-        wanted.then_some((words.next()?, words.next()?))
+        is_memory_mount.then_some((words.next()?, words.next()?))
     })?;
-    let top = Path::new(top);
+    let mount_point = Path::new(mount_point);
     // Outside of the mounted subtree only the limits of the mount's own root are visible.
-    let below = Path::new(path).strip_prefix(root).unwrap_or(Path::new(""));
-    let below = if path.contains("..") { Path::new("") } else { below };
-    let limits = below.ancestors().map(|below| top.join(below)).collect();
+    let relative = Path::new(path).strip_prefix(mount_root).unwrap_or(Path::new(""));
+    let relative = if path.contains("..") { Path::new("") } else { relative };
+    let limits = relative.ancestors().map(|relative| mount_point.join(relative)).collect();
     Some((version, limits))
 }
 
 /// Headroom of a cgroup, if it has limits and they can be read. Clean file pages count only if less than `ample` is
 /// left without them: reading their number is expensive for the kernel.
 fn available_in_cgroup(cgroup: &Path, version: CgroupVersion, ample: Bytes) -> Option<Bytes> {
-    let text = |file: &str| std::fs::read_to_string(cgroup.join(file)).ok();
-    let number = |file: &str| text(file)?.trim().parse::<u64>().ok();
+    let read_text = |file: &str| std::fs::read_to_string(cgroup.join(file)).ok();
+    let read_number = |file: &str| read_text(file)?.trim().parse::<u64>().ok();
     let (limits, used, prefix): (&[&str], _, _) = match version {
         CgroupVersion::V1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes", "total_"),
         CgroupVersion::V2 => (&["memory.max", "memory.high"], "memory.current", ""),
     };
     // No limit reads as "max", which is not a number.
-    let limit = limits.iter().filter_map(|file| number(file)).min()?;
-    let used = number(used)?;
-    let left = limit.saturating_sub(used);
-    if left >= ample.0 {
-        return Some(Bytes(left));
+    let limit = limits.iter().filter_map(|file| read_number(file)).min()?;
+    let used = read_number(used)?;
+    let unused_bytes = limit.saturating_sub(used);
+    if unused_bytes >= ample.0 {
+        return Some(Bytes(unused_bytes));
     }
-    let stat = text("memory.stat").unwrap_or_default();
+    let stat = read_text("memory.stat").unwrap_or_default();
     let bytes = |name: &str| parse_number_after(&stat, &format!("{prefix}{name}")).unwrap_or(0);
     let (dirty, writeback) = match version {
         CgroupVersion::V1 => ("dirty", "writeback"),
@@ -231,21 +232,21 @@ mod tests {
                 expected.map(|(version, paths)| (version, paths.iter().map(PathBuf::from).collect::<Vec<_>>()));
             assert_eq!(find_limit_directories(cgroups, mounts), expected, "{cgroups} {mounts}");
         };
-        let two = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
+        let v2_mount = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n";
         let all = ["/sys/fs/cgroup/a/b", "/sys/fs/cgroup/a", "/sys/fs/cgroup/"];
-        check("0::/a/b\n", two, Some((CgroupVersion::V2, &all)));
-        check("0::/\n", two, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
-        check("0::/../x\n", two, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
-        let one = "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
-        let both = format!("{two}29 23 0:20 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n{one}");
+        check("0::/a/b\n", v2_mount, Some((CgroupVersion::V2, &all)));
+        check("0::/\n", v2_mount, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
+        check("0::/../x\n", v2_mount, Some((CgroupVersion::V2, &["/sys/fs/cgroup/"])));
+        let v1_mount = "31 23 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n";
+        let mounts = format!("{v2_mount}29 23 0:20 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n{v1_mount}");
         let cgroups = "5:cpu,cpuacct:/\n4:memory:/job\n0::/other\n";
         let found = ["/sys/fs/cgroup/memory/job", "/sys/fs/cgroup/memory/"];
-        check(cgroups, &both, Some((CgroupVersion::V1, &found)));
+        check(cgroups, &mounts, Some((CgroupVersion::V1, &found)));
         // In a container without a cgroup namespace.
         let bound = "31 23 0:27 /docker/7f /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n";
         check("4:memory:/docker/7f\n", bound, Some((CgroupVersion::V1, &["/sys/fs/cgroup/memory/"])));
         check("4:memory:/docker/7f/x\n", bound, Some((CgroupVersion::V1, &find_limits_below("x"))));
-        check("", two, None);
+        check("", v2_mount, None);
         check("0::/a\n", "", None);
         check("nonsense\n", "nonsense - \n", None);
     }
@@ -268,7 +269,7 @@ mod tests {
         let check = |version, files: &[(&str, &str)], expected: Option<u64>| {
             let directory = fake_cgroup(files);
             assert_eq!(
-                available_in_cgroup(directory.path(), version, Bytes(BYTES_PER_MIB)).map(|left| left.0),
+                available_in_cgroup(directory.path(), version, Bytes(BYTES_PER_MIB)).map(|headroom| headroom.0),
                 expected,
                 "{files:?}"
             );
@@ -282,8 +283,8 @@ mod tests {
         check(CgroupVersion::V2, &[("memory.max", "10\n"), ("memory.current", "90\n")], Some(0));
         check(CgroupVersion::V2, &[], None);
         let stat = ("memory.stat", "inactive_file 1\ntotal_inactive_file 5000\ntotal_dirty 300\ntotal_writeback 200\n");
-        let one = [("memory.limit_in_bytes", "100000\n"), ("memory.usage_in_bytes", "90000\n"), stat];
-        check(CgroupVersion::V1, &one, Some(14_500));
+        let v1_files = [("memory.limit_in_bytes", "100000\n"), ("memory.usage_in_bytes", "90000\n"), stat];
+        check(CgroupVersion::V1, &v1_files, Some(14_500));
     }
 
     #[test]
@@ -306,11 +307,11 @@ mod tests {
         for (headroom, members, pages) in [(16, 2, 50_000), (4, 1, 1000), (64, 4, 100_000), (1024, 2, 50_000)] {
             let budget =
                 MergeMemoryBudget::new(Bytes(headroom * BYTES_PER_MIB), members, pages, 4096).expect("it fits");
-            let one = pages * SURVEY_BYTES_PER_PAGE
+            let member_bytes = pages * SURVEY_BYTES_PER_PAGE
                 + budget.window_pages * WINDOW_BYTES_PER_PAGE
                 // Before a batch the headroom is checked again, with the index in place.
                 + (budget.batch_pages * 4096).max(budget.index_bytes);
-            assert!(members * one <= headroom * BYTES_PER_MIB / HEADROOM_DIVISOR, "{budget:?}");
+            assert!(members * member_bytes <= headroom * BYTES_PER_MIB / HEADROOM_DIVISOR, "{budget:?}");
         }
         assert_eq!(MergeMemoryBudget::new(Bytes(BYTES_PER_MIB), 2, 1000, 4096), None);
         assert_eq!(
@@ -318,8 +319,8 @@ mod tests {
             None,
             "the survey alone needs more memory"
         );
-        let plenty = MergeMemoryBudget::ample_headroom(3, 50_000, 8 * BYTES_PER_MIB);
-        let budget = MergeMemoryBudget::new(plenty, 3, 50_000, 4096).expect("it fits");
+        let ample = MergeMemoryBudget::ample_headroom(3, 50_000, 8 * BYTES_PER_MIB);
+        let budget = MergeMemoryBudget::new(ample, 3, 50_000, 4096).expect("it fits");
         assert!(budget.window_pages >= 50_000 && budget.batch_pages * 4096 >= 8 * BYTES_PER_MIB, "{budget:?}");
     }
 }

@@ -31,12 +31,14 @@ impl SplittableHugePages {
         page_bytes: u64,
         max_pages: Option<Pages>,
     ) -> Self {
-        let Some(Pages(mut left)) = max_pages else { return Self::Any };
-        let pages_each = page_bytes / 8;
+        let Some(Pages(mut remaining_pages)) = max_pages else { return Self::Any };
+        let pages_per_huge_page = page_bytes / 8;
         // Number of pages of zeros, and of pages with a partner.
         let mut counts: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
-        for part in
-            zeros.iter().filter(|found| found.is_huge).flat_map(|found| found.split_aligned(pages_each * page_bytes))
+        for part in zeros
+            .iter()
+            .filter(|candidate| candidate.is_huge)
+            .flat_map(|candidate| candidate.split_aligned(pages_per_huge_page * page_bytes))
         {
             counts.entry(huge_page_number(part.range.start, page_bytes)).or_default().0 +=
                 part.range.bytes().0 / page_bytes;
@@ -45,18 +47,18 @@ impl SplittableHugePages {
             counts.entry(huge_page_number(partner.address, page_bytes)).or_default().1 += 1;
         }
         let mut fits = |&(_, (zeros, partners)): &(u64, (u64, u64))| {
-            let has_partners = partners == pages_each && left >= pages_each;
-            left -= if has_partners { pages_each } else { 0 };
-            has_partners || zeros == pages_each
+            let has_partners = partners == pages_per_huge_page && remaining_pages >= pages_per_huge_page;
+            remaining_pages -= if has_partners { pages_per_huge_page } else { 0 };
+            has_partners || zeros == pages_per_huge_page
         };
         Self::Listed(counts.into_iter().filter(|count| fits(count)).map(|(number, _)| number).collect())
     }
 
     /// Whether a page may be merged: it is in no huge page, or in one that may be split.
-    pub fn allows(&self, found: &ScannedPage, page: u64) -> bool {
+    pub fn allows(&self, page: &ScannedPage, page_bytes: u64) -> bool {
         match self {
             Self::Any => true,
-            Self::Listed(numbers) => !found.huge || numbers.contains(&huge_page_number(found.address, page)),
+            Self::Listed(numbers) => !page.huge || numbers.contains(&huge_page_number(page.address, page_bytes)),
         }
     }
 }
@@ -91,19 +93,20 @@ impl HugePageSplitLedger {
     pub fn record_splits<'p>(
         &mut self,
         pages: impl Iterator<Item = &'p ScannedPage>,
-        page: u64,
+        page_bytes: u64,
         counted: &mut HashSet<u64>,
     ) {
-        let huge = pages.filter(|found| found.huge).map(|found| huge_page_number(found.address, page));
-        let new = huge.filter(|&number| counted.insert(number)).count() as u64;
-        self.split_pages += Pages(new * (page / 8));
+        let huge = pages.filter(|page| page.huge).map(|page| huge_page_number(page.address, page_bytes));
+        let newly_split = huge.filter(|&number| counted.insert(number)).count() as u64;
+        self.split_pages += Pages(newly_split * (page_bytes / 8));
     }
 }
 
-/// Resident pages of a survey: the candidates, plus `others` (backed-off and merged pages).
-pub fn count_resident(candidates: &[CandidatePages], others: Pages, page: u64) -> Pages {
-    let bytes: u64 = candidates.iter().map(|found| found.range).map(|AddressRange { start, end }| end - start).sum();
-    Pages(bytes / page) + others
+/// Resident pages of a survey: the candidates, plus `other_pages` (backed-off and merged pages).
+pub fn count_resident(candidates: &[CandidatePages], other_pages: Pages, page_bytes: u64) -> Pages {
+    let bytes: u64 =
+        candidates.iter().map(|candidate| candidate.range).map(|AddressRange { start, end }| end - start).sum();
+    Pages(bytes / page_bytes) + other_pages
 }
 
 #[cfg(test)]
@@ -130,16 +133,17 @@ mod tests {
         // All zeros but one page; all zeros; two with all partners; one with both; one with all partners but one.
         let zeros = [zero_candidates(0, 511), zero_candidates(512, 1024), zero_candidates(2048, 2060)];
         let partners = [paired_pages(1024..2048), paired_pages(2060..2560), paired_pages(2561..3072)].concat();
-        let among = |limit| SplittableHugePages::choose(&zeros, &partners, PAGE_BYTES, limit);
-        assert_eq!(among(None), SplittableHugePages::Any);
-        assert_eq!(among(Some(Pages(1 << 20))), listed(&[1, 2, 3]));
-        assert_eq!(among(Some(Pages(512 + 511))), listed(&[1, 2]));
-        assert_eq!(among(Some(Pages(0))), listed(&[1]), "zeros cost nothing");
-        let found = |number: u64, huge| ScannedPage::unscanned(number * PAGE_BYTES, huge);
-        let splits = listed(&[1]);
-        assert!(splits.allows(&found(600, true), PAGE_BYTES) && splits.allows(&found(7, false), PAGE_BYTES));
+        let choose = |limit| SplittableHugePages::choose(&zeros, &partners, PAGE_BYTES, limit);
+        assert_eq!(choose(None), SplittableHugePages::Any);
+        assert_eq!(choose(Some(Pages(1 << 20))), listed(&[1, 2, 3]));
+        assert_eq!(choose(Some(Pages(512 + 511))), listed(&[1, 2]));
+        assert_eq!(choose(Some(Pages(0))), listed(&[1]), "zeros cost nothing");
+        let page = |number: u64, huge| ScannedPage::unscanned(number * PAGE_BYTES, huge);
+        let splittable = listed(&[1]);
+        assert!(splittable.allows(&page(600, true), PAGE_BYTES) && splittable.allows(&page(7, false), PAGE_BYTES));
         assert!(
-            !splits.allows(&found(7, true), PAGE_BYTES) && SplittableHugePages::Any.allows(&found(7, true), PAGE_BYTES)
+            !splittable.allows(&page(7, true), PAGE_BYTES)
+                && SplittableHugePages::Any.allows(&page(7, true), PAGE_BYTES)
         );
     }
 

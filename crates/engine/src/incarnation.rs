@@ -75,33 +75,33 @@ impl DomainIncarnation {
     ) -> io::Result<Option<Self>> {
         let Some(file) = open_existing(&path.join(DOMAIN_FILE))? else { return Ok(None) };
         let header = map_header(&file, page_bytes)?;
-        let number = |of: HeaderField| header[of as usize].load(Ordering::SeqCst);
-        match number(HeaderField::Magic) {
+        let read_field = |field: HeaderField| header[field as usize].load(Ordering::SeqCst);
+        match read_field(HeaderField::Magic) {
             DOMAIN_MAGIC => {}
             // Its creator died before it was complete.
             0 => return Ok(None),
             _ => return Err(io::Error::new(io::ErrorKind::InvalidData, "made by another version of pagefold")),
         }
-        if references.member_count() > 0 && number(HeaderField::PidNamespace) != namespace {
-            let why =
+        if references.member_count() > 0 && read_field(HeaderField::PidNamespace) != namespace {
+            let message =
                 "its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME to another directory";
-            return Err(io::Error::new(io::ErrorKind::Unsupported, why));
+            return Err(io::Error::new(io::ErrorKind::Unsupported, message));
         }
-        let found = (|| {
-            if number(HeaderField::LockInode) != lock.inode()? {
+        let files = (|| {
+            if read_field(HeaderField::LockInode) != lock.inode()? {
                 return Ok(None);
             }
-            let Some(slots) =
-                open_existing(&path.join(SLOTS_FILE))?.filter(|file| inode(file) == number(HeaderField::SlotsInode))
+            let Some(slots) = open_existing(&path.join(SLOTS_FILE))?
+                .filter(|file| inode(file) == read_field(HeaderField::SlotsInode))
             else {
                 return Ok(None);
             };
-            let slots = SlotBitmap::map(&slots, number(HeaderField::SlotCount) as u32)?;
-            let store = (number(HeaderField::StoreDevice), number(HeaderField::StoreInode));
+            let slots = SlotBitmap::map(&slots, read_field(HeaderField::SlotCount) as u32)?;
+            let store = (read_field(HeaderField::StoreDevice), read_field(HeaderField::StoreInode));
             Ok(open_store_of_member(references, store, page_bytes)?.map(|store| (slots, store)))
         })();
-        let found: io::Result<Option<(SlotBitmap, ContentStore)>> = found;
-        let Some((slots, store)) = found? else {
+        let files: io::Result<Option<(SlotBitmap, ContentStore)>> = files;
+        let Some((slots, store)) = files? else {
             mark_abandoned(&header);
             return Ok(None);
         };
@@ -124,21 +124,21 @@ impl DomainIncarnation {
     ) -> io::Result<Self> {
         let memory = rustix::system::sysinfo();
         let pages = memory.totalram as u64 * u64::from(memory.mem_unit) / page_bytes;
-        let count = pages.min(u64::from(u32::MAX - 1)) as u32;
-        let store = ContentStore::new(count, page_bytes)?;
+        let slot_count = pages.min(u64::from(u32::MAX - 1)) as u32;
+        let store = ContentStore::new(slot_count, page_bytes)?;
         if let Some(node) = node {
             // A preference only. If it fails, as in containers that forbid it, the kernel allocates memory where its
             // writers run.
-            let _ = store.prefer_node(count, node);
+            let _ = store.prefer_node(slot_count, node);
         }
         let file = create_replacing(&path.join(DOMAIN_FILE))?;
         let slots = create_replacing(&path.join(SLOTS_FILE))?;
         let header = map_header(&file, page_bytes)?;
-        let set = |of: HeaderField, value| header[of as usize].store(value, Ordering::SeqCst);
+        let write_field = |field: HeaderField, value| header[field as usize].store(value, Ordering::SeqCst);
         let mut key = vec![0; page_bytes as usize];
-        let mut first = [0; 8];
+        let mut random_generation = [0; 8];
         fill_random(&mut key)?;
-        fill_random(&mut first)?;
+        fill_random(&mut random_generation)?;
         file.write_all_at(&key, page_bytes)?;
         for name in domain_directory::list_names(path)? {
             if name.to_str().is_some_and(|name| name.starts_with(INDEX_PREFIX)) {
@@ -148,19 +148,19 @@ impl DomainIncarnation {
             }
         }
         // Counts from a random number, so that no two incarnations have an index of the same name.
-        set(HeaderField::Generation, create_index(path, u64::from_ne_bytes(first) >> 1)?);
-        set(HeaderField::SlotCount, u64::from(count));
-        set(HeaderField::StoreDevice, store.identity().0);
-        set(HeaderField::StoreInode, store.identity().1);
-        set(HeaderField::PidNamespace, namespace);
-        set(HeaderField::LockInode, lock.inode()?);
-        set(HeaderField::SlotsInode, inode(&slots));
+        write_field(HeaderField::Generation, create_index(path, u64::from_ne_bytes(random_generation) >> 1)?);
+        write_field(HeaderField::SlotCount, u64::from(slot_count));
+        write_field(HeaderField::StoreDevice, store.identity().0);
+        write_field(HeaderField::StoreInode, store.identity().1);
+        write_field(HeaderField::PidNamespace, namespace);
+        write_field(HeaderField::LockInode, lock.inode()?);
+        write_field(HeaderField::SlotsInode, inode(&slots));
         fault::point("before a domain is founded");
-        set(HeaderField::Magic, DOMAIN_MAGIC);
+        write_field(HeaderField::Magic, DOMAIN_MAGIC);
         Ok(Self {
             identity: file_identity(&file)?,
             header,
-            slots: SlotBitmap::map(&slots, count)?,
+            slots: SlotBitmap::map(&slots, slot_count)?,
             store,
             fingerprint_key: key,
         })
@@ -169,12 +169,12 @@ impl DomainIncarnation {
 
 /// Open the store of an incarnation through any member that has it open.
 fn open_store_of_member(
-    everybody: &DomainReferences,
+    references: &DomainReferences,
     store: FileIdentity,
-    page: u64,
+    page_bytes: u64,
 ) -> io::Result<Option<ContentStore>> {
-    for (pid, descriptor) in everybody.store_sources(store.1) {
-        match ContentStore::open_from_member(pid, descriptor, store, page) {
+    for (pid, descriptor) in references.store_sources(store.1) {
+        match ContentStore::open_from_member(pid, descriptor, store, page_bytes) {
             Ok(store) => return Ok(Some(store)),
             // The member has ended and its child holds its references, or it has closed the store.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -194,15 +194,16 @@ pub fn mark_abandoned(header: &SharedWords) {
     header[HeaderField::StoreInode as usize].store(0, Ordering::SeqCst);
 }
 
-/// Whether the names in the directory lead to the files of an incarnation. `locked` is the inode of its lock, if known
-/// already.
-pub fn is_current(path: &Path, header: &SharedWords, domain: FileIdentity, locked: Option<u64>) -> bool {
-    let number = |of: HeaderField| header[of as usize].load(Ordering::SeqCst);
-    let leads = |name: &str| path.join(name).symlink_metadata().map_or((0, 0), |found| (found.dev(), found.ino()));
-    let lock = locked.unwrap_or_else(|| leads(LOCK_FILE).1);
-    leads(DOMAIN_FILE) == domain
-        && leads(SLOTS_FILE) == (domain.0, number(HeaderField::SlotsInode))
-        && lock == number(HeaderField::LockInode)
+/// Whether the names in the directory lead to the files of an incarnation. `lock_inode` is the inode of its lock, if
+/// known already.
+pub fn is_current(path: &Path, header: &SharedWords, domain: FileIdentity, lock_inode: Option<u64>) -> bool {
+    let read_field = |field: HeaderField| header[field as usize].load(Ordering::SeqCst);
+    let identity_at =
+        |name: &str| path.join(name).symlink_metadata().map_or((0, 0), |metadata| (metadata.dev(), metadata.ino()));
+    let lock = lock_inode.unwrap_or_else(|| identity_at(LOCK_FILE).1);
+    identity_at(DOMAIN_FILE) == domain
+        && identity_at(SLOTS_FILE) == (domain.0, read_field(HeaderField::SlotsInode))
+        && lock == read_field(HeaderField::LockInode)
 }
 
 /// Open the slots file of an incarnation.
@@ -211,14 +212,14 @@ pub fn is_current(path: &Path, header: &SharedWords, domain: FileIdentity, locke
 /// Those of open(2); see [`files_removed_error`] if the name leads to another file.
 pub fn open_slots_file(path: &Path, header: &SharedWords) -> io::Result<File> {
     let file = domain_directory::open_file(&path.join(SLOTS_FILE), false).map_err(absent_to_files_removed)?;
-    let own = inode(&file) == header[HeaderField::SlotsInode as usize].load(Ordering::SeqCst);
-    if own { Ok(file) } else { Err(files_removed_error()) }
+    let is_own = inode(&file) == header[HeaderField::SlotsInode as usize].load(Ordering::SeqCst);
+    if is_own { Ok(file) } else { Err(files_removed_error()) }
 }
 
 /// The error of a member that finds that its files were removed.
 pub fn files_removed_error() -> io::Error {
-    let why = "files of the domain were removed while it was in use: the next merge joins it again";
-    io::Error::new(io::ErrorKind::StaleNetworkFileHandle, why)
+    let message = "files of the domain were removed while it was in use: the next merge joins it again";
+    io::Error::new(io::ErrorKind::StaleNetworkFileHandle, message)
 }
 
 /// Convert the error of using a file or the directory of a domain: `NotFound` becomes [`files_removed_error`]. Do not
@@ -237,11 +238,11 @@ const RETRY_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Whether to retry after an error, until the deadline. Sleeps first.
 pub fn wait_to_retry(error: &io::Error, deadline: Instant) -> bool {
-    let may = is_files_removed(error) && Instant::now() < deadline;
-    if may {
+    let may_retry = is_files_removed(error) && Instant::now() < deadline;
+    if may_retry {
         std::thread::sleep(RETRY_INTERVAL);
     }
-    may
+    may_retry
 }
 
 /// Retry while files are removed meanwhile, until the deadline.
@@ -252,7 +253,7 @@ pub fn retry_while_removed<T>(deadline: Instant, mut join: impl FnMut() -> io::R
     loop {
         match join() {
             Err(error) if wait_to_retry(&error, deadline) => {}
-            done => return done,
+            result => return result,
         }
     }
 }
@@ -263,10 +264,10 @@ pub fn retry_while_removed<T>(deadline: Instant, mut join: impl FnMut() -> io::R
 /// # Errors
 /// Those of files.
 pub fn create_index(directory: &Path, generation: u64) -> io::Result<u64> {
-    let next = generation + 1;
-    ContentIndex::map(&create_replacing(&index_path(directory, next))?, FIRST_INDEX_ENTRIES)?;
+    let new_generation = generation + 1;
+    ContentIndex::map(&create_replacing(&index_path(directory, new_generation))?, FIRST_INDEX_ENTRIES)?;
     let _ = std::fs::remove_file(index_path(directory, generation));
-    Ok(next)
+    Ok(new_generation)
 }
 
 /// Path of the index of a generation.
@@ -298,19 +299,19 @@ fn open_existing(path: &Path) -> io::Result<Option<File>> {
 }
 
 /// Map the header, which has a page of its own. The key is in the next page.
-fn map_header(file: &File, page: u64) -> io::Result<SharedWords> {
-    let words = 2 * (page / crate::shared_words::WORD_BYTES) as usize;
+fn map_header(file: &File, page_bytes: u64) -> io::Result<SharedWords> {
+    let words = 2 * (page_bytes / crate::shared_words::WORD_BYTES) as usize;
     SharedWords::allocate_blocks(file, 0..words as u64)?;
     SharedWords::map(file, words)
 }
 
 fn file_identity(file: &File) -> io::Result<FileIdentity> {
-    file.metadata().map(|found| (found.dev(), found.ino()))
+    file.metadata().map(|metadata| (metadata.dev(), metadata.ino()))
 }
 
 /// Returns 0 on failure: no file has that inode.
 fn inode(file: &File) -> u64 {
-    file.metadata().map_or(0, |found| found.ino())
+    file.metadata().map_or(0, |metadata| metadata.ino())
 }
 
 fn fill_random(bytes: &mut [u8]) -> io::Result<()> {

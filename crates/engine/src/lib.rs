@@ -272,13 +272,13 @@ impl Engine {
         let node = options.per_node.then(numa::current_node).transpose().map_err(failed)?;
         let name = &node.map_or_else(|| name.to_owned(), |node| format!("{name}.node{node}"));
         domain::remove_dead_domains(&root);
-        let until = Instant::now() + options.max_join_wait;
+        let deadline = Instant::now() + options.max_join_wait;
         let (directory, state) = loop {
             let directory = domain_directory::prepare_domain_directory(&root, name)?;
             match EngineState::join(&directory, options, node) {
                 // The last member removed the directory, or its files were removed meanwhile.
-                Err(error) if incarnation::wait_to_retry(&error, until) => {}
-                joined => break (directory, joined.map_err(failed)?),
+                Err(error) if incarnation::wait_to_retry(&error, deadline) => {}
+                result => break (directory, result.map_err(failed)?),
             }
         };
         memory::include_merged_in_core_dumps();
@@ -297,20 +297,20 @@ impl Engine {
     /// # Errors
     /// [`Error::OutOfMemory`].
     pub fn allocate(&self, bytes: usize) -> Result<AllocatedRegion<'_>, Error> {
-        let whole = (bytes as u64).checked_next_multiple_of(rustix::param::page_size() as u64);
+        let rounded = (bytes as u64).checked_next_multiple_of(rustix::param::page_size() as u64);
         // The kernel refuses this size, too.
-        let bytes = whole.unwrap_or(u64::MAX);
+        let bytes = rounded.unwrap_or(u64::MAX);
         // Before locking: the regions first forget memory that another thread freed at this address.
         let range = memory::map_ordinary(bytes).map_err(|source| Error::OutOfMemory(Bytes(bytes), source))?;
-        let taken = self.with_state(|state| {
+        let adopted = self.with_state(|state| {
             state.adopt_range(range);
             state.publish_status(&self.options);
         });
-        if taken.is_err() {
+        if adopted.is_err() {
             // SAFETY: it was mapped above, and no other code knows its address.
             let _ = unsafe { memory::unmap_range(range) };
         }
-        taken.map(|()| AllocatedRegion { engine: self, range })
+        adopted.map(|()| AllocatedRegion { engine: self, range })
     }
 
     /// Adopt memory of the program, until [`Engine::disown`].
@@ -326,8 +326,8 @@ impl Engine {
             let page = state.domain.page_bytes();
             check_page_aligned(range, page)?;
             if state.regions.iter().any(|region| region.range().overlap(range).is_some()) {
-                let why = "overlaps memory that is already adopted";
-                return Err(Error::InvalidRange { start: range.start, end: range.end, reason: why });
+                let reason = "overlaps memory that is already adopted";
+                return Err(Error::InvalidRange { start: range.start, end: range.end, reason });
             }
             state.adopt_range(range);
             state.publish_status(&self.options);
@@ -346,10 +346,10 @@ impl Engine {
         self.with_state(|state| {
             check_page_aligned(range, state.domain.page_bytes())?;
             if state.regions.iter().any(|region| region.range().overlap(range).is_some()) {
-                let strays = survey::mapped_slots(&state.domain, range);
+                let slots = survey::mapped_slots(&state.domain, range);
                 state
                     .disowned_slots
-                    .extend(strays.map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })?);
+                    .extend(slots.map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })?);
             }
             state.disown_range(range);
             state.publish_status(&self.options);
@@ -374,9 +374,9 @@ impl Engine {
     /// removes the domain's directory now; otherwise the next process that joins a domain removes it. Merged pages stay
     /// merged. Does nothing in a child that has not joined.
     pub fn prepare_exit(&self) {
-        let process = std::process::id();
-        if let Ok(mut state) = self.lock_state(process)
-            && state.owner_pid == process
+        let pid = std::process::id();
+        if let Ok(mut state) = self.lock_state(pid)
+            && state.owner_pid == pid
         {
             state.domain.prepare_exit();
         }
@@ -469,8 +469,8 @@ impl Engine {
             check_page_aligned(range, state.domain.page_bytes())?;
             let adopted = AddressRange::union(state.regions.iter().map(|region| region.range()).collect());
             if !range.subtract(&adopted).is_empty() {
-                let why = "is not adopted";
-                return Err(Error::InvalidRange { start: range.start, end: range.end, reason: why });
+                let reason = "is not adopted";
+                return Err(Error::InvalidRange { start: range.start, end: range.end, reason });
             }
             // SAFETY: it is adopted, and the caller promises that its content is no longer used.
             unsafe { memory::clear_range(range) }.map_err(|source| Error::OutOfMemory(range.bytes(), source))?;
@@ -523,35 +523,35 @@ impl Engine {
 
     /// Run `work` on the state, as a member: a forked child joins first.
     fn with_state<T>(&self, work: impl FnOnce(&mut EngineState) -> T) -> Result<T, Error> {
-        let process = std::process::id();
-        let mut state = self.lock_state(process)?;
-        self.last_user_pid.store(process, Ordering::Relaxed);
-        let until = Instant::now() + self.options.max_join_wait;
-        let joined = if state.owner_pid == process {
+        let pid = std::process::id();
+        let mut state = self.lock_state(pid)?;
+        self.last_user_pid.store(pid, Ordering::Relaxed);
+        let deadline = Instant::now() + self.options.max_join_wait;
+        let join_result = if state.owner_pid == pid {
             Ok(())
         } else {
-            state.rejoin_domain(&self.directory, until).map(|()| state.publish_status(&self.options))
+            state.rejoin_domain(&self.directory, deadline).map(|()| state.publish_status(&self.options))
         };
-        joined.map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })?;
+        join_result.map_err(|source| Error::DomainUnusable { name: self.name.clone(), source })?;
         // Otherwise a merge would still include memory that was given up and may be in other use now.
         if !self.remove_revoked_regions(&mut state) {
             return Err(Error::Forked);
         }
-        let done = work(&mut state);
+        let result = work(&mut state);
         self.remove_revoked_regions(&mut state);
-        Ok(done)
+        Ok(result)
     }
 
-    fn lock_state(&self, process: u32) -> Result<MutexGuard<'_, EngineState>, Error> {
+    fn lock_state(&self, pid: u32) -> Result<MutexGuard<'_, EngineState>, Error> {
         match self.state.try_lock() {
             Ok(state) => return Ok(state),
             Err(std::sync::TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
             Err(std::sync::TryLockError::WouldBlock) => {}
         }
         // A thread of this process that has just locked it sets this at once.
-        let said = || self.last_user_pid.load(Ordering::Relaxed) == process;
+        let has_recorded_pid = || self.last_user_pid.load(Ordering::Relaxed) == pid;
         if !(0..MAX_STATE_POLLS).any(|_| {
-            said() || {
+            has_recorded_pid() || {
                 std::thread::sleep(STATE_POLL_INTERVAL);
                 false
             }
@@ -577,8 +577,8 @@ impl Drop for Engine {
     }
 }
 
-fn check_page_aligned(range: AddressRange, page: u64) -> Result<(), Error> {
-    if range.start < range.end && range.start.is_multiple_of(page) && range.end.is_multiple_of(page) {
+fn check_page_aligned(range: AddressRange, page_bytes: u64) -> Result<(), Error> {
+    if range.start < range.end && range.start.is_multiple_of(page_bytes) && range.end.is_multiple_of(page_bytes) {
         return Ok(());
     }
     Err(Error::InvalidRange { start: range.start, end: range.end, reason: "is not page-aligned, or is empty" })
@@ -586,8 +586,8 @@ fn check_page_aligned(range: AddressRange, page: u64) -> Result<(), Error> {
 
 impl EngineState {
     fn join(directory: &std::path::Path, options: &EngineOptions, node: Option<u32>) -> io::Result<Self> {
-        let page = rustix::param::page_size() as u64;
-        let (domain, hasher) = JoinedDomain::join(directory, page, node, Instant::now() + options.max_join_wait)?;
+        let page_bytes = rustix::param::page_size() as u64;
+        let (domain, hasher) = JoinedDomain::join(directory, page_bytes, node, Instant::now() + options.max_join_wait)?;
         let state = Self {
             owner_pid: std::process::id(),
             wanted_node: node,
@@ -654,12 +654,13 @@ impl EngineState {
     fn disown_range(&mut self, range: AddressRange) {
         let unsurveyed: Bytes = self.regions.iter().map(|region| region.unsurveyed_bytes(range)).sum();
         self.newly_adopted = Bytes(self.newly_adopted.0.saturating_sub(unsurveyed.0));
-        let cut: Vec<Adopted> = self.regions.extract_if(.., |region| region.range().overlap(range).is_some()).collect();
-        self.regions.extend(cut.iter().flat_map(|region| region.subtract(range)));
+        let affected: Vec<Adopted> =
+            self.regions.extract_if(.., |region| region.range().overlap(range).is_some()).collect();
+        self.regions.extend(affected.iter().flat_map(|region| region.subtract(range)));
     }
 
     fn status(&mut self, options: &EngineOptions) -> io::Result<MemberStatus> {
-        let mappings = adopted_region::tally_regions(&self.domain, &mut self.regions, merge_clock())?;
+        let mapping_count = adopted_region::tally_regions(&self.domain, &mut self.regions, merge_clock())?;
         self.publish_status(options);
         let PageTally { pages, merged, zeros, rewritten_pages } = self.total_tally();
         Ok(MemberStatus {
@@ -669,7 +670,7 @@ impl EngineState {
             rewritten_pages,
             store_bytes: Bytes(self.domain.store.allocated_bytes()?),
             pinned_bytes: pinned_bytes()?,
-            mapping_count: mappings,
+            mapping_count,
             note_bytes: self.note_bytes(),
             merge_count: self.merge_count,
             time_use: self.time_use(options),
@@ -716,9 +717,9 @@ impl Drop for EngineState {
     fn drop(&mut self) {
         // Merged pages stay mapped, so their references must stay. In a child that never joined, the parent's
         // references do that.
-        let strays = self.disowned_slots.iter().next().is_some();
-        let mapped = survey::mapped_slots(&self.domain, survey::ALL_ADDRESSES);
-        if strays || mapped.map_or(true, |mut slots| slots.next().is_some()) {
+        let has_disowned_slots = self.disowned_slots.iter().next().is_some();
+        let mapped_slots = survey::mapped_slots(&self.domain, survey::ALL_ADDRESSES);
+        if has_disowned_slots || mapped_slots.map_or(true, |mut slots| slots.next().is_some()) {
             self.domain.references.keep_until_exit();
         } else {
             self.domain.leave();

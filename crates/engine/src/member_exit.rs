@@ -38,10 +38,10 @@ pub fn mark_exit_and_check_all(directory: &Path, references: &Path) -> io::Resul
 
 /// Whether all members among these file names are about to exit, or have ended. Checks no member that has a marker, and
 /// stops at the first live one: all ranks of a job call this at the same time, under one lock.
-fn are_all_exiting(names: &HashSet<&str>, mut is_held: impl FnMut(&str) -> io::Result<bool>) -> io::Result<bool> {
+fn are_all_exiting(names: &HashSet<&str>, mut is_alive: impl FnMut(&str) -> io::Result<bool>) -> io::Result<bool> {
     let members = names.iter().filter(|name| name.starts_with(REFERENCES_PREFIX));
     for name in members.filter(|name| !names.contains(format!("{EXIT_MARKER_PREFIX}{name}").as_str())) {
-        if is_held(name)? {
+        if is_alive(name)? {
             return Ok(false);
         }
     }
@@ -66,11 +66,11 @@ mod tests {
             let mut names: Vec<String> = (0..members).map(|number| member("", number)).collect();
             names.extend((0..exiting).map(|number| member(EXIT_MARKER_PREFIX, number)));
             let mut checked = 0;
-            let all = are_all_exiting(&names.iter().map(String::as_str).collect(), |_| {
+            let result = are_all_exiting(&names.iter().map(String::as_str).collect(), |_| {
                 checked += 1;
                 Ok(true)
             });
-            assert_eq!((all.unwrap(), checked), expected, "{exiting} of {members}");
+            assert_eq!((result.unwrap(), checked), expected, "{exiting} of {members}");
         };
         check(100, 1, (false, 1));
         check(100, 99, (false, 1));
@@ -93,9 +93,11 @@ mod tests {
         assert!(!mark_exit_and_check_all(path, second.path()).unwrap(), "a new member has joined");
         std::fs::remove_file(first.path()).unwrap();
         assert!(mark_exit_and_check_all(path, third.path()).unwrap());
-        let left = domain_directory::list_names(path).unwrap();
-        let markers =
-            left.iter().filter(|name| name.to_str().is_some_and(|name| name.starts_with(EXIT_MARKER_PREFIX))).count();
-        assert_eq!(markers, 2, "only markers of members with a references file stay: {left:?}");
+        let remaining = domain_directory::list_names(path).unwrap();
+        let markers = remaining
+            .iter()
+            .filter(|name| name.to_str().is_some_and(|name| name.starts_with(EXIT_MARKER_PREFIX)))
+            .count();
+        assert_eq!(markers, 2, "only markers of members with a references file stay: {remaining:?}");
     }
 }

@@ -47,10 +47,10 @@ impl ReplacementMemory {
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start =
             unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::PRIVATE, store.file(), store.slot_offset(slot)) }?;
-        let incoming = Self { start, bytes };
+        let replacement = Self { start, bytes };
         // SAFETY: this value owns the range; the advice changes no content.
         match unsafe { madvise(start, bytes, Advice::LinuxPopulateRead) } {
-            Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(incoming),
+            Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(replacement),
             Err(error) => Err(error.into()),
         }
     }
@@ -67,10 +67,10 @@ impl ReplacementMemory {
         let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) }?;
-        let incoming = Self { start, bytes };
+        let replacement = Self { start, bytes };
         // SAFETY: the caller promises that the source is readable; the destination is new and of the same length.
         unsafe { ptr::copy_nonoverlapping(pointer(range.start).cast::<u8>(), start.cast::<u8>(), bytes) };
-        Ok(incoming)
+        Ok(replacement)
     }
 
     /// Its bytes.
@@ -162,28 +162,28 @@ pub struct FaultCosts {
 pub fn measure_fault_costs() -> io::Result<FaultCosts> {
     const SAMPLE_COUNT: usize = 5;
     const PAGES_PER_SAMPLE: usize = 16;
-    let page = rustix::param::page_size();
-    let range = map_ordinary((SAMPLE_COUNT * PAGES_PER_SAMPLE * page) as u64)?;
+    let page_bytes = rustix::param::page_size();
+    let range = map_ordinary((SAMPLE_COUNT * PAGES_PER_SAMPLE * page_bytes) as u64)?;
     // SAFETY: this function owns the range; the advice changes no content. Kernels without huge pages refuse it.
     let _ = unsafe { madvise(pointer(range.start), range.bytes().0 as usize, Advice::LinuxNoHugepage) };
-    let each = (range.start..range.end).step_by(page).map(|address| pointer(address).cast::<u8>());
-    let each: Vec<*mut u8> = each.collect();
-    let each_takes = |touch: fn(*mut u8)| {
-        let one = |pages: &[*mut u8]| {
+    let page_pointers = (range.start..range.end).step_by(page_bytes).map(|address| pointer(address).cast::<u8>());
+    let page_pointers: Vec<*mut u8> = page_pointers.collect();
+    let median_fault_time = |touch: fn(*mut u8)| {
+        let time_per_page = |pages: &[*mut u8]| {
             let began = Instant::now();
             pages.iter().copied().for_each(touch);
             began.elapsed() / PAGES_PER_SAMPLE as u32
         };
-        let mut tries: Vec<Duration> = each.chunks(PAGES_PER_SAMPLE).map(one).collect();
-        tries.sort_unstable();
-        tries[SAMPLE_COUNT / 2]
+        let mut samples: Vec<Duration> = page_pointers.chunks(PAGES_PER_SAMPLE).map(time_per_page).collect();
+        samples.sort_unstable();
+        samples[SAMPLE_COUNT / 2]
     };
-    let read = each_takes(|page| {
+    let read = median_fault_time(|page| {
         // SAFETY: it is mapped readable, and no other code knows its address.
         let _ = unsafe { page.read_volatile() };
     });
     // SAFETY: it is mapped writable, and no other code knows its address.
-    let write = each_takes(|page| unsafe { page.write_volatile(1) });
+    let write = median_fault_time(|page| unsafe { page.write_volatile(1) });
     // SAFETY: this function owns the range, and no borrow of it is left.
     unsafe { unmap_range(range) }?;
     Ok(FaultCosts {
@@ -199,8 +199,8 @@ pub fn measure_fault_costs() -> io::Result<FaultCosts> {
 /// Those of reading `/proc/thread-self/status`; `InvalidData` if it has no `VmPin` line.
 pub fn pinned_bytes() -> io::Result<Bytes> {
     let status = std::fs::read_to_string("/proc/thread-self/status")?;
-    let words = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
-    let kibibytes: Option<u64> = words.and_then(|words| words.trim().strip_suffix(" kB")?.parse().ok());
+    let value = status.lines().find_map(|line| line.strip_prefix("VmPin:"));
+    let kibibytes: Option<u64> = value.and_then(|value| value.trim().strip_suffix(" kB")?.parse().ok());
     kibibytes.map(|count| Bytes(count << 10)).ok_or_else(|| io::ErrorKind::InvalidData.into())
 }
 

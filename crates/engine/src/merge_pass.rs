@@ -94,89 +94,90 @@ impl EngineState {
         exclusion: &WriteExclusion<'_>,
     ) -> io::Result<MergeCounters> {
         let (began, now) = (Instant::now(), merge_clock());
-        let lost = self.split_ledger.take_expected_loss(self.started.elapsed(), self.total_tally().pages);
-        self.time_budget.spend(lost);
-        let room = self.available_time(Bytes::ZERO);
-        let mut merged = MergeCounters::default();
+        let split_loss = self.split_ledger.take_expected_loss(self.started.elapsed(), self.total_tally().pages);
+        self.time_budget.spend(split_loss);
+        let time_limit = self.available_time(Bytes::ZERO);
+        let mut counters = MergeCounters::default();
         self.merge_count += 1;
         if !std::mem::take(&mut self.is_turn_granted) && !self.is_merge_due(now, exclusion, Bytes::ZERO) {
-            merged.incomplete_merges = 1;
-            self.totals += merged;
-            return Ok(merged);
+            counters.incomplete_merges = 1;
+            self.totals += counters;
+            return Ok(counters);
         }
-        let patience = began + room.map_or(LOCK_TIMEOUT, |room| room.min(LOCK_TIMEOUT));
+        let lock_deadline = began + time_limit.map_or(LOCK_TIMEOUT, |limit| limit.min(LOCK_TIMEOUT));
         if !self.domain.is_intact()
-            && unless_blocked(self.rejoin_domain(directory, patience), &mut merged)?.is_none()
-            && merged.blocked_merges > 0
+            && unless_blocked(self.rejoin_domain(directory, lock_deadline), &mut counters)?.is_none()
+            && counters.blocked_merges > 0
         {
-            merged.program_time = began.elapsed();
-            self.time_budget.spend(merged.program_time);
-            self.totals += merged;
-            return Ok(merged);
+            counters.program_time = began.elapsed();
+            self.time_budget.spend(counters.program_time);
+            self.totals += counters;
+            return Ok(counters);
         }
-        self.domain.set_lock_deadline(patience);
-        let (known, cursor) = (std::mem::take(&mut self.promising_pages), self.resume_address);
+        self.domain.set_lock_deadline(lock_deadline);
+        let (old_promising_pages, cursor_before) = (std::mem::take(&mut self.promising_pages), self.resume_address);
         self.newly_adopted = Bytes::ZERO;
-        let huge_bound = options.max_slowdown.filter(|_| !options.split_huge_pages);
+        let huge_page_loss_bound = options.max_slowdown.filter(|_| !options.split_huge_pages);
         let terms = MergeTerms {
-            time_limit: room,
+            time_limit,
             threads: options.threads.max(1),
             started_at: now,
             exclusion,
-            huge_page_loss_bound: huge_bound,
+            huge_page_loss_bound,
         };
-        let done = self.merge_in_windows(terms, &mut merged);
-        merged.program_time = began.elapsed();
-        let faults = |pages: Pages, each: Duration| each.mul_f64(pages.0 as f64);
-        let faults = faults(merged.cow_breaks, self.fault_costs.after_merge_write)
-            + faults(merged.zeros_read, self.fault_costs.after_free_read);
-        let cost = merged.program_time + faults;
+        let result = self.merge_in_windows(terms, &mut counters);
+        counters.program_time = began.elapsed();
+        let fault_time = |pages: Pages, cost: Duration| cost.mul_f64(pages.0 as f64);
+        let faults = fault_time(counters.cow_breaks, self.fault_costs.after_merge_write)
+            + fault_time(counters.zeros_read, self.fault_costs.after_free_read);
+        let cost = counters.program_time + faults;
         self.time_budget.spend(cost);
-        let page = self.domain.page_bytes();
-        let round = merged.to_work_round(page);
-        let found = done.as_ref().ok().copied().flatten();
-        let whole = is_complete_merge(found.is_some(), round.is_complete, cursor, self.resume_address);
-        let promising = known + found.unwrap_or_default();
+        let page_bytes = self.domain.page_bytes();
+        let round = counters.to_work_round(page_bytes);
+        let new_pages = result.as_ref().ok().copied().flatten();
+        let is_complete = is_complete_merge(new_pages.is_some(), round.is_complete, cursor_before, self.resume_address);
+        let promising_pages = old_promising_pages + new_pages.unwrap_or_default();
         self.round_backoff.record_round(
-            WorkRound { time_spent: cost, is_complete: whole, ..round },
+            WorkRound { time_spent: cost, is_complete, ..round },
             now,
-            Bytes(promising.0 * page),
+            Bytes(promising_pages.0 * page_bytes),
         );
-        self.totals += merged;
+        self.totals += counters;
         self.last_merge = Some(status_file::time_since_boot());
         self.publish_status(options);
-        done.map(|_| merged)
+        result.map(|_| counters)
     }
 
     /// Whether to merge now. Without a bound: always. With a bound: if the time budget allows it and the merge may be
     /// profitable, or together with other members that may wait for this one. `to_be_adopted` bytes will be adopted
     /// before the merge.
     pub fn is_merge_due(&mut self, now: Duration, exclusion: &WriteExclusion<'_>, to_be_adopted: Bytes) -> bool {
-        let Some(room) = self.available_time(to_be_adopted) else { return true };
-        let (roomy, able) =
-            (room > self.survey_time * MIN_TIME_IN_SURVEYS, room > self.survey_time * (MIN_TIME_IN_SURVEYS / 2));
+        let Some(time) = self.available_time(to_be_adopted) else { return true };
+        let (has_ample_time, can_merge) =
+            (time > self.survey_time * MIN_TIME_IN_SURVEYS, time > self.survey_time * (MIN_TIME_IN_SURVEYS / 2));
         if exclusion.userfault().is_some() {
-            return roomy;
+            return has_ample_time;
         }
-        let ready = roomy && self.round_backoff.is_expired(now, self.promising_bytes(to_be_adopted));
-        let named = self.domain.next_merge_time();
-        let before = self.last_safe_point.replace(now);
+        let can_merge_profitably =
+            has_ample_time && self.round_backoff.is_expired(now, self.promising_bytes(to_be_adopted));
+        let proposed_merge_time = self.domain.next_merge_time();
+        let previous = self.last_safe_point.replace(now);
         let point = SafePoint {
             now,
-            previous: before,
-            proposed_merge_time: named,
+            previous,
+            proposed_merge_time,
             last_merge_time: self.last_merge_time,
             is_only_member: self.domain.is_only_member(),
-            can_merge_profitably: ready,
-            can_merge: able,
+            can_merge_profitably,
+            can_merge,
         };
         if point.is_due() {
-            self.last_merge_time = named;
+            self.last_merge_time = proposed_merge_time;
         }
         match point.decide() {
             MergeTurn::Merge => true,
-            MergeTurn::ProposeTime(moment) => {
-                self.domain.propose_merge_time(named, moment);
+            MergeTurn::ProposeTime(merge_time) => {
+                self.domain.propose_merge_time(proposed_merge_time, merge_time);
                 false
             }
             MergeTurn::Continue => false,
@@ -196,43 +197,43 @@ impl EngineState {
     }
 
     /// One merge of the candidates within the memory budget. Returns the number of pages without a note.
-    pub fn merge_with_terms(&mut self, terms: MergeTerms<'_>, merged: &mut MergeCounters) -> io::Result<Pages> {
+    pub fn merge_with_terms(&mut self, terms: MergeTerms<'_>, counters: &mut MergeCounters) -> io::Result<Pages> {
         let MergeTerms { time_limit, threads, started_at: now, exclusion, huge_page_loss_bound } = terms;
-        let page = self.domain.page_bytes();
+        let page_bytes = self.domain.page_bytes();
         let began = Instant::now();
         let migration_wait = time_limit.map_or(MIGRATION_WAIT, |limit| MIGRATION_WAIT.min(limit / MIN_TIME_IN_SURVEYS));
-        let mut survey = MemorySurvey::take(&mut self.regions, &self.domain, (now, migration_wait), merged)?;
+        let mut survey = MemorySurvey::take(&mut self.regions, &self.domain, (now, migration_wait), counters)?;
         self.survey_time = began.elapsed();
         // The other half of the remaining time is for storing and mapping.
         let deadline = time_limit.map(|limit| Instant::now() + limit.saturating_sub(self.survey_time) / 2);
-        survey.exclude_unprotectable(exclusion, merged, page);
+        survey.exclude_unprotectable(exclusion, counters, page_bytes);
         let (healed, is_partial) = self.restore_in_batches(&survey, exclusion, deadline);
         fault::point("after healing");
-        let new_pages = survey.count_new_pages(page);
-        let (zeros, scanned) = self.scan_candidates(&survey.candidates, deadline, terms, merged);
-        merged.incomplete_merges = merged.incomplete_merges.max(u64::from(is_partial));
+        let new_pages = survey.count_new_pages(page_bytes);
+        let (zeros, scanned) = self.scan_candidates(&survey.candidates, deadline, terms, counters);
+        counters.incomplete_merges = counters.incomplete_merges.max(u64::from(is_partial));
         // New pages are scanned first.
-        self.promising_pages += new_pages - new_pages.min(merged.pages_scanned);
-        let pages = self.record_contents(&scanned, threads, merged)?;
+        self.promising_pages += new_pages - new_pages.min(counters.pages_scanned);
+        let pages = self.record_contents(&scanned, threads, counters)?;
         drop(scanned);
 
         let partners = find_partners(&self.domain, &pages);
-        let others = merged.backed_off + Pages(survey.store_pages);
-        let resident = huge_page_split::count_resident(&survey.candidates, others, page);
+        let other_pages = counters.backed_off + Pages(survey.store_pages);
+        let resident = huge_page_split::count_resident(&survey.candidates, other_pages, page_bytes);
         let split_limit = huge_page_loss_bound.map(|bound| self.split_ledger.splittable_pages(bound, resident));
-        let splits = SplittableHugePages::choose(&zeros, &partners.pages, page, split_limit);
-        let split = self.free_zeros(&zeros, &splits, terms, merged);
+        let splittable = SplittableHugePages::choose(&zeros, &partners.pages, page_bytes, split_limit);
+        let already_split = self.free_zeros(&zeros, &splittable, terms, counters);
         fault::point("after giving zeros back");
         let headroom = survey.mapping_headroom(healed.len());
-        let chosen = partners.choose_runs(&splits, &split, page, headroom);
+        let chosen = partners.choose_runs(&splittable, &already_split, page_bytes, headroom);
         self.note_unpaired(&pages, chosen.iter().flat_map(|run| &partners.pages[run.clone()]), now);
-        merged.unprofitable += Pages((partners.pages.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
-        self.store_and_map(&partners, &chosen, headroom, terms, merged)?;
+        counters.unprofitable += Pages((partners.pages.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
+        self.store_and_map(&partners, &chosen, headroom, terms, counters)?;
         fault::point("after mapping");
-        let healed_pages: u64 = healed.iter().map(|range| range.bytes().0 / page).sum();
+        let healed_pages: u64 = healed.iter().map(|range| range.bytes().0 / page_bytes).sum();
         // Some of the healed pages mapped a former store.
-        let mapped_pages = (survey.store_pages + merged.pages_merged.0).saturating_sub(healed_pages);
-        self.release_unneeded(mapped_pages, exclusion, merged)?;
+        let mapped_pages = (survey.store_pages + counters.pages_merged.0).saturating_sub(healed_pages);
+        self.release_unneeded(mapped_pages, exclusion, counters)?;
         Ok(new_pages)
     }
 
@@ -240,32 +241,35 @@ impl EngineState {
     fn free_zeros(
         &mut self,
         zeros: &[CandidatePages],
-        splits: &SplittableHugePages,
+        splittable: &SplittableHugePages,
         MergeTerms { started_at: now, exclusion, .. }: MergeTerms<'_>,
-        merged: &mut MergeCounters,
+        counters: &mut MergeCounters,
     ) -> HashSet<u64> {
-        let page = self.domain.page_bytes();
-        let mut split = HashSet::new();
-        for together in zeros.chunk_by(|zeros, next| zeros.shares_huge_page_with(next, page)) {
+        let page_bytes = self.domain.page_bytes();
+        let mut split_huge_pages = HashSet::new();
+        for group in zeros.chunk_by(|zeros, next| zeros.shares_huge_page_with(next, page_bytes)) {
             let zeros: Vec<ScannedPage> =
-                together.iter().flat_map(|zeros| zeros.split_aligned(page)).map(|zero| zero.first_page()).collect();
-            let net_gain = |at: usize| splits.allows(&zeros[at], page).then_some(page as i64);
-            let chosen = choose_runs(&zeros, |_| true, net_gain, &split, page, usize::MAX);
+                group.iter().flat_map(|zeros| zeros.split_aligned(page_bytes)).map(|zero| zero.first_page()).collect();
+            let net_gain = |index: usize| splittable.allows(&zeros[index], page_bytes).then_some(page_bytes as i64);
+            let chosen = choose_runs(&zeros, |_| true, net_gain, &split_huge_pages, page_bytes, usize::MAX);
             self.note_unpaired(&zeros, chosen.iter().flat_map(|run| &zeros[run.clone()]), now);
-            merged.unprofitable += Pages((zeros.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
-            let runs = chosen.into_iter().map(|run| StoreRun { pages: &zeros[run], first_slot: 0 }.range(page));
-            for range in runs.flat_map(|run| exclusion.chunks(run, page)) {
-                let pages = Pages(range.bytes().0 / page);
+            counters.unprofitable += Pages((zeros.len() - chosen.iter().map(Range::len).sum::<usize>()) as u64);
+            let runs = chosen.into_iter().map(|run| StoreRun { pages: &zeros[run], first_slot: 0 }.range(page_bytes));
+            for range in runs.flat_map(|run| exclusion.chunks(run, page_bytes)) {
+                let pages = Pages(range.bytes().0 / page_bytes);
                 if free_if_zeros(range, exclusion).is_ok_and(|is_freed| is_freed) {
-                    merged.zeros_freed += pages;
-                    split.extend(huge_page_number(range.start, page)..=huge_page_number(range.end - page, page));
-                    merged.unlikely_to_last += self.record_merge(range, now, |tally| &mut tally.zeros);
+                    counters.zeros_freed += pages;
+                    split_huge_pages.extend(
+                        huge_page_number(range.start, page_bytes)
+                            ..=huge_page_number(range.end - page_bytes, page_bytes),
+                    );
+                    counters.unlikely_to_last += self.record_merge(range, now, |tally| &mut tally.zeros);
                 } else {
-                    merged.pages_failed += pages;
+                    counters.pages_failed += pages;
                 }
             }
         }
-        split
+        split_huge_pages
     }
 
     /// Store the contents of the chosen runs and map the runs, in batches. The kernel may create `mapping_headroom`
@@ -276,7 +280,7 @@ impl EngineState {
         chosen: &[Range<usize>],
         mapping_headroom: usize,
         terms: MergeTerms<'_>,
-        merged: &mut MergeCounters,
+        counters: &mut MergeCounters,
     ) -> io::Result<()> {
         // Members that merge together have the same contents to store: each begins at a different batch.
         let mut batches = split_into_batches(chosen, self.batch_pages());
@@ -284,7 +288,7 @@ impl EngineState {
         batches.rotate_left(first_batch as usize);
         // A run that is split between batches becomes one mapping again.
         let cuts = batches.iter().map(Vec::len).sum::<usize>() - chosen.len();
-        let contents = self.reserve_slots(partners, &batches, merged)?;
+        let contents = self.reserve_slots(partners, &batches, counters)?;
         let mut progress = BatchProgress {
             mapping_headroom: mapping_headroom + cuts,
             stored_slots: vec![None; partners.content_count as usize],
@@ -293,11 +297,11 @@ impl EngineState {
         for (batch, contents) in batches.iter().zip(&contents) {
             let pages = Pages(batch.iter().map(Range::len).sum::<usize>() as u64);
             if progress.mapping_headroom == 0 {
-                merged.unprofitable += pages;
+                counters.unprofitable += pages;
             } else if !self.can_store(contents.len()) {
-                merged.pages_failed += pages;
+                counters.pages_failed += pages;
             } else {
-                self.merge_batch(partners, batch, contents, &mut progress, terms, merged);
+                self.merge_batch(partners, batch, contents, &mut progress, terms, counters);
             }
         }
         Ok(())
@@ -320,67 +324,67 @@ impl EngineState {
         contents: &[ContentToStore],
         progress: &mut BatchProgress,
         MergeTerms { threads, started_at: now, exclusion, huge_page_loss_bound, .. }: MergeTerms<'_>,
-        merged: &mut MergeCounters,
+        counters: &mut MergeCounters,
     ) {
-        let page = self.domain.page_bytes();
+        let page_bytes = self.domain.page_bytes();
         let is_loss_bounded = huge_page_loss_bound.is_some();
         if is_loss_bounded && exclusion.userfault().is_some() {
             // Write-protecting a part of a huge page splits it, whether or not that part is merged then.
             let pages = batch.iter().flat_map(|range| &partners.pages[range.clone()]);
-            self.split_ledger.record_splits(pages, page, &mut progress.recorded_splits);
+            self.split_ledger.record_splits(pages, page_bytes, &mut progress.recorded_splits);
         }
         self.store_contents(contents, exclusion, &mut progress.stored_slots);
-        let is_own =
+        let is_newly_stored =
             |content: &&ContentToStore| content.is_in_reserved_slot(progress.stored_slots[content.order as usize]);
-        merged.contents_stored += Pages(contents.iter().filter(is_own).count() as u64);
+        counters.contents_stored += Pages(contents.iter().filter(is_newly_stored).count() as u64);
 
         let max_run_pages = match exclusion.userfault() {
             None => MAX_BATCH_PAGES.div_ceil(threads).min(PROMISED_CHUNK_PAGES as usize),
             Some(_) => PROTECTED_CHUNK_PAGES as usize,
         };
         let runs = partners.build_runs(batch, &progress.stored_slots, max_run_pages);
-        let (taken, mappings) = take_runs_that_fit(&runs, progress.mapping_headroom, page);
-        progress.mapping_headroom -= mappings;
+        let (fitting_runs, mapping_count) = take_runs_that_fit(&runs, progress.mapping_headroom, page_bytes);
+        progress.mapping_headroom -= mapping_count;
         let count_pages = |runs: &[StoreRun]| Pages(runs.iter().map(|run| run.pages.len() as u64).sum());
-        let beyond_headroom = count_pages(&runs[taken.len()..]);
-        merged.unprofitable += beyond_headroom;
-        let merged_before = merged.pages_merged;
-        let outcomes = parallel(mapping_threads(threads, taken), taken, |run| {
+        let beyond_headroom = count_pages(&runs[fitting_runs.len()..]);
+        counters.unprofitable += beyond_headroom;
+        let merged_before = counters.pages_merged;
+        let outcomes = parallel(mapping_threads(threads, fitting_runs), fitting_runs, |run| {
             map_run(&self.domain, run, exclusion).is_ok_and(|is_mapped| is_mapped)
         });
-        for (run, _) in taken.iter().zip(outcomes).filter(|&(_, is_mapped)| is_mapped) {
-            merged.pages_merged += Pages(run.pages.len() as u64);
-            merged.runs_mapped += 1;
+        for (run, _) in fitting_runs.iter().zip(outcomes).filter(|&(_, is_mapped)| is_mapped) {
+            counters.pages_merged += Pages(run.pages.len() as u64);
+            counters.runs_mapped += 1;
             if is_loss_bounded {
-                self.split_ledger.record_splits(run.pages.iter(), page, &mut progress.recorded_splits);
+                self.split_ledger.record_splits(run.pages.iter(), page_bytes, &mut progress.recorded_splits);
             }
-            merged.unlikely_to_last += self.record_merge(run.range(page), now, |tally| &mut tally.merged);
+            counters.unlikely_to_last += self.record_merge(run.range(page_bytes), now, |tally| &mut tally.merged);
         }
         let pages = Pages(batch.iter().map(Range::len).sum::<usize>() as u64);
-        merged.pages_failed += pages - beyond_headroom - (merged.pages_merged - merged_before);
+        counters.pages_failed += pages - beyond_headroom - (counters.pages_merged - merged_before);
     }
 
-    /// Release unneeded references and slots. `mapped` pages map the store now.
+    /// Release unneeded references and slots. `mapped_pages` pages map the store now.
     fn release_unneeded(
         &mut self,
-        mapped: u64,
+        mapped_pages: u64,
         exclusion: &WriteExclusion<'_>,
-        merged: &mut MergeCounters,
+        counters: &mut MergeCounters,
     ) -> io::Result<()> {
-        if self.domain.references.count() > mapped + mapped / 8 + MIN_UNNEEDED_REFERENCES {
+        if self.domain.references.count() > mapped_pages + mapped_pages / 8 + MIN_UNNEEDED_REFERENCES {
             let mut slots = SlotSet::default();
             slots.extend(mapped_slots(&self.domain, ALL_ADDRESSES)?);
-            let mut strays = SlotSet::default();
+            let mut disowned = SlotSet::default();
             // While the program runs, disowned memory may move from a range not yet read to one already read.
-            let stay = |slot: &u32| slots.contains(*slot) || exclusion.userfault().is_some();
-            strays.extend(self.disowned_slots.iter().filter(stay));
-            slots.extend(strays.iter());
-            if unless_blocked(self.domain.replace_references(slots.iter()), merged)?.is_some() {
-                self.disowned_slots = strays;
+            let may_be_mapped = |slot: &u32| slots.contains(*slot) || exclusion.userfault().is_some();
+            disowned.extend(self.disowned_slots.iter().filter(may_be_mapped));
+            slots.extend(disowned.iter());
+            if unless_blocked(self.domain.replace_references(slots.iter()), counters)?.is_some() {
+                self.disowned_slots = disowned;
             }
         }
         if self.domain.count_merge() {
-            unless_blocked(self.domain.collect_unreferenced_slots(), merged)?;
+            unless_blocked(self.domain.collect_unreferenced_slots(), counters)?;
         }
         Ok(())
     }
@@ -393,25 +397,25 @@ impl EngineState {
         now: Duration,
     ) {
         let mut chosen = chosen.map(|page| page.address).peekable();
-        for found in pages {
-            if chosen.next_if_eq(&found.address).is_none() {
-                self.note_unpaired_scan(found.address, found.content_bits, now);
+        for page in pages {
+            if chosen.next_if_eq(&page.address).is_none() {
+                self.note_unpaired_scan(page.address, page.content_bits, now);
             }
         }
     }
 
     /// The note on a page of some region; the survey has sorted the regions.
     pub fn page_note(&mut self, address: u64) -> &mut PageNote {
-        let at = self.regions.partition_point(|region| region.range().end <= address);
-        self.regions[at].page_note(address)
+        let index = self.regions.partition_point(|region| region.range().end <= address);
+        self.regions[index].page_note(address)
     }
 
     /// Note that a page was scanned and found no partner.
     pub fn note_unpaired_scan(&mut self, address: u64, content: u16, now: Duration) {
         let note = self.page_note(address);
         note.record_unpaired_scan(now, content);
-        let promising = note.needs_rescan();
-        self.promising_pages += Pages(u64::from(promising));
+        let needs_rescan = note.needs_rescan();
+        self.promising_pages += Pages(u64::from(needs_rescan));
     }
 
     /// Note that a range was merged, and add it to `counter`. Returns how many of its pages are not expected to last.
@@ -425,18 +429,18 @@ impl EngineState {
 
 /// Split the chosen ranges into batches of at most `max_pages` pages.
 fn split_into_batches(chosen: &[Range<usize>], max_pages: usize) -> Vec<Vec<Range<usize>>> {
-    let parts = |range: &Range<usize>| {
+    let split_range = |range: &Range<usize>| {
         let end = range.end;
         range.clone().step_by(max_pages).map(move |start| start..end.min(start + max_pages))
     };
     let mut batches: Vec<Vec<Range<usize>>> = Vec::new();
-    let mut room = 0;
-    for part in chosen.iter().flat_map(parts) {
-        if part.len() > room {
+    let mut remaining_pages = 0;
+    for part in chosen.iter().flat_map(split_range) {
+        if part.len() > remaining_pages {
             batches.push(Vec::new());
-            room = max_pages;
+            remaining_pages = max_pages;
         }
-        room -= part.len();
+        remaining_pages -= part.len();
         batches.last_mut().expect("one was just made").push(part);
     }
     batches
@@ -444,14 +448,14 @@ fn split_into_batches(chosen: &[Range<usize>], max_pages: usize) -> Vec<Vec<Rang
 
 /// Turn a failure into `None` if a later merge can retry the step: another member held the domain's lock for too long,
 /// files of the domain were removed, or there is no space. The merge continues with steps that need none of these.
-pub fn unless_blocked<T>(done: io::Result<T>, merged: &mut MergeCounters) -> io::Result<Option<T>> {
-    match done {
+pub fn unless_blocked<T>(result: io::Result<T>, counters: &mut MergeCounters) -> io::Result<Option<T>> {
+    match result {
         Err(error) if error.kind() == io::ErrorKind::TimedOut || is_files_removed(&error) => {
-            merged.blocked_merges = 1;
+            counters.blocked_merges = 1;
             Ok(None)
         }
         Err(error) if is_out_of_space(&error) => Ok(None),
-        done => done.map(Some),
+        result => result.map(Some),
     }
 }
 
@@ -464,14 +468,14 @@ fn mapping_threads(threads: usize, runs: &[StoreRun<'_>]) -> usize {
 
 /// Free zeros, if they are still zeros. Returns whether they are freed.
 fn free_if_zeros(range: AddressRange, exclusion: &WriteExclusion<'_>) -> io::Result<bool> {
-    let still = exclusion.freeze_to_replace(range)?;
+    let frozen = exclusion.freeze_to_replace(range)?;
     // SAFETY: these pages were scanned, so they are resident, and no thread writes to or unmaps them meanwhile.
-    let zeros = still.is_unchanged_since_scan() || is_all_zeros(unsafe { memory::range_bytes(range) });
-    if zeros {
+    let is_zero = frozen.is_unchanged_since_scan() || is_all_zeros(unsafe { memory::range_bytes(range) });
+    if is_zero {
         // SAFETY: it is ordinary memory, contains zeros, and no thread writes to it meanwhile.
         unsafe { memory::free_zero_pages(range) }?;
     }
-    Ok(zeros)
+    Ok(is_zero)
 }
 
 #[cfg(test)]
@@ -498,9 +502,10 @@ mod tests {
 
     #[test]
     fn short_runs_use_one_mapping_thread() {
-        let pages: Vec<ScannedPage> = (0..64).map(|at| ScannedPage::unscanned(at * 4096, false)).collect();
-        let threads = |each: usize| {
-            let runs: Vec<StoreRun<'_>> = pages.chunks(each).map(|pages| StoreRun { pages, first_slot: 0 }).collect();
+        let pages: Vec<ScannedPage> = (0..64).map(|number| ScannedPage::unscanned(number * 4096, false)).collect();
+        let threads = |run_pages: usize| {
+            let runs: Vec<StoreRun<'_>> =
+                pages.chunks(run_pages).map(|pages| StoreRun { pages, first_slot: 0 }).collect();
             mapping_threads(2, &runs)
         };
         assert_eq!([1, 4, 15, 16, 64].map(threads), [1, 1, 1, 2, 2]);

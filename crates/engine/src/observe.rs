@@ -68,14 +68,14 @@ pub struct DomainsRoot {
 /// Existing directories of domains that this process can read: that of its own user, and for root those of all users
 /// under `/dev/shm`.
 pub fn readable_roots() -> Vec<DomainsRoot> {
-    let this = rustix::process::geteuid().as_raw();
-    let mut roots = vec![DomainsRoot { directory: crate::domain_directory::default_root(), owner_uid: this }];
-    if this == 0 {
+    let own_uid = rustix::process::geteuid().as_raw();
+    let mut roots = vec![DomainsRoot { directory: crate::domain_directory::default_root(), owner_uid: own_uid }];
+    if own_uid == 0 {
         let shared = Path::new("/dev/shm");
         for entry in shared.read_dir().into_iter().flatten().flatten().take(MAX_DIRECTORY_ENTRIES) {
             let name = entry.file_name();
-            let owner = name.to_str().and_then(|name| name.strip_prefix("pagefold-")?.parse().ok());
-            roots.extend(owner.map(|owner| DomainsRoot { directory: shared.join(name), owner_uid: owner }));
+            let owner_uid = name.to_str().and_then(|name| name.strip_prefix("pagefold-")?.parse().ok());
+            roots.extend(owner_uid.map(|owner_uid| DomainsRoot { directory: shared.join(name), owner_uid }));
         }
     }
     roots.retain(|root| root.directory.symlink_metadata().is_ok());
@@ -107,18 +107,19 @@ pub fn read_domain(root: &DomainsRoot, name: &str) -> Result<EngineDomain, Obser
         return Err(failed(io::ErrorKind::NotFound.into()));
     }
     let directory = open_private_directory(open_root(root)?, name, root.owner_uid, 0o077, &path)?;
-    let page = rustix::param::page_size() as u64;
-    let size = PageSize::new(page).ok_or_else(|| ObserveError::NotADomain(path.clone()))?;
-    let file = |name: &str| open_owned_file(&directory, name, root.owner_uid);
-    let header = read_words(&file("domain").map_err(failed)?, 0, page / WORD_BYTES).map_err(failed)?;
-    let number = |of: HeaderField| header.get(of as usize).copied().unwrap_or(0);
-    if number(HeaderField::Magic) != DOMAIN_MAGIC
-        || number(HeaderField::SlotBound) > number(HeaderField::SlotCount).min(u64::from(u32::MAX))
+    let page_bytes = rustix::param::page_size() as u64;
+    let size = PageSize::new(page_bytes).ok_or_else(|| ObserveError::NotADomain(path.clone()))?;
+    let open_file = |name: &str| open_owned_file(&directory, name, root.owner_uid);
+    let header = read_words(&open_file("domain").map_err(failed)?, 0, page_bytes / WORD_BYTES).map_err(failed)?;
+    let read_field = |field: HeaderField| header.get(field as usize).copied().unwrap_or(0);
+    if read_field(HeaderField::Magic) != DOMAIN_MAGIC
+        || read_field(HeaderField::SlotBound) > read_field(HeaderField::SlotCount).min(u64::from(u32::MAX))
     {
         return Err(ObserveError::NotADomain(path));
     }
-    let stored = count_set_bits(&file("slots").map_err(failed)?, number(HeaderField::SlotBound)).map_err(failed)?;
-    let index = format!("index-{}", number(HeaderField::Generation));
+    let stored_pages =
+        count_set_bits(&open_file("slots").map_err(failed)?, read_field(HeaderField::SlotBound)).map_err(failed)?;
+    let index = format!("index-{}", read_field(HeaderField::Generation));
     let mut domain = EngineDomain {
         name: name.to_owned(),
         owner: root.owner_uid,
@@ -126,11 +127,11 @@ pub fn read_domain(root: &DomainsRoot, name: &str) -> Result<EngineDomain, Obser
         members: Vec::new(),
         ended_members: 0,
         unreadable_members: 0,
-        stored: Pages(stored),
+        stored: Pages(stored_pages),
         index: Bytes::ZERO,
         files: Bytes::ZERO,
     };
-    let mut records = 0;
+    let mut status_file_count = 0;
     for name in list_entries(&directory, &path)? {
         // The file may have been removed meanwhile. Files that are not read are not opened either: closing any
         // descriptor of `lock` would release a lock that a thread of this process may hold (fcntl(2)).
@@ -142,10 +143,10 @@ pub fn read_domain(root: &DomainsRoot, name: &str) -> Result<EngineDomain, Obser
         if !name.starts_with(status_file::STATUS_FILE_PREFIX) {
             continue;
         }
-        let Ok(file) = file(&name) else { continue };
-        records += 1;
-        match read_status_file(&file, page) {
-            _ if records > MAX_MEMBERS => domain.unreadable_members += 1,
+        let Ok(file) = open_file(&name) else { continue };
+        status_file_count += 1;
+        match read_status_file(&file, page_bytes) {
+            _ if status_file_count > MAX_MEMBERS => domain.unreadable_members += 1,
             Ok(StatusFileContent::Member(member)) if is_alive(&member) => domain.members.push(member),
             Ok(StatusFileContent::Member(_)) => domain.ended_members += 1,
             Ok(StatusFileContent::NotWritten) => {}
@@ -183,15 +184,15 @@ fn open_owned_file(directory: &OwnedFd, name: &str, owner_uid: u32) -> io::Resul
     let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY | OFlags::CLOEXEC;
     let file = File::from(openat(directory, name, flags, Mode::empty())?);
     let status = fstat(&file)?;
-    let regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner_uid;
-    if regular { Ok(file) } else { Err(io::ErrorKind::InvalidData.into()) }
+    let is_regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner_uid;
+    if is_regular { Ok(file) } else { Err(io::ErrorKind::InvalidData.into()) }
 }
 
 /// Allocated size of a regular file of a user, without opening it.
 fn allocated_bytes(directory: &OwnedFd, name: &str, owner_uid: u32) -> Option<Bytes> {
     let status = statat(directory, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-    let regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner_uid;
-    regular.then(|| Bytes(status.st_blocks.unsigned_abs().saturating_mul(512).min(1 << 48)))
+    let is_regular = FileType::from_raw_mode(status.st_mode) == FileType::RegularFile && status.st_uid == owner_uid;
+    is_regular.then(|| Bytes(status.st_blocks.unsigned_abs().saturating_mul(512).min(1 << 48)))
 }
 
 fn is_directory(parent: &OwnedFd, name: &str) -> bool {
@@ -217,7 +218,7 @@ fn read_words(file: &File, first_word: u64, word_count: u64) -> io::Result<Vec<u
     while filled < bytes.len() {
         match file.read_at(&mut bytes[filled..], first_word * WORD_BYTES + filled as u64) {
             Ok(0) => break,
-            Ok(more) => filled += more,
+            Ok(count) => filled += count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
@@ -228,11 +229,11 @@ fn read_words(file: &File, first_word: u64, word_count: u64) -> io::Result<Vec<u
 
 /// Count the set bits among the first `bits` bits of a file.
 fn count_set_bits(file: &File, bits: u64) -> io::Result<u64> {
-    let words = bits.div_ceil(64);
+    let word_count = bits.div_ceil(64);
     let mut ones = 0;
-    for from in (0..words).step_by((READ_CHUNK_BYTES / WORD_BYTES) as usize) {
-        let found = read_words(file, from, (READ_CHUNK_BYTES / WORD_BYTES).min(words - from))?;
-        ones += found.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
+    for first_word in (0..word_count).step_by((READ_CHUNK_BYTES / WORD_BYTES) as usize) {
+        let words = read_words(file, first_word, (READ_CHUNK_BYTES / WORD_BYTES).min(word_count - first_word))?;
+        ones += words.iter().map(|word| u64::from(word.count_ones())).sum::<u64>();
     }
     Ok(ones.min(bits))
 }
@@ -251,15 +252,15 @@ enum StatusFileContent {
 /// Read a consistent snapshot of a status file.
 fn read_status_file(file: &File, page_bytes: u64) -> io::Result<StatusFileContent> {
     // An empty file has version 0.
-    let version = || Ok::<_, io::Error>(read_words(file, VERSION_WORD as u64, 1)?.first().copied().unwrap_or(0));
+    let read_version = || Ok::<_, io::Error>(read_words(file, VERSION_WORD as u64, 1)?.first().copied().unwrap_or(0));
     for _ in 0..MAX_READ_TRIES {
-        let before = version()?;
+        let version_before = read_version()?;
         // The words are read after the first read of the version, and before the second.
         fence(Ordering::SeqCst);
         let words = read_words(file, 0, MAX_STATUS_WORDS as u64)?;
         fence(Ordering::SeqCst);
-        if before % 2 == 0 && version()? == before {
-            return Ok(match before {
+        if version_before % 2 == 0 && read_version()? == version_before {
+            return Ok(match version_before {
                 0 => StatusFileContent::NotWritten,
                 _ => status_file::decode_member(&words, page_bytes)
                     .map_or(StatusFileContent::Invalid, StatusFileContent::Member),
@@ -322,28 +323,28 @@ mod tests {
     fn status_read_is_a_consistent_snapshot() {
         let (_directory, root) = domains_root();
         let path = make_domain(&root, "x");
-        let record = StatusFile::new(&path).unwrap();
+        let status_file = StatusFile::new(&path).unwrap();
         let file = File::open(path.read_dir().unwrap().next().unwrap().unwrap().path()).unwrap();
         assert_eq!(read_status_file(&file, 4096).unwrap(), StatusFileContent::NotWritten);
-        record.publish(&member_from_number(&record, 1));
-        let (end, seen) = (AtomicBool::new(false), &mut std::collections::BTreeSet::new());
+        status_file.publish(&member_from_number(&status_file, 1));
+        let (stop, merge_counts) = (AtomicBool::new(false), &mut std::collections::BTreeSet::new());
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 for number in (1..1000).cycle() {
-                    record.publish(&member_from_number(&record, number));
-                    if end.load(Ordering::Relaxed) {
+                    status_file.publish(&member_from_number(&status_file, number));
+                    if stop.load(Ordering::Relaxed) {
                         return;
                     }
                     std::thread::sleep(Duration::from_micros(300));
                 }
             });
-            while seen.len() < 20 {
+            while merge_counts.len() < 20 {
                 // It may have changed during every attempt.
-                let StatusFileContent::Member(found) = read_status_file(&file, 4096).unwrap() else { continue };
-                assert_eq!(found, member_from_number(&record, found.merges));
-                seen.insert(found.merges);
+                let StatusFileContent::Member(member) = read_status_file(&file, 4096).unwrap() else { continue };
+                assert_eq!(member, member_from_number(&status_file, member.merges));
+                merge_counts.insert(member.merges);
             }
-            end.store(true, Ordering::Relaxed);
+            stop.store(true, Ordering::Relaxed);
         });
     }
 
@@ -367,8 +368,9 @@ mod tests {
     fn domain_names_cannot_escape_the_root() {
         let (_directory, root) = domains_root();
         for name in ["", ".", "..", "../x", "a/b", "nobody"] {
-            let missing = |error: &ObserveError| matches!(error, ObserveError::Io { source, .. } if source.kind() == io::ErrorKind::NotFound);
-            assert!(read_domain(&root, name).is_err_and(|error| missing(&error)), "{name:?}");
+            let error = read_domain(&root, name).err();
+            let Some(ObserveError::Io { source, .. }) = error else { panic!("{name:?}: {error:?}") };
+            assert_eq!(source.kind(), io::ErrorKind::NotFound, "{name:?}");
         }
     }
 
@@ -379,7 +381,7 @@ mod tests {
         let header = [DOMAIN_MAGIC, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0].map(u64::to_ne_bytes).concat();
         std::fs::write(path.join("domain"), header).unwrap();
         std::fs::write(path.join("slots"), "").unwrap();
-        let _held =
+        let _lock =
             DomainLock::acquire(&path.join("lock"), std::time::Instant::now() + Duration::from_secs(300)).unwrap();
         // Format of the kernel's list: type, kind, access, PID, file (proc_locks(5)).
         let inode = format!(":{}", path.join("lock").metadata().unwrap().ino());
@@ -418,13 +420,13 @@ mod tests {
         File::create(path.join("status-1-long")).unwrap().set_len(1 << 50).unwrap();
         std::fs::write(path.join("status-1-text"), "\x1b[2J".repeat(10_000)).unwrap();
         let ended = StatusFile::new(&path).unwrap();
-        let mut stranger = member_from_number(&ended, 5);
-        stranger.process.start_time += 1;
-        ended.publish(&stranger);
-        let found = read_domain(&root, "x").unwrap();
-        assert_eq!((found.members.len(), found.ended_members, found.unreadable_members), (0, 1, 1));
-        assert_eq!((found.stored, found.owner), (Pages(100), root.owner_uid));
-        assert_eq!(found.index, Bytes(4096));
-        assert!(found.files.0 > 4 * 4096, "{found:?}");
+        let mut ended_member = member_from_number(&ended, 5);
+        ended_member.process.start_time += 1;
+        ended.publish(&ended_member);
+        let domain = read_domain(&root, "x").unwrap();
+        assert_eq!((domain.members.len(), domain.ended_members, domain.unreadable_members), (0, 1, 1));
+        assert_eq!((domain.stored, domain.owner), (Pages(100), root.owner_uid));
+        assert_eq!(domain.index, Bytes(4096));
+        assert!(domain.files.0 > 4 * 4096, "{domain:?}");
     }
 }

@@ -63,7 +63,7 @@ pub enum PageAdvice {
     Mergeable,
     /// Do not merge it. Merged pages stay merged until they are written.
     Unmergeable,
-    /// It is written again and again: skip it as if merges had found that out. Pages that are merged when the program
+    /// The program rewrites it often: skip it as if merges had observed that. Pages that are merged when the program
     /// writes to them are skipped for 68 minutes. [`crate::Engine::clear`] ends that, as does disowning and adopting
     /// the range again.
     Rewritten,

@@ -52,44 +52,47 @@ pub struct OwnMapping {
 /// Those of reading `/proc/thread-self/maps`, since `/proc/self/maps` is empty once the main thread has ended;
 /// `InvalidData` for a malformed line, and for an empty file.
 pub fn read_own_mappings(store: FileIdentity, page_bytes: u64) -> io::Result<(Vec<OwnMapping>, u64)> {
-    let mut parts = Vec::new();
-    let mut mappings = 0;
+    let mut mappings = Vec::new();
+    let mut mapping_count = 0;
     let mut reader = BufReader::with_capacity(1 << 16, std::fs::File::open("/proc/thread-self/maps")?);
     let mut line = Vec::new();
     while reader.read_until(b'\n', &mut line)? > 0 {
-        mappings += 1;
+        mapping_count += 1;
         let text = String::from_utf8_lossy(&line);
-        let part = parse_maps_line(&text, store, page_bytes)
+        let mapping = parse_maps_line(&text, store, page_bytes)
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, &*text))?;
-        parts.extend(part);
+        mappings.extend(mapping);
         line.clear();
     }
     // This code itself is mapped, so the file cannot be empty.
-    if mappings == 0 {
+    if mapping_count == 0 {
         return Err(io::Error::new(io::ErrorKind::InvalidData, "/proc/thread-self/maps is empty"));
     }
-    Ok((parts, mappings))
+    Ok((mappings, mapping_count))
 }
 
 /// Parse one line: outer `None` if it is malformed, inner `None` if it is of neither kind.
-fn parse_maps_line(line: &str, store: FileIdentity, page: u64) -> Option<Option<OwnMapping>> {
-    let hexadecimal = |text: &str| u64::from_str_radix(text, 16).ok();
+fn parse_maps_line(line: &str, store: FileIdentity, page_bytes: u64) -> Option<Option<OwnMapping>> {
+    let parse_hex = |text: &str| u64::from_str_radix(text, 16).ok();
     let mut words = line.split_ascii_whitespace();
     let (start, end) = words.next()?.split_once('-')?;
-    let range = AddressRange { start: hexadecimal(start)?, end: hexadecimal(end)? };
+    let range = AddressRange { start: parse_hex(start)?, end: parse_hex(end)? };
     let permissions = words.next()?;
-    let offset = hexadecimal(words.next()?)?;
+    let offset = parse_hex(words.next()?)?;
     let (major, minor) = words.next()?.split_once(':')?;
-    let device = rustix::fs::makedev(hexadecimal(major)? as u32, hexadecimal(minor)? as u32);
+    let device = rustix::fs::makedev(parse_hex(major)? as u32, parse_hex(minor)? as u32);
     let inode: u64 = words.next()?.parse().ok()?;
     let kind = if (device, inode) == store {
-        Some(OwnMappingKind::Stored { first_slot: Some((offset / page) as u32), is_as_merged: permissions == "rw-p" })
+        Some(OwnMappingKind::Stored {
+            first_slot: Some((offset / page_bytes) as u32),
+            is_as_merged: permissions == "rw-p",
+        })
     } else if words.clone().next().and_then(|path| path.strip_prefix("/memfd:")) == Some(STORE_MEMFD_NAME) {
         Some(OwnMappingKind::Stored { first_slot: None, is_as_merged: permissions == "rw-p" })
     } else {
         // The main stack grows, and its pages are not at the offsets that they seem to have.
-        let ordinary = (device, inode) == (0, 0) && permissions == "rw-p" && words.next() != Some("[stack]");
-        ordinary.then_some(OwnMappingKind::Ordinary)
+        let is_ordinary = (device, inode) == (0, 0) && permissions == "rw-p" && words.next() != Some("[stack]");
+        is_ordinary.then_some(OwnMappingKind::Ordinary)
     };
     Some(kind.map(|kind| OwnMapping { range, kind }))
 }
@@ -99,8 +102,8 @@ mod tests {
     use super::*;
 
     fn check(line: &str, expected: Option<OwnMappingKind>) {
-        let found = parse_maps_line(line, (rustix::fs::makedev(0, 1), 77), 4096).expect("a line").map(|part| part.kind);
-        assert_eq!(found, expected, "{line}");
+        let kind = parse_maps_line(line, (rustix::fs::makedev(0, 1), 77), 4096).expect("a line").map(|part| part.kind);
+        assert_eq!(kind, expected, "{line}");
     }
 
     #[test]
@@ -128,8 +131,8 @@ mod tests {
 
     #[test]
     fn own_mappings_are_readable() {
-        let (parts, mappings) = read_own_mappings((0, 77), 4096).unwrap();
-        assert!(!parts.is_empty() && mappings > parts.len() as u64);
-        assert!(parts.is_sorted_by_key(|part| part.range.start));
+        let (mappings, mapping_count) = read_own_mappings((0, 77), 4096).unwrap();
+        assert!(!mappings.is_empty() && mapping_count > mappings.len() as u64);
+        assert!(mappings.is_sorted_by_key(|part| part.range.start));
     }
 }

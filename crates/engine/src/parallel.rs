@@ -11,9 +11,9 @@ pub fn parallel_until<T: Sync, R: Send>(
     items: &[T],
     work: impl Fn(&T) -> R + Sync,
 ) -> Vec<Option<R>> {
-    let over = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
+    let is_expired = || deadline.is_some_and(|deadline| Instant::now() >= deadline);
     let is_first = |item: &T| items.first().is_some_and(|first| std::ptr::eq(first, item));
-    parallel(threads, items, |item| (is_first(item) || !over()).then(|| work(item)))
+    parallel(threads, items, |item| (is_first(item) || !is_expired()).then(|| work(item)))
 }
 
 /// Apply `work` to each item on `threads` threads. The results are in the order of the items.
@@ -23,28 +23,28 @@ pub fn parallel<T: Sync, R: Send>(threads: usize, items: &[T], work: impl Fn(&T)
     }
     let next = AtomicUsize::new(0);
     let worker = || {
-        let mut done = Vec::new();
+        let mut results = Vec::new();
         loop {
-            let at = next.fetch_add(1, Ordering::Relaxed);
-            let Some(item) = items.get(at) else { return done };
-            done.push((at, work(item)));
+            let index = next.fetch_add(1, Ordering::Relaxed);
+            let Some(item) = items.get(index) else { return results };
+            results.push((index, work(item)));
         }
     };
-    let mut done: Vec<(usize, R)> = std::thread::scope(|scope| {
+    let mut results: Vec<(usize, R)> = std::thread::scope(|scope| {
         // If no more threads can be created, fewer do the work.
         let spawn = |_| std::thread::Builder::new().spawn_scoped(scope, worker).ok();
         let workers: Vec<_> = (1..threads.min(items.len())).map_while(spawn).collect();
-        let mut done = worker();
+        let mut results = worker();
         for worker in workers {
             match worker.join() {
-                Ok(more) => done.extend(more),
+                Ok(more) => results.extend(more),
                 Err(panic) => std::panic::resume_unwind(panic),
             }
         }
-        done
+        results
     });
-    done.sort_unstable_by_key(|&(at, _)| at);
-    done.into_iter().map(|(_, result)| result).collect()
+    results.sort_unstable_by_key(|&(index, _)| index);
+    results.into_iter().map(|(_, result)| result).collect()
 }
 
 #[cfg(test)]
@@ -53,9 +53,9 @@ mod tests {
 
     #[test]
     fn first_item_is_done_even_without_time() {
-        let over = Some(Instant::now());
+        let deadline = Some(Instant::now());
         for threads in [1, 2] {
-            assert_eq!(parallel_until(over, threads, &[3, 4, 5], |&item| item), [Some(3), None, None]);
+            assert_eq!(parallel_until(deadline, threads, &[3, 4, 5], |&item| item), [Some(3), None, None]);
             assert_eq!(parallel_until(None, threads, &[3, 4], |&item| item), [Some(3), Some(4)]);
         }
     }

@@ -46,8 +46,8 @@ impl SlotPlacement {
     /// Whether it directly follows another placement.
     pub fn is_adjacent_after(self, other: Self) -> bool {
         match (other, self) {
-            (Self::Stored(before), Self::Stored(slot)) => before + 1 == slot,
-            (Self::ToStore(before), Self::ToStore(order)) => before + 1 == order,
+            (Self::Stored(previous), Self::Stored(slot)) => previous + 1 == slot,
+            (Self::ToStore(previous), Self::ToStore(order)) => previous + 1 == order,
             _ => false,
         }
     }
@@ -62,46 +62,50 @@ pub struct StoreRun<'p> {
 
 impl StoreRun<'_> {
     /// Its address range.
-    pub fn range(&self, page: u64) -> AddressRange {
+    pub fn range(&self, page_bytes: u64) -> AddressRange {
         let start = self.pages[0].address;
-        AddressRange { start, end: start + self.pages.len() as u64 * page }
+        AddressRange { start, end: start + self.pages.len() as u64 * page_bytes }
     }
 
     /// Whether `next` directly follows in memory and in the store: the kernel joins the mappings of both.
-    pub fn adjoins(&self, next: &Self, page: u64) -> bool {
-        self.range(page).end == next.range(page).start && self.first_slot + self.pages.len() as u32 == next.first_slot
+    pub fn adjoins(&self, next: &Self, page_bytes: u64) -> bool {
+        self.range(page_bytes).end == next.range(page_bytes).start
+            && self.first_slot + self.pages.len() as u32 == next.first_slot
     }
 }
 
 /// Number of the huge page that contains an address. A huge page is one entry of a page directory, and has as many
 /// pages as a page has entries of eight bytes.
-pub fn huge_page_number(address: u64, page: u64) -> u64 {
-    address / (page * page / 8)
+pub fn huge_page_number(address: u64, page_bytes: u64) -> u64 {
+    address / (page_bytes * page_bytes / 8)
 }
 
-/// Choose at most `max_runs` profitable runs, as ranges of indexes into `pages`. `follows` tells whether a page can be
-/// in one mapping with the page directly before it. `net_gain` is the memory saved by merging a page, or `None` if it
-/// must not be merged. Huge pages in `split` are split already, so splitting costs nothing.
+/// Choose at most `max_runs` profitable runs, as ranges of indexes into `pages`. `joins_previous` returns whether a
+/// page can be in one mapping with the page directly before it. `net_gain` is the memory saved by merging a page, or
+/// `None` if it must not be merged. Huge pages in `already_split` are split already, so splitting costs nothing.
 pub fn choose_runs(
     pages: &[ScannedPage],
-    follows: impl Fn(usize) -> bool,
+    joins_previous: impl Fn(usize) -> bool,
     net_gain: impl Fn(usize) -> Option<i64>,
-    split: &HashSet<u64>,
-    page: u64,
+    already_split: &HashSet<u64>,
+    page_bytes: u64,
     max_runs: usize,
 ) -> Vec<Range<usize>> {
-    let Some(size) = PageSize::new(page) else { return Vec::new() };
-    let costs = EnrollCostBytes::for_page_size(size);
+    let Some(page_size) = PageSize::new(page_bytes) else { return Vec::new() };
+    let costs = EnrollCostBytes::for_page_size(page_size);
     let mut segments: Vec<PageSegment> = Vec::new();
-    for (at, found) in pages.iter().enumerate() {
-        let huge = found.huge.then(|| huge_page_number(found.address, page)).filter(|huge| !split.contains(huge));
-        let gain = net_gain(at);
-        let is_adjacent = at > 0 && pages[at - 1].address + page == found.address && follows(at);
+    for (index, page) in pages.iter().enumerate() {
+        let huge_page = page
+            .huge
+            .then(|| huge_page_number(page.address, page_bytes))
+            .filter(|huge_page| !already_split.contains(huge_page));
+        let gain = net_gain(index);
+        let is_adjacent = index > 0 && pages[index - 1].address + page_bytes == page.address && joins_previous(index);
         match segments.last_mut() {
-            Some(last) if is_adjacent && last.huge_page == huge && last.net_gain == gain => last.pages += 1,
+            Some(last) if is_adjacent && last.huge_page == huge_page && last.net_gain == gain => last.pages += 1,
             _ => {
-                let hole = if is_adjacent { 0 } else { UNBRIDGEABLE_HOLE };
-                segments.push(PageSegment { pages: 1, net_gain: gain, merges: true, huge_page: huge, hole_cost: hole });
+                let hole_cost = if is_adjacent { 0 } else { UNBRIDGEABLE_HOLE };
+                segments.push(PageSegment { pages: 1, net_gain: gain, merges: true, huge_page, hole_cost });
             }
         }
     }
@@ -130,8 +134,8 @@ pub fn find_partners(domain: &JoinedDomain, pages: &[ScannedPage]) -> PartnerPag
             Some(slot) => SlotPlacement::Stored(slot),
             None if state.is_condemned() || !state.is_paired() => continue,
             None => {
-                let next = orders.len() as u32;
-                SlotPlacement::ToStore(*orders.entry(page.index_entry).or_insert(next))
+                let order = orders.len() as u32;
+                SlotPlacement::ToStore(*orders.entry(page.index_entry).or_insert(order))
             }
         };
         partners.pages.push(page);
@@ -142,23 +146,23 @@ pub fn find_partners(domain: &JoinedDomain, pages: &[ScannedPage]) -> PartnerPag
 }
 
 impl PartnerPages {
-    /// Choose the profitable runs, as ranges of indexes, within `mapping_headroom` mappings. Huge pages in `split` are
-    /// split already.
+    /// Choose the profitable runs, as ranges of indexes, within `mapping_headroom` mappings. Huge pages in
+    /// `already_split` are split already.
     pub fn choose_runs(
         &self,
-        splits: &SplittableHugePages,
-        split: &HashSet<u64>,
-        page: u64,
+        splittable: &SplittableHugePages,
+        already_split: &HashSet<u64>,
+        page_bytes: u64,
         mapping_headroom: usize,
     ) -> Vec<Range<usize>> {
-        let follows = |at: usize| self.placements[at].is_adjacent_after(self.placements[at - 1]);
+        let joins_previous = |index: usize| self.placements[index].is_adjacent_after(self.placements[index - 1]);
         // Each of two pages that share a content to be stored saves half of it.
-        let savings = |at: usize| match self.placements[at] {
-            SlotPlacement::Stored(_) => page as i64,
-            SlotPlacement::ToStore(_) => page as i64 / 2,
+        let savings = |index: usize| match self.placements[index] {
+            SlotPlacement::Stored(_) => page_bytes as i64,
+            SlotPlacement::ToStore(_) => page_bytes as i64 / 2,
         };
-        let net_gain = |at: usize| splits.allows(&self.pages[at], page).then(|| savings(at));
-        choose_runs(&self.pages, follows, net_gain, split, page, mapping_headroom)
+        let net_gain = |index: usize| splittable.allows(&self.pages[index], page_bytes).then(|| savings(index));
+        choose_runs(&self.pages, joins_previous, net_gain, already_split, page_bytes, mapping_headroom)
     }
 
     /// Split the chosen ranges into runs of at most `max_pages` pages that are adjacent in the store, too.
@@ -168,19 +172,22 @@ impl PartnerPages {
         stored_slots: &[Option<u32>],
         max_pages: usize,
     ) -> Vec<StoreRun<'_>> {
-        let slot = |at: usize| match self.placements[at] {
+        let slot_at = |index: usize| match self.placements[index] {
             SlotPlacement::Stored(slot) => Some(slot),
             SlotPlacement::ToStore(order) => stored_slots[order as usize],
         };
         let mut runs = Vec::new();
         for range in chosen {
             let mut start = range.start;
-            for at in range.clone() {
-                let ends =
-                    at + 1 == range.end || slot(at + 1) != slot(at).map(|slot| slot + 1) || at - start + 1 >= max_pages;
-                if ends {
-                    runs.extend(slot(start).map(|slot| StoreRun { pages: &self.pages[start..=at], first_slot: slot }));
-                    start = at + 1;
+            for index in range.clone() {
+                let is_run_end = index + 1 == range.end
+                    || slot_at(index + 1) != slot_at(index).map(|slot| slot + 1)
+                    || index - start + 1 >= max_pages;
+                if is_run_end {
+                    runs.extend(
+                        slot_at(start).map(|slot| StoreRun { pages: &self.pages[start..=index], first_slot: slot }),
+                    );
+                    start = index + 1;
                 }
             }
         }
@@ -193,10 +200,10 @@ impl PartnerPages {
 pub fn take_runs_that_fit<'r, 'p>(
     runs: &'r [StoreRun<'p>],
     max_mappings: usize,
-    page: u64,
+    page_bytes: u64,
 ) -> (&'r [StoreRun<'p>], usize) {
-    let as_one = || runs.chunk_by(|run, next| run.adjoins(next, page)).take(max_mappings);
-    (&runs[..as_one().map(<[StoreRun]>::len).sum()], as_one().count())
+    let mappings = || runs.chunk_by(|run, next| run.adjoins(next, page_bytes)).take(max_mappings);
+    (&runs[..mappings().map(<[StoreRun]>::len).sum()], mappings().count())
 }
 
 /// Map a run from the store, if the store has the same content.
@@ -212,14 +219,14 @@ pub fn map_run(domain: &JoinedDomain, run: &StoreRun<'_>, exclusion: &WriteExclu
         return Ok(false);
     }
     fault::point("between referring and mapping");
-    let incoming = ReplacementMemory::map_store(&domain.store, run.first_slot, range.bytes().0)?;
-    let _still = exclusion.freeze_to_replace(range)?;
+    let replacement = ReplacementMemory::map_store(&domain.store, run.first_slot, range.bytes().0)?;
+    let _frozen = exclusion.freeze_to_replace(range)?;
     // SAFETY: the run was scanned, so it is resident, and no thread writes to or unmaps it meanwhile.
-    if incoming.as_slice() != unsafe { memory::range_bytes(range) } {
+    if replacement.as_slice() != unsafe { memory::range_bytes(range) } {
         return Ok(false);
     }
     // SAFETY: both have the same content, and no thread writes to the run until this returns.
-    unsafe { incoming.replace_at(range.start) }?;
+    unsafe { replacement.replace_at(range.start) }?;
     Ok(true)
 }
 
@@ -230,14 +237,14 @@ mod tests {
     #[test]
     fn adjoining_runs_count_as_one_mapping() {
         const PAGE_BYTES: u64 = 4096;
-        let pages = [0, 1, 2, 3, 4, 6].map(|at| ScannedPage::unscanned(at * PAGE_BYTES, false));
+        let pages = [0, 1, 2, 3, 4, 6].map(|number| ScannedPage::unscanned(number * PAGE_BYTES, false));
         // The second run follows the first in memory and in the store, the third only in memory, the last in neither.
         let parts = [(0..2, 10), (2..3, 12), (3..5, 20), (5..6, 22)];
         let runs = parts.map(|(part, slot)| StoreRun { pages: &pages[part], first_slot: slot });
-        let taken = |room: usize| {
-            let (taken, mappings) = take_runs_that_fit(&runs, room, PAGE_BYTES);
-            (taken.len(), mappings)
+        let take_counts = |max_mappings: usize| {
+            let (taken_runs, mappings) = take_runs_that_fit(&runs, max_mappings, PAGE_BYTES);
+            (taken_runs.len(), mappings)
         };
-        assert_eq!([0, 1, 2, 3, 9].map(taken), [(0, 0), (2, 1), (3, 2), (4, 3), (4, 3)]);
+        assert_eq!([0, 1, 2, 3, 9].map(take_counts), [(0, 0), (2, 1), (3, 2), (4, 3), (4, 3)]);
     }
 }

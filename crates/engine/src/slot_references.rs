@@ -58,12 +58,12 @@ impl SlotReferences {
     pub fn new(directory: &Path, slot_count: u32, store_inode: u64, descriptor: u32) -> io::Result<Self> {
         let mut random = [0; 8];
         getrandom(&mut random, GetRandomFlags::empty())?;
-        let (process, random) = (std::process::id(), u64::from_ne_bytes(random));
-        let path = directory.join(format!("{REFERENCES_PREFIX}{store_inode}-{process}-{descriptor}-{random:016x}"));
+        let (pid, random) = (std::process::id(), u64::from_ne_bytes(random));
+        let path = directory.join(format!("{REFERENCES_PREFIX}{store_inode}-{pid}-{descriptor}-{random:016x}"));
         let file = domain_directory::open_file(&path, true).map_err(absent_to_files_removed)?;
-        let made = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
-        let made = made.and_then(|()| SharedWords::map(&file, (slot_count as usize).div_ceil(64)));
-        let words = made.inspect_err(|_| {
+        let mapped = flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(io::Error::from);
+        let mapped = mapped.and_then(|()| SharedWords::map(&file, (slot_count as usize).div_ceil(64)));
+        let words = mapped.inspect_err(|_| {
             let _ = std::fs::remove_file(&path);
         })?;
         Ok(Self { words: Some(words), path, allocated_words: AtomicU64::new(0) })
@@ -93,10 +93,10 @@ impl SlotReferences {
         for slot in slots {
             let word = u64::from(slot) / 64;
             if word >= self.allocated_words.load(Ordering::Relaxed) {
-                let upto = (word + 1).next_multiple_of(WORDS_PER_ALLOCATION).min(self.mapped_words().len() as u64);
+                let end_word = (word + 1).next_multiple_of(WORDS_PER_ALLOCATION).min(self.mapped_words().len() as u64);
                 let file = domain_directory::open_file(&self.path, false).map_err(absent_to_files_removed)?;
-                SharedWords::allocate_blocks(&file, 0..upto)?;
-                self.allocated_words.fetch_max(upto, Ordering::Relaxed);
+                SharedWords::allocate_blocks(&file, 0..end_word)?;
+                self.allocated_words.fetch_max(end_word, Ordering::Relaxed);
             }
             self.mapped_words()[word as usize].fetch_or(1 << (slot % 64), Ordering::SeqCst);
         }
@@ -115,8 +115,8 @@ impl SlotReferences {
 
     /// Number of referenced slots.
     pub fn count(&self) -> u64 {
-        let backed = self.allocated_words.load(Ordering::Relaxed) as usize;
-        self.mapped_words()[..backed].iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
+        let allocated = self.allocated_words.load(Ordering::Relaxed) as usize;
+        self.mapped_words()[..allocated].iter().map(|word| u64::from(word.load(Ordering::Relaxed).count_ones())).sum()
     }
 }
 
@@ -142,7 +142,7 @@ pub fn has_any_live_member(directory: &Path) -> io::Result<bool> {
             match has_live_process(&directory.join(name)) {
                 Ok(false) => {}
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                held => return held,
+                is_alive => return is_alive,
             }
         }
     }
@@ -166,7 +166,7 @@ impl DomainReferences {
     /// # Errors
     /// Those of reading the directory and of open(2): if one file cannot be checked, the result would be incomplete.
     pub fn find(directory: &Path) -> io::Result<Self> {
-        let (mut files, mut sources, mut gone) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut files, mut store_sources, mut dead_files) = (Vec::new(), Vec::new(), Vec::new());
         for name in domain_directory::list_names(directory).map_err(absent_to_files_removed)? {
             let path = directory.join(&name);
             let Some(name) = name.to_str().and_then(|name| name.strip_prefix(REFERENCES_PREFIX)) else { continue };
@@ -175,18 +175,18 @@ impl DomainReferences {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 file => file?,
             };
-            let numbers: Vec<u64> = name.split('-').map_while(|number| number.parse().ok()).collect();
-            let number = |at: usize| numbers.get(at).copied().unwrap_or(0);
+            let numbers: Vec<u64> = name.split('-').map_while(|text| text.parse().ok()).collect();
+            let field = |at: usize| numbers.get(at).copied().unwrap_or(0);
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => gone.push((number(0), path)),
+                Ok(()) => dead_files.push((field(0), path)),
                 Err(rustix::io::Errno::WOULDBLOCK) => {
-                    files.push((number(0), file));
-                    sources.push((number(0), number(1) as u32, number(2) as u32));
+                    files.push((field(0), file));
+                    store_sources.push((field(0), field(1) as u32, field(2) as u32));
                 }
                 Err(error) => return Err(error.into()),
             }
         }
-        Ok(Self { files, store_sources: sources, dead_files: gone })
+        Ok(Self { files, store_sources, dead_files })
     }
 
     /// Number of live members, of any store.
@@ -198,14 +198,14 @@ impl DomainReferences {
     pub fn store_sources(&self, store_inode: u64) -> impl Iterator<Item = (u32, u32)> {
         self.store_sources
             .iter()
-            .filter(move |of| of.0 == store_inode)
-            .map(|&(_, process, descriptor)| (process, descriptor))
+            .filter(move |source| source.0 == store_inode)
+            .map(|&(_, pid, descriptor)| (pid, descriptor))
     }
 
     /// Number of files for a store, including those of dead members.
     pub fn count_files(&self, store_inode: u64) -> usize {
-        self.files.iter().filter(|of| of.0 == store_inode).count()
-            + self.dead_files.iter().filter(|of| of.0 == store_inode).count()
+        self.files.iter().filter(|file| file.0 == store_inode).count()
+            + self.dead_files.iter().filter(|file| file.0 == store_inode).count()
     }
 
     /// Remove the files of dead members. Returns how many files for the given store no longer exist.
@@ -215,7 +215,11 @@ impl DomainReferences {
             // A file that cannot be removed now is found again later.
             Err(error) => error.kind() == io::ErrorKind::NotFound,
         };
-        self.dead_files.drain(..).filter(|(_, path)| is_removed(path)).filter(|(of, _)| *of == store_inode).count()
+        self.dead_files
+            .drain(..)
+            .filter(|(_, path)| is_removed(path))
+            .filter(|(inode, _)| *inode == store_inode)
+            .count()
     }
 
     /// Slots of a store that any member refers to.
@@ -225,12 +229,12 @@ impl DomainReferences {
     pub fn referenced_slots(&self, store_inode: u64) -> io::Result<SlotSet> {
         // A member that refers to a slot after this fence sees all earlier changes of the index.
         std::sync::atomic::fence(Ordering::SeqCst);
-        let mut all = SlotSet::default();
-        for (_, file) in self.files.iter().filter(|(of, _)| *of == store_inode) {
+        let mut slots = SlotSet::default();
+        for (_, file) in self.files.iter().filter(|(inode, _)| *inode == store_inode) {
             let length = file.metadata()?.len();
-            let mut at = 0;
-            while at < length {
-                let start = match seek(file, SeekFrom::Data(at)) {
+            let mut position = 0;
+            while position < length {
+                let start = match seek(file, SeekFrom::Data(position)) {
                     Ok(start) => start,
                     Err(rustix::io::Errno::NXIO) => break,
                     Err(error) => return Err(error.into()),
@@ -238,11 +242,11 @@ impl DomainReferences {
                 let end = seek(file, SeekFrom::Hole(start))?.min(length);
                 let mut bytes = vec![0; (end - start) as usize];
                 file.read_exact_at(&mut bytes, start)?;
-                all.add_words(start / WORD_BYTES, &bytes);
-                at = end;
+                slots.add_words(start / WORD_BYTES, &bytes);
+                position = end;
             }
         }
-        Ok(all)
+        Ok(slots)
     }
 }
 
@@ -273,18 +277,18 @@ impl SlotSet {
         (0..self.0.len()).flat_map(slots).filter(|&slot| self.contains(slot))
     }
 
-    fn add_words(&mut self, first: u64, mut bytes: &[u8]) {
+    fn add_words(&mut self, first_word: u64, mut bytes: &[u8]) {
         let mut word = [0; WORD_BYTES as usize];
-        let mut at = first as usize;
+        let mut index = first_word as usize;
         while bytes.read_exact(&mut word).is_ok() {
             let word = u64::from_ne_bytes(word);
             if word != 0 {
-                if self.0.len() <= at {
-                    self.0.resize(at + 1, 0);
+                if self.0.len() <= index {
+                    self.0.resize(index + 1, 0);
                 }
-                self.0[at] |= word;
+                self.0[index] |= word;
             }
-            at += 1;
+            index += 1;
         }
     }
 }
@@ -294,10 +298,10 @@ mod tests {
     use super::*;
 
     fn find_members_and_slots(directory: &Path) -> (usize, Vec<u32>) {
-        let mut everybody = DomainReferences::find(directory).unwrap();
-        everybody.remove_dead_files(1);
-        let all = everybody.referenced_slots(1).unwrap();
-        (everybody.member_count(), (0..100_000).filter(|&slot| all.contains(slot)).collect())
+        let mut references = DomainReferences::find(directory).unwrap();
+        references.remove_dead_files(1);
+        let slots = references.referenced_slots(1).unwrap();
+        (references.member_count(), (0..100_000).filter(|&slot| slots.contains(slot)).collect())
     }
 
     #[test]

@@ -34,7 +34,7 @@ pub struct MergeCounters {
     pub zeros_read: Pages,
     /// Pages that were skipped because they were written too soon before, or scanned without a partner too often.
     pub backed_off: Pages,
-    /// Pages that could not be merged: the store was full, the kernel refused, or a content had gone.
+    /// Pages that could not be merged: the store was full, the kernel refused, or a content was no longer stored.
     pub pages_failed: Pages,
     /// Time of the program that merging took.
     pub program_time: Duration,

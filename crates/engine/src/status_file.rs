@@ -39,7 +39,7 @@ const MEMBER_WORDS: usize = 17;
 const WORDS_PER_REGION: usize = 5;
 
 /// Maximum plausible memory of a member: 256 TiB.
-const MAX_BELIEVED_BYTES: u64 = 1 << 48;
+const MAX_PLAUSIBLE_BYTES: u64 = 1 << 48;
 
 /// The status file of a member. Removed when dropped.
 #[derive(Debug)]
@@ -158,8 +158,8 @@ const ABSENT_NUMBER: u64 = u64::MAX;
 fn encode_member(member: &EngineMember) -> Vec<u64> {
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(ABSENT_NUMBER - 1);
     let PageTally { pages, merged, zeros, rewritten_pages } = member.tally;
-    let room = (MAX_STATUS_WORDS - HEAD_WORDS - MEMBER_WORDS) / WORDS_PER_REGION;
-    let regions = &member.regions[..member.regions.len().min(room)];
+    let max_regions = (MAX_STATUS_WORDS - HEAD_WORDS - MEMBER_WORDS) / WORDS_PER_REGION;
+    let regions = &member.regions[..member.regions.len().min(max_regions)];
     let mut numbers = vec![
         u64::from(member.process.pid.0),
         member.process.start_time,
@@ -192,17 +192,17 @@ pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
     if head[0] != STATUS_FILE_MAGIC || head[VERSION_WORD] % 2 != 0 {
         return None;
     }
-    let (own, regions) = numbers.split_at_checked(MEMBER_WORDS)?;
-    let time = |at: usize| Duration::from_nanos(own[at]);
-    let bound = f64::from_bits(own[9]);
+    let (fields, regions) = numbers.split_at_checked(MEMBER_WORDS)?;
+    let time = |index: usize| Duration::from_nanos(fields[index]);
+    let bound = f64::from_bits(fields[9]);
     if !bound.is_finite() || bound < 0.0 {
         return None;
     }
     // At most what four levels of page tables map, so that sums over all members do not overflow.
-    let pages = |number: u64| (number <= MAX_BELIEVED_BYTES / page_bytes).then_some(Pages(number));
-    let within = |tally: PageTally| {
-        let parts = tally.merged + tally.zeros + tally.rewritten_pages;
-        (parts <= tally.pages).then_some(tally)
+    let pages = |number: u64| (number <= MAX_PLAUSIBLE_BYTES / page_bytes).then_some(Pages(number));
+    let check_tally = |tally: PageTally| {
+        let used_pages = tally.merged + tally.zeros + tally.rewritten_pages;
+        (used_pages <= tally.pages).then_some(tally)
     };
     let region = |numbers: &[u64]| {
         let range = AddressRange { start: numbers[0], end: numbers[1] };
@@ -212,25 +212,25 @@ pub fn decode_member(words: &[u64], page_bytes: u64) -> Option<EngineMember> {
             zeros: pages(numbers[3])?,
             rewritten_pages: pages(numbers[4])?,
         };
-        Some(RegionTally { range, tally: within(tally)? })
+        Some(RegionTally { range, tally: check_tally(tally)? })
     };
-    let count = usize::try_from(own[16]).ok().filter(|&count| count <= regions.len() / WORDS_PER_REGION)?;
+    let count = usize::try_from(fields[16]).ok().filter(|&count| count <= regions.len() / WORDS_PER_REGION)?;
     let tally = PageTally {
-        pages: pages(own[11])?,
-        merged: pages(own[12])?,
-        zeros: pages(own[13])?,
-        rewritten_pages: pages(own[14])?,
+        pages: pages(fields[11])?,
+        merged: pages(fields[12])?,
+        zeros: pages(fields[13])?,
+        rewritten_pages: pages(fields[14])?,
     };
     Some(EngineMember {
-        process: ProcessId { pid: Pid(u32::try_from(own[0]).ok()?), start_time: own[1] },
+        process: ProcessId { pid: Pid(u32::try_from(fields[0]).ok()?), start_time: fields[1] },
         reported_at: time(2),
-        last_merge: (own[3] != ABSENT_NUMBER).then(|| time(3)),
-        merges: own[4],
+        last_merge: (fields[3] != ABSENT_NUMBER).then(|| time(3)),
+        merges: fields[4],
         merge_time: time(5),
-        time_use: EngineTimeUse { elapsed: time(6), spent: time(7), max_slowdown: (own[8] != 0).then_some(bound) },
-        notes: Some(Bytes(own[10])).filter(|notes| notes.0 <= MAX_BELIEVED_BYTES)?,
-        tally: within(tally)?,
-        region_count: own[15],
+        time_use: EngineTimeUse { elapsed: time(6), spent: time(7), max_slowdown: (fields[8] != 0).then_some(bound) },
+        notes: Some(Bytes(fields[10])).filter(|notes| notes.0 <= MAX_PLAUSIBLE_BYTES)?,
+        tally: check_tally(tally)?,
+        region_count: fields[15],
         regions: regions.chunks_exact(WORDS_PER_REGION).take(count).map(region).collect::<Option<_>>()?,
     })
 }
@@ -246,10 +246,10 @@ mod tests {
     use proptest::prelude::*;
 
     fn sample_member(regions: usize) -> EngineMember {
-        let region = |at: u64| {
-            let start = 0x7f00_0000_0000 + at * 0x10_0000;
+        let region = |index: u64| {
+            let start = 0x7f00_0000_0000 + index * 0x10_0000;
             let tally =
-                PageTally { pages: Pages(16), merged: Pages(at % 8), zeros: Pages(2), rewritten_pages: Pages(1) };
+                PageTally { pages: Pages(16), merged: Pages(index % 8), zeros: Pages(2), rewritten_pages: Pages(1) };
             RegionTally { range: AddressRange { start, end: start + 16 * 4096 }, tally }
         };
         let regions: Vec<_> = (0..regions as u64).map(region).collect();
@@ -297,10 +297,10 @@ mod tests {
 
     #[test]
     fn implausible_figures_are_rejected() {
-        let check = |at: usize, number: u64| {
+        let check = |index: usize, number: u64| {
             let mut words = publish_and_read(&sample_member(1));
-            words[HEAD_WORDS + at] = number;
-            assert_eq!(decode_member(&words, 4096), None, "{at}: {number}");
+            words[HEAD_WORDS + index] = number;
+            assert_eq!(decode_member(&words, 4096), None, "{index}: {number}");
         };
         check(0, 1 << 32);
         check(9, f64::NAN.to_bits());
@@ -317,13 +317,13 @@ mod tests {
         fn arbitrary_words_do_not_panic(words: Vec<u64>, changed: Vec<(u8, u64)>, length in 0..40usize) {
             prop_assert_eq!(decode_member(&words, 4096), None);
             let mut words = publish_and_read(&sample_member(3));
-            for (at, number) in changed {
-                let at = usize::from(at) % words.len();
-                words[at] = number;
+            for (index, number) in changed {
+                let index = usize::from(index) % words.len();
+                words[index] = number;
             }
             // Any accepted status can be encoded again, and then decodes to the same.
-            if let Some(found) = decode_member(&words[..length.min(words.len())], 4096) {
-                prop_assert_eq!(decode_member(&publish_and_read(&found), 4096), Some(found));
+            if let Some(member) = decode_member(&words[..length.min(words.len())], 4096) {
+                prop_assert_eq!(decode_member(&publish_and_read(&member), 4096), Some(member));
             }
         }
     }
@@ -332,15 +332,15 @@ mod tests {
     fn status_file_lives_as_long_as_its_member() {
         let directory = tempfile::tempdir().unwrap();
         let files = || directory.path().read_dir().unwrap().count();
-        let record = StatusFile::new(directory.path()).unwrap();
-        record.publish(&sample_member(2));
+        let status_file = StatusFile::new(directory.path()).unwrap();
+        status_file.publish(&sample_member(2));
         remove_dead_status_files(directory.path());
         assert_eq!(files(), 1, "the file is locked");
-        let left = directory.path().join(format!("{STATUS_FILE_PREFIX}1-0"));
-        std::fs::write(left, "").unwrap();
+        let abandoned = directory.path().join(format!("{STATUS_FILE_PREFIX}1-0"));
+        std::fs::write(abandoned, "").unwrap();
         remove_dead_status_files(directory.path());
         assert_eq!(files(), 1);
-        drop(record);
+        drop(status_file);
         assert_eq!(files(), 0);
     }
 

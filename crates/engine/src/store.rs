@@ -60,10 +60,10 @@ impl ContentStore {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: without MAP_FIXED the kernel chooses addresses that nothing else uses.
         let start = unsafe { mmap(ptr::null_mut(), bytes, ProtFlags::empty(), flags, self.file(), 0) }?;
-        let preferred = numa::prefer_node(start.expose_provenance(), bytes, node);
+        let result = numa::prefer_node(start.expose_provenance(), bytes, node);
         // SAFETY: this function owns the range, and there is no borrow of it.
         unsafe { munmap(start, bytes) }?;
-        preferred
+        result
     }
 
     /// Open the store through the descriptor of another member, if it has the given identity.
@@ -73,8 +73,8 @@ impl ContentStore {
     pub fn open_from_member(pid: u32, descriptor: u32, identity: FileIdentity, page_bytes: u64) -> io::Result<Self> {
         let path = PathBuf::from(format!("/proc/{pid}/fd/{descriptor}"));
         // Check before opening: opening a pipe or a device may have side effects.
-        let link = rustix::fs::stat(&path)?;
-        if (link.st_dev, link.st_ino) != identity {
+        let status = rustix::fs::stat(&path)?;
+        if (status.st_dev, status.st_ino) != identity {
             return Err(io::ErrorKind::NotFound.into());
         }
         let store = Self::from_file(File::options().read(true).write(true).open(path)?, page_bytes)?;
@@ -197,22 +197,22 @@ impl SlotBitmap {
             }
             slot += 1;
         }
-        if let Some(at) = gaps.iter().position(|gap| gap.end - gap.start >= slot_count) {
-            gaps = vec![gaps.swap_remove(at)];
+        if let Some(index) = gaps.iter().position(|gap| gap.end - gap.start >= slot_count) {
+            gaps = vec![gaps.swap_remove(index)];
         }
         // Largest first, to fragment contiguous free slots as little as possible.
         gaps.sort_by_key(|gap| std::cmp::Reverse(gap.end - gap.start));
-        let mut left = slot_count;
-        let mut found = Vec::new();
+        let mut remaining = slot_count;
+        let mut ranges = Vec::new();
         for gap in gaps {
-            if left == 0 {
+            if remaining == 0 {
                 break;
             }
-            let taken = left.min(gap.end - gap.start);
-            found.push(gap.start..gap.start + taken);
-            left -= taken;
+            let count = remaining.min(gap.end - gap.start);
+            ranges.push(gap.start..gap.start + count);
+            remaining -= count;
         }
-        found
+        ranges
     }
 
     /// Mark slots as taken or free.
@@ -242,11 +242,11 @@ mod tests {
         assert_eq!(store.allocated_bytes().unwrap(), 2 * PAGE_BYTES);
         store.punch_slots(8..9).unwrap();
         assert_eq!(store.allocated_bytes().unwrap(), PAGE_BYTES);
-        let again =
+        let reopened =
             ContentStore::open_from_member(std::process::id(), store.descriptor(), store.identity(), PAGE_BYTES)
                 .unwrap();
         let mut byte = [0];
-        again.file().read_exact_at(&mut byte, again.slot_offset(7)).unwrap();
+        reopened.file().read_exact_at(&mut byte, reopened.slot_offset(7)).unwrap();
         assert_eq!(byte, [1]);
         let foreign = (store.identity().0, store.identity().1 + 1);
         assert!(ContentStore::open_from_member(std::process::id(), store.descriptor(), foreign, PAGE_BYTES).is_err());
@@ -255,10 +255,10 @@ mod tests {
     #[test]
     fn free_slots_are_contiguous_where_possible() {
         let slots = SlotBitmap::map(&tempfile::tempfile().unwrap(), 1000).unwrap();
-        let check = |wanted, bound, expected: &[(u32, u32)]| {
-            let found: Vec<_> =
-                slots.find_free(wanted, bound).into_iter().map(|slots| (slots.start, slots.end)).collect();
-            assert_eq!(found, expected, "{wanted} below {bound}");
+        let check = |count, bound, expected: &[(u32, u32)]| {
+            let ranges: Vec<_> =
+                slots.find_free(count, bound).into_iter().map(|slots| (slots.start, slots.end)).collect();
+            assert_eq!(ranges, expected, "{count} below {bound}");
         };
         check(10, 1000, &[(0, 10)]);
         slots.set_taken(0..10, true);

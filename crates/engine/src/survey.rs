@@ -58,9 +58,11 @@ impl CandidatePages {
 
     /// Whether `next` must be decided together with these pages: it follows directly, or is in the same huge page,
     /// which is split only once.
-    pub fn shares_huge_page_with(&self, next: &Self, page: u64) -> bool {
-        let same = || huge_page_number(self.range.end - page, page) == huge_page_number(next.range.start, page);
-        self.range.end == next.range.start || self.is_huge && next.is_huge && same()
+    pub fn shares_huge_page_with(&self, next: &Self, page_bytes: u64) -> bool {
+        let is_same_huge_page = || {
+            huge_page_number(self.range.end - page_bytes, page_bytes) == huge_page_number(next.range.start, page_bytes)
+        };
+        self.range.end == next.range.start || self.is_huge && next.is_huge && is_same_huge_page()
     }
 
     /// The first of these pages.
@@ -73,103 +75,115 @@ impl CandidatePages {
         self.range.cut_at_multiples(bytes).map(move |range| Self { range, ..self })
     }
 
-    /// Append to `others`, joining the last one if possible.
-    pub fn append_to(self, others: &mut Vec<Self>) {
-        match others.last_mut() {
+    /// Append to `candidates`, joining the last one if possible.
+    pub fn append_to(self, candidates: &mut Vec<Self>) {
+        match candidates.last_mut() {
             Some(last) if last.is_directly_before(&self) => last.range.end = self.range.end,
-            _ => others.push(self),
+            _ => candidates.push(self),
         }
     }
 }
 
 impl MemorySurvey {
     /// Number of pages without a note.
-    pub fn count_new_pages(&self, page: u64) -> Pages {
-        Pages(self.candidates.iter().filter(|found| found.is_new).map(|found| found.range.bytes().0 / page).sum())
+    pub fn count_new_pages(&self, page_bytes: u64) -> Pages {
+        Pages(
+            self.candidates
+                .iter()
+                .filter(|candidate| candidate.is_new)
+                .map(|candidate| candidate.range.bytes().0 / page_bytes)
+                .sum(),
+        )
     }
 
-    /// Survey all regions, and sort them by address. Waits at most `patience` in total for pages that the kernel is
-    /// migrating.
+    /// Survey all regions, and sort them by address. Waits at most `migration_wait` in total for pages that the kernel
+    /// is migrating.
     ///
     /// # Errors
     /// Those of reading `/proc/thread-self/maps` and `pagemap`.
     pub fn take(
         regions: &mut [AdoptedRegion],
         domain: &JoinedDomain,
-        (now, patience): (Duration, Duration),
-        merged: &mut MergeCounters,
+        (now, migration_wait): (Duration, Duration),
+        counters: &mut MergeCounters,
     ) -> io::Result<Self> {
-        let page = domain.page_bytes();
-        let (parts, mappings) = own_mappings::read_own_mappings(domain.store.identity(), page)?;
-        let mut pagemap = pagemap::OwnPagemap::open(patience)?;
-        let must_last = min_profitable_lifetime(page);
-        let stored = parts.iter().filter(|part| part.kind.has_slots()).map(|part| part.range.bytes().0 / page).sum();
-        let mut survey = Self { mapping_count: mappings, store_pages: stored, ..Self::default() };
+        let page_bytes = domain.page_bytes();
+        let (mappings, mapping_count) = own_mappings::read_own_mappings(domain.store.identity(), page_bytes)?;
+        let mut pagemap = pagemap::OwnPagemap::open(migration_wait)?;
+        let min_lifetime = min_profitable_lifetime(page_bytes);
+        let store_pages = mappings
+            .iter()
+            .filter(|mapping| mapping.kind.has_slots())
+            .map(|mapping| mapping.range.bytes().0 / page_bytes)
+            .sum();
+        let mut survey = Self { mapping_count, store_pages, ..Self::default() };
         regions.sort_by_key(|region| region.range().start);
         for region in regions {
-            let look =
-                SurveyTimes { now, previous_survey: region.record_survey(now).unwrap_or(now), min_lifetime: must_last };
+            let times = SurveyTimes { now, previous_survey: region.record_survey(now).unwrap_or(now), min_lifetime };
             region.reset_tally();
-            let first = parts.partition_point(|part| part.range.end <= region.range().start);
-            for part in &parts[first..] {
-                let Some(whole) = part.range.overlap(region.range()) else { break };
-                survey.mapped_ranges.push(whole);
-                let found = pagemap.scan_mapped(whole.start..whole.end, part.kind.range_contents())?;
-                for mapped in &found {
+            let first = mappings.partition_point(|mapping| mapping.range.end <= region.range().start);
+            for mapping in &mappings[first..] {
+                let Some(overlap) = mapping.range.overlap(region.range()) else { break };
+                survey.mapped_ranges.push(overlap);
+                let mapped_ranges = pagemap.scan_mapped(overlap.start..overlap.end, mapping.kind.range_contents())?;
+                for mapped in &mapped_ranges {
                     let range = AddressRange { start: mapped.start, end: mapped.end };
-                    let addresses = (range.start..range.end).step_by(page as usize);
-                    match part.kind {
+                    let addresses = (range.start..range.end).step_by(page_bytes as usize);
+                    match mapping.kind {
                         // Swapped pages are not brought back for this; guard regions look the same.
                         OwnMappingKind::Stored { .. } if mapped.swapped => {}
                         OwnMappingKind::Stored { first_slot: None, is_as_merged: true } if mapped.file => {
                             survey.in_former_store.push(range)
                         }
                         OwnMappingKind::Stored { .. } if mapped.file => {}
-                        OwnMappingKind::Stored { is_as_merged: plain, .. } => {
+                        OwnMappingKind::Stored { is_as_merged, .. } => {
                             for address in addresses {
                                 // A page that cannot be healed is found at each survey, but counts as broken once.
-                                record_written_page(region.page_note(address), look, merged);
+                                record_written_page(region.page_note(address), times, counters);
                             }
-                            if plain {
+                            if is_as_merged {
                                 survey.cow_broken.push(range);
                             }
                         }
                         OwnMappingKind::Ordinary if mapped.file || mapped.swapped => {}
                         OwnMappingKind::Ordinary if mapped.zero_page => {
                             // One fault for each huge page of zeros.
-                            let fault = |address| if mapped.huge { huge_page_number(address, page) } else { address };
-                            let read = addresses.filter(|&address| region.page_note(address).read()).map(fault);
-                            let mut read: Vec<u64> = read.collect();
-                            read.dedup();
-                            merged.zeros_read += Pages(read.len() as u64);
+                            let fault_address =
+                                |address| if mapped.huge { huge_page_number(address, page_bytes) } else { address };
+                            let faults =
+                                addresses.filter(|&address| region.page_note(address).read()).map(fault_address);
+                            let mut faults: Vec<u64> = faults.collect();
+                            faults.dedup();
+                            counters.zeros_read += Pages(faults.len() as u64);
                         }
                         OwnMappingKind::Ordinary => {
                             for address in addresses {
                                 let note = region.page_note(address);
                                 // If it was freed as zeros.
-                                record_written_page(note, look, merged);
+                                record_written_page(note, times, counters);
                                 if !note.may_merge(now) {
-                                    merged.backed_off += Pages(1);
+                                    counters.backed_off += Pages(1);
                                     continue;
                                 }
-                                let range = AddressRange { start: address, end: address + page };
-                                let found = CandidatePages { range, is_huge: mapped.huge, is_new: note.is_unscanned() };
-                                found.append_to(&mut survey.candidates);
+                                let range = AddressRange { start: address, end: address + page_bytes };
+                                let candidate =
+                                    CandidatePages { range, is_huge: mapped.huge, is_new: note.is_unscanned() };
+                                candidate.append_to(&mut survey.candidates);
                             }
                         }
                     }
                 }
-                region.tally_range(whole, part.kind, &found, now);
+                region.tally_range(overlap, mapping.kind, &mapped_ranges, now);
             }
-            let allowed = |&found: &CandidatePages| {
-                found
+            let allowed_parts = |&candidate: &CandidatePages| {
+                candidate
                     .range
                     .subtract(region.unmergeable())
                     .into_iter()
-                    .map(move |range| CandidatePages { range, ..found })
+                    .map(move |range| CandidatePages { range, ..candidate })
             };
             if !region.unmergeable().is_empty() {
-                survey.candidates = survey.candidates.iter().flat_map(allowed).collect();
+                survey.candidates = survey.candidates.iter().flat_map(allowed_parts).collect();
             }
         }
         Ok(survey)
@@ -177,109 +191,121 @@ impl MemorySurvey {
 
     /// Leave out memory that cannot be write-protected. Whole ranges are registered, so that no mapping is split at
     /// more places than the regions' ends.
-    pub fn exclude_unprotectable(&mut self, exclusion: &WriteExclusion<'_>, merged: &mut MergeCounters, page: u64) {
-        let Some(power) = exclusion.userfault() else { return };
-        let refused: Vec<AddressRange> =
-            self.mapped_ranges.iter().copied().filter(|part| power.register(part.start..part.end).is_err()).collect();
-        let mut can = |range: AddressRange| {
-            let can = !refused.iter().any(|part| part.overlap(range).is_some());
-            merged.pages_failed += Pages(if can { 0 } else { range.bytes().0 / page });
-            can
+    pub fn exclude_unprotectable(
+        &mut self,
+        exclusion: &WriteExclusion<'_>,
+        counters: &mut MergeCounters,
+        page_bytes: u64,
+    ) {
+        let Some(userfault) = exclusion.userfault() else { return };
+        let refused: Vec<AddressRange> = self
+            .mapped_ranges
+            .iter()
+            .copied()
+            .filter(|part| userfault.register(part.start..part.end).is_err())
+            .collect();
+        let mut is_protectable = |range: AddressRange| {
+            let is_protectable = !refused.iter().any(|part| part.overlap(range).is_some());
+            counters.pages_failed += Pages(if is_protectable { 0 } else { range.bytes().0 / page_bytes });
+            is_protectable
         };
-        self.cow_broken.retain(|&range| can(range));
-        self.in_former_store.retain(|&range| can(range));
-        self.candidates.retain(|found| can(found.range));
+        self.cow_broken.retain(|&range| is_protectable(range));
+        self.in_former_store.retain(|&range| is_protectable(range));
+        self.candidates.retain(|candidate| is_protectable(candidate.range));
     }
 
-    /// Copy pages that were written since they were merged into ordinary memory, at most `most_pages` at a time: the
-    /// copy and the original both use memory until one replaces the other. Each `most_pages` of them need the
-    /// permission of `may_take`. The first refusal ends it, and so does the deadline, except before the first chunk.
-    /// Returns the copied ranges, and whether it ended early. Pages that would need too many mappings stay as they are,
-    /// too.
+    /// Copy pages that were written since they were merged into ordinary memory, at most `max_pages` at a time: the
+    /// copy and the original both use memory until one replaces the other. Each `max_pages` of them need the permission
+    /// of `may_use_memory`. The first refusal ends the copying, and so does the deadline, except before the first
+    /// chunk. Returns the copied ranges, and whether the copying ended early. Pages that would need too many mappings
+    /// stay as they are, too.
     pub fn restore_cow_broken(
         &self,
         exclusion: &WriteExclusion<'_>,
-        (page, most_pages): (u64, u64),
+        (page_bytes, max_pages): (u64, u64),
         deadline: Option<Instant>,
-        may_take: impl FnMut(Bytes) -> bool,
+        may_use_memory: impl FnMut(Bytes) -> bool,
     ) -> (Vec<AddressRange>, bool) {
-        let all = self.cow_broken.iter().map(|range| range.bytes().0 / page).sum();
-        let mut leave = Leave { page, max_pages: most_pages, left: all, granted: 0, may_take };
-        let (mut is_first, mut is_ended) = (true, false);
-        let mut goes_on = |piece: &AddressRange| {
-            let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
-            is_ended = !std::mem::take(&mut is_first) && is_over || !leave.covers(piece);
-            !is_ended
+        let total_pages = self.cow_broken.iter().map(|range| range.bytes().0 / page_bytes).sum();
+        let mut permission =
+            CopyPermission { page_bytes, max_pages, remaining_pages: total_pages, granted_pages: 0, may_use_memory };
+        let (mut is_first, mut ended_early) = (true, false);
+        let mut may_copy = |chunk: &AddressRange| {
+            let is_expired = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            ended_early = !std::mem::take(&mut is_first) && is_expired || !permission.covers(chunk);
+            !ended_early
         };
-        let pieces = self.cow_broken.iter().flat_map(|&range| copy_chunks(range, exclusion, page, most_pages));
-        let taken = pieces.take(self.mapping_headroom(0)).take_while(|piece| goes_on(piece));
-        let healed = taken.filter(|piece| copy_to_ordinary(*piece, exclusion)).collect();
-        (healed, is_ended)
+        let chunks = self.cow_broken.iter().flat_map(|&range| copy_chunks(range, exclusion, page_bytes, max_pages));
+        let permitted = chunks.take(self.mapping_headroom(0)).take_while(|chunk| may_copy(chunk));
+        let healed = permitted.filter(|chunk| copy_to_ordinary(*chunk, exclusion)).collect();
+        (healed, ended_early)
     }
 
     /// Copy pages of a former store into ordinary memory, which frees that store. Each merge copies a part of them, so
-    /// that they can merge again meanwhile. Each `most_pages` of them need the permission of `may_take`. Returns the
-    /// copied ranges. `added_mappings` is the number of mappings added before.
+    /// that they can merge again meanwhile. Each `max_pages` of them need the permission of `may_use_memory`. Returns
+    /// the copied ranges. `added_mappings` is the number of mappings added before.
     pub fn drain_former_store(
         &self,
         exclusion: &WriteExclusion<'_>,
-        (page, most_pages): (u64, u64),
+        (page_bytes, max_pages): (u64, u64),
         added_mappings: usize,
-        may_take: impl FnMut(Bytes) -> bool,
+        may_use_memory: impl FnMut(Bytes) -> bool,
     ) -> Vec<AddressRange> {
-        let all: u64 = self.in_former_store.iter().map(|range| range.bytes().0 / page).sum();
-        let left = most_pages.max(all / MAX_MERGES_TO_DRAIN_STORE);
-        let mut leave = Leave { page, max_pages: most_pages, left, granted: 0, may_take };
-        let pieces = self.in_former_store.iter().flat_map(|&range| copy_chunks(range, exclusion, page, most_pages));
-        let taken = pieces.take(self.mapping_headroom(added_mappings)).take_while(|piece| leave.covers(piece));
-        taken.filter(|piece| copy_to_ordinary(*piece, exclusion)).collect()
+        let total_pages: u64 = self.in_former_store.iter().map(|range| range.bytes().0 / page_bytes).sum();
+        let remaining_pages = max_pages.max(total_pages / MAX_MERGES_TO_DRAIN_STORE);
+        let mut permission =
+            CopyPermission { page_bytes, max_pages, remaining_pages, granted_pages: 0, may_use_memory };
+        let chunks =
+            self.in_former_store.iter().flat_map(|&range| copy_chunks(range, exclusion, page_bytes, max_pages));
+        let permitted = chunks.take(self.mapping_headroom(added_mappings)).take_while(|chunk| permission.covers(chunk));
+        permitted.filter(|chunk| copy_to_ordinary(*chunk, exclusion)).collect()
     }
 
     /// Number of mappings that may still be created inside others, after `added_mappings` were.
     pub fn mapping_headroom(&self, added_mappings: usize) -> usize {
-        let most = max_map_count() / 8 * MAX_USED_MAPPING_EIGHTHS;
-        (most.saturating_sub(self.mapping_count + 2 * added_mappings as u64) / 2) as usize
+        let max_mappings = max_map_count() / 8 * MAX_USED_MAPPING_EIGHTHS;
+        (max_mappings.saturating_sub(self.mapping_count + 2 * added_mappings as u64) / 2) as usize
     }
 }
 
 /// Permission to copy pages, requested for as many pages as may be copied at once: checking for free memory takes
 /// longer than copying a page.
-struct Leave<F> {
-    page: u64,
+struct CopyPermission<F> {
+    page_bytes: u64,
     max_pages: u64,
     /// Pages that may still be copied, and how many of them have permission.
-    left: u64,
-    granted: u64,
-    may_take: F,
+    remaining_pages: u64,
+    granted_pages: u64,
+    may_use_memory: F,
 }
 
-impl<F: FnMut(Bytes) -> bool> Leave<F> {
+impl<F: FnMut(Bytes) -> bool> CopyPermission<F> {
     /// Whether the permission covers a chunk, too.
-    fn covers(&mut self, piece: &AddressRange) -> bool {
-        let pages = piece.bytes().0 / self.page;
-        if pages > self.left {
+    fn covers(&mut self, chunk: &AddressRange) -> bool {
+        let pages = chunk.bytes().0 / self.page_bytes;
+        if pages > self.remaining_pages {
             return false;
         }
-        if pages > self.granted {
-            self.granted = self.max_pages.min(self.left);
-            if !(self.may_take)(Bytes(self.granted * self.page)) {
+        if pages > self.granted_pages {
+            self.granted_pages = self.max_pages.min(self.remaining_pages);
+            if !(self.may_use_memory)(Bytes(self.granted_pages * self.page_bytes)) {
                 return false;
             }
         }
-        (self.left, self.granted) = (self.left - pages, self.granted - pages);
+        (self.remaining_pages, self.granted_pages) = (self.remaining_pages - pages, self.granted_pages - pages);
         true
     }
 }
 
-/// Split a range into chunks of at most `most_pages` pages, each of which is copied at once.
+/// Split a range into chunks of at most `max_pages` pages, each of which is copied at once.
 fn copy_chunks(
     range: AddressRange,
     exclusion: &WriteExclusion<'_>,
-    page: u64,
-    most_pages: u64,
+    page_bytes: u64,
+    max_pages: u64,
 ) -> impl Iterator<Item = AddressRange> + use<> {
-    let bytes = page.saturating_mul(most_pages.max(1));
-    exclusion.chunks(range, page).flat_map(move |part| part.cut_at_multiples(bytes))
+    let bytes = page_bytes.saturating_mul(max_pages.max(1));
+    exclusion.chunks(range, page_bytes).flat_map(move |part| part.cut_at_multiples(bytes))
 }
 
 /// Replace a range that maps a store by a copy in ordinary memory. Returns whether that succeeded.
@@ -302,14 +328,14 @@ struct SurveyTimes {
 /// Note and count a page that was found written, if it was merged.
 fn record_written_page(
     note: &mut PageNote,
-    SurveyTimes { now, previous_survey: before, min_lifetime: must_last }: SurveyTimes,
-    merged: &mut MergeCounters,
+    SurveyTimes { now, previous_survey, min_lifetime }: SurveyTimes,
+    counters: &mut MergeCounters,
 ) {
     if note.is_merged() {
-        let doubtful = note.is_unlikely_to_last();
-        let short_lived = note.record_cow_break(now, before, must_last);
-        merged.cow_breaks += Pages(1);
-        merged.early_cow_breaks += Pages(u64::from(short_lived && !doubtful));
+        let was_unlikely = note.is_unlikely_to_last();
+        let short_lived = note.record_cow_break(now, previous_survey, min_lifetime);
+        counters.cow_breaks += Pages(1);
+        counters.early_cow_breaks += Pages(u64::from(short_lived && !was_unlikely));
     }
 }
 
@@ -322,12 +348,12 @@ pub const ALL_ADDRESSES: AddressRange = AddressRange { start: 0, end: u64::MAX }
 /// # Errors
 /// Those of reading `/proc/thread-self/maps`.
 pub fn mapped_slots(domain: &JoinedDomain, within: AddressRange) -> io::Result<impl Iterator<Item = u32> + use<>> {
-    let page = domain.page_bytes();
-    let (parts, _) = own_mappings::read_own_mappings(domain.store.identity(), page)?;
-    Ok(parts.into_iter().flat_map(move |part| match (part.kind, part.range.overlap(within)) {
+    let page_bytes = domain.page_bytes();
+    let (mappings, _) = own_mappings::read_own_mappings(domain.store.identity(), page_bytes)?;
+    Ok(mappings.into_iter().flat_map(move |mapping| match (mapping.kind, mapping.range.overlap(within)) {
         (OwnMappingKind::Stored { first_slot: Some(slot), .. }, Some(range)) => {
-            let first = slot + ((range.start - part.range.start) / page) as u32;
-            first..first + (range.bytes().0 / page) as u32
+            let first = slot + ((range.start - mapping.range.start) / page_bytes) as u32;
+            first..first + (range.bytes().0 / page_bytes) as u32
         }
         _ => 0..0,
     }))
@@ -335,8 +361,8 @@ pub fn mapped_slots(domain: &JoinedDomain, within: AddressRange) -> io::Result<i
 
 /// `vm.max_map_count`.
 fn max_map_count() -> u64 {
-    let read = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
-    read.and_then(|text| text.trim().parse().ok()).unwrap_or(DEFAULT_MAX_MAP_COUNT)
+    let content = std::fs::read_to_string("/proc/sys/vm/max_map_count").ok();
+    content.and_then(|text| text.trim().parse().ok()).unwrap_or(DEFAULT_MAX_MAP_COUNT)
 }
 
 #[cfg(test)]
@@ -356,21 +382,25 @@ mod tests {
 
     /// Heal every second one of `count` pages, with the given answers to permission requests. Returns the number of
     /// copied pages, whether it ended early, and the requested page counts.
-    fn heal(count: u64, most_pages: u64, deadline: Option<Instant>, answers: &[bool]) -> (usize, bool, Vec<u64>) {
-        let page = rustix::param::page_size() as u64;
-        let memory = crate::memory::map_ordinary(count * page).expect("memory");
-        let broken = memory.cut_at_multiples(page).step_by(2).collect();
+    fn heal(count: u64, max_pages: u64, deadline: Option<Instant>, answers: &[bool]) -> (usize, bool, Vec<u64>) {
+        let page_bytes = rustix::param::page_size() as u64;
+        let memory = crate::memory::map_ordinary(count * page_bytes).expect("memory");
+        let broken = memory.cut_at_multiples(page_bytes).step_by(2).collect();
         let survey = MemorySurvey { cow_broken: broken, ..MemorySurvey::default() };
         let claims = crate::claims::RangeClaims::default();
-        let mut asked = Vec::new();
-        let (healed, is_ended) =
-            survey.restore_cow_broken(&WriteExclusion::promised(&claims), (page, most_pages), deadline, |needed| {
-                asked.push(needed.0 / page);
-                answers[asked.len() - 1]
-            });
+        let mut requests = Vec::new();
+        let (healed, ended_early) = survey.restore_cow_broken(
+            &WriteExclusion::promised(&claims),
+            (page_bytes, max_pages),
+            deadline,
+            |needed| {
+                requests.push(needed.0 / page_bytes);
+                answers[requests.len() - 1]
+            },
+        );
         // SAFETY: it was mapped above, and no borrow of it exists.
         unsafe { crate::memory::unmap_range(memory) }.expect("its own");
-        (healed.len(), is_ended, asked)
+        (healed.len(), ended_early, requests)
     }
 
     #[test]
@@ -393,11 +423,14 @@ mod tests {
 
     #[test]
     fn split_and_appended_candidates_round_trip() {
-        let all = [candidates(3, 9, false), candidates(9, 10, true), candidates(11, 12, true)];
+        let original = [candidates(3, 9, false), candidates(9, 10, true), candidates(11, 12, true)];
         for bytes in [PAGE_BYTES, 4 * PAGE_BYTES, u64::MAX] {
             let mut joined = Vec::new();
-            all.iter().flat_map(|found| found.split_aligned(bytes)).for_each(|piece| piece.append_to(&mut joined));
-            assert_eq!(joined, all, "ranges of different kinds, or with gaps, are not joined");
+            original
+                .iter()
+                .flat_map(|candidate| candidate.split_aligned(bytes))
+                .for_each(|part| part.append_to(&mut joined));
+            assert_eq!(joined, original, "ranges of different kinds, or with gaps, are not joined");
         }
         assert_eq!(
             candidates(3, 9, false).split_aligned(4 * PAGE_BYTES).collect::<Vec<_>>(),
@@ -407,11 +440,11 @@ mod tests {
 
     #[test]
     fn candidates_in_one_huge_page_stay_together() {
-        let bound = |one: CandidatePages, next: CandidatePages| one.shares_huge_page_with(&next, PAGE_BYTES);
-        assert!(bound(candidates(0, 4, false), candidates(4, 5, true)), "it follows directly");
-        assert!(bound(candidates(0, 4, true), candidates(511, 512, true)));
-        assert!(!bound(candidates(0, 4, true), candidates(512, 513, true)), "it is in the next huge page");
-        assert!(bound(candidates(0, 513, true), candidates(600, 601, true)), "it is in the last of two huge pages");
-        assert!(!bound(candidates(0, 4, false), candidates(8, 9, false)), "it is in no huge page");
+        let shares = |first: CandidatePages, next: CandidatePages| first.shares_huge_page_with(&next, PAGE_BYTES);
+        assert!(shares(candidates(0, 4, false), candidates(4, 5, true)), "it follows directly");
+        assert!(shares(candidates(0, 4, true), candidates(511, 512, true)));
+        assert!(!shares(candidates(0, 4, true), candidates(512, 513, true)), "it is in the next huge page");
+        assert!(shares(candidates(0, 513, true), candidates(600, 601, true)), "it is in the last of two huge pages");
+        assert!(!shares(candidates(0, 4, false), candidates(8, 9, false)), "it is in no huge page");
     }
 }

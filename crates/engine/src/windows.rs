@@ -17,29 +17,39 @@ impl EngineState {
     /// Merge in windows that fit into the available memory. With a time limit this merges one window, and the next
     /// merge continues behind it. Returns the number of pages without a note; `None` if there was no memory for any
     /// window.
-    pub fn merge_in_windows(&mut self, terms: MergeTerms<'_>, merged: &mut MergeCounters) -> io::Result<Option<Pages>> {
-        let (first, mut new, mut has_wrapped) = (self.resume_address, None, false);
+    pub fn merge_in_windows(
+        &mut self,
+        terms: MergeTerms<'_>,
+        counters: &mut MergeCounters,
+    ) -> io::Result<Option<Pages>> {
+        let (first_cursor, mut new_pages, mut has_wrapped) = (self.resume_address, None, false);
         for _ in 0..MAX_WINDOWS_PER_MERGE {
-            let (page, members) = (self.domain.page_bytes(), self.domain.member_count());
-            let pages = self.regions.iter().map(|region| region.range().bytes().0 / page).sum();
-            let plenty = MergeMemoryBudget::ample_headroom(members, pages, MAX_BATCH_PAGES as u64 * page);
-            let Some(budget) = MergeMemoryBudget::new(self.headroom.available(plenty), members, pages, page) else {
-                merged.incomplete_merges = 1;
+            let (page_bytes, members) = (self.domain.page_bytes(), self.domain.member_count());
+            let region_pages = self.regions.iter().map(|region| region.range().bytes().0 / page_bytes).sum();
+            let ample = MergeMemoryBudget::ample_headroom(members, region_pages, MAX_BATCH_PAGES as u64 * page_bytes);
+            let Some(budget) =
+                MergeMemoryBudget::new(self.headroom.available(ample), members, region_pages, page_bytes)
+            else {
+                counters.incomplete_merges = 1;
                 break;
             };
             self.headroom.budget = budget;
             let cursor = self.resume_address;
-            merged.incomplete_merges = 0;
-            let found = self.merge_with_terms(terms, merged)?;
-            new.get_or_insert(found);
+            counters.incomplete_merges = 0;
+            let window_pages = self.merge_with_terms(terms, counters)?;
+            new_pages.get_or_insert(window_pages);
             let wraps = self.resume_address <= cursor;
-            let all = has_wrapped && wraps || (has_wrapped || wraps) && self.resume_address >= first;
+            let is_lap_complete = has_wrapped && wraps || (has_wrapped || wraps) && self.resume_address >= first_cursor;
             has_wrapped |= wraps;
-            if merged.incomplete_merges == 0 || merged.blocked_merges > 0 || terms.time_limit.is_some() || all {
+            if counters.incomplete_merges == 0
+                || counters.blocked_merges > 0
+                || terms.time_limit.is_some()
+                || is_lap_complete
+            {
                 break;
             }
         }
-        Ok(new)
+        Ok(new_pages)
     }
 
     /// Maximum number of pages that are copied before memory is freed.
@@ -56,18 +66,25 @@ impl EngineState {
         exclusion: &WriteExclusion<'_>,
         deadline: Option<Instant>,
     ) -> (Vec<AddressRange>, bool) {
-        let (page, most, members) = (self.domain.page_bytes(), self.batch_pages(), self.domain.member_count());
-        let (mut healed, is_partial) = survey.restore_cow_broken(exclusion, (page, most as u64), deadline, |needed| {
-            // If memory is short, other processes may have taken what was available.
-            most == MAX_BATCH_PAGES || self.headroom.can_members_take(needed, members)
-        });
-        let region_pages = self.regions.iter().map(|region| region.range().bytes().0 / page).sum();
+        let (page_bytes, max_pages, members) =
+            (self.domain.page_bytes(), self.batch_pages(), self.domain.member_count());
+        let (mut healed, is_partial) =
+            survey.restore_cow_broken(exclusion, (page_bytes, max_pages as u64), deadline, |needed| {
+                // If memory is short, other processes may have taken what was available.
+                max_pages == MAX_BATCH_PAGES || self.headroom.can_members_take(needed, members)
+            });
+        let region_pages = self.regions.iter().map(|region| region.range().bytes().0 / page_bytes).sum();
         let mut is_first = true;
-        let drained = survey.drain_former_store(exclusion, (page, most as u64), healed.len(), |needed| {
-            let is_over = deadline.is_some_and(|deadline| Instant::now() >= deadline);
-            (std::mem::take(&mut is_first) || !is_over)
-                && most == MAX_BATCH_PAGES
-                && self.headroom.leaves_memory_for_batches(needed, members, region_pages, (page, most as u64))
+        let drained = survey.drain_former_store(exclusion, (page_bytes, max_pages as u64), healed.len(), |needed| {
+            let is_expired = deadline.is_some_and(|deadline| Instant::now() >= deadline);
+            (std::mem::take(&mut is_first) || !is_expired)
+                && max_pages == MAX_BATCH_PAGES
+                && self.headroom.leaves_memory_for_batches(
+                    needed,
+                    members,
+                    region_pages,
+                    (page_bytes, max_pages as u64),
+                )
         });
         // They were not written, but are new to the present store.
         for &range in &drained {

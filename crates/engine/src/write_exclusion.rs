@@ -59,11 +59,11 @@ impl PinWatch {
         if self.saw_pins.load(Ordering::Relaxed) {
             return false;
         }
-        let is_free = (self.read_pinned)().is_ok_and(|pinned| pinned == Bytes::ZERO);
-        if !is_free {
+        let is_unpinned = (self.read_pinned)().is_ok_and(|pinned| pinned == Bytes::ZERO);
+        if !is_unpinned {
             self.saw_pins.store(true, Ordering::Relaxed);
         }
-        is_free
+        is_unpinned
     }
 }
 
@@ -75,8 +75,8 @@ impl<'e> WriteExclusion<'e> {
 
     /// Block writers. With `watch_pins`, read `VmPin` before each replacement.
     pub fn enforced(claims: &'e RangeClaims, userfault: UserfaultFd, watch_pins: bool) -> Self {
-        let pins = watch_pins.then(|| PinWatch::new(memory::pinned_bytes));
-        Self { claims, userfault: Some(userfault), pin_watch: pins }
+        let pin_watch = watch_pins.then(|| PinWatch::new(memory::pinned_bytes));
+        Self { claims, userfault: Some(userfault), pin_watch }
     }
 
     /// The descriptor that blocks writers, if they are blocked.
@@ -90,13 +90,13 @@ impl<'e> WriteExclusion<'e> {
     /// Those of blocking writers; `Interrupted` if the program has revoked part of the range, or has pinned memory
     /// since the merge began.
     pub fn freeze_to_replace(&self, range: AddressRange) -> io::Result<FrozenRange<'_>> {
-        let still = self.freeze_to_read(range)?;
+        let frozen = self.freeze_to_read(range)?;
         // After writers are blocked: that blocks pinning for writing, too. The kernel accounts a pin only after it is
         // made (`io_sqe_buffer_register`, 6.18), so this check misses a pin that is just being made.
         if !self.pin_watch.as_ref().is_none_or(PinWatch::has_no_pins) {
             return Err(io::ErrorKind::Interrupted.into());
         }
-        Ok(still)
+        Ok(frozen)
     }
 
     /// Keep a range unchanged until the result is dropped. Its pages are only read, so pins do not matter.
@@ -105,8 +105,9 @@ impl<'e> WriteExclusion<'e> {
     /// Those of blocking writers; `Interrupted` if the program has revoked part of the range.
     pub fn freeze_to_read(&self, range: AddressRange) -> io::Result<FrozenRange<'_>> {
         let claim = self.claims.claim(range).ok_or(io::ErrorKind::Interrupted)?;
-        let held = self.userfault.as_ref().map(|power| power.write_protect(range.start..range.end)).transpose()?;
-        Ok(FrozenRange { write_protection: held, _claim: claim })
+        let write_protection =
+            self.userfault.as_ref().map(|userfault| userfault.write_protect(range.start..range.end)).transpose()?;
+        Ok(FrozenRange { write_protection, _claim: claim })
     }
 
     /// Split a range into the chunks that a merge works on at a time, so that blocked writers do not wait for all of

@@ -148,12 +148,12 @@ fn dropped_memory_reads_zeros_or_merged_content() {
     let root = domains_root();
     let (mut first, mut second) = merged_pair(&root, 1000);
     first.run_command("fill 500 500 6");
-    let told = MemberAnswer(first.run_command("dontneed 0 1000"));
-    assert_eq!((told.number("zeros"), told.number("kept")), (0, 1000), "copies are gone, merged pages are not");
+    let answer = MemberAnswer(first.run_command("dontneed 0 1000"));
+    assert_eq!((answer.number("zeros"), answer.number("kept")), (0, 1000), "copies are gone, merged pages are not");
     first.run_command("fill 500 500 6");
     first.run_merge();
-    let told = MemberAnswer(first.run_command("dontneed 0 1000"));
-    assert_eq!((told.number("zeros"), told.number("kept")), (500, 500), "it was ordinary memory again");
+    let answer = MemberAnswer(first.run_command("dontneed 0 1000"));
+    assert_eq!((answer.number("zeros"), answer.number("kept")), (500, 500), "it was ordinary memory again");
     first.run_command("clear 0 1000");
     merge_until_settled(&mut [&mut first, &mut second]);
 }
@@ -208,9 +208,9 @@ fn exec_ends_the_membership() {
 fn child_forked_during_merge_keeps_memory_and_gets_error() {
     let root = domains_root();
     let (mut first, mut second) = merged_pair(&root, 2000);
-    let told = MemberAnswer(first.run_command("forks 30"));
-    assert_eq!(told.number("wrong"), 0, "{told:?}");
-    assert!(told.number("forked") > 0, "{told:?}");
+    let answer = MemberAnswer(first.run_command("forks 30"));
+    assert_eq!(answer.number("wrong"), 0, "{answer:?}");
+    assert!(answer.number("forked") > 0, "{answer:?}");
     merge_until_settled(&mut [&mut first, &mut second]);
 }
 
@@ -233,12 +233,12 @@ fn parent_and_child_write_and_merge_independently() {
 fn disowned_memory_can_move_during_a_merge() {
     let root = domains_root();
     let (mut first, mut second) = (MemberProcess::start(&root, 10, &[]), MemberProcess::start(&root, 10, &[]));
-    let told = MemberAnswer(first.run_command("shuffle 40"));
-    if told.0.contains("needs Linux 6.4 and userfaultfd") {
+    let answer = MemberAnswer(first.run_command("shuffle 40"));
+    if answer.0.contains("needs Linux 6.4 and userfaultfd") {
         println!("skipped: userfaultfd is not permitted");
         return;
     }
-    assert_eq!(told.number("wrong"), 0, "{told:?}");
+    assert_eq!(answer.number("wrong"), 0, "{answer:?}");
     // At a safe point no mapping moves, so the engine sees all of them.
     merge_until_settled(&mut [&mut first, &mut second]);
 }
@@ -273,16 +273,16 @@ fn read_from_core(core: &Path, start: u64, bytes: u64) -> Vec<u8> {
     let stream = elf::ElfStream::<elf::endian::NativeEndian, _>::open_stream(fs::File::open(core).expect("a dump"))
         .expect("an ELF file");
     let segments = stream.segments().to_vec();
-    let mut held = vec![0; bytes as usize];
+    let mut content = vec![0; bytes as usize];
     let file = fs::File::open(core).expect("a dump");
     for segment in segments {
         let (from, to) = (start.max(segment.p_vaddr), (start + bytes).min(segment.p_vaddr + segment.p_filesz));
         if segment.p_type == elf::abi::PT_LOAD && from < to {
-            let part = &mut held[(from - start) as usize..(to - start) as usize];
+            let part = &mut content[(from - start) as usize..(to - start) as usize];
             file.read_exact_at(part, segment.p_offset + from - segment.p_vaddr).expect("the dump contains the segment");
         }
     }
-    held
+    content
 }
 
 #[test]
@@ -293,10 +293,10 @@ fn core_dump_contains_merged_memory() {
     first.run_command("fill 300 50 0");
     first.run_merge();
     let base = MemberAnswer(first.run_command("base")).number("base");
-    let mut before = vec![0; (500 * PAGE_BYTES) as usize];
+    let mut expected = vec![0; (500 * PAGE_BYTES) as usize];
     let memory = fs::File::open(format!("/proc/{}/mem", first.child.id())).expect("our child");
-    memory.read_exact_at(&mut before, base).expect("it is mapped");
-    assert!(before.iter().any(|&byte| byte != 0));
+    memory.read_exact_at(&mut expected, base).expect("it is mapped");
+    assert!(expected.iter().any(|&byte| byte != 0));
     let directory = tempfile::tempdir().expect("a directory");
     let Some(_pattern) = CorePatternGuard::set_core_pattern() else {
         println!("skipped: kernel.core_pattern has another value and cannot be changed");
@@ -306,7 +306,7 @@ fn core_dump_contains_merged_memory() {
     first.child.wait().expect("our child");
     let core = directory.path().read_dir().expect("a directory").flatten().next();
     let core = core.expect("a core dump is written as `core` or `core.PID`").path();
-    assert!(read_from_core(&core, base, 500 * PAGE_BYTES) == before, "memory differs from its dump");
+    assert!(read_from_core(&core, base, 500 * PAGE_BYTES) == expected, "memory differs from its dump");
 }
 
 /// A cgroup for this test, removed on drop, with the file of its memory usage.
@@ -402,49 +402,50 @@ fn members_need_no_privilege_and_share_only_with_own_user() {
         println!("skipped: only root can become another user; all other tests now run without privilege");
         return;
     }
-    let place = tempfile::tempdir().expect("a directory");
-    fs::set_permissions(place.path(), fs::Permissions::from_mode(0o755)).expect("permission");
-    let copy = place.path().join("member");
+    let directory = tempfile::tempdir().expect("a directory");
+    fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).expect("permission");
+    let copy = directory.path().join("member");
     // Another process copies the file. A child of a concurrent test may inherit a descriptor that this process has open
     // for writing, and then exec fails.
     let copied = Command::new("cp").arg(member_program()).arg(&copy).status().expect("cp");
     assert!(copied.success());
-    let (theirs, own) = (domains_root(), domains_root());
-    std::os::unix::fs::chown(theirs.path(), Some(65534), Some(65534)).expect("permission");
+    let (other_root, own_root) = (domains_root(), domains_root());
+    std::os::unix::fs::chown(other_root.path(), Some(65534), Some(65534)).expect("permission");
     let start = |root: &TempDir| {
         let mut command = Command::new(&copy);
         command.args(["test", "1000"]).env("PAGEFOLD_RUNTIME", root.path());
         // As root, the standard library also drops the supplementary groups.
         MemberProcess::spawn(command.uid(65534).gid(65534), Stdio::inherit())
     };
-    let (mut first, mut second) = (start(&theirs).wait_until_ready(false), start(&theirs).wait_until_ready(false));
+    let (mut first, mut second) =
+        (start(&other_root).wait_until_ready(false), start(&other_root).wait_until_ready(false));
     for member in [&mut first, &mut second] {
         member.run_command("fill 0 900 5");
         member.run_merge();
     }
     assert_eq!(first.run_merge().number("pages_merged"), 900);
     // While they run, these members can merge only where every user may use userfaultfd, if the kernel supports that.
-    let able = MemberProcess::start(&own, 10, &[]).run_command("running").contains("pages_scanned");
+    let able = MemberProcess::start(&own_root, 10, &[]).run_command("running").contains("pages_scanned");
     let set = fs::read_to_string("/proc/sys/vm/unprivileged_userfaultfd").is_ok_and(|set| set.trim() == "1");
     let mut open = Command::new("sh");
     open.args(["-c", ": <> /dev/userfaultfd"]).stderr(Stdio::null());
     let opened = open.uid(65534).gid(65534).status().expect("a shell").success();
-    let told = first.run_command("running");
+    let answer = first.run_command("running");
     if able && (set || opened) {
-        assert!(told.contains("pages_scanned"), "{told}");
+        assert!(answer.contains("pages_scanned"), "{answer}");
     } else {
         let remedy = "merging while the program runs needs Linux 6.4 and userfaultfd: CAP_SYS_PTRACE, \
                       vm.unprivileged_userfaultfd=1, or access to /dev/userfaultfd; \
                       merging at safe points needs neither";
-        assert_eq!(told, remedy);
+        assert_eq!(answer, remedy);
     }
     merge_until_settled(&mut [&mut first, &mut second]);
     // Neither user's member joins the other user's domain.
-    let root_member = MemberProcess::start(&own, 10, &[]);
-    let refused = start(&own).read_answer().expect("it says why");
+    let root_member = MemberProcess::start(&own_root, 10, &[]);
+    let refused = start(&own_root).read_answer().expect("it says why");
     assert!(refused.contains("cannot use") || refused.contains("is not a private directory"), "{refused}");
     let mut command = Command::new(member_program());
-    command.args(["test", "10"]).env("PAGEFOLD_RUNTIME", theirs.path());
+    command.args(["test", "10"]).env("PAGEFOLD_RUNTIME", other_root.path());
     let refused = MemberProcess::spawn(&mut command, Stdio::inherit()).read_answer().expect("it says why");
     assert!(refused.contains("is not a private directory"), "{refused}");
     drop(root_member);

@@ -9,12 +9,12 @@ use std::process::Command;
 use tempfile::TempDir;
 
 /// Whether a program is installed; prints what is skipped if not.
-fn has_program(program: &str, what: &str) -> bool {
-    let there = Command::new(program).arg("--version").output().is_ok();
-    if !there {
-        println!("skipped: no {what}");
+fn has_program(program: &str, purpose: &str) -> bool {
+    let is_installed = Command::new(program).arg("--version").output().is_ok();
+    if !is_installed {
+        println!("skipped: no {purpose}");
     }
-    there
+    is_installed
 }
 
 fn crate_path(path: &str) -> PathBuf {
@@ -48,21 +48,26 @@ fn assert_ranks_merge_shared_memory(mut run: Command) {
     let output = run.args(["3", "16"]).output().expect("it runs");
     let text = String::from_utf8_lossy(&output.stdout);
     assert!(output.status.success() && text.ends_with("all memory as it was written\n"), "{output:?}");
-    let told = |rank: &str, unit: &str| -> Vec<u64> {
+    let numbers_before = |rank: &str, unit: &str| -> Vec<u64> {
         let words: Vec<&str> = rank.split_ascii_whitespace().collect();
-        let before = |at: usize| words[at - 1].parse().ok();
-        words.iter().enumerate().filter(|(_, word)| **word == unit).filter_map(|(at, _)| before(at)).collect()
+        let number_before = |index: usize| words[index - 1].parse().ok();
+        words
+            .iter()
+            .enumerate()
+            .filter(|(_, word)| **word == unit)
+            .filter_map(|(index, _)| number_before(index))
+            .collect()
     };
     let ranks: Vec<&str> = text.lines().filter(|line| line.starts_with("rank ")).collect();
     assert_eq!(ranks.len(), 3, "{text}");
     for rank in ranks {
         // 16 MiB are 4096 pages: all of the table, and all but one of the work array.
-        assert_eq!(told(rank, "pages"), [4096], "{rank}");
-        assert_eq!(told(rank, "of"), [4095], "{rank}");
+        assert_eq!(numbers_before(rank, "pages"), [4096], "{rank}");
+        assert_eq!(numbers_before(rank, "of"), [4095], "{rank}");
         // The monitor thread sees all savings, less the table: either stored once, or once by each rank at the same
         // time.
-        assert_eq!(told(rank, "merges"), [2], "{rank}");
-        let [_, saved] = told(rank, "MiB")[..] else { panic!("{rank}") };
+        assert_eq!(numbers_before(rank, "merges"), [2], "{rank}");
+        let [_, saved] = numbers_before(rank, "MiB")[..] else { panic!("{rank}") };
         assert!((47..80).contains(&saved), "{rank}");
     }
 }
@@ -94,15 +99,19 @@ fn pkg_config_finds_the_installed_library() {
 
     let prefix = folder.path().join("opt/here");
     let library = prefix.join("lib/there");
-    let told = |what: &[&str]| -> Vec<String> {
-        let mut ask = Command::new("pkg-config");
-        ask.args(what).arg("pagefold").env_remove("PKG_CONFIG_PATH").env("PKG_CONFIG_SYSROOT_DIR", folder.path());
-        let output = ask.env("PKG_CONFIG_LIBDIR", library.join("pkgconfig")).output().expect("it exists");
+    let pkg_config = |arguments: &[&str]| -> Vec<String> {
+        let mut command = Command::new("pkg-config");
+        command
+            .args(arguments)
+            .arg("pagefold")
+            .env_remove("PKG_CONFIG_PATH")
+            .env("PKG_CONFIG_SYSROOT_DIR", folder.path());
+        let output = command.env("PKG_CONFIG_LIBDIR", library.join("pkgconfig")).output().expect("it exists");
         assert!(output.status.success(), "{output:?}");
         String::from_utf8_lossy(&output.stdout).split_ascii_whitespace().map(str::to_owned).collect()
     };
-    assert_eq!(told(&["--modversion"]), [env!("CARGO_PKG_VERSION")]);
-    let flags = told(&["--cflags", "--libs"]);
+    assert_eq!(pkg_config(&["--modversion"]), [env!("CARGO_PKG_VERSION")]);
+    let flags = pkg_config(&["--cflags", "--libs"]);
     let paths = [format!("-I{}", prefix.join("include").display()), format!("-L{}", library.display())];
     assert_eq!(flags.split_last().map(|(last, paths)| (last.as_str(), paths)), Some(("-lpagefold", &paths[..])));
     let Some(run) = compile_with_flags(&flags, &library, &root, &crate_path("examples/c/ranks.c")) else { return };

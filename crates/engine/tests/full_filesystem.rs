@@ -18,8 +18,8 @@ fn file_size_limit_refuses_join_without_sigxfsz() {
         command.stdin(Stdio::null()).output().expect("a shell")
     };
     let refused = |output: std::process::Output| {
-        let told = String::from_utf8_lossy(&output.stdout).into_owned();
-        assert!(output.status.success() && told.contains("the limit on file sizes is"), "{output:?}");
+        let message = String::from_utf8_lossy(&output.stdout).into_owned();
+        assert!(output.status.success() && message.contains("the limit on file sizes is"), "{output:?}");
     };
     refused(under_a_limit());
     let mut member = MemberProcess::start(&root, 16, &[]);
@@ -113,12 +113,12 @@ fn join_on_full_tmpfs_fails_with_reason() {
         command.args(["--mount", "--target", &process.to_string(), "env", "PAGEFOLD_RUNTIME=/mnt"]);
         let output =
             command.arg(member_program()).args(["other", "16"]).stdin(Stdio::null()).output().expect("nsenter");
-        let told = String::from_utf8_lossy(&output.stdout).into_owned();
+        let message = String::from_utf8_lossy(&output.stdout).into_owned();
         assert!(output.status.success(), "with {left} pages left: {output:?}");
-        if told.starts_with("ready") {
+        if message.starts_with("ready") {
             break;
         }
-        assert!(told.contains("No space left on device"), "with {left} pages left: {told}");
+        assert!(message.contains("No space left on device"), "with {left} pages left: {message}");
         left += 1;
         assert!(left < 100, "a domain needs fewer pages");
         let file = File::options().write(true).open(&filler).expect("it exists");

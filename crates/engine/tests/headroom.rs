@@ -78,8 +78,8 @@ fn members_with_little_headroom_survive_and_merge_what_fits() {
         for _ in 0..8 {
             members.iter_mut().for_each(|member| member.send_command("merge"));
             for member in &mut members {
-                let told = member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom"));
-                merged += MemberAnswer(told).number("pages_merged");
+                let answer = member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom"));
+                merged += MemberAnswer(answer).number("pages_merged");
             }
         }
         members.iter_mut().for_each(MemberProcess::check_memory);
@@ -119,10 +119,10 @@ fn members_with_little_headroom_survive_restoring_pages() {
         for _ in 0..12 {
             members.iter_mut().for_each(|member| member.send_command("merge"));
             for member in &mut members {
-                let told = MemberAnswer(
+                let answer = MemberAnswer(
                     member.read_answer().unwrap_or_else(|| panic!("killed with {headroom} MiB of headroom")),
                 );
-                (broken, merged) = (broken + told.number("cow_breaks"), merged + told.number("pages_merged"));
+                (broken, merged) = (broken + answer.number("cow_breaks"), merged + answer.number("pages_merged"));
                 // Otherwise pages that were written soon after a merge are skipped.
                 member.run_command(&format!("advise 0 {MEMBER_PAGES} 0"));
             }

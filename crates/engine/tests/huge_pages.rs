@@ -115,8 +115,8 @@ fn bounded_merge_splits_only_fully_mergeable_huge_pages() {
         let (mut merged, mut kept) = (0, 0);
         for _ in 0..300 {
             first.run_merge();
-            let told = member.run_merge();
-            (merged, kept) = (merged + told.number("pages_merged"), kept + told.number("unprofitable"));
+            let answer = member.run_merge();
+            (merged, kept) = (merged + answer.number("pages_merged"), kept + answer.number("unprofitable"));
             if merged.max(kept) >= 3 * 1024 {
                 break;
             }
@@ -176,11 +176,11 @@ fn bounded_merge_keeps_mixed_zero_and_paired_huge_pages() {
     let (mut zeros, mut merged, mut kept) = (0, 0, 0);
     for _ in 0..300 {
         first.run_merge();
-        let told = second.run_merge();
+        let answer = second.run_merge();
         (zeros, merged, kept) = (
-            zeros + told.number("zeros_freed"),
-            merged + told.number("pages_merged"),
-            kept + told.number("unprofitable"),
+            zeros + answer.number("zeros_freed"),
+            merged + answer.number("pages_merged"),
+            kept + answer.number("unprofitable"),
         );
         if kept >= 3 * 4096 {
             break;

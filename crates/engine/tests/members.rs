@@ -102,8 +102,8 @@ fn concurrent_merges_store_each_content_once() {
     let mut merged = 0;
     for _ in 0..4 {
         members.iter_mut().for_each(|member| member.send_command("merge"));
-        let told = members.iter_mut().map(|member| MemberAnswer(member.read_answer().expect("it is alive")));
-        merged += told.map(|told| told.number("pages_merged")).sum::<u64>();
+        let answer = members.iter_mut().map(|member| MemberAnswer(member.read_answer().expect("it is alive")));
+        merged += answer.map(|answer| answer.number("pages_merged")).sum::<u64>();
     }
     assert_eq!(merged, 4 * 2 * CONTENT_COUNT);
     for (member, before) in members.iter_mut().zip(mappings) {
@@ -316,18 +316,18 @@ fn memory_can_be_written_during_a_merge() {
     // Pages that are written all the time are skipped for a second and more, so this may take some turns.
     for turn in 0.. {
         let member = if turn % 2 == 0 { &mut first } else { &mut second };
-        let told = MemberAnswer(member.run_command("race 40"));
-        if told.0.contains("needs Linux 6.4 and userfaultfd") {
+        let answer = MemberAnswer(member.run_command("race 40"));
+        if answer.0.contains("needs Linux 6.4 and userfaultfd") {
             println!("skipped: userfaultfd is not permitted");
             return;
         }
-        assert_eq!(told.number("lost"), 0, "{told:?}");
+        assert_eq!(answer.number("lost"), 0, "{answer:?}");
         member.check_memory();
-        let told = member.read_status();
-        if told.number("cow_breaks") > 0 && told.number("store_bytes") > 0 {
+        let answer = member.read_status();
+        if answer.number("cow_breaks") > 0 && answer.number("store_bytes") > 0 {
             return;
         }
-        assert!(begin.elapsed() < Duration::from_secs(120), "no page was merged and then written: {told:?}");
+        assert!(begin.elapsed() < Duration::from_secs(120), "no page was merged and then written: {answer:?}");
     }
 }
 
@@ -474,18 +474,18 @@ impl RandomMembers {
     fn start() -> Self {
         let (root, mut random) = (domains_root(), RandomNumbers::from_environment());
         let count = 2 + random.below(3) as usize;
-        let mut all = Self { root, random, members: Vec::new(), merges: [0; 2], merged: [0; 2] };
-        for at in 0..count {
-            let member = all.start_member(at);
-            all.members.push(member);
+        let mut random_members = Self { root, random, members: Vec::new(), merges: [0; 2], merged: [0; 2] };
+        for index in 0..count {
+            let member = random_members.start_member(index);
+            random_members.members.push(member);
         }
-        all
+        random_members
     }
 
     /// Start the member at an index with random options. There is always a member with a bound, and one without.
-    fn start_member(&mut self, at: usize) -> RandomMember {
+    fn start_member(&mut self, index: usize) -> RandomMember {
         let options = self.random.below(MEMBER_OPTIONS.len() as u64);
-        let options = match at {
+        let options = match index {
             0 => options % UNBOUNDED_OPTION_SETS,
             1 => UNBOUNDED_OPTION_SETS + options % (MEMBER_OPTIONS.len() as u64 - UNBOUNDED_OPTION_SETS),
             _ => options,
@@ -496,25 +496,25 @@ impl RandomMembers {
         }
     }
 
-    fn count_merge(&mut self, at: usize, answer: &MemberAnswer) {
-        let bounded = usize::from(self.members[at].is_bounded);
+    fn count_merge(&mut self, index: usize, answer: &MemberAnswer) {
+        let bounded = usize::from(self.members[index].is_bounded);
         self.merges[bounded] += u64::from(answer.number("pages_scanned") > 0);
         self.merged[bounded] += answer.number("pages_merged");
     }
 
-    fn merge(&mut self, at: usize) {
-        let answer = self.members[at].process.run_merge();
-        self.count_merge(at, &answer);
+    fn merge(&mut self, index: usize) {
+        let answer = self.members[index].process.run_merge();
+        self.count_merge(index, &answer);
     }
 
     /// Two members merge at the same time, with all of their memory.
-    fn merge_together(&mut self, at: usize, other: usize) {
-        for member in [at, other] {
+    fn merge_together(&mut self, index: usize, other_index: usize) {
+        for member in [index, other_index] {
             self.members[member].process.run_command("adopt 0 600");
         }
-        let both = if at == other { vec![at] } else { vec![at, other] };
-        both.iter().for_each(|&member| self.members[member].process.send_command("merge"));
-        for member in both {
+        let indexes = if index == other_index { vec![index] } else { vec![index, other_index] };
+        indexes.iter().for_each(|&member| self.members[member].process.send_command("merge"));
+        for member in indexes {
             let answer = MemberAnswer(self.members[member].process.read_answer().expect("it is alive"));
             self.count_merge(member, &answer);
         }
@@ -522,18 +522,18 @@ impl RandomMembers {
 
     /// Merge as often as it takes: a member with a bound needs several merges, until it may run one and finds its
     /// candidates again.
-    fn merge_repeatedly(&mut self, at: usize) {
-        let merges = if self.members[at].is_bounded { 8 } else { 1 };
+    fn merge_repeatedly(&mut self, index: usize) {
+        let merges = if self.members[index].is_bounded { 8 } else { 1 };
         for _ in 0..merges {
-            self.merge(at);
+            self.merge(index);
             std::thread::sleep(Duration::from_millis(15));
         }
     }
 
     /// Kill a member and start another. With `while_merging`, in the middle of a merge, unless that is done by then.
-    fn kill_and_replace(&mut self, at: usize, while_merging: bool) {
-        let next = self.start_member(at);
-        let mut member = std::mem::replace(&mut self.members[at], next).process;
+    fn kill_and_replace(&mut self, index: usize, while_merging: bool) {
+        let replacement = self.start_member(index);
+        let mut member = std::mem::replace(&mut self.members[index], replacement).process;
         if while_merging {
             member.run_command("adopt 0 600");
             member.send_command("merge");
@@ -547,44 +547,44 @@ impl RandomMembers {
     fn make_random_call(&mut self, while_written: bool) {
         let members = self.members.len() as u64;
         let random = &mut self.random;
-        let (at, other) = (random.below(members) as usize, random.below(members) as usize);
+        let (index, other_index) = (random.below(members) as usize, random.below(members) as usize);
         let (from, to) = (random.below(RANDOM_MEMBER_PAGES), random.below(RANDOM_MEMBER_PAGES));
         let count = (1 + random.below(RANDOM_MEMBER_PAGES / 2)).min(RANDOM_MEMBER_PAGES - from.max(to));
-        let few = count.min(50);
-        let (seed, which, advice) = (random.below(4), random.below(2), random.below(3));
+        let small_count = count.min(50);
+        let (seed, choice, advice) = (random.below(4), random.below(2), random.below(3));
         let call = random.below(if while_written { 70 } else { 64 });
-        let member = &mut self.members[at].process;
+        let member = &mut self.members[index].process;
         match call {
             0..14 => drop(member.run_command(&format!("fill {from} {count} {seed}"))),
             14..18 => drop(member.run_command(&format!("copy {to} {count} {from}"))),
             18..20 => drop(member.run_command(&format!("clear {from} {count}"))),
             20..30 => {
-                if which == 0 {
+                if choice == 0 {
                     // Forget the history of pages that did not stay merged.
                     member.run_command("adopt 0 600");
                 }
-                self.merge(at);
+                self.merge(index);
             }
-            30..35 => self.merge_together(at, other),
+            30..35 => self.merge_together(index, other_index),
             35 => drop(member.run_command("running")),
             36..40 => member.check_memory(),
             40 => drop(member.run_command(&format!("advise {from} {count} {advice}"))),
             41 => drop(member.run_command(&format!("disown {from} {count}"))),
             42..44 => drop(member.run_command("adopt 0 600")),
-            44 => drop(member.run_command(&format!("unmap {from} {few}"))),
+            44 => drop(member.run_command(&format!("unmap {from} {small_count}"))),
             45..47 => drop(member.run_command("map 0 600")),
-            47 => drop(member.run_command(&format!("move {from} {few}"))),
+            47 => drop(member.run_command(&format!("move {from} {small_count}"))),
             48 => drop(member.run_command("back")),
             49 => drop(member.run_command(&format!("grow {from}"))),
             50 => drop(member.run_command(&format!("dontneed {from} {count}"))),
-            51 => drop(member.run_command(&format!("guard {from} {few}"))),
-            52 => drop(member.run_command(&format!("protect {from} {count} {which}"))),
+            51 => drop(member.run_command(&format!("guard {from} {small_count}"))),
+            52 => drop(member.run_command(&format!("protect {from} {count} {choice}"))),
             53..55 => drop(member.run_command("expose 0 600")),
             55 => drop(member.read_status()),
             56 => {
                 member.run_command("fork");
-                self.members[other].process.run_merge();
-                let member = &mut self.members[at].process;
+                self.members[other_index].process.run_merge();
+                let member = &mut self.members[index].process;
                 member.run_command(&format!("fill {from} {count} 3"));
                 member.run_merge();
                 assert_eq!(member.run_command("child"), "same");
@@ -592,18 +592,18 @@ impl RandomMembers {
             57 => assert_eq!(member.run_command("exec"), "ready"),
             58 => {
                 assert_eq!(member.run_command("leave"), "left");
-                self.members[at] = self.start_member(at);
+                self.members[index] = self.start_member(index);
             }
-            59 => self.kill_and_replace(at, which == 0),
+            59 => self.kill_and_replace(index, choice == 0),
             60 => {
-                member.run_command(&format!("munmap {from} {few}"));
-                self.merge(at);
+                member.run_command(&format!("munmap {from} {small_count}"));
+                self.merge(index);
                 // Before the program maps anything else there, which the engine would take for adopted memory.
-                self.members[at].process.run_command(&format!("disown {from} {few}"));
+                self.members[index].process.run_command(&format!("disown {from} {small_count}"));
             }
-            61 => drop(member.run_command(&format!("replace {from} {few}"))),
-            62 => drop(member.run_command(&format!("mapfile {from} {few}"))),
-            63 => self.merge_repeatedly(at),
+            61 => drop(member.run_command(&format!("replace {from} {small_count}"))),
+            62 => drop(member.run_command(&format!("mapfile {from} {small_count}"))),
+            63 => self.merge_repeatedly(index),
             64..68 => drop(member.run_command("background")),
             68 => {
                 let answer = member.run_command("foreground");
@@ -656,20 +656,20 @@ fn members_keep_memory_written_during_random_merges() {
 #[cfg(feature = "fault-points")]
 #[test]
 fn member_can_die_at_any_step() {
-    let life = |root: &tempfile::TempDir, fault: &str| {
+    let run_with_fault = |root: &tempfile::TempDir, fault: &str| {
         let mut member = MemberProcess::start_with(root, 1000, &[], Some(fault));
         let script = ["fill 0 300 2", "copy 300 300 0", "merge", "fill 100 100 5", "merge", "fill 0 1000 0", "merge"];
         script.iter().all(|line| member.try_command(line).is_some())
     };
     let mut ended = false;
-    let mut at = 0;
+    let mut point = 0;
     while !ended {
-        at += 1;
+        point += 1;
         let root = domains_root();
         let mut other = MemberProcess::start(&root, 1000, &[]);
         other.run_command("fill 0 600 2");
         other.run_merge();
-        ended = life(&root, &at.to_string());
+        ended = run_with_fault(&root, &point.to_string());
         other.run_merge();
         other.check_memory();
         let mut third = MemberProcess::start(&root, 1000, &[]);
@@ -684,7 +684,7 @@ fn member_can_die_at_any_step() {
         assert_eq!(
             (status.number("merged"), status.number("store_bytes")),
             (600, 600 * PAGE_BYTES),
-            "killed at point {at}"
+            "killed at point {point}"
         );
         for member in [&mut other, &mut third] {
             member.run_command("clear 0 1000");
@@ -693,9 +693,9 @@ fn member_can_die_at_any_step() {
             third.run_merge();
             other.run_merge();
         }
-        assert_eq!(third.read_status().number("store_bytes"), 0, "killed at point {at}");
+        assert_eq!(third.read_status().number("store_bytes"), 0, "killed at point {point}");
     }
-    assert!(at > 15, "there are more points than {at}");
+    assert!(point > 15, "there are more points than {point}");
 }
 
 /// Ranks that reach safe points together merge at the same ones, with time for merges at other ones.
@@ -719,7 +719,7 @@ fn members_merge_at_common_safe_points() {
         let merged = ranks.iter_mut().map(|member| member.read_answer().expect("it is alive"));
         let merged = merged
             .map(MemberAnswer)
-            .filter(|told| told.number("incomplete_merges") == 0 || told.number("pages_scanned") > 0);
+            .filter(|answer| answer.number("incomplete_merges") == 0 || answer.number("pages_scanned") > 0);
         match merged.count() {
             0 => {}
             all if all == bounds.len() => together += 1,

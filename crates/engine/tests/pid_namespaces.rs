@@ -19,9 +19,9 @@ fn join_without_proc_fails_at_once() {
         return;
     }
     let output = without_proc(member_program().as_os_str()).expect("it exists");
-    let told = [output.stdout, output.stderr].concat();
-    let told = String::from_utf8_lossy(&told);
-    assert!(told.contains("cannot read /proc/thread-self/ns/pid"), "{told}");
+    let message = [output.stdout, output.stderr].concat();
+    let message = String::from_utf8_lossy(&message);
+    assert!(message.contains("cannot read /proc/thread-self/ns/pid"), "{message}");
 }
 
 #[test]
@@ -40,8 +40,11 @@ fn join_from_other_pid_namespace_fails_with_reason() {
         return;
     }
     let output = beside().expect("it exists");
-    let told = String::from_utf8_lossy(&output.stdout);
-    assert!(told.contains("its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME"), "{told}");
+    let message = String::from_utf8_lossy(&output.stdout);
+    assert!(
+        message.contains("its members are in another PID namespace: share that, or set PAGEFOLD_RUNTIME"),
+        "{message}"
+    );
     // They have damaged nothing, and may use the domain once no other member is in it.
     assert_eq!(first.run_merge().number("pages_failed"), 0);
     drop(first);

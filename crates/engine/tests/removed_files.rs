@@ -168,18 +168,18 @@ fn rejoined_member_keeps_pages_of_former_store() {
 /// Remove a random file of the domain, the files that a cleaner selects by age, or all files. Returns how many were
 /// removed.
 fn remove_random_files(domain: &Path, random: &mut impl FnMut(u64) -> u64) -> u64 {
-    let found: Vec<_> = domain.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()).collect();
-    if found.is_empty() {
+    let paths: Vec<_> = domain.read_dir().into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+    if paths.is_empty() {
         return 0;
     }
-    let named = |name: &str| domain.join(name);
+    let domain_path = |name: &str| domain.join(name);
     let chosen = match random(8) {
-        0 => vec![named("domain"), named("lock")],
-        1 => found,
-        2 => vec![named("lock")],
-        3 => vec![named("slots")],
-        4 => vec![named("domain")],
-        _ => vec![found[random(found.len() as u64) as usize].clone()],
+        0 => vec![domain_path("domain"), domain_path("lock")],
+        1 => paths,
+        2 => vec![domain_path("lock")],
+        3 => vec![domain_path("slots")],
+        4 => vec![domain_path("domain")],
+        _ => vec![paths[random(paths.len() as u64) as usize].clone()],
     };
     // The file may have disappeared in the meantime.
     chosen.iter().map(|path| u64::from(std::fs::remove_file(path).is_ok())).sum()
@@ -200,9 +200,9 @@ fn run_random_members(root: &TempDir, seed: u64, is_over: &(dyn Fn() -> bool + S
             6..12 => {
                 // Otherwise pages that were written soon after their merge are skipped.
                 member.run_command("adopt 0 600");
-                let told = member.run_merge();
-                assert!(told.0.contains("pages_scanned"), "a merge failed: {told:?}");
-                (merges, merged) = (merges + 1, merged + told.number("pages_merged"));
+                let answer = member.run_merge();
+                assert!(answer.0.contains("pages_scanned"), "a merge failed: {answer:?}");
+                (merges, merged) = (merges + 1, merged + answer.number("pages_merged"));
             }
             12 => {
                 member.run_command("fork");
@@ -254,9 +254,9 @@ fn memory_survives_random_file_removal() {
             .map(|at| {
                 scope.spawn(move || {
                     // A member that dies or whose memory differs ends the other members too.
-                    let done = std::panic::catch_unwind(|| run_random_members(root, seed.wrapping_add(at), is_over));
-                    failed.fetch_or(done.is_err(), Ordering::Relaxed);
-                    done.unwrap_or_else(|why| std::panic::resume_unwind(why))
+                    let result = std::panic::catch_unwind(|| run_random_members(root, seed.wrapping_add(at), is_over));
+                    failed.fetch_or(result.is_err(), Ordering::Relaxed);
+                    result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
                 })
             })
             .collect();
@@ -267,8 +267,8 @@ fn memory_survives_random_file_removal() {
             std::thread::sleep(Duration::from_micros([100, 3_000, 30_000, 300_000][random(4) as usize]));
             removed.fetch_add(remove_random_files(&root.path().join("test"), &mut random), Ordering::Relaxed);
         }
-        let done = members.into_iter().map(|member| member.join().expect("its memory is right"));
-        done.fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1))
+        let counts = members.into_iter().map(|member| member.join().expect("its memory is right"));
+        counts.fold((0, 0), |sum, count| (sum.0 + count.0, sum.1 + count.1))
     });
     let removed = removed.into_inner();
     println!("{merges} merges of {merged} pages during {removed} removals");

@@ -49,8 +49,8 @@ fn min_runtime_can_be_spent_from_the_start() {
         let mut region = engine.allocate(20_000 * PAGE_BYTES).unwrap();
         fill_distinct(&mut region, 0);
         let merged = merge_once(&engine);
-        let whole = merged.zeros_freed == Pages(20_000) && merged.incomplete_merges == 0;
-        assert_eq!(whole, lifetime > HOUR, "{merged:?}");
+        let is_complete = merged.zeros_freed == Pages(20_000) && merged.incomplete_merges == 0;
+        assert_eq!(is_complete, lifetime > HOUR, "{merged:?}");
         assert!(region.as_slice().iter().all(|&byte| byte == 0));
     }
 }
@@ -59,17 +59,17 @@ fn min_runtime_can_be_spent_from_the_start() {
 fn unmerged_candidates_are_rescanned_at_once() {
     let root = domains_root();
     let engine = join_own_domain(&root, 0.02, HOUR);
-    let (mut one, mut other) =
+    let (mut first, mut second) =
         (engine.allocate(2000 * PAGE_BYTES).unwrap(), engine.allocate(2000 * PAGE_BYTES).unwrap());
-    fill_distinct(&mut one, 7);
-    fill_distinct(&mut other, 7);
+    fill_distinct(&mut first, 7);
+    fill_distinct(&mut second, 7);
     assert_eq!(merge_once(&engine).pages_merged, Pages::ZERO, "the pages may be volatile");
     assert_eq!(merge_once(&engine).pages_merged, Pages(4000));
 }
 
 #[test]
 fn bounded_merge_waits_for_two_equal_samples() {
-    for (max_slowdown, looks) in [(None, 1), (Some(0.02), 2)] {
+    for (max_slowdown, expected) in [(None, 1), (Some(0.02), 2)] {
         let root = domains_root();
         let engine = join_own_domain(&root, max_slowdown, HOUR);
         let mut early = [engine.allocate(2000 * PAGE_BYTES).unwrap(), engine.allocate(2000 * PAGE_BYTES).unwrap()];
@@ -77,8 +77,8 @@ fn bounded_merge_waits_for_two_equal_samples() {
         assert!((0..2).any(|_| merge_once(&engine).pages_merged == Pages(4000)));
         let mut late = engine.allocate(2000 * PAGE_BYTES).unwrap();
         fill_distinct(&mut late, 7);
-        let found = (1..4).find(|_| merge_once(&engine).pages_merged == Pages(2000));
-        assert_eq!(found, Some(looks), "{max_slowdown:?}");
+        let merges = (1..4).find(|_| merge_once(&engine).pages_merged == Pages(2000));
+        assert_eq!(merges, Some(expected), "{max_slowdown:?}");
     }
 }
 
@@ -88,12 +88,12 @@ fn change_missed_by_samples_backs_off_after_merge() {
     let engine = join_own_domain(&root, 0.02, HOUR);
     let mut pair = [(); 2].map(|()| engine.allocate(2000 * PAGE_BYTES).unwrap());
     pair.iter_mut().for_each(|region| fill_distinct(region, 7));
-    let mut all = MergeCounters::default();
+    let mut totals = MergeCounters::default();
     for step in 1..=10 {
         // A byte in the second cache line.
-        let places = |region: &mut [u8]| region.chunks_exact_mut(PAGE_BYTES).for_each(|page| page[100] = step);
-        pair.iter_mut().for_each(|region| places(region.as_mut_slice()));
-        all += merge_once(&engine);
+        let change_pages = |region: &mut [u8]| region.chunks_exact_mut(PAGE_BYTES).for_each(|page| page[100] = step);
+        pair.iter_mut().for_each(|region| change_pages(region.as_mut_slice()));
+        totals += merge_once(&engine);
         for (number, page) in (1..).zip(pair.iter().flat_map(|region| region.as_slice().chunks_exact(PAGE_BYTES))) {
             let number: u64 = (number - 1) % 2000 + 1;
             assert!(
@@ -103,7 +103,7 @@ fn change_missed_by_samples_backs_off_after_merge() {
         }
     }
     // In ten merges within one or two seconds.
-    assert!((4000..=8000).contains(&all.pages_merged.0) && all.cow_breaks.0 >= 4000, "{all:?}");
+    assert!((4000..=8000).contains(&totals.pages_merged.0) && totals.cow_breaks.0 >= 4000, "{totals:?}");
 }
 
 #[test]
@@ -114,10 +114,10 @@ fn reading_freed_zeros_is_counted_once() {
     fill_distinct(&mut region, 0);
     assert_eq!((merge_once(&engine).zeros_freed, merge_once(&engine).zeros_read), (Pages(1000), Pages::ZERO));
     assert!(region.as_slice()[..600 * PAGE_BYTES].iter().all(|&byte| byte == 0));
-    let before = engine.status().unwrap().time_use.spent;
+    let spent_before = engine.status().unwrap().time_use.spent;
     let merged = merge_once(&engine);
     assert_eq!((merged.zeros_read, merged.cow_breaks), (Pages(600), Pages::ZERO));
-    assert!(engine.status().unwrap().time_use.spent > before + merged.program_time, "plus the time of faults");
+    assert!(engine.status().unwrap().time_use.spent > spent_before + merged.program_time, "plus the time of faults");
     assert_eq!(merge_once(&engine).zeros_read, Pages::ZERO);
     // Writes half of the pages that were read, and fewer of the other pages.
     region.as_mut_slice()[300 * PAGE_BYTES..700 * PAGE_BYTES].fill(1);
@@ -136,12 +136,12 @@ fn unprofitable_merges_back_off_until_new_memory() {
         fill_distinct(&mut region, content);
         assert_eq!(count_active_merges(&engine, 1), 1, "the merge may be profitable");
     }
-    let again = count_active_merges(&engine, 20);
-    assert!(again <= 1, "{again} more merges");
-    let turns = [0, 64 << 20].map(|bytes| engine.is_merge_due(Bytes(bytes)).unwrap());
-    assert_eq!(turns, [false, true]);
-    let mut more = engine.allocate(16_000 * PAGE_BYTES).unwrap();
-    fill_distinct(&mut more, 0);
+    let active_merges = count_active_merges(&engine, 20);
+    assert!(active_merges <= 1, "{active_merges} more merges");
+    let is_due = [0, 64 << 20].map(|bytes| engine.is_merge_due(Bytes(bytes)).unwrap());
+    assert_eq!(is_due, [false, true]);
+    let mut new_region = engine.allocate(16_000 * PAGE_BYTES).unwrap();
+    fill_distinct(&mut new_region, 0);
     assert_eq!(merge_once(&engine).zeros_freed, Pages(16_000), "new memory is merged at once");
 }
 

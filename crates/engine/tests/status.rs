@@ -80,13 +80,16 @@ fn region_member_and_domain_status_match_known_pages() {
     assert!(domain.members.iter().all(|member| member.last_merge.is_some_and(|merge| merge <= member.reported_at)));
 
     let regions = first.region_statuses().unwrap();
-    let of =
+    let status_of =
         |region: &AllocatedRegion<'_>| *regions.iter().find(|found| found.range == region.range()).expect("the region");
-    assert_eq!((of(&table).tally, of(&table).saved), (page_tally(1000, 600, 100, 0), net_bytes_of_pages(300 + 100)));
-    assert_eq!((of(&work).tally, of(&work).saved), (page_tally(200, 0, 200, 0), net_bytes_of_pages(200)));
-    let others = second.region_statuses().unwrap();
     assert_eq!(
-        (others.len(), others[0].tally, others[0].saved),
+        (status_of(&table).tally, status_of(&table).saved),
+        (page_tally(1000, 600, 100, 0), net_bytes_of_pages(300 + 100))
+    );
+    assert_eq!((status_of(&work).tally, status_of(&work).saved), (page_tally(200, 0, 200, 0), net_bytes_of_pages(200)));
+    let second_regions = second.region_statuses().unwrap();
+    assert_eq!(
+        (second_regions.len(), second_regions[0].tally, second_regions[0].saved),
         (1, page_tally(700, 600, 0, 0), net_bytes_of_pages(300))
     );
 
@@ -119,8 +122,8 @@ fn region_member_and_domain_status_match_known_pages() {
         observe::DomainsRoot { directory: root.path().to_owned(), owner_uid: rustix::process::geteuid().as_raw() };
     // The second member left while the first one had merged memory in the same process; the process keeps those
     // references.
-    let left = observe::read_domain(&root, "known").unwrap();
-    assert_eq!((left.members.len(), left.ended_members, left.unreadable_members), (0, 0, 0));
+    let domain = observe::read_domain(&root, "known").unwrap();
+    assert_eq!((domain.members.len(), domain.ended_members, domain.unreadable_members), (0, 0, 0));
 }
 
 #[test]
@@ -137,10 +140,10 @@ fn observing_a_domain_changes_nothing() {
         files.sort();
         files
     };
-    let before = files();
+    let files_before = files();
     let observed =
         observe::DomainsRoot { directory: root.path().to_owned(), owner_uid: rustix::process::geteuid().as_raw() };
     let domain = observe::read_domain(&observed, "seen").unwrap();
     assert_eq!((domain.tally(), domain.stored), (page_tally(100, 100, 0, 0), Pages(50)));
-    assert_eq!(files(), before);
+    assert_eq!(files(), files_before);
 }

@@ -50,19 +50,19 @@ static THREAD_EXIT_KEY: AtomicU32 = AtomicU32::new(0);
 static INIT_ARRAY_ENTRY: extern "C" fn() = on_load;
 
 extern "C" fn on_load() {
-    let (yes, zero): (c_ulong, c_ulong) = (1, 0);
+    let (enable, zero): (c_ulong, c_ulong) = (1, 0);
     // SAFETY: this option takes only numbers, and changes neither the content nor the protection of memory.
-    let inherited = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, yes, zero, zero, zero) } == 0;
-    if inherited || !mark_address_space() {
+    let is_enrolled = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, enable, zero, zero, zero) } == 0;
+    if is_enrolled || !mark_address_space() {
         return;
     }
     let mut key = 0;
     // SAFETY: `key` is valid for writes, and `on_thread_exit` stays loaded: a preloaded library is never unloaded.
-    let keyed = unsafe { libc::pthread_key_create(&raw mut key, Some(on_thread_exit)) } == 0;
+    let is_key_created = unsafe { libc::pthread_key_create(&raw mut key, Some(on_thread_exit)) } == 0;
     THREAD_EXIT_KEY.store(key, Ordering::Relaxed);
     // SAFETY: `on_fork_in_child` stays loaded.
-    let followed = keyed && unsafe { libc::pthread_atfork(None, None, Some(on_fork_in_child)) } == 0;
-    if followed {
+    let has_fork_handler = is_key_created && unsafe { libc::pthread_atfork(None, None, Some(on_fork_in_child)) } == 0;
+    if has_fork_handler {
         start_marker_thread();
     }
 }
@@ -77,35 +77,37 @@ extern "C" fn on_fork_in_child() {
 /// The calling thread, which loaded this library or forked, ends before its process does.
 extern "C" fn on_thread_exit(_: *mut c_void) {
     STOP_FUTEX.store(1, Ordering::Relaxed);
-    let one: c_int = 1;
+    let max_woken: c_int = 1;
     // SAFETY: the futex is a static; waking reads and writes nothing.
-    unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, one) };
+    unsafe {
+        libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, max_woken)
+    };
 }
 
 /// Mark all present mappings. Returns whether this kernel supports that.
 fn mark_address_space() -> bool {
     // SAFETY: this advice changes neither the content nor the protection of memory, and the kernel skips holes.
-    let answer = unsafe { libc::madvise(ptr::null_mut(), ADDRESS_SPACE_BYTES, libc::MADV_MERGEABLE) };
-    answer == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM)
+    let result = unsafe { libc::madvise(ptr::null_mut(), ADDRESS_SPACE_BYTES, libc::MADV_MERGEABLE) };
+    result == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::ENOMEM)
 }
 
 /// Start the thread, with every signal blocked from its start. If it cannot be created, the ranges marked so far stay
 /// marked.
 fn start_marker_thread() {
     STOP_FUTEX.store(0, Ordering::Relaxed);
-    let mut all = MaybeUninit::uninit();
-    let mut before = MaybeUninit::uninit();
-    // SAFETY: `all` is valid for writes.
-    unsafe { libc::sigfillset(all.as_mut_ptr()) };
-    // SAFETY: `all` was filled; `before` is valid for writes.
-    if unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) } != 0 {
+    let mut all_signals = MaybeUninit::uninit();
+    let mut previous_mask = MaybeUninit::uninit();
+    // SAFETY: `all_signals` is valid for writes.
+    unsafe { libc::sigfillset(all_signals.as_mut_ptr()) };
+    // SAFETY: `all_signals` was filled; `previous_mask` is valid for writes.
+    if unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all_signals.as_ptr(), previous_mask.as_mut_ptr()) } != 0 {
         return;
     }
     let mut thread = MaybeUninit::uninit();
     // SAFETY: `thread` is valid for writes; `run_marker_thread` stays loaded and ignores its argument.
-    let made =
+    let is_created =
         unsafe { libc::pthread_create(thread.as_mut_ptr(), ptr::null(), run_marker_thread, ptr::null_mut()) } == 0;
-    if made {
+    if is_created {
         // SAFETY: the thread was created, so this was written.
         let thread = unsafe { thread.assume_init() };
         // SAFETY: no code joins the thread.
@@ -113,9 +115,9 @@ fn start_marker_thread() {
         // SAFETY: the key was created; its value is never dereferenced, it only has to differ from null.
         unsafe { libc::pthread_setspecific(THREAD_EXIT_KEY.load(Ordering::Relaxed), STOP_FUTEX.as_ptr().cast()) };
     }
-    IS_MARKER_RUNNING.store(made, Ordering::Relaxed);
-    // SAFETY: `before` was written above.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
+    IS_MARKER_RUNNING.store(is_created, Ordering::Relaxed);
+    // SAFETY: `previous_mask` was written above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, previous_mask.as_ptr(), ptr::null_mut()) };
 }
 
 extern "C" fn run_marker_thread(_: *mut c_void) -> *mut c_void {
@@ -130,8 +132,8 @@ extern "C" fn run_marker_thread(_: *mut c_void) -> *mut c_void {
 /// Sleep for so many nanoseconds, or until the thread is told to end.
 fn sleep_unless_stopped(nanoseconds: i64) {
     let time = libc::timespec { tv_sec: 0, tv_nsec: nanoseconds };
-    let unchanged: c_long = 0;
-    let wait = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
+    let expected: c_long = 0;
+    let futex_operation = libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG;
     // SAFETY: the futex is a static, `time` outlives the call, and the kernel only reads both.
-    unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), wait, unchanged, &raw const time) };
+    unsafe { libc::syscall(libc::SYS_futex, STOP_FUTEX.as_ptr(), futex_operation, expected, &raw const time) };
 }

@@ -19,10 +19,10 @@ pub fn collapse(pidfd: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
     let range = libc::iovec { iov_base: start as *mut libc::c_void, iov_len: bytes as usize };
     // SAFETY: the vector of one element is valid for the call. The address belongs to the target; collapsing does not
     // change its contents.
-    let done = unsafe {
+    let result = unsafe {
         libc::syscall(libc::SYS_process_madvise, pidfd.as_fd().as_raw_fd(), &raw const range, 1_usize, MADV_COLLAPSE, 0)
     };
-    if done == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Back memory that will soon be filled with huge pages. This costs one fault for each huge page instead of one for
@@ -32,10 +32,10 @@ pub fn collapse(pidfd: impl AsFd, start: u64, bytes: u64) -> io::Result<()> {
 /// # Errors
 /// The kernel's: `EINVAL` on a kernel without transparent huge pages.
 pub fn prefer_huge_pages<T>(memory: &mut [MaybeUninit<T>]) -> io::Result<()> {
-    let page = crate::mapping::page_size();
-    let all = memory.as_mut_ptr_range();
-    let start = all.start.addr().next_multiple_of(page);
-    let len = (all.end.addr() / page * page).saturating_sub(start);
+    let page_bytes = crate::mapping::page_size();
+    let addresses = memory.as_mut_ptr_range();
+    let start = addresses.start.addr().next_multiple_of(page_bytes);
+    let len = (addresses.end.addr() / page_bytes * page_bytes).saturating_sub(start);
     if len == 0 {
         return Ok(());
     }

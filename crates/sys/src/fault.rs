@@ -56,25 +56,25 @@ mod armed {
                 FaultPlan::CountPoints
             }
             Ok(text) => {
-                let stops = text.strip_prefix("stop ");
-                let (number, name) = match stops.unwrap_or(&text).split_once(' ') {
+                let stop_target = text.strip_prefix("stop ");
+                let (number, name) = match stop_target.unwrap_or(&text).split_once(' ') {
                     Some((number, name)) => (number, Some(name.to_owned())),
-                    None => (stops.unwrap_or(&text), None),
+                    None => (stop_target.unwrap_or(&text), None),
                 };
                 let number = number
                     .parse()
                     .unwrap_or_else(|_| panic!("{FAULT_POINT_VARIABLE} is {text:?}: [stop ]N[ NAME] or count"));
-                FaultPlan::SignalAt(number, name, if stops.is_some() { Signal::STOP } else { Signal::KILL })
+                FaultPlan::SignalAt(number, name, if stop_target.is_some() { Signal::STOP } else { Signal::KILL })
             }
         })
     }
 
     extern "C" fn print_counts() {
         use std::io::Write;
-        let Ok(counted) = COUNTS_BY_NAME.lock() else { return };
-        let mut lines = format!("fault points: {}\n", counted.values().sum::<u64>());
-        for (name, times) in &*counted {
-            lines.push_str(&format!("fault points at {name}: {times}\n"));
+        let Ok(counts) = COUNTS_BY_NAME.lock() else { return };
+        let mut lines = format!("fault points: {}\n", counts.values().sum::<u64>());
+        for (name, count) in &*counts {
+            lines.push_str(&format!("fault points at {name}: {count}\n"));
         }
         // Without standard error there is no place for the report.
         let _ = std::io::stderr().write_all(lines.as_bytes());
@@ -94,10 +94,10 @@ mod armed {
             FaultPlan::CountPoints => {
                 *COUNTS_BY_NAME.lock().expect("no thread panics while it holds this lock").entry(name).or_default() += 1
             }
-            FaultPlan::SignalAt(_, Some(wanted), _) if wanted != name => {}
-            FaultPlan::SignalAt(at, _, signal) => {
+            FaultPlan::SignalAt(_, Some(wanted_name), _) if wanted_name != name => {}
+            FaultPlan::SignalAt(wanted_number, _, signal) => {
                 let number = POINTS_REACHED.fetch_add(1, Ordering::SeqCst) + 1;
-                if number != *at {
+                if number != *wanted_number {
                     return;
                 }
                 eprintln!("fault point {number}: {name}");

@@ -140,11 +140,11 @@ impl Hasher {
     /// If the page is not as long as the key, or has fewer lines.
     pub fn fingerprint_sample(&self, page: &[u8]) -> u16 {
         let (lines, rest) = page.as_chunks::<64>();
-        let fits = lines.len() == self.key.len() && lines.len() >= SAMPLED_LINES;
-        assert!(rest.is_empty() && fits, "a page of {} bytes", page.len());
-        let at = |i: usize| (lines.len() - 1) * i / (SAMPLED_LINES - 1);
+        let has_enough_lines = lines.len() == self.key.len() && lines.len() >= SAMPLED_LINES;
+        assert!(rest.is_empty() && has_enough_lines, "a page of {} bytes", page.len());
+        let line_index = |i: usize| (lines.len() - 1) * i / (SAMPLED_LINES - 1);
         let (sampled, key): ([_; SAMPLED_LINES], [_; SAMPLED_LINES]) =
-            (std::array::from_fn(|i| lines[at(i)]), std::array::from_fn(|i| self.key[at(i)]));
+            (std::array::from_fn(|i| lines[line_index(i)]), std::array::from_fn(|i| self.key[line_index(i)]));
         self.hash_lines(&sampled, &key) as u16
     }
 
@@ -188,12 +188,12 @@ fn are_lines_zero(lines: &[[u8; 64]]) -> bool {
 fn reduce_modulo(low: u64, high: u64) -> u64 {
     // x^64 is x^4 + x^3 + x + 1. So the high half is multiplied by it and added to the low half. The overflow of at
     // most four bits is reduced once more.
-    let down = |half: u64| {
+    let reduce_half = |half: u64| {
         let half = u128::from(half);
         half ^ half << 1 ^ half << 3 ^ half << 4
     };
-    let folded = down(high);
-    low ^ folded as u64 ^ down((folded >> 64) as u64) as u64
+    let folded = reduce_half(high);
+    low ^ folded as u64 ^ reduce_half((folded >> 64) as u64) as u64
 }
 
 fn multiply_portable(lines: &[[u8; 64]], key: &[KeyLine]) -> (u64, u64) {

@@ -39,9 +39,9 @@ impl ForkedCopy {
 }
 
 fn sleep_until_killed(parent: Pid) -> ! {
-    let bound = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+    let request = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     // If the parent ended before this request, the kernel sends no signal.
-    if bound.is_ok() && rustix::process::getppid() == Some(parent) {
+    if request.is_ok() && rustix::process::getppid() == Some(parent) {
         loop {
             std::thread::sleep(Duration::from_secs(3600));
         }

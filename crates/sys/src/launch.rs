@@ -66,9 +66,9 @@ pub fn exec_program(program: &CStr, arguments: &[CString], variables: &[(CString
         // runs.
         unsafe { libc::fcntl(descriptor, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
-    let inherited = if SIGPIPE_IGNORED.load(Ordering::Relaxed) { libc::SIG_IGN } else { libc::SIG_DFL };
+    let sigpipe_action = if SIGPIPE_IGNORED.load(Ordering::Relaxed) { libc::SIG_IGN } else { libc::SIG_DFL };
     // SAFETY: neither of the two values is a handler of this program.
-    unsafe { libc::signal(libc::SIGPIPE, inherited) };
+    unsafe { libc::signal(libc::SIGPIPE, sigpipe_action) };
     let Err(errno) = nix::unistd::execvp(program, arguments);
     // SAFETY: as above. This program continues, to report the error.
     unsafe { libc::signal(libc::SIGPIPE, libc::SIG_IGN) };
@@ -83,10 +83,10 @@ pub fn exec_program(program: &CStr, arguments: &[CString], variables: &[(CString
 pub fn disable_address_randomization() -> io::Result<()> {
     const QUERY_PERSONALITY: libc::c_ulong = 0xffff_ffff;
     // SAFETY: this value only queries.
-    let now = unsafe { libc::personality(QUERY_PERSONALITY) };
+    let current = unsafe { libc::personality(QUERY_PERSONALITY) };
     // SAFETY: no memory of this process moves; the kernel reads the flag at exec.
-    let answer = unsafe { libc::personality((now | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) };
-    if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    let result = unsafe { libc::personality((current | libc::ADDR_NO_RANDOMIZE) as libc::c_ulong) };
+    if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
 /// Remove a pending SIGCHLD of our own children. If the parent left the signal blocked, it would stay pending over
@@ -101,14 +101,14 @@ pub fn discard_pending_sigchld() {
     if unsafe { libc::sigismember(pending.as_ptr(), libc::SIGCHLD) } != 1 {
         return;
     }
-    let mut child = MaybeUninit::uninit();
-    // SAFETY: `child` is writable.
-    unsafe { libc::sigemptyset(child.as_mut_ptr()) };
-    // SAFETY: `child` was written, and SIGCHLD is a signal.
-    unsafe { libc::sigaddset(child.as_mut_ptr(), libc::SIGCHLD) };
-    let at_once = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut sigchld = MaybeUninit::uninit();
+    // SAFETY: `sigchld` is writable.
+    unsafe { libc::sigemptyset(sigchld.as_mut_ptr()) };
+    // SAFETY: `sigchld` was written, and SIGCHLD is a signal.
+    unsafe { libc::sigaddset(sigchld.as_mut_ptr(), libc::SIGCHLD) };
+    let no_wait = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: the set and the time are initialized and outlive the call; no output is requested.
-    unsafe { libc::sigtimedwait(child.as_ptr(), ptr::null_mut(), &raw const at_once) };
+    unsafe { libc::sigtimedwait(sigchld.as_ptr(), ptr::null_mut(), &raw const no_wait) };
 }
 
 /// Which standard error a companion process keeps.
@@ -138,8 +138,8 @@ pub fn spawn_companion(stderr_policy: StderrPolicy, work: impl FnOnce()) -> io::
     match fork()? {
         0 => {
             drop(until_exec);
-            let detached = nix::unistd::setsid().is_ok();
-            if detached && fork().is_ok_and(|child| child == 0) && detach_companion(stderr_policy, exec).is_ok() {
+            let is_detached = nix::unistd::setsid().is_ok();
+            if is_detached && fork().is_ok_and(|child| child == 0) && detach_companion(stderr_policy, exec).is_ok() {
                 // A panic prints its message and must not unwind into the original's code.
                 let _ = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
                 fault::report_before_exit();
@@ -165,35 +165,37 @@ pub struct CompanionHandle {
 fn detach_companion(stderr_policy: StderrPolicy, mut exec: PipeReader) -> io::Result<()> {
     std::env::set_current_dir("/")?;
     // The runtime opened the first three descriptors, so this is another one.
-    let waiting = exec.as_raw_fd() as u32;
+    let exec_descriptor = exec.as_raw_fd() as u32;
     let null = File::options().read(true).write(true).open("/dev/null")?;
-    let last = if stderr_policy == StderrPolicy::Keep || has_no_reader(io::stderr().as_fd()) { 1 } else { 2 };
-    for descriptor in 0..=last {
+    let last_replaced = if stderr_policy == StderrPolicy::Keep || has_no_reader(io::stderr().as_fd()) { 1 } else { 2 };
+    for descriptor in 0..=last_replaced {
         // SAFETY: all are open, and no object in this copy owns a standard descriptor.
         if unsafe { libc::dup2(null.as_raw_fd(), descriptor) } == -1 {
             return Err(io::Error::last_os_error());
         }
     }
     drop(null);
-    close_all_but(waiting)?;
+    close_all_but(exec_descriptor)?;
     let _ = exec.read(&mut [0])?;
     Ok(())
 }
 
 /// Close all descriptors from 3 on except one.
-fn close_all_but(kept: u32) -> io::Result<()> {
-    let mut whole = true;
-    for (first, last) in [(3, kept - 1), (kept + 1, u32::MAX)].into_iter().filter(|(first, last)| first <= last) {
+fn close_all_but(kept_descriptor: u32) -> io::Result<()> {
+    let mut is_complete = true;
+    for (first, last) in
+        [(3, kept_descriptor - 1), (kept_descriptor + 1, u32::MAX)].into_iter().filter(|(first, last)| first <= last)
+    {
         // SAFETY: this copy uses none of them again. Their owners were the original's and are never dropped here.
-        whole &= unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } == 0;
+        is_complete &= unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) } == 0;
     }
-    if !whole {
+    if !is_complete {
         // close_range came with 5.9, and old seccomp filters of containers do not know it.
-        let open: Vec<c_int> = std::fs::read_dir("/proc/self/fd")?
+        let open_descriptors: Vec<c_int> = std::fs::read_dir("/proc/self/fd")?
             .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
-            .filter(|&descriptor| descriptor > 2 && descriptor != kept.cast_signed())
+            .filter(|&descriptor| descriptor > 2 && descriptor != kept_descriptor.cast_signed())
             .collect();
-        for descriptor in open {
+        for descriptor in open_descriptors {
             // SAFETY: as above. The descriptor that was read is closed by now; closing a closed one only returns an
             // error.
             unsafe { libc::close(descriptor) };

@@ -244,8 +244,8 @@ impl Mapping {
         let (address, bytes) = self.checked_range(range)?;
         // SAFETY: the range lies in this mapping, which is borrowed mutably, so no slice of it exists. No
         // `MadviseAdvice` makes a readable page unreadable.
-        let answer = unsafe { libc::madvise(address, bytes, advice.madvise_number()) };
-        if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        let result = unsafe { libc::madvise(address, bytes, advice.madvise_number()) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
     /// Set the access rights of a range: offsets in bytes, multiples of the page size. A range with other rights than
@@ -256,14 +256,14 @@ impl Mapping {
     /// `InvalidInput` if the range is not made of whole pages of this mapping, else the error of `mprotect(2)`:
     /// `ENOMEM` if the process would have more than `vm.max_map_count` VMAs.
     pub fn protect(&mut self, range: Range<usize>, access: Access) -> io::Result<()> {
-        let whole = range == (0..self.byte_len);
+        let is_whole = range == (0..self.byte_len);
         let (address, bytes) = self.checked_range(range)?;
         // Lowered before the call, because a failed call may have changed a part.
         self.min_access = self.min_access.min(access);
         // SAFETY: the range lies in this mapping, which is borrowed mutably, so no slice of it exists. `min_access`
         // keeps later slices from covering inaccessible pages.
         unsafe { rustix::mm::mprotect(address, bytes, access.mprotect_protection()) }?;
-        if whole {
+        if is_whole {
             self.min_access = access;
         }
         Ok(())
@@ -271,8 +271,8 @@ impl Mapping {
 
     fn checked_range(&self, range: Range<usize>) -> io::Result<(*mut c_void, usize)> {
         let page = page_size();
-        let whole_pages = range.start.is_multiple_of(page) && range.end.is_multiple_of(page);
-        if !whole_pages || range.start > range.end || range.end > self.byte_len {
+        let is_page_aligned = range.start.is_multiple_of(page) && range.end.is_multiple_of(page);
+        if !is_page_aligned || range.start > range.end || range.end > self.byte_len {
             return Err(io::Error::from(io::ErrorKind::InvalidInput));
         }
         Ok((self.start.wrapping_add(range.start).cast(), range.len()))
@@ -296,8 +296,8 @@ impl Drop for Mapping {
 pub fn set_merge_any(enable: bool) -> io::Result<()> {
     let zero: libc::c_ulong = 0;
     // SAFETY: this option takes only numbers, and changes neither content nor access of memory.
-    let answer = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, libc::c_ulong::from(enable), zero, zero, zero) };
-    if answer == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe { libc::prctl(libc::PR_SET_MEMORY_MERGE, libc::c_ulong::from(enable), zero, zero, zero) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
 
 #[cfg(test)]

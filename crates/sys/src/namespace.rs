@@ -11,6 +11,6 @@ use std::os::fd::AsRawFd;
 pub fn enter_cgroup_namespace(namespace: &File) -> io::Result<()> {
     // SAFETY: the descriptor is open while `namespace` is borrowed. The kernel only changes this thread's view of
     // cgroups.
-    let entered = unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWCGROUP) };
-    if entered == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe { libc::setns(namespace.as_raw_fd(), libc::CLONE_NEWCGROUP) };
+    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }

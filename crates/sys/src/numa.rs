@@ -17,9 +17,9 @@ const MAX_NUMNODES: usize = 1024;
 /// Those of getcpu(2): a seccomp filter may forbid it.
 pub fn current_node() -> io::Result<u32> {
     let mut node: libc::c_uint = 0;
-    let nothing = ptr::null_mut::<c_void>();
+    let null = ptr::null_mut::<c_void>();
     // SAFETY: `node` is writable, and the kernel accepts null for values that are not requested.
-    match unsafe { libc::syscall(libc::SYS_getcpu, nothing, &raw mut node, nothing) } {
+    match unsafe { libc::syscall(libc::SYS_getcpu, null, &raw mut node, null) } {
         0 => Ok(node),
         _ => Err(io::Error::last_os_error()),
     }

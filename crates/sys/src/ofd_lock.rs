@@ -39,12 +39,12 @@ pub fn try_lock_byte_for_writing(file: &File, byte: u64) -> io::Result<WriteLock
 }
 
 fn try_lock(file: &File, range: libc::flock) -> io::Result<WriteLockAttempt> {
-    if set(file, range)? {
+    if try_set_lock(file, range)? {
         return Ok(WriteLockAttempt::Acquired);
     }
     // `F_UNLCK`: the lock was released meanwhile. The lock existed a moment before, so that result is reported.
-    let reading = in_the_way(file, range)? == libc::F_RDLCK;
-    Ok(if reading { WriteLockAttempt::HeldForReading } else { WriteLockAttempt::HeldForWriting })
+    let is_read_lock = conflicting_lock_kind(file, range)? == libc::F_RDLCK;
+    Ok(if is_read_lock { WriteLockAttempt::HeldForReading } else { WriteLockAttempt::HeldForWriting })
 }
 
 /// Request a read lock of a whole file that is open for reading, without waiting. False if another open file has the
@@ -53,7 +53,7 @@ fn try_lock(file: &File, range: libc::flock) -> io::Result<WriteLockAttempt> {
 /// # Errors
 /// As those of [`try_lock_for_writing`].
 pub fn lock_for_reading(file: &File) -> io::Result<bool> {
-    set(file, whole_file(libc::F_RDLCK))
+    try_set_lock(file, whole_file(libc::F_RDLCK))
 }
 
 /// Whether another open file has a read or write lock of this file.
@@ -61,11 +61,11 @@ pub fn lock_for_reading(file: &File) -> io::Result<bool> {
 /// # Errors
 /// Those of fcntl(2).
 pub fn is_locked_beside(file: &File) -> io::Result<bool> {
-    Ok(in_the_way(file, whole_file(libc::F_WRLCK))? != libc::F_UNLCK)
+    Ok(conflicting_lock_kind(file, whole_file(libc::F_WRLCK))? != libc::F_UNLCK)
 }
 
 /// Set a lock, unless another lock conflicts.
-fn set(file: &File, mut lock: libc::flock) -> io::Result<bool> {
+fn try_set_lock(file: &File, mut lock: libc::flock) -> io::Result<bool> {
     // SAFETY: the descriptor is open as long as `file` is borrowed, and `lock` is a valid `flock`.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw mut lock) } == 0 {
         return Ok(true);
@@ -77,7 +77,7 @@ fn set(file: &File, mut lock: libc::flock) -> io::Result<bool> {
 }
 
 /// The kind of another open file's lock that conflicts with a lock; `F_UNLCK` for none. It needs no write permission.
-fn in_the_way(file: &File, mut holder: libc::flock) -> io::Result<libc::c_int> {
+fn conflicting_lock_kind(file: &File, mut holder: libc::flock) -> io::Result<libc::c_int> {
     // SAFETY: the descriptor is open as long as `file` is borrowed, and `holder` is a valid `flock`.
     let result = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut holder) };
     if result == 0 { Ok(holder.l_type.into()) } else { Err(io::Error::last_os_error()) }

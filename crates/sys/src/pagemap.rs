@@ -94,13 +94,13 @@ struct ScanFilter {
 /// `pagemap` is an open `/proc/PID/pagemap`. Errors are the ioctl's: `ENOTTY` before 6.7, `ESRCH` when the process's
 /// memory is gone.
 pub fn scan_anonymous(pagemap: &File, range: Range<u64>, visit: impl FnMut(MappedRange)) -> io::Result<()> {
-    let wanted = ScanFilter {
+    let filter = ScanFilter {
         inverted: PAGE_IS_FILE | PAGE_IS_PFNZERO,
         all_of: PAGE_IS_FILE | PAGE_IS_PFNZERO,
         any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
         returned: PAGE_IS_HUGE | PAGE_IS_SWAPPED,
     };
-    run_pagemap_scan(pagemap, range, &wanted, visit)
+    run_pagemap_scan(pagemap, range, &filter, visit)
 }
 
 /// Pass all pages of `range` that are resident or swapped out to `visit`, in address order. `contents` says what the
@@ -121,7 +121,7 @@ pub fn scan_mapped(
     match scan_mapped_by_ioctl(pagemap, range.clone(), contents, &mut visit) {
         // The first call failed, so no page has been reported yet.
         Err(error) if error.raw_os_error() == Some(libc::ENOTTY) => scan_mapped_by_entries(pagemap, range, visit),
-        other => other,
+        result => result,
     }
 }
 
@@ -156,14 +156,16 @@ impl OwnPagemap {
     pub fn scan_mapped(&mut self, range: Range<u64>, contents: RangeContents) -> io::Result<Vec<MappedRange>> {
         let (began, mut waited) = (Instant::now(), Duration::ZERO);
         loop {
-            let mut found = Vec::new();
-            scan_mapped(&self.pagemap, range.clone(), contents, |mapped| found.push(mapped))?;
-            let is_moving = |found: &MappedRange| found.swapped && is_any_page_in_memory(found.start..found.end);
-            let moving = found.iter().any(is_moving);
-            if !moving || began.elapsed() + MIGRATION_RETRY_DELAY > self.migration_wait_left || self.has_swapped_pages()
+            let mut mapped_ranges = Vec::new();
+            scan_mapped(&self.pagemap, range.clone(), contents, |mapped| mapped_ranges.push(mapped))?;
+            let is_migrating = |range: &MappedRange| range.swapped && is_any_page_in_memory(range.start..range.end);
+            let any_migrating = mapped_ranges.iter().any(is_migrating);
+            if !any_migrating
+                || began.elapsed() + MIGRATION_RETRY_DELAY > self.migration_wait_left
+                || self.has_swapped_pages()
             {
                 self.migration_wait_left = self.migration_wait_left.saturating_sub(waited);
-                return Ok(found);
+                return Ok(mapped_ranges);
             }
             std::thread::sleep(MIGRATION_RETRY_DELAY);
             waited = began.elapsed();
@@ -199,14 +201,14 @@ fn scan_mapped_by_ioctl(
     contents: RangeContents,
     visit: impl FnMut(MappedRange),
 ) -> io::Result<()> {
-    let file = if contents == RangeContents::OnlyAnonymous { 0 } else { PAGE_IS_FILE };
-    let wanted = ScanFilter {
+    let file_flag = if contents == RangeContents::OnlyAnonymous { 0 } else { PAGE_IS_FILE };
+    let filter = ScanFilter {
         inverted: 0,
         all_of: 0,
         any_of: PAGE_IS_PRESENT | PAGE_IS_SWAPPED,
-        returned: file | PAGE_IS_PFNZERO | PAGE_IS_HUGE | PAGE_IS_SWAPPED,
+        returned: file_flag | PAGE_IS_PFNZERO | PAGE_IS_HUGE | PAGE_IS_SWAPPED,
     };
-    run_pagemap_scan(pagemap, range, &wanted, visit)
+    run_pagemap_scan(pagemap, range, &filter, visit)
 }
 
 /// As [`scan_mapped`], from the entries of eight bytes each (Documentation/admin-guide/mm/pagemap.rst, 4.2 and later).
@@ -220,27 +222,27 @@ fn scan_mapped_by_entries(pagemap: &File, range: Range<u64>, mut visit: impl FnM
     let mut last: Option<MappedRange> = None;
     let mut start = range.start;
     while start < range.end {
-        let wanted = buffer.len().min(((range.end - start) / page) as usize * size_of::<u64>());
-        let read = pagemap.read_exact_at(&mut buffer[..wanted], start / page * size_of::<u64>() as u64);
+        let len = buffer.len().min(((range.end - start) / page) as usize * size_of::<u64>());
+        let read = pagemap.read_exact_at(&mut buffer[..len], start / page * size_of::<u64>() as u64);
         read.map_err(|error| match error.kind() {
             // The file has no entries after the memory is gone (fs/proc/task_mmu.c, `pagemap_read`).
             io::ErrorKind::UnexpectedEof => io::Error::from_raw_os_error(libc::ESRCH),
             _ => error,
         })?;
-        for entry in buffer[..wanted].as_chunks::<8>().0.iter().copied().map(u64::from_ne_bytes) {
-            let is = |flag| entry & flag != 0;
+        for entry in buffer[..len].as_chunks::<8>().0.iter().copied().map(u64::from_ne_bytes) {
+            let has = |flag| entry & flag != 0;
             let next = MappedRange {
                 start,
                 end: start + page,
-                file: is(FILE),
-                zero_page: is(PRESENT) && !is(FILE) && !is(EXCLUSIVE),
+                file: has(FILE),
+                zero_page: has(PRESENT) && !has(FILE) && !has(EXCLUSIVE),
                 huge: false,
-                swapped: is(SWAPPED),
+                swapped: has(SWAPPED),
             };
             start = next.end;
-            let kind = |of: &MappedRange| (of.file, of.zero_page, of.swapped);
+            let kind = |range: &MappedRange| (range.file, range.zero_page, range.swapped);
             match &mut last {
-                _ if !is(PRESENT) && !is(SWAPPED) => {}
+                _ if !has(PRESENT) && !has(SWAPPED) => {}
                 Some(last) if last.end == next.start && kind(last) == kind(&next) => last.end = next.end,
                 _ => last.replace(next).into_iter().for_each(&mut visit),
             }
@@ -281,16 +283,16 @@ fn run_pagemap_scan(
         let count = unsafe { pagemap_scan(pagemap.as_raw_fd(), &mut request) }?;
         for region in &batch[..count as usize] {
             let (start, end) = (region.start.max(reported_end), region.end);
-            let is = |category| region.categories & category != 0;
+            let has = |category| region.categories & category != 0;
             if start < end {
-                let (file, zero) = (is(PAGE_IS_FILE), is(PAGE_IS_PFNZERO));
+                let (file, zero_page) = (has(PAGE_IS_FILE), has(PAGE_IS_PFNZERO));
                 visit(MappedRange {
                     start,
                     end,
                     file,
-                    zero_page: zero,
-                    huge: is(PAGE_IS_HUGE),
-                    swapped: is(PAGE_IS_SWAPPED),
+                    zero_page,
+                    huge: has(PAGE_IS_HUGE),
+                    swapped: has(PAGE_IS_SWAPPED),
                 });
                 reported_end = end;
             }
@@ -353,9 +355,9 @@ mod tests {
         command.args(["-c", "read line; exec cat"]).stdin(Stdio::piped()).stdout(Stdio::null());
         let mut child = command.spawn().expect("a shell");
         let pid = child.id();
-        let of = |file: &str| format!("/proc/{pid}/{file}");
-        let pagemap = File::open(of("pagemap")).expect("it is our child's");
-        let maps = std::fs::read_to_string(of("maps")).expect("it is our child's");
+        let proc_path = |file: &str| format!("/proc/{pid}/{file}");
+        let pagemap = File::open(proc_path("pagemap")).expect("it is our child's");
+        let maps = std::fs::read_to_string(proc_path("maps")).expect("it is our child's");
         let (start, end) = maps.split(' ').next().and_then(|range| range.split_once('-')).expect("a range");
         let address = |text| u64::from_str_radix(text, 16).expect("an address");
         let range = address(start)..address(end);
@@ -363,7 +365,7 @@ mod tests {
         let mut input = child.stdin.take().expect("piped");
         input.write_all(b"go on\n").expect("it reads");
         let deadline = Instant::now() + Duration::from_secs(20);
-        while std::fs::read_to_string(of("comm")).expect("it is not reaped") != "cat\n" {
+        while std::fs::read_to_string(proc_path("comm")).expect("it is not reaped") != "cat\n" {
             assert!(Instant::now() < deadline, "it does not begin another program");
             std::thread::sleep(Duration::from_millis(1));
         }
@@ -390,11 +392,11 @@ mod tests {
             let (first, end) = (start.next_multiple_of(page as u64), start + memory.len() as u64);
             let pagemap = File::open("/proc/self/pagemap").expect("our own pagemap opens");
             let (mut reported_end, mut count) = (first, 0);
-            let each = |range: MappedRange| {
+            let check_range = |range: MappedRange| {
                 assert!(range.start >= reported_end, "{range:?} after {reported_end:#x}");
                 (reported_end, count) = (range.end, count + (range.end - range.start) / page as u64);
             };
-            if let Err(error) = scan_anonymous(&pagemap, first..end / page as u64 * page as u64, each) {
+            if let Err(error) = scan_anonymous(&pagemap, first..end / page as u64 * page as u64, check_range) {
                 println!("skipped: PAGEMAP_SCAN: {error}");
                 return;
             }

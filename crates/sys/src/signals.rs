@@ -30,21 +30,21 @@ impl BlockedSignals {
     /// # Errors
     /// Those of pthread_sigmask(3).
     pub fn new() -> io::Result<Self> {
-        let mut all = MaybeUninit::uninit();
-        // SAFETY: `all` is writable.
-        unsafe { libc::sigfillset(all.as_mut_ptr()) };
+        let mut blocked = MaybeUninit::uninit();
+        // SAFETY: `blocked` is writable.
+        unsafe { libc::sigfillset(blocked.as_mut_ptr()) };
         for signal in SYNCHRONOUS_SIGNALS {
-            // SAFETY: `all` was filled.
-            unsafe { libc::sigdelset(all.as_mut_ptr(), signal) };
+            // SAFETY: `blocked` was filled.
+            unsafe { libc::sigdelset(blocked.as_mut_ptr(), signal) };
         }
-        let mut former = MaybeUninit::uninit();
-        // SAFETY: `all` was filled; `former` is writable.
-        let error = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), former.as_mut_ptr()) };
+        let mut previous_mask = MaybeUninit::uninit();
+        // SAFETY: `blocked` was filled; `previous_mask` is writable.
+        let error = unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, blocked.as_ptr(), previous_mask.as_mut_ptr()) };
         if error != 0 {
             return Err(io::Error::from_raw_os_error(error));
         }
         // SAFETY: the call succeeded, so it was written.
-        Ok(Self { previous_mask: unsafe { former.assume_init() }, not_send: PhantomData })
+        Ok(Self { previous_mask: unsafe { previous_mask.assume_init() }, not_send: PhantomData })
     }
 }
 

@@ -133,9 +133,9 @@ impl UserfaultFd {
     /// # Errors
     /// `ENOENT` if part of it is not registered, `EAGAIN` while the process is being forked.
     pub fn write_protect(&self, range: Range<u64>) -> io::Result<WriteProtectedRange<'_>> {
-        let held = WriteProtectedRange { userfault_fd: self, range };
-        held.set_protection(UFFDIO_WRITEPROTECT_MODE_WP)?;
-        Ok(held)
+        let protected = WriteProtectedRange { userfault_fd: self, range };
+        protected.set_protection(UFFDIO_WRITEPROTECT_MODE_WP)?;
+        Ok(protected)
     }
 }
 
@@ -171,7 +171,7 @@ impl WriteProtectedRange<'_> {
             match unsafe { uffdio_writeprotect(self.userfault_fd.descriptor.as_raw_fd(), &raw mut protect) } {
                 // Mappings are changing, for example in a fork.
                 Err(nix::errno::Errno::EAGAIN) => std::thread::yield_now(),
-                done => return Ok(done.map(|_| ())?),
+                result => return Ok(result.map(|_| ())?),
             }
         }
     }
@@ -199,8 +199,8 @@ mod tests {
 
     #[test]
     fn writers_wait_until_protection_is_dropped() {
-        let power = match UserfaultFd::new() {
-            Ok(power) => power,
+        let userfault = match UserfaultFd::new() {
+            Ok(userfault) => userfault,
             Err(error) => {
                 println!("skipped: no userfaultfd here: {error}");
                 return;
@@ -209,18 +209,18 @@ mod tests {
         let mut memory = Mapping::anonymous(4 * crate::mapping::page_size()).unwrap();
         memory.as_mut_slice().fill(1);
         let range = memory.address()..memory.address() + memory.len() as u64;
-        power.register(range.clone()).unwrap();
+        userfault.register(range.clone()).unwrap();
         let first = memory.as_mut_slice().as_mut_ptr().cast();
         // SAFETY: the word is aligned, mapped and writable, and from here on only atomic operations use it.
         let word = unsafe { AtomicU64::from_ptr(first) };
-        let before = word.load(Ordering::SeqCst);
-        let held = power.write_protect(range).unwrap();
+        let initial = word.load(Ordering::SeqCst);
+        let protected = userfault.write_protect(range).unwrap();
         thread::scope(|scope| {
             let writer = scope.spawn(|| word.store(7, Ordering::SeqCst));
             thread::sleep(Duration::from_millis(50));
-            assert_eq!(word.load(Ordering::SeqCst), before, "it waits");
+            assert_eq!(word.load(Ordering::SeqCst), initial, "it waits");
             assert!(!writer.is_finished());
-            drop(held);
+            drop(protected);
             writer.join().unwrap();
         });
         assert_eq!(word.load(Ordering::SeqCst), 7);

@@ -81,15 +81,16 @@ const COMMANDS_DURING_MERGE: [&str; 12] = [
 /// Create mappings until `mappings_left`, or one more, remain below the limit up to which a merge creates them.
 fn exhaust_mappings(mappings_left: usize) -> usize {
     let limit = std::fs::read_to_string("/proc/sys/vm/max_map_count").expect("a limit");
-    let most = limit.trim().parse::<usize>().expect("a number") / 8 * 6;
-    let taken = BufReader::new(File::open("/proc/self/maps").expect("a readable list of mappings")).lines().count();
-    let wanted = most.saturating_sub(taken + mappings_left);
-    let start = reserve_address_space(wanted + 1, 0);
+    let max_mappings = limit.trim().parse::<usize>().expect("a number") / 8 * 6;
+    let mapping_count =
+        BufReader::new(File::open("/proc/self/maps").expect("a readable list of mappings")).lines().count();
+    let needed = max_mappings.saturating_sub(mapping_count + mappings_left);
+    let start = reserve_address_space(needed + 1, 0);
     // Each readable page is a mapping, and so is the range behind it.
-    for page in (1..wanted.saturating_sub(1)).step_by(2) {
+    for page in (1..needed.saturating_sub(1)).step_by(2) {
         ExpectedPage::new(start + page * PAGE_BYTES).protect(PageAccess::Read);
     }
-    wanted
+    needed
 }
 
 /// The memory of a member, with its expected contents.
@@ -113,7 +114,7 @@ impl MemberMemory<'_> {
 
     fn check_contents(&self) -> Result<(), usize> {
         let all = self.pages.iter().chain(self.moved_away.iter().flat_map(|(_, pages)| pages));
-        all.enumerate().find(|(_, page)| !page.has_expected_content()).map_or(Ok(()), |(at, _)| Err(at))
+        all.enumerate().find(|(_, page)| !page.has_expected_content()).map_or(Ok(()), |(index, _)| Err(index))
     }
 
     /// Pages may be merged with their present contents.
@@ -134,23 +135,23 @@ impl MemberMemory<'_> {
     }
 
     fn move_away(&mut self, start: u64, count: u64) {
-        let to = reserve_address_space(count as usize, 0);
+        let destination = reserve_address_space(count as usize, 0);
         let mut moved = Vec::new();
         for page in self.page_range_mut(start, count).iter_mut().filter(|page| page.access != PageAccess::Unmapped) {
-            let there = ExpectedPage { address: to + moved.len() * PAGE_BYTES, ..page.clone() };
-            move_mapping(page.address, PAGE_BYTES, there.address, 0);
+            let moved_page = ExpectedPage { address: destination + moved.len() * PAGE_BYTES, ..page.clone() };
+            move_mapping(page.address, PAGE_BYTES, moved_page.address, 0);
             page.reserve_old_address();
-            moved.push(there);
+            moved.push(moved_page);
         }
         self.moved_away.push((start as usize, moved));
     }
 
     fn move_back(&mut self) {
         let Some((start, moved)) = self.moved_away.pop() else { return };
-        let places = self.pages[start..].iter_mut().filter(|page| page.access != PageAccess::Unmapped);
-        for (page, there) in places.zip(moved) {
-            move_mapping(there.address, PAGE_BYTES, page.address, 0);
-            *page = ExpectedPage { address: page.address, ..there };
+        let pages = self.pages[start..].iter_mut().filter(|page| page.access != PageAccess::Unmapped);
+        for (page, moved_page) in pages.zip(moved) {
+            move_mapping(moved_page.address, PAGE_BYTES, page.address, 0);
+            *page = ExpectedPage { address: page.address, ..moved_page };
         }
     }
 
@@ -160,18 +161,18 @@ impl MemberMemory<'_> {
         if page.access == PageAccess::Unmapped {
             return;
         }
-        let there = ExpectedPage { address: reserve_address_space(2, 0), ..page.clone() };
-        move_mapping(page.address, PAGE_BYTES, there.address, PAGE_BYTES);
+        let moved_page = ExpectedPage { address: reserve_address_space(2, 0), ..page.clone() };
+        move_mapping(page.address, PAGE_BYTES, moved_page.address, PAGE_BYTES);
         page.reserve_old_address();
-        let mut more = ExpectedPage {
-            address: there.address + PAGE_BYTES,
-            access: there.access,
+        let mut added_page = ExpectedPage {
+            address: moved_page.address + PAGE_BYTES,
+            access: moved_page.access,
             is_growth_remainder: true,
             ..ExpectedPage::new(0)
         };
-        more.protect(PageAccess::Write);
-        more.write_content((9, start));
-        self.moved_away.push((start as usize, vec![there, more]));
+        added_page.protect(PageAccess::Write);
+        added_page.write_content((9, start));
+        self.moved_away.push((start as usize, vec![moved_page, added_page]));
     }
 }
 
@@ -187,103 +188,106 @@ fn write_while_merging(engine: &Engine, pages: &mut [ExpectedPage], rounds: u64)
         return " lost: 0 .".to_owned();
     }
     // Different numbers each time. Equal writes of two members could be merged, and no page may have held them before.
-    let begin = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
-    let end = AtomicBool::new(false);
-    let (told, lost) = std::thread::scope(|scope| {
+    let seed = SystemTime::now().duration_since(UNIX_EPOCH).expect("after 1970").as_nanos() as u64;
+    let stop = AtomicBool::new(false);
+    let (last_result, lost) = std::thread::scope(|scope| {
         let writer = scope.spawn(|| {
-            let before: Vec<u64> = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
-            let (mut last, mut lost, mut state) = (before.clone(), 0, begin);
-            while !end.load(Ordering::Relaxed) {
+            let initial: Vec<u64> = words.iter().map(|word| word.load(Ordering::Relaxed)).collect();
+            let (mut last_written, mut lost, mut state) = (initial.clone(), 0, seed);
+            while !stop.load(Ordering::Relaxed) {
                 state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-                let at = (state >> 33) as usize % words.len();
-                lost += u64::from(words[at].load(Ordering::Relaxed) != last[at]);
+                let index = (state >> 33) as usize % words.len();
+                lost += u64::from(words[index].load(Ordering::Relaxed) != last_written[index]);
                 // Often the previous value, so that pages become equal again.
-                last[at] = if state >> 20 & 3 == 0 { state } else { before[at] };
-                words[at].store(last[at], Ordering::Relaxed);
+                last_written[index] = if state >> 20 & 3 == 0 { state } else { initial[index] };
+                words[index].store(last_written[index], Ordering::Relaxed);
             }
-            words.iter().zip(before).for_each(|(word, before)| word.store(before, Ordering::Relaxed));
+            words.iter().zip(initial).for_each(|(word, initial)| word.store(initial, Ordering::Relaxed));
             lost
         });
-        let mut told = String::new();
+        let mut last_result = String::new();
         for _ in 0..rounds {
             // SAFETY: no thread unmaps memory.
             match unsafe { engine.merge_while_running() } {
-                Ok(merged) => told = format!("{merged:?}"),
-                Err(error) => told = error.to_string(),
+                Ok(merged) => last_result = format!("{merged:?}"),
+                Err(error) => last_result = error.to_string(),
             }
         }
-        end.store(true, Ordering::Relaxed);
-        (told, writer.join().expect("it does not panic"))
+        stop.store(true, Ordering::Relaxed);
+        (last_result, writer.join().expect("it does not panic"))
     });
-    format!("{told} lost: {lost} .")
+    format!("{last_result} lost: {lost} .")
 }
 
 /// Merge while another thread moves disowned merged memory to and fro, past the merge's scan of the mappings.
 fn move_while_merging(engine: &Engine, rounds: u64) -> String {
     const MOVED_PAGES: usize = 100;
     const PAGES_BETWEEN: usize = 6000;
-    let content = |at: usize| (77, (at % MOVED_PAGES) as u64);
+    let content = |index: usize| (77, (index % MOVED_PAGES) as u64);
     // One is far below the other; the engine's mappings are between them.
-    let places = [reserve_address_space(MOVED_PAGES, 1 << 32), reserve_address_space(MOVED_PAGES, 0)];
+    let addresses = [reserve_address_space(MOVED_PAGES, 1 << 32), reserve_address_space(MOVED_PAGES, 0)];
     let between = reserve_address_space(PAGES_BETWEEN, 0);
     for page in (0..PAGES_BETWEEN).step_by(2) {
         ExpectedPage::new(between + page * PAGE_BYTES).protect(PageAccess::Read);
     }
-    let mut memory = ExpectedPage::new(places[0]);
-    let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
+    let mut memory = ExpectedPage::new(addresses[0]);
+    let pointer = |address: usize| ptr::with_exposed_provenance_mut::<c_void>(address);
     // SAFETY: the range is empty address space that this function reserved.
-    unsafe { libc::mprotect(pointer(places[0]), MOVED_PAGES * PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE) };
-    let range = AddressRange { start: places[0] as u64, end: (places[0] + MOVED_PAGES * PAGE_BYTES) as u64 };
+    unsafe { libc::mprotect(pointer(addresses[0]), MOVED_PAGES * PAGE_BYTES, libc::PROT_READ | libc::PROT_WRITE) };
+    let range = AddressRange { start: addresses[0] as u64, end: (addresses[0] + MOVED_PAGES * PAGE_BYTES) as u64 };
     // SAFETY: it is private anonymous memory.
     unsafe { engine.adopt(range) }.expect("whole pages");
-    let fill_at = |page: &mut ExpectedPage, at: usize, content: ExpectedContent| {
-        page.address = at;
+    let fill_at = |page: &mut ExpectedPage, address: usize, content: ExpectedContent| {
+        page.address = address;
         page.write_content(content);
     };
-    (0..MOVED_PAGES).for_each(|at| fill_at(&mut memory, places[0] + at * PAGE_BYTES, content(at)));
+    (0..MOVED_PAGES).for_each(|index| fill_at(&mut memory, addresses[0] + index * PAGE_BYTES, content(index)));
     let mut twin = engine.allocate(MOVED_PAGES * PAGE_BYTES).expect("memory");
-    twin.as_mut_slice().chunks_exact_mut(PAGE_BYTES).enumerate().for_each(|(at, page)| fill_page(page, content(at)));
+    twin.as_mut_slice()
+        .chunks_exact_mut(PAGE_BYTES)
+        .enumerate()
+        .for_each(|(index, page)| fill_page(page, content(index)));
     // SAFETY: there is only one thread so far.
     let merged = unsafe { engine.merge() }.expect("a usable domain");
     assert_eq!(merged.pages_merged.0, 2 * MOVED_PAGES as u64, "{merged:?}");
     drop(twin);
     engine.disown(range).expect("a usable domain");
-    let end = AtomicBool::new(false);
-    let (told, at) = std::thread::scope(|scope| {
+    let stop = AtomicBool::new(false);
+    let (last_result, address) = std::thread::scope(|scope| {
         let mover = scope.spawn(|| {
-            let mut at = places[0];
-            for place in places.iter().rev().cycle() {
-                if end.load(Ordering::Relaxed) {
+            let mut address = addresses[0];
+            for wanted_address in addresses.iter().rev().cycle() {
+                if stop.load(Ordering::Relaxed) {
                     break;
                 }
                 // The old range is free for any mapping.
-                let to = reserve_address_space(MOVED_PAGES, *place);
-                move_mapping(at, MOVED_PAGES * PAGE_BYTES, to, 0);
-                at = to;
+                let destination = reserve_address_space(MOVED_PAGES, *wanted_address);
+                move_mapping(address, MOVED_PAGES * PAGE_BYTES, destination, 0);
+                address = destination;
             }
-            at
+            address
         });
-        let mut told = String::new();
+        let mut last_result = String::new();
         for round in 0..rounds {
             // New memory each time, so that its references are soon unused.
             let mut other = engine.allocate(2 * MOVED_PAGES * PAGE_BYTES).expect("memory");
-            for (at, page) in other.as_mut_slice().chunks_exact_mut(PAGE_BYTES).enumerate() {
-                fill_page(page, (1000 + round, (at % MOVED_PAGES) as u64));
+            for (index, page) in other.as_mut_slice().chunks_exact_mut(PAGE_BYTES).enumerate() {
+                fill_page(page, (1000 + round, (index % MOVED_PAGES) as u64));
             }
-            // SAFETY: no thread unmaps, moves or replaces adopted memory.
+            // SAFETY: no thread unmaps, moves or readdresses adopted memory.
             match unsafe { engine.merge_while_running() } {
-                Ok(merged) => told = format!("{merged:?}"),
-                Err(error) => told = error.to_string(),
+                Ok(merged) => last_result = format!("{merged:?}"),
+                Err(error) => last_result = error.to_string(),
             }
         }
-        end.store(true, Ordering::Relaxed);
-        (told, mover.join().expect("it does not panic"))
+        stop.store(true, Ordering::Relaxed);
+        (last_result, mover.join().expect("it does not panic"))
     });
     let wrong = (0..MOVED_PAGES).filter(|&page| {
-        memory.address = at + page * PAGE_BYTES;
+        memory.address = address + page * PAGE_BYTES;
         memory.bytes() != filled_page(content(page))
     });
-    format!("{told} wrong: {} .", wrong.count())
+    format!("{last_result} wrong: {} .", wrong.count())
 }
 
 struct ForkedChild {
@@ -294,10 +298,10 @@ struct ForkedChild {
 
 /// The work of a forked child. It takes no lock that another thread of the parent may have held.
 fn run_child(memory: &mut MemberMemory<'_>) -> ! {
-    let wrong = |memory: &MemberMemory<'_>| memory.check_contents().is_err();
-    let mut failed = wrong(memory);
-    for (at, page) in memory.pages.iter_mut().enumerate().step_by(3) {
-        page.write_content((5, at as u64));
+    let has_wrong_content = |memory: &MemberMemory<'_>| memory.check_contents().is_err();
+    let mut failed = has_wrong_content(memory);
+    for (index, page) in memory.pages.iter_mut().enumerate().step_by(3) {
+        page.write_content((5, index as u64));
     }
     let mut forked = false;
     for _ in 0..2 {
@@ -309,7 +313,7 @@ fn run_child(memory: &mut MemberMemory<'_>) -> ! {
         {
             eprintln!("a child cannot merge: {error:?}");
         }
-        failed |= wrong(memory) || (merged.is_err() && !forked);
+        failed |= has_wrong_content(memory) || (merged.is_err() && !forked);
     }
     // SAFETY: the process ends here.
     unsafe { libc::_exit(if failed { 1 } else { c_int::from(forked) * 2 }) }
@@ -331,10 +335,10 @@ fn wait_exit_code(process: libc::pid_t) -> c_int {
 
 /// Fork while another thread merges.
 fn fork_while_merging(memory: &mut MemberMemory<'_>, rounds: u64) -> String {
-    let (end, engine) = (AtomicBool::new(false), memory.engine);
+    let (stop, engine) = (AtomicBool::new(false), memory.engine);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            while !end.load(Ordering::Relaxed) {
+            while !stop.load(Ordering::Relaxed) {
                 // SAFETY: the other thread only forks, and children write to their own memory.
                 unsafe { engine.merge() }.expect("a usable domain");
             }
@@ -344,7 +348,7 @@ fn fork_while_merging(memory: &mut MemberMemory<'_>, rounds: u64) -> String {
             process => wait_exit_code(process),
         };
         let codes: Vec<c_int> = (0..rounds).map(code).collect();
-        end.store(true, Ordering::Relaxed);
+        stop.store(true, Ordering::Relaxed);
         let count = |code| codes.iter().filter(|&&found| found == code).count();
         format!(" merged: {} wrong: {} forked: {} .", count(0), count(1), count(2))
     })
@@ -428,8 +432,8 @@ impl<'e> Member<'e> {
     fn run_content_command(&mut self, command: &str, numbers: &[u64]) -> Option<String> {
         let answer = match (command, numbers) {
             ("fill", &[start, count, seed]) => {
-                for (page, place) in self.memory.page_range_mut(start, count).iter_mut().zip(start..) {
-                    page.write_content((seed, place));
+                for (page, number) in self.memory.page_range_mut(start, count).iter_mut().zip(start..) {
+                    page.write_content((seed, number));
                 }
                 "filled".to_owned()
             }
@@ -459,12 +463,12 @@ impl<'e> Member<'e> {
                 Err(page) => format!("page {page} differs"),
             },
             ("dontneed", &[start, count]) => {
-                let mut kept = 0;
+                let mut merged_pages = 0;
                 for page in self.memory.page_range_mut(start, count).iter_mut().filter(|page| page.may_be_dropped()) {
                     assert!(page.advise(libc::MADV_DONTNEED), "{}", std::io::Error::last_os_error());
-                    kept += u64::from(page.read_dropped_content());
+                    merged_pages += u64::from(page.read_dropped_content());
                 }
-                format!(" zeros: {} kept: {kept} .", count - kept)
+                format!(" zeros: {} kept: {merged_pages} .", count - merged_pages)
             }
             ("guard", &[start, count]) => {
                 let mut guarded = 0;
@@ -477,10 +481,10 @@ impl<'e> Member<'e> {
                 }
                 format!(" guarded: {guarded} .")
             }
-            ("protect", &[start, count, how]) => {
+            ("protect", &[start, count, mode]) => {
                 let mapped =
                     |page: &&mut ExpectedPage| !matches!(page.access, PageAccess::Unmapped | PageAccess::Guarded);
-                let access = if how == 0 { PageAccess::NoAccess } else { PageAccess::Read };
+                let access = if mode == 0 { PageAccess::NoAccess } else { PageAccess::Read };
                 self.memory
                     .page_range_mut(start, count)
                     .iter_mut()
@@ -510,8 +514,9 @@ impl<'e> Member<'e> {
     /// Commands that call the engine.
     fn run_merge_command(&mut self, command: &str, numbers: &[u64]) -> Option<String> {
         let answer = match (command, numbers) {
-            ("advise", &[start, count, how]) => {
-                let advice = [PageAdvice::Mergeable, PageAdvice::Unmergeable, PageAdvice::Rewritten][how as usize];
+            ("advise", &[start, count, advice_code]) => {
+                let advice =
+                    [PageAdvice::Mergeable, PageAdvice::Unmergeable, PageAdvice::Rewritten][advice_code as usize];
                 self.engine.advise(self.memory.page_address_range(start, count), advice).expect("a usable domain");
                 "advised".to_owned()
             }
@@ -523,9 +528,9 @@ impl<'e> Member<'e> {
                 self.engine.disown(self.memory.page_address_range(start, count)).expect("a usable domain");
                 let is_mapped = |number: u64| self.memory.pages[number as usize].access != PageAccess::Unmapped;
                 let numbers: Vec<u64> = (start..start + count).collect();
-                for stretch in numbers.chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
-                    if is_mapped(stretch[0]) {
-                        adopt_pages(&self.memory, stretch[0], stretch.len() as u64);
+                for chunk in numbers.chunk_by(|&a, &b| is_mapped(a) == is_mapped(b)) {
+                    if is_mapped(chunk[0]) {
+                        adopt_pages(&self.memory, chunk[0], chunk.len() as u64);
                     }
                 }
                 "adopted".to_owned()
@@ -538,8 +543,8 @@ impl<'e> Member<'e> {
                 // SAFETY: it is dropped before any command that is not in [`COMMANDS_DURING_MERGE`]. Those commands
                 // leave adopted memory mapped in its place, except for the engine's own changes.
                 match unsafe { self.engine.merge_in_background(0.5) } {
-                    Ok(begun) => {
-                        self.background = Some(begun);
+                    Ok(background) => {
+                        self.background = Some(background);
                         "begun".to_owned()
                     }
                     Err(error) => format!("{error}"),
@@ -593,8 +598,8 @@ impl<'e> Member<'e> {
                 "mapped".to_owned()
             }
             ("files", []) => {
-                let untouched = self.mapped_files.iter().all(|(file, pages)| is_file_unchanged(file, *pages));
-                if untouched { "untouched".to_owned() } else { "touched".to_owned() }
+                let are_untouched = self.mapped_files.iter().all(|(file, pages)| is_file_unchanged(file, *pages));
+                if are_untouched { "untouched".to_owned() } else { "touched".to_owned() }
             }
             ("map", &[start, count]) => {
                 for number in start..start + count {
@@ -622,10 +627,10 @@ impl<'e> Member<'e> {
                 let (start, bytes) = (range.start as usize, range.bytes().0 as usize);
                 let advice = if command == "huge" { libc::MADV_HUGEPAGE } else { libc::MADV_NOHUGEPAGE };
                 // SAFETY: the advice changes no content.
-                let done = unsafe { libc::madvise(ptr::with_exposed_provenance_mut(start), bytes, advice) };
-                format!("advised: {done}")
+                let result = unsafe { libc::madvise(ptr::with_exposed_provenance_mut(start), bytes, advice) };
+                format!("advised: {result}")
             }
-            ("mappings", &[left]) => format!(" taken: {} .", exhaust_mappings(left as usize)),
+            ("mappings", &[mappings_left]) => format!(" taken: {} .", exhaust_mappings(mappings_left as usize)),
             ("base", []) => format!(" base: {} .", self.memory.region.range().start),
             _ => return None,
         };
@@ -646,8 +651,8 @@ impl<'e> Member<'e> {
                 "closed".to_owned()
             }
             ("others", []) => {
-                let untouched = self.own_files.iter().all(|file| file.metadata().is_ok_and(|file| file.len() == 0));
-                if untouched { "untouched".to_owned() } else { "touched".to_owned() }
+                let are_untouched = self.own_files.iter().all(|file| file.metadata().is_ok_and(|file| file.len() == 0));
+                if are_untouched { "untouched".to_owned() } else { "touched".to_owned() }
             }
             ("fork", []) => {
                 let (wait, gate) = std::io::pipe().expect("a pipe");
@@ -694,8 +699,8 @@ fn main() {
     let engine = match Engine::join(&arguments[1], &parse_options(&arguments)) {
         Ok(engine) => Arc::new(engine),
         Err(error) => {
-            let why = std::error::Error::source(&error).map_or_else(String::new, |source| format!(": {source}"));
-            println!("{error}{why}");
+            let cause = std::error::Error::source(&error).map_or_else(String::new, |source| format!(": {source}"));
+            println!("{error}{cause}");
             return;
         }
     };

@@ -16,8 +16,8 @@ pub const ZERO_CONTENT: ExpectedContent = (0, 0);
 /// The seed of file contents. The page number is that in the file.
 pub const FILE_SEED: u64 = 10;
 
-pub fn fill_page(page: &mut [u8], (seed, place): ExpectedContent) {
-    let mut state = seed << 32 ^ place << 12;
+pub fn fill_page(page: &mut [u8], (seed, number): ExpectedContent) {
+    let mut state = seed << 32 ^ number << 12;
     for word in page.as_chunks_mut::<8>().0 {
         // splitmix64 (G. Steele et al., OOPSLA 2014).
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -55,9 +55,9 @@ pub struct ExpectedPage {
 }
 
 impl ExpectedPage {
-    pub fn new(at: usize) -> Self {
+    pub fn new(address: usize) -> Self {
         Self {
-            address: at,
+            address,
             access: PageAccess::Write,
             content: ZERO_CONTENT,
             merged_contents: Vec::new(),
@@ -103,26 +103,26 @@ impl ExpectedPage {
 
     /// The content was dropped: the page reads as zeros, or as the content with which it was merged.
     pub fn read_dropped_content(&mut self) -> bool {
-        let held = [ZERO_CONTENT]
+        let content = [ZERO_CONTENT]
             .into_iter()
             .chain(self.merged_contents.iter().copied())
-            .find(|&past| self.bytes() == filled_page(past));
-        self.content = held.unwrap_or_else(|| panic!("page at {:#x} never had this content", self.address));
-        held != Some(ZERO_CONTENT)
+            .find(|&merged_content| self.bytes() == filled_page(merged_content));
+        self.content = content.unwrap_or_else(|| panic!("page at {:#x} never had this content", self.address));
+        content != Some(ZERO_CONTENT)
     }
 
     /// Map the page, unless another mapping has taken the address. Returns whether the page was mapped.
     pub fn map(&mut self) -> bool {
-        let at = reserve_address_space(1, self.address);
-        let mapped = at == self.address;
-        if mapped {
+        let start = reserve_address_space(1, self.address);
+        let is_mapped = start == self.address;
+        if is_mapped {
             *self = Self::new(self.address);
             self.protect(PageAccess::Write);
         } else {
             // SAFETY: this function has just mapped the page.
-            unsafe { libc::munmap(ptr::with_exposed_provenance_mut(at), PAGE_BYTES) };
+            unsafe { libc::munmap(ptr::with_exposed_provenance_mut(start), PAGE_BYTES) };
         }
-        mapped
+        is_mapped
     }
 
     pub fn unmap(&mut self) {
@@ -165,8 +165,8 @@ impl ExpectedPage {
             _ => libc::PROT_NONE,
         };
         // SAFETY: the page is mapped, and there is no borrow of it.
-        let done = unsafe { libc::mprotect(self.pointer().cast(), PAGE_BYTES, protection) };
-        assert_eq!(done, 0, "mprotect: {}", std::io::Error::last_os_error());
+        let result = unsafe { libc::mprotect(self.pointer().cast(), PAGE_BYTES, protection) };
+        assert_eq!(result, 0, "mprotect: {}", std::io::Error::last_os_error());
         self.access = access;
     }
 }
@@ -183,12 +183,12 @@ pub fn reserve_address_space(pages: usize, address: usize) -> usize {
 }
 
 /// Move mapped memory to a reserved range, and check that it is there.
-pub fn move_mapping(from: usize, bytes: usize, to: usize, more: usize) {
+pub fn move_mapping(source: usize, bytes: usize, destination: usize, added_bytes: usize) {
     let flags = libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED;
-    let pointer = |at: usize| ptr::with_exposed_provenance_mut::<c_void>(at);
+    let pointer = |address: usize| ptr::with_exposed_provenance_mut::<c_void>(address);
     // SAFETY: the moved memory is not borrowed, and the replaced range is empty address space.
-    let moved = unsafe { libc::mremap(pointer(from), bytes, bytes + more, flags, pointer(to)) };
-    assert_eq!(moved.addr(), to, "mremap: {}", std::io::Error::last_os_error());
+    let moved = unsafe { libc::mremap(pointer(source), bytes, bytes + added_bytes, flags, pointer(destination)) };
+    assert_eq!(moved.addr(), destination, "mremap: {}", std::io::Error::last_os_error());
 }
 
 /// The content of a file with so many pages.
@@ -198,8 +198,8 @@ pub fn file_content(pages: u64) -> Vec<u8> {
 
 /// Whether a file with so many pages still has its content.
 pub fn is_file_unchanged(mut file: &File, pages: u64) -> bool {
-    let mut held = Vec::new();
+    let mut content = Vec::new();
     file.rewind().expect("a file");
-    file.read_to_end(&mut held).expect("a file");
-    held == file_content(pages)
+    file.read_to_end(&mut content).expect("a file");
+    content == file_content(pages)
 }

@@ -54,17 +54,17 @@ pub enum MergeTurn {
 impl SafePoint {
     /// Decide whether to merge, to propose a time, or to continue.
     pub fn decide(self) -> MergeTurn {
-        let seldom = self.previous.is_none_or(|before| self.now.saturating_sub(before) > MERGE_TIME_EXPIRY);
-        if self.is_only_member || seldom {
+        let is_rare = self.previous.is_none_or(|previous| self.now.saturating_sub(previous) > MERGE_TIME_EXPIRY);
+        if self.is_only_member || is_rare {
             return if self.can_merge_profitably { MergeTurn::Merge } else { MergeTurn::Continue };
         }
         if self.is_due() {
             return if self.can_merge { MergeTurn::Merge } else { MergeTurn::Continue };
         }
         // A time farther ahead than any member proposes comes from another clock.
-        let to_come =
+        let is_time_pending =
             self.proposed_merge_time > self.now && self.proposed_merge_time <= self.now + 2 * MERGE_TIME_EXPIRY;
-        if self.can_merge_profitably && !to_come {
+        if self.can_merge_profitably && !is_time_pending {
             MergeTurn::ProposeTime(self.propose_merge_time())
         } else {
             MergeTurn::Continue
@@ -80,10 +80,12 @@ impl SafePoint {
 
     /// The middle between two future safe points, if their interval stays that of the last two.
     fn propose_merge_time(self) -> Duration {
-        let step =
-            self.previous.map_or(MIN_LEAD_TIME, |before| self.now.saturating_sub(before)).max(Duration::from_nanos(1));
-        let steps = (MIN_LEAD_TIME.as_secs_f64() / step.as_secs_f64() - 0.5).ceil().max(0.0);
-        self.now + step.mul_f64(steps + 0.5)
+        let interval = self
+            .previous
+            .map_or(MIN_LEAD_TIME, |previous| self.now.saturating_sub(previous))
+            .max(Duration::from_nanos(1));
+        let interval_count = (MIN_LEAD_TIME.as_secs_f64() / interval.as_secs_f64() - 0.5).ceil().max(0.0);
+        self.now + interval.mul_f64(interval_count + 0.5)
     }
 
     /// Whether this is the first safe point after a proposed time.
@@ -174,40 +176,46 @@ mod tests {
         #[test]
         fn ranks_merge_in_the_same_steps(
             step in 20u64..900,
-            apart in prop::collection::vec(0u64..10, 2..6),
+            delays in prop::collection::vec(0u64..10, 2..6),
             costs in 1usize..5,
         ) {
-            let (mut named, ranks) = (Duration::ZERO, apart.len());
-            let (mut served, mut before) = (vec![Duration::ZERO; ranks], vec![None; ranks]);
-            let mut rests = vec![0_usize; ranks];
-            let (mut torn, mut joint) = (0, 0);
-            for at in 1..200 {
+            let (mut proposed_merge_time, ranks) = (Duration::ZERO, delays.len());
+            let (mut last_merge_time, mut previous) = (vec![Duration::ZERO; ranks], vec![None; ranks]);
+            let mut pauses = vec![0_usize; ranks];
+            let (mut partial_merges, mut common_merges) = (0, 0);
+            for round in 1..200 {
                 let mut merged = 0;
                 for rank in 0..ranks {
-                    let now = ms(at * step + apart[rank]);
-                    let ready = rests[rank] == 0;
+                    let now = ms(round * step + delays[rank]);
+                    let can_merge_profitably = pauses[rank] == 0;
                     let point = SafePoint {
-                        now, previous: before[rank], proposed_merge_time: named, last_merge_time: served[rank], is_only_member: false, can_merge_profitably: ready, can_merge: true,
+                        now,
+                        previous: previous[rank],
+                        proposed_merge_time,
+                        last_merge_time: last_merge_time[rank],
+                        is_only_member: false,
+                        can_merge_profitably,
+                        can_merge: true,
                     };
-                    rests[rank] = rests[rank].saturating_sub(1);
+                    pauses[rank] = pauses[rank].saturating_sub(1);
                     match point.decide() {
                         MergeTurn::Merge => {
                             merged += 1;
-                            rests[rank] = costs * (rank + 3);
+                            pauses[rank] = costs * (rank + 3);
                         }
-                        MergeTurn::ProposeTime(moment) => named = moment,
+                        MergeTurn::ProposeTime(time) => proposed_merge_time = time,
                         MergeTurn::Continue => {}
                     }
                     if point.is_due() {
-                        served[rank] = named;
+                        last_merge_time[rank] = proposed_merge_time;
                     }
-                    before[rank] = Some(now);
+                    previous[rank] = Some(now);
                 }
-                joint += usize::from(merged == ranks);
-                torn += usize::from(at > 1 && merged != 0 && merged != ranks);
+                common_merges += usize::from(merged == ranks);
+                partial_merges += usize::from(round > 1 && merged != 0 && merged != ranks);
             }
-            prop_assert_eq!(torn, 0);
-            prop_assert!(joint > 4, "{joint} of 200");
+            prop_assert_eq!(partial_merges, 0);
+            prop_assert!(common_merges > 4, "{common_merges} of 200");
         }
     }
 }

@@ -60,8 +60,8 @@ fn stamp(now: Duration) -> u16 {
 
 /// Seconds from a stamp to `now`; 0 for later stamps.
 fn since(stamp: u16, now: u16) -> u16 {
-    let passed = now.wrapping_sub(stamp);
-    if passed > u16::MAX / 2 { 0 } else { passed }
+    let elapsed = now.wrapping_sub(stamp);
+    if elapsed > u16::MAX / 2 { 0 } else { elapsed }
 }
 
 impl PageNote {
@@ -112,8 +112,8 @@ impl PageNote {
         (self.unpaired_scans, self.changed_at_last_scan) = (0, false);
     }
 
-    /// The program declares that it is written again and again, and the note trusts that as if it had been observed. If
-    /// it is not merged, it is skipped for the maximum time; otherwise once it is found written.
+    /// The program declares that it rewrites the page often, and the note treats that as if it had been observed. If
+    /// the page is not merged, it is skipped for the maximum time; otherwise once it is found written.
     pub fn advise_rewritten(&mut self, now: Duration) {
         self.backoff_level = MAX_BACKOFF_LOG2_SECONDS;
         if !self.is_merged() {
@@ -152,20 +152,21 @@ impl PageNote {
 
     /// Record that a freed page of zeros was found read. Returns whether that is new.
     pub fn read(&mut self) -> bool {
-        let new = self.state == PageState::Merged;
-        if new {
+        let is_new = self.state == PageState::Merged;
+        if is_new {
             self.state = PageState::MergedAndRead;
         }
-        new
+        is_new
     }
 
     /// Record that it was found written since `previous_scan`. It lasted if it was merged for at least `min_lifetime`;
     /// if it did not last, it is skipped for twice as long as the last time. Returns whether it did not last, as far as
     /// known: rare scans cannot tell.
     pub fn record_cow_break(&mut self, now: Duration, previous_scan: Duration, min_lifetime: Duration) -> bool {
-        let (now, must_last) = (stamp(now), min_lifetime.as_secs().max(1));
-        let for_seconds = |until| u64::from(since(self.stamp_seconds, until));
-        let (lasted, short_lived) = (for_seconds(stamp(previous_scan)) >= must_last, for_seconds(now) < must_last);
+        let (now, min_seconds) = (stamp(now), min_lifetime.as_secs().max(1));
+        let merged_seconds = |until| u64::from(since(self.stamp_seconds, until));
+        let (lasted, short_lived) =
+            (merged_seconds(stamp(previous_scan)) >= min_seconds, merged_seconds(now) < min_seconds);
         if lasted {
             self.backoff_level = self.backoff_level.saturating_sub(1);
         } else if short_lived {
@@ -190,16 +191,16 @@ mod tests {
     /// Seconds for which a page is skipped that is merged as soon as possible and written a second later.
     fn backoff_seconds(rounds: usize) -> Vec<u64> {
         let (mut note, mut now) = (PageNote::default(), 0);
-        let mut waits = Vec::new();
+        let mut pauses = Vec::new();
         for _ in 0..rounds {
             note.record_merge(at(now));
             now += 1;
             note.record_cow_break(at(now), at(now), MUST_LAST);
-            let wait = (0..).find(|more| note.may_merge(at(now + more))).unwrap();
-            waits.push(wait);
-            now += wait;
+            let pause = (0..).find(|seconds| note.may_merge(at(now + seconds))).unwrap();
+            pauses.push(pause);
+            now += pause;
         }
-        waits
+        pauses
     }
 
     #[test]
@@ -216,11 +217,14 @@ mod tests {
         assert!(!note.may_merge(at(4)) && note.may_merge(at(5)));
         note.record_merge(at(5));
         assert!(note.is_merged());
-        let mut seldom = note;
+        let mut rarely_scanned = note;
         assert!(!note.record_cow_break(at(30), at(29), MUST_LAST));
         assert!(!note.may_merge(at(31)) && note.may_merge(at(32)), "two seconds, not eight");
-        assert!(!seldom.record_cow_break(at(30), at(5), MUST_LAST));
-        assert!(!seldom.may_merge(at(33)) && seldom.may_merge(at(34)), "no merge has scanned it meanwhile");
+        assert!(!rarely_scanned.record_cow_break(at(30), at(5), MUST_LAST));
+        assert!(
+            !rarely_scanned.may_merge(at(33)) && rarely_scanned.may_merge(at(34)),
+            "no merge has scanned it meanwhile"
+        );
     }
 
     #[test]
@@ -237,14 +241,14 @@ mod tests {
     #[test]
     fn unpaired_page_is_scanned_less_and_less_often() {
         let scan_seconds = |content: fn(u64) -> u16| {
-            let (mut note, mut looked) = (PageNote::default(), Vec::new());
+            let (mut note, mut scan_times) = (PageNote::default(), Vec::new());
             for now in 0..400 {
                 if note.may_merge(at(now)) {
                     note.record_unpaired_scan(at(now), content(now));
-                    looked.push(now);
+                    scan_times.push(now);
                 }
             }
-            looked
+            scan_times
         };
         assert_eq!(scan_seconds(|_| 7), [0, 1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 192, 256, 320, 384]);
         assert_eq!(
@@ -271,12 +275,12 @@ mod tests {
 
     #[test]
     fn program_advice_overrides_observation() {
-        let (mut lone, mut merged) = (PageNote::default(), PageNote::default());
+        let (mut unmerged, mut merged) = (PageNote::default(), PageNote::default());
         merged.record_merge(at(0));
-        for note in [&mut lone, &mut merged] {
+        for note in [&mut unmerged, &mut merged] {
             note.advise_rewritten(at(5));
         }
-        assert!(lone.is_rewritten(at(5)) && !lone.may_merge(at(4100)) && lone.may_merge(at(4101)));
+        assert!(unmerged.is_rewritten(at(5)) && !unmerged.may_merge(at(4100)) && unmerged.may_merge(at(4101)));
         assert!(merged.is_merged());
         merged.record_cow_break(at(10), at(9), MUST_LAST);
         assert!(!merged.may_merge(at(4105)) && merged.may_merge(at(4106)));

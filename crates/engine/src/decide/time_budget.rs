@@ -43,8 +43,8 @@ impl TimeBudget {
     /// slowed by `s / (t - s)`.
     pub fn available(&self, elapsed: Duration, is_profitable: bool) -> Option<Duration> {
         let share = self.max_slowdown?;
-        let counted = if is_profitable { elapsed.max(self.min_runtime) } else { elapsed };
-        let allowed = counted.mul_f64(share / (1.0 + share));
+        let run_time = if is_profitable { elapsed.max(self.min_runtime) } else { elapsed };
+        let allowed = run_time.mul_f64(share / (1.0 + share));
         Some(allowed.saturating_sub(self.spent))
     }
 }
@@ -55,11 +55,11 @@ const MAX_PAUSE: Duration = Duration::from_secs(60);
 
 /// Pause after a round of work, so that all rounds together use at most a share of one CPU. It doubles with each round
 /// in a row that found nothing to do.
-pub fn pause_after_round(took: Duration, cpu_share: f64, idle_rounds: u32) -> Duration {
+pub fn pause_after_round(time_spent: Duration, cpu_share: f64, idle_rounds: u32) -> Duration {
     let share = if cpu_share.is_nan() { 0.001 } else { cpu_share.clamp(0.001, 1.0) };
-    let rest = took.mul_f64(1.0 / share - 1.0).max(MIN_PAUSE);
-    let longer = (MIN_PAUSE * 2u32.saturating_pow(idle_rounds.min(16))).min(MAX_PAUSE);
-    rest.max(longer)
+    let share_pause = time_spent.mul_f64(1.0 / share - 1.0).max(MIN_PAUSE);
+    let backoff_pause = (MIN_PAUSE * 2u32.saturating_pow(idle_rounds.min(16))).min(MAX_PAUSE);
+    share_pause.max(backoff_pause)
 }
 
 /// A round of work: its cost to the program, and its net savings.
@@ -113,11 +113,11 @@ impl RoundBackoff {
         if promising_bytes >= self.min_gain {
             *self = Self { min_gain: self.min_gain, ..Self::default() };
         }
-        let worth = bytes_for_cpu_time(round.time_spent);
-        self.min_gain = worth.max(Bytes(self.min_gain.0 / 2));
-        let owed = self.net_debt.0.saturating_add(worth.0.cast_signed()).saturating_sub(round.net_gained.0);
-        self.net_debt = NetBytes(owed.clamp(0, MAX_DEBT_ROUNDS * self.min_gain.0.cast_signed()));
-        if owed <= 0 {
+        let cost = bytes_for_cpu_time(round.time_spent);
+        self.min_gain = cost.max(Bytes(self.min_gain.0 / 2));
+        let debt = self.net_debt.0.saturating_add(cost.0.cast_signed()).saturating_sub(round.net_gained.0);
+        self.net_debt = NetBytes(debt.clamp(0, MAX_DEBT_ROUNDS * self.min_gain.0.cast_signed()));
+        if debt <= 0 {
             (self.unprofitable_rounds, self.paused_until) = (0, now);
         } else if now >= self.paused_until {
             self.unprofitable_rounds = self.unprofitable_rounds.saturating_add(u32::from(round.is_complete));
@@ -210,57 +210,63 @@ mod tests {
     #[test]
     fn unprofitable_rounds_back_off_exponentially() {
         let ms = Duration::from_millis;
-        let (vain, mut rest, mut now) =
+        let (unprofitable, mut backoff, mut now) =
             (WorkRound { net_gained: NetBytes(0), ..PROFITABLE_ROUND }, RoundBackoff::default(), ms(1000));
-        assert!(rest.is_expired(Duration::ZERO, NO_BYTES) && rest.expects_profit(NO_BYTES), "before the first round");
-        rest.record_round(PROFITABLE_ROUND, now, NO_BYTES);
-        assert!(rest.is_expired(now, NO_BYTES) && rest.expects_profit(NO_BYTES));
-        rest.record_round(WorkRound { is_complete: false, ..vain }, now, NO_BYTES);
-        assert!(rest.is_expired(now, NO_BYTES), "memory that it did not reach may be profitable");
-        let waits = [400, 800, 1600, 3200, 6400, 12_800, 25_600, 51_200, 60_000, 60_000];
-        for wait in waits {
-            rest.record_round(vain, now, NO_BYTES);
-            rest.record_round(vain, now + ms(wait / 2), NO_BYTES);
-            assert!(!rest.is_expired(now + ms(wait - 1), Bytes(MIB.0 - 1)), "a round in the pause does not extend it");
-            assert!(!rest.expects_profit(NO_BYTES) && rest.expects_profit(MIB) && rest.is_expired(now, MIB));
-            now += ms(wait);
-            assert!(rest.is_expired(now, NO_BYTES));
-        }
-        rest.record_round(WorkRound { is_complete: false, ..vain }, now, NO_BYTES);
-        assert!(!rest.is_expired(now + ms(59_999), NO_BYTES), "the pause is as long as before");
-        rest.record_round(PROFITABLE_ROUND, now, MIB);
-        assert!(rest.is_expired(now, NO_BYTES), "new memory cancels the debt");
-        rest.record_round(vain, now, MIB);
         assert!(
-            !rest.is_expired(now + ms(399), NO_BYTES) && rest.is_expired(now + ms(400), NO_BYTES),
+            backoff.is_expired(Duration::ZERO, NO_BYTES) && backoff.expects_profit(NO_BYTES),
+            "before the first round"
+        );
+        backoff.record_round(PROFITABLE_ROUND, now, NO_BYTES);
+        assert!(backoff.is_expired(now, NO_BYTES) && backoff.expects_profit(NO_BYTES));
+        backoff.record_round(WorkRound { is_complete: false, ..unprofitable }, now, NO_BYTES);
+        assert!(backoff.is_expired(now, NO_BYTES), "memory that it did not reach may be profitable");
+        let pauses = [400, 800, 1600, 3200, 6400, 12_800, 25_600, 51_200, 60_000, 60_000];
+        for pause in pauses {
+            backoff.record_round(unprofitable, now, NO_BYTES);
+            backoff.record_round(unprofitable, now + ms(pause / 2), NO_BYTES);
+            assert!(
+                !backoff.is_expired(now + ms(pause - 1), Bytes(MIB.0 - 1)),
+                "a round in the pause does not extend it"
+            );
+            assert!(!backoff.expects_profit(NO_BYTES) && backoff.expects_profit(MIB) && backoff.is_expired(now, MIB));
+            now += ms(pause);
+            assert!(backoff.is_expired(now, NO_BYTES));
+        }
+        backoff.record_round(WorkRound { is_complete: false, ..unprofitable }, now, NO_BYTES);
+        assert!(!backoff.is_expired(now + ms(59_999), NO_BYTES), "the pause is as long as before");
+        backoff.record_round(PROFITABLE_ROUND, now, MIB);
+        assert!(backoff.is_expired(now, NO_BYTES), "new memory cancels the debt");
+        backoff.record_round(unprofitable, now, MIB);
+        assert!(
+            !backoff.is_expired(now + ms(399), NO_BYTES) && backoff.is_expired(now + ms(400), NO_BYTES),
             "as after the first unprofitable round"
         );
     }
 
     #[test]
     fn cheap_round_only_halves_min_gain() {
-        let mut rest = RoundBackoff::default();
-        let vain =
+        let mut backoff = RoundBackoff::default();
+        let unprofitable =
             |cost| WorkRound { time_spent: Duration::from_millis(cost), net_gained: NetBytes(0), is_complete: true };
-        rest.record_round(vain(40), Duration::ZERO, NO_BYTES);
-        assert!(rest.expects_profit(Bytes(4 << 20)) && !rest.expects_profit(Bytes(4 << 19)));
-        rest.record_round(vain(0), Duration::from_secs(1), NO_BYTES);
-        assert!(rest.expects_profit(Bytes(4 << 19)) && !rest.expects_profit(Bytes(4 << 18)));
+        backoff.record_round(unprofitable(40), Duration::ZERO, NO_BYTES);
+        assert!(backoff.expects_profit(Bytes(4 << 20)) && !backoff.expects_profit(Bytes(4 << 19)));
+        backoff.record_round(unprofitable(0), Duration::from_secs(1), NO_BYTES);
+        assert!(backoff.expects_profit(Bytes(4 << 19)) && !backoff.expects_profit(Bytes(4 << 18)));
     }
 
     #[test]
     fn alternating_gain_and_loss_is_not_profitable() {
-        let mut rest = RoundBackoff::default();
-        let at = |round: u64| Duration::from_secs(100 * round);
-        let rests: Vec<bool> = (0..8)
+        let mut backoff = RoundBackoff::default();
+        let time_of = |round: u64| Duration::from_secs(100 * round);
+        let is_paused: Vec<bool> = (0..8)
             .map(|round| {
-                let won = NetBytes(if round % 2 == 0 { 3 << 20 } else { -3 << 20 });
-                rest.record_round(WorkRound { net_gained: won, ..PROFITABLE_ROUND }, at(round), NO_BYTES);
-                !rest.is_expired(at(round), NO_BYTES)
+                let net_gained = NetBytes(if round % 2 == 0 { 3 << 20 } else { -3 << 20 });
+                backoff.record_round(WorkRound { net_gained, ..PROFITABLE_ROUND }, time_of(round), NO_BYTES);
+                !backoff.is_expired(time_of(round), NO_BYTES)
             })
             .collect();
-        assert_eq!(rests, [false, true, true, true, true, true, true, true]);
-        rest.record_round(WorkRound { net_gained: NetBytes(5 << 20), ..PROFITABLE_ROUND }, at(8), NO_BYTES);
-        assert!(rest.is_expired(at(8), NO_BYTES), "the debt is at most four rounds");
+        assert_eq!(is_paused, [false, true, true, true, true, true, true, true]);
+        backoff.record_round(WorkRound { net_gained: NetBytes(5 << 20), ..PROFITABLE_ROUND }, time_of(8), NO_BYTES);
+        assert!(backoff.is_expired(time_of(8), NO_BYTES), "the debt is at most four rounds");
     }
 }

@@ -148,8 +148,9 @@ impl ThreadState {
         })?;
         // `struct user_gcs` (6.13): features_enabled at 0. `sigreturn` would expect a token on that stack that only the
         // kernel can write.
-        let mut control = [0; 24];
-        if thread.read_register_set(NT_ARM_GCS, &mut control).is_ok() && control[0] & PR_SHADOW_STACK_ENABLE != 0 {
+        let mut gcs_header = [0; 24];
+        if thread.read_register_set(NT_ARM_GCS, &mut gcs_header).is_ok() && gcs_header[0] & PR_SHADOW_STACK_ENABLE != 0
+        {
             return Err(InjectError::Unsupported("it runs with a guarded control stack".to_owned()));
         }
         let mut vectors = [0; 528];
@@ -212,21 +213,21 @@ impl ThreadState {
         blocked_call: Option<&BlockedCall>,
     ) -> bool {
         let words = &mut self.registers.words;
-        let stops = [&INTERRUPTED_BY_STOP[..], &SOMETIMES_INTERRUPTED_BY_STOP].concat();
-        let Some(call) = blocked_call.filter(|call| stops.contains(&call.number)) else { return false };
-        let limited = match call.number {
+        let stop_sensitive_calls = [&INTERRUPTED_BY_STOP[..], &SOMETIMES_INTERRUPTED_BY_STOP].concat();
+        let Some(call) = blocked_call.filter(|call| stop_sensitive_calls.contains(&call.number)) else { return false };
+        let has_timeout = match call.number {
             22 => call.arguments[3] as i32 >= 0,
             137 => call.arguments[2] != 0,
             192 | 441 => call.arguments[3] != 0,
             4 | 292 => call.arguments[4] != 0,
             _ => false,
         };
-        let interrupted = words[0].cast_signed() == -i64::from(libc::EINTR)
+        let is_interrupted = words[0].cast_signed() == -i64::from(libc::EINTR)
             && u64::from(words[8] as u32) == call.number
             && words[1..6] == call.arguments[1..]
             && words[SP_INDEX] == call.stack_pointer
             && words[PC_INDEX] == call.return_address;
-        if !interrupted || limited {
+        if !is_interrupted || has_timeout {
             return false;
         }
         words[0] = call.arguments[0];
@@ -237,15 +238,17 @@ impl ThreadState {
     /// Whether the bytes are exactly one complete frame of [`ThreadState::build_frame`]. A frame of the kernel has
     /// another alternate stack and a signal number.
     pub fn is_own_frame(&self, bytes: &[u8], _sites: InjectionSites) -> bool {
-        let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_ne_bytes(at.try_into().expect("eight bytes")));
+        let word = |offset: usize| {
+            bytes.get(offset..offset + 8).map(|word| u64::from_ne_bytes(word.try_into().expect("eight bytes")))
+        };
         let end = RECORDS_OFFSET + FPSIMD_BYTES as usize;
         let end = match word(end) {
             Some(head) if head as u32 == SVE_MAGIC => end + (head >> 32) as usize,
             _ => end,
         };
         let vectors = u64::from(FPSIMD_MAGIC) | u64::from(FPSIMD_BYTES) << 32;
-        let parts = [(0, 0), (UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID), (RECORDS_OFFSET, vectors)];
-        parts.iter().all(|&(at, value)| word(at) == Some(value))
+        let expected_words = [(0, 0), (UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID), (RECORDS_OFFSET, vectors)];
+        expected_words.iter().all(|&(offset, value)| word(offset) == Some(value))
             && bytes.get(end..).is_some_and(|rest| rest.iter().all(|&byte| byte == 0))
     }
 
@@ -254,11 +257,11 @@ impl ThreadState {
         FRAME_BYTES
     }
 
-    /// The frame to write at `base`, 64-byte aligned. A thread that [`parked_registers`] puts at the stub then restores
-    /// this state and this signal mask by itself.
-    pub fn build_frame(&self, _base: u64, signal_mask: u64, _sites: InjectionSites) -> Vec<u8> {
+    /// The frame to write at `frame_address`, 64-byte aligned. A thread that [`parked_registers`] puts at the stub then
+    /// restores this state and this signal mask by itself.
+    pub fn build_frame(&self, _frame_address: u64, signal_mask: u64, _sites: InjectionSites) -> Vec<u8> {
         let mut bytes = vec![0; FRAME_BYTES];
-        let mut put = |at: usize, value: u64| bytes[at..at + 8].copy_from_slice(&value.to_ne_bytes());
+        let mut put = |offset: usize, value: u64| bytes[offset..offset + 8].copy_from_slice(&value.to_ne_bytes());
         put(UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID);
         put(SIGMASK_OFFSET, signal_mask);
         for (position, &word) in self.registers.words.iter().enumerate() {
@@ -272,12 +275,12 @@ impl ThreadState {
             // The record has the registers in the same layout as the register set. Of its header, the record has only
             // the vector length.
             let record = sve_record_bytes(&self.sve_registers);
-            let place = &mut bytes[RECORDS_OFFSET + FPSIMD_BYTES as usize..][..record];
-            place.copy_from_slice(&self.sve_registers[..record]);
-            place[..SVE_HEADER_BYTES].fill(0);
-            place[..4].copy_from_slice(&SVE_MAGIC.to_ne_bytes());
-            place[4..8].copy_from_slice(&(record as u32).to_ne_bytes());
-            place[8..10].copy_from_slice(&self.sve_registers[8..10]);
+            let target = &mut bytes[RECORDS_OFFSET + FPSIMD_BYTES as usize..][..record];
+            target.copy_from_slice(&self.sve_registers[..record]);
+            target[..SVE_HEADER_BYTES].fill(0);
+            target[..4].copy_from_slice(&SVE_MAGIC.to_ne_bytes());
+            target[4..8].copy_from_slice(&(record as u32).to_ne_bytes());
+            target[8..10].copy_from_slice(&self.sve_registers[8..10]);
         }
         bytes
     }
@@ -300,7 +303,7 @@ pub fn is_restart_code(result: i64) -> bool {
     matches!(result, ERESTARTSYS | ERESTARTNOINTR | ERESTARTNOHAND | ERESTART_RESTARTBLOCK)
 }
 
-/// Registers of a thread at the stub: the next instructions are `rt_sigreturn` of the frame at `base`.
+/// Registers of a thread at the stub: the next instructions are `rt_sigreturn` of the frame at `frame_address`.
 pub fn parked_registers(state: &ThreadState, frame_address: u64, sites: InjectionSites) -> Registers {
     let mut registers = state.registers;
     registers.words[PC_INDEX] = sites.sigreturn_stub;
@@ -325,7 +328,7 @@ pub fn is_at_sigreturn_entry(registers: &Registers, sites: InjectionSites) -> bo
 pub fn replace_call(
     thread: TracedThread,
     parked: &Registers,
-    _base: u64,
+    _frame_address: u64,
     sites: InjectionSites,
     number: i64,
     arguments: [u64; 6],
@@ -384,8 +387,8 @@ mod tests {
             assert!(
                 !state.is_own_frame(&frame[..RECORDS_OFFSET], TEST_SITES) && !state.is_own_frame(&[0; 4], TEST_SITES)
             );
-            let place = distinguishing_offset(&vec![0; frame.len()], &frame);
-            assert_eq!(frame[place..place + 8], SS_FLAGS_INVALID.to_ne_bytes());
+            let offset = distinguishing_offset(&vec![0; frame.len()], &frame);
+            assert_eq!(frame[offset..offset + 8], SS_FLAGS_INVALID.to_ne_bytes());
         }
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1004, true), (0x100c, true), (0x1010, false)] {
             let mut state = state_with_registers([0; 34]);
@@ -422,38 +425,38 @@ mod tests {
     #[test]
     fn only_waits_without_timeout_are_restarted() {
         let eintr = (-i64::from(libc::EINTR)).cast_unsigned();
-        let forever = u64::from(u32::MAX);
+        let no_timeout = u64::from(u32::MAX);
         let call = BlockedCall {
             number: 22,
-            arguments: [3, 4, 5, forever, 6, 8],
+            arguments: [3, 4, 5, no_timeout, 6, 8],
             stack_pointer: 0x7f00,
             return_address: 0x4004,
         };
         let mut words = [0; 34];
-        words[..9].copy_from_slice(&[eintr, 4, 5, forever, 6, 8, 0, 0, 22]);
+        words[..9].copy_from_slice(&[eintr, 4, 5, no_timeout, 6, 8, 0, 0, 22]);
         [words[SP_INDEX], words[PC_INDEX]] = [0x7f00, 0x4004];
-        let forgiven = |words: [u64; 34], call: Option<&BlockedCall>| {
+        let restarted = |words: [u64; 34], call: Option<&BlockedCall>| {
             let mut state = state_with_registers(words);
-            let forgiven = state.restart_interrupted_call(Duration::ZERO, |_| None, call);
-            assert_eq!(state.registers.words == words, !forgiven);
-            forgiven.then_some([state.registers.words[0], state.registers.words[PC_INDEX]])
+            let restarted = state.restart_interrupted_call(Duration::ZERO, |_| None, call);
+            assert_eq!(state.registers.words == words, !restarted);
+            restarted.then_some([state.registers.words[0], state.registers.words[PC_INDEX]])
         };
-        assert_eq!(forgiven(words, Some(&call)), Some([3, 0x4000]));
-        assert_eq!(forgiven(words, None), None);
+        assert_eq!(restarted(words, Some(&call)), Some([3, 0x4000]));
+        assert_eq!(restarted(words, None), None);
         // A different call, address or result is not restarted.
         for (register, value) in [(0, 1), (1, 9), (5, 9), (8, 21), (SP_INDEX, 0x7f10), (PC_INDEX, 0x4000)] {
             let mut words = words;
             words[register] = value;
-            assert_eq!(forgiven(words, Some(&call)), None, "{register}");
+            assert_eq!(restarted(words, Some(&call)), None, "{register}");
         }
-        let mut limited = words;
-        limited[3] = 50;
-        assert_eq!(forgiven(limited, Some(&BlockedCall { arguments: [3, 4, 5, 50, 6, 8], ..call })), None);
+        let mut with_timeout = words;
+        with_timeout[3] = 50;
+        assert_eq!(restarted(with_timeout, Some(&BlockedCall { arguments: [3, 4, 5, 50, 6, 8], ..call })), None);
         // read: a socket's timeout is not among its arguments.
         words[8] = 63;
-        assert_eq!(forgiven(words, Some(&BlockedCall { number: 63, ..call })), Some([3, 0x4000]));
+        assert_eq!(restarted(words, Some(&BlockedCall { number: 63, ..call })), Some([3, 0x4000]));
         // openat: other calls keep their result.
         words[8] = 56;
-        assert_eq!(forgiven(words, Some(&BlockedCall { number: 56, ..call })), None);
+        assert_eq!(restarted(words, Some(&BlockedCall { number: 56, ..call })), None);
     }
 }

@@ -244,10 +244,10 @@ fn visit_from_tracer_process<T: Send>(
         .map_err(VisitError::Unreachable)?
     {
         Err(VisitError::TracerDenied(_)) => {}
-        visited => return visited,
+        result => return result,
     }
-    let _stops = tracer::StopSignalDeferral::new();
-    let visited = std::thread::scope(|scope| {
+    let _deferral = tracer::StopSignalDeferral::new();
+    let result = std::thread::scope(|scope| {
         let name = "pagefold-inject".to_owned();
         let tracer = std::thread::Builder::new()
             .name(name)
@@ -255,7 +255,7 @@ fn visit_from_tracer_process<T: Send>(
         // Pass its panic on. The kernel has released the thread that it visited.
         tracer.map(|tracer| tracer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     });
-    visited.map_err(starting).map_err(VisitError::Unreachable)?
+    result.map_err(starting).map_err(VisitError::Unreachable)?
 }
 
 /// Stop one thread of `target`, let `work` make calls in it, and release it. Returns for how long it was stopped.
@@ -272,8 +272,8 @@ fn visit_thread<T>(
     ptrace::become_tracer();
     let thread = TracedThread::seize(tid).map_err(|error| match target.seize_error(tid, &error) {
         InjectError::Vanished => VisitError::TryAnotherThread(InjectError::Vanished),
-        InjectError::Denied(why) => VisitError::TracerDenied(InjectError::Denied(why)),
-        why => VisitError::Unreachable(why),
+        InjectError::Denied(error) => VisitError::TracerDenied(InjectError::Denied(error)),
+        error => VisitError::Unreachable(error),
     })?;
     fault::point("seized");
     // The TID may now belong to another process's thread. A traced thread keeps its TID.
@@ -290,36 +290,36 @@ fn visit_thread<T>(
         ptrace::pin_to_cpu(processor);
     }
     // Only now that the thread is traced: a signal handler would run only after a stop.
-    let waited = if arch::KEEPS_FIRST_ARGUMENT { None } else { target.blocked_call(tid) };
+    let blocked_call = if arch::KEEPS_FIRST_ARGUMENT { None } else { target.blocked_call(tid) };
     thread.interrupt().map_err(operation_failed("interrupting it")).map_err(VisitError::TryAnotherThread)?;
     fault::point("interrupted");
-    let (mut deadline, last) = (Instant::now() + stop_timeout, Instant::now() + STOP_TIMEOUT);
+    let (mut deadline, final_deadline) = (Instant::now() + stop_timeout, Instant::now() + STOP_TIMEOUT);
     loop {
         match wait_for_trap(thread, deadline) {
             // The thread is runnable, but has no CPU. If released now, a call that was interrupted already would end
             // with EINTR.
-            Err(InjectError::Busy(_)) if Instant::now() < last && target.is_runnable(tid) => {
-                deadline = last.min(Instant::now() + stop_timeout);
+            Err(InjectError::Busy(_)) if Instant::now() < final_deadline && target.is_runnable(tid) => {
+                deadline = final_deadline.min(Instant::now() + stop_timeout);
             }
-            waited => break waited.map_err(VisitError::TryAnotherThread)?,
+            result => break result.map_err(VisitError::TryAnotherThread)?,
         }
     }
-    let stopped = Instant::now();
+    let stopped_at = Instant::now();
     fault::point("stopped");
-    let parked = park_thread(target, tid, thread, waited.as_ref(), stopped).map_err(|why| {
+    let parked = park_thread(target, tid, thread, blocked_call.as_ref(), stopped_at).map_err(|error| {
         // Nothing else changed: only unused stack was written, or the call was set to restart.
         let _ = thread.detach();
-        match why {
-            InjectError::Unsupported(_) | InjectError::Vanished => VisitError::Unreachable(why),
-            _ => VisitError::TryAnotherThread(why),
+        match error {
+            InjectError::Unsupported(_) | InjectError::Vanished => VisitError::Unreachable(error),
+            _ => VisitError::TryAnotherThread(error),
         }
     })?;
     let outcome = work(&parked.thread);
     match parked.restore_and_detach() {
-        Ok(()) => Ok((outcome, stopped.elapsed())),
+        Ok(()) => Ok((outcome, stopped_at.elapsed())),
         // The calls were made. Their result does not depend on whether the process ended since.
-        Err(InjectError::Vanished) => Ok((outcome, stopped.elapsed())),
-        Err(why) => Err(VisitError::Unreachable(why)),
+        Err(InjectError::Vanished) => Ok((outcome, stopped_at.elapsed())),
+        Err(error) => Err(VisitError::Unreachable(error)),
     }
 }
 
@@ -328,18 +328,18 @@ struct ParkedThread<'a> {
     thread: StoppedThread<'a>,
     state: arch::ThreadState,
     signal_mask: u64,
-    /// The bytes that `base` on the stack must have afterwards.
+    /// The bytes that the stack must have at the frame's address afterwards.
     restored_stack: Vec<u8>,
 }
 
-/// The offset at which to read memory to find out whether `frame` was written over `before` in it: the first word that
-/// differs. If a killed tracer left the same frame, no word differs. Then it is the first word that is not zero, as
-/// untouched memory is.
+/// The offset at which to read memory to find out whether `frame` was written over `previous` in it: the first word
+/// that differs. If a killed tracer left the same frame, no word differs. Then it is the first word that is not zero,
+/// as untouched memory is.
 fn distinguishing_offset(previous: &[u8], frame: &[u8]) -> usize {
     let words = || previous.as_chunks::<8>().0.iter().zip(frame.as_chunks::<8>().0);
-    let changed = words().position(|(before, frame)| before != frame);
-    let place = changed.or_else(|| words().position(|(_, frame)| *frame != [0; 8]));
-    8 * place.expect("a frame has words that are not zero")
+    let changed_word = words().position(|(previous, frame)| previous != frame);
+    let word_index = changed_word.or_else(|| words().position(|(_, frame)| *frame != [0; 8]));
+    8 * word_index.expect("a frame has words that are not zero")
 }
 
 fn park_thread<'a>(
@@ -350,82 +350,74 @@ fn park_thread<'a>(
     stopped_at: Instant,
 ) -> Result<ParkedThread<'a>, InjectError> {
     let mut state = arch::ThreadState::capture(thread)?;
-    let read = |at: u64| {
+    let read = |address: u64| {
         let mut bytes = [0; 16];
-        target.read_if_present(&mut bytes, at).ok().map(|()| bytes)
+        target.read_if_present(&mut bytes, address).ok().map(|()| bytes)
     };
     // At once, because the thread may soon be released and refused.
     if state.restart_interrupted_call(ptrace::monotonic_time(), read, blocked_call) {
         arch::write_registers(thread, &state.registers).map_err(operation_failed("writing registers"))?;
     }
-    let home = target.verify_sites()?;
+    let sites = target.verify_sites()?;
     // Only after the stop: until then the thread runs its own code. Always: another thread may install a filter on it
     // at any time (SECCOMP_FILTER_FLAG_TSYNC).
-    let suspended = thread.suspend_seccomp();
+    let suspension = thread.suspend_seccomp();
     fault::point("seccomp suspended");
-    target.check_seccomp(tid, suspended.is_ok())?;
+    target.check_seccomp(tid, suspension.is_ok())?;
     if thread.dispatches_syscalls() {
         return Err(InjectError::Unsupported(
             "it dispatches its system calls itself (as emulators of Windows do)".to_owned(),
         ));
     }
-    let mask = thread.read_signal_mask().map_err(operation_failed("reading its signal mask"))?;
-    let sequence = match state.user_ip().and_then(|ip| Some((thread.rseq_address()?, ip))) {
+    let signal_mask = thread.read_signal_mask().map_err(operation_failed("reading its signal mask"))?;
+    let rseq_abort = match state.user_ip().and_then(|ip| Some((thread.rseq_address()?, ip))) {
         Some((rseq, ip)) => target.rseq_abort_address(rseq, ip),
         None => Ok(None),
     };
-    if let Ok(Some(abort)) = sequence {
+    if let Ok(Some(abort)) = rseq_abort {
         state.set_ip(abort);
     }
-    let bytes = state.max_frame_bytes().next_multiple_of(64) + ARGUMENT_SPACE_BYTES;
-    let stack::StackSpace { address: base, previous_bytes: before, restored_bytes: after } =
-        target.find_stack_space(tid, &state, bytes)?;
-    let frame = state.build_frame(base, mask, home);
+    let space_bytes = state.max_frame_bytes().next_multiple_of(64) + ARGUMENT_SPACE_BYTES;
+    let stack::StackSpace { address: frame_address, previous_bytes, restored_bytes } =
+        target.find_stack_space(tid, &state, space_bytes)?;
+    let frame = state.build_frame(frame_address, signal_mask, sites);
     // The open memory outlives an exec if another process shares it. It must still be this thread's memory: a write to
     // one must change the other.
-    let at = distinguishing_offset(&before, &frame);
-    let sees = |bytes: &[u8]| {
-        let word = thread.peek_word(base + at as u64);
-        word.is_ok_and(|word| bytes[at..].starts_with(&word.to_ne_bytes()))
+    let offset = distinguishing_offset(&previous_bytes, &frame);
+    let thread_sees = |bytes: &[u8]| {
+        let word = thread.peek_word(frame_address + offset as u64);
+        word.is_ok_and(|word| bytes[offset..].starts_with(&word.to_ne_bytes()))
     };
-    if !sees(&before) {
+    if !thread_sees(&previous_bytes) {
         return Err(InjectError::Vanished);
     }
-    target.memory.write_all_at(&frame, base).map_err(operation_failed("writing to its stack"))?;
+    target.memory.write_all_at(&frame, frame_address).map_err(operation_failed("writing to its stack"))?;
     fault::point("frame written");
     // Only now is it certain that its sequence was read from its own memory.
-    let refusal = if sees(&frame) { sequence.err() } else { Some(InjectError::Vanished) };
-    if let Some(why) = refusal {
+    let refusal = if thread_sees(&frame) { rseq_abort.err() } else { Some(InjectError::Vanished) };
+    if let Some(error) = refusal {
         // Restore with the mark. Otherwise each visit would leave less untouched stack to the owner of this memory.
-        target.memory.write_all_at(&after, base).map_err(operation_failed("restoring its stack"))?;
-        return Err(why);
+        target.memory.write_all_at(&restored_bytes, frame_address).map_err(operation_failed("restoring its stack"))?;
+        return Err(error);
     }
-    let parked = arch::parked_registers(&state, base, home);
-    arch::write_registers(thread, &parked).map_err(operation_failed("writing registers"))?;
+    let parked_registers = arch::parked_registers(&state, frame_address, sites);
+    arch::write_registers(thread, &parked_registers).map_err(operation_failed("writing registers"))?;
     fault::point("parked");
     thread.write_signal_mask(ALL_SIGNALS).map_err(operation_failed("blocking its signals"))?;
     fault::point("signals blocked");
-    let room = base + frame.len().next_multiple_of(64) as u64;
+    let argument_space = frame_address + frame.len().next_multiple_of(64) as u64;
     Ok(ParkedThread {
-        thread: StoppedThread {
-            target,
-            thread,
-            sites: home,
-            parked_registers: parked,
-            frame_address: base,
-            argument_space: room,
-            stopped_at,
-        },
+        thread: StoppedThread { target, thread, sites, parked_registers, frame_address, argument_space, stopped_at },
         state,
-        signal_mask: mask,
-        restored_stack: after,
+        signal_mask,
+        restored_stack: restored_bytes,
     })
 }
 
 impl ParkedThread<'_> {
     /// Restore everything and release the thread.
     fn restore_and_detach(self) -> Result<(), InjectError> {
-        let StoppedThread { target, thread, frame_address: base, .. } = self.thread;
+        let StoppedThread { target, thread, frame_address, .. } = self.thread;
         thread.interrupt().map_err(operation_failed("interrupting it"))?;
         fault::point("interrupted to leave");
         thread.resume(0).map_err(operation_failed("resuming it"))?;
@@ -438,7 +430,10 @@ impl ParkedThread<'_> {
         fault::point("registers restored");
         // From here the thread does not need the frame. Leaving it there would do no harm, because that stack is
         // unused.
-        target.memory.write_all_at(&self.restored_stack, base).map_err(operation_failed("restoring its stack"))?;
+        target
+            .memory
+            .write_all_at(&self.restored_stack, frame_address)
+            .map_err(operation_failed("restoring its stack"))?;
         fault::point("stack restored");
         thread.detach().map_err(operation_failed("releasing it"))?;
         fault::point("let go");
@@ -459,26 +454,26 @@ pub fn with_stopped_thread<T: Send>(
 ) -> Result<(T, Duration), InjectError> {
     let lock = target.lock()?;
     let mut work = Some(work);
-    let mut once = |inside: &StoppedThread<'_>| (work.take().expect("a thread is visited once"))(inside);
-    let mut why = InjectError::Vanished;
+    let mut visit_once = |thread: &StoppedThread<'_>| (work.take().expect("a thread is visited once"))(thread);
+    let mut last_error = InjectError::Vanished;
     // Threads are listed only if the preferred one fails, because listing reads files of many threads.
-    let mut listed = false;
-    let mut waiting: VecDeque<_> = target.preferred_thread().into_iter().collect();
+    let mut has_listed_threads = false;
+    let mut untried: VecDeque<_> = target.preferred_thread().into_iter().collect();
     loop {
-        let Some((tid, patience)) = waiting.pop_front() else {
-            if listed {
-                return Err(why);
+        let Some((tid, stop_timeout)) = untried.pop_front() else {
+            if has_listed_threads {
+                return Err(last_error);
             }
-            (listed, waiting) = (true, target.candidate_threads()?.into());
+            (has_listed_threads, untried) = (true, target.candidate_threads()?.into());
             continue;
         };
         fault::point("thread chosen");
-        let visited = visit_from_tracer_process(target, tid, patience, &lock, &mut once);
-        target.note_visit(tid, visited.is_ok());
-        match visited {
+        let result = visit_from_tracer_process(target, tid, stop_timeout, &lock, &mut visit_once);
+        target.note_visit(tid, result.is_ok());
+        match result {
             Ok((outcome, stopped)) => return outcome.map(|outcome| (outcome, stopped)),
             Err(VisitError::Unreachable(error) | VisitError::TracerDenied(error)) => return Err(error),
-            Err(VisitError::TryAnotherThread(error)) => why = error,
+            Err(VisitError::TryAnotherThread(error)) => last_error = error,
         }
     }
 }
@@ -491,8 +486,8 @@ mod tests {
     fn distinguishing_offset_is_the_first_changed_word() {
         let words = |words: [u64; 3]| words.map(u64::to_ne_bytes).concat();
         let frame = words([0, 7, 8]);
-        for (before, place) in [([0, 0, 0], 8), ([5, 5, 5], 0), ([0, 7, 0], 16), ([0, 7, 8], 8)] {
-            assert_eq!(distinguishing_offset(&[words(before), vec![1; 8]].concat(), &frame), place, "{before:?}");
+        for (previous, offset) in [([0, 0, 0], 8), ([5, 5, 5], 0), ([0, 7, 0], 16), ([0, 7, 8], 8)] {
+            assert_eq!(distinguishing_offset(&[words(previous), vec![1; 8]].concat(), &frame), offset, "{previous:?}");
         }
     }
 }

@@ -69,9 +69,9 @@ fn sigchld_set() -> libc::sigset_t {
 /// caller must check the state again.
 fn sleep_until_sigchld(timeout: Duration) {
     let set = sigchld_set();
-    let longest = libc::timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos() as _ };
-    // SAFETY: `set` and `longest` are valid; signal information is not requested.
-    unsafe { libc::sigtimedwait(&raw const set, std::ptr::null_mut(), &raw const longest) };
+    let max_wait = libc::timespec { tv_sec: 0, tv_nsec: timeout.subsec_nanos() as _ };
+    // SAFETY: `set` and `max_wait` are valid; signal information is not requested.
+    unsafe { libc::sigtimedwait(&raw const set, std::ptr::null_mut(), &raw const max_wait) };
 }
 
 /// The time since a fixed moment in the past, the same for all processes (CLOCK_MONOTONIC).
@@ -161,8 +161,8 @@ impl TracedThread {
     /// `request` and `address` say. Memory of the tracee is not memory of this process.
     unsafe fn request_with_buffer(self, request: u32, address: usize, buffer: *mut c_void) -> io::Result<()> {
         // SAFETY: the caller vouches for `buffer`; the other arguments are numbers.
-        let answer = unsafe { libc::ptrace(request as _, self.0, address, buffer) };
-        if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
+        let result = unsafe { libc::ptrace(request as _, self.0, address, buffer) };
+        if result == -1 { Err(io::Error::last_os_error()) } else { Ok(()) }
     }
 
     /// A word of the thread's current memory. After an exec that is another memory than before.
@@ -170,8 +170,8 @@ impl TracedThread {
         let mut word: libc::c_ulong = 0;
         // SAFETY: the kernel writes one word to `word`. The C library's wrapper would return the word itself, and an
         // error could not be distinguished from it.
-        let answer = unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_PEEKDATA, self.0, address, &raw mut word) };
-        if answer == -1 { Err(io::Error::last_os_error()) } else { Ok(word) }
+        let result = unsafe { libc::syscall(libc::SYS_ptrace, libc::PTRACE_PEEKDATA, self.0, address, &raw mut word) };
+        if result == -1 { Err(io::Error::last_os_error()) } else { Ok(word) }
     }
 
     /// Make the thread trap before it next returns to user mode.
@@ -239,10 +239,10 @@ impl TracedThread {
         let mut dispatch = SyscallUserDispatch::default();
         let size = size_of::<SyscallUserDispatch>();
         // SAFETY: the kernel writes at most `size` bytes, and any bytes are a valid state.
-        let known =
+        let result =
             unsafe { self.request_with_buffer(PTRACE_GET_SYSCALL_USER_DISPATCH, size, (&raw mut dispatch).cast()) };
         // A kernel that does not report it (before 6.4) may still have it. Only emulators of other systems use it.
-        known.is_ok() && dispatch.mode != 0
+        result.is_ok() && dispatch.mode != 0
     }
 
     /// Wait until the thread reports a stop, at most until `deadline`.
@@ -255,8 +255,8 @@ impl TracedThread {
             tracer::restart_watchdog();
             let mut status = 0;
             // SAFETY: `status` is a valid place for the status.
-            let answer = unsafe { libc::waitpid(self.0, &raw mut status, libc::__WALL | libc::WNOHANG) };
-            match answer {
+            let result = unsafe { libc::waitpid(self.0, &raw mut status, libc::__WALL | libc::WNOHANG) };
+            match result {
                 0 => {}
                 -1 => match Errno::from_io_error(&io::Error::last_os_error()) {
                     Some(Errno::INTR) => {}

@@ -113,12 +113,12 @@ fn query_mapping(maps: &File, address: u64) -> Result<Option<StackMapping>, Errn
 
 /// The mapping that covers an address, or the next above it, in the text of `maps`.
 fn find_listed_mapping(maps: &str, address: u64) -> Option<StackMapping> {
-    let found = maps.lines().filter_map(parse_maps_line).find(|found| found.end > address)?;
+    let mapping = maps.lines().filter_map(parse_maps_line).find(|mapping| mapping.end > address)?;
     Some(StackMapping {
-        start: found.start,
-        end: found.end,
-        is_writable: found.permissions.starts_with("rw"),
-        is_private_anonymous: found.inode == 0 && found.permissions.ends_with('p'),
+        start: mapping.start,
+        end: mapping.end,
+        is_writable: mapping.permissions.starts_with("rw"),
+        is_private_anonymous: mapping.inode == 0 && mapping.permissions.ends_with('p'),
     })
 }
 
@@ -143,13 +143,13 @@ impl MainStack {
         end: u64,
         mapping_at: impl Fn(u64) -> Result<Option<StackMapping>, Errno>,
     ) -> Result<Option<Self>, Errno> {
-        let covering = |address: u64| Ok(mapping_at(address)?.filter(|piece| piece.start <= address));
+        let mapping_covering = |address: u64| Ok(mapping_at(address)?.filter(|mapping| mapping.start <= address));
         // Memory of a file may have to be read from disk while a thread is stopped (`InjectTarget::read_if_present`).
-        let usable = |piece: &StackMapping| piece.is_writable && piece.is_private_anonymous;
-        let Some(piece) = covering(end - 1)?.filter(usable) else { return Ok(None) };
-        let mut stack = Self { start: piece.start, end: piece.end, is_split: false };
+        let is_usable = |mapping: &StackMapping| mapping.is_writable && mapping.is_private_anonymous;
+        let Some(mapping) = mapping_covering(end - 1)?.filter(is_usable) else { return Ok(None) };
+        let mut stack = Self { start: mapping.start, end: mapping.end, is_split: false };
         for _ in 0..MAX_STACK_MAPPINGS {
-            match covering(stack.start - 1)? {
+            match mapping_covering(stack.start - 1)? {
                 None | Some(StackMapping { is_private_anonymous: false, .. }) => return Ok(Some(stack)),
                 Some(StackMapping { is_writable: false, .. }) => return Ok(None),
                 Some(StackMapping { start, .. }) => (stack.start, stack.is_split) = (start, true),
@@ -166,16 +166,16 @@ impl MainStack {
 /// Run `grow` with a stack limit of this process of `limit_bytes`, or as much of it as is allowed. The kernel uses this
 /// limit, not the target's, when it decides how far another process's stack may grow (mm/vma.c, `acct_stack_growth`).
 fn with_stack_limit<T>(limit_bytes: u64, grow: impl FnOnce() -> T) -> T {
-    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    static STACK_LIMIT_LOCK: Mutex<()> = Mutex::new(());
+    let _guard = STACK_LIMIT_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_STACK) else { return grow() };
-    let raised = limit_bytes > soft && setrlimit(Resource::RLIMIT_STACK, limit_bytes.min(hard), hard).is_ok();
-    let grown = grow();
-    if raised {
+    let is_raised = limit_bytes > soft && setrlimit(Resource::RLIMIT_STACK, limit_bytes.min(hard), hard).is_ok();
+    let result = grow();
+    if is_raised {
         // The soft limit is not above the hard limit, which has not changed.
         let _ = setrlimit(Resource::RLIMIT_STACK, soft, hard);
     }
-    grown
+    result
 }
 
 /// Space on a stack.
@@ -194,9 +194,9 @@ fn repeat_page_mark(bytes: usize) -> Vec<u8> {
 
 impl InjectTarget {
     fn find_main_stack(&self) -> Result<MainStack, InjectError> {
-        let none =
+        let no_stack_error =
             || InjectError::Unsupported("it has no main stack that is readable and writable throughout".to_owned());
-        let end = self.stack_end.ok_or_else(none)?;
+        let end = self.stack_end.ok_or_else(no_stack_error)?;
         let stack = match MainStack::ending_at(end, |address| query_mapping(&self.maps, address)) {
             Ok(stack) => stack,
             Err(Errno::ESRCH) => return Err(InjectError::Vanished),
@@ -205,7 +205,7 @@ impl InjectTarget {
                 MainStack::ending_at(end, |address| Ok(find_listed_mapping(&listing, address))).ok().flatten()
             }
         };
-        stack.ok_or_else(none)
+        stack.ok_or_else(no_stack_error)
     }
 
     /// Whether nothing is mapped from an address up to the stack.
@@ -233,21 +233,23 @@ impl InjectTarget {
         let stack_pointer = state.stack_pointer();
         let stack = self.find_main_stack()?;
         let on_stack = stack.contains(stack_pointer);
-        let top = match on_stack {
+        let upper_limit = match on_stack {
             true => stack_pointer - arch::RED_ZONE_BYTES,
             false if tid == self.pid => stack.end,
             false => self.limit_below_main_thread(stack)?,
         };
-        if let Some(room) = self.find_untouched_space(stack, top, state, bytes.next_multiple_of(page_size()))? {
-            return Ok(room);
+        if let Some(space) =
+            self.find_untouched_space(stack, upper_limit, state, bytes.next_multiple_of(page_size()))?
+        {
+            return Ok(space);
         }
         if !on_stack || stack.is_split {
             return Err(InjectError::Unsupported("its main stack is full".to_owned()));
         }
-        let base = top.saturating_sub(bytes as u64) & !63;
-        let found =
+        let base = upper_limit.saturating_sub(bytes as u64) & !63;
+        let content =
             self.read_memory(base, bytes).map_err(|_| InjectError::Unsupported("its main stack is full".to_owned()))?;
-        Ok(StackSpace { address: base, previous_bytes: found.clone(), restored_bytes: found })
+        Ok(StackSpace { address: base, previous_bytes: content.clone(), restored_bytes: content })
     }
 
     /// Space of this many bytes, in whole pages, below all touched pages and below `upper_limit`.
@@ -259,32 +261,34 @@ impl InjectTarget {
         bytes: usize,
     ) -> Result<Option<StackSpace>, InjectError> {
         let len = bytes as u64;
-        let room = |base, before| {
-            Ok(Some(StackSpace { address: base, previous_bytes: before, restored_bytes: repeat_page_mark(bytes) }))
+        let space_at = |base, previous_bytes| {
+            Ok(Some(StackSpace { address: base, previous_bytes, restored_bytes: repeat_page_mark(bytes) }))
         };
-        let reach = stack.start..stack.end.min(stack.start + SEARCHED_STACK_BYTES);
+        let searched = stack.start..stack.end.min(stack.start + SEARCHED_STACK_BYTES);
         let mut touched = Vec::new();
-        pagemap::scan_mapped(&self.pagemap, reach.clone(), pagemap::RangeContents::Anything, |range| {
+        pagemap::scan_mapped(&self.pagemap, searched.clone(), pagemap::RangeContents::Anything, |range| {
             touched.extend((range.start..range.end).step_by(page_size()))
         })
         .map_err(operation_failed("reading which pages of its stack are in use"))?;
-        let is_marked =
-            |page: u64| self.read_memory(page, page_size()).is_ok_and(|found| found == repeat_page_mark(page_size()));
+        let is_marked = |page: u64| {
+            self.read_memory(page, page_size()).is_ok_and(|content| content == repeat_page_mark(page_size()))
+        };
         let is_touched = |page: u64| touched.contains(&page);
-        let is_free = |page: u64| if is_touched(page) { is_marked(page) } else { !stack.is_split };
-        let used = reach.clone().step_by(page_size()).find(|&page| !is_free(page)).unwrap_or(reach.end);
+        let is_free =
+            |page_address: u64| if is_touched(page_address) { is_marked(page_address) } else { !stack.is_split };
+        let first_used = searched.clone().step_by(page_size()).find(|&page| !is_free(page)).unwrap_or(searched.end);
         // If possible with the same size again below it. There the kernel writes the frame of a signal that arrives
         // after the tracer has ended, and the stack need not grow for it.
         for base in [stack.start + len, stack.start] {
-            if base + len <= used.min(upper_limit) {
+            if base + len <= first_used.min(upper_limit) {
                 let is_new = !(base..base + len).step_by(page_size()).any(is_touched);
-                let before = if is_new { Ok(vec![0; bytes]) } else { self.read_memory(base, bytes) };
-                return room(base, before.map_err(operation_failed("reading its stack"))?);
+                let previous_bytes = if is_new { Ok(vec![0; bytes]) } else { self.read_memory(base, bytes) };
+                return space_at(base, previous_bytes.map_err(operation_failed("reading its stack"))?);
             }
             if base + len <= upper_limit && (base..base + len).step_by(page_size()).all(is_touched) {
-                let found = self.read_memory(base, bytes).map_err(operation_failed("reading its stack"))?;
-                if self.is_abandoned_frame(&found, state) {
-                    return room(base, found);
+                let content = self.read_memory(base, bytes).map_err(operation_failed("reading its stack"))?;
+                if self.is_abandoned_frame(&content, state) {
+                    return space_at(base, content);
                 }
             }
         }
@@ -299,18 +303,18 @@ impl InjectTarget {
         let limit = stack.end - base + page;
         let zeros =
             self.read_memory(base, bytes).or_else(|_| with_stack_limit(limit, || self.read_memory(base, bytes)));
-        zeros.map_or(Ok(None), |zeros| room(base, zeros))
+        zeros.map_or(Ok(None), |zeros| space_at(base, zeros))
     }
 
     fn read_memory(&self, base: u64, bytes: usize) -> io::Result<Vec<u8>> {
-        let mut found = vec![0; bytes];
-        self.memory.read_exact_at(&mut found, base).map(|()| found)
+        let mut content = vec![0; bytes];
+        self.memory.read_exact_at(&mut content, base).map(|()| content)
     }
 
     /// Whether these bytes are the unused frame of a killed tracer: the only thread is here and not executing
     /// `sigreturn` with it.
-    fn is_abandoned_frame(&self, found: &[u8], state: &arch::ThreadState) -> bool {
-        state.is_own_frame(found, self.sites)
+    fn is_abandoned_frame(&self, content: &[u8], state: &arch::ThreadState) -> bool {
+        state.is_own_frame(content, self.sites)
             && !arch::may_be_in_sigreturn(&state.registers, self.sites)
             && read_text(&self.directory, "status").is_ok_and(|status| status_number(&status, "Threads") == Some(1))
     }
@@ -318,19 +322,19 @@ impl InjectTarget {
     /// Whether another thread than the main one can currently be stopped and leave this many bytes.
     pub(super) fn leaves_main_thread_space(&self, bytes: u64) -> bool {
         self.find_main_stack()
-            .is_ok_and(|stack| self.limit_below_main_thread(stack).is_ok_and(|top| stack.start + bytes <= top))
+            .is_ok_and(|stack| self.limit_below_main_thread(stack).is_ok_and(|limit| stack.start + bytes <= limit))
     }
 
     /// The highest address that the main thread, which is not stopped, does not reach.
     fn limit_below_main_thread(&self, stack: MainStack) -> Result<u64, InjectError> {
-        let main = format!("task/{}", self.pid);
-        let stat = read_text(&self.directory, &format!("{main}/stat"))?;
+        let main_thread = format!("task/{}", self.pid);
+        let stat = read_text(&self.directory, &format!("{main_thread}/stat"))?;
         if stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with(['Z', 'X'])) {
             return Ok(stack.end);
         }
-        let call = read_text(&self.directory, &format!("{main}/syscall"))?;
+        let syscall_line = read_text(&self.directory, &format!("{main_thread}/syscall"))?;
         let pointer =
-            blocked_stack_pointer(&call).ok_or_else(|| InjectError::Busy("its main thread runs".to_owned()))?;
+            blocked_stack_pointer(&syscall_line).ok_or_else(|| InjectError::Busy("its main thread runs".to_owned()))?;
         if !stack.contains(pointer) {
             return Err(InjectError::Busy("its main thread is elsewhere than on its main stack".to_owned()));
         }
@@ -379,17 +383,17 @@ mod tests {
         let whole = MainStack { start: 0x4000, end: 0x9000, is_split: false };
         let gap = "1000-3000 rw-p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(gap), Some(whole));
-        let pieces = "1000-2000 rw-p 00000000 00:00 0\n3000-5000 rw-p 00000000 00:00 0\n\
+        let split = "1000-2000 rw-p 00000000 00:00 0\n3000-5000 rw-p 00000000 00:00 0\n\
                       5000-8000 rw-p 00000000 00:00 0    [stack]\n8000-9000 rw-p 00000000 00:00 0\n";
-        assert_eq!(stack(pieces), Some(MainStack { start: 0x3000, end: 0x8000, is_split: true }));
+        assert_eq!(stack(split), Some(MainStack { start: 0x3000, end: 0x8000, is_split: true }));
         let file = "2000-4000 rw-p 00000000 08:01 77    /a/file\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(file), Some(whole));
         let replaced = "4000-9000 rw-p 00000000 08:01 77    [stack]\n";
         assert_eq!(stack(replaced), None);
         let guard = "3000-4000 ---p 00000000 00:00 0\n4000-9000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(guard), None);
-        let piece = |number: u64| format!("{:x}-{:x} rw-p 00000000 00:00 0\n", number << 12, (number + 1) << 12);
-        let many = (1..=MAX_STACK_MAPPINGS as u64 + 1).map(piece).collect::<String>()
+        let mapping_line = |number: u64| format!("{:x}-{:x} rw-p 00000000 00:00 0\n", number << 12, (number + 1) << 12);
+        let many = (1..=MAX_STACK_MAPPINGS as u64 + 1).map(mapping_line).collect::<String>()
             + "42000-43000 rw-p 00000000 00:00 0    [stack]\n";
         assert_eq!(stack(&many), None);
         assert!(stack(&many[many.find('\n').expect("lines") + 1..].replacen("2000-3000", "2800-3000", 1)).is_none());

@@ -89,8 +89,8 @@ pub(super) fn parse_maps_line(line: &str) -> Option<MapsLine<'_>> {
     let permissions = fields.next()?;
     let inode = fields.nth(2)?.parse().ok()?;
     let name = fields.next().unwrap_or_default().trim_start();
-    let address = |text| u64::from_str_radix(text, 16).ok();
-    Some(MapsLine { start: address(start)?, end: address(end)?, permissions, inode, name })
+    let parse_address = |text| u64::from_str_radix(text, 16).ok();
+    Some(MapsLine { start: parse_address(start)?, end: parse_address(end)?, permissions, inode, name })
 }
 
 /// A system call in which a thread waits.
@@ -157,7 +157,7 @@ impl InjectTarget {
             return Err(InjectError::Unsupported("it runs with a shadow stack".to_owned()));
         }
         // Open its memory first: the memory of the stopped thread is compared with it (`park_thread`).
-        let look = || {
+        let open_and_search = || {
             let memory = openat(&directory, "mem", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map(File::from);
             let memory = memory.map_err(|errno| match errno {
                 Errno::NOENT | Errno::SRCH => InjectError::Vanished,
@@ -167,25 +167,25 @@ impl InjectTarget {
                 _ => InjectError::Failed(format!("opening its memory: {errno}")),
             })?;
             let listing = read_text(&directory, "maps")?;
-            let home = find_injection_sites(&memory, &listing)?;
-            Ok((memory, listing, home))
+            let sites = find_injection_sites(&memory, &listing)?;
+            Ok((memory, listing, sites))
         };
-        let (memory, listing, home) = match look() {
+        let (memory, listing, sites) = match open_and_search() {
             // The process may have called exec in between, so that memory and listing belong to different programs. Or
             // it is still in exec, and not all code is mapped.
             Err(InjectError::Unsupported(_)) => {
                 std::thread::sleep(EXEC_MAPPING_DELAY);
-                look()
+                open_and_search()
             }
-            looked => looked,
+            result => result,
         }?;
-        let held = |name: &str| {
+        let open_file = |name: &str| {
             let file = openat(&directory, name, OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty());
             file.map(File::from).map_err(|_| InjectError::Vanished)
         };
-        let (maps, pagemap) = (held("maps")?, held("pagemap")?);
-        let (stack_end, visited) = (stack::main_stack_end(&listing), AtomicI32::new(0));
-        Ok(Self { directory, pid, memory, maps, pagemap, stack_end, sites: home, last_visited_tid: visited })
+        let (maps, pagemap) = (open_file("maps")?, open_file("pagemap")?);
+        let (stack_end, last_visited_tid) = (stack::main_stack_end(&listing), AtomicI32::new(0));
+        Ok(Self { directory, pid, memory, maps, pagemap, stack_end, sites, last_visited_tid })
     }
 
     /// Take the lock for a visit. Only a lock of another Pagefold process is waited for.
@@ -193,7 +193,7 @@ impl InjectTarget {
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         let file =
             openat(&self.directory, "maps", flags, Mode::empty()).map(File::from).map_err(|_| InjectError::Vanished)?;
-        let begun = Instant::now();
+        let start = Instant::now();
         let mut holder = None;
         loop {
             match flock(&file, FlockOperation::NonBlockingLockExclusive) {
@@ -201,8 +201,8 @@ impl InjectTarget {
                 Err(Errno::WOULDBLOCK) => {}
                 Err(errno) => return Err(operation_failed("locking it")(errno.into())),
             }
-            let expired = begun.elapsed() > LOCK_TIMEOUT;
-            if holder.is_none() || expired {
+            let is_expired = start.elapsed() > LOCK_TIMEOUT;
+            if holder.is_none() || is_expired {
                 let locks = std::fs::read_to_string("/proc/locks").unwrap_or_default();
                 holder = file.metadata().ok().and_then(|file| flock_holder(&locks, file.dev(), file.ino()));
             }
@@ -216,7 +216,7 @@ impl InjectTarget {
                     let _ = ofd_lock::lock_for_reading(&file);
                     return Ok(VisitLock { maps: file, is_exclusive: false });
                 }
-                _ if !expired => std::thread::sleep(Duration::from_millis(1)),
+                _ if !is_expired => std::thread::sleep(Duration::from_millis(1)),
                 Some(pid) => {
                     return Err(InjectError::Busy(format!("process {pid} has locked /proc/{}/maps", self.pid)));
                 }
@@ -229,11 +229,11 @@ impl InjectTarget {
     pub(super) fn tracer_of_other_thread(&self, tid: i32) -> Option<u32> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let entries = Dir::new(openat(&self.directory, "task", flags, Mode::empty()).ok()?).ok()?;
-        let mut others = entries.flatten().filter_map(|entry| {
-            let other: i32 = entry.file_name().to_str().ok()?.parse().ok()?;
-            (other != tid).then(|| read_text(&self.directory, &format!("task/{other}/status")).ok())?
+        let mut statuses = entries.flatten().filter_map(|entry| {
+            let other_tid: i32 = entry.file_name().to_str().ok()?.parse().ok()?;
+            (other_tid != tid).then(|| read_text(&self.directory, &format!("task/{other_tid}/status")).ok())?
         });
-        others.find_map(|status| status_number(&status, "TracerPid").filter(|&tracer| tracer != 0))
+        statuses.find_map(|status| status_number(&status, "TracerPid").filter(|&tracer| tracer != 0))
     }
 
     /// The thread to try before listing others: the last visited thread, at first the main one. None for a process with
@@ -247,16 +247,17 @@ impl InjectTarget {
     }
 
     /// Record which thread was visited, or that the visit failed.
-    pub(super) fn note_visit(&self, tid: i32, visited: bool) {
-        self.last_visited_tid.store(if visited { tid } else { 0 }, Ordering::Relaxed);
+    pub(super) fn note_visit(&self, tid: i32, succeeded: bool) {
+        self.last_visited_tid.store(if succeeded { tid } else { 0 }, Ordering::Relaxed);
     }
 
     /// The threads to try, with the stop timeout of each: the main thread first. Threads that have ended are left out.
     pub(super) fn candidate_threads(&self) -> Result<Vec<(i32, Duration)>, InjectError> {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
-        let handle = openat(&self.directory, "task", flags, Mode::empty()).map_err(|_| InjectError::Vanished)?;
+        let task_directory =
+            openat(&self.directory, "task", flags, Mode::empty()).map_err(|_| InjectError::Vanished)?;
         let mut threads = Vec::new();
-        for entry in Dir::new(handle).map_err(|_| InjectError::Vanished)?.flatten() {
+        for entry in Dir::new(task_directory).map_err(|_| InjectError::Vanished)?.flatten() {
             if let Some(tid) = entry.file_name().to_str().ok().and_then(|name| name.parse().ok()) {
                 threads.push(tid);
             }
@@ -265,26 +266,28 @@ impl InjectTarget {
             }
         }
         // A thread whose call would end early by a stop is used only if there is no other.
-        let spared = |tid| {
+        let is_last_resort = |tid| {
             self.is_in_stop_sensitive_call(tid)
                 && (tid != self.pid || self.leaves_main_thread_space(4 * ARGUMENT_SPACE_BYTES as u64))
         };
-        threads.sort_by_cached_key(|&tid: &i32| (spared(tid), tid != self.pid, tid));
+        threads.sort_by_cached_key(|&tid: &i32| (is_last_resort(tid), tid != self.pid, tid));
         threads.retain(|tid| {
             let status = read_text(&self.directory, &format!("task/{tid}/status")).unwrap_or_default();
             status_field(&status, "State").is_some() && !has_ended(&status)
         });
         // The main thread is always included: other threads need more of its stack.
-        if let Some(main) = threads.iter().position(|&tid| tid == self.pid).filter(|&main| main >= MAX_THREADS_TRIED) {
-            threads.swap(main, MAX_THREADS_TRIED - 1);
+        if let Some(main_index) =
+            threads.iter().position(|&tid| tid == self.pid).filter(|&main_index| main_index >= MAX_THREADS_TRIED)
+        {
+            threads.swap(main_index, MAX_THREADS_TRIED - 1);
         }
         threads.truncate(MAX_THREADS_TRIED);
         if threads.is_empty() {
             return Err(InjectError::Vanished);
         }
-        let round = |patience| threads.iter().map(move |&tid| (tid, patience));
-        let first = if threads.len() > 1 { Some(FIRST_STOP_TIMEOUT) } else { None };
-        Ok(first.into_iter().chain([RETRY_STOP_TIMEOUT]).flat_map(round).collect())
+        let round = |stop_timeout| threads.iter().map(move |&tid| (tid, stop_timeout));
+        let first_round = if threads.len() > 1 { Some(FIRST_STOP_TIMEOUT) } else { None };
+        Ok(first_round.into_iter().chain([RETRY_STOP_TIMEOUT]).flat_map(round).collect())
     }
 
     /// Whether a thread waits in a call that the kernel ends with EINTR when the thread is stopped.
@@ -354,36 +357,38 @@ impl InjectTarget {
     /// Verify that the code is still at its sites. `Busy` if it is no longer in memory.
     pub(super) fn verify_sites(&self) -> Result<InjectionSites, InjectError> {
         let mut stub = [0; 16];
-        let mut landing = [0; 16];
+        let mut return_code = [0; 16];
         self.read_if_present(&mut stub, self.sites.sigreturn_stub)?;
-        self.read_if_present(&mut landing, arch::return_code_address(self.sites.return_site))?;
-        if arch::are_sites_intact(&stub, &landing) { Ok(self.sites) } else { Err(InjectError::Vanished) }
+        self.read_if_present(&mut return_code, arch::return_code_address(self.sites.return_site))?;
+        if arch::are_sites_intact(&stub, &return_code) { Ok(self.sites) } else { Err(InjectError::Vanished) }
     }
 
     /// Read memory that may belong to a file, while a thread is stopped. `Busy` if a page of it is not in memory: a
     /// file server that does not answer would keep the thread stopped. A swapped-out page is anonymous, so it is read.
-    pub(super) fn read_if_present(&self, bytes: &mut [u8], at: u64) -> Result<(), InjectError> {
-        let page = page_size() as u64;
-        let end = at.checked_add(bytes.len() as u64).and_then(|end| end.checked_next_multiple_of(page));
-        let range = at / page * page..end.ok_or(InjectError::Vanished)?;
-        let mut present = 0;
-        pagemap::scan_mapped(&self.pagemap, range.clone(), pagemap::RangeContents::Anything, |found| {
-            present += found.end - found.start;
+    pub(super) fn read_if_present(&self, bytes: &mut [u8], address: u64) -> Result<(), InjectError> {
+        let page_bytes = page_size() as u64;
+        let end = address.checked_add(bytes.len() as u64).and_then(|end| end.checked_next_multiple_of(page_bytes));
+        let range = address / page_bytes * page_bytes..end.ok_or(InjectError::Vanished)?;
+        let mut present_bytes = 0;
+        pagemap::scan_mapped(&self.pagemap, range.clone(), pagemap::RangeContents::Anything, |mapped| {
+            present_bytes += mapped.end - mapped.start;
         })
         .map_err(operation_failed("reading which pages of it are in memory"))?;
-        if present != range.end - range.start {
-            return Err(InjectError::Busy(format!("its memory at {at:#x} would have to be read from a file first")));
+        if present_bytes != range.end - range.start {
+            return Err(InjectError::Busy(format!(
+                "its memory at {address:#x} would have to be read from a file first"
+            )));
         }
-        self.memory.read_exact_at(bytes, at).map_err(|_| InjectError::Vanished)
+        self.memory.read_exact_at(bytes, address).map_err(|_| InjectError::Vanished)
     }
 
     /// The address at which a thread that was stopped within a restartable sequence must continue. The kernel forgets
     /// the sequence once it sees the thread elsewhere (kernel/rseq.c, `rseq_ip_fixup`), so the tracer must do what
     /// preemption would do. `Busy` if the sequence is not in memory.
     pub(super) fn rseq_abort_address(&self, rseq: u64, ip: u64) -> Result<Option<u64>, InjectError> {
-        let read = |at: u64| {
+        let read = |address: u64| {
             let mut bytes = [0; 8];
-            self.read_if_present(&mut bytes, at).map(|()| u64::from_le_bytes(bytes))
+            self.read_if_present(&mut bytes, address).map(|()| u64::from_le_bytes(bytes))
         };
         // `struct rseq` has `rseq_cs` at 8; `struct rseq_cs` is version and flags, start_ip, post_commit_offset,
         // abort_ip.
@@ -391,7 +396,7 @@ impl InjectTarget {
         if sequence == 0 {
             return Ok(None);
         }
-        let field = |at| read(sequence.wrapping_add(at));
+        let field = |offset| read(sequence.wrapping_add(offset));
         let (start, length, abort) = (field(8)?, field(16)?, field(24)?);
         Ok((ip.wrapping_sub(start) < length).then_some(abort))
     }
@@ -399,10 +404,10 @@ impl InjectTarget {
 
 /// The PID of the process that has a flock(2) lock on a file, from `/proc/locks` (fs/locks.c, `lock_get_status`, 6.18).
 fn flock_holder(locks: &str, device: u64, inode: u64) -> Option<i32> {
-    let file = format!("{:02x}:{:02x}:{inode}", rustix::fs::major(device), rustix::fs::minor(device));
+    let file_id = format!("{:02x}:{:02x}:{inode}", rustix::fs::major(device), rustix::fs::minor(device));
     locks.lines().find_map(|line| match line.split_ascii_whitespace().collect::<Vec<_>>()[..] {
         // A process that waits for the lock has an arrow in the second field.
-        [_, "FLOCK", _, _, pid, at, ..] if at == file => pid.parse().ok(),
+        [_, "FLOCK", _, _, pid, id, ..] if id == file_id => pid.parse().ok(),
         _ => None,
     })
 }
@@ -415,10 +420,10 @@ fn executable_path(process: impl std::fmt::Display) -> Option<PathBuf> {
 /// Whether a process that runs `program` may be Pagefold: it runs the same program as this process, or has its name, or
 /// its program cannot be read. A Pagefold process with another program name is not recognized, and may visit the same
 /// process at the same time.
-fn may_be_pagefold(program: Option<&Path>, own: Option<&Path>) -> bool {
+fn may_be_pagefold(program: Option<&Path>, own_program: Option<&Path>) -> bool {
     let Some(program) = program else { return true };
     let is_named = program.file_name().is_some_and(|name| name.as_encoded_bytes().starts_with(b"pagefold"));
-    is_named || own == Some(program)
+    is_named || own_program == Some(program)
 }
 
 /// Read a file of the process. `Vanished` when the process has ended.
@@ -435,8 +440,8 @@ pub(super) fn read_text(directory: &OwnedFd, file: &str) -> Result<String, Injec
 /// Search the target's libraries and its program for the code.
 fn find_injection_sites(memory: &File, maps: &str) -> Result<InjectionSites, InjectError> {
     let code = maps.lines().filter_map(parse_maps_line).filter(|mapping| {
-        let vdso = arch::STUB_IN_VDSO && mapping.name == "[vdso]";
-        mapping.permissions.starts_with("r-xp") && (mapping.inode != 0 || vdso)
+        let is_vdso_stub = arch::STUB_IN_VDSO && mapping.name == "[vdso]";
+        mapping.permissions.starts_with("r-xp") && (mapping.inode != 0 || is_vdso_stub)
     });
     let mut code: Vec<MapsLine<'_>> = code.collect();
     if code.is_empty() {
@@ -447,7 +452,7 @@ fn find_injection_sites(memory: &File, maps: &str) -> Result<InjectionSites, Inj
         let file = mapping.name.rsplit('/').next().unwrap_or_default();
         !(["libc.so", "libc-", "libc.musl", "ld-musl"].iter().any(|name| file.starts_with(name)) || file == "[vdso]")
     });
-    let (mut stub, mut landing) = (None, None);
+    let (mut stub, mut return_site) = (None, None);
     let mut buffer = vec![0; CODE_BYTES_PER_READ + CODE_OVERLAP_BYTES];
     for mapping in &code {
         let mut start = mapping.start;
@@ -455,11 +460,11 @@ fn find_injection_sites(memory: &File, maps: &str) -> Result<InjectionSites, Inj
             let len = (mapping.end - start).min(buffer.len() as u64) as usize;
             // Unreadable bytes, beyond the end of a truncated file, contain no code.
             if memory.read_exact_at(&mut buffer[..len], start).is_ok() {
-                let (stub_at, landing_at) = arch::find_sites(&buffer[..len]);
-                stub = stub.or(stub_at.map(|at| start + at as u64));
-                landing = landing.or(landing_at.map(|at| start + at as u64));
-                if let (Some(stub), Some(landing)) = (stub, landing) {
-                    return Ok(InjectionSites { sigreturn_stub: stub, return_site: landing });
+                let (stub_offset, return_offset) = arch::find_sites(&buffer[..len]);
+                stub = stub.or(stub_offset.map(|offset| start + offset as u64));
+                return_site = return_site.or(return_offset.map(|offset| start + offset as u64));
+                if let (Some(stub), Some(return_site)) = (stub, return_site) {
+                    return Ok(InjectionSites { sigreturn_stub: stub, return_site });
                 }
             }
             start += CODE_BYTES_PER_READ as u64;
@@ -488,12 +493,12 @@ mod tests {
 
     #[test]
     fn other_programs_are_not_taken_for_pagefold() {
-        let own = Some(Path::new("/tmp/deps/inject-1"));
-        for known in ["/tmp/deps/inject-1", "/usr/bin/pagefold", "/usr/bin/pagefold (deleted)", "/a/pagefold-lab"] {
-            assert!(may_be_pagefold(Some(Path::new(known)), own), "{known}");
+        let own_program = Some(Path::new("/tmp/deps/inject-1"));
+        for program in ["/tmp/deps/inject-1", "/usr/bin/pagefold", "/usr/bin/pagefold (deleted)", "/a/pagefold-lab"] {
+            assert!(may_be_pagefold(Some(Path::new(program)), own_program), "{program}");
         }
-        assert!(may_be_pagefold(None, own));
-        assert!(!may_be_pagefold(Some(Path::new("/opt/pagefold/helper")), own));
+        assert!(may_be_pagefold(None, own_program));
+        assert!(!may_be_pagefold(Some(Path::new("/opt/pagefold/helper")), own_program));
         assert!(!may_be_pagefold(Some(Path::new("/usr/bin/flock")), None));
     }
 
@@ -508,14 +513,14 @@ mod tests {
 
     #[test]
     fn blocked_call_is_parsed() {
-        let waits = "22 0x4 0xffffe0 0x1 0xffffffff 0x0 0x8 0xfffff780 0xffff8001\n";
+        let line = "22 0x4 0xffffe0 0x1 0xffffffff 0x0 0x8 0xfffff780 0xffff8001\n";
         let arguments = [4, 0xff_ffe0, 1, 0xffff_ffff, 0, 8];
         assert_eq!(
-            parse_syscall_line(waits),
+            parse_syscall_line(line),
             Some(BlockedCall { number: 22, arguments, stack_pointer: 0xffff_f780, return_address: 0xffff_8001 })
         );
-        for other in ["-1 0x7fff12345678 0x7f0012345678\n", "running\n", "22 0x4 0xff\n", ""] {
-            assert_eq!(parse_syscall_line(other), None, "{other}");
+        for line in ["-1 0x7fff12345678 0x7f0012345678\n", "running\n", "22 0x4 0xff\n", ""] {
+            assert_eq!(parse_syscall_line(line), None, "{line}");
         }
     }
 }

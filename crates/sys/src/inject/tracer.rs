@@ -67,12 +67,13 @@ pub fn tracer_cpu_time() -> Duration {
 /// Restart the watchdog timer. Does nothing outside a tracer.
 pub(super) fn restart_watchdog() {
     let Some(timer) = WATCHDOG_TIMER.get() else { return };
-    WATCHDOG_RESTARTS.with(|runs| runs.fetch_add(1, Ordering::Relaxed));
+    WATCHDOG_RESTARTS.with(|restarts| restarts.fetch_add(1, Ordering::Relaxed));
     // SAFETY: all zeros are a valid `itimerspec`.
-    let mut when: libc::itimerspec = unsafe { std::mem::zeroed() };
-    when.it_value.tv_sec = WATCHDOG_TIMEOUT.as_secs() as libc::time_t;
-    // SAFETY: the timer belongs to this process, which never deletes it; `when` is valid and no old value is asked for.
-    unsafe { libc::timer_settime(timer, 0, &raw const when, std::ptr::null_mut()) };
+    let mut expiry: libc::itimerspec = unsafe { std::mem::zeroed() };
+    expiry.it_value.tv_sec = WATCHDOG_TIMEOUT.as_secs() as libc::time_t;
+    // SAFETY: the timer belongs to this process, which never deletes it; `expiry` is valid and no old value is asked
+    // for.
+    unsafe { libc::timer_settime(timer, 0, &raw const expiry, std::ptr::null_mut()) };
 }
 
 /// Create the watchdog timer. It sends SIGKILL to this process; neither a stop nor a blocked signal prevents that.
@@ -83,10 +84,10 @@ fn start_watchdog() -> bool {
     event.sigev_signo = libc::SIGKILL;
     let mut timer: libc::timer_t = std::ptr::null_mut();
     // SAFETY: `event` and `timer` are valid; the kernel deletes the timer when this process ends.
-    let created = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) } == 0;
-    WATCHDOG_TIMER.set(created.then_some(timer));
+    let is_created = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) } == 0;
+    WATCHDOG_TIMER.set(is_created.then_some(timer));
     restart_watchdog();
-    created
+    is_created
 }
 
 /// A mapping to run the tracer on, unmapped when dropped.
@@ -129,14 +130,14 @@ struct SignalMaskGuard(libc::sigset_t);
 
 impl SignalMaskGuard {
     fn new() -> Self {
-        let mut all = std::mem::MaybeUninit::uninit();
-        // SAFETY: `all` is writable memory for a set.
-        unsafe { libc::sigfillset(all.as_mut_ptr()) };
-        let mut before = std::mem::MaybeUninit::uninit();
-        // SAFETY: `sigfillset` has initialized `all`; `before` is writable memory for a set.
-        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr()) };
-        // SAFETY: `pthread_sigmask` fails only for an unknown first argument, so it has initialized `before`.
-        Self(unsafe { before.assume_init() })
+        let mut all_signals = std::mem::MaybeUninit::uninit();
+        // SAFETY: `all_signals` is writable memory for a set.
+        unsafe { libc::sigfillset(all_signals.as_mut_ptr()) };
+        let mut previous_mask = std::mem::MaybeUninit::uninit();
+        // SAFETY: `sigfillset` has initialized `all_signals`; `previous_mask` is writable memory for a set.
+        unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, all_signals.as_ptr(), previous_mask.as_mut_ptr()) };
+        // SAFETY: `pthread_sigmask` fails only for an unknown first argument, so it has initialized `previous_mask`.
+        Self(unsafe { previous_mask.assume_init() })
     }
 }
 
@@ -151,18 +152,18 @@ impl Drop for SignalMaskGuard {
 const JOB_CONTROL_SIGNALS: [libc::c_int; 3] = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU];
 
 /// The signals of [`JOB_CONTROL_SIGNALS`] that arrived while a [`StopSignalDeferral`] existed, as bits by number, with
-/// [`HOLDING`].
+/// [`DEFERRAL_ACTIVE_BIT`].
 static DEFERRED_STOP_SIGNALS: AtomicU32 = AtomicU32::new(0);
 
 /// The bit of [`DEFERRED_STOP_SIGNALS`] that is set while a [`StopSignalDeferral`] exists. No signal has the number 0.
-const HOLDING: u32 = 1;
+const DEFERRAL_ACTIVE_BIT: u32 = 1;
 
 /// The handler of [`JOB_CONTROL_SIGNALS`] and SIGCONT.
 extern "C" fn defer_stop_signal(signal: libc::c_int) {
     if signal == libc::SIGCONT {
         // The kernel also drops pending stop signals then (kernel/signal.c, `prepare_signal`).
-        DEFERRED_STOP_SIGNALS.fetch_and(HOLDING, Ordering::Relaxed);
-    } else if DEFERRED_STOP_SIGNALS.fetch_or(1 << signal, Ordering::Relaxed) & HOLDING == 0 {
+        DEFERRED_STOP_SIGNALS.fetch_and(DEFERRAL_ACTIVE_BIT, Ordering::Relaxed);
+    } else if DEFERRED_STOP_SIGNALS.fetch_or(1 << signal, Ordering::Relaxed) & DEFERRAL_ACTIVE_BIT == 0 {
         // This handler began before the actions were restored, and the deferred signals have been sent since.
         DEFERRED_STOP_SIGNALS.fetch_and(!(1 << signal), Ordering::Relaxed);
         send_to_self(signal);
@@ -181,38 +182,38 @@ fn send_to_self(signal: libc::c_int) {
 /// It uses a handler, because programs started meanwhile would inherit an ignored signal.
 pub(super) struct StopSignalDeferral {
     previous_actions: Vec<(libc::c_int, libc::sigaction)>,
-    _alone: MutexGuard<'static, ()>,
+    _guard: MutexGuard<'static, ()>,
 }
 
 impl StopSignalDeferral {
     pub(super) fn new() -> Self {
-        static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
-        let alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+        static DEFERRAL_LOCK: Mutex<()> = Mutex::new(());
+        let guard = DEFERRAL_LOCK.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: all zeros are a valid `sigaction`, with an empty mask.
         let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
         action.sa_sigaction = defer_stop_signal as extern "C" fn(libc::c_int) as libc::sighandler_t;
         action.sa_flags = libc::SA_RESTART;
-        DEFERRED_STOP_SIGNALS.fetch_or(HOLDING, Ordering::Relaxed);
-        let before = JOB_CONTROL_SIGNALS.into_iter().chain([libc::SIGCONT]).filter_map(|signal| {
-            let mut before = std::mem::MaybeUninit::uninit();
+        DEFERRED_STOP_SIGNALS.fetch_or(DEFERRAL_ACTIVE_BIT, Ordering::Relaxed);
+        let previous_actions = JOB_CONTROL_SIGNALS.into_iter().chain([libc::SIGCONT]).filter_map(|signal| {
+            let mut previous_action = std::mem::MaybeUninit::uninit();
             // SAFETY: `action` is valid. Its handler changes an atomic and calls kill(2), which is async-signal-safe.
-            // `before` is writable memory for the old action.
-            let answer = unsafe { libc::sigaction(signal, &raw const action, before.as_mut_ptr()) };
-            // SAFETY: the call has succeeded, so it has initialized `before`.
-            (answer == 0).then(|| (signal, unsafe { before.assume_init() }))
+            // `previous_action` is writable memory for the old action.
+            let result = unsafe { libc::sigaction(signal, &raw const action, previous_action.as_mut_ptr()) };
+            // SAFETY: the call has succeeded, so it has initialized `previous_action`.
+            (result == 0).then(|| (signal, unsafe { previous_action.assume_init() }))
         });
-        Self { previous_actions: before.collect(), _alone: alone }
+        Self { previous_actions: previous_actions.collect(), _guard: guard }
     }
 }
 
 impl Drop for StopSignalDeferral {
     fn drop(&mut self) {
-        for (signal, before) in &self.previous_actions {
+        for (signal, previous_action) in &self.previous_actions {
             // SAFETY: the action was the process's before; the old action is not requested.
-            unsafe { libc::sigaction(*signal, before, std::ptr::null_mut()) };
+            unsafe { libc::sigaction(*signal, previous_action, std::ptr::null_mut()) };
         }
-        let held = DEFERRED_STOP_SIGNALS.swap(0, Ordering::Relaxed);
-        JOB_CONTROL_SIGNALS.into_iter().filter(|signal| held >> signal & 1 == 1).for_each(send_to_self);
+        let deferred = DEFERRED_STOP_SIGNALS.swap(0, Ordering::Relaxed);
+        JOB_CONTROL_SIGNALS.into_iter().filter(|signal| deferred >> signal & 1 == 1).for_each(send_to_self);
     }
 }
 
@@ -228,13 +229,13 @@ extern "C" fn tracer_main<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::
     // SAFETY: `run_in_tracer_process` passes the address of its job and does not touch it until this process has left
     // the memory.
     let job = unsafe { &mut *job.cast::<TracerJob<W, T>>() };
-    let bound = set_parent_process_death_signal(Some(Signal::KILL)).is_ok();
+    let has_death_signal = set_parent_process_death_signal(Some(Signal::KILL)).is_ok();
     fault::point("tracer started");
     // If the parent ended before the signal was requested, the kernel sends none. A process group of its own instead of
     // a session made stops slower on a loaded machine (two CPUs, load 30): 1.8 ms instead of 0.6 ms at the 99th
     // percentile.
-    let protected = bound && getppid() == Some(job.parent) && setsid().is_ok() && start_watchdog();
-    if let Some(work) = job.work.take().filter(|_| protected) {
+    let is_protected = has_death_signal && getppid() == Some(job.parent) && setsid().is_ok() && start_watchdog();
+    if let Some(work) = job.work.take().filter(|_| is_protected) {
         // The name is only for display.
         let _ = set_name(c"pagefold-inject");
         job.outcome = Some(catch_unwind(AssertUnwindSafe(work)));
@@ -248,7 +249,7 @@ extern "C" fn tracer_main<W: FnOnce() -> T, T>(job: *mut libc::c_void) -> libc::
 
 /// How often tracers of this thread have restarted their timer.
 fn watchdog_restarts() -> u32 {
-    WATCHDOG_RESTARTS.with(|runs| runs.load(Ordering::Relaxed))
+    WATCHDOG_RESTARTS.with(|restarts| restarts.load(Ordering::Relaxed))
 }
 
 /// Wait until the tracer has left this memory, and check that it runs. `alive` is not 0 until then; `restarts_before`
@@ -257,31 +258,31 @@ fn watchdog_restarts() -> u32 {
 /// All code here makes raw system calls, because the thread-local state belongs to the tracer. Only the last step
 /// writes to `errno`, and only if the tracer has ended.
 fn wait_for_tracer_exit(tracer: Pid, alive: &AtomicU32, restarts_before: u32) {
-    let (mut seen, mut stage) = (restarts_before, 0);
+    let (mut last_restarts, mut stage) = (restarts_before, 0);
     loop {
         let value = alive.load(Ordering::Acquire);
         if value == 0 {
             return;
         }
-        let timeout = STALL_TIMEOUTS.get(stage).map(|patience| Timespec {
-            tv_sec: patience.as_secs().cast_signed(),
-            tv_nsec: patience.subsec_nanos().into(),
+        let timeout = STALL_TIMEOUTS.get(stage).map(|timeout| Timespec {
+            tv_sec: timeout.as_secs().cast_signed(),
+            tv_nsec: timeout.subsec_nanos().into(),
         });
         // The kernel wakes only a shared futex here, not a private one.
-        let waited = futex::wait(alive, futex::Flags::empty(), value, timeout.as_ref());
-        if waited == Err(Errno::TIMEDOUT) {
+        let wait_result = futex::wait(alive, futex::Flags::empty(), value, timeout.as_ref());
+        if wait_result == Err(Errno::TIMEDOUT) {
             if watchdog_restarts() == restarts_before {
                 // Before it begins, the tracer is an ordinary task on any CPU. Before it has its own session, a SIGSTOP
                 // for the process group stops it, too, and the group's SIGCONT arrives too late for it.
                 let _ = kill_process(tracer, Signal::CONT);
-            } else if watchdog_restarts() == seen {
+            } else if watchdog_restarts() == last_restarts {
                 match stage {
                     0 => move_to_other_cpus(tracer),
                     _ => lower_priority(tracer),
                 }
                 stage += 1;
             }
-            seen = watchdog_restarts();
+            last_restarts = watchdog_restarts();
         }
     }
 }
@@ -289,17 +290,17 @@ fn wait_for_tracer_exit(tracer: Pid, alive: &AtomicU32, restarts_before: u32) {
 /// Move a tracer that is limited to one CPU to the others that this thread may use.
 fn move_to_other_cpus(tracer: Pid) {
     let (Ok(allowed), Ok(pinned)) = (sched_getaffinity(None), sched_getaffinity(Some(tracer))) else { return };
-    if let Some(others) = other_cpus(&allowed, &pinned) {
+    if let Some(remaining) = other_cpus(&allowed, &pinned) {
         // If this fails, the tracer waits for its CPU, at most until its timer ends it.
-        let _ = sched_setaffinity(Some(tracer), &others);
+        let _ = sched_setaffinity(Some(tracer), &remaining);
     }
 }
 
 /// The allowed CPUs without the one of `pinned`. None if `pinned` has more than one CPU, or if no CPU is left.
 fn other_cpus(allowed: &CpuSet, pinned: &CpuSet) -> Option<CpuSet> {
-    let mut others = *allowed;
-    (0..CpuSet::MAX_CPU).filter(|&cpu| pinned.is_set(cpu)).for_each(|cpu| others.unset(cpu));
-    (pinned.count() == 1 && others.count() > 0).then_some(others)
+    let mut remaining = *allowed;
+    (0..CpuSet::MAX_CPU).filter(|&cpu| pinned.is_set(cpu)).for_each(|cpu| remaining.unset(cpu));
+    (pinned.count() == 1 && remaining.count() > 0).then_some(remaining)
 }
 
 /// Give a tracer ordinary priority.
@@ -326,9 +327,9 @@ pub(super) fn run_in_tracer_process<T>(work: impl FnOnce() -> T) -> io::Result<T
     }
     let stack = CACHED_STACK.take().map_or_else(TracerStack::new, Ok)?;
     let mut job = TracerJob { parent: getpid(), work: Some(work), outcome: None };
-    let enter = entry(&job);
-    let blocked = SignalMaskGuard::new();
-    let (alive, before) = (AtomicU32::new(1), watchdog_restarts());
+    let entry_point = entry(&job);
+    let signal_guard = SignalMaskGuard::new();
+    let (alive, restarts_before) = (AtomicU32::new(1), watchdog_restarts());
     // Without an exit signal, so that other waits of this process do not see the tracer.
     let flags = libc::CLONE_VM | libc::CLONE_FILES | libc::CLONE_CHILD_CLEARTID;
     let (job_address, parent_tid, tls) =
@@ -336,23 +337,23 @@ pub(super) fn run_in_tracer_process<T>(work: impl FnOnce() -> T) -> io::Result<T
     // SAFETY: the tracer runs `tracer_main` on a stack of its own. It uses the thread-local state of this thread, which
     // this thread does not touch (`wait_for_tracer_exit`) until the tracer has left this memory. Until then this frame
     // keeps everything that `job` refers to.
-    let tracer = unsafe { libc::clone(enter, stack.top(), flags, job_address, parent_tid, tls, alive.as_ptr()) };
+    let tracer = unsafe { libc::clone(entry_point, stack.top(), flags, job_address, parent_tid, tls, alive.as_ptr()) };
     let Some(pid) = Pid::from_raw(tracer).filter(|_| tracer > 0) else {
         return Err(io::Error::last_os_error());
     };
-    wait_for_tracer_exit(pid, &alive, before);
+    wait_for_tracer_exit(pid, &alive, restarts_before);
     // The tracer's end is not complete yet: it releases its tracees after its memory.
     let mut status = 0;
     // SAFETY: `status` is writable memory for the status. All signals are blocked, so the call is not interrupted.
-    let waited = unsafe { libc::waitpid(tracer, &raw mut status, libc::__WALL) };
-    if waited == tracer && libc::WIFSIGNALED(status) {
+    let reaped_pid = unsafe { libc::waitpid(tracer, &raw mut status, libc::__WALL) };
+    if reaped_pid == tracer && libc::WIFSIGNALED(status) {
         // The memory may be inconsistent now: see the module documentation.
         let _ = kill_process(getpid(), Signal::KILL);
         loop {
             std::thread::park();
         }
     }
-    drop(blocked);
+    drop(signal_guard);
     CACHED_STACK.set(Some(stack));
     match job.outcome {
         Some(outcome) => Ok(outcome.unwrap_or_else(|panic| resume_unwind(panic))),
@@ -366,13 +367,13 @@ mod tests {
 
     #[test]
     fn tracer_process_has_own_group_and_shared_memory() {
-        let (mut seen, name) = (0, "shared".to_owned());
-        let answer = run_in_tracer_process(|| {
-            seen += 1;
+        let (mut runs, name) = (0, "shared".to_owned());
+        let result = run_in_tracer_process(|| {
+            runs += 1;
             (getpid(), name.clone() + "!", rustix::process::getpgrp())
         });
-        let (pid, name, group) = answer.expect("a process starts");
-        assert_eq!((seen, name.as_str()), (1, "shared!"));
+        let (pid, name, group) = result.expect("a process starts");
+        assert_eq!((runs, name.as_str()), (1, "shared!"));
         assert!(pid != getpid() && group == pid);
         assert!(!std::fs::exists(format!("/proc/{pid}")).expect("/proc is readable"), "it has ended and is reaped");
         assert!(tracer_cpu_time() > Duration::ZERO);
@@ -397,15 +398,15 @@ mod tests {
             let status = std::fs::read_to_string("/proc/thread-self/status").expect("a status");
             status.lines().find(|line| line.starts_with("SigBlk:")).expect("a mask").to_owned()
         };
-        let before = mask();
-        let within = run_in_tracer_process(mask).expect("a process starts");
-        assert_eq!(mask(), before);
+        let initial = mask();
+        let tracer_mask = run_in_tracer_process(mask).expect("a process starts");
+        assert_eq!(mask(), initial);
         let job_control = [libc::SIGTSTP, libc::SIGTTIN, libc::SIGTTOU, libc::SIGCHLD];
-        let blocked = u64::from_str_radix(within.trim_start_matches("SigBlk:").trim(), 16).expect("hexadecimal");
-        assert!(job_control.iter().all(|signal| blocked >> (signal - 1) & 1 == 1), "{within}");
+        let blocked = u64::from_str_radix(tracer_mask.trim_start_matches("SigBlk:").trim(), 16).expect("hexadecimal");
+        assert!(job_control.iter().all(|signal| blocked >> (signal - 1) & 1 == 1), "{tracer_mask}");
         let panic = catch_unwind(|| run_in_tracer_process(|| panic!("on purpose")));
         assert_eq!(panic.expect_err("it panics").downcast_ref::<&str>(), Some(&"on purpose"));
-        assert_eq!(mask(), before);
+        assert_eq!(mask(), initial);
     }
 
     const CASE: &str = "PAGEFOLD_TEST_STOPS_HELD";
@@ -416,15 +417,16 @@ mod tests {
         // The signal may be ignored where the tests are started, and programs inherit that. SAFETY: the default action
         // is valid for this signal, and no code in this process relies on another one.
         unsafe { libc::signal(libc::SIGTSTP, libc::SIG_DFL) };
-        let tell = || std::fs::write(std::env::var_os(FILE).expect("a file"), "held").expect("it can be written");
+        let write_marker =
+            || std::fs::write(std::env::var_os(FILE).expect("a file"), "held").expect("it can be written");
         if case == "late handler" {
-            tell();
+            write_marker();
             return defer_stop_signal(libc::SIGTSTP);
         }
         let deadline = std::time::Instant::now() + Duration::from_secs(20);
-        let send = |signal: Signal, leaves: u32| {
+        let send = |signal: Signal, expected: u32| {
             kill_process(getpid(), signal).expect("a signal for itself");
-            while DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed) != leaves {
+            while DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed) != expected {
                 assert!(
                     std::time::Instant::now() < deadline,
                     "{signal:?} leaves {}",
@@ -433,13 +435,13 @@ mod tests {
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
-        let held = StopSignalDeferral::new();
-        send(Signal::TSTP, HOLDING | 1 << libc::SIGTSTP);
+        let deferral = StopSignalDeferral::new();
+        send(Signal::TSTP, DEFERRAL_ACTIVE_BIT | 1 << libc::SIGTSTP);
         if case == "continued" {
-            send(Signal::CONT, HOLDING);
+            send(Signal::CONT, DEFERRAL_ACTIVE_BIT);
         }
-        tell();
-        drop(held);
+        write_marker();
+        drop(deferral);
         assert_eq!(DEFERRED_STOP_SIGNALS.load(Ordering::Relaxed), 0);
     }
 
@@ -468,11 +470,11 @@ mod tests {
                 }
                 std::thread::sleep(Duration::from_millis(2));
             };
-            let held = std::fs::read_to_string(&file);
+            let marker = std::fs::read_to_string(&file);
             let _ = std::fs::remove_file(&file);
             kill_process(Pid::from_child(&child), Signal::CONT).expect("it is not reaped");
             assert!(child.wait().expect("its end").success(), "{case}");
-            assert!(held.is_ok_and(|held| held == "held"), "{case}: it has come to the last step");
+            assert!(marker.is_ok_and(|marker| marker == "held"), "{case}: it has come to the last step");
             assert_eq!(stopped, stops, "{case}");
         }
     }

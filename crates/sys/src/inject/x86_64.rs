@@ -92,9 +92,9 @@ pub struct ThreadState {
 /// Positions of the stub and of the return site in code, each if present.
 pub fn find_sites(code: &[u8]) -> (Option<usize>, Option<usize>) {
     let stub = memmem::find(code, &STUB_CODE);
-    let landing = RETURN_CODES.iter().filter_map(|landing| memmem::find(code, landing)).min();
+    let return_code = RETURN_CODES.iter().filter_map(|return_code| memmem::find(code, return_code)).min();
     // The return site is the `ret`. A restarted call returns to the two bytes before it.
-    (stub, landing.map(|position| position + 2))
+    (stub, return_code.map(|position| position + 2))
 }
 
 /// Whether the code at both sites is unchanged.
@@ -129,8 +129,8 @@ impl ThreadState {
             Some(libc::ENOEXEC) => InjectError::Unsupported("it is a 32-bit program".to_owned()),
             _ => operation_failed("reading its registers")(error),
         })?;
-        let called = (registers.orig_rax as i64 >= 0).then_some(registers.orig_rax);
-        if registers.cs != USER_CS || called.is_some_and(|number| number & X32_SYSCALL_BIT != 0) {
+        let syscall_number = (registers.orig_rax as i64 >= 0).then_some(registers.orig_rax);
+        if registers.cs != USER_CS || syscall_number.is_some_and(|number| number & X32_SYSCALL_BIT != 0) {
             return Err(InjectError::Unsupported("it runs 32-bit code".to_owned()));
         }
         // `ssp_get` (arch/x86/kernel/fpu/regset.c, 6.6) succeeds only for a thread with a shadow stack. `sigreturn`
@@ -182,21 +182,21 @@ impl ThreadState {
         read: impl Fn(u64) -> Option<[u8; 16]>,
         _blocked_call: Option<&BlockedCall>,
     ) -> bool {
-        let called = self.registers.orig_rax & u64::from(u32::MAX);
-        let interrupted = self.registers.rax as i64 == -i64::from(libc::EINTR);
-        let stops = [&INTERRUPTED_BY_STOP[..], &SOMETIMES_INTERRUPTED_BY_STOP].concat();
-        if !interrupted || !stops.contains(&called) {
+        let syscall_number = self.registers.orig_rax & u64::from(u32::MAX);
+        let is_interrupted = self.registers.rax as i64 == -i64::from(libc::EINTR);
+        let stop_sensitive_calls = [&INTERRUPTED_BY_STOP[..], &SOMETIMES_INTERRUPTED_BY_STOP].concat();
+        if !is_interrupted || !stop_sensitive_calls.contains(&syscall_number) {
             return false;
         }
         self.registers.rax = ERESTARTNOHAND as u64;
-        let Some((limit, answer)) = self.call_timeout(called, read) else { return true };
+        let Some((timeout_millis, timeout_result)) = self.call_timeout(syscall_number, read) else { return true };
         let now = now.as_millis() as u64 & START_MILLIS_MASK;
-        let begun = self.registers.orig_rax >> 32;
-        let since = now.wrapping_sub(begun) & START_MILLIS_MASK;
-        if begun == 0 || since > limit.saturating_add(STALE_START_MILLIS) {
-            self.registers.orig_rax = called | now.max(1) << 32;
-        } else if since > limit {
-            self.registers.rax = answer as u64;
+        let start_millis = self.registers.orig_rax >> 32;
+        let elapsed_millis = now.wrapping_sub(start_millis) & START_MILLIS_MASK;
+        if start_millis == 0 || elapsed_millis > timeout_millis.saturating_add(STALE_START_MILLIS) {
+            self.registers.orig_rax = syscall_number | now.max(1) << 32;
+        } else if elapsed_millis > timeout_millis {
+            self.registers.rax = timeout_result as u64;
         }
         true
     }
@@ -205,25 +205,25 @@ impl ThreadState {
     /// returns.
     fn call_timeout(&self, syscall_number: u64, read: impl Fn(u64) -> Option<[u8; 16]>) -> Option<(u64, i64)> {
         let r = &self.registers;
-        let again = -i64::from(libc::EAGAIN);
-        let (timespec, answer) = match syscall_number {
-            232 | 281 => return u64::try_from(r.r10 as i32).ok().map(|limit| (limit, 0)),
-            128 => (r.rdx, again),
+        let eagain = -i64::from(libc::EAGAIN);
+        let (timespec, result) = match syscall_number {
+            232 | 281 => return u64::try_from(r.r10 as i32).ok().map(|timeout_millis| (timeout_millis, 0)),
+            128 => (r.rdx, eagain),
             208 | 333 => (r.r8, 0),
-            220 => (r.r10, again),
+            220 => (r.r10, eagain),
             441 => (r.r10, 0),
             _ => return None,
         };
         let time = read(timespec).filter(|_| timespec != 0)?;
-        let word = |at: usize| u64::from_le_bytes(time[at..at + 8].try_into().expect("eight bytes"));
-        Some((word(0).saturating_mul(1000).saturating_add(word(8).div_ceil(1_000_000)), answer))
+        let word = |offset: usize| u64::from_le_bytes(time[offset..offset + 8].try_into().expect("eight bytes"));
+        Some((word(0).saturating_mul(1000).saturating_add(word(8).div_ceil(1_000_000)), result))
     }
 
     /// The registers with which the thread continues in user mode. A call that the kernel would restart begins again.
     fn resumed_registers(&self) -> Registers {
         let mut registers = self.registers;
-        let in_call = registers.orig_rax as i64 >= 0;
-        if in_call && is_restart_code(registers.rax as i64) {
+        let is_in_call = registers.orig_rax as i64 >= 0;
+        if is_in_call && is_restart_code(registers.rax as i64) {
             registers.rax = registers.orig_rax;
             registers.rip -= 2;
         }
@@ -242,7 +242,8 @@ impl ThreadState {
         let vectors = (8 + FRAME_BYTES).next_multiple_of(64);
         let registers = self.resumed_registers();
         let frame = 8;
-        let mut put = |at: usize, value: u64| bytes[frame + at..frame + at + 8].copy_from_slice(&value.to_le_bytes());
+        let mut put =
+            |offset: usize, value: u64| bytes[frame + offset..frame + offset + 8].copy_from_slice(&value.to_le_bytes());
         put(0, sites.sigreturn_stub);
         put(UCONTEXT_OFFSET, UC_FLAGS);
         put(UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID);
@@ -267,36 +268,52 @@ impl ThreadState {
     /// stack would overwrite it first.
     pub fn is_own_frame(&self, bytes: &[u8], sites: InjectionSites) -> bool {
         let end = (8 + FRAME_BYTES).next_multiple_of(64) + self.xsave_area.len();
-        let word = |at: usize| bytes.get(at..at + 8).map(|at| u64::from_le_bytes(at.try_into().expect("eight bytes")));
-        let parts = [
+        let word = |offset: usize| {
+            bytes.get(offset..offset + 8).map(|word| u64::from_le_bytes(word.try_into().expect("eight bytes")))
+        };
+        let expected_words = [
             (0, 0),
             (8, sites.sigreturn_stub),
             (8 + UCONTEXT_OFFSET, UC_FLAGS),
             (8 + UCONTEXT_OFFSET + 24, SS_FLAGS_INVALID),
             (end, u64::from(FP_XSTATE_MAGIC2)),
         ];
-        parts.iter().all(|&(at, value)| word(at) == Some(value)) && bytes[end + 8..].iter().all(|&byte| byte == 0)
+        expected_words.iter().all(|&(offset, value)| word(offset) == Some(value))
+            && bytes[end + 8..].iter().all(|&byte| byte == 0)
     }
 
     /// Write the XSAVE area in the format that `sigreturn` expects.
     fn write_xsave_area(&self, area: &mut [u8]) {
         area[..self.xsave_area.len()].copy_from_slice(&self.xsave_area);
-        let number = |at: usize| u64::from_le_bytes(self.xsave_area[at..at + 8].try_into().expect("eight bytes"));
-        let (all, used) = (number(SW_RESERVED_OFFSET), number(XSTATE_HEADER_OFFSET) | XFEATURE_MASK_FPSSE);
+        let number =
+            |offset: usize| u64::from_le_bytes(self.xsave_area[offset..offset + 8].try_into().expect("eight bytes"));
+        let (all_features, used_features) =
+            (number(SW_RESERVED_OFFSET), number(XSTATE_HEADER_OFFSET) | XFEATURE_MASK_FPSSE);
         // ptrace returns the largest state that any thread may have. A thread that never used tiles has no space for
         // them, and `sigreturn` accepts only what fits the thread's space.
-        let restored = if used & XFEATURE_MASK_XTILE_DATA == 0 { all & !XFEATURE_MASK_XTILE_DATA } else { all };
-        let size = xstate_bytes(restored).min(self.xsave_area.len());
-        area[XSTATE_HEADER_OFFSET..XSTATE_HEADER_OFFSET + 8].copy_from_slice(&used.to_le_bytes());
-        let software = [FP_XSTATE_MAGIC1, size as u32 + 4, restored as u32, (restored >> 32) as u32, size as u32, 0];
+        let restored_features = if used_features & XFEATURE_MASK_XTILE_DATA == 0 {
+            all_features & !XFEATURE_MASK_XTILE_DATA
+        } else {
+            all_features
+        };
+        let size = xstate_bytes(restored_features).min(self.xsave_area.len());
+        area[XSTATE_HEADER_OFFSET..XSTATE_HEADER_OFFSET + 8].copy_from_slice(&used_features.to_le_bytes());
+        let software = [
+            FP_XSTATE_MAGIC1,
+            size as u32 + 4,
+            restored_features as u32,
+            (restored_features >> 32) as u32,
+            size as u32,
+            0,
+        ];
         area[SW_RESERVED_OFFSET..SW_RESERVED_OFFSET + 48].fill(0);
         for (position, word) in software.into_iter().enumerate() {
             area[SW_RESERVED_OFFSET + position * 4..][..4].copy_from_slice(&word.to_le_bytes());
         }
         // Most kernels read the second mark behind the stated size. Those of 6.14 to 6.18 read it behind the thread's
         // space, which may be the full one although the thread now uses less.
-        for at in [size, self.xsave_area.len()] {
-            area[at..at + 4].copy_from_slice(&FP_XSTATE_MAGIC2.to_le_bytes());
+        for offset in [size, self.xsave_area.len()] {
+            area[offset..offset + 4].copy_from_slice(&FP_XSTATE_MAGIC2.to_le_bytes());
         }
     }
 }
@@ -418,35 +435,35 @@ mod tests {
 
     #[test]
     fn own_frame_and_sigreturn_are_recognized() {
-        let home = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
+        let sites = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
         let mut state = interrupted_state(u64::MAX, 0);
         state.xsave_area = vec![0; 1024];
-        let frame = state.build_frame(0x7000, 0, home);
-        assert!(state.is_own_frame(&frame, home));
+        let frame = state.build_frame(0x7000, 0, sites);
+        assert!(state.is_own_frame(&frame, sites));
         assert!(
-            !state.is_own_frame(&frame, InjectionSites { sigreturn_stub: 0x1001, ..home })
-                && !state.is_own_frame(&frame[64..], home)
+            !state.is_own_frame(&frame, InjectionSites { sigreturn_stub: 0x1001, ..sites })
+                && !state.is_own_frame(&frame[64..], sites)
         );
-        assert!(state.is_own_frame(&[frame.as_slice(), &[0; 9]].concat(), home));
-        assert!(!state.is_own_frame(&[frame.as_slice(), &[0, 1]].concat(), home));
-        assert!(!state.is_own_frame(&frame[..frame.len() / 2], home) && !state.is_own_frame(&[0; 4], home));
-        let place = distinguishing_offset(&vec![0; frame.len()], &frame);
-        assert_eq!(frame[place..place + 8], home.sigreturn_stub.to_ne_bytes());
+        assert!(state.is_own_frame(&[frame.as_slice(), &[0; 9]].concat(), sites));
+        assert!(!state.is_own_frame(&[frame.as_slice(), &[0, 1]].concat(), sites));
+        assert!(!state.is_own_frame(&frame[..frame.len() / 2], sites) && !state.is_own_frame(&[0; 4], sites));
+        let offset = distinguishing_offset(&vec![0; frame.len()], &frame);
+        assert_eq!(frame[offset..offset + 8], sites.sigreturn_stub.to_ne_bytes());
         for (ip, expected) in [(0xfff, false), (0x1000, true), (0x1009, true), (0x2002, true), (0x3000, false)] {
             state.registers.rip = ip;
-            assert_eq!(may_be_in_sigreturn(&state.registers, home), expected, "{ip:x}");
+            assert_eq!(may_be_in_sigreturn(&state.registers, sites), expected, "{ip:x}");
         }
     }
 
     #[test]
     fn parked_thread_clears_trap_flag_frame_keeps_it() {
-        let home = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
+        let sites = InjectionSites { sigreturn_stub: 0x1000, return_site: 0x2002 };
         let mut state = interrupted_state(u64::MAX, 0);
         state.xsave_area = vec![0; 1024];
         state.registers.eflags = 0x346;
-        assert_eq!(parked_registers(&state, 0x7000, home).eflags, 0x246);
+        assert_eq!(parked_registers(&state, 0x7000, sites).eflags, 0x246);
         let flags = 8 + SIGCONTEXT_OFFSET + 17 * 8;
-        assert_eq!(state.build_frame(0x7000, 0, home)[flags..flags + 8], 0x346_u64.to_le_bytes());
+        assert_eq!(state.build_frame(0x7000, 0, sites)[flags..flags + 8], 0x346_u64.to_le_bytes());
     }
 
     #[test]
@@ -456,7 +473,7 @@ mod tests {
         time[8..].copy_from_slice(&1_500_000_u64.to_le_bytes());
         let mut state = interrupted_state(128, 0);
         state.registers.rdx = 0x1000;
-        let read = |at: u64| (at == 0x1000).then_some(time);
+        let read = |address: u64| (address == 0x1000).then_some(time);
         assert_eq!(state.call_timeout(128, read), Some((2002, -i64::from(libc::EAGAIN))));
         assert_eq!(state.call_timeout(441, read), None);
     }
