@@ -249,9 +249,9 @@ impl MemoryReadings {
 
 /// KSM's pages before and after, of the targets that still run: earlier savings of ended processes are no loss.
 fn sum_living_targets(before: &PlanMeasurement, after: &PlanMeasurement) -> (KsmPageCounts, KsmPageCounts) {
-    let living = before.targets.iter().zip(&after.targets).filter(|(_, after)| after.is_some());
+    let running = before.targets.iter().zip(&after.targets).filter(|(_, after)| after.is_some());
     (
-        verify::sum_targets(living.filter_map(|(before, _)| before.as_ref())),
+        verify::sum_targets(running.filter_map(|(before, _)| before.as_ref())),
         verify::sum_targets(after.targets.iter().flatten()),
     )
 }

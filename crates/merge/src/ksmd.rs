@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 /// value.
 ///
 /// # Errors
-/// Those of reading and writing the setting.
+/// The errors of reading and writing the setting.
 pub fn check_writable(session: &Session<'_>) -> Result<(), session::Error> {
     session.check_writable(Setting::SleepMillisecs.into())
 }

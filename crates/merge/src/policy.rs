@@ -34,7 +34,7 @@ pub fn observe_host(host: &dyn Host) -> HostObservation {
     }
 }
 
-/// Resident memory of all QEMU processes. Those that end meanwhile or cannot be read are left out, as `ps` does.
+/// Resident memory of all QEMU processes. Processes that end meanwhile or cannot be read are left out, as by `ps`.
 fn qemu_resident(host: &dyn Host) -> Reading<Bytes> {
     let mut sum = Bytes::ZERO;
     for pid in host.pids()? {
@@ -318,7 +318,7 @@ mod tests {
         );
         drop(session);
         assert_eq!(load_current_policy(&host, directory.path()).unwrap(), None);
-        // It stays in the journal for the next session.
+        // The failed undo stays in the journal for the next session.
         begin(&fake, directory.path());
         assert_eq!(fake.setting_values(), before);
     }

@@ -6,9 +6,9 @@
 //! ksmd works, a sample of pages of each range of the plan is checked repeatedly. Ranges whose pages break too soon are
 //! unenrolled while few pages are merged ([`MergeMonitor`](crate::merge_monitor::MergeMonitor)).
 //!
-//! Two checks see a page that broke in between and was not merged again. They miss a page that broke and merged again,
-//! so rates are underestimates where ksmd is faster than the checks. Between rounds of merging ksmd is idle, and the
-//! check that begins a round sees all breaks since the previous one.
+//! Two checks detect a page that broke in between and was not merged again. They miss a page that broke and merged
+//! again, so rates are underestimates where ksmd is faster than the checks. Between rounds of merging ksmd is idle, and
+//! the check that begins a round sees all breaks since the previous one.
 
 use crate::decide::plan::MergePlan;
 use crate::verify;

@@ -118,15 +118,15 @@ impl Notes {
         self.file_version = version;
         let previous = std::mem::replace(&mut self.last_loaded, load_freed(host, &self.directory)?);
         still_free.retain(|process, _| self.last_loaded.contains_key(process));
-        let mut grown = Vec::new();
+        let mut changed = Vec::new();
         for (process, pages) in &self.last_loaded {
             let added = pages.saturating_sub(previous.get(process).copied().unwrap_or_default());
             if added > Pages::ZERO {
                 *still_free.entry(*process).or_default() += added;
-                grown.push(*process);
+                changed.push(*process);
             }
         }
-        Ok(grown)
+        Ok(changed)
     }
 }
 

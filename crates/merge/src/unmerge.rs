@@ -396,7 +396,7 @@ impl UnenrollRun<'_, '_> {
         let host = self.session.host();
         let Ok((before, ranges)) = find_collapsible(host, target) else { return Ok(()) };
         let huge = observe::huge_page_bytes(host).unwrap_or(0);
-        // Two, since the kernel frees the replaced pages in batches.
+        // Memory for two huge pages, since the kernel frees the replaced pages in batches.
         let pages = host.page_size().pages_in(Bytes(2 * huge));
         let need = FrameNeed::for_cgroup(target.cgroup(), pages, Pages::ZERO);
         for ranges in ranges.chunks(HUGE_PAGES_PER_COLLAPSE) {

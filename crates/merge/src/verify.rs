@@ -381,7 +381,7 @@ mod tests {
         merged_target_shared_by(merged, frames, rmap_items, 0)
     }
 
-    /// The same, with each frame mapped so many times in all processes.
+    /// Such a target, with each frame mapped so many times in all processes.
     fn merged_target_shared_by(merged: u64, frames: &[u64], rmap_items: u64, all_mappings: u64) -> MergedTarget {
         let counts = KsmPageCounts { merged: Pages(merged), rmap_items: Pages(rmap_items), ..KsmPageCounts::default() };
         let own_mappings = merged / (frames.len() as u64).max(1);

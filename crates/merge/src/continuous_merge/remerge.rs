@@ -18,8 +18,8 @@ use pagefold_host::{Host, elapsed_since};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-/// Minimum pause between two checks. Pages that are overwritten at once seem to stay merged for half of it. It must
-/// therefore be less than twice the minimum lifetime of merged pages under any criterion (2.6 s).
+/// Minimum pause between two checks. Pages that are overwritten at once seem to stay merged for half of this pause. It
+/// must therefore be less than twice the minimum lifetime of merged pages under any criterion (2.6 s).
 pub const MIN_CHECK_INTERVAL: Duration = Duration::from_secs(2);
 
 /// Broken pages that justify a scan: 1 MiB of 4 KiB pages, at about 10 ms of CPU time.

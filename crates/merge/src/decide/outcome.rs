@@ -66,7 +66,7 @@ pub struct MergeOutcome {
 /// Anonymous memory before and after. Merged pages count once for each mapping; zero pages do not count.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Resident {
-    /// Of the targets; after the merge without ended ones.
+    /// Of the targets: before, of all; after, of those that still run.
     pub targets: (Bytes, Bytes),
     /// Of this process.
     pub own: (Bytes, Bytes),

@@ -141,8 +141,8 @@ fn render_comparison(report: &MergeReport, outcome: &OutcomeReport, style: TextS
         table.add_row(["time to 99 %".to_owned(), format_seconds(plan.wall_seconds), seconds, String::new()]);
     }
     if let (Some(before), Some(after)) = (outcome.available_before, outcome.available_after) {
-        let more = format_net(after as i64 - before as i64);
-        table.add_row(["MemAvailable".to_owned(), format_net(plan.savings.net), more, String::new()]);
+        let change = format_net(after as i64 - before as i64);
+        table.add_row(["MemAvailable".to_owned(), format_net(plan.savings.net), change, String::new()]);
     }
     let mut text = style.render_table(&table);
     text.push_str(&render_differences(outcome, style));

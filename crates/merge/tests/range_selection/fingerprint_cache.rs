@@ -80,7 +80,7 @@ fn inactive_process_is_cached_active_partly_read() {
     assert_eq!(scan(&host, 0), CensusResult { pages_read: PROCESS_PAGES, ..CensusResult::default() });
     assert_eq!(scan(&host, 1), CensusResult { reused_pages: PROCESS_PAGES, ..CensusResult::default() });
     assert!(scan(&host, CACHE_LIFETIME.as_secs()).pages_read > 0, "other processes may have written to it");
-    // It runs all the time, and writes nothing.
+    // The process runs all the time, and writes nothing.
     let mut pages_read = Vec::new();
     for second in 1..=32 {
         host.activity.insert(1, (second + 1, 0));
@@ -305,7 +305,8 @@ fn volatile_pages_are_read_less_often_until_stable() {
     };
     let read: Vec<u64> = (0..40).map(|second| scan(&mut host, second).pages_read).collect();
     assert_eq!(read[..2], [PROCESS_PAGES + 2; 2], "{read:?}");
-    // They are read in one census of eight, with a sixteenth of the other blocks, four pages of each, and the partner.
+    // Volatile pages are read in one census of eight, with a sixteenth of the other blocks, four pages of each, and the
+    // partner.
     let late = read[24..].iter().sum::<u64>();
     assert!((32 * 2..32 * 2 + 16 * (16 + 16 + 2)).contains(&late), "{late}: {read:?}");
     let stable_and_volatile = [&[Stable(7), Stable(8)][..], &[Volatile; 30]].concat();
